@@ -1,0 +1,39 @@
+"""jpaged: PagedAttention serving for JAX on NVIDIA GPUs.
+
+The names below load on first use, so that host-side parts (`jpaged.core`) and `--help` do not
+pay for importing JAX.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from jpaged.version import __version__
+
+if TYPE_CHECKING:
+    from jpaged.config import EngineConfig
+    from jpaged.engine import Engine
+    from jpaged.outputs import CompletionOutput, RequestOutput
+    from jpaged.sampling_params import SamplingParams
+
+_HOME = {
+    "CompletionOutput": "jpaged.outputs",
+    "Engine": "jpaged.engine",
+    "EngineConfig": "jpaged.config",
+    "RequestOutput": "jpaged.outputs",
+    "SamplingParams": "jpaged.sampling_params",
+}
+
+__all__ = [
+    "CompletionOutput",
+    "Engine",
+    "EngineConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'jpaged' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

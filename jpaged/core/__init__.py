@@ -1,0 +1,1 @@
+"""Host-side policy: requests, blocks, scheduling. Imports no JAX."""

@@ -1,0 +1,1 @@
+"""Functional Flax models and the loading of Hugging Face checkpoints."""

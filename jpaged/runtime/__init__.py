@@ -1,0 +1,1 @@
+"""Where host meets device: buckets, batches, the KV pool, step functions, the sampler."""
