@@ -1,0 +1,144 @@
+"""The public ops: checked arguments, then the back end asked for. Nothing outside this package
+knows which implementation runs.
+
+All arrays are arguments and all results are returned; the pools of `write_kv` and `copy_blocks` are
+updated in place when the caller's jit donates them.
+"""
+
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels import checks, xla
+from pallas_kernels.types import Backend, LayerKV, select_backend
+
+__all__ = [
+    "Backend",
+    "LayerKV",
+    "copy_blocks",
+    "paged_decode_attention",
+    "paged_prefill_attention",
+    "select_backend",
+    "write_kv",
+]
+
+
+def paged_decode_attention(
+    q: Float[Array, "B N H"],
+    kv: LayerKV,
+    block_tables: Int32[Array, "B M"],
+    seq_lens: Int32[Array, "B"],
+    *,
+    scale: float,
+    backend: Backend,
+    soft_cap: float | None = None,
+    sliding_window: int | None = None,
+) -> Float[Array, "B N H"]:
+    """Attention of one new token a sequence over its paged keys and values.
+
+    Args:
+        q: queries, of the pool's dtype; N is a multiple of the pool's K heads.
+        kv: one layer's pool [P, S, K, H]; the new token is already in it. Slots that no sequence
+            owns may hold anything, NaN included.
+        block_tables: the blocks of each sequence, in order; entries past its length are ignored.
+        seq_lens: tokens of each sequence, the new one included; 0 marks a padded row.
+        scale: factor of the scores, usually 1 / sqrt(H).
+        backend: which implementation runs.
+        soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`.
+        sliding_window: the token at position p sees keys at (p - sliding_window, p].
+
+    Returns:
+        [B, N, H] of q's dtype; zeros for padded rows.
+
+    Raises:
+        ValueError: inconsistent shapes, or a head size, block size or number out of range.
+        TypeError: dtypes that differ or are not bfloat16, float16 or float32.
+    """
+    checks.check_attention(q, kv, block_tables, seq_lens, scale, soft_cap, sliding_window)
+    checks.check_decode(q, block_tables)
+    backend = Backend(backend)
+    options = {"scale": scale, "soft_cap": soft_cap, "sliding_window": sliding_window}
+    return xla.paged_decode_attention(q, kv, block_tables, seq_lens, **options)
+
+
+def paged_prefill_attention(
+    q: Float[Array, "T N H"],
+    kv: LayerKV,
+    block_tables: Int32[Array, "B M"],
+    query_start_loc: Int32[Array, "B+1"],
+    seq_lens: Int32[Array, "B"],
+    *,
+    scale: float,
+    backend: Backend,
+    soft_cap: float | None = None,
+    sliding_window: int | None = None,
+) -> Float[Array, "T N H"]:
+    """Causal attention of a ragged batch of new tokens, with any earlier context in the pool.
+
+    Sequence b owns rows `query_start_loc[b]:query_start_loc[b + 1]` of q; they are the last of its
+    `seq_lens[b]` tokens and already in the pool. A one-token sequence is a decode row riding along.
+
+    Args:
+        q: flattened queries, of the pool's dtype; rows from `query_start_loc[B]` on are padding.
+        kv: one layer's pool [P, S, K, H]; slots that no sequence owns may hold anything.
+        block_tables: the blocks of each sequence, in order; entries past its length are ignored.
+        query_start_loc: [B + 1], not decreasing, from 0; a padded sequence repeats the last value.
+        seq_lens: tokens of each sequence, context and new ones; 0 for a padded sequence.
+        scale: factor of the scores, usually 1 / sqrt(H).
+        backend: which implementation runs.
+        soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`.
+        sliding_window: the token at position p sees keys at (p - sliding_window, p].
+
+    Returns:
+        [T, N, H] of q's dtype; zeros for padding rows.
+
+    Raises:
+        ValueError: inconsistent shapes, or a head size, block size or number out of range.
+        TypeError: dtypes that differ or are not bfloat16, float16 or float32.
+    """
+    checks.check_attention(q, kv, block_tables, seq_lens, scale, soft_cap, sliding_window)
+    checks.check_prefill(query_start_loc, seq_lens)
+    backend = Backend(backend)
+    options = {"scale": scale, "soft_cap": soft_cap, "sliding_window": sliding_window}
+    return xla.paged_prefill_attention(q, kv, block_tables, query_start_loc, seq_lens, **options)
+
+
+def write_kv(
+    kv: LayerKV,
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    slot_mapping: Int32[Array, "T"],
+    *,
+    backend: Backend,
+) -> LayerKV:
+    """Store new tokens' keys and values, token t in slot `slot_mapping[t]` = block * S + offset.
+
+    Padding tokens go to the null block (slots 0 to S - 1); a slot outside the pool is dropped. Two
+    tokens may share a slot in the null block only. Returns the pool, updated in place if donated.
+
+    Raises:
+        ValueError: shapes that do not fit the pool.
+        TypeError: k or v not of the pool's dtype.
+    """
+    checks.check_write(kv, k, v, slot_mapping)
+    backend = Backend(backend)
+    return xla.write_kv(kv, k, v, slot_mapping)
+
+
+def copy_blocks(
+    pool: tuple[LayerKV, ...],
+    src: Int32[Array, "C"],
+    dst: Int32[Array, "C"],
+    *,
+    backend: Backend,
+) -> tuple[LayerKV, ...]:
+    """Copy block src[i] over block dst[i], in every layer, keys and values, for all pairs at once.
+
+    Pairs are unordered: no block may be both a source and a destination, or a destination twice;
+    padding pairs are (0, 0). Returns the pool, updated in place if donated.
+
+    Raises:
+        ValueError: no layers, layers of different shapes, src and dst of different lengths.
+        TypeError: layers of different dtypes.
+    """
+    checks.check_copy(pool, src, dst)
+    backend = Backend(backend)
+    return xla.copy_blocks(pool, src, dst)

@@ -1,0 +1,173 @@
+"""The ops in plain XLA: correct on any device, decently fast on a CPU.
+
+Attention is an online softmax over chunks of about 128 keys gathered through the block table:
+
+    for chunk from the first one a window reaches to the last one a seq_len reaches:
+        k, v   = pool[block_tables[:, chunk's blocks]]         # [.., C, K, H], no repeat for GQA
+        scores = q . k, masked by position                     # [.., K, rows, C]
+        max, sum, out = rescaled running ones, float32
+
+with the loop's bounds read at run time, so memory stays a chunk's worth and time follows the
+lengths, never the block table's width. Decode runs all sequences in one loop; prefill runs tile
+after tile (see tiles.py), each with its own bounds. Masked values are replaced, never multiplied
+by zero: an unused slot may hold NaN.
+
+Online softmax: Milakov and Gimelshein 2018, arXiv:1805.02867. Paged attention: Kwon et al. 2023,
+arXiv:2309.06180.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.tiles import first_tiles, tile_map
+from pallas_kernels.types import LayerKV
+
+_CHUNK = 128  # keys a loop step: scores of 128 columns keep a CPU's matrix products busy
+
+
+def paged_decode_attention(q, kv, block_tables, seq_lens, *, scale, soft_cap, sliding_window):
+    """See the public entry of the same name."""
+    batch, num_heads, head_size = q.shape
+    num_kv_heads = kv.k.shape[2]
+    rows = q.reshape(batch, num_kv_heads, num_heads // num_kv_heads, head_size)
+    first = _window_start(seq_lens - 1, sliding_window)
+    out = _attend(
+        rows.astype(jnp.float32) * jnp.float32(scale),
+        kv,
+        block_tables,
+        first_key=first,
+        row_positions=jnp.broadcast_to((seq_lens - 1)[:, None], rows.shape[::2]),
+        num_keys=seq_lens,
+        soft_cap=soft_cap,
+        sliding_window=sliding_window,
+    )
+    return out.reshape(q.shape).astype(q.dtype)
+
+
+def paged_prefill_attention(
+    q, kv, block_tables, query_start_loc, seq_lens, *, scale, soft_cap, sliding_window
+):
+    """See the public entry of the same name."""
+    num_tokens, num_heads, head_size = q.shape
+    num_kv_heads = kv.k.shape[2]
+    group = num_heads // num_kv_heads
+    tile_size = _prefill_tile(num_tokens, seq_lens.shape[0])
+    tiles = tile_map(query_start_loc, seq_lens, num_tokens, tile_size)
+    offsets = jnp.arange(tile_size, dtype=jnp.int32)
+
+    def one_tile(index, out):
+        row0, num_rows = tiles.first_row[index], tiles.num_rows[index]
+        position0, sequence = tiles.first_position[index], tiles.sequence[index]
+        rows = q.at[row0 + offsets].get(mode="clip").astype(jnp.float32) * jnp.float32(scale)
+        rows = rows.reshape(tile_size, num_kv_heads, group, head_size).transpose(1, 2, 0, 3)
+        positions = jnp.broadcast_to((position0 + offsets)[None, :], (group, tile_size))
+        num_keys = jnp.where(num_rows > 0, position0 + num_rows, 0)
+        result = _attend(
+            rows.reshape(1, num_kv_heads, group * tile_size, head_size),
+            kv,
+            block_tables[sequence][None],
+            first_key=_window_start(position0, sliding_window)[None],
+            row_positions=positions.reshape(1, group * tile_size),
+            num_keys=num_keys[None],
+            soft_cap=soft_cap,
+            sliding_window=sliding_window,
+        )
+        result = result.reshape(num_kv_heads, group, tile_size, head_size).transpose(2, 0, 1, 3)
+        result = result.reshape(tile_size, num_heads, head_size).astype(q.dtype)
+        # Rows past the tile's own land outside the array, where a scatter drops them.
+        target = jnp.where(offsets < num_rows, row0 + offsets, num_tokens)
+        return out.at[target].set(result, mode="drop", unique_indices=False)
+
+    num_used = first_tiles(query_start_loc, tile_size)[-1]
+    return lax.fori_loop(0, num_used, one_tile, jnp.zeros_like(q))
+
+
+def write_kv(kv, k, v, slot_mapping):
+    """See the public entry of the same name."""
+    num_blocks, block_size = kv.k.shape[:2]
+    # A negative index would wrap around in JAX; outside the pool it is dropped.
+    slots = jnp.where(slot_mapping < 0, num_blocks * block_size, slot_mapping)
+    block, offset = slots // block_size, slots % block_size
+    return LayerKV(
+        kv.k.at[block, offset].set(k, mode="drop"), kv.v.at[block, offset].set(v, mode="drop")
+    )
+
+
+def copy_blocks(pool, src, dst):
+    """See the public entry of the same name."""
+    return jax.tree.map(lambda blocks: blocks.at[dst].set(blocks[src], mode="drop"), pool)
+
+
+def _prefill_tile(num_tokens: int, num_sequences: int) -> int:
+    """Query tokens a tile: 32, fewer when the batch is mostly short sequences (decode rows)."""
+    average = max(1, num_tokens // num_sequences)
+    return min(32, max(8, 1 << (average - 1).bit_length()))
+
+
+def _window_start(position, sliding_window):
+    """The first key that a query at `position` sees."""
+    if sliding_window is None:
+        return jnp.zeros_like(position)
+    return jnp.maximum(position - jnp.int32(sliding_window - 1), 0)
+
+
+def _attend(q, kv, block_tables, *, first_key, row_positions, num_keys, soft_cap, sliding_window):
+    """Online softmax of scaled float32 q [B, K, R, H]; rows at row_positions [B, R]; [B, K, R, H].
+
+    Sequence b's rows see its keys from first_key[b] up to num_keys[b]; all of [B].
+    """
+    blocks_per_chunk = max(1, _CHUNK // kv.k.shape[1])
+    chunk = blocks_per_chunk * kv.k.shape[1]
+    padding = -block_tables.shape[1] % blocks_per_chunk
+    tables = jnp.pad(block_tables, ((0, 0), (0, padding)))
+
+    def step(index, carry):
+        keys, values = _gather(kv, tables, index * blocks_per_chunk, blocks_per_chunk)
+        positions = index * chunk + jnp.arange(chunk, dtype=jnp.int32)
+        live = positions[None, :] < num_keys[:, None]
+        mask = live[:, None, :] & (positions[None, None, :] <= row_positions[:, :, None])
+        if sliding_window is not None:
+            oldest = row_positions[:, :, None] - jnp.int32(sliding_window)
+            mask &= positions[None, None, :] > oldest
+        values = jnp.where(live[:, :, None, None], values, jnp.float32(0))
+        return _online_softmax(carry, q, keys, values, mask[:, None], soft_cap)
+
+    start, stop = _loop_bounds(first_key, num_keys, chunk)
+    row_max = jnp.full(q.shape[:3], -jnp.inf, jnp.float32)
+    carry = (row_max, jnp.zeros_like(row_max), jnp.zeros_like(q))
+    _, row_sum, out = lax.fori_loop(start, stop, step, carry)
+    return out / jnp.where(row_sum == 0, jnp.float32(1), row_sum)[..., None]
+
+
+def _loop_bounds(first_key, num_keys, chunk):
+    """First and last + 1 chunk that any sequence needs; sequences without keys do not count."""
+    stop = (jnp.max(num_keys) + (chunk - 1)) // chunk
+    start = jnp.min(jnp.where(num_keys > 0, first_key, jnp.iinfo(jnp.int32).max)) // chunk
+    return start, stop
+
+
+def _gather(kv, tables, first_block, num_blocks):
+    """Keys and values [B, C, K, H] of `num_blocks` columns of the block tables, in float32."""
+    blocks = lax.dynamic_slice_in_dim(tables, first_block, num_blocks, axis=1)
+    shape = (tables.shape[0], num_blocks * kv.k.shape[1], *kv.k.shape[2:])
+    return (pool[blocks].reshape(shape).astype(jnp.float32) for pool in kv)
+
+
+def _online_softmax(carry, q, keys, values, mask, soft_cap):
+    """Fold one chunk into the running (max, sum, output); mask broadcasts to [B, K, R, C]."""
+    row_max, row_sum, out = carry
+    precision = lax.Precision.HIGHEST
+    scores = jnp.einsum("bkrh,bckh->bkrc", q, keys, precision=precision)
+    if soft_cap is not None:
+        scores = jnp.tanh(scores / jnp.float32(soft_cap)) * jnp.float32(soft_cap)
+    mask = jnp.broadcast_to(mask, scores.shape)
+    scores = jnp.where(mask, scores, -jnp.inf)
+    new_max = jnp.maximum(row_max, jnp.max(scores, axis=-1))
+    # A row that has seen no key yet has max -inf; exp(-inf - -inf) would be NaN.
+    safe_max = jnp.where(new_max == -jnp.inf, jnp.float32(0), new_max)
+    weights = jnp.exp(scores - safe_max[..., None])
+    rescale = jnp.exp(row_max - safe_max)
+    row_sum = row_sum * rescale + jnp.sum(weights, axis=-1)
+    update = jnp.einsum("bkrc,bckh->bkrh", weights, values, precision=precision)
+    return new_max, row_sum, out * rescale[..., None] + update
