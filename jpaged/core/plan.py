@@ -1,0 +1,67 @@
+"""What passes between the scheduler and the loop: step plans out, sampled tokens back."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from jpaged.core.request import FinishReason, Request, Sequence
+
+
+class ScheduledSequence(NamedTuple):
+    """One sequence's share of a step (a named tuple: hundreds are made each step).
+
+    The step computes the tokens at positions `start` to `start + num_scheduled_tokens - 1`. Where
+    `sequence.token_ids` does not reach that far, the last of them is still on the device: it is
+    the token that the sequence's previous step sampled.
+    """
+
+    sequence: Sequence
+    start: int  # num_computed_tokens before this step
+    num_scheduled_tokens: int
+    samples: bool  # the step reaches the sequence's last token, so the token it samples counts
+    block_updates: tuple[tuple[int, int], ...] = ()
+    """(index in the block table, block id) for each entry that is new since the sequence's last
+    scheduled step: the whole table when it joins the batch."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step of the device.
+
+    The runner applies `released` first: rows of sequences that left the batch (finished, aborted, preempted)
+    since the last plan, each reported once a stay. A preempted sequence that comes back is in
+    `released` of this plan or an earlier one, and then joins like a new one, with its whole table.
+    Then `block_copies` (source, destination), all before the step's writes; then the step.
+
+    `num_tokens` is the step's tokens. `is_decode` tells that the step needs nothing from the host
+    but at most one block-table entry a row: each row has one token, namely the one that its
+    previous step sampled. A one-token prompt, or a last prefill chunk of one token, is no decode
+    row: its token must come from the host.
+    """
+
+    step_id: int
+    scheduled: tuple[ScheduledSequence, ...]
+    released: tuple[int, ...] = ()
+    preempted: tuple[str, ...] = ()  # ids of requests preempted since the last plan
+    block_copies: tuple[tuple[int, int], ...] = ()
+    num_tokens: int = field(init=False)
+    is_decode: bool = field(init=False)
+
+    def __post_init__(self):
+        # Settled now: later steps move the sequences' counters.
+        scheduled = self.scheduled
+        object.__setattr__(self, "num_tokens", sum([s.num_scheduled_tokens for s in scheduled]))
+        decode = len(scheduled) == self.num_tokens and all(map(_is_decode_row, scheduled))
+        object.__setattr__(self, "is_decode", decode)
+
+
+def _is_decode_row(row: ScheduledSequence) -> bool:
+    return row.start >= row.sequence.num_admitted_tokens and len(row.block_updates) <= 1
+
+
+class Emitted(NamedTuple):
+    """A sampled token that the host has read, and why its request ended if it did."""
+
+    sequence: Sequence
+    request: Request
+    token_id: int
+    finish_reason: FinishReason | None
