@@ -1,0 +1,276 @@
+"""From logits to tokens, inside the step's jit: the logits never leave the device.
+
+The order is vLLM's: biases and forbidden tokens, penalties, temperature, min-p, top-k, top-p.
+A token depends on its own row's logits, parameters, seed and position alone, so a seeded request
+gives the same tokens whatever shares its batch. A `SamplerLevel` names how much of this a batch
+needs; a level changes no token of a row that needs less.
+"""
+
+from collections.abc import Callable
+from enum import IntEnum
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.random import threefry2x32_p
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
+
+from jpaged.runtime.sampling_state import (
+    PADDING_ROW,
+    ROW_WIDTH,
+    SamplingRows,
+    SamplingState,
+    bias_row,
+    decode_rows,
+    encode_row,
+    ending_row,
+    init_state,
+    load_row,
+    record_tokens,
+)
+from jpaged.sampling_params import SamplingParams
+
+__all__ = [
+    "PADDING_ROW",
+    "ROW_WIDTH",
+    "Sampled",
+    "SamplerLevel",
+    "SamplingRows",
+    "SamplingState",
+    "TokenLogprobs",
+    "adjust",
+    "bias_row",
+    "decode_rows",
+    "encode_row",
+    "ending_row",
+    "init_state",
+    "load_row",
+    "record_tokens",
+    "required_level",
+    "sample",
+    "token_logprobs",
+    "truncate",
+]
+
+
+class SamplerLevel(IntEnum):
+    """How much a sample step does; each level does all that the lower ones do."""
+
+    GREEDY = 0
+    RANDOM = 1
+    TRUNCATED = 2
+    ADJUSTED = 3
+    LOGPROBS = 4
+
+
+def required_level(params: SamplingParams) -> SamplerLevel:
+    """The lowest level that serves a request; a batch runs at its requests' highest."""
+    if params.logprobs is not None:
+        return SamplerLevel.LOGPROBS
+    if params.adjusts_logits:
+        return SamplerLevel.ADJUSTED
+    if params.temperature == 0.0:
+        return SamplerLevel.GREEDY
+    return SamplerLevel.TRUNCATED if params.truncates else SamplerLevel.RANDOM
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities of given tokens and of the L most probable ones, highest first."""
+
+    logprobs: Float32[Array, "T"]
+    ranks: Int32[Array, "T"]
+    """How many tokens are at least as probable as the given one: 1 is the most probable."""
+    top_token_ids: Int32[Array, "T L"]
+    top_logprobs: Float32[Array, "T L"]
+
+
+class Sampled(NamedTuple):
+    """The chosen tokens; the log-probabilities (of the unchanged logits) at level LOGPROBS."""
+
+    token_ids: Int32[Array, "B"]
+    logprobs: Float32[Array, "B"] | None = None
+    ranks: Int32[Array, "B"] | None = None
+    top_token_ids: Int32[Array, "B L"] | None = None
+    top_logprobs: Float32[Array, "B L"] | None = None
+
+
+def sample(
+    logits: Float32[Array, "B V"],
+    rows: SamplingRows,
+    state: SamplingState | None,
+    row_ids: Int32[Array, "B"],
+    *,
+    level: SamplerLevel,
+    max_logprobs: int = 0,
+) -> Sampled:
+    """Chooses a token for each row of the batch.
+
+    Args:
+        logits: the model's, unchanged.
+        rows: each batch row's parameters.
+        state: needed at level ADJUSTED and above, not read below.
+        row_ids: each batch row's row in `state`; a padded row's is R-1.
+        level: static; at least `required_level` of every row.
+        max_logprobs: static; top tokens to report at level LOGPROBS, L = min(this, V).
+
+    Raises:
+        ValueError: the level needs a state and there is none.
+    """
+    adjusted = logits
+    if level >= SamplerLevel.ADJUSTED:
+        if state is None:
+            raise ValueError(f"state=None at level {level.name}: pass the rows' SamplingState")
+        adjusted = adjust(logits, rows, state, row_ids)
+    token_ids = _choose(adjusted, rows, level)
+    if level < SamplerLevel.LOGPROBS:
+        return Sampled(token_ids)
+    return Sampled(token_ids, *token_logprobs(logits, token_ids, max_logprobs))
+
+
+def adjust(
+    logits: Float32[Array, "B V"],
+    rows: SamplingRows,
+    state: SamplingState,
+    row_ids: Int32[Array, "B"],
+) -> Float32[Array, "B V"]:
+    """Biases, forbidden tokens and penalties; exactly the logits where a row has none of them."""
+    counts = state.output_counts[row_ids]
+    early = counts.sum(axis=1, dtype=jnp.int32) < rows.min_tokens
+    x = logits + state.logit_bias[row_ids]
+    x = jnp.where(early[:, None] & state.ending_mask[row_ids], -jnp.inf, x)
+    penalty = rows.repetition[:, None]
+    seen = state.prompt_mask[row_ids] | (counts > 0)
+    x = jnp.where(seen, jnp.where(x > 0, x / penalty, x * penalty), x)
+    x = x - rows.presence[:, None] * (counts > 0).astype(jnp.float32)
+    return x - rows.frequency[:, None] * counts.astype(jnp.float32)
+
+
+def truncate(scaled: Float32[Array, "B V"], rows: SamplingRows) -> Float32[Array, "B V"]:
+    """min-p, top-k and top-p: -inf for the tokens left out, the others as they are.
+
+    Each filter is a threshold on the logit, found without a sort, so tokens as probable as the
+    least probable one kept are kept too. top-p counts the probability that min-p and top-k left.
+    """
+    keys = _ordered_bits(scaled)
+    relative = scaled - scaled.max(axis=1, keepdims=True)
+    floor = _min_p_threshold(keys, relative, rows.min_p)
+    floor = jnp.maximum(floor, _top_k_threshold(keys, rows.top_k))
+    floor = jnp.maximum(floor, _top_p_threshold(keys, relative, floor, rows.top_p))
+    return jnp.where(keys >= floor[:, None], scaled, -jnp.inf)
+
+
+def token_logprobs(
+    logits: Float32[Array, "T V"], token_ids: Int32[Array, "T"], max_logprobs: int
+) -> TokenLogprobs:
+    """Log-probabilities of `token_ids` under `logits`, their ranks, and the top L tokens.
+
+    L is `max_logprobs` (static), or V where that is less; 0 gives arrays of width 0.
+    """
+    total = jax.nn.logsumexp(logits, axis=1)
+    chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1)
+    values, ids = jax.lax.top_k(logits, min(max_logprobs, logits.shape[1]))
+    return TokenLogprobs(
+        logprobs=chosen[:, 0] - total,
+        ranks=(logits >= chosen).sum(axis=1, dtype=jnp.int32),
+        top_token_ids=ids.astype(jnp.int32),
+        top_logprobs=values - total[:, None],
+    )
+
+
+def _choose(
+    logits: Float32[Array, "B V"], rows: SamplingRows, level: SamplerLevel
+) -> Int32[Array, "B"]:
+    if level == SamplerLevel.GREEDY:
+        return jnp.argmax(logits, axis=1).astype(jnp.int32)
+    greedy = rows.temperature == 0.0
+    scaled = _scale(logits, jnp.where(greedy, 1.0, rows.temperature))
+    if level >= SamplerLevel.TRUNCATED:
+        scaled = truncate(scaled, rows)
+    drawn = scaled + _gumbel(rows.seed, rows.position, logits.shape[1])
+    return jnp.argmax(jnp.where(greedy[:, None], logits, drawn), axis=1).astype(jnp.int32)
+
+
+def _scale(
+    logits: Float32[Array, "B V"], temperature: Float32[Array, "B"]
+) -> Float32[Array, "B V"]:
+    # The maximum comes off first: however small the temperature, the top token's 0 stays 0 and
+    # the others go to -inf at worst, never to inf - inf.
+    return (logits - logits.max(axis=1, keepdims=True)) / temperature[:, None]
+
+
+def _gumbel(
+    seed: UInt32[Array, "B 2"], position: Int32[Array, "B"], V: int
+) -> Float32[Array, "B V"]:
+    """Gumbel noise from threefry at the counter (position, token id), the seed being the key.
+
+    The primitive itself, not `jax.random`: no JAX flag changes it, and a token's noise depends
+    on no shape.
+    """
+    shape = (position.shape[0], V)
+
+    def wide(column: UInt32[Array, "B"]) -> UInt32[Array, "B V"]:
+        return jnp.broadcast_to(column[:, None], shape)
+
+    token = jax.lax.broadcasted_iota(jnp.uint32, shape, 1)
+    high, low = threefry2x32_p.bind(
+        wide(seed[:, 0]), wide(seed[:, 1]), wide(position.astype(jnp.uint32)), token
+    )
+    # Half a step off 0 and never rounded to 1. Small values, which make the large noise that
+    # wins, keep all of their bits: -log1p(-u), not -log(u).
+    uniform = (high ^ low).astype(jnp.float32) * 2.0**-32 + 2.0**-33
+    return -jnp.log(-jnp.log1p(-jnp.minimum(uniform, 1.0 - 2.0**-24)))
+
+
+def _ordered_bits(x: Float32[Array, "B V"]) -> UInt32[Array, "B V"]:
+    """Integers in the order of the floats: equal floats, -0.0 and 0.0 too, have equal ones."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0.0, 0.0, x), jnp.uint32)
+    sign = jnp.uint32(0x80000000)
+    return jnp.where(bits >= sign, ~bits, bits | sign)
+
+
+def _largest(
+    holds: Callable[[UInt32[Array, "B"]], Bool[Array, "B"]], like: UInt32[Array, "B"]
+) -> UInt32[Array, "B"]:
+    """The largest threshold at which `holds`, one bit at a time from the top.
+
+    `holds` is true at 0 and, once false, stays so. 32 rounds whatever the values: a count known
+    to the compiler, so that a GPU runs them without asking the host.
+    """
+
+    def narrow(step: Int32[Array, ""], found: UInt32[Array, "B"]) -> UInt32[Array, "B"]:
+        trial = found | (jnp.uint32(0x80000000) >> step.astype(jnp.uint32))
+        return jnp.where(holds(trial), trial, found)
+
+    return jax.lax.fori_loop(0, 32, narrow, jnp.zeros_like(like))
+
+
+def _min_p_threshold(
+    keys: UInt32[Array, "B V"], relative: Float32[Array, "B V"], min_p: Float32[Array, "B"]
+) -> UInt32[Array, "B"]:
+    kept = relative >= jnp.log(min_p)[:, None]  # log(0) = -inf keeps all
+    return jnp.where(kept, keys, jnp.uint32(0xFFFFFFFF)).min(axis=1)
+
+
+def _top_k_threshold(keys: UInt32[Array, "B V"], top_k: Int32[Array, "B"]) -> UInt32[Array, "B"]:
+    def holds(trial: UInt32[Array, "B"]) -> Bool[Array, "B"]:
+        return (keys >= trial[:, None]).sum(axis=1, dtype=jnp.int32) >= top_k
+
+    found = _largest(holds, keys[:, 0])
+    return jnp.where(top_k > 0, found, jnp.uint32(0))
+
+
+def _top_p_threshold(
+    keys: UInt32[Array, "B V"],
+    relative: Float32[Array, "B V"],
+    floor: UInt32[Array, "B"],
+    top_p: Float32[Array, "B"],
+) -> UInt32[Array, "B"]:
+    weights = jnp.where(keys >= floor[:, None], jnp.exp(relative), 0.0)
+    wanted = top_p * weights.sum(axis=1)
+
+    def holds(trial: UInt32[Array, "B"]) -> Bool[Array, "B"]:
+        return jnp.where(keys >= trial[:, None], weights, 0.0).sum(axis=1) >= wanted
+
+    # Never above the most probable token, however the sums were rounded.
+    found = jnp.minimum(_largest(holds, floor), keys.max(axis=1))
+    return jnp.where(top_p < 1.0, found, jnp.uint32(0))
