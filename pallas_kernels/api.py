@@ -5,9 +5,18 @@ All arrays are arguments and all results are returned; the pools of `write_kv` a
 updated in place when the caller's jit donates them.
 """
 
+import jax
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels import checks, xla
+from pallas_kernels import (
+    block_copy,
+    checks,
+    kv_write,
+    paged_decode,
+    paged_prefill,
+    tuning,
+    xla,
+)
 from pallas_kernels.types import Backend, LayerKV, select_backend
 
 __all__ = [
@@ -56,7 +65,18 @@ def paged_decode_attention(
     checks.check_decode(q, block_tables)
     backend = Backend(backend)
     options = {"scale": scale, "soft_cap": soft_cap, "sliding_window": sliding_window}
-    return xla.paged_decode_attention(q, kv, block_tables, seq_lens, **options)
+    if backend is Backend.XLA or not q.size:
+        return xla.paged_decode_attention(q, kv, block_tables, seq_lens, **options)
+    config = tuning.decode_config(
+        batch=q.shape[0],
+        num_kv_heads=kv.k.shape[2],
+        max_context=block_tables.shape[1] * kv.k.shape[1],
+        **_facts(q, backend),
+    )
+    interpret = backend is Backend.INTERPRET
+    return paged_decode.paged_decode_attention(
+        q, kv, block_tables, seq_lens, **options, config=config, interpret=interpret
+    )
 
 
 def paged_prefill_attention(
@@ -98,7 +118,19 @@ def paged_prefill_attention(
     checks.check_prefill(query_start_loc, seq_lens)
     backend = Backend(backend)
     options = {"scale": scale, "soft_cap": soft_cap, "sliding_window": sliding_window}
-    return xla.paged_prefill_attention(q, kv, block_tables, query_start_loc, seq_lens, **options)
+    arrays = (q, kv, block_tables, query_start_loc, seq_lens)
+    if backend is Backend.XLA or not q.size:
+        return xla.paged_prefill_attention(*arrays, **options)
+    config = tuning.prefill_config(
+        num_tokens=q.shape[0],
+        batch=seq_lens.shape[0],
+        group=q.shape[1] // kv.k.shape[2],
+        **_facts(q, backend),
+    )
+    interpret = backend is Backend.INTERPRET
+    return paged_prefill.paged_prefill_attention(
+        *arrays, **options, config=config, interpret=interpret
+    )
 
 
 def write_kv(
@@ -120,7 +152,16 @@ def write_kv(
     """
     checks.check_write(kv, k, v, slot_mapping)
     backend = Backend(backend)
-    return xla.write_kv(kv, k, v, slot_mapping)
+    if backend is Backend.XLA or not k.size:
+        return xla.write_kv(kv, k, v, slot_mapping)
+    return kv_write.write_kv(
+        kv,
+        k,
+        v,
+        slot_mapping,
+        config=tuning.MoveConfig(),
+        interpret=backend is Backend.INTERPRET,
+    )
 
 
 def copy_blocks(
@@ -141,4 +182,24 @@ def copy_blocks(
     """
     checks.check_copy(pool, src, dst)
     backend = Backend(backend)
-    return xla.copy_blocks(pool, src, dst)
+    if backend is Backend.XLA or not src.size:
+        return xla.copy_blocks(pool, src, dst)
+    return block_copy.copy_blocks(
+        pool,
+        src,
+        dst,
+        config=tuning.MoveConfig(),
+        interpret=backend is Backend.INTERPRET,
+    )
+
+
+def _facts(q, backend):
+    """What the tuning of both attentions looks at."""
+    facts = {"head_size": q.shape[2], "itemsize": q.dtype.itemsize}
+    return facts | ({"device_kind": _device_kind()} if backend is Backend.TRITON else {})
+
+
+def _device_kind():
+    """The GPU traced for: an abstract mesh's device where one is set, else the first one here."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return (device or jax.devices()[0]).device_kind

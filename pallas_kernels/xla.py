@@ -53,7 +53,7 @@ def paged_prefill_attention(
     num_kv_heads = kv.k.shape[2]
     group = num_heads // num_kv_heads
     tile_size = _prefill_tile(num_tokens, seq_lens.shape[0])
-    tiles = tile_map(query_start_loc, seq_lens, num_tokens, tile_size)
+    tiles = tile_map(seq_lens, query_start_loc, num_tokens, tile_size)
     offsets = jnp.arange(tile_size, dtype=jnp.int32)
 
     def one_tile(index, out):
@@ -62,14 +62,13 @@ def paged_prefill_attention(
         rows = q.at[row0 + offsets].get(mode="clip").astype(jnp.float32) * jnp.float32(scale)
         rows = rows.reshape(tile_size, num_kv_heads, group, head_size).transpose(1, 2, 0, 3)
         positions = jnp.broadcast_to((position0 + offsets)[None, :], (group, tile_size))
-        num_keys = jnp.where(num_rows > 0, position0 + num_rows, 0)
         result = _attend(
             rows.reshape(1, num_kv_heads, group * tile_size, head_size),
             kv,
             block_tables[sequence][None],
             first_key=_window_start(position0, sliding_window)[None],
             row_positions=positions.reshape(1, group * tile_size),
-            num_keys=num_keys[None],
+            num_keys=tiles.num_keys[index][None],
             soft_cap=soft_cap,
             sliding_window=sliding_window,
         )
@@ -79,7 +78,7 @@ def paged_prefill_attention(
         target = jnp.where(offsets < num_rows, row0 + offsets, num_tokens)
         return out.at[target].set(result, mode="drop", unique_indices=False)
 
-    num_used = first_tiles(query_start_loc, tile_size)[-1]
+    num_used = first_tiles(query_start_loc, tile_size)[-1]  # the rest is padding
     return lax.fori_loop(0, num_used, one_tile, jnp.zeros_like(q))
 
 

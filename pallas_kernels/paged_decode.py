@@ -1,0 +1,157 @@
+"""Paged decode attention in Pallas Triton: one query token a sequence, keys through a block table.
+
+Grid (KV head, sequence, split); one program:
+
+    q          [R, H]  the KV head's group of query heads, padded to R >= 16 rows in registers
+    tiles      this split's share of the sequence's key tiles, from seq_len read at run time
+    for tile:
+        rows   = block_table[position // S] ...      gather of `tile_tokens` rows of the pool
+        k, v   = pool rows, masked past seq_len      pipelined loads (num_stages)
+        max, sum, out = online softmax, in exp2
+    one split:    out -> the result
+    more splits:  (max, sum, out) -> float32 partials, combined by a few fused XLA operations
+
+The KV heads come first in the grid: programs that run side by side then read the neighbouring
+columns of the same rows of the pool. Split-KV as in Flash-Decoding (Dao et al. 2023); online
+softmax: arXiv:1805.02867; paged attention: arXiv:2309.06180.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels import tile_ops
+from pallas_kernels.tuning import DecodeConfig
+
+
+def paged_decode_attention(
+    q,
+    kv,
+    block_tables,
+    seq_lens,
+    *,
+    scale,
+    soft_cap,
+    sliding_window,
+    config: DecodeConfig,
+    interpret: bool,
+):
+    """See the public entry of the same name."""
+    batch, num_heads, head_size = q.shape
+    num_kv_heads, splits = kv.k.shape[2], config.num_splits
+    kernel = functools.partial(
+        _kernel,
+        scale=scale,
+        soft_cap=soft_cap,
+        sliding_window=sliding_window,
+        config=config,
+        group=num_heads // num_kv_heads,
+        block_size=kv.k.shape[1],
+        table_width=block_tables.shape[1],
+    )
+    rows = batch * num_heads
+    call = pl.pallas_call(
+        kernel,
+        out_shape=_out_shape(rows, head_size, q.dtype, splits),
+        grid=(num_kv_heads, batch, splits),
+        compiler_params=plgpu.CompilerParams(
+            num_warps=config.num_warps, num_stages=config.num_stages
+        ),
+        interpret=interpret,
+        name="paged_decode_attention",
+    )
+    k, v = (pool.reshape(-1, head_size) for pool in kv)
+    result = call(q.reshape(rows, head_size), k, v, block_tables.reshape(-1), seq_lens)
+    out = result[0] if splits == 1 else _combine(*result, splits)
+    return out.astype(q.dtype).reshape(q.shape)
+
+
+def _out_shape(rows, head_size, dtype, splits):
+    if splits == 1:
+        return (jax.ShapeDtypeStruct((rows, head_size), dtype),)
+    row = jax.ShapeDtypeStruct((splits * rows,), jnp.float32)
+    return jax.ShapeDtypeStruct((splits * rows, head_size), jnp.float32), row, row
+
+
+def _kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    tables_ref,
+    lens_ref,
+    *out_refs,
+    scale,
+    soft_cap,
+    sliding_window,
+    config,
+    group,
+    block_size,
+    table_width,
+):
+    head, sequence, split = (pl.program_id(axis) for axis in range(3))
+    num_kv_heads, head_size = pl.num_programs(0), q_ref.shape[1]
+    seq_len = lens_ref[sequence]
+    row = jnp.arange(max(16, pl.next_power_of_2(group)), dtype=jnp.int32)
+    q_rows = (sequence * num_kv_heads + head) * group + row
+    q = tile_ops.load_rows(q_ref, q_rows, head_size, row < group)
+
+    def fold(tile, carry):
+        positions = tile * config.tile_tokens + jnp.arange(config.tile_tokens, dtype=jnp.int32)
+        live = positions < seq_len
+        visible = live
+        if sliding_window is not None:
+            visible &= positions >= seq_len - sliding_window
+        rows = tile_ops.pool_rows(
+            tables_ref,
+            sequence * table_width,
+            positions,
+            live,
+            block_size=block_size,
+            num_kv_heads=num_kv_heads,
+            head=head,
+        )
+        keys = tile_ops.load_rows(k_ref, rows, head_size, live)
+        mask = jnp.broadcast_to(visible[None, :], (row.shape[0], config.tile_tokens))
+        scores = tile_ops.scores(q, keys, mask, scale=scale, soft_cap=soft_cap)
+        values = tile_ops.load_rows(v_ref, rows, head_size, live)
+        return tile_ops.softmax_fold(carry, scores, values)
+
+    start, stop = _share(seq_len, split, sliding_window, config)
+    carry = lax.fori_loop(start, stop, fold, tile_ops.softmax_start(row.shape[0], head_size))
+    if config.num_splits == 1:
+        out = tile_ops.softmax_finish(carry)
+        tile_ops.store_rows(out_refs[0], q_rows, head_size, out, row < group)
+    else:
+        _store_partials(out_refs, carry, q_rows + split * q_ref.shape[0], head_size, row < group)
+
+
+def _share(seq_len, split, sliding_window, config):
+    """First and last + 1 key tile of a split: an even share of the tiles in sight."""
+    end = pl.cdiv(seq_len, config.tile_tokens)
+    first = jnp.int32(0)
+    if sliding_window is not None:
+        first = jnp.maximum(seq_len - sliding_window, 0) // config.tile_tokens
+    share = pl.cdiv(end - first, config.num_splits)
+    start = first + split * share
+    return start, jnp.minimum(start + share, end)
+
+
+def _store_partials(out_refs, carry, rows, head_size, live):
+    row_max, row_sum, out = carry
+    tile_ops.store_rows(out_refs[0], rows, head_size, out, live)
+    plgpu.store(out_refs[1].at[rows], row_max, mask=live)
+    plgpu.store(out_refs[2].at[rows], row_sum, mask=live)
+
+
+def _combine(out, row_max, row_sum, splits):
+    """Merge partials, out [splits * rows, H], max and sum [splits * rows], to [rows, H]."""
+    out = out.reshape(splits, -1, out.shape[-1])
+    row_max, row_sum = row_max.reshape(splits, -1), row_sum.reshape(splits, -1)
+    weights = jnp.exp2(row_max - jnp.max(row_max, axis=0, keepdims=True))
+    total = jnp.sum(weights * row_sum, axis=0)
+    merged = jnp.sum(weights[:, :, None] * out, axis=0)
+    return merged / jnp.where(total == 0, jnp.float32(1), total)[:, None]

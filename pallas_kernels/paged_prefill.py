@@ -1,0 +1,146 @@
+"""Ragged paged prefill attention in Pallas Triton: one launch for a whole ragged batch.
+
+Grid (KV head, tile); a tile is `tile_rows // G` query tokens of ONE sequence times the KV head's
+group of G query heads (tiles.py has the map), so GQA reads keys and values once a group:
+
+    q            [tile_rows, H]; row r is token r // G, member r % G (G padded to a power of 2)
+    for key tiles wholly before the tile's first token:   no mask at all
+        max, sum, out = online softmax, in exp2
+    for the remaining ones:                               causal mask, dead slots loaded as zeros
+        max, sum, out = the same
+    out -> the tile's own rows; padding rows form tiles without keys, which write zeros
+
+With a sliding window the loop starts at the window of the tile's first token and always masks.
+Tiles run last first: a sequence's last tiles have the most keys, the short ones then fill the gaps.
+FlashAttention-2 (arXiv:2307.08691) over paged keys (arXiv:2309.06180).
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels import tile_ops
+from pallas_kernels.tiles import tile_map
+from pallas_kernels.tuning import PrefillConfig
+
+
+def paged_prefill_attention(
+    q,
+    kv,
+    block_tables,
+    query_start_loc,
+    seq_lens,
+    *,
+    scale,
+    soft_cap,
+    sliding_window,
+    config: PrefillConfig,
+    interpret: bool,
+):
+    """See the public entry of the same name."""
+    num_tokens, num_heads, head_size = q.shape
+    num_kv_heads = kv.k.shape[2]
+    group = num_heads // num_kv_heads
+    tile_size = max(1, config.tile_rows // pl.next_power_of_2(group))
+    tiles = jnp.stack(tile_map(seq_lens, query_start_loc, num_tokens, tile_size))
+    kernel = functools.partial(
+        _kernel,
+        scale=scale,
+        soft_cap=soft_cap,
+        sliding_window=sliding_window,
+        tile_size=tile_size,
+        tile_tokens=config.tile_tokens,
+        group=group,
+        block_size=kv.k.shape[1],
+        table_width=block_tables.shape[1],
+    )
+    call = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((num_tokens * num_heads, head_size), q.dtype),
+        grid=(num_kv_heads, tiles.shape[1]),
+        compiler_params=plgpu.CompilerParams(
+            num_warps=config.num_warps, num_stages=config.num_stages
+        ),
+        interpret=interpret,
+        name="paged_prefill_attention",
+    )
+    k, v = (pool.reshape(-1, head_size) for pool in kv)
+    return call(q.reshape(-1, head_size), k, v, block_tables.reshape(-1), tiles).reshape(q.shape)
+
+
+def _kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    tables_ref,
+    tiles_ref,
+    out_ref,
+    *,
+    scale,
+    soft_cap,
+    sliding_window,
+    tile_size,
+    tile_tokens,
+    group,
+    block_size,
+    table_width,
+):
+    head, tile = pl.program_id(0), pl.num_programs(1) - 1 - pl.program_id(1)
+    num_kv_heads, head_size = pl.num_programs(0), q_ref.shape[1]
+    sequence, first_row, first_position, num_rows, num_keys = (
+        tiles_ref[field, tile] for field in range(5)
+    )
+    padded_group = pl.next_power_of_2(group)
+    row = jnp.arange(tile_size * padded_group, dtype=jnp.int32)
+    token, member = row // padded_group, row % padded_group
+    mine = (token < num_rows) & (member < group)
+    q_rows = ((first_row + token) * num_kv_heads + head) * group + member
+    q = tile_ops.load_rows(q_ref, q_rows, head_size, mine)
+
+    def fold(index, carry, masked):
+        positions = index * tile_tokens + jnp.arange(tile_tokens, dtype=jnp.int32)
+        live = positions < num_keys if masked else None
+        rows = tile_ops.pool_rows(
+            tables_ref,
+            sequence * table_width,
+            positions,
+            live,
+            block_size=block_size,
+            num_kv_heads=num_kv_heads,
+            head=head,
+        )
+        keys = tile_ops.load_rows(k_ref, rows, head_size, live)
+        mask = _visible(positions, first_position + token, sliding_window) if masked else None
+        scores = tile_ops.scores(q, keys, mask, scale=scale, soft_cap=soft_cap)
+        values = tile_ops.load_rows(v_ref, rows, head_size, live)
+        return tile_ops.softmax_fold(carry, scores, values)
+
+    start, full, stop = _key_tiles(first_position, num_keys, tile_tokens, sliding_window)
+    carry = tile_ops.softmax_start(row.shape[0], head_size)
+    if sliding_window is None:
+        carry = lax.fori_loop(start, full, functools.partial(fold, masked=False), carry)
+    carry = lax.fori_loop(full, stop, functools.partial(fold, masked=True), carry)
+    tile_ops.store_rows(out_ref, q_rows, head_size, tile_ops.softmax_finish(carry), mine)
+
+
+def _visible(key_positions, row_positions, sliding_window):
+    """Causal mask [rows, keys], and the window's."""
+    shape = (row_positions.shape[0], key_positions.shape[0])
+    keys = jnp.broadcast_to(key_positions[None, :], shape)
+    rows = jnp.broadcast_to(row_positions[:, None], shape)
+    mask = keys <= rows
+    return mask if sliding_window is None else mask & (keys > rows - sliding_window)
+
+
+def _key_tiles(first_position, num_keys, tile_tokens, sliding_window):
+    """First key tile, first one that needs a mask, last + 1."""
+    stop = pl.cdiv(num_keys, tile_tokens)
+    if sliding_window is None:
+        # Tiles whose last key is no later than the first query.
+        return jnp.int32(0), jnp.minimum((first_position + 1) // tile_tokens, stop), stop
+    start = jnp.maximum(first_position - (sliding_window - 1), 0) // tile_tokens
+    return start, start, stop

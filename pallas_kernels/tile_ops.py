@@ -1,0 +1,89 @@
+"""Pieces that the attention kernels share, all on values in registers.
+
+Arrays are seen as matrices of rows of H elements (a free reshape outside the kernel): q's row is
+token * N + head, the pool's is (block * S + offset) * K + KV head. Tiles have power-of-two sides; a
+head size that is none is masked. A masked-out score is a large negative number instead of -inf, so
+that a row with no key yet needs no special case: what it gathers meanwhile is scaled by
+exp2(_MASKED - score) = 0 as soon as it sees its first key.
+"""
+
+import math
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+_MASKED = -1e30
+_LOG2_E = math.log2(math.e)
+
+
+def load_rows(ref, rows, head_size, live=None):
+    """Tile [len(rows), next power of two of head_size] of a matrix; zeros where not live."""
+    index, mask = _tile_index(rows, head_size, live)
+    if mask is None:
+        return plgpu.load(ref.at[index])
+    return plgpu.load(ref.at[index], mask=mask, other=0)
+
+
+def store_rows(ref, rows, head_size, value, live):
+    """The inverse of `load_rows`, in ref's dtype."""
+    index, mask = _tile_index(rows, head_size, live)
+    plgpu.store(ref.at[index], value.astype(ref.dtype), mask=mask)
+
+
+def pool_rows(tables_ref, first_entry, positions, live, *, block_size, num_kv_heads, head):
+    """Pool rows of the keys at `positions`; `first_entry` is where the block table starts."""
+    entries = first_entry + positions // block_size
+    if live is None:
+        blocks = plgpu.load(tables_ref.at[entries])
+    else:
+        blocks = plgpu.load(tables_ref.at[entries], mask=live, other=0)
+    return (blocks * block_size + positions % block_size) * num_kv_heads + head
+
+
+def scores(q, keys, mask, *, scale, soft_cap):
+    """q . keys in units of log2 e, float32 [rows, keys]; mask (or None) is of that shape."""
+    product = plgpu.dot(q, keys.T, precision=lax.Precision.HIGHEST)
+    if soft_cap is None:
+        result = product * jnp.float32(scale * _LOG2_E)
+    else:
+        capped = jnp.tanh(product * jnp.float32(scale / soft_cap))
+        result = capped * jnp.float32(soft_cap * _LOG2_E)
+    return result if mask is None else jnp.where(mask, result, jnp.float32(_MASKED))
+
+
+def softmax_start(num_rows, head_size):
+    """Running (max, sum, output) before the first key."""
+    row_max = jnp.full((num_rows,), _MASKED, jnp.float32)
+    out = jnp.zeros((num_rows, pl.next_power_of_2(head_size)), jnp.float32)
+    return row_max, jnp.zeros((num_rows,), jnp.float32), out
+
+
+def softmax_fold(carry, tile_scores, values):
+    """Fold one tile of keys into the running (max, sum, output)."""
+    row_max, row_sum, out = carry
+    new_max = jnp.maximum(row_max, jnp.max(tile_scores, axis=1))
+    rescale = jnp.exp2(row_max - new_max)
+    weights = jnp.exp2(tile_scores - new_max[:, None])
+    row_sum = row_sum * rescale + jnp.sum(weights, axis=1)
+    update = plgpu.dot(weights.astype(values.dtype), values, precision=lax.Precision.HIGHEST)
+    return new_max, row_sum, out * rescale[:, None] + update
+
+
+def softmax_finish(carry):
+    """The output rows; zeros for rows that saw no key."""
+    _, row_sum, out = carry
+    return out / jnp.where(row_sum == 0, jnp.float32(1), row_sum)[:, None]
+
+
+def _tile_index(rows, head_size, live):
+    """Indices and mask of a tile: every index has the tile's full shape, as Pallas wants it."""
+    width = pl.next_power_of_2(head_size)
+    shape = (rows.shape[0], width)
+    columns = lax.broadcasted_iota(jnp.int32, shape, 1)
+    mask = None if live is None else jnp.broadcast_to(live[:, None], shape)
+    if width != head_size:
+        inside = columns < head_size
+        mask = inside if mask is None else mask & inside
+    return (jnp.broadcast_to(rows[:, None], shape), columns), mask

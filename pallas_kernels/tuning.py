@@ -1,0 +1,98 @@
+"""Launch parameters of the Triton kernels: a frozen config an op, and pure functions to choose it.
+
+A heuristic sees static facts only. `tuned/<device kind>.json`, where there is one, overrides fields
+of its choice: `{"decode": {"head_size=128,itemsize=2": {"tile_tokens": 64}}, ...}`. Nothing is ever
+tuned while serving.
+"""
+
+import dataclasses
+import functools
+import json
+from importlib import resources
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig:
+    """Of paged_decode.py: keys a tile, splits of a sequence, warps, pipeline stages."""
+
+    tile_tokens: int
+    num_splits: int
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillConfig:
+    """Of paged_prefill.py: query rows (tokens x group) and keys a tile, warps, pipeline stages."""
+
+    tile_rows: int
+    tile_tokens: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclasses.dataclass(frozen=True)
+class MoveConfig:
+    """Of kv_write.py and block_copy.py: elements a program moves, warps."""
+
+    chunk: int = 2048
+    num_warps: int = 4
+
+
+def decode_config(
+    *,
+    batch: int,
+    num_kv_heads: int,
+    head_size: int,
+    itemsize: int,
+    max_context: int,
+    num_cores: int = 132,
+    device_kind: str = "",
+) -> DecodeConfig:
+    """For `batch` sequences of at most `max_context` tokens on a GPU of `num_cores` SMs."""
+    tile = _key_tile(head_size, itemsize)
+    # About two programs an SM keep the memory busy; a split should have a tile of its own to read.
+    wanted = _power_of_two(-(-2 * num_cores // (batch * num_kv_heads)))
+    splits = max(1, min(wanted, 32, -(-max_context // tile)))
+    return _tuned("decode", head_size, itemsize, device_kind, DecodeConfig(tile, splits))
+
+
+def prefill_config(
+    *,
+    num_tokens: int,
+    batch: int,
+    group: int,
+    head_size: int,
+    itemsize: int,
+    device_kind: str = "",
+) -> PrefillConfig:
+    """For `num_tokens` query tokens of `batch` sequences, `group` query heads a KV head."""
+    group_rows = _power_of_two(group)
+    average = _power_of_two(max(1, num_tokens // batch)) * group_rows
+    largest = 128 if _power_of_two(head_size) * itemsize <= 256 else 64
+    rows = max(min(largest, average), min(64, largest), group_rows)
+    config = PrefillConfig(rows, _key_tile(head_size, itemsize), 8 if rows >= 128 else 4, 3)
+    return _tuned("prefill", head_size, itemsize, device_kind, config)
+
+
+def _key_tile(head_size, itemsize):
+    """Keys a tile: 16 KiB of keys, from 16 to 64; more spills or starves the pipeline."""
+    return max(16, min(64, 16384 // (_power_of_two(head_size) * itemsize)))
+
+
+def _power_of_two(value):
+    """The least power of two that is no less."""
+    return 1 << (value - 1).bit_length()
+
+
+def _tuned(op, head_size, itemsize, device_kind, config):
+    """Override the heuristic's choice by the device's table."""
+    entry = _table(device_kind).get(op, {}).get(f"head_size={head_size},itemsize={itemsize}", {})
+    return dataclasses.replace(config, **entry)
+
+
+@functools.lru_cache
+def _table(device_kind):
+    name = device_kind.replace(" ", "_").replace("/", "_")
+    file = resources.files("pallas_kernels") / "tuned" / f"{name}.json"
+    return json.loads(file.read_text()) if name and file.is_file() else {}
