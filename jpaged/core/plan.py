@@ -27,9 +27,9 @@ class ScheduledSequence(NamedTuple):
 class StepPlan:
     """One step of the device.
 
-    The runner applies `released` first: rows of sequences that left the batch (finished, aborted, preempted)
-    since the last plan, each reported once a stay. A preempted sequence that comes back is in
-    `released` of this plan or an earlier one, and then joins like a new one, with its whole table.
+    The runner applies `released` first: rows of sequences that left the batch (finished, aborted,
+    preempted) since the last plan, each reported once a stay. A preempted sequence that comes back
+    is in `released` of this plan or an earlier one, and joins like a new one, with its whole table.
     Then `block_copies` (source, destination), all before the step's writes; then the step.
 
     `num_tokens` is the step's tokens. `is_decode` tells that the step needs nothing from the host

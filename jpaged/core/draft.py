@@ -1,0 +1,32 @@
+"""A step while it is being planned."""
+
+from jpaged.core.block_manager import BlockChanges
+from jpaged.core.plan import ScheduledSequence
+from jpaged.core.request import Sequence
+
+
+class StepDraft:
+    """Collects a step's sequences until its budget of tokens is spent."""
+
+    __slots__ = ("block_copies", "budget", "has_preempted", "is_starved", "scheduled")
+
+    def __init__(self, budget: int):
+        self.budget = budget  # tokens left
+        self.scheduled: list[ScheduledSequence] = []
+        self.block_copies: list[tuple[int, int]] = []
+        self.has_preempted = False
+        self.is_starved = False  # someone waits for blocks that steps in flight still hold
+
+    def place(self, sequence: Sequence, num_tokens: int, changes: BlockChanges) -> None:
+        """Give `sequence`, whose blocks are seen to, `num_tokens` of the step."""
+        start = sequence.num_computed_tokens
+        sequence.num_computed_tokens = end = start + num_tokens
+        samples = end == len(sequence.token_ids) + sequence.num_pending_tokens
+        if samples:
+            sequence.num_pending_tokens += 1
+        sequence.num_in_flight_steps += 1
+        self.budget -= num_tokens
+        if changes.copies:
+            self.block_copies.extend(changes.copies)
+        row = ScheduledSequence(sequence, start, num_tokens, samples, changes.updates)
+        self.scheduled.append(row)

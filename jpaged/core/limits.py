@@ -1,0 +1,67 @@
+"""The scheduler's limits, and who is refused because of them."""
+
+from dataclasses import dataclass
+
+from jpaged.core.block_manager import BlockManager
+from jpaged.core.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of a step and of a sequence.
+
+    `max_num_seqs` sequences run at once, `max_num_batched_tokens` tokens are computed a step, and
+    prompt and outputs together stay within `max_model_len` tokens. Without chunked prefill a step
+    computes a prompt whole or not at all.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    enable_chunked_prefill: bool = True
+
+    def __post_init__(self):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} cannot hold a prompt of "
+                f"max_model_len={self.max_model_len} tokens at once: raise it, or set "
+                "enable_chunked_prefill=True"
+            )
+
+
+def max_num_tokens(config: SchedulerConfig, request: Request) -> int:
+    """Tokens that a sequence of the request reaches at most, the prompt counted."""
+    prompt = request.sequences[0].num_prompt_tokens
+    return min(prompt + request.stop.max_tokens, config.max_model_len)
+
+
+def check_fits(config: SchedulerConfig, manager: BlockManager, request: Request) -> None:
+    """Raise ValueError unless the request, alone in the pool, can run to its end."""
+    if len(request.sequences) != 1:
+        raise ValueError(f"a request must have one sequence, got {len(request.sequences)}")
+    _check_prompt(config, request)
+    # The last token is never fed back, so it needs no slot.
+    needed = manager.num_blocks_for(max_num_tokens(config, request) - 1)
+    usable = manager.pool.num_usable_blocks
+    if needed > usable:
+        raise ValueError(
+            f"request {request.request_id!r} may need {needed} blocks "
+            f"({request.sequences[0].num_prompt_tokens} prompt tokens, "
+            f"max_tokens={request.stop.max_tokens}) and the pool has {usable}: "
+            "raise num_blocks or lower max_tokens"
+        )
+
+
+def _check_prompt(config: SchedulerConfig, request: Request) -> None:
+    prompt, limit = request.sequences[0].num_prompt_tokens, config.max_model_len
+    if prompt < 1:
+        raise ValueError(f"prompt_token_ids of request {request.request_id!r} is empty")
+    if prompt + 1 > limit:
+        raise ValueError(
+            f"the prompt of request {request.request_id!r} has {prompt} tokens, and "
+            f"max_model_len={limit} leaves no room for an output token: shorten the prompt or "
+            "raise max_model_len"
+        )
