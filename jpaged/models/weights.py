@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jpaged.models.config import ModelConfig
+
 
 def identity(tensor: np.ndarray) -> np.ndarray:
     """The transform of a tensor whose layout is already ours."""
@@ -16,13 +18,13 @@ class WeightRule:
     """Where one kind of checkpoint tensor goes.
 
     A parameter's path is the dotted path of its `nnx.Param` in the model, such as
-    `layers.0.attention.qkv.weight`. Several rules may fill one (fused) parameter, each a piece of it.
+    `layers.0.attention.qkv.weight`. Several rules may fill one (fused) parameter, a piece each.
 
     Attributes:
         pattern: regular expression that must match the whole of a checkpoint tensor's name.
         target: path of the parameter, with references to the pattern's groups
-            (`r"layers.\\1.attention.qkv.weight"`). None: the tensor is known and not needed, such as
-            a causal-mask buffer or the copy of a tied output head.
+            (`r"layers.\\1.attention.qkv.weight"`). None: the tensor is known and not needed, such
+            as a causal-mask buffer or the copy of a tied output head.
         transform: checkpoint layout to the layout of the piece. Works on any numpy array,
             ml_dtypes' bfloat16 included; may return a view.
         axis: the axis of the fused parameter along which this piece lies; None: the piece is the
@@ -35,3 +37,63 @@ class WeightRule:
     transform: Callable[[np.ndarray], np.ndarray] = identity
     axis: int | None = None
     start: int = 0
+
+
+def transposed(tensor: np.ndarray) -> np.ndarray:
+    """A checkpoint's linear weight [out, in] as [in, out]."""
+    return tensor.T
+
+
+def reshaped(*shape: int) -> Callable[[np.ndarray], np.ndarray]:
+    """A transform to the given shape, of the same elements in the same order."""
+    return lambda tensor: tensor.reshape(shape)
+
+
+def split_heads(num_heads: int, head_size: int) -> Callable[[np.ndarray], np.ndarray]:
+    """[heads * H, D] to [D, heads, H]; a bias [heads * H] to [heads, H]."""
+
+    def transform(tensor: np.ndarray) -> np.ndarray:
+        heads = tensor.reshape(num_heads, head_size, *tensor.shape[1:])
+        return heads if tensor.ndim == 1 else heads.transpose(2, 0, 1)
+
+    return transform
+
+
+def join_heads(num_heads: int, head_size: int) -> Callable[[np.ndarray], np.ndarray]:
+    """[D, heads * H] to [heads, H, D]."""
+    return lambda tensor: tensor.reshape(-1, num_heads, head_size).transpose(1, 2, 0)
+
+
+def linear_rules(pattern: str, target: str) -> tuple[WeightRule, ...]:
+    """A linear layer stored [out, in]; its bias is unknown to the loader if the model has none."""
+    return (
+        WeightRule(pattern + r"\.weight", target + ".weight", transposed),
+        WeightRule(pattern + r"\.bias", target + ".bias"),
+    )
+
+
+def attention_rules(config: ModelConfig, pattern: str, output: str) -> tuple[WeightRule, ...]:
+    """Separate q, k and v (fused here) and the output projection of layer group 1, all [out, in].
+
+    Args:
+        config: the model's.
+        pattern: what comes before `q_proj` in the names; its only group is the layer's number.
+        output: the output projection's name.
+    """
+    num_heads, num_kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
+    ours, rules, start = r"layers.\1.attention.", [], 0
+    for name, heads in (("q", num_heads), ("k", num_kv_heads), ("v", num_kv_heads)):
+        split = split_heads(heads, size)
+        for part, axis in (("weight", 1), ("bias", 0)):
+            source = rf"{pattern}{name}_proj\.{part}"
+            rules.append(WeightRule(source, f"{ours}qkv.{part}", split, axis, start))
+        start += heads
+    weight = rf"{pattern}{output}\.weight"
+    rules.append(WeightRule(weight, ours + "output.weight", join_heads(num_heads, size)))
+    rules.append(WeightRule(rf"{pattern}{output}\.bias", ours + "output.bias"))
+    return tuple(rules)
+
+
+def head_rule(tied: bool) -> WeightRule:
+    """The output head; a tied one may be stored as a copy of the embedding, which is ignored."""
+    return WeightRule(r"lm_head\.weight", None if tied else "lm_head.weight")
