@@ -1,0 +1,131 @@
+"""A device that stores in each slot whose token's KV it would hold, and a naive oracle.
+
+It applies plans as a runner must, in launch order, and checks that every slot a step reads holds
+exactly the KV that the sequence itself put there: the KV of a token is stood for by a checksum of
+the sequence's id and all its tokens up to that one.
+"""
+
+import zlib
+from itertools import accumulate
+
+import numpy as np
+
+from jpaged.core.plan import ScheduledSequence, StepPlan
+from jpaged.core.request import FinishReason, StopCriteria
+
+VOCABULARY = 11
+
+
+def next_token(token_ids: list[int]) -> int:
+    """The fake model: any deterministic function of all the tokens will do."""
+    return zlib.crc32(bytes(token_ids)) % VOCABULARY
+
+
+def oracle(
+    prompt: list[int], stop: StopCriteria, max_model_len: int
+) -> tuple[list[int], FinishReason]:
+    """What a request must give, run alone with no cache at all."""
+    tokens = list(prompt)
+    while True:
+        tokens.append(token := next_token(tokens))
+        outputs = tokens[len(prompt) :]
+        if token in stop.stop_token_ids and len(outputs) >= stop.min_tokens:
+            return outputs, FinishReason.STOP
+        if len(outputs) == stop.max_tokens or len(tokens) == max_model_len:
+            return outputs, FinishReason.LENGTH
+
+
+def kv_of(seq_id: int, token_ids: list[int]) -> list[int]:
+    """The KV of each token of a sequence, as checksums."""
+    start = zlib.crc32(seq_id.to_bytes(4, "little"))
+    return list(accumulate(token_ids, lambda h, t: zlib.crc32(bytes([t]), h), initial=start))[1:]
+
+
+class FakeDevice:
+    """Pool, device-side block tables and last tokens; `launch` runs a step at once."""
+
+    def __init__(self, block_size: int, max_num_seqs: int):
+        self.block_size, self.max_num_seqs = block_size, max_num_seqs
+        self.slots: dict[int, int] = {}
+        self.tables: dict[int, list[int]] = {}  # rows of the batch, by sequence
+        self.last_tokens: dict[int, int] = {}
+        self.history: dict[int, list[int]] = {}  # all tokens of each sequence ever seen
+
+    def launch(self, plan: StepPlan) -> np.ndarray:
+        """Run a step; returns what it samples, garbage for rows that do not."""
+        for seq_id in plan.released:
+            del self.tables[seq_id]  # KeyError: released twice, or never in the batch
+            self.last_tokens.pop(seq_id, None)
+        for src, dst in plan.block_copies:
+            self._copy_block(src, dst)
+        for row in plan.scheduled:
+            self._join(row)
+        assert len(self.tables) <= self.max_num_seqs, "more rows than the device has"
+        inputs = [self._inputs(row, plan.is_decode) for row in plan.scheduled]
+        self._write(plan, inputs)
+        for row in plan.scheduled:
+            self._read(row)
+        return np.array([self._sample(row) for row in plan.scheduled], np.int32)
+
+    def _copy_block(self, src: int, dst: int) -> None:
+        for offset in range(self.block_size):
+            self.slots[dst * self.block_size + offset] = self.slots.get(
+                src * self.block_size + offset, -1
+            )
+
+    def _join(self, row: ScheduledSequence) -> None:
+        sequence = row.sequence
+        if sequence.seq_id not in self.tables:
+            assert row.start == 0, "a row must join the batch from its first token"
+            self.tables[sequence.seq_id] = []
+        table = self.tables[sequence.seq_id]
+        for index, block_id in row.block_updates:
+            table[index : index + 1] = [block_id]
+        end = row.start + row.num_scheduled_tokens
+        assert table == sequence.block_table, "the device's block table is out of date"
+        assert len(table) == -(-end // self.block_size)
+        history = self.history.setdefault(sequence.seq_id, list(sequence.token_ids))
+        assert history[: len(sequence.token_ids)] == sequence.token_ids
+        assert len(history) == sequence.num_tokens - row.samples, "samples not as counted"
+
+    def _inputs(self, row: ScheduledSequence, is_decode: bool) -> list[int]:
+        known = row.sequence.token_ids
+        end = row.start + row.num_scheduled_tokens
+        inputs = known[row.start : end]
+        if is_decode:
+            inputs = [self.last_tokens[row.sequence.seq_id]]
+        elif end > len(known):
+            inputs.append(self.last_tokens[row.sequence.seq_id])
+        assert len(inputs) == row.num_scheduled_tokens
+        assert inputs == self.history[row.sequence.seq_id][row.start : end]
+        return inputs
+
+    def _slot(self, seq_id: int, position: int) -> int:
+        block_id = self.tables[seq_id][position // self.block_size]
+        assert block_id != 0, "the null block is in a block table"
+        return block_id * self.block_size + position % self.block_size
+
+    def _write(self, plan: StepPlan, inputs: list[list[int]]) -> None:
+        written: set[int] = set()
+        for row, tokens in zip(plan.scheduled, inputs, strict=True):
+            seq_id = row.sequence.seq_id
+            kv = kv_of(seq_id, self.history[seq_id][: row.start] + tokens)
+            for position in range(row.start, len(kv)):
+                slot = self._slot(seq_id, position)
+                assert slot not in written, "two rows write one slot"
+                written.add(slot)
+                self.slots[slot] = kv[position]
+
+    def _read(self, row: ScheduledSequence) -> None:
+        seq_id, end = row.sequence.seq_id, row.start + row.num_scheduled_tokens
+        found = [self.slots.get(self._slot(seq_id, position)) for position in range(end)]
+        assert found == kv_of(seq_id, self.history[seq_id][:end]), "KV of others, or none, is read"
+
+    def _sample(self, row: ScheduledSequence) -> int:
+        seq_id = row.sequence.seq_id
+        self.last_tokens.pop(seq_id, None)
+        if not row.samples:
+            return 10**6
+        self.history[seq_id].append(token := next_token(self.history[seq_id]))
+        self.last_tokens[seq_id] = token
+        return token

@@ -1,0 +1,160 @@
+"""The block manager, by literal block ids."""
+
+import pytest
+
+from jpaged.core.block_manager import NO_CHANGES, BlockChanges, BlockManager
+from jpaged.core.errors import IntegrityError, OutOfBlocksError
+from jpaged.core.request import Sequence
+
+
+def make(seq_id: int = 0) -> Sequence:
+    return Sequence(seq_id, [1], 1)
+
+
+def grow(manager: BlockManager, sequence: Sequence, num_tokens: int) -> BlockChanges:
+    """Append as the scheduler does."""
+    changes = manager.append(sequence, num_tokens)
+    sequence.num_computed_tokens += num_tokens
+    return changes
+
+
+def queue_of(manager: BlockManager) -> list[int]:
+    return [block.block_id for block in manager.pool.free_block_queue]
+
+
+def test_allocate_gives_just_the_blocks_needed():
+    manager, sequence = BlockManager(6, 4), make()
+    assert manager.can_allocate(20)
+    assert not manager.can_allocate(21)
+    assert not manager.can_allocate(17, num_spare_blocks=1)
+    changes = manager.allocate(sequence, 9)
+    assert sequence.block_table == [1, 2, 3]
+    assert changes == BlockChanges(((0, 1), (1, 2), (2, 3)), ())
+
+
+def test_append_across_the_edge_of_a_block():
+    manager, sequence = BlockManager(6, 4), make()
+    grow(manager, sequence, 3)
+    assert grow(manager, sequence, 1) is NO_CHANGES
+    assert sequence.block_table == [1]
+    assert grow(manager, sequence, 1) == BlockChanges(((1, 2),), ())
+    assert grow(manager, sequence, 8) == BlockChanges(((2, 3), (3, 4)), ())
+    assert sequence.block_table == [1, 2, 3, 4]
+    manager.check_integrity([sequence])
+
+
+def test_append_beyond_the_pool_is_refused_and_nothing_changes():
+    manager, sequence = BlockManager(3, 4), make()
+    grow(manager, sequence, 6)
+    assert manager.can_append(sequence, 2)
+    assert not manager.can_append(sequence, 3)
+    with pytest.raises(OutOfBlocksError):
+        manager.append(sequence, 3)
+    manager.check_integrity([sequence])
+
+
+def test_free_queues_the_tail_before_the_head():
+    manager, sequence, other = BlockManager(6, 4), make(0), make(1)
+    grow(manager, sequence, 12)
+    grow(manager, other, 1)
+    manager.free(sequence)
+    assert sequence.block_table == []
+    assert queue_of(manager) == [5, 3, 2, 1]
+    # A new sequence takes the never used block, then the old tail; the old head survives longest.
+    assert manager.pool.allocate(3) == [5, 3, 2]
+
+
+def test_fork_shares_every_block():
+    manager, parent, child = BlockManager(6, 4), make(0), make(1)
+    grow(manager, parent, 6)
+    manager.fork(parent, child)
+    child.num_computed_tokens = 6
+    assert child.block_table == [1, 2]
+    assert child.block_table is not parent.block_table
+    assert [block.ref_cnt for block in manager.pool.blocks] == [0, 2, 2, 0, 0, 0]
+    manager.check_integrity([parent, child])
+
+
+def test_append_to_a_shared_partly_filled_block_copies_it_on_write():
+    manager, parent, child = BlockManager(8, 4), make(0), make(1)
+    grow(manager, parent, 6)
+    manager.fork(parent, child)
+    child.num_computed_tokens = 6
+    assert manager.num_new_blocks(child, 1) == 1
+    assert grow(manager, child, 1) == BlockChanges(((1, 3),), ((2, 3),))
+    assert (parent.block_table, child.block_table) == ([1, 2], [1, 3])
+    # The parent holds block 2 alone again and writes in place.
+    assert grow(manager, parent, 1) is NO_CHANGES
+    manager.check_integrity([parent, child])
+
+
+def test_copy_on_write_and_growth_in_one_append():
+    manager, parent, child = BlockManager(8, 4), make(0), make(1)
+    grow(manager, parent, 6)
+    manager.fork(parent, child)
+    child.num_computed_tokens = 6
+    assert grow(manager, child, 7) == BlockChanges(((1, 3), (2, 4), (3, 5)), ((2, 3),))
+    assert child.block_table == [1, 3, 4, 5]
+    manager.check_integrity([parent, child])
+
+
+def test_a_shared_full_block_is_not_copied():
+    manager, parent, child = BlockManager(8, 4), make(0), make(1)
+    grow(manager, parent, 8)
+    manager.fork(parent, child)
+    child.num_computed_tokens = 8
+    assert grow(manager, child, 1) == BlockChanges(((2, 3),), ())
+    manager.check_integrity([parent, child])
+
+
+def test_copy_on_write_needs_a_free_block():
+    manager, parent, child = BlockManager(3, 4), make(0), make(1)
+    grow(manager, parent, 6)
+    manager.fork(parent, child)
+    child.num_computed_tokens = 6
+    assert not manager.can_append(child, 1)
+    manager.free(parent)
+    assert queue_of(manager) == []
+    assert manager.can_append(child, 1)
+
+
+def test_freeing_one_of_two_forks_frees_only_what_it_holds_alone():
+    manager, parent, child = BlockManager(8, 4), make(0), make(1)
+    grow(manager, parent, 6)
+    manager.fork(parent, child)
+    child.num_computed_tokens = 6
+    grow(manager, child, 3)
+    manager.free(child)
+    assert queue_of(manager) == [5, 6, 7, 4, 3]
+    child.num_computed_tokens = 0
+    manager.check_integrity([parent, child])
+
+
+def test_sequences_that_hold_blocks_are_not_filled_anew():
+    manager, sequence = BlockManager(8, 4), make()
+    grow(manager, sequence, 1)
+    with pytest.raises(ValueError, match="has blocks already"):
+        manager.allocate(sequence, 1)
+    with pytest.raises(ValueError, match="has blocks already"):
+        manager.fork(make(1), sequence)
+
+
+def test_block_size_must_be_positive():
+    with pytest.raises(ValueError, match="block_size must be at least 1, got 0"):
+        BlockManager(8, 0)
+
+
+@pytest.mark.parametrize("table", [[], [1, 1], [1, 0], [1, 2, 3], [1, 3]])
+def test_check_integrity_finds_wrong_tables(table: list[int]):
+    manager, sequence = BlockManager(8, 4), make()
+    grow(manager, sequence, 5)
+    sequence.block_table = table
+    with pytest.raises(IntegrityError):
+        manager.check_integrity([sequence])
+
+
+def test_check_integrity_finds_a_forgotten_holder():
+    manager, sequence = BlockManager(8, 4), make()
+    grow(manager, sequence, 5)
+    with pytest.raises(IntegrityError, match="is held by 0 block tables"):
+        manager.check_integrity([])

@@ -1,0 +1,137 @@
+"""The block pool, by literal block ids."""
+
+import pytest
+
+from jpaged.core.block_pool import BlockCensus, BlockPool
+from jpaged.core.errors import IntegrityError, OutOfBlocksError
+
+
+def queue_of(pool: BlockPool) -> list[int]:
+    pool.check_integrity()
+    return [block.block_id for block in pool.free_block_queue]
+
+
+def test_blocks_are_handed_out_in_order_and_never_the_null_block():
+    pool = BlockPool(5)
+    assert pool.allocate(2) == [1, 2]
+    assert pool.allocate(2) == [3, 4]
+    assert queue_of(pool) == []
+    assert pool.census() == BlockCensus(free=0, used=4, cached=0, total=4)
+
+
+def test_freed_blocks_are_taken_last():
+    pool = BlockPool(6)
+    pool.allocate(3)
+    pool.free([2, 1])
+    assert queue_of(pool) == [4, 5, 2, 1]
+    assert pool.allocate(3) == [4, 5, 2]
+
+
+def test_touch_keeps_a_block_until_its_last_reference_is_gone():
+    pool = BlockPool(4)
+    pool.allocate(1)
+    pool.touch([1])
+    pool.free([1])
+    assert queue_of(pool) == [2, 3]
+    pool.free([1])
+    assert queue_of(pool) == [2, 3, 1]
+
+
+def test_touch_takes_a_free_block_out_of_the_middle_of_the_queue():
+    pool = BlockPool(5)
+    pool.touch([2, 4])
+    assert queue_of(pool) == [1, 3]
+    assert [block.ref_cnt for block in pool.blocks] == [0, 0, 1, 0, 1]
+    assert pool.census() == BlockCensus(free=2, used=2, cached=0, total=4)
+
+
+def test_too_many_blocks_are_refused_and_nothing_changes():
+    pool = BlockPool(4)
+    pool.allocate(1)
+    with pytest.raises(OutOfBlocksError, match="3 blocks wanted, 2 free"):
+        pool.allocate(3)
+    assert queue_of(pool) == [2, 3]
+    pool.allocate(2)
+    with pytest.raises(OutOfBlocksError):
+        pool.free_block_queue.popleft()
+
+
+@pytest.mark.parametrize("block_id", [0, -1, 4])
+def test_blocks_that_are_never_handed_out_cannot_be_freed_or_touched(block_id: int):
+    pool = BlockPool(4)
+    with pytest.raises(IntegrityError, match="never handed out"):
+        pool.free([block_id])
+    with pytest.raises(IntegrityError, match="never handed out"):
+        pool.touch([block_id])
+
+
+def test_freeing_twice_raises():
+    pool = BlockPool(4)
+    pool.allocate(1)
+    pool.free([1])
+    with pytest.raises(IntegrityError, match="block 1 is freed twice"):
+        pool.free([1])
+
+
+def test_a_pool_needs_a_block_besides_the_null_block():
+    with pytest.raises(ValueError, match="num_blocks must be at least 2"):
+        BlockPool(1)
+
+
+def corrupt_used_and_queued(pool: BlockPool) -> None:
+    pool.blocks[3].ref_cnt = 1
+
+
+def corrupt_lost(pool: BlockPool) -> None:
+    pool.free_block_queue.remove(pool.blocks[3])
+
+
+def corrupt_negative(pool: BlockPool) -> None:
+    pool.blocks[1].ref_cnt = -1
+
+
+def corrupt_null(pool: BlockPool) -> None:
+    pool.free_block_queue.append(pool.blocks[0])
+
+
+def corrupt_null_count(pool: BlockPool) -> None:
+    pool.blocks[0].ref_cnt = 1
+
+
+def corrupt_twice(pool: BlockPool) -> None:
+    pool.free_block_queue.append(pool.blocks[2])
+
+
+def corrupt_count(pool: BlockPool) -> None:
+    pool.free_block_queue.num_blocks -= 1
+
+
+def corrupt_link(pool: BlockPool) -> None:
+    pool.blocks[3].prev_free = pool.blocks[1]
+
+
+def corrupt_tail(pool: BlockPool) -> None:
+    pool.blocks[4].next_free = None
+
+
+@pytest.mark.parametrize(
+    "corrupt",
+    [
+        corrupt_used_and_queued,
+        corrupt_lost,
+        corrupt_negative,
+        corrupt_null,
+        corrupt_null_count,
+        corrupt_twice,
+        corrupt_count,
+        corrupt_link,
+        corrupt_tail,
+    ],
+)
+def test_check_integrity_finds_damage(corrupt):
+    pool = BlockPool(6)
+    pool.allocate(1)
+    pool.check_integrity()
+    corrupt(pool)
+    with pytest.raises(IntegrityError):
+        pool.check_integrity()

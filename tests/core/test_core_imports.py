@@ -1,0 +1,46 @@
+"""The host side must run where there is no JAX, and start without waiting for it."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import jpaged.core
+
+ALLOWED = set(sys.stdlib_module_names) | {"numpy", "xxhash"}
+CORE = Path(jpaged.core.__file__).parent
+
+
+def imported_modules(source: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"relative import in {source.name}"
+            names.add(node.module or "")
+    return names
+
+
+def is_allowed(module: str) -> bool:
+    return module.split(".")[0] in ALLOWED or f"{module}.".startswith("jpaged.core.")
+
+
+def test_core_imports_the_standard_library_numpy_and_itself_only():
+    sources = list(CORE.rglob("*.py"))
+    assert len(sources) > 5
+    foreign = {
+        (source.name, module)
+        for source in sources
+        for module in imported_modules(source)
+        if not is_allowed(module)
+    }
+    assert foreign == set()
+
+
+def test_importing_core_brings_no_jax_along():
+    names = [p.stem for p in CORE.glob("*.py") if p.stem != "__init__"]
+    imports = "\n".join(f"import jpaged.core.{name}" for name in sorted(names))
+    code = f"import sys\n{imports}\nprint({{'jax', 'flax', 'transformers'}} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,162 @@
+"""Random work on the scheduler, over a device that knows whose KV is where, against an oracle."""
+
+import math
+from collections.abc import Callable
+
+from core_driver import Driver, make_scheduler
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from jpaged.core.limits import SchedulerConfig
+from jpaged.core.plan import StepPlan
+from jpaged.core.request import FinishReason, Request, StopCriteria
+from jpaged.core.scheduler import Scheduler
+
+
+@st.composite
+def schedulers(draw: Callable) -> Scheduler:
+    chunked = draw(st.booleans())
+    max_model_len = draw(st.integers(2, 24))
+    return make_scheduler(
+        num_blocks=draw(st.integers(2, 13)),
+        block_size=draw(st.integers(1, 5)),
+        max_num_seqs=draw(st.integers(1, 5)),
+        max_num_batched_tokens=draw(st.integers(1 if chunked else max_model_len, 26)),
+        max_model_len=max_model_len,
+        enable_chunked_prefill=chunked,
+    )
+
+
+@st.composite
+def stops(draw: Callable) -> StopCriteria:
+    max_tokens = draw(st.integers(1, 12))
+    stop_ids = draw(st.frozensets(st.integers(0, 10), max_size=2))
+    return StopCriteria(max_tokens, draw(st.integers(0, max_tokens)), stop_ids)
+
+
+prompts = st.lists(st.integers(0, 10), max_size=12)
+
+
+def fits(config: SchedulerConfig, num_slots: int, prompt: list[int], stop: StopCriteria) -> bool:
+    """Who may be refused, said once more: all tokens but the last need a slot."""
+    longest = min(len(prompt) + stop.max_tokens, config.max_model_len)
+    return 1 <= len(prompt) < config.max_model_len and longest - 1 <= num_slots
+
+
+class Turn:
+    """Bounds the wait of whoever is first in line: the next one is then bounded too."""
+
+    def __init__(self, driver: Driver):
+        self.driver = driver
+        self.first: Request | None = None
+        self.steps_left = 0.0
+
+    def before_step(self) -> None:
+        scheduler = self.driver.scheduler
+        line = [*scheduler.running.values(), *scheduler.waiting.values()]
+        first = line[0] if line else None
+        if first is not self.first:
+            self.first, self.steps_left = first, self.bound(first) if first else 0.0
+        self.steps_left -= 1
+        assert first is None or self.steps_left >= 0, f"{first.request_id} starves"
+
+    def bound(self, request: Request) -> float:
+        """Every launch of its own, each followed by at most `lag + 1` steps of waiting."""
+        most, budget = request.max_num_tokens, self.driver.scheduler.config.max_num_batched_tokens
+        launches = math.ceil(most / budget) + most - request.sequences[0].num_prompt_tokens
+        return (launches + 1) * (self.driver.lag + 2)
+
+    def after_step(self, plan: StepPlan | None) -> None:
+        preempted = plan.preempted if plan else ()
+        assert self.first is None or self.first.request_id not in preempted
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Requests come, go and end in every order; the rest must not notice."""
+
+    @initialize(scheduler=schedulers(), lag=st.integers(0, 2))
+    def start(self, scheduler: Scheduler, lag: int):
+        self.driver = Driver(scheduler, lag)
+        self.turn = Turn(self.driver)
+        manager = scheduler.block_manager
+        self.num_slots = manager.pool.num_usable_blocks * manager.block_size
+        self.num_added = 0
+
+    @rule(prompt=prompts, stop=stops())
+    def add(self, prompt: list[int], stop: StopCriteria):
+        self.num_added += 1
+        name = f"request-{self.num_added}"
+        request = Request.from_prompt(name, prompt, stop, seq_id=self.num_added)
+        accepted = True
+        try:
+            self.driver.add(request)
+        except ValueError:
+            accepted = False
+        config = self.driver.scheduler.config
+        assert accepted == fits(config, self.num_slots, prompt, stop)
+
+    @rule(num_steps=st.integers(1, 6))
+    def step(self, num_steps: int):
+        for _ in range(num_steps):
+            self.turn.before_step()
+            self.turn.after_step(self.driver.step())
+
+    @precondition(lambda self: self.driver.in_flight)
+    @rule()
+    def read(self):
+        """The host may also catch up with the device."""
+        self.driver.read()
+
+    @precondition(lambda self: self.driver.scheduler.has_unfinished)
+    @rule(data=st.data(), reason=st.sampled_from([FinishReason.ABORT, FinishReason.ERROR]))
+    def finish(self, data: st.DataObject, reason: FinishReason):
+        scheduler = self.driver.scheduler
+        name = data.draw(st.sampled_from([*scheduler.running, *scheduler.waiting]))
+        assert scheduler.finish(name, reason)
+        assert not scheduler.abort(name)
+
+    @invariant()
+    def books_add_up(self):
+        self.driver.scheduler.check_integrity()
+
+    def teardown(self):
+        if not hasattr(self, "driver"):
+            return
+        while self.driver.scheduler.has_unfinished or self.driver.in_flight:
+            self.step(1)
+        self.driver.check_end()
+        self.check_releases()
+
+    def check_releases(self) -> None:
+        """Each stay in the batch is reported once, all but those that ended after the last plan."""
+        stays = [r.sequence.seq_id for p in self.driver.plans for r in p.scheduled if r.start == 0]
+        released = [seq_id for plan in self.driver.plans for seq_id in plan.released]
+        remaining = list(self.driver.device.tables)
+        assert sorted(stays) == sorted(released + remaining)
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=200, stateful_step_count=25, deadline=None)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    schedulers(),
+    st.lists(st.tuples(prompts, stops(), st.integers(0, 4)), min_size=1, max_size=6),
+)
+def test_both_loops_give_the_same_tokens(scheduler: Scheduler, work: list):
+    """The same arrivals, read at once or one or two steps late."""
+    streams = []
+    for lag in (0, 1, 2):
+        manager = scheduler.block_manager
+        driver = Driver(Scheduler(scheduler.config, manager), lag)
+        num_slots = manager.pool.num_usable_blocks * manager.block_size
+        for seq_id, (prompt, stop, pause) in enumerate(work):
+            if fits(scheduler.config, num_slots, prompt, stop):
+                driver.add(Request.from_prompt(str(seq_id), prompt, stop, seq_id=seq_id))
+            for _ in range(pause):
+                driver.step()
+        driver.run()
+        streams.append(driver.streams)
+    assert streams[0] == streams[1] == streams[2]

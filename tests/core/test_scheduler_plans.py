@@ -1,0 +1,243 @@
+"""What the scheduler plans: chunks, mixed steps, admission and preemption, by literal values."""
+
+import pytest
+from core_driver import Driver, make_request, make_scheduler
+
+from jpaged.core.plan import StepPlan
+from jpaged.core.request import RequestStatus
+
+
+def shape(plan: StepPlan | None) -> list[tuple[int, int, int, bool]]:
+    """(sequence, start, tokens, samples) of each row."""
+    assert plan is not None
+    return [(r.sequence.seq_id, r.start, r.num_scheduled_tokens, r.samples) for r in plan.scheduled]
+
+
+def tables(driver: Driver) -> list[list[int]]:
+    return [r.sequences[0].block_table for r in driver.scheduler.running.values()]
+
+
+def test_a_prompt_then_decoding():
+    driver = Driver(make_scheduler(block_size=4))
+    driver.add(make_request("1", 6, max_tokens=4))
+    plan = driver.step()
+    assert shape(plan) == [(1, 0, 6, True)]
+    assert plan is not None
+    assert (plan.step_id, plan.num_tokens, plan.is_decode) == (0, 6, False)
+    assert plan.scheduled[0].block_updates == ((0, 1), (1, 2))
+    plans = [driver.step() for _ in range(3)]
+    assert [shape(p) for p in plans] == [[(1, 6, 1, True)], [(1, 7, 1, True)], [(1, 8, 1, True)]]
+    assert [p.scheduled[0].block_updates for p in plans if p] == [(), (), ((2, 3),)]
+    assert all(p.is_decode for p in plans if p)
+    assert driver.step() is None
+    driver.check_end()
+
+
+def test_chunked_prefill_keeps_to_the_budget():
+    driver = Driver(make_scheduler(block_size=4, max_num_batched_tokens=5))
+    driver.add(make_request("1", 12, max_tokens=2))
+    plans = [driver.step() for _ in range(4)]
+    assert [shape(p) for p in plans] == [
+        [(1, 0, 5, False)],
+        [(1, 5, 5, False)],
+        [(1, 10, 2, True)],
+        [(1, 12, 1, True)],
+    ]
+    # Each chunk takes just its own blocks.
+    updates = [p.scheduled[0].block_updates for p in plans if p]
+    assert updates == [((0, 1), (1, 2)), ((2, 3),), (), ((3, 4),)]
+    driver.run()
+
+
+def test_mixed_steps_decode_first_and_fill_up_with_chunks():
+    driver = Driver(make_scheduler(block_size=4, max_num_batched_tokens=6))
+    driver.add(make_request("1", 3, max_tokens=6))
+    driver.add(make_request("2", 10, max_tokens=3))
+    plans = [driver.step() for _ in range(4)]
+    assert [shape(p) for p in plans] == [
+        [(1, 0, 3, True), (2, 0, 3, False)],
+        [(1, 3, 1, True), (2, 3, 5, False)],
+        [(1, 4, 1, True), (2, 8, 2, True)],
+        [(1, 5, 1, True), (2, 10, 1, True)],
+    ]
+    assert [p.is_decode for p in plans if p] == [False, False, False, True]
+    driver.run()
+
+
+def test_without_chunks_a_prompt_waits_for_the_whole_budget():
+    driver = Driver(
+        make_scheduler(max_num_batched_tokens=12, max_model_len=12, enable_chunked_prefill=False)
+    )
+    driver.add(make_request("1", 7, max_tokens=3))
+    driver.add(make_request("2", 6, max_tokens=3))
+    assert shape(driver.step()) == [(1, 0, 7, True)]
+    assert shape(driver.step()) == [(1, 7, 1, True), (2, 0, 6, True)]
+    driver.run()
+
+
+def test_the_overlapped_loop_plans_ahead_of_what_it_read():
+    driver = Driver(make_scheduler(block_size=4), lag=1)
+    driver.add(make_request("1", 3, max_tokens=3))
+    sequence = driver.requests["1"].sequences[0]
+    assert shape(driver.step()) == [(1, 0, 3, True)]
+    assert (len(sequence.token_ids), sequence.num_pending_tokens) == (3, 1)
+    assert shape(driver.step()) == [(1, 3, 1, True)]
+    assert (len(sequence.token_ids), sequence.num_pending_tokens) == (4, 1)
+    assert shape(driver.step()) == [(1, 4, 1, True)]
+    # All of max_tokens is on its way: nothing more to plan, only to read.
+    assert driver.step() is None
+    driver.run()
+
+
+def test_a_stop_token_costs_the_overlapped_loop_one_step():
+    stop = frozenset(range(11))
+    synchronous, overlapped = Driver(make_scheduler()), Driver(make_scheduler(), lag=1)
+    for driver in (synchronous, overlapped):
+        driver.add(make_request("1", 3, max_tokens=9, stop_token_ids=stop))
+        driver.run()
+    assert synchronous.streams == overlapped.streams
+    assert (len(synchronous.plans), len(overlapped.plans)) == (1, 2)
+
+
+@pytest.mark.parametrize(("min_tokens", "expected"), [(0, 1), (1, 1), (3, 3)])
+def test_min_tokens_counts_the_stop_token(min_tokens: int, expected: int):
+    driver = Driver(make_scheduler())
+    stop = frozenset(range(11))
+    driver.add(make_request("1", 3, 9, min_tokens=min_tokens, stop_token_ids=stop))
+    driver.run()
+    assert len(driver.streams["1"]) == expected
+
+
+def test_a_one_token_prompt_is_no_decode_step():
+    driver = Driver(make_scheduler())
+    driver.add(make_request("1", 1))
+    plans = [driver.step(), driver.step()]
+    assert [p.is_decode for p in plans if p] == [False, True]
+
+
+def test_a_last_chunk_of_one_token_is_no_decode_step():
+    driver = Driver(make_scheduler(max_num_batched_tokens=4))
+    driver.add(make_request("1", 5))
+    plans = [driver.step() for _ in range(3)]
+    assert [p.is_decode for p in plans if p] == [False, False, True]
+
+
+def test_max_num_seqs_bounds_the_batch_and_the_rest_waits_in_order():
+    driver = Driver(make_scheduler(max_num_seqs=2))
+    for name in "123":
+        driver.add(make_request(name, 2, max_tokens=2))
+    assert shape(driver.step()) == [(1, 0, 2, True), (2, 0, 2, True)]
+    assert (driver.scheduler.num_running, driver.scheduler.num_waiting) == (2, 1)
+    driver.step()
+    plan = driver.step()
+    assert shape(plan) == [(3, 0, 2, True)]
+    assert plan is not None
+    assert plan.released == (1, 2)
+    driver.run()
+
+
+def test_no_one_is_skipped_while_the_head_of_the_line_does_not_fit():
+    driver = Driver(make_scheduler(num_blocks=6, block_size=4))
+    driver.add(make_request("1", 8, max_tokens=3))
+    driver.add(make_request("2", 12, max_tokens=3))  # three blocks and a spare: only three are free
+    driver.add(make_request("3", 1, max_tokens=3))
+    assert shape(driver.step()) == [(1, 0, 8, True)]
+    assert list(driver.scheduler.waiting) == ["2", "3"]
+    driver.run()
+    assert [p.preempted for p in driver.plans if p.preempted] == []
+
+
+def test_the_spare_block_is_not_asked_of_one_alone():
+    driver = Driver(make_scheduler(num_blocks=3, block_size=4))
+    driver.add(make_request("1", 8, max_tokens=1))
+    assert shape(driver.step()) == [(1, 0, 8, True)]
+
+
+def test_the_last_to_arrive_is_preempted_and_computed_again():
+    driver = Driver(make_scheduler(num_blocks=6, block_size=4))
+    driver.add(make_request("1", 7, max_tokens=8))
+    driver.add(make_request("2", 1, max_tokens=8))
+    driver.step()
+    assert tables(driver) == [[1, 2], [3]]
+    for _ in range(5):
+        driver.step()
+    assert tables(driver) == [[1, 2, 4], [3, 5]]
+    plan = driver.step()  # the first needs a fourth block
+    assert shape(plan) == [(1, 12, 1, True)]
+    assert plan is not None
+    assert (plan.preempted, plan.released) == (("2",), (2,))
+    assert plan.scheduled[0].block_updates == ((3, 5),)  # the tail of the preempted one
+    second = driver.requests["2"]
+    assert second.status is RequestStatus.PREEMPTED
+    assert (second.sequences[0].num_computed_tokens, second.sequences[0].block_table) == (0, [])
+    # Two blocks and a spare are more than are free while the first runs.
+    assert shape(driver.step()) == [(1, 13, 1, True)]
+    plan = driver.step()
+    assert shape(plan) == [(2, 0, 7, True)]
+    assert plan is not None
+    assert (plan.preempted, plan.released) == ((), (1,))
+    assert plan.scheduled[0].block_updates == ((0, 3), (1, 5))
+    driver.run()
+
+
+def test_preempted_requests_come_back_in_order_of_arrival():
+    driver = Driver(make_scheduler(num_blocks=7, block_size=2, max_num_seqs=3), lag=1)
+    driver.add(make_request("1", 2, max_tokens=9))
+    driver.add(make_request("2", 1, max_tokens=9))
+    driver.add(make_request("3", 1, max_tokens=9))
+    driver.run()
+    assert [p.preempted for p in driver.plans if p.preempted] == [("3",), ("2",), ("3",)]
+    firsts = [r.sequence.seq_id for p in driver.plans for r in p.scheduled if r.start == 0]
+    assert firsts == [1, 2, 3, 2, 3, 3]
+
+
+def test_the_last_to_arrive_may_have_to_preempt_itself():
+    driver = Driver(make_scheduler(num_blocks=5, block_size=2, max_num_seqs=2))
+    driver.add(make_request("1", 3, max_tokens=4))
+    driver.add(make_request("2", 1, max_tokens=4))
+    driver.step()
+    driver.step()
+    plan = driver.step()
+    assert shape(plan) == [(1, 4, 1, True)]
+    assert plan is not None
+    assert (plan.preempted, plan.released) == (("2",), (2,))
+    assert plan.scheduled[0].block_updates == ((2, 4),)  # the last free one, not the second's
+    driver.run()
+
+
+def test_blocks_on_their_way_back_are_waited_for_rather_than_preempting():
+    driver = Driver(make_scheduler(num_blocks=5, block_size=4, max_num_seqs=2), lag=1)
+    stop = frozenset(range(11))
+    driver.add(make_request("1", 7, max_tokens=5, stop_token_ids=stop, min_tokens=2))
+    driver.add(make_request("2", 2, max_tokens=7))
+    for _ in range(3):
+        driver.step()
+    # The first has stopped, and a step in flight still holds its blocks.
+    assert driver.requests["1"].is_finished
+    assert tables(driver) == [[3]]
+    assert driver.scheduler.block_manager.num_free_blocks == 0
+    assert driver.step() is None
+    plan = driver.step()
+    assert shape(plan) == [(2, 4, 1, True)]
+    assert plan is not None
+    assert (plan.preempted, plan.released) == ((), (1,))
+    driver.run()
+
+
+def test_a_preempted_request_comes_back_with_all_its_tokens():
+    driver = Driver(make_scheduler(num_blocks=5, block_size=2, max_num_seqs=2), lag=1)
+    driver.add(make_request("1", 3, max_tokens=3))
+    driver.add(make_request("2", 1, max_tokens=6))
+    driver.add(make_request("3", 1, max_tokens=1))
+    for _ in range(2):
+        driver.step()
+    second = driver.requests["2"].sequences[0]
+    plan = driver.step()
+    assert plan is not None
+    assert plan.preempted == ("2",)
+    assert (len(second.token_ids), second.num_pending_tokens) == (3, 0)
+    driver.run()
+    rejoined = [
+        r for p in driver.plans for r in p.scheduled if r.sequence is second and not r.start
+    ]
+    assert [r.num_scheduled_tokens for r in rejoined] == [1, 3]
