@@ -71,7 +71,9 @@ def paged_decode_attention(
         batch=q.shape[0],
         num_kv_heads=kv.k.shape[2],
         max_context=block_tables.shape[1] * kv.k.shape[1],
-        **_facts(q, backend),
+        head_size=q.shape[2],
+        itemsize=q.dtype.itemsize,
+        device_kind=_device_kind(backend),
     )
     interpret = backend is Backend.INTERPRET
     return paged_decode.paged_decode_attention(
@@ -125,7 +127,9 @@ def paged_prefill_attention(
         num_tokens=q.shape[0],
         batch=seq_lens.shape[0],
         group=q.shape[1] // kv.k.shape[2],
-        **_facts(q, backend),
+        head_size=q.shape[2],
+        itemsize=q.dtype.itemsize,
+        device_kind=_device_kind(backend),
     )
     interpret = backend is Backend.INTERPRET
     return paged_prefill.paged_prefill_attention(
@@ -193,13 +197,9 @@ def copy_blocks(
     )
 
 
-def _facts(q, backend):
-    """What the tuning of both attentions looks at."""
-    facts = {"head_size": q.shape[2], "itemsize": q.dtype.itemsize}
-    return facts | ({"device_kind": _device_kind()} if backend is Backend.TRITON else {})
-
-
-def _device_kind():
+def _device_kind(backend):
     """The GPU traced for: an abstract mesh's device where one is set, else the first one here."""
+    if backend is not Backend.TRITON:
+        return ""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return (device or jax.devices()[0]).device_kind

@@ -50,6 +50,7 @@ def paged_decode_attention(
         sliding_window=sliding_window,
         config=config,
         group=num_heads // num_kv_heads,
+        num_kv_heads=num_kv_heads,
         block_size=kv.k.shape[1],
         table_width=block_tables.shape[1],
     )
@@ -66,7 +67,7 @@ def paged_decode_attention(
     )
     k, v = (pool.reshape(-1, head_size) for pool in kv)
     result = call(q.reshape(rows, head_size), k, v, block_tables.reshape(-1), seq_lens)
-    out = result[0] if splits == 1 else _combine(*result, splits)
+    out = result[0] if splits == 1 else _combine(result, splits)
     return out.astype(q.dtype).reshape(q.shape)
 
 
@@ -89,12 +90,12 @@ def _kernel(
     sliding_window,
     config,
     group,
+    num_kv_heads,
     block_size,
     table_width,
 ):
     head, sequence, split = (pl.program_id(axis) for axis in range(3))
-    num_kv_heads, head_size = pl.num_programs(0), q_ref.shape[1]
-    seq_len = lens_ref[sequence]
+    head_size, seq_len = q_ref.shape[1], lens_ref[sequence]
     row = jnp.arange(max(16, pl.next_power_of_2(group)), dtype=jnp.int32)
     q_rows = (sequence * num_kv_heads + head) * group + row
     q = tile_ops.load_rows(q_ref, q_rows, head_size, row < group)
@@ -147,8 +148,9 @@ def _store_partials(out_refs, carry, rows, head_size, live):
     plgpu.store(out_refs[2].at[rows], row_sum, mask=live)
 
 
-def _combine(out, row_max, row_sum, splits):
+def _combine(partials, splits):
     """Merge partials, out [splits * rows, H], max and sum [splits * rows], to [rows, H]."""
+    out, row_max, row_sum = partials
     out = out.reshape(splits, -1, out.shape[-1])
     row_max, row_sum = row_max.reshape(splits, -1), row_sum.reshape(splits, -1)
     weights = jnp.exp2(row_max - jnp.max(row_max, axis=0, keepdims=True))

@@ -55,6 +55,7 @@ def paged_prefill_attention(
         tile_size=tile_size,
         tile_tokens=config.tile_tokens,
         group=group,
+        num_kv_heads=num_kv_heads,
         block_size=kv.k.shape[1],
         table_width=block_tables.shape[1],
     )
@@ -86,11 +87,12 @@ def _kernel(
     tile_size,
     tile_tokens,
     group,
+    num_kv_heads,
     block_size,
     table_width,
 ):
     head, tile = pl.program_id(0), pl.num_programs(1) - 1 - pl.program_id(1)
-    num_kv_heads, head_size = pl.num_programs(0), q_ref.shape[1]
+    head_size = q_ref.shape[1]
     sequence, first_row, first_position, num_rows, num_keys = (
         tiles_ref[field, tile] for field in range(5)
     )

@@ -34,12 +34,14 @@ def store_rows(ref, rows, head_size, value, live):
 
 def pool_rows(tables_ref, first_entry, positions, live, *, block_size, num_kv_heads, head):
     """Pool rows of the keys at `positions`; `first_entry` is where the block table starts."""
-    entries = first_entry + positions // block_size
+    size = jnp.int32(block_size)
+    # Not // and %: they also handle negative numbers, which costs instructions.
+    entries = first_entry + lax.div(positions, size)
     if live is None:
         blocks = plgpu.load(tables_ref.at[entries])
     else:
         blocks = plgpu.load(tables_ref.at[entries], mask=live, other=0)
-    return (blocks * block_size + positions % block_size) * num_kv_heads + head
+    return (blocks * size + lax.rem(positions, size)) * num_kv_heads + head
 
 
 def scores(q, keys, mask, *, scale, soft_cap):

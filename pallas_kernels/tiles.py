@@ -58,5 +58,6 @@ def tile_map(
     owner = jnp.minimum(sequence, jnp.int32(seq_lens.shape[0] - 1))
     first_position = seq_lens[owner] - rows_left
     has_keys = (num_rows > 0) & (sequence == owner)
+    first_position = jnp.where(has_keys, first_position, 0)
     num_keys = jnp.where(has_keys, first_position + num_rows, 0)
     return TileMap(owner, first_row, first_position, num_rows, num_keys)

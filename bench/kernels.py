@@ -1,0 +1,177 @@
+"""Times the attention kernels on this machine's GPU and prints them beside their marks.
+
+    python bench/kernels.py [--results bench/results] [--repeats 7]
+
+How: one jit calls the op many times over different queries and pools (enough of them that no
+pool is read from the chip's cache twice in a row); blocks of such calls are launched back to back
+and waited for once. A figure is the median over the blocks of (block time / calls in it), so it
+holds the op as a serving step runs it, with the launch gaps the GPU cannot hide.
+Bytes are keys and values read once; FLOPs are 4 * N * H for each (query, visible key).
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import platform
+import statistics
+import subprocess
+import time
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import (
+    Backend,
+    LayerKV,
+    paged_decode_attention,
+    paged_prefill_attention,
+    select_backend,
+)
+
+HEAD_SIZE = 128
+CACHE_BYTES = 256 << 20  # several times the L2 of any GPU: pools in turn exceed it
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """`batch` sequences of `tokens` new ones behind `context`; tokens 0 means a decode step."""
+
+    name: str
+    batch: int
+    context: int
+    tokens: int
+    heads: tuple[int, int]
+    block_size: int
+    mark: float  # TB/s, TFLOP/s or, where unit says so, microseconds
+    unit: str
+
+    @property
+    def seq_len(self):
+        return self.context + self.tokens
+
+    @property
+    def num_bytes(self):
+        return self.batch * self.seq_len * self.heads[1] * HEAD_SIZE * 2 * 2
+
+    @property
+    def flops(self):
+        pairs = self.tokens * self.context + self.tokens * (self.tokens + 1) // 2
+        return 4 * self.batch * self.heads[0] * HEAD_SIZE * pairs
+
+
+CASES = [
+    Case("decode 64 x 2048", 64, 2048, 0, (32, 8), 16, 4.1, "TB/s"),
+    Case("decode 64 x 2048, block 64", 64, 2048, 0, (32, 8), 64, 4.1, "TB/s"),
+    Case("decode 256 x 512", 256, 512, 0, (16, 8), 16, 3.9, "TB/s"),
+    Case("decode 1 x 2048", 1, 2048, 0, (32, 8), 16, 10.0, "us"),
+    Case("prefill 8 x 2048", 8, 0, 2048, (32, 8), 16, 520.0, "TFLOP/s"),
+    Case("prefill 1 x 8192", 1, 0, 8192, (32, 8), 16, 640.0, "TFLOP/s"),
+    Case("prefill 64 x 256", 64, 0, 256, (32, 8), 16, 180.0, "TFLOP/s"),
+    Case("prefill 4 x 512 on 4096", 4, 4096, 512, (32, 8), 16, 550.0, "TFLOP/s"),
+]
+
+
+def build(case, seed=0):
+    """(queries, pools, tables and lengths) of random values; block tables are shuffled."""
+    width = -(-case.seq_len // case.block_size)
+    num_blocks = case.batch * width + 1
+    order = np.random.default_rng(seed).permutation(np.arange(1, num_blocks))
+    tables = jnp.asarray(order.reshape(case.batch, width), jnp.int32)
+    lens = jnp.full((case.batch,), case.seq_len, jnp.int32)
+    starts = jnp.arange(case.batch + 1, dtype=jnp.int32) * case.tokens
+    num_pools = max(1, -(-CACHE_BYTES // case.num_bytes)) if not case.tokens else 1
+    num_calls = max(num_pools, 4 if case.tokens else 32)
+    keys = iter(jax.random.split(jax.random.key(seed), num_calls + 2 * num_pools))
+    rows = case.batch * max(1, case.tokens)
+
+    def normal(*shape):
+        return jax.random.normal(next(keys), shape, jnp.bfloat16)
+
+    queries = [normal(rows, case.heads[0], HEAD_SIZE) for _ in range(num_calls)]
+    shape = (num_blocks, case.block_size, case.heads[1], HEAD_SIZE)
+    pools = [LayerKV(normal(*shape), normal(*shape)) for _ in range(num_pools)]
+    return queries, pools, ((tables, starts, lens) if case.tokens else (tables, lens))
+
+
+def attention(case, backend):
+    op = paged_prefill_attention if case.tokens else paged_decode_attention
+    return partial(op, scale=HEAD_SIZE**-0.5, backend=backend)
+
+
+def seconds_per_call(op, queries, pools, indices, repeats):
+    """Median over `repeats` blocks of launches."""
+
+    @jax.jit
+    def step(queries, pools, indices):
+        return [op(q, pools[i % len(pools)], *indices) for i, q in enumerate(queries)]
+
+    def block(launches):
+        start = time.perf_counter()
+        for _ in range(launches):
+            outputs = step(queries, pools, indices)
+        jax.block_until_ready(outputs)
+        return (time.perf_counter() - start) / launches
+
+    jax.block_until_ready(step(queries, pools, indices))
+    once = block(3)
+    launches = max(3, int(0.05 / once))
+    return statistics.median(block(launches) for _ in range(repeats)) / len(queries)
+
+
+def measure(case, backend, repeats):
+    seconds = seconds_per_call(attention(case, backend), *build(case), repeats)
+    rates = {
+        "TB/s": case.num_bytes / seconds / 1e12,
+        "TFLOP/s": case.flops / seconds / 1e12,
+        "us": seconds * 1e6,
+    }
+    value = rates[case.unit]
+    reached = value <= case.mark if case.unit == "us" else value >= case.mark
+    result = {"us": seconds * 1e6, "value": value, "reached": reached}
+    return dataclasses.asdict(case) | result
+
+
+def line(row):
+    goal = f"{'<=' if row['unit'] == 'us' else '>='} {row['mark']:g}"
+    return f"{row['name']:28} {row['us']:10.1f} {row['value']:10.2f} {row['unit']:8} {goal:>9}"
+
+
+def provenance():
+    """What the figures hold for."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "commit": commit or "unknown",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--repeats", type=int, default=7)
+    arguments = parser.parse_args()
+    if select_backend(jax.default_backend()) is not Backend.TRITON:
+        raise SystemExit(f"needs an NVIDIA GPU; JAX sees {jax.default_backend()!r} only")
+    print(f"{'case':28} {'us':>10} {'value':>10} {'unit':8} {'to reach':>9}")
+    rows = []
+    for case in CASES:
+        rows.append(measure(case, Backend.TRITON, arguments.repeats))
+        print(line(rows[-1]), flush=True)
+    report = provenance() | {"cases": rows}
+    arguments.results.mkdir(parents=True, exist_ok=True)
+    path = arguments.results / f"kernels_{report['device'].replace(' ', '_')}.json"
+    path.write_text(json.dumps(report, indent=2) + "\n")
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Ragged batches over a poisoned pool, and the yardstick of their errors, for the kernel tests."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import Backend, LayerKV
+
+IMPLEMENTATIONS = [
+    Backend.XLA,
+    Backend.INTERPRET,
+    pytest.param(Backend.TRITON, marks=pytest.mark.gpu),
+]
+F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
+
+
+@dataclass(frozen=True)
+class Case:
+    """One ragged batch; `lens` are (tokens in all, tokens new in this step) of each sequence."""
+
+    dtype: Any = F32
+    head_size: int = 64
+    block_size: int = 16
+    heads: tuple[int, int] = (4, 2)
+    lens: tuple[tuple[int, int], ...] = ()
+    soft_cap: float | None = None
+    sliding_window: int | None = None
+    padding: int = 0
+
+    @property
+    def options(self):
+        scale = self.head_size**-0.5
+        return {
+            "scale": scale,
+            "soft_cap": self.soft_cap,
+            "sliding_window": self.sliding_window,
+        }
+
+    def __str__(self):
+        heads = "x".join(str(n) for n in self.heads)
+        parts = [jnp.dtype(self.dtype).name, f"H{self.head_size}", f"S{self.block_size}", heads]
+        parts += [f"cap{self.soft_cap:g}"] if self.soft_cap else []
+        parts += [f"win{self.sliding_window}"] if self.sliding_window else []
+        return "-".join(parts)
+
+
+class Batch(NamedTuple):
+    """The arguments of both attentions."""
+
+    kv: LayerKV
+    block_tables: jax.Array
+    query_start_loc: jax.Array
+    seq_lens: jax.Array
+    q_decode: jax.Array
+    q_prefill: jax.Array
+
+
+def require(backend):
+    if backend is Backend.TRITON and jax.default_backend() != "gpu":
+        pytest.skip("no GPU here")
+
+
+def edge_lens(block_size):
+    """0, 1, one short of a block, a block, one over, and more; with and without context."""
+    s = block_size
+    return ((0, 0), (1, 1), (s - 1, 1), (s, s), (s + 1, 3), (2 * s + 1, 1), (3 * s + 2, s + 5))
+
+
+def build(case, seed=0):
+    """A batch whose every slot that no token owns is NaN, the null block included."""
+    rng = np.random.default_rng(seed)
+    seq_lens = np.array([total for total, _ in case.lens], np.int32)
+    query_lens = np.array([new for _, new in case.lens], np.int32)
+    tables, num_blocks = _block_tables(rng, seq_lens, case.block_size)
+    pools = []
+    for _ in range(2):
+        shape = (num_blocks, case.block_size, case.heads[1], case.head_size)
+        pool = np.full(shape, np.nan, np.float32)
+        for table, length in zip(tables, seq_lens, strict=True):
+            positions = np.arange(length)
+            slots = table[positions // case.block_size], positions % case.block_size
+            pool[slots] = rng.standard_normal((length, *shape[2:]))
+        pools.append(jnp.asarray(pool, case.dtype))
+    starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+    rows = (case.heads[0], case.head_size)
+    q_decode = rng.standard_normal((len(seq_lens), *rows))
+    q_prefill = rng.standard_normal((starts[-1] + case.padding, *rows))
+    return Batch(
+        LayerKV(*pools),
+        jnp.asarray(tables),
+        jnp.asarray(starts),
+        jnp.asarray(seq_lens),
+        jnp.asarray(q_decode, case.dtype),
+        jnp.asarray(q_prefill, case.dtype),
+    )
+
+
+def _block_tables(rng, seq_lens, block_size):
+    """Shuffled blocks; entries past a sequence's own point at blocks full of NaN."""
+    counts = -(-seq_lens // block_size)
+    num_blocks = int(counts.sum()) + 3
+    order = rng.permutation(np.arange(1, num_blocks)).astype(np.int32)
+    owned, unused = order[: counts.sum()], order[counts.sum() :]
+    tables = np.zeros((len(seq_lens), int(counts.max()) + 2), np.int32)
+    tables[:, 1::2] = unused[0]
+    for table, count, end in zip(tables, counts, np.cumsum(counts), strict=True):
+        table[:count] = owned[end - count : end]
+    return tables, num_blocks
+
+
+def assert_close(got, reference, dtype):
+    """The error against float64 is at most twice that of a plain implementation in `dtype`.
+
+    `reference(dtype)` computes in that precision. Rows that must be zero must be so exactly.
+    """
+    got = np.asarray(got, np.float64)
+    oracle = reference(np.float64)
+    plain = np.asarray(reference(jnp.dtype(dtype)), np.float64)
+    assert np.isfinite(got).all()
+    assert not got[(oracle == 0).all(axis=(1, 2))].any()
+    allowed = 2 * np.abs(plain - oracle).max() + 4 * float(jnp.finfo(dtype).eps)
+    assert np.abs(got - oracle).max() <= allowed

@@ -1,0 +1,118 @@
+"""Wrong arguments raise before anything is traced, with the parameter, the value and the remedy."""
+
+import jax.numpy as jnp
+import pytest
+from kernel_cases import BF16, F32
+
+from pallas_kernels import Backend, LayerKV, checks, paged_decode_attention, select_backend
+
+
+def _ints(*shape):
+    return jnp.zeros(shape, jnp.int32)
+
+
+def _pool(num_blocks=4, block_size=16, num_kv_heads=2, head_size=64, dtype=F32):
+    pool = jnp.zeros((num_blocks, block_size, num_kv_heads, head_size), dtype)
+    return LayerKV(pool, pool)
+
+
+def _attention(q=None, kv=None, tables=None, lens=None, scale=0.1, cap=None, window=None):
+    checks.check_attention(
+        jnp.zeros((3, 4, 64), F32) if q is None else q,
+        kv or _pool(),
+        _ints(3, 5) if tables is None else tables,
+        _ints(3) if lens is None else lens,
+        scale,
+        cap,
+        window,
+    )
+
+
+VALUE_ERRORS = {
+    "head size 63": {"kv": _pool(head_size=63)},
+    "head size 24": {"kv": _pool(head_size=24)},
+    "head size 264": {"kv": _pool(head_size=264)},
+    "block size 4": {"kv": _pool(block_size=4)},
+    "block size 136": {"kv": _pool(block_size=136)},
+    "head size 32 and the pool 64": {"q": jnp.zeros((3, 4, 32), F32)},
+    "5 query heads": {"q": jnp.zeros((3, 5, 64), F32)},
+    r"q has shape \(3, 64\)": {"q": jnp.zeros((3, 64), F32)},
+    r"kv.k has shape \(4, 16, 64\)": {"kv": LayerKV(jnp.zeros((4, 16, 64)), jnp.zeros((4, 16)))},
+    r"kv.v has shape \(5,": {"kv": LayerKV(_pool().k, _pool(5).k)},
+    r"block_tables has shape \(3,\)": {"tables": _ints(3)},
+    r"seq_lens has shape \(2,\)": {"lens": _ints(2)},
+    "scale is 0": {"scale": 0.0},
+    "scale is nan": {"scale": float("nan")},
+    "soft_cap is -1": {"cap": -1.0},
+    "soft_cap is inf": {"cap": float("inf")},
+    "sliding_window is 0": {"window": 0},
+}
+
+
+@pytest.mark.parametrize("message", VALUE_ERRORS)
+def test_attention_value_errors(message):
+    with pytest.raises(ValueError, match=message):
+        _attention(**VALUE_ERRORS[message])
+
+
+TYPE_ERRORS = {
+    "kv.k has dtype int8": {"kv": _pool(dtype=jnp.int8)},
+    "kv.v has dtype bfloat16": {"kv": LayerKV(_pool().k, _pool(dtype=BF16).k)},
+    "q has dtype bfloat16": {"q": jnp.zeros((3, 4, 64), BF16)},
+    "seq_lens has dtype int8": {"lens": jnp.zeros((3,), jnp.int8)},
+}
+
+
+@pytest.mark.parametrize("message", TYPE_ERRORS)
+def test_attention_type_errors(message):
+    with pytest.raises(TypeError, match=message):
+        _attention(**TYPE_ERRORS[message])
+
+
+def test_decode_wants_one_row_a_sequence():
+    with pytest.raises(ValueError, match="6 rows for 3 block tables"):
+        checks.check_decode(jnp.zeros((6, 4, 64)), _ints(3, 5))
+
+
+def test_prefill_wants_one_more_start():
+    with pytest.raises(ValueError, match=r"query_start_loc has shape \(3,\); it must be \(4,\)"):
+        checks.check_prefill(_ints(3), _ints(3))
+
+
+def test_write_wants_rows_of_the_pool():
+    rows = jnp.zeros((3, 2, 64), F32)
+    checks.check_write(_pool(), rows, rows, _ints(3))
+    with pytest.raises(ValueError, match="k has shape"):
+        checks.check_write(_pool(), rows[:2], rows, _ints(3))
+    with pytest.raises(ValueError, match="v has shape"):
+        checks.check_write(_pool(), rows, rows[:, :1], _ints(3))
+    with pytest.raises(TypeError, match="v has dtype bfloat16"):
+        checks.check_write(_pool(), rows, rows.astype(BF16), _ints(3))
+
+
+def test_copy_wants_equal_layers_and_pairs():
+    with pytest.raises(ValueError, match="no layers"):
+        checks.check_copy((), _ints(1), _ints(1))
+    with pytest.raises(ValueError, match=r"pool\[1\].k has shape"):
+        checks.check_copy((_pool(), _pool(5)), _ints(1), _ints(1))
+    with pytest.raises(TypeError, match=r"pool\[1\].k has dtype"):
+        checks.check_copy((_pool(), _pool(dtype=BF16)), _ints(1), _ints(1))
+    with pytest.raises(ValueError, match="dst has shape"):
+        checks.check_copy((_pool(),), _ints(1), _ints(2))
+
+
+def test_the_public_entry_checks():
+    with pytest.raises(ValueError, match="scale is -1"):
+        paged_decode_attention(
+            jnp.zeros((3, 4, 64), F32),
+            _pool(),
+            _ints(3, 5),
+            _ints(3),
+            scale=-1.0,
+            backend=Backend.XLA,
+        )
+
+
+def test_select_backend():
+    assert select_backend("gpu") is select_backend("cuda") is Backend.TRITON
+    assert select_backend("cpu") is select_backend("tpu") is Backend.XLA

@@ -1,0 +1,173 @@
+"""Decode and ragged prefill attention: one body for every implementation, against float64."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_cases import (
+    BF16,
+    F16,
+    F32,
+    IMPLEMENTATIONS,
+    Case,
+    assert_close,
+    build,
+    edge_lens,
+    require,
+)
+
+from pallas_kernels import (
+    Backend,
+    paged_decode,
+    paged_decode_attention,
+    paged_prefill,
+    paged_prefill_attention,
+    reference,
+)
+from pallas_kernels.tuning import DecodeConfig, PrefillConfig
+
+HEADS = {"mha": (2, 2), "gqa": (6, 2), "mqa": (4, 1), "wide": (20, 1)}
+
+# Every dtype, head size, block size and head grouping, windows and caps; not their product.
+CASES = [
+    Case(F32, 32, 8, HEADS["mha"]),
+    Case(BF16, 64, 16, HEADS["gqa"]),
+    Case(F16, 80, 32, HEADS["mqa"], soft_cap=2.0),
+    Case(F32, 96, 16, HEADS["gqa"], sliding_window=9),
+    Case(BF16, 128, 128, HEADS["mqa"], sliding_window=130, soft_cap=5.0),
+    Case(F16, 256, 8, HEADS["mha"]),
+    Case(F32, 128, 24, HEADS["wide"], sliding_window=1),
+    Case(BF16, 80, 8, HEADS["mha"], sliding_window=16),
+]
+# On a GPU, where a case costs little, every pair of head size and block size too.
+GPU_CASES = [
+    Case(
+        (F32, BF16, F16)[(h + b) % 3], head_size, block_size, tuple(HEADS.values())[(h + 2 * b) % 4]
+    )
+    for h, head_size in enumerate((32, 64, 80, 96, 128, 256))
+    for b, block_size in enumerate((8, 16, 32, 128))
+]
+PARAMS = [pytest.param(case, id=str(case)) for case in CASES]
+PARAMS += [pytest.param(case, id=f"gpu-{case}", marks=pytest.mark.gpu) for case in GPU_CASES]
+
+
+def _filled(case, **changes):
+    return dataclasses.replace(case, lens=edge_lens(case.block_size), padding=5, **changes)
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", PARAMS)
+def test_decode_matches_reference(case, backend):
+    require(backend)
+    case = _filled(case)
+    batch = build(case)
+    arrays = (batch.q_decode, batch.kv, batch.block_tables, batch.seq_lens)
+    got = jax.jit(partial(paged_decode_attention, **case.options, backend=backend))(*arrays)
+    plain = partial(reference.paged_decode_attention, *arrays, **case.options)
+    assert got.dtype == case.dtype
+    assert_close(got, lambda dtype: plain(dtype=dtype), case.dtype)
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", PARAMS)
+def test_prefill_matches_reference(case, backend):
+    require(backend)
+    case = _filled(case)
+    batch = build(case)
+    arrays = (batch.q_prefill, *batch[:4])
+    got = jax.jit(partial(paged_prefill_attention, **case.options, backend=backend))(*arrays)
+    plain = partial(reference.paged_prefill_attention, *arrays, **case.options)
+    assert got.dtype == case.dtype
+    assert_close(got, lambda dtype: plain(dtype=dtype), case.dtype)
+
+
+# Longer ones, over several tiles and chunks of keys, for the loops themselves.
+LONG = ((300, 1), (0, 0), (7, 7), (260, 70), (0, 0))
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+@pytest.mark.parametrize("window", [None, 100])
+def test_long_sequences_in_many_tiles(backend, window):
+    require(backend)
+    case = Case(F32, 32, 16, (4, 2), LONG, sliding_window=window, padding=50)
+    batch = build(case)
+    arrays = (batch.q_prefill, *batch[:4])
+    got = jax.jit(partial(paged_prefill_attention, **case.options, backend=backend))(*arrays)
+    plain = partial(reference.paged_prefill_attention, *arrays, **case.options)
+    assert_close(got, lambda dtype: plain(dtype=dtype), case.dtype)
+
+
+@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("splits", [1, 2, 3, 16])
+@pytest.mark.parametrize("window", [None, 40])
+def test_split_counts(splits, window, interpret):
+    """More splits than tiles, uneven shares and empty splits give the same result."""
+    require(Backend.INTERPRET if interpret else Backend.TRITON)
+    case = Case(F32, 32, 16, (4, 2), LONG, sliding_window=window)
+    batch = build(case)
+    arrays = (batch.q_decode, batch.kv, batch.block_tables, batch.seq_lens)
+    config = DecodeConfig(tile_tokens=32, num_splits=splits)
+    run = partial(
+        paged_decode.paged_decode_attention, **case.options, config=config, interpret=interpret
+    )
+    plain = partial(reference.paged_decode_attention, *arrays, **case.options)
+    assert_close(jax.jit(run)(*arrays), lambda dtype: plain(dtype=dtype), case.dtype)
+
+
+@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("rows", "keys"), [(16, 16), (32, 64), (128, 32)])
+def test_prefill_tile_sizes(rows, keys, interpret):
+    require(Backend.INTERPRET if interpret else Backend.TRITON)
+    case = Case(F32, 32, 16, (6, 2), LONG, padding=1)
+    batch = build(case)
+    arrays = (batch.q_prefill, *batch[:4])
+    config = PrefillConfig(tile_rows=rows, tile_tokens=keys, num_warps=4, num_stages=2)
+    run = partial(
+        paged_prefill.paged_prefill_attention, **case.options, config=config, interpret=interpret
+    )
+    plain = partial(reference.paged_prefill_attention, *arrays, **case.options)
+    assert_close(jax.jit(run)(*arrays), lambda dtype: plain(dtype=dtype), case.dtype)
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+def test_decode_equals_prefill_of_one_token(backend):
+    require(backend)
+    case = Case(lens=((5, 1), (33, 1), (16, 1)))
+    batch = build(case)
+    options = {**case.options, "backend": backend}
+    decode = paged_decode_attention(
+        batch.q_prefill, batch.kv, batch.block_tables, batch.seq_lens, **options
+    )
+    prefill = paged_prefill_attention(batch.q_prefill, *batch[:4], **options)
+    np.testing.assert_allclose(decode, prefill, atol=2e-6)
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+def test_batch_of_padding_only_is_zeros(backend):
+    require(backend)
+    case = Case(lens=((0, 0), (0, 0)), padding=9)
+    batch = build(case)
+    options = {**case.options, "backend": backend}
+    decode = paged_decode_attention(
+        batch.q_decode, batch.kv, batch.block_tables, batch.seq_lens, **options
+    )
+    prefill = paged_prefill_attention(batch.q_prefill, *batch[:4], **options)
+    assert not np.asarray(decode).any()
+    assert not np.asarray(prefill).any()
+
+
+def test_xla_memory_does_not_grow_with_the_block_table():
+    """A wide table costs its own bytes, not a gather of its blocks."""
+    case = Case(lens=((40, 1), (20, 1)))
+    batch = build(case)
+    run = jax.jit(partial(paged_decode_attention, **case.options, backend=Backend.XLA))
+
+    def temporary_bytes(width):
+        tables = jax.ShapeDtypeStruct((2, width), jnp.int32)
+        compiled = run.lower(batch.q_decode, batch.kv, tables, batch.seq_lens).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary_bytes(4096) - temporary_bytes(8) < 2 * 2 * 4096 * 4

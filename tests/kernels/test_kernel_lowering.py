@@ -1,0 +1,74 @@
+"""Every kernel lowers for an H200 on a machine without a GPU, as one Triton call.
+
+This catches whatever the Pallas Triton lowering refuses. It cannot see spills or too much shared
+memory: `pytest -m gpu` does.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from kernel_cases import BF16, F16, F32
+
+from pallas_kernels import (
+    Backend,
+    LayerKV,
+    copy_blocks,
+    paged_decode_attention,
+    paged_prefill_attention,
+    write_kv,
+)
+
+H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+TRITON_CALL = r"custom_call @\S*triton"
+B, M, T, P, S, N, K = 64, 8, 96, 32, 16, 6, 2
+
+
+def _lowered(function, *arguments):
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+        return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def _floats(dtype, *shape):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _ints(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _operations(dtype, head_size):
+    kv = LayerKV(*(_floats(dtype, P, S, K, head_size) for _ in range(2)))
+    rows = _floats(dtype, T, K, head_size)
+    options = {"scale": 0.1, "backend": Backend.TRITON}
+    extras = {"soft_cap": 3.0, "sliding_window": 20}
+    tables, lens = _ints(B, M), _ints(B)
+    decode = _floats(dtype, B, N, head_size), kv, tables, lens
+    prefill = _floats(dtype, T, N, head_size), kv, tables, _ints(B + 1), lens
+    return {
+        "decode": (lambda *a: paged_decode_attention(*a, **options), decode),
+        "decode, cap, window": (lambda *a: paged_decode_attention(*a, **options, **extras), decode),
+        "prefill": (lambda *a: paged_prefill_attention(*a, **options), prefill),
+        "prefill, cap, window": (
+            lambda *a: paged_prefill_attention(*a, **options, **extras),
+            prefill,
+        ),
+        "write": (
+            lambda *a: write_kv(*a, backend=Backend.TRITON),
+            (kv, rows, rows, _ints(T)),
+        ),
+        "copy": (
+            lambda *a: copy_blocks(*a, backend=Backend.TRITON),
+            ((kv, kv), _ints(4), _ints(4)),
+        ),
+    }
+
+
+@pytest.mark.parametrize("head_size", [32, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=["f32", "bf16", "f16"])
+def test_lowers_to_one_triton_call(dtype, head_size):
+    for name, (function, arguments) in _operations(dtype, head_size).items():
+        calls = re.findall(TRITON_CALL, _lowered(function, *arguments))
+        assert len(calls) == 1, f"{name}: {len(calls)} Triton calls"

@@ -1,0 +1,32 @@
+"""The tile map covers each query row exactly once, whatever the lengths."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.tiles import tile_map
+
+
+@pytest.mark.parametrize("tile_size", [1, 8, 32])
+@pytest.mark.parametrize("seed", range(4))
+def test_every_row_has_one_tile(tile_size, seed):
+    rng = np.random.default_rng(seed)
+    query_lens = rng.choice([0, 1, 2, 7, 8, 9, 31, 32, 33, 64], size=6)
+    seq_lens = query_lens + np.where(query_lens > 0, rng.integers(0, 50, size=6), 0)
+    starts = np.concatenate([[0], np.cumsum(query_lens)])
+    num_tokens = int(starts[-1]) + int(rng.integers(0, 40))
+    tiles = tile_map(
+        jnp.asarray(seq_lens, jnp.int32), jnp.asarray(starts, jnp.int32), num_tokens, tile_size
+    )
+    owners = np.full(num_tokens, -1)
+    for sequence, row, position, rows, keys in np.stack(tiles).T:
+        assert (owners[row : row + rows] == -1).all()
+        is_padding = rows > 0 and row >= starts[-1]
+        owners[row : row + rows] = len(seq_lens) if is_padding else sequence
+        if rows and not is_padding:
+            assert position == seq_lens[sequence] - (starts[sequence + 1] - row)
+            assert keys == position + rows
+        else:
+            assert keys == 0
+    expected = np.repeat(np.arange(7), [*query_lens, num_tokens - starts[-1]])
+    np.testing.assert_array_equal(owners, expected)
