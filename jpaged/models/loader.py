@@ -1,0 +1,148 @@
+"""From a checkpoint folder to a model with its parameters on the device.
+
+Nothing is read before the headers have been checked against the model (`weight_plan`). Then each
+file in turn is mapped, and its tensors go to the device in slabs, where they are transposed, cast
+and written in place into their (possibly fused) parameter. So the host holds one file's mapped
+pages and one slab, however large a parameter is and wherever the pieces of a fused one lie.
+"""
+
+import zlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jpaged.models.checkpoint import (
+    SUPPORTED_DTYPES,
+    CheckpointError,
+    map_file,
+    read_config,
+    read_tensors,
+    resolve_checkpoint,
+)
+from jpaged.models.config import ModelConfig
+from jpaged.models.registry import model_class
+from jpaged.models.weight_plan import Placement, Specs, plan_weights
+
+__all__ = ["CheckpointError", "load_model", "read_config", "resolve_checkpoint"]
+
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+SLAB_BYTES = 64 << 20
+_DUMMY_STD = 0.02
+
+
+def load_model(
+    folder: str | Path,
+    config: ModelConfig,
+    *,
+    dtype: DTypeLike,
+    load_format: str = "auto",
+    seed: int = 0,
+) -> nnx.Module:
+    """The config's model with its parameters, in `dtype`, on the default device.
+
+    Args:
+        folder: checkpoint folder or hub id; not looked at when `load_format` is "dummy".
+        config: the model's config; picks the family.
+        dtype: float32, float16 or bfloat16.
+        load_format: "auto" and "safetensors" read the checkpoint; "dummy" makes random weights on
+            the device, the same ones for the same `seed`.
+        seed: of the dummy weights.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, broken or does not fit the model exactly.
+        ValueError: `dtype` or `load_format` is not one of the above.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise ValueError(f"load_format={load_format!r} is unknown; use one of {LOAD_FORMATS}.")
+    if jnp.dtype(dtype) not in SUPPORTED_DTYPES.values():
+        raise ValueError(f"dtype={dtype!r} is unsupported; use float32, float16 or bfloat16.")
+    family = model_class(config)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: family(config, dtype=dtype)))
+    variables = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
+    specs = {name: leaf.get_value() for name, (_, leaf) in variables.items()}
+    if load_format == "dummy":
+        arrays = {name: _dummy_array(name, spec, seed) for name, spec in specs.items()}
+    else:
+        tensors = read_tensors(resolve_checkpoint(folder))
+        arrays = _read_arrays(plan_weights(tensors, family.weight_rules(config), specs), specs)
+    filled = [(path, leaf.replace(arrays[name])) for name, (path, leaf) in variables.items()]
+    return nnx.merge(graphdef, nnx.from_flat_state(filled))
+
+
+def _read_arrays(placements: Sequence[Placement], specs: Specs) -> dict[str, jax.Array]:
+    """The parameters by path; files are read one by one, each in the order of its bytes."""
+    arrays: dict[str, jax.Array] = {}
+    in_file_order = sorted(placements, key=lambda place: (place.tensor.file, place.tensor.offset))
+    for file, group in groupby(in_file_order, key=lambda place: place.tensor.file):
+        mapped = map_file(file)
+        for placement in group:
+            path = placement.path
+            if path not in arrays:
+                arrays[path] = jnp.zeros(specs[path].shape, specs[path].dtype)
+            arrays[path] = _write_piece(arrays[path], placement, mapped)
+    return arrays
+
+
+def _write_piece(param: jax.Array, placement: Placement, mapped: np.ndarray) -> jax.Array:
+    """`param`, updated in place with the piece, slab by slab."""
+    for start, order, slab in _slabs(placement.view(mapped), SLAB_BYTES):
+        start[placement.axis] += placement.start
+        # Before the next slab: running ahead of the device would gather slabs on the host.
+        param = _write_slab(param, slab, start, order=order).block_until_ready()
+    return param
+
+
+def _slabs(
+    piece: np.ndarray, num_bytes: int
+) -> Iterator[tuple[np.ndarray, tuple[int, ...], np.ndarray]]:
+    """Cut a piece into slabs of up to `num_bytes`, but at least one row of its slowest axis.
+
+    The axes of a slab are ordered as in memory, so that it is a run of the file rather than a
+    gather from all over it: transposing is the device's work.
+
+    Yields:
+        The slab's start in the piece (int32, one entry an axis), the piece's axes in the order of
+        the slab's, and the slab.
+    """
+    order = tuple(sorted(range(piece.ndim), key=lambda axis: -abs(piece.strides[axis])))
+    in_memory_order = piece.transpose(order)
+    num_rows = len(in_memory_order)
+    step = max(1, num_rows * num_bytes // max(1, piece.nbytes))
+    for row in range(0, num_rows, step):
+        start = np.zeros(piece.ndim, np.int32)
+        start[order[0]] = row
+        yield start, order, np.require(in_memory_order[row : row + step], requirements=["C", "A"])
+
+
+@partial(jax.jit, static_argnames="order", donate_argnames="param")
+def _write_slab(
+    param: jax.Array, slab: jax.Array, start: jax.Array, *, order: tuple[int, ...]
+) -> jax.Array:
+    slab = jnp.transpose(slab, tuple(map(order.index, range(len(order))))).astype(param.dtype)
+    return jax.lax.dynamic_update_slice(param, slab, list(start))
+
+
+def _dummy_array(path: str, spec: jax.ShapeDtypeStruct, seed: int) -> jax.Array:
+    """Random weights made on the device, ones for the scales of norms.
+
+    The values depend on the seed and the parameter's path alone.
+    """
+    if len(spec.shape) == 1 and not path.endswith("bias"):  # other vectors are norms' scales
+        return jnp.ones(spec.shape, spec.dtype)
+    path_id = np.uint32(zlib.crc32(path.encode()))
+    return _normal(np.uint32(seed % 2**32), path_id, shape=spec.shape, dtype=spec.dtype)
+
+
+@partial(jax.jit, static_argnames=("shape", "dtype"))
+def _normal(
+    seed: jax.Array, path_id: jax.Array, *, shape: tuple[int, ...], dtype: np.dtype
+) -> jax.Array:
+    key = jax.random.fold_in(jax.random.key(seed), path_id)
+    return (_DUMMY_STD * jax.random.normal(key, shape, jnp.float32)).astype(dtype)

@@ -1,0 +1,185 @@
+"""Which tensor fills which part of which parameter, proven complete before any weight is read."""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from jpaged.models.checkpoint import SUPPORTED_DTYPES, CheckpointError, TensorInfo, named_list
+from jpaged.models.weights import WeightRule
+
+Specs = Mapping[str, jax.ShapeDtypeStruct]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One tensor and its place: it fills `start:stop` of `axis` of the parameter at `path`."""
+
+    tensor: TensorInfo
+    rule: WeightRule
+    path: str
+    axis: int
+    start: int
+    stop: int
+
+    def view(self, mapped: np.ndarray) -> np.ndarray:
+        """The tensor in the parameter's layout, as a view into its mapped file where possible."""
+        return self.rule.transform(self.tensor.view(mapped))
+
+
+class _Problems:
+    """What is wrong with a checkpoint, by kind, so that one error tells all of it."""
+
+    def __init__(self) -> None:
+        self._by_kind: dict[str, list[str]] = defaultdict(list)
+
+    def add(self, kind: str, what: str) -> None:
+        self._by_kind[kind].append(what)
+
+    def raise_if_any(self) -> None:
+        if self._by_kind:
+            listed = "; ".join(
+                f"{kind} ({len(names)}): {named_list(names)}"
+                for kind, names in self._by_kind.items()
+            )
+            raise CheckpointError(f"The checkpoint does not fit the model. {listed}.")
+
+
+def plan_weights(
+    tensors: Sequence[TensorInfo], rules: Sequence[WeightRule], specs: Specs
+) -> list[Placement]:
+    """Give every tensor its place and prove that every parameter is filled exactly once.
+
+    Args:
+        tensors: all tensors of the checkpoint.
+        rules: the family's rules.
+        specs: shape and dtype of each parameter by path.
+
+    Raises:
+        CheckpointError: unknown tensors, missing parameters, wrong shapes or dtypes, a tensor that
+            two rules match, a place filled twice, a fused parameter with a missing piece. One
+            error tells all of them.
+    """
+    problems = _Problems()
+    pieces: dict[str, list[Placement]] = defaultdict(list)
+    faulty: set[str] = set()  # parameters a wrong tensor was meant for: not missing as well
+    compiled = [(re.compile(rule.pattern), rule) for rule in rules]
+    for tensor in tensors:
+        rule, path = _find_target(tensor, compiled, specs, problems)
+        if rule is None or path is None:
+            continue
+        if placement := _place(tensor, rule, path, specs[path].shape, problems):
+            pieces[path].append(placement)
+        else:
+            faulty.add(path)
+    for path in [path for path in specs if path not in faulty]:
+        _check_filled(path, specs[path].shape, pieces[path], rules, problems)
+    problems.raise_if_any()
+    return [placement for path in specs for placement in pieces[path]]
+
+
+def _find_target(
+    tensor: TensorInfo,
+    compiled: Sequence[tuple[re.Pattern[str], WeightRule]],
+    specs: Specs,
+    problems: _Problems,
+) -> tuple[WeightRule, str] | tuple[None, None]:
+    """The tensor's rule and the path of its parameter; None: to be ignored, or reported."""
+    name = tensor.name
+    matches = [(match, rule) for regex, rule in compiled if (match := regex.fullmatch(name))]
+    if len(matches) > 1:
+        patterns = " and ".join(rule.pattern for _, rule in matches)
+        problems.add("tensors matched by two rules", f"{name} by {patterns}")
+        return None, None
+    if not matches:
+        problems.add("unknown tensors", name)
+        return None, None
+    match, rule = matches[0]
+    path = None if rule.target is None else match.expand(rule.target)
+    if path is None:
+        return None, None
+    if path not in specs:
+        problems.add("unknown tensors", f"{name} (the model has no {path})")
+        return None, None
+    return rule, path
+
+
+def _place(
+    tensor: TensorInfo, rule: WeightRule, path: str, whole: tuple[int, ...], problems: _Problems
+) -> Placement | None:
+    """The tensor's place in its parameter; None: its dtype or shape is wrong and was reported."""
+    if tensor.dtype not in SUPPORTED_DTYPES:
+        supported = ", ".join(SUPPORTED_DTYPES)
+        problems.add("wrong dtypes", f"{tensor.name} is {tensor.dtype}, supported are {supported}")
+        return None
+    got = _transformed_shape(tensor, rule)
+    if got is not None and _fits(got, rule, whole):
+        axis = rule.axis or 0
+        return Placement(tensor, rule, path, axis, rule.start, rule.start + got[axis])
+    became = "has no layout" if got is None else f"makes {list(got)}"
+    part = "" if rule.axis is None else f", axis {rule.axis} from {rule.start}"
+    problems.add(
+        "wrong shapes",
+        f"{tensor.name} {list(tensor.shape)} {became} for {path} {list(whole)}{part}",
+    )
+    return None
+
+
+def _transformed_shape(tensor: TensorInfo, rule: WeightRule) -> tuple[int, ...] | None:
+    """The shape the transform makes of the tensor; None: the transform refuses it."""
+    element = np.zeros((), SUPPORTED_DTYPES[tensor.dtype])
+    try:
+        return rule.transform(np.broadcast_to(element, tensor.shape)).shape
+    except (ValueError, IndexError, TypeError):
+        return None
+
+
+def _fits(got: tuple[int, ...], rule: WeightRule, whole: tuple[int, ...]) -> bool:
+    axis = rule.axis
+    if axis is None or len(got) != len(whole):
+        return got == whole
+    others_agree = got[:axis] + got[axis + 1 :] == whole[:axis] + whole[axis + 1 :]
+    return others_agree and rule.start + got[axis] <= whole[axis]
+
+
+def _check_filled(
+    path: str,
+    shape: tuple[int, ...],
+    pieces: Sequence[Placement],
+    rules: Sequence[WeightRule],
+    problems: _Problems,
+) -> None:
+    """Report a parameter that its pieces leave partly empty or fill twice."""
+    if not pieces:
+        sources = _unused_patterns(path, rules, pieces) or "no rule"
+        problems.add("missing parameters", f"{path} (comes from {sources})")
+        return
+    axis, filled, has_gap = pieces[0].axis, 0, False
+    for piece in sorted(pieces, key=lambda piece: (piece.start, piece.stop)):
+        if piece.start < filled or piece.axis != axis:
+            names = " and ".join(other.tensor.name for other in pieces)
+            problems.add("parameters filled twice", f"{path} by {names}")
+            return
+        has_gap |= piece.start > filled
+        filled = piece.stop
+    if has_gap or filled < shape[axis]:
+        lacking = _unused_patterns(path, rules, pieces) or "more: its pieces are too small"
+        problems.add(
+            "parameters with a missing piece", f"{path} along axis {axis} (lacks {lacking})"
+        )
+
+
+def _unused_patterns(path: str, rules: Sequence[WeightRule], pieces: Sequence[Placement]) -> str:
+    """The patterns of the rules that could fill the parameter and did not."""
+    used = {piece.rule.pattern for piece in pieces}
+
+    def can_fill(rule: WeightRule) -> bool:
+        literal = re.split(r"\\\d+|\\g<\w+>", rule.target or "")
+        return bool(re.fullmatch(".+".join(map(re.escape, literal)), path))
+
+    return " and ".join(
+        rule.pattern for rule in rules if can_fill(rule) and rule.pattern not in used
+    )

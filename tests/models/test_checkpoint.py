@@ -1,0 +1,212 @@
+"""Finding a checkpoint and reading its headers: what is found, and what is refused by name."""
+
+import json
+import re
+
+import huggingface_hub
+import ml_dtypes
+import numpy as np
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors.numpy import save_file
+
+from jpaged.models.checkpoint import (
+    CheckpointError,
+    map_file,
+    read_config,
+    read_tensors,
+    resolve_checkpoint,
+)
+
+
+def write_shards(folder, shards, index=None):
+    for name, tensors in shards.items():
+        save_file({key: np.ones(2, np.float32) for key in tensors}, folder / name)
+    if index is not None:
+        content = json.dumps({"metadata": {}, "weight_map": index})
+        (folder / "model.safetensors.index.json").write_text(content)
+
+
+def names(folder):
+    return sorted(tensor.name for tensor in read_tensors(folder))
+
+
+def test_a_folder_resolves_to_itself_without_the_network(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("fetched")
+    )
+    assert resolve_checkpoint(tmp_path) == tmp_path.resolve()
+    assert resolve_checkpoint(str(tmp_path)) == tmp_path.resolve()
+
+
+def test_a_hub_id_fetches_only_config_tokenizer_and_safetensors(tmp_path, monkeypatch):
+    published = [
+        "config.json", "generation_config.json", "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json", "tokenizer.json", "tokenizer.model", "vocab.json",
+        "merges.txt", "chat_template.jinja", "special_tokens_map.json",
+        "pytorch_model.bin", "modeling_custom.py", "original/consolidated.00.pth",
+        "consolidated.safetensors", "onnx/model.safetensors", "README.md",
+    ]  # fmt: skip
+
+    def fetch(repo_id, *, allow_patterns, ignore_patterns):
+        assert repo_id == "owner/some-model"
+        fetched = huggingface_hub.utils.filter_repo_objects(
+            published, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+        )
+        assert list(fetched) == published[:10]
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    assert resolve_checkpoint("owner/some-model") == tmp_path
+
+
+def test_what_cannot_be_fetched_tells_what_was_tried_and_the_remedy(tmp_path, monkeypatch):
+    def fetch(*args, **kwargs):
+        raise LocalEntryNotFoundError("no connection\nand a long story")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="no connection") as caught:
+        resolve_checkpoint("owner/absent")
+    for part in ("owner/absent", str(tmp_path), "local folder", "hf auth login"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("model", ["./absent", "/absent/folder", "a/b/c", "", "../x", "spa ce"])
+def test_a_path_that_is_no_hub_id_is_refused_without_the_network(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("fetched")
+    )
+    monkeypatch.chdir(tmp_path)
+    if model:
+        with pytest.raises(CheckpointError, match=re.escape(repr(model))):
+            resolve_checkpoint(model)
+    else:
+        assert resolve_checkpoint(model) == tmp_path  # as everywhere, "" is the current folder
+
+
+def test_a_file_is_refused(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.touch()
+    with pytest.raises(CheckpointError, match="give the folder"):
+        resolve_checkpoint(file)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (None, "missing"),
+        ("{oops", "not valid JSON"),
+        ("[1]", "holds a list"),
+        (b"\xff", "not valid"),
+    ],
+)
+def test_a_bad_config_is_refused(tmp_path, content, complaint):
+    if content is not None:
+        raw = content.encode() if isinstance(content, str) else content
+        (tmp_path / "config.json").write_bytes(raw)
+    with pytest.raises(CheckpointError, match=rf"config\.json.*{complaint}"):
+        read_config(tmp_path)
+
+
+def test_config_is_returned_as_it_stands(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "extra": [1]}')
+    assert read_config(tmp_path) == {"model_type": "llama", "extra": [1]}
+
+
+def test_views_equal_what_was_saved(tmp_path):
+    rng = np.random.default_rng(0)
+    saved = {
+        "f32": rng.normal(size=(3, 5)).astype(np.float32),
+        "f16": rng.normal(size=(2, 3, 4)).astype(np.float16),
+        "bf16": rng.normal(size=7).astype(ml_dtypes.bfloat16),
+    }
+    save_file(saved, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    mapped = map_file(tmp_path / "model.safetensors")
+    tensors = {tensor.name: tensor for tensor in read_tensors(tmp_path)}
+    assert tensors.keys() == saved.keys()
+    for name, expected in saved.items():
+        view = tensors[name].view(mapped)
+        assert view.dtype == expected.dtype
+        assert np.shares_memory(view, mapped)
+        np.testing.assert_array_equal(view, expected)
+
+
+def test_one_file_wins_over_the_rest_of_the_folder(tmp_path):
+    write_shards(tmp_path, {"model.safetensors": ["a"], "other.safetensors": ["b"]})
+    assert names(tmp_path) == ["a"]
+
+
+def test_shards_are_read_by_their_index(tmp_path):
+    shards = {"m-1.safetensors": ["a", "b"], "m-2.safetensors": ["c"], "else.safetensors": ["z"]}
+    write_shards(
+        tmp_path,
+        shards,
+        {"a": "m-1.safetensors", "b": "m-1.safetensors", "c": "m-2.safetensors"},
+    )
+    assert names(tmp_path) == ["a", "b", "c"]
+
+
+def test_shards_without_an_index_are_all_read(tmp_path):
+    write_shards(tmp_path, {"m-1.safetensors": ["a"], "m-2.safetensors": ["b"]})
+    assert names(tmp_path) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("index", "complaint"),
+    [
+        ({"a": "m-1.safetensors", "c": "gone.safetensors"}, r"missing: gone\.safetensors"),
+        ({"a": "m-1.safetensors"}, r"1 tensors .* not in the index: b in m-1\.safetensors"),
+        ({"a": "m-1.safetensors", "b": "m-1.safetensors", "c": "m-1.safetensors"},
+         r"not in their shard: c in m-1\.safetensors"),
+        ({"a": "../m-1.safetensors"}, r"outside its folder: \.\./m-1\.safetensors"),
+        (["a"], "weight_map"),
+    ],
+)  # fmt: skip
+def test_an_index_that_disagrees_with_its_shards_is_refused(tmp_path, index, complaint):
+    write_shards(tmp_path, {"m-1.safetensors": ["a", "b"]}, index)
+    with pytest.raises(CheckpointError, match=complaint):
+        read_tensors(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
+def test_pickled_weights_are_refused_by_name_and_never_opened(tmp_path, name):
+    (tmp_path / name).symlink_to("/nowhere")  # opening it would raise something else
+    with pytest.raises(CheckpointError, match=rf"{re.escape(name)}.*save_pretrained"):
+        read_tensors(tmp_path)
+
+
+def test_a_folder_without_weights_is_refused(tmp_path):
+    (tmp_path / "config.json").touch()
+    with pytest.raises(CheckpointError, match=r"no \.safetensors file \(it holds: config\.json\)"):
+        read_tensors(tmp_path)
+
+
+def header(entry):
+    raw = json.dumps(entry).encode() if isinstance(entry, dict) else entry
+    return len(raw).to_bytes(8, "little") + raw
+
+
+GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"", "cut short"),
+        (b"\xff" * 8, "cut short"),
+        ((1 << 20).to_bytes(8, "little") + b"{}", "cut short"),
+        (header(b"oops"), "not valid JSON"),
+        (header(b"[]"), "not a JSON object"),
+        (header(b'{"a": 1, "a": 2}'), "holds a twice"),
+        (header({"a": GOOD}) + bytes(7), "a lies outside the file"),
+        (header({"a": {**GOOD, "data_offsets": [8, 0]}}) + bytes(8), "a lies outside"),
+        (header({"a": {**GOOD, "shape": [3]}}) + bytes(8), "a has 8 bytes"),
+        (header({"a": {"dtype": "F32"}}), "entry for a is malformed"),
+        (header({"a": []}), "entry for a is malformed"),
+    ],
+)
+def test_a_broken_file_is_refused_by_name(tmp_path, content, complaint):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors.*{complaint}"):
+        read_tensors(tmp_path)

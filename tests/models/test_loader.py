@@ -1,0 +1,307 @@
+"""Loading into a small model with every kind of layout: values, strictness, dtypes, host memory."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from peak_memory import write_checkpoint
+from safetensors.numpy import save_file
+
+from jpaged.models import loader
+from jpaged.models.checkpoint import CheckpointError
+from jpaged.models.config import ModelConfig
+from jpaged.models.loader import load_model
+from jpaged.models.weights import WeightRule
+
+V, D, N, K, H, F = 11, 6, 4, 2, 8, 7
+LAYERS = 2
+CONFIG = ModelConfig.from_hf(
+    {
+        "model_type": "llama",
+        "vocab_size": V,
+        "hidden_size": D,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": N,
+        "num_key_value_heads": K,
+        "head_dim": H,
+        "intermediate_size": F,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+    }
+)
+DTYPES = {"f32": jnp.float32, "f16": jnp.float16, "bf16": jnp.bfloat16}
+
+
+def param(dtype, *shape):
+    return nnx.Param(jnp.zeros(shape, dtype))
+
+
+class Layer(nnx.Module):
+    def __init__(self, dtype):
+        self.norm = param(dtype, D)
+        self.qkv = param(dtype, D, N + 2 * K, H)
+        self.qkv_bias = param(dtype, N + 2 * K, H)
+        self.output = param(dtype, N, H, D)
+        self.gate_up = param(dtype, D, 2, F)
+
+
+class Model(nnx.Module):
+    def __init__(self, config, *, dtype):
+        self.embedding = param(dtype, V, D)
+        self.head = param(dtype, D, V)
+        self.layers = nnx.List([Layer(dtype) for _ in range(config.num_layers)])
+
+    @staticmethod
+    def weight_rules(config):
+        def piece(name, target, transform, axis, start):
+            return WeightRule(rf"layers\.(\d+)\.{name}", target, transform, axis, start)
+
+        def heads(x):
+            return x.reshape(-1, H, D).transpose(2, 0, 1)
+
+        def bias(x):
+            return x.reshape(-1, H)
+
+        def half(x):
+            return x.T[:, None]
+
+        qkv, qkv_bias, gate_up = (rf"layers.\1.{name}" for name in ("qkv", "qkv_bias", "gate_up"))
+        starts = {"q": 0, "k": N, "v": N + K}
+        return [
+            WeightRule("embed", "embedding"),
+            WeightRule("lm_head", "head", np.transpose),
+            WeightRule(r"layers\.\d+\.mask", None),
+            WeightRule(r"layers\.(\d+)\.norm", r"layers.\1.norm"),
+            WeightRule(r"layers\.(\d+)\.o", r"layers.\1.output", lambda x: x.T.reshape(N, H, D)),
+            *(piece(name, qkv, heads, 1, start) for name, start in starts.items()),
+            *(piece(rf"{name}_bias", qkv_bias, bias, 0, start) for name, start in starts.items()),
+            piece("gate", gate_up, half, 1, 0),
+            piece("up", gate_up, half, 1, 1),
+        ]
+
+
+@pytest.fixture(autouse=True)
+def family(monkeypatch):
+    monkeypatch.setattr(loader, "model_class", lambda config: Model)
+
+
+def make_tensors(dtype=np.float32):
+    shapes = {"embed": (V, D), "lm_head": (V, D)}
+    for i in range(LAYERS):
+        layer = {
+            "norm": (D,), "o": (D, N * H), "gate": (F, D), "up": (F, D),
+            "q": (N * H, D), "k": (K * H, D), "v": (K * H, D),
+            "q_bias": (N * H,), "k_bias": (K * H,), "v_bias": (K * H,),
+        }  # fmt: skip
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+    rng = np.random.default_rng(0)
+    return {name: rng.normal(size=shape).astype(dtype) for name, shape in shapes.items()}
+
+
+def expected_parameters(tensors):
+    expected = {"embedding": tensors["embed"], "head": tensors["lm_head"].T}
+    for i in range(LAYERS):
+        t = {name: tensors[f"layers.{i}.{name}"] for name in
+             ("norm", "o", "gate", "up", "q", "k", "v", "q_bias", "k_bias", "v_bias")}  # fmt: skip
+        qkv = np.concatenate([t["q"], t["k"], t["v"]]).T.reshape(D, N + 2 * K, H)
+        biases = np.concatenate([t["q_bias"], t["k_bias"], t["v_bias"]]).reshape(-1, H)
+        gate_up = np.stack([t["gate"].T, t["up"].T], axis=1)
+        output = t["o"].T.reshape(N, H, D)
+        names = ("norm", "qkv", "qkv_bias", "output", "gate_up")
+        values = (t["norm"], qkv, biases, output, gate_up)
+        expected |= {f"layers.{i}.{n}": x for n, x in zip(names, values, strict=True)}
+    return expected
+
+
+def save(folder, tensors, num_files=1):
+    for i in range(num_files):  # pieces of one parameter fall into different files
+        names = list(tensors)[i::num_files]
+        part = {name: np.ascontiguousarray(tensors[name]) for name in names}
+        save_file(part, folder / f"part-{i}.safetensors")
+
+
+def parameters(model):
+    flat = nnx.to_flat_state(nnx.state(model))
+    return {".".join(map(str, path)): leaf.get_value() for path, leaf in flat}
+
+
+def load(folder, dtype=jnp.float32, **options):
+    return parameters(load_model(folder, CONFIG, dtype=dtype, **options))
+
+
+@pytest.mark.parametrize("slab_bytes", [loader.SLAB_BYTES, 40, 1])
+@pytest.mark.parametrize("num_files", [1, 5])
+def test_every_value_lands_in_its_place(tmp_path, monkeypatch, num_files, slab_bytes):
+    monkeypatch.setattr(loader, "SLAB_BYTES", slab_bytes)
+    tensors = make_tensors()
+    save(tmp_path, tensors, num_files)
+    got, expected = load(tmp_path), expected_parameters(tensors)
+    assert got.keys() == expected.keys()
+    for path, value in expected.items():
+        assert isinstance(got[path], jax.Array)
+        np.testing.assert_array_equal(got[path], value, err_msg=path)
+
+
+@pytest.mark.parametrize("target", DTYPES)
+@pytest.mark.parametrize("source", DTYPES)
+def test_kept_or_cast_to_the_dtype(tmp_path, source, target):
+    tensors = make_tensors(DTYPES[source])
+    save(tmp_path, tensors)
+    got = load(tmp_path, DTYPES[target])
+    for path, value in expected_parameters(tensors).items():
+        assert got[path].dtype == DTYPES[target]
+        np.testing.assert_array_equal(got[path], value.astype(DTYPES[target]), err_msg=path)
+
+
+def test_the_file_may_change_after_loading(tmp_path):
+    tensors = make_tensors()
+    save(tmp_path, tensors)
+    got = load(tmp_path)
+    file = tmp_path / "part-0.safetensors"
+    file.write_bytes(bytes(file.stat().st_size))
+    np.testing.assert_array_equal(got["embedding"], tensors["embed"])
+
+
+def test_known_tensors_without_a_place_are_ignored_whatever_their_dtype(tmp_path):
+    tensors = make_tensors()
+    save(tmp_path, tensors | {"layers.0.mask": np.ones((3, 3), np.bool_)})
+    np.testing.assert_array_equal(load(tmp_path)["embedding"], tensors["embed"])
+
+
+def without(*names):
+    return {name: tensor for name, tensor in make_tensors().items() if name not in names}
+
+
+def changed(name, tensor):
+    return make_tensors() | {name: tensor}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "complaint"),
+    [
+        (changed("extra", np.ones(1)), r"unknown tensors \(1\): extra\."),
+        (changed("layers.2.norm", np.ones(D)), r"unknown.*layers\.2\.norm \(the model has no"),
+        (without("embed"), r"missing parameters \(1\): embedding \(comes from embed\)"),
+        (without("layers.1.norm"), r"missing parameters \(1\): layers\.1\.norm"),
+        (without("layers.1.k"), r"missing piece \(1\): layers\.1\.qkv along axis 1 .*\.k\)"),
+        (without("layers.0.v_bias"), r"missing piece \(1\): layers\.0\.qkv_bias .*v_bias\)"),
+        (without("layers.0.gate"), r"missing piece \(1\): layers\.0\.gate_up"),
+        (changed("embed", np.ones((V, D + 1), np.float32)),
+         r"wrong shapes \(1\): embed \[11, 7\] .* embedding \[11, 6\]\.$"),
+        (changed("layers.0.q", np.ones((N * H + 1, D), np.float32)),
+         r"wrong shapes \(1\): layers\.0\.q \[33, 6\] has no layout for layers\.0\.qkv"),
+        (changed("layers.0.v", np.ones((3 * H, D), np.float32)),
+         r"wrong shapes \(1\): layers\.0\.v .* makes \[6, 3, 8\] .* axis 1 from 6"),
+        (changed("layers.0.q", np.ones((5 * H, D), np.float32)),
+         r"filled twice \(1\): layers\.0\.qkv"),
+        (changed("layers.0.q", np.ones((3 * H, D), np.float32)), r"pieces are too small"),
+        (changed("layers.0.q", np.ones((N * H, D), np.int8)),
+         r"wrong dtypes \(1\): layers\.0\.q is I8, supported are F32, F16, BF16"),
+        (changed("embed", np.ones((V, D), ml_dtypes.float8_e4m3fn)), "embed is F8_E4M3"),
+        (changed("embed", np.ones((V, D))), "embed is F64"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_by_name(tmp_path, tensors, complaint):
+    save(tmp_path, tensors)
+    with pytest.raises(CheckpointError, match=complaint):
+        load(tmp_path)
+
+
+def test_all_problems_are_told_at_once_the_long_lists_cut(tmp_path):
+    tensors = without("embed", "layers.0.up") | {f"extra{i:02}": np.ones(1) for i in range(13)}
+    save(tmp_path, tensors)
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path)
+    message = str(caught.value)
+    assert "unknown tensors (13): extra00" in message
+    assert "extra09 and 3 more" in message
+    assert "extra10" not in message
+    assert "embedding" in message
+    assert "layers.0.gate_up" in message
+
+
+def with_rules(monkeypatch, *extra):
+    rules = [*Model.weight_rules(CONFIG), *extra]
+    monkeypatch.setattr(Model, "weight_rules", staticmethod(lambda config: rules))
+
+
+def test_a_tensor_that_two_rules_match_is_refused(tmp_path, monkeypatch):
+    with_rules(monkeypatch, WeightRule("emb.*", "embedding"))
+    save(tmp_path, make_tensors())
+    with pytest.raises(CheckpointError, match=r"two rules \(1\): embed by embed and emb\.\*"):
+        load(tmp_path)
+
+
+def test_two_tensors_for_one_place_are_refused(tmp_path, monkeypatch):
+    with_rules(monkeypatch, WeightRule("wte", "embedding"))
+    save(tmp_path, changed("wte", np.ones((V, D), np.float32)))
+    with pytest.raises(CheckpointError, match=r"filled twice \(1\): embedding by embed and wte"):
+        load(tmp_path)
+
+
+def test_one_tensor_in_two_files_is_refused(tmp_path):
+    save(tmp_path, make_tensors())
+    save_file({"embed": np.ones((V, D), np.float32)}, tmp_path / "more.safetensors")
+    with pytest.raises(CheckpointError, match=r"filled twice \(1\): embedding by embed and embed"):
+        load(tmp_path)
+
+
+def test_dummy_weights_need_no_folder_and_depend_on_the_seed_alone():
+    def dummy(seed):
+        return load("/nowhere", jnp.bfloat16, load_format="dummy", seed=seed)
+
+    first, again, other = dummy(1), dummy(1), dummy(2**40)
+    for path, value in first.items():
+        assert value.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(value, again[path])
+        if path.endswith("norm"):
+            np.testing.assert_array_equal(value, np.ones(D))
+        else:
+            assert 0.01 < np.std(np.asarray(value, np.float32)) < 0.03
+            assert not np.array_equal(value, other[path])
+    assert not np.array_equal(first["layers.0.qkv"], first["layers.1.qkv"])
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"load_format": "pt"}, "load_format='pt'"),
+        ({"dtype": jnp.int8}, "dtype=.*int8"),
+        ({"dtype": jnp.float8_e4m3fn}, "dtype=.*float8"),
+    ],
+)
+def test_unknown_options_are_refused(tmp_path, options, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        load(tmp_path, **options)
+
+
+def peak_memory(folder, how):
+    """Runs peak_memory.py in a process of its own and returns what it measured."""
+    script = Path(__file__).with_name("peak_memory.py")
+    run = subprocess.run(
+        [sys.executable, script, folder, how],
+        cwd=script.parents[2],
+        env=os.environ | {"PYTHONPATH": str(script.parents[2]), "JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    return float(run.stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_peak_host_memory_stays_under_1_3_of_the_largest_shard(tmp_path):
+    """The hard case: each shard one tensor, cast on the way. Reading it all first must fail."""
+    write_checkpoint(tmp_path)
+    with ThreadPoolExecutor() as pool:
+        streamed, naive = pool.map(partial(peak_memory, tmp_path), ["load", "naive"])
+    assert streamed < 1.3
+    assert naive > 1.9
