@@ -6,6 +6,7 @@ and written in place into their (possibly fused) parameter. So the host holds on
 pages and one slab, however large a parameter is and wherever the pieces of a fused one lie.
 """
 
+import math
 import zlib
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -137,12 +138,28 @@ def _dummy_array(path: str, spec: jax.ShapeDtypeStruct, seed: int) -> jax.Array:
     if len(spec.shape) == 1 and not path.endswith("bias"):  # other vectors are norms' scales
         return jnp.ones(spec.shape, spec.dtype)
     path_id = np.uint32(zlib.crc32(path.encode()))
-    return _normal(np.uint32(seed % 2**32), path_id, shape=spec.shape, dtype=spec.dtype)
+    return _random(np.uint32(seed % 2**32), path_id, shape=spec.shape, dtype=spec.dtype)
 
 
 @partial(jax.jit, static_argnames=("shape", "dtype"))
-def _normal(
+def _random(
     seed: jax.Array, path_id: jax.Array, *, shape: tuple[int, ...], dtype: np.dtype
 ) -> jax.Array:
-    key = jax.random.fold_in(jax.random.key(seed), path_id)
-    return (_DUMMY_STD * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+    """Nearly normal numbers: each the sum of the four bytes of one hash.
+
+    Purely element-wise, so it compiles to one kernel and needs no workspace; `jax.random.normal`
+    takes up to eight times the parameter's own size, which a device full of weights does not have.
+    """
+    index = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
+    key = jnp.broadcast_to(_hash(path_id ^ _hash(seed)), shape)
+    bits = _hash(_hash(index) ^ key)
+    byte_sum = sum((bits >> np.uint32(shift)) & np.uint32(255) for shift in (0, 8, 16, 24))
+    centred = jnp.asarray(byte_sum, jnp.float32) - np.float32(4 * 255 / 2)
+    return (centred * np.float32(_DUMMY_STD / math.sqrt(4 * (256**2 - 1) / 12))).astype(dtype)
+
+
+def _hash(x: jax.Array) -> jax.Array:
+    """The 32-bit integer hash lowbias32 (Chris Wellons, "Prospecting for Hash Functions", 2018)."""
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
+    return x ^ (x >> np.uint32(16))
