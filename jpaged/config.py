@@ -1,0 +1,240 @@
+"""Frozen configurations: what the user asks for, and what the engine computes from it.
+
+`EngineConfig` is what the caller wrote, checked. `RuntimeConfig` is everything derived from it, the
+model and the device, computed once by `resolve` and never changed afterwards.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+
+from pallas_kernels import Backend
+
+EMBEDDED_MODEL = Path(__file__).parent / "assets" / "tiny"
+"""The folder of the small trained model that ships with the package."""
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+MAX_LOGPROBS = 20
+"""The most alternatives a token's `logprobs` can list (vLLM's default)."""
+
+
+class LoopMode(StrEnum):
+    """How host and device take turns (docs/decisions/0002)."""
+
+    OVERLAPPED = "overlapped"
+    SYNCHRONOUS = "synchronous"
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What the caller asks of an `Engine`; names and meanings are vLLM's.
+
+    None means: let the engine choose from the model and the device.
+
+    Attributes:
+        model: A local folder, a Hugging Face hub id, or None for the embedded model.
+        dtype: Of weights and KV cache; "auto" keeps the checkpoint's (float32 on CPU).
+        block_size: Token slots in a KV block.
+        num_blocks: KV blocks in the pool (the null block included), instead of sizing it.
+        kv_cache_memory_bytes: Bytes of the pool, instead of sizing it.
+        gpu_memory_utilization: Share of the device's memory the engine may use in all.
+        max_model_len: Most tokens (prompt and output) of a sequence.
+        max_num_seqs: Most sequences in a step.
+        max_num_batched_tokens: Most tokens in a step; a longer prompt is prefilled in chunks.
+        load_format: "auto" or "safetensors" read the checkpoint; "dummy" makes random weights.
+        skip_tokenizer_init: Token ids in, token ids out; no tokenizer is loaded.
+        seed: Of the dummy weights and of requests that bring no seed.
+        async_scheduling: Let the host run one step behind the device (the overlapped loop).
+        compilation_cache_dir: JAX's persistent compilation cache; a second start is then fast.
+        verbose: Show loading, memory account and compilation on stderr.
+
+    Raises:
+        ValueError: a value is out of its range; the message names it and the remedy.
+    """
+
+    model: str | Path | None = None
+    dtype: str = "auto"
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    load_format: str = "auto"
+    skip_tokenizer_init: bool = False
+    seed: int = 0
+    async_scheduling: bool = True
+    compilation_cache_dir: str | Path | None = None
+    verbose: bool = False
+
+    def __post_init__(self):
+        _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("load_format", self.load_format, LOAD_FORMATS)
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+            _check_positive(name, getattr(self, name))
+        _check_positive("kv_cache_memory_bytes", self.kv_cache_memory_bytes)
+        if not _is_int(self.block_size) or not 8 <= self.block_size <= 128 or self.block_size % 8:
+            raise ValueError(
+                f"block_size={self.block_size!r} is not a multiple of 8 from 8 to 128; use 16"
+            )
+        if self.num_blocks is not None and (not _is_int(self.num_blocks) or self.num_blocks < 2):
+            raise ValueError(
+                f"num_blocks={self.num_blocks!r} must be an integer of at least 2 "
+                "(block 0 is the null block and holds no tokens)"
+            )
+        if self.num_blocks is not None and self.kv_cache_memory_bytes is not None:
+            raise ValueError("give num_blocks or kv_cache_memory_bytes, not both")
+        utilization = self.gpu_memory_utilization
+        if not isinstance(utilization, (int, float)) or not 0.0 < utilization <= 1.0:
+            raise ValueError(
+                f"gpu_memory_utilization={utilization!r} must be above 0 and at most 1; use 0.9"
+            )
+        if not _is_int(self.seed) or not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed!r} must be an integer from 0 to 2**63 - 1")
+
+    @property
+    def loop_mode(self) -> LoopMode:
+        """Which of the two loops the engine runs."""
+        return LoopMode.OVERLAPPED if self.async_scheduling else LoopMode.SYNCHRONOUS
+
+    @property
+    def tokenizer_needed(self) -> bool:
+        """Whether text goes in and out."""
+        return not self.skip_tokenizer_init
+
+
+@dataclass(frozen=True)
+class RuntimeConfig:
+    """What runs: every number the runtime needs, all set.
+
+    Attributes:
+        block_size: Slots a block (S).
+        num_blocks: Blocks in the pool (P), the null block included.
+        max_model_len: Most tokens of a sequence.
+        max_num_seqs: Most sequences in a step.
+        max_num_batched_tokens: Most tokens in a step.
+        vocab_size: Width of the logits (V).
+        backend: Which implementation of the kernels runs.
+    """
+
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    vocab_size: int
+    backend: Backend
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        """Width of a block table (M)."""
+        return math.ceil(self.max_model_len / self.block_size)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of per-sequence device state (R): one each, and a last one for padding."""
+        return self.max_num_seqs + 1
+
+    @property
+    def padding_row(self) -> int:
+        """The row that padded batch entries use; its block table is all null block."""
+        return self.max_num_seqs
+
+
+@dataclass(frozen=True)
+class PlatformDefaults:
+    """What `None` stands for on a kind of device."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    kv_cache_memory_bytes: int | None
+
+
+GPU_DEFAULTS = PlatformDefaults(256, 8192, 32768, None)
+# A CPU has no memory of its own to fill, and compiles each bucket on few cores: keep both small.
+CPU_DEFAULTS = PlatformDefaults(16, 512, 4096, 256 * 2**20)
+
+
+def resolve(
+    config: EngineConfig,
+    *,
+    model_max_len: int,
+    vocab_size: int,
+    backend: Backend,
+    defaults: PlatformDefaults,
+    size_pool: Callable[[RuntimeConfig], int],
+) -> RuntimeConfig:
+    """Compute everything the runtime needs from what the caller asked.
+
+    Args:
+        config: The caller's wishes.
+        model_max_len: Positions the model knows.
+        vocab_size: Width of the logits.
+        backend: The kernels' implementation.
+        defaults: What None stands for on this device.
+        size_pool: Given the configuration with `num_blocks=0`, returns how many blocks the device
+            can hold; called only when the caller gave no `num_blocks`.
+
+    Raises:
+        ValueError: the wishes contradict each other, the model or the memory.
+    """
+    max_model_len = _resolve_model_len(config.max_model_len, model_max_len, defaults)
+    max_num_seqs = config.max_num_seqs or defaults.max_num_seqs
+    budget = config.max_num_batched_tokens or max(defaults.max_num_batched_tokens, max_num_seqs)
+    if budget < max_num_seqs:
+        raise ValueError(
+            f"max_num_batched_tokens={budget} is less than max_num_seqs={max_num_seqs}: a step "
+            "must have room for one token of every sequence; raise the first or lower the second"
+        )
+    draft = RuntimeConfig(
+        config.block_size, 0, max_model_len, max_num_seqs, budget, vocab_size, backend
+    )
+    num_blocks = config.num_blocks or size_pool(draft)
+    return _fit_model_len(replace(draft, num_blocks=num_blocks), config.max_model_len)
+
+
+def _resolve_model_len(asked: int | None, model_max_len: int, defaults: PlatformDefaults) -> int:
+    if asked is None:
+        return min(model_max_len, defaults.max_model_len)
+    if asked > model_max_len:
+        raise ValueError(
+            f"max_model_len={asked} is more than the {model_max_len} positions of the model; "
+            f"give at most {model_max_len}"
+        )
+    return asked
+
+
+def _fit_model_len(config: RuntimeConfig, asked: int | None) -> RuntimeConfig:
+    """A sequence of `max_model_len` tokens must fit in the pool alone, or it could wait for ever."""
+    capacity = (config.num_blocks - 1) * config.block_size
+    if capacity < 2:
+        raise ValueError(
+            "no KV block fits in the memory left: raise gpu_memory_utilization or "
+            "kv_cache_memory_bytes, or lower max_num_batched_tokens or max_num_seqs"
+        )
+    if asked is not None and asked > capacity:
+        raise ValueError(
+            f"max_model_len={asked} tokens do not fit in the KV pool of {config.num_blocks - 1} "
+            f"blocks of {config.block_size} ({capacity} tokens); lower max_model_len to {capacity} "
+            "or give the pool more (num_blocks, kv_cache_memory_bytes, gpu_memory_utilization)"
+        )
+    return replace(config, max_model_len=min(config.max_model_len, capacity))
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_positive(name: str, value: object) -> None:
+    if value is not None and (not _is_int(value) or value < 1):  # type: ignore[operator]
+        raise ValueError(f"{name}={value!r} must be a positive integer, or None for the default")
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is not supported; choose one of {', '.join(choices)}")

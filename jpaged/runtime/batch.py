@@ -1,0 +1,168 @@
+"""Packing a step's inputs: one int32 array a step travels to the device.
+
+The host fills it with numpy; the jitted steps take it apart with `unpack_decode` / `unpack_prefill`,
+whose slices are static. Floats travel as their bits. A padded entry points at the padding row.
+
+    decode  [B, 6 + W]   one row a sequence:
+            token | row | seq_len | block_index | block_id | counted | W sampling parameters
+    prefill [T + B * (6 + W + M)]   flat:
+            T tokens, then B rows of
+            row | query_len | seq_len | counted | (2 unused) | W sampling parameters,
+            then B block tables of M entries
+
+A token of -1 stands for the row's last sampled token, which only the device knows yet.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int32
+
+from jpaged.core.plan import ScheduledSequence
+from jpaged.runtime.sampler import ROW_WIDTH
+
+LAST_TOKEN = -1
+_HEADER = 6
+
+
+class DecodeBatch(NamedTuple):
+    """A decode step's inputs on the device: one token a sequence."""
+
+    tokens: Int32[Array, "B"]
+    rows: Int32[Array, "B"]
+    seq_lens: Int32[Array, "B"]
+    block_indices: Int32[Array, "B"]
+    block_ids: Int32[Array, "B"]
+    counted: Bool[Array, "B"]
+    sampling: Int32[Array, "B W"]
+
+
+class PrefillBatch(NamedTuple):
+    """A ragged step's inputs on the device: each sequence brings any number of tokens."""
+
+    tokens: Int32[Array, "T"]
+    rows: Int32[Array, "B"]
+    query_lens: Int32[Array, "B"]
+    seq_lens: Int32[Array, "B"]
+    counted: Bool[Array, "B"]
+    sampling: Int32[Array, "B W"]
+    block_tables: Int32[Array, "B M"]
+
+
+def decode_packed_shape(batch_size: int) -> tuple[int, int]:
+    """Shape of a packed decode step."""
+    return batch_size, _HEADER + ROW_WIDTH
+
+
+def prefill_packed_shape(
+    num_tokens: int, batch_size: int, max_blocks_per_seq: int
+) -> tuple[int]:
+    """Shape of a packed ragged step."""
+    return (num_tokens + batch_size * (_HEADER + ROW_WIDTH + max_blocks_per_seq),)
+
+
+def pack_decode(
+    scheduled: tuple[ScheduledSequence, ...],
+    rows: np.ndarray,
+    sampling_table: np.ndarray,
+    *,
+    batch_size: int,
+    padding_row: int,
+    max_blocks_per_seq: int,
+) -> np.ndarray:
+    """Pack a decode step.
+
+    Args:
+        scheduled: The plan's sequences, each with one token and at most one new block.
+        rows: int [len(scheduled)], each sequence's device row.
+        sampling_table: int32 [R, W], each row's encoded sampling parameters.
+        batch_size: The bucket to pad to.
+        padding_row: The row of padded entries.
+        max_blocks_per_seq: An index past the block table, for "no new block".
+
+    Returns:
+        int32 [batch_size, 6 + W].
+    """
+    packed = np.zeros(decode_packed_shape(batch_size), np.int32)
+    packed[:, 1] = padding_row
+    packed[:, 3] = max_blocks_per_seq
+    n = len(scheduled)
+    packed[:n, 0] = [_input_token(item) for item in scheduled]
+    packed[:n, 1] = rows
+    packed[:n, 2] = [item.start + 1 for item in scheduled]
+    packed[:n, 5] = [item.samples for item in scheduled]
+    for i, item in enumerate(scheduled):
+        if item.block_updates:
+            packed[i, 3:5] = item.block_updates[0]
+    packed[:, _HEADER:] = sampling_table[packed[:, 1]]
+    return packed
+
+
+def unpack_decode(packed: Int32[Array, "B C"]) -> DecodeBatch:
+    """Take a packed decode step apart, on the device."""
+    columns = [packed[:, i] for i in range(_HEADER)]
+    token, row, seq_len, block_index, block_id, counted = columns
+    return DecodeBatch(
+        token, row, seq_len, block_index, block_id, counted != 0, packed[:, _HEADER:]
+    )
+
+
+def pack_prefill(
+    scheduled: tuple[ScheduledSequence, ...],
+    rows: np.ndarray,
+    sampling_table: np.ndarray,
+    *,
+    num_tokens: int,
+    batch_size: int,
+    padding_row: int,
+    max_blocks_per_seq: int,
+) -> np.ndarray:
+    """Pack a ragged step; see `pack_decode` for the arguments.
+
+    Returns:
+        int32 [num_tokens + batch_size * (6 + W + max_blocks_per_seq)].
+    """
+    shape = prefill_packed_shape(num_tokens, batch_size, max_blocks_per_seq)
+    packed = np.zeros(shape, np.int32)
+    tokens, per_seq, tables = _split_prefill(packed, num_tokens, batch_size)
+    per_seq[:, 0] = padding_row
+    at = 0
+    for i, item in enumerate(scheduled):
+        n, sequence = item.num_scheduled_tokens, item.sequence
+        known = sequence.token_ids[item.start : item.start + n]
+        tokens[at : at + n] = known if known else LAST_TOKEN
+        per_seq[i, :4] = rows[i], n, item.start + n, item.samples
+        tables[i, : len(sequence.block_table)] = sequence.block_table
+        at += n
+    per_seq[:, _HEADER:] = sampling_table[per_seq[:, 0]]
+    return packed
+
+
+def unpack_prefill(packed: Int32[Array, "X"], *, num_tokens: int, batch_size: int) -> PrefillBatch:
+    """Take a packed ragged step apart, on the device."""
+    tokens, per_seq, tables = _split_prefill(packed, num_tokens, batch_size)
+    row, query_len, seq_len, counted = (per_seq[:, i] for i in range(4))
+    return PrefillBatch(
+        tokens, row, query_len, seq_len, counted != 0, per_seq[:, _HEADER:], tables
+    )
+
+
+def query_start_loc(query_lens: Int32[Array, "B"]) -> Int32[Array, "B+1"]:
+    """Where each sequence's tokens begin in the flattened step, and where the last one's end."""
+    return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(query_lens, dtype=jnp.int32)])
+
+
+def _split_prefill(packed, num_tokens: int, batch_size: int):
+    """Views of the three parts, of a numpy array and of a traced one alike."""
+    end = num_tokens + batch_size * (_HEADER + ROW_WIDTH)
+    return (
+        packed[:num_tokens],
+        packed[num_tokens:end].reshape(batch_size, _HEADER + ROW_WIDTH),
+        packed[end:].reshape(batch_size, -1),
+    )
+
+
+def _input_token(item: ScheduledSequence) -> int:
+    tokens = item.sequence.token_ids
+    return tokens[item.start] if item.start < len(tokens) else LAST_TOKEN

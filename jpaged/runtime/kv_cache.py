@@ -1,0 +1,76 @@
+"""The KV pool's arrays and the account of the device's memory."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jpaged.models.config import ModelConfig
+from pallas_kernels import LayerKV
+
+# Pools of nearly equal free memory get the same shape, so the persistent compilation cache hits.
+POOL_GRANULE = 64
+
+
+@dataclass(frozen=True)
+class MemoryAccount:
+    """Where the device's memory goes, in bytes.
+
+    Attributes:
+        weights: The model's parameters.
+        sampling: Token counts, biases and block tables of the running sequences.
+        workspace: Temporaries and outputs of the largest step, as compiled.
+        kv_cache: The pool.
+        limit: What the engine may use in all; None where nothing limits it (CPU).
+    """
+
+    weights: int
+    sampling: int
+    workspace: int
+    kv_cache: int
+    limit: int | None
+
+    @property
+    def total(self) -> int:
+        """The sum of the parts."""
+        return self.weights + self.sampling + self.workspace + self.kv_cache
+
+    def lines(self) -> list[str]:
+        """The account as text, one part a line."""
+        parts = [
+            ("weights", self.weights),
+            ("sampling state", self.sampling),
+            ("step workspace", self.workspace),
+            ("KV cache", self.kv_cache),
+            ("total", self.total),
+        ]
+        if self.limit is not None:
+            parts.append(("limit", self.limit))
+        return [f"  {name:<15} {size / 2**20:>11,.1f} MiB" for name, size in parts]
+
+
+def block_bytes(model: ModelConfig, block_size: int, dtype: DTypeLike) -> int:
+    """Bytes of one block: K and V of `block_size` tokens in all layers."""
+    per_token = 2 * model.num_layers * model.num_kv_heads * model.head_size
+    return per_token * block_size * jnp.dtype(dtype).itemsize
+
+
+def fit_blocks(available: int, bytes_per_block: int) -> int:
+    """How many blocks fit in `available` bytes, rounded down to whole granules if there are any."""
+    blocks = max(available, 0) // bytes_per_block
+    return blocks // POOL_GRANULE * POOL_GRANULE if blocks > POOL_GRANULE else blocks
+
+
+def pool_shape(
+    model: ModelConfig, num_blocks: int, block_size: int, dtype: DTypeLike
+) -> tuple[LayerKV, ...]:
+    """The pool's shapes and dtypes, without memory: what compiling needs."""
+    shape = (num_blocks, block_size, model.num_kv_heads, model.head_size)
+    layer = jax.ShapeDtypeStruct(shape, dtype)
+    return tuple(LayerKV(layer, layer) for _ in range(model.num_layers))
+
+
+def tree_bytes(tree) -> int:
+    """Bytes of all arrays (or shapes) of a pytree."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -1,0 +1,241 @@
+"""Every program a running engine can need, compiled before it serves.
+
+Programs are compiled ahead of time and called as compiled executables, so that nothing can compile
+while serving: a shape that was not foreseen is an error, not a pause.
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jpaged.config import MAX_LOGPROBS, RuntimeConfig
+from jpaged.models.config import ModelConfig
+from jpaged.runtime.batch import decode_packed_shape, prefill_packed_shape
+from jpaged.runtime.buckets import Buckets
+from jpaged.runtime.kv_cache import pool_shape
+from jpaged.runtime.sampler import ROW_WIDTH, SamplerLevel, SamplingState, init_state, load_row
+from jpaged.runtime.steps import (
+    KVState,
+    SampleInputs,
+    copy_blocks_step,
+    decode_step,
+    prefill_step,
+    prompt_logprobs_step,
+    sample_step,
+)
+
+PROMPT_LOGPROBS_CHUNK = 64
+"""Prompt tokens whose logits exist at once; a whole prompt's would not fit beside the pool."""
+
+
+BLOCK_COPIES_CHUNK = 64
+"""Blocks copied by one launch."""
+
+
+@dataclass(frozen=True)
+class SplitModel:
+    """A model taken apart once: its definition, and its parameters as a flat tuple.
+
+    Steps take the flat leaves, so that a launch costs no traversal in Python (design decision 11).
+    """
+
+    definition: nnx.GraphDef
+    treedef: Any
+    leaves: tuple[jax.Array, ...]
+
+    @staticmethod
+    def of(model: nnx.Module) -> "SplitModel":
+        """Take a model apart."""
+        definition, state = nnx.split(model)
+        leaves, treedef = jax.tree.flatten(state)
+        return SplitModel(definition, treedef, tuple(leaves))
+
+    def jit(self, step: Callable, donate: tuple[str, ...] = (), **static: Any) -> Callable:
+        """A jitted program over the leaves; `donate` names arguments whose memory it reuses."""
+
+        def run(leaves, **arguments):
+            model = nnx.merge(self.definition, jax.tree.unflatten(self.treedef, leaves))
+            return step(model, **arguments, **static)
+
+        run.__name__ = step.__name__
+        return jax.jit(run, donate_argnames=donate)
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Shapes and dtypes of the arrays that live on the device."""
+
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
+    kv: KVState
+    last_tokens: jax.ShapeDtypeStruct
+    sampling: SamplingState
+    hidden: jax.ShapeDtypeStruct
+
+    @staticmethod
+    def of(split: SplitModel, model: ModelConfig, config: RuntimeConfig, dtype) -> "Shapes":
+        """The shapes a configuration implies."""
+        rows = config.num_rows
+        return Shapes(
+            leaves=tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in split.leaves),
+            kv=KVState(
+                pool_shape(model, config.num_blocks, config.block_size, dtype),
+                _int32(rows, config.max_blocks_per_seq),
+            ),
+            last_tokens=_int32(rows),
+            sampling=jax.eval_shape(partial(init_state, config.num_rows, config.vocab_size)),
+            hidden=jax.ShapeDtypeStruct((model.hidden_size,), dtype),
+        )
+
+
+@dataclass(frozen=True)
+class Programs:
+    """Compiled programs by shape; see `jpaged.runtime.steps` for what each does."""
+
+    decode: dict[int, Any] = field(default_factory=dict)
+    prefill: dict[tuple[int, int], Any] = field(default_factory=dict)
+    sample: dict[tuple[int, SamplerLevel], Any] = field(default_factory=dict)
+    prompt_logprobs: dict[int, Any] = field(default_factory=dict)
+    load_row: dict[None, Any] = field(default_factory=dict)
+    copy_blocks: dict[None, Any] = field(default_factory=dict)
+
+
+Lowering = tuple[dict, Any, Callable[[], Any]]
+"""Where a compiled program goes, under which key, and how to lower it."""
+
+
+def compile_programs(
+    split: SplitModel,
+    shapes: Shapes,
+    config: RuntimeConfig,
+    buckets: Buckets,
+    *,
+    threads: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Programs:
+    """Compile everything, `threads` programs at a time.
+
+    Args:
+        split: The model.
+        shapes: Shapes of the device's arrays.
+        config: The runtime's numbers.
+        buckets: The steps' shapes.
+        threads: Compilations at once; XLA compiles outside Python's lock.
+        progress: Called with (compiled so far, all).
+    """
+    programs = Programs()
+    lowerings = list(_lowerings(programs, split, shapes, config, buckets))
+    with ThreadPoolExecutor(threads) as pool:
+        futures = [
+            (target, key, pool.submit(lambda low: low().compile(), lower))
+            for target, key, lower in lowerings
+        ]
+        for done, (target, key, future) in enumerate(futures, start=1):
+            target[key] = future.result()
+            progress(done, len(futures))
+    return programs
+
+
+def largest_step_workspace(
+    split: SplitModel, shapes: Shapes, config: RuntimeConfig, buckets: Buckets
+) -> int:
+    """Bytes of temporaries and fresh outputs of the largest prefill step, as compiled.
+
+    The pool's size does not enter them, so any `num_blocks` in `shapes` gives the same answer.
+    """
+    shape = max(buckets.prefill_shapes())
+    analysis = _lower_prefill(split, shapes, config, *shape).compile().memory_analysis()
+    if analysis is None:
+        return 0
+    fresh_outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return analysis.temp_size_in_bytes + fresh_outputs
+
+
+def _lowerings(
+    programs: Programs, split: SplitModel, shapes: Shapes, config: RuntimeConfig, buckets: Buckets
+) -> Iterator[Lowering]:
+    """Everything to compile, the largest first so that no thread ends with a long one."""
+    for tokens, seqs in sorted(buckets.prefill_shapes(), reverse=True):
+        lower = partial(_lower_prefill, split, shapes, config, tokens, seqs)
+        yield programs.prefill, (tokens, seqs), lower
+    for seqs in reversed(buckets.decode_seqs):
+        yield programs.decode, seqs, partial(_lower_decode, split, shapes, config, seqs)
+    for tokens in buckets.prefill_tokens:
+        lower = partial(_lower_prompt_logprobs, split, shapes, tokens)
+        yield programs.prompt_logprobs, tokens, lower
+    for seqs in sorted({*buckets.decode_seqs, *buckets.prefill_seqs}):
+        for level in SamplerLevel:
+            lower = partial(_lower_sample, shapes, config, seqs, level)
+            yield programs.sample, (seqs, level), lower
+    yield programs.load_row, None, partial(_lower_load_row, shapes, config)
+    yield programs.copy_blocks, None, partial(_lower_copy_blocks, shapes, config)
+
+
+def _lower_decode(split: SplitModel, shapes: Shapes, config: RuntimeConfig, seqs: int):
+    step = split.jit(decode_step, donate=("state",), backend=config.backend)
+    packed = _int32(*decode_packed_shape(seqs))
+    return step.lower(
+        shapes.leaves, state=shapes.kv, last_tokens=shapes.last_tokens, packed=packed
+    )
+
+
+def _lower_prefill(
+    split: SplitModel, shapes: Shapes, config: RuntimeConfig, tokens: int, seqs: int
+):
+    step = split.jit(
+        prefill_step,
+        donate=("state",),
+        num_tokens=tokens,
+        batch_size=seqs,
+        backend=config.backend,
+    )
+    packed = _int32(*prefill_packed_shape(tokens, seqs, config.max_blocks_per_seq))
+    return step.lower(
+        shapes.leaves, state=shapes.kv, last_tokens=shapes.last_tokens, packed=packed
+    )
+
+
+def _lower_prompt_logprobs(split: SplitModel, shapes: Shapes, tokens: int):
+    step = split.jit(prompt_logprobs_step, max_logprobs=MAX_LOGPROBS)
+    hidden = jax.ShapeDtypeStruct((tokens, *shapes.hidden.shape), shapes.hidden.dtype)
+    chunk = _int32(PROMPT_LOGPROBS_CHUNK)
+    return step.lower(shapes.leaves, hidden=hidden, indices=chunk, targets=chunk)
+
+
+def _lower_sample(shapes: Shapes, config: RuntimeConfig, seqs: int, level: SamplerLevel):
+    step = jax.jit(
+        partial(sample_step, level=level, max_logprobs=MAX_LOGPROBS),
+        donate_argnames=("last_tokens", "sampling"),
+    )
+    inputs = SampleInputs(
+        rows=_int32(seqs),
+        counted=jax.ShapeDtypeStruct((seqs,), jnp.bool_),
+        encoded=_int32(seqs, ROW_WIDTH),
+        positions=_int32(seqs),
+    )
+    logits = jax.ShapeDtypeStruct((seqs, config.vocab_size), jnp.float32)
+    sampling = shapes.sampling if level >= SamplerLevel.ADJUSTED else None
+    return step.lower(logits, inputs, last_tokens=shapes.last_tokens, sampling=sampling)
+
+
+def _lower_load_row(shapes: Shapes, config: RuntimeConfig):
+    scalar, tokens = _int32(), _int32(config.max_model_len)
+    bias = jax.ShapeDtypeStruct((config.vocab_size,), jnp.float32)
+    ending = jax.ShapeDtypeStruct((config.vocab_size,), jnp.bool_)
+    step = jax.jit(load_row, donate_argnums=0)
+    return step.lower(shapes.sampling, scalar, tokens, scalar, scalar, bias, ending)
+
+
+def _lower_copy_blocks(shapes: Shapes, config: RuntimeConfig):
+    pairs = _int32(BLOCK_COPIES_CHUNK)
+    step = jax.jit(partial(copy_blocks_step, backend=config.backend), donate_argnums=0)
+    return step.lower(shapes.kv, pairs, pairs)
+
+
+def _int32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)

@@ -1,0 +1,68 @@
+"""Which device row each running sequence has, and what the host keeps of it."""
+
+import numpy as np
+
+from jpaged.core.plan import ScheduledSequence
+from jpaged.runtime.sampler import (
+    PADDING_ROW,
+    ROW_WIDTH,
+    SamplerLevel,
+    encode_row,
+    required_level,
+)
+from jpaged.sampling_params import SamplingParams
+
+
+class RowTable:
+    """Device rows handed to running sequences; the last row is for padding and never handed out.
+
+    Sampling parameters lie in one array by row, so that a step gathers them without a loop.
+    """
+
+    def __init__(self, num_rows: int):
+        self.sampling = np.zeros((num_rows, ROW_WIDTH), np.int32)
+        self._levels = np.zeros(num_rows, np.int32)
+        self._free = list(range(num_rows - 2, -1, -1))
+        self._row_of: dict[int, int] = {}
+        self._biased = np.zeros(num_rows, np.bool_)
+        self.sampling[-1] = PADDING_ROW
+
+    def __contains__(self, seq_id: int) -> bool:
+        return seq_id in self._row_of
+
+    def assign(self, seq_id: int, params: SamplingParams) -> tuple[int, bool]:
+        """Give a sequence that enters the batch a row.
+
+        Args:
+            seq_id: The sequence.
+            params: How it is sampled, with a seed.
+
+        Returns:
+            The row, and whether the device's sampling state of that row must be loaded: because
+            this sequence needs it, or because the one before left its biases there.
+
+        Raises:
+            ValueError: it has a row already.
+        """
+        if seq_id in self._row_of:
+            raise ValueError(f"sequence {seq_id} has device row {self._row_of[seq_id]} already")
+        row = self._row_of[seq_id] = self._free.pop()
+        self.sampling[row] = encode_row(params, params.seed or 0)
+        self._levels[row] = required_level(params)
+        adjusted = params.adjusts_logits
+        load = adjusted or bool(self._biased[row])
+        self._biased[row] = adjusted
+        return row, load
+
+    def release(self, seq_id: int) -> None:
+        """Take the row of a sequence that left the batch."""
+        self._free.append(self._row_of.pop(seq_id))
+
+    def rows(self, scheduled: tuple[ScheduledSequence, ...]) -> np.ndarray:
+        """Each scheduled sequence's row, int32."""
+        of = self._row_of
+        return np.fromiter((of[s.sequence.seq_id] for s in scheduled), np.int32, len(scheduled))
+
+    def level(self, rows: np.ndarray) -> SamplerLevel:
+        """The lowest sampling level that serves all of `rows`."""
+        return SamplerLevel(int(self._levels[rows].max()))

@@ -1,0 +1,221 @@
+"""The jitted step functions: pure, every input an argument, the big arrays donated.
+
+A step is two programs launched back to back: a forward (`decode_step` or `prefill_step`), which
+leaves the logits on the device, and `sample_step`, which reads them there. Apart, the unrolled model
+compiles once a shape and not once a shape and sampling level (docs/decisions/0003).
+"""
+
+from typing import NamedTuple, Protocol
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from jpaged.models.layers import AttentionInputs
+from jpaged.runtime.batch import query_start_loc, unpack_decode, unpack_prefill
+from jpaged.runtime.sampler import (
+    Sampled,
+    SamplerLevel,
+    SamplingState,
+    decode_rows,
+    record_tokens,
+    sample,
+    token_logprobs,
+)
+from pallas_kernels import Backend, LayerKV, copy_blocks
+
+
+class KVState(NamedTuple):
+    """What the forward programs own and update in place."""
+
+    pool: tuple[LayerKV, ...]
+    block_tables: Int32[Array, "R M"]
+
+
+class SampleInputs(NamedTuple):
+    """What sampling needs of a step, the same for decode and prefill."""
+
+    rows: Int32[Array, "B"]
+    counted: Bool[Array, "B"]
+    encoded: Int32[Array, "B W"]
+    positions: Int32[Array, "B"]
+
+
+class BoundModel(Protocol):
+    """A model with its parameters in place."""
+
+    def __call__(
+        self,
+        token_ids: Int32[Array, "T"],
+        positions: Int32[Array, "T"],
+        pool: tuple[LayerKV, ...],
+        attention: AttentionInputs,
+    ) -> tuple[Float[Array, "T D"], tuple[LayerKV, ...]]:
+        """Hidden states after the final norm, and the updated pool."""
+        ...
+
+    def logits(self, hidden: Float[Array, "C D"]) -> Float32[Array, "C V"]:
+        """Scores of every token."""
+        ...
+
+
+def decode_step(
+    model: BoundModel,
+    state: KVState,
+    last_tokens: Int32[Array, "R"],
+    packed: Int32[Array, "B C"],
+    *,
+    backend: Backend,
+) -> tuple[Float32[Array, "B V"], SampleInputs, KVState]:
+    """One token of every sequence.
+
+    Args:
+        model: The model with its parameters.
+        state: The KV pool and the block tables (donate it).
+        last_tokens: The token each row sampled last.
+        packed: The batch (`jpaged.runtime.batch.pack_decode`).
+        backend: The kernels' implementation.
+
+    Returns:
+        The logits that follow each sequence's token, what sampling needs, and the new state.
+    """
+    batch = unpack_decode(packed)
+    tables = state.block_tables.at[batch.rows, batch.block_indices].set(
+        batch.block_ids, mode="drop"
+    )
+    tokens = jnp.where(batch.tokens >= 0, batch.tokens, last_tokens[batch.rows])
+    positions = jnp.maximum(batch.seq_lens - 1, 0)
+    own_tables = tables[batch.rows]
+    own = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    attention = AttentionInputs(
+        block_tables=own_tables,
+        seq_lens=batch.seq_lens,
+        slot_mapping=_slots(own_tables, own, positions, state.pool[0].k.shape[1]),
+        query_start_loc=None,
+        backend=backend,
+    )
+    hidden, pool = model(tokens, positions, state.pool, attention)
+    inputs = SampleInputs(batch.rows, batch.counted, batch.sampling, batch.seq_lens)
+    return model.logits(hidden), inputs, KVState(pool, tables)
+
+
+def prefill_step(
+    model: BoundModel,
+    state: KVState,
+    last_tokens: Int32[Array, "R"],
+    packed: Int32[Array, "X"],
+    *,
+    num_tokens: int,
+    batch_size: int,
+    backend: Backend,
+) -> tuple[Float32[Array, "B V"], Float[Array, "T D"], SampleInputs, KVState]:
+    """Any number of tokens of every sequence, flattened; decode rows may ride along.
+
+    Args:
+        model, state, last_tokens, backend: As for `decode_step`.
+        packed: The batch (`jpaged.runtime.batch.pack_prefill`).
+        num_tokens: Tokens of the bucket (T), static.
+        batch_size: Sequences of the bucket (B), static.
+
+    Returns:
+        The logits after each sequence's last token, all tokens' hidden states (for
+        `prompt_logprobs_step`), what sampling needs, and the new state.
+    """
+    batch = unpack_prefill(packed, num_tokens=num_tokens, batch_size=batch_size)
+    starts = query_start_loc(batch.query_lens)
+    owner, positions, real = _token_positions(starts, batch.seq_lens, num_tokens)
+    tokens = jnp.where(batch.tokens >= 0, batch.tokens, last_tokens[batch.rows[owner]])
+    slots = _slots(batch.block_tables, owner, positions, state.pool[0].k.shape[1])
+    attention = AttentionInputs(
+        block_tables=batch.block_tables,
+        seq_lens=batch.seq_lens,
+        slot_mapping=jnp.where(real, slots, 0),
+        query_start_loc=starts,
+        backend=backend,
+    )
+    hidden, pool = model(tokens, positions, state.pool, attention)
+    logits = model.logits(hidden[jnp.maximum(starts[1:] - 1, 0)])
+    tables = state.block_tables.at[batch.rows].set(batch.block_tables)
+    inputs = SampleInputs(batch.rows, batch.counted, batch.sampling, batch.seq_lens)
+    return logits, hidden, inputs, KVState(pool, tables)
+
+
+def sample_step(
+    logits: Float32[Array, "B V"],
+    inputs: SampleInputs,
+    last_tokens: Int32[Array, "R"],
+    sampling: SamplingState | None,
+    *,
+    level: SamplerLevel,
+    max_logprobs: int,
+) -> tuple[Sampled, Int32[Array, "R"], SamplingState | None]:
+    """Sample a token a sequence and remember it on the device.
+
+    Args:
+        logits: From the forward program.
+        inputs: From the forward program.
+        last_tokens: The token each row sampled last (donate it).
+        sampling: The rows' token counts and biases (donate it); None below `ADJUSTED`.
+        level: How much sampling does, static.
+        max_logprobs: Alternatives listed at level `LOGPROBS`, static.
+    """
+    rows = decode_rows(inputs.encoded, inputs.positions)
+    sampled = sample(logits, rows, sampling, inputs.rows, level=level, max_logprobs=max_logprobs)
+    if sampling is not None:
+        sampling = record_tokens(sampling, inputs.rows, sampled.token_ids, inputs.counted)
+    return sampled, last_tokens.at[inputs.rows].set(sampled.token_ids), sampling
+
+
+def prompt_logprobs_step(
+    model: BoundModel,
+    hidden: Float[Array, "T D"],
+    indices: Int32[Array, "C"],
+    targets: Int32[Array, "C"],
+    *,
+    max_logprobs: int,
+) -> tuple[
+    Float32[Array, "C"], Int32[Array, "C"], Int32[Array, "C L"], Float32[Array, "C L"]
+]:
+    """How likely the model found some of the prompt's own tokens.
+
+    Args:
+        model: The model with its parameters.
+        hidden: A prefill step's hidden states.
+        indices: Positions in `hidden`.
+        targets: The token that followed each of them in the prompt.
+        max_logprobs: Alternatives listed, static.
+
+    Returns:
+        Log-probabilities, ranks, and the most likely tokens with theirs.
+    """
+    return token_logprobs(model.logits(hidden[indices]), targets, max_logprobs)
+
+
+def copy_blocks_step(
+    state: KVState, source: Int32[Array, "C"], target: Int32[Array, "C"], *, backend: Backend
+) -> KVState:
+    """Copy blocks `source[i]` to `target[i]` in all layers (donate the state)."""
+    return state._replace(pool=copy_blocks(state.pool, source, target, backend=backend))
+
+
+def _slots(
+    tables: Int32[Array, "B M"],
+    owner: Int32[Array, "T"],
+    positions: Int32[Array, "T"],
+    block_size: int,
+) -> Int32[Array, "T"]:
+    """The pool slot of each token, through its owner's block table."""
+    return tables[owner, positions // block_size] * block_size + positions % block_size
+
+
+def _token_positions(
+    starts: Int32[Array, "B+1"], seq_lens: Int32[Array, "B"], num_tokens: int
+) -> tuple[Int32[Array, "T"], Int32[Array, "T"], Bool[Array, "T"]]:
+    """Of each flattened token: its sequence, its position there, and whether it is not padding."""
+    index = jnp.arange(num_tokens, dtype=jnp.int32)
+    owner = jnp.searchsorted(starts[1:], index, side="right").astype(jnp.int32)
+    real = index < starts[-1]
+    owner = jnp.minimum(owner, seq_lens.shape[0] - 1)
+    from_end = starts[owner + 1] - index
+    positions = jnp.where(real, seq_lens[owner] - from_end, 0)
+    return owner, positions, real
+

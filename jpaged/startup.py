@@ -1,0 +1,260 @@
+"""From a configuration to an engine's parts: load, measure, size the pool, compile, warm up."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jpaged.config import (
+    CPU_DEFAULTS,
+    EMBEDDED_MODEL,
+    GPU_DEFAULTS,
+    EngineConfig,
+    RuntimeConfig,
+    resolve,
+)
+from jpaged.core.block_manager import BlockManager
+from jpaged.core.scheduler import Scheduler, SchedulerConfig
+from jpaged.models.config import ModelConfig
+from jpaged.models.loader import load_model, read_config, resolve_checkpoint
+from jpaged.runtime.buckets import Buckets, make_buckets
+from jpaged.runtime.kv_cache import MemoryAccount, block_bytes, fit_blocks, tree_bytes
+from jpaged.runtime.model_runner import ModelRunner
+from jpaged.runtime.programs import (
+    Shapes,
+    SplitModel,
+    compile_programs,
+    largest_step_workspace,
+)
+from jpaged.tokenizer import Tokenizer
+from pallas_kernels import select_backend
+
+_DRAFT_BLOCKS = 2
+"""Blocks of the pool with which the largest step's workspace is measured; they do not enter it."""
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What an `Engine` is made of."""
+
+    tokenizer: Tokenizer | None
+    model_config: ModelConfig
+    runtime_config: RuntimeConfig
+    memory_account: MemoryAccount
+    eos_token_ids: frozenset[int]
+    scheduler: Scheduler
+    runner: ModelRunner
+
+
+class Reporter:
+    """Tells on stderr what the start is doing, if asked to."""
+
+    def __init__(self, verbose: bool):
+        self._verbose = verbose
+
+    def say(self, text: str) -> None:
+        """One line."""
+        if self._verbose:
+            print(f"jpaged: {text}", file=sys.stderr, flush=True)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a phase of the start."""
+        start = time.monotonic()
+        yield
+        self.say(f"{name} took {time.monotonic() - start:.1f} s")
+
+
+def build_parts(config: EngineConfig) -> EngineParts:
+    """Build everything an engine needs.
+
+    Raises:
+        ValueError: the model cannot be loaded, or does not fit the device as configured.
+    """
+    reporter = Reporter(config.verbose)
+    _prepare_jax(config)
+    device = jax.local_devices()[0]
+    folder = resolve_checkpoint(config.model or EMBEDDED_MODEL)
+    model_config = ModelConfig.from_hf(read_config(folder))
+    dtype = _resolve_dtype(config.dtype, model_config, device.platform)
+    with reporter.phase(f"loading {folder.name} as {dtype.name}"):
+        tokenizer = Tokenizer.from_folder(folder) if config.tokenizer_needed else None
+        model = load_model(
+            folder, model_config, dtype=dtype, load_format=config.load_format, seed=config.seed
+        )
+        split = SplitModel.of(model)
+        jax.block_until_ready(split.leaves)
+    runtime, account, shapes = _fit_to_device(config, model_config, split, dtype, device)
+    for line in _describe(runtime, account, device):
+        reporter.say(line)
+    eos = _eos_token_ids(folder, model_config, tokenizer)
+    return EngineParts(
+        tokenizer=tokenizer,
+        model_config=model_config,
+        runtime_config=runtime,
+        memory_account=account,
+        eos_token_ids=eos,
+        scheduler=_make_scheduler(runtime),
+        runner=_make_runner(split, shapes, runtime, eos, reporter),
+    )
+
+
+def _prepare_jax(config: EngineConfig) -> None:
+    """JAX's own settings, which take effect if the process has not used a device before.
+
+    JAX reserves three quarters of a GPU by default; the share the caller asked for replaces that.
+    """
+    if jax.config.jax_pjrt_client_create_options is None:
+        fraction = {"memory_fraction": float(config.gpu_memory_utilization)}
+        jax.config.update("jax_pjrt_client_create_options", fraction)
+    if config.compilation_cache_dir is not None:
+        jax.config.update("jax_compilation_cache_dir", str(config.compilation_cache_dir))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def _resolve_dtype(asked: str, model: ModelConfig, platform: str) -> jnp.dtype:
+    if asked != "auto":
+        return jnp.dtype(asked)
+    if platform == "cpu":  # where bfloat16 is emulated
+        return jnp.dtype(jnp.float32)
+    return jnp.dtype(model.checkpoint_dtype or "bfloat16")
+
+
+def _fit_to_device(
+    config: EngineConfig, model: ModelConfig, split: SplitModel, dtype: jnp.dtype, device
+) -> tuple[RuntimeConfig, MemoryAccount, Shapes]:
+    """Settle every number, and account for the memory."""
+    on_gpu = device.platform != "cpu"
+    accounts: list[MemoryAccount] = []
+
+    def account_for(draft: RuntimeConfig, num_blocks: int) -> MemoryAccount:
+        return _account(replace(draft, num_blocks=num_blocks), model, split, dtype, device)
+
+    def size_pool(draft: RuntimeConfig) -> int:
+        per_block = block_bytes(model, draft.block_size, dtype)
+        if config.kv_cache_memory_bytes is not None:
+            return fit_blocks(config.kv_cache_memory_bytes, per_block)
+        if not on_gpu:
+            useful = draft.max_num_seqs * draft.max_blocks_per_seq + 1
+            return min(fit_blocks(CPU_DEFAULTS.kv_cache_memory_bytes or 0, per_block), useful)
+        spent = account_for(draft, _DRAFT_BLOCKS)
+        accounts.append(spent)
+        return _blocks_within(spent, per_block)
+
+    runtime = resolve(
+        config,
+        model_max_len=model.max_position_embeddings,
+        vocab_size=model.vocab_size,
+        backend=select_backend(device.platform),
+        defaults=GPU_DEFAULTS if on_gpu else CPU_DEFAULTS,
+        size_pool=size_pool,
+    )
+    spent = accounts[0] if accounts else account_for(runtime, runtime.num_blocks)
+    kv_bytes = runtime.num_blocks * block_bytes(model, runtime.block_size, dtype)
+    account = replace(spent, kv_cache=kv_bytes)
+    _check_limit(account)
+    return runtime, account, Shapes.of(split, model, runtime, dtype)
+
+
+def _account(
+    draft: RuntimeConfig, model: ModelConfig, split: SplitModel, dtype: jnp.dtype, device
+) -> MemoryAccount:
+    shapes = Shapes.of(split, model, draft, dtype)
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    workspace = 0
+    if limit is not None:  # a CPU step's workspace is not worth a compilation
+        workspace = largest_step_workspace(split, shapes, draft, _buckets(draft))
+    sampling = tree_bytes(shapes.sampling) + tree_bytes((shapes.last_tokens, shapes.kv.block_tables))
+    return MemoryAccount(tree_bytes(split.leaves), sampling, workspace, 0, limit)
+
+
+def _blocks_within(spent: MemoryAccount, per_block: int) -> int:
+    available = (spent.limit or 0) - spent.total
+    blocks = fit_blocks(available, per_block)
+    if blocks < 2:
+        raise ValueError(
+            "the model leaves no memory for KV blocks:\n"
+            + "\n".join(spent.lines())
+            + "\nraise gpu_memory_utilization, or lower max_num_batched_tokens or max_num_seqs"
+        )
+    return blocks
+
+
+def _check_limit(account: MemoryAccount) -> None:
+    if account.limit is not None and account.total > account.limit:
+        raise ValueError(
+            "the engine as configured does not fit in the device's memory:\n"
+            + "\n".join(account.lines())
+            + "\nlower num_blocks or kv_cache_memory_bytes, or raise gpu_memory_utilization"
+        )
+
+
+def _buckets(runtime: RuntimeConfig) -> Buckets:
+    return make_buckets(runtime.max_num_seqs, runtime.max_num_batched_tokens)
+
+
+def _make_scheduler(runtime: RuntimeConfig) -> Scheduler:
+    limits = SchedulerConfig(
+        runtime.max_num_seqs, runtime.max_num_batched_tokens, runtime.max_model_len
+    )
+    return Scheduler(limits, BlockManager(runtime.num_blocks, runtime.block_size))
+
+
+def _make_runner(
+    split: SplitModel,
+    shapes: Shapes,
+    runtime: RuntimeConfig,
+    eos_token_ids: frozenset[int],
+    reporter: Reporter,
+) -> ModelRunner:
+    buckets = _buckets(runtime)
+    with reporter.phase("compiling"):
+        programs = compile_programs(
+            split,
+            shapes,
+            runtime,
+            buckets,
+            threads=os.cpu_count() or 1,
+            progress=partial(_report_compiled, reporter),
+        )
+    with reporter.phase("warming up"):
+        runner = ModelRunner(split, shapes, runtime, buckets, programs, eos_token_ids)
+        runner.warm_up()
+    return runner
+
+
+def _report_compiled(reporter: Reporter, done: int, total: int) -> None:
+    if done == total or done % 10 == 0:
+        reporter.say(f"compiled {done} of {total} programs")
+
+
+def _describe(runtime: RuntimeConfig, account: MemoryAccount, device) -> list[str]:
+    capacity = (runtime.num_blocks - 1) * runtime.block_size
+    return [
+        f"memory of {device.device_kind}:",
+        *account.lines(),
+        f"KV pool of {runtime.num_blocks - 1:,} blocks of {runtime.block_size} tokens "
+        f"({capacity:,} tokens), up to {runtime.max_num_seqs} sequences of up to "
+        f"{runtime.max_model_len:,} tokens, {runtime.max_num_batched_tokens:,} tokens a step",
+    ]
+
+
+def _eos_token_ids(
+    folder: Path, model: ModelConfig, tokenizer: Tokenizer | None
+) -> frozenset[int]:
+    """End tokens of the model's config, its generation config and its tokenizer."""
+    found = set(model.eos_token_ids)
+    path = folder / "generation_config.json"
+    if path.is_file():
+        listed = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        found.update(listed if isinstance(listed, list) else [listed])
+    found.add(tokenizer.eos_token_id if tokenizer is not None else None)
+    return frozenset(token for token in found if isinstance(token, int))
