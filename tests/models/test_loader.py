@@ -1,11 +1,4 @@
-"""Loading into a small model with every kind of layout: values, strictness, dtypes, host memory."""
-
-import os
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from pathlib import Path
+"""Loading into a small model with every kind of layout: values, strictness, dtypes."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +6,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
-from peak_memory import write_checkpoint
 from safetensors.numpy import save_file
 
 from jpaged.models import loader
@@ -282,26 +274,3 @@ def test_dummy_weights_need_no_folder_and_depend_on_the_seed_alone():
 def test_unknown_options_are_refused(tmp_path, options, complaint):
     with pytest.raises(ValueError, match=complaint):
         load(tmp_path, **options)
-
-
-def peak_memory(folder, how):
-    """Runs peak_memory.py in a process of its own and returns what it measured."""
-    script = Path(__file__).with_name("peak_memory.py")
-    run = subprocess.run(
-        [sys.executable, script, folder, how],
-        cwd=script.parents[2],
-        env=os.environ | {"PYTHONPATH": str(script.parents[2]), "JAX_PLATFORMS": "cpu"},
-        stdout=subprocess.PIPE,
-        check=True,
-    )
-    return float(run.stdout)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_peak_host_memory_stays_under_1_3_of_the_largest_shard(tmp_path):
-    """The hard case: each shard one tensor, cast on the way. Reading it all first must fail."""
-    write_checkpoint(tmp_path)
-    with ThreadPoolExecutor() as pool:
-        streamed, naive = pool.map(partial(peak_memory, tmp_path), ["load", "naive"])
-    assert streamed < 1.3
-    assert naive > 1.9

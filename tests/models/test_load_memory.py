@@ -1,0 +1,34 @@
+"""The loader's peak host memory, measured in a process of its own."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+from peak_memory import write_checkpoint
+
+
+def peak_memory(folder, how):
+    """Runs peak_memory.py in a process of its own and returns what it measured."""
+    script = Path(__file__).with_name("peak_memory.py")
+    run = subprocess.run(
+        [sys.executable, script, folder, how],
+        cwd=script.parents[2],
+        env=os.environ | {"PYTHONPATH": str(script.parents[2]), "JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    return float(run.stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_peak_host_memory_stays_under_1_3_of_the_largest_shard(tmp_path):
+    """The hard case: each shard one tensor, cast on the way. Reading it all first must fail."""
+    write_checkpoint(tmp_path)
+    with ThreadPoolExecutor() as pool:
+        streamed, naive = pool.map(partial(peak_memory, tmp_path), ["load", "naive"])
+    assert streamed < 1.3
+    assert naive > 1.9
