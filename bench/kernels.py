@@ -155,7 +155,7 @@ def provenance():
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Times the attention kernels.")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
@@ -168,7 +168,7 @@ def main():
         print(line(rows[-1]), flush=True)
     report = provenance() | {"cases": rows}
     arguments.results.mkdir(parents=True, exist_ok=True)
-    path = arguments.results / f"kernels_{report['device'].replace(' ', '_')}.json"
+    path = arguments.results / f"kernels_{jax.devices()[0].device_kind.replace(' ', '_')}.json"
     path.write_text(json.dumps(report, indent=2) + "\n")
     print(f"wrote {path}")
 

@@ -12,6 +12,10 @@ lengths, never the block table's width. Decode runs all sequences in one loop; p
 after tile (see tiles.py), each with its own bounds. Masked values are replaced, never multiplied
 by zero: an unused slot may hold NaN.
 
+Writes are in place where the pool is donated, but for bfloat16 on a CPU: XLA's CPU compiler has no
+bfloat16 scatter (nor dynamic update) and converts the whole pool to float32 and back. Keep pools
+on a CPU in float32 or float16.
+
 Online softmax: Milakov and Gimelshein 2018, arXiv:1805.02867. Paged attention: Kwon et al. 2023,
 arXiv:2309.06180.
 """

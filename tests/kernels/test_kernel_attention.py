@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -167,7 +168,7 @@ def test_xla_memory_does_not_grow_with_the_block_table():
 
     def temporary_bytes(width):
         tables = jax.ShapeDtypeStruct((2, width), jnp.int32)
-        compiled = run.lower(batch.q_decode, batch.kv, tables, batch.seq_lens).compile()
+        compiled: Any = run.lower(batch.q_decode, batch.kv, tables, batch.seq_lens).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporary_bytes(4096) - temporary_bytes(8) < 2 * 2 * 4096 * 4

@@ -5,6 +5,7 @@ memory: `pytest -m gpu` does.
 """
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ def _lowered(function, *arguments):
         return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def _floats(dtype, *shape):
+def _floats(dtype, *shape) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 

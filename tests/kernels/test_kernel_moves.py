@@ -1,6 +1,7 @@
 """KV write and block copy: bit for bit what the references give, in place."""
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from kernel_cases import BF16, F16, F32, IMPLEMENTATIONS, require
 
-from pallas_kernels import LayerKV, copy_blocks, reference, write_kv
+from pallas_kernels import Backend, LayerKV, copy_blocks, reference, write_kv
 
 SHAPES = [(F32, 8, 2, 80), (BF16, 16, 3, 64), (F16, 128, 1, 256), (BF16, 24, 32, 128)]
 
@@ -56,21 +57,24 @@ def test_nothing_to_move(backend):
 
 @pytest.mark.parametrize("backend", [IMPLEMENTATIONS[0], IMPLEMENTATIONS[2]])
 @pytest.mark.parametrize("op", ["write", "copy"])
-def test_pool_is_updated_in_place(op, backend):
+@pytest.mark.parametrize("dtype", [F32, F16, BF16])
+def test_pool_is_updated_in_place(op, dtype, backend):
     """With the pool donated, the optimised program holds no copy of it, nor an allocation."""
     require(backend)
+    if backend is Backend.XLA and dtype is BF16:
+        pytest.skip("XLA's CPU compiler has no bfloat16 scatter; see xla.py")
     shape = (16, 16, 2, 64)
-    kv = LayerKV(*(jnp.zeros(shape, BF16) for _ in range(2)))
+    kv = LayerKV(*(jnp.zeros(shape, dtype) for _ in range(2)))
     indices = jnp.asarray([3, 18, 35], jnp.int32)
     if op == "write":
-        rows = jnp.ones((3, 2, 64), BF16)
+        rows = jnp.ones((3, 2, 64), dtype)
         run = jax.jit(lambda *arrays: write_kv(*arrays, backend=backend), donate_argnums=0)
         arguments = (kv, rows, rows, indices)
     else:
         run = jax.jit(lambda *arrays: copy_blocks(*arrays, backend=backend), donate_argnums=0)
         arguments = ((kv,), jnp.asarray([1, 2], jnp.int32), jnp.asarray([3, 4], jnp.int32))
-    compiled = run.lower(*arguments).compile()
-    pool_copy = r"bf16\[(16,16,2,64|256,128|16,2048|512,64)\]\S* copy"
+    compiled: Any = run.lower(*arguments).compile()
+    pool_copy = r"f\d+\[(16,16,2,64|256,128|16,2048|512,64)\]\S* copy"
     assert not re.search(pool_copy, compiled.as_text())
     assert compiled.memory_analysis().alias_size_in_bytes >= 2 * kv.k.nbytes
     assert compiled.memory_analysis().temp_size_in_bytes < kv.k.nbytes
