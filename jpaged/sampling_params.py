@@ -7,6 +7,7 @@ import math
 import numbers
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import no_type_check
 
 DEFAULT_MAX_LOGPROBS = 20
 """The most log-probabilities a token that an engine gives unless it is told otherwise."""
@@ -14,6 +15,7 @@ DEFAULT_MAX_LOGPROBS = 20
 _MIN_SEED, _MAX_SEED = -(2**63), 2**64 - 1
 
 
+@no_type_check  # it checks itself, with messages for people: `temperature=0` is as good as 0.0
 @dataclass(frozen=True)
 class SamplingParams:
     """How the tokens of one request are chosen and when it ends.
@@ -240,9 +242,16 @@ def _check_float(
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         kind = type(value).__name__
         raise TypeError(f"{name}={value!r} is a {kind}: it must be a number {hint}")
-    number = float(value)
+    number = _as_float(value)
     if not math.isfinite(number) or not low <= number <= high or number <= above:
         raise ValueError(f"{name}={value} is out of range: it must be a number {hint}")
+
+
+def _as_float(value: numbers.Real) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def _check_ids(name: str, ids: object) -> None:

@@ -1,0 +1,149 @@
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jpaged.sampling_params import SamplingParams
+
+
+def test_defaults_are_vllms():
+    params = SamplingParams()
+    assert (params.n, params.temperature, params.top_p, params.top_k) == (1, 1.0, 1.0, 0)
+    assert (params.min_p, params.repetition_penalty, params.max_tokens) == (0.0, 1.0, 16)
+    assert params.seed is None
+    assert params.logprobs is None
+    assert params.skip_special_tokens
+    assert params.detokenize
+    assert not params.adjusts_logits
+    assert not params.truncates
+
+
+def test_importing_parameters_imports_no_jax():
+    code = "import sys, jpaged.sampling_params; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("temperature", (-0.1, float("nan"), float("inf"), 10**400)),
+        ("top_p", (0.0, -0.5, 1.01, float("nan"))),
+        ("top_k", (-2,)),
+        ("min_p", (-0.01, 1.01, float("nan"))),
+        ("repetition_penalty", (0.0, -1.0, float("inf"))),
+        ("presence_penalty", (-2.01, 2.01, float("nan"))),
+        ("frequency_penalty", (-2.01, 2.01)),
+        ("seed", (-(2**63) - 1, 2**64)),
+        ("n", (0, -1)),
+        ("max_tokens", (0, -3)),
+        ("min_tokens", (-1, 17)),
+        ("logprobs", (-1,)),
+        ("prompt_logprobs", (-1,)),
+        ("stop", ("", ["a", ""])),
+        ("stop_token_ids", ([-1],)),
+        ("allowed_token_ids", ([], [-1])),
+        ("logit_bias", ({-1: 0.0}, {3: 100.5}, {3: float("nan")}, {3: -101})),
+    ],
+)
+def test_out_of_range_is_refused_by_name(name, values):
+    for value in values:
+        with pytest.raises(ValueError, match=name):
+            SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("temperature", ("1", None, True, 1j)),
+        ("top_p", (True, "0.9")),
+        ("top_k", (1.0, True, None)),
+        ("n", (1.0, True)),
+        ("seed", (1.5, True, "1")),
+        ("max_tokens", (1.0, True)),
+        ("min_tokens", (0.0, None)),
+        ("logprobs", (True, 1.0)),
+        ("stop", (3, [3], {"a": 1})),
+        ("stop_token_ids", (3, "3", [1.0], [True])),
+        ("allowed_token_ids", (3, ["a"])),
+        ("logit_bias", ([1], {"1": 0.0}, {1: "a"}, {1: True})),
+        ("ignore_eos", (0, None)),
+        ("detokenize", (1,)),
+        ("skip_special_tokens", ("yes",)),
+        ("include_stop_str_in_output", (1,)),
+    ],
+)
+def test_wrong_type_is_refused_by_name(name, values):
+    for value in values:
+        with pytest.raises(TypeError, match=name):
+            SamplingParams(**{name: value})
+
+
+def test_edges_are_taken():
+    SamplingParams(temperature=0.0, top_p=1e-9, top_k=-1, min_p=1.0, max_tokens=None)
+    SamplingParams(temperature=1, top_p=1, presence_penalty=-2, frequency_penalty=2)
+    SamplingParams(seed=2**64 - 1, min_tokens=16, logprobs=0, prompt_logprobs=0)
+    SamplingParams(seed=-(2**63), logit_bias={0: 100, 1: -100.0}, max_tokens=None, min_tokens=99)
+
+
+def test_numpy_numbers_are_numbers():
+    SamplingParams(temperature=np.float32(0.5), top_k=np.int64(3), seed=np.uint64(2**63))
+    with pytest.raises(TypeError, match="ignore_eos"):
+        SamplingParams(ignore_eos=np.bool_(True))
+
+
+def test_several_completions_are_refused_for_now():
+    with pytest.raises(ValueError, match=r"n=2 is not supported yet.*leave n at 1"):
+        SamplingParams(n=2)
+
+
+def test_stop_strings_need_text():
+    assert SamplingParams(stop="end").stop_strings == ("end",)
+    assert SamplingParams(stop=["a", "b"]).stop_strings == ("a", "b")
+    assert SamplingParams().stop_strings == ()
+    with pytest.raises(ValueError, match="detokenize"):
+        SamplingParams(stop="end", detokenize=False)
+
+
+def test_max_tokens_bounds_min_tokens():
+    with pytest.raises(ValueError, match=r"min_tokens=5 is more than max_tokens=4.*raise"):
+        SamplingParams(min_tokens=5, max_tokens=4)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(stop_token_ids=[9, 10]),
+        SamplingParams(allowed_token_ids={10, 3}),
+        SamplingParams(logit_bias={10: 1.0}),
+    ],
+)
+def test_ids_are_held_against_the_logits_width(params):
+    params.validate_for(11)
+    with pytest.raises(ValueError, match=r"ids \[10\].*from 0 to 9"):
+        params.validate_for(10)
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_logprobs_are_held_against_the_engine(name):
+    params = SamplingParams(**{name: 20})
+    params.validate_for(100)
+    with pytest.raises(ValueError, match=f"{name}=20.*max_logprobs=5"):
+        params.validate_for(100, 5)
+
+
+def test_min_tokens_must_leave_something_to_choose():
+    params = SamplingParams(min_tokens=1, allowed_token_ids=[2, 3], stop_token_ids=[3])
+    params.validate_for(10)
+    with pytest.raises(ValueError, match="min_tokens=1 forbids"):
+        params.validate_for(10, eos_token_ids=(2,))
+    SamplingParams(allowed_token_ids=[2]).validate_for(10, eos_token_ids=(2,))
+
+
+def test_ending_ids_hold_the_models_own_unless_ignored():
+    params = SamplingParams(stop_token_ids=[5])
+    assert params.ending_ids((2,)) == {2, 5}
+    assert params.first_forbidden_ids((2,)) == frozenset()
+    ignoring = SamplingParams(stop_token_ids=[5], ignore_eos=True, min_tokens=1)
+    assert ignoring.ending_ids((2,)) == {5}
+    assert ignoring.first_forbidden_ids((2,)) == {5}
