@@ -85,17 +85,7 @@ def test_every_value_arrives_once_and_sharding_changes_nothing(tmp_path, name):
         np.testing.assert_array_equal(value, many[path], err_msg=path)
 
 
-# These rules regroup the elements of a transposed tensor instead of refusing it.
-REGROUPING = {"gpt2", "llama-biased", "qwen3-tied"}
-
-
-def regrouping(name):
-    return [pytest.mark.xfail(reason="reshape does not pin D")] if name in REGROUPING else []
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=regrouping(name)) for name in HF_CONFIGS]
-)
+@pytest.mark.parametrize("name", HF_CONFIGS)
 def test_each_matrix_lying_the_wrong_way_round_is_refused(tmp_path, name):
     make_checkpoint(tmp_path, HF_CONFIGS[name])
     config = ModelConfig.from_hf(read_config(tmp_path))
