@@ -210,7 +210,7 @@ def _resolve_model_len(asked: int | None, model_max_len: int, defaults: Platform
 
 
 def _fit_model_len(config: RuntimeConfig, asked: int | None) -> RuntimeConfig:
-    """A sequence of `max_model_len` tokens must fit in the pool alone, or it could wait for ever."""
+    """A sequence of `max_model_len` tokens must fit in the pool alone, or it might never run."""
     capacity = (config.num_blocks - 1) * config.block_size
     if capacity < 2:
         raise ValueError(

@@ -186,7 +186,9 @@ class Engine:
             TypeError, ValueError: a prompt or a parameter is not acceptable; none was started.
         """
         checked = normalize_prompts(prompts, vocab_size=self.vocab_size)
-        pairs = list(zip(map(self._tokenize, checked), pair_params(params, len(checked)), strict=True))
+        pairs = list(
+            zip(map(self._tokenize, checked), pair_params(params, len(checked)), strict=True)
+        )
         ids: list[str] = []
         disable = None if use_tqdm is None and len(pairs) > 1 else not use_tqdm
         try:

@@ -112,7 +112,7 @@ def _prepare_jax(config: EngineConfig) -> None:
 
     JAX reserves three quarters of a GPU by default; the share the caller asked for replaces that.
     """
-    if jax.config.jax_pjrt_client_create_options is None:
+    if jax.config.values["jax_pjrt_client_create_options"] is None:
         fraction = {"memory_fraction": float(config.gpu_memory_utilization)}
         jax.config.update("jax_pjrt_client_create_options", fraction)
     if config.compilation_cache_dir is not None:
@@ -172,7 +172,9 @@ def _account(
     workspace = 0
     if limit is not None:  # a CPU step's workspace is not worth a compilation
         workspace = largest_step_workspace(split, shapes, draft, _buckets(draft))
-    sampling = tree_bytes(shapes.sampling) + tree_bytes((shapes.last_tokens, shapes.kv.block_tables))
+    sampling = tree_bytes(shapes.sampling) + tree_bytes(
+        (shapes.last_tokens, shapes.kv.block_tables)
+    )
     return MemoryAccount(tree_bytes(split.leaves), sampling, workspace, 0, limit)
 
 
@@ -247,11 +249,9 @@ def _describe(runtime: RuntimeConfig, account: MemoryAccount, device) -> list[st
     ]
 
 
-def _eos_token_ids(
-    folder: Path, model: ModelConfig, tokenizer: Tokenizer | None
-) -> frozenset[int]:
+def _eos_token_ids(folder: Path, model: ModelConfig, tokenizer: Tokenizer | None) -> frozenset[int]:
     """End tokens of the model's config, its generation config and its tokenizer."""
-    found = set(model.eos_token_ids)
+    found: set[object] = set(model.eos_token_ids)
     path = folder / "generation_config.json"
     if path.is_file():
         listed = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")

@@ -1,7 +1,8 @@
 """Packing a step's inputs: one int32 array a step travels to the device.
 
-The host fills it with numpy; the jitted steps take it apart with `unpack_decode` / `unpack_prefill`,
-whose slices are static. Floats travel as their bits. A padded entry points at the padding row.
+The host fills it with numpy; the jitted steps take it apart with `unpack_decode` and
+`unpack_prefill`, whose slices are static. Floats travel as their bits. A padded entry points at the
+padding row.
 
     decode  [B, 6 + W]   one row a sequence:
             token | row | seq_len | block_index | block_id | counted | W sampling parameters
@@ -55,9 +56,7 @@ def decode_packed_shape(batch_size: int) -> tuple[int, int]:
     return batch_size, _HEADER + ROW_WIDTH
 
 
-def prefill_packed_shape(
-    num_tokens: int, batch_size: int, max_blocks_per_seq: int
-) -> tuple[int]:
+def prefill_packed_shape(num_tokens: int, batch_size: int, max_blocks_per_seq: int) -> tuple[int]:
     """Shape of a packed ragged step."""
     return (num_tokens + batch_size * (_HEADER + ROW_WIDTH + max_blocks_per_seq),)
 
@@ -143,9 +142,7 @@ def unpack_prefill(packed: Int32[Array, "X"], *, num_tokens: int, batch_size: in
     """Take a packed ragged step apart, on the device."""
     tokens, per_seq, tables = _split_prefill(packed, num_tokens, batch_size)
     row, query_len, seq_len, counted = (per_seq[:, i] for i in range(4))
-    return PrefillBatch(
-        tokens, row, query_len, seq_len, counted != 0, per_seq[:, _HEADER:], tables
-    )
+    return PrefillBatch(tokens, row, query_len, seq_len, counted != 0, per_seq[:, _HEADER:], tables)
 
 
 def query_start_loc(query_lens: Int32[Array, "B"]) -> Int32[Array, "B+1"]:

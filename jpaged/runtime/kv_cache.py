@@ -62,13 +62,14 @@ def fit_blocks(available: int, bytes_per_block: int) -> int:
     return blocks // POOL_GRANULE * POOL_GRANULE if blocks > POOL_GRANULE else blocks
 
 
-def pool_shape(
+def make_pool(
     model: ModelConfig, num_blocks: int, block_size: int, dtype: DTypeLike
 ) -> tuple[LayerKV, ...]:
-    """The pool's shapes and dtypes, without memory: what compiling needs."""
+    """An empty pool, one pair of arrays [P, S, K, H] a layer."""
     shape = (num_blocks, block_size, model.num_kv_heads, model.head_size)
-    layer = jax.ShapeDtypeStruct(shape, dtype)
-    return tuple(LayerKV(layer, layer) for _ in range(model.num_layers))
+    return tuple(
+        LayerKV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(model.num_layers)
+    )
 
 
 def tree_bytes(tree) -> int:

@@ -18,7 +18,7 @@ from jpaged.config import MAX_LOGPROBS, RuntimeConfig
 from jpaged.models.config import ModelConfig
 from jpaged.runtime.batch import decode_packed_shape, prefill_packed_shape
 from jpaged.runtime.buckets import Buckets
-from jpaged.runtime.kv_cache import pool_shape
+from jpaged.runtime.kv_cache import make_pool
 from jpaged.runtime.sampler import ROW_WIDTH, SamplerLevel, SamplingState, init_state, load_row
 from jpaged.runtime.steps import (
     KVState,
@@ -81,12 +81,14 @@ class Shapes:
     def of(split: SplitModel, model: ModelConfig, config: RuntimeConfig, dtype) -> "Shapes":
         """The shapes a configuration implies."""
         rows = config.num_rows
+
+        def kv_state() -> KVState:
+            pool = make_pool(model, config.num_blocks, config.block_size, dtype)
+            return KVState(pool, jnp.zeros((rows, config.max_blocks_per_seq), jnp.int32))
+
         return Shapes(
             leaves=tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in split.leaves),
-            kv=KVState(
-                pool_shape(model, config.num_blocks, config.block_size, dtype),
-                _int32(rows, config.max_blocks_per_seq),
-            ),
+            kv=jax.eval_shape(kv_state),
             last_tokens=_int32(rows),
             sampling=jax.eval_shape(partial(init_state, config.num_rows, config.vocab_size)),
             hidden=jax.ShapeDtypeStruct((model.hidden_size,), dtype),
@@ -179,9 +181,7 @@ def _lowerings(
 def _lower_decode(split: SplitModel, shapes: Shapes, config: RuntimeConfig, seqs: int):
     step = split.jit(decode_step, donate=("state",), backend=config.backend)
     packed = _int32(*decode_packed_shape(seqs))
-    return step.lower(
-        shapes.leaves, state=shapes.kv, last_tokens=shapes.last_tokens, packed=packed
-    )
+    return step.lower(shapes.leaves, state=shapes.kv, last_tokens=shapes.last_tokens, packed=packed)
 
 
 def _lower_prefill(
@@ -195,9 +195,7 @@ def _lower_prefill(
         backend=config.backend,
     )
     packed = _int32(*prefill_packed_shape(tokens, seqs, config.max_blocks_per_seq))
-    return step.lower(
-        shapes.leaves, state=shapes.kv, last_tokens=shapes.last_tokens, packed=packed
-    )
+    return step.lower(shapes.leaves, state=shapes.kv, last_tokens=shapes.last_tokens, packed=packed)
 
 
 def _lower_prompt_logprobs(split: SplitModel, shapes: Shapes, tokens: int):
@@ -212,11 +210,13 @@ def _lower_sample(shapes: Shapes, config: RuntimeConfig, seqs: int, level: Sampl
         partial(sample_step, level=level, max_logprobs=MAX_LOGPROBS),
         donate_argnames=("last_tokens", "sampling"),
     )
-    inputs = SampleInputs(
-        rows=_int32(seqs),
-        counted=jax.ShapeDtypeStruct((seqs,), jnp.bool_),
-        encoded=_int32(seqs, ROW_WIDTH),
-        positions=_int32(seqs),
+    inputs = jax.eval_shape(
+        lambda: SampleInputs(
+            rows=jnp.zeros(seqs, jnp.int32),
+            counted=jnp.zeros(seqs, jnp.bool_),
+            encoded=jnp.zeros((seqs, ROW_WIDTH), jnp.int32),
+            positions=jnp.zeros(seqs, jnp.int32),
+        )
     )
     logits = jax.ShapeDtypeStruct((seqs, config.vocab_size), jnp.float32)
     sampling = shapes.sampling if level >= SamplerLevel.ADJUSTED else None

@@ -1,8 +1,8 @@
 """The jitted step functions: pure, every input an argument, the big arrays donated.
 
 A step is two programs launched back to back: a forward (`decode_step` or `prefill_step`), which
-leaves the logits on the device, and `sample_step`, which reads them there. Apart, the unrolled model
-compiles once a shape and not once a shape and sampling level (docs/decisions/0003).
+leaves the logits on the device, and `sample_step`, which reads them there. Apart, the unrolled
+model compiles once a shape and not once a shape and sampling level (docs/decisions/0003).
 """
 
 from typing import NamedTuple, Protocol
@@ -172,9 +172,7 @@ def prompt_logprobs_step(
     targets: Int32[Array, "C"],
     *,
     max_logprobs: int,
-) -> tuple[
-    Float32[Array, "C"], Int32[Array, "C"], Int32[Array, "C L"], Float32[Array, "C L"]
-]:
+) -> tuple[Float32[Array, "C"], Int32[Array, "C"], Int32[Array, "C L"], Float32[Array, "C L"]]:
     """How likely the model found some of the prompt's own tokens.
 
     Args:
@@ -218,4 +216,3 @@ def _token_positions(
     from_end = starts[owner + 1] - index
     positions = jnp.where(real, seq_lens[owner] - from_end, 0)
     return owner, positions, real
-

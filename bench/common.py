@@ -1,0 +1,196 @@
+"""What the benchmarks share: model shapes, request lengths, floors, and the JSON record."""
+
+import datetime
+import json
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jpaged import Engine
+from jpaged.runtime.kv_cache import block_bytes
+
+RESULTS = Path(__file__).parent / "results"
+
+# The H200's measured limits; the floors below stand on them.
+BYTES_PER_SECOND = 4.3e12
+FLOPS_PER_SECOND = 790e12
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+}
+SHAPES: dict[str, dict] = {
+    "qwen3-0.6b": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+    },
+    "llama-3.1-8b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5e5,
+        "rope_scaling": _LLAMA3_ROPE,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+    },
+}
+
+
+def make_engine(shape: str, **options) -> Engine:
+    """An engine of a published shape with random weights; no checkpoint is needed."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]), encoding="utf-8")
+        return Engine(folder, load_format="dummy", skip_tokenizer_init=True, **options)
+
+
+def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[list[int]]:
+    """Prompts of the given lengths."""
+    rng = np.random.RandomState(seed)
+    return [rng.randint(0, vocab_size, n).tolist() for n in lengths]
+
+
+def sharegpt_like_lengths(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Log-normal prompt and output lengths (sigma 1, means 161 and 338, clipped to 4..1024)."""
+    rng = np.random.RandomState(0)
+
+    def draw(mean: float) -> np.ndarray:
+        drawn = rng.lognormal(np.log(mean) - 0.5, 1.0, count)
+        return np.clip(drawn, 4, 1024).astype(int)
+
+    return draw(161), draw(338)
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The fewest seconds a model shape needs on the chip: bytes at 4.3 TB/s, FLOPs at 790 T/s.
+
+    Attributes:
+        weight_bytes: Read once a decode step (the token embedding is gathered, not read).
+        kv_bytes_per_token: K and V of one token in all layers.
+        flops_per_token: Of the matrix products of one token.
+    """
+
+    weight_bytes: float
+    kv_bytes_per_token: float
+    flops_per_token: float
+
+    @staticmethod
+    def of(engine: Engine) -> "Floor":
+        """From a running engine's own account."""
+        model = engine.model_config
+        weights = engine.memory_account.weights
+        itemsize = 2
+        if not model.tie_word_embeddings:
+            weights -= model.vocab_size * model.hidden_size * itemsize
+        head_flops = 2 * model.vocab_size * model.hidden_size
+        return Floor(
+            weight_bytes=weights,
+            kv_bytes_per_token=block_bytes(model, 1, "bfloat16"),
+            flops_per_token=2 * weights / itemsize - head_flops,
+        )
+
+    def decode_step(self, num_seqs: int, context: float) -> float:
+        """Seconds of a step of `num_seqs` sequences with `context` tokens each on average."""
+        kv = num_seqs * context * self.kv_bytes_per_token
+        compute = num_seqs * self.flops_per_token / FLOPS_PER_SECOND
+        return max((self.weight_bytes + kv) / BYTES_PER_SECOND, compute)
+
+    def prefill(self, num_tokens: int) -> float:
+        """Seconds of prefilling `num_tokens` (attention's own FLOPs left out)."""
+        return num_tokens * self.flops_per_token / FLOPS_PER_SECOND
+
+    def generation(
+        self, prompts: Sequence[int], outputs: Sequence[int], max_num_seqs: int
+    ) -> float:
+        """Seconds of serving requests of these lengths, `max_num_seqs` at a time.
+
+        KV is read once for each output token but a sequence's first, over all that precedes it.
+        """
+        lengths = list(zip(prompts, outputs, strict=True))
+        kv_tokens = sum((m - 1) * n + m * (m - 1) / 2 for n, m in lengths)
+        num_steps = sum(m for _, m in lengths) / max_num_seqs
+        reads = num_steps * self.weight_bytes + kv_tokens * self.kv_bytes_per_token
+        return reads / BYTES_PER_SECOND + self.prefill(sum(prompts))
+
+
+def record(name: str, rows: list[dict], **more: object) -> Path:
+    """Write a benchmark's rows with what they were measured on; returns the file."""
+    device = jax.local_devices()[0]
+    kind = device.device_kind.replace(" ", "-").lower()
+    document = {
+        "benchmark": name,
+        "device": device.device_kind,
+        "jax": jax.__version__,
+        "jpaged": version("jpaged") if _installed() else "source tree",
+        "commit": _commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **more,
+        "rows": rows,
+    }
+    path = RESULTS / f"{name}_{kind}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def print_table(rows: list[dict]) -> None:
+    """Rows as an aligned table; the keys of the first are the columns."""
+    columns = list(rows[0])
+    cells = [columns] + [[_cell(row.get(c)) for c in columns] for row in rows]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    for line in cells:
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)
+
+
+def _installed() -> bool:
+    try:
+        version("jpaged")
+    except ModuleNotFoundError:
+        return False
+    return True
+
+
+def _commit() -> str:
+    found = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parent,
+    )
+    return found.stdout.strip() or "unknown"

@@ -1,0 +1,84 @@
+"""Time a token and a step take: cases C and D (`python -m bench.latency`).
+
+    C  1 request, 128 tokens in and 256 out: ms a token
+    D  64 requests, 1,024 in and 128 out: seconds of the prefill, ms a decode step
+
+Greedy, end tokens ignored, random weights, through `Engine.generate`. A decode step's time is that
+of a generation less that of one which ends after its first token, over the steps between.
+"""
+
+import argparse
+import statistics
+import time
+
+from bench.common import SHAPES, Floor, make_engine, print_table, random_prompts, record
+from jpaged import Engine, SamplingParams
+
+CASES = {"C": (1, 128, 256), "D": (64, 1024, 128)}
+# vLLM 0.24 on an H200, and the figures to reach: ms a decode step, s of the prefill.
+REFERENCE = {
+    ("C", "qwen3-0.6b"): (1.64, 0.80, None, None),
+    ("C", "llama-3.1-8b"): (4.90, 4.05, None, None),
+    ("D", "qwen3-0.6b"): (3.73, 2.60, 0.149, 0.130),
+    ("D", "llama-3.1-8b"): (7.63, 6.40, 1.507, 1.40),
+}
+
+
+def timed(engine: Engine, prompts: list[list[int]], max_tokens: int) -> float:
+    """Seconds of one generation."""
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    start = time.perf_counter()
+    engine.generate(prompts, params, use_tqdm=False)
+    return time.perf_counter() - start
+
+
+def measure(engine: Engine, shape: str, case: str, repeats: int) -> dict:
+    """Median times of a case beside the floor."""
+    count, prompt_len, output_len = CASES[case]
+    prompts = random_prompts([prompt_len] * count, engine.vocab_size)
+    timed(engine, prompts, output_len)
+    prefill = statistics.median(timed(engine, prompts, 1) for _ in range(repeats))
+    whole = statistics.median(timed(engine, prompts, output_len) for _ in range(repeats))
+    step = (whole - prefill) / (output_len - 1)
+    floor = Floor.of(engine)
+    step_floor = floor.decode_step(count, prompt_len + output_len / 2)
+    vllm, target, vllm_prefill, target_prefill = REFERENCE.get((case, shape), (None,) * 4)
+    return {
+        "case": case,
+        "model": shape,
+        "ms_a_step": 1e3 * step,
+        "vllm": vllm,
+        "to_reach": target,
+        "floor": 1e3 * step_floor,
+        "of_floor": step_floor / step,
+        "prefill_s": prefill,
+        "vllm_prefill": vllm_prefill,
+        "to_reach_prefill": target_prefill,
+        "floor_prefill": floor.prefill(count * prompt_len),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=[*SHAPES], nargs="+", default=[*SHAPES])
+    parser.add_argument("--case", choices=[*CASES], nargs="+", default=[*CASES])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--synchronous", action="store_true", help="the loop that waits")
+    args = parser.parse_args()
+    rows = []
+    for shape in args.model:
+        engine = make_engine(
+            shape,
+            max_model_len=2048,
+            max_num_seqs=256,
+            async_scheduling=not args.synchronous,
+            verbose=True,
+        )
+        rows += [measure(engine, shape, case, args.repeats) for case in args.case]
+        del engine
+    print_table(rows)
+    print(record("latency", rows, synchronous=args.synchronous))
+
+
+if __name__ == "__main__":
+    main()

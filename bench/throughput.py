@@ -1,0 +1,103 @@
+"""Output tokens a second of the whole engine: cases A and B (`python -m bench.throughput`).
+
+    A  256 requests, 128 tokens in and 128 out
+    B  512 requests with ShareGPT-like lengths
+
+Greedy, end tokens ignored, random weights, through `Engine.generate`.
+"""
+
+import argparse
+import time
+
+import numpy as np
+
+from bench.common import (
+    SHAPES,
+    Floor,
+    make_engine,
+    print_table,
+    random_prompts,
+    record,
+    sharegpt_like_lengths,
+)
+from jpaged import Engine, SamplingParams
+
+# vLLM 0.24 on an H200, and the figures to reach: output tokens a second.
+REFERENCE = {
+    ("A", "qwen3-0.6b"): (50_900, 80_000),
+    ("B", "qwen3-0.6b"): (28_650, 43_000),
+    ("A", "llama-3.1-8b"): (15_350, 18_500),
+    ("B", "llama-3.1-8b"): (12_450, 15_000),
+}
+
+
+def lengths_of(case: str, scale: float) -> tuple[np.ndarray, np.ndarray]:
+    """Prompt and output lengths of a case; `scale` under 1 shortens it for slow machines."""
+    if case == "A":
+        count = max(round(256 * scale), 1)
+        return np.full(count, 128), np.full(count, 128)
+    prompts, outputs = sharegpt_like_lengths(512)
+    count = max(round(512 * scale), 1)
+    return prompts[:count], outputs[:count]
+
+
+def measure(engine: Engine, shape: str, case: str, scale: float = 1.0) -> dict:
+    """Serve a case once and report its throughput beside the floor."""
+    prompt_lens, output_lens = lengths_of(case, scale)
+    prompts = random_prompts(prompt_lens.tolist(), engine.vocab_size)
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=int(n), ignore_eos=True) for n in output_lens
+    ]
+    before = engine.stats()
+    start = time.perf_counter()
+    outputs = engine.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    after = engine.stats()
+    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    floor = Floor.of(engine).generation(
+        prompt_lens.tolist(), output_lens.tolist(), engine.runtime_config.max_num_seqs
+    )
+    vllm, target = REFERENCE.get((case, shape), (None, None)) if scale == 1.0 else (None, None)
+    return {
+        "case": case,
+        "model": shape,
+        "seconds": seconds,
+        "output_tokens_per_s": num_tokens / seconds,
+        "vllm": vllm,
+        "to_reach": target,
+        "floor_tokens_per_s": num_tokens / floor,
+        "of_floor": floor / seconds,
+        "steps": after.num_steps - before.num_steps,
+        "preemptions": after.num_preemptions - before.num_preemptions,
+        "ms_a_step": 1e3 * seconds / max(after.num_steps - before.num_steps, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=[*SHAPES], nargs="+", default=[*SHAPES])
+    parser.add_argument("--case", choices=["A", "B"], nargs="+", default=["A", "B"])
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the requests to run")
+    parser.add_argument("--synchronous", action="store_true", help="the loop that waits")
+    args = parser.parse_args()
+    rows = []
+    for shape in args.model:
+        start = time.perf_counter()
+        engine = make_engine(
+            shape,
+            max_model_len=2048,
+            max_num_seqs=256,
+            async_scheduling=not args.synchronous,
+            verbose=True,
+        )
+        print(f"{shape}: engine ready in {time.perf_counter() - start:.1f} s", flush=True)
+        for case in args.case:
+            measure(engine, shape, case, args.scale)  # once to warm caches
+            rows.append(measure(engine, shape, case, args.scale))
+        del engine
+    print_table(rows)
+    print(record("throughput", rows, scale=args.scale, synchronous=args.synchronous))
+
+
+if __name__ == "__main__":
+    main()
