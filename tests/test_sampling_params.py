@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -87,9 +88,11 @@ def test_edges_are_taken():
 
 
 def test_numpy_numbers_are_numbers():
-    SamplingParams(temperature=np.float32(0.5), top_k=np.int64(3), seed=np.uint64(2**63))
+    numbers: dict[str, Any] = {"temperature": np.float32(0.5), "seed": np.uint64(2**63)}
+    SamplingParams(**numbers)
+    not_a_bool: Any = np.bool_(True)
     with pytest.raises(TypeError, match="ignore_eos"):
-        SamplingParams(ignore_eos=np.bool_(True))
+        SamplingParams(ignore_eos=not_a_bool)
 
 
 def test_several_completions_are_refused_for_now():
@@ -126,7 +129,8 @@ def test_ids_are_held_against_the_logits_width(params):
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
 def test_logprobs_are_held_against_the_engine(name):
-    params = SamplingParams(**{name: 20})
+    asked: dict[str, Any] = {name: 20}
+    params = SamplingParams(**asked)
     params.validate_for(100)
     with pytest.raises(ValueError, match=f"{name}=20.*max_logprobs=5"):
         params.validate_for(100, 5)

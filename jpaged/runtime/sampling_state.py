@@ -72,6 +72,7 @@ def encode_row(params: SamplingParams, seed: int) -> np.ndarray:
         ],
         np.float32,
     )
+    seed = int(seed)  # a numpy integer would overflow
     words = np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)
     counts = [min(max(params.top_k, 0), _INT32_MAX), min(params.min_tokens, _INT32_MAX)]
     return np.concatenate([floats.view(np.int32), words.view(np.int32), np.array(counts, np.int32)])

@@ -1,0 +1,423 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpaged.runtime.sampler import (
+    PADDING_ROW,
+    ROW_WIDTH,
+    SamplerLevel,
+    adjust,
+    bias_row,
+    decode_rows,
+    encode_row,
+    ending_row,
+    init_state,
+    load_row,
+    record_tokens,
+    required_level,
+    sample,
+    token_logprobs,
+)
+from jpaged.sampling_params import SamplingParams
+
+V = 40
+_sample = jax.jit(sample, static_argnames=("level", "max_logprobs"))
+_load_row = jax.jit(load_row)
+_record = jax.jit(record_tokens)
+
+_PARAMS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.7),
+    SamplingParams(temperature=1.3, top_p=0.8),
+    SamplingParams(top_k=5),
+    SamplingParams(temperature=2.0, min_p=0.05, top_p=0.95, top_k=30),
+    SamplingParams(temperature=5.0),
+    SamplingParams(temperature=0.9, top_p=0.3, top_k=-1),
+    SamplingParams(temperature=0.0, top_k=3),
+]
+
+
+def _rows(params, seeds, positions):
+    packed = np.stack([encode_row(one, seed) for one, seed in zip(params, seeds, strict=True)])
+    return decode_rows(jnp.asarray(packed), jnp.asarray(positions, jnp.int32))
+
+
+def _tokens(logits, rows, level, state=None, row_ids=None):
+    ids = jnp.arange(len(logits), dtype=jnp.int32) if row_ids is None else row_ids
+    return np.asarray(_sample(jnp.asarray(logits), rows, state, ids, level=level).token_ids)
+
+
+def _draws(row, count, params=None, *, seeds=(11,), positions=None):
+    """`count` tokens from one row of logits: one seed at many positions, unless told otherwise."""
+    params = params or SamplingParams()
+    words = np.array([[seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF] for seed in seeds], np.uint32)
+    positions = np.arange(count) if positions is None else np.array(positions)
+    packed = np.broadcast_to(encode_row(params, 0), (count, ROW_WIDTH))
+    rows = decode_rows(jnp.asarray(packed), jnp.asarray(positions, jnp.int32))
+    rows = rows._replace(seed=jnp.asarray(np.broadcast_to(words, (count, 2))))
+    logits = np.broadcast_to(np.asarray(row, np.float32), (count, len(row)))
+    return _tokens(logits, rows, required_level(params))
+
+
+def _logits(count, width=V, seed=0):
+    return (np.random.RandomState(seed).randn(count, width) * 3).astype(np.float32)
+
+
+# --- packing ---------------------------------------------------------------------------------
+
+
+def test_a_row_survives_packing():
+    params = SamplingParams(
+        temperature=0.3,
+        top_p=0.9,
+        top_k=7,
+        min_p=0.125,
+        repetition_penalty=1.5,
+        presence_penalty=-0.5,
+        frequency_penalty=0.25,
+        min_tokens=3,
+    )
+    rows = _rows([params, SamplingParams(top_k=-1)], [2**63 + 5, -1], [17, 0])
+    assert encode_row(params, 0).shape == (ROW_WIDTH,) == PADDING_ROW.shape
+    wanted = {
+        "temperature": [0.3, 1.0],
+        "top_p": [0.9, 1.0],
+        "top_k": [7, 0],
+        "min_p": [0.125, 0.0],
+        "repetition": [1.5, 1.0],
+        "presence": [-0.5, 0.0],
+        "frequency": [0.25, 0.0],
+        "min_tokens": [3, 0],
+        "position": [17, 0],
+        "seed": [[2**31, 5], [2**32 - 1, 2**32 - 1]],
+    }
+    for name, values in wanted.items():
+        found = getattr(rows, name)
+        np.testing.assert_array_equal(np.asarray(found), np.array(values, found.dtype), name)
+
+
+def test_extreme_parameters_stay_usable():
+    params = SamplingParams(temperature=1e-60, repetition_penalty=1e-60, top_k=2**40)
+    rows = _rows([params], [0], [0])
+    assert float(rows.temperature[0]) > 0
+    assert float(rows.repetition[0]) > 0
+    assert int(rows.top_k[0]) == 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    ("params", "level"),
+    [
+        (SamplingParams(temperature=0.0), SamplerLevel.GREEDY),
+        (SamplingParams(temperature=0.0, top_p=0.5, top_k=3), SamplerLevel.GREEDY),
+        (SamplingParams(), SamplerLevel.RANDOM),
+        (SamplingParams(top_k=-1), SamplerLevel.RANDOM),
+        (SamplingParams(top_k=1), SamplerLevel.TRUNCATED),
+        (SamplingParams(top_p=0.9), SamplerLevel.TRUNCATED),
+        (SamplingParams(min_p=0.1), SamplerLevel.TRUNCATED),
+        (SamplingParams(temperature=0.0, repetition_penalty=1.1), SamplerLevel.ADJUSTED),
+        (SamplingParams(presence_penalty=0.1), SamplerLevel.ADJUSTED),
+        (SamplingParams(frequency_penalty=0.1), SamplerLevel.ADJUSTED),
+        (SamplingParams(min_tokens=1), SamplerLevel.ADJUSTED),
+        (SamplingParams(logit_bias={1: 1.0}), SamplerLevel.ADJUSTED),
+        (SamplingParams(logit_bias={}), SamplerLevel.RANDOM),
+        (SamplingParams(allowed_token_ids=[1]), SamplerLevel.ADJUSTED),
+        (SamplingParams(temperature=0.0, logprobs=0), SamplerLevel.LOGPROBS),
+        (SamplingParams(temperature=0.0, prompt_logprobs=2), SamplerLevel.GREEDY),
+    ],
+)
+def test_required_level(params, level):
+    assert required_level(params) is level
+
+
+# --- choosing --------------------------------------------------------------------------------
+
+
+def test_greedy_rows_take_the_first_maximum_beside_random_ones():
+    logits = _logits(8)
+    logits[0, [4, 9]] = logits[7, [2, 3]] = 50.0
+    for level in SamplerLevel:
+        state = init_state(9, V)
+        tokens = _tokens(logits, _rows(_PARAMS, range(8), range(8)), level, state)
+        assert tokens[0] == 4
+        assert tokens[7] == 2
+
+
+def test_a_level_above_the_needed_one_changes_no_token():
+    logits = _logits(8, seed=3)
+    rows, state = _rows(_PARAMS, range(8), range(30, 38)), init_state(9, V)
+    by_level = [_tokens(logits, rows, level, state) for level in SamplerLevel]
+    for index, params in enumerate(_PARAMS):
+        needed = by_level[required_level(params)][index]
+        assert all(tokens[index] == needed for tokens in by_level[required_level(params) :])
+
+
+def test_a_token_depends_on_its_own_row_alone():
+    logits, seeds, positions = _logits(8, seed=4), [i * 2**33 - 5 for i in range(8)], range(8)
+    state, level = init_state(9, V), SamplerLevel.ADJUSTED
+    alone = [
+        _tokens(logits[i : i + 1], _rows([_PARAMS[i]], [seeds[i]], [positions[i]]), level, state)[0]
+        for i in range(8)
+    ]
+    for order in ([7, 6, 5, 4, 3, 2, 1, 0], [2, 2, 5, 1, 0, 7, 3, 3, 6, 4, 4, 1, 5], [3, 1, 6]):
+        rows = _rows(*([column[i] for i in order] for column in (_PARAMS, seeds, positions)))
+        together = _tokens(logits[order], rows, level, state)
+        assert together.tolist() == [alone[i] for i in order]
+
+
+def test_noise_is_the_same_whatever_the_flags_of_jax():
+    row = _logits(1)[0]
+    expected = _draws(row, 16)
+    for flag in (True, False):
+        with jax.threefry_partitionable(flag):
+            np.testing.assert_array_equal(_draws(row, 16), expected)
+
+
+def test_seeded_tokens_are_pinned():
+    # Literal: a change here changes the output of every seeded request.
+    drawn = _draws(np.zeros(1000), 8, seeds=[0, 0, 0, 1, 2**32, -1, 2**63, 7])
+    assert drawn.tolist() == [954, 683, 291, 136, 329, 88, 628, 750]
+
+
+def test_padding_disturbs_no_row():
+    params, seeds, positions = [SamplingParams(top_p=0.9)] * 8, range(8), range(8)
+    state, dummy, level = init_state(9, V), 8, SamplerLevel.ADJUSTED
+    logits = _logits(8)
+    full = _tokens(logits, _rows(params, seeds, positions), level, state)
+    logits[2:] = np.nan
+    packed = [encode_row(one, seed) for one, seed in zip(params[:2], seeds, strict=False)]
+    packed = np.stack(packed + [PADDING_ROW] * 6)
+    rows = decode_rows(jnp.asarray(packed), jnp.asarray([0, 1] + [0] * 6, jnp.int32))
+    row_ids = jnp.asarray([0, 1] + [dummy] * 6, jnp.int32)
+    padded = _tokens(logits, rows, level, state, row_ids)
+    np.testing.assert_array_equal(padded[:2], full[:2])
+    counted = _record(state, row_ids, jnp.asarray(padded), jnp.ones(8, jnp.bool_))
+    assert np.asarray(counted.output_counts).sum(axis=1).tolist() == [1, 1, 0, 0, 0, 0, 0, 0, 6]
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-45, 1e-30, 1e-6])
+def test_a_tiny_temperature_is_greedy_and_finite(temperature):
+    logits = _logits(1, seed=8)[0]
+    logits[[0, 5]] = -np.inf
+    params = SamplingParams(temperature=temperature, top_p=0.9, top_k=9, min_p=0.01)
+    assert set(_draws(logits, 8, params)) == {int(np.argmax(logits))}
+
+
+def test_a_huge_temperature_forgets_the_logits_but_not_what_is_forbidden():
+    logits = np.where(np.arange(V) < 4, np.array(100.0 * np.arange(V)), -np.inf)
+    drawn = _draws(logits, 4096, SamplingParams(temperature=1e300))
+    counts = np.bincount(drawn, minlength=V)
+    assert counts[4:].sum() == 0
+    assert counts[:4].min() > 900  # 1,024 expected, 28 its standard deviation
+
+
+def test_a_single_token_is_drawn_however_improbable_its_noise():
+    logits = np.where(np.arange(V) == 17, -1e30, -np.inf)
+    assert set(_draws(logits, 512)) == {17}
+
+
+# --- the distribution ------------------------------------------------------------------------
+
+_COUNT = 20_000
+
+
+def _chi_square(drawn, probabilities):
+    expected = probabilities * len(drawn)
+    counts = np.bincount(drawn, minlength=len(probabilities))
+    assert counts[expected == 0].sum() == 0
+    some = expected > 0
+    return ((counts - expected)[some] ** 2 / expected[some]).sum()
+
+
+def _softmax(x):
+    weight = np.exp(np.asarray(x, np.float64) - np.max(x))
+    return weight / weight.sum()
+
+
+# Quantiles of chi-square at 0.999 for the degrees of freedom used below.
+_LIMIT = {1: 10.83, 3: 16.27, 7: 24.32, 63: 103.4}
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        {"positions": range(_COUNT)},
+        {"seeds": range(_COUNT), "positions": [9] * _COUNT},
+        {"seeds": [i << 32 for i in range(_COUNT)], "positions": [9] * _COUNT},
+    ],
+    ids=["positions", "low words", "high words"],
+)
+def test_draws_follow_the_softmax(kinds):
+    logits = np.array([2.0, 1.0, 0.0, -1.0, -2.0, 1.5, 0.5, -3.0])
+    drawn = _draws(logits, _COUNT, SamplingParams(temperature=0.8), **kinds)
+    probabilities = _softmax(logits / 0.8)
+    assert _chi_square(drawn, probabilities) < _LIMIT[7]
+    observed = np.bincount(drawn, minlength=8) / _COUNT
+    assert np.abs(observed - probabilities).sum() / 2 < 0.012  # total variation; mean 0.006
+
+
+def test_truncated_draws_follow_the_renormalised_softmax():
+    logits = np.log(np.array([0.35, 0.3, 0.2, 0.1, 0.04, 0.01]))
+    drawn = _draws(logits, _COUNT, SamplingParams(top_p=0.9))
+    expected = np.array([0.35, 0.3, 0.2, 0.1, 0, 0]) / 0.95
+    assert _chi_square(drawn, expected) < _LIMIT[3]
+
+
+def test_successive_tokens_are_independent():
+    drawn = _draws(np.zeros(8), _COUNT)
+    pairs = drawn[:-1:2] * 8 + drawn[1::2]
+    assert _chi_square(pairs, np.full(64, 1 / 64)) < _LIMIT[63]
+
+
+def test_a_flat_vocabulary_favours_neither_end():
+    drawn = _draws(np.zeros(4096), 2048)
+    halves = np.bincount(drawn // 2048, minlength=2)
+    assert ((halves - 1024) ** 2 / 1024).sum() < _LIMIT[1]
+
+
+# --- adjustments and state -------------------------------------------------------------------
+
+
+def _adjust_by_hand(logits, params, prompt, output, eos):
+    """The oracle: one row, one token at a time."""
+    x = logits.astype(np.float64).copy()
+    for token in range(len(x)):
+        if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
+            x[token] = -np.inf
+        x[token] += (params.logit_bias or {}).get(token, 0.0)
+        if len(output) < params.min_tokens and token in {*eos, *(params.stop_token_ids or ())}:
+            x[token] = -np.inf
+        if token in prompt or token in output:
+            r = params.repetition_penalty
+            x[token] = x[token] / r if x[token] > 0 else x[token] * r
+        x[token] -= params.presence_penalty * (token in output)
+        x[token] -= params.frequency_penalty * list(output).count(token)
+    return x
+
+
+_ADJUSTING = [
+    SamplingParams(repetition_penalty=1.7),
+    SamplingParams(presence_penalty=0.6),
+    SamplingParams(frequency_penalty=-0.4),
+    SamplingParams(logit_bias={3: 100.0, 4: -100, 39: 2.5}),
+    SamplingParams(allowed_token_ids=[1, 2, 8], logit_bias={2: -3.0, 5: 9.0}),
+    SamplingParams(min_tokens=5, stop_token_ids=[6]),
+    SamplingParams(min_tokens=4, stop_token_ids=[6]),
+    SamplingParams(
+        repetition_penalty=0.5, presence_penalty=1.0, frequency_penalty=2.0, logit_bias={7: 1.0}
+    ),
+]
+
+
+def test_adjustments_are_those_made_by_hand():
+    prompt, output, eos = [1, 2, 2, 7, 0], [7, 8, 8, 39], (11,)
+    logits = _logits(8, seed=6)
+    state = init_state(10, V)
+    row_ids = jnp.asarray([4, 8, 0, 2, 3, 1, 7, 5], jnp.int32)
+    for padding, params, row in zip([-1, V] * 4, _ADJUSTING, row_ids, strict=True):
+        token_ids = jnp.asarray(prompt + output[:2] + [padding] * 5, jnp.int32)
+        bias, ending = bias_row(params, V), ending_row(params, V, eos)
+        lengths = jnp.int32(len(prompt)), jnp.int32(len(prompt) + 2)
+        state = _load_row(state, row, token_ids, *lengths, jnp.asarray(bias), jnp.asarray(ending))
+    for token in output[2:]:
+        state = _record(state, row_ids, jnp.full(8, token, jnp.int32), jnp.ones(8, jnp.bool_))
+    found = adjust(jnp.asarray(logits), _rows(_ADJUSTING, range(8), range(8)), state, row_ids)
+    for row, params, adjusted in zip(logits, _ADJUSTING, np.asarray(found), strict=True):
+        expected = _adjust_by_hand(row, params, prompt, output, eos)
+        np.testing.assert_allclose(adjusted, expected, rtol=1e-6, atol=1e-5)
+
+
+def test_only_counted_tokens_are_recorded():
+    state = init_state(3, V)
+    row_ids, tokens = jnp.asarray([1, 0], jnp.int32), jnp.asarray([V - 1, 5], jnp.int32)
+    state = _record(state, row_ids, tokens, jnp.asarray([True, False]))
+    counts = np.asarray(state.output_counts)
+    assert counts[1, V - 1] == 1
+    assert counts.sum() == 1
+
+
+def test_loading_a_row_again_forgets_what_it_held():
+    state = init_state(3, V)
+    state = _record(state, jnp.asarray([0, 1]), jnp.asarray([4, 4]), jnp.ones(2, jnp.bool_))
+    bias = jnp.full(V, 1.5, jnp.float32)
+    state = _load_row(
+        state, jnp.int32(0), jnp.asarray([1, 9, -1]), jnp.int32(1), jnp.int32(2), bias
+    )
+    counts = np.asarray(state.output_counts)
+    assert np.flatnonzero(counts[0]).tolist() == [9]
+    assert np.flatnonzero(counts[1]).tolist() == [4]
+    assert np.flatnonzero(np.asarray(state.prompt_mask)).tolist() == [1]
+    assert np.asarray(state.logit_bias).sum(axis=1).tolist() == [1.5 * V, 0, 0]
+
+
+def test_reloading_after_preemption_restores_the_counts():
+    prompt, output = [3, 4, 3], [5, 5, 6]
+    load = (jnp.int32(1), jnp.asarray([*prompt, *output], jnp.int32), jnp.int32(3))
+    bias = jnp.zeros(V, jnp.float32)
+    recorded = _load_row(init_state(3, V), *load, jnp.int32(3), bias)
+    for token in output:
+        recorded = _record(recorded, jnp.int32([1]), jnp.int32([token]), jnp.ones(1, jnp.bool_))
+    reloaded = _load_row(recorded, *load, jnp.int32(6), bias)
+    for one, other in zip(recorded, reloaded, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+def test_forbidden_tokens_are_never_drawn():
+    params = SamplingParams(temperature=1e6, allowed_token_ids=[3, 30])
+    state = _load_row(
+        init_state(9, V),
+        jnp.int32(0),
+        jnp.zeros(1, jnp.int32),
+        jnp.int32(1),
+        jnp.int32(1),
+        jnp.asarray(bias_row(params, V)),
+    )
+    level, row_ids, drawn = SamplerLevel.ADJUSTED, jnp.zeros(8, jnp.int32), set()
+    for seed in range(8):
+        rows = _rows([params] * 8, [seed] * 8, range(8))
+        drawn |= set(_tokens(_logits(8), rows, level, state, row_ids).tolist())
+    assert drawn == {3, 30}
+
+
+def test_adjusting_without_a_state_is_refused():
+    with pytest.raises(ValueError, match="state=None at level ADJUSTED"):
+        _tokens(_logits(1), _rows(_PARAMS[:1], [0], [0]), SamplerLevel.ADJUSTED)
+
+
+# --- log-probabilities -----------------------------------------------------------------------
+
+
+def test_logprobs_are_those_of_the_unchanged_logits():
+    params = SamplingParams(temperature=0.0, logit_bias={5: 100.0}, logprobs=3)
+    logits = _logits(1)
+    state = init_state(2, V)._replace(
+        logit_bias=jnp.stack([jnp.asarray(bias_row(params, V)), jnp.zeros(V, jnp.float32)])
+    )
+    rows, row_ids = _rows([params], [0], [0]), jnp.zeros(1, jnp.int32)
+    level = SamplerLevel.LOGPROBS
+    out = _sample(jnp.asarray(logits), rows, state, row_ids, level=level, max_logprobs=3)
+    assert out.token_ids.tolist() == [5]
+    assert out.logprobs is not None
+    np.testing.assert_allclose(out.logprobs[0], np.log(_softmax(logits[0]))[5], rtol=1e-5)
+
+
+def test_token_logprobs_ranks_and_top_tokens():
+    logits = _logits(5, seed=9)
+    tokens = np.array([0, 39, 7, 7, 20], np.int32)
+    logits[3, 7] = logits[3].max() + 1
+    expected = np.stack([np.log(_softmax(row)) for row in logits])
+    out = token_logprobs(jnp.asarray(logits), jnp.asarray(tokens), 4)
+    chosen = expected[np.arange(5), tokens]
+    np.testing.assert_allclose(np.asarray(out.logprobs), chosen, rtol=1e-5, atol=1e-6)
+    assert out.ranks.tolist() == (expected >= chosen[:, None]).sum(axis=1).tolist()
+    assert out.ranks[3] == 1
+    order = np.argsort(-expected, axis=1, kind="stable")[:, :4]
+    np.testing.assert_array_equal(np.asarray(out.top_token_ids), order)
+    top = np.take_along_axis(expected, order, axis=1)
+    np.testing.assert_allclose(np.asarray(out.top_logprobs), top, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("asked", "given"), [(0, 0), (V + 5, V)])
+def test_the_number_of_top_tokens_is_bounded_by_the_vocabulary(asked, given):
+    out = token_logprobs(jnp.asarray(_logits(2)), jnp.zeros(2, jnp.int32), asked)
+    assert out.top_logprobs.shape == out.top_token_ids.shape == (2, given)
