@@ -1,0 +1,161 @@
+"""The forms a prompt may take, brought to one.
+
+A prompt is a string, a list of token ids (any sequence of Python or numpy integers, or a
+one-dimensional numpy array), `{"prompt": str}` or `{"prompt_token_ids": [...]}`; a dict may have
+both keys, then the tokens are used and the text is only reported back.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jpaged.sampling_params import SamplingParams
+
+_KEYS = ("prompt", "prompt_token_ids")
+_FORMS = "a string, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids'"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A checked prompt; at least one of the two is set, and neither is empty.
+
+    Attributes:
+        text: The prompt's text, to tokenise if there are no token ids.
+        token_ids: The prompt's tokens.
+    """
+
+    text: str | None = None
+    token_ids: list[int] | None = None
+
+
+def normalize_prompts(prompts: object, *, vocab_size: int | None = None) -> list[Prompt]:
+    """Bring one prompt, or a list of prompts, to a list of `Prompt`.
+
+    A flat list of integers is one prompt. Token ids are checked against `vocab_size` (ids from 0
+    to `vocab_size - 1`) if it is given.
+
+    Raises:
+        TypeError: something is of a kind that no prompt is; the message says which and where.
+        ValueError: an empty prompt, an unknown key, or a token id out of range.
+    """
+    prompts = _untangle(prompts)
+    if not isinstance(prompts, list) or _is_token_list(prompts):
+        return [normalize_prompt(prompts, name="prompt", vocab_size=vocab_size)]
+    if not prompts:
+        raise ValueError("prompts is empty: give at least one prompt")
+    return [
+        normalize_prompt(prompt, name=f"prompts[{i}]", vocab_size=vocab_size)
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def normalize_prompt(
+    prompt: object, *, name: str = "prompt", vocab_size: int | None = None
+) -> Prompt:
+    """Bring one prompt to a `Prompt`; errors call it `name`. Raises as `normalize_prompts`."""
+    prompt = _untangle(prompt)
+    if isinstance(prompt, Mapping):
+        return _from_mapping(prompt, name, vocab_size)
+    if isinstance(prompt, list):
+        return Prompt(token_ids=_checked_ids(prompt, name, vocab_size))
+    return Prompt(text=_checked_text(prompt, name))
+
+
+def pair_params(params: object, num_prompts: int) -> list[SamplingParams]:
+    """One SamplingParams for each prompt.
+
+    `params` is one for all of them, a list with one for each, or None for the defaults.
+
+    Raises:
+        TypeError: something else than SamplingParams.
+        ValueError: a list whose length is not the number of prompts.
+    """
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    if not isinstance(params, (list, tuple)):
+        raise TypeError(_not_params("params", params))
+    for i, item in enumerate(params):
+        if not isinstance(item, SamplingParams):
+            raise TypeError(_not_params(f"params[{i}]", item))
+    if len(params) != num_prompts:
+        raise ValueError(
+            f"params has {len(params)} entries for {num_prompts} prompts: "
+            "give one SamplingParams for all, or one for each"
+        )
+    return list(params)
+
+
+def _not_params(name: str, value: object) -> str:
+    return f"{name} must be SamplingParams, got {type(value).__name__}: {_shown(value)}"
+
+
+def _untangle(value: object) -> object:
+    """Tuples, ranges and arrays become lists, so that the rest knows one kind of sequence."""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return list(value) if isinstance(value, (tuple, range)) else value
+
+
+def _is_token_list(items: list[Any]) -> bool:
+    """Any integer makes it one: `[1, 2, "x"]` is a prompt with a bad id, not three prompts."""
+    return any(isinstance(item, (int, np.integer)) for item in items)
+
+
+def _from_mapping(prompt: Mapping[Any, Any], name: str, vocab_size: int | None) -> Prompt:
+    unknown = [key for key in prompt if key not in _KEYS]
+    if unknown:
+        raise ValueError(f"{name} has the unknown key {unknown[0]!r}; known are {', '.join(_KEYS)}")
+    text, ids = prompt.get("prompt"), _untangle(prompt.get("prompt_token_ids"))
+    if text is None and ids is None:
+        raise ValueError(f"{name} has neither 'prompt' nor 'prompt_token_ids'")
+    return Prompt(
+        text=None if text is None else _checked_text(text, f"{name}['prompt']"),
+        token_ids=(
+            None if ids is None else _checked_ids(ids, f"{name}['prompt_token_ids']", vocab_size)
+        ),
+    )
+
+
+def _checked_text(text: object, name: str) -> str:
+    if not isinstance(text, str):
+        raise TypeError(f"{name} must be {_FORMS}; got {type(text).__name__}: {_shown(text)}")
+    if not text:
+        raise ValueError(f"{name} is empty: give at least one character")
+    return text
+
+
+def _checked_ids(ids: object, name: str, vocab_size: int | None) -> list[int]:
+    if not isinstance(ids, list):
+        raise TypeError(f"{name} must be a list of token ids; got {type(ids).__name__}")
+    if not ids:
+        raise ValueError(f"{name} is empty: give at least one token id")
+    if set(map(type, ids)) != {int}:  # one pass in C for the usual case
+        ids = [_checked_id(token_id, name, i) for i, token_id in enumerate(ids)]
+    limit = vocab_size or float("inf")
+    if min(ids) < 0 or max(ids) >= limit:
+        position = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < limit)
+        raise ValueError(_out_of_range(name, position, ids[position], vocab_size))
+    return ids.copy()
+
+
+def _checked_id(token_id: object, name: str, position: int) -> int:
+    if isinstance(token_id, bool) or not isinstance(token_id, (int, np.integer)):
+        raise TypeError(
+            f"{name}: the token id at position {position} must be an integer; "
+            f"got {type(token_id).__name__}: {_shown(token_id)}"
+        )
+    return int(token_id)
+
+
+def _out_of_range(name: str, position: int, token_id: int, vocab_size: int | None) -> str:
+    known = f"known are 0 to {vocab_size - 1}" if vocab_size else "ids start at 0"
+    return f"{name}: the token id {token_id} at position {position} is unknown; {known}"
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

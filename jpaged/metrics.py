@@ -1,0 +1,83 @@
+"""What the engine reports about itself: the pool and the queues now, and counts since its start."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """One moment of an engine, from `Engine.stats()`.
+
+    Blocks are counted without the null block, which never holds a token. A cached block (full,
+    unused, kept for its prefix) counts as free: it can be handed out at once.
+
+    Attributes:
+        block_size: Token slots in a block.
+        num_blocks: Blocks that can hold tokens.
+        num_free_blocks: Blocks no sequence holds.
+        peak_used_blocks: Most blocks held at once since the engine started.
+        num_waste_slots: Slots of held blocks without a token: less than one block a sequence.
+        num_running: Requests in the batch.
+        num_waiting: Requests that wait for a place in it, preempted ones included.
+        num_preemptions: Times a request lost its blocks to another, since the start.
+        num_prompt_tokens: Prompt tokens of all requests so far.
+        num_cached_tokens: Those of them that a cached prefix spared.
+        num_generated_tokens: Output tokens of all requests so far.
+        num_steps: Steps launched so far.
+        num_finished: Requests that ended so far, for whatever reason.
+    """
+
+    block_size: int
+    num_blocks: int
+    num_free_blocks: int
+    peak_used_blocks: int
+    num_waste_slots: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_preemptions: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_steps: int = 0
+    num_finished: int = 0
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks that sequences hold."""
+        return self.num_blocks - self.num_free_blocks
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the blocks in use, 0 to 1."""
+        return self.num_used_blocks / self.num_blocks if self.num_blocks else 0.0
+
+    @property
+    def waste(self) -> float:
+        """Share of the held slots without a token, 0 to 1."""
+        num_slots = self.num_used_blocks * self.block_size
+        return self.num_waste_slots / num_slots if num_slots else 0.0
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to a request, in seconds of `time.monotonic()`; None: not yet.
+
+    Attributes:
+        arrival_time: `add_request` was called.
+        first_scheduled_time: It first joined a step.
+        first_token_time: The host read its first output token.
+        finished_time: It ended.
+        num_preemptions: Times it lost its blocks.
+    """
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from arrival to the first output token."""
+        if self.first_token_time is None:
+            return None
+        return self.first_token_time - self.arrival_time
