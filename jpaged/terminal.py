@@ -1,0 +1,181 @@
+"""Answers at the terminal: printed as they come, measured, one after another in a conversation."""
+
+import contextlib
+import signal
+import sys
+import threading
+import time
+from collections.abc import Generator, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+from jpaged.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jpaged.engine import Engine
+    from jpaged.metrics import EngineStats
+    from jpaged.outputs import TextDelta
+
+Message = Mapping[str, Any]
+
+
+class Session:
+    """Prompts put to one engine, answers printed as they come.
+
+    Attributes:
+        engine: The engine that answers.
+        answer: The text of the last answer, as far as it came.
+    """
+
+    def __init__(self, engine: "Engine", params: SamplingParams, *, stats: bool):
+        self.engine = engine
+        self.answer = ""
+        self._params = params
+        self._stats = stats
+
+    def ask_in_chat(self, prompt: str, history: list[Message] | None = None) -> bool:
+        """As `ask`, through the chat template, with the messages before the prompt."""
+        messages = [*(history or ()), _message("user", prompt)]
+        return self.ask(self.engine.render_chat(messages))
+
+    def ask(self, prompt: str | list[int]) -> bool:
+        """Print the answer; False if Ctrl-C cut it short. Raises what the engine raises.
+
+        The first Ctrl-C takes effect between two deltas, so that it never breaks into a step of
+        the engine; a second one does not wait.
+        """
+        watch = Watch(self.engine) if self._stats else None
+        self.answer = ""
+        try:
+            with _interrupt_flag() as interrupted:
+                self._print_answer(prompt, watch, interrupted)
+            complete = not interrupted.is_set()
+        except KeyboardInterrupt:
+            complete = False
+        finally:
+            if not self.answer.endswith("\n"):
+                print(flush=True)
+        if watch is not None:
+            print(watch.report(), file=sys.stderr)
+        return complete
+
+    def _print_answer(
+        self, prompt: str | list[int], watch: "Watch | None", interrupted: threading.Event
+    ) -> None:
+        stream = cast("Generator[TextDelta]", self.engine.stream(prompt, self._params))
+        with contextlib.closing(stream) as deltas:  # closing it early aborts the request
+            for delta in deltas:
+                self.answer += delta.text
+                print(delta.text, end="", flush=True)
+                if watch is not None:
+                    watch.see(delta)
+                if interrupted.is_set():
+                    return
+
+
+@contextlib.contextmanager
+def _interrupt_flag() -> Iterator[threading.Event]:
+    """Inside, the first Ctrl-C sets the flag instead of raising KeyboardInterrupt."""
+    flag = threading.Event()
+
+    def handle(*_: object) -> None:
+        if flag.is_set():
+            raise KeyboardInterrupt
+        flag.set()
+
+    if threading.current_thread() is not threading.main_thread():  # only it may set handlers
+        yield flag
+        return
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield flag
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def converse(session: Session) -> int:
+    """Take turns with the person at the terminal until Ctrl-D; returns the exit code.
+
+    Ctrl-C during an answer ends that answer only. A turn that fails is forgotten.
+    """
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (its import gives input() line editing and history)
+    print("Ctrl-D ends the conversation, Ctrl-C an answer.", file=sys.stderr)
+    messages: list[Message] = []
+    while True:
+        try:
+            text = input(">>> ").strip()
+        except EOFError:
+            print()
+            return 0
+        if text:
+            messages = _take_turn(session, messages, text)
+
+
+def _take_turn(session: Session, history: list[Message], text: str) -> list[Message]:
+    try:
+        session.ask_in_chat(text, history)
+    except Exception as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return history
+    return [*history, _message("user", text), _message("assistant", session.answer)]
+
+
+class Watch:
+    """Times one answer and keeps the pool's figures while it is made."""
+
+    def __init__(self, engine: "Engine"):
+        self._engine = engine
+        self._before: EngineStats = engine.stats()
+        self._busy = self._before
+        self._started = time.perf_counter()
+        self._times: list[tuple[float, int]] = []  # when, how many tokens
+        self._finish_reason: str | None = None
+
+    def see(self, delta: "TextDelta") -> None:
+        """Note a delta."""
+        if delta.token_ids:
+            self._times.append((time.perf_counter(), len(delta.token_ids)))
+        self._finish_reason = delta.finish_reason
+        stats = self._engine.stats()
+        if stats.num_running:
+            self._busy = stats
+
+    def report(self) -> str:
+        """The figures, a line each."""
+        now, busy = self._engine.stats(), self._busy
+        num_slots = busy.num_used_blocks * busy.block_size
+        return "\n".join(
+            (
+                f"tokens    {now.num_prompt_tokens - self._before.num_prompt_tokens} prompt, "
+                f"{self._num_tokens} generated ({self._finish_reason or 'interrupted'})",
+                f"speed     {self._speed()}",
+                f"blocks    {busy.num_used_blocks} used at the end, peak {now.peak_used_blocks}, "
+                f"total {now.num_blocks} (of {now.block_size} tokens)",
+                f"waste     {busy.num_waste_slots} of {num_slots} slots in last blocks "
+                f"({busy.waste:.1%})",
+                f"pressure  {now.num_preemptions - self._before.num_preemptions} preemptions",
+            )
+        )
+
+    @property
+    def _num_tokens(self) -> int:
+        return sum(count for _, count in self._times)
+
+    def _speed(self) -> str:
+        if not self._times:
+            return "no token came"
+        first, last = self._times[0], self._times[-1]
+        text = f"first token after {first[0] - self._started:.3f} s"
+        if last[0] > first[0]:
+            rate = (self._num_tokens - first[1]) / (last[0] - first[0])
+            text += f", then {rate:.1f} tokens/s"
+        return text
+
+
+def one_line(error: Exception) -> str:
+    """An error's message on one line, or its kind if it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _message(role: str, content: str) -> Message:
+    return {"role": role, "content": content}

@@ -1,0 +1,383 @@
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+import jpaged
+from jpaged.__main__ import _ENGINE_FLAGS, main
+from jpaged.config import EngineConfig
+from jpaged.metrics import EngineStats
+from jpaged.outputs import TextDelta
+from jpaged.sampling_params import SamplingParams
+from jpaged.version import __version__
+
+PIECES = ["Hé", "", "llo ", "wörld"]
+
+
+class FakeEngine:
+    """Says `PIECES`; `self.script` can change what happens before a piece."""
+
+    made: "list[FakeEngine]" = []  # noqa: RUF012
+    script: Any = staticmethod(lambda engine, i: None)
+
+    def __init__(self, model: str | None = None, **options: Any):
+        self.model, self.options = model, options
+        self.prompts: list[Any] = []
+        self.params: SamplingParams | None = None
+        self.aborted = self.is_shut_down = False
+        self.num_tokens = 0
+        FakeEngine.made.append(self)
+
+    def render_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        self.prompts.append(messages)
+        return [1, 2, 3]
+
+    def stream(self, prompt: Any, params: SamplingParams) -> Iterator[TextDelta]:
+        self.prompts.append(prompt)
+        self.params = params
+        return self._deltas()
+
+    def _deltas(self) -> Iterator[TextDelta]:
+        self.aborted = True
+        for i, piece in enumerate(PIECES):
+            FakeEngine.script(self, i)
+            self.num_tokens += 1
+            last = i == len(PIECES) - 1
+            yield TextDelta(piece, (i,), finish_reason="stop" if last else None)
+        self.aborted = False
+
+    def stats(self) -> EngineStats:
+        running = int(0 < self.num_tokens < len(PIECES))
+        return EngineStats(
+            block_size=16,
+            num_blocks=100,
+            num_free_blocks=100 - 3 * running,
+            peak_used_blocks=4,
+            num_waste_slots=12 * running,
+            num_running=running,
+            num_preemptions=2,
+            num_prompt_tokens=7 if self.num_tokens else 0,
+            num_generated_tokens=self.num_tokens,
+        )
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+
+
+@pytest.fixture(autouse=True)
+def fake_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeEngine, "made", [])
+    monkeypatch.setattr(FakeEngine, "script", staticmethod(lambda engine, i: None))
+    replace_engine(monkeypatch, FakeEngine)
+
+
+def replace_engine(monkeypatch: pytest.MonkeyPatch, engine: Any) -> None:
+    """Without the look at the old attribute that would load the real one."""
+    monkeypatch.setitem(vars(jpaged), "Engine", engine)
+
+
+class Stdin(io.StringIO):
+    def __init__(self, text: str = "", tty: bool = False):
+        super().__init__(text)
+        self.tty = tty
+
+    def isatty(self) -> bool:
+        return self.tty
+
+
+def raise_at(index: int, error: BaseException) -> Any:
+    def script(engine: FakeEngine, i: int) -> None:
+        if i == index:
+            raise error
+
+    return staticmethod(script)
+
+
+def exit_code(*argv: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+# One answer
+
+
+def test_streams_the_answer_and_nothing_else(capsys: pytest.CaptureFixture[str]):
+    assert main(["Hi there"]) == 0
+    assert capsys.readouterr() == ("Héllo wörld\n", "")
+    (engine,) = FakeEngine.made
+    assert engine.model is None
+    assert engine.prompts == ["Hi there"]
+    assert engine.is_shut_down
+    assert engine.params == SamplingParams(temperature=0.0, max_tokens=512)
+    assert engine.options == {"verbose": True}
+
+
+def test_flags_reach_engine_and_sampling():
+    argv = (
+        "x --model m --dtype float32 --load-format dummy --block-size 8 --num-blocks 9 "
+        "--kv-cache-memory-bytes 1.5G --gpu-memory-utilization 0.5 --max-model-len 64 "
+        "--max-num-seqs 2 --max-num-batched-tokens 32 --no-overlap --quiet "
+        "--temperature 0.5 --top-p 0.9 --top-k 5 --min-p 0.1 --seed 3 --max-tokens 4 "
+        "--stop A --stop B --ignore-eos"
+    )
+    assert main(argv.split()) == 0
+    (engine,) = FakeEngine.made
+    assert engine.model == "m"
+    assert engine.options == {
+        "dtype": "float32",
+        "load_format": "dummy",
+        "block_size": 8,
+        "num_blocks": 9,
+        "kv_cache_memory_bytes": 3 * 2**29,
+        "gpu_memory_utilization": 0.5,
+        "max_model_len": 64,
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 32,
+        "async_scheduling": False,
+        "verbose": False,
+    }
+    assert engine.params == SamplingParams(
+        temperature=0.5,
+        top_p=0.9,
+        top_k=5,
+        min_p=0.1,
+        seed=3,
+        max_tokens=4,
+        stop=["A", "B"],
+        ignore_eos=True,
+    )
+
+
+def test_the_engine_has_every_option_of_the_command_line():
+    assert {*_ENGINE_FLAGS, "verbose"} <= {field.name for field in fields(EngineConfig)}
+
+
+@pytest.mark.parametrize("argv", [["-"], []])
+def test_prompt_from_stdin(argv: list[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "stdin", Stdin("two\nlines\n"))
+    assert main(argv) == 0
+    assert FakeEngine.made[0].prompts == ["two\nlines"]
+
+
+def test_chat_uses_the_template():
+    assert main(["--chat", "Hi"]) == 0
+    assert FakeEngine.made[0].prompts == [[{"role": "user", "content": "Hi"}], [1, 2, 3]]
+
+
+def test_stats(capsys: pytest.CaptureFixture[str]):
+    FakeEngine.script = staticmethod(lambda engine, i: time.sleep(0.001))
+    assert main(["--stats", "Hi"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "Héllo wörld\n"
+    assert "7 prompt, 4 generated (stop)" in err
+    assert "3 used at the end, peak 4, total 100 (of 16 tokens)" in err
+    assert "12 of 48 slots in last blocks (25.0%)" in err
+    assert "0 preemptions" in err
+    assert "first token after 0.0" in err
+    assert "tokens/s" in err
+
+
+# What goes wrong
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["x", "--top-p", "3"], "top_p=3.0 is out of range"),
+        (["x", "--top-p", "nan"], "top_p=nan"),
+        (["x", "--max-tokens", "0"], "max_tokens=0"),
+        (["x", "--stop", ""], "empty string"),
+        (["x", "--temp", "1"], "unrecognized arguments: --temp"),
+        (["x", "--dtype", "int4"], "invalid choice: 'int4'"),
+        (["x", "--kv-cache-memory-bytes", "lots"], "'lots' is no number of bytes"),
+        (["x", "--kv-cache-memory-bytes", "infG"], "'infG' is no number of bytes"),
+        (["x", "y"], "unrecognized arguments: y"),
+        ([""], "the prompt is empty"),
+        (["-"], "the prompt is empty"),
+        ([], "the prompt is empty"),
+    ],
+)
+def test_mistakes_in_the_command_line(
+    argv: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(sys, "stdin", Stdin())
+    assert exit_code(*argv) == 2
+    err = capsys.readouterr().err
+    assert "jpaged: error: " in err
+    assert message in err
+    assert not FakeEngine.made
+
+
+def test_a_terminal_without_prompt_is_told_what_to_give(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sys, "stdin", Stdin(tty=True))
+    assert exit_code() == 2
+    assert "give a prompt, as in: jpaged" in capsys.readouterr().err
+
+
+def test_an_error_of_the_engine_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(FakeEngine, "script", raise_at(1, ValueError("does\n  not fit")))
+    assert main(["Hi"]) == 1
+    assert capsys.readouterr() == ("Hé\n", "error: does not fit\n")
+    assert FakeEngine.made[0].is_shut_down
+    with pytest.raises(ValueError, match="does"):
+        main(["Hi", "--traceback"])
+
+
+def test_an_error_without_words_has_a_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def fail(**_: object) -> None:
+        raise MemoryError
+
+    replace_engine(monkeypatch, fail)
+    assert main(["Hi"]) == 1
+    assert capsys.readouterr().err == "error: MemoryError\n"
+
+
+def test_nobody_reads_stdout(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(FakeEngine, "script", raise_at(1, BrokenPipeError()))
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert main(["Hi"]) == 141
+
+
+# Ctrl-C
+
+
+@pytest.mark.parametrize("how", ["signal", "exception"])
+def test_ctrl_c_keeps_the_text_and_aborts(
+    how: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def press(engine: FakeEngine, i: int) -> None:
+        if i == 2:
+            if how == "exception":
+                raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(FakeEngine, "script", staticmethod(press))
+    before = signal.getsignal(signal.SIGINT)
+    assert main(["Hi", "--stats"]) == 130
+    out, err = capsys.readouterr()
+    assert out == ("Héllo \n" if how == "signal" else "Hé\n")
+    assert "(interrupted)" in err
+    (engine,) = FakeEngine.made
+    assert engine.aborted
+    assert engine.is_shut_down
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_ctrl_c_does_not_wait(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def press_twice(engine: FakeEngine, i: int) -> None:
+        if i == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(FakeEngine, "script", staticmethod(press_twice))
+    assert main(["Hi"]) == 130
+    assert capsys.readouterr().out == "Hé\n"
+
+
+def test_ctrl_c_while_the_engine_starts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def interrupted(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    replace_engine(monkeypatch, interrupted)
+    assert main(["Hi"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+# A conversation
+
+
+def converse(monkeypatch: pytest.MonkeyPatch, *lines: str | BaseException) -> int:
+    said = iter([*lines, EOFError()])
+
+    def read(prompt: str = "") -> str:
+        line = next(said)
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr(sys, "stdin", Stdin(tty=True))
+    return main(["--chat"])
+
+
+def conversation() -> list[Any]:
+    return [prompt for prompt in FakeEngine.made[0].prompts if prompt != [1, 2, 3]]
+
+
+def test_a_conversation_keeps_its_history(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    assert converse(monkeypatch, "one", "  ", "two") == 0
+    first, second = conversation()
+    assert first == [{"role": "user", "content": "one"}]
+    assert second == [
+        *first,
+        {"role": "assistant", "content": "Héllo wörld"},
+        {"role": "user", "content": "two"},
+    ]
+    assert capsys.readouterr().out == "Héllo wörld\nHéllo wörld\n\n"
+
+
+def test_a_failed_turn_is_forgotten(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def fail_once(engine: FakeEngine, i: int) -> None:
+        if len(engine.prompts) == 2:
+            raise ValueError("too long")
+
+    monkeypatch.setattr(FakeEngine, "script", staticmethod(fail_once))
+    assert converse(monkeypatch, "one", "two") == 0
+    assert conversation()[1] == [{"role": "user", "content": "two"}]
+    assert "error: too long" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_an_answer_and_then_the_conversation(monkeypatch: pytest.MonkeyPatch):
+    def press_once(engine: FakeEngine, i: int) -> None:
+        if len(engine.prompts) == 2 and i == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(FakeEngine, "script", staticmethod(press_once))
+    assert converse(monkeypatch, "one", "two", KeyboardInterrupt()) == 130
+    assert conversation()[1][1] == {"role": "assistant", "content": "Héllo "}
+    assert FakeEngine.made[0].is_shut_down
+
+
+# As a process
+
+
+def test_help_and_version_import_no_jax(capsys: pytest.CaptureFixture[str]):
+    code = (
+        "import runpy, sys\n"
+        "sys.argv = ['jpaged', '--help']\n"
+        "try: runpy.run_module('jpaged', run_name='__main__')\n"
+        "except SystemExit as e: assert e.code == 0\n"
+        "assert not {'jax', 'flax', 'numpy', 'transformers'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "examples:" in done.stdout
+    assert "--chat" in done.stdout
+    assert exit_code("--version") == 0
+    assert capsys.readouterr().out == f"jpaged {__version__}\n"
