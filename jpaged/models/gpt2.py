@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int32
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import CausalLM, DecoderLayer
 from jpaged.models.layers import Attention, Embedding, FeedForward, LayerNorm
-from jpaged.models.weights import WeightRule, head_rule, reshaped
+from jpaged.models.weights import WeightRule, by_heads, head_rule
 
 
 class GPT2(CausalLM):
@@ -39,7 +39,7 @@ class GPT2(CausalLM):
     @staticmethod
     def weight_rules(config: ModelConfig) -> tuple[WeightRule, ...]:
         """Linear weights lie as [in, out] in the checkpoint already, and q, k, v are fused."""
-        n, h, d = config.num_heads, config.head_size, config.hidden_size
+        n, h = config.num_heads, config.head_size
         root, part = r"(?:transformer\.)?", r"\.(weight|bias)"
         layer, ours = root + r"h\.(\d+)\.", r"layers.\1."
         return (
@@ -47,11 +47,11 @@ class GPT2(CausalLM):
             WeightRule(root + r"wpe\.weight", "position_embedding.weight"),
             WeightRule(layer + "ln_1" + part, ours + r"attention_norm.\2"),
             WeightRule(layer + r"attn\.c_attn\.weight", ours + "attention.qkv.weight",
-                       reshaped(d, 3 * n, h)),
+                       by_heads(3 * n, h, axis=1)),
             WeightRule(layer + r"attn\.c_attn\.bias", ours + "attention.qkv.bias",
-                       reshaped(3 * n, h)),
+                       by_heads(3 * n, h)),
             WeightRule(layer + r"attn\.c_proj\.weight", ours + "attention.output.weight",
-                       reshaped(n, h, d)),
+                       by_heads(n, h)),
             WeightRule(layer + r"attn\.c_proj\.bias", ours + "attention.output.bias"),
             WeightRule(layer + r"attn\.(?:masked_)?bias", None),  # causal-mask buffers
             WeightRule(layer + "ln_2" + part, ours + r"mlp_norm.\2"),

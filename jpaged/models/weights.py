@@ -44,24 +44,26 @@ def transposed(tensor: np.ndarray) -> np.ndarray:
     return tensor.T
 
 
-def reshaped(*shape: int) -> Callable[[np.ndarray], np.ndarray]:
-    """A transform to the given shape, of the same elements in the same order."""
-    return lambda tensor: tensor.reshape(shape)
-
-
-def split_heads(num_heads: int, head_size: int) -> Callable[[np.ndarray], np.ndarray]:
-    """[heads * H, D] to [D, heads, H]; a bias [heads * H] to [heads, H]."""
+def by_heads(num_heads: int, head_size: int, axis: int = 0) -> Callable[[np.ndarray], np.ndarray]:
+    """A transform that splits `axis` [heads * H] into [heads, H]; ValueError if it does not fit."""
 
     def transform(tensor: np.ndarray) -> np.ndarray:
-        heads = tensor.reshape(num_heads, head_size, *tensor.shape[1:])
-        return heads if tensor.ndim == 1 else heads.transpose(2, 0, 1)
+        before, after = tensor.shape[:axis], tensor.shape[axis + 1 :]
+        return tensor.reshape(*before, num_heads, head_size, *after)
 
     return transform
 
 
-def join_heads(num_heads: int, head_size: int) -> Callable[[np.ndarray], np.ndarray]:
-    """[D, heads * H] to [heads, H, D]."""
-    return lambda tensor: tensor.reshape(-1, num_heads, head_size).transpose(1, 2, 0)
+def input_heads(num_heads: int, head_size: int) -> Callable[[np.ndarray], np.ndarray]:
+    """A linear weight [D, heads * H] that takes heads, as [heads, H, D]."""
+    split = by_heads(num_heads, head_size, axis=1)
+    return lambda tensor: split(tensor).transpose(1, 2, 0)
+
+
+def output_heads(num_heads: int, head_size: int) -> Callable[[np.ndarray], np.ndarray]:
+    """A linear weight [heads * H, D] that makes heads, as [D, heads, H]."""
+    split = by_heads(num_heads, head_size)
+    return lambda tensor: split(tensor).transpose(2, 0, 1)
 
 
 def linear_rules(pattern: str, target: str) -> tuple[WeightRule, ...]:
@@ -83,13 +85,12 @@ def attention_rules(config: ModelConfig, pattern: str, output: str) -> tuple[Wei
     num_heads, num_kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
     ours, rules, start = r"layers.\1.attention.", [], 0
     for name, heads in (("q", num_heads), ("k", num_kv_heads), ("v", num_kv_heads)):
-        split = split_heads(heads, size)
-        for part, axis in (("weight", 1), ("bias", 0)):
-            source = rf"{pattern}{name}_proj\.{part}"
-            rules.append(WeightRule(source, f"{ours}qkv.{part}", split, axis, start))
+        weight, bias = (rf"{pattern}{name}_proj\.{part}" for part in ("weight", "bias"))
+        rules.append(WeightRule(weight, ours + "qkv.weight", output_heads(heads, size), 1, start))
+        rules.append(WeightRule(bias, ours + "qkv.bias", by_heads(heads, size), 0, start))
         start += heads
     weight = rf"{pattern}{output}\.weight"
-    rules.append(WeightRule(weight, ours + "output.weight", join_heads(num_heads, size)))
+    rules.append(WeightRule(weight, ours + "output.weight", input_heads(num_heads, size)))
     rules.append(WeightRule(rf"{pattern}{output}\.bias", ours + "output.bias"))
     return tuple(rules)
 

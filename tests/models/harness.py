@@ -1,0 +1,102 @@
+"""The least that can run a paged model: blocks by hand, two step shapes, every logit kept."""
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jpaged.models.decoder import CausalLM
+from jpaged.models.layers import AttentionInputs
+from pallas_kernels import Backend, LayerKV
+
+NUM_SEQS, NUM_TOKENS = 4, 32  # the rows of a decode step, the tokens of a prefill step
+BLOCK_SIZE, TABLE_WIDTH = 8, 6
+NUM_BLOCKS = 1 + NUM_SEQS * TABLE_WIDTH
+MAX_TOKENS = BLOCK_SIZE * TABLE_WIDTH
+
+
+@partial(jax.jit, static_argnames="graphdef", donate_argnames="pool")
+def paged_step(graphdef, state, token_ids, positions, pool, attention):
+    """Logits of every token of the step, and the pool."""
+    model = nnx.merge(graphdef, state)
+    hidden, pool = model(token_ids, positions, pool, attention)
+    return model.logits(hidden), pool
+
+
+def poisoned_pool(model: CausalLM, dtype) -> tuple[LayerKV, ...]:
+    """A pool of NaN: whatever reads a slot that nobody wrote shows it."""
+    config = model.config
+    shape = (NUM_BLOCKS, BLOCK_SIZE, config.num_kv_heads, config.head_size)
+    make = partial(jnp.full, shape, jnp.nan, dtype)
+    return tuple(LayerKV(make(), make()) for _ in range(config.num_layers))
+
+
+@dataclass
+class PagedSequence:
+    """Tokens known so far, how many of them are in the pool, and where."""
+
+    tokens: list[int]
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+    @property
+    def remaining(self) -> int:
+        return len(self.tokens) - self.computed
+
+
+class Harness:
+    """Runs sequences of one model in steps of two shapes, so that each model compiles twice."""
+
+    def __init__(self, model: CausalLM, *, pool_dtype=jnp.float32, seed: int = 0):
+        self.graphdef, self.state = nnx.split(model)
+        self.pool = poisoned_pool(model, pool_dtype)
+        self.free = list(np.random.RandomState(seed).permutation(np.arange(1, NUM_BLOCKS)))
+
+    def release(self, sequence: PagedSequence) -> None:
+        """Takes the sequence's blocks back and poisons them."""
+        freed, sequence.blocks, sequence.computed = sequence.blocks, [], 0
+        index = jnp.asarray(freed, jnp.int32)
+        self.pool = jax.tree.map(lambda x: x.at[index].set(jnp.nan), self.pool)
+        self.free = freed + self.free
+
+    def step(self, work: list[tuple[PagedSequence, int]]) -> list[np.ndarray]:
+        """Computes the next `n` tokens of each sequence; their logits [n, V]."""
+        decode = all(n == 1 for _, n in work)
+        rows = NUM_SEQS if decode else NUM_TOKENS
+        counts = [n for _, n in work]
+        assert 1 <= len(work) <= NUM_SEQS
+        assert sum(counts) <= rows
+        token_ids, positions, slots = (np.zeros(rows, np.int32) for _ in range(3))
+        starts = np.cumsum([0, *counts, *[0] * (NUM_SEQS - len(work))]).astype(np.int32)
+        lens = np.zeros(NUM_SEQS, np.int32)
+        tables = np.zeros((NUM_SEQS, TABLE_WIDTH), np.int32)
+        for i, (sequence, n) in enumerate(work):
+            span, place = slice(starts[i], starts[i + 1]), self._advance(sequence, n)
+            token_ids[span] = np.asarray(sequence.tokens)[place]
+            positions[span], lens[i] = place, sequence.computed
+            tables[i, : len(sequence.blocks)] = sequence.blocks
+            slots[span] = np.asarray(sequence.blocks)[place // BLOCK_SIZE] * BLOCK_SIZE
+            slots[span] += place % BLOCK_SIZE
+        attention = AttentionInputs(
+            block_tables=jnp.asarray(tables),
+            seq_lens=jnp.asarray(lens),
+            slot_mapping=jnp.asarray(slots),
+            query_start_loc=None if decode else jnp.asarray(starts),
+            backend=Backend.XLA,
+        )
+        tokens, places = jnp.asarray(token_ids), jnp.asarray(positions)
+        logits, self.pool = paged_step(
+            self.graphdef, self.state, tokens, places, self.pool, attention
+        )
+        return np.split(np.asarray(logits), starts[1:])[: len(work)]
+
+    def _advance(self, sequence: PagedSequence, n: int) -> np.ndarray:
+        """Counts n tokens as computed, with blocks for them; their positions."""
+        place = np.arange(sequence.computed, sequence.computed + n)
+        sequence.computed += n
+        while len(sequence.blocks) * BLOCK_SIZE < sequence.computed:
+            sequence.blocks.append(self.free.pop())
+        return place

@@ -1,0 +1,156 @@
+"""Tiny random `transformers` models, one a case, and the same weights in ours."""
+
+import functools
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+import transformers
+from flax import nnx
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from jpaged.models.config import ModelConfig
+from jpaged.models.decoder import CausalLM
+from jpaged.models.registry import model_class
+
+transformers.logging.set_verbosity_error()
+
+_COMMON = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+_GATED = _COMMON | {"intermediate_size": 48, "num_key_value_heads": 1}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+# Each case: what its name says, with the family's other options spread over the cases.
+CASES: dict[str, dict] = {
+    "gpt2": _COMMON | {"model_type": "gpt2"},
+    "gpt2-untied-inner": _COMMON
+    | {"model_type": "gpt2", "n_inner": 40, "tie_word_embeddings": False},
+    "opt": _COMMON | {"model_type": "opt", "ffn_dim": 96},
+    "opt-350m": _COMMON
+    | {
+        "model_type": "opt",
+        "ffn_dim": 96,
+        "do_layer_norm_before": False,
+        "word_embed_proj_dim": 32,
+    },
+    "opt-bare": _COMMON
+    | {
+        "model_type": "opt",
+        "ffn_dim": 96,
+        "enable_bias": False,
+        "layer_norm_elementwise_affine": False,
+        "_remove_final_layer_norm": True,
+        "tie_word_embeddings": False,
+        "activation_function": "gelu",
+    },
+    "llama": _GATED | {"model_type": "llama", "tie_word_embeddings": True},
+    "llama3-biases": _GATED
+    | {
+        "model_type": "llama",
+        "head_dim": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_parameters": _LLAMA3,
+        "rms_norm_eps": 1e-5,
+    },
+    "llama-linear-mha": _GATED
+    | {
+        "model_type": "llama",
+        "num_key_value_heads": 2,
+        "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
+    },
+    "mistral-window": _GATED | {"model_type": "mistral", "sliding_window": 5, "head_dim": 40},
+    "qwen2": _GATED | {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen2-layer-types": _GATED
+    | {
+        "model_type": "qwen2",
+        "num_hidden_layers": 3,
+        "use_sliding_window": True,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "qwen3": _GATED | {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True},
+    "qwen3-biases": _GATED
+    | {
+        "model_type": "qwen3",
+        "head_dim": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "attention_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "max_window_layers": 1,
+    },
+}
+
+
+def hf_config(case: str) -> PreTrainedConfig:
+    values = dict(CASES[case])
+    return AutoConfig.for_model(values.pop("model_type"), **values)
+
+
+def config_of(case: str) -> ModelConfig:
+    return ModelConfig.from_hf(hf_config(case).to_dict())
+
+
+@functools.cache
+def reference(case: str) -> PreTrainedModel:
+    """The case's `transformers` model, every parameter random so that none can hide an error."""
+    torch.manual_seed(sum(map(ord, case)))
+    model = AutoModelForCausalLM.from_config(hf_config(case), attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_scale = parameter.ndim == 1 and name.endswith("weight")
+            scale = 0.3 if parameter.ndim == 1 else 1.5 * parameter.shape[-1] ** -0.5
+            parameter.normal_(1.0 if is_scale else 0.0, scale)
+    return model
+
+
+@functools.cache
+def ours(case: str, dtype: type = jnp.float32) -> CausalLM:
+    """The same model in jpaged, its parameters placed by the family's weight rules."""
+    tensors = {name: tensor.numpy() for name, tensor in reference(case).state_dict().items()}
+    return build(config_of(case), tensors, dtype)
+
+
+def build(config: ModelConfig, tensors: dict[str, np.ndarray], dtype: type) -> CausalLM:
+    """A plain reading of the weight rules; the loader has its own and its own tests."""
+    family = model_class(config)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: family(config, dtype=dtype)))
+    flat = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
+    arrays = {name: np.full(leaf.shape, np.nan, np.float32) for name, (_, leaf) in flat.items()}
+    for name, tensor in tensors.items():
+        (rule,) = [r for r in family.weight_rules(config) if re.fullmatch(r.pattern, name)]
+        if rule.target is None:
+            continue
+        match = re.fullmatch(rule.pattern, name)
+        assert match is not None
+        whole, piece = arrays[match.expand(rule.target)], rule.transform(tensor)
+        if rule.axis is not None:
+            whole = whole.swapaxes(0, rule.axis)[rule.start : rule.start + piece.shape[rule.axis]]
+            piece = piece.swapaxes(0, rule.axis)
+        assert whole.shape == piece.shape
+        whole[...] = piece
+    for name, array in arrays.items():
+        assert not np.isnan(array).any(), f"{name} is not filled"
+    leaves = [
+        (path, leaf.replace(jnp.asarray(arrays[n], dtype))) for n, (path, leaf) in flat.items()
+    ]
+    return nnx.merge(graphdef, nnx.from_flat_state(leaves))

@@ -1,0 +1,175 @@
+"""`ModelConfig.from_hf`: what transformers reads from a config.json, and refusal of the rest."""
+
+import dataclasses
+import re
+
+import pytest
+from hf_models import CASES
+from transformers import AutoConfig
+
+from jpaged.models import hf_config
+from jpaged.models.config import ModelConfig, RopeConfig
+from jpaged.models.registry import SUPPORTED_MODEL_TYPES, model_class
+
+SIZES = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
+LLAMA = SIZES | {"model_type": "llama", "intermediate_size": 96}
+GQA = LLAMA | {"num_key_value_heads": 2}
+MISTRAL, QWEN2, QWEN3 = (GQA | {"model_type": name} for name in ("mistral", "qwen2", "qwen3"))
+OPT = SIZES | {"model_type": "opt", "ffn_dim": 96}
+GPT2 = {"model_type": "gpt2", "vocab_size": 100, "n_embd": 64, "n_layer": 3, "n_head": 4}
+GPT2 |= {"n_positions": 256}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+# Files as transformers 4 wrote them; transformers 5 reads each and writes it in its own words.
+OLD_FILES = {
+    "gpt2": GPT2 | {"n_ctx": 256, "torch_dtype": "float32", "summary_use_proj": True},
+    "opt": OPT | {"word_embed_proj_dim": 64, "torch_dtype": "float16", "prefix": "</s>"},
+    "opt-350m": OPT | {"word_embed_proj_dim": 32, "do_layer_norm_before": False},
+    "opt-old-norm": OPT | {"_remove_final_layer_norm": True},
+    "llama": LLAMA | {"rope_scaling": None, "pretraining_tp": 1, "torch_dtype": "float16"},
+    "llama-theta": LLAMA | {"rope_theta": 5e5, "eos_token_id": [2, 7], "torch_dtype": "bfloat16"},
+    "llama-linear": LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    "llama3": LLAMA | {"rope_theta": 5e5, "rope_scaling": LLAMA3 | {"rope_type": "llama3"}},
+    "llama3-original": LLAMA
+    | {
+        "rope_scaling": LLAMA3 | {"rope_type": "llama3", "original_max_position_embeddings": 64},
+        "head_dim": 48,
+    },
+    "mistral": MISTRAL | {"sliding_window": 16, "rope_theta": 1e4},
+    "mistral-full": MISTRAL | {"sliding_window": None, "rope_theta": 1e6},
+    "mistral-default": MISTRAL,
+    "qwen2": QWEN2 | {"use_sliding_window": False, "sliding_window": 16, "max_window_layers": 1},
+    "qwen2-window": QWEN2
+    | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
+    "qwen2-late": QWEN2
+    | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 3},
+    "qwen3": QWEN3 | {"head_dim": 128, "rope_theta": 1e6, "tie_word_embeddings": True},
+    "qwen3-default-head": QWEN3,
+}
+
+
+def through_transformers(config: dict) -> dict:
+    values = dict(config)
+    return AutoConfig.for_model(values.pop("model_type"), **values).to_dict()
+
+
+@pytest.mark.parametrize("name", OLD_FILES)
+def test_old_files_mean_what_transformers_5_makes_of_them(name):
+    new = through_transformers(OLD_FILES[name])
+    assert "rope_scaling" not in new
+    assert ModelConfig.from_hf(OLD_FILES[name]) == ModelConfig.from_hf(new)
+
+
+@pytest.mark.parametrize("name", [name for name in OLD_FILES if name.startswith("qwen")])
+def test_windows_are_transformers_layer_types(name):
+    theirs = through_transformers(OLD_FILES[name])
+    window = {"full_attention": None, "sliding_attention": theirs["sliding_window"]}
+    expected = tuple(window[kind] for kind in theirs["layer_types"])
+    assert ModelConfig.from_hf(OLD_FILES[name]).sliding_windows == expected
+
+
+def test_literal_values():
+    windows = ModelConfig.from_hf(OLD_FILES["qwen2-window"]).sliding_windows
+    assert windows == (None, None, 16)
+    assert ModelConfig.from_hf(OLD_FILES["mistral"]).sliding_windows == (16, 16, 16)
+    llama3 = ModelConfig.from_hf(OLD_FILES["llama3-original"])
+    assert llama3.rope == RopeConfig(1e4, "llama3", 8.0, 1.0, 4.0, 64)
+    assert (llama3.head_size, llama3.num_kv_heads, llama3.eos_token_ids) == (48, 4, (2,))
+    assert llama3.attention_scale == 48**-0.5
+    opt = ModelConfig.from_hf(OLD_FILES["opt-350m"])
+    assert (opt.embedding_size, opt.pre_norm, opt.final_norm) == (32, False, False)
+    assert ModelConfig.from_hf(OLD_FILES["opt"]).checkpoint_dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    ("value", "ids"), [(None, ()), (5, (5,)), ([5, 6], (5, 6)), ([], ()), (0, (0,))]
+)
+def test_eos_token_ids(value, ids):
+    assert ModelConfig.from_hf(LLAMA | {"eos_token_id": value}).eos_token_ids == ids
+
+
+def test_eos_left_out_is_the_familys():
+    found = {c["model_type"]: ModelConfig.from_hf(c).eos_token_ids for c in (GPT2, OPT, QWEN3)}
+    assert found == {"gpt2": (50256,), "opt": (2,), "qwen3": ()}
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "supported"),
+    [
+        ({"model_type": "mixtral"}, "model_type='mixtral'", "gpt2, opt, llama, mistral, qwen2"),
+        ({}, "model_type=None", "gpt2"),
+        (LLAMA | {"hidden_act": "mish"}, "hidden_act='mish'", "relu"),
+        (GPT2 | {"activation_function": "quick_gelu"}, "activation_function", "gelu_new"),
+        (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'", "llama3"),
+        (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'", "linear"),
+        (LLAMA | {"rope_parameters": {"rope_type": "longrope"}}, "'longrope'", "default"),
+        (QWEN2 | {"rope_scaling": {"mrope_section": [16]}}, "mrope_section=[16]", "factor"),
+        (LLAMA | {"rope_parameters": {"full_attention": {}}}, "full_attention={}", "rope_theta"),
+        (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary", "1.0"),
+        (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5", "1.0"),
+        (LLAMA | {"rope_theta": -1.0}, "rope_theta=-1.0", "above 0"),
+        (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config", "None"),
+        (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx=True", "False"),
+        (GPT2 | {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn=True", "False"),
+        (GPT2 | {"scale_attn_weights": False}, "scale_attn_weights=False", "True"),
+        (GPT2 | {"add_cross_attention": True}, "add_cross_attention=True", "False"),
+        (GPT2 | {"pruned_heads": {"0": [1]}}, "pruned_heads", "{}"),
+        (QWEN3 | {"num_experts": 8}, "num_experts=8", "0"),
+        (LLAMA | {"logits_scaling": 8.0}, "logits_scaling=8.0", "1.0"),
+        (LLAMA | {"final_logit_softcapping": 30.0}, "softcapping=30.0", "None"),
+        (LLAMA | {"is_causal": False}, "is_causal=False", "True"),
+        (LLAMA | {"sliding_window": 16}, "sliding_window=16", "null"),
+        (LLAMA | {"layer_types": ["linear_attention"] * 3}, "layer_types", "full_attention"),
+        (QWEN2 | {"layer_types": ["sliding_attention"] * 3}, "layer_types", "3 layers of full"),
+        (QWEN2 | {"layer_types": ["full_attention"] * 2}, "layer_types", "3 layers"),
+        (MISTRAL | {"layer_types": ["full_attention"] * 3}, "layer_types", "sliding_attention"),
+        (MISTRAL | {"sliding_window": 0}, "sliding_window=0", "from 1"),
+        (LLAMA | {"hidden_size": "64"}, "hidden_size='64'", "integers from 1"),
+        (LLAMA | {"attention_bias": 1}, "attention_bias=1", "true, false"),
+        (LLAMA | {"num_key_value_heads": 3}, "num_key_value_heads=3", "num_attention_heads=4"),
+        (LLAMA | {"num_attention_heads": 5}, "num_attention_heads=5", "hidden_size=64"),
+        (LLAMA | {"head_dim": 33}, "head_dim=33", "even"),
+        (LLAMA | {"eos_token_id": "</s>"}, "eos_token_id='</s>'", "integer"),
+        (LLAMA | {"torch_dtype": "float8_e4m3fn"}, "dtype='float8_e4m3fn'", "bfloat16"),
+    ],
+)  # fmt: skip
+def test_refused(config, field, supported):
+    """The error has the field, its value and what is supported."""
+    with pytest.raises(ValueError, match=re.escape(field)) as error:
+        ModelConfig.from_hf(config)
+    assert supported in str(error.value)
+
+
+@pytest.mark.parametrize("config", [GPT2, OPT, LLAMA, MISTRAL, QWEN2, QWEN3])
+def test_sizes_must_be_there(config):
+    needless = {"model_type"} | ({"num_key_value_heads"} if config is LLAMA else set())
+    for name in config.keys() - needless:
+        with pytest.raises(ValueError, match=f"{name} is missing"):
+            ModelConfig.from_hf({key: config[key] for key in config.keys() - {name}})
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3"])
+def test_rope_factors_must_be_there(kind):
+    with pytest.raises(ValueError, match="factor is missing"):
+        ModelConfig.from_hf(LLAMA | {"rope_scaling": {"rope_type": kind}})
+
+
+def test_fields_without_effect_are_taken():
+    harmless = {"use_cache": True, "transformers_version": "4.40", "attention_dropout": 0.1}
+    assert ModelConfig.from_hf(LLAMA | harmless) == ModelConfig.from_hf(LLAMA)
+
+
+def test_registry_has_every_family():
+    assert SUPPORTED_MODEL_TYPES == hf_config.SUPPORTED_MODEL_TYPES
+    assert {case["model_type"] for case in CASES.values()} == set(SUPPORTED_MODEL_TYPES)
+    config = ModelConfig.from_hf(QWEN3)
+    assert model_class(config).__name__ == "Qwen3"
+    with pytest.raises(ValueError, match="model_type='bert'"):
+        model_class(dataclasses.replace(config, model_type="bert"))
+    assert hash(config) == hash(ModelConfig.from_hf(QWEN3))

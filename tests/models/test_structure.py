@@ -1,0 +1,69 @@
+"""What a step looks like to the compiler: dtypes under strict promotion, the pool in place."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from harness import NUM_SEQS, NUM_TOKENS, TABLE_WIDTH, paged_step, poisoned_pool
+from hf_models import config_of
+
+from jpaged.models.layers import AttentionInputs
+from jpaged.models.registry import model_class
+from pallas_kernels import Backend
+
+DTYPE_CASES = {"gpt2-untied-inner", "opt-350m", "llama3-biases", "mistral-window", "qwen2", "qwen3"}
+
+
+def abstract_inputs(rows: int, *, decode: bool):
+    def integers(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    inputs = [integers(NUM_SEQS, TABLE_WIDTH), integers(NUM_SEQS), integers(rows)]
+    starts = [] if decode else [integers(NUM_SEQS + 1)]
+    tree = jax.tree.structure(
+        AttentionInputs(
+            jnp.zeros((1, 1), jnp.int32),
+            jnp.zeros(1, jnp.int32),
+            jnp.zeros(1, jnp.int32),
+            None if decode else jnp.zeros(2, jnp.int32),
+            Backend.XLA,
+        )
+    )
+    return integers(rows), integers(rows), jax.tree.unflatten(tree, inputs + starts)
+
+
+def abstract_step(case: str, dtype, pool_dtype, *, decode: bool):
+    config = config_of(case)
+    model = nnx.eval_shape(lambda: model_class(config)(config, dtype=dtype))
+    graphdef, state = nnx.split(model)
+    pool = jax.eval_shape(lambda: poisoned_pool(model, pool_dtype))
+    rows = NUM_SEQS if decode else NUM_TOKENS
+    token_ids, positions, attention = abstract_inputs(rows, decode=decode)
+    return (graphdef, state, token_ids, positions, pool, attention), rows
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("case", sorted(DTYPE_CASES))
+def test_dtypes_of_a_step(case, dtype):
+    """Logits are float32 and the pool keeps its dtype, whatever the model's."""
+    for decode, pool_dtype in ((False, dtype), (True, jnp.bfloat16)):
+        step, rows = abstract_step(case, dtype, pool_dtype, decode=decode)
+        logits, pool = paged_step.eval_shape(*step)
+        assert (logits.shape, logits.dtype) == ((rows, 97), jnp.float32)
+        assert {leaf.dtype for leaf in jax.tree.leaves(pool)} == {jnp.dtype(pool_dtype)}
+
+
+@pytest.mark.parametrize("decode", [True, False])
+def test_pool_is_updated_in_place(decode):
+    """The optimised program aliases every pool array to its result and copies none of them."""
+    step, _ = abstract_step("llama3-biases", jnp.float32, jnp.float32, decode=decode)
+    program = paged_step.lower(*step).compile().as_text() or ""
+    leaves = jax.tree.leaves(step[4])
+    (shape,) = {leaf.shape for leaf in leaves}
+    assert program.count("may-alias") + program.count("must-alias") == len(leaves)
+    pool_type = re.escape(f"f32[{','.join(map(str, shape))}]")
+    assert re.search(pool_type, program)
+    assert not re.search(rf"= {pool_type}\S* copy\(", program)
+    assert not re.search(rf"= \({pool_type}.* copy-start\(", program)

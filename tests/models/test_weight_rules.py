@@ -1,0 +1,59 @@
+"""Names of checkpoint tensors: with and without the base model's prefix, and the ignored ones."""
+
+import re
+
+import pytest
+from hf_models import CASES, config_of, reference
+
+from jpaged.models.config import ModelConfig
+from jpaged.models.registry import model_class
+
+
+def targets(config: ModelConfig, name: str) -> list[str | None]:
+    """What each matching rule makes of the name."""
+    rules = model_class(config).weight_rules(config)
+    matches = [(re.fullmatch(rule.pattern, name), rule.target) for rule in rules]
+    return [match.expand(target) if target else None for match, target in matches if match]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_base_models_prefix_is_optional(case):
+    config, model = config_of(case), reference(case)
+    for name, _ in model.base_model.named_parameters():
+        bare = targets(config, name)
+        assert len(bare) == 1, name
+        assert bare == targets(config, f"{model.base_model_prefix}.{name}")
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        ("gpt2", "h.0.attn.bias"),
+        ("gpt2", "transformer.h.11.attn.masked_bias"),
+        ("gpt2", "lm_head.weight"),
+        ("opt", "lm_head.weight"),
+        ("llama", "model.layers.1.self_attn.rotary_emb.inv_freq"),
+        ("llama", "lm_head.weight"),
+    ],
+)
+def test_known_and_not_needed(case, name):
+    assert targets(config_of(case), name) == [None]
+
+
+@pytest.mark.parametrize("case", ["gpt2-untied-inner", "opt-bare", "llama3-biases", "qwen3-biases"])
+def test_an_untied_head_is_a_parameter(case):
+    assert targets(config_of(case), "lm_head.weight") == ["lm_head.weight"]
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        ("gpt2", "transformer.h.0.crossattention.c_attn.weight"),
+        ("llama", "model.layers.0.self_attn.q_norm.weight"),
+        ("llama", "model.layers.0.mlp.experts.0.gate_proj.weight"),
+        ("qwen3", "xmodel.norm.weight"),
+        ("qwen3", "model.layers.0.input_layernorm.weight_scale"),
+    ],
+)
+def test_unknown(case, name):
+    assert targets(config_of(case), name) == []
