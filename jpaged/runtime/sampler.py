@@ -133,7 +133,7 @@ def adjust(
     state: SamplingState,
     row_ids: Int32[Array, "B"],
 ) -> Float32[Array, "B V"]:
-    """Biases, forbidden tokens and penalties; exactly the logits where a row has none of them."""
+    """Biases, forbidden tokens and penalties, in the rows that ask for any of them."""
     counts = state.output_counts[row_ids]
     early = counts.sum(axis=1, dtype=jnp.int32) < rows.min_tokens
     x = logits + state.logit_bias[row_ids]
@@ -142,7 +142,8 @@ def adjust(
     seen = state.prompt_mask[row_ids] | (counts > 0)
     x = jnp.where(seen, jnp.where(x > 0, x / penalty, x * penalty), x)
     x = x - rows.presence[:, None] * (counts > 0).astype(jnp.float32)
-    return x - rows.frequency[:, None] * counts.astype(jnp.float32)
+    x = x - rows.frequency[:, None] * counts.astype(jnp.float32)
+    return jnp.where(rows.adjusts[:, None], x, logits)
 
 
 def token_logprobs(

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from jpaged.sampling_params import SamplingParams
 
-ROW_WIDTH = 10
+ROW_WIDTH = 11
 """Columns of a packed row, C."""
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
@@ -39,6 +39,8 @@ class SamplingRows(NamedTuple):
     frequency: Float32[Array, "B"]
     min_tokens: Int32[Array, "B"]
     """The row's ending tokens are forbidden until its output has this many tokens."""
+    adjusts: Bool[Array, "B"]
+    """Whether the row's state counts; where not, whatever an earlier sequence left there may lie."""
 
 
 class SamplingState(NamedTuple):
@@ -74,8 +76,12 @@ def encode_row(params: SamplingParams, seed: int) -> np.ndarray:
     )
     seed = int(seed)  # a numpy integer would overflow
     words = np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)
-    counts = [min(max(params.top_k, 0), _INT32_MAX), min(params.min_tokens, _INT32_MAX)]
-    return np.concatenate([floats.view(np.int32), words.view(np.int32), np.array(counts, np.int32)])
+    whole = [
+        min(max(params.top_k, 0), _INT32_MAX),
+        min(params.min_tokens, _INT32_MAX),
+        params.adjusts_logits,
+    ]
+    return np.concatenate([floats.view(np.int32), words.view(np.int32), np.array(whole, np.int32)])
 
 
 PADDING_ROW = encode_row(SamplingParams(temperature=0.0), 0)
@@ -90,6 +96,7 @@ def decode_rows(packed: Int32[Array, "B C"], position: Int32[Array, "B"]) -> Sam
         seed=jax.lax.bitcast_convert_type(packed[:, 6:8], jnp.uint32),
         top_k=packed[:, 8],
         min_tokens=packed[:, 9],
+        adjusts=packed[:, 10] != 0,
         position=position,
     )
 
@@ -136,6 +143,8 @@ def load_row(
     ending: Bool[Array, "V"] | None = None,
 ) -> SamplingState:
     """Starts row `row` anew for a sequence that is admitted, for the first time or again.
+
+    Only a sequence whose parameters adjust the logits needs it: no other one's row is read.
 
     Args:
         state: donate it, and the update is in place.

@@ -89,6 +89,7 @@ def test_a_row_survives_packing():
         "presence": [-0.5, 0.0],
         "frequency": [0.25, 0.0],
         "min_tokens": [3, 0],
+        "adjusts": [True, False],
         "position": [17, 0],
         "seed": [[2**31, 5], [2**32 - 1, 2**32 - 1]],
     }
@@ -350,6 +351,16 @@ def test_loading_a_row_again_forgets_what_it_held():
     assert np.asarray(state.logit_bias).sum(axis=1).tolist() == [1.5 * V, 0, 0]
 
 
+def test_a_row_that_adjusts_nothing_does_not_see_what_another_left():
+    logits = jnp.asarray(_logits(8))
+    garbage = init_state(9, V)._replace(
+        logit_bias=jnp.full((9, V), -jnp.inf, jnp.float32), ending_mask=jnp.ones((9, V), jnp.bool_)
+    )
+    rows, row_ids = _rows(_PARAMS, range(8), range(8)), jnp.arange(8, dtype=jnp.int32)
+    adjusted = adjust(logits, rows, garbage, row_ids)
+    np.testing.assert_array_equal(np.asarray(adjusted), np.asarray(logits))
+
+
 def test_reloading_after_preemption_restores_the_counts():
     prompt, output = [3, 4, 3], [5, 5, 6]
     load = (jnp.int32(1), jnp.asarray([*prompt, *output], jnp.int32), jnp.int32(3))
@@ -390,9 +401,8 @@ def test_adjusting_without_a_state_is_refused():
 def test_logprobs_are_those_of_the_unchanged_logits():
     params = SamplingParams(temperature=0.0, logit_bias={5: 100.0}, logprobs=3)
     logits = _logits(1)
-    state = init_state(2, V)._replace(
-        logit_bias=jnp.stack([jnp.asarray(bias_row(params, V)), jnp.zeros(V, jnp.float32)])
-    )
+    state = init_state(2, V)
+    state = state._replace(logit_bias=state.logit_bias.at[0].set(bias_row(params, V)))
     rows, row_ids = _rows([params], [0], [0]), jnp.zeros(1, jnp.int32)
     level = SamplerLevel.LOGPROBS
     out = _sample(jnp.asarray(logits), rows, state, row_ids, level=level, max_logprobs=3)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.runtime.sampler import decode_rows, encode_row
+from jpaged.runtime.sampler import ROW_WIDTH, decode_rows, encode_row
 from jpaged.runtime.truncation import truncate
 from jpaged.sampling_params import SamplingParams
 
@@ -148,7 +148,7 @@ def test_the_edge_of_top_p_does_not_move_with_the_batch():
 
 
 def test_there_is_no_sort():
-    rows = decode_rows(jnp.zeros((B, 10), jnp.int32), jnp.zeros(B, jnp.int32))
+    rows = decode_rows(jnp.zeros((B, ROW_WIDTH), jnp.int32), jnp.zeros(B, jnp.int32))
     text = _truncate.lower(jnp.zeros((B, V), jnp.float32), rows).as_text()
     assert "sort" not in text
     assert "top_k" not in text
