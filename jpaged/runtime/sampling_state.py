@@ -40,7 +40,7 @@ class SamplingRows(NamedTuple):
     min_tokens: Int32[Array, "B"]
     """The row's ending tokens are forbidden until its output has this many tokens."""
     adjusts: Bool[Array, "B"]
-    """Whether the row's state counts; where not, whatever an earlier sequence left there may lie."""
+    """Whether the row's state counts; where not, an earlier sequence's may still lie there."""
 
 
 class SamplingState(NamedTuple):
