@@ -52,7 +52,7 @@ class Session:
         except KeyboardInterrupt:
             complete = False
         finally:
-            if not self.answer.endswith("\n"):
+            if self.answer and not self.answer.endswith("\n"):
                 print(flush=True)
         if watch is not None:
             print(watch.report(), file=sys.stderr)

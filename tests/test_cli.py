@@ -239,6 +239,14 @@ def test_an_error_of_the_engine_is_one_line(
         main(["Hi", "--traceback"])
 
 
+def test_an_error_before_the_first_text_leaves_stdout_empty(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(FakeEngine, "script", raise_at(0, ValueError("too long")))
+    assert main(["Hi"]) == 1
+    assert capsys.readouterr() == ("", "error: too long\n")
+
+
 def test_an_error_without_words_has_a_name(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
