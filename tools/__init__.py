@@ -1,0 +1,1 @@
+"""Programs that make things the package ships; no part of the package."""
