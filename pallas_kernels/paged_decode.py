@@ -9,7 +9,8 @@ Grid (KV head, sequence, split); one program:
         k, v   = pool rows, masked past seq_len      pipelined loads (num_stages)
         max, sum, out = online softmax, in exp2
     one split:    out -> the result
-    more splits:  (max, sum, out) -> float32 partials, combined by a few fused XLA operations
+    more splits:  (max, sum, out) -> float32 partials; a second kernel, one program a query head,
+                  merges them
 
 The KV heads come first in the grid: programs that run side by side then read the neighbouring
 columns of the same rows of the pool. Split-KV as in Flash-Decoding (Dao et al. 2023); online
@@ -67,8 +68,8 @@ def paged_decode_attention(
     )
     k, v = (pool.reshape(-1, head_size) for pool in kv)
     result = call(q.reshape(rows, head_size), k, v, block_tables.reshape(-1), seq_lens)
-    out = result[0] if splits == 1 else _combine(result, splits)
-    return out.astype(q.dtype).reshape(q.shape)
+    out = result[0] if splits == 1 else _combine(result, q.dtype, splits, interpret)
+    return out.reshape(q.shape)
 
 
 def _out_shape(rows, head_size, dtype, splits):
@@ -148,12 +149,33 @@ def _store_partials(out_refs, carry, rows, head_size, live):
     plgpu.store(out_refs[2].at[rows], row_sum, mask=live)
 
 
-def _combine(partials, splits):
+def _combine(partials, dtype, splits, interpret):
     """Merge partials, out [splits * rows, H], max and sum [splits * rows], to [rows, H]."""
-    out, row_max, row_sum = partials
-    out = out.reshape(splits, -1, out.shape[-1])
-    row_max, row_sum = row_max.reshape(splits, -1), row_sum.reshape(splits, -1)
-    weights = jnp.exp2(row_max - jnp.max(row_max, axis=0, keepdims=True))
-    total = jnp.sum(weights * row_sum, axis=0)
-    merged = jnp.sum(weights[:, :, None] * out, axis=0)
-    return merged / jnp.where(total == 0, jnp.float32(1), total)[:, None]
+    num_rows, head_size = partials[0].shape[0] // splits, partials[0].shape[1]
+    return pl.pallas_call(
+        functools.partial(_combine_kernel, splits=splits),
+        out_shape=jax.ShapeDtypeStruct((num_rows, head_size), dtype),
+        grid=(num_rows,),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="paged_decode_combine",
+    )(*partials)
+
+
+def _combine_kernel(out_ref, max_ref, sum_ref, merged_ref, *, splits):
+    num_rows, head_size = merged_ref.shape
+    row = pl.program_id(0)
+    split = jnp.arange(pl.next_power_of_2(splits), dtype=jnp.int32)
+    live = split < splits
+    rows = jnp.where(live, split * num_rows + row, 0)
+    row_max = plgpu.load(max_ref.at[rows])
+    weights = jnp.where(live, jnp.exp2(row_max - jnp.max(row_max)), jnp.float32(0))
+    total = jnp.sum(weights * plgpu.load(sum_ref.at[rows]))
+    merged = jnp.sum(weights[:, None] * tile_ops.load_rows(out_ref, rows, head_size), axis=0)
+    merged = merged / jnp.where(total == 0, jnp.float32(1), total)
+    columns = jnp.arange(merged.shape[0], dtype=jnp.int32)
+    plgpu.store(
+        merged_ref.at[jnp.full_like(columns, row), columns],
+        merged.astype(merged_ref.dtype),
+        mask=columns < head_size,
+    )

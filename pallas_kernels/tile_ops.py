@@ -28,6 +28,9 @@ def load_rows(ref, rows, head_size, live=None):
 
 def store_rows(ref, rows, head_size, value, live):
     """The inverse of `load_rows`, in ref's dtype."""
+    # The interpreter writes old values back where the mask is off, over rows just written if their
+    # indices meet; outside the matrix it writes nothing.
+    rows = jnp.where(live, rows, ref.shape[0])
     index, mask = _tile_index(rows, head_size, live)
     plgpu.store(ref.at[index], value.astype(ref.dtype), mask=mask)
 

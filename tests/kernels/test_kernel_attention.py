@@ -1,6 +1,7 @@
 """Decode and ragged prefill attention: one body for every implementation, against float64."""
 
 import dataclasses
+import itertools
 from functools import partial
 from typing import Any
 
@@ -41,6 +42,7 @@ CASES = [
     Case(BF16, 128, 128, HEADS["mqa"], sliding_window=130, soft_cap=5.0),
     Case(F16, 256, 8, HEADS["mha"]),
     Case(F32, 128, 24, HEADS["wide"], sliding_window=1),
+    Case(F16, 64, 16, HEADS["wide"]),
     Case(BF16, 80, 8, HEADS["mha"], sliding_window=16),
 ]
 # On a GPU, where a case costs little, every pair of head size and block size too.
@@ -51,16 +53,21 @@ GPU_CASES = [
     for h, head_size in enumerate((32, 64, 80, 96, 128, 256))
     for b, block_size in enumerate((8, 16, 32, 128))
 ]
-PARAMS = [pytest.param(case, id=str(case)) for case in CASES]
-PARAMS += [pytest.param(case, id=f"gpu-{case}", marks=pytest.mark.gpu) for case in GPU_CASES]
+
+
+def _params():
+    for case, backend in itertools.product(CASES, Backend):
+        marks = [pytest.mark.gpu] if backend is Backend.TRITON else []
+        yield pytest.param(case, backend, id=f"{case}-{backend}", marks=marks)
+    for case in GPU_CASES:
+        yield pytest.param(case, Backend.TRITON, id=f"{case}-more", marks=pytest.mark.gpu)
 
 
 def _filled(case, **changes):
     return dataclasses.replace(case, lens=edge_lens(case.block_size), padding=5, **changes)
 
 
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-@pytest.mark.parametrize("case", PARAMS)
+@pytest.mark.parametrize(("case", "backend"), list(_params()))
 def test_decode_matches_reference(case, backend):
     require(backend)
     case = _filled(case)
@@ -72,8 +79,7 @@ def test_decode_matches_reference(case, backend):
     assert_close(got, lambda dtype: plain(dtype=dtype), case.dtype)
 
 
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-@pytest.mark.parametrize("case", PARAMS)
+@pytest.mark.parametrize(("case", "backend"), list(_params()))
 def test_prefill_matches_reference(case, backend):
     require(backend)
     case = _filled(case)
