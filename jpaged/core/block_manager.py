@@ -104,13 +104,12 @@ class BlockManager:
         for sequence in sequences:
             self._check_table(sequence)
             holders.update(sequence.block_table)
-        for block in self.pool.blocks:
-            held = holders[block.block_id]
-            require(block.ref_cnt == held, f"{block} is held by {held} block tables")
+        counted = {b.block_id: b.ref_cnt for b in self.pool.blocks if b.ref_cnt}
+        wrong = sorted({block_id for block_id, _ in counted.items() ^ holders.items()})
+        require(not wrong, f"blocks {wrong} are not held as often as they count")
 
     def _check_table(self, sequence: Sequence) -> None:
-        table, name = sequence.block_table, f"sequence {sequence.seq_id}"
+        table = sequence.block_table
         needed = self.num_blocks_for(sequence.num_computed_tokens)
-        require(len(table) == needed, f"{name} needs {needed} blocks and holds {len(table)}")
-        require(len(set(table)) == len(table), f"{name} holds a block twice")
-        require(NULL_BLOCK_ID not in table, f"{name} holds the null block")
+        is_sound = len(set(table)) == len(table) == needed and NULL_BLOCK_ID not in table
+        require(is_sound, f"sequence {sequence.seq_id} needs {needed} blocks and holds {table}")

@@ -1,6 +1,7 @@
 """The pool of KV blocks: who is free, who is in use, and how often."""
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import NamedTuple
 
 from jpaged.core.errors import IntegrityError, OutOfBlocksError, require
@@ -74,16 +75,18 @@ class FreeBlockQueue:
             block = block.next_free
 
     def check_integrity(self, limit: int) -> None:
-        """Prove that the links are sound and hold `num_blocks` <= `limit` distinct blocks."""
-        seen: set[int] = set()
-        before = self._end
-        for block in self:
-            require(block.block_id not in seen, f"block {block.block_id} is queued twice")
-            require(block.prev_free is before, f"block {block.block_id} has a broken back link")
-            seen.add(block.block_id)
-            before = block
-        require(self._end.prev_free is before, "the free queue's tail is lost")
-        require(len(seen) == self.num_blocks <= limit, "the free queue is miscounted")
+        """Prove that the links, both ways, hold `num_blocks` <= `limit` distinct blocks."""
+        forward = [block.block_id for block in islice(self, limit + 1)]
+        backward = [block.block_id for block in islice(self._backward(), limit + 1)]
+        require(len(set(forward)) == len(forward), "a block is queued twice")
+        require(forward == backward[::-1], "the free queue's links disagree")
+        require(len(forward) == self.num_blocks, f"{len(forward)} blocks queued, not counted so")
+
+    def _backward(self) -> Iterator[KVBlock]:
+        block = self._end.prev_free
+        while block is not None and block is not self._end:
+            yield block
+            block = block.prev_free
 
 
 class BlockCensus(NamedTuple):
@@ -165,13 +168,9 @@ class BlockPool:
         """Prove that every block but the null block is either queued or referenced, not both."""
         self.free_block_queue.check_integrity(self.num_usable_blocks)
         queued = {block.block_id for block in self.free_block_queue}
-        require(NULL_BLOCK_ID not in queued, "the null block is in the free queue")
+        unused = {block.block_id for block in self.blocks[1:] if block.ref_cnt == 0}
+        require(queued == unused, f"blocks free and used, or lost: {sorted(queued ^ unused)}")
+        require(min(b.ref_cnt for b in self.blocks) == 0, "a reference count is negative")
         require(self.blocks[NULL_BLOCK_ID].ref_cnt == 0, "the null block was handed out")
-        for block in self.blocks[1:]:
-            require(block.ref_cnt >= 0, f"{block} has a negative count")
-            is_free = block.ref_cnt == 0
-            require(
-                is_free == (block.block_id in queued), f"{block} is both free and used, or lost"
-            )
         census = self.census()
         require(census.free + census.used + census.cached == census.total, f"{census} is off")

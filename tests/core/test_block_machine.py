@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -130,4 +130,9 @@ class BlockMachine(RuleBasedStateMachine):
 
 
 TestBlockMachine = BlockMachine.TestCase
-TestBlockMachine.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+TestBlockMachine.settings = settings(
+    max_examples=120,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)

@@ -4,28 +4,27 @@ import math
 from collections.abc import Callable
 
 from core_driver import Driver, make_scheduler
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from jpaged.core.limits import SchedulerConfig
-from jpaged.core.plan import StepPlan
-from jpaged.core.request import FinishReason, Request, StopCriteria
+from jpaged.core.request import FinishReason, Request, RequestStatus, StopCriteria
 from jpaged.core.scheduler import Scheduler
 
 
 @st.composite
-def schedulers(draw: Callable) -> Scheduler:
+def limits(draw: Callable) -> dict[str, int | bool]:
+    """Arguments of make_scheduler, down to one block of one token."""
     chunked = draw(st.booleans())
     max_model_len = draw(st.integers(2, 24))
-    return make_scheduler(
-        num_blocks=draw(st.integers(2, 13)),
-        block_size=draw(st.integers(1, 5)),
-        max_num_seqs=draw(st.integers(1, 5)),
-        max_num_batched_tokens=draw(st.integers(1 if chunked else max_model_len, 26)),
-        max_model_len=max_model_len,
-        enable_chunked_prefill=chunked,
-    )
+    return {
+        "num_blocks": draw(st.integers(2, 13)),
+        "block_size": draw(st.integers(1, 5)),
+        "max_num_seqs": draw(st.integers(1, 5)),
+        "max_num_batched_tokens": draw(st.integers(1 if chunked else max_model_len, 26)),
+        "max_model_len": max_model_len,
+        "enable_chunked_prefill": chunked,
+    }
 
 
 @st.composite
@@ -38,10 +37,12 @@ def stops(draw: Callable) -> StopCriteria:
 prompts = st.lists(st.integers(0, 10), max_size=12)
 
 
-def fits(config: SchedulerConfig, num_slots: int, prompt: list[int], stop: StopCriteria) -> bool:
+def fits(scheduler: Scheduler, prompt: list[int], stop: StopCriteria) -> bool:
     """Who may be refused, said once more: all tokens but the last need a slot."""
-    longest = min(len(prompt) + stop.max_tokens, config.max_model_len)
-    return 1 <= len(prompt) < config.max_model_len and longest - 1 <= num_slots
+    max_model_len, manager = scheduler.config.max_model_len, scheduler.block_manager
+    longest = min(len(prompt) + stop.max_tokens, max_model_len)
+    num_slots = manager.pool.num_usable_blocks * manager.block_size
+    return 1 <= len(prompt) < max_model_len and longest - 1 <= num_slots
 
 
 class Turn:
@@ -51,6 +52,7 @@ class Turn:
         self.driver = driver
         self.first: Request | None = None
         self.steps_left = 0.0
+        self.was_running = False
 
     def before_step(self) -> None:
         scheduler = self.driver.scheduler
@@ -59,6 +61,7 @@ class Turn:
         if first is not self.first:
             self.first, self.steps_left = first, self.bound(first) if first else 0.0
         self.steps_left -= 1
+        self.was_running = first is not None and first.status is RequestStatus.RUNNING
         assert first is None or self.steps_left >= 0, f"{first.request_id} starves"
 
     def bound(self, request: Request) -> float:
@@ -67,20 +70,18 @@ class Turn:
         launches = math.ceil(most / budget) + most - request.sequences[0].num_prompt_tokens
         return (launches + 1) * (self.driver.lag + 2)
 
-    def after_step(self, plan: StepPlan | None) -> None:
-        preempted = plan.preempted if plan else ()
-        assert self.first is None or self.first.request_id not in preempted
+    def after_step(self) -> None:
+        is_preempted = self.first is not None and self.first.status is RequestStatus.PREEMPTED
+        assert not (self.was_running and is_preempted), "the first in line was preempted"
 
 
 class SchedulerMachine(RuleBasedStateMachine):
     """Requests come, go and end in every order; the rest must not notice."""
 
-    @initialize(scheduler=schedulers(), lag=st.integers(0, 2))
-    def start(self, scheduler: Scheduler, lag: int):
-        self.driver = Driver(scheduler, lag)
+    @initialize(limits=limits(), lag=st.integers(0, 2))
+    def start(self, limits: dict, lag: int):
+        self.driver = Driver(make_scheduler(**limits), lag)
         self.turn = Turn(self.driver)
-        manager = scheduler.block_manager
-        self.num_slots = manager.pool.num_usable_blocks * manager.block_size
         self.num_added = 0
 
     @rule(prompt=prompts, stop=stops())
@@ -93,14 +94,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.driver.add(request)
         except ValueError:
             accepted = False
-        config = self.driver.scheduler.config
-        assert accepted == fits(config, self.num_slots, prompt, stop)
+        assert accepted == fits(self.driver.scheduler, prompt, stop)
 
     @rule(num_steps=st.integers(1, 6))
     def step(self, num_steps: int):
         for _ in range(num_steps):
             self.turn.before_step()
-            self.turn.after_step(self.driver.step())
+            self.driver.step()
+            self.turn.after_step()
 
     @precondition(lambda self: self.driver.in_flight)
     @rule()
@@ -137,23 +138,23 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=200, stateful_step_count=25, deadline=None)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    schedulers(),
-    st.lists(st.tuples(prompts, stops(), st.integers(0, 4)), min_size=1, max_size=6),
+TestSchedulerMachine.settings = settings(
+    max_examples=200,
+    stateful_step_count=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
-def test_both_loops_give_the_same_tokens(scheduler: Scheduler, work: list):
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(limits(), st.lists(st.tuples(prompts, stops(), st.integers(0, 4)), min_size=1, max_size=6))
+def test_both_loops_give_the_same_tokens(limits: dict, work: list):
     """The same arrivals, read at once or one or two steps late."""
     streams = []
     for lag in (0, 1, 2):
-        manager = scheduler.block_manager
-        driver = Driver(Scheduler(scheduler.config, manager), lag)
-        num_slots = manager.pool.num_usable_blocks * manager.block_size
+        driver = Driver(make_scheduler(**limits), lag)
         for seq_id, (prompt, stop, pause) in enumerate(work):
-            if fits(scheduler.config, num_slots, prompt, stop):
+            if fits(driver.scheduler, prompt, stop):
                 driver.add(Request.from_prompt(str(seq_id), prompt, stop, seq_id=seq_id))
             for _ in range(pause):
                 driver.step()

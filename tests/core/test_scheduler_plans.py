@@ -241,3 +241,23 @@ def test_a_preempted_request_comes_back_with_all_its_tokens():
         r for p in driver.plans for r in p.scheduled if r.sequence is second and not r.start
     ]
     assert [r.num_scheduled_tokens for r in rejoined] == [1, 3]
+
+
+def test_a_preempted_request_waits_for_its_pending_token_even_if_there_is_room():
+    driver = Driver(make_scheduler(num_blocks=5, block_size=4, max_num_seqs=2), lag=2)
+    driver.add(make_request("1", 7, max_tokens=3))
+    driver.add(make_request("2", 1, max_tokens=6))
+    for _ in range(4):
+        driver.step()
+    sequence = driver.requests["2"].sequences[0]
+    assert driver.step() is None  # it needs a second block and none is free: it preempts itself
+    assert driver.requests["2"].status is RequestStatus.PREEMPTED
+    assert driver.requests["1"].is_finished  # and by now there is room
+    assert driver.scheduler.block_manager.num_free_blocks == 4
+    assert sequence.num_pending_tokens == 1
+    assert driver.step() is None
+    plan = driver.step()
+    assert shape(plan) == [(2, 0, 5, True)]
+    assert plan is not None
+    assert (plan.preempted, plan.released) == (("2",), (2, 1))
+    driver.run()
