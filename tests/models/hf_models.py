@@ -39,7 +39,8 @@ _LLAMA3 = {
 CASES: dict[str, dict] = {
     "gpt2": _COMMON | {"model_type": "gpt2"},
     "gpt2-untied-inner": _COMMON
-    | {"model_type": "gpt2", "n_inner": 40, "tie_word_embeddings": False},
+    | {"model_type": "gpt2", "n_inner": 40, "layer_norm_epsilon": 0.01}
+    | {"tie_word_embeddings": False},
     "opt": _COMMON | {"model_type": "opt", "ffn_dim": 96},
     "opt-350m": _COMMON
     | {
@@ -68,7 +69,7 @@ CASES: dict[str, dict] = {
         "attention_bias": True,
         "mlp_bias": True,
         "rope_parameters": _LLAMA3,
-        "rms_norm_eps": 1e-5,
+        "rms_norm_eps": 0.01,
     },
     "llama-linear-mha": _GATED
     | {

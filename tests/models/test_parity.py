@@ -39,7 +39,14 @@ def random_work(sequences: list[PagedSequence], random: np.random.RandomState):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_prefill_then_decode(case):
+def test_a_model_agrees_with_transformers(case):
+    """One test a case: its two programs then compile once, whichever worker runs it."""
+    check_prefill_then_decode(case)
+    check_random_chunks_mixed_steps_and_recompute(case)
+    check_greedy_generation_is_token_exact(case)
+
+
+def check_prefill_then_decode(case):
     """A prompt in one prefill step, then one token a step."""
     tokens = random_tokens(NUM_TOKENS + 4, seed=1)
     harness, sequence = Harness(ours(case)), PagedSequence(tokens)
@@ -47,8 +54,7 @@ def test_prefill_then_decode(case):
     assert_close(case, tokens, np.concatenate(chunks))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_random_chunks_mixed_steps_and_recompute(case):
+def check_random_chunks_mixed_steps_and_recompute(case):
     """Ragged sequences in random chunks, decode rows riding along, some started over."""
     random = np.random.RandomState(2)
     harness = Harness(ours(case), seed=2)
@@ -80,8 +86,7 @@ def greedy_reference(case: str, prompt: list[int], num_tokens: int) -> list[int]
     return output[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_greedy_generation_is_token_exact(case):
+def check_greedy_generation_is_token_exact(case):
     """A ragged batch, prompts chunked while shorter ones decode already."""
     harness, num_tokens = Harness(ours(case), seed=3), 12
     prompts = [random_tokens(n, seed=10 + n) for n in (30, 7, 1, 12)]
