@@ -12,23 +12,30 @@ from jpaged.version import __version__
 if TYPE_CHECKING:
     from jpaged.config import EngineConfig
     from jpaged.engine import Engine
-    from jpaged.outputs import CompletionOutput, RequestOutput
+    from jpaged.metrics import EngineStats
+    from jpaged.outputs import CompletionOutput, Logprob, RequestOutput, TextDelta
     from jpaged.sampling_params import SamplingParams
 
 _HOME = {
     "CompletionOutput": "jpaged.outputs",
     "Engine": "jpaged.engine",
     "EngineConfig": "jpaged.config",
+    "EngineStats": "jpaged.metrics",
+    "Logprob": "jpaged.outputs",
     "RequestOutput": "jpaged.outputs",
     "SamplingParams": "jpaged.sampling_params",
+    "TextDelta": "jpaged.outputs",
 }
 
 __all__ = [
     "CompletionOutput",
     "Engine",
     "EngineConfig",
+    "EngineStats",
+    "Logprob",
     "RequestOutput",
     "SamplingParams",
+    "TextDelta",
     "__version__",
 ]
 

@@ -15,6 +15,9 @@ from pallas_kernels import Backend
 EMBEDDED_MODEL = Path(__file__).parent / "assets" / "tiny"
 """The folder of the small trained model that ships with the package."""
 
+COMPILATION_CACHE = Path.home() / ".cache" / "jpaged" / "compiled"
+"""Where compiled programs are kept unless the caller says otherwise."""
+
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 MAX_LOGPROBS = 20
@@ -48,7 +51,8 @@ class EngineConfig:
         skip_tokenizer_init: Token ids in, token ids out; no tokenizer is loaded.
         seed: Of the dummy weights and of requests that bring no seed.
         async_scheduling: Let the host run one step behind the device (the overlapped loop).
-        compilation_cache_dir: JAX's persistent compilation cache; a second start is then fast.
+        compilation_cache_dir: JAX's persistent compilation cache, which makes a second start fast;
+            None for none. A directory set through JAX's own configuration comes first.
         verbose: Show loading, memory account and compilation on stderr.
 
     Raises:
@@ -68,7 +72,7 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     seed: int = 0
     async_scheduling: bool = True
-    compilation_cache_dir: str | Path | None = None
+    compilation_cache_dir: str | Path | None = COMPILATION_CACHE
     verbose: bool = False
 
     def __post_init__(self):

@@ -10,7 +10,8 @@ the same tokens.
 import difflib
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 from tqdm import tqdm
 
 from jpaged.config import MAX_LOGPROBS, EngineConfig, LoopMode
-from jpaged.core.plan import Emitted
+from jpaged.core.plan import Emitted, StepPlan
 from jpaged.core.request import FinishReason, Request, StopCriteria
 from jpaged.detokenizer import Detokenizer
 from jpaged.inputs import Prompt, normalize_prompt, normalize_prompts, pair_params
@@ -58,7 +59,7 @@ class Engine:
         self._requests: dict[str, RequestState] = {}
         self._sampling: dict[int, SamplingParams] = {}
         self._in_flight: StepHandle | None = None
-        self._undelivered: list[RequestOutput] = []
+        self._undelivered: dict[str, RequestState] = {}
         self._arrivals = itertools.count()
         self._counts = dict.fromkeys(("prompt", "generated", "steps", "preempted", "finished"), 0)
         self._peak_used_blocks = 0
@@ -115,29 +116,28 @@ class Engine:
             The requests that got a token or ended in the step that was read; empty in the turn
             that only fills the overlapped loop's pipeline.
         """
-        delivered, self._undelivered = self._undelivered, []
+        kept, self._undelivered = self._undelivered, {}
+        advanced = {state.request_id: state for state in self._advance()}
+        return [state.output() for state in (kept | advanced).values()]
+
+    def _advance(self) -> list[RequestState]:
+        """Launch a step and read one; gives the requests that the read one advanced."""
         plan = self._scheduler.schedule()
         if plan is not None:
-            self._counts["preempted"] += len(plan.preempted)
-            self._counts["steps"] += 1
+            self._count(plan)
         handle = self._runner.launch(plan, self._sampling) if plan is not None else None
         if self.config.loop_mode is LoopMode.OVERLAPPED:
             handle, self._in_flight = self._in_flight, handle
-        return delivered + (self._consume(handle) if handle is not None else [])
+        return self._consume(handle) if handle is not None else []
 
-    def _consume(self, handle: StepHandle) -> list[RequestOutput]:
+    def _consume(self, handle: StepHandle) -> list[RequestState]:
         result = handle.read()
         self._take_prompt_logprobs(handle, result)
         index = {item.sequence.seq_id: i for i, item in enumerate(handle.plan.scheduled)}
-        self._peak_used_blocks = max(self._peak_used_blocks, self._num_used_blocks())
         emitted = self._scheduler.update(handle.plan, result.token_ids)
-        return [
-            self._take(token, result, index[token.sequence.seq_id])
-            for token in emitted
-            if token.request.request_id in self._requests
-        ]
+        return [self._take(token, result, index[token.sequence.seq_id]) for token in emitted]
 
-    def _take(self, emitted: Emitted, result: StepResult, index: int) -> RequestOutput:
+    def _take(self, emitted: Emitted, result: StepResult, index: int) -> RequestState:
         state = self._requests[emitted.request.request_id]
         stopped = state.accept(emitted, result.logprobs, index)
         self._counts["generated"] += 1
@@ -145,7 +145,12 @@ class Engine:
             self._scheduler.finish(state.request_id, FinishReason.STOP)
         if emitted.request.is_finished:
             self._retire(state)
-        return state.output()
+        return state
+
+    def _count(self, plan: StepPlan) -> None:
+        self._counts["steps"] += 1
+        self._counts["preempted"] += len(plan.preempted)
+        self._peak_used_blocks = max(self._peak_used_blocks, self._num_used_blocks())
 
     def _take_prompt_logprobs(self, handle: StepHandle, result: StepResult) -> None:
         if not result.prompt_logprobs:
@@ -201,14 +206,20 @@ class Engine:
                 self.abort(request_id)
         return [done[request_id] for request_id in ids]
 
-    def stream(self, prompt: object, params: SamplingParams | None = None) -> Iterator[TextDelta]:
-        """Complete one prompt, yielding its text as it grows.
+    def stream(
+        self, prompt: object, params: SamplingParams | None = None
+    ) -> Generator[TextDelta, None, None]:
+        """Complete one prompt, yielding its text as it grows; dropping the stream aborts it.
 
         Raises:
             TypeError, ValueError: the prompt or a parameter is not acceptable (at once, not at the
                 first delta).
         """
-        return self._deltas(self.add_request(prompt, params))
+        request_id = self.add_request(prompt, params)
+        deltas = self._deltas(request_id)
+        # A generator that was never started does not run its `finally`.
+        weakref.finalize(deltas, self.abort, request_id)
+        return deltas
 
     def chat(
         self,
@@ -240,25 +251,14 @@ class Engine:
         tokenizer = self._need_tokenizer("chat")
         return tokenizer.apply_chat_template(messages, **template_options)
 
-    def _deltas(self, request_id: str) -> Iterator[TextDelta]:
+    def _deltas(self, request_id: str) -> Generator[TextDelta, None, None]:
         state, num_sent = self._requests[request_id], 0
         try:
-            finished = False
-            while not finished:
-                outputs = self._step_for({request_id})
-                for output in outputs:
-                    completion, finished = output.outputs[0], output.finished
-                    new = completion.token_ids[num_sent:]
-                    logprobs = completion.logprobs and completion.logprobs[num_sent:]
-                    num_sent += len(new)
-                    yield TextDelta(
-                        text=state.detokenizer.take_delta(),
-                        token_ids=tuple(new),
-                        finish_reason=completion.finish_reason,
-                        stop_reason=completion.stop_reason,
-                        logprobs=logprobs,
-                        request_id=request_id,
-                    )
+            while num_sent == 0 or not state.request.is_finished:
+                if self._advance_for({request_id}):
+                    delta = state.delta(num_sent)
+                    num_sent += len(delta.token_ids)
+                    yield delta
         finally:
             self.abort(request_id)
 
@@ -267,17 +267,17 @@ class Engine:
     ) -> dict[str, RequestOutput]:
         done: dict[str, RequestOutput] = {}
         while len(done) < len(ids):
-            finished = [output for output in self._step_for(ids) if output.finished]
-            done.update((output.request_id, output) for output in finished)
+            finished = [s for s in self._advance_for(ids) if s.request.is_finished]
+            done.update((state.request_id, state.output()) for state in finished)
             advance(len(finished))
         return done
 
-    def _step_for(self, ids: set[str]) -> list[RequestOutput]:
-        """A step's outputs for `ids`; those of other requests wait for the next `step`."""
-        kept, self._undelivered = self._undelivered, []
-        outputs = self.step()
-        self._undelivered = kept + [o for o in outputs if o.request_id not in ids]
-        return [o for o in outputs if o.request_id in ids]
+    def _advance_for(self, ids: set[str]) -> list[RequestState]:
+        """Advance, and give what concerns `ids`; the rest waits for the next `step`."""
+        states = self._advance()
+        others = {s.request_id: s for s in states if s.request_id not in ids}
+        self._undelivered |= others
+        return [state for state in states if state.request_id in ids]
 
     # Accounts
 

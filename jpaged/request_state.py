@@ -8,7 +8,7 @@ from jpaged.core.request import FinishReason, Request
 from jpaged.detokenizer import Detokenizer
 from jpaged.inputs import Prompt
 from jpaged.metrics import RequestMetrics
-from jpaged.outputs import CompletionOutput, Logprob, RequestOutput
+from jpaged.outputs import CompletionOutput, Logprob, RequestOutput, TextDelta
 from jpaged.runtime.model_runner import TokenLogprobs
 from jpaged.sampling_params import SamplingParams
 from jpaged.tokenizer import Tokenizer
@@ -62,7 +62,9 @@ class RequestState:
             self._cumulative_logprob += float(scores.logprobs[index])
             count = self.params.logprobs
             self._logprobs.append(self._candidates(emitted.token_id, scores, index, count))
-        self._stop_string = self.detokenizer.append([emitted.token_id])
+        self._stop_string = self.detokenizer.append(
+            [emitted.token_id], ended_by_token=emitted.finish_reason is FinishReason.STOP
+        )
         return self._stop_string is not None
 
     def accept_prompt_logprobs(self, item: ScheduledSequence, scores: TokenLogprobs) -> None:
@@ -103,6 +105,19 @@ class RequestState:
             outputs=[completion],
             finished=self.request.is_finished,
             metrics=self.metrics,
+        )
+
+    def delta(self, num_sent: int) -> TextDelta:
+        """What is new since a delta that ended at output token `num_sent`."""
+        sequence = self.request.sequences[0]
+        asked = self.params.logprobs is not None
+        return TextDelta(
+            text=self.detokenizer.take_delta(),
+            token_ids=tuple(sequence.token_ids[sequence.num_prompt_tokens + num_sent :]),
+            finish_reason=self.request.finish_reason,
+            stop_reason=self._stop_reason(),
+            logprobs=self._logprobs[num_sent:] if asked else None,
+            request_id=self.request_id,
         )
 
     def _own_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:

@@ -40,6 +40,9 @@ from pallas_kernels import select_backend
 _DRAFT_BLOCKS = 2
 """Blocks of the pool with which the largest step's workspace is measured; they do not enter it."""
 
+_STEPS_IN_FLIGHT = 2
+"""Steps whose workspaces can exist at once: the one that runs and the one launched behind it."""
+
 
 @dataclass(frozen=True)
 class EngineParts:
@@ -115,8 +118,9 @@ def _prepare_jax(config: EngineConfig) -> None:
     if jax.config.values["jax_pjrt_client_create_options"] is None:
         fraction = {"memory_fraction": float(config.gpu_memory_utilization)}
         jax.config.update("jax_pjrt_client_create_options", fraction)
-    if config.compilation_cache_dir is not None:
-        jax.config.update("jax_compilation_cache_dir", str(config.compilation_cache_dir))
+    cache = config.compilation_cache_dir
+    if cache is not None and jax.config.values["jax_compilation_cache_dir"] is None:
+        jax.config.update("jax_compilation_cache_dir", str(cache))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
@@ -171,7 +175,8 @@ def _account(
     limit = (device.memory_stats() or {}).get("bytes_limit")
     workspace = 0
     if limit is not None:  # a CPU step's workspace is not worth a compilation
-        workspace = largest_step_workspace(split, shapes, draft, _buckets(draft))
+        one_step = largest_step_workspace(split, shapes, draft, _buckets(draft))
+        workspace = _STEPS_IN_FLIGHT * one_step
     sampling = tree_bytes(shapes.sampling) + tree_bytes(
         (shapes.last_tokens, shapes.kv.block_tables)
     )

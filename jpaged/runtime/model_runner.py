@@ -160,12 +160,13 @@ class ModelRunner:
                 self._sample_all_levels(logits, inputs)
             for shape in self._programs.prefill:
                 logits, _, inputs = self._run_prefill(nobody, none, *shape)
-                self._sample_all_levels(logits, inputs)
-        jax.block_until_ready((self._kv, self._last_tokens, self._sampling_state))
+                jax.block_until_ready(self._sample(logits, inputs, SamplerLevel.GREEDY))
 
     def _sample_all_levels(self, logits, inputs) -> None:
         for level in SamplerLevel:
-            self._sample(logits, inputs, level)
+            sampled = self._sample(logits, inputs, level)
+            # One at a time: the memory account counts the steps of the loop, not a queue of them.
+            jax.block_until_ready(sampled)
 
     def _copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
         """Copy blocks on the device; the pairs that fill the last chunk are (null, null)."""
@@ -182,8 +183,8 @@ class ModelRunner:
         for item in plan.scheduled:
             seq_id = item.sequence.seq_id
             if seq_id not in self._rows:
-                row, load = self._rows.assign(seq_id, sampling[seq_id])
-                if load:
+                row = self._rows.assign(seq_id, sampling[seq_id])
+                if sampling[seq_id].adjusts_logits:
                     self._load_row(row, item, sampling[seq_id])
 
     def _load_row(self, row: int, item: ScheduledSequence, params: SamplingParams) -> None:

@@ -146,12 +146,17 @@ def compile_programs(
 def largest_step_workspace(
     split: SplitModel, shapes: Shapes, config: RuntimeConfig, buckets: Buckets
 ) -> int:
-    """Bytes of temporaries and fresh outputs of the largest prefill step, as compiled.
+    """Bytes of temporaries and fresh outputs of the largest step, as compiled.
 
     The pool's size does not enter them, so any `num_blocks` in `shapes` gives the same answer.
     """
-    shape = max(buckets.prefill_shapes())
-    analysis = _lower_prefill(split, shapes, config, *shape).compile().memory_analysis()
+    prefill = _lower_prefill(split, shapes, config, *max(buckets.prefill_shapes()))
+    sampling = _lower_sample(shapes, config, max(buckets.decode_seqs), max(SamplerLevel))
+    return _workspace(prefill.compile()) + _workspace(sampling.compile())
+
+
+def _workspace(compiled: Any) -> int:
+    analysis = compiled.memory_analysis()
     if analysis is None:
         return 0
     fresh_outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes

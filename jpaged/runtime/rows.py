@@ -24,22 +24,17 @@ class RowTable:
         self._levels = np.zeros(num_rows, np.int32)
         self._free = list(range(num_rows - 2, -1, -1))
         self._row_of: dict[int, int] = {}
-        self._biased = np.zeros(num_rows, np.bool_)
         self.sampling[-1] = PADDING_ROW
 
     def __contains__(self, seq_id: int) -> bool:
         return seq_id in self._row_of
 
-    def assign(self, seq_id: int, params: SamplingParams) -> tuple[int, bool]:
+    def assign(self, seq_id: int, params: SamplingParams) -> int:
         """Give a sequence that enters the batch a row.
 
         Args:
             seq_id: The sequence.
             params: How it is sampled, with a seed.
-
-        Returns:
-            The row, and whether the device's sampling state of that row must be loaded: because
-            this sequence needs it, or because the one before left its biases there.
 
         Raises:
             ValueError: it has a row already.
@@ -49,10 +44,7 @@ class RowTable:
         row = self._row_of[seq_id] = self._free.pop()
         self.sampling[row] = encode_row(params, params.seed or 0)
         self._levels[row] = required_level(params)
-        adjusted = params.adjusts_logits
-        load = adjusted or bool(self._biased[row])
-        self._biased[row] = adjusted
-        return row, load
+        return row
 
     def release(self, seq_id: int) -> None:
         """Take the row of a sequence that left the batch."""

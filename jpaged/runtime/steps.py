@@ -5,7 +5,7 @@ leaves the logits on the device, and `sample_step`, which reads them there. Apar
 model compiles once a shape and not once a shape and sampling level (docs/decisions/0003).
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
@@ -40,6 +40,7 @@ class SampleInputs(NamedTuple):
     positions: Int32[Array, "B"]
 
 
+@runtime_checkable
 class BoundModel(Protocol):
     """A model with its parameters in place."""
 
@@ -122,7 +123,7 @@ def prefill_step(
     """
     batch = unpack_prefill(packed, num_tokens=num_tokens, batch_size=batch_size)
     starts = query_start_loc(batch.query_lens)
-    owner, positions, real = _token_positions(starts, batch.seq_lens, num_tokens)
+    owner, positions, real = _token_positions(batch.seq_lens, starts, num_tokens)
     tokens = jnp.where(batch.tokens >= 0, batch.tokens, last_tokens[batch.rows[owner]])
     slots = _slots(batch.block_tables, owner, positions, state.pool[0].k.shape[1])
     attention = AttentionInputs(
@@ -206,7 +207,7 @@ def _slots(
 
 
 def _token_positions(
-    starts: Int32[Array, "B+1"], seq_lens: Int32[Array, "B"], num_tokens: int
+    seq_lens: Int32[Array, "B"], starts: Int32[Array, "B+1"], num_tokens: int
 ) -> tuple[Int32[Array, "T"], Int32[Array, "T"], Bool[Array, "T"]]:
     """Of each flattened token: its sequence, its position there, and whether it is not padding."""
     index = jnp.arange(num_tokens, dtype=jnp.int32)

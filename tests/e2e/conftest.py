@@ -1,0 +1,74 @@
+"""Engines shared by the end-to-end tests, and the census after each test."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from jpaged import Engine
+
+Engines = Callable[..., Engine]
+
+SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256}
+"""One decode and one prefill bucket, so that an engine compiles in seconds."""
+
+
+@pytest.fixture(scope="session")
+def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One cache for the whole run: engines of the same shapes compile once."""
+    return tmp_path_factory.getbasetemp().parent / "jax-cache"
+
+
+@pytest.fixture(scope="session")
+def all_engines(compilation_cache: Path) -> dict[tuple, Engine]:
+    return {}
+
+
+@pytest.fixture
+def engines(all_engines: dict[tuple, Engine], compilation_cache: Path) -> Iterator[Engines]:
+    """Makes (or reuses) an engine; after the test each one used has all its blocks back."""
+    used: list[Engine] = []
+
+    def make(model: str | Path | None = None, **options: object) -> Engine:
+        options = {"num_blocks": 129, **SMALL, **options}
+        key = (str(model), *sorted(options.items()))
+        if key not in all_engines:
+            cache = {"compilation_cache_dir": compilation_cache}
+            all_engines[key] = Engine(model, **options, **cache)
+        used.append(all_engines[key])
+        return used[-1]
+
+    yield make
+    for engine in used:
+        engine.shutdown()
+        engine.check_integrity()
+        stats = engine.stats()
+        if stats.num_free_blocks != stats.num_blocks:
+            pytest.fail(f"blocks were lost: {stats}")
+
+
+@pytest.fixture(scope="session")
+def qwen_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3 checkpoint without a tokenizer."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+    )
+    model = transformers.Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.2)  # spread the logits, so that greedy choices are clear
+    folder = tmp_path_factory.mktemp("qwen3")
+    model.save_pretrained(folder)
+    return folder

@@ -1,0 +1,65 @@
+import jax.numpy as jnp
+import numpy as np
+
+from jpaged.core.plan import ScheduledSequence
+from jpaged.core.request import Sequence
+from jpaged.runtime.batch import (
+    LAST_TOKEN,
+    pack_decode,
+    pack_prefill,
+    query_start_loc,
+    unpack_decode,
+    unpack_prefill,
+)
+from jpaged.runtime.sampler import ROW_WIDTH
+
+R, M = 5, 4  # device rows (the last is padding), width of a block table
+SAMPLING = np.arange(R * ROW_WIDTH, dtype=np.int32).reshape(R, ROW_WIDTH)
+
+
+def sequence(token_ids: list[int], table: list[int]) -> Sequence:
+    return Sequence(0, token_ids, len(token_ids), block_table=table)
+
+
+def test_a_decode_batch_comes_out_as_it_went_in():
+    known = ScheduledSequence(sequence([5, 6, 7], [3]), 2, 1, True)
+    pending = ScheduledSequence(sequence([5, 6, 7, 8], [2, 9]), 4, 1, True, ((1, 9),))
+    packed = pack_decode(
+        (known, pending),
+        np.array([3, 0]),
+        SAMPLING,
+        batch_size=8,
+        padding_row=R - 1,
+        max_blocks_per_seq=M,
+    )
+    batch = unpack_decode(jnp.asarray(packed))
+    assert batch.tokens.tolist()[:3] == [7, LAST_TOKEN, 0]
+    assert batch.rows.tolist() == [3, 0] + [R - 1] * 6
+    assert batch.seq_lens.tolist() == [3, 5] + [0] * 6
+    # No new block: an index past the table, which the device drops.
+    assert batch.block_indices.tolist() == [M, 1] + [M] * 6
+    assert batch.block_ids.tolist()[:2] == [0, 9]
+    assert batch.counted.tolist() == [True, True] + [False] * 6
+    assert np.array_equal(batch.sampling, SAMPLING[[3, 0] + [R - 1] * 6])
+
+
+def test_a_ragged_batch_comes_out_as_it_went_in():
+    chunk = ScheduledSequence(sequence([1, 2, 3, 4, 5], [7, 8]), 1, 3, False, ((0, 7),))
+    decode = ScheduledSequence(sequence([9, 9], [4]), 2, 1, True)
+    packed = pack_prefill(
+        (chunk, decode),
+        np.array([1, 2]),
+        SAMPLING,
+        num_tokens=16,
+        batch_size=8,
+        padding_row=R - 1,
+        max_blocks_per_seq=M,
+    )
+    batch = unpack_prefill(jnp.asarray(packed), num_tokens=16, batch_size=8)
+    assert batch.tokens.tolist()[:5] == [2, 3, 4, LAST_TOKEN, 0]
+    assert batch.rows.tolist() == [1, 2] + [R - 1] * 6
+    assert batch.query_lens.tolist() == [3, 1] + [0] * 6
+    assert batch.seq_lens.tolist() == [4, 3] + [0] * 6
+    assert batch.counted.tolist() == [False, True] + [False] * 6
+    assert batch.block_tables.tolist()[:3] == [[7, 8, 0, 0], [4, 0, 0, 0], [0] * 4]
+    assert query_start_loc(batch.query_lens).tolist() == [0, 3] + [4] * 7

@@ -1,0 +1,41 @@
+import pytest
+
+from jpaged.runtime.buckets import make_buckets, round_up
+
+
+def test_decode_buckets_pad_by_half_at_most():
+    buckets = make_buckets(256, 8192).decode_seqs
+    assert buckets == (8, 16, 32, 48, 64, 96, 128, 192, 256)
+
+
+def test_token_buckets_are_powers_of_two_up_to_the_budget():
+    assert make_buckets(16, 512).prefill_tokens == (64, 128, 256, 512)
+    assert make_buckets(8, 300).prefill_tokens == (64, 128, 256, 512)
+
+
+def test_few_sequences_share_one_prefill_bucket():
+    assert make_buckets(16, 512).prefill_seqs == (16,)
+    assert make_buckets(256, 512).prefill_seqs == (8, 256)
+
+
+def test_no_batch_is_under_eight_rows():
+    assert make_buckets(1, 64).decode_seqs == (8,)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 8, 31, 100, 256])
+@pytest.mark.parametrize("budget", [256, 300, 8192])
+def test_every_step_within_the_limits_has_a_compiled_shape(max_num_seqs: int, budget: int):
+    buckets = make_buckets(max_num_seqs, budget)
+    shapes = buckets.prefill_shapes()
+    for num_seqs in {1, max_num_seqs // 2 or 1, max_num_seqs}:
+        assert round_up(buckets.decode_seqs, num_seqs) >= num_seqs
+        for num_tokens in {num_seqs, 65, budget} - set(range(num_seqs)):
+            tokens, seqs = buckets.prefill_shape(num_tokens, num_seqs)
+            assert tokens >= num_tokens
+            assert seqs >= num_seqs
+            assert (tokens, seqs) in shapes
+
+
+def test_above_the_largest_bucket_is_an_error():
+    with pytest.raises(ValueError, match="size 9 is above the largest bucket 8"):
+        round_up((8,), 9)

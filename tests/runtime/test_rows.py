@@ -1,0 +1,38 @@
+import numpy as np
+import pytest
+
+from jpaged.runtime.rows import RowTable
+from jpaged.runtime.sampler import PADDING_ROW, SamplerLevel
+from jpaged.sampling_params import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def test_the_padding_row_is_never_handed_out():
+    table = RowTable(3)
+    rows = {table.assign(seq_id, GREEDY) for seq_id in (10, 11)}
+    assert rows == {0, 1}
+    assert np.array_equal(table.sampling[2], PADDING_ROW)
+
+
+def test_a_released_row_serves_again():
+    table = RowTable(2)
+    assert table.assign(10, GREEDY) == 0
+    table.release(10)
+    assert 10 not in table
+    assert table.assign(11, GREEDY) == 0
+
+
+def test_a_sequence_gets_one_row():
+    table = RowTable(3)
+    table.assign(10, GREEDY)
+    with pytest.raises(ValueError, match="sequence 10 has device row"):
+        table.assign(10, GREEDY)
+
+
+def test_a_batch_samples_at_its_highest_level():
+    table = RowTable(4)
+    greedy = table.assign(1, GREEDY)
+    random = table.assign(2, SamplingParams(temperature=0.5))
+    assert table.level(np.array([greedy])) == SamplerLevel.GREEDY
+    assert table.level(np.array([greedy, random])) == SamplerLevel.RANDOM
