@@ -145,10 +145,10 @@ def test_decode_equals_prefill_of_one_token(backend):
     case = Case(lens=((5, 1), (33, 1), (16, 1)))
     batch = build(case)
     options = {**case.options, "backend": backend}
-    decode = paged_decode_attention(
-        batch.q_prefill, batch.kv, batch.block_tables, batch.seq_lens, **options
+    decode = jax.jit(partial(paged_decode_attention, **options))(
+        batch.q_prefill, batch.kv, batch.block_tables, batch.seq_lens
     )
-    prefill = paged_prefill_attention(batch.q_prefill, *batch[:4], **options)
+    prefill = jax.jit(partial(paged_prefill_attention, **options))(batch.q_prefill, *batch[:4])
     np.testing.assert_allclose(decode, prefill, atol=2e-6)
 
 
@@ -158,10 +158,10 @@ def test_batch_of_padding_only_is_zeros(backend):
     case = Case(lens=((0, 0), (0, 0)), padding=9)
     batch = build(case)
     options = {**case.options, "backend": backend}
-    decode = paged_decode_attention(
-        batch.q_decode, batch.kv, batch.block_tables, batch.seq_lens, **options
+    decode = jax.jit(partial(paged_decode_attention, **options))(
+        batch.q_decode, batch.kv, batch.block_tables, batch.seq_lens
     )
-    prefill = paged_prefill_attention(batch.q_prefill, *batch[:4], **options)
+    prefill = jax.jit(partial(paged_prefill_attention, **options))(batch.q_prefill, *batch[:4])
     assert not np.asarray(decode).any()
     assert not np.asarray(prefill).any()
 
