@@ -17,9 +17,11 @@ def limits(draw: Callable) -> dict[str, int | bool]:
     """Arguments of make_scheduler, down to one block of one token."""
     chunked = draw(st.booleans())
     max_model_len = draw(st.integers(2, 24))
+    block_size = draw(st.integers(1, 5))
+    most = 2 + 3 * max_model_len // (2 * block_size)  # half as much again as one sequence needs
     return {
-        "num_blocks": draw(st.integers(2, 13)),
-        "block_size": draw(st.integers(1, 5)),
+        "num_blocks": draw(st.integers(max(2, most // 2), most)),
+        "block_size": block_size,
         "max_num_seqs": draw(st.integers(1, 5)),
         "max_num_batched_tokens": draw(st.integers(1 if chunked else max_model_len, 26)),
         "max_model_len": max_model_len,
@@ -29,12 +31,13 @@ def limits(draw: Callable) -> dict[str, int | bool]:
 
 @st.composite
 def stops(draw: Callable) -> StopCriteria:
-    max_tokens = draw(st.integers(1, 12))
-    stop_ids = draw(st.frozensets(st.integers(0, 10), max_size=2))
+    max_tokens = draw(st.integers(1, 20))
+    stop_ids = draw(st.frozensets(st.integers(0, 10), max_size=1))
     return StopCriteria(max_tokens, draw(st.integers(0, max_tokens)), stop_ids)
 
 
-prompts = st.lists(st.integers(0, 10), max_size=12)
+prompts = st.lists(st.integers(0, 10), max_size=9)
+arrivals = st.lists(st.tuples(prompts, stops()), min_size=1, max_size=4)
 
 
 def fits(scheduler: Scheduler, prompt: list[int], stop: StopCriteria) -> bool:
@@ -84,7 +87,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.turn = Turn(self.driver)
         self.num_added = 0
 
-    @rule(prompt=prompts, stop=stops())
+    @rule(arrivals=arrivals)
+    def arrive(self, arrivals: list):
+        for prompt, stop in arrivals:
+            self.add(prompt, stop)
+
     def add(self, prompt: list[int], stop: StopCriteria):
         self.num_added += 1
         name = f"request-{self.num_added}"
@@ -96,7 +103,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             accepted = False
         assert accepted == fits(self.driver.scheduler, prompt, stop)
 
-    @rule(num_steps=st.integers(1, 6))
+    @rule(num_steps=st.integers(1, 9))
     def step(self, num_steps: int):
         for _ in range(num_steps):
             self.turn.before_step()
@@ -139,8 +146,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
-    max_examples=200,
-    stateful_step_count=25,
+    max_examples=160,
+    stateful_step_count=15,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
