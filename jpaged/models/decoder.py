@@ -1,7 +1,10 @@
 """The frame of every family: embedding, layers over the pool, final norm, output head."""
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
+import jax
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
@@ -112,7 +115,7 @@ class CausalLM(nnx.Module):
         if rope is not None:
             angles = rope_angles(positions, rope, self.config.head_size)
         for layer, kv in zip(self.layers, pool, strict=True):
-            hidden, kv = layer(hidden, kv, attention, angles)
+            hidden, kv = _run_layer(*nnx.split(layer), hidden, kv, attention, angles)
             new_pool.append(kv)
         return hidden if self.final_norm is None else self.final_norm(hidden), tuple(new_pool)
 
@@ -120,3 +123,17 @@ class CausalLM(nnx.Module):
         """Scores of every token of the vocabulary for the given hidden states, in float32."""
         head = self.embed if self.lm_head is None else self.lm_head
         return head.logits(hidden)
+
+
+@partial(jax.jit, static_argnums=0)
+def _run_layer(
+    definition: nnx.GraphDef,
+    parameters: Any,  # nnx.State
+    hidden: Float[Array, "T D"],
+    kv: LayerKV,
+    attention: AttentionInputs,
+    angles: RopeAngles | None,
+) -> tuple[Float[Array, "T D"], LayerKV]:
+    """One layer. Inside a step's jit, layers alike are traced and lowered once; XLA inlines the
+    calls, so the compiled step is unrolled all the same."""
+    return nnx.merge(definition, parameters)(hidden, kv, attention, angles)
