@@ -143,7 +143,7 @@ def line(row):
 def provenance():
     """What the figures hold for."""
     commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+        ["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True, check=False
     ).stdout.strip()
     return {
         "device": jax.devices()[0].device_kind,

@@ -9,7 +9,14 @@ from pallas_kernels import tuning
 
 
 def _decode(**changes):
-    facts = {"batch": 64, "num_kv_heads": 8, "head_size": 128, "itemsize": 2, "max_context": 4096}
+    facts = {
+        "batch": 64,
+        "num_kv_heads": 8,
+        "group": 4,
+        "head_size": 128,
+        "itemsize": 2,
+        "max_context": 4096,
+    }
     return tuning.decode_config(**{**facts, **changes})
 
 
