@@ -11,6 +11,7 @@ import difflib
 import itertools
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -58,7 +59,8 @@ class Engine:
         self._runner = parts.runner
         self._requests: dict[str, RequestState] = {}
         self._sampling: dict[int, SamplingParams] = {}
-        self._in_flight: StepHandle | None = None
+        self._in_flight: deque[StepHandle] = deque()
+        self._failure: BaseException | None = None
         self._undelivered: dict[str, RequestState] = {}
         self._arrivals = itertools.count()
         self._counts = dict.fromkeys(("prompt", "generated", "steps", "preempted", "finished"), 0)
@@ -86,7 +88,9 @@ class Engine:
         Raises:
             TypeError, ValueError: the prompt or a parameter is not acceptable, or the request could
                 never fit; nothing is queued then.
+            RuntimeError: a step failed earlier.
         """
+        self._check_alive()
         checked = self._tokenize(normalize_prompt(prompt, vocab_size=self.vocab_size))
         (own,) = pair_params(params, 1)
         return self._add(checked, own, request_id)
@@ -104,8 +108,7 @@ class Engine:
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do or to deliver."""
-        waiting = self._scheduler.has_unfinished or self._in_flight is not None
-        return waiting or bool(self._undelivered)
+        return bool(self._scheduler.has_unfinished or self._in_flight or self._undelivered)
 
     # The loop
 
@@ -122,16 +125,35 @@ class Engine:
 
     def _advance(self) -> list[RequestState]:
         """Launch a step and read one; gives the requests that the read one advanced."""
+        self._check_alive()
         plan = self._scheduler.schedule()
         if plan is not None:
-            self._count(plan)
-        handle = self._runner.launch(plan, self._sampling) if plan is not None else None
-        if self.config.loop_mode is LoopMode.OVERLAPPED:
-            handle, self._in_flight = self._in_flight, handle
-        return self._consume(handle) if handle is not None else []
+            self._launch(plan)
+        overlapped = self.config.loop_mode is LoopMode.OVERLAPPED
+        num_ahead = int(overlapped and plan is not None)
+        return self._consume() if len(self._in_flight) > num_ahead else []
 
-    def _consume(self, handle: StepHandle) -> list[RequestState]:
+    def _launch(self, plan: StepPlan) -> None:
+        try:
+            self._in_flight.append(self._runner.launch(plan, self._sampling))
+        except BaseException as error:
+            # The plan counts as launched: what the device holds now is unknown.
+            self._failure = error
+            raise
+        self._counts["steps"] += 1
+        self._counts["preempted"] += len(plan.preempted)
+        self._peak_used_blocks = max(self._peak_used_blocks, self._num_used_blocks())
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            message = "the engine failed in an earlier step: make a new one"
+            raise RuntimeError(message) from self._failure
+
+    def _consume(self) -> list[RequestState]:
+        """Read the oldest step in flight. An interrupt while waiting for it loses nothing."""
+        handle = self._in_flight[0]
         result = handle.read()
+        self._in_flight.popleft()
         self._take_prompt_logprobs(handle, result)
         index = {item.sequence.seq_id: i for i, item in enumerate(handle.plan.scheduled)}
         emitted = self._scheduler.update(handle.plan, result.token_ids)
@@ -146,11 +168,6 @@ class Engine:
         if emitted.request.is_finished:
             self._retire(state)
         return state
-
-    def _count(self, plan: StepPlan) -> None:
-        self._counts["steps"] += 1
-        self._counts["preempted"] += len(plan.preempted)
-        self._peak_used_blocks = max(self._peak_used_blocks, self._num_used_blocks())
 
     def _take_prompt_logprobs(self, handle: StepHandle, result: StepResult) -> None:
         if not result.prompt_logprobs:
@@ -309,11 +326,12 @@ class Engine:
         self._scheduler.check_integrity()
 
     def shutdown(self) -> None:
-        """Abort every request and wait for the device."""
+        """Abort every request and wait for the device; nothing is left to deliver."""
         for request_id in list(self._requests):
             self.abort(request_id)
-        while self.has_unfinished_requests:
-            self.step()
+        while self._in_flight:
+            self._consume()
+        self._undelivered.clear()
 
     def _num_used_blocks(self) -> int:
         return self.runtime_config.num_blocks - 1 - self._scheduler.block_manager.num_free_blocks

@@ -1,0 +1,270 @@
+"""The engine as its users meet it, with the embedded model."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import pytest
+from conftest import Engines
+
+from jpaged import Engine, SamplingParams
+from jpaged.runtime.model_runner import ModelRunner
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
+QUESTION, ANSWER = "Count from 3 to 7", "\n3, 4, 5, 6, 7"
+
+
+@pytest.fixture(params=[True, False], ids=["overlapped", "synchronous"])
+def engine(engines: Engines, request: pytest.FixtureRequest) -> Engine:
+    return engines(async_scheduling=request.param)
+
+
+def text(output: Any) -> str:
+    return output.outputs[0].text
+
+
+def run(engine: Engine) -> dict[str, Any]:
+    """Step to the end; the last output of each request."""
+    last = {}
+    while engine.has_unfinished_requests:
+        last.update((output.request_id, output) for output in engine.step())
+    return last
+
+
+def test_text_in_text_out(engine: Engine):
+    (output,) = engine.generate(QUESTION, GREEDY)
+    assert text(output) == ANSWER
+    assert output.prompt == QUESTION
+    assert output.finished
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", None)
+
+
+def test_every_form_of_prompt_gives_the_same_answer_in_order(engine: Engine):
+    ids = engine.tokenizer.encode(QUESTION)
+    prompts = [QUESTION, ids, {"prompt": QUESTION}, {"prompt_token_ids": ids}, "Reverse stone"]
+    outputs = engine.generate(prompts, GREEDY)
+    assert [text(o) for o in outputs] == [ANSWER] * 4 + ["\nenots"]
+    assert text(engine.generate(ids, GREEDY)[0]) == ANSWER
+
+
+def test_one_params_for_each_prompt(engine: Engine):
+    short, long = engine.generate(
+        [QUESTION] * 2, [SamplingParams(max_tokens=1, temperature=0.0), GREEDY]
+    )
+    assert short.outputs[0].finish_reason == "length"
+    assert text(long) == ANSWER
+
+
+def test_chat_answers_through_the_template(engine: Engine):
+    (output,) = engine.chat([{"role": "user", "content": "Spell fox"}], GREEDY)
+    assert text(output).strip() == "f o x"
+    both = engine.chat([[{"role": "user", "content": QUESTION}]] * 2, GREEDY)
+    assert [text(o).strip() for o in both] == [ANSWER.strip()] * 2
+
+
+def test_a_stream_joins_to_the_answer(engine: Engine):
+    deltas = list(engine.stream(QUESTION, GREEDY))
+    assert "".join(d.text for d in deltas) == ANSWER
+    (output,) = engine.generate(QUESTION, GREEDY)
+    assert [t for d in deltas for t in d.token_ids] == list(output.outputs[0].token_ids)
+    assert [d.finish_reason for d in deltas] == [None] * (len(deltas) - 1) + ["stop"]
+
+
+def test_a_stop_string_is_held_back_and_cut(engine: Engine):
+    params = SamplingParams(temperature=0.0, max_tokens=64, stop=["5, 6", "zzz"])
+    deltas = list(engine.stream(QUESTION, params))
+    assert "".join(d.text for d in deltas) == "\n3, 4, "
+    assert deltas[-1].stop_reason == "5, 6"
+    (kept,) = engine.generate(
+        QUESTION,
+        SamplingParams(
+            temperature=0.0, max_tokens=64, stop="5, 6", include_stop_str_in_output=True
+        ),
+    )
+    assert text(kept) == "\n3, 4, 5, 6"
+    assert (kept.outputs[0].finish_reason, kept.outputs[0].stop_reason) == ("stop", "5, 6")
+
+
+def test_without_detokenizing_only_ids_come(engine: Engine):
+    (output,) = engine.generate(
+        QUESTION, SamplingParams(temperature=0.0, max_tokens=64, detokenize=False)
+    )
+    assert text(output) == ""
+    assert engine.tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True) == ANSWER
+
+
+def test_requests_may_come_while_others_run(engine: Engine):
+    first = engine.add_request(QUESTION, GREEDY)
+    engine.step()
+    second = engine.add_request("Reverse stone", GREEDY, request_id="mine")
+    outputs = run(engine)
+    assert second == "mine"
+    assert text(outputs[first]) == ANSWER
+    assert text(outputs["mine"]) == "\nenots"
+
+
+def test_what_others_wait_for_is_not_lost_to_generate(engine: Engine):
+    waiting = engine.add_request(QUESTION, GREEDY)
+    engine.generate("Reverse stone", GREEDY)
+    assert text(run(engine)[waiting]) == ANSWER
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 5])
+@pytest.mark.parametrize("prompt", [QUESTION, "Count from 1 to 9. " * 6])
+def test_abort_in_any_state_leaves_the_others_alone(engine: Engine, prompt: str, num_steps: int):
+    doomed = engine.add_request(prompt, GREEDY)
+    kept = engine.add_request(QUESTION, GREEDY)
+    for _ in range(num_steps):
+        engine.step()
+    engine.abort(doomed)
+    engine.abort(doomed)
+    engine.abort("nobody")
+    outputs = run(engine)
+    assert doomed not in outputs
+    assert text(outputs[kept]) == ANSWER
+
+
+def test_a_dropped_stream_aborts_its_request(engine: Engine):
+    stream = engine.stream(QUESTION, GREEDY)
+    next(stream)
+    stream.close()
+    never_started = engine.stream(QUESTION, GREEDY)
+    del never_started
+    run(engine)
+    assert engine.stats().num_running == engine.stats().num_waiting == 0
+
+
+BAD_REQUESTS = [
+    ("", GREEDY, "prompt is empty"),
+    ([], GREEDY, "prompt is empty"),
+    (["a", 1], GREEDY, "must be an integer"),
+    ([5, 100_000], GREEDY, "token id 100000 at position 1 is unknown"),
+    ([-1], GREEDY, "token id -1"),
+    ("\ud800", GREEDY, "surrogate"),
+    ({"prmpt": "x"}, GREEDY, "unknown key 'prmpt'"),
+    ([5] * 256, GREEDY, "max_model_len=256 leaves no room"),
+    ("x", SamplingParams(stop_token_ids=[100_000]), "stop_token_ids names token ids"),
+    ("x", SamplingParams(logit_bias={100_000: 1.0}), "logit_bias names token ids"),
+    ("x", SamplingParams(logprobs=21), "logprobs=21 is more than"),
+    (3.5, GREEDY, "prompt must be"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "params", "message"), BAD_REQUESTS)
+def test_a_bad_request_is_refused_and_touches_nobody(
+    engine: Engine, prompt: Any, params: SamplingParams, message: str
+):
+    good = engine.add_request(QUESTION, GREEDY)
+    engine.step()
+    with pytest.raises((TypeError, ValueError), match=message):
+        engine.add_request(prompt, params)
+    assert text(run(engine)[good]) == ANSWER
+
+
+def test_one_bad_prompt_of_many_starts_none(engine: Engine):
+    before = engine.stats().num_steps
+    with pytest.raises(ValueError, match=r"prompts\[1\] is empty"):
+        engine.generate([QUESTION, ""], GREEDY)
+    with pytest.raises(ValueError, match="max_model_len=256 leaves no room"):
+        engine.generate([QUESTION, [5] * 256], GREEDY)
+    assert engine.stats().num_steps == before
+    assert not engine.has_unfinished_requests
+
+
+def test_a_request_id_is_used_once_at_a_time(engine: Engine):
+    engine.add_request(QUESTION, GREEDY, request_id="a")
+    with pytest.raises(ValueError, match="request_id 'a' is in use"):
+        engine.add_request(QUESTION, GREEDY, request_id="a")
+    assert text(run(engine)["a"]) == ANSWER
+    engine.add_request(QUESTION, GREEDY, request_id="a")
+    assert text(run(engine)["a"]) == ANSWER
+
+
+def test_an_unknown_option_is_refused_with_a_hint():
+    with pytest.raises(ValueError, match="'max_seqs'; did you mean 'max_num_seqs'"):
+        Engine(max_seqs=3)
+
+
+def test_text_needs_a_tokenizer(engines: Engines):
+    engine = engines(skip_tokenizer_init=True)
+    with pytest.raises(ValueError, match="skip_tokenizer_init=True loaded none"):
+        engine.generate(QUESTION)
+    with pytest.raises(ValueError, match="skip_tokenizer_init=True loaded none"):
+        engine.generate([5], SamplingParams(stop="x"))
+
+
+def test_nothing_compiles_after_the_start(engine: Engine):
+    compiled = []
+
+    def listen(event: str, duration: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        jax.jit(lambda x: x + 1)(1)
+        assert len(compiled) == 1  # the listener hears
+        every_kind = [
+            GREEDY,
+            SamplingParams(max_tokens=9),
+            SamplingParams(max_tokens=9, top_p=0.9, top_k=5, min_p=0.01),
+            SamplingParams(max_tokens=9, presence_penalty=1.0, min_tokens=3, logit_bias={5: 1.0}),
+            SamplingParams(max_tokens=9, logprobs=2, prompt_logprobs=2),
+        ]
+        for count in (1, 3, 8):
+            engine.generate([QUESTION] * count, every_kind[:count] + [GREEDY] * (count - 5))
+        engine.generate(["Count from 1 to 9. " * 6] * 9, GREEDY)
+        assert len(compiled) == 1
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_the_memory_account_sums_up(engine: Engine):
+    account = engine.memory_account
+    parts = (account.weights, account.sampling, account.workspace, account.kv_cache)
+    assert account.total == sum(parts)
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(engine._runner._kv.pool))
+    assert account.kv_cache == held
+    assert "KV cache" in "\n".join(account.lines())
+
+
+def interrupting(
+    target: Callable[..., Any], error: type[BaseException], after: int
+) -> Callable[..., Any]:
+    calls = iter(range(after))
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if next(calls, None) is None:
+            raise error
+        return target(*args, **kwargs)
+
+    return wrapper
+
+
+def test_ctrl_c_while_waiting_loses_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    from jpaged.runtime.model_runner import StepHandle
+
+    other = engine.add_request(QUESTION, GREEDY)
+    with monkeypatch.context() as patch:
+        patch.setattr(StepHandle, "read", interrupting(StepHandle.read, KeyboardInterrupt, 2))
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(["Reverse stone"] * 3, GREEDY)
+    assert text(run(engine)[other]) == ANSWER
+
+
+def test_a_failed_launch_fails_the_engine_and_says_so(
+    compilation_cache: Any, monkeypatch: pytest.MonkeyPatch
+):
+    engine = Engine(
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        max_model_len=256,
+        num_blocks=129,
+        compilation_cache_dir=compilation_cache,
+    )
+    monkeypatch.setattr(ModelRunner, "launch", interrupting(ModelRunner.launch, RuntimeError, 2))
+    with pytest.raises(RuntimeError):
+        engine.generate(QUESTION, GREEDY)
+    with pytest.raises(RuntimeError, match="failed in an earlier step"):
+        engine.generate(QUESTION, GREEDY)
+    engine.shutdown()

@@ -1,0 +1,69 @@
+"""The whole engine on an NVIDIA GPU, where the Pallas Triton kernels run."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from conftest import Engines
+from test_generation import TIGHT, expected_greedy, greedy, oracle, prompts, tokens  # noqa: F401
+
+from jpaged import SamplingParams
+from pallas_kernels import Backend
+from tools.tiny.world import sample_examples
+
+pytestmark = pytest.mark.gpu
+
+
+def test_the_kernels_are_pallas_triton(engines: Engines):
+    assert engines(dtype="float32").runtime_config.backend is Backend.TRITON
+
+
+@pytest.mark.parametrize("num_blocks", [129, TIGHT])
+def test_float32_is_token_exact_with_transformers(
+    engines: Engines,
+    qwen_folder: Path,
+    oracle: Any,  # noqa: F811
+    num_blocks: int,
+):
+    engine = engines(qwen_folder, skip_tokenizer_init=True, dtype="float32", num_blocks=num_blocks)
+    given = prompts()
+    got = tokens(engine, given, greedy())
+    assert got == [expected_greedy(oracle, prompt, 20) for prompt in given]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_both_loops_give_the_same_tokens(engines: Engines, qwen_folder: Path, dtype: str):
+    options = {"skip_tokenizer_init": True, "dtype": dtype}
+    overlapped = engines(qwen_folder, async_scheduling=True, **options)
+    synchronous = engines(qwen_folder, async_scheduling=False, **options)
+    given = prompts()
+    params = [
+        SamplingParams(temperature=float(i % 3), top_p=0.9, seed=i, max_tokens=30)
+        for i in range(len(given))
+    ]
+    assert tokens(overlapped, given, params) == tokens(synchronous, given, params)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_embedded_model_answers_rightly(engines: Engines, dtype: str):
+    engine = engines(dtype=dtype, max_model_len=512, num_blocks=TIGHT + 20)
+    examples = sample_examples(3, 100)
+    params = SamplingParams(temperature=0.0, max_tokens=400)
+    outputs = engine.generate([e.prompt for e in examples], params)
+    right = [o.outputs[0].text == e.completion for o, e in zip(outputs, examples, strict=True)]
+    assert np.mean(right) >= 0.95
+
+
+def test_no_step_copies_the_pool(engines: Engines):
+    engine = engines(dtype="bfloat16")
+    shape = engine._runner._kv.pool[0].k.shape
+    pattern = f"bf16[{','.join(map(str, shape))}]"
+    programs = engine._runner._programs
+    for program in (*programs.decode.values(), *programs.prefill.values()):
+        text = program.as_text()
+        assert pattern in text
+        copies = [line for line in text.splitlines() if pattern in line and " copy(" in line]
+        assert not copies
+    assert jax.default_backend() == "gpu"

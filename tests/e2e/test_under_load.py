@@ -1,0 +1,68 @@
+"""Hundreds of requests in a pool far too small, every answer checked for truth."""
+
+import random
+
+import pytest
+from conftest import Engines
+
+from jpaged import Engine, SamplingParams
+from tools.tiny.world import Example, sample_examples
+
+NUM_REQUESTS = 200
+TIGHT = 40  # blocks: two of the longest sequences, and eight run at once
+MAX_MODEL_LEN = 512
+
+
+@pytest.fixture(scope="module")
+def examples() -> list[Example]:
+    return sample_examples(7, NUM_REQUESTS)
+
+
+def params(index: int) -> SamplingParams:
+    """Greedy and seeded requests mixed; a cold temperature does not change a sure answer."""
+    if index % 3:
+        return SamplingParams(temperature=0.0, max_tokens=400)
+    return SamplingParams(temperature=0.01, top_p=0.9, seed=index, max_tokens=400)
+
+
+def answers(engine: Engine, examples: list[Example]) -> list[str]:
+    prompts = [e.prompt for e in examples]
+    outputs = engine.generate(prompts, [params(i) for i in range(len(prompts))])
+    return [output.outputs[0].text for output in outputs]
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False], ids=["overlapped", "synchronous"])
+def test_pressure_changes_no_answer_and_answers_are_true(
+    engines: Engines, examples: list[Example], async_scheduling: bool
+):
+    roomy = engines(max_model_len=MAX_MODEL_LEN, num_blocks=257)
+    tight = engines(
+        max_model_len=MAX_MODEL_LEN, num_blocks=TIGHT, async_scheduling=async_scheduling
+    )
+    unpressed = answers(roomy, examples)
+    before = tight.stats().num_preemptions
+    assert answers(tight, examples) == unpressed
+    assert tight.stats().num_preemptions - before > 20
+    right = [a == e.completion for a, e in zip(unpressed, examples, strict=True)]
+    assert sum(right) >= 0.98 * len(right)
+
+
+def test_random_aborts_touch_nobody_else(engines: Engines, examples: list[Example]):
+    engine = engines(max_model_len=MAX_MODEL_LEN, num_blocks=TIGHT)
+    rng = random.Random(0)
+    chosen = examples[:80]
+    expected = answers(engine, chosen)
+    ids = [engine.add_request(e.prompt, params(i)) for i, e in enumerate(chosen)]
+    alive, finished = dict(enumerate(ids)), {}
+    while engine.has_unfinished_requests:
+        for output in engine.step():
+            if output.finished:
+                finished[output.request_id] = output.outputs[0].text
+        engine.check_integrity()
+        doomed = [i for i, request_id in alive.items() if request_id not in finished]
+        if doomed and rng.random() < 0.1:
+            engine.abort(alive.pop(rng.choice(doomed)))
+    assert len(alive) < len(ids)
+    assert {i: finished[request_id] for i, request_id in alive.items()} == {
+        i: expected[i] for i in alive
+    }
