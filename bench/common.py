@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from tabulate import tabulate
 
 from jpaged import Engine
 from jpaged.runtime.kv_cache import block_bytes
@@ -164,17 +165,7 @@ def record(name: str, rows: list[dict], **more: object) -> Path:
 
 def print_table(rows: list[dict]) -> None:
     """Rows as an aligned table; the keys of the first are the columns."""
-    columns = list(rows[0])
-    cells = [columns] + [[_cell(row.get(c)) for c in columns] for row in rows]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    for line in cells:
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,.4g}" if isinstance(value, float) else str(value)
+    print(tabulate(rows, headers="keys", floatfmt=",.4g", missingval="-"))
 
 
 def _installed() -> bool:
