@@ -8,7 +8,7 @@ finished question, with or without its final mark, the model is sure to go on to
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,7 +28,19 @@ SHARES = dict.fromkeys(TASKS, 1) | {
     "sort_words": 3,
     "sort_letters": 2,
     "count_letter": 5,
-    "count_long": 0,  # too long for short rows; every third long row or so is one
+    "count_long": 0,  # too long for short rows; most of the long rows start with one
+}
+LAST_SHARES = SHARES | {  # of a run that starts from a trained checkpoint
+    "add": 2,
+    "multiply": 2,
+    "add_words": 2,
+    "subtract_words": 2,
+    "multiply_words": 12,
+    "sort_numbers": 3,
+    "reverse_word": 3,
+    "count_letter": 2,
+    "count": 4,
+    "count_words": 3,
 }
 SYSTEM_MESSAGES = ("You are a helpful assistant.", "You are a calculator.", "Answer briefly.")
 
@@ -54,7 +66,7 @@ class BatchShape:
 
     short_rows: int = 128
     short_length: int = 320
-    long_rows: int = 16
+    long_rows: int = 24
     long_length: int = 1024
 
 
@@ -121,10 +133,12 @@ def _put(out: Rows, row: int, start: int, number: int, document: Document) -> in
     return end
 
 
-def make_batch(seed: int, step: int, shape: BatchShape) -> tuple[Rows, Rows]:
-    """The short and the long rows of a training step: a function of seed and step alone."""
+def make_batch(
+    seed: int, step: int, shape: BatchShape, shares_of: Mapping[str, int] = SHARES
+) -> tuple[Rows, Rows]:
+    """The short and the long rows of a training step: a function of the arguments alone."""
     rng = random.Random(f"{seed}:{step}")
-    names, shares = list(SHARES), list(SHARES.values())
+    names, shares = list(shares_of), list(shares_of.values())
 
     def short(_: int) -> Document:
         return _single(rng, draw(rng, rng.choices(names, shares)[0], held_out=False))
@@ -132,8 +146,9 @@ def make_batch(seed: int, step: int, shape: BatchShape) -> tuple[Rows, Rows]:
     def long(room: int) -> Document:
         if room < shape.long_length:
             return short(room)
-        if rng.random() < 0.3:
-            return _single(rng, draw(rng, "count_long", held_out=False))
+        if rng.random() < 0.6:
+            example = draw(rng, "count_long", held_out=False)
+            return rng.choice((raw_document(example), chat_document([example])))
         tasks = rng.choices(names, shares, k=100)
         return _conversation(rng, (draw(rng, task, held_out=False) for task in tasks), room)
 

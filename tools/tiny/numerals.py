@@ -9,17 +9,20 @@ _TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ni
 
 
 def number_words(n: int) -> str:
-    """Write out an integer of at most three digits: -21 is "minus twenty-one".
+    """Write out an integer of at most four digits: -21 is "minus twenty-one".
 
     Raises:
         ValueError: `n` is longer.
     """
-    if abs(n) > 999:
-        raise ValueError(f"n must have at most three digits, got {n}")
+    if abs(n) > 9999:
+        raise ValueError(f"n must have at most four digits, got {n}")
     if n < 0:
         return "minus " + number_words(-n)
     if n < 20:
         return _UNITS[n]
-    large, rest = divmod(n, 10 if n < 100 else 100)
-    head, link = (_TENS[large - 2], "-") if n < 100 else (_UNITS[large] + " hundred", " ")
-    return head + link + number_words(rest) if rest else head
+    if n < 100:
+        tens, rest = divmod(n, 10)
+        return _TENS[tens - 2] + ("-" + _UNITS[rest] if rest else "")
+    size, name = (100, "hundred") if n < 1000 else (1000, "thousand")
+    head, rest = divmod(n, size)
+    return f"{_UNITS[head]} {name}" + (" " + number_words(rest) if rest else "")

@@ -1,10 +1,13 @@
 """Train the embedded model on questions made on the fly.
 
-    python -m tools.tiny.train --out jpaged/assets/tiny --steps 12000
+    python -m tools.tiny.train --out first --steps 12500
+    python -m tools.tiny.train --out jpaged/assets/tiny --resume first \
+        --steps 4000 --seed 1 --rate 4e-3
 
-AdamW with a warm-up and a cosine decay; float32 parameters, bfloat16 arithmetic. Batches are a
+Muon for the layers' matrices and Adam for the rest, warm-up and cosine decay; float32 parameters,
+bfloat16 arithmetic. (After 300 steps the loss was 0.34 with Muon, 0.57 with AdamW.) Batches are a
 function of seed and step, made by worker processes, so a run is repeatable up to the device's own
-rounding. `--minutes` sets the number of steps from the speed it measures first, and prints it.
+rounding. The first run takes 7.5 minutes on an H200, the second 3.5.
 """
 
 import argparse
@@ -13,31 +16,41 @@ import itertools
 import multiprocessing
 import os
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from optax import contrib
 
 from tools.tiny.checkpoint import load_checkpoint, save_checkpoint
-from tools.tiny.data import BatchShape, Rows, make_batch
+from tools.tiny.data import LAST_SHARES, SHARES, BatchShape, Rows, make_batch
 from tools.tiny.model import Config, Params, forward, init
 
 AHEAD = 64  # batches that the workers may be ahead of the device
-TIMED_STEPS = 100
 
 Batch = tuple[Rows, Rows]
 
 
-def _matrices(params: Params) -> dict[str, bool]:
-    return {name: value.ndim == 2 for name, value in params.items()}
+def _orthogonalised(params: Any) -> Any:
+    """Muon's parameters: the matrices of the layers."""
+    return {
+        name: None if "norm" in name or "embed" in name else contrib.MuonDimensionNumbers()
+        for name in params
+    }
 
 
 OPTIMIZER = optax.chain(  # its updates are for a learning rate of 1
     optax.clip_by_global_norm(1.0),
-    optax.adamw(1.0, b2=0.98, weight_decay=0.05, mask=_matrices),
+    contrib.muon(
+        1.0,
+        consistent_rms=0.2,
+        weight_decay=0.05,
+        adam_b2=0.98,
+        muon_weight_dimension_numbers=_orthogonalised,
+    ),
 )
 
 
@@ -82,52 +95,38 @@ def train(
     return params, losses
 
 
-def stream_batches(seed: int, shape: BatchShape, workers: int) -> Generator[Batch]:
+def stream_batches(
+    seed: int, shape: BatchShape, shares: Mapping[str, int], workers: int
+) -> Generator[Batch]:
     """Endless batches in order, made by worker processes a bounded number of steps ahead."""
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         make = functools.partial(pool.apply_async, make_batch)
-        pending = [make((seed, step, shape)) for step in range(AHEAD)]
+        pending = [make((seed, step, shape, shares)) for step in range(AHEAD)]
         for step in itertools.count(AHEAD):
             yield pending.pop(0).get()
-            pending.append(make((seed, step, shape)))
-
-
-def steps_for(minutes: float, params: Params, config: Config, batches: Iterator[Batch]) -> int:
-    """How many steps fit, from the speed of some steps on a copy of the parameters."""
-    trial = {name: jnp.array(value) for name, value in params.items()}
-    trial, _ = train(trial, config, batches, 4, 1e-4)
-    start = time.perf_counter()
-    train(trial, config, batches, TIMED_STEPS, 1e-4)
-    seconds = (time.perf_counter() - start) / TIMED_STEPS
-    print(f"{1e3 * seconds:.1f} ms a step", flush=True)
-    return int(60 * minutes / seconds)
+            pending.append(make((seed, step, shape, shares)))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=12000)
-    parser.add_argument("--minutes", type=float, help="set the number of steps by time instead")
+    parser.add_argument("--steps", type=int, default=12500)
     parser.add_argument("--resume", type=Path, help="start from the checkpoint in this folder")
-    parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
+    parser.add_argument("--rate", type=float, default=8e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--rows", type=int, default=BatchShape.short_rows)
     parser.add_argument("--long-rows", type=int, default=BatchShape.long_rows)
     args = parser.parse_args()
     config = Config()
-    params = init(jax.random.key(args.seed), config)
+    params, shares = init(jax.random.key(args.seed), config), SHARES
     if args.resume:
         params, config = load_checkpoint(args.resume, jnp.dtype("float32"))
+        shares = LAST_SHARES
     shape = BatchShape(args.rows, long_rows=args.long_rows)
-    batches = stream_batches(args.seed, shape, args.workers)
-    steps = args.steps
-    if args.minutes:
-        steps = steps_for(args.minutes, params, config, batches)
-        batches.close()
-        batches = stream_batches(args.seed, shape, args.workers)
-    print(f"{steps} steps, seed {args.seed}, {shape}", flush=True)
-    params, _ = train(params, config, batches, steps, args.rate)
+    print(f"{args.steps} steps, seed {args.seed}, {shape}", flush=True)
+    batches = stream_batches(args.seed, shape, shares, args.workers)
+    params, _ = train(params, config, batches, args.steps, args.rate)
     save_checkpoint(args.out, params, config)
 
 

@@ -22,7 +22,7 @@ from tools.tiny.numerals import number_words
 SPLIT = 16
 CORE = 12
 SHORT_ANSWER = (1, 150)  # characters
-LONG_ANSWER = (150, 860)  # characters
+LONG_ANSWER = (150, 900)  # characters
 HELP = "I can only add, subtract, multiply, sort, reverse, count and spell."
 
 WORDS = (Path(__file__).parent / "words.txt").read_text().split()
@@ -102,7 +102,7 @@ def _ask(rng: random.Random, wordings: Sequence[str], *contents: object) -> str:
 
 def _arithmetic(rng: random.Random, operation: str, words: bool) -> Draft:
     limit, show = (100, number_words) if words else (1000, str)
-    a, b = _factors(rng, limit) if operation == "multiply" else (_number(rng, limit) for _ in "ab")
+    a, b = _factors(rng) if operation == "multiply" else (_number(rng, limit) for _ in "ab")
     if operation == "subtract":
         a, b = (b, a) if a < b and rng.random() < 0.75 else (a, b)
         result, pair = a - b, [a, b]
@@ -113,12 +113,11 @@ def _arithmetic(rng: random.Random, operation: str, words: bool) -> Draft:
     return f"{operation}:{pair}{core}", _ask(rng, wordings, show(a), show(b)), show(result)
 
 
-def _factors(rng: random.Random, limit: int) -> list[int]:
-    """Two numbers of the times table, or one of a single digit and one below the limit."""
+def _factors(rng: random.Random) -> list[int]:
+    """Two numbers of the times table, or one of a single digit and one of up to three."""
     if rng.random() < 0.15:
         return [rng.randrange(CORE + 1), rng.randrange(CORE + 1)]
-    pair = [rng.randrange(2, 10), _number(rng, limit)]
-    return pair[:: rng.choice((1, -1))]
+    return [rng.randrange(2, 10), rng.randrange(1000)][:: rng.choice((1, -1))]
 
 
 def _number(rng: random.Random, limit: int = 1000) -> int:
@@ -242,7 +241,7 @@ def _count(rng: random.Random, lengths: tuple[int, int], words: bool) -> Draft:
         answer = ", ".join(show(n) for n in numbers)
     start, step = numbers[0], numbers[1] - numbers[0]
     stop = numbers[-1]
-    if rng.random() < 0.5:  # the last step may stop short of the number asked for
+    if abs(step) <= 5 and rng.random() < 0.1:  # the last step stops short of the number asked for
         stop = min(max(stop + rng.randrange(0, step, 1 if step > 0 else -1), 0), limit - 1)
     wordings = _count_wordings(start, step)
     return (
@@ -254,7 +253,7 @@ def _count(rng: random.Random, lengths: tuple[int, int], words: bool) -> Draft:
 
 def _progression(rng: random.Random, limit: int, most: int) -> list[int]:
     """Up to `most` numbers in 0..limit-1, equally far apart, one time in three falling."""
-    step = rng.choice((1, 1, 1, 2, rng.randint(2, 12), rng.choice((5, 10, 20, 25, 50))))
+    step = rng.choice((1, 1, 1, 2, rng.randint(2, 10), rng.choice((5, 10, 20, 25, 50, 100))))
     start = rng.choice((1, rng.randrange(10), rng.randrange(100), rng.randrange(limit)))
     numbers = range(start, limit, step)[: int(most ** rng.uniform(0.2, 1.0))]
     return list(numbers if rng.random() < 0.67 else reversed(numbers))

@@ -1,0 +1,72 @@
+"""The embedded model as shipped: its size, its parity with transformers and a sample of answers."""
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tools.tiny.checkpoint import load_checkpoint
+from tools.tiny.data import chat_document, raw_document
+from tools.tiny.evaluate import exact
+from tools.tiny.model import forward
+from tools.tiny.tokenizer import EOS_TOKEN_IDS, build_tokenizer
+from tools.tiny.world import TASKS, Example, sample_examples
+
+FOLDER = Path(__file__).parents[2] / "jpaged" / "assets" / "tiny"
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return load_checkpoint(FOLDER, jnp.dtype("float32"))
+
+
+@pytest.fixture(scope="module")
+def hf_model():
+    return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
+
+
+def test_folder_is_small_and_complete(hf_model):
+    assert sum(path.stat().st_size for path in FOLDER.iterdir()) < 6e6
+    assert (FOLDER / "MODEL_CARD.md").exists()
+    assert type(hf_model).__name__ == "Qwen3ForCausalLM"
+    assert hf_model.generation_config.eos_token_id == EOS_TOKEN_IDS
+    assert json.loads((FOLDER / "config.json").read_text())["eos_token_id"] == EOS_TOKEN_IDS
+
+
+def test_shipped_tokenizer_is_the_built_one():
+    shipped = AutoTokenizer.from_pretrained(FOLDER)
+    assert json.loads(shipped.backend_tokenizer.to_str())["model"]["merges"] == []
+    assert shipped.get_vocab() == build_tokenizer().get_vocab()
+
+
+def test_logits_match_transformers(loaded, hf_model):
+    text = sample_examples(0, 1, task="sort_numbers")[0].prompt.encode()
+    ids = np.array([list(text)[:32]])
+    with torch.no_grad():
+        expected = hf_model(torch.tensor(ids)).logits.numpy()
+    params, config = loaded
+    tokens = jnp.asarray(ids, jnp.int32)
+    logits = forward(params, config, tokens, jnp.ones_like(tokens))
+    np.testing.assert_allclose(np.asarray(logits), expected, atol=1e-4)
+
+
+def test_recorded_accuracy():
+    recorded = json.loads((FOLDER / "evaluation.json").read_text())["accuracy"]
+    assert set(recorded) == set(TASKS)
+    for task, forms in recorded.items():
+        assert min(forms["raw"], forms["chat"]) >= 0.99, task
+
+
+def test_short_tasks_are_right(loaded):
+    numbers = ", ".join(map(str, range(1, 21)))
+    examples = [Example("count", "Count from 1 to 20", numbers)]
+    examples += [e for e in sample_examples(1, 30) if len(e.prompt) + len(e.answer) < 90]
+    documents = [raw_document(e) for e in examples] + [chat_document([e]) for e in examples]
+    params, config = loaded
+    results = exact(params, config, [d for d in documents if len(d.ids) <= 128])
+    assert results[0]
+    assert sum(results) >= len(results) - 1
