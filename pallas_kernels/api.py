@@ -70,7 +70,6 @@ def paged_decode_attention(
     config = tuning.decode_config(
         batch=q.shape[0],
         num_kv_heads=kv.k.shape[2],
-        group=q.shape[1] // kv.k.shape[2],
         max_context=block_tables.shape[1] * kv.k.shape[1],
         head_size=q.shape[2],
         itemsize=q.dtype.itemsize,

@@ -43,24 +43,18 @@ def decode_config(
     *,
     batch: int,
     num_kv_heads: int,
-    group: int,
     head_size: int,
     itemsize: int,
     max_context: int,
     num_cores: int = 132,
     device_kind: str = "",
 ) -> DecodeConfig:
-    """For `batch` sequences of at most `max_context` tokens on a GPU of `num_cores` SMs.
-
-    `group` is the number of query heads a KV head.
-    """
+    """For `batch` sequences of at most `max_context` tokens on a GPU of `num_cores` SMs."""
     tile = _key_tile(head_size, itemsize)
     # About two programs an SM keep the memory busy; a split should have a tile of its own to read.
     wanted = _power_of_two(-(-2 * num_cores // (batch * num_kv_heads)))
     splits = max(1, min(wanted, 32, -(-max_context // tile)))
-    small = _power_of_two(head_size) * itemsize <= 256 and group <= 16 and splits <= 8
-    config = DecodeConfig(tile, splits, num_warps=2 if small else 4)
-    return _tuned("decode", head_size, itemsize, device_kind, config)
+    return _tuned("decode", head_size, itemsize, device_kind, DecodeConfig(tile, splits))
 
 
 def prefill_config(
