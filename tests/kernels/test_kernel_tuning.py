@@ -12,7 +12,6 @@ def _decode(**changes):
     facts = {
         "batch": 64,
         "num_kv_heads": 8,
-        "group": 4,
         "head_size": 128,
         "itemsize": 2,
         "max_context": 4096,
