@@ -1,22 +1,15 @@
-"""What the benchmarks share: model shapes, request lengths, floors, and the JSON record."""
+"""What the engine benchmarks share: model shapes, request lengths, floors."""
 
-import datetime
 import json
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
-import jax
 import numpy as np
-from tabulate import tabulate
 
 from jpaged import Engine
 from jpaged.runtime.kv_cache import block_bytes
-
-RESULTS = Path(__file__).parent / "results"
 
 # The H200's measured limits; the floors below stand on them.
 BYTES_PER_SECOND = 4.3e12
@@ -141,47 +134,3 @@ class Floor:
         num_steps = sum(m for _, m in lengths) / max_num_seqs
         reads = num_steps * self.weight_bytes + kv_tokens * self.kv_bytes_per_token
         return reads / BYTES_PER_SECOND + self.prefill(sum(prompts))
-
-
-def record(name: str, rows: list[dict], **more: object) -> Path:
-    """Write a benchmark's rows with what they were measured on; returns the file."""
-    device = jax.local_devices()[0]
-    kind = device.device_kind.replace(" ", "-").lower()
-    document = {
-        "benchmark": name,
-        "device": device.device_kind,
-        "jax": jax.__version__,
-        "jpaged": version("jpaged") if _installed() else "source tree",
-        "commit": _commit(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        **more,
-        "rows": rows,
-    }
-    path = RESULTS / f"{name}_{kind}.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    return path
-
-
-def print_table(rows: list[dict]) -> None:
-    """Rows as an aligned table; the keys of the first are the columns."""
-    print(tabulate(rows, headers="keys", floatfmt=",.4g", missingval="-"))
-
-
-def _installed() -> bool:
-    try:
-        version("jpaged")
-    except ModuleNotFoundError:
-        return False
-    return True
-
-
-def _commit() -> str:
-    found = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parent,
-    )
-    return found.stdout.strip() or "unknown"

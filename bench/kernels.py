@@ -1,6 +1,6 @@
 """Times the attention kernels on this machine's GPU and prints them beside their marks.
 
-    python bench/kernels.py [--results bench/results] [--repeats 7]
+    python -m bench.kernels [--repeats 7]
 
 How: one jit calls the op many times over different queries and pools (enough of them that no
 pool is read from the chip's cache twice in a row); blocks of such calls are launched back to back
@@ -11,19 +11,15 @@ Bytes are keys and values read once; FLOPs are 4 * N * H for each (query, visibl
 
 import argparse
 import dataclasses
-import datetime
-import json
-import platform
 import statistics
-import subprocess
 import time
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bench.records import print_table, record
 from pallas_kernels import (
     Backend,
     LayerKV,
@@ -132,45 +128,18 @@ def measure(case, backend, repeats):
     value = rates[case.unit]
     reached = value <= case.mark if case.unit == "us" else value >= case.mark
     result = {"us": seconds * 1e6, "value": value, "reached": reached}
-    return dataclasses.asdict(case) | result
-
-
-def line(row):
-    goal = f"{'<=' if row['unit'] == 'us' else '>='} {row['mark']:g}"
-    return f"{row['name']:28} {row['us']:10.1f} {row['value']:10.2f} {row['unit']:8} {goal:>9}"
-
-
-def provenance():
-    """What the figures hold for."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    return {
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "python": platform.python_version(),
-        "commit": commit or "unknown",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
+    return {"case": case.name, "unit": case.unit, "to_reach": case.mark, **result}
 
 
 def main():
     parser = argparse.ArgumentParser(description="Times the attention kernels.")
-    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
     if select_backend(jax.default_backend()) is not Backend.TRITON:
         raise SystemExit(f"needs an NVIDIA GPU; JAX sees {jax.default_backend()!r} only")
-    print(f"{'case':28} {'us':>10} {'value':>10} {'unit':8} {'to reach':>9}")
-    rows = []
-    for case in CASES:
-        rows.append(measure(case, Backend.TRITON, arguments.repeats))
-        print(line(rows[-1]), flush=True)
-    report = provenance() | {"cases": rows}
-    arguments.results.mkdir(parents=True, exist_ok=True)
-    path = arguments.results / f"kernels_{jax.devices()[0].device_kind.replace(' ', '_')}.json"
-    path.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"wrote {path}")
+    rows = [measure(case, Backend.TRITON, arguments.repeats) for case in CASES]
+    print_table(rows)
+    print(record("kernels", rows))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ import argparse
 import statistics
 import time
 
-from bench.common import SHAPES, Floor, make_engine, print_table, random_prompts, record
+from bench.common import SHAPES, Floor, make_engine, random_prompts
+from bench.records import print_table, record
 from jpaged import Engine, SamplingParams
 
 CASES = {"C": (1, 128, 256), "D": (64, 1024, 128)}

@@ -15,11 +15,10 @@ from bench.common import (
     SHAPES,
     Floor,
     make_engine,
-    print_table,
     random_prompts,
-    record,
     sharegpt_like_lengths,
 )
+from bench.records import print_table, record
 from jpaged import Engine, SamplingParams
 
 # vLLM 0.24 on an H200, and the figures to reach: output tokens a second.

@@ -33,14 +33,21 @@ def test_float32_is_token_exact_with_transformers(
     assert got == [expected_greedy(oracle, prompt, 20) for prompt in given]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_both_loops_give_the_same_tokens(engines: Engines, qwen_folder: Path, dtype: str):
+@pytest.mark.parametrize(
+    ("dtype", "count"),
+    # In bfloat16 only where both loops make the same plans, all being admitted at once: a batch of
+    # another composition rounds differently, and a drawn token may then differ.
+    [("float32", 12), ("bfloat16", 8)],
+)
+def test_both_loops_give_the_same_tokens(
+    engines: Engines, qwen_folder: Path, dtype: str, count: int
+):
     options = {"skip_tokenizer_init": True, "dtype": dtype}
     overlapped = engines(qwen_folder, async_scheduling=True, **options)
     synchronous = engines(qwen_folder, async_scheduling=False, **options)
-    given = prompts()
+    given = prompts(count)
     params = [
-        SamplingParams(temperature=float(i % 3), top_p=0.9, seed=i, max_tokens=30)
+        SamplingParams(temperature=float(i % 3), top_p=0.9, seed=i, max_tokens=30, ignore_eos=True)
         for i in range(len(given))
     ]
     assert tokens(overlapped, given, params) == tokens(synchronous, given, params)

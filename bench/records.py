@@ -1,0 +1,48 @@
+"""A benchmark's outcome: a table on the terminal, JSON in `bench/results/`."""
+
+import datetime
+import json
+import platform
+import subprocess
+from pathlib import Path
+
+import jax
+from tabulate import tabulate
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def record(name: str, rows: list[dict], **more: object) -> Path:
+    """Write a benchmark's rows with what they were measured on; returns the file."""
+    device = jax.local_devices()[0]
+    kind = device.device_kind.replace(" ", "-").lower()
+    document = {
+        "benchmark": name,
+        "device": device.device_kind,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "commit": _commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **more,
+        "rows": rows,
+    }
+    path = RESULTS / f"{name}_{kind}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def print_table(rows: list[dict]) -> None:
+    """Rows as an aligned table; the keys of the first are the columns."""
+    print(tabulate(rows, headers="keys", floatfmt=",.4g", missingval="-"))
+
+
+def _commit() -> str:
+    found = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parent,
+    )
+    return found.stdout.strip() or "unknown"
