@@ -5,7 +5,6 @@ model and the device, computed once by `resolve` and never changed afterwards.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -156,24 +155,23 @@ class PlatformDefaults:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    kv_cache_memory_bytes: int | None
 
 
-GPU_DEFAULTS = PlatformDefaults(256, 8192, 32768, None)
-# A CPU has no memory of its own to fill, and compiles each bucket on few cores: keep both small.
-CPU_DEFAULTS = PlatformDefaults(16, 512, 4096, 256 * 2**20)
+GPU_DEFAULTS = PlatformDefaults(256, 8192, 32768)
+# A CPU compiles each bucket on few cores, and has no memory of its own to fill: keep both small.
+CPU_DEFAULTS = PlatformDefaults(16, 512, 4096)
+CPU_KV_CACHE_BYTES = 256 * 2**20
 
 
-def resolve(
+def resolve_limits(
     config: EngineConfig,
     *,
     model_max_len: int,
     vocab_size: int,
     backend: Backend,
     defaults: PlatformDefaults,
-    size_pool: Callable[[RuntimeConfig], int],
 ) -> RuntimeConfig:
-    """Compute everything the runtime needs from what the caller asked.
+    """Settle every number but the pool's size, which is left at 0.
 
     Args:
         config: The caller's wishes.
@@ -181,13 +179,10 @@ def resolve(
         vocab_size: Width of the logits.
         backend: The kernels' implementation.
         defaults: What None stands for on this device.
-        size_pool: Given the configuration with `num_blocks=0`, returns how many blocks the device
-            can hold; called only when the caller gave no `num_blocks`.
 
     Raises:
-        ValueError: the wishes contradict each other, the model or the memory.
+        ValueError: the wishes contradict each other or the model.
     """
-    max_model_len = _resolve_model_len(config.max_model_len, model_max_len, defaults)
     max_num_seqs = config.max_num_seqs or defaults.max_num_seqs
     budget = config.max_num_batched_tokens or max(defaults.max_num_batched_tokens, max_num_seqs)
     if budget < max_num_seqs:
@@ -195,11 +190,43 @@ def resolve(
             f"max_num_batched_tokens={budget} is less than max_num_seqs={max_num_seqs}: a step "
             "must have room for one token of every sequence; raise the first or lower the second"
         )
-    draft = RuntimeConfig(
-        config.block_size, 0, max_model_len, max_num_seqs, budget, vocab_size, backend
+    return RuntimeConfig(
+        block_size=config.block_size,
+        num_blocks=0,
+        max_model_len=_resolve_model_len(config.max_model_len, model_max_len, defaults),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        vocab_size=vocab_size,
+        backend=backend,
     )
-    num_blocks = config.num_blocks or size_pool(draft)
-    return _fit_model_len(replace(draft, num_blocks=num_blocks), config.max_model_len)
+
+
+def with_pool(limits: RuntimeConfig, num_blocks: int, config: EngineConfig) -> RuntimeConfig:
+    """Settle the pool's size: a sequence of `max_model_len` must fit alone, or it might never run.
+
+    Args:
+        limits: From `resolve_limits`.
+        num_blocks: Blocks of the pool, the null block included.
+        config: The caller's wishes; a `max_model_len` asked for is not shortened silently.
+
+    Raises:
+        ValueError: the pool is too small.
+    """
+    capacity = (num_blocks - 1) * limits.block_size
+    if capacity < 1:
+        raise ValueError(
+            "no KV block fits in the memory left: raise gpu_memory_utilization or "
+            "kv_cache_memory_bytes, or lower max_num_batched_tokens or max_num_seqs"
+        )
+    if config.max_model_len is not None and config.max_model_len > capacity:
+        raise ValueError(
+            f"max_model_len={config.max_model_len} tokens do not fit in the KV pool of "
+            f"{num_blocks - 1} blocks of {limits.block_size} ({capacity} tokens); lower "
+            f"max_model_len to {capacity} or give the pool more (num_blocks, "
+            "kv_cache_memory_bytes, gpu_memory_utilization)"
+        )
+    max_model_len = min(limits.max_model_len, capacity)
+    return replace(limits, num_blocks=num_blocks, max_model_len=max_model_len)
 
 
 def _resolve_model_len(asked: int | None, model_max_len: int, defaults: PlatformDefaults) -> int:
@@ -211,23 +238,6 @@ def _resolve_model_len(asked: int | None, model_max_len: int, defaults: Platform
             f"give at most {model_max_len}"
         )
     return asked
-
-
-def _fit_model_len(config: RuntimeConfig, asked: int | None) -> RuntimeConfig:
-    """A sequence of `max_model_len` tokens must fit in the pool alone, or it might never run."""
-    capacity = (config.num_blocks - 1) * config.block_size
-    if capacity < 2:
-        raise ValueError(
-            "no KV block fits in the memory left: raise gpu_memory_utilization or "
-            "kv_cache_memory_bytes, or lower max_num_batched_tokens or max_num_seqs"
-        )
-    if asked is not None and asked > capacity:
-        raise ValueError(
-            f"max_model_len={asked} tokens do not fit in the KV pool of {config.num_blocks - 1} "
-            f"blocks of {config.block_size} ({capacity} tokens); lower max_model_len to {capacity} "
-            "or give the pool more (num_blocks, kv_cache_memory_bytes, gpu_memory_utilization)"
-        )
-    return replace(config, max_model_len=min(config.max_model_len, capacity))
 
 
 def _is_int(value: object) -> bool:

@@ -15,11 +15,14 @@ import jax.numpy as jnp
 
 from jpaged.config import (
     CPU_DEFAULTS,
+    CPU_KV_CACHE_BYTES,
     EMBEDDED_MODEL,
     GPU_DEFAULTS,
     EngineConfig,
+    PlatformDefaults,
     RuntimeConfig,
-    resolve,
+    resolve_limits,
+    with_pool,
 )
 from jpaged.core.block_manager import BlockManager
 from jpaged.core.scheduler import Scheduler, SchedulerConfig
@@ -136,72 +139,58 @@ def _fit_to_device(
     config: EngineConfig, model: ModelConfig, split: SplitModel, dtype: jnp.dtype, device
 ) -> tuple[RuntimeConfig, MemoryAccount, Shapes]:
     """Settle every number, and account for the memory."""
-    on_gpu = device.platform != "cpu"
-    accounts: list[MemoryAccount] = []
-
-    def account_for(draft: RuntimeConfig, num_blocks: int) -> MemoryAccount:
-        return _account(replace(draft, num_blocks=num_blocks), model, split, dtype, device)
-
-    def size_pool(draft: RuntimeConfig) -> int:
-        per_block = block_bytes(model, draft.block_size, dtype)
-        if config.kv_cache_memory_bytes is not None:
-            return fit_blocks(config.kv_cache_memory_bytes, per_block)
-        if not on_gpu:
-            useful = draft.max_num_seqs * draft.max_blocks_per_seq + 1
-            return min(fit_blocks(CPU_DEFAULTS.kv_cache_memory_bytes or 0, per_block), useful)
-        spent = account_for(draft, _DRAFT_BLOCKS)
-        accounts.append(spent)
-        return _blocks_within(spent, per_block)
-
-    runtime = resolve(
+    limits = resolve_limits(
         config,
         model_max_len=model.max_position_embeddings,
         vocab_size=model.vocab_size,
         backend=select_backend(device.platform),
-        defaults=GPU_DEFAULTS if on_gpu else CPU_DEFAULTS,
-        size_pool=size_pool,
+        defaults=_defaults(device),
     )
-    spent = accounts[0] if accounts else account_for(runtime, runtime.num_blocks)
-    kv_bytes = runtime.num_blocks * block_bytes(model, runtime.block_size, dtype)
-    account = replace(spent, kv_cache=kv_bytes)
-    _check_limit(account)
-    return runtime, account, Shapes.of(split, model, runtime, dtype)
-
-
-def _account(
-    draft: RuntimeConfig, model: ModelConfig, split: SplitModel, dtype: jnp.dtype, device
-) -> MemoryAccount:
-    shapes = Shapes.of(split, model, draft, dtype)
-    limit = (device.memory_stats() or {}).get("bytes_limit")
-    workspace = 0
-    if limit is not None:  # a CPU step's workspace is not worth a compilation
-        one_step = largest_step_workspace(split, shapes, draft, _buckets(draft))
-        workspace = _STEPS_IN_FLIGHT * one_step
-    sampling = tree_bytes(shapes.sampling) + tree_bytes(
-        (shapes.last_tokens, shapes.kv.block_tables)
-    )
-    return MemoryAccount(tree_bytes(split.leaves), sampling, workspace, 0, limit)
-
-
-def _blocks_within(spent: MemoryAccount, per_block: int) -> int:
-    available = (spent.limit or 0) - spent.total
-    blocks = fit_blocks(available, per_block)
-    if blocks < 2:
-        raise ValueError(
-            "the model leaves no memory for KV blocks:\n"
-            + "\n".join(spent.lines())
-            + "\nraise gpu_memory_utilization, or lower max_num_batched_tokens or max_num_seqs"
-        )
-    return blocks
-
-
-def _check_limit(account: MemoryAccount) -> None:
+    account = _account_without_pool(limits, model, split, dtype, device)
+    per_block = block_bytes(model, limits.block_size, dtype)
+    num_blocks = _choose_num_blocks(config, limits, account, per_block)
+    runtime = with_pool(limits, num_blocks, config)
+    account = replace(account, kv_cache=num_blocks * per_block)
     if account.limit is not None and account.total > account.limit:
         raise ValueError(
             "the engine as configured does not fit in the device's memory:\n"
             + "\n".join(account.lines())
-            + "\nlower num_blocks or kv_cache_memory_bytes, or raise gpu_memory_utilization"
+            + "\nlower num_blocks, kv_cache_memory_bytes, max_num_batched_tokens or max_num_seqs, "
+            "or raise gpu_memory_utilization"
         )
+    return runtime, account, Shapes.of(split, model, runtime, dtype)
+
+
+def _defaults(device) -> PlatformDefaults:
+    return CPU_DEFAULTS if device.platform == "cpu" else GPU_DEFAULTS
+
+
+def _account_without_pool(
+    limits: RuntimeConfig, model: ModelConfig, split: SplitModel, dtype: jnp.dtype, device
+) -> MemoryAccount:
+    shapes = Shapes.of(split, model, replace(limits, num_blocks=_DRAFT_BLOCKS), dtype)
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    workspace = 0
+    if limit is not None:  # a CPU step's workspace is not worth a compilation
+        one_step = largest_step_workspace(split, shapes, limits, _buckets(limits))
+        workspace = _STEPS_IN_FLIGHT * one_step
+    sampling = tree_bytes((shapes.sampling, shapes.last_tokens, shapes.kv.block_tables))
+    return MemoryAccount(tree_bytes(split.leaves), sampling, workspace, 0, limit)
+
+
+def _choose_num_blocks(
+    config: EngineConfig, limits: RuntimeConfig, account: MemoryAccount, per_block: int
+) -> int:
+    """As many blocks as asked for, or as fit."""
+    if config.num_blocks is not None:
+        return config.num_blocks
+    if config.kv_cache_memory_bytes is not None:
+        return fit_blocks(config.kv_cache_memory_bytes, per_block)
+    if account.limit is not None:
+        return fit_blocks(account.limit - account.total, per_block)
+    # Memory that belongs to everybody: no more than the sequences can use.
+    useful = limits.max_num_seqs * limits.max_blocks_per_seq + 1
+    return min(fit_blocks(CPU_KV_CACHE_BYTES, per_block), useful)
 
 
 def _buckets(runtime: RuntimeConfig) -> Buckets:

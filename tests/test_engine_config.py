@@ -1,18 +1,25 @@
 import pytest
 
-from jpaged.config import CPU_DEFAULTS, EngineConfig, RuntimeConfig, resolve
+from jpaged.config import (
+    CPU_DEFAULTS,
+    EngineConfig,
+    RuntimeConfig,
+    resolve_limits,
+    with_pool,
+)
 from pallas_kernels import Backend
 
 
-def resolved(pool_blocks: int = 100, **options) -> RuntimeConfig:
-    return resolve(
-        EngineConfig(**options),
+def resolved(num_blocks: int = 100, **options) -> RuntimeConfig:
+    config = EngineConfig(**options)
+    limits = resolve_limits(
+        config,
         model_max_len=1024,
         vocab_size=300,
         backend=Backend.XLA,
         defaults=CPU_DEFAULTS,
-        size_pool=lambda draft: pool_blocks,
     )
+    return with_pool(limits, num_blocks, config)
 
 
 @pytest.mark.parametrize(
@@ -38,10 +45,6 @@ def test_a_bad_option_is_refused_by_name(option: str, value: object, message: st
         EngineConfig(**{option: value})
 
 
-def test_a_given_pool_is_not_sized():
-    assert resolved(num_blocks=7).num_blocks == 7
-
-
 def test_the_pool_is_given_one_way_only():
     with pytest.raises(ValueError, match="num_blocks or kv_cache_memory_bytes, not both"):
         EngineConfig(num_blocks=10, kv_cache_memory_bytes=10)
@@ -59,6 +62,11 @@ def test_the_longest_sequence_always_fits_the_pool():
     assert resolved(11).max_model_len == 160
     with pytest.raises(ValueError, match=r"max_model_len=161 tokens do not fit .* to 160"):
         resolved(11, max_model_len=161)
+
+
+def test_a_pool_of_no_blocks_is_an_error():
+    with pytest.raises(ValueError, match="no KV block fits in the memory left"):
+        resolved(1)
 
 
 def test_more_positions_than_the_model_has_are_refused():
