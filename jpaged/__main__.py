@@ -162,7 +162,7 @@ def _run(args: argparse.Namespace, prompt: str | None, params: SamplingParams) -
         complete = session.ask_in_chat(prompt) if args.chat else session.ask(prompt)
         return 0 if complete else _INTERRUPTED
     finally:
-        session.engine.shutdown()
+        session.engine.abort_all()
 
 
 def _make_engine(args: argparse.Namespace) -> "Engine":

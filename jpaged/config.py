@@ -7,6 +7,7 @@ model and the device, computed once by `resolve` and never changed afterwards.
 import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from numbers import Integral
 from pathlib import Path
 
 from pallas_kernels import Backend
@@ -14,13 +15,11 @@ from pallas_kernels import Backend
 EMBEDDED_MODEL = Path(__file__).parent / "assets" / "tiny"
 """The folder of the small trained model that ships with the package."""
 
-COMPILATION_CACHE = Path.home() / ".cache" / "jpaged" / "compiled"
+COMPILATION_CACHE = "~/.cache/jpaged/compiled"
 """Where compiled programs are kept unless the caller says otherwise."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
-MAX_LOGPROBS = 20
-"""The most alternatives a token's `logprobs` can list (vLLM's default)."""
 
 
 class LoopMode(StrEnum):
@@ -51,7 +50,8 @@ class EngineConfig:
         seed: Of the dummy weights and of requests that bring no seed.
         async_scheduling: Let the host run one step behind the device (the overlapped loop).
         compilation_cache_dir: JAX's persistent compilation cache, which makes a second start fast;
-            None for none. A directory set through JAX's own configuration comes first.
+            None for none. It is JAX's setting for the whole process: one set before, by JAX's own
+            configuration or an earlier engine, stays.
         verbose: Show loading, memory account and compilation on stderr.
 
     Raises:
@@ -77,9 +77,12 @@ class EngineConfig:
     def __post_init__(self):
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("load_format", self.load_format, LOAD_FORMATS)
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
-            _check_positive(name, getattr(self, name))
-        _check_positive("kv_cache_memory_bytes", self.kv_cache_memory_bytes)
+        for name in ("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"):
+            _check_count(name, getattr(self, name), 1)
+        _check_count("max_model_len", self.max_model_len, 2)  # a prompt token and an output token
+        for name in ("async_scheduling", "skip_tokenizer_init", "verbose"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}={getattr(self, name)!r} must be True or False")
         if not _is_int(self.block_size) or not 8 <= self.block_size <= 128 or self.block_size % 8:
             raise ValueError(
                 f"block_size={self.block_size!r} is not a multiple of 8 from 8 to 128; use 16"
@@ -92,7 +95,8 @@ class EngineConfig:
         if self.num_blocks is not None and self.kv_cache_memory_bytes is not None:
             raise ValueError("give num_blocks or kv_cache_memory_bytes, not both")
         utilization = self.gpu_memory_utilization
-        if not isinstance(utilization, (int, float)) or not 0.0 < utilization <= 1.0:
+        known = isinstance(utilization, (int, float)) and not isinstance(utilization, bool)
+        if not known or not 0.0 < utilization <= 1.0:
             raise ValueError(
                 f"gpu_memory_utilization={utilization!r} must be above 0 and at most 1; use 0.9"
             )
@@ -183,7 +187,8 @@ def resolve_limits(
     Raises:
         ValueError: the wishes contradict each other or the model.
     """
-    max_num_seqs = config.max_num_seqs or defaults.max_num_seqs
+    asked_budget = config.max_num_batched_tokens or defaults.max_num_seqs
+    max_num_seqs = config.max_num_seqs or min(defaults.max_num_seqs, asked_budget)
     budget = config.max_num_batched_tokens or max(defaults.max_num_batched_tokens, max_num_seqs)
     if budget < max_num_seqs:
         raise ValueError(
@@ -241,12 +246,14 @@ def _resolve_model_len(asked: int | None, model_max_len: int, defaults: Platform
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def _check_positive(name: str, value: object) -> None:
-    if value is not None and (not _is_int(value) or value < 1):  # type: ignore[operator]
-        raise ValueError(f"{name}={value!r} must be a positive integer, or None for the default")
+def _check_count(name: str, value: object, least: int) -> None:
+    if value is not None and (not _is_int(value) or value < least):  # type: ignore[operator]
+        raise ValueError(
+            f"{name}={value!r} must be an integer of at least {least}, or None for the default"
+        )
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

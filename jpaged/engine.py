@@ -1,72 +1,57 @@
-"""The engine: requests in, tokens out, one step at a time.
-
-    schedule -> launch -> read -> update
-
-In the overlapped loop the step that is read is the one launched a turn ago, so that the device
-always has its next step waiting; in the synchronous loop it is the step just launched. Both give
-the same tokens.
-"""
+"""The engine as its users meet it: requests in, tokens and text out."""
 
 import difflib
-import itertools
-import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from jpaged.config import MAX_LOGPROBS, EngineConfig, LoopMode
-from jpaged.core.plan import Emitted, StepPlan
-from jpaged.core.request import FinishReason, Request, StopCriteria
-from jpaged.detokenizer import Detokenizer
+from jpaged.config import EngineConfig
+from jpaged.engine_loop import EngineLoop
 from jpaged.inputs import Prompt, normalize_prompt, normalize_prompts, pair_params
-from jpaged.metrics import EngineStats, RequestMetrics
+from jpaged.intake import Intake
+from jpaged.metrics import EngineStats
 from jpaged.outputs import RequestOutput, TextDelta
 from jpaged.request_state import RequestState
-from jpaged.runtime.model_runner import StepHandle, StepResult
 from jpaged.sampling_params import SamplingParams
 from jpaged.startup import build_parts
 from jpaged.tokenizer import Tokenizer
 
-_SEED_STRIDE = 0x9E3779B97F4A7C15  # odd, so that no two requests of an engine share a seed
-
 
 class Engine:
-    """Serves one model from a paged KV cache.
+    """Serves one model from a paged KV cache. Not thread-safe: one thread drives it.
 
     Args:
         model: A local folder, a Hugging Face hub id, or None for the embedded model.
         **options: The other fields of `EngineConfig`, by name.
 
     Raises:
-        ValueError: an option is unknown, out of range, or does not fit the model or the device.
+        TypeError, ValueError: an option is unknown, out of range, or does not fit the model or
+            the device.
     """
 
     def __init__(self, model: str | Path | None = None, **options: Any):
-        _check_options(options)
+        _check_options(model, options)
         self.config = EngineConfig(model=model, **options)
         parts = build_parts(self.config)
-        self.tokenizer: Tokenizer | None = parts.tokenizer
         self.runtime_config = parts.runtime_config
         self.model_config = parts.model_config
         self.memory_account = parts.memory_account
-        self._eos_token_ids = parts.eos_token_ids
-        self._scheduler = parts.scheduler
-        self._runner = parts.runner
-        self._requests: dict[str, RequestState] = {}
-        self._sampling: dict[int, SamplingParams] = {}
-        self._in_flight: deque[StepHandle] = deque()
-        self._failure: BaseException | None = None
-        self._undelivered: dict[str, RequestState] = {}
-        self._arrivals = itertools.count()
-        self._counts = dict.fromkeys(("prompt", "generated", "steps", "preempted", "finished"), 0)
-        self._peak_used_blocks = 0
+        self._loop = EngineLoop(parts.scheduler, parts.runner, self.config.loop_mode)
+        self._intake = Intake(
+            parts.tokenizer,
+            vocab_size=parts.runtime_config.vocab_size,
+            max_model_len=parts.runtime_config.max_model_len,
+            eos_token_ids=parts.eos_token_ids,
+            seed=self.config.seed,
+        )
+        # Advanced requests of `add_request` that no `step` has told of yet (an ordered set).
+        self._undelivered: dict[RequestState, None] = {}
 
-    # Requests
+    # Requests, one by one
 
     def add_request(
         self,
@@ -90,100 +75,38 @@ class Engine:
                 never fit; nothing is queued then.
             RuntimeError: a step failed earlier.
         """
-        self._check_alive()
-        checked = self._tokenize(normalize_prompt(prompt, vocab_size=self.vocab_size))
-        (own,) = pair_params(params, 1)
-        return self._add(checked, own, request_id)
+        state = self._add_one(prompt, params, request_id)
+        state.polled = True
+        return state.request_id
 
     def abort(self, request_id: str) -> None:
         """End a request in any state and give its blocks back; an unknown id is no error.
 
-        A step in flight that holds the request finishes first, and then its blocks are free.
+        No output of it follows. A step in flight that holds the request finishes first, and then
+        its blocks are free.
         """
-        state = self._requests.get(request_id)
+        state = self._loop.requests.get(request_id)
         if state is not None:
-            self._scheduler.abort(request_id)
-            self._retire(state)
+            self._abort(state)
 
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do or to deliver."""
-        return bool(self._scheduler.has_unfinished or self._in_flight or self._undelivered)
-
-    # The loop
+        return self._loop.has_work or bool(self._undelivered)
 
     def step(self) -> list[RequestOutput]:
         """Advance by one step.
 
         Returns:
-            The requests that got a token or ended in the step that was read; empty in the turn
-            that only fills the overlapped loop's pipeline.
+            The requests of `add_request` that got a token or ended since the last call; empty in a
+            turn that only fills the overlapped loop's pipeline.
+
+        Raises:
+            RuntimeError: a step failed, now or earlier.
         """
-        kept, self._undelivered = self._undelivered, {}
-        advanced = {state.request_id: state for state in self._advance()}
-        return [state.output() for state in (kept | advanced).values()]
-
-    def _advance(self) -> list[RequestState]:
-        """Launch a step and read one; gives the requests that the read one advanced."""
-        self._check_alive()
-        plan = self._scheduler.schedule()
-        if plan is not None:
-            self._launch(plan)
-        overlapped = self.config.loop_mode is LoopMode.OVERLAPPED
-        num_ahead = int(overlapped and plan is not None)
-        return self._consume() if len(self._in_flight) > num_ahead else []
-
-    def _launch(self, plan: StepPlan) -> None:
-        try:
-            self._in_flight.append(self._runner.launch(plan, self._sampling))
-        except BaseException as error:
-            # The plan counts as launched: what the device holds now is unknown.
-            self._failure = error
-            raise
-        self._counts["steps"] += 1
-        self._counts["preempted"] += len(plan.preempted)
-        self._peak_used_blocks = max(self._peak_used_blocks, self._num_used_blocks())
-
-    def _check_alive(self) -> None:
-        if self._failure is not None:
-            message = "the engine failed in an earlier step: make a new one"
-            raise RuntimeError(message) from self._failure
-
-    def _consume(self) -> list[RequestState]:
-        """Read the oldest step in flight. An interrupt while waiting for it loses nothing."""
-        handle = self._in_flight[0]
-        result = handle.read()
-        self._in_flight.popleft()
-        self._take_prompt_logprobs(handle, result)
-        index = {item.sequence.seq_id: i for i, item in enumerate(handle.plan.scheduled)}
-        emitted = self._scheduler.update(handle.plan, result.token_ids)
-        return [self._take(token, result, index[token.sequence.seq_id]) for token in emitted]
-
-    def _take(self, emitted: Emitted, result: StepResult, index: int) -> RequestState:
-        state = self._requests[emitted.request.request_id]
-        stopped = state.accept(emitted, result.logprobs, index)
-        self._counts["generated"] += 1
-        if stopped and not emitted.request.is_finished:
-            self._scheduler.finish(state.request_id, FinishReason.STOP)
-        if emitted.request.is_finished:
-            self._retire(state)
-        return state
-
-    def _take_prompt_logprobs(self, handle: StepHandle, result: StepResult) -> None:
-        if not result.prompt_logprobs:
-            return
-        states = {s.request.sequences[0].seq_id: s for s in self._requests.values()}
-        for item in handle.plan.scheduled:
-            scores = result.prompt_logprobs.get(item.sequence.seq_id)
-            if scores is not None and item.sequence.seq_id in states:
-                states[item.sequence.seq_id].accept_prompt_logprobs(item, scores)
-
-    def _retire(self, state: RequestState) -> None:
-        state.finish()
-        self._counts["finished"] += 1
-        for sequence in state.request.sequences:
-            del self._sampling[sequence.seq_id]
-        del self._requests[state.request_id]
+        self._advance()
+        news, self._undelivered = self._undelivered, {}
+        return [state.output() for state in news]
 
     # Whole generations
 
@@ -206,22 +129,23 @@ class Engine:
 
         Raises:
             TypeError, ValueError: a prompt or a parameter is not acceptable; none was started.
+            RuntimeError: a step failed.
         """
         checked = normalize_prompts(prompts, vocab_size=self.vocab_size)
-        pairs = list(
-            zip(map(self._tokenize, checked), pair_params(params, len(checked)), strict=True)
-        )
-        ids: list[str] = []
-        disable = None if use_tqdm is None and len(pairs) > 1 else not use_tqdm
+        all_params = pair_params(params, len(checked))
+        tokenized = [self._intake.tokenize(prompt) for prompt in checked]
+        disable = None if use_tqdm is None and len(checked) > 1 else not use_tqdm
+        states: list[RequestState] = []
         try:
-            ids.extend(self._add(prompt, own, None) for prompt, own in pairs)
-            with tqdm(total=len(ids), desc="Generating", disable=disable, unit="req") as bar:
-                done = self._run_until_finished(set(ids), bar.update)
+            for prompt, own in zip(tokenized, all_params, strict=True):
+                states.append(self._add(prompt, own, None))
+            with tqdm(total=len(states), desc="Generating", disable=disable, unit="req") as bar:
+                self._run_until_finished(states, bar.update)
         finally:
             # An error or Ctrl-C leaves nothing behind.
-            for request_id in ids:
-                self.abort(request_id)
-        return [done[request_id] for request_id in ids]
+            for state in states:
+                self._abort(state)
+        return [state.output() for state in states]
 
     def stream(
         self, prompt: object, params: SamplingParams | None = None
@@ -231,11 +155,12 @@ class Engine:
         Raises:
             TypeError, ValueError: the prompt or a parameter is not acceptable (at once, not at the
                 first delta).
+            RuntimeError: a step failed.
         """
-        request_id = self.add_request(prompt, params)
-        deltas = self._deltas(request_id)
+        state = self._add_one(prompt, params, None)
+        deltas = self._deltas(state)
         # A generator that was never started does not run its `finally`.
-        weakref.finalize(deltas, self.abort, request_id)
+        weakref.finalize(deltas, self._abort, state)
         return deltas
 
     def chat(
@@ -253,8 +178,11 @@ class Engine:
             params: As for `generate`.
             use_tqdm: As for `generate`.
             **template_options: Passed to the chat template.
+
+        Raises:
+            TypeError, ValueError: as `render_chat` and `generate`.
         """
-        many = bool(messages) and isinstance(messages[0], (list, tuple))
+        many = isinstance(messages, (list, tuple)) and messages and isinstance(messages[0], list)
         conversations = messages if many else [messages]
         prompts = [self.render_chat(c, **template_options) for c in conversations]
         return self.generate(prompts, params, use_tqdm=use_tqdm)
@@ -263,40 +191,18 @@ class Engine:
         """The token ids of a conversation, ready for the answer.
 
         Raises:
-            ValueError: there is no tokenizer or no chat template, or a message is malformed.
+            TypeError, ValueError: there is no tokenizer or no chat template, or a message is
+                malformed.
         """
-        tokenizer = self._need_tokenizer("chat")
+        tokenizer = self._intake.need_tokenizer("chat")
         return tokenizer.apply_chat_template(messages, **template_options)
 
-    def _deltas(self, request_id: str) -> Generator[TextDelta, None, None]:
-        state, num_sent = self._requests[request_id], 0
-        try:
-            while num_sent == 0 or not state.request.is_finished:
-                if self._advance_for({request_id}):
-                    delta = state.delta(num_sent)
-                    num_sent += len(delta.token_ids)
-                    yield delta
-        finally:
-            self.abort(request_id)
-
-    def _run_until_finished(
-        self, ids: set[str], advance: Callable[[int], object]
-    ) -> dict[str, RequestOutput]:
-        done: dict[str, RequestOutput] = {}
-        while len(done) < len(ids):
-            finished = [s for s in self._advance_for(ids) if s.request.is_finished]
-            done.update((state.request_id, state.output()) for state in finished)
-            advance(len(finished))
-        return done
-
-    def _advance_for(self, ids: set[str]) -> list[RequestState]:
-        """Advance, and give what concerns `ids`; the rest waits for the next `step`."""
-        states = self._advance()
-        others = {s.request_id: s for s in states if s.request_id not in ids}
-        self._undelivered |= others
-        return [state for state in states if state.request_id in ids]
-
     # Accounts
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer; None with `skip_tokenizer_init`."""
+        return self._intake.tokenizer
 
     @property
     def vocab_size(self) -> int:
@@ -305,101 +211,85 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """The pool and the queues now, and counts since the start."""
-        scheduler, counts = self._scheduler, self._counts
+        scheduler, counts = self._loop.scheduler, self._loop.counts
         return EngineStats(
             block_size=self.runtime_config.block_size,
-            num_blocks=self.runtime_config.num_blocks - 1,
+            num_blocks=scheduler.block_manager.pool.num_usable_blocks,
             num_free_blocks=scheduler.block_manager.num_free_blocks,
-            peak_used_blocks=self._peak_used_blocks,
-            num_waste_slots=self._num_waste_slots(),
+            peak_used_blocks=counts.peak_used_blocks,
+            num_waste_slots=scheduler.num_waste_slots,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
-            num_preemptions=counts["preempted"],
-            num_prompt_tokens=counts["prompt"],
-            num_generated_tokens=counts["generated"],
-            num_steps=counts["steps"],
-            num_finished=counts["finished"],
+            num_preemptions=counts.preemptions,
+            num_prompt_tokens=counts.prompt_tokens,
+            num_generated_tokens=counts.generated_tokens,
+            num_steps=counts.steps,
+            num_finished=counts.finished,
         )
 
     def check_integrity(self) -> None:
         """Prove the block census; raises `IntegrityError` if a block is lost or shared wrongly."""
-        self._scheduler.check_integrity()
+        self._loop.scheduler.check_integrity()
 
-    def shutdown(self) -> None:
-        """Abort every request and wait for the device; nothing is left to deliver."""
-        for request_id in list(self._requests):
-            self.abort(request_id)
-        while self._in_flight:
-            self._consume()
+    def abort_all(self) -> None:
+        """Abort every request, wait for the device and forget undelivered outputs."""
+        for state in list(self._loop.requests.values()):
+            self._abort(state)
+        self._loop.drain()
         self._undelivered.clear()
 
-    def _num_used_blocks(self) -> int:
-        return self.runtime_config.num_blocks - 1 - self._scheduler.block_manager.num_free_blocks
+    # Inside
 
-    def _num_waste_slots(self) -> int:
-        sequences = [s for r in self._scheduler.running.values() for s in r.sequences]
-        slots = sum(len(s.block_table) for s in sequences) * self.runtime_config.block_size
-        return slots - sum(s.num_computed_tokens for s in sequences)
-
-    # Taking a request in
-
-    def _tokenize(self, prompt: Prompt) -> Prompt:
-        if prompt.token_ids is not None or prompt.text is None:
-            return prompt
-        ids = self._need_tokenizer("a text prompt").encode(prompt.text)
-        return normalize_prompt(
-            {"prompt": prompt.text, "prompt_token_ids": ids}, vocab_size=self.vocab_size
-        )
-
-    def _need_tokenizer(self, what: str) -> Tokenizer:
-        if self.tokenizer is None:
-            raise ValueError(
-                f"{what} needs a tokenizer and skip_tokenizer_init=True loaded none: "
-                "give token ids, or make the engine with skip_tokenizer_init=False"
-            )
-        return self.tokenizer
-
-    def _add(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> str:
-        arrival = next(self._arrivals)
-        params = self._with_seed(params, arrival)
-        params.validate_for(self.vocab_size, MAX_LOGPROBS, self._eos_token_ids)
-        if self.tokenizer is None and params.stop_strings:
-            self._need_tokenizer(f"stop={params.stop!r}")
-        request_id = request_id or f"request-{arrival}"
-        state = self._make_state(request_id, prompt, params, seq_id=arrival)
-        self._scheduler.add(state.request)
-        self._requests[request_id] = state
-        self._sampling[arrival] = params
-        self._counts["prompt"] += len(prompt.token_ids or ())
-        return request_id
-
-    def _make_state(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, *, seq_id: int
+    def _add_one(
+        self, prompt: object, params: SamplingParams | None, request_id: str | None
     ) -> RequestState:
-        token_ids = prompt.token_ids or []
-        stop = StopCriteria(
-            max_tokens=params.max_tokens or self.runtime_config.max_model_len,
-            min_tokens=params.min_tokens,
-            stop_token_ids=params.ending_ids(self._eos_token_ids),
+        checked = self._intake.tokenize(normalize_prompt(prompt, vocab_size=self.vocab_size))
+        (own,) = pair_params(params, 1)
+        return self._add(checked, own, request_id)
+
+    def _add(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> RequestState:
+        state = self._intake.make_state(
+            prompt, params, request_id=request_id, ids_in_use=self._loop.requests
         )
-        return RequestState(
-            request=Request.from_prompt(request_id, token_ids, stop, seq_id=seq_id),
-            params=params,
-            prompt=prompt,
-            detokenizer=Detokenizer(self.tokenizer, token_ids, params),
-            tokenizer=self.tokenizer,
-            eos_token_ids=self._eos_token_ids,
-            metrics=RequestMetrics(arrival_time=time.monotonic()),
-        )
+        self._loop.add(state)
+        return state
 
-    def _with_seed(self, params: SamplingParams, arrival: int) -> SamplingParams:
-        if params.seed is not None:
-            return params
-        return replace(params, seed=(self.config.seed + (arrival + 1) * _SEED_STRIDE) % 2**64)
+    def _abort(self, state: RequestState) -> None:
+        if self._loop.abort(state):
+            self._undelivered.pop(state, None)
+
+    def _advance(self) -> list[RequestState]:
+        """Advance by a step, and remember for `step` what its requests were told of."""
+        advanced = self._loop.advance()
+        self._undelivered |= dict.fromkeys(state for state in advanced if state.polled)
+        return advanced
+
+    def _run_until_finished(
+        self, states: list[RequestState], advance: Callable[[int], object]
+    ) -> None:
+        left = set(states)
+        while left:
+            ended = {state for state in self._advance() if state.request.is_finished} & left
+            left -= ended
+            advance(len(ended))
+
+    def _deltas(self, state: RequestState) -> Generator[TextDelta, None, None]:
+        num_sent, ended = 0, False
+        try:
+            while not ended:
+                while not state.has_news(num_sent):  # others may have advanced it meanwhile
+                    self._advance()
+                delta, ended = state.delta(num_sent), state.request.is_finished
+                num_sent += len(delta.token_ids)
+                yield delta
+        finally:
+            self._abort(state)
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
-    known = [f.name for f in fields(EngineConfig)]
+def _check_options(model: object, options: Mapping[str, Any]) -> None:
+    if not isinstance(model, (str, Path, type(None))):
+        raise TypeError(f"model={model!r} must be a folder, a hub id, or None for the embedded one")
+    known = [f.name for f in fields(EngineConfig) if f.name != "model"]
     for name in options:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)

@@ -1,7 +1,7 @@
 """What the engine keeps of a request beside the scheduler's part: text, scores, times."""
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jpaged.core.plan import Emitted, ScheduledSequence
 from jpaged.core.request import FinishReason, Request
@@ -9,7 +9,7 @@ from jpaged.detokenizer import Detokenizer
 from jpaged.inputs import Prompt
 from jpaged.metrics import RequestMetrics
 from jpaged.outputs import CompletionOutput, Logprob, RequestOutput, TextDelta
-from jpaged.runtime.model_runner import TokenLogprobs
+from jpaged.runtime.model_runner import TokenScores
 from jpaged.sampling_params import SamplingParams
 from jpaged.tokenizer import Tokenizer
 
@@ -26,6 +26,7 @@ class RequestState:
         tokenizer: For the text of alternatives in logprobs; None without one.
         eos_token_ids: The model's own end tokens.
         metrics: When things happened.
+        polled: Whether `Engine.step` reports it.
     """
 
     request: Request
@@ -35,6 +36,7 @@ class RequestState:
     tokenizer: Tokenizer | None
     eos_token_ids: frozenset[int]
     metrics: RequestMetrics
+    polled: bool = False
     _stop_string: str | None = None
     _cumulative_logprob: float = 0.0
     _logprobs: list[dict[int, Logprob]] = field(default_factory=list)
@@ -45,7 +47,7 @@ class RequestState:
         """The request's id."""
         return self.request.request_id
 
-    def accept(self, emitted: Emitted, scores: TokenLogprobs | None, index: int) -> bool:
+    def accept(self, emitted: Emitted, scores: TokenScores | None, index: int) -> bool:
         """Take a sampled token in.
 
         Args:
@@ -67,7 +69,7 @@ class RequestState:
         )
         return self._stop_string is not None
 
-    def accept_prompt_logprobs(self, item: ScheduledSequence, scores: TokenLogprobs) -> None:
+    def accept_prompt_logprobs(self, item: ScheduledSequence, scores: TokenScores) -> None:
         """Take in how likely a chunk's next prompt tokens were; a recomputed chunk changes nothing.
 
         Args:
@@ -100,12 +102,16 @@ class RequestState:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt.text,
-            prompt_token_ids=sequence.token_ids[: sequence.num_prompt_tokens],
+            prompt_token_ids=self.prompt.token_ids or (),
             prompt_logprobs=self._own_prompt_logprobs(),
             outputs=[completion],
             finished=self.request.is_finished,
-            metrics=self.metrics,
+            metrics=replace(self.metrics),
         )
+
+    def has_news(self, num_sent: int) -> bool:
+        """Whether a delta after output token `num_sent` would tell anything."""
+        return self.request.is_finished or self.request.sequences[0].num_output_tokens > num_sent
 
     def delta(self, num_sent: int) -> TextDelta:
         """What is new since a delta that ended at output token `num_sent`."""
@@ -134,7 +140,7 @@ class RequestState:
         return None if last in self.eos_token_ids else last
 
     def _candidates(
-        self, token_id: int, scores: TokenLogprobs, index: int, count: int
+        self, token_id: int, scores: TokenScores, index: int, count: int
     ) -> dict[int, Logprob]:
         """The token itself first, then the `count` most likely ones."""
         found = {token_id: (float(scores.logprobs[index]), int(scores.ranks[index]))}

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import no_type_check
 
-DEFAULT_MAX_LOGPROBS = 20
+MAX_LOGPROBS = 20
 """The most log-probabilities a token that an engine gives unless it is told otherwise."""
 
 _MIN_SEED, _MAX_SEED = -(2**63), 2**64 - 1
@@ -109,7 +109,7 @@ class SamplingParams:
     def validate_for(
         self,
         vocab_size: int,
-        max_logprobs: int = DEFAULT_MAX_LOGPROBS,
+        max_logprobs: int = MAX_LOGPROBS,
         eos_token_ids: Collection[int] = (),
     ) -> None:
         """Checks what depends on the model and the engine.
@@ -129,7 +129,7 @@ class SamplingParams:
             if value is not None and value > max_logprobs:
                 raise ValueError(
                     f"{name}={value} is more than this engine's max_logprobs={max_logprobs}: "
-                    f"ask for at most {max_logprobs} or make the engine with a larger max_logprobs"
+                    f"ask for at most {max_logprobs}"
                 )
         self._check_leaves_a_token(eos_token_ids)
 

@@ -117,13 +117,14 @@ def _prepare_jax(config: EngineConfig) -> None:
     """JAX's own settings, which take effect if the process has not used a device before.
 
     JAX reserves three quarters of a GPU by default; the share the caller asked for replaces that.
+    Once a device is in use its reservation stays, and the memory account starts from it.
     """
     if jax.config.values["jax_pjrt_client_create_options"] is None:
         fraction = {"memory_fraction": float(config.gpu_memory_utilization)}
         jax.config.update("jax_pjrt_client_create_options", fraction)
     cache = config.compilation_cache_dir
     if cache is not None and jax.config.values["jax_compilation_cache_dir"] is None:
-        jax.config.update("jax_compilation_cache_dir", str(cache))
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(cache))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
@@ -169,13 +170,22 @@ def _account_without_pool(
     limits: RuntimeConfig, model: ModelConfig, split: SplitModel, dtype: jnp.dtype, device
 ) -> MemoryAccount:
     shapes = Shapes.of(split, model, replace(limits, num_blocks=_DRAFT_BLOCKS), dtype)
-    limit = (device.memory_stats() or {}).get("bytes_limit")
-    workspace = 0
+    weights, workspace = tree_bytes(split.leaves), 0
+    limit = _memory_limit(device, weights)
     if limit is not None:  # a CPU step's workspace is not worth a compilation
         one_step = largest_step_workspace(split, shapes, limits, _buckets(limits))
         workspace = _STEPS_IN_FLIGHT * one_step
     sampling = tree_bytes((shapes.sampling, shapes.last_tokens, shapes.kv.block_tables))
-    return MemoryAccount(tree_bytes(split.leaves), sampling, workspace, 0, limit)
+    return MemoryAccount(weights, sampling, workspace, 0, limit)
+
+
+def _memory_limit(device, weights: int) -> int | None:
+    """Bytes for this engine, its weights included: what JAX has reserved less what others hold."""
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
+        return None
+    held_by_others = max(stats["bytes_in_use"] - weights, 0)
+    return stats["bytes_limit"] - held_by_others
 
 
 def _choose_num_blocks(

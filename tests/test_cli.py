@@ -67,7 +67,7 @@ class FakeEngine:
             num_generated_tokens=self.num_tokens,
         )
 
-    def shutdown(self) -> None:
+    def abort_all(self) -> None:
         self.is_shut_down = True
 
 

@@ -31,8 +31,8 @@ def resolved(num_blocks: int = 100, **options) -> RuntimeConfig:
         ("block_size", 256, "block_size=256"),
         ("num_blocks", 1, "num_blocks=1 must be an integer of at least 2"),
         ("num_blocks", True, "num_blocks=True"),
-        ("max_num_seqs", 0, "max_num_seqs=0 must be a positive integer"),
-        ("max_model_len", -1, "max_model_len=-1"),
+        ("max_num_seqs", 0, "max_num_seqs=0 must be an integer of at least 1"),
+        ("max_model_len", 1, "max_model_len=1 must be an integer of at least 2"),
         ("max_num_batched_tokens", True, "max_num_batched_tokens=True"),
         ("kv_cache_memory_bytes", 0, "kv_cache_memory_bytes=0"),
         ("gpu_memory_utilization", 0.0, "gpu_memory_utilization=0.0 must be above 0"),
@@ -42,7 +42,13 @@ def resolved(num_blocks: int = 100, **options) -> RuntimeConfig:
 )
 def test_a_bad_option_is_refused_by_name(option: str, value: object, message: str):
     with pytest.raises(ValueError, match=message):
-        EngineConfig(**{option: value})
+        EngineConfig(**{option: value})  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("option", ["async_scheduling", "skip_tokenizer_init", "verbose"])
+def test_a_switch_is_true_or_false(option: str):
+    with pytest.raises(TypeError, match=f"{option}=1 must be True or False"):
+        EngineConfig(**{option: 1})  # pyright: ignore[reportArgumentType]
 
 
 def test_the_pool_is_given_one_way_only():
@@ -76,5 +82,6 @@ def test_more_positions_than_the_model_has_are_refused():
 
 def test_a_step_has_room_for_a_token_of_every_sequence():
     with pytest.raises(ValueError, match="max_num_batched_tokens=8 is less than max_num_seqs=16"):
-        resolved(max_num_batched_tokens=8)
+        resolved(max_num_batched_tokens=8, max_num_seqs=16)
+    assert resolved(max_num_batched_tokens=8).max_num_seqs == 8
     assert resolved(max_num_seqs=1000).max_num_batched_tokens == 1000

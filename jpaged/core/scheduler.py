@@ -54,6 +54,16 @@ class Scheduler:
         return len(self.waiting)
 
     @property
+    def num_waste_slots(self) -> int:
+        """Slots of running sequences' blocks that no computed token fills."""
+        held = filled = 0
+        for request in self.running.values():
+            for sequence in request.sequences:
+                held += len(sequence.block_table)
+                filled += sequence.num_computed_tokens
+        return held * self.block_manager.block_size - filled
+
+    @property
     def num_in_flight_steps(self) -> int:
         """Steps planned and not read yet."""
         return self._num_planned - self._num_updated

@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from jpaged.core.plan import ScheduledSequence
-from jpaged.runtime.sampler import ROW_WIDTH
+from jpaged.runtime.sampling_state import ROW_WIDTH
 
 LAST_TOKEN = -1
 _HEADER = 6

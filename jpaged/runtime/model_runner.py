@@ -23,12 +23,13 @@ from jpaged.runtime.programs import (
     SplitModel,
 )
 from jpaged.runtime.rows import RowTable
-from jpaged.runtime.sampler import Sampled, SamplerLevel, bias_row, ending_row
+from jpaged.runtime.sampler import Sampled, SamplerLevel
+from jpaged.runtime.sampling_state import bias_row, ending_row
 from jpaged.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
-class TokenLogprobs:
+class TokenScores:
     """Log-probabilities of some tokens of one sequence and of their best alternatives.
 
     Attributes:
@@ -56,8 +57,8 @@ class StepResult:
     """
 
     token_ids: np.ndarray
-    logprobs: TokenLogprobs | None
-    prompt_logprobs: dict[int, TokenLogprobs]
+    logprobs: TokenScores | None
+    prompt_logprobs: dict[int, TokenScores]
 
 
 @dataclass(frozen=True)
@@ -74,16 +75,16 @@ class StepHandle:
         tokens = np.asarray(self.sampled.token_ids)[:n]
         scores = self.sampled[1:]
         asked = scores[0] is not None
-        logprobs = TokenLogprobs(*(np.asarray(a)[:n] for a in scores)) if asked else None
+        logprobs = TokenScores(*(np.asarray(a)[:n] for a in scores)) if asked else None
         return StepResult(tokens, logprobs, self._read_prompt_logprobs())
 
-    def _read_prompt_logprobs(self) -> dict[int, TokenLogprobs]:
+    def _read_prompt_logprobs(self) -> dict[int, TokenScores]:
         wanted = {}
         for seq_id, chunks in self.prompt_logprobs.items():
             count = num_scored_prompt_tokens(self._scheduled(seq_id))
             columns = zip(*chunks, strict=True)
             whole = (np.concatenate([np.asarray(c) for c in col])[:count] for col in columns)
-            wanted[seq_id] = TokenLogprobs(*whole)
+            wanted[seq_id] = TokenScores(*whole)
         return wanted
 
     def _scheduled(self, seq_id: int) -> ScheduledSequence:
@@ -175,7 +176,7 @@ class ModelRunner:
             pairs = np.zeros((size, 2), np.int32)
             pairs[: len(copies) - at] = copies[at : at + size]
             source, target = np.ascontiguousarray(pairs.T)
-            self._kv = self._programs.copy_blocks[None](self._kv, source, target)
+            self._kv = self._programs.copy_blocks(self._kv, source, target)
 
     def _update_rows(self, plan: StepPlan, sampling: Mapping[int, SamplingParams]) -> None:
         for seq_id in plan.released:
@@ -192,7 +193,7 @@ class ModelRunner:
         sequence, vocab_size = item.sequence, self._config.vocab_size
         tokens = np.zeros(self._config.max_model_len, np.int32)
         tokens[: len(sequence.token_ids)] = sequence.token_ids
-        self._sampling_state = self._programs.load_row[None](
+        self._sampling_state = self._programs.load_row(
             self._sampling_state,
             np.int32(row),
             tokens,
@@ -244,11 +245,13 @@ class ModelRunner:
         return sampled
 
     def _score_prompts(self, plan: StepPlan, sampling, hidden) -> dict[int, list]:
+        if hidden is None:
+            return {}
         scored, offset = {}, 0
         for item in plan.scheduled:
             wanted = sampling[item.sequence.seq_id].prompt_logprobs is not None
             count = num_scored_prompt_tokens(item) if wanted else 0
-            if hidden is not None and count:
+            if count:
                 scored[item.sequence.seq_id] = self._score_chunks(item, offset, count, hidden)
             offset += item.num_scheduled_tokens
         return scored

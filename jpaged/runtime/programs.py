@@ -6,7 +6,7 @@ while serving: a shape that was not foreseen is an error, not a pause.
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,12 +14,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jpaged.config import MAX_LOGPROBS, RuntimeConfig
+from jpaged.config import RuntimeConfig
 from jpaged.models.config import ModelConfig
 from jpaged.runtime.batch import decode_packed_shape, prefill_packed_shape
 from jpaged.runtime.buckets import Buckets
 from jpaged.runtime.kv_cache import make_pool
-from jpaged.runtime.sampler import ROW_WIDTH, SamplerLevel, SamplingState, init_state, load_row
+from jpaged.runtime.sampler import SamplerLevel
+from jpaged.runtime.sampling_state import ROW_WIDTH, SamplingState, init_state, load_row
 from jpaged.runtime.steps import (
     KVState,
     SampleInputs,
@@ -29,6 +30,7 @@ from jpaged.runtime.steps import (
     prompt_logprobs_step,
     sample_step,
 )
+from jpaged.sampling_params import MAX_LOGPROBS
 
 PROMPT_LOGPROBS_CHUNK = 64
 """Prompt tokens whose logits exist at once; a whole prompt's would not fit beside the pool."""
@@ -97,18 +99,35 @@ class Shapes:
 
 @dataclass(frozen=True)
 class Programs:
-    """Compiled programs by shape; see `jpaged.runtime.steps` for what each does."""
+    """Compiled programs, by shape where there are several; `jpaged.runtime.steps` says what each
+    does."""
 
-    decode: dict[int, Any] = field(default_factory=dict)
-    prefill: dict[tuple[int, int], Any] = field(default_factory=dict)
-    sample: dict[tuple[int, SamplerLevel], Any] = field(default_factory=dict)
-    prompt_logprobs: dict[int, Any] = field(default_factory=dict)
-    load_row: dict[None, Any] = field(default_factory=dict)
-    copy_blocks: dict[None, Any] = field(default_factory=dict)
+    decode: dict[int, Any]
+    prefill: dict[tuple[int, int], Any]
+    sample: dict[tuple[int, SamplerLevel], Any]
+    prompt_logprobs: dict[int, Any]
+    load_row: Any
+    copy_blocks: Any
+
+    @staticmethod
+    def of(compiled: "dict[Name, Any]") -> "Programs":
+        """Sort compiled programs by kind."""
+
+        def kind(name: str) -> dict:
+            return {key: program for (own, key), program in compiled.items() if own == name}
+
+        return Programs(
+            decode=kind("decode"),
+            prefill=kind("prefill"),
+            sample=kind("sample"),
+            prompt_logprobs=kind("prompt_logprobs"),
+            load_row=compiled["load_row", None],
+            copy_blocks=compiled["copy_blocks", None],
+        )
 
 
-Lowering = tuple[dict, Any, Callable[[], Any]]
-"""Where a compiled program goes, under which key, and how to lower it."""
+Name = tuple[str, Any]
+"""A program's kind and its key among those."""
 
 
 def compile_programs(
@@ -130,17 +149,17 @@ def compile_programs(
         threads: Compilations at once; XLA compiles outside Python's lock.
         progress: Called with (compiled so far, all).
     """
-    programs = Programs()
-    lowerings = list(_lowerings(programs, split, shapes, config, buckets))
+    lowerings = dict(_lowerings(split, shapes, config, buckets))
+    compiled: dict[Name, Any] = {}
     with ThreadPoolExecutor(threads) as pool:
-        futures = [
-            (target, key, pool.submit(lambda low: low().compile(), lower))
-            for target, key, lower in lowerings
-        ]
-        for done, (target, key, future) in enumerate(futures, start=1):
-            target[key] = future.result()
-            progress(done, len(futures))
-    return programs
+        futures = {
+            name: pool.submit(lambda low: low().compile(), lower)
+            for name, lower in lowerings.items()
+        }
+        for name, future in futures.items():
+            compiled[name] = future.result()
+            progress(len(compiled), len(futures))
+    return Programs.of(compiled)
 
 
 def largest_step_workspace(
@@ -164,23 +183,22 @@ def _workspace(compiled: Any) -> int:
 
 
 def _lowerings(
-    programs: Programs, split: SplitModel, shapes: Shapes, config: RuntimeConfig, buckets: Buckets
-) -> Iterator[Lowering]:
+    split: SplitModel, shapes: Shapes, config: RuntimeConfig, buckets: Buckets
+) -> Iterator[tuple[Name, Callable[[], Any]]]:
     """Everything to compile, the largest first so that no thread ends with a long one."""
     for tokens, seqs in sorted(buckets.prefill_shapes(), reverse=True):
         lower = partial(_lower_prefill, split, shapes, config, tokens, seqs)
-        yield programs.prefill, (tokens, seqs), lower
+        yield ("prefill", (tokens, seqs)), lower
     for seqs in reversed(buckets.decode_seqs):
-        yield programs.decode, seqs, partial(_lower_decode, split, shapes, config, seqs)
+        yield ("decode", seqs), partial(_lower_decode, split, shapes, config, seqs)
     for tokens in buckets.prefill_tokens:
-        lower = partial(_lower_prompt_logprobs, split, shapes, tokens)
-        yield programs.prompt_logprobs, tokens, lower
+        yield ("prompt_logprobs", tokens), partial(_lower_prompt_logprobs, split, shapes, tokens)
     for seqs in sorted({*buckets.decode_seqs, *buckets.prefill_seqs}):
         for level in SamplerLevel:
             lower = partial(_lower_sample, shapes, config, seqs, level)
-            yield programs.sample, (seqs, level), lower
-    yield programs.load_row, None, partial(_lower_load_row, shapes, config)
-    yield programs.copy_blocks, None, partial(_lower_copy_blocks, shapes, config)
+            yield ("sample", (seqs, level)), lower
+    yield ("load_row", None), partial(_lower_load_row, shapes, config)
+    yield ("copy_blocks", None), partial(_lower_copy_blocks, shapes, config)
 
 
 def _lower_decode(split: SplitModel, shapes: Shapes, config: RuntimeConfig, seqs: int):

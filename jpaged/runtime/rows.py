@@ -3,13 +3,8 @@
 import numpy as np
 
 from jpaged.core.plan import ScheduledSequence
-from jpaged.runtime.sampler import (
-    PADDING_ROW,
-    ROW_WIDTH,
-    SamplerLevel,
-    encode_row,
-    required_level,
-)
+from jpaged.runtime.sampler import SamplerLevel, required_level
+from jpaged.runtime.sampling_state import PADDING_PARAMS, ROW_WIDTH, encode_row
 from jpaged.sampling_params import SamplingParams
 
 
@@ -24,7 +19,7 @@ class RowTable:
         self._levels = np.zeros(num_rows, np.int32)
         self._free = list(range(num_rows - 2, -1, -1))
         self._row_of: dict[int, int] = {}
-        self.sampling[-1] = PADDING_ROW
+        self.sampling[-1] = PADDING_PARAMS
 
     def __contains__(self, seq_id: int) -> bool:
         return seq_id in self._row_of

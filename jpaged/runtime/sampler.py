@@ -14,43 +14,9 @@ import jax.numpy as jnp
 from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Float32, Int32, UInt32
 
-from jpaged.runtime.sampling_state import (
-    PADDING_ROW,
-    ROW_WIDTH,
-    SamplingRows,
-    SamplingState,
-    bias_row,
-    decode_rows,
-    encode_row,
-    ending_row,
-    init_state,
-    load_row,
-    record_tokens,
-)
+from jpaged.runtime.sampling_state import SamplingRows, SamplingState
 from jpaged.runtime.truncation import truncate
 from jpaged.sampling_params import SamplingParams
-
-__all__ = [
-    "PADDING_ROW",
-    "ROW_WIDTH",
-    "Sampled",
-    "SamplerLevel",
-    "SamplingRows",
-    "SamplingState",
-    "TokenLogprobs",
-    "adjust",
-    "bias_row",
-    "decode_rows",
-    "encode_row",
-    "ending_row",
-    "init_state",
-    "load_row",
-    "record_tokens",
-    "required_level",
-    "sample",
-    "token_logprobs",
-    "truncate",
-]
 
 
 class SamplerLevel(IntEnum):

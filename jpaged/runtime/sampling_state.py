@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float32, Int32, UInt32
 from jpaged.sampling_params import SamplingParams
 
 ROW_WIDTH = 11
-"""Columns of a packed row, C."""
+"""Columns of a packed row, W."""
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 # A float32 keeps its own bits in these bounds through a division, and never becomes 0 or inf.
@@ -57,7 +57,7 @@ class SamplingState(NamedTuple):
 
 
 def encode_row(params: SamplingParams, seed: int) -> np.ndarray:
-    """Packs the parameters of one sequence into int32[C] for `decode_rows`.
+    """Packs the parameters of one sequence into int32[W] for `decode_rows`.
 
     Args:
         params: the request's parameters.
@@ -84,11 +84,11 @@ def encode_row(params: SamplingParams, seed: int) -> np.ndarray:
     return np.concatenate([floats.view(np.int32), words.view(np.int32), np.array(whole, np.int32)])
 
 
-PADDING_ROW = encode_row(SamplingParams(temperature=0.0), 0)
-"""int32[C] for a batch row that has no sequence: greedy, so that nothing is drawn for it."""
+PADDING_PARAMS = encode_row(SamplingParams(temperature=0.0), 0)
+"""int32[W] for a batch row that has no sequence: greedy, so that nothing is drawn for it."""
 
 
-def decode_rows(packed: Int32[Array, "B C"], position: Int32[Array, "B"]) -> SamplingRows:
+def decode_rows(packed: Int32[Array, "B W"], position: Int32[Array, "B"]) -> SamplingRows:
     """Unpacks `encode_row`'s rows on the device; `position` as in `SamplingRows`."""
     floats = jax.lax.bitcast_convert_type(packed[:, :6], jnp.float32)
     return SamplingRows(

@@ -12,15 +12,8 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jpaged.models.layers import AttentionInputs
 from jpaged.runtime.batch import query_start_loc, unpack_decode, unpack_prefill
-from jpaged.runtime.sampler import (
-    Sampled,
-    SamplerLevel,
-    SamplingState,
-    decode_rows,
-    record_tokens,
-    sample,
-    token_logprobs,
-)
+from jpaged.runtime.sampler import Sampled, SamplerLevel, sample, token_logprobs
+from jpaged.runtime.sampling_state import SamplingState, decode_rows, record_tokens
 from pallas_kernels import Backend, LayerKV, copy_blocks
 
 

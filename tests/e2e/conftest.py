@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,7 +10,7 @@ from jpaged import Engine
 
 Engines = Callable[..., Engine]
 
-SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256}
+SMALL: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256}
 """One decode and one prefill bucket, so that an engine compiles in seconds."""
 
 
@@ -29,7 +30,7 @@ def engines(all_engines: dict[tuple, Engine], compilation_cache: Path) -> Iterat
     """Makes (or reuses) an engine; after the test each one used has all its blocks back."""
     used: list[Engine] = []
 
-    def make(model: str | Path | None = None, **options: object) -> Engine:
+    def make(model: str | Path | None = None, **options: Any) -> Engine:
         options = {"num_blocks": 129, **SMALL, **options}
         key = (str(model), *sorted(options.items()))
         if key not in all_engines:
@@ -40,7 +41,7 @@ def engines(all_engines: dict[tuple, Engine], compilation_cache: Path) -> Iterat
 
     yield make
     for engine in used:
-        engine.shutdown()
+        engine.abort_all()
         engine.check_integrity()
         stats = engine.stats()
         if stats.num_free_blocks != stats.num_blocks:

@@ -1,14 +1,17 @@
 """The engine as its users meet it, with the embedded model."""
 
+import signal
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import pytest
-from conftest import Engines
+from conftest import SMALL, Engines
 
 from jpaged import Engine, SamplingParams
-from jpaged.runtime.model_runner import ModelRunner
+from jpaged.request_state import RequestState
+from jpaged.runtime.model_runner import ModelRunner, StepHandle
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
 QUESTION, ANSWER = "Count from 3 to 7", "\n3, 4, 5, 6, 7"
@@ -17,6 +20,10 @@ QUESTION, ANSWER = "Count from 3 to 7", "\n3, 4, 5, 6, 7"
 @pytest.fixture(params=[True, False], ids=["overlapped", "synchronous"])
 def engine(engines: Engines, request: pytest.FixtureRequest) -> Engine:
     return engines(async_scheduling=request.param)
+
+
+def tokenizer(engine: Engine) -> Any:
+    return engine.tokenizer
 
 
 def text(output: Any) -> str:
@@ -40,7 +47,7 @@ def test_text_in_text_out(engine: Engine):
 
 
 def test_every_form_of_prompt_gives_the_same_answer_in_order(engine: Engine):
-    ids = engine.tokenizer.encode(QUESTION)
+    ids = tokenizer(engine).encode(QUESTION)
     prompts = [QUESTION, ids, {"prompt": QUESTION}, {"prompt_token_ids": ids}, "Reverse stone"]
     outputs = engine.generate(prompts, GREEDY)
     assert [text(o) for o in outputs] == [ANSWER] * 4 + ["\nenots"]
@@ -57,7 +64,7 @@ def test_one_params_for_each_prompt(engine: Engine):
 
 def test_chat_answers_through_the_template(engine: Engine):
     (output,) = engine.chat([{"role": "user", "content": "Spell fox"}], GREEDY)
-    assert text(output).strip() == "f o x"
+    assert text(output).strip() == "f-o-x"
     both = engine.chat([[{"role": "user", "content": QUESTION}]] * 2, GREEDY)
     assert [text(o).strip() for o in both] == [ANSWER.strip()] * 2
 
@@ -90,7 +97,7 @@ def test_without_detokenizing_only_ids_come(engine: Engine):
         QUESTION, SamplingParams(temperature=0.0, max_tokens=64, detokenize=False)
     )
     assert text(output) == ""
-    assert engine.tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True) == ANSWER
+    assert tokenizer(engine).decode(output.outputs[0].token_ids, skip_special_tokens=True) == ANSWER
 
 
 def test_requests_may_come_while_others_run(engine: Engine):
@@ -122,6 +129,70 @@ def test_abort_in_any_state_leaves_the_others_alone(engine: Engine, prompt: str,
     outputs = run(engine)
     assert doomed not in outputs
     assert text(outputs[kept]) == ANSWER
+
+
+def test_streams_and_others_may_advance_each_other(engine: Engine):
+    pairs = list(zip(engine.stream(QUESTION, GREEDY), engine.stream(QUESTION, GREEDY), strict=True))
+    assert ["".join(d.text for d in side) for side in zip(*pairs, strict=True)] == [ANSWER] * 2
+    first, second = engine.stream(QUESTION, GREEDY), engine.stream("Reverse stone", GREEDY)
+    begun = next(first).text
+    engine.generate([QUESTION] * 2, GREEDY)
+    assert begun + "".join(d.text for d in first) == ANSWER
+    assert "".join(d.text for d in second) == "\nenots"
+    assert not engine.has_unfinished_requests
+
+
+def test_an_aborted_stream_ends_with_a_last_delta(engine: Engine):
+    stream = engine.stream(QUESTION, GREEDY)
+    request_id = next(stream).request_id
+    engine.abort(request_id)
+    assert [d.finish_reason for d in stream] == ["abort"]
+
+
+def test_step_tells_of_each_request_that_others_finished_once(engine: Engine):
+    engine.add_request("Reverse stone", GREEDY, request_id="a")
+    engine.generate("Count from 1 to 20", GREEDY)  # finishes "a" meanwhile
+    engine.add_request(QUESTION, GREEDY, request_id="a")
+    ended = []
+    while engine.has_unfinished_requests:
+        ended += [text(output) for output in engine.step() if output.finished]
+    assert ended == ["\nenots", ANSWER]
+
+
+def test_an_aborted_request_is_not_delivered(engine: Engine):
+    engine.add_request(QUESTION, GREEDY, request_id="b")
+    engine.generate("Reverse stone", GREEDY)
+    engine.abort("b")
+    assert engine.step() == []
+
+
+def test_ending_a_stream_does_not_touch_a_later_request_of_its_name(engine: Engine):
+    stream = engine.stream(QUESTION, GREEDY)
+    deltas = list(stream)
+    request_id = deltas[0].request_id
+    engine.add_request(QUESTION, GREEDY, request_id=request_id)
+    del stream
+    assert text(run(engine)[request_id]) == ANSWER
+
+
+def test_a_stop_string_wins_over_the_length_of_the_same_token(engine: Engine):
+    params = SamplingParams(temperature=0.0, max_tokens=3, stop=["3,"])
+    (output,) = engine.generate(QUESTION, params)
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", "3,")
+
+
+def test_a_finished_generation_holds_no_block(engine: Engine):
+    engine.generate(QUESTION, GREEDY)
+    assert not engine.has_unfinished_requests
+    assert engine.stats().num_used_blocks == 0
+
+
+def test_times_and_preemptions_of_a_request_are_told(engine: Engine):
+    (output,) = engine.generate(QUESTION, GREEDY)
+    times: Any = output.metrics
+    assert times.arrival_time <= times.first_scheduled_time <= times.first_token_time
+    assert times.first_token_time <= times.finished_time
+    assert times.num_preemptions == 0
 
 
 def test_a_dropped_stream_aborts_its_request(engine: Engine):
@@ -171,6 +242,18 @@ def test_one_bad_prompt_of_many_starts_none(engine: Engine):
     assert not engine.has_unfinished_requests
 
 
+@pytest.mark.parametrize("request_id", ["", 5])
+def test_a_request_id_is_a_name(engine: Engine, request_id: Any):
+    with pytest.raises(TypeError, match=r"request_id=.* must be a non-empty string"):
+        engine.add_request(QUESTION, GREEDY, request_id=request_id)
+
+
+def test_a_made_up_id_avoids_those_in_use(engine: Engine):
+    taken = [engine.add_request(QUESTION, GREEDY, request_id=f"request-{n}") for n in range(200)]
+    assert engine.add_request(QUESTION, GREEDY) not in taken
+    engine.abort_all()
+
+
 def test_a_request_id_is_used_once_at_a_time(engine: Engine):
     engine.add_request(QUESTION, GREEDY, request_id="a")
     with pytest.raises(ValueError, match="request_id 'a' is in use"):
@@ -185,6 +268,16 @@ def test_an_unknown_option_is_refused_with_a_hint():
         Engine(max_seqs=3)
 
 
+def test_a_model_is_a_name_or_a_folder():
+    with pytest.raises(TypeError, match="model=3 must be a folder, a hub id"):
+        Engine(3)  # pyright: ignore[reportArgumentType]
+
+
+def test_malformed_messages_are_refused(engine: Engine):
+    with pytest.raises(TypeError, match="messages must be a list"):
+        engine.chat({"role": "user"})  # pyright: ignore[reportArgumentType]
+
+
 def test_text_needs_a_tokenizer(engines: Engines):
     engine = engines(skip_tokenizer_init=True)
     with pytest.raises(ValueError, match="skip_tokenizer_init=True loaded none"):
@@ -196,7 +289,7 @@ def test_text_needs_a_tokenizer(engines: Engines):
 def test_nothing_compiles_after_the_start(engine: Engine):
     compiled = []
 
-    def listen(event: str, duration: float, **_: Any) -> None:
+    def listen(event: str, duration: float, **_: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             compiled.append(event)
 
@@ -223,7 +316,7 @@ def test_the_memory_account_sums_up(engine: Engine):
     account = engine.memory_account
     parts = (account.weights, account.sampling, account.workspace, account.kv_cache)
     assert account.total == sum(parts)
-    held = sum(leaf.nbytes for leaf in jax.tree.leaves(engine._runner._kv.pool))
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(engine._loop._runner._kv.pool))
     assert account.kv_cache == held
     assert "KV cache" in "\n".join(account.lines())
 
@@ -242,8 +335,6 @@ def interrupting(
 
 
 def test_ctrl_c_while_waiting_loses_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch):
-    from jpaged.runtime.model_runner import StepHandle
-
     other = engine.add_request(QUESTION, GREEDY)
     with monkeypatch.context() as patch:
         patch.setattr(StepHandle, "read", interrupting(StepHandle.read, KeyboardInterrupt, 2))
@@ -252,19 +343,41 @@ def test_ctrl_c_while_waiting_loses_nothing(engine: Engine, monkeypatch: pytest.
     assert text(run(engine)[other]) == ANSWER
 
 
-def test_a_failed_launch_fails_the_engine_and_says_so(
-    compilation_cache: Any, monkeypatch: pytest.MonkeyPatch
+def generate_for_ever(engine: Engine) -> None:
+    while True:
+        engine.generate(["Count from 1 to 20"] * 4, GREEDY)
+
+
+def test_ctrl_c_at_any_moment_leaves_a_healthy_engine(engine: Engine):
+    other = engine.add_request(QUESTION, GREEDY)
+    main = threading.main_thread().ident
+    for moment in range(12):
+        timer = threading.Timer(0.004 * moment, signal.pthread_kill, (main, signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            generate_for_ever(engine)
+        timer.join()
+        engine.check_integrity()
+    last = engine.step()
+    done = {o.request_id: text(o) for o in last if o.finished} | {
+        request_id: text(output) for request_id, output in run(engine).items()
+    }
+    assert done[other] == ANSWER
+
+
+FAILING = [(ModelRunner, "launch"), (StepHandle, "read"), (RequestState, "accept")]
+
+
+@pytest.mark.parametrize(("owner", "name"), FAILING, ids=[name for _, name in FAILING])
+def test_a_failed_step_fails_the_engine_and_says_so(
+    compilation_cache: Any, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
 ):
-    engine = Engine(
-        max_num_seqs=8,
-        max_num_batched_tokens=64,
-        max_model_len=256,
-        num_blocks=129,
-        compilation_cache_dir=compilation_cache,
-    )
-    monkeypatch.setattr(ModelRunner, "launch", interrupting(ModelRunner.launch, RuntimeError, 2))
+    engine = Engine(num_blocks=129, compilation_cache_dir=compilation_cache, **SMALL)
+    monkeypatch.setattr(owner, name, interrupting(getattr(owner, name), RuntimeError, 2))
     with pytest.raises(RuntimeError):
         engine.generate(QUESTION, GREEDY)
     with pytest.raises(RuntimeError, match="failed in an earlier step"):
         engine.generate(QUESTION, GREEDY)
-    engine.shutdown()
+    with pytest.raises(RuntimeError, match="failed in an earlier step"):
+        engine.step()
+    engine.abort_all()

@@ -100,7 +100,8 @@ def test_logprobs_are_those_of_the_model(
     engine = engines(qwen_folder, skip_tokenizer_init=True, num_blocks=num_blocks)
     given = prompts(6)
     params = greedy(5, logprobs=3, prompt_logprobs=2)
-    for prompt, output in zip(given, engine.generate(given, params), strict=True):
+    outputs: list[Any] = engine.generate(given, params)
+    for prompt, output in zip(given, outputs, strict=True):
         completion = output.outputs[0]
         sequence = prompt + list(completion.token_ids)
         scores = log_softmax(oracle(sequence))

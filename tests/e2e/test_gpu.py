@@ -65,9 +65,9 @@ def test_the_embedded_model_answers_rightly(engines: Engines, dtype: str):
 
 def test_no_step_copies_the_pool(engines: Engines):
     engine = engines(dtype="bfloat16")
-    shape = engine._runner._kv.pool[0].k.shape
+    shape = engine._loop._runner._kv.pool[0].k.shape
     pattern = f"bf16[{','.join(map(str, shape))}]"
-    programs = engine._runner._programs
+    programs = engine._loop._runner._programs
     for program in (*programs.decode.values(), *programs.prefill.values()):
         text = program.as_text()
         assert pattern in text

@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 
 from jpaged.runtime.rows import RowTable
-from jpaged.runtime.sampler import PADDING_ROW, SamplerLevel
+from jpaged.runtime.sampler import SamplerLevel
+from jpaged.runtime.sampling_state import PADDING_PARAMS
 from jpaged.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -12,7 +13,7 @@ def test_the_padding_row_is_never_handed_out():
     table = RowTable(3)
     rows = {table.assign(seq_id, GREEDY) for seq_id in (10, 11)}
     assert rows == {0, 1}
-    assert np.array_equal(table.sampling[2], PADDING_ROW)
+    assert np.array_equal(table.sampling[2], PADDING_PARAMS)
 
 
 def test_a_released_row_serves_again():

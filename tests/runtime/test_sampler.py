@@ -4,10 +4,15 @@ import numpy as np
 import pytest
 
 from jpaged.runtime.sampler import (
-    PADDING_ROW,
-    ROW_WIDTH,
     SamplerLevel,
     adjust,
+    required_level,
+    sample,
+    token_logprobs,
+)
+from jpaged.runtime.sampling_state import (
+    PADDING_PARAMS,
+    ROW_WIDTH,
     bias_row,
     decode_rows,
     encode_row,
@@ -15,9 +20,6 @@ from jpaged.runtime.sampler import (
     init_state,
     load_row,
     record_tokens,
-    required_level,
-    sample,
-    token_logprobs,
 )
 from jpaged.sampling_params import SamplingParams
 
@@ -79,7 +81,7 @@ def test_a_row_survives_packing():
         min_tokens=3,
     )
     rows = _rows([params, SamplingParams(top_k=-1)], [2**63 + 5, -1], [17, 0])
-    assert encode_row(params, 0).shape == (ROW_WIDTH,) == PADDING_ROW.shape
+    assert encode_row(params, 0).shape == (ROW_WIDTH,) == PADDING_PARAMS.shape
     wanted = {
         "temperature": [0.3, 1.0],
         "top_p": [0.9, 1.0],
@@ -187,7 +189,7 @@ def test_padding_disturbs_no_row():
     full = _tokens(logits, _rows(params, seeds, positions), level, state)
     logits[2:] = np.nan
     packed = [encode_row(one, seed) for one, seed in zip(params[:2], seeds, strict=False)]
-    packed = np.stack(packed + [PADDING_ROW] * 6)
+    packed = np.stack(packed + [PADDING_PARAMS] * 6)
     rows = decode_rows(jnp.asarray(packed), jnp.asarray([0, 1] + [0] * 6, jnp.int32))
     row_ids = jnp.asarray([0, 1] + [dummy] * 6, jnp.int32)
     padded = _tokens(logits, rows, level, state, row_ids)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jpaged.runtime.sampler import ROW_WIDTH, decode_rows, encode_row
+from jpaged.runtime.sampling_state import ROW_WIDTH, decode_rows, encode_row
 from jpaged.runtime.truncation import truncate
 from jpaged.sampling_params import SamplingParams
 

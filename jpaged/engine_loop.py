@@ -1,0 +1,179 @@
+"""The loop: schedule -> launch -> read -> update, one step at a time.
+
+In the overlapped loop the step that is read is the one launched a turn ago, so that the device
+always has its next step waiting; in the synchronous loop it is the step just launched. Both give
+the same tokens.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from jpaged.config import LoopMode
+from jpaged.core.plan import Emitted, StepPlan
+from jpaged.core.request import FinishReason
+from jpaged.core.scheduler import Scheduler
+from jpaged.interrupts import deferred_interrupts
+from jpaged.request_state import RequestState
+from jpaged.runtime.model_runner import ModelRunner, StepHandle, StepResult
+from jpaged.sampling_params import SamplingParams
+
+
+@dataclass
+class LoopCounts:
+    """What happened since the start."""
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    finished: int = 0
+    peak_used_blocks: int = 0
+
+
+class EngineLoop:
+    """Drives requests from the scheduler through the device and back. Not thread-safe.
+
+    Attributes:
+        scheduler: Decides the steps.
+        requests: Unfinished requests by id.
+        counts: What happened so far.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner, mode: LoopMode):
+        self.scheduler = scheduler
+        self.requests: dict[str, RequestState] = {}
+        self.counts = LoopCounts()
+        self._runner = runner
+        self._mode = mode
+        self._by_seq_id: dict[int, RequestState] = {}
+        self._sampling: dict[int, SamplingParams] = {}
+        self._in_flight: deque[StepHandle] = deque()
+        self._failure: BaseException | None = None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is unfinished or a step unread."""
+        return bool(self.scheduler.has_unfinished or self._in_flight)
+
+    def check_alive(self) -> None:
+        """Raise RuntimeError if a step failed: what the device holds is then unknown."""
+        if self._failure is not None:
+            message = "the engine failed in an earlier step: make a new one"
+            raise RuntimeError(message) from self._failure
+
+    def add(self, state: RequestState) -> None:
+        """Queue a request; ValueError, with nothing changed, if it could never run."""
+        self.check_alive()
+        self.scheduler.add(state.request)
+        self.requests[state.request_id] = state
+        for sequence in state.request.sequences:
+            self._by_seq_id[sequence.seq_id] = state
+            self._sampling[sequence.seq_id] = state.params
+            self.counts.prompt_tokens += sequence.num_prompt_tokens
+
+    def abort(self, state: RequestState) -> bool:
+        """End a request in any state; returns whether it was unfinished."""
+        if state.request.is_finished:
+            return False
+        self.scheduler.abort(state.request_id)
+        self._retire(state)
+        return True
+
+    def advance(self) -> list[RequestState]:
+        """Launch a step and read one; gives the requests that the read one advanced.
+
+        Raises:
+            RuntimeError: a step failed, now or earlier.
+        """
+        self.check_alive()
+        with self._whole():
+            plan = self.scheduler.schedule()
+            if plan is not None:
+                self._launch(plan)
+        num_ahead = int(self._mode is LoopMode.OVERLAPPED and plan is not None)
+        advanced = self._consume() if len(self._in_flight) > num_ahead else []
+        if not self.scheduler.has_unfinished:
+            self.drain()  # the last requests' wasted steps hold blocks until they are read
+        return advanced
+
+    def drain(self) -> None:
+        """Read every step in flight, unless the engine failed."""
+        while self._in_flight and self._failure is None:
+            self._consume()
+
+    def _launch(self, plan: StepPlan) -> None:
+        self._in_flight.append(self._runner.launch(plan, self._sampling))
+        counts, manager = self.counts, self.scheduler.block_manager
+        counts.steps += 1
+        counts.preemptions += len(plan.preempted)
+        used = manager.pool.num_usable_blocks - manager.num_free_blocks
+        counts.peak_used_blocks = max(counts.peak_used_blocks, used)
+        for request_id in plan.preempted:
+            if request_id in self.requests:
+                self.requests[request_id].metrics.num_preemptions += 1
+        if not plan.is_decode:
+            self._note_first_scheduled(plan)
+
+    def _note_first_scheduled(self, plan: StepPlan) -> None:
+        now = time.monotonic()
+        for item in plan.scheduled:
+            metrics = self._by_seq_id[item.sequence.seq_id].metrics
+            if metrics.first_scheduled_time is None:
+                metrics.first_scheduled_time = now
+
+    def _consume(self) -> list[RequestState]:
+        """Read the oldest step in flight. An interrupt while waiting for it loses nothing."""
+        handle = self._in_flight[0]
+        try:
+            result = handle.read()
+        except Exception as error:  # not Ctrl-C: the step can be waited for again
+            self._failure = error
+            raise
+        with self._whole():
+            self._in_flight.popleft()
+            self._take_prompt_logprobs(handle, result)
+            emitted = self.scheduler.update(handle.plan, result.token_ids)
+            rows = _rows_of(handle.plan) if result.logprobs is not None else {}
+            return [self._take(token, result, rows) for token in emitted]
+
+    def _take(self, emitted: Emitted, result: StepResult, rows: dict[int, int]) -> RequestState:
+        seq_id, request = emitted.sequence.seq_id, emitted.request
+        state = self._by_seq_id[seq_id]
+        self.counts.generated_tokens += 1
+        if state.accept(emitted, result.logprobs, rows.get(seq_id, 0)):
+            self.scheduler.finish(request.request_id, FinishReason.STOP)
+            request.finish_reason = FinishReason.STOP  # also where the same token was the last
+        if request.is_finished:
+            self._retire(state)
+        return state
+
+    def _take_prompt_logprobs(self, handle: StepHandle, result: StepResult) -> None:
+        for item in handle.plan.scheduled if result.prompt_logprobs else ():
+            scores = result.prompt_logprobs.get(item.sequence.seq_id)
+            state = self._by_seq_id.get(item.sequence.seq_id)
+            if scores is not None and state is not None:
+                state.accept_prompt_logprobs(item, scores)
+
+    def _retire(self, state: RequestState) -> None:
+        state.finish()
+        self.counts.finished += 1
+        for sequence in state.request.sequences:
+            del self._sampling[sequence.seq_id], self._by_seq_id[sequence.seq_id]
+        del self.requests[state.request_id]
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """All of the block happens, or the engine is known to have failed."""
+        with deferred_interrupts():
+            try:
+                yield
+            except BaseException as error:
+                self._failure = error
+                raise
+
+
+def _rows_of(plan: StepPlan) -> dict[int, int]:
+    return {item.sequence.seq_id: row for row, item in enumerate(plan.scheduled)}

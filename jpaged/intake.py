@@ -1,0 +1,127 @@
+"""Taking a request in: from what the caller gave to a checked, tokenised `RequestState`."""
+
+import itertools
+import time
+from collections.abc import Container
+from dataclasses import replace
+
+from jpaged.core.request import Request, StopCriteria
+from jpaged.detokenizer import Detokenizer
+from jpaged.inputs import Prompt, normalize_prompt
+from jpaged.metrics import RequestMetrics
+from jpaged.request_state import RequestState
+from jpaged.sampling_params import MAX_LOGPROBS, SamplingParams
+from jpaged.tokenizer import Tokenizer
+
+_SEED_STRIDE = 0x9E3779B97F4A7C15  # odd, so that no two requests of an engine share a seed
+
+
+class Intake:
+    """Checks requests against an engine's model and limits.
+
+    Args:
+        tokenizer: None where only token ids go in and out.
+        vocab_size: Every token id is below it.
+        max_model_len: Most tokens of a sequence.
+        eos_token_ids: The model's own end tokens.
+        seed: Of requests that bring none.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+        seed: int,
+    ):
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._eos_token_ids = eos_token_ids
+        self._seed = seed
+        self._arrivals = itertools.count()
+        self._names = itertools.count()
+
+    def tokenize(self, prompt: Prompt) -> Prompt:
+        """The prompt with its token ids.
+
+        Raises:
+            ValueError: it is text and there is no tokenizer, or the text cannot be encoded.
+        """
+        if prompt.token_ids is not None or prompt.text is None:
+            return prompt
+        ids = self.need_tokenizer("a text prompt").encode(prompt.text)
+        return normalize_prompt(
+            {"prompt": prompt.text, "prompt_token_ids": ids}, vocab_size=self.vocab_size
+        )
+
+    def need_tokenizer(self, what: str) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+            ValueError: there is none, though `what` needs it.
+        """
+        if self.tokenizer is None:
+            raise ValueError(
+                f"{what} needs a tokenizer and skip_tokenizer_init=True loaded none: "
+                "give token ids, or make the engine with skip_tokenizer_init=False"
+            )
+        return self.tokenizer
+
+    def make_state(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None,
+        ids_in_use: Container[str],
+    ) -> RequestState:
+        """A request, checked and ready for the scheduler.
+
+        Args:
+            prompt: With its token ids.
+            params: As the caller gave them.
+            request_id: None for one that is not in use.
+            ids_in_use: Ids of unfinished requests.
+
+        Raises:
+            TypeError, ValueError: the id or a parameter is not acceptable.
+        """
+        arrival = next(self._arrivals)
+        params = self._with_seed(params, arrival)
+        params.validate_for(self.vocab_size, MAX_LOGPROBS, self._eos_token_ids)
+        if params.stop_strings:
+            self.need_tokenizer(f"stop={params.stop!r}")
+        name = self._unused_name(ids_in_use) if request_id is None else _checked_id(request_id)
+        token_ids = prompt.token_ids or []
+        stop = StopCriteria(
+            max_tokens=params.max_tokens or self._max_model_len,
+            min_tokens=params.min_tokens,
+            stop_token_ids=params.ending_ids(self._eos_token_ids),
+        )
+        return RequestState(
+            request=Request.from_prompt(name, token_ids, stop, seq_id=arrival),
+            params=params,
+            prompt=prompt,
+            detokenizer=Detokenizer(self.tokenizer, token_ids, params),
+            tokenizer=self.tokenizer,
+            eos_token_ids=self._eos_token_ids,
+            metrics=RequestMetrics(arrival_time=time.monotonic()),
+        )
+
+    def _unused_name(self, ids_in_use: Container[str]) -> str:
+        names = (f"request-{number}" for number in self._names)
+        return next(name for name in names if name not in ids_in_use)
+
+    def _with_seed(self, params: SamplingParams, arrival: int) -> SamplingParams:
+        if params.seed is not None:
+            return params
+        return replace(params, seed=(self._seed + (arrival + 1) * _SEED_STRIDE) % 2**64)
+
+
+def _checked_id(request_id: object) -> str:
+    if not isinstance(request_id, str) or not request_id:
+        raise TypeError(f"request_id={request_id!r} must be a non-empty string, or None for one")
+    return request_id
