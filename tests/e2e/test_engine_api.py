@@ -289,7 +289,7 @@ def test_text_needs_a_tokenizer(engines: Engines):
 def test_nothing_compiles_after_the_start(engine: Engine):
     compiled = []
 
-    def listen(event: str, duration: float, **_: str | int) -> None:
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             compiled.append(event)
 
