@@ -101,7 +101,8 @@ def _add_engine_flags(group: Any) -> None:
     add("--kv-cache-memory-bytes", type=_num_bytes, metavar="N", help="or its size: 800M, 20G")
     add("--gpu-memory-utilization", type=float, metavar="F", help="or from this share (0.9)")
     add("--max-model-len", type=int, metavar="N", help="longest prompt and answer together")
-    add("--max-num-seqs", type=int, metavar="N", help="most sequences in a step")
+    # One prompt runs at a time: fewer shapes to compile, and the first answer comes sooner.
+    add("--max-num-seqs", type=int, default=8, metavar="N", help="most sequences in a step (8)")
     add("--max-num-batched-tokens", type=int, metavar="N", help="most tokens in a step")
     add(
         "--no-async-scheduling",

@@ -118,7 +118,7 @@ def test_streams_the_answer_and_nothing_else(capsys: pytest.CaptureFixture[str])
     assert engine.prompts == ["Hi there"]
     assert engine.is_shut_down
     assert engine.params == SamplingParams(temperature=0.0, max_tokens=512)
-    assert engine.options == {"verbose": True}
+    assert engine.options == {"verbose": True, "max_num_seqs": 8}
 
 
 def test_flags_reach_engine_and_sampling():
