@@ -1,21 +1,15 @@
-"""Hugging Face checkpoint folders: finding them, their config, and their tensors, never copied.
-
-A safetensors file is 8 bytes of header length, a JSON header (name -> dtype, shape, byte range) and
-the tensors' bytes (https://huggingface.co/docs/safetensors). The header is read here rather than by
-the safetensors package because the loader needs views into the mapped file: the package hands out
-copies, and a copy of a shard's only tensor would already double the host's memory.
-"""
+"""Hugging Face checkpoint folders: finding them, their config, and what tensors they hold."""
 
 import json
-import math
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -38,7 +32,6 @@ _DOWNLOADED = [
     "chat_template*",
 ]
 _NOT_DOWNLOADED = ["*/*", "consolidated*.safetensors", "adapter_*"]
-_MAX_HEADER_BYTES = 100_000_000
 _MAX_NAMED = 10
 
 
@@ -48,24 +41,26 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies: `offset` and `num_bytes` count bytes of `file`."""
+    """One tensor of a checkpoint, as its file's header describes it."""
 
     name: str
     file: Path
     dtype: str
     shape: tuple[int, ...]
-    offset: int
-    num_bytes: int
-
-    def view(self, mapped: np.ndarray) -> np.ndarray:
-        """The tensor inside `mapped`, the bytes of `file`; reads nothing yet."""
-        raw = mapped[self.offset : self.offset + self.num_bytes]
-        return raw.view(SUPPORTED_DTYPES[self.dtype]).reshape(self.shape)
 
 
-def map_file(file: Path) -> np.ndarray:
-    """The file's bytes, mapped read-only; unmapped when the last view of them is gone."""
-    return np.memmap(file, dtype=np.uint8, mode="r").view(np.ndarray)
+def open_tensors(file: Path) -> safe_open:
+    """The file, mapped and its header checked, but none of its tensors read.
+
+    Raises:
+        CheckpointError: it cannot be opened, is cut short or is no safetensors file.
+    """
+    try:
+        return safe_open(file, framework="numpy")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{file} is no safetensors file, or cut short or broken; fetch it again ({error})."
+        ) from error
 
 
 def named_list(names: list[str]) -> str:
@@ -146,7 +141,7 @@ def read_tensors(folder: Path) -> list[TensorInfo]:
     """
     folder = Path(folder)
     if (folder / SINGLE_NAME).is_file():
-        return list(_read_header(folder / SINGLE_NAME))
+        return _read_header(folder / SINGLE_NAME)
     if (folder / INDEX_NAME).is_file():
         return _read_indexed(folder)
     files = sorted(folder.glob("*.safetensors"))
@@ -203,53 +198,20 @@ def _check_against_index(
         raise CheckpointError(f"{index} and its shards disagree: " + "; ".join(problems) + ".")
 
 
-def _read_header(file: Path) -> Iterator[TensorInfo]:
-    size = file.stat().st_size
+def _read_header(file: Path) -> list[TensorInfo]:
+    with open_tensors(file) as opened:
+        _refuse_duplicates(file)
+        pieces = [(name, opened.get_slice(name)) for name in opened.offset_keys()]
+        return [
+            TensorInfo(name, file, piece.get_dtype(), tuple(piece.get_shape()))
+            for name, piece in pieces
+        ]
+
+
+def _refuse_duplicates(file: Path) -> None:
+    """Of two entries under one name for the same bytes, the safetensors package keeps the last."""
     with file.open("rb") as opened:
-        header_bytes = int.from_bytes(opened.read(8), "little")
-        if size < 8 or header_bytes > min(size - 8, _MAX_HEADER_BYTES):
-            raise CheckpointError(
-                f"{file} is no safetensors file or is cut short ({size} bytes); fetch it again."
-            )
-        raw = opened.read(header_bytes)
-    data_start = 8 + header_bytes
-    for name, entry in _parse_header(file, raw).items():
-        if name != "__metadata__":
-            yield _tensor_info(file, name, entry, data_start, size)
-
-
-def _parse_header(file: Path, raw: bytes) -> dict:
-    def unique(pairs: list[tuple[str, object]]) -> dict:
-        names = [name for name, _ in pairs]
-        if len(set(names)) < len(names):
-            twice = sorted({name for name in names if names.count(name) > 1})
-            raise CheckpointError(f"{file} holds {named_list(twice)} twice.")
-        return dict(pairs)
-
-    try:
-        header = json.loads(raw, object_pairs_hook=unique)
-    except CheckpointError:
-        raise
-    except ValueError as error:
-        raise CheckpointError(f"{file}: its header is not valid JSON: {error}.") from error
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{file}: its header is not a JSON object.")
-    return header
-
-
-def _tensor_info(file: Path, name: str, entry: Any, data_start: int, size: int) -> TensorInfo:
-    try:
-        dtype, shape = str(entry["dtype"]), tuple(int(axis) for axis in entry["shape"])
-        begin, end = (int(offset) for offset in entry["data_offsets"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{file}: the header's entry for {name} is malformed.") from error
-    if min((begin, *shape)) < 0 or end < begin or data_start + end > size:
-        raise CheckpointError(
-            f"{file}: {name} lies outside the file, which is cut short or broken; fetch it again."
-        )
-    known = SUPPORTED_DTYPES.get(dtype)
-    if known is not None and math.prod(shape) * known.itemsize != end - begin:
-        raise CheckpointError(
-            f"{file}: {name} has {end - begin} bytes, which is not a {dtype} of shape {shape}."
-        )
-    return TensorInfo(name, file, dtype, shape, data_start + begin, end - begin)
+        header = opened.read(int.from_bytes(opened.read(8), "little"))
+    counts = Counter(name for name, _ in json.loads(header, object_pairs_hook=list))
+    if twice := sorted(name for name, count in counts.items() if count > 1):
+        raise CheckpointError(f"{file} holds {named_list(twice)} twice.")

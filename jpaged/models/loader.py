@@ -1,16 +1,15 @@
 """From a checkpoint folder to a model with its parameters on the device.
 
-Nothing is read before the headers have been checked against the model (`weight_plan`). Then each
-file in turn is mapped, and its tensors go to the device in slabs, where they are transposed, cast
-and written in place into their (possibly fused) parameter. So the host holds one file's mapped
-pages and one slab, however large a parameter is and wherever the pieces of a fused one lie.
+Nothing is read before the headers have been checked against the model (`weight_plan`). Then, file
+by file, the tensors go to the device in slabs, where they are transposed, cast and written in place
+into their (possibly fused) parameter. A file is mapped for one slab at a time. So the host holds a
+few slabs, however large a file or a parameter is and wherever the pieces of a fused one lie.
 """
 
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 
 import jax
@@ -22,7 +21,7 @@ from jax.typing import DTypeLike
 from jpaged.models.checkpoint import (
     SUPPORTED_DTYPES,
     CheckpointError,
-    map_file,
+    open_tensors,
     read_config,
     read_tensors,
     resolve_checkpoint,
@@ -77,54 +76,48 @@ def load_model(
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
 
-def _read_arrays(placements: Sequence[Placement], specs: Specs) -> dict[str, jax.Array]:
-    """The parameters by path; files are read one by one, each in the order of its bytes."""
+def _read_arrays(placements: Iterable[Placement], specs: Specs) -> dict[str, jax.Array]:
+    """The parameters by path, read in the order of the placements, which is that of the files."""
     arrays: dict[str, jax.Array] = {}
-    in_file_order = sorted(placements, key=lambda place: (place.tensor.file, place.tensor.offset))
-    for file, group in groupby(in_file_order, key=lambda place: place.tensor.file):
-        mapped = map_file(file)
-        for placement in group:
-            path = placement.path
-            if path not in arrays:
-                arrays[path] = jnp.zeros(specs[path].shape, specs[path].dtype)
-            arrays[path] = _write_piece(arrays[path], placement, mapped)
+    for placement in placements:
+        path = placement.path
+        if path not in arrays:
+            arrays[path] = jnp.zeros(specs[path].shape, specs[path].dtype)
+        for start, rows in _slabs(placement):
+            # No name for the slab: it would live on while the next one is read.
+            param = _write_slab(arrays[path], _read_slab(placement, rows), start, placement.order)
+            # Before the next slab: running ahead of the device would gather slabs on the host.
+            arrays[path] = param.block_until_ready()
     return arrays
 
 
-def _write_piece(param: jax.Array, placement: Placement, mapped: np.ndarray) -> jax.Array:
-    """`param`, updated in place with the piece, slab by slab."""
-    for start, order, slab in _slabs(placement.view(mapped), SLAB_BYTES):
-        start[placement.axis] += placement.start
-        # Before the next slab: running ahead of the device would gather slabs on the host.
-        param = _write_slab(param, slab, start, order=order).block_until_ready()
-    return param
+def _read_slab(placement: Placement, rows: slice) -> np.ndarray:
+    """These rows of a tensor, its axes split as in the parameter but in the order of the file."""
+    shape = [placement.shape[axis] for axis in placement.order[1:]]
+    with open_tensors(placement.tensor.file) as opened:  # closing it gives back the pages just read
+        return opened.get_slice(placement.tensor.name)[rows].reshape(-1, *shape)
 
 
-def _slabs(
-    piece: np.ndarray, num_bytes: int
-) -> Iterator[tuple[np.ndarray, tuple[int, ...], np.ndarray]]:
-    """Cut a piece into slabs of up to `num_bytes`, but at least one row of its slowest axis.
-
-    The axes of a slab are ordered as in memory, so that it is a run of the file rather than a
-    gather from all over it: transposing is the device's work.
+def _slabs(placement: Placement) -> Iterator[tuple[np.ndarray, slice]]:
+    """Cut a piece into slabs of up to SLAB_BYTES, but at least one row of its slowest axis.
 
     Yields:
-        The slab's start in the piece (int32, one entry an axis), the piece's axes in the order of
-        the slab's, and the slab.
+        The slab's start in the parameter (int32, one entry an axis), and its rows in the file.
     """
-    order = tuple(sorted(range(piece.ndim), key=lambda axis: -abs(piece.strides[axis])))
-    in_memory_order = piece.transpose(order)
-    num_rows = len(in_memory_order)
-    step = max(1, num_rows * num_bytes // max(1, piece.nbytes))
-    for row in range(0, num_rows, step):
-        start = np.zeros(piece.ndim, np.int32)
-        start[order[0]] = row
-        yield start, order, np.require(in_memory_order[row : row + step], requirements=["C", "A"])
+    tensor, slowest, size = placement.tensor, placement.order[0], math.prod(placement.shape)
+    row_size, file_row_size = size // placement.shape[slowest], size // tensor.shape[0]
+    unit = math.lcm(row_size, file_row_size)  # where a row of the piece and one of the file end
+    step = max(1, SLAB_BYTES // (unit * SUPPORTED_DTYPES[tensor.dtype].itemsize)) * unit
+    for first in range(0, size, step):
+        start = np.zeros(len(placement.shape), np.int32)
+        start[placement.axis] = placement.start
+        start[slowest] += first // row_size
+        yield start, slice(first // file_row_size, min(first + step, size) // file_row_size)
 
 
 @partial(jax.jit, static_argnames="order", donate_argnames="param")
 def _write_slab(
-    param: jax.Array, slab: jax.Array, start: jax.Array, *, order: tuple[int, ...]
+    param: jax.Array, slab: jax.Array, start: jax.Array, order: tuple[int, ...]
 ) -> jax.Array:
     slab = jnp.transpose(slab, tuple(map(order.index, range(len(order))))).astype(param.dtype)
     return jax.lax.dynamic_update_slice(param, slab, list(start))

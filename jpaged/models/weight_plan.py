@@ -16,18 +16,24 @@ Specs = Mapping[str, jax.ShapeDtypeStruct]
 
 @dataclass(frozen=True)
 class Placement:
-    """One tensor and its place: it fills `start:stop` of `axis` of the parameter at `path`."""
+    """One tensor and its place: it fills `start:stop` of `axis` of the parameter at `path`.
+
+    `shape` is the tensor's in the parameter's layout; `order` names its axes as they lie in the
+    file, the slowest first.
+    """
 
     tensor: TensorInfo
     rule: WeightRule
     path: str
     axis: int
     start: int
-    stop: int
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
 
-    def view(self, mapped: np.ndarray) -> np.ndarray:
-        """The tensor in the parameter's layout, as a view into its mapped file where possible."""
-        return self.rule.transform(self.tensor.view(mapped))
+    @property
+    def stop(self) -> int:
+        """Index along `axis` at which the piece ends."""
+        return self.start + self.shape[self.axis]
 
 
 class _Problems:
@@ -53,6 +59,8 @@ def plan_weights(
 ) -> list[Placement]:
     """Give every tensor its place and prove that every parameter is filled exactly once.
 
+    The places come in the order of their tensors.
+
     Args:
         tensors: all tensors of the checkpoint.
         rules: the family's rules.
@@ -64,6 +72,7 @@ def plan_weights(
             error tells all of them.
     """
     problems = _Problems()
+    placements: list[Placement] = []
     pieces: dict[str, list[Placement]] = defaultdict(list)
     faulty: set[str] = set()  # parameters a wrong tensor was meant for: not missing as well
     compiled = [(re.compile(rule.pattern), rule) for rule in rules]
@@ -72,13 +81,14 @@ def plan_weights(
         if rule is None or path is None:
             continue
         if placement := _place(tensor, rule, path, specs[path].shape, problems):
+            placements.append(placement)
             pieces[path].append(placement)
         else:
             faulty.add(path)
     for path in [path for path in specs if path not in faulty]:
         _check_filled(path, specs[path].shape, pieces[path], rules, problems)
     problems.raise_if_any()
-    return [placement for path in specs for placement in pieces[path]]
+    return placements
 
 
 def _find_target(
@@ -115,10 +125,9 @@ def _place(
         supported = ", ".join(SUPPORTED_DTYPES)
         problems.add("wrong dtypes", f"{tensor.name} is {tensor.dtype}, supported are {supported}")
         return None
-    got = _transformed_shape(tensor, rule)
+    got, order = _layout(tensor, rule) or (None, ())
     if got is not None and _fits(got, rule, whole):
-        axis = rule.axis or 0
-        return Placement(tensor, rule, path, axis, rule.start, rule.start + got[axis])
+        return Placement(tensor, rule, path, rule.axis or 0, rule.start, got, order)
     became = "has no layout" if got is None else f"makes {list(got)}"
     part = "" if rule.axis is None else f", axis {rule.axis} from {rule.start}"
     problems.add(
@@ -128,13 +137,19 @@ def _place(
     return None
 
 
-def _transformed_shape(tensor: TensorInfo, rule: WeightRule) -> tuple[int, ...] | None:
-    """The shape the transform makes of the tensor; None: the transform refuses it."""
-    element = np.zeros((), SUPPORTED_DTYPES[tensor.dtype])
+def _layout(tensor: TensorInfo, rule: WeightRule) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The shape that the transform makes of the tensor, and its axes in the order of the file.
+
+    None: the transform refuses the tensor, or does more than to order and split its axes.
+    """
+    blank = np.empty(tensor.shape, np.uint8)  # never touched, so it takes no memory
     try:
-        return rule.transform(np.broadcast_to(element, tensor.shape)).shape
+        layout = rule.transform(blank)
     except (ValueError, IndexError, TypeError):
         return None
+    order = tuple(sorted(range(layout.ndim), key=lambda axis: -layout.strides[axis]))
+    is_run = layout.size == blank.size and layout.transpose(order).flags.c_contiguous
+    return (layout.shape, order) if is_run and np.may_share_memory(layout, blank) else None
 
 
 def _fits(got: tuple[int, ...], rule: WeightRule, whole: tuple[int, ...]) -> bool:

@@ -8,11 +8,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from jpaged.models.checkpoint import (
+    SUPPORTED_DTYPES,
     CheckpointError,
-    map_file,
+    open_tensors,
     read_config,
     read_tensors,
     resolve_checkpoint,
@@ -114,22 +116,26 @@ def test_config_is_returned_as_it_stands(tmp_path):
     assert read_config(tmp_path) == {"model_type": "llama", "extra": [1]}
 
 
-def test_views_equal_what_was_saved(tmp_path):
+def test_tensors_are_described_in_file_order_and_read_in_slabs(tmp_path):
     rng = np.random.default_rng(0)
     saved = {
-        "f32": rng.normal(size=(3, 5)).astype(np.float32),
         "f16": rng.normal(size=(2, 3, 4)).astype(np.float16),
+        "f32": rng.normal(size=(3, 5)).astype(np.float32),
         "bf16": rng.normal(size=7).astype(ml_dtypes.bfloat16),
     }
-    save_file(saved, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    mapped = map_file(tmp_path / "model.safetensors")
-    tensors = {tensor.name: tensor for tensor in read_tensors(tmp_path)}
-    assert tensors.keys() == saved.keys()
-    for name, expected in saved.items():
-        view = tensors[name].view(mapped)
-        assert view.dtype == expected.dtype
-        assert np.shares_memory(view, mapped)
-        np.testing.assert_array_equal(view, expected)
+    file = tmp_path / "model.safetensors"
+    save_file(saved, file, metadata={"format": "pt"})
+    raw = file.read_bytes()
+    tensors = read_tensors(tmp_path)
+    places = [raw.index(saved[tensor.name].tobytes()) for tensor in tensors]
+    assert places == sorted(places)
+    assert {tensor.name for tensor in tensors} == saved.keys()
+    with open_tensors(file) as opened:
+        for tensor in tensors:
+            expected, read = saved[tensor.name], opened.get_slice(tensor.name)[1:2]
+            assert (tensor.file, tensor.shape) == (file, expected.shape)
+            assert SUPPORTED_DTYPES[tensor.dtype] == read.dtype == expected.dtype
+            np.testing.assert_array_equal(read, expected[1:2])
 
 
 def test_one_file_wins_over_the_rest_of_the_folder(tmp_path):
@@ -188,25 +194,37 @@ def header(entry):
 
 
 GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+TWICE = json.dumps({"a": GOOD, "b": GOOD | {"dtype": "I32"}}).replace("b", "a").encode()
 
 
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (b"", "cut short"),
-        (b"\xff" * 8, "cut short"),
-        ((1 << 20).to_bytes(8, "little") + b"{}", "cut short"),
-        (header(b"oops"), "not valid JSON"),
-        (header(b"[]"), "not a JSON object"),
-        (header(b'{"a": 1, "a": 2}'), "holds a twice"),
-        (header({"a": GOOD}) + bytes(7), "a lies outside the file"),
-        (header({"a": {**GOOD, "data_offsets": [8, 0]}}) + bytes(8), "a lies outside"),
-        (header({"a": {**GOOD, "shape": [3]}}) + bytes(8), "a has 8 bytes"),
-        (header({"a": {"dtype": "F32"}}), "entry for a is malformed"),
-        (header({"a": []}), "entry for a is malformed"),
+        (b"", "header too small"),
+        (b"\xff" * 8, "header too large"),
+        ((1 << 20).to_bytes(8, "little") + b"{}", "invalid header length"),
+        (header(b"oops"), "invalid JSON"),
+        (header(b"[]"), "invalid JSON"),
+        (header({"a": GOOD}) + bytes(7), "not fully covered"),
+        (header({"a": GOOD}) + bytes(9), "not fully covered"),
+        (header({"a": GOOD, "b": GOOD}) + bytes(8), "offset for tensor `[ab]`"),
+        (header({"a": {**GOOD, "data_offsets": [8, 0]}}) + bytes(8), "offset for tensor `a`"),
+        (header({"a": {**GOOD, "shape": [3]}}) + bytes(8), "invalid shape"),
+        (header({"a": {"dtype": "F32"}}), "missing field `shape`"),
+        (header({"a": []}), "invalid JSON"),
+        (header({"a": {**GOOD, "dtype": "F99"}}) + bytes(8), "F99"),
     ],
 )
-def test_a_broken_file_is_refused_by_name(tmp_path, content, complaint):
+def test_a_broken_file_is_refused_by_name_with_the_reason(tmp_path, content, complaint):
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(CheckpointError, match=rf"model\.safetensors.*{complaint}"):
+    remedy = r"model\.safetensors is no safetensors file, or cut short or broken; fetch it again"
+    with pytest.raises(CheckpointError, match=rf"{remedy} \(.*{complaint}") as caught:
+        read_tensors(tmp_path)
+    assert isinstance(caught.value.__cause__, SafetensorError)
+
+
+def test_a_name_twice_in_one_header_is_refused(tmp_path):
+    """safetensors itself would keep the last entry, here of another dtype."""
+    (tmp_path / "model.safetensors").write_bytes(header(TWICE) + bytes(8))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors holds a twice"):
         read_tensors(tmp_path)

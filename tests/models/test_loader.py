@@ -233,6 +233,18 @@ def test_a_tensor_that_two_rules_match_is_refused(tmp_path, monkeypatch):
         load(tmp_path)
 
 
+@pytest.mark.parametrize("transform", [np.copy, lambda x: x[::-1], lambda x: x[:-1]])
+def test_a_transform_that_does_more_than_order_and_split_axes_is_refused(
+    tmp_path, monkeypatch, transform
+):
+    """The loader reads runs of the file, so it must know where each of them belongs."""
+    rules = [WeightRule("embed", "embedding", transform), *Model.weight_rules(CONFIG)[1:]]
+    monkeypatch.setattr(Model, "weight_rules", staticmethod(lambda config: rules))
+    save(tmp_path, make_tensors())
+    with pytest.raises(CheckpointError, match=r"embed \[11, 6\] has no layout for embedding"):
+        load(tmp_path)
+
+
 def test_two_tensors_for_one_place_are_refused(tmp_path, monkeypatch):
     with_rules(monkeypatch, WeightRule("wte", "embedding"))
     save(tmp_path, changed("wte", np.ones((V, D), np.float32)))
