@@ -26,7 +26,7 @@ class WeightRule:
             (`r"layers.\\1.attention.qkv.weight"`). None: the tensor is known and not needed, such
             as a causal-mask buffer or the copy of a tied output head.
         transform: checkpoint layout to the layout of the piece. Works on any numpy array,
-            ml_dtypes' bfloat16 included; may return a view.
+            ml_dtypes' bfloat16 included; must return a view (it may only order and split axes).
         axis: the axis of the fused parameter along which this piece lies; None: the piece is the
             whole parameter.
         start: index along `axis` at which the piece begins.
