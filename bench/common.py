@@ -90,12 +90,16 @@ class Floor:
     Attributes:
         weight_bytes: Read once a decode step (the token embedding is gathered, not read).
         kv_bytes_per_token: K and V of one token in all layers.
-        flops_per_token: Of the matrix products of one token.
+        flops_per_token: Of one token's matrix products, the output head left out.
+        head_flops: Of the output head for one token.
+        flops_per_pair: Of attention, for each query token and key it sees.
     """
 
     weight_bytes: float
     kv_bytes_per_token: float
     flops_per_token: float
+    head_flops: float
+    flops_per_pair: float
 
     @staticmethod
     def of(engine: Engine) -> "Floor":
@@ -110,17 +114,22 @@ class Floor:
             weight_bytes=weights,
             kv_bytes_per_token=block_bytes(model, 1, "bfloat16"),
             flops_per_token=2 * weights / itemsize - head_flops,
+            head_flops=head_flops,
+            flops_per_pair=4 * model.num_layers * model.num_heads * model.head_size,
         )
 
     def decode_step(self, num_seqs: int, context: float) -> float:
         """Seconds of a step of `num_seqs` sequences with `context` tokens each on average."""
         kv = num_seqs * context * self.kv_bytes_per_token
-        compute = num_seqs * self.flops_per_token / FLOPS_PER_SECOND
+        flops = self.flops_per_token + self.head_flops + context * self.flops_per_pair
+        compute = num_seqs * flops / FLOPS_PER_SECOND
         return max((self.weight_bytes + kv) / BYTES_PER_SECOND, compute)
 
-    def prefill(self, num_tokens: int) -> float:
-        """Seconds of prefilling `num_tokens` (attention's own FLOPs left out)."""
-        return num_tokens * self.flops_per_token / FLOPS_PER_SECOND
+    def prefill(self, lengths: Sequence[int]) -> float:
+        """Seconds of prefilling prompts of these lengths."""
+        pairs = sum(n * (n + 1) / 2 for n in lengths)
+        flops = sum(lengths) * self.flops_per_token + len(lengths) * self.head_flops
+        return (flops + pairs * self.flops_per_pair) / FLOPS_PER_SECOND
 
     def generation(
         self, prompts: Sequence[int], outputs: Sequence[int], max_num_seqs: int
@@ -131,6 +140,6 @@ class Floor:
         """
         lengths = list(zip(prompts, outputs, strict=True))
         kv_tokens = sum((m - 1) * n + m * (m - 1) / 2 for n, m in lengths)
-        num_steps = sum(m for _, m in lengths) / max_num_seqs
+        num_steps = max(sum(outputs) / max_num_seqs, max(outputs))
         reads = num_steps * self.weight_bytes + kv_tokens * self.kv_bytes_per_token
-        return reads / BYTES_PER_SECOND + self.prefill(sum(prompts))
+        return reads / BYTES_PER_SECOND + self.prefill(prompts)

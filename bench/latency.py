@@ -8,6 +8,7 @@ of a generation less that of one which ends after its first token, over the step
 """
 
 import argparse
+import itertools
 import statistics
 import time
 
@@ -34,12 +35,17 @@ def timed(engine: Engine, prompts: list[list[int]], max_tokens: int) -> float:
 
 
 def measure(engine: Engine, shape: str, case: str, repeats: int) -> dict:
-    """Median times of a case beside the floor."""
+    """Median times of a case beside the floor; every generation has prompts of its own."""
     count, prompt_len, output_len = CASES[case]
-    prompts = random_prompts([prompt_len] * count, engine.vocab_size)
-    timed(engine, prompts, output_len)
-    prefill = statistics.median(timed(engine, prompts, 1) for _ in range(repeats))
-    whole = statistics.median(timed(engine, prompts, output_len) for _ in range(repeats))
+    seeds = itertools.count()
+
+    def run(max_tokens: int) -> float:
+        lengths = [prompt_len] * count
+        return timed(engine, random_prompts(lengths, engine.vocab_size, next(seeds)), max_tokens)
+
+    run(output_len)
+    prefill = statistics.median(run(1) for _ in range(repeats))
+    whole = statistics.median(run(output_len) for _ in range(repeats))
     step = (whole - prefill) / (output_len - 1)
     floor = Floor.of(engine)
     step_floor = floor.decode_step(count, prompt_len + output_len / 2)
@@ -55,7 +61,7 @@ def measure(engine: Engine, shape: str, case: str, repeats: int) -> dict:
         "prefill_s": prefill,
         "vllm_prefill": vllm_prefill,
         "to_reach_prefill": target_prefill,
-        "floor_prefill": floor.prefill(count * prompt_len),
+        "floor_prefill": floor.prefill([prompt_len] * count),
     }
 
 

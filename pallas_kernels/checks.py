@@ -43,6 +43,8 @@ def check_attention(q, kv, block_tables, seq_lens, scale, soft_cap, sliding_wind
     _check_int32("seq_lens", seq_lens, 1, "[B]")
     _check_shape("seq_lens", seq_lens, block_tables.shape[:1], "block_tables' first axis")
     _check_scalars(scale, soft_cap, sliding_window)
+    if q.shape[0] and not block_tables.shape[0]:
+        raise ValueError(f"block_tables has no rows for q's {q.shape[0]}; give one row a sequence")
 
 
 def check_decode(q, block_tables):

@@ -167,7 +167,8 @@ def _combine_kernel(out_ref, max_ref, sum_ref, merged_ref, *, splits):
     row = pl.program_id(0)
     split = jnp.arange(pl.next_power_of_2(splits), dtype=jnp.int32)
     live = split < splits
-    rows = jnp.where(live, split * num_rows + row, 0)
+    # A dead lane reads this row's own first share: any other row's NaN would come through.
+    rows = jnp.where(live, split * num_rows + row, row)
     row_max = plgpu.load(max_ref.at[rows])
     weights = jnp.where(live, jnp.exp2(row_max - jnp.max(row_max)), jnp.float32(0))
     total = jnp.sum(weights * plgpu.load(sum_ref.at[rows]))

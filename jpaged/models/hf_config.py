@@ -234,7 +234,11 @@ def _qwen_common(fields: Fields, num_layers: int) -> dict[str, Any]:
     window = None
     if fields.flag("use_sliding_window", False):
         window = fields.optional_integer("sliding_window", 4096)
-    first = num_layers if window is None else fields.get("max_window_layers", 28)
+    first = num_layers
+    if window is not None:
+        first = fields.get("max_window_layers", 28)
+        if type(first) is not int or first < 0:
+            raise refuse("max_window_layers", first, "an integer from 0")
     default = ["full_attention" if i < first else "sliding_attention" for i in range(num_layers)]
     return {
         "sliding_windows": _windows(fields, window, default),

@@ -19,7 +19,9 @@ def inverse_frequencies(rope: RopeConfig, head_size: int) -> np.ndarray:
     ramp between (Llama 3.1's long-context recipe).
     """
     exponents = np.arange(0, head_size, 2, dtype=np.float32) / np.float32(head_size)
-    frequencies = np.float32(1) / np.float32(rope.theta) ** exponents
+    # numpy's float32 power is an ulp off where torch's is not, and the error grows with position.
+    powers = np.float64(rope.theta) ** exponents.astype(np.float64)
+    frequencies = np.float32(1) / powers.astype(np.float32)
     if rope.rope_type == "linear":
         return frequencies / np.float32(rope.factor)
     if rope.rope_type == "llama3":

@@ -41,6 +41,7 @@ VALUE_ERRORS = {
     r"kv.v has shape \(5,": {"kv": LayerKV(_pool().k, _pool(5).k)},
     r"block_tables has shape \(3,\)": {"tables": _ints(3)},
     r"seq_lens has shape \(2,\)": {"lens": _ints(2)},
+    "block_tables has no rows for q's 3": {"tables": _ints(0, 5), "lens": _ints(0)},
     "scale is 0": {"scale": 0.0},
     "scale is nan": {"scale": float("nan")},
     "soft_cap is -1": {"cap": -1.0},

@@ -121,7 +121,11 @@ def test_split_counts(splits, window, interpret):
         paged_decode.paged_decode_attention, **case.options, config=config, interpret=interpret
     )
     plain = partial(reference.paged_decode_attention, *arrays, **case.options)
-    assert_close(jax.jit(run)(*arrays), lambda dtype: plain(dtype=dtype), case.dtype)
+    got = jax.jit(run)(*arrays)
+    assert_close(got, lambda dtype: plain(dtype=dtype), case.dtype)
+    # A request that overflows ruins its own output alone.
+    ruined = jax.jit(run)(batch.q_decode.at[0].set(jnp.nan), *arrays[1:])
+    np.testing.assert_array_equal(np.asarray(ruined)[1:], np.asarray(got)[1:])
 
 
 @pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])

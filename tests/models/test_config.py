@@ -129,6 +129,11 @@ def test_eos_left_out_is_the_familys():
         (QWEN2 | {"layer_types": ["sliding_attention"] * 3}, "layer_types", "3 layers of full"),
         (QWEN2 | {"layer_types": ["full_attention"] * 2}, "layer_types", "3 layers"),
         (MISTRAL | {"layer_types": ["full_attention"] * 3}, "layer_types", "sliding_attention"),
+        (
+            QWEN2 | {"use_sliding_window": True, "max_window_layers": None},
+            "max_window_layers=None",
+            "an integer from 0",
+        ),
         (MISTRAL | {"sliding_window": 0}, "sliding_window=0", "from 1"),
         (LLAMA | {"hidden_size": "64"}, "hidden_size='64'", "integers from 1"),
         (LLAMA | {"attention_bias": 1}, "attention_bias=1", "true, false"),

@@ -31,7 +31,7 @@ NAMES = {
     },
 }
 FINAL = {"gpt2": "transformer.ln_f", "opt": "model.decoder.final_layer_norm", "llama": "model.norm"}
-CASES = ("gpt2", "opt", "opt-350m", "llama3-biases", "qwen3-biases")
+CASES = ("gpt2", "opt", "opt-350m", "llama3-biases", "mistral-window", "qwen2", "qwen3-biases")
 
 
 def without_batch(x: torch.Tensor) -> np.ndarray:
@@ -144,6 +144,22 @@ def test_rope_frequencies_and_rotation(case):
     want, _ = theirs.apply_rotary_pos_emb(x, x, cos, sin)
     angles = rope_angles(jnp.asarray(positions.numpy(), jnp.int32), config.rope, config.head_size)
     assert_same(apply_rope(jnp.asarray(x[0].transpose(0, 1)), angles), want[0].transpose(0, 1))
+
+
+@pytest.mark.parametrize("theta", [1e4, 5e5, 1e6])
+def test_rotations_far_into_a_long_context(theta):
+    """An ulp in a frequency is an error of 1e-2 after a hundred thousand tokens."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    rope = {"rope_type": "default", "rope_theta": theta}
+    config = LlamaConfig(hidden_size=1024, num_attention_heads=8, rope_parameters=rope)
+    places = torch.tensor([8_191, 131_071])
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), places[None])
+    ours_config = RopeConfig(theta, "default", 1.0, 1.0, 1.0, 8192)
+    angles = rope_angles(jnp.asarray(places.numpy(), jnp.int32), ours_config, 128)
+    for got, want in zip(angles, (cos, sin), strict=True):
+        np.testing.assert_allclose(got, want[0, :, :64].numpy(), atol=2e-4)
 
 
 def test_llama3_scaling_of_real_size():

@@ -87,12 +87,13 @@ def greedy_reference(case: str, prompt: list[int], num_tokens: int) -> list[int]
 
 
 def check_greedy_generation_is_token_exact(case):
-    """A ragged batch, prompts chunked while shorter ones decode already."""
+    """A ragged batch, prompts chunked while shorter ones decode already; one is preempted."""
     harness, num_tokens = Harness(ours(case), seed=3), 12
     prompts = [random_tokens(n, seed=10 + n) for n in (30, 7, 1, 12)]
     sequences = [PagedSequence(list(prompt)) for prompt in prompts]
     ends = [len(prompt) + num_tokens for prompt in prompts]
     assert max(ends) <= MAX_TOKENS
+    preempted = False
     while work := [
         (sequence, min(sequence.remaining, 8))
         for sequence, end in zip(sequences, ends, strict=True)
@@ -101,6 +102,10 @@ def check_greedy_generation_is_token_exact(case):
         for (sequence, _), chunk in zip(work, harness.step(work), strict=True):
             if not sequence.remaining:
                 sequence.tokens.append(int(chunk[-1].argmax()))
+        if not preempted and len(sequences[1].tokens) == len(prompts[1]) + 5:
+            harness.release(sequences[1])  # to be computed again from its first token
+            preempted = True
+    assert preempted
     for prompt, sequence in zip(prompts, sequences, strict=True):
         got = sequence.tokens[len(prompt) :]
         assert got == greedy_reference(case, prompt, num_tokens)
