@@ -178,7 +178,8 @@ def copy_blocks(
     """Copy block src[i] over block dst[i], in every layer, keys and values, for all pairs at once.
 
     Pairs are unordered: no block may be both a source and a destination, or a destination twice;
-    padding pairs are (0, 0), and ids must lie in the pool (no back end checks values). Returns the pool, updated in place if donated.
+    padding pairs are (0, 0), and ids must lie in the pool (no back end checks values). Returns the
+    pool, updated in place if donated.
 
     Raises:
         ValueError: no layers, layers of different shapes, src and dst of different lengths.
