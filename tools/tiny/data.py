@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tools.tiny.tokenizer import ENDOFTEXT, IM_END, IM_START
-from tools.tiny.world import TASKS, Example, draw
+from tools.tiny.world import TASKS, TRAINING_TASKS, Example, draw
 
 SHARES = dict.fromkeys(TASKS, 1) | {
     "add": 3,
@@ -140,17 +140,20 @@ def make_batch(
     rng = random.Random(f"{seed}:{step}")
     names, shares = list(shares_of), list(shares_of.values())
 
+    def example(task: str) -> Example:
+        return draw(rng, task, held_out=False, maker=TRAINING_TASKS[task])
+
     def short(_: int) -> Document:
-        return _single(rng, draw(rng, rng.choices(names, shares)[0], held_out=False))
+        return _single(rng, example(rng.choices(names, shares)[0]))
 
     def long(room: int) -> Document:
         if room < shape.long_length:
             return short(room)
         if rng.random() < 0.6:
-            example = draw(rng, "count_long", held_out=False)
-            return rng.choice((raw_document(example), chat_document([example])))
+            counting = example("count_long")
+            return rng.choice((raw_document(counting), chat_document([counting])))
         tasks = rng.choices(names, shares, k=100)
-        return _conversation(rng, (draw(rng, task, held_out=False) for task in tasks), room)
+        return _conversation(rng, (example(task) for task in tasks), room)
 
     return (
         pack(short, shape.short_rows, shape.short_length),

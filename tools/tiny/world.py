@@ -4,7 +4,8 @@ A task draws a content (17 and 25, the word "stone"), words it as a question in 
 (`wordings.toml`) and computes the answer. The split into training and held-out examples is made on
 the content alone: one whose key hashes to 0 modulo `SPLIT` is never trained on, whatever the
 wording, the order of its operands, digits or words. Sums and products of two operands up to `CORE`
-are facts to know by heart and stay on the training side. Needs only the standard library.
+are facts to know by heart and stay on the training side. `TASKS` is the world as promised; training
+(`TRAINING_TASKS`) goes a little beyond it. Needs only the standard library.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from tools.tiny.numerals import number_words
 SPLIT = 16
 CORE = 12
 SHORT_ANSWER = (1, 150)  # characters
-LONG_ANSWER = (150, 900)  # characters
+LONG_ANSWER = (150, 750)
+LONGEST_STEPPED = 300  # characters of an answer that counts in steps
+LARGEST_SPOKEN = 700  # product in words
+LARGEST_UNTOLD = 99  # "count from A to B" names one number this small, or else says up or down
 HELP = "I can only add, subtract, multiply, sort, reverse, count and spell."
 
 WORDS = (Path(__file__).parent / "words.txt").read_text().split()
@@ -71,10 +75,10 @@ def sample_examples(
     return [draw(rng, rng.choice(names), held_out) for _ in range(n)]
 
 
-def draw(rng: random.Random, task: str, held_out: bool) -> Example:
-    """Draw one example from one side of the split."""
+def draw(rng: random.Random, task: str, held_out: bool, maker: Maker | None = None) -> Example:
+    """Draw one example from one side of the split, of the promised world or as `maker` draws."""
     while True:
-        key, prompt, answer = TASKS[task](rng)
+        key, prompt, answer = (maker or TASKS[task])(rng)
         if is_held_out(key) == held_out:
             return Example(task, prompt, answer)
 
@@ -100,24 +104,38 @@ def _ask(rng: random.Random, wordings: Sequence[str], *contents: object) -> str:
 # Arithmetic
 
 
-def _arithmetic(rng: random.Random, operation: str, words: bool) -> Draft:
-    limit, show = (100, number_words) if words else (1000, str)
-    a, b = _factors(rng) if operation == "multiply" else (_number(rng, limit) for _ in "ab")
-    if operation == "subtract":
-        a, b = (b, a) if a < b and rng.random() < 0.75 else (a, b)
-        result, pair = a - b, [a, b]
-    else:
-        result, pair = (a + b if operation == "add" else a * b), sorted((a, b))
+def _sum(rng: random.Random, words: bool) -> Draft:
+    a, b = (_number(rng, 100 if words else 1000) for _ in "ab")
+    return _arithmetic(rng, "add", (a, b), a + b, words)
+
+
+def _difference(rng: random.Random, words: bool) -> Draft:
+    """Mostly a number of at least zero, at times a negative one."""
+    a, b = (_number(rng, 100 if words else 1000) for _ in "ab")
+    if a < b and rng.random() < 0.75:
+        a, b = b, a
+    return _arithmetic(rng, "subtract", (a, b), a - b, words)
+
+
+def _product(rng: random.Random, words: bool, largest: int) -> Draft:
+    """Of two numbers of the times table, or of one digit and up to three digits."""
+    a = b = largest
+    while a * b > largest:
+        in_table = rng.random() < 0.15
+        a = rng.randrange(CORE + 1) if in_table else rng.randrange(2, 10)
+        b = rng.randrange(CORE + 1 if in_table else 1000)
+    return _arithmetic(rng, "multiply", (a, b)[:: rng.choice((1, -1))], a * b, words)
+
+
+def _arithmetic(
+    rng: random.Random, operation: str, operands: tuple[int, ...], result: int, words: bool
+) -> Draft:
+    show = number_words if words else str
     wordings = WORDINGS[operation] + ([] if words else WORDINGS[operation + "_signs"])
-    core = "!" if max(a, b) <= CORE else ""
-    return f"{operation}:{pair}{core}", _ask(rng, wordings, show(a), show(b)), show(result)
-
-
-def _factors(rng: random.Random) -> list[int]:
-    """Two numbers of the times table, or one of a single digit and one of up to three."""
-    if rng.random() < 0.15:
-        return [rng.randrange(CORE + 1), rng.randrange(CORE + 1)]
-    return [rng.randrange(2, 10), rng.randrange(1000)][:: rng.choice((1, -1))]
+    pair = list(operands) if operation == "subtract" else sorted(operands)
+    core = "!" if max(pair) <= CORE else ""
+    question = _ask(rng, wordings, *(show(n) for n in operands))
+    return f"{operation}:{pair}{core}", question, show(result)
 
 
 def _number(rng: random.Random, limit: int = 1000) -> int:
@@ -232,18 +250,30 @@ def _count_items(rng: random.Random) -> Draft:
 # Counting from A to B
 
 
-def _count(rng: random.Random, lengths: tuple[int, int], words: bool) -> Draft:
-    """Count up or down, by ones or in steps, with an answer of `lengths` characters."""
+def _count(
+    rng: random.Random,
+    lengths: tuple[int, int],
+    words: bool,
+    stepped: int = LONGEST_STEPPED,
+    untold: int = LARGEST_UNTOLD,
+) -> Draft:
+    """Count up or down, by ones or in steps, with an answer of `lengths` characters.
+
+    In steps the answer has `stepped` characters at most. Between numbers that both pass `untold`
+    the question always tells whether to count up or down.
+    """
     limit, show = (100, number_words) if words else (1000, str)
-    numbers, answer = [0], ""
-    while not (len(numbers) > 1 and lengths[0] <= len(answer) <= lengths[1]):
+    numbers, answer, longest = [0], "", 0
+    while not (len(numbers) > 1 and lengths[0] <= len(answer) <= longest):
         numbers = _progression(rng, limit, lengths[1] // (6 if words else 3))
         answer = ", ".join(show(n) for n in numbers)
+        by_ones = abs(numbers[0] - numbers[-1]) < len(numbers)
+        longest = lengths[1] if by_ones else min(lengths[1], stepped)
     start, step = numbers[0], numbers[1] - numbers[0]
     stop = numbers[-1]
     if abs(step) <= 5 and rng.random() < 0.1:  # the last step stops short of the number asked for
         stop = min(max(stop + rng.randrange(0, step, 1 if step > 0 else -1), 0), limit - 1)
-    wordings = _count_wordings(start, step)
+    wordings = _count_wordings(start, step, min(start, stop) <= untold)
     return (
         f"count:{start}:{stop}:{step}",
         _ask(rng, wordings, show(start), show(stop), show(abs(step))),
@@ -259,8 +289,9 @@ def _progression(rng: random.Random, limit: int, most: int) -> list[int]:
     return list(numbers if rng.random() < 0.67 else reversed(numbers))
 
 
-def _count_wordings(start: int, step: int) -> list[str]:
-    wordings = WORDINGS["count_up" if step > 0 else "count_down"]
+def _count_wordings(start: int, step: int, may_be_untold: bool) -> list[str]:
+    way = "count_up" if step > 0 else "count_down"
+    wordings = WORDINGS[way] + (WORDINGS[way + "_untold"] if may_be_untold else [])
     if abs(step) > 1:
         return [wording + end for wording in wordings for end in WORDINGS["count_step"]]
     return wordings + WORDINGS["count_to"] if (start, step) == (1, 1) else wordings
@@ -275,12 +306,12 @@ def _other(rng: random.Random) -> Draft:
 
 
 TASKS: dict[str, Maker] = {
-    "add": lambda rng: _arithmetic(rng, "add", words=False),
-    "subtract": lambda rng: _arithmetic(rng, "subtract", words=False),
-    "multiply": lambda rng: _arithmetic(rng, "multiply", words=False),
-    "add_words": lambda rng: _arithmetic(rng, "add", words=True),
-    "subtract_words": lambda rng: _arithmetic(rng, "subtract", words=True),
-    "multiply_words": lambda rng: _arithmetic(rng, "multiply", words=True),
+    "add": lambda rng: _sum(rng, words=False),
+    "subtract": lambda rng: _difference(rng, words=False),
+    "multiply": lambda rng: _product(rng, words=False, largest=9999),
+    "add_words": lambda rng: _sum(rng, words=True),
+    "subtract_words": lambda rng: _difference(rng, words=True),
+    "multiply_words": lambda rng: _product(rng, words=True, largest=LARGEST_SPOKEN),
     "sort_numbers": _sort_numbers,
     "sort_words": _sort_words,
     "sort_letters": _sort_letters,
@@ -292,6 +323,11 @@ TASKS: dict[str, Maker] = {
     "count_items": _count_items,
     "count": lambda rng: _count(rng, SHORT_ANSWER, words=False),
     "count_words": lambda rng: _count(rng, SHORT_ANSWER, words=True),
-    "count_long": lambda rng: _count(rng, LONG_ANSWER, words=rng.random() < 0.15),
+    "count_long": lambda rng: _count(rng, LONG_ANSWER, words=False),
     "other": _other,
+}
+TRAINING_TASKS: dict[str, Maker] = TASKS | {
+    "multiply_words": lambda rng: _product(rng, words=True, largest=9999),
+    "count": lambda rng: _count(rng, SHORT_ANSWER, words=False, untold=999),
+    "count_long": lambda rng: _count(rng, (150, 900), rng.random() < 0.15, stepped=900, untold=999),
 }
