@@ -9,20 +9,22 @@ from jpaged import Engine, SamplingParams
 from tools.tiny.world import Example, sample_examples
 
 NUM_REQUESTS = 200
-TIGHT = 40  # blocks: two of the longest sequences, and eight run at once
-MAX_MODEL_LEN = 512
+TIGHT = 41  # blocks: the longest sequence fits alone, and eight want to run at once
+MAX_MODEL_LEN = 640
 
 
 @pytest.fixture(scope="module")
 def examples() -> list[Example]:
-    return sample_examples(7, NUM_REQUESTS)
+    drawn = sample_examples(7, 2 * NUM_REQUESTS)
+    fitting = [e for e in drawn if len(e.prompt + e.completion) < MAX_MODEL_LEN]  # a token a byte
+    return fitting[:NUM_REQUESTS]
 
 
 def params(index: int) -> SamplingParams:
     """Greedy and seeded requests mixed; a cold temperature does not change a sure answer."""
     if index % 3:
-        return SamplingParams(temperature=0.0, max_tokens=400)
-    return SamplingParams(temperature=0.01, top_p=0.9, seed=index, max_tokens=400)
+        return SamplingParams(temperature=0.0, max_tokens=MAX_MODEL_LEN)
+    return SamplingParams(temperature=0.01, top_p=0.9, seed=index, max_tokens=MAX_MODEL_LEN)
 
 
 def answers(engine: Engine, examples: list[Example]) -> list[str]:
@@ -35,7 +37,7 @@ def answers(engine: Engine, examples: list[Example]) -> list[str]:
 def test_pressure_changes_no_answer_and_answers_are_true(
     engines: Engines, examples: list[Example], async_scheduling: bool
 ):
-    roomy = engines(max_model_len=MAX_MODEL_LEN, num_blocks=257)
+    roomy = engines(max_model_len=MAX_MODEL_LEN, num_blocks=321)
     tight = engines(
         max_model_len=MAX_MODEL_LEN, num_blocks=TIGHT, async_scheduling=async_scheduling
     )
