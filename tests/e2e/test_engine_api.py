@@ -343,7 +343,8 @@ def test_ctrl_c_while_waiting_loses_nothing(engine: Engine, monkeypatch: pytest.
     assert text(run(engine)[other]) == ANSWER
 
 
-def generate_for_ever(engine: Engine) -> None:
+def generate_until_interrupted(engine: Engine, timer: threading.Timer) -> None:
+    timer.start()
     while True:
         engine.generate(["Count from 1 to 20"] * 4, GREEDY)
 
@@ -353,9 +354,8 @@ def test_ctrl_c_at_any_moment_leaves_a_healthy_engine(engine: Engine):
     main = threading.main_thread().ident
     for moment in range(12):
         timer = threading.Timer(0.004 * moment, signal.pthread_kill, (main, signal.SIGINT))
-        timer.start()
         with pytest.raises(KeyboardInterrupt):
-            generate_for_ever(engine)
+            generate_until_interrupted(engine, timer)
         timer.join()
         engine.check_integrity()
     last = engine.step()
