@@ -83,9 +83,10 @@ class PrefixCache:
         Returns its content's number, which the block of another sequence may have had before; None
         if another content has the hash already, which keeps it.
         """
-        if block.content is not None:
-            raise IntegrityError(f"{block} is registered twice")
         key = self._key(parent, token_ids, salt)
+        if block.content is not None:  # by another sequence that shares it
+            require(block.content.key == key, f"{block} is registered with other content")
+            return block.content.content_id
         digest = self._digest(key)
         content = self._index.get(digest)
         if content is None:
