@@ -146,6 +146,15 @@ class BlockManager:
         most = (len(tokens) - 1) // self.block_size
         return self.prefix_cache.find_chain(tokens, most, sequence.cache_salt)
 
+    def num_shared_with_pins(self, sequence: Sequence) -> int:
+        """Pinned blocks that the sequence holds, or is sure to find when it joins the batch: they
+        are cached as long as they are pinned, and found before others of the same content."""
+        if not self.pins:
+            return 0
+        if sequence.block_table:
+            return sum(block_id in self.pins.holders for block_id in sequence.block_table)
+        return self.pins.num_pinned(self.find_prefix(sequence))
+
     def can_extend(self, contents: list[BlockContent], sequence: Sequence) -> bool:
         """Whether the prefix of these contents, found earlier, is longer by now. Those evicted
         meanwhile are taken off the list's end."""

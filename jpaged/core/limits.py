@@ -4,7 +4,7 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 
 from jpaged.core.block_manager import BlockManager
-from jpaged.core.request import Request
+from jpaged.core.request import Request, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +55,15 @@ def check_fits(config: SchedulerConfig, manager: BlockManager, request: Request)
     if len(request.sequences) != 1:
         raise ValueError(f"a request must have one sequence, got {len(request.sequences)}")
     _check_prompt(config, request)
-    needed = num_needed_blocks(manager, max_num_tokens(config, request))
+    sequence = request.sequences[0]
+    needed = _num_needed_blocks(manager, sequence, max_num_tokens(config, request))
     pinned = manager.pins.num_blocks
     usable = manager.pool.num_usable_blocks - pinned
     if needed > usable:
         beside = f" beside {pinned} pinned ones" if pinned else ""
         raise ValueError(
             f"request {request.request_id!r} may need {needed} blocks "
-            f"({request.sequences[0].num_prompt_tokens} prompt tokens, "
+            f"({sequence.num_prompt_tokens} prompt tokens, "
             f"max_tokens={request.stop.max_tokens}) and the pool has {usable}{beside}: "
             f"raise num_blocks{', unpin a prefix' if pinned else ''} or lower max_tokens"
         )
@@ -72,7 +73,7 @@ def check_pin_fits(
     manager: BlockManager, num_new_blocks: int, unfinished: Iterable[Request]
 ) -> None:
     """Raise ValueError unless each unfinished request could still run to its end, alone, beside
-    `num_new_blocks` more pinned ones. What it may share with them is not counted on."""
+    `num_new_blocks` more pinned ones; what it may share with these is not counted on."""
     left = manager.pool.num_usable_blocks - manager.pins.num_blocks - num_new_blocks
     if left < 0:
         raise ValueError(
@@ -80,7 +81,7 @@ def check_pin_fits(
             "raise num_blocks, or unpin another prefix"
         )
     for request in unfinished:
-        needed = num_needed_blocks(manager, request.max_num_tokens)
+        needed = _num_needed_blocks(manager, request.sequences[0], request.max_num_tokens)
         if needed > left:
             raise ValueError(
                 f"pinning {num_new_blocks} blocks leaves {left}, and request "
@@ -88,10 +89,10 @@ def check_pin_fits(
             )
 
 
-def num_needed_blocks(manager: BlockManager, max_num_tokens: int) -> int:
-    """Blocks of a sequence that reaches `max_num_tokens`: the last is never fed back, so it needs
-    no slot."""
-    return manager.num_blocks_for(max_num_tokens - 1)
+def _num_needed_blocks(manager: BlockManager, sequence: Sequence, max_num_tokens: int) -> int:
+    """Blocks that a sequence which reaches `max_num_tokens` needs beside the pinned ones: the last
+    token is never fed back, so it needs no slot, and a pinned prefix is there already."""
+    return manager.num_blocks_for(max_num_tokens - 1) - manager.num_shared_with_pins(sequence)
 
 
 def _check_prompt(config: SchedulerConfig, request: Request) -> None:

@@ -17,7 +17,7 @@ from struct import Struct
 import xxhash
 
 from jpaged.core.block_pool import BlockContent, KVBlock, registered_content
-from jpaged.core.errors import IntegrityError, require
+from jpaged.core.errors import require
 
 ROOT_CONTENT = 0
 """Stands for the parent of a sequence's first block."""

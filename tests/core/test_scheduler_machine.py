@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from itertools import takewhile
 
 from core_driver import DIGESTS, Driver, make_scheduler
 from hypothesis import HealthCheck, given, settings
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jpaged.core.limits import check_pin_fits
-from jpaged.core.request import FinishReason, Request, RequestStatus, StopCriteria
+from jpaged.core.request import FinishReason, Request, RequestStatus, Sequence, StopCriteria
 from jpaged.core.scheduler import Scheduler
 
 
@@ -48,11 +49,13 @@ salts = st.sampled_from([None, None, "a", "b"])
 arrivals = st.lists(st.tuples(prompts, stops(), salts), min_size=1, max_size=4)
 
 
-def fits(scheduler: Scheduler, prompt: list[int], stop: StopCriteria) -> bool:
-    """Who may be refused, said once more: all tokens but the last need a slot."""
+def fits(scheduler: Scheduler, prompt: list[int], stop: StopCriteria, num_shared: int = 0) -> bool:
+    """Who may be refused, said once more: all tokens but the last need a slot, and `num_shared`
+    pinned blocks are there already."""
     max_model_len, manager = scheduler.config.max_model_len, scheduler.block_manager
     longest = min(len(prompt) + stop.max_tokens, max_model_len)
-    num_slots = (manager.pool.num_usable_blocks - manager.pins.num_blocks) * manager.block_size
+    num_blocks = manager.pool.num_usable_blocks - manager.pins.num_blocks + num_shared
+    num_slots = num_blocks * manager.block_size
     return 1 <= len(prompt) < max_model_len and longest - 1 <= num_slots
 
 
@@ -94,7 +97,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver = Driver(make_scheduler(**limits), lag)
         self.turn = Turn(self.driver)
         self.num_added = 0
-        self.pins: list[int] = []
+        self.pins: dict[int, tuple[list[int], str | None]] = {}
 
     @rule(arrivals=arrivals)
     def arrive(self, arrivals: list):
@@ -133,7 +136,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.driver.add(request)
         except ValueError:
             accepted = False
-        assert accepted == fits(self.driver.scheduler, prompt, stop)
+        num_shared = self.num_shared(request.sequences[0])
+        assert accepted == fits(self.driver.scheduler, prompt, stop, num_shared)
+
+    def num_shared(self, sequence: Sequence) -> int:
+        """Pinned blocks that a new sequence will find."""
+        size = self.driver.scheduler.block_manager.block_size
+        most = (len(sequence.token_ids) - 1) // size if sequence.reads_prefix_cache else 0
+        shared = [0]
+        for tokens, salt in self.pins.values() if most > 0 else ():
+            pairs = zip(sequence.token_ids, tokens, strict=False)
+            common = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+            shared.append(common // size if salt == sequence.cache_salt else 0)
+        return min(max(shared), most)
 
     @rule(num_steps=st.integers(1, 9))
     def step(self, num_steps: int):
@@ -167,19 +182,29 @@ class SchedulerMachine(RuleBasedStateMachine):
         pins = manager.pins
         num_new = len(found) - pins.num_pinned(found)
         left = manager.pool.num_usable_blocks - pins.num_blocks - num_new
-        needs = [manager.num_blocks_for(r.max_num_tokens - 1) for r in scheduler.unfinished]
+        needs = [self.num_needed(request) for request in scheduler.unfinished]
         try:
             check_pin_fits(manager, num_new, scheduler.unfinished)
         except ValueError:
             assert max(needs) > left
         else:
             assert max(needs, default=0) <= left
-            self.pins.append(pins.pin(found))
+            tokens = prompt[: len(found) * manager.block_size]
+            self.pins[pins.pin(found)] = tokens, salt
+
+    def num_needed(self, request: Request) -> int:
+        manager, sequence = self.driver.scheduler.block_manager, request.sequences[0]
+        needed = manager.num_blocks_for(request.max_num_tokens - 1)
+        if not sequence.block_table:
+            return needed - self.num_shared(sequence)
+        return needed - len(manager.pins.holders.keys() & sequence.block_table)
 
     @precondition(lambda self: self.pins)
     @rule()
     def unpin(self):
-        self.driver.scheduler.block_manager.pins.unpin(self.pins.pop(0))
+        pin = next(iter(self.pins))
+        del self.pins[pin]
+        self.driver.scheduler.block_manager.pins.unpin(pin)
 
     @invariant()
     def books_add_up(self):
