@@ -352,7 +352,7 @@ def test_ctrl_c_at_any_moment_leaves_a_healthy_engine(engine: Engine):
     other = engine.add_request(QUESTION, GREEDY)
     main = threading.main_thread().ident
     for moment in range(12):
-        timer = threading.Timer(0.004 * moment, signal.pthread_kill, (main, signal.SIGINT))
+        timer = threading.Timer(0.004 * (moment + 1), signal.pthread_kill, (main, signal.SIGINT))
         timer.start()
         with pytest.raises(KeyboardInterrupt):
             generate_for_ever(engine)
