@@ -128,7 +128,8 @@ def test_flags_reach_engine_and_sampling():
         "x --model m --dtype float32 --load-format dummy --block-size 8 --num-blocks 9 "
         "--kv-cache-memory-bytes 1.5G --gpu-memory-utilization 0.5 --max-model-len 64 "
         "--max-num-seqs 2 --max-num-batched-tokens 32 --no-overlap --quiet "
-        "--no-enable-prefix-caching --temperature 0.5 --top-p 0.9 --top-k 5 --min-p 0.1 --seed 3 --max-tokens 4 "
+        "--no-enable-prefix-caching "
+        "--temperature 0.5 --top-p 0.9 --top-k 5 --min-p 0.1 --seed 3 --max-tokens 4 "
         "--stop A --stop B --ignore-eos"
     )
     assert main(argv.split()) == 0
