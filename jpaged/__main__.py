@@ -46,6 +46,7 @@ _ENGINE_FLAGS = (
     "max_num_seqs",
     "max_num_batched_tokens",
     "async_scheduling",
+    "enable_prefix_caching",
 )
 _SAMPLING_FLAGS = (
     "temperature",
@@ -111,6 +112,13 @@ def _add_engine_flags(group: Any) -> None:
         action="store_false",
         default=None,
         help="the host waits for each step",
+    )
+    add(
+        "--no-enable-prefix-caching",
+        dest="enable_prefix_caching",
+        action="store_false",
+        default=None,
+        help="compute every prompt from its first token",
     )
 
 

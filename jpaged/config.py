@@ -4,11 +4,14 @@
 model and the device, computed once by `resolve` and never changed afterwards.
 """
 
+import difflib
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from numbers import Integral
 from pathlib import Path
+from typing import Any
 
 from pallas_kernels import Backend
 
@@ -45,6 +48,8 @@ class EngineConfig:
         max_model_len: Most tokens (prompt and output) of a sequence.
         max_num_seqs: Most sequences in a step.
         max_num_batched_tokens: Most tokens in a step; a longer prompt is prefilled in chunks.
+        enable_prefix_caching: Keep full blocks of freed sequences, and share them, in use or not,
+            with requests that begin with the same tokens.
         load_format: "auto" or "safetensors" read the checkpoint; "dummy" makes random weights.
         skip_tokenizer_init: Token ids in, token ids out; no tokenizer is loaded.
         seed: Of the dummy weights and of requests that bring no seed.
@@ -67,6 +72,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    enable_prefix_caching: bool = True
     load_format: str = "auto"
     skip_tokenizer_init: bool = False
     seed: int = 0
@@ -80,7 +86,8 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"):
             _check_count(name, getattr(self, name), 1)
         _check_count("max_model_len", self.max_model_len, 2)  # a prompt token and an output token
-        for name in ("async_scheduling", "skip_tokenizer_init", "verbose"):
+        flags = ("async_scheduling", "enable_prefix_caching", "skip_tokenizer_init", "verbose")
+        for name in flags:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r} must be True or False")
         if not _is_int(self.block_size) or not 8 <= self.block_size <= 128 or self.block_size % 8:
@@ -102,6 +109,25 @@ class EngineConfig:
             )
         if not _is_int(self.seed) or not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed!r} must be an integer from 0 to 2**63 - 1")
+
+    @classmethod
+    def from_options(cls, model: str | Path | None, options: Mapping[str, Any]) -> "EngineConfig":
+        """The configuration of `Engine(model, **options)`.
+
+        Raises:
+            TypeError, ValueError: an option is unknown or out of range.
+        """
+        if not isinstance(model, (str, Path, type(None))):
+            raise TypeError(
+                f"model={model!r} must be a folder, a hub id, or None for the embedded one"
+            )
+        known = [f.name for f in fields(cls) if f.name != "model"]
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+                raise ValueError(f"unknown engine option {name!r}; {hint}")
+        return cls(model=model, **options)
 
     @property
     def loop_mode(self) -> LoopMode:

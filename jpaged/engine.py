@@ -1,9 +1,7 @@
 """The engine as its users meet it: requests in, tokens and text out."""
 
-import difflib
 import weakref
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +9,8 @@ from tqdm import tqdm
 
 from jpaged.config import EngineConfig
 from jpaged.engine_loop import EngineLoop
-from jpaged.inputs import Prompt, normalize_prompt, normalize_prompts, pair_params
-from jpaged.intake import Intake
+from jpaged.inputs import Prompt, normalize_prompts, pair_params
+from jpaged.intake import PIN_PARAMS
 from jpaged.metrics import EngineStats
 from jpaged.outputs import RequestOutput, TextDelta
 from jpaged.request_state import RequestState
@@ -34,36 +32,25 @@ class Engine:
     """
 
     def __init__(self, model: str | Path | None = None, **options: Any):
-        _check_options(model, options)
-        self.config = EngineConfig(model=model, **options)
+        self.config = EngineConfig.from_options(model, options)
         parts = build_parts(self.config)
         self.runtime_config = parts.runtime_config
         self.model_config = parts.model_config
         self.memory_account = parts.memory_account
         self._loop = EngineLoop(parts.scheduler, parts.runner, self.config.loop_mode)
-        self._intake = Intake(
-            parts.tokenizer,
-            vocab_size=parts.runtime_config.vocab_size,
-            max_model_len=parts.runtime_config.max_model_len,
-            eos_token_ids=parts.eos_token_ids,
-            seed=self.config.seed,
-        )
+        self._intake = parts.intake
         # Advanced requests of `add_request` that no `step` has told of yet (an ordered set).
         self._undelivered: dict[RequestState, None] = {}
 
     # Requests, one by one
 
     def add_request(
-        self,
-        prompt: object,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
+        self, prompt: object, params: SamplingParams | None = None, *, request_id: str | None = None
     ) -> str:
         """Queue a prompt; `step` brings its outputs.
 
         Args:
-            prompt: A string, a list of token ids, or a dict with either.
+            prompt: A string, a list of token ids, or a dict with either and perhaps a "cache_salt".
             params: How to sample; None stands for `SamplingParams()`.
             request_id: Unique among unfinished requests; None makes one.
 
@@ -133,18 +120,10 @@ class Engine:
         """
         checked = normalize_prompts(prompts, vocab_size=self.vocab_size)
         all_params = pair_params(params, len(checked))
-        tokenized = [self._intake.tokenize(prompt) for prompt in checked]
         disable = None if use_tqdm is None and len(checked) > 1 else not use_tqdm
-        states: list[RequestState] = []
-        try:
-            for prompt, own in zip(tokenized, all_params, strict=True):
-                states.append(self._add(prompt, own, None))
-            with tqdm(total=len(states), desc="Generating", disable=disable, unit="req") as bar:
-                self._run_until_finished(states, bar.update)
-        finally:
-            # An error or Ctrl-C leaves nothing behind.
-            for state in states:
-                self._abort(state)
+        work = list(zip(map(self._intake.tokenize, checked), all_params, strict=True))
+        with tqdm(total=len(work), desc="Generating", disable=disable, unit="req") as bar:
+            states = self._complete(work, bar.update)
         return [state.output() for state in states]
 
     def stream(
@@ -197,6 +176,47 @@ class Engine:
         tokenizer = self._intake.need_tokenizer("chat")
         return tokenizer.apply_chat_template(messages, **template_options)
 
+    # Prefixes
+
+    def pin_prefix(self, prompt: object) -> int:
+        """Compute the KV of a prompt's full blocks now and never evict it until it is unpinned.
+
+        Others run on meanwhile (`step` tells of them later), and can count on so much less room.
+
+        Args:
+            prompt: As for `add_request`; requests of its `cache_salt` that begin with it find it.
+
+        Returns:
+            The pin, for `unpin_prefix`.
+
+        Raises:
+            TypeError, ValueError: the prompt is not acceptable or fills no block, prefix caching is
+                off, or beside the pin an unfinished request could never run to its end.
+            RuntimeError: a step failed, or the prefix's hash is another's.
+        """
+        prefix = self._intake.whole_blocks(prompt, self.runtime_config.block_size)
+        pin = self._loop.pin_cached(prefix)
+        if pin is None:
+            self._complete([(prefix, PIN_PARAMS)], int)
+            pin = self._loop.pin_computed(prefix)
+        return pin
+
+    def unpin_prefix(self, pin: int) -> None:
+        """Let a pinned prefix go; it stays cached until its blocks are needed.
+
+        Raises:
+            ValueError: there is no such pin.
+        """
+        self._loop.scheduler.block_manager.pins.unpin(pin)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes: no KV computed so far serves a request that comes later.
+
+        Raises:
+            ValueError: a prefix is pinned.
+        """
+        self._loop.scheduler.reset_prefix_cache()
+
     # Accounts
 
     @property
@@ -211,21 +231,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """The pool and the queues now, and counts since the start."""
-        scheduler, counts = self._loop.scheduler, self._loop.counts
-        return EngineStats(
-            block_size=self.runtime_config.block_size,
-            num_blocks=scheduler.block_manager.pool.num_usable_blocks,
-            num_free_blocks=scheduler.block_manager.num_free_blocks,
-            peak_used_blocks=counts.peak_used_blocks,
-            num_waste_slots=scheduler.num_waste_slots,
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            num_preemptions=counts.preemptions,
-            num_prompt_tokens=counts.prompt_tokens,
-            num_generated_tokens=counts.generated_tokens,
-            num_steps=counts.steps,
-            num_finished=counts.finished,
-        )
+        return self._loop.stats()
 
     def check_integrity(self) -> None:
         """Prove the block census; raises `IntegrityError` if a block is lost or shared wrongly."""
@@ -243,9 +249,7 @@ class Engine:
     def _add_one(
         self, prompt: object, params: SamplingParams | None, request_id: str | None
     ) -> RequestState:
-        checked = self._intake.tokenize(normalize_prompt(prompt, vocab_size=self.vocab_size))
-        (own,) = pair_params(params, 1)
-        return self._add(checked, own, request_id)
+        return self._add(self._intake.checked(prompt), pair_params(params, 1)[0], request_id)
 
     def _add(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> RequestState:
         state = self._intake.make_state(
@@ -264,14 +268,23 @@ class Engine:
         self._undelivered |= dict.fromkeys(state for state in advanced if state.polled)
         return advanced
 
-    def _run_until_finished(
-        self, states: list[RequestState], advance: Callable[[int], object]
-    ) -> None:
-        left = set(states)
-        while left:
-            ended = {state for state in self._advance() if state.request.is_finished} & left
-            left -= ended
-            advance(len(ended))
+    def _complete(
+        self, work: list[tuple[Prompt, SamplingParams]], advance: Callable[[int], object]
+    ) -> list[RequestState]:
+        """Run requests to their ends; an error or Ctrl-C leaves nothing of them behind."""
+        states: list[RequestState] = []
+        try:
+            for prompt, params in work:
+                states.append(self._add(prompt, params, None))
+            left = set(states)
+            while left:
+                ended = {state for state in self._advance() if state.request.is_finished} & left
+                left -= ended
+                advance(len(ended))
+        finally:
+            for state in states:
+                self._abort(state)
+        return states
 
     def _deltas(self, state: RequestState) -> Generator[TextDelta, None, None]:
         num_sent, ended = 0, False
@@ -284,14 +297,3 @@ class Engine:
                 yield delta
         finally:
             self._abort(state)
-
-
-def _check_options(model: object, options: Mapping[str, Any]) -> None:
-    if not isinstance(model, (str, Path, type(None))):
-        raise TypeError(f"model={model!r} must be a folder, a hub id, or None for the embedded one")
-    known = [f.name for f in fields(EngineConfig) if f.name != "model"]
-    for name in options:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
-            raise ValueError(f"unknown engine option {name!r}; {hint}")

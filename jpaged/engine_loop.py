@@ -12,10 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from jpaged.config import LoopMode
+from jpaged.core.limits import check_pin_fits
 from jpaged.core.plan import Emitted, StepPlan
 from jpaged.core.request import FinishReason
 from jpaged.core.scheduler import Scheduler
+from jpaged.inputs import Prompt
 from jpaged.interrupts import deferred_interrupts
+from jpaged.metrics import EngineStats
 from jpaged.request_state import RequestState
 from jpaged.runtime.model_runner import ModelRunner, StepHandle, StepResult
 from jpaged.sampling_params import SamplingParams
@@ -26,6 +29,7 @@ class LoopCounts:
     """What happened since the start."""
 
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     generated_tokens: int = 0
     steps: int = 0
     preemptions: int = 0
@@ -104,6 +108,59 @@ class EngineLoop:
         while self._in_flight and self._failure is None:
             self._consume()
 
+    def pin_cached(self, prompt: Prompt) -> int | None:
+        """Hold the prompt's full blocks if all are cached; None, with nothing changed, if not.
+
+        Raises:
+            ValueError: an unfinished request could not run to its end beside them.
+        """
+        self.check_alive()
+        manager, tokens = self.scheduler.block_manager, prompt.token_ids or []
+        if manager.prefix_cache is None:
+            raise ValueError("pin_prefix needs enable_prefix_caching=True")
+        num_blocks = len(tokens) // manager.block_size
+        found = manager.prefix_cache.find_chain(tokens, num_blocks, prompt.cache_salt)
+        num_new = num_blocks - manager.pins.num_pinned(found)
+        check_pin_fits(manager, num_new, self.scheduler.unfinished)
+        return manager.pins.pin(found) if len(found) == num_blocks else None
+
+    def pin_computed(self, prompt: Prompt) -> int:
+        """`pin_cached` of a prompt that a request has just computed.
+
+        Raises:
+            ValueError: as `pin_cached`.
+            RuntimeError: the index holds another content under one of its hashes.
+        """
+        pin = self.pin_cached(prompt)
+        if pin is None:
+            raise RuntimeError("the prefix's hash is that of another: reset_prefix_cache() first")
+        return pin
+
+    def stats(self) -> EngineStats:
+        """The pool and the queues now, and counts since the start."""
+        scheduler, counts = self.scheduler, self.counts
+        manager = scheduler.block_manager
+        cache = manager.prefix_cache
+        return EngineStats(
+            block_size=manager.block_size,
+            num_blocks=manager.pool.num_usable_blocks,
+            num_free_blocks=manager.num_free_blocks,
+            peak_used_blocks=counts.peak_used_blocks,
+            num_waste_slots=scheduler.num_waste_slots,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_preemptions=counts.preemptions,
+            num_prompt_tokens=counts.prompt_tokens,
+            num_cached_tokens=counts.cached_tokens,
+            prefix_cache_queries=0 if cache is None else cache.num_query_tokens,
+            prefix_cache_hits=0 if cache is None else cache.num_hit_tokens,
+            num_cached_blocks=manager.pool.num_cached_blocks,
+            num_pinned_blocks=manager.pins.num_blocks,
+            num_generated_tokens=counts.generated_tokens,
+            num_steps=counts.steps,
+            num_finished=counts.finished,
+        )
+
     def _launch(self, plan: StepPlan) -> None:
         self._in_flight.append(self._runner.launch(plan, self._sampling))
         counts, manager = self.counts, self.scheduler.block_manager
@@ -123,6 +180,7 @@ class EngineLoop:
             metrics = self._by_seq_id[item.sequence.seq_id].metrics
             if metrics.first_scheduled_time is None:
                 metrics.first_scheduled_time = now
+                self.counts.cached_tokens += item.sequence.num_cached_tokens or 0
 
     def _consume(self) -> list[RequestState]:
         """Read the oldest step in flight. An interrupt while waiting for it loses nothing."""

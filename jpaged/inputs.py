@@ -2,7 +2,8 @@
 
 A prompt is a string, a list of token ids (any sequence of Python or numpy integers, or a
 one-dimensional numpy array), `{"prompt": str}` or `{"prompt_token_ids": [...]}`; a dict may have
-both keys, then the tokens are used and the text is only reported back.
+both keys, then the tokens are used and the text is only reported back. A dict may also have
+`"cache_salt"`, a string: only prompts of the same salt share cached prefixes.
 """
 
 from collections.abc import Mapping
@@ -13,21 +14,24 @@ import numpy as np
 
 from jpaged.sampling_params import SamplingParams
 
-_KEYS = ("prompt", "prompt_token_ids")
+_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 _FORMS = "a string, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids'"
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A checked prompt; at least one of the two is set, and neither is empty.
+    """A checked prompt; at least one of the first two is set, and nothing is empty.
 
     Attributes:
         text: The prompt's text, to tokenise if there are no token ids.
         token_ids: The prompt's tokens.
+        cache_salt: Whose cached prefixes it may use, and for whom it leaves its own; None for those
+            of everybody without a salt.
     """
 
     text: str | None = None
     token_ids: list[int] | None = None
+    cache_salt: str | None = None
 
 
 def normalize_prompts(prompts: object, *, vocab_size: int | None = None) -> list[Prompt]:
@@ -117,7 +121,16 @@ def _from_mapping(prompt: Mapping[Any, Any], name: str, vocab_size: int | None) 
         token_ids=(
             None if ids is None else _checked_ids(ids, f"{name}['prompt_token_ids']", vocab_size)
         ),
+        cache_salt=_checked_salt(prompt.get("cache_salt"), f"{name}['cache_salt']"),
     )
+
+
+def _checked_salt(salt: object, name: str) -> str | None:
+    if salt is None or (isinstance(salt, str) and salt):
+        return salt
+    if isinstance(salt, str):
+        raise ValueError(f"{name} is empty: give a non-empty string, or leave it out")
+    raise TypeError(f"{name} must be a non-empty string; got {type(salt).__name__}: {_shown(salt)}")
 
 
 def _checked_text(text: object, name: str) -> str:

@@ -13,6 +13,9 @@ from jpaged.request_state import RequestState
 from jpaged.sampling_params import MAX_LOGPROBS, SamplingParams
 from jpaged.tokenizer import Tokenizer
 
+PIN_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+"""Of the request that computes a pinned prefix; its token is dropped."""
+
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # odd, so that no two requests of an engine share a seed
 
 
@@ -53,9 +56,36 @@ class Intake:
         if prompt.token_ids is not None or prompt.text is None:
             return prompt
         ids = self.need_tokenizer("a text prompt").encode(prompt.text)
-        return normalize_prompt(
-            {"prompt": prompt.text, "prompt_token_ids": ids}, vocab_size=self.vocab_size
-        )
+        whole = {
+            "prompt": prompt.text,
+            "prompt_token_ids": ids,
+            "cache_salt": prompt.cache_salt,
+        }
+        return normalize_prompt(whole, vocab_size=self.vocab_size)
+
+    def checked(self, prompt: object) -> Prompt:
+        """What the caller gave, checked and tokenised.
+
+        Raises:
+            TypeError, ValueError: it is no prompt, or cannot be tokenised.
+        """
+        return self.tokenize(normalize_prompt(prompt, vocab_size=self.vocab_size))
+
+    def whole_blocks(self, prompt: object, block_size: int) -> Prompt:
+        """A prompt cut to the full blocks of `block_size` tokens that it begins with.
+
+        Raises:
+            TypeError, ValueError: it is no prompt, or fills no block.
+        """
+        checked = self.checked(prompt)
+        ids = checked.token_ids or []
+        if len(ids) < block_size:
+            raise ValueError(
+                f"the prefix has {len(ids)} tokens and only full blocks of {block_size} are "
+                "shared: give a longer one, or make the engine with a smaller block_size"
+            )
+        whole = ids[: len(ids) // block_size * block_size]
+        return replace(checked, text=None, token_ids=whole)
 
     def need_tokenizer(self, what: str) -> Tokenizer:
         """The tokenizer.
@@ -102,7 +132,15 @@ class Intake:
             stop_token_ids=params.ending_ids(self._eos_token_ids),
         )
         return RequestState(
-            request=Request.from_prompt(name, token_ids, stop, seq_id=arrival),
+            request=Request.from_prompt(
+                name,
+                token_ids,
+                stop,
+                seq_id=arrival,
+                cache_salt=prompt.cache_salt,
+                # Each position must be computed to be scored.
+                reads_prefix_cache=params.prompt_logprobs is None,
+            ),
             params=params,
             prompt=prompt,
             detokenizer=Detokenizer(self.tokenizer, token_ids, params),

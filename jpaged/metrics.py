@@ -13,14 +13,20 @@ class EngineStats:
     Attributes:
         block_size: Token slots in a block.
         num_blocks: Blocks that can hold tokens.
-        num_free_blocks: Blocks no sequence holds.
+        num_free_blocks: Blocks that no sequence and no pin holds.
+        num_cached_blocks: Those of them whose content may serve a prefix again.
+        num_pinned_blocks: Blocks that pinned prefixes hold.
         peak_used_blocks: Most blocks held at once since the engine started.
         num_waste_slots: Slots of held blocks without a token: less than one block a sequence.
         num_running: Requests in the batch.
         num_waiting: Requests that wait for a place in it, preempted ones included.
         num_preemptions: Times a request lost its blocks to another, since the start.
         num_prompt_tokens: Prompt tokens of all requests so far.
-        num_cached_tokens: Those of them that a cached prefix spared.
+        num_cached_tokens: Those of them that a cached prefix spared when their request first joined
+            the batch.
+        prefix_cache_queries: Tokens looked up in the prefix cache, each time a request joins the
+            batch (again after a preemption, its outputs included).
+        prefix_cache_hits: Those of them that were found.
         num_generated_tokens: Output tokens of all requests so far.
         num_steps: Steps launched so far.
         num_finished: Requests that ended so far, for whatever reason.
@@ -36,13 +42,17 @@ class EngineStats:
     num_preemptions: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_cached_blocks: int = 0
+    num_pinned_blocks: int = 0
     num_generated_tokens: int = 0
     num_steps: int = 0
     num_finished: int = 0
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks that sequences hold."""
+        """Blocks that sequences and pins hold."""
         return self.num_blocks - self.num_free_blocks
 
     @property

@@ -64,7 +64,8 @@ class RequestOutput:
             which nothing predicts), if asked for.
         outputs: The answers; one for n=1.
         finished: Whether all answers are finished.
-        num_cached_tokens: Prompt tokens whose KV came from the prefix cache.
+        num_cached_tokens: Prompt tokens whose KV came from the prefix cache when the request first
+            joined the batch.
         metrics: When things happened.
     """
 

@@ -106,6 +106,7 @@ class RequestState:
             prompt_logprobs=self._own_prompt_logprobs(),
             outputs=[completion],
             finished=self.request.is_finished,
+            num_cached_tokens=sequence.num_cached_tokens or 0,
             metrics=replace(self.metrics),
         )
 

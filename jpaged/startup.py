@@ -25,7 +25,9 @@ from jpaged.config import (
     with_pool,
 )
 from jpaged.core.block_manager import BlockManager
+from jpaged.core.prefix_cache import PrefixCache
 from jpaged.core.scheduler import Scheduler, SchedulerConfig
+from jpaged.intake import Intake
 from jpaged.models.config import ModelConfig
 from jpaged.models.loader import load_model, read_config, resolve_checkpoint
 from jpaged.runtime.buckets import Buckets, make_buckets
@@ -51,11 +53,10 @@ _STEPS_IN_FLIGHT = 2
 class EngineParts:
     """What an `Engine` is made of."""
 
-    tokenizer: Tokenizer | None
+    intake: Intake
     model_config: ModelConfig
     runtime_config: RuntimeConfig
     memory_account: MemoryAccount
-    eos_token_ids: frozenset[int]
     scheduler: Scheduler
     runner: ModelRunner
 
@@ -103,12 +104,17 @@ def build_parts(config: EngineConfig) -> EngineParts:
         reporter.say(line)
     eos = _eos_token_ids(folder, model_config, tokenizer)
     return EngineParts(
-        tokenizer=tokenizer,
+        intake=Intake(
+            tokenizer,
+            vocab_size=runtime.vocab_size,
+            max_model_len=runtime.max_model_len,
+            eos_token_ids=eos,
+            seed=config.seed,
+        ),
         model_config=model_config,
         runtime_config=runtime,
         memory_account=account,
-        eos_token_ids=eos,
-        scheduler=_make_scheduler(runtime),
+        scheduler=_make_scheduler(runtime, config.enable_prefix_caching),
         runner=_make_runner(split, shapes, runtime, eos, reporter),
     )
 
@@ -207,11 +213,12 @@ def _buckets(runtime: RuntimeConfig) -> Buckets:
     return make_buckets(runtime.max_num_seqs, runtime.max_num_batched_tokens)
 
 
-def _make_scheduler(runtime: RuntimeConfig) -> Scheduler:
+def _make_scheduler(runtime: RuntimeConfig, caches_prefixes: bool) -> Scheduler:
     limits = SchedulerConfig(
         runtime.max_num_seqs, runtime.max_num_batched_tokens, runtime.max_model_len
     )
-    return Scheduler(limits, BlockManager(runtime.num_blocks, runtime.block_size))
+    cache = PrefixCache(runtime.block_size) if caches_prefixes else None
+    return Scheduler(limits, BlockManager(runtime.num_blocks, runtime.block_size, cache))
 
 
 def _make_runner(

@@ -151,11 +151,16 @@ class Watch:
                 f"speed     {self._speed()}",
                 f"blocks    {busy.num_used_blocks} used at the end, peak {now.peak_used_blocks}, "
                 f"total {now.num_blocks} (of {now.block_size} tokens)",
+                f"prefix    {self._num_cached_tokens(now)} of the prompt's tokens cached, "
+                f"{now.num_cached_blocks} free blocks cached",
                 f"waste     {busy.num_waste_slots} of {num_slots} slots in last blocks "
                 f"({busy.waste:.1%})",
                 f"pressure  {now.num_preemptions - self._before.num_preemptions} preemptions",
             )
         )
+
+    def _num_cached_tokens(self, now: "EngineStats") -> int:
+        return now.num_cached_tokens - self._before.num_cached_tokens
 
     @property
     def _num_tokens(self) -> int:

@@ -64,6 +64,8 @@ class FakeEngine:
             num_running=running,
             num_preemptions=2,
             num_prompt_tokens=7 if self.num_tokens else 0,
+            num_cached_tokens=5 if self.num_tokens else 0,
+            num_cached_blocks=2,
             num_generated_tokens=self.num_tokens,
         )
 
@@ -126,6 +128,7 @@ def test_flags_reach_engine_and_sampling():
         "x --model m --dtype float32 --load-format dummy --block-size 8 --num-blocks 9 "
         "--kv-cache-memory-bytes 1.5G --gpu-memory-utilization 0.5 --max-model-len 64 "
         "--max-num-seqs 2 --max-num-batched-tokens 32 --no-overlap --quiet "
+        "--no-enable-prefix-caching "
         "--temperature 0.5 --top-p 0.9 --top-k 5 --min-p 0.1 --seed 3 --max-tokens 4 "
         "--stop A --stop B --ignore-eos"
     )
@@ -143,6 +146,7 @@ def test_flags_reach_engine_and_sampling():
         "max_num_seqs": 2,
         "max_num_batched_tokens": 32,
         "async_scheduling": False,
+        "enable_prefix_caching": False,
         "verbose": False,
     }
     assert engine.params == SamplingParams(
@@ -181,6 +185,7 @@ def test_stats(capsys: pytest.CaptureFixture[str]):
     assert "7 prompt, 4 generated (stop)" in err
     assert "3 used at the end, peak 4, total 100 (of 16 tokens)" in err
     assert "12 of 48 slots in last blocks (25.0%)" in err
+    assert "5 of the prompt's tokens cached, 2 free blocks cached" in err
     assert "0 preemptions" in err
     assert "first token after 0.0" in err
     assert "tokens/s" in err

@@ -45,7 +45,9 @@ def test_a_bad_option_is_refused_by_name(option: str, value: object, message: st
         EngineConfig(**{option: value})  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("option", ["async_scheduling", "skip_tokenizer_init", "verbose"])
+@pytest.mark.parametrize(
+    "option", ["async_scheduling", "enable_prefix_caching", "skip_tokenizer_init", "verbose"]
+)
 def test_a_switch_is_true_or_false(option: str):
     with pytest.raises(TypeError, match=f"{option}=1 must be True or False"):
         EngineConfig(**{option: 1})  # pyright: ignore[reportArgumentType]

@@ -35,6 +35,13 @@ def test_text_and_mixed_lists():
     assert normalize_prompts(np.array([[1, 2, 3], [1, 2, 3]])) == [IDS, IDS]
 
 
+def test_a_salt_comes_with_either_form():
+    assert normalize_prompt({"prompt": "a", "cache_salt": "s"}) == Prompt("a", cache_salt="s")
+    salted = {"prompt_token_ids": [1, 2, 3], "cache_salt": "s"}
+    assert normalize_prompt(salted) == Prompt(token_ids=[1, 2, 3], cache_salt="s")
+    assert normalize_prompt({"prompt": "a", "cache_salt": None}) == Prompt("a")
+
+
 def test_the_callers_list_is_not_kept():
     ids = [1, 2, 3]
     (prompt,) = normalize_prompts(ids)
@@ -51,6 +58,9 @@ def test_the_callers_list_is_not_kept():
         (["a", []], ValueError, r"prompts\[1\] is empty"),
         ({"prompt": ""}, ValueError, r"prompt\['prompt'\] is empty"),
         ({"prompt_token_ids": []}, ValueError, r"prompt\['prompt_token_ids'\] is empty"),
+        ({"prompt": "a", "cache_salt": ""}, ValueError, r"prompt\['cache_salt'\] is empty"),
+        ({"prompt": "a", "cache_salt": 3}, TypeError, "must be a non-empty string; got int: 3"),
+        ({"cache_salt": "s"}, ValueError, "neither 'prompt' nor"),
         ({}, ValueError, "neither 'prompt' nor 'prompt_token_ids'"),
         ([{"text": "a"}], ValueError, r"prompts\[0\] has the unknown key 'text'; known are prompt"),
         ([1, True], TypeError, "position 1 must be an integer; got bool: True"),

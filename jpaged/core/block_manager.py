@@ -1,11 +1,19 @@
 """Block tables: which blocks hold a sequence's keys and values."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from jpaged.core.block_pool import NULL_BLOCK_ID, BlockPool
-from jpaged.core.errors import require
+from jpaged.core.block_pool import (
+    NULL_BLOCK_ID,
+    BlockContent,
+    BlockPool,
+    KVBlock,
+    registered_content,
+)
+from jpaged.core.errors import OutOfBlocksError, require
+from jpaged.core.pins import Pins
+from jpaged.core.prefix_cache import CHAIN_ENDED, ROOT_CONTENT, PrefixCache
 from jpaged.core.request import Sequence
 
 
@@ -26,13 +34,20 @@ class BlockManager:
     `num_blocks` counts the pool's blocks with the null block; `block_size` is slots (tokens) a
     block. Token `i` of a sequence lies in slot `i % block_size` of `block_table[i // block_size]`.
     All growth starts at `sequence.num_computed_tokens`, which the caller advances afterwards.
+
+    With a `prefix_cache` of the same block size, full blocks are shared between sequences that
+    begin with the same tokens; without one (None) nothing is kept.
     """
 
-    def __init__(self, num_blocks: int, block_size: int):
+    def __init__(self, num_blocks: int, block_size: int, prefix_cache: PrefixCache | None = None):
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
+        if prefix_cache is not None and prefix_cache.block_size != block_size:
+            raise ValueError(f"prefix_cache has block_size={prefix_cache.block_size}")
         self.block_size = block_size
-        self.pool = BlockPool(num_blocks)
+        self.prefix_cache = prefix_cache
+        self.pool = BlockPool(num_blocks, None if prefix_cache is None else prefix_cache.forget)
+        self.pins = Pins(self.pool)
 
     @property
     def num_free_blocks(self) -> int:
@@ -43,15 +58,35 @@ class BlockManager:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def can_allocate(self, num_tokens: int, num_spare_blocks: int = 0) -> bool:
-        """Whether a new sequence of `num_tokens` fits and leaves `num_spare_blocks` free."""
-        return self.num_blocks_for(num_tokens) + num_spare_blocks <= self.num_free_blocks
+    def can_allocate(
+        self, num_tokens: int, num_spare_blocks: int = 0, prefix: Collection[KVBlock] = ()
+    ) -> bool:
+        """Whether a new sequence of a cached `prefix` and `num_tokens` more fits and leaves
+        `num_spare_blocks` free. Blocks of the prefix that lie in the free queue leave it."""
+        revived = sum(block.ref_cnt == 0 for block in prefix)
+        needed = self.num_blocks_for(num_tokens) + revived
+        return needed + num_spare_blocks <= self.num_free_blocks
 
-    def allocate(self, sequence: Sequence, num_tokens: int) -> BlockChanges:
-        """Give a sequence without blocks those of its first `num_tokens` tokens."""
+    def allocate(
+        self, sequence: Sequence, num_tokens: int, prefix: Collection[KVBlock] = ()
+    ) -> BlockChanges:
+        """Give a sequence without blocks its cached `prefix`, as computed tokens, and blocks for
+        `num_tokens` more. OutOfBlocksError, with nothing changed, if too few are free."""
         if sequence.block_table:
             raise ValueError(f"sequence {sequence.seq_id} has blocks already: append to it")
-        return self.append(sequence, num_tokens)
+        if not self.can_allocate(num_tokens, prefix=prefix):
+            raise OutOfBlocksError(f"{num_tokens} tokens do not fit in {self.num_free_blocks} free")
+        if prefix:
+            self._share(sequence, list(prefix))
+        self.append(sequence, num_tokens)
+        return BlockChanges(tuple(enumerate(sequence.block_table)))
+
+    def _share(self, sequence: Sequence, prefix: list[KVBlock]) -> None:
+        sequence.block_table = [block.block_id for block in prefix]
+        self.pool.touch(sequence.block_table)
+        sequence.num_computed_tokens = len(prefix) * self.block_size
+        sequence.num_chained_blocks = len(prefix)
+        sequence.chain_content = registered_content(prefix[-1]).content_id
 
     def num_new_blocks(self, sequence: Sequence, num_tokens: int) -> int:
         """Free blocks that appending `num_tokens` takes, a copy on write counted."""
@@ -90,17 +125,85 @@ class BlockManager:
             raise ValueError(f"sequence {child.seq_id} has blocks already")
         self.pool.touch(parent.block_table)
         child.block_table = list(parent.block_table)
+        child.num_chained_blocks = parent.num_chained_blocks
+        child.chain_content = parent.chain_content
 
     def free(self, sequence: Sequence) -> None:
         """Give the sequence's blocks back, tail first: of a sequence that stays cached, the tail
         is then evicted before the head, without which the tail is of no use."""
         self.pool.free(reversed(sequence.block_table))
         sequence.block_table = []
+        sequence.num_chained_blocks, sequence.chain_content = 0, ROOT_CONTENT
+
+    # ---- the prefix cache
+
+    def find_prefix(self, sequence: Sequence) -> list[KVBlock]:
+        """Blocks that hold the longest known prefix of the sequence, one token at least left out:
+        a step must have something to compute, or there is nothing to sample from."""
+        if self.prefix_cache is None or not sequence.reads_prefix_cache:
+            return []
+        tokens = sequence.token_ids
+        most = (len(tokens) - 1) // self.block_size
+        return self.prefix_cache.find_chain(tokens, most, sequence.cache_salt)
+
+    def num_shared_with_pins(self, sequence: Sequence) -> int:
+        """Pinned blocks that the sequence holds, or is sure to find when it joins the batch: they
+        are cached as long as they are pinned, and found before others of the same content."""
+        if not self.pins:
+            return 0
+        if sequence.block_table:
+            return sum(block_id in self.pins.holders for block_id in sequence.block_table)
+        return self.pins.num_pinned(self.find_prefix(sequence))
+
+    def can_extend(self, contents: list[BlockContent], sequence: Sequence) -> bool:
+        """Whether the prefix of these contents, found earlier, is longer by now. Those evicted
+        meanwhile are taken off the list's end."""
+        cache, tokens = self.prefix_cache, sequence.token_ids
+        if cache is None or not sequence.reads_prefix_cache:
+            return False
+        while contents and not contents[-1].blocks:
+            contents.pop()
+        if (len(contents) + 1) * self.block_size >= len(tokens):
+            return False
+        parent = contents[-1].content_id if contents else ROOT_CONTENT
+        return cache.find_next(parent, len(contents), tokens, sequence.cache_salt) is not None
+
+    def register_computed(self, sequence: Sequence, num_tokens: int) -> None:
+        """Let others use the full blocks of the sequence's first `num_tokens` tokens, whose KV is
+        computed. Tokens the host does not know are left out, and so is all of a sequence that lost
+        its blocks meanwhile."""
+        cache, size, table = self.prefix_cache, self.block_size, sequence.block_table
+        if cache is None or not table:
+            return
+        tokens, blocks, salt = sequence.token_ids, self.pool.blocks, sequence.cache_salt
+        for index in range(sequence.num_chained_blocks, min(num_tokens, len(tokens)) // size):
+            own = tokens[index * size : (index + 1) * size]
+            content = cache.register(blocks[table[index]], sequence.chain_content, own, salt)
+            if content is None:
+                sequence.num_chained_blocks = CHAIN_ENDED
+                return
+            sequence.num_chained_blocks, sequence.chain_content = index + 1, content
+
+    def reset_prefix_cache(self, sequences: Iterable[Sequence]) -> None:
+        """Forget all cached content; `sequences`, all that hold blocks, add none of theirs.
+
+        ValueError, with nothing changed, while a prefix is pinned.
+        """
+        if self.pins:
+            raise ValueError(f"{len(self.pins)} prefixes are pinned: unpin them before the reset")
+        if self.prefix_cache is not None:
+            self.prefix_cache.clear()
+            self.pool.num_cached_blocks = 0
+        for sequence in sequences:
+            if sequence.block_table:
+                sequence.num_chained_blocks = CHAIN_ENDED
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Prove pool and tables sound; `sequences` must be all that may hold blocks."""
         self.pool.check_integrity()
-        holders: Counter[int] = Counter()
+        if self.prefix_cache is not None:
+            self.prefix_cache.check_integrity(self.pool.blocks)
+        holders = Counter(self.pins.holders)
         for sequence in sequences:
             self._check_table(sequence)
             holders.update(sequence.block_table)
@@ -113,3 +216,13 @@ class BlockManager:
         needed = self.num_blocks_for(sequence.num_computed_tokens)
         is_sound = len(set(table)) == len(table) == needed and NULL_BLOCK_ID not in table
         require(is_sound, f"sequence {sequence.seq_id} needs {needed} blocks and holds {table}")
+        if self.prefix_cache is not None:
+            self._check_contents(self.prefix_cache, sequence)
+
+    def _check_contents(self, cache: PrefixCache, sequence: Sequence) -> None:
+        size = self.block_size
+        for index, block_id in enumerate(sequence.block_table):
+            own = sequence.token_ids[index * size : (index + 1) * size]
+            block = self.pool.blocks[block_id]
+            is_own = block.content is None or cache.holds(block, own, sequence.cache_salt)
+            require(is_own, f"sequence {sequence.seq_id} holds {block} with other content")

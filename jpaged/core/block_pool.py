@@ -1,6 +1,7 @@
 """The pool of KV blocks: who is free, who is in use, and how often."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
@@ -9,24 +10,46 @@ from jpaged.core.errors import IntegrityError, OutOfBlocksError, require
 NULL_BLOCK_ID = 0
 
 
-class KVBlock:
-    """One block's books: its reference count and its place in the free queue.
+@dataclass(slots=True, eq=False)
+class BlockContent:
+    """What a full block holds, as the prefix cache knows it; see there."""
 
-    `block_hash` is the prefix cache's mark on a block whose content may serve again; nothing sets
-    it yet.
+    content_id: int
+    parent: int  # content_id of the block before it
+    digest: int
+    key: bytes  # parent, token ids and salt, spelled out
+    blocks: dict[int, "KVBlock"] = field(default_factory=dict)  # all that hold it, oldest first
+
+    @property
+    def block(self) -> "KVBlock":
+        """The block that serves it."""
+        return next(iter(self.blocks.values()))
+
+
+class KVBlock:
+    """One block's books: its reference count, its place in the free queue, its content.
+
+    `content` is set while the prefix cache may serve the block's KV to others.
     """
 
-    __slots__ = ("block_hash", "block_id", "next_free", "prev_free", "ref_cnt")
+    __slots__ = ("block_id", "content", "next_free", "prev_free", "ref_cnt")
 
     def __init__(self, block_id: int):
         self.block_id = block_id
         self.ref_cnt = 0
-        self.block_hash: int | None = None
+        self.content: BlockContent | None = None
         self.prev_free: KVBlock | None = None
         self.next_free: KVBlock | None = None
 
     def __repr__(self) -> str:
         return f"KVBlock({self.block_id}, ref_cnt={self.ref_cnt})"
+
+
+def registered_content(block: KVBlock) -> BlockContent:
+    """The content of a block that the prefix cache knows; IntegrityError if it does not."""
+    if block.content is None:
+        raise IntegrityError(f"{block} is not registered")
+    return block.content
 
 
 class FreeBlockQueue:
@@ -104,16 +127,23 @@ class BlockCensus(NamedTuple):
 class BlockPool:
     """`num_blocks` blocks with reference counts; allocate, touch and free cost O(1) a block.
 
-    Block 0 is the null block: padding reads and writes it, so it is never handed out.
+    Block 0 is the null block: padding reads and writes it, so it is never handed out. A free block
+    keeps its content until it is handed out; `evict` is then told to forget it.
+
+    Attributes:
+        num_cached_blocks: Free blocks whose content may still serve a prefix hit.
+        num_freed: Times a block lost its last reference, since the start.
     """
 
-    def __init__(self, num_blocks: int):
+    def __init__(self, num_blocks: int, evict: Callable[[KVBlock], None] | None = None):
         if num_blocks < 2:
             raise ValueError(
                 f"num_blocks must be at least 2 (block 0 is the null block), got {num_blocks}"
             )
         self.blocks = [KVBlock(block_id) for block_id in range(num_blocks)]
         self.free_block_queue = FreeBlockQueue(self.blocks[1:])
+        self.num_cached_blocks = self.num_freed = 0
+        self._evict = evict
 
     @property
     def num_usable_blocks(self) -> int:
@@ -132,6 +162,9 @@ class BlockPool:
         taken = [self.free_block_queue.popleft() for _ in range(num_blocks)]
         for block in taken:
             block.ref_cnt = 1
+            if block.content is not None and self._evict is not None:
+                self.num_cached_blocks -= 1
+                self._evict(block)
         return [block.block_id for block in taken]
 
     def touch(self, block_ids: Iterable[int]) -> None:
@@ -140,6 +173,7 @@ class BlockPool:
             block = self._handed_out(block_id)
             if block.ref_cnt == 0:
                 self.free_block_queue.remove(block)
+                self.num_cached_blocks -= block.content is not None
             block.ref_cnt += 1
 
     def free(self, block_ids: Iterable[int]) -> None:
@@ -151,6 +185,8 @@ class BlockPool:
             block.ref_cnt -= 1
             if block.ref_cnt == 0:
                 self.free_block_queue.append(block)
+                self.num_cached_blocks += block.content is not None
+                self.num_freed += 1
 
     def _handed_out(self, block_id: int) -> KVBlock:
         if not 0 < block_id < len(self.blocks):
@@ -159,7 +195,7 @@ class BlockPool:
 
     def census(self) -> BlockCensus:
         """Count the blocks by looking at each (O(blocks): for reports and checks)."""
-        cached = sum(block.block_hash is not None for block in self.free_block_queue)
+        cached = sum(block.content is not None for block in self.free_block_queue)
         used = sum(block.ref_cnt > 0 for block in self.blocks[1:])
         free = self.free_block_queue.num_blocks - cached
         return BlockCensus(free, used, cached, self.num_usable_blocks)
@@ -174,3 +210,5 @@ class BlockPool:
         require(self.blocks[NULL_BLOCK_ID].ref_cnt == 0, "the null block was handed out")
         census = self.census()
         require(census.free + census.used + census.cached == census.total, f"{census} is off")
+        counted = self.num_cached_blocks
+        require(counted == census.cached, f"{census.cached} blocks cached, {counted} counted")

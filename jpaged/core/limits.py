@@ -1,9 +1,10 @@
 """The scheduler's limits, and who is refused because of them."""
 
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 
 from jpaged.core.block_manager import BlockManager
-from jpaged.core.request import Request
+from jpaged.core.request import Request, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +39,60 @@ def max_num_tokens(config: SchedulerConfig, request: Request) -> int:
     return min(prompt + request.stop.max_tokens, config.max_model_len)
 
 
+def check_new(
+    request: Request, is_unfinished: Callable[[str], bool], seq_ids: Container[int]
+) -> None:
+    """Raise ValueError if one of the request's ids is in use."""
+    if is_unfinished(request.request_id):
+        raise ValueError(f"request_id {request.request_id!r} is in use by an unfinished request")
+    for sequence in request.sequences:
+        if sequence.seq_id in seq_ids:
+            raise ValueError(f"seq_id {sequence.seq_id} is in use by another sequence")
+
+
 def check_fits(config: SchedulerConfig, manager: BlockManager, request: Request) -> None:
     """Raise ValueError unless the request, alone in the pool, can run to its end."""
     if len(request.sequences) != 1:
         raise ValueError(f"a request must have one sequence, got {len(request.sequences)}")
     _check_prompt(config, request)
-    # The last token is never fed back, so it needs no slot.
-    needed = manager.num_blocks_for(max_num_tokens(config, request) - 1)
-    usable = manager.pool.num_usable_blocks
+    sequence = request.sequences[0]
+    needed = _num_needed_blocks(manager, sequence, max_num_tokens(config, request))
+    pinned = manager.pins.num_blocks
+    usable = manager.pool.num_usable_blocks - pinned
     if needed > usable:
+        beside = f" beside {pinned} pinned ones" if pinned else ""
         raise ValueError(
             f"request {request.request_id!r} may need {needed} blocks "
-            f"({request.sequences[0].num_prompt_tokens} prompt tokens, "
-            f"max_tokens={request.stop.max_tokens}) and the pool has {usable}: "
-            "raise num_blocks or lower max_tokens"
+            f"({sequence.num_prompt_tokens} prompt tokens, "
+            f"max_tokens={request.stop.max_tokens}) and the pool has {usable}{beside}: "
+            f"raise num_blocks{', unpin a prefix' if pinned else ''} or lower max_tokens"
         )
+
+
+def check_pin_fits(
+    manager: BlockManager, num_new_blocks: int, unfinished: Iterable[Request]
+) -> None:
+    """Raise ValueError unless each unfinished request could still run to its end, alone, beside
+    `num_new_blocks` more pinned ones; what it may share with these is not counted on."""
+    left = manager.pool.num_usable_blocks - manager.pins.num_blocks - num_new_blocks
+    if left < 0:
+        raise ValueError(
+            f"pinning {num_new_blocks} blocks leaves the pool {-left} short: "
+            "raise num_blocks, or unpin another prefix"
+        )
+    for request in unfinished:
+        needed = _num_needed_blocks(manager, request.sequences[0], request.max_num_tokens)
+        if needed > left:
+            raise ValueError(
+                f"pinning {num_new_blocks} blocks leaves {left}, and request "
+                f"{request.request_id!r} may need {needed}: wait for its end, or raise num_blocks"
+            )
+
+
+def _num_needed_blocks(manager: BlockManager, sequence: Sequence, max_num_tokens: int) -> int:
+    """Blocks that a sequence which reaches `max_num_tokens` needs beside the pinned ones: the last
+    token is never fed back, so it needs no slot, and a pinned prefix is there already."""
+    return manager.num_blocks_for(max_num_tokens - 1) - manager.num_shared_with_pins(sequence)
 
 
 def _check_prompt(config: SchedulerConfig, request: Request) -> None:

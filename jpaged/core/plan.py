@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from jpaged.core.request import FinishReason, Request, Sequence
 
 
@@ -52,6 +54,19 @@ class StepPlan:
         object.__setattr__(self, "num_tokens", sum([s.num_scheduled_tokens for s in scheduled]))
         decode = len(scheduled) == self.num_tokens and all(map(_is_decode_row, scheduled))
         object.__setattr__(self, "is_decode", decode)
+
+    def check_update(self, sampled: np.ndarray, num_updated: int, num_planned: int) -> None:
+        """Raise ValueError unless this plan is the next to be read, and `sampled` is its result."""
+        if not num_updated == self.step_id < num_planned:
+            raise ValueError(
+                f"plan of step {self.step_id} is out of order: step {num_updated} is the "
+                "next to update"
+            )
+        if sampled.shape != (len(self.scheduled),):
+            raise ValueError(
+                f"sampled must have one token for each of {len(self.scheduled)} scheduled "
+                f"sequences, got shape {sampled.shape}"
+            )
 
 
 def _is_decode_row(row: ScheduledSequence) -> bool:

@@ -52,6 +52,9 @@ class Sequence:
     `num_computed_tokens` tokens have their KV written by those steps, and `num_pending_tokens`
     of the sequence's tokens were sampled by them but not read by the host yet (in the overlapped
     loop 1 when a step is planned, 2 between planning a step and reading the one before it).
+
+    `cache_salt` separates prefixes in the cache: only sequences of the same salt share KV. One that
+    does not read the cache (it needs every position computed) still fills it.
     """
 
     seq_id: int
@@ -62,6 +65,11 @@ class Sequence:
     num_in_flight_steps: int = 0  # launched steps holding this sequence that are not read yet
     num_admitted_tokens: int = 0  # tokens known when it last joined the batch; see StepPlan
     block_table: list[int] = field(default_factory=list)
+    cache_salt: str | None = None
+    reads_prefix_cache: bool = True
+    num_cached_tokens: int | None = None  # found in the cache when it first joined the batch
+    num_chained_blocks: int = 0  # leading blocks whose content the cache knows
+    chain_content: int = 0  # the number of the last one's content
 
     @property
     def num_tokens(self) -> int:
@@ -93,10 +101,23 @@ class Request:
 
     @classmethod
     def from_prompt(
-        cls, request_id: str, prompt_token_ids: list[int], stop: StopCriteria, *, seq_id: int
+        cls,
+        request_id: str,
+        prompt_token_ids: list[int],
+        stop: StopCriteria,
+        *,
+        seq_id: int,
+        cache_salt: str | None = None,
+        reads_prefix_cache: bool = True,
     ) -> "Request":
         """A request of one sequence; `seq_id` must be unique among unfinished sequences."""
-        sequence = Sequence(seq_id, list(prompt_token_ids), len(prompt_token_ids))
+        sequence = Sequence(
+            seq_id,
+            list(prompt_token_ids),
+            len(prompt_token_ids),
+            cache_salt=cache_salt,
+            reads_prefix_cache=reads_prefix_cache,
+        )
         return cls(request_id, [sequence], stop)
 
     @property

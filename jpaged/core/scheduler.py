@@ -9,14 +9,17 @@ can be planned before the sampled tokens of this one were read:
     overlapped:  plan = schedule(); launch(plan); update(previous plan, previous tokens)
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from itertools import chain
 
 import numpy as np
 
+from jpaged.core.admission import Admission
 from jpaged.core.block_manager import NO_CHANGES, BlockManager
+from jpaged.core.block_pool import KVBlock
 from jpaged.core.draft import StepDraft
 from jpaged.core.integrity import check_queues, check_sequences
-from jpaged.core.limits import SchedulerConfig, check_fits, max_num_tokens
+from jpaged.core.limits import SchedulerConfig, check_fits, check_new, max_num_tokens
 from jpaged.core.plan import Emitted, StepPlan
 from jpaged.core.request import FinishReason, Request, RequestStatus, Sequence
 from jpaged.core.stop import finish_reason_of
@@ -38,6 +41,7 @@ class Scheduler:
         self.waiting: OrderedDict[str, Request] = OrderedDict()
         # Finished, but steps in flight may still write their blocks.
         self.draining: dict[int, Sequence] = {}
+        self._admission = Admission(config, block_manager)
         self._owners: dict[int, Request] = {}  # of each sequence that is unfinished or draining
         self._released: list[int] = []
         self._preempted: list[str] = []
@@ -73,6 +77,11 @@ class Scheduler:
         """Whether any request still has tokens to come."""
         return bool(self.running or self.waiting)
 
+    @property
+    def unfinished(self) -> tuple[Request, ...]:
+        """Requests that have not ended, in order of arrival."""
+        return (*self.running.values(), *self.waiting.values())
+
     def is_unfinished(self, request_id: str) -> bool:
         """Whether the request is known and has not ended."""
         return request_id in self.running or request_id in self.waiting
@@ -81,7 +90,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request; ValueError, with nothing changed, if it could never run."""
-        self._check_new(request)
+        check_new(request, self.is_unfinished, self._owners)
+        check_fits(self.config, self.block_manager, request)
         request.max_num_tokens = max_num_tokens(self.config, request)
         request.arrival = self._num_arrived
         self._num_arrived += 1
@@ -124,13 +134,16 @@ class Scheduler:
         Plans are read in the order of planning, each once, or ValueError is raised. Rows that do
         not sample, and those of requests that ended meanwhile, may hold anything.
         """
-        self._check_update(plan, sampled)
+        plan.check_update(sampled, self._num_updated, self._num_planned)
         self._num_updated += 1
-        emitted = []
+        emitted, manager = [], self.block_manager
+        caches, block_size = manager.prefix_cache is not None, manager.block_size
         for row, token_id in zip(plan.scheduled, sampled.tolist(), strict=True):
-            sequence = row.sequence
+            sequence, start, num_tokens, samples, _ = row
             sequence.num_in_flight_steps -= 1
-            if row.samples:
+            if caches and (start + num_tokens) // block_size > sequence.num_chained_blocks:
+                manager.register_computed(sequence, start + num_tokens)
+            if samples:
                 sequence.num_pending_tokens -= 1
                 request = self._owners[sequence.seq_id]
                 if request.status is not RequestStatus.FINISHED:
@@ -142,11 +155,21 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Prove the scheduler's books, and the blocks' beneath them; IntegrityError if not."""
         check_queues(self.config.max_num_seqs, self.running, self.waiting)
-        unfinished = (*self.running.values(), *self.waiting.values())
-        sequences = [s for request in unfinished for s in request.sequences]
-        sequences += self.draining.values()
+        sequences = self._sequences()
         check_sequences(sequences, self.draining, self._owners, self.num_in_flight_steps)
         self.block_manager.check_integrity(sequences)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes: no KV computed so far serves a request that comes later.
+
+        ValueError, with nothing changed, while a prefix is pinned.
+        """
+        self.block_manager.reset_prefix_cache(self._sequences())
+
+    def _sequences(self) -> list[Sequence]:
+        """All that are unfinished or draining."""
+        unfinished = [s for request in self.unfinished for s in request.sequences]
+        return unfinished + list(self.draining.values())
 
     # ---- planning
 
@@ -183,7 +206,9 @@ class Scheduler:
         return not draft.is_starved
 
     def _num_returning_blocks(self) -> int:
-        return sum(len(sequence.block_table) for sequence in self.draining.values())
+        tables = (sequence.block_table for sequence in self.draining.values())
+        held, blocks = Counter(chain.from_iterable(tables)), self.block_manager.pool.blocks
+        return sum(blocks[block_id].ref_cnt == count for block_id, count in held.items())
 
     def _preempt_last(self, draft: StepDraft) -> Request:
         request_id, request = self.running.popitem()
@@ -203,26 +228,28 @@ class Scheduler:
     def _admit_waiting(self, draft: StepDraft) -> None:
         while self.waiting and draft.budget and self.num_running < self.config.max_num_seqs:
             request = next(iter(self.waiting.values()))
-            if not self._can_admit(draft, request):
+            sequence = request.sequences[0]
+            # The spare block keeps the newcomer from being preempted by the next one to grow.
+            found = self._admission.find(sequence, draft.budget, int(bool(self.running)))
+            if found is None:
                 break
             del self.waiting[request.request_id]
             self.running[request.request_id] = request
             request.status = RequestStatus.RUNNING
-            sequence = request.sequences[0]
-            sequence.num_admitted_tokens = known = len(sequence.token_ids)
-            num_tokens = min(known, draft.budget)
-            changes = self.block_manager.allocate(sequence, num_tokens)
-            draft.place(sequence, num_tokens, changes)
+            self._join(draft, sequence, *found)
 
-    def _can_admit(self, draft: StepDraft, request: Request) -> bool:
-        sequence = request.sequences[0]
-        if sequence.num_pending_tokens or sequence.num_in_flight_steps:
-            return False  # preempted a moment ago: its newest token is not known here yet
-        known = len(sequence.token_ids)
-        if known > draft.budget and not self.config.enable_chunked_prefill:
-            return False
-        # The spare block keeps the newcomer from being preempted by the next one to grow.
-        return self.block_manager.can_allocate(known, num_spare_blocks=int(bool(self.running)))
+    def _join(self, draft: StepDraft, sequence: Sequence, prefix: list[KVBlock]) -> None:
+        sequence.num_admitted_tokens = known = len(sequence.token_ids)
+        num_cached_tokens = len(prefix) * self.block_manager.block_size
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = num_cached_tokens
+        cache = self.block_manager.prefix_cache
+        if cache is not None and sequence.reads_prefix_cache:
+            cache.num_query_tokens += known
+            cache.num_hit_tokens += num_cached_tokens
+        num_tokens = min(known - num_cached_tokens, draft.budget)
+        changes = self.block_manager.allocate(sequence, num_tokens, prefix)
+        draft.place(sequence, num_tokens, changes)
 
     def _plan(self, draft: StepDraft) -> StepPlan:
         plan = StepPlan(
@@ -264,27 +291,3 @@ class Scheduler:
             self.block_manager.free(sequence)
             sequence.num_computed_tokens = 0
             del self._owners[sequence.seq_id]
-
-    # ---- refusals
-
-    def _check_new(self, request: Request) -> None:
-        if self.is_unfinished(request.request_id):
-            raise ValueError(
-                f"request_id {request.request_id!r} is in use by an unfinished request"
-            )
-        for sequence in request.sequences:
-            if sequence.seq_id in self._owners:
-                raise ValueError(f"seq_id {sequence.seq_id} is in use by another sequence")
-        check_fits(self.config, self.block_manager, request)
-
-    def _check_update(self, plan: StepPlan, sampled: np.ndarray) -> None:
-        if not self._num_updated == plan.step_id < self._num_planned:
-            raise ValueError(
-                f"plan of step {plan.step_id} is out of order: step {self._num_updated} is the "
-                "next to update"
-            )
-        if sampled.shape != (len(plan.scheduled),):
-            raise ValueError(
-                f"sampled must have one token for each of {len(plan.scheduled)} scheduled "
-                f"sequences, got shape {sampled.shape}"
-            )

@@ -7,8 +7,16 @@ from core_fake_device import FakeDevice, oracle
 
 from jpaged.core.block_manager import BlockManager
 from jpaged.core.plan import Emitted, StepPlan
+from jpaged.core.prefix_cache import Digest, PrefixCache, seeded_digest
 from jpaged.core.request import FinishReason, Request, StopCriteria
 from jpaged.core.scheduler import Scheduler, SchedulerConfig
+
+DIGESTS: dict[str, Digest] = {
+    "xxh3": seeded_digest(0),
+    "two bits": lambda key: seeded_digest(0)(key) % 4,
+    "constant": lambda key: 7,
+}
+"""A good hash, and two that collide all the time: none may be trusted."""
 
 
 def make_scheduler(
@@ -18,22 +26,36 @@ def make_scheduler(
     max_num_batched_tokens: int = 16,
     max_model_len: int = 40,
     enable_chunked_prefill: bool = True,
+    digest: str | None = None,
 ) -> Scheduler:
+    """`digest` names the prefix cache's; None for no cache."""
     config = SchedulerConfig(
         max_num_seqs, max_num_batched_tokens, max_model_len, enable_chunked_prefill
     )
-    return Scheduler(config, BlockManager(num_blocks, block_size))
+    cache = None if digest is None else PrefixCache(block_size, DIGESTS[digest])
+    return Scheduler(config, BlockManager(num_blocks, block_size, cache))
 
 
 def make_request(
-    name: str, prompt: int | list[int], max_tokens: int = 4, seq_id: int | None = None, **stop
+    name: str,
+    prompt: int | list[int],
+    max_tokens: int = 4,
+    seq_id: int | None = None,
+    salt: str | None = None,
+    reads: bool = True,
+    **stop,
 ) -> Request:
     """A request; a prompt given as a length is filled from the name, a one-digit number."""
     if isinstance(prompt, int):
         prompt = [(int(name) + i) % 11 for i in range(prompt)]
     criteria = StopCriteria(max_tokens, **stop)
     return Request.from_prompt(
-        name, prompt, criteria, seq_id=int(name) if seq_id is None else seq_id
+        name,
+        prompt,
+        criteria,
+        seq_id=int(name) if seq_id is None else seq_id,
+        cache_salt=salt,
+        reads_prefix_cache=reads,
     )
 
 
@@ -43,8 +65,11 @@ class Driver:
     def __init__(self, scheduler: Scheduler, lag: int = 0):
         self.scheduler, self.lag = scheduler, lag
         manager = scheduler.block_manager
-        self.device = FakeDevice(manager.block_size, scheduler.config.max_num_seqs)
-        self.start_census = manager.pool.census()
+        self.device = FakeDevice(
+            manager.block_size,
+            scheduler.config.max_num_seqs,
+            shares=manager.prefix_cache is not None,
+        )
         self.in_flight: deque[tuple[StepPlan, np.ndarray]] = deque()
         self.plans: list[StepPlan] = []
         self.requests: dict[str, Request] = {}
@@ -97,7 +122,10 @@ class Driver:
         assert not self.scheduler.has_unfinished
         assert not self.in_flight
         self.scheduler.check_integrity()
-        assert self.scheduler.block_manager.pool.census() == self.start_census
+        census = self.scheduler.block_manager.pool.census()
+        assert census.used == self.scheduler.block_manager.pins.num_blocks
+        if self.scheduler.block_manager.prefix_cache is None:
+            assert census.cached == 0
         for request in self.requests.values():
             self._check_stream(request)
 

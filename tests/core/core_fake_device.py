@@ -1,8 +1,9 @@
 """A device that stores in each slot whose token's KV it would hold, and a naive oracle.
 
 It applies plans as a runner must, in launch order, and checks that every slot a step reads holds
-exactly the KV that the sequence itself put there: the KV of a token is stood for by a checksum of
-the sequence's id and all its tokens up to that one.
+exactly the KV of the sequence's own tokens: the KV of a token is stood for by a checksum of all
+tokens up to that one and of its origin, which is the sequence's cache salt where prefixes are
+shared, and the sequence itself where nothing is.
 """
 
 import zlib
@@ -10,8 +11,9 @@ from itertools import accumulate
 
 import numpy as np
 
+from jpaged.core.block_pool import BlockPool
 from jpaged.core.plan import ScheduledSequence, StepPlan
-from jpaged.core.request import FinishReason, StopCriteria
+from jpaged.core.request import FinishReason, Sequence, StopCriteria
 
 VOCABULARY = 11
 
@@ -35,17 +37,17 @@ def oracle(
             return outputs, FinishReason.LENGTH
 
 
-def kv_of(seq_id: int, token_ids: list[int]) -> list[int]:
+def kv_of(origin: str, token_ids: list[int]) -> list[int]:
     """The KV of each token of a sequence, as checksums."""
-    start = zlib.crc32(seq_id.to_bytes(4, "little"))
+    start = zlib.crc32(origin.encode())
     return list(accumulate(token_ids, lambda h, t: zlib.crc32(bytes([t]), h), initial=start))[1:]
 
 
 class FakeDevice:
     """Pool, device-side block tables and last tokens; `launch` runs a step at once."""
 
-    def __init__(self, block_size: int, max_num_seqs: int):
-        self.block_size, self.max_num_seqs = block_size, max_num_seqs
+    def __init__(self, block_size: int, max_num_seqs: int, shares: bool = False):
+        self.block_size, self.max_num_seqs, self.shares = block_size, max_num_seqs, shares
         self.slots: dict[int, int] = {}
         self.tables: dict[int, list[int]] = {}  # rows of the batch, by sequence
         self.last_tokens: dict[int, int] = {}
@@ -62,10 +64,18 @@ class FakeDevice:
             self._join(row)
         assert len(self.tables) <= self.max_num_seqs, "more rows than the device has"
         inputs = [self._inputs(row, plan.is_decode) for row in plan.scheduled]
+        for row in plan.scheduled:
+            self._read(row, row.start)  # what it stands on is there before this step writes
         self._write(plan, inputs)
         for row in plan.scheduled:
-            self._read(row)
+            self._read(row, row.start + row.num_scheduled_tokens)
         return np.array([self._sample(row) for row in plan.scheduled], np.int32)
+
+    def spoil(self, pool: BlockPool) -> None:
+        """Make the KV in free blocks unreadable, as it is after a reset of the prefix cache."""
+        for block in pool.free_block_queue:
+            for offset in range(self.block_size):
+                self.slots.pop(block.block_id * self.block_size + offset, None)
 
     def _copy_block(self, src: int, dst: int) -> None:
         for offset in range(self.block_size):
@@ -76,7 +86,10 @@ class FakeDevice:
     def _join(self, row: ScheduledSequence) -> None:
         sequence = row.sequence
         if sequence.seq_id not in self.tables:
-            assert row.start == 0, "a row must join the batch from its first token"
+            if not self.shares:
+                assert row.start == 0, "a row must join the batch from its first token"
+            assert row.start % self.block_size == 0, "only full blocks are shared"
+            assert row.start < len(sequence.token_ids), "nothing is left to compute"
             self.tables[sequence.seq_id] = []
         table = self.tables[sequence.seq_id]
         for index, block_id in row.block_updates:
@@ -100,6 +113,9 @@ class FakeDevice:
         assert inputs == self.history[row.sequence.seq_id][row.start : end]
         return inputs
 
+    def _origin(self, sequence: Sequence) -> str:
+        return repr(sequence.cache_salt if self.shares else sequence.seq_id)
+
     def _slot(self, seq_id: int, position: int) -> int:
         block_id = self.tables[seq_id][position // self.block_size]
         assert block_id != 0, "the null block is in a block table"
@@ -109,17 +125,18 @@ class FakeDevice:
         written: set[int] = set()
         for row, tokens in zip(plan.scheduled, inputs, strict=True):
             seq_id = row.sequence.seq_id
-            kv = kv_of(seq_id, self.history[seq_id][: row.start] + tokens)
+            kv = kv_of(self._origin(row.sequence), self.history[seq_id][: row.start] + tokens)
             for position in range(row.start, len(kv)):
                 slot = self._slot(seq_id, position)
                 assert slot not in written, "two rows write one slot"
                 written.add(slot)
                 self.slots[slot] = kv[position]
 
-    def _read(self, row: ScheduledSequence) -> None:
-        seq_id, end = row.sequence.seq_id, row.start + row.num_scheduled_tokens
+    def _read(self, row: ScheduledSequence, end: int) -> None:
+        seq_id = row.sequence.seq_id
         found = [self.slots.get(self._slot(seq_id, position)) for position in range(end)]
-        assert found == kv_of(seq_id, self.history[seq_id][:end]), "KV of others, or none, is read"
+        own = kv_of(self._origin(row.sequence), self.history[seq_id][:end])
+        assert found == own, "KV of others, or none, is read"
 
     def _sample(self, row: ScheduledSequence) -> int:
         seq_id = row.sequence.seq_id

@@ -1,4 +1,8 @@
-"""Random work on the block manager against a naive model that predicts every block id."""
+"""Random work on the block manager against a naive model that predicts every block id.
+
+The model of the prefix cache stores with each registered block all tokens up to its end, and knows
+no hashes and no chains.
+"""
 
 from collections import Counter
 
@@ -7,9 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from jpaged.core.block_manager import BlockManager
+from jpaged.core.prefix_cache import PrefixCache
 from jpaged.core.request import Sequence
 
 BLOCK_SIZE, NUM_USABLE = 3, 9
+tokens = st.integers(0, 1)
+salts = st.sampled_from([None, "a"])
 
 
 class BlockMachine(RuleBasedStateMachine):
@@ -17,14 +24,15 @@ class BlockMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.manager = BlockManager(NUM_USABLE + 1, BLOCK_SIZE)
+        self.manager = BlockManager(NUM_USABLE + 1, BLOCK_SIZE, PrefixCache(BLOCK_SIZE))
         self.sequences: list[Sequence] = []
         self.free = list(range(1, NUM_USABLE + 1))
         self.tables: dict[int, list[int]] = {}
+        self.contents: dict[int, tuple] = {}  # of registered blocks, oldest first
         self.num_made = 0
 
-    def make(self) -> Sequence:
-        sequence = Sequence(self.num_made, [1], 1)
+    def make(self, token_ids: list[int], salt: str | None) -> Sequence:
+        sequence = Sequence(self.num_made, token_ids, len(token_ids), cache_salt=salt)
         self.num_made += 1
         self.tables[sequence.seq_id] = []
         return sequence
@@ -39,66 +47,97 @@ class BlockMachine(RuleBasedStateMachine):
             sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
         ):
             if position % BLOCK_SIZE == 0:
-                table.append(self.free.pop(0))
+                table.append(self.model_take())
             elif self.model_refs()[table[-1]] > 1:
                 copies += ((table[-1], self.free[0]),)
-                table[-1] = self.free.pop(0)
+                table[-1] = self.model_take()
         return copies
+
+    def model_take(self) -> int:
+        block_id = self.free.pop(0)
+        self.contents.pop(block_id, None)
+        return block_id
+
+    def model_content(self, sequence: Sequence, index: int) -> tuple:
+        return (sequence.cache_salt, *sequence.token_ids[: (index + 1) * BLOCK_SIZE])
+
+    def model_prefix(self, sequence: Sequence) -> list[int]:
+        found: list[int] = []
+        while (len(found) + 1) * BLOCK_SIZE < len(sequence.token_ids):
+            wanted = self.model_content(sequence, len(found))
+            block_id = next((b for b, c in self.contents.items() if c == wanted), None)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
 
     def model_need(self, sequence: Sequence, num_tokens: int) -> int:
         start, table = sequence.num_computed_tokens, self.tables[sequence.seq_id]
         edges = sum(p % BLOCK_SIZE == 0 for p in range(start, start + num_tokens))
         return edges + (start % BLOCK_SIZE > 0 and self.model_refs()[table[-1]] > 1)
 
-    def grow(self, sequence: Sequence, num_tokens: int, is_new: bool) -> None:
+    def grow(self, sequence: Sequence, num_tokens: int) -> None:
         before = list(sequence.block_table)
         copies = self.model_append(sequence, num_tokens)
-        fill = self.manager.allocate if is_new else self.manager.append
-        changes = fill(sequence, num_tokens)
+        changes = self.manager.append(sequence, num_tokens)
         sequence.num_computed_tokens += num_tokens
         assert changes.copies == copies
         for index, block_id in changes.updates:
             before[index : index + 1] = [block_id]
         assert before == sequence.block_table
 
-    @rule(num_tokens=st.integers(1, 10))
-    def allocate(self, num_tokens: int):
-        fits = -(-num_tokens // BLOCK_SIZE) <= len(self.free)
-        assert self.manager.can_allocate(num_tokens) == fits
-        if fits:
-            self.sequences.append(self.make())
-            self.grow(self.sequences[-1], num_tokens, is_new=True)
+    @rule(token_ids=st.lists(tokens, min_size=1, max_size=12), salt=salts)
+    def allocate(self, token_ids: list[int], salt: str | None):
+        sequence = self.make(token_ids, salt)
+        prefix = self.manager.find_prefix(sequence)
+        hits = [block.block_id for block in prefix]
+        assert hits == self.model_prefix(sequence)
+        num_missing = len(token_ids) - len(hits) * BLOCK_SIZE
+        num_left = len(self.free) - len(set(hits) & set(self.free))
+        fits = -(-num_missing // BLOCK_SIZE) <= num_left
+        assert self.manager.can_allocate(num_missing, prefix=prefix) == fits
+        if not fits:
+            del self.tables[sequence.seq_id]
+            return
+        self.tables[sequence.seq_id] += hits
+        self.free = [block_id for block_id in self.free if block_id not in hits]
+        changes = self.manager.allocate(sequence, num_missing, prefix)
+        assert sequence.num_computed_tokens == len(hits) * BLOCK_SIZE
+        assert self.model_append(sequence, num_missing) == changes.copies == ()
+        sequence.num_computed_tokens = len(token_ids)
+        assert changes.updates == tuple(enumerate(sequence.block_table))
+        self.sequences.append(sequence)
 
     @precondition(lambda self: self.sequences)
-    @rule(data=st.data(), num_tokens=st.integers(1, 7))
-    def append(self, data: st.DataObject, num_tokens: int):
+    @rule(data=st.data(), more=st.lists(tokens, min_size=1, max_size=7))
+    def append(self, data: st.DataObject, more: list[int]):
         sequence = data.draw(st.sampled_from(self.sequences))
-        fits = self.model_need(sequence, num_tokens) <= len(self.free)
-        assert self.manager.can_append(sequence, num_tokens) == fits
+        fits = self.model_need(sequence, len(more)) <= len(self.free)
+        assert self.manager.can_append(sequence, len(more)) == fits
         if fits:
-            self.grow(sequence, num_tokens, is_new=False)
+            sequence.token_ids += more
+            self.grow(sequence, len(more))
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), num_behind=st.integers(0, 4))
+    def register(self, data: st.DataObject, num_behind: int):
+        """As reading a step does, perhaps one that is not the last."""
+        sequence = data.draw(st.sampled_from(self.sequences))
+        num_tokens = max(sequence.num_computed_tokens - num_behind, 0)
+        self.manager.register_computed(sequence, num_tokens)
+        table = self.tables[sequence.seq_id]
+        for index in range(num_tokens // BLOCK_SIZE):
+            self.contents.setdefault(table[index], self.model_content(sequence, index))
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
     def fork(self, data: st.DataObject):
         parent = data.draw(st.sampled_from(self.sequences))
-        child = self.make()
+        child = self.make(list(parent.token_ids), parent.cache_salt)
         self.manager.fork(parent, child)
         child.num_computed_tokens = parent.num_computed_tokens
         self.tables[child.seq_id] = list(self.tables[parent.seq_id])
         self.sequences.append(child)
-
-    @precondition(lambda self: self.free)
-    @rule(data=st.data())
-    def touch_a_free_block(self, data: st.DataObject):
-        """As a prefix hit on a freed block would."""
-        block_id = data.draw(st.sampled_from(self.free))
-        sequence = self.make()
-        self.manager.pool.touch([block_id])
-        sequence.block_table, sequence.num_computed_tokens = [block_id], BLOCK_SIZE
-        self.free.remove(block_id)
-        self.tables[sequence.seq_id] = [block_id]
-        self.sequences.append(sequence)
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
@@ -120,7 +159,11 @@ class BlockMachine(RuleBasedStateMachine):
             waste = len(sequence.block_table) * BLOCK_SIZE - sequence.num_computed_tokens
             assert 0 <= waste < BLOCK_SIZE
         used = len(set().union(*self.tables.values()))
-        assert self.manager.pool.census() == (len(self.free), used, 0, NUM_USABLE)
+        cached = len(self.contents.keys() & self.free)
+        census = (len(self.free) - cached, used, cached, NUM_USABLE)
+        assert self.manager.pool.census() == census
+        registered = {b.block_id for b in self.manager.pool.blocks if b.content is not None}
+        assert registered == self.contents.keys()
 
     def teardown(self):
         for sequence in list(self.sequences):

@@ -1,0 +1,155 @@
+"""The prefix cache: finds the block that already holds the KV a sequence is about to compute.
+
+The KV of a token depends on all tokens before it, so a full block's content is named by its token
+ids and by the *content* of the block before it. Each content gets a number of its own the first
+time it is registered, never given again; that number, not a block id, is what a following block
+remembers. A block that was evicted and filled with something else thus vouches for nobody.
+
+A chained xxhash finds candidates; every hit is then compared in full (`BlockContent.key`), so that
+a collision is a miss and nobody ever reads another prompt's KV.
+"""
+
+import secrets
+import sys
+from collections.abc import Callable, Iterable
+from struct import Struct
+
+import xxhash
+
+from jpaged.core.block_pool import BlockContent, KVBlock, registered_content
+from jpaged.core.errors import require
+
+ROOT_CONTENT = 0
+"""Stands for the parent of a sequence's first block."""
+
+CHAIN_ENDED = sys.maxsize
+"""As `Sequence.num_chained_blocks`: no further block of the sequence is registered."""
+
+Digest = Callable[[bytes], int]
+
+
+class PrefixCache:
+    """An index of full blocks by content; the pool decides which of them live.
+
+    `block_size` is the pool's. `digest` maps a key to its hash; None for xxh3_64 with a random seed
+    of this process, so that nobody outside can prepare collisions.
+
+    Attributes:
+        num_query_tokens: Tokens of sequences that asked for their prefix on joining the batch.
+        num_hit_tokens: Those of them that were found.
+    """
+
+    def __init__(self, block_size: int, digest: Digest | None = None):
+        self.block_size = block_size
+        self.num_query_tokens = self.num_hit_tokens = 0
+        self._digest = digest or seeded_digest(secrets.randbits(64))
+        self._layout = Struct(f"<q{block_size}i")
+        self._index: dict[int, BlockContent] = {}
+        self._num_named = 0
+
+    @property
+    def num_contents(self) -> int:
+        """Contents that can be found."""
+        return len(self._index)
+
+    def find_chain(
+        self, token_ids: list[int], max_blocks: int, salt: str | None = None
+    ) -> list[KVBlock]:
+        """The blocks that hold the longest known prefix, at most `max_blocks` of them."""
+        chain: list[KVBlock] = []
+        parent = ROOT_CONTENT
+        for index in range(max_blocks):
+            content = self.find_next(parent, index, token_ids, salt)
+            if content is None:
+                break
+            chain.append(content.block)
+            parent = content.content_id
+        return chain
+
+    def find_next(
+        self, parent: int, index: int, token_ids: list[int], salt: str | None = None
+    ) -> BlockContent | None:
+        """The content of the `index`-th block of `token_ids`, if known, after content `parent`."""
+        at = index * self.block_size
+        key = self._key(parent, token_ids[at : at + self.block_size], salt)
+        content = self._index.get(self._digest(key))
+        return content if content is not None and content.key == key else None
+
+    def register(
+        self, block: KVBlock, parent: int, token_ids: list[int], salt: str | None = None
+    ) -> int | None:
+        """Let `block`, in use and filled with the KV of `token_ids` after `parent`, serve others.
+
+        Returns its content's number, which the block of another sequence may have had before; None
+        if another content has the hash already, which keeps it.
+        """
+        key = self._key(parent, token_ids, salt)
+        if block.content is not None:  # by another sequence that shares it
+            require(block.content.key == key, f"{block} is registered with other content")
+            return block.content.content_id
+        digest = self._digest(key)
+        content = self._index.get(digest)
+        if content is None:
+            self._num_named += 1
+            content = BlockContent(self._num_named, parent, digest, key)
+            self._index[digest] = content
+        elif content.key != key:
+            return None
+        content.blocks[block.block_id] = block
+        block.content = content
+        return content.content_id
+
+    def forget(self, block: KVBlock) -> None:
+        """`block` is about to hold something else; IntegrityError if it was not registered."""
+        content = registered_content(block)
+        del content.blocks[block.block_id]
+        block.content = None
+        if not content.blocks:
+            del self._index[content.digest]
+
+    def clear(self) -> None:
+        """Forget every block. Numbers go on, so that no old chain finds its way back in."""
+        for content in self._index.values():
+            for block in content.blocks.values():
+                block.content = None
+            content.blocks.clear()
+        self._index.clear()
+
+    def holds(self, block: KVBlock, token_ids: list[int], salt: str | None) -> bool:
+        """Whether a registered block's content is that of `token_ids` and `salt`."""
+        content = block.content
+        return content is not None and content.key == self._key(content.parent, token_ids, salt)
+
+    def check_integrity(self, blocks: Iterable[KVBlock]) -> None:
+        """Prove that the index holds just the registered ones of `blocks`, each after a parent."""
+        registered = {block.block_id for block in blocks if block.content is not None}
+        indexed: set[int] = set()
+        known = {ROOT_CONTENT, *(content.content_id for content in self._index.values())}
+        require(len(known) == len(self._index) + 1, "two contents have one number")
+        for digest, content in self._index.items():
+            _check_content(digest, content, known)
+            require(indexed.isdisjoint(content.blocks), "a block has two contents")
+            indexed |= content.blocks.keys()
+        require(indexed == registered, f"blocks wrongly indexed: {sorted(indexed ^ registered)}")
+
+    def _key(self, parent: int, token_ids: list[int], salt: str | None) -> bytes:
+        """The content itself, spelled out: the numbers have a fixed width, the salt follows."""
+        key = self._layout.pack(parent, *token_ids)
+        return key if salt is None else key + salt.encode("utf-8", "surrogatepass")
+
+
+def seeded_digest(seed: int) -> Digest:
+    """xxh3_64 with a seed from 0 to 2**64 - 1."""
+    return lambda key: xxhash.xxh3_64_intdigest(key, seed=seed)
+
+
+def _check_content(digest: int, content: BlockContent, known: set[int]) -> None:
+    name = f"content {content.content_id}"
+    require(content.digest == digest, f"{name} is indexed under another hash")
+    require(bool(content.blocks), f"{name} is in no block")
+    # Numbers rise along a chain, so that none can come back to itself.
+    is_after = content.parent in known and content.parent < content.content_id
+    require(is_after, f"{name} follows content {content.parent}, which is gone or came later")
+    for block_id, block in content.blocks.items():
+        is_there = block.content is content and block.block_id == block_id
+        require(is_there, f"{name} is not what block {block_id} says it holds")

@@ -1,0 +1,338 @@
+"""The prefix cache on the block manager, by literal block ids."""
+
+import pytest
+from core_driver import DIGESTS
+
+from jpaged.core.block_manager import BlockManager
+from jpaged.core.block_pool import BlockCensus
+from jpaged.core.errors import IntegrityError, OutOfBlocksError
+from jpaged.core.prefix_cache import CHAIN_ENDED, PrefixCache
+from jpaged.core.request import Sequence
+
+LETTERS = list(range(100))
+
+
+def make_manager(num_blocks: int = 11, digest: str = "xxh3") -> BlockManager:
+    return BlockManager(num_blocks, 4, PrefixCache(4, DIGESTS[digest]))
+
+
+def join(
+    manager: BlockManager,
+    token_ids: list[int],
+    salt: str | None = None,
+    *,
+    seq_id: int = 0,
+    is_read: bool = True,
+) -> Sequence:
+    """A sequence that takes what is cached, computes the rest, and is read if `is_read`."""
+    sequence = Sequence(seq_id, list(token_ids), len(token_ids), cache_salt=salt)
+    prefix = manager.find_prefix(sequence)
+    num_tokens = len(token_ids) - len(prefix) * manager.block_size
+    manager.allocate(sequence, num_tokens, prefix)
+    sequence.num_computed_tokens = len(token_ids)
+    if is_read:
+        manager.register_computed(sequence, len(token_ids))
+    return sequence
+
+
+def hits(manager: BlockManager, token_ids: list[int], salt: str | None = None) -> list[int]:
+    found = manager.find_prefix(Sequence(99, token_ids, len(token_ids), cache_salt=salt))
+    return [block.block_id for block in found]
+
+
+def queue_of(manager: BlockManager) -> list[int]:
+    return [block.block_id for block in manager.pool.free_block_queue]
+
+
+def free(manager: BlockManager, *sequences: Sequence) -> None:
+    for sequence in sequences:
+        manager.free(sequence)
+        sequence.num_computed_tokens = 0
+    manager.check_integrity([])
+
+
+def test_full_blocks_are_hit_after_they_were_freed():
+    manager = make_manager()
+    first = join(manager, LETTERS[:10])
+    assert first.block_table == [1, 2, 3]
+    free(manager, first)
+    assert queue_of(manager) == [4, 5, 6, 7, 8, 9, 10, 3, 2, 1]
+    assert manager.pool.census() == BlockCensus(free=8, used=0, cached=2, total=10)
+    second = join(manager, LETTERS[:12])
+    assert second.block_table == [1, 2, 4]
+    assert second.num_chained_blocks == 3
+    assert queue_of(manager) == [5, 6, 7, 8, 9, 10, 3]
+    assert manager.pool.census() == BlockCensus(free=7, used=3, cached=0, total=10)
+    manager.check_integrity([second])
+
+
+def test_a_hit_ends_where_the_tokens_differ():
+    manager = make_manager()
+    free(manager, join(manager, LETTERS[:12]))
+    assert hits(manager, [*LETTERS[:8], 99, 99, 99, 99, 12]) == [1, 2]
+    assert hits(manager, [*LETTERS[:3], 99, *LETTERS[4:12]]) == []
+    assert hits(manager, LETTERS[4:12]) == []  # the same tokens elsewhere are not the same KV
+
+
+def test_blocks_in_use_are_shared():
+    manager = make_manager()
+    first = join(manager, LETTERS[:9])
+    second = join(manager, LETTERS[:9], seq_id=1)
+    assert (first.block_table, second.block_table) == ([1, 2, 3], [1, 2, 4])
+    assert [block.ref_cnt for block in manager.pool.blocks[:5]] == [0, 2, 2, 1, 1]
+    manager.check_integrity([first, second])
+    manager.free(first)
+    assert queue_of(manager)[-1] == 3
+    manager.free(second)
+    assert queue_of(manager)[-4:] == [3, 4, 2, 1]
+
+
+@pytest.mark.parametrize(("num_tokens", "expected"), [(1, []), (4, []), (5, [1]), (8, [1])])
+def test_one_token_at_least_is_left_to_compute(num_tokens: int, expected: list[int]):
+    manager = make_manager()
+    free(manager, join(manager, LETTERS[:8]))
+    assert hits(manager, LETTERS[:num_tokens]) == expected
+
+
+def test_a_sequences_tail_is_evicted_before_its_head():
+    manager = make_manager(6)
+    free(manager, join(manager, LETTERS[:20]))
+    assert queue_of(manager) == [5, 4, 3, 2, 1]
+    taken = join(manager, LETTERS[50:58], is_read=False)
+    assert taken.block_table == [5, 4]
+    assert hits(manager, LETTERS[:21]) == [1, 2, 3]
+    assert manager.pool.census() == BlockCensus(free=0, used=2, cached=3, total=5)
+    manager.check_integrity([taken])
+
+
+def test_the_least_recently_used_prefix_is_evicted_first():
+    manager = make_manager(5)
+    free(manager, join(manager, LETTERS[:8]), join(manager, LETTERS[50:58], seq_id=1))
+    assert queue_of(manager) == [2, 1, 4, 3]
+    free(manager, join(manager, LETTERS[:9], is_read=False))  # takes the other's tail
+    assert queue_of(manager) == [3, 4, 2, 1]
+    assert hits(manager, LETTERS[50:60]) == [3]
+    assert hits(manager, LETTERS[:9]) == [1, 2]
+
+
+def test_salts_are_worlds_apart():
+    manager = make_manager()
+    free(manager, join(manager, LETTERS[:8], "a"))
+    assert hits(manager, LETTERS[:9], "a") == [1, 2]
+    assert hits(manager, LETTERS[:9], "b") == hits(manager, LETTERS[:9]) == []
+    free(manager, join(manager, LETTERS[:8]))
+    assert hits(manager, LETTERS[:9]) == [3, 4]
+    assert hits(manager, LETTERS[:9], "a") == [1, 2]
+    assert hits(manager, LETTERS[:9], "\ud800") == []
+
+
+def test_a_collision_is_a_miss_and_harms_nobody():
+    manager = make_manager(digest="constant")
+    first = join(manager, LETTERS[:8])
+    assert first.num_chained_blocks == CHAIN_ENDED  # its second block has the hash of its first
+    other = join(manager, LETTERS[50:58], seq_id=1)
+    assert other.block_table == [3, 4]
+    manager.check_integrity([first, other])
+    assert hits(manager, LETTERS[:9]) == [1]
+    assert hits(manager, LETTERS[50:59]) == []
+    free(manager, other, first)
+    assert hits(manager, LETTERS[:9]) == [1]
+
+
+def test_an_evicted_parent_vouches_for_nobody():
+    """Its block, filled with something else, must not lead to the old child."""
+    manager = make_manager(4)
+    child = join(manager, LETTERS[:8])
+    manager.pool.free([1])  # out of order, as no sequence does it
+    child.block_table = [2]
+    manager.pool.free_block_queue.remove(manager.pool.blocks[1])
+    manager.pool.free_block_queue.append(manager.pool.blocks[1])
+    other = Sequence(1, LETTERS[50:58], 8)
+    manager.append(other, 8)
+    assert other.block_table == [3, 1]
+    other.num_computed_tokens = 8
+    manager.register_computed(other, 8)
+    assert hits(manager, [*LETTERS[54:58], *LETTERS[4:9]]) == []
+    assert hits(manager, LETTERS[:9]) == []
+    with pytest.raises(IntegrityError, match="which is gone or came later"):
+        manager.prefix_cache.check_integrity(manager.pool.blocks)  # pyright: ignore
+
+
+def test_two_blocks_of_one_content_stand_in_for_each_other():
+    manager = make_manager(6)
+    first, second = (join(manager, LETTERS[:8], seq_id=i, is_read=False) for i in range(2))
+    for sequence in (first, second):
+        manager.register_computed(sequence, 8)
+    assert hits(manager, LETTERS[:9]) == [1, 2]
+    free_first = first.block_table
+    manager.free(first)
+    first.num_computed_tokens = 0
+    assert free_first == [1, 2]
+    taken = join(manager, LETTERS[50:62], seq_id=2, is_read=False)
+    assert taken.block_table == [5, 2, 1]
+    assert hits(manager, LETTERS[:9]) == [3, 4]
+    manager.check_integrity([second, taken])
+
+
+def test_only_what_is_computed_and_known_is_registered():
+    manager = make_manager()
+    sequence = join(manager, LETTERS[:12], is_read=False)
+    manager.register_computed(sequence, 7)
+    assert hits(manager, LETTERS[:13]) == [1]
+    del sequence.token_ids[10:]  # two tokens are on the device still
+    manager.register_computed(sequence, 12)
+    assert hits(manager, LETTERS[:13]) == [1, 2]
+    manager.free(sequence)
+    manager.register_computed(sequence, 12)  # it lost its blocks meanwhile
+    assert hits(manager, LETTERS[:13]) == [1, 2]
+
+
+def test_room_is_counted_with_the_hits_that_leave_the_free_queue():
+    manager = make_manager(4)
+    free(manager, join(manager, LETTERS[:8]))
+    sequence = Sequence(1, LETTERS[:13], 13)
+    prefix = manager.find_prefix(sequence)
+    assert [block.block_id for block in prefix] == [1, 2]
+    assert manager.can_allocate(4, prefix=prefix)
+    assert not manager.can_allocate(4, 1, prefix)
+    assert not manager.can_allocate(5, prefix=prefix)
+    with pytest.raises(OutOfBlocksError):
+        manager.allocate(sequence, 5, prefix)
+    assert (sequence.block_table, queue_of(manager)) == ([], [3, 2, 1])
+
+
+def test_reset_forgets_all_and_keeps_what_runs_from_registering():
+    manager = make_manager()
+    free(manager, join(manager, LETTERS[:8]))
+    running = join(manager, LETTERS[50:58], seq_id=1)
+    manager.reset_prefix_cache([running])
+    assert hits(manager, LETTERS[:9]) == hits(manager, LETTERS[50:59]) == []
+    assert manager.pool.census() == BlockCensus(free=8, used=2, cached=0, total=10)
+    running.token_ids += LETTERS[58:62]
+    manager.append(running, 4)
+    running.num_computed_tokens += 4
+    manager.register_computed(running, 12)
+    assert hits(manager, LETTERS[50:63]) == []
+    manager.check_integrity([running])
+    free(manager, running)
+    free(manager, join(manager, LETTERS[50:58]))
+    assert len(hits(manager, LETTERS[50:59])) == 2
+
+
+def test_pinned_blocks_are_never_evicted():
+    manager = make_manager(5)
+    free(manager, join(manager, LETTERS[:8]))
+    prefix = manager.find_prefix(Sequence(1, LETTERS[:9], 9))
+    pin, again = manager.pins.pin(prefix), manager.pins.pin(prefix[:1])
+    assert (manager.pins.num_blocks, manager.pins.num_pinned(prefix)) == (2, 2)
+    assert manager.pool.census() == BlockCensus(free=2, used=2, cached=0, total=4)
+    assert not manager.can_allocate(9)
+    taken = join(manager, LETTERS[50:58], seq_id=1)
+    assert taken.block_table == [3, 4]
+    assert hits(manager, LETTERS[:9]) == [1, 2]
+    with pytest.raises(ValueError, match="2 prefixes are pinned: unpin them"):
+        manager.reset_prefix_cache([taken])
+    manager.check_integrity([taken])
+    manager.pins.unpin(pin)
+    manager.check_integrity([taken])
+    assert queue_of(manager) == [2]
+    manager.pins.unpin(again)
+    assert queue_of(manager) == [2, 1]
+    with pytest.raises(ValueError, match=f"there is no pin {pin}"):
+        manager.pins.unpin(pin)
+    free(manager, taken)
+
+
+def test_a_fork_goes_on_with_its_parents_chain():
+    manager = make_manager()
+    parent, child = join(manager, LETTERS[:6]), Sequence(1, LETTERS[:6], 6)
+    manager.fork(parent, child)
+    child.num_computed_tokens = 6
+    child.token_ids += LETTERS[90:93]
+    manager.append(child, 3)
+    child.num_computed_tokens = 9
+    manager.register_computed(child, 9)
+    assert child.block_table == [1, 3, 4]
+    assert hits(manager, [*LETTERS[:6], *LETTERS[90:93]]) == [1, 3]
+    manager.check_integrity([parent, child])
+
+
+def test_seeds_differ_between_caches_and_hashes_between_contents():
+    a, b = PrefixCache(4), PrefixCache(4)
+    assert a._digest(b"x" * 24) != b._digest(b"x" * 24)
+    with pytest.raises(ValueError, match="prefix_cache has block_size=8"):
+        BlockManager(5, 4, PrefixCache(8))
+
+
+def damage_content(manager: BlockManager, sequence: Sequence) -> None:
+    sequence.token_ids[0] = 99
+
+
+def damage_salt(manager: BlockManager, sequence: Sequence) -> None:
+    sequence.cache_salt = "other"
+
+
+def damage_mark(manager: BlockManager, sequence: Sequence) -> None:
+    manager.pool.blocks[1].content = None
+
+
+def damage_swap(manager: BlockManager, sequence: Sequence) -> None:
+    one, two = manager.pool.blocks[1:3]
+    one.content, two.content = two.content, one.content
+
+
+def damage_parent(manager: BlockManager, sequence: Sequence) -> None:
+    content = manager.pool.blocks[1].content
+    assert content is not None
+    content.parent = content.content_id
+
+
+def damage_digest(manager: BlockManager, sequence: Sequence) -> None:
+    content = manager.pool.blocks[1].content
+    assert content is not None
+    content.digest += 1
+
+
+def damage_number(manager: BlockManager, sequence: Sequence) -> None:
+    one, two = (block.content for block in manager.pool.blocks[1:3])
+    assert one is not None
+    assert two is not None
+    one.content_id = two.content_id
+
+
+def damage_cached_count(manager: BlockManager, sequence: Sequence) -> None:
+    manager.pool.num_cached_blocks += 1
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        damage_content,
+        damage_salt,
+        damage_mark,
+        damage_swap,
+        damage_parent,
+        damage_digest,
+        damage_number,
+        damage_cached_count,
+    ],
+)
+def test_check_integrity_finds_damage(damage):
+    manager = make_manager()
+    sequence = join(manager, LETTERS[:12])
+    manager.check_integrity([sequence])
+    damage(manager, sequence)
+    with pytest.raises(IntegrityError):
+        manager.check_integrity([sequence])
+
+
+def test_what_is_not_registered_cannot_be_forgotten_nor_registered_as_something_else():
+    manager = make_manager()
+    join(manager, LETTERS[:4])
+    cache = manager.prefix_cache
+    assert cache is not None
+    with pytest.raises(IntegrityError, match="is not registered"):
+        cache.forget(manager.pool.blocks[2])
+    assert cache.register(manager.pool.blocks[1], 0, LETTERS[:4]) == 1
+    with pytest.raises(IntegrityError, match="registered with other content"):
+        cache.register(manager.pool.blocks[1], 0, LETTERS[1:5])

@@ -1,0 +1,190 @@
+"""The scheduler with a prefix cache: when blocks are registered, who joins with which prefix."""
+
+import pytest
+from core_driver import Driver, make_request, make_scheduler
+
+from jpaged.core.plan import StepPlan
+from jpaged.core.request import RequestStatus, Sequence
+
+
+def make_driver(lag: int = 0, **limits) -> Driver:
+    return Driver(make_scheduler(**{"digest": "xxh3", "block_size": 4, **limits}), lag)
+
+
+def rows(plan: StepPlan | None) -> list[tuple[int, int, int]]:
+    """(sequence, start, tokens) of each row."""
+    assert plan is not None
+    return [(r.sequence.seq_id, r.start, r.num_scheduled_tokens) for r in plan.scheduled]
+
+
+def hits(driver: Driver, token_ids: list[int]) -> list[int]:
+    found = driver.scheduler.block_manager.find_prefix(Sequence(99, token_ids, len(token_ids)))
+    return [block.block_id for block in found]
+
+
+PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+
+
+def test_the_next_request_starts_where_the_cache_ends():
+    driver = make_driver()
+    driver.add(make_request("1", PROMPT, max_tokens=2))
+    driver.run()
+    driver.add(make_request("2", [*PROMPT[:8], 0, 0], max_tokens=2))
+    plan = driver.step()
+    assert rows(plan) == [(2, 8, 2)]
+    assert plan is not None
+    assert plan.scheduled[0].block_updates == ((0, 1), (1, 2), (2, 4))
+    assert not plan.is_decode
+    assert driver.requests["2"].sequences[0].num_cached_tokens == 8
+    driver.run()
+    cache = driver.scheduler.block_manager.prefix_cache
+    assert cache is not None
+    assert (cache.num_query_tokens, cache.num_hit_tokens) == (19, 8)
+
+
+def test_one_missing_token_is_no_decode_step():
+    driver = make_driver()
+    driver.add(make_request("1", PROMPT, max_tokens=2))
+    driver.run()
+    driver.add(make_request("2", PROMPT, max_tokens=3))
+    plan = driver.step()
+    assert rows(plan) == [(2, 8, 1)]
+    assert plan is not None
+    assert not plan.is_decode  # its token must come from the host
+    driver.run()
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_blocks_are_registered_when_their_step_is_read(lag: int):
+    driver = make_driver(lag)
+    driver.add(make_request("1", PROMPT, max_tokens=9))
+    for _ in range(lag):
+        driver.step()
+        assert hits(driver, PROMPT) == []
+    driver.step()
+    assert hits(driver, PROMPT) == [1, 2]
+    driver.add(make_request("2", PROMPT, max_tokens=9))
+    plan = driver.step()
+    assert rows(plan)[-1] == (2, 8, 1)
+    assert driver.scheduler.block_manager.pool.blocks[1].ref_cnt == 2
+    driver.run()
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_generated_tokens_are_found_in_the_next_turn(lag: int):
+    driver = make_driver(lag)
+    driver.add(make_request("1", PROMPT, max_tokens=8))
+    driver.run()
+    history = driver.requests["1"].sequences[0].token_ids
+    assert len(history) == 17  # the last of them was never fed back: four full blocks
+    driver.add(make_request("2", [*history, 5]))
+    assert rows(driver.step()) == [(2, 16, 2)]
+    driver.run()
+
+
+def test_a_wasted_step_after_a_stop_registers_what_is_known():
+    driver = make_driver(lag=1)
+    driver.add(make_request("1", PROMPT[:7], max_tokens=9, stop_token_ids=frozenset(range(11))))
+    driver.run()
+    history = driver.requests["1"].sequences[0].token_ids
+    assert (len(history), len(driver.plans)) == (8, 2)
+    assert hits(driver, [*history, 0]) == [1, 2]  # the stop token's KV is the wasted step's
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+def test_an_aborted_prompt_leaves_what_its_steps_compute(lag: int):
+    driver = make_driver(lag, max_num_batched_tokens=8)
+    driver.add(make_request("1", [*PROMPT, *PROMPT], max_tokens=2))
+    driver.step()
+    driver.scheduler.abort("1")
+    assert hits(driver, PROMPT) == []
+    driver.run()
+    assert hits(driver, [*PROMPT, *PROMPT]) == [1, 2]
+
+
+def test_a_preempted_request_finds_what_was_left_of_it():
+    driver = make_driver(num_blocks=6)
+    driver.add(make_request("1", [1, 2, 3, 4, 5, 6, 7], max_tokens=8))
+    driver.add(make_request("2", [9, 9, 9, 9], max_tokens=8))
+    while driver.requests["2"].status is not RequestStatus.PREEMPTED:
+        driver.step()
+    second = driver.requests["2"].sequences[0]
+    known = len(second.token_ids)
+    while second.seq_id not in {seq_id for seq_id, _, _ in rows(driver.plans[-1])}:
+        driver.step()
+    assert rows(driver.plans[-1])[-1] == (2, 4, known - 4)
+    assert second.num_cached_tokens == 0  # of its first admission
+    driver.run()
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+def test_steps_in_flight_of_a_preempted_request_register_nothing(lag: int):
+    driver = make_driver(lag, num_blocks=5, block_size=2, max_num_seqs=2)
+    driver.add(make_request("1", 3, max_tokens=5))
+    driver.add(make_request("2", 1, max_tokens=5))
+    while driver.requests["2"].status is not RequestStatus.PREEMPTED:
+        driver.step()
+    assert driver.requests["2"].sequences[0].num_chained_blocks == 0
+    driver.run()
+
+
+def test_one_that_does_not_read_the_cache_fills_it():
+    driver = make_driver()
+    for name in "12":
+        driver.add(make_request(name, PROMPT, max_tokens=2, reads=False))
+        assert rows(driver.step()) == [(int(name), 0, 9)]
+        driver.run()
+    driver.add(make_request("3", PROMPT, max_tokens=2))
+    assert rows(driver.step()) == [(3, 8, 1)]
+    driver.run()
+    cache = driver.scheduler.block_manager.prefix_cache
+    assert cache is not None
+    assert (cache.num_query_tokens, cache.num_hit_tokens) == (9, 8)
+
+
+def test_shared_blocks_make_room_for_one_that_waits():
+    driver = make_driver(num_blocks=7)
+    driver.add(make_request("1", [*PROMPT[:8], 1], max_tokens=4))
+    driver.add(make_request("2", [*PROMPT[:8], 2, 3, 4, 5, 6], max_tokens=3))
+    # Four blocks and a spare are more than the three that are free, until two of them are shared.
+    assert rows(driver.step()) == [(1, 0, 9)]
+    assert rows(driver.step()) == [(1, 9, 1), (2, 8, 5)]
+    driver.run()
+
+
+def test_a_refused_head_is_looked_up_again_only_when_something_changed(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    driver = make_driver(num_blocks=8)
+    manager = driver.scheduler.block_manager
+    lookups, find = [], manager.find_prefix
+    monkeypatch.setattr(manager, "find_prefix", lambda s: lookups.append(s.seq_id) or find(s))
+    driver.add(make_request("1", PROMPT, max_tokens=14))
+    driver.add(make_request("2", [0] * 20, max_tokens=2))
+    driver.run()
+    assert lookups == [1, 2, 2]  # on joining; refused; when the first had ended
+
+
+def test_blocks_that_others_share_do_not_come_back_with_a_finished_request():
+    driver = make_driver(lag=2, num_blocks=8)
+    driver.add(make_request("1", PROMPT, max_tokens=12))
+    for _ in range(3):
+        driver.step()
+    driver.add(make_request("2", PROMPT, max_tokens=12))
+    driver.step()
+    driver.scheduler.abort("1")
+    assert len(driver.scheduler.draining[1].block_table) == 3
+    assert driver.scheduler._num_returning_blocks() == 1
+    driver.run()
+
+
+def test_reset_while_steps_are_in_flight_lets_none_of_them_register():
+    driver = make_driver(lag=1)
+    driver.add(make_request("1", PROMPT, max_tokens=9))
+    driver.step()
+    driver.scheduler.reset_prefix_cache()
+    driver.run()
+    assert hits(driver, driver.requests["1"].sequences[0].token_ids) == []
+    driver.add(make_request("2", PROMPT, max_tokens=9))
+    driver.run()
+    assert len(hits(driver, PROMPT)) == 2

@@ -1,0 +1,243 @@
+"""Prefix caching end to end: nobody's tokens change, and what is shared is counted to the token."""
+
+import random
+from typing import Any
+
+import pytest
+from conftest import Engines
+
+from jpaged import Engine, SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
+QUESTION, ANSWER = "Count from 3 to 7", "\n3, 4, 5, 6, 7"
+PREFIX = "Count from 1 to 9. Reverse stone. Spell fox. What is 12 plus 30? "
+TIGHT = 24  # blocks
+BLOCK_SIZE = 16
+
+
+@pytest.fixture(params=[True, False], ids=["overlapped", "synchronous"])
+def engine(engines: Engines, request: pytest.FixtureRequest) -> Engine:
+    made = engines(async_scheduling=request.param)
+    made.reset_prefix_cache()
+    return made
+
+
+def ids_of(engine: Engine, text: str) -> list[int]:
+    tokenizer: Any = engine.tokenizer
+    return tokenizer.encode(text)
+
+
+def complete(engine: Engine, prompt: Any, params: Any = GREEDY) -> Any:
+    return engine.generate([prompt], params)[0]
+
+
+def cacheable(num_tokens: int) -> int:
+    """Tokens of full blocks, one token at least left out."""
+    return (num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
+
+
+def test_a_repeated_prompt_is_served_from_the_cache(engine: Engine):
+    prompt = ids_of(engine, PREFIX + QUESTION)
+    before = engine.stats()
+    first, second = complete(engine, prompt), complete(engine, prompt)
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids
+    assert first.num_cached_tokens == 0
+    assert second.num_cached_tokens == cacheable(len(prompt)) > 0
+    now = engine.stats()
+    assert now.num_cached_tokens - before.num_cached_tokens == second.num_cached_tokens
+    assert now.prefix_cache_hits - before.prefix_cache_hits == second.num_cached_tokens
+    assert now.prefix_cache_queries - before.prefix_cache_queries == 2 * len(prompt)
+    assert now.num_cached_blocks > 0
+    assert now.num_used_blocks == 0
+    engine.reset_prefix_cache()
+    assert engine.stats().num_cached_blocks == 0
+    assert complete(engine, prompt).num_cached_tokens == 0
+
+
+def test_a_running_requests_blocks_are_shared(engine: Engine):
+    prompt = ids_of(engine, PREFIX)
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    engine.add_request(prompt, params, request_id="a")
+    for _ in range(5):
+        engine.step()
+    used = engine.stats().num_used_blocks
+    engine.add_request(prompt, params, request_id="b")
+    engine.step()
+    assert engine.stats().num_used_blocks - used < len(prompt) // BLOCK_SIZE
+    engine.check_integrity()
+    outputs: dict[str, Any] = {}
+    while engine.has_unfinished_requests:
+        outputs.update((o.request_id, o) for o in engine.step())
+    assert outputs["b"].num_cached_tokens == cacheable(len(prompt))
+    assert outputs["a"].outputs[0].token_ids == outputs["b"].outputs[0].token_ids
+
+
+def test_a_conversation_finds_its_own_history(engine: Engine):
+    history, messages = [], []
+    for text in (QUESTION, "Reverse stone", "Spell fox", QUESTION):
+        messages.append({"role": "user", "content": text})
+        prompt = engine.render_chat(messages)
+        output = complete(engine, prompt)
+        # The last sampled token is never fed back: the history's KV ends before it.
+        common = next((i for i, (a, b) in enumerate(zip(history, prompt)) if a != b), len(history))  # noqa: B905
+        most = min(common, max(len(history) - 1, 0)) // BLOCK_SIZE * BLOCK_SIZE
+        assert output.num_cached_tokens == min(most, cacheable(len(prompt)))
+        history = prompt + list(output.outputs[0].token_ids)
+        messages.append({"role": "assistant", "content": output.outputs[0].text})
+    assert output.num_cached_tokens > len(engine.render_chat(messages[:3]))  # answers too
+
+
+def test_generated_tokens_are_found_to_the_block(engine: Engine):
+    prompt = ids_of(engine, QUESTION)
+    params = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
+    whole = prompt + list(complete(engine, prompt, params).outputs[0].token_ids)
+    again = complete(engine, [*whole, 5])
+    assert again.num_cached_tokens == (len(whole) - 1) // BLOCK_SIZE * BLOCK_SIZE
+
+
+def test_salts_keep_tenants_apart(engine: Engine):
+    prompt = ids_of(engine, PREFIX)
+    salted = [{"prompt_token_ids": prompt, "cache_salt": salt} for salt in ("a", "b")]
+    for each in (*salted, prompt):
+        assert complete(engine, each).num_cached_tokens == 0
+    for each in (*salted, {"prompt": PREFIX, "cache_salt": "a"}, PREFIX):
+        assert complete(engine, each).num_cached_tokens == cacheable(len(prompt))
+
+
+def test_prompt_logprobs_are_computed_anew_and_fill_the_cache(engine: Engine):
+    prompt = ids_of(engine, PREFIX)
+    params = SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=1, logprobs=1)
+    first, second = complete(engine, prompt, params), complete(engine, prompt, params)
+    assert first.num_cached_tokens == second.num_cached_tokens == 0
+    assert len(second.prompt_logprobs) == len(prompt)
+    assert first.prompt_logprobs[1:] == second.prompt_logprobs[1:]
+    third = complete(engine, prompt)
+    assert third.num_cached_tokens == cacheable(len(prompt))
+
+
+def workload() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts that share beginnings of many lengths, some longer than a step."""
+    rng = random.Random(0)
+    text = [rng.randrange(5, 200) for _ in range(150)]
+    prompts, params = [], []
+    for i in range(48):
+        prompt = text[: rng.randrange(1, 150)] + [rng.randrange(5, 200) for _ in range(i % 4)]
+        kinds: list[dict[str, Any]] = [
+            {"temperature": 0.0},
+            {"temperature": 0.9, "seed": i, "top_p": 0.9},
+            {"temperature": 0.0, "repetition_penalty": 1.2, "frequency_penalty": 0.5},
+            {"temperature": 0.8, "seed": i, "logprobs": 2},
+            {"temperature": 0.0, "prompt_logprobs": 1},
+        ]
+        prompts.append(prompt)
+        params.append(
+            SamplingParams(max_tokens=rng.randrange(1, 40), ignore_eos=True, **kinds[i % 5])
+        )
+    return prompts, params
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Any]:
+    return {}
+
+
+@pytest.mark.parametrize("num_blocks", [129, TIGHT])
+@pytest.mark.parametrize("async_scheduling", [True, False], ids=["overlapped", "synchronous"])
+def test_caching_changes_no_token(
+    engines: Engines, expected: dict[str, Any], async_scheduling: bool, num_blocks: int
+):
+    prompts, params = workload()
+    if not expected:
+        plain = engines(enable_prefix_caching=False)
+        expected["outputs"] = plain.generate(prompts, params)
+        stats = plain.stats()
+        assert stats.prefix_cache_queries == stats.num_cached_blocks == 0
+    engine = engines(num_blocks=num_blocks, async_scheduling=async_scheduling)
+    engine.reset_prefix_cache()
+    before = engine.stats()
+    for _ in range(2):
+        outputs: Any = engine.generate(prompts, params)
+        for got, want in zip(outputs, expected["outputs"], strict=True):
+            check_same(got, want)
+        engine.check_integrity()
+    now = engine.stats()
+    assert now.num_cached_tokens - before.num_cached_tokens > 0.2 * sum(map(len, prompts))
+    assert (now.num_preemptions > before.num_preemptions) == (num_blocks == TIGHT)
+
+
+def check_same(got: Any, want: Any) -> None:
+    (mine,), (theirs,) = got.outputs, want.outputs
+    assert mine.token_ids == theirs.token_ids
+    if theirs.logprobs is not None:
+        assert mine.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=1e-3)
+    if want.prompt_logprobs is not None:
+        assert len(got.prompt_logprobs) == len(want.prompt_logprobs)
+
+
+def test_a_pinned_prefix_survives_what_evicts_the_others(engines: Engines):
+    engine = engines(num_blocks=TIGHT)
+    engine.reset_prefix_cache()
+    prompt = ids_of(engine, PREFIX)
+    num_blocks = len(prompt) // BLOCK_SIZE
+    waiting = engine.add_request(QUESTION, GREEDY)
+    pin = engine.pin_prefix(PREFIX)
+    assert engine.stats().num_pinned_blocks == num_blocks
+    again = engine.pin_prefix(prompt)  # all of it is there: nothing is computed
+    engine.check_integrity()
+    rng = random.Random(1)
+    noise = [[rng.randrange(5, 200) for _ in range(100)] for _ in range(12)]
+    engine.generate(noise, GREEDY)
+    assert complete(engine, PREFIX + QUESTION).num_cached_tokens == num_blocks * BLOCK_SIZE
+    delivered = {o.request_id: o for o in engine.step()}
+    assert delivered[waiting].outputs[0].text == ANSWER
+    assert engine.stats().num_used_blocks == num_blocks
+    with pytest.raises(ValueError, match="2 prefixes are pinned"):
+        engine.reset_prefix_cache()
+    for held in (pin, again):
+        engine.unpin_prefix(held)
+    with pytest.raises(ValueError, match=f"there is no pin {pin}"):
+        engine.unpin_prefix(pin)
+    engine.check_integrity()
+    engine.generate(noise, GREEDY)
+    assert complete(engine, PREFIX + QUESTION).num_cached_tokens < num_blocks * BLOCK_SIZE
+
+
+def test_pins_and_requests_leave_each_other_room(engines: Engines):
+    engine = engines(num_blocks=TIGHT)
+    engine.reset_prefix_cache()
+    room = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+    request_id = engine.add_request([7] * 50, room)  # 249 tokens in 16 of 23 blocks
+    with pytest.raises(ValueError, match=r"pinning 10 blocks leaves 13, and request .* need 16"):
+        engine.pin_prefix([8] * 160)
+    engine.abort(request_id)
+    pin = engine.pin_prefix([8] * 160)
+    with pytest.raises(ValueError, match=r"the pool has 13 beside 10 pinned ones: .* unpin a pre"):
+        engine.add_request([7] * 50, room)
+    assert len(complete(engine, [8] * 170).outputs[0].token_ids) > 0
+    engine.unpin_prefix(pin)
+    complete(engine, [7] * 50, room)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("Hi", "only full blocks of 16 are shared"),
+        ([5] * 256, "leaves no room for an output token"),
+        ({"prompt_token_ids": [5] * 20, "cache_salt": ""}, "cache_salt'] is empty"),
+    ],
+)
+def test_what_cannot_be_pinned_is_refused(engine: Engine, prompt: Any, message: str):
+    with pytest.raises(ValueError, match=message.replace("[", r"\[").replace("]", r"\]")):
+        engine.pin_prefix(prompt)
+    assert engine.stats().num_pinned_blocks == 0
+
+
+def test_without_the_cache_nothing_is_kept(engines: Engines):
+    engine = engines(enable_prefix_caching=False)
+    prompt = ids_of(engine, PREFIX)
+    for _ in range(2):
+        assert complete(engine, prompt).num_cached_tokens == 0
+    assert engine.stats().num_cached_blocks == 0
+    engine.reset_prefix_cache()
+    with pytest.raises(ValueError, match="pin_prefix needs enable_prefix_caching=True"):
+        engine.pin_prefix(prompt)
