@@ -63,6 +63,8 @@ def make_engine(shape: str, **options) -> Engine:
     """An engine of a published shape with random weights; no checkpoint is needed."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]), encoding="utf-8")
+        # As vLLM's figures were taken; the prompts are random, so there is nothing to find.
+        options = {"enable_prefix_caching": False, **options}
         return Engine(folder, load_format="dummy", skip_tokenizer_init=True, **options)
 
 
