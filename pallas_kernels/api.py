@@ -163,7 +163,7 @@ def write_kv(
         k,
         v,
         slot_mapping,
-        config=tuning.MoveConfig(),
+        config=_move_config("write", kv, backend),
         interpret=backend is Backend.INTERPRET,
     )
 
@@ -193,9 +193,15 @@ def copy_blocks(
         pool,
         src,
         dst,
-        config=tuning.MoveConfig(),
+        config=_move_config("copy", pool[0], backend),
         interpret=backend is Backend.INTERPRET,
     )
+
+
+def _move_config(op, kv, backend):
+    head_size, itemsize = kv.k.shape[3], kv.k.dtype.itemsize
+    kind = _device_kind(backend)
+    return tuning.move_config(op, head_size=head_size, itemsize=itemsize, device_kind=kind)
 
 
 def _device_kind(backend):

@@ -82,6 +82,11 @@ def prefill_config(
     return _tuned("prefill", head_size, itemsize, device_kind, config)
 
 
+def move_config(op: str, *, head_size: int, itemsize: int, device_kind: str = "") -> MoveConfig:
+    """For `op`, "write" or "copy": 2,048 elements a program keep any GPU's memory busy."""
+    return _tuned(op, head_size, itemsize, device_kind, MoveConfig())
+
+
 def _key_tile(head_size, itemsize):
     """Keys a tile: 16 KiB of keys, from 16 to 64; more spills or starves the pipeline."""
     return max(16, min(64, 16384 // (_power_of_two(head_size) * itemsize)))

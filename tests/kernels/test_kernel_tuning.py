@@ -40,12 +40,22 @@ def test_tiles_are_powers_of_two_within_limits(itemsize):
         assert prefill.tile_rows >= group
 
 
-def test_a_table_overrides_fields(tmp_path, monkeypatch):
-    table = {"decode": {"head_size=128,itemsize=2": {"tile_tokens": 32}}}
+@pytest.fixture
+def some_gpus_table(tmp_path, monkeypatch):
+    size = "head_size=128,itemsize=2"
+    table = {"decode": {size: {"tile_tokens": 32}}, "write": {size: {"chunk": 512}}}
     (tmp_path / "tuned").mkdir()
     (tmp_path / "tuned" / "Some_GPU.json").write_text(json.dumps(table))
     monkeypatch.setattr(tuning.resources, "files", lambda _: tmp_path)
+    yield
+    tuning._table.cache_clear()
+
+
+@pytest.mark.usefixtures("some_gpus_table")
+def test_a_table_overrides_fields():
+    facts = {"head_size": 128, "itemsize": 2, "device_kind": "Some GPU"}
+    assert tuning.move_config("write", **facts).chunk == 512
+    assert tuning.move_config("copy", **facts).chunk == tuning.MoveConfig().chunk
     assert _decode(device_kind="Some GPU").tile_tokens == 32
     assert _decode(device_kind="Some GPU", head_size=64).tile_tokens == 64
     assert _decode(device_kind="Other GPU").tile_tokens == 64
-    tuning._table.cache_clear()
