@@ -59,13 +59,16 @@ SHAPES: dict[str, dict] = {
 }
 
 
+# How vLLM's figures were taken. The prompts are random, so a prefix cache finds nothing.
+AS_VLLM = {"max_model_len": 2048, "max_num_seqs": 256, "enable_prefix_caching": False}
+
+
 def make_engine(shape: str, **options) -> Engine:
     """An engine of a published shape with random weights; no checkpoint is needed."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]), encoding="utf-8")
-        # As vLLM's figures were taken; the prompts are random, so there is nothing to find.
-        options = {"enable_prefix_caching": False, **options}
-        return Engine(folder, load_format="dummy", skip_tokenizer_init=True, **options)
+        dummy = {"load_format": "dummy", "skip_tokenizer_init": True}
+        return Engine(folder, **dummy, **AS_VLLM, **options)
 
 
 def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[list[int]]:

@@ -74,13 +74,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = []
     for shape in args.model:
-        engine = make_engine(
-            shape,
-            max_model_len=2048,
-            max_num_seqs=256,
-            async_scheduling=not args.synchronous,
-            verbose=True,
-        )
+        engine = make_engine(shape, async_scheduling=not args.synchronous, verbose=True)
         rows += [measure(engine, shape, case, args.repeats) for case in args.case]
         del engine
     print_table(rows)

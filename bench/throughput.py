@@ -82,13 +82,7 @@ def main() -> None:
     rows = []
     for shape in args.model:
         start = time.perf_counter()
-        engine = make_engine(
-            shape,
-            max_model_len=2048,
-            max_num_seqs=256,
-            async_scheduling=not args.synchronous,
-            verbose=True,
-        )
+        engine = make_engine(shape, async_scheduling=not args.synchronous, verbose=True)
         print(f"{shape}: engine ready in {time.perf_counter() - start:.1f} s", flush=True)
         for case in args.case:
             measure(engine, shape, case, args.scale, seed=1)  # once to warm up, on other prompts
