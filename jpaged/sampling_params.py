@@ -7,7 +7,7 @@ import math
 import numbers
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import no_type_check
+from typing import Literal, no_type_check
 
 MAX_LOGPROBS = 20
 """The most log-probabilities a token that an engine gives unless it is told otherwise."""
@@ -48,6 +48,10 @@ class SamplingParams:
     """
 
     n: int = 1
+    best_of: int | None = None
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -88,6 +92,16 @@ class SamplingParams:
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def num_samples(self) -> int:
+        """Sequences that are sampled: those returned and those that rank below them."""
+        return self.best_of or self.n
+
+    @property
+    def needs_logprobs(self) -> bool:
+        """Whether the log-probabilities of tokens are wanted, by the caller or for a ranking."""
+        return self.logprobs is not None or bool(self.best_of or self.beam_width)
 
     @property
     def adjusts_logits(self) -> bool:

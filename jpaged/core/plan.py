@@ -8,6 +8,20 @@ import numpy as np
 from jpaged.core.request import FinishReason, Request, Sequence
 
 
+class SwapOut(NamedTuple):
+    """Blocks to copy to host memory: block `block_ids[i]` becomes entry `i` of a new image."""
+
+    image_id: int
+    block_ids: tuple[int, ...]
+
+
+class SwapIn(NamedTuple):
+    """An image's entries to copy back, each (entry, block id); what is left of it is dropped."""
+
+    image_id: int
+    places: tuple[tuple[int, int], ...]
+
+
 class ScheduledSequence(NamedTuple):
     """One sequence's share of a step (a named tuple: hundreds are made each step).
 
@@ -29,10 +43,18 @@ class ScheduledSequence(NamedTuple):
 class StepPlan:
     """One step of the device.
 
-    The runner applies `released` first: rows of sequences that left the batch (finished, aborted,
-    preempted) since the last plan, each reported once a stay. A preempted sequence that comes back
-    is in `released` of this plan or an earlier one, and joins like a new one, with its whole table.
-    Then `block_copies` (source, destination), all before the step's writes; then the step.
+    The runner applies its parts in this order, and the device runs them in the order of launch:
+
+    1. `released`: rows of sequences that left the batch (finished, aborted, pruned, preempted)
+       since the last plan, each reported once a stay. A preempted sequence that comes back is in
+       `released` of this plan or an earlier one, and joins like a new one, with its whole table.
+    2. `row_forks` (parent, child), ids of sequences: the child gets a row, and in it a copy of the
+       block table that the parent's row has now.
+    3. `dropped`: images that nobody will want back.
+    4. `swap_outs`: read before anything is written, since others may get these blocks.
+    5. `block_copies` (source, destination): before the step's writes.
+    6. The step, unless `scheduled` is empty.
+    7. `swap_ins`: no sequence of this step needs them, so they travel while it runs.
 
     `num_tokens` is the step's tokens. `is_decode` tells that the step needs nothing from the host
     but at most one block-table entry a row: each row has one token, namely the one that its
@@ -43,8 +65,12 @@ class StepPlan:
     step_id: int
     scheduled: tuple[ScheduledSequence, ...]
     released: tuple[int, ...] = ()
-    preempted: tuple[str, ...] = ()  # ids of requests preempted since the last plan
+    preempted: tuple[str, ...] = ()  # ids of requests preempted, or swapped out, since the last plan
     block_copies: tuple[tuple[int, int], ...] = ()
+    row_forks: tuple[tuple[int, int], ...] = ()
+    dropped: tuple[int, ...] = ()
+    swap_outs: tuple[SwapOut, ...] = ()
+    swap_ins: tuple[SwapIn, ...] = ()
     num_tokens: int = field(init=False)
     is_decode: bool = field(init=False)
 
@@ -74,9 +100,16 @@ def _is_decode_row(row: ScheduledSequence) -> bool:
 
 
 class Emitted(NamedTuple):
-    """A sampled token that the host has read, and why its request ended if it did."""
+    """A sampled token that the host has read, and why its sequence ended if it did."""
 
     sequence: Sequence
     request: Request
     token_id: int
     finish_reason: FinishReason | None
+
+
+class StepNews(NamedTuple):
+    """What reading a step brought: tokens of samples, and beam searches that took a step."""
+
+    emitted: list[Emitted]
+    searched: list[Request]

@@ -1,7 +1,13 @@
 """What is asked of the engine: requests, their sequences, and when a sequence ends."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
+
+import numpy as np
+
+from jpaged.core.beam import BeamSearch
 
 
 class RequestStatus(StrEnum):
@@ -10,11 +16,12 @@ class RequestStatus(StrEnum):
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"  # back in the waiting queue, to be computed again from its first token
+    SWAPPED = "swapped"  # back in the waiting queue, its KV in host memory
     FINISHED = "finished"
 
 
 class FinishReason(StrEnum):
-    """Why a request ended."""
+    """Why a sequence ended, and its request with the last of them."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -44,6 +51,21 @@ class StopCriteria:
             )
 
 
+class Candidates(NamedTuple):
+    """The likeliest next tokens, best first: after one sequence [L], or each of a step's [n, L]."""
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+
+
+@dataclass(slots=True, eq=False)
+class BlockImage:
+    """A request's blocks in host memory: `num_blocks` of them, each once however often shared."""
+
+    image_id: int
+    num_blocks: int
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One stream of tokens and the blocks that hold its keys and values.
@@ -60,16 +82,23 @@ class Sequence:
     seq_id: int
     token_ids: list[int]  # the prompt and the sampled tokens that the host has read
     num_prompt_tokens: int
+    request: "Request | None" = None  # whose it is
+    index: int = 0  # its place among the request's samples; 0 for beams
+    finish_reason: FinishReason | None = None
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
     num_in_flight_steps: int = 0  # launched steps holding this sequence that are not read yet
     num_admitted_tokens: int = 0  # tokens known when it last joined the batch; see StepPlan
+    is_placed: bool = False  # it has a device row: planned since it joined, or forked from such
     block_table: list[int] = field(default_factory=list)
+    image_table: list[int] = field(default_factory=list)  # while swapped out; see core/swap.py
     cache_salt: str | None = None
     reads_prefix_cache: bool = True
     num_cached_tokens: int | None = None  # found in the cache when it first joined the batch
     num_chained_blocks: int = 0  # leading blocks whose content the cache knows
     chain_content: int = 0  # the number of the last one's content
+    score: float = 0.0  # of a beam: its outputs' log probabilities, summed
+    candidates: Candidates | None = None  # of a beam: its next tokens, until all beams have theirs
 
     @property
     def num_tokens(self) -> int:
@@ -89,15 +118,31 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request: a group of sequences that is scheduled and preempted as a whole."""
+    """One request: a group of sequences that is scheduled, preempted and swapped as a whole.
+
+    `sequences` are its samples, finished ones too, or the beams of the moment; `live` are those of
+    them that have not ended. While `num_stem_tokens` is not 0, the first live sequence alone
+    computes so many tokens, which all have in common; then the others fork from it.
+    """
 
     request_id: str
     sequences: list[Sequence]
     stop: StopCriteria
+    seq_ids: Iterator[int]  # where new beams get their ids
+    beam: BeamSearch | None = None
+    priority: int = 0  # lower goes first, where the scheduler looks at it
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     arrival: int = -1  # order of arrival, set by Scheduler.add
-    max_num_tokens: int = 0  # prompt and outputs at most, set by Scheduler.add
+    max_num_tokens: int = 0  # prompt and outputs at most of each sequence, set by Scheduler.add
+    num_stem_tokens: int = 0
+    image: "BlockImage | None" = None  # while swapped out
+    live: list[Sequence] = field(init=False)
+
+    def __post_init__(self):
+        self.live = list(self.sequences)
+        for sequence in self.sequences:
+            sequence.request = self
 
     @classmethod
     def from_prompt(
@@ -106,19 +151,39 @@ class Request:
         prompt_token_ids: list[int],
         stop: StopCriteria,
         *,
-        seq_id: int,
+        seq_ids: Iterator[int],
+        num_samples: int = 1,
+        beam: BeamSearch | None = None,
+        priority: int = 0,
         cache_salt: str | None = None,
         reads_prefix_cache: bool = True,
     ) -> "Request":
-        """A request of one sequence; `seq_id` must be unique among unfinished sequences."""
-        sequence = Sequence(
-            seq_id,
-            list(prompt_token_ids),
-            len(prompt_token_ids),
-            cache_salt=cache_salt,
-            reads_prefix_cache=reads_prefix_cache,
-        )
-        return cls(request_id, [sequence], stop)
+        """A request of `num_samples` sequences, or one from which beams will fork.
+
+        `seq_ids` gives ids that are unique among unfinished sequences.
+        """
+        sequences = [
+            Sequence(
+                next(seq_ids),
+                list(prompt_token_ids),
+                len(prompt_token_ids),
+                index=index,
+                cache_salt=cache_salt,
+                reads_prefix_cache=reads_prefix_cache,
+            )
+            for index in range(num_samples)
+        ]
+        return cls(request_id, sequences, stop, seq_ids, beam, priority)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Its place in line: the lowest is served first and preempted last."""
+        return self.priority, self.arrival
+
+    @property
+    def num_seats(self) -> int:
+        """Sequences it may have in a step."""
+        return self.beam.width if self.beam is not None else len(self.live)
 
     @property
     def is_finished(self) -> bool:
