@@ -4,8 +4,11 @@ from typing import NamedTuple
 
 from jpaged.core.block_manager import BlockManager
 from jpaged.core.block_pool import BlockContent, KVBlock, registered_content
+from jpaged.core.groups import set_stem
 from jpaged.core.limits import SchedulerConfig
-from jpaged.core.request import Sequence
+from jpaged.core.queue import RequestQueue
+from jpaged.core.request import Request, RequestStatus, Sequence
+from jpaged.core.swap import Return, SwapSpace
 
 
 class _Refusal(NamedTuple):
@@ -18,42 +21,80 @@ class _Refusal(NamedTuple):
 
 
 class Admission:
-    """Looks the head of the line's prefix up, and remembers a refusal.
+    """Tells whether the head of the line may join, and remembers a refusal.
 
     While the head waits, nobody passes it, so free blocks only become fewer until one is freed, and
     its prefix grows only by the block right after it. A refused head thus costs a step one look at
     that block, however long its prompt is.
     """
 
-    def __init__(self, config: SchedulerConfig, manager: BlockManager):
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        manager: BlockManager,
+        swap_space: SwapSpace,
+        running: RequestQueue,
+    ):
         self._config, self._manager = config, manager
+        self._swap_space, self._running = swap_space, running
         self._refusal: _Refusal | None = None
 
-    def find(
-        self, sequence: Sequence, budget: int, num_spare_blocks: int
-    ) -> tuple[list[KVBlock]] | None:
-        """The cached prefix with which `sequence` fits now, in a tuple; None if it must wait.
+    def has_room(self, request: Request) -> bool:
+        """Whether there are seats and blocks for the request."""
+        if not self.has_seats(request):
+            return False
+        if request.status is RequestStatus.SWAPPED:
+            return self.find_image(request) is not None
+        return self.find_prefix(request) is not None
 
-        `budget` is the step's tokens left; `num_spare_blocks` must stay free besides.
-        """
-        if sequence.num_pending_tokens or sequence.num_in_flight_steps:
-            return None  # preempted a moment ago: its newest token is not known here yet
-        if self._is_still_refused(sequence, num_spare_blocks):
+    def has_seats(self, request: Request) -> bool:
+        """Whether a step has places for so many sequences more."""
+        num_free = self._config.max_num_seqs - len(self._running)
+        if num_free < request.num_seats:  # most often it stays so simple
+            return False
+        return num_free - sum(r.num_seats - 1 for r in self._running) >= request.num_seats
+
+    def find_image(self, request: Request) -> Return | None:
+        """How a swapped group can come back; None if it must wait."""
+        return self._swap_space.find(request, self._num_spare_blocks)
+
+    def find_prefix(self, request: Request) -> tuple[list[KVBlock]] | None:
+        """Settle the group's stem, and give the cached prefix with which the whole group fits now,
+        in a tuple; None if it must wait."""
+        set_stem(request)
+        manager, first, num_spare_blocks = self._manager, request.live[0], self._num_spare_blocks
+        if self._is_still_refused(request):
             return None
-        manager, known = self._manager, len(sequence.token_ids)
-        prefix = manager.find_prefix(sequence)
-        num_missing = known - len(prefix) * manager.block_size
-        if num_missing > budget and not self._config.enable_chunked_prefill:
-            return None
-        if manager.can_allocate(num_missing, num_spare_blocks, prefix):
+        prefix = manager.find_prefix(first, _max_prefix_tokens(request))
+        num_missing = len(first.token_ids) - len(prefix) * manager.block_size
+        num_others = _num_blocks_of_others(manager, request)
+        if manager.can_allocate(num_missing, num_spare_blocks + num_others, prefix):
             self._refusal = None
             return (prefix,)
         contents = [registered_content(block) for block in prefix]
-        self._refusal = _Refusal(sequence, num_spare_blocks, manager.pool.num_freed, contents)
+        self._refusal = _Refusal(first, num_spare_blocks, manager.pool.num_freed, contents)
         return None
 
-    def _is_still_refused(self, sequence: Sequence, num_spare_blocks: int) -> bool:
-        refusal, manager = self._refusal, self._manager
-        if refusal is None or refusal[:3] != (sequence, num_spare_blocks, manager.pool.num_freed):
+    @property
+    def _num_spare_blocks(self) -> int:
+        """Keeps a newcomer from being preempted by the next one to grow."""
+        return int(bool(self._running))
+
+    def _is_still_refused(self, request: Request) -> bool:
+        refusal, manager, first = self._refusal, self._manager, request.live[0]
+        now = (first, self._num_spare_blocks, manager.pool.num_freed)
+        if refusal is None or refusal[:3] != now:
             return False
-        return not manager.can_extend(refusal.contents, sequence)
+        return not manager.can_extend(refusal.contents, first, _max_prefix_tokens(request))
+
+
+def _max_prefix_tokens(request: Request) -> int:
+    """A stem is shared by all; without one a last token is left to compute."""
+    return request.num_stem_tokens or len(request.live[0].token_ids) - 1
+
+
+def _num_blocks_of_others(manager: BlockManager, request: Request) -> int:
+    """Blocks that all but the first sequence need beside the stem's."""
+    num_shared = request.num_stem_tokens // manager.block_size
+    others = request.live[1:]
+    return sum(manager.num_blocks_for(len(s.token_ids)) - num_shared for s in others)

@@ -76,17 +76,27 @@ class BlockManager:
             raise ValueError(f"sequence {sequence.seq_id} has blocks already: append to it")
         if not self.can_allocate(num_tokens, prefix=prefix):
             raise OutOfBlocksError(f"{num_tokens} tokens do not fit in {self.num_free_blocks} free")
-        if prefix:
-            self._share(sequence, list(prefix))
+        self.share_prefix(sequence, prefix)
         self.append(sequence, num_tokens)
         return BlockChanges(tuple(enumerate(sequence.block_table)))
 
-    def _share(self, sequence: Sequence, prefix: list[KVBlock]) -> None:
-        sequence.block_table = [block.block_id for block in prefix]
-        self.pool.touch(sequence.block_table)
+    def share_prefix(self, sequence: Sequence, prefix: Collection[KVBlock]) -> None:
+        """Give a sequence without blocks its cached `prefix`, as computed tokens."""
+        self.adopt(sequence, [block.block_id for block in prefix], prefix)
         sequence.num_computed_tokens = len(prefix) * self.block_size
-        sequence.num_chained_blocks = len(prefix)
-        sequence.chain_content = registered_content(prefix[-1]).content_id
+
+    def adopt(
+        self, sequence: Sequence, block_table: list[int], prefix: Collection[KVBlock]
+    ) -> None:
+        """Let a sequence without blocks hold those of `block_table`, of which cached ones lead."""
+        if sequence.block_table:
+            raise ValueError(f"sequence {sequence.seq_id} has blocks already")
+        self.pool.touch(block_table)
+        sequence.block_table = block_table
+        if prefix and sequence.num_chained_blocks != CHAIN_ENDED:
+            *_, last = prefix
+            sequence.num_chained_blocks = len(prefix)
+            sequence.chain_content = registered_content(last).content_id
 
     def num_new_blocks(self, sequence: Sequence, num_tokens: int) -> int:
         """Free blocks that appending `num_tokens` takes, a copy on write counted."""
@@ -96,6 +106,21 @@ class BlockManager:
         if start % block_size and self.pool.blocks[table[-1]].ref_cnt > 1:
             return grown + 1
         return grown
+
+    def num_new_blocks_of(self, work: list[tuple[Sequence, int]]) -> int:
+        """As `num_new_blocks`, of sequences and tokens that are appended one after the other: the
+        last to write a block that only they share need not copy it."""
+        if len(work) == 1:
+            return self.num_new_blocks(*work[0])
+        num_blocks, writers = 0, Counter[int]()
+        for sequence, num_tokens in work:
+            start, table = sequence.num_computed_tokens, sequence.block_table
+            num_blocks += self.num_blocks_for(start + num_tokens) - len(table)
+            if start % self.block_size:
+                writers[table[-1]] += 1
+        blocks = self.pool.blocks
+        copies = (min(count, blocks[b].ref_cnt - 1) for b, count in writers.items())
+        return num_blocks + sum(copies)
 
     def can_append(self, sequence: Sequence, num_tokens: int) -> bool:
         """Whether `num_tokens` more tokens fit."""
@@ -137,33 +162,40 @@ class BlockManager:
 
     # ---- the prefix cache
 
-    def find_prefix(self, sequence: Sequence) -> list[KVBlock]:
-        """Blocks that hold the longest known prefix of the sequence, one token at least left out:
-        a step must have something to compute, or there is nothing to sample from."""
+    def find_prefix(self, sequence: Sequence, max_tokens: int | None = None) -> list[KVBlock]:
+        """Blocks that hold the longest known prefix of the sequence, of `max_tokens` at most.
+
+        By default one token at least is left out: a step must have something to compute, or there
+        is nothing to sample from.
+        """
         if self.prefix_cache is None or not sequence.reads_prefix_cache:
             return []
         tokens = sequence.token_ids
-        most = (len(tokens) - 1) // self.block_size
+        most = (len(tokens) - 1 if max_tokens is None else max_tokens) // self.block_size
         return self.prefix_cache.find_chain(tokens, most, sequence.cache_salt)
+
+    def find_computed(self, sequence: Sequence) -> list[KVBlock]:
+        """Blocks that hold what a swapped-out sequence had computed, as far as they are known."""
+        return self.find_prefix(sequence, sequence.num_computed_tokens)
 
     def num_shared_with_pins(self, sequence: Sequence) -> int:
         """Pinned blocks that the sequence holds, or is sure to find when it joins the batch: they
         are cached as long as they are pinned, and found before others of the same content."""
-        if not self.pins:
+        if not (self.pins and sequence.reads_prefix_cache):
             return 0
         if sequence.block_table:
             return sum(block_id in self.pins.holders for block_id in sequence.block_table)
         return self.pins.num_pinned(self.find_prefix(sequence))
 
-    def can_extend(self, contents: list[BlockContent], sequence: Sequence) -> bool:
-        """Whether the prefix of these contents, found earlier, is longer by now. Those evicted
-        meanwhile are taken off the list's end."""
+    def can_extend(self, contents: list[BlockContent], sequence: Sequence, max_tokens: int) -> bool:
+        """Whether the prefix of these contents, found earlier by `find_prefix`, is longer by now.
+        Those evicted meanwhile are taken off the list's end."""
         cache, tokens = self.prefix_cache, sequence.token_ids
         if cache is None or not sequence.reads_prefix_cache:
             return False
         while contents and not contents[-1].blocks:
             contents.pop()
-        if (len(contents) + 1) * self.block_size >= len(tokens):
+        if (len(contents) + 1) * self.block_size > max_tokens:
             return False
         parent = contents[-1].content_id if contents else ROOT_CONTENT
         return cache.find_next(parent, len(contents), tokens, sequence.cache_salt) is not None
@@ -195,7 +227,7 @@ class BlockManager:
             self.prefix_cache.clear()
             self.pool.num_cached_blocks = 0
         for sequence in sequences:
-            if sequence.block_table:
+            if sequence.block_table or sequence.image_table:
                 sequence.num_chained_blocks = CHAIN_ENDED
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
@@ -214,6 +246,9 @@ class BlockManager:
     def _check_table(self, sequence: Sequence) -> None:
         table = sequence.block_table
         needed = self.num_blocks_for(sequence.num_computed_tokens)
+        if sequence.image_table:
+            require(not table, f"sequence {sequence.seq_id} is swapped out and holds {table}")
+            needed -= len(sequence.image_table)
         is_sound = len(set(table)) == len(table) == needed and NULL_BLOCK_ID not in table
         require(is_sound, f"sequence {sequence.seq_id} needs {needed} blocks and holds {table}")
         if self.prefix_cache is not None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 
 from jpaged.core.block_manager import BlockManager
-from jpaged.core.request import Request, Sequence
+from jpaged.core.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,25 +12,19 @@ class SchedulerConfig:
     """Limits of a step and of a sequence.
 
     `max_num_seqs` sequences run at once, `max_num_batched_tokens` tokens are computed a step, and
-    prompt and outputs together stay within `max_model_len` tokens. Without chunked prefill a step
-    computes a prompt whole or not at all.
+    prompt and outputs together stay within `max_model_len` tokens. `by_priority`, requests are
+    served in the order of their priorities; if not, in that of their arrival.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    enable_chunked_prefill: bool = True
+    by_priority: bool = False
 
     def __post_init__(self):
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
-            raise ValueError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} cannot hold a prompt of "
-                f"max_model_len={self.max_model_len} tokens at once: raise it, or set "
-                "enable_chunked_prefill=True"
-            )
 
 
 def max_num_tokens(config: SchedulerConfig, request: Request) -> int:
@@ -40,32 +34,45 @@ def max_num_tokens(config: SchedulerConfig, request: Request) -> int:
 
 
 def check_new(
-    request: Request, is_unfinished: Callable[[str], bool], seq_ids: Container[int]
+    config: SchedulerConfig,
+    request: Request,
+    is_unfinished: Callable[[str], bool],
+    seq_ids: Container[int],
 ) -> None:
-    """Raise ValueError if one of the request's ids is in use."""
+    """Raise ValueError if one of the request's ids is in use, or it has a priority for nothing."""
     if is_unfinished(request.request_id):
         raise ValueError(f"request_id {request.request_id!r} is in use by an unfinished request")
     for sequence in request.sequences:
         if sequence.seq_id in seq_ids:
             raise ValueError(f"seq_id {sequence.seq_id} is in use by another sequence")
+    if request.priority and not config.by_priority:
+        raise ValueError(
+            f"priority={request.priority} of request {request.request_id!r} has no effect: make "
+            "the engine with scheduling_policy='priority', or leave it at 0"
+        )
 
 
 def check_fits(config: SchedulerConfig, manager: BlockManager, request: Request) -> None:
     """Raise ValueError unless the request, alone in the pool, can run to its end."""
-    if len(request.sequences) != 1:
-        raise ValueError(f"a request must have one sequence, got {len(request.sequences)}")
     _check_prompt(config, request)
-    sequence = request.sequences[0]
-    needed = _num_needed_blocks(manager, sequence, max_num_tokens(config, request))
+    seats, limit = request.num_seats, config.max_num_seqs
+    if seats > limit:
+        raise ValueError(
+            f"request {request.request_id!r} runs {seats} sequences and max_num_seqs={limit}: "
+            "lower n, best_of or beam_width, or raise max_num_seqs"
+        )
+    needed = _num_needed_blocks(manager, request, max_num_tokens(config, request))
     pinned = manager.pins.num_blocks
     usable = manager.pool.num_usable_blocks - pinned
     if needed > usable:
         beside = f" beside {pinned} pinned ones" if pinned else ""
+        several = f", {seats} sequences" if seats > 1 else ""
         raise ValueError(
             f"request {request.request_id!r} may need {needed} blocks "
-            f"({sequence.num_prompt_tokens} prompt tokens, "
-            f"max_tokens={request.stop.max_tokens}) and the pool has {usable}{beside}: "
+            f"({request.sequences[0].num_prompt_tokens} prompt tokens, "
+            f"max_tokens={request.stop.max_tokens}{several}) and the pool has {usable}{beside}: "
             f"raise num_blocks{', unpin a prefix' if pinned else ''} or lower max_tokens"
+            f"{', n or beam_width' if several else ''}"
         )
 
 
@@ -81,7 +88,7 @@ def check_pin_fits(
             "raise num_blocks, or unpin another prefix"
         )
     for request in unfinished:
-        needed = _num_needed_blocks(manager, request.sequences[0], request.max_num_tokens)
+        needed = _num_needed_blocks(manager, request, request.max_num_tokens)
         if needed > left:
             raise ValueError(
                 f"pinning {num_new_blocks} blocks leaves {left}, and request "
@@ -89,10 +96,20 @@ def check_pin_fits(
             )
 
 
-def _num_needed_blocks(manager: BlockManager, sequence: Sequence, max_num_tokens: int) -> int:
-    """Blocks that a sequence which reaches `max_num_tokens` needs beside the pinned ones: the last
-    token is never fed back, so it needs no slot, and a pinned prefix is there already."""
-    return manager.num_blocks_for(max_num_tokens - 1) - manager.num_shared_with_pins(sequence)
+def _num_needed_blocks(manager: BlockManager, request: Request, max_num_tokens: int) -> int:
+    """Blocks that the request needs at most beside the pinned ones.
+
+    The last token of a sequence is never fed back, so it needs no slot. The sequences of a group
+    share the prompt's full blocks, whatever befalls them (samples compute its last token each), and
+    a pinned prefix is there already.
+    """
+    first = request.live[0]
+    each = manager.num_blocks_for(max_num_tokens - 1)
+    pinned = manager.num_shared_with_pins(first)
+    if request.num_seats == 1:
+        return each - pinned
+    stem = (first.num_prompt_tokens - (request.beam is None)) // manager.block_size
+    return each + (request.num_seats - 1) * (each - stem) - min(pinned, stem)
 
 
 def _check_prompt(config: SchedulerConfig, request: Request) -> None:

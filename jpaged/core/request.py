@@ -82,7 +82,7 @@ class Sequence:
     seq_id: int
     token_ids: list[int]  # the prompt and the sampled tokens that the host has read
     num_prompt_tokens: int
-    request: "Request | None" = None  # whose it is
+    request: "Request" = None  # pyright: ignore[reportAssignmentType]  (whose it is: set by Request)
     index: int = 0  # its place among the request's samples; 0 for beams
     finish_reason: FinishReason | None = None
     num_computed_tokens: int = 0
@@ -184,6 +184,11 @@ class Request:
     def num_seats(self) -> int:
         """Sequences it may have in a step."""
         return self.beam.width if self.beam is not None else len(self.live)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the host knows all its tokens, and no step in flight computes any."""
+        return not any(s.num_pending_tokens or s.num_in_flight_steps for s in self.live)
 
     @property
     def is_finished(self) -> bool:

@@ -1,6 +1,7 @@
 """Drives a scheduler over the fake device, synchronously or one step late, checking throughout."""
 
 from collections import deque
+from itertools import count
 
 import numpy as np
 from core_fake_device import FakeDevice, oracle
@@ -25,13 +26,10 @@ def make_scheduler(
     max_num_seqs: int = 4,
     max_num_batched_tokens: int = 16,
     max_model_len: int = 40,
-    enable_chunked_prefill: bool = True,
     digest: str | None = None,
 ) -> Scheduler:
     """`digest` names the prefix cache's; None for no cache."""
-    config = SchedulerConfig(
-        max_num_seqs, max_num_batched_tokens, max_model_len, enable_chunked_prefill
-    )
+    config = SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len)
     cache = None if digest is None else PrefixCache(block_size, DIGESTS[digest])
     return Scheduler(config, BlockManager(num_blocks, block_size, cache))
 
@@ -53,7 +51,7 @@ def make_request(
         name,
         prompt,
         criteria,
-        seq_id=int(name) if seq_id is None else seq_id,
+        seq_ids=count(int(name) if seq_id is None else seq_id),
         cache_salt=salt,
         reads_prefix_cache=reads,
     )
@@ -96,7 +94,7 @@ class Driver:
 
     def read(self) -> list[Emitted]:
         """Update with the oldest step in flight."""
-        emitted = self.scheduler.update(*self.in_flight.popleft())
+        emitted, _ = self.scheduler.update(*self.in_flight.popleft())
         for sequence, request, token_id, _ in emitted:
             assert request.sequences == [sequence]
             self.streams[request.request_id].append(token_id)

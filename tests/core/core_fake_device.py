@@ -63,7 +63,7 @@ class FakeDevice:
         for row in plan.scheduled:
             self._join(row)
         assert len(self.tables) <= self.max_num_seqs, "more rows than the device has"
-        inputs = [self._inputs(row, plan.is_decode) for row in plan.scheduled]
+        inputs = [self._inputs(row) for row in plan.scheduled]
         for row in plan.scheduled:
             self._read(row, row.start)  # what it stands on is there before this step writes
         self._write(plan, inputs)
@@ -101,13 +101,11 @@ class FakeDevice:
         assert history[: len(sequence.token_ids)] == sequence.token_ids
         assert len(history) == sequence.num_tokens - row.samples, "samples not as counted"
 
-    def _inputs(self, row: ScheduledSequence, is_decode: bool) -> list[int]:
+    def _inputs(self, row: ScheduledSequence) -> list[int]:
         known = row.sequence.token_ids
         end = row.start + row.num_scheduled_tokens
         inputs = known[row.start : end]
-        if is_decode:
-            inputs = [self.last_tokens[row.sequence.seq_id]]
-        elif end > len(known):
+        if end > len(known):
             inputs.append(self.last_tokens[row.sequence.seq_id])
         assert len(inputs) == row.num_scheduled_tokens
         assert inputs == self.history[row.sequence.seq_id][row.start : end]

@@ -82,9 +82,9 @@ def preempted_with_a_pending_token() -> Driver:
 def test_abort_while_preempted_with_a_pending_token():
     driver = preempted_with_a_pending_token()
     finish_both_ways(driver, "2")
-    assert driver.scheduler.draining
+    assert driver.scheduler.roster.draining
     driver.run()
-    assert not driver.scheduler.draining
+    assert not driver.scheduler.roster.draining
     driver.add(make_request("3", 1))
     driver.run()
     assert released(driver) == [2, 1]
@@ -151,13 +151,6 @@ def test_what_can_never_run_is_refused_and_others_are_untouched(request_, messag
     driver.run()
 
 
-def test_more_than_one_sequence_is_refused():
-    request = make_request("1", 2)
-    request.sequences.append(make_request("2", 2).sequences[0])
-    with pytest.raises(ValueError, match="must have one sequence, got 2"):
-        make_scheduler().add(request)
-
-
 def test_what_just_fits_runs():
     driver = Driver(make_scheduler(num_blocks=10, block_size=4, max_model_len=40), lag=1)
     driver.add(make_request("1", 30, max_tokens=7))  # 36 tokens are fed: nine blocks
@@ -193,7 +186,6 @@ def test_updates_out_of_order_are_refused():
     [
         ({"max_num_seqs": 0}, "max_num_seqs must be at least 1, got 0"),
         ({"max_num_batched_tokens": -1}, "max_num_batched_tokens must be at least 1"),
-        ({"enable_chunked_prefill": False}, "cannot hold a prompt of max_model_len=40"),
     ],
 )
 def test_configuration_is_checked(changes: dict, message: str):
@@ -234,11 +226,11 @@ def damage_order(s: Scheduler) -> None:
 
 
 def damage_lost(s: Scheduler) -> None:
-    s.running.clear()
+    s.running.remove(s.running["2"])
 
 
 def damage_limit(s: Scheduler) -> None:
-    s.running["2"].sequences.extend(s.waiting["3"].sequences * 2)
+    s.running["2"].live.extend(s.waiting["3"].sequences * 2)
 
 
 def damage_computed(s: Scheduler) -> None:
@@ -258,7 +250,7 @@ def damage_pending(s: Scheduler) -> None:
 
 
 def damage_draining(s: Scheduler) -> None:
-    s.draining[1].num_in_flight_steps = s.draining[1].num_pending_tokens = 0
+    s.roster.draining[1].num_in_flight_steps = s.roster.draining[1].num_pending_tokens = 0
 
 
 def damage_finished(s: Scheduler) -> None:

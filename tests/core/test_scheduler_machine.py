@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from itertools import takewhile
+from itertools import count, takewhile
 
 from core_driver import DIGESTS, Driver, make_scheduler
 from hypothesis import HealthCheck, given, settings
@@ -17,7 +17,6 @@ from jpaged.core.scheduler import Scheduler
 @st.composite
 def limits(draw: Callable) -> dict:
     """Arguments of make_scheduler, down to one block of one token."""
-    chunked = draw(st.booleans())
     max_model_len = draw(st.integers(2, 24))
     block_size = draw(st.integers(1, 5))
     most = 2 + 3 * max_model_len // (2 * block_size)  # half as much again as one sequence needs
@@ -25,9 +24,8 @@ def limits(draw: Callable) -> dict:
         "num_blocks": draw(st.integers(max(2, most // 2), most)),
         "block_size": block_size,
         "max_num_seqs": draw(st.integers(1, 5)),
-        "max_num_batched_tokens": draw(st.integers(1 if chunked else max_model_len, 26)),
+        "max_num_batched_tokens": draw(st.integers(1, 26)),
         "max_model_len": max_model_len,
-        "enable_chunked_prefill": chunked,
         "digest": draw(st.sampled_from([None, "xxh3", *DIGESTS])),
     }
 
@@ -70,7 +68,7 @@ class Turn:
 
     def before_step(self) -> None:
         scheduler = self.driver.scheduler
-        line = [*scheduler.running.values(), *scheduler.waiting.values()]
+        line = [*scheduler.running, *scheduler.waiting]
         first = line[0] if line else None
         if first is not self.first:
             self.first, self.steps_left = first, self.bound(first) if first else 0.0
@@ -127,7 +125,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             name,
             prompt,
             stop,
-            seq_id=self.num_added,
+            seq_ids=count(self.num_added),
             cache_salt=salt,
             reads_prefix_cache=self.num_added % 7 > 0,
         )
@@ -167,7 +165,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), reason=st.sampled_from([FinishReason.ABORT, FinishReason.ERROR]))
     def finish(self, data: st.DataObject, reason: FinishReason):
         scheduler = self.driver.scheduler
-        name = data.draw(st.sampled_from([*scheduler.running, *scheduler.waiting]))
+        name = data.draw(st.sampled_from([r.request_id for r in scheduler.unfinished]))
         assert scheduler.finish(name, reason)
         assert not scheduler.abort(name)
 
@@ -249,7 +247,7 @@ def test_both_loops_give_the_same_tokens(limits: dict, work: list):
         for seq_id, (prompt, stop, salt, pause) in enumerate(work):
             if fits(driver.scheduler, prompt, stop):
                 request = Request.from_prompt(
-                    str(seq_id), prompt, stop, seq_id=seq_id, cache_salt=salt
+                    str(seq_id), prompt, stop, seq_ids=count(seq_id), cache_salt=salt
                 )
                 driver.add(request)
             for _ in range(pause):

@@ -158,7 +158,9 @@ def test_a_refused_head_is_looked_up_again_only_when_something_changed(
     driver = make_driver(num_blocks=8)
     manager = driver.scheduler.block_manager
     lookups, find = [], manager.find_prefix
-    monkeypatch.setattr(manager, "find_prefix", lambda s: lookups.append(s.seq_id) or find(s))
+    monkeypatch.setattr(
+        manager, "find_prefix", lambda s, most: lookups.append(s.seq_id) or find(s, most)
+    )
     driver.add(make_request("1", PROMPT, max_tokens=14))
     driver.add(make_request("2", [0] * 20, max_tokens=2))
     driver.run()
@@ -173,8 +175,8 @@ def test_blocks_that_others_share_do_not_come_back_with_a_finished_request():
     driver.add(make_request("2", PROMPT, max_tokens=12))
     driver.step()
     driver.scheduler.abort("1")
-    assert len(driver.scheduler.draining[1].block_table) == 3
-    assert driver.scheduler._num_returning_blocks() == 1
+    assert len(driver.scheduler.roster.draining[1].block_table) == 3
+    assert driver.scheduler.roster.num_returning_blocks() == 1
     driver.run()
 
 

@@ -1,0 +1,151 @@
+"""What a request's sequences do as a group: compute what they share once, then go their own ways.
+
+A group's *stem* is what all its sequences begin with: the prompt of samples, and after a preemption
+of beams also the outputs they have in common. One sequence computes it, the others fork from there
+and share its blocks. A fresh request and one that is computed again are the same case.
+"""
+
+import numpy as np
+
+from jpaged.core.beam import BeamSearch, Continuation
+from jpaged.core.block_manager import BlockManager
+from jpaged.core.errors import IntegrityError
+from jpaged.core.request import FinishReason, Request, Sequence
+
+RowFork = tuple[Sequence, Sequence]
+"""(parent, child): the child's device row starts as a copy of the parent's."""
+
+
+def set_stem(request: Request) -> None:
+    """Settle how much of the group's tokens its first sequence computes for all: what they have in
+    common, and of the shortest all but one, which it needs to sample from."""
+    request.num_stem_tokens = 0
+    if len(request.live) > 1:
+        shortest = min(len(sequence.token_ids) for sequence in request.live)
+        request.num_stem_tokens = min(num_common_tokens(request.live), shortest - 1)
+
+
+def num_common_tokens(sequences: list[Sequence]) -> int:
+    """Length of the longest beginning that all sequences share."""
+    texts = [sequence.token_ids for sequence in sequences]
+    low, high = min(texts), max(texts)  # all others lie between these, and share what they share
+    pairs = zip(low, high, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(low), len(high)))
+
+
+def num_tokens_to_recompute(request: Request) -> int:
+    """Tokens whose KV is computed again if the group loses its blocks."""
+    most = [sequence.num_computed_tokens for sequence in request.live]
+    shared = min(num_common_tokens(request.live), *most) if len(most) > 1 else 0
+    return shared + sum(count - shared for count in most)
+
+
+def fan_out(manager: BlockManager, request: Request) -> list[RowFork]:
+    """Once the stem is computed, let the other sequences fork from the first."""
+    first, *others = request.live
+    if first.num_computed_tokens < request.num_stem_tokens:
+        return []
+    request.num_stem_tokens = 0
+    first.num_admitted_tokens = first.num_computed_tokens
+    for child in others:
+        _share(manager, first, child)
+    return [(first, child) for child in others if child.is_placed]
+
+
+def work_of(request: Request, budget: int) -> list[tuple[Sequence, int]]:
+    """The sequences that have something to compute, and how many tokens of a step's budget."""
+    if request.num_stem_tokens:
+        first = request.live[0]
+        return [(first, min(request.num_stem_tokens - first.num_computed_tokens, budget))]
+    work = []
+    for sequence in request.live:
+        missing = _num_missing_tokens(request, sequence)
+        if missing and budget:
+            work.append((sequence, min(missing, budget)))
+            budget -= work[-1][1]
+    return work
+
+
+def _num_missing_tokens(request: Request, sequence: Sequence) -> int:
+    if request.beam is not None:  # its next token is not the one that a step samples
+        return len(sequence.token_ids) - sequence.num_computed_tokens
+    if sequence.num_tokens >= request.max_num_tokens:
+        return 0  # complete once its pending token is read
+    return sequence.num_tokens - sequence.num_computed_tokens
+
+
+def is_ready(beam: Sequence) -> bool:
+    """Whether a beam's next tokens are known and no step in flight holds it."""
+    return beam.candidates is not None and not beam.num_in_flight_steps
+
+
+def search_on(request: Request) -> list[Continuation]:
+    """Take a step of the request's beam search; all its beams must be ready."""
+    beams = request.live
+    columns = zip(*(beam.candidates for beam in beams if beam.candidates is not None), strict=True)
+    token_ids, logprobs = (np.stack(column) for column in columns)
+    return _search_of(request).advance(
+        [beam.output_token_ids for beam in beams],
+        [beam.score for beam in beams],
+        token_ids,
+        logprobs,
+        max_tokens=request.max_num_tokens - beams[0].num_prompt_tokens,
+    )
+
+
+def reason_of_search(request: Request) -> FinishReason:
+    """Why the best answer of a search that is over ended."""
+    best = _search_of(request).hypotheses[0]
+    return FinishReason.STOP if best.is_ended else FinishReason.LENGTH
+
+
+def continue_beams(
+    manager: BlockManager, request: Request, continuations: list[Continuation]
+) -> list[RowFork]:
+    """Make the continuations the request's beams, forking where a parent has several.
+
+    A parent goes on as its first continuation, so that only the others cost a row and a reference.
+    """
+    parents, heirs = request.live, set[int]()
+    forks: list[RowFork] = []
+    beams = []
+    for parent_index, _, _ in continuations:
+        parent = beam = parents[parent_index]
+        if parent_index in heirs:
+            beam = _fork(manager, request, parent)
+            forks.append((parent, beam))
+        heirs.add(parent_index)
+        beams.append(beam)
+    for beam, (_, token_id, score) in zip(beams, continuations, strict=True):
+        beam.token_ids.append(token_id)
+        beam.score, beam.candidates = score, None
+    request.live, request.sequences = beams, list(beams)
+    return [fork for fork in forks if fork[1].is_placed]
+
+
+def _search_of(request: Request) -> BeamSearch:
+    if request.beam is None:
+        raise IntegrityError(f"request {request.request_id!r} is no beam search")
+    return request.beam
+
+
+def _fork(manager: BlockManager, request: Request, parent: Sequence) -> Sequence:
+    child = Sequence(
+        next(request.seq_ids),
+        list(parent.token_ids),
+        parent.num_prompt_tokens,
+        request,
+        cache_salt=parent.cache_salt,
+        reads_prefix_cache=parent.reads_prefix_cache,
+        num_cached_tokens=parent.num_cached_tokens,
+        image_table=list(parent.image_table),
+    )
+    _share(manager, parent, child)
+    return child
+
+
+def _share(manager: BlockManager, parent: Sequence, child: Sequence) -> None:
+    manager.fork(parent, child)
+    child.num_computed_tokens = parent.num_computed_tokens
+    child.num_admitted_tokens = parent.num_admitted_tokens
+    child.is_placed = parent.is_placed

@@ -1,0 +1,161 @@
+"""What a step computes: who goes on, who must give way, who may join."""
+
+from jpaged.core.admission import Admission
+from jpaged.core.block_manager import BlockChanges, BlockManager
+from jpaged.core.draft import StepDraft
+from jpaged.core.groups import fan_out, work_of
+from jpaged.core.limits import SchedulerConfig
+from jpaged.core.queue import RequestQueue
+from jpaged.core.request import Request, RequestStatus, Sequence
+from jpaged.core.roster import Roster
+from jpaged.core.swap import SwapSpace
+
+
+class Planner:
+    """Fills a step from the scheduler's queues, moving requests between them.
+
+    Running requests go on in the order of rank, as far as the step's budget goes; when blocks run
+    out, the last in line gives way. Then, if nobody had to, those who wait may join.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        manager: BlockManager,
+        swap_space: SwapSpace,
+        roster: Roster,
+        running: RequestQueue,
+        waiting: RequestQueue,
+    ):
+        self.running, self.waiting = running, waiting
+        self._by_priority = config.by_priority
+        self._manager, self._swap_space, self._roster = manager, swap_space, roster
+        self._admission = Admission(config, manager, swap_space, running)
+        self._preempted: list[str] = []
+
+    def fill(self, draft: StepDraft) -> None:
+        """Place all that the step computes."""
+        if self._by_priority:
+            self._yield_to_urgent()
+        self._continue_running(draft)
+        if not (draft.has_preempted or draft.is_starved):
+            self._admit_waiting(draft)
+
+    def take_preempted(self) -> tuple[str, ...]:
+        """Ids of the requests preempted since the last call."""
+        preempted = tuple(self._preempted)
+        self._preempted.clear()
+        return preempted
+
+    def _continue_running(self, draft: StepDraft) -> None:
+        for request in list(self.running):
+            # Preemption takes the last first: after one who lost its place all have.
+            if draft.budget == 0 or request.status is not RequestStatus.RUNNING:
+                break
+            self._continue(draft, request)
+
+    def _continue(self, draft: StepDraft, request: Request) -> None:
+        """Give a running request its share of the step, all of its sequences or none."""
+        manager = self._manager
+        if request.num_stem_tokens:
+            self._roster.fork_rows(fan_out(manager, request))
+        work = work_of(request, draft.budget)
+        num_blocks = manager.num_new_blocks_of(work)
+        if num_blocks == 0 or self._make_room(draft, request, num_blocks):
+            for sequence, num_tokens in work:
+                self._place(draft, sequence, num_tokens)
+
+    def _place(self, draft: StepDraft, sequence: Sequence, num_tokens: int) -> None:
+        changes = self._manager.append(sequence, num_tokens)
+        if not sequence.is_placed:
+            sequence.is_placed = True
+            changes = BlockChanges(tuple(enumerate(sequence.block_table)), changes.copies)
+        draft.place(sequence, num_tokens, changes)
+
+    def _make_room(self, draft: StepDraft, request: Request, num_blocks: int) -> bool:
+        """Preempt from the back until `num_blocks` are free; False if `request` cannot go on.
+
+        Blocks about to come back from finished sequences are waited for instead: that costs the
+        request one step, a preemption a whole sequence. Until then no one takes blocks before it.
+        """
+        manager = self._manager
+        while not draft.is_starved and num_blocks > manager.num_free_blocks:
+            if num_blocks <= manager.num_free_blocks + self._roster.num_returning_blocks():
+                draft.is_starved = True
+                continue
+            draft.has_preempted = True
+            if self._preempt_last() is request:
+                return False
+        return not draft.is_starved
+
+    def _preempt_last(self) -> Request:
+        """Take the blocks of the last in line, all of them.
+
+        At once, though steps in flight may write there: whoever gets these blocks writes them in a
+        later step, and steps run in the order of their launch.
+        """
+        request = self.running.last
+        self.running.remove(request)
+        if self._swap_space.chosen_for(request):
+            self._swap_space.swap_out(request)
+            request.status = RequestStatus.SWAPPED
+        else:
+            request.status = RequestStatus.PREEMPTED
+        for sequence in request.live:
+            if request.status is RequestStatus.PREEMPTED:
+                self._manager.free(sequence)
+                sequence.num_computed_tokens = 0
+            self._roster.leave_row(sequence)
+        self.waiting.add(request)
+        self._preempted.append(request.request_id)
+        return request
+
+    def _yield_to_urgent(self) -> None:
+        """Preempt requests of a worse priority than the head of the line until that one fits."""
+        while self.waiting and self.running:
+            head = self.waiting.first
+            is_urgent = head.priority < self.running.last.priority
+            if not is_urgent or not head.is_read or self._admission.has_room(head):
+                return
+            self._preempt_last()
+
+    def _admit_waiting(self, draft: StepDraft) -> None:
+        while self.waiting and draft.budget:
+            request = self.waiting.first
+            # One preempted a moment ago has tokens that are not known here yet.
+            if not (request.is_read and self._admission.has_seats(request)):
+                break
+            swapped = request.status is RequestStatus.SWAPPED
+            if not (self._come_back(request) if swapped else self._join(draft, request)):
+                break
+
+    def _come_back(self, request: Request) -> bool:
+        """Bring a swapped group's blocks back, if they fit; it computes from the next step on."""
+        found = self._admission.find_image(request)
+        if found is not None:
+            self._swap_space.swap_in(request, found)
+            self._enter(request)
+        return found is not None
+
+    def _join(self, draft: StepDraft, request: Request) -> bool:
+        found = self._admission.find_prefix(request)
+        if found is None:
+            return False
+        (prefix,), first, manager = found, request.live[0], self._manager
+        self._enter(request)
+        manager.share_prefix(first, prefix)
+        if first.num_cached_tokens is None:
+            first.num_cached_tokens = first.num_computed_tokens
+        cache = manager.prefix_cache
+        if cache is not None and first.reads_prefix_cache:
+            cache.num_query_tokens += len(first.token_ids)
+            cache.num_hit_tokens += first.num_computed_tokens
+        self._continue(draft, request)
+        return True
+
+    def _enter(self, request: Request) -> None:
+        self.waiting.remove(request)
+        self.running.add(request)
+        request.status = RequestStatus.RUNNING
+        for sequence in request.live:
+            sequence.num_admitted_tokens = len(sequence.token_ids)

@@ -1,0 +1,193 @@
+"""Preemption by swap: a group's blocks go to host memory as one image and come back as one.
+
+An image holds each block once, however many of the group's sequences share it. While the group is
+out, its sequences have an `image_table` (entries of the image) in place of their block tables, so
+that forking, pruning and ending go on as before.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from jpaged.core.block_manager import BlockManager
+from jpaged.core.block_pool import KVBlock
+from jpaged.core.costs import PreemptionCosts
+from jpaged.core.errors import require
+from jpaged.core.groups import num_tokens_to_recompute
+from jpaged.core.plan import SwapIn, SwapOut
+from jpaged.core.prefix_cache import CHAIN_ENDED
+from jpaged.core.request import BlockImage, Request, RequestStatus
+
+
+class PreemptionMode(StrEnum):
+    """What becomes of the KV of a preempted group."""
+
+    RECOMPUTE = "recompute"
+    SWAP = "swap"
+    AUTO = "auto"  # whichever is measured to cost less for the group
+
+
+@dataclass(frozen=True, slots=True)
+class PressurePolicy:
+    """How to preempt: `num_host_blocks` blocks fit in host memory, `costs` decide for `AUTO`."""
+
+    mode: PreemptionMode = PreemptionMode.RECOMPUTE
+    num_host_blocks: int = 0
+    costs: PreemptionCosts | None = None
+
+    def __post_init__(self):
+        if self.num_host_blocks < 0:
+            raise ValueError(f"num_host_blocks must not be negative, got {self.num_host_blocks}")
+        if self.mode is PreemptionMode.AUTO and self.costs is None:
+            raise ValueError("mode 'auto' needs costs: measure them, or choose another mode")
+
+
+class SwapOrders(NamedTuple):
+    """What the next plan tells the runner."""
+
+    dropped: tuple[int, ...]
+    outs: tuple[SwapOut, ...]
+    ins: tuple[SwapIn, ...]
+
+
+class Return(NamedTuple):
+    """How a group can come back: these blocks for these entries, the other entries copied."""
+
+    hits: list[list[KVBlock]]  # of each live sequence, from its first block on
+    num_copied: int
+
+
+class SwapSpace:
+    """The images in host memory and the orders that the next plan must carry out.
+
+    Attributes:
+        policy: How to preempt.
+        num_used_blocks: Blocks of host memory that images hold.
+    """
+
+    def __init__(self, policy: PressurePolicy, manager: BlockManager):
+        self.policy = policy
+        self.num_used_blocks = 0
+        self._manager = manager
+        self._num_images = 0
+        self._refusal: tuple[Request, int, int] | None = None
+        self._dropped: list[int] = []
+        self._outs: list[SwapOut] = []
+        self._ins: list[SwapIn] = []
+
+    @property
+    def has_returns(self) -> bool:
+        """Whether a group comes back with the next plan."""
+        return bool(self._ins)
+
+    def take_orders(self) -> SwapOrders:
+        """The orders since the last call."""
+        orders = SwapOrders(tuple(self._dropped), tuple(self._outs), tuple(self._ins))
+        for list_ in (self._dropped, self._outs, self._ins):
+            list_.clear()
+        return orders
+
+    # ---- out
+
+    def chosen_for(self, request: Request) -> bool:
+        """Whether a group about to be preempted shall be swapped out; if not, it is recomputed."""
+        policy = self.policy
+        if policy.mode is PreemptionMode.RECOMPUTE:
+            return False
+        num_blocks = len(_held_blocks(request))
+        if not 0 < num_blocks <= policy.num_host_blocks - self.num_used_blocks:
+            return False
+        if policy.mode is PreemptionMode.SWAP or policy.costs is None:
+            return True
+        recompute = policy.costs.recompute(num_tokens_to_recompute(request))
+        return policy.costs.swap(num_blocks) < recompute
+
+    def swap_out(self, request: Request) -> None:
+        """Take the group's blocks away, and have them copied before anybody writes there."""
+        entries = {block_id: entry for entry, block_id in enumerate(_held_blocks(request))}
+        for sequence in request.live:
+            sequence.image_table = [entries[block_id] for block_id in sequence.block_table]
+            is_ended = sequence.num_chained_blocks == CHAIN_ENDED
+            self._manager.free(sequence)
+            sequence.num_chained_blocks = CHAIN_ENDED if is_ended else 0
+        self._num_images += 1
+        request.image = BlockImage(self._num_images, len(entries))
+        self.num_used_blocks += len(entries)
+        self._outs.append(SwapOut(self._num_images, tuple(entries)))
+
+    # ---- in
+
+    def find(self, request: Request, num_spare_blocks: int) -> Return | None:
+        """How the group can come back now and leave `num_spare_blocks` free; None if it cannot.
+
+        Full blocks that the prefix cache still has, or has again, are shared and not copied.
+        """
+        manager = self._manager
+        refusal = (request, num_spare_blocks, manager.pool.num_freed)
+        if refusal == self._refusal:
+            return None
+        hits = [self._manager.find_computed(sequence) for sequence in request.live]
+        found = {block.block_id: block for blocks in hits for block in blocks}
+        num_copied = len(_entries(request) - _hit_entries(request, hits).keys())
+        num_revived = sum(block.ref_cnt == 0 for block in found.values())
+        if num_copied + num_revived + num_spare_blocks > manager.num_free_blocks:
+            self._refusal = refusal
+            return None
+        self._refusal = None
+        return Return(hits, num_copied)
+
+    def swap_in(self, request: Request, way: Return) -> None:
+        """Give the group blocks for its image, shared as they were."""
+        pool = self._manager.pool
+        places = {e: block.block_id for e, block in _hit_entries(request, way.hits).items()}
+        held = list(places.values())
+        pool.touch(held)  # before the others are taken: these may lie in the free queue
+        copied = sorted(_entries(request) - places.keys())
+        fresh = pool.allocate(way.num_copied)
+        places.update(zip(copied, fresh, strict=True))
+        for sequence, hits in zip(request.live, way.hits, strict=True):
+            self._manager.adopt(sequence, [places[e] for e in sequence.image_table], hits)
+            sequence.image_table = []
+        pool.free(held + fresh)
+        image_id = self._forget(request)
+        self._ins.append(SwapIn(image_id, tuple(zip(copied, fresh, strict=True))))
+
+    def drop(self, request: Request) -> None:
+        """The group ended while it was out."""
+        if request.image is not None:
+            self._dropped.append(self._forget(request))
+
+    def _forget(self, request: Request) -> int:
+        image = request.image
+        require(image is not None, f"request {request.request_id!r} has no image")
+        request.image = None
+        self.num_used_blocks -= image.num_blocks  # pyright: ignore[reportOptionalMemberAccess]
+        return image.image_id  # pyright: ignore[reportOptionalMemberAccess]
+
+    def check_integrity(self, unfinished: Iterable[Request]) -> None:
+        """Prove that images are just those of groups that are out, within the bound."""
+        images = [request.image for request in unfinished if request.image is not None]
+        used = sum(image.num_blocks for image in images)
+        require(used == self.num_used_blocks, f"{used} host blocks used, not counted so")
+        require(used <= self.policy.num_host_blocks, f"{used} host blocks used, too many")
+        for request in unfinished:
+            is_out = request.status is RequestStatus.SWAPPED
+            require(is_out == (request.image is not None), f"{request.request_id!r} misplaced")
+
+
+def _held_blocks(request: Request) -> dict[int, None]:
+    """The group's blocks, each once, in the order of its sequences."""
+    return dict.fromkeys(b for sequence in request.live for b in sequence.block_table)
+
+
+def _entries(request: Request) -> set[int]:
+    return {entry for sequence in request.live for entry in sequence.image_table}
+
+
+def _hit_entries(request: Request, hits: list[list[KVBlock]]) -> dict[int, KVBlock]:
+    return {
+        entry: block
+        for sequence, blocks in zip(request.live, hits, strict=True)
+        for entry, block in zip(sequence.image_table, blocks, strict=False)
+    }
