@@ -66,7 +66,7 @@ class StepPlan:
     released: tuple[int, ...] = ()
     preempted: tuple[
         str, ...
-    ] = ()  # ids of requests preempted, or swapped out, since the last plan
+    ] = ()  # ids of requests preempted since the last plan
     block_copies: tuple[tuple[int, int], ...] = ()
     row_forks: tuple[tuple[Sequence, Sequence], ...] = ()
     dropped: tuple[int, ...] = ()
