@@ -48,8 +48,8 @@ class StepPlan:
     1. `released`: rows of sequences that left the batch (finished, aborted, pruned, preempted)
        since the last plan, each reported once a stay. A preempted sequence that comes back is in
        `released` of this plan or an earlier one, and joins like a new one, with its whole table.
-    2. `row_forks` (parent, child), ids of sequences: the child gets a row, and in it a copy of the
-       block table that the parent's row has now.
+    2. `row_forks` (parent, child): the child gets a row, and in it a copy of the block table that
+       the parent's row has now.
     3. `dropped`: images that nobody will want back.
     4. `swap_outs`: read before anything is written, since others may get these blocks.
     5. `block_copies` (source, destination): before the step's writes.
@@ -65,9 +65,11 @@ class StepPlan:
     step_id: int
     scheduled: tuple[ScheduledSequence, ...]
     released: tuple[int, ...] = ()
-    preempted: tuple[str, ...] = ()  # ids of requests preempted, or swapped out, since the last plan
+    preempted: tuple[
+        str, ...
+    ] = ()  # ids of requests preempted, or swapped out, since the last plan
     block_copies: tuple[tuple[int, int], ...] = ()
-    row_forks: tuple[tuple[int, int], ...] = ()
+    row_forks: tuple[tuple[Sequence, Sequence], ...] = ()
     dropped: tuple[int, ...] = ()
     swap_outs: tuple[SwapOut, ...] = ()
     swap_ins: tuple[SwapIn, ...] = ()
