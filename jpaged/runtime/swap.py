@@ -231,15 +231,23 @@ class BlockImages:
 
         Pinning runs at a tenth of a transfer's speed, and JAX keeps what it once pinned: an image
         that fills the space once leaves it to all later ones.
+
+        Raises:
+            ValueError: the host has no memory for so many blocks.
         """
         if not self._gather:
             return state
         for size in [*self._gather, *self._gather]:
             self.swap_out(state.pool, SwapOut(-1, (0,) * size))
             state = self.place(state, self.fetch([SwapIn(-1, ((0, 0),))]))
-        self.swap_out(state.pool, SwapOut(-1, (0,) * num_host_blocks))
+        try:
+            self.swap_out(state.pool, SwapOut(-1, (0,) * num_host_blocks))
+            self.wait()
+        except jax.errors.JaxRuntimeError as error:
+            size = num_host_blocks * pool_block_bytes(state.pool) / 2**30
+            message = f"no {size:.1f} GiB of host memory can be pinned for blocks: lower swap_space"
+            raise ValueError(message) from error
         self.drop(-1)
-        self.wait()
         return state
 
     def _make_room(self) -> None:
