@@ -95,7 +95,9 @@ def search_on(request: Request) -> list[Continuation]:
 
 def reason_of_search(request: Request) -> FinishReason:
     """Why the best answer of a search that is over ended."""
-    best = _search_of(request).hypotheses[0]
+    best = next(iter(_search_of(request).hypotheses), None)
+    if best is None:  # the model gave no number
+        return FinishReason.ERROR
     return FinishReason.STOP if best.is_ended else FinishReason.LENGTH
 
 

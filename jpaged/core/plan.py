@@ -64,9 +64,7 @@ class StepPlan:
     step_id: int
     scheduled: tuple[ScheduledSequence, ...]
     released: tuple[int, ...] = ()
-    preempted: tuple[
-        str, ...
-    ] = ()  # ids of requests preempted, or swapped out, since the last plan
+    preempted: tuple[str, ...] = ()  # ids of requests preempted since the last plan
     block_copies: tuple[tuple[int, int], ...] = ()
     row_forks: tuple[tuple[Sequence, Sequence], ...] = ()
     dropped: tuple[int, ...] = ()

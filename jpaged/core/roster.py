@@ -48,7 +48,8 @@ class Roster:
     def let_go(self, sequence: Sequence) -> None:
         """The sequence is over; its blocks come back when no step in flight writes them."""
         self.leave_row(sequence)
-        sequence.image_table = []
+        if sequence.image_table:
+            sequence.image_table, sequence.num_computed_tokens = [], 0
         self.draining[sequence.seq_id] = sequence
         if not sequence.num_in_flight_steps:
             self.give_back(sequence)

@@ -154,9 +154,14 @@ class SwapSpace:
         self._ins.append(SwapIn(image_id, tuple(zip(copied, fresh, strict=True))))
 
     def drop(self, request: Request) -> None:
-        """The group ended while it was out."""
-        if request.image is not None:
-            self._dropped.append(self._forget(request))
+        """The group ended; if it was out, nobody wants its image."""
+        if request.image is None:
+            return
+        image_id = self._forget(request)
+        left = [order for order in self._outs if order.image_id != image_id]
+        if len(left) == len(self._outs):  # the copy was made, or is under way
+            self._dropped.append(image_id)
+        self._outs = left
 
     def _forget(self, request: Request) -> int:
         image = request.image

@@ -4,13 +4,15 @@ from collections import deque
 from itertools import count
 
 import numpy as np
-from core_fake_device import FakeDevice, oracle
+from core_fake_device import FakeDevice, beam_oracle, oracle
 
+from jpaged.core.beam import BeamSearch
 from jpaged.core.block_manager import BlockManager
 from jpaged.core.plan import Emitted, StepPlan
 from jpaged.core.prefix_cache import Digest, PrefixCache, seeded_digest
-from jpaged.core.request import FinishReason, Request, StopCriteria
+from jpaged.core.request import Candidates, FinishReason, Request, Sequence, StopCriteria
 from jpaged.core.scheduler import Scheduler, SchedulerConfig
+from jpaged.core.swap import PressurePolicy
 
 DIGESTS: dict[str, Digest] = {
     "xxh3": seeded_digest(0),
@@ -27,11 +29,13 @@ def make_scheduler(
     max_num_batched_tokens: int = 16,
     max_model_len: int = 40,
     digest: str | None = None,
+    pressure: PressurePolicy | None = None,
+    by_priority: bool = False,
 ) -> Scheduler:
     """`digest` names the prefix cache's; None for no cache."""
-    config = SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len)
+    config = SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len, by_priority)
     cache = None if digest is None else PrefixCache(block_size, DIGESTS[digest])
-    return Scheduler(config, BlockManager(num_blocks, block_size, cache))
+    return Scheduler(config, BlockManager(num_blocks, block_size, cache), pressure)
 
 
 def make_request(
@@ -41,6 +45,9 @@ def make_request(
     seq_id: int | None = None,
     salt: str | None = None,
     reads: bool = True,
+    n: int = 1,
+    beam: BeamSearch | None = None,
+    priority: int = 0,
     **stop,
 ) -> Request:
     """A request; a prompt given as a length is filled from the name, a one-digit number."""
@@ -54,6 +61,9 @@ def make_request(
         seq_ids=count(int(name) if seq_id is None else seq_id),
         cache_salt=salt,
         reads_prefix_cache=reads,
+        num_samples=n,
+        beam=beam,
+        priority=priority,
     )
 
 
@@ -67,16 +77,18 @@ class Driver:
             manager.block_size,
             scheduler.config.max_num_seqs,
             shares=manager.prefix_cache is not None,
+            num_host_blocks=scheduler.swap_space.policy.num_host_blocks,
         )
-        self.in_flight: deque[tuple[StepPlan, np.ndarray]] = deque()
+        self.in_flight: deque[tuple[StepPlan, np.ndarray, Candidates | None]] = deque()
         self.plans: list[StepPlan] = []
         self.requests: dict[str, Request] = {}
-        self.streams: dict[str, list[int]] = {}
+        self.streams: dict[str, list[int]] = {}  # of each sample: "name", "name/1", "name/2" ...
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
         self.requests[request.request_id] = request
-        self.streams[request.request_id] = []
+        for sequence in request.sequences:
+            self.streams[_stream_name(sequence)] = []
 
     def step(self) -> StepPlan | None:
         """One turn of the loop."""
@@ -84,7 +96,7 @@ class Driver:
         self.scheduler.check_integrity()
         if plan is not None:
             self.plans.append(plan)
-            self.in_flight.append((plan, self.device.launch(plan)))
+            self.in_flight.append((plan, *self.device.launch(plan)))
             self._check_plan(plan)
         elif not self.in_flight:
             assert not self.scheduler.has_unfinished, "stuck: nothing in flight, nothing planned"
@@ -96,15 +108,16 @@ class Driver:
         """Update with the oldest step in flight."""
         emitted, _ = self.scheduler.update(*self.in_flight.popleft())
         for sequence, request, token_id, _ in emitted:
-            assert request.sequences == [sequence]
-            self.streams[request.request_id].append(token_id)
+            assert sequence.request is request
+            self.streams[_stream_name(sequence)].append(token_id)
         self.scheduler.check_integrity()
         return emitted
 
     def _check_plan(self, plan: StepPlan) -> None:
         config = self.scheduler.config
         tokens = [row.num_scheduled_tokens for row in plan.scheduled]
-        assert min(tokens) >= 1
+        assert min(tokens, default=1) >= 1
+        assert plan.scheduled or plan.swap_ins, "a plan for nothing"
         assert plan.num_tokens == sum(tokens) <= config.max_num_batched_tokens
         assert len({row.sequence.seq_id for row in plan.scheduled}) == len(tokens)
 
@@ -124,15 +137,47 @@ class Driver:
         assert census.used == self.scheduler.block_manager.pins.num_blocks
         if self.scheduler.block_manager.prefix_cache is None:
             assert census.cached == 0
+        assert self.scheduler.swap_space.num_used_blocks == 0
+        dropped = self.scheduler.swap_space.take_orders().dropped
+        assert self.device.images.keys() == set(dropped), "an image is left in host memory"
         for request in self.requests.values():
-            self._check_stream(request)
+            self._check_request(request)
 
-    def _check_stream(self, request: Request) -> None:
-        sequence, stream = request.sequences[0], self.streams[request.request_id]
+    def _check_request(self, request: Request) -> None:
+        for sequence in request.sequences if request.beam is None else ():
+            self._check_stream(request, sequence)
+        cut_short = request.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
+        if request.beam is not None and not cut_short:
+            self._check_search(request, request.beam)
+
+    def _check_stream(self, request: Request, sequence: Sequence) -> None:
+        stream = self.streams[_stream_name(sequence)]
         assert sequence.output_token_ids == stream
         prompt = sequence.token_ids[: sequence.num_prompt_tokens]
-        expected, reason = oracle(prompt, request.stop, self.scheduler.config.max_model_len)
-        if request.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+        max_model_len = self.scheduler.config.max_model_len
+        expected, reason = oracle(prompt, request.stop, max_model_len, sequence.index)
+        if sequence.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
             assert stream == expected[: len(stream)]
         else:
-            assert (stream, request.finish_reason) == (expected, reason)
+            assert (stream, sequence.finish_reason) == (expected, reason)
+
+    def _check_search(self, request: Request, search: BeamSearch) -> None:
+        sequence = request.sequences[0]
+        prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+        max_tokens = request.max_num_tokens - len(prompt)
+        assert search.hypotheses == beam_oracle(prompt, fresh_search(search), max_tokens)
+
+
+def fresh_search(search: BeamSearch) -> BeamSearch:
+    """One like it that has not begun."""
+    return BeamSearch(
+        search.width,
+        length_penalty=search.length_penalty,
+        early_stopping=search.early_stopping,
+        end_token_ids=search.end_token_ids,
+    )
+
+
+def _stream_name(sequence: Sequence) -> str:
+    name = sequence.request.request_id
+    return f"{name}/{sequence.index}" if sequence.index else name

@@ -3,7 +3,7 @@
 It applies plans as a runner must, in launch order, and checks that every slot a step reads holds
 exactly the KV of the sequence's own tokens: the KV of a token is stood for by a checksum of all
 tokens up to that one and of its origin, which is the sequence's cache salt where prefixes are
-shared, and the sequence itself where nothing is.
+shared, and its request where they are not.
 """
 
 import zlib
@@ -11,30 +11,56 @@ from itertools import accumulate
 
 import numpy as np
 
+from jpaged.core.beam import BeamSearch, Hypothesis
 from jpaged.core.block_pool import BlockPool
 from jpaged.core.plan import ScheduledSequence, StepPlan
-from jpaged.core.request import FinishReason, Sequence, StopCriteria
+from jpaged.core.request import Candidates, FinishReason, Sequence, StopCriteria
 
 VOCABULARY = 11
 
 
-def next_token(token_ids: list[int]) -> int:
-    """The fake model: any deterministic function of all the tokens will do."""
-    return zlib.crc32(bytes(token_ids)) % VOCABULARY
+def next_token(token_ids: list[int], index: int = 0) -> int:
+    """The fake model: any deterministic function of all the tokens, and of which sample it is."""
+    return zlib.crc32(bytes(token_ids), index) % VOCABULARY
+
+
+def candidates_of(token_ids: list[int]) -> Candidates:
+    """The fake model's tokens, likeliest first."""
+    weights = [zlib.crc32(bytes([*token_ids, t])) / 2**32 for t in range(VOCABULARY)]
+    logprobs = np.log(np.array(weights) / sum(weights)).astype(np.float32)
+    order = np.argsort(-logprobs, kind="stable")
+    return Candidates(order.astype(np.int32), logprobs[order])
 
 
 def oracle(
-    prompt: list[int], stop: StopCriteria, max_model_len: int
+    prompt: list[int], stop: StopCriteria, max_model_len: int, index: int = 0
 ) -> tuple[list[int], FinishReason]:
-    """What a request must give, run alone with no cache at all."""
+    """What a sample must give, run alone with no cache at all."""
     tokens = list(prompt)
     while True:
-        tokens.append(token := next_token(tokens))
+        tokens.append(token := next_token(tokens, index))
         outputs = tokens[len(prompt) :]
         if token in stop.stop_token_ids and len(outputs) >= stop.min_tokens:
             return outputs, FinishReason.STOP
         if len(outputs) == stop.max_tokens or len(tokens) == max_model_len:
             return outputs, FinishReason.LENGTH
+
+
+def beam_oracle(prompt: list[int], search: BeamSearch, max_tokens: int) -> list[Hypothesis]:
+    """What a fresh search must find, its beams kept as lists of tokens."""
+    outputs, scores = [[]], [0.0]
+    while outputs:
+        found = [candidates_of(prompt + output) for output in outputs]
+        going = search.advance(
+            outputs,
+            scores,
+            np.stack([c.token_ids for c in found]),
+            np.stack([c.logprobs for c in found]),
+            max_tokens=max_tokens,
+        )
+        outputs = [[*outputs[parent], token] for parent, token, _ in going]
+        scores = [score for _, _, score in going]
+    return search.hypotheses
 
 
 def kv_of(origin: str, token_ids: list[int]) -> list[int]:
@@ -46,20 +72,33 @@ def kv_of(origin: str, token_ids: list[int]) -> list[int]:
 class FakeDevice:
     """Pool, device-side block tables and last tokens; `launch` runs a step at once."""
 
-    def __init__(self, block_size: int, max_num_seqs: int, shares: bool = False):
+    def __init__(
+        self, block_size: int, max_num_seqs: int, shares: bool = False, num_host_blocks: int = 0
+    ):
         self.block_size, self.max_num_seqs, self.shares = block_size, max_num_seqs, shares
+        self.num_host_blocks = num_host_blocks
+        self.images: dict[int, list[list[int]]] = {}  # host memory: blocks of slots
         self.slots: dict[int, int] = {}
         self.tables: dict[int, list[int]] = {}  # rows of the batch, by sequence
         self.last_tokens: dict[int, int] = {}
         self.history: dict[int, list[int]] = {}  # all tokens of each sequence ever seen
 
-    def launch(self, plan: StepPlan) -> np.ndarray:
+    def launch(self, plan: StepPlan) -> tuple[np.ndarray, Candidates | None]:
         """Run a step; returns what it samples, garbage for rows that do not."""
         for seq_id in plan.released:
             del self.tables[seq_id]  # KeyError: released twice, or never in the batch
             self.last_tokens.pop(seq_id, None)
-        for src, dst in plan.block_copies:
-            self._copy_block(src, dst)
+        for parent, child in plan.row_forks:
+            assert child.seq_id not in self.tables, "a child has a row already"
+            self.tables[child.seq_id] = list(self.tables[parent.seq_id])
+        for image_id in plan.dropped:
+            del self.images[image_id]
+        for image_id, block_ids in plan.swap_outs:
+            assert image_id not in self.images
+            assert 0 < len(set(block_ids)) == len(block_ids)
+            self.images[image_id] = [self._block(block_id) for block_id in block_ids]
+        assert sum(map(len, self.images.values())) <= self.num_host_blocks
+        self._copy_blocks(plan.block_copies)
         for row in plan.scheduled:
             self._join(row)
         assert len(self.tables) <= self.max_num_seqs, "more rows than the device has"
@@ -69,7 +108,11 @@ class FakeDevice:
         self._write(plan, inputs)
         for row in plan.scheduled:
             self._read(row, row.start + row.num_scheduled_tokens)
-        return np.array([self._sample(row) for row in plan.scheduled], np.int32)
+        for image_id, places in plan.swap_ins:
+            image = self.images.pop(image_id)
+            for entry, block_id in places:
+                self._set_block(block_id, image[entry])
+        return np.array([self._sample(row) for row in plan.scheduled], np.int32), _offers(plan)
 
     def spoil(self, pool: BlockPool) -> None:
         """Make the KV in free blocks unreadable, as it is after a reset of the prefix cache."""
@@ -77,18 +120,27 @@ class FakeDevice:
             for offset in range(self.block_size):
                 self.slots.pop(block.block_id * self.block_size + offset, None)
 
-    def _copy_block(self, src: int, dst: int) -> None:
-        for offset in range(self.block_size):
-            self.slots[dst * self.block_size + offset] = self.slots.get(
-                src * self.block_size + offset, -1
-            )
+    def _block(self, block_id: int) -> list[int]:
+        slots = range(block_id * self.block_size, (block_id + 1) * self.block_size)
+        return [self.slots.get(slot, -1) for slot in slots]
+
+    def _set_block(self, block_id: int, contents: list[int]) -> None:
+        for offset, kv in enumerate(contents):
+            self.slots[block_id * self.block_size + offset] = kv
+
+    def _copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
+        """All at once, as the device does: the order of the pairs must not matter."""
+        sources, targets = {s for s, _ in copies}, [t for _, t in copies]
+        assert len(set(targets)) == len(targets), "a block is the target of two copies"
+        assert sources.isdisjoint(targets), "a copy's source is another's target"
+        for target, contents in [(target, self._block(source)) for source, target in copies]:
+            self._set_block(target, contents)
 
     def _join(self, row: ScheduledSequence) -> None:
         sequence = row.sequence
         if sequence.seq_id not in self.tables:
-            if not self.shares:
+            if not self.shares and not self.num_host_blocks:
                 assert row.start == 0, "a row must join the batch from its first token"
-            assert row.start % self.block_size == 0, "only full blocks are shared"
             assert row.start < len(sequence.token_ids), "nothing is left to compute"
             self.tables[sequence.seq_id] = []
         table = self.tables[sequence.seq_id]
@@ -97,6 +149,8 @@ class FakeDevice:
         end = row.start + row.num_scheduled_tokens
         assert table == sequence.block_table, "the device's block table is out of date"
         assert len(table) == -(-end // self.block_size)
+        if sequence.request.beam is not None:
+            self.history[sequence.seq_id] = list(sequence.token_ids)
         history = self.history.setdefault(sequence.seq_id, list(sequence.token_ids))
         assert history[: len(sequence.token_ids)] == sequence.token_ids
         assert len(history) == sequence.num_tokens - row.samples, "samples not as counted"
@@ -112,7 +166,7 @@ class FakeDevice:
         return inputs
 
     def _origin(self, sequence: Sequence) -> str:
-        return repr(sequence.cache_salt if self.shares else sequence.seq_id)
+        return repr(sequence.cache_salt if self.shares else sequence.request.request_id)
 
     def _slot(self, seq_id: int, position: int) -> int:
         block_id = self.tables[seq_id][position // self.block_size]
@@ -139,8 +193,17 @@ class FakeDevice:
     def _sample(self, row: ScheduledSequence) -> int:
         seq_id = row.sequence.seq_id
         self.last_tokens.pop(seq_id, None)
-        if not row.samples:
+        if not row.samples or row.sequence.request.beam is not None:
             return 10**6
-        self.history[seq_id].append(token := next_token(self.history[seq_id]))
+        token = next_token(self.history[seq_id], row.sequence.index)
+        self.history[seq_id].append(token)
         self.last_tokens[seq_id] = token
         return token
+
+
+def _offers(plan: StepPlan) -> Candidates | None:
+    """The likeliest tokens after each row, if anybody asks."""
+    if all(row.sequence.request.beam is None for row in plan.scheduled):
+        return None
+    rows = [candidates_of(row.sequence.token_ids) for row in plan.scheduled]
+    return Candidates(np.stack([r.token_ids for r in rows]), np.stack([r.logprobs for r in rows]))

@@ -4,14 +4,17 @@ import math
 from collections.abc import Callable
 from itertools import count, takewhile
 
-from core_driver import DIGESTS, Driver, make_scheduler
+from core_driver import DIGESTS, Driver, fresh_search, make_scheduler
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from jpaged.core.beam import BeamSearch
+from jpaged.core.costs import PreemptionCosts
 from jpaged.core.limits import check_pin_fits
 from jpaged.core.request import FinishReason, Request, RequestStatus, Sequence, StopCriteria
 from jpaged.core.scheduler import Scheduler
+from jpaged.core.swap import PreemptionMode, PressurePolicy
 
 
 @st.composite
@@ -27,6 +30,8 @@ def limits(draw: Callable) -> dict:
         "max_num_batched_tokens": draw(st.integers(1, 26)),
         "max_model_len": max_model_len,
         "digest": draw(st.sampled_from([None, "xxh3", *DIGESTS])),
+        "pressure": draw(pressures),
+        "by_priority": draw(st.booleans()),
     }
 
 
@@ -37,6 +42,27 @@ def stops(draw: Callable) -> StopCriteria:
     return StopCriteria(max_tokens, draw(st.integers(0, max_tokens)), stop_ids)
 
 
+@st.composite
+def searches(draw: Callable) -> BeamSearch:
+    return BeamSearch(
+        draw(st.integers(1, 4)),
+        length_penalty=draw(st.sampled_from([-0.5, 0.0, 1.0, 2.0])),
+        early_stopping=draw(st.sampled_from([False, True, "never"])),
+        end_token_ids=draw(st.frozensets(st.integers(0, 10), max_size=2)),
+    )
+
+
+# Swapping pays for some lengths and not for others.
+COSTS = PreemptionCosts(((8, 1.0),), ((1, 0.1), (4, 0.9)))
+pressures = st.none() | st.builds(
+    PressurePolicy,
+    st.sampled_from(PreemptionMode),
+    st.integers(0, 12),
+    st.just(COSTS),
+)
+# One sequence, so many samples, or a beam search.
+groups = st.just(1) | st.integers(2, 4) | searches()
+
 # Anything, and what many have in common: all the beginnings of one text, and of nearly the same.
 prompts = st.lists(st.integers(0, 10), max_size=9) | st.builds(
     lambda length, odd: ([1, 2, 3] * 6 + [odd] + [4, 5] * 3)[:length],
@@ -44,17 +70,58 @@ prompts = st.lists(st.integers(0, 10), max_size=9) | st.builds(
     st.integers(0, 1),
 )
 salts = st.sampled_from([None, None, "a", "b"])
-arrivals = st.lists(st.tuples(prompts, stops(), salts), min_size=1, max_size=4)
+arrivals = st.lists(
+    st.tuples(prompts, stops(), salts, groups, st.integers(-1, 2)), min_size=1, max_size=4
+)
 
 
-def fits(scheduler: Scheduler, prompt: list[int], stop: StopCriteria, num_shared: int = 0) -> bool:
-    """Who may be refused, said once more: all tokens but the last need a slot, and `num_shared`
-    pinned blocks are there already."""
-    max_model_len, manager = scheduler.config.max_model_len, scheduler.block_manager
-    longest = min(len(prompt) + stop.max_tokens, max_model_len)
+def seats(group: int | BeamSearch) -> int:
+    return group if isinstance(group, int) else group.width
+
+
+def num_needed_blocks(
+    scheduler: Scheduler, prompt: list[int], stop: StopCriteria, group: int | BeamSearch
+) -> int:
+    """All tokens but the last of each sequence need a slot, and the full blocks of what all have
+    in common are there once: a search's prompt, and samples' but for its last token."""
+    size = scheduler.block_manager.block_size
+    longest = min(len(prompt) + stop.max_tokens, scheduler.config.max_model_len)
+    each = math.ceil((longest - 1) / size)
+    stem = (len(prompt) - isinstance(group, int)) // size
+    return stem + seats(group) * (each - stem)
+
+
+def fits(
+    scheduler: Scheduler,
+    prompt: list[int],
+    stop: StopCriteria,
+    group: int | BeamSearch = 1,
+    num_shared: int = 0,
+) -> bool:
+    """Who may be refused, said once more; `num_shared` pinned blocks are there already."""
+    manager = scheduler.block_manager
+    if not 1 <= len(prompt) < scheduler.config.max_model_len:
+        return False
+    if seats(group) > scheduler.config.max_num_seqs:
+        return False
     num_blocks = manager.pool.num_usable_blocks - manager.pins.num_blocks + num_shared
-    num_slots = num_blocks * manager.block_size
-    return 1 <= len(prompt) < max_model_len and longest - 1 <= num_slots
+    return num_needed_blocks(scheduler, prompt, stop, group) <= num_blocks
+
+
+def make(name: str, arrival: tuple, seq_id: int, reads: bool = True) -> Request:
+    prompt, stop, salt, group, priority = arrival
+    is_search = isinstance(group, BeamSearch)
+    return Request.from_prompt(
+        name,
+        prompt,
+        stop,
+        seq_ids=count(seq_id),
+        cache_salt=salt,
+        reads_prefix_cache=reads,
+        num_samples=1 if is_search else group,
+        beam=fresh_search(group) if is_search else None,
+        priority=priority,
+    )
 
 
 class Turn:
@@ -68,8 +135,7 @@ class Turn:
 
     def before_step(self) -> None:
         scheduler = self.driver.scheduler
-        line = [*scheduler.running, *scheduler.waiting]
-        first = line[0] if line else None
+        first = min(scheduler.unfinished, key=lambda request: request.rank, default=None)
         if first is not self.first:
             self.first, self.steps_left = first, self.bound(first) if first else 0.0
         self.steps_left -= 1
@@ -77,13 +143,20 @@ class Turn:
         assert first is None or self.steps_left >= 0, f"{first.request_id} starves"
 
     def bound(self, request: Request) -> float:
-        """Every launch of its own, each followed by at most `lag + 1` steps of waiting."""
-        most, budget = request.max_num_tokens, self.driver.scheduler.config.max_num_batched_tokens
-        launches = math.ceil(most / budget) + most - request.sequences[0].num_prompt_tokens
-        return (launches + 1) * (self.driver.lag + 2)
+        """Every launch of its own, and one to come back, each followed by at most `lag + 1` steps
+        of waiting."""
+        budget = self.driver.scheduler.config.max_num_batched_tokens
+        most = request.max_num_tokens
+        launches = math.ceil(most / budget)  # the stem, then all that is each one's own
+        own = most - request.sequences[0].num_prompt_tokens + 1
+        launches += own * math.ceil(request.num_seats / budget)
+        if request.status in (RequestStatus.PREEMPTED, RequestStatus.RUNNING):
+            launches += math.ceil(request.num_seats * most / budget)  # of what it had computed
+        return (launches + 2) * (self.driver.lag + 2)
 
     def after_step(self) -> None:
-        is_preempted = self.first is not None and self.first.status is RequestStatus.PREEMPTED
+        lost = (RequestStatus.PREEMPTED, RequestStatus.SWAPPED)
+        is_preempted = self.first is not None and self.first.status in lost
         assert not (self.was_running and is_preempted), "the first in line was preempted"
 
 
@@ -99,16 +172,16 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(arrivals=arrivals)
     def arrive(self, arrivals: list):
-        for prompt, stop, salt in arrivals:
-            self.add(prompt, stop, salt)
+        for arrival in arrivals:
+            self.add(arrival)
 
-    @precondition(lambda self: self.driver.streams)
+    @precondition(lambda self: self.driver.requests)
     @rule(data=st.data(), more=st.lists(st.integers(0, 10), min_size=1, max_size=3))
     def go_on(self, data: st.DataObject, more: list[int]):
         """A conversation's next turn: an earlier request's prompt, its answer so far, and more."""
-        earlier = self.driver.requests[data.draw(st.sampled_from([*self.driver.streams]))]
+        earlier = self.driver.requests[data.draw(st.sampled_from([*self.driver.requests]))]
         sequence = earlier.sequences[0]
-        self.add(sequence.token_ids + more, earlier.stop, sequence.cache_salt)
+        self.add((sequence.token_ids + more, earlier.stop, sequence.cache_salt, 1, 0))
 
     @rule()
     def reset(self):
@@ -116,26 +189,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         if scheduler.block_manager.pins:
             return
         scheduler.reset_prefix_cache()
-        self.driver.device.spoil(scheduler.block_manager.pool)
+        if not scheduler.swap_space._outs:  # free blocks that the next plan still copies
+            self.driver.device.spoil(scheduler.block_manager.pool)
 
-    def add(self, prompt: list[int], stop: StopCriteria, salt: str | None):
+    def add(self, arrival: tuple):
         self.num_added += 1
-        name = f"request-{self.num_added}"
-        request = Request.from_prompt(
-            name,
-            prompt,
-            stop,
-            seq_ids=count(self.num_added),
-            cache_salt=salt,
-            reads_prefix_cache=self.num_added % 7 > 0,
-        )
+        *work, group, priority = arrival
+        scheduler = self.driver.scheduler
+        arrival = (*work, group, priority if scheduler.config.by_priority else 0)
+        reads = self.num_added % 7 > 0
+        request = make(f"request-{self.num_added}", arrival, 10**6 * self.num_added, reads)
         accepted = True
         try:
             self.driver.add(request)
         except ValueError:
             accepted = False
         num_shared = self.num_shared(request.sequences[0])
-        assert accepted == fits(self.driver.scheduler, prompt, stop, num_shared)
+        assert accepted == fits(scheduler, *work[:2], group, num_shared)
 
     def num_shared(self, sequence: Sequence) -> int:
         """Pinned blocks that a new sequence will find."""
@@ -169,6 +239,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert scheduler.finish(name, reason)
         assert not scheduler.abort(name)
 
+    @precondition(lambda self: any(r.beam is None for r in self.driver.scheduler.unfinished))
+    @rule(data=st.data())
+    def finish_sample(self, data: st.DataObject):
+        """As a stop string does."""
+        scheduler = self.driver.scheduler
+        live = [s for r in scheduler.unfinished if r.beam is None for s in r.live]
+        sequence = data.draw(st.sampled_from(live))
+        scheduler.finish_sequence(sequence, FinishReason.ABORT)
+        assert scheduler.is_unfinished(sequence.request.request_id) == bool(sequence.request.live)
+
     @precondition(lambda self: self.driver.scheduler.block_manager.prefix_cache)
     @rule(prompt=prompts, salt=salts)
     def pin(self, prompt: list[int], salt: str | None):
@@ -191,11 +271,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.pins[pins.pin(found)] = tokens, salt
 
     def num_needed(self, request: Request) -> int:
-        manager, sequence = self.driver.scheduler.block_manager, request.sequences[0]
-        needed = manager.num_blocks_for(request.max_num_tokens - 1)
-        if not sequence.block_table:
-            return needed - self.num_shared(sequence)
-        return needed - len(manager.pins.holders.keys() & sequence.block_table)
+        scheduler = self.driver.scheduler
+        sequence, manager = request.live[0], scheduler.block_manager
+        prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+        group = request.beam or request.num_seats
+        needed = num_needed_blocks(scheduler, prompt, request.stop, group)
+        num_shared = self.num_shared(sequence)
+        if sequence.block_table and sequence.reads_prefix_cache:
+            num_shared = len(manager.pins.holders.keys() & sequence.block_table)
+        if request.num_seats > 1:
+            stem = len(prompt) - (request.beam is None)
+            num_shared = min(num_shared, stem // manager.block_size)
+        return needed - num_shared
 
     @precondition(lambda self: self.pins)
     @rule()
@@ -218,8 +305,15 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_releases(self) -> None:
         """Each stay in the batch is reported once, all but those that ended after the last plan."""
-        rows = [row for plan in self.driver.plans for row in plan.scheduled]
-        stays = [r.sequence.seq_id for r in rows if r.block_updates and not r.block_updates[0][0]]
+        stays, here = [], set[int]()
+        for plan in self.driver.plans:
+            here -= set(plan.released)
+            children = [child.seq_id for _, child in plan.row_forks]
+            scheduled = [row.sequence.seq_id for row in plan.scheduled]
+            stays += [
+                seq_id for seq_id in dict.fromkeys(children + scheduled) if seq_id not in here
+            ]
+            here.update(children, scheduled)
         released = [seq_id for plan in self.driver.plans for seq_id in plan.released]
         remaining = list(self.driver.device.tables)
         assert sorted(stays) == sorted(released + remaining)
@@ -227,7 +321,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
-    max_examples=160,
+    max_examples=2_000,
     stateful_step_count=15,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
@@ -237,21 +331,21 @@ TestSchedulerMachine.settings = settings(
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     limits(),
-    st.lists(st.tuples(prompts, stops(), salts, st.integers(0, 4)), min_size=1, max_size=6),
+    st.lists(st.tuples(arrivals, st.integers(0, 4)), min_size=1, max_size=4),
 )
 def test_both_loops_give_the_same_tokens(limits: dict, work: list):
     """The same arrivals, read at once or one or two steps late."""
-    streams = []
+    answers = []
     for lag in (0, 1, 2):
-        driver = Driver(make_scheduler(**limits), lag)
-        for seq_id, (prompt, stop, salt, pause) in enumerate(work):
-            if fits(driver.scheduler, prompt, stop):
-                request = Request.from_prompt(
-                    str(seq_id), prompt, stop, seq_ids=count(seq_id), cache_salt=salt
-                )
-                driver.add(request)
+        driver = Driver(make_scheduler(**{**limits, "by_priority": True}), lag)
+        for number, (arrivals, pause) in enumerate(work):
+            for place, arrival in enumerate(arrivals):
+                if fits(driver.scheduler, *arrival[:2], arrival[3]):
+                    seq_id = 10**6 * (10 * number + place)
+                    driver.add(make(f"{number}.{place}", arrival, seq_id))
             for _ in range(pause):
                 driver.step()
         driver.run()
-        streams.append(driver.streams)
-    assert streams[0] == streams[1] == streams[2]
+        found = [r.beam.hypotheses for r in driver.requests.values() if r.beam is not None]
+        answers.append((driver.streams, found))
+    assert answers[0] == answers[1] == answers[2]

@@ -1,0 +1,206 @@
+"""Beam search: small cases by hand. Beside transformers: test_beam_transformers.py."""
+
+import numpy as np
+import pytest
+
+from jpaged.core.beam import BeamSearch, Continuation, Hypothesis
+
+END = 9
+
+# ------------------------------------------------------------------------- by hand
+
+
+def candidates(*rows: dict[int, float]) -> tuple[np.ndarray, np.ndarray]:
+    """Each beam's next tokens and their log-probabilities."""
+    return np.array([list(row) for row in rows]), np.array(
+        [list(row.values()) for row in rows], np.float32
+    )
+
+
+def first_step(search: BeamSearch, row: dict[int, float], max_tokens: int = 8):
+    return search.advance([[]], [0.0], *candidates(row), max_tokens=max_tokens)
+
+
+def test_the_first_step_forks_the_prompt():
+    beams = first_step(BeamSearch(2), {5: -0.5, 6: -1.0, 7: -1.5})
+    assert beams == [Continuation(0, 5, -0.5), Continuation(0, 6, -1.0)]
+
+
+def test_the_best_sums_go_on_whichever_beam_they_continue():
+    rows = candidates({5: -2.0, 6: -3.0}, {7: -0.25, 8: -0.5})
+    beams = BeamSearch(2).advance([[1], [2]], [-0.5, -1.0], *rows, max_tokens=8)
+    assert beams == [Continuation(1, 7, -1.25), Continuation(1, 8, -1.5)]
+
+
+def test_equal_sums_go_by_beam_and_then_by_candidate():
+    rows = candidates({5: -0.5, 6: -0.5}, {7: -0.5, 8: -0.5})
+    beams = BeamSearch(3).advance([[1], [2]], [-1.0, -1.0], *rows, max_tokens=8)
+    assert [(beam.parent, beam.token_id) for beam in beams] == [(0, 5), (0, 6), (1, 7)]
+    rows = candidates(*[dict.fromkeys(range(20), -1.0)] * 8)
+    beams = BeamSearch(30).advance([[1]] * 8, [-1.0] * 8, *rows, max_tokens=8)
+    assert [(beam.parent, beam.token_id) for beam in beams] == [divmod(i, 20) for i in range(30)]
+
+
+def test_an_end_token_completes_an_answer_and_others_go_on_in_its_place():
+    search = BeamSearch(2, end_token_ids=frozenset({END}))
+    assert search.num_candidates == 3
+    rows = candidates({END: -0.5, 5: -1.0, 6: -2.0}, {7: -2.0, 8: -2.5, 6: -3.0})
+    beams = search.advance([[1], [2]], [-0.5, -1.0], *rows, max_tokens=8)
+    assert beams == [Continuation(0, 5, -1.5), Continuation(0, 6, -2.5)]
+    assert search.hypotheses == [Hypothesis((1, END), -1.0, -0.5, True)]
+
+
+def test_an_end_token_behind_the_best_continuations_is_passed_over():
+    search = BeamSearch(2, end_token_ids=frozenset({END}))
+    beams = first_step(search, {5: -0.5, 6: -1.0, END: -1.5})
+    assert [beam.token_id for beam in beams] == [5, 6]
+    assert search.hypotheses == []
+
+
+def test_answers_of_full_length_are_complete_without_an_end_token():
+    search = BeamSearch(2, end_token_ids=frozenset({END}))
+    rows = candidates({5: -1.0, END: -2.0, 6: -3.0})
+    assert search.advance([[1, 2, 3]], [-3.0], *rows, max_tokens=4) == []
+    assert search.hypotheses == [
+        Hypothesis((1, 2, 3, 5), -4.0, -1.0, False),
+        Hypothesis((1, 2, 3, END), -5.0, -1.25, True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("length_penalty", "score"), [(0, -4.0), (1.0, -1.0), (2.0, -0.25), (-1.0, -16.0)]
+)
+def test_the_score_is_the_sum_over_a_power_of_the_length(length_penalty: float, score: float):
+    search = BeamSearch(1, length_penalty=length_penalty)
+    search.advance([[1, 2, 3]], [-3.0], *candidates({5: -1.0}), max_tokens=4)
+    assert search.hypotheses[0].score == score
+    assert search.hypotheses[0].cumulative_logprob == -4.0
+
+
+def two_answers_and_a_beam(**options) -> tuple[BeamSearch, list[Continuation]]:
+    """A search of width 2 that has just completed two answers, of scores -1 and -2 at length 1,
+    and whose best beam has the log-probability -3; 4 tokens are allowed."""
+    search = BeamSearch(2, end_token_ids=frozenset({END, 8}), **options)
+    return search, first_step(search, {END: -1.0, 8: -2.0, 5: -3.0, 6: -4.0}, max_tokens=4)
+
+
+def test_a_search_ends_when_its_best_beam_scores_no_better_than_its_worst_answer():
+    search, beams = two_answers_and_a_beam()
+    assert beams == []
+    assert [answer.score for answer in search.hypotheses] == [-1.0, -2.0]
+    ties = first_step(BeamSearch(2, end_token_ids=frozenset({END, 8})), {END: -1, 8: -2, 5: -2})
+    assert ties == []
+
+
+def answers_around_a_beam(**options) -> list[Continuation]:
+    """A search of width 2 with answers of -1 and -2.5 (of length 2) and a best beam of -2.25."""
+    search = BeamSearch(2, end_token_ids=frozenset({END}), **options)
+    first_step(search, {END: -1.0, 5: -1.5, 6: -2.0}, max_tokens=4)
+    rows = candidates({7: -0.75, END: -1.0, 6: -3.0}, {5: -4.0, 7: -5.0, 6: -6.0})
+    beams = search.advance([[5], [6]], [-1.5, -2.0], *rows, max_tokens=4)
+    assert [answer.output_token_ids for answer in search.hypotheses] == [(END,), (5, END)]
+    return beams
+
+
+def test_early_stopping_gives_up_a_beam_that_scores_better_than_an_answer():
+    assert answers_around_a_beam(early_stopping=True) == []
+    assert answers_around_a_beam(early_stopping=False)[0] == Continuation(0, 7, -2.25)
+
+
+def test_never_scores_a_beam_at_its_present_length_if_more_would_be_worse():
+    # With this penalty the worst answer has -5 and the beam -4.5, but at 4 tokens it has -9.
+    beams = answers_around_a_beam(early_stopping="never", length_penalty=-1.0)
+    assert beams[0] == Continuation(0, 7, -2.25)
+
+
+def test_never_ends_only_what_no_length_could_improve():
+    # At 4 tokens the beam of -3 would score -0.75 or, the penalty being 0, still -3.
+    beams = two_answers_and_a_beam(early_stopping="never")[1]
+    assert [beam.token_id for beam in beams] == [5, 6]
+    assert two_answers_and_a_beam(early_stopping="never", length_penalty=0.0)[1] == []
+    assert two_answers_and_a_beam(early_stopping="never", length_penalty=-1.0)[1] == []
+
+
+def test_a_better_answer_takes_the_place_of_the_worst():
+    search, beams = two_answers_and_a_beam(early_stopping="never")
+    rows = candidates({END: -0.5, 5: -1.0}, {5: -1.0, 6: -9.0})
+    search.advance([[5], [6]], [beam.score for beam in beams], *rows, max_tokens=4)
+    assert [answer.output_token_ids for answer in search.hypotheses] == [(END,), (5, END)]
+    assert [answer.score for answer in search.hypotheses] == [-1.0, -1.75]
+
+
+def test_a_search_of_width_one_is_greedy_whatever_its_early_stopping():
+    search = BeamSearch(1, early_stopping="never", end_token_ids=frozenset({END}))
+    assert first_step(search, {END: -0.6, 5: -0.8}) == []
+    assert [answer.output_token_ids for answer in search.hypotheses] == [(END,)]
+
+
+def test_a_small_vocabulary_gives_fewer_beams_and_answers():
+    search = BeamSearch(4, end_token_ids=frozenset({END}))
+    beams = first_step(search, {5: -0.5, END: -1.0, 6: -1.5, 7: -np.inf, 8: np.nan}, 2)
+    assert [beam.token_id for beam in beams] == [5, 6]
+    assert search.advance([[5]], [-0.5], *candidates({5: -0.5}), max_tokens=2) == []
+    assert [answer.output_token_ids for answer in search.hypotheses] == [(5, 5), (END,)]
+
+
+def test_a_search_is_over_when_every_continuation_ends():
+    search = BeamSearch(3, end_token_ids=frozenset({END}))
+    assert first_step(search, {END: 0.0}) == []
+    assert [answer.output_token_ids for answer in search.hypotheses] == [(END,)]
+
+
+def test_sums_are_float32():
+    score = first_step(BeamSearch(1), {5: -0.1})[0].score
+    rows = candidates({6: -0.7})
+    beams = BeamSearch(1).advance([[5]], [score], *rows, max_tokens=8)
+    assert beams[0].score == float(np.float32(-0.1) + np.float32(-0.7))
+
+
+@pytest.mark.parametrize("length_penalty", [-1e300, -500.0, 500.0, 1e300])
+def test_an_extreme_length_penalty_breaks_nothing(length_penalty: float):
+    search = BeamSearch(2, length_penalty=length_penalty, early_stopping="never")
+    rows = candidates({5: 0.0, 6: -3e9})
+    search.advance([[1] * 99], [-1.0], *rows, max_tokens=100)
+    assert [answer.output_token_ids[-1] for answer in search.hypotheses] == [5, 6]
+
+
+# ------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize("width", [0, -3, 2.0, True, "2", None])
+def test_a_bad_width_is_refused(width):
+    with pytest.raises(ValueError, match=rf"width={width!r} "):
+        BeamSearch(width)
+
+
+@pytest.mark.parametrize("penalty", [float("nan"), float("inf"), -float("inf"), "1", None])
+def test_a_bad_length_penalty_is_refused(penalty):
+    with pytest.raises(ValueError, match=rf"length_penalty={penalty!r} "):
+        BeamSearch(2, length_penalty=penalty)
+
+
+@pytest.mark.parametrize("early_stopping", ["always", "", None, 1, 0.0])
+def test_a_bad_early_stopping_is_refused(early_stopping):
+    with pytest.raises(ValueError, match=rf"early_stopping={early_stopping!r} "):
+        BeamSearch(2, early_stopping=early_stopping)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "scores", "num_rows", "match"),
+    [
+        ([], [], 0, "at least one"),
+        ([[1], [2]], [0.0], 2, r"scores \(1\)"),
+        ([[1], [2]], [0.0, 0.0], 1, r"token_ids \(1\)"),
+        ([[1], [2, 3]], [0.0, 0.0], 2, r"lengths \[1, 2\]"),
+    ],
+)
+def test_beams_that_do_not_match_are_refused(outputs, scores, num_rows, match):
+    rows = np.zeros((num_rows, 3), np.int32), np.zeros((num_rows, 3), np.float32)
+    with pytest.raises(ValueError, match=match):
+        BeamSearch(2).advance(outputs, scores, *rows, max_tokens=8)
+
+
+def test_candidates_of_different_shapes_are_refused():
+    rows = np.zeros((1, 3), np.int32), np.zeros((1, 2), np.float32)
+    with pytest.raises(ValueError, match="one shape"):
+        BeamSearch(2).advance([[]], [0.0], *rows, max_tokens=8)
