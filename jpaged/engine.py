@@ -1,19 +1,19 @@
 """The engine as its users meet it: requests in, tokens and text out."""
 
 import weakref
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tqdm import tqdm
 
 from jpaged.config import EngineConfig
+from jpaged.driver import Driver, Job
 from jpaged.engine_loop import EngineLoop
-from jpaged.inputs import Prompt, normalize_prompts, pair_params
+from jpaged.inputs import normalize_prompts, pair_params, pair_priorities
 from jpaged.intake import PIN_PARAMS
 from jpaged.metrics import EngineStats
 from jpaged.outputs import RequestOutput, TextDelta
-from jpaged.request_state import RequestState
 from jpaged.sampling_params import SamplingParams
 from jpaged.startup import build_parts
 from jpaged.tokenizer import Tokenizer
@@ -39,13 +39,17 @@ class Engine:
         self.memory_account = parts.memory_account
         self._loop = EngineLoop(parts.scheduler, parts.runner, self.config.loop_mode)
         self._intake = parts.intake
-        # Advanced requests of `add_request` that no `step` has told of yet (an ordered set).
-        self._undelivered: dict[RequestState, None] = {}
+        self._driver = Driver(self._loop, self._intake)
 
     # Requests, one by one
 
     def add_request(
-        self, prompt: object, params: SamplingParams | None = None, *, request_id: str | None = None
+        self,
+        prompt: object,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
     ) -> str:
         """Queue a prompt; `step` brings its outputs.
 
@@ -53,6 +57,8 @@ class Engine:
             prompt: A string, a list of token ids, or a dict with either and perhaps a "cache_salt".
             params: How to sample; None stands for `SamplingParams()`.
             request_id: Unique among unfinished requests; None makes one.
+            priority: Lower is served earlier and preempted later; other than 0 only with
+                scheduling_policy="priority".
 
         Returns:
             The request's id.
@@ -62,9 +68,8 @@ class Engine:
                 never fit; nothing is queued then.
             RuntimeError: a step failed earlier.
         """
-        state = self._add_one(prompt, params, request_id)
-        state.polled = True
-        return state.request_id
+        job = Job(self._intake.checked(prompt), pair_params(params, 1)[0], priority)
+        return self._driver.add(job, request_id, polled=True).request_id
 
     def abort(self, request_id: str) -> None:
         """End a request in any state and give its blocks back; an unknown id is no error.
@@ -74,26 +79,25 @@ class Engine:
         """
         state = self._loop.requests.get(request_id)
         if state is not None:
-            self._abort(state)
+            self._driver.abort(state)
 
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do or to deliver."""
-        return self._loop.has_work or bool(self._undelivered)
+        return self._loop.has_work or self._driver.has_news
 
     def step(self) -> list[RequestOutput]:
         """Advance by one step.
 
         Returns:
-            The requests of `add_request` that got a token or ended since the last call; empty in a
-            turn that only fills the overlapped loop's pipeline.
+            The requests of `add_request` that got a token or ended since the last call (a beam
+            search only at its end); empty in a turn that only fills the overlapped loop's pipeline.
 
         Raises:
             RuntimeError: a step failed, now or earlier.
         """
-        self._advance()
-        news, self._undelivered = self._undelivered, {}
-        return [state.output() for state in news]
+        self._driver.advance()
+        return [state.output() for state in self._driver.take_news()]
 
     # Whole generations
 
@@ -103,6 +107,7 @@ class Engine:
         params: SamplingParams | list[SamplingParams] | None = None,
         *,
         use_tqdm: bool | None = None,
+        priority: list[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts and wait for all of them.
 
@@ -110,6 +115,7 @@ class Engine:
             prompts: One prompt or a list; each a string, a list of token ids, or a dict.
             params: One for all, or one for each.
             use_tqdm: Show a progress bar; None shows it for more than one prompt on a terminal.
+            priority: One for each prompt, as in `add_request`.
 
         Returns:
             One output a prompt, in the order of the prompts.
@@ -120,26 +126,73 @@ class Engine:
         """
         checked = normalize_prompts(prompts, vocab_size=self.vocab_size)
         all_params = pair_params(params, len(checked))
+        priorities = pair_priorities(priority, len(checked))
         disable = None if use_tqdm is None and len(checked) > 1 else not use_tqdm
-        work = list(zip(map(self._intake.tokenize, checked), all_params, strict=True))
-        with tqdm(total=len(work), desc="Generating", disable=disable, unit="req") as bar:
-            states = self._complete(work, bar.update)
+        jobs = list(map(Job, map(self._intake.tokenize, checked), all_params, priorities))
+        with tqdm(total=len(jobs), desc="Generating", disable=disable, unit="req") as bar:
+            states = self._driver.complete(jobs, bar.update)
         return [state.output() for state in states]
+
+    def beam_search(
+        self,
+        prompts: object,
+        *,
+        beam_width: int,
+        max_tokens: int = 16,
+        length_penalty: float = 1.0,
+        early_stopping: bool | Literal["never"] = False,
+        ignore_eos: bool = False,
+        n: int | None = None,
+        use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:
+        """`generate` with a beam search for the most probable answers to each prompt.
+
+        Args:
+            prompts: As for `generate`.
+            beam_width: Beams of each search.
+            max_tokens: Longest answer.
+            length_penalty: As in `SamplingParams`.
+            early_stopping: As in `SamplingParams`.
+            ignore_eos: Go on past the model's own end token.
+            n: Answers to return; None returns all `beam_width`.
+            use_tqdm: As for `generate`.
+
+        Returns:
+            One output a prompt, its answers best first, each with its `score`.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as `generate`.
+        """
+        params = SamplingParams(
+            n=beam_width if n is None else n,
+            beam_width=beam_width,
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+            max_tokens=max_tokens,
+            ignore_eos=ignore_eos,
+        )
+        return self.generate(prompts, params, use_tqdm=use_tqdm)
 
     def stream(
         self, prompt: object, params: SamplingParams | None = None
     ) -> Generator[TextDelta, None, None]:
         """Complete one prompt, yielding its text as it grows; dropping the stream aborts it.
 
+        With n above 1 the samples' deltas come interleaved, each with its `index`; the stream ends
+        when every sample had its last one, which has a `finish_reason`.
+
         Raises:
             TypeError, ValueError: the prompt or a parameter is not acceptable (at once, not at the
-                first delta).
+                first delta), or which answers are wanted is known only at the end (beam_width, or
+                best_of above n).
             RuntimeError: a step failed.
         """
-        state = self._add_one(prompt, params, None)
-        deltas = self._deltas(state)
+        checked, own_params = self._intake.checked(prompt), pair_params(params, 1)[0]
+        own_params.check_streamable()
+        state = self._driver.add(Job(checked, own_params))
+        deltas = self._driver.deltas(state)
         # A generator that was never started does not run its `finally`.
-        weakref.finalize(deltas, self._abort, state)
+        weakref.finalize(deltas, self._driver.abort, state)
         return deltas
 
     def chat(
@@ -197,7 +250,7 @@ class Engine:
         prefix = self._intake.whole_blocks(prompt, self.runtime_config.block_size)
         pin = self._loop.pin_cached(prefix)
         if pin is None:
-            self._complete([(prefix, PIN_PARAMS)], int)
+            self._driver.complete([Job(prefix, PIN_PARAMS)])
             pin = self._loop.pin_computed(prefix)
         return pin
 
@@ -239,61 +292,4 @@ class Engine:
 
     def abort_all(self) -> None:
         """Abort every request, wait for the device and forget undelivered outputs."""
-        for state in list(self._loop.requests.values()):
-            self._abort(state)
-        self._loop.drain()
-        self._undelivered.clear()
-
-    # Inside
-
-    def _add_one(
-        self, prompt: object, params: SamplingParams | None, request_id: str | None
-    ) -> RequestState:
-        return self._add(self._intake.checked(prompt), pair_params(params, 1)[0], request_id)
-
-    def _add(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> RequestState:
-        state = self._intake.make_state(
-            prompt, params, request_id=request_id, ids_in_use=self._loop.requests
-        )
-        self._loop.add(state)
-        return state
-
-    def _abort(self, state: RequestState) -> None:
-        if self._loop.abort(state):
-            self._undelivered.pop(state, None)
-
-    def _advance(self) -> list[RequestState]:
-        """Advance by a step, and remember for `step` what its requests were told of."""
-        advanced = self._loop.advance()
-        self._undelivered |= dict.fromkeys(state for state in advanced if state.polled)
-        return advanced
-
-    def _complete(
-        self, work: list[tuple[Prompt, SamplingParams]], advance: Callable[[int], object]
-    ) -> list[RequestState]:
-        """Run requests to their ends; an error or Ctrl-C leaves nothing of them behind."""
-        states: list[RequestState] = []
-        try:
-            for prompt, params in work:
-                states.append(self._add(prompt, params, None))
-            left = set(states)
-            while left:
-                ended = {state for state in self._advance() if state.request.is_finished} & left
-                left -= ended
-                advance(len(ended))
-        finally:
-            for state in states:
-                self._abort(state)
-        return states
-
-    def _deltas(self, state: RequestState) -> Generator[TextDelta, None, None]:
-        num_sent, ended = 0, False
-        try:
-            while not ended:
-                while not state.has_news(num_sent):  # others may have advanced it meanwhile
-                    self._advance()
-                delta, ended = state.delta(num_sent), state.request.is_finished
-                num_sent += len(delta.token_ids)
-                yield delta
-        finally:
-            self._abort(state)
+        self._driver.abort_all()

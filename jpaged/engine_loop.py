@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from jpaged.config import LoopMode
 from jpaged.core.limits import check_pin_fits
 from jpaged.core.plan import Emitted, StepPlan
-from jpaged.core.request import FinishReason
+from jpaged.core.request import Candidates, FinishReason, Request
 from jpaged.core.scheduler import Scheduler
 from jpaged.inputs import Prompt
 from jpaged.interrupts import deferred_interrupts
@@ -35,6 +35,20 @@ class LoopCounts:
     preemptions: int = 0
     finished: int = 0
     peak_used_blocks: int = 0
+    block_copies: int = 0
+    swapped_out_blocks: int = 0
+    swapped_in_blocks: int = 0
+
+    def note_plan(self, plan: StepPlan, num_used_blocks: int) -> None:
+        """Count a step that is launched while so many blocks are held."""
+        self.steps += 1
+        self.preemptions += len(plan.preempted)
+        self.peak_used_blocks = max(self.peak_used_blocks, num_used_blocks)
+        self.block_copies += len(plan.block_copies)
+        for order in plan.swap_outs:
+            self.swapped_out_blocks += len(order.block_ids)
+        for order in plan.swap_ins:
+            self.swapped_in_blocks += len(order.places)
 
 
 class EngineLoop:
@@ -52,8 +66,8 @@ class EngineLoop:
         self.counts = LoopCounts()
         self._runner = runner
         self._mode = mode
-        self._by_seq_id: dict[int, RequestState] = {}
-        self._sampling: dict[int, SamplingParams] = {}
+        self._states: dict[Request, RequestState] = {}
+        self._sampling: dict[Request, SamplingParams] = {}
         self._in_flight: deque[StepHandle] = deque()
         self._failure: BaseException | None = None
 
@@ -72,11 +86,9 @@ class EngineLoop:
         """Queue a request; ValueError, with nothing changed, if it could never run."""
         self.check_alive()
         self.scheduler.add(state.request)
-        self.requests[state.request_id] = state
-        for sequence in state.request.sequences:
-            self._by_seq_id[sequence.seq_id] = state
-            self._sampling[sequence.seq_id] = state.params
-            self.counts.prompt_tokens += sequence.num_prompt_tokens
+        self.requests[state.request_id] = self._states[state.request] = state
+        self._sampling[state.request] = state.params
+        self.counts.prompt_tokens += state.request.sequences[0].num_prompt_tokens
 
     def abort(self, state: RequestState) -> bool:
         """End a request in any state; returns whether it was unfinished."""
@@ -87,7 +99,9 @@ class EngineLoop:
         return True
 
     def advance(self) -> list[RequestState]:
-        """Launch a step and read one; gives the requests that the read one advanced.
+        """Launch a step and read one; gives the requests that the read one advanced, each once.
+
+        A beam search is among them only when it is over: nothing is known before.
 
         Raises:
             RuntimeError: a step failed, now or earlier.
@@ -139,7 +153,7 @@ class EngineLoop:
     def stats(self) -> EngineStats:
         """The pool and the queues now, and counts since the start."""
         scheduler, counts = self.scheduler, self.counts
-        manager = scheduler.block_manager
+        manager, swap = scheduler.block_manager, scheduler.swap_space
         cache = manager.prefix_cache
         return EngineStats(
             block_size=manager.block_size,
@@ -149,6 +163,7 @@ class EngineLoop:
             num_waste_slots=scheduler.num_waste_slots,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
+            num_swapped=scheduler.num_swapped,
             num_preemptions=counts.preemptions,
             num_prompt_tokens=counts.prompt_tokens,
             num_cached_tokens=counts.cached_tokens,
@@ -156,6 +171,11 @@ class EngineLoop:
             prefix_cache_hits=0 if cache is None else cache.num_hit_tokens,
             num_cached_blocks=manager.pool.num_cached_blocks,
             num_pinned_blocks=manager.pins.num_blocks,
+            num_block_copies=counts.block_copies,
+            num_host_blocks=swap.policy.num_host_blocks,
+            num_used_host_blocks=swap.num_used_blocks,
+            num_swapped_out_blocks=counts.swapped_out_blocks,
+            num_swapped_in_blocks=counts.swapped_in_blocks,
             num_generated_tokens=counts.generated_tokens,
             num_steps=counts.steps,
             num_finished=counts.finished,
@@ -163,11 +183,8 @@ class EngineLoop:
 
     def _launch(self, plan: StepPlan) -> None:
         self._in_flight.append(self._runner.launch(plan, self._sampling))
-        counts, manager = self.counts, self.scheduler.block_manager
-        counts.steps += 1
-        counts.preemptions += len(plan.preempted)
-        used = manager.pool.num_usable_blocks - manager.num_free_blocks
-        counts.peak_used_blocks = max(counts.peak_used_blocks, used)
+        manager = self.scheduler.block_manager
+        self.counts.note_plan(plan, manager.pool.num_usable_blocks - manager.num_free_blocks)
         for request_id in plan.preempted:
             if request_id in self.requests:
                 self.requests[request_id].metrics.num_preemptions += 1
@@ -177,7 +194,7 @@ class EngineLoop:
     def _note_first_scheduled(self, plan: StepPlan) -> None:
         now = time.monotonic()
         for item in plan.scheduled:
-            metrics = self._by_seq_id[item.sequence.seq_id].metrics
+            metrics = self._states[item.sequence.request].metrics
             if metrics.first_scheduled_time is None:
                 metrics.first_scheduled_time = now
                 self.counts.cached_tokens += item.sequence.num_cached_tokens or 0
@@ -193,33 +210,47 @@ class EngineLoop:
         with self._whole():
             self._in_flight.popleft()
             self._take_prompt_logprobs(handle, result)
-            emitted = self.scheduler.update(handle.plan, result.token_ids)
+            candidates = _candidates_of(result)
+            news = self.scheduler.update(handle.plan, result.token_ids, candidates)
             rows = _rows_of(handle.plan) if result.logprobs is not None else {}
-            return [self._take(token, result, rows) for token in emitted]
+            # Several samples of one request may end with this step: it is retired after the last.
+            advanced = dict.fromkeys([self._take(token, result, rows) for token in news.emitted])
+            advanced |= dict.fromkeys(self._searched(news.searched))
+            for state in advanced:
+                if state.request.is_finished:
+                    self._retire(state)
+            return list(advanced)
 
     def _take(self, emitted: Emitted, result: StepResult, rows: dict[int, int]) -> RequestState:
-        seq_id, request = emitted.sequence.seq_id, emitted.request
-        state = self._by_seq_id[seq_id]
+        sequence = emitted.sequence
+        state = self._states[emitted.request]
         self.counts.generated_tokens += 1
-        if state.accept(emitted, result.logprobs, rows.get(seq_id, 0)):
-            self.scheduler.finish(request.request_id, FinishReason.STOP)
-            request.finish_reason = FinishReason.STOP  # also where the same token was the last
-        if request.is_finished:
-            self._retire(state)
+        if state.accept(emitted, result.logprobs, rows.get(sequence.seq_id, 0)):
+            # Also where the same token was its last: the stop string wins.
+            self.scheduler.finish_sequence(sequence, FinishReason.STOP)
         return state
+
+    def _searched(self, requests: list[Request]) -> Iterator[RequestState]:
+        """Those of the beam searches that are over."""
+        for request in requests:
+            state = self._states[request]
+            state.note_first_token()
+            if request.is_finished and request.beam is not None:
+                found = request.beam.hypotheses[: state.params.n]
+                self.counts.generated_tokens += sum(len(each.output_token_ids) for each in found)
+                yield state
 
     def _take_prompt_logprobs(self, handle: StepHandle, result: StepResult) -> None:
         for item in handle.plan.scheduled if result.prompt_logprobs else ():
             scores = result.prompt_logprobs.get(item.sequence.seq_id)
-            state = self._by_seq_id.get(item.sequence.seq_id)
+            state = self._states.get(item.sequence.request)
             if scores is not None and state is not None:
                 state.accept_prompt_logprobs(item, scores)
 
     def _retire(self, state: RequestState) -> None:
         state.finish()
         self.counts.finished += 1
-        for sequence in state.request.sequences:
-            del self._sampling[sequence.seq_id], self._by_seq_id[sequence.seq_id]
+        del self._sampling[state.request], self._states[state.request]
         del self.requests[state.request_id]
 
     @contextmanager
@@ -235,3 +266,8 @@ class EngineLoop:
 
 def _rows_of(plan: StepPlan) -> dict[int, int]:
     return {item.sequence.seq_id: row for row, item in enumerate(plan.scheduled)}
+
+
+def _candidates_of(result: StepResult) -> Candidates | None:
+    scores = result.logprobs
+    return None if scores is None else Candidates(scores.top_token_ids, scores.top_logprobs)

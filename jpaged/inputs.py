@@ -93,6 +93,33 @@ def pair_params(params: object, num_prompts: int) -> list[SamplingParams]:
     return list(params)
 
 
+def pair_priorities(priority: object, num_prompts: int) -> list[int]:
+    """One priority for each prompt.
+
+    `priority` is a list with one for each, or None for 0.
+
+    Raises:
+        TypeError: something else than a list of integers.
+        ValueError: a list whose length is not the number of prompts.
+    """
+    if priority is None:
+        return [0] * num_prompts
+    if not isinstance(priority, (list, tuple)):
+        raise TypeError(f"priority={_shown(priority)} must be a list of integers, one a prompt")
+    if len(priority) != num_prompts:
+        raise ValueError(
+            f"priority has {len(priority)} entries for {num_prompts} prompts: give one for each"
+        )
+    return [checked_priority(value, f"priority[{i}]") for i, value in enumerate(priority)]
+
+
+def checked_priority(value: object, name: str = "priority") -> int:
+    """The integer `value`; TypeError if it is none."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name}={_shown(value)} must be an integer; lower is served earlier")
+    return int(value)
+
+
 def _not_params(name: str, value: object) -> str:
     return f"{name} must be SamplingParams, got {type(value).__name__}: {_shown(value)}"
 

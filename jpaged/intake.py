@@ -5,9 +5,9 @@ import time
 from collections.abc import Container
 from dataclasses import replace
 
+from jpaged.core.beam import BeamSearch
 from jpaged.core.request import Request, StopCriteria
-from jpaged.detokenizer import Detokenizer
-from jpaged.inputs import Prompt, normalize_prompt
+from jpaged.inputs import Prompt, checked_priority, normalize_prompt
 from jpaged.metrics import RequestMetrics
 from jpaged.request_state import RequestState
 from jpaged.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -26,6 +26,7 @@ class Intake:
         tokenizer: None where only token ids go in and out.
         vocab_size: Every token id is below it.
         max_model_len: Most tokens of a sequence.
+        max_num_seqs: Most sequences in a step.
         eos_token_ids: The model's own end tokens.
         seed: Of requests that bring none.
     """
@@ -36,15 +37,18 @@ class Intake:
         *,
         vocab_size: int,
         max_model_len: int,
+        max_num_seqs: int,
         eos_token_ids: frozenset[int],
         seed: int,
     ):
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self._max_model_len = max_model_len
+        self._max_num_seqs = max_num_seqs
         self._eos_token_ids = eos_token_ids
         self._seed = seed
         self._arrivals = itertools.count()
+        self._seq_ids = itertools.count()
         self._names = itertools.count()
 
     def tokenize(self, prompt: Prompt) -> Prompt:
@@ -107,6 +111,7 @@ class Intake:
         *,
         request_id: str | None,
         ids_in_use: Container[str],
+        priority: int = 0,
     ) -> RequestState:
         """A request, checked and ready for the scheduler.
 
@@ -115,38 +120,46 @@ class Intake:
             params: As the caller gave them.
             request_id: None for one that is not in use.
             ids_in_use: Ids of unfinished requests.
+            priority: Lower goes first; the scheduler refuses one that it would not look at.
 
         Raises:
             TypeError, ValueError: the id or a parameter is not acceptable.
         """
-        arrival = next(self._arrivals)
-        params = self._with_seed(params, arrival)
-        params.validate_for(self.vocab_size, MAX_LOGPROBS, self._eos_token_ids)
+        params = self._with_seed(params, next(self._arrivals))
+        params.validate_for(
+            self.vocab_size, MAX_LOGPROBS, self._eos_token_ids, max_num_seqs=self._max_num_seqs
+        )
         if params.stop_strings:
             self.need_tokenizer(f"stop={params.stop!r}")
         name = self._unused_name(ids_in_use) if request_id is None else _checked_id(request_id)
-        token_ids = prompt.token_ids or []
-        stop = StopCriteria(
-            max_tokens=params.max_tokens or self._max_model_len,
-            min_tokens=params.min_tokens,
-            stop_token_ids=params.ending_ids(self._eos_token_ids),
-        )
         return RequestState(
-            request=Request.from_prompt(
-                name,
-                token_ids,
-                stop,
-                seq_id=arrival,
-                cache_salt=prompt.cache_salt,
-                # Each position must be computed to be scored.
-                reads_prefix_cache=params.prompt_logprobs is None,
-            ),
+            request=self._make_request(name, prompt, params, checked_priority(priority)),
             params=params,
             prompt=prompt,
-            detokenizer=Detokenizer(self.tokenizer, token_ids, params),
             tokenizer=self.tokenizer,
             eos_token_ids=self._eos_token_ids,
             metrics=RequestMetrics(arrival_time=time.monotonic()),
+        )
+
+    def _make_request(
+        self, name: str, prompt: Prompt, params: SamplingParams, priority: int
+    ) -> Request:
+        endings = params.ending_ids(self._eos_token_ids)
+        return Request.from_prompt(
+            name,
+            prompt.token_ids or [],
+            StopCriteria(
+                max_tokens=params.max_tokens or self._max_model_len,
+                min_tokens=params.min_tokens,
+                stop_token_ids=endings,
+            ),
+            seq_ids=self._seq_ids,
+            num_samples=params.num_samples if params.beam_width is None else 1,
+            beam=_make_search(params, endings),
+            priority=priority,
+            cache_salt=prompt.cache_salt,
+            # Each position must be computed to be scored.
+            reads_prefix_cache=params.prompt_logprobs is None,
         )
 
     def _unused_name(self, ids_in_use: Container[str]) -> str:
@@ -163,3 +176,14 @@ def _checked_id(request_id: object) -> str:
     if not isinstance(request_id, str) or not request_id:
         raise TypeError(f"request_id={request_id!r} must be a non-empty string, or None for one")
     return request_id
+
+
+def _make_search(params: SamplingParams, end_token_ids: frozenset[int]) -> BeamSearch | None:
+    if params.beam_width is None:
+        return None
+    return BeamSearch(
+        params.beam_width,
+        length_penalty=params.length_penalty,
+        early_stopping=params.early_stopping,
+        end_token_ids=end_token_ids,
+    )

@@ -20,14 +20,21 @@ class EngineStats:
         num_waste_slots: Slots of held blocks without a token: less than one block a sequence.
         num_running: Requests in the batch.
         num_waiting: Requests that wait for a place in it, preempted ones included.
+        num_swapped: Those of the waiting whose KV is in host memory.
         num_preemptions: Times a request lost its blocks to another, since the start.
-        num_prompt_tokens: Prompt tokens of all requests so far.
+        num_prompt_tokens: Prompt tokens of all requests so far, each prompt once for all samples.
         num_cached_tokens: Those of them that a cached prefix spared when their request first joined
             the batch.
         prefix_cache_queries: Tokens looked up in the prefix cache, each time a request joins the
             batch (again after a preemption, its outputs included).
         prefix_cache_hits: Those of them that were found.
-        num_generated_tokens: Output tokens of all requests so far.
+        num_block_copies: Blocks copied because somebody wrote to one that others share.
+        num_host_blocks: Blocks of host memory that KV can be swapped to.
+        num_used_host_blocks: Those of them that hold a swapped request's KV.
+        num_swapped_out_blocks: Blocks copied to host memory so far.
+        num_swapped_in_blocks: Blocks copied back so far.
+        num_generated_tokens: Output tokens of all requests so far; of a beam search those of the
+            answers it returned.
         num_steps: Steps launched so far.
         num_finished: Requests that ended so far, for whatever reason.
     """
@@ -39,6 +46,7 @@ class EngineStats:
     num_waste_slots: int = 0
     num_running: int = 0
     num_waiting: int = 0
+    num_swapped: int = 0
     num_preemptions: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
@@ -46,6 +54,11 @@ class EngineStats:
     prefix_cache_hits: int = 0
     num_cached_blocks: int = 0
     num_pinned_blocks: int = 0
+    num_block_copies: int = 0
+    num_host_blocks: int = 0
+    num_used_host_blocks: int = 0
+    num_swapped_out_blocks: int = 0
+    num_swapped_in_blocks: int = 0
     num_generated_tokens: int = 0
     num_steps: int = 0
     num_finished: int = 0

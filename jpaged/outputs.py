@@ -26,16 +26,20 @@ class CompletionOutput:
     """One answer to a prompt.
 
     Attributes:
-        index: Its place among the answers to the same prompt.
+        index: Its place among the answers to the same prompt: the sample's number, or with
+            `best_of` and beam search its rank.
         text: The detokenised answer so far, without a matched stop string (unless
             `include_stop_str_in_output`); while the answer grows, text that may be the start of
             a stop string or an incomplete character is missing.
         token_ids: Every sampled token, those of a stop string or a stop token included.
-        cumulative_logprob: Sum of the tokens' log probabilities, if `logprobs` were asked for.
+        cumulative_logprob: Sum of the tokens' log probabilities, if `logprobs` were asked for or
+            the answers are ranked (`best_of`, `beam_width`).
         logprobs: For each token its candidates by token id, if asked for.
         finish_reason: "stop", "length", "abort" or "error"; None while it grows.
         stop_reason: The stop string or stop token id that ended it; None for the end-of-text
             token or another reason.
+        score: Of an answer of a beam search: cumulative_logprob over the number of tokens to the
+            power of `length_penalty`, by which the answers are ranked.
     """
 
     index: int
@@ -45,6 +49,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    score: float | None = None
 
     @property
     def finished(self) -> bool:
@@ -62,7 +67,10 @@ class RequestOutput:
         prompt_token_ids: The prompt's tokens.
         prompt_logprobs: For each prompt token its candidates by token id (None for the first,
             which nothing predicts), if asked for.
-        outputs: The answers; one for n=1.
+        outputs: The n answers in the order of their samples, unfinished ones too. With `best_of`
+            the n best samples, best first: while they grow, those that are best so far. Of a beam
+            search the n best answers, best first (fewer if the vocabulary has no more); none before
+            its end, or if it was aborted.
         finished: Whether all answers are finished.
         num_cached_tokens: Prompt tokens whose KV came from the prefix cache when the request first
             joined the batch.
@@ -94,7 +102,7 @@ class TextDelta:
         stop_reason: As in `CompletionOutput`, on the last delta.
         logprobs: For each new token its candidates by token id, if asked for.
         request_id: Whose answer it is.
-        index: Which of the request's answers.
+        index: Which of the request's answers: the sample's number.
     """
 
     text: str

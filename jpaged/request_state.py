@@ -1,15 +1,16 @@
-"""What the engine keeps of a request beside the scheduler's part: text, scores, times."""
+"""What the engine keeps of a request beside the scheduler's part: its answers, scores, times."""
 
 import time
 from dataclasses import dataclass, field, replace
 
 from jpaged.core.plan import Emitted, ScheduledSequence
-from jpaged.core.request import FinishReason, Request
+from jpaged.core.request import Request
 from jpaged.detokenizer import Detokenizer
 from jpaged.inputs import Prompt
 from jpaged.metrics import RequestMetrics
-from jpaged.outputs import CompletionOutput, Logprob, RequestOutput, TextDelta
+from jpaged.outputs import CompletionOutput, Logprob, RequestOutput
 from jpaged.runtime.model_runner import TokenScores
+from jpaged.sample_state import SampleState, candidates_of, hypothesis_output
 from jpaged.sampling_params import SamplingParams
 from jpaged.tokenizer import Tokenizer
 
@@ -22,25 +23,30 @@ class RequestState:
         request: The scheduler's view.
         params: With a seed.
         prompt: As the caller gave it, tokenised.
-        detokenizer: Turns its tokens into text.
-        tokenizer: For the text of alternatives in logprobs; None without one.
+        tokenizer: None without one.
         eos_token_ids: The model's own end tokens.
         metrics: When things happened.
         polled: Whether `Engine.step` reports it.
+        samples: In the order of their numbers; none for a beam search, whose answers are known only
+            at its end.
     """
 
     request: Request
     params: SamplingParams
     prompt: Prompt
-    detokenizer: Detokenizer
     tokenizer: Tokenizer | None
     eos_token_ids: frozenset[int]
     metrics: RequestMetrics
     polled: bool = False
-    _stop_string: str | None = None
-    _cumulative_logprob: float = 0.0
-    _logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    samples: list[SampleState] = field(init=False)
     _prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        sequences = self.request.sequences if self.request.beam is None else ()
+        self.samples = [
+            SampleState(sequence, self.params, self.tokenizer, self.eos_token_ids)
+            for sequence in sequences
+        ]
 
     @property
     def request_id(self) -> str:
@@ -59,15 +65,16 @@ class RequestState:
             Whether the token completed a stop string.
         """
         if self.metrics.first_token_time is None:
+            self.note_first_token()
+        sample = self.samples[emitted.sequence.index]
+        if scores is not None and self.params.needs_logprobs:
+            sample.accept_scores(emitted.token_id, scores, index)
+        return sample.accept(emitted.token_id, emitted.finish_reason)
+
+    def note_first_token(self) -> None:
+        """A token of the request was read; the first one's time is kept."""
+        if self.metrics.first_token_time is None:
             self.metrics.first_token_time = time.monotonic()
-        if self.params.logprobs is not None and scores is not None:
-            self._cumulative_logprob += float(scores.logprobs[index])
-            count = self.params.logprobs
-            self._logprobs.append(self._candidates(emitted.token_id, scores, index, count))
-        self._stop_string = self.detokenizer.append(
-            [emitted.token_id], ended_by_token=emitted.finish_reason is FinishReason.STOP
-        )
-        return self._stop_string is not None
 
     def accept_prompt_logprobs(self, item: ScheduledSequence, scores: TokenScores) -> None:
         """Take in how likely a chunk's next prompt tokens were; a recomputed chunk changes nothing.
@@ -79,78 +86,54 @@ class RequestState:
         known = self._prompt_logprobs = self._prompt_logprobs or [None]
         prompt, count = item.sequence.token_ids, self.params.prompt_logprobs or 0
         for i in range(max(len(known) - item.start - 1, 0), len(scores.logprobs)):
-            known.append(self._candidates(prompt[item.start + 1 + i], scores, i, count))
+            token_id = prompt[item.start + 1 + i]
+            known.append(candidates_of(token_id, scores, i, count, self.tokenizer))
 
     def finish(self) -> None:
-        """Nothing more will come: release what the detokenizer held back."""
+        """Nothing more will come: release what was held back."""
         self.metrics.finished_time = time.monotonic()
-        self.detokenizer.finish()
+        for sample in self.samples:
+            sample.finish()
 
     def output(self) -> RequestOutput:
         """The request as the caller sees it now."""
-        sequence = self.request.sequences[0]
-        asked = self.params.logprobs is not None
-        completion = CompletionOutput(
-            index=0,
-            text=self.detokenizer.text,
-            token_ids=sequence.output_token_ids,
-            cumulative_logprob=self._cumulative_logprob if asked else None,
-            logprobs=list(self._logprobs) if asked else None,
-            finish_reason=self.request.finish_reason,
-            stop_reason=self._stop_reason(),
-        )
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt.text,
             prompt_token_ids=self.prompt.token_ids or (),
             prompt_logprobs=self._own_prompt_logprobs(),
-            outputs=[completion],
+            outputs=self._outputs() if self.request.beam is None else self._found(),
             finished=self.request.is_finished,
-            num_cached_tokens=sequence.num_cached_tokens or 0,
+            num_cached_tokens=self.request.sequences[0].num_cached_tokens or 0,
             metrics=replace(self.metrics),
         )
 
-    def has_news(self, num_sent: int) -> bool:
-        """Whether a delta after output token `num_sent` would tell anything."""
-        return self.request.is_finished or self.request.sequences[0].num_output_tokens > num_sent
+    def _outputs(self) -> list[CompletionOutput]:
+        """All samples in their order, or the best of them so far, best first."""
+        chosen, is_ranked = self.samples, self.params.best_of is not None
+        if is_ranked:  # a stable sort: of equal ones the earlier sample comes first
+            chosen = sorted(chosen, key=lambda sample: -sample.cumulative_logprob)[: self.params.n]
+        return [sample.output(i, is_ranked=is_ranked) for i, sample in enumerate(chosen)]
 
-    def delta(self, num_sent: int) -> TextDelta:
-        """What is new since a delta that ended at output token `num_sent`."""
-        sequence = self.request.sequences[0]
-        asked = self.params.logprobs is not None
-        return TextDelta(
-            text=self.detokenizer.take_delta(),
-            token_ids=tuple(sequence.token_ids[sequence.num_prompt_tokens + num_sent :]),
-            finish_reason=self.request.finish_reason,
-            stop_reason=self._stop_reason(),
-            logprobs=self._logprobs[num_sent:] if asked else None,
-            request_id=self.request_id,
-        )
+    def _found(self) -> list[CompletionOutput]:
+        """A beam search's best answers; none before its end, or if it was aborted."""
+        beam, ids = self.request.beam, self.prompt.token_ids or []
+        if beam is None or not self.is_found:
+            return []
+        return [
+            hypothesis_output(
+                i, found, Detokenizer(self.tokenizer, ids, self.params), self.eos_token_ids
+            )
+            for i, found in enumerate(beam.hypotheses[: self.params.n])
+        ]
+
+    @property
+    def is_found(self) -> bool:
+        """Whether it is a beam search that came to its own end."""
+        reason = self.request.finish_reason
+        return self.request.beam is not None and reason in ("stop", "length")
 
     def _own_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         if self.params.prompt_logprobs is None:
             return None
         return list(self._prompt_logprobs) or [None]
-
-    def _stop_reason(self) -> str | int | None:
-        if self._stop_string is not None:
-            return self._stop_string
-        if self.request.finish_reason is not FinishReason.STOP:
-            return None
-        last = self.request.sequences[0].token_ids[-1]
-        return None if last in self.eos_token_ids else last
-
-    def _candidates(
-        self, token_id: int, scores: TokenScores, index: int, count: int
-    ) -> dict[int, Logprob]:
-        """The token itself first, then the `count` most likely ones."""
-        found = {token_id: (float(scores.logprobs[index]), int(scores.ranks[index]))}
-        top = zip(scores.top_token_ids[index, :count], scores.top_logprobs[index], strict=False)
-        for rank, (other, logprob) in enumerate(top, start=1):
-            found.setdefault(int(other), (float(logprob), rank))
-        return {t: Logprob(lp, rank, self._text_of(t)) for t, (lp, rank) in found.items()}
-
-    def _text_of(self, token_id: int) -> str | None:
-        if self.tokenizer is None:
-            return None
-        return self.tokenizer.decode([token_id], skip_special_tokens=False)

@@ -3,16 +3,23 @@
 The names and defaults are vLLM's, since users know them. Nothing here imports JAX.
 """
 
-import math
-import numbers
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, no_type_check
 
+from jpaged.sampling_checks import (
+    check_beam,
+    check_bool,
+    check_choice,
+    check_ids_below,
+    check_length,
+    check_samples,
+    check_stops,
+    check_tokens,
+)
+
 MAX_LOGPROBS = 20
 """The most log-probabilities a token that an engine gives unless it is told otherwise."""
-
-_MIN_SEED, _MAX_SEED = -(2**63), 2**64 - 1
 
 
 @no_type_check  # it checks itself, with messages for people: `temperature=0` is as good as 0.0
@@ -21,7 +28,17 @@ class SamplingParams:
     """How the tokens of one request are chosen and when it ends.
 
     Args:
-        n: completions of the prompt; only 1 for now.
+        n: answers to return. Each is a sample of its own, in the order of their numbers: sample i
+            has the seed `seed + i` (modulo 2**64), so it is what a request of n=1 with that seed
+            gives. With best_of or beam_width: the best ones, best first.
+        best_of: sample so many and return the n of the highest cumulative log-probability, best
+            first; None samples n.
+        beam_width: search for the most probable answers with so many beams, instead of sampling;
+            the search is that of transformers' `generate(num_beams=...)`.
+        length_penalty: of beams: an answer's score is its cumulative log-probability divided by its
+            number of tokens to this power; above 0 favours long answers, below 0 short ones.
+        early_stopping: when a beam search with beam_width complete answers is over: True at once;
+            False when no beam scores better at its present length; "never" when none can.
         temperature: divides the logits; 0 takes the most probable token.
         top_p: keep the smallest set of tokens whose probabilities sum to this; 1 keeps all.
         top_k: keep this many of the most probable tokens; 0 or -1 keeps all.
@@ -29,7 +46,8 @@ class SamplingParams:
         repetition_penalty: above 1 discourages tokens seen in the prompt or the output.
         presence_penalty: taken off the logit of every token that the output has.
         frequency_penalty: taken off once for each time the output has the token.
-        seed: a 64-bit integer; the same seed gives the same tokens whatever else runs.
+        seed: a 64-bit integer; the same seed gives the same tokens whatever else runs. Of the
+            first sample; see `n`.
         stop: a string or strings that end the text.
         stop_token_ids: tokens that end it.
         include_stop_str_in_output: leave the stop string in the text.
@@ -74,17 +92,19 @@ class SamplingParams:
     detokenize: bool = True
 
     def __post_init__(self) -> None:
-        self._check_choice()
-        self._check_length()
-        self._check_stops()
-        self._check_tokens()
+        check_choice(self)
+        check_samples(self)
+        check_length(self)
+        check_stops(self)
+        check_tokens(self)
         for name in (
             "include_stop_str_in_output",
             "ignore_eos",
             "skip_special_tokens",
             "detokenize",
         ):
-            _check_bool(name, getattr(self, name))
+            check_bool(name, getattr(self, name))
+        check_beam(self)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -125,6 +145,7 @@ class SamplingParams:
         vocab_size: int,
         max_logprobs: int = MAX_LOGPROBS,
         eos_token_ids: Collection[int] = (),
+        max_num_seqs: int | None = None,
     ) -> None:
         """Checks what depends on the model and the engine.
 
@@ -132,12 +153,13 @@ class SamplingParams:
             vocab_size: the width of the logits, V.
             max_logprobs: the most log-probabilities the engine gives a token.
             eos_token_ids: the model's own end tokens.
+            max_num_seqs: the most sequences of a step; None for no bound.
 
         Raises:
             ValueError: naming the parameter, its value and what it may be.
         """
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            _check_ids_below(name, getattr(self, name) or (), vocab_size)
+            check_ids_below(name, getattr(self, name) or (), vocab_size)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None and value > max_logprobs:
@@ -146,6 +168,24 @@ class SamplingParams:
                     f"ask for at most {max_logprobs}"
                 )
         self._check_leaves_a_token(eos_token_ids)
+        if max_num_seqs is not None:
+            self._check_seats(max_num_seqs)
+        if self.beam_width is not None and vocab_size > max_logprobs:
+            self._check_candidates(max_logprobs, eos_token_ids)
+
+    def check_streamable(self) -> None:
+        """Raises ValueError if which answers are returned is known only at the end."""
+        remedy = "use generate, or add_request and step, which bring whole answers"
+        if self.beam_width is not None:
+            raise ValueError(
+                f"beam_width={self.beam_width} cannot be streamed, for no answer is known before "
+                f"the search is over: {remedy}"
+            )
+        if self.num_samples > self.n:
+            raise ValueError(
+                f"best_of={self.best_of} above n={self.n} cannot be streamed, for the best are "
+                f"known only at the end: {remedy}"
+            )
 
     def first_forbidden_ids(self, eos_token_ids: Collection[int] = ()) -> frozenset[int]:
         """The tokens that may not be chosen until there are `min_tokens` of output."""
@@ -168,119 +208,26 @@ class SamplingParams:
                 "or leave min_tokens at 0"
             )
 
-    def _check_choice(self) -> None:
-        _check_int("n", self.n, low=1)
-        if self.n > 1:
+    def _check_seats(self, max_num_seqs: int) -> None:
+        """All sequences of a request run together or not at all."""
+        set_names = (name for name in ("beam_width", "best_of") if getattr(self, name) is not None)
+        name = next(set_names, "n")
+        count = getattr(self, name)
+        if count > max_num_seqs:
             raise ValueError(
-                f"n={self.n} is not supported yet (it comes with block sharing): leave n at 1 "
-                "and add the prompt as many times as you need"
-            )
-        _check_float("temperature", self.temperature, "at least 0", low=0.0)
-        _check_float("top_p", self.top_p, "above 0 and at most 1", above=0.0, high=1.0)
-        _check_int("top_k", self.top_k, low=-1, hint="a count, or 0 or -1 to keep all tokens")
-        _check_float("min_p", self.min_p, "from 0 to 1", low=0.0, high=1.0)
-        _check_float("repetition_penalty", self.repetition_penalty, "above 0", above=0.0)
-        for name in ("presence_penalty", "frequency_penalty"):
-            _check_float(name, getattr(self, name), "from -2 to 2", low=-2.0, high=2.0)
-        if self.seed is not None:
-            _check_int("seed", self.seed, low=_MIN_SEED, high=_MAX_SEED, hint="a 64-bit integer")
-
-    def _check_length(self) -> None:
-        if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, low=1)
-        _check_int("min_tokens", self.min_tokens, low=0)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(
-                f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}: "
-                "lower min_tokens or raise max_tokens"
-            )
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), low=0)
-
-    def _check_stops(self) -> None:
-        if not isinstance(self.stop, str | list | tuple | set | frozenset | None):
-            raise TypeError(f"stop={self.stop!r} must be a string or a list of strings")
-        for text in self.stop_strings:
-            if not isinstance(text, str):
-                raise TypeError(f"stop={self.stop!r} must hold strings only, not {text!r}")
-            if not text:
-                raise ValueError(f"stop={self.stop!r} has an empty string: leave it out")
-        if self.stop_strings and not self.detokenize:
-            raise ValueError(
-                f"stop={self.stop!r} needs the text: leave detokenize on or use stop_token_ids"
+                f"{name}={count} sequences run at once, and the engine has "
+                f"max_num_seqs={max_num_seqs}: lower {name} or make the engine with "
+                f"max_num_seqs={count}"
             )
 
-    def _check_tokens(self) -> None:
-        _check_ids("stop_token_ids", self.stop_token_ids)
-        _check_ids("allowed_token_ids", self.allowed_token_ids)
-        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+    def _check_candidates(self, max_logprobs: int, eos_token_ids: Collection[int]) -> None:
+        """Each beam must bring enough next tokens for an exact search; see `BeamSearch`."""
+        num_endings = len(self.ending_ids(eos_token_ids))
+        num_needed = (self.beam_width or 0) + num_endings
+        if num_needed > max_logprobs:
             raise ValueError(
-                "allowed_token_ids=[] allows no token at all: name some, or pass None for all"
+                f"beam_width={self.beam_width} with {num_endings} tokens that end an answer needs "
+                f"the {num_needed} likeliest tokens of each step, and the "
+                f"engine gives max_logprobs={max_logprobs}: lower beam_width or name fewer "
+                "stop_token_ids"
             )
-        if self.logit_bias is None:
-            return
-        if not isinstance(self.logit_bias, Mapping):
-            raise TypeError(f"logit_bias={self.logit_bias!r} must map token ids to numbers")
-        _check_ids("logit_bias", list(self.logit_bias))
-        for token_id, bias in self.logit_bias.items():
-            name = f"logit_bias[{token_id}]"
-            _check_float(name, bias, "from -100 to 100", low=-100.0, high=100.0)
-
-
-def _check_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}={value!r} must be True or False")
-
-
-def _check_int(
-    name: str, value: object, *, low: int, high: int | None = None, hint: str = ""
-) -> None:
-    hint = hint or f"an integer, {low} or more"
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}: it must be {hint}")
-    number = int(value)
-    if number < low or (high is not None and number > high):
-        raise ValueError(f"{name}={value} is out of range: it must be {hint}")
-
-
-def _check_float(
-    name: str,
-    value: object,
-    hint: str,
-    *,
-    low: float = -math.inf,
-    above: float = -math.inf,
-    high: float = math.inf,
-) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        kind = type(value).__name__
-        raise TypeError(f"{name}={value!r} is a {kind}: it must be a number {hint}")
-    number = _as_float(value)
-    if not math.isfinite(number) or not low <= number <= high or number <= above:
-        raise ValueError(f"{name}={value} is out of range: it must be a number {hint}")
-
-
-def _as_float(value: numbers.Real) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
-
-
-def _check_ids(name: str, ids: object) -> None:
-    if ids is None:
-        return
-    if not isinstance(ids, list | tuple | set | frozenset):
-        raise TypeError(f"{name}={ids!r} must be a list of token ids")
-    for token_id in ids:
-        _check_int(f"token id in {name}", token_id, low=0, hint="an integer, 0 or more")
-
-
-def _check_ids_below(name: str, ids: Collection[int], vocab_size: int) -> None:
-    unknown = sorted(token_id for token_id in ids if token_id >= vocab_size)
-    if unknown:
-        raise ValueError(
-            f"{name} names token ids {unknown[:5]} that the model does not have: "
-            f"ids go from 0 to {vocab_size - 1}"
-        )

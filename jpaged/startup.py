@@ -92,6 +92,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
             tokenizer,
             vocab_size=runtime.vocab_size,
             max_model_len=runtime.max_model_len,
+            max_num_seqs=runtime.max_num_seqs,
             eos_token_ids=eos,
             seed=config.seed,
         ),

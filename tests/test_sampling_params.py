@@ -37,6 +37,10 @@ def test_importing_parameters_imports_no_jax():
         ("frequency_penalty", (-2.01, 2.01)),
         ("seed", (-(2**63) - 1, 2**64)),
         ("n", (0, -1)),
+        ("best_of", (0, -1)),
+        ("beam_width", (0, -1)),
+        ("length_penalty", (float("nan"), float("inf"), -(10**400))),
+        ("early_stopping", ("always", None, 1, 0.5)),
         ("max_tokens", (0, -3)),
         ("min_tokens", (-1, 17)),
         ("logprobs", (-1,)),
@@ -60,6 +64,9 @@ def test_out_of_range_is_refused_by_name(name, values):
         ("top_p", (True, "0.9")),
         ("top_k", (1.0, True, None)),
         ("n", (1.0, True)),
+        ("best_of", (2.0, True, "2")),
+        ("beam_width", (2.0, True, "2")),
+        ("length_penalty", ("1", None, True)),
         ("seed", (1.5, True, "1")),
         ("max_tokens", (1.0, True)),
         ("min_tokens", (0.0, None)),
@@ -95,9 +102,113 @@ def test_numpy_numbers_are_numbers():
         SamplingParams(ignore_eos=not_a_bool)
 
 
-def test_several_completions_are_refused_for_now():
-    with pytest.raises(ValueError, match=r"n=2 is not supported yet.*leave n at 1"):
-        SamplingParams(n=2)
+def test_samples_are_as_many_as_asked_or_ranked():
+    assert SamplingParams(n=3).num_samples == 3
+    assert SamplingParams(n=2, best_of=5).num_samples == 5
+    assert SamplingParams(best_of=1, temperature=0.0).num_samples == 1
+    assert not SamplingParams(n=3).needs_logprobs
+    assert SamplingParams(n=3, best_of=3).needs_logprobs
+
+
+def test_no_more_are_returned_than_sampled():
+    with pytest.raises(ValueError, match=r"best_of=2 is less than n=3.*raise best_of or lower n"):
+        SamplingParams(n=3, best_of=2)
+
+
+def test_greedy_samples_would_all_be_the_same():
+    with pytest.raises(ValueError, match=r"n=2 with temperature=0.*leave n at 1"):
+        SamplingParams(n=2, temperature=0.0)
+    with pytest.raises(ValueError, match=r"best_of=2 with temperature=0.*leave best_of at 1"):
+        SamplingParams(best_of=2, temperature=0)
+
+
+def test_a_beam_search_takes_what_ends_it_and_no_more():
+    params = SamplingParams(
+        n=2,
+        beam_width=3,
+        length_penalty=-0.5,
+        early_stopping="never",
+        temperature=0,
+        top_k=-1,
+        stop=[],
+        seed=5,
+        logit_bias={},
+        stop_token_ids=[5],
+        ignore_eos=True,
+        max_tokens=None,
+        prompt_logprobs=1,
+        skip_special_tokens=False,
+    )
+    assert params.needs_logprobs
+    SamplingParams(beam_width=1, early_stopping=True)
+
+
+BESIDE_BEAMS = [
+    ("best_of", 4),
+    ("temperature", 0.5),
+    ("top_p", 0.9),
+    ("top_k", 5),
+    ("min_p", 0.1),
+    ("repetition_penalty", 1.1),
+    ("presence_penalty", 0.1),
+    ("frequency_penalty", -0.1),
+    ("min_tokens", 1),
+    ("logit_bias", {3: 1.0}),
+    ("allowed_token_ids", [3]),
+    ("stop", "end"),
+    ("logprobs", 0),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BESIDE_BEAMS, ids=[name for name, _ in BESIDE_BEAMS])
+def test_beams_do_not_go_with(name: str, value: Any):
+    asked: dict[str, Any] = {"beam_width": 4, name: value}
+    with pytest.raises(ValueError, match=rf"{name}=.* cannot go with beam_width=4: leave {name} at"):
+        SamplingParams(**asked)
+
+
+def test_a_search_has_no_more_answers_than_beams():
+    with pytest.raises(ValueError, match=r"n=5 is more than beam_width=4.*raise beam_width"):
+        SamplingParams(n=5, beam_width=4)
+
+
+@pytest.mark.parametrize(("name", "value"), [("length_penalty", 2.0), ("early_stopping", True)])
+def test_what_only_a_search_knows_needs_one(name: str, value: Any):
+    asked: dict[str, Any] = {name: value}
+    with pytest.raises(ValueError, match=f"{name}=.* is for beam search: set beam_width"):
+        SamplingParams(**asked)
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("n", SamplingParams(n=9)),
+        ("best_of", SamplingParams(n=2, best_of=9)),
+        ("beam_width", SamplingParams(n=2, beam_width=9)),
+    ],
+)
+def test_all_sequences_of_a_request_must_run_together(name: str, params: SamplingParams):
+    params.validate_for(100, max_num_seqs=9)
+    message = rf"{name}=9 .*max_num_seqs=8: lower {name} or make the engine with max_num_seqs=9"
+    with pytest.raises(ValueError, match=message):
+        params.validate_for(100, max_num_seqs=8)
+
+
+def test_a_step_must_give_a_beam_enough_candidates():
+    params = SamplingParams(beam_width=18, stop_token_ids=[4])
+    params.validate_for(100, 20, (2,))
+    with pytest.raises(ValueError, match=r"beam_width=18 with 3 tokens .*max_logprobs=20"):
+        params.validate_for(100, 20, (2, 3))
+    params.validate_for(20, 20, (2, 3))  # all there are
+
+
+def test_what_is_known_only_at_the_end_is_not_streamed():
+    SamplingParams(n=3).check_streamable()
+    SamplingParams(n=3, best_of=3).check_streamable()
+    with pytest.raises(ValueError, match=r"beam_width=2 cannot be streamed.*use generate"):
+        SamplingParams(beam_width=2).check_streamable()
+    with pytest.raises(ValueError, match=r"best_of=4 above n=3 cannot be streamed"):
+        SamplingParams(n=3, best_of=4).check_streamable()
 
 
 def test_stop_strings_need_text():

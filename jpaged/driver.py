@@ -1,0 +1,120 @@
+"""Runs requests for several callers at once: what one waits for, another may have advanced."""
+
+from collections.abc import Callable, Generator, Iterable
+from typing import NamedTuple
+
+from jpaged.engine_loop import EngineLoop
+from jpaged.inputs import Prompt
+from jpaged.intake import Intake
+from jpaged.outputs import TextDelta
+from jpaged.request_state import RequestState
+from jpaged.sampling_params import SamplingParams
+
+
+class Job(NamedTuple):
+    """A checked prompt, with its token ids, and what to do with it."""
+
+    prompt: Prompt
+    params: SamplingParams
+    priority: int = 0
+
+
+class Driver:
+    """Between the callers of an engine and its loop.
+
+    Args:
+        loop: Advances all requests together.
+        intake: Makes them.
+    """
+
+    def __init__(self, loop: EngineLoop, intake: Intake):
+        self._loop = loop
+        self._intake = intake
+        # Advanced requests of `add_request` that no `step` has told of yet (an ordered set).
+        self._undelivered: dict[RequestState, None] = {}
+
+    @property
+    def has_news(self) -> bool:
+        """Whether requests that are polled were advanced since they were told of."""
+        return bool(self._undelivered)
+
+    def take_news(self) -> list[RequestState]:
+        """Those requests, each once."""
+        news, self._undelivered = self._undelivered, {}
+        return list(news)
+
+    def add(self, job: Job, request_id: str | None = None, *, polled: bool = False) -> RequestState:
+        """Queue a request; TypeError or ValueError, with nothing queued, if it is not acceptable.
+
+        Args:
+            job: What to do.
+            request_id: Unique among unfinished requests; None makes one.
+            polled: Whether `take_news` shall tell of it.
+        """
+        state = self._intake.make_state(
+            job.prompt,
+            job.params,
+            request_id=request_id,
+            ids_in_use=self._loop.requests,
+            priority=job.priority,
+        )
+        state.polled = polled
+        self._loop.add(state)
+        return state
+
+    def abort(self, state: RequestState) -> None:
+        """End a request in any state; one that has ended is left as it is, its news too."""
+        if self._loop.abort(state):
+            self._undelivered.pop(state, None)
+
+    def abort_all(self) -> None:
+        """Abort every request, wait for the device and forget all news."""
+        for state in list(self._loop.requests.values()):
+            self.abort(state)
+        self._loop.drain()
+        self._undelivered.clear()
+
+    def advance(self) -> list[RequestState]:
+        """Advance by a step; gives all requests that it advanced."""
+        advanced = self._loop.advance()
+        self._undelivered |= dict.fromkeys([state for state in advanced if state.polled])
+        return advanced
+
+    def complete(
+        self, jobs: Iterable[Job], progress: Callable[[int], object] = int
+    ) -> list[RequestState]:
+        """Run requests to their ends; an error or Ctrl-C leaves nothing of them behind.
+
+        Args:
+            jobs: What to do.
+            progress: Told how many requests ended, after each step.
+        """
+        states: list[RequestState] = []
+        try:
+            for job in jobs:
+                states.append(self.add(job))
+            left = set(states)
+            while left:
+                ended = {state for state in self.advance() if state.request.is_finished} & left
+                left -= ended
+                progress(len(ended))
+        finally:
+            for state in states:
+                self.abort(state)
+        return states
+
+    def deltas(self, state: RequestState) -> Generator[TextDelta, None, None]:
+        """A request's answers as they grow, each to its last delta; closing it early aborts it."""
+        growing = state.samples
+        try:
+            while growing:
+                news = [sample for sample in growing if sample.has_news]
+                if not news:  # others may have advanced it meanwhile
+                    self.advance()
+                for sample in news:
+                    delta = sample.take_delta(state.request_id)
+                    if delta.finished:
+                        growing = [other for other in growing if other is not sample]
+                    yield delta
+        finally:
+            self.abort(state)

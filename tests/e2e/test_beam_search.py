@@ -1,0 +1,263 @@
+"""Beam search in the engine against `transformers`: sequences and scores."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Engines
+
+from jpaged import Engine, SamplingParams
+
+pytest.importorskip("transformers")
+torch = pytest.importorskip("torch")
+
+pytestmark = pytest.mark.slow
+
+EOS, VOCAB_SIZE, MAX_TOKENS = 1, 97, 14
+WIDTHS = range(1, 7)
+LIMITS = {
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "max_model_len": 64,
+    "skip_tokenizer_init": True,
+}
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": EOS,
+}
+_GATED = {"intermediate_size": 48, "num_key_value_heads": 1}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": _COMMON | {"tie_word_embeddings": False},
+    "llama": _COMMON | _GATED | {"tie_word_embeddings": False},
+    "qwen3": _COMMON | _GATED | {"head_dim": 32, "tie_word_embeddings": False},
+}
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"length_penalty": 2.0},
+    {"length_penalty": 0.0, "early_stopping": True},
+    {"length_penalty": -1.0, "early_stopping": "never"},
+    {"length_penalty": 0.7, "early_stopping": "never"},
+    {"early_stopping": True},
+]
+
+
+@functools.cache
+def oracle(name: str) -> Any:
+    """A random model whose end token is likely enough to come within beams."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(name, **MODELS[name])
+    torch.manual_seed(len(name))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, 1.2 * parameter.shape[-1] ** -0.5)
+        head = model.get_output_embeddings().weight
+        head[EOS] = 0.5 * head[10:16].sum(0)  # a rival wherever one of these is likely
+    return model
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    def save(name: str) -> Path:
+        folder = tmp_path_factory.getbasetemp() / f"beams-{name}"
+        if not folder.exists():
+            oracle(name).save_pretrained(folder)
+        return folder
+
+    return functools.cache(save)
+
+
+def prompts(count: int = 4, longest: int = 40) -> list[list[int]]:
+    rng = np.random.RandomState(count)
+    return [rng.randint(2, VOCAB_SIZE, rng.randint(1, longest)).tolist() for _ in range(count)]
+
+
+def expected(
+    name: str, prompt: list[int], width: int, **options: Any
+) -> tuple[list[list[int]], list[float]]:
+    """The `width` best answers of `transformers`, without padding, and their scores."""
+    with torch.no_grad():
+        found = oracle(name).generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            num_beams=width,
+            num_return_sequences=width,
+            max_new_tokens=MAX_TOKENS,
+            pad_token_id=VOCAB_SIZE - 1,
+            output_scores=True,
+            return_dict_in_generate=True,
+            **options,
+        )
+    answers = [up_to_end(row[len(prompt) :].tolist()) for row in found.sequences]
+    scores = [] if found.get("sequences_scores") is None else found.sequences_scores.tolist()
+    return answers, scores
+
+
+def up_to_end(token_ids: list[int]) -> list[int]:
+    return token_ids[: token_ids.index(EOS) + 1] if EOS in token_ids else token_ids
+
+
+def check_against_transformers(
+    engine: Engine, name: str, given: list[list[int]], width: int, options: dict[str, Any]
+) -> int:
+    """Returns how many answers ended with the end token before their full length."""
+    num_ended = 0
+    found = engine.beam_search(given, beam_width=width, max_tokens=MAX_TOKENS, **options)
+    for prompt, output in zip(given, found, strict=True):
+        answers, scores = expected(name, prompt, width, **(options if width > 1 else {}))
+        assert [list(o.token_ids) for o in output.outputs] == answers
+        assert [o.index for o in output.outputs] == list(range(width))
+        if width > 1:
+            assert [o.score for o in output.outputs] == pytest.approx(scores, abs=1e-4, rel=2e-6)
+        for answer in output.outputs:
+            is_ended = answer.token_ids[-1] == EOS
+            assert answer.finish_reason == ("stop" if is_ended else "length")
+            assert answer.stop_reason is None
+            num_ended += len(answer.token_ids) < MAX_TOKENS
+    return num_ended
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_answers_and_scores_are_those_of_transformers(
+    engines: Engines, folders: Any, name: str, width: int
+):
+    engine = engines(folders(name), **LIMITS)
+    num_ended = sum(
+        check_against_transformers(engine, name, prompts(), width, options) for options in OPTIONS
+    )
+    assert num_ended or width == 1
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False])
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_searches_survive_preemption(
+    engines: Engines, folders: Any, mode: str, async_scheduling: bool
+):
+    engine = engines(
+        folders("qwen3"),
+        **LIMITS,
+        num_blocks=14,
+        block_size=8,
+        preemption_mode=mode,
+        async_scheduling=async_scheduling,
+    )
+    before = engine.stats()
+    check_against_transformers(engine, "qwen3", prompts(8, 30), 3, {})
+    after = engine.stats()
+    assert after.num_preemptions > before.num_preemptions
+    assert (
+        (after.num_swapped_out_blocks > 0) == (after.num_swapped_in_blocks > 0) == (mode == "swap")
+    )
+    assert after.num_used_host_blocks == after.num_swapped == 0
+
+
+def test_the_end_token_does_not_count_where_it_is_ignored(engines: Engines, folders: Any):
+    engine = engines(folders("llama"), **LIMITS)
+    (output,) = engine.beam_search(
+        prompts(1), beam_width=4, max_tokens=MAX_TOKENS, ignore_eos=True, n=2
+    )
+    assert [len(o.token_ids) for o in output.outputs] == [MAX_TOKENS] * 2
+    assert [o.finish_reason for o in output.outputs] == ["length"] * 2
+    for answer in output.outputs:
+        total = answer.cumulative_logprob or 0.0
+        assert answer.score == pytest.approx(total / MAX_TOKENS, abs=1e-6)
+        assert answer.logprobs is None
+
+
+def test_other_end_tokens_end_an_answer_and_are_told(engines: Engines, folders: Any):
+    engine = engines(folders("llama"), **LIMITS)
+    stops = list(range(30, 40))
+    params = SamplingParams(
+        n=3, beam_width=3, max_tokens=MAX_TOKENS, ignore_eos=True, stop_token_ids=stops
+    )
+    ended = []
+    for output in engine.generate(prompts(), params):
+        for answer in output.outputs:
+            assert not set(answer.token_ids[:-1]) & set(stops)
+            is_ended = answer.token_ids[-1] in stops
+            assert answer.stop_reason == (answer.token_ids[-1] if is_ended else None)
+            ended.append(is_ended)
+    assert any(ended)
+
+
+def test_a_search_ends_at_max_model_len(engines: Engines, folders: Any):
+    engine = engines(folders("gpt2"), **LIMITS)
+    prompt = prompts(1)[0] + [5] * 40
+    (output,) = engine.beam_search([prompt[:60]], beam_width=2, max_tokens=50, ignore_eos=True)
+    assert [len(o.token_ids) for o in output.outputs] == [4, 4]
+
+
+# With the embedded model, which has text
+
+
+def test_answers_have_text_and_scores(engines: Engines):
+    engine = engines()
+    question = "Count from 3 to 7"
+    (output,) = engine.beam_search(question, beam_width=4, max_tokens=40)
+    best = output.outputs[0]
+    assert best.text == "\n3, 4, 5, 6, 7"
+    assert (best.finish_reason, best.stop_reason) == ("stop", None)
+    scores = [o.score or 0.0 for o in output.outputs]
+    assert scores == sorted(scores, reverse=True)
+    for answer in output.outputs:
+        assert answer.score == pytest.approx(
+            (answer.cumulative_logprob or 0.0) / len(answer.token_ids), rel=1e-5
+        )
+    (greedy,) = engine.generate(question, SamplingParams(temperature=0.0, max_tokens=40))
+    assert list(best.token_ids) == list(greedy.outputs[0].token_ids)
+
+
+def test_special_tokens_are_left_out_of_the_text_or_not(engines: Engines):
+    engine = engines()
+    params = {"beam_width": 2, "max_tokens": 40, "include_stop_str_in_output": True}
+    (clean,) = engine.generate("Count from 3 to 7", SamplingParams(**params))
+    (whole,) = engine.generate(
+        "Count from 3 to 7", SamplingParams(**params, skip_special_tokens=False)
+    )
+    assert whole.outputs[0].text.startswith(clean.outputs[0].text)
+    assert len(whole.outputs[0].text) > len(clean.outputs[0].text)
+
+
+def test_steps_tell_of_a_search_only_at_its_end(engines: Engines):
+    engine = engines()
+    engine.add_request("Count from 3 to 7", SamplingParams(beam_width=3, n=2, max_tokens=40))
+    told = []
+    while engine.has_unfinished_requests:
+        told += engine.step()
+    (output,) = told
+    assert output.finished
+    assert len(output.outputs) == 2
+    times = output.metrics
+    assert times is not None
+    assert times.arrival_time <= (times.first_token_time or 0.0) <= (times.finished_time or 0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"beam_width": 0}, ValueError, "beam_width=0"),
+        ({"beam_width": "3"}, TypeError, "beam_width='3'"),
+        ({"beam_width": 9}, ValueError, "beam_width=9 .*max_num_seqs=8"),
+        ({"beam_width": 2, "n": 3}, ValueError, "n=3 is more than beam_width=2"),
+        ({"beam_width": 2, "early_stopping": "maybe"}, ValueError, "early_stopping='maybe'"),
+        ({"beam_width": 2, "length_penalty": float("nan")}, ValueError, "length_penalty=nan"),
+    ],
+)
+def test_a_bad_search_is_refused(
+    engines: Engines, options: Any, error: type[Exception], message: str
+):
+    engine = engines()
+    with pytest.raises(error, match=message):
+        engine.beam_search("x", **options)
+    assert not engine.has_unfinished_requests

@@ -1,0 +1,279 @@
+"""Several samples of one request: each as if alone, and what they share."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from conftest import Engines
+
+from jpaged import Engine, SamplingParams
+from jpaged.core.plan import StepPlan
+from jpaged.outputs import CompletionOutput, RequestOutput
+from jpaged.runtime.model_runner import ModelRunner
+
+PROMPT = "Count from 3 to 7"
+STORY = list(range(20, 120))  # 100 tokens: six full blocks and a part of one
+WARM = SamplingParams(temperature=3.0, max_tokens=24, seed=7)  # the model is very sure
+
+
+@pytest.fixture(params=[True, False], ids=["overlapped", "synchronous"])
+def engine(engines: Engines, request: pytest.FixtureRequest) -> Engine:
+    return engines(async_scheduling=request.param)
+
+
+def alone(engine: Engine, prompt: object, params: SamplingParams) -> list[CompletionOutput]:
+    """The samples of a request, each asked for in a request of its own, one after the other."""
+    seeds = range(params.seed or 0, (params.seed or 0) + params.num_samples)
+    each = [replace(params, n=1, best_of=None, seed=seed % 2**64) for seed in seeds]
+    return [engine.generate(prompt, own)[0].outputs[0] for own in each]
+
+
+def check_same(got: list[CompletionOutput], want: list[CompletionOutput]) -> None:
+    assert [list(o.token_ids) for o in got] == [list(o.token_ids) for o in want]
+    assert [o.text for o in got] == [o.text for o in want]
+    assert [(o.finish_reason, o.stop_reason) for o in got] == [
+        (o.finish_reason, o.stop_reason) for o in want
+    ]
+    for mine, other in zip(got, want, strict=True):
+        check_same_scores(mine, other)
+
+
+def check_same_scores(got: CompletionOutput, want: CompletionOutput) -> None:
+    """Log-probabilities, where both have them."""
+    if got.cumulative_logprob is not None and want.cumulative_logprob is not None:
+        assert got.cumulative_logprob == pytest.approx(want.cumulative_logprob, abs=1e-4, rel=1e-5)
+    if got.logprobs is None or want.logprobs is None:
+        return
+    for mine, other in zip(got.logprobs, want.logprobs, strict=True):
+        assert {t: c.logprob for t, c in mine.items()} == pytest.approx(
+            {t: c.logprob for t, c in other.items()}, abs=1e-4, rel=1e-5
+        )
+
+
+def outputs_of(engine: Engine, prompt: object, params: SamplingParams) -> list[CompletionOutput]:
+    (output,) = engine.generate(prompt, params)
+    assert output.finished
+    return output.outputs
+
+
+KINDS = {
+    "plain": WARM,
+    "logprobs": replace(WARM, logprobs=2, prompt_logprobs=1),
+    "penalties": replace(
+        WARM, logprobs=0, presence_penalty=1.0, repetition_penalty=1.3, min_tokens=5
+    ),
+    "truncated": replace(WARM, top_p=0.95, top_k=20, temperature=5.0),
+    "greatest seed": replace(WARM, seed=2**64 - 2),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("prompt", [PROMPT, [5], STORY], ids=["short", "one token", "chunked"])
+def test_each_sample_is_what_its_seed_gives_alone(engine: Engine, prompt: object, kind: str):
+    params = replace(KINDS[kind], n=4)
+    got = outputs_of(engine, prompt, params)
+    assert [o.index for o in got] == [0, 1, 2, 3]
+    check_same(got, alone(engine, prompt, params))
+    assert len({tuple(o.token_ids) for o in got}) > 1
+    assert {o.cumulative_logprob is None for o in got} == {params.logprobs is None}
+
+
+def test_unseeded_samples_differ(engine: Engine):
+    got = outputs_of(engine, STORY, SamplingParams(n=4, temperature=5.0, ignore_eos=True))
+    assert len({tuple(o.token_ids) for o in got}) == 4
+
+
+def test_the_best_are_those_of_the_highest_cumulative_logprob(engine: Engine):
+    params = replace(WARM, n=2, best_of=6, logprobs=1)
+    samples = alone(engine, PROMPT, params)
+    ranked = sorted(samples, key=lambda o: -(o.cumulative_logprob or 0.0))
+    got = outputs_of(engine, PROMPT, params)
+    assert [o.index for o in got] == [0, 1]
+    check_same(got, ranked[:2])
+    silent = outputs_of(engine, PROMPT, replace(params, logprobs=None))
+    assert [o.logprobs for o in silent] == [None, None]
+    check_same(silent, ranked[:2])
+    everyone = outputs_of(engine, PROMPT, replace(params, n=6))
+    check_same(everyone, ranked)
+
+
+def test_samples_end_each_in_their_own_time(engine: Engine):
+    params = replace(WARM, n=6, max_tokens=64)
+    got = outputs_of(engine, PROMPT, params)
+    assert len({len(o.token_ids) for o in got}) > 1
+    check_same(got, alone(engine, PROMPT, params))
+
+
+def test_a_stop_string_ends_its_own_sample(engine: Engine):
+    params = replace(WARM, n=4, ignore_eos=True, temperature=5.0)
+    free = outputs_of(engine, PROMPT, params)
+    stop = next(t for t in free[2].text if all(t not in free[i].text for i in (0, 1, 3)))
+    got = outputs_of(engine, PROMPT, replace(params, stop=stop))
+    assert (got[2].finish_reason, got[2].stop_reason) == ("stop", stop)
+    assert got[2].text == free[2].text[: free[2].text.index(stop)]
+    check_same([got[i] for i in (0, 1, 3)], [free[i] for i in (0, 1, 3)])
+    check_same(got, alone(engine, PROMPT, replace(params, stop=stop)))
+
+
+@pytest.mark.parametrize("best_of", [None, 4])
+def test_streamed_deltas_join_to_the_samples(engine: Engine, best_of: int | None):
+    params = replace(WARM, n=4, best_of=best_of, max_tokens=64, logprobs=1)
+    deltas = list(engine.stream(PROMPT, params))
+    order = [d.index for d in deltas]
+    assert order != sorted(order)  # interleaved
+    samples = outputs_of(engine, PROMPT, replace(params, best_of=None))
+    for i, sample in enumerate(samples):
+        own = [d for d in deltas if d.index == i]
+        assert "".join(d.text for d in own) == sample.text
+        assert [t for d in own for t in d.token_ids] == list(sample.token_ids)
+        assert sum(len(d.logprobs or ()) for d in own) == len(sample.token_ids)
+        assert [d.finished for d in own] == [False] * (len(own) - 1) + [True]
+        assert own[-1].finish_reason == sample.finish_reason
+    assert not engine.has_unfinished_requests
+
+
+def test_a_stream_that_is_dropped_aborts_all_samples(engine: Engine):
+    stream = engine.stream(PROMPT, replace(WARM, n=4))
+    next(stream)
+    stream.close()
+    assert not engine.stats().num_running
+
+
+@pytest.mark.parametrize("params", [SamplingParams(beam_width=2), SamplingParams(best_of=2)])
+def test_what_is_known_only_at_the_end_is_not_streamed(engine: Engine, params: SamplingParams):
+    with pytest.raises(ValueError, match="cannot be streamed"):
+        engine.stream(PROMPT, params)
+    assert not engine.has_unfinished_requests
+
+
+def test_steps_tell_of_all_samples_and_of_the_best_so_far(engine: Engine):
+    everyone = engine.add_request(PROMPT, replace(WARM, n=3))
+    best = engine.add_request(PROMPT, replace(WARM, n=2, best_of=3))
+    seen: dict[str, list[RequestOutput]] = {everyone: [], best: []}
+    while engine.has_unfinished_requests:
+        for output in engine.step():
+            seen[output.request_id].append(output)
+    assert {len(o.outputs) for o in seen[everyone]} == {3}
+    for output in seen[best]:
+        assert [o.index for o in output.outputs] == [0, 1]
+        first, second = (o.cumulative_logprob or 0.0 for o in output.outputs)
+        assert first >= second
+    assert [o.finished for o in seen[best]] == [False] * (len(seen[best]) - 1) + [True]
+    check_same(seen[everyone][-1].outputs, alone(engine, PROMPT, replace(WARM, n=3)))
+
+
+MIXED = [
+    SamplingParams(temperature=0.0, max_tokens=20),
+    replace(WARM, seed=3),
+    replace(WARM, n=3, seed=11, logprobs=1),
+    SamplingParams(beam_width=3, n=3, max_tokens=20),
+    SamplingParams(temperature=0.0, max_tokens=20, logprobs=2, prompt_logprobs=1),
+    replace(WARM, n=2, best_of=4, frequency_penalty=0.5, logit_bias={40: 2.0}),
+    SamplingParams(beam_width=2, n=1, max_tokens=9, length_penalty=0.0, early_stopping=True),
+    replace(WARM, allowed_token_ids=[40, 50, 60], n=2, seed=5),
+]
+
+
+@pytest.mark.parametrize("num_blocks", [129, 25], ids=["roomy", "tight"])
+def test_a_mixed_batch_gives_each_what_it_gives_alone(engines: Engines, num_blocks: int):
+    engine = engines(num_blocks=num_blocks)
+    prompts = [PROMPT, STORY, PROMPT, "Reverse stone", STORY[:50], PROMPT, STORY, [7]]
+    together = engine.generate(prompts, MIXED)
+    for prompt, params, output in zip(prompts, MIXED, together, strict=True):
+        check_same(output.outputs, outputs_of(engine, prompt, params))
+
+
+def test_the_prompt_is_computed_once_and_its_blocks_are_shared(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+):
+    engine = engines(enable_prefix_caching=False)
+    launch, computed, used = ModelRunner.launch, [], []
+
+    def counting(runner: ModelRunner, plan: StepPlan, sampling: Any) -> Any:
+        for item in plan.scheduled:
+            end = min(item.start + item.num_scheduled_tokens, len(STORY))
+            computed.append(max(end - item.start, 0))
+        used.append(engine.stats().num_used_blocks)
+        return launch(runner, plan, sampling)
+
+    monkeypatch.setattr(ModelRunner, "launch", counting)
+    before = engine.stats()
+    engine.generate(STORY, SamplingParams(n=4, max_tokens=20, ignore_eos=True))
+    after = engine.stats()
+    assert sum(computed) == len(STORY) - 1 + 4  # the last token once for each
+    # Each writes tokens 97 to 119: the seventh block and the eighth are its own.
+    assert max(used) == 6 + 4 * 2
+    assert after.num_block_copies - before.num_block_copies == 3  # one of four keeps the seventh
+    assert after.num_prompt_tokens - before.num_prompt_tokens == len(STORY)
+    assert after.num_generated_tokens - before.num_generated_tokens == 80
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 4, 8])
+@pytest.mark.parametrize(
+    "params",
+    [replace(WARM, n=4, ignore_eos=True), SamplingParams(beam_width=4, max_tokens=20)],
+    ids=["samples", "beams"],
+)
+def test_abort_of_a_group_in_any_state_leaves_the_others_alone(
+    engine: Engine, params: SamplingParams, num_steps: int
+):
+    doomed = engine.add_request(STORY, params)
+    kept = engine.add_request(PROMPT, replace(WARM, n=3))
+    for _ in range(num_steps):
+        engine.step()
+    engine.abort(doomed)
+    engine.check_integrity()
+    last = {}
+    while engine.has_unfinished_requests:
+        last.update((output.request_id, output) for output in engine.step())
+    assert list(last) == [kept]
+    assert engine.stats().num_used_blocks == 0
+    check_same(last[kept].outputs, alone(engine, PROMPT, replace(WARM, n=3)))
+
+
+BAD = [
+    ("x", SamplingParams(n=9), "n=9 .*max_num_seqs=8: lower n"),
+    ("x", SamplingParams(best_of=9), "best_of=9 .*lower best_of"),
+    ("x", SamplingParams(beam_width=9), "beam_width=9 .*lower beam_width"),
+    ([5] * 250, SamplingParams(n=8, max_tokens=None), "8 sequences"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "params", "message"), BAD)
+def test_a_group_that_can_never_run_is_refused_and_touches_nobody(
+    engines: Engines, prompt: Any, params: SamplingParams, message: str
+):
+    engine = engines(num_blocks=18)
+    good = engine.add_request(PROMPT, replace(WARM, n=2))
+    engine.step()
+    with pytest.raises(ValueError, match=message):
+        engine.generate([PROMPT, prompt], [WARM, params])
+    with pytest.raises(ValueError, match=message):
+        engine.add_request(prompt, params)
+    last = {}
+    while engine.has_unfinished_requests:
+        last.update((output.request_id, output) for output in engine.step())
+    assert last[good].finished
+
+
+def test_a_priority_needs_the_policy_that_looks_at_it(engines: Engines):
+    engine = engines()
+    with pytest.raises(ValueError, match=r"priority=1 .*scheduling_policy='priority'"):
+        engine.add_request(PROMPT, WARM, priority=1)
+    with pytest.raises(ValueError, match=r"priority=1 .*scheduling_policy='priority'"):
+        engine.generate([PROMPT] * 2, WARM, priority=[0, 1])
+    with pytest.raises(ValueError, match=r"priority has 1 entries for 2 prompts"):
+        engine.generate([PROMPT] * 2, WARM, priority=[0])
+    assert not engine.has_unfinished_requests
+
+
+def test_the_lowest_priority_is_served_first(engines: Engines):
+    engine = engines(scheduling_policy="priority", max_num_seqs=1)
+    names = [engine.add_request(PROMPT, WARM, priority=p) for p in (2, -1, 0)]
+    ended = []
+    while engine.has_unfinished_requests:
+        ended += [output.request_id for output in engine.step() if output.finished]
+    assert ended == [names[1], names[2], names[0]]
+    both = engine.generate([PROMPT] * 2, WARM, priority=[1, 0])
+    times: list[Any] = [output.metrics for output in both]
+    assert times[1].first_token_time < times[0].first_token_time
