@@ -1,3 +1,6 @@
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 
 from jpaged.config import (
@@ -8,6 +11,8 @@ from jpaged.config import (
     with_pool,
     with_swap,
 )
+from jpaged.runtime.kv_cache import MemoryAccount
+from jpaged.startup import _describe
 from pallas_kernels import Backend
 
 
@@ -120,3 +125,12 @@ def test_swap_space_of_less_than_a_block():
         with_swap(resolved(), config, 4096)
     config = EngineConfig(preemption_mode="auto", swap_space=1e-6)
     assert with_swap(resolved(), config, 4096).num_host_blocks == 0
+
+
+def test_host_memory_is_told_apart_from_the_devices():
+    account = MemoryAccount(weights=1, sampling=2, workspace=3, kv_cache=4, limit=20, swap=2**20)
+    assert account.total == 10
+    lines = _describe(resolved(), account, SimpleNamespace(device_kind="X"))
+    assert "host memory for swapped blocks: up to 1.0 MiB" in lines
+    without = _describe(resolved(), replace(account, swap=0), SimpleNamespace(device_kind="X"))
+    assert len(without) == len(lines) - 1

@@ -140,6 +140,8 @@ class ModelRunner:
         self, program: Callable, pairs: Collection[tuple[int, int]], size: int, null: int
     ) -> None:
         """Launch a program over (source, target) pairs, `size` at a time, filled with `null`."""
+        if not pairs:
+            return
         moves = np.array(list(pairs), np.int32).reshape(-1, 2)
         for at in range(0, len(moves), size):
             filled = np.full((2, size), null, np.int32)

@@ -117,6 +117,35 @@ def test_a_dropped_image_is_gone(images: BlockImages):
         images.swap_out(state.pool, SwapOut(1, (3,)))
 
 
+def test_many_images_in_any_order(images: BlockImages):
+    """Random traffic against arrays on the host; images come and go while others are out."""
+    rng = np.random.default_rng(3)
+    state = make_state()
+    oracle = contents(state)
+    out: dict[int, list[np.ndarray]] = {}
+    for step in range(60):
+        ids = rng.permutation(np.arange(1, P))[: rng.integers(1, 40)]
+        action = rng.choice(["out", "in", "drop"]) if len(out) > 1 else "out"
+        if action == "out":
+            images.swap_out(state.pool, SwapOut(step, tuple(map(int, ids))))
+            out[step] = [array[ids] for array in oracle]
+            continue
+        image_id = int(rng.choice(list(out)))
+        blocks = out.pop(image_id)
+        if action == "drop":
+            images.drop(image_id)
+            continue
+        count = min(len(ids), len(blocks[0]))
+        entries = rng.permutation(len(blocks[0]))[:count]
+        places = tuple((int(e), int(b)) for e, b in zip(entries, ids[:count], strict=True))
+        state = images.place(state, images.fetch([SwapIn(image_id, places)]))
+        for array, image in zip(oracle, blocks, strict=True):
+            array[ids[:count]] = image[entries]
+    for now, expected in zip(contents(state), oracle, strict=True):
+        np.testing.assert_array_equal(now, expected)
+    assert len(images) == len(out)
+
+
 def test_swapping_that_is_off_is_refused():
     with pytest.raises(ValueError, match="image 1 has no place: num_host_blocks is 0"):
         BlockImages({}, {}).swap_out(make_state().pool, SwapOut(1, (3,)))
