@@ -9,6 +9,9 @@ import pytest
 from conftest import Engines
 from test_generation import TIGHT, expected_greedy, greedy, oracle, prompts, tokens  # noqa: F401
 
+from test_samples import alone, check_same
+from test_under_pressure import POOL, SHAPE, answers, params
+
 from jpaged import SamplingParams
 from pallas_kernels import Backend
 from tools.tiny.world import sample_examples
@@ -64,6 +67,31 @@ def test_the_embedded_model_answers_rightly(engines: Engines, dtype: str):
     outputs = engine.generate([e.prompt for e in examples], params)
     right = [o.outputs[0].text == e.completion for o, e in zip(outputs, examples, strict=True)]
     assert np.mean(right) >= 0.95
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute", "auto"])
+def test_sharing_and_pressure_change_no_answer(engines: Engines, mode: str):
+    """Shared blocks, forked rows and swapped groups against each request alone, nothing shared."""
+    examples = [e for e in sample_examples(11, 400) if len(e.prompt + e.completion) < 60][:64]
+    shape = {**SHAPE, "dtype": "float32"}
+    roomy = engines(num_blocks=20 * POOL, enable_prefix_caching=False, **shape)
+    tight = engines(num_blocks=POOL + 1, preemption_mode=mode, **shape)
+    want = [answers(roomy.generate(e.prompt, params(i))[0]) for i, e in enumerate(examples)]
+    before = tight.stats()
+    outputs = tight.generate([e.prompt for e in examples], [params(i) for i in range(64)])
+    assert [answers(output) for output in outputs] == want
+    assert tight.stats().num_preemptions > before.num_preemptions
+    if mode == "swap":
+        assert tight.stats().num_swapped_in_blocks > before.num_swapped_in_blocks
+
+
+def test_samples_are_what_their_seeds_give_alone(engines: Engines):
+    shape = {**SHAPE, "dtype": "float32"}
+    sharing = engines(num_blocks=20 * POOL, **shape)
+    apart = engines(num_blocks=20 * POOL, enable_prefix_caching=False, **shape)
+    own = SamplingParams(temperature=3.0, n=5, seed=3, max_tokens=30, logprobs=1)
+    prompt = "Count from 3 to 20"
+    check_same(sharing.generate(prompt, own)[0].outputs, alone(apart, prompt, own))
 
 
 def test_no_step_copies_the_pool(engines: Engines):
