@@ -9,10 +9,19 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+from jpaged.core.swap import PreemptionMode
+from jpaged.option_checks import (
+    check_choice,
+    check_count,
+    check_flag,
+    check_pool,
+    check_swap_space,
+    check_utilization,
+    is_int,
+)
 from pallas_kernels import Backend
 
 EMBEDDED_MODEL = Path(__file__).parent / "assets" / "tiny"
@@ -23,6 +32,7 @@ COMPILATION_CACHE = "~/.cache/jpaged/compiled"
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
+SCHEDULING_POLICIES = ("fcfs", "priority")
 
 
 class LoopMode(StrEnum):
@@ -50,6 +60,10 @@ class EngineConfig:
         max_num_batched_tokens: Most tokens in a step; a longer prompt is prefilled in chunks.
         enable_prefix_caching: Keep full blocks of freed sequences, and share them, in use or not,
             with requests that begin with the same tokens.
+        preemption_mode: What becomes of a request's KV when others need its blocks: "recompute"
+            drops it, "swap" keeps it in host memory if it has room, "auto" does what is faster.
+        swap_space: GiB of host memory for swapped KV; no more than the pool's size is used.
+        scheduling_policy: "fcfs" serves in the order of arrival, "priority" lower priorities first.
         load_format: "auto" or "safetensors" read the checkpoint; "dummy" makes random weights.
         skip_tokenizer_init: Token ids in, token ids out; no tokenizer is loaded.
         seed: Of the dummy weights and of requests that bring no seed.
@@ -73,6 +87,9 @@ class EngineConfig:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     enable_prefix_caching: bool = True
+    preemption_mode: str = "recompute"
+    swap_space: float = 4.0
+    scheduling_policy: str = "fcfs"
     load_format: str = "auto"
     skip_tokenizer_init: bool = False
     seed: int = 0
@@ -81,33 +98,20 @@ class EngineConfig:
     verbose: bool = False
 
     def __post_init__(self):
-        _check_choice("dtype", self.dtype, DTYPES)
-        _check_choice("load_format", self.load_format, LOAD_FORMATS)
+        check_choice("dtype", self.dtype, DTYPES)
+        check_choice("load_format", self.load_format, LOAD_FORMATS)
+        check_choice("preemption_mode", self.preemption_mode, tuple(PreemptionMode))
+        check_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         for name in ("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"):
-            _check_count(name, getattr(self, name), 1)
-        _check_count("max_model_len", self.max_model_len, 2)  # a prompt token and an output token
+            check_count(name, getattr(self, name), 1)
+        check_count("max_model_len", self.max_model_len, 2)  # a prompt token and an output token
         flags = ("async_scheduling", "enable_prefix_caching", "skip_tokenizer_init", "verbose")
         for name in flags:
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name}={getattr(self, name)!r} must be True or False")
-        if not _is_int(self.block_size) or not 8 <= self.block_size <= 128 or self.block_size % 8:
-            raise ValueError(
-                f"block_size={self.block_size!r} is not a multiple of 8 from 8 to 128; use 16"
-            )
-        if self.num_blocks is not None and (not _is_int(self.num_blocks) or self.num_blocks < 2):
-            raise ValueError(
-                f"num_blocks={self.num_blocks!r} must be an integer of at least 2 "
-                "(block 0 is the null block and holds no tokens)"
-            )
-        if self.num_blocks is not None and self.kv_cache_memory_bytes is not None:
-            raise ValueError("give num_blocks or kv_cache_memory_bytes, not both")
-        utilization = self.gpu_memory_utilization
-        known = isinstance(utilization, (int, float)) and not isinstance(utilization, bool)
-        if not known or not 0.0 < utilization <= 1.0:
-            raise ValueError(
-                f"gpu_memory_utilization={utilization!r} must be above 0 and at most 1; use 0.9"
-            )
-        if not _is_int(self.seed) or not 0 <= self.seed < 2**63:
+            check_flag(name, getattr(self, name))
+        check_pool(self.block_size, self.num_blocks, self.kv_cache_memory_bytes)
+        check_utilization(self.gpu_memory_utilization)
+        check_swap_space(self.swap_space, self.preemption_mode)
+        if not is_int(self.seed) or not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed!r} must be an integer from 0 to 2**63 - 1")
 
     @classmethod
@@ -134,6 +138,12 @@ class EngineConfig:
         """Which of the two loops the engine runs."""
         return LoopMode.OVERLAPPED if self.async_scheduling else LoopMode.SYNCHRONOUS
 
+    def host_blocks(self, bytes_per_block: int) -> int:
+        """Blocks that fit in `swap_space`; 0 if `preemption_mode` never swaps."""
+        if self.preemption_mode == PreemptionMode.RECOMPUTE:
+            return 0
+        return int(self.swap_space * 2**30) // bytes_per_block
+
     @property
     def tokenizer_needed(self) -> bool:
         """Whether text goes in and out."""
@@ -152,6 +162,7 @@ class RuntimeConfig:
         max_num_batched_tokens: Most tokens in a step.
         vocab_size: Width of the logits (V).
         backend: Which implementation of the kernels runs.
+        num_host_blocks: Blocks of host memory to swap to; 0 where nothing is swapped.
     """
 
     block_size: int
@@ -161,6 +172,7 @@ class RuntimeConfig:
     max_num_batched_tokens: int
     vocab_size: int
     backend: Backend
+    num_host_blocks: int = 0
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -260,6 +272,21 @@ def with_pool(limits: RuntimeConfig, num_blocks: int, config: EngineConfig) -> R
     return replace(limits, num_blocks=num_blocks, max_model_len=max_model_len)
 
 
+def with_swap(runtime: RuntimeConfig, config: EngineConfig, bytes_per_block: int) -> RuntimeConfig:
+    """Settle how many blocks host memory holds: what fits, and no more than the pool has.
+
+    Raises:
+        ValueError: not one fits, and the caller asked for swap.
+    """
+    num_host_blocks = min(config.host_blocks(bytes_per_block), runtime.num_blocks - 1)
+    if not num_host_blocks and config.preemption_mode == PreemptionMode.SWAP:
+        raise ValueError(
+            f"swap_space={config.swap_space!r} GiB does not hold a block of {bytes_per_block:,} "
+            "bytes; give more, or use preemption_mode='recompute'"
+        )
+    return replace(runtime, num_host_blocks=num_host_blocks)
+
+
 def _resolve_model_len(asked: int | None, model_max_len: int, defaults: PlatformDefaults) -> int:
     if asked is None:
         return min(model_max_len, defaults.max_model_len)
@@ -269,19 +296,3 @@ def _resolve_model_len(asked: int | None, model_max_len: int, defaults: Platform
             f"give at most {model_max_len}"
         )
     return asked
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _check_count(name: str, value: object, least: int) -> None:
-    if value is not None and (not _is_int(value) or value < least):  # type: ignore[operator]
-        raise ValueError(
-            f"{name}={value!r} must be an integer of at least {least}, or None for the default"
-        )
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r} is not supported; choose one of {', '.join(choices)}")

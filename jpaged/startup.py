@@ -2,10 +2,6 @@
 
 import json
 import os
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,13 +19,16 @@ from jpaged.config import (
     RuntimeConfig,
     resolve_limits,
     with_pool,
+    with_swap,
 )
 from jpaged.core.block_manager import BlockManager
 from jpaged.core.prefix_cache import PrefixCache
 from jpaged.core.scheduler import Scheduler, SchedulerConfig
+from jpaged.core.swap import PreemptionMode, PressurePolicy
 from jpaged.intake import Intake
 from jpaged.models.config import ModelConfig
 from jpaged.models.loader import load_model, read_config, resolve_checkpoint
+from jpaged.reporter import Reporter
 from jpaged.runtime.buckets import Buckets, make_buckets
 from jpaged.runtime.kv_cache import MemoryAccount, block_bytes, fit_blocks, tree_bytes
 from jpaged.runtime.model_runner import ModelRunner
@@ -39,6 +38,8 @@ from jpaged.runtime.programs import (
     compile_programs,
     largest_step_workspace,
 )
+from jpaged.runtime.swap import staging_bytes
+from jpaged.runtime.timing import measure_costs
 from jpaged.tokenizer import Tokenizer
 from pallas_kernels import select_backend
 
@@ -59,25 +60,6 @@ class EngineParts:
     memory_account: MemoryAccount
     scheduler: Scheduler
     runner: ModelRunner
-
-
-class Reporter:
-    """Tells on stderr what the start is doing, if asked to."""
-
-    def __init__(self, verbose: bool):
-        self._verbose = verbose
-
-    def say(self, text: str) -> None:
-        """One line."""
-        if self._verbose:
-            print(f"jpaged: {text}", file=sys.stderr, flush=True)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time a phase of the start."""
-        start = time.monotonic()
-        yield
-        self.say(f"{name} took {time.monotonic() - start:.1f} s")
 
 
 def build_parts(config: EngineConfig) -> EngineParts:
@@ -103,6 +85,8 @@ def build_parts(config: EngineConfig) -> EngineParts:
     for line in _describe(runtime, account, device):
         reporter.say(line)
     eos = _eos_token_ids(folder, model_config, tokenizer)
+    runner = _make_runner(split, shapes, runtime, eos, reporter)
+    pressure = _choose_pressure(config, runtime, runner, reporter)
     return EngineParts(
         intake=Intake(
             tokenizer,
@@ -115,8 +99,8 @@ def build_parts(config: EngineConfig) -> EngineParts:
         model_config=model_config,
         runtime_config=runtime,
         memory_account=account,
-        scheduler=_make_scheduler(runtime, config.enable_prefix_caching),
-        runner=_make_runner(split, shapes, runtime, eos, reporter),
+        scheduler=_make_scheduler(config, runtime, pressure),
+        runner=runner,
     )
 
 
@@ -154,11 +138,15 @@ def _fit_to_device(
         backend=select_backend(device.platform),
         defaults=_defaults(device),
     )
-    account = _account_without_pool(limits, model, split, dtype, device)
     per_block = block_bytes(model, limits.block_size, dtype)
+    # Until the pool's size is known, only swap_space bounds the blocks in host memory.
+    limits = replace(limits, num_host_blocks=config.host_blocks(per_block))
+    account = _account_without_pool(limits, model, split, dtype, device)
     num_blocks = _choose_num_blocks(config, limits, account, per_block)
-    runtime = with_pool(limits, num_blocks, config)
-    account = replace(account, kv_cache=num_blocks * per_block)
+    runtime = with_swap(with_pool(limits, num_blocks, config), config, per_block)
+    account = replace(
+        account, kv_cache=num_blocks * per_block, swap=runtime.num_host_blocks * per_block
+    )
     if account.limit is not None and account.total > account.limit:
         raise ValueError(
             "the engine as configured does not fit in the device's memory:\n"
@@ -182,6 +170,7 @@ def _account_without_pool(
     if limit is not None:  # a CPU step's workspace is not worth a compilation
         one_step = largest_step_workspace(split, shapes, limits, _buckets(limits))
         workspace = _STEPS_IN_FLIGHT * one_step
+        workspace += staging_bytes(shapes.kv.pool, limits.num_host_blocks)
     sampling = tree_bytes((shapes.sampling, shapes.last_tokens, shapes.kv.block_tables))
     return MemoryAccount(weights, sampling, workspace, 0, limit)
 
@@ -214,12 +203,32 @@ def _buckets(runtime: RuntimeConfig) -> Buckets:
     return make_buckets(runtime.max_num_seqs, runtime.max_num_batched_tokens)
 
 
-def _make_scheduler(runtime: RuntimeConfig, caches_prefixes: bool) -> Scheduler:
+def _choose_pressure(
+    config: EngineConfig, runtime: RuntimeConfig, runner: ModelRunner, reporter: Reporter
+) -> PressurePolicy:
+    """How groups are preempted; what it costs is measured only where that decides."""
+    mode = PreemptionMode(config.preemption_mode)
+    if not runtime.num_host_blocks:
+        return PressurePolicy()
+    if mode is not PreemptionMode.AUTO:
+        return PressurePolicy(mode, runtime.num_host_blocks)
+    with reporter.phase("measuring the cost of preemption"):
+        costs = measure_costs(runner, runtime, _buckets(runtime))
+    return PressurePolicy(mode, runtime.num_host_blocks, costs)
+
+
+def _make_scheduler(
+    config: EngineConfig, runtime: RuntimeConfig, pressure: PressurePolicy
+) -> Scheduler:
     limits = SchedulerConfig(
-        runtime.max_num_seqs, runtime.max_num_batched_tokens, runtime.max_model_len
+        runtime.max_num_seqs,
+        runtime.max_num_batched_tokens,
+        runtime.max_model_len,
+        by_priority=config.scheduling_policy == "priority",
     )
-    cache = PrefixCache(runtime.block_size) if caches_prefixes else None
-    return Scheduler(limits, BlockManager(runtime.num_blocks, runtime.block_size, cache))
+    cache = PrefixCache(runtime.block_size) if config.enable_prefix_caching else None
+    manager = BlockManager(runtime.num_blocks, runtime.block_size, cache)
+    return Scheduler(limits, manager, pressure)
 
 
 def _make_runner(
@@ -252,9 +261,11 @@ def _report_compiled(reporter: Reporter, done: int, total: int) -> None:
 
 def _describe(runtime: RuntimeConfig, account: MemoryAccount, device) -> list[str]:
     capacity = (runtime.num_blocks - 1) * runtime.block_size
+    swap = f"host memory for swapped blocks: up to {account.swap / 2**20:,.1f} MiB"
     return [
         f"memory of {device.device_kind}:",
         *account.lines(),
+        *([swap] if account.swap else []),
         f"KV pool of {runtime.num_blocks - 1:,} blocks of {runtime.block_size} tokens "
         f"({capacity:,} tokens), up to {runtime.max_num_seqs} sequences of up to "
         f"{runtime.max_model_len:,} tokens, {runtime.max_num_batched_tokens:,} tokens a step",

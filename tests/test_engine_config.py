@@ -1,3 +1,6 @@
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 
 from jpaged.config import (
@@ -6,7 +9,10 @@ from jpaged.config import (
     RuntimeConfig,
     resolve_limits,
     with_pool,
+    with_swap,
 )
+from jpaged.runtime.kv_cache import MemoryAccount
+from jpaged.startup import _describe
 from pallas_kernels import Backend
 
 
@@ -38,6 +44,15 @@ def resolved(num_blocks: int = 100, **options) -> RuntimeConfig:
         ("gpu_memory_utilization", 0.0, "gpu_memory_utilization=0.0 must be above 0"),
         ("gpu_memory_utilization", float("nan"), "gpu_memory_utilization=nan"),
         ("seed", -1, "seed=-1"),
+        ("preemption_mode", "drop", "preemption_mode='drop' .* one of recompute, swap, auto"),
+        ("scheduling_policy", "lifo", "scheduling_policy='lifo' .* one of fcfs, priority"),
+        ("swap_space", -1, "swap_space=-1 must be a number of GiB, 0 or more"),
+        ("swap_space", float("nan"), "swap_space=nan must be a number"),
+        ("swap_space", "4", "swap_space='4' must be a number"),
+        ("swap_space", True, "swap_space=True must be a number"),
+        ("swap_space", None, "swap_space=None must be a number"),
+        ("swap_space", 1e9, r"swap_space=.* more than this machine's \d+\.\d GiB of memory; lower"),
+        ("swap_space", float("inf"), "swap_space=inf GiB is more than"),
     ],
 )
 def test_a_bad_option_is_refused_by_name(option: str, value: object, message: str):
@@ -87,3 +102,35 @@ def test_a_step_has_room_for_a_token_of_every_sequence():
         resolved(max_num_batched_tokens=8, max_num_seqs=16)
     assert resolved(max_num_batched_tokens=8).max_num_seqs == 8
     assert resolved(max_num_seqs=1000).max_num_batched_tokens == 1000
+
+
+def test_swap_needs_space():
+    with pytest.raises(ValueError, match="swap_space=0 leaves preemption_mode='swap' no memory"):
+        EngineConfig(preemption_mode="swap", swap_space=0)
+    EngineConfig(preemption_mode="auto", swap_space=0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "space", "expected"),
+    [("recompute", 0.25, 0), ("swap", 0.25, 16), ("auto", 0.25, 16), ("swap", 0.5, 19)],
+)
+def test_host_blocks_fit_swap_space_and_pool(mode: str, space: float, expected: int):
+    config = EngineConfig(preemption_mode=mode, swap_space=space)
+    assert with_swap(resolved(20), config, 16 * 2**20).num_host_blocks == expected
+
+
+def test_swap_space_of_less_than_a_block():
+    config = EngineConfig(preemption_mode="swap", swap_space=1e-6)
+    with pytest.raises(ValueError, match="swap_space=1e-06 GiB does not hold a block of 4,096"):
+        with_swap(resolved(), config, 4096)
+    config = EngineConfig(preemption_mode="auto", swap_space=1e-6)
+    assert with_swap(resolved(), config, 4096).num_host_blocks == 0
+
+
+def test_host_memory_is_told_apart_from_the_devices():
+    account = MemoryAccount(weights=1, sampling=2, workspace=3, kv_cache=4, limit=20, swap=2**20)
+    assert account.total == 10
+    lines = _describe(resolved(), account, SimpleNamespace(device_kind="X"))
+    assert "host memory for swapped blocks: up to 1.0 MiB" in lines
+    without = _describe(resolved(), replace(account, swap=0), SimpleNamespace(device_kind="X"))
+    assert len(without) == len(lines) - 1

@@ -1,19 +1,51 @@
-"""What a preemption costs, as measured."""
+"""What it costs to preempt a group either way, from times measured at the start."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True, slots=True)
 class PreemptionCosts:
-    """Stub until the measured one is merged."""
+    """Times of prefill steps and of transfers, each rising by size.
+
+    Attributes:
+        prefill_seconds: (tokens, seconds) of a step.
+        swap_seconds: (blocks, seconds) of one way between device and host.
+
+    Raises:
+        ValueError: a list is empty, its sizes do not rise or are not positive, or a time is
+            negative.
+    """
 
     prefill_seconds: tuple[tuple[int, float], ...]
     swap_seconds: tuple[tuple[int, float], ...]
 
+    def __post_init__(self):
+        _check("prefill_seconds", self.prefill_seconds)
+        _check("swap_seconds", self.swap_seconds)
+
     def recompute(self, num_tokens: int) -> float:
-        """Seconds."""
-        return num_tokens * self.prefill_seconds[-1][1] / self.prefill_seconds[-1][0]
+        """Seconds to compute so many tokens again."""
+        return _cover(self.prefill_seconds, num_tokens)
 
     def swap(self, num_blocks: int) -> float:
-        """Seconds."""
-        return 2 * num_blocks * self.swap_seconds[-1][1] / self.swap_seconds[-1][0]
+        """Seconds to bring so many blocks to the host and back."""
+        return 2 * _cover(self.swap_seconds, num_blocks)
+
+
+def _cover(times: tuple[tuple[int, float], ...], amount: int) -> float:
+    """As many of the largest size as are full, and the smallest size that holds the rest."""
+    largest, seconds = times[-1]
+    whole, rest = divmod(amount, largest)
+    last = next(s for size, s in times if size >= rest) if rest else 0.0
+    return whole * seconds + last
+
+
+def _check(name: str, times: tuple[tuple[int, float], ...]) -> None:
+    sizes = [0, *(size for size, _ in times)]
+    rising = all(a < b for a, b in pairwise(sizes))
+    if not times or not rising or not all(seconds >= 0 for _, seconds in times):
+        raise ValueError(
+            f"{name}={times!r} must list (size, seconds) by rising positive size, "
+            "with no negative time"
+        )

@@ -59,19 +59,16 @@ def work_of(request: Request, budget: int) -> list[tuple[Sequence, int]]:
         return [(first, min(request.num_stem_tokens - first.num_computed_tokens, budget))]
     work = []
     for sequence in request.live:
-        missing = _num_missing_tokens(request, sequence)
-        if missing and budget:
-            work.append((sequence, min(missing, budget)))
-            budget -= work[-1][1]
+        known = len(sequence.token_ids)
+        if request.beam is None:  # the token that a step samples is the sequence's next one
+            known += sequence.num_pending_tokens
+            if known >= request.max_num_tokens:
+                continue  # complete once its pending token is read
+        num_tokens = min(known - sequence.num_computed_tokens, budget)
+        if num_tokens:
+            work.append((sequence, num_tokens))
+            budget -= num_tokens
     return work
-
-
-def _num_missing_tokens(request: Request, sequence: Sequence) -> int:
-    if request.beam is not None:  # its next token is not the one that a step samples
-        return len(sequence.token_ids) - sequence.num_computed_tokens
-    if sequence.num_tokens >= request.max_num_tokens:
-        return 0  # complete once its pending token is read
-    return sequence.num_tokens - sequence.num_computed_tokens
 
 
 def is_ready(beam: Sequence) -> bool:

@@ -1,12 +1,12 @@
 """What a step computes: who goes on, who must give way, who may join."""
 
 from jpaged.core.admission import Admission
-from jpaged.core.block_manager import BlockChanges, BlockManager
+from jpaged.core.block_manager import NO_CHANGES, BlockChanges, BlockManager
 from jpaged.core.draft import StepDraft
 from jpaged.core.groups import fan_out, work_of
 from jpaged.core.limits import SchedulerConfig
 from jpaged.core.queue import RequestQueue
-from jpaged.core.request import Request, RequestStatus, Sequence
+from jpaged.core.request import Request, RequestStatus
 from jpaged.core.roster import Roster
 from jpaged.core.swap import SwapSpace
 
@@ -61,16 +61,14 @@ class Planner:
             self._roster.fork_rows(fan_out(manager, request))
         work = work_of(request, draft.budget)
         num_blocks = manager.num_new_blocks_of(work)
-        if num_blocks == 0 or self._make_room(draft, request, num_blocks):
-            for sequence, num_tokens in work:
-                self._place(draft, sequence, num_tokens)
-
-    def _place(self, draft: StepDraft, sequence: Sequence, num_tokens: int) -> None:
-        changes = self._manager.append(sequence, num_tokens)
-        if not sequence.is_placed:
-            sequence.is_placed = True
-            changes = BlockChanges(tuple(enumerate(sequence.block_table)), changes.copies)
-        draft.place(sequence, num_tokens, changes)
+        if num_blocks and not self._make_room(draft, request, num_blocks):
+            return
+        for sequence, num_tokens in work:
+            changes = manager.append(sequence, num_tokens) if num_blocks else NO_CHANGES
+            if not sequence.is_placed:
+                sequence.is_placed = True
+                changes = BlockChanges(tuple(enumerate(sequence.block_table)), changes.copies)
+            draft.place(sequence, num_tokens, changes)
 
     def _make_room(self, draft: StepDraft, request: Request, num_blocks: int) -> bool:
         """Preempt from the back until `num_blocks` are free; False if `request` cannot go on.

@@ -20,9 +20,11 @@ class MemoryAccount:
     Attributes:
         weights: The model's parameters.
         sampling: Token counts, biases and block tables of the running sequences.
-        workspace: Temporaries and outputs of the largest step, as compiled.
+        workspace: Temporaries and outputs of the largest step, as compiled, and blocks on their
+            way between the pool and host memory.
         kv_cache: The pool.
         limit: What the engine may use in all; None where nothing limits it (CPU).
+        swap: Of host memory, pinned, for swapped blocks: no part of the total.
     """
 
     weights: int
@@ -30,6 +32,7 @@ class MemoryAccount:
     workspace: int
     kv_cache: int
     limit: int | None
+    swap: int = 0
 
     @property
     def total(self) -> int:

@@ -4,8 +4,7 @@ The runner launches programs in plan order and never waits; `StepHandle.read` do
 device's arrays and the host's view of which sequence has which row.
 """
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ import numpy as np
 
 from jpaged.config import RuntimeConfig
 from jpaged.core.plan import ScheduledSequence, StepPlan
+from jpaged.core.request import Request, Sequence
 from jpaged.runtime.batch import pack_decode, pack_prefill
 from jpaged.runtime.buckets import Buckets, round_up
 from jpaged.runtime.programs import (
@@ -22,79 +22,21 @@ from jpaged.runtime.programs import (
     Shapes,
     SplitModel,
 )
+from jpaged.runtime.results import (
+    StepHandle,
+    StepResult,
+    TokenScores,
+    num_scored_prompt_tokens,
+)
 from jpaged.runtime.rows import RowTable
 from jpaged.runtime.sampler import Sampled, SamplerLevel
 from jpaged.runtime.sampling_state import bias_row, ending_row
+from jpaged.runtime.swap import BlockImages
 from jpaged.sampling_params import SamplingParams
 
+__all__ = ["ModelRunner", "StepHandle", "StepResult", "TokenScores"]
 
-@dataclass(frozen=True)
-class TokenScores:
-    """Log-probabilities of some tokens of one sequence and of their best alternatives.
-
-    Attributes:
-        logprobs: float32 [C], of the tokens themselves.
-        ranks: int32 [C], 1 is the most likely.
-        top_token_ids: int32 [C, L], the most likely tokens, best first.
-        top_logprobs: float32 [C, L].
-    """
-
-    logprobs: np.ndarray
-    ranks: np.ndarray
-    top_token_ids: np.ndarray
-    top_logprobs: np.ndarray
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What the host reads of a finished step.
-
-    Attributes:
-        token_ids: int32 [len(plan.scheduled)], sampled.
-        logprobs: One row a scheduled sequence, or None if nobody in the step asked.
-        prompt_logprobs: seq_id -> of the prompt tokens this step scored (those after the chunk's
-            own positions), for sequences that asked.
-    """
-
-    token_ids: np.ndarray
-    logprobs: TokenScores | None
-    prompt_logprobs: dict[int, TokenScores]
-
-
-@dataclass(frozen=True)
-class StepHandle:
-    """A launched step whose results are on their way to the host."""
-
-    plan: StepPlan
-    sampled: Sampled
-    prompt_logprobs: dict[int, list[tuple[jax.Array, ...]]]
-
-    def read(self) -> StepResult:
-        """Wait for the step and give its results."""
-        n = len(self.plan.scheduled)
-        tokens = np.asarray(self.sampled.token_ids)[:n]
-        scores = self.sampled[1:]
-        asked = scores[0] is not None
-        logprobs = TokenScores(*(np.asarray(a)[:n] for a in scores)) if asked else None
-        return StepResult(tokens, logprobs, self._read_prompt_logprobs())
-
-    def _read_prompt_logprobs(self) -> dict[int, TokenScores]:
-        wanted = {}
-        for seq_id, chunks in self.prompt_logprobs.items():
-            count = num_scored_prompt_tokens(self._scheduled(seq_id))
-            columns = zip(*chunks, strict=True)
-            whole = (np.concatenate([np.asarray(c) for c in col])[:count] for col in columns)
-            wanted[seq_id] = TokenScores(*whole)
-        return wanted
-
-    def _scheduled(self, seq_id: int) -> ScheduledSequence:
-        return next(s for s in self.plan.scheduled if s.sequence.seq_id == seq_id)
-
-
-def num_scored_prompt_tokens(item: ScheduledSequence) -> int:
-    """How many prompt tokens a scheduled chunk predicts: those right after its positions."""
-    end = min(item.start + item.num_scheduled_tokens, item.sequence.num_prompt_tokens - 1)
-    return max(end - item.start, 0)
+SamplingOf = Mapping[Request, SamplingParams]
 
 
 class ModelRunner:
@@ -124,19 +66,33 @@ class ModelRunner:
         self._programs = programs
         self._eos_token_ids = eos_token_ids
         self._rows = RowTable(config.num_rows)
+        self._images = BlockImages(programs.gather_blocks, programs.scatter_blocks)
         self._kv, self._last_tokens, self._sampling_state = _zeros(
             (shapes.kv, shapes.last_tokens, shapes.sampling)
         )
 
-    def launch(self, plan: StepPlan, sampling: Mapping[int, SamplingParams]) -> StepHandle:
-        """Launch a step without waiting for it.
+    def launch(self, plan: StepPlan, sampling: SamplingOf) -> StepHandle:
+        """Launch a plan's parts in the order that `StepPlan` gives, without waiting for any.
 
         Args:
             plan: The scheduler's plan; launched in the order they were made.
-            sampling: seq_id -> its parameters, with a seed, for every scheduled sequence.
+            sampling: How each request is sampled, with a seed; one for every scheduled sequence's
+                and every row fork's.
         """
         self._update_rows(plan, sampling)
-        self._copy_blocks(plan.block_copies)
+        for image_id in plan.dropped:
+            self._images.drop(image_id)
+        for order in plan.swap_outs:
+            self._images.swap_out(self._kv.pool, order)
+        self._move(self._programs.copy_blocks, plan.block_copies, BLOCK_COPIES_CHUNK, 0)
+        arrivals = self._images.fetch(plan.swap_ins)  # travel while the step runs
+        handle = self._launch_step(plan, sampling)
+        self._kv = self._images.place(self._kv, arrivals)
+        return handle
+
+    def _launch_step(self, plan: StepPlan, sampling: SamplingOf) -> StepHandle:
+        if not plan.scheduled:
+            return StepHandle(plan, None, {})
         rows = self._rows.rows(plan.scheduled)
         hidden = None
         if plan.is_decode:
@@ -151,6 +107,16 @@ class ModelRunner:
                 array.copy_to_host_async()
         return StepHandle(plan, sampled, self._score_prompts(plan, sampling, hidden))
 
+    @property
+    def swap_sizes(self) -> tuple[int, ...]:
+        """Blocks that one transfer to or from the host can have, ascending; none without swap."""
+        return self._images.sizes
+
+    def wait(self) -> None:
+        """Wait until all that was launched is done, images included."""
+        self._images.wait()
+        jax.block_until_ready((self._kv, self._last_tokens))
+
     def warm_up(self) -> None:
         """Run every program on padding alone, twice: a GPU records its launches the first time."""
         nobody = StepPlan(step_id=-1, scheduled=())
@@ -162,6 +128,7 @@ class ModelRunner:
             for shape in self._programs.prefill:
                 logits, _, inputs = self._run_prefill(nobody, none, *shape)
                 jax.block_until_ready(self._sample(logits, inputs, SamplerLevel.GREEDY))
+        self._kv = self._images.warm_up(self._kv, self._config.num_host_blocks)
 
     def _sample_all_levels(self, logits, inputs) -> None:
         for level in SamplerLevel:
@@ -169,28 +136,45 @@ class ModelRunner:
             # One at a time: the memory account counts the steps of the loop, not a queue of them.
             jax.block_until_ready(sampled)
 
-    def _copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
-        """Copy blocks on the device; the pairs that fill the last chunk are (null, null)."""
-        size = BLOCK_COPIES_CHUNK
-        for at in range(0, len(copies), size):
-            pairs = np.zeros((size, 2), np.int32)
-            pairs[: len(copies) - at] = copies[at : at + size]
-            source, target = np.ascontiguousarray(pairs.T)
-            self._kv = self._programs.copy_blocks(self._kv, source, target)
+    def _move(
+        self, program: Callable, pairs: Collection[tuple[int, int]], size: int, null: int
+    ) -> None:
+        """Launch a program over (source, target) pairs, `size` at a time, filled with `null`."""
+        if not pairs:
+            return
+        moves = np.array(list(pairs), np.int32).reshape(-1, 2)
+        for at in range(0, len(moves), size):
+            filled = np.full((2, size), null, np.int32)
+            filled[:, : len(moves) - at] = moves[at : at + size].T
+            self._kv = program(self._kv, *filled)
 
-    def _update_rows(self, plan: StepPlan, sampling: Mapping[int, SamplingParams]) -> None:
+    def _update_rows(self, plan: StepPlan, sampling: SamplingOf) -> None:
         for seq_id in plan.released:
             self._rows.release(seq_id)
+        self._fork_rows(plan, sampling)
         for item in plan.scheduled:
-            seq_id = item.sequence.seq_id
-            if seq_id not in self._rows:
-                row = self._rows.assign(seq_id, sampling[seq_id])
-                if sampling[seq_id].adjusts_logits:
-                    self._load_row(row, item, sampling[seq_id])
+            if item.sequence.seq_id not in self._rows:
+                self._give_row(item.sequence, sampling)
 
-    def _load_row(self, row: int, item: ScheduledSequence, params: SamplingParams) -> None:
+    def _fork_rows(self, plan: StepPlan, sampling: SamplingOf) -> None:
+        sources: dict[int, int] = {}  # of rows forked in this plan: all are read before any write
+        for parent, child in plan.row_forks:
+            source = self._rows.row(parent.seq_id)
+            sources[self._give_row(child, sampling)] = sources.get(source, source)
+        pairs = [(source, row) for row, source in sources.items()]
+        program, padding = self._programs.fork_rows, self._config.padding_row
+        self._move(program, pairs, self._config.num_rows, padding)
+
+    def _give_row(self, sequence: Sequence, sampling: SamplingOf) -> int:
+        params = sampling[_request_of(sequence)]
+        row = self._rows.assign(sequence.seq_id, params, sequence.index)
+        if params.adjusts_logits:
+            self._load_row(row, sequence, params)
+        return row
+
+    def _load_row(self, row: int, sequence: Sequence, params: SamplingParams) -> None:
         """All its tokens are known: a sequence joins the batch only when none is in flight."""
-        sequence, vocab_size = item.sequence, self._config.vocab_size
+        vocab_size = self._config.vocab_size
         tokens = np.zeros(self._config.max_model_len, np.int32)
         tokens[: len(sequence.token_ids)] = sequence.token_ids
         self._sampling_state = self._programs.load_row(
@@ -244,12 +228,12 @@ class ModelRunner:
             self._sampling_state = state
         return sampled
 
-    def _score_prompts(self, plan: StepPlan, sampling, hidden) -> dict[int, list]:
+    def _score_prompts(self, plan: StepPlan, sampling: SamplingOf, hidden) -> dict[int, list]:
         if hidden is None:
             return {}
         scored, offset = {}, 0
         for item in plan.scheduled:
-            wanted = sampling[item.sequence.seq_id].prompt_logprobs is not None
+            wanted = sampling[_request_of(item.sequence)].prompt_logprobs is not None
             count = num_scored_prompt_tokens(item) if wanted else 0
             if count:
                 scored[item.sequence.seq_id] = self._score_chunks(item, offset, count, hidden)
@@ -267,6 +251,12 @@ class ModelRunner:
             targets[:n] = item.sequence.token_ids[first : first + n]
             chunks.append(program(self._leaves, hidden=hidden, indices=indices, targets=targets))
         return chunks
+
+
+def _request_of(sequence: Sequence) -> Request:
+    if sequence.request is None:
+        raise ValueError(f"sequence {sequence.seq_id} belongs to no request")
+    return sequence.request
 
 
 def _zeros(shapes):

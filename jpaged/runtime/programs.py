@@ -26,10 +26,12 @@ from jpaged.runtime.steps import (
     SampleInputs,
     copy_blocks_step,
     decode_step,
+    fork_rows_step,
     prefill_step,
     prompt_logprobs_step,
     sample_step,
 )
+from jpaged.runtime.swap import chunk_sizes, lower_gather, lower_scatter
 from jpaged.sampling_params import MAX_LOGPROBS
 
 PROMPT_LOGPROBS_CHUNK = 64
@@ -108,6 +110,9 @@ class Programs:
     prompt_logprobs: dict[int, Any]
     load_row: Any
     copy_blocks: Any
+    fork_rows: Any
+    gather_blocks: dict[int, Any]
+    scatter_blocks: dict[int, Any]
 
     @staticmethod
     def of(compiled: "dict[Name, Any]") -> "Programs":
@@ -123,6 +128,9 @@ class Programs:
             prompt_logprobs=kind("prompt_logprobs"),
             load_row=compiled["load_row", None],
             copy_blocks=compiled["copy_blocks", None],
+            fork_rows=compiled["fork_rows", None],
+            gather_blocks=kind("gather_blocks"),
+            scatter_blocks=kind("scatter_blocks"),
         )
 
 
@@ -199,6 +207,10 @@ def _lowerings(
             yield ("sample", (seqs, level)), lower
     yield ("load_row", None), partial(_lower_load_row, shapes, config)
     yield ("copy_blocks", None), partial(_lower_copy_blocks, shapes, config)
+    yield ("fork_rows", None), partial(_lower_fork_rows, shapes, config)
+    for size in chunk_sizes(shapes.kv.pool, config.num_host_blocks):
+        yield ("gather_blocks", size), partial(lower_gather, shapes.kv, size)
+        yield ("scatter_blocks", size), partial(lower_scatter, shapes.kv, size)
 
 
 def _lower_decode(split: SplitModel, shapes: Shapes, config: RuntimeConfig, seqs: int):
@@ -258,6 +270,11 @@ def _lower_copy_blocks(shapes: Shapes, config: RuntimeConfig):
     pairs = _int32(BLOCK_COPIES_CHUNK)
     step = jax.jit(partial(copy_blocks_step, backend=config.backend), donate_argnums=0)
     return step.lower(shapes.kv, pairs, pairs)
+
+
+def _lower_fork_rows(shapes: Shapes, config: RuntimeConfig):
+    rows = _int32(config.num_rows)
+    return jax.jit(fork_rows_step, donate_argnums=0).lower(shapes.kv, rows, rows)
 
 
 def _int32(*shape: int) -> jax.ShapeDtypeStruct:

@@ -24,12 +24,14 @@ class RowTable:
     def __contains__(self, seq_id: int) -> bool:
         return seq_id in self._row_of
 
-    def assign(self, seq_id: int, params: SamplingParams) -> int:
+    def assign(self, seq_id: int, params: SamplingParams, index: int = 0) -> int:
         """Give a sequence that enters the batch a row.
 
         Args:
             seq_id: The sequence.
-            params: How it is sampled, with a seed.
+            params: How its request is sampled, with a seed.
+            index: Its place among the request's samples: each draws from a seed of its own, so that
+                sample i of a request equals the only one of a request whose seed is i higher.
 
         Raises:
             ValueError: it has a row already.
@@ -37,9 +39,13 @@ class RowTable:
         if seq_id in self._row_of:
             raise ValueError(f"sequence {seq_id} has device row {self._row_of[seq_id]} already")
         row = self._row_of[seq_id] = self._free.pop()
-        self.sampling[row] = encode_row(params, params.seed or 0)
+        self.sampling[row] = encode_row(params, ((params.seed or 0) + index) % 2**64)
         self._levels[row] = required_level(params)
         return row
+
+    def row(self, seq_id: int) -> int:
+        """The row of a sequence that has one."""
+        return self._row_of[seq_id]
 
     def release(self, seq_id: int) -> None:
         """Take the row of a sequence that left the batch."""

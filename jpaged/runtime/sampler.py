@@ -31,7 +31,7 @@ class SamplerLevel(IntEnum):
 
 def required_level(params: SamplingParams) -> SamplerLevel:
     """The lowest level that serves a request; a batch runs at its requests' highest."""
-    if params.logprobs is not None:
+    if params.needs_logprobs:
         return SamplerLevel.LOGPROBS
     if params.adjusts_logits:
         return SamplerLevel.ADJUSTED

@@ -189,6 +189,17 @@ def copy_blocks_step(
     return state._replace(pool=copy_blocks(state.pool, source, target, backend=backend))
 
 
+def fork_rows_step(
+    state: KVState, parents: Int32[Array, "C"], children: Int32[Array, "C"]
+) -> KVState:
+    """Copy the block tables of rows `parents[i]` to rows `children[i]` (donate the state).
+
+    All are read before any is written. Padding pairs are (padding row, padding row).
+    """
+    tables = state.block_tables
+    return state._replace(block_tables=tables.at[children].set(tables[parents]))
+
+
 def _slots(
     tables: Int32[Array, "B M"],
     owner: Int32[Array, "T"],

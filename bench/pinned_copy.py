@@ -1,0 +1,45 @@
+"""The NVIDIA driver's own copy between the device and pinned memory: what a transfer can reach."""
+
+import ctypes
+import statistics
+import time
+
+
+def pinned_copy_seconds(num_bytes: int, repeats: int) -> tuple[float, float] | None:
+    """Median seconds of a copy to pinned host memory, and back; None without an NVIDIA driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    context, host, device = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_uint64()
+    size = ctypes.c_size_t(num_bytes)
+    _check(driver.cuInit(0))
+    _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0))  # the one that JAX has
+    _check(driver.cuCtxPushCurrent_v2(context))
+    try:
+        _check(driver.cuMemAllocHost_v2(ctypes.byref(host), size))
+        _check(driver.cuMemAlloc_v2(ctypes.byref(device), size))
+        out = _median(repeats, lambda: driver.cuMemcpyDtoH_v2(host, device, size))
+        back = _median(repeats, lambda: driver.cuMemcpyHtoD_v2(device, host, size))
+    finally:
+        if device:
+            driver.cuMemFree_v2(device)
+        if host:
+            driver.cuMemFreeHost(host)
+        driver.cuCtxPopCurrent_v2(ctypes.byref(context))
+        driver.cuDevicePrimaryCtxRelease(0)
+    return out, back
+
+
+def _median(repeats: int, copy) -> float:
+    seconds = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        _check(copy())
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])
+
+
+def _check(code: int) -> None:
+    if code:
+        raise RuntimeError(f"the CUDA driver answers with error {code}")

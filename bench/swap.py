@@ -1,0 +1,258 @@
+"""Swap to host memory: bandwidth, and swap against recompute (`python -m bench.swap`).
+
+Part 1, `ways`: groups of blocks out and back, by every way that JAX offers, beside the driver's
+own copy between the device and pinned memory of the same size. GB/s count the group's own bytes;
+gather and scatter are in the time, and so is the padding of chunks. `first` is a first transfer of
+that size, for which host memory is not pinned yet.
+
+Part 2, `lengths`: seconds to recompute a context and to swap it out and in again, as the engine
+does both; and a decode step alone and with a swap on its way.
+
+`--quick` runs tiny sizes anywhere, to see that it runs.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.common import SHAPES
+from bench.pinned_copy import pinned_copy_seconds
+from bench.records import print_table, record
+from bench.swap_ways import WAYS, Plain, Way
+from jpaged.config import RuntimeConfig
+from jpaged.core.plan import ScheduledSequence, StepPlan, SwapIn, SwapOut
+from jpaged.core.request import Request, StopCriteria
+from jpaged.models.config import ModelConfig
+from jpaged.models.loader import load_model
+from jpaged.runtime.buckets import Buckets
+from jpaged.runtime.kv_cache import make_pool
+from jpaged.runtime.model_runner import ModelRunner
+from jpaged.runtime.programs import Shapes, SplitModel, compile_programs
+from jpaged.runtime.steps import KVState
+from jpaged.runtime.swap import (
+    chunk_sizes,
+    cut,
+    pool_block_bytes,
+)
+from jpaged.runtime.timing import measure_costs, time_swap
+from jpaged.sampling_params import SamplingParams
+from pallas_kernels import select_backend
+
+GREEDY = SamplingParams(temperature=0.0)
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is moved and computed."""
+
+    groups: tuple[int, ...]
+    prefill_tokens: tuple[int, ...]
+    max_model_len: int
+    num_seqs: int
+    context: int
+    repeats: int
+
+
+FULL = Sizes((16, 64, 256, 1024), (256, 1024, 4096, 8192), 16384, 64, 1024, 7)
+QUICK = Sizes((3, 16), (64,), 64, 8, 32, 2)
+TINY = {**SHAPES["qwen3-0.6b"], "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32}
+TINY |= {"num_hidden_layers": 2, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+def measure_way(kind: type[Way], state: KVState, num_blocks: int, repeats: int) -> tuple:
+    """A row of the table, and the state. What JAX refuses to do is told in the row."""
+    sizes = chunk_sizes(state.pool, num_blocks)
+    way = kind(state, sizes)
+    ids, first = [], 1
+    for size in cut(num_blocks, sizes):
+        ids.append(np.arange(first, first + size, dtype=np.int32))
+        first += size
+    outs, backs = [], []
+    for _ in range(repeats + 2):
+        jax.block_until_ready(state)
+        start = time.perf_counter()
+        images = [way.out(state.pool, chunk) for chunk in ids]
+        images = [way.settle(image) for image in images]
+        between = time.perf_counter()
+        for chunk, image in zip(ids, images, strict=True):
+            state = way.back(state, chunk, image)
+        jax.block_until_ready(state)
+        outs.append(between - start)
+        backs.append(time.perf_counter() - between)
+        del images
+    gigabytes = num_blocks * pool_block_bytes(state.pool) / 1e9
+    row = {
+        "way": way.name,
+        "chunks": len(ids),
+        "out_GB/s": gigabytes / statistics.median(outs[2:]),
+        "in_GB/s": gigabytes / statistics.median(backs[2:]),
+    }
+    if kind is Plain:  # where nothing was compiled on the way
+        row["first_out_GB/s"] = gigabytes / outs[0]
+    return row, state
+
+
+def measure_ways(
+    shape: str, model: ModelConfig, dtype: Any, sizes: Sizes, kinds: list[type[Way]]
+) -> list[dict]:
+    """Every way, for every group size."""
+    num_blocks = 1 + 2 * max(max(sizes.groups), 8)  # chunks are larger than their groups
+    rows = []
+    for group in sizes.groups:
+        num_bytes = group * pool_block_bytes(make_pool(model, 1, BLOCK_SIZE, dtype))
+        common = {"model": shape, "blocks": group, "MiB": num_bytes / 2**20}
+        seconds = pinned_copy_seconds(num_bytes, sizes.repeats)
+        if seconds is not None:
+            rates = [num_bytes / 1e9 / s for s in seconds]
+            rows.append(
+                {**common, "way": "driver", "chunks": 1, "out_GB/s": rates[0], "in_GB/s": rates[1]}
+            )
+        for kind in kinds:
+            state = KVState(make_pool(model, num_blocks, BLOCK_SIZE, dtype), jnp.zeros((1, 1), int))
+            try:
+                row, state = measure_way(kind, state, group, sizes.repeats)
+                rows.append({**common, **row})
+            except Exception as error:
+                rows.append({**common, "way": kind.name, "error": str(error)[:300]})
+            del state
+            print(rows[-1], flush=True)  # should a later way end the process
+    return rows
+
+
+def make_runner(model: ModelConfig, dtype: Any, sizes: Sizes) -> tuple[ModelRunner, Any, Buckets]:
+    """The engine's device side with random weights, and few buckets."""
+    with tempfile.TemporaryDirectory() as folder:
+        split = SplitModel.of(load_model(folder, model, dtype=dtype, load_format="dummy"))
+    largest = -(-sizes.max_model_len // BLOCK_SIZE)
+    config = RuntimeConfig(
+        block_size=BLOCK_SIZE,
+        num_blocks=2 * largest + 1,
+        max_model_len=sizes.max_model_len,
+        max_num_seqs=sizes.num_seqs,
+        max_num_batched_tokens=max(sizes.prefill_tokens),
+        vocab_size=model.vocab_size,
+        backend=select_backend(jax.default_backend()),
+        num_host_blocks=largest,
+    )
+    buckets = Buckets((sizes.num_seqs,), sizes.prefill_tokens, (sizes.num_seqs,))
+    shapes = Shapes.of(split, model, config, dtype)
+    programs = compile_programs(split, shapes, config, buckets, threads=16)
+    runner = ModelRunner(split, shapes, config, buckets, programs)
+    runner.warm_up()
+    return runner, config, buckets
+
+
+def measure_lengths(shape: str, parts: tuple, sizes: Sizes) -> list[dict]:
+    """Recompute against swap by context length."""
+    runner, config, buckets = parts
+    costs = measure_costs(runner, config, buckets)
+    rows, tokens = [], min(256, sizes.max_model_len)
+    while tokens <= sizes.max_model_len:
+        blocks = tokens // BLOCK_SIZE
+        swap = statistics.median(time_swap(runner, blocks) for _ in range(sizes.repeats))
+        row = {
+            "model": shape,
+            "tokens": tokens,
+            "blocks": blocks,
+            "recompute_ms": 1e3 * costs.recompute(tokens),
+            "swap_ms": 1e3 * swap,
+            "swap_ms_as_foreseen": 1e3 * costs.swap(blocks),
+        }
+        rows.append(row)
+        tokens *= 2
+    return rows
+
+
+def measure_overlap(shape: str, runner: ModelRunner, sizes: Sizes) -> list[dict]:
+    """A decode step alone, with a group on its way out in each, and with one on its way in."""
+    request = Request.from_prompt(
+        "decoding",
+        [0] * sizes.context,
+        StopCriteria(max_tokens=1),
+        seq_ids=iter(range(sizes.num_seqs)),
+        num_samples=sizes.num_seqs,
+    )
+    rows = tuple(
+        ScheduledSequence(sequence, sizes.context - 1, 1, True) for sequence in request.sequences
+    )
+    launch = partial(runner.launch, sampling={request: GREEDY})
+    group = min(64, sizes.max_model_len // BLOCK_SIZE)
+    out = SwapOut(0, (0,) * group)
+    back = SwapIn(0, tuple((i, 0) for i in range(group)))
+    cases = {
+        "alone": ({}, {}),
+        "swap out, then in": ({"swap_outs": (out,)}, {"swap_ins": (back,)}),
+        "swap out, then drop": ({"swap_outs": (out,)}, {"dropped": (0,)}),
+    }
+    table = []
+    for name, orders in cases.items():
+        plans = [StepPlan(0, rows, **more) for more in orders]  # pyright: ignore[reportArgumentType]
+        seconds = min(_seconds_a_step(launch, plans, 10 * sizes.repeats) for _ in range(3))
+        table.append({"model": shape, "step": name, "blocks": group, "ms": 1e3 * seconds})
+    launch(StepPlan(0, (), released=tuple(s.seq_id for s in request.sequences)))
+    return table
+
+
+def _seconds_a_step(launch: Callable, plans: list[StepPlan], num_steps: int) -> float:
+    """Launched one ahead, as the overlapped loop does."""
+    launch(plans[0]).read()
+    launch(plans[1]).read()
+    start = time.perf_counter()
+    ahead = launch(plans[0])
+    for step in range(1, num_steps):
+        following = launch(plans[step % 2])
+        ahead.read()
+        ahead = following
+    ahead.read()
+    seconds = (time.perf_counter() - start) / num_steps
+    if num_steps % 2:
+        launch(plans[1]).read()
+    return seconds
+
+
+def _aligned(rows: list[dict]) -> list[dict]:
+    """Rows with the same columns, as a table wants them."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return [{name: row.get(name) for name in names} for row in rows]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=[*SHAPES], nargs="+", default=[*SHAPES])
+    parser.add_argument("--quick", action="store_true", help="a tiny model, to see that it runs")
+    parser.add_argument(
+        "--part", choices=["ways", "lengths"], nargs="+", default=["ways", "lengths"]
+    )
+    parser.add_argument("--ways", nargs="+", help="of part 1: names, or beginnings of them")
+    args = parser.parse_args()
+    kinds = [w for w in WAYS if args.ways is None or w.name.startswith(tuple(args.ways))]
+    sizes = QUICK if args.quick else FULL
+    shapes = {"tiny": TINY} if args.quick else {name: SHAPES[name] for name in args.model}
+    dtype = jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    ways, lengths, overlap = [], [], []
+    for name, fields in shapes.items():
+        model = ModelConfig.from_hf(fields)
+        if "ways" in args.part:
+            ways += measure_ways(name, model, dtype, sizes, kinds)
+        if "lengths" in args.part:
+            parts = make_runner(model, dtype, sizes)
+            lengths += measure_lengths(name, parts, sizes)
+            overlap += measure_overlap(name, parts[0], sizes)
+            del parts
+    for rows in filter(None, (ways, lengths, overlap)):
+        print_table(_aligned(rows))
+    print(record("swap", ways, lengths=lengths, overlap=overlap, quick=args.quick))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+"""Blocks in host memory: out and back in few large transfers, while steps run.
+
+    out  pool ──gather──► one array on the device ──transfer──► pinned host memory
+    in   pinned host memory ──transfer──► one array on the device ──scatter──► pool
+
+Gather and scatter are programs, so the order of launch decides what they see; the transfers between
+them run beside the steps. Programs have static shapes, so an image is a list of *chunks* whose
+sizes are powers of two. Nobody waits for a transfer, unless more than `MAX_STAGED_CHUNKS` would lie
+on the device at once: the memory account has room for these.
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+from jaxtyping import Array, Float, Int32
+
+from jpaged.core.plan import SwapIn, SwapOut
+from jpaged.runtime.steps import KVState
+from pallas_kernels import LayerKV
+
+MAX_CHUNK_BYTES = 256 * 2**20
+"""A larger transfer is no faster."""
+
+MIN_CHUNK_BLOCKS, MAX_CHUNK_BLOCKS = 8, 1024
+
+MAX_STAGED_CHUNKS = 4
+"""Chunks on the device, between pool and host, at once."""
+
+
+def gather_blocks_step(
+    pool: tuple[LayerKV, ...], block_ids: Int32[Array, "C"]
+) -> Float[Array, "A C S K H"]:
+    """Blocks of all A arrays of the pool (K and V by layer), as one array."""
+    return jnp.stack([array[block_ids] for array in jax.tree.leaves(pool)])
+
+
+def scatter_blocks_step(
+    state: KVState, block_ids: Int32[Array, "C"], blocks: Float[Array, "A C S K H"]
+) -> tuple[KVState, Int32[Array, ""]]:
+    """Write gathered blocks to `block_ids` (donate the state); ids past the pool are dropped.
+
+    The ids differ from each other, so that no two writes meet. The number that comes back with the
+    state is there to be waited for: the state itself goes on to the next step.
+    """
+    arrays, tree = jax.tree.flatten(state.pool)
+    written = [
+        array.at[block_ids].set(blocks[i], mode="drop", unique_indices=True)
+        for i, array in enumerate(arrays)
+    ]
+    return state._replace(pool=jax.tree.unflatten(tree, written)), block_ids[0]
+
+
+def chunk_sizes(pool: Any, num_host_blocks: int) -> tuple[int, ...]:
+    """The blocks of a chunk, ascending powers of two; none where nothing can be swapped out.
+
+    Args:
+        pool: The pool's arrays, or their shapes.
+        num_host_blocks: Most blocks in host memory.
+    """
+    if not num_host_blocks:
+        return ()
+    sizes, per_block = [MIN_CHUNK_BLOCKS], pool_block_bytes(pool)
+    while (
+        sizes[-1] < min(num_host_blocks, MAX_CHUNK_BLOCKS)
+        and 2 * sizes[-1] * per_block <= MAX_CHUNK_BYTES
+    ):
+        sizes.append(2 * sizes[-1])
+    return tuple(sizes)
+
+
+def pool_block_bytes(pool: Any) -> int:
+    """Bytes of one block in all arrays of the pool."""
+    return sum(a.size // a.shape[0] * a.dtype.itemsize for a in jax.tree.leaves(pool))
+
+
+def staging_bytes(pool: Any, num_host_blocks: int) -> int:
+    """Device memory that swapping takes at most: the staged chunks and one that is being made."""
+    sizes = chunk_sizes(pool, num_host_blocks)
+    return (MAX_STAGED_CHUNKS + 1) * max(sizes, default=0) * pool_block_bytes(pool)
+
+
+def cut(num_blocks: int, sizes: Collection[int]) -> Iterator[int]:
+    """Chunk sizes that hold so many blocks: few, and the last at most a quarter empty.
+
+    Where the rest is smaller than the smallest chunk, that one may be emptier.
+    """
+    smallest, largest = min(sizes), max(sizes)
+    while num_blocks > 0:
+        above = smallest
+        while above < min(num_blocks, largest):
+            above *= 2
+        fits = above == smallest or 4 * num_blocks >= 3 * above
+        size = above if fits else above // 2
+        yield size
+        num_blocks -= size
+
+
+def lower_gather(state: KVState, size: int):
+    """`gather_blocks_step` for `size` blocks, lowered."""
+    ids = jax.ShapeDtypeStruct((size,), jnp.int32)
+    return jax.jit(gather_blocks_step).lower(state.pool, ids)
+
+
+def lower_scatter(state: KVState, size: int):
+    """`scatter_blocks_step` for `size` blocks, lowered."""
+    ids = jax.ShapeDtypeStruct((size,), jnp.int32)
+    blocks = jax.eval_shape(gather_blocks_step, state.pool, ids)
+    return jax.jit(scatter_blocks_step, donate_argnums=0).lower(state, ids, blocks)
+
+
+def to_host(blocks: jax.Array) -> jax.Array:
+    """Start a transfer to the host; the array that comes back is ready when it has arrived."""
+    return jax.device_put(blocks, _host_sharding(next(iter(blocks.devices()))))
+
+
+def to_device(blocks: jax.Array, device: Any) -> jax.Array:
+    """Start a transfer back to the device."""
+    return jax.device_put(blocks, SingleDeviceSharding(device))
+
+
+def _host_sharding(device: Any) -> SingleDeviceSharding:
+    """Pinned memory, which the device copies to and from by itself, or what comes nearest."""
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    for kind in ("pinned_host", "unpinned_host"):
+        if kind in kinds:
+            return SingleDeviceSharding(device, memory_kind=kind)
+    return SingleDeviceSharding(jax.devices("cpu")[0])
+
+
+class Chunk(NamedTuple):
+    """Entries of an image from `first` on, in host memory: [A, size, S, K, H]."""
+
+    first: int
+    size: int
+    blocks: jax.Array
+
+
+@dataclass
+class Arrival:
+    """A chunk on its way back, and where its blocks go; `staged` once its transfer has begun."""
+
+    chunk: Chunk
+    block_ids: np.ndarray
+    staged: jax.Array | None = None
+
+
+class BlockImages:
+    """Images of swapped-out blocks by their ids, and the chunks between device and host.
+
+    Args:
+        gather: `gather_blocks_step` compiled, by chunk size.
+        scatter: `scatter_blocks_step` compiled, by chunk size.
+    """
+
+    def __init__(self, gather: Mapping[int, Any], scatter: Mapping[int, Any]):
+        self._gather, self._scatter = gather, scatter
+        self._images: dict[int, list[Chunk]] = {}
+        self._moving: deque[Any] = deque()
+        self._device = jax.local_devices()[0]
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Blocks of a chunk, ascending; none where swapping is off."""
+        return tuple(sorted(self._gather))
+
+    def drop(self, image_id: int) -> None:
+        """Forget an image; its memory is free once its transfer is done."""
+        del self._images[image_id]
+
+    def swap_out(self, pool: tuple[LayerKV, ...], order: SwapOut) -> None:
+        """Copy blocks as they are at this point of the launch order to a new image.
+
+        Raises:
+            ValueError: swapping is off (the engine has no host blocks), or the image exists.
+        """
+        if not self._gather or order.image_id in self._images:
+            reason = "exists" if self._gather else "has no place: num_host_blocks is 0"
+            raise ValueError(f"image {order.image_id} {reason}")
+        chunks, first = [], 0
+        for size in cut(len(order.block_ids), self._gather.keys()):
+            ids = np.zeros(size, np.int32)
+            part = order.block_ids[first : first + size]
+            ids[: len(part)] = part
+            self._make_room()
+            blocks = to_host(self._gather[size](pool, ids))
+            self._moving.append(blocks)
+            chunks.append(Chunk(first, size, blocks))
+            first += size
+        self._images[order.image_id] = chunks
+
+    def fetch(self, orders: Iterable[SwapIn]) -> list[Arrival]:
+        """Start bringing images back, as far as there is room without waiting; they are dropped."""
+        arrivals = [
+            a for order in orders for a in _arrivals(self._images.pop(order.image_id), order)
+        ]
+        self._forget_arrived()
+        for arrival in arrivals[: max(MAX_STAGED_CHUNKS - len(self._moving), 0)]:
+            arrival.staged = to_device(arrival.chunk.blocks, self._device)
+        return arrivals
+
+    def place(self, state: KVState, arrivals: Iterable[Arrival]) -> KVState:
+        """Write fetched blocks to their places in the pool, at this point of the launch order."""
+        for arrival in arrivals:
+            blocks, ids = arrival.staged, arrival.block_ids
+            if blocks is None:
+                self._make_room()
+                blocks = to_device(arrival.chunk.blocks, self._device)
+            num_blocks = state.pool[0].k.shape[0]
+            beyond = np.arange(num_blocks, num_blocks + len(ids), dtype=np.int32)
+            state, done = self._scatter[len(ids)](state, np.where(ids < 0, beyond, ids), blocks)
+            self._moving.append(done)
+            arrival.staged = None
+        return state
+
+    def wait(self) -> None:
+        """Wait until nothing is on its way."""
+        jax.block_until_ready(list(self._moving))
+        self._moving.clear()
+
+    def warm_up(self, state: KVState, num_host_blocks: int) -> KVState:
+        """Run every program and transfer twice on the null block, and pin the host's memory.
+
+        Pinning runs at a tenth of a transfer's speed, and JAX keeps what it once pinned: an image
+        that fills the space once leaves it to all later ones.
+
+        Raises:
+            ValueError: the host has no memory for so many blocks.
+        """
+        if not self._gather:
+            return state
+        for size in [*self._gather, *self._gather]:
+            self.swap_out(state.pool, SwapOut(-1, (0,) * size))
+            state = self.place(state, self.fetch([SwapIn(-1, ((0, 0),))]))
+        try:
+            self.swap_out(state.pool, SwapOut(-1, (0,) * num_host_blocks))
+            self.wait()
+        except jax.errors.JaxRuntimeError as error:
+            size = num_host_blocks * pool_block_bytes(state.pool) / 2**30
+            message = f"no {size:.1f} GiB of host memory can be pinned for blocks: lower swap_space"
+            raise ValueError(message) from error
+        self.drop(-1)
+        return state
+
+    def _make_room(self) -> None:
+        self._forget_arrived()
+        while len(self._moving) >= MAX_STAGED_CHUNKS:
+            jax.block_until_ready(self._moving.popleft())
+
+    def _forget_arrived(self) -> None:
+        while self._moving and self._moving[0].is_ready():
+            self._moving.popleft()
+
+
+def _arrivals(chunks: list[Chunk], order: SwapIn) -> Iterator[Arrival]:
+    """The chunks of an image that hold wanted entries, with the places of these; -1 elsewhere."""
+    for chunk in chunks:
+        ids = np.full(chunk.size, -1, np.int32)
+        for entry, block_id in order.places:
+            if chunk.first <= entry < chunk.first + chunk.size:
+                ids[entry - chunk.first] = block_id
+        if (ids >= 0).any():
+            yield Arrival(chunk, ids)

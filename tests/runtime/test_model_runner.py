@@ -1,0 +1,297 @@
+"""The runner alone: hand-made plans on a tiny model, in the order that `StepPlan` gives."""
+
+import itertools
+from collections.abc import Sequence as Sized
+
+import jax
+import numpy as np
+import pytest
+
+from jpaged.config import RuntimeConfig
+from jpaged.core.plan import ScheduledSequence, StepPlan, SwapIn, SwapOut
+from jpaged.core.request import Request, Sequence, StopCriteria
+from jpaged.models.config import ModelConfig
+from jpaged.models.loader import load_model
+from jpaged.runtime.buckets import make_buckets
+from jpaged.runtime.model_runner import ModelRunner
+from jpaged.runtime.programs import Shapes, SplitModel, compile_programs
+from jpaged.runtime.timing import measure_costs
+from jpaged.sampling_params import SamplingParams
+from pallas_kernels import Backend
+
+BLOCK_SIZE, NUM_BLOCKS = 8, 40
+GREEDY = SamplingParams(temperature=0.0, logprobs=0)
+"""With the token's log-probability, which tells more than the token of what was attended to."""
+CONFIG = RuntimeConfig(
+    block_size=BLOCK_SIZE,
+    num_blocks=NUM_BLOCKS,
+    max_model_len=48,
+    max_num_seqs=8,
+    max_num_batched_tokens=64,
+    vocab_size=96,
+    backend=Backend.XLA,
+    num_host_blocks=20,
+)
+BUCKETS = make_buckets(8, 64)
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+}
+
+
+@pytest.fixture(scope="module")
+def shared_runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    model = ModelConfig.from_hf(MODEL)
+    folder = tmp_path_factory.mktemp("none")
+    loaded = load_model(folder, model, dtype=jax.numpy.float32, load_format="dummy", seed=3)
+    split = SplitModel.of(loaded)
+    shapes = Shapes.of(split, model, CONFIG, jax.numpy.float32)
+    programs = compile_programs(split, shapes, CONFIG, BUCKETS, threads=2)
+    runner = ModelRunner(split, shapes, CONFIG, BUCKETS, programs)
+    runner.warm_up()
+    return runner
+
+
+class Driver:
+    """Plays the scheduler: makes plans of sequences whose blocks a test has chosen."""
+
+    seq_ids = itertools.count()
+
+    def __init__(self, runner: ModelRunner):
+        self.runner = runner
+        self.sampling: dict[Request, SamplingParams] = {}
+        self.present: set[int] = set()
+
+    def request(self, params: SamplingParams, prompt: Sized[int], num_samples: int = 1) -> Request:
+        stop = StopCriteria(max_tokens=20)
+        made = Request.from_prompt(
+            "r", list(prompt), stop, seq_ids=self.seq_ids, num_samples=num_samples
+        )
+        self.sampling[made] = params
+        return made
+
+    def run(self, *scheduled: ScheduledSequence, **orders) -> np.ndarray:
+        """Each scheduled sequence's sampled token and its log-probability (0 if not asked)."""
+        plan = StepPlan(step_id=0, scheduled=scheduled, **orders)
+        self.present.update(s.sequence.seq_id for s in scheduled)
+        self.present.update(child.seq_id for _, child in plan.row_forks)
+        self.present.difference_update(plan.released)
+        result = self.runner.launch(plan, self.sampling).read()
+        logprobs = result.logprobs and result.logprobs.logprobs
+        seen = np.zeros((len(scheduled), 2))
+        seen[:, 0] = result.token_ids
+        seen[:, 1] = 0.0 if logprobs is None else logprobs
+        return seen
+
+    def prefill(self, sequence: Sequence, blocks: list[int]) -> np.ndarray:
+        """All its tokens at once; the sampled one is appended."""
+        sequence.block_table = blocks
+        sequence.num_admitted_tokens = n = len(sequence.token_ids)
+        updates = tuple(enumerate(blocks))
+        seen = self.run(ScheduledSequence(sequence, 0, n, True, updates))
+        sequence.token_ids.append(int(seen[0, 0]))
+        return seen
+
+    def decode_row(self, sequence: Sequence, block: int | None = None) -> ScheduledSequence:
+        updates = ()
+        if block is not None:
+            updates = ((len(sequence.block_table), block),)
+            sequence.block_table = [*sequence.block_table, block]
+        sequence.num_admitted_tokens = 0
+        return ScheduledSequence(sequence, len(sequence.token_ids) - 1, 1, True, updates)
+
+    def decode(self, *sequences: Sequence, **orders) -> np.ndarray:
+        seen = self.run(*(self.decode_row(s) for s in sequences), **orders)
+        for sequence, (token, _) in zip(sequences, seen, strict=True):
+            sequence.token_ids.append(int(token))
+        return seen
+
+
+@pytest.fixture
+def driver(shared_runner: ModelRunner):
+    made = Driver(shared_runner)
+    yield made
+    made.run(released=tuple(made.present))
+
+
+def outputs_alone(driver: Driver, params: SamplingParams, prompt: Sized[int], n: int) -> np.ndarray:
+    """What a request computes alone, in blocks of its own."""
+    (sequence,) = driver.request(params, prompt).sequences
+    seen = [driver.prefill(sequence, [30, 31, 32, 33])]
+    return np.concatenate(seen + [driver.decode(sequence) for _ in range(n - 1)])
+
+
+def check_same(seen, expected) -> None:
+    np.testing.assert_allclose(np.reshape(seen, (-1, 2)), np.reshape(expected, (-1, 2)), atol=1e-5)
+
+
+def copy_of(parent: Sequence, child: Sequence, last_block: int) -> tuple[tuple[int, int], ...]:
+    """Fork: all blocks shared but the last, which is copied."""
+    child.token_ids = list(parent.token_ids)
+    child.block_table = [*parent.block_table[:-1], last_block]
+    return ((parent.block_table[-1], last_block),)
+
+
+PROMPT = list(range(5, 16))
+
+
+def test_a_forked_row_has_its_parents_table(driver: Driver):
+    """The child decodes at once, with one block update for its copy of the last block."""
+    parent, child, _ = driver.request(GREEDY, PROMPT, 3).sequences
+    driver.prefill(parent, [1, 2])
+    copies = copy_of(parent, child, 9)
+    seen = driver.run(
+        driver.decode_row(parent),
+        ScheduledSequence(child, len(child.token_ids) - 1, 1, True, ((1, 9),)),
+        row_forks=((parent, child),),
+        block_copies=copies,
+    )
+    alone = outputs_alone(driver, GREEDY, PROMPT, 2)
+    check_same(seen, [alone[1]] * 2)
+
+
+def test_forks_of_forks_and_forks_without_a_step(driver: Driver):
+    a, b, c = driver.request(GREEDY, PROMPT, 3).sequences
+    driver.prefill(a, [1, 2])
+    copies = copy_of(a, b, 9) + copy_of(a, c, 10)
+    driver.run(row_forks=((a, b), (b, c)), block_copies=copies)
+    tables = np.asarray(driver.runner._kv.block_tables)
+    rows = [driver.runner._rows.row(s.seq_id) for s in (a, b, c)]
+    assert tables[rows, :2].tolist() == [[1, 2]] * 3
+    alone = outputs_alone(driver, GREEDY, PROMPT, 2)
+    rows_of_step = [ScheduledSequence(s, 11, 1, True, ((1, s.block_table[1]),)) for s in (a, b, c)]
+    check_same(driver.run(*rows_of_step), [alone[1]] * 3)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.9, seed=2**64 - 1, logprobs=0),
+        SamplingParams(
+            temperature=0.9, seed=-1, presence_penalty=1.5, logit_bias={3: 4.0}, logprobs=0
+        ),
+    ],
+)
+def test_a_sample_equals_a_request_of_its_seed(driver: Driver, params: SamplingParams):
+    first, second = driver.request(params, PROMPT, 2).sequences
+    stem = len(PROMPT) - 1
+    first.block_table = second.block_table = [1, 2]
+    first.num_admitted_tokens = second.num_admitted_tokens = len(PROMPT)
+    driver.run(ScheduledSequence(first, 0, stem, False, ((0, 1), (1, 2))))
+    second.block_table = [1, 9]
+    seen = driver.run(
+        ScheduledSequence(first, stem, 1, True),
+        ScheduledSequence(second, stem, 1, True, ((1, 9),)),
+        row_forks=((first, second),),
+        block_copies=((2, 9),),
+    )
+    for sequence, (token, _) in zip((first, second), seen, strict=True):
+        sequence.token_ids.append(int(token))
+    of_second = [seen[1], *(driver.decode(first, second)[1] for _ in range(4))]
+    seeded = SamplingParams(
+        temperature=0.9,
+        seed=0,
+        presence_penalty=params.presence_penalty,
+        logit_bias=params.logit_bias,
+        logprobs=0,
+    )
+    check_same(of_second, outputs_alone(driver, seeded, PROMPT, 5))
+
+
+def test_ranked_samples_get_logprobs(driver: Driver):
+    params = SamplingParams(temperature=0.5, seed=1, n=1, best_of=2)
+    (sequence, _) = driver.request(params, PROMPT, 2).sequences
+    driver.prefill(sequence, [1, 2])
+    plan = StepPlan(step_id=0, scheduled=(driver.decode_row(sequence),))
+    logprobs = driver.runner.launch(plan, driver.sampling).read().logprobs
+    assert logprobs is not None
+    assert logprobs.top_token_ids.shape == (1, 20)
+
+
+def test_a_swapped_out_sequence_goes_on_where_it_was(driver: Driver):
+    """Its blocks are overwritten in the very plan that takes them, by a copy and by the step."""
+    alone = outputs_alone(driver, GREEDY, PROMPT, 6)
+    (victim,) = driver.request(GREEDY, PROMPT).sequences
+    (other,) = driver.request(GREEDY, range(20, 40)).sequences
+    driver.prefill(victim, [1, 2])
+    check_same(driver.decode(victim), alone[1])
+    other.block_table = [1, 2, 5]
+    seen = driver.run(
+        ScheduledSequence(other, 0, 20, True, ((0, 1), (1, 2), (2, 5))),
+        released=(victim.seq_id,),
+        swap_outs=(SwapOut(7, (1, 2)),),
+        block_copies=((6, 2),),
+    )
+    other.token_ids.append(int(seen[0, 0]))
+    # It comes back in the other order, beside a decode step of the sequence that took its place.
+    expected = outputs_alone(driver, GREEDY, range(20, 40), 3)
+    check_same(driver.decode(other, swap_ins=(SwapIn(7, ((0, 12), (1, 11))),)), expected[1])
+    victim.block_table = [12, 11]
+    victim.num_admitted_tokens = n = len(victim.token_ids)
+    seen = driver.run(
+        driver.decode_row(other), ScheduledSequence(victim, n - 1, 1, True, ((0, 12), (1, 11)))
+    )
+    check_same(seen, [expected[2], alone[2]])
+    victim.token_ids.append(int(seen[1, 0]))
+    check_same([driver.decode(victim) for _ in range(3)], alone[3:])
+
+
+def test_a_plan_of_nothing_but_swaps(driver: Driver):
+    (sequence,) = driver.request(GREEDY, PROMPT).sequences
+    driver.prefill(sequence, [1, 2])
+    plan = StepPlan(step_id=0, scheduled=(), swap_outs=(SwapOut(1, (1, 2)), SwapOut(2, (1,))))
+    result = driver.runner.launch(plan, {}).read()
+    assert result.token_ids.shape == (0,)
+    assert result.logprobs is None
+    assert result.prompt_logprobs == {}
+    driver.run(dropped=(2,), swap_ins=(SwapIn(1, ((0, 3), (1, 4))),))
+    sequence.block_table = [3, 4]
+    seen = driver.run(ScheduledSequence(sequence, 11, 1, True, ((0, 3), (1, 4))))
+    check_same(seen, outputs_alone(driver, GREEDY, PROMPT, 2)[1])
+    assert len(driver.runner._images) == 0
+
+
+def test_nothing_compiles_after_the_warm_up(driver: Driver):
+    compiled = []
+
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        jax.jit(lambda x: x + 2)(1)
+        assert len(compiled) == 1  # the listener hears
+        parent, child = driver.request(GREEDY, PROMPT, 2).sequences
+        driver.prefill(parent, [1, 2])
+        copies = copy_of(parent, child, 9)
+        driver.run(row_forks=((parent, child),), block_copies=copies)
+        for size in (1, 8, 9, 39):
+            blocks = tuple(range(1, size + 1))
+            driver.run(swap_outs=(SwapOut(1, blocks),))
+            driver.decode(parent, swap_ins=(SwapIn(1, tuple(enumerate(blocks))),))
+        assert len(compiled) == 1
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_costs_are_measured(driver: Driver):
+    before = [np.array(a) for a in jax.tree.leaves(driver.runner._kv.pool)]
+    costs = measure_costs(driver.runner, CONFIG, BUCKETS)
+    assert [tokens for tokens, _ in costs.prefill_seconds] == [64]
+    assert [blocks for blocks, _ in costs.swap_seconds] == [8, 16, 32]
+    assert all(seconds > 0 for _, seconds in costs.prefill_seconds + costs.swap_seconds)
+    after = jax.tree.leaves(driver.runner._kv.pool)
+    for was, now in zip(before, after, strict=True):
+        np.testing.assert_array_equal(np.asarray(now)[1:], was[1:])  # all but the null block
+    assert len(driver.runner._rows._free) == CONFIG.max_num_seqs

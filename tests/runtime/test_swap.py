@@ -1,0 +1,215 @@
+"""Blocks out to host memory and back: the same bytes, in the places asked for, nothing else."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from jpaged.core.plan import SwapIn, SwapOut
+from jpaged.runtime.steps import KVState, fork_rows_step
+from jpaged.runtime.swap import (
+    MAX_STAGED_CHUNKS,
+    BlockImages,
+    chunk_sizes,
+    cut,
+    gather_blocks_step,
+    lower_gather,
+    lower_scatter,
+    scatter_blocks_step,
+    staging_bytes,
+)
+from pallas_kernels import LayerKV
+
+P, S, K, H, NUM_LAYERS = 100, 8, 2, 4, 3
+SIZES = (8, 16)
+H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+
+
+def make_state(dtype=jnp.float32) -> KVState:
+    rng = np.random.default_rng(0)
+    layers = tuple(
+        LayerKV(*(jnp.asarray(rng.standard_normal((P, S, K, H)), dtype) for _ in range(2)))
+        for _ in range(NUM_LAYERS)
+    )
+    return KVState(layers, jnp.zeros((4, 5), jnp.int32))
+
+
+def contents(state: KVState) -> list[np.ndarray]:
+    return [np.array(array) for array in jax.tree.leaves(state.pool)]
+
+
+@pytest.fixture(scope="module")
+def programs() -> tuple[dict[int, Any], dict[int, Any]]:
+    state = make_state()
+    gather = {size: lower_gather(state, size).compile() for size in SIZES}
+    return gather, {size: lower_scatter(state, size).compile() for size in SIZES}
+
+
+@pytest.fixture
+def images(programs) -> BlockImages:
+    return BlockImages(*programs)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 8, 9, 16, 25, 16 * (MAX_STAGED_CHUNKS + 1) + 3])
+def test_blocks_come_back_in_other_places(images: BlockImages, num_blocks: int):
+    state = make_state()
+    before = contents(state)
+    taken = np.random.default_rng(1).permutation(np.arange(1, P))
+    source = taken[:num_blocks]
+    images.swap_out(state.pool, SwapOut(5, tuple(map(int, source))))
+    spoil = jnp.asarray(source, jnp.int32)
+    state = state._replace(pool=jax.tree.map(lambda a: a.at[spoil].set(jnp.nan), state.pool))
+    target = np.roll(source, 1)  # others of the freed blocks
+    places = tuple((entry, int(block)) for entry, block in enumerate(target))
+    state = images.place(state, images.fetch([SwapIn(5, places)]))
+    for was, now in zip(before, contents(state), strict=True):
+        np.testing.assert_array_equal(now[target], was[source])
+        others = np.setdiff1d(np.arange(P), source)
+        np.testing.assert_array_equal(now[others], was[others])
+    assert len(images) == 0
+
+
+def test_entries_that_nobody_wants_are_left_out(images: BlockImages):
+    state = make_state()
+    before = contents(state)
+    images.swap_out(state.pool, SwapOut(1, tuple(range(1, 31))))
+    places = ((29, 50), (2, 51), (17, 52))  # entries of two chunks, in no order
+    state = images.place(state, images.fetch([SwapIn(1, places)]))
+    for was, now in zip(before, contents(state), strict=True):
+        np.testing.assert_array_equal(now[[50, 51, 52]], was[[30, 3, 18]])
+        np.testing.assert_array_equal(
+            np.delete(now, [50, 51, 52], 0), np.delete(was, [50, 51, 52], 0)
+        )
+
+
+def test_an_image_of_which_nothing_is_wanted_is_only_dropped(images: BlockImages):
+    state = make_state()
+    images.swap_out(state.pool, SwapOut(1, (1, 2)))
+    assert images.fetch([SwapIn(1, ())]) == []
+    assert len(images) == 0
+
+
+def test_several_images_return_in_one_plan(images: BlockImages):
+    state = make_state()
+    before = contents(state)
+    for image_id in range(1, 2 * MAX_STAGED_CHUNKS):
+        images.swap_out(state.pool, SwapOut(image_id, (image_id,)))
+    orders = [SwapIn(i, ((0, 40 + i),)) for i in range(1, 2 * MAX_STAGED_CHUNKS)]
+    state = images.place(state, images.fetch(orders))
+    images.wait()
+    for was, now in zip(before, contents(state), strict=True):
+        ids = np.arange(1, 2 * MAX_STAGED_CHUNKS)
+        np.testing.assert_array_equal(now[40 + ids], was[ids])
+
+
+def test_a_dropped_image_is_gone(images: BlockImages):
+    state = make_state()
+    images.swap_out(state.pool, SwapOut(1, (3,)))
+    images.drop(1)
+    assert len(images) == 0
+    with pytest.raises(KeyError):
+        images.fetch([SwapIn(1, ((0, 3),))])
+    images.swap_out(state.pool, SwapOut(1, (4,)))
+    with pytest.raises(ValueError, match="image 1 exists"):
+        images.swap_out(state.pool, SwapOut(1, (3,)))
+
+
+def test_many_images_in_any_order(images: BlockImages):
+    """Random traffic against arrays on the host; images come and go while others are out."""
+    rng = np.random.default_rng(3)
+    state = make_state()
+    oracle = contents(state)
+    out: dict[int, list[np.ndarray]] = {}
+    for step in range(60):
+        ids = rng.permutation(np.arange(1, P))[: rng.integers(1, 40)]
+        action = rng.choice(["out", "in", "drop"]) if len(out) > 1 else "out"
+        if action == "out":
+            images.swap_out(state.pool, SwapOut(step, tuple(map(int, ids))))
+            out[step] = [array[ids] for array in oracle]
+            continue
+        image_id = int(rng.choice(list(out)))
+        blocks = out.pop(image_id)
+        if action == "drop":
+            images.drop(image_id)
+            continue
+        count = min(len(ids), len(blocks[0]))
+        entries = rng.permutation(len(blocks[0]))[:count]
+        places = tuple((int(e), int(b)) for e, b in zip(entries, ids[:count], strict=True))
+        state = images.place(state, images.fetch([SwapIn(image_id, places)]))
+        for array, image in zip(oracle, blocks, strict=True):
+            array[ids[:count]] = image[entries]
+    for now, expected in zip(contents(state), oracle, strict=True):
+        np.testing.assert_array_equal(now, expected)
+    assert len(images) == len(out)
+
+
+def test_swapping_that_is_off_is_refused():
+    with pytest.raises(ValueError, match="image 1 has no place: num_host_blocks is 0"):
+        BlockImages({}, {}).swap_out(make_state().pool, SwapOut(1, (3,)))
+
+
+def test_images_lie_in_pinned_host_memory(images: BlockImages):
+    images.swap_out(make_state().pool, SwapOut(1, (3,)))
+    (chunk,) = images._images[1]
+    assert chunk.blocks.sharding.memory_kind == "pinned_host"
+
+
+def test_warm_up_leaves_the_pool_alone(images: BlockImages):
+    state = make_state()
+    before = contents(state)
+    for was, now in zip(before, contents(images.warm_up(state, 50)), strict=True):
+        np.testing.assert_array_equal(now, was)
+    assert len(images) == 0
+
+
+def test_chunks_cover_blocks_with_little_padding():
+    sizes = (8, 16, 32, 64)
+    for num_blocks in range(1, 400):
+        chunks = list(cut(num_blocks, sizes))
+        assert chunks[:-1] == sorted(chunks[:-1], reverse=True)
+        padding = sum(chunks) - num_blocks
+        assert 0 <= padding <= max(chunks[-1] / 4, 7)
+        assert len(chunks) <= num_blocks // 64 + 3
+
+
+def test_chunk_sizes_stay_within_their_bounds():
+    def pool(num_blocks: int, block_elements: int):
+        return jax.ShapeDtypeStruct((num_blocks, block_elements), jnp.int8)
+
+    assert chunk_sizes(pool(100, 8), 0) == ()
+    assert chunk_sizes(pool(100, 8), 1) == (8,)
+    assert chunk_sizes(pool(100, 8), 17) == (8, 16, 32)
+    assert max(chunk_sizes(pool(10, 2**21), 10**6)) == 128  # 256 MiB
+    assert max(chunk_sizes(pool(10, 8), 10**6)) == 1024
+    assert chunk_sizes(pool(10, 2**28), 10**6) == (8,)
+    assert staging_bytes(pool(10, 2**21), 10**6) == (MAX_STAGED_CHUNKS + 1) * 2**28
+    assert staging_bytes(pool(10, 2**21), 0) == 0
+
+
+def test_the_pool_is_updated_in_place():
+    state = make_state()
+    compiled: Any = lower_scatter(state, 8).compile()
+    pool_bytes = sum(array.nbytes for array in jax.tree.leaves(state.pool))
+    assert compiled.memory_analysis().alias_size_in_bytes >= pool_bytes
+    assert f"f32[{P},{S},{K},{H}]" in compiled.as_text()
+    copies = [line for line in compiled.as_text().splitlines() if " copy(" in line]
+    assert not [line for line in copies if f"f32[{P},{S},{K},{H}]" in line]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_programs_lower_for_a_gpu(dtype):
+    state = make_state(dtype)
+    ids = jax.ShapeDtypeStruct((8,), jnp.int32)
+    rows = jax.ShapeDtypeStruct((4,), jnp.int32)
+    blocks = jax.eval_shape(gather_blocks_step, state.pool, ids)
+    assert (blocks.shape, blocks.dtype) == ((2 * NUM_LAYERS, 8, S, K, H), dtype)
+    for step, arguments in (
+        (gather_blocks_step, (state.pool, ids)),
+        (scatter_blocks_step, (state, ids, blocks)),
+        (fork_rows_step, (state, rows, rows)),
+    ):
+        with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+            jax.jit(step).trace(*arguments).lower(lowering_platforms=("cuda",))
