@@ -26,6 +26,7 @@ examples:
   jpaged --model Qwen/Qwen3-0.6B --chat "Hello"   a model of the Hugging Face hub, or a folder
   jpaged --model Qwen/Qwen3-0.6B --chat           a conversation; Ctrl-D ends it
   jpaged --temperature 0.8 --top-p 0.95 --seed 1 "Once upon a time"
+  jpaged --beam-width 4 "Add 12 and 30"           the most probable answer, found by beam search
   jpaged --stats "Count from 1 to 100"            also blocks, waste and tokens/s
   cat question.txt | jpaged                       the prompt from a pipe
 
@@ -47,8 +48,12 @@ _ENGINE_FLAGS = (
     "max_num_batched_tokens",
     "async_scheduling",
     "enable_prefix_caching",
+    "preemption_mode",
+    "swap_space",
 )
 _SAMPLING_FLAGS = (
+    "n",
+    "beam_width",
     "temperature",
     "top_p",
     "top_k",
@@ -82,6 +87,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_sampling_flags(group: Any) -> None:
     add = group.add_argument
+    add("--n", type=int, default=1, metavar="N", help="answers, each a sample; needs --temperature")
+    add("--beam-width", type=int, metavar="K", help="search with K beams, show the N best")
     add("--temperature", type=float, default=0.0, metavar="T", help="0: the likeliest (default)")
     add("--top-p", type=float, default=1.0, metavar="P", help="keep the top tokens of this mass")
     add("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest; 0: all")
@@ -105,6 +112,9 @@ def _add_engine_flags(group: Any) -> None:
     # One prompt runs at a time: fewer shapes to compile, and the first answer comes sooner.
     add("--max-num-seqs", type=int, default=8, metavar="N", help="most sequences in a step (8)")
     add("--max-num-batched-tokens", type=int, metavar="N", help="most tokens in a step")
+    modes = ("recompute", "swap", "auto")
+    add("--preemption-mode", choices=modes, help="for KV that must make room (recompute)")
+    add("--swap-space", type=float, metavar="GIB", help="host memory for swapped KV (default 4)")
     add(
         "--no-async-scheduling",
         "--no-overlap",

@@ -212,6 +212,7 @@ class EngineLoop:
             self._take_prompt_logprobs(handle, result)
             candidates = _candidates_of(result)
             news = self.scheduler.update(handle.plan, result.token_ids, candidates)
+            self.counts.generated_tokens += len(news.emitted)
             rows = _rows_of(handle.plan) if result.logprobs is not None else {}
             # Several samples of one request may end with this step: it is retired after the last.
             advanced = dict.fromkeys([self._take(token, result, rows) for token in news.emitted])
@@ -224,7 +225,6 @@ class EngineLoop:
     def _take(self, emitted: Emitted, result: StepResult, rows: dict[int, int]) -> RequestState:
         sequence = emitted.sequence
         state = self._states[emitted.request]
-        self.counts.generated_tokens += 1
         if state.accept(emitted, result.logprobs, rows.get(sequence.seq_id, 0)):
             # Also where the same token was its last: the stop string wins.
             self.scheduler.finish_sequence(sequence, FinishReason.STOP)

@@ -8,12 +8,12 @@ import time
 from collections.abc import Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
+from jpaged.outputs import RequestOutput, TextDelta
 from jpaged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from jpaged.engine import Engine
     from jpaged.metrics import EngineStats
-    from jpaged.outputs import TextDelta
 
 Message = Mapping[str, Any]
 
@@ -23,7 +23,7 @@ class Session:
 
     Attributes:
         engine: The engine that answers.
-        answer: The text of the last answer, as far as it came.
+        answer: The text of the last answer, as far as it came; of several the first one's.
     """
 
     def __init__(self, engine: "Engine", params: SamplingParams, *, stats: bool):
@@ -38,38 +38,111 @@ class Session:
         return self.ask(self.engine.render_chat(messages))
 
     def ask(self, prompt: str | list[int]) -> bool:
-        """Print the answer; False if Ctrl-C cut it short. Raises what the engine raises.
+        """Print the answer, or several one after the other; False if Ctrl-C cut it short.
+
+        Raises what the engine raises. With several, stderr tells before each which one it is. The
+        first is printed as it comes, the others when those before them have ended; what a beam
+        search found is printed at its end.
 
         The first Ctrl-C takes effect between two deltas, so that it never breaks into a step of
         the engine; a second one does not wait.
         """
         watch = Watch(self.engine) if self._stats else None
         self.answer = ""
+        page = Page(self._params.n)
         try:
             with _interrupt_flag() as interrupted:
-                self._print_answer(prompt, watch, interrupted)
+                self._print_answers(prompt, page, watch, interrupted)
             complete = not interrupted.is_set()
         except KeyboardInterrupt:
             complete = False
         finally:
-            if self.answer and not self.answer.endswith("\n"):
-                print(flush=True)
+            page.end()
         if watch is not None:
             print(watch.report(), file=sys.stderr)
         return complete
 
-    def _print_answer(
-        self, prompt: str | list[int], watch: "Watch | None", interrupted: threading.Event
+    def _print_answers(
+        self,
+        prompt: str | list[int],
+        page: "Page",
+        watch: "Watch | None",
+        interrupted: threading.Event,
     ) -> None:
-        stream = cast("Generator[TextDelta]", self.engine.stream(prompt, self._params))
-        with contextlib.closing(stream) as deltas:  # closing it early aborts the request
+        start = self._search if self._params.beam_width else self._stream
+        with contextlib.closing(start(prompt)) as deltas:  # closing it early aborts the request
             for delta in deltas:
-                self.answer += delta.text
-                print(delta.text, end="", flush=True)
+                if delta.index == 0:
+                    self.answer += delta.text
+                page.show(delta)
                 if watch is not None:
                     watch.see(delta)
                 if interrupted.is_set():
                     return
+
+    def _stream(self, prompt: str | list[int]) -> Generator[TextDelta]:
+        return cast("Generator[TextDelta]", self.engine.stream(prompt, self._params))
+
+    def _search(self, prompt: str | list[int]) -> Generator[TextDelta]:
+        """A beam search as a stream: an empty delta a step, and at the end the answers."""
+        request_id = self.engine.add_request(prompt, self._params)
+        try:
+            while self.engine.has_unfinished_requests:
+                found = self.engine.step()
+                yield TextDelta("")
+                for output in found:
+                    yield from _whole_answers(output)
+        finally:
+            self.engine.abort(request_id)
+
+
+def _whole_answers(output: RequestOutput) -> Iterator[TextDelta]:
+    for found in output.outputs:
+        ids, reason = tuple(found.token_ids), found.finish_reason
+        yield TextDelta(found.text, ids, finish_reason=reason, index=found.index)
+
+
+class Page:
+    """Several growing answers on one terminal: one at a time, in order.
+
+    Args:
+        num_answers: How many there will be; only of several is told which one it is.
+    """
+
+    def __init__(self, num_answers: int):
+        self._num_answers = num_answers
+        self._texts = [""] * num_answers  # of those that wait for their turn
+        self._ended = [False] * num_answers
+        self._turn = -1
+        self._last = "\n"  # what stands before the cursor, or nothing at all
+        self._next()
+
+    def show(self, delta: TextDelta) -> None:
+        """Print what it brings now, or when its answer's turn comes."""
+        self._ended[delta.index] |= delta.finish_reason is not None
+        if delta.index != self._turn:
+            self._texts[delta.index] += delta.text
+            return
+        self._write(delta.text)
+        while self._turn < self._num_answers - 1 and self._ended[self._turn]:
+            self._next()
+
+    def end(self) -> None:
+        """Nothing more comes: end the line."""
+        if self._last != "\n":
+            print(flush=True)
+            self._last = "\n"
+
+    def _next(self) -> None:
+        self.end()
+        self._turn += 1
+        if self._num_answers > 1:
+            print(f"answer {self._turn + 1} of {self._num_answers}:", file=sys.stderr, flush=True)
+        self._write(self._texts[self._turn])
+
+    def _write(self, text: str) -> None:
+        print(text, end="", flush=True)
+        self._last = text[-1:] or self._last
 
 
 @contextlib.contextmanager
@@ -131,7 +204,7 @@ class Watch:
         self._times: list[tuple[float, int]] = []  # when, how many tokens
         self._finish_reason: str | None = None
 
-    def see(self, delta: "TextDelta") -> None:
+    def see(self, delta: TextDelta) -> None:
         """Note a delta."""
         if delta.token_ids:
             self._times.append((time.perf_counter(), len(delta.token_ids)))

@@ -14,7 +14,7 @@ import jpaged
 from jpaged.__main__ import _ENGINE_FLAGS, main
 from jpaged.config import EngineConfig
 from jpaged.metrics import EngineStats
-from jpaged.outputs import TextDelta
+from jpaged.outputs import CompletionOutput, RequestOutput, TextDelta
 from jpaged.sampling_params import SamplingParams
 from jpaged.version import __version__
 
@@ -32,7 +32,7 @@ class FakeEngine:
         self.prompts: list[Any] = []
         self.params: SamplingParams | None = None
         self.aborted = self.is_shut_down = False
-        self.num_tokens = 0
+        self.num_tokens = self.steps_left = 0
         FakeEngine.made.append(self)
 
     def render_chat(self, messages: list[dict[str, str]]) -> list[int]:
@@ -42,7 +42,43 @@ class FakeEngine:
     def stream(self, prompt: Any, params: SamplingParams) -> Iterator[TextDelta]:
         self.prompts.append(prompt)
         self.params = params
-        return self._deltas()
+        return self._samples(params.n) if params.n > 1 else self._deltas()
+
+    def add_request(self, prompt: Any, params: SamplingParams) -> str:
+        self.prompts.append(prompt)
+        self.params = params
+        self.steps_left = 3
+        self.aborted = True
+        return "search"
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        return self.steps_left > 0
+
+    def step(self) -> list[RequestOutput]:
+        FakeEngine.script(self, 3 - self.steps_left)
+        self.steps_left -= 1
+        if self.steps_left or self.params is None:
+            return []
+        self.num_tokens = 4
+        found = [
+            CompletionOutput(i, f"found {i}", [5, 6], finish_reason="stop")
+            for i in range(self.params.n)
+        ]
+        return [RequestOutput("search", None, [1], None, found, finished=True)]
+
+    def abort(self, request_id: str) -> None:
+        assert request_id == "search"
+        self.aborted = self.steps_left > 0
+        self.steps_left = 0
+
+    def _samples(self, count: int) -> Iterator[TextDelta]:
+        """Sample i says its number count + 1 - i times: the last ones end first."""
+        for turn in range(count + 1):
+            for i in range(count):
+                if turn <= count - i:
+                    reason = "stop" if turn == count - i else None
+                    yield TextDelta(f"{i}", (i,), finish_reason=reason, index=i)
 
     def _deltas(self) -> Iterator[TextDelta]:
         self.aborted = True
@@ -128,7 +164,7 @@ def test_flags_reach_engine_and_sampling():
         "x --model m --dtype float32 --load-format dummy --block-size 8 --num-blocks 9 "
         "--kv-cache-memory-bytes 1.5G --gpu-memory-utilization 0.5 --max-model-len 64 "
         "--max-num-seqs 2 --max-num-batched-tokens 32 --no-overlap --quiet "
-        "--no-enable-prefix-caching "
+        "--no-enable-prefix-caching --preemption-mode auto --swap-space 1.5 "
         "--temperature 0.5 --top-p 0.9 --top-k 5 --min-p 0.1 --seed 3 --max-tokens 4 "
         "--stop A --stop B --ignore-eos"
     )
@@ -147,6 +183,8 @@ def test_flags_reach_engine_and_sampling():
         "max_num_batched_tokens": 32,
         "async_scheduling": False,
         "enable_prefix_caching": False,
+        "preemption_mode": "auto",
+        "swap_space": 1.5,
         "verbose": False,
     }
     assert engine.params == SamplingParams(
@@ -191,6 +229,43 @@ def test_stats(capsys: pytest.CaptureFixture[str]):
     assert "tokens/s" in err
 
 
+# Several answers
+
+
+def test_samples_are_printed_one_after_the_other(capsys: pytest.CaptureFixture[str]):
+    assert main(["Hi", "--n", "3", "--temperature", "1", "--seed", "4"]) == 0
+    (engine,) = FakeEngine.made
+    assert engine.params == SamplingParams(n=3, temperature=1.0, seed=4, max_tokens=512)
+    out, err = capsys.readouterr()
+    assert out == "0000\n111\n22\n"
+    assert err.splitlines() == ["answer 1 of 3:", "answer 2 of 3:", "answer 3 of 3:"]
+
+
+def test_a_search_prints_the_best_when_it_is_done(capsys: pytest.CaptureFixture[str]):
+    assert main(["Hi", "--beam-width", "4", "--stats"]) == 0
+    (engine,) = FakeEngine.made
+    assert engine.params == SamplingParams(beam_width=4, temperature=0.0, max_tokens=512)
+    out, err = capsys.readouterr()
+    assert out == "found 0\n"
+    assert "2 generated (stop)" in err
+    assert not engine.aborted
+    assert main(["Hi", "--beam-width", "4", "--n", "2"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "found 0\nfound 1\n"
+    assert err == "answer 1 of 2:\nanswer 2 of 2:\n"
+
+
+def test_ctrl_c_ends_a_search(capsys: pytest.CaptureFixture[str]):
+    def press(engine: FakeEngine, i: int) -> None:
+        if i == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    FakeEngine.script = staticmethod(press)
+    assert main(["Hi", "--beam-width", "2"]) == 130
+    assert capsys.readouterr().out == ""
+    assert FakeEngine.made[0].aborted
+
+
 # What goes wrong
 
 
@@ -201,6 +276,10 @@ def test_stats(capsys: pytest.CaptureFixture[str]):
         (["x", "--top-p", "nan"], "top_p=nan"),
         (["x", "--max-tokens", "0"], "max_tokens=0"),
         (["x", "--stop", ""], "empty string"),
+        (["x", "--n", "2"], "n=2 with temperature=0"),
+        (["x", "--n", "3", "--beam-width", "2"], "n=3 is more than beam_width=2"),
+        (["x", "--beam-width", "0"], "beam_width=0"),
+        (["x", "--preemption-mode", "kill"], "invalid choice: 'kill'"),
         (["x", "--temp", "1"], "unrecognized arguments: --temp"),
         (["x", "--dtype", "int4"], "invalid choice: 'int4'"),
         (["x", "--kv-cache-memory-bytes", "lots"], "'lots' is no number of bytes"),

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from jpaged.inputs import Prompt, normalize_prompt, normalize_prompts, pair_params
+from jpaged.inputs import Prompt, normalize_prompt, normalize_prompts, pair_params, pair_priorities
 from jpaged.sampling_params import SamplingParams
 
 IDS = Prompt(token_ids=[1, 2, 3])
@@ -102,3 +102,13 @@ def test_params_that_do_not_fit():
         pair_params([SamplingParams(), {}], 2)
     with pytest.raises(TypeError, match="params must be SamplingParams, got dict"):
         pair_params({"seed": 1}, 1)
+
+
+def test_priorities_are_one_for_each_prompt():
+    assert pair_priorities(None, 2) == [0, 0]
+    assert pair_priorities((3, np.int64(-1)), 2) == [3, -1]
+    with pytest.raises(ValueError, match="priority has 1 entries for 2 prompts"):
+        pair_priorities([1], 2)
+    for wrong in (1, "12", [1.0, 2], [True, 1]):
+        with pytest.raises(TypeError, match="priority"):
+            pair_priorities(wrong, 2)

@@ -163,7 +163,8 @@ BESIDE_BEAMS = [
 @pytest.mark.parametrize(("name", "value"), BESIDE_BEAMS, ids=[name for name, _ in BESIDE_BEAMS])
 def test_beams_do_not_go_with(name: str, value: Any):
     asked: dict[str, Any] = {"beam_width": 4, name: value}
-    with pytest.raises(ValueError, match=rf"{name}=.* cannot go with beam_width=4: leave {name} at"):
+    message = rf"{name}=.* cannot go with beam_width=4: leave {name} at"
+    with pytest.raises(ValueError, match=message):
         SamplingParams(**asked)
 
 

@@ -304,9 +304,12 @@ def test_nothing_compiles_after_the_start(engine: Engine):
             SamplingParams(max_tokens=9, top_p=0.9, top_k=5, min_p=0.01),
             SamplingParams(max_tokens=9, presence_penalty=1.0, min_tokens=3, logit_bias={5: 1.0}),
             SamplingParams(max_tokens=9, logprobs=2, prompt_logprobs=2),
+            SamplingParams(max_tokens=9, n=4, temperature=3.0, presence_penalty=1.0),
+            SamplingParams(max_tokens=9, n=2, best_of=3),
+            SamplingParams(max_tokens=9, n=2, beam_width=3),
         ]
         for count in (1, 3, 8):
-            engine.generate([QUESTION] * count, every_kind[:count] + [GREEDY] * (count - 5))
+            engine.generate([QUESTION] * count, every_kind[:count])
         engine.generate(["Count from 1 to 9. " * 6] * 9, GREEDY)
         assert len(compiled) == 1
     finally:
