@@ -205,7 +205,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         except ValueError:
             accepted = False
         num_shared = self.num_shared(request.sequences[0])
-        assert accepted == fits(scheduler, *work[:2], group, num_shared)
+        prompt, stop, _ = work
+        assert accepted == fits(scheduler, prompt, stop, group, num_shared)
 
     def num_shared(self, sequence: Sequence) -> int:
         """Pinned blocks that a new sequence will find."""
@@ -340,7 +341,8 @@ def test_both_loops_give_the_same_tokens(limits: dict, work: list):
         driver = Driver(make_scheduler(**{**limits, "by_priority": True}), lag)
         for number, (arrivals, pause) in enumerate(work):
             for place, arrival in enumerate(arrivals):
-                if fits(driver.scheduler, *arrival[:2], arrival[3]):
+                prompt, stop, _, group, _ = arrival
+                if fits(driver.scheduler, prompt, stop, group):
                     seq_id = 10**6 * (10 * number + place)
                     driver.add(make(f"{number}.{place}", arrival, seq_id))
             for _ in range(pause):
