@@ -1,0 +1,160 @@
+"""Where a decode step's time goes (`python -m bench.profile_step --model qwen3-0.6b --batch 64`).
+
+Runs the engine until all requests decode, traces some steps with JAX's profiler, and prints for
+each kernel its launches and time a step; then how long the device worked and waited in a step, and
+how long the host was busy with one. Greedy, random weights, bfloat16.
+
+A kernel's name is the compiler's, without its numbers: fusions of one shape share a line.
+"""
+
+import argparse
+import gzip
+import json
+import re
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from bench.common import SHAPES, Floor, make_engine, random_prompts
+from bench.records import print_table, record
+from jpaged import Engine, SamplingParams
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One launch on a stream of the device; times in microseconds."""
+
+    name: str
+    start: float
+    duration: float
+
+    @property
+    def end(self) -> float:
+        """When it was over."""
+        return self.start + self.duration
+
+
+def read_trace(folder: Path) -> list[Kernel]:
+    """The kernels of all of the device's streams, in order of their start.
+
+    Raises:
+        RuntimeError: the trace has no device in it.
+    """
+    (path,) = folder.rglob("*.trace.json.gz")
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    names = {(e["pid"], e.get("tid"), e["name"]): e["args"].get("name", "") for e in _meta(events)}
+    devices = {
+        pid
+        for (pid, _, kind), name in names.items()
+        if kind == "process_name" and name.startswith("/device:GPU")
+    }
+    streams = {
+        (pid, tid)
+        for (pid, tid, kind), name in names.items()
+        if kind == "thread_name" and pid in devices and name.startswith("Stream")
+    }
+    kernels = [
+        Kernel(e["name"], e["ts"], e["dur"])
+        for e in events
+        if e.get("ph") == "X" and (e["pid"], e["tid"]) in streams
+    ]
+    if not kernels:
+        raise RuntimeError("the trace has no kernel of a GPU: run this where JAX has one")
+    return sorted(kernels, key=lambda kernel: kernel.start)
+
+
+def _meta(events: Iterable[dict]) -> Iterator[dict]:
+    return (event for event in events if event.get("ph") == "M")
+
+
+def family(name: str) -> str:
+    """A kernel's name without what tells one instance from another."""
+    return re.sub(r"(_\d+)+$", "", re.sub(r"<.*", "", name))
+
+
+def busy_time(kernels: list[Kernel]) -> float:
+    """Microseconds in which at least one kernel ran."""
+    total, until = 0.0, 0.0
+    for kernel in kernels:
+        total += max(kernel.end - max(kernel.start, until), 0.0)
+        until = max(until, kernel.end)
+    return total
+
+
+def table(kernels: list[Kernel], num_steps: int, top: int) -> list[dict]:
+    """Kernels by family, the longest first."""
+    times: dict[str, list[float]] = defaultdict(list)
+    for kernel in kernels:
+        times[family(kernel.name)].append(kernel.duration)
+    whole = sum(map(sum, times.values()))
+    ranked = sorted(times.items(), key=lambda item: -sum(item[1]))
+    return [
+        {
+            "kernel": name[:60],
+            "launches_a_step": len(durations) / num_steps,
+            "us_each": sum(durations) / len(durations),
+            "us_a_step": sum(durations) / num_steps,
+            "share": sum(durations) / whole,
+        }
+        for name, durations in ranked[:top]
+    ]
+
+
+def profile(engine: Engine, batch: int, context: int, num_steps: int, folder: Path) -> dict:
+    """Trace `num_steps` decode steps of `batch` sequences of about `context` tokens."""
+    params = SamplingParams(temperature=0.0, max_tokens=3 * num_steps + 16, ignore_eos=True)
+    for prompt in random_prompts([context] * batch, engine.vocab_size):
+        engine.add_request(prompt, params)
+    loop = engine._loop
+    while engine.stats().num_generated_tokens < 4 * batch:
+        loop.advance()
+    start = time.perf_counter()
+    for _ in range(num_steps):
+        loop.advance()
+    untraced = (time.perf_counter() - start) / num_steps
+    with jax.profiler.trace(str(folder)):
+        for _ in range(num_steps):
+            loop.advance()
+    engine.abort_all()
+    return {"ms_a_step": 1e3 * untraced}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=[*SHAPES], nargs="+", default=["qwen3-0.6b"])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 64])
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--top", type=int, default=25)
+    args = parser.parse_args()
+    results = []
+    for shape in args.model:
+        engine = make_engine(shape)
+        floor = Floor.of(engine)
+        for batch in args.batch:
+            with tempfile.TemporaryDirectory() as folder:
+                figures = profile(engine, batch, args.context, args.steps, Path(folder))
+                kernels = read_trace(Path(folder))
+            rows = table(kernels, args.steps, args.top)
+            figures |= {
+                "model": shape,
+                "batch": batch,
+                "kernels_a_step": len(kernels) / args.steps,
+                "busy_ms": busy_time(kernels) / args.steps / 1e3,
+                "traced_ms": (kernels[-1].end - kernels[0].start) / args.steps / 1e3,
+                "floor_ms": 1e3 * floor.decode_step(batch, args.context),
+            }
+            print_table(rows)
+            print_table([figures])
+            results.append({**figures, "kernels": rows})
+        del engine
+    print(record("profile_step", results))
+
+
+if __name__ == "__main__":
+    main()
