@@ -6,26 +6,36 @@ updated in place when the caller's jit donates them.
 """
 
 import jax
-from jaxtyping import Array, Float, Int32
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels import (
+    add_norm,
     block_copy,
     checks,
     kv_write,
     paged_decode,
     paged_prefill,
+    rope_write,
     tuning,
     xla,
 )
-from pallas_kernels.types import Backend, LayerKV, select_backend
+from pallas_kernels.types import Backend, HeadNorms, LayerKV, select_backend
 
 __all__ = [
     "Backend",
+    "HeadNorms",
     "LayerKV",
+    "add_rms_norm",
     "copy_blocks",
     "paged_decode_attention",
     "paged_prefill_attention",
+    "product_parts",
+    "rms_norm",
+    "rope_write_kv",
     "select_backend",
+    "sum_parts",
     "write_kv",
 ]
 
@@ -166,6 +176,119 @@ def write_kv(
         config=_move_config("write", kv, backend),
         interpret=backend is Backend.INTERPRET,
     )
+
+
+def rope_write_kv(
+    qkv: Float[Array, "parts T heads H"],
+    kv: LayerKV,
+    slot_mapping: Int32[Array, "T"],
+    angles: tuple[Float32[Array, "T half"], Float32[Array, "T half"]],
+    *,
+    backend: Backend,
+    norms: HeadNorms | None = None,
+    dtype: DTypeLike | None = None,
+) -> tuple[Float[Array, "T N H"], LayerKV]:
+    """Normalize and rotate new tokens' queries and keys; store keys and values as `write_kv` does.
+
+    Norm and rotation compute in float32 and each rounds to `dtype`; what is stored is then cast to
+    the pool's. Rotary embedding: Su et al. 2021, arXiv:2104.09864, in the halves layout.
+
+    Args:
+        qkv: of each token N query heads, K key heads, K value heads, in parts that are summed and
+            rounded first (see `product_parts`).
+        kv: one layer's pool [P, S, K, H]; updated in place if donated.
+        slot_mapping: as of `write_kv`.
+        angles: cosine and sine of each token's rotation, for channels i and i + H / 2.
+        backend: which implementation runs.
+        norms: RMSNorm of the query and key heads before the rotation.
+        dtype: of the queries; qkv's if None.
+
+    Returns:
+        The queries, and the pool.
+
+    Raises:
+        ValueError: shapes that do not fit the pool or each other.
+        TypeError: dtypes other than bfloat16, float16 or float32; angles not float32.
+    """
+    dtype = jnp.dtype(qkv.dtype if dtype is None else dtype)
+    checks.check_rope_write(qkv, kv, slot_mapping, angles, norms, dtype)
+    backend = Backend(backend)
+    if backend is Backend.XLA or not qkv.size:
+        return xla.rope_write_kv(qkv, kv, slot_mapping, angles, norms, dtype=dtype)
+    config = tuning.rope_config(
+        head_size=qkv.shape[3], itemsize=qkv.dtype.itemsize, device_kind=_device_kind(backend)
+    )
+    interpret = backend is Backend.INTERPRET
+    return rope_write.rope_write_kv(
+        qkv, kv, slot_mapping, angles, norms, dtype=dtype, config=config, interpret=interpret
+    )
+
+
+def add_rms_norm(
+    hidden: Float[Array, "T D"],
+    update: Float[Array, "parts T D"],
+    weight: Float[Array, "D"],
+    *,
+    eps: float,
+    backend: Backend,
+) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+    """`total = hidden + sum(update)`, both rounded; returns `rms_norm(total)` and total.
+
+    The update comes in parts (see `product_parts`), of hidden's dtype or float32.
+
+    Raises:
+        ValueError: shapes that differ; an eps out of range.
+        TypeError: dtypes that differ or are not bfloat16, float16 or float32.
+    """
+    checks.check_add_norm(hidden, update, weight, eps)
+    backend = Backend(backend)
+    if backend is Backend.XLA or not hidden.size:
+        return xla.add_rms_norm(hidden, update, weight, eps=eps)
+    config = tuning.norm_config(size=hidden.shape[1])
+    interpret = backend is Backend.INTERPRET
+    return add_norm.add_rms_norm(
+        hidden, update, weight, eps=eps, config=config, interpret=interpret
+    )
+
+
+def product_parts(
+    x: Float[Array, "T C"], weight: Float[Array, "C D"], *, backend: Backend
+) -> Float[Array, "parts T D"]:
+    """x @ weight in parts, whose sum it is: along C, as many as the shapes read fastest with.
+
+    Few rows by a narrow weight use the whole chip only with C split over programs. Whoever takes
+    the product next sums the parts, where XLA would sum them in a kernel of its own. One part is of
+    x's dtype; several are float32. Accumulates in float32.
+
+    Raises:
+        ValueError: shapes that do not fit.
+        TypeError: dtypes that differ or are not bfloat16, float16 or float32.
+    """
+    checks.check_product(x, weight)
+    if Backend(backend) is Backend.XLA:
+        return xla.product_parts(x, weight, 1)
+    num_parts = tuning.product_parts(
+        num_tokens=x.shape[0],
+        depth=x.shape[1],
+        width=weight.shape[1],
+        itemsize=x.dtype.itemsize,
+    )
+    return xla.product_parts(x, weight, num_parts)
+
+
+def sum_parts(parts: Float[Array, "parts *axes"], dtype: DTypeLike) -> Float[Array, "*axes"]:
+    """A product from its parts, added in float32."""
+    return xla.sum_parts(parts, dtype)
+
+
+def rms_norm(
+    x: Float[Array, "*rows D"], weight: Float[Array, "D"], *, eps: float
+) -> Float[Array, "*rows D"]:
+    """x / rms(x) * weight over the last axis, in float32, x's dtype out (arXiv:1910.07467).
+
+    Plain XLA everywhere: it makes one kernel of it.
+    """
+    return xla.rms_norm(x, weight, eps=eps)
 
 
 def copy_blocks(

@@ -73,6 +73,43 @@ def check_write(kv, k, v, slot_mapping):
         _check_dtype(name, array, kv.k.dtype, "the pool's dtype; cast it first")
 
 
+def check_rope_write(qkv, kv, slot_mapping, angles, norms, dtype):
+    """Fused projections hold the pool's heads and at least one query head for each."""
+    check_pool(kv)
+    num_kv_heads, head_size = kv.k.shape[2:]
+    _check_parts("qkv", qkv, 4, "[parts, T, N + 2K, H]", dtype)
+    num_heads = qkv.shape[2] - 2 * num_kv_heads
+    if qkv.shape[3] != head_size:
+        raise ValueError(
+            f"qkv has head size {qkv.shape[3]} and the pool {head_size}; they must be equal"
+        )
+    if num_heads <= 0 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"qkv has {qkv.shape[2]} heads; with the pool's {num_kv_heads} KV heads it must have "
+            "twice as many and a multiple of them for the queries"
+        )
+    _check_int32("slot_mapping", slot_mapping, 1, "[T]")
+    _check_shape("slot_mapping", slot_mapping, qkv.shape[1:2], "qkv's tokens")
+    for name, angle in zip(("angles[0]", "angles[1]"), angles, strict=True):
+        _check_shape(name, angle, (qkv.shape[1], head_size // 2), "[T, H / 2]")
+        _check_dtype(name, angle, jnp.float32, "rotations are float32")
+    if norms is not None:
+        for name, weight in (("norms.q", norms.q), ("norms.k", norms.k)):
+            _check_shape(name, weight, (head_size,), "[H]")
+            _check_dtype(name, weight, dtype, "the queries' dtype")
+        _check_eps("norms.eps", norms.eps)
+
+
+def check_add_norm(hidden, update, weight, eps):
+    """Rows of one shape and dtype, and a weight a column."""
+    _check_float("hidden", hidden, 2, "[T, D]")
+    _check_parts("update", update, 3, "[parts, T, D]", hidden.dtype)
+    _check_shape("update[0]", update[0], hidden.shape, "hidden's shape")
+    _check_shape("weight", weight, hidden.shape[1:], "[D]")
+    _check_dtype("weight", weight, hidden.dtype, "hidden's dtype; cast it first")
+    _check_eps("eps", eps)
+
+
 def check_copy(pool, src, dst):
     """Every layer has the same pool shape, every source a destination."""
     if not pool:
@@ -99,6 +136,36 @@ def _check_shape(name, array, want, why):
 def _check_dtype(name, array, want, why):
     if array.dtype != want:
         raise TypeError(f"{name} has dtype {array.dtype}; it must be {want} ({why})")
+
+
+def _check_float(name, array, rank, axes):
+    _check_rank(name, array, rank, axes)
+    if array.dtype not in DTYPES:
+        raise TypeError(
+            f"{name} has dtype {array.dtype}; it must be bfloat16, float16 or float32; cast it"
+        )
+
+
+def _check_parts(name, array, rank, axes, dtype):
+    """A product in parts: of the dtype of its sum, or float32."""
+    _check_float(name, array, rank, axes)
+    if jnp.dtype(dtype) not in DTYPES or array.dtype not in (dtype, jnp.float32):
+        raise TypeError(f"{name} has dtype {array.dtype}; it must be {dtype} or float32; cast it")
+    if not array.shape[0]:
+        raise ValueError(f"{name} has no parts; it must be {axes} with at least one")
+
+
+def check_product(x, weight):
+    """Two matrices of one dtype that can be multiplied."""
+    _check_float("x", x, 2, "[T, C]")
+    _check_rank("weight", weight, 2, "[C, D]")
+    _check_shape("weight's first axis", weight[:, 0], x.shape[1:], "x's columns")
+    _check_dtype("weight", weight, x.dtype, "x's dtype; cast it first")
+
+
+def _check_eps(name, eps):
+    if not (math.isfinite(eps) and eps >= 0):
+        raise ValueError(f"{name} is {eps}; it must be finite and not negative, as 1e-6")
 
 
 def _check_int32(name, array, rank, axes):

@@ -12,6 +12,10 @@ Grid (KV head, sequence, split); one program:
     more splits:  (max, sum, out) -> float32 partials; a second kernel, one program a query head,
                   merges them
 
+How many of its splits a sequence uses is decided at run time, from all lengths: as many as divide
+the batch's tiles evenly over `target_programs`. So padded rows cost nothing, a lone sequence has
+the whole chip, and a long one among short ones the larger part of it. The others end at once.
+
 The KV heads come first in the grid: programs that run side by side then read the neighbouring
 columns of the same rows of the pool. Split-KV as in Flash-Decoding (Dao et al. 2023); online
 softmax: arXiv:1805.02867; paged attention: arXiv:2309.06180.
@@ -68,8 +72,14 @@ def paged_decode_attention(
     )
     k, v = (pool.reshape(-1, head_size) for pool in kv)
     result = call(q.reshape(rows, head_size), k, v, block_tables.reshape(-1), seq_lens)
-    out = result[0] if splits == 1 else _combine(result, q.dtype, splits, interpret)
-    return out.reshape(q.shape)
+    if splits == 1:
+        return result[0].reshape(q.shape)
+    options = {
+        "num_kv_heads": num_kv_heads,
+        "sliding_window": sliding_window,
+        "config": config,
+    }
+    return _combine(result, seq_lens, q, options, interpret).reshape(q.shape)
 
 
 def _out_shape(rows, head_size, dtype, splits):
@@ -99,9 +109,8 @@ def _kernel(
     head_size, seq_len = q_ref.shape[1], lens_ref[sequence]
     row = jnp.arange(max(16, pl.next_power_of_2(group)), dtype=jnp.int32)
     q_rows = (sequence * num_kv_heads + head) * group + row
-    q = tile_ops.load_rows(q_ref, q_rows, head_size, row < group)
 
-    def fold(tile, carry):
+    def fold(tile, carry, q):
         positions = tile * config.tile_tokens + jnp.arange(config.tile_tokens, dtype=jnp.int32)
         live = positions < seq_len
         visible = live
@@ -122,24 +131,44 @@ def _kernel(
         values = tile_ops.load_rows(v_ref, rows, head_size, live)
         return tile_ops.softmax_fold(carry, scores, values)
 
-    start, stop = _share(seq_len, split, sliding_window, config)
-    carry = lax.fori_loop(start, stop, fold, tile_ops.softmax_start(row.shape[0], head_size))
+    def attend(start, stop):
+        q = tile_ops.load_rows(q_ref, q_rows, head_size, row < group)
+        begin = tile_ops.softmax_start(row.shape[0], head_size)
+        return lax.fori_loop(start, stop, lambda tile, carry: fold(tile, carry, q), begin)
+
+    first, end = _in_sight(seq_len, sliding_window, config)
     if config.num_splits == 1:
-        out = tile_ops.softmax_finish(carry)
+        out = tile_ops.softmax_finish(attend(first, end))
         tile_ops.store_rows(out_refs[0], q_rows, head_size, out, row < group)
-    else:
-        _store_partials(out_refs, carry, q_rows + split * q_ref.shape[0], head_size, row < group)
-
-
-def _share(seq_len, split, sliding_window, config):
-    """First and last + 1 key tile of a split: an even share of the tiles in sight."""
-    end = pl.cdiv(seq_len, config.tile_tokens)
-    first = jnp.int32(0)
-    if sliding_window is not None:
-        first = jnp.maximum(seq_len - sliding_window, 0) // config.tile_tokens
-    share = pl.cdiv(end - first, config.num_splits)
+        return
+    share = _share(lens_ref, seq_len, num_kv_heads, sliding_window, config)
     start = first + split * share
-    return start, jnp.minimum(start + share, end)
+
+    @pl.when(start < end)
+    def _():
+        carry = attend(start, jnp.minimum(start + share, end))
+        rows = q_rows + split * q_ref.shape[0]
+        _store_partials(out_refs, carry, rows, head_size, row < group)
+
+
+def _in_sight(seq_len, sliding_window, config):
+    """First and last + 1 key tile that a sequence sees (or several, elementwise)."""
+    end = lax.div(seq_len + jnp.int32(config.tile_tokens - 1), jnp.int32(config.tile_tokens))
+    if sliding_window is None:
+        return jnp.zeros_like(end), end
+    first = jnp.maximum(seq_len - jnp.int32(sliding_window), jnp.int32(0))
+    return lax.div(first, jnp.int32(config.tile_tokens)), end
+
+
+def _share(lens_ref, seq_len, num_kv_heads, sliding_window, config):
+    """Tiles a split of a sequence takes, from 1; its last split may have fewer."""
+    batch = lens_ref.shape[0]
+    row = jnp.arange(pl.next_power_of_2(batch), dtype=jnp.int32)
+    lens = plgpu.load(lens_ref.at[row], mask=row < batch, other=0)
+    first, end = _in_sight(lens, sliding_window, config)
+    even = pl.cdiv(jnp.sum(end - first) * num_kv_heads, config.target_programs)
+    first, end = _in_sight(seq_len, sliding_window, config)
+    return jnp.maximum(jnp.maximum(even, pl.cdiv(end - first, config.num_splits)), 1)
 
 
 def _store_partials(out_refs, carry, rows, head_size, live):
@@ -149,30 +178,48 @@ def _store_partials(out_refs, carry, rows, head_size, live):
     plgpu.store(out_refs[2].at[rows], row_sum, mask=live)
 
 
-def _combine(partials, dtype, splits, interpret):
+def _combine(partials, seq_lens, q, options, interpret):
     """Merge partials, out [splits * rows, H], max and sum [splits * rows], to [rows, H]."""
-    num_rows, head_size = partials[0].shape[0] // splits, partials[0].shape[1]
+    rows = q.shape[0] * q.shape[1]
     return pl.pallas_call(
-        functools.partial(_combine_kernel, splits=splits),
-        out_shape=jax.ShapeDtypeStruct((num_rows, head_size), dtype),
-        grid=(num_rows,),
+        functools.partial(_combine_kernel, num_heads=q.shape[1], **options),
+        out_shape=jax.ShapeDtypeStruct((rows, q.shape[2]), q.dtype),
+        grid=(rows,),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="paged_decode_combine",
-    )(*partials)
+    )(*partials, seq_lens)
 
 
-def _combine_kernel(out_ref, max_ref, sum_ref, merged_ref, *, splits):
+def _combine_kernel(
+    out_ref,
+    max_ref,
+    sum_ref,
+    lens_ref,
+    merged_ref,
+    *,
+    num_heads,
+    num_kv_heads,
+    sliding_window,
+    config,
+):
     num_rows, head_size = merged_ref.shape
     row = pl.program_id(0)
-    split = jnp.arange(pl.next_power_of_2(splits), dtype=jnp.int32)
-    live = split < splits
-    # A dead lane reads this row's own first share: any other row's NaN would come through.
-    rows = jnp.where(live, split * num_rows + row, row)
-    row_max = plgpu.load(max_ref.at[rows])
+    seq_len = lens_ref[row // num_heads]
+    first, end = _in_sight(seq_len, sliding_window, config)
+    share = _share(lens_ref, seq_len, num_kv_heads, sliding_window, config)
+    used = lax.div(end - first + share - 1, share)
+    split = jnp.arange(pl.next_power_of_2(config.num_splits), dtype=jnp.int32)
+    # Splits not in use wrote nothing: what is read there is never used. Their loads are not masked,
+    # so that none waits for the lengths.
+    live = split < used
+    inside = split < config.num_splits
+    rows = jnp.where(inside, split * num_rows + row, row)
+    row_max = jnp.where(live, plgpu.load(max_ref.at[rows]), jnp.float32(tile_ops.MASKED))
     weights = jnp.where(live, jnp.exp2(row_max - jnp.max(row_max)), jnp.float32(0))
-    total = jnp.sum(weights * plgpu.load(sum_ref.at[rows]))
-    merged = jnp.sum(weights[:, None] * tile_ops.load_rows(out_ref, rows, head_size), axis=0)
+    total = jnp.sum(jnp.where(live, weights * plgpu.load(sum_ref.at[rows]), jnp.float32(0)))
+    outs = weights[:, None] * tile_ops.load_rows(out_ref, rows, head_size)
+    merged = jnp.sum(jnp.where(live[:, None], outs, jnp.float32(0)), axis=0)
     merged = merged / jnp.where(total == 0, jnp.float32(1), total)
     columns = jnp.arange(merged.shape[0], dtype=jnp.int32)
     plgpu.store(

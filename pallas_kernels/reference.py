@@ -64,6 +64,43 @@ def write_kv(kv, k, v, slot_mapping):
     return pool_k, pool_v
 
 
+def rope_write_kv(qkv, kv, slot_mapping, angles, norms=None, *, dtype=np.float64):
+    """Queries [T, N, H], and the pool with the tokens' keys and values; all in `dtype`."""
+    num_kv_heads = kv[0].shape[2]
+    rotated = np.asarray(qkv).astype(dtype).sum(axis=0)
+    num_heads = rotated.shape[1] - 2 * num_kv_heads
+    for t in range(rotated.shape[0]):
+        for h in range(num_heads + num_kv_heads):
+            row = rotated[t, h]
+            if norms is not None:
+                row = _rms_norm(row, norms.q if h < num_heads else norms.k, norms.eps)
+            rotated[t, h] = _rotate(row, np.asarray(angles[0])[t], np.asarray(angles[1])[t])
+    pool = tuple(np.array(part, dtype) for part in kv)
+    k, v = rotated[:, num_heads:-num_kv_heads], rotated[:, -num_kv_heads:]
+    return rotated[:, :num_heads], write_kv(pool, k, v, slot_mapping)
+
+
+def add_rms_norm(hidden, update, weight, *, eps, dtype=np.float64):
+    """The normalized rows of hidden + the sum of update's parts, and that sum."""
+    total = np.asarray(hidden).astype(dtype) + np.asarray(update).astype(dtype).sum(axis=0)
+    normed = np.zeros_like(total)
+    for t, row in enumerate(total):
+        normed[t] = _rms_norm(row, weight, eps)
+    return normed, total
+
+
+def _rms_norm(row, weight, eps):
+    mean = (row * row).sum() / row.dtype.type(row.size)
+    return row / np.sqrt(mean + row.dtype.type(eps)) * np.asarray(weight).astype(row.dtype)
+
+
+def _rotate(row, cos, sin):
+    """Channel i turns with channel i + H / 2."""
+    first, second = np.split(row, 2)
+    cos, sin = cos.astype(row.dtype), sin.astype(row.dtype)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin])
+
+
 def copy_blocks(pool, src, dst):
     """Block dst[i] of every layer, K and V, becomes a copy of block src[i]."""
     layers = [(np.array(k), np.array(v)) for k, v in pool]

@@ -4,7 +4,7 @@ Arrays are seen as matrices of rows of H elements (a free reshape outside the ke
 token * N + head, the pool's is (block * S + offset) * K + KV head. Tiles have power-of-two sides; a
 head size that is none is masked. A masked-out score is a large negative number instead of -inf, so
 that a row with no key yet needs no special case: what it gathers meanwhile is scaled by
-exp2(_MASKED - score) = 0 as soon as it sees its first key.
+exp2(MASKED - score) = 0 as soon as it sees its first key.
 """
 
 import math
@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-_MASKED = -1e30
+MASKED = -1e30
 _LOG2_E = math.log2(math.e)
 
 
@@ -55,12 +55,12 @@ def scores(q, keys, mask, *, scale, soft_cap):
     else:
         capped = jnp.tanh(product * jnp.float32(scale / soft_cap))
         result = capped * jnp.float32(soft_cap * _LOG2_E)
-    return result if mask is None else jnp.where(mask, result, jnp.float32(_MASKED))
+    return result if mask is None else jnp.where(mask, result, jnp.float32(MASKED))
 
 
 def softmax_start(num_rows, head_size):
     """Running (max, sum, output) before the first key."""
-    row_max = jnp.full((num_rows,), _MASKED, jnp.float32)
+    row_max = jnp.full((num_rows,), MASKED, jnp.float32)
     out = jnp.zeros((num_rows, pl.next_power_of_2(head_size)), jnp.float32)
     return row_max, jnp.zeros((num_rows,), jnp.float32), out
 

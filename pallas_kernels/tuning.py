@@ -10,15 +10,21 @@ import functools
 import json
 from importlib import resources
 
+MAX_SPLIT_ROWS = 64  # above, a product has tiles enough, and its parts cost more than they save
+MIN_PART_DEPTH = 128
+SMALL_BATCH = 8  # rows that mostly stand for fewer sequences
+
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-    """Of paged_decode.py: keys a tile, splits of a sequence, warps, pipeline stages."""
+    """Of paged_decode.py: keys a tile, most splits of a sequence, warps, pipeline stages, and the
+    programs that the splits in use should come to."""
 
     tile_tokens: int
     num_splits: int
     num_warps: int = 4
     num_stages: int = 3
+    target_programs: int = 528
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +45,21 @@ class MoveConfig:
     num_warps: int = 4
 
 
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Of rope_write.py: heads a program, warps."""
+
+    tile_heads: int
+    num_warps: int = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class NormConfig:
+    """Of add_norm.py, where one program has a whole row: warps."""
+
+    num_warps: int
+
+
 def decode_config(
     *,
     batch: int,
@@ -52,9 +73,12 @@ def decode_config(
     """For `batch` sequences of at most `max_context` tokens on a GPU of `num_cores` SMs."""
     tile = _key_tile(head_size, itemsize)
     # About two programs an SM keep the memory busy; a split should have a tile of its own to read.
-    wanted = _power_of_two(-(-2 * num_cores // (batch * num_kv_heads)))
+    # The smallest bucket may hold a lone sequence; splits that it does not use cost little.
+    rows = 1 if batch <= SMALL_BATCH else batch
+    wanted = _power_of_two(-(-2 * num_cores // (rows * num_kv_heads)))
     splits = max(1, min(wanted, 32, -(-max_context // tile)))
-    return _tuned("decode", head_size, itemsize, device_kind, DecodeConfig(tile, splits))
+    config = DecodeConfig(tile, splits, target_programs=4 * num_cores)
+    return _tuned("decode", head_size, itemsize, device_kind, config)
 
 
 def prefill_config(
@@ -85,6 +109,34 @@ def prefill_config(
 def move_config(op: str, *, head_size: int, itemsize: int, device_kind: str = "") -> MoveConfig:
     """For `op`, "write" or "copy": 2,048 elements a program keep any GPU's memory busy."""
     return _tuned(op, head_size, itemsize, device_kind, MoveConfig())
+
+
+def rope_config(*, head_size: int, itemsize: int, device_kind: str = "") -> RopeConfig:
+    """Whole heads of 1,024 elements in all: eight a thread, a 16-byte load in bfloat16."""
+    config = RopeConfig(max(1, 1024 // _power_of_two(head_size)))
+    return _tuned("rope_write", head_size, itemsize, device_kind, config)
+
+
+def norm_config(*, size: int) -> NormConfig:
+    """For rows of `size`: eight elements a thread, more only where a row has over 4,096."""
+    return NormConfig(max(1, min(16, _power_of_two(size) // 256)))
+
+
+def product_parts(*, num_tokens: int, depth: int, width: int, itemsize: int) -> int:
+    """Parts of a product of `num_tokens` rows by a weight [depth, width].
+
+    A narrow weight gives too few tiles to keep the memory busy unless its depth is split as well.
+    Float32 is not split: what is computed in it is meant to be reproducible.
+    """
+    if num_tokens > MAX_SPLIT_ROWS or itemsize > 2:
+        return 1
+    if width <= 4096 and depth >= width // 2:
+        parts = 8
+    else:
+        parts = 4 if width <= 8192 and depth >= 2048 else 1
+    while parts > 1 and depth % (parts * MIN_PART_DEPTH):
+        parts //= 2
+    return parts
 
 
 def _key_tile(head_size, itemsize):

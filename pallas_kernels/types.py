@@ -1,4 +1,4 @@
-"""The two types every op shares: where an op runs, and one layer's KV pool."""
+"""The types ops share: where an op runs, one layer's KV pool, the norms of its heads."""
 
 from enum import StrEnum
 from typing import NamedTuple
@@ -24,3 +24,11 @@ class LayerKV(NamedTuple):
 
     k: Float[Array, "P S K H"]
     v: Float[Array, "P S K H"]
+
+
+class HeadNorms(NamedTuple):
+    """RMSNorm of each query head and of each key head, before they are rotated."""
+
+    q: Float[Array, "H"]
+    k: Float[Array, "H"]
+    eps: float

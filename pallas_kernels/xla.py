@@ -97,6 +97,59 @@ def write_kv(kv, k, v, slot_mapping):
     )
 
 
+def rope_write_kv(qkv, kv, slot_mapping, angles, norms, *, dtype):
+    """See the public entry of the same name."""
+    num_kv_heads, pool_dtype = kv.k.shape[2], kv.k.dtype
+    qkv = sum_parts(qkv, dtype)
+    num_heads = qkv.shape[1] - 2 * num_kv_heads
+    q, k, v = jnp.split(qkv, (num_heads, num_heads + num_kv_heads), axis=1)
+    if norms is not None:
+        q, k = rms_norm(q, norms.q, eps=norms.eps), rms_norm(k, norms.k, eps=norms.eps)
+    q, k = rotate(q, angles), rotate(k, angles)
+    return q, write_kv(kv, k.astype(pool_dtype), v.astype(pool_dtype), slot_mapping)
+
+
+def sum_parts(parts, dtype):
+    """See the public entry of the same name."""
+    total = parts[0] if parts.shape[0] == 1 else jnp.sum(parts.astype(jnp.float32), axis=0)
+    return total.astype(dtype)
+
+
+def product_parts(x, weight, num_parts):
+    """See the public entry of the same name."""
+    if num_parts == 1:
+        precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+        product = jnp.einsum(
+            "tc,cd->td", x, weight, precision=precision, preferred_element_type=x.dtype
+        )
+        return product[None]
+    x = x.reshape(x.shape[0], num_parts, -1)
+    weight = weight.reshape(num_parts, -1, weight.shape[1])
+    return jnp.einsum("tsc,scd->std", x, weight, preferred_element_type=jnp.float32)
+
+
+def rotate(x, angles):
+    """Rotary embedding of heads [T, heads, H] in the halves layout, in float32; x's dtype out."""
+    cos, sin = (angle[:, None, :] for angle in angles)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+
+
+def rms_norm(x, weight, *, eps):
+    """See the public entry of the same name."""
+    wide = x.astype(jnp.float32)
+    scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    wide_weight = jnp.broadcast_to(weight.astype(jnp.float32), x.shape)
+    return (wide * scale * wide_weight).astype(x.dtype)
+
+
+def add_rms_norm(hidden, update, weight, *, eps):
+    """See the public entry of the same name."""
+    total = hidden + sum_parts(update, hidden.dtype)
+    return rms_norm(total, weight, eps=eps), total
+
+
 def copy_blocks(pool, src, dst):
     """See the public entry of the same name."""
     return jax.tree.map(lambda blocks: blocks.at[dst].set(blocks[src], mode="drop"), pool)

@@ -10,12 +10,19 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from jpaged.models.config import ModelConfig
-from jpaged.models.layers import Attention, AttentionInputs, Embedding
+from jpaged.models.layers import (
+    Attention,
+    AttentionInputs,
+    Embedding,
+    LayerNorm,
+    RMSNorm,
+)
 from jpaged.models.rope import RopeAngles, rope_angles
 from jpaged.models.weights import WeightRule
-from pallas_kernels import LayerKV
+from pallas_kernels import Backend, LayerKV, sum_parts
 
-Norm = Callable[[Float[Array, "T D"]], Float[Array, "T D"]]
+FeedForwardPart = Callable[[Float[Array, "T D"], Backend], Float[Array, "parts T D"]]
+Norm = RMSNorm | LayerNorm
 
 
 class DecoderLayer(nnx.Module):
@@ -26,7 +33,7 @@ class DecoderLayer(nnx.Module):
         *,
         attention: Attention,
         attention_norm: Norm,
-        mlp: Norm,
+        mlp: FeedForwardPart,
         mlp_norm: Norm,
         pre_norm: bool = True,
     ):
@@ -37,18 +44,36 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         hidden: Float[Array, "T D"],
+        update: Float[Array, "parts T D"] | None,
         kv: LayerKV,
         attention: AttentionInputs,
         angles: RopeAngles | None = None,
-    ) -> tuple[Float[Array, "T D"], LayerKV]:
-        """The residual stream after the layer, and the layer's pool."""
+    ) -> tuple[Float[Array, "T D"], Float[Array, "parts T D"] | None, LayerKV]:
+        """One layer; the residual stream is hidden + sum(update), the last product's output apart.
+
+        Whoever reads the stream adds the update, so that a norm does it in one pass. None stands
+        for zeros. Returns the stream after the layer in the same form, and the layer's pool.
+        """
+        backend = attention.backend
         if self.pre_norm:
-            update, kv = self.attention(self.attention_norm(hidden), kv, attention, angles)
-            hidden += update
-            return hidden + self.mlp(self.mlp_norm(hidden)), kv
+            rows, hidden = add_norm(self.attention_norm, hidden, update, backend)
+            update, kv = self.attention(rows, kv, attention, angles)
+            rows, hidden = self.mlp_norm.add(hidden, update, backend)
+            return hidden, self.mlp(rows, backend), kv
         update, kv = self.attention(hidden, kv, attention, angles)
-        hidden = self.attention_norm(hidden + update)
-        return self.mlp_norm(hidden + self.mlp(hidden)), kv
+        hidden = self.attention_norm(hidden + sum_parts(update, hidden.dtype))
+        update = sum_parts(self.mlp(hidden, backend), hidden.dtype)
+        return self.mlp_norm(hidden + update), None, kv
+
+
+def add_norm(
+    norm: Norm,
+    hidden: Float[Array, "T D"],
+    update: Float[Array, "parts T D"] | None,
+    backend: Backend,
+) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+    """The norm of hidden + sum(update), and that sum."""
+    return (norm(hidden), hidden) if update is None else norm.add(hidden, update, backend)
 
 
 class CausalLM(nnx.Module):
@@ -111,13 +136,19 @@ class CausalLM(nnx.Module):
             ValueError: the pool has not one entry a layer.
         """
         hidden = self.embed_tokens(token_ids, positions)
-        rope, angles, new_pool = self.config.rope, None, []
+        rope, angles, update, new_pool = self.config.rope, None, None, []
         if rope is not None:
             angles = rope_angles(positions, rope, self.config.head_size)
         for layer, kv in zip(self.layers, pool, strict=True):
-            hidden, kv = _run_layer(*nnx.split(layer), hidden, kv, attention, angles)
+            hidden, update, kv = _run_layer(
+                *nnx.split(layer), hidden, update, kv, attention, angles
+            )
             new_pool.append(kv)
-        return hidden if self.final_norm is None else self.final_norm(hidden), tuple(new_pool)
+        if self.final_norm is not None:
+            hidden, _ = add_norm(self.final_norm, hidden, update, attention.backend)
+        elif update is not None:
+            hidden += sum_parts(update, hidden.dtype)
+        return hidden, tuple(new_pool)
 
     def logits(self, hidden: Float[Array, "R D"]) -> Float32[Array, "R V"]:
         """Scores of every token of the vocabulary for the given hidden states, in float32."""
@@ -130,10 +161,11 @@ def _run_layer(
     definition: nnx.GraphDef,
     parameters: Any,  # nnx.State
     hidden: Float[Array, "T D"],
+    update: Float[Array, "parts T D"] | None,
     kv: LayerKV,
     attention: AttentionInputs,
     angles: RopeAngles | None,
-) -> tuple[Float[Array, "T D"], LayerKV]:
+) -> tuple[Float[Array, "T D"], Float[Array, "parts T D"] | None, LayerKV]:
     """One layer. Inside a step's jit, layers alike are traced and lowered once; XLA inlines the
     calls, so the compiled step is unrolled all the same."""
-    return nnx.merge(definition, parameters)(hidden, kv, attention, angles)
+    return nnx.merge(definition, parameters)(hidden, update, kv, attention, angles)

@@ -13,12 +13,18 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from jpaged.models.config import ModelConfig
-from jpaged.models.rope import RopeAngles, apply_rope
+from jpaged.models.rope import RopeAngles
 from pallas_kernels import (
     Backend,
+    HeadNorms,
     LayerKV,
+    add_rms_norm,
     paged_decode_attention,
     paged_prefill_attention,
+    product_parts,
+    rms_norm,
+    rope_write_kv,
+    sum_parts,
     write_kv,
 )
 
@@ -100,10 +106,13 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         """Each row over its root mean square, in float32; x's dtype out."""
-        wide = x.astype(jnp.float32)
-        scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        weight = jnp.broadcast_to(self.weight[...].astype(jnp.float32), x.shape)
-        return (wide * scale * weight).astype(x.dtype)
+        return rms_norm(x, self.weight[...], eps=self.eps)
+
+    def add(
+        self, hidden: Float[Array, "T D"], update: Float[Array, "parts T D"], backend: Backend
+    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+        """The norm of hidden + sum(update), and that sum."""
+        return add_rms_norm(hidden, update, self.weight[...], eps=self.eps, backend=backend)
 
 
 class LayerNorm(nnx.Module):
@@ -124,6 +133,13 @@ class LayerNorm(nnx.Module):
             wide += self.bias[...].astype(jnp.float32)[None]
         return wide.astype(x.dtype)
 
+    def add(
+        self, hidden: Float[Array, "T D"], update: Float[Array, "parts T D"], backend: Backend
+    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+        """The norm of hidden + sum(update), and that sum."""
+        hidden += sum_parts(update, hidden.dtype)
+        return self(hidden), hidden
+
 
 class Linear(nnx.Module):
     """x @ weight + bias, weight [in, out]."""
@@ -137,6 +153,14 @@ class Linear(nnx.Module):
         y = product("ti,io->to", x, self.weight[...])
         return y if self.bias is None else y + self.bias[...][None]
 
+    def parts(
+        self, x: Float[Array, "T size_in"], backend: Backend
+    ) -> Float[Array, "parts T size_out"]:
+        """The projection in parts, for one who sums them anyway; in one if there is a bias."""
+        if self.bias is not None:
+            return self(x)[None]
+        return product_parts(x, self.weight[...], backend=backend)
+
 
 class QKVProjection(nnx.Module):
     """Queries, keys and values in one product: weight [D, N + 2K, H], bias [N + 2K, H]."""
@@ -145,17 +169,14 @@ class QKVProjection(nnx.Module):
         heads = config.num_heads + 2 * config.num_kv_heads
         self.weight = zeros(dtype, config.hidden_size, heads, config.head_size)
         self.bias = zeros(dtype, heads, config.head_size) if config.qkv_bias else None
-        self.splits = (config.num_heads, config.num_heads + config.num_kv_heads)
 
-    def __call__(
-        self, x: Float[Array, "T D"]
-    ) -> tuple[Float[Array, "T N H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
-        """Queries, keys and values of each token, by head."""
-        qkv = product("td,dnh->tnh", x, self.weight[...])
+    def __call__(self, x: Float[Array, "T D"], backend: Backend) -> Float[Array, "parts T heads H"]:
+        """Of each token N query heads, K key heads, K value heads; in parts to be summed."""
+        weight = self.weight[...]
         if self.bias is not None:
-            qkv += self.bias[...][None]
-        q, k, v = jnp.split(qkv, self.splits, axis=1)
-        return q, k, v
+            return (product("td,dnh->tnh", x, weight) + self.bias[...][None])[None]
+        parts = product_parts(x, weight.reshape(weight.shape[0], -1), backend=backend)
+        return parts.reshape(*parts.shape[:2], *weight.shape[1:])
 
 
 class OutputProjection(nnx.Module):
@@ -165,10 +186,13 @@ class OutputProjection(nnx.Module):
         self.weight = zeros(dtype, config.num_heads, config.head_size, config.hidden_size)
         self.bias = zeros(dtype, config.hidden_size) if config.output_bias else None
 
-    def __call__(self, x: Float[Array, "T N H"]) -> Float[Array, "T D"]:
-        """The sum of all heads' projections."""
-        y = product("tnh,nhd->td", x, self.weight[...])
-        return y if self.bias is None else y + self.bias[...][None]
+    def __call__(self, x: Float[Array, "T N H"], backend: Backend) -> Float[Array, "parts T D"]:
+        """The sum of all heads' projections; in parts to be summed."""
+        weight = self.weight[...]
+        if self.bias is not None:
+            return (product("tnh,nhd->td", x, weight) + self.bias[...][None])[None]
+        rows, weight = x.reshape(x.shape[0], -1), weight.reshape(-1, weight.shape[2])
+        return product_parts(rows, weight, backend=backend)
 
 
 class Embedding(nnx.Module):
@@ -195,9 +219,10 @@ class FeedForward(nnx.Module):
         self.down = Linear(*sizes[::-1], bias=config.mlp_bias, dtype=dtype)
         self.activation = config.activation
 
-    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        """The perceptron, on each row."""
-        return self.down(activation(self.activation, self.up(x)).astype(x.dtype))
+    def __call__(self, x: Float[Array, "T D"], backend: Backend) -> Float[Array, "parts T D"]:
+        """The perceptron, on each row; in parts to be summed."""
+        inner = activation(self.activation, self.up(x)).astype(x.dtype)
+        return self.down.parts(inner, backend)
 
 
 class Attention(nnx.Module):
@@ -215,46 +240,55 @@ class Attention(nnx.Module):
         kv: LayerKV,
         attention: AttentionInputs,
         angles: RopeAngles | None = None,
-    ) -> tuple[Float[Array, "T D"], LayerKV]:
+    ) -> tuple[Float[Array, "parts T D"], LayerKV]:
         """Stores the tokens' K and V, attends; returns the update and the new pool."""
-        q, k, v = self.qkv(x)
-        q, k = self.normalize(q, k)
-        if angles is not None:
-            q, k = apply_rope(q, angles), apply_rope(k, angles)
-        out, kv = paged_attention(
-            q, k, v, kv, attention, scale=self.scale, sliding_window=self.sliding_window
+        q, kv = self.store(self.qkv(x, attention.backend), kv, attention, angles, x.dtype)
+        out = paged_attention(
+            q, kv, attention, scale=self.scale, sliding_window=self.sliding_window
         )
-        return self.output(out), kv
+        return self.output(out, attention.backend), kv
 
-    def normalize(
-        self, q: Float[Array, "T N H"], k: Float[Array, "T K H"]
-    ) -> tuple[Float[Array, "T N H"], Float[Array, "T K H"]]:
-        """What a family does to queries and keys before they are rotated: here nothing."""
-        return q, k
+    def store(
+        self,
+        qkv: Float[Array, "parts T heads H"],
+        kv: LayerKV,
+        attention: AttentionInputs,
+        angles: RopeAngles | None,
+        dtype: DTypeLike,
+    ) -> tuple[Float[Array, "T N H"], LayerKV]:
+        """Queries as they attend, and the pool with the tokens' K and V."""
+        slots, backend = attention.slot_mapping, attention.backend
+        if angles is not None:
+            options = {"norms": self.head_norms(), "dtype": dtype, "backend": backend}
+            return rope_write_kv(qkv, kv, slots, angles, **options)
+        heads, num_kv_heads = sum_parts(qkv, dtype), kv.k.shape[2]
+        ends = heads.shape[1] - 2 * num_kv_heads, heads.shape[1] - num_kv_heads
+        q, k, v = jnp.split(heads, ends, axis=1)
+        k, v = k.astype(kv.k.dtype), v.astype(kv.v.dtype)
+        return q, write_kv(kv, k, v, slots, backend=backend)
+
+    def head_norms(self) -> HeadNorms | None:
+        """The norms of queries and keys before they are rotated, in families that have them."""
+        return None
 
 
 def paged_attention(
     q: Float[Array, "T N H"],
-    k: Float[Array, "T K H"],
-    v: Float[Array, "T K H"],
     kv: LayerKV,
     attention: AttentionInputs,
     *,
     scale: float,
     sliding_window: int | None,
-) -> tuple[Float[Array, "T N H"], LayerKV]:
-    """Writes the step's k and v into the pool and attends to all of each sequence's tokens.
+) -> Float[Array, "T N H"]:
+    """Attends to all of each sequence's tokens, the step's own included.
 
-    Computes in the pool's dtype; the result has q's. Returns it and the pool after the write.
+    Computes in the pool's dtype; the result has q's.
     """
-    backend, pool_dtype = attention.backend, kv.k.dtype
-    k, v = k.astype(pool_dtype), v.astype(pool_dtype)
-    kv = write_kv(kv, k, v, attention.slot_mapping, backend=backend)
-    options = {"scale": scale, "sliding_window": sliding_window, "backend": backend}
+    options = {"scale": scale, "sliding_window": sliding_window, "backend": attention.backend}
     tables, lens, starts = attention.block_tables, attention.seq_lens, attention.query_start_loc
-    rows = q.astype(pool_dtype)
+    rows = q.astype(kv.k.dtype)
     if starts is None:
         out = paged_decode_attention(rows, kv, tables, lens, **options)
     else:
         out = paged_prefill_attention(rows, kv, tables, starts, lens, **options)
-    return out.astype(q.dtype), kv
+    return out.astype(q.dtype)

@@ -10,6 +10,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import CausalLM, DecoderLayer
 from jpaged.models.layers import Attention, Linear, RMSNorm, activation, product, zeros
 from jpaged.models.weights import WeightRule, attention_rules, head_rule, linear_rules
+from pallas_kernels import Backend
 
 
 class GatedFeedForward(nnx.Module):
@@ -21,11 +22,12 @@ class GatedFeedForward(nnx.Module):
         self.down = Linear(inner, width, bias=bias, dtype=dtype)
         self.activation = config.activation
 
-    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        """The gated perceptron, on each row."""
+    def __call__(self, x: Float[Array, "T D"], backend: Backend) -> Float[Array, "parts T D"]:
+        """The gated perceptron, on each row; in parts to be summed."""
         gate_up = self.gate_up(x)
         gate = activation(self.activation, gate_up[:, 0])
-        return self.down((gate * gate_up[:, 1].astype(gate.dtype)).astype(x.dtype))
+        inner = (gate * gate_up[:, 1].astype(gate.dtype)).astype(x.dtype)
+        return self.down.parts(inner, backend)
 
 
 class GateUp(nnx.Module):

@@ -3,12 +3,12 @@ with biases on q, k and v (Qwen2), or with an RMSNorm on each query and key head
 """
 
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
 
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import Attention, RMSNorm
 from jpaged.models.llama import Llama
 from jpaged.models.weights import WeightRule
+from pallas_kernels import HeadNorms
 
 
 class Qwen2(Llama):
@@ -23,11 +23,9 @@ class Qwen3Attention(Attention):
         self.q_norm = RMSNorm(config.head_size, config.norm_eps, dtype=dtype)
         self.k_norm = RMSNorm(config.head_size, config.norm_eps, dtype=dtype)
 
-    def normalize(
-        self, q: Float[Array, "T N H"], k: Float[Array, "T K H"]
-    ) -> tuple[Float[Array, "T N H"], Float[Array, "T K H"]]:
-        """RMSNorm of each head, one weight for all query heads and one for all key heads."""
-        return self.q_norm(q), self.k_norm(k)
+    def head_norms(self) -> HeadNorms:
+        """One weight for all query heads and one for all key heads."""
+        return HeadNorms(self.q_norm.weight[...], self.k_norm.weight[...], self.q_norm.eps)
 
 
 class Qwen3(Llama):

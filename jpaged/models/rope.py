@@ -1,10 +1,13 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), in float32."""
+"""The angles of the rotary position embedding (Su et al. 2021, arXiv:2104.09864), in float32.
+
+`pallas_kernels.rope_write_kv` turns queries and keys by them.
+"""
 
 import math
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float32, Int32
 
 from jpaged.models.config import RopeConfig
 
@@ -42,11 +45,3 @@ def rope_angles(positions: Int32[Array, "T"], rope: RopeConfig, head_size: int) 
     frequencies = jnp.asarray(inverse_frequencies(rope, head_size))
     angles = positions.astype(jnp.float32)[:, None] * frequencies[None, :]
     return jnp.cos(angles), jnp.sin(angles)
-
-
-def apply_rope(x: Float[Array, "T heads H"], angles: RopeAngles) -> Float[Array, "T heads H"]:
-    """Rotates channel i with channel i + H / 2 (the halves layout), in float32; x's dtype out."""
-    cos, sin = (angle[:, None, :] for angle in angles)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = (first * cos - second * sin, second * cos + first * sin)
-    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)

@@ -15,10 +15,13 @@ from kernel_cases import BF16, F16, F32
 
 from pallas_kernels import (
     Backend,
+    HeadNorms,
     LayerKV,
+    add_rms_norm,
     copy_blocks,
     paged_decode_attention,
     paged_prefill_attention,
+    rope_write_kv,
     write_kv,
 )
 
@@ -49,6 +52,9 @@ def _operations(dtype, head_size):
     decode = _floats(dtype, B, N, head_size), kv, tables, lens
     prefill = _floats(dtype, T, N, head_size), kv, tables, _ints(B + 1), lens
     few = jax.ShapeDtypeStruct((2, N, head_size), dtype), kv, _ints(2, 64), _ints(2)
+    qkv, angle = _floats(dtype, 1, T, N + 2 * K, head_size), _floats(F32, T, head_size // 2)
+    weight, hidden = _floats(dtype, head_size), _floats(dtype, T, 3 * head_size)
+    rope = qkv, kv, _ints(T), (angle, angle)
     return {
         "split decode": (lambda *a: paged_decode_attention(*a, **options), few),
         "decode": (lambda *a: paged_decode_attention(*a, **options), decode),
@@ -61,6 +67,15 @@ def _operations(dtype, head_size):
         "write": (
             lambda *a: write_kv(*a, backend=Backend.TRITON),
             (kv, rows, rows, _ints(T)),
+        ),
+        "rope and write": (lambda *a: rope_write_kv(*a, backend=Backend.TRITON), rope),
+        "norms, rope and write": (
+            lambda w, *a: rope_write_kv(*a, norms=HeadNorms(w, w, 1e-6), backend=Backend.TRITON),
+            (weight, *rope),
+        ),
+        "add and norm": (
+            lambda *a: add_rms_norm(*a, eps=1e-6, backend=Backend.TRITON),
+            (hidden, _floats(F32, 4, T, 3 * head_size), _floats(dtype, 3 * head_size)),
         ),
         "copy": (
             lambda *a: copy_blocks(*a, backend=Backend.TRITON),

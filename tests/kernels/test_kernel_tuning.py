@@ -20,7 +20,7 @@ def _decode(**changes):
 
 
 def test_decode_splits_fill_the_chip():
-    assert [_decode(batch=b).num_splits for b in (1, 8, 16, 64, 256)] == [32, 8, 4, 1, 1]
+    assert [_decode(batch=b).num_splits for b in (1, 8, 16, 64, 256)] == [32, 32, 4, 1, 1]
 
 
 def test_decode_has_no_more_splits_than_tiles():

@@ -1,0 +1,183 @@
+"""What stands between a layer's products: heads normalized, rotated and stored; residual norms."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_cases import BF16, F16, F32, IMPLEMENTATIONS, assert_close, require
+
+from pallas_kernels import (
+    Backend,
+    HeadNorms,
+    LayerKV,
+    add_rms_norm,
+    product_parts,
+    reference,
+    rms_norm,
+    rope_write_kv,
+    sum_parts,
+)
+
+# dtype, block size, (N, K), head size, norms
+SHAPES = [
+    (F32, 8, (4, 2), 32, True),
+    (BF16, 16, (6, 3), 64, False),
+    (F16, 16, (5, 1), 80, True),
+    (BF16, 24, (2, 2), 96, True),
+    (F32, 16, (16, 8), 128, False),
+    (BF16, 32, (32, 8), 128, True),
+    (F16, 8, (3, 3), 256, False),
+    (F32, 8, (20, 1), 80, False),
+]
+EPS = 1e-3
+NUM_BLOCKS = 5
+
+
+def _case(dtype, block_size, heads, head_size, with_norms, pool_dtype):
+    rng = np.random.default_rng(3)
+    num_heads, num_kv_heads = heads
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    last = NUM_BLOCKS * block_size - 1
+    slots = jnp.asarray([block_size, last, 0, -1, last + 1, 2 * block_size + 3], jnp.int32)
+    turns = rng.uniform(-9, 9, (len(slots), head_size // 2)).astype(np.float32)
+    pool = jnp.full((NUM_BLOCKS, block_size, num_kv_heads, head_size), jnp.nan, pool_dtype)
+    norms = HeadNorms(normal(head_size), normal(head_size), EPS) if with_norms else None
+    qkv = normal(1, len(slots), num_heads + 2 * num_kv_heads, head_size)
+    angles = jnp.cos(turns), jnp.sin(turns)
+    return (qkv, LayerKV(pool, pool), slots, angles), norms
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("dtype", "block_size", "heads", "head_size", "norms"), SHAPES)
+def test_rope_write_kv(dtype, block_size, heads, head_size, norms, backend):
+    require(backend)
+    arrays, norms = _case(dtype, block_size, heads, head_size, norms, dtype)
+    run = jax.jit(partial(rope_write_kv, norms=norms, backend=backend))
+    q, pool = run(*arrays)
+    assert q.dtype == dtype
+
+    def plain(dtype):
+        return reference.rope_write_kv(*arrays, norms, dtype=dtype)
+
+    assert_close(q, lambda dtype: plain(dtype)[0], dtype)
+    written = np.isfinite(plain(np.float64)[1][0])
+    for part, got in enumerate(pool):
+        assert got.dtype == dtype
+        # Exactly the slots named are written: all others still hold NaN.
+        np.testing.assert_array_equal(np.isfinite(np.asarray(got, np.float32)), written)
+        rows = written.reshape(-1, *written.shape[2:]).all(axis=(1, 2))
+
+        def stored(values, rows=rows, shape=written.shape):
+            return np.asarray(values).reshape(-1, *shape[2:])[rows]
+
+        assert_close(stored(got), lambda dtype, i=part: stored(plain(dtype)[1][i]), dtype)
+    values = arrays[0][0, :, -heads[1] :]
+    for token in (0, 1, 2, 5):
+        block, offset = divmod(int(arrays[2][token]), block_size)
+        np.testing.assert_array_equal(pool.v[block, offset], values[token])
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+def test_a_pool_of_another_dtype_gets_rounded_rows(backend):
+    require(backend)
+    arrays, norms = _case(F32, 8, (4, 2), 32, True, F32)
+    run = jax.jit(partial(rope_write_kv, norms=norms, backend=backend))
+    q, exact = run(*arrays)
+    narrow = LayerKV(*(part.astype(BF16) for part in arrays[1]))
+    same_q, rounded = run(arrays[0], narrow, *arrays[2:])
+    np.testing.assert_array_equal(same_q, q)
+    for got, want in zip(rounded, exact, strict=True):
+        np.testing.assert_array_equal(got.astype(F32), want.astype(BF16).astype(F32))
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+def test_no_token_sees_another(backend):
+    """A token of NaN ruins its own rows alone."""
+    require(backend)
+    arrays, norms = _case(BF16, 8, (6, 2), 64, True, BF16)
+    run = jax.jit(partial(rope_write_kv, norms=norms, backend=backend))
+    q, pool = run(*arrays)
+    ruined_q, ruined = run(arrays[0].at[:, 2].set(jnp.nan), *arrays[1:])
+    keep = np.asarray([0, 1, 3, 4, 5])
+    np.testing.assert_array_equal(ruined_q[keep], q[keep])
+    np.testing.assert_array_equal(ruined.k[1:].astype(F32), pool.k[1:].astype(F32))
+    assert np.isnan(np.asarray(ruined.k[0, 0], np.float32)).all()
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize(("rows", "size"), [(1, 64), (5, 96), (8, 1024), (3, 5120)])
+def test_add_rms_norm(rows, size, dtype, backend):
+    require(backend)
+    rng = np.random.default_rng(4)
+    hidden, update = (jnp.asarray(rng.standard_normal((rows, size)), dtype) for _ in range(2))
+    hidden = hidden.at[-1].multiply(jnp.asarray(2, dtype))
+    weight = jnp.asarray(rng.standard_normal(size), dtype)
+    run = jax.jit(partial(add_rms_norm, eps=EPS, backend=backend))
+    normed, total = run(hidden, update[None], weight)
+    assert normed.dtype == total.dtype == dtype
+    np.testing.assert_array_equal(total, hidden + update)
+    want = rms_norm(total, weight, eps=EPS)
+    zero = jnp.zeros_like(total)[None]
+
+    def plain(dtype):
+        return reference.add_rms_norm(total, zero, weight, eps=EPS, dtype=dtype)[0][:, None]
+
+    assert_close(np.asarray(normed)[:, None], plain, dtype)
+    assert_close(np.asarray(want)[:, None], plain, dtype)
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+def test_parts_are_summed_and_rounded_first(backend):
+    """A product in float32 parts gives what its rounded sum gives."""
+    require(backend)
+    rng = np.random.default_rng(5)
+    arrays, norms = _case(BF16, 8, (6, 2), 64, True, BF16)
+    parts = jnp.asarray(rng.standard_normal((4, *arrays[0].shape[1:])), F32)
+    whole = sum_parts(parts, BF16)
+    rope = jax.jit(partial(rope_write_kv, norms=norms, dtype=BF16, backend=backend))
+    got, want = rope(parts, *arrays[1:]), rope(whole[None], *arrays[1:])
+    norm = jax.jit(partial(add_rms_norm, eps=EPS, backend=backend))
+    hidden, weight = parts[0, :, 0].astype(BF16), jnp.linspace(-1, 1, 64, dtype=BF16)
+    got += norm(hidden, parts[:, :, 1], weight)
+    want += norm(hidden, whole[None, :, 1], weight)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype == BF16
+        np.testing.assert_allclose(a.astype(F32), b.astype(F32), rtol=0.03, atol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize(("rows", "depth", "width"), [(8, 1024, 64), (64, 2048, 256), (65, 512, 8)])
+def test_product_parts(rows, depth, width, dtype):
+    """Parts or none, the sum is the product."""
+    rng = np.random.default_rng(6)
+    x, weight = (
+        jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((rows, depth), (depth, width))
+    )
+    exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64)
+    counts = []
+    for backend in (Backend.XLA, Backend.TRITON):  # plain XLA both: it runs anywhere
+        parts = jax.jit(partial(product_parts, backend=backend))(x, weight)
+        assert parts.dtype == (dtype if len(parts) == 1 else F32)
+        error = np.abs(np.asarray(sum_parts(parts, F32)) - exact).max()
+        assert error <= 8 * float(jnp.finfo(parts.dtype).eps) * np.abs(exact).max()
+        counts.append(len(parts))
+    assert counts == [1, 8 if rows <= 64 and dtype != F32 and depth >= 1024 else 1]
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+def test_no_rows(backend):
+    arrays, norms = _case(F32, 8, (4, 2), 32, True, F32)
+    qkv, kv, slots, angles = arrays
+    none = angles[0][:0], angles[1][:0]
+    q, pool = rope_write_kv(qkv[:, :0], kv, slots[:0], none, norms=norms, backend=backend)
+    assert q.shape == (0, 4, 32)
+    assert pool.k.shape == kv.k.shape
+    rows = jnp.zeros((0, 64), F32)
+    normed, total = add_rms_norm(rows, rows[None], jnp.ones(64, F32), eps=EPS, backend=backend)
+    assert normed.shape == total.shape == (0, 64)

@@ -1,0 +1,78 @@
+"""What a decode step launches on a GPU, as far as it shows without one: every kernel and product of
+a layer, and nothing between them but the feed-forward's activation."""
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from hf_models import config_of
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from jpaged.models.layers import AttentionInputs
+from jpaged.models.registry import model_class
+from pallas_kernels import Backend, LayerKV
+
+H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+KERNELS = {
+    "rope_write_kv": 1,
+    "paged_decode_attention": 1,
+    "paged_decode_combine": 1,
+    "add_rms_norm": 2,
+}
+# Reshapes that move nothing, and gate's and up's way through the activation: one fusion.
+FREE = {"reshape", "transpose", "squeeze", "slice", "broadcast_in_dim", "convert_element_type"}
+ACTIVATION = {"logistic", "mul", "pjit", "jit"}
+
+
+def ints(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def layers_of_a_step(case: str, rows: int):
+    """The jaxprs of a decode step's layers, in bfloat16 for Pallas Triton."""
+    config = config_of(case)
+    model = nnx.eval_shape(lambda: model_class(config)(config, dtype=jnp.bfloat16))
+    graphdef, state = nnx.split(model)
+    shape = (9, 8, config.num_kv_heads, config.head_size)
+    layer = jax.eval_shape(lambda: LayerKV(*(jnp.zeros(shape, jnp.bfloat16) for _ in range(2))))
+
+    def step(state, tokens, positions, pool, tables, lens, slots):
+        attention = AttentionInputs(tables, lens, slots, None, Backend.TRITON)
+        return nnx.merge(graphdef, state)(tokens, positions, pool, attention)
+
+    pool = (layer,) * config.num_layers
+    arguments = (ints(rows), ints(rows), pool, ints(rows, 200), ints(rows), ints(rows))
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+        traced = jax.make_jaxpr(step)(state, *arguments)
+    calls = [eqn for eqn in traced.eqns if eqn.params.get("name") == "_run_layer"]
+    assert len(calls) == config.num_layers
+    return [call.params["jaxpr"].jaxpr for call in calls]
+
+
+def operations(jaxpr):
+    """Names of all operations, those of inner jits among them; of kernels, the kernel's."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "pallas_call":
+            yield f"kernel {eqn.params['name']}"
+        elif "jaxpr" in eqn.params:
+            yield from operations(eqn.params["jaxpr"].jaxpr)
+        else:
+            yield eqn.primitive.name
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3"])
+def test_kernels_of_a_layer(case):
+    """At most ten: five of ours, four products, the activation."""
+    for index, layer in enumerate(layers_of_a_step(case, rows=8)):
+        counts = Counter(operations(layer))
+        kernels = {
+            name.removeprefix("kernel "): n for name, n in counts.items() if "kernel" in name
+        }
+        # Before the first layer's norm there is nothing to add: XLA makes its one kernel.
+        assert kernels == KERNELS | {"add_rms_norm": 2 if index else 1}
+        assert counts["dot_general"] == 4
+        if index:
+            others = set(counts) - {f"kernel {name}" for name in kernels} - {"dot_general"}
+            assert others <= FREE | ACTIVATION
