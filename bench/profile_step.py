@@ -107,11 +107,16 @@ def table(kernels: list[Kernel], num_steps: int, top: int) -> list[dict]:
 
 def profile(engine: Engine, batch: int, context: int, num_steps: int, folder: Path) -> dict:
     """Trace `num_steps` decode steps of `batch` sequences of about `context` tokens."""
-    params = SamplingParams(temperature=0.0, max_tokens=3 * num_steps + 16, ignore_eos=True)
+    # A sequence can gain no more than a token a step, so that with this many on average the steps
+    # that prefilled, each of a full budget, lie well behind; so do the first decode steps.
+    warm = 16 + 2 * -(-batch * context // engine.runtime_config.max_num_batched_tokens)
+    max_tokens = warm + 2 * num_steps + 16
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     for prompt in random_prompts([context] * batch, engine.vocab_size):
         engine.add_request(prompt, params)
     loop = engine._loop
-    while engine.stats().num_generated_tokens < 4 * batch:
+    before = engine.stats().num_generated_tokens
+    while engine.stats().num_generated_tokens - before < warm * batch:
         loop.advance()
     start = time.perf_counter()
     for _ in range(num_steps):
