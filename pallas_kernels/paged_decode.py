@@ -210,16 +210,13 @@ def _combine_kernel(
     share = _share(lens_ref, seq_len, num_kv_heads, sliding_window, config)
     used = lax.div(end - first + share - 1, share)
     split = jnp.arange(pl.next_power_of_2(config.num_splits), dtype=jnp.int32)
-    # Splits not in use wrote nothing: what is read there is never used. Their loads are not masked,
-    # so that none waits for the lengths.
-    live = split < used
-    inside = split < config.num_splits
-    rows = jnp.where(inside, split * num_rows + row, row)
-    row_max = jnp.where(live, plgpu.load(max_ref.at[rows]), jnp.float32(tile_ops.MASKED))
+    live = split < used  # the others wrote nothing
+    rows = jnp.where(live, split * num_rows + row, row)
+    row_max = plgpu.load(max_ref.at[rows], mask=live, other=tile_ops.MASKED)
     weights = jnp.where(live, jnp.exp2(row_max - jnp.max(row_max)), jnp.float32(0))
-    total = jnp.sum(jnp.where(live, weights * plgpu.load(sum_ref.at[rows]), jnp.float32(0)))
-    outs = weights[:, None] * tile_ops.load_rows(out_ref, rows, head_size)
-    merged = jnp.sum(jnp.where(live[:, None], outs, jnp.float32(0)), axis=0)
+    total = jnp.sum(weights * plgpu.load(sum_ref.at[rows], mask=live, other=0))
+    outs = tile_ops.load_rows(out_ref, rows, head_size, live)
+    merged = jnp.sum(weights[:, None] * outs, axis=0)
     merged = merged / jnp.where(total == 0, jnp.float32(1), total)
     columns = jnp.arange(merged.shape[0], dtype=jnp.int32)
     plgpu.store(

@@ -126,14 +126,17 @@ def product_parts(*, num_tokens: int, depth: int, width: int, itemsize: int) -> 
     """Parts of a product of `num_tokens` rows by a weight [depth, width].
 
     A narrow weight gives too few tiles to keep the memory busy unless its depth is split as well.
+    The numbers are the fastest in whole decode steps on an H200 (bench/NOTES.md).
     Float32 is not split: what is computed in it is meant to be reproducible.
     """
     if num_tokens > MAX_SPLIT_ROWS or itemsize > 2:
         return 1
-    if width <= 4096 and depth >= width // 2:
-        parts = 8
+    if width <= 2048:
+        parts = 4 if num_tokens <= 16 else 8
+    elif width <= 4096:
+        parts = 8 if depth >= 2048 else 4
     else:
-        parts = 4 if width <= 8192 and depth >= 2048 else 1
+        parts = 2 if width <= 8192 and depth >= 2048 else 1
     while parts > 1 and depth % (parts * MIN_PART_DEPTH):
         parts //= 2
     return parts

@@ -167,7 +167,7 @@ def test_product_parts(rows, depth, width, dtype):
         error = np.abs(np.asarray(sum_parts(parts, F32)) - exact).max()
         assert error <= 8 * float(jnp.finfo(parts.dtype).eps) * np.abs(exact).max()
         counts.append(len(parts))
-    assert counts == [1, 8 if rows <= 64 and dtype != F32 and depth >= 1024 else 1]
+    assert counts == [1, 1 if dtype == F32 else {8: 4, 64: 8, 65: 1}[rows]]
 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)

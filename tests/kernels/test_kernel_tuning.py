@@ -40,6 +40,27 @@ def test_tiles_are_powers_of_two_within_limits(itemsize):
         assert prefill.tile_rows >= group
 
 
+@pytest.mark.parametrize("rows", [8, 64])
+def test_products_are_split_where_that_was_measured_to_pay(rows):
+    """The four products of a layer of Qwen3-0.6B and of Llama-3.1-8B."""
+
+    def parts(depth, width, itemsize=2):
+        return tuning.product_parts(num_tokens=rows, depth=depth, width=width, itemsize=itemsize)
+
+    narrow = 4 if rows == 8 else 8
+    small = [parts(1024, 4096), parts(2048, 1024), parts(1024, 6144), parts(3072, 1024)]
+    assert small == [4, narrow, 1, narrow]
+    large = [parts(4096, 6144), parts(4096, 4096), parts(4096, 28672), parts(14336, 4096)]
+    assert large == [2, 8, 1, 8]
+    assert parts(14336, 4096, itemsize=4) == 1
+
+
+def test_parts_divide_the_depth():
+    for depth in (32, 80, 768, 2560):
+        count = tuning.product_parts(num_tokens=8, depth=depth, width=1024, itemsize=2)
+        assert depth % count == 0
+
+
 @pytest.fixture
 def some_gpus_table(tmp_path, monkeypatch):
     size = "head_size=128,itemsize=2"
