@@ -104,7 +104,8 @@ def check_add_norm(hidden, update, weight, eps):
     """Rows of one shape and dtype, and a weight a column."""
     _check_float("hidden", hidden, 2, "[T, D]")
     _check_parts("update", update, 3, "[parts, T, D]", hidden.dtype)
-    _check_shape("update[0]", update[0], hidden.shape, "hidden's shape")
+    want = (update.shape[0], *hidden.shape)
+    _check_shape("update", update, want, "hidden's shape after the parts")
     _check_shape("weight", weight, hidden.shape[1:], "[D]")
     _check_dtype("weight", weight, hidden.dtype, "hidden's dtype; cast it first")
     _check_eps("eps", eps)
@@ -159,7 +160,7 @@ def check_product(x, weight):
     """Two matrices of one dtype that can be multiplied."""
     _check_float("x", x, 2, "[T, C]")
     _check_rank("weight", weight, 2, "[C, D]")
-    _check_shape("weight's first axis", weight[:, 0], x.shape[1:], "x's columns")
+    _check_shape("weight", weight, (x.shape[1], weight.shape[1]), "x's columns first")
     _check_dtype("weight", weight, x.dtype, "x's dtype; cast it first")
 
 

@@ -4,7 +4,14 @@ import jax.numpy as jnp
 import pytest
 from kernel_cases import BF16, F32
 
-from pallas_kernels import Backend, LayerKV, checks, paged_decode_attention, select_backend
+from pallas_kernels import (
+    Backend,
+    HeadNorms,
+    LayerKV,
+    checks,
+    paged_decode_attention,
+    select_backend,
+)
 
 
 def _ints(*shape):
@@ -89,6 +96,40 @@ def test_write_wants_rows_of_the_pool():
         checks.check_write(_pool(), rows, rows[:, :1], _ints(3))
     with pytest.raises(TypeError, match="v has dtype bfloat16"):
         checks.check_write(_pool(), rows, rows.astype(BF16), _ints(3))
+
+
+def test_rope_write_wants_the_pools_heads():
+    angle, slots = jnp.zeros((3, 32), F32), _ints(3)
+
+    def check(qkv, dtype=F32, angles=(angle, angle), norms=None):
+        checks.check_rope_write(qkv, _pool(), slots, angles, norms, dtype)
+
+    good = jnp.zeros((1, 3, 8, 64), F32)
+    check(good)
+    check(good, dtype=BF16)
+    with pytest.raises(ValueError, match="qkv has 7 heads"):
+        check(good[:, :, :7])
+    with pytest.raises(ValueError, match="head size 32 and the pool 64"):
+        check(good[..., :32])
+    with pytest.raises(ValueError, match=r"angles\[1\] has shape \(2, 32\)"):
+        check(good, angles=(angle, angle[:2]))
+    with pytest.raises(TypeError, match="qkv has dtype bfloat16; it must be float32"):
+        check(good.astype(BF16))
+    with pytest.raises(ValueError, match="norms.eps is -1"):
+        check(good, norms=HeadNorms(jnp.ones(64, F32), jnp.ones(64, F32), -1.0))
+
+
+def test_norms_and_products_want_equal_shapes():
+    rows, weight = jnp.zeros((3, 64), F32), jnp.zeros(64, F32)
+    checks.check_add_norm(rows, rows[None], weight, 1e-6)
+    with pytest.raises(ValueError, match="update has shape"):
+        checks.check_add_norm(rows, rows[None, :2], weight, 1e-6)
+    with pytest.raises(ValueError, match="no parts"):
+        checks.check_add_norm(rows, rows[None][:0], weight, 1e-6)
+    with pytest.raises(ValueError, match="eps is nan"):
+        checks.check_add_norm(rows, rows[None], weight, float("nan"))
+    with pytest.raises(ValueError, match="weight has shape"):
+        checks.check_product(rows, jnp.zeros((32, 8), F32))
 
 
 def test_copy_wants_equal_layers_and_pairs():
