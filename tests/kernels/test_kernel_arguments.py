@@ -102,7 +102,7 @@ def test_rope_write_wants_the_pools_heads():
     angle, slots = jnp.zeros((3, 32), F32), _ints(3)
 
     def check(qkv, dtype=F32, angles=(angle, angle), norms=None):
-        checks.check_rope_write(qkv, _pool(), slots, angles, norms, dtype)
+        checks.check_rope_write(qkv, _pool(), slots, angles, norms, jnp.dtype(dtype))
 
     good = jnp.zeros((1, 3, 8, 64), F32)
     check(good)
@@ -115,7 +115,7 @@ def test_rope_write_wants_the_pools_heads():
         check(good, angles=(angle, angle[:2]))
     with pytest.raises(TypeError, match="qkv has dtype bfloat16; it must be float32"):
         check(good.astype(BF16))
-    with pytest.raises(ValueError, match="norms.eps is -1"):
+    with pytest.raises(ValueError, match=r"norms\.eps is -1"):
         check(good, norms=HeadNorms(jnp.ones(64, F32), jnp.ones(64, F32), -1.0))
 
 
