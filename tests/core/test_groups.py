@@ -4,7 +4,8 @@ import pytest
 from core_driver import Driver, make_request, make_scheduler
 from core_plans import forks, num_free, samples, shape, status, tables, the, updates
 
-from jpaged.core.request import FinishReason
+from jpaged.core.groups import num_common_tokens
+from jpaged.core.request import FinishReason, Sequence
 
 
 def test_the_prompt_is_computed_once_and_its_last_block_copied_for_all_but_the_last_writer():
@@ -152,6 +153,7 @@ def test_a_leader_that_ends_in_its_stem_is_replaced(lag: int):
     plan = the(driver.step())
     assert (shape(plan), plan.released) == ([(11, 0, 3, False)], (10,))
     driver.run()
+    assert [forks(plan) for plan in driver.plans if plan.row_forks] == [[(11, 12)]]
     assert [len(stream) for stream in driver.streams.values()] == [0, 3, 3]
 
 
@@ -206,3 +208,48 @@ def test_a_group_has_seats_for_all_or_waits():
     driver.run()
     joined = [r.sequence.request.request_id for p in driver.plans for r in p.scheduled]
     assert list(dict.fromkeys(joined)) == ["1", "2", "3"]
+
+
+def test_a_group_joins_only_if_all_of_it_fits():
+    driver = Driver(make_scheduler(num_blocks=6, block_size=4))
+    driver.add(make_request("1", 5, max_tokens=3))
+    # Two blocks, a copy of the partly filled one and a spare: one more than are free.
+    driver.add(make_request("2", 6, max_tokens=2, n=2, seq_id=10))
+    driver.step()
+    assert (num_free(driver), status(driver, "2")) == (3, "waiting")
+    driver.run()
+    roomy = Driver(make_scheduler(num_blocks=7, block_size=4))
+    roomy.add(make_request("1", 5, max_tokens=3))
+    roomy.add(make_request("2", 6, max_tokens=2, n=2, seq_id=10))
+    roomy.step()
+    assert status(roomy, "2") == "running"
+    roomy.run()
+
+
+def test_nobody_joins_while_one_that_runs_waits_for_blocks():
+    driver = Driver(make_scheduler(num_blocks=6, block_size=4, max_num_seqs=6), lag=1)
+    driver.add(make_request("1", 4, max_tokens=1, seq_id=10, n=4))
+    driver.add(make_request("2", 5, seq_id=20))
+    driver.step()
+    driver.scheduler.abort("2")
+    driver.add(make_request("3", 1))
+    assert num_free(driver) == 2  # enough for the third, but the group needs three
+    assert driver.scheduler.schedule() is None
+    assert (num_free(driver), status(driver, "3")) == (2, "waiting")
+    driver.read()
+    driver.step()
+    assert tables(driver, "1") == [[4], [5], [3], [1]]
+    driver.run()
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        ([[1, 2, 3], [1, 2, 3]], 3),
+        ([[1, 2, 3], [1, 2], [1, 2, 3, 4]], 2),
+        ([[1, 2, 3], [1, 9, 3], [1, 2, 3]], 1),
+        ([[5, 1], [4, 1]], 0),
+    ],
+)
+def test_what_sequences_have_in_common(texts: list[list[int]], expected: int):
+    assert num_common_tokens([Sequence(0, text, 1) for text in texts]) == expected
