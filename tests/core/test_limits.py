@@ -119,7 +119,7 @@ def test_a_group_finds_no_more_of_a_pin_than_its_prompt_has(group: int | BeamSea
     # Two of the pinned blocks are shared, and each needs two blocks more.
     search = None if isinstance(group, int) else group
     request = make_request("2", [0] * 9, 8, n=2 if search is None else 1, beam=search, seq_id=10)
-    with pytest.raises(ValueError, match="may need 4 blocks .* the pool has 3 beside 3 pinned"):
+    with pytest.raises(ValueError, match=r"may need 4 blocks .* the pool has 3 beside 3 pinned"):
         pinned(6).add(request)
     driver = pinned(7)
     driver.add(request)
@@ -129,7 +129,7 @@ def test_a_group_finds_no_more_of_a_pin_than_its_prompt_has(group: int | BeamSea
 def test_samples_compute_the_last_token_of_a_pinned_prompt():
     # The prompt is pinned with all its tokens, of which samples share all but the last block.
     request = make_request("2", [0] * 12, 1, n=2, seq_id=10)
-    with pytest.raises(ValueError, match="may need 2 blocks .* the pool has 1 beside 3 pinned"):
+    with pytest.raises(ValueError, match=r"may need 2 blocks .* the pool has 1 beside 3 pinned"):
         pinned(4).add(request)
     driver = pinned(5)
     driver.add(request)

@@ -131,7 +131,7 @@ def test_a_queue_is_sorted_whoever_comes():
 @pytest.mark.parametrize("ranks", [[(0, 1), (0, 1)], [(1, 1), (0, 2)], [(0, 2), (0, 1)]])
 def test_a_queue_finds_its_own_disorder(ranks: list[tuple[int, int]]):
     queue, requests = queue_of((0, 0), (0, 1), (0, 2))
-    for request, (request.priority, request.arrival) in zip(requests[1:], ranks, strict=True):
-        pass
+    for request, rank in zip(requests[1:], ranks, strict=True):
+        request.priority, request.arrival = rank
     with pytest.raises(IntegrityError, match="stands behind it"):
         queue.check_integrity()
