@@ -67,6 +67,7 @@ class Planner:
             changes = manager.append(sequence, num_tokens) if num_blocks else NO_CHANGES
             if not sequence.is_placed:
                 sequence.is_placed = True
+                sequence.num_admitted_tokens = len(sequence.token_ids)
                 changes = BlockChanges(tuple(enumerate(sequence.block_table)), changes.copies)
             draft.place(sequence, num_tokens, changes)
 
@@ -155,5 +156,3 @@ class Planner:
         self.waiting.remove(request)
         self.running.add(request)
         request.status = RequestStatus.RUNNING
-        for sequence in request.live:
-            sequence.num_admitted_tokens = len(sequence.token_ids)
