@@ -3,8 +3,9 @@
 After each context (all of a sequence's tokens, hashed) the next token's probabilities follow Zipf's
 law over `VOCAB_SIZE` tokens in an order that the hash decides. The law's exponent is the context's
 own, too, uniform between `EXPONENTS`: some contexts leave nearly everything open (the likeliest
-token has a probability of 9 %), others little (83 %), as text does. The exponents are a guess; they
-were not fitted to anybody's savings.
+token has a probability of 9 %), others little (83 %), as text does. The exponents are a guess, not
+fitted to anybody's savings, which depend on them: the surer the model, the longer its beams stay
+apart. From 2 to 4 in place of 1 to 3, beams of Alpaca-like lengths save a third to two fifths less.
 """
 
 from collections.abc import Iterator
@@ -64,9 +65,15 @@ def serve(
     scheduler = Scheduler(config, BlockManager(num_blocks, block_size))
     seq_ids, rng = count(), np.random.RandomState(0)
     for number, (prompt, max_tokens) in enumerate(work):
-        group = {"beam": BeamSearch(width)} if is_search else {"num_samples": width}
-        stop = StopCriteria(max_tokens)
-        scheduler.add(Request.from_prompt(str(number), prompt, stop, seq_ids=seq_ids, **group))
+        request = Request.from_prompt(
+            str(number),
+            prompt,
+            StopCriteria(max_tokens),
+            seq_ids=seq_ids,
+            num_samples=1 if is_search else width,
+            beam=BeamSearch(width) if is_search else None,
+        )
+        scheduler.add(request)
     while (plan := scheduler.schedule()) is not None:
         yield memory_report(scheduler)
         sampled = rng.randint(0, VOCAB_SIZE, len(plan.scheduled))

@@ -16,13 +16,15 @@ WIDTH = 64
 MAX_LINES = 16
 LEGEND = ". free  o cached  + partly filled  # full  2-9 shared by so many, * by more  P pinned"
 
-_MOST_TIME = 1 / 20  # of an answer's time, spent on looking
+_MOST_TIME = 1 / 10  # of an answer's time, spent on pictures
 
 
 class BusyPool:
     """Keeps the last look at an engine's pool while it had work.
 
-    A look costs some time for each block of the pool, so that not every step can have one.
+    The report is of the last step seen. The picture costs some time for each block of the pool, so
+    it is of the last step that took or gave back a block, or, of a large pool, of one not long
+    before.
 
     Attributes:
         seconds: Time spent on looking so far.
@@ -31,27 +33,27 @@ class BusyPool:
     def __init__(self, engine: "Engine"):
         self.seconds = 0.0
         self._engine = engine
-        self._seen: tuple[dict[int, BlockInfo], MemoryReport] | None = None
+        self._report: MemoryReport | None = None
+        self._blocks: dict[int, BlockInfo] = {}
         self._num_used_blocks = 0
-        self._next_look = 0.0
+        self._next_map = 0.0
 
     def see(self, stats: "EngineStats") -> None:
-        """Look, if blocks were taken or given back since the last look and it is not too early."""
+        """Look, at a moment of which `stats` tell."""
         start = time.perf_counter()
-        if stats.num_used_blocks == self._num_used_blocks or start < self._next_look:
-            return
-        self._seen = self._engine.block_map(), self._engine.memory_report()
-        self._num_used_blocks = stats.num_used_blocks
-        now = time.perf_counter()
-        self.seconds += now - start
-        self._next_look = now + (now - start) / _MOST_TIME
+        self._report = self._engine.memory_report()
+        if stats.num_used_blocks != self._num_used_blocks and start >= self._next_map:
+            self._blocks = self._engine.block_map()
+            self._num_used_blocks = stats.num_used_blocks
+            taken = time.perf_counter() - start
+            self._next_map = start + taken / _MOST_TIME
+        self.seconds += time.perf_counter() - start
 
     def lines(self) -> list[str]:
         """What was seen; nothing if the engine had no work."""
-        if self._seen is None:
+        if self._report is None:
             return []
-        blocks, report = self._seen
-        return [*describe(report), *draw(blocks, report.block_size)]
+        return [*describe(self._report), *draw(self._blocks, self._report.block_size)]
 
 
 def describe(report: MemoryReport) -> list[str]:

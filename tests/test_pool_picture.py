@@ -76,14 +76,19 @@ def test_the_report_is_told_in_lines():
 
 
 class Engine:
-    num_looks = 0
+    """At each moment another report; `now` goes on when the map is drawn up."""
+
+    num_reports = num_maps = 0
+    now = 100.0
 
     def block_map(self) -> dict[int, BlockInfo]:
-        self.num_looks += 1
-        return pool_of(FULL)
+        self.num_maps += 1
+        self.now += 1
+        return pool_of(FULL, *[PARTLY] * self.num_maps)
 
     def memory_report(self) -> MemoryReport:
-        return replace(REPORT, num_token_slots=self.num_looks)
+        self.num_reports += 1
+        return replace(REPORT, num_token_slots=self.num_reports)
 
 
 def stats(num_used: int) -> EngineStats:
@@ -91,19 +96,17 @@ def stats(num_used: int) -> EngineStats:
 
 
 def test_the_last_busy_moment_is_kept(monkeypatch: pytest.MonkeyPatch):
-    now = iter(range(0, 10_000, 100))
-    monkeypatch.setattr(pool_picture.time, "perf_counter", lambda: next(now))
     engine: Any = Engine()
+    monkeypatch.setattr(pool_picture.time, "perf_counter", lambda: engine.now)
     pool = BusyPool(engine)
-    pool.see(stats(0))
     assert pool.lines() == []
     pool.see(stats(2))
     pool.see(stats(2))  # nothing changed
     pool.see(stats(3))  # too early
-    assert engine.num_looks == 1
-    assert pool.seconds == 100
-    for _ in range(30):
-        pool.see(stats(3))
-    assert engine.num_looks == 2
-    assert pool.lines()[0].startswith("slots     2 with tokens")
-    assert pool.lines()[-1] == "        1 #"
+    assert (engine.num_maps, pool.seconds) == (1, 1.0)
+    assert pool.lines()[0].startswith("slots     3 with tokens")
+    assert pool.lines()[-1] == "        1 #+"
+    engine.now += 10
+    pool.see(stats(3))
+    assert (engine.num_maps, pool.seconds) == (2, 2.0)
+    assert pool.lines()[-1] == "        1 #++"
