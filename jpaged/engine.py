@@ -8,6 +8,7 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 from jpaged.config import EngineConfig
+from jpaged.core.accounts import BlockInfo, MemoryReport, block_map, memory_report
 from jpaged.driver import Driver, Job
 from jpaged.engine_loop import EngineLoop
 from jpaged.inputs import normalize_prompts, pair_params, pair_priorities
@@ -148,14 +149,12 @@ class Engine:
         """`generate` with a beam search for the most probable answers to each prompt.
 
         Args:
-            prompts: As for `generate`.
+            prompts, use_tqdm: As for `generate`.
             beam_width: Beams of each search.
             max_tokens: Longest answer.
-            length_penalty: As in `SamplingParams`.
-            early_stopping: As in `SamplingParams`.
+            length_penalty, early_stopping: As in `SamplingParams`.
             ignore_eos: Go on past the model's own end token.
             n: Answers to return; None returns all `beam_width`.
-            use_tqdm: As for `generate`.
 
         Returns:
             One output a prompt, its answers best first, each with its `score`.
@@ -173,9 +172,7 @@ class Engine:
         )
         return self.generate(prompts, params, use_tqdm=use_tqdm)
 
-    def stream(
-        self, prompt: object, params: SamplingParams | None = None
-    ) -> Generator[TextDelta, None, None]:
+    def stream(self, prompt: object, params: SamplingParams | None = None) -> Generator[TextDelta]:
         """Complete one prompt, yielding its text as it grows; dropping the stream aborts it.
 
         With n above 1 the samples' deltas come interleaved, each with its `index`; the stream ends
@@ -207,8 +204,7 @@ class Engine:
 
         Args:
             messages: A list of {"role": ..., "content": ...}, or a list of such lists.
-            params: As for `generate`.
-            use_tqdm: As for `generate`.
+            params, use_tqdm: As for `generate`.
             **template_options: Passed to the chat template.
 
         Raises:
@@ -285,6 +281,14 @@ class Engine:
     def stats(self) -> EngineStats:
         """The pool and the queues now, and counts since the start."""
         return self._loop.stats()
+
+    def block_map(self) -> dict[int, BlockInfo]:
+        """Every block of the pool now, by id: its state, who holds it, what it has. O(blocks)."""
+        return block_map(self._loop.scheduler)
+
+    def memory_report(self) -> MemoryReport:
+        """What the pool's slots are used for now, and what sharing saves. O(held blocks)."""
+        return memory_report(self._loop.scheduler)
 
     def check_integrity(self) -> None:
         """Prove the block census; raises `IntegrityError` if a block is lost or shared wrongly."""

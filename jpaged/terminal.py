@@ -197,21 +197,25 @@ class Watch:
     """Times one answer and keeps the pool's figures while it is made."""
 
     def __init__(self, engine: "Engine"):
+        from jpaged.pool_picture import BusyPool  # with numpy, which --help does without
+
         self._engine = engine
         self._before: EngineStats = engine.stats()
         self._busy = self._before
-        self._started = time.perf_counter()
+        self._pool = BusyPool(engine)
+        self._started = self._now()
         self._times: list[tuple[float, int]] = []  # when, how many tokens
         self._finish_reason: str | None = None
 
     def see(self, delta: TextDelta) -> None:
         """Note a delta."""
         if delta.token_ids:
-            self._times.append((time.perf_counter(), len(delta.token_ids)))
+            self._times.append((self._now(), len(delta.token_ids)))
         self._finish_reason = delta.finish_reason
         stats = self._engine.stats()
         if stats.num_running:
             self._busy = stats
+            self._pool.see(stats)
 
     def report(self) -> str:
         """The figures, a line each."""
@@ -229,8 +233,13 @@ class Watch:
                 f"waste     {busy.num_waste_slots} of {num_slots} slots in last blocks "
                 f"({busy.waste:.1%})",
                 f"pressure  {now.num_preemptions - self._before.num_preemptions} preemptions",
+                *self._pool.lines(),
             )
         )
+
+    def _now(self) -> float:
+        """Seconds; those spent on looking at the pool are not the engine's."""
+        return time.perf_counter() - self._pool.seconds
 
     def _num_cached_tokens(self, now: "EngineStats") -> int:
         return now.num_cached_tokens - self._before.num_cached_tokens
