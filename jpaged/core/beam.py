@@ -62,7 +62,7 @@ class BeamSearch:
         _check_options(width, length_penalty, early_stopping)
         self.width = int(width)
         self.length_penalty = float(length_penalty)
-        self.early_stopping = early_stopping
+        self.early_stopping: bool | Literal["never"] = early_stopping
         self.end_token_ids = frozenset(end_token_ids)
         self.hypotheses: list[Hypothesis] = []
         """The complete answers so far, best first, `width` at most.

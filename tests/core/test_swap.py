@@ -189,7 +189,10 @@ def test_a_partly_computed_block_is_copied_though_the_cache_has_it_full():
     assert block.content is None
     manager.prefix_cache.register(block, parent.content_id, sequence.token_ids[4:])
     assert [b.block_id for b in manager.find_prefix(sequence, 8)] == [3, 5]
-    assert [b.block_id for b in manager.find_computed(sequence)] == [3]
+    driver.scheduler.abort("1")
+    assert num_free(driver) == 5
+    way = driver.scheduler.swap_space.find(driver.requests["2"], num_spare_blocks=0)
+    assert way == ([[manager.pool.blocks[3]]], 1)
 
 
 def test_another_with_the_same_tokens_brings_them_back_into_the_cache_after_a_reset():
@@ -217,6 +220,20 @@ def test_a_reset_while_out_lets_nothing_of_it_be_registered():
     driver.run()
     manager, history = driver.scheduler.block_manager, samples(driver, "2")[0].token_ids
     assert manager.find_prefix(Sequence(99, history, 1)) == []
+
+
+def test_a_reset_before_going_out_is_remembered_when_back():
+    scheduler = make_scheduler(num_blocks=6, block_size=4, pressure=SWAP, digest="xxh3")
+    driver = Driver(scheduler)
+    driver.add(make_request("1", 7, max_tokens=8))
+    driver.add(make_request("2", 1, max_tokens=8))
+    for _ in range(5):
+        driver.step()
+    driver.scheduler.reset_prefix_cache()
+    driver.run()
+    assert [len(plan.swap_ins) for plan in driver.plans].count(1) == 1
+    history = samples(driver, "2")[0].token_ids
+    assert scheduler.block_manager.find_prefix(Sequence(99, history, 1)) == []
 
 
 def test_pinned_blocks_are_found_at_the_return():
