@@ -71,7 +71,7 @@ class SwapSpace:
         self.num_used_blocks = 0
         self._manager = manager
         self._num_images = 0
-        self._refusal: tuple[Request, int, int] | None = None
+        self._refusal: tuple[Request, int, int, int] | None = None
         self._dropped: list[int] = []
         self._outs: list[SwapOut] = []
         self._ins: list[SwapIn] = []
@@ -124,7 +124,7 @@ class SwapSpace:
         Full blocks that the prefix cache still has, or has again, are shared and not copied.
         """
         manager = self._manager
-        refusal = (request, num_spare_blocks, manager.pool.num_freed)
+        refusal = (request, len(request.live), num_spare_blocks, manager.pool.num_freed)
         if refusal == self._refusal:
             return None
         hits = [self._manager.find_computed(sequence) for sequence in request.live]

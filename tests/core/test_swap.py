@@ -3,24 +3,10 @@
 import pytest
 from core_driver import Driver, make_request, make_scheduler
 from core_plans import forks, num_free, samples, shape, status, tables, the, updates
+from core_swapped import SWAP, swapped_out
 
-from jpaged.core.costs import PreemptionCosts
 from jpaged.core.prefix_cache import CHAIN_ENDED
 from jpaged.core.request import FinishReason, Sequence
-from jpaged.core.swap import PreemptionMode, PressurePolicy
-
-SWAP = PressurePolicy(PreemptionMode.SWAP, num_host_blocks=8)
-
-
-def swapped_out(lag: int = 0, digest: str | None = None, policy: PressurePolicy = SWAP) -> Driver:
-    """The first has just taken a fourth block, and the second, of six tokens, gave its two up."""
-    scheduler = make_scheduler(num_blocks=6, block_size=4, pressure=policy, digest=digest)
-    driver = Driver(scheduler, lag)
-    driver.add(make_request("1", 7, max_tokens=8))
-    driver.add(make_request("2", 1, max_tokens=8))
-    while not driver.plans or not driver.plans[-1].preempted:
-        driver.step()
-    return driver
 
 
 def test_a_sequence_goes_out_and_comes_back():
@@ -116,41 +102,6 @@ def test_an_image_dropped_before_it_was_ordered_is_never_made():
     assert status(driver, "2") == "swapped"
     scheduler.abort("2")
     assert scheduler.swap_space.take_orders() == ((), (), ())
-    driver.run()
-
-
-def test_a_full_host_space_means_recomputing():
-    driver = swapped_out(policy=PressurePolicy(PreemptionMode.SWAP, num_host_blocks=1))
-    assert (status(driver, "2"), driver.plans[-1].swap_outs) == ("preempted", ())
-    driver.run()
-    driver = swapped_out(policy=PressurePolicy(PreemptionMode.SWAP, num_host_blocks=2))
-    assert status(driver, "2") == "swapped"  # just fits
-    driver.run()
-
-
-@pytest.mark.parametrize(
-    ("recompute_seconds", "expected"), [(1.0, "preempted"), (1.1, "swapped"), (0.9, "preempted")]
-)
-def test_auto_takes_the_cheaper_way(recompute_seconds: float, expected: str):
-    # Six tokens to compute, two blocks each way; of equal costs recomputing needs no memory.
-    costs = PreemptionCosts(((6, recompute_seconds), (7, 9.0)), ((1, 0.1), (2, 0.5), (3, 9.0)))
-    driver = swapped_out(policy=PressurePolicy(PreemptionMode.AUTO, 8, costs))
-    assert status(driver, "2") == expected
-    driver.run()
-
-
-def test_auto_counts_shared_tokens_once():
-    # Three tokens in common, and one of each sample: five to compute; three blocks.
-    costs = PreemptionCosts(((5, 0.1), (6, 9.0)), ((3, 0.1),))
-    scheduler = make_scheduler(
-        num_blocks=8, block_size=2, pressure=PressurePolicy(PreemptionMode.AUTO, 8, costs)
-    )
-    driver = Driver(scheduler)
-    driver.add(make_request("1", 3, max_tokens=8))
-    driver.add(make_request("2", 4, max_tokens=4, seq_id=10, n=2))
-    while not driver.plans or not driver.plans[-1].preempted:
-        driver.step()
-    assert status(driver, "2") == "preempted"
     driver.run()
 
 
@@ -269,6 +220,10 @@ def test_a_return_leaves_a_spare_block_to_those_that_run():
     assert num_free(driver) == 2  # as many as the image holds
     assert scheduler.swap_space.find(request, num_spare_blocks=1) is None
     assert scheduler.swap_space.find(request, num_spare_blocks=0) == ([[]], 2)
+    request.live.append(sample := Sequence(99, [1], 1, image_table=[2]))
+    assert scheduler.swap_space.find(request, num_spare_blocks=0) is None
+    request.live.remove(sample)  # one that needed a block more has ended: this is looked at anew
+    assert scheduler.swap_space.find(request, num_spare_blocks=0) == ([[]], 2)
     scheduler.block_manager.pool.free(taken)
     assert scheduler.swap_space.find(request, num_spare_blocks=1) == ([[]], 2)
     driver.run()
@@ -293,15 +248,3 @@ def test_a_group_in_its_stem_goes_out_and_goes_on():
     plan = the(driver.step())
     assert (shape(plan), forks(plan)) == ([(10, 5, 1, True), (11, 5, 1, True)], [(10, 11)])
     driver.run()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((PreemptionMode.SWAP, -1), "num_host_blocks must not be negative, got -1"),
-        ((PreemptionMode.AUTO, 4), "mode 'auto' needs costs"),
-    ],
-)
-def test_bad_policies_are_refused(arguments: tuple, message: str):
-    with pytest.raises(ValueError, match=message):
-        PressurePolicy(*arguments)
