@@ -15,6 +15,7 @@ class _Refusal(NamedTuple):
     """Why the head of the line did not fit: as long as nothing of it changes, it does not."""
 
     sequence: Sequence
+    num_sequences: int
     num_spare_blocks: int
     num_freed: int
     contents: list[BlockContent]
@@ -72,7 +73,7 @@ class Admission:
             self._refusal = None
             return (prefix,)
         contents = [registered_content(block) for block in prefix]
-        self._refusal = _Refusal(first, num_spare_blocks, manager.pool.num_freed, contents)
+        self._refusal = _Refusal(*self._state(request), contents)
         return None
 
     @property
@@ -81,11 +82,14 @@ class Admission:
         return int(bool(self._running))
 
     def _is_still_refused(self, request: Request) -> bool:
-        refusal, manager, first = self._refusal, self._manager, request.live[0]
-        now = (first, self._num_spare_blocks, manager.pool.num_freed)
-        if refusal is None or refusal[:3] != now:
+        refusal, first = self._refusal, request.live[0]
+        if refusal is None or refusal[:-1] != self._state(request):
             return False
-        return not manager.can_extend(refusal.contents, first, _max_prefix_tokens(request))
+        return not self._manager.can_extend(refusal.contents, first, _max_prefix_tokens(request))
+
+    def _state(self, request: Request) -> tuple[Sequence, int, int, int]:
+        live, num_freed = request.live, self._manager.pool.num_freed
+        return live[0], len(live), self._num_spare_blocks, num_freed
 
 
 def _max_prefix_tokens(request: Request) -> int:

@@ -38,7 +38,7 @@ class Planner:
         if self._by_priority:
             self._yield_to_urgent()
         self._continue_running(draft)
-        if not (draft.has_preempted or draft.is_starved):
+        if not draft.has_preempted:
             self._admit_waiting(draft)
 
     def take_preempted(self) -> tuple[str, ...]:
@@ -50,6 +50,8 @@ class Planner:
     def _continue_running(self, draft: StepDraft) -> None:
         for request in list(self.running):
             # Preemption takes the last first: after one who lost its place all have.
+            if self._by_priority and not draft.has_preempted:
+                self._admit_waiting(draft, before=request)
             if draft.budget == 0 or request.status is not RequestStatus.RUNNING:
                 break
             self._continue(draft, request)
@@ -118,9 +120,13 @@ class Planner:
                 return
             self._preempt_last()
 
-    def _admit_waiting(self, draft: StepDraft) -> None:
-        while self.waiting and draft.budget:
+    def _admit_waiting(self, draft: StepDraft, before: Request | None = None) -> None:
+        """Let the head of the line join as long as it may; `before` a runner that it outranks, only
+        such a head, so that the less urgent do not take the step's tokens first."""
+        while self.waiting and draft.budget and not draft.is_starved:
             request = self.waiting.first
+            if before is not None and request.priority >= before.priority:
+                break
             # One preempted a moment ago has tokens that are not known here yet.
             if not (request.is_read and self._admission.has_seats(request)):
                 break

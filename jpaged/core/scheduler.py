@@ -136,7 +136,7 @@ class Scheduler:
             self.roster.let_go(sequence)
             if not request.live:
                 self._end(request, reason)
-        elif request.is_finished:
+        elif request.is_finished and len(request.sequences) == 1:
             request.finish_reason = reason
 
     # ---- steps

@@ -226,6 +226,18 @@ def test_a_group_joins_only_if_all_of_it_fits():
     roomy.run()
 
 
+def test_a_group_that_was_refused_joins_once_enough_of_it_has_ended():
+    driver = Driver(make_scheduler(num_blocks=6, block_size=4))
+    driver.add(make_request("1", 5, max_tokens=3))
+    driver.add(make_request("2", 6, max_tokens=2, n=2, seq_id=10))
+    driver.step()
+    assert (num_free(driver), status(driver, "2")) == (3, "waiting")
+    driver.scheduler.finish_sequence(samples(driver, "2")[1], FinishReason.ABORT)
+    driver.step()  # though no block was freed since
+    assert status(driver, "2") == "running"
+    driver.run()
+
+
 def test_nobody_joins_while_one_that_runs_waits_for_blocks():
     driver = Driver(make_scheduler(num_blocks=6, block_size=4, max_num_seqs=6), lag=1)
     driver.add(make_request("1", 4, max_tokens=1, seq_id=10, n=4))

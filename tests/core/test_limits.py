@@ -144,3 +144,18 @@ def test_a_pin_must_leave_room_for_a_group():
     with pytest.raises(ValueError, match="leaves 4, and request '1' may need 5"):
         check_pin_fits(manager, 3, driver.scheduler.unfinished)
     driver.run()
+
+
+def test_a_pin_on_a_samples_own_blocks_saves_the_group_nothing():
+    driver = Driver(make_scheduler(num_blocks=10, block_size=4, digest="xxh3"))
+    driver.add(make_request("1", 5, max_tokens=8, n=2, seq_id=10))  # one block, and two of each
+    while len(driver.streams["1"]) < 4:
+        driver.step()
+    manager, first = driver.scheduler.block_manager, driver.requests["1"].live[0]
+    pin = manager.pins.pin(manager.find_prefix(first))
+    assert manager.pins.num_blocks == 2  # the prompt's, which all share, and one that none does
+    check_pin_fits(manager, 3, driver.scheduler.unfinished)
+    with pytest.raises(ValueError, match="leaves 3, and request '1' may need 4"):
+        check_pin_fits(manager, 4, driver.scheduler.unfinished)
+    driver.run()
+    manager.pins.unpin(pin)

@@ -44,7 +44,7 @@ def test_an_urgent_newcomer_takes_the_seats_of_the_least_urgent():
     driver.add(make_request("4", 2, max_tokens=2, priority=0, n=2, seq_id=10))
     plan = the(driver.step())
     assert plan.preempted == ("2", "3")
-    assert shape(plan) == [(1, 2, 1, True), (10, 0, 1, False)]
+    assert shape(plan) == [(10, 0, 1, False), (1, 2, 1, True)]
     assert statuses(driver) == ["running", "preempted", "preempted", "running"]
     driver.run()
 
@@ -57,7 +57,7 @@ def test_an_urgent_newcomer_takes_the_blocks_of_the_least_urgent():
     driver.add(make_request("3", 8, max_tokens=2))
     plan = the(driver.step())
     assert (plan.preempted, plan.released) == (("2",), (2,))
-    assert [row[0] for row in shape(plan)] == [1, 3]
+    assert [row[0] for row in shape(plan)] == [3, 1]
     driver.run()
 
 
@@ -135,3 +135,12 @@ def test_a_queue_finds_its_own_disorder(ranks: list[tuple[int, int]]):
         request.priority, request.arrival = rank
     with pytest.raises(IntegrityError, match="stands behind it"):
         queue.check_integrity()
+
+
+def test_the_urgent_take_the_tokens_of_a_step_first():
+    driver = make_driver(max_num_batched_tokens=4, num_blocks=30)
+    driver.add(make_request("1", 30, max_tokens=2, priority=1))
+    driver.step()
+    driver.add(make_request("2", 3, max_tokens=2))
+    assert shape(driver.step()) == [(2, 0, 3, True), (1, 4, 1, False)]
+    driver.run()

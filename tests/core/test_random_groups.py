@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from itertools import count
 
 from core_driver import DIGESTS, Driver, make_scheduler
+from core_turn import Turn
 
 from jpaged.core.beam import BeamSearch
 from jpaged.core.costs import PreemptionCosts
@@ -18,7 +19,7 @@ from jpaged.core.plan import StepPlan
 from jpaged.core.request import FinishReason, Request, RequestStatus, StopCriteria
 from jpaged.core.swap import PreemptionMode, PressurePolicy
 
-SEEDS = 600
+SEEDS = 700
 LOST = (RequestStatus.PREEMPTED, RequestStatus.SWAPPED)
 COSTS = PreemptionCosts(((8, 1.0),), ((1, 0.1), (4, 0.9)))
 
@@ -93,6 +94,7 @@ class Work:
     def __init__(self, seed: int, tally: Tally):
         self.random, self.tally = random.Random(seed), tally
         self.driver = self._make_driver()
+        self.turn = Turn(self.driver)
         self.num_added = 0
         self.image_sizes: dict[int, int] = {}
 
@@ -125,14 +127,14 @@ class Work:
                 self.random.choice(events)()
                 self.driver.scheduler.check_integrity()
             self.step()
-        for _ in range(1_000):
-            if self.driver.scheduler.has_unfinished:
-                self.step()
-        assert not self.driver.scheduler.has_unfinished, "it goes on and on"
+        while self.driver.scheduler.has_unfinished:
+            self.step()
         self.driver.run()
 
     def step(self) -> None:
+        self.turn.before_step()
         plan = self.driver.step()
+        self.turn.after_step()
         if plan is not None:
             self.tally.note_plan(plan, self.driver.requests)
             self.tally.note_hits(plan, self.image_sizes)
