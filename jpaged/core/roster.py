@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from itertools import chain
 
 from jpaged.core.block_manager import BlockManager
-from jpaged.core.groups import RowFork
+from jpaged.core.plan import RowFork
 from jpaged.core.request import Request, Sequence
 
 

@@ -144,3 +144,14 @@ def test_the_urgent_take_the_tokens_of_a_step_first():
     driver.add(make_request("2", 3, max_tokens=2))
     assert shape(driver.step()) == [(2, 0, 3, True), (1, 4, 1, False)]
     driver.run()
+
+
+def test_nobody_gives_way_in_vain():
+    driver = make_driver(max_num_seqs=4, num_blocks=30)
+    for name, priority in (("1", 0), ("2", 0), ("3", 5), ("4", 5)):
+        driver.add(make_request(name, 2, max_tokens=4, priority=priority))
+    driver.step()
+    driver.add(make_request("5", 2, max_tokens=2, priority=1, n=4, seq_id=50))  # two seats short
+    assert the(driver.step()).preempted == ()
+    driver.run()
+    assert [plan.preempted for plan in driver.plans if plan.preempted] == []
