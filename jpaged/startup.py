@@ -46,6 +46,10 @@ from pallas_kernels import select_backend
 _DRAFT_BLOCKS = 2
 """Blocks of the pool with which the largest step's workspace is measured; they do not enter it."""
 
+_SMALL_ARRAYS = 256 * 2**20
+"""Bytes for what no program's account has: steps' inputs, results on their way to the host, and the
+allocator's gaps between these."""
+
 _STEPS_IN_FLIGHT = 2
 """Steps whose workspaces can exist at once: the one that runs and the one launched behind it."""
 
@@ -169,7 +173,7 @@ def _account_without_pool(
     limit = _memory_limit(device, weights)
     if limit is not None:  # a CPU step's workspace is not worth a compilation
         one_step = largest_step_workspace(split, shapes, limits, _buckets(limits))
-        workspace = _STEPS_IN_FLIGHT * one_step
+        workspace = _STEPS_IN_FLIGHT * one_step + _SMALL_ARRAYS
         workspace += staging_bytes(shapes.kv.pool, limits.num_host_blocks)
     sampling = tree_bytes((shapes.sampling, shapes.last_tokens, shapes.kv.block_tables))
     return MemoryAccount(weights, sampling, workspace, 0, limit)
