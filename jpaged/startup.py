@@ -30,7 +30,13 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.loader import load_model, read_config, resolve_checkpoint
 from jpaged.reporter import Reporter
 from jpaged.runtime.buckets import Buckets, make_buckets
-from jpaged.runtime.kv_cache import MemoryAccount, block_bytes, fit_blocks, tree_bytes
+from jpaged.runtime.kv_cache import (
+    MAX_BLOCKS,
+    MemoryAccount,
+    block_bytes,
+    fit_blocks,
+    tree_bytes,
+)
 from jpaged.runtime.model_runner import ModelRunner
 from jpaged.runtime.programs import (
     Shapes,
@@ -197,7 +203,7 @@ def _choose_num_blocks(
     if config.kv_cache_memory_bytes is not None:
         return fit_blocks(config.kv_cache_memory_bytes, per_block)
     if account.limit is not None:
-        return fit_blocks(account.limit - account.total, per_block)
+        return min(fit_blocks(account.limit - account.total, per_block), MAX_BLOCKS)
     # Memory that belongs to everybody: no more than the sequences can use.
     useful = limits.max_num_seqs * limits.max_blocks_per_seq + 1
     return min(fit_blocks(CPU_KV_CACHE_BYTES, per_block), useful)

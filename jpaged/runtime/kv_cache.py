@@ -64,9 +64,8 @@ MAX_BLOCKS = 2**18
 
 
 def fit_blocks(available: int, bytes_per_block: int) -> int:
-    """How many blocks fit in `available` bytes, `MAX_BLOCKS` at most, rounded down to whole granules
-    if there are any."""
-    blocks = min(max(available, 0) // bytes_per_block, MAX_BLOCKS)
+    """How many blocks fit in `available` bytes, rounded down to whole granules if there are any."""
+    blocks = max(available, 0) // bytes_per_block
     return blocks // POOL_GRANULE * POOL_GRANULE if blocks > POOL_GRANULE else blocks
 
 
