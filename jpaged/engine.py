@@ -144,16 +144,15 @@ class Engine:
         early_stopping: bool | Literal["never"] = False,
         ignore_eos: bool = False,
         n: int | None = None,
+        priority: list[int] | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """`generate` with a beam search for the most probable answers to each prompt.
 
         Args:
-            prompts, use_tqdm: As for `generate`.
+            prompts, priority, use_tqdm: As for `generate`.
             beam_width: Beams of each search.
-            max_tokens: Longest answer.
-            length_penalty, early_stopping: As in `SamplingParams`.
-            ignore_eos: Go on past the model's own end token.
+            max_tokens, length_penalty, early_stopping, ignore_eos: As in `SamplingParams`.
             n: Answers to return; None returns all `beam_width`.
 
         Returns:
@@ -162,6 +161,8 @@ class Engine:
         Raises:
             TypeError, ValueError, RuntimeError: as `generate`.
         """
+        if beam_width is None:
+            raise TypeError("beam_width=None: give the number of beams, 1 or more")
         params = SamplingParams(
             n=beam_width if n is None else n,
             beam_width=beam_width,
@@ -170,7 +171,7 @@ class Engine:
             max_tokens=max_tokens,
             ignore_eos=ignore_eos,
         )
-        return self.generate(prompts, params, use_tqdm=use_tqdm)
+        return self.generate(prompts, params, priority=priority, use_tqdm=use_tqdm)
 
     def stream(self, prompt: object, params: SamplingParams | None = None) -> Generator[TextDelta]:
         """Complete one prompt, yielding its text as it grows; dropping the stream aborts it.
@@ -197,6 +198,7 @@ class Engine:
         messages: list[Any],
         params: SamplingParams | list[SamplingParams] | None = None,
         *,
+        priority: list[int] | None = None,
         use_tqdm: bool | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
@@ -204,7 +206,7 @@ class Engine:
 
         Args:
             messages: A list of {"role": ..., "content": ...}, or a list of such lists.
-            params, use_tqdm: As for `generate`.
+            params, priority, use_tqdm: As for `generate`.
             **template_options: Passed to the chat template.
 
         Raises:
@@ -213,7 +215,7 @@ class Engine:
         many = isinstance(messages, (list, tuple)) and messages and isinstance(messages[0], list)
         conversations = messages if many else [messages]
         prompts = [self.render_chat(c, **template_options) for c in conversations]
-        return self.generate(prompts, params, use_tqdm=use_tqdm)
+        return self.generate(prompts, params, priority=priority, use_tqdm=use_tqdm)
 
     def render_chat(self, messages: list[Mapping[str, Any]], **template_options: Any) -> list[int]:
         """The token ids of a conversation, ready for the answer.

@@ -9,18 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jpaged.config import (
-    CPU_DEFAULTS,
-    CPU_KV_CACHE_BYTES,
-    EMBEDDED_MODEL,
-    GPU_DEFAULTS,
-    EngineConfig,
-    PlatformDefaults,
-    RuntimeConfig,
-    resolve_limits,
-    with_pool,
-    with_swap,
-)
+from jpaged.config import EMBEDDED_MODEL, EngineConfig
 from jpaged.core.block_manager import BlockManager
 from jpaged.core.prefix_cache import PrefixCache
 from jpaged.core.scheduler import Scheduler, SchedulerConfig
@@ -46,6 +35,16 @@ from jpaged.runtime.programs import (
 )
 from jpaged.runtime.swap import staging_bytes
 from jpaged.runtime.timing import measure_costs
+from jpaged.runtime_config import (
+    CPU_DEFAULTS,
+    CPU_KV_CACHE_BYTES,
+    GPU_DEFAULTS,
+    PlatformDefaults,
+    RuntimeConfig,
+    resolve_limits,
+    with_pool,
+    with_swap,
+)
 from jpaged.tokenizer import Tokenizer
 from pallas_kernels import select_backend
 

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.config import RuntimeConfig
 from jpaged.core.plan import ScheduledSequence, StepPlan
 from jpaged.core.request import Request, Sequence
 from jpaged.runtime.batch import pack_decode, pack_prefill
@@ -32,6 +31,7 @@ from jpaged.runtime.rows import RowTable
 from jpaged.runtime.sampler import Sampled, SamplerLevel
 from jpaged.runtime.sampling_state import bias_row, ending_row
 from jpaged.runtime.swap import BlockImages
+from jpaged.runtime_config import RuntimeConfig
 from jpaged.sampling_params import SamplingParams
 
 __all__ = ["ModelRunner", "StepHandle", "StepResult", "TokenScores"]
