@@ -28,7 +28,6 @@ from bench.common import SHAPES
 from bench.pinned_copy import pinned_copy_seconds
 from bench.records import print_table, record
 from bench.swap_ways import WAYS, Plain, Way
-from jpaged.config import RuntimeConfig
 from jpaged.core.plan import ScheduledSequence, StepPlan, SwapIn, SwapOut
 from jpaged.core.request import Request, StopCriteria
 from jpaged.models.config import ModelConfig
@@ -44,6 +43,7 @@ from jpaged.runtime.swap import (
     pool_block_bytes,
 )
 from jpaged.runtime.timing import measure_costs, time_swap
+from jpaged.runtime_config import RuntimeConfig
 from jpaged.sampling_params import SamplingParams
 from pallas_kernels import select_backend
 

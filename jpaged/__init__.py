@@ -11,28 +11,35 @@ from jpaged.version import __version__
 
 if TYPE_CHECKING:
     from jpaged.config import EngineConfig
+    from jpaged.core.accounts import BlockInfo, BlockState, MemoryReport
     from jpaged.engine import Engine
     from jpaged.metrics import EngineStats
     from jpaged.outputs import CompletionOutput, Logprob, RequestOutput, TextDelta
     from jpaged.sampling_params import SamplingParams
 
 _HOME = {
+    "BlockInfo": "jpaged.core.accounts",
+    "BlockState": "jpaged.core.accounts",
     "CompletionOutput": "jpaged.outputs",
     "Engine": "jpaged.engine",
     "EngineConfig": "jpaged.config",
     "EngineStats": "jpaged.metrics",
     "Logprob": "jpaged.outputs",
+    "MemoryReport": "jpaged.core.accounts",
     "RequestOutput": "jpaged.outputs",
     "SamplingParams": "jpaged.sampling_params",
     "TextDelta": "jpaged.outputs",
 }
 
 __all__ = [
+    "BlockInfo",
+    "BlockState",
     "CompletionOutput",
     "Engine",
     "EngineConfig",
     "EngineStats",
     "Logprob",
+    "MemoryReport",
     "RequestOutput",
     "SamplingParams",
     "TextDelta",

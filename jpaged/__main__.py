@@ -53,7 +53,10 @@ _ENGINE_FLAGS = (
 )
 _SAMPLING_FLAGS = (
     "n",
+    "best_of",
     "beam_width",
+    "length_penalty",
+    "early_stopping",
     "temperature",
     "top_p",
     "top_k",
@@ -87,8 +90,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_sampling_flags(group: Any) -> None:
     add = group.add_argument
-    add("--n", type=int, default=1, metavar="N", help="answers, each a sample; needs --temperature")
+    add("--n", type=int, default=1, metavar="N", help="so many answers; stderr names each")
+    add("--best-of", type=int, metavar="M", help="of M samples show the N likeliest")
     add("--beam-width", type=int, metavar="K", help="search with K beams, show the N best")
+    add("--length-penalty", type=float, default=1.0, metavar="A", help="of beams (default 1)")
+    add("--early-stopping", action="store_true", help="end a search with its K-th answer")
     add("--temperature", type=float, default=0.0, metavar="T", help="0: the likeliest (default)")
     add("--top-p", type=float, default=1.0, metavar="P", help="keep the top tokens of this mass")
     add("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest; 0: all")

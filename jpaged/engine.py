@@ -8,6 +8,7 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 from jpaged.config import EngineConfig
+from jpaged.core.accounts import BlockInfo, MemoryReport, block_map, memory_report
 from jpaged.driver import Driver, Job
 from jpaged.engine_loop import EngineLoop
 from jpaged.inputs import normalize_prompts, pair_params, pair_priorities
@@ -143,19 +144,16 @@ class Engine:
         early_stopping: bool | Literal["never"] = False,
         ignore_eos: bool = False,
         n: int | None = None,
+        priority: list[int] | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """`generate` with a beam search for the most probable answers to each prompt.
 
         Args:
-            prompts: As for `generate`.
+            prompts, priority, use_tqdm: As for `generate`.
             beam_width: Beams of each search.
-            max_tokens: Longest answer.
-            length_penalty: As in `SamplingParams`.
-            early_stopping: As in `SamplingParams`.
-            ignore_eos: Go on past the model's own end token.
+            max_tokens, length_penalty, early_stopping, ignore_eos: As in `SamplingParams`.
             n: Answers to return; None returns all `beam_width`.
-            use_tqdm: As for `generate`.
 
         Returns:
             One output a prompt, its answers best first, each with its `score`.
@@ -163,6 +161,8 @@ class Engine:
         Raises:
             TypeError, ValueError, RuntimeError: as `generate`.
         """
+        if beam_width is None:
+            raise TypeError("beam_width=None: give the number of beams, 1 or more")
         params = SamplingParams(
             n=beam_width if n is None else n,
             beam_width=beam_width,
@@ -171,11 +171,9 @@ class Engine:
             max_tokens=max_tokens,
             ignore_eos=ignore_eos,
         )
-        return self.generate(prompts, params, use_tqdm=use_tqdm)
+        return self.generate(prompts, params, priority=priority, use_tqdm=use_tqdm)
 
-    def stream(
-        self, prompt: object, params: SamplingParams | None = None
-    ) -> Generator[TextDelta, None, None]:
+    def stream(self, prompt: object, params: SamplingParams | None = None) -> Generator[TextDelta]:
         """Complete one prompt, yielding its text as it grows; dropping the stream aborts it.
 
         With n above 1 the samples' deltas come interleaved, each with its `index`; the stream ends
@@ -200,6 +198,7 @@ class Engine:
         messages: list[Any],
         params: SamplingParams | list[SamplingParams] | None = None,
         *,
+        priority: list[int] | None = None,
         use_tqdm: bool | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
@@ -207,8 +206,7 @@ class Engine:
 
         Args:
             messages: A list of {"role": ..., "content": ...}, or a list of such lists.
-            params: As for `generate`.
-            use_tqdm: As for `generate`.
+            params, priority, use_tqdm: As for `generate`.
             **template_options: Passed to the chat template.
 
         Raises:
@@ -217,7 +215,7 @@ class Engine:
         many = isinstance(messages, (list, tuple)) and messages and isinstance(messages[0], list)
         conversations = messages if many else [messages]
         prompts = [self.render_chat(c, **template_options) for c in conversations]
-        return self.generate(prompts, params, use_tqdm=use_tqdm)
+        return self.generate(prompts, params, priority=priority, use_tqdm=use_tqdm)
 
     def render_chat(self, messages: list[Mapping[str, Any]], **template_options: Any) -> list[int]:
         """The token ids of a conversation, ready for the answer.
@@ -285,6 +283,14 @@ class Engine:
     def stats(self) -> EngineStats:
         """The pool and the queues now, and counts since the start."""
         return self._loop.stats()
+
+    def block_map(self) -> dict[int, BlockInfo]:
+        """Every block of the pool now, by id: its state, who holds it, what it has. O(blocks)."""
+        return block_map(self._loop.scheduler)
+
+    def memory_report(self) -> MemoryReport:
+        """What the pool's slots are used for now, and what sharing saves. O(held blocks)."""
+        return memory_report(self._loop.scheduler)
 
     def check_integrity(self) -> None:
         """Prove the block census; raises `IntegrityError` if a block is lost or shared wrongly."""

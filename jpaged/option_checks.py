@@ -49,7 +49,9 @@ def check_utilization(value: object) -> None:
 
 
 def check_swap_space(value: object, preemption_mode: str) -> None:
-    """Raise ValueError unless it is so many GiB that this machine has, and enough for the mode."""
+    """Raise ValueError unless it is None, or GiB that this machine has, enough for the mode."""
+    if value is None:
+        return
     if not _is_number(value) or not value >= 0:  # type: ignore[operator]
         raise ValueError(f"swap_space={value!r} must be a number of GiB, 0 or more; use 4")
     present = physical_memory_bytes() / 2**30
@@ -63,6 +65,11 @@ def check_swap_space(value: object, preemption_mode: str) -> None:
             f"swap_space={value!r} leaves preemption_mode='swap' no memory to swap to; "
             "give some GiB, or use preemption_mode='recompute'"
         )
+
+
+def default_swap_space() -> float:
+    """GiB that suit this machine."""
+    return min(4.0, physical_memory_bytes() / 2**31)
 
 
 def physical_memory_bytes() -> int:

@@ -12,7 +12,7 @@ MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1
 
 _NOT_FOR_BEAMS: Mapping[str, tuple[Any, ...]] = {
     "best_of": (None,),
-    "temperature": (0.0, 1.0),
+    "temperature": (1.0, 0.0),
     "top_p": (1.0,),
     "top_k": (0, -1),
     "min_p": (0.0,),
@@ -23,6 +23,7 @@ _NOT_FOR_BEAMS: Mapping[str, tuple[Any, ...]] = {
     "logit_bias": (None, {}),
     "allowed_token_ids": (None,),
     "stop": (None, [], (), set(), frozenset()),
+    "include_stop_str_in_output": (False,),
     "logprobs": (None,),
 }
 """What a beam search has no use for, and the values that ask nothing of it; the first is told."""
@@ -63,7 +64,7 @@ def check_samples(params: "SamplingParams") -> None:
 
 def check_beam(params: "SamplingParams") -> None:
     """What a beam search takes, and what is its alone; after the other checks."""
-    check_float("length_penalty", params.length_penalty, "that is finite")
+    check_float("length_penalty", params.length_penalty, "but neither NaN nor infinite")
     if not isinstance(params.early_stopping, bool) and params.early_stopping != "never":
         raise ValueError(f'early_stopping={params.early_stopping!r} must be False, True or "never"')
     if params.beam_width is None:
@@ -78,8 +79,9 @@ def check_beam(params: "SamplingParams") -> None:
         value = getattr(params, name)
         if not any(value == each for each in unset):
             raise ValueError(
-                f"{name}={value!r} cannot go with beam_width={params.beam_width}: leave {name} at "
-                f"{unset[0]}, or sample without beam_width"
+                f"{name}={value!r} cannot go with beam_width={params.beam_width}, for a search "
+                f"takes the most probable answers: leave {name} at {unset[0]}, or sample without "
+                "beam_width"
             )
 
 

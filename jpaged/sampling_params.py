@@ -34,11 +34,13 @@ class SamplingParams:
         best_of: sample so many and return the n of the highest cumulative log-probability, best
             first; None samples n.
         beam_width: search for the most probable answers with so many beams, instead of sampling;
-            the search is that of transformers' `generate(num_beams=...)`.
+            the search is that of transformers' `generate(num_beams=...)`. It and the tokens that
+            end an answer are at most 20 together. A seed has no effect on it.
         length_penalty: of beams: an answer's score is its cumulative log-probability divided by its
             number of tokens to this power; above 0 favours long answers, below 0 short ones.
         early_stopping: when a beam search with beam_width complete answers is over: True at once;
-            False when no beam scores better at its present length; "never" when none can.
+            False when no beam scores better at its present length; "never" when none can. But for
+            True a search may go on to max_tokens to be sure.
         temperature: divides the logits; 0 takes the most probable token.
         top_p: keep the smallest set of tokens whose probabilities sum to this; 1 keeps all.
         top_k: keep this many of the most probable tokens; 0 or -1 keeps all.
@@ -168,10 +170,10 @@ class SamplingParams:
                     f"ask for at most {max_logprobs}"
                 )
         self._check_leaves_a_token(eos_token_ids)
-        if max_num_seqs is not None:
-            self._check_seats(max_num_seqs)
         if self.beam_width is not None and vocab_size > max_logprobs:
             self._check_candidates(max_logprobs, eos_token_ids)
+        if max_num_seqs is not None:
+            self._check_seats(max_num_seqs)
 
     def check_streamable(self) -> None:
         """Raises ValueError if which answers are returned is known only at the end."""
@@ -223,11 +225,10 @@ class SamplingParams:
     def _check_candidates(self, max_logprobs: int, eos_token_ids: Collection[int]) -> None:
         """Each beam must bring enough next tokens for an exact search; see `BeamSearch`."""
         num_endings = len(self.ending_ids(eos_token_ids))
-        num_needed = (self.beam_width or 0) + num_endings
-        if num_needed > max_logprobs:
+        most = max_logprobs - num_endings
+        if (self.beam_width or 0) > most:
+            remedy = "lower beam_width" if self.ignore_eos else "lower it, or set ignore_eos=True"
             raise ValueError(
-                f"beam_width={self.beam_width} with {num_endings} tokens that end an answer needs "
-                f"the {num_needed} likeliest tokens of each step, and the "
-                f"engine gives max_logprobs={max_logprobs}: lower beam_width or name fewer "
-                "stop_token_ids"
+                f"beam_width={self.beam_width} is more than {most}, the most with {num_endings} "
+                f"tokens that end an answer (together at most {max_logprobs}): {remedy}"
             )

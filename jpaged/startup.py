@@ -9,18 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jpaged.config import (
-    CPU_DEFAULTS,
-    CPU_KV_CACHE_BYTES,
-    EMBEDDED_MODEL,
-    GPU_DEFAULTS,
-    EngineConfig,
-    PlatformDefaults,
-    RuntimeConfig,
-    resolve_limits,
-    with_pool,
-    with_swap,
-)
+from jpaged.config import EMBEDDED_MODEL, EngineConfig
 from jpaged.core.block_manager import BlockManager
 from jpaged.core.prefix_cache import PrefixCache
 from jpaged.core.scheduler import Scheduler, SchedulerConfig
@@ -30,7 +19,13 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.loader import load_model, read_config, resolve_checkpoint
 from jpaged.reporter import Reporter
 from jpaged.runtime.buckets import Buckets, make_buckets
-from jpaged.runtime.kv_cache import MemoryAccount, block_bytes, fit_blocks, tree_bytes
+from jpaged.runtime.kv_cache import (
+    MAX_BLOCKS,
+    MemoryAccount,
+    block_bytes,
+    fit_blocks,
+    tree_bytes,
+)
 from jpaged.runtime.model_runner import ModelRunner
 from jpaged.runtime.programs import (
     Shapes,
@@ -40,11 +35,25 @@ from jpaged.runtime.programs import (
 )
 from jpaged.runtime.swap import staging_bytes
 from jpaged.runtime.timing import measure_costs
+from jpaged.runtime_config import (
+    CPU_DEFAULTS,
+    CPU_KV_CACHE_BYTES,
+    GPU_DEFAULTS,
+    PlatformDefaults,
+    RuntimeConfig,
+    resolve_limits,
+    with_pool,
+    with_swap,
+)
 from jpaged.tokenizer import Tokenizer
 from pallas_kernels import select_backend
 
 _DRAFT_BLOCKS = 2
 """Blocks of the pool with which the largest step's workspace is measured; they do not enter it."""
+
+_SMALL_ARRAYS = 256 * 2**20
+"""Bytes for what no program's account has: steps' inputs, results on their way to the host, and the
+allocator's gaps between these."""
 
 _STEPS_IN_FLIGHT = 2
 """Steps whose workspaces can exist at once: the one that runs and the one launched behind it."""
@@ -169,7 +178,7 @@ def _account_without_pool(
     limit = _memory_limit(device, weights)
     if limit is not None:  # a CPU step's workspace is not worth a compilation
         one_step = largest_step_workspace(split, shapes, limits, _buckets(limits))
-        workspace = _STEPS_IN_FLIGHT * one_step
+        workspace = _STEPS_IN_FLIGHT * one_step + _SMALL_ARRAYS
         workspace += staging_bytes(shapes.kv.pool, limits.num_host_blocks)
     sampling = tree_bytes((shapes.sampling, shapes.last_tokens, shapes.kv.block_tables))
     return MemoryAccount(weights, sampling, workspace, 0, limit)
@@ -193,7 +202,7 @@ def _choose_num_blocks(
     if config.kv_cache_memory_bytes is not None:
         return fit_blocks(config.kv_cache_memory_bytes, per_block)
     if account.limit is not None:
-        return fit_blocks(account.limit - account.total, per_block)
+        return min(fit_blocks(account.limit - account.total, per_block), MAX_BLOCKS)
     # Memory that belongs to everybody: no more than the sequences can use.
     useful = limits.max_num_seqs * limits.max_blocks_per_seq + 1
     return min(fit_blocks(CPU_KV_CACHE_BYTES, per_block), useful)

@@ -47,7 +47,7 @@ class Session:
         The first Ctrl-C takes effect between two deltas, so that it never breaks into a step of
         the engine; a second one does not wait.
         """
-        watch = Watch(self.engine) if self._stats else None
+        watch = Watch(self.engine, self._comes_whole) if self._stats else None
         self.answer = ""
         page = Page(self._params.n)
         try:
@@ -69,7 +69,7 @@ class Session:
         watch: "Watch | None",
         interrupted: threading.Event,
     ) -> None:
-        start = self._search if self._params.beam_width else self._stream
+        start = self._search if self._comes_whole else self._stream
         with contextlib.closing(start(prompt)) as deltas:  # closing it early aborts the request
             for delta in deltas:
                 if delta.index == 0:
@@ -80,18 +80,24 @@ class Session:
                 if interrupted.is_set():
                     return
 
+    @property
+    def _comes_whole(self) -> bool:
+        """Whether which answers are shown is known only at the end."""
+        return bool(self._params.beam_width) or self._params.num_samples > self._params.n
+
     def _stream(self, prompt: str | list[int]) -> Generator[TextDelta]:
         return cast("Generator[TextDelta]", self.engine.stream(prompt, self._params))
 
     def _search(self, prompt: str | list[int]) -> Generator[TextDelta]:
-        """A beam search as a stream: an empty delta a step, and at the end the answers."""
+        """Whole answers as a stream: an empty delta a step, and at the end the answers."""
         request_id = self.engine.add_request(prompt, self._params)
         try:
             while self.engine.has_unfinished_requests:
                 found = self.engine.step()
                 yield TextDelta("")
                 for output in found:
-                    yield from _whole_answers(output)
+                    if output.finished:
+                        yield from _whole_answers(output)
         finally:
             self.engine.abort(request_id)
 
@@ -115,10 +121,11 @@ class Page:
         self._ended = [False] * num_answers
         self._turn = -1
         self._last = "\n"  # what stands before the cursor, or nothing at all
-        self._next()
 
     def show(self, delta: TextDelta) -> None:
         """Print what it brings now, or when its answer's turn comes."""
+        if self._turn < 0:
+            self._next()
         self._ended[delta.index] |= delta.finish_reason is not None
         if delta.index != self._turn:
             self._texts[delta.index] += delta.text
@@ -196,22 +203,27 @@ def _take_turn(session: Session, history: list[Message], text: str) -> list[Mess
 class Watch:
     """Times one answer and keeps the pool's figures while it is made."""
 
-    def __init__(self, engine: "Engine"):
+    def __init__(self, engine: "Engine", comes_whole: bool):
+        from jpaged.pool_picture import BusyPool  # with numpy, which --help does without
+
         self._engine = engine
+        self._comes_whole = comes_whole  # the answers come all at once
         self._before: EngineStats = engine.stats()
         self._busy = self._before
-        self._started = time.perf_counter()
+        self._pool = BusyPool(engine)
+        self._started = self._now()
         self._times: list[tuple[float, int]] = []  # when, how many tokens
         self._finish_reason: str | None = None
 
     def see(self, delta: TextDelta) -> None:
         """Note a delta."""
         if delta.token_ids:
-            self._times.append((time.perf_counter(), len(delta.token_ids)))
+            self._times.append((self._now(), len(delta.token_ids)))
         self._finish_reason = delta.finish_reason
         stats = self._engine.stats()
         if stats.num_running:
             self._busy = stats
+            self._pool.see(stats)
 
     def report(self) -> str:
         """The figures, a line each."""
@@ -229,8 +241,13 @@ class Watch:
                 f"waste     {busy.num_waste_slots} of {num_slots} slots in last blocks "
                 f"({busy.waste:.1%})",
                 f"pressure  {now.num_preemptions - self._before.num_preemptions} preemptions",
+                *self._pool.lines(),
             )
         )
+
+    def _now(self) -> float:
+        """Seconds; those spent on looking at the pool are not the engine's."""
+        return time.perf_counter() - self._pool.seconds
 
     def _num_cached_tokens(self, now: "EngineStats") -> int:
         return now.num_cached_tokens - self._before.num_cached_tokens
@@ -243,6 +260,8 @@ class Watch:
         if not self._times:
             return "no token came"
         first, last = self._times[0], self._times[-1]
+        if self._comes_whole:
+            return f"answers after {last[0] - self._started:.3f} s"
         text = f"first token after {first[0] - self._started:.3f} s"
         if last[0] > first[0]:
             rate = (self._num_tokens - first[1]) / (last[0] - first[0])

@@ -13,6 +13,7 @@ import pytest
 import jpaged
 from jpaged.__main__ import _ENGINE_FLAGS, main
 from jpaged.config import EngineConfig
+from jpaged.core.accounts import BlockInfo, BlockState, MemoryReport
 from jpaged.metrics import EngineStats
 from jpaged.outputs import CompletionOutput, RequestOutput, TextDelta
 from jpaged.sampling_params import SamplingParams
@@ -104,6 +105,12 @@ class FakeEngine:
             num_cached_blocks=2,
             num_generated_tokens=self.num_tokens,
         )
+
+    def block_map(self) -> dict[int, BlockInfo]:
+        return {1: BlockInfo(1, BlockState.USED, 1, 3, ("0",), False, None)}
+
+    def memory_report(self) -> MemoryReport:
+        return MemoryReport(16, 100, 36, 12, 0, 32, 1520, 3, 3, 0, 0, 0)
 
     def abort_all(self) -> None:
         self.is_shut_down = True
@@ -227,6 +234,8 @@ def test_stats(capsys: pytest.CaptureFixture[str]):
     assert "0 preemptions" in err
     assert "first token after 0.0" in err
     assert "tokens/s" in err
+    assert "36 with tokens, 12 reserved" in err
+    assert err.endswith("        1 +\n")
 
 
 # Several answers

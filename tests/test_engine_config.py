@@ -3,15 +3,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from jpaged.config import (
-    CPU_DEFAULTS,
-    EngineConfig,
-    RuntimeConfig,
-    resolve_limits,
-    with_pool,
-    with_swap,
-)
+from jpaged import option_checks
+from jpaged.config import EngineConfig
 from jpaged.runtime.kv_cache import MemoryAccount
+from jpaged.runtime_config import CPU_DEFAULTS, RuntimeConfig, resolve_limits, with_pool, with_swap
 from jpaged.startup import _describe
 from pallas_kernels import Backend
 
@@ -50,7 +45,6 @@ def resolved(num_blocks: int = 100, **options) -> RuntimeConfig:
         ("swap_space", float("nan"), "swap_space=nan must be a number"),
         ("swap_space", "4", "swap_space='4' must be a number"),
         ("swap_space", True, "swap_space=True must be a number"),
-        ("swap_space", None, "swap_space=None must be a number"),
         ("swap_space", 1e9, r"swap_space=.* more than this machine's \d+\.\d GiB of memory; lower"),
         ("swap_space", float("inf"), "swap_space=inf GiB is more than"),
     ],
@@ -134,3 +128,10 @@ def test_host_memory_is_told_apart_from_the_devices():
     assert "host memory for swapped blocks: up to 1.0 MiB" in lines
     without = _describe(resolved(), replace(account, swap=0), SimpleNamespace(device_kind="X"))
     assert len(without) == len(lines) - 1
+
+
+def test_a_small_machine_swaps_less_by_default(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(option_checks, "physical_memory_bytes", lambda: 2 * 2**30)
+    assert EngineConfig(preemption_mode="swap").host_blocks(2**20) == 1024
+    with pytest.raises(ValueError, match=r"swap_space=4 GiB is more than this machine's 2.0 GiB"):
+        EngineConfig(swap_space=4)

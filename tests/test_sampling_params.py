@@ -163,7 +163,7 @@ BESIDE_BEAMS = [
 @pytest.mark.parametrize(("name", "value"), BESIDE_BEAMS, ids=[name for name, _ in BESIDE_BEAMS])
 def test_beams_do_not_go_with(name: str, value: Any):
     asked: dict[str, Any] = {"beam_width": 4, name: value}
-    message = rf"{name}=.* cannot go with beam_width=4: leave {name} at"
+    message = rf"{name}=.* cannot go with beam_width=4, .*: leave {name} at"
     with pytest.raises(ValueError, match=message):
         SamplingParams(**asked)
 
@@ -198,7 +198,7 @@ def test_all_sequences_of_a_request_must_run_together(name: str, params: Samplin
 def test_a_step_must_give_a_beam_enough_candidates():
     params = SamplingParams(beam_width=18, stop_token_ids=[4])
     params.validate_for(100, 20, (2,))
-    with pytest.raises(ValueError, match=r"beam_width=18 with 3 tokens .*max_logprobs=20"):
+    with pytest.raises(ValueError, match=r"beam_width=18 is more than 17, the .*most 20"):
         params.validate_for(100, 20, (2, 3))
     params.validate_for(20, 20, (2, 3))  # all there are
 

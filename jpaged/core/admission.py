@@ -1,20 +1,22 @@
 """Who may join the batch, and with how much of its KV found in the prefix cache."""
 
+from collections import Counter
+from itertools import chain
 from typing import NamedTuple
 
 from jpaged.core.block_manager import BlockManager
 from jpaged.core.block_pool import BlockContent, KVBlock, registered_content
-from jpaged.core.groups import set_stem
 from jpaged.core.limits import SchedulerConfig
 from jpaged.core.queue import RequestQueue
 from jpaged.core.request import Request, RequestStatus, Sequence
-from jpaged.core.swap import Return, SwapSpace
+from jpaged.core.swap import SwapInFit, SwapSpace
 
 
 class _Refusal(NamedTuple):
     """Why the head of the line did not fit: as long as nothing of it changes, it does not."""
 
     sequence: Sequence
+    num_sequences: int
     num_spare_blocks: int
     num_freed: int
     contents: list[BlockContent]
@@ -47,33 +49,52 @@ class Admission:
             return self.find_image(request) is not None
         return self.find_prefix(request) is not None
 
-    def has_seats(self, request: Request) -> bool:
-        """Whether a step has places for so many sequences more."""
-        num_free = self._config.max_num_seqs - len(self._running)
+    def would_have_room(self, request: Request, yielding: list[Request]) -> bool:
+        """Whether there would be seats and blocks if these runners gave all of theirs back."""
+        if not self.has_seats(request, sum(r.num_seats for r in yielding)):
+            return False
+        tables = (sequence.block_table for r in yielding for sequence in r.live)
+        held, blocks = Counter(chain.from_iterable(tables)), self._manager.pool.blocks
+        num_returned = sum(blocks[b].ref_cnt == count for b, count in held.items())
+        if request.status is RequestStatus.SWAPPED:
+            num_needed = self._swap_space.measure(request).num_needed_blocks
+        else:
+            num_needed, _ = self._measure(request)
+        num_needed += int(len(yielding) < len(self._running))  # the spare block
+        return num_needed <= self._manager.num_free_blocks + num_returned
+
+    def has_seats(self, request: Request, num_more: int = 0) -> bool:
+        """Whether a step has places for so many sequences more, `num_more` being made free."""
+        num_free = self._config.max_num_seqs - len(self._running) + num_more
         if num_free < request.num_seats:  # most often it stays so simple
             return False
         return num_free - sum(r.num_seats - 1 for r in self._running) >= request.num_seats
 
-    def find_image(self, request: Request) -> Return | None:
+    def find_image(self, request: Request) -> SwapInFit | None:
         """How a swapped group can come back; None if it must wait."""
         return self._swap_space.find(request, self._num_spare_blocks)
 
-    def find_prefix(self, request: Request) -> tuple[list[KVBlock]] | None:
-        """Settle the group's stem, and give the cached prefix with which the whole group fits now,
-        in a tuple; None if it must wait."""
-        set_stem(request)
-        manager, first, num_spare_blocks = self._manager, request.live[0], self._num_spare_blocks
+    def find_prefix(self, request: Request) -> list[KVBlock] | None:
+        """The cached prefix with which the whole group, its stem settled, fits now; None if it must
+        wait."""
         if self._is_still_refused(request):
             return None
+        num_needed, prefix = self._measure(request)
+        if num_needed + self._num_spare_blocks <= self._manager.num_free_blocks:
+            self._refusal = None
+            return prefix
+        contents = [registered_content(block) for block in prefix]
+        self._refusal = _Refusal(*self._state(request), contents)
+        return None
+
+    def _measure(self, request: Request) -> tuple[int, list[KVBlock]]:
+        """Free blocks that a waiting group takes to compute all its tokens, and its prefix."""
+        manager, first = self._manager, request.live[0]
         prefix = manager.find_prefix(first, _max_prefix_tokens(request))
         num_missing = len(first.token_ids) - len(prefix) * manager.block_size
-        num_others = _num_blocks_of_others(manager, request)
-        if manager.can_allocate(num_missing, num_spare_blocks + num_others, prefix):
-            self._refusal = None
-            return (prefix,)
-        contents = [registered_content(block) for block in prefix]
-        self._refusal = _Refusal(first, num_spare_blocks, manager.pool.num_freed, contents)
-        return None
+        num_revived = sum(block.ref_cnt == 0 for block in prefix)
+        num_needed = manager.num_blocks_for(num_missing) + num_revived
+        return num_needed + _num_blocks_of_others(manager, request), prefix
 
     @property
     def _num_spare_blocks(self) -> int:
@@ -81,11 +102,14 @@ class Admission:
         return int(bool(self._running))
 
     def _is_still_refused(self, request: Request) -> bool:
-        refusal, manager, first = self._refusal, self._manager, request.live[0]
-        now = (first, self._num_spare_blocks, manager.pool.num_freed)
-        if refusal is None or refusal[:3] != now:
+        refusal, first = self._refusal, request.live[0]
+        if refusal is None or refusal[:-1] != self._state(request):
             return False
-        return not manager.can_extend(refusal.contents, first, _max_prefix_tokens(request))
+        return not self._manager.can_extend(refusal.contents, first, _max_prefix_tokens(request))
+
+    def _state(self, request: Request) -> tuple[Sequence, int, int, int]:
+        live, num_freed = request.live, self._manager.pool.num_freed
+        return live[0], len(live), self._num_spare_blocks, num_freed
 
 
 def _max_prefix_tokens(request: Request) -> int:

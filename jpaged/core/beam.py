@@ -71,6 +71,12 @@ class BeamSearch:
         small for more; transformers fills the list with made-up answers of score -1e9 then.
         """
 
+    def __repr__(self) -> str:
+        return (
+            f"BeamSearch({self.width}, length_penalty={self.length_penalty}, "
+            f"early_stopping={self.early_stopping!r})"
+        )
+
     @property
     def num_candidates(self) -> int:
         """The next tokens that each beam must bring (a smaller vocabulary brings all it has).

@@ -10,10 +10,8 @@ import numpy as np
 from jpaged.core.beam import BeamSearch, Continuation
 from jpaged.core.block_manager import BlockManager
 from jpaged.core.errors import IntegrityError
+from jpaged.core.plan import RowFork
 from jpaged.core.request import FinishReason, Request, Sequence
-
-RowFork = tuple[Sequence, Sequence]
-"""(parent, child): the child's device row starts as a copy of the parent's."""
 
 
 def set_stem(request: Request) -> None:
@@ -27,17 +25,20 @@ def set_stem(request: Request) -> None:
 
 def num_common_tokens(sequences: list[Sequence]) -> int:
     """Length of the longest beginning that all sequences share."""
-    texts = [sequence.token_ids for sequence in sequences]
-    low, high = min(texts), max(texts)  # all others lie between these, and share what they share
+    token_lists = [sequence.token_ids for sequence in sequences]
+    low, high = (
+        min(token_lists),
+        max(token_lists),
+    )  # all others lie between
     pairs = zip(low, high, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(low), len(high)))
 
 
 def num_tokens_to_recompute(request: Request) -> int:
     """Tokens whose KV is computed again if the group loses its blocks."""
-    most = [sequence.num_computed_tokens for sequence in request.live]
-    shared = min(num_common_tokens(request.live), *most) if len(most) > 1 else 0
-    return shared + sum(count - shared for count in most)
+    computed = [sequence.num_computed_tokens for sequence in request.live]
+    shared = min(num_common_tokens(request.live), *computed) if len(computed) > 1 else 0
+    return shared + sum(count - shared for count in computed)
 
 
 def fan_out(manager: BlockManager, request: Request) -> list[RowFork]:

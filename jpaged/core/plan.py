@@ -7,6 +7,9 @@ import numpy as np
 
 from jpaged.core.request import FinishReason, Request, Sequence
 
+RowFork = tuple[Sequence, Sequence]
+"""(parent, child): the child's device row starts as a copy of the parent's."""
+
 
 class SwapOut(NamedTuple):
     """Blocks to copy to host memory: block `block_ids[i]` becomes entry `i` of a new image."""
@@ -48,8 +51,8 @@ class StepPlan:
     1. `released`: rows of sequences that left the batch (finished, aborted, pruned, preempted)
        since the last plan, each reported once a stay. A preempted sequence that comes back is in
        `released` of this plan or an earlier one, and joins like a new one, with its whole table.
-    2. `row_forks` (parent, child): the child gets a row, and in it a copy of the block table that
-       the parent's row has now.
+    2. `row_forks`: the child gets a row, and in it a copy of the block table that the parent's row
+       has now.
     3. `dropped`: images that nobody will want back.
     4. `swap_outs`: read before anything is written, since others may get these blocks.
     5. `block_copies` (source, destination): before the step's writes.
@@ -66,7 +69,7 @@ class StepPlan:
     released: tuple[int, ...] = ()
     preempted: tuple[str, ...] = ()  # ids of requests preempted since the last plan
     block_copies: tuple[tuple[int, int], ...] = ()
-    row_forks: tuple[tuple[Sequence, Sequence], ...] = ()
+    row_forks: tuple[RowFork, ...] = ()
     dropped: tuple[int, ...] = ()
     swap_outs: tuple[SwapOut, ...] = ()
     swap_ins: tuple[SwapIn, ...] = ()

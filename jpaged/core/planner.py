@@ -3,7 +3,7 @@
 from jpaged.core.admission import Admission
 from jpaged.core.block_manager import NO_CHANGES, BlockChanges, BlockManager
 from jpaged.core.draft import StepDraft
-from jpaged.core.groups import fan_out, work_of
+from jpaged.core.groups import fan_out, set_stem, work_of
 from jpaged.core.limits import SchedulerConfig
 from jpaged.core.queue import RequestQueue
 from jpaged.core.request import Request, RequestStatus
@@ -38,7 +38,7 @@ class Planner:
         if self._by_priority:
             self._yield_to_urgent()
         self._continue_running(draft)
-        if not (draft.has_preempted or draft.is_starved):
+        if not draft.has_preempted:
             self._admit_waiting(draft)
 
     def take_preempted(self) -> tuple[str, ...]:
@@ -50,6 +50,8 @@ class Planner:
     def _continue_running(self, draft: StepDraft) -> None:
         for request in list(self.running):
             # Preemption takes the last first: after one who lost its place all have.
+            if self._by_priority and not draft.has_preempted:
+                self._admit_waiting(draft, before=request)
             if draft.budget == 0 or request.status is not RequestStatus.RUNNING:
                 break
             self._continue(draft, request)
@@ -67,6 +69,7 @@ class Planner:
             changes = manager.append(sequence, num_tokens) if num_blocks else NO_CHANGES
             if not sequence.is_placed:
                 sequence.is_placed = True
+                sequence.num_admitted_tokens = len(sequence.token_ids)
                 changes = BlockChanges(tuple(enumerate(sequence.block_table)), changes.copies)
             draft.place(sequence, num_tokens, changes)
 
@@ -109,17 +112,31 @@ class Planner:
         return request
 
     def _yield_to_urgent(self) -> None:
-        """Preempt requests of a worse priority than the head of the line until that one fits."""
-        while self.waiting and self.running:
-            head = self.waiting.first
-            is_urgent = head.priority < self.running.last.priority
-            if not is_urgent or not head.is_read or self._admission.has_room(head):
+        """Preempt requests of a worse priority than the head of the line until that one fits, if it
+        then will."""
+        while self.waiting:
+            head = self._head()
+            less_urgent = [r for r in self.running if r.priority > head.priority]
+            if not (less_urgent and head.is_read) or self._admission.has_room(head):
+                return
+            if not self._admission.would_have_room(head, less_urgent):
                 return
             self._preempt_last()
 
-    def _admit_waiting(self, draft: StepDraft) -> None:
-        while self.waiting and draft.budget:
-            request = self.waiting.first
+    def _head(self) -> Request:
+        """The first in line, its stem settled."""
+        head = self.waiting.first
+        if head.status is not RequestStatus.SWAPPED:  # that one's stem is in its image
+            set_stem(head)
+        return head
+
+    def _admit_waiting(self, draft: StepDraft, before: Request | None = None) -> None:
+        """Let the head of the line join as long as it may; `before` a runner that it outranks, only
+        such a head, so that the less urgent do not take the step's tokens first."""
+        while self.waiting and draft.budget and not draft.is_starved:
+            request = self._head()
+            if before is not None and request.priority >= before.priority:
+                break
             # One preempted a moment ago has tokens that are not known here yet.
             if not (request.is_read and self._admission.has_seats(request)):
                 break
@@ -129,17 +146,17 @@ class Planner:
 
     def _come_back(self, request: Request) -> bool:
         """Bring a swapped group's blocks back, if they fit; it computes from the next step on."""
-        found = self._admission.find_image(request)
-        if found is not None:
-            self._swap_space.swap_in(request, found)
+        fit = self._admission.find_image(request)
+        if fit is not None:
+            self._swap_space.swap_in(request, fit)
             self._enter(request)
-        return found is not None
+        return fit is not None
 
     def _join(self, draft: StepDraft, request: Request) -> bool:
-        found = self._admission.find_prefix(request)
-        if found is None:
+        prefix = self._admission.find_prefix(request)
+        if prefix is None:
             return False
-        (prefix,), first, manager = found, request.live[0], self._manager
+        first, manager = request.live[0], self._manager
         self._enter(request)
         manager.share_prefix(first, prefix)
         if first.num_cached_tokens is None:
@@ -155,5 +172,3 @@ class Planner:
         self.waiting.remove(request)
         self.running.add(request)
         request.status = RequestStatus.RUNNING
-        for sequence in request.live:
-            sequence.num_admitted_tokens = len(sequence.token_ids)

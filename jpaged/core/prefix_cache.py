@@ -47,11 +47,6 @@ class PrefixCache:
         self._index: dict[int, BlockContent] = {}
         self._num_named = 0
 
-    @property
-    def num_contents(self) -> int:
-        """Contents that can be found."""
-        return len(self._index)
-
     def find_chain(
         self, token_ids: list[int], max_blocks: int, salt: str | None = None
     ) -> list[KVBlock]:

@@ -136,7 +136,7 @@ class Request:
     arrival: int = -1  # order of arrival, set by Scheduler.add
     max_num_tokens: int = 0  # prompt and outputs at most of each sequence, set by Scheduler.add
     num_stem_tokens: int = 0
-    image: "BlockImage | None" = None  # while swapped out
+    image: BlockImage | None = None  # while swapped out
     live: list[Sequence] = field(init=False)
 
     def __post_init__(self):

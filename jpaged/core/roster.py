@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from itertools import chain
 
 from jpaged.core.block_manager import BlockManager
-from jpaged.core.groups import RowFork
+from jpaged.core.plan import RowFork
 from jpaged.core.request import Request, Sequence
 
 
@@ -33,7 +33,14 @@ class Roster:
         self._row_forks.update((child.seq_id, (parent, child)) for parent, child in forks)
 
     def leave_row(self, sequence: Sequence) -> None:
-        """The sequence leaves the batch, if it was ever planned in it."""
+        """The sequence leaves the batch, if it was ever planned in it.
+
+        Children that no plan has forked from its row yet join like new ones, with whole tables.
+        """
+        for parent, child in list(self._row_forks.values()):
+            if parent is sequence:
+                del self._row_forks[child.seq_id]
+                child.is_placed = False
         if self._row_forks.pop(sequence.seq_id, None) is None and sequence.is_placed:
             self._released.append(sequence.seq_id)
         sequence.is_placed = False

@@ -11,6 +11,7 @@ can be planned before the sampled tokens of this one were read:
 
 import numpy as np
 
+from jpaged.core.accounts import num_waste_slots
 from jpaged.core.block_manager import BlockManager
 from jpaged.core.draft import StepDraft
 from jpaged.core.groups import (
@@ -74,13 +75,8 @@ class Scheduler:
 
     @property
     def num_waste_slots(self) -> int:
-        """Slots of running sequences' blocks that no computed token fills, shared ones once."""
-        size, waste = self.block_manager.block_size, {}
-        for request in self.running:
-            for sequence in request.live:
-                table = sequence.block_table
-                waste.update({table[-1]: -sequence.num_computed_tokens % size} if table else {})
-        return sum(waste.values())
+        """Slots of held blocks that no computed token fills, shared ones once."""
+        return num_waste_slots(self)
 
     @property
     def num_in_flight_steps(self) -> int:
@@ -140,7 +136,7 @@ class Scheduler:
             self.roster.let_go(sequence)
             if not request.live:
                 self._end(request, reason)
-        elif request.is_finished:
+        elif request.is_finished and len(request.sequences) == 1:
             request.finish_reason = reason
 
     # ---- steps

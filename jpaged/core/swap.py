@@ -51,11 +51,12 @@ class SwapOrders(NamedTuple):
     ins: tuple[SwapIn, ...]
 
 
-class Return(NamedTuple):
-    """How a group can come back: these blocks for these entries, the other entries copied."""
+class SwapInFit(NamedTuple):
+    """How a group comes back: these blocks for these entries, the other entries copied."""
 
     hits: list[list[KVBlock]]  # of each live sequence, from its first block on
     num_copied: int
+    num_needed_blocks: int  # free ones, so that the group can compute once it is back
 
 
 class SwapSpace:
@@ -71,7 +72,7 @@ class SwapSpace:
         self.num_used_blocks = 0
         self._manager = manager
         self._num_images = 0
-        self._refusal: tuple[Request, int, int] | None = None
+        self._refusal: tuple[Request, int, int, int] | None = None
         self._dropped: list[int] = []
         self._outs: list[SwapOut] = []
         self._ins: list[SwapIn] = []
@@ -118,35 +119,52 @@ class SwapSpace:
 
     # ---- in
 
-    def find(self, request: Request, num_spare_blocks: int) -> Return | None:
-        """How the group can come back now and leave `num_spare_blocks` free; None if it cannot.
+    def find(self, request: Request, num_spare_blocks: int) -> SwapInFit | None:
+        """How the group can come back now, compute, and leave `num_spare_blocks` free; None if it
+        cannot.
 
         Full blocks that the prefix cache still has, or has again, are shared and not copied.
         """
         manager = self._manager
-        refusal = (request, num_spare_blocks, manager.pool.num_freed)
+        refusal = (request, len(request.live), num_spare_blocks, manager.pool.num_freed)
         if refusal == self._refusal:
             return None
-        hits = [self._manager.find_computed(sequence) for sequence in request.live]
-        found = {block.block_id: block for blocks in hits for block in blocks}
-        num_copied = len(_entries(request) - _hit_entries(request, hits).keys())
-        num_revived = sum(block.ref_cnt == 0 for block in found.values())
-        if num_copied + num_revived + num_spare_blocks > manager.num_free_blocks:
+        fit = self.measure(request)
+        if fit.num_needed_blocks + num_spare_blocks > manager.num_free_blocks:
             self._refusal = refusal
             return None
         self._refusal = None
-        return Return(hits, num_copied)
+        return fit
 
-    def swap_in(self, request: Request, way: Return) -> None:
+    def measure(self, request: Request) -> SwapInFit:
+        """How the group would come back now, if enough blocks were free."""
+        hits = [self._manager.find_computed(sequence) for sequence in request.live]
+        found = {block.block_id: block for blocks in hits for block in blocks}
+        num_revived = sum(block.ref_cnt == 0 for block in found.values())
+        num_copied = len(_entries(request) - _hit_entries(request, hits).keys())
+        num_needed = num_copied + num_revived + self._num_next_blocks(request)
+        return SwapInFit(hits, num_copied, num_needed)
+
+    def _num_next_blocks(self, request: Request) -> int:
+        """Blocks that the group needs to compute what it has not, once it is back: without them
+        it would be swapped out again."""
+        manager, stem = self._manager, request.num_stem_tokens
+        live = request.live[:1] if stem else request.live
+        ends = [(stem or len(sequence.token_ids), sequence.image_table) for sequence in live]
+        num_grown = sum(manager.num_blocks_for(end) - len(table) for end, table in ends)
+        partial = [s for s in live if s.num_computed_tokens % manager.block_size]
+        return num_grown + len(partial) - len({s.image_table[-1] for s in partial})  # copies
+
+    def swap_in(self, request: Request, fit: SwapInFit) -> None:
         """Give the group blocks for its image, shared as they were."""
         pool = self._manager.pool
-        places = {e: block.block_id for e, block in _hit_entries(request, way.hits).items()}
+        places = {e: block.block_id for e, block in _hit_entries(request, fit.hits).items()}
         held = list(places.values())
         pool.touch(held)  # before the others are taken: these may lie in the free queue
         copied = sorted(_entries(request) - places.keys())
-        fresh = pool.allocate(way.num_copied)
+        fresh = pool.allocate(fit.num_copied)
         places.update(zip(copied, fresh, strict=True))
-        for sequence, hits in zip(request.live, way.hits, strict=True):
+        for sequence, hits in zip(request.live, fit.hits, strict=True):
             self._manager.adopt(sequence, [places[e] for e in sequence.image_table], hits)
             sequence.image_table = []
         pool.free(held + fresh)

@@ -59,6 +59,10 @@ def block_bytes(model: ModelConfig, block_size: int, dtype: DTypeLike) -> int:
     return per_token * block_size * jnp.dtype(dtype).itemsize
 
 
+MAX_BLOCKS = 2**18
+"""Most blocks of a pool sized to the device: of a tiny model more would fit than a host can use."""
+
+
 def fit_blocks(available: int, bytes_per_block: int) -> int:
     """How many blocks fit in `available` bytes, rounded down to whole granules if there are any."""
     blocks = max(available, 0) // bytes_per_block

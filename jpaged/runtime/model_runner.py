@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.config import RuntimeConfig
 from jpaged.core.plan import ScheduledSequence, StepPlan
 from jpaged.core.request import Request, Sequence
 from jpaged.runtime.batch import pack_decode, pack_prefill
@@ -32,6 +31,7 @@ from jpaged.runtime.rows import RowTable
 from jpaged.runtime.sampler import Sampled, SamplerLevel
 from jpaged.runtime.sampling_state import bias_row, ending_row
 from jpaged.runtime.swap import BlockImages
+from jpaged.runtime_config import RuntimeConfig
 from jpaged.sampling_params import SamplingParams
 
 __all__ = ["ModelRunner", "StepHandle", "StepResult", "TokenScores"]
@@ -166,7 +166,7 @@ class ModelRunner:
         self._move(program, pairs, self._config.num_rows, padding)
 
     def _give_row(self, sequence: Sequence, sampling: SamplingOf) -> int:
-        params = sampling[_request_of(sequence)]
+        params = sampling[sequence.request]
         row = self._rows.assign(sequence.seq_id, params, sequence.index)
         if params.adjusts_logits:
             self._load_row(row, sequence, params)
@@ -233,7 +233,7 @@ class ModelRunner:
             return {}
         scored, offset = {}, 0
         for item in plan.scheduled:
-            wanted = sampling[_request_of(item.sequence)].prompt_logprobs is not None
+            wanted = sampling[item.sequence.request].prompt_logprobs is not None
             count = num_scored_prompt_tokens(item) if wanted else 0
             if count:
                 scored[item.sequence.seq_id] = self._score_chunks(item, offset, count, hidden)
@@ -251,12 +251,6 @@ class ModelRunner:
             targets[:n] = item.sequence.token_ids[first : first + n]
             chunks.append(program(self._leaves, hidden=hidden, indices=indices, targets=targets))
         return chunks
-
-
-def _request_of(sequence: Sequence) -> Request:
-    if sequence.request is None:
-        raise ValueError(f"sequence {sequence.seq_id} belongs to no request")
-    return sequence.request
 
 
 def _zeros(shapes):

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jpaged.config import RuntimeConfig
 from jpaged.models.config import ModelConfig
 from jpaged.runtime.batch import decode_packed_shape, prefill_packed_shape
 from jpaged.runtime.buckets import Buckets
@@ -32,6 +31,7 @@ from jpaged.runtime.steps import (
     sample_step,
 )
 from jpaged.runtime.swap import chunk_sizes, lower_gather, lower_scatter
+from jpaged.runtime_config import RuntimeConfig
 from jpaged.sampling_params import MAX_LOGPROBS
 
 PROMPT_LOGPROBS_CHUNK = 64

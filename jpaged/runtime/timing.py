@@ -4,12 +4,12 @@ import itertools
 import time
 from collections.abc import Callable
 
-from jpaged.config import RuntimeConfig
 from jpaged.core.costs import PreemptionCosts
 from jpaged.core.plan import ScheduledSequence, StepPlan, SwapIn, SwapOut
 from jpaged.core.request import Request, StopCriteria
 from jpaged.runtime.buckets import Buckets
 from jpaged.runtime.model_runner import ModelRunner
+from jpaged.runtime_config import RuntimeConfig
 from jpaged.sampling_params import SamplingParams
 
 _REPEATS = 3

@@ -99,6 +99,8 @@ class FakeDevice:
             self.images[image_id] = [self._block(block_id) for block_id in block_ids]
         assert sum(map(len, self.images.values())) <= self.num_host_blocks
         self._copy_blocks(plan.block_copies)
+        newcomers = [row for row in plan.scheduled if row.sequence.seq_id not in self.tables]
+        assert not (newcomers and plan.is_decode), "a row joins the batch in a decode step"
         for row in plan.scheduled:
             self._join(row)
         assert len(self.tables) <= self.max_num_seqs, "more rows than the device has"
@@ -139,7 +141,8 @@ class FakeDevice:
     def _join(self, row: ScheduledSequence) -> None:
         sequence = row.sequence
         if sequence.seq_id not in self.tables:
-            if not self.shares and not self.num_host_blocks:
+            is_alone = len(sequence.request.sequences) == 1
+            if is_alone and not self.shares and not self.num_host_blocks:
                 assert row.start == 0, "a row must join the batch from its first token"
             assert row.start < len(sequence.token_ids), "nothing is left to compute"
             self.tables[sequence.seq_id] = []

@@ -3,7 +3,9 @@
 import pytest
 
 from jpaged.core.block_manager import NO_CHANGES, BlockChanges, BlockManager
+from jpaged.core.block_pool import registered_content
 from jpaged.core.errors import IntegrityError, OutOfBlocksError
+from jpaged.core.prefix_cache import PrefixCache
 from jpaged.core.request import Sequence
 
 
@@ -158,3 +160,26 @@ def test_check_integrity_finds_a_forgotten_holder():
     grow(manager, sequence, 5)
     with pytest.raises(IntegrityError, match="not held as often"):
         manager.check_integrity([])
+
+
+def test_an_extension_is_looked_for_after_what_is_left_of_a_prefix():
+    manager, sequence = BlockManager(8, 2, PrefixCache(2)), Sequence(0, [1, 2, 3, 4, 5, 6], 6)
+    grow(manager, sequence, 4)
+    manager.register_computed(sequence, 4)
+    contents = [registered_content(block) for block in manager.find_prefix(sequence)]
+    assert len(contents) == 2
+    assert not manager.can_extend(contents, sequence, 6)
+    manager.free(sequence)
+    sequence.num_computed_tokens = 0
+    taken = manager.pool.allocate(6)  # all but the first block are overwritten
+    assert not manager.can_extend(contents, sequence, 6)
+    assert len(contents) == 1
+    manager.pool.free(taken)
+    again = make(1)
+    again.token_ids = [1, 2, 3, 4]
+    manager.share_prefix(again, manager.find_prefix(again))
+    again.num_computed_tokens = 2
+    grow(manager, again, 2)
+    manager.register_computed(again, 4)
+    assert manager.can_extend(contents, sequence, 6)
+    assert not manager.can_extend(contents, sequence, 3)  # so many tokens at most

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from itertools import count, takewhile
 
 from core_driver import DIGESTS, Driver, fresh_search, make_scheduler
+from core_turn import Turn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -12,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from jpaged.core.beam import BeamSearch
 from jpaged.core.costs import PreemptionCosts
 from jpaged.core.limits import check_pin_fits
-from jpaged.core.request import FinishReason, Request, RequestStatus, Sequence, StopCriteria
+from jpaged.core.request import FinishReason, Request, Sequence, StopCriteria
 from jpaged.core.scheduler import Scheduler
 from jpaged.core.swap import PreemptionMode, PressurePolicy
 
@@ -124,42 +125,6 @@ def make(name: str, arrival: tuple, seq_id: int, reads: bool = True) -> Request:
     )
 
 
-class Turn:
-    """Bounds the wait of whoever is first in line: the next one is then bounded too."""
-
-    def __init__(self, driver: Driver):
-        self.driver = driver
-        self.first: Request | None = None
-        self.steps_left = 0.0
-        self.was_running = False
-
-    def before_step(self) -> None:
-        scheduler = self.driver.scheduler
-        first = min(scheduler.unfinished, key=lambda request: request.rank, default=None)
-        if first is not self.first:
-            self.first, self.steps_left = first, self.bound(first) if first else 0.0
-        self.steps_left -= 1
-        self.was_running = first is not None and first.status is RequestStatus.RUNNING
-        assert first is None or self.steps_left >= 0, f"{first.request_id} starves"
-
-    def bound(self, request: Request) -> float:
-        """Every launch of its own, and one to come back, each followed by at most `lag + 1` steps
-        of waiting."""
-        budget = self.driver.scheduler.config.max_num_batched_tokens
-        most = request.max_num_tokens
-        launches = math.ceil(most / budget)  # the stem, then all that is each one's own
-        own = most - request.sequences[0].num_prompt_tokens + 1
-        launches += own * math.ceil(request.num_seats / budget)
-        if request.status in (RequestStatus.PREEMPTED, RequestStatus.RUNNING):
-            launches += math.ceil(request.num_seats * most / budget)  # of what it had computed
-        return (launches + 2) * (self.driver.lag + 2)
-
-    def after_step(self) -> None:
-        lost = (RequestStatus.PREEMPTED, RequestStatus.SWAPPED)
-        is_preempted = self.first is not None and self.first.status in lost
-        assert not (self.was_running and is_preempted), "the first in line was preempted"
-
-
 class SchedulerMachine(RuleBasedStateMachine):
     """Requests come, go and end in every order; the rest must not notice."""
 
@@ -194,9 +159,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def add(self, arrival: tuple):
         self.num_added += 1
-        *work, group, priority = arrival
+        prompt, stop, salt, group, priority = arrival
         scheduler = self.driver.scheduler
-        arrival = (*work, group, priority if scheduler.config.by_priority else 0)
+        arrival = (prompt, stop, salt, group, priority if scheduler.config.by_priority else 0)
         reads = self.num_added % 7 > 0
         request = make(f"request-{self.num_added}", arrival, 10**6 * self.num_added, reads)
         accepted = True
@@ -205,7 +170,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         except ValueError:
             accepted = False
         num_shared = self.num_shared(request.sequences[0])
-        prompt, stop, _ = work
         assert accepted == fits(scheduler, prompt, stop, group, num_shared)
 
     def num_shared(self, sequence: Sequence) -> int:

@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 
-from jpaged.config import RuntimeConfig
 from jpaged.core.plan import ScheduledSequence, StepPlan, SwapIn, SwapOut
 from jpaged.core.request import Request, Sequence, StopCriteria
 from jpaged.models.config import ModelConfig
@@ -16,6 +15,7 @@ from jpaged.runtime.buckets import make_buckets
 from jpaged.runtime.model_runner import ModelRunner
 from jpaged.runtime.programs import Shapes, SplitModel, compile_programs
 from jpaged.runtime.timing import measure_costs
+from jpaged.runtime_config import RuntimeConfig
 from jpaged.sampling_params import SamplingParams
 from pallas_kernels import Backend
 

@@ -1,0 +1,42 @@
+"""Short views of plans and books, for tests that spell out literal values."""
+
+from core_driver import Driver
+
+from jpaged.core.plan import StepPlan
+from jpaged.core.request import Sequence
+
+
+def the(plan: StepPlan | None) -> StepPlan:
+    assert plan is not None
+    return plan
+
+
+def shape(plan: StepPlan | None) -> list[tuple[int, int, int, bool]]:
+    """(sequence, start, tokens, samples) of each row."""
+    rows = the(plan).scheduled
+    return [(r.sequence.seq_id, r.start, r.num_scheduled_tokens, r.samples) for r in rows]
+
+
+def updates(plan: StepPlan | None) -> list[tuple[tuple[int, int], ...]]:
+    return [row.block_updates for row in the(plan).scheduled]
+
+
+def forks(plan: StepPlan | None) -> list[tuple[int, int]]:
+    return [(parent.seq_id, child.seq_id) for parent, child in the(plan).row_forks]
+
+
+def samples(driver: Driver, name: str) -> list[Sequence]:
+    return driver.requests[name].sequences
+
+
+def tables(driver: Driver, name: str) -> list[list[int]]:
+    """The block tables of the request's live sequences."""
+    return [sequence.block_table for sequence in driver.requests[name].live]
+
+
+def status(driver: Driver, name: str) -> str:
+    return str(driver.requests[name].status)
+
+
+def num_free(driver: Driver) -> int:
+    return driver.scheduler.block_manager.num_free_blocks

@@ -1,0 +1,18 @@
+"""A request that is swapped out, to begin with."""
+
+from core_driver import Driver, make_request, make_scheduler
+
+from jpaged.core.swap import PreemptionMode, PressurePolicy
+
+SWAP = PressurePolicy(PreemptionMode.SWAP, num_host_blocks=8)
+
+
+def swapped_out(lag: int = 0, digest: str | None = None, policy: PressurePolicy = SWAP) -> Driver:
+    """The first has just taken a fourth block, and the second, of six tokens, gave its two up."""
+    scheduler = make_scheduler(num_blocks=6, block_size=4, pressure=policy, digest=digest)
+    driver = Driver(scheduler, lag)
+    driver.add(make_request("1", 7, max_tokens=8))
+    driver.add(make_request("2", 1, max_tokens=8))
+    while not driver.plans or not driver.plans[-1].preempted:
+        driver.step()
+    return driver

@@ -1,0 +1,43 @@
+"""A bound on everybody's wait."""
+
+import math
+
+from core_driver import Driver
+
+from jpaged.core.request import Request, RequestStatus
+
+
+class Turn:
+    """Bounds the wait of whoever is first in line: the next one is then bounded too."""
+
+    def __init__(self, driver: Driver):
+        self.driver = driver
+        self.first: Request | None = None
+        self.steps_left = 0.0
+        self.was_running = False
+
+    def before_step(self) -> None:
+        scheduler = self.driver.scheduler
+        first = min(scheduler.unfinished, key=lambda request: request.rank, default=None)
+        if first is not self.first:
+            self.first, self.steps_left = first, self.bound(first) if first else 0.0
+        self.steps_left -= 1
+        self.was_running = first is not None and first.status is RequestStatus.RUNNING
+        assert first is None or self.steps_left >= 0, f"{first.request_id} starves"
+
+    def bound(self, request: Request) -> float:
+        """Every launch of its own, and one to come back, each followed by at most `lag + 1` steps
+        of waiting."""
+        budget = self.driver.scheduler.config.max_num_batched_tokens
+        most = request.max_num_tokens
+        launches = math.ceil(most / budget)  # the stem, then all that is each one's own
+        own = most - request.sequences[0].num_prompt_tokens + 1
+        launches += own * math.ceil(request.num_seats / budget)
+        if request.status in (RequestStatus.PREEMPTED, RequestStatus.RUNNING):
+            launches += math.ceil(request.num_seats * most / budget)  # of what it had computed
+        return (launches + 2) * (self.driver.lag + 2)
+
+    def after_step(self) -> None:
+        lost = (RequestStatus.PREEMPTED, RequestStatus.SWAPPED)
+        is_preempted = self.first is not None and self.first.status in lost
+        assert not (self.was_running and is_preempted), "the first in line was preempted"

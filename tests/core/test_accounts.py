@@ -1,0 +1,235 @@
+"""The accounts against the pool's own books, counted another way."""
+
+from collections import Counter
+from dataclasses import FrozenInstanceError
+
+import pytest
+from core_driver import Driver, make_request, make_scheduler
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import invariant
+from test_scheduler_machine import SchedulerMachine
+
+from jpaged.core.accounts import (
+    BlockInfo,
+    BlockState,
+    MemoryReport,
+    block_map,
+    memory_report,
+)
+from jpaged.core.beam import BeamSearch
+from jpaged.core.scheduler import Scheduler
+from jpaged.core.swap import PreemptionMode, PressurePolicy
+
+
+def driver_of(*requests, lag: int = 0, **options) -> Driver:
+    driver = Driver(make_scheduler(**options), lag)
+    for request in requests:
+        driver.add(request)
+    return driver
+
+
+def slots(report: MemoryReport) -> tuple[int, ...]:
+    """By kind: tokens, reserved, fragmented, cached, free."""
+    return (
+        report.num_token_slots,
+        report.num_reserved_slots,
+        report.num_fragmented_slots,
+        report.num_cached_slots,
+        report.num_free_slots,
+    )
+
+
+def states(scheduler: Scheduler) -> Counter[BlockState]:
+    return Counter(info.state for info in block_map(scheduler).values())
+
+
+# Small cases, in figures
+
+
+def test_an_idle_pool():
+    scheduler = make_scheduler(num_blocks=4, block_size=4)
+    free = [BlockInfo(i, BlockState.FREE, 0, 0, (), False, None) for i in (1, 2, 3)]
+    assert block_map(scheduler) == {info.block_id: info for info in free}
+    report = memory_report(scheduler)
+    assert slots(report) == (0, 0, 0, 0, 12)
+    assert (report.num_blocks, report.block_size, report.num_slots) == (3, 4, 12)
+    assert report.shared_savings == report.waste == 0.0
+
+
+def test_one_sequence():
+    driver = driver_of(make_request("1", 6, max_tokens=9), num_blocks=5)
+    driver.step()
+    infos = block_map(driver.scheduler)
+    assert infos[1] == BlockInfo(1, BlockState.USED, 1, 4, ("1",), False, None)
+    assert infos[2] == BlockInfo(2, BlockState.USED, 1, 2, ("1",), False, None)
+    assert states(driver.scheduler) == {BlockState.USED: 2, BlockState.FREE: 2}
+    report = memory_report(driver.scheduler)
+    assert slots(report) == (6, 2, 0, 0, 8)
+    assert (report.num_logical_blocks, report.num_physical_blocks) == (2, 2)
+    assert report.waste == 2 / 8
+    assert report.num_waste_slots == driver.scheduler.num_waste_slots == 2
+
+
+def test_slots_past_the_last_possible_token_are_fragmented():
+    # Two outputs: the first is fed back and gets the seventh slot, the second is not.
+    driver = driver_of(make_request("1", 6, max_tokens=2), num_blocks=5)
+    driver.step()
+    assert slots(memory_report(driver.scheduler)) == (6, 1, 1, 0, 8)
+
+
+def test_slots_of_a_sequence_that_is_over_are_fragmented():
+    driver = driver_of(make_request("1", 6, max_tokens=9), num_blocks=5, lag=1)
+    driver.step()
+    driver.scheduler.abort("1")  # its step is still in flight
+    assert slots(memory_report(driver.scheduler)) == (6, 0, 2, 0, 8)
+    assert block_map(driver.scheduler)[2].request_ids == ("1",)
+    driver.read()
+    assert slots(memory_report(driver.scheduler)) == (0, 0, 0, 0, 16)
+
+
+def test_freed_full_blocks_are_cached():
+    driver = driver_of(make_request("1", 6, max_tokens=1), num_blocks=5, digest="constant")
+    driver.run()
+    infos = block_map(driver.scheduler)
+    assert infos[1] == BlockInfo(1, BlockState.CACHED, 0, 4, (), False, 7)
+    assert infos[2] == BlockInfo(2, BlockState.FREE, 0, 0, (), False, None)
+    assert slots(memory_report(driver.scheduler)) == (0, 0, 0, 4, 12)
+
+
+def test_samples_share_their_prompt():
+    driver = driver_of(make_request("1", 9, max_tokens=4, n=3), num_blocks=11)
+    while len(block_map(driver.scheduler)[1].request_ids) == 0 or not driver.streams["1/2"]:
+        driver.step()
+    # Each sample: the prompt's two full blocks, and a third of its own for its last token.
+    info = block_map(driver.scheduler)[1]
+    assert (info.ref_cnt, info.request_ids) == (3, ("1",))
+    report = memory_report(driver.scheduler)
+    assert (report.num_logical_blocks, report.num_physical_blocks) == (9, 5)
+    assert report.shared_savings == pytest.approx(4 / 9)
+    assert slots(report) == (8 + 3 * 1, 3 * 3, 0, 0, 5 * 4)
+
+
+def test_a_prefix_shared_by_two_requests_names_both():
+    first = make_request("1", list(range(9)), max_tokens=5)
+    driver = driver_of(first, num_blocks=11, digest="xxh3")
+    driver.step()
+    driver.add(make_request("2", list(range(9)), max_tokens=5))
+    driver.step()
+    infos = block_map(driver.scheduler)
+    assert infos[1].request_ids == infos[2].request_ids == ("1", "2")
+    assert infos[1].content_hash == driver.scheduler.block_manager.pool.blocks[1].content.digest  # pyright: ignore
+    assert memory_report(driver.scheduler).shared_savings == pytest.approx(2 / 6)
+
+
+def test_pinned_blocks_are_used_and_save_nothing():
+    driver = driver_of(make_request("1", 9, max_tokens=1), num_blocks=5, digest="xxh3")
+    driver.run()
+    manager = driver.scheduler.block_manager
+    sequence = make_request("1", 9).sequences[0]
+    pin = manager.pins.pin(manager.find_prefix(sequence))
+    info = block_map(driver.scheduler)[1]
+    assert (info.state, info.is_pinned, info.ref_cnt) == (BlockState.USED, True, 1)
+    assert (info.num_filled_slots, info.request_ids) == (4, ())
+    report = memory_report(driver.scheduler)
+    assert slots(report) == (8, 0, 0, 0, 8)
+    assert (report.num_pinned_blocks, report.num_logical_blocks, report.shared_savings) == (2, 0, 0)
+    manager.pins.unpin(pin)
+    assert slots(memory_report(driver.scheduler)) == (0, 0, 0, 8, 8)
+
+
+def test_host_blocks():
+    pressure = PressurePolicy(PreemptionMode.SWAP, num_host_blocks=9)
+    work = [make_request(name, 8, max_tokens=12, stop_token_ids=frozenset()) for name in "12"]
+    driver = driver_of(*work, num_blocks=7, pressure=pressure)
+    while not driver.scheduler.num_swapped:
+        driver.step()
+    report = memory_report(driver.scheduler)
+    assert report.num_host_blocks == 9
+    assert report.num_used_host_blocks == driver.scheduler.swap_space.num_used_blocks > 0
+    assert {r for info in block_map(driver.scheduler).values() for r in info.request_ids} == {"1"}
+
+
+def test_beams_share_what_they_have_in_common():
+    driver = driver_of(make_request("1", 9, max_tokens=6, beam=BeamSearch(4)), num_blocks=33)
+    savings = set()
+    while driver.scheduler.has_unfinished:
+        driver.step()
+        savings.add(memory_report(driver.scheduler).shared_savings)
+    assert max(savings) > 0.5
+
+
+def test_reports_do_not_change():
+    with pytest.raises(FrozenInstanceError):
+        memory_report(make_scheduler()).num_blocks = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# Random work
+
+
+def check_accounts(scheduler: Scheduler) -> None:
+    """The map and the report against the tables, slot by slot."""
+    manager, infos = scheduler.block_manager, block_map(scheduler)
+    size, census = manager.block_size, manager.pool.census()
+    assert [*infos] == list(range(1, census.total + 1))
+    counts = Counter(info.state for info in infos.values())
+    assert (counts[BlockState.FREE], counts[BlockState.USED], counts[BlockState.CACHED]) == (
+        census[:3]
+    )
+    filled, fillable = _slots_by_hand(scheduler)
+    for info in infos.values():
+        _check_info(info, filled, size, manager.pins.holders[info.block_id])
+    report = memory_report(scheduler)
+    assert sum(slots(report)) == report.num_slots == census.total * size
+    assert min(slots(report)) >= 0
+    used = [info for info in infos.values() if info.state is BlockState.USED]
+    assert report.num_token_slots == sum(info.num_filled_slots for info in used)
+    assert report.num_used_slots == size * len(used)
+    assert report.num_reserved_slots == len(fillable - filled)
+    assert report.num_waste_slots == scheduler.num_waste_slots
+    assert report.num_pinned_blocks == sum(info.is_pinned for info in infos.values())
+    assert report.num_physical_blocks == sum(bool(info.request_ids) for info in used)
+    pins = sum(manager.pins.holders.values())
+    assert report.num_logical_blocks == sum(info.ref_cnt for info in used) - pins
+    assert 0 <= report.shared_savings < 1
+
+
+def _slots_by_hand(scheduler: Scheduler) -> tuple[set, set]:
+    """Slots (block, offset) that hold a token of a sequence, and that one may come to fill."""
+    size = scheduler.block_manager.block_size
+    filled, fillable = set(), set()
+    for sequence in scheduler.roster.known.values():
+        for position in range(len(sequence.block_table) * size):
+            slot = sequence.block_table[position // size], position % size
+            if position < sequence.num_computed_tokens:
+                filled.add(slot)
+            elif sequence.finish_reason is None and position < sequence.request.max_num_tokens - 1:
+                fillable.add(slot)
+    return filled, fillable
+
+
+def _check_info(info: BlockInfo, filled: set, block_size: int, num_pins: int) -> None:
+    own = [offset for block_id, offset in filled if block_id == info.block_id]
+    is_known_full = num_pins > 0 or info.state is BlockState.CACHED
+    assert info.num_filled_slots == (block_size if is_known_full else len(own))
+    assert (info.state is BlockState.USED) == (info.ref_cnt > 0)
+    assert info.is_pinned == (num_pins > 0)
+    assert bool(info.request_ids) == bool(own)
+    assert info.state is not BlockState.CACHED or info.content_hash is not None
+    assert info.state is not BlockState.FREE or info.content_hash is None
+
+
+class AccountedMachine(SchedulerMachine):
+    """The scheduler's random work, with the accounts drawn up after each step of it."""
+
+    @invariant()
+    def accounts_add_up(self):
+        check_accounts(self.driver.scheduler)
+
+
+TestAccounts = AccountedMachine.TestCase
+TestAccounts.settings = settings(
+    max_examples=150,
+    stateful_step_count=15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)

@@ -1,0 +1,213 @@
+"""Beam search in the scheduler by literal plans: a search of width 2 over a made-up table."""
+
+import core_fake_device
+import numpy as np
+import pytest
+from core_driver import Driver, make_request, make_scheduler
+from core_plans import forks, num_free, shape, status, tables, the, updates
+
+from jpaged.core.beam import BeamSearch
+from jpaged.core.request import Candidates, FinishReason
+from jpaged.core.swap import PreemptionMode, PressurePolicy
+
+PROMPT = [9, 9, 9, 9, 9, 9]
+PROBABILITIES = {
+    (): {1: 0.5, 2: 0.4, 3: 0.1},
+    (1,): {4: 0.4, 5: 0.3, 6: 0.3},
+    (2,): {4: 0.9, 5: 0.05, 6: 0.05},  # (2, 4) overtakes (1, 4)
+    (1, 4): {7: 0.4, 8: 0.3, 9: 0.3},
+    (2, 4): {7: 0.5, 8: 0.4, 9: 0.1},  # both go on, and (1, 4) is pruned
+}
+OTHERWISE = {0: 0.6, 1: 0.3, 2: 0.1}
+
+
+def candidates_of(token_ids: list[int]) -> Candidates:
+    following = PROBABILITIES.get(tuple(token_ids[len(PROMPT) :]), OTHERWISE)
+    return Candidates(
+        np.array(list(following), np.int32), np.log(np.array(list(following.values()), np.float32))
+    )
+
+
+@pytest.fixture(autouse=True)
+def table(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(core_fake_device, "candidates_of", candidates_of)
+
+
+def add_search(driver: Driver, name: str = "1", max_tokens: int = 4, **options) -> None:
+    search = BeamSearch(2, **options)
+    driver.add(make_request(name, PROMPT, max_tokens, seq_id=10, beam=search))
+
+
+def beams(driver: Driver, name: str = "1") -> list[tuple[int, ...]]:
+    """The outputs so far, best first."""
+    return [tuple(beam.output_token_ids) for beam in driver.requests[name].live]
+
+
+def answers(driver: Driver, name: str = "1") -> list[tuple[int, ...]]:
+    search = driver.requests[name].beam
+    assert search is not None
+    return [hypothesis.output_token_ids for hypothesis in search.hypotheses]
+
+
+def test_forks_copies_and_prunes():
+    driver = Driver(make_scheduler(block_size=4))
+    add_search(driver)
+    plan = the(driver.step())
+    assert shape(plan) == [(10, 0, 6, True)]  # a search samples once, from the whole prompt
+    assert beams(driver) == [(1,), (2,)]
+    assert tables(driver, "1") == [[1, 2], [1, 2]]
+
+    plan = the(driver.step())
+    assert forks(plan) == [(10, 11)]
+    assert shape(plan) == [(10, 6, 1, True), (11, 6, 1, True)]
+    assert (plan.block_copies, updates(plan)) == (((2, 3),), [((1, 3),), ()])
+    assert plan.is_decode
+    assert beams(driver) == [(2, 4), (1, 4)]  # the second beam leads now
+    assert tables(driver, "1") == [[1, 2], [1, 3]]
+
+    plan = the(driver.step())
+    assert shape(plan) == [(11, 7, 1, True), (10, 7, 1, True)]
+    assert (forks(plan), plan.block_copies, updates(plan)) == ([], (), [(), ()])
+    assert beams(driver) == [(2, 4, 7), (2, 4, 8)]
+    assert tables(driver, "1") == [[1, 2], [1, 2]]
+    assert num_free(driver) == 8  # block 3 went with the pruned beam, at once
+
+    plan = the(driver.step())
+    assert (plan.released, forks(plan)) == ((10,), [(11, 12)])
+    assert (plan.block_copies, updates(plan)) == ((), [((2, 4),), ((2, 5),)])
+    driver.run()
+    assert answers(driver) == [(2, 4, 7, 0), (2, 4, 8, 0)]
+    assert driver.requests["1"].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+def test_a_beam_waits_until_its_step_is_read(lag: int):
+    driver = Driver(make_scheduler(block_size=4), lag)
+    add_search(driver)
+    plans = [driver.step() for _ in range(6)]
+    assert [plan and shape(plan) for plan in plans] == [
+        [(10, 0, 6, True)],
+        None,
+        [(10, 6, 1, True), (11, 6, 1, True)],
+        None,
+        [(11, 7, 1, True), (10, 7, 1, True)],
+        None,
+    ]
+    driver.run()
+
+
+def test_an_end_token_ends_the_search():
+    driver = Driver(make_scheduler(block_size=4))
+    add_search(driver, max_tokens=9, early_stopping=True, end_token_ids=frozenset({7, 8}))
+    driver.run()
+    assert answers(driver) == [(2, 4, 7), (2, 4, 8)]
+    assert driver.requests["1"].finish_reason is FinishReason.STOP
+    assert len(driver.plans) == 3
+
+
+def test_beams_wait_for_those_that_a_small_step_left_out():
+    driver = Driver(make_scheduler(block_size=4, max_num_batched_tokens=1))
+    add_search(driver)
+    while not driver.plans or not driver.plans[-1].scheduled[0].samples:
+        driver.step()
+    assert shape(driver.step()) == [(10, 6, 1, True)]
+    assert (beams(driver), driver.requests["1"].live[0].candidates is None) == ([(1,), (2,)], False)
+    assert shape(driver.step()) == [(11, 6, 1, True)]
+    assert beams(driver) == [(2, 4), (1, 4)]
+    driver.run()
+
+
+def preempted_in_flight(policy: PressurePolicy) -> Driver:
+    """The step of both beams is launched and not read, when the first request takes a block."""
+    scheduler = make_scheduler(block_size=2, num_blocks=9, pressure=policy)
+    driver = Driver(scheduler, lag=1)
+    driver.add(make_request("1", 2, max_tokens=11))
+    add_search(driver, "2", max_tokens=5)
+    for _ in range(5):
+        driver.step()
+    assert beams(driver, "2") == [(2, 4), (1, 4)]
+    plan = scheduler.schedule()
+    assert plan is not None
+    driver.in_flight.append((plan, *driver.device.launch(plan)))
+    driver.plans.append(plan)
+    assert plan.preempted == ("2",)
+    assert [beam.num_in_flight_steps for beam in driver.requests["2"].live] == [1, 1]
+    return driver
+
+
+def test_beams_preempted_in_flight_are_searched_on_and_computed_again():
+    driver = preempted_in_flight(PressurePolicy())
+    assert driver.plans[-1].released == (11, 10)
+    driver.read()
+    assert beams(driver, "2") == [(2, 4, 7), (2, 4, 8)]  # the next ones, without any block
+    assert tables(driver, "2") == [[], []]
+    while status(driver, "2") == "preempted":
+        plan = driver.step()
+    assert shape(plan) == [(11, 0, 8, False)]  # what both have in common
+    driver.read()
+    plan = the(driver.step())
+    assert (forks(plan), plan.block_copies) == ([(11, 12)], ())
+    assert shape(plan) == [(11, 8, 1, True), (12, 8, 1, True)]
+    driver.run()
+    assert answers(driver, "2")[0] == (2, 4, 7, 0, 0)
+
+
+def test_beams_swapped_out_in_flight_are_searched_on_in_the_image():
+    driver = preempted_in_flight(PressurePolicy(PreemptionMode.SWAP, 8))
+    (swap_out,) = driver.plans[-1].swap_outs
+    assert len(swap_out.block_ids) == 5
+    assert [beam.image_table for beam in driver.requests["2"].live] == [[0, 1, 2, 3], [0, 1, 2, 4]]
+    driver.read()
+    assert beams(driver, "2") == [(2, 4, 7), (2, 4, 8)]
+    assert [beam.image_table for beam in driver.requests["2"].live] == [[0, 1, 2, 3]] * 2
+    driver.scheduler.check_integrity()
+    while status(driver, "2") == "swapped":
+        plan = driver.step()
+    ((_, places),) = the(plan).swap_ins
+    assert [entry for entry, _ in places] == [0, 1, 2, 3]  # the pruned beam's stays behind
+    plan = the(driver.step())
+    assert (shape(plan), forks(plan)) == ([(11, 8, 1, True), (12, 8, 1, True)], [])
+    assert not plan.is_decode
+    driver.run()
+    assert answers(driver, "2")[0] == (2, 4, 7, 0, 0)
+
+
+@pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
+def test_abort_while_preempted_in_flight(mode: PreemptionMode):
+    driver = preempted_in_flight(PressurePolicy(mode, 8))
+    driver.scheduler.abort("2")
+    driver.scheduler.check_integrity()
+    driver.run()
+    assert num_free(driver) == 8
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize("num_steps", range(8))
+@pytest.mark.parametrize("budget", [1, 4, 16])
+def test_abort_at_any_time(lag: int, num_steps: int, budget: int):
+    driver = Driver(make_scheduler(block_size=4, max_num_batched_tokens=budget), lag)
+    add_search(driver)
+    for _ in range(num_steps):
+        driver.step()
+    driver.scheduler.abort("1")
+    driver.scheduler.check_integrity()
+    driver.run()
+    assert num_free(driver) == 10
+
+
+def test_a_model_without_numbers_ends_the_search_with_an_error(monkeypatch: pytest.MonkeyPatch):
+    nothing = Candidates(np.arange(3, dtype=np.int32), np.full(3, np.nan, np.float32))
+    monkeypatch.setattr(core_fake_device, "candidates_of", lambda token_ids: nothing)
+    driver = Driver(make_scheduler())
+    add_search(driver)
+    driver.run()
+    assert driver.requests["1"].finish_reason is FinishReason.ERROR
+    assert answers(driver) == []
+
+
+def test_a_search_is_read_with_candidates():
+    driver = Driver(make_scheduler())
+    add_search(driver)
+    plan = the(driver.scheduler.schedule())
+    with pytest.raises(ValueError, match="read with its candidates"):
+        driver.scheduler.update(plan, np.zeros(1, np.int32))

@@ -1,0 +1,267 @@
+"""Parallel sampling by literal plans: one computes what all share, the others fork from it."""
+
+import pytest
+from core_driver import Driver, make_request, make_scheduler
+from core_plans import forks, num_free, samples, shape, status, tables, the, updates
+
+from jpaged.core.groups import num_common_tokens
+from jpaged.core.request import FinishReason, Sequence
+
+
+def test_the_prompt_is_computed_once_and_its_last_block_copied_for_all_but_the_last_writer():
+    driver = Driver(make_scheduler(block_size=4))
+    driver.add(make_request("1", 6, max_tokens=4, seq_id=10, n=3))
+    plan = the(driver.step())  # all but the last token of the prompt, from which each samples
+    assert shape(plan) == [(10, 0, 5, False)]
+    assert (forks(plan), plan.block_copies, plan.is_decode) == ([], (), False)
+    assert tables(driver, "1") == [[1, 2], [], []]
+    plan = the(driver.step())
+    assert forks(plan) == [(10, 11), (10, 12)]
+    assert shape(plan) == [(10, 5, 1, True), (11, 5, 1, True), (12, 5, 1, True)]
+    assert plan.block_copies == ((2, 3), (2, 4))  # the third has block 2 alone by then
+    assert updates(plan) == [((1, 3),), ((1, 4),), ()]
+    assert plan.is_decode
+    assert tables(driver, "1") == [[1, 3], [1, 4], [1, 2]]
+    plan = the(driver.step())
+    assert (forks(plan), plan.block_copies, updates(plan)) == ([], (), [(), (), ()])
+    driver.run()
+    assert num_free(driver) == 10
+    assert len({tuple(stream) for stream in driver.streams.values()}) == 3
+
+
+def test_a_prompt_of_one_token_has_nothing_to_share():
+    driver = Driver(make_scheduler(block_size=4))
+    driver.add(make_request("1", 1, max_tokens=2, seq_id=10, n=2))
+    plan = the(driver.step())
+    assert shape(plan) == [(10, 0, 1, True), (11, 0, 1, True)]
+    assert (forks(plan), plan.block_copies, plan.is_decode) == ([], (), False)
+    assert tables(driver, "1") == [[1], [2]]
+    driver.run()
+
+
+def test_a_stem_that_ends_at_a_border_is_shared_without_copies():
+    driver = Driver(make_scheduler(block_size=4))
+    driver.add(make_request("1", 5, max_tokens=2, seq_id=10, n=2))
+    assert shape(driver.step()) == [(10, 0, 4, False)]
+    plan = the(driver.step())
+    assert (forks(plan), plan.block_copies) == ([(10, 11)], ())
+    assert updates(plan) == [((1, 2),), ((1, 3),)]
+    assert plan.is_decode
+    driver.run()
+
+
+def test_a_prompt_that_ends_at_a_border_fills_its_last_block_once_for_each():
+    driver = Driver(make_scheduler(block_size=4))
+    driver.add(make_request("1", 4, max_tokens=2, seq_id=10, n=2))
+    assert shape(driver.step()) == [(10, 0, 3, False)]
+    plan = the(driver.step())
+    assert (forks(plan), plan.block_copies) == ([(10, 11)], ((1, 2),))
+    assert tables(driver, "1") == [[2], [1]]
+    plan = the(driver.step())
+    assert (plan.block_copies, updates(plan)) == ((), [((1, 3),), ((1, 4),)])
+    driver.run()
+
+
+def test_samples_of_a_cached_prompt_join_with_whole_tables():
+    driver = Driver(make_scheduler(block_size=4, digest="xxh3"))
+    driver.add(make_request("1", list(range(9)), max_tokens=1))
+    driver.run()
+    driver.add(make_request("2", list(range(9)), max_tokens=2, seq_id=10, n=2))
+    plan = the(driver.step())  # nobody has a row to fork from
+    assert forks(plan) == []
+    assert shape(plan) == [(10, 8, 1, True), (11, 8, 1, True)]
+    assert updates(plan) == [((0, 1), (1, 2), (2, 4)), ((0, 1), (1, 2), (2, 5))]
+    assert not plan.is_decode
+    assert [sequence.num_cached_tokens for sequence in samples(driver, "2")] == [8, None]
+    driver.run()
+
+
+def test_a_sample_that_ends_early_gives_back_its_block_and_its_seat():
+    driver = Driver(make_scheduler(block_size=4, max_num_seqs=2))
+    driver.add(make_request("1", 6, max_tokens=4, seq_id=10, n=2))
+    driver.add(make_request("2", 2, max_tokens=2))
+    driver.step()
+    driver.step()
+    assert tables(driver, "1") == [[1, 3], [1, 2]]
+    assert (num_free(driver), status(driver, "2")) == (7, "waiting")
+    driver.scheduler.finish_sequence(samples(driver, "1")[0], FinishReason.STOP)
+    assert num_free(driver) == 8  # block 1 is still shared
+    plan = the(driver.step())
+    assert plan.released == (10,)
+    assert shape(plan) == [(11, 6, 1, True), (2, 0, 2, True)]
+    assert not driver.requests["1"].is_finished
+    driver.scheduler.finish_sequence(samples(driver, "1")[1], FinishReason.ABORT)
+    assert driver.requests["1"].finish_reason is FinishReason.ABORT
+    assert [s.finish_reason for s in samples(driver, "1")] == [FinishReason.STOP, "abort"]
+
+
+def test_a_step_too_small_for_the_group_serves_some_of_it():
+    driver = Driver(make_scheduler(block_size=4, max_num_batched_tokens=2))
+    driver.add(make_request("1", 4, max_tokens=2, seq_id=10, n=3))
+    assert shape(driver.step()) == [(10, 0, 2, False)]
+    assert shape(driver.step()) == [(10, 2, 1, False)]
+    plan = the(driver.step())  # all have rows, one of them waits
+    assert forks(plan) == [(10, 11), (10, 12)]
+    assert shape(plan) == [(10, 3, 1, True), (11, 3, 1, True)]
+    assert tables(driver, "1") == [[2], [3], [1]]
+    assert shape(driver.step()) == [(10, 4, 1, True), (11, 4, 1, True)]
+    assert shape(driver.step()) == [(12, 3, 1, True)]
+    driver.run()
+
+
+def test_the_overlapped_loop_plans_samples_ahead():
+    driver = Driver(make_scheduler(block_size=4), lag=1)
+    driver.add(make_request("1", 6, max_tokens=3, seq_id=10, n=2))
+    plans = [driver.step() for _ in range(4)]
+    assert [shape(plan) for plan in plans] == [
+        [(10, 0, 5, False)],
+        [(10, 5, 1, True), (11, 5, 1, True)],
+        [(10, 6, 1, True), (11, 6, 1, True)],
+        [(10, 7, 1, True), (11, 7, 1, True)],
+    ]
+    assert [forks(plan) for plan in plans] == [[], [(10, 11)], [], []]
+    assert driver.step() is None
+    driver.run()
+
+
+def test_a_preempted_group_computes_its_stem_again_and_forks_again():
+    driver = Driver(make_scheduler(block_size=2, num_blocks=8))
+    driver.add(make_request("1", 3, max_tokens=8))
+    driver.add(make_request("2", 4, max_tokens=4, seq_id=10, n=2))
+    driver.step()
+    driver.step()
+    assert tables(driver, "2") == [[3, 5], [3, 4]]
+    plan = the(driver.step())
+    assert (plan.preempted, plan.released) == (("2",), (10, 11))
+    assert tables(driver, "2") == [[], []]
+    while status(driver, "2") == "preempted":
+        plan = the(driver.step())
+    assert shape(plan) == [(10, 0, 4, False)]  # the whole prompt now: each has an output after it
+    plan = the(driver.step())
+    assert forks(plan) == [(10, 11)]
+    assert shape(plan) == [(10, 4, 1, True), (11, 4, 1, True)]
+    assert tables(driver, "2") == [[4, 3, 5], [4, 3, 7]]
+    driver.run()
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_a_leader_that_ends_in_its_stem_is_replaced(lag: int):
+    driver = Driver(make_scheduler(block_size=4, max_num_batched_tokens=3), lag)
+    driver.add(make_request("1", 8, max_tokens=3, seq_id=10, n=3))
+    driver.step()
+    driver.scheduler.finish_sequence(samples(driver, "1")[0], FinishReason.ABORT)
+    plan = the(driver.step())
+    assert (shape(plan), plan.released) == ([(11, 0, 3, False)], (10,))
+    driver.run()
+    assert [forks(plan) for plan in driver.plans if plan.row_forks] == [[(11, 12)]]
+    assert [len(stream) for stream in driver.streams.values()] == [0, 3, 3]
+
+
+def starved_at_its_forks() -> Driver:
+    """Its samples have forked, and wait for the blocks of one that was aborted."""
+    driver = Driver(make_scheduler(num_blocks=5, block_size=4, max_num_batched_tokens=8), lag=1)
+    driver.add(make_request("1", 4, max_tokens=1, seq_id=10, n=3))
+    driver.add(make_request("2", 5, seq_id=20))
+    driver.step()
+    driver.scheduler.abort("2")
+    assert driver.scheduler.schedule() is None
+    assert tables(driver, "1") == [[1], [1], [1]]
+    return driver
+
+
+def test_forks_may_wait_for_blocks():
+    driver = starved_at_its_forks()
+    driver.read()
+    plan = the(driver.step())
+    assert (forks(plan), plan.released) == ([(10, 11), (10, 12)], (20,))
+    driver.run()
+
+
+def test_children_join_by_themselves_if_the_parent_ends_before_they_got_rows():
+    driver = starved_at_its_forks()
+    driver.scheduler.finish_sequence(samples(driver, "1")[0], FinishReason.ABORT)
+    driver.read()
+    plan = the(driver.step())
+    assert (forks(plan), plan.released) == ([], (20, 10))
+    assert shape(plan) == [(11, 3, 1, True), (12, 3, 1, True)]
+    assert updates(plan) == [((0, 4),), ((0, 1),)]
+    assert not plan.is_decode
+    driver.run()
+
+
+def test_a_child_that_ends_before_it_got_a_row_is_not_released():
+    driver = starved_at_its_forks()
+    driver.scheduler.finish_sequence(samples(driver, "1")[1], FinishReason.ABORT)
+    driver.read()
+    plan = the(driver.step())
+    assert (forks(plan), plan.released) == ([(10, 12)], (20,))
+    driver.run()
+
+
+def test_a_group_has_seats_for_all_or_waits():
+    driver = Driver(make_scheduler(max_num_seqs=4))
+    driver.add(make_request("1", 2, max_tokens=2, n=2, seq_id=10))
+    driver.add(make_request("2", 2, max_tokens=2, n=3, seq_id=20))
+    driver.add(make_request("3", 2, max_tokens=2))
+    driver.step()
+    assert [status(driver, name) for name in "123"] == ["running", "waiting", "waiting"]
+    driver.run()
+    joined = [r.sequence.request.request_id for p in driver.plans for r in p.scheduled]
+    assert list(dict.fromkeys(joined)) == ["1", "2", "3"]
+
+
+def test_a_group_joins_only_if_all_of_it_fits():
+    driver = Driver(make_scheduler(num_blocks=6, block_size=4))
+    driver.add(make_request("1", 5, max_tokens=3))
+    # Two blocks, a copy of the partly filled one and a spare: one more than are free.
+    driver.add(make_request("2", 6, max_tokens=2, n=2, seq_id=10))
+    driver.step()
+    assert (num_free(driver), status(driver, "2")) == (3, "waiting")
+    driver.run()
+    roomy = Driver(make_scheduler(num_blocks=7, block_size=4))
+    roomy.add(make_request("1", 5, max_tokens=3))
+    roomy.add(make_request("2", 6, max_tokens=2, n=2, seq_id=10))
+    roomy.step()
+    assert status(roomy, "2") == "running"
+    roomy.run()
+
+
+def test_a_group_that_was_refused_joins_once_enough_of_it_has_ended():
+    driver = Driver(make_scheduler(num_blocks=6, block_size=4))
+    driver.add(make_request("1", 5, max_tokens=3))
+    driver.add(make_request("2", 6, max_tokens=2, n=2, seq_id=10))
+    driver.step()
+    assert (num_free(driver), status(driver, "2")) == (3, "waiting")
+    driver.scheduler.finish_sequence(samples(driver, "2")[1], FinishReason.ABORT)
+    driver.step()  # though no block was freed since
+    assert status(driver, "2") == "running"
+    driver.run()
+
+
+def test_nobody_joins_while_one_that_runs_waits_for_blocks():
+    driver = Driver(make_scheduler(num_blocks=6, block_size=4, max_num_seqs=6), lag=1)
+    driver.add(make_request("1", 4, max_tokens=1, seq_id=10, n=4))
+    driver.add(make_request("2", 5, seq_id=20))
+    driver.step()
+    driver.scheduler.abort("2")
+    driver.add(make_request("3", 1))
+    assert num_free(driver) == 2  # enough for the third, but the group needs three
+    assert driver.scheduler.schedule() is None
+    assert (num_free(driver), status(driver, "3")) == (2, "waiting")
+    driver.read()
+    driver.step()
+    assert tables(driver, "1") == [[4], [5], [3], [1]]
+    driver.run()
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        ([[1, 2, 3], [1, 2, 3]], 3),
+        ([[1, 2, 3], [1, 2], [1, 2, 3, 4]], 2),
+        ([[1, 2, 3], [1, 9, 3], [1, 2, 3]], 1),
+        ([[5, 1], [4, 1]], 0),
+    ],
+)
+def test_what_sequences_have_in_common(texts: list[list[int]], expected: int):
+    assert num_common_tokens([Sequence(0, text, 1) for text in texts]) == expected

@@ -1,0 +1,157 @@
+"""Requests by priority, and the queue that keeps them in order."""
+
+import pytest
+from core_driver import Driver, make_request, make_scheduler
+from core_plans import shape, status, the
+
+from jpaged.core.errors import IntegrityError
+from jpaged.core.queue import RequestQueue
+from jpaged.core.request import Request
+from jpaged.core.swap import PreemptionMode, PressurePolicy
+
+
+def make_driver(lag: int = 0, **limits) -> Driver:
+    return Driver(make_scheduler(**{"by_priority": True, "block_size": 4, **limits}), lag)
+
+
+def statuses(driver: Driver) -> list[str]:
+    return [status(driver, name) for name in driver.requests]
+
+
+def test_the_urgent_are_served_first():
+    driver = make_driver(max_num_seqs=1)
+    for name, priority in (("1", 2), ("2", 0), ("3", 1), ("4", 0)):
+        driver.add(make_request(name, 2, max_tokens=1, priority=priority))
+    assert [r.request_id for r in driver.scheduler.unfinished] == ["2", "4", "3", "1"]
+    assert [shape(driver.step())[0][0] for _ in range(4)] == [2, 4, 3, 1]
+    driver.run()
+
+
+def test_of_equal_priority_the_earlier_is_served_first_and_none_gives_way():
+    driver = make_driver(max_num_seqs=1)
+    for name in "123":
+        driver.add(make_request(name, 2, max_tokens=2, priority=5))
+    driver.run()
+    assert [r.sequence.seq_id for p in driver.plans for r in p.scheduled] == [1, 1, 2, 2, 3, 3]
+    assert not any(p.preempted for p in driver.plans)
+
+
+def test_an_urgent_newcomer_takes_the_seats_of_the_least_urgent():
+    driver = make_driver(max_num_seqs=3)
+    for name, priority in (("1", 1), ("2", 3), ("3", 2)):
+        driver.add(make_request(name, 2, max_tokens=9, priority=priority))
+    driver.step()
+    driver.add(make_request("4", 2, max_tokens=2, priority=0, n=2, seq_id=10))
+    plan = the(driver.step())
+    assert plan.preempted == ("2", "3")
+    assert shape(plan) == [(10, 0, 1, False), (1, 2, 1, True)]
+    assert statuses(driver) == ["running", "preempted", "preempted", "running"]
+    driver.run()
+
+
+def test_an_urgent_newcomer_takes_the_blocks_of_the_least_urgent():
+    driver = make_driver(num_blocks=7)
+    driver.add(make_request("1", 8, max_tokens=4, priority=1))
+    driver.add(make_request("2", 8, max_tokens=4, priority=2))
+    driver.step()
+    driver.add(make_request("3", 8, max_tokens=2))
+    plan = the(driver.step())
+    assert (plan.preempted, plan.released) == (("2",), (2,))
+    assert [row[0] for row in shape(plan)] == [3, 1]
+    driver.run()
+
+
+def test_none_gives_way_to_one_that_fits_beside_it():
+    driver = make_driver()
+    driver.add(make_request("1", 8, max_tokens=4, priority=1))
+    driver.step()
+    driver.add(make_request("2", 8, max_tokens=2))
+    assert the(driver.step()).preempted == ()
+    assert statuses(driver) == ["running", "running"]
+    driver.run()
+
+
+def test_none_gives_way_to_the_less_urgent():
+    driver = make_driver(max_num_seqs=1)
+    driver.add(make_request("1", 8, max_tokens=4, priority=1))
+    driver.step()
+    driver.add(make_request("2", 8, max_tokens=2, priority=2))
+    driver.run()
+    assert not any(plan.preempted for plan in driver.plans)
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
+def test_who_gave_way_comes_back_with_the_same_answer(lag: int, mode: PreemptionMode):
+    policy = PressurePolicy(mode, 8)
+    driver = make_driver(lag, max_num_seqs=2, pressure=policy)
+    driver.add(make_request("1", 5, max_tokens=6, priority=1, n=2, seq_id=10))
+    for _ in range(3):
+        driver.step()
+    driver.add(make_request("2", 5, max_tokens=2, priority=-1))
+    plan = the(driver.step())
+    assert (plan.preempted, bool(plan.swap_outs)) == (("1",), mode is PreemptionMode.SWAP)
+    driver.run()
+    assert [len(stream) for stream in driver.streams.values()] == [6, 6, 2]
+
+
+def test_without_priorities_nobody_gives_way_to_a_newcomer():
+    driver = Driver(make_scheduler(max_num_seqs=1))
+    driver.add(make_request("1", 2))
+    driver.step()
+    driver.add(make_request("2", 2))
+    driver.run()
+    assert not any(plan.preempted for plan in driver.plans)
+
+
+def queue_of(*ranks: tuple[int, int]) -> tuple[RequestQueue, list[Request]]:
+    queue, requests = RequestQueue(), []
+    for place, (priority, arrival) in enumerate(ranks):
+        request = make_request(str(place), 1, priority=priority)
+        request.arrival = arrival
+        requests.append(request)
+        queue.add(request)
+        queue.check_integrity()
+    return queue, requests
+
+
+def test_a_queue_is_sorted_whoever_comes():
+    queue, requests = queue_of((0, 5), (0, 7), (0, 3), (1, 4), (-1, 9), (0, 6))
+    assert [r.request_id for r in queue] == ["4", "2", "0", "5", "1", "3"]
+    assert (queue.first, queue.last) == (requests[4], requests[3])
+    assert (len(queue), "5" in queue, "6" in queue) == (6, True, False)
+    assert queue["5"] is queue.get("5") is requests[5]
+    assert queue.get("6") is None
+    queue.remove(requests[4])
+    assert queue.first is requests[2]
+    with pytest.raises(KeyError):
+        queue.remove(requests[4])
+
+
+@pytest.mark.parametrize("ranks", [[(0, 1), (0, 1)], [(1, 1), (0, 2)], [(0, 2), (0, 1)]])
+def test_a_queue_finds_its_own_disorder(ranks: list[tuple[int, int]]):
+    queue, requests = queue_of((0, 0), (0, 1), (0, 2))
+    for request, rank in zip(requests[1:], ranks, strict=True):
+        request.priority, request.arrival = rank
+    with pytest.raises(IntegrityError, match="stands behind it"):
+        queue.check_integrity()
+
+
+def test_the_urgent_take_the_tokens_of_a_step_first():
+    driver = make_driver(max_num_batched_tokens=4, num_blocks=30)
+    driver.add(make_request("1", 30, max_tokens=2, priority=1))
+    driver.step()
+    driver.add(make_request("2", 3, max_tokens=2))
+    assert shape(driver.step()) == [(2, 0, 3, True), (1, 4, 1, False)]
+    driver.run()
+
+
+def test_nobody_gives_way_in_vain():
+    driver = make_driver(max_num_seqs=4, num_blocks=30)
+    for name, priority in (("1", 0), ("2", 0), ("3", 5), ("4", 5)):
+        driver.add(make_request(name, 2, max_tokens=4, priority=priority))
+    driver.step()
+    driver.add(make_request("5", 2, max_tokens=2, priority=1, n=4, seq_id=50))  # two seats short
+    assert the(driver.step()).preempted == ()
+    driver.run()
+    assert [plan.preempted for plan in driver.plans if plan.preempted] == []

@@ -1,0 +1,227 @@
+"""Random groups under pressure, from seeds: denser in preemptions and ends than hypothesis makes.
+
+Half of the work shares a beginning, pools hold one request or a few, and requests and single
+samples end at any moment. `Tally` counts what happened, for work that never comes to the events it
+is meant for proves nothing.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from itertools import count
+
+from core_driver import DIGESTS, Driver, make_scheduler
+from core_turn import Turn
+
+from jpaged.core.beam import BeamSearch
+from jpaged.core.costs import PreemptionCosts
+from jpaged.core.plan import StepPlan
+from jpaged.core.request import FinishReason, Request, RequestStatus, StopCriteria
+from jpaged.core.swap import PreemptionMode, PressurePolicy
+
+SEEDS = 700
+LOST = (RequestStatus.PREEMPTED, RequestStatus.SWAPPED)
+COSTS = PreemptionCosts(((8, 1.0),), ((1, 0.1), (4, 0.9)))
+
+EXPECTED = (
+    "request added, search",
+    "request added, several samples",
+    "request refused",
+    "request ended while waiting",
+    "request ended while running",
+    "request ended while preempted",
+    "request ended while swapped",
+    "request ended between the chunks of its stem",
+    "request ended with a sample over",
+    "sample ended while waiting",
+    "sample ended while running",
+    "sample ended while preempted",
+    "sample ended while swapped",
+    "sample ended between the chunks of its stem",
+    "swapped out",
+    "swapped out with steps in flight",
+    "swapped in",
+    "swapped in by a plan that does nothing else",
+    "swapped in with hits in the prefix cache",
+    "image dropped",
+    "image of shared blocks",
+    "recomputed",
+    "recomputed, several sequences",
+    "preempted by priority",
+    "row forked",
+    "block copied",
+    "cache reset",
+    "cache reset while swapped",
+)
+FEWEST = 10
+
+
+class Tally(Counter[str]):
+    """What happened."""
+
+    def note_end(self, what: str, request: Request) -> None:
+        self[f"{what} ended while {request.status}"] += 1
+        if request.num_stem_tokens and request.status is RequestStatus.RUNNING:
+            self[f"{what} ended between the chunks of its stem"] += request.live[0].is_placed
+        if 0 < len(request.live) < len(request.sequences):
+            self[f"{what} ended with a sample over"] += 1
+
+    def note_plan(self, plan: StepPlan, requests: dict[str, Request]) -> None:
+        self["swapped out"] += len(plan.swap_outs)
+        self["swapped in"] += len(plan.swap_ins)
+        self["swapped in by a plan that does nothing else"] += not plan.scheduled
+        self["image dropped"] += len(plan.dropped)
+        self["row forked"] += len(plan.row_forks)
+        self["block copied"] += len(plan.block_copies)
+        for request in (requests[name] for name in plan.preempted):
+            is_lost = request.status is RequestStatus.PREEMPTED
+            self["recomputed"] += is_lost
+            self["recomputed, several sequences"] += is_lost and len(request.live) > 1
+            if request.image is not None:
+                num_entries = sum(len(sequence.image_table) for sequence in request.live)
+                self["image of shared blocks"] += num_entries > request.image.num_blocks
+                self["swapped out with steps in flight"] += not request.is_read
+
+    def note_hits(self, plan: StepPlan, sizes: dict[int, int]) -> None:
+        sizes.update((out.image_id, len(out.block_ids)) for out in plan.swap_outs)
+        for image_id, places in plan.swap_ins:
+            self["swapped in with hits in the prefix cache"] += len(places) < sizes[image_id]
+
+
+class Work:
+    """One seed's worth: a scheduler, and what is thrown at it."""
+
+    def __init__(self, seed: int, tally: Tally):
+        self.random, self.tally = random.Random(seed), tally
+        self.driver = self._make_driver()
+        self.turn = Turn(self.driver)
+        self.num_added = 0
+        self.image_sizes: dict[int, int] = {}
+
+    def _make_driver(self) -> Driver:
+        pick = self.random
+        block_size, max_model_len = pick.randint(1, 5), pick.randint(6, 24)
+        most = -(-max_model_len // block_size)
+        num_host_blocks = pick.choice([most, 3 * most, 8 * most])
+        policy = PressurePolicy(
+            pick.choice([*PreemptionMode, PreemptionMode.SWAP]), num_host_blocks, COSTS
+        )
+        scheduler = make_scheduler(
+            num_blocks=pick.randint(most + 1, 4 * most),
+            block_size=block_size,
+            max_num_seqs=pick.randint(2, 9),
+            max_num_batched_tokens=pick.randint(1, 26),
+            max_model_len=max_model_len,
+            digest=pick.choice([None, *DIGESTS]),
+            pressure=policy,
+            by_priority=pick.random() < 0.3,
+        )
+        return Driver(scheduler, pick.randint(0, 2))
+
+    def run(self) -> None:
+        events = (self.end_request, self.end_sample, self.reset, self.read)
+        for _ in range(self.random.randint(10, 60)):
+            if self.random.random() < 0.35 and len(self.driver.scheduler.unfinished) < 8:
+                self.add()
+            if self.random.random() < 0.15:
+                self.random.choice(events)()
+                self.driver.scheduler.check_integrity()
+            self.step()
+        while self.driver.scheduler.has_unfinished:
+            self.step()
+        self.driver.run()
+
+    def step(self) -> None:
+        self.turn.before_step()
+        plan = self.driver.step()
+        self.turn.after_step()
+        if plan is not None:
+            self.tally.note_plan(plan, self.driver.requests)
+            self.tally.note_hits(plan, self.image_sizes)
+            running = list(self.driver.scheduler.running)
+            for request in (self.driver.requests[name] for name in plan.preempted):
+                urgent = [r for r in running if r.arrival > request.arrival]
+                self.tally["preempted by priority"] += any(r.rank < request.rank for r in urgent)
+
+    def add(self) -> None:
+        self.num_added += 1
+        try:
+            request = self._make_request()
+            self.driver.add(request)
+        except ValueError:
+            self.tally["request refused"] += 1
+        else:
+            self.tally["request added, search"] += request.beam is not None
+            self.tally["request added, several samples"] += len(request.live) > 1
+
+    def _make_request(self) -> Request:
+        pick, config = self.random, self.driver.scheduler.config
+        length = pick.randint(1, config.max_model_len * 2 // 3)
+        common = ([1, 2, 3] * 6 + [pick.randint(0, 1)] + [4, 5] * 3)[:length]
+        prompt = common if pick.random() < 0.5 else pick.choices(range(11), k=length)
+        max_tokens = pick.randint(1, 20)
+        stop_ids = frozenset(pick.sample(range(11), pick.randint(0, 1)))
+        beam = self._make_search() if pick.random() < 0.25 else None
+        return Request.from_prompt(
+            f"r{self.num_added}",
+            prompt,
+            StopCriteria(max_tokens, pick.randint(0, max_tokens), stop_ids),
+            seq_ids=count(self.num_added * 10**6),
+            num_samples=pick.choice([1, 1, pick.randint(2, 6)]) if beam is None else 1,
+            beam=beam,
+            priority=pick.randint(-1, 1) if config.by_priority else 0,
+            cache_salt=pick.choice([None, None, "a"]),
+            reads_prefix_cache=self.num_added % 7 > 0,
+        )
+
+    def _make_search(self) -> BeamSearch:
+        return BeamSearch(
+            self.random.randint(1, 5),
+            length_penalty=self.random.choice([-0.5, 0.0, 1.0, 2.0]),
+            early_stopping=self.random.choice([False, True, "never"]),
+            end_token_ids=frozenset(self.random.sample(range(11), self.random.randint(0, 2))),
+        )
+
+    def likely(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """Most often one that was preempted, or is in its stem, if there is one."""
+        rare = [r for r in requests if r.num_stem_tokens or r.status in LOST]
+        return rare if rare and self.random.random() < 0.7 else requests
+
+    def end_request(self) -> None:
+        scheduler = self.driver.scheduler
+        if scheduler.unfinished:
+            request = self.random.choice(self.likely(scheduler.unfinished))
+            self.tally.note_end("request", request)
+            scheduler.finish(request.request_id, FinishReason.ABORT)
+
+    def end_sample(self) -> None:
+        scheduler = self.driver.scheduler
+        samples = [r for r in scheduler.unfinished if r.beam is None]
+        if samples:
+            sequence = self.random.choice(self.random.choice(self.likely(samples)).live)
+            self.tally.note_end("sample", sequence.request)
+            scheduler.finish_sequence(sequence, FinishReason.ABORT)
+
+    def reset(self) -> None:
+        scheduler = self.driver.scheduler
+        scheduler.reset_prefix_cache()
+        self.tally["cache reset"] += 1
+        self.tally["cache reset while swapped"] += scheduler.num_swapped > 0
+        if not scheduler.swap_space._outs:  # free blocks that the next plan still copies
+            self.driver.device.spoil(scheduler.block_manager.pool)
+
+    def read(self) -> None:
+        if self.driver.in_flight:
+            self.driver.read()
+
+
+def test_random_groups_under_pressure():
+    tally = Tally()
+    for seed in range(SEEDS):
+        try:
+            Work(seed, tally).run()
+        except Exception as error:
+            error.add_note(f"seed {seed}: Work({seed}, Tally()).run() repeats it")
+            raise
+    rare = {event: tally[event] for event in EXPECTED if tally[event] < FEWEST}
+    assert not rare, f"hardly ever happened: {rare}"

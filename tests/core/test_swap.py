@@ -1,0 +1,254 @@
+"""Preemption by swap, by literal block ids."""
+
+import pytest
+from core_driver import Driver, make_request, make_scheduler
+from core_plans import forks, num_free, samples, shape, status, tables, the, updates
+from core_swapped import SWAP, swapped_out
+
+from jpaged.core.prefix_cache import CHAIN_ENDED
+from jpaged.core.request import FinishReason, Sequence
+
+
+def test_a_sequence_goes_out_and_comes_back():
+    driver = swapped_out()
+    plan = driver.plans[-1]
+    assert (plan.preempted, plan.released) == (("2",), (2,))
+    assert plan.swap_outs == ((1, (3, 5)),)  # image 1
+    assert updates(plan) == [((3, 5),)]  # block 5 is read before it is written
+    (sequence,) = samples(driver, "2")
+    assert (status(driver, "2"), driver.scheduler.num_swapped) == ("swapped", 1)
+    assert (sequence.num_computed_tokens, sequence.image_table) == (6, [0, 1])
+    assert (tables(driver, "2"), driver.scheduler.swap_space.num_used_blocks) == ([[]], 2)
+    driver.step()
+    assert driver.requests["1"].is_finished
+    plan = the(driver.step())  # nobody computes while the blocks travel
+    assert (shape(plan), plan.num_tokens) == ([], 0)
+    assert plan.swap_ins == ((1, ((0, 3), (1, 5))),)
+    assert driver.scheduler.swap_space.num_used_blocks == 0
+    plan = the(driver.step())
+    assert (shape(plan), plan.is_decode) == ([(2, 6, 1, True)], False)
+    assert updates(plan) == [((0, 3), (1, 5))]
+    driver.run()
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+def test_what_is_in_flight_is_awaited_before_the_return(lag: int):
+    driver = swapped_out(lag)
+    (sequence,) = samples(driver, "2")
+    computed = sequence.num_computed_tokens
+    assert computed == 6
+    while status(driver, "2") == "swapped":
+        driver.step()
+    assert (sequence.num_pending_tokens, sequence.num_in_flight_steps) == (0, 0)
+    assert (sequence.num_computed_tokens, len(sequence.token_ids)) == (6, 7)
+    driver.run()
+
+
+def swapped_group(digest: str | None = None, lag: int = 0) -> Driver:
+    scheduler = make_scheduler(num_blocks=8, block_size=2, pressure=SWAP, digest=digest)
+    driver = Driver(scheduler, lag)
+    driver.add(make_request("1", 3, max_tokens=8))
+    driver.add(make_request("2", 4, max_tokens=4, seq_id=10, n=2))
+    while not driver.plans or not driver.plans[-1].preempted:
+        driver.step()
+    return driver
+
+
+def test_shared_blocks_go_out_once_and_are_shared_again():
+    driver = swapped_group()
+    assert driver.plans[-2].block_copies == ((4, 5),)
+    assert driver.plans[-1].swap_outs == ((1, (3, 5, 4)),)
+    assert [s.image_table for s in samples(driver, "2")] == [[0, 1], [0, 2]]
+    while not driver.plans[-1].swap_ins:  # with three blocks free it could come, and not go on
+        driver.step()
+    ((_, places),) = driver.plans[-1].swap_ins
+    assert [entry for entry, _ in places] == [0, 1, 2]
+    shared, first, second = (block_id for _, block_id in places)
+    assert tables(driver, "2") == [[shared, first], [shared, second]]
+    blocks = driver.scheduler.block_manager.pool.blocks
+    assert [blocks[block_id].ref_cnt for block_id in (shared, first, second)] == [2, 1, 1]
+    driver.run()
+
+
+def test_a_sample_that_ends_while_out_does_not_come_back():
+    driver = swapped_group()
+    driver.scheduler.finish_sequence(samples(driver, "2")[0], FinishReason.ABORT)
+    assert driver.scheduler.swap_space.num_used_blocks == 3  # the image is one piece
+    plan = the(driver.step())
+    assert plan.swap_ins == ((1, ((0, 7), (2, 5))),)
+    assert tables(driver, "2") == [[7, 5]]
+    driver.run()
+
+
+@pytest.mark.parametrize("sample_by_sample", [False, True])
+def test_the_image_of_an_ended_group_is_dropped(sample_by_sample: bool):
+    driver = swapped_group()
+    if sample_by_sample:
+        for sequence in samples(driver, "2"):
+            driver.scheduler.finish_sequence(sequence, FinishReason.ABORT)
+    else:
+        driver.scheduler.abort("2")
+    assert driver.scheduler.swap_space.num_used_blocks == 0
+    plan = the(driver.step())
+    assert (plan.dropped, plan.swap_ins) == ((1,), ())
+    driver.run()
+
+
+def test_an_image_dropped_before_it_was_ordered_is_never_made():
+    scheduler = make_scheduler(num_blocks=5, block_size=4, max_num_seqs=2, pressure=SWAP)
+    driver = Driver(scheduler, lag=2)
+    driver.add(make_request("1", 7, max_tokens=3))
+    driver.add(make_request("2", 1, max_tokens=6))
+    for _ in range(4):
+        driver.step()
+    assert scheduler.schedule() is None  # the second gives way to itself: there is nothing to plan
+    assert status(driver, "2") == "swapped"
+    scheduler.abort("2")
+    assert scheduler.swap_space.take_orders() == ((), (), ())
+    driver.run()
+
+
+def test_what_the_prefix_cache_still_has_is_not_copied_back():
+    driver = swapped_out(digest="xxh3")
+    (sequence,) = samples(driver, "2")
+    driver.step()
+    plan = the(driver.step())
+    assert plan.swap_ins == ((1, ((1, 5),)),)  # block 3 was never overwritten
+    assert tables(driver, "2") == [[3, 5]]
+    assert (sequence.num_chained_blocks, sequence.num_computed_tokens) == (1, 6)
+    driver.run()
+
+
+def test_all_of_it_may_still_be_there():
+    driver = Driver(make_scheduler(num_blocks=4, block_size=2, pressure=SWAP, digest="xxh3"))
+    driver.add(make_request("1", 1, max_tokens=4))
+    driver.add(make_request("2", 1, max_tokens=6))
+    while status(driver, "2") != "swapped":
+        driver.step()
+    while status(driver, "2") == "swapped":
+        plan = the(driver.step())
+    (image_id, places) = plan.swap_ins[0]
+    assert (image_id, places) == (1, ())
+    driver.run()
+
+
+def test_a_partly_computed_block_is_copied_though_the_cache_has_it_full():
+    driver = swapped_out(digest="xxh3")
+    manager, (sequence,) = driver.scheduler.block_manager, samples(driver, "2")
+    sequence.token_ids.append(0)
+    block = manager.pool.blocks[5]  # as if another had computed all eight of these tokens
+    parent = manager.find_prefix(sequence, 4)[0].content
+    assert manager.prefix_cache is not None
+    assert parent is not None
+    assert block.content is None
+    manager.prefix_cache.register(block, parent.content_id, sequence.token_ids[4:])
+    assert [b.block_id for b in manager.find_prefix(sequence, 8)] == [3, 5]
+    driver.scheduler.abort("1")
+    assert num_free(driver) == 5
+    fit = driver.scheduler.swap_space.find(driver.requests["2"], num_spare_blocks=0)
+    assert fit is not None
+    assert fit[:2] == ([[manager.pool.blocks[3]]], 1)
+
+
+def test_another_with_the_same_tokens_brings_them_back_into_the_cache_after_a_reset():
+    driver = swapped_out(digest="xxh3")
+    (sequence,) = samples(driver, "2")
+    driver.scheduler.reset_prefix_cache()
+    manager, other = driver.scheduler.block_manager, Sequence(99, sequence.token_ids[:4], 4)
+    driver.scheduler.abort("1")
+    manager.append(other, 4)
+    other.num_computed_tokens = 4
+    manager.register_computed(other, 4)
+    (way,) = [driver.scheduler.swap_space.find(driver.requests["2"], 0)]
+    assert way is not None
+    driver.scheduler.swap_space.swap_in(driver.requests["2"], way)
+    assert sequence.block_table[0] == other.block_table[0]
+    assert sequence.num_chained_blocks == CHAIN_ENDED  # what it computed before counts no more
+
+
+def test_a_reset_while_out_lets_nothing_of_it_be_registered():
+    driver = swapped_out(digest="xxh3")
+    driver.scheduler.reset_prefix_cache()
+    driver.step()
+    plan = the(driver.step())
+    assert plan.swap_ins == ((1, ((0, 3), (1, 5))),)  # all of it
+    driver.run()
+    manager, history = driver.scheduler.block_manager, samples(driver, "2")[0].token_ids
+    assert manager.find_prefix(Sequence(99, history, 1)) == []
+
+
+def test_a_reset_before_going_out_is_remembered_when_back():
+    scheduler = make_scheduler(num_blocks=6, block_size=4, pressure=SWAP, digest="xxh3")
+    driver = Driver(scheduler)
+    driver.add(make_request("1", 7, max_tokens=8))
+    driver.add(make_request("2", 1, max_tokens=8))
+    for _ in range(5):
+        driver.step()
+    driver.scheduler.reset_prefix_cache()
+    driver.run()
+    assert [len(plan.swap_ins) for plan in driver.plans].count(1) == 1
+    history = samples(driver, "2")[0].token_ids
+    assert scheduler.block_manager.find_prefix(Sequence(99, history, 1)) == []
+
+
+def test_pinned_blocks_are_found_at_the_return():
+    driver = swapped_out(digest="xxh3")
+    manager, (sequence,) = driver.scheduler.block_manager, samples(driver, "2")
+    pin = manager.pins.pin(manager.find_prefix(sequence))
+    assert manager.pins.holders == {3: 1}
+    driver.step()
+    plan = the(driver.step())
+    assert plan.swap_ins == ((1, ((1, 5),)),)
+    assert manager.pool.blocks[3].ref_cnt == 2
+    driver.run()
+    manager.pins.unpin(pin)
+    driver.check_end()
+
+
+def test_nobody_passes_a_swapped_head():
+    driver = swapped_out()
+    driver.add(make_request("3", 1, max_tokens=2))
+    assert num_free(driver) == 1
+    plan = the(driver.step())
+    assert (shape(plan), status(driver, "3")) == ([(1, 13, 1, True)], "waiting")
+    plan = the(driver.step())  # behind it, though, the third joins at once
+    assert (len(plan.swap_ins), shape(plan)) == (1, [(3, 0, 1, True)])
+    driver.run()
+
+
+def test_a_return_leaves_a_spare_block_to_those_that_run():
+    driver = swapped_out()
+    scheduler, request = driver.scheduler, driver.requests["2"]
+    scheduler.abort("1")
+    taken = scheduler.block_manager.pool.allocate(3)
+    assert num_free(driver) == 2  # as many as the image holds
+    assert scheduler.swap_space.find(request, num_spare_blocks=1) is None
+    assert scheduler.swap_space.find(request, num_spare_blocks=0) == ([[]], 2, 2)
+    request.live.append(sample := Sequence(99, [1], 1, image_table=[2]))
+    assert scheduler.swap_space.find(request, num_spare_blocks=0) is None
+    request.live.remove(sample)  # one that needed a block more has ended: this is looked at anew
+    assert scheduler.swap_space.find(request, num_spare_blocks=0) == ([[]], 2, 2)
+    scheduler.block_manager.pool.free(taken)
+    assert scheduler.swap_space.find(request, num_spare_blocks=1) == ([[]], 2, 2)
+    driver.run()
+
+
+def test_a_group_in_its_stem_goes_out_and_goes_on():
+    scheduler = make_scheduler(
+        num_blocks=8, block_size=2, max_num_batched_tokens=4, pressure=SWAP, by_priority=True
+    )
+    driver = Driver(scheduler)
+    driver.add(make_request("1", 6, max_tokens=2, seq_id=10, n=2, priority=1))
+    assert shape(driver.step()) == [(10, 0, 4, False)]
+    driver.add(make_request("2", 11, max_tokens=1))
+    plan = the(driver.step())
+    assert plan.swap_outs == ((1, (1, 2)),)
+    assert [s.image_table for s in samples(driver, "1")] == [[0, 1], []]
+    while status(driver, "1") == "swapped":
+        plan = the(driver.step())
+    assert len(plan.swap_ins[0].places) == 2
+    plan = the(driver.step())
+    assert (shape(plan), forks(plan)) == ([(10, 4, 1, False)], [])
+    plan = the(driver.step())
+    assert (shape(plan), forks(plan)) == ([(10, 5, 1, True), (11, 5, 1, True)], [(10, 11)])
+    driver.run()

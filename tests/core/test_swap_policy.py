@@ -1,0 +1,56 @@
+"""Which of the two ways a preempted group goes."""
+
+import pytest
+from core_driver import Driver, make_request, make_scheduler
+from core_plans import status
+from core_swapped import swapped_out
+
+from jpaged.core.costs import PreemptionCosts
+from jpaged.core.swap import PreemptionMode, PressurePolicy
+
+
+def test_a_full_host_space_means_recomputing():
+    driver = swapped_out(policy=PressurePolicy(PreemptionMode.SWAP, num_host_blocks=1))
+    assert (status(driver, "2"), driver.plans[-1].swap_outs) == ("preempted", ())
+    driver.run()
+    driver = swapped_out(policy=PressurePolicy(PreemptionMode.SWAP, num_host_blocks=2))
+    assert status(driver, "2") == "swapped"  # just fits
+    driver.run()
+
+
+@pytest.mark.parametrize(
+    ("recompute_seconds", "expected"), [(1.0, "preempted"), (1.1, "swapped"), (0.9, "preempted")]
+)
+def test_auto_takes_the_cheaper_way(recompute_seconds: float, expected: str):
+    # Six tokens to compute, two blocks each way; of equal costs recomputing needs no memory.
+    costs = PreemptionCosts(((6, recompute_seconds), (7, 9.0)), ((1, 0.1), (2, 0.5), (3, 9.0)))
+    driver = swapped_out(policy=PressurePolicy(PreemptionMode.AUTO, 8, costs))
+    assert status(driver, "2") == expected
+    driver.run()
+
+
+def test_auto_counts_shared_tokens_once():
+    # Three tokens in common, and one of each sample: five to compute; three blocks.
+    costs = PreemptionCosts(((5, 0.1), (6, 9.0)), ((3, 0.1),))
+    scheduler = make_scheduler(
+        num_blocks=8, block_size=2, pressure=PressurePolicy(PreemptionMode.AUTO, 8, costs)
+    )
+    driver = Driver(scheduler)
+    driver.add(make_request("1", 3, max_tokens=8))
+    driver.add(make_request("2", 4, max_tokens=4, seq_id=10, n=2))
+    while not driver.plans or not driver.plans[-1].preempted:
+        driver.step()
+    assert status(driver, "2") == "preempted"
+    driver.run()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((PreemptionMode.SWAP, -1), "num_host_blocks must not be negative, got -1"),
+        ((PreemptionMode.AUTO, 4), "mode 'auto' needs costs"),
+    ],
+)
+def test_bad_policies_are_refused(arguments: tuple, message: str):
+    with pytest.raises(ValueError, match=message):
+        PressurePolicy(*arguments)

@@ -1,0 +1,32 @@
+"""The engine's accounts of its pool, while it works."""
+
+from conftest import Engines
+
+from jpaged import BlockInfo, BlockState, Engine, MemoryReport, SamplingParams
+
+
+def blocks_of(engine: Engine, request_id: str) -> list[BlockInfo]:
+    return [info for info in engine.block_map().values() if request_id in info.request_ids]
+
+
+def test_samples_share_their_prompt_and_give_it_back(engines: Engines):
+    engine = engines()
+    engine.reset_prefix_cache()
+    params = SamplingParams(n=3, max_tokens=9, ignore_eos=True, seed=0)
+    name = engine.add_request(list(range(40)), params)
+    savings = []
+    while engine.has_unfinished_requests:
+        engine.step()
+        report = engine.memory_report()
+        assert isinstance(report, MemoryReport)
+        assert report.num_waste_slots == engine.stats().num_waste_slots
+        if report.num_logical_blocks == 9:  # each sample: two blocks of the prompt, one of its own
+            assert sorted(info.ref_cnt for info in blocks_of(engine, name)) == [1, 1, 1, 3, 3]
+            savings.append(report.shared_savings)
+    assert savings
+    assert set(savings) == {1 - 5 / 9}
+    assert blocks_of(engine, name) == []
+    states = [info.state for info in engine.block_map().values()]
+    report = engine.memory_report()
+    assert states.count(BlockState.CACHED) * 16 == report.num_cached_slots > 0
+    assert states.count(BlockState.USED) == report.num_token_slots == 0
