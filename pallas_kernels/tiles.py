@@ -61,3 +61,57 @@ def tile_map(
     first_position = jnp.where(has_keys, first_position, 0)
     num_keys = jnp.where(has_keys, first_position + num_rows, 0)
     return TileMap(owner, first_row, first_position, num_rows, num_keys)
+
+
+class WindowMap(NamedTuple):
+    """Tiles that are aligned in q: a window of rows, cut down to the rows of one sequence.
+
+    Tile i < num_tiles owns rows `begin` to `end` of window `window`; the window's row 0 would be at
+    `first_position`, which is negative if the sequence begins in the window. Padding rows have
+    tiles too, with no keys and a `seq_len` of 0. The tiles from num_tiles on mean nothing.
+    """
+
+    sequence: Int32[Array, "tiles"]
+    window: Int32[Array, "tiles"]
+    first_position: Int32[Array, "tiles"]
+    begin: Int32[Array, "tiles"]
+    end: Int32[Array, "tiles"]
+    num_keys: Int32[Array, "tiles"]
+    seq_len: Int32[Array, "tiles"]
+    num_tiles: Int32[Array, ""]
+
+
+def window_map(
+    seq_lens: Int32[Array, "B"],
+    query_start_loc: Int32[Array, "B+1"],
+    num_tokens: int,
+    window: int,
+) -> WindowMap:
+    """The tiles of `num_tokens` rows in windows of `window` rows, none shared by two sequences.
+
+    Packed: no tile before num_tiles is empty, for kernels that share them out evenly.
+    """
+    size, batch = jnp.int32(window), seq_lens.shape[0]
+    starts = query_start_loc
+    ends = jnp.append(query_start_loc[1:], jnp.int32(num_tokens))
+    first_window = starts // size
+    counts = jnp.where(ends > starts, (ends - 1) // size - first_window + 1, 0)
+    lasts = jnp.cumsum(counts)
+    tiles = jnp.arange(-(-num_tokens // window) + batch, dtype=jnp.int32)
+    owner = jnp.searchsorted(lasts, tiles, side="right", method="compare_all").astype(jnp.int32)
+    owner = jnp.minimum(owner, batch)  # batch: padding
+    first_row = (first_window[owner] + tiles - (lasts - counts)[owner]) * size
+    end = jnp.clip(ends[owner] - first_row, 0, window)
+    sequence = jnp.minimum(owner, batch - 1)
+    seq_len = jnp.where(owner == sequence, seq_lens[sequence], 0)
+    first_position = jnp.where(owner == sequence, seq_len - ends[owner] + first_row, 0)
+    return WindowMap(
+        sequence=sequence,
+        window=first_row // size,
+        first_position=first_position,
+        begin=jnp.clip(starts[owner] - first_row, 0, window),
+        end=end,
+        num_keys=jnp.where(owner == sequence, first_position + end, 0),
+        seq_len=seq_len,
+        num_tiles=lasts[-1],
+    )

@@ -38,6 +38,15 @@ class PrefillConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class HopperPrefillConfig:
+    """Of paged_prefill_hopper.py: keys a tile, tiles of keys in flight, programs (one an SM)."""
+
+    tile_tokens: int = 128
+    num_stages: int = 2
+    num_programs: int = 132
+
+
+@dataclasses.dataclass(frozen=True)
 class MoveConfig:
     """Of kv_write.py and block_copy.py: elements a program moves, warps."""
 

@@ -1,0 +1,399 @@
+"""Ragged paged prefill attention in Pallas Mosaic GPU, for Hopper (compute capability 9.0).
+
+One launch for a whole ragged batch. A tile is a window of `128 // G` rows of q, cut down to the
+rows of ONE sequence (tiles.py has the map), times the KV head's group of G query heads (padded to
+a power of 2): 128 matrix rows, member by member. As many programs as the GPU has SMs each take
+tiles in turn, last first; a program is three warp groups:
+
+    loader             for each of its tiles: copies of q, one a member; for each key tile, one copy
+                       a block of keys and of values (the bulk copy engine, through the block table)
+    two computers      of 64 matrix rows each; scores = q . keys of the first key tile, then
+      for key tiles:     max, sum, weights = online softmax, in exp2
+                         out = out * rescale + weights . values; scores = q . keys of the NEXT one
+      out -> the tile's own rows
+
+The two computers take turns at issuing products, so that one's softmax runs under the other's
+products. The next key tile of a tile's last one is the first of the next tile: nothing drains.
+Blocks past the end of a sequence are read from outside the pool, which gives zeros; slots past the
+end inside its last block are zeroed in the copy, for 0 * NaN is NaN.
+FlashAttention-3 (arXiv:2407.08608) over paged keys (arXiv:2309.06180).
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.tile_ops import MASKED
+from pallas_kernels.tiles import window_map
+from pallas_kernels.tuning import HopperPrefillConfig
+
+ROWS = 128  # matrix rows of a tile
+HALF = ROWS // 2  # of one computing warp group
+_LOG2_E = math.log2(math.e)
+_TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+# Rows one by one, so that any number of them can be copied out.
+_ROW_TRANSFORMS = (plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128))
+_FIELDS = 8  # int32 numbers a tile
+
+
+def paged_prefill_attention(
+    q,
+    kv,
+    block_tables,
+    query_start_loc,
+    seq_lens,
+    *,
+    scale,
+    config: HopperPrefillConfig,
+    interpret=None,
+):
+    """See the public entry of the same name; no soft cap and no window."""
+    num_tokens, num_heads, head_size = q.shape
+    num_kv_heads = kv.k.shape[2]
+    group = num_heads // num_kv_heads
+    window = ROWS // pl.next_power_of_2(group)
+    # Windows are whole tiles of q: the padding costs a copy, which a step's bucket never needs.
+    num_rows = -(-num_tokens // window) * window
+    padded = q if num_rows == num_tokens else jnp.pad(q, ((0, num_rows - num_tokens), (0, 0), (0, 0)))
+    fields = _tile_fields(block_tables, query_start_loc, seq_lens, num_rows, window)
+    body = functools.partial(
+        _kernel,
+        scale=scale,
+        group=group,
+        window=window,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        block_size=kv.k.shape[1],
+        config=config,
+    )
+    tile = config.tile_tokens
+    stages = config.num_stages
+    copies = max(1, tile // kv.k.shape[1])
+
+    def scratch(*shape, transforms=_TRANSFORMS):
+        return plgpu.SMEM(shape, q.dtype, transforms=transforms)
+
+    call = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((num_rows, num_heads * head_size), q.dtype),
+        grid=(config.num_programs,),
+        grid_names=("program",),
+        num_threads=3,
+        thread_name="warp_group",
+        scratch_types=dict(
+            q_smem=scratch(2, ROWS, head_size),
+            k_smem=scratch(stages, tile, head_size),
+            v_smem=scratch(stages, tile, head_size),
+            out_smem=scratch(2, HALF, head_size, transforms=_ROW_TRANSFORMS),
+            q_full=plgpu.Barrier(num_arrivals=group, num_barriers=2),
+            k_full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+            v_full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+            q_empty=plgpu.Barrier(num_arrivals=2, num_barriers=2),
+            k_empty=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            v_empty=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            turn=plgpu.Barrier(num_arrivals=1, num_barriers=2),
+        ),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+        kernel_name="paged_prefill_attention_hopper",
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+    k, v = (pool.reshape(-1, num_kv_heads * head_size) for pool in kv)
+    out = call(padded.reshape(num_rows, -1), k, v, block_tables.reshape(-1), fields)
+    return out[:num_tokens].reshape(q.shape)
+
+
+def _tile_fields(block_tables, query_start_loc, seq_lens, num_rows, window):
+    """[tiles + 1, 8] flattened: what a program reads of each tile, and the number of tiles."""
+    tiles = window_map(seq_lens, query_start_loc, num_rows, window)
+    columns = [
+        tiles.sequence * jnp.int32(block_tables.shape[1]),
+        tiles.window * jnp.int32(window),
+        tiles.first_position,
+        tiles.begin,
+        tiles.end,
+        tiles.num_keys,
+        tiles.seq_len,
+    ]
+    fields = jnp.stack(columns + [jnp.zeros_like(tiles.window)] * (_FIELDS - len(columns)), axis=1)
+    return jnp.append(fields.reshape(-1), tiles.num_tiles)
+
+
+def _kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    tables_ref,
+    fields_ref,
+    out_ref,
+    *,
+    q_smem,
+    k_smem,
+    v_smem,
+    out_smem,
+    q_full,
+    k_full,
+    v_full,
+    q_empty,
+    k_empty,
+    v_empty,
+    turn,
+    scale,
+    group,
+    window,
+    num_kv_heads,
+    head_size,
+    block_size,
+    config,
+):
+    tile, stages = config.tile_tokens, config.num_stages
+    program, num_programs = lax.axis_index("program"), config.num_programs
+    warp_group = lax.axis_index("warp_group")
+    num_tiles = fields_ref[fields_ref.shape[0] - 1]
+    num_items = num_tiles * num_kv_heads
+    num_rounds = lax.div(num_items - program + (num_programs - 1), jnp.int32(num_programs))
+
+    def item_fields(turn_index):
+        """Of this program's item: head, then the tile's fields. Past the last one, the last."""
+        index = jnp.minimum(turn_index, num_rounds - 1)
+        item = index * num_programs + program
+        tile_index = num_tiles - 1 - lax.div(item, jnp.int32(num_kv_heads))
+        head = lax.rem(item, jnp.int32(num_kv_heads))
+        return head, *(fields_ref[tile_index * _FIELDS + f] for f in range(7))
+
+    def num_steps(fields):
+        return jnp.maximum(lax.div(fields[6] + (tile - 1), jnp.int32(tile)), 1)
+
+    def slot_of(step):
+        return lax.rem(step, jnp.int32(stages))
+
+    @pl.when((warp_group == 2) & (num_rounds > 0))
+    def _load():
+        plgpu.set_max_registers(40, action="decrease")
+
+        def load_q(index, fields):
+            slot = lax.rem(index, jnp.int32(2))
+            pl.when(index >= 2)(lambda: plgpu.barrier_wait(q_empty.at[slot]))
+            head, _, first_row = fields[:3]
+            for member in range(group):
+                column = (head * group + member) * head_size
+                plgpu.copy_gmem_to_smem(
+                    q_ref.at[pl.ds(first_row, window), pl.ds(column, head_size)],
+                    q_smem.at[slot, pl.ds(member * window, window)],
+                    q_full.at[slot],
+                )
+
+        def load_keys(index, step, fields):
+            slot = slot_of(step)
+            head, table, seq_len = fields[0], fields[1], fields[7]
+            size = min(block_size, tile)
+            column = head * head_size
+            rows = []
+            for i in range(tile // size):
+                position = index * tile + i * size
+                entry = jnp.minimum(table + lax.div(position, jnp.int32(block_size)), tables_ref.shape[0] - 1)
+                row = tables_ref[entry] * block_size
+                # Outside the pool, the copy engine fills in zeros.
+                rows.append(jnp.where(position < seq_len, row, k_ref.shape[0]))
+            for ref, smem, full, empty in (
+                (k_ref, k_smem, k_full, k_empty),
+                (v_ref, v_smem, v_full, v_empty),
+            ):
+                pl.when(step >= stages)(functools.partial(plgpu.barrier_wait, empty.at[slot]))
+                for i, row in enumerate(rows):
+                    plgpu.copy_gmem_to_smem(
+                        ref.at[pl.ds(row, size), pl.ds(column, head_size)],
+                        smem.at[slot, pl.ds(i * size, size)],
+                        full.at[slot],
+                    )
+
+        def load_item(index, step):
+            fields = item_fields(index)
+            load_q(index, fields)
+            # Past the last item, one key tile that the last products ask for.
+            steps = jnp.where(index < num_rounds, num_steps(fields), 1)
+
+            def load_step(i, step):
+                load_keys(i, step, fields)
+                return step + 1
+
+            return lax.fori_loop(0, steps, load_step, step)
+
+        lax.fori_loop(0, num_rounds + 1, load_item, jnp.int32(0))
+
+    @pl.when((warp_group < 2) & (num_rounds > 0))
+    def _compute():
+        plgpu.set_max_registers(232, action="increase")
+        first = warp_group * HALF
+        matrix_row = plgpu.layout_cast(
+            lax.broadcasted_iota(jnp.int32, (HALF, tile), 0), plgpu.Layout.WGMMA
+        )
+        matrix_column = plgpu.layout_cast(
+            lax.broadcasted_iota(jnp.int32, (HALF, tile), 1), plgpu.Layout.WGMMA
+        )
+        my_out = out_smem.at[warp_group]
+
+        def wgmma_zeros(*shape):
+            layout = plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
+            return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
+
+        def my_q(slot):
+            return q_smem.at[slot, pl.ds(pl.multiple_of(first, HALF), HALF)]
+
+        def take_turn():
+            plgpu.barrier_wait(turn.at[warp_group])
+
+        def pass_turn():
+            plgpu.barrier_arrive(turn.at[1 - warp_group])
+
+        def softmax(scores, row_max, row_sum, out, shift):
+            """shift: columns at or before row token + shift are seen; None: all."""
+            if shift is not None:
+                token = (matrix_row + first) & (window - 1)
+                scores = jnp.where(matrix_column <= token + shift, scores, MASKED)
+            factor = scale * _LOG2_E
+            new_max = jnp.maximum(row_max, jnp.max(scores, axis=1) * factor)
+            rescale = jnp.exp2(row_max - new_max)
+            weights = jnp.exp2(
+                scores * factor - lax.broadcast_in_dim(new_max, scores.shape, [0])
+            )
+            out = out * lax.broadcast_in_dim(rescale, out.shape, [0])
+            row_sum = row_sum * rescale + jnp.sum(weights, axis=1)
+            return weights.astype(q_ref.dtype), new_max, row_sum, out
+
+        def products(weights, out, step, q_slot):
+            """out + weights . values of this step, and the scores of the next one."""
+            slot, next_slot = slot_of(step), slot_of(step + 1)
+
+            def issue(refs):
+                out_acc, scores_acc = refs
+                plgpu.barrier_wait(k_full.at[next_slot])
+                take_turn()
+                plgpu.wgmma(out_acc, weights, v_smem.at[slot])
+                plgpu.wgmma(scores_acc, my_q(q_slot), k_smem.at[next_slot].transpose((1, 0)))
+                pass_turn()
+                plgpu.wgmma_wait(1)
+                plgpu.barrier_arrive(v_empty.at[slot])
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(k_empty.at[next_slot])
+
+            return pl.run_state(issue)(
+                (plgpu.ACC.init(out), plgpu.ACC.init(wgmma_zeros(HALF, tile)))
+            )
+
+        def clean_values(slot, live, seq_len):
+            """Zero the rows from `live` on where the sequence ends inside a block.
+
+            Both warp groups write the same values, so neither waits for the other.
+            """
+
+            @pl.when((live < tile) & (lax.rem(seq_len, jnp.int32(block_size)) != 0))
+            def _clean():
+                for start in range(0, tile, HALF):
+                    rows = v_smem.at[slot, pl.ds(start, HALF)]
+                    row = plgpu.layout_cast(
+                        lax.broadcasted_iota(jnp.int32, (HALF, head_size), 0), plgpu.Layout.WGMMA
+                    )
+                    values = plgpu.layout_cast(rows[...], plgpu.Layout.WGMMA)
+                    rows[...] = jnp.where(row < live - start, values, jnp.zeros_like(values))
+                plgpu.commit_smem()
+
+        def compute_item(index, carry):
+            scores, step, fields = carry
+            head, _, first_row, first_position, begin, end, num_keys, seq_len = fields
+            steps = num_steps(fields)
+            full = lax.div(jnp.maximum(first_position + begin + 1, 0), jnp.int32(tile))
+            full = jnp.minimum(full, steps - 1)
+            q_slot = lax.rem(index, jnp.int32(2))
+            next_q_slot = 1 - q_slot
+
+            def fold(i, state, masked):
+                scores, row_max, row_sum, out = state
+                shift = first_position - i * tile if masked else None
+                weights, row_max, row_sum, out = softmax(scores, row_max, row_sum, out, shift)
+                plgpu.barrier_wait(v_full.at[slot_of(step + i)])
+                out, scores = products(weights, out, step + i, q_slot)
+                return scores, row_max, row_sum, out
+
+            row_max = plgpu.layout_cast(
+                jnp.full((HALF,), MASKED, jnp.float32), plgpu.Layout.WGMMA.reduce(1)
+            )
+            state = scores, row_max, wgmma_zeros(HALF), wgmma_zeros(HALF, head_size)
+            state = lax.fori_loop(0, full, functools.partial(fold, masked=False), state)
+            state = lax.fori_loop(full, steps - 1, functools.partial(fold, masked=True), state)
+
+            # The last key tile; the products that follow belong to the next item.
+            plgpu.barrier_arrive(q_empty.at[q_slot])
+            next_fields = item_fields(index + 1)
+            scores, row_max, row_sum, out = state
+            last = steps - 1
+            weights, row_max, row_sum, out = softmax(
+                scores, row_max, row_sum, out, first_position - last * tile
+            )
+            step = step + last
+            plgpu.barrier_wait(v_full.at[slot_of(step)])
+            clean_values(slot_of(step), seq_len - last * tile, seq_len)
+            plgpu.barrier_wait(q_full.at[next_q_slot])
+            out, scores = products(weights, out, step, next_q_slot)
+            out = out / lax.broadcast_in_dim(row_sum, out.shape, [0])
+            store(out.astype(q_ref.dtype), head, first_row, begin, end)
+            return scores, step + 1, next_fields
+
+        def store(out, head, first_row, begin, end):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            my_out[...] = out
+            plgpu.commit_smem()
+            box = min(window, HALF)
+            for i in range(HALF // box):
+                row = first + i * box
+                member, token = lax.div(row, jnp.int32(window)), lax.rem(row, jnp.int32(window))
+                column = (head * group + member) * head_size
+                low = jnp.clip(begin - token, 0, box)
+                high = jnp.clip(end - token, 0, box)
+                high = jnp.where(member < group, high, low)
+                _store_rows(
+                    my_out.at[pl.ds(i * box, box)],
+                    out_ref.at[pl.ds(first_row + token, box), pl.ds(column, head_size)],
+                    low,
+                    high - low,
+                )
+
+        fields = item_fields(0)
+        plgpu.barrier_wait(q_full.at[0])
+        plgpu.barrier_wait(k_full.at[0])
+
+        def first_scores(acc):
+            plgpu.wgmma(acc, my_q(0), k_smem.at[0].transpose((1, 0)))
+            return acc[...]
+
+        scores = pl.run_scoped(first_scores, plgpu.ACC((HALF, tile), jnp.float32))
+        plgpu.barrier_arrive(k_empty.at[0])
+        pl.when(warp_group == 1)(pass_turn)
+        _, step, _ = lax.fori_loop(
+            0, num_rounds, compute_item, (scores, jnp.int32(0), fields)
+        )
+        plgpu.barrier_wait(v_full.at[slot_of(step)])  # no copy outlives the program
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _store_rows(source, target, start, count):
+    """Copies rows start to start + count of both; sizes of copies are static, so by powers of 2."""
+    size = source.shape[0]
+    while size:
+
+        @pl.when(count & size != 0)
+        def _copy(start=start, size=size):
+            plgpu.copy_smem_to_gmem(
+                source.at[pl.ds(start, size)], target.at[pl.ds(start, size)]
+            )
+
+        start = start + (count & size)
+        size //= 2
