@@ -50,7 +50,6 @@ def paged_prefill_attention(
     *,
     scale,
     config: HopperPrefillConfig,
-    interpret=None,
 ):
     """See the public entry of the same name; no soft cap and no window."""
     num_tokens, num_heads, head_size = q.shape
@@ -72,7 +71,7 @@ def paged_prefill_attention(
         config=config,
     )
     tile = config.tile_tokens
-    stages = config.num_stages
+    k_stages, v_stages = config.num_key_stages, config.num_value_stages
     copies = max(1, tile // kv.k.shape[1])
 
     def scratch(*shape, transforms=_TRANSFORMS):
@@ -87,15 +86,15 @@ def paged_prefill_attention(
         thread_name="warp_group",
         scratch_types=dict(
             q_smem=scratch(2, ROWS, head_size),
-            k_smem=scratch(stages, tile, head_size),
-            v_smem=scratch(stages, tile, head_size),
+            k_smem=scratch(k_stages, tile, head_size),
+            v_smem=scratch(v_stages, tile, head_size),
             out_smem=scratch(2, HALF, head_size, transforms=_ROW_TRANSFORMS),
             q_full=plgpu.Barrier(num_arrivals=group, num_barriers=2),
-            k_full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
-            v_full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+            k_full=plgpu.Barrier(num_arrivals=copies, num_barriers=k_stages),
+            v_full=plgpu.Barrier(num_arrivals=copies, num_barriers=v_stages),
             q_empty=plgpu.Barrier(num_arrivals=2, num_barriers=2),
-            k_empty=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            v_empty=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            k_empty=plgpu.Barrier(num_arrivals=2, num_barriers=k_stages),
+            v_empty=plgpu.Barrier(num_arrivals=2, num_barriers=v_stages),
             turn=plgpu.Barrier(num_arrivals=1, num_barriers=2),
         ),
         compiler_params=plgpu.CompilerParams(
@@ -104,7 +103,6 @@ def paged_prefill_attention(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
         kernel_name="paged_prefill_attention_hopper",
-        **({} if interpret is None else {"interpret": interpret}),
     )
     k, v = (pool.reshape(-1, num_kv_heads * head_size) for pool in kv)
     out = call(padded.reshape(num_rows, -1), k, v, block_tables.reshape(-1), fields)
@@ -120,7 +118,6 @@ def _tile_fields(block_tables, query_start_loc, seq_lens, num_rows, window):
         tiles.first_position,
         tiles.begin,
         tiles.end,
-        tiles.num_keys,
         tiles.seq_len,
     ]
     fields = jnp.stack(columns + [jnp.zeros_like(tiles.window)] * (_FIELDS - len(columns)), axis=1)
@@ -154,7 +151,8 @@ def _kernel(
     block_size,
     config,
 ):
-    tile, stages = config.tile_tokens, config.num_stages
+    tile = config.tile_tokens
+    k_stages, v_stages = config.num_key_stages, config.num_value_stages
     program, num_programs = lax.axis_index("program"), config.num_programs
     warp_group = lax.axis_index("warp_group")
     num_tiles = fields_ref[fields_ref.shape[0] - 1]
@@ -167,67 +165,86 @@ def _kernel(
         item = index * num_programs + program
         tile_index = num_tiles - 1 - lax.div(item, jnp.int32(num_kv_heads))
         head = lax.rem(item, jnp.int32(num_kv_heads))
-        return head, *(fields_ref[tile_index * _FIELDS + f] for f in range(7))
+        return head, *(fields_ref[tile_index * _FIELDS + f] for f in range(6))
 
     def num_steps(fields):
-        return jnp.maximum(lax.div(fields[6] + (tile - 1), jnp.int32(tile)), 1)
+        return lax.div(fields[3] + fields[5] + (tile - 1), jnp.int32(tile))
 
-    def slot_of(step):
-        return lax.rem(step, jnp.int32(stages))
+    def k_slot(step):
+        return lax.rem(step, jnp.int32(k_stages))
+
+    def v_slot(step):
+        return lax.rem(step, jnp.int32(v_stages))
 
     @pl.when((warp_group == 2) & (num_rounds > 0))
     def _load():
         plgpu.set_max_registers(40, action="decrease")
+        size = min(block_size, tile)
+        copies = tile // size
 
-        def load_q(index, fields):
+        def load_q(index, fields, part):
             slot = lax.rem(index, jnp.int32(2))
             pl.when(index >= 2)(lambda: plgpu.barrier_wait(q_empty.at[slot]))
             head, _, first_row = fields[:3]
             for member in range(group):
-                column = (head * group + member) * head_size
-                plgpu.copy_gmem_to_smem(
-                    q_ref.at[pl.ds(first_row, window), pl.ds(column, head_size)],
-                    q_smem.at[slot, pl.ds(member * window, window)],
-                    q_full.at[slot],
-                )
 
-        def load_keys(index, step, fields):
-            slot = slot_of(step)
-            head, table, seq_len = fields[0], fields[1], fields[7]
-            size = min(block_size, tile)
-            column = head * head_size
-            rows = []
-            for i in range(tile // size):
-                position = index * tile + i * size
-                entry = jnp.minimum(table + lax.div(position, jnp.int32(block_size)), tables_ref.shape[0] - 1)
-                row = tables_ref[entry] * block_size
-                # Outside the pool, the copy engine fills in zeros.
-                rows.append(jnp.where(position < seq_len, row, k_ref.shape[0]))
-            for ref, smem, full, empty in (
-                (k_ref, k_smem, k_full, k_empty),
-                (v_ref, v_smem, v_full, v_empty),
-            ):
-                pl.when(step >= stages)(functools.partial(plgpu.barrier_wait, empty.at[slot]))
-                for i, row in enumerate(rows):
+                @pl.when(part == member % 2)
+                def _copy(member=member):
+                    column = (head * group + member) * head_size
                     plgpu.copy_gmem_to_smem(
-                        ref.at[pl.ds(row, size), pl.ds(column, head_size)],
-                        smem.at[slot, pl.ds(i * size, size)],
-                        full.at[slot],
+                        q_ref.at[pl.ds(first_row, window), pl.ds(column, head_size)],
+                        q_smem.at[slot, pl.ds(member * window, window)],
+                        q_full.at[slot],
                     )
 
-        def load_item(index, step):
-            fields = item_fields(index)
-            load_q(index, fields)
-            # Past the last item, one key tile that the last products ask for.
-            steps = jnp.where(index < num_rounds, num_steps(fields), 1)
+        def load_all(ref, smem, full, empty, slot_of, stages, part, with_q):
+            def load_tile(index, step, fields):
+                slot = slot_of(step)
+                head, table, seq_len = fields[0], fields[1], fields[6]
+                rows = []
+                for i in range(-(-copies // 2)):
+                    position = index * tile + (i * 2 + part) * size
+                    entry = table + lax.div(position, jnp.int32(block_size))
+                    row = tables_ref[jnp.minimum(entry, tables_ref.shape[0] - 1)] * block_size
+                    # Outside the pool, the copy engine fills in zeros.
+                    rows.append(jnp.where(position < seq_len, row, ref.shape[0]))
+                pl.when(step >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
+                for i, row in enumerate(rows):
 
-            def load_step(i, step):
-                load_keys(i, step, fields)
-                return step + 1
+                    def copy(i=i, row=row):
+                        plgpu.copy_gmem_to_smem(
+                            ref.at[pl.ds(row, size), pl.ds(head * head_size, head_size)],
+                            smem.at[slot, pl.ds((i * 2 + part) * size, size)],
+                            full.at[slot],
+                        )
 
-            return lax.fori_loop(0, steps, load_step, step)
+                    if copies == 1:
+                        pl.when(part == 0)(copy)
+                    else:
+                        copy()
 
-        lax.fori_loop(0, num_rounds + 1, load_item, jnp.int32(0))
+            def load_item(index, step):
+                fields = item_fields(index)
+                if with_q:
+                    load_q(index, fields, part)
+                # Past the last item, one key tile that the last products ask for.
+                steps = jnp.where(index < num_rounds, num_steps(fields), 1)
+
+                def load_step(i, step):
+                    load_tile(i, step, fields)
+                    return step + 1
+
+                return lax.fori_loop(0, steps, load_step, step)
+
+            lax.fori_loop(0, num_rounds + 1, load_item, jnp.int32(0))
+
+        @plgpu.warp_map
+        def _warp(warp):
+            part = lax.rem(warp, jnp.int32(2))
+            keys = k_ref, k_smem, k_full, k_empty, k_slot, k_stages, part, False
+            values = v_ref, v_smem, v_full, v_empty, v_slot, v_stages, part, True
+            pl.when(warp < 2)(lambda: load_all(*keys))
+            pl.when(warp >= 2)(lambda: load_all(*values))
 
     @pl.when((warp_group < 2) & (num_rounds > 0))
     def _compute():
@@ -254,8 +271,9 @@ def _kernel(
         def pass_turn():
             plgpu.barrier_arrive(turn.at[1 - warp_group])
 
-        def softmax(scores, row_max, row_sum, out, shift):
+        def softmax(scores, state, shift):
             """shift: columns at or before row token + shift are seen; None: all."""
+            row_max, row_sum, out = state
             if shift is not None:
                 token = (matrix_row + first) & (window - 1)
                 scores = jnp.where(matrix_column <= token + shift, scores, MASKED)
@@ -267,24 +285,24 @@ def _kernel(
             )
             out = out * lax.broadcast_in_dim(rescale, out.shape, [0])
             row_sum = row_sum * rescale + jnp.sum(weights, axis=1)
-            return weights.astype(q_ref.dtype), new_max, row_sum, out
+            return weights.astype(q_ref.dtype), (new_max, row_sum, out)
 
         def products(weights, out, step, q_slot):
             """out + weights . values of this step, and the scores of the next one."""
-            slot, next_slot = slot_of(step), slot_of(step + 1)
+            value_slot, key_slot = v_slot(step), k_slot(step + 1)
 
             def issue(refs):
                 out_acc, scores_acc = refs
-                plgpu.barrier_wait(k_full.at[next_slot])
-                take_turn()
-                plgpu.wgmma(out_acc, weights, v_smem.at[slot])
-                plgpu.wgmma(scores_acc, my_q(q_slot), k_smem.at[next_slot].transpose((1, 0)))
+                plgpu.wgmma(out_acc, weights, v_smem.at[value_slot])
+                plgpu.wgmma(scores_acc, my_q(q_slot), k_smem.at[key_slot].transpose((1, 0)))
                 pass_turn()
                 plgpu.wgmma_wait(1)
-                plgpu.barrier_arrive(v_empty.at[slot])
+                plgpu.barrier_arrive(v_empty.at[value_slot])
                 plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(k_empty.at[next_slot])
+                plgpu.barrier_arrive(k_empty.at[key_slot])
 
+            plgpu.barrier_wait(k_full.at[key_slot])
+            take_turn()
             return pl.run_state(issue)(
                 (plgpu.ACC.init(out), plgpu.ACC.init(wgmma_zeros(HALF, tile)))
             )
@@ -308,43 +326,40 @@ def _kernel(
 
         def compute_item(index, carry):
             scores, step, fields = carry
-            head, _, first_row, first_position, begin, end, num_keys, seq_len = fields
-            steps = num_steps(fields)
-            full = lax.div(jnp.maximum(first_position + begin + 1, 0), jnp.int32(tile))
-            full = jnp.minimum(full, steps - 1)
+            head, _, first_row, first_position, begin, end, seq_len = fields
             q_slot = lax.rem(index, jnp.int32(2))
-            next_q_slot = 1 - q_slot
+            last = num_steps(fields) - 1
+            full = lax.div(jnp.maximum(first_position + begin + 1, 0), jnp.int32(tile))
+            full = jnp.minimum(full, last)
 
-            def fold(i, state, masked):
-                scores, row_max, row_sum, out = state
+            def fold(i, carry, masked):
+                scores, *state = carry
                 shift = first_position - i * tile if masked else None
-                weights, row_max, row_sum, out = softmax(scores, row_max, row_sum, out, shift)
-                plgpu.barrier_wait(v_full.at[slot_of(step + i)])
+                weights, (row_max, row_sum, out) = softmax(scores, state, shift)
+                plgpu.barrier_wait(v_full.at[v_slot(step + i)])
                 out, scores = products(weights, out, step + i, q_slot)
                 return scores, row_max, row_sum, out
 
             row_max = plgpu.layout_cast(
                 jnp.full((HALF,), MASKED, jnp.float32), plgpu.Layout.WGMMA.reduce(1)
             )
-            state = scores, row_max, wgmma_zeros(HALF), wgmma_zeros(HALF, head_size)
-            state = lax.fori_loop(0, full, functools.partial(fold, masked=False), state)
-            state = lax.fori_loop(full, steps - 1, functools.partial(fold, masked=True), state)
+            carry = scores, row_max, wgmma_zeros(HALF), wgmma_zeros(HALF, head_size)
+            carry = lax.fori_loop(0, full, functools.partial(fold, masked=False), carry)
+            carry = lax.fori_loop(full, last, functools.partial(fold, masked=True), carry)
 
-            # The last key tile; the products that follow belong to the next item.
+            # The last key tile; the scores that follow belong to the next item.
             plgpu.barrier_arrive(q_empty.at[q_slot])
             next_fields = item_fields(index + 1)
-            scores, row_max, row_sum, out = state
-            last = steps - 1
-            weights, row_max, row_sum, out = softmax(
-                scores, row_max, row_sum, out, first_position - last * tile
-            )
+            scores, *state = carry
+            weights, (_, row_sum, out) = softmax(scores, state, first_position - last * tile)
+            inverse = lax.broadcast_in_dim(1 / row_sum, out.shape, [0])
             step = step + last
-            plgpu.barrier_wait(v_full.at[slot_of(step)])
-            clean_values(slot_of(step), seq_len - last * tile, seq_len)
-            plgpu.barrier_wait(q_full.at[next_q_slot])
-            out, scores = products(weights, out, step, next_q_slot)
-            out = out / lax.broadcast_in_dim(row_sum, out.shape, [0])
-            store(out.astype(q_ref.dtype), head, first_row, begin, end)
+            plgpu.barrier_wait(v_full.at[v_slot(step)])
+            clean_values(v_slot(step), seq_len - last * tile, seq_len)
+
+            plgpu.barrier_wait(q_full.at[1 - q_slot])
+            out, scores = products(weights, out, step, 1 - q_slot)
+            store((out * inverse).astype(q_ref.dtype), head, first_row, begin, end)
             return scores, step + 1, next_fields
 
         def store(out, head, first_row, begin, end):
@@ -352,19 +367,25 @@ def _kernel(
             my_out[...] = out
             plgpu.commit_smem()
             box = min(window, HALF)
+            boxes = []
             for i in range(HALF // box):
                 row = first + i * box
                 member, token = lax.div(row, jnp.int32(window)), lax.rem(row, jnp.int32(window))
                 column = (head * group + member) * head_size
-                low = jnp.clip(begin - token, 0, box)
-                high = jnp.clip(end - token, 0, box)
-                high = jnp.where(member < group, high, low)
-                _store_rows(
-                    my_out.at[pl.ds(i * box, box)],
-                    out_ref.at[pl.ds(first_row + token, box), pl.ds(column, head_size)],
-                    low,
-                    high - low,
-                )
+                target = out_ref.at[pl.ds(first_row + token, box), pl.ds(column, head_size)]
+                boxes.append((my_out.at[pl.ds(i * box, box)], target, token, member < group))
+            whole = (begin == 0) & (end == window)
+            @pl.when(whole)
+            def _copy_whole():
+                for source, target, _, exists in boxes:
+                    copy = functools.partial(plgpu.copy_smem_to_gmem, source, target)
+                    copy() if group == ROWS // window else pl.when(exists)(copy)
+
+            @pl.when(~whole)
+            def _copy_rows():
+                for source, target, token, exists in boxes:
+                    low, high = (jnp.clip(edge - token, 0, box) for edge in (begin, end))
+                    _copy_some_rows(source, target, low, jnp.where(exists, high - low, 0))
 
         fields = item_fields(0)
         plgpu.barrier_wait(q_full.at[0])
@@ -377,14 +398,13 @@ def _kernel(
         scores = pl.run_scoped(first_scores, plgpu.ACC((HALF, tile), jnp.float32))
         plgpu.barrier_arrive(k_empty.at[0])
         pl.when(warp_group == 1)(pass_turn)
-        _, step, _ = lax.fori_loop(
-            0, num_rounds, compute_item, (scores, jnp.int32(0), fields)
-        )
-        plgpu.barrier_wait(v_full.at[slot_of(step)])  # no copy outlives the program
+        carry = scores, jnp.int32(0), fields
+        _, step, _ = lax.fori_loop(0, num_rounds, compute_item, carry)
+        plgpu.barrier_wait(v_full.at[v_slot(step)])  # no copy outlives the program
         plgpu.wait_smem_to_gmem(0)
 
 
-def _store_rows(source, target, start, count):
+def _copy_some_rows(source, target, start, count):
     """Copies rows start to start + count of both; sizes of copies are static, so by powers of 2."""
     size = source.shape[0]
     while size:

@@ -42,8 +42,10 @@ class HopperPrefillConfig:
     """Of paged_prefill_hopper.py: keys a tile, tiles of keys in flight, programs (one an SM)."""
 
     tile_tokens: int = 128
-    num_stages: int = 2
+    num_key_stages: int = 2
+    num_value_stages: int = 2
     num_programs: int = 132
+    flags: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
