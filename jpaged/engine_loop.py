@@ -138,15 +138,18 @@ class EngineLoop:
         check_pin_fits(manager, num_new, self.scheduler.unfinished)
         return manager.pins.pin(found) if len(found) == num_blocks else None
 
-    def pin_computed(self, prompt: Prompt) -> int:
+    def pin_computed(self, prompt: Prompt) -> int | None:
         """`pin_cached` of a prompt that a request has just computed.
+
+        None if others run: it may have been preempted while its token was on the way, and then
+        they have its blocks. To compute it again is to wait for them at most.
 
         Raises:
             ValueError: as `pin_cached`.
             RuntimeError: the index holds another content under one of its hashes.
         """
         pin = self.pin_cached(prompt)
-        if pin is None:
+        if pin is None and not self.scheduler.has_unfinished:
             raise RuntimeError("the prefix's hash is that of another: reset_prefix_cache() first")
         return pin
 
