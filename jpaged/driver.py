@@ -7,7 +7,7 @@ from jpaged.engine_loop import EngineLoop
 from jpaged.inputs import Prompt
 from jpaged.intake import Intake
 from jpaged.interrupts import deferred_interrupts
-from jpaged.outputs import TextDelta
+from jpaged.outputs import RequestOutput, TextDelta
 from jpaged.request_state import RequestState
 from jpaged.sampling_params import SamplingParams
 
@@ -37,10 +37,11 @@ class Driver:
         """Whether requests that are polled were advanced since they were told of."""
         return bool(self._loop.undelivered)
 
-    def take_news(self) -> list[RequestState]:
-        """Those requests, each once."""
-        news, self._loop.undelivered = self._loop.undelivered, {}
-        return list(news)
+    def take_news(self) -> list[RequestOutput]:
+        """The outputs of those requests, each once. A Ctrl-C before all are made loses none."""
+        outputs = [state.output() for state in self._loop.undelivered]
+        self._loop.undelivered.clear()
+        return outputs
 
     def add(self, job: Job, request_id: str | None = None, *, polled: bool = False) -> RequestState:
         """Queue a request; TypeError or ValueError, with nothing queued, if it is not acceptable.

@@ -98,7 +98,7 @@ class Engine:
             RuntimeError: a step failed, now or earlier.
         """
         self._driver.advance()
-        return [state.output() for state in self._driver.take_news()]
+        return self._driver.take_news()
 
     # Whole generations
 

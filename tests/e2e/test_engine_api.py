@@ -406,6 +406,18 @@ def test_ctrl_c_in_the_middle_of_a_change_comes_after_it(
     assert not engine._loop.requests
 
 
+def test_ctrl_c_while_outputs_are_made_loses_none(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    ids = [engine.add_request(QUESTION, params) for _ in range(2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            RequestState, "output", interrupting(RequestState.output, KeyboardInterrupt, 1)
+        )
+        with pytest.raises(KeyboardInterrupt):
+            run(engine)
+    assert list(run(engine)) == ids
+
+
 def test_a_stream_collected_in_the_middle_of_a_step_ends_after_it(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ):
