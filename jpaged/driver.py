@@ -39,8 +39,10 @@ class Driver:
 
     def take_news(self) -> list[RequestOutput]:
         """The outputs of those requests, each once. A Ctrl-C before all are made loses none."""
-        outputs = [state.output() for state in self._loop.undelivered]
-        self._loop.undelivered.clear()
+        news = self._loop.undelivered
+        with deferred_interrupts():  # to ask for a text decodes it: not by halves
+            outputs = [state.output() for state in news]
+        self._loop.undelivered = {}
         return outputs
 
     def add(self, job: Job, request_id: str | None = None, *, polled: bool = False) -> RequestState:

@@ -13,6 +13,7 @@ from conftest import SMALL, Engines
 
 from jpaged import Engine, SamplingParams
 from jpaged.core.scheduler import Scheduler
+from jpaged.detokenizer import Detokenizer
 from jpaged.request_state import RequestState
 from jpaged.runtime.model_runner import ModelRunner, StepHandle
 
@@ -416,6 +417,18 @@ def test_ctrl_c_while_outputs_are_made_loses_none(engine: Engine, monkeypatch: p
         with pytest.raises(KeyboardInterrupt):
             run(engine)
     assert list(run(engine)) == ids
+
+
+def test_ctrl_c_while_a_text_is_decoded_doubles_nothing(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    engine.add_request(QUESTION, GREEDY, request_id="a")
+    with monkeypatch.context() as patch:
+        pressed = then(Detokenizer._add, lambda: signal.raise_signal(signal.SIGINT))
+        patch.setattr(Detokenizer, "_add", pressed)
+        with pytest.raises(KeyboardInterrupt):
+            run(engine)
+    assert text(run(engine)["a"]) == ANSWER
 
 
 def test_a_stream_collected_in_the_middle_of_a_step_ends_after_it(
