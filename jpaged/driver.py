@@ -6,7 +6,8 @@ from typing import NamedTuple
 from jpaged.engine_loop import EngineLoop
 from jpaged.inputs import Prompt
 from jpaged.intake import Intake
-from jpaged.outputs import TextDelta
+from jpaged.interrupts import deferred_interrupts
+from jpaged.outputs import RequestOutput, TextDelta
 from jpaged.request_state import RequestState
 from jpaged.sampling_params import SamplingParams
 
@@ -30,18 +31,19 @@ class Driver:
     def __init__(self, loop: EngineLoop, intake: Intake):
         self._loop = loop
         self._intake = intake
-        # Advanced requests of `add_request` that no `step` has told of yet (an ordered set).
-        self._undelivered: dict[RequestState, None] = {}
 
     @property
     def has_news(self) -> bool:
         """Whether requests that are polled were advanced since they were told of."""
-        return bool(self._undelivered)
+        return bool(self._loop.undelivered)
 
-    def take_news(self) -> list[RequestState]:
-        """Those requests, each once."""
-        news, self._undelivered = self._undelivered, {}
-        return list(news)
+    def take_news(self) -> list[RequestOutput]:
+        """The outputs of those requests, each once. A Ctrl-C before all are made loses none."""
+        news = self._loop.undelivered
+        with deferred_interrupts():  # to ask for a text decodes it: not by halves
+            outputs = [state.output() for state in news]
+        self._loop.undelivered = {}
+        return outputs
 
     def add(self, job: Job, request_id: str | None = None, *, polled: bool = False) -> RequestState:
         """Queue a request; TypeError or ValueError, with nothing queued, if it is not acceptable.
@@ -51,34 +53,25 @@ class Driver:
             request_id: Unique among unfinished requests; None makes one.
             polled: Whether `take_news` shall tell of it.
         """
-        state = self._intake.make_state(
-            job.prompt,
-            job.params,
-            request_id=request_id,
-            ids_in_use=self._loop.requests,
-            priority=job.priority,
-        )
+        state = self._make_state(job, request_id)
         state.polled = polled
         self._loop.add(state)
         return state
 
     def abort(self, state: RequestState) -> None:
         """End a request in any state; one that has ended is left as it is, its news too."""
-        if self._loop.abort(state):
-            self._undelivered.pop(state, None)
+        self._loop.abort(state)
 
     def abort_all(self) -> None:
         """Abort every request, wait for the device and forget all news."""
         for state in list(self._loop.requests.values()):
             self.abort(state)
         self._loop.drain()
-        self._undelivered.clear()
+        self._loop.undelivered.clear()
 
     def advance(self) -> list[RequestState]:
         """Advance by a step; gives all requests that it advanced."""
-        advanced = self._loop.advance()
-        self._undelivered |= dict.fromkeys([state for state in advanced if state.polled])
-        return advanced
+        return self._loop.advance()
 
     def complete(
         self, jobs: Iterable[Job], progress: Callable[[int], object] = int
@@ -92,15 +85,17 @@ class Driver:
         states: list[RequestState] = []
         try:
             for job in jobs:
-                states.append(self.add(job))
+                states.append(self._make_state(job))  # first, so that a Ctrl-C leaves none behind
+                self._loop.add(states[-1])
             left = set(states)
             while left:
                 ended = {state for state in self.advance() if state.request.is_finished} & left
                 left -= ended
                 progress(len(ended))
         finally:
-            for state in states:
-                self.abort(state)
+            with deferred_interrupts():  # a second Ctrl-C too
+                for state in states:
+                    self.abort(state)
         return states
 
     def deltas(self, state: RequestState) -> Generator[TextDelta, None, None]:
@@ -118,3 +113,12 @@ class Driver:
                     yield delta
         finally:
             self.abort(state)
+
+    def _make_state(self, job: Job, request_id: str | None = None) -> RequestState:
+        return self._intake.make_state(
+            job.prompt,
+            job.params,
+            request_id=request_id,
+            ids_in_use=self._loop.requests,
+            priority=job.priority,
+        )

@@ -98,7 +98,7 @@ class Engine:
             RuntimeError: a step failed, now or earlier.
         """
         self._driver.advance()
-        return [state.output() for state in self._driver.take_news()]
+        return self._driver.take_news()
 
     # Whole generations
 
@@ -247,7 +247,7 @@ class Engine:
         """
         prefix = self._intake.whole_blocks(prompt, self.runtime_config.block_size)
         pin = self._loop.pin_cached(prefix)
-        if pin is None:
+        while pin is None:
             self._driver.complete([Job(prefix, PIN_PARAMS)])
             pin = self._loop.pin_computed(prefix)
         return pin

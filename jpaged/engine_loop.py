@@ -57,12 +57,14 @@ class EngineLoop:
     Attributes:
         scheduler: Decides the steps.
         requests: Unfinished requests by id.
+        undelivered: Polled requests that were advanced since they were told of (an ordered set).
         counts: What happened so far.
     """
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner, mode: LoopMode):
         self.scheduler = scheduler
         self.requests: dict[str, RequestState] = {}
+        self.undelivered: dict[RequestState, None] = {}
         self.counts = LoopCounts()
         self._runner = runner
         self._mode = mode
@@ -70,6 +72,8 @@ class EngineLoop:
         self._sampling: dict[Request, SamplingParams] = {}
         self._in_flight: deque[StepHandle] = deque()
         self._failure: BaseException | None = None
+        self._is_busy = False
+        self._dropped: list[RequestState] = []  # to be aborted as soon as it is not
 
     @property
     def has_work(self) -> bool:
@@ -85,18 +89,23 @@ class EngineLoop:
     def add(self, state: RequestState) -> None:
         """Queue a request; ValueError, with nothing changed, if it could never run."""
         self.check_alive()
-        self.scheduler.add(state.request)
-        self.requests[state.request_id] = self._states[state.request] = state
-        self._sampling[state.request] = state.params
-        self.counts.prompt_tokens += state.request.sequences[0].num_prompt_tokens
+        with self._undisturbed():
+            self.scheduler.add(state.request)
+            self.requests[state.request_id] = self._states[state.request] = state
+            self._sampling[state.request] = state.params
+            self.counts.prompt_tokens += state.request.sequences[0].num_prompt_tokens
 
-    def abort(self, state: RequestState) -> bool:
-        """End a request in any state; returns whether it was unfinished."""
-        if state.request.is_finished:
-            return False
-        self.scheduler.abort(state.request_id)
-        self._retire(state)
-        return True
+    def abort(self, state: RequestState) -> None:
+        """End a request in any state; one that has ended, or was never added, is left as it is."""
+        if state.request not in self._states:
+            return
+        if self._is_busy:  # the garbage collector found a dropped stream in the middle of a step
+            self._dropped.append(state)
+            return
+        with self._undisturbed():
+            self.scheduler.abort(state.request_id)
+            self._retire(state)
+            self.undelivered.pop(state, None)
 
     def advance(self) -> list[RequestState]:
         """Launch a step and read one; gives the requests that the read one advanced, each once.
@@ -138,15 +147,18 @@ class EngineLoop:
         check_pin_fits(manager, num_new, self.scheduler.unfinished)
         return manager.pins.pin(found) if len(found) == num_blocks else None
 
-    def pin_computed(self, prompt: Prompt) -> int:
+    def pin_computed(self, prompt: Prompt) -> int | None:
         """`pin_cached` of a prompt that a request has just computed.
+
+        None if others run: it may have been preempted while its token was on the way, and then
+        they have its blocks. To compute it again is to wait for them at most.
 
         Raises:
             ValueError: as `pin_cached`.
             RuntimeError: the index holds another content under one of its hashes.
         """
         pin = self.pin_cached(prompt)
-        if pin is None:
+        if pin is None and not self.scheduler.has_unfinished:
             raise RuntimeError("the prefix's hash is that of another: reset_prefix_cache() first")
         return pin
 
@@ -218,6 +230,8 @@ class EngineLoop:
             advanced = dict.fromkeys([self._take(token, result, rows) for token in news.emitted])
             advanced |= dict.fromkeys(self._searched(news.searched))
             for state in advanced:
+                if state.polled:  # noted here, so that no Ctrl-C loses it
+                    self.undelivered[state] = None
                 if state.request.is_finished:
                     self._retire(state)
             return list(advanced)
@@ -256,12 +270,24 @@ class EngineLoop:
     @contextmanager
     def _whole(self) -> Iterator[None]:
         """All of the block happens, or the engine is known to have failed."""
-        with deferred_interrupts():
+        with self._undisturbed():
             try:
                 yield
             except BaseException as error:
                 self._failure = error
                 raise
+
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """Neither Ctrl-C nor the abort of a stream that is collected breaks into the block."""
+        with deferred_interrupts():
+            self._is_busy = True
+            try:
+                yield
+            finally:
+                self._is_busy = False
+            while self._dropped:
+                self.abort(self._dropped.pop())
 
 
 def _rows_of(plan: StepPlan) -> dict[int, int]:

@@ -23,7 +23,6 @@ _NOT_FOR_BEAMS: Mapping[str, tuple[Any, ...]] = {
     "logit_bias": (None, {}),
     "allowed_token_ids": (None,),
     "stop": (None, [], (), set(), frozenset()),
-    "include_stop_str_in_output": (False,),
     "logprobs": (None,),
 }
 """What a beam search has no use for, and the values that ask nothing of it; the first is told."""

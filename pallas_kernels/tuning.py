@@ -10,7 +10,7 @@ import functools
 import json
 from importlib import resources
 
-MAX_SPLIT_ROWS = 64  # above, a product has tiles enough, and its parts cost more than they save
+MAX_SPLIT_ROWS = 256  # above, a product has tiles enough, and its parts cost more than they save
 MIN_PART_DEPTH = 128
 SMALL_BATCH = 8  # rows that mostly stand for fewer sequences
 
@@ -89,6 +89,8 @@ def decode_config(
     wanted = _power_of_two(-(-2 * num_cores // (rows * num_kv_heads)))
     splits = max(1, min(wanted, 32, -(-max_context // tile)))
     config = DecodeConfig(tile, splits, target_programs=4 * num_cores)
+    if splits == 1 and itemsize <= 2:  # many programs, whose warps have less to wait for
+        config = dataclasses.replace(config, num_warps=2)
     return _tuned("decode", head_size, itemsize, device_kind, config)
 
 
@@ -142,15 +144,25 @@ def product_parts(*, num_tokens: int, depth: int, width: int, itemsize: int) -> 
     """
     if num_tokens > MAX_SPLIT_ROWS or itemsize > 2:
         return 1
-    if width <= 2048:
-        parts = 4 if num_tokens <= 16 else 8
-    elif width <= 4096:
-        parts = 8 if depth >= 2048 else 4
+    deep = depth >= 2048
+    if num_tokens <= 16:
+        parts = _parts_by_width(width, 4, 8 if deep else 4, 2 if deep else 1)
+    elif num_tokens <= 64:
+        parts = _parts_by_width(width, 8, 8 if deep else 4, 2 if deep else 1)
+    elif num_tokens <= 128:
+        parts = _parts_by_width(width, 4, 1 if deep else 2, 1)
     else:
-        parts = 2 if width <= 8192 and depth >= 2048 else 1
+        parts = _parts_by_width(width, 4, 2 if deep else 1, 2 if deep else 1)
     while parts > 1 and depth % (parts * MIN_PART_DEPTH):
         parts //= 2
     return parts
+
+
+def _parts_by_width(width, upto_2048, upto_4096, upto_8192):
+    """Wider weights have tiles enough."""
+    if width > 8192:
+        return 1
+    return upto_2048 if width <= 2048 else upto_4096 if width <= 4096 else upto_8192
 
 
 def _key_tile(head_size, itemsize):

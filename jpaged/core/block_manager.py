@@ -185,7 +185,9 @@ class BlockManager:
             return 0
         if sequence.block_table:
             return sum(block_id in self.pins.holders for block_id in sequence.block_table)
-        return self.pins.num_pinned(self.find_prefix(sequence))
+        is_out = bool(sequence.image_table)  # what it has not computed yet, it will compute itself
+        found = self.find_computed(sequence) if is_out else self.find_prefix(sequence)
+        return self.pins.num_pinned(found)
 
     def can_extend(self, contents: list[BlockContent], sequence: Sequence, max_tokens: int) -> bool:
         """Whether the prefix of these contents, found earlier by `find_prefix`, is longer by now.

@@ -136,6 +136,14 @@ def test_samples_compute_the_last_token_of_a_pinned_prompt():
     driver.run()
 
 
+def test_a_prompt_swapped_out_in_its_middle_finds_no_more_of_a_pin_than_it_had_computed():
+    manager = pinned(7).scheduler.block_manager
+    waiting = Sequence(98, [0] * 13, 13)
+    assert manager.num_shared_with_pins(waiting) == 3
+    swapped = Sequence(99, [0] * 13, 13, num_computed_tokens=8, image_table=[0, 1])
+    assert manager.num_shared_with_pins(swapped) == 2
+
+
 def test_a_pin_must_leave_room_for_a_group():
     driver = Driver(make_scheduler(num_blocks=8, block_size=4, digest="xxh3"))
     driver.add(make_request("1", 5, max_tokens=6, n=2, seq_id=10))  # one block, and two of each

@@ -1,5 +1,6 @@
 """The engine as its users meet it, with the embedded model."""
 
+import gc
 import signal
 import threading
 import time
@@ -11,6 +12,8 @@ import pytest
 from conftest import SMALL, Engines
 
 from jpaged import Engine, SamplingParams
+from jpaged.core.scheduler import Scheduler
+from jpaged.detokenizer import Detokenizer
 from jpaged.request_state import RequestState
 from jpaged.runtime.model_runner import ModelRunner, StepHandle
 
@@ -375,6 +378,74 @@ def test_ctrl_c_at_any_moment_leaves_a_healthy_engine(engine: Engine):
         request_id: text(output) for request_id, output in run(engine).items()
     }
     assert done[other] == ANSWER
+
+
+def then(target: Callable[..., Any], action: Callable[[], object]) -> Callable[..., Any]:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        result = target(*args, **kwargs)
+        action()
+        return result
+
+    return wrapper
+
+
+@pytest.mark.parametrize("names", [("add",), ("update",), ("update", "abort")], ids="-".join)
+def test_ctrl_c_in_the_middle_of_a_change_comes_after_it(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
+):
+    one_token = SamplingParams(temperature=0.0, max_tokens=1)
+    other = engine.add_request(QUESTION, one_token, request_id="a")
+    with monkeypatch.context() as patch:
+        for name in names:
+            pressed = then(getattr(Scheduler, name), lambda: signal.raise_signal(signal.SIGINT))
+            patch.setattr(Scheduler, name, pressed)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(["Reverse stone"] * 3, GREEDY)
+    assert run(engine)[other].finished
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert not engine._loop.requests
+
+
+def test_ctrl_c_while_outputs_are_made_loses_none(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    ids = [engine.add_request(QUESTION, params) for _ in range(2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            RequestState, "output", interrupting(RequestState.output, KeyboardInterrupt, 1)
+        )
+        with pytest.raises(KeyboardInterrupt):
+            run(engine)
+    assert list(run(engine)) == ids
+
+
+def test_ctrl_c_while_a_text_is_decoded_doubles_nothing(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    engine.add_request(QUESTION, GREEDY, request_id="a")
+    with monkeypatch.context() as patch:
+        pressed = then(Detokenizer._add, lambda: signal.raise_signal(signal.SIGINT))
+        patch.setattr(Detokenizer, "_add", pressed)
+        with pytest.raises(KeyboardInterrupt):
+            run(engine)
+    assert text(run(engine)["a"]) == ANSWER
+
+
+def test_a_stream_collected_in_the_middle_of_a_step_ends_after_it(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    other = engine.add_request(QUESTION, GREEDY)
+    gc.disable()
+    try:
+        cycle: list[Any] = [engine.stream("Reverse stone", GREEDY)]
+        next(cycle[0])
+        cycle.append(cycle)
+        del cycle
+        monkeypatch.setattr(Scheduler, "update", then(Scheduler.update, gc.collect))
+        assert text(run(engine)[other]) == ANSWER
+    finally:
+        gc.enable()
+    assert not engine._loop.requests
 
 
 FAILING = [(ModelRunner, "launch"), (StepHandle, "read"), (RequestState, "accept")]

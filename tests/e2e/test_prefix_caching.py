@@ -218,6 +218,22 @@ def test_pins_and_requests_leave_each_other_room(engines: Engines):
     complete(engine, [7] * 50, room)
 
 
+def test_a_pin_whose_blocks_went_to_others_is_computed_again(engines: Engines):
+    engine = engines(num_blocks=5, max_model_len=64)
+    engine.reset_prefix_cache()
+    room = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    for token in (7, 8):  # both want a second block in the step after the one that pins
+        engine.add_request([token] * (BLOCK_SIZE - 1), room)
+    engine.step()
+    before = engine.stats()
+    pin = engine.pin_prefix([9] * BLOCK_SIZE)
+    assert engine.stats().num_preemptions > before.num_preemptions
+    engine.abort_all()
+    assert engine.stats().num_pinned_blocks == 1
+    assert complete(engine, [9] * (BLOCK_SIZE + 1)).num_cached_tokens == BLOCK_SIZE
+    engine.unpin_prefix(pin)
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [

@@ -40,19 +40,30 @@ def test_tiles_are_powers_of_two_within_limits(itemsize):
         assert prefill.tile_rows >= group
 
 
-@pytest.mark.parametrize("rows", [8, 64])
-def test_products_are_split_where_that_was_measured_to_pay(rows):
-    """The four products of a layer of Qwen3-0.6B and of Llama-3.1-8B."""
+MEASURED_PARTS = {  # of qkv, o, gate and up, down: of Qwen3-0.6B, then of Llama-3.1-8B
+    8: ([4, 4, 1, 4], [2, 8, 1, 8]),
+    64: ([4, 8, 1, 8], [2, 8, 1, 8]),
+    128: ([2, 4, 1, 4], [1, 1, 1, 1]),
+    256: ([1, 4, 1, 4], [2, 2, 1, 2]),
+    512: ([1, 1, 1, 1], [1, 1, 1, 1]),
+}
 
+
+@pytest.mark.parametrize("rows", [*MEASURED_PARTS])
+def test_products_are_split_where_that_was_measured_to_pay(rows):
     def parts(depth, width, itemsize=2):
         return tuning.product_parts(num_tokens=rows, depth=depth, width=width, itemsize=itemsize)
 
-    narrow = 4 if rows == 8 else 8
     small = [parts(1024, 4096), parts(2048, 1024), parts(1024, 6144), parts(3072, 1024)]
-    assert small == [4, narrow, 1, narrow]
     large = [parts(4096, 6144), parts(4096, 4096), parts(4096, 28672), parts(14336, 4096)]
-    assert large == [2, 8, 1, 8]
+    assert (small, large) == MEASURED_PARTS[rows]
     assert parts(14336, 4096, itemsize=4) == 1
+
+
+def test_many_programs_have_few_warps():
+    assert _decode(batch=1).num_warps == 4
+    assert _decode(batch=256).num_warps == 2
+    assert _decode(batch=256, itemsize=4).num_warps == 4
 
 
 def test_parts_divide_the_depth():

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from hf_models import config_of
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
+from jpaged.models.config import ModelConfig
 from jpaged.models.layers import AttentionInputs
 from jpaged.models.registry import model_class
 from pallas_kernels import Backend, LayerKV
@@ -26,13 +26,27 @@ FREE = {"reshape", "transpose", "squeeze", "slice", "broadcast_in_dim", "convert
 ACTIVATION = {"logistic", "mul", "pjit", "jit"}
 
 
+_SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 128,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+}
+CONFIGS = {family: _SHAPE | {"model_type": family} for family in ("llama", "qwen3")}
+
+
 def ints(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
 def layers_of_a_step(case: str, rows: int):
     """The jaxprs of a decode step's layers, in bfloat16 for Pallas Triton."""
-    config = config_of(case)
+    config = ModelConfig.from_hf(CONFIGS[case])
     model = nnx.eval_shape(lambda: model_class(config)(config, dtype=jnp.bfloat16))
     graphdef, state = nnx.split(model)
     shape = (9, 8, config.num_kv_heads, config.head_size)
@@ -62,7 +76,7 @@ def operations(jaxpr):
             yield eqn.primitive.name
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen3"])
+@pytest.mark.parametrize("case", [*CONFIGS])
 def test_kernels_of_a_layer(case):
     """At most ten: five of ours, four products, the activation."""
     for index, layer in enumerate(layers_of_a_step(case, rows=8)):
