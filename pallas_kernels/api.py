@@ -17,6 +17,7 @@ from pallas_kernels import (
     kv_write,
     paged_decode,
     paged_prefill,
+    paged_prefill_hopper,
     rope_write,
     tuning,
     xla,
@@ -133,14 +134,18 @@ def paged_prefill_attention(
     arrays = (q, kv, block_tables, query_start_loc, seq_lens)
     if backend is Backend.XLA or not q.size:
         return xla.paged_prefill_attention(*arrays, **options)
-    config = tuning.prefill_config(
-        num_tokens=q.shape[0],
-        batch=seq_lens.shape[0],
-        group=q.shape[1] // kv.k.shape[2],
-        head_size=q.shape[2],
-        itemsize=q.dtype.itemsize,
-        device_kind=_device_kind(backend),
+    facts = {
+        "group": q.shape[1] // kv.k.shape[2],
+        "head_size": q.shape[2],
+        "itemsize": q.dtype.itemsize,
+        "device_kind": _device_kind(backend),
+    }
+    hopper = tuning.hopper_prefill_config(
+        block_size=kv.k.shape[1], plain=soft_cap is None and sliding_window is None, **facts
     )
+    if hopper is not None:
+        return paged_prefill_hopper.paged_prefill_attention(*arrays, scale=scale, config=hopper)
+    config = tuning.prefill_config(num_tokens=q.shape[0], batch=seq_lens.shape[0], **facts)
     interpret = backend is Backend.INTERPRET
     return paged_prefill.paged_prefill_attention(
         *arrays, **options, config=config, interpret=interpret

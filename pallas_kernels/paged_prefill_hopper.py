@@ -21,6 +21,7 @@ FlashAttention-3 (arXiv:2407.08608) over paged keys (arXiv:2309.06180).
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +59,9 @@ def paged_prefill_attention(
     window = ROWS // pl.next_power_of_2(group)
     # Windows are whole tiles of q: the padding costs a copy, which a step's bucket never needs.
     num_rows = -(-num_tokens // window) * window
-    padded = q if num_rows == num_tokens else jnp.pad(q, ((0, num_rows - num_tokens), (0, 0), (0, 0)))
+    padded = (
+        q if num_rows == num_tokens else jnp.pad(q, ((0, num_rows - num_tokens), (0, 0), (0, 0)))
+    )
     fields = _tile_fields(block_tables, query_start_loc, seq_lens, num_rows, window)
     body = functools.partial(
         _kernel,
@@ -84,19 +87,19 @@ def paged_prefill_attention(
         grid_names=("program",),
         num_threads=3,
         thread_name="warp_group",
-        scratch_types=dict(
-            q_smem=scratch(2, ROWS, head_size),
-            k_smem=scratch(k_stages, tile, head_size),
-            v_smem=scratch(v_stages, tile, head_size),
-            out_smem=scratch(2, HALF, head_size, transforms=_ROW_TRANSFORMS),
-            q_full=plgpu.Barrier(num_arrivals=group, num_barriers=2),
-            k_full=plgpu.Barrier(num_arrivals=copies, num_barriers=k_stages),
-            v_full=plgpu.Barrier(num_arrivals=copies, num_barriers=v_stages),
-            q_empty=plgpu.Barrier(num_arrivals=2, num_barriers=2),
-            k_empty=plgpu.Barrier(num_arrivals=2, num_barriers=k_stages),
-            v_empty=plgpu.Barrier(num_arrivals=2, num_barriers=v_stages),
-            turn=plgpu.Barrier(num_arrivals=1, num_barriers=2),
-        ),
+        scratch_types={
+            "q_smem": scratch(2, ROWS, head_size),
+            "k_smem": scratch(k_stages, tile, head_size),
+            "v_smem": scratch(v_stages, tile, head_size),
+            "out_smem": scratch(2, HALF, head_size, transforms=_ROW_TRANSFORMS),
+            "q_full": plgpu.Barrier(num_arrivals=group, num_barriers=2),
+            "k_full": plgpu.Barrier(num_arrivals=copies, num_barriers=k_stages),
+            "v_full": plgpu.Barrier(num_arrivals=copies, num_barriers=v_stages),
+            "q_empty": plgpu.Barrier(num_arrivals=2, num_barriers=2),
+            "k_empty": plgpu.Barrier(num_arrivals=2, num_barriers=k_stages),
+            "v_empty": plgpu.Barrier(num_arrivals=2, num_barriers=v_stages),
+            "turn": plgpu.Barrier(num_arrivals=1, num_barriers=2),
+        },
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             unsafe_no_auto_barriers=True,
@@ -280,9 +283,7 @@ def _kernel(
             factor = scale * _LOG2_E
             new_max = jnp.maximum(row_max, jnp.max(scores, axis=1) * factor)
             rescale = jnp.exp2(row_max - new_max)
-            weights = jnp.exp2(
-                scores * factor - lax.broadcast_in_dim(new_max, scores.shape, [0])
-            )
+            weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(new_max, scores.shape, [0]))
             out = out * lax.broadcast_in_dim(rescale, out.shape, [0])
             row_sum = row_sum * rescale + jnp.sum(weights, axis=1)
             return weights.astype(q_ref.dtype), (new_max, row_sum, out)
@@ -303,9 +304,9 @@ def _kernel(
 
             plgpu.barrier_wait(k_full.at[key_slot])
             take_turn()
-            return pl.run_state(issue)(
-                (plgpu.ACC.init(out), plgpu.ACC.init(wgmma_zeros(HALF, tile)))
-            )
+            start = plgpu.ACC.init(out), plgpu.ACC.init(wgmma_zeros(HALF, tile))
+            ends: Any = pl.run_state(issue)(start)  # arrays, not references as its type says
+            return ends
 
         def clean_values(slot, live, seq_len):
             """Zero the rows from `live` on where the sequence ends inside a block.
@@ -375,6 +376,7 @@ def _kernel(
                 target = out_ref.at[pl.ds(first_row + token, box), pl.ds(column, head_size)]
                 boxes.append((my_out.at[pl.ds(i * box, box)], target, token, member < group))
             whole = (begin == 0) & (end == window)
+
             @pl.when(whole)
             def _copy_whole():
                 for source, target, _, exists in boxes:
@@ -411,9 +413,7 @@ def _copy_some_rows(source, target, start, count):
 
         @pl.when(count & size != 0)
         def _copy(start=start, size=size):
-            plgpu.copy_smem_to_gmem(
-                source.at[pl.ds(start, size)], target.at[pl.ds(start, size)]
-            )
+            plgpu.copy_smem_to_gmem(source.at[pl.ds(start, size)], target.at[pl.ds(start, size)])
 
         start = start + (count & size)
         size //= 2

@@ -76,7 +76,6 @@ class WindowMap(NamedTuple):
     first_position: Int32[Array, "tiles"]
     begin: Int32[Array, "tiles"]
     end: Int32[Array, "tiles"]
-    num_keys: Int32[Array, "tiles"]
     seq_len: Int32[Array, "tiles"]
     num_tiles: Int32[Array, ""]
 
@@ -111,7 +110,6 @@ def window_map(
         first_position=first_position,
         begin=jnp.clip(starts[owner] - first_row, 0, window),
         end=end,
-        num_keys=jnp.where(owner == sequence, first_position + end, 0),
         seq_len=seq_len,
         num_tiles=lasts[-1],
     )

@@ -13,6 +13,7 @@ from importlib import resources
 MAX_SPLIT_ROWS = 256  # above, a product has tiles enough, and its parts cost more than they save
 MIN_PART_DEPTH = 128
 SMALL_BATCH = 8  # rows that mostly stand for fewer sequences
+HOPPER_GPUS = ("H100", "H200", "H800", "H20")  # in the names of devices of compute capability 9.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +46,6 @@ class HopperPrefillConfig:
     num_key_stages: int = 2
     num_value_stages: int = 2
     num_programs: int = 132
-    flags: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +117,32 @@ def prefill_config(
         rows = max(256 if row_bytes <= 256 else 128, group_rows)
         config = PrefillConfig(rows, key_tile, num_warps=8, num_stages=2)
     return _tuned("prefill", head_size, itemsize, device_kind, config)
+
+
+def hopper_prefill_config(
+    *,
+    group: int,
+    head_size: int,
+    block_size: int,
+    itemsize: int,
+    plain: bool,
+    device_kind: str = "",
+) -> HopperPrefillConfig | None:
+    """Where paged_prefill_hopper.py runs; None where the Triton kernel does.
+
+    Args:
+        group: Query heads a KV head.
+        head_size: Elements of a head.
+        block_size: Tokens of a block.
+        itemsize: Bytes of an element.
+        plain: Neither a soft cap nor a sliding window.
+        device_kind: The GPU's name.
+    """
+    config = HopperPrefillConfig()
+    is_hopper = any(name in device_kind for name in HOPPER_GPUS)
+    fits = head_size == 128 and itemsize == 2 and group <= 16
+    whole = block_size >= 8 and config.tile_tokens % block_size == 0
+    return config if is_hopper and fits and whole and plain else None
 
 
 def move_config(op: str, *, head_size: int, itemsize: int, device_kind: str = "") -> MoveConfig:

@@ -28,6 +28,7 @@ from pallas_kernels import (
     paged_prefill,
     paged_prefill_attention,
     reference,
+    tuning,
 )
 from pallas_kernels.tuning import DecodeConfig, PrefillConfig
 
@@ -142,6 +143,31 @@ def test_prefill_tile_sizes(rows, keys, interpret):
     run = partial(
         paged_prefill.paged_prefill_attention, **case.options, config=config, interpret=interpret
     )
+    plain = partial(reference.paged_prefill_attention, *arrays, **case.options)
+    assert_close(jax.jit(run)(*arrays), lambda dtype: plain(dtype=dtype), case.dtype)
+
+
+LONGER = (*LONG, (515, 515), (1000, 133))
+HOPPERS = [
+    Case(BF16, 128, 16, (8, 2), edge_lens(16) + LONGER, padding=5),
+    Case(F16, 128, 8, (2, 2), edge_lens(8) + LONGER, padding=0),
+    Case(BF16, 128, 128, (16, 2), edge_lens(128) + LONGER, padding=37),
+    Case(BF16, 128, 32, (6, 2), edge_lens(32) + LONGER, padding=300),
+    Case(F16, 128, 64, (20, 2), edge_lens(64) + LONGER, padding=1),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("on_hopper", [True, False])
+@pytest.mark.parametrize("case", HOPPERS, ids=str)
+def test_prefill_of_both_kernels(case, on_hopper, monkeypatch):
+    """The shapes that Hopper's own kernel takes, and the Triton kernel in its place."""
+    require(Backend.TRITON)
+    if not on_hopper:
+        monkeypatch.setattr(tuning, "HOPPER_GPUS", ())
+    batch = build(case)
+    arrays = (batch.q_prefill, *batch[:4])
+    run = partial(paged_prefill_attention, **case.options, backend=Backend.TRITON)
     plain = partial(reference.paged_prefill_attention, *arrays, **case.options)
     assert_close(jax.jit(run)(*arrays), lambda dtype: plain(dtype=dtype), case.dtype)
 

@@ -4,17 +4,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.tiles import tile_map
+from pallas_kernels.tiles import tile_map, window_map
+
+
+def _ragged(seed):
+    """Lengths, new tokens and where they start, and how many rows with the padding."""
+    rng = np.random.default_rng(seed)
+    query_lens = rng.choice([0, 1, 2, 7, 8, 9, 31, 32, 33, 64], size=6)
+    seq_lens = query_lens + np.where(query_lens > 0, rng.integers(0, 50, size=6), 0)
+    starts = np.concatenate([[0], np.cumsum(query_lens)])
+    return seq_lens, query_lens, starts, int(starts[-1]) + int(rng.integers(0, 40))
 
 
 @pytest.mark.parametrize("tile_size", [1, 8, 32])
 @pytest.mark.parametrize("seed", range(4))
 def test_every_row_has_one_tile(tile_size, seed):
-    rng = np.random.default_rng(seed)
-    query_lens = rng.choice([0, 1, 2, 7, 8, 9, 31, 32, 33, 64], size=6)
-    seq_lens = query_lens + np.where(query_lens > 0, rng.integers(0, 50, size=6), 0)
-    starts = np.concatenate([[0], np.cumsum(query_lens)])
-    num_tokens = int(starts[-1]) + int(rng.integers(0, 40))
+    seq_lens, query_lens, starts, num_tokens = _ragged(seed)
     tiles = tile_map(
         jnp.asarray(seq_lens, jnp.int32), jnp.asarray(starts, jnp.int32), num_tokens, tile_size
     )
@@ -28,5 +33,27 @@ def test_every_row_has_one_tile(tile_size, seed):
             assert keys == position + rows
         else:
             assert keys == 0
+    expected = np.repeat(np.arange(7), [*query_lens, num_tokens - starts[-1]])
+    np.testing.assert_array_equal(owners, expected)
+
+
+@pytest.mark.parametrize("window", [8, 32])
+@pytest.mark.parametrize("seed", range(4))
+def test_every_row_is_in_one_tile_of_an_aligned_window(window, seed):
+    seq_lens, query_lens, starts, num_tokens = _ragged(seed)
+    tiles = window_map(
+        jnp.asarray(seq_lens, jnp.int32), jnp.asarray(starts, jnp.int32), num_tokens, window
+    )
+    *columns, num_tiles = (np.asarray(field) for field in tiles)
+    owners = np.full(num_tokens, -1)
+    for sequence, index, position, begin, end, seq_len in np.stack(columns).T[:num_tiles]:
+        assert 0 <= begin < end <= window
+        rows = slice(index * window + begin, index * window + end)
+        assert (owners[rows] == -1).all()
+        is_padding = rows.start >= starts[-1]
+        owners[rows] = len(seq_lens) if is_padding else sequence
+        assert seq_len == (0 if is_padding else seq_lens[sequence])
+        if not is_padding:
+            assert position + begin == seq_len - (starts[sequence + 1] - rows.start)
     expected = np.repeat(np.arange(7), [*query_lens, num_tokens - starts[-1]])
     np.testing.assert_array_equal(owners, expected)
