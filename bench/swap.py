@@ -35,7 +35,8 @@ from jpaged.models.loader import load_model
 from jpaged.runtime.buckets import Buckets
 from jpaged.runtime.kv_cache import make_pool
 from jpaged.runtime.model_runner import ModelRunner
-from jpaged.runtime.programs import Shapes, SplitModel, compile_programs
+from jpaged.runtime.programs import compile_programs
+from jpaged.runtime.recipes import Shapes, SplitModel
 from jpaged.runtime.steps import KVState
 from jpaged.runtime.swap import (
     chunk_sizes,
