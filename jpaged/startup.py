@@ -2,6 +2,7 @@
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -81,18 +82,21 @@ def build_parts(config: EngineConfig) -> EngineParts:
 
 def _build_parts(config: EngineConfig) -> EngineParts:
     reporter = Reporter(config.verbose)
-    prepare_jax(config)
-    device = jax.local_devices()[0]
+    with reporter.phase("starting the device"):
+        prepare_jax(config)
+        device = jax.local_devices()[0]
     folder = resolve_checkpoint(config.model or EMBEDDED_MODEL)
     model_config = ModelConfig.from_hf(read_config(folder))
     dtype = _resolve_dtype(config.dtype, model_config, device.platform)
-    with reporter.phase(f"loading {folder.name} as {dtype.name}"):
-        tokenizer = Tokenizer.from_folder(folder) if config.tokenizer_needed else None
+    loading = reporter.phase(f"loading {folder.name} as {dtype.name}")
+    with loading, ThreadPoolExecutor(1) as beside:
+        text = beside.submit(Tokenizer.from_folder, folder) if config.tokenizer_needed else None
         model = load_model(
             folder, model_config, dtype=dtype, load_format=config.load_format, seed=config.seed
         )
         split = SplitModel.of(model)
         jax.block_until_ready(split.leaves)
+        tokenizer = text.result() if text is not None else None
     store = program_store(config, model_config, model, device)
     with reporter.phase("sizing the pool"):
         fitted = _fit_to_device(config, model_config, split, dtype, device, store)
