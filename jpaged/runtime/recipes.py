@@ -45,7 +45,7 @@ class SplitModel:
 
     definition: nnx.GraphDef
     treedef: Any
-    leaves: tuple[jax.Array, ...]
+    leaves: tuple[jax.Array | jax.ShapeDtypeStruct, ...]
 
     @staticmethod
     def of(model: nnx.Module) -> "SplitModel":
