@@ -56,21 +56,22 @@ engine.abort_all()
 """
 
 
-def command(model: str, folder: Path) -> list[str]:
-    """What a start runs; its files lie in `folder`."""
+def command(model: str, folder: Path, cache: Path) -> list[str]:
+    """What a start runs; its files lie in `folder`, compiled programs in `cache`."""
     if model == EMBEDDED:
-        return [sys.executable, "-m", "jpaged", PROMPT]
+        return [sys.executable, "-m", "jpaged", "--compilation-cache-dir", str(cache), PROMPT]
     (folder / "config.json").write_text(json.dumps(SHAPES[model]), encoding="utf-8")
     options = {"model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True}
-    return [sys.executable, "-c", SERVE, json.dumps({**options, **AS_VLLM, "verbose": True})]
+    options |= {"compilation_cache_dir": str(cache), "verbose": True}
+    return [sys.executable, "-c", SERVE, json.dumps({**options, **AS_VLLM})]
 
 
-def start(model: str, home: Path) -> dict:
+def start(model: str, cache: Path) -> dict:
     """Start a process and wait for its first token.
 
     Args:
         model: A shape, or `EMBEDDED`.
-        home: The folder whose caches it finds.
+        cache: The folder of compiled programs that it finds.
 
     Returns:
         `first_token_s`, seconds by phase, and `processor_s`, which the whole process took of all
@@ -80,12 +81,15 @@ def start(model: str, home: Path) -> dict:
         RuntimeError: it ended before its first token.
     """
     # The driver keeps compiled kernels too; those of earlier runs would make a cold start warmer.
-    caches = {"HOME": str(home), "CUDA_CACHE_PATH": str(home / "cuda")}
-    environment = {**os.environ, **caches, "PYTHONPATH": str(Path(__file__).parent.parent)}
-    with tempfile.TemporaryDirectory() as folder, (home / "stderr").open("w+") as told:
+    environment = {**os.environ, "CUDA_CACHE_PATH": str(cache / "cuda")}
+    environment["PYTHONPATH"] = str(Path(__file__).parent.parent)
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as told:
         began, used = time.monotonic(), processor_seconds()
         process = subprocess.Popen(
-            command(model, Path(folder)), stdout=subprocess.PIPE, stderr=told, env=environment
+            command(model, Path(folder), cache),
+            stdout=subprocess.PIPE,
+            stderr=told,
+            env=environment,
         )
         first = process.stdout.read(1) if process.stdout is not None else b""
         seconds = time.monotonic() - began
@@ -118,9 +122,9 @@ def phases(told: str, whole: float) -> dict[str, float]:
 
 def measure(model: str, repeats: int) -> list[dict]:
     """A cold start, and the median of `repeats` warm ones."""
-    with tempfile.TemporaryDirectory() as home:
-        cold = start(model, Path(home))
-        warm = [start(model, Path(home)) for _ in range(repeats)]
+    with tempfile.TemporaryDirectory() as cache:
+        cold = start(model, Path(cache))
+        warm = [start(model, Path(cache)) for _ in range(repeats)]
     medians = {name: statistics.median(run[name] for run in warm) for name in warm[0]}
     return [row("cold", model, cold), row("warm", model, medians)]
 

@@ -64,8 +64,8 @@ class PlatformDefaults:
 
 
 GPU_DEFAULTS = PlatformDefaults(256, 8192, 32768)
-# A CPU compiles each bucket on few cores, and has no memory of its own to fill: keep both small. Its
-# matrix products are no faster for more than 64 rows, so that one bucket of prefill is enough.
+# A CPU compiles each bucket on few cores, and has no memory of its own to fill: keep both small.
+# Its matrix products gain little from more than 64 rows, so that one bucket of prefill is enough.
 CPU_DEFAULTS = PlatformDefaults(16, 64, 4096, few_programs=True)
 CPU_KV_CACHE_BYTES = 256 * 2**20
 

@@ -8,6 +8,7 @@ read is compiled again. Loading a program runs it as code: the folder is to be i
 import hashlib
 import inspect
 import marshal
+import math
 import os
 import pickle
 import platform
@@ -78,6 +79,24 @@ class ProgramStore:
             self._write(key, str(value).encode())
         return value
 
+    @contextmanager
+    def fresh(self) -> Iterator[None]:
+        """Compile afresh: a program that JAX's own cache has loaded cannot always be saved again.
+
+        JAX is given an empty cache which it never writes to, rather than none, so that what XLA
+        measures to choose kernels is still kept.
+        """
+        settings = {
+            "jax_compilation_cache_dir": str(self._folder.with_name("xla")),
+            "jax_persistent_cache_min_compile_time_secs": math.inf,
+        }
+        before = {name: jax.config.values[name] for name in settings}
+        _set_jax_cache(settings)
+        try:
+            yield
+        finally:
+            _set_jax_cache(before)
+
     def prune(self, max_bytes: int = MAX_BYTES) -> None:
         """Delete what was not used for longest until `max_bytes` are left."""
         with suppress(OSError):  # another process may do the same
@@ -110,20 +129,10 @@ class ProgramStore:
         draft.replace(path)  # in one go: another process never reads half a program
 
 
-@contextmanager
-def without_jax_cache() -> Iterator[None]:
-    """Compile afresh: a program which JAX's own cache has loaded cannot always be saved again."""
-    enabled = jax.config.values["jax_enable_compilation_cache"]
-    _enable_jax_cache(False)
-    try:
-        yield
-    finally:
-        _enable_jax_cache(enabled)
-
-
-def _enable_jax_cache(enabled: bool) -> None:
-    jax.config.update("jax_enable_compilation_cache", enabled)
-    compilation_cache.reset_cache()  # it looks at the setting once
+def _set_jax_cache(settings: dict[str, Any]) -> None:
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()  # it looks at its settings once
 
 
 def _digest(*parts: str | bytes) -> bytes:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jpaged.runtime.buckets import Buckets
-from jpaged.runtime.program_store import ProgramStore, without_jax_cache
+from jpaged.runtime.program_store import ProgramStore
 from jpaged.runtime.recipes import (
     Name,
     Recipe,
@@ -110,7 +110,7 @@ def _compile(
         store.save(recipe.key, program)
         return program
 
-    with without_jax_cache():
+    with store.fresh():
         yield from zip(names, pool.map(compile_and_save, wanted), strict=True)
     store.prune()
 
@@ -134,7 +134,7 @@ def largest_step_workspace(
 
     if store is None:
         return compute()
-    with without_jax_cache():
+    with store.fresh():
         return store.number(f"workspace of {prefill.key} and {sampling.key}", compute)
 
 

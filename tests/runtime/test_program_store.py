@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jpaged.runtime.program_store import ProgramStore, without_jax_cache
+from jpaged.runtime.program_store import ProgramStore
 from jpaged.runtime.recipes import Recipe
 from pallas_kernels import tuning
 
@@ -26,7 +26,7 @@ def recipe(size: int = 4) -> Recipe:
 
 
 def save(store: ProgramStore, made: Recipe) -> None:
-    with without_jax_cache():
+    with store.fresh():
         store.save(made.key, made.compile())
 
 
@@ -104,3 +104,11 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path: Path):
     assert store.load(recipe(8).key) is None
     assert store.load(recipe(4).key) is not None
     assert store.load(recipe(16).key) is not None
+
+
+def test_jaxs_own_cache_is_not_written_to_meanwhile_and_as_before_after(tmp_path: Path):
+    before = dict(jax.config.values)
+    store = make_store(tmp_path)
+    save(store, recipe(32))
+    assert dict(jax.config.values) == before
+    assert not [*(tmp_path / "xla").glob("*-cache")]
