@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Sequence as Sized
-from dataclasses import replace
 
 import jax
 import numpy as np
@@ -14,7 +13,6 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.loader import load_model
 from jpaged.runtime.buckets import make_buckets
 from jpaged.runtime.model_runner import ModelRunner
-from jpaged.runtime.program_store import ProgramStore
 from jpaged.runtime.programs import compile_programs
 from jpaged.runtime.recipes import Shapes, SplitModel
 from jpaged.runtime.timing import measure_costs
@@ -59,11 +57,7 @@ def shared_runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     loaded = load_model(folder, model, dtype=jax.numpy.float32, load_format="dummy", seed=3)
     split = SplitModel.of(loaded)
     shapes = Shapes.of(split, model, CONFIG, jax.numpy.float32)
-    store = ProgramStore(folder, model, jax.local_devices()[0])
-    compile_programs(split, shapes, CONFIG, BUCKETS, threads=2, store=store)
-    # Loaded, as every engine but the first has them: without a tree nothing can be traced.
-    stored = replace(split, treedef=None)
-    programs = compile_programs(stored, shapes, CONFIG, BUCKETS, threads=2, store=store)
+    programs = compile_programs(split, shapes, CONFIG, BUCKETS, threads=2)
     runner = ModelRunner(split, shapes, CONFIG, BUCKETS, programs)
     runner.warm_up()
     return runner
