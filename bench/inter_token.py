@@ -11,6 +11,7 @@ import time
 import numpy as np
 
 from bench.common import SHAPES, make_engine, random_prompts
+from bench.compare import parse_arguments
 from bench.records import print_table, record
 from jpaged import Engine, SamplingParams
 
@@ -89,7 +90,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=4, help="steps between two arrivals")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--budget", type=int, nargs="+", default=[2048, 8192])
-    args = parser.parse_args()
+    args = parse_arguments(parser)
     rows = []
     for shape in args.model:
         for budget in args.budget:

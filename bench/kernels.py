@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bench.compare import parse_arguments
 from bench.records import print_table, record
 from pallas_kernels import (
     Backend,
@@ -134,7 +135,7 @@ def measure(case, backend, repeats):
 def main():
     parser = argparse.ArgumentParser(description="Times the attention kernels.")
     parser.add_argument("--repeats", type=int, default=7)
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser)
     if select_backend(jax.default_backend()) is not Backend.TRITON:
         raise SystemExit(f"needs an NVIDIA GPU; JAX sees {jax.default_backend()!r} only")
     rows = [measure(case, Backend.TRITON, arguments.repeats) for case in CASES]

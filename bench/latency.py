@@ -13,6 +13,7 @@ import statistics
 import time
 
 from bench.common import SHAPES, Floor, make_engine, random_prompts
+from bench.compare import parse_arguments
 from bench.records import print_table, record
 from jpaged import Engine, SamplingParams
 
@@ -71,7 +72,7 @@ def main() -> None:
     parser.add_argument("--case", choices=[*CASES], nargs="+", default=[*CASES])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--synchronous", action="store_true", help="the loop that waits")
-    args = parser.parse_args()
+    args = parse_arguments(parser)
     rows = []
     for shape in args.model:
         engine = make_engine(shape, async_scheduling=not args.synchronous, verbose=True)

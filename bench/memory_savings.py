@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.common import AS_VLLM, SHAPES, make_engine, random_prompts
+from bench.compare import parse_arguments
 from bench.records import print_table, record
 from bench.synthetic_beams import DESCRIPTION, VOCAB_SIZE, serve
 from jpaged import Engine, SamplingParams
@@ -199,7 +200,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    args = build_parser().parse_args()
+    args = parse_arguments(build_parser())
     if args.max_model_len is None:
         args.max_model_len = 1024 if args.engine and args.shape is None else 2048
     engine = engine_for(args) if args.engine else None

@@ -21,6 +21,7 @@ from pathlib import Path
 import jax
 
 from bench.common import SHAPES, Floor, make_engine, random_prompts
+from bench.compare import parse_arguments
 from bench.records import print_table, record
 from jpaged import Engine, SamplingParams
 
@@ -136,7 +137,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--top", type=int, default=25)
-    args = parser.parse_args()
+    args = parse_arguments(parser)
     results = []
     for shape in args.model:
         engine = make_engine(shape)

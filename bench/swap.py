@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.common import SHAPES
+from bench.compare import parse_arguments
 from bench.pinned_copy import pinned_copy_seconds
 from bench.records import print_table, record
 from bench.swap_ways import WAYS, Plain, Way
@@ -35,7 +36,8 @@ from jpaged.models.loader import load_model
 from jpaged.runtime.buckets import Buckets
 from jpaged.runtime.kv_cache import make_pool
 from jpaged.runtime.model_runner import ModelRunner
-from jpaged.runtime.programs import Shapes, SplitModel, compile_programs
+from jpaged.runtime.programs import compile_programs
+from jpaged.runtime.recipes import Shapes, SplitModel
 from jpaged.runtime.steps import KVState
 from jpaged.runtime.swap import (
     chunk_sizes,
@@ -234,7 +236,7 @@ def main() -> None:
         "--part", choices=["ways", "lengths"], nargs="+", default=["ways", "lengths"]
     )
     parser.add_argument("--ways", nargs="+", help="of part 1: names, or beginnings of them")
-    args = parser.parse_args()
+    args = parse_arguments(parser)
     kinds = [w for w in WAYS if args.ways is None or w.name.startswith(tuple(args.ways))]
     sizes = QUICK if args.quick else FULL
     shapes = {"tiny": TINY} if args.quick else {name: SHAPES[name] for name in args.model}

@@ -18,6 +18,7 @@ from bench.common import (
     random_prompts,
     sharegpt_like_lengths,
 )
+from bench.compare import parse_arguments
 from bench.records import print_table, record
 from jpaged import Engine, SamplingParams
 
@@ -78,7 +79,7 @@ def main() -> None:
     parser.add_argument("--case", choices=["A", "B"], nargs="+", default=["A", "B"])
     parser.add_argument("--scale", type=float, default=1.0, help="share of the requests to run")
     parser.add_argument("--synchronous", action="store_true", help="the loop that waits")
-    args = parser.parse_args()
+    args = parse_arguments(parser)
     rows = []
     for shape in args.model:
         start = time.perf_counter()

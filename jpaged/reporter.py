@@ -22,4 +22,4 @@ class Reporter:
         """Time a phase of the start."""
         start = time.monotonic()
         yield
-        self.say(f"{name} took {time.monotonic() - start:.1f} s")
+        self.say(f"{name} took {time.monotonic() - start:.2f} s")

@@ -24,6 +24,7 @@ class RuntimeConfig:
         vocab_size: Width of the logits (V).
         backend: Which implementation of the kernels runs.
         num_host_blocks: Blocks of host memory to swap to; 0 where nothing is swapped.
+        few_programs: Compile fewer shapes, and pad more: for devices that compile slowly.
     """
 
     block_size: int
@@ -34,6 +35,7 @@ class RuntimeConfig:
     vocab_size: int
     backend: Backend
     num_host_blocks: int = 0
+    few_programs: bool = False
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -58,11 +60,13 @@ class PlatformDefaults:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    few_programs: bool = False
 
 
 GPU_DEFAULTS = PlatformDefaults(256, 8192, 32768)
 # A CPU compiles each bucket on few cores, and has no memory of its own to fill: keep both small.
-CPU_DEFAULTS = PlatformDefaults(16, 512, 4096)
+# Its matrix products gain little from more than 64 rows, so that one bucket of prefill is enough.
+CPU_DEFAULTS = PlatformDefaults(16, 64, 4096, few_programs=True)
 CPU_KV_CACHE_BYTES = 256 * 2**20
 
 
@@ -102,6 +106,7 @@ def resolve_limits(
         max_num_batched_tokens=budget,
         vocab_size=vocab_size,
         backend=backend,
+        few_programs=defaults.few_programs,
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from jpaged.core.prefix_cache import PrefixCache
 from jpaged.core.scheduler import Scheduler, SchedulerConfig
 from jpaged.core.swap import PreemptionMode, PressurePolicy
 from jpaged.intake import Intake
+from jpaged.jax_setup import prepare_jax, without_collections
 from jpaged.models.config import ModelConfig
 from jpaged.models.loader import load_model, read_config, resolve_checkpoint
 from jpaged.reporter import Reporter
@@ -27,12 +29,8 @@ from jpaged.runtime.kv_cache import (
     tree_bytes,
 )
 from jpaged.runtime.model_runner import ModelRunner
-from jpaged.runtime.programs import (
-    Shapes,
-    SplitModel,
-    compile_programs,
-    largest_step_workspace,
-)
+from jpaged.runtime.programs import compile_programs, largest_step_workspace
+from jpaged.runtime.recipes import Shapes, SplitModel
 from jpaged.runtime.swap import staging_bytes
 from jpaged.runtime.timing import measure_costs
 from jpaged.runtime_config import (
@@ -77,20 +75,29 @@ def build_parts(config: EngineConfig) -> EngineParts:
     Raises:
         ValueError: the model cannot be loaded, or does not fit the device as configured.
     """
+    with without_collections():
+        return _build_parts(config)
+
+
+def _build_parts(config: EngineConfig) -> EngineParts:
     reporter = Reporter(config.verbose)
-    _prepare_jax(config)
-    device = jax.local_devices()[0]
+    with reporter.phase("starting the device"):
+        prepare_jax(config)
+        device = jax.local_devices()[0]
     folder = resolve_checkpoint(config.model or EMBEDDED_MODEL)
     model_config = ModelConfig.from_hf(read_config(folder))
     dtype = _resolve_dtype(config.dtype, model_config, device.platform)
-    with reporter.phase(f"loading {folder.name} as {dtype.name}"):
-        tokenizer = Tokenizer.from_folder(folder) if config.tokenizer_needed else None
+    loading = reporter.phase(f"loading {folder.name} as {dtype.name}")
+    with loading, ThreadPoolExecutor(1) as beside:
+        text = beside.submit(Tokenizer.from_folder, folder) if config.tokenizer_needed else None
         model = load_model(
             folder, model_config, dtype=dtype, load_format=config.load_format, seed=config.seed
         )
         split = SplitModel.of(model)
         jax.block_until_ready(split.leaves)
-    runtime, account, shapes = _fit_to_device(config, model_config, split, dtype, device)
+        tokenizer = text.result() if text is not None else None
+    with reporter.phase("sizing the pool"):
+        runtime, account, shapes = _fit_to_device(config, model_config, split, dtype, device)
     for line in _describe(runtime, account, device):
         reporter.say(line)
     eos = _eos_token_ids(folder, model_config, tokenizer)
@@ -111,21 +118,6 @@ def build_parts(config: EngineConfig) -> EngineParts:
         scheduler=_make_scheduler(config, runtime, pressure),
         runner=runner,
     )
-
-
-def _prepare_jax(config: EngineConfig) -> None:
-    """JAX's own settings, which take effect if the process has not used a device before.
-
-    JAX reserves three quarters of a GPU by default; the share the caller asked for replaces that.
-    Once a device is in use its reservation stays, and the memory account starts from it.
-    """
-    if jax.config.values["jax_pjrt_client_create_options"] is None:
-        fraction = {"memory_fraction": float(config.gpu_memory_utilization)}
-        jax.config.update("jax_pjrt_client_create_options", fraction)
-    cache = config.compilation_cache_dir
-    if cache is not None and jax.config.values["jax_compilation_cache_dir"] is None:
-        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(cache))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def _resolve_dtype(asked: str, model: ModelConfig, platform: str) -> jnp.dtype:
@@ -209,7 +201,8 @@ def _choose_num_blocks(
 
 
 def _buckets(runtime: RuntimeConfig) -> Buckets:
-    return make_buckets(runtime.max_num_seqs, runtime.max_num_batched_tokens)
+    few = runtime.few_programs
+    return make_buckets(runtime.max_num_seqs, runtime.max_num_batched_tokens, few=few)
 
 
 def _choose_pressure(

@@ -43,19 +43,21 @@ class Buckets:
         return tokens, seqs
 
 
-def make_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> Buckets:
+def make_buckets(max_num_seqs: int, max_num_batched_tokens: int, *, few: bool = False) -> Buckets:
     """Choose the buckets.
 
     Args:
         max_num_seqs: Most sequences in a step.
         max_num_batched_tokens: Most tokens in a step, at least `max_num_seqs`.
+        few: Compile fewer shapes, and pad more.
     """
     decode_seqs = _upto(max_num_seqs, MIN_SEQS, _next_decode_bucket)
-    tokens = _upto(max_num_batched_tokens, MIN_TOKENS, lambda n: 2 * n)
+    growth = 8 if few else 2
+    tokens = _upto(max_num_batched_tokens, MIN_TOKENS, lambda n: growth * n)
     # Prefill steps rarely hold many sequences, and the largest step may hold all. With few, the
     # padding costs less than compiling every shape twice.
-    few, many = decode_seqs[0], decode_seqs[-1]
-    prefill_seqs = (many,) if many <= ONE_PREFILL_BUCKET_UPTO else (few, many)
+    fewest, most = decode_seqs[0], decode_seqs[-1]
+    prefill_seqs = (most,) if most <= ONE_PREFILL_BUCKET_UPTO else (fewest, most)
     return Buckets(decode_seqs, tokens, prefill_seqs)
 
 

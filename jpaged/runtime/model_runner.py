@@ -14,12 +14,13 @@ from jpaged.core.plan import ScheduledSequence, StepPlan
 from jpaged.core.request import Request, Sequence
 from jpaged.runtime.batch import pack_decode, pack_prefill
 from jpaged.runtime.buckets import Buckets, round_up
-from jpaged.runtime.programs import (
+from jpaged.runtime.programs import Programs
+from jpaged.runtime.recipes import (
     BLOCK_COPIES_CHUNK,
     PROMPT_LOGPROBS_CHUNK,
-    Programs,
     Shapes,
     SplitModel,
+    sampler_levels,
 )
 from jpaged.runtime.results import (
     StepHandle,
@@ -131,7 +132,7 @@ class ModelRunner:
         self._kv = self._images.warm_up(self._kv, self._config.num_host_blocks)
 
     def _sample_all_levels(self, logits, inputs) -> None:
-        for level in SamplerLevel:
+        for level in sampler_levels(self._config):
             sampled = self._sample(logits, inputs, level)
             # One at a time: the memory account counts the steps of the loop, not a queue of them.
             jax.block_until_ready(sampled)
@@ -217,6 +218,7 @@ class ModelRunner:
         return logits, hidden, inputs
 
     def _sample(self, logits, inputs, level: SamplerLevel) -> Sampled:
+        level = min(own for own in sampler_levels(self._config) if own >= level)
         adjusted = level >= SamplerLevel.ADJUSTED
         sampled, self._last_tokens, state = self._programs.sample[logits.shape[0], level](
             logits,

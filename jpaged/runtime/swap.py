@@ -101,17 +101,17 @@ def cut(num_blocks: int, sizes: Collection[int]) -> Iterator[int]:
         num_blocks -= size
 
 
-def lower_gather(state: KVState, size: int):
-    """`gather_blocks_step` for `size` blocks, lowered."""
+def gather_program(state: KVState, size: int) -> tuple[Any, tuple]:
+    """`gather_blocks_step` for `size` blocks: the jitted step, and its arguments' shapes."""
     ids = jax.ShapeDtypeStruct((size,), jnp.int32)
-    return jax.jit(gather_blocks_step).lower(state.pool, ids)
+    return jax.jit(gather_blocks_step), (state.pool, ids)
 
 
-def lower_scatter(state: KVState, size: int):
-    """`scatter_blocks_step` for `size` blocks, lowered."""
+def scatter_program(state: KVState, size: int) -> tuple[Any, tuple]:
+    """`scatter_blocks_step` for `size` blocks: the jitted step, and its arguments' shapes."""
     ids = jax.ShapeDtypeStruct((size,), jnp.int32)
     blocks = jax.eval_shape(gather_blocks_step, state.pool, ids)
-    return jax.jit(scatter_blocks_step, donate_argnums=0).lower(state, ids, blocks)
+    return jax.jit(scatter_blocks_step, donate_argnums=0), (state, ids, blocks)
 
 
 def to_host(blocks: jax.Array) -> jax.Array:

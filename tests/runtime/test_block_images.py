@@ -16,9 +16,9 @@ from jpaged.runtime.swap import (
     chunk_sizes,
     cut,
     gather_blocks_step,
-    lower_gather,
-    lower_scatter,
+    gather_program,
     scatter_blocks_step,
+    scatter_program,
     staging_bytes,
 )
 from pallas_kernels import LayerKV
@@ -44,8 +44,13 @@ def contents(state: KVState) -> list[np.ndarray]:
 @pytest.fixture(scope="module")
 def programs() -> tuple[dict[int, Any], dict[int, Any]]:
     state = make_state()
-    gather = {size: lower_gather(state, size).compile() for size in SIZES}
-    return gather, {size: lower_scatter(state, size).compile() for size in SIZES}
+    gather = {size: compiled(gather_program(state, size)) for size in SIZES}
+    return gather, {size: compiled(scatter_program(state, size)) for size in SIZES}
+
+
+def compiled(program: tuple[Any, tuple]) -> Any:
+    step, arguments = program
+    return step.lower(*arguments).compile()
 
 
 @pytest.fixture
@@ -191,11 +196,11 @@ def test_chunk_sizes_stay_within_their_bounds():
 
 def test_the_pool_is_updated_in_place():
     state = make_state()
-    compiled: Any = lower_scatter(state, 8).compile()
+    program = compiled(scatter_program(state, 8))
     pool_bytes = sum(array.nbytes for array in jax.tree.leaves(state.pool))
-    assert compiled.memory_analysis().alias_size_in_bytes >= pool_bytes
-    assert f"f32[{P},{S},{K},{H}]" in compiled.as_text()
-    copies = [line for line in compiled.as_text().splitlines() if " copy(" in line]
+    assert program.memory_analysis().alias_size_in_bytes >= pool_bytes
+    assert f"f32[{P},{S},{K},{H}]" in program.as_text()
+    copies = [line for line in program.as_text().splitlines() if " copy(" in line]
     assert not [line for line in copies if f"f32[{P},{S},{K},{H}]" in line]
 
 

@@ -13,6 +13,10 @@ def test_token_buckets_are_powers_of_two_up_to_the_budget():
     assert make_buckets(8, 300).prefill_tokens == (64, 128, 256, 512)
 
 
+def test_few_shapes_where_compiling_is_slow():
+    assert make_buckets(16, 512, few=True).prefill_tokens == (64, 512)
+
+
 def test_few_sequences_share_one_prefill_bucket():
     assert make_buckets(16, 512).prefill_seqs == (16,)
     assert make_buckets(256, 512).prefill_seqs == (8, 256)

@@ -13,7 +13,8 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.loader import load_model
 from jpaged.runtime.buckets import make_buckets
 from jpaged.runtime.model_runner import ModelRunner
-from jpaged.runtime.programs import Shapes, SplitModel, compile_programs
+from jpaged.runtime.programs import compile_programs
+from jpaged.runtime.recipes import Shapes, SplitModel
 from jpaged.runtime.timing import measure_costs
 from jpaged.runtime_config import RuntimeConfig
 from jpaged.sampling_params import SamplingParams

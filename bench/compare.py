@@ -1,0 +1,128 @@
+"""Two recorded runs of a benchmark side by side.
+
+    python -m bench.compare before.json after.json [--threshold 0.03]
+    python -m bench.kernels --compare before.json after.json        the same, of any benchmark
+
+Rows are matched by their names and settings (model, case, batch ...); each figure of a row is a
+line with after/before, marked where it changed by more than the threshold.
+"""
+
+import argparse
+import json
+from collections import Counter
+from pathlib import Path
+
+from tabulate import tabulate
+
+SETTINGS = {"batch", "blocks", "chunks", "context", "requests", "threads", "width", "tokens"}
+"""Numbers that tell rows apart, as names do."""
+
+MARKS = {"vllm", "vllm_prefill", "to_reach", "to_reach_prefill", "paper"}
+"""Numbers that are not measured."""
+
+THRESHOLD = 0.03
+
+Key = tuple[str, int]
+
+
+def figures(document: dict) -> dict[Key, dict[str, float]]:
+    """Each row's measured numbers, by its label and, if several have that, its place among them."""
+    found, seen = {}, Counter()
+    for row in document["rows"]:
+        label = ", ".join(_part(name, value) for name, value in row.items() if _labels(name, value))
+        found[label, seen[label]] = {
+            name: value for name, value in row.items() if _measured(name, value)
+        }
+        seen[label] += 1
+    return found
+
+
+def compare(before: dict, after: dict, threshold: float = THRESHOLD) -> list[dict]:
+    """A line a figure; those of rows that only one of the documents has lack the other's.
+
+    Args:
+        before, after: Documents as `bench.records.record` writes them.
+        threshold: Relative change from which a line is marked.
+
+    Raises:
+        ValueError: they are of different benchmarks.
+    """
+    if before["benchmark"] != after["benchmark"]:
+        raise ValueError(
+            f"{before['benchmark']!r} and {after['benchmark']!r} are different benchmarks"
+        )
+    old, new = figures(before), figures(after)
+    return [
+        _line(key, name, old.get(key, {}).get(name), new.get(key, {}).get(name), threshold)
+        for key in {**old, **new}
+        for name in {**old.get(key, {}), **new.get(key, {})}
+    ]
+
+
+def print_comparison(before: Path, after: Path, threshold: float = THRESHOLD) -> None:
+    """Print `compare` of two files, under what tells their circumstances apart."""
+    documents = [json.loads(path.read_text(encoding="utf-8")) for path in (before, after)]
+    for name in ("device", "jax", "commit", "date"):
+        print(f"{name:8}{documents[0].get(name)}  ->  {documents[1].get(name)}")
+    lines = compare(*documents, threshold=threshold)
+    print(tabulate(lines, headers="keys", floatfmt=",.4g", missingval="-"))
+    num_marked = sum(line["changed"] != "" for line in lines)
+    print(f"{num_marked} of {len(lines)} figures changed by more than {threshold:.0%}")
+
+
+def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """A benchmark's arguments; with `--compare` prints the comparison instead, and exits."""
+    parser.add_argument("--compare", nargs=2, type=Path, metavar="JSON", help="before and after")
+    parser.add_argument("--threshold", type=float, default=THRESHOLD, help="of --compare (0.03)")
+    args = parser.parse_args()
+    if args.compare:
+        print_comparison(*args.compare, threshold=args.threshold)
+        parser.exit()
+    return args
+
+
+def _line(key: Key, name: str, old: float | None, new: float | None, threshold: float) -> dict:
+    label, place = key
+    ratio = new / old if old and new is not None else None
+    if ratio is None:
+        changed = (
+            "" if old == new else "new" if old is None else "gone" if new is None else "from 0"
+        )
+    else:
+        changed = f"{ratio - 1:+.1%}" if abs(ratio - 1) > threshold else ""
+    return {
+        "row": label + (f" #{place + 1}" if place else ""),
+        "figure": name,
+        "before": old,
+        "after": new,
+        "ratio": ratio,
+        "changed": changed,
+    }
+
+
+def _labels(name: str, value: object) -> bool:
+    return name not in MARKS and (isinstance(value, str) or name in SETTINGS)
+
+
+def _part(name: str, value: object) -> str:
+    return value if isinstance(value, str) else f"{name} {value}"
+
+
+def _measured(name: str, value: object) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and name not in MARKS | SETTINGS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("before", type=Path)
+    parser.add_argument("after", type=Path)
+    parser.add_argument("--threshold", type=float, default=THRESHOLD)
+    args = parser.parse_args()
+    print_comparison(args.before, args.after, args.threshold)
+
+
+if __name__ == "__main__":
+    main()

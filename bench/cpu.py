@@ -1,0 +1,54 @@
+"""The embedded model on a CPU (`python -m bench.cpu`): its first token, and many requests at once.
+
+`python -m jpaged` cold and warm as in `bench/startup.py`; then output tokens a second of 16
+requests that an engine of its defaults serves together, greedy, the best of some.
+"""
+
+import argparse
+import os
+import time
+
+from bench.compare import parse_arguments
+from bench.records import print_table, record
+from bench.startup import EMBEDDED, PROMPT, measure
+from jpaged import Engine, SamplingParams
+
+TO_REACH = 200  # output tokens a second
+
+
+def throughput(num_requests: int, max_tokens: int, repeats: int) -> dict:
+    """Output tokens a second of `num_requests` equal requests."""
+    engine = Engine()
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+
+    def run() -> float:
+        began = time.perf_counter()
+        engine.generate([PROMPT] * num_requests, params, use_tqdm=False)
+        return num_requests * max_tokens / (time.perf_counter() - began)
+
+    run()
+    reached = max(run() for _ in range(repeats))
+    return {
+        "case": "throughput",
+        "requests": num_requests,
+        "output_tokens_per_s": reached,
+        "to_reach": TO_REACH,
+        "reached": reached >= TO_REACH,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=128, help="each request makes")
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parse_arguments(parser)
+    starts = measure(EMBEDDED, args.repeats)
+    served = throughput(args.requests, args.tokens, args.repeats)
+    print_table(starts)
+    print_table([served])
+    print(record("cpu", [*starts, served], processors=os.cpu_count()))
+
+
+if __name__ == "__main__":
+    main()

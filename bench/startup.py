@@ -1,0 +1,153 @@
+"""From the start of a process to its first token (`python -m bench.startup`).
+
+    cold    an empty folder of compiled programs
+    warm    the folder as the cold start left it; the median of some
+
+Each start is a process of its own. The shapes have random weights and an engine as in the other
+benchmarks; `--model embedded` runs `python -m jpaged` with the model that ships inside.
+Phases as the engine tells them; "other" is what is between them.
+"""
+
+import argparse
+import json
+import os
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from bench.common import AS_VLLM, SHAPES
+from bench.compare import parse_arguments
+from bench.records import print_table, record
+
+EMBEDDED = "embedded"
+PROMPT = "Count from 1 to 20"
+# Seconds to the first token: vLLM 0.24 on an H200 (import and start, no weights read), to reach.
+VLLM = {"qwen3-0.6b": 49, "llama-3.1-8b": 50}
+TO_REACH = {"cold": 40, "warm": 10}
+TO_REACH_EMBEDDED = {"cold": 10, "warm": 10}
+
+PHASES = {
+    "imports": "imports",
+    "starting": "device",
+    "loading": "loading",
+    "sizing": "sizing",
+    "compiling": "compiling",
+    "warming": "warming_up",
+}
+"""First word of a phase as the engine tells it: column."""
+
+SERVE = """
+import json, sys, time
+start = time.monotonic()
+from jpaged import Engine, SamplingParams
+print(f"jpaged: imports took {time.monotonic() - start:.2f} s", file=sys.stderr)
+engine = Engine(**json.loads(sys.argv[1]))
+prompt = list(range(1, 129))
+engine.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
+while not any(output.outputs[0].token_ids for output in engine.step()):
+    pass
+print("first token", flush=True)
+engine.abort_all()
+"""
+
+
+def command(model: str, folder: Path, cache: Path) -> list[str]:
+    """What a start runs; its files lie in `folder`, compiled programs in `cache`."""
+    if model == EMBEDDED:
+        return [sys.executable, "-m", "jpaged", "--compilation-cache-dir", str(cache), PROMPT]
+    (folder / "config.json").write_text(json.dumps(SHAPES[model]), encoding="utf-8")
+    options = {"model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True}
+    options |= {"compilation_cache_dir": str(cache), "verbose": True}
+    return [sys.executable, "-c", SERVE, json.dumps({**options, **AS_VLLM})]
+
+
+def start(model: str, cache: Path) -> dict:
+    """Start a process and wait for its first token.
+
+    Args:
+        model: A shape, or `EMBEDDED`.
+        cache: The folder of compiled programs that it finds.
+
+    Returns:
+        `first_token_s`, seconds by phase, and `processor_s`, which the whole process took of all
+        processors: over their number, what it takes at least on a machine of its own.
+
+    Raises:
+        RuntimeError: it ended before its first token.
+    """
+    # The driver keeps compiled kernels too; those of earlier runs would make a cold start warmer.
+    environment = {**os.environ, "CUDA_CACHE_PATH": str(cache / "cuda")}
+    environment["PYTHONPATH"] = str(Path(__file__).parent.parent)
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as told:
+        began, used = time.monotonic(), processor_seconds()
+        process = subprocess.Popen(
+            command(model, Path(folder), cache),
+            stdout=subprocess.PIPE,
+            stderr=told,
+            env=environment,
+        )
+        first = process.stdout.read(1) if process.stdout is not None else b""
+        seconds = time.monotonic() - began
+        process.communicate()
+        told.seek(0)
+        text = told.read()
+    if not first or process.returncode:
+        raise RuntimeError(f"{model} ended with {process.returncode}:\n{text}")
+    return {
+        "first_token_s": seconds,
+        "processor_s": processor_seconds() - used,
+        **phases(text, seconds),
+    }
+
+
+def processor_seconds() -> float:
+    """What all processes started so far, and done, took of the processors."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def phases(told: str, whole: float) -> dict[str, float]:
+    """Seconds by phase, from what a process said on stderr."""
+    found = dict.fromkeys(PHASES.values(), 0.0)
+    for name, seconds in re.findall(r"jpaged: (\w+).* took ([\d.]+) s", told):
+        if name in PHASES:
+            found[PHASES[name]] += float(seconds)
+    return {**found, "other": whole - sum(found.values())}
+
+
+def measure(model: str, repeats: int) -> list[dict]:
+    """A cold start, and the median of `repeats` warm ones."""
+    with tempfile.TemporaryDirectory() as cache:
+        cold = start(model, Path(cache))
+        warm = [start(model, Path(cache)) for _ in range(repeats)]
+    medians = {name: statistics.median(run[name] for run in warm) for name in warm[0]}
+    return [row("cold", model, cold), row("warm", model, medians)]
+
+
+def row(kind: str, model: str, figures: dict) -> dict:
+    """A start's figures beside what they are to be."""
+    limit = (TO_REACH_EMBEDDED if model == EMBEDDED else TO_REACH)[kind]
+    seconds = figures["first_token_s"]
+    marks = {"to_reach": limit, "vllm": VLLM.get(model), "reached": seconds <= limit}
+    return {"start": kind, "model": model, "first_token_s": seconds, **marks, **figures}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=[*SHAPES, EMBEDDED], nargs="+", default=[*SHAPES])
+    parser.add_argument("--repeats", type=int, default=3, help="warm starts")
+    args = parse_arguments(parser)
+    rows = [row for model in args.model for row in measure(model, args.repeats)]
+    print_table(rows)
+    print(record("startup", rows, processors=os.cpu_count()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,16 @@
+"""The null device serves the engine's own loop; how long anything takes is not tested."""
+
+from bench.host_step import ORDER, Clock, measure
+
+
+def test_every_part_of_a_step_is_counted():
+    found = measure(num_seqs=16, num_steps=5)
+    assert set(found) == {*ORDER, "total", "total, 99 of 100"}
+    assert all(us > 0 for us in found.values())
+
+
+def test_a_part_does_not_hold_its_inner_parts():
+    clock = Clock(iter([0.0, 1.0, 5.0, 7.0]).__next__)
+    clock.timed("outer", clock.timed("inner", list))()
+    assert clock.take() == {"inner": 4.0, "outer": 3.0}
+    assert clock.take() == {}

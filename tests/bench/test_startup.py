@@ -1,0 +1,29 @@
+"""What a start's own words are read as."""
+
+import pytest
+
+from bench.startup import phases, row
+
+TOLD = """\
+jpaged: imports took 1.50 s
+jpaged: starting the device took 0.25 s
+jpaged: loading Qwen3-0.6B as bfloat16 took 2.00 s
+a warning: something took 9.00 s
+jpaged: sizing the pool took 0.10 s
+jpaged: compiled 10 of 79 programs
+jpaged: compiling took 3.00 s
+jpaged: warming up took 0.50 s
+"""
+
+
+def test_phases_are_read_and_the_rest_is_other():
+    found = phases(TOLD, 8.0)
+    assert list(found.values()) == pytest.approx([1.5, 0.25, 2.0, 0.1, 3.0, 0.5, 0.65])
+    assert sum(found.values()) == pytest.approx(8.0)
+
+
+def test_a_row_says_whether_the_figure_is_reached():
+    assert row("warm", "qwen3-0.6b", {"first_token_s": 10.0})["reached"]
+    assert not row("warm", "qwen3-0.6b", {"first_token_s": 10.1})["reached"]
+    assert row("cold", "llama-3.1-8b", {"first_token_s": 39.0})["reached"]
+    assert not row("cold", "embedded", {"first_token_s": 39.0})["reached"]

@@ -1,0 +1,268 @@
+"""What `tools.tune` sweeps: each op's fields, the shapes it is timed with, and small ones to check.
+
+A case has a state, which its op updates in place (pools), and arguments. Values are random.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import (
+    Backend,
+    LayerKV,
+    copy_blocks,
+    paged_decode_attention,
+    paged_prefill_attention,
+    reference,
+    rope_write_kv,
+    write_kv,
+)
+
+BLOCK_SIZE = 16
+CACHE_BYTES = 256 << 20  # several times the L2 of any GPU
+Made = tuple[Any, tuple]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape of an op.
+
+    Attributes:
+        make: Seed to (state, arguments).
+        run: (state, *arguments, backend=) to (state, results).
+        reference: (state, *arguments) to the list of arrays that `shown` should give.
+        shown: What `run` gave, as a list of arrays that matter.
+    """
+
+    name: str
+    make: Callable[[int], Made]
+    run: Callable[..., tuple[Any, Any]]
+    reference: Callable[..., list]
+    shown: Callable[[Any], list]
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op as `pallas_kernels.tuning` knows it, with the fields to sweep."""
+
+    name: str
+    head_size: int
+    itemsize: int
+    grid: Mapping[str, tuple[int, ...]]
+    cases: list[Case]
+    checks: list[Case]
+    tolerance: float
+
+
+def seconds_a_call(case: Case, backend: Backend, repeats: int = 5) -> float:
+    """Median seconds of a call: a program makes several, launched back to back.
+
+    The arguments differ from call to call, and the states are so many that none stays in the
+    device's cache until its next turn.
+    """
+    state, arguments = case.make(0)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves((state, arguments)))
+    num_states = max(1, min(16, -(-CACHE_BYTES // size)))
+    made = [(state, arguments), *(case.make(seed) for seed in range(1, num_states))]
+
+    @partial(jax.jit, donate_argnums=0)
+    def step(states, arguments):
+        results = []
+        for index in range(max(num_states, 4)):
+            place = index % num_states
+            states[place], result = case.run(states[place], *arguments[place], backend=backend)
+            results.append(result)
+        return states, results
+
+    def block(states, launches):
+        start = time.perf_counter()
+        for _ in range(launches):
+            states, results = step(states, inputs)
+        jax.block_until_ready((states, results))
+        return states, (time.perf_counter() - start) / launches
+
+    states, inputs = [one for one, _ in made], [other for _, other in made]
+    states, _ = block(states, 1)
+    states, once = block(states, 3)
+    launches, taken = max(3, int(0.03 / once)), []
+    for _ in range(repeats):
+        states, seconds = block(states, launches)
+        taken.append(seconds)
+    return statistics.median(taken) / max(num_states, 4)
+
+
+def _normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    return jax.random.normal(jax.random.key(rng.integers(2**31)), shape, jnp.dtype(dtype))
+
+
+def _attention_inputs(
+    batch: int, context: int, tokens: int, heads: tuple[int, int], head_size: int, dtype: str
+) -> Callable[[int], Made]:
+    """`batch` sequences of `tokens` new ones behind `context`; tokens 0: a decode step."""
+    seq_len = context + tokens
+    width = -(-seq_len // BLOCK_SIZE)
+
+    def make(seed: int) -> Made:
+        rng = np.random.default_rng(seed)
+        pool = (batch * width + 1, BLOCK_SIZE, heads[1], head_size)
+        tables = rng.permutation(np.arange(1, pool[0])).reshape(batch, width).astype(np.int32)
+        lens = jnp.full(batch, seq_len, jnp.int32)
+        q = _normal(rng, (batch * max(tokens, 1), heads[0], head_size), dtype)
+        kv = LayerKV(_normal(rng, pool, dtype), _normal(rng, pool, dtype))
+        starts = jnp.arange(batch + 1, dtype=jnp.int32) * tokens
+        indices = (tables, starts, lens) if tokens else (tables, lens)
+        return kv, (q, *map(jnp.asarray, indices))
+
+    return make
+
+
+def _attention_case(
+    name: str, batch: int, context: int, tokens: int, heads: tuple[int, int], size: int, dtype: str
+) -> Case:
+    op = paged_prefill_attention if tokens else paged_decode_attention
+    exact = reference.paged_prefill_attention if tokens else reference.paged_decode_attention
+
+    def run(kv, q, *indices, backend):
+        return kv, op(q, kv, *indices, scale=size**-0.5, backend=backend)
+
+    def expect(kv, q, *indices):
+        return [exact(q, kv, *indices, scale=size**-0.5)]
+
+    make = _attention_inputs(batch, context, tokens, heads, size, dtype)
+    return Case(name, make, run, expect, lambda given: [given[1]])
+
+
+def decode(head_size: int, dtype: str) -> Op:
+    """Attention of decode steps; the number of splits is left to the heuristic."""
+    case = partial(_attention_case, tokens=0, size=head_size, dtype=dtype)
+    grid = {"tile_tokens": (32, 64, 128), "num_warps": (2, 4, 8), "num_stages": (2, 3, 4)}
+    cases = [
+        case("64 x 2048", 64, 2048, heads=(32, 8)),
+        case("256 x 512", 256, 512, heads=(16, 8)),
+        case("8 x 1024", 8, 1024, heads=(16, 8)),
+        case("1 x 2048", 1, 2048, heads=(32, 8)),
+    ]
+    checks = [case("3 x 75", 3, 75, heads=(4, 2)), case("1 x 200", 1, 200, heads=(4, 1))]
+    return _op("decode", head_size, dtype, grid, cases, checks)
+
+
+def prefill(head_size: int, dtype: str) -> Op:
+    """Attention of ragged steps."""
+    case = partial(_attention_case, size=head_size, dtype=dtype)
+    grid = {
+        "tile_rows": (64, 128, 256),
+        "tile_tokens": (32, 64, 128),
+        "num_warps": (4, 8),
+        "num_stages": (1, 2, 3),
+    }
+    cases = [
+        case("8 x 2048", 8, 0, 2048, heads=(32, 8)),
+        case("64 x 256", 64, 0, 256, heads=(32, 8)),
+        case("4 x 512 on 4096", 4, 4096, 512, heads=(32, 8)),
+    ]
+    checks = [case("2 x 140", 2, 0, 140, heads=(4, 2)), case("1 x 9 on 30", 1, 30, 9, heads=(4, 1))]
+    return _op("prefill", head_size, dtype, grid, cases, checks)
+
+
+def _write_case(name: str, tokens: int, kv_heads: int, size: int, dtype: str) -> Case:
+    def make(seed: int) -> Made:
+        rng = np.random.default_rng(seed)
+        pool = (-(-2 * tokens // BLOCK_SIZE) + 1, BLOCK_SIZE, kv_heads, size)
+        free = np.arange(BLOCK_SIZE, pool[0] * BLOCK_SIZE)
+        slots = jnp.asarray(rng.permutation(free)[:tokens].astype(np.int32))
+        k, v = (_normal(rng, (tokens, kv_heads, size), dtype) for _ in range(2))
+        return LayerKV(_normal(rng, pool, dtype), _normal(rng, pool, dtype)), (k, v, slots)
+
+    def run(kv, k, v, slots, backend):
+        return write_kv(kv, k, v, slots, backend=backend), ()
+
+    return Case(name, make, run, lambda *all_: [*reference.write_kv(*all_)], lambda g: [*g[0]])
+
+
+def write(head_size: int, dtype: str) -> Op:
+    """Storing new tokens' keys and values."""
+    case = partial(_write_case, size=head_size, dtype=dtype)
+    cases = [case(f"{n} tokens", n, 8) for n in (8, 256, 8192)]
+    return _op("write", head_size, dtype, _MOVES, cases, [case("5 tokens", 5, 3)])
+
+
+def _copy_case(name: str, pairs: int, layers: int, kv_heads: int, size: int, dtype: str) -> Case:
+    def make(seed: int) -> Made:
+        rng = np.random.default_rng(seed)
+        shape = (2 * pairs + 1, BLOCK_SIZE, kv_heads, size)
+        pool = tuple(
+            LayerKV(_normal(rng, shape, dtype), _normal(rng, shape, dtype)) for _ in range(layers)
+        )
+        blocks = rng.permutation(np.arange(1, shape[0])).astype(np.int32)
+        return pool, (jnp.asarray(blocks[:pairs]), jnp.asarray(blocks[pairs:]))
+
+    def run(pool, src, dst, backend):
+        return copy_blocks(pool, src, dst, backend=backend), ()
+
+    def expect(*all_):
+        return [array for layer in reference.copy_blocks(*all_) for array in layer]
+
+    return Case(name, make, run, expect, lambda given: jax.tree.leaves(given[0]))
+
+
+def copy(head_size: int, dtype: str) -> Op:
+    """Copying blocks of all layers."""
+    case = partial(_copy_case, size=head_size, dtype=dtype)
+    cases = [case("64 blocks", 64, 28, 8), case("8 blocks", 8, 28, 8)]
+    return _op("copy", head_size, dtype, _MOVES, cases, [case("3 blocks", 3, 2, 3)])
+
+
+def _rope_case(name: str, tokens: int, heads: tuple[int, int], size: int, dtype: str) -> Case:
+    kv_case = _write_case(name, tokens, heads[1], size, dtype)
+
+    def make(seed: int) -> Made:
+        kv, (_, _, slots) = kv_case.make(seed)
+        rng = np.random.default_rng(seed)
+        qkv = _normal(rng, (1, tokens, heads[0] + 2 * heads[1], size), dtype)
+        turns = rng.uniform(0, 2 * np.pi, (tokens, size // 2)).astype(np.float32)
+        return kv, (qkv, slots, jnp.asarray(np.cos(turns)), jnp.asarray(np.sin(turns)))
+
+    def run(kv, qkv, slots, cos, sin, backend):
+        q, kv = rope_write_kv(qkv, kv, slots, (cos, sin), backend=backend)
+        return kv, q
+
+    def expect(kv, qkv, slots, cos, sin):
+        q, pool = reference.rope_write_kv(qkv, kv, slots, (cos, sin))
+        return [q, *pool]
+
+    return Case(name, make, run, expect, lambda given: [given[1], *given[0]])
+
+
+def rope_write(head_size: int, dtype: str) -> Op:
+    """Rotating queries and keys, and storing keys and values."""
+    case = partial(_rope_case, size=head_size, dtype=dtype)
+    grid = {"tile_heads": (1, 2, 4, 8, 16, 32), "num_warps": (1, 2, 4, 8)}
+    cases = [case(f"{n} tokens", n, (32, 8)) for n in (8, 64, 8192)]
+    return _op("rope_write", head_size, dtype, grid, cases, [case("5 tokens", 5, (4, 2))])
+
+
+_MOVES = {"chunk": (512, 1024, 2048, 4096, 8192), "num_warps": (1, 2, 4, 8)}
+
+
+def _op(
+    name: str, head_size: int, dtype: str, grid: Mapping, cases: list[Case], checks: list[Case]
+) -> Op:
+    itemsize = jnp.dtype(dtype).itemsize
+    tolerance = 3e-2 if itemsize == 2 else 1e-4
+    return Op(name, head_size, itemsize, grid, cases, checks, tolerance)
+
+
+OPS: dict[str, Callable[[int, str], Op]] = {
+    "decode": decode,
+    "prefill": prefill,
+    "write": write,
+    "copy": copy,
+    "rope_write": rope_write,
+}
