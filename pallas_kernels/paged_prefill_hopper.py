@@ -62,7 +62,7 @@ def paged_prefill_attention(
     padded = (
         q if num_rows == num_tokens else jnp.pad(q, ((0, num_rows - num_tokens), (0, 0), (0, 0)))
     )
-    fields = _tile_fields(block_tables, query_start_loc, seq_lens, num_rows, window)
+    numbers, num_fields = _numbers(block_tables, query_start_loc, seq_lens, num_rows, window)
     body = functools.partial(
         _kernel,
         scale=scale,
@@ -71,6 +71,7 @@ def paged_prefill_attention(
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         block_size=kv.k.shape[1],
+        num_fields=num_fields,
         config=config,
     )
     tile = config.tile_tokens
@@ -108,15 +109,21 @@ def paged_prefill_attention(
         kernel_name="paged_prefill_attention_hopper",
     )
     k, v = (pool.reshape(-1, num_kv_heads * head_size) for pool in kv)
-    out = call(padded.reshape(num_rows, -1), k, v, block_tables.reshape(-1), fields)
+    out = call(padded.reshape(num_rows, -1), k, v, numbers)
     return out[:num_tokens].reshape(q.shape)
 
 
-def _tile_fields(block_tables, query_start_loc, seq_lens, num_rows, window):
-    """[tiles + 1, 8] flattened: what a program reads of each tile, and the number of tiles."""
+def _numbers(block_tables, query_start_loc, seq_lens, num_rows, window):
+    """Flattened [tiles, 8] of what a program reads of each tile, the number of tiles, the block
+    tables; and how many of the numbers come before the tables.
+
+    One array, made here: Mosaic GPU wants its buffers on 256 bytes, and XLA passes a slice of an
+    argument, which the tables are in a step, as it lies.
+    """
     tiles = window_map(seq_lens, query_start_loc, num_rows, window)
+    num_fields = tiles.window.shape[0] * _FIELDS + 1
     columns = [
-        tiles.sequence * jnp.int32(block_tables.shape[1]),
+        tiles.sequence * jnp.int32(block_tables.shape[1]) + jnp.int32(num_fields),
         tiles.window * jnp.int32(window),
         tiles.first_position,
         tiles.begin,
@@ -124,15 +131,15 @@ def _tile_fields(block_tables, query_start_loc, seq_lens, num_rows, window):
         tiles.seq_len,
     ]
     fields = jnp.stack(columns + [jnp.zeros_like(tiles.window)] * (_FIELDS - len(columns)), axis=1)
-    return jnp.append(fields.reshape(-1), tiles.num_tiles)
+    parts = fields.reshape(-1), tiles.num_tiles[None], block_tables.reshape(-1)
+    return jnp.concatenate(parts), num_fields
 
 
 def _kernel(
     q_ref,
     k_ref,
     v_ref,
-    tables_ref,
-    fields_ref,
+    numbers_ref,
     out_ref,
     *,
     q_smem,
@@ -152,13 +159,14 @@ def _kernel(
     num_kv_heads,
     head_size,
     block_size,
+    num_fields,
     config,
 ):
     tile = config.tile_tokens
     k_stages, v_stages = config.num_key_stages, config.num_value_stages
     program, num_programs = lax.axis_index("program"), config.num_programs
     warp_group = lax.axis_index("warp_group")
-    num_tiles = fields_ref[fields_ref.shape[0] - 1]
+    num_tiles = numbers_ref[num_fields - 1]
     num_items = num_tiles * num_kv_heads
     num_rounds = lax.div(num_items - program + (num_programs - 1), jnp.int32(num_programs))
 
@@ -168,7 +176,7 @@ def _kernel(
         item = index * num_programs + program
         tile_index = num_tiles - 1 - lax.div(item, jnp.int32(num_kv_heads))
         head = lax.rem(item, jnp.int32(num_kv_heads))
-        return head, *(fields_ref[tile_index * _FIELDS + f] for f in range(6))
+        return head, *(numbers_ref[tile_index * _FIELDS + f] for f in range(6))
 
     def num_steps(fields):
         return lax.div(fields[3] + fields[5] + (tile - 1), jnp.int32(tile))
@@ -208,7 +216,7 @@ def _kernel(
                 for i in range(-(-copies // 2)):
                     position = index * tile + (i * 2 + part) * size
                     entry = table + lax.div(position, jnp.int32(block_size))
-                    row = tables_ref[jnp.minimum(entry, tables_ref.shape[0] - 1)] * block_size
+                    row = numbers_ref[jnp.minimum(entry, numbers_ref.shape[0] - 1)] * block_size
                     # Outside the pool, the copy engine fills in zeros.
                     rows.append(jnp.where(position < seq_len, row, ref.shape[0]))
                 pl.when(step >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))

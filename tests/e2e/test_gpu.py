@@ -1,5 +1,6 @@
 """The whole engine on an NVIDIA GPU, where the Pallas Triton kernels run."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +104,38 @@ def test_no_step_copies_the_pool(engines: Engines):
         assert pattern in text
         copies = [line for line in text.splitlines() if pattern in line and " copy(" in line]
         assert not copies
+
+
+def test_heads_of_128_in_bfloat16(engines: Engines, tmp_path: Path):
+    """The sizes that a GPU's own prefill kernel is for, in every bucket, beside float32."""
+    shape = {
+        "model_type": "qwen3",
+        "vocab_size": 128,
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "max_position_embeddings": 1024,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+    options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 512}
+    options |= {"num_blocks": 400, "max_num_seqs": 40, "max_num_batched_tokens": 512}
+    rng = np.random.default_rng(0)
+    given = [rng.integers(0, 128, n).tolist() for n in (1, 7, 16, 17, 130, 300, 500, 33, 64)]
+    params = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=0, ignore_eos=True)
+
+    def scores(dtype: str) -> np.ndarray:
+        outputs = engines(tmp_path, dtype=dtype, **options).generate(given, params)
+        entries = [entry for o in outputs for entry in o.prompt_logprobs or [] if entry]
+        return np.array([value.logprob for entry in entries for value in entry.values()])
+
+    exact, rounded = scores("float32"), scores("bfloat16")
+    assert len(exact) == sum(map(len, given)) - len(given)
+    np.testing.assert_allclose(rounded, exact, atol=0.1)
