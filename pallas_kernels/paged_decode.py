@@ -16,8 +16,8 @@ How many of its splits a sequence uses is decided at run time, from all lengths:
 the batch's tiles evenly over `target_programs`. So padded rows cost nothing, a lone sequence has
 the whole chip, and a long one among short ones the larger part of it. The others end at once.
 
-With `into`, the result of others' rows, q and `into` have rows behind the sequences' own, and rows of
-sequences without keys: all these stay as they are in `into`, which is written in place.
+With `into`, the first rows of q are the sequences', in order, and `into` is the result of all rows
+so far: the rows of sequences that have keys are written there in place, and no others.
 
 The KV heads come first in the grid: programs that run side by side then read the neighbouring
 columns of the same rows of the pool. Split-KV as in Flash-Decoding (Dao et al. 2023); online
@@ -65,8 +65,8 @@ def paged_decode_attention(
     )
     rows = q.reshape(-1, head_size)
     targets = () if into is None else (into.reshape(rows.shape),)
-    merged = targets if splits > 1 else ()
-    written = targets if splits == 1 else ()
+    # Whichever kernel comes last writes in place.
+    written, merged = (targets, ()) if splits == 1 else ((), targets)
     call = pl.pallas_call(
         kernel,
         out_shape=_out_shape(rows, batch * num_heads, splits),

@@ -8,25 +8,14 @@ from jpaged.core.request import Sequence
 class StepDraft:
     """Collects a step's sequences until its budget of tokens is spent."""
 
-    __slots__ = ("_chunks", "_rows", "block_copies", "budget", "has_preempted", "is_starved")
+    __slots__ = ("block_copies", "budget", "has_preempted", "is_starved", "scheduled")
 
     def __init__(self, budget: int):
         self.budget = budget  # tokens left
-        self._rows: list[ScheduledSequence] = []  # of one token
-        self._chunks: list[ScheduledSequence] = []
+        self.scheduled: list[ScheduledSequence] = []
         self.block_copies: list[tuple[int, int]] = []
         self.has_preempted = False
         self.is_starved = False  # someone waits for blocks that steps in flight still hold
-
-    @property
-    def scheduled(self) -> tuple[ScheduledSequence, ...]:
-        """All that were placed, those with one token first."""
-        return (*self._rows, *self._chunks)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing was placed."""
-        return not (self._rows or self._chunks)
 
     def place(self, sequence: Sequence, num_tokens: int, changes: BlockChanges) -> None:
         """Give `sequence`, whose blocks are seen to, `num_tokens` of the step."""
@@ -40,4 +29,4 @@ class StepDraft:
         if changes.copies:
             self.block_copies.extend(changes.copies)
         row = ScheduledSequence(sequence, start, num_tokens, samples, changes.updates)
-        (self._rows if num_tokens == 1 else self._chunks).append(row)
+        self.scheduled.append(row)

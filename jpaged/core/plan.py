@@ -59,9 +59,6 @@ class StepPlan:
     6. The step, unless `scheduled` is empty.
     7. `swap_ins`: no sequence of this step needs them, so they travel while it runs.
 
-    In `scheduled`, sequences with one token come first: decode rows that ride along with chunks are
-    then neighbours, which the device's attention takes apart from the rest.
-
     `num_tokens` is the step's tokens. `is_decode` tells that the step needs nothing from the host
     but a token and at most one block-table entry a row. A row that joins the batch brings its
     whole table, so that even a one-token prompt, or a last chunk of one token, is no decode row.

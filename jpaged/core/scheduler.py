@@ -149,7 +149,7 @@ class Scheduler:
         """
         draft = StepDraft(self.config.max_num_batched_tokens)
         self._planner.fill(draft)
-        return None if draft.is_empty and not self.swap_space.has_returns else self._plan(draft)
+        return self._plan(draft) if draft.scheduled or self.swap_space.has_returns else None
 
     def update(
         self, plan: StepPlan, sampled: np.ndarray, candidates: Candidates | None = None
@@ -204,7 +204,7 @@ class Scheduler:
         released, row_forks = self.roster.take_row_changes()
         plan = StepPlan(
             self._num_planned,
-            draft.scheduled,
+            tuple(draft.scheduled),
             released,
             self._planner.take_preempted(),
             tuple(draft.block_copies),

@@ -57,7 +57,7 @@ def test_an_urgent_newcomer_takes_the_blocks_of_the_least_urgent():
     driver.add(make_request("3", 8, max_tokens=2))
     plan = the(driver.step())
     assert (plan.preempted, plan.released) == (("2",), (2,))
-    assert [row[0] for row in shape(plan)] == [1, 3]  # who has one token comes first
+    assert [row[0] for row in shape(plan)] == [3, 1]
     driver.run()
 
 

@@ -60,7 +60,9 @@ def test_every_row_is_in_one_tile_of_an_aligned_window(window, seed):
 
 
 @pytest.mark.parametrize("tile_size", [8, 32])
-@pytest.mark.parametrize("query_lens", [[1, 1, 1, 9, 1, 0], [1] * 40, [1] * 40 + [70, 0, 0], [4, 1]])
+@pytest.mark.parametrize(
+    "query_lens", [[1, 1, 1, 9, 1, 0], [1] * 40, [1] * 40 + [70, 0, 0], [4, 1]]
+)
 def test_leading_rows_of_one_token_are_left_to_others(query_lens, tile_size):
     """In both maps all other rows have a tile still, and these have none."""
     batch = len(query_lens)
