@@ -71,6 +71,15 @@ class NormConfig:
     num_warps: int
 
 
+@dataclasses.dataclass(frozen=True)
+class TruncationConfig:
+    """Of truncation.py: tokens a program, tokens a turn, tokens collected of a program's."""
+
+    chunk: int = 8192
+    tile: int = 1024
+    capacity: int = 512
+
+
 def decode_config(
     *,
     batch: int,

@@ -1,0 +1,366 @@
+"""Top-k and top-p in Pallas Triton: the least logit kept of each row, without a sort.
+
+A row is cut in chunks, and a program has one chunk of one row. It measures the tokens at or above
+eight trial thresholds at once: their number where the row has a top-k, else their probability. The
+next launch sums the chunks, always in the same order, and puts eight trials into what is left:
+
+    narrow x 3   bracket [low, high): what is wanted is reached at low and not at high
+    collect      the bracket's tokens, packed chunk by chunk (with a top-k: all from low up)
+    settle       grid (row,): the exact threshold among them, one bit of the float's order at a
+                 time; then top-p among what top-k left
+
+Trials lie in the order of the logits' values: first at geometric distances from the maximum, then
+evenly. So the collected are few, whatever the spread. Where they do not fit (most logits equal,
+say), settle reads the whole row in each of its rounds: slower, as exact. A row without either
+leaves at once. Sums are of float32 in an order that only the vocabulary's size decides, so that a
+row's threshold never depends on the batch; more tokens never sum to less.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.tuning import TruncationConfig
+
+NUM_TRIALS = 8
+NUM_PASSES = 3
+# Temperatures below the maximum; the first trial is minus infinity, which everything reaches.
+_FIRST_TRIALS = (16.0, 11.3, 8.0, 5.66, 4.0, 2.83, 1.41)
+_LOWEST_TRIAL = 128.0
+_SIGN = -(2**31)
+_NEGATIVE_INFINITY_KEY = -0x7F800001
+
+
+class _Row(NamedTuple):
+    """What a program knows of its row: scalars."""
+
+    max_logit: jax.Array
+    inverse_temperature: jax.Array
+    log_min_p: jax.Array
+    top_p: jax.Array
+    top_k: jax.Array
+
+    @property
+    def by_count(self):
+        return self.top_k > 0
+
+    @property
+    def active(self):
+        return self.by_count | (self.top_p < 1.0)
+
+
+class _Bracket(NamedTuple):
+    """Scalars: `low` reaches `wanted`, `high` does not; `above` is what `high` reaches."""
+
+    low: jax.Array
+    high: jax.Array
+    wanted: jax.Array
+    above: jax.Array
+
+
+def truncation_threshold(logits, rows, top_k, *, config: TruncationConfig, interpret: bool):
+    """The least logit that top-k and top-p keep.
+
+    Args:
+        logits: float32 [B, V].
+        rows: float32 [B, 4]: the row's largest logit, 1 / temperature, log(min_p), top_p.
+        top_k: int32 [B]; 0 is off.
+        config: launch parameters.
+        interpret: run in the interpreter.
+
+    Returns:
+        float32 [B]; minus infinity where neither is on.
+    """
+    batch, width = logits.shape
+    chunks = pl.cdiv(width, config.chunk)
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    sums, brackets = shape((batch, chunks, NUM_TRIALS)), shape((batch, 4))
+
+    def launch(kernel, name, grid, out_shape, num_warps, *arrays):
+        return pl.pallas_call(
+            functools.partial(kernel, width=width, chunks=chunks, config=config),
+            out_shape=out_shape,
+            grid=grid,
+            compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
+            interpret=interpret,
+            name=name,
+        )(logits, rows, top_k, *arrays)
+
+    grid, state = (chunks, batch), ()
+    for step in range(NUM_PASSES):
+        narrow = functools.partial(_narrow, step=step)
+        state = launch(narrow, "truncation_narrow", grid, (brackets, sums), 4, *state)
+    collected = (
+        brackets,
+        shape((batch, chunks * config.capacity)),
+        jax.ShapeDtypeStruct((batch, chunks), jnp.int32),
+    )
+    state = launch(_collect, "truncation_collect", grid, collected, 4, *state)
+    found = launch(_settle, "truncation_settle", (batch,), shape((batch,)), 16, *state)
+    active = (top_k > 0) | (rows[:, 3] < 1.0)  # other rows were left unwritten
+    return jnp.where(active, found, -jnp.inf)
+
+
+def _row(rows_ref, top_k_ref, row):
+    return _Row(*(rows_ref[row, i] for i in range(4)), top_k_ref[row])
+
+
+def _weights(row, logits):
+    """Of each token, its probability relative to the top one's; 0 where min-p leaves it out."""
+    relative = (logits - row.max_logit) * row.inverse_temperature
+    return jnp.where(relative >= row.log_min_p, jnp.exp(relative), jnp.float32(0))
+
+
+def _load_logits(logits_ref, row, start, size, end):
+    """[size] logits from `start`, and which of them are before `end`."""
+    columns = start + jnp.arange(size, dtype=jnp.int32)
+    live = columns < end
+    index = jnp.full_like(columns, row), columns
+    return plgpu.load(logits_ref.at[index], mask=live, other=-jnp.inf), live
+
+
+# --- the bracket -------------------------------------------------------------------------------
+
+
+def _first_trials(row):
+    temperature = 1.0 / row.inverse_temperature
+    below = [row.max_logit - temperature * jnp.float32(t) for t in _FIRST_TRIALS]
+    return [jnp.float32(-jnp.inf), *below]
+
+
+def _later_trials(row, bracket):
+    lowest = row.max_logit - jnp.float32(_LOWEST_TRIAL) / row.inverse_temperature
+    start = jnp.maximum(bracket.low, lowest)
+    step = (jnp.minimum(bracket.high, row.max_logit) - start) * jnp.float32(1 / NUM_TRIALS)
+    inner = [start + step * jnp.float32(i) for i in range(1, NUM_TRIALS)]
+    # What lies outside, rounded or because the bracket is empty, is as good as the nearest bound.
+    return [bracket.low, *(jnp.clip(t, bracket.low, bracket.high) for t in inner)]
+
+
+def _next_bracket(row, state_refs, row_index, chunks, step):
+    """The bracket that the launches before launch `step` leave, and the trials to make in it."""
+    # What is wanted of a top-p is known once the first trial has counted all.
+    before, trials = _Bracket(*map(jnp.float32, (-jnp.inf, jnp.inf, 0.0, 0.0))), _first_trials(row)
+    if step == 0:
+        return before, trials
+    brackets_ref, sums_ref = state_refs
+    if step > 1:
+        before = _Bracket(*(brackets_ref[row_index, i] for i in range(4)))
+        trials = _later_trials(row, before)
+    chunk = jnp.arange(pl.next_power_of_2(chunks), dtype=jnp.int32)
+    totals = []
+    for i in range(NUM_TRIALS):
+        index = jnp.full_like(chunk, row_index), chunk, jnp.full_like(chunk, i)
+        totals.append(jnp.sum(plgpu.load(sums_ref.at[index], mask=chunk < chunks, other=0)))
+    wanted = before.wanted
+    if step == 1:
+        wanted = jnp.where(row.by_count, row.top_k.astype(jnp.float32), row.top_p * totals[0])
+    low, high, above = before.low, before.high, before.above
+    for trial, total in zip(trials, totals, strict=True):
+        low = jnp.where(total >= wanted, trial, low)
+    for trial, total in zip(reversed(trials), reversed(totals), strict=True):
+        high = jnp.where(total >= wanted, high, trial)
+        above = jnp.where(total >= wanted, above, total)
+    found = _Bracket(low, high, wanted, above)
+    return found, _later_trials(row, found)
+
+
+def _store_bracket(brackets_ref, row_index, bracket):
+    for i, value in enumerate(bracket):
+        brackets_ref[row_index, i] = value
+
+
+# --- the launches ------------------------------------------------------------------------------
+
+
+def _narrow(logits_ref, rows_ref, top_k_ref, *refs, step, width, chunks, config):
+    *state_refs, brackets_ref, sums_ref = refs
+    chunk, row_index = pl.program_id(0), pl.program_id(1)
+    row = _row(rows_ref, top_k_ref, row_index)
+
+    @pl.when(row.active)
+    def _():
+        bracket, trials = _next_bracket(row, state_refs, row_index, chunks, step)
+
+        def measure(by_count):
+            def fold(tile, totals):
+                start = chunk * config.chunk + tile * config.tile
+                logits, live = _load_logits(logits_ref, row_index, start, config.tile, width)
+                values = live.astype(jnp.float32) if by_count else _weights(row, logits)
+                return [
+                    total + jnp.where(logits >= trial, values, jnp.float32(0))
+                    for total, trial in zip(totals, trials, strict=True)
+                ]
+
+            zeros = [jnp.zeros(config.tile, jnp.float32) for _ in trials]
+            totals = lax.fori_loop(0, config.chunk // config.tile, fold, zeros)
+            for i, total in enumerate(totals):
+                sums_ref[row_index, chunk, i] = jnp.sum(total)
+
+        pl.when(row.by_count)(lambda: measure(True))
+        pl.when(~row.by_count)(lambda: measure(False))
+        if step:
+            pl.when(chunk == 0)(lambda: _store_bracket(brackets_ref, row_index, bracket))
+
+
+def _collect(logits_ref, rows_ref, top_k_ref, *refs, width, chunks, config):
+    *state_refs, brackets_ref, collected_ref, counts_ref = refs
+    chunk, row_index = pl.program_id(0), pl.program_id(1)
+    row = _row(rows_ref, top_k_ref, row_index)
+
+    @pl.when(row.active)
+    def _():
+        bracket, _ = _next_bracket(row, state_refs, row_index, chunks, NUM_PASSES)
+        # top-p may still cut among what top-k keeps, so a top-k needs all of it.
+        high = jnp.where(row.by_count, jnp.float32(jnp.inf), bracket.high)
+
+        def pack(tile, count):
+            start = chunk * config.chunk + tile * config.tile
+            logits, live = _load_logits(logits_ref, row_index, start, config.tile, width)
+            # Infinite logits included: below an infinite `high` lies everything.
+            wanted = live & (logits >= bracket.low) & ((logits < high) | jnp.isinf(high))
+            place = count + jnp.cumsum(wanted.astype(jnp.int32)) - 1
+            fits = wanted & (place < config.capacity)
+            column = jnp.where(fits, chunk * config.capacity + place, collected_ref.shape[1])
+            index = jnp.full_like(column, row_index), column
+            plgpu.store(collected_ref.at[index], logits, mask=fits)
+            return count + jnp.sum(wanted.astype(jnp.int32))
+
+        tiles = config.chunk // config.tile
+        counts_ref[row_index, chunk] = lax.fori_loop(0, tiles, pack, jnp.int32(0))
+        pl.when(chunk == 0)(lambda: _store_bracket(brackets_ref, row_index, bracket))
+
+
+def _settle(
+    logits_ref,
+    rows_ref,
+    top_k_ref,
+    brackets_ref,
+    collected_ref,
+    counts_ref,
+    threshold_ref,
+    *,
+    width,
+    chunks,
+    config,
+):
+    row_index = pl.program_id(0)
+    row = _row(rows_ref, top_k_ref, row_index)
+    bracket = _Bracket(*(brackets_ref[row_index, i] for i in range(4)))
+    chunk = jnp.arange(pl.next_power_of_2(chunks), dtype=jnp.int32)
+    index = jnp.full_like(chunk, row_index), chunk
+    counts = plgpu.load(counts_ref.at[index], mask=row.active & (chunk < chunks), other=0)
+    fits = jnp.max(counts) <= config.capacity
+
+    def store(measure, base):
+        threshold_ref[row_index] = _threshold(row, bracket, measure, base)
+
+    @pl.when(row.active & fits)
+    def _():
+        size = pl.next_power_of_2(chunks) * config.capacity
+        place = jnp.arange(size, dtype=jnp.int32)
+        owner = lax.div(place, jnp.int32(config.capacity))
+        index = jnp.full_like(place, row_index), owner
+        inside = owner < chunks
+        count = plgpu.load(counts_ref.at[index], mask=inside, other=0)
+        live = inside & (lax.rem(place, jnp.int32(config.capacity)) < count)
+        index = jnp.full_like(place, row_index), place
+        logits = plgpu.load(collected_ref.at[index], mask=live, other=-jnp.inf)
+
+        def measure(values):
+            return jnp.sum(jnp.where(live, values(logits), jnp.float32(0)))
+
+        store(measure, bracket.above)
+
+    @pl.when(row.active & ~fits)
+    def _():
+        def measure(values):
+            def fold(tile, total):
+                start = tile * config.tile
+                logits, live = _load_logits(logits_ref, row_index, start, config.tile, width)
+                return total + jnp.where(live, values(logits), jnp.float32(0))
+
+            zeros = jnp.zeros(config.tile, jnp.float32)
+            return jnp.sum(lax.fori_loop(0, pl.cdiv(width, config.tile), fold, zeros))
+
+        store(measure, jnp.float32(0))
+
+
+# --- the exact threshold -----------------------------------------------------------------------
+
+
+def _threshold(row, bracket, measure, above):
+    """The largest threshold that reaches what is wanted, for top-k and then for top-p.
+
+    Args:
+        row: its parameters.
+        bracket: where the first of the two searches is known to end.
+        measure: sums `values(logits)` over the tokens at hand.
+        above: what the tokens not at hand come to, in the first search, if that is for top-p.
+    """
+
+    def reached(threshold, values):
+        return measure(lambda logits: jnp.where(logits >= threshold, values(logits), 0.0))
+
+    def count(logits):
+        return jnp.ones_like(logits)
+
+    low, high = _key(bracket.low), _key(bracket.high)
+
+    def enough_tokens(threshold, key):
+        return (key <= low) | ((key < high) & (reached(threshold, count) >= bracket.wanted))
+
+    # Without a top-k, what lies below the bracket is as good as left out.
+    kept = lax.cond(row.by_count, lambda: _largest(enough_tokens), lambda: bracket.low)
+
+    def weights(logits):
+        return jnp.where(logits >= kept, _weights(row, logits), jnp.float32(0))
+
+    def top_p():
+        base = jnp.where(row.by_count, jnp.float32(0), above)
+        wanted = lax.cond(
+            row.by_count, lambda: row.top_p * measure(weights), lambda: bracket.wanted
+        )
+        floor = jnp.where(row.by_count, jnp.int32(_NEGATIVE_INFINITY_KEY), low)
+        ceiling = jnp.where(row.by_count, _key(jnp.float32(jnp.inf)), high)
+
+        def enough_mass(threshold, key):
+            inside = base + reached(threshold, weights) >= wanted
+            return (key <= floor) | ((key < ceiling) & inside)
+
+        # The most probable token stays, though a tiny top_p be 0 in float32.
+        return jnp.minimum(_largest(enough_mass), row.max_logit)
+
+    return lax.cond(row.top_p < 1.0, lambda: jnp.maximum(kept, top_p()), lambda: kept)
+
+
+def _largest(holds):
+    """The largest float at which `holds(float, key)`, one bit of its order at a time from the top.
+
+    `holds` is true at minus infinity and, once false, stays so.
+    """
+
+    def narrow(step, found):
+        trial = found | lax.shift_left(jnp.int32(1), 31 - step)
+        key = trial ^ jnp.int32(_SIGN)
+        inside = key >= _NEGATIVE_INFINITY_KEY  # below it lie only NaNs
+        return jnp.where(~inside | holds(_from_key(key), key), trial, found)
+
+    found = lax.fori_loop(0, 32, narrow, jnp.int32(0))
+    return _from_key(jnp.maximum(found ^ jnp.int32(_SIGN), jnp.int32(_NEGATIVE_INFINITY_KEY)))
+
+
+def _key(x):
+    """An integer in the order of the floats; both zeros have the same."""
+    bits = lax.bitcast_convert_type(jnp.where(x == 0, jnp.float32(0), x), jnp.int32)
+    return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
+
+
+def _from_key(key):
+    bits = jnp.where(key < 0, key ^ jnp.int32(0x7FFFFFFF), key)
+    return lax.bitcast_convert_type(bits, jnp.float32)
