@@ -13,7 +13,7 @@ from pallas_kernels.api import (
     rope_write_kv,
     select_backend,
     sum_parts,
-    truncate_logits,
+    truncation_mask,
     write_kv,
 )
 
@@ -30,6 +30,6 @@ __all__ = [
     "rope_write_kv",
     "select_backend",
     "sum_parts",
-    "truncate_logits",
+    "truncation_mask",
     "write_kv",
 ]

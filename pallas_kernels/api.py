@@ -5,10 +5,12 @@ All arrays are arguments and all results are returned; the pools of `write_kv` a
 updated in place when the caller's jit donates them.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels import (
     add_norm,
@@ -39,7 +41,7 @@ __all__ = [
     "rope_write_kv",
     "select_backend",
     "sum_parts",
-    "truncate_logits",
+    "truncation_mask",
     "write_kv",
 ]
 
@@ -329,7 +331,7 @@ def copy_blocks(
     )
 
 
-def truncate_logits(
+def truncation_mask(
     logits: Float32[Array, "B V"],
     *,
     temperature: Float32[Array, "B"],
@@ -337,8 +339,8 @@ def truncate_logits(
     top_k: Int32[Array, "B"],
     top_p: Float32[Array, "B"],
     backend: Backend,
-) -> Float32[Array, "B V"]:
-    """min-p, top-k and top-p, in this order: minus infinity for the tokens left out.
+) -> Bool[Array, "B V"]:
+    """The tokens that min-p, top-k and top-p, in this order, keep.
 
     Exact and without a sort. Tokens as probable as the least probable one kept are kept too, and
     the most probable one always is. What a row keeps depends on no other row.
@@ -359,24 +361,24 @@ def truncate_logits(
     checks.check_truncation(logits, temperature, min_p, top_k, top_p)
     backend = Backend(backend)
     if not logits.size:
-        return logits
-    highest = logits.max(axis=1)
-    relative = (logits - highest[:, None]) / temperature[:, None]
-    log_min_p = jnp.log(min_p)  # log(0) = -inf keeps all
-    probable = relative >= log_min_p[:, None]
+        return jnp.ones(logits.shape, jnp.bool_)
+    highest = logits.max(axis=1, keepdims=True)
+    relative = (logits - highest) / temperature[:, None]
+    probable = relative >= jnp.log(min_p)[:, None]  # log(0) = -inf keeps all
     top_k = jnp.where(top_k < logits.shape[1], top_k, 0)
     if backend is Backend.XLA:
         weights = jnp.where(probable, jnp.exp(relative), 0.0)
         threshold = xla_truncation.truncation_threshold(logits, weights, top_k, top_p)
     else:
+        log2_e = math.log2(math.e)
         threshold = truncation.truncation_threshold(
             logits,
-            jnp.stack([highest, 1 / temperature, log_min_p, top_p], axis=1),
+            jnp.stack([highest[:, 0], log2_e / temperature, jnp.log2(min_p), top_p], axis=1),
             top_k,
             config=tuning.TruncationConfig(),
             interpret=backend is Backend.INTERPRET,
         )
-    return jnp.where(probable & (logits >= threshold[:, None]), logits, -jnp.inf)
+    return probable & (logits >= threshold[:, None])
 
 
 def _move_config(op, kv, backend):

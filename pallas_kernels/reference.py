@@ -101,13 +101,13 @@ def _rotate(row, cos, sin):
     return np.concatenate([first * cos - second * sin, second * cos + first * sin])
 
 
-def truncate_logits(logits, *, temperature, min_p, top_k, top_p, dtype=np.float64):
+def truncation_mask(logits, *, temperature, min_p, top_k, top_p, dtype=np.float64):
     """Row by row, on sorted logits."""
     kept = [
         _kept(np.asarray(row).astype(dtype), *(float(a[b]) for a in (temperature, min_p, top_p)), k)
         for b, (row, k) in enumerate(zip(logits, np.asarray(top_k), strict=True))
     ]
-    return np.where(np.stack(kept), logits, -np.inf)
+    return np.stack(kept)
 
 
 def _kept(row, temperature, min_p, top_p, top_k):

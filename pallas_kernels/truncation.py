@@ -29,19 +29,18 @@ from pallas_kernels.tuning import TruncationConfig
 
 NUM_TRIALS = 8
 NUM_PASSES = 3
-# Temperatures below the maximum; the first trial is minus infinity, which everything reaches.
-_FIRST_TRIALS = (16.0, 11.3, 8.0, 5.66, 4.0, 2.83, 1.41)
-_LOWEST_TRIAL = 128.0
-_SIGN = -(2**31)
-_NEGATIVE_INFINITY_KEY = -0x7F800001
+# Bits below the top one: a token there is 2**-23 times as probable, and so on. The first trial is
+# minus infinity, which everything reaches.
+_FIRST_TRIALS = (23.0, 16.0, 11.5, 8.0, 5.75, 4.0, 2.0)
+_LOWEST_TRIAL = 184.0
 
 
 class _Row(NamedTuple):
     """What a program knows of its row: scalars."""
 
     max_logit: jax.Array
-    inverse_temperature: jax.Array
-    log_min_p: jax.Array
+    bits_per_logit: jax.Array
+    log2_min_p: jax.Array
     top_p: jax.Array
     top_k: jax.Array
 
@@ -68,7 +67,7 @@ def truncation_threshold(logits, rows, top_k, *, config: TruncationConfig, inter
 
     Args:
         logits: float32 [B, V].
-        rows: float32 [B, 4]: the row's largest logit, 1 / temperature, log(min_p), top_p.
+        rows: float32 [B, 4]: the row's largest logit, log2(e) / temperature, log2(min_p), top_p.
         top_k: int32 [B]; 0 is off.
         config: launch parameters.
         interpret: run in the interpreter.
@@ -112,8 +111,8 @@ def _row(rows_ref, top_k_ref, row):
 
 def _weights(row, logits):
     """Of each token, its probability relative to the top one's; 0 where min-p leaves it out."""
-    relative = (logits - row.max_logit) * row.inverse_temperature
-    return jnp.where(relative >= row.log_min_p, jnp.exp(relative), jnp.float32(0))
+    relative = (logits - row.max_logit) * row.bits_per_logit
+    return jnp.where(relative >= row.log2_min_p, jnp.exp2(relative), jnp.float32(0))
 
 
 def _load_logits(logits_ref, row, start, size, end):
@@ -128,13 +127,13 @@ def _load_logits(logits_ref, row, start, size, end):
 
 
 def _first_trials(row):
-    temperature = 1.0 / row.inverse_temperature
-    below = [row.max_logit - temperature * jnp.float32(t) for t in _FIRST_TRIALS]
+    bit = 1.0 / row.bits_per_logit
+    below = [row.max_logit - bit * jnp.float32(bits) for bits in _FIRST_TRIALS]
     return [jnp.float32(-jnp.inf), *below]
 
 
 def _later_trials(row, bracket):
-    lowest = row.max_logit - jnp.float32(_LOWEST_TRIAL) / row.inverse_temperature
+    lowest = row.max_logit - jnp.float32(_LOWEST_TRIAL) / row.bits_per_logit
     start = jnp.maximum(bracket.low, lowest)
     step = (jnp.minimum(bracket.high, row.max_logit) - start) * jnp.float32(1 / NUM_TRIALS)
     inner = [start + step * jnp.float32(i) for i in range(1, NUM_TRIALS)]
@@ -188,17 +187,23 @@ def _narrow(logits_ref, rows_ref, top_k_ref, *refs, step, width, chunks, config)
         bracket, trials = _next_bracket(row, state_refs, row_index, chunks, step)
 
         def measure(by_count):
-            def fold(tile, totals):
-                start = chunk * config.chunk + tile * config.tile
-                logits, live = _load_logits(logits_ref, row_index, start, config.tile, width)
-                values = live.astype(jnp.float32) if by_count else _weights(row, logits)
-                return [
-                    total + jnp.where(logits >= trial, values, jnp.float32(0))
-                    for total, trial in zip(totals, trials, strict=True)
+            def fold(turn, totals):
+                start = chunk * config.chunk + turn * (config.tile * config.loads)
+                tiles = [
+                    _load_logits(logits_ref, row_index, start + i * config.tile, config.tile, width)
+                    for i in range(config.loads)
                 ]
+                for logits, live in tiles:
+                    values = live.astype(jnp.float32) if by_count else _weights(row, logits)
+                    totals = [
+                        total + jnp.where(logits >= trial, values, jnp.float32(0))
+                        for total, trial in zip(totals, trials, strict=True)
+                    ]
+                return totals
 
             zeros = [jnp.zeros(config.tile, jnp.float32) for _ in trials]
-            totals = lax.fori_loop(0, config.chunk // config.tile, fold, zeros)
+            turns = config.chunk // (config.tile * config.loads)
+            totals = lax.fori_loop(0, turns, fold, zeros)
             for i, total in enumerate(totals):
                 sums_ref[row_index, chunk, i] = jnp.sum(total)
 
@@ -224,12 +229,17 @@ def _collect(logits_ref, rows_ref, top_k_ref, *refs, width, chunks, config):
             logits, live = _load_logits(logits_ref, row_index, start, config.tile, width)
             # Infinite logits included: below an infinite `high` lies everything.
             wanted = live & (logits >= bracket.low) & ((logits < high) | jnp.isinf(high))
-            place = count + jnp.cumsum(wanted.astype(jnp.int32)) - 1
-            fits = wanted & (place < config.capacity)
-            column = jnp.where(fits, chunk * config.capacity + place, collected_ref.shape[1])
-            index = jnp.full_like(column, row_index), column
-            plgpu.store(collected_ref.at[index], logits, mask=fits)
-            return count + jnp.sum(wanted.astype(jnp.int32))
+            found = jnp.sum(wanted.astype(jnp.int32))
+
+            @pl.when(found > 0)
+            def _():
+                place = count + jnp.cumsum(wanted.astype(jnp.int32)) - 1
+                fits = wanted & (place < config.capacity)
+                column = jnp.where(fits, chunk * config.capacity + place, collected_ref.shape[1])
+                index = jnp.full_like(column, row_index), column
+                plgpu.store(collected_ref.at[index], logits, mask=fits)
+
+            return count + found
 
         tiles = config.chunk // config.tile
         counts_ref[row_index, chunk] = lax.fori_loop(0, tiles, pack, jnp.int32(0))
@@ -312,47 +322,47 @@ def _threshold(row, bracket, measure, above):
 
     low, high = _key(bracket.low), _key(bracket.high)
 
-    def enough_tokens(threshold, key):
-        return (key <= low) | ((key < high) & (reached(threshold, count) >= bracket.wanted))
+    def enough_tokens(threshold):
+        return reached(threshold, count) >= bracket.wanted
 
     # Without a top-k, what lies below the bracket is as good as left out.
-    kept = lax.cond(row.by_count, lambda: _largest(enough_tokens), lambda: bracket.low)
+    kept = lax.cond(row.by_count, lambda: _search(enough_tokens, low, high), lambda: bracket.low)
 
     def weights(logits):
         return jnp.where(logits >= kept, _weights(row, logits), jnp.float32(0))
 
     def top_p():
+        def enough_mass(threshold):
+            return base + reached(threshold, weights) >= wanted
+
         base = jnp.where(row.by_count, jnp.float32(0), above)
         wanted = lax.cond(
             row.by_count, lambda: row.top_p * measure(weights), lambda: bracket.wanted
         )
-        floor = jnp.where(row.by_count, jnp.int32(_NEGATIVE_INFINITY_KEY), low)
-        ceiling = jnp.where(row.by_count, _key(jnp.float32(jnp.inf)), high)
-
-        def enough_mass(threshold, key):
-            inside = base + reached(threshold, weights) >= wanted
-            return (key <= floor) | ((key < ceiling) & inside)
-
         # The most probable token stays, though a tiny top_p be 0 in float32.
-        return jnp.minimum(_largest(enough_mass), row.max_logit)
+        end = _key(row.max_logit) + 1
+        end = jnp.where(row.by_count, end, jnp.minimum(high, end))
+        return _search(enough_mass, jnp.where(row.by_count, _key(kept), low), end)
 
-    return lax.cond(row.top_p < 1.0, lambda: jnp.maximum(kept, top_p()), lambda: kept)
+    return lax.cond(row.top_p < 1.0, top_p, lambda: kept)
 
 
-def _largest(holds):
-    """The largest float at which `holds(float, key)`, one bit of its order at a time from the top.
+def _search(holds, low, high):
+    """The float of the largest key in [low, high) at which `holds(float)`, by halving.
 
-    `holds` is true at minus infinity and, once false, stays so.
+    `holds` is true at low and, once false, stays so.
     """
 
-    def narrow(step, found):
-        trial = found | lax.shift_left(jnp.int32(1), 31 - step)
-        key = trial ^ jnp.int32(_SIGN)
-        inside = key >= _NEGATIVE_INFINITY_KEY  # below it lie only NaNs
-        return jnp.where(~inside | holds(_from_key(key), key), trial, found)
+    def middle(low, high):
+        return (low & high) + lax.shift_right_arithmetic(low ^ high, 1)  # does not overflow
 
-    found = lax.fori_loop(0, 32, narrow, jnp.int32(0))
-    return _from_key(jnp.maximum(found ^ jnp.int32(_SIGN), jnp.int32(_NEGATIVE_INFINITY_KEY)))
+    def halve(bounds):
+        key = middle(*bounds)
+        held = holds(_from_key(key))
+        return jnp.where(held, key, bounds[0]), jnp.where(held, bounds[1], key)
+
+    low, _ = lax.while_loop(lambda bounds: middle(*bounds) > bounds[0], halve, (low, high))
+    return _from_key(low)
 
 
 def _key(x):

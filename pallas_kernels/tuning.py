@@ -73,10 +73,11 @@ class NormConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TruncationConfig:
-    """Of truncation.py: tokens a program, tokens a turn, tokens collected of a program's."""
+    """Of truncation.py: tokens a program, tokens a load, loads in flight, tokens collected."""
 
     chunk: int = 8192
     tile: int = 1024
+    loads: int = 4
     capacity: int = 512
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float32, Int32, UInt32
 
 from jpaged.runtime.sampling_state import SamplingRows, SamplingState
 from jpaged.sampling_params import SamplingParams
-from pallas_kernels import Backend, truncate_logits
+from pallas_kernels import Backend, truncation_mask
 
 
 class SamplerLevel(IntEnum):
@@ -139,9 +139,9 @@ def _choose(
         return jnp.argmax(logits, axis=1).astype(jnp.int32)
     greedy = rows.temperature == 0.0
     temperature = jnp.where(greedy, 1.0, rows.temperature)
-    kept = logits
+    scaled = _scale(logits, temperature)
     if level >= SamplerLevel.TRUNCATED:
-        kept = truncate_logits(
+        kept = truncation_mask(
             logits,
             temperature=temperature,
             min_p=rows.min_p,
@@ -149,7 +149,8 @@ def _choose(
             top_p=rows.top_p,
             backend=backend,
         )
-    drawn = _scale(kept, temperature) + _gumbel(rows.seed, rows.position, logits.shape[1])
+        scaled = jnp.where(kept, scaled, -jnp.inf)
+    drawn = scaled + _gumbel(rows.seed, rows.position, logits.shape[1])
     return jnp.argmax(jnp.where(greedy[:, None], logits, drawn), axis=1).astype(jnp.int32)
 
 

@@ -23,7 +23,7 @@ from pallas_kernels import (
     paged_decode_attention,
     paged_prefill_attention,
     rope_write_kv,
-    truncate_logits,
+    truncation_mask,
     write_kv,
 )
 
@@ -113,7 +113,7 @@ def test_truncation_lowers_to_five_kernels(width):
 
     def run(logits, temperature, min_p, top_p, top_k):
         rows = {"temperature": temperature, "min_p": min_p, "top_p": top_p, "top_k": top_k}
-        return truncate_logits(logits, **rows, backend=Backend.TRITON)
+        return truncation_mask(logits, **rows, backend=Backend.TRITON)
 
     arguments = jax.ShapeDtypeStruct((B, width), F32), row, row, row, _ints(B)
     assert re.findall(KERNEL_CALL, _lowered(run, *arguments)) == ["triton"] * 5
