@@ -12,7 +12,8 @@ tiles in turn, last first; a program is three warp groups:
                          out = out * rescale + weights . values; scores = q . keys of the NEXT one
       out -> the tile's own rows
 
-One computer's softmax runs under the other's products. The next key tile of a tile's last one is the first of the next tile: nothing drains.
+One computer's softmax runs under the other's products; that they take turns is left to the
+hardware. The next key tile of a tile's last one is the first of the next tile: nothing drains.
 Blocks past the end of a sequence are read from outside the pool, which gives zeros; slots past the
 end inside its last block are zeroed in the copy, for 0 * NaN is NaN.
 FlashAttention-3 (arXiv:2407.08608) over paged keys (arXiv:2309.06180).
