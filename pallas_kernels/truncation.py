@@ -78,7 +78,8 @@ def truncation_threshold(logits, rows, top_k, *, config: TruncationConfig, inter
     batch, width = logits.shape
     chunks = pl.cdiv(width, config.chunk)
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    sums, brackets = shape((batch, chunks, NUM_TRIALS)), shape((batch, 4))
+    brackets, trials = shape((batch, 4)), shape((batch, NUM_TRIALS))
+    narrowed = brackets, trials, shape((batch, chunks, NUM_TRIALS))
 
     def launch(kernel, name, grid, out_shape, num_warps, *arrays):
         return pl.pallas_call(
@@ -93,7 +94,7 @@ def truncation_threshold(logits, rows, top_k, *, config: TruncationConfig, inter
     grid, state = (chunks, batch), ()
     for step in range(NUM_PASSES):
         narrow = functools.partial(_narrow, step=step)
-        state = launch(narrow, "truncation_narrow", grid, (brackets, sums), 4, *state)
+        state = launch(narrow, "truncation_narrow", grid, narrowed, 4, *state)
     collected = (
         brackets,
         shape((batch, chunks * config.capacity)),
@@ -123,6 +124,15 @@ def _load_logits(logits_ref, row, start, size, end):
     return plgpu.load(logits_ref.at[index], mask=live, other=-jnp.inf), live
 
 
+def _load_turn(logits_ref, row, chunk, turn, end, config):
+    """The tiles of a turn, all on their way before the first is used."""
+    start = chunk * config.chunk + turn * (config.tile * config.loads)
+    return [
+        _load_logits(logits_ref, row, start + i * config.tile, config.tile, end)
+        for i in range(config.loads)
+    ]
+
+
 # --- the bracket -------------------------------------------------------------------------------
 
 
@@ -141,59 +151,53 @@ def _later_trials(row, bracket):
     return [bracket.low, *(jnp.clip(t, bracket.low, bracket.high) for t in inner)]
 
 
-def _next_bracket(row, state_refs, row_index, chunks, step):
-    """The bracket that the launches before launch `step` leave, and the trials to make in it."""
-    # What is wanted of a top-p is known once the first trial has counted all.
-    before, trials = _Bracket(*map(jnp.float32, (-jnp.inf, jnp.inf, 0.0, 0.0))), _first_trials(row)
+def _load_bracket(row, refs, row_index, chunks, step):
+    """The bracket that the launches before launch `step` leave; `refs` are the last one's."""
+    # What is wanted of a top-p is known once the first trial has measured all.
+    before = _Bracket(*map(jnp.float32, (-jnp.inf, jnp.inf, 0.0, 0.0)))
     if step == 0:
-        return before, trials
-    brackets_ref, sums_ref = state_refs
+        return before
+    brackets_ref, trials_ref, sums_ref = refs
     if step > 1:
         before = _Bracket(*(brackets_ref[row_index, i] for i in range(4)))
-        trials = _later_trials(row, before)
-    chunk = jnp.arange(pl.next_power_of_2(chunks), dtype=jnp.int32)
-    totals = []
-    for i in range(NUM_TRIALS):
-        index = jnp.full_like(chunk, row_index), chunk, jnp.full_like(chunk, i)
-        totals.append(jnp.sum(plgpu.load(sums_ref.at[index], mask=chunk < chunks, other=0)))
+    trial = jnp.arange(NUM_TRIALS, dtype=jnp.int32)
+    trials = plgpu.load(trials_ref.at[jnp.full_like(trial, row_index), trial])
+    shape = NUM_TRIALS, pl.next_power_of_2(chunks)
+    chunk = lax.broadcasted_iota(jnp.int32, shape, 1)
+    index = jnp.full_like(chunk, row_index), chunk, lax.broadcasted_iota(jnp.int32, shape, 0)
+    totals = jnp.sum(plgpu.load(sums_ref.at[index], mask=chunk < chunks, other=0), axis=1)
     wanted = before.wanted
     if step == 1:
-        wanted = jnp.where(row.by_count, row.top_k.astype(jnp.float32), row.top_p * totals[0])
-    low, high, above = before.low, before.high, before.above
-    for trial, total in zip(trials, totals, strict=True):
-        low = jnp.where(total >= wanted, trial, low)
-    for trial, total in zip(reversed(trials), reversed(totals), strict=True):
-        high = jnp.where(total >= wanted, high, trial)
-        above = jnp.where(total >= wanted, above, total)
-    found = _Bracket(low, high, wanted, above)
-    return found, _later_trials(row, found)
+        share = row.top_p * jnp.max(totals)
+        wanted = jnp.where(row.by_count, row.top_k.astype(jnp.float32), share)
+    reached = totals >= wanted
+    high = jnp.minimum(before.high, jnp.min(jnp.where(reached, jnp.float32(jnp.inf), trials)))
+    above = jnp.max(jnp.where(reached, before.above, totals))
+    low = jnp.maximum(before.low, jnp.max(jnp.where(reached, trials, jnp.float32(-jnp.inf))))
+    return _Bracket(low, high, wanted, above)
 
 
-def _store_bracket(brackets_ref, row_index, bracket):
-    for i, value in enumerate(bracket):
-        brackets_ref[row_index, i] = value
+def _store_all(ref, row_index, values):
+    for i, value in enumerate(values):
+        ref[row_index, i] = value
 
 
 # --- the launches ------------------------------------------------------------------------------
 
 
 def _narrow(logits_ref, rows_ref, top_k_ref, *refs, step, width, chunks, config):
-    *state_refs, brackets_ref, sums_ref = refs
+    *state_refs, brackets_ref, trials_ref, sums_ref = refs
     chunk, row_index = pl.program_id(0), pl.program_id(1)
     row = _row(rows_ref, top_k_ref, row_index)
 
     @pl.when(row.active)
     def _():
-        bracket, trials = _next_bracket(row, state_refs, row_index, chunks, step)
+        bracket = _load_bracket(row, state_refs, row_index, chunks, step)
+        trials = _later_trials(row, bracket) if step else _first_trials(row)
 
         def measure(by_count):
             def fold(turn, totals):
-                start = chunk * config.chunk + turn * (config.tile * config.loads)
-                tiles = [
-                    _load_logits(logits_ref, row_index, start + i * config.tile, config.tile, width)
-                    for i in range(config.loads)
-                ]
-                for logits, live in tiles:
+                for logits, live in _load_turn(logits_ref, row_index, chunk, turn, width, config):
                     values = live.astype(jnp.float32) if by_count else _weights(row, logits)
                     totals = [
                         total + jnp.where(logits >= trial, values, jnp.float32(0))
@@ -202,15 +206,24 @@ def _narrow(logits_ref, rows_ref, top_k_ref, *refs, step, width, chunks, config)
                 return totals
 
             zeros = [jnp.zeros(config.tile, jnp.float32) for _ in trials]
-            turns = config.chunk // (config.tile * config.loads)
-            totals = lax.fori_loop(0, turns, fold, zeros)
+            totals = lax.fori_loop(0, config.num_turns, fold, zeros)
             for i, total in enumerate(totals):
                 sums_ref[row_index, chunk, i] = jnp.sum(total)
 
         pl.when(row.by_count)(lambda: measure(True))
         pl.when(~row.by_count)(lambda: measure(False))
-        if step:
-            pl.when(chunk == 0)(lambda: _store_bracket(brackets_ref, row_index, bracket))
+
+        @pl.when(chunk == 0)
+        def _():
+            index = jnp.arange(NUM_TRIALS, dtype=jnp.int32)
+            values = functools.reduce(
+                lambda found, i: jnp.where(index == i, trials[i], found),
+                range(1, NUM_TRIALS),
+                jnp.full(NUM_TRIALS, trials[0]),
+            )
+            plgpu.store(trials_ref.at[jnp.full_like(index, row_index), index], values)
+            if step:
+                _store_all(brackets_ref, row_index, bracket)
 
 
 def _collect(logits_ref, rows_ref, top_k_ref, *refs, width, chunks, config):
@@ -220,30 +233,36 @@ def _collect(logits_ref, rows_ref, top_k_ref, *refs, width, chunks, config):
 
     @pl.when(row.active)
     def _():
-        bracket, _ = _next_bracket(row, state_refs, row_index, chunks, NUM_PASSES)
+        bracket = _load_bracket(row, state_refs, row_index, chunks, NUM_PASSES)
         # top-p may still cut among what top-k keeps, so a top-k needs all of it.
         high = jnp.where(row.by_count, jnp.float32(jnp.inf), bracket.high)
 
-        def pack(tile, count):
-            start = chunk * config.chunk + tile * config.tile
-            logits, live = _load_logits(logits_ref, row_index, start, config.tile, width)
-            # Infinite logits included: below an infinite `high` lies everything.
-            wanted = live & (logits >= bracket.low) & ((logits < high) | jnp.isinf(high))
-            found = jnp.sum(wanted.astype(jnp.int32))
+        def pack(turn, count):
+            for logits, live in _load_turn(logits_ref, row_index, chunk, turn, width, config):
+                # Infinite logits included: below an infinite `high` lies everything.
+                wanted = live & (logits >= bracket.low) & ((logits < high) | jnp.isinf(high))
+                place = row_index, chunk, count
+                count = count + _pack(collected_ref, place, logits, wanted, config.capacity)
+            return count
 
-            @pl.when(found > 0)
-            def _():
-                place = count + jnp.cumsum(wanted.astype(jnp.int32)) - 1
-                fits = wanted & (place < config.capacity)
-                column = jnp.where(fits, chunk * config.capacity + place, collected_ref.shape[1])
-                index = jnp.full_like(column, row_index), column
-                plgpu.store(collected_ref.at[index], logits, mask=fits)
+        counts_ref[row_index, chunk] = lax.fori_loop(0, config.num_turns, pack, jnp.int32(0))
+        pl.when(chunk == 0)(lambda: _store_all(brackets_ref, row_index, bracket))
 
-            return count + found
 
-        tiles = config.chunk // config.tile
-        counts_ref[row_index, chunk] = lax.fori_loop(0, tiles, pack, jnp.int32(0))
-        pl.when(chunk == 0)(lambda: _store_bracket(brackets_ref, row_index, bracket))
+def _pack(collected_ref, place, logits, wanted, capacity):
+    """Put the wanted logits behind the chunk's first `count`, as far as they fit; how many."""
+    row_index, chunk, count = place
+    found = jnp.sum(wanted.astype(jnp.int32))
+
+    @pl.when(found > 0)
+    def _():
+        offset = count + jnp.cumsum(wanted.astype(jnp.int32)) - 1
+        fits = wanted & (offset < capacity)
+        column = jnp.where(fits, chunk * capacity + offset, collected_ref.shape[1])
+        index = jnp.full_like(column, row_index), column
+        plgpu.store(collected_ref.at[index], logits, mask=fits)
+
+    return found
 
 
 def _settle(

@@ -76,9 +76,14 @@ class TruncationConfig:
     """Of truncation.py: tokens a program, tokens a load, loads in flight, tokens collected."""
 
     chunk: int = 8192
-    tile: int = 1024
-    loads: int = 4
+    tile: int = 512
+    loads: int = 8
     capacity: int = 512
+
+    @property
+    def num_turns(self) -> int:
+        """Of a program's loop."""
+        return self.chunk // (self.tile * self.loads)
 
 
 def decode_config(
