@@ -5,7 +5,7 @@ eight trial thresholds at once: their number where the row has a top-k, else the
 next launch sums the chunks, always in the same order, and puts eight trials into what is left:
 
     narrow x 3   bracket [low, high): what is wanted is reached at low and not at high
-    collect      the bracket's tokens, packed chunk by chunk (with a top-k: all from low up)
+    collect      the bracket's tokens, packed strip by strip (with a top-k: all from low up)
     settle       grid (row,): the exact threshold among them, one bit of the float's order at a
                  time; then top-p among what top-k left
 
@@ -29,6 +29,7 @@ from pallas_kernels.tuning import TruncationConfig
 
 NUM_TRIALS = 8
 NUM_PASSES = 3
+NUM_STRIPS = 4  # of a chunk when its tokens are packed, one a warp: warps need not wait for others
 # Bits below the top one: a token there is 2**-23 times as probable, and so on. The first trial is
 # minus infinity, which everything reaches.
 _FIRST_TRIALS = (23.0, 16.0, 11.5, 8.0, 5.75, 4.0, 2.0)
@@ -97,8 +98,8 @@ def truncation_threshold(logits, rows, top_k, *, config: TruncationConfig, inter
         state = launch(narrow, "truncation_narrow", grid, narrowed, 4, *state)
     collected = (
         brackets,
-        shape((batch, chunks * config.capacity)),
-        jax.ShapeDtypeStruct((batch, chunks), jnp.int32),
+        shape((batch, chunks * NUM_STRIPS * config.capacity)),
+        jax.ShapeDtypeStruct((batch, chunks * NUM_STRIPS), jnp.int32),
     )
     state = launch(_collect, "truncation_collect", grid, collected, 4, *state)
     found = launch(_settle, "truncation_settle", (batch,), shape((batch,)), 16, *state)
@@ -237,32 +238,34 @@ def _collect(logits_ref, rows_ref, top_k_ref, *refs, width, chunks, config):
         # top-p may still cut among what top-k keeps, so a top-k needs all of it.
         high = jnp.where(row.by_count, jnp.float32(jnp.inf), bracket.high)
 
-        def pack(turn, count):
-            for logits, live in _load_turn(logits_ref, row_index, chunk, turn, width, config):
+        strip = lax.broadcasted_iota(jnp.int32, (NUM_STRIPS, config.tile // NUM_STRIPS), 0)
+        strip = chunk * NUM_STRIPS + strip
+        column = lax.broadcasted_iota(jnp.int32, strip.shape, 1)
+
+        def load(turn, i):
+            start = (turn * config.loads + i) * strip.shape[1]
+            columns = strip * (config.chunk // NUM_STRIPS) + start + column
+            live = columns < width
+            index = jnp.full_like(columns, row_index), columns
+            return plgpu.load(logits_ref.at[index], mask=live, other=-jnp.inf), live
+
+        def pack(turn, counts):
+            for logits, live in [load(turn, i) for i in range(config.loads)]:
                 # Infinite logits included: below an infinite `high` lies everything.
                 wanted = live & (logits >= bracket.low) & ((logits < high) | jnp.isinf(high))
-                place = row_index, chunk, count
-                count = count + _pack(collected_ref, place, logits, wanted, config.capacity)
-            return count
+                offset = counts[:, None] + jnp.cumsum(wanted.astype(jnp.int32), axis=1) - 1
+                fits = wanted & (offset < config.capacity)
+                place = jnp.where(fits, strip * config.capacity + offset, collected_ref.shape[1])
+                index = jnp.full_like(place, row_index), place
+                plgpu.store(collected_ref.at[index], logits, mask=fits)
+                counts = counts + jnp.sum(wanted.astype(jnp.int32), axis=1)
+            return counts
 
-        counts_ref[row_index, chunk] = lax.fori_loop(0, config.num_turns, pack, jnp.int32(0))
+        begin = jnp.zeros(NUM_STRIPS, jnp.int32)
+        counts = lax.fori_loop(0, config.num_turns, pack, begin)
+        own = chunk * NUM_STRIPS + jnp.arange(NUM_STRIPS, dtype=jnp.int32)
+        plgpu.store(counts_ref.at[jnp.full_like(own, row_index), own], counts)
         pl.when(chunk == 0)(lambda: _store_all(brackets_ref, row_index, bracket))
-
-
-def _pack(collected_ref, place, logits, wanted, capacity):
-    """Put the wanted logits behind the chunk's first `count`, as far as they fit; how many."""
-    row_index, chunk, count = place
-    found = jnp.sum(wanted.astype(jnp.int32))
-
-    @pl.when(found > 0)
-    def _():
-        offset = count + jnp.cumsum(wanted.astype(jnp.int32)) - 1
-        fits = wanted & (offset < capacity)
-        column = jnp.where(fits, chunk * capacity + offset, collected_ref.shape[1])
-        index = jnp.full_like(column, row_index), column
-        plgpu.store(collected_ref.at[index], logits, mask=fits)
-
-    return found
 
 
 def _settle(
@@ -281,9 +284,10 @@ def _settle(
     row_index = pl.program_id(0)
     row = _row(rows_ref, top_k_ref, row_index)
     bracket = _Bracket(*(brackets_ref[row_index, i] for i in range(4)))
-    chunk = jnp.arange(pl.next_power_of_2(chunks), dtype=jnp.int32)
-    index = jnp.full_like(chunk, row_index), chunk
-    counts = plgpu.load(counts_ref.at[index], mask=row.active & (chunk < chunks), other=0)
+    strip = jnp.arange(pl.next_power_of_2(chunks * NUM_STRIPS), dtype=jnp.int32)
+    index = jnp.full_like(strip, row_index), strip
+    inside = strip < chunks * NUM_STRIPS
+    counts = plgpu.load(counts_ref.at[index], mask=row.active & inside, other=0)
     fits = jnp.max(counts) <= config.capacity
 
     def store(measure, base):
@@ -291,11 +295,10 @@ def _settle(
 
     @pl.when(row.active & fits)
     def _():
-        size = pl.next_power_of_2(chunks) * config.capacity
-        place = jnp.arange(size, dtype=jnp.int32)
+        place = jnp.arange(strip.shape[0] * config.capacity, dtype=jnp.int32)
         owner = lax.div(place, jnp.int32(config.capacity))
         index = jnp.full_like(place, row_index), owner
-        inside = owner < chunks
+        inside = owner < chunks * NUM_STRIPS
         count = plgpu.load(counts_ref.at[index], mask=inside, other=0)
         live = inside & (lax.rem(place, jnp.int32(config.capacity)) < count)
         index = jnp.full_like(place, row_index), place

@@ -73,12 +73,12 @@ class NormConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TruncationConfig:
-    """Of truncation.py: tokens a program, tokens a load, loads in flight, tokens collected."""
+    """Of truncation.py: tokens a program, a load; loads in flight; tokens collected of a strip."""
 
     chunk: int = 8192
     tile: int = 512
     loads: int = 8
-    capacity: int = 512
+    capacity: int = 128
 
     @property
     def num_turns(self) -> int:
