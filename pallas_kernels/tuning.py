@@ -77,7 +77,7 @@ class TruncationConfig:
 
     chunk: int = 8192
     tile: int = 512
-    loads: int = 8
+    loads: int = 4
     capacity: int = 128
 
     @property
