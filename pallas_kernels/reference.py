@@ -103,11 +103,8 @@ def _rotate(row, cos, sin):
 
 def truncation_mask(logits, *, temperature, min_p, top_k, top_p, dtype=np.float64):
     """Row by row, on sorted logits."""
-    kept = [
-        _kept(np.asarray(row).astype(dtype), *(float(a[b]) for a in (temperature, min_p, top_p)), k)
-        for b, (row, k) in enumerate(zip(logits, np.asarray(top_k), strict=True))
-    ]
-    return np.stack(kept)
+    rows = zip(np.asarray(logits).astype(dtype), temperature, min_p, top_p, top_k, strict=True)
+    return np.stack([_kept(row, float(t), float(m), float(p), int(k)) for row, t, m, p, k in rows])
 
 
 def _kept(row, temperature, min_p, top_p, top_k):

@@ -108,7 +108,8 @@ def truncation_threshold(logits, rows, top_k, *, config: TruncationConfig, inter
 
 
 def _row(rows_ref, top_k_ref, row):
-    return _Row(*(rows_ref[row, i] for i in range(4)), top_k_ref[row])
+    max_logit, bits_per_logit, log2_min_p, top_p = (rows_ref[row, i] for i in range(4))
+    return _Row(max_logit, bits_per_logit, log2_min_p, top_p, top_k_ref[row])
 
 
 def _weights(row, logits):

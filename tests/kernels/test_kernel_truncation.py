@@ -1,5 +1,7 @@
 """min-p, top-k and top-p without a sort against sorting."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,7 +45,7 @@ def _bounds(logits, rows):
             }
             for one in ({**OFF, **row} for row in rows)
         ]
-        arrays = {name: np.array([one[name] for one in changed]) for name in OFF}
+        arrays: dict[str, Any] = {name: np.array([one[name] for one in changed]) for name in OFF}
         return reference.truncation_mask(np.asarray(logits, np.float32), **arrays)
 
     return kept(1 - 4e-6, 1 + 3e-5), kept(1 + 4e-6, 1 - 3e-5)
