@@ -22,6 +22,7 @@ from pallas_kernels import (
     copy_blocks,
     paged_decode_attention,
     paged_prefill_attention,
+    rope_decode_attention,
     rope_write_kv,
     write_kv,
 )
@@ -56,7 +57,20 @@ def _operations(dtype, head_size):
     qkv, angle = _floats(dtype, 1, T, N + 2 * K, head_size), _floats(F32, T, head_size // 2)
     weight, hidden = _floats(dtype, head_size), _floats(dtype, T, 3 * head_size)
     rope = qkv, kv, _ints(T), (angle, angle)
+    angles = _floats(F32, B, head_size // 2)
+    turn = _floats(F32, 2, head_size // 2)
+    step = _floats(F32, 4, 2, N + 2 * K, head_size), kv, _ints(2, 64), _ints(2), (turn, turn)
     return {
+        "norms, rope and split decode": (
+            lambda w, *a: rope_decode_attention(
+                *a, norms=HeadNorms(w, w, 1e-6), dtype=dtype, **options
+            ),
+            (weight, *step),
+        ),
+        "rope and decode, cap, window": (
+            lambda *a: rope_decode_attention(*a, **options, **extras),
+            (_floats(dtype, 1, B, N + 2 * K, head_size), kv, tables, lens, (angles, angles)),
+        ),
         "split decode": (lambda *a: paged_decode_attention(*a, **options), few),
         "decode": (lambda *a: paged_decode_attention(*a, **options), decode),
         "decode, cap, window": (lambda *a: paged_decode_attention(*a, **options, **extras), decode),
@@ -93,8 +107,7 @@ def test_lowers_to_one_kernel_an_op(dtype, head_size):
         if name == "prefill" and head_size == 128 and dtype != F32:
             assert calls == ["mosaic_gpu"]  # Hopper's own
             continue
-        # Splits of a sequence are merged by a second kernel.
-        assert calls == ["triton"] * (2 if name == "split decode" else 1), name
+        assert calls == ["triton"], name
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 128])
