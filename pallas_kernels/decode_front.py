@@ -2,7 +2,8 @@
 from its parts, normalized and rotated in registers, as rope_write.py does it in memory.
 
 What is rotated together lies H / 2 apart, and values in registers cannot be sliced: a head is
-loaded twice, the second time with its halves exchanged.
+loaded twice, the second time with its halves exchanged. All is loaded before anything is computed,
+so that a program waits for memory once.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ from jax.experimental.pallas import triton as plgpu
 
 @dataclasses.dataclass(frozen=True)
 class Front:
-    """Of the projection: its heads, its parts, the eps of the heads' norms, the dtype rounded to."""
+    """Of the projection: heads, parts, the eps of the heads' norms, the dtype rounded to."""
 
     num_heads: int
     num_kv_heads: int
@@ -25,84 +26,99 @@ class Front:
     eps: float | None
     dtype: Any
 
+    @property
+    def group(self) -> int:
+        """Query heads a KV head."""
+        return self.num_heads // self.num_kv_heads
 
-class NewToken:
-    """A sequence's new token, as one KV head sees it; used while a kernel is traced.
 
-    Its references: the projection's heads [parts * B * (N + 2K), H], the cosines and sines
-    [B, H / 2], and where heads are normalized the weights [H] of queries and keys.
+def new_token(front: Front, refs, sequence, kv_head, with_key, pool_dtype):
+    """What one KV head has of a sequence's new token, in a kernel.
+
+    Args:
+        front: What is known when it is compiled.
+        refs: The projection's heads [parts * B * (N + 2K), H], cosines and sines [B, H / 2], and
+            where heads are normalized the weights [H] of queries and keys.
+        sequence, kv_head: Whose; traced.
+        with_key: Whether key and value are wanted; else they are any finite numbers. Traced.
+        pool_dtype: Of the results.
+
+    Returns:
+        Queries [group, H], key [1, H] and value [1, H], in powers of two.
     """
+    heads_ref, cos_ref, sin_ref, *weight_refs = refs
+    own, exchanged, angle = _columns(heads_ref.shape[1])
+    head = jnp.arange(pl.next_power_of_2(front.group), dtype=jnp.int32)
+    first = sequence * (front.num_heads + 2 * front.num_kv_heads)
+    queries = first + kv_head * front.group + head
+    key = jnp.broadcast_to(first + front.num_heads + kv_head, (1,))
+    live = head < front.group, jnp.broadcast_to(with_key, (1,))
 
-    def __init__(self, front: Front, refs, sequence, kv_head, pool_dtype):
-        self.front, self.pool_dtype = front, pool_dtype
-        self.heads_ref, self.cos_ref, self.sin_ref, *self.weight_refs = refs
-        total_heads = front.num_heads + 2 * front.num_kv_heads
-        self.part_rows = self.heads_ref.shape[0] // front.num_parts
-        self.sequence, self.kv_head, self.first_row = sequence, kv_head, sequence * total_heads
+    def load(rows, live, columns):
+        return _load_parts(heads_ref, rows, live, columns, front.num_parts)
 
-    def queries(self, row, live):
-        """[rows, next power of two of H] of the pool's dtype."""
-        group = self.front.num_heads // self.front.num_kv_heads
-        rows = self.first_row + self.kv_head * group + row
-        return self._rotated(rows, live, 0).astype(self.pool_dtype)
+    loaded = [
+        [load(rows, mask, columns) for columns in (own, exchanged)]
+        for rows, mask in zip((queries, key), live, strict=True)
+    ]
+    value = load(key + front.num_kv_heads, live[1], own)
+    cos, sin = (_load_row(ref, sequence, angle) for ref in (cos_ref, sin_ref))
+    sin = jnp.where(own < heads_ref.shape[1] // 2, -sin, sin)
+    weights = [[_load_weight(ref, columns) for columns in (own, exchanged)] for ref in weight_refs]
 
-    def key_and_value(self, wanted):
-        """Two [1, next power of two of H] of the pool's dtype; anything finite if not wanted."""
-        rows = (self.first_row + self.front.num_heads + self.kv_head)[None]
-        key = self._rotated(rows, wanted[None], 1)
-        value = self._load(rows + self.front.num_kv_heads, wanted[None], exchanged=False)
-        return key.astype(self.pool_dtype), value.astype(self.pool_dtype)
+    q, k = (
+        _rotated(halves, weights[index] if weights else None, cos, sin, front, heads_ref.shape[1])
+        for index, halves in enumerate(loaded)
+    )
+    value = _sum(value, front.dtype)
+    return tuple(x.astype(front.dtype).astype(pool_dtype) for x in (q, k, value))
 
-    def _rotated(self, rows, live, weight):
-        own, other = (self._load(rows, live, exchanged) for exchanged in (False, True))
-        if self.weight_refs:
-            squares = jnp.sum(own * own, axis=1)
-            size = jnp.float32(self.heads_ref.shape[1])
-            scale = lax.rsqrt(squares / size + jnp.float32(self.front.eps))[:, None]
-            own, other = (
-                self._round(half * scale * self._weight(weight, exchanged))
-                for half, exchanged in ((own, False), (other, True))
-            )
-        column = self._column()
-        half = self.heads_ref.shape[1] // 2
-        angle = jnp.where(column < half, column, column - half)
-        cos, sin = (self._angle(ref, angle) for ref in (self.cos_ref, self.sin_ref))
-        sin = jnp.where(column < half, -sin, sin)
-        return self._round(own * cos[None, :] + other * sin[None, :])
 
-    def _load(self, rows, live, exchanged):
-        """Heads summed over the parts and rounded, in float32; zeros where not live."""
-        column = self._column(exchanged)
-        shape = (rows.shape[0], column.shape[0])
-        columns = jnp.broadcast_to(column[None, :], shape)
-        mask = jnp.broadcast_to(live[:, None], shape) & (columns < self.heads_ref.shape[1])
+def _columns(size):
+    """Of a head: its columns, the same with the halves exchanged, and their angles'."""
+    half, column = size // 2, jnp.arange(pl.next_power_of_2(size), dtype=jnp.int32)
+    exchanged = jnp.where(column < half, column + half, column - half)
+    exchanged = jnp.where(column < size, exchanged, column)
+    return column, exchanged, jnp.where(column < half, column, column - half)
 
-        def part(number):
-            row = jnp.broadcast_to((rows + number * self.part_rows)[:, None], shape)
-            return plgpu.load(self.heads_ref.at[row, columns], mask=mask, other=0)
 
-        parts = [part(number) for number in range(self.front.num_parts)]
-        return self._round(functools.reduce(jnp.add, parts))
+def _load_parts(ref, rows, live, columns, num_parts):
+    shape = (rows.shape[0], columns.shape[0])
+    column = jnp.broadcast_to(columns[None, :], shape)
+    mask = jnp.broadcast_to(live[:, None], shape) & (column < ref.shape[1])
+    row = jnp.broadcast_to(rows[:, None], shape)
+    step = ref.shape[0] // num_parts
+    return [
+        plgpu.load(ref.at[row + part * step, column], mask=mask, other=0)
+        for part in range(num_parts)
+    ]
 
-    def _round(self, x):
-        return x.astype(self.front.dtype).astype(jnp.float32)
 
-    def _weight(self, number, exchanged):
-        column = self._column(exchanged)
-        ref = self.weight_refs[number]
-        weight = plgpu.load(ref.at[column], mask=column < ref.shape[0], other=0)
-        return weight.astype(jnp.float32)[None, :]
+def _load_row(ref, row, columns):
+    index = (jnp.full_like(columns, row), columns)
+    return plgpu.load(ref.at[index], mask=columns < ref.shape[1], other=0)
 
-    def _angle(self, ref, column):
-        row = jnp.full_like(column, self.sequence)
-        return plgpu.load(ref.at[row, column], mask=column < ref.shape[1], other=0)
 
-    def _column(self, exchanged=False):
-        """Columns of a head, or of its halves exchanged."""
-        size = self.heads_ref.shape[1]
-        column = jnp.arange(pl.next_power_of_2(size), dtype=jnp.int32)
-        if not exchanged:
-            return column
-        half = size // 2
-        swapped = jnp.where(column < half, column + half, column - half)
-        return jnp.where(column < size, swapped, column)
+def _load_weight(ref, columns):
+    weight = plgpu.load(ref.at[columns], mask=columns < ref.shape[0], other=0)
+    return weight.astype(jnp.float32)
+
+
+def _sum(parts, dtype):
+    return _rounded(functools.reduce(jnp.add, parts), dtype)
+
+
+def _rotated(halves, weights, cos, sin, front, size):
+    own, exchanged = (_sum(parts, front.dtype) for parts in halves)
+    if weights is not None:
+        squares = jnp.sum(own * own, axis=1)
+        scale = lax.rsqrt(squares / jnp.float32(size) + jnp.float32(front.eps))[:, None]
+        own, exchanged = (
+            _rounded(half * scale * weight[None, :], front.dtype)
+            for half, weight in zip((own, exchanged), weights, strict=True)
+        )
+    return own * cos[None, :] + exchanged * sin[None, :]
+
+
+def _rounded(x, dtype):
+    return x.astype(dtype).astype(jnp.float32)

@@ -1,23 +1,24 @@
 """Paged decode attention in Pallas Triton, in one launch: one query token a sequence, keys through
 a block table.
 
-Grid (KV head, sequence, split); one program:
+Grid (KV head, item); an item is a split of a sequence, and one program of it:
 
-    q          [R, H]  the KV head's group of query heads, padded to R >= 16 rows in registers:
+    q          [R, H]  the KV head's group of query heads, repeated to R >= 16 rows in registers:
                given, or made of the fused projection (decode_front.py), with the new token's key
                and value, which the sequence's last split stores and counts in from registers
-    tiles      this split's share of the sequence's key tiles, from seq_len read at run time
-    for tile:
+    for tile of this split's share of the sequence's key tiles:
         rows   = block_table[position // S] ...      gather of `tile_tokens` rows of the pool
         k, v   = pool rows, masked past seq_len      pipelined loads (num_stages)
         max, sum, out = online softmax, in exp2
-    one split in use:  out -> the result
-    more:  (max, sum, out) -> float32 partials; the split that arrives last merges them all, in
-           the order of the splits
+    a sequence of one split:  out -> the result
+    of more:  (max, sum, out) -> float32 partials; the split that arrives last merges them all, in
+              the order of the splits
 
-How many of its splits a sequence uses is decided at run time, from all lengths: as many as divide
-the batch's tiles evenly over `target_programs`. So padded rows cost nothing, a lone sequence has
-the whole chip, and a long one among short ones the larger part of it. The others end at once.
+How many splits a sequence has is decided at run time, from all lengths: as many as divide the
+batch's tiles evenly over `target_programs`. So padded rows cost nothing, a lone sequence has the
+whole chip, and a long one among short ones the larger part of it. The plan of the items is made
+once a step: of B sequences at `num_splits` each few would have something to do, and starting
+programs that have nothing takes time too.
 
 Who arrives last is told by a counter for each sequence and KV head, of zeros before the launch and
 after it: XLA, to which it is an input, makes it once for all launches of a program.
@@ -29,7 +30,7 @@ softmax: arXiv:1805.02867; paged attention: arXiv:2309.06180.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,8 +38,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels import tile_ops
-from pallas_kernels.decode_front import Front, NewToken
+from pallas_kernels import decode_front, tile_ops
+from pallas_kernels.decode_front import Front
 from pallas_kernels.tuning import DecodeConfig
 from pallas_kernels.types import LayerKV
 
@@ -64,6 +65,21 @@ class _Spec:
     def num_new(self) -> int:
         """Tokens of a sequence that are not in the pool."""
         return 0 if self.front is None else 1
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads in all."""
+        return self.group * self.num_kv_heads
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the scores."""
+        return max(16, pl.next_power_of_2(self.group))
+
+    @property
+    def repeats(self) -> int:
+        """Rows a query head."""
+        return self.num_rows // pl.next_power_of_2(self.group)
 
 
 def paged_decode_attention(
@@ -137,18 +153,18 @@ def rope_decode_attention(
 
 def _launch(spec, inputs, kv, block_tables, seq_lens, rows):
     """All outputs: like `rows`, then the pools if they change, then scratch."""
-    batch, config = seq_lens.shape[0], spec.config
+    config, counters, scratch = spec.config, [], []
+    plan = _plan(block_tables, seq_lens, spec)
     pools = [pool.reshape(-1, kv.k.shape[3]) for pool in kv]
     new_pools = pools if spec.num_new else []
-    counters, scratch = [], []
     if config.num_splits > 1:
-        counters = [jnp.zeros((batch * spec.num_kv_heads,), jnp.int32)]
-        row = jax.ShapeDtypeStruct((config.num_splits * rows.shape[0],), jnp.float32)
+        counters = [jnp.zeros((seq_lens.shape[0] * spec.num_kv_heads,), jnp.int32)]
+        row = jax.ShapeDtypeStruct((plan.shape[0] * spec.num_heads,), jnp.float32)
         scratch = [jax.ShapeDtypeStruct((*row.shape, rows.shape[1]), jnp.float32), row, row]
     call = pl.pallas_call(
         functools.partial(_kernel, spec=spec, num_inputs=len(inputs)),
         out_shape=[_like(array) for array in (rows, *new_pools)] + scratch,
-        grid=(spec.num_kv_heads, batch, config.num_splits),
+        grid=(spec.num_kv_heads, plan.shape[0]),
         input_output_aliases={index: index + 1 for index in range(len(new_pools))},
         compiler_params=plgpu.CompilerParams(
             num_warps=config.num_warps, num_stages=config.num_stages
@@ -156,34 +172,84 @@ def _launch(spec, inputs, kv, block_tables, seq_lens, rows):
         interpret=spec.interpret,
         name="paged_decode_attention",
     )
-    return call(*pools, block_tables.reshape(-1), seq_lens, *inputs, *counters)
+    return call(*pools, block_tables.reshape(-1), plan, *inputs, *counters)
 
 
 def _like(array):
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
-def _kernel(k_ref, v_ref, tables_ref, lens_ref, *refs, spec, num_inputs):
+class _Item(NamedTuple):
+    """A split of a sequence, the same for all KV heads; a row of the plan, or a program's own."""
+
+    sequence: Any
+    seq_len: Any
+    start: Any  # its key tiles
+    stop: Any
+    split: Any
+    num_splits: Any  # that the sequence uses; 0: nothing to do
+    slot: Any  # of the sequence's last token
+
+
+def _plan(block_tables, seq_lens, spec):
+    """[items, 8]: what each program of a KV head does.
+
+    It depends on nothing of a layer, so XLA makes it once a step for all layers.
+    """
+    batch, config = seq_lens.shape[0], spec.config
+    first, end = _in_sight(seq_lens, spec)
+    even = pl.cdiv(jnp.sum(end - first) * spec.num_kv_heads, config.target_programs)
+    least = jnp.maximum(pl.cdiv(end - first, config.num_splits), config.min_tiles)
+    share = jnp.maximum(even, least)
+    used = jnp.maximum(pl.cdiv(end - first, share), 1)
+    ends = jnp.cumsum(used)
+    last = jnp.maximum(seq_lens - 1, 0)
+    block = jnp.take_along_axis(block_tables, (last // spec.block_size)[:, None], axis=1)[:, 0]
+
+    # No more than a batch's even shares, and the rest of each sequence.
+    most = min(batch * config.num_splits, config.target_programs // spec.num_kv_heads + batch)
+    item = jnp.arange(most, dtype=jnp.int32)
+    owner = jnp.sum((ends[None, :] <= item[:, None]).astype(jnp.int32), axis=1)
+    sequence = jnp.minimum(owner, batch - 1)
+    split = item - (ends - used)[sequence]
+    start = first[sequence] + split * share[sequence]
+    rows = _Item(
+        sequence,
+        seq_lens[sequence],
+        start,
+        jnp.minimum(start + share[sequence], end[sequence]),
+        split,
+        jnp.where(owner < batch, used[sequence], 0),
+        (block * spec.block_size + last % spec.block_size)[sequence],
+    )
+    return jnp.stack([*rows, jnp.zeros_like(item)], axis=1).astype(jnp.int32)
+
+
+def _in_sight(seq_lens, spec):
+    """First and last + 1 key tile in the pool that each sequence sees."""
+    tile = spec.config.tile_tokens
+    end = (seq_lens + (tile - 1 - spec.num_new)) // tile
+    if spec.sliding_window is None:
+        return jnp.zeros_like(end), end
+    return jnp.maximum(seq_lens - spec.sliding_window, 0) // tile, end
+
+
+def _kernel(k_ref, v_ref, tables_ref, plan_ref, *refs, spec, num_inputs):
     config, inputs, refs = spec.config, refs[:num_inputs], refs[num_inputs:]
-    head, sequence, split = (pl.program_id(axis) for axis in range(3))
     counters, refs = refs[: config.num_splits > 1], refs[config.num_splits > 1 :]
     out_ref, *refs = refs
     pool_refs, partials = refs[: 2 * spec.num_new], refs[2 * spec.num_new :]
+    head, number = pl.program_id(0), pl.program_id(1)
+    item = _Item(*(plan_ref[number, column] for column in range(len(_Item._fields))))
 
-    head_size, seq_len = out_ref.shape[1], lens_ref[sequence]
-    row = jnp.arange(max(16, pl.next_power_of_2(spec.group)), dtype=jnp.int32)
-    group_row = (sequence * spec.num_kv_heads + head) * spec.group
-    q_rows, live_rows = group_row + row, row < spec.group
+    head_size, seq_len = out_ref.shape[1], item.seq_len
     num_keys = seq_len - spec.num_new
-    table = sequence * spec.table_width
-    pool_rows = functools.partial(
-        tile_ops.pool_rows,
-        tables_ref,
-        table,
-        block_size=spec.block_size,
-        num_kv_heads=spec.num_kv_heads,
-        head=head,
-    )
+    group_row = head * spec.group
+    first_row = item.sequence * spec.num_heads + group_row
+    # A tensor core takes 16 rows: a head is repeated where the group has fewer.
+    row = jnp.arange(spec.num_rows, dtype=jnp.int32)
+    group_head = lax.div(row, jnp.int32(spec.repeats))
+    live_rows = (group_head < spec.group) & (lax.rem(row, jnp.int32(spec.repeats)) == 0)
 
     def fold(tile, carry, q):
         positions = tile * config.tile_tokens + jnp.arange(config.tile_tokens, dtype=jnp.int32)
@@ -191,96 +257,80 @@ def _kernel(k_ref, v_ref, tables_ref, lens_ref, *refs, spec, num_inputs):
         visible = live
         if spec.sliding_window is not None:
             visible &= positions >= seq_len - spec.sliding_window
-        rows = pool_rows(positions, live)
+        rows = tile_ops.pool_rows(
+            tables_ref,
+            item.sequence * spec.table_width,
+            positions,
+            live,
+            block_size=spec.block_size,
+            num_kv_heads=spec.num_kv_heads,
+            head=head,
+        )
         keys = tile_ops.load_rows(k_ref, rows, head_size, live)
-        mask = jnp.broadcast_to(visible[None, :], (row.shape[0], config.tile_tokens))
+        mask = jnp.broadcast_to(visible[None, :], (spec.num_rows, config.tile_tokens))
         scores = tile_ops.scores(q, keys, mask, scale=spec.scale, soft_cap=spec.soft_cap)
         values = tile_ops.load_rows(v_ref, rows, head_size, live)
         return tile_ops.softmax_fold(carry, scores, values)
 
-    def begin(owns_new):
+    def begin():
         if spec.front is None:
-            q = tile_ops.load_rows(inputs[0], q_rows, head_size, live_rows)
-            return q, tile_ops.softmax_start(row.shape[0], head_size)
-        token = NewToken(spec.front, inputs, sequence, head, k_ref.dtype)
-        q, (k, v) = token.queries(row, live_rows), token.key_and_value(owns_new)
-        slot = pool_rows(jnp.maximum(num_keys, 0)[None], owns_new[None])
+            q = tile_ops.load_rows(inputs[0], first_row + group_head, head_size, live_rows)
+            return q, tile_ops.softmax_start(spec.num_rows, head_size)
+        owns_new = (item.split == item.num_splits - 1) & (seq_len > 0)
+        q, k, v = decode_front.new_token(
+            spec.front, inputs, item.sequence, head, owns_new, k_ref.dtype
+        )
+        slot = (item.slot * spec.num_kv_heads + head)[None]
         for ref, new in zip(pool_refs, (k, v), strict=True):
             tile_ops.store_rows(ref, slot, head_size, new, owns_new[None])
         score = tile_ops.scores_of_one(q, k, scale=spec.scale, soft_cap=spec.soft_cap)
+        q, score = (tile_ops.repeat_rows(x, spec.repeats) for x in (q, score))
         return q, tile_ops.softmax_start_from(score, v, owns_new)
 
-    def attend(start, stop, owns_new):
-        q, carry = begin(owns_new)
-        return lax.fori_loop(start, stop, lambda tile, carry: fold(tile, carry, q), carry)
+    def attend():
+        q, carry = begin()
+        return lax.fori_loop(item.start, item.stop, lambda tile, c: fold(tile, c, q), carry)
 
     def finish(carry):
         out = tile_ops.softmax_finish(carry)
-        tile_ops.store_rows(out_ref, q_rows, head_size, out, live_rows)
+        tile_ops.store_rows(out_ref, first_row + group_head, head_size, out, live_rows)
 
-    first, end = _in_sight(seq_len, spec)
     if config.num_splits == 1:
-        finish(attend(first, end, seq_len > 0))
+        finish(attend())
         return
-    share = _share(lens_ref, seq_len, spec)
-    used = jnp.maximum(lax.div(end - first + share - 1, share), 1)
-    start = first + split * share
 
-    @pl.when(split < used)
+    @pl.when(item.num_splits > 0)
     def _():
-        owns_new = (split == used - 1) & (seq_len > 0)
-        carry = attend(start, jnp.minimum(start + share, end), owns_new)
+        carry = attend()
 
-        @pl.when(used == 1)
+        @pl.when(item.num_splits == 1)
         def _():
             finish(carry)
 
-        @pl.when(used > 1)
+        @pl.when(item.num_splits > 1)
         def _():
-            rows = q_rows + split * out_ref.shape[0]
-            _store_partials(partials, carry, rows, head_size, live_rows)
-            counter = sequence * spec.num_kv_heads + head
-            _if_last(
-                counters[0],
-                counter,
-                used,
-                lambda: _merge(partials, out_ref, group_row, used, spec),
-                spec,
-            )
+            own = number * spec.num_heads + group_row
+            _store_partials(partials, carry, own + group_head, head_size, live_rows)
+            counter = item.sequence * spec.num_kv_heads + head
+
+            @pl.when(_is_last(counters[0], counter, item.num_splits, spec))
+            def _():
+                own_first = own - item.split * spec.num_heads
+                _merge(partials, out_ref, own_first, first_row, item.num_splits, spec)
 
 
-def _if_last(counters_ref, counter, count, then: Callable[[], None], spec):
-    """Run `then` in the one of `count` programs that comes here last; the others have stored."""
+def _is_last(counters_ref, counter, count, spec):
+    """Whether all others of `count` programs have come here, with what they stored before."""
     if not spec.interpret:
         plgpu.debug_barrier()  # all threads' stores, before the one thread that counts
     before = plgpu.atomic_add(counters_ref, (counter,), jnp.int32(1))  # acquires and releases
+    is_last = before == count - 1
 
-    @pl.when(before == count - 1)
+    @pl.when(is_last)
     def _():
         counters_ref[counter] = jnp.int32(0)
-        then()
 
-
-def _in_sight(seq_len, spec):
-    """First and last + 1 key tile in the pool that a sequence sees (or several, elementwise)."""
-    tile = jnp.int32(spec.config.tile_tokens)
-    end = lax.div(seq_len + jnp.int32(spec.config.tile_tokens - 1 - spec.num_new), tile)
-    if spec.sliding_window is None:
-        return jnp.zeros_like(end), end
-    first = jnp.maximum(seq_len - jnp.int32(spec.sliding_window), jnp.int32(0))
-    return lax.div(first, tile), end
-
-
-def _share(lens_ref, seq_len, spec):
-    """Tiles a split of a sequence takes; its last split may have fewer."""
-    batch, config = lens_ref.shape[0], spec.config
-    row = jnp.arange(pl.next_power_of_2(batch), dtype=jnp.int32)
-    lens = plgpu.load(lens_ref.at[row], mask=row < batch, other=0)
-    first, end = _in_sight(lens, spec)
-    even = pl.cdiv(jnp.sum(end - first) * spec.num_kv_heads, config.target_programs)
-    first, end = _in_sight(seq_len, spec)
-    least = jnp.maximum(pl.cdiv(end - first, config.num_splits), config.min_tiles)
-    return jnp.maximum(even, least)
+    return is_last
 
 
 def _store_partials(partials, carry, rows, head_size, live):
@@ -292,35 +342,34 @@ def _store_partials(partials, carry, rows, head_size, live):
     plgpu.store(partials[2].at[rows], row_sum, mask=live)
 
 
-def _merge(partials, out_ref, group_row, used, spec):
-    """Partials, out [splits * rows, H], max and sum [splits * rows], to the group's output rows."""
-    at_once = min(spec.group, _MERGED_AT_ONCE)
+def _merge(partials, out_ref, first_partial, first_row, num_splits, spec):
+    """Partials, out [items * N, H], max and sum [items * N], to the group's output rows."""
+    at_once, head_size = min(spec.group, _MERGED_AT_ONCE), out_ref.shape[1]
 
     def some(turn, _):
-        rows = [turn * at_once + row for row in range(at_once)]
-        splits = [
-            _load_splits(partials, group_row + row, row < spec.group, used, spec, out_ref)
-            for row in rows
+        heads = [turn * at_once + head for head in range(at_once)]
+        loaded = [
+            _load_splits(partials, first_partial + head, head < spec.group, num_splits, spec)
+            for head in heads
         ]
-        for row, loaded in zip(rows, splits, strict=True):
-            merged = _merged(*loaded)[None]
-            target = (group_row + row)[None]
-            live = jnp.broadcast_to(jnp.asarray(row < spec.group), (1,))
-            tile_ops.store_rows(out_ref, target, out_ref.shape[1], merged, live)
+        for head, splits in zip(heads, loaded, strict=True):
+            inside = jnp.broadcast_to(jnp.asarray(head < spec.group), (1,))
+            target = jnp.broadcast_to(first_row + head, (1,))
+            tile_ops.store_rows(out_ref, target, head_size, _merged(*splits)[None], inside)
         return _
 
     lax.fori_loop(0, pl.cdiv(spec.group, at_once), some, None)
 
 
-def _load_splits(partials, row, inside, used, spec, out_ref):
-    """Of one query row: what each split has, and which splits have something."""
+def _load_splits(partials, row, inside, num_splits, spec):
+    """Of one query head: what each split has, and which splits have something."""
     split = jnp.arange(pl.next_power_of_2(spec.config.num_splits), dtype=jnp.int32)
-    live = (split < used) & inside  # the others wrote nothing
-    rows = split * out_ref.shape[0] + row
-    out = tile_ops.load_rows(partials[0], rows, out_ref.shape[1], live)
-    load = functools.partial(plgpu.load, mask=live)
-    row_max = load(partials[1].at[rows], other=tile_ops.MASKED)
-    return out, row_max, load(partials[2].at[rows], other=0), live
+    live = (split < num_splits) & inside  # the others wrote nothing
+    rows = split * spec.num_heads + row
+    row_max = plgpu.load(partials[1].at[rows], mask=live, other=tile_ops.MASKED)
+    row_sum = plgpu.load(partials[2].at[rows], mask=live, other=0)
+    out = tile_ops.load_rows(partials[0], rows, partials[0].shape[1], live)
+    return out, row_max, row_sum, live
 
 
 def _merged(outs, row_max, row_sum, live):

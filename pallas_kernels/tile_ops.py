@@ -35,6 +35,13 @@ def store_rows(ref, rows, head_size, value, live):
     plgpu.store(ref.at[index], value.astype(ref.dtype), mask=mask)
 
 
+def repeat_rows(x, repeats):
+    """Each entry along the first axis so many times, one after the other; of powers of two."""
+    shape = (x.shape[0], repeats, *x.shape[1:])
+    axes = (0, *range(2, len(shape)))
+    return lax.broadcast_in_dim(x, shape, axes).reshape(-1, *x.shape[1:])
+
+
 def pool_rows(tables_ref, first_entry, positions, live, *, block_size, num_kv_heads, head):
     """Pool rows of the keys at `positions`; `first_entry` is where the block table starts."""
     size = jnp.int32(block_size)
