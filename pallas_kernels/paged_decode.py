@@ -43,7 +43,9 @@ from pallas_kernels.decode_front import Front
 from pallas_kernels.tuning import DecodeConfig
 from pallas_kernels.types import LayerKV
 
-_MERGED_AT_ONCE = 4  # query rows whose partials are in registers together
+# Query heads whose partials are in registers together: with 4 of them an SM has room for 2 programs
+# instead of 3.
+_MERGED_AT_ONCE = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +156,7 @@ def rope_decode_attention(
 def _launch(spec, inputs, kv, block_tables, seq_lens, rows):
     """All outputs: like `rows`, then the pools if they change, then scratch."""
     config, counters, scratch = spec.config, [], []
-    plan = _plan(block_tables, seq_lens, spec)
+    plan = decode_plan(block_tables, seq_lens, spec)
     pools = [pool.reshape(-1, kv.k.shape[3]) for pool in kv]
     new_pools = pools if spec.num_new else []
     if config.num_splits > 1:
@@ -191,7 +193,8 @@ class _Item(NamedTuple):
     slot: Any  # of the sequence's last token
 
 
-def _plan(block_tables, seq_lens, spec):
+@functools.partial(jax.jit, static_argnums=2)
+def decode_plan(block_tables, seq_lens, spec):
     """[items, 8]: what each program of a KV head does.
 
     It depends on nothing of a layer, so XLA makes it once a step for all layers.

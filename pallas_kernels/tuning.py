@@ -24,7 +24,7 @@ class DecodeConfig:
     tile_tokens: int
     num_splits: int
     num_warps: int = 4
-    num_stages: int = 3
+    num_stages: int = 2
     target_programs: int = 528
     min_tiles: int = 1
 

@@ -95,8 +95,8 @@ def _with_new_tokens(case, num_parts, with_norms):
     shape = (num_parts, len(lens), num_heads + 2 * num_kv_heads, size)
     qkv = jnp.asarray(rng.standard_normal(shape), case.dtype if num_parts == 1 else F32)
     turns = rng.uniform(-9, 9, (len(lens), size // 2)).astype(np.float32)
-    weights = (jnp.asarray(rng.standard_normal(size), case.dtype) for _ in range(2))
-    norms = HeadNorms(*weights, 1e-3) if with_norms else None
+    q_weight, k_weight = (jnp.asarray(rng.standard_normal(size), case.dtype) for _ in range(2))
+    norms = HeadNorms(q_weight, k_weight, 1e-3) if with_norms else None
     arrays = (qkv, kv, batch.block_tables, batch.seq_lens, (jnp.cos(turns), jnp.sin(turns)))
     return arrays, norms
 
@@ -192,12 +192,12 @@ def test_split_counts(splits, window, interpret):
 @pytest.mark.parametrize("splits", [1, 2, 16])
 @pytest.mark.parametrize(("window", "heads"), [(None, (4, 2)), (40, (11, 1))])
 def test_rope_decode_split_counts(splits, window, heads, interpret):
-    """The last split has the new token, be it alone; who merges leaves the counters as they were."""
+    """The last split has the new token, be it alone; who merges leaves the counters at zero."""
     require(Backend.INTERPRET if interpret else Backend.TRITON)
     lens = (*LONG, (33, 1), (64, 1), (65, 1), (1, 1))
     case = Case(F32, 32, 16, heads, lens, sliding_window=window)
     arrays, norms = _with_new_tokens(case, 1, True)
-    for min_tiles, programs in ((1, 528), (3, 528), (1, 6)):
+    for min_tiles, programs in ((1, 528), (3, 6)):
         config = DecodeConfig(32, splits, min_tiles=min_tiles, target_programs=programs)
         run = partial(
             paged_decode.rope_decode_attention,
@@ -207,11 +207,13 @@ def test_rope_decode_split_counts(splits, window, heads, interpret):
             config=config,
             interpret=interpret,
         )
-        got = jax.jit(run)(*arrays)
-        _assert_new_tokens(got, arrays, norms, case)
-        if not interpret:  # and again, as the next layer would
-            for again in jax.tree.leaves(jax.jit(run)(*arrays)[0] - got[0]):
-                assert not np.asarray(again).any()
+        if interpret:
+            _assert_new_tokens(jax.jit(run)(*arrays), arrays, norms, case)
+            continue
+        # Two launches of a program count with the same array.
+        first, second = jax.jit(lambda run=run: (run(*arrays), run(*arrays)))()
+        _assert_new_tokens(first, arrays, norms, case)
+        np.testing.assert_array_equal(first[0], second[0])
 
 
 @pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
