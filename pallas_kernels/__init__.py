@@ -14,6 +14,7 @@ from pallas_kernels.api import (
     rope_write_kv,
     select_backend,
     sum_parts,
+    truncation_mask,
     write_kv,
 )
 
@@ -31,5 +32,6 @@ __all__ = [
     "rope_write_kv",
     "select_backend",
     "sum_parts",
+    "truncation_mask",
     "write_kv",
 ]

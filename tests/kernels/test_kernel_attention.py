@@ -105,7 +105,7 @@ def _assert_new_tokens(got, arrays, norms, case):
     """Outputs as the reference's, and the pool with nothing but the new tokens changed."""
 
     def plain(dtype):
-        return reference.rope_decode_attention(*arrays, norms, dtype=dtype, **case.options)
+        return reference.rope_decode_attention(*arrays, norms=norms, dtype=dtype, **case.options)
 
     out, pool = got
     assert_close(out, lambda dtype: plain(dtype)[0], case.dtype)
