@@ -39,6 +39,7 @@ __all__ = [
     "paged_prefill_attention",
     "product_parts",
     "rms_norm",
+    "rope_decode_attention",
     "rope_write_kv",
     "select_backend",
     "sum_parts",
@@ -87,6 +88,55 @@ def paged_decode_attention(
     if backend is Backend.XLA or not q.size:
         return xla.paged_decode_attention(q, kv, block_tables, seq_lens, **options)
     return _decode(q, kv, block_tables, seq_lens, options, backend)
+
+
+def rope_decode_attention(
+    qkv: Float[Array, "parts B heads H"],
+    kv: LayerKV,
+    block_tables: Int32[Array, "B M"],
+    seq_lens: Int32[Array, "B"],
+    angles: tuple[Float32[Array, "B half"], Float32[Array, "B half"]],
+    *,
+    scale: float,
+    backend: Backend,
+    norms: HeadNorms | None = None,
+    dtype: DTypeLike | None = None,
+    soft_cap: float | None = None,
+    sliding_window: int | None = None,
+) -> tuple[Float[Array, "B N H"], LayerKV]:
+    """`rope_write_kv` and `paged_decode_attention` in one, for one new token a sequence.
+
+    The new token is a sequence's last: its key and value go to the slot that the block table has
+    for position `seq_len - 1`. Padded rows, of `seq_len` 0, store nothing.
+
+    Args:
+        qkv: of each token N query heads, K key heads, K value heads, in parts that are summed and
+            rounded first (see `product_parts`).
+        kv: one layer's pool [P, S, K, H], with all earlier tokens; updated in place if donated.
+        block_tables, seq_lens, scale, backend, soft_cap, sliding_window: as of
+            `paged_decode_attention`.
+        angles, norms, dtype: as of `rope_write_kv`. Attention computes in the pool's dtype.
+
+    Returns:
+        [B, N, H] of `dtype`, zeros for padded rows; and the pool.
+
+    Raises:
+        ValueError: inconsistent shapes, or a head size, block size or number out of range.
+        TypeError: dtypes other than bfloat16, float16 or float32; angles not float32.
+    """
+    dtype = jnp.dtype(qkv.dtype if dtype is None else dtype)
+    scalars = (scale, soft_cap, sliding_window)
+    checks.check_rope_decode(qkv, kv, block_tables, seq_lens, angles, norms, dtype, scalars)
+    backend = Backend(backend)
+    options = {"scale": scale, "soft_cap": soft_cap, "sliding_window": sliding_window}
+    arrays = (qkv, kv, block_tables, seq_lens, angles, norms)
+    if backend is Backend.XLA or not qkv.size:
+        return xla.rope_decode_attention(*arrays, dtype=dtype, **options)
+    config = _decode_config(kv, block_tables, backend)
+    interpret = backend is Backend.INTERPRET
+    return paged_decode.rope_decode_attention(
+        *arrays, dtype=dtype, **options, config=config, interpret=interpret
+    )
 
 
 def paged_prefill_attention(
@@ -365,14 +415,7 @@ def truncation_mask(
 
 
 def _decode(q, kv, block_tables, seq_lens, options, backend, into=None):
-    config = tuning.decode_config(
-        batch=seq_lens.shape[0],
-        num_kv_heads=kv.k.shape[2],
-        max_context=block_tables.shape[1] * kv.k.shape[1],
-        head_size=q.shape[2],
-        itemsize=q.dtype.itemsize,
-        device_kind=_device_kind(backend),
-    )
+    config = _decode_config(kv, block_tables, backend)
     launch = {"config": config, "interpret": backend is Backend.INTERPRET, "into": into}
     return paged_decode.paged_decode_attention(q, kv, block_tables, seq_lens, **options, **launch)
 
@@ -393,6 +436,17 @@ def _prefill(q, kv, block_tables, query_start_loc, seq_lens, options, backend):
     config = tuning.prefill_config(num_tokens=q.shape[0], batch=seq_lens.shape[0], **facts)
     launch = {"config": config, "interpret": backend is Backend.INTERPRET}
     return paged_prefill.paged_prefill_attention(*arrays, **options, **launch)
+
+
+def _decode_config(kv, block_tables, backend):
+    return tuning.decode_config(
+        batch=block_tables.shape[0],
+        num_kv_heads=kv.k.shape[2],
+        max_context=block_tables.shape[1] * kv.k.shape[1],
+        head_size=kv.k.shape[3],
+        itemsize=kv.k.dtype.itemsize,
+        device_kind=_device_kind(backend),
+    )
 
 
 def _move_config(op, kv, backend):

@@ -39,12 +39,16 @@ def check_attention(q, kv, block_tables, seq_lens, scale, soft_cap, sliding_wind
         raise ValueError(
             f"q has {q.shape[1]} query heads, not a multiple of the pool's {num_kv_heads} KV heads"
         )
-    _check_int32("block_tables", block_tables, 2, "[B, M]")
-    _check_int32("seq_lens", seq_lens, 1, "[B]")
-    _check_shape("seq_lens", seq_lens, block_tables.shape[:1], "block_tables' first axis")
+    _check_sequences(block_tables, seq_lens)
     _check_scalars(scale, soft_cap, sliding_window)
     if q.shape[0] and not block_tables.shape[0]:
         raise ValueError(f"block_tables has no rows for q's {q.shape[0]}; give one row a sequence")
+
+
+def _check_sequences(block_tables, seq_lens):
+    _check_int32("block_tables", block_tables, 2, "[B, M]")
+    _check_int32("seq_lens", seq_lens, 1, "[B]")
+    _check_shape("seq_lens", seq_lens, block_tables.shape[:1], "block_tables' first axis")
 
 
 def check_decode(q, block_tables):
@@ -75,6 +79,20 @@ def check_write(kv, k, v, slot_mapping):
 
 def check_rope_write(qkv, kv, slot_mapping, angles, norms, dtype):
     """Fused projections hold the pool's heads and at least one query head for each."""
+    _check_rope(qkv, kv, angles, norms, dtype)
+    _check_int32("slot_mapping", slot_mapping, 1, "[T]")
+    _check_shape("slot_mapping", slot_mapping, qkv.shape[1:2], "qkv's tokens")
+
+
+def check_rope_decode(qkv, kv, block_tables, seq_lens, angles, norms, dtype, scalars):
+    """The same of one token a sequence; `scalars` are scale, soft cap and sliding window."""
+    _check_rope(qkv, kv, angles, norms, dtype)
+    _check_sequences(block_tables, seq_lens)
+    _check_shape("seq_lens", seq_lens, qkv.shape[1:2], "one token a sequence, qkv's second axis")
+    _check_scalars(*scalars)
+
+
+def _check_rope(qkv, kv, angles, norms, dtype):
     check_pool(kv)
     num_kv_heads, head_size = kv.k.shape[2:]
     _check_parts("qkv", qkv, 4, "[parts, T, N + 2K, H]", dtype)
@@ -88,8 +106,6 @@ def check_rope_write(qkv, kv, slot_mapping, angles, norms, dtype):
             f"qkv has {qkv.shape[2]} heads; with the pool's {num_kv_heads} KV heads it must have "
             "twice as many and a multiple of them for the queries"
         )
-    _check_int32("slot_mapping", slot_mapping, 1, "[T]")
-    _check_shape("slot_mapping", slot_mapping, qkv.shape[1:2], "qkv's tokens")
     for name, angle in zip(("angles[0]", "angles[1]"), angles, strict=True):
         _check_shape(name, angle, (qkv.shape[1], head_size // 2), "[T, H / 2]")
         _check_dtype(name, angle, jnp.float32, "rotations are float32")

@@ -1,20 +1,27 @@
-"""Paged decode attention in Pallas Triton: one query token a sequence, keys through a block table.
+"""Paged decode attention in Pallas Triton, in one launch: one query token a sequence, keys through
+a block table.
 
-Grid (KV head, sequence, split); one program:
+Grid (KV head, item); an item is a split of a sequence, and one program of it:
 
-    q          [R, H]  the KV head's group of query heads, padded to R >= 16 rows in registers
-    tiles      this split's share of the sequence's key tiles, from seq_len read at run time
-    for tile:
+    q          [R, H]  the KV head's group of query heads, repeated to R >= 16 rows in registers:
+               given, or made of the fused projection (decode_front.py), with the new token's key
+               and value, which the sequence's last split stores and counts in from registers
+    for tile of this split's share of the sequence's key tiles:
         rows   = block_table[position // S] ...      gather of `tile_tokens` rows of the pool
         k, v   = pool rows, masked past seq_len      pipelined loads (num_stages)
         max, sum, out = online softmax, in exp2
-    one split:    out -> the result
-    more splits:  (max, sum, out) -> float32 partials; a second kernel, one program a query head,
-                  merges them
+    a sequence of one split:  out -> the result
+    of more:  (max, sum, out) -> float32 partials; the split that arrives last merges them all, in
+              the order of the splits
 
-How many of its splits a sequence uses is decided at run time, from all lengths: as many as divide
-the batch's tiles evenly over `target_programs`. So padded rows cost nothing, a lone sequence has
-the whole chip, and a long one among short ones the larger part of it. The others end at once.
+How many splits a sequence has is decided at run time, from all lengths: as many as divide the
+batch's tiles evenly over `target_programs`. So padded rows cost nothing, a lone sequence has the
+whole chip, and a long one among short ones the larger part of it. The plan of the items is made
+once a step: of B sequences at `num_splits` each few would have something to do, and starting
+programs that have nothing takes time too.
+
+Who arrives last is told by a counter for each sequence and KV head, of zeros before the launch and
+after it: XLA, to which it is an input, makes it once for all launches of a program.
 
 With `into`, the first rows of q are the sequences', in order, and `into` is the result of all rows
 so far: the rows of sequences that have keys are written there in place, and no others.
@@ -24,7 +31,9 @@ columns of the same rows of the pool. Split-KV as in Flash-Decoding (Dao et al. 
 softmax: arXiv:1805.02867; paged attention: arXiv:2309.06180.
 """
 
+import dataclasses
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +41,51 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels import tile_ops
+from pallas_kernels import decode_front, tile_ops
+from pallas_kernels.decode_front import Front
 from pallas_kernels.tuning import DecodeConfig
+from pallas_kernels.types import LayerKV
+
+# Query heads whose partials are in registers together: with 4 of them an SM has room for 2 programs
+# instead of 3.
+_MERGED_AT_ONCE = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class _Spec:
+    """What a program knows when it is compiled."""
+
+    front: Front | None
+    scale: float
+    soft_cap: float | None
+    sliding_window: int | None
+    config: DecodeConfig
+    group: int
+    num_kv_heads: int
+    block_size: int
+    table_width: int
+    interpret: bool
+    in_place: bool = False
+
+    @property
+    def num_new(self) -> int:
+        """Tokens of a sequence that are not in the pool."""
+        return 0 if self.front is None else 1
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads in all."""
+        return self.group * self.num_kv_heads
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the scores."""
+        return max(16, pl.next_power_of_2(self.group))
+
+    @property
+    def repeats(self) -> int:
+        """Rows a query head."""
+        return self.num_rows // pl.next_power_of_2(self.group)
 
 
 def paged_decode_attention(
@@ -50,189 +102,293 @@ def paged_decode_attention(
     into=None,
 ):
     """See the public entry of the same name."""
-    num_heads, head_size = q.shape[1:]
-    batch, num_kv_heads, splits = seq_lens.shape[0], kv.k.shape[2], config.num_splits
-    kernel = functools.partial(
-        _kernel,
-        scale=scale,
-        soft_cap=soft_cap,
-        sliding_window=sliding_window,
-        config=config,
+    spec = _Spec(
+        None,
+        scale,
+        soft_cap,
+        sliding_window,
+        config,
+        group=q.shape[1] // kv.k.shape[2],
+        num_kv_heads=kv.k.shape[2],
+        block_size=kv.k.shape[1],
+        table_width=block_tables.shape[1],
+        interpret=interpret,
+        in_place=into is not None,
+    )
+    rows = q.reshape(-1, q.shape[2])
+    inputs = (rows,) if into is None else (rows, into.reshape(rows.shape))
+    out, *_ = _launch(spec, inputs, kv, block_tables, seq_lens, rows)
+    return out.reshape(q.shape)
+
+
+def rope_decode_attention(
+    qkv,
+    kv,
+    block_tables,
+    seq_lens,
+    angles,
+    norms,
+    *,
+    dtype,
+    scale,
+    soft_cap,
+    sliding_window,
+    config: DecodeConfig,
+    interpret: bool,
+):
+    """See the public entry of the same name."""
+    num_parts, batch, total_heads, head_size = qkv.shape
+    num_kv_heads = kv.k.shape[2]
+    num_heads = total_heads - 2 * num_kv_heads
+    spec = _Spec(
+        Front(num_heads, num_kv_heads, num_parts, None if norms is None else norms.eps, dtype),
+        scale,
+        soft_cap,
+        sliding_window,
+        config,
         group=num_heads // num_kv_heads,
         num_kv_heads=num_kv_heads,
         block_size=kv.k.shape[1],
         table_width=block_tables.shape[1],
+        interpret=interpret,
     )
-    rows = q.reshape(-1, head_size)
-    targets = () if into is None else (into.reshape(rows.shape),)
-    # Whichever kernel comes last writes in place.
-    written, merged = (targets, ()) if splits == 1 else ((), targets)
+    weights = () if norms is None else (norms.q, norms.k)
+    inputs = (qkv.reshape(-1, head_size), *angles, *weights)
+    rows = jax.ShapeDtypeStruct((batch * num_heads, head_size), dtype)
+    out, k, v, *_ = _launch(spec, inputs, kv, block_tables, seq_lens, rows)
+    pool = LayerKV(k.reshape(kv.k.shape), v.reshape(kv.v.shape))
+    return out.reshape(batch, num_heads, head_size), pool
+
+
+def _launch(spec, inputs, kv, block_tables, seq_lens, rows):
+    """All outputs: like `rows`, then the pools if they change, then scratch."""
+    config, counters, scratch = spec.config, [], []
+    plan = decode_plan(block_tables, seq_lens, spec)
+    pools = [pool.reshape(-1, kv.k.shape[3]) for pool in kv]
+    new_pools = pools if spec.num_new else []
+    if config.num_splits > 1:
+        counters = [jnp.zeros((seq_lens.shape[0] * spec.num_kv_heads,), jnp.int32)]
+        row = jax.ShapeDtypeStruct((plan.shape[0] * spec.num_heads,), jnp.float32)
+        scratch = [jax.ShapeDtypeStruct((*row.shape, rows.shape[1]), jnp.float32), row, row]
+    # Inputs are the two pools, the block tables, the plan, then these, `into` the last of them.
+    aliases = {index: index + 1 for index in range(len(new_pools))}
+    if spec.in_place:
+        aliases[len(pools) + 1 + len(inputs)] = 0
     call = pl.pallas_call(
-        kernel,
-        out_shape=_out_shape(rows, batch * num_heads, splits),
-        grid=(num_kv_heads, batch, splits),
-        input_output_aliases={5: 0} if written else {},
+        functools.partial(_kernel, spec=spec, num_inputs=len(inputs)),
+        out_shape=[_like(array) for array in (rows, *new_pools)] + scratch,
+        grid=(spec.num_kv_heads, plan.shape[0]),
+        input_output_aliases=aliases,
         compiler_params=plgpu.CompilerParams(
             num_warps=config.num_warps, num_stages=config.num_stages
         ),
-        interpret=interpret,
+        interpret=spec.interpret,
         name="paged_decode_attention",
     )
-    k, v = (pool.reshape(-1, head_size) for pool in kv)
-    result = call(rows, k, v, block_tables.reshape(-1), seq_lens, *written)
-    if splits == 1:
-        return result[0].reshape(q.shape)
-    options = {
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "sliding_window": sliding_window,
-        "config": config,
-    }
-    return _combine(result, seq_lens, rows, merged, options, interpret).reshape(q.shape)
+    return call(*pools, block_tables.reshape(-1), plan, *inputs, *counters)
 
 
-def _out_shape(q, num_rows, splits):
-    """Of q's rows, of which `num_rows` are the sequences' own."""
-    if splits == 1:
-        return (jax.ShapeDtypeStruct(q.shape, q.dtype),)
-    row = jax.ShapeDtypeStruct((splits * num_rows,), jnp.float32)
-    return jax.ShapeDtypeStruct((splits * num_rows, q.shape[1]), jnp.float32), row, row
+def _like(array):
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
-def _kernel(
-    q_ref,
-    k_ref,
-    v_ref,
-    tables_ref,
-    lens_ref,
-    *refs,
-    scale,
-    soft_cap,
-    sliding_window,
-    config,
-    group,
-    num_kv_heads,
-    block_size,
-    table_width,
-):
-    head, sequence, split = (pl.program_id(axis) for axis in range(3))
-    head_size, seq_len = q_ref.shape[1], lens_ref[sequence]
-    row = jnp.arange(max(16, pl.next_power_of_2(group)), dtype=jnp.int32)
-    q_rows = (sequence * num_kv_heads + head) * group + row
+class _Item(NamedTuple):
+    """A split of a sequence, the same for all KV heads; a row of the plan, or a program's own."""
+
+    sequence: Any
+    seq_len: Any
+    start: Any  # its key tiles
+    stop: Any
+    split: Any
+    num_splits: Any  # that the sequence uses; 0: nothing to do
+    slot: Any  # of the sequence's last token
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def decode_plan(block_tables, seq_lens, spec):
+    """[items, 8]: what each program of a KV head does.
+
+    It depends on nothing of a layer, so XLA makes it once a step for all layers.
+    """
+    batch, config = seq_lens.shape[0], spec.config
+    first, end = _in_sight(seq_lens, spec)
+    even = pl.cdiv(jnp.sum(end - first) * spec.num_kv_heads, config.target_programs)
+    least = jnp.maximum(pl.cdiv(end - first, config.num_splits), config.min_tiles)
+    share = jnp.maximum(even, least)
+    used = jnp.maximum(pl.cdiv(end - first, share), 1)
+    ends = jnp.cumsum(used)
+    last = jnp.maximum(seq_lens - 1, 0)
+    block = jnp.take_along_axis(block_tables, (last // spec.block_size)[:, None], axis=1)[:, 0]
+
+    # No more than a batch's even shares, and the rest of each sequence.
+    most = min(batch * config.num_splits, config.target_programs // spec.num_kv_heads + batch)
+    item = jnp.arange(most, dtype=jnp.int32)
+    owner = jnp.sum((ends[None, :] <= item[:, None]).astype(jnp.int32), axis=1)
+    sequence = jnp.minimum(owner, batch - 1)
+    split = item - (ends - used)[sequence]
+    start = first[sequence] + split * share[sequence]
+    rows = _Item(
+        sequence,
+        seq_lens[sequence],
+        start,
+        jnp.minimum(start + share[sequence], end[sequence]),
+        split,
+        jnp.where(owner < batch, used[sequence], 0),
+        (block * spec.block_size + last % spec.block_size)[sequence],
+    )
+    return jnp.stack([*rows, jnp.zeros_like(item)], axis=1).astype(jnp.int32)
+
+
+def _in_sight(seq_lens, spec):
+    """First and last + 1 key tile in the pool that each sequence sees."""
+    tile = spec.config.tile_tokens
+    end = (seq_lens + (tile - 1 - spec.num_new)) // tile
+    if spec.sliding_window is None:
+        return jnp.zeros_like(end), end
+    return jnp.maximum(seq_lens - spec.sliding_window, 0) // tile, end
+
+
+def _kernel(k_ref, v_ref, tables_ref, plan_ref, *refs, spec, num_inputs):
+    config, inputs, refs = spec.config, refs[:num_inputs], refs[num_inputs:]
+    counters, refs = refs[: config.num_splits > 1], refs[config.num_splits > 1 :]
+    out_ref, *refs = refs
+    pool_refs, partials = refs[: 2 * spec.num_new], refs[2 * spec.num_new :]
+    head, number = pl.program_id(0), pl.program_id(1)
+    item = _Item(*(plan_ref[number, column] for column in range(len(_Item._fields))))
+
+    head_size, seq_len = out_ref.shape[1], item.seq_len
+    num_keys = seq_len - spec.num_new
+    group_row = head * spec.group
+    first_row = item.sequence * spec.num_heads + group_row
+    # A tensor core takes 16 rows: a head is repeated where the group has fewer.
+    row = jnp.arange(spec.num_rows, dtype=jnp.int32)
+    group_head = lax.div(row, jnp.int32(spec.repeats))
+    live_rows = (group_head < spec.group) & (lax.rem(row, jnp.int32(spec.repeats)) == 0)
 
     def fold(tile, carry, q):
         positions = tile * config.tile_tokens + jnp.arange(config.tile_tokens, dtype=jnp.int32)
-        live = positions < seq_len
+        live = positions < num_keys
         visible = live
-        if sliding_window is not None:
-            visible &= positions >= seq_len - sliding_window
+        if spec.sliding_window is not None:
+            visible &= positions >= seq_len - spec.sliding_window
         rows = tile_ops.pool_rows(
             tables_ref,
-            sequence * table_width,
+            item.sequence * spec.table_width,
             positions,
             live,
-            block_size=block_size,
-            num_kv_heads=num_kv_heads,
+            block_size=spec.block_size,
+            num_kv_heads=spec.num_kv_heads,
             head=head,
         )
         keys = tile_ops.load_rows(k_ref, rows, head_size, live)
-        mask = jnp.broadcast_to(visible[None, :], (row.shape[0], config.tile_tokens))
-        scores = tile_ops.scores(q, keys, mask, scale=scale, soft_cap=soft_cap)
+        mask = jnp.broadcast_to(visible[None, :], (spec.num_rows, config.tile_tokens))
+        scores = tile_ops.scores(q, keys, mask, scale=spec.scale, soft_cap=spec.soft_cap)
         values = tile_ops.load_rows(v_ref, rows, head_size, live)
         return tile_ops.softmax_fold(carry, scores, values)
 
-    def attend(start, stop):
-        q = tile_ops.load_rows(q_ref, q_rows, head_size, row < group)
-        begin = tile_ops.softmax_start(row.shape[0], head_size)
-        return lax.fori_loop(start, stop, lambda tile, carry: fold(tile, carry, q), begin)
+    def begin():
+        if spec.front is None:
+            q = tile_ops.load_rows(inputs[0], first_row + group_head, head_size, live_rows)
+            return q, tile_ops.softmax_start(spec.num_rows, head_size)
+        owns_new = (item.split == item.num_splits - 1) & (seq_len > 0)
+        q, k, v = decode_front.new_token(
+            spec.front, inputs, item.sequence, head, owns_new, k_ref.dtype
+        )
+        slot = (item.slot * spec.num_kv_heads + head)[None]
+        for ref, new in zip(pool_refs, (k, v), strict=True):
+            tile_ops.store_rows(ref, slot, head_size, new, owns_new[None])
+        score = tile_ops.scores_of_one(q, k, scale=spec.scale, soft_cap=spec.soft_cap)
+        q, score = (tile_ops.repeat_rows(x, spec.repeats) for x in (q, score))
+        return q, tile_ops.softmax_start_from(score, v, owns_new)
 
-    first, end = _in_sight(seq_len, sliding_window, config)
+    def attend():
+        q, carry = begin()
+        return lax.fori_loop(item.start, item.stop, lambda tile, c: fold(tile, c, q), carry)
+
+    def finish(carry):
+        out = tile_ops.softmax_finish(carry)
+        live = live_rows & (seq_len > 0) if spec.in_place else live_rows
+        tile_ops.store_rows(out_ref, first_row + group_head, head_size, out, live)
+
     if config.num_splits == 1:
-        out = tile_ops.softmax_finish(attend(first, end))
-        *into, out_ref = refs
-        live = row < group
-        tile_ops.store_rows(out_ref, q_rows, head_size, out, live & (seq_len > 0) if into else live)
+        finish(attend())
         return
-    share = _share(lens_ref, seq_len, num_kv_heads, sliding_window, config)
-    start = first + split * share
 
-    @pl.when(start < end)
+    @pl.when(item.num_splits > 0)
     def _():
-        carry = attend(start, jnp.minimum(start + share, end))
-        rows = q_rows + split * (refs[0].shape[0] // config.num_splits)
-        _store_partials(refs, carry, rows, head_size, row < group)
+        carry = attend()
+
+        @pl.when(item.num_splits == 1)
+        def _():
+            finish(carry)
+
+        @pl.when(item.num_splits > 1)
+        def _():
+            own = number * spec.num_heads + group_row
+            _store_partials(partials, carry, own + group_head, head_size, live_rows)
+            counter = item.sequence * spec.num_kv_heads + head
+
+            @pl.when(_is_last(counters[0], counter, item.num_splits, spec))
+            def _():
+                own_first = own - item.split * spec.num_heads
+                _merge(partials, out_ref, own_first, first_row, item.num_splits, spec)
 
 
-def _in_sight(seq_len, sliding_window, config):
-    """First and last + 1 key tile that a sequence sees (or several, elementwise)."""
-    end = lax.div(seq_len + jnp.int32(config.tile_tokens - 1), jnp.int32(config.tile_tokens))
-    if sliding_window is None:
-        return jnp.zeros_like(end), end
-    first = jnp.maximum(seq_len - jnp.int32(sliding_window), jnp.int32(0))
-    return lax.div(first, jnp.int32(config.tile_tokens)), end
+def _is_last(counters_ref, counter, count, spec):
+    """Whether all others of `count` programs have come here, with what they stored before."""
+    if not spec.interpret:
+        plgpu.debug_barrier()  # all threads' stores, before the one thread that counts
+    before = plgpu.atomic_add(counters_ref, (counter,), jnp.int32(1))  # acquires and releases
+    is_last = before == count - 1
+
+    @pl.when(is_last)
+    def _():
+        counters_ref[counter] = jnp.int32(0)
+
+    return is_last
 
 
-def _share(lens_ref, seq_len, num_kv_heads, sliding_window, config):
-    """Tiles a split of a sequence takes, from 1; its last split may have fewer."""
-    batch = lens_ref.shape[0]
-    row = jnp.arange(pl.next_power_of_2(batch), dtype=jnp.int32)
-    lens = plgpu.load(lens_ref.at[row], mask=row < batch, other=0)
-    first, end = _in_sight(lens, sliding_window, config)
-    even = pl.cdiv(jnp.sum(end - first) * num_kv_heads, config.target_programs)
-    first, end = _in_sight(seq_len, sliding_window, config)
-    return jnp.maximum(jnp.maximum(even, pl.cdiv(end - first, config.num_splits)), 1)
-
-
-def _store_partials(out_refs, carry, rows, head_size, live):
+def _store_partials(partials, carry, rows, head_size, live):
     row_max, row_sum, out = carry
-    tile_ops.store_rows(out_refs[0], rows, head_size, out, live)
-    plgpu.store(out_refs[1].at[rows], row_max, mask=live)
-    plgpu.store(out_refs[2].at[rows], row_sum, mask=live)
+    tile_ops.store_rows(partials[0], rows, head_size, out, live)
+    # The interpreter writes old values back where the mask is off; outside the array it does not.
+    rows = jnp.where(live, rows, partials[1].shape[0])
+    plgpu.store(partials[1].at[rows], row_max, mask=live)
+    plgpu.store(partials[2].at[rows], row_sum, mask=live)
 
 
-def _combine(partials, seq_lens, q, into, options, interpret):
-    """Merge partials, out [splits * rows, H], max and sum [splits * rows], to rows of q's shape."""
-    return pl.pallas_call(
-        functools.partial(_combine_kernel, **options),
-        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        grid=(seq_lens.shape[0] * options["num_heads"],),
-        input_output_aliases={4: 0} if into else {},
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
-        interpret=interpret,
-        name="paged_decode_combine",
-    )(*partials, seq_lens, *into)
+def _merge(partials, out_ref, first_partial, first_row, num_splits, spec):
+    """Partials, out [items * N, H], max and sum [items * N], to the group's output rows."""
+    at_once, head_size = min(spec.group, _MERGED_AT_ONCE), out_ref.shape[1]
+
+    def some(turn, _):
+        heads = [turn * at_once + head for head in range(at_once)]
+        loaded = [
+            _load_splits(partials, first_partial + head, head < spec.group, num_splits, spec)
+            for head in heads
+        ]
+        for head, splits in zip(heads, loaded, strict=True):
+            inside = jnp.broadcast_to(jnp.asarray(head < spec.group), (1,))
+            target = jnp.broadcast_to(first_row + head, (1,))
+            tile_ops.store_rows(out_ref, target, head_size, _merged(*splits)[None], inside)
+        return _
+
+    lax.fori_loop(0, pl.cdiv(spec.group, at_once), some, None)
 
 
-def _combine_kernel(
-    out_ref,
-    max_ref,
-    sum_ref,
-    lens_ref,
-    *refs,
-    num_heads,
-    num_kv_heads,
-    sliding_window,
-    config,
-):
-    *into, merged_ref = refs
-    num_rows, head_size = out_ref.shape[0] // config.num_splits, out_ref.shape[1]
-    row = pl.program_id(0)
-    seq_len = lens_ref[row // num_heads]
-    first, end = _in_sight(seq_len, sliding_window, config)
-    share = _share(lens_ref, seq_len, num_kv_heads, sliding_window, config)
-    used = lax.div(end - first + share - 1, share)
-    split = jnp.arange(pl.next_power_of_2(config.num_splits), dtype=jnp.int32)
-    live = split < used  # the others wrote nothing
-    rows = jnp.where(live, split * num_rows + row, row)
-    row_max = plgpu.load(max_ref.at[rows], mask=live, other=tile_ops.MASKED)
+def _load_splits(partials, row, inside, num_splits, spec):
+    """Of one query head: what each split has, and which splits have something."""
+    split = jnp.arange(pl.next_power_of_2(spec.config.num_splits), dtype=jnp.int32)
+    live = (split < num_splits) & inside  # the others wrote nothing
+    rows = split * spec.num_heads + row
+    row_max = plgpu.load(partials[1].at[rows], mask=live, other=tile_ops.MASKED)
+    row_sum = plgpu.load(partials[2].at[rows], mask=live, other=0)
+    out = tile_ops.load_rows(partials[0], rows, partials[0].shape[1], live)
+    return out, row_max, row_sum, live
+
+
+def _merged(outs, row_max, row_sum, live):
     weights = jnp.where(live, jnp.exp2(row_max - jnp.max(row_max)), jnp.float32(0))
-    total = jnp.sum(weights * plgpu.load(sum_ref.at[rows], mask=live, other=0))
-    outs = tile_ops.load_rows(out_ref, rows, head_size, live)
+    total = jnp.sum(weights * row_sum)
     merged = jnp.sum(weights[:, None] * outs, axis=0)
-    merged = merged / jnp.where(total == 0, jnp.float32(1), total)
-    columns = jnp.arange(merged.shape[0], dtype=jnp.int32)
-    plgpu.store(
-        merged_ref.at[jnp.full_like(columns, row), columns],
-        merged.astype(merged_ref.dtype),
-        mask=(columns < head_size) & (seq_len > 0) if into else columns < head_size,
-    )
+    return merged / jnp.where(total == 0, jnp.float32(1), total)

@@ -80,6 +80,18 @@ def rope_write_kv(qkv, kv, slot_mapping, angles, norms=None, *, dtype=np.float64
     return rotated[:, :num_heads], write_kv(pool, k, v, slot_mapping)
 
 
+def rope_decode_attention(
+    qkv, kv, block_tables, seq_lens, angles, norms=None, *, dtype=np.float64, **options
+):
+    """Rows [B, N, H], and the pool with each sequence's new token, its last."""
+    lens, block_size = np.asarray(seq_lens), kv[0].shape[1]
+    last = np.maximum(lens - 1, 0)
+    blocks = np.asarray(block_tables)[np.arange(len(lens)), last // block_size]
+    slots = np.where(lens > 0, blocks * block_size + last % block_size, -1)
+    q, pool = rope_write_kv(qkv, kv, slots, angles, norms, dtype=dtype)
+    return paged_decode_attention(q, pool, block_tables, lens, dtype=dtype, **options), pool
+
+
 def add_rms_norm(hidden, update, weight, *, eps, dtype=np.float64):
     """The normalized rows of hidden + the sum of update's parts, and that sum."""
     total = np.asarray(hidden).astype(dtype) + np.asarray(update).astype(dtype).sum(axis=0)

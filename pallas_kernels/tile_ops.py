@@ -35,6 +35,13 @@ def store_rows(ref, rows, head_size, value, live):
     plgpu.store(ref.at[index], value.astype(ref.dtype), mask=mask)
 
 
+def repeat_rows(x, repeats):
+    """Each entry along the first axis so many times, one after the other; of powers of two."""
+    shape = (x.shape[0], repeats, *x.shape[1:])
+    axes = (0, *range(2, len(shape)))
+    return lax.broadcast_in_dim(x, shape, axes).reshape(-1, *x.shape[1:])
+
+
 def pool_rows(tables_ref, first_entry, positions, live, *, block_size, num_kv_heads, head):
     """Pool rows of the keys at `positions`; `first_entry` is where the block table starts."""
     size = jnp.int32(block_size)
@@ -50,12 +57,21 @@ def pool_rows(tables_ref, first_entry, positions, live, *, block_size, num_kv_he
 def scores(q, keys, mask, *, scale, soft_cap):
     """q . keys in units of log2 e, float32 [rows, keys]; mask (or None) is of that shape."""
     product = plgpu.dot(q, keys.T, precision=lax.Precision.HIGHEST)
-    if soft_cap is None:
-        result = product * jnp.float32(scale * _LOG2_E)
-    else:
-        capped = jnp.tanh(product * jnp.float32(scale / soft_cap))
-        result = capped * jnp.float32(soft_cap * _LOG2_E)
+    result = _scaled(product, scale, soft_cap)
     return result if mask is None else jnp.where(mask, result, jnp.float32(MASKED))
+
+
+def scores_of_one(q, key, *, scale, soft_cap):
+    """The same for one key [1, H]: float32 [rows]."""
+    products = q.astype(jnp.float32) * key.astype(jnp.float32)
+    return _scaled(jnp.sum(products, axis=1), scale, soft_cap)
+
+
+def _scaled(product, scale, soft_cap):
+    if soft_cap is None:
+        return product * jnp.float32(scale * _LOG2_E)
+    capped = jnp.tanh(product * jnp.float32(scale / soft_cap))
+    return capped * jnp.float32(soft_cap * _LOG2_E)
 
 
 def softmax_start(num_rows, head_size):
@@ -63,6 +79,15 @@ def softmax_start(num_rows, head_size):
     row_max = jnp.full((num_rows,), MASKED, jnp.float32)
     out = jnp.zeros((num_rows, pl.next_power_of_2(head_size)), jnp.float32)
     return row_max, jnp.zeros((num_rows,), jnp.float32), out
+
+
+def softmax_start_from(score, value, seen):
+    """The same after one key, of `score` [rows] and `value` [1, H], if that is seen."""
+    shape = (score.shape[0], value.shape[1])
+    out = jnp.broadcast_to(value.astype(jnp.float32), shape)
+    row_sum = jnp.where(seen, jnp.ones_like(score), jnp.zeros_like(score))
+    out = jnp.where(seen, out, jnp.zeros_like(out))
+    return jnp.where(seen, score, jnp.full_like(score, MASKED)), row_sum, out
 
 
 def softmax_fold(carry, tile_scores, values):

@@ -18,14 +18,15 @@ HOPPER_GPUS = ("H100", "H200", "H800", "H20")  # in the names of devices of comp
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-    """Of paged_decode.py: keys a tile, most splits of a sequence, warps, pipeline stages, and the
-    programs that the splits in use should come to."""
+    """Of paged_decode.py: keys a tile, most splits of a sequence, warps, pipeline stages, the
+    programs that the splits in use should come to, and the least tiles that are worth a split."""
 
     tile_tokens: int
     num_splits: int
     num_warps: int = 4
-    num_stages: int = 3
+    num_stages: int = 2
     target_programs: int = 528
+    min_tiles: int = 1
 
 
 @dataclasses.dataclass(frozen=True)

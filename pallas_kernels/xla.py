@@ -109,6 +109,16 @@ def rope_write_kv(qkv, kv, slot_mapping, angles, norms, *, dtype):
     return q, write_kv(kv, k.astype(pool_dtype), v.astype(pool_dtype), slot_mapping)
 
 
+def rope_decode_attention(qkv, kv, block_tables, seq_lens, angles, norms, *, dtype, **options):
+    """See the public entry of the same name."""
+    position, block_size = jnp.maximum(seq_lens - 1, 0), kv.k.shape[1]
+    blocks = jnp.take_along_axis(block_tables, (position // block_size)[:, None], axis=1)[:, 0]
+    slots = jnp.where(seq_lens > 0, blocks * block_size + position % block_size, -1)
+    q, kv = rope_write_kv(qkv, kv, slots, angles, norms, dtype=dtype)
+    out = paged_decode_attention(q.astype(kv.k.dtype), kv, block_tables, seq_lens, **options)
+    return out.astype(dtype), kv
+
+
 def sum_parts(parts, dtype):
     """See the public entry of the same name."""
     total = parts[0] if parts.shape[0] == 1 else jnp.sum(parts.astype(jnp.float32), axis=0)

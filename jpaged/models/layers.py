@@ -23,6 +23,7 @@ from pallas_kernels import (
     paged_prefill_attention,
     product_parts,
     rms_norm,
+    rope_decode_attention,
     rope_write_kv,
     sum_parts,
     write_kv,
@@ -242,10 +243,23 @@ class Attention(nnx.Module):
         angles: RopeAngles | None = None,
     ) -> tuple[Float[Array, "parts T D"], LayerKV]:
         """Stores the tokens' K and V, attends; returns the update and the new pool."""
-        q, kv = self.store(self.qkv(x, attention.backend), kv, attention, angles, x.dtype)
-        out = paged_attention(
-            q, kv, attention, scale=self.scale, sliding_window=self.sliding_window
-        )
+        qkv = self.qkv(x, attention.backend)
+        options = {"scale": self.scale, "sliding_window": self.sliding_window}
+        if angles is not None and attention.query_start_loc is None:
+            out, kv = rope_decode_attention(
+                qkv,
+                kv,
+                attention.block_tables,
+                attention.seq_lens,
+                angles,
+                norms=self.head_norms(),
+                dtype=x.dtype,
+                backend=attention.backend,
+                **options,
+            )
+        else:
+            q, kv = self.store(qkv, kv, attention, angles, x.dtype)
+            out = paged_attention(q, kv, attention, **options)
         return self.output(out, attention.backend), kv
 
     def store(

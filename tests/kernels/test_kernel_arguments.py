@@ -119,6 +119,26 @@ def test_rope_write_wants_the_pools_heads():
         check(good, norms=HeadNorms(jnp.ones(64, F32), jnp.ones(64, F32), -1.0))
 
 
+def test_rope_decode_wants_one_token_a_sequence():
+    angle, qkv = jnp.zeros((3, 32), F32), jnp.zeros((1, 3, 8, 64), F32)
+
+    tables, lens = _ints(3, 5), _ints(3)
+
+    def check(qkv=qkv, lens=lens, scalars=(0.1, None, None)):
+        arrays = (qkv, _pool(), tables, lens, (angle[: qkv.shape[1]],) * 2, None)
+        checks.check_rope_decode(*arrays, qkv.dtype, scalars)
+
+    check()
+    with pytest.raises(ValueError, match=r"seq_lens has shape \(3,\); it must be \(2,\)"):
+        check(qkv=qkv[:, :2])
+    with pytest.raises(ValueError, match="block_tables' first axis"):
+        check(lens=lens[:2])
+    with pytest.raises(ValueError, match="qkv has 7 heads"):
+        check(qkv=qkv[:, :, :7])
+    with pytest.raises(ValueError, match="sliding_window is 0"):
+        check(scalars=(0.1, None, 0))
+
+
 def test_norms_and_products_want_equal_shapes():
     rows, weight = jnp.zeros((3, 64), F32), jnp.zeros(64, F32)
     checks.check_add_norm(rows, rows[None], weight, 1e-6)

@@ -23,11 +23,14 @@ from kernel_cases import (
 
 from pallas_kernels import (
     Backend,
+    HeadNorms,
+    LayerKV,
     paged_decode,
     paged_decode_attention,
     paged_prefill,
     paged_prefill_attention,
     reference,
+    rope_decode_attention,
     tuning,
 )
 from pallas_kernels.tuning import DecodeConfig, PrefillConfig
@@ -78,6 +81,59 @@ def test_decode_matches_reference(case, backend):
     plain = partial(reference.paged_decode_attention, *arrays, **case.options)
     assert got.dtype == case.dtype
     assert_close(got, lambda dtype: plain(dtype=dtype), case.dtype)
+
+
+def _with_new_tokens(case, num_parts, with_norms):
+    """Arguments of `rope_decode_attention`: the slots of the sequences' last tokens are NaN."""
+    batch, rng = build(case), np.random.default_rng(8)
+    (num_heads, num_kv_heads), size = case.heads, case.head_size
+    lens = np.asarray(batch.seq_lens)
+    position = np.maximum(lens - 1, 0)
+    block = np.asarray(batch.block_tables)[np.arange(len(lens)), position // case.block_size]
+    block = np.where(lens > 0, block, 0)
+    kv = LayerKV(*(p.at[block, position % case.block_size].set(jnp.nan) for p in batch.kv))
+    shape = (num_parts, len(lens), num_heads + 2 * num_kv_heads, size)
+    qkv = jnp.asarray(rng.standard_normal(shape), case.dtype if num_parts == 1 else F32)
+    turns = rng.uniform(-9, 9, (len(lens), size // 2)).astype(np.float32)
+    q_weight, k_weight = (jnp.asarray(rng.standard_normal(size), case.dtype) for _ in range(2))
+    norms = HeadNorms(q_weight, k_weight, 1e-3) if with_norms else None
+    arrays = (qkv, kv, batch.block_tables, batch.seq_lens, (jnp.cos(turns), jnp.sin(turns)))
+    return arrays, norms
+
+
+def _assert_new_tokens(got, arrays, norms, case):
+    """Outputs as the reference's, and the pool with nothing but the new tokens changed."""
+
+    def plain(dtype):
+        return reference.rope_decode_attention(*arrays, norms=norms, dtype=dtype, **case.options)
+
+    out, pool = got
+    assert_close(out, lambda dtype: plain(dtype)[0], case.dtype)
+    for part, (new, old) in enumerate(zip(pool, arrays[1], strict=True)):
+        want = np.asarray(plain(np.float64)[1][part])
+        changed = (np.isfinite(want) & ~np.isfinite(np.asarray(old, np.float64))).all(axis=(2, 3))
+        assert changed.sum() == np.count_nonzero(arrays[3])
+        kept, before = (np.asarray(pool, np.float32)[~changed] for pool in (new, old))
+        np.testing.assert_array_equal(kept, before)
+
+        def stored(dtype, part=part, changed=changed):
+            return np.asarray(plain(dtype)[1][part])[changed]
+
+        assert_close(new[changed], stored, case.dtype)
+
+
+@pytest.mark.parametrize(("case", "backend"), list(_params()))
+def test_rope_decode_matches_reference(case, backend):
+    require(backend)
+    case = _filled(case)
+    number = (case.head_size + case.block_size) // 8
+    arrays, norms = _with_new_tokens(case, (1, 4, 2)[number % 3], number % 2 == 0)
+    run = partial(
+        rope_decode_attention, norms=norms, dtype=case.dtype, **case.options, backend=backend
+    )
+    got = jax.jit(run)(*arrays)
+    assert got[0].dtype == case.dtype
+    _assert_new_tokens(got, arrays, norms, case)
 
 
 @pytest.mark.parametrize(("case", "backend"), list(_params()))
@@ -159,6 +215,34 @@ def test_split_counts(splits, window, interpret):
     # A request that overflows ruins its own output alone.
     ruined = jax.jit(run)(batch.q_decode.at[0].set(jnp.nan), *arrays[1:])
     np.testing.assert_array_equal(np.asarray(ruined)[1:], np.asarray(got)[1:])
+
+
+@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("splits", [1, 2, 16])
+@pytest.mark.parametrize(("window", "heads"), [(None, (4, 2)), (40, (11, 1))])
+def test_rope_decode_split_counts(splits, window, heads, interpret):
+    """The last split has the new token, be it alone; who merges leaves the counters at zero."""
+    require(Backend.INTERPRET if interpret else Backend.TRITON)
+    lens = (*LONG, (33, 1), (64, 1), (65, 1), (1, 1))
+    case = Case(F32, 32, 16, heads, lens, sliding_window=window)
+    arrays, norms = _with_new_tokens(case, 1, True)
+    for min_tiles, programs in ((1, 528), (3, 6)):
+        config = DecodeConfig(32, splits, min_tiles=min_tiles, target_programs=programs)
+        run = partial(
+            paged_decode.rope_decode_attention,
+            norms=norms,
+            dtype=F32,
+            **case.options,
+            config=config,
+            interpret=interpret,
+        )
+        if interpret:
+            _assert_new_tokens(jax.jit(run)(*arrays), arrays, norms, case)
+            continue
+        # Two launches of a program count with the same array.
+        first, second = jax.jit(lambda run=run: (run(*arrays), run(*arrays)))()
+        _assert_new_tokens(first, arrays, norms, case)
+        np.testing.assert_array_equal(first[0], second[0])
 
 
 @pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])

@@ -22,6 +22,7 @@ from pallas_kernels import (
     copy_blocks,
     paged_decode_attention,
     paged_prefill_attention,
+    rope_decode_attention,
     rope_write_kv,
     truncation_mask,
     write_kv,
@@ -58,7 +59,20 @@ def _operations(dtype, head_size):
     qkv, angle = _floats(dtype, 1, T, N + 2 * K, head_size), _floats(F32, T, head_size // 2)
     weight, hidden = _floats(dtype, head_size), _floats(dtype, T, 3 * head_size)
     rope = qkv, kv, _ints(T), (angle, angle)
+    angles = _floats(F32, B, head_size // 2)
+    turn = _floats(F32, 2, head_size // 2)
+    step = _floats(F32, 4, 2, N + 2 * K, head_size), kv, _ints(2, 64), _ints(2), (turn, turn)
     return {
+        "norms, rope and split decode": (
+            lambda w, *a: rope_decode_attention(
+                *a, norms=HeadNorms(w, w, 1e-6), dtype=dtype, **options
+            ),
+            (weight, *step),
+        ),
+        "rope and decode, cap, window": (
+            lambda *a: rope_decode_attention(*a, **options, **extras),
+            (_floats(dtype, 1, B, N + 2 * K, head_size), kv, tables, lens, (angles, angles)),
+        ),
         "split decode": (lambda *a: paged_decode_attention(*a, **options), few),
         "decode": (lambda *a: paged_decode_attention(*a, **options), decode),
         "decode, cap, window": (lambda *a: paged_decode_attention(*a, **options, **extras), decode),
@@ -94,11 +108,7 @@ def test_lowers_to_one_kernel_an_op(dtype, head_size):
     for name, (function, arguments) in _operations(dtype, head_size).items():
         calls = re.findall(KERNEL_CALL, _lowered(function, *arguments))
         prefill = "mosaic_gpu" if head_size == 128 and dtype != F32 else "triton"  # Hopper's own
-        expected = {
-            "prefill": [prefill],
-            "split decode": ["triton"] * 2,  # splits of a sequence are merged
-            "mixed": [prefill] + ["triton"] * 2,  # decode rows apart
-        }
+        expected = {"prefill": [prefill], "mixed": [prefill, "triton"]}  # decode rows apart
         assert calls == expected.get(name, ["triton"]), name
 
 
