@@ -4,10 +4,16 @@ import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import jax
+from flax import nnx
 
 from jpaged.config import EngineConfig
+from jpaged.models.config import ModelConfig
+from jpaged.runtime.program_store import ProgramStore
+from pallas_kernels import select_backend
 
 
 @contextmanager
@@ -39,3 +45,14 @@ def prepare_jax(config: EngineConfig) -> None:
     if cache is not None and jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(cache))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def program_store(
+    config: EngineConfig, model_config: ModelConfig, model: nnx.Module, device: Any
+) -> ProgramStore | None:
+    """Where compiled programs are kept, if they may be: only of models whose code is ours."""
+    cache = config.compilation_cache_dir
+    if cache is None or not type(model).__module__.startswith("jpaged."):
+        return None
+    folder = Path(os.path.expanduser(cache)) / "programs"
+    return ProgramStore(folder, (model_config, select_backend(device.platform)), device)

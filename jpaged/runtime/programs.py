@@ -4,12 +4,13 @@ Programs are compiled ahead of time and called as compiled executables, so that 
 while serving: a shape that was not foreseen is an error, not a pause.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from jpaged.runtime.buckets import Buckets
+from jpaged.runtime.program_store import ProgramStore
 from jpaged.runtime.recipes import (
     Name,
     Recipe,
@@ -65,9 +66,10 @@ def compile_programs(
     buckets: Buckets,
     *,
     threads: int,
+    store: ProgramStore | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Programs:
-    """Compile everything, `threads` programs at a time.
+    """Load or compile everything, `threads` programs at a time.
 
     Args:
         split: The model.
@@ -75,20 +77,50 @@ def compile_programs(
         config: The runtime's numbers.
         buckets: The steps' shapes.
         threads: Compilations at once; XLA compiles outside Python's lock.
+        store: Where earlier engines left theirs.
         progress: Called with (compiled so far, all).
     """
     wanted = list(recipes(split, shapes, config, buckets))
-    compiled: dict[Name, Any] = {}
     with ThreadPoolExecutor(threads) as pool:
-        programs = pool.map(Recipe.compile, wanted)
-        for recipe, program in zip(wanted, programs, strict=True):
-            compiled[recipe.name] = program
-            progress(len(compiled), len(wanted))
-    return Programs.of(compiled)
+        done = _load(wanted, store, pool) if store is not None else {}
+        missing = [recipe for recipe in wanted if recipe.name not in done]
+        progress(len(done), len(wanted))
+        for name, program in _compile(missing, store, pool):
+            done[name] = program
+            progress(len(done), len(wanted))
+    return Programs.of(done)
+
+
+def _load(wanted: list[Recipe], store: ProgramStore, pool: ThreadPoolExecutor) -> dict[Name, Any]:
+    loaded = pool.map(lambda recipe: store.load(recipe.key), wanted)
+    pairs = zip(wanted, loaded, strict=True)
+    return {recipe.name: program for recipe, program in pairs if program is not None}
+
+
+def _compile(
+    wanted: list[Recipe], store: ProgramStore | None, pool: ThreadPoolExecutor
+) -> Iterable[tuple[Name, Any]]:
+    names = [recipe.name for recipe in wanted]
+    if store is None or not wanted:
+        yield from zip(names, pool.map(Recipe.compile, wanted), strict=True)
+        return
+
+    def compile_and_save(recipe: Recipe) -> Any:
+        program = recipe.compile()
+        store.save(recipe.key, program)
+        return program
+
+    with store.fresh():
+        yield from zip(names, pool.map(compile_and_save, wanted), strict=True)
+    store.prune()
 
 
 def largest_step_workspace(
-    split: SplitModel, shapes: Shapes, config: RuntimeConfig, buckets: Buckets
+    split: SplitModel,
+    shapes: Shapes,
+    config: RuntimeConfig,
+    buckets: Buckets,
+    store: ProgramStore | None = None,
 ) -> int:
     """Bytes of temporaries and fresh outputs of the largest step, as compiled.
 
@@ -96,7 +128,14 @@ def largest_step_workspace(
     """
     prefill = prefill_recipe(split, shapes, config, *max(buckets.prefill_shapes()))
     sampling = sample_recipe(shapes, config, max(buckets.decode_seqs), max(SamplerLevel))
-    return _workspace(prefill.compile()) + _workspace(sampling.compile())
+
+    def compute() -> int:
+        return sum(_workspace(recipe.compile()) for recipe in (prefill, sampling))
+
+    if store is None:
+        return compute()
+    with store.fresh():
+        return store.number(f"workspace of {prefill.key} and {sampling.key}", compute)
 
 
 def _workspace(compiled: Any) -> int:

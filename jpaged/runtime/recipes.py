@@ -110,6 +110,12 @@ class Recipe:
         """Trace, lower, compile."""
         return self.step.lower(*self.arguments, **self.keywords).compile()
 
+    @property
+    def key(self) -> str:
+        """Tells it from all recipes of an engine's steps with the same back end."""
+        leaves, tree = jax.tree.flatten((self.arguments, dict(self.keywords)))
+        return repr((self.name, str(tree), [(leaf.shape, leaf.dtype.name) for leaf in leaves]))
+
 
 def recipes(
     split: SplitModel, shapes: Shapes, config: RuntimeConfig, buckets: Buckets

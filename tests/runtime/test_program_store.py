@@ -1,0 +1,114 @@
+"""Compiled programs on disk: found again if nothing changed, compiled again if anything did."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jpaged.runtime.program_store import ProgramStore
+from jpaged.runtime.recipes import Recipe
+from pallas_kernels import tuning
+
+DEVICE = jax.local_devices()[0]
+
+
+def make_store(folder: Path, made_from: object = "a model") -> ProgramStore:
+    return ProgramStore(folder / "programs", made_from, DEVICE)
+
+
+def recipe(size: int = 4) -> Recipe:
+    step = jax.jit(lambda state, x: {"sum": state["a"] + x}, donate_argnums=0)
+    shape = jax.ShapeDtypeStruct((size,), jnp.float32)
+    return Recipe(("add", size), step, ({"a": shape}, shape))
+
+
+def save(store: ProgramStore, made: Recipe) -> None:
+    with store.fresh():
+        store.save(made.key, made.compile())
+
+
+def test_a_stored_program_gives_the_same(tmp_path: Path):
+    save(make_store(tmp_path), recipe())
+    program: Any = make_store(tmp_path).load(recipe().key)
+    a = jnp.arange(4, dtype=jnp.float32)
+    total = program({"a": a}, jnp.ones(4, jnp.float32))["sum"]
+    assert total.tolist() == [1, 2, 3, 4]
+    assert a.is_deleted()  # donated as before
+
+
+def test_other_shapes_and_models_are_other_programs(tmp_path: Path):
+    save(make_store(tmp_path), recipe())
+    assert make_store(tmp_path).load(recipe(8).key) is None
+    assert make_store(tmp_path, "another model").load(recipe().key) is None
+
+
+def test_a_replaced_function_or_setting_makes_other_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    save(make_store(tmp_path), recipe())
+    with monkeypatch.context() as patch:
+        original = tuning.product_parts
+        patch.setattr(tuning, "product_parts", lambda **sizes: 2 * original(**sizes))
+        assert make_store(tmp_path).load(recipe().key) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(tuning, "MIN_PART_DEPTH", 256)
+        assert make_store(tmp_path).load(recipe().key) is None
+    with monkeypatch.context() as patch:
+        patch.setenv("XLA_FLAGS", "--xla_example=1")
+        assert make_store(tmp_path).load(recipe().key) is None
+    with jax.default_matmul_precision("highest"):
+        assert make_store(tmp_path).load(recipe().key) is None
+    assert make_store(tmp_path).load(recipe().key) is not None
+
+
+CUTS = [slice(0, -7), slice(0, 0), slice(1, None)]
+
+
+@pytest.mark.parametrize("part", CUTS, ids=["no end", "nothing", "no beginning"])
+def test_a_file_that_lost_a_part_is_not_loaded(tmp_path: Path, part: slice):
+    save(make_store(tmp_path), recipe())
+    (file,) = (tmp_path / "programs").iterdir()
+    file.write_bytes(file.read_bytes()[part])
+    assert make_store(tmp_path).load(recipe().key) is None
+
+
+def test_a_whole_file_that_is_no_program_is_told_and_not_loaded(tmp_path: Path):
+    store = make_store(tmp_path)
+    store._write(recipe().key, b"no pickle")
+    with pytest.warns(UserWarning, match="compiled again"):
+        assert store.load(recipe().key) is None
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path):
+    (tmp_path / "programs").write_text("a file")
+    with pytest.warns(UserWarning, match="not kept"):
+        save(make_store(tmp_path), recipe())
+
+
+def test_a_number_is_computed_once(tmp_path: Path):
+    assert make_store(tmp_path).number("bytes", lambda: 42) == 42
+    unused = functools.partial(pytest.fail, "computed again")
+    assert make_store(tmp_path).number("bytes", unused) == 42
+
+
+def test_what_was_not_used_for_longest_goes_first(tmp_path: Path):
+    store = make_store(tmp_path)
+    for size in (4, 8, 16):
+        save(store, recipe(size))
+    assert store.load(recipe(4).key) is not None
+    files = sorted((tmp_path / "programs").iterdir(), key=lambda file: file.stat().st_mtime_ns)
+    store.prune(sum(file.stat().st_size for file in files) - 1)
+    assert store.load(recipe(8).key) is None
+    assert store.load(recipe(4).key) is not None
+    assert store.load(recipe(16).key) is not None
+
+
+def test_jaxs_own_cache_is_not_written_to_meanwhile_and_as_before_after(tmp_path: Path):
+    before = dict(jax.config.values)
+    store = make_store(tmp_path)
+    save(store, recipe(32))
+    assert dict(jax.config.values) == before
+    assert not [*(tmp_path / "xla").glob("*-cache")]
