@@ -1,8 +1,8 @@
-"""Compiled programs kept on disk, and found again without tracing them (docs/decisions/0008).
+"""Lowered programs kept on disk, and found again without tracing them (docs/decisions/0008).
 
-A program is kept under a digest of all that it is made from: the code in memory that steps are
-traced from, the shapes, the model, the settings and versions of JAX, the device. Whatever cannot be
-read is compiled again. Loading a program runs it as code: the folder is to be its owner's alone.
+A program is kept as `jax.export` serialises it, under a digest of all that it is made from: the
+code in memory that steps are traced from, the shapes, the model, the settings and versions of JAX,
+the device. Whatever cannot be read is traced again. What XLA makes of it is in JAX's own cache.
 """
 
 import hashlib
@@ -10,8 +10,6 @@ import inspect
 import marshal
 import math
 import os
-import pickle
-import platform
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,10 +21,9 @@ from typing import Any
 import flax
 import jax
 import jaxlib
-from jax.experimental.compilation_cache import compilation_cache
-from jax.experimental.serialize_executable import deserialize_and_load, serialize
+from jax import export
 
-MAX_BYTES = 4 * 2**30
+MAX_BYTES = 256 * 2**20
 """Of all programs in a folder; those not used for longest are deleted."""
 
 _TRACED = ("jpaged.models", "jpaged.runtime", "pallas_kernels")
@@ -35,7 +32,7 @@ _DIGEST_BYTES = 32
 
 
 class ProgramStore:
-    """A folder of compiled programs.
+    """A folder of lowered programs.
 
     Args:
         folder: Where they are; made if it is not there.
@@ -45,29 +42,26 @@ class ProgramStore:
     """
 
     def __init__(self, folder: Path, made_from: Any, device: Any):
-        self._folder, self._device = folder, device
+        self._folder = folder
         self._common = _digest(repr(made_from), _environment(device), _code_in_memory())
 
-    def load(self, key: str) -> Any | None:
+    def load(self, key: str) -> export.Exported | None:
         """The program kept under `key`, or None."""
         payload = self._read(key)
         if payload is None:
             return None
         try:
-            program, in_tree, out_tree = pickle.loads(payload)
-            return deserialize_and_load(
-                program, in_tree, out_tree, self._device.client, [self._device]
-            )
+            return export.deserialize(bytearray(payload))
         except Exception as error:  # whatever a file of the right digest may still be
-            warnings.warn(f"a stored program is compiled again: {error}", stacklevel=2)
+            warnings.warn(f"a stored program is traced again: {error}", stacklevel=2)
             return None
 
-    def save(self, key: str, compiled: Any) -> None:
-        """Keep a program that was compiled, not loaded, by this process."""
+    def save(self, key: str, exported: export.Exported) -> None:
+        """Keep a program."""
         try:
-            self._write(key, pickle.dumps(serialize(compiled)))
+            self._write(key, bytes(exported.serialize()))
         except Exception as error:  # some programs cannot be kept, some folders not be written
-            warnings.warn(f"a compiled program is not kept: {error}", stacklevel=2)
+            warnings.warn(f"a program is not kept: {error}", stacklevel=2)
 
     def number(self, key: str, compute: Callable[[], int]) -> int:
         """A number kept under `key`, computed if it is not."""
@@ -78,24 +72,6 @@ class ProgramStore:
         with suppress(OSError):
             self._write(key, str(value).encode())
         return value
-
-    @contextmanager
-    def fresh(self) -> Iterator[None]:
-        """Compile afresh: a program that JAX's own cache has loaded cannot always be saved again.
-
-        JAX is given an empty cache which it never writes to, rather than none, so that what XLA
-        measures to choose kernels is still kept.
-        """
-        settings = {
-            "jax_compilation_cache_dir": str(self._folder.with_name("xla")),
-            "jax_persistent_cache_min_compile_time_secs": math.inf,
-        }
-        before = {name: jax.config.values[name] for name in settings}
-        _set_jax_cache(settings)
-        try:
-            yield
-        finally:
-            _set_jax_cache(before)
 
     def prune(self, max_bytes: int = MAX_BYTES) -> None:
         """Delete what was not used for longest until `max_bytes` are left."""
@@ -129,10 +105,17 @@ class ProgramStore:
         draft.replace(path)  # in one go: another process never reads half a program
 
 
-def _set_jax_cache(settings: dict[str, Any]) -> None:
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()  # it looks at its settings once
+@contextmanager
+def never_cached() -> Iterator[None]:
+    """Keep programs compiled here out of JAX's cache, so that they are compiled every time: one
+    from there may not tell its memory. What XLA measures to choose kernels is kept all the same."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = jax.config.values[name]
+    jax.config.update(name, math.inf)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 def _digest(*parts: str | bytes) -> bytes:
@@ -150,17 +133,9 @@ def _environment(device: Any) -> str:
     variables = {k: v for k, v in os.environ.items() if k.startswith(_SETTINGS)}
     versions = sys.version, jax.__version__, jaxlib.__version__, flax.__version__
     client = device.client
-    chip = client.platform, client.platform_version, device.device_kind, device.id
-    host = platform.machine(), _cpu_features() if device.platform == "cpu" else ""
+    chip = client.platform, client.platform_version, device.device_kind
     mesh = jax.sharding.get_abstract_mesh()
-    return repr((sorted(config.items()), sorted(variables.items()), versions, chip, host, mesh))
-
-
-def _cpu_features() -> str:
-    """What programs for this processor may use, as Linux tells it."""
-    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
-        return next((line for line in file if line.startswith(("flags", "Features"))), "")
-    return platform.processor()
+    return repr((sorted(config.items()), sorted(variables.items()), versions, chip, mesh))
 
 
 def _code_in_memory() -> bytes:

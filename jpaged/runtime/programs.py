@@ -4,13 +4,14 @@ Programs are compiled ahead of time and called as compiled executables, so that 
 while serving: a shape that was not foreseen is an error, not a pause.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from jpaged.runtime.buckets import Buckets
-from jpaged.runtime.program_store import ProgramStore
+from jpaged.runtime.program_store import ProgramStore, never_cached
 from jpaged.runtime.recipes import (
     Name,
     Recipe,
@@ -69,7 +70,7 @@ def compile_programs(
     store: ProgramStore | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Programs:
-    """Load or compile everything, `threads` programs at a time.
+    """Compile everything, `threads` programs at a time.
 
     Args:
         split: The model.
@@ -77,42 +78,31 @@ def compile_programs(
         config: The runtime's numbers.
         buckets: The steps' shapes.
         threads: Compilations at once; XLA compiles outside Python's lock.
-        store: Where earlier engines left theirs.
+        store: Where earlier engines left what they traced and lowered.
         progress: Called with (compiled so far, all).
     """
     wanted = list(recipes(split, shapes, config, buckets))
+    done: dict[Name, Any] = {}
     with ThreadPoolExecutor(threads) as pool:
-        done = _load(wanted, store, pool) if store is not None else {}
-        missing = [recipe for recipe in wanted if recipe.name not in done]
-        progress(len(done), len(wanted))
-        for name, program in _compile(missing, store, pool):
-            done[name] = program
+        programs = pool.map(partial(_compile, store=store), wanted)
+        for recipe, program in zip(wanted, programs, strict=True):
+            done[recipe.name] = program
             progress(len(done), len(wanted))
+    if store is not None:
+        store.prune()
     return Programs.of(done)
 
 
-def _load(wanted: list[Recipe], store: ProgramStore, pool: ThreadPoolExecutor) -> dict[Name, Any]:
-    loaded = pool.map(lambda recipe: store.load(recipe.key), wanted)
-    pairs = zip(wanted, loaded, strict=True)
-    return {recipe.name: program for recipe, program in pairs if program is not None}
-
-
-def _compile(
-    wanted: list[Recipe], store: ProgramStore | None, pool: ThreadPoolExecutor
-) -> Iterable[tuple[Name, Any]]:
-    names = [recipe.name for recipe in wanted]
-    if store is None or not wanted:
-        yield from zip(names, pool.map(Recipe.compile, wanted), strict=True)
-        return
-
-    def compile_and_save(recipe: Recipe) -> Any:
-        program = recipe.compile()
-        store.save(recipe.key, program)
-        return program
-
-    with store.fresh():
-        yield from zip(names, pool.map(compile_and_save, wanted), strict=True)
-    store.prune()
+def _compile(recipe: Recipe, store: ProgramStore | None) -> Any:
+    """With a store, what was exported is compiled in every start, the first one too: only so is it
+    the same to JAX's own cache."""
+    if store is None:
+        return recipe.compile()
+    exported = store.load(recipe.key)
+    if exported is None:
+        exported = recipe.exported()
+        store.save(recipe.key, exported)
+    return recipe.compile(exported)
 
 
 def largest_step_workspace(
@@ -134,7 +124,7 @@ def largest_step_workspace(
 
     if store is None:
         return compute()
-    with store.fresh():
+    with never_cached():
         return store.number(f"workspace of {prefill.key} and {sampling.key}", compute)
 
 

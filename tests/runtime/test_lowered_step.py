@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax import export
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from bench.common import SHAPES
@@ -50,8 +51,12 @@ def decode_step(shape: str, rows: int) -> str:
     """Its text as lowered for CUDA."""
     recipe = all_recipes(shape, NUM_LAYERS)["decode", rows]
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
-        traced = recipe.step.trace(*recipe.arguments, **recipe.keywords)
-        return traced.lower(lowering_platforms=("cuda",)).as_text()
+        return lowered(recipe, recipe.step)
+
+
+def lowered(recipe: Recipe, step: Any) -> str:
+    traced = step.trace(*recipe.arguments, **recipe.keywords)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def launches(text: str) -> Counter:
@@ -84,6 +89,23 @@ def test_layers_alike_are_lowered_once():
     """The first differs, since nothing is to be added before it."""
     text = decode_step("qwen3-0.6b", 8)
     assert len(re.findall(r"func\.func private @_run_layer\w*\(", text)) == 2
+
+
+def test_a_kept_step_is_the_same():
+    recipe = all_recipes("qwen3-0.6b", NUM_LAYERS)["decode", 8]
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+        exported = recipe.exported(("cuda",))
+    loaded = export.deserialize(bytearray(exported.serialize()))
+    cold, warm = (lowered(recipe, recipe.call(program)) for program in (exported, loaded))
+    assert warm == cold  # so that JAX's cache takes one for the other
+    direct = decode_step("qwen3-0.6b", 8)
+    assert launches(warm) == launches(direct)
+    assert _num_reused(warm) == _num_reused(direct) == 2 * NUM_LAYERS + 1
+
+
+def _num_reused(text: str) -> int:
+    (signature,) = re.findall(r"func\.func public @main\(.*", text)
+    return signature.count("tf.aliasing_output")
 
 
 def test_no_more_programs_than_recorded():

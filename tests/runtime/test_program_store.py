@@ -1,18 +1,40 @@
-"""Compiled programs on disk: found again if nothing changed, compiled again if anything did."""
+"""Lowered programs on disk: found again if nothing changed, traced again if anything did."""
 
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
-from jpaged.runtime.program_store import ProgramStore
+from jpaged.runtime.program_store import ProgramStore, never_cached
+from jpaged.runtime.programs import _compile
 from jpaged.runtime.recipes import Recipe
 from pallas_kernels import tuning
 
 DEVICE = jax.local_devices()[0]
+
+
+@pytest.fixture
+def jax_cache(tmp_path: Path) -> Iterator[Path]:
+    """An empty one, for everything that is compiled."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path / "jax"),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    before = {name: jax.config.values[name] for name in settings}
+    _set_jax_cache(settings)
+    yield tmp_path / "jax"
+    _set_jax_cache(before)
+
+
+def _set_jax_cache(settings: dict[str, Any]) -> None:
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()  # it looks at its settings once
 
 
 def make_store(folder: Path, made_from: object = "a model") -> ProgramStore:
@@ -20,23 +42,46 @@ def make_store(folder: Path, made_from: object = "a model") -> ProgramStore:
 
 
 def recipe(size: int = 4) -> Recipe:
-    step = jax.jit(lambda state, x: {"sum": state["a"] + x}, donate_argnums=0)
+    def add(state, x):
+        return {"sum": state["a"] + x}
+
     shape = jax.ShapeDtypeStruct((size,), jnp.float32)
-    return Recipe(("add", size), step, ({"a": shape}, shape))
+    return Recipe(("add", size), add, ({"a": shape}, shape), donate=("state",))
 
 
 def save(store: ProgramStore, made: Recipe) -> None:
-    with store.fresh():
-        store.save(made.key, made.compile())
+    store.save(made.key, made.exported())
 
 
 def test_a_stored_program_gives_the_same(tmp_path: Path):
     save(make_store(tmp_path), recipe())
-    program: Any = make_store(tmp_path).load(recipe().key)
+    program: Any = recipe().compile(make_store(tmp_path).load(recipe().key))
     a = jnp.arange(4, dtype=jnp.float32)
     total = program({"a": a}, jnp.ones(4, jnp.float32))["sum"]
     assert total.tolist() == [1, 2, 3, 4]
     assert a.is_deleted()  # donated as before
+
+
+def test_a_second_start_traces_no_step_and_compiles_nothing(tmp_path: Path, jax_cache: Path):
+    traced = []
+
+    def start() -> Any:
+        def step(x):
+            traced.append(x)
+            return 3 * x
+
+        made = Recipe(("triple", None), step, (jax.ShapeDtypeStruct((5,), jnp.int32),))
+        program: Any = _compile(made, make_store(tmp_path))
+        return program(jnp.arange(5, dtype=jnp.int32)).tolist()
+
+    first, files = start(), sorted(jax_cache.glob("jit_step-*-cache"))
+    assert (len(traced), len(files)) == (1, 1)
+    assert start() == first == [0, 3, 6, 9, 12]
+    assert (len(traced), sorted(jax_cache.glob("jit_step-*-cache"))) == (1, files)
+    for file in (tmp_path / "programs").iterdir():
+        file.write_bytes(b"damaged")
+    assert start() == first
+    assert (len(traced), sorted(jax_cache.glob("jit_step-*-cache"))) == (2, files)
 
 
 def test_other_shapes_and_models_are_other_programs(tmp_path: Path):
@@ -77,8 +122,8 @@ def test_a_file_that_lost_a_part_is_not_loaded(tmp_path: Path, part: slice):
 
 def test_a_whole_file_that_is_no_program_is_told_and_not_loaded(tmp_path: Path):
     store = make_store(tmp_path)
-    store._write(recipe().key, b"no pickle")
-    with pytest.warns(UserWarning, match="compiled again"):
+    store._write(recipe().key, b"no program")
+    with pytest.warns(UserWarning, match="traced again"):
         assert store.load(recipe().key) is None
 
 
@@ -106,9 +151,9 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path: Path):
     assert store.load(recipe(16).key) is not None
 
 
-def test_jaxs_own_cache_is_not_written_to_meanwhile_and_as_before_after(tmp_path: Path):
-    before = dict(jax.config.values)
-    store = make_store(tmp_path)
-    save(store, recipe(32))
-    assert dict(jax.config.values) == before
-    assert not [*(tmp_path / "xla").glob("*-cache")]
+def test_what_is_never_cached_leaves_no_file(jax_cache: Path):
+    with never_cached():
+        recipe(32).compile()
+    assert not [*jax_cache.glob("*-cache")]
+    recipe(32).compile()
+    assert len([*jax_cache.glob("*-cache")]) == 1
