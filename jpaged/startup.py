@@ -29,9 +29,8 @@ from jpaged.runtime.kv_cache import (
     tree_bytes,
 )
 from jpaged.runtime.model_runner import ModelRunner
-from jpaged.runtime.program_store import ProgramStore
-from jpaged.runtime.programs import compile_programs, largest_step_workspace
-from jpaged.runtime.recipes import Shapes, SplitModel
+from jpaged.runtime.programs import ProgramBuilder, largest_step_workspace
+from jpaged.runtime.recipes import Shapes, SplitModel, recipes
 from jpaged.runtime.swap import staging_bytes
 from jpaged.runtime.timing import measure_costs
 from jpaged.runtime_config import (
@@ -56,6 +55,9 @@ allocator's gaps between these."""
 
 _STEPS_IN_FLIGHT = 2
 """Steps whose workspaces can exist at once: the one that runs and the one launched behind it."""
+
+_MOSAIC_PROGRAMS = 16
+"""Prefill programs there may be."""
 
 
 @dataclass(frozen=True)
@@ -98,13 +100,14 @@ def _build_parts(config: EngineConfig) -> EngineParts:
         jax.block_until_ready(split.leaves)
         tokenizer = text.result() if text is not None else None
     store = program_store(config, model_config, model, device)
-    with reporter.phase("sizing the pool"):
-        fitted = _fit_to_device(config, model_config, split, dtype, device, store)
-    runtime, account, shapes = fitted
-    for line in _describe(runtime, account, device):
-        reporter.say(line)
     eos = _eos_token_ids(folder, model_config, tokenizer)
-    runner = _make_runner(split, shapes, runtime, eos, store, reporter)
+    with ProgramBuilder(_threads(device), store, partial(_report_compiled, reporter)) as builder:
+        with reporter.phase("sizing the pool"):
+            fitted = _fit_to_device(config, model_config, split, dtype, device, builder)
+        runtime, account, shapes = fitted
+        for line in _describe(runtime, account, device):
+            reporter.say(line)
+        runner = _make_runner(split, shapes, runtime, eos, builder, reporter)
     pressure = _choose_pressure(config, runtime, runner, reporter)
     return EngineParts(
         intake=Intake(
@@ -137,7 +140,7 @@ def _fit_to_device(
     split: SplitModel,
     dtype: jnp.dtype,
     device,
-    store: ProgramStore | None,
+    builder: ProgramBuilder,
 ) -> tuple[RuntimeConfig, MemoryAccount, Shapes]:
     """Settle every number, and account for the memory."""
     limits = resolve_limits(
@@ -150,7 +153,7 @@ def _fit_to_device(
     per_block = block_bytes(model, limits.block_size, dtype)
     # Until the pool's size is known, only swap_space bounds the blocks in host memory.
     limits = replace(limits, num_host_blocks=config.host_blocks(per_block))
-    account = _account_without_pool(limits, model, split, dtype, device, store)
+    account = _account_without_pool(limits, model, split, dtype, device, builder)
     num_blocks = _choose_num_blocks(config, limits, account, per_block)
     runtime = with_swap(with_pool(limits, num_blocks, config), config, per_block)
     account = replace(
@@ -176,13 +179,13 @@ def _account_without_pool(
     split: SplitModel,
     dtype: jnp.dtype,
     device,
-    store: ProgramStore | None,
+    builder: ProgramBuilder,
 ) -> MemoryAccount:
     shapes = Shapes.of(split, model, replace(limits, num_blocks=_DRAFT_BLOCKS), dtype)
     weights, workspace = tree_bytes(split.leaves), 0
     limit = _memory_limit(device, weights)
     if limit is not None:  # a CPU step's workspace is not worth a compilation
-        one_step = largest_step_workspace(split, shapes, limits, _buckets(limits), store)
+        one_step = largest_step_workspace(builder, split, shapes, limits, _buckets(limits))
         workspace = _STEPS_IN_FLIGHT * one_step + _SMALL_ARRAYS
         workspace += staging_bytes(shapes.kv.pool, limits.num_host_blocks)
     sampling = tree_bytes((shapes.sampling, shapes.last_tokens, shapes.kv.block_tables))
@@ -251,24 +254,24 @@ def _make_runner(
     shapes: Shapes,
     runtime: RuntimeConfig,
     eos_token_ids: frozenset[int],
-    store: ProgramStore | None,
+    builder: ProgramBuilder,
     reporter: Reporter,
 ) -> ModelRunner:
     buckets = _buckets(runtime)
     with reporter.phase("compiling"):
-        programs = compile_programs(
-            split,
-            shapes,
-            runtime,
-            buckets,
-            threads=os.cpu_count() or 1,
-            store=store,
-            progress=partial(_report_compiled, reporter),
-        )
+        builder.add(recipes(split, shapes, runtime, buckets))
+        programs = builder.programs()
     with reporter.phase("warming up"):
         runner = ModelRunner(split, shapes, runtime, buckets, programs, eos_token_ids)
         runner.warm_up()
     return runner
+
+
+def _threads(device) -> int:
+    """Compilations at once: on a GPU more than cores, since one with a Mosaic kernel waits in XLA
+    until no other compiles (programs.py)."""
+    cores = os.cpu_count() or 1
+    return cores if device.platform == "cpu" else cores + _MOSAIC_PROGRAMS
 
 
 def _report_compiled(reporter: Reporter, done: int, total: int) -> None:

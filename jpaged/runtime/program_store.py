@@ -8,12 +8,11 @@ the device. Whatever cannot be read is traced again. What XLA makes of it is in 
 import hashlib
 import inspect
 import marshal
-import math
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -103,19 +102,6 @@ class ProgramStore:
         draft = path.with_suffix(f".{os.getpid()}")
         draft.write_bytes(_digest(payload) + payload)
         draft.replace(path)  # in one go: another process never reads half a program
-
-
-@contextmanager
-def never_cached() -> Iterator[None]:
-    """Keep programs compiled here out of JAX's cache, so that they are compiled every time: one
-    from there may not tell its memory. What XLA measures to choose kernels is kept all the same."""
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = jax.config.values[name]
-    jax.config.update(name, math.inf)
-    try:
-        yield
-    finally:
-        jax.config.update(name, before)
 
 
 def _digest(*parts: str | bytes) -> bytes:

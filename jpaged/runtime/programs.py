@@ -4,14 +4,14 @@ Programs are compiled ahead of time and called as compiled executables, so that 
 while serving: a shape that was not foreseen is an error, not a pause.
 """
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from threading import Event
 from typing import Any
 
 from jpaged.runtime.buckets import Buckets
-from jpaged.runtime.program_store import ProgramStore, never_cached
+from jpaged.runtime.program_store import ProgramStore
 from jpaged.runtime.recipes import (
     Name,
     Recipe,
@@ -19,6 +19,7 @@ from jpaged.runtime.recipes import (
     SplitModel,
     prefill_recipe,
     recipes,
+    recipes_without_pool,
     sample_recipe,
 )
 from jpaged.runtime.sampler import SamplerLevel
@@ -60,6 +61,97 @@ class Programs:
         )
 
 
+class ProgramBuilder:
+    """Builds programs in the background; a context that leaves nothing running behind.
+
+    Tracing and lowering hold Python's lock, so one thread does both, in the order of adding;
+    compiling does not, so many programs are compiled at once while that goes on.
+
+    Args:
+        threads: Compilations at once.
+        store: Where earlier engines left what they traced and lowered.
+        progress: Called with (built so far, all) while somebody waits.
+    """
+
+    def __init__(
+        self,
+        threads: int,
+        store: ProgramStore | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ):
+        self._tracer, self._compilers = ThreadPoolExecutor(1), ThreadPoolExecutor(threads)
+        self._store, self._progress = store, progress
+        self._building: dict[Name, Future[Future[Any]]] = {}
+        self._may_compile = Event()
+        self._may_compile.set()
+
+    def __enter__(self) -> "ProgramBuilder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pool in (self._tracer, self._compilers):
+            pool.shutdown(cancel_futures=True)
+
+    def add(self, recipes: Iterable[Recipe]) -> None:
+        """Begin with these, unless their like was added before."""
+        for recipe in recipes:
+            if recipe.name not in self._building:
+                self._building[recipe.name] = self._tracer.submit(self._trace, recipe)
+
+    def programs(self) -> Programs:
+        """Wait for all that were added."""
+        built = {}
+        for name, compiling in self._building.items():
+            built[name] = compiling.result().result()
+            self._progress(len(built), len(self._building))
+        if self._store is not None:
+            self._store.prune()
+        return Programs.of(built)
+
+    def workspace(self, recipes: Iterable[Recipe], meanwhile: Iterable[Recipe]) -> int:
+        """Bytes of temporaries and fresh outputs of `recipes` as compiled, kept as a number.
+
+        `meanwhile` is traced and lowered behind them, and compiled later: XLA compiles a Mosaic
+        kernel only while the process compiles nothing else, so `recipes` would wait for all of it.
+        """
+        drafts = [recipe.draft() for recipe in recipes]
+
+        def compute() -> int:
+            self._may_compile.clear()
+            try:
+                compiling = [self._tracer.submit(self._compile_draft, draft) for draft in drafts]
+                self.add(meanwhile)
+                return sum(_workspace(future.result().result()) for future in compiling)
+            finally:
+                self._may_compile.set()
+
+        if self._store is None:
+            return compute()
+        return self._store.number(f"workspace of {[draft.key for draft in drafts]}", compute)
+
+    def _compile_draft(self, draft: Recipe) -> Future[Any]:
+        return self._compilers.submit(draft.lower().compile)
+
+    def _trace(self, recipe: Recipe) -> Future[Any]:
+        return self._compilers.submit(self._compile, lower(recipe, self._store))
+
+    def _compile(self, lowered: Any) -> Any:
+        self._may_compile.wait()
+        return lowered.compile()
+
+
+def lower(recipe: Recipe, store: ProgramStore | None) -> Any:
+    """With a store, what was exported is lowered in every start, the first one too: only so is it
+    the same to JAX's own cache."""
+    if store is None:
+        return recipe.lower()
+    exported = store.load(recipe.key)
+    if exported is None:
+        exported = recipe.exported()
+        store.save(recipe.key, exported)
+    return recipe.lower(exported)
+
+
 def compile_programs(
     split: SplitModel,
     shapes: Shapes,
@@ -68,7 +160,6 @@ def compile_programs(
     *,
     threads: int,
     store: ProgramStore | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Programs:
     """Compile everything, `threads` programs at a time.
 
@@ -77,55 +168,30 @@ def compile_programs(
         shapes: Shapes of the device's arrays.
         config: The runtime's numbers.
         buckets: The steps' shapes.
-        threads: Compilations at once; XLA compiles outside Python's lock.
+        threads: Compilations at once.
         store: Where earlier engines left what they traced and lowered.
-        progress: Called with (compiled so far, all).
     """
-    wanted = list(recipes(split, shapes, config, buckets))
-    done: dict[Name, Any] = {}
-    with ThreadPoolExecutor(threads) as pool:
-        programs = pool.map(partial(_compile, store=store), wanted)
-        for recipe, program in zip(wanted, programs, strict=True):
-            done[recipe.name] = program
-            progress(len(done), len(wanted))
-    if store is not None:
-        store.prune()
-    return Programs.of(done)
-
-
-def _compile(recipe: Recipe, store: ProgramStore | None) -> Any:
-    """With a store, what was exported is compiled in every start, the first one too: only so is it
-    the same to JAX's own cache."""
-    if store is None:
-        return recipe.compile()
-    exported = store.load(recipe.key)
-    if exported is None:
-        exported = recipe.exported()
-        store.save(recipe.key, exported)
-    return recipe.compile(exported)
+    with ProgramBuilder(threads, store) as builder:
+        builder.add(recipes(split, shapes, config, buckets))
+        return builder.programs()
 
 
 def largest_step_workspace(
+    builder: ProgramBuilder,
     split: SplitModel,
     shapes: Shapes,
     config: RuntimeConfig,
     buckets: Buckets,
-    store: ProgramStore | None = None,
 ) -> int:
     """Bytes of temporaries and fresh outputs of the largest step, as compiled.
 
     The pool's size does not enter them, so any `num_blocks` in `shapes` gives the same answer.
+    Meanwhile the builder begins with the programs that have no part in the pool.
     """
     prefill = prefill_recipe(split, shapes, config, *max(buckets.prefill_shapes()))
     sampling = sample_recipe(shapes, config, max(buckets.decode_seqs), max(SamplerLevel))
-
-    def compute() -> int:
-        return sum(_workspace(recipe.compile()) for recipe in (prefill, sampling))
-
-    if store is None:
-        return compute()
-    with never_cached():
-        return store.number(f"workspace of {prefill.key} and {sampling.key}", compute)
+    others = recipes_without_pool(split, shapes, config, buckets)
+    return builder.workspace((prefill, sampling), meanwhile=others)
 
 
 def _workspace(compiled: Any) -> int:

@@ -1,9 +1,10 @@
 """What each program of an engine is compiled from: the step, and the shapes of its arguments."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from typing import Any
+from uuid import uuid4
 
 import jax
 import jax.numpy as jnp
@@ -132,10 +133,25 @@ class Recipe:
         exporting = export.export(self.step, platforms=platforms, disabled_checks=_KERNEL_CALLS)
         return exporting(*self.arguments, **self.keywords)
 
-    def compile(self, exported: export.Exported | None = None) -> Any:
-        """Compile what was exported, or trace and lower first."""
+    def lower(self, exported: export.Exported | None = None) -> Any:
+        """Lower what was exported, or trace first."""
         step = self.step if exported is None else self.call(exported)
-        return step.lower(*self.arguments, **self.keywords).compile()
+        return step.lower(*self.arguments, **self.keywords)
+
+    def compile(self, exported: export.Exported | None = None) -> Any:
+        """Lower and compile."""
+        return self.lower(exported).compile()
+
+    def draft(self) -> "Recipe":
+        """The same under a name that no other program has, for looking at what the compiler makes
+        of it: JAX's cache has nothing of that name, and programs from there may not tell all."""
+
+        @wraps(self.function)  # arguments are donated by name
+        def run(*arguments, **keywords):
+            return self.function(*arguments, **keywords)
+
+        run.__name__ = f"draft_{uuid4().hex}"
+        return replace(self, function=run)
 
     def call(self, exported: export.Exported) -> Any:
         """The step, jitted, as it was exported."""
@@ -157,21 +173,33 @@ class Recipe:
 def recipes(
     split: SplitModel, shapes: Shapes, config: RuntimeConfig, buckets: Buckets
 ) -> Iterator[Recipe]:
-    """Everything to compile, the largest first so that no thread ends with a long one."""
-    for tokens, seqs in sorted(buckets.prefill_shapes(), reverse=True):
-        yield prefill_recipe(split, shapes, config, tokens, seqs)
-    for seqs in reversed(buckets.decode_seqs):
+    """Everything to compile.
+
+    XLA measures each matrix product once a process, but not while another program is measuring the
+    same: those with other products come first, those that repeat them last.
+    """
+    for seqs in buckets.decode_seqs:
         yield _decode(split, shapes, config, seqs)
-    for tokens in buckets.prefill_tokens:
-        yield _prompt_logprobs(split, shapes, tokens)
-    for seqs in sorted({*buckets.decode_seqs, *buckets.prefill_seqs}):
-        for level in sampler_levels(config):
-            yield sample_recipe(shapes, config, seqs, level)
+    most = buckets.prefill_seqs[-1]
+    for tokens, seqs in sorted(buckets.prefill_shapes(), key=lambda it: (it[1] != most, -it[0])):
+        yield prefill_recipe(split, shapes, config, tokens, seqs)
+    yield from recipes_without_pool(split, shapes, config, buckets)
     yield _load_row(shapes, config)
     yield _copy_blocks(shapes, config)
     yield _fork_rows(shapes, config)
     for size in chunk_sizes(shapes.kv.pool, config.num_host_blocks):
         yield from swap_recipes(shapes.kv, size)
+
+
+def recipes_without_pool(
+    split: SplitModel, shapes: Shapes, config: RuntimeConfig, buckets: Buckets
+) -> Iterator[Recipe]:
+    """Those of `recipes` that are the same whatever the pool's size."""
+    for seqs in sorted({*buckets.decode_seqs, *buckets.prefill_seqs}):
+        for level in reversed(sampler_levels(config)):
+            yield sample_recipe(shapes, config, seqs, level)
+    for tokens in buckets.prefill_tokens:
+        yield _prompt_logprobs(split, shapes, tokens)
 
 
 def sampler_levels(config: RuntimeConfig) -> tuple[SamplerLevel, ...]:

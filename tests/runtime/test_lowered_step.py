@@ -24,6 +24,7 @@ from pallas_kernels import Backend
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
 KERNEL, PRODUCT = "stablehlo.custom_call @__gpu$xla.gpu.triton", "stablehlo.dot_general"
+HOPPER = "mosaic_gpu_v2"
 NUM_LAYERS = 4
 
 # Ours: norm and sum twice, rotation and KV write, attention, its merging. The compiler's: four
@@ -91,16 +92,32 @@ def test_layers_alike_are_lowered_once():
     assert len(re.findall(r"func\.func private @_run_layer\w*\(", text)) == 2
 
 
-def test_a_kept_step_is_the_same():
-    recipe = all_recipes("qwen3-0.6b", NUM_LAYERS)["decode", 8]
+@pytest.mark.parametrize("name", [("decode", 8), ("prefill", (512, 8))], ids=str)
+def test_a_kept_step_is_the_same(name: tuple):
+    """Its kernels too, of which prefill attention for Hopper is of another kind."""
+    recipe = all_recipes("qwen3-0.6b", NUM_LAYERS)[name]
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
         exported = recipe.exported(("cuda",))
     loaded = export.deserialize(bytearray(exported.serialize()))
     cold, warm = (lowered(recipe, recipe.call(program)) for program in (exported, loaded))
     assert warm == cold  # so that JAX's cache takes one for the other
-    direct = decode_step("qwen3-0.6b", 8)
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+        direct = lowered(recipe, recipe.step)
+    assert warm.count(f"@{HOPPER}") == direct.count(f"@{HOPPER}") == (name[0] == "prefill")
     assert launches(warm) == launches(direct)
     assert _num_reused(warm) == _num_reused(direct) == 2 * NUM_LAYERS + 1
+
+
+def test_prefills_of_as_many_tokens_have_the_same_hopper_kernel():
+    """Whatever the sequences: XLA compiles each kernel of that kind alone."""
+
+    def kernels(seqs: int) -> set[str]:
+        recipe = all_recipes("qwen3-0.6b", 1)["prefill", (512, seqs)]
+        with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+            return set(re.findall(r"kernel_hash = (\".+?\"),", lowered(recipe, recipe.step)))
+
+    assert len(kernels(8)) == 1
+    assert kernels(8) == kernels(256)
 
 
 def _num_reused(text: str) -> int:

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from jpaged.runtime.program_store import ProgramStore, never_cached
-from jpaged.runtime.programs import _compile
+from jpaged.runtime.program_store import ProgramStore
+from jpaged.runtime.programs import lower
 from jpaged.runtime.recipes import Recipe
 from pallas_kernels import tuning
 
@@ -71,7 +71,7 @@ def test_a_second_start_traces_no_step_and_compiles_nothing(tmp_path: Path, jax_
             return 3 * x
 
         made = Recipe(("triple", None), step, (jax.ShapeDtypeStruct((5,), jnp.int32),))
-        program: Any = _compile(made, make_store(tmp_path))
+        program: Any = lower(made, make_store(tmp_path)).compile()
         return program(jnp.arange(5, dtype=jnp.int32)).tolist()
 
     first, files = start(), sorted(jax_cache.glob("jit_step-*-cache"))
@@ -151,9 +151,11 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path: Path):
     assert store.load(recipe(16).key) is not None
 
 
-def test_what_is_never_cached_leaves_no_file(jax_cache: Path):
-    with never_cached():
-        recipe(32).compile()
-    assert not [*jax_cache.glob("*-cache")]
+def test_a_draft_is_compiled_whatever_the_cache_has(jax_cache: Path):
     recipe(32).compile()
-    assert len([*jax_cache.glob("*-cache")]) == 1
+    for count in (2, 3):
+        recipe(32).draft().compile()
+        assert len([*jax_cache.glob("*-cache")]) == count
+    a = jnp.zeros(32, jnp.float32)
+    recipe(32).draft().compile()({"a": a}, jnp.ones(32, jnp.float32))
+    assert a.is_deleted()  # donated as in the program itself
