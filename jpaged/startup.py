@@ -56,9 +56,6 @@ allocator's gaps between these."""
 _STEPS_IN_FLIGHT = 2
 """Steps whose workspaces can exist at once: the one that runs and the one launched behind it."""
 
-_MOSAIC_PROGRAMS = 16
-"""Prefill programs there may be."""
-
 
 @dataclass(frozen=True)
 class EngineParts:
@@ -101,7 +98,7 @@ def _build_parts(config: EngineConfig) -> EngineParts:
         tokenizer = text.result() if text is not None else None
     store = program_store(config, model_config, model, device)
     eos = _eos_token_ids(folder, model_config, tokenizer)
-    with ProgramBuilder(_threads(device), store, partial(_report_compiled, reporter)) as builder:
+    with ProgramBuilder(os.cpu_count() or 1, store, partial(_report_compiled, reporter)) as builder:
         with reporter.phase("sizing the pool"):
             fitted = _fit_to_device(config, model_config, split, dtype, device, builder)
         runtime, account, shapes = fitted
@@ -265,13 +262,6 @@ def _make_runner(
         runner = ModelRunner(split, shapes, runtime, buckets, programs, eos_token_ids)
         runner.warm_up()
     return runner
-
-
-def _threads(device) -> int:
-    """Compilations at once: on a GPU more than cores, since one with a Mosaic kernel waits in XLA
-    until no other compiles (programs.py)."""
-    cores = os.cpu_count() or 1
-    return cores if device.platform == "cpu" else cores + _MOSAIC_PROGRAMS
 
 
 def _report_compiled(reporter: Reporter, done: int, total: int) -> None:

@@ -5,7 +5,7 @@ while serving: a shape that was not foreseen is an error, not a pause.
 """
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from threading import Event
 from typing import Any
@@ -61,14 +61,21 @@ class Programs:
         )
 
 
+_MEASURERS = 32
+"""Threads that compile programs with products to measure, those that wait for another included."""
+
+
 class ProgramBuilder:
     """Builds programs in the background; a context that leaves nothing running behind.
 
     Tracing and lowering hold Python's lock, so one thread does both, in the order of adding;
-    compiling does not, so many programs are compiled at once while that goes on.
+    compiling does not, so many programs are compiled at once while that goes on. Of those with the
+    same matrix products one is compiled before the others begin: XLA measures the ways to compute a
+    product on the device, one at a time, and knows it from then on.
 
     Args:
-        threads: Compilations at once.
+        threads: Compilations at once of programs without such products; the others, which mostly
+            wait for the device or each other, come on top.
         store: Where earlier engines left what they traced and lowered.
         progress: Called with (built so far, all) while somebody waits.
     """
@@ -79,9 +86,11 @@ class ProgramBuilder:
         store: ProgramStore | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ):
-        self._tracer, self._compilers = ThreadPoolExecutor(1), ThreadPoolExecutor(threads)
         self._store, self._progress = store, progress
+        self._tracer, self._compilers = ThreadPoolExecutor(1), ThreadPoolExecutor(threads)
+        self._measurers = ThreadPoolExecutor(_MEASURERS)
         self._building: dict[Name, Future[Future[Any]]] = {}
+        self._first_with: dict[Any, Future[Any]] = {}  # by products; the tracer's own
         self._may_compile = Event()
         self._may_compile.set()
 
@@ -89,7 +98,7 @@ class ProgramBuilder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for pool in (self._tracer, self._compilers):
+        for pool in (self._tracer, self._compilers, self._measurers):
             pool.shutdown(cancel_futures=True)
 
     def add(self, recipes: Iterable[Recipe]) -> None:
@@ -133,10 +142,17 @@ class ProgramBuilder:
         return self._compilers.submit(draft.lower().compile)
 
     def _trace(self, recipe: Recipe) -> Future[Any]:
-        return self._compilers.submit(self._compile, lower(recipe, self._store))
+        lowered = lower(recipe, self._store)
+        if recipe.products is None:
+            return self._compilers.submit(self._compile, lowered)
+        first = self._first_with.get(recipe.products)
+        compiling = self._measurers.submit(self._compile, lowered, first)
+        self._first_with.setdefault(recipe.products, compiling)
+        return compiling
 
-    def _compile(self, lowered: Any) -> Any:
+    def _compile(self, lowered: Any, first: Future[Any] | None = None) -> Any:
         self._may_compile.wait()
+        wait([first] if first is not None else [])
         return lowered.compile()
 
 

@@ -30,7 +30,7 @@ from jpaged.runtime.steps import (
 from jpaged.runtime.swap import chunk_sizes, gather_blocks_step, scatter_blocks_step
 from jpaged.runtime_config import RuntimeConfig
 from jpaged.sampling_params import MAX_LOGPROBS
-from pallas_kernels import LayerKV
+from pallas_kernels import Backend, LayerKV
 
 PROMPT_LOGPROBS_CHUNK = 64
 """Prompt tokens whose logits exist at once; a whole prompt's would not fit beside the pool."""
@@ -114,7 +114,8 @@ Name = tuple[str, Any]
 class Recipe:
     """What a program is compiled from: a step, and the shapes of its arguments.
 
-    `donate` names the arguments whose memory the program reuses.
+    `donate` names the arguments whose memory the program reuses. Programs with equal `products`
+    have the same matrix products.
     """
 
     name: Name
@@ -122,6 +123,7 @@ class Recipe:
     arguments: tuple = ()
     keywords: Mapping[str, Any] = field(default_factory=dict)
     donate: tuple[str, ...] = ()
+    products: tuple[str, int] | None = None
 
     @property
     def step(self) -> Any:
@@ -173,12 +175,9 @@ class Recipe:
 def recipes(
     split: SplitModel, shapes: Shapes, config: RuntimeConfig, buckets: Buckets
 ) -> Iterator[Recipe]:
-    """Everything to compile.
-
-    XLA measures each matrix product once a process, but not while another program is measuring the
-    same: those with other products come first, those that repeat them last.
-    """
-    for seqs in buckets.decode_seqs:
+    """Everything to compile; of programs with the same products, the one that has the most to
+    measure comes first."""
+    for seqs in reversed(buckets.decode_seqs):
         yield _decode(split, shapes, config, seqs)
     most = buckets.prefill_seqs[-1]
     for tokens, seqs in sorted(buckets.prefill_shapes(), key=lambda it: (it[1] != most, -it[0])):
@@ -195,11 +194,11 @@ def recipes_without_pool(
     split: SplitModel, shapes: Shapes, config: RuntimeConfig, buckets: Buckets
 ) -> Iterator[Recipe]:
     """Those of `recipes` that are the same whatever the pool's size."""
+    for tokens in buckets.prefill_tokens:
+        yield _prompt_logprobs(split, shapes, config, tokens)
     for seqs in sorted({*buckets.decode_seqs, *buckets.prefill_seqs}):
         for level in reversed(sampler_levels(config)):
             yield sample_recipe(shapes, config, seqs, level)
-    for tokens in buckets.prefill_tokens:
-        yield _prompt_logprobs(split, shapes, tokens)
 
 
 def sampler_levels(config: RuntimeConfig) -> tuple[SamplerLevel, ...]:
@@ -213,7 +212,8 @@ def _decode(split: SplitModel, shapes: Shapes, config: RuntimeConfig, seqs: int)
     step = split.bind(decode_step, backend=config.backend)
     packed = _int32(*decode_packed_shape(seqs))
     keywords = {"state": shapes.kv, "last_tokens": shapes.last_tokens, "packed": packed}
-    return Recipe(("decode", seqs), step, (shapes.leaves,), keywords, donate=("state",))
+    name, products = ("decode", seqs), _products(config, seqs)
+    return Recipe(name, step, (shapes.leaves,), keywords, ("state",), products)
 
 
 def prefill_recipe(
@@ -223,15 +223,25 @@ def prefill_recipe(
     step = split.bind(prefill_step, num_tokens=tokens, batch_size=seqs, backend=config.backend)
     packed = _int32(*prefill_packed_shape(tokens, seqs, config.max_blocks_per_seq))
     keywords = {"state": shapes.kv, "last_tokens": shapes.last_tokens, "packed": packed}
-    return Recipe(("prefill", (tokens, seqs)), step, (shapes.leaves,), keywords, donate=("state",))
+    name, products = ("prefill", (tokens, seqs)), _products(config, tokens)
+    return Recipe(name, step, (shapes.leaves,), keywords, ("state",), products)
 
 
-def _prompt_logprobs(split: SplitModel, shapes: Shapes, tokens: int) -> Recipe:
+def _products(config: RuntimeConfig, rows: int) -> tuple[str, int] | None:
+    """Those of all layers; nothing where the compiler measures nothing."""
+    return None if config.backend is Backend.XLA else ("layers", rows)
+
+
+def _prompt_logprobs(
+    split: SplitModel, shapes: Shapes, config: RuntimeConfig, tokens: int
+) -> Recipe:
     step = split.bind(prompt_logprobs_step, max_logprobs=MAX_LOGPROBS)
     hidden = jax.ShapeDtypeStruct((tokens, *shapes.hidden.shape), shapes.hidden.dtype)
     chunk = _int32(PROMPT_LOGPROBS_CHUNK)
     keywords = {"hidden": hidden, "indices": chunk, "targets": chunk}
-    return Recipe(("prompt_logprobs", tokens), step, (shapes.leaves,), keywords)
+    name = "prompt_logprobs", tokens
+    products = None if config.backend is Backend.XLA else ("head", PROMPT_LOGPROBS_CHUNK)
+    return Recipe(name, step, (shapes.leaves,), keywords, products=products)
 
 
 def sample_recipe(shapes: Shapes, config: RuntimeConfig, seqs: int, level: SamplerLevel) -> Recipe:
