@@ -39,6 +39,11 @@ class MemoryAccount:
         """The sum of the parts."""
         return self.weights + self.sampling + self.workspace + self.kv_cache
 
+    @property
+    def resident(self) -> int:
+        """What is there between steps too: all but the workspace."""
+        return self.total - self.workspace
+
     def lines(self) -> list[str]:
         """The account as text, one part a line."""
         parts = [
