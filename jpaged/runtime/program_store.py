@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
+from uuid import uuid4
 
 import flax
 import jax
@@ -41,7 +42,7 @@ class ProgramStore:
     """
 
     def __init__(self, folder: Path, made_from: Any, device: Any):
-        self._folder = folder
+        self._folder, self._keeps = folder, True
         self._common = _digest(repr(made_from), _environment(device), _code_in_memory())
 
     def load(self, key: str) -> export.Exported | None:
@@ -56,16 +57,19 @@ class ProgramStore:
             return None
 
     def save(self, key: str, exported: export.Exported) -> None:
-        """Keep a program."""
+        """Keep a program; what cannot be kept is told once."""
+        if not self._keeps:
+            return
         try:
             self._write(key, bytes(exported.serialize()))
         except Exception as error:  # some programs cannot be kept, some folders not be written
-            warnings.warn(f"a program is not kept: {error}", stacklevel=2)
+            self._keeps = False
+            warnings.warn(f"programs are not kept: {error}", stacklevel=2)
 
     def number(self, key: str, compute: Callable[[], int]) -> int:
         """A number kept under `key`, computed if it is not."""
         payload = self._read(key)
-        if payload is not None:
+        if payload is not None and payload.isdigit():
             return int(payload)
         value = compute()
         with suppress(OSError):
@@ -90,18 +94,22 @@ class ProgramStore:
         path = self._path(key)
         try:
             content = path.read_bytes()
-            os.utime(path)
         except OSError:
             return None
+        with suppress(OSError):  # others' folder may be for reading alone
+            os.utime(path)
         digest, payload = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
         return payload if _digest(payload) == digest else None
 
     def _write(self, key: str, payload: bytes) -> None:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self._path(key)
-        draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_bytes(_digest(payload) + payload)
-        draft.replace(path)  # in one go: another process never reads half a program
+        draft = path.with_suffix(f".{uuid4().hex}")
+        try:
+            draft.write_bytes(_digest(payload) + payload)
+            draft.replace(path)  # in one go: another process never reads half a program
+        finally:
+            draft.unlink(missing_ok=True)
 
 
 def _digest(*parts: str | bytes) -> bytes:

@@ -1,6 +1,7 @@
 """Lowered programs on disk: found again if nothing changed, traced again if anything did."""
 
 import functools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -127,16 +128,49 @@ def test_a_whole_file_that_is_no_program_is_told_and_not_loaded(tmp_path: Path):
         assert store.load(recipe().key) is None
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path):
+def test_a_folder_that_cannot_be_written_is_told_once(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+):
     (tmp_path / "programs").write_text("a file")
-    with pytest.warns(UserWarning, match="not kept"):
-        save(make_store(tmp_path), recipe())
+    store = make_store(tmp_path)
+    for size in (4, 8):
+        save(store, recipe(size))
+    assert [str(warning.message)[:21] for warning in recwarn] == ["programs are not kept"]
+
+
+def test_a_folder_for_reading_alone_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save(make_store(tmp_path), recipe())
+
+    def refuse(*_: object) -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(os, "utime", refuse)
+    assert make_store(tmp_path).load(recipe().key) is not None
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save(make_store(tmp_path), recipe())
+
+    def refuse(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.warns(UserWarning, match="no space left"):
+        save(make_store(tmp_path), recipe(8))
+    assert len([*(tmp_path / "programs").iterdir()]) == 1
+
+
+def test_the_folder_is_its_owners_alone(tmp_path: Path):
+    save(make_store(tmp_path), recipe())
+    assert (tmp_path / "programs").stat().st_mode & 0o777 == 0o700
 
 
 def test_a_number_is_computed_once(tmp_path: Path):
     assert make_store(tmp_path).number("bytes", lambda: 42) == 42
     unused = functools.partial(pytest.fail, "computed again")
     assert make_store(tmp_path).number("bytes", unused) == 42
+    make_store(tmp_path)._write("bytes", b"no number")
+    assert make_store(tmp_path).number("bytes", lambda: 43) == 43
 
 
 def test_what_was_not_used_for_longest_goes_first(tmp_path: Path):
