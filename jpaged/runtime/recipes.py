@@ -246,7 +246,8 @@ def _prompt_logprobs(
 
 def sample_recipe(shapes: Shapes, config: RuntimeConfig, seqs: int, level: SamplerLevel) -> Recipe:
     """`sample_step` of a bucket and a level."""
-    step = partial(sample_step, level=level, max_logprobs=MAX_LOGPROBS)
+    options = {"level": level, "backend": config.backend, "max_logprobs": MAX_LOGPROBS}
+    step = partial(sample_step, **options)
     counted = jax.ShapeDtypeStruct((seqs,), jnp.bool_)
     inputs = SampleInputs._make([_int32(seqs), counted, _int32(seqs, ROW_WIDTH), _int32(seqs)])
     logits = jax.ShapeDtypeStruct((seqs, config.vocab_size), jnp.float32)
