@@ -105,7 +105,7 @@ def _build_parts(config: EngineConfig) -> EngineParts:
         for line in _describe(runtime, account, device):
             reporter.say(line)
         runner = _make_runner(split, shapes, runtime, eos, builder, reporter)
-    for line in _device_report(account, device):
+    for line in account.beside(device.memory_stats() or {}):
         reporter.say(line)
     pressure = _choose_pressure(config, runtime, runner, reporter)
     return EngineParts(
@@ -282,17 +282,6 @@ def _describe(runtime: RuntimeConfig, account: MemoryAccount, device) -> list[st
         f"({capacity:,} tokens), up to {runtime.max_num_seqs} sequences of up to "
         f"{runtime.max_model_len:,} tokens, {runtime.max_num_batched_tokens:,} tokens a step",
     ]
-
-
-def _device_report(account: MemoryAccount, device) -> list[str]:
-    """What the device itself says once all is there, where it says anything."""
-    stats = device.memory_stats() or {}
-    if "bytes_limit" not in stats:
-        return []
-    told = [stats[name] / 2**20 for name in ("bytes_in_use", "peak_bytes_in_use", "bytes_limit")]
-    in_use, peak, limit = (f"{figure:,.1f} MiB" for figure in told)
-    own = f"{account.resident / 2**20:,.1f} MiB"
-    return [f"the device has {in_use} in use (account: {own}), {peak} at most, of {limit}"]
 
 
 def _eos_token_ids(folder: Path, model: ModelConfig, tokenizer: Tokenizer | None) -> frozenset[int]:

@@ -19,6 +19,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.registry import model_class
 from jpaged.runtime.buckets import make_buckets
 from jpaged.runtime.recipes import Recipe, Shapes, SplitModel, recipes
+from jpaged.runtime.sampler import SamplerLevel
 from jpaged.runtime_config import GPU_DEFAULTS, RuntimeConfig
 from pallas_kernels import Backend
 
@@ -106,6 +107,19 @@ def test_a_kept_step_is_the_same(name: tuple):
     assert warm.count(f"@{HOPPER}") == direct.count(f"@{HOPPER}") == (name[0] == "prefill")
     assert launches(warm) == launches(direct)
     assert _num_reused(warm) == _num_reused(direct) == 2 * NUM_LAYERS + 1
+
+
+def test_every_kind_of_program_can_be_kept():
+    """None holds a call that `jax.export` would not write."""
+    kinds = {
+        (*name[:1], name[1][1]) if name[0] == "sample" else name[:1]: recipe
+        for name, recipe in all_recipes("qwen3-0.6b", 1).items()
+    }
+    assert len(kinds) == 6 + len(SamplerLevel)
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+        for recipe in kinds.values():
+            loaded = export.deserialize(bytearray(recipe.exported(("cuda",)).serialize()))
+            assert loaded.platforms == ("cuda",)
 
 
 def test_prefills_of_as_many_tokens_have_the_same_hopper_kernel():
