@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from bench.records import print_table, record
 
 EMBEDDED = "embedded"
 PROMPT = "Count from 1 to 20"
+TIMEOUT_S = 300  # after which a start is ended
 # Seconds to the first token: vLLM 0.24 on an H200 (import and start, no weights read), to reach.
 VLLM = {"qwen3-0.6b": 49, "llama-3.1-8b": 50}
 TO_REACH = {"cold": 40, "warm": 10}
@@ -82,7 +84,8 @@ def start(model: str, cache: Path) -> dict:
     """
     # The driver keeps compiled kernels too; those of earlier runs would make a cold start warmer.
     environment = {**os.environ, "CUDA_CACHE_PATH": str(cache / "cuda")}
-    environment["PYTHONPATH"] = str(Path(__file__).parent.parent)
+    own = str(Path(__file__).parent.parent)
+    environment["PYTHONPATH"] = os.pathsep.join([own, *filter(None, [os.getenv("PYTHONPATH")])])
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as told:
         began, used = time.monotonic(), processor_seconds()
         process = subprocess.Popen(
@@ -91,9 +94,12 @@ def start(model: str, cache: Path) -> dict:
             stderr=told,
             env=environment,
         )
+        watchdog = threading.Timer(TIMEOUT_S, process.kill)
+        watchdog.start()
         first = process.stdout.read(1) if process.stdout is not None else b""
         seconds = time.monotonic() - began
         process.communicate()
+        watchdog.cancel()
         told.seek(0)
         text = told.read()
     if not first or process.returncode:
@@ -120,11 +126,14 @@ def phases(told: str, whole: float) -> dict[str, float]:
     return {**found, "other": whole - sum(found.values())}
 
 
-def measure(model: str, repeats: int) -> list[dict]:
-    """A cold start, and the median of `repeats` warm ones."""
+def measure(model: str, repeats: int, kept: Path | None = None) -> list[dict]:
+    """A cold start, and the median of `repeats` warm ones; what they compile stays in `kept`."""
     with tempfile.TemporaryDirectory() as cache:
-        cold = start(model, Path(cache))
-        warm = [start(model, Path(cache)) for _ in range(repeats)]
+        folder = Path(cache) if kept is None else kept / model
+        if folder.exists() and any(folder.iterdir()):
+            raise ValueError(f"--cache-dir: {folder} is not empty, so no start would be cold")
+        cold = start(model, folder)
+        warm = [start(model, folder) for _ in range(repeats)]
     medians = {name: statistics.median(run[name] for run in warm) for name in warm[0]}
     return [row("cold", model, cold), row("warm", model, medians)]
 
@@ -143,9 +152,12 @@ def main() -> None:
     )
     parser.add_argument("--model", choices=[*SHAPES, EMBEDDED], nargs="+", default=[*SHAPES])
     parser.add_argument("--repeats", type=int, default=3, help="warm starts")
+    parser.add_argument("--cache-dir", type=Path, help="keep what is compiled here, by model")
     args = parse_arguments(parser)
-    rows = [row for model in args.model for row in measure(model, args.repeats)]
-    print_table(rows)
+    rows = []
+    for model in args.model:
+        rows += measure(model, args.repeats, args.cache_dir)
+        print_table(rows[-2:])
     print(record("startup", rows, processors=os.cpu_count()))
 
 

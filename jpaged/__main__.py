@@ -122,7 +122,7 @@ def _add_engine_flags(group: Any) -> None:
     modes = ("recompute", "swap", "auto")
     add("--preemption-mode", choices=modes, help="for KV that must make room (recompute)")
     add("--swap-space", type=float, metavar="GIB", help="host memory for swapped KV (default 4)")
-    add("--compilation-cache-dir", metavar="FOLDER", help="JAX's cache of compiled programs")
+    add("--compilation-cache-dir", metavar="FOLDER", help="where compiled programs are kept")
     add(
         "--no-async-scheduling",
         "--no-overlap",

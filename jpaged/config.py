@@ -66,9 +66,10 @@ class EngineConfig:
         skip_tokenizer_init: Token ids in, token ids out; no tokenizer is loaded.
         seed: Of the dummy weights and of requests that bring no seed.
         async_scheduling: Let the host run one step behind the device (the overlapped loop).
-        compilation_cache_dir: JAX's persistent compilation cache, which makes a second start fast;
-            None for none. It is JAX's setting for the whole process: one set before, by JAX's own
-            configuration or an earlier engine, stays.
+        compilation_cache_dir: Where compiled programs are kept, which makes a second start fast;
+            None for nowhere. Whoever can write there can run code in this process. It is JAX's
+            persistent compilation cache too, unless one was set before, by JAX's own configuration
+            or an earlier engine.
         verbose: Show loading, memory account and compilation on stderr.
 
     Raises:

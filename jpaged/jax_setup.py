@@ -3,11 +3,17 @@
 import gc
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
 
 import jax
+from flax import nnx
 
 from jpaged.config import EngineConfig
+from jpaged.models.config import ModelConfig
+from jpaged.runtime.program_store import ProgramStore
+from pallas_kernels import select_backend
 
 
 @contextmanager
@@ -37,5 +43,19 @@ def prepare_jax(config: EngineConfig) -> None:
         jax.config.update("jax_pjrt_client_create_options", fraction)
     cache = config.compilation_cache_dir
     if cache is not None and jax.config.values["jax_compilation_cache_dir"] is None:
-        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(cache))
+        folder = Path(os.path.expanduser(cache))
+        with suppress(OSError):  # JAX goes on without
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def program_store(
+    config: EngineConfig, model_config: ModelConfig, model: nnx.Module, device: Any
+) -> ProgramStore | None:
+    """Where compiled programs are kept, if they may be: only of models whose code is ours."""
+    cache = config.compilation_cache_dir
+    if cache is None or not type(model).__module__.startswith("jpaged."):
+        return None
+    folder = Path(os.path.expanduser(cache)) / "programs"
+    return ProgramStore(folder, (model_config, select_backend(device.platform)), device)

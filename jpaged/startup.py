@@ -16,7 +16,7 @@ from jpaged.core.prefix_cache import PrefixCache
 from jpaged.core.scheduler import Scheduler, SchedulerConfig
 from jpaged.core.swap import PreemptionMode, PressurePolicy
 from jpaged.intake import Intake
-from jpaged.jax_setup import prepare_jax, without_collections
+from jpaged.jax_setup import prepare_jax, program_store, without_collections
 from jpaged.models.config import ModelConfig
 from jpaged.models.loader import load_model, read_config, resolve_checkpoint
 from jpaged.reporter import Reporter
@@ -29,8 +29,8 @@ from jpaged.runtime.kv_cache import (
     tree_bytes,
 )
 from jpaged.runtime.model_runner import ModelRunner
-from jpaged.runtime.programs import compile_programs, largest_step_workspace
-from jpaged.runtime.recipes import Shapes, SplitModel
+from jpaged.runtime.programs import ProgramBuilder, largest_step_workspace
+from jpaged.runtime.recipes import Shapes, SplitModel, recipes
 from jpaged.runtime.swap import staging_bytes
 from jpaged.runtime.timing import measure_costs
 from jpaged.runtime_config import (
@@ -96,12 +96,17 @@ def _build_parts(config: EngineConfig) -> EngineParts:
         split = SplitModel.of(model)
         jax.block_until_ready(split.leaves)
         tokenizer = text.result() if text is not None else None
-    with reporter.phase("sizing the pool"):
-        runtime, account, shapes = _fit_to_device(config, model_config, split, dtype, device)
-    for line in _describe(runtime, account, device):
-        reporter.say(line)
+    store = program_store(config, model_config, model, device)
     eos = _eos_token_ids(folder, model_config, tokenizer)
-    runner = _make_runner(split, shapes, runtime, eos, reporter)
+    with ProgramBuilder(os.cpu_count() or 1, store, partial(_report_compiled, reporter)) as builder:
+        with reporter.phase("sizing the pool"):
+            fitted = _fit_to_device(config, model_config, split, dtype, device, builder)
+        runtime, account, shapes = fitted
+        for line in _describe(runtime, account, device):
+            reporter.say(line)
+        runner = _make_runner(split, shapes, runtime, eos, builder, reporter)
+    for line in account.beside(device.memory_stats() or {}):
+        reporter.say(line)
     pressure = _choose_pressure(config, runtime, runner, reporter)
     return EngineParts(
         intake=Intake(
@@ -129,7 +134,12 @@ def _resolve_dtype(asked: str, model: ModelConfig, platform: str) -> jnp.dtype:
 
 
 def _fit_to_device(
-    config: EngineConfig, model: ModelConfig, split: SplitModel, dtype: jnp.dtype, device
+    config: EngineConfig,
+    model: ModelConfig,
+    split: SplitModel,
+    dtype: jnp.dtype,
+    device,
+    builder: ProgramBuilder,
 ) -> tuple[RuntimeConfig, MemoryAccount, Shapes]:
     """Settle every number, and account for the memory."""
     limits = resolve_limits(
@@ -142,7 +152,7 @@ def _fit_to_device(
     per_block = block_bytes(model, limits.block_size, dtype)
     # Until the pool's size is known, only swap_space bounds the blocks in host memory.
     limits = replace(limits, num_host_blocks=config.host_blocks(per_block))
-    account = _account_without_pool(limits, model, split, dtype, device)
+    account = _account_without_pool(limits, model, split, dtype, device, builder)
     num_blocks = _choose_num_blocks(config, limits, account, per_block)
     runtime = with_swap(with_pool(limits, num_blocks, config), config, per_block)
     account = replace(
@@ -163,13 +173,18 @@ def _defaults(device) -> PlatformDefaults:
 
 
 def _account_without_pool(
-    limits: RuntimeConfig, model: ModelConfig, split: SplitModel, dtype: jnp.dtype, device
+    limits: RuntimeConfig,
+    model: ModelConfig,
+    split: SplitModel,
+    dtype: jnp.dtype,
+    device,
+    builder: ProgramBuilder,
 ) -> MemoryAccount:
     shapes = Shapes.of(split, model, replace(limits, num_blocks=_DRAFT_BLOCKS), dtype)
     weights, workspace = tree_bytes(split.leaves), 0
     limit = _memory_limit(device, weights)
     if limit is not None:  # a CPU step's workspace is not worth a compilation
-        one_step = largest_step_workspace(split, shapes, limits, _buckets(limits))
+        one_step = largest_step_workspace(builder, split, shapes, limits, _buckets(limits))
         workspace = _STEPS_IN_FLIGHT * one_step + _SMALL_ARRAYS
         workspace += staging_bytes(shapes.kv.pool, limits.num_host_blocks)
     sampling = tree_bytes((shapes.sampling, shapes.last_tokens, shapes.kv.block_tables))
@@ -238,18 +253,13 @@ def _make_runner(
     shapes: Shapes,
     runtime: RuntimeConfig,
     eos_token_ids: frozenset[int],
+    builder: ProgramBuilder,
     reporter: Reporter,
 ) -> ModelRunner:
     buckets = _buckets(runtime)
     with reporter.phase("compiling"):
-        programs = compile_programs(
-            split,
-            shapes,
-            runtime,
-            buckets,
-            threads=os.cpu_count() or 1,
-            progress=partial(_report_compiled, reporter),
-        )
+        builder.add(recipes(split, shapes, runtime, buckets))
+        programs = builder.programs()
     with reporter.phase("warming up"):
         runner = ModelRunner(split, shapes, runtime, buckets, programs, eos_token_ids)
         runner.warm_up()

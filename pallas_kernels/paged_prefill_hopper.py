@@ -39,7 +39,8 @@ _LOG2_E = math.log2(math.e)
 _TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 # Rows one by one, so that any number of them can be copied out.
 _ROW_TRANSFORMS = (plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128))
-_FIELDS = 8  # int32 numbers a tile
+_FIELDS = 8  # int32 numbers a tile, and before the first tile's
+_MIN_NUMBERS = 2**16  # of 256 sequences with 128 blocks each
 
 
 def paged_prefill_attention(
@@ -62,28 +63,40 @@ def paged_prefill_attention(
     padded = (
         q if num_rows == num_tokens else jnp.pad(q, ((0, num_rows - num_tokens), (0, 0), (0, 0)))
     )
-    numbers, num_fields = _numbers(block_tables, query_start_loc, seq_lens, num_rows, window)
+    numbers = _numbers(block_tables, query_start_loc, seq_lens, num_rows, window)
+    k, v = (pool.reshape(-1, num_kv_heads * head_size) for pool in kv)
+    sizes = {"group": group, "num_kv_heads": num_kv_heads, "block_size": kv.k.shape[1]}
+    rows = padded.reshape(num_rows, -1)
+    out = _attend(rows, k, v, numbers, scale=scale, **sizes, config=config)
+    return out[:num_tokens].reshape(q.shape)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("scale", "group", "num_kv_heads", "block_size", "config")
+)
+def _attend(q, k, v, numbers, *, scale, group, num_kv_heads, block_size, config):
+    """The kernel over rows of all heads; inside a step's jit it is traced and lowered once."""
+    head_size = k.shape[1] // num_kv_heads
     body = functools.partial(
         _kernel,
         scale=scale,
         group=group,
-        window=window,
+        window=ROWS // pl.next_power_of_2(group),
         num_kv_heads=num_kv_heads,
         head_size=head_size,
-        block_size=kv.k.shape[1],
-        num_fields=num_fields,
+        block_size=block_size,
         config=config,
     )
     tile = config.tile_tokens
     k_stages, v_stages = config.num_key_stages, config.num_value_stages
-    copies = max(1, tile // kv.k.shape[1])
+    copies = max(1, tile // block_size)
 
     def scratch(*shape, transforms=_TRANSFORMS):
         return plgpu.SMEM(shape, q.dtype, transforms=transforms)
 
     call = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((num_rows, num_heads * head_size), q.dtype),
+        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         grid=(config.num_programs,),
         grid_names=("program",),
         num_threads=3,
@@ -107,22 +120,20 @@ def paged_prefill_attention(
         ),
         kernel_name="paged_prefill_attention_hopper",
     )
-    k, v = (pool.reshape(-1, num_kv_heads * head_size) for pool in kv)
-    out = call(padded.reshape(num_rows, -1), k, v, numbers)
-    return out[:num_tokens].reshape(q.shape)
+    return call(q, k, v, numbers)
 
 
 def _numbers(block_tables, query_start_loc, seq_lens, num_rows, window):
-    """Flattened [tiles, 8] of what a program reads of each tile, the number of tiles, the block
-    tables; and how many of the numbers come before the tables.
+    """The number of tiles, flattened [tiles, 8] of what a program reads of each, the block tables.
 
     One array, made here: Mosaic GPU wants its buffers on 256 bytes, and XLA passes a slice of an
-    argument, which the tables are in a step, as it lies.
+    argument, which the tables are in a step, as it lies. Its size is rounded up much, so that
+    batches of other sizes have the same kernel: it is compiled in a second, one at a time.
     """
     tiles = window_map(seq_lens, query_start_loc, num_rows, window)
-    num_fields = tiles.window.shape[0] * _FIELDS + 1
+    first_table = _FIELDS + tiles.window.shape[0] * _FIELDS
     columns = [
-        tiles.sequence * jnp.int32(block_tables.shape[1]) + jnp.int32(num_fields),
+        tiles.sequence * jnp.int32(block_tables.shape[1]) + jnp.int32(first_table),
         tiles.window * jnp.int32(window),
         tiles.first_position,
         tiles.begin,
@@ -130,8 +141,10 @@ def _numbers(block_tables, query_start_loc, seq_lens, num_rows, window):
         tiles.seq_len,
     ]
     fields = jnp.stack(columns + [jnp.zeros_like(tiles.window)] * (_FIELDS - len(columns)), axis=1)
-    parts = fields.reshape(-1), tiles.num_tiles[None], block_tables.reshape(-1)
-    return jnp.concatenate(parts), num_fields
+    head = jnp.zeros(_FIELDS, jnp.int32).at[0].set(tiles.num_tiles)
+    numbers = jnp.concatenate([head, fields.reshape(-1), block_tables.reshape(-1)])
+    size = max(_MIN_NUMBERS, pl.next_power_of_2(numbers.size))
+    return jnp.pad(numbers, (0, size - numbers.size))
 
 
 def _kernel(
@@ -157,14 +170,13 @@ def _kernel(
     num_kv_heads,
     head_size,
     block_size,
-    num_fields,
     config,
 ):
     tile = config.tile_tokens
     k_stages, v_stages = config.num_key_stages, config.num_value_stages
     program, num_programs = lax.axis_index("program"), config.num_programs
     warp_group = lax.axis_index("warp_group")
-    num_tiles = numbers_ref[num_fields - 1]
+    num_tiles = numbers_ref[0]
     num_items = num_tiles * num_kv_heads
     num_rounds = lax.div(num_items - program + (num_programs - 1), jnp.int32(num_programs))
 
@@ -174,7 +186,7 @@ def _kernel(
         item = index * num_programs + program
         tile_index = num_tiles - 1 - lax.div(item, jnp.int32(num_kv_heads))
         head = lax.rem(item, jnp.int32(num_kv_heads))
-        return head, *(numbers_ref[tile_index * _FIELDS + f] for f in range(6))
+        return head, *(numbers_ref[(tile_index + 1) * _FIELDS + f] for f in range(6))
 
     def num_steps(fields):
         return lax.div(fields[3] + fields[5] + (tile - 1), jnp.int32(tile))

@@ -1,5 +1,6 @@
 """The KV pool's arrays and the account of the device's memory."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
@@ -39,6 +40,11 @@ class MemoryAccount:
         """The sum of the parts."""
         return self.weights + self.sampling + self.workspace + self.kv_cache
 
+    @property
+    def resident(self) -> int:
+        """What is there between steps too: all but the workspace."""
+        return self.total - self.workspace
+
     def lines(self) -> list[str]:
         """The account as text, one part a line."""
         parts = [
@@ -51,6 +57,15 @@ class MemoryAccount:
         if self.limit is not None:
             parts.append(("limit", self.limit))
         return [f"  {name:<15} {size / 2**20:>11,.1f} MiB" for name, size in parts]
+
+    def beside(self, stats: Mapping[str, int]) -> list[str]:
+        """What the device itself says once all is there (`jax.Device.memory_stats`), if it does."""
+        names = "bytes_in_use", "peak_bytes_in_use", "bytes_limit"
+        if not all(name in stats for name in names):
+            return []
+        in_use, peak, limit = (f"{stats[name] / 2**20:,.1f} MiB" for name in names)
+        own = f"{self.resident / 2**20:,.1f}"
+        return [f"the device has {in_use} in use (the account {own}), had {peak}, of {limit}"]
 
 
 def block_bytes(model: ModelConfig, block_size: int, dtype: DTypeLike) -> int:

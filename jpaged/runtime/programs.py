@@ -4,12 +4,14 @@ Programs are compiled ahead of time and called as compiled executables, so that 
 while serving: a shape that was not foreseen is an error, not a pause.
 """
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from threading import Event
 from typing import Any
 
 from jpaged.runtime.buckets import Buckets
+from jpaged.runtime.program_store import ProgramStore
 from jpaged.runtime.recipes import (
     Name,
     Recipe,
@@ -17,6 +19,7 @@ from jpaged.runtime.recipes import (
     SplitModel,
     prefill_recipe,
     recipes,
+    recipes_without_pool,
     sample_recipe,
 )
 from jpaged.runtime.sampler import SamplerLevel
@@ -58,6 +61,113 @@ class Programs:
         )
 
 
+_MEASURERS = 32
+"""Threads that compile programs with products to measure, those that wait for another included."""
+
+
+class ProgramBuilder:
+    """Builds programs in the background; a context that leaves nothing running behind.
+
+    Tracing and lowering hold Python's lock, so one thread does both, in the order of adding;
+    compiling does not, so many programs are compiled at once while that goes on. Of those with the
+    same matrix products one is compiled before the others begin: XLA measures the ways to compute a
+    product on the device, one at a time, and knows it from then on.
+
+    Args:
+        threads: Compilations at once of programs without such products; the others, which mostly
+            wait for the device or each other, come on top.
+        store: Where earlier engines left what they traced and lowered.
+        progress: Called with (built so far, all) while somebody waits.
+    """
+
+    def __init__(
+        self,
+        threads: int,
+        store: ProgramStore | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ):
+        self._store, self._progress = store, progress
+        self._tracer, self._compilers = ThreadPoolExecutor(1), ThreadPoolExecutor(threads)
+        self._measurers = ThreadPoolExecutor(_MEASURERS)
+        self._building: dict[Name, Future[Future[Any]]] = {}
+        self._first_with: dict[Any, Future[Any]] = {}  # by products; the tracer's own
+        self._may_compile = Event()
+        self._may_compile.set()
+
+    def __enter__(self) -> "ProgramBuilder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pool in (self._tracer, self._compilers, self._measurers):
+            pool.shutdown(cancel_futures=True)
+
+    def add(self, recipes: Iterable[Recipe]) -> None:
+        """Begin with these, unless their like was added before."""
+        for recipe in recipes:
+            if recipe.name not in self._building:
+                self._building[recipe.name] = self._tracer.submit(self._trace, recipe)
+
+    def programs(self) -> Programs:
+        """Wait for all that were added."""
+        built = {}
+        for name, compiling in self._building.items():
+            built[name] = compiling.result().result()
+            self._progress(len(built), len(self._building))
+        if self._store is not None:
+            self._store.prune()
+        return Programs.of(built)
+
+    def workspace(self, recipes: Iterable[Recipe], meanwhile: Iterable[Recipe]) -> int:
+        """Bytes of temporaries and fresh outputs of `recipes` as compiled, kept as a number.
+
+        `meanwhile` is traced and lowered behind them, and compiled later: XLA compiles a Mosaic
+        kernel only while the process compiles nothing else, so `recipes` would wait for all of it.
+        """
+        drafts = [recipe.draft() for recipe in recipes]
+
+        def compute() -> int:
+            self._may_compile.clear()
+            try:
+                compiling = [self._tracer.submit(self._compile_draft, draft) for draft in drafts]
+                self.add(meanwhile)
+                return sum(_workspace(future.result().result()) for future in compiling)
+            finally:
+                self._may_compile.set()
+
+        if self._store is None:
+            return compute()
+        return self._store.number(f"workspace of {[draft.key for draft in drafts]}", compute)
+
+    def _compile_draft(self, draft: Recipe) -> Future[Any]:
+        return self._compilers.submit(draft.lower().compile)
+
+    def _trace(self, recipe: Recipe) -> Future[Any]:
+        lowered = lower(recipe, self._store)
+        if recipe.products is None:
+            return self._compilers.submit(self._compile, lowered)
+        first = self._first_with.get(recipe.products)
+        compiling = self._measurers.submit(self._compile, lowered, first)
+        self._first_with.setdefault(recipe.products, compiling)
+        return compiling
+
+    def _compile(self, lowered: Any, first: Future[Any] | None = None) -> Any:
+        self._may_compile.wait()
+        wait([first] if first is not None else [])
+        return lowered.compile()
+
+
+def lower(recipe: Recipe, store: ProgramStore | None) -> Any:
+    """With a store, what was exported is lowered in every start, the first one too: only so is it
+    the same to JAX's own cache."""
+    if store is None:
+        return recipe.lower()
+    exported = store.load(recipe.key)
+    if exported is None:
+        exported = recipe.exported()
+        store.save(recipe.key, exported)
+    return recipe.lower(exported)
+
+
 def compile_programs(
     split: SplitModel,
     shapes: Shapes,
@@ -65,7 +175,7 @@ def compile_programs(
     buckets: Buckets,
     *,
     threads: int,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    store: ProgramStore | None = None,
 ) -> Programs:
     """Compile everything, `threads` programs at a time.
 
@@ -74,29 +184,30 @@ def compile_programs(
         shapes: Shapes of the device's arrays.
         config: The runtime's numbers.
         buckets: The steps' shapes.
-        threads: Compilations at once; XLA compiles outside Python's lock.
-        progress: Called with (compiled so far, all).
+        threads: Compilations at once.
+        store: Where earlier engines left what they traced and lowered.
     """
-    wanted = list(recipes(split, shapes, config, buckets))
-    compiled: dict[Name, Any] = {}
-    with ThreadPoolExecutor(threads) as pool:
-        programs = pool.map(Recipe.compile, wanted)
-        for recipe, program in zip(wanted, programs, strict=True):
-            compiled[recipe.name] = program
-            progress(len(compiled), len(wanted))
-    return Programs.of(compiled)
+    with ProgramBuilder(threads, store) as builder:
+        builder.add(recipes(split, shapes, config, buckets))
+        return builder.programs()
 
 
 def largest_step_workspace(
-    split: SplitModel, shapes: Shapes, config: RuntimeConfig, buckets: Buckets
+    builder: ProgramBuilder,
+    split: SplitModel,
+    shapes: Shapes,
+    config: RuntimeConfig,
+    buckets: Buckets,
 ) -> int:
     """Bytes of temporaries and fresh outputs of the largest step, as compiled.
 
     The pool's size does not enter them, so any `num_blocks` in `shapes` gives the same answer.
+    Meanwhile the builder begins with the programs that have no part in the pool.
     """
     prefill = prefill_recipe(split, shapes, config, *max(buckets.prefill_shapes()))
     sampling = sample_recipe(shapes, config, max(buckets.decode_seqs), max(SamplerLevel))
-    return _workspace(prefill.compile()) + _workspace(sampling.compile())
+    others = recipes_without_pool(split, shapes, config, buckets)
+    return builder.workspace((prefill, sampling), meanwhile=others)
 
 
 def _workspace(compiled: Any) -> int:

@@ -1,19 +1,21 @@
 """What each program of an engine is compiled from: the step, and the shapes of its arguments."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import partial, wraps
 from typing import Any
+from uuid import uuid4
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import export
 
 from jpaged.models.config import ModelConfig
 from jpaged.runtime.batch import decode_packed_shape, prefill_packed_shape
 from jpaged.runtime.buckets import Buckets
 from jpaged.runtime.kv_cache import make_pool
-from jpaged.runtime.sampler import SamplerLevel
+from jpaged.runtime.sampler import Sampled, SamplerLevel, TokenLogprobs
 from jpaged.runtime.sampling_state import ROW_WIDTH, SamplingState, init_state, load_row
 from jpaged.runtime.steps import (
     KVState,
@@ -25,15 +27,26 @@ from jpaged.runtime.steps import (
     prompt_logprobs_step,
     sample_step,
 )
-from jpaged.runtime.swap import chunk_sizes, gather_program, scatter_program
+from jpaged.runtime.swap import chunk_sizes, gather_blocks_step, scatter_blocks_step
 from jpaged.runtime_config import RuntimeConfig
 from jpaged.sampling_params import MAX_LOGPROBS
+from pallas_kernels import Backend, LayerKV
 
 PROMPT_LOGPROBS_CHUNK = 64
 """Prompt tokens whose logits exist at once; a whole prompt's would not fit beside the pool."""
 
 BLOCK_COPIES_CHUNK = 64
 """Blocks copied by one launch."""
+
+# Calls that JAX exports only on demand, since another version of it may not read them; programs are
+# kept for the same version alone.
+_KERNEL_CALLS = [
+    export.DisabledSafetyCheck.custom_call(target)
+    for target in ("__gpu$xla.gpu.triton", "triton_kernel_call_ffi", "mosaic_gpu_v2")
+]
+
+for _kind in (KVState, LayerKV, SampleInputs, Sampled, SamplingState, TokenLogprobs):
+    export.register_namedtuple_serialization(_kind, serialized_name=f"jpaged.{_kind.__name__}")
 
 
 @dataclass(frozen=True)
@@ -54,15 +67,15 @@ class SplitModel:
         leaves, treedef = jax.tree.flatten(state)
         return SplitModel(definition, treedef, tuple(leaves))
 
-    def jit(self, step: Callable, donate: tuple[str, ...] = (), **static: Any) -> Callable:
-        """A jitted program over the leaves; `donate` names arguments whose memory it reuses."""
+    def bind(self, step: Callable, **static: Any) -> Callable:
+        """The step as a function of the leaves and its other arguments."""
 
         def run(leaves, **arguments):
             model = nnx.merge(self.definition, jax.tree.unflatten(self.treedef, leaves))
             return step(model, **arguments, **static)
 
         run.__name__ = step.__name__
-        return jax.jit(run, donate_argnames=donate)
+        return run
 
 
 @dataclass(frozen=True)
@@ -99,37 +112,93 @@ Name = tuple[str, Any]
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a program is compiled from: a step, and the shapes of its arguments."""
+    """What a program is compiled from: a step, and the shapes of its arguments.
+
+    `donate` names the arguments whose memory the program reuses. Programs with equal `products`
+    have the same matrix products.
+    """
 
     name: Name
-    step: Any
+    function: Callable
     arguments: tuple = ()
     keywords: Mapping[str, Any] = field(default_factory=dict)
+    donate: tuple[str, ...] = ()
+    products: tuple[str, int] | None = None
 
-    def compile(self) -> Any:
-        """Trace, lower, compile."""
-        return self.step.lower(*self.arguments, **self.keywords).compile()
+    @property
+    def step(self) -> Any:
+        """The jitted step."""
+        return jax.jit(self.function, donate_argnames=self.donate)
+
+    def exported(self, platforms: tuple[str, ...] | None = None) -> export.Exported:
+        """Trace and lower to what can be kept, for the device at hand unless told."""
+        exporting = export.export(self.step, platforms=platforms, disabled_checks=_KERNEL_CALLS)
+        return exporting(*self.arguments, **self.keywords)
+
+    def lower(self, exported: export.Exported | None = None) -> Any:
+        """Lower what was exported, or trace first."""
+        step = self.step if exported is None else self.call(exported)
+        return step.lower(*self.arguments, **self.keywords)
+
+    def compile(self, exported: export.Exported | None = None) -> Any:
+        """Lower and compile."""
+        return self.lower(exported).compile()
+
+    def draft(self) -> "Recipe":
+        """The same under a name that no other program has, for looking at what the compiler makes
+        of it: JAX's cache has nothing of that name, and programs from there may not tell all."""
+
+        @wraps(self.function)  # arguments are donated by name
+        def run(*arguments, **keywords):
+            return self.function(*arguments, **keywords)
+
+        run.__name__ = f"draft_{uuid4().hex}"
+        return replace(self, function=run)
+
+    def call(self, exported: export.Exported) -> Any:
+        """The step, jitted, as it was exported."""
+
+        @wraps(self.function)  # arguments are donated by name
+        def run(*arguments, **keywords):
+            return exported.call(*arguments, **keywords)
+
+        run.__name__ = exported.fun_name  # that of a partial is hidden
+        return jax.jit(run, donate_argnames=self.donate)
+
+    @property
+    def key(self) -> str:
+        """Tells it from all recipes of an engine's steps with the same back end."""
+        leaves, tree = jax.tree.flatten((self.arguments, dict(self.keywords)))
+        return repr((self.name, str(tree), [(leaf.shape, leaf.dtype.name) for leaf in leaves]))
 
 
 def recipes(
     split: SplitModel, shapes: Shapes, config: RuntimeConfig, buckets: Buckets
 ) -> Iterator[Recipe]:
-    """Everything to compile, the largest first so that no thread ends with a long one."""
-    for tokens, seqs in sorted(buckets.prefill_shapes(), reverse=True):
-        yield prefill_recipe(split, shapes, config, tokens, seqs)
+    """Everything to compile; of programs with the same products, the one that has the most to
+    measure comes first."""
     for seqs in reversed(buckets.decode_seqs):
         yield _decode(split, shapes, config, seqs)
-    for tokens in buckets.prefill_tokens:
-        yield _prompt_logprobs(split, shapes, tokens)
-    for seqs in sorted({*buckets.decode_seqs, *buckets.prefill_seqs}):
-        for level in sampler_levels(config):
-            yield sample_recipe(shapes, config, seqs, level)
+    most = buckets.prefill_seqs[-1]
+    for tokens, seqs in sorted(buckets.prefill_shapes(), key=lambda it: (it[1] != most, -it[0])):
+        yield prefill_recipe(split, shapes, config, tokens, seqs)
+    yield from recipes_without_pool(split, shapes, config, buckets)
     yield _load_row(shapes, config)
     yield _copy_blocks(shapes, config)
     yield _fork_rows(shapes, config)
     for size in chunk_sizes(shapes.kv.pool, config.num_host_blocks):
-        yield Recipe(("gather_blocks", size), *gather_program(shapes.kv, size))
-        yield Recipe(("scatter_blocks", size), *scatter_program(shapes.kv, size))
+        yield from swap_recipes(shapes.kv, size)
+
+
+def recipes_without_pool(
+    split: SplitModel, shapes: Shapes, config: RuntimeConfig, buckets: Buckets
+) -> Iterator[Recipe]:
+    """Those of `recipes` that are the same whatever the pool's size."""
+    for tokens in buckets.prefill_tokens:
+        yield _prompt_logprobs(split, shapes, config, tokens)
+    for seqs in sorted({*buckets.decode_seqs, *buckets.prefill_seqs}):
+        for level in reversed(sampler_levels(config)):
+            yield sample_recipe(shapes, config, seqs, level)
 
 
 def sampler_levels(config: RuntimeConfig) -> tuple[SamplerLevel, ...]:
@@ -140,70 +209,82 @@ def sampler_levels(config: RuntimeConfig) -> tuple[SamplerLevel, ...]:
 
 
 def _decode(split: SplitModel, shapes: Shapes, config: RuntimeConfig, seqs: int) -> Recipe:
-    step = split.jit(decode_step, donate=("state",), backend=config.backend)
+    step = split.bind(decode_step, backend=config.backend)
     packed = _int32(*decode_packed_shape(seqs))
     keywords = {"state": shapes.kv, "last_tokens": shapes.last_tokens, "packed": packed}
-    return Recipe(("decode", seqs), step, (shapes.leaves,), keywords)
+    name, products = ("decode", seqs), _products(config, seqs)
+    return Recipe(name, step, (shapes.leaves,), keywords, ("state",), products)
 
 
 def prefill_recipe(
     split: SplitModel, shapes: Shapes, config: RuntimeConfig, tokens: int, seqs: int
 ) -> Recipe:
     """`prefill_step` of a bucket."""
-    step = split.jit(
-        prefill_step,
-        donate=("state",),
-        num_tokens=tokens,
-        batch_size=seqs,
-        backend=config.backend,
-    )
+    step = split.bind(prefill_step, num_tokens=tokens, batch_size=seqs, backend=config.backend)
     packed = _int32(*prefill_packed_shape(tokens, seqs, config.max_blocks_per_seq))
     keywords = {"state": shapes.kv, "last_tokens": shapes.last_tokens, "packed": packed}
-    return Recipe(("prefill", (tokens, seqs)), step, (shapes.leaves,), keywords)
+    name, products = ("prefill", (tokens, seqs)), _products(config, tokens)
+    return Recipe(name, step, (shapes.leaves,), keywords, ("state",), products)
 
 
-def _prompt_logprobs(split: SplitModel, shapes: Shapes, tokens: int) -> Recipe:
-    step = split.jit(prompt_logprobs_step, max_logprobs=MAX_LOGPROBS)
+def _products(config: RuntimeConfig, rows: int) -> tuple[str, int] | None:
+    """Those of all layers; nothing where the compiler measures nothing."""
+    return None if config.backend is Backend.XLA else ("layers", rows)
+
+
+def _prompt_logprobs(
+    split: SplitModel, shapes: Shapes, config: RuntimeConfig, tokens: int
+) -> Recipe:
+    step = split.bind(prompt_logprobs_step, max_logprobs=MAX_LOGPROBS)
     hidden = jax.ShapeDtypeStruct((tokens, *shapes.hidden.shape), shapes.hidden.dtype)
     chunk = _int32(PROMPT_LOGPROBS_CHUNK)
     keywords = {"hidden": hidden, "indices": chunk, "targets": chunk}
-    return Recipe(("prompt_logprobs", tokens), step, (shapes.leaves,), keywords)
+    name = "prompt_logprobs", tokens
+    products = None if config.backend is Backend.XLA else ("head", PROMPT_LOGPROBS_CHUNK)
+    return Recipe(name, step, (shapes.leaves,), keywords, products=products)
 
 
 def sample_recipe(shapes: Shapes, config: RuntimeConfig, seqs: int, level: SamplerLevel) -> Recipe:
     """`sample_step` of a bucket and a level."""
     options = {"level": level, "backend": config.backend, "max_logprobs": MAX_LOGPROBS}
-    step = jax.jit(
-        partial(sample_step, **options),
-        donate_argnames=("last_tokens", "sampling"),
-    )
+    step = partial(sample_step, **options)
     counted = jax.ShapeDtypeStruct((seqs,), jnp.bool_)
     inputs = SampleInputs._make([_int32(seqs), counted, _int32(seqs, ROW_WIDTH), _int32(seqs)])
     logits = jax.ShapeDtypeStruct((seqs, config.vocab_size), jnp.float32)
     sampling = shapes.sampling if level >= SamplerLevel.ADJUSTED else None
     keywords = {"last_tokens": shapes.last_tokens, "sampling": sampling}
-    return Recipe(("sample", (seqs, level)), step, (logits, inputs), keywords)
+    donate = ("last_tokens", "sampling")
+    return Recipe(("sample", (seqs, level)), step, (logits, inputs), keywords, donate)
 
 
 def _load_row(shapes: Shapes, config: RuntimeConfig) -> Recipe:
     scalar, tokens = _int32(), _int32(config.max_model_len)
     bias = jax.ShapeDtypeStruct((config.vocab_size,), jnp.float32)
     ending = jax.ShapeDtypeStruct((config.vocab_size,), jnp.bool_)
-    step = jax.jit(load_row, donate_argnums=0)
     arguments = (shapes.sampling, scalar, tokens, scalar, scalar, bias, ending)
-    return Recipe(("load_row", None), step, arguments)
+    return Recipe(("load_row", None), load_row, arguments, donate=("state",))
 
 
 def _copy_blocks(shapes: Shapes, config: RuntimeConfig) -> Recipe:
     pairs = _int32(BLOCK_COPIES_CHUNK)
-    step = jax.jit(partial(copy_blocks_step, backend=config.backend), donate_argnums=0)
-    return Recipe(("copy_blocks", None), step, (shapes.kv, pairs, pairs))
+    step = partial(copy_blocks_step, backend=config.backend)
+    return Recipe(("copy_blocks", None), step, (shapes.kv, pairs, pairs), donate=("state",))
 
 
 def _fork_rows(shapes: Shapes, config: RuntimeConfig) -> Recipe:
     rows = _int32(config.num_rows)
-    step = jax.jit(fork_rows_step, donate_argnums=0)
-    return Recipe(("fork_rows", None), step, (shapes.kv, rows, rows))
+    arguments = (shapes.kv, rows, rows)
+    return Recipe(("fork_rows", None), fork_rows_step, arguments, donate=("state",))
+
+
+def swap_recipes(state: KVState, size: int) -> tuple[Recipe, Recipe]:
+    """`gather_blocks_step` and `scatter_blocks_step` for `size` blocks."""
+    ids = _int32(size)
+    blocks = jax.eval_shape(gather_blocks_step, state.pool, ids)
+    gather = Recipe(("gather_blocks", size), gather_blocks_step, (state.pool, ids))
+    arguments = (state, ids, blocks)
+    name = ("scatter_blocks", size)
+    return gather, Recipe(name, scatter_blocks_step, arguments, donate=("state",))
 
 
 def _int32(*shape: int) -> jax.ShapeDtypeStruct:

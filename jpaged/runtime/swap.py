@@ -101,19 +101,6 @@ def cut(num_blocks: int, sizes: Collection[int]) -> Iterator[int]:
         num_blocks -= size
 
 
-def gather_program(state: KVState, size: int) -> tuple[Any, tuple]:
-    """`gather_blocks_step` for `size` blocks: the jitted step, and its arguments' shapes."""
-    ids = jax.ShapeDtypeStruct((size,), jnp.int32)
-    return jax.jit(gather_blocks_step), (state.pool, ids)
-
-
-def scatter_program(state: KVState, size: int) -> tuple[Any, tuple]:
-    """`scatter_blocks_step` for `size` blocks: the jitted step, and its arguments' shapes."""
-    ids = jax.ShapeDtypeStruct((size,), jnp.int32)
-    blocks = jax.eval_shape(gather_blocks_step, state.pool, ids)
-    return jax.jit(scatter_blocks_step, donate_argnums=0), (state, ids, blocks)
-
-
 def to_host(blocks: jax.Array) -> jax.Array:
     """Start a transfer to the host; the array that comes back is ready when it has arrived."""
     return jax.device_put(blocks, _host_sharding(next(iter(blocks.devices()))))

@@ -1,5 +1,6 @@
 """The whole engine on an NVIDIA GPU, where the Pallas Triton kernels run."""
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from test_generation import TIGHT, expected_greedy, greedy, oracle, prompts, tok
 from test_samples import alone, check_same
 from test_under_pressure import POOL, SHAPE, answers, params
 
-from jpaged import SamplingParams
+from jpaged import Engine, SamplingParams
 from pallas_kernels import Backend
 from tools.tiny.world import sample_examples
 
@@ -139,3 +140,47 @@ def test_heads_of_128_in_bfloat16(engines: Engines, tmp_path: Path):
     exact, rounded = scores("float32"), scores("bfloat16")
     assert len(exact) == sum(map(len, given)) - len(given)
     np.testing.assert_allclose(rounded, exact, atol=0.1)
+
+
+def test_the_memory_account_is_what_the_device_says(tmp_path: Path):
+    """Within one per cent, before and after a batch of the largest size."""
+    shape = {
+        "model_type": "qwen3",
+        "vocab_size": 32000,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 1024,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+    device = jax.local_devices()[0]
+
+    def told(name: str) -> int:
+        return (device.memory_stats() or {})[name]
+
+    gc.collect()  # what earlier engines left
+    before = told("bytes_in_use")
+    options: dict[str, Any] = {"max_num_seqs": 40, "max_num_batched_tokens": 2048}
+    options |= {"load_format": "dummy", "skip_tokenizer_init": True}
+    options |= {"max_model_len": 512, "kv_cache_memory_bytes": 2 * 2**30}
+    engine = Engine(tmp_path, **options)
+    account = engine.memory_account
+    assert told("bytes_in_use") - before == pytest.approx(account.resident, rel=0.01)
+    rng = np.random.default_rng(0)
+    given = [rng.integers(0, 32000, 504).tolist() for _ in range(40)]
+    params = SamplingParams(
+        temperature=1.0, top_p=0.9, logprobs=20, prompt_logprobs=20, max_tokens=8, ignore_eos=True
+    )
+    outputs = engine.generate(given, params, use_tqdm=False)
+    assert {len(output.outputs[0].token_ids) for output in outputs} == {8}
+    assert told("bytes_in_use") - before == pytest.approx(account.resident, rel=0.01)
+    assert account.limit is not None
+    assert account.total <= account.limit

@@ -1,7 +1,9 @@
 """The engine's accounts of its pool, while it works."""
 
+import pytest
 from conftest import Engines
 
+from bench import worst_case
 from jpaged import BlockInfo, BlockState, Engine, MemoryReport, SamplingParams
 
 
@@ -30,3 +32,13 @@ def test_samples_share_their_prompt_and_give_it_back(engines: Engines):
     report = engine.memory_report()
     assert states.count(BlockState.CACHED) * 16 == report.num_cached_slots > 0
     assert states.count(BlockState.USED) == report.num_token_slots == 0
+
+
+def test_the_worst_case_benchmark_runs_a_whole_batch(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(worst_case, "AS_VLLM", {"max_num_seqs": 6, "max_model_len": 40})
+    assert worst_case.run(engines()) > 0
+    monkeypatch.setattr(worst_case, "AS_VLLM", {"max_num_seqs": 2, "max_model_len": 8})
+    with pytest.raises(ValueError, match="empty"):
+        worst_case.run(engines())

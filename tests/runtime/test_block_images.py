@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jpaged.core.plan import SwapIn, SwapOut
+from jpaged.runtime.recipes import Recipe, swap_recipes
 from jpaged.runtime.steps import KVState, fork_rows_step
 from jpaged.runtime.swap import (
     MAX_STAGED_CHUNKS,
@@ -16,9 +17,7 @@ from jpaged.runtime.swap import (
     chunk_sizes,
     cut,
     gather_blocks_step,
-    gather_program,
     scatter_blocks_step,
-    scatter_program,
     staging_bytes,
 )
 from pallas_kernels import LayerKV
@@ -44,13 +43,9 @@ def contents(state: KVState) -> list[np.ndarray]:
 @pytest.fixture(scope="module")
 def programs() -> tuple[dict[int, Any], dict[int, Any]]:
     state = make_state()
-    gather = {size: compiled(gather_program(state, size)) for size in SIZES}
-    return gather, {size: compiled(scatter_program(state, size)) for size in SIZES}
-
-
-def compiled(program: tuple[Any, tuple]) -> Any:
-    step, arguments = program
-    return step.lower(*arguments).compile()
+    made = {size: [recipe.compile() for recipe in swap_recipes(state, size)] for size in SIZES}
+    gather = {size: pair[0] for size, pair in made.items()}
+    return gather, {size: pair[1] for size, pair in made.items()}
 
 
 @pytest.fixture
@@ -194,9 +189,14 @@ def test_chunk_sizes_stay_within_their_bounds():
     assert staging_bytes(pool(10, 2**21), 0) == 0
 
 
-def test_the_pool_is_updated_in_place():
+def exported(recipe: Recipe) -> Any:
+    return recipe.compile(recipe.exported())
+
+
+@pytest.mark.parametrize("compiled", [Recipe.compile, exported])
+def test_the_pool_is_updated_in_place(compiled):
     state = make_state()
-    program = compiled(scatter_program(state, 8))
+    program = compiled(swap_recipes(state, 8)[1])
     pool_bytes = sum(array.nbytes for array in jax.tree.leaves(state.pool))
     assert program.memory_analysis().alias_size_in_bytes >= pool_bytes
     assert f"f32[{P},{S},{K},{H}]" in program.as_text()

@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax import export
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from bench.common import SHAPES
@@ -18,6 +19,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.registry import model_class
 from jpaged.runtime.buckets import make_buckets
 from jpaged.runtime.recipes import Recipe, Shapes, SplitModel, recipes
+from jpaged.runtime.sampler import SamplerLevel
 from jpaged.runtime_config import GPU_DEFAULTS, RuntimeConfig
 from pallas_kernels import Backend
 
@@ -51,8 +53,12 @@ def step(shape: str, *name: Any) -> str:
     """Its text as lowered for CUDA."""
     recipe = all_recipes(shape, NUM_LAYERS)[name]
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
-        traced = recipe.step.trace(*recipe.arguments, **recipe.keywords)
-        return traced.lower(lowering_platforms=("cuda",)).as_text()
+        return lowered(recipe, recipe.step)
+
+
+def lowered(recipe: Recipe, step: Any) -> str:
+    traced = step.trace(*recipe.arguments, **recipe.keywords)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def launches(text: str) -> Counter:
@@ -95,6 +101,52 @@ def test_layers_alike_are_lowered_once():
     """The first differs, since nothing is to be added before it."""
     text = step("qwen3-0.6b", "decode", 8)
     assert len(re.findall(r"func\.func private @_run_layer\w*\(", text)) == 2
+
+
+@pytest.mark.parametrize("name", [("decode", 8), ("prefill", (512, 8))], ids=str)
+def test_a_kept_step_is_the_same(name: tuple):
+    """Its kernels too, of which prefill attention for Hopper is of another kind."""
+    recipe = all_recipes("qwen3-0.6b", NUM_LAYERS)[name]
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+        exported = recipe.exported(("cuda",))
+    loaded = export.deserialize(bytearray(exported.serialize()))
+    cold, warm = (lowered(recipe, recipe.call(program)) for program in (exported, loaded))
+    assert warm == cold  # so that JAX's cache takes one for the other
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+        direct = lowered(recipe, recipe.step)
+    assert warm.count(HOPPER_KERNEL) == direct.count(HOPPER_KERNEL) == (name[0] == "prefill")
+    assert launches(warm) == launches(direct)
+    assert _num_reused(warm) == _num_reused(direct) == 2 * NUM_LAYERS + 1
+
+
+def test_every_kind_of_program_can_be_kept():
+    """None holds a call that `jax.export` would not write."""
+    kinds = {
+        (*name[:1], name[1][1]) if name[0] == "sample" else name[:1]: recipe
+        for name, recipe in all_recipes("qwen3-0.6b", 1).items()
+    }
+    assert len(kinds) == 6 + len(SamplerLevel)
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+        for recipe in kinds.values():
+            loaded = export.deserialize(bytearray(recipe.exported(("cuda",)).serialize()))
+            assert loaded.platforms == ("cuda",)
+
+
+def test_prefills_of_as_many_tokens_have_the_same_hopper_kernel():
+    """Whatever the sequences: XLA compiles each kernel of that kind alone."""
+
+    def kernels(seqs: int) -> set[str]:
+        recipe = all_recipes("qwen3-0.6b", 1)["prefill", (512, seqs)]
+        with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+            return set(re.findall(r"kernel_hash = (\".+?\"),", lowered(recipe, recipe.step)))
+
+    assert len(kernels(8)) == 1
+    assert kernels(8) == kernels(256)
+
+
+def _num_reused(text: str) -> int:
+    (signature,) = re.findall(r"func\.func public @main\(.*", text)
+    return signature.count("tf.aliasing_output")
 
 
 def test_no_more_programs_than_recorded():

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence as Sized
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.loader import load_model
 from jpaged.runtime.buckets import make_buckets
 from jpaged.runtime.model_runner import ModelRunner, StepResult
+from jpaged.runtime.program_store import ProgramStore
 from jpaged.runtime.programs import compile_programs
 from jpaged.runtime.recipes import Shapes, SplitModel
 from jpaged.runtime.timing import measure_costs
@@ -57,7 +59,11 @@ def shared_runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     loaded = load_model(folder, model, dtype=jax.numpy.float32, load_format="dummy", seed=3)
     split = SplitModel.of(loaded)
     shapes = Shapes.of(split, model, CONFIG, jax.numpy.float32)
-    programs = compile_programs(split, shapes, CONFIG, BUCKETS, threads=2)
+    store = ProgramStore(folder, model, jax.local_devices()[0])
+    compile_programs(split, shapes, CONFIG, BUCKETS, threads=2, store=store)
+    # Loaded, as every engine but the first has them: without a tree nothing can be traced.
+    stored = replace(split, treedef=None)
+    programs = compile_programs(stored, shapes, CONFIG, BUCKETS, threads=2, store=store)
     runner = ModelRunner(split, shapes, CONFIG, BUCKETS, programs)
     runner.warm_up()
     return runner

@@ -1,0 +1,107 @@
+"""Memory under the largest batch (`python -m bench.worst_case`).
+
+As many sequences as an engine takes, each up to its longest, with penalties, top-p and
+log-probabilities of every token, in the largest prefill steps there are; some want their prompt's
+log-probabilities too. The engine's account beside what the device says of itself: JAX's allocator,
+and the driver, who counts its own context, kernels and graphs as well.
+"""
+
+import argparse
+import subprocess
+import time
+from pathlib import Path
+
+import jax
+
+from bench.common import AS_VLLM, SHAPES, make_engine, random_prompts
+from bench.compare import parse_arguments
+from bench.records import print_table, record
+from jpaged import Engine, SamplingParams
+from jpaged.sampling_params import MAX_LOGPROBS
+
+OUTPUT_TOKENS = 8
+SCORED_PROMPTS = 4
+MIB = 2**20
+
+
+def params(index: int) -> SamplingParams:
+    """All that sampling can do; the first few score their prompts besides."""
+    return SamplingParams(
+        temperature=1.0,
+        top_p=0.9,
+        top_k=100,
+        frequency_penalty=0.1,
+        repetition_penalty=1.1,
+        logprobs=MAX_LOGPROBS,
+        prompt_logprobs=MAX_LOGPROBS if index < SCORED_PROMPTS else None,
+        max_tokens=OUTPUT_TOKENS,
+        ignore_eos=True,
+        seed=index,
+    )
+
+
+def run(engine: Engine) -> float:
+    """Seconds of the batch.
+
+    Raises:
+        RuntimeError: an answer is not whole.
+    """
+    count, longest = AS_VLLM["max_num_seqs"], AS_VLLM["max_model_len"]
+    prompts = random_prompts([longest - OUTPUT_TOKENS] * count, engine.vocab_size)
+    start = time.perf_counter()
+    outputs = engine.generate(prompts, [params(i) for i in range(count)], use_tqdm=False)
+    lengths = {len(output.outputs[0].token_ids) for output in outputs}
+    if lengths != {OUTPUT_TOKENS}:
+        raise RuntimeError(f"answers of {sorted(lengths)} tokens, not of {OUTPUT_TOKENS}")
+    return time.perf_counter() - start
+
+
+def driver_bytes() -> tuple[int | None, int | None]:
+    """Of the first GPU: in use and in all, as `nvidia-smi` has it; None where there is none."""
+    query = ["nvidia-smi", "--query-gpu=memory.used,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None, None
+    used, total = (int(part) * MIB for part in told.splitlines()[0].split(","))
+    return used, total
+
+
+def row(model: str, engine: Engine, seconds: float) -> dict:
+    """The account in MiB beside what the device says, and how far apart they are."""
+    account, stats = engine.memory_account, jax.local_devices()[0].memory_stats() or {}
+    used, total = driver_bytes()
+    return {
+        "model": model,
+        "seconds": seconds,
+        "account_resident": account.resident / MIB,
+        "in_use": stats["bytes_in_use"] / MIB,
+        "resident_off": stats["bytes_in_use"] / account.resident - 1,
+        "account_total": account.total / MIB,
+        "peak": stats["peak_bytes_in_use"] / MIB,
+        "limit": stats["bytes_limit"] / MIB,
+        "total_off": stats["bytes_limit"] / account.total - 1,
+        "driver_used": used / MIB if used is not None else None,
+        "driver_off": used / account.total - 1 if used is not None else None,
+        "driver_total": total / MIB if total is not None else None,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=[*SHAPES], default="qwen3-0.6b")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
+    parser.add_argument("--cache-dir", type=Path, help="as bench.startup kept it")
+    args = parse_arguments(parser)
+    cached = {"compilation_cache_dir": args.cache_dir / args.model} if args.cache_dir else {}
+    share = args.gpu_memory_utilization
+    engine = make_engine(args.model, gpu_memory_utilization=share, verbose=True, **cached)
+    rows = [row(args.model, engine, run(engine))]
+    print_table([{"figure": name, "MiB": value} for name, value in rows[0].items()])
+    print(record("worst_case", rows, gpu_memory_utilization=share))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""In which order programs are built, whatever they are."""
+
+import threading
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jpaged.runtime.programs import ProgramBuilder
+from jpaged.runtime.recipes import Recipe
+from jpaged.runtime.sampler import SamplerLevel
+
+ALWAYS = [("load_row", None), ("copy_blocks", None), ("fork_rows", None)]
+
+
+class FakeRecipe(Recipe):
+    """Its function is what compiling it does; `arguments` is the log where it says so."""
+
+    def lower(self, exported: Any = None) -> Any:
+        label = f"{self.name[0]} {self.name[1]}"
+        said = self.arguments[0]
+        said.append(f"lower {label}")
+
+        def compile_() -> SimpleNamespace:
+            said.append(f"compile {label}")
+            self.function()
+            said.append(f"compiled {label}")
+            sizes = {"output_size_in_bytes": 7, "alias_size_in_bytes": 5, "temp_size_in_bytes": 40}
+            return SimpleNamespace(name=self.name, memory_analysis=lambda: SimpleNamespace(**sizes))
+
+        return SimpleNamespace(compile=compile_)
+
+    def draft(self) -> Recipe:
+        return replace(self, name=("draft", self.name[1]))
+
+
+class Log:
+    """Makes recipes that say when they are lowered and compiled."""
+
+    def __init__(self):
+        self.said: list[str] = []
+
+    def recipe(self, name: tuple, products: Any = None, work: Any = lambda: None) -> Recipe:
+        return FakeRecipe(name, work, (self.said,), products=products)
+
+    def at(self, what: str) -> int:
+        return self.said.index(what)
+
+
+def test_programs_are_sorted_by_kind_and_told():
+    log, told = Log(), []
+    names = [*ALWAYS, ("decode", 8), ("sample", (8, SamplerLevel.GREEDY))]
+    with ProgramBuilder(2, progress=lambda *counts: told.append(counts)) as builder:
+        builder.add(map(log.recipe, names))
+        builder.add([log.recipe(("decode", 8))])  # known
+        programs = builder.programs()
+    assert programs.decode[8].name == ("decode", 8)
+    assert set(programs.sample) == {(8, SamplerLevel.GREEDY)}
+    assert told == [(i + 1, 5) for i in range(5)]
+    assert log.said.count("lower decode 8") == 1
+
+
+def test_one_of_those_with_the_same_products_comes_first():
+    log, free = Log(), threading.Event()
+    recipes = [
+        log.recipe(("prefill", (8, 1)), ("layers", 1), work=free.wait),
+        log.recipe(("prefill", (8, 2)), ("layers", 1)),
+        log.recipe(("decode", 1), ("layers", 2)),
+    ]
+    with ProgramBuilder(1) as builder:
+        builder.add([*recipes, *map(log.recipe, ALWAYS)])
+        while "compiled fork_rows None" not in log.said or "compiled decode 1" not in log.said:
+            time.sleep(0.001)
+        assert "lower prefill (8, 2)" in log.said
+        assert "compile prefill (8, 2)" not in log.said
+        free.set()
+        builder.programs()
+    assert log.at("compiled prefill (8, 1)") < log.at("compile prefill (8, 2)")
+
+
+def test_drafts_are_compiled_while_the_rest_is_only_lowered():
+    log, free = Log(), threading.Event()
+    drafts = [log.recipe(("prefill", 1), work=free.wait), log.recipe(("sample", 1))]
+    others = [log.recipe(name) for name in ALWAYS]
+
+    def release() -> None:
+        while "lower fork_rows None" not in log.said:
+            time.sleep(0.001)
+        free.set()
+
+    watcher = threading.Thread(target=release)
+    watcher.start()
+    with ProgramBuilder(8) as builder:
+        assert builder.workspace(drafts, meanwhile=others) == 2 * (40 + 7 - 5)
+        builder.programs()
+    watcher.join()
+    first_other = min(log.at(f"compile {kind} None") for kind, _ in ALWAYS)
+    assert log.at("compiled draft 1") < first_other
+
+
+def test_a_failure_is_told_and_leaves_nothing_running():
+    def fail() -> None:
+        raise ValueError("does not compile")
+
+    log, before = Log(), threading.active_count()
+    recipes = [log.recipe(("prefill", i), ("layers", 1), work=fail) for i in range(3)]
+    with ProgramBuilder(2) as builder:
+        builder.add(recipes)
+        with pytest.raises(ValueError, match="does not compile"):
+            builder.workspace([log.recipe(("prefill", 9), work=fail)], meanwhile=[])
+        with pytest.raises(ValueError, match="does not compile"):
+            builder.programs()
+    assert threading.active_count() == before
