@@ -224,6 +224,9 @@ class FeedForward(nnx.Module):
         inner = activation(self.activation, self.up(x)).astype(x.dtype)
         return self.down.parts(inner, backend)
 
+    def gated_weights(self) -> None:
+        """None, for it has no gate (see `GatedFeedForward`)."""
+
 
 class Attention(nnx.Module):
     """Self-attention over the pool, with rotary positions where the model has them."""
@@ -242,11 +245,24 @@ class Attention(nnx.Module):
         angles: RopeAngles | None = None,
     ) -> tuple[Float[Array, "parts T D"], LayerKV]:
         """Stores the tokens' K and V, attends; returns the update and the new pool."""
-        q, kv = self.store(self.qkv(x, attention.backend), kv, attention, angles, x.dtype)
+        qkv = self.qkv(x, attention.backend)
+        out, kv = self.attend(qkv, kv, attention, angles, x.dtype)
+        return self.output(out, attention.backend), kv
+
+    def attend(
+        self,
+        qkv: Float[Array, "parts T heads H"],
+        kv: LayerKV,
+        attention: AttentionInputs,
+        angles: RopeAngles | None,
+        dtype: DTypeLike,
+    ) -> tuple[Float[Array, "T N H"], LayerKV]:
+        """What lies between the two projections; returns the heads' results and the new pool."""
+        q, kv = self.store(qkv, kv, attention, angles, dtype)
         out = paged_attention(
             q, kv, attention, scale=self.scale, sliding_window=self.sliding_window
         )
-        return self.output(out, attention.backend), kv
+        return out, kv
 
     def store(
         self,
