@@ -16,6 +16,7 @@ from pallas_kernels.api import (
     rope_write_kv,
     select_backend,
     sum_parts,
+    truncation_mask,
     write_kv,
 )
 
@@ -35,5 +36,6 @@ __all__ = [
     "rope_write_kv",
     "select_backend",
     "sum_parts",
+    "truncation_mask",
     "write_kv",
 ]

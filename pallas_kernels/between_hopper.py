@@ -98,7 +98,7 @@ class Plan:
     num_programs: int
 
     @functools.cached_property
-    def products(self) -> tuple[Product, Product, Product, Product]:
+    def products(self) -> tuple[Product, ...]:
         """Output, gate and up, down, qkv."""
         s = self.sizes
         shapes = (

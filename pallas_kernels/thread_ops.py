@@ -14,9 +14,8 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, scf, vector
 
-EMPTY = (
-    -1
-)  # the word that nobody stores: as float32 and as bfloat16 a NaN that arithmetic never makes
+# The word that nobody stores: as float32 or as bfloat16 a NaN that arithmetic never makes.
+EMPTY = -1
 _WARP = 32
 _DYNAMIC = -(1 << 31)  # "the index is an operand", in LLVM's address computation
 
@@ -166,10 +165,10 @@ def ptx(text: str, *arguments: Value, out: list[ir.Type] | None = None, pure: bo
     result = ir.Type.parse("!llvm.void")
     if out:
         result = out[0] if len(out) == 1 else llvm.StructType.get_literal(out)
-    options = {"has_side_effects": not pure}
+    options: dict[str, Any] = {"has_side_effects": not pure}
     if not pure and hasattr(llvm.InlineAsmOp, "convergent"):  # from jaxlib 0.11.2 on
         options["convergent"] = True
-    value = llvm.inline_asm(result, values, text, ",".join(names), **options)
+    value: Any = llvm.inline_asm(result, values, text, ",".join(names), **options)
     if len(out) < 2:
         return [Value(value)] * len(out)
     return [Value(llvm.extractvalue(kind, value, [i])) for i, kind in enumerate(out)]

@@ -58,4 +58,5 @@ class LayerSizes(NamedTuple):
     @classmethod
     def of(cls, weights: LayerWeights) -> "LayerSizes":
         """As the matrices have them."""
-        return cls(*weights.output.shape[::-1], weights.down.shape[0], weights.next_qkv.shape[1])
+        attended, hidden = weights.output.shape
+        return cls(hidden, attended, weights.down.shape[0], weights.next_qkv.shape[1])
