@@ -65,18 +65,18 @@ class Product:
     depth: int
     programs: int
 
-    @property
+    @functools.cached_property
     def most_units(self) -> int:
         """Of a program; the last ones have fewer."""
         return -(-self.blocks * self.chunks // self.programs)
 
-    @property
+    @functools.cached_property
     def most_segments(self) -> int:
         """Column blocks that a program has units of."""
         firsts = (p * self.most_units for p in range(self.programs))
         return max((f + self.most_units - 1) // self.chunks - f // self.chunks + 1 for f in firsts)
 
-    @property
+    @functools.cached_property
     def most_parts(self) -> int:
         """Programs that have units of one column block."""
         return max(self.last_part(j) - self.first_part(j) + 1 for j in range(self.blocks))
@@ -113,7 +113,7 @@ class Plan:
         )
 
     @functools.cached_property
-    def regions(self) -> dict[str, int]:
+    def regions(self) -> dict[int | str, int]:
         """Parts by product; the stream after the first sum; its and the last stream's squares."""
         output, gate_up, down, qkv = self.products
         sizes = {
@@ -135,7 +135,7 @@ class Plan:
         """Of the exchange memory."""
         return self.regions["end"]
 
-    @property
+    @functools.cached_property
     def activation_columns(self) -> int:
         """Of a program's activations in shared memory."""
         return max(product.most_units * product.depth for product in self.products)

@@ -68,22 +68,20 @@ class DecoderLayer(nnx.Module):
     def link(self, following: "DecoderLayer") -> LayerWeights | None:
         """What lies between this layer's attention and that of the following one, if it is no more
         than `between_attentions` computes."""
-        gated, output, qkv = (
-            self.mlp.gated_weights(),
-            self.attention.output,
-            following.attention.qkv,
-        )
-        norms = self.mlp_norm, following.attention_norm
+        first, second = self.mlp_norm, following.attention_norm
+        if not (isinstance(first, RMSNorm) and isinstance(second, RMSNorm)):
+            return None
+        output, qkv = self.attention.output, following.attention.qkv
         plain = self.pre_norm and following.pre_norm and output.bias is None and qkv.bias is None
-        alike = all(isinstance(norm, RMSNorm) and norm.eps == norms[0].eps for norm in norms)
-        if gated is None or not plain or not alike:
+        gated = self.mlp.gated_weights()
+        if gated is None or not plain or first.eps != second.eps:
             return None
         matrix, projection = output.weight[...], qkv.weight[...]
         return LayerWeights(
             matrix.reshape(-1, matrix.shape[2]),
-            norms[0].weight[...],
+            first.weight[...],
             *gated,
-            norms[1].weight[...],
+            second.weight[...],
             projection.reshape(projection.shape[0], -1),
         )
 

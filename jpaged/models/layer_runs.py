@@ -54,9 +54,10 @@ def chain_exchange(
     if attention.query_start_loc is not None:
         return None
     links = [layer.link(following) for layer, following in pairwise(layers)]
-    if not links or any(link is None for link in links):
+    first = links[0] if links else None
+    if first is None or any(link is None for link in links):
         return None
-    return new_exchange(links[0], num_tokens=hidden.shape[0], backend=attention.backend)
+    return new_exchange(first, num_tokens=hidden.shape[0], backend=attention.backend)
 
 
 def run_chain(
@@ -94,7 +95,7 @@ def _run_link(
     kv: LayerKV,
     attention: AttentionInputs,
     angles: RopeAngles | None,
-) -> tuple[Float[Array, "T D"], Float[Array, "parts T heads H"], Int32[Array, "W"], LayerKV]:
+) -> tuple[Float[Array, "T D"], Float[Array, "next_parts T heads H"], Int32[Array, "W"], LayerKV]:
     """From a layer's projected rows to the next layer's; see `_run_layer` for the jit."""
     layer, following = nnx.merge(definition, parameters)
     out, kv = layer.attention.attend(qkv, kv, attention, angles, hidden.dtype)
@@ -116,7 +117,7 @@ def _run_last(
     definition: nnx.GraphDef,
     parameters: Any,  # nnx.State
     hidden: Float[Array, "T D"],
-    qkv: Float[Array, "parts T heads H"],
+    qkv: Float[Array, "qkv_parts T heads H"],
     kv: LayerKV,
     attention: AttentionInputs,
     angles: RopeAngles | None,
