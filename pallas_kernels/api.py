@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels import (
     add_norm,
+    between_hopper,
     block_copy,
     checks,
     kv_write,
@@ -21,20 +22,31 @@ from pallas_kernels import (
     paged_prefill,
     paged_prefill_hopper,
     rope_write,
+    thread_ops,
     truncation,
     tuning,
     xla,
     xla_truncation,
 )
 from pallas_kernels.tiles import decode_rows_apart
-from pallas_kernels.types import Backend, HeadNorms, LayerKV, select_backend
+from pallas_kernels.types import (
+    Backend,
+    HeadNorms,
+    LayerKV,
+    LayerSizes,
+    LayerWeights,
+    select_backend,
+)
 
 __all__ = [
     "Backend",
     "HeadNorms",
     "LayerKV",
+    "LayerWeights",
     "add_rms_norm",
+    "between_attentions",
     "copy_blocks",
+    "new_exchange",
     "paged_decode_attention",
     "paged_prefill_attention",
     "product_parts",
@@ -334,6 +346,68 @@ def rms_norm(
     return xla.rms_norm(x, weight, eps=eps)
 
 
+def new_exchange(
+    weights: LayerWeights, *, num_tokens: int, backend: Backend
+) -> Int32[Array, "W"] | None:
+    """What `between_attentions` of a step's first layer takes as its exchange memory.
+
+    None where the op gains nothing over those it stands for: on other devices than Hopper GPUs, in
+    other dtypes than bfloat16, for another number of rows than 8, or for widths that are not
+    multiples of 128.
+    """
+    plan = _between_plan(weights, num_tokens, Backend(backend))
+    if plan is None:
+        return None
+    return jnp.full((plan[0].words,), thread_ops.EMPTY, jnp.int32)
+
+
+def between_attentions(
+    attended: Float[Array, "T C"],
+    hidden: Float[Array, "T D"],
+    weights: LayerWeights,
+    num_rows: Int32[Array, ""],
+    exchange: Int32[Array, "W"],
+    *,
+    eps: float,
+    backend: Backend,
+) -> tuple[Float[Array, "T D"], Float[Array, "parts T Q"], Int32[Array, "W"]]:
+    """From one layer's attention to the next one's, for the few rows of a small decode step.
+
+    hidden + attended @ output, RMSNorm, silu(gate) * up, its sum with the stream after down,
+    the next RMSNorm, the next layer's fused projection; SiLU and norms in float32.
+
+    Args:
+        attended: what the layer's heads have attended to, side by side.
+        hidden: the residual stream before the layer.
+        weights: of the layer, and the next one's norm and projection.
+        num_rows: rows that matter, the first ones; the results' other rows may hold anything.
+        exchange: from `new_exchange` or the step's op before this one; used up.
+        eps: of both norms, under the root.
+        backend: which implementation runs.
+
+    Returns:
+        The stream after the layer; the next layer's queries, keys and values, in parts to be
+        summed; the exchange memory for the step's next op of the same sizes and rows.
+        Deterministic.
+
+    Raises:
+        ValueError: shapes that do not fit.
+        TypeError: dtypes that differ or are not bfloat16, float16 or float32.
+    """
+    checks.check_between(attended, hidden, weights, num_rows, exchange, eps)
+    plan = _between_plan(weights, hidden.shape[0], Backend(backend))
+    if plan is None:
+        return *xla.between_attentions(attended, hidden, weights, eps=eps), exchange
+    if exchange.shape != (plan[0].words,):
+        raise ValueError(
+            f"exchange has {exchange.shape[0]} words, this layer needs {plan[0].words}: "
+            "make it by new_exchange, with this layer's weights and rows"
+        )
+    return between_hopper.between_attentions(
+        attended, hidden, weights, num_rows, exchange, eps=eps, plan=plan[0], config=plan[1]
+    )
+
+
 def copy_blocks(
     pool: tuple[LayerKV, ...],
     src: Int32[Array, "C"],
@@ -455,9 +529,30 @@ def _move_config(op, kv, backend):
     return tuning.move_config(op, head_size=head_size, itemsize=itemsize, device_kind=kind)
 
 
+def _between_plan(weights, num_tokens, backend):
+    """The Hopper kernel's plan and config, or None."""
+    if jax.__version_info__ < (0, 11):  # whose Mosaic GPU kernels have no mutable arguments
+        return None
+    sizes, dtype = LayerSizes.of(weights), weights.output.dtype.name
+    facts = {"device_kind": _device_kind(backend), "num_cores": _num_cores(backend)}
+    config = tuning.between_config(sizes, num_tokens=num_tokens, dtype=dtype, **facts)
+    return None if config is None else (between_hopper.Plan(sizes, config.num_programs), config)
+
+
 def _device_kind(backend):
+    """The name of the GPU traced for, or nothing."""
+    device = _device(backend)
+    return "" if device is None else device.device_kind
+
+
+def _num_cores(backend):
+    """Its SMs, where they are known."""
+    device = _device(backend)
+    return getattr(device, "num_cores", None) or getattr(device, "core_count", None)
+
+
+def _device(backend):
     """The GPU traced for: an abstract mesh's device where one is set, else the first one here."""
     if backend is not Backend.TRITON:
-        return ""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return (device or jax.devices()[0]).device_kind
+        return None
+    return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]

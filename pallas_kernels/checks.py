@@ -192,6 +192,26 @@ def check_product(x, weight):
     _check_dtype("weight", weight, x.dtype, "x's dtype; cast it first")
 
 
+def check_between(attended, hidden, weights, num_rows, exchange, eps):
+    """A layer's weights that fit each other and the rows."""
+    _check_float("hidden", hidden, 2, "[T, D]")
+    _check_rank("attended", attended, 2, "[T, C]")
+    axes = ("[C, D]", "[D]", "[D, 2, F]", "[F, D]", "[D]", "[D, Q]")
+    for name, weight, axis in zip(weights._fields, weights, axes, strict=True):
+        _check_rank(f"weights.{name}", weight, axis.count(",") + 1, axis)
+        _check_dtype(f"weights.{name}", weight, hidden.dtype, "hidden's dtype; cast it first")
+    rows, size = hidden.shape
+    depth, inner, width = attended.shape[1], weights.down.shape[0], weights.next_qkv.shape[1]
+    _check_dtype("attended", attended, hidden.dtype, "hidden's dtype; cast it first")
+    _check_shape("attended", attended, (rows, depth), "one row for each of hidden's")
+    shapes = ((depth, size), (size,), (size, 2, inner), (inner, size), (size,), (size, width))
+    for name, weight, shape in zip(weights._fields, weights, shapes, strict=True):
+        _check_shape(f"weights.{name}", weight, shape, "the widths that the other arrays have")
+    _check_int32("num_rows", num_rows, 0, "[]")
+    _check_int32("exchange", exchange, 1, "[W]")
+    _check_eps("eps", eps)
+
+
 def _check_eps(name, eps):
     if not (math.isfinite(eps) and eps >= 0):
         raise ValueError(f"{name} is {eps}; it must be finite and not negative, as 1e-6")

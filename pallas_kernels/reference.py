@@ -101,6 +101,22 @@ def add_rms_norm(hidden, update, weight, *, eps, dtype=np.float64):
     return normed, total
 
 
+def between_attentions(attended, hidden, weights, *, eps, dtype=np.float64):
+    """Output projection, gated feed-forward, the next norm and projection; stream [T, D] and qkv
+    [T, Q]."""
+    attended, hidden = (np.asarray(x).astype(dtype) for x in (attended, hidden))
+    output, norm, gate_up, down, next_norm, qkv = (np.asarray(w).astype(dtype) for w in weights)
+    streams, projected = [], []
+    for row, stream in zip(attended, hidden, strict=True):
+        stream = stream + row @ output
+        normed = _rms_norm(stream, norm, eps)
+        gate, up = normed @ gate_up[:, 0], normed @ gate_up[:, 1]
+        stream = stream + (gate / (1 + np.exp(-gate)) * up).astype(dtype) @ down
+        streams.append(stream)
+        projected.append(_rms_norm(stream, next_norm, eps) @ qkv)
+    return np.stack(streams), np.stack(projected)
+
+
 def _rms_norm(row, weight, eps):
     mean = (row * row).sum() / row.dtype.type(row.size)
     return row / np.sqrt(mean + row.dtype.type(eps)) * np.asarray(weight).astype(row.dtype)

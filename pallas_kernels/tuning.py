@@ -10,10 +10,13 @@ import functools
 import json
 from importlib import resources
 
+from pallas_kernels.types import LayerSizes
+
 MAX_SPLIT_ROWS = 256  # above, a product has tiles enough, and its parts cost more than they save
 MIN_PART_DEPTH = 128
 SMALL_BATCH = 8  # rows that mostly stand for fewer sequences
 HOPPER_GPUS = ("H100", "H200", "H800", "H20")  # in the names of devices of compute capability 9.0
+MAX_SHARED_BYTES = 227 * 1024  # of a program on such a GPU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +50,16 @@ class HopperPrefillConfig:
     num_key_stages: int = 2
     num_value_stages: int = 2
     num_programs: int = 132
+
+
+@dataclasses.dataclass(frozen=True)
+class BetweenConfig:
+    """Of between_hopper.py: programs (one an SM), places of the ring and copies under way, each a
+    unit of 16 KiB."""
+
+    num_programs: int
+    num_stages: int
+    num_in_flight: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +181,34 @@ def hopper_prefill_config(
     fits = head_size == 128 and itemsize == 2 and group <= 16
     whole = block_size >= 8 and config.tile_tokens % block_size == 0
     return config if is_hopper and fits and whole and plain else None
+
+
+def between_config(
+    sizes: LayerSizes, *, num_tokens: int, dtype: str, num_cores: int | None, device_kind: str = ""
+) -> BetweenConfig | None:
+    """Where between_hopper.py runs; None where the ops it stands for do.
+
+    Args:
+        sizes: Widths of the layer.
+        num_tokens: Rows of the step's bucket.
+        dtype: Name of the activations' and weights' dtype.
+        num_cores: SMs of the GPU; None where it is not known.
+        device_kind: The GPU's name.
+    """
+    is_hopper = any(name in device_kind for name in HOPPER_GPUS)
+    whole = all(size % 128 == 0 for size in sizes)
+    if not (is_hopper and whole and num_cores and num_tokens == 8 and dtype == "bfloat16"):
+        return None
+    units = max(
+        -(-sizes.hidden * sizes.attended // (num_cores * 8192)),
+        -(-sizes.hidden * sizes.inner // (num_cores * 8192)),
+        -(-sizes.hidden * sizes.qkv // (num_cores * 8192)),
+    )
+    room = MAX_SHARED_BYTES - 8192 - (units + 1) * 128 * 8 * 2
+    stages = min(12, room // 16384 // 2 * 2)
+    # Few copies at a time delay the programs' exchange less; large models are bound by bandwidth.
+    flight = 3 if sizes.hidden < 2048 else 4
+    return BetweenConfig(num_cores, stages, flight) if stages >= 4 else None
 
 
 def move_config(op: str, *, head_size: int, itemsize: int, device_kind: str = "") -> MoveConfig:

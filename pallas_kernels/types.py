@@ -32,3 +32,31 @@ class HeadNorms(NamedTuple):
     q: Float[Array, "H"]
     k: Float[Array, "H"]
     eps: float
+
+
+class LayerWeights(NamedTuple):
+    """What is between the attention of one layer and that of the next: the output projection, the
+    gated feed-forward with the norm before it, and the next layer's norm and fused projection."""
+
+    output: Float[Array, "C D"]
+    norm: Float[Array, "D"]
+    gate_up: Float[Array, "D 2 F"]
+    down: Float[Array, "F D"]
+    next_norm: Float[Array, "D"]
+    next_qkv: Float[Array, "D Q"]
+
+
+class LayerSizes(NamedTuple):
+    """Widths of `LayerWeights`: the stream (D), all heads (C), the feed-forward (F), and the next
+    layer's queries, keys and values together (Q)."""
+
+    hidden: int
+    attended: int
+    inner: int
+    qkv: int
+
+    @classmethod
+    def of(cls, weights: LayerWeights) -> "LayerSizes":
+        """As the matrices have them."""
+        attended, hidden = weights.output.shape
+        return cls(hidden, attended, weights.down.shape[0], weights.next_qkv.shape[1])

@@ -160,6 +160,18 @@ def add_rms_norm(hidden, update, weight, *, eps):
     return rms_norm(total, weight, eps=eps), total
 
 
+def between_attentions(attended, hidden, weights, *, eps):
+    """The ops one by one; returns the stream and the next layer's qkv in one part."""
+    update = product_parts(attended, weights.output, 1)
+    rows, hidden = add_rms_norm(hidden, update, weights.norm, eps=eps)
+    gate_up = product_parts(rows, weights.gate_up.reshape(rows.shape[1], -1), 1)[0]
+    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=1)
+    inner = (jax.nn.silu(gate) * up).astype(rows.dtype)
+    update = product_parts(inner, weights.down, 1)
+    rows, hidden = add_rms_norm(hidden, update, weights.next_norm, eps=eps)
+    return hidden, product_parts(rows, weights.next_qkv, 1)
+
+
 def copy_blocks(pool, src, dst):
     """See the public entry of the same name."""
     return jax.tree.map(lambda blocks: blocks.at[dst].set(blocks[src], mode="drop"), pool)

@@ -1,79 +1,18 @@
 """The frame of every family: embedding, layers over the pool, final norm, output head."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
-import jax
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from jpaged.models.config import ModelConfig
-from jpaged.models.layers import (
-    Attention,
-    AttentionInputs,
-    Embedding,
-    LayerNorm,
-    RMSNorm,
-)
-from jpaged.models.rope import RopeAngles, rope_angles
+from jpaged.models.decoder_layer import DecoderLayer, Norm, add_norm
+from jpaged.models.layer_runs import chain_exchange, run_chain, run_layers
+from jpaged.models.layers import AttentionInputs, Embedding
+from jpaged.models.rope import rope_angles
 from jpaged.models.weights import WeightRule
-from pallas_kernels import Backend, LayerKV, sum_parts
-
-FeedForwardPart = Callable[[Float[Array, "T D"], Backend], Float[Array, "parts T D"]]
-Norm = RMSNorm | LayerNorm
-
-
-class DecoderLayer(nnx.Module):
-    """Attention and feed-forward, each with a residual sum and a norm before (or after) it."""
-
-    def __init__(
-        self,
-        *,
-        attention: Attention,
-        attention_norm: Norm,
-        mlp: FeedForwardPart,
-        mlp_norm: Norm,
-        pre_norm: bool = True,
-    ):
-        self.attention, self.attention_norm = attention, attention_norm
-        self.mlp, self.mlp_norm = mlp, mlp_norm
-        self.pre_norm = pre_norm
-
-    def __call__(
-        self,
-        hidden: Float[Array, "T D"],
-        update: Float[Array, "parts T D"] | None,
-        kv: LayerKV,
-        attention: AttentionInputs,
-        angles: RopeAngles | None = None,
-    ) -> tuple[Float[Array, "T D"], Float[Array, "parts T D"] | None, LayerKV]:
-        """One layer; the residual stream is hidden + sum(update), the last product's output apart.
-
-        Whoever reads the stream adds the update, so that a norm does it in one pass. None stands
-        for zeros. Returns the stream after the layer in the same form, and the layer's pool.
-        """
-        backend = attention.backend
-        if self.pre_norm:
-            rows, hidden = add_norm(self.attention_norm, hidden, update, backend)
-            update, kv = self.attention(rows, kv, attention, angles)
-            rows, hidden = self.mlp_norm.add(hidden, update, backend)
-            return hidden, self.mlp(rows, backend), kv
-        update, kv = self.attention(hidden, kv, attention, angles)
-        hidden = self.attention_norm(hidden + sum_parts(update, hidden.dtype))
-        update = sum_parts(self.mlp(hidden, backend), hidden.dtype)
-        return self.mlp_norm(hidden + update), None, kv
-
-
-def add_norm(
-    norm: Norm,
-    hidden: Float[Array, "T D"],
-    update: Float[Array, "parts T D"] | None,
-    backend: Backend,
-) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-    """The norm of hidden + sum(update), and that sum."""
-    return (norm(hidden), hidden) if update is None else norm.add(hidden, update, backend)
+from pallas_kernels import LayerKV, sum_parts
 
 
 class CausalLM(nnx.Module):
@@ -136,36 +75,19 @@ class CausalLM(nnx.Module):
             ValueError: the pool has not one entry a layer.
         """
         hidden = self.embed_tokens(token_ids, positions)
-        rope, angles, update, new_pool = self.config.rope, None, None, []
+        rope, angles = self.config.rope, None
         if rope is not None:
             angles = rope_angles(positions, rope, self.config.head_size)
-        for layer, kv in zip(self.layers, pool, strict=True):
-            hidden, update, kv = _run_layer(
-                *nnx.split(layer), hidden, update, kv, attention, angles
-            )
-            new_pool.append(kv)
+        exchange = chain_exchange(self.layers, hidden, attention)
+        run = run_layers if exchange is None else partial(run_chain, exchange)
+        hidden, update, new_pool = run(self.layers, hidden, pool, attention, angles)
         if self.final_norm is not None:
             hidden, _ = add_norm(self.final_norm, hidden, update, attention.backend)
         elif update is not None:
             hidden += sum_parts(update, hidden.dtype)
-        return hidden, tuple(new_pool)
+        return hidden, new_pool
 
     def logits(self, hidden: Float[Array, "R D"]) -> Float32[Array, "R V"]:
         """Scores of every token of the vocabulary for the given hidden states, in float32."""
         head = self.embed if self.lm_head is None else self.lm_head
         return head.logits(hidden)
-
-
-@partial(jax.jit, static_argnums=0)
-def _run_layer(
-    definition: nnx.GraphDef,
-    parameters: Any,  # nnx.State
-    hidden: Float[Array, "T D"],
-    update: Float[Array, "parts T D"] | None,
-    kv: LayerKV,
-    attention: AttentionInputs,
-    angles: RopeAngles | None,
-) -> tuple[Float[Array, "T D"], Float[Array, "parts T D"] | None, LayerKV]:
-    """One layer. Inside a step's jit, layers alike are traced and lowered once; XLA inlines the
-    calls, so the compiled step is unrolled all the same."""
-    return nnx.merge(definition, parameters)(hidden, update, kv, attention, angles)

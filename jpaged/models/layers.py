@@ -225,6 +225,9 @@ class FeedForward(nnx.Module):
         inner = activation(self.activation, self.up(x)).astype(x.dtype)
         return self.down.parts(inner, backend)
 
+    def gated_weights(self) -> None:
+        """None, for it has no gate (see `GatedFeedForward`)."""
+
 
 class Attention(nnx.Module):
     """Self-attention over the pool, with rotary positions where the model has them."""
@@ -244,23 +247,33 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "parts T D"], LayerKV]:
         """Stores the tokens' K and V, attends; returns the update and the new pool."""
         qkv = self.qkv(x, attention.backend)
+        out, kv = self.attend(qkv, kv, attention, angles, x.dtype)
+        return self.output(out, attention.backend), kv
+
+    def attend(
+        self,
+        qkv: Float[Array, "parts T heads H"],
+        kv: LayerKV,
+        attention: AttentionInputs,
+        angles: RopeAngles | None,
+        dtype: DTypeLike,
+    ) -> tuple[Float[Array, "T N H"], LayerKV]:
+        """What lies between the two projections; returns the heads' results and the new pool."""
         options = {"scale": self.scale, "sliding_window": self.sliding_window}
         if angles is not None and attention.query_start_loc is None:
-            out, kv = rope_decode_attention(
+            return rope_decode_attention(
                 qkv,
                 kv,
                 attention.block_tables,
                 attention.seq_lens,
                 angles,
                 norms=self.head_norms(),
-                dtype=x.dtype,
+                dtype=dtype,
                 backend=attention.backend,
                 **options,
             )
-        else:
-            q, kv = self.store(qkv, kv, attention, angles, x.dtype)
-            out = paged_attention(q, kv, attention, **options)
-        return self.output(out, attention.backend), kv
+        q, kv = self.store(qkv, kv, attention, angles, dtype)
+        return paged_attention(q, kv, attention, **options), kv
 
     def store(
         self,

@@ -29,6 +29,13 @@ class GatedFeedForward(nnx.Module):
         inner = (gate * gate_up[:, 1].astype(gate.dtype)).astype(x.dtype)
         return self.down.parts(inner, backend)
 
+    def gated_weights(self) -> tuple[Float[Array, "D 2 F"], Float[Array, "F D"]] | None:
+        """Gate and up, and down, if the weights are all there is to it and it gates by SiLU."""
+        plain = self.gate_up.bias is None and self.down.bias is None
+        if not plain or self.activation not in ("silu", "swish"):
+            return None
+        return self.gate_up.weight[...], self.down.weight[...]
+
 
 class GateUp(nnx.Module):
     """Two projections in one product: weight [D, 2, F], bias [2, F]."""

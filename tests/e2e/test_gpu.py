@@ -17,6 +17,24 @@ from jpaged import Engine, SamplingParams
 from pallas_kernels import Backend
 from tools.tiny.world import sample_examples
 
+# Widths that the kernels for Hopper GPUs are for.
+WIDE = {
+    "model_type": "qwen3",
+    "vocab_size": 128,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+}
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU"),
@@ -109,23 +127,7 @@ def test_no_step_copies_the_pool(engines: Engines):
 
 def test_heads_of_128_in_bfloat16(engines: Engines, tmp_path: Path):
     """The sizes that a GPU's own prefill kernel is for, in every bucket, beside float32."""
-    shape = {
-        "model_type": "qwen3",
-        "vocab_size": 128,
-        "hidden_size": 256,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "max_position_embeddings": 1024,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e4,
-        "tie_word_embeddings": True,
-        "hidden_act": "silu",
-        "torch_dtype": "bfloat16",
-    }
-    (tmp_path / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+    (tmp_path / "config.json").write_text(json.dumps(WIDE), encoding="utf-8")
     options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 512}
     options |= {"num_blocks": 400, "max_num_seqs": 40, "max_num_batched_tokens": 512}
     rng = np.random.default_rng(0)
@@ -184,3 +186,25 @@ def test_the_memory_account_is_what_the_device_says(tmp_path: Path):
     assert told("bytes_in_use") - before == pytest.approx(account.resident, rel=0.01)
     assert account.limit is not None
     assert account.total <= account.limit
+
+
+def test_small_decode_steps_in_bfloat16(engines: Engines, tmp_path: Path):
+    """Tokens decoded by few sequences have the scores that they have as a prompt's."""
+    (tmp_path / "config.json").write_text(json.dumps(WIDE), encoding="utf-8")
+    options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 256}
+    engine = engines(tmp_path, dtype="bfloat16", num_blocks=200, max_num_seqs=8, **options)
+    rng = np.random.default_rng(1)
+    given = [rng.integers(0, 128, n).tolist() for n in (3, 40, 16, 90, 17)]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=n, logprobs=0, ignore_eos=True)
+        for n in (60, 20, 45, 9, 33)
+    ]
+    outputs = [output.outputs[0] for output in engine.generate(given, params)]
+    again = [prompt + list(o.token_ids) for prompt, o in zip(given, outputs, strict=True)]
+    scoring = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
+    for prompt, output, scored in zip(given, outputs, engine.generate(again, scoring), strict=True):
+        entries = (scored.prompt_logprobs or [])[len(prompt) :]
+        decoded = output.logprobs or []
+        for token, want, got in zip(output.token_ids, entries, decoded, strict=True):
+            assert want is not None
+            assert abs(got[token].logprob - want[token].logprob) < 0.1

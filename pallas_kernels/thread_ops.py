@@ -1,0 +1,288 @@
+"""What one thread of a Mosaic GPU kernel does, for bodies of `inline_mgpu`: numbers with operators,
+loads, stores, polls and warp sums.
+
+Pallas' arrays have a layout over a warp group; the exchange between the programs of decode_layer.py
+needs single words, loads that another program's store ends, and warps that take turns at rows.
+A `Value` is an int32, a float32 or a pointer of one thread. Masked words read as zeros.
+"""
+
+import contextlib
+import functools
+from typing import Any, NamedTuple
+
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, gpu, llvm, scf, vector
+
+# The word that nobody stores: as float32 or as bfloat16 a NaN that arithmetic never makes.
+EMPTY = -1
+_WARP = 32
+_DYNAMIC = -(1 << 31)  # "the index is an operand", in LLVM's address computation
+
+
+class Value:
+    """A thread's number or pointer; the other operand may be a Python number."""
+
+    def __init__(self, value: Any):
+        self.ir = value
+
+    def _other(self, other):
+        if isinstance(other, Value):
+            return other.ir
+        number = float(other) if self._is_float else int(other)
+        return arith.constant(self.ir.type, number)
+
+    @property
+    def _is_float(self):
+        return isinstance(self.ir.type, ir.FloatType)
+
+    def _compare(self, predicate, other):
+        return Value(arith.cmpi(predicate, self.ir, self._other(other)))
+
+    def __add__(self, other):
+        operation = arith.addf if self._is_float else arith.addi
+        return Value(operation(self.ir, self._other(other)))
+
+    def __sub__(self, other):
+        operation = arith.subf if self._is_float else arith.subi
+        return Value(operation(self.ir, self._other(other)))
+
+    def __mul__(self, other):
+        operation = arith.mulf if self._is_float else arith.muli
+        return Value(operation(self.ir, self._other(other)))
+
+    def __floordiv__(self, other):  # of numbers that are not negative
+        return Value(arith.divui(self.ir, self._other(other)))
+
+    def __mod__(self, other):
+        return Value(arith.remui(self.ir, self._other(other)))
+
+    def __and__(self, other):
+        return Value(arith.andi(self.ir, self._other(other)))
+
+    def __xor__(self, other):
+        return Value(arith.xori(self.ir, self._other(other)))
+
+    def __lt__(self, other):
+        return self._compare(arith.CmpIPredicate.slt, other)
+
+    def __le__(self, other):
+        return self._compare(arith.CmpIPredicate.sle, other)
+
+    def __ge__(self, other):
+        return self._compare(arith.CmpIPredicate.sge, other)
+
+    def is_(self, other):
+        """Equality; `==` would have to answer at once."""
+        return self._compare(arith.CmpIPredicate.eq, other)
+
+
+class Words(NamedTuple):
+    """Where to load from: a pointer, how many words of 4 bytes (1, 2 or 4), and whether at all."""
+
+    pointer: Value
+    count: int
+    mask: Value
+
+
+def int32() -> ir.Type:
+    """The type; it exists only while a kernel is lowered."""
+    return ir.IntegerType.get_signless(32)
+
+
+def float32() -> ir.Type:
+    """As `int32`."""
+    return ir.F32Type.get()
+
+
+def thread_index() -> Value:
+    """In the program, from 0."""
+    return Value(arith.index_cast(int32(), gpu.thread_id(gpu.Dimension.x)))
+
+
+def program_index() -> Value:
+    """In the grid's first axis."""
+    return Value(arith.index_cast(int32(), gpu.block_id(gpu.Dimension.x)))
+
+
+def scalar(array: Any) -> Value:
+    """The number in a scalar argument of an `inline_mgpu` body."""
+    value = array.registers.item()
+    if isinstance(value.type, ir.VectorType):
+        value = vector.extract(value, [], [0])
+    return Value(value)
+
+
+def numbers(array: Any) -> list[Value]:
+    """A thread's elements of an array argument, in the order of its registers."""
+    return [
+        Value(vector.extract(register, [], [i]))
+        for register in array.registers.flat
+        for i in range(ir.VectorType(register.type).shape[0])
+    ]
+
+
+def pointer(ref: Any) -> Value:
+    """To the first element of a reference argument."""
+    return Value(utils.memref_ptr(ref))
+
+
+def offset(base: Value, elements: Value, size: int) -> Value:
+    """`elements` of `size` bytes further."""
+    steps = [(elements * size).ir]
+    byte, flags = ir.IntegerType.get_signless(8), llvm.GEPNoWrapFlags.none
+    return Value(llvm.getelementptr(base.ir.type, base.ir, steps, [_DYNAMIC], byte, flags))
+
+
+@contextlib.contextmanager
+def when(condition: Value):
+    """Emits the block for threads where the condition holds."""
+    with utils.when(condition.ir):
+        yield
+
+
+@contextlib.contextmanager
+def loop(start: Value, stop: Value, step: int):
+    """Emits the block once, run for start, start + step ... below stop."""
+    operation = scf.ForOp(start.ir, stop.ir, arith.constant(int32(), step), [])
+    with ir.InsertionPoint(operation.body):
+        yield Value(operation.induction_variable)
+        scf.YieldOp([])
+
+
+def _constraint(kind):
+    if isinstance(kind, ir.FloatType):
+        return "f"
+    if isinstance(kind, ir.IntegerType):
+        return "r"
+    return "r" if kind == ir.Type.parse("!llvm.ptr<3>") else "l"  # shared memory is 32 bits wide
+
+
+def ptx(text: str, *arguments: Value, out: list[ir.Type] | None = None, pure: bool = False):
+    """PTX; `$0` ... are the outputs, then the arguments. Outputs share no register with those."""
+    out, values = out or [], [argument.ir for argument in arguments]
+    names = ["=&" + _constraint(kind) for kind in out] + [_constraint(v.type) for v in values]
+    result = ir.Type.parse("!llvm.void")
+    if out:
+        result = out[0] if len(out) == 1 else llvm.StructType.get_literal(out)
+    options: dict[str, Any] = {"has_side_effects": not pure}
+    if not pure and hasattr(llvm.InlineAsmOp, "convergent"):  # from jaxlib 0.11.2 on
+        options["convergent"] = True
+    value: Any = llvm.inline_asm(result, values, text, ",".join(names), **options)
+    if len(out) < 2:
+        return [Value(value)] * len(out)
+    return [Value(llvm.extractvalue(kind, value, [i])) for i, kind in enumerate(out)]
+
+
+def barrier(index: int, num_threads: int):
+    """Waits for `num_threads` threads of the program to get to barrier `index`."""
+    ptx(f"bar.sync {index}, {num_threads};")
+
+
+def _vector(first, count):
+    names = ",".join(f"${first + i}" for i in range(count))
+    return ("{" + names + "}", f".v{count}") if count > 1 else (names, "")
+
+
+def _load_all(places, instruction, tail=""):
+    """One block of PTX that loads all words, so that none waits for another."""
+    total = sum(place.count for place in places)
+    lines, arguments, first = [], [], 0
+    for place in places:
+        names, suffix = _vector(first, place.count)
+        zeros = " ".join(f"mov.b32 ${first + i}, 0;" for i in range(place.count))
+        at = total + len(arguments)
+        load = f"@p {instruction}{suffix}.b32 {names}, [${at}];"
+        lines.append(f"{zeros} setp.ne.b32 p, ${at + 1}, 0; {load}")
+        arguments += [place.pointer, Value(arith.extui(int32(), place.mask.ir))]
+        first += place.count
+    text = "{ .reg .pred p, q;\nAGAIN${:uid}:\n" + "\n".join(lines) + tail + " }"
+    words = ptx(text, *arguments, out=[int32()] * total)
+    starts = [sum(place.count for place in places[:i]) for i in range(len(places))]
+    return [words[start : start + p.count] for start, p in zip(starts, places, strict=True)]
+
+
+def load(places: list[Words]) -> list[list[Value]]:
+    """Words of memory that the kernel does not write."""
+    return _load_all(places, "ld.global")
+
+
+def poll(places: list[Words]) -> list[list[Value]]:
+    """Words that other programs store, read again until none of them is `EMPTY`.
+
+    A word is its own signal: no fence and no counter is needed, for each is stored once.
+    """
+    total = sum(place.count for place in places)
+    tests = "\nsetp.eq.b32 q, $0, -1;" + "".join(
+        f" setp.eq.or.b32 q, ${i}, -1, q;" for i in range(1, total)
+    )
+    return _load_all(places, "ld.relaxed.gpu.global", tests + "\n@q bra AGAIN${:uid};")
+
+
+def store(space: str, address: Value, words: list[Value]):
+    """Words of 4 bytes, side by side (1, 2 or 4 of them), to "global" or "shared" memory."""
+    names, suffix = _vector(1, len(words))
+    ptx(f"st.{space}{suffix}.b32 [$0], {names};", address, *map(as_int, words))
+
+
+def load_shared(address: Value) -> Value:
+    """A float32 of shared memory."""
+    return ptx("ld.shared.f32 $0, [$1];", address, out=[float32()])[0]
+
+
+def as_int(value: Value) -> Value:
+    """The same bits."""
+    return Value(arith.bitcast(int32(), value.ir)) if value._is_float else value
+
+
+def as_float(words: list[Value]) -> list[Value]:
+    """The same bits."""
+    return [Value(arith.bitcast(float32(), word.ir)) for word in words]
+
+
+def unpack(words: list[Value]) -> list[Value]:
+    """Two bfloat16 numbers a word, as float32."""
+    low = [word * (1 << 16) for word in words]
+    high = [word & -(1 << 16) for word in words]
+    return as_float([half for pair in zip(low, high, strict=True) for half in pair])
+
+
+def pack(floats: list[Value]) -> list[Value]:
+    """The inverse of `unpack`, rounding to nearest; NaN gives 0x7fff."""
+    pairs = zip(floats[::2], floats[1::2], strict=True)
+    text = "cvt.rn.bf16x2.f32 $0, $2, $1;"
+    return [ptx(text, low, high, out=[int32()], pure=True)[0] for low, high in pairs]
+
+
+def rounded(floats: list[Value]) -> list[Value]:
+    """To bfloat16 and back."""
+    return unpack(pack(floats))
+
+
+def total(values: list[Value]) -> Value:
+    """The sum, from the first to the last."""
+    return functools.reduce(Value.__add__, values)
+
+
+def warp_sum(value: Value) -> Value:
+    """Over the 32 threads of a warp, all of which get it."""
+    distance = _WARP // 2
+    while distance:
+        value, distance = value + Value(utils.shfl_bfly(value.ir, distance)), distance // 2
+    return value
+
+
+def rsqrt(value: Value) -> Value:
+    """Approximate, to 2 units in the last place."""
+    return ptx("rsqrt.approx.f32 $0, $1;", value, out=[float32()], pure=True)[0]
+
+
+def silu(value: Value) -> Value:
+    """value / (1 + exp(-value))."""
+    power = ptx("ex2.approx.f32 $0, $1;", value * -1.4426950408889634, out=[float32()], pure=True)
+    return value * ptx("rcp.rn.f32 $0, $1;", power[0] + 1.0, out=[float32()], pure=True)[0]
+
+
+def not_empty(value: Value) -> Value:
+    """The same number, never the bits of `EMPTY`: an addition gives the one usual NaN."""
+    return ptx("add.f32 $0, $1, 0f00000000;", value, out=[float32()], pure=True)[0]

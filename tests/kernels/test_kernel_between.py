@@ -1,0 +1,232 @@
+"""From one attention to the next in one op: results, the programs' shares, where it runs."""
+
+import re
+from contextlib import nullcontext
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from kernel_cases import BF16, F16, F32, require
+
+from pallas_kernels import (
+    Backend,
+    LayerWeights,
+    between_attentions,
+    between_hopper,
+    checks,
+    new_exchange,
+    reference,
+    tuning,
+    xla,
+)
+from pallas_kernels.types import LayerSizes
+
+H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+HAS_MUTABLE_ARGUMENTS = jax.__version_info__ >= (0, 11)
+BACKENDS = [Backend.XLA, pytest.param(Backend.TRITON, marks=pytest.mark.gpu)]
+ROWS, EPS = 8, 1e-6
+SMALL = LayerSizes(hidden=256, attended=128, inner=384, qkv=640)
+ODD = LayerSizes(hidden=1024, attended=512, inner=2816, qkv=1536)
+QWEN = LayerSizes(hidden=1024, attended=2048, inner=3072, qkv=4096)
+LLAMA = LayerSizes(hidden=4096, attended=4096, inner=14336, qkv=6144)
+
+
+def layer(sizes, dtype, seed=0):
+    """Rows and weights of about the spread that a model has."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape, spread=1.0, mean=0.0):
+        return jnp.asarray(rng.standard_normal(shape) * spread + mean, dtype)
+
+    hidden, attended, inner, qkv = sizes
+    weights = LayerWeights(
+        normal(attended, hidden, spread=attended**-0.5),
+        normal(hidden, spread=0.1, mean=1),
+        normal(hidden, 2, inner, spread=hidden**-0.5),
+        normal(inner, hidden, spread=inner**-0.5),
+        normal(hidden, spread=0.1, mean=1),
+        normal(hidden, qkv, spread=hidden**-0.5),
+    )
+    return normal(ROWS, attended), normal(ROWS, hidden, spread=3), weights
+
+
+def two_layers(attended, hidden, weights, num_rows, backend):
+    """The op and, from its exchange memory on, the op again; results of both."""
+    exchange = new_exchange(weights, num_tokens=ROWS, backend=backend)
+    exchange = jnp.zeros(1, jnp.int32) if exchange is None else exchange
+    run = partial(between_attentions, eps=EPS, backend=backend)
+    first, qkv, exchange = run(attended, hidden, weights, num_rows, exchange)
+    second, last_qkv, _ = run(attended, first, weights, num_rows, exchange)
+    return [x.astype(F32) for x in (first, qkv.sum(0), second, last_qkv.sum(0))]
+
+
+def error(got, want):
+    return np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("num_rows", [1, 3, 8])
+@pytest.mark.parametrize("sizes", [SMALL, ODD], ids=["small", "odd"])
+def test_as_exact_as_the_ops_one_by_one(sizes, num_rows, backend):
+    """In bfloat16, against float64, and the same every time."""
+    require(backend)
+    attended, hidden, weights = layer(sizes, BF16)
+    run = jax.jit(partial(two_layers, backend=backend))
+    results = [run(attended, hidden, weights, jnp.int32(num_rows)) for _ in range(3)]
+    one_by_one = jax.jit(partial(xla.between_attentions, eps=EPS))
+    stream = hidden
+    for i in (0, 2):
+        want = reference.between_attentions(attended, stream, weights, eps=EPS)
+        plain_stream, plain_qkv = one_by_one(attended, stream, weights)
+        for j, plain in enumerate((plain_stream, plain_qkv.sum(0))):
+            exact = want[j][:num_rows]
+            allowed = 1.25 * error(plain.astype(F32)[:num_rows], exact) + 2e-4
+            assert error(results[0][i + j][:num_rows], exact) <= allowed <= 0.01
+            for other in results[1:]:
+                np.testing.assert_array_equal(other[i + j][:num_rows], results[0][i + j][:num_rows])
+        stream = jnp.where(jnp.arange(ROWS)[:, None] < num_rows, results[0][0], 0).astype(BF16)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_row_sees_another(backend):
+    """A row of NaN or infinity ruins itself alone, and nobody waits for it for ever."""
+    require(backend)
+    attended, hidden, weights = layer(SMALL, BF16)
+    run = jax.jit(partial(two_layers, backend=backend))
+    clean = run(attended, hidden, weights, jnp.int32(ROWS))
+    bad = attended.at[2].set(jnp.nan).at[5].set(jnp.inf)
+    ruined = run(bad, hidden.at[2].set(-jnp.nan), weights, jnp.int32(ROWS))
+    keep = np.asarray([0, 1, 3, 4, 6, 7])
+    for got, want in zip(ruined, clean, strict=True):
+        np.testing.assert_array_equal(got[keep], want[keep])
+        assert np.isnan(np.asarray(got[2])).all()
+        assert not np.isfinite(np.asarray(got[5])).all()
+    jax.block_until_ready(run(attended, hidden, weights, jnp.int32(0)))  # a step of padding ends
+
+
+@pytest.mark.parametrize("dtype", [F32, F16])
+def test_other_dtypes_run_op_by_op(dtype):
+    attended, hidden, weights = layer(SMALL, dtype)
+    assert new_exchange(weights, num_tokens=ROWS, backend=Backend.XLA) is None
+    got = two_layers(attended, hidden, weights, jnp.int32(ROWS), Backend.XLA)
+    want = reference.between_attentions(attended, hidden, weights, eps=EPS)
+    for i in range(2):
+        assert error(got[i], want[i]) < (1e-5 if dtype == F32 else 2e-3)
+
+
+@pytest.mark.parametrize("num_programs", [78, 114, 132])
+@pytest.mark.parametrize("sizes", [SMALL, ODD, QWEN, LLAMA])
+def test_programs_share_all_units(sizes, num_programs):
+    """Each unit has one program, each part one place, and readers look where writers write."""
+    plan = between_hopper.Plan(sizes, num_programs)
+    ends = [*plan.regions.values()][1:]
+    assert plan.words == ends[-1]
+    assert plan.words % 4 == 0
+    for which, product in enumerate(plan.products):
+        sides = 2 if which == 1 else 1
+        places, parts = set(), {block: set() for block in range(product.blocks)}
+        most, chunks, segments = product.most_units, product.chunks, product.most_segments
+        for unit in range(product.blocks * chunks):
+            program, block = unit // most, unit // chunks
+            segment = block - program * most // chunks
+            assert program < num_programs
+            assert segment < segments
+            parts[block].add(program)
+            places.add((program * segments + segment) * sides)
+        for block, programs in parts.items():
+            first, last = product.first_part(block), product.last_part(block)
+            assert programs == set(range(first, last + 1))
+            assert len(programs) <= product.most_parts
+        if which < 3:
+            size = ends[which] - plan.regions[which]
+            assert (max(places) + sides) * ROWS * 64 <= size
+
+
+@pytest.mark.parametrize("sizes", [SMALL, ODD, QWEN, LLAMA])
+@pytest.mark.parametrize("num_cores", [78, 132])
+def test_one_program_fills_a_multiprocessor(sizes, num_cores):
+    """More than half of the shared memory, so that none shares one, and no more than all."""
+    config = choose(sizes=sizes, num_cores=num_cores)
+    if sizes == LLAMA and num_cores == 78:
+        assert config is None  # its activations leave no room for a ring
+        return
+    plan = between_hopper.Plan(sizes, num_cores)
+    assert config.num_programs == num_cores
+    size = between_hopper.smem_bytes(plan, config.num_stages)
+    assert tuning.MAX_SHARED_BYTES / 2 < size <= tuning.MAX_SHARED_BYTES
+
+
+def choose(**changes):
+    facts = {"num_tokens": 8, "dtype": "bfloat16", "num_cores": 132, "device_kind": "NVIDIA H200"}
+    facts |= {"sizes": QWEN} | changes
+    return tuning.between_config(facts.pop("sizes"), **facts)
+
+
+def test_it_is_for_hopper_and_small_steps():
+    assert choose() == tuning.BetweenConfig(132, num_stages=12, num_in_flight=3)
+    assert choose(sizes=LLAMA) == tuning.BetweenConfig(132, num_stages=6, num_in_flight=4)
+    for change in (
+        {"num_tokens": 16},
+        {"dtype": "float16"},
+        {"num_cores": None},
+        {"device_kind": "NVIDIA A100-SXM4-80GB"},
+        {"sizes": SMALL._replace(inner=448)},
+    ):
+        assert choose(**change) is None
+
+
+@pytest.mark.parametrize("sizes", [SMALL, QWEN, LLAMA], ids=["small", "qwen", "llama"])
+def test_lowers_to_one_kernel(sizes):
+    """Which declares the memory that it stores into; JAX 0.10 has no way to, and runs the ops."""
+    shapes = jax.eval_shape(lambda: layer_zeros(sizes))
+    run = partial(two_layers, backend=Backend.TRITON)
+    count = jax.ShapeDtypeStruct((), jnp.int32)
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+        traced = jax.jit(run).trace(*shapes, count)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    calls = re.findall(r"custom_call @\S*mosaic_gpu", text)
+    assert len(calls) == (2 if HAS_MUTABLE_ARGUMENTS else 0)
+    assert len(re.findall("output_operand_alias<", text)) == len(calls)
+
+
+def layer_zeros(sizes):
+    hidden, attended, inner, qkv = sizes
+    shapes = (attended, hidden), (hidden,), (hidden, 2, inner), (inner, hidden), (hidden,)
+    weights = LayerWeights(*(jnp.zeros(shape, BF16) for shape in (*shapes, (hidden, qkv))))
+    return jnp.zeros((ROWS, attended), BF16), jnp.zeros((ROWS, hidden), BF16), weights
+
+
+def test_wrong_arguments_are_named():
+    attended, hidden, weights = layer_zeros(SMALL)
+    exchange, count = jnp.zeros(1, jnp.int32), jnp.int32(1)
+
+    def run(a=attended, h=hidden, w=weights, n=count, x=exchange, eps=EPS):
+        checks.check_between(a, h, w, n, x, eps)
+
+    run()
+    with pytest.raises(ValueError, match="attended"):
+        run(a=attended[:3])
+    with pytest.raises(ValueError, match=r"weights\.down"):
+        run(w=weights._replace(down=weights.down[:, :-1]))
+    with pytest.raises(TypeError, match=r"weights\.norm"):
+        run(w=weights._replace(norm=weights.norm.astype(F32)))
+    with pytest.raises(TypeError, match="num_rows"):
+        run(n=jnp.float32(1))
+    with pytest.raises(ValueError, match="exchange"):
+        run(x=exchange[None])
+    with pytest.raises(ValueError, match="eps"):
+        run(eps=-1.0)
+
+
+def test_foreign_exchange_memory_is_refused():
+    arrays, foreign = layer_zeros(SMALL), jnp.zeros(5, jnp.int32)
+    run = partial(between_attentions, eps=EPS, backend=Backend.TRITON)
+    refusal = pytest.raises(ValueError, match="exchange has 5 words")
+    with (
+        use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)),
+        refusal if HAS_MUTABLE_ARGUMENTS else nullcontext(),
+    ):
+        jax.eval_shape(run, *arrays, jnp.int32(1), foreign)

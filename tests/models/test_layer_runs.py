@@ -1,0 +1,115 @@
+"""A decode step whose layers run from attention to attention gives what layer by layer gives."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from jpaged.models import layer_runs
+from jpaged.models.config import ModelConfig
+from jpaged.models.layers import AttentionInputs
+from jpaged.models.registry import model_class
+from pallas_kernels import Backend, LayerKV
+
+H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+ROWS, BLOCK_SIZE, NUM_BLOCKS = 8, 8, 25
+SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 128,
+    "hidden_act": "silu",
+    "torch_dtype": "float32",
+}
+
+
+def make_model(family, dtype=jnp.float32, **changes):
+    config = ModelConfig.from_hf(SHAPE | {"model_type": family} | changes)
+    model = nnx.eval_shape(lambda: model_class(config)(config, dtype=dtype))
+    definition, state = nnx.split(model)
+    rng = np.random.default_rng(0)
+
+    def draw(leaf):
+        return jnp.asarray(rng.standard_normal(leaf.shape) * 0.1, leaf.dtype)
+
+    return definition, jax.tree.map(draw, state), config
+
+
+def step(definition, state, pool, backend=Backend.XLA):
+    """Hidden states of a decode step: lengths 3, 9 and 17, the other rows padding."""
+    lens = jnp.asarray([3, 9, 17] + [0] * (ROWS - 3), jnp.int32)
+    tables = jnp.arange(1, 1 + 3 * ROWS, dtype=jnp.int32).reshape(ROWS, 3)
+    positions = jnp.maximum(lens - 1, 0)
+    blocks = jnp.take_along_axis(tables, (positions // BLOCK_SIZE)[:, None], axis=1)[:, 0]
+    slots = jnp.where(lens > 0, blocks * BLOCK_SIZE + positions % BLOCK_SIZE, 0)
+    attention = AttentionInputs(tables, lens, slots, None, backend)
+    tokens = jnp.arange(5, 5 + ROWS, dtype=jnp.int32)
+    return nnx.merge(definition, state)(tokens, positions, pool, attention)
+
+
+def make_pool(config, dtype=jnp.float32):
+    shape = (NUM_BLOCKS, BLOCK_SIZE, config.num_kv_heads, config.head_size)
+    rng = np.random.default_rng(1)
+    draw = lambda: jnp.asarray(rng.standard_normal(shape), dtype)  # noqa: E731
+    return tuple(LayerKV(draw(), draw()) for _ in range(config.num_layers))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_chain_gives_what_single_layers_give(family, monkeypatch):
+    definition, state, config = make_model(family)
+    pool, calls = make_pool(config), []
+    want, want_pool = jax.jit(partial(step, definition))(state, pool)
+    between = layer_runs.between_attentions
+
+    def counted(*arguments, **options):
+        calls.append(options["backend"])
+        return between(*arguments, **options)
+
+    monkeypatch.setattr(layer_runs, "new_exchange", lambda *_, **__: jnp.zeros(1, jnp.int32))
+    monkeypatch.setattr(layer_runs, "between_attentions", counted)
+    got, got_pool = jax.jit(partial(step, definition))(state, pool)
+    assert calls  # layers alike are traced once
+    np.testing.assert_allclose(got[:3], want[:3], rtol=1e-4, atol=1e-5)
+    for a, b in zip(jax.tree.leaves(got_pool), jax.tree.leaves(want_pool), strict=True):
+        np.testing.assert_allclose(a[1:], b[1:], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "linked"),
+    [
+        ("llama", {}, True),
+        ("qwen3", {}, True),
+        ("qwen2", {}, False),  # biases of q, k and v
+        ("llama", {"hidden_act": "gelu"}, False),
+        ("llama", {"mlp_bias": True}, False),
+        ("llama", {"attention_bias": True}, False),
+    ],
+)
+def test_only_plain_gated_layers_are_linked(family, changes, linked):
+    definition, state, _ = make_model(family, **changes)
+    first, second = nnx.merge(definition, state).layers[:2]
+    assert (first.link(second) is not None) == linked
+
+
+def test_a_chain_is_one_kernel_a_link():
+    """Of four products a layer, the first layer's qkv and the last one's other three are left."""
+    definition, state, config = make_model("qwen3", jnp.bfloat16)
+    pool = make_pool(config, jnp.bfloat16)
+    run = jax.jit(partial(step, definition, backend=Backend.TRITON))
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+        text = run.trace(state, pool).lower(lowering_platforms=("cuda",)).as_text()
+    products = text.count("stablehlo.dot_general")
+    if jax.__version_info__ < (0, 11):  # no kernel with mutable arguments
+        assert "mosaic_gpu" not in text
+        assert products == 4 * config.num_layers or "call @_run_layer" in text
+    else:
+        assert text.count("call @_run_link") == config.num_layers - 1
+        assert "@_run_layer" not in text
