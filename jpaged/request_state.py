@@ -121,7 +121,7 @@ class RequestState:
             finished=self.request.is_finished,
             prompt_logprobs=self._take_prompt_logprobs(),
             num_cached_tokens=self.request.sequences[0].num_cached_tokens or 0,
-            metrics=replace(self.metrics),
+            metrics=replace(self.metrics) if self.request.is_finished else None,
             error=None if self.error is None else str(self.error) or type(self.error).__name__,
         )
 

@@ -13,6 +13,8 @@ from jpaged.serve.errors import ApiError
 from jpaged.serve.exchange import Exchange, as_api_error, error_answer, json_answer
 from jpaged.serve.generation import Generation
 from jpaged.serve.json_body import read_json
+from jpaged.serve.metrics import CONTENT_TYPE
+from jpaged.serve.openapi import openapi
 from jpaged.serve.protocol.chat import ChatRequest
 from jpaged.serve.protocol.completions import CompletionRequest
 from jpaged.serve.protocol.record import read_record
@@ -36,6 +38,8 @@ def make_app(serving: Serving) -> ASGIApp:
         Route("/ping", endpoints.health, methods=["GET", "POST"]),
         Route("/version", endpoints.version, methods=["GET"]),
         Route("/load", endpoints.load, methods=["GET"]),
+        Route("/metrics", endpoints.metrics, methods=["GET"]),
+        Route("/openapi.json", endpoints.openapi, methods=["GET"]),
     ]
     router = Router(routes, redirect_slashes=False, default=_nowhere)
     return Shell(KeyGuard(router, serving.config.api_keys))
@@ -152,6 +156,16 @@ class Endpoints:
     async def load(self, request: Request) -> Response:
         """`/load`: requests in flight."""
         return json_answer({"server_load": self._serving.num_requests})
+
+    async def metrics(self, request: Request) -> Response:
+        """`/metrics`: figures for Prometheus."""
+        serving = self._serving
+        text = serving.metrics.text(serving.engine.pulse.stats)
+        return Response(text, headers={"Content-Type": CONTENT_TYPE})
+
+    async def openapi(self, request: Request) -> Response:
+        """`/openapi.json`: the API, for programs."""
+        return json_answer(openapi())
 
     def _card(self, name: str) -> dict:
         return {
