@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, field, replace
 
 from jpaged.core.plan import Emitted, ScheduledSequence
-from jpaged.core.request import Request
+from jpaged.core.request import FinishReason, Request
 from jpaged.detokenizer import Detokenizer
 from jpaged.inputs import Prompt
 from jpaged.metrics import RequestMetrics
@@ -93,6 +93,14 @@ class RequestState:
         for i in range(max(len(known) - item.start - 1, 0), len(scores.logprobs)):
             token_id = prompt[item.start + 1 + i]
             known.append(candidates_of(token_id, scores, i, count, self.tokenizer))
+
+    def fail(self, error: BaseException) -> None:
+        """It ends with an error, also if it has just come to its own end; the first one counts."""
+        self.error = self.error or error
+        if self.request.is_finished:
+            self.request.finish_reason = FinishReason.ERROR
+            for sequence in self.request.sequences:
+                sequence.finish_reason = FinishReason.ERROR
 
     def finish(self) -> None:
         """Nothing more will come: release what was held back."""
