@@ -63,7 +63,8 @@ class Shell:
         if scope["type"] != "http":
             return
         try:
-            await self._app(scope, receive, watched)
+            # With an app in the scope, routes raise what they refuse, as every other layer does.
+            await self._app({**scope, "app": self}, receive, watched)
         except Exception as error:
             if started:
                 raise

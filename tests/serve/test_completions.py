@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import ANSWER, QUESTION, Server, events_of
+from serve_helpers import ANSWER, QUESTION, Server, events_of
 
 Run = Callable[..., None]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 64}
@@ -152,9 +152,7 @@ def test_lengths(serve: Run):
         assert body["usage"]["completion_tokens"] == 15  # of 16, the default
         body = await server.complete(prompt=QUESTION, temperature=0, max_tokens=4)
         assert body["choices"][0]["finish_reason"] == "length"
-        body = await server.complete(
-            prompt=QUESTION, temperature=0, max_tokens=30, ignore_eos=True
-        )
+        body = await server.complete(prompt=QUESTION, temperature=0, max_tokens=30, ignore_eos=True)
         assert body["usage"]["completion_tokens"] == 30
         body = await server.complete(prompt=QUESTION, temperature=0, max_tokens=30, min_tokens=20)
         assert body["usage"]["completion_tokens"] >= 20
