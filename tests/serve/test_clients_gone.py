@@ -115,8 +115,7 @@ def test_while_swapped_out(serve: Run, slow: Any, engines: Any):
 
     async def scenario(server: Server) -> None:
         requests = [
-            RawRequest(server.app, PATH, {"prompt": f"{i} Hello", **LONG})
-            for i in range(3)
+            RawRequest(server.app, PATH, {"prompt": f"{i} Hello", **LONG}) for i in range(3)
         ]
         await until(lambda: engine.stats().num_swapped >= 1, 30)
         await leave_and_check(server, requests)
