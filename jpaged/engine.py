@@ -95,6 +95,11 @@ class Engine:
         """Whether `step` has anything left to do or to deliver."""
         return self._loop.has_work or self._driver.has_news
 
+    @property
+    def has_work(self) -> bool:
+        """Whether `advance` has anything left to do, delivered or not."""
+        return self._loop.has_work
+
     def step(self) -> list[RequestOutput]:
         """Advance by one step.
 

@@ -154,7 +154,7 @@ class BlockManager:
         child.chain_content = parent.chain_content
 
     def trim(self, sequence: Sequence) -> None:
-        """Give back blocks past those that its computed tokens fill: of a step that was not made."""
+        """Give back blocks past those of its computed tokens: of a step that was not made."""
         needed = self.num_blocks_for(sequence.num_computed_tokens)
         self.pool.free(reversed(sequence.block_table[needed:]))
         del sequence.block_table[needed:]
