@@ -21,7 +21,7 @@ from jpaged.serve.serving import Serving
 from jpaged.serve.texts import Texts
 
 _KEEP_ALIVE = 75
-"""Seconds for an idle connection: clients that keep theirs as long would use one just closed."""
+"""Seconds for an idle connection: more than clients keep theirs, lest they use one just closed."""
 
 _LAST_WORDS = 5
 """Seconds for connections to close once there is nothing more to say."""
