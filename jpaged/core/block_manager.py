@@ -153,6 +153,13 @@ class BlockManager:
         child.num_chained_blocks = parent.num_chained_blocks
         child.chain_content = parent.chain_content
 
+    def trim(self, sequence: Sequence) -> None:
+        """Give back blocks past those that computed tokens fill: of a step that was not made."""
+        table, needed = sequence.block_table, self.num_blocks_for(sequence.num_computed_tokens)
+        if len(table) > needed:
+            self.pool.free(reversed(table[needed:]))
+            sequence.block_table = table[:needed]
+
     def free(self, sequence: Sequence) -> None:
         """Give the sequence's blocks back, tail first: of a sequence that stays cached, the tail
         is then evicted before the head, without which the tail is of no use."""
