@@ -109,7 +109,7 @@ def test_lowers_to_one_kernel_an_op(dtype, head_size):
         calls = re.findall(KERNEL_CALL, _lowered(function, *arguments))
         prefill = "mosaic_gpu" if head_size == 128 and dtype != F32 else "triton"  # Hopper's own
         expected = {"prefill": [prefill], "mixed": [prefill, "triton"]}  # decode rows apart
-        assert calls == expected.get(name, ["triton"]), name
+        assert sorted(calls) == expected.get(name, ["triton"]), name  # called functions come last
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 128])
