@@ -197,7 +197,11 @@ def between_config(
     """
     is_hopper = any(name in device_kind for name in HOPPER_GPUS)
     whole = all(size % 128 == 0 for size in sizes)
-    if not (is_hopper and whole and num_cores and num_tokens == 8 and dtype == "bfloat16"):
+    # Readers sum the parts: with eight real rows that costs a wide model more than it saves.
+    narrow = sizes.hidden < 2048
+    if not (is_hopper and whole and narrow and num_tokens == 8 and dtype == "bfloat16"):
+        return None
+    if not num_cores:
         return None
     units = max(
         -(-sizes.hidden * sizes.attended // (num_cores * 8192)),
@@ -206,9 +210,8 @@ def between_config(
     )
     room = MAX_SHARED_BYTES - 8192 - (units + 1) * 128 * 8 * 2
     stages = min(12, room // 16384 // 2 * 2)
-    # Few copies at a time delay the programs' exchange less; large models are bound by bandwidth.
-    flight = 3 if sizes.hidden < 2048 else 4
-    return BetweenConfig(num_cores, stages, flight) if stages >= 4 else None
+    # Few copies at a time delay the programs' exchange less.
+    return BetweenConfig(num_cores, stages, num_in_flight=3) if stages >= 4 else None
 
 
 def move_config(op: str, *, head_size: int, itemsize: int, device_kind: str = "") -> MoveConfig:
