@@ -93,7 +93,8 @@ def _with_new_tokens(case, num_parts, with_norms):
     block = np.where(lens > 0, block, 0)
     kv = LayerKV(*(p.at[block, position % case.block_size].set(jnp.nan) for p in batch.kv))
     shape = (num_parts, len(lens), num_heads + 2 * num_kv_heads, size)
-    qkv = jnp.asarray(rng.standard_normal(shape), case.dtype if num_parts == 1 else F32)
+    parts = rng.standard_normal(shape) / num_parts**0.5  # whose sum is as large as the pool's rows
+    qkv = jnp.asarray(parts, case.dtype if num_parts == 1 else F32)
     turns = rng.uniform(-9, 9, (len(lens), size // 2)).astype(np.float32)
     q_weight, k_weight = (jnp.asarray(rng.standard_normal(size), case.dtype) for _ in range(2))
     norms = HeadNorms(q_weight, k_weight, 1e-3) if with_norms else None
