@@ -50,10 +50,11 @@ def test_many_streams_and_clients_that_go(serve: Run):
 
     async def one(server: Server, number: int) -> tuple[bytes, str] | None:
         asked, answer = question(number)
-        leaves = pick.random() < 0.3
+        leaves, waits = number % 3 == 0, pick.random() < 0.7
         request = RawRequest(server.app, PATH, asked)
         if leaves:
-            await asyncio.sleep(pick.uniform(0, 1.5))
+            if waits:  # for a place, or for its first token
+                await asyncio.wait({request.task}, timeout=pick.uniform(0, 0.5))
             request.leave()
         await request.task
         whole = request.body.endswith(b"data: [DONE]\n\n")
@@ -63,7 +64,7 @@ def test_many_streams_and_clients_that_go(serve: Run):
     async def scenario(server: Server) -> None:
         found = await asyncio.gather(*(one(server, number) for number in range(150)))
         check_streams([each for each in found if each is not None])
-        assert 20 < sum(each is None for each in found) < 80
+        assert 10 <= sum(each is None for each in found) <= 50  # of 50 the hasty ones at least
 
     serve(scenario)
 
