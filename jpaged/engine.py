@@ -9,6 +9,7 @@ from tqdm import tqdm
 
 from jpaged.config import EngineConfig
 from jpaged.core.accounts import BlockInfo, MemoryReport, block_map, memory_report
+from jpaged.core.watch import PoolWatch
 from jpaged.driver import Driver, Job
 from jpaged.engine_loop import EngineLoop
 from jpaged.inputs import normalize_prompts, pair_params, pair_priorities
@@ -287,6 +288,14 @@ class Engine:
     def block_map(self) -> dict[int, BlockInfo]:
         """Every block of the pool now, by id: its state, who holds it, what it has. O(blocks)."""
         return block_map(self._loop.scheduler)
+
+    def watch_pool(self, num_token_blocks: int = 0) -> PoolWatch:
+        """Begin to watch the pool: `look` tells each time what changed. O(changes) a look.
+
+        Args:
+            num_token_blocks: For how many blocks at most a look tells their tokens.
+        """
+        return PoolWatch(self._loop.scheduler, num_token_blocks)
 
     def memory_report(self) -> MemoryReport:
         """What the pool's slots are used for now, and what sharing saves. O(held blocks)."""

@@ -156,7 +156,7 @@ class BlockManager:
     def free(self, sequence: Sequence) -> None:
         """Give the sequence's blocks back, tail first: of a sequence that stays cached, the tail
         is then evicted before the head, without which the tail is of no use."""
-        self.pool.free(reversed(sequence.block_table))
+        self.pool.free(sequence.block_table[::-1])
         sequence.block_table = []
         sequence.num_chained_blocks, sequence.chain_content = 0, ROOT_CONTENT
 
@@ -210,7 +210,9 @@ class BlockManager:
         if cache is None or not table:
             return
         tokens, blocks, salt = sequence.token_ids, self.pool.blocks, sequence.cache_salt
-        for index in range(sequence.num_chained_blocks, min(num_tokens, len(tokens)) // size):
+        first, end = sequence.num_chained_blocks, min(num_tokens, len(tokens)) // size
+        self.pool.note(table[first:end])
+        for index in range(first, end):
             own = tokens[index * size : (index + 1) * size]
             content = cache.register(blocks[table[index]], sequence.chain_content, own, salt)
             if content is None:
@@ -228,6 +230,7 @@ class BlockManager:
         if self.prefix_cache is not None:
             self.prefix_cache.clear()
             self.pool.num_cached_blocks = 0
+            self.pool.note(range(1, len(self.pool.blocks)))
         for sequence in sequences:
             if sequence.block_table or sequence.image_table:
                 sequence.num_chained_blocks = CHAIN_ENDED
