@@ -12,6 +12,7 @@ from jpaged.version import __version__
 if TYPE_CHECKING:
     from jpaged.config import EngineConfig
     from jpaged.core.accounts import BlockInfo, BlockState, MemoryReport
+    from jpaged.core.watch import PoolChanges, PoolWatch
     from jpaged.engine import Engine
     from jpaged.metrics import EngineStats
     from jpaged.outputs import CompletionOutput, Logprob, RequestOutput, TextDelta
@@ -26,6 +27,8 @@ _HOME = {
     "EngineStats": "jpaged.metrics",
     "Logprob": "jpaged.outputs",
     "MemoryReport": "jpaged.core.accounts",
+    "PoolChanges": "jpaged.core.watch",
+    "PoolWatch": "jpaged.core.watch",
     "RequestOutput": "jpaged.outputs",
     "SamplingParams": "jpaged.sampling_params",
     "TextDelta": "jpaged.outputs",
@@ -40,6 +43,8 @@ __all__ = [
     "EngineStats",
     "Logprob",
     "MemoryReport",
+    "PoolChanges",
+    "PoolWatch",
     "RequestOutput",
     "SamplingParams",
     "TextDelta",
