@@ -32,7 +32,10 @@ class Replica:
     def look(self) -> PoolChanges:
         changes = self.watch.look()
         for block in changes.blocks:
-            self.counts[block.block_id], self.hashes[block.block_id] = block.count, block.content_hash
+            self.counts[block.block_id], self.hashes[block.block_id] = (
+                block.count,
+                block.content_hash,
+            )
         for seq_id in changes.gone:
             del self.tables[seq_id], self.computed[seq_id], self.sequences[seq_id]
         for change in changes.tables:
@@ -136,7 +139,7 @@ def test_tokens_are_told_a_few_blocks_at_a_time():
     told = [watch.look().tokens for _ in range(3)]
     assert [len(tokens) for tokens in told] == [2, 1, 0]
     merged = told[0] | told[1]
-    assert sum((merged[i] for i in (1, 2, 3)), []) == [(1 + i) % 11 for i in range(12)]
+    assert [*merged[1], *merged[2], *merged[3]] == [(1 + i) % 11 for i in range(12)]
     assert not PoolWatch(driver.scheduler).look().tokens
 
 

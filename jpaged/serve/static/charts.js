@@ -14,6 +14,7 @@ const over = (a, b) => (b ? a / b : 0);
 const CHARTS = [
   {
     title: "Requests",
+    hint: "in the batch, waiting for a place in it, and those of the waiting that are in host memory",
     lines: [
       ["running", (now) => now.num_running],
       ["waiting", (now) => now.num_waiting],
@@ -24,36 +25,42 @@ const CHARTS = [
   },
   {
     title: "Blocks in use",
+    hint: "held by sequences and pins, of all",
     lines: [["", (now) => over(now.num_blocks - now.num_free_blocks, now.num_blocks)]],
     say: percent,
     top: 1,
   },
   {
-    title: "Waste: slots held without a token",
+    title: "Waste",
+    hint: "slots of held blocks that hold no token",
     lines: [["", (now) => over(now.num_waste_slots, usedSlots(now))]],
     say: percent,
     top: 1,
   },
   {
-    title: "Blocks saved by sharing",
-    lines: [["", (now, _before, _seconds, pool) => saved(pool, now)]],
+    title: "Saved by sharing",
+    hint: "of the blocks it would take not to share",
+    lines: [["", (_now, _before, _seconds, pool) => saved(pool)]],
     say: percent,
     top: 1,
   },
   {
     title: "Tokens a second",
+    hint: "generated",
     lines: [["", rate("num_generated_tokens")]],
     say: whole,
     top: 10,
   },
   {
-    title: "Prefix hits, of tokens looked up",
+    title: "Prefix hits",
+    hint: "tokens found in the prefix cache, of those looked up",
     lines: [["", hits]],
     say: percent,
     top: 1,
   },
   {
     title: "Preemptions",
+    hint: "requests that gave way to others, in all",
     lines: [["", growth("num_preemptions")]],
     say: whole,
     total: (now) => now.num_preemptions,
@@ -61,6 +68,7 @@ const CHARTS = [
   },
   {
     title: "Copies on write",
+    hint: "blocks copied since others share them, in all",
     lines: [["", growth("num_block_copies")]],
     say: whole,
     total: (now) => now.num_block_copies,
@@ -72,9 +80,8 @@ function usedSlots(now) {
   return (now.num_blocks - now.num_free_blocks) * now.block_size;
 }
 
-function saved(pool, now) {
-  const physical = now.num_blocks - now.num_free_blocks;
-  return pool.numLogical > physical ? 1 - physical / pool.numLogical : 0;
+function saved(pool) {
+  return pool.numLogical ? Math.max(1 - pool.numUsed / pool.numLogical, 0) : 0;
 }
 
 function growth(name) {
@@ -101,6 +108,7 @@ class Chart {
     this.canvas.setAttribute("role", "img");
     this.value = document.createElement("output");
     caption.textContent = spec.title;
+    tile.title = spec.hint;
     tile.append(caption, this.value, this.canvas);
     parent.append(tile);
   }
@@ -116,14 +124,14 @@ class Chart {
     const said = shown.map((value, i) => `${spec.say(value)} ${spec.lines[i][0]}`.trim()).join(", ");
     if (this.value.textContent !== said) {
       this.value.textContent = said;
-      this.canvas.setAttribute("aria-label", `${spec.title}: ${said}`);
+      this.canvas.setAttribute("aria-label", `${spec.title} (${spec.hint}): ${said}`);
     }
   }
 
   draw() {
     const width = this.canvas.parentElement.clientWidth;
     if (!width) return;
-    const height = 44;
+    const height = 34;
     if (this.width !== width || this.ratio !== window.devicePixelRatio) {
       this.context = sized(this.canvas, width, height);
       this.width = width;

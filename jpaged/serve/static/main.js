@@ -10,13 +10,14 @@ import { AskForKey, ask, events, setKey } from "./stream.js";
 
 const PANELS_EVERY = 250; // milliseconds
 const RETRY = 2000; // milliseconds
+const MAX_TOY = 4096; // blocks of a pool that is no more than a toy
 
 const element = (id) => document.getElementById(id);
 const state = { pool: null, stats: null, panelsDue: 0, keyGiven: null };
 
 const grid = new Grid(element("grid"), element("scroller"), lookAt);
 const player = new Player(show, (count) => {
-  element("behind").textContent = count ? `${count} steps behind` : "";
+  element("behind").textContent = count ? `${count} step${count > 1 ? "s" : ""} behind` : "";
   element("step").disabled = player?.pace === "live" || !count;
 });
 const charts = new Charts(element("charts"));
@@ -78,9 +79,16 @@ function begin({ pool, frame, stats }) {
   const size = `${(pool.num_blocks - 1).toLocaleString("en")} blocks of ${pool.block_size} tokens`;
   element("pool-size").textContent = size;
   player.clear();
+  if (!state.hasPace) choosePace(pool, stats);
   grid.show(state.pool);
   show([frame]);
   drawHost();
+}
+
+/** A small engine that idles is there to be watched, and is too fast for that. */
+function choosePace(pool, stats) {
+  state.hasPace = true;
+  if (pool.num_blocks <= MAX_TOY && !stats.num_running) setPace("20");
 }
 
 function take({ frames, stats }) {

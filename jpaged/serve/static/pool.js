@@ -36,6 +36,7 @@ export class Pool {
     this.pinned = new Set();
     this.images = [];
     this.text = new Map(); // block to the text of each of its tokens
+    this.numUsed = 0; // blocks that somebody holds
     this.numLogical = 0; // entries of all block tables
     this.numRequests = 0;
   }
@@ -73,6 +74,7 @@ export class Pool {
       const before = this.counts[id];
       const now = counts.next().value;
       this.counts[id] = now;
+      this.numUsed += (now > 0) - (before > 0);
       this.hashes[id] = hashes[i++];
       if (before <= 0 && now > 0) events.taken.push(id);
       else if (now > before && before > 0) events.shared.push(id);

@@ -12,10 +12,10 @@ const PRESETS = [
   { name: "One answer: blocks taken one by one", prompts: ["Count from 1 to 60"], tokens: 240 },
   {
     name: "Four samples: a prompt shared, its last block copied on write",
-    prompts: ["Sort 41, 7, 32, 15, 93 and 4, please"],
+    prompts: ["Sort 41, 7, 32, 15, 93 and 4"],
     samples: 4,
     tokens: 96,
-    heat: 1.5,
+    heat: 2,
   },
   {
     name: "Beam search: blocks forked and dropped as beams go on and end",
@@ -149,7 +149,7 @@ class Card {
     this.state.textContent = "answering";
     for (const { index, text } of choices) {
       const answer = this.answers[index];
-      if (answer) answer.append(text ?? "");
+      if (answer) answer.append(answer.textContent ? text : text.trimStart());
     }
   }
 

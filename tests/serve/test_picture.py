@@ -1,0 +1,350 @@
+"""The picture on the wire: what goes in comes out, compactly, for pools of any size."""
+
+import asyncio
+import json
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from jpaged import Engine, EngineStats, PoolChanges, SamplingParams
+from jpaged.core.watch import BlockChange, TableChange
+from jpaged.serve import picture_hub
+from jpaged.serve.camera import MAX_FRAMES, PATIENCE, Camera
+from jpaged.serve.picture import (
+    PictureState,
+    encode,
+    expand_ranges,
+    expand_runs,
+    pack,
+    ranges_of,
+    runs_of,
+    unpack,
+)
+from jpaged.serve.picture_hub import MAX_UNREAD, MAX_VIEWERS, PictureHub, TooManyViewers
+
+# Numbers
+
+
+@pytest.mark.parametrize("values", [[], [7], [1, 1, 1], [1, 2, 2, 1], [-1, -1, 0, 3]])
+def test_runs(values: list[int]):
+    runs = runs_of(np.array(values, np.int64))
+    assert expand_runs(runs).tolist() == values
+    assert all(type(number) is int for number in runs)
+
+
+@pytest.mark.parametrize("ids", [[], [7], [1, 2, 3], [1, 3, 4, 9], [*range(5, 900)]])
+def test_ranges(ids: list[int]):
+    assert expand_ranges(ranges_of(np.array(ids, np.int64))).tolist() == ids
+
+
+def test_ranges_are_short():
+    assert ranges_of(np.arange(5, 900)) == [5, 895]
+    assert runs_of(np.ones(900, np.int64)) == [1, 900]
+
+
+@pytest.mark.parametrize("numbers", [[], [0, 1, 2**32 - 1]])
+def test_packed(numbers: list[int]):
+    assert unpack(pack(np.array(numbers, np.uint32))).tolist() == numbers
+
+
+# Frames and the state they add up to
+
+
+def table(seq_id: int, computed: int, kept: int, *new: int, host: int = 0) -> TableChange:
+    return TableChange(seq_id, f"r{seq_id}", 0, "running", 4, computed, kept, new, host)
+
+
+def test_frames_add_up():
+    state = PictureState(9)
+    changes = [
+        PoolChanges(
+            blocks=[BlockChange(2, 1, 0), BlockChange(1, 2, 77)],
+            tables=[table(5, 6, 0, 1, 2), table(6, 4, 0, 1)],
+            tokens={1: [65, 66]},
+        ),
+        PoolChanges(grown={5: 7}),
+        PoolChanges(
+            blocks=[BlockChange(2, 0, 0), BlockChange(3, 1, 0), BlockChange(1, -1, 77)],
+            tables=[table(5, 9, 1, 3)],
+            gone=[6],
+            images=[("r6", 4)],
+            pinned=[1],
+        ),
+    ]
+    for step, change in enumerate(changes):
+        frame = json.loads(json.dumps(encode(change, step, chr)))
+        state.apply(frame)
+    assert state.counts.tolist() == [0, -1, 0, 1, 0, 0, 0, 0, 0]
+    assert state.hashes[1] == 77
+    assert [*state.tables] == [5]
+    *head, blocks = state.tables[5]
+    assert head == [5, "r5", 0, "running", 4, 9, 0]
+    assert blocks.tolist() == [1, 3]
+    assert (state.images, state.pinned, state.step) == ([["r6", 4]], [1], 2)
+    assert state.text == {"1": ["A", "B"]}
+
+
+def test_a_snapshot_leads_to_the_same_state():
+    state, copy = PictureState(9), PictureState(9)
+    change = PoolChanges(
+        blocks=[BlockChange(4, 1, 9), BlockChange(2, -1, 0)], tables=[table(5, 6, 0, 4)], pinned=[4]
+    )
+    state.apply(encode(change, 3))
+    copy.apply(json.loads(json.dumps(state.snapshot())))
+    assert copy.snapshot() == state.snapshot()
+    assert (copy.counts == state.counts).all()
+
+
+def test_text_is_left_out_unless_wanted():
+    frame = encode(PoolChanges(tokens={1: [65]}), 0)
+    assert "text" not in frame
+    assert "A" not in json.dumps(frame)
+
+
+def test_texts_are_bounded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("jpaged.serve.picture.MAX_TEXTS", 2)
+    state = PictureState(9)
+    for block in (1, 2, 1, 3):
+        state.apply(encode(PoolChanges(tokens={block: [65]}), 0, chr))
+    assert [*state.text] == ["1", "3"]
+
+
+def test_a_large_pool_is_cheap():
+    num_blocks = 100_000
+    rng = np.random.RandomState(0)
+    ids = rng.permutation(num_blocks) + 1
+    changes = PoolChanges(
+        blocks=[BlockChange(int(i), 1, int(i) * 7919 % 2**32) for i in ids],
+        tables=[table(s, 6240, 0, *ids[s * 390 : (s + 1) * 390].tolist()) for s in range(256)],
+    )
+    state = PictureState(num_blocks + 1)
+    state.apply(encode(changes, 0))
+    start = time.perf_counter()
+    size = len(json.dumps(state.snapshot()))
+    assert time.perf_counter() - start < 1.0
+    assert size < 1_200_000  # 12 bytes a block: two numbers
+    one = PoolChanges(blocks=[BlockChange(5, 2, 0)], grown=dict.fromkeys(range(256), 6241))
+    assert len(json.dumps(encode(one, 1))) < 4_000
+
+
+# The camera
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine(num_blocks=33, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=128)
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def run(engine: Engine, camera: Camera, prompt: str = "Count from 1 to 9", **params) -> None:
+    engine.add_request(prompt, SamplingParams(temperature=0.0, **params))
+    while engine.has_unfinished_requests:
+        engine.step()
+        camera.see()
+
+
+def test_a_camera_shows_every_step(engine: Engine):
+    camera = Camera(engine, show_text=True, clock=Clock())
+    first = camera.fetch()
+    state = PictureState(33)
+    for frame in first["frames"]:
+        state.apply(frame)
+    run(engine, camera, max_tokens=24, ignore_eos=True)
+    last = camera.fetch(first["epoch"])
+    assert last["epoch"] == first["epoch"]
+    assert len(last["frames"]) > 24
+    used = set()
+    for frame in last["frames"]:
+        state.apply(frame)
+        used.add(int((state.counts > 0).sum()))
+    assert used == {0, 2, 3}
+    infos = engine.block_map()
+    cached = [i for i, info in infos.items() if info.state == "cached"]
+    assert np.flatnonzero(state.counts == -1).tolist() == cached
+    assert "".join(state.text[str(cached[0])]) == "Count from 1 to "
+    assert last["stats"]["num_generated_tokens"] == engine.stats().num_generated_tokens
+
+
+def test_a_camera_shows_no_text_unless_told(engine: Engine):
+    camera = Camera(engine, clock=Clock())
+    epoch = camera.fetch()["epoch"]
+    run(engine, camera, max_tokens=4)
+    assert not any("text" in frame for frame in camera.fetch(epoch)["frames"])
+
+
+def test_a_camera_takes_a_small_share_of_the_time(engine: Engine):
+    class Slow(Clock):
+        def __call__(self) -> float:  # each look takes 1
+            self.now += 0.5
+            return self.now
+
+    camera = Camera(engine, clock=Slow())
+    epoch = camera.fetch()["epoch"]
+    run(engine, camera, max_tokens=8, ignore_eos=True)
+    assert len(camera.fetch(epoch)["frames"]) == 1  # all the rest waits for the next question
+
+
+def test_unfetched_frames_are_merged(engine: Engine):
+    camera = Camera(engine, clock=Clock())
+    epoch = camera.fetch()["epoch"]
+    for _ in range(4):
+        run(engine, camera, max_tokens=90, ignore_eos=True)
+    assert len(camera.fetch(epoch)["frames"]) == MAX_FRAMES + 1
+
+
+def test_a_camera_stops_when_nobody_asks(engine: Engine):
+    clock = Clock()
+    camera = Camera(engine, clock=clock)
+    first = camera.fetch()
+    clock.now += PATIENCE + 1
+    run(engine, camera, max_tokens=2)
+    again = camera.fetch(first["epoch"])
+    assert again["epoch"] == first["epoch"] + 1  # anew, with all there is
+    assert len(again["frames"]) == 1
+    camera.stop()
+    camera.stop()
+
+
+# The hub
+
+
+def shots(*changes: PoolChanges, epoch: int = 1, steps: int = 0) -> SimpleNamespace:
+    stats = EngineStats(16, 8, 8, 0, num_steps=steps)
+    frames = [encode(change, i) for i, change in enumerate(changes)]
+    return SimpleNamespace(epoch=epoch, frames=frames, stats=stats, text=False)
+
+
+class Source:
+    """Gives what it was given, one a question, and then the same again and again."""
+
+    def __init__(self, *answers: SimpleNamespace):
+        self.answers = list(answers)
+        self.num_asked = 0
+
+    async def fetch(self, epoch: int) -> SimpleNamespace:
+        self.num_asked += 1
+        if len(self.answers) > 1:
+            return self.answers.pop(0)
+        return SimpleNamespace(**{**vars(self.answers[0]), "frames": []})
+
+
+def hub_of(source: Source) -> PictureHub:
+    return PictureHub(source.fetch, {"num_blocks": 9, "block_size": 16}, interval=0.001)
+
+
+def parse(event: bytes) -> tuple[str, dict]:
+    name, data, *_ = event.decode().split("\n")
+    return name.removeprefix("event: "), json.loads(data.removeprefix("data: "))
+
+
+BLOCK = PoolChanges(blocks=[BlockChange(3, 1, 0)])
+FREED = PoolChanges(blocks=[BlockChange(3, 0, 0)])
+
+
+def test_a_viewer_gets_a_snapshot_and_then_frames():
+    async def watch() -> None:
+        source = Source(shots(BLOCK), shots(FREED, steps=1), shots(steps=2), shots(steps=2))
+        hub = hub_of(source)
+        assert source.num_asked == 0  # nobody watches
+        events = hub.watch()
+        name, snapshot = parse(await anext(events))
+        assert (name, snapshot["pool"]["num_blocks"]) == ("snapshot", 9)
+        assert snapshot["frame"]["ids"] == [3, 1]
+        name, news = parse(await anext(events))
+        assert (name, news["frames"][0]["counts"]) == ("frames", [0, 1])
+        late = hub.watch()
+        assert parse(await anext(late))[1]["frame"]["ids"] == []
+        await hub.close()
+        assert [event async for event in events if b"frames" not in event] == []
+
+    asyncio.run(watch())
+
+
+def test_nobody_is_asked_when_nobody_watches():
+    async def watch() -> None:
+        source = Source(shots(BLOCK))
+        hub = hub_of(source)
+        events = hub.watch()
+        await anext(events)
+        await events.aclose()  # pyright: ignore[reportAttributeAccessIssue]
+        await asyncio.sleep(0.02)
+        asked = source.num_asked
+        await asyncio.sleep(0.02)
+        assert (hub.num_viewers, source.num_asked) == (0, asked)
+
+    asyncio.run(watch())
+
+
+def test_a_slow_viewer_gets_a_snapshot_in_place_of_what_it_missed():
+    big = PoolChanges(images=[("x" * (MAX_UNREAD // 3), 1)])
+
+    async def watch() -> None:
+        answers = [shots(big, steps=i) for i in range(8)]
+        hub = hub_of(Source(shots(), *answers, shots(BLOCK, steps=9), shots(steps=9)))
+        events = hub.watch()
+        await anext(events)
+        await asyncio.sleep(0.1)  # it does not read
+        [viewer] = hub._viewers
+        assert len(viewer.unread) <= MAX_UNREAD
+        name, snapshot = parse(await anext(events))
+        assert (name, snapshot["frame"]["ids"]) == ("snapshot", [3, 1])
+        await hub.close()
+
+    asyncio.run(watch())
+
+
+def test_a_camera_that_began_anew_gives_a_snapshot():
+    async def watch() -> None:
+        hub = hub_of(Source(shots(BLOCK), shots(FREED, epoch=2), shots(epoch=2)))
+        events = hub.watch()
+        names = [parse(await anext(events))[0] for _ in range(2)]
+        assert names == ["snapshot", "snapshot"]
+        await hub.close()
+
+    asyncio.run(watch())
+
+
+def test_too_many_viewers_are_refused():
+    async def watch() -> None:
+        hub = hub_of(Source(shots()))
+        streams = [hub.watch() for _ in range(MAX_VIEWERS)]
+        for stream in streams:
+            await anext(stream)
+        with pytest.raises(TooManyViewers, match=f"{MAX_VIEWERS} watch"):
+            hub.watch()
+        await hub.close()
+
+    asyncio.run(watch())
+
+
+def test_streams_end_with_the_engine():
+    async def fetch(epoch: int) -> SimpleNamespace:
+        raise RuntimeError("the engine is gone")
+
+    async def watch() -> None:
+        hub = PictureHub(fetch, {"num_blocks": 9}, interval=0.001)
+        assert [event async for event in hub.watch()] == []
+
+    asyncio.run(watch())
+
+
+def test_silence_is_broken_by_a_heartbeat(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(picture_hub, "HEARTBEAT", 0.01)
+
+    async def watch() -> None:
+        hub = hub_of(Source(shots()))
+        events = hub.watch()
+        await anext(events)
+        assert (await anext(events)).startswith(b":")
+        await hub.close()
+
+    asyncio.run(watch())
