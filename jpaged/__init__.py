@@ -11,12 +11,13 @@ from jpaged.version import __version__
 
 if TYPE_CHECKING:
     from jpaged.config import EngineConfig
-    from jpaged.core.accounts import BlockInfo, BlockState, MemoryReport
+    from jpaged.core.accounts import BlockInfo, BlockState, MemoryReport, SequenceInfo
     from jpaged.core.watch import PoolChanges, PoolWatch
     from jpaged.engine import Engine
-    from jpaged.metrics import EngineStats
-    from jpaged.outputs import CompletionOutput, Logprob, RequestOutput, TextDelta
+    from jpaged.metrics import EngineStats, RequestMetrics
+    from jpaged.outputs import CompletionOutput, Logprob, RequestDelta, RequestOutput, TextDelta
     from jpaged.sampling_params import SamplingParams
+    from jpaged.tokenizer import Tokenizer
 
 _HOME = {
     "BlockInfo": "jpaged.core.accounts",
@@ -29,9 +30,13 @@ _HOME = {
     "MemoryReport": "jpaged.core.accounts",
     "PoolChanges": "jpaged.core.watch",
     "PoolWatch": "jpaged.core.watch",
+    "RequestDelta": "jpaged.outputs",
+    "RequestMetrics": "jpaged.metrics",
     "RequestOutput": "jpaged.outputs",
     "SamplingParams": "jpaged.sampling_params",
+    "SequenceInfo": "jpaged.core.accounts",
     "TextDelta": "jpaged.outputs",
+    "Tokenizer": "jpaged.tokenizer",
 }
 
 __all__ = [
@@ -45,9 +50,13 @@ __all__ = [
     "MemoryReport",
     "PoolChanges",
     "PoolWatch",
+    "RequestDelta",
+    "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "SequenceInfo",
     "TextDelta",
+    "Tokenizer",
     "__version__",
 ]
 

@@ -7,7 +7,7 @@ from jpaged.engine_loop import EngineLoop
 from jpaged.inputs import Prompt
 from jpaged.intake import Intake
 from jpaged.interrupts import deferred_interrupts
-from jpaged.outputs import RequestOutput, TextDelta
+from jpaged.outputs import RequestDelta, RequestOutput, TextDelta
 from jpaged.request_state import RequestState
 from jpaged.sampling_params import SamplingParams
 
@@ -44,6 +44,11 @@ class Driver:
             outputs = [state.output() for state in news]
         self._loop.undelivered = {}
         return outputs
+
+    def take_deltas(self) -> list[RequestDelta]:
+        """What is new of those requests, each once."""
+        news, self._loop.undelivered = self._loop.undelivered, {}
+        return [state.take_delta() for state in news]
 
     def add(self, job: Job, request_id: str | None = None, *, polled: bool = False) -> RequestState:
         """Queue a request; TypeError or ValueError, with nothing queued, if it is not acceptable.

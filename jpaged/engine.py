@@ -8,14 +8,21 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 from jpaged.config import EngineConfig
-from jpaged.core.accounts import BlockInfo, MemoryReport, block_map, memory_report
+from jpaged.core.accounts import (
+    BlockInfo,
+    MemoryReport,
+    SequenceInfo,
+    block_map,
+    block_tables,
+    memory_report,
+)
 from jpaged.core.watch import PoolWatch
 from jpaged.driver import Driver, Job
 from jpaged.engine_loop import EngineLoop
 from jpaged.inputs import normalize_prompts, pair_params, pair_priorities
 from jpaged.intake import PIN_PARAMS
 from jpaged.metrics import EngineStats
-from jpaged.outputs import RequestOutput, TextDelta
+from jpaged.outputs import RequestDelta, RequestOutput, TextDelta
 from jpaged.sampling_params import SamplingParams
 from jpaged.startup import build_parts
 from jpaged.tokenizer import Tokenizer
@@ -38,6 +45,7 @@ class Engine:
         parts = build_parts(self.config)
         self.runtime_config = parts.runtime_config
         self.model_config = parts.model_config
+        self.folder = parts.folder
         self.memory_account = parts.memory_account
         self._loop = EngineLoop(parts.scheduler, parts.runner, self.config.loop_mode)
         self._intake = parts.intake
@@ -100,6 +108,22 @@ class Engine:
         """
         self._driver.advance()
         return self._driver.take_news()
+
+    def advance(self) -> None:
+        """`step` without its outputs: `take_deltas` brings what is new, when it is asked.
+
+        Raises:
+            RuntimeError: a step failed, now or earlier.
+        """
+        self._driver.advance()
+
+    def take_deltas(self) -> list[RequestDelta]:
+        """What the requests of `add_request` grew by since the last call of this method.
+
+        Costs what the new tokens cost, where `step` gives all of a request again. Use one of the
+        two: both tell of a request's news once.
+        """
+        return self._driver.take_deltas()
 
     # Whole generations
 
@@ -296,6 +320,9 @@ class Engine:
             num_token_blocks: For how many blocks at most a look tells their tokens.
         """
         return PoolWatch(self._loop.scheduler, num_token_blocks)
+    def block_tables(self) -> list[SequenceInfo]:
+        """Every sequence now, with its block table. O(held blocks)."""
+        return block_tables(self._loop.scheduler)
 
     def memory_report(self) -> MemoryReport:
         """What the pool's slots are used for now, and what sharing saves. O(held blocks)."""

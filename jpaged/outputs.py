@@ -113,6 +113,19 @@ class TextDelta:
     request_id: str = ""
     index: int = 0
 
+    @classmethod
+    def of(cls, request_id: str, answer: CompletionOutput) -> "TextDelta":
+        """A whole answer."""
+        return cls(
+            text=answer.text,
+            token_ids=tuple(answer.token_ids),
+            finish_reason=answer.finish_reason,
+            stop_reason=answer.stop_reason,
+            logprobs=answer.logprobs,
+            request_id=request_id,
+            index=answer.index,
+        )
+
     def __str__(self) -> str:
         return self.text
 
@@ -120,3 +133,27 @@ class TextDelta:
     def finished(self) -> bool:
         """Whether this is the answer's last delta."""
         return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestDelta:
+    """What `Engine.take_deltas` gives: the growth of a request since the one before it.
+
+    Attributes:
+        request_id: Whose it is.
+        deltas: What its answers grew by, at most one each. Which answers a beam search or a
+            `best_of` above n returns is known only at its end: then they come whole, best first.
+        finished: Whether all answers are finished; nothing of the request follows.
+        prompt_logprobs: As in `RequestOutput`, once, not later than the first output token.
+        num_cached_tokens: As in `RequestOutput`.
+        metrics: When things happened.
+        error: Why the request failed, of one that ended with finish_reason "error".
+    """
+
+    request_id: str
+    deltas: list[TextDelta]
+    finished: bool = False
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics | None = None
+    error: str | None = None

@@ -8,7 +8,7 @@ from jpaged.core.request import Request
 from jpaged.detokenizer import Detokenizer
 from jpaged.inputs import Prompt
 from jpaged.metrics import RequestMetrics
-from jpaged.outputs import CompletionOutput, Logprob, RequestOutput
+from jpaged.outputs import CompletionOutput, Logprob, RequestDelta, RequestOutput, TextDelta
 from jpaged.runtime.model_runner import TokenScores
 from jpaged.sample_state import SampleState, candidates_of, hypothesis_output
 from jpaged.sampling_params import SamplingParams
@@ -27,6 +27,7 @@ class RequestState:
         eos_token_ids: The model's own end tokens.
         metrics: When things happened.
         polled: Whether `Engine.step` reports it.
+        error: Why it failed.
         samples: In the order of their numbers; none for a beam search, whose answers are known only
             at its end.
     """
@@ -38,7 +39,10 @@ class RequestState:
     eos_token_ids: frozenset[int]
     metrics: RequestMetrics
     polled: bool = False
+    error: BaseException | None = None
     samples: list[SampleState] = field(init=False)
+    _growing: list[SampleState] = field(init=False)
+    _told_prompt: bool = False
     _prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -47,6 +51,7 @@ class RequestState:
             SampleState(sequence, self.params, self.tokenizer, self.eos_token_ids)
             for sequence in sequences
         ]
+        self._growing = list(self.samples)
 
     @property
     def request_id(self) -> str:
@@ -107,6 +112,36 @@ class RequestState:
             num_cached_tokens=self.request.sequences[0].num_cached_tokens or 0,
             metrics=replace(self.metrics),
         )
+
+    def take_delta(self) -> RequestDelta:
+        """What is new since the last call; the cost is that of the new tokens."""
+        return RequestDelta(
+            request_id=self.request_id,
+            deltas=self._grown() if self.params.is_streamable else self._whole(),
+            finished=self.request.is_finished,
+            prompt_logprobs=self._take_prompt_logprobs(),
+            num_cached_tokens=self.request.sequences[0].num_cached_tokens or 0,
+            metrics=replace(self.metrics),
+            error=None if self.error is None else str(self.error) or type(self.error).__name__,
+        )
+
+    def _grown(self) -> list[TextDelta]:
+        news = [s.take_delta(self.request_id) for s in self._growing if s.has_news]
+        if any(delta.finished for delta in news):
+            self._growing = [s for s in self._growing if s.sequence.finish_reason is None]
+        return news
+
+    def _whole(self) -> list[TextDelta]:
+        """The answers, once it is known which they are."""
+        if not self.request.is_finished:
+            return []
+        return [TextDelta.of(self.request_id, answer) for answer in self.output().outputs]
+
+    def _take_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        if self._told_prompt or self.metrics.first_token_time is None:
+            return None
+        self._told_prompt = True
+        return self._own_prompt_logprobs()
 
     def _outputs(self) -> list[CompletionOutput]:
         """All samples in their order, or the best of them so far, best first."""

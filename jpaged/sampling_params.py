@@ -175,6 +175,11 @@ class SamplingParams:
         if max_num_seqs is not None:
             self._check_seats(max_num_seqs)
 
+    @property
+    def is_streamable(self) -> bool:
+        """Whether which answers are returned is known from the start."""
+        return self.beam_width is None and self.num_samples == self.n
+
     def check_streamable(self) -> None:
         """Raises ValueError if which answers are returned is known only at the end."""
         remedy = "use generate, or add_request and step, which bring whole answers"
@@ -183,7 +188,7 @@ class SamplingParams:
                 f"beam_width={self.beam_width} cannot be streamed, for no answer is known before "
                 f"the search is over: {remedy}"
             )
-        if self.num_samples > self.n:
+        if not self.is_streamable:
             raise ValueError(
                 f"best_of={self.best_of} above n={self.n} cannot be streamed, for the best are "
                 f"known only at the end: {remedy}"

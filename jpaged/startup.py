@@ -61,6 +61,7 @@ _STEPS_IN_FLIGHT = 2
 class EngineParts:
     """What an `Engine` is made of."""
 
+    folder: Path  # the checkpoint's
     intake: Intake
     model_config: ModelConfig
     runtime_config: RuntimeConfig
@@ -104,6 +105,7 @@ def _build_parts(config: EngineConfig) -> EngineParts:
     runner = _make_runner(split, shapes, runtime, eos, reporter)
     pressure = _choose_pressure(config, runtime, runner, reporter)
     return EngineParts(
+        folder=folder,
         intake=Intake(
             tokenizer,
             vocab_size=runtime.vocab_size,

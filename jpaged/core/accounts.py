@@ -51,6 +51,33 @@ class BlockInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class SequenceInfo:
+    """One sequence, from `block_tables`.
+
+    Attributes:
+        request_id: Whose it is.
+        status: Of its request: "waiting", "running", "preempted", "swapped", or "finished" of one
+            that only waits for a step in flight.
+        index: Its place among the request's samples; 0 for beams.
+        block_table: Its blocks, in order; none while it waits or is swapped out.
+        image_table: While it is swapped out its blocks' places in its request's image in host
+            memory, in order; shared ones have one place.
+        num_prompt_tokens: Tokens it began with.
+        num_computed_tokens: Tokens whose KV steps launched so far write.
+        num_tokens: All its tokens, those still on the device counted.
+    """
+
+    request_id: str
+    status: str
+    index: int
+    block_table: tuple[int, ...]
+    image_table: tuple[int, ...]
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryReport:
     """What the pool's slots are used for, from `memory_report`.
 
@@ -140,6 +167,23 @@ def block_map(scheduler: "Scheduler") -> dict[int, BlockInfo]:
             None if block.content is None else block.content.digest,
         )
     return infos
+
+
+def block_tables(scheduler: "Scheduler") -> list[SequenceInfo]:
+    """Every sequence that is unfinished or draining. O(entries of all block tables)."""
+    return [
+        SequenceInfo(
+            sequence.request.request_id,
+            sequence.request.status.value,
+            sequence.index,
+            tuple(sequence.block_table),
+            tuple(sequence.image_table),
+            sequence.num_prompt_tokens,
+            sequence.num_computed_tokens,
+            sequence.num_tokens,
+        )
+        for sequence in scheduler.roster.known.values()
+    ]
 
 
 def memory_report(scheduler: "Scheduler") -> MemoryReport:

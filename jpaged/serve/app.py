@@ -1,0 +1,169 @@
+"""The routes, and what surrounds them."""
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from jpaged import __version__
+from jpaged.serve.auth import KeyGuard, client_of
+from jpaged.serve.chat import Chat
+from jpaged.serve.completions import Completion
+from jpaged.serve.errors import ApiError
+from jpaged.serve.exchange import Exchange, as_api_error, error_answer, json_answer
+from jpaged.serve.generation import Generation
+from jpaged.serve.json_body import read_json
+from jpaged.serve.protocol.chat import ChatRequest
+from jpaged.serve.protocol.completions import CompletionRequest
+from jpaged.serve.protocol.record import read_record
+from jpaged.serve.protocol.sampling import SamplingFields
+from jpaged.serve.protocol.tokens import DetokenizeRequest, TokenizeRequest
+from jpaged.serve.serving import Serving, new_id
+
+
+def make_app(serving: Serving) -> ASGIApp:
+    """The application: routes behind the keys, every failure an answer."""
+    endpoints = Endpoints(serving)
+    routes = [
+        Route("/v1/completions", endpoints.completions, methods=["POST"]),
+        Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
+        Route("/v1/models", endpoints.models, methods=["GET"]),
+        Route("/v1/models/{name:path}", endpoints.one_model, methods=["GET"]),
+        Route("/tokenize", endpoints.tokenize, methods=["POST"]),
+        Route("/detokenize", endpoints.detokenize, methods=["POST"]),
+        Route("/health", endpoints.health, methods=["GET"]),
+        Route("/ready", endpoints.ready, methods=["GET"]),
+        Route("/ping", endpoints.health, methods=["GET", "POST"]),
+        Route("/version", endpoints.version, methods=["GET"]),
+        Route("/load", endpoints.load, methods=["GET"]),
+    ]
+    router = Router(routes, redirect_slashes=False, default=_nowhere)
+    return Shell(KeyGuard(router, serving.config.api_keys))
+
+
+class Shell:
+    """The outermost layer: whatever fails inside is answered in OpenAI's shape."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on; answer what is raised before an answer began."""
+        started = False
+
+        async def watched(message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        if scope["type"] != "http":
+            return
+        try:
+            await self._app(scope, receive, watched)
+        except Exception as error:
+            if started:
+                raise
+            await error_answer(as_api_error(error))(scope, receive, send)
+
+
+class Endpoints:
+    """What is behind the routes."""
+
+    def __init__(self, serving: Serving):
+        self._serving = serving
+
+    async def completions(self, request: Request) -> Response:
+        """`/v1/completions`."""
+        return await self._generate(request, CompletionRequest, Completion, "cmpl")
+
+    async def chat(self, request: Request) -> Response:
+        """`/v1/chat/completions`."""
+        return await self._generate(request, ChatRequest, Chat, "chatcmpl")
+
+    async def _generate(
+        self,
+        request: Request,
+        record: type[SamplingFields],
+        generation: type[Generation],
+        kind: str,
+    ) -> Response:
+        serving = self._serving
+        config = serving.config
+        asked = read_record(record, await read_json(request, config.limits))
+        model = serving.model_name(asked.model)
+        asked.check(config.limits)
+        if isinstance(asked, ChatRequest):
+            asked.check_template(config.template_variables)
+        client = client_of(request.scope, keyed=bool(config.api_keys))
+        made = generation(serving, asked, new_id(kind), model, client)
+        stall = config.limits.stall_timeout
+        return Exchange(made.pieces(), streams=asked.stream, stall_timeout=stall)
+
+    async def tokenize(self, request: Request) -> Response:
+        """`/tokenize`: the token ids of a text or a conversation."""
+        serving, texts = self._serving, self._serving.texts
+        asked = read_record(TokenizeRequest, await read_json(request, serving.config.limits))
+        serving.model_name(asked.model)
+        asked.check()
+        if asked.messages is not None:
+            asked.check_template(serving.config.template_variables)
+            ids = await texts.render(asked.messages, asked.template_options)
+        else:
+            special = asked.add_special_tokens
+            ids = await texts.encode(asked.prompt or "", "prompt", add_special_tokens=special)
+        strings = [texts.token_text(i) for i in ids] if asked.return_token_strs else None
+        return json_answer(
+            {
+                "count": len(ids),
+                "max_model_len": texts.max_model_len,
+                "tokens": ids,
+                "token_strs": strings,
+            }
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        """`/detokenize`: the text of token ids."""
+        serving = self._serving
+        asked = read_record(DetokenizeRequest, await read_json(request, serving.config.limits))
+        serving.model_name(asked.model)
+        return json_answer({"prompt": await serving.texts.decode(asked.tokens)})
+
+    async def models(self, request: Request) -> Response:
+        """`/v1/models`: what the model may be called."""
+        names = self._serving.config.model_names
+        return json_answer({"object": "list", "data": [self._card(name) for name in names]})
+
+    async def one_model(self, request: Request) -> Response:
+        """`/v1/models/NAME`."""
+        return json_answer(self._card(self._serving.model_name(request.path_params["name"])))
+
+    async def health(self, request: Request) -> Response:
+        """`/health`: 200 as long as the engine's loop goes round."""
+        return Response(status_code=200 if self._serving.is_healthy else 503)
+
+    async def ready(self, request: Request) -> Response:
+        """`/ready`: 200 as long as new requests are welcome."""
+        return Response(status_code=200 if self._serving.is_ready else 503)
+
+    async def version(self, request: Request) -> Response:
+        """`/version`: jpaged's."""
+        return json_answer({"version": __version__})
+
+    async def load(self, request: Request) -> Response:
+        """`/load`: requests in flight."""
+        return json_answer({"server_load": self._serving.num_requests})
+
+    def _card(self, name: str) -> dict:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._serving.started,
+            "owned_by": "jpaged",
+            "root": self._serving.config.model_names[0],
+            "parent": None,
+            "max_model_len": self._serving.texts.max_model_len,
+        }
+
+
+async def _nowhere(scope: Scope, receive: Receive, send: Send) -> None:
+    raise ApiError(404, "there is nothing at this address; /openapi.json lists what there is")

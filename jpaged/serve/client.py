@@ -1,0 +1,302 @@
+"""The HTTP process's end of the engine: requests in, what they grow by out, signs of life.
+
+    client = await EngineClient.connect(sock, options)
+    info = await client.ready()
+    async with client.run([Job(...), ...]) as run:
+        async for news in run:      # lists of (index of the job, `RequestDelta`)
+            ...
+
+Leaving the block aborts what is not over.
+
+For a picture of the memory `await client.snapshot()` gives a `frames.Snapshot`: `turn`, `stats`
+(an `EngineStats`), `memory` (a `MemoryReport`), `blocks` (a `BlockInfo` for each block that is used
+or cached; all others up to `stats.num_blocks` are free) and `sequences` (a `SequenceInfo` each,
+with its block table). All who ask meanwhile get the same one, `MAX_SNAPSHOTS_PER_SECOND` at most;
+the engine gives fewer where they would take more than a twentieth of its time.
+"""
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+from jpaged import EngineStats, RequestDelta, SamplingParams
+from jpaged.serve.errors import ApiError, bad_field, failed, not_serving
+from jpaged.serve.frames import (
+    HEADER,
+    Abort,
+    Add,
+    AskSnapshot,
+    Command,
+    Died,
+    Ready,
+    Refused,
+    Report,
+    Snapshot,
+    Start,
+    Stop,
+    Turn,
+    frame_of,
+    report_of,
+)
+
+MAX_SNAPSHOTS_PER_SECOND = 5
+MAX_UNREAD = 8192
+"""Deltas that may wait for a slow reader before its request is aborted."""
+
+_DEFAULTS = SamplingParams()
+
+
+class News(NamedTuple):
+    """What one of the jobs of a run grew by."""
+
+    index: int
+    delta: RequestDelta
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to ask of the engine: a tokenised prompt, and what to do with it."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+class Run:
+    """The news of some jobs as they come: an asynchronous iterator of lists of `News`.
+
+    Iterating raises `ApiError` if one of the jobs is refused or fails.
+
+    Attributes:
+        has_started: Whether anything came of it.
+    """
+
+    def __init__(self, jobs: Sequence[Job]):
+        self.has_started = False
+        self._left = {job.request_id: i for i, job in enumerate(jobs)}
+        self._unread: list[News] = []
+        self._error: ApiError | None = None
+        self._changed = asyncio.Event()
+
+    def __aiter__(self) -> "Run":
+        return self
+
+    async def __anext__(self) -> list[News]:
+        while not (self._unread or self._error or self.is_over):
+            self._changed.clear()
+            await self._changed.wait()
+        if self._unread:
+            news, self._unread = self._unread, []
+            return news
+        if self._error is not None:
+            raise self._error
+        raise StopAsyncIteration
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will come."""
+        return not self._left or self._error is not None
+
+    @property
+    def left(self) -> list[str]:
+        """Requests that are not over, as far as is known here."""
+        return list(self._left)
+
+    def put(self, delta: RequestDelta) -> None:
+        """Take news in; if they are too many for whoever should read them, it fails."""
+        index = self._left.get(delta.request_id)
+        if index is None or self._error is not None:
+            return
+        self.has_started = True
+        if len(self._unread) >= MAX_UNREAD:
+            self.fail(not_serving("aborted: the answer was not read as it came"))
+            return
+        self._unread.append(News(index, delta))
+        if delta.finished:
+            del self._left[delta.request_id]
+            if delta.error is not None:
+                self.fail(failed())
+        self._changed.set()
+
+    def fail(self, error: ApiError) -> None:
+        """End it with an error, after what came before."""
+        self._error = self._error or error
+        self._changed.set()
+
+    def cut(self) -> None:
+        """End it here, as if aborted."""
+        for request_id in self.left:
+            self.put(RequestDelta(request_id, [], finished=True))
+
+
+@dataclass
+class Pulse:
+    """When the loop was last seen to go round, and its figures then.
+
+    Attributes:
+        turn: How often it had.
+        seen: When, in seconds of `time.monotonic()`.
+        stats: The engine's figures, as of late.
+    """
+
+    turn: int = -1
+    seen: float = field(default_factory=time.monotonic)
+    stats: EngineStats | None = None
+
+    def note(self, turn: Turn) -> None:
+        """The loop went round."""
+        self.turn, self.seen = turn.number, time.monotonic()
+        self.stats = turn.stats or self.stats
+
+
+class EngineClient:
+    """Speaks with a `Worker` over a socket.
+
+    Attributes:
+        pulse: Signs of life.
+        death: Why there is no engine any more, for the log; None while there is one.
+        runs: Who waits for the news of which request.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self.pulse = Pulse()
+        self.death: str | None = None
+        self.runs: dict[str, Run] = {}
+        self._writer = writer
+        self._info: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self._snapshot: asyncio.Future[Snapshot] | None = None
+        self._snapshot_due = 0.0
+        self._listening = asyncio.create_task(self._listen(reader))
+        self.died = asyncio.Event()
+
+    @classmethod
+    async def connect(
+        cls, sock: socket.socket, options: Mapping[str, Any] | None = None
+    ) -> "EngineClient":
+        """Speak over `sock`; with `options`, the engine is first made of them."""
+        client = cls(*await asyncio.open_connection(sock=sock))
+        if options is not None:
+            client._send(Start(dict(options)))
+        return client
+
+    async def ready(self) -> Ready:
+        """The engine's description, once it is made.
+
+        Raises:
+            RuntimeError: it could not be made.
+        """
+        return await asyncio.shield(self._info)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is an engine, and it lives."""
+        return self._info.done() and self.death is None
+
+    @asynccontextmanager
+    async def run(self, jobs: Sequence[Job]) -> AsyncIterator[Run]:
+        """Put requests to the engine; what is not over at the end of the block is aborted.
+
+        Raises:
+            ApiError: there is no engine to put them to.
+        """
+        if not self.is_ready:
+            raise not_serving("the engine is not running")
+        run = Run(jobs)
+        try:
+            for job in jobs:
+                self.runs[job.request_id] = run
+                self._send(_add(job))
+            yield run
+        finally:
+            for job in jobs:
+                self.runs.pop(job.request_id, None)
+            if run.left:
+                self._send(Abort(run.left))
+
+    async def snapshot(self) -> Snapshot:
+        """The paged memory now, or as somebody else has just asked to see it.
+
+        Raises:
+            ApiError: there is no engine to ask.
+        """
+        if not self.is_ready:
+            raise not_serving("the engine is not running")
+        asked, now = self._snapshot, time.monotonic()
+        if asked is None or (asked.done() and now >= self._snapshot_due):
+            asked = self._snapshot = asyncio.get_running_loop().create_future()
+            self._snapshot_due = now + 1 / MAX_SNAPSHOTS_PER_SECOND
+            self._send(AskSnapshot(self.pulse.turn + 1))
+        return await asyncio.shield(asked)
+
+    def cut_all(self) -> None:
+        """End all requests where they are; their readers see an abort."""
+        self._send(Abort(list(self.runs)))
+        for run in set(self.runs.values()):
+            run.cut()
+
+    async def stop(self) -> None:
+        """Have the engine's process end, and hang up."""
+        self._send(Stop())
+        self._writer.close()
+        self._listening.cancel()
+        self._bury("the server stops")
+
+    def _send(self, command: Command) -> None:
+        if self.death is None:
+            self._writer.write(frame_of(command))
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        reason = "the engine's process is gone"
+        try:
+            while True:
+                (size,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+                report = report_of(await reader.readexactly(size))
+                if isinstance(report, Died):
+                    reason = report.reason
+                    break
+                self._take(report)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        self._bury(reason)
+
+    def _take(self, report: Report) -> None:
+        match report:
+            case Turn():
+                self.pulse.note(report)
+                for delta in report.news:
+                    if delta.request_id in self.runs:
+                        self.runs[delta.request_id].put(delta)
+            case Refused():
+                if report.request_id in self.runs:
+                    refusal = failed() if report.is_fault else bad_field(None, report.message)
+                    self.runs[report.request_id].fail(refusal)
+            case Ready():
+                self._info.set_result(report)
+            case Snapshot():
+                if self._snapshot is not None and not self._snapshot.done():
+                    self._snapshot.set_result(report)
+
+    def _bury(self, reason: str) -> None:
+        """There is no engine any more: all who wait are told."""
+        if self.death is not None:
+            return
+        self.death = reason
+        self.died.set()
+        for run in set(self.runs.values()):
+            run.fail(not_serving("the engine failed, and the request with it"))
+        if not self._info.done():
+            self._info.set_exception(RuntimeError(reason))
+        if self._snapshot is not None and not self._snapshot.done():
+            self._snapshot.set_exception(not_serving("the engine is not running"))
+
+
+def _add(job: Job) -> Add:
+    given = {f.name: getattr(job.params, f.name) for f in fields(SamplingParams)}
+    params = {name: v for name, v in given.items() if v != getattr(_DEFAULTS, name)}
+    return Add(job.request_id, job.prompt_token_ids, params, job.priority, job.cache_salt)

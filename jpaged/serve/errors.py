@@ -1,0 +1,65 @@
+"""Errors as OpenAI's clients know them."""
+
+from typing import Any
+
+_TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+
+
+class ApiError(Exception):
+    """An answer that is none.
+
+    Args:
+        status: The HTTP status.
+        message: For people; names the field, never a path of this machine.
+        param: The field at fault.
+        code: A word for programs.
+        retry_after: Seconds after which to try again.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        *,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ):
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error as JSON."""
+        return {
+            "error": {
+                "message": str(self),
+                "type": _TYPES.get(self.status, "invalid_request_error"),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers that belong to the error."""
+        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
+
+
+def bad_field(param: str | None, message: str) -> ApiError:
+    """A field of the request is not acceptable."""
+    return ApiError(400, message, param)
+
+
+def failed() -> ApiError:
+    """Something broke here; what, is in the log."""
+    return ApiError(500, "the request failed on the server, whose log says why")
+
+
+def not_serving(message: str, retry_after: int = 5) -> ApiError:
+    """The server cannot take or finish a request now."""
+    return ApiError(503, message, retry_after=retry_after)

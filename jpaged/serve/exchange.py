@@ -1,0 +1,136 @@
+"""An answer on its way to the client: sent as it is made, and dropped when nobody wants it."""
+
+import asyncio
+import sys
+import traceback
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from jpaged.serve.errors import ApiError, failed
+
+_encoder = msgspec.json.Encoder()
+
+DONE = b"data: [DONE]\n\n"
+"""Ends a stream of events."""
+
+
+def json_bytes(value: Any) -> bytes:
+    """The value as JSON."""
+    return _encoder.encode(value)
+
+
+def event(value: Any) -> bytes:
+    """The value as a server-sent event."""
+    return b"data: " + _encoder.encode(value) + b"\n\n"
+
+
+def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A whole answer in JSON."""
+    return Response(json_bytes(value), status, headers, media_type="application/json")
+
+
+def error_answer(error: ApiError) -> Response:
+    """An error as an answer."""
+    return json_answer(error.body, error.status, error.headers)
+
+
+class Exchange(Response):
+    """Sends what a generator yields; one that ends early, or a client that goes, closes it.
+
+    The answer starts with the first piece, so that what fails before has its own status. What fails
+    later is an event in a stream.
+
+    Args:
+        pieces: JSON as a whole, or events.
+        streams: Whether they are events.
+        stall_timeout: Seconds that the client may leave a piece unread.
+    """
+
+    def __init__(self, pieces: AsyncGenerator[bytes, None], *, streams: bool, stall_timeout: float):
+        self._pieces = pieces
+        self._streams = streams
+        self._stall_timeout = stall_timeout
+        self._started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, as ASGI has it."""
+        await while_connected(receive, self._answer(scope, receive, send))
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with aclosing(self._pieces):
+                async for piece in self._pieces:
+                    await self._send(send, piece)
+        except StalledClientError:
+            raise
+        except Exception as error:
+            await self._fail(error, scope, receive, send)
+        else:
+            await send({"type": "http.response.body", "body": b""})
+
+    async def _send(self, send: Send, piece: bytes) -> None:
+        """Wait for the client at most so long; then the server hangs up."""
+        try:
+            async with asyncio.timeout(self._stall_timeout):
+                if not self._started:
+                    self._started = True
+                    await send(self._start(None if self._streams else len(piece)))
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        except TimeoutError:
+            raise StalledClientError from None
+
+    def _start(self, size: int | None) -> dict[str, Any]:
+        kind = b"application/json" if size is not None else b"text/event-stream; charset=utf-8"
+        headers = [(b"content-type", kind), (b"cache-control", b"no-store")]
+        if size is not None:
+            headers.append((b"content-length", b"%d" % size))
+        else:
+            headers.append((b"x-accel-buffering", b"no"))  # nginx, pass events on as they come
+        return {"type": "http.response.start", "status": 200, "headers": headers}
+
+    async def _fail(self, error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
+        told = as_api_error(error)
+        if not self._started:
+            await error_answer(told)(scope, receive, send)
+        elif self._streams:
+            await self._send(send, event(told.body) + DONE)
+            await send({"type": "http.response.body", "body": b""})
+        else:
+            raise error
+
+
+class StalledClientError(Exception):
+    """A client did not read what it had asked for."""
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """The error for the client; one that nobody foresaw goes to the log."""
+    if isinstance(error, ApiError):
+        return error
+    traceback.print_exception(error, file=sys.stderr)
+    return failed()
+
+
+async def while_connected(receive: Receive, work: Awaitable[None]) -> None:
+    """Do the work, but drop it when the client goes."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        watching.cancel()
+        if not working.done():
+            working.cancel()
+            await asyncio.wait({working})
+    if not working.cancelled():
+        working.result()
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,150 @@
+"""What completions and chats have in common: from jobs to an answer, whole or as it grows."""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jpaged import SamplingParams, TextDelta
+from jpaged.serve.answers import Answer, Tally
+from jpaged.serve.client import Job, News, Run
+from jpaged.serve.exchange import DONE, event, json_bytes
+from jpaged.serve.protocol.sampling import SamplingFields
+from jpaged.serve.serving import Serving
+
+Body = dict[str, Any]
+
+
+class Choice(ABC):
+    """Writes one answer as an endpoint's clients know it."""
+
+    @abstractmethod
+    def grow(self, delta: TextDelta, tally: Tally) -> list[Body]:
+        """What a stream says of its growth: a choice for each of its chunks."""
+
+    @abstractmethod
+    def whole(self, answer: TextDelta, tally: Tally) -> Body:
+        """The choice of an answer that is not streamed."""
+
+
+class Generation(ABC):
+    """A request for answers.
+
+    Args:
+        serving: The server.
+        asked: What is asked.
+        request_id: Names the request, and the jobs made of it.
+        model: As the client calls it.
+        client: Whose it is.
+    """
+
+    whole_object: str
+    chunk_object: str
+
+    def __init__(
+        self, serving: Serving, asked: SamplingFields, request_id: str, model: str, client: str
+    ):
+        self.serving, self.request_id = serving, request_id
+        self._asked, self._model, self._client = asked, model, client
+        self._created = int(time.time())
+
+    @property
+    @abstractmethod
+    def num_prompts(self) -> int:
+        """Prompts to answer."""
+
+    @abstractmethod
+    async def jobs(self) -> list[Job]:
+        """What to ask of the engine, one job a prompt.
+
+        Raises:
+            ApiError: a prompt or a parameter is not acceptable.
+        """
+
+    @abstractmethod
+    async def choices(self, jobs: Sequence[Job]) -> list[Choice]:
+        """Who writes the answers: `n` for each job."""
+
+    def job(self, index: int, token_ids: list[int], params: SamplingParams) -> Job:
+        """The job of one prompt."""
+        asked = self._asked
+        name = f"{self.request_id}-{index}"
+        return Job(name, token_ids, params, asked.priority, asked.cache_salt)
+
+    def told(self, news: News) -> News:
+        """The news as far as they are told of."""
+        return news
+
+    def opening(self, tally: Tally) -> Body:
+        """What a body has beside the choices, once."""
+        return {}
+
+    async def pieces(self) -> AsyncGenerator[bytes, None]:
+        """The answer: one piece of JSON, or events.
+
+        Raises:
+            ApiError: the request is not acceptable, or failed.
+        """
+        asked, serving = self._asked, self.serving
+        seats = max(asked.n, asked.best_of or 0, asked.beam_width or 0) * self.num_prompts
+        with serving.admission.admit(self._client, seats):
+            jobs = await self.jobs()
+            choices = await self.choices(jobs)
+            tally = Tally([job.prompt_token_ids for job in jobs])
+            async with serving.run(jobs) as run:
+                if not asked.stream:
+                    yield await self._whole(run, choices, tally)
+                    return
+                async for news in run:
+                    if chunks := self._chunks(news, choices, tally):
+                        yield b"".join(map(event, chunks))
+            if asked.options.include_usage:
+                yield event(self._chunk([]) | {"usage": tally.usage()})
+            yield DONE
+
+    async def _whole(self, run: Run, choices: list[Choice], tally: Tally) -> bytes:
+        answers = [Answer() for _ in choices]
+        async for news in run:
+            for each in map(self.told, news):
+                for delta in tally.take(each, self._asked.n):
+                    answers[self._place(each, delta)].add(delta)
+        whole = zip(choices, answers, strict=True)
+        body = self._head(self.whole_object) | self.opening(tally)
+        body["choices"] = [choice.whole(answer.as_delta(), tally) for choice, answer in whole]
+        return json_bytes(body | {"usage": tally.usage()})
+
+    def _chunks(self, news: list[News], choices: list[Choice], tally: Tally) -> list[Body]:
+        chunks = []
+        for each in map(self.told, news):
+            for delta in tally.take(each, self._asked.n):
+                for choice in choices[self._place(each, delta)].grow(delta, tally):
+                    chunks.append(self._chunk([choice]))
+                    if self._asked.options.continuous_usage_stats:
+                        chunks[-1]["usage"] = tally.usage()
+        return chunks
+
+    def _chunk(self, choices: list[Body]) -> Body:
+        return self._head(self.chunk_object) | {"choices": choices}
+
+    def _head(self, kind: str) -> Body:
+        return {
+            "id": self.request_id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+        }
+
+    def _place(self, news: News, delta: TextDelta) -> int:
+        return news.index * self._asked.n + delta.index
+
+
+def without_answer(news: News) -> News:
+    """The news of a prompt that is only to be scored: the answer has no tokens."""
+    index, delta = news
+    empty = [
+        replace(d, text="", token_ids=(), logprobs=d.logprobs and [], stop_reason=None)
+        for d in delta.deltas
+    ]
+    ended = [replace(d, finish_reason="length") if d.finish_reason == "stop" else d for d in empty]
+    return News(index, replace(delta, deltas=ended))

@@ -1,0 +1,172 @@
+"""The server's life: start, serve, drain, end."""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import uvicorn
+
+from jpaged import Tokenizer
+from jpaged.serve.app import make_app
+from jpaged.serve.client import EngineClient
+from jpaged.serve.engine_process import EngineProcess
+from jpaged.serve.flags import Flags
+from jpaged.serve.serving import Serving
+from jpaged.serve.texts import Texts
+
+_LAST_WORDS = 5
+"""Seconds for connections to close once there is nothing more to say."""
+
+
+def run_server(flags: Flags) -> int:
+    """Serve until a signal; gives the exit code."""
+    try:
+        sock = _listen(flags.host, flags.port)
+    except OSError as error:
+        where = f"{flags.host}:{flags.port}"
+        _say(f"cannot listen at {where} ({error.strerror}): use another --port or --host")
+        return 1
+    with sock:
+        return asyncio.run(_serve(flags, sock))
+
+
+async def _serve(flags: Flags, sock: socket.socket) -> int:
+    process = await EngineProcess.start(flags.engine)
+    serving = Serving(flags.serve)
+    http = HttpServer(_uvicorn_config(serving, flags))
+    life = Life(serving, process, http, flags.shutdown_timeout)
+    life.watch_signals()
+    talking = asyncio.create_task(http.serve([sock]))
+    code = await life.start(f"http://{_host(sock)}:{sock.getsockname()[1]}")
+    await talking
+    await process.stop()
+    return code
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn, which leaves signals alone."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Nothing: `Life` has them."""
+        yield
+
+
+class Life:
+    """Brings a server up, and down.
+
+    Args:
+        serving: Its state.
+        process: Its engine's.
+        http: What listens.
+        shutdown_timeout: Seconds for requests in flight to end.
+    """
+
+    def __init__(
+        self, serving: Serving, process: EngineProcess, http: HttpServer, shutdown_timeout: float
+    ):
+        self._serving, self._process, self._http = serving, process, http
+        self._shutdown_timeout = shutdown_timeout
+        self._ending: asyncio.Task[None] | None = None
+
+    async def start(self, address: str) -> int:
+        """Open the door once there is an engine; the exit code, if all ends well."""
+        try:
+            await open_door(self._serving, self._process.client)
+        except RuntimeError as error:
+            if self._ending is None:
+                _say(f"error: {error}")
+                self._http.should_exit = True
+                return 1
+            return 0
+        _say(f"serving {self._serving.config.model_names[0]} at {address}")
+        return 0
+
+    def watch_signals(self) -> None:
+        """SIGTERM and Ctrl-C drain; the second one of either ends all at once."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+
+    def _on_signal(self, number: int) -> None:
+        if self._ending is not None:
+            self._process.kill()
+            os._exit(128 + number)
+        _say("shutting down: no new requests; a second signal ends those in flight at once")
+        self._ending = asyncio.create_task(self._end())
+
+    async def _end(self) -> None:
+        serving = self._serving
+        serving.close_door()
+        try:
+            async with asyncio.timeout(self._shutdown_timeout):
+                while serving.num_requests:
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            _say(f"{serving.num_requests} requests are aborted")
+            self._process.client.cut_all()
+        self._http.should_exit = True
+        if not self._process.client.is_ready:
+            self._process.kill()
+
+
+async def open_door(serving: Serving, client: EngineClient) -> None:
+    """Serve with an engine, once it is made.
+
+    Raises:
+        RuntimeError: it could not be made.
+    """
+    config = serving.config
+    info = await client.ready()
+    tokenizer = await asyncio.to_thread(Tokenizer.from_folder, Path(info.folder))
+    texts = Texts(
+        tokenizer,
+        vocab_size=info.vocab_size,
+        max_model_len=info.max_model_len,
+        chat_template=config.chat_template,
+        template_timeout=config.limits.template_timeout,
+    )
+    serving.open(client, texts, info.max_num_seqs)
+
+
+def _uvicorn_config(serving: Serving, flags: Flags) -> uvicorn.Config:
+    limits = flags.serve.limits
+    return uvicorn.Config(
+        make_app(serving),
+        http="h11",  # the one that bounds headers
+        ws="none",
+        lifespan="off",
+        log_level="info" if flags.log_requests else "warning",
+        access_log=flags.log_requests,
+        server_header=False,
+        proxy_headers=False,
+        h11_max_incomplete_event_size=limits.max_header_bytes,
+        limit_concurrency=limits.max_connections,
+        timeout_graceful_shutdown=_LAST_WORDS,
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _host(sock: socket.socket) -> str:
+    host = sock.getsockname()[0]
+    return f"[{host}]" if ":" in host else host
+
+
+def _say(text: str) -> None:
+    print(f"jpaged: {text}", file=sys.stderr, flush=True)

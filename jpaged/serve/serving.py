@@ -1,0 +1,155 @@
+"""What the endpoints share: the server's names, limits, engine and state."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+
+from jpaged.serve.admission import Admission
+from jpaged.serve.client import EngineClient, Job, Run
+from jpaged.serve.errors import ApiError, not_serving
+from jpaged.serve.limits import Limits
+from jpaged.serve.texts import Texts
+
+
+class Phase(Enum):
+    """Where the server is in its life."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """How the server presents itself.
+
+    Attributes:
+        model_names: What clients may call the model; the first is what the server calls it.
+        api_keys: Of which each request needs one; none: no request needs any.
+        limits: What clients may ask for.
+        chat_template: To use instead of the model's.
+        template_variables: What clients may set of a template.
+        dashboard: Whether there is a picture of the memory at `/`.
+        dashboard_text: Whether it shows what is asked and answered.
+    """
+
+    model_names: tuple[str, ...] = ("jpaged-tiny",)
+    api_keys: tuple[str, ...] = ()
+    limits: Limits = field(default_factory=Limits)
+    chat_template: str | None = None
+    template_variables: frozenset[str] = frozenset({"enable_thinking", "thinking"})
+    dashboard: bool = True
+    dashboard_text: bool = False
+
+
+class Serving:
+    """The server's state.
+
+    Attributes:
+        config: As asked.
+        phase: Where it is in its life.
+        started: When it was made, in seconds since 1970.
+    """
+
+    def __init__(self, config: ServeConfig):
+        self.config = config
+        self.phase = Phase.STARTING
+        self.started = int(time.time())
+        self._engine: EngineClient | None = None
+        self._texts: Texts | None = None
+        self._admission: Admission | None = None
+
+    def open(self, engine: EngineClient, texts: Texts, max_num_seqs: int) -> None:
+        """Serve with this engine from now on."""
+        self._engine, self._texts = engine, texts
+        self._admission = Admission(self.config.limits, max_num_seqs)
+        self.phase = Phase.SERVING
+
+    @property
+    def engine(self) -> EngineClient:
+        """The engine's client; ApiError while there is none."""
+        if self._engine is None:
+            raise not_serving("the server is starting")
+        return self._engine
+
+    @property
+    def texts(self) -> Texts:
+        """The tokenizer's; ApiError while there is none."""
+        if self._texts is None:
+            raise not_serving("the server is starting")
+        return self._texts
+
+    @property
+    def admission(self) -> Admission:
+        """The door; ApiError while there is none."""
+        if self._admission is None:
+            raise not_serving("the server is starting")
+        return self._admission
+
+    @property
+    def num_requests(self) -> int:
+        """Requests in flight."""
+        return 0 if self._admission is None else self._admission.num_requests
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the engine's loop goes round."""
+        if self._engine is None or not self._engine.is_ready:
+            return False
+        return time.monotonic() - self._engine.pulse.seen < self.config.limits.health_timeout
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether new requests are welcome."""
+        return self.phase is Phase.SERVING and self.is_healthy
+
+    def close_door(self) -> None:
+        """Admit nobody any more; who is in may finish."""
+        self.phase = Phase.DRAINING
+        if self._admission is not None:
+            self._admission.is_open = False
+
+    def model_name(self, asked: str | None) -> str:
+        """The model's name, as the client calls it.
+
+        Raises:
+            ApiError: no model here is called so.
+        """
+        names = self.config.model_names
+        if asked is None or asked in names:
+            return asked or names[0]
+        message = f"the model {asked[:100]!r} does not exist; here is {', '.join(names)}"
+        raise ApiError(404, message, "model", code="model_not_found")
+
+    @asynccontextmanager
+    async def run(self, jobs: Sequence[Job]) -> AsyncIterator[Run]:
+        """`EngineClient.run` within the limits of time."""
+        limits, loop = self.config.limits, asyncio.get_running_loop()
+        async with self.engine.run(jobs) as run:
+            timers = [
+                loop.call_later(limits.queue_timeout, _expire_in_queue, run),
+                loop.call_later(limits.request_timeout, _expire, run),
+            ]
+            try:
+                yield run
+            finally:
+                for timer in timers:
+                    timer.cancel()
+
+
+def new_id(kind: str) -> str:
+    """A name for a request."""
+    return f"{kind}-{uuid.uuid4().hex}"
+
+
+def _expire_in_queue(run: Run) -> None:
+    if not run.has_started:
+        run.fail(not_serving("aborted: the request waited too long for its turn"))
+
+
+def _expire(run: Run) -> None:
+    run.fail(not_serving("aborted: the request took too long"))

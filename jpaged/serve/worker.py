@@ -1,0 +1,201 @@
+"""The engine's process: takes commands, steps, tells what is new.
+
+It runs beside the HTTP process, so that HTTP never takes the interpreter from a step, and tells
+its news in one frame a step. While the other side does not read, steps go on and what is new waits
+in the engine, where a request's news is one entry however much it grows.
+"""
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from jpaged import BlockState, Engine, SamplingParams
+from jpaged.serve.frames import (
+    Abort,
+    Add,
+    AskSnapshot,
+    Command,
+    Died,
+    Ready,
+    Refused,
+    Snapshot,
+    Start,
+    Stop,
+    Turn,
+)
+from jpaged.serve.link import Link
+
+IDLE_BEAT = 0.5
+"""Seconds between two signs of life of an engine that has nothing to do."""
+
+_STATS_EVERY = 0.2  # seconds
+_SNAPSHOT_SHARE = 0.05  # of the time, at most, goes into snapshots
+_PARENT_CHECK = 1.0  # seconds
+
+
+class Worker:
+    """Drives one engine for whoever is at the other end of a link."""
+
+    def __init__(self, engine: Engine, link: Link):
+        self._engine = engine
+        self._link = link
+        self._turn = 0
+        self._stopped = False
+        self._stats_due = self._snapshot_due = 0.0
+        self._questions: list[int] = []
+
+    def run(self) -> None:
+        """Serve until told to stop or the other side is gone; what is unfinished is aborted.
+
+        Raises:
+            RuntimeError: a step failed. The other side knows.
+        """
+        self._link.send(_description(self._engine))
+        try:
+            while not self._stopped:
+                self._go_round()
+        except EOFError:
+            pass
+        except Exception as error:
+            self._link.send(Died(f"{type(error).__name__}: {error}"))
+            raise
+        finally:
+            self._engine.abort_all()
+            self._link.close()
+
+    def _go_round(self) -> None:
+        """One turn: commands in, a step, news out."""
+        busy = self._engine.has_unfinished_requests
+        for command in self._link.receive(0.0 if busy else IDLE_BEAT):
+            self._obey(command)
+        if self._engine.has_unfinished_requests:
+            self._engine.advance()
+        self._turn += 1
+        if self._link.is_clear:
+            self._tell()
+
+    def _tell(self) -> None:
+        news, now = self._engine.take_deltas(), time.monotonic()
+        idle = not self._engine.has_unfinished_requests
+        stats = None
+        if idle or now >= self._stats_due:
+            stats, self._stats_due = self._engine.stats(), now + _STATS_EVERY
+        if news or stats is not None:
+            self._link.send(Turn(self._turn, news, stats))
+        if self._questions and now >= self._snapshot_due:
+            self._show_memory()
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Add():
+                self._add(command)
+            case Abort():
+                for request_id in command.request_ids:
+                    self._engine.abort(request_id)
+            case AskSnapshot():
+                self._questions.append(command.number)
+            case Stop():
+                self._stopped = True
+
+    def _add(self, command: Add) -> None:
+        prompt = {
+            "prompt_token_ids": command.prompt_token_ids,
+            "cache_salt": command.cache_salt,
+        }
+        try:
+            params = SamplingParams(**command.params)
+            self._engine.add_request(
+                prompt, params, request_id=command.request_id, priority=command.priority
+            )
+        except (TypeError, ValueError) as error:
+            self._link.send(Refused(command.request_id, str(error)))
+        except Exception as error:  # of this request; if a step failed, the next one says so
+            print(f"jpaged: {command.request_id}: {error!r}", file=sys.stderr, flush=True)
+            self._link.send(Refused(command.request_id, "the request failed", is_fault=True))
+
+    def _show_memory(self) -> None:
+        """Answer all who asked; the costlier it is, the longer until the next time."""
+        start = time.monotonic()
+        shot = _snapshot(self._engine, self._turn)
+        for number in self._questions:
+            shot.number = number
+            self._link.send(shot)
+        self._questions.clear()
+        now = time.monotonic()
+        self._snapshot_due = now + (now - start) / _SNAPSHOT_SHARE
+
+
+def _description(engine: Engine) -> Ready:
+    config = engine.runtime_config
+    return Ready(
+        folder=str(engine.folder),
+        vocab_size=engine.vocab_size,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        block_size=config.block_size,
+        num_blocks=config.num_blocks,
+        by_priority=engine.config.scheduling_policy == "priority",
+        prefix_caching=engine.config.enable_prefix_caching,
+    )
+
+
+def _snapshot(engine: Engine, turn: int) -> Snapshot:
+    blocks = engine.block_map().values()
+    return Snapshot(
+        number=0,
+        turn=turn,
+        stats=engine.stats(),
+        memory=engine.memory_report(),
+        blocks=[block for block in blocks if block.state is not BlockState.FREE],
+        sequences=engine.block_tables(),
+    )
+
+
+def serve_engine(sock: socket.socket) -> int:
+    """The whole life of the engine's process, which gets its options first; its exit code."""
+    link = Link(sock)
+    try:
+        engine = Engine(**_options(link))
+    except EOFError:
+        return 1
+    except Exception as error:
+        link.send(Died(str(error) or type(error).__name__))
+        link.close()
+        return 1
+    try:
+        Worker(engine, link).run()
+    except Exception as error:
+        print(f"jpaged: the engine failed: {error!r}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def _options(link: Link) -> dict[str, Any]:
+    while True:
+        for command in link.receive(IDLE_BEAT):
+            if isinstance(command, Start):
+                return command.options
+
+
+def _leave_with(parent: int) -> None:
+    """End this process when its parent is gone, whatever it does at the moment."""
+    while os.getppid() == parent:
+        time.sleep(_PARENT_CHECK)
+    os._exit(1)
+
+
+def main(argv: Sequence[str]) -> int:
+    """`python -m jpaged.serve.worker FD`: serve over the inherited socket."""
+    # Ctrl-C reaches the whole terminal; what becomes of the engine is for the parent to say.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_leave_with, args=(os.getppid(),), daemon=True).start()
+    return serve_engine(socket.socket(fileno=int(argv[1])))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))
