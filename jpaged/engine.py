@@ -320,6 +320,7 @@ class Engine:
             num_token_blocks: For how many blocks at most a look tells their tokens.
         """
         return PoolWatch(self._loop.scheduler, num_token_blocks)
+
     def block_tables(self) -> list[SequenceInfo]:
         """Every sequence now, with its block table. O(held blocks)."""
         return block_tables(self._loop.scheduler)

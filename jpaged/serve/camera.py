@@ -8,11 +8,9 @@ are merged, and a camera that nobody asks any more stops.
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict
-from functools import lru_cache
-from typing import Any
 
 from jpaged import Engine, PoolWatch
+from jpaged.serve.frames import Frames
 from jpaged.serve.picture import Frame, encode
 
 MOST_TIME = 0.02
@@ -25,7 +23,7 @@ PATIENCE = 5.0
 """Seconds without anybody fetching after which a camera stops."""
 
 NUM_TOKEN_BLOCKS = 200
-"""Blocks whose text one frame tells at most."""
+"""Blocks whose tokens one frame tells at most."""
 
 
 class Camera:
@@ -33,16 +31,12 @@ class Camera:
 
     Args:
         engine: What to look at.
-        show_text: Whether frames tell the text of tokens.
         clock: Seconds.
     """
 
-    def __init__(
-        self, engine: Engine, show_text: bool = False, clock: Callable[[], float] = time.monotonic
-    ):
+    def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic):
         self._engine = engine
         self._clock = clock
-        self._word = _words_of(engine) if show_text else None
         self._watch: PoolWatch | None = None
         self._frames: list[Frame] = []
         self._epoch = self._num_steps = 0
@@ -59,30 +53,22 @@ class Camera:
         elif now >= self._next_look and len(self._frames) < MAX_FRAMES:
             self._look(self._watch, now)
 
-    def fetch(self, epoch: int = 0) -> dict[str, Any]:
+    def fetch(self, epoch: int = 0, tokens: bool = False) -> Frames:
         """The frames since the last call; the first call starts the camera.
 
         Args:
             epoch: The one of the last answer. If it is not the camera's, it starts anew, and the
                 first frame shows all there is.
-
-        Returns:
-            `epoch`; `frames`; `stats`, the fields of `EngineStats`; `text`, whether it is shown.
+            tokens: Whether the frames of a camera that starts shall tell the blocks' tokens.
         """
         now = self._last_fetch = self._clock()
         if self._watch is None or epoch != self._epoch:
             self.stop()
-            self._watch = self._engine.watch_pool(NUM_TOKEN_BLOCKS if self._word else 0)
+            self._watch = self._engine.watch_pool(NUM_TOKEN_BLOCKS if tokens else 0)
             self._epoch += 1
         self._look(self._watch, now)
         frames, self._frames = self._frames, []
-        stats = asdict(self._engine.stats())
-        return {
-            "epoch": self._epoch,
-            "frames": frames,
-            "stats": stats,
-            "text": self._word is not None,
-        }
+        return Frames(self._epoch, frames, self._engine.stats())
 
     def stop(self) -> None:
         """Look no more until the next `fetch`."""
@@ -93,12 +79,5 @@ class Camera:
     def _look(self, watch: PoolWatch, now: float) -> None:
         changes = watch.look()
         if changes:
-            self._frames.append(encode(changes, self._num_steps, self._word))
+            self._frames.append(encode(changes, self._num_steps))
         self._next_look = now + (self._clock() - now) / MOST_TIME
-
-
-def _words_of(engine: Engine) -> Callable[[int], str]:
-    tokenizer = engine.tokenizer
-    if tokenizer is None:
-        return str
-    return lru_cache(maxsize=1 << 18)(lambda token_id: tokenizer.decode([token_id]))

@@ -4,16 +4,17 @@ The page itself tells nothing and needs no key, so that a browser can open it; t
 loads nothing from elsewhere, and its headers forbid a browser to do so, or to run scripts in it.
 """
 
-from collections.abc import AsyncIterator
+import asyncio
 from importlib.resources import files
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
-from jpaged.serve.picture_hub import PictureHub, TooManyViewers
-
-EVENTS_PATH = "/picture/events"
+from jpaged.serve.errors import ApiError
+from jpaged.serve.exchange import Exchange
+from jpaged.serve.picture_hub import PictureHub
+from jpaged.serve.serving import Phase, Serving
 
 _TYPES = {
     "index.html": "text/html; charset=utf-8",
@@ -34,36 +35,67 @@ _HEADERS = {
     "Cache-Control": "no-cache",
 }
 
-OPEN_PATHS = frozenset({"/", *(f"/picture/{name}" for name in _TYPES if name != "index.html")})
+PAGE_PATHS = frozenset({"/", *(f"/picture/{name}" for name in _TYPES if name != "index.html")})
 """What a browser fetches before anybody could type a key: files, the same for all."""
 
 
-def dashboard_routes(hub: PictureHub) -> list[Route]:
+def dashboard_routes(serving: Serving) -> list[Route]:
     """The page, its files and its events."""
+    dashboard = Dashboard(serving)
+    return [
+        Route("/", dashboard.page, methods=["GET"]),
+        Route("/picture/events", dashboard.events, methods=["GET"]),
+        Route("/picture/{name}", dashboard.file, methods=["GET"]),
+    ]
 
-    async def page(request: Request) -> Response:
+
+class Dashboard:
+    """What is behind the routes."""
+
+    def __init__(self, serving: Serving):
+        self._serving = serving
+        self._hub: PictureHub | None = None
+        self._lock = asyncio.Lock()
+
+    async def page(self, request: Request) -> Response:
+        """`/`."""
         return _file("index.html")
 
-    async def file(request: Request) -> Response:
+    async def file(self, request: Request) -> Response:
+        """`/picture/NAME`: what the page is made of."""
         name = request.path_params["name"]
-        if name not in _TYPES or name == "index.html":
-            return Response("there is no such file", 404, media_type="text/plain")
+        if f"/picture/{name}" not in PAGE_PATHS:
+            raise ApiError(404, "there is no such file")
         return _file(name)
 
-    async def events(request: Request) -> Response:
-        try:
-            stream: AsyncIterator[bytes] = hub.watch()
-        except TooManyViewers as refusal:
-            error = {"message": str(refusal), "type": "server_error", "param": None, "code": None}
-            return JSONResponse({"error": error}, 503, {"Retry-After": "30"})
-        headers = {**_HEADERS, "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
+    async def events(self, request: Request) -> Response:
+        """`/picture/events`: a snapshot of the memory, then what changes."""
+        hub = await self._open_hub()
+        stall = self._serving.config.limits.stall_timeout
+        return Exchange(hub.watch(), streams=True, stall_timeout=stall)
 
-    return [
-        Route("/", page),
-        Route(EVENTS_PATH, events),
-        Route("/picture/{name}", file),
-    ]
+    async def _open_hub(self) -> PictureHub:
+        async with self._lock:
+            if self._hub is None:
+                self._hub = await self._make_hub()
+        return self._hub
+
+    async def _make_hub(self) -> PictureHub:
+        serving = self._serving
+        engine, show_text = serving.engine, serving.config.dashboard_text
+        info = await engine.ready()
+        description = {
+            "num_blocks": info.num_blocks,
+            "block_size": info.block_size,
+            "model": serving.config.model_names[0],
+        }
+        word = serving.texts.token_text if show_text else None
+        return PictureHub(
+            lambda epoch: engine.frames(epoch, show_text),
+            description,
+            word,
+            is_over=lambda: serving.phase is Phase.DRAINING and not serving.num_requests,
+        )
 
 
 def _file(name: str) -> Response:

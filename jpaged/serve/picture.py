@@ -13,7 +13,11 @@ A frame is what changed since the frame before it, plain enough for JSON:
     gone     seq_ids that hold nothing any more
     images   [request_id, blocks] of each group in host memory        \\
     pinned   ids of all pinned blocks                                  } only if they changed
-    text     by block id, the text of each of its tokens              /
+    tokens   by block id, the tokens it holds, as far as known        /
+
+Viewers get no tokens, but where the server shows text:
+
+    text     by block id, the text of each of its tokens
 
 Packed integers are little-endian, in base64. A snapshot is the frame that leads from nothing to the
 state, so that a reader needs to understand one form only.
@@ -33,14 +37,8 @@ MAX_TEXTS = 10_000
 """Blocks whose text a state keeps for those who begin to watch later; the oldest go."""
 
 
-def encode(changes: PoolChanges, step: int, word: Callable[[int], str] | None = None) -> Frame:
-    """The frame of some changes.
-
-    Args:
-        changes: What a watch saw.
-        step: Steps the engine took so far.
-        word: The text of a token id; None leaves all text out.
-    """
+def encode(changes: PoolChanges, step: int) -> Frame:
+    """The frame of some changes, seen after so many steps."""
     blocks = sorted(changes.blocks, key=lambda block: block.block_id)
     frame: Frame = {
         "step": step,
@@ -64,9 +62,17 @@ def encode(changes: PoolChanges, step: int, word: Callable[[int], str] | None = 
         frame["images"] = [list(image) for image in changes.images]
     if changes.pinned is not None:
         frame["pinned"] = changes.pinned
-    if word is not None and changes.tokens:
-        frame["text"] = {str(block): [*map(word, ids)] for block, ids in changes.tokens.items()}
+    if changes.tokens:
+        frame["tokens"] = {str(block): ids for block, ids in changes.tokens.items()}
     return frame
+
+
+def for_viewers(frame: Frame, word: Callable[[int], str] | None = None) -> Frame:
+    """The frame with the text of its tokens, `word` of each; with None, of which nobody is told."""
+    shown = {name: part for name, part in frame.items() if name != "tokens"}
+    if word is not None and "tokens" in frame:
+        shown["text"] = {block: [*map(word, ids)] for block, ids in frame["tokens"].items()}
+    return shown
 
 
 class PictureState:

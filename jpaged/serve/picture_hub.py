@@ -6,13 +6,16 @@ again it gets a snapshot. So a viewer costs a bounded amount of memory, however 
 """
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from functools import lru_cache
+from typing import Any
+
+import msgspec
 
 from jpaged import EngineStats
-from jpaged.serve.picture import Frame, PictureState
+from jpaged.serve.errors import not_serving
+from jpaged.serve.frames import Frames
+from jpaged.serve.picture import PictureState, for_viewers
 
 MAX_VIEWERS = 16
 MAX_UNREAD = 1 << 18
@@ -20,19 +23,6 @@ MAX_UNREAD = 1 << 18
 
 INTERVAL = 0.1  # seconds between two fetches
 HEARTBEAT = 15.0  # seconds of silence after which a viewer hears that the line still stands
-
-
-class Shots(Protocol):
-    """What a camera's `fetch` gives."""
-
-    epoch: int
-    frames: list[Frame]
-    stats: EngineStats
-    text: bool
-
-
-class TooManyViewers(Exception):  # noqa: N818  (a refusal, and not an error of anybody's)
-    """No more can watch at once."""
 
 
 class Viewer:
@@ -57,23 +47,28 @@ class PictureHub:
     """Serves the picture as server-sent events: one `snapshot`, then `frames`.
 
     Args:
-        fetch: Gives a camera's frames since the last time; see `Camera.fetch`.
+        fetch: Gives a camera's frames since those of an epoch; see `Camera.fetch`.
         description: What does not change: `num_blocks` with the null block, `block_size`, ...
+        word: The text of a token id; None where no text is shown.
+        is_over: Whether all streams shall end.
         interval: Seconds between two fetches.
     """
 
     def __init__(
         self,
-        fetch: Callable[[int], Awaitable[Shots]],
+        fetch: Callable[[int], Awaitable[Frames]],
         description: dict[str, Any],
+        word: Callable[[int], str] | None = None,
+        is_over: Callable[[], bool] = bool,
         interval: float = INTERVAL,
     ):
         self._fetch = fetch
         self._description = description
+        self._word = None if word is None else lru_cache(maxsize=1 << 18)(word)
+        self._is_over = is_over
         self._interval = interval
         self._viewers: set[Viewer] = set()
         self._task: asyncio.Task[None] | None = None
-        self._closed = False
         self._epoch = 0
         self._state = PictureState(description["num_blocks"])
         self._stats: EngineStats | None = None
@@ -84,31 +79,21 @@ class PictureHub:
         """How many watch."""
         return len(self._viewers)
 
-    def watch(self) -> AsyncIterator[bytes]:
-        """The events for one more viewer, until it leaves or nothing more can come.
+    async def watch(self) -> AsyncGenerator[bytes, None]:
+        """The events for one more viewer, until it leaves or there is no engine any more.
 
         Raises:
-            TooManyViewers: `MAX_VIEWERS` watch already.
+            ApiError: too many watch already, or there is no engine.
         """
         if len(self._viewers) >= MAX_VIEWERS:
-            raise TooManyViewers(f"{MAX_VIEWERS} watch already: close another page")
-        return self._events(Viewer())
-
-    async def close(self) -> None:
-        """End all streams."""
-        self._closed = True
-        self._wake_all()
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
-
-    async def _events(self, viewer: Viewer) -> AsyncIterator[bytes]:
+            raise not_serving(f"{MAX_VIEWERS} watch already: close another page")
+        viewer = Viewer()
         self._viewers.add(viewer)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._poll())
+            self._task.add_done_callback(_note_end)
         try:
-            while not self._closed:
+            while not self._task.done():
                 viewer.news.clear()
                 if message := self._take_for(viewer):
                     yield message
@@ -117,10 +102,11 @@ class PictureHub:
                     await asyncio.wait_for(viewer.news.wait(), HEARTBEAT)
                 except TimeoutError:
                     yield b": still here\n\n"
-                if self._task.done():
-                    break  # the engine is gone
         finally:
             self._viewers.discard(viewer)
+        self._task.result()
+        if viewer.needs_snapshot:
+            raise not_serving("the server is shutting down")
 
     def _take_for(self, viewer: Viewer) -> bytes:
         if viewer.needs_snapshot and self._stats is not None:
@@ -136,46 +122,42 @@ class PictureHub:
             content = {
                 "pool": self._description,
                 "frame": self._state.snapshot(),
-                "stats": _plain(self._stats),
+                "stats": self._stats,
             }
             self._snapshot = _event("snapshot", content)
         return self._snapshot
 
     async def _poll(self) -> None:
         try:
-            while self._viewers and not self._closed:
+            while self._viewers and not self._is_over():
                 self._take(await self._fetch(self._epoch))
                 await asyncio.sleep(self._interval)
         finally:
             self._stats = None  # whoever comes next waits for the first frame
-            self._wake_all()
+            for viewer in self._viewers:
+                viewer.news.set()
 
-    def _take(self, shots: Shots) -> None:
-        if shots.epoch != self._epoch:
-            self._epoch = shots.epoch
+    def _take(self, news: Frames) -> None:
+        if news.epoch != self._epoch:
+            self._epoch = news.epoch
             self._state = PictureState(self._description["num_blocks"])
             for viewer in self._viewers:
                 viewer.needs_snapshot = True
-        for frame in shots.frames:
+        frames = [for_viewers(frame, self._word) for frame in news.frames]
+        for frame in frames:
             self._state.apply(frame)
-        if shots.frames or shots.stats != self._stats:
-            self._stats, self._snapshot = shots.stats, b""
-            self._tell(shots)
-
-    def _tell(self, shots: Shots) -> None:
-        message = _event("frames", {"frames": shots.frames, "stats": _plain(shots.stats)})
-        for viewer in self._viewers:
-            viewer.offer(message)
-
-    def _wake_all(self) -> None:
-        for viewer in self._viewers:
-            viewer.news.set()
+        if frames or news.stats != self._stats:
+            self._stats, self._snapshot = news.stats, b""
+            message = _event("frames", {"frames": frames, "stats": news.stats})
+            for viewer in self._viewers:
+                viewer.offer(message)
 
 
-def _plain(stats: EngineStats) -> dict[str, int]:
-    return {name: getattr(stats, name) for name in EngineStats.__dataclass_fields__}
+def _note_end(task: asyncio.Task[None]) -> None:
+    """Those who watch are told of an exception; if nobody does, nobody need know."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _event(name: str, content: dict[str, Any]) -> bytes:
-    data = json.dumps(content, separators=(",", ":"))  # ASCII, and no line breaks
-    return f"event: {name}\ndata: {data}\n\n".encode()
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), msgspec.json.encode(content))

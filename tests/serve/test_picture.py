@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from types import SimpleNamespace
+from contextlib import AsyncExitStack, aclosing
 
 import numpy as np
 import pytest
@@ -12,17 +12,20 @@ from jpaged import Engine, EngineStats, PoolChanges, SamplingParams
 from jpaged.core.watch import BlockChange, TableChange
 from jpaged.serve import picture_hub
 from jpaged.serve.camera import MAX_FRAMES, PATIENCE, Camera
+from jpaged.serve.errors import ApiError, not_serving
+from jpaged.serve.frames import Frames
 from jpaged.serve.picture import (
     PictureState,
     encode,
     expand_ranges,
     expand_runs,
+    for_viewers,
     pack,
     ranges_of,
     runs_of,
     unpack,
 )
-from jpaged.serve.picture_hub import MAX_UNREAD, MAX_VIEWERS, PictureHub, TooManyViewers
+from jpaged.serve.picture_hub import MAX_UNREAD, MAX_VIEWERS, PictureHub
 
 # Numbers
 
@@ -74,8 +77,8 @@ def test_frames_add_up():
         ),
     ]
     for step, change in enumerate(changes):
-        frame = json.loads(json.dumps(encode(change, step, chr)))
-        state.apply(frame)
+        frame = json.loads(json.dumps(encode(change, step)))
+        state.apply(for_viewers(frame, chr))
     assert state.counts.tolist() == [0, -1, 0, 1, 0, 0, 0, 0, 0]
     assert state.hashes[1] == 77
     assert [*state.tables] == [5]
@@ -98,16 +101,17 @@ def test_a_snapshot_leads_to_the_same_state():
 
 
 def test_text_is_left_out_unless_wanted():
-    frame = encode(PoolChanges(tokens={1: [65]}), 0)
-    assert "text" not in frame
-    assert "A" not in json.dumps(frame)
+    frame = encode(PoolChanges(tokens={1: [65, 66]}), 0)
+    assert for_viewers(frame, chr)["text"] == {"1": ["A", "B"]}
+    shown = for_viewers(frame)
+    assert not {"text", "tokens"} & shown.keys()
 
 
 def test_texts_are_bounded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("jpaged.serve.picture.MAX_TEXTS", 2)
     state = PictureState(9)
     for block in (1, 2, 1, 3):
-        state.apply(encode(PoolChanges(tokens={block: [65]}), 0, chr))
+        state.apply(for_viewers(encode(PoolChanges(tokens={block: [65]}), 0), chr))
     assert [*state.text] == ["1", "3"]
 
 
@@ -153,32 +157,31 @@ def run(engine: Engine, camera: Camera, prompt: str = "Count from 1 to 9", **par
 
 
 def test_a_camera_shows_every_step(engine: Engine):
-    camera = Camera(engine, show_text=True, clock=Clock())
-    first = camera.fetch()
-    state = PictureState(33)
-    for frame in first["frames"]:
+    camera, state = Camera(engine, clock=Clock()), PictureState(33)
+    first = camera.fetch(tokens=True)
+    for frame in first.frames:
         state.apply(frame)
     run(engine, camera, max_tokens=24, ignore_eos=True)
-    last = camera.fetch(first["epoch"])
-    assert last["epoch"] == first["epoch"]
-    assert len(last["frames"]) > 24
+    last = camera.fetch(first.epoch)
+    assert last.epoch == first.epoch
+    assert len(last.frames) > 24
     used = set()
-    for frame in last["frames"]:
-        state.apply(frame)
+    for frame in last.frames:
+        state.apply(for_viewers(frame, chr))
         used.add(int((state.counts > 0).sum()))
     assert used == {0, 2, 3}
     infos = engine.block_map()
     cached = [i for i, info in infos.items() if info.state == "cached"]
     assert np.flatnonzero(state.counts == -1).tolist() == cached
     assert "".join(state.text[str(cached[0])]) == "Count from 1 to "
-    assert last["stats"]["num_generated_tokens"] == engine.stats().num_generated_tokens
+    assert last.stats == engine.stats()
 
 
-def test_a_camera_shows_no_text_unless_told(engine: Engine):
+def test_a_camera_tells_no_tokens_unless_asked(engine: Engine):
     camera = Camera(engine, clock=Clock())
-    epoch = camera.fetch()["epoch"]
+    epoch = camera.fetch().epoch
     run(engine, camera, max_tokens=4)
-    assert not any("text" in frame for frame in camera.fetch(epoch)["frames"])
+    assert not any("tokens" in frame for frame in camera.fetch(epoch).frames)
 
 
 def test_a_camera_takes_a_small_share_of_the_time(engine: Engine):
@@ -188,17 +191,17 @@ def test_a_camera_takes_a_small_share_of_the_time(engine: Engine):
             return self.now
 
     camera = Camera(engine, clock=Slow())
-    epoch = camera.fetch()["epoch"]
+    epoch = camera.fetch().epoch
     run(engine, camera, max_tokens=8, ignore_eos=True)
-    assert len(camera.fetch(epoch)["frames"]) == 1  # all the rest waits for the next question
+    assert len(camera.fetch(epoch).frames) == 1  # all the rest waits for the next question
 
 
 def test_unfetched_frames_are_merged(engine: Engine):
     camera = Camera(engine, clock=Clock())
-    epoch = camera.fetch()["epoch"]
+    epoch = camera.fetch().epoch
     for _ in range(4):
         run(engine, camera, max_tokens=90, ignore_eos=True)
-    assert len(camera.fetch(epoch)["frames"]) == MAX_FRAMES + 1
+    assert len(camera.fetch(epoch).frames) == MAX_FRAMES + 1
 
 
 def test_a_camera_stops_when_nobody_asks(engine: Engine):
@@ -207,9 +210,9 @@ def test_a_camera_stops_when_nobody_asks(engine: Engine):
     first = camera.fetch()
     clock.now += PATIENCE + 1
     run(engine, camera, max_tokens=2)
-    again = camera.fetch(first["epoch"])
-    assert again["epoch"] == first["epoch"] + 1  # anew, with all there is
-    assert len(again["frames"]) == 1
+    again = camera.fetch(first.epoch)
+    assert again.epoch == first.epoch + 1  # anew, with all there is
+    assert len(again.frames) == 1
     camera.stop()
     camera.stop()
 
@@ -217,28 +220,32 @@ def test_a_camera_stops_when_nobody_asks(engine: Engine):
 # The hub
 
 
-def shots(*changes: PoolChanges, epoch: int = 1, steps: int = 0) -> SimpleNamespace:
+def shots(*changes: PoolChanges, epoch: int = 1, steps: int = 0) -> Frames:
     stats = EngineStats(16, 8, 8, 0, num_steps=steps)
-    frames = [encode(change, i) for i, change in enumerate(changes)]
-    return SimpleNamespace(epoch=epoch, frames=frames, stats=stats, text=False)
+    return Frames(epoch, [encode(change, i) for i, change in enumerate(changes)], stats)
 
 
 class Source:
-    """Gives what it was given, one a question, and then the same again and again."""
+    """Gives what it was given, one a question, and then nothing new; or fails."""
 
-    def __init__(self, *answers: SimpleNamespace):
+    def __init__(self, *answers: Frames, fails: bool = False):
         self.answers = list(answers)
+        self.fails = fails
         self.num_asked = 0
+        self.is_over = False
 
-    async def fetch(self, epoch: int) -> SimpleNamespace:
+    async def fetch(self, epoch: int) -> Frames:
         self.num_asked += 1
         if len(self.answers) > 1:
             return self.answers.pop(0)
-        return SimpleNamespace(**{**vars(self.answers[0]), "frames": []})
+        if self.fails:
+            raise not_serving("the engine is not running")
+        return Frames(self.answers[0].epoch, [], self.answers[0].stats)
 
 
 def hub_of(source: Source) -> PictureHub:
-    return PictureHub(source.fetch, {"num_blocks": 9, "block_size": 16}, interval=0.001)
+    description = {"num_blocks": 9, "block_size": 16}
+    return PictureHub(source.fetch, description, is_over=lambda: source.is_over, interval=0.001)
 
 
 def parse(event: bytes) -> tuple[str, dict]:
@@ -252,34 +259,59 @@ FREED = PoolChanges(blocks=[BlockChange(3, 0, 0)])
 
 def test_a_viewer_gets_a_snapshot_and_then_frames():
     async def watch() -> None:
-        source = Source(shots(BLOCK), shots(FREED, steps=1), shots(steps=2), shots(steps=2))
+        source = Source(shots(BLOCK), shots(FREED, steps=1), shots(steps=1))
         hub = hub_of(source)
-        assert source.num_asked == 0  # nobody watches
-        events = hub.watch()
-        name, snapshot = parse(await anext(events))
-        assert (name, snapshot["pool"]["num_blocks"]) == ("snapshot", 9)
-        assert snapshot["frame"]["ids"] == [3, 1]
-        name, news = parse(await anext(events))
-        assert (name, news["frames"][0]["counts"]) == ("frames", [0, 1])
-        late = hub.watch()
-        assert parse(await anext(late))[1]["frame"]["ids"] == []
-        await hub.close()
-        assert [event async for event in events if b"frames" not in event] == []
+        async with aclosing(hub.watch()) as events, aclosing(hub.watch()) as late:
+            assert source.num_asked == 0  # nobody watches
+            name, snapshot = parse(await anext(events))
+            assert (name, snapshot["pool"]["num_blocks"]) == ("snapshot", 9)
+            assert snapshot["frame"]["ids"] == [3, 1]
+            name, news = parse(await anext(events))
+            assert (name, news["frames"][0]["counts"]) == ("frames", [0, 1])
+            assert news["stats"]["num_steps"] == 1
+            assert parse(await anext(late))[1]["frame"]["ids"] == []
+
+    asyncio.run(watch())
+
+
+def test_streams_end_when_the_server_does():
+    async def watch() -> None:
+        source = Source(shots(BLOCK))
+        hub = hub_of(source)
+        async with aclosing(hub.watch()) as events:
+            await anext(events)
+            source.is_over = True
+            assert [event async for event in events] == []
+        with pytest.raises(ApiError, match="shutting down"):
+            await anext(hub.watch())
+
+    asyncio.run(watch())
+
+
+def test_streams_fail_with_the_engine():
+    async def watch() -> None:
+        hub = hub_of(Source(shots(BLOCK), shots(), fails=True))
+        async with aclosing(hub.watch()) as events:
+            await anext(events)
+            with pytest.raises(ApiError, match="not running"):
+                await anext(events)
+        assert hub.num_viewers == 0
 
     asyncio.run(watch())
 
 
 def test_nobody_is_asked_when_nobody_watches():
     async def watch() -> None:
-        source = Source(shots(BLOCK))
+        source = Source(shots(BLOCK), shots())
         hub = hub_of(source)
-        events = hub.watch()
-        await anext(events)
-        await events.aclose()  # pyright: ignore[reportAttributeAccessIssue]
+        async with aclosing(hub.watch()) as events:
+            await anext(events)
         await asyncio.sleep(0.02)
         asked = source.num_asked
         await asyncio.sleep(0.02)
         assert (hub.num_viewers, source.num_asked) == (0, asked)
+        async with aclosing(hub.watch()) as events:  # and again when somebody does
+            assert parse(await anext(events))[1]["frame"]["ids"] == [3, 1]
 
     asyncio.run(watch())
 
@@ -290,14 +322,13 @@ def test_a_slow_viewer_gets_a_snapshot_in_place_of_what_it_missed():
     async def watch() -> None:
         answers = [shots(big, steps=i) for i in range(8)]
         hub = hub_of(Source(shots(), *answers, shots(BLOCK, steps=9), shots(steps=9)))
-        events = hub.watch()
-        await anext(events)
-        await asyncio.sleep(0.1)  # it does not read
-        [viewer] = hub._viewers
-        assert len(viewer.unread) <= MAX_UNREAD
-        name, snapshot = parse(await anext(events))
-        assert (name, snapshot["frame"]["ids"]) == ("snapshot", [3, 1])
-        await hub.close()
+        async with aclosing(hub.watch()) as events:
+            await anext(events)
+            await asyncio.sleep(0.1)  # it does not read
+            [viewer] = hub._viewers
+            assert len(viewer.unread) <= MAX_UNREAD
+            name, snapshot = parse(await anext(events))
+            assert (name, snapshot["frame"]["ids"]) == ("snapshot", [3, 1])
 
     asyncio.run(watch())
 
@@ -305,10 +336,9 @@ def test_a_slow_viewer_gets_a_snapshot_in_place_of_what_it_missed():
 def test_a_camera_that_began_anew_gives_a_snapshot():
     async def watch() -> None:
         hub = hub_of(Source(shots(BLOCK), shots(FREED, epoch=2), shots(epoch=2)))
-        events = hub.watch()
-        names = [parse(await anext(events))[0] for _ in range(2)]
+        async with aclosing(hub.watch()) as events:
+            names = [parse(await anext(events))[0] for _ in range(2)]
         assert names == ["snapshot", "snapshot"]
-        await hub.close()
 
     asyncio.run(watch())
 
@@ -316,23 +346,11 @@ def test_a_camera_that_began_anew_gives_a_snapshot():
 def test_too_many_viewers_are_refused():
     async def watch() -> None:
         hub = hub_of(Source(shots()))
-        streams = [hub.watch() for _ in range(MAX_VIEWERS)]
-        for stream in streams:
-            await anext(stream)
-        with pytest.raises(TooManyViewers, match=f"{MAX_VIEWERS} watch"):
-            hub.watch()
-        await hub.close()
-
-    asyncio.run(watch())
-
-
-def test_streams_end_with_the_engine():
-    async def fetch(epoch: int) -> SimpleNamespace:
-        raise RuntimeError("the engine is gone")
-
-    async def watch() -> None:
-        hub = PictureHub(fetch, {"num_blocks": 9}, interval=0.001)
-        assert [event async for event in hub.watch()] == []
+        async with AsyncExitStack() as stack:
+            for _ in range(MAX_VIEWERS):
+                await anext(await stack.enter_async_context(aclosing(hub.watch())))
+            with pytest.raises(ApiError, match=f"{MAX_VIEWERS} watch"):
+                await anext(hub.watch())
 
     asyncio.run(watch())
 
@@ -341,10 +359,8 @@ def test_silence_is_broken_by_a_heartbeat(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(picture_hub, "HEARTBEAT", 0.01)
 
     async def watch() -> None:
-        hub = hub_of(Source(shots()))
-        events = hub.watch()
-        await anext(events)
-        assert (await anext(events)).startswith(b":")
-        await hub.close()
+        async with aclosing(hub_of(Source(shots())).watch()) as events:
+            await anext(events)
+            assert (await anext(events)).startswith(b":")
 
     asyncio.run(watch())
