@@ -130,12 +130,13 @@ def _take(answer: Answer, chunk: dict, now: float) -> None:
 
 
 def summarise(rate: float, work: list[Work], answers: list[Answer]) -> dict:
-    """A row of the table: latencies in milliseconds, of the requests that were answered in full."""
+    """A row of the table: latencies in milliseconds, of the requests that were answered in full,
+    None if there are none."""
     good = [answer for answer in answers if answer.error is None]
     pairs = zip(work, answers, strict=True)
     seconds = max(one.due + answer.end for one, answer in pairs)
     row = {
-        "rate": rate,
+        "rate": "inf" if math.isinf(rate) else rate,
         "requests": len(answers),
         "errors": len(answers) - len(good),
         "seconds": seconds,
@@ -150,8 +151,8 @@ def summarise(rate: float, work: list[Work], answers: list[Answer]) -> dict:
     }
     for name, values in series.items():
         for percentile in PERCENTILES:
-            at = np.percentile(values, percentile) if values else math.nan
-            row[f"{name}_p{percentile}"] = 1e3 * float(at)
+            at = 1e3 * float(np.percentile(values, percentile)) if values else None
+            row[f"{name}_p{percentile}"] = at
     return row
 
 
@@ -207,7 +208,7 @@ def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     target = Target(args.url, args.model, args.api_key)
     rows = asyncio.run(sweep(target, args.rate, args))
-    print_table([{name: row[name] for name in row} for row in rows])
+    print_table(rows)
     settings = {
         name: getattr(args, name) for name in ("model", "num_requests", "max_tokens", "seed")
     }

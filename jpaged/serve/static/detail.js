@@ -1,7 +1,7 @@
 // What is known of the block that is looked at, and all block tables. Whatever came from a prompt
 // is set as text, never as markup.
 
-import { CACHED, hashOf, nameOf } from "./pool.js";
+import { CACHED, nameOf } from "./pool.js";
 import { Palette } from "./grid.js";
 
 const MAX_HOLDERS = 8;
@@ -83,6 +83,7 @@ export function showTables(body, label, pool, current, onChip) {
     const row = element("tr");
     const name = element("th");
     name.scope = "row";
+    name.title = sequence.request;
     name.append(swatch(sequence.number, palette), nameOf(sequence));
     const tokens = `${sequence.computed} (${sequence.prompt} given)`;
     const blocks = element("td");
@@ -107,5 +108,3 @@ export function showTables(body, label, pool, current, onChip) {
   }
   body.replaceChildren(...rows);
 }
-
-export { hashOf };

@@ -15,13 +15,20 @@ export class Palette {
     for (const name of ["free", "cached", "ink", "ring", "table", "copy", "take", "pin", "line"]) {
       this[name] = read(name);
     }
+    this.known = new Map();
     this.lightness = read("cell-lightness");
     this.chroma = read("cell-chroma");
   }
 
   of(number, alpha = 1) {
-    const hue = (20 + number * GOLDEN) % 360;
-    return `oklch(${this.lightness} ${this.chroma} ${hue.toFixed(1)} / ${alpha})`;
+    const key = `${number}/${alpha}`;
+    let colour = this.known.get(key);
+    if (!colour) {
+      const hue = (20 + number * GOLDEN) % 360;
+      colour = `oklch(${this.lightness} ${this.chroma} ${hue.toFixed(1)} / ${alpha})`;
+      this.known.set(key, colour);
+    }
+    return colour;
   }
 }
 
@@ -76,6 +83,7 @@ export class Grid {
     this.columns = Math.floor(width / this.size);
     const rows = Math.ceil((pool.numBlocks - 1) / this.columns);
     this.context = sized(this.canvas, this.columns * this.size, rows * this.size);
+    this.filling = "";
     this.drawAll();
   }
 
@@ -84,7 +92,10 @@ export class Grid {
     const start = performance.now();
     this.palette = new Palette();
     this.context.clearRect(0, 0, this.canvas.width, this.canvas.height);
-    for (let id = 1; id < this.pool.numBlocks; id++) this.drawCell(id, true);
+    // Cells of one colour one after the other: to change it costs more than to fill a cell.
+    const { owners } = this.pool;
+    const ids = Float64Array.from(owners, (owner, id) => owner * 2 ** 32 + id).sort();
+    for (const id of ids) if (id % 2 ** 32) this.drawCell(id % 2 ** 32, true);
     this.waiting.clear();
     this.drawTime = performance.now() - start;
   }
@@ -171,7 +182,7 @@ export class Grid {
       this.fill(palette.ink, x + (side - dot) / 2, y + (side - dot) / 2, dot, dot);
       return;
     }
-    context.fillStyle = palette.ink;
+    context.fillStyle = this.filling = palette.ink;
     context.font = `600 ${Math.round(side * (count > 9 ? 0.5 : 0.66))}px system-ui, sans-serif`;
     context.textAlign = "center";
     context.textBaseline = "middle";
@@ -179,7 +190,7 @@ export class Grid {
   }
 
   fill(colour, x, y, width, height) {
-    if (this.context.fillStyle !== colour) this.context.fillStyle = colour;
+    if (this.filling !== colour) this.context.fillStyle = this.filling = colour;
     this.context.fillRect(x, y, width, height);
   }
 

@@ -2,7 +2,7 @@
 
 import { Charts } from "./charts.js";
 import { showBlock, showTables } from "./detail.js";
-import { Grid, drawStrip } from "./grid.js";
+import { Grid, Palette, drawStrip } from "./grid.js";
 import { Player } from "./play.js";
 import { Pool } from "./pool.js";
 import { Prompts } from "./prompts.js";
@@ -51,6 +51,7 @@ function schedulePanels() {
     const onChip = (block) => grid.select(block, true);
     showTables(element("tables"), element("num-tables"), pool, grid.selected, onChip);
     if (grid.selected) refresh(grid.selected);
+    prompts.paint(pool, new Palette());
   }, PANELS_EVERY);
 }
 

@@ -135,6 +135,12 @@ export class Pool {
     this.partial = partial;
   }
 
+  /** The number of a request whose id begins so, 0 if none was seen. */
+  numberLike(beginning) {
+    for (const [request, number] of this.requests) if (request.startsWith(beginning)) return number;
+    return 0;
+  }
+
   numberOf(request) {
     let number = this.requests.get(request);
     if (!number) this.requests.set(request, (number = ++this.numRequests));
@@ -185,8 +191,9 @@ export class Pool {
   }
 }
 
-export function nameOf(sequence) {
-  return sequence.index ? `${sequence.request} #${sequence.index}` : sequence.request;
+export function nameOf({ request, index }) {
+  const short = request.length > 20 ? `${request.slice(0, 11)}…${request.slice(-4)}` : request;
+  return index ? `${short} #${index}` : short;
 }
 
 export function hashOf(number) {

@@ -46,6 +46,7 @@ export class Prompts {
     this.element = element;
     this.onKeyWanted = onKeyWanted;
     this.running = new Set(); // what aborts them
+    this.cards = [];
     const preset = element("preset");
     PRESETS.forEach(({ name }, i) => preset.append(new Option(name, String(i))));
     preset.addEventListener("change", () => this.fill(PRESETS[preset.value]));
@@ -55,6 +56,14 @@ export class Prompts {
     });
     element("stop").addEventListener("click", () => this.stopAll());
     this.fill(PRESETS[0]);
+  }
+
+  /** Gives the answers the colours that their requests' blocks have. */
+  paint(pool, palette) {
+    for (const card of this.cards) {
+      const number = card.id && !card.number ? pool.numberLike(card.id) : 0;
+      if (number) card.paint(number, palette.of(number));
+    }
   }
 
   fill({ prompts, samples = 1, beams = 0, tokens = 64, heat = 0 }) {
@@ -81,6 +90,7 @@ export class Prompts {
 
   async run(body) {
     const card = new Card(this.element("answers"), body);
+    this.cards = [...this.cards.slice(1 - MAX_CARDS), card];
     const controller = new AbortController();
     this.running.add(controller);
     card.onStop = () => controller.abort();
@@ -145,7 +155,13 @@ class Card {
     while (parent.children.length > MAX_CARDS) parent.lastElementChild.remove();
   }
 
-  add({ choices }) {
+  paint(number, colour) {
+    this.number = number;
+    this.root.style.borderLeftColor = colour;
+  }
+
+  add({ id, choices }) {
+    this.id = id;
     this.state.textContent = "answering";
     for (const { index, text } of choices) {
       const answer = this.answers[index];
