@@ -48,7 +48,15 @@ class Driver:
     def take_deltas(self) -> list[RequestDelta]:
         """What is new of those requests, each once."""
         news, self._loop.undelivered = self._loop.undelivered, {}
-        return [state.take_delta() for state in news]
+        return [self._take_delta(state) for state in news]
+
+    def _take_delta(self, state: RequestState) -> RequestDelta:
+        try:
+            return state.take_delta()
+        except Exception as error:  # of this request alone
+            self.abort(state)
+            last = TextDelta("", finish_reason="error", request_id=state.request_id)
+            return RequestDelta(state.request_id, [last], finished=True, error=repr(error))
 
     def add(self, job: Job, request_id: str | None = None, *, polled: bool = False) -> RequestState:
         """Queue a request; TypeError or ValueError, with nothing queued, if it is not acceptable.
@@ -97,6 +105,7 @@ class Driver:
                 ended = {state for state in self.advance() if state.request.is_finished} & left
                 left -= ended
                 progress(len(ended))
+                _raise_faults(ended)
         finally:
             with deferred_interrupts():  # a second Ctrl-C too
                 for state in states:
@@ -116,6 +125,7 @@ class Driver:
                     if delta.finished:
                         growing = [other for other in growing if other is not sample]
                     yield delta
+            _raise_faults([state])
         finally:
             self.abort(state)
 
@@ -127,3 +137,9 @@ class Driver:
             ids_in_use=self._loop.requests,
             priority=job.priority,
         )
+
+
+def _raise_faults(states: Iterable[RequestState]) -> None:
+    for state in states:
+        if state.error is not None:
+            raise RuntimeError(f"request {state.request_id!r} failed") from state.error

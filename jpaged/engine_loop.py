@@ -63,7 +63,13 @@ class EngineLoop:
         """Queue a request; ValueError, with nothing changed, if it could never run."""
         self.check_alive()
         with self._undisturbed():
-            self.scheduler.add(state.request)
+            try:
+                self.scheduler.add(state.request)
+            except (TypeError, ValueError):  # refused: nothing is changed
+                raise
+            except Exception:
+                self.scheduler.abort(state.request_id)
+                raise
             self.requests[state.request_id] = self._states[state.request] = state
             self._sampling[state.request] = state.params
             self.counts.prompt_tokens += state.request.sequences[0].num_prompt_tokens
@@ -93,11 +99,12 @@ class EngineLoop:
             plan = self.scheduler.schedule()
             if plan is not None:
                 self._launch(plan)
+            failed = self._take_faults()
         num_ahead = int(self._mode is LoopMode.OVERLAPPED and plan is not None)
         advanced = self._consume() if len(self._in_flight) > num_ahead else []
         if not self.scheduler.has_unfinished:
             self.drain()  # the last requests' wasted steps hold blocks until they are read
-        return advanced
+        return list(dict.fromkeys([*failed, *advanced]))
 
     def drain(self) -> None:
         """Read every step in flight, unless the engine failed."""
@@ -185,10 +192,36 @@ class EngineLoop:
     def _take(self, emitted: Emitted, result: StepResult, rows: dict[int, int]) -> RequestState:
         sequence = emitted.sequence
         state = self._states[emitted.request]
-        if state.accept(emitted, result.logprobs, rows.get(sequence.seq_id, 0)):
-            # Also where the same token was its last: the stop string wins.
-            self.scheduler.finish_sequence(sequence, FinishReason.STOP)
+        with self._contained(state):
+            if state.accept(emitted, result.logprobs, rows.get(sequence.seq_id, 0)):
+                # Also where the same token was its last: the stop string wins.
+                self.scheduler.finish_sequence(sequence, FinishReason.STOP)
         return state
+
+    @contextmanager
+    def _contained(self, state: RequestState) -> Iterator[None]:
+        """What goes wrong with one request ends it with an error, and no other."""
+        try:
+            yield
+        except Exception as error:
+            self._fail(state, error)
+
+    def _fail(self, state: RequestState, error: Exception) -> None:
+        state.fail(error)
+        self.scheduler.finish(state.request_id, FinishReason.ERROR)
+
+    def _take_faults(self) -> list[RequestState]:
+        """The requests that could not be planned for, or sampled; they are over."""
+        failed: dict[RequestState, None] = {}
+        for request, error in [*self.scheduler.take_faults(), *self._runner.take_faults()]:
+            if request in self._states:
+                failed[self._states[request]] = None
+                self._fail(self._states[request], error)
+        for state in failed:
+            if state.polled:
+                self.undelivered[state] = None
+            self._retire(state)
+        return list(failed)
 
     def _searched(self, requests: list[Request]) -> Iterator[RequestState]:
         """Those of the beam searches that are over."""
@@ -205,10 +238,12 @@ class EngineLoop:
             scores = result.prompt_logprobs.get(item.sequence.seq_id)
             state = self._states.get(item.sequence.request)
             if scores is not None and state is not None:
-                state.accept_prompt_logprobs(item, scores)
+                with self._contained(state):
+                    state.accept_prompt_logprobs(item, scores)
 
     def _retire(self, state: RequestState) -> None:
-        state.finish()
+        with self._contained(state):
+            state.finish()
         self.counts.finished += 1
         del self._sampling[state.request], self._states[state.request]
         del self.requests[state.request_id]

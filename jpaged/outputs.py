@@ -146,7 +146,7 @@ class RequestDelta:
         finished: Whether all answers are finished; nothing of the request follows.
         prompt_logprobs: As in `RequestOutput`, once, not later than the first output token.
         num_cached_tokens: As in `RequestOutput`.
-        metrics: When things happened.
+        metrics: When things happened, of one that is finished.
         error: Why the request failed, of one that ended with finish_reason "error".
     """
 

@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, field, replace
 
 from jpaged.core.plan import Emitted, ScheduledSequence
-from jpaged.core.request import Request
+from jpaged.core.request import FinishReason, Request
 from jpaged.detokenizer import Detokenizer
 from jpaged.inputs import Prompt
 from jpaged.metrics import RequestMetrics
@@ -94,6 +94,14 @@ class RequestState:
             token_id = prompt[item.start + 1 + i]
             known.append(candidates_of(token_id, scores, i, count, self.tokenizer))
 
+    def fail(self, error: BaseException) -> None:
+        """It ends with an error, also if it has just come to its own end; the first one counts."""
+        self.error = self.error or error
+        if self.request.is_finished:
+            self.request.finish_reason = FinishReason.ERROR
+            for sequence in self.request.sequences:
+                sequence.finish_reason = FinishReason.ERROR
+
     def finish(self) -> None:
         """Nothing more will come: release what was held back."""
         self.metrics.finished_time = time.monotonic()
@@ -121,7 +129,7 @@ class RequestState:
             finished=self.request.is_finished,
             prompt_logprobs=self._take_prompt_logprobs(),
             num_cached_tokens=self.request.sequences[0].num_cached_tokens or 0,
-            metrics=replace(self.metrics),
+            metrics=replace(self.metrics) if self.request.is_finished else None,
             error=None if self.error is None else str(self.error) or type(self.error).__name__,
         )
 

@@ -2,17 +2,18 @@
 
 from jpaged.core.block_manager import BlockChanges
 from jpaged.core.plan import ScheduledSequence
-from jpaged.core.request import Sequence
+from jpaged.core.request import Request, Sequence
 
 
 class StepDraft:
     """Collects a step's sequences until its budget of tokens is spent."""
 
-    __slots__ = ("block_copies", "budget", "has_preempted", "is_starved", "scheduled")
+    __slots__ = ("block_copies", "budget", "has_preempted", "is_starved", "joined", "scheduled")
 
     def __init__(self, budget: int):
         self.budget = budget  # tokens left
         self.scheduled: list[ScheduledSequence] = []
+        self.joined: set[Sequence] = set()  # those that get a device row with this step
         self.block_copies: list[tuple[int, int]] = []
         self.has_preempted = False
         self.is_starved = False  # someone waits for blocks that steps in flight still hold
@@ -30,3 +31,13 @@ class StepDraft:
             self.block_copies.extend(changes.copies)
         row = ScheduledSequence(sequence, start, num_tokens, samples, changes.updates)
         self.scheduled.append(row)
+
+    def drop(self, request: Request) -> None:
+        """Take a request's sequences out again; the request is to end at once."""
+        for row in self.scheduled:
+            if row.sequence.request is request:
+                row.sequence.num_in_flight_steps -= 1
+        self.scheduled = [row for row in self.scheduled if row.sequence.request is not request]
+        for sequence in request.live:
+            if sequence in self.joined:
+                sequence.is_placed = False

@@ -1,5 +1,8 @@
 """What a step computes: who goes on, who must give way, who may join."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from jpaged.core.admission import Admission
 from jpaged.core.block_manager import NO_CHANGES, BlockChanges, BlockManager
 from jpaged.core.draft import StepDraft
@@ -32,6 +35,7 @@ class Planner:
         self._manager, self._swap_space, self._roster = manager, swap_space, roster
         self._admission = Admission(config, manager, swap_space, running)
         self._preempted: list[str] = []
+        self._faults: list[tuple[Request, Exception]] = []
 
     def fill(self, draft: StepDraft) -> None:
         """Place all that the step computes."""
@@ -47,6 +51,14 @@ class Planner:
         self._preempted.clear()
         return preempted
 
+    def take_faults(self) -> list[tuple[Request, Exception]]:
+        """Requests that could not be planned for, since the last call, and what was in the way.
+
+        They are where they were, perhaps with more blocks than they use.
+        """
+        faults, self._faults = self._faults, []
+        return faults
+
     def _continue_running(self, draft: StepDraft) -> None:
         for request in list(self.running):
             # Preemption takes the last first: after one who lost its place all have.
@@ -54,7 +66,16 @@ class Planner:
                 self._admit_waiting(draft, before=request)
             if draft.budget == 0 or request.status is not RequestStatus.RUNNING:
                 break
-            self._continue(draft, request)
+            with self._contained(request):
+                self._continue(draft, request)
+
+    @contextmanager
+    def _contained(self, request: Request) -> Iterator[None]:
+        """What goes wrong with one request is told of, and stops no other."""
+        try:
+            yield
+        except Exception as error:
+            self._faults.append((request, error))
 
     def _continue(self, draft: StepDraft, request: Request) -> None:
         """Give a running request its share of the step, all of its sequences or none."""
@@ -69,6 +90,7 @@ class Planner:
             changes = manager.append(sequence, num_tokens) if num_blocks else NO_CHANGES
             if not sequence.is_placed:
                 sequence.is_placed = True
+                draft.joined.add(sequence)
                 sequence.num_admitted_tokens = len(sequence.token_ids)
                 changes = BlockChanges(tuple(enumerate(sequence.block_table)), changes.copies)
             draft.place(sequence, num_tokens, changes)
@@ -133,16 +155,22 @@ class Planner:
     def _admit_waiting(self, draft: StepDraft, before: Request | None = None) -> None:
         """Let the head of the line join as long as it may; `before` a runner that it outranks, only
         such a head, so that the less urgent do not take the step's tokens first."""
-        while self.waiting and draft.budget and not draft.is_starved:
-            request = self._head()
-            if before is not None and request.priority >= before.priority:
-                break
-            # One preempted a moment ago has tokens that are not known here yet.
-            if not (request.is_read and self._admission.has_seats(request)):
-                break
-            swapped = request.status is RequestStatus.SWAPPED
-            if not (self._come_back(request) if swapped else self._join(draft, request)):
-                break
+        goes_on = True
+        while goes_on and self.waiting and draft.budget and not draft.is_starved:
+            goes_on = False
+            with self._contained(self.waiting.first):
+                goes_on = self._admit_head(draft, before)
+
+    def _admit_head(self, draft: StepDraft, before: Request | None) -> bool:
+        request = self._head()
+        if before is not None and request.priority >= before.priority:
+            return False
+        # One preempted a moment ago has tokens that are not known here yet.
+        if not (request.is_read and self._admission.has_seats(request)):
+            return False
+        if request.status is RequestStatus.SWAPPED:
+            return self._come_back(request)
+        return self._join(draft, request)
 
     def _come_back(self, request: Request) -> bool:
         """Bring a swapped group's blocks back, if they fit; it computes from the next step on."""

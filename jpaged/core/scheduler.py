@@ -56,6 +56,7 @@ class Scheduler:
         self._planner = Planner(
             config, block_manager, self.swap_space, self.roster, self.running, self.waiting
         )
+        self._faults: list[tuple[Request, Exception]] = []
         self._num_arrived = self._num_planned = self._num_updated = 0
 
     @property
@@ -146,10 +147,28 @@ class Scheduler:
 
         With no step in flight and a request unfinished there is always a plan: whoever came first
         fits, since nobody is admitted who does not fit the pool alone, and all others give way.
+        Unless planning for it failed: then that request ends with an error, and `take_faults` tells
+        why.
+
+        Raises:
+            IntegrityError: planning for a request failed and left the books wrong.
         """
         draft = StepDraft(self.config.max_num_batched_tokens)
         self._planner.fill(draft)
-        return self._plan(draft) if draft.scheduled or self.swap_space.has_returns else None
+        faults = self._planner.take_faults()
+        for request, _ in faults:
+            draft.drop(request)
+            self._end(request, FinishReason.ERROR)
+        plan = self._plan(draft) if draft.scheduled or self.swap_space.has_returns else None
+        if faults:
+            self._faults += faults
+            self.check_integrity()  # damage to what all share is not one request's own
+        return plan
+
+    def take_faults(self) -> list[tuple[Request, Exception]]:
+        """Requests that `schedule` ended with an error since the last call, and why."""
+        faults, self._faults = self._faults, []
+        return faults
 
     def update(
         self, plan: StepPlan, sampled: np.ndarray, candidates: Candidates | None = None

@@ -67,6 +67,7 @@ class ModelRunner:
         self._programs = programs
         self._eos_token_ids = eos_token_ids
         self._rows = RowTable(config.num_rows)
+        self._faults: list[tuple[Request, Exception]] = []
         self._images = BlockImages(programs.gather_blocks, programs.scatter_blocks)
         self._kv, self._last_tokens, self._sampling_state = _zeros(
             (shapes.kv, shapes.last_tokens, shapes.sampling)
@@ -90,6 +91,14 @@ class ModelRunner:
         handle = self._launch_step(plan, sampling)
         self._kv = self._images.place(self._kv, arrivals)
         return handle
+
+    def take_faults(self) -> list[tuple[Request, Exception]]:
+        """Requests whose sampling could not be set up, since the last call, and why.
+
+        They are in the steps launched meanwhile, but their tokens mean nothing.
+        """
+        faults, self._faults = self._faults, []
+        return faults
 
     def _launch_step(self, plan: StepPlan, sampling: SamplingOf) -> StepHandle:
         if not plan.scheduled:
@@ -168,19 +177,23 @@ class ModelRunner:
 
     def _give_row(self, sequence: Sequence, sampling: SamplingOf) -> int:
         params = sampling[sequence.request]
-        row = self._rows.assign(sequence.seq_id, params, sequence.index)
-        if params.adjusts_logits:
-            self._load_row(row, sequence, params)
+        try:
+            loads = self._row_loads(sequence, params) if params.adjusts_logits else ()
+            row = self._rows.assign(sequence.seq_id, params, sequence.index)
+        except Exception as error:  # of this request alone: nothing is launched yet
+            self._faults.append((sequence.request, error))
+            return self._rows.assign_plain(sequence.seq_id)
+        if loads:
+            load_row = self._programs.load_row
+            self._sampling_state = load_row(self._sampling_state, np.int32(row), *loads)
         return row
 
-    def _load_row(self, row: int, sequence: Sequence, params: SamplingParams) -> None:
+    def _row_loads(self, sequence: Sequence, params: SamplingParams) -> tuple:
         """All its tokens are known: a sequence joins the batch only when none is in flight."""
         vocab_size = self._config.vocab_size
         tokens = np.zeros(self._config.max_model_len, np.int32)
         tokens[: len(sequence.token_ids)] = sequence.token_ids
-        self._sampling_state = self._programs.load_row(
-            self._sampling_state,
-            np.int32(row),
+        return (
             tokens,
             np.int32(sequence.num_prompt_tokens),
             np.int32(len(sequence.token_ids)),

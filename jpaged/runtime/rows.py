@@ -38,9 +38,17 @@ class RowTable:
         """
         if seq_id in self._row_of:
             raise ValueError(f"sequence {seq_id} has device row {self._row_of[seq_id]} already")
+        encoded = encode_row(params, ((params.seed or 0) + index) % 2**64)
+        return self._put(seq_id, encoded, required_level(params))
+
+    def assign_plain(self, seq_id: int) -> int:
+        """Give a sequence of which nothing is wanted any more a row, as it is in a step."""
+        return self._put(seq_id, PADDING_PARAMS, SamplerLevel.GREEDY)
+
+    def _put(self, seq_id: int, encoded: np.ndarray, level: SamplerLevel) -> int:
         row = self._row_of[seq_id] = self._free.pop()
-        self.sampling[row] = encode_row(params, ((params.seed or 0) + index) % 2**64)
-        self._levels[row] = required_level(params)
+        self.sampling[row] = encoded
+        self._levels[row] = level
         return row
 
     def row(self, seq_id: int) -> int:

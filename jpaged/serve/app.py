@@ -14,6 +14,8 @@ from jpaged.serve.errors import ApiError
 from jpaged.serve.exchange import Exchange, as_api_error, error_answer, json_answer
 from jpaged.serve.generation import Generation
 from jpaged.serve.json_body import read_json
+from jpaged.serve.metrics import CONTENT_TYPE
+from jpaged.serve.openapi import openapi
 from jpaged.serve.protocol.chat import ChatRequest
 from jpaged.serve.protocol.completions import CompletionRequest
 from jpaged.serve.protocol.record import read_record
@@ -37,6 +39,8 @@ def make_app(serving: Serving) -> ASGIApp:
         Route("/ping", endpoints.health, methods=["GET", "POST"]),
         Route("/version", endpoints.version, methods=["GET"]),
         Route("/load", endpoints.load, methods=["GET"]),
+        Route("/metrics", endpoints.metrics, methods=["GET"]),
+        Route("/openapi.json", endpoints.openapi, methods=["GET"]),
     ]
     open_paths = OPEN_PATHS
     if serving.config.dashboard:
@@ -64,7 +68,8 @@ class Shell:
         if scope["type"] != "http":
             return
         try:
-            await self._app(scope, receive, watched)
+            # With an app in the scope, routes raise what they refuse, as every other layer does.
+            await self._app({**scope, "app": self}, receive, watched)
         except Exception as error:
             if started:
                 raise
@@ -157,6 +162,16 @@ class Endpoints:
     async def load(self, request: Request) -> Response:
         """`/load`: requests in flight."""
         return json_answer({"server_load": self._serving.num_requests})
+
+    async def metrics(self, request: Request) -> Response:
+        """`/metrics`: figures for Prometheus."""
+        serving = self._serving
+        text = serving.metrics.text(serving.engine.pulse.stats)
+        return Response(text, headers={"Content-Type": CONTENT_TYPE})
+
+    async def openapi(self, request: Request) -> Response:
+        """`/openapi.json`: the API, for programs."""
+        return json_answer(openapi())
 
     def _card(self, name: str) -> dict:
         return {

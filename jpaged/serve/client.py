@@ -18,7 +18,7 @@ the engine gives fewer where they would take more than a twentieth of its time.
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
@@ -59,6 +59,10 @@ class News(NamedTuple):
     delta: RequestDelta
 
 
+Watch = Callable[[News], None]
+"""Told of all news as they come, read or not."""
+
+
 @dataclass(frozen=True)
 class Job:
     """What to ask of the engine: a tokenised prompt, and what to do with it."""
@@ -79,8 +83,9 @@ class Run:
         has_started: Whether anything came of it.
     """
 
-    def __init__(self, jobs: Sequence[Job]):
+    def __init__(self, jobs: Sequence[Job], watch: Watch | None = None):
         self.has_started = False
+        self._watch = watch
         self._left = {job.request_id: i for i, job in enumerate(jobs)}
         self._unread: list[News] = []
         self._error: ApiError | None = None
@@ -110,6 +115,11 @@ class Run:
         """Requests that are not over, as far as is known here."""
         return list(self._left)
 
+    @property
+    def why_ended(self) -> str:
+        """Why those ended that did not come to their ends: "error" or "abort"."""
+        return "error" if self._error is not None and self._error.status == 500 else "abort"
+
     def put(self, delta: RequestDelta) -> None:
         """Take news in; if they are too many for whoever should read them, it fails."""
         index = self._left.get(delta.request_id)
@@ -119,7 +129,10 @@ class Run:
         if len(self._unread) >= MAX_UNREAD:
             self.fail(not_serving("aborted: the answer was not read as it came"))
             return
-        self._unread.append(News(index, delta))
+        news = News(index, delta)
+        self._unread.append(news)
+        if self._watch is not None:
+            self._watch(news)
         if delta.finished:
             del self._left[delta.request_id]
             if delta.error is not None:
@@ -202,7 +215,7 @@ class EngineClient:
         return self._info.done() and self.death is None
 
     @asynccontextmanager
-    async def run(self, jobs: Sequence[Job]) -> AsyncIterator[Run]:
+    async def run(self, jobs: Sequence[Job], watch: Watch | None = None) -> AsyncIterator[Run]:
         """Put requests to the engine; what is not over at the end of the block is aborted.
 
         Raises:
@@ -210,7 +223,7 @@ class EngineClient:
         """
         if not self.is_ready:
             raise not_serving("the engine is not running")
-        run = Run(jobs)
+        run = Run(jobs, watch)
         try:
             for job in jobs:
                 self.runs[job.request_id] = run

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from typing import Any
 
 import msgspec
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -112,6 +113,8 @@ def as_api_error(error: Exception) -> ApiError:
     """The error for the client; one that nobody foresaw goes to the log."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, HTTPException):  # a route's: the method is not one of its own
+        return ApiError(error.status_code, f"{error.detail}: /openapi.json lists what there is")
     traceback.print_exception(error, file=sys.stderr)
     return failed()
 

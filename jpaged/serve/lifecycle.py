@@ -131,7 +131,7 @@ async def open_door(serving: Serving, client: EngineClient) -> None:
         chat_template=config.chat_template,
         template_timeout=config.limits.template_timeout,
     )
-    serving.open(client, texts, info.max_num_seqs)
+    serving.open(client, texts, info)
 
 
 def _uvicorn_config(serving: Serving, flags: Flags) -> uvicorn.Config:

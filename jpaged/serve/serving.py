@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from jpaged.serve.admission import Admission
-from jpaged.serve.client import EngineClient, Job, Run
+from jpaged.serve.client import EngineClient, Job, News, Run
 from jpaged.serve.errors import ApiError, not_serving
+from jpaged.serve.frames import Ready
 from jpaged.serve.limits import Limits
+from jpaged.serve.metrics import Metrics
 from jpaged.serve.texts import Texts
 
 
@@ -61,13 +63,21 @@ class Serving:
         self.started = int(time.time())
         self._engine: EngineClient | None = None
         self._texts: Texts | None = None
+        self._metrics: Metrics | None = None
         self._admission: Admission | None = None
 
-    def open(self, engine: EngineClient, texts: Texts, max_num_seqs: int) -> None:
+    def open(self, engine: EngineClient, texts: Texts, info: Ready) -> None:
         """Serve with this engine from now on."""
         self._engine, self._texts = engine, texts
-        self._admission = Admission(self.config.limits, max_num_seqs)
-        self.phase = Phase.SERVING
+        self._admission = Admission(self.config.limits, info.max_num_seqs)
+        self._metrics = Metrics(
+            self.config.model_names[0],
+            max_model_len=info.max_model_len,
+            block_size=info.block_size,
+            num_blocks=info.num_blocks,
+        )
+        if self.phase is Phase.STARTING:
+            self.phase = Phase.SERVING
 
     @property
     def engine(self) -> EngineClient:
@@ -82,6 +92,13 @@ class Serving:
         if self._texts is None:
             raise not_serving("the server is starting")
         return self._texts
+
+    @property
+    def metrics(self) -> Metrics:
+        """The figures; ApiError while there are none."""
+        if self._metrics is None:
+            raise not_serving("the server is starting")
+        return self._metrics
 
     @property
     def admission(self) -> Admission:
@@ -129,7 +146,12 @@ class Serving:
     async def run(self, jobs: Sequence[Job]) -> AsyncIterator[Run]:
         """`EngineClient.run` within the limits of time."""
         limits, loop = self.config.limits, asyncio.get_running_loop()
-        async with self.engine.run(jobs) as run:
+        meters = [self.metrics.meter(job) for job in jobs]
+
+        def watch(news: News) -> None:
+            meters[news.index].note(news.delta)
+
+        async with self.engine.run(jobs, watch) as run:
             timers = [
                 loop.call_later(limits.queue_timeout, _expire_in_queue, run),
                 loop.call_later(limits.request_timeout, _expire, run),
@@ -139,6 +161,8 @@ class Serving:
             finally:
                 for timer in timers:
                     timer.cancel()
+                for meter in meters:  # of those that are not over
+                    meter.end(run.why_ended)
 
 
 def new_id(kind: str) -> str:

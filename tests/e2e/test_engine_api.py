@@ -448,7 +448,7 @@ def test_a_stream_collected_in_the_middle_of_a_step_ends_after_it(
     assert not engine._loop.requests
 
 
-FAILING = [(ModelRunner, "launch"), (StepHandle, "read"), (RequestState, "accept")]
+FAILING = [(ModelRunner, "launch"), (StepHandle, "read"), (Scheduler, "update")]
 
 
 @pytest.mark.parametrize(("owner", "name"), FAILING, ids=[name for _, name in FAILING])

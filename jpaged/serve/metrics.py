@@ -1,0 +1,224 @@
+"""Figures for Prometheus, with vLLM's names and buckets, so that its dashboards show them.
+
+Gauges and the engine's own counters are what the last turn of its loop told of; counts and times of
+requests are taken as their news arrive here.
+"""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from jpaged import EngineStats, RequestDelta, RequestMetrics
+from jpaged.serve.client import Job
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_FIRST_TOKEN = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_BETWEEN_TOKENS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0),
+)
+_OF_REQUESTS = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_ANSWERS = (1, 2, 5, 10, 20)
+
+_GAUGES = {
+    "vllm:num_requests_running": ("Requests in the batch.", lambda s: s.num_running),
+    "vllm:num_requests_waiting": ("Requests waiting for a place.", lambda s: s.num_waiting),
+    "vllm:num_requests_swapped": ("Of these, with KV in host memory.", lambda s: s.num_swapped),
+    "vllm:kv_cache_usage_perc": (
+        "Share of the KV blocks in use, 0 to 1.",
+        lambda s: s.kv_cache_usage,
+    ),
+    "jpaged:kv_cache_waste_perc": (
+        "Share of held slots without a token, 0 to 1.",
+        lambda s: s.waste,
+    ),
+    "jpaged:kv_cache_cached_blocks": (
+        "Free blocks kept for a prefix.",
+        lambda s: s.num_cached_blocks,
+    ),
+}
+_COUNTERS = {
+    "vllm:prefix_cache_queries": (
+        "Tokens looked up in the prefix cache.",
+        lambda s: s.prefix_cache_queries,
+    ),
+    "vllm:prefix_cache_hits": ("Those of them that were found.", lambda s: s.prefix_cache_hits),
+    "vllm:num_preemptions": ("Times a request lost its blocks.", lambda s: s.num_preemptions),
+    "jpaged:block_copies": ("Blocks copied on write.", lambda s: s.num_block_copies),
+    "jpaged:swapped_out_blocks": ("Blocks to host memory.", lambda s: s.num_swapped_out_blocks),
+    "jpaged:swapped_in_blocks": ("Blocks back from there.", lambda s: s.num_swapped_in_blocks),
+    "jpaged:steps": ("Steps launched.", lambda s: s.num_steps),
+}
+
+
+class Metrics:
+    """All figures of one server.
+
+    Args:
+        model_name: Their label.
+        max_model_len: Most tokens of a sequence.
+        block_size, num_blocks: Of the pool.
+    """
+
+    def __init__(self, model_name: str, *, max_model_len: int, block_size: int, num_blocks: int):
+        self._registry = CollectorRegistry()
+        self._labels = {"model_name": model_name, "engine": "0"}
+        self._engine = _EngineFigures(self._labels)
+        self._registry.register(self._engine)
+        self._describe(block_size=block_size, num_gpu_blocks=num_blocks)
+        self.prompt_tokens = self._count("vllm:prompt_tokens", "Tokens of prompts.")
+        self.output_tokens = self._count("vllm:generation_tokens", "Tokens of answers.")
+        self._success = Counter(
+            "vllm:request_success",
+            "Requests that ended, by reason.",
+            [*self._labels, "finished_reason"],
+            registry=self._registry,
+        )
+        lengths = _one_two_five(max_model_len)
+        times = self._times
+        self.first_token = times("time_to_first_token", "To the first token.", _FIRST_TOKEN)
+        self.between_tokens = times("inter_token_latency", "Between tokens.", _BETWEEN_TOKENS)
+        self.a_token = times(
+            "request_time_per_output_token", "A request's mean between tokens.", _BETWEEN_TOKENS
+        )
+        self.whole = times("e2e_request_latency", "Of a request in all.", _OF_REQUESTS)
+        self.queue = times("request_queue_time", "Waiting for the first step.", _OF_REQUESTS)
+        self.prefill = times("request_prefill_time", "To the first token, then.", _OF_REQUESTS)
+        self.decode = times("request_decode_time", "To the last token, then.", _OF_REQUESTS)
+        self.inference = times("request_inference_time", "Of both together.", _OF_REQUESTS)
+        self.prompt_length = self._sizes("request_prompt_tokens", "Of a prompt.", lengths)
+        self.answer_length = self._sizes("request_generation_tokens", "Of its answers.", lengths)
+        self.asked_length = self._sizes("request_params_max_tokens", "As asked.", lengths)
+        self.asked_answers = self._sizes("request_params_n", "As asked.", _ANSWERS)
+
+    def text(self, stats: EngineStats | None) -> bytes:
+        """All of them in Prometheus's text format.
+
+        Args:
+            stats: The engine's own, as of late.
+        """
+        self._engine.stats = stats
+        return generate_latest(self._registry)
+
+    def meter(self, job: Job) -> "Meter":
+        """Counts a new request, and measures it."""
+        self.prompt_tokens.inc(len(job.prompt_token_ids))
+        self.prompt_length.observe(len(job.prompt_token_ids))
+        self.asked_answers.observe(job.params.n)
+        if job.params.max_tokens is not None:
+            self.asked_length.observe(job.params.max_tokens)
+        return Meter(self)
+
+    def ended(self, reason: str) -> None:
+        """A request ended."""
+        self._success.labels(**self._labels, finished_reason=reason).inc()
+
+    def _describe(self, **facts: int) -> None:
+        labels = self._labels | {name: str(value) for name, value in facts.items()}
+        info = Gauge("vllm:cache_config_info", "The pool.", [*labels], registry=self._registry)
+        info.labels(**labels).set(1)
+
+    def _count(self, name: str, meaning: str) -> Counter:
+        counter = Counter(name, meaning, [*self._labels], registry=self._registry)
+        return counter.labels(**self._labels)
+
+    def _times(self, name: str, meaning: str, buckets: tuple[float, ...]) -> Histogram:
+        return self._sizes(f"{name}_seconds", f"Seconds. {meaning}", buckets)
+
+    def _sizes(self, name: str, meaning: str, buckets: tuple[float, ...]) -> Histogram:
+        histogram = Histogram(
+            f"vllm:{name}", meaning, [*self._labels], buckets=buckets, registry=self._registry
+        )
+        return histogram.labels(**self._labels)
+
+
+class Meter:
+    """Measures one request from its start to its end."""
+
+    def __init__(self, metrics: Metrics):
+        self._metrics = metrics
+        self._started = self._last = time.monotonic()
+        self._num_tokens = 0
+        self._is_over = False
+
+    def note(self, delta: RequestDelta) -> None:
+        """The request grew."""
+        num_tokens = sum(len(each.token_ids) for each in delta.deltas)
+        if num_tokens:
+            self._note_tokens(num_tokens)
+        if delta.finished:
+            reasons = [each.finish_reason for each in delta.deltas if each.finished]
+            self.end("error" if delta.error else reasons[-1] or "abort" if reasons else "abort")
+            if delta.metrics is not None:
+                self._note_times(delta.metrics)
+
+    def end(self, reason: str) -> None:
+        """The request is over; only the first word on that counts."""
+        if self._is_over:
+            return
+        self._is_over = True
+        self._metrics.ended(reason)
+        self._metrics.answer_length.observe(self._num_tokens)
+        self._metrics.whole.observe(time.monotonic() - self._started)
+
+    def _note_tokens(self, num_tokens: int) -> None:
+        now, metrics = time.monotonic(), self._metrics
+        if self._num_tokens:
+            metrics.between_tokens.observe((now - self._last) / num_tokens)
+        else:
+            metrics.first_token.observe(now - self._started)
+        self._last = now
+        self._num_tokens += num_tokens
+        metrics.output_tokens.inc(num_tokens)
+
+    def _note_times(self, times: RequestMetrics) -> None:
+        """The engine's own times: both processes read one clock."""
+        metrics = self._metrics
+        scheduled, first, last = (
+            times.first_scheduled_time,
+            times.first_token_time,
+            times.finished_time,
+        )
+        if scheduled is None or first is None or last is None:
+            return
+        metrics.queue.observe(scheduled - times.arrival_time)
+        metrics.prefill.observe(first - scheduled)
+        metrics.decode.observe(last - first)
+        metrics.inference.observe(last - scheduled)
+        if self._num_tokens > 1:
+            metrics.a_token.observe((last - first) / (self._num_tokens - 1))
+
+
+class _EngineFigures(Collector):
+    """The engine's figures, as they were told of last."""
+
+    def __init__(self, labels: dict[str, str]):
+        self.stats: EngineStats | None = None
+        self._labels = labels
+
+    def collect(self) -> Iterator[Metric]:
+        """Each as Prometheus has it."""
+        if self.stats is None:
+            return
+        for kind, figures in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for name, (meaning, read) in figures.items():
+                family: Any = kind(name, meaning, labels=[*self._labels])
+                family.add_metric([*self._labels.values()], read(self.stats))
+                yield family
+
+
+def _one_two_five(most: int) -> tuple[int, ...]:
+    """1, 2, 5, 10, 20 ... up to `most`."""
+    found = (digit * 10**power for power in range(10) for digit in (1, 2, 5))
+    return tuple(bound for bound in found if bound <= most)

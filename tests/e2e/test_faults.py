@@ -1,0 +1,154 @@
+"""A fault in the handling of one request is its own; what all share fails the engine."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from conftest import Engines
+
+from jpaged import Engine, SamplingParams
+from jpaged.core.block_manager import BlockManager
+from jpaged.core.draft import StepDraft
+from jpaged.core.scheduler import Scheduler
+from jpaged.request_state import RequestState
+from jpaged.runtime import rows
+from jpaged.sample_state import SampleState
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
+QUESTION, ANSWER = "Count from 3 to 7", "\n3, 4, 5, 6, 7"
+
+
+@pytest.fixture(params=[True, False], ids=["overlapped", "synchronous"])
+def engine(engines: Engines, request: pytest.FixtureRequest) -> Engine:
+    return engines(async_scheduling=request.param)
+
+
+def run(engine: Engine) -> dict[str, Any]:
+    """Step to the end; the last output of each request."""
+    last = {}
+    while engine.has_unfinished_requests:
+        last.update((output.request_id, output) for output in engine.step())
+    return last
+
+
+def failing(target: Callable[..., Any], is_victim: Callable[..., bool], after: int) -> Any:
+    """`target`, which raises for the victim from its call number `after` on."""
+    calls = 0
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        if is_victim(*args):
+            calls += 1
+            if calls > after:
+                raise KeyError("injected")
+        return target(*args, **kwargs)
+
+    return wrapper
+
+
+def of_state(state: RequestState, *_: Any) -> bool:
+    return state.request_id == "victim"
+
+
+def of_sequence(_: Any, sequence: Any, *__: Any) -> bool:
+    return sequence.request.request_id == "victim"
+
+
+def of_sample(sample: SampleState, *_: Any) -> bool:
+    return sample.sequence.request.request_id == "victim"
+
+
+FAULTS = {
+    "detokenising": (RequestState, "accept", of_state),
+    "scoring": (SampleState, "accept_scores", of_sample),
+    "ending": (RequestState, "finish", of_state),
+    "placing": (StepDraft, "place", of_sequence),
+    "blocks": (BlockManager, "append", of_sequence),
+    "sharing": (BlockManager, "share_prefix", of_sequence),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("after", [0, 1, 2])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_fault_ends_one_request_and_no_other(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, fault: str, after: int, n: int
+):
+    owner, name, is_victim = FAULTS[fault]
+    if name in ("finish", "share_prefix") and after:
+        after = 0  # they are called once
+    params = SamplingParams(
+        n=n, temperature=1.5, seed=1, max_tokens=60, logprobs=0, ignore_eos=True
+    )
+    others = [engine.add_request(QUESTION, GREEDY) for _ in range(2)]
+    engine.step()
+    engine.add_request("x" * 40, params, request_id="victim")
+    others += [engine.add_request(QUESTION, GREEDY) for _ in range(2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, failing(getattr(owner, name), is_victim, after))
+        last = run(engine)
+    assert {each.finish_reason for each in last["victim"].outputs} == {"error"}
+    assert [last[other].outputs[0].text for other in others] == [ANSWER] * 4
+    engine.check_integrity()
+    assert engine.generate(QUESTION, GREEDY)[0].outputs[0].text == ANSWER
+
+
+def test_a_fault_in_setting_sampling_up_is_one_requests_own(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    other = engine.add_request(QUESTION, GREEDY)
+    strange = SamplingParams(temperature=0.125, max_tokens=20, seed=3)
+    victim = engine.add_request(QUESTION, strange)
+    encode = failing(rows.encode_row, lambda params, seed: params.temperature == 0.125, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(rows, "encode_row", encode)
+        last = run(engine)
+    assert last[victim].outputs[0].finish_reason == "error"
+    assert last[other].outputs[0].text == ANSWER
+
+
+def test_generate_and_stream_raise_what_failed(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            RequestState, "accept", failing(RequestState.accept, lambda *_: True, after=1)
+        )
+        with pytest.raises(RuntimeError, match="failed") as caught:
+            engine.generate(QUESTION, GREEDY)
+        assert isinstance(caught.value.__cause__, KeyError)
+        with pytest.raises(RuntimeError, match="failed"):
+            list(engine.stream(QUESTION, GREEDY))
+    assert engine.generate(QUESTION, GREEDY)[0].outputs[0].text == ANSWER
+
+
+def test_a_fault_while_taking_a_request_in_leaves_nothing_of_it(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    with monkeypatch.context() as patch:
+        add = Scheduler.add
+
+        def add_and_fail(self: Scheduler, request: Any) -> None:
+            add(self, request)
+            raise KeyError("injected")
+
+        patch.setattr(Scheduler, "add", add_and_fail)
+        with pytest.raises(KeyError):
+            engine.add_request(QUESTION, GREEDY, request_id="a")
+    assert not engine.has_unfinished_requests
+    engine.add_request(QUESTION, GREEDY, request_id="a")
+    assert run(engine)["a"].outputs[0].text == ANSWER
+
+
+def test_deltas_tell_of_the_fault(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    engine.add_request(QUESTION, GREEDY, request_id="victim")
+    engine.add_request(QUESTION, GREEDY, request_id="other")
+    accept = failing(RequestState.take_delta, of_state, after=2)
+    found: dict[str, list[Any]] = {"victim": [], "other": []}
+    with monkeypatch.context() as patch:
+        patch.setattr(RequestState, "take_delta", accept)
+        while engine.has_unfinished_requests:
+            engine.advance()
+            for delta in engine.take_deltas():
+                found[delta.request_id].append(delta)
+    assert found["victim"][-1].error == "KeyError('injected')"
+    assert found["victim"][-1].deltas[0].finish_reason == "error"
+    assert "".join(d.text for each in found["other"] for d in each.deltas) == ANSWER

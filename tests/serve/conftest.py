@@ -1,0 +1,59 @@
+"""Engines shared by the server's tests, and the census after each."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serve_helpers import SMALL, Scenario, Servers
+
+from jpaged import Engine
+
+
+@pytest.fixture(scope="session")
+def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One cache for the whole run: engines of the same shapes compile once."""
+    return tmp_path_factory.getbasetemp().parent / "jax-cache"
+
+
+@pytest.fixture(scope="session")
+def all_engines() -> dict[tuple, Engine]:
+    return {}
+
+
+@pytest.fixture
+def engines(all_engines: dict[tuple, Engine], compilation_cache: Path) -> Callable[..., Engine]:
+    """Makes an engine, or gives one of these options that was made before."""
+
+    def make(**options: Any) -> Engine:
+        options = {**SMALL, **options}
+        key = tuple(sorted(options.items()))
+        if key not in all_engines:
+            all_engines[key] = Engine(**options, compilation_cache_dir=compilation_cache)
+        return all_engines[key]
+
+    return make
+
+
+@pytest.fixture
+def engine(engines: Callable[..., Engine]) -> Engine:
+    return engines()
+
+
+@pytest.fixture
+def serve(engine: Engine) -> Callable[..., None]:
+    """Runs a scenario, an async function of a `Server`, to its end; then all blocks are back."""
+
+    def run(scenario: Scenario, own_engine: Engine | None = None, **config: Any) -> None:
+        async def whole() -> None:
+            servers = Servers()
+            server = await servers.start(own_engine or engine, **config)
+            try:
+                await scenario(server)
+            finally:
+                await servers.end()
+
+        asyncio.run(whole())
+
+    return run

@@ -1,0 +1,269 @@
+"""`/v1/completions` through the application."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from serve_helpers import ANSWER, QUESTION, Server, events_of
+
+Run = Callable[..., None]
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 64}
+
+
+async def stream(server: Server, path: str = "/v1/completions", **fields: Any) -> list[Any]:
+    """The events of a stream, which ends as it should."""
+    async with server.http.stream("POST", path, json={**fields, "stream": True}) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+        events = [data async for data in events_of(answer)]
+    assert events[-1] == "[DONE]"
+    return [json.loads(data) for data in events[:-1]]
+
+
+def test_a_text(serve: Run):
+    async def scenario(server: Server) -> None:
+        body = await server.complete(prompt=QUESTION, **GREEDY)
+        assert body["object"] == "text_completion"
+        assert body["model"] == "jpaged-tiny"
+        (choice,) = body["choices"]
+        assert choice == {
+            "index": 0,
+            "text": ANSWER,
+            "logprobs": None,
+            "finish_reason": "stop",
+            "stop_reason": None,
+        }
+        usage = body["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (17, 15)
+        assert usage["total_tokens"] == 32
+
+    serve(scenario)
+
+
+def test_every_form_of_prompt(serve: Run):
+    ids = list(QUESTION.encode())
+
+    async def scenario(server: Server) -> None:
+        for prompt in (QUESTION, [QUESTION], ids, [ids], [QUESTION, ids, "Reverse stone"]):
+            body = await server.complete(prompt=prompt, **GREEDY)
+            texts = [choice["text"] for choice in body["choices"]]
+            assert texts == [ANSWER] if len(texts) == 1 else [ANSWER, ANSWER, "\nenots"]
+            assert [choice["index"] for choice in body["choices"]] == list(range(len(texts)))
+
+    serve(scenario)
+
+
+def test_a_stream(serve: Run):
+    async def scenario(server: Server) -> None:
+        chunks = await stream(server, prompt=QUESTION, **GREEDY)
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == ANSWER
+        reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+        assert reasons == [None] * (len(chunks) - 1) + ["stop"]
+        assert len({chunk["id"] for chunk in chunks}) == 1
+        assert not any("usage" in chunk for chunk in chunks)
+
+    serve(scenario)
+
+
+def test_usage_in_a_stream(serve: Run):
+    async def scenario(server: Server) -> None:
+        options = {"include_usage": True}
+        *chunks, last = await stream(server, prompt=QUESTION, stream_options=options, **GREEDY)
+        assert last["choices"] == []
+        assert last["usage"]["completion_tokens"] == 15
+        assert not any("usage" in chunk for chunk in chunks)
+        options = {"continuous_usage_stats": True, "include_usage": True}
+        chunks = await stream(server, prompt=QUESTION, stream_options=options, **GREEDY)
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts)
+        assert counts[-1] == 15
+
+    serve(scenario)
+
+
+def test_several_answers_are_the_seeds_that_follow(serve: Run):
+    fields = {"prompt": "Hello", "max_tokens": 12, "temperature": 1.5, "ignore_eos": True}
+
+    async def scenario(server: Server) -> None:
+        body = await server.complete(**fields, n=3, seed=5)
+        texts = [choice["text"] for choice in body["choices"]]
+        for i, text in enumerate(texts):
+            alone = await server.complete(**fields, seed=5 + i)
+            assert alone["choices"][0]["text"] == text
+        chunks = await stream(server, **fields, n=3, seed=5)
+        streamed = ["", "", ""]
+        for chunk in chunks:
+            streamed[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+        assert streamed == texts
+        assert body["usage"]["completion_tokens"] == 36
+        assert body["usage"]["prompt_tokens"] == 5
+
+    serve(scenario)
+
+
+def test_beams_come_best_first_and_also_in_a_stream(serve: Run, engine: Any):
+    found = engine.beam_search(QUESTION, beam_width=3, max_tokens=20)[0]
+    expected = [answer.text for answer in found.outputs]
+
+    async def scenario(server: Server) -> None:
+        fields = {"prompt": QUESTION, "max_tokens": 20, "n": 3, "temperature": 0}
+        body = await server.complete(**fields, use_beam_search=True)
+        assert [choice["text"] for choice in body["choices"]] == expected
+        body = await server.complete(**{**fields, "n": 1}, beam_width=3)
+        assert [choice["text"] for choice in body["choices"]] == expected[:1]
+        chunks = await stream(server, **fields, use_beam_search=True)
+        assert [chunk["choices"][0]["text"] for chunk in chunks] == expected
+
+    serve(scenario)
+
+
+def test_best_of_comes_whole(serve: Run):
+    fields = {"prompt": "Hello", "max_tokens": 8, "temperature": 1.5, "seed": 3, "best_of": 4}
+
+    async def scenario(server: Server) -> None:
+        body = await server.complete(**fields, n=2)
+        chunks = await stream(server, **fields, n=2)
+        texts = [choice["text"] for choice in body["choices"]]
+        assert [chunk["choices"][0]["text"] for chunk in chunks] == texts
+
+    serve(scenario)
+
+
+def test_stop_strings_and_tokens(serve: Run):
+    async def scenario(server: Server) -> None:
+        for fields, text, why in (
+            ({"stop": ", 5"}, "\n3, 4", ", 5"),
+            ({"stop": ["7", "6"]}, "\n3, 4, 5, ", "6"),
+            ({"stop": "6", "include_stop_str_in_output": True}, "\n3, 4, 5, 6", "6"),
+            ({"stop_token_ids": [ord("5")]}, "\n3, 4, ", ord("5")),
+        ):
+            body = await server.complete(prompt=QUESTION, **GREEDY, **fields)
+            (choice,) = body["choices"]
+            assert (choice["text"], choice["stop_reason"]) == (text, why)
+            assert choice["finish_reason"] == "stop"
+
+    serve(scenario)
+
+
+def test_lengths(serve: Run):
+    async def scenario(server: Server) -> None:
+        body = await server.complete(prompt=QUESTION, temperature=0)
+        assert body["usage"]["completion_tokens"] == 15  # of 16, the default
+        body = await server.complete(prompt=QUESTION, temperature=0, max_tokens=4)
+        assert body["choices"][0]["finish_reason"] == "length"
+        body = await server.complete(prompt=QUESTION, temperature=0, max_tokens=30, ignore_eos=True)
+        assert body["usage"]["completion_tokens"] == 30
+        body = await server.complete(prompt=QUESTION, temperature=0, max_tokens=30, min_tokens=20)
+        assert body["usage"]["completion_tokens"] >= 20
+
+    serve(scenario)
+
+
+def test_logprobs_and_echo(serve: Run):
+    async def scenario(server: Server) -> None:
+        fields = {"prompt": "ab", "max_tokens": 2, "temperature": 0, "logprobs": 2}
+        body = await server.complete(**fields, echo=True)
+        (choice,) = body["choices"]
+        found = choice["logprobs"]
+        assert choice["text"].startswith("ab")
+        assert found["tokens"][:2] == ["a", "b"]
+        assert found["text_offset"] == [0, 1, 2, 3]
+        assert found["token_logprobs"][0] is None
+        assert found["top_logprobs"][0] is None
+        assert all(len(top) >= 2 for top in found["top_logprobs"][1:])
+        for token, own, top in list(
+            zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True)
+        )[1:]:
+            assert top[token] == own
+        answer = (await server.complete(**fields))["choices"][0]["logprobs"]
+        assert answer["tokens"] == found["tokens"][2:]
+        assert answer["token_logprobs"] == pytest.approx(found["token_logprobs"][2:], abs=1e-4)
+        chunks = await stream(server, **fields, echo=True)
+        tokens = [t for c in chunks for t in c["choices"][0]["logprobs"]["tokens"]]
+        assert tokens == found["tokens"]
+
+    serve(scenario)
+
+
+def test_a_prompt_can_be_scored_alone(serve: Run):
+    async def scenario(server: Server) -> None:
+        body = await server.complete(prompt=["ab", "c"], max_tokens=0, echo=True, logprobs=0)
+        assert [choice["text"] for choice in body["choices"]] == ["ab", "c"]
+        assert [len(c["logprobs"]["tokens"]) for c in body["choices"]] == [2, 1]
+        assert body["usage"]["completion_tokens"] == 0
+
+    serve(scenario)
+
+
+def test_prompt_logprobs_as_vllm_writes_them(serve: Run):
+    async def scenario(server: Server) -> None:
+        body = await server.complete(prompt="ab", max_tokens=1, temperature=0, prompt_logprobs=1)
+        first, second = body["choices"][0]["prompt_logprobs"]
+        assert first is None
+        assert set(second[str(ord("b"))]) == {"logprob", "rank", "decoded_token"}
+        assert second[str(ord("b"))]["decoded_token"] == "b"
+
+    serve(scenario)
+
+
+def test_token_ids_are_told_of_if_asked(serve: Run):
+    async def scenario(server: Server) -> None:
+        fields = {"prompt": "ab", "max_tokens": 2, "temperature": 0, "return_token_ids": True}
+        (choice,) = (await server.complete(**fields))["choices"]
+        assert choice["prompt_token_ids"] == [97, 98]
+        assert len(choice["token_ids"]) == 2
+        body = await server.complete(
+            prompt="ab", max_tokens=1, logprobs=0, return_tokens_as_token_ids=True, echo=True
+        )
+        assert body["choices"][0]["logprobs"]["tokens"][:2] == ["token_id:97", "token_id:98"]
+
+    serve(scenario)
+
+
+def test_prompts_can_be_cut_to_their_ends(serve: Run):
+    async def scenario(server: Server) -> None:
+        long = "x" * 400 + QUESTION
+        body = await server.complete(prompt=long, **GREEDY, truncate_prompt_tokens=17)
+        assert body["choices"][0]["text"] == ANSWER
+        body = await server.complete(prompt=long, max_tokens=6, truncate_prompt_tokens=-1)
+        assert body["usage"]["prompt_tokens"] == 250
+
+    serve(scenario)
+
+
+def test_who_shares_cached_prefixes(serve: Run, engine: Any):
+    engine.reset_prefix_cache()
+
+    async def cached(server: Server, **fields: Any) -> int:
+        body = await server.complete(prompt="x" * 40, max_tokens=1, **fields)
+        return body["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    async def scenario(server: Server) -> None:
+        assert await cached(server, cache_salt="a") == 0
+        assert await cached(server, cache_salt="b") == 0
+        assert await cached(server, cache_salt="a") == 32
+        assert await cached(server) == 0
+
+    serve(scenario)
+
+
+def test_what_the_sampler_is_asked(serve: Run):
+    async def scenario(server: Server) -> None:
+        fields = {"prompt": QUESTION, "max_tokens": 4, "temperature": 0}
+        body = await server.complete(**fields, allowed_token_ids=[65])
+        assert body["choices"][0]["text"] == "AAAA"
+        body = await server.complete(**fields, logit_bias={"66": 100})
+        assert body["choices"][0]["text"] == "BBBB"
+        seeded = {**fields, "temperature": 2.0, "seed": 7}
+        texts = [(await server.complete(**seeded))["choices"][0]["text"] for _ in range(2)]
+        assert texts[0] == texts[1]
+        for extra in (
+            {"top_k": 1},
+            {"top_p": 1e-6},
+            {"min_p": 1.0},
+        ):
+            body = await server.complete(**{**seeded, "seed": 8}, **extra)
+            assert body["choices"][0]["text"] == ANSWER[:4]
+
+    serve(scenario)
