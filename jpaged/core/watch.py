@@ -5,13 +5,13 @@ then the pool notes down which blocks change, and a look costs O(changed blocks 
 hold blocks). While nobody watches, noting is a loop over an empty list.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from struct import unpack_from
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from jpaged.core.block_pool import BlockContent, KVBlock
-from jpaged.core.request import Sequence
+from jpaged.core.request import Sequence as TokenSequence
 
 if TYPE_CHECKING:
     from jpaged.core.scheduler import Scheduler
@@ -20,19 +20,20 @@ CACHED = -1
 """As a block's count: free, its content kept until the block is needed."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockChange:
-    """A block that changed.
+class BlockChanges(NamedTuple):
+    """Blocks that changed, in columns: a first look may be at a hundred thousand.
 
     Attributes:
-        block_id: Which.
-        count: Block tables and pins that hold it, 0 if it is free, `CACHED` if its content is kept.
-        content_hash: 32 bits of what the prefix cache knows it to hold; 0 if it does not know it.
+        block_ids: Which, rising.
+        counts: Block tables and pins that hold each: 0 if it is free, `CACHED` if its content is
+            kept.
+        content_hashes: Of each, 32 bits of what the prefix cache knows it to hold; 0 if it does
+            not know it.
     """
 
-    block_id: int
-    count: int
-    content_hash: int
+    block_ids: Sequence[int] = ()
+    counts: Sequence[int] = ()
+    content_hashes: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class PoolChanges:
     """What changed since the last look.
 
     Attributes:
-        blocks: Blocks by id; at the first look all that are not free.
+        blocks: Blocks that changed; at the first look all that are not free.
         tables: Sequences that hold blocks or an image, and are new or changed in more than length.
         grown: Of the others, by id: the tokens computed, where there are more.
         gone: Ids of sequences that hold nothing any more.
@@ -76,7 +77,7 @@ class PoolChanges:
         tokens: By block id, the tokens it holds, as far as the host has read them.
     """
 
-    blocks: list[BlockChange] = field(default_factory=list)
+    blocks: BlockChanges = BlockChanges()
     tables: list[TableChange] = field(default_factory=list)
     grown: dict[int, int] = field(default_factory=dict)
     gone: list[int] = field(default_factory=list)
@@ -85,7 +86,7 @@ class PoolChanges:
     tokens: dict[int, list[int]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        lists = (self.blocks, self.tables, self.grown, self.gone, self.tokens)
+        lists = (self.blocks.block_ids, self.tables, self.grown, self.gone, self.tokens)
         return any(lists) or self.images is not None or self.pinned is not None
 
 
@@ -93,7 +94,7 @@ class PoolChanges:
 class _Known:
     """A sequence as it was at the last look."""
 
-    sequence: Sequence
+    sequence: TokenSequence
     table: list[int]  # the list itself, and what it was like
     num_blocks: int = 0
     last_block: int = 0
@@ -119,7 +120,9 @@ class PoolWatch:
         self._known: dict[int, _Known] = {}
         self._images: list[tuple[str, int]] = []
         self._pinned: list[int] = []
-        self._untold: dict[int, tuple[Sequence, int] | None] = {}  # and where its tokens are known
+        self._untold: dict[
+            int, tuple[TokenSequence, int] | None
+        ] = {}  # and where its tokens are known
         # At first all that are not free have changed.
         self._changed = {b.block_id for b in self._pool.blocks if b.ref_cnt or b.content}
         self._pool.journals.append(self._changed)
@@ -131,23 +134,23 @@ class PoolWatch:
 
     def look(self) -> PoolChanges:
         """What changed since the last look; at the first, all there is."""
-        changes = PoolChanges(images=self._new_images(), pinned=self._new_pins())
-        self._look_at_blocks(changes)
+        changes = PoolChanges(
+            self._changed_blocks(), images=self._new_images(), pinned=self._new_pins()
+        )
         self._look_at_sequences(changes)
         self._tell_tokens(changes)
         return changes
 
-    def _look_at_blocks(self, changes: PoolChanges) -> None:
-        blocks = self._pool.blocks
-        for block_id in self._changed:
-            block = blocks[block_id]
-            content = block.content
-            count = block.ref_cnt or (CACHED if content is not None else 0)
-            content_hash = 0 if content is None else content.digest & 0xFFFFFFFF
-            changes.blocks.append(BlockChange(block_id, count, content_hash))
-            if content is not None and self._num_token_blocks:
-                self._untold[block_id] = None
+    def _changed_blocks(self) -> BlockChanges:
+        block_ids = sorted(self._changed)
         self._changed.clear()
+        blocks = [self._pool.blocks[block_id] for block_id in block_ids]
+        if self._num_token_blocks:
+            self._untold.update((b.block_id, None) for b in blocks if b.content is not None)
+        counts = [block.ref_cnt or CACHED * (block.content is not None) for block in blocks]
+        contents = (block.content for block in blocks)
+        hashes = [0 if content is None else content.digest & 0xFFFFFFFF for content in contents]
+        return BlockChanges(block_ids, counts, hashes)
 
     def _look_at_sequences(self, changes: PoolChanges) -> None:
         roster = self._scheduler.roster.known
@@ -160,7 +163,7 @@ class PoolWatch:
             if _holds(sequence):
                 self._look_at_sequence(changes, seq_id, sequence)
 
-    def _look_at_sequence(self, changes: PoolChanges, seq_id: int, sequence: Sequence) -> None:
+    def _look_at_sequence(self, changes: PoolChanges, seq_id: int, sequence: TokenSequence) -> None:
         known = self._known.get(seq_id)
         if known is None:
             known = self._known[seq_id] = _Known(sequence, sequence.block_table)
@@ -180,7 +183,7 @@ class PoolWatch:
         known.num_computed, known.status = num_computed, status
         known.num_host_blocks = num_host_blocks
 
-    def _note_tokens(self, known: _Known, sequence: Sequence, num_kept: int) -> None:
+    def _note_tokens(self, known: _Known, sequence: TokenSequence, num_kept: int) -> None:
         size = self._scheduler.block_manager.block_size
         num_read = min(sequence.num_computed_tokens, len(sequence.token_ids))
         has_more = num_read != known.num_read
@@ -196,7 +199,7 @@ class PoolWatch:
             if tokens:
                 changes.tokens[block_id] = tokens
 
-    def _tokens_of(self, block: KVBlock, place: tuple[Sequence, int] | None) -> list[int]:
+    def _tokens_of(self, block: KVBlock, place: tuple[TokenSequence, int] | None) -> list[int]:
         size = self._scheduler.block_manager.block_size
         if block.content is not None:
             return _content_tokens(block.content, size)
@@ -231,7 +234,7 @@ class PoolWatch:
         return pinned
 
 
-def _holds(sequence: Sequence) -> bool:
+def _holds(sequence: TokenSequence) -> bool:
     return bool(sequence.block_table or sequence.image_table)
 
 
@@ -244,7 +247,7 @@ def _num_kept(known: _Known, table: list[int]) -> int:
     return num_blocks if table[num_blocks - 1] == known.last_block else num_blocks - 1
 
 
-def _change(sequence: Sequence, status: str, num_kept: int) -> TableChange:
+def _change(sequence: TokenSequence, status: str, num_kept: int) -> TableChange:
     return TableChange(
         sequence.seq_id,
         sequence.request.request_id,

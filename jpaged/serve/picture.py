@@ -39,13 +39,13 @@ MAX_TEXTS = 10_000
 
 def encode(changes: PoolChanges, step: int) -> Frame:
     """The frame of some changes, seen after so many steps."""
-    blocks = sorted(changes.blocks, key=lambda block: block.block_id)
+    blocks = changes.blocks
     frame: Frame = {
         "step": step,
         **_pack_blocks(
-            np.array([block.block_id for block in blocks], np.int64),
-            np.array([block.count for block in blocks], np.int64),
-            np.array([block.content_hash for block in blocks], np.uint32),
+            np.array(blocks.block_ids, np.int64),
+            np.array(blocks.counts, np.int64),
+            np.array(blocks.content_hashes, np.uint32),
         ),
         "tables": [
             [

@@ -1,4 +1,4 @@
-"""The open-loop client, against figures, a server that fails in every way, and the real one."""
+"""The open-loop client: its figures, and a server that fails in every way."""
 
 import asyncio
 import json
@@ -47,7 +47,8 @@ def test_figures():
     assert row["inter_token_ms_p50"] == pytest.approx(100)
     assert row["inter_token_ms_p99"] == pytest.approx(197)
     assert row["normalised_ms_p50"] == pytest.approx(250)
-    assert math.isnan(summarise(1.0, work[:1], [Answer(error="x")])["ttft_ms_p50"])
+    row = summarise(math.inf, work[:1], [Answer(end=1.0, error="x")])
+    assert (row["rate"], row["ttft_ms_p50"], row["requests_per_s"]) == ("inf", None, 0.0)
 
 
 def ask(events: list, status: int = 200) -> tuple[Answer, dict]:
@@ -58,10 +59,8 @@ def ask(events: list, status: int = 200) -> tuple[Answer, dict]:
         asked.update(json.loads(request.content), key=request.headers["authorization"])
         if status == 0:
             raise httpx.ConnectError("no server")
-        lines = [
-            f"data: {event if isinstance(event, str) else json.dumps(event)}" for event in events
-        ]
-        return httpx.Response(status, text="\n\n".join(lines) + "\n\n")
+        data = [event if isinstance(event, str) else json.dumps(event) for event in events]
+        return httpx.Response(status, text="".join(f"data: {text}\n\n" for text in data))
 
     async def run() -> list[Answer]:
         async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:

@@ -31,11 +31,9 @@ class Replica:
 
     def look(self) -> PoolChanges:
         changes = self.watch.look()
-        for block in changes.blocks:
-            self.counts[block.block_id], self.hashes[block.block_id] = (
-                block.count,
-                block.content_hash,
-            )
+        block_ids, counts, hashes = changes.blocks
+        self.counts.update(zip(block_ids, counts, strict=True))
+        self.hashes.update(zip(block_ids, hashes, strict=True))
         for seq_id in changes.gone:
             del self.tables[seq_id], self.computed[seq_id], self.sequences[seq_id]
         for change in changes.tables:
@@ -99,14 +97,14 @@ def test_the_life_of_a_request():
     [table] = changes.tables
     assert (table.request_id, table.num_kept, table.new_blocks) == ("1", 0, (1, 2))
     assert (table.status, table.num_prompt_tokens, table.num_computed_tokens) == ("running", 6, 6)
-    assert {block.block_id: block.count for block in changes.blocks} == {1: 1, 2: 1}
+    assert changes.blocks[:2] == ([1, 2], [1, 1])
     driver.step()
     changes = replica.look()
     assert (changes.tables, changes.grown) == ([], {1: 7})
     driver.run()
     changes = replica.look()
     assert changes.gone == [1]
-    assert {block.block_id: block.count for block in changes.blocks} == {1: CACHED, 2: CACHED, 3: 0}
+    assert changes.blocks[:2] == ([1, 2, 3], [CACHED, CACHED, 0])
     replica.check()
 
 

@@ -13,14 +13,13 @@ pytestmark = pytest.mark.slow
 
 def test_it_measures_the_real_server(
     tmp_path: Path,
-    tmp_path_factory: pytest.TempPathFactory,
+    compilation_cache: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ):
     monkeypatch.setattr(records, "RESULTS", tmp_path)
-    cache = tmp_path_factory.getbasetemp().parent / "jax-cache"
     arguments = ["--rate", "20,inf", "--num-requests", "6", "--max-tokens", "24", "--device", "cpu"]
-    with real_server(cache, "--api-key", "secret") as address:
+    with real_server(compilation_cache, "--api-key", "secret") as address:
         target = ["--url", f"{address}/v1", *arguments]
         assert serving.main(target) == 1  # without the key
         assert serving.main([*target, "--api-key", "secret", "--model", "jpaged-tiny"]) == 0

@@ -16,11 +16,6 @@ Pages = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp().parent / "jax-cache"
-
-
-@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     path = find_browser()
     from playwright.sync_api import sync_playwright
@@ -33,8 +28,8 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def server(browser: Any, cache: Path) -> Iterator[str]:
-    with serving(cache, "--dashboard-show-text") as address:
+def server(browser: Any, compilation_cache: Path) -> Iterator[str]:
+    with serving(compilation_cache, "--dashboard-show-text") as address:
         yield address
 
 
@@ -285,8 +280,8 @@ LARGE_POOL = """async () => {
 }"""
 
 
-def test_a_server_with_a_key_asks_for_it(pages: Pages, cache: Path):
-    with serving(cache, "--api-key", KEY) as address:
+def test_a_server_with_a_key_asks_for_it(pages: Pages, compilation_cache: Path):
+    with serving(compilation_cache, "--api-key", KEY) as address:
         page = pages(address=address)
         page.wait_for_selector("#key-dialog[open]")
         page.fill("#key", "a wrong one")
