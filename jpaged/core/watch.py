@@ -77,7 +77,7 @@ class PoolChanges:
         tokens: By block id, the tokens it holds, as far as the host has read them.
     """
 
-    blocks: BlockChanges = BlockChanges()
+    blocks: BlockChanges = field(default_factory=BlockChanges)
     tables: list[TableChange] = field(default_factory=list)
     grown: dict[int, int] = field(default_factory=dict)
     gone: list[int] = field(default_factory=list)
@@ -120,9 +120,8 @@ class PoolWatch:
         self._known: dict[int, _Known] = {}
         self._images: list[tuple[str, int]] = []
         self._pinned: list[int] = []
-        self._untold: dict[
-            int, tuple[TokenSequence, int] | None
-        ] = {}  # and where its tokens are known
+        # Blocks whose tokens are to be told, and where they are known if not by content.
+        self._untold: dict[int, tuple[TokenSequence, int] | None] = {}
         # At first all that are not free have changed.
         self._changed = {b.block_id for b in self._pool.blocks if b.ref_cnt or b.content}
         self._pool.journals.append(self._changed)

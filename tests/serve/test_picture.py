@@ -119,8 +119,9 @@ def test_a_large_pool_is_cheap():
     num_blocks = 100_000
     rng = np.random.RandomState(0)
     ids = rng.permutation(num_blocks) + 1
+    hashes = rng.randint(1, 2**31, num_blocks).tolist()
     changes = PoolChanges(
-        BlockChanges(range(1, num_blocks + 1), [1] * num_blocks, rng.randint(1, 2**31, num_blocks)),
+        BlockChanges(range(1, num_blocks + 1), [1] * num_blocks, hashes),
         tables=[table(s, 6240, 0, *ids[s * 390 : (s + 1) * 390].tolist()) for s in range(256)],
     )
     state = PictureState(num_blocks + 1)
