@@ -83,8 +83,14 @@ class Run:
         has_started: Whether anything came of it.
     """
 
-    def __init__(self, jobs: Sequence[Job], watch: Watch | None = None):
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        abort: Callable[[list[str]], None],
+        watch: Watch | None = None,
+    ):
         self.has_started = False
+        self._abort = abort
         self._watch = watch
         self._left = {job.request_id: i for i, job in enumerate(jobs)}
         self._unread: list[News] = []
@@ -141,7 +147,9 @@ class Run:
 
     def fail(self, error: ApiError) -> None:
         """End it with an error, after what came before."""
-        self._error = self._error or error
+        if self._error is None:
+            self._error = error
+            self._abort(self.left)
         self._changed.set()
 
     def cut(self) -> None:
@@ -223,7 +231,7 @@ class EngineClient:
         """
         if not self.is_ready:
             raise not_serving("the engine is not running")
-        run = Run(jobs, watch)
+        run = Run(jobs, self._abort, watch)
         try:
             for job in jobs:
                 self.runs[job.request_id] = run
@@ -232,8 +240,7 @@ class EngineClient:
         finally:
             for job in jobs:
                 self.runs.pop(job.request_id, None)
-            if run.left:
-                self._send(Abort(run.left))
+            self._abort(run.left)
 
     async def snapshot(self) -> Snapshot:
         """The paged memory now, or as somebody else has just asked to see it.
@@ -264,7 +271,7 @@ class EngineClient:
 
     def cut_all(self) -> None:
         """End all requests where they are; their readers see an abort."""
-        self._send(Abort(list(self.runs)))
+        self._abort(list(self.runs))
         for run in set(self.runs.values()):
             run.cut()
 
@@ -274,6 +281,10 @@ class EngineClient:
         self._writer.close()
         self._listening.cancel()
         self._bury("the server stops")
+
+    def _abort(self, request_ids: list[str]) -> None:
+        if request_ids:
+            self._send(Abort(request_ids))
 
     def _send(self, command: Command) -> None:
         if self.death is None:

@@ -1,12 +1,13 @@
 """Engines shared by the server's tests, and the census after each."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from serve_helpers import SMALL, Scenario, Servers
+from server_process import ServerProcess
 
 from jpaged import Engine
 
@@ -57,3 +58,11 @@ def serve(engine: Engine) -> Callable[..., None]:
         asyncio.run(whole())
 
     return run
+
+
+@pytest.fixture(scope="session")
+def real_server(compilation_cache: Path) -> Iterator[ServerProcess]:
+    """A server in a process of its own, shared by the tests that only ask."""
+    server = ServerProcess(compilation_cache)
+    yield server
+    server.end()

@@ -1,0 +1,62 @@
+"""A real server: `python -m jpaged.serve` in a process of its own."""
+
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+ARGUMENTS = (
+    *("--port", "0", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"),
+    *("--max-model-len", "256", "--num-blocks", "129"),
+)
+
+
+class ServerProcess:
+    """Starts a server and waits until it serves.
+
+    Attributes:
+        url: Where.
+        process: The server's.
+        log: What it said.
+    """
+
+    def __init__(self, cache: Path, *arguments: str, wait: bool = True):
+        command = [sys.executable, "-m", "jpaged.serve", *ARGUMENTS]
+        command += ["--compilation-cache-dir", str(cache), *arguments]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.log = ""
+        self.url = ""
+        self._ready = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        if wait:
+            self._ready.wait(120)
+            assert self.url, self.log
+
+    def wait(self, seconds: float = 30) -> int:
+        """The exit code."""
+        code = self.process.wait(seconds)
+        self._reader.join(10)
+        self._close()
+        return code
+
+    def end(self) -> None:
+        """End it, if it runs."""
+        self.process.kill()
+        self.process.wait(10)
+        self._reader.join(10)  # the engine's process has the pipe too
+        self._close()
+
+    def _close(self) -> None:
+        if self.process.stderr is not None and not self._reader.is_alive():
+            self.process.stderr.close()
+
+    def _read(self) -> None:
+        for line in self.process.stderr or ():
+            self.log += line
+            found = re.search(r"serving .* at (http://\S+)", line)
+            if found:
+                self.url = found[1]
+                self._ready.set()
+        self._ready.set()

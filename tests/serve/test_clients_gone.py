@@ -1,0 +1,202 @@
+"""A client that goes, in whatever state its request is, takes the request along."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from serve_helpers import QUESTION, RawRequest, Server
+
+from jpaged import Engine
+from jpaged.serve.exchange import StalledClientError
+
+Run = Callable[..., None]
+PATH = "/v1/completions"
+LONG: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True}
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], Engine]:
+    """Makes an engine's steps last, so that there is time to be in each state."""
+
+    def slow_down(engine: Engine) -> Engine:
+        advance = engine.advance
+
+        def lasting() -> None:
+            time.sleep(0.02)
+            advance()
+
+        monkeypatch.setattr(engine, "advance", lasting)
+        return engine
+
+    return slow_down
+
+
+async def until(happened: Callable[[], Any], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            if happened():
+                return
+        except RuntimeError:  # the engine's thread changed what was being counted
+            pass
+        assert time.monotonic() < end, "it did not happen"
+        await asyncio.sleep(0.002)
+
+
+async def leave_and_check(server: Server, requests: list[RawRequest]) -> None:
+    """All clients go; a few steps later nothing is left of their requests."""
+    for request in requests:
+        request.leave()
+    await asyncio.gather(*(request.task for request in requests))
+    await asyncio.sleep(0.03)  # the step that runs at this moment ends
+    before = server.engine.stats().num_steps
+    await server.idle()
+    assert server.engine.stats().num_steps - before <= 3
+    assert not server.serving.engine.runs
+    await server.canary()
+
+
+def run_of(engine: Engine, *states: str) -> bool:
+    """Whether the sequences are in these states, in order of arrival."""
+    return tuple(sequence.status for sequence in engine.block_tables()) == states
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"n": 4}, {"n": 2, "best_of": 4}, {"beam_width": 4, "temperature": 0}],
+    ids=["one", "n", "best_of", "beams"],
+)
+def test_while_decoding(serve: Run, slow: Any, engine: Engine, stream: bool, fields: dict):
+    slow(engine)
+
+    async def scenario(server: Server) -> None:
+        asked = {"prompt": "Hello", **LONG, **fields, "stream": stream}
+        request = RawRequest(server.app, PATH, asked)
+        await until(lambda: engine.stats().num_generated_tokens or engine.stats().num_steps > 3)
+        await until(lambda: any(s.num_computed_tokens > 6 for s in engine.block_tables()))
+        await leave_and_check(server, [request])
+
+    serve(scenario)
+
+
+def test_while_the_prompt_is_computed(serve: Run, slow: Any, engine: Engine):
+    slow(engine)
+
+    async def scenario(server: Server) -> None:
+        request = RawRequest(server.app, PATH, {"prompt": "x" * 250, "max_tokens": 2})
+        await until(lambda: any(0 < s.num_computed_tokens < 200 for s in engine.block_tables()))
+        await leave_and_check(server, [request])
+
+    engine.reset_prefix_cache()
+    serve(scenario)
+
+
+def test_while_queued(serve: Run, slow: Any, engine: Engine):
+    slow(engine)
+
+    async def scenario(server: Server) -> None:
+        full = [RawRequest(server.app, PATH, {"prompt": "Hello", **LONG, "n": 8})]
+        await until(lambda: engine.stats().num_running == 1)
+        queued = RawRequest(server.app, PATH, {"prompt": QUESTION, **LONG})
+        await until(lambda: engine.stats().num_waiting == 1)
+        queued.leave()
+        await until(lambda: engine.stats().num_waiting == 0)
+        assert queued.status == 0
+        await leave_and_check(server, full)
+
+    serve(scenario)
+
+
+def test_while_swapped_out(serve: Run, slow: Any, engines: Any):
+    engine = slow(engines(num_blocks=24, preemption_mode="swap", swap_space=0.1))
+
+    async def scenario(server: Server) -> None:
+        requests = [
+            RawRequest(server.app, PATH, {"prompt": f"{i} Hello", **LONG}) for i in range(3)
+        ]
+        await until(lambda: engine.stats().num_swapped >= 1, 30)
+        await leave_and_check(server, requests)
+        assert engine.stats().num_used_host_blocks == 0
+
+    serve(scenario, engine)
+
+
+def test_before_anything_reaches_the_engine(serve: Run):
+    async def scenario(server: Server) -> None:
+        request = RawRequest(server.app, PATH, {"prompt": "Hello", **LONG})
+        request.leave()
+        await request.task
+        await server.idle()
+        await server.canary()
+
+    serve(scenario)
+
+
+def test_one_of_many_goes(serve: Run, slow: Any, engine: Engine):
+    slow(engine)
+
+    async def scenario(server: Server) -> None:
+        asked = {"prompt": QUESTION, "max_tokens": 64, "temperature": 0}
+        staying = [asyncio.create_task(server.complete(**asked)) for _ in range(5)]
+        leaving = RawRequest(server.app, PATH, {**asked, "stream": True})
+        await leaving.read_some()
+        leaving.leave()
+        texts = [(await each)["choices"][0]["text"] for each in staying]
+        assert texts == ["\n3, 4, 5, 6, 7"] * 5
+
+    serve(scenario)
+
+
+def test_a_slow_reader_stalls_nobody_and_gets_all(serve: Run):
+    async def scenario(server: Server) -> None:
+        asked = {"prompt": "Count from 1 to 30", "max_tokens": 130, "temperature": 0}
+        reader = RawRequest(server.app, PATH, {**asked, "stream": True})
+        await reader.read_some()
+        reader.reading.clear()
+        for _ in range(3):
+            await server.canary()
+        await until(lambda: not server.engine.has_unfinished_requests)
+        assert server.engine.stats().num_free_blocks == server.engine.stats().num_blocks
+        reader.reading.set()
+        await reader.task
+        assert reader.body.endswith(b"data: [DONE]\n\n")
+        expected = (await server.complete(**asked))["usage"]["completion_tokens"]
+        assert reader.body.count(b'"text":') == expected
+
+    serve(scenario)
+
+
+def test_a_reader_that_never_reads_is_dropped(serve: Run, slow: Any, engine: Engine):
+    slow(engine)
+
+    async def scenario(server: Server) -> None:
+        asked = {"prompt": "Hello", **LONG, "stream": True}
+        reader = RawRequest(server.app, PATH, asked)
+        await reader.read_some()
+        reader.reading.clear()
+        with pytest.raises(StalledClientError):
+            await asyncio.wait_for(reader.task, 10)
+        await server.idle()
+
+    serve(scenario, limits={"stall_timeout": 0.3})
+
+
+def test_too_much_left_unread_is_aborted(serve: Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("jpaged.serve.client.MAX_UNREAD", 20)
+
+    async def scenario(server: Server) -> None:
+        before = server.engine.stats().num_generated_tokens
+        reader = RawRequest(server.app, PATH, {"prompt": "Hello", **LONG, "stream": True})
+        await reader.read_some()
+        reader.reading.clear()
+        await until(lambda: not server.engine.has_unfinished_requests)
+        assert server.engine.stats().num_generated_tokens < before + 100
+        reader.reading.set()
+        await reader.task
+        assert b"was not read as it came" in reader.body
+        assert reader.body.endswith(b"data: [DONE]\n\n")
+
+    serve(scenario)

@@ -1,0 +1,139 @@
+"""Figures, snapshots and the published schema."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from serve_helpers import QUESTION, RawRequest, Server
+
+from jpaged import BlockState, Engine
+from jpaged.serve import client
+
+Run = Callable[..., None]
+LONG: dict[str, Any] = {"prompt": "x" * 40, "max_tokens": 200, "ignore_eos": True}
+
+
+async def figures(server: Server) -> dict[str, float]:
+    """Each sample by its name, with its reason if it has one."""
+    text = (await server.http.get("/metrics")).text
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            reason = sample.labels.get("finished_reason", sample.labels.get("le", ""))
+            found[f"{sample.name} {reason}".strip()] = sample.value
+            assert sample.labels["model_name"] == "jpaged-tiny"
+    return found
+
+
+VLLM_NAMES = {
+    *("num_requests_running", "num_requests_waiting", "num_requests_swapped"),
+    *("kv_cache_usage_perc", "prefix_cache_queries_total", "prefix_cache_hits_total"),
+    *("num_preemptions_total", "prompt_tokens_total", "generation_tokens_total"),
+    *("time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket"),
+    *("e2e_request_latency_seconds_bucket", "request_queue_time_seconds_bucket"),
+    *("request_prefill_time_seconds_bucket", "request_decode_time_seconds_bucket"),
+    *("request_inference_time_seconds_bucket", "request_time_per_output_token_seconds_bucket"),
+    *("request_prompt_tokens_bucket", "request_generation_tokens_bucket"),
+    *("request_params_n_bucket", "request_params_max_tokens_bucket", "cache_config_info"),
+}
+
+
+def test_what_is_counted(serve: Run, engine: Engine):
+    engine.reset_prefix_cache()
+    hits = engine.stats().prefix_cache_hits
+
+    async def scenario(server: Server) -> None:
+        await server.complete(prompt=QUESTION, max_tokens=64, temperature=0)
+        await server.complete(prompt=QUESTION, max_tokens=4, temperature=0)
+        await server.complete(prompt="Hello", max_tokens=5, n=2, ignore_eos=True)
+        found = await figures(server)
+        names = {name.partition(" ")[0] for name in found}
+        assert {f"vllm:{name}" for name in VLLM_NAMES} <= names
+        assert found["vllm:prompt_tokens_total"] == 17 + 17 + 5
+        assert found["vllm:generation_tokens_total"] == 15 + 4 + 10
+        assert found["vllm:request_success_total stop"] == 1
+        assert found["vllm:request_success_total length"] == 2
+        assert found["vllm:time_to_first_token_seconds_count"] == 3
+        assert found["vllm:e2e_request_latency_seconds_count"] == 3
+        assert found["vllm:request_queue_time_seconds_count"] == 3
+        assert found["vllm:request_params_n_sum"] == 4
+        assert found["vllm:inter_token_latency_seconds_count"] == 14 + 3 + 4
+        assert found["vllm:prefix_cache_hits_total"] == hits + 16
+        assert found["vllm:num_requests_running"] == 0
+        assert found["vllm:kv_cache_usage_perc"] == 0
+
+    serve(scenario)
+
+
+def test_what_is_aborted_or_fails_is_counted_so(serve: Run):
+    async def scenario(server: Server) -> None:
+        leaving = RawRequest(server.app, "/v1/completions", {**LONG, "stream": True})
+        await leaving.read_some()
+        leaving.leave()
+        await leaving.task
+        found = await figures(server)
+        assert found["vllm:request_success_total abort"] == 1
+
+    serve(scenario)
+
+
+def test_a_snapshot(serve: Run, engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    advance = engine.advance
+    monkeypatch.setattr(engine, "advance", lambda: (time.sleep(0.02), advance()))
+
+    async def scenario(server: Server) -> None:
+        request = RawRequest(server.app, "/v1/completions", {**LONG, "n": 2, "stream": True})
+        await request.read_some()
+        shot = await server.serving.engine.snapshot()
+        assert [each.status for each in shot.sequences] == ["running", "running"]
+        first, second = (each.block_table for each in shot.sequences)
+        assert first[0] == second[0]
+        held = {block.block_id: block for block in shot.blocks if block.state == BlockState.USED}
+        assert set(held) == {*first, *second}
+        assert held[first[0]].ref_cnt == 2
+        assert shot.stats.num_used_blocks == len(held)
+        assert shot.memory.num_blocks == shot.stats.num_blocks
+        request.leave()
+        await request.task
+
+    serve(scenario)
+
+
+def test_snapshots_are_shared_and_few(serve: Run, monkeypatch: pytest.MonkeyPatch):
+    taken = 0
+    block_map = Engine.block_map
+
+    def counted(engine: Engine):
+        nonlocal taken
+        taken += 1
+        return block_map(engine)
+
+    monkeypatch.setattr(Engine, "block_map", counted)
+
+    async def scenario(server: Server) -> None:
+        start = time.monotonic()
+        while time.monotonic() < start + 1:
+            await asyncio.gather(*(server.serving.engine.snapshot() for _ in range(20)))
+        assert 1 <= taken <= client.MAX_SNAPSHOTS_PER_SECOND + 2
+
+    serve(scenario)
+
+
+def test_the_published_schema_has_every_path_and_field(serve: Run):
+    async def scenario(server: Server) -> None:
+        schema = (await server.http.get("/openapi.json")).json()
+        assert schema["openapi"].startswith("3.1")
+        for path, methods in schema["paths"].items():
+            for method in methods:
+                answer = await server.http.request(method.upper(), path)
+                assert answer.status_code not in (404, 405), path
+        fields = schema["components"]["schemas"]["CompletionRequest"]
+        assert fields["required"] == ["prompt"]
+        assert {"n", "stream_options", "use_beam_search"} <= set(fields["properties"])
+        json.dumps(schema, allow_nan=False)
+
+    serve(scenario)

@@ -1,0 +1,162 @@
+"""One request's failure is its own; the engine's is told to everybody."""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from serve_helpers import QUESTION, RawRequest, Server
+
+from jpaged import Engine, Tokenizer
+from jpaged.core.block_manager import BlockManager
+from jpaged.core.scheduler import Scheduler
+from jpaged.request_state import RequestState
+from jpaged.runtime import rows
+from jpaged.runtime.model_runner import ModelRunner
+
+Run = Callable[..., None]
+PATH = "/v1/completions"
+VICTIM: dict[str, Any] = {"prompt": "Hello", "max_tokens": 40, "temperature": 0.125, "seed": 1}
+# The victim is known by its temperature, wherever in the engine it is.
+
+
+def is_victim(*args: Any) -> bool:
+    for arg in args:
+        if isinstance(arg, RequestState):
+            return arg.params.temperature == 0.125
+        request = getattr(arg, "request", arg)
+        if getattr(request, "request_id", None) is not None:
+            # The scheduler's requests know no parameters: the victim's prompt is "Hello".
+            return bytes(request.sequences[0].token_ids[:5]) == b"Hello"
+        if getattr(arg, "temperature", None) is not None:
+            return arg.temperature == 0.125
+        if arg == "Hello":
+            return True
+    return False
+
+
+def failing(target: Callable[..., Any], after: int = 0) -> Callable[..., Any]:
+    calls = iter(range(after))
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if is_victim(*args) and next(calls, None) is None:
+            raise KeyError("/secret/path")
+        return target(*args, **kwargs)
+
+    return wrapper
+
+
+FAULTS = {
+    "tokenising": (Tokenizer, "encode", 0),
+    "queueing": (Scheduler, "add", 0),
+    "scheduling at first": (BlockManager, "share_prefix", 0),
+    "scheduling later": (BlockManager, "append", 1),
+    "sampling": (rows, "encode_row", 0),
+    "detokenising at first": (RequestState, "accept", 0),
+    "detokenising later": (RequestState, "accept", 5),
+    "telling": (RequestState, "take_delta", 3),
+}
+
+
+@contextlib.contextmanager
+def fault(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[None]:
+    owner, attribute, after = FAULTS[name]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, attribute, failing(getattr(owner, attribute), after))
+        yield
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_ends_one_request(
+    serve: Run, monkeypatch: pytest.MonkeyPatch, name: str, capfd: pytest.CaptureFixture[str]
+):
+    async def scenario(server: Server) -> None:
+        asked = {"prompt": QUESTION, "max_tokens": 64, "temperature": 0}
+        others = [asyncio.create_task(server.complete(**asked)) for _ in range(4)]
+        with fault(monkeypatch, name):
+            whole = await server.http.post(PATH, json=VICTIM)
+            assert whole.status_code == 500
+            error = whole.json()["error"]
+            assert error["type"] == "server_error"
+            assert "secret" not in error["message"]
+        with fault(monkeypatch, name):
+            streamed = RawRequest(server.app, PATH, {**VICTIM, "stream": True})
+            await streamed.task
+        if streamed.status == 200:
+            *_, last, done, _ = streamed.body.decode().split("\n\n")
+            assert json.loads(last.removeprefix("data: "))["error"] == error
+            assert done == "data: [DONE]"
+        else:
+            assert (streamed.status, json.loads(streamed.body)["error"]) == (500, error)
+        texts = [(await other)["choices"][0]["text"] for other in others]
+        assert texts == ["\n3, 4, 5, 6, 7"] * 4
+        await server.canary()
+        assert (await server.http.get("/health")).status_code == 200
+
+    serve(scenario)
+
+
+@pytest.fixture
+def doomed(compilation_cache: Any) -> Engine:
+    """An engine of one's own, to be broken."""
+    return Engine(
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        max_model_len=256,
+        num_blocks=129,
+        compilation_cache_dir=compilation_cache,
+    )
+
+
+def test_a_device_fault_is_told_to_everybody(
+    serve: Run, doomed: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    async def scenario(server: Server) -> None:
+        asked = {"prompt": "Hello", "max_tokens": 200, "ignore_eos": True}
+        advance = doomed.advance
+        monkeypatch.setattr(doomed, "advance", lambda: (time.sleep(0.02), advance()))
+        streamed = RawRequest(server.app, PATH, {**asked, "stream": True})
+        whole = RawRequest(server.app, PATH, asked)
+        await streamed.read_some()
+
+        def lose(*_: Any) -> None:
+            raise RuntimeError("the device is lost at /secret/path")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ModelRunner, "launch", lose)
+            await asyncio.gather(streamed.task, whole.task)
+        assert (streamed.status, whole.status) == (200, 503)
+        *_, last, done, _ = streamed.body.decode().split("\n\n")
+        assert json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error"
+        assert done == "data: [DONE]"
+        assert b"secret" not in streamed.body + whole.body
+        for path in ("/health", "/ready", "/ping"):
+            assert (await server.http.get(path)).status_code == 503
+        answer = await server.http.post(PATH, json=asked)
+        assert answer.status_code == 503
+        assert int(answer.headers["retry-after"]) >= 1
+        assert server.serving.engine.death == (
+            "RuntimeError: the device is lost at /secret/path"  # for the log alone
+        )
+
+    serve(scenario, doomed)
+
+
+def test_a_loop_that_stands_still_is_not_healthy(
+    serve: Run, engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    advance = engine.advance
+    monkeypatch.setattr(engine, "advance", lambda: (time.sleep(2.0), advance()))
+
+    async def scenario(server: Server) -> None:
+        assert (await server.http.get("/health")).status_code == 200
+        asking = asyncio.create_task(server.complete(prompt="Hello", max_tokens=1))
+        await asyncio.sleep(1.6)
+        assert (await server.http.get("/health")).status_code == 503
+        await asking
+        assert (await server.http.get("/health")).status_code == 200
+
+    serve(scenario, limits={"health_timeout": 1.2})

@@ -1,0 +1,158 @@
+"""Keys, shares, queues and time limits."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from serve_helpers import QUESTION, RawRequest, Server
+
+from jpaged import Engine
+
+Run = Callable[..., None]
+PATH = "/v1/completions"
+LONG: dict[str, Any] = {"prompt": "Hello", "max_tokens": 200, "ignore_eos": True}
+
+
+@pytest.fixture
+def slow(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    advance = engine.advance
+    monkeypatch.setattr(engine, "advance", lambda: (time.sleep(0.02), advance()))
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def test_with_keys_all_is_denied_without_one(serve: Run):
+    async def scenario(server: Server) -> None:
+        http = server.http
+        for path in ("/health", "/ready", "/ping"):
+            assert (await http.get(path)).status_code == 200
+        closed = ("/v1/models", "/metrics", "/version", "/load", "/openapi.json", "/", "/x")
+        for path in closed:
+            for headers in ({}, bearer("no"), bearer(""), {"Authorization": "Basic one"}):
+                answer = await http.get(path, headers=headers)
+                assert answer.status_code == 401
+                assert answer.json()["error"]["message"]
+        for path in (PATH, "/v1/chat/completions", "/tokenize", "/detokenize", "/health/../x"):
+            assert (await http.post(path, json={})).status_code == 401
+        for key in ("one", "two"):
+            assert (await http.get("/v1/models", headers=bearer(key))).status_code == 200
+        assert (await http.get("/v1/models", headers={"authorization": "bearer one"})).is_success
+
+    serve(scenario, api_keys=("one", "two"))
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_full_queue(serve: Run, engine: Engine):
+    async def scenario(server: Server) -> None:
+        first = [RawRequest(server.app, PATH, LONG) for _ in range(10)]  # 8 run, 2 wait
+        await asyncio.sleep(0.2)
+        answer = await server.http.post(PATH, json=LONG)
+        assert answer.status_code == 503
+        assert int(answer.headers["retry-after"]) >= 1
+        assert (await server.http.get("/load")).json() == {"server_load": 10}
+        for request in first:
+            request.leave()
+        await asyncio.gather(*(request.task for request in first))
+        await server.canary()
+
+    serve(scenario, limits={"max_num_queued_reqs": 2})
+
+
+@pytest.mark.usefixtures("slow")
+def test_nobody_waits_where_there_is_no_queue(serve: Run):
+    async def scenario(server: Server) -> None:
+        running = RawRequest(server.app, PATH, {**LONG, "n": 8})
+        await asyncio.sleep(0.2)
+        assert (await server.http.post(PATH, json=LONG)).status_code == 503
+        running.leave()
+        await running.task
+        await server.canary()
+        answer = await server.http.post(PATH, json={**LONG, "prompt": ["a"] * 9})
+        assert answer.status_code == 400  # it could never be admitted
+
+    serve(scenario, limits={"max_num_queued_reqs": 0})
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_clients_share(serve: Run):
+    async def scenario(server: Server) -> None:
+        def ask(key: str, **fields: Any):
+            return server.http.post(PATH, json={**LONG, **fields}, headers=bearer(key))
+
+        running = [asyncio.create_task(ask("one", max_tokens=40)) for _ in range(2)]
+        await asyncio.sleep(0.2)
+        answer = await ask("one")
+        assert answer.status_code == 429
+        assert int(answer.headers["retry-after"]) >= 1
+        assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+        assert (await ask("two", max_tokens=1)).status_code == 200
+        assert [(await each).status_code for each in running] == [200, 200]
+        assert (await ask("one", max_tokens=1)).status_code == 200
+
+    serve(scenario, api_keys=("one", "two"), limits={"max_num_client_reqs": 2})
+
+
+@pytest.mark.usefixtures("slow")
+def test_waiting_too_long(serve: Run):
+    async def scenario(server: Server) -> None:
+        running = RawRequest(server.app, PATH, {**LONG, "n": 8, "stream": True})
+        await running.read_some()
+        answer = await server.http.post(PATH, json=LONG)
+        assert answer.status_code == 503
+        assert "waited too long" in answer.json()["error"]["message"]
+        assert not running.task.done()
+        running.leave()
+        await running.task
+
+    serve(scenario, limits={"queue_timeout": 0.3})
+
+
+@pytest.mark.usefixtures("slow")
+def test_taking_too_long(serve: Run):
+    async def scenario(server: Server) -> None:
+        answer = await server.http.post(PATH, json=LONG)
+        assert answer.status_code == 503
+        assert "took too long" in answer.json()["error"]["message"]
+        streamed = RawRequest(server.app, PATH, {**LONG, "stream": True})
+        await streamed.task
+        assert streamed.status == 200
+        assert b"took too long" in streamed.body
+        assert streamed.body.endswith(b"data: [DONE]\n\n")
+
+    serve(scenario, limits={"request_timeout": 0.5})
+
+
+@pytest.mark.usefixtures("slow")
+def test_draining(serve: Run):
+    async def scenario(server: Server) -> None:
+        asked = {"prompt": QUESTION, "max_tokens": 64, "temperature": 0}
+        running = asyncio.create_task(server.complete(**asked))
+        cut = asyncio.create_task(server.complete(**LONG, n=2))
+        streamed = RawRequest(server.app, PATH, {**LONG, "stream": True})
+        await streamed.read_some()
+        server.serving.close_door()
+        assert (await server.http.get("/health")).status_code == 200
+        assert (await server.http.get("/ready")).status_code == 503
+        refused = await server.http.post(PATH, json=asked)
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"]
+        assert (await running)["choices"][0]["finish_reason"] == "stop"
+        server.serving.engine.cut_all()
+        reasons = [choice["finish_reason"] for choice in (await cut)["choices"]]
+        assert reasons == ["abort", "abort"]
+        await streamed.task
+        assert b'"finish_reason":"abort"' in streamed.body
+        assert streamed.body.endswith(b"data: [DONE]\n\n")
+
+    serve(scenario)
+
+
+def test_a_priority_where_the_server_looks_at_them(serve: Run, engines: Any):
+    async def scenario(server: Server) -> None:
+        await server.complete(prompt="a", max_tokens=1, priority=-5)
+
+    serve(scenario, engines(scheduling_policy="priority"))
