@@ -153,6 +153,12 @@ class BlockManager:
         child.num_chained_blocks = parent.num_chained_blocks
         child.chain_content = parent.chain_content
 
+    def trim(self, sequence: Sequence) -> None:
+        """Give back blocks past those that its computed tokens fill: of a step that was not made."""
+        needed = self.num_blocks_for(sequence.num_computed_tokens)
+        self.pool.free(reversed(sequence.block_table[needed:]))
+        del sequence.block_table[needed:]
+
     def free(self, sequence: Sequence) -> None:
         """Give the sequence's blocks back, tail first: of a sequence that stays cached, the tail
         is then evicted before the head, without which the tail is of no use."""

@@ -36,7 +36,9 @@ class StepDraft:
         """Take a request's sequences out again; the request is to end at once."""
         for row in self.scheduled:
             if row.sequence.request is request:
+                row.sequence.num_computed_tokens = row.start
                 row.sequence.num_in_flight_steps -= 1
+                row.sequence.num_pending_tokens -= row.samples
         self.scheduled = [row for row in self.scheduled if row.sequence.request is not request]
         for sequence in request.live:
             if sequence in self.joined:

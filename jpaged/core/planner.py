@@ -35,12 +35,13 @@ class Planner:
         self._manager, self._swap_space, self._roster = manager, swap_space, roster
         self._admission = Admission(config, manager, swap_space, running)
         self._preempted: list[str] = []
-        self._faults: list[tuple[Request, Exception]] = []
+        self._faults: dict[Request, Exception] = {}
 
     def fill(self, draft: StepDraft) -> None:
         """Place all that the step computes."""
-        if self._by_priority:
-            self._yield_to_urgent()
+        if self._by_priority and self.waiting:
+            with self._contained(self.waiting.first):
+                self._yield_to_urgent()
         self._continue_running(draft)
         if not draft.has_preempted:
             self._admit_waiting(draft)
@@ -51,12 +52,12 @@ class Planner:
         self._preempted.clear()
         return preempted
 
-    def take_faults(self) -> list[tuple[Request, Exception]]:
+    def take_faults(self) -> dict[Request, Exception]:
         """Requests that could not be planned for, since the last call, and what was in the way.
 
         They are where they were, perhaps with more blocks than they use.
         """
-        faults, self._faults = self._faults, []
+        faults, self._faults = self._faults, {}
         return faults
 
     def _continue_running(self, draft: StepDraft) -> None:
@@ -75,7 +76,7 @@ class Planner:
         try:
             yield
         except Exception as error:
-            self._faults.append((request, error))
+            self._faults.setdefault(request, error)
 
     def _continue(self, draft: StepDraft, request: Request) -> None:
         """Give a running request its share of the step, all of its sequences or none."""

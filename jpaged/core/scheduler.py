@@ -156,12 +156,14 @@ class Scheduler:
         draft = StepDraft(self.config.max_num_batched_tokens)
         self._planner.fill(draft)
         faults = self._planner.take_faults()
-        for request, _ in faults:
+        for request in faults:
             draft.drop(request)
+            for sequence in request.live:
+                self.block_manager.trim(sequence)
             self._end(request, FinishReason.ERROR)
         plan = self._plan(draft) if draft.scheduled or self.swap_space.has_returns else None
         if faults:
-            self._faults += faults
+            self._faults += faults.items()
             self.check_integrity()  # damage to what all share is not one request's own
         return plan
 

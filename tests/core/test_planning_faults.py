@@ -1,0 +1,138 @@
+"""What goes wrong in planning for one request ends that request, and leaves the books in order."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from core_driver import Driver, make_request, make_scheduler
+from test_random_groups import Tally, Work
+
+from jpaged.core import planner
+from jpaged.core.block_manager import BlockManager
+from jpaged.core.draft import StepDraft
+from jpaged.core.errors import IntegrityError
+from jpaged.core.plan import StepPlan
+from jpaged.core.request import FinishReason
+from jpaged.core.swap import SwapSpace
+
+SEEDS = 200
+PLACES: list[tuple[Any, str, bool]] = [
+    (StepDraft, "place", True),
+    (BlockManager, "append", True),
+    (BlockManager, "share_prefix", True),
+    (BlockManager, "num_new_blocks_of", True),
+    (BlockManager, "find_prefix", True),
+    (SwapSpace, "find", True),
+    (planner, "fan_out", False),
+    (planner, "work_of", True),
+    (planner, "set_stem", True),
+]
+"""Where it goes wrong, and whether also once the work there is done."""
+RARE = ("fan_out", "find", "share_prefix")
+
+
+class Injected(Exception):
+    pass
+
+
+@contextmanager
+def faults(pick: random.Random, happened: Counter[str]) -> Iterator[None]:
+    """Every now and then a call fails, before or after it does anything."""
+
+    def failing(name: str, target: Callable[..., Any], also_after: bool) -> Callable[..., Any]:
+        def wrapper(*args: Any) -> Any:
+            if pick.random() < (0.1 if name in RARE else 0.01):
+                if also_after and pick.random() < 0.5:
+                    target(*args)
+                happened[name] += 1
+                raise Injected(name)
+            return target(*args)
+
+        return wrapper
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name, also_after in PLACES:
+            patch.setattr(owner, name, failing(name, getattr(owner, name), also_after))
+        yield
+
+
+class FaultyDriver(Driver):
+    """Knows that a turn can plan nothing because the only request's planning failed."""
+
+    def step(self) -> StepPlan | None:
+        plan = self.scheduler.schedule()
+        failed = self.scheduler.take_faults()
+        for request, error in failed:
+            assert isinstance(error, Injected)
+            assert request.finish_reason is FinishReason.ERROR
+            assert request not in self.scheduler.unfinished
+        self.scheduler.check_integrity()
+        if plan is not None:
+            assert not {row.sequence.request for row in plan.scheduled} & {r for r, _ in failed}
+            self.plans.append(plan)
+            self.in_flight.append((plan, *self.device.launch(plan)))
+        elif not self.in_flight:
+            assert failed or not self.scheduler.has_unfinished
+        if len(self.in_flight) > (self.lag if plan is not None else 0):
+            self.read()
+        return plan
+
+
+class FaultyWork(Work):
+    def _make_driver(self) -> Driver:
+        driver = super()._make_driver()
+        return FaultyDriver(driver.scheduler, driver.lag)
+
+    def step(self) -> None:
+        self.driver.step()
+
+
+def test_random_faults_in_planning():
+    happened: Counter[str] = Counter()
+    for seed in range(SEEDS):
+        try:
+            with faults(random.Random(-seed), happened):
+                FaultyWork(seed, Tally()).run()
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
+    assert all(happened[name] >= 5 for _, name, _ in PLACES), happened
+
+
+def test_the_others_go_on():
+    scheduler = make_scheduler(num_blocks=33)
+    driver = FaultyDriver(scheduler)
+    for name in "123":
+        driver.add(make_request(name, 5))
+    append = BlockManager.append
+
+    def fails_for_two(manager: BlockManager, sequence: Any, num_tokens: int) -> Any:
+        if sequence.request.request_id == "2":
+            raise Injected
+        return append(manager, sequence, num_tokens)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BlockManager, "append", fails_for_two)
+        plan = driver.step()
+    assert plan is not None
+    assert [row.sequence.request.request_id for row in plan.scheduled] == ["1"]
+    driver.run()
+    reasons = [driver.requests[name].finish_reason for name in "123"]
+    assert reasons == [FinishReason.LENGTH, FinishReason.ERROR, FinishReason.LENGTH]
+
+
+def test_damage_to_the_books_is_nobodys_own():
+    scheduler = make_scheduler(num_blocks=33)
+    scheduler.add(make_request("1", 5))
+
+    def lose_a_block(manager: BlockManager, *_: Any) -> Any:
+        manager.pool.allocate(1)
+        raise Injected
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BlockManager, "append", lose_a_block)
+        with pytest.raises(IntegrityError):
+            scheduler.schedule()

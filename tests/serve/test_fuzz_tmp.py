@@ -1,0 +1,102 @@
+"""Requests made from the published schema, and requests made to be wrong: an answer or an error in
+the published shape, never a fault; and after each the server is as it was."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from schema_strategies import ANYTHING, values_of
+from serve_helpers import Server
+
+from jpaged.serve.openapi import openapi
+
+Run = Callable[..., None]
+DOCUMENT = json.loads(json.dumps(openapi()))
+POSTS = {path: methods["post"] for path, methods in DOCUMENT["paths"].items() if "post" in methods}
+COUNTS: dict = {}
+FUZZ = settings(
+    max_examples=600,
+    deadline=None,
+    suppress_health_check=[
+        HealthCheck.too_slow,
+        HealthCheck.filter_too_much,
+        HealthCheck.data_too_large,
+    ],
+)
+
+
+def body_schema(path: str) -> dict[str, Any]:
+    return POSTS[path]["requestBody"]["content"]["application/json"]["schema"]
+
+
+def fields_of(path: str) -> list[str]:
+    name = body_schema(path)["$ref"].rpartition("/")[2]
+    return sorted(DOCUMENT["components"]["schemas"][name]["properties"])
+
+
+async def check_answer(server: Server, path: str, body: bytes) -> None:
+    headers = {"Content-Type": "application/json"}
+    answer = await server.http.post(path, content=body, headers=headers)
+    COUNTS[answer.status_code] = COUNTS.get(answer.status_code, 0) + 1
+    print(COUNTS)
+    assert str(answer.status_code) in POSTS[path]["responses"], (body, answer.text)
+    assert answer.status_code < 500, (body, answer.text)
+    if answer.status_code != 200:
+        error = answer.json()["error"]
+        assert isinstance(error["message"], str)
+        assert error["param"] is None or isinstance(error["param"], str)
+    elif answer.headers["content-type"].startswith("text/event-stream"):
+        assert answer.content.endswith(b"data: [DONE]\n\n")
+        assert b'"error"' not in answer.content
+    else:
+        answer.json()
+
+
+def fuzz(serve: Run, path: str, bodies: st.SearchStrategy[bytes]) -> None:
+    async def scenario(server: Server) -> None:
+        made: list[bytes] = []
+
+        # Hypothesis calls plain functions: it makes the bodies first, and then they are sent.
+        @FUZZ
+        @given(bodies)
+        def collect(body: bytes) -> None:
+            made.append(body)
+
+        collect()
+        for body in made:
+            await check_answer(server, path, body)
+        await server.idle()
+        await server.canary()
+
+    serve(scenario, limits={"max_body_bytes": 100_000})
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_what_the_schema_accepts(serve: Run, path: str):
+    fuzz(serve, path, values_of(body_schema(path), DOCUMENT).map(as_json))
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_fields_of_any_value(serve: Run, path: str):
+    good = values_of(body_schema(path), DOCUMENT)
+    spoilt = st.dictionaries(st.sampled_from(fields_of(path)), ANYTHING, min_size=1, max_size=3)
+    fuzz(serve, path, st.builds(lambda a, b: as_json(a | b), good, spoilt))
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_bytes_of_any_kind(serve: Run, path: str):
+    good = values_of(body_schema(path), DOCUMENT).map(as_json)
+    torn = st.builds(
+        lambda body, at, junk: body[:at] + junk + body[at:],
+        good,
+        st.integers(0, 60),
+        st.binary(max_size=4),
+    )
+    fuzz(serve, path, ANYTHING.map(as_json) | st.binary(max_size=50) | torn)
+
+
+def as_json(value: Any) -> bytes:
+    return json.dumps(value).encode()
