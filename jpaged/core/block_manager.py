@@ -154,15 +154,16 @@ class BlockManager:
         child.chain_content = parent.chain_content
 
     def trim(self, sequence: Sequence) -> None:
-        """Give back blocks past those that its computed tokens fill: of a step that was not made."""
-        needed = self.num_blocks_for(sequence.num_computed_tokens)
-        self.pool.free(reversed(sequence.block_table[needed:]))
-        del sequence.block_table[needed:]
+        """Give back blocks past those that computed tokens fill: of a step that was not made."""
+        table, needed = sequence.block_table, self.num_blocks_for(sequence.num_computed_tokens)
+        if len(table) > needed:
+            self.pool.free(reversed(table[needed:]))
+            sequence.block_table = table[:needed]  # another list: see `watch.py`
 
     def free(self, sequence: Sequence) -> None:
         """Give the sequence's blocks back, tail first: of a sequence that stays cached, the tail
         is then evicted before the head, without which the tail is of no use."""
-        self.pool.free(sequence.block_table[::-1])
+        self.pool.free(reversed(sequence.block_table))
         sequence.block_table = []
         sequence.num_chained_blocks, sequence.chain_content = 0, ROOT_CONTENT
 

@@ -176,8 +176,9 @@ class BlockPool:
         for journal in self.journals:
             journal.update(block_ids)
 
-    def touch(self, block_ids: Collection[int]) -> None:
+    def touch(self, block_ids: Iterable[int]) -> None:
         """Add a reference to each block, taking it out of the free queue if it lies there."""
+        block_ids = list(block_ids)
         for block_id in block_ids:
             block = self._handed_out(block_id)
             if block.ref_cnt == 0:
@@ -186,8 +187,9 @@ class BlockPool:
             block.ref_cnt += 1
         self.note(block_ids)
 
-    def free(self, block_ids: Collection[int]) -> None:
+    def free(self, block_ids: Iterable[int]) -> None:
         """Drop a reference to each block; those without any queue up in the order given."""
+        block_ids = list(block_ids)
         for block_id in block_ids:
             block = self._handed_out(block_id)
             if block.ref_cnt == 0:

@@ -48,4 +48,4 @@ class Pins:
             raise ValueError(f"there is no pin {pin_id!r}: it was never made, or is unpinned")
         block_ids = self._blocks_of.pop(pin_id)
         self._holders -= Counter(block_ids)
-        self._pool.free(block_ids[::-1])
+        self._pool.free(reversed(block_ids))

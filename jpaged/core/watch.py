@@ -238,8 +238,11 @@ def _holds(sequence: TokenSequence) -> bool:
 
 
 def _num_kept(known: _Known, table: list[int]) -> int:
-    """Leading entries that did not change: a table only grows, and only its last entry is ever
-    replaced (copy on write), or it is another list."""
+    """Leading entries that did not change.
+
+    A table that stays the same list only grows, and only its last entry is ever replaced (copy on
+    write); whatever else happens to it, the block manager makes another list of it.
+    """
     num_blocks = known.num_blocks
     if table is not known.table or not num_blocks:
         return 0

@@ -119,6 +119,21 @@ def test_a_copy_on_write_replaces_the_last_entry():
     replica.check()
 
 
+def test_a_table_that_was_trimmed_and_grew_again():
+    driver = driver_of(make_request("1", 12, max_tokens=9), num_blocks=9)
+    manager, replica = driver.scheduler.block_manager, Replica(driver.scheduler)
+    driver.step()
+    replica.look()
+    [sequence] = driver.scheduler.roster.known.values()
+    sequence.num_computed_tokens = 3  # as if the step had not been made
+    manager.trim(sequence)
+    manager.append(sequence, 9)
+    sequence.num_computed_tokens = 12
+    replica.look()
+    replica.check()
+    assert replica.tables[1] == sequence.block_table == [1, 4, 5]
+
+
 def test_a_watch_that_begins_late_sees_all():
     driver = driver_of(make_request("1", 9, max_tokens=3), num_blocks=9, digest="xxh3")
     driver.run()
