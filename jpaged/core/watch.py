@@ -152,13 +152,11 @@ class PoolWatch:
         return BlockChanges(block_ids, counts, hashes)
 
     def _look_at_sequences(self, changes: PoolChanges) -> None:
-        roster = self._scheduler.roster.known
         for seq_id, known in list(self._known.items()):
-            sequence = known.sequence
-            if roster.get(seq_id) is not sequence or not _holds(sequence):
+            if not _holds(known.sequence):
                 del self._known[seq_id]
                 changes.gone.append(seq_id)
-        for seq_id, sequence in roster.items():
+        for seq_id, sequence in self._scheduler.roster.known.items():
             if _holds(sequence):
                 self._look_at_sequence(changes, seq_id, sequence)
 
