@@ -3,10 +3,13 @@
 A camera stands idle until somebody asks for frames. Then it looks after steps, as often as a small
 share of the time allows: after every step of a small engine, so that each block can be watched as
 it is taken, shared, copied and given back; of a large one after some. Frames that nobody fetched
-are merged, and a camera that nobody asks any more stops.
+are merged. A camera that nobody asks any more stops; so does one that fails, and the engine goes
+on.
 """
 
+import sys
 import time
+import traceback
 from collections.abc import Callable
 
 from jpaged import Engine, PoolWatch
@@ -39,6 +42,7 @@ class Camera:
         self._clock = clock
         self._watch: PoolWatch | None = None
         self._frames: list[Frame] = []
+        self._has_failed = False
         self._epoch = self._num_steps = 0
         self._next_look = self._last_fetch = 0.0
 
@@ -54,7 +58,8 @@ class Camera:
             self._look(self._watch, now)
 
     def fetch(self, epoch: int = 0, tokens: bool = False) -> Frames:
-        """The frames since the last call; the first call starts the camera.
+        """The frames since the last call; the first call starts the camera, as does the first one
+        after it failed.
 
         Args:
             epoch: The one of the last answer. If it is not the camera's, it starts anew, and the
@@ -62,13 +67,18 @@ class Camera:
             tokens: Whether the frames of a camera that starts shall tell the blocks' tokens.
         """
         now = self._last_fetch = self._clock()
-        if self._watch is None or epoch != self._epoch:
-            self.stop()
-            self._watch = self._engine.watch_pool(NUM_TOKEN_BLOCKS if tokens else 0)
-            self._epoch += 1
-        self._look(self._watch, now)
+        if not self._has_failed:
+            if self._watch is None or epoch != self._epoch:
+                self._start(tokens)
+            self._look(self._watch, now)
         frames, self._frames = self._frames, []
-        return Frames(self._epoch, frames, self._engine.stats())
+        failed, self._has_failed = self._has_failed, False
+        return Frames(self._epoch, frames, self._engine.stats(), failed)
+
+    def _start(self, tokens: bool) -> None:
+        self.stop()
+        self._watch = self._engine.watch_pool(NUM_TOKEN_BLOCKS if tokens else 0)
+        self._epoch += 1
 
     def stop(self) -> None:
         """Look no more until the next `fetch`."""
@@ -77,7 +87,12 @@ class Camera:
         self._watch, self._frames = None, []
 
     def _look(self, watch: PoolWatch, now: float) -> None:
-        changes = watch.look()
-        if changes:
-            self._frames.append(encode(changes, self._num_steps))
+        try:
+            changes = watch.look()
+            if changes:
+                self._frames.append(encode(changes, self._num_steps))
+        except Exception as error:
+            traceback.print_exception(error, file=sys.stderr)
+            self.stop()
+            self._has_failed = True
         self._next_look = now + (self._clock() - now) / MOST_TIME

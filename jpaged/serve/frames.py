@@ -131,11 +131,13 @@ class Frames(msgspec.Struct, tag=True):
         epoch: When the camera began: with another one than before, the first frame shows all.
         frames: As `picture.encode` makes them.
         stats: As `Engine.stats()` gives them, now.
+        failed: Whether the camera failed since, and said why in the log.
     """
 
     epoch: int
     frames: list[dict[str, Any]]
     stats: EngineStats
+    failed: bool = False
 
 
 Command = Start | Add | Abort | AskSnapshot | AskFrames | Stop

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from jpaged import EngineStats
-from jpaged.serve.errors import not_serving
+from jpaged.serve.errors import failed, not_serving
 from jpaged.serve.frames import Frames
 from jpaged.serve.picture import PictureState, for_viewers
 
@@ -138,6 +138,8 @@ class PictureHub:
                 viewer.news.set()
 
     def _take(self, news: Frames) -> None:
+        if news.failed:
+            raise failed()
         if news.epoch != self._epoch:
             self._epoch = news.epoch
             self._state = PictureState(self._description["num_blocks"])

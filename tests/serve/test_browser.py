@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 from browsing import find_browser, serving
 
+from jpaged import Engine, SamplingParams
+from jpaged.serve.camera import Camera
+from jpaged.serve.picture import PictureState
+
 pytestmark = pytest.mark.slow
 KEY = "open-sesame-42"
 WAIT = 20_000  # milliseconds
@@ -252,6 +256,60 @@ def test_a_hundred_thousand_blocks(pages: Pages, record_property: Callable):
     assert times["whole"] < 1500  # two slow cores without a graphics card
     assert times["change"] < 100
     assert page.evaluate("jpaged.grid.columns * jpaged.grid.size") <= 1280
+
+
+def test_the_page_and_python_agree_on_frames(pages: Pages, engines: Callable[..., Engine]):
+    """Samples, beams, ends and swaps in a pool that is too small for them."""
+    engine = engines(num_blocks=21, preemption_mode="swap", swap_space=0.002)
+    camera, state = Camera(engine, clock=lambda: 0.0), PictureState(21)
+    frames = camera.fetch().frames
+    for i in range(6):
+        kinds = ({"n": 3, "temperature": 2.0}, {"beam_width": 3, "n": 3}, {"temperature": 0.0})
+        params = SamplingParams(max_tokens=60, ignore_eos=True, **kinds[i % 3])  # pyright: ignore
+        engine.add_request("Count from 1 to 20" * (1 + i % 2), params, request_id=f"r{i}")
+    rounds = 0
+    while engine.has_unfinished_requests:
+        engine.step()
+        camera.see()
+        rounds += 1
+        if rounds == 30:
+            engine.abort("r2")
+        if rounds % 16 == 0 or not engine.has_unfinished_requests:
+            frames += camera.fetch(1).frames
+    assert engine.stats().num_swapped_out_blocks > 0
+    page = opened(pages)
+    seen = page.evaluate(REPLAY, frames)
+    assert len(seen) == len(frames) > 40
+    for frame, shown in zip(frames, seen, strict=True):
+        state.apply(frame)
+        tables = {str(i): table for i, (*_, table) in state.tables.items()}
+        assert shown["counts"] == state.counts.tolist()
+        assert shown["hashes"] == state.hashes.tolist()
+        assert shown["tables"] == {i: table.tolist() for i, table in tables.items()}
+        assert shown["computed"] == {str(i): table[5] for i, table in state.tables.items()}
+        assert shown["images"] == state.images
+        held = [block for table in tables.values() for block in table.tolist()]
+        assert (shown["numLogical"], shown["numUsed"]) == (len(held), len(set(held)))
+        for block in set(held):  # in the colour of one who holds it
+            holders = {table[1] for table in state.tables.values() if block in table[-1]}
+            assert shown["owners"][block] in holders
+
+
+REPLAY = """async (frames) => {
+  const { Pool } = await import("/picture/pool.js");
+  const pool = new Pool({ num_blocks: 21, block_size: 16 });
+  return frames.map((frame) => {
+    pool.apply(frame);
+    const names = new Map([...pool.requests].map(([name, number]) => [number, name]));
+    const all = [...pool.sequences];
+    const each = (part) => Object.fromEntries(all.map(([id, s]) => [id, s[part]]));
+    const { numLogical, numUsed, images } = pool;
+    const owners = [...pool.owners].map((number) => names.get(number) ?? "");
+    const blocks = { counts: [...pool.counts], hashes: [...pool.hashes], owners };
+    return { ...blocks, numLogical, numUsed, images,
+      tables: structuredClone(each("blocks")), computed: each("computed") };
+  });
+}"""
 
 
 LARGE_POOL = """async () => {

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, aclosing
 import numpy as np
 import pytest
 
-from jpaged import Engine, EngineStats, PoolChanges, SamplingParams
+from jpaged import Engine, EngineStats, PoolChanges, PoolWatch, SamplingParams
 from jpaged.core.watch import BlockChanges, TableChange
 from jpaged.serve import picture_hub
 from jpaged.serve.camera import MAX_FRAMES, PATIENCE, Camera
@@ -200,6 +200,21 @@ def test_unfetched_frames_are_merged(engine: Engine):
     assert len(camera.fetch(epoch).frames) == MAX_FRAMES + 1
 
 
+def test_a_camera_that_fails_stops_and_the_engine_goes_on(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    camera = Camera(engine, clock=Clock())
+    epoch = camera.fetch().epoch
+    with monkeypatch.context() as patch:
+        patch.setattr(PoolWatch, "look", lambda self: 1 / 0)
+        run(engine, camera, max_tokens=2)
+    assert "ZeroDivisionError" in capsys.readouterr().err
+    told = camera.fetch(epoch)
+    assert (told.failed, told.frames) == (True, [])
+    anew = camera.fetch(epoch)
+    assert (anew.failed, anew.epoch, len(anew.frames)) == (False, epoch + 1, 1)
+
+
 def test_a_camera_stops_when_nobody_asks(engine: Engine):
     clock = Clock()
     camera = Camera(engine, clock=clock)
@@ -292,6 +307,20 @@ def test_streams_fail_with_the_engine():
             with pytest.raises(ApiError, match="not running"):
                 await anext(events)
         assert hub.num_viewers == 0
+
+    asyncio.run(watch())
+
+
+def test_streams_fail_with_the_camera():
+    async def watch() -> None:
+        bad = Frames(1, [], EngineStats(16, 8, 8, 0), failed=True)
+        hub = hub_of(Source(shots(BLOCK), bad, shots(epoch=2)))
+        async with aclosing(hub.watch()) as events:
+            await anext(events)
+            with pytest.raises(ApiError, match="log"):
+                await anext(events)
+        async with aclosing(hub.watch()) as events:  # whoever comes again sees it all
+            assert parse(await anext(events))[0] == "snapshot"
 
     asyncio.run(watch())
 

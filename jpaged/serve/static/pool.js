@@ -79,7 +79,7 @@ export class Pool {
       if (before <= 0 && now > 0) events.taken.push(id);
       else if (now > before && before > 0) events.shared.push(id);
       else if (before > 0 && now <= 0) events.freed.push(id);
-      if (now === 0) this.owners[id] = 0;
+      if (now === 0 || (before <= 0 && now > 0)) this.owners[id] = 0; // whoever takes it, owns it
       if (now === 0 || (before <= 0 && now > 0 && !this.hashes[id])) this.text.delete(id);
       changed.add(id);
     }
