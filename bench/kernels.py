@@ -1,4 +1,4 @@
-"""Times the attention kernels on this machine's GPU and prints them beside their marks.
+"""Times the kernels on this machine's GPU and prints them beside their marks.
 
     python -m bench.kernels [--repeats 7]
 
@@ -7,6 +7,9 @@ pool is read from the chip's cache twice in a row); blocks of such calls are lau
 and waited for once. A figure is the median over the blocks of (block time / calls in it), so it
 holds the op as a serving step runs it, with the launch gaps the GPU cannot hide.
 Bytes are keys and values read once; FLOPs are 4 * N * H for each (query, visible key).
+What paging costs is the time over blocks in random order, over that of the same kernel with each
+sequence's blocks side by side. Sampling is a whole top-p sample step's choice: temperature,
+truncation, noise, argmax.
 """
 
 import argparse
@@ -21,6 +24,9 @@ import numpy as np
 
 from bench.compare import parse_arguments
 from bench.records import print_table, record
+from jpaged import SamplingParams
+from jpaged.runtime.sampler import required_level, sample
+from jpaged.runtime.sampling_state import decode_rows, encode_row
 from pallas_kernels import (
     Backend,
     LayerKV,
@@ -72,11 +78,18 @@ CASES = [
 ]
 
 
-def build(case, seed=0):
-    """(queries, pools, tables and lengths) of random values; block tables are shuffled."""
+PAGING_CASE, PAGING_MARK = CASES[0], 2.0  # percent
+SAMPLE_SHAPE, SAMPLE_MARK = (64, 151936), 150.0  # microseconds
+TRUNCATIONS = [{"top_p": 0.9}, {"top_k": 20, "top_p": 0.95}, {}]
+
+
+def build(case, seed=0, *, contiguous=False):
+    """(queries, pools, tables and lengths) of random values; block tables shuffled, or not."""
     width = -(-case.seq_len // case.block_size)
     num_blocks = case.batch * width + 1
-    order = np.random.default_rng(seed).permutation(np.arange(1, num_blocks))
+    order = np.arange(1, num_blocks)
+    if not contiguous:
+        order = np.random.default_rng(seed).permutation(order)
     tables = jnp.asarray(order.reshape(case.batch, width), jnp.int32)
     lens = jnp.full((case.batch,), case.seq_len, jnp.int32)
     starts = jnp.arange(case.batch + 1, dtype=jnp.int32) * case.tokens
@@ -132,13 +145,47 @@ def measure(case, backend, repeats):
     return {"case": case.name, "unit": case.unit, "to_reach": case.mark, **result}
 
 
+def measure_paging(backend, repeats):
+    """How much longer the first case takes for its blocks being scattered."""
+    op = attention(PAGING_CASE, backend)
+    paged, contiguous = (
+        seconds_per_call(op, *build(PAGING_CASE, contiguous=one), repeats) for one in (False, True)
+    )
+    value = 100 * (paged / contiguous - 1)
+    result = {"us": 1e6 * contiguous, "value": value, "reached": value <= PAGING_MARK}
+    return {"case": "paging, 64 x 2048", "unit": "% more", "to_reach": PAGING_MARK, **result}
+
+
+def measure_sampling(backend, repeats, truncation):
+    """A sample step's choice of `SAMPLE_SHAPE`, for logits of a standard normal distribution."""
+    batch, width = SAMPLE_SHAPE
+    params = SamplingParams(temperature=1.0, **truncation)
+    packed = jnp.asarray(np.stack([encode_row(params, seed) for seed in range(batch)]))
+    rows = decode_rows(packed, jnp.arange(batch, dtype=jnp.int32))
+    options = {"level": required_level(params), "backend": backend}
+    keys = jax.random.split(jax.random.key(0), 8)
+    logits = [jax.random.normal(key, SAMPLE_SHAPE, jnp.float32) for key in keys]
+
+    def op(logits, _, rows):
+        return sample(logits, rows, None, jnp.arange(batch, dtype=jnp.int32), **options).token_ids
+
+    seconds = seconds_per_call(op, logits, [None], (rows,), repeats)
+    name = ", ".join(f"{key} {value}" for key, value in truncation.items()) or "all tokens"
+    result = {"us": 1e6 * seconds, "value": 1e6 * seconds, "reached": 1e6 * seconds <= SAMPLE_MARK}
+    case = f"sample {batch} x {width}, {name}"
+    return {"case": case, "unit": "us", "to_reach": SAMPLE_MARK, **result}
+
+
 def main():
-    parser = argparse.ArgumentParser(description="Times the attention kernels.")
+    parser = argparse.ArgumentParser(description="Times the kernels.")
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parse_arguments(parser)
     if select_backend(jax.default_backend()) is not Backend.TRITON:
         raise SystemExit(f"needs an NVIDIA GPU; JAX sees {jax.default_backend()!r} only")
     rows = [measure(case, Backend.TRITON, arguments.repeats) for case in CASES]
+    rows.append(measure_paging(Backend.TRITON, arguments.repeats))
+    for truncation in TRUNCATIONS:
+        rows.append(measure_sampling(Backend.TRITON, arguments.repeats, truncation))
     print_table(rows)
     print(record("kernels", rows))
 

@@ -1,34 +1,25 @@
 """The engine as its users meet it: requests in, tokens and text out."""
 
 import weakref
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from tqdm import tqdm
 
 from jpaged.config import EngineConfig
-from jpaged.core.accounts import (
-    BlockInfo,
-    MemoryReport,
-    SequenceInfo,
-    block_map,
-    block_tables,
-    memory_report,
-)
-from jpaged.core.watch import PoolWatch
 from jpaged.driver import Driver, Job
+from jpaged.engine_accounts import EngineAccounts
 from jpaged.engine_loop import EngineLoop
 from jpaged.inputs import normalize_prompts, pair_params, pair_priorities
 from jpaged.intake import PIN_PARAMS
-from jpaged.metrics import EngineStats
 from jpaged.outputs import RequestDelta, RequestOutput, TextDelta
 from jpaged.sampling_params import SamplingParams
 from jpaged.startup import build_parts
 from jpaged.tokenizer import Tokenizer
 
 
-class Engine:
+class Engine(EngineAccounts):
     """Serves one model from a paged KV cache. Not thread-safe: one thread drives it.
 
     Args:
@@ -96,6 +87,11 @@ class Engine:
         """Whether `step` has anything left to do or to deliver."""
         return self._loop.has_work or self._driver.has_news
 
+    @property
+    def has_work(self) -> bool:
+        """Whether `advance` has anything left to do, delivered or not."""
+        return self._loop.has_work
+
     def step(self) -> list[RequestOutput]:
         """Advance by one step.
 
@@ -110,18 +106,13 @@ class Engine:
         return self._driver.take_news()
 
     def advance(self) -> None:
-        """`step` without its outputs: `take_deltas` brings what is new, when it is asked.
-
-        Raises:
-            RuntimeError: a step failed, now or earlier.
-        """
+        """`step` without its outputs: `take_deltas` brings what is new. Raises as `step`."""
         self._driver.advance()
 
     def take_deltas(self) -> list[RequestDelta]:
         """What the requests of `add_request` grew by since the last call of this method.
 
-        Costs what the new tokens cost, where `step` gives all of a request again. Use one of the
-        two: both tell of a request's news once.
+        Costs what the new tokens cost; `step` gives all of a request again. Use one of the two.
         """
         return self._driver.take_deltas()
 
@@ -242,7 +233,9 @@ class Engine:
         prompts = [self.render_chat(c, **template_options) for c in conversations]
         return self.generate(prompts, params, priority=priority, use_tqdm=use_tqdm)
 
-    def render_chat(self, messages: list[Mapping[str, Any]], **template_options: Any) -> list[int]:
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], **template_options: Any
+    ) -> list[int]:
         """The token ids of a conversation, ready for the answer.
 
         Raises:
@@ -293,8 +286,6 @@ class Engine:
         """
         self._loop.scheduler.reset_prefix_cache()
 
-    # Accounts
-
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer; None with `skip_tokenizer_init`."""
@@ -304,34 +295,6 @@ class Engine:
     def vocab_size(self) -> int:
         """Width of the logits; every token id is below it."""
         return self.runtime_config.vocab_size
-
-    def stats(self) -> EngineStats:
-        """The pool and the queues now, and counts since the start."""
-        return self._loop.stats()
-
-    def block_map(self) -> dict[int, BlockInfo]:
-        """Every block of the pool now, by id: its state, who holds it, what it has. O(blocks)."""
-        return block_map(self._loop.scheduler)
-
-    def watch_pool(self, num_token_blocks: int = 0) -> PoolWatch:
-        """Begin to watch the pool: `look` tells each time what changed. O(changes) a look.
-
-        Args:
-            num_token_blocks: For how many blocks at most a look tells their tokens.
-        """
-        return PoolWatch(self._loop.scheduler, num_token_blocks)
-
-    def block_tables(self) -> list[SequenceInfo]:
-        """Every sequence now, with its block table. O(held blocks)."""
-        return block_tables(self._loop.scheduler)
-
-    def memory_report(self) -> MemoryReport:
-        """What the pool's slots are used for now, and what sharing saves. O(held blocks)."""
-        return memory_report(self._loop.scheduler)
-
-    def check_integrity(self) -> None:
-        """Prove the block census; raises `IntegrityError` if a block is lost or shared wrongly."""
-        self._loop.scheduler.check_integrity()
 
     def abort_all(self) -> None:
         """Abort every request, wait for the device and forget undelivered outputs."""

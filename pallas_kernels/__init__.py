@@ -13,6 +13,7 @@ from pallas_kernels.api import (
     rope_write_kv,
     select_backend,
     sum_parts,
+    truncation_mask,
     write_kv,
 )
 
@@ -29,5 +30,6 @@ __all__ = [
     "rope_write_kv",
     "select_backend",
     "sum_parts",
+    "truncation_mask",
     "write_kv",
 ]

@@ -5,10 +5,12 @@ All arrays are arguments and all results are returned; the pools of `write_kv` a
 updated in place when the caller's jit donates them.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels import (
     add_norm,
@@ -19,8 +21,10 @@ from pallas_kernels import (
     paged_prefill,
     paged_prefill_hopper,
     rope_write,
+    truncation,
     tuning,
     xla,
+    xla_truncation,
 )
 from pallas_kernels.types import Backend, HeadNorms, LayerKV, select_backend
 
@@ -37,6 +41,7 @@ __all__ = [
     "rope_write_kv",
     "select_backend",
     "sum_parts",
+    "truncation_mask",
     "write_kv",
 ]
 
@@ -324,6 +329,56 @@ def copy_blocks(
         config=_move_config("copy", pool[0], backend),
         interpret=backend is Backend.INTERPRET,
     )
+
+
+def truncation_mask(
+    logits: Float32[Array, "B V"],
+    *,
+    temperature: Float32[Array, "B"],
+    min_p: Float32[Array, "B"],
+    top_k: Int32[Array, "B"],
+    top_p: Float32[Array, "B"],
+    backend: Backend,
+) -> Bool[Array, "B V"]:
+    """The tokens that min-p, top-k and top-p, in this order, keep.
+
+    Exact and without a sort. Tokens as probable as the least probable one kept are kept too, and
+    the most probable one always is. What a row keeps depends on no other row.
+
+    Args:
+        logits: finite or minus infinity; one of each row is finite.
+        temperature: positive; the logits are divided by it, for min-p and top-p to count with.
+        min_p: leave out tokens less probable than this share of the most probable one; 0 is off.
+        top_k: keep so many; 0, or V and more, is off.
+        top_p: keep the fewest most probable tokens that have this share of the probability that
+            min-p and top-k left; 1 is off.
+        backend: which implementation runs.
+
+    Raises:
+        ValueError: shapes that do not fit.
+        TypeError: dtypes other than float32, and int32 of top_k.
+    """
+    checks.check_truncation(logits, temperature, min_p, top_k, top_p)
+    backend = Backend(backend)
+    if not logits.size:
+        return jnp.ones(logits.shape, jnp.bool_)
+    highest = logits.max(axis=1, keepdims=True)
+    relative = (logits - highest) / temperature[:, None]
+    probable = relative >= jnp.log(min_p)[:, None]  # log(0) = -inf keeps all
+    top_k = jnp.where(top_k < logits.shape[1], top_k, 0)
+    if backend is Backend.XLA:
+        weights = jnp.where(probable, jnp.exp(relative), 0.0)
+        threshold = xla_truncation.truncation_threshold(logits, weights, top_k, top_p)
+    else:
+        log2_e = math.log2(math.e)
+        threshold = truncation.truncation_threshold(
+            logits,
+            jnp.stack([highest[:, 0], log2_e / temperature, jnp.log2(min_p), top_p], axis=1),
+            top_k,
+            config=tuning.TruncationConfig(),
+            interpret=backend is Backend.INTERPRET,
+        )
+    return probable & (logits >= threshold[:, None])
 
 
 def _move_config(op, kv, backend):

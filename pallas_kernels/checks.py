@@ -156,6 +156,18 @@ def _check_parts(name, array, rank, axes, dtype):
         raise ValueError(f"{name} has no parts; it must be {axes} with at least one")
 
 
+def check_truncation(logits, temperature, min_p, top_k, top_p):
+    """A matrix of logits, and a number a row."""
+    _check_rank("logits", logits, 2, "[B, V]")
+    _check_dtype("logits", logits, jnp.float32, "sampling computes in float32; cast it first")
+    rows = {"temperature": temperature, "min_p": min_p, "top_p": top_p}
+    for name, array in rows.items():
+        _check_shape(name, array, logits.shape[:1], "one a row of logits")
+        _check_dtype(name, array, jnp.float32, "as the logits; cast it first")
+    _check_int32("top_k", top_k, 1, "[B]")
+    _check_shape("top_k", top_k, logits.shape[:1], "one a row of logits")
+
+
 def check_product(x, weight):
     """Two matrices of one dtype that can be multiplied."""
     _check_float("x", x, 2, "[T, C]")

@@ -12,8 +12,8 @@ tiles in turn, last first; a program is three warp groups:
                          out = out * rescale + weights . values; scores = q . keys of the NEXT one
       out -> the tile's own rows
 
-The two computers take turns at issuing products, so that one's softmax runs under the other's
-products. The next key tile of a tile's last one is the first of the next tile: nothing drains.
+One computer's softmax runs under the other's products; that they take turns is left to the
+hardware. The next key tile of a tile's last one is the first of the next tile: nothing drains.
 Blocks past the end of a sequence are read from outside the pool, which gives zeros; slots past the
 end inside its last block are zeroed in the copy, for 0 * NaN is NaN.
 FlashAttention-3 (arXiv:2407.08608) over paged keys (arXiv:2309.06180).
@@ -99,7 +99,6 @@ def paged_prefill_attention(
             "q_empty": plgpu.Barrier(num_arrivals=2, num_barriers=2),
             "k_empty": plgpu.Barrier(num_arrivals=2, num_barriers=k_stages),
             "v_empty": plgpu.Barrier(num_arrivals=2, num_barriers=v_stages),
-            "turn": plgpu.Barrier(num_arrivals=1, num_barriers=2),
         },
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
@@ -152,7 +151,6 @@ def _kernel(
     q_empty,
     k_empty,
     v_empty,
-    turn,
     scale,
     group,
     window,
@@ -276,12 +274,6 @@ def _kernel(
         def my_q(slot):
             return q_smem.at[slot, pl.ds(pl.multiple_of(first, HALF), HALF)]
 
-        def take_turn():
-            plgpu.barrier_wait(turn.at[warp_group])
-
-        def pass_turn():
-            plgpu.barrier_arrive(turn.at[1 - warp_group])
-
         def softmax(scores, state, shift):
             """shift: columns at or before row token + shift are seen; None: all."""
             row_max, row_sum, out = state
@@ -304,14 +296,12 @@ def _kernel(
                 out_acc, scores_acc = refs
                 plgpu.wgmma(out_acc, weights, v_smem.at[value_slot])
                 plgpu.wgmma(scores_acc, my_q(q_slot), k_smem.at[key_slot].transpose((1, 0)))
-                pass_turn()
                 plgpu.wgmma_wait(1)
                 plgpu.barrier_arrive(v_empty.at[value_slot])
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(k_empty.at[key_slot])
 
             plgpu.barrier_wait(k_full.at[key_slot])
-            take_turn()
             start = plgpu.ACC.init(out), plgpu.ACC.init(wgmma_zeros(HALF, tile))
             ends: Any = pl.run_state(issue)(start)  # arrays, not references as its type says
             return ends
@@ -407,7 +397,6 @@ def _kernel(
 
         scores = pl.run_scoped(first_scores, plgpu.ACC((HALF, tile), jnp.float32))
         plgpu.barrier_arrive(k_empty.at[0])
-        pl.when(warp_group == 1)(pass_turn)
         carry = scores, jnp.int32(0), fields
         _, step, _ = lax.fori_loop(0, num_rounds, compute_item, carry)
         plgpu.barrier_wait(v_full.at[v_slot(step)])  # no copy outlives the program

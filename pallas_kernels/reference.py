@@ -101,6 +101,26 @@ def _rotate(row, cos, sin):
     return np.concatenate([first * cos - second * sin, second * cos + first * sin])
 
 
+def truncation_mask(logits, *, temperature, min_p, top_k, top_p, dtype=np.float64):
+    """Row by row, on sorted logits."""
+    rows = zip(np.asarray(logits).astype(dtype), temperature, min_p, top_p, top_k, strict=True)
+    return np.stack([_kept(row, float(t), float(m), float(p), int(k)) for row, t, m, p, k in rows])
+
+
+def _kept(row, temperature, min_p, top_p, top_k):
+    relative = (row - row.max()) / temperature
+    weight = np.exp(relative)
+    kept = relative >= (np.log(min_p) if min_p else -np.inf)
+    if 0 < top_k < len(row):
+        kept &= row >= np.sort(row)[::-1][top_k - 1]
+    if top_p < 1:
+        order = np.argsort(-row[kept], kind="stable")
+        mass = np.cumsum(weight[kept][order])
+        last = min(np.searchsorted(mass, top_p * mass[-1]), len(order) - 1)
+        kept &= row >= row[kept][order[last]]
+    return kept
+
+
 def copy_blocks(pool, src, dst):
     """Block dst[i] of every layer, K and V, becomes a copy of block src[i]."""
     layers = [(np.array(k), np.array(v)) for k, v in pool]

@@ -71,6 +71,21 @@ class NormConfig:
     num_warps: int
 
 
+@dataclasses.dataclass(frozen=True)
+class TruncationConfig:
+    """Of truncation.py: tokens a program, a load; loads in flight; tokens collected of a strip."""
+
+    chunk: int = 8192
+    tile: int = 512
+    loads: int = 4
+    capacity: int = 128
+
+    @property
+    def num_turns(self) -> int:
+        """Of a program's loop."""
+        return self.chunk // (self.tile * self.loads)
+
+
 def decode_config(
     *,
     batch: int,

@@ -172,8 +172,9 @@ def _prompt_logprobs(split: SplitModel, shapes: Shapes, tokens: int) -> Recipe:
 
 def sample_recipe(shapes: Shapes, config: RuntimeConfig, seqs: int, level: SamplerLevel) -> Recipe:
     """`sample_step` of a bucket and a level."""
+    options = {"level": level, "backend": config.backend, "max_logprobs": MAX_LOGPROBS}
     step = jax.jit(
-        partial(sample_step, level=level, max_logprobs=MAX_LOGPROBS),
+        partial(sample_step, **options),
         donate_argnames=("last_tokens", "sampling"),
     )
     counted = jax.ShapeDtypeStruct((seqs,), jnp.bool_)

@@ -15,8 +15,8 @@ from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Float32, Int32, UInt32
 
 from jpaged.runtime.sampling_state import SamplingRows, SamplingState
-from jpaged.runtime.truncation import truncate
 from jpaged.sampling_params import SamplingParams
+from pallas_kernels import Backend, truncation_mask
 
 
 class SamplerLevel(IntEnum):
@@ -67,6 +67,7 @@ def sample(
     row_ids: Int32[Array, "B"],
     *,
     level: SamplerLevel,
+    backend: Backend,
     max_logprobs: int = 0,
 ) -> Sampled:
     """Chooses a token for each row of the batch.
@@ -77,6 +78,7 @@ def sample(
         state: needed at level ADJUSTED and above, not read below.
         row_ids: each batch row's row in `state`; a padded row's is R-1.
         level: static; at least `required_level` of every row.
+        backend: static; the kernels' implementation.
         max_logprobs: static; top tokens to report at level LOGPROBS, L = min(this, V).
 
     Raises:
@@ -87,7 +89,7 @@ def sample(
         if state is None:
             raise ValueError(f"state=None at level {level.name}: pass the rows' SamplingState")
         adjusted = adjust(logits, rows, state, row_ids)
-    token_ids = _choose(adjusted, rows, level)
+    token_ids = _choose(adjusted, rows, level, backend)
     if level < SamplerLevel.LOGPROBS:
         return Sampled(token_ids)
     return Sampled(token_ids, *token_logprobs(logits, token_ids, max_logprobs))
@@ -131,14 +133,23 @@ def token_logprobs(
 
 
 def _choose(
-    logits: Float32[Array, "B V"], rows: SamplingRows, level: SamplerLevel
+    logits: Float32[Array, "B V"], rows: SamplingRows, level: SamplerLevel, backend: Backend
 ) -> Int32[Array, "B"]:
     if level == SamplerLevel.GREEDY:
         return jnp.argmax(logits, axis=1).astype(jnp.int32)
     greedy = rows.temperature == 0.0
-    scaled = _scale(logits, jnp.where(greedy, 1.0, rows.temperature))
+    temperature = jnp.where(greedy, 1.0, rows.temperature)
+    scaled = _scale(logits, temperature)
     if level >= SamplerLevel.TRUNCATED:
-        scaled = truncate(scaled, rows)
+        kept = truncation_mask(
+            logits,
+            temperature=temperature,
+            min_p=rows.min_p,
+            top_k=rows.top_k,
+            top_p=rows.top_p,
+            backend=backend,
+        )
+        scaled = jnp.where(kept, scaled, -jnp.inf)
     drawn = scaled + _gumbel(rows.seed, rows.position, logits.shape[1])
     return jnp.argmax(jnp.where(greedy[:, None], logits, drawn), axis=1).astype(jnp.int32)
 

@@ -140,6 +140,7 @@ def sample_step(
     sampling: SamplingState | None,
     *,
     level: SamplerLevel,
+    backend: Backend,
     max_logprobs: int,
 ) -> tuple[Sampled, Int32[Array, "R"], SamplingState | None]:
     """Sample a token a sequence and remember it on the device.
@@ -150,10 +151,12 @@ def sample_step(
         last_tokens: The token each row sampled last (donate it).
         sampling: The rows' token counts and biases (donate it); None below `ADJUSTED`.
         level: How much sampling does, static.
+        backend: The kernels' implementation, static.
         max_logprobs: Alternatives listed at level `LOGPROBS`, static.
     """
     rows = decode_rows(inputs.encoded, inputs.positions)
-    sampled = sample(logits, rows, sampling, inputs.rows, level=level, max_logprobs=max_logprobs)
+    options = {"level": level, "backend": backend, "max_logprobs": max_logprobs}
+    sampled = sample(logits, rows, sampling, inputs.rows, **options)
     if sampling is not None:
         sampling = record_tokens(sampling, inputs.rows, sampled.token_ids, inputs.counted)
     return sampled, last_tokens.at[inputs.rows].set(sampled.token_ids), sampling

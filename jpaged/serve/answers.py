@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jpaged import Logprob, TextDelta
-from jpaged.serve.client import News
+from jpaged.serve.run import News
 
 
 @dataclass

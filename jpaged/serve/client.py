@@ -18,13 +18,13 @@ the engine gives fewer where they would take more than a twentieth of its time.
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any
 
-from jpaged import EngineStats, RequestDelta, SamplingParams
-from jpaged.serve.errors import ApiError, bad_field, failed, not_serving
+from jpaged import EngineStats, SamplingParams
+from jpaged.serve.errors import bad_field, failed, not_serving
 from jpaged.serve.frames import (
     HEADER,
     Abort,
@@ -44,118 +44,10 @@ from jpaged.serve.frames import (
     frame_of,
     report_of,
 )
+from jpaged.serve.run import Job, Run, Watch
 
 MAX_SNAPSHOTS_PER_SECOND = 5
-MAX_UNREAD = 8192
-"""Deltas that may wait for a slow reader before its request is aborted."""
-
 _DEFAULTS = SamplingParams()
-
-
-class News(NamedTuple):
-    """What one of the jobs of a run grew by."""
-
-    index: int
-    delta: RequestDelta
-
-
-Watch = Callable[[News], None]
-"""Told of all news as they come, read or not."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """What to ask of the engine: a tokenised prompt, and what to do with it."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    priority: int = 0
-    cache_salt: str | None = None
-
-
-class Run:
-    """The news of some jobs as they come: an asynchronous iterator of lists of `News`.
-
-    Iterating raises `ApiError` if one of the jobs is refused or fails.
-
-    Attributes:
-        has_started: Whether anything came of it.
-    """
-
-    def __init__(
-        self,
-        jobs: Sequence[Job],
-        abort: Callable[[list[str]], None],
-        watch: Watch | None = None,
-    ):
-        self.has_started = False
-        self._abort = abort
-        self._watch = watch
-        self._left = {job.request_id: i for i, job in enumerate(jobs)}
-        self._unread: list[News] = []
-        self._error: ApiError | None = None
-        self._changed = asyncio.Event()
-
-    def __aiter__(self) -> "Run":
-        return self
-
-    async def __anext__(self) -> list[News]:
-        while not (self._unread or self._error or self.is_over):
-            self._changed.clear()
-            await self._changed.wait()
-        if self._unread:
-            news, self._unread = self._unread, []
-            return news
-        if self._error is not None:
-            raise self._error
-        raise StopAsyncIteration
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing more will come."""
-        return not self._left or self._error is not None
-
-    @property
-    def left(self) -> list[str]:
-        """Requests that are not over, as far as is known here."""
-        return list(self._left)
-
-    @property
-    def why_ended(self) -> str:
-        """Why those ended that did not come to their ends: "error" or "abort"."""
-        return "error" if self._error is not None and self._error.status == 500 else "abort"
-
-    def put(self, delta: RequestDelta) -> None:
-        """Take news in; if they are too many for whoever should read them, it fails."""
-        index = self._left.get(delta.request_id)
-        if index is None or self._error is not None:
-            return
-        self.has_started = True
-        if len(self._unread) >= MAX_UNREAD:
-            self.fail(not_serving("aborted: the answer was not read as it came"))
-            return
-        news = News(index, delta)
-        self._unread.append(news)
-        if self._watch is not None:
-            self._watch(news)
-        if delta.finished:
-            del self._left[delta.request_id]
-            if delta.error is not None:
-                self.fail(failed())
-        self._changed.set()
-
-    def fail(self, error: ApiError) -> None:
-        """End it with an error, after what came before."""
-        if self._error is None:
-            self._error = error
-            self._abort(self.left)
-        self._changed.set()
-
-    def cut(self) -> None:
-        """End it here, as if aborted."""
-        for request_id in self.left:
-            self.put(RequestDelta(request_id, [], finished=True))
 
 
 @dataclass

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from jpaged import TextDelta
 from jpaged.serve.answers import Tally
-from jpaged.serve.client import Job, News
 from jpaged.serve.generation import Body, Choice, Generation, without_answer
 from jpaged.serve.logprobs import CompletionLogprobs, TokenText, joined, prompt_logprobs
 from jpaged.serve.protocol.completions import CompletionRequest
+from jpaged.serve.run import Job, News
 
 
 class CompletionChoice(Choice):

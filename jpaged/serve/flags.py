@@ -218,6 +218,8 @@ def _flags(args: argparse.Namespace) -> Flags:
     if args.tensor_parallel_size != 1:
         size = args.tensor_parallel_size
         raise ValueError(f"tensor_parallel_size={size} is not supported yet: leave it at 1")
+    if "" in (args.api_key or ()):
+        raise ValueError("api_key= is empty, and so is no secret: give a key, or leave it out")
     if not 0 <= args.port < 2**16:
         raise ValueError(f"port={args.port} is no port: give 0 to 65535")
     given = {name: getattr(args, name) for name in _ENGINE_FLAGS}
@@ -241,7 +243,7 @@ def _serve_config(args: argparse.Namespace) -> ServeConfig:
     )
     own = ServeConfig()
     return ServeConfig(
-        model_names=tuple(args.served_model_name or [args.model or _EMBEDDED_NAME]),
+        model_names=tuple(args.served_model_name or [_name_of(args.model)]),
         api_keys=tuple(args.api_key or ()),
         limits=limits,
         chat_template=None if template is None else Path(template).read_text(encoding="utf-8"),
@@ -249,6 +251,14 @@ def _serve_config(args: argparse.Namespace) -> ServeConfig:
         dashboard=not args.no_dashboard,
         dashboard_text=args.dashboard_show_text,
     )
+
+
+def _name_of(model: str | None) -> str:
+    """A hub id as it is; of a folder the last part, for paths are nobody's business."""
+    if model is None:
+        return _EMBEDDED_NAME
+    path = Path(model)
+    return path.resolve().name if path.is_dir() or path.is_absolute() else model
 
 
 def _with_flag_names(message: str) -> str:

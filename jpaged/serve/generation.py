@@ -8,9 +8,9 @@ from typing import Any
 
 from jpaged import SamplingParams, TextDelta
 from jpaged.serve.answers import Answer, Tally
-from jpaged.serve.client import Job, News, Run
 from jpaged.serve.exchange import DONE, event, json_bytes
 from jpaged.serve.protocol.sampling import SamplingFields
+from jpaged.serve.run import Job, News, Run
 from jpaged.serve.serving import Serving
 
 Body = dict[str, Any]

@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from jpaged import EngineStats, RequestDelta, RequestMetrics
-from jpaged.serve.client import Job
+from jpaged.serve.run import Job
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from jpaged.serve.admission import Admission
-from jpaged.serve.client import EngineClient, Job, News, Run
+from jpaged.serve.client import EngineClient
 from jpaged.serve.errors import ApiError, not_serving
 from jpaged.serve.frames import Ready
 from jpaged.serve.limits import Limits
 from jpaged.serve.metrics import Metrics
+from jpaged.serve.run import Job, News, Run
 from jpaged.serve.texts import Texts
 
 

@@ -73,10 +73,10 @@ class Worker:
 
     def _go_round(self) -> None:
         """One turn: commands in, a step, news out."""
-        busy = self._engine.has_unfinished_requests
+        busy = self._engine.has_work
         for command in self._link.receive(0.0 if busy else IDLE_BEAT):
             self._obey(command)
-        if self._engine.has_unfinished_requests:
+        if self._engine.has_work:
             self._engine.advance()
             self._camera.see()
         self._turn += 1
@@ -85,7 +85,7 @@ class Worker:
 
     def _tell(self) -> None:
         news, now = self._engine.take_deltas(), time.monotonic()
-        idle = not self._engine.has_unfinished_requests
+        idle = not self._engine.has_work
         stats = None
         if idle or now >= self._stats_due:
             stats, self._stats_due = self._engine.stats(), now + _STATS_EVERY

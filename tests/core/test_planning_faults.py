@@ -34,7 +34,7 @@ PLACES: list[tuple[Any, str, bool]] = [
 RARE = ("fan_out", "find", "share_prefix")
 
 
-class Injected(Exception):
+class InjectedError(Exception):
     pass
 
 
@@ -48,7 +48,7 @@ def faults(pick: random.Random, happened: Counter[str]) -> Iterator[None]:
                 if also_after and pick.random() < 0.5:
                     target(*args)
                 happened[name] += 1
-                raise Injected(name)
+                raise InjectedError(name)
             return target(*args)
 
         return wrapper
@@ -66,7 +66,7 @@ class FaultyDriver(Driver):
         plan = self.scheduler.schedule()
         failed = self.scheduler.take_faults()
         for request, error in failed:
-            assert isinstance(error, Injected)
+            assert isinstance(error, InjectedError)
             assert request.finish_reason is FinishReason.ERROR
             assert request not in self.scheduler.unfinished
         self.scheduler.check_integrity()
@@ -111,7 +111,7 @@ def test_the_others_go_on():
 
     def fails_for_two(manager: BlockManager, sequence: Any, num_tokens: int) -> Any:
         if sequence.request.request_id == "2":
-            raise Injected
+            raise InjectedError
         return append(manager, sequence, num_tokens)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -130,7 +130,7 @@ def test_damage_to_the_books_is_nobodys_own():
 
     def lose_a_block(manager: BlockManager, *_: Any) -> Any:
         manager.pool.allocate(1)
-        raise Injected
+        raise InjectedError
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BlockManager, "append", lose_a_block)

@@ -23,6 +23,7 @@ from pallas_kernels import (
     paged_decode_attention,
     paged_prefill_attention,
     rope_write_kv,
+    truncation_mask,
     write_kv,
 )
 
@@ -104,3 +105,15 @@ def test_hoppers_prefill_lowers_for_groups_and_blocks(heads, block_size):
     arguments = _floats(BF16, T, heads[0], 128), kv, _ints(B, M), _ints(B + 1), _ints(B)
     run = partial(paged_prefill_attention, scale=0.1, backend=Backend.TRITON)
     assert re.findall(KERNEL_CALL, _lowered(run, *arguments)) == ["mosaic_gpu"]
+
+
+@pytest.mark.parametrize("width", [24, 50257, 151936])
+def test_truncation_lowers_to_five_kernels(width):
+    row = jax.ShapeDtypeStruct((B,), F32)
+
+    def run(logits, temperature, min_p, top_p, top_k):
+        rows = {"temperature": temperature, "min_p": min_p, "top_p": top_p, "top_k": top_k}
+        return truncation_mask(logits, **rows, backend=Backend.TRITON)
+
+    arguments = jax.ShapeDtypeStruct((B, width), F32), row, row, row, _ints(B)
+    assert re.findall(KERNEL_CALL, _lowered(run, *arguments)) == ["triton"] * 5

@@ -1,3 +1,5 @@
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,9 +24,10 @@ from jpaged.runtime.sampling_state import (
     record_tokens,
 )
 from jpaged.sampling_params import SamplingParams
+from pallas_kernels import Backend
 
 V = 40
-_sample = jax.jit(sample, static_argnames=("level", "max_logprobs"))
+_sample = jax.jit(partial(sample, backend=Backend.XLA), static_argnames=("level", "max_logprobs"))
 _load_row = jax.jit(load_row)
 _record = jax.jit(record_tokens)
 

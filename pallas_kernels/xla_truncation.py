@@ -1,31 +1,38 @@
-"""min-p, top-k and top-p without a sort.
+"""Top-k and top-p in plain XLA, without a sort.
 
-Each filter keeps the tokens at or above some logit. That threshold is found by bisection, one bit
-at a time, on integers that are in the order of the floats: exact, and 32 passes over the logits
-where a sort of a large vocabulary costs more.
+Each keeps the tokens at or above some logit. That threshold is found by bisection, one bit at a
+time, on integers that are in the order of the floats: exact, and 32 passes over the logits where a
+sort of a large vocabulary costs more.
 """
 
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
-from jpaged.runtime.sampling_state import SamplingRows
+_NEGATIVE_INFINITY = np.uint32(0xFF800000)
 
 
-def truncate(scaled: Float32[Array, "B V"], rows: SamplingRows) -> Float32[Array, "B V"]:
-    """min-p, top-k and top-p: -inf for the tokens left out, the others as they are.
+def truncation_threshold(
+    logits: Float32[Array, "B V"],
+    weights: Float32[Array, "B V"],
+    top_k: Int32[Array, "B"],
+    top_p: Float32[Array, "B"],
+) -> Float32[Array, "B"]:
+    """The least logit that top-k and top-p keep; minus infinity where neither is on.
 
-    Each filter is a threshold on the logit, found without a sort, so tokens as probable as the
-    least probable one kept are kept too. top-p counts the probability that min-p and top-k left.
+    Args:
+        logits: the order of the tokens.
+        weights: their probabilities relative to the top one's; 0 for those that min-p leaves out.
+        top_k: 0 is off.
+        top_p: 1 is off.
     """
-    keys = _ordered_bits(scaled)
-    relative = scaled - scaled.max(axis=1, keepdims=True)
-    floor = _min_p_threshold(keys, relative, rows.min_p)
-    floor = jnp.maximum(floor, _top_k_threshold(keys, rows.top_k))
-    floor = jnp.maximum(floor, _top_p_threshold(keys, relative, floor, rows.top_p))
-    return jnp.where(keys >= floor[:, None], scaled, -jnp.inf)
+    keys = _ordered_bits(logits)
+    floor = _top_k_threshold(keys, top_k)
+    left = jnp.where(keys >= floor[:, None], weights, 0.0)
+    return _from_bits(jnp.maximum(floor, _top_p_threshold(keys, left, top_p)))
 
 
 def _ordered_bits(x: Float32[Array, "B V"]) -> UInt32[Array, "B V"]:
@@ -33,6 +40,13 @@ def _ordered_bits(x: Float32[Array, "B V"]) -> UInt32[Array, "B V"]:
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0.0, 0.0, x), jnp.uint32)
     sign = jnp.uint32(0x80000000)
     return jnp.where(bits >= sign, ~bits, bits | sign)
+
+
+def _from_bits(keys: UInt32[Array, "B"]) -> Float32[Array, "B"]:
+    """The floats of `_ordered_bits`; minus infinity for what lies below all."""
+    sign = jnp.uint32(0x80000000)
+    bits = jnp.where(keys >= sign, keys ^ sign, ~jnp.maximum(keys, ~_NEGATIVE_INFINITY))
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _largest(
@@ -51,13 +65,6 @@ def _largest(
     return jax.lax.fori_loop(0, 32, narrow, jnp.zeros_like(like))
 
 
-def _min_p_threshold(
-    keys: UInt32[Array, "B V"], relative: Float32[Array, "B V"], min_p: Float32[Array, "B"]
-) -> UInt32[Array, "B"]:
-    kept = relative >= jnp.log(min_p)[:, None]  # log(0) = -inf keeps all
-    return jnp.where(kept, keys, jnp.uint32(0xFFFFFFFF)).min(axis=1)
-
-
 def _top_k_threshold(keys: UInt32[Array, "B V"], top_k: Int32[Array, "B"]) -> UInt32[Array, "B"]:
     def holds(trial: UInt32[Array, "B"]) -> Bool[Array, "B"]:
         return (keys >= trial[:, None]).sum(axis=1, dtype=jnp.int32) >= top_k
@@ -67,19 +74,15 @@ def _top_k_threshold(keys: UInt32[Array, "B V"], top_k: Int32[Array, "B"]) -> UI
 
 
 def _top_p_threshold(
-    keys: UInt32[Array, "B V"],
-    relative: Float32[Array, "B V"],
-    floor: UInt32[Array, "B"],
-    top_p: Float32[Array, "B"],
+    keys: UInt32[Array, "B V"], weights: Float32[Array, "B V"], top_p: Float32[Array, "B"]
 ) -> UInt32[Array, "B"]:
-    weights = jnp.where(keys >= floor[:, None], jnp.exp(relative), 0.0)
     wanted = top_p * _mass(weights)
 
     def holds(trial: UInt32[Array, "B"]) -> Bool[Array, "B"]:
         return _mass(jnp.where(keys >= trial[:, None], weights, 0.0)) >= wanted
 
     # The most probable token stays, though a tiny top_p be 0 in float32.
-    found = jnp.minimum(_largest(holds, floor), keys.max(axis=1))
+    found = jnp.minimum(_largest(holds, keys[:, 0]), keys.max(axis=1))
     return jnp.where(top_p < 1.0, found, jnp.uint32(0))
 
 

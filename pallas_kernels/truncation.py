@@ -1,0 +1,399 @@
+"""Top-k and top-p in Pallas Triton: the least logit kept of each row, without a sort.
+
+A row is cut in chunks, and a program has one chunk of one row. It measures the tokens at or above
+eight trial thresholds at once: their number where the row has a top-k, else their probability. The
+next launch sums the chunks, always in the same order, and puts eight trials into what is left:
+
+    narrow x 3   bracket [low, high): what is wanted is reached at low and not at high
+    collect      the bracket's tokens, packed strip by strip (with a top-k: all from low up)
+    settle       grid (row,): the exact threshold among them, one bit of the float's order at a
+                 time; then top-p among what top-k left
+
+Trials lie in the order of the logits' values: first at geometric distances from the maximum, then
+evenly. So the collected are few, whatever the spread. Where they do not fit (most logits equal,
+say), settle reads the whole row in each of its rounds: slower, as exact. A row without either
+leaves at once. Sums are of float32 in an order that only the vocabulary's size decides, so that a
+row's threshold never depends on the batch; more tokens never sum to less.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.tuning import TruncationConfig
+
+NUM_TRIALS = 8
+NUM_PASSES = 3
+NUM_STRIPS = 4  # of a chunk when its tokens are packed, one a warp: warps need not wait for others
+# Bits below the top one: a token there is 2**-23 times as probable, and so on. The first trial is
+# minus infinity, which everything reaches.
+_FIRST_TRIALS = (23.0, 16.0, 11.5, 8.0, 5.75, 4.0, 2.0)
+_LOWEST_TRIAL = 184.0
+
+
+class _Row(NamedTuple):
+    """What a program knows of its row: scalars."""
+
+    max_logit: jax.Array
+    bits_per_logit: jax.Array
+    log2_min_p: jax.Array
+    top_p: jax.Array
+    top_k: jax.Array
+
+    @property
+    def by_count(self):
+        return self.top_k > 0
+
+    @property
+    def active(self):
+        return self.by_count | (self.top_p < 1.0)
+
+
+class _Bracket(NamedTuple):
+    """Scalars: `low` reaches `wanted`, `high` does not; `above` is what `high` reaches."""
+
+    low: jax.Array
+    high: jax.Array
+    wanted: jax.Array
+    above: jax.Array
+
+
+def truncation_threshold(logits, rows, top_k, *, config: TruncationConfig, interpret: bool):
+    """The least logit that top-k and top-p keep.
+
+    Args:
+        logits: float32 [B, V].
+        rows: float32 [B, 4]: the row's largest logit, log2(e) / temperature, log2(min_p), top_p.
+        top_k: int32 [B]; 0 is off.
+        config: launch parameters.
+        interpret: run in the interpreter.
+
+    Returns:
+        float32 [B]; minus infinity where neither is on.
+    """
+    batch, width = logits.shape
+    chunks = pl.cdiv(width, config.chunk)
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    brackets, trials = shape((batch, 4)), shape((batch, NUM_TRIALS))
+    narrowed = brackets, trials, shape((batch, chunks, NUM_TRIALS))
+
+    def launch(kernel, name, grid, out_shape, num_warps, *arrays):
+        return pl.pallas_call(
+            functools.partial(kernel, width=width, chunks=chunks, config=config),
+            out_shape=out_shape,
+            grid=grid,
+            compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
+            interpret=interpret,
+            name=name,
+        )(logits, rows, top_k, *arrays)
+
+    grid, state = (chunks, batch), ()
+    for step in range(NUM_PASSES):
+        narrow = functools.partial(_narrow, step=step)
+        state = launch(narrow, "truncation_narrow", grid, narrowed, 4, *state)
+    collected = (
+        brackets,
+        shape((batch, chunks * NUM_STRIPS * config.capacity)),
+        jax.ShapeDtypeStruct((batch, chunks * NUM_STRIPS), jnp.int32),
+    )
+    state = launch(_collect, "truncation_collect", grid, collected, 4, *state)
+    found = launch(_settle, "truncation_settle", (batch,), shape((batch,)), 16, *state)
+    active = (top_k > 0) | (rows[:, 3] < 1.0)  # other rows were left unwritten
+    return jnp.where(active, found, -jnp.inf)
+
+
+def _row(rows_ref, top_k_ref, row):
+    max_logit, bits_per_logit, log2_min_p, top_p = (rows_ref[row, i] for i in range(4))
+    return _Row(max_logit, bits_per_logit, log2_min_p, top_p, top_k_ref[row])
+
+
+def _weights(row, logits):
+    """Of each token, its probability relative to the top one's; 0 where min-p leaves it out."""
+    relative = (logits - row.max_logit) * row.bits_per_logit
+    return jnp.where(relative >= row.log2_min_p, jnp.exp2(relative), jnp.float32(0))
+
+
+def _load_logits(logits_ref, row, start, size, end):
+    """[size] logits from `start`, and which of them are before `end`."""
+    columns = start + jnp.arange(size, dtype=jnp.int32)
+    live = columns < end
+    index = jnp.full_like(columns, row), columns
+    return plgpu.load(logits_ref.at[index], mask=live, other=-jnp.inf), live
+
+
+def _load_turn(logits_ref, row, chunk, turn, end, config):
+    """The tiles of a turn, all on their way before the first is used."""
+    start = chunk * config.chunk + turn * (config.tile * config.loads)
+    return [
+        _load_logits(logits_ref, row, start + i * config.tile, config.tile, end)
+        for i in range(config.loads)
+    ]
+
+
+# --- the bracket -------------------------------------------------------------------------------
+
+
+def _first_trials(row):
+    bit = 1.0 / row.bits_per_logit
+    below = [row.max_logit - bit * jnp.float32(bits) for bits in _FIRST_TRIALS]
+    return [jnp.float32(-jnp.inf), *below]
+
+
+def _later_trials(row, bracket):
+    lowest = row.max_logit - jnp.float32(_LOWEST_TRIAL) / row.bits_per_logit
+    start = jnp.maximum(bracket.low, lowest)
+    step = (jnp.minimum(bracket.high, row.max_logit) - start) * jnp.float32(1 / NUM_TRIALS)
+    inner = [start + step * jnp.float32(i) for i in range(1, NUM_TRIALS)]
+    # What lies outside, rounded or because the bracket is empty, is as good as the nearest bound.
+    return [bracket.low, *(jnp.clip(t, bracket.low, bracket.high) for t in inner)]
+
+
+def _load_bracket(row, refs, row_index, chunks, step):
+    """The bracket that the launches before launch `step` leave; `refs` are the last one's."""
+    # What is wanted of a top-p is known once the first trial has measured all.
+    before = _Bracket(*map(jnp.float32, (-jnp.inf, jnp.inf, 0.0, 0.0)))
+    if step == 0:
+        return before
+    brackets_ref, trials_ref, sums_ref = refs
+    if step > 1:
+        before = _Bracket(*(brackets_ref[row_index, i] for i in range(4)))
+    trial = jnp.arange(NUM_TRIALS, dtype=jnp.int32)
+    trials = plgpu.load(trials_ref.at[jnp.full_like(trial, row_index), trial])
+    shape = NUM_TRIALS, pl.next_power_of_2(chunks)
+    chunk = lax.broadcasted_iota(jnp.int32, shape, 1)
+    index = jnp.full_like(chunk, row_index), chunk, lax.broadcasted_iota(jnp.int32, shape, 0)
+    totals = jnp.sum(plgpu.load(sums_ref.at[index], mask=chunk < chunks, other=0), axis=1)
+    wanted = before.wanted
+    if step == 1:
+        share = row.top_p * jnp.max(totals)
+        wanted = jnp.where(row.by_count, row.top_k.astype(jnp.float32), share)
+    reached = totals >= wanted
+    high = jnp.minimum(before.high, jnp.min(jnp.where(reached, jnp.float32(jnp.inf), trials)))
+    above = jnp.max(jnp.where(reached, before.above, totals))
+    low = jnp.maximum(before.low, jnp.max(jnp.where(reached, trials, jnp.float32(-jnp.inf))))
+    return _Bracket(low, high, wanted, above)
+
+
+def _store_all(ref, row_index, values):
+    for i, value in enumerate(values):
+        ref[row_index, i] = value
+
+
+# --- the launches ------------------------------------------------------------------------------
+
+
+def _narrow(logits_ref, rows_ref, top_k_ref, *refs, step, width, chunks, config):
+    *state_refs, brackets_ref, trials_ref, sums_ref = refs
+    chunk, row_index = pl.program_id(0), pl.program_id(1)
+    row = _row(rows_ref, top_k_ref, row_index)
+
+    @pl.when(row.active)
+    def _():
+        bracket = _load_bracket(row, state_refs, row_index, chunks, step)
+        trials = _later_trials(row, bracket) if step else _first_trials(row)
+
+        def measure(by_count):
+            def fold(turn, totals):
+                for logits, live in _load_turn(logits_ref, row_index, chunk, turn, width, config):
+                    values = live.astype(jnp.float32) if by_count else _weights(row, logits)
+                    totals = [
+                        total + jnp.where(logits >= trial, values, jnp.float32(0))
+                        for total, trial in zip(totals, trials, strict=True)
+                    ]
+                return totals
+
+            zeros = [jnp.zeros(config.tile, jnp.float32) for _ in trials]
+            totals = lax.fori_loop(0, config.num_turns, fold, zeros)
+            for i, total in enumerate(totals):
+                sums_ref[row_index, chunk, i] = jnp.sum(total)
+
+        pl.when(row.by_count)(lambda: measure(True))
+        pl.when(~row.by_count)(lambda: measure(False))
+
+        @pl.when(chunk == 0)
+        def _():
+            index = jnp.arange(NUM_TRIALS, dtype=jnp.int32)
+            values = functools.reduce(
+                lambda found, i: jnp.where(index == i, trials[i], found),
+                range(1, NUM_TRIALS),
+                jnp.full(NUM_TRIALS, trials[0]),
+            )
+            plgpu.store(trials_ref.at[jnp.full_like(index, row_index), index], values)
+            if step:
+                _store_all(brackets_ref, row_index, bracket)
+
+
+def _collect(logits_ref, rows_ref, top_k_ref, *refs, width, chunks, config):
+    *state_refs, brackets_ref, collected_ref, counts_ref = refs
+    chunk, row_index = pl.program_id(0), pl.program_id(1)
+    row = _row(rows_ref, top_k_ref, row_index)
+
+    @pl.when(row.active)
+    def _():
+        bracket = _load_bracket(row, state_refs, row_index, chunks, NUM_PASSES)
+        # top-p may still cut among what top-k keeps, so a top-k needs all of it.
+        high = jnp.where(row.by_count, jnp.float32(jnp.inf), bracket.high)
+
+        strip = lax.broadcasted_iota(jnp.int32, (NUM_STRIPS, config.tile // NUM_STRIPS), 0)
+        strip = chunk * NUM_STRIPS + strip
+        column = lax.broadcasted_iota(jnp.int32, strip.shape, 1)
+
+        def load(turn, i):
+            start = (turn * config.loads + i) * strip.shape[1]
+            columns = strip * (config.chunk // NUM_STRIPS) + start + column
+            live = columns < width
+            index = jnp.full_like(columns, row_index), columns
+            return plgpu.load(logits_ref.at[index], mask=live, other=-jnp.inf), live
+
+        def pack(turn, counts):
+            for logits, live in [load(turn, i) for i in range(config.loads)]:
+                # Infinite logits included: below an infinite `high` lies everything.
+                wanted = live & (logits >= bracket.low) & ((logits < high) | jnp.isinf(high))
+                offset = counts[:, None] + jnp.cumsum(wanted.astype(jnp.int32), axis=1) - 1
+                fits = wanted & (offset < config.capacity)
+                place = jnp.where(fits, strip * config.capacity + offset, collected_ref.shape[1])
+                index = jnp.full_like(place, row_index), place
+                plgpu.store(collected_ref.at[index], logits, mask=fits)
+                counts = counts + jnp.sum(wanted.astype(jnp.int32), axis=1)
+            return counts
+
+        begin = jnp.zeros(NUM_STRIPS, jnp.int32)
+        counts = lax.fori_loop(0, config.num_turns, pack, begin)
+        own = chunk * NUM_STRIPS + jnp.arange(NUM_STRIPS, dtype=jnp.int32)
+        plgpu.store(counts_ref.at[jnp.full_like(own, row_index), own], counts)
+        pl.when(chunk == 0)(lambda: _store_all(brackets_ref, row_index, bracket))
+
+
+def _settle(
+    logits_ref,
+    rows_ref,
+    top_k_ref,
+    brackets_ref,
+    collected_ref,
+    counts_ref,
+    threshold_ref,
+    *,
+    width,
+    chunks,
+    config,
+):
+    row_index = pl.program_id(0)
+    row = _row(rows_ref, top_k_ref, row_index)
+    bracket = _Bracket(*(brackets_ref[row_index, i] for i in range(4)))
+    strip = jnp.arange(pl.next_power_of_2(chunks * NUM_STRIPS), dtype=jnp.int32)
+    index = jnp.full_like(strip, row_index), strip
+    inside = strip < chunks * NUM_STRIPS
+    counts = plgpu.load(counts_ref.at[index], mask=row.active & inside, other=0)
+    fits = jnp.max(counts) <= config.capacity
+
+    def store(measure, base):
+        threshold_ref[row_index] = _threshold(row, bracket, measure, base)
+
+    @pl.when(row.active & fits)
+    def _():
+        place = jnp.arange(strip.shape[0] * config.capacity, dtype=jnp.int32)
+        owner = lax.div(place, jnp.int32(config.capacity))
+        index = jnp.full_like(place, row_index), owner
+        inside = owner < chunks * NUM_STRIPS
+        count = plgpu.load(counts_ref.at[index], mask=inside, other=0)
+        live = inside & (lax.rem(place, jnp.int32(config.capacity)) < count)
+        index = jnp.full_like(place, row_index), place
+        logits = plgpu.load(collected_ref.at[index], mask=live, other=-jnp.inf)
+
+        def measure(values):
+            return jnp.sum(jnp.where(live, values(logits), jnp.float32(0)))
+
+        store(measure, bracket.above)
+
+    @pl.when(row.active & ~fits)
+    def _():
+        def measure(values):
+            def fold(tile, total):
+                start = tile * config.tile
+                logits, live = _load_logits(logits_ref, row_index, start, config.tile, width)
+                return total + jnp.where(live, values(logits), jnp.float32(0))
+
+            zeros = jnp.zeros(config.tile, jnp.float32)
+            return jnp.sum(lax.fori_loop(0, pl.cdiv(width, config.tile), fold, zeros))
+
+        store(measure, jnp.float32(0))
+
+
+# --- the exact threshold -----------------------------------------------------------------------
+
+
+def _threshold(row, bracket, measure, above):
+    """The largest threshold that reaches what is wanted, for top-k and then for top-p.
+
+    Args:
+        row: its parameters.
+        bracket: where the first of the two searches is known to end.
+        measure: sums `values(logits)` over the tokens at hand.
+        above: what the tokens not at hand come to, in the first search, if that is for top-p.
+    """
+
+    def reached(threshold, values):
+        return measure(lambda logits: jnp.where(logits >= threshold, values(logits), 0.0))
+
+    def count(logits):
+        return jnp.ones_like(logits)
+
+    low, high = _key(bracket.low), _key(bracket.high)
+
+    def enough_tokens(threshold):
+        return reached(threshold, count) >= bracket.wanted
+
+    # Without a top-k, what lies below the bracket is as good as left out.
+    kept = lax.cond(row.by_count, lambda: _search(enough_tokens, low, high), lambda: bracket.low)
+
+    def weights(logits):
+        return jnp.where(logits >= kept, _weights(row, logits), jnp.float32(0))
+
+    def top_p():
+        def enough_mass(threshold):
+            return base + reached(threshold, weights) >= wanted
+
+        base = jnp.where(row.by_count, jnp.float32(0), above)
+        wanted = lax.cond(
+            row.by_count, lambda: row.top_p * measure(weights), lambda: bracket.wanted
+        )
+        # The most probable token stays, though a tiny top_p be 0 in float32.
+        end = _key(row.max_logit) + 1
+        end = jnp.where(row.by_count, end, jnp.minimum(high, end))
+        return _search(enough_mass, jnp.where(row.by_count, _key(kept), low), end)
+
+    return lax.cond(row.top_p < 1.0, top_p, lambda: kept)
+
+
+def _search(holds, low, high):
+    """The float of the largest key in [low, high) at which `holds(float)`, by halving.
+
+    `holds` is true at low and, once false, stays so.
+    """
+
+    def middle(low, high):
+        return (low & high) + lax.shift_right_arithmetic(low ^ high, 1)  # does not overflow
+
+    def halve(bounds):
+        key = middle(*bounds)
+        held = holds(_from_key(key))
+        return jnp.where(held, key, bounds[0]), jnp.where(held, bounds[1], key)
+
+    low, _ = lax.while_loop(lambda bounds: middle(*bounds) > bounds[0], halve, (low, high))
+    return _from_key(low)
+
+
+def _key(x):
+    """An integer in the order of the floats; both zeros have the same."""
+    bits = lax.bitcast_convert_type(jnp.where(x == 0, jnp.float32(0), x), jnp.int32)
+    return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
+
+
+def _from_key(key):
+    bits = jnp.where(key < 0, key ^ jnp.int32(0x7FFFFFFF), key)
+    return lax.bitcast_convert_type(bits, jnp.float32)

@@ -1,0 +1,186 @@
+"""min-p, top-k and top-p without a sort against sorting."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import IMPLEMENTATIONS, require
+
+from pallas_kernels import Backend, checks, reference, truncation_mask
+
+B, V = 4, 24
+OFF = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+_truncate = jax.jit(truncation_mask, static_argnames="backend")
+
+
+def _parameters(rows):
+    rows = [{**OFF, **one} for one in rows]
+
+    def column(name):
+        dtype = np.int32 if name == "top_k" else np.float32
+        return jnp.asarray(np.array([one[name] for one in rows], dtype))
+
+    return {name: column(name) for name in OFF}
+
+
+def _kept(logits, rows, backend):
+    require(backend)
+    logits = np.asarray(logits, np.float32)
+    return np.asarray(_truncate(jnp.asarray(logits), **_parameters(rows), backend=backend))
+
+
+def _bounds(logits, rows):
+    """What must and what may be kept, a float32 rounding either side of top_p and min_p."""
+
+    def kept(top_p, min_p):
+        changed = [
+            {
+                **one,
+                "top_p": one["top_p"] * top_p if one["top_p"] < 1 else 1.0,
+                "min_p": min(one["min_p"] * min_p, 1.0),
+            }
+            for one in ({**OFF, **row} for row in rows)
+        ]
+        arrays: dict[str, Any] = {name: np.array([one[name] for one in changed]) for name in OFF}
+        return reference.truncation_mask(np.asarray(logits, np.float32), **arrays)
+
+    return kept(1 - 4e-6, 1 + 3e-5), kept(1 + 4e-6, 1 - 3e-5)
+
+
+def _check(logits, rows, backend):
+    kept = _kept(logits, rows, backend)
+    must, may = _bounds(logits, rows)
+    assert kept.any(axis=1).all()
+    assert kept[must].all(), rows
+    assert not (kept & ~may).any(), rows
+    return kept
+
+
+_value = st.one_of(
+    st.integers(-3, 3).map(float),  # many ties
+    st.floats(-40, 40, width=32, allow_subnormal=False),
+    st.sampled_from([-np.inf, 0.0, -0.0, 1e30, -1e30]),
+)
+_row = st.lists(_value, min_size=V, max_size=V).filter(lambda row: max(row) > -np.inf)
+_settings = st.fixed_dictionaries(
+    {
+        "top_p": st.one_of(st.just(1.0), st.floats(1e-6, 1.0), st.sampled_from([0.25, 0.5, 1e-9])),
+        "top_k": st.sampled_from([0, 1, 2, 5, V - 1, V, V + 1, 10**6]),
+        "min_p": st.one_of(st.just(0.0), st.floats(1e-30, 1), st.just(1.0)),
+    }
+)
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+@settings(max_examples=100, deadline=None)
+@given(
+    rows=st.lists(_row, min_size=B, max_size=B),
+    scales=st.lists(st.sampled_from([1e-20, 1e-3, 1.0, 1e6]), min_size=B, max_size=B),
+    params=st.lists(_settings, min_size=B, max_size=B),
+)
+def test_keeps_what_sorting_keeps(rows, scales, params, backend):
+    logits = np.array(rows, np.float32) * np.array(scales, np.float32)[:, None]
+    logits[np.abs(logits) < 1e-30] = 0.0  # subnormal numbers are zeros to XLA
+    _check(logits, params, backend)
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+def test_top_k_keeps_the_ties_of_the_last(backend):
+    row = np.array([5, 3, 3, 3, 1, 0], np.float32)
+    kept = _kept([row] * 4, [{"top_k": k} for k in (1, 2, 4, 5)], backend)
+    assert kept.sum(axis=1).tolist() == [1, 4, 4, 5]
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+def test_the_two_zeros_are_a_tie(backend):
+    kept = _kept([[0.0, -0.0, -1.0, -2.0]], [{"top_k": 1}], backend)
+    assert kept[0].tolist() == [True, True, False, False]
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+@pytest.mark.parametrize("temperature", [1.0, 0.25, 3.0])
+def test_top_p_keeps_the_smallest_set_with_the_mass(temperature, backend):
+    row = temperature * np.log(np.array([0.5, 0.25, 0.125, 0.125], np.float32))
+    wanted = {0.1: 1, 0.49: 1, 0.51: 2, 0.74: 2, 0.76: 4, 1.0: 4}
+    params = [{"top_p": p, "temperature": temperature} for p in wanted]
+    kept = _kept([row] * len(wanted), params, backend)
+    assert kept.sum(axis=1).tolist() == list(wanted.values())
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+def test_top_p_counts_what_top_k_and_min_p_left(backend):
+    row = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
+    # Of 0.4 and 0.3 alone, 0.4 is 57 %: enough for 0.55, and too little among all four.
+    params = [{"top_p": 0.55}, {"top_p": 0.55, "top_k": 2}, {"top_p": 0.55, "min_p": 0.6}]
+    assert _kept([row] * 3, params, backend).sum(axis=1).tolist() == [2, 1, 1]
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+@pytest.mark.parametrize("one", [{"top_p": 1e-9}, {"top_p": 1e-60}, {"min_p": 1.0}, {"top_k": 1}])
+def test_equal_logits_stay_together(one, backend):
+    assert _kept(np.full((1, V), -7.5), [one], backend).all()
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+def test_nothing_on_keeps_even_what_has_no_probability(backend):
+    row = np.where(np.arange(V) == 3, 0.0, -1e30)
+    assert _kept([row], [{}], backend).all()
+
+
+LARGE = {
+    "normal": lambda rng, shape: rng.randn(*shape) * 2,
+    "nearly flat": lambda rng, shape: rng.randn(*shape) * 0.1,
+    "peaked": lambda rng, shape: rng.standard_t(2, shape) * 3,
+    "many ties": lambda rng, shape: np.round(rng.randn(*shape) * 2) / 2,  # collected too many
+    "one value": lambda rng, shape: np.full(shape, 3.0),
+}
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", LARGE)
+def test_a_large_vocabulary_keeps_what_sorting_keeps(name, backend):
+    params = [{"top_p": p} for p in (0.1, 0.9, 0.99, 0.999)]
+    params += [{"top_p": 0.9, "temperature": t, "min_p": 1e-4} for t in (0.1, 1.7)]
+    params += [{"top_k": k, "top_p": p} for k in (1, 20, 12_000) for p in (1.0, 0.5)]
+    logits = LARGE[name](np.random.RandomState(0), (len(params), 40_000)).astype(np.float32)
+    logits[::2, 7] = logits.max() + 3  # much of the mass lies far below the top
+    _check(logits, params, backend)
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+def test_the_edge_of_top_p_does_not_move_with_the_batch(backend):
+    # Every row's top_p lies within a rounding of the mass of some set of tokens.
+    logits = np.random.RandomState(1).randn(16, 300).astype(np.float32)
+    weight = np.sort(np.exp(logits - logits.max(axis=1, keepdims=True)), axis=1)[:, ::-1]
+    share = np.cumsum(weight, axis=1, dtype=np.float32) / weight.sum(axis=1, keepdims=True)
+    for count in range(10, 250, 40):
+        params = [{"top_p": float(row[count])} for row in share]
+        together = _kept(logits, params, backend)
+        for start, stop in [(0, 1), (3, 8)]:
+            some = _kept(logits[start:stop], params[start:stop], backend)
+            np.testing.assert_array_equal(some, together[start:stop])
+
+
+def test_there_is_no_sort():
+    logits = jnp.zeros((B, V), jnp.float32)
+    text = _truncate.lower(logits, **_parameters([{}] * B), backend=Backend.XLA).as_text()
+    assert "stablehlo.sort" not in text
+    assert "chlo.top_k" not in text
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"top_k": jnp.zeros(B, jnp.float32)}, TypeError, "top_k has dtype float32"),
+        ({"top_p": jnp.zeros(B + 1, jnp.float32)}, ValueError, "top_p has shape"),
+        ({"min_p": jnp.zeros(B, jnp.int32)}, TypeError, "min_p has dtype int32"),
+    ],
+)
+def test_wrong_arguments_are_named(change, error, message):
+    arguments = {**_parameters([{}] * B), **change}
+    with pytest.raises(error, match=message):
+        checks.check_truncation(jnp.zeros((B, V), jnp.float32), **arguments)

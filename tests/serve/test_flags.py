@@ -1,0 +1,116 @@
+"""The command line of the server."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jpaged.serve.flags import build_parser, read_flags
+from jpaged.serve.limits import Limits
+
+
+def test_nothing_serves_the_embedded_model_to_this_machine_alone():
+    flags = read_flags([])
+    assert (flags.host, flags.port) == ("127.0.0.1", 8000)
+    assert flags.engine == {"verbose": True}
+    assert flags.serve.model_names == ("jpaged-tiny",)
+    assert flags.serve.api_keys == ()
+    assert flags.serve.limits == Limits()
+    assert flags.serve.dashboard
+    assert not flags.serve.dashboard_text
+
+
+def test_what_vllms_users_write():
+    flags = read_flags(
+        [
+            *("--model", "org/name", "--host", "0.0.0.0", "--port", "9", "--api-key", "a", "b"),
+            *("--served-model-name", "x", "y", "--dtype", "bfloat16", "--max-model-len", "4096"),
+            *("--gpu-memory-utilization", "0.8", "--block-size", "32"),
+            *("--no-enable-prefix-caching", "--max-num-seqs", "64"),
+            *("--max-num-batched-tokens", "2048", "--scheduling-policy", "priority"),
+            *("--swap-space", "2", "--preemption-mode", "auto", "--tensor-parallel-size", "1"),
+            *("--seed", "3", "--load-format", "dummy", "--kv-cache-memory-bytes", "1G"),
+            *("--max-num-queued-reqs", "5", "--shutdown-timeout", "60", "--no-async-scheduling"),
+        ]
+    )
+    assert flags.engine == {
+        "model": "org/name",
+        "dtype": "bfloat16",
+        "max_model_len": 4096,
+        "gpu_memory_utilization": 0.8,
+        "block_size": 32,
+        "enable_prefix_caching": False,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 2048,
+        "scheduling_policy": "priority",
+        "swap_space": 2.0,
+        "preemption_mode": "auto",
+        "seed": 3,
+        "load_format": "dummy",
+        "kv_cache_memory_bytes": 2**30,
+        "async_scheduling": False,
+        "verbose": True,
+    }
+    assert flags.serve.model_names == ("x", "y")
+    assert flags.serve.api_keys == ("a", "b")
+    assert flags.serve.limits.max_num_queued_reqs == 5
+    assert flags.shutdown_timeout == 60
+
+
+def test_a_model_without_a_flag_and_keys_one_by_one():
+    flags = read_flags(["org/name", "--api-key", "a", "--api-key", "b"])
+    assert flags.engine["model"] == "org/name"
+    assert flags.serve.model_names == ("org/name",)
+    assert flags.serve.api_keys == ("a", "b")
+
+
+def test_a_folder_is_not_a_name(tmp_path: Path):
+    folder = tmp_path / "my-model"
+    flags = read_flags(["--model", str(folder)])
+    assert flags.serve.model_names == ("my-model",)
+
+
+def test_a_template_of_ones_own(tmp_path: Path):
+    path = tmp_path / "chat.jinja"
+    path.write_text("{{ messages }}", encoding="utf-8")
+    flags = read_flags(
+        ["--chat-template", str(path), "--allowed-chat-template-kwargs", "mood", "tone"]
+    )
+    assert flags.serve.chat_template == "{{ messages }}"
+    assert flags.serve.template_variables == {"mood", "tone"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--block-size", "7"], ["--block-size", "multiple of 8"]),
+        (["--dtype", "int4"], ["--dtype", "choose one of"]),
+        (["--gpu-memory-utilization", "2"], ["--gpu-memory-utilization", "use 0.9"]),
+        (["--tensor-parallel-size", "2"], ["--tensor-parallel-size", "leave it at 1"]),
+        (["--port", "70000"], ["--port", "65535"]),
+        (["--max-num-queued-reqs", "-1"], ["--max-num-queued-reqs", "such as 100"]),
+        (["--shutdown-timeout", "soon"], ["--shutdown-timeout", "such as 30"]),
+        (["--max-body-bytes", "big"], ["--max-body-bytes", "800M"]),
+        (["--kv-cache-memory-bytes", "1G", "--num-blocks", "9"], ["not both"]),
+        (["--chat-template", "/no/such/file"], ["--chat-template", "/no/such/file"]),
+        (["a", "--model", "b"], ["two models"]),
+        (["--api-key", ""], ["--api-key", "empty"]),
+        (["--modle", "x"], ["--modle"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_mistakes_name_the_flag_and_the_remedy(
+    argv: list[str], words: list[str], capsys: pytest.CaptureFixture[Any]
+):
+    with pytest.raises(SystemExit) as caught:
+        read_flags(argv)
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    for word in words:
+        assert word in said
+
+
+def test_the_help_teaches():
+    text = build_parser().format_help()
+    for word in ("curl", "--preemption-mode", "examples:", "SIGTERM", "503", "127.0.0.1"):
+        assert word in text

@@ -1,0 +1,117 @@
+"""Many streams at once, some of whose clients go: every other answer is right and whole."""
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from serve_helpers import RawRequest, Server
+from server_process import ServerProcess
+
+Run = Callable[..., None]
+PATH = "/v1/completions"
+
+
+def question(number: int) -> tuple[dict[str, Any], str]:
+    """A question whose answer is known, different for each of many numbers."""
+    first = 1 + number % 90
+    answer = "\n" + ", ".join(map(str, range(first, first + 6)))
+    asked = {"prompt": f"Count from {first} to {first + 5}", "max_tokens": 40, "temperature": 0}
+    return {**asked, "stream": True, "stream_options": {"include_usage": True}}, answer
+
+
+def read_stream(body: bytes) -> tuple[str, int, list[str]]:
+    """The text of a whole stream, its tokens as counted, and its ids."""
+    *events, done, rest = body.decode().split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    text = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+    return text, chunks[-1]["usage"]["completion_tokens"], sorted({c["id"] for c in chunks})
+
+
+def check_streams(bodies: list[tuple[bytes, str]]) -> None:
+    ids = set()
+    for body, expected in bodies:
+        text, num_tokens, own_ids = read_stream(body)
+        assert text == expected
+        assert num_tokens == len(expected) + 1
+        (own_id,) = own_ids
+        assert own_id not in ids
+        ids.add(own_id)
+
+
+def test_many_streams_and_clients_that_go(serve: Run):
+    pick = random.Random(0)
+
+    async def one(server: Server, number: int) -> tuple[bytes, str] | None:
+        asked, answer = question(number)
+        leaves = pick.random() < 0.3
+        request = RawRequest(server.app, PATH, asked)
+        if leaves:
+            await asyncio.sleep(pick.uniform(0, 1.5))
+            request.leave()
+        await request.task
+        whole = request.body.endswith(b"data: [DONE]\n\n")
+        assert whole or leaves
+        return (request.body, answer) if whole else None
+
+    async def scenario(server: Server) -> None:
+        found = await asyncio.gather(*(one(server, number) for number in range(150)))
+        check_streams([each for each in found if each is not None])
+        assert 20 < sum(each is None for each in found) < 80
+
+    serve(scenario)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_thousand_streams_for_a_minute(compilation_cache: Path):
+    server = ServerProcess(compilation_cache, "--no-log-requests")
+    end = time.monotonic() + 60
+    survivors: list[tuple[bytes, str]] = []
+    num_left = 0
+
+    async def client(http: httpx.AsyncClient, number: int) -> None:
+        nonlocal num_left
+        pick = random.Random(number)
+        while time.monotonic() < end:
+            asked, answer = question(pick.randrange(90))
+            patience = pick.uniform(0, 20) if pick.random() < 0.3 else 1e6
+            started, body = time.monotonic(), b""
+            async with http.stream("POST", f"{server.url}{PATH}", json=asked) as got:
+                assert got.status_code == 200, await got.aread()
+                async for chunk in got.aiter_bytes():
+                    body += chunk
+                    if time.monotonic() - started > patience:
+                        break
+            if body.endswith(b"data: [DONE]\n\n"):
+                survivors.append((body, answer))
+            else:
+                assert patience < 1e6
+                num_left += 1
+
+    async def all_clients() -> None:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(timeout=300, limits=limits) as http:
+            await asyncio.gather(*(client(http, number) for number in range(1000)))
+
+    try:
+        asyncio.run(all_clients())
+        check_streams(survivors)
+        assert len(survivors) > 1000
+        assert num_left > 50
+        for _ in range(100):
+            figures = httpx.get(f"{server.url}/metrics").text
+            if 'kv_cache_usage_perc{engine="0",model_name="jpaged-tiny"} 0.0' in figures:
+                break
+            time.sleep(0.1)
+        else:
+            pytest.fail(figures)
+        assert httpx.get(f"{server.url}/load").json() == {"server_load": 0}
+    finally:
+        server.end()

@@ -1,0 +1,29 @@
+"""The server knows jpaged by its public names alone."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import jpaged
+
+FOLDER = Path(jpaged.__file__).parent / "serve"
+MODULES = sorted(FOLDER.rglob("*.py"))
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: str(path.relative_to(FOLDER)))
+def test_only_public_names(module: Path):
+    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            name = node.module or ""
+            if name == "jpaged":
+                assert {alias.name for alias in node.names} <= set(jpaged.__all__)
+            else:
+                assert not name.startswith("jpaged.") or name.startswith("jpaged.serve.")
+            names = [name]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+            assert not any(each.startswith("jpaged") for each in names)
+        else:
+            continue
+        assert not {each.partition(".")[0] for each in names} & {"pickle", "jax", "marshal"}

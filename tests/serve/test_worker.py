@@ -1,0 +1,168 @@
+"""The engine's end of the socket, without an event loop."""
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from serve_helpers import ANSWER, QUESTION, run_worker
+
+from jpaged import Engine
+from jpaged.serve.frames import (
+    HEADER,
+    Abort,
+    Add,
+    Command,
+    Ready,
+    Refused,
+    Report,
+    Stop,
+    Turn,
+    frame_of,
+    report_of,
+)
+from jpaged.serve.link import Link
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 64}
+
+
+class Line:
+    """The HTTP side, by hand."""
+
+    def __init__(self, sock: socket.socket):
+        sock.settimeout(20)
+        self.sock = sock
+        self._file = sock.makefile("rb")
+
+    def send(self, command: Command) -> None:
+        self.sock.sendall(frame_of(command))
+
+    def receive(self) -> Report:
+        (size,) = HEADER.unpack(self._file.read(HEADER.size))
+        return report_of(self._file.read(size))
+
+    def deltas(self, request_id: str) -> Iterator[Any]:
+        """The deltas of a request, to its end."""
+        while True:
+            report = self.receive()
+            for delta in report.news if isinstance(report, Turn) else ():
+                if delta.request_id == request_id:
+                    yield delta
+                    if delta.finished:
+                        return
+
+    def close(self) -> None:
+        self._file.close()
+        self.sock.close()
+
+
+@pytest.fixture
+def line(engine: Engine) -> Iterator[Line]:
+    ours, theirs = socket.socketpair()
+    worker = threading.Thread(target=run_worker, args=(engine, theirs), daemon=True)
+    worker.start()
+    line = Line(ours)
+    assert isinstance(line.receive(), Ready)
+    yield line
+    line.close()
+    worker.join(10)
+    assert not worker.is_alive()
+    stats = engine.stats()
+    assert stats.num_free_blocks == stats.num_blocks
+    engine.check_integrity()
+
+
+def add(name: str, prompt: str = QUESTION, **params: Any) -> Add:
+    return Add(name, list(prompt.encode()), {**GREEDY, **params})
+
+
+def text_of(deltas: list[Any]) -> str:
+    return "".join(each.text for delta in deltas for each in delta.deltas)
+
+
+def test_a_request(line: Line):
+    line.send(add("a"))
+    deltas = list(line.deltas("a"))
+    assert text_of(deltas) == ANSWER
+    assert deltas[-1].metrics is not None
+    assert all(delta.metrics is None for delta in deltas[:-1])
+
+
+def test_idle_turns_are_told_of(line: Line):
+    turns = [line.receive() for _ in range(3)]
+    numbers = [turn.number for turn in turns if isinstance(turn, Turn)]
+    assert numbers == sorted(set(numbers))
+    assert len(numbers) == 3
+
+
+def test_a_refusal(line: Line):
+    line.send(add("a", max_tokens=0))
+    line.send(add("b", beam_width=99))
+    line.send(add("c"))
+    refused = {}
+    while len(refused) < 2:
+        report = line.receive()
+        if isinstance(report, Refused):
+            refused[report.request_id] = report.message
+    assert "max_tokens=0" in refused["a"]
+    assert "beam_width=99" in refused["b"]
+    line.send(add("d"))
+    assert text_of(list(line.deltas("d"))) == ANSWER
+
+
+def test_while_nobody_reads_steps_go_on_and_news_gather(line: Line, engine: Engine):
+    line.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    before = engine.stats().num_finished
+    for i in range(8):
+        line.send(add(str(i), "Hello", max_tokens=240, ignore_eos=True, logprobs=20))
+    end = time.monotonic() + 60
+    while engine.has_work or engine.stats().num_finished < before + 8:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    counts: dict[str, list[int]] = {}
+    while len(counts) < 8 or not all(sum(each) == 240 for each in counts.values()):
+        report = line.receive()
+        for delta in report.news if isinstance(report, Turn) else ():
+            num_tokens = sum(len(each.token_ids) for each in delta.deltas)
+            counts.setdefault(delta.request_id, []).append(num_tokens)
+    assert min(map(len, counts.values())) < 200  # many tokens came in one delta
+    assert max(max(each) for each in counts.values()) > 20
+
+
+def test_an_abort_and_a_stop(line: Line, engine: Engine):
+    line.send(add("a", "Hello", max_tokens=200, ignore_eos=True))
+    next(line.deltas("a"))
+    line.send(Abort(["a", "unknown"]))
+    line.send(add("b"))
+    assert text_of(list(line.deltas("b"))) == ANSWER
+    line.send(add("c", "Hello", max_tokens=200, ignore_eos=True))
+    line.send(Stop())
+
+
+def test_a_line_that_breaks_in_the_middle_of_a_command(line: Line, engine: Engine):
+    line.send(add("a", "Hello", max_tokens=200, ignore_eos=True))
+    line.sock.sendall(frame_of(add("b"))[:10])
+
+
+def test_a_frame_of_nonsense_ends_the_worker():
+    ours, theirs = socket.socketpair()
+    link = Link(theirs)
+    ours.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    with pytest.raises(EOFError, match="not jpaged"):
+        link.receive(1)
+    link.close()
+    ours.close()
+
+
+MODULES = "import jpaged.serve.app, jpaged.serve.flags, jpaged.serve.lifecycle, sys;"
+
+
+@pytest.mark.parametrize("package", ["jax", "transformers", "torch"])
+def test_the_http_process_needs_no(package: str):
+    """It starts fast, and leaves the device to the engine's process."""
+    code = f"{MODULES} sys.exit({package!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
