@@ -68,17 +68,17 @@ class Camera:
         """
         now = self._last_fetch = self._clock()
         if not self._has_failed:
-            if self._watch is None or epoch != self._epoch:
-                self._start(tokens)
-            self._look(self._watch, now)
+            watch = self._watch if epoch == self._epoch else None
+            self._look(watch or self._start(tokens), now)
         frames, self._frames = self._frames, []
         failed, self._has_failed = self._has_failed, False
         return Frames(self._epoch, frames, self._engine.stats(), failed)
 
-    def _start(self, tokens: bool) -> None:
+    def _start(self, tokens: bool) -> PoolWatch:
         self.stop()
         self._watch = self._engine.watch_pool(NUM_TOKEN_BLOCKS if tokens else 0)
         self._epoch += 1
+        return self._watch
 
     def stop(self) -> None:
         """Look no more until the next `fetch`."""
