@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import httpx
 import numpy as np
 
+from bench.compare import parse_arguments
 from bench.lengths import sharegpt_like_lengths
 from bench.records import print_table, record
 
@@ -205,7 +206,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Measure, print, record; 1 if any request failed."""
-    args = build_parser().parse_args(argv)
+    args = parse_arguments(build_parser(), argv)
     target = Target(args.url, args.model, args.api_key)
     rows = asyncio.run(sweep(target, args.rate, args))
     print_table(rows)

@@ -154,7 +154,7 @@ class BlockManager:
         child.chain_content = parent.chain_content
 
     def trim(self, sequence: Sequence) -> None:
-        """Give back blocks past those of its computed tokens: of a step that was not made."""
+        """Give back blocks past those that computed tokens fill: of a step that was not made."""
         table, needed = sequence.block_table, self.num_blocks_for(sequence.num_computed_tokens)
         if len(table) > needed:
             self.pool.free(reversed(table[needed:]))

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from jpaged import EngineStats, SamplingParams
-from jpaged.serve.errors import bad_field, failed, not_serving
+from jpaged.serve.errors import failed, not_serving, refusal
 from jpaged.serve.frames import (
     HEADER,
     Abort,
@@ -84,6 +84,7 @@ class EngineClient:
         self.death: str | None = None
         self.runs: dict[str, Run] = {}
         self._writer = writer
+        self._takes_requests = True
         self._info: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._snapshot: asyncio.Future[Snapshot] | None = None
         self._snapshot_due = 0.0
@@ -121,7 +122,7 @@ class EngineClient:
         Raises:
             ApiError: there is no engine to put them to.
         """
-        if not self.is_ready:
+        if not (self.is_ready and self._takes_requests):
             raise not_serving("the engine is not running")
         run = Run(jobs, self._abort, watch)
         try:
@@ -162,7 +163,8 @@ class EngineClient:
         return await self._frames
 
     def cut_all(self) -> None:
-        """End all requests where they are; their readers see an abort."""
+        """End all requests where they are; their readers see an abort. None follow."""
+        self._takes_requests = False
         self._abort(list(self.runs))
         for run in set(self.runs.values()):
             run.cut()
@@ -205,8 +207,8 @@ class EngineClient:
                         self.runs[delta.request_id].put(delta)
             case Refused():
                 if report.request_id in self.runs:
-                    refusal = failed() if report.is_fault else bad_field(None, report.message)
-                    self.runs[report.request_id].fail(refusal)
+                    error = failed() if report.is_fault else refusal(report.message)
+                    self.runs[report.request_id].fail(error)
             case Ready():
                 self._info.set_result(report)
             case Snapshot():

@@ -55,6 +55,12 @@ def bad_field(param: str | None, message: str) -> ApiError:
     return ApiError(400, message, param)
 
 
+def refusal(message: str) -> ApiError:
+    """The engine's own words about a parameter, which begin with its name: NAME=VALUE ..."""
+    name = message.partition("=")[0].partition("[")[0]
+    return ApiError(400, message, name if name.isidentifier() else None)
+
+
 def failed() -> ApiError:
     """Something broke here; what, is in the log."""
     return ApiError(500, "the request failed on the server, whose log says why")

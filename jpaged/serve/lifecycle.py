@@ -14,10 +14,14 @@ import uvicorn
 from jpaged import Tokenizer
 from jpaged.serve.app import make_app
 from jpaged.serve.client import EngineClient
+from jpaged.serve.connections import PunctualProtocol
 from jpaged.serve.engine_process import EngineProcess
 from jpaged.serve.flags import Flags
 from jpaged.serve.serving import Serving
 from jpaged.serve.texts import Texts
+
+_KEEP_ALIVE = 75
+"""Seconds for an idle connection: more than clients keep theirs, lest they use one just closed."""
 
 _LAST_WORDS = 5
 """Seconds for connections to close once there is nothing more to say."""
@@ -138,7 +142,7 @@ def _uvicorn_config(serving: Serving, flags: Flags) -> uvicorn.Config:
     limits = flags.serve.limits
     return uvicorn.Config(
         make_app(serving),
-        http="h11",  # the one that bounds headers
+        http=PunctualProtocol,
         ws="none",
         lifespan="off",
         log_level="info" if flags.log_requests else "warning",
@@ -147,6 +151,7 @@ def _uvicorn_config(serving: Serving, flags: Flags) -> uvicorn.Config:
         proxy_headers=False,
         h11_max_incomplete_event_size=limits.max_header_bytes,
         limit_concurrency=limits.max_connections,
+        timeout_keep_alive=_KEEP_ALIVE,
         timeout_graceful_shutdown=_LAST_WORDS,
     )
 

@@ -112,17 +112,17 @@ class Metrics:
         return generate_latest(self._registry)
 
     def meter(self, job: Job) -> "Meter":
-        """Counts a new request, and measures it."""
-        self.prompt_tokens.inc(len(job.prompt_token_ids))
+        """Measures a new request."""
+        return Meter(self, job)
+
+    def ended(self, job: Job, reason: str, num_tokens: int) -> None:
+        """A request ended, after so many tokens."""
+        self._success.labels(**self._labels, finished_reason=reason).inc()
         self.prompt_length.observe(len(job.prompt_token_ids))
+        self.answer_length.observe(num_tokens)
         self.asked_answers.observe(job.params.n)
         if job.params.max_tokens is not None:
             self.asked_length.observe(job.params.max_tokens)
-        return Meter(self)
-
-    def ended(self, reason: str) -> None:
-        """A request ended."""
-        self._success.labels(**self._labels, finished_reason=reason).inc()
 
     def _describe(self, **facts: int) -> None:
         labels = self._labels | {name: str(value) for name, value in facts.items()}
@@ -146,8 +146,8 @@ class Metrics:
 class Meter:
     """Measures one request from its start to its end."""
 
-    def __init__(self, metrics: Metrics):
-        self._metrics = metrics
+    def __init__(self, metrics: Metrics, job: Job):
+        self._metrics, self._job = metrics, job
         self._started = self._last = time.monotonic()
         self._num_tokens = 0
         self._is_over = False
@@ -164,12 +164,11 @@ class Meter:
                 self._note_times(delta.metrics)
 
     def end(self, reason: str) -> None:
-        """The request is over; only the first word on that counts."""
-        if self._is_over:
+        """The request is over; only the first word on that counts, and none if it was refused."""
+        if self._is_over or reason == "refused":
             return
         self._is_over = True
-        self._metrics.ended(reason)
-        self._metrics.answer_length.observe(self._num_tokens)
+        self._metrics.ended(self._job, reason, self._num_tokens)
         self._metrics.whole.observe(time.monotonic() - self._started)
 
     def _note_tokens(self, num_tokens: int) -> None:
@@ -178,6 +177,7 @@ class Meter:
             metrics.between_tokens.observe((now - self._last) / num_tokens)
         else:
             metrics.first_token.observe(now - self._started)
+            metrics.prompt_tokens.inc(len(self._job.prompt_token_ids))
         self._last = now
         self._num_tokens += num_tokens
         metrics.output_tokens.inc(num_tokens)

@@ -83,8 +83,9 @@ class Run:
 
     @property
     def why_ended(self) -> str:
-        """Why those ended that did not come to their ends: "error" or "abort"."""
-        return "error" if self._error is not None and self._error.status == 500 else "abort"
+        """Why those ended that did not come to their ends: "error", "abort" or "refused"."""
+        status = None if self._error is None else self._error.status
+        return {500: "error", 400: "refused"}.get(status or 0, "abort")
 
     def put(self, delta: RequestDelta) -> None:
         """Take news in; if they are too many for whoever should read them, it fails."""

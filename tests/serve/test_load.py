@@ -115,3 +115,4 @@ def test_a_thousand_streams_for_a_minute(compilation_cache: Path):
         assert httpx.get(f"{server.url}/load").json() == {"server_load": 0}
     finally:
         server.end()
+        print(server.log)

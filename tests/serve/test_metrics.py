@@ -50,6 +50,8 @@ def test_what_is_counted(serve: Run, engine: Engine):
         await server.complete(prompt=QUESTION, max_tokens=64, temperature=0)
         await server.complete(prompt=QUESTION, max_tokens=4, temperature=0)
         await server.complete(prompt="Hello", max_tokens=5, n=2, ignore_eos=True)
+        refused = {"prompt": "a", "allowed_token_ids": [264]}
+        assert (await server.http.post("/v1/completions", json=refused)).status_code == 400
         found = await figures(server)
         names = {name.partition(" ")[0] for name in found}
         assert {f"vllm:{name}" for name in VLLM_NAMES} <= names
@@ -57,6 +59,7 @@ def test_what_is_counted(serve: Run, engine: Engine):
         assert found["vllm:generation_tokens_total"] == 15 + 4 + 10
         assert found["vllm:request_success_total stop"] == 1
         assert found["vllm:request_success_total length"] == 2
+        assert "vllm:request_success_total abort" not in found
         assert found["vllm:time_to_first_token_seconds_count"] == 3
         assert found["vllm:e2e_request_latency_seconds_count"] == 3
         assert found["vllm:request_queue_time_seconds_count"] == 3

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jpaged import SamplingParams
-from jpaged.serve.errors import bad_field
+from jpaged.serve.errors import bad_field, refusal
 from jpaged.serve.limits import Limits
 from jpaged.serve.protocol.record import Nested, of
 from jpaged.serve.protocol.rules import (
@@ -122,8 +122,7 @@ class SamplingFields:
         try:
             return SamplingParams(**(asked | others), max_tokens=max_tokens)
         except (TypeError, ValueError) as error:
-            message = str(error)
-            raise bad_field(message.partition("=")[0].partition("[")[0], message) from None
+            raise refusal(str(error)) from None
 
     @property
     def _width(self) -> int | None:
