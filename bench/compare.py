@@ -73,7 +73,8 @@ def print_comparison(before: Path, after: Path, threshold: float = THRESHOLD) ->
 def parse_arguments(
     parser: argparse.ArgumentParser, argv: list[str] | None = None
 ) -> argparse.Namespace:
-    """A benchmark's arguments (default: the process's); with `--compare` prints the comparison instead, and exits."""
+    """A benchmark's arguments, of `argv` or the process's; with `--compare` prints the comparison
+    instead, and exits."""
     parser.add_argument("--compare", nargs=2, type=Path, metavar="JSON", help="before and after")
     parser.add_argument("--threshold", type=float, default=THRESHOLD, help="of --compare (0.03)")
     args = parser.parse_args(argv)

@@ -5,8 +5,9 @@ import re
 from pathlib import Path
 
 from bench.serving import build_parser as bench_parser
-from jpaged import EngineStats
+from jpaged import EngineStats, SamplingParams
 from jpaged.serve.auth import OPEN_PATHS
+from jpaged.serve.client import Job
 from jpaged.serve.flags import build_parser
 from jpaged.serve.metrics import Metrics
 from jpaged.serve.picture_hub import MAX_VIEWERS
@@ -29,7 +30,7 @@ def test_every_flag_is_told_of_and_exists():
 def test_every_metric_exists():
     stats = EngineStats(16, 8, 8, 0)
     metrics = Metrics("m", max_model_len=64, block_size=16, num_blocks=9)
-    metrics.ended("stop")
+    metrics.ended(Job("r", [1], SamplingParams(max_tokens=2)), "stop", 1)
     text = metrics.text(stats).decode()
     told = set(re.findall(r"`((?:vllm|jpaged):\w+)`", PAGE))
     assert len(told) > 15
