@@ -1,44 +1,27 @@
-"""A real server in a process of its own, and a real browser to look at it."""
+"""A real server for the length of a block, and a real browser to look at it."""
 
 import os
-import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from server_process import ServerProcess
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
-SMALL = ("--max-num-seqs", "16", "--max-model-len", "512", "--num-blocks", "129")
 
 
 @contextmanager
 def serving(cache: Path, *flags: str) -> Iterator[str]:
-    """`python -m jpaged.serve` with these flags; gives its address."""
-    command = [sys.executable, "-m", "jpaged.serve", "--port", "0", "--no-log-requests"]
-    process = subprocess.Popen(
-        [*command, "--compilation-cache-dir", str(cache), *SMALL, *flags],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    """The address of a server with these flags, which drains and ends well after the block."""
+    server = ServerProcess(cache, "--no-log-requests", *flags)
     try:
-        yield _address(process)
+        yield server.url
+        server.process.terminate()
+        assert server.wait() == 0, server.log
     finally:
-        process.terminate()
-        _, said = process.communicate(timeout=30)
-    assert process.returncode == 0, said
-
-
-def _address(process: subprocess.Popen) -> str:
-    said = []
-    for line in process.stderr or ():
-        said.append(line)
-        if found := re.search(r"serving .* at (http\S+)", line):
-            return found[1]
-    raise RuntimeError(f"the server did not start:\n{''.join(said)}")
+        server.end()
 
 
 def find_browser() -> str:

@@ -6,6 +6,7 @@ from importlib.resources import files
 
 import httpx
 import pytest
+from browsing import find_browser
 
 from jpaged.serve.app import make_app
 from jpaged.serve.dashboard import PAGE_PATHS
@@ -73,3 +74,15 @@ def test_the_page_has_nothing_that_its_policy_forbids():
         assert not re.search(r"(?:src|href|url\()=?[\"']?(?:https?:)?//", text), file.name
     page = STATIC.joinpath("index.html").read_text(encoding="utf-8")
     assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]*\ssrc=)", page)
+
+
+def test_without_a_browser_the_tests_are_skipped_but_not_in_continuous_integration(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("JPAGED_REQUIRE_BROWSER", raising=False)
+    with pytest.raises(pytest.skip.Exception, match="apt-get install chromium"):
+        find_browser()
+    monkeypatch.setenv("JPAGED_REQUIRE_BROWSER", "1")
+    with pytest.raises(pytest.fail.Exception, match="must be tested"):
+        find_browser()
