@@ -42,8 +42,6 @@ class Engine(EngineAccounts):
         self._intake = parts.intake
         self._driver = Driver(self._loop, self._intake)
 
-    # Requests, one by one
-
     def add_request(
         self,
         prompt: object,

@@ -192,21 +192,16 @@ class EngineLoop:
     def _take(self, emitted: Emitted, result: StepResult, rows: dict[int, int]) -> RequestState:
         sequence = emitted.sequence
         state = self._states[emitted.request]
-        with self._contained(state):
+        try:
             if state.accept(emitted, result.logprobs, rows.get(sequence.seq_id, 0)):
                 # Also where the same token was its last: the stop string wins.
                 self.scheduler.finish_sequence(sequence, FinishReason.STOP)
-        return state
-
-    @contextmanager
-    def _contained(self, state: RequestState) -> Iterator[None]:
-        """What goes wrong with one request ends it with an error, and no other."""
-        try:
-            yield
         except Exception as error:
             self._fail(state, error)
+        return state
 
     def _fail(self, state: RequestState, error: Exception) -> None:
+        """What goes wrong with one request ends it with an error, and no other."""
         state.fail(error)
         self.scheduler.finish(state.request_id, FinishReason.ERROR)
 
@@ -238,12 +233,16 @@ class EngineLoop:
             scores = result.prompt_logprobs.get(item.sequence.seq_id)
             state = self._states.get(item.sequence.request)
             if scores is not None and state is not None:
-                with self._contained(state):
+                try:
                     state.accept_prompt_logprobs(item, scores)
+                except Exception as error:
+                    self._fail(state, error)
 
     def _retire(self, state: RequestState) -> None:
-        with self._contained(state):
+        try:
             state.finish()
+        except Exception as error:
+            self._fail(state, error)
         self.counts.finished += 1
         del self._sampling[state.request], self._states[state.request]
         del self.requests[state.request_id]

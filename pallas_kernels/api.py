@@ -26,6 +26,7 @@ from pallas_kernels import (
     xla,
     xla_truncation,
 )
+from pallas_kernels.tiles import decode_rows_apart
 from pallas_kernels.types import Backend, HeadNorms, LayerKV, select_backend
 
 __all__ = [
@@ -59,6 +60,8 @@ def paged_decode_attention(
 ) -> Float[Array, "B N H"]:
     """Attention of one new token a sequence over its paged keys and values.
 
+    Kernels start in the order of the rows: where lengths differ, the longest first is the fastest.
+
     Args:
         q: queries, of the pool's dtype; N is a multiple of the pool's K heads.
         kv: one layer's pool [P, S, K, H]; the new token is already in it. Slots that no sequence
@@ -83,18 +86,7 @@ def paged_decode_attention(
     options = {"scale": scale, "soft_cap": soft_cap, "sliding_window": sliding_window}
     if backend is Backend.XLA or not q.size:
         return xla.paged_decode_attention(q, kv, block_tables, seq_lens, **options)
-    config = tuning.decode_config(
-        batch=q.shape[0],
-        num_kv_heads=kv.k.shape[2],
-        max_context=block_tables.shape[1] * kv.k.shape[1],
-        head_size=q.shape[2],
-        itemsize=q.dtype.itemsize,
-        device_kind=_device_kind(backend),
-    )
-    interpret = backend is Backend.INTERPRET
-    return paged_decode.paged_decode_attention(
-        q, kv, block_tables, seq_lens, **options, config=config, interpret=interpret
-    )
+    return _decode(q, kv, block_tables, seq_lens, options, backend)
 
 
 def paged_prefill_attention(
@@ -112,7 +104,9 @@ def paged_prefill_attention(
     """Causal attention of a ragged batch of new tokens, with any earlier context in the pool.
 
     Sequence b owns rows `query_start_loc[b]:query_start_loc[b + 1]` of q; they are the last of its
-    `seq_lens[b]` tokens and already in the pool. A one-token sequence is a decode row riding along.
+    `seq_lens[b]` tokens and already in the pool. A one-token sequence is a decode row riding along;
+    those that come before all longer ones run at the speed of `paged_decode_attention` on a GPU,
+    where the batch has more than a few sequences.
 
     Args:
         q: flattened queries, of the pool's dtype; rows from `query_start_loc[B]` on are padding.
@@ -136,25 +130,14 @@ def paged_prefill_attention(
     checks.check_prefill(query_start_loc, seq_lens)
     backend = Backend(backend)
     options = {"scale": scale, "soft_cap": soft_cap, "sliding_window": sliding_window}
-    arrays = (q, kv, block_tables, query_start_loc, seq_lens)
     if backend is Backend.XLA or not q.size:
+        arrays = (q, kv, block_tables, query_start_loc, seq_lens)
         return xla.paged_prefill_attention(*arrays, **options)
-    facts = {
-        "group": q.shape[1] // kv.k.shape[2],
-        "head_size": q.shape[2],
-        "itemsize": q.dtype.itemsize,
-        "device_kind": _device_kind(backend),
-    }
-    hopper = tuning.hopper_prefill_config(
-        block_size=kv.k.shape[1], plain=soft_cap is None and sliding_window is None, **facts
-    )
-    if hopper is not None:
-        return paged_prefill_hopper.paged_prefill_attention(*arrays, scale=scale, config=hopper)
-    config = tuning.prefill_config(num_tokens=q.shape[0], batch=seq_lens.shape[0], **facts)
-    interpret = backend is Backend.INTERPRET
-    return paged_prefill.paged_prefill_attention(
-        *arrays, **options, config=config, interpret=interpret
-    )
+    if not tuning.takes_decode_rows_apart(num_tokens=q.shape[0], batch=seq_lens.shape[0]):
+        return _prefill(q, kv, block_tables, query_start_loc, seq_lens, options, backend)
+    rest, decode_lens = decode_rows_apart(seq_lens, query_start_loc)
+    out = _prefill(q, kv, block_tables, rest, seq_lens, options, backend)
+    return _decode(q, kv, block_tables, decode_lens, options, backend, into=out)
 
 
 def write_kv(
@@ -379,6 +362,37 @@ def truncation_mask(
             interpret=backend is Backend.INTERPRET,
         )
     return probable & (logits >= threshold[:, None])
+
+
+def _decode(q, kv, block_tables, seq_lens, options, backend, into=None):
+    config = tuning.decode_config(
+        batch=seq_lens.shape[0],
+        num_kv_heads=kv.k.shape[2],
+        max_context=block_tables.shape[1] * kv.k.shape[1],
+        head_size=q.shape[2],
+        itemsize=q.dtype.itemsize,
+        device_kind=_device_kind(backend),
+    )
+    launch = {"config": config, "interpret": backend is Backend.INTERPRET, "into": into}
+    return paged_decode.paged_decode_attention(q, kv, block_tables, seq_lens, **options, **launch)
+
+
+def _prefill(q, kv, block_tables, query_start_loc, seq_lens, options, backend):
+    arrays = (q, kv, block_tables, query_start_loc, seq_lens)
+    facts = {
+        "group": q.shape[1] // kv.k.shape[2],
+        "head_size": q.shape[2],
+        "itemsize": q.dtype.itemsize,
+        "device_kind": _device_kind(backend),
+    }
+    plain = options["soft_cap"] is None and options["sliding_window"] is None
+    hopper = tuning.hopper_prefill_config(block_size=kv.k.shape[1], plain=plain, **facts)
+    if hopper is not None:
+        scale = options["scale"]
+        return paged_prefill_hopper.paged_prefill_attention(*arrays, scale=scale, config=hopper)
+    config = tuning.prefill_config(num_tokens=q.shape[0], batch=seq_lens.shape[0], **facts)
+    launch = {"config": config, "interpret": backend is Backend.INTERPRET}
+    return paged_prefill.paged_prefill_attention(*arrays, **options, **launch)
 
 
 def _move_config(op, kv, backend):

@@ -16,6 +16,9 @@ How many of its splits a sequence uses is decided at run time, from all lengths:
 the batch's tiles evenly over `target_programs`. So padded rows cost nothing, a lone sequence has
 the whole chip, and a long one among short ones the larger part of it. The others end at once.
 
+With `into`, the first rows of q are the sequences', in order, and `into` is the result of all rows
+so far: the rows of sequences that have keys are written there in place, and no others.
+
 The KV heads come first in the grid: programs that run side by side then read the neighbouring
 columns of the same rows of the pool. Split-KV as in Flash-Decoding (Dao et al. 2023); online
 softmax: arXiv:1805.02867; paged attention: arXiv:2309.06180.
@@ -44,10 +47,11 @@ def paged_decode_attention(
     sliding_window,
     config: DecodeConfig,
     interpret: bool,
+    into=None,
 ):
     """See the public entry of the same name."""
-    batch, num_heads, head_size = q.shape
-    num_kv_heads, splits = kv.k.shape[2], config.num_splits
+    num_heads, head_size = q.shape[1:]
+    batch, num_kv_heads, splits = seq_lens.shape[0], kv.k.shape[2], config.num_splits
     kernel = functools.partial(
         _kernel,
         scale=scale,
@@ -59,11 +63,15 @@ def paged_decode_attention(
         block_size=kv.k.shape[1],
         table_width=block_tables.shape[1],
     )
-    rows = batch * num_heads
+    rows = q.reshape(-1, head_size)
+    targets = () if into is None else (into.reshape(rows.shape),)
+    # Whichever kernel comes last writes in place.
+    written, merged = (targets, ()) if splits == 1 else ((), targets)
     call = pl.pallas_call(
         kernel,
-        out_shape=_out_shape(rows, head_size, q.dtype, splits),
+        out_shape=_out_shape(rows, batch * num_heads, splits),
         grid=(num_kv_heads, batch, splits),
+        input_output_aliases={5: 0} if written else {},
         compiler_params=plgpu.CompilerParams(
             num_warps=config.num_warps, num_stages=config.num_stages
         ),
@@ -71,22 +79,24 @@ def paged_decode_attention(
         name="paged_decode_attention",
     )
     k, v = (pool.reshape(-1, head_size) for pool in kv)
-    result = call(q.reshape(rows, head_size), k, v, block_tables.reshape(-1), seq_lens)
+    result = call(rows, k, v, block_tables.reshape(-1), seq_lens, *written)
     if splits == 1:
         return result[0].reshape(q.shape)
     options = {
+        "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "sliding_window": sliding_window,
         "config": config,
     }
-    return _combine(result, seq_lens, q, options, interpret).reshape(q.shape)
+    return _combine(result, seq_lens, rows, merged, options, interpret).reshape(q.shape)
 
 
-def _out_shape(rows, head_size, dtype, splits):
+def _out_shape(q, num_rows, splits):
+    """Of q's rows, of which `num_rows` are the sequences' own."""
     if splits == 1:
-        return (jax.ShapeDtypeStruct((rows, head_size), dtype),)
-    row = jax.ShapeDtypeStruct((splits * rows,), jnp.float32)
-    return jax.ShapeDtypeStruct((splits * rows, head_size), jnp.float32), row, row
+        return (jax.ShapeDtypeStruct(q.shape, q.dtype),)
+    row = jax.ShapeDtypeStruct((splits * num_rows,), jnp.float32)
+    return jax.ShapeDtypeStruct((splits * num_rows, q.shape[1]), jnp.float32), row, row
 
 
 def _kernel(
@@ -95,7 +105,7 @@ def _kernel(
     v_ref,
     tables_ref,
     lens_ref,
-    *out_refs,
+    *refs,
     scale,
     soft_cap,
     sliding_window,
@@ -139,7 +149,9 @@ def _kernel(
     first, end = _in_sight(seq_len, sliding_window, config)
     if config.num_splits == 1:
         out = tile_ops.softmax_finish(attend(first, end))
-        tile_ops.store_rows(out_refs[0], q_rows, head_size, out, row < group)
+        *into, out_ref = refs
+        live = row < group
+        tile_ops.store_rows(out_ref, q_rows, head_size, out, live & (seq_len > 0) if into else live)
         return
     share = _share(lens_ref, seq_len, num_kv_heads, sliding_window, config)
     start = first + split * share
@@ -147,8 +159,8 @@ def _kernel(
     @pl.when(start < end)
     def _():
         carry = attend(start, jnp.minimum(start + share, end))
-        rows = q_rows + split * q_ref.shape[0]
-        _store_partials(out_refs, carry, rows, head_size, row < group)
+        rows = q_rows + split * (refs[0].shape[0] // config.num_splits)
+        _store_partials(refs, carry, rows, head_size, row < group)
 
 
 def _in_sight(seq_len, sliding_window, config):
@@ -178,17 +190,17 @@ def _store_partials(out_refs, carry, rows, head_size, live):
     plgpu.store(out_refs[2].at[rows], row_sum, mask=live)
 
 
-def _combine(partials, seq_lens, q, options, interpret):
-    """Merge partials, out [splits * rows, H], max and sum [splits * rows], to [rows, H]."""
-    rows = q.shape[0] * q.shape[1]
+def _combine(partials, seq_lens, q, into, options, interpret):
+    """Merge partials, out [splits * rows, H], max and sum [splits * rows], to rows of q's shape."""
     return pl.pallas_call(
-        functools.partial(_combine_kernel, num_heads=q.shape[1], **options),
-        out_shape=jax.ShapeDtypeStruct((rows, q.shape[2]), q.dtype),
-        grid=(rows,),
+        functools.partial(_combine_kernel, **options),
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        grid=(seq_lens.shape[0] * options["num_heads"],),
+        input_output_aliases={4: 0} if into else {},
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="paged_decode_combine",
-    )(*partials, seq_lens)
+    )(*partials, seq_lens, *into)
 
 
 def _combine_kernel(
@@ -196,14 +208,14 @@ def _combine_kernel(
     max_ref,
     sum_ref,
     lens_ref,
-    merged_ref,
-    *,
+    *refs,
     num_heads,
     num_kv_heads,
     sliding_window,
     config,
 ):
-    num_rows, head_size = merged_ref.shape
+    *into, merged_ref = refs
+    num_rows, head_size = out_ref.shape[0] // config.num_splits, out_ref.shape[1]
     row = pl.program_id(0)
     seq_len = lens_ref[row // num_heads]
     first, end = _in_sight(seq_len, sliding_window, config)
@@ -222,5 +234,5 @@ def _combine_kernel(
     plgpu.store(
         merged_ref.at[jnp.full_like(columns, row), columns],
         merged.astype(merged_ref.dtype),
-        mask=columns < head_size,
+        mask=(columns < head_size) & (seq_len > 0) if into else columns < head_size,
     )

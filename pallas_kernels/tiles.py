@@ -13,6 +13,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 
+def decode_rows_apart(
+    seq_lens: Int32[Array, "B"], query_start_loc: Int32[Array, "B+1"]
+) -> tuple[Int32[Array, "B+1"], Int32[Array, "B"]]:
+    """Take the leading one-token sequences, whose row is their own index, out of a ragged batch.
+
+    Returns the starts of what is left, in which those have no rows and the first rows of all are
+    nobody's; and for a decode over these rows the lengths, 0 for all other sequences.
+    """
+    batch = seq_lens.shape[0]
+    order = jnp.arange(batch, dtype=jnp.int32)
+    is_longer = query_start_loc[1:] - query_start_loc[:-1] != 1
+    num_rows = jnp.min(jnp.where(is_longer, order, jnp.int32(batch)))
+    return jnp.maximum(query_start_loc, num_rows), jnp.where(order < num_rows, seq_lens, 0)
+
+
 class TileMap(NamedTuple):
     """Per tile: its sequence, first row in q, that row's position, number of rows, and of keys.
 
@@ -54,7 +69,8 @@ def tile_map(
     ends = jnp.append(query_start_loc[1:], jnp.int32(num_tokens))
     first_row = query_start_loc[sequence] + (tiles - starts[sequence]) * jnp.int32(tile_size)
     rows_left = ends[sequence] - first_row
-    num_rows = jnp.clip(rows_left, 0, tile_size)
+    # Rows before the first sequence's, if any, are nobody's.
+    num_rows = jnp.where(tiles < starts[sequence], 0, jnp.clip(rows_left, 0, tile_size))
     owner = jnp.minimum(sequence, jnp.int32(seq_lens.shape[0] - 1))
     first_position = seq_lens[owner] - rows_left
     has_keys = (num_rows > 0) & (sequence == owner)

@@ -1,8 +1,5 @@
 """What a step computes: who goes on, who must give way, who may join."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from jpaged.core.admission import Admission
 from jpaged.core.block_manager import NO_CHANGES, BlockChanges, BlockManager
 from jpaged.core.draft import StepDraft
@@ -40,8 +37,11 @@ class Planner:
     def fill(self, draft: StepDraft) -> None:
         """Place all that the step computes."""
         if self._by_priority and self.waiting:
-            with self._contained(self.waiting.first):
+            head = self.waiting.first
+            try:
                 self._yield_to_urgent()
+            except Exception as error:
+                self._note_fault(head, error)
         self._continue_running(draft)
         if not draft.has_preempted:
             self._admit_waiting(draft)
@@ -67,16 +67,14 @@ class Planner:
                 self._admit_waiting(draft, before=request)
             if draft.budget == 0 or request.status is not RequestStatus.RUNNING:
                 break
-            with self._contained(request):
+            try:
                 self._continue(draft, request)
+            except Exception as error:
+                self._note_fault(request, error)
 
-    @contextmanager
-    def _contained(self, request: Request) -> Iterator[None]:
+    def _note_fault(self, request: Request, error: Exception) -> None:
         """What goes wrong with one request is told of, and stops no other."""
-        try:
-            yield
-        except Exception as error:
-            self._faults.setdefault(request, error)
+        self._faults.setdefault(request, error)
 
     def _continue(self, draft: StepDraft, request: Request) -> None:
         """Give a running request its share of the step, all of its sequences or none."""
@@ -156,11 +154,14 @@ class Planner:
     def _admit_waiting(self, draft: StepDraft, before: Request | None = None) -> None:
         """Let the head of the line join as long as it may; `before` a runner that it outranks, only
         such a head, so that the less urgent do not take the step's tokens first."""
-        goes_on = True
-        while goes_on and self.waiting and draft.budget and not draft.is_starved:
-            goes_on = False
-            with self._contained(self.waiting.first):
-                goes_on = self._admit_head(draft, before)
+        while self.waiting and draft.budget and not draft.is_starved:
+            head = self.waiting.first
+            try:
+                if not self._admit_head(draft, before):
+                    break
+            except Exception as error:
+                self._note_fault(head, error)
+                break
 
     def _admit_head(self, draft: StepDraft, before: Request | None) -> bool:
         request = self._head()

@@ -61,6 +61,16 @@ def prefill_packed_shape(num_tokens: int, batch_size: int, max_blocks_per_seq: i
     return (num_tokens + batch_size * (_HEADER + ROW_WIDTH + max_blocks_per_seq),)
 
 
+def device_order(scheduled: tuple[ScheduledSequence, ...]) -> np.ndarray:
+    """In which order attention likes a step's sequences: int64 [len(scheduled)], indices of them.
+
+    Rows of one token come first, since decode attention takes them together, and the longest of
+    them first of all: a GPU starts in this order, and the short ones then fill the gaps.
+    """
+    key = [-item.start if item.num_scheduled_tokens == 1 else 1 for item in scheduled]
+    return np.argsort(np.array(key, np.int64), kind="stable")
+
+
 def pack_decode(
     scheduled: tuple[ScheduledSequence, ...],
     rows: np.ndarray,

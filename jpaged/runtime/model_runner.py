@@ -12,7 +12,7 @@ import numpy as np
 
 from jpaged.core.plan import ScheduledSequence, StepPlan
 from jpaged.core.request import Request, Sequence
-from jpaged.runtime.batch import pack_decode, pack_prefill
+from jpaged.runtime.batch import device_order, pack_decode, pack_prefill
 from jpaged.runtime.buckets import Buckets, round_up
 from jpaged.runtime.programs import Programs
 from jpaged.runtime.recipes import (
@@ -38,6 +38,7 @@ from jpaged.sampling_params import SamplingParams
 __all__ = ["ModelRunner", "StepHandle", "StepResult", "TokenScores"]
 
 SamplingOf = Mapping[Request, SamplingParams]
+Scheduled = tuple[ScheduledSequence, ...]
 
 
 class ModelRunner:
@@ -102,20 +103,23 @@ class ModelRunner:
 
     def _launch_step(self, plan: StepPlan, sampling: SamplingOf) -> StepHandle:
         if not plan.scheduled:
-            return StepHandle(plan, None, {})
-        rows = self._rows.rows(plan.scheduled)
+            return StepHandle(plan, None, {}, np.zeros(0, np.int64))
+        order = device_order(plan.scheduled)
+        scheduled = tuple([plan.scheduled[i] for i in order.tolist()])
+        rows = self._rows.rows(scheduled)
         hidden = None
         if plan.is_decode:
             size = round_up(self._buckets.decode_seqs, len(rows))
-            logits, inputs = self._run_decode(plan, rows, size)
+            logits, inputs = self._run_decode(scheduled, rows, size)
         else:
             shape = self._buckets.prefill_shape(plan.num_tokens, len(rows))
-            logits, hidden, inputs = self._run_prefill(plan, rows, *shape)
+            logits, hidden, inputs = self._run_prefill(scheduled, rows, *shape)
         sampled = self._sample(logits, inputs, self._rows.level(rows))
         for array in sampled:
             if array is not None:
                 array.copy_to_host_async()
-        return StepHandle(plan, sampled, self._score_prompts(plan, sampling, hidden))
+        scores = self._score_prompts(scheduled, sampling, hidden)
+        return StepHandle(plan, sampled, scores, np.argsort(order))
 
     @property
     def swap_sizes(self) -> tuple[int, ...]:
@@ -129,7 +133,7 @@ class ModelRunner:
 
     def warm_up(self) -> None:
         """Run every program on padding alone, twice: a GPU records its launches the first time."""
-        nobody = StepPlan(step_id=-1, scheduled=())
+        nobody: Scheduled = ()
         none = np.zeros(0, np.int32)
         for _ in range(2):
             for size in self._programs.decode:
@@ -201,9 +205,9 @@ class ModelRunner:
             ending_row(params, vocab_size, self._eos_token_ids),
         )
 
-    def _run_decode(self, plan: StepPlan, rows: np.ndarray, size: int):
+    def _run_decode(self, scheduled: Scheduled, rows: np.ndarray, size: int):
         packed = pack_decode(
-            plan.scheduled,
+            scheduled,
             rows,
             self._rows.sampling,
             batch_size=size,
@@ -215,9 +219,9 @@ class ModelRunner:
         )
         return logits, inputs
 
-    def _run_prefill(self, plan: StepPlan, rows: np.ndarray, tokens: int, size: int):
+    def _run_prefill(self, scheduled: Scheduled, rows: np.ndarray, tokens: int, size: int):
         packed = pack_prefill(
-            plan.scheduled,
+            scheduled,
             rows,
             self._rows.sampling,
             num_tokens=tokens,
@@ -243,11 +247,11 @@ class ModelRunner:
             self._sampling_state = state
         return sampled
 
-    def _score_prompts(self, plan: StepPlan, sampling: SamplingOf, hidden) -> dict[int, list]:
+    def _score_prompts(self, scheduled: Scheduled, sampling: SamplingOf, hidden) -> dict[int, list]:
         if hidden is None:
             return {}
         scored, offset = {}, 0
-        for item in plan.scheduled:
+        for item in scheduled:
             wanted = sampling[item.sequence.request].prompt_logprobs is not None
             count = num_scored_prompt_tokens(item) if wanted else 0
             if count:

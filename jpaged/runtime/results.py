@@ -46,22 +46,23 @@ class StepResult:
 class StepHandle:
     """A launched step whose results are on their way to the host.
 
-    `sampled` is None where nothing was scheduled: such a plan only moved blocks.
+    `sampled` is None where nothing was scheduled: such a plan only moved blocks. The step has the
+    plan's sequences in an order of its own; `places[i]` is where `plan.scheduled[i]` is in it.
     """
 
     plan: StepPlan
     sampled: Sampled | None
     prompt_logprobs: dict[int, list[tuple[jax.Array, ...]]]
+    places: np.ndarray
 
     def read(self) -> StepResult:
         """Wait for the step and give its results."""
         if self.sampled is None:
             return StepResult(np.zeros(0, np.int32), None, {})
-        n = len(self.plan.scheduled)
-        tokens = np.asarray(self.sampled.token_ids)[:n]
+        tokens = np.asarray(self.sampled.token_ids)[self.places]
         scores = self.sampled[1:]
         asked = scores[0] is not None
-        logprobs = TokenScores(*(np.asarray(a)[:n] for a in scores)) if asked else None
+        logprobs = TokenScores(*(np.asarray(a)[self.places] for a in scores)) if asked else None
         return StepResult(tokens, logprobs, self._read_prompt_logprobs())
 
     def _read_prompt_logprobs(self) -> dict[int, TokenScores]:

@@ -77,19 +77,28 @@ class Life:
         self._serving, self._process, self._http = serving, process, http
         self._shutdown_timeout = shutdown_timeout
         self._ending: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     async def start(self, address: str) -> int:
         """Open the door once there is an engine; the exit code, if all ends well."""
         try:
             await open_door(self._serving, self._process.client)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             if self._ending is None:
                 _say(f"error: {error}")
                 self._http.should_exit = True
                 return 1
             return 0
         _say(f"serving {self._serving.config.model_names[0]} at {address}")
+        self._watching = asyncio.create_task(self._tell_of_death())
         return 0
+
+    async def _tell_of_death(self) -> None:
+        """What is wrong when health is red; the server stays up to say so."""
+        client = self._process.client
+        await client.died.wait()
+        if self._ending is None:
+            _say(f"the engine is gone, no request can be served: {client.death}")
 
     def watch_signals(self) -> None:
         """SIGTERM and Ctrl-C drain; the second one of either ends all at once."""
@@ -123,7 +132,7 @@ async def open_door(serving: Serving, client: EngineClient) -> None:
     """Serve with an engine, once it is made.
 
     Raises:
-        RuntimeError: it could not be made.
+        RuntimeError, ValueError: it could not be made, or has no tokenizer.
     """
     config = serving.config
     info = await client.ready()

@@ -68,7 +68,7 @@ class Serving:
         self._admission: Admission | None = None
 
     def open(self, engine: EngineClient, texts: Texts, info: Ready) -> None:
-        """Serve with this engine from now on."""
+        """Serve with this engine from now on, unless the door was closed before it was opened."""
         self._engine, self._texts = engine, texts
         self._admission = Admission(self.config.limits, info.max_num_seqs)
         self._metrics = Metrics(
@@ -77,7 +77,9 @@ class Serving:
             block_size=info.block_size,
             num_blocks=info.num_blocks,
         )
-        if self.phase is Phase.STARTING:
+        if self.phase is Phase.DRAINING:
+            self._admission.is_open = False
+        else:
             self.phase = Phase.SERVING
 
     @property

@@ -92,6 +92,27 @@ def test_prefill_matches_reference(case, backend):
     assert_close(got, lambda dtype: plain(dtype=dtype), case.dtype)
 
 
+# Decode rows before all chunks, where the batch is large enough for attention of their own; some
+# more behind one, and padding.
+RIDERS = ((1, 1), (300, 1), (16, 1), (2, 1), (17, 1), (130, 1), (33, 1))
+CHUNKS = ((90, 12), (5, 5), (60, 1), (70, 70), (0, 0), (0, 0))
+
+
+@pytest.mark.parametrize("padding", [0, 40])
+@pytest.mark.parametrize("lens", [RIDERS + CHUNKS, 5 * RIDERS + CHUNKS, 2 * RIDERS], ids=len)
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+def test_decode_rows_that_ride_along(backend, lens, padding):
+    require(backend)
+    for changes in ({}, {"sliding_window": 20, "soft_cap": 3.0}, {"dtype": BF16, "head_size": 128}):
+        case = Case(**{"dtype": F32, "head_size": 32, **changes}, lens=lens, padding=padding)
+        batch = build(case)
+        arrays = (batch.q_prefill, *batch[:4])
+        run = partial(paged_prefill_attention, **case.options, backend=backend)
+        plain = partial(reference.paged_prefill_attention, *arrays, **case.options)
+        got = jax.jit(run)(*arrays)
+        assert_close(got, lambda dtype, plain=plain: plain(dtype=dtype), case.dtype)
+
+
 # Longer ones, over several tiles and chunks of keys, for the loops themselves.
 LONG = ((300, 1), (0, 0), (7, 7), (260, 70), (0, 0))
 
@@ -127,6 +148,14 @@ def test_split_counts(splits, window, interpret):
     few = dataclasses.replace(config, target_programs=6)  # long sequences get most of them
     uneven = jax.jit(partial(run, config=few))(*arrays)
     assert_close(uneven, lambda dtype: plain(dtype=dtype), case.dtype)
+    # In place, among others' rows: written where there are keys, and nowhere else.
+    batch_size, more = len(LONG), jnp.concatenate([batch.q_decode] * 2)
+    target = jnp.full_like(more, jnp.nan)
+    merged = jax.jit(run)(more, *arrays[1:], into=target)
+    has_keys = np.asarray(batch.seq_lens) > 0
+    np.testing.assert_array_equal(np.asarray(merged)[:batch_size][has_keys], got[has_keys])
+    assert np.isnan(np.asarray(merged)[batch_size:]).all()
+    assert np.isnan(np.asarray(merged)[:batch_size][~has_keys]).all()
     # A request that overflows ruins its own output alone.
     ruined = jax.jit(run)(batch.q_decode.at[0].set(jnp.nan), *arrays[1:])
     np.testing.assert_array_equal(np.asarray(ruined)[1:], np.asarray(got)[1:])

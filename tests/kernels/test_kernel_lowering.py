@@ -53,6 +53,7 @@ def _operations(dtype, head_size):
     tables, lens = _ints(B, M), _ints(B)
     decode = _floats(dtype, B, N, head_size), kv, tables, lens
     prefill = _floats(dtype, T, N, head_size), kv, tables, _ints(B + 1), lens
+    mixed = prefill[0], kv, _ints(20, M), _ints(21), _ints(20)
     few = jax.ShapeDtypeStruct((2, N, head_size), dtype), kv, _ints(2, 64), _ints(2)
     qkv, angle = _floats(dtype, 1, T, N + 2 * K, head_size), _floats(F32, T, head_size // 2)
     weight, hidden = _floats(dtype, head_size), _floats(dtype, T, 3 * head_size)
@@ -66,6 +67,7 @@ def _operations(dtype, head_size):
             lambda *a: paged_prefill_attention(*a, **options, **extras),
             prefill,
         ),
+        "mixed": (lambda *a: paged_prefill_attention(*a, **options), mixed),
         "write": (
             lambda *a: write_kv(*a, backend=Backend.TRITON),
             (kv, rows, rows, _ints(T)),
@@ -91,11 +93,13 @@ def _operations(dtype, head_size):
 def test_lowers_to_one_kernel_an_op(dtype, head_size):
     for name, (function, arguments) in _operations(dtype, head_size).items():
         calls = re.findall(KERNEL_CALL, _lowered(function, *arguments))
-        if name == "prefill" and head_size == 128 and dtype != F32:
-            assert calls == ["mosaic_gpu"]  # Hopper's own
-            continue
-        # Splits of a sequence are merged by a second kernel.
-        assert calls == ["triton"] * (2 if name == "split decode" else 1), name
+        prefill = "mosaic_gpu" if head_size == 128 and dtype != F32 else "triton"  # Hopper's own
+        expected = {
+            "prefill": [prefill],
+            "split decode": ["triton"] * 2,  # splits of a sequence are merged
+            "mixed": [prefill] + ["triton"] * 2,  # decode rows apart
+        }
+        assert calls == expected.get(name, ["triton"]), name
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 128])

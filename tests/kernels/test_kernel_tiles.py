@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.tiles import tile_map, window_map
+from pallas_kernels.tiles import decode_rows_apart, tile_map, window_map
 
 
 def _ragged(seed):
@@ -57,3 +57,26 @@ def test_every_row_is_in_one_tile_of_an_aligned_window(window, seed):
             assert position + begin == seq_len - (starts[sequence + 1] - rows.start)
     expected = np.repeat(np.arange(7), [*query_lens, num_tokens - starts[-1]])
     np.testing.assert_array_equal(owners, expected)
+
+
+@pytest.mark.parametrize("tile_size", [8, 32])
+@pytest.mark.parametrize(
+    "query_lens", [[1, 1, 1, 9, 1, 0], [1] * 40, [1] * 40 + [70, 0, 0], [4, 1]]
+)
+def test_leading_rows_of_one_token_are_left_to_others(query_lens, tile_size):
+    """In both maps all other rows have a tile still, and these have none."""
+    batch = len(query_lens)
+    num_riders = next((i for i, n in enumerate(query_lens) if n != 1), batch)
+    starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+    seq_lens = jnp.asarray(np.array(query_lens) * 3, jnp.int32)
+    num_tokens = int(starts[-1]) + 5
+    rest, lens = decode_rows_apart(seq_lens, jnp.asarray(starts))
+    assert lens.tolist() == [3] * num_riders + [0] * (batch - num_riders)
+    seen = np.zeros((2, num_tokens), int)
+    for _, row, _, rows, _ in np.stack(tile_map(seq_lens, rest, num_tokens, tile_size)).T:
+        seen[0, row : row + rows] += 1
+    *columns, num_tiles = (np.asarray(f) for f in window_map(seq_lens, rest, num_tokens, tile_size))
+    for _, index, _, begin, end, _ in np.stack(columns).T[:num_tiles]:
+        seen[1, index * tile_size + begin : index * tile_size + end] += 1
+    expected = [0] * num_riders + [1] * (num_tokens - num_riders)
+    assert seen.tolist() == [expected, expected]

@@ -5,6 +5,7 @@ from jpaged.core.plan import ScheduledSequence
 from jpaged.core.request import Sequence
 from jpaged.runtime.batch import (
     LAST_TOKEN,
+    device_order,
     pack_decode,
     pack_prefill,
     query_start_loc,
@@ -63,3 +64,12 @@ def test_a_ragged_batch_comes_out_as_it_went_in():
     assert batch.counted.tolist() == [False, True] + [False] * 6
     assert batch.block_tables.tolist()[:3] == [[7, 8, 0, 0], [4, 0, 0, 0], [0] * 4]
     assert query_start_loc(batch.query_lens).tolist() == [0, 3] + [4] * 7
+
+
+def test_rows_of_one_token_go_first_the_longest_ahead():
+    starts_and_tokens = [(0, 7), (5, 1), (9, 1), (9, 2), (0, 1), (9, 1)]
+    scheduled = tuple(
+        ScheduledSequence(sequence([], []), start, n, True) for start, n in starts_and_tokens
+    )
+    assert device_order(scheduled).tolist() == [2, 5, 1, 4, 0, 3]
+    assert device_order(()).tolist() == []

@@ -23,6 +23,7 @@ from pallas_kernels import Backend
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
 KERNEL, PRODUCT = "stablehlo.custom_call @__gpu$xla.gpu.triton", "stablehlo.dot_general"
+HOPPER_KERNEL = "stablehlo.custom_call @mosaic_gpu"
 NUM_LAYERS = 4
 
 # Ours: norm and sum twice, rotation and KV write, attention, its merging. The compiler's: four
@@ -46,9 +47,9 @@ def all_recipes(shape: str, num_layers: int) -> dict[Any, Recipe]:
 
 
 @cache
-def decode_step(shape: str, rows: int) -> str:
+def step(shape: str, *name: Any) -> str:
     """Its text as lowered for CUDA."""
-    recipe = all_recipes(shape, NUM_LAYERS)["decode", rows]
+    recipe = all_recipes(shape, NUM_LAYERS)[name]
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
         traced = recipe.step.trace(*recipe.arguments, **recipe.keywords)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -62,7 +63,8 @@ def launches(text: str) -> Counter:
 
     @cache
     def count(name: str) -> Counter:
-        total = Counter({what: bodies[name].count(what) for what in (KERNEL, PRODUCT)})
+        counted = KERNEL, HOPPER_KERNEL, PRODUCT
+        total = Counter({what: bodies[name].count(what) for what in counted})
         for called in re.findall(r"\bcall @(\w+)", bodies[name]):
             total += count(called)
         return total
@@ -73,16 +75,26 @@ def launches(text: str) -> Counter:
 @pytest.mark.parametrize("rows", [8, 64])
 @pytest.mark.parametrize("shape", [*SHAPES])
 def test_a_decode_step_launches_no_more_than_recorded(shape: str, rows: int):
-    counted = launches(decode_step(shape, rows))
+    counted = launches(step(shape, "decode", rows))
     # Attention of many sequences needs no splits, so nothing is merged.
     kernels = KERNELS_A_LAYER if rows == 8 else KERNELS_A_LAYER - 1
     assert NUM_LAYERS <= counted[KERNEL] <= NUM_LAYERS * kernels + KERNELS_BESIDE
     assert NUM_LAYERS <= counted[PRODUCT] <= NUM_LAYERS * PRODUCTS_A_LAYER + PRODUCTS_BESIDE
 
 
+@pytest.mark.parametrize("shape", [*SHAPES])
+def test_a_mixed_step_launches_decode_attention_once_a_layer_more(shape: str):
+    """Of few sequences it launches none: prefill attention then has the decode rows too."""
+    kernels = [launches(step(shape, "prefill", (512, seqs))) for seqs in (8, 256)]
+    assert [counted[HOPPER_KERNEL] for counted in kernels] == [NUM_LAYERS] * 2
+    few, many = (counted[KERNEL] for counted in kernels)
+    assert many - few == NUM_LAYERS
+    assert many <= NUM_LAYERS * (KERNELS_A_LAYER - 1) + KERNELS_BESIDE
+
+
 def test_layers_alike_are_lowered_once():
     """The first differs, since nothing is to be added before it."""
-    text = decode_step("qwen3-0.6b", 8)
+    text = step("qwen3-0.6b", "decode", 8)
     assert len(re.findall(r"func\.func private @_run_layer\w*\(", text)) == 2
 
 

@@ -12,7 +12,7 @@ from jpaged.core.request import Request, Sequence, StopCriteria
 from jpaged.models.config import ModelConfig
 from jpaged.models.loader import load_model
 from jpaged.runtime.buckets import make_buckets
-from jpaged.runtime.model_runner import ModelRunner
+from jpaged.runtime.model_runner import ModelRunner, StepResult
 from jpaged.runtime.programs import compile_programs
 from jpaged.runtime.recipes import Shapes, SplitModel
 from jpaged.runtime.timing import measure_costs
@@ -172,6 +172,40 @@ def test_forks_of_forks_and_forks_without_a_step(driver: Driver):
     alone = outputs_alone(driver, GREEDY, PROMPT, 2)
     rows_of_step = [ScheduledSequence(s, 11, 1, True, ((1, s.block_table[1]),)) for s in (a, b, c)]
     check_same(driver.run(*rows_of_step), [alone[1]] * 3)
+
+
+def test_results_are_in_the_plans_order_whatever_the_steps_is(driver: Driver):
+    """A chunk, a decode row, another chunk, a longer decode row; and then all of them decoding."""
+    params = SamplingParams(temperature=0.0, logprobs=0, prompt_logprobs=0)
+    prompts = [range(1, n + 1) for n in (12, 3, 5, 20)]
+    tables = [1, 2], [3], [8], [5, 6, 7]
+    alone = [outputs_alone(driver, params, prompt, 3) for prompt in prompts]
+    driver.run(released=tuple(driver.present))
+    a, b, c, d = (driver.request(params, prompt).sequences[0] for prompt in prompts)
+    for sequence, table in zip((a, b, c, d), tables, strict=True):
+        sequence.block_table = table
+
+    def whole(sequence: Sequence) -> ScheduledSequence:
+        driver.present.add(sequence.seq_id)
+        updates = tuple(enumerate(sequence.block_table))
+        return ScheduledSequence(sequence, 0, len(sequence.token_ids), True, updates)
+
+    def launch(*rows: ScheduledSequence) -> StepResult:
+        return driver.runner.launch(StepPlan(0, rows), driver.sampling).read()
+
+    expected = {s.seq_id: launch(whole(s)).prompt_logprobs[s.seq_id] for s in (a, c)}
+    for sequence in (b, d):
+        driver.prefill(sequence, sequence.block_table)
+    result = launch(whole(a), driver.decode_row(b), whole(c), driver.decode_row(d))
+    assert result.logprobs is not None
+    seen = np.stack([result.token_ids, result.logprobs.logprobs], axis=1)
+    check_same(seen, [alone[0][0], alone[1][1], alone[2][0], alone[3][1]])
+    for sequence, token in zip((a, b, c, d), result.token_ids, strict=True):
+        sequence.token_ids.append(int(token))
+    check_same(driver.decode(a, b, c, d), [alone[0][1], alone[1][2], alone[2][1], alone[3][2]])
+    assert set(result.prompt_logprobs) == set(expected)
+    for seq_id, scores in result.prompt_logprobs.items():
+        np.testing.assert_allclose(scores.logprobs, expected[seq_id].logprobs, atol=1e-5)
 
 
 @pytest.mark.parametrize(

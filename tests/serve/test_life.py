@@ -94,6 +94,7 @@ def test_the_engines_death_turns_health_red(compilation_cache: Path):
         thread.join()
         assert found[0].status_code == 503
         assert httpx.get(f"{server.url}/health").status_code == 503
+        assert "the engine is gone" in server.log
         server.process.send_signal(signal.SIGTERM)
         assert server.wait() == 0
     finally:

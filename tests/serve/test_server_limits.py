@@ -9,6 +9,8 @@ import pytest
 from serve_helpers import QUESTION, RawRequest, Server
 
 from jpaged import Engine
+from jpaged.serve.errors import ApiError
+from jpaged.serve.serving import Serving
 
 Run = Callable[..., None]
 PATH = "/v1/completions"
@@ -156,3 +158,17 @@ def test_a_priority_where_the_server_looks_at_them(serve: Run, engines: Any):
         await server.complete(prompt="a", max_tokens=1, priority=-5)
 
     serve(scenario, engines(scheduling_policy="priority"))
+
+
+def test_a_door_that_was_closed_before_it_was_opened(serve: Run):
+    async def scenario(server: Server) -> None:
+        serving = server.serving
+        late = Serving(serving.config)
+        late.close_door()
+        info = await serving.engine.ready()
+        late.open(serving.engine, serving.texts, info)
+        assert not late.is_ready
+        with pytest.raises(ApiError, match="shutting down"), late.admission.admit("a", 1):
+            pass
+
+    serve(scenario)
