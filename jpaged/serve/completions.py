@@ -90,14 +90,13 @@ class Completion(Generation):
         params = asked.sampling_params(
             max(asked.max_tokens, 1), logprobs=asked.logprobs, prompt_logprobs=scored
         )
-        special = asked.add_special_tokens
+        special, keep = asked.add_special_tokens, asked.truncate_prompt_tokens
+        texts, is_cut = self.serving.texts, keep is not None
         jobs = []
         for i, prompt in enumerate(asked.prompt):
             path = f"prompt[{i}]" if self.num_prompts > 1 else "prompt"
-            ids = await self.serving.texts.encode(prompt, path, add_special_tokens=special)
-            ids = self.serving.texts.fitted(
-                ids, path, asked.max_tokens, asked.truncate_prompt_tokens
-            )
+            ids = await texts.encode(prompt, path, add_special_tokens=special, is_cut=is_cut)
+            ids = texts.fitted(ids, path, asked.max_tokens, keep)
             jobs.append(self.job(i, ids, params))
         return jobs
 

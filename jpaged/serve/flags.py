@@ -102,7 +102,7 @@ def _add_server_flags(group: Any) -> None:
         nargs="+",
         action="extend",
         metavar="NAME",
-        help="what clients may call the model (default: as --model); answers have the first",
+        help="what clients may call the model (default: as --model); one or several",
     )
     add("--shutdown-timeout", type=_seconds, default=30.0, metavar="S", help="to drain (30 s)")
     add("--chat-template", metavar="FILE", help="a Jinja template instead of the model's")

@@ -47,16 +47,27 @@ class Texts:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="text")
 
     async def encode(
-        self, prompt: str | list[int], path: str, *, add_special_tokens: bool = True
+        self,
+        prompt: str | list[int],
+        path: str,
+        *,
+        add_special_tokens: bool = True,
+        is_cut: bool = False,
     ) -> list[int]:
         """A prompt's token ids, which are checked if they are given.
+
+        Args:
+            prompt: Text or ids.
+            path: What errors call it.
+            add_special_tokens: Such as the one that begins a text.
+            is_cut: It will be cut to what fits.
 
         Raises:
             ApiError: the model does not have one of them, or the text is too long for it.
         """
         if isinstance(prompt, list):
             return self._known(prompt, path)
-        if len(prompt) > self.max_model_len * self._longest:
+        if len(prompt) > self.max_model_len * self._longest and not is_cut:
             raise self._too_long(path, f"{len(prompt)} characters")
         encode = self._tokenizer.encode
         return await self._beside(lambda: encode(prompt, add_special_tokens=add_special_tokens))

@@ -223,7 +223,7 @@ def test_token_ids_are_told_of_if_asked(serve: Run):
 
 def test_prompts_can_be_cut_to_their_ends(serve: Run):
     async def scenario(server: Server) -> None:
-        long = "x" * 400 + QUESTION
+        long = "x" * 4000 + QUESTION
         body = await server.complete(prompt=long, **GREEDY, truncate_prompt_tokens=17)
         assert body["choices"][0]["text"] == ANSWER
         body = await server.complete(prompt=long, max_tokens=6, truncate_prompt_tokens=-1)
