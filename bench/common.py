@@ -77,17 +77,6 @@ def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> li
     return [rng.randint(0, vocab_size, n).tolist() for n in lengths]
 
 
-def sharegpt_like_lengths(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Log-normal prompt and output lengths (sigma 1, means 161 and 338, clipped to 4..1024)."""
-    rng = np.random.RandomState(0)
-
-    def draw(mean: float) -> np.ndarray:
-        drawn = rng.lognormal(np.log(mean) - 0.5, 1.0, count)
-        return np.clip(drawn, 4, 1024).astype(int)
-
-    return draw(161), draw(338)
-
-
 @dataclass(frozen=True)
 class Floor:
     """The fewest seconds a model shape needs on the chip: bytes at 4.3 TB/s, FLOPs at 790 T/s.

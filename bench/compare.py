@@ -70,11 +70,14 @@ def print_comparison(before: Path, after: Path, threshold: float = THRESHOLD) ->
     print(f"{num_marked} of {len(lines)} figures changed by more than {threshold:.0%}")
 
 
-def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """A benchmark's arguments; with `--compare` prints the comparison instead, and exits."""
+def parse_arguments(
+    parser: argparse.ArgumentParser, argv: list[str] | None = None
+) -> argparse.Namespace:
+    """A benchmark's arguments, of `argv` or the process's; with `--compare` prints the comparison
+    instead, and exits."""
     parser.add_argument("--compare", nargs=2, type=Path, metavar="JSON", help="before and after")
     parser.add_argument("--threshold", type=float, default=THRESHOLD, help="of --compare (0.03)")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.compare:
         print_comparison(*args.compare, threshold=args.threshold)
         parser.exit()

@@ -16,9 +16,9 @@ from bench.common import (
     Floor,
     make_engine,
     random_prompts,
-    sharegpt_like_lengths,
 )
 from bench.compare import parse_arguments
+from bench.lengths import sharegpt_like_lengths
 from bench.records import print_table, record
 from jpaged import Engine, SamplingParams
 

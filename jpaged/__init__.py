@@ -12,6 +12,7 @@ from jpaged.version import __version__
 if TYPE_CHECKING:
     from jpaged.config import EngineConfig
     from jpaged.core.accounts import BlockInfo, BlockState, MemoryReport, SequenceInfo
+    from jpaged.core.watch import PoolChanges, PoolWatch
     from jpaged.engine import Engine
     from jpaged.metrics import EngineStats, RequestMetrics
     from jpaged.outputs import CompletionOutput, Logprob, RequestDelta, RequestOutput, TextDelta
@@ -27,6 +28,8 @@ _HOME = {
     "EngineStats": "jpaged.metrics",
     "Logprob": "jpaged.outputs",
     "MemoryReport": "jpaged.core.accounts",
+    "PoolChanges": "jpaged.core.watch",
+    "PoolWatch": "jpaged.core.watch",
     "RequestDelta": "jpaged.outputs",
     "RequestMetrics": "jpaged.metrics",
     "RequestOutput": "jpaged.outputs",
@@ -45,6 +48,8 @@ __all__ = [
     "EngineStats",
     "Logprob",
     "MemoryReport",
+    "PoolChanges",
+    "PoolWatch",
     "RequestDelta",
     "RequestMetrics",
     "RequestOutput",

@@ -8,6 +8,7 @@ from jpaged.core.accounts import (
     block_tables,
     memory_report,
 )
+from jpaged.core.watch import PoolWatch
 from jpaged.engine_loop import EngineLoop
 from jpaged.metrics import EngineStats
 
@@ -28,6 +29,14 @@ class EngineAccounts:
     def block_tables(self) -> list[SequenceInfo]:
         """Every sequence now, with its block table. O(held blocks)."""
         return block_tables(self._loop.scheduler)
+
+    def watch_pool(self, num_token_blocks: int = 0) -> PoolWatch:
+        """Begin to watch the pool: `look` tells each time what changed. O(changes) a look.
+
+        Args:
+            num_token_blocks: For how many blocks at most a look tells their tokens.
+        """
+        return PoolWatch(self._loop.scheduler, num_token_blocks)
 
     def memory_report(self) -> MemoryReport:
         """What the pool's slots are used for now, and what sharing saves. O(held blocks)."""

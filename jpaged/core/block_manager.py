@@ -158,7 +158,7 @@ class BlockManager:
         table, needed = sequence.block_table, self.num_blocks_for(sequence.num_computed_tokens)
         if len(table) > needed:
             self.pool.free(reversed(table[needed:]))
-            sequence.block_table = table[:needed]
+            sequence.block_table = table[:needed]  # another list: see `watch.py`
 
     def free(self, sequence: Sequence) -> None:
         """Give the sequence's blocks back, tail first: of a sequence that stays cached, the tail
@@ -217,7 +217,9 @@ class BlockManager:
         if cache is None or not table:
             return
         tokens, blocks, salt = sequence.token_ids, self.pool.blocks, sequence.cache_salt
-        for index in range(sequence.num_chained_blocks, min(num_tokens, len(tokens)) // size):
+        first, end = sequence.num_chained_blocks, min(num_tokens, len(tokens)) // size
+        self.pool.note(table[first:end])
+        for index in range(first, end):
             own = tokens[index * size : (index + 1) * size]
             content = cache.register(blocks[table[index]], sequence.chain_content, own, salt)
             if content is None:
@@ -235,6 +237,7 @@ class BlockManager:
         if self.prefix_cache is not None:
             self.prefix_cache.clear()
             self.pool.num_cached_blocks = 0
+            self.pool.note(range(1, len(self.pool.blocks)))
         for sequence in sequences:
             if sequence.block_table or sequence.image_table:
                 sequence.num_chained_blocks = CHAIN_ENDED

@@ -1,6 +1,6 @@
 """The pool of KV blocks: who is free, who is in use, and how often."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
@@ -133,6 +133,7 @@ class BlockPool:
     Attributes:
         num_cached_blocks: Free blocks whose content may still serve a prefix hit.
         num_freed: Times a block lost its last reference, since the start.
+        journals: Sets that take the ids of all blocks that change; see `core/watch.py`.
     """
 
     def __init__(self, num_blocks: int, evict: Callable[[KVBlock], None] | None = None):
@@ -143,6 +144,7 @@ class BlockPool:
         self.blocks = [KVBlock(block_id) for block_id in range(num_blocks)]
         self.free_block_queue = FreeBlockQueue(self.blocks[1:])
         self.num_cached_blocks = self.num_freed = 0
+        self.journals: list[set[int]] = []
         self._evict = evict
 
     @property
@@ -165,19 +167,29 @@ class BlockPool:
             if block.content is not None and self._evict is not None:
                 self.num_cached_blocks -= 1
                 self._evict(block)
-        return [block.block_id for block in taken]
+        block_ids = [block.block_id for block in taken]
+        self.note(block_ids)
+        return block_ids
+
+    def note(self, block_ids: Collection[int]) -> None:
+        """Tell whoever watches that these blocks change."""
+        for journal in self.journals:
+            journal.update(block_ids)
 
     def touch(self, block_ids: Iterable[int]) -> None:
         """Add a reference to each block, taking it out of the free queue if it lies there."""
+        block_ids = list(block_ids)
         for block_id in block_ids:
             block = self._handed_out(block_id)
             if block.ref_cnt == 0:
                 self.free_block_queue.remove(block)
                 self.num_cached_blocks -= block.content is not None
             block.ref_cnt += 1
+        self.note(block_ids)
 
     def free(self, block_ids: Iterable[int]) -> None:
         """Drop a reference to each block; those without any queue up in the order given."""
+        block_ids = list(block_ids)
         for block_id in block_ids:
             block = self._handed_out(block_id)
             if block.ref_cnt == 0:
@@ -187,6 +199,7 @@ class BlockPool:
                 self.free_block_queue.append(block)
                 self.num_cached_blocks += block.content is not None
                 self.num_freed += 1
+        self.note(block_ids)
 
     def _handed_out(self, block_id: int) -> KVBlock:
         if not 0 < block_id < len(self.blocks):

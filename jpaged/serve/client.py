@@ -29,9 +29,11 @@ from jpaged.serve.frames import (
     HEADER,
     Abort,
     Add,
+    AskFrames,
     AskSnapshot,
     Command,
     Died,
+    Frames,
     Ready,
     Refused,
     Report,
@@ -86,6 +88,7 @@ class EngineClient:
         self._info: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._snapshot: asyncio.Future[Snapshot] | None = None
         self._snapshot_due = 0.0
+        self._frames: asyncio.Future[Frames] | None = None
         self._listening = asyncio.create_task(self._listen(reader))
         self.died = asyncio.Event()
 
@@ -147,6 +150,18 @@ class EngineClient:
             self._send(AskSnapshot(self.pulse.turn + 1))
         return await asyncio.shield(asked)
 
+    async def frames(self, epoch: int, tokens: bool) -> Frames:
+        """What the memory did since the last question; one at a time may ask.
+
+        Raises:
+            ApiError: there is no engine to ask.
+        """
+        if not self.is_ready:
+            raise not_serving("the engine is not running")
+        self._frames = asyncio.get_running_loop().create_future()
+        self._send(AskFrames(epoch, tokens))
+        return await self._frames
+
     def cut_all(self) -> None:
         """End all requests where they are; their readers see an abort. None follow."""
         self._takes_requests = False
@@ -199,6 +214,9 @@ class EngineClient:
             case Snapshot():
                 if self._snapshot is not None and not self._snapshot.done():
                     self._snapshot.set_result(report)
+            case Frames():
+                if self._frames is not None and not self._frames.done():
+                    self._frames.set_result(report)
 
     def _bury(self, reason: str) -> None:
         """There is no engine any more: all who wait are told."""
@@ -212,6 +230,8 @@ class EngineClient:
             self._info.set_exception(RuntimeError(reason))
         if self._snapshot is not None and not self._snapshot.done():
             self._snapshot.set_exception(not_serving("the engine is not running"))
+        if self._frames is not None and not self._frames.done():
+            self._frames.set_exception(not_serving("the engine is not running"))
 
 
 def _add(job: Job) -> Add:

@@ -43,6 +43,13 @@ class AskSnapshot(msgspec.Struct, tag=True):
     number: int
 
 
+class AskFrames(msgspec.Struct, tag=True):
+    """Ask for `Frames`: those after an `epoch`'s last ones, with their tokens or without."""
+
+    epoch: int
+    tokens: bool
+
+
 class Stop(msgspec.Struct, tag=True):
     """End the process, whatever runs."""
 
@@ -117,8 +124,24 @@ class Snapshot(msgspec.Struct, tag=True):
     sequences: list[SequenceInfo]
 
 
-Command = Start | Add | Abort | AskSnapshot | Stop
-Report = Ready | Died | Refused | Turn | Snapshot
+class Frames(msgspec.Struct, tag=True):
+    """What the paged memory did since the last question; see `camera.py`.
+
+    Attributes:
+        epoch: When the camera began: with another one than before, the first frame shows all.
+        frames: As `picture.encode` makes them.
+        stats: As `Engine.stats()` gives them, now.
+        failed: Whether the camera failed since, and said why in the log.
+    """
+
+    epoch: int
+    frames: list[dict[str, Any]]
+    stats: EngineStats
+    failed: bool = False
+
+
+Command = Start | Add | Abort | AskSnapshot | AskFrames | Stop
+Report = Ready | Died | Refused | Turn | Snapshot | Frames
 
 _encoder = msgspec.msgpack.Encoder()
 _command_decoder = msgspec.msgpack.Decoder(Command)

@@ -15,9 +15,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from jpaged import BlockState, Engine, SamplingParams
+from jpaged.serve.camera import Camera
 from jpaged.serve.frames import (
     Abort,
     Add,
+    AskFrames,
     AskSnapshot,
     Command,
     Died,
@@ -44,6 +46,7 @@ class Worker:
     def __init__(self, engine: Engine, link: Link):
         self._engine = engine
         self._link = link
+        self._camera = Camera(engine)
         self._turn = 0
         self._stopped = False
         self._stats_due = self._snapshot_due = 0.0
@@ -75,6 +78,7 @@ class Worker:
             self._obey(command)
         if self._engine.has_work:
             self._engine.advance()
+            self._camera.see()
         self._turn += 1
         if self._link.is_clear:
             self._tell()
@@ -99,6 +103,8 @@ class Worker:
                     self._engine.abort(request_id)
             case AskSnapshot():
                 self._questions.append(command.number)
+            case AskFrames():
+                self._link.send(self._camera.fetch(command.epoch, command.tokens))
             case Stop():
                 self._stopped = True
 

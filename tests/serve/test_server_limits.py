@@ -32,8 +32,8 @@ def test_with_keys_all_is_denied_without_one(serve: Run):
         http = server.http
         for path in ("/health", "/ready", "/ping"):
             assert (await http.get(path)).status_code == 200
-        closed = ("/v1/models", "/metrics", "/version", "/load", "/openapi.json", "/", "/x")
-        for path in closed:
+        closed = ("/v1/models", "/metrics", "/version", "/load", "/openapi.json", "/x")
+        for path in (*closed, "/picture/events"):
             for headers in ({}, bearer("no"), bearer(""), {"Authorization": "Basic one"}):
                 answer = await http.get(path, headers=headers)
                 assert answer.status_code == 401

@@ -1,0 +1,14 @@
+"""Request lengths as people's conversations have them."""
+
+import numpy as np
+
+
+def sharegpt_like_lengths(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Log-normal prompt and output lengths (sigma 1, means 161 and 338, clipped to 4..1024)."""
+    rng = np.random.RandomState(seed)
+
+    def draw(mean: float) -> np.ndarray:
+        drawn = rng.lognormal(np.log(mean) - 0.5, 1.0, count)
+        return np.clip(drawn, 4, 1024).astype(int)
+
+    return draw(161), draw(338)

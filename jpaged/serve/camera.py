@@ -1,0 +1,98 @@
+"""Takes the frames of the picture, beside the engine that they show.
+
+A camera stands idle until somebody asks for frames. Then it looks after steps, as often as a small
+share of the time allows: after every step of a small engine, so that each block can be watched as
+it is taken, shared, copied and given back; of a large one after some. Frames that nobody fetched
+are merged. A camera that nobody asks any more stops; so does one that fails, and the engine goes
+on.
+"""
+
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+from jpaged import Engine, PoolWatch
+from jpaged.serve.frames import Frames
+from jpaged.serve.picture import Frame, encode
+
+MOST_TIME = 0.02
+"""Share of the time that looking may take."""
+
+MAX_FRAMES = 256
+"""Frames kept until they are fetched; what follows comes as one."""
+
+PATIENCE = 5.0
+"""Seconds without anybody fetching after which a camera stops."""
+
+NUM_TOKEN_BLOCKS = 200
+"""Blocks whose tokens one frame tells at most."""
+
+
+class Camera:
+    """Takes frames of an engine's pool, in the engine's thread.
+
+    Args:
+        engine: What to look at.
+        clock: Seconds.
+    """
+
+    def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic):
+        self._engine = engine
+        self._clock = clock
+        self._watch: PoolWatch | None = None
+        self._frames: list[Frame] = []
+        self._has_failed = False
+        self._epoch = self._num_steps = 0
+        self._next_look = self._last_fetch = 0.0
+
+    def see(self) -> None:
+        """Look, if it is time to; call it after each step."""
+        self._num_steps += 1
+        if self._watch is None:
+            return
+        now = self._clock()
+        if now - self._last_fetch > PATIENCE:
+            self.stop()
+        elif now >= self._next_look and len(self._frames) < MAX_FRAMES:
+            self._look(self._watch, now)
+
+    def fetch(self, epoch: int = 0, tokens: bool = False) -> Frames:
+        """The frames since the last call; the first call starts the camera, as does the first one
+        after it failed.
+
+        Args:
+            epoch: The one of the last answer. If it is not the camera's, it starts anew, and the
+                first frame shows all there is.
+            tokens: Whether the frames of a camera that starts shall tell the blocks' tokens.
+        """
+        now = self._last_fetch = self._clock()
+        if not self._has_failed:
+            watch = self._watch if epoch == self._epoch else None
+            self._look(watch or self._start(tokens), now)
+        frames, self._frames = self._frames, []
+        failed, self._has_failed = self._has_failed, False
+        return Frames(self._epoch, frames, self._engine.stats(), failed)
+
+    def _start(self, tokens: bool) -> PoolWatch:
+        self.stop()
+        self._watch = self._engine.watch_pool(NUM_TOKEN_BLOCKS if tokens else 0)
+        self._epoch += 1
+        return self._watch
+
+    def stop(self) -> None:
+        """Look no more until the next `fetch`."""
+        if self._watch is not None:
+            self._watch.close()
+        self._watch, self._frames = None, []
+
+    def _look(self, watch: PoolWatch, now: float) -> None:
+        try:
+            changes = watch.look()
+            if changes:
+                self._frames.append(encode(changes, self._num_steps))
+        except Exception as error:
+            traceback.print_exception(error, file=sys.stderr)
+            self.stop()
+            self._has_failed = True
+        self._next_look = now + (self._clock() - now) / MOST_TIME

@@ -1,0 +1,297 @@
+// Blocks as cells of a canvas: drawn anew only where they changed.
+
+import { CACHED } from "./pool.js";
+
+const SIZES = [26, 22, 18, 15, 13, 11, 9, 8, 7, 6, 5, 4, 3]; // of a cell, in CSS pixels
+const GOLDEN = 137.508; // degrees from one request's hue to the next
+const FLASH = 700; // milliseconds
+const MAX_FLASHES = 300;
+
+/** The colours of the style sheet, and one hue a request. */
+export class Palette {
+  constructor() {
+    const style = getComputedStyle(document.documentElement);
+    const read = (name) => style.getPropertyValue(`--${name}`).trim();
+    for (const name of ["free", "cached", "ink", "ring", "table", "copy", "take", "pin", "line"]) {
+      this[name] = read(name);
+    }
+    this.known = new Map();
+    this.lightness = read("cell-lightness");
+    this.chroma = read("cell-chroma");
+  }
+
+  of(number, alpha = 1) {
+    const key = `${number}/${alpha}`;
+    let colour = this.known.get(key);
+    if (!colour) {
+      const hue = (20 + number * GOLDEN) % 360;
+      colour = `oklch(${this.lightness} ${this.chroma} ${hue.toFixed(1)} / ${alpha})`;
+      this.known.set(key, colour);
+    }
+    return colour;
+  }
+}
+
+/** A canvas's context, its pixels those of the screen. */
+export function sized(canvas, width, height) {
+  const ratio = window.devicePixelRatio || 1;
+  canvas.width = Math.round(width * ratio);
+  canvas.height = Math.round(height * ratio);
+  canvas.style.width = `${width}px`;
+  canvas.style.height = `${height}px`;
+  const context = canvas.getContext("2d");
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  return context;
+}
+
+function largestSize(numCells, width, height) {
+  const fits = (size) => Math.ceil(numCells / Math.floor(width / size)) * size <= height;
+  return SIZES.find(fits) ?? SIZES.at(-1);
+}
+
+export class Grid {
+  /** `onSelect(id)` is told which block is looked at, 0 for none. */
+  constructor(canvas, scroller, onSelect) {
+    this.canvas = canvas;
+    this.scroller = scroller;
+    this.onSelect = onSelect;
+    this.pool = null;
+    this.selected = 0;
+    this.marked = new Set(); // the block table of the sequence that is looked at
+    this.flashes = new Map(); // block to [colour, until]
+    this.waiting = new Set(); // blocks to draw
+    this.drawTime = 0; // milliseconds of the last whole drawing
+    this.calm = window.matchMedia("(prefers-reduced-motion: reduce)");
+    canvas.addEventListener("pointermove", (event) => this.select(this.blockAt(event), false));
+    canvas.addEventListener("pointerdown", (event) => this.select(this.blockAt(event), false));
+    canvas.addEventListener("keydown", (event) => this.onKey(event));
+    new ResizeObserver(() => this.layOut()).observe(scroller);
+  }
+
+  show(pool) {
+    this.pool = pool;
+    this.flashes.clear();
+    if (this.selected >= pool.numBlocks) this.selected = 0;
+    this.layOut();
+  }
+
+  layOut() {
+    const { pool } = this;
+    if (!pool || !this.scroller.clientWidth) return;
+    const width = this.scroller.clientWidth;
+    this.size = largestSize(pool.numBlocks - 1, width, Math.max(window.innerHeight * 0.5, 220));
+    this.columns = Math.floor(width / this.size);
+    const rows = Math.ceil((pool.numBlocks - 1) / this.columns);
+    this.context = sized(this.canvas, this.columns * this.size, rows * this.size);
+    this.filling = "";
+    this.drawAll();
+  }
+
+  drawAll() {
+    if (!this.context) return;
+    const start = performance.now();
+    this.palette = new Palette();
+    this.context.clearRect(0, 0, this.canvas.width, this.canvas.height);
+    // Cells of one colour one after the other: to change it costs more than to fill a cell.
+    const { owners } = this.pool;
+    const ids = Float64Array.from(owners, (owner, id) => owner * 2 ** 32 + id).sort();
+    for (const id of ids) if (id % 2 ** 32) this.drawCell(id % 2 ** 32, true);
+    this.waiting.clear();
+    this.drawTime = performance.now() - start;
+  }
+
+  /** Draws these blocks with the next picture of the screen. */
+  update(ids) {
+    for (const id of ids) this.waiting.add(id);
+    this.schedule();
+  }
+
+  flash(ids, kind) {
+    if (this.calm.matches || !this.palette) return;
+    const until = performance.now() + FLASH;
+    for (const id of ids) {
+      if (this.flashes.size >= MAX_FLASHES) break;
+      this.flashes.set(id, [this.palette[kind], until]);
+    }
+    this.schedule();
+  }
+
+  schedule() {
+    if (this.pending) return;
+    this.pending = requestAnimationFrame(() => {
+      this.pending = 0;
+      this.drawWaiting();
+    });
+  }
+
+  drawWaiting() {
+    if (!this.context) return;
+    const now = performance.now();
+    for (const [id, [, until]] of this.flashes) {
+      this.waiting.add(id);
+      if (until <= now) this.flashes.delete(id);
+    }
+    for (const id of this.waiting) if (id) this.drawCell(id, false);
+    this.waiting.clear();
+    for (const [id, [colour, until]] of this.flashes) {
+      this.context.globalAlpha = Math.max((until - now) / FLASH, 0);
+      this.ring(id, colour, 2);
+    }
+    this.context.globalAlpha = 1;
+    if (this.flashes.size) this.schedule();
+  }
+
+  drawCell(id, isClear) {
+    const { context, size, pool, palette } = this;
+    const count = pool.counts[id];
+    const gap = size >= 5 ? 1 : 0;
+    const x = ((id - 1) % this.columns) * size;
+    const y = Math.floor((id - 1) / this.columns) * size;
+    const side = size - gap;
+    if (!isClear) context.clearRect(x, y, size, size);
+    if (count === 0) this.fill(palette.free, x, y, side, side);
+    else if (count === CACHED) this.drawCached(pool.owners[id], x, y, side);
+    else this.drawUsed(id, count, x, y, side);
+    if (this.marked.has(id)) this.ring(id, palette.table, 1.5);
+    if (id === this.selected) this.ring(id, palette.ring, 2);
+  }
+
+  drawCached(owner, x, y, side) {
+    this.fill(this.palette.free, x, y, side, side);
+    this.fill(owner ? this.palette.of(owner, 0.3) : this.palette.cached, x, y, side, side);
+  }
+
+  drawUsed(id, count, x, y, side) {
+    const { context, pool, palette } = this;
+    const owner = pool.owners[id];
+    const part = pool.filledSlots(id) / pool.blockSize;
+    if (part < 1) this.fill(palette.of(owner, 0.22), x, y, side, side);
+    this.fill(palette.of(owner), x, y, side * part, side);
+    if (count > 1) this.drawCount(count, x, y, side);
+    if (pool.pinned.has(id)) {
+      context.strokeStyle = palette.pin;
+      context.lineWidth = Math.max(side / 10, 1);
+      context.strokeRect(x + 1, y + 1, side - 2, side - 2);
+    }
+  }
+
+  drawCount(count, x, y, side) {
+    const { context, palette } = this;
+    if (side < 10) {
+      const dot = Math.max(Math.floor(side / 2), 1);
+      this.fill(palette.ink, x + (side - dot) / 2, y + (side - dot) / 2, dot, dot);
+      return;
+    }
+    context.fillStyle = this.filling = palette.ink;
+    context.font = `600 ${Math.round(side * (count > 9 ? 0.5 : 0.66))}px system-ui, sans-serif`;
+    context.textAlign = "center";
+    context.textBaseline = "middle";
+    context.fillText(count > 99 ? "*" : String(count), x + side / 2, y + side / 2 + 0.5);
+  }
+
+  fill(colour, x, y, width, height) {
+    if (this.filling !== colour) this.context.fillStyle = this.filling = colour;
+    this.context.fillRect(x, y, width, height);
+  }
+
+  ring(id, colour, width) {
+    const { context, size } = this;
+    const x = ((id - 1) % this.columns) * size;
+    const y = Math.floor((id - 1) / this.columns) * size;
+    context.strokeStyle = colour;
+    context.lineWidth = width;
+    const inset = width / 2;
+    context.strokeRect(x + inset, y + inset, size - width, size - width);
+  }
+
+  // Which block is looked at
+
+  blockAt(event) {
+    if (!this.pool || !this.size) return 0;
+    const box = this.canvas.getBoundingClientRect();
+    const column = Math.floor((event.clientX - box.left) / this.size);
+    const row = Math.floor((event.clientY - box.top) / this.size);
+    const id = row * this.columns + column + 1;
+    return column < this.columns && id < this.pool.numBlocks ? id : 0;
+  }
+
+  select(id, scroll) {
+    if (!id || id === this.selected) return;
+    const before = this.selected;
+    this.selected = id;
+    this.update([before, id]);
+    if (scroll) this.scrollTo(id);
+    this.onSelect(id);
+  }
+
+  mark(ids) {
+    this.update(this.marked);
+    this.marked = new Set(ids);
+    this.update(this.marked);
+  }
+
+  scrollTo(id) {
+    const y = Math.floor((id - 1) / this.columns) * this.size;
+    const { scrollTop, clientHeight } = this.scroller;
+    if (y < scrollTop) this.scroller.scrollTop = y;
+    if (y + this.size > scrollTop + clientHeight) this.scroller.scrollTop = y + this.size - clientHeight;
+  }
+
+  onKey(event) {
+    if (!this.pool || event.ctrlKey || event.altKey || event.metaKey) return;
+    const next = this.nextFor(event.key);
+    if (next === undefined) return;
+    event.preventDefault();
+    this.select(Math.min(Math.max(next, 1), this.pool.numBlocks - 1), true);
+  }
+
+  nextFor(key) {
+    const { columns, pool } = this;
+    const at = this.selected || 0;
+    const page = columns * Math.max(Math.floor(this.scroller.clientHeight / this.size) - 1, 1);
+    switch (key) {
+      case "ArrowRight": return at + 1;
+      case "ArrowLeft": return at - 1;
+      case "ArrowDown": return at + columns < pool.numBlocks ? at + columns : at;
+      case "ArrowUp": return at - columns > 0 ? at - columns : at;
+      case "PageDown": return at + page;
+      case "PageUp": return at - page;
+      case "Home": return 1;
+      case "End": return pool.numBlocks - 1;
+      case "n": return this.usedFrom(at, 1);
+      case "p": return this.usedFrom(at, -1);
+      case "t": return this.nextInTable(at);
+      default: return undefined;
+    }
+  }
+
+  usedFrom(at, way) {
+    for (let id = at + way; id > 0 && id < this.pool.numBlocks; id += way) {
+      if (this.pool.counts[id] > 0) return id;
+    }
+    return at;
+  }
+
+  nextInTable(at) {
+    const [holder] = this.pool.holders(at);
+    if (!holder) return at;
+    const { blocks } = holder.sequence;
+    return blocks[(holder.place + 1) % blocks.length];
+  }
+}
+
+/** Host memory: the images of swapped-out groups, one after the other, and what is free. */
+export function drawStrip(canvas, pool, numHostBlocks) {
+  const palette = new Palette();
+  const width = canvas.parentElement.clientWidth;
+  if (!width) return;
+  const size = largestSize(numHostBlocks, width, 64);
+  const columns = Math.floor(width / size);
+  const context = sized(canvas, columns * size, Math.ceil(numHostBlocks / columns) * size);
+  const owners = pool.images.flatMap(([request, count]) => Array(count).fill(pool.numberOf(request)));
+  const side = size >= 5 ? size - 1 : size;
+  for (let i = 0; i < numHostBlocks; i++) {
+    context.fillStyle = owners[i] ? palette.of(owners[i]) : palette.free;
+    context.fillRect((i % columns) * size, Math.floor(i / columns) * size, side, side);
+  }
+}

@@ -1,0 +1,57 @@
+// Frames at the pace that is wanted: as they come, slower, or one by one.
+
+const MAX_WAITING = 5000; // frames; of more, the oldest are shown at once
+
+export class Player {
+  /** `show(frames)` draws them, as one picture; `report(count)` says how many are yet to come. */
+  constructor(show, report) {
+    this.show = show;
+    this.report = report;
+    this.pace = "live"; // or steps a second, 0 for none
+    this.waiting = [];
+    this.due = 0;
+  }
+
+  clear() {
+    this.waiting = [];
+    this.report(0);
+  }
+
+  push(frames) {
+    this.waiting.push(...frames);
+    if (this.waiting.length > MAX_WAITING) this.take(this.waiting.length - MAX_WAITING);
+    this.schedule();
+  }
+
+  setPace(pace) {
+    this.pace = pace === "live" ? pace : Number(pace);
+    this.due = 0;
+    this.schedule();
+  }
+
+  step() {
+    if (this.waiting.length) this.take(1);
+  }
+
+  schedule() {
+    if (!this.pending && this.waiting.length && this.pace !== 0) {
+      this.pending = requestAnimationFrame((now) => this.go(now));
+    }
+    this.report(this.waiting.length);
+  }
+
+  go(now) {
+    this.pending = 0;
+    if (this.pace === "live") this.take(this.waiting.length);
+    else if (this.pace && now >= this.due) {
+      this.due = now + 1000 / this.pace;
+      this.take(1);
+    }
+    this.schedule();
+  }
+
+  take(count) {
+    this.show(this.waiting.splice(0, count));
+    this.report(this.waiting.length);
+  }
+}

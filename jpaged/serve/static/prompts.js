@@ -1,0 +1,176 @@
+// The box that sends prompts, and the answers as they come.
+
+import { AskForKey, ask, events } from "./stream.js";
+
+const MAX_CARDS = 40;
+const SYSTEM =
+  "You are a careful assistant who knows a small world: sums, sorting, reversing, spelling and " +
+  "counting. Answer shortly.\n";
+
+// What each of them shows is in its name; the numbers are the fields of the form.
+const PRESETS = [
+  { name: "One answer: blocks taken one by one", prompts: ["Count from 1 to 60"], tokens: 240 },
+  {
+    name: "Four samples: a prompt shared, its last block copied on write",
+    prompts: ["Sort 41, 7, 32, 15, 93 and 4"],
+    samples: 4,
+    tokens: 96,
+    heat: 2,
+  },
+  {
+    name: "Beam search: blocks forked and dropped as beams go on and end",
+    prompts: ["Write the numbers seventeen plus twenty-five and more"],
+    beams: 4,
+    tokens: 64,
+  },
+  {
+    name: "One beginning, four ends: the prefix is computed once",
+    prompts: [
+      `${SYSTEM}What is 17 + 25?`,
+      `${SYSTEM}Spell strawberry`,
+      `${SYSTEM}Reverse stone`,
+      `${SYSTEM}Count from 1 to 20`,
+    ],
+    tokens: 64,
+  },
+  {
+    name: "A crowd: sixteen at once",
+    prompts: Array.from({ length: 16 }, (_, i) => `Count from ${i + 1} to ${i + 60}`),
+    tokens: 240,
+  },
+];
+
+export class Prompts {
+  /** `element(id)` finds the form's parts; `onKeyWanted(error)` asks for the API key. */
+  constructor(element, onKeyWanted) {
+    this.element = element;
+    this.onKeyWanted = onKeyWanted;
+    this.running = new Set(); // what aborts them
+    this.cards = [];
+    const preset = element("preset");
+    PRESETS.forEach(({ name }, i) => preset.append(new Option(name, String(i))));
+    preset.addEventListener("change", () => this.fill(PRESETS[preset.value]));
+    element("ask").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.send();
+    });
+    element("stop").addEventListener("click", () => this.stopAll());
+    this.fill(PRESETS[0]);
+  }
+
+  /** Gives the answers the colours that their requests' blocks have. */
+  paint(pool, palette) {
+    for (const card of this.cards) {
+      const number = card.id && !card.number ? pool.numberLike(card.id) : 0;
+      if (number) card.paint(number, palette.of(number));
+    }
+  }
+
+  fill({ prompts, samples = 1, beams = 0, tokens = 64, heat = 0 }) {
+    this.element("prompt").value = prompts.join("\n---\n");
+    for (const [id, value] of Object.entries({ samples, beams, tokens, heat })) {
+      this.element(id).value = value;
+    }
+  }
+
+  send() {
+    const number = (id) => Number(this.element(id).value);
+    const beams = number("beams");
+    const body = { max_tokens: number("tokens"), temperature: number("heat"), n: number("samples") };
+    if (beams > 0) Object.assign(body, { use_beam_search: true, beam_width: beams, n: beams });
+    if (beams > 0) body.temperature = 0;
+    for (const prompt of this.element("prompt").value.split(/\n---\n/)) {
+      this.run({ ...body, prompt, stream: beams === 0 });
+    }
+  }
+
+  stopAll() {
+    for (const controller of this.running) controller.abort();
+  }
+
+  async run(body) {
+    const card = new Card(this.element("answers"), body);
+    this.cards = [...this.cards.slice(1 - MAX_CARDS), card];
+    const controller = new AbortController();
+    this.running.add(controller);
+    card.onStop = () => controller.abort();
+    this.element("stop").disabled = false;
+    try {
+      await this.complete(body, card, controller.signal);
+      card.end("done");
+    } catch (error) {
+      card.end(controller.signal.aborted ? "stopped" : error.message);
+      if (error instanceof AskForKey) this.onKeyWanted(error);
+    } finally {
+      this.running.delete(controller);
+      this.element("stop").disabled = !this.running.size;
+    }
+  }
+
+  async complete(body, card, signal) {
+    const response = await ask("v1/completions", {
+      method: "POST",
+      headers: { "Content-Type": "application/json" },
+      body: JSON.stringify(body),
+      signal,
+    });
+    if (!body.stream) {
+      card.add(await response.json());
+      return;
+    }
+    for await (const { data } of events(response)) {
+      if (data === "[DONE]") return;
+      const chunk = JSON.parse(data);
+      if (chunk.error) throw new Error(chunk.error.message);
+      card.add(chunk);
+    }
+  }
+}
+
+/** A prompt and its answers. */
+class Card {
+  constructor(parent, { prompt, n }) {
+    this.root = document.createElement("article");
+    const question = document.createElement("p");
+    question.className = "question";
+    question.textContent = prompt;
+    const foot = document.createElement("p");
+    foot.className = "foot";
+    this.state = document.createElement("span");
+    this.state.textContent = "waiting";
+    this.button = document.createElement("button");
+    this.button.type = "button";
+    this.button.textContent = "Stop";
+    this.button.setAttribute("aria-label", `Stop: ${prompt.slice(0, 40)}`);
+    this.button.addEventListener("click", () => this.onStop());
+    foot.append(this.state, this.button);
+    this.answers = Array.from({ length: n }, () => {
+      const answer = document.createElement("pre");
+      this.root.append(answer);
+      return answer;
+    });
+    this.root.prepend(question);
+    this.root.append(foot);
+    parent.prepend(this.root);
+    while (parent.children.length > MAX_CARDS) parent.lastElementChild.remove();
+  }
+
+  paint(number, colour) {
+    this.number = number;
+    this.root.style.borderLeftColor = colour;
+  }
+
+  add({ id, choices }) {
+    this.id = id;
+    this.state.textContent = "answering";
+    for (const { index, text } of choices) {
+      const answer = this.answers[index];
+      if (answer) answer.append(answer.textContent ? text : text.trimStart());
+    }
+  }
+
+  end(how) {
+    this.state.textContent = how;
+    this.button.remove();
+  }
+}

@@ -1,0 +1,118 @@
+"""The open-loop client: its figures, and a server that fails in every way."""
+
+import asyncio
+import json
+import math
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from bench import records, serving
+from bench.serving import Answer, Target, Work, make_work, serve_all, summarise
+
+WORK = [Work([1, 2, 3], 2, 0.0)]
+TARGET = Target("http://test/v1", "m", "secret")
+
+
+def test_arrivals_are_a_poisson_process():
+    work = make_work(4000, 8.0, vocab_size=50, max_tokens=100)
+    gaps = np.diff([0.0, *(one.due for one in work)])
+    assert gaps.mean() == pytest.approx(1 / 8, rel=0.05)
+    assert gaps.std() == pytest.approx(1 / 8, rel=0.05)
+    assert max(max(one.prompt) for one in work) < 50
+    assert all(4 <= len(one.prompt) <= 100 and 4 <= one.num_outputs <= 100 for one in work)
+    assert work == make_work(4000, 8.0, vocab_size=50, max_tokens=100)
+    assert work != make_work(4000, 8.0, vocab_size=50, max_tokens=100, seed=1)
+
+
+def test_at_an_infinite_rate_all_come_at_once():
+    assert {one.due for one in make_work(9, math.inf, vocab_size=50, max_tokens=9)} == {0.0}
+
+
+def test_figures():
+    work = [Work([1] * 4, 3, 0.0), Work([1] * 4, 3, 1.0), Work([1] * 4, 3, 1.0)]
+    answers = [
+        Answer([0.1, 0.2, 0.4], 0.6, 4, 3),
+        Answer([0.3, 0.4, 0.5], 0.9, 4, 3),
+        Answer([0.2], 9.0, 4, 1, error="status 503"),
+    ]
+    row = summarise(2.0, work, answers)
+    assert (row["requests"], row["errors"], row["seconds"]) == (3, 1, 10.0)
+    assert row["requests_per_s"] == pytest.approx(0.2)
+    assert row["output_tokens_per_s"] == pytest.approx(0.6)
+    assert row["tokens_per_s"] == pytest.approx(1.4)
+    assert row["ttft_ms_p50"] == pytest.approx(200)
+    assert row["inter_token_ms_p50"] == pytest.approx(100)
+    assert row["inter_token_ms_p99"] == pytest.approx(197)
+    assert row["normalised_ms_p50"] == pytest.approx(250)
+    row = summarise(math.inf, work[:1], [Answer(end=1.0, error="x")])
+    assert (row["rate"], row["ttft_ms_p50"], row["requests_per_s"]) == ("inf", None, 0.0)
+
+
+def ask(events: list, status: int = 200) -> tuple[Answer, dict]:
+    """What becomes of one request if the server answers so; and what it was asked."""
+    asked = {}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.update(json.loads(request.content), key=request.headers["authorization"])
+        if status == 0:
+            raise httpx.ConnectError("no server")
+        data = [event if isinstance(event, str) else json.dumps(event) for event in events]
+        return httpx.Response(status, text="".join(f"data: {text}\n\n" for text in data))
+
+    async def run() -> list[Answer]:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+            return await serve_all(client, TARGET, WORK)
+
+    return asyncio.run(run())[0], asked
+
+
+TEXT = {"choices": [{"index": 0, "text": "a"}]}
+USAGE = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}
+
+
+def test_what_is_asked():
+    answer, asked = ask([TEXT, TEXT, USAGE, "[DONE]"])
+    assert (answer.error, answer.num_prompt_tokens, answer.num_output_tokens) == (None, 3, 2)
+    assert len(answer.chunk_times) == 2
+    assert asked.pop("key") == "Bearer secret"
+    assert asked == {
+        "model": "m",
+        "prompt": [1, 2, 3],
+        "max_tokens": 2,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+@pytest.mark.parametrize(
+    ("events", "status", "error"),
+    [
+        ([], 503, "status 503"),
+        ([], 0, "ConnectError"),
+        ([TEXT, {"error": {"message": "gone"}}], 200, "error event"),
+        ([TEXT, TEXT], 200, "not as many tokens as asked for"),
+        ([TEXT, {**USAGE, "usage": {"prompt_tokens": 3, "completion_tokens": 1}}], 200, "not as"),
+    ],
+)
+def test_errors_are_counted(events: list, status: int, error: str):
+    answer, _ = ask(events, status)
+    assert answer.error is not None
+    assert answer.error.startswith(error)
+
+
+def test_bad_rates_are_refused(capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit):
+        serving.main(["--rate", "1,0"])
+    assert "above 0" in capsys.readouterr().err
+
+
+def test_the_record_names_the_server_s_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    path = records.record("serving", [{"rate": 1.0}], device="Some GPU")
+    assert path.name == "serving_some-gpu.json"
+    assert json.loads(path.read_text())["device"] == "Some GPU"

@@ -1,0 +1,226 @@
+"""A picture kept up to date by looks, against the pool itself."""
+
+import pytest
+from core_driver import make_request, make_scheduler
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import invariant
+from test_accounts import driver_of
+from test_random_groups import Tally, Work
+from test_scheduler_machine import SchedulerMachine
+
+from jpaged.core.accounts import BlockState, block_map
+from jpaged.core.scheduler import Scheduler
+from jpaged.core.swap import PreemptionMode, PressurePolicy
+from jpaged.core.watch import CACHED, PoolChanges, PoolWatch, TableChange
+
+
+class Replica:
+    """What somebody who only sees the changes knows."""
+
+    def __init__(self, scheduler: Scheduler, num_token_blocks: int = 10**6):
+        self.scheduler = scheduler
+        self.watch = PoolWatch(scheduler, num_token_blocks)
+        self.counts: dict[int, int] = {}
+        self.hashes: dict[int, int] = {}
+        self.tables: dict[int, list[int]] = {}
+        self.sequences: dict[int, TableChange] = {}
+        self.computed: dict[int, int] = {}
+        self.images: list[tuple[str, int]] = []
+        self.pinned: list[int] = []
+        self.tokens: dict[int, list[int]] = {}
+
+    def look(self) -> PoolChanges:
+        changes = self.watch.look()
+        block_ids, counts, hashes = changes.blocks
+        self.counts.update(zip(block_ids, counts, strict=True))
+        self.hashes.update(zip(block_ids, hashes, strict=True))
+        for seq_id in changes.gone:
+            del self.tables[seq_id], self.computed[seq_id], self.sequences[seq_id]
+        for change in changes.tables:
+            kept = self.tables.get(change.seq_id, [])[: change.num_kept]
+            assert len(kept) == change.num_kept
+            self.tables[change.seq_id] = [*kept, *change.new_blocks]
+            self.sequences[change.seq_id] = change
+            self.computed[change.seq_id] = change.num_computed_tokens
+        self.computed.update(changes.grown)
+        self.images = self.images if changes.images is None else changes.images
+        self.pinned = self.pinned if changes.pinned is None else changes.pinned
+        self.tokens.update(changes.tokens)
+        return changes
+
+    def check(self) -> None:
+        self._check_blocks()
+        self._check_sequences()
+        self._check_tokens()
+        assert not self.watch.look(), "nothing happened since"
+
+    def _check_blocks(self) -> None:
+        infos = block_map(self.scheduler)
+        for block_id, info in infos.items():
+            count = CACHED if info.state is BlockState.CACHED else info.ref_cnt
+            assert self.counts.get(block_id, 0) == count
+            known_hash = 0 if info.content_hash is None else info.content_hash % 2**32
+            assert self.hashes.get(block_id, 0) == known_hash
+        assert self.pinned == [block_id for block_id, info in infos.items() if info.is_pinned]
+        assert sum(n for _, n in self.images) == self.scheduler.swap_space.num_used_blocks
+
+    def _check_sequences(self) -> None:
+        holders = {
+            seq_id: sequence
+            for seq_id, sequence in self.scheduler.roster.known.items()
+            if sequence.block_table or sequence.image_table
+        }
+        assert self.tables == {i: sequence.block_table for i, sequence in holders.items()}
+        assert self.computed == {i: s.num_computed_tokens for i, s in holders.items()}
+        for seq_id, sequence in holders.items():
+            seen = self.sequences[seq_id]
+            assert (seen.request_id, seen.index) == (sequence.request.request_id, sequence.index)
+            assert seen.num_host_blocks == len(sequence.image_table)
+            status = "finished" if sequence.finish_reason else sequence.request.status
+            assert seen.status == status
+
+    def _check_tokens(self) -> None:
+        size = self.scheduler.block_manager.block_size
+        for sequence in self.scheduler.roster.known.values():
+            known = sequence.token_ids[: sequence.num_computed_tokens]
+            for index, block_id in enumerate(sequence.block_table):
+                own = known[index * size : (index + 1) * size]
+                assert self.tokens.get(block_id, [])[: len(own)] == own
+
+
+def test_the_life_of_a_request():
+    driver = driver_of(make_request("1", 6, max_tokens=4), num_blocks=6, digest="xxh3")
+    replica = Replica(driver.scheduler)
+    assert not replica.look()
+    driver.step()
+    changes = replica.look()
+    [table] = changes.tables
+    assert (table.request_id, table.num_kept, table.new_blocks) == ("1", 0, (1, 2))
+    assert (table.status, table.num_prompt_tokens, table.num_computed_tokens) == ("running", 6, 6)
+    assert changes.blocks[:2] == ([1, 2], [1, 1])
+    driver.step()
+    changes = replica.look()
+    assert (changes.tables, changes.grown) == ([], {1: 7})
+    driver.run()
+    changes = replica.look()
+    assert changes.gone == [1]
+    assert changes.blocks[:2] == ([1, 2, 3], [CACHED, CACHED, 0])
+    replica.check()
+
+
+def test_a_copy_on_write_replaces_the_last_entry():
+    driver = driver_of(make_request("1", 6, max_tokens=9, n=2), num_blocks=9)
+    replica = Replica(driver.scheduler)
+    kept = []
+    while driver.scheduler.has_unfinished:
+        driver.step()
+        kept += [(t.num_kept, len(t.new_blocks)) for t in replica.look().tables]
+    assert (1, 1) in kept  # of two entries the second is another block
+    replica.check()
+
+
+def test_a_table_that_was_trimmed_and_grew_again():
+    driver = driver_of(make_request("1", 12, max_tokens=9), num_blocks=9)
+    manager, replica = driver.scheduler.block_manager, Replica(driver.scheduler)
+    driver.step()
+    replica.look()
+    [sequence] = driver.scheduler.roster.known.values()
+    sequence.num_computed_tokens = 3  # as if the step had not been made
+    manager.trim(sequence)
+    manager.append(sequence, 9)
+    sequence.num_computed_tokens = 12
+    replica.look()
+    replica.check()
+    assert replica.tables[1] == sequence.block_table == [1, 4, 5]
+
+
+def test_a_watch_that_begins_late_sees_all():
+    driver = driver_of(make_request("1", 9, max_tokens=3), num_blocks=9, digest="xxh3")
+    driver.run()
+    driver.add(make_request("2", 9, max_tokens=3))
+    driver.step()
+    replica = Replica(driver.scheduler)
+    replica.look()
+    replica.check()
+    assert len(replica.counts) == 5
+
+
+def test_tokens_are_told_a_few_blocks_at_a_time():
+    driver = driver_of(make_request("1", 12, max_tokens=2), num_blocks=9, digest="xxh3")
+    driver.step()
+    watch = PoolWatch(driver.scheduler, num_token_blocks=2)
+    told = [watch.look().tokens for _ in range(3)]
+    assert [len(tokens) for tokens in told] == [2, 1, 0]
+    merged = told[0] | told[1]
+    assert [*merged[1], *merged[2], *merged[3]] == [(1 + i) % 11 for i in range(12)]
+    assert not PoolWatch(driver.scheduler).look().tokens
+
+
+def test_a_closed_watch_costs_nothing():
+    scheduler = make_scheduler()
+    watches = [PoolWatch(scheduler), PoolWatch(scheduler)]
+    watches[0].close()
+    watches[0].close()
+    assert len(scheduler.block_manager.pool.journals) == 1
+    watches[1].close()
+    assert not scheduler.block_manager.pool.journals
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_groups(seed: int):
+    work = Work(seed, Tally())
+    replica = Replica(work.driver.scheduler)
+    step = work.step
+
+    def watched_step() -> None:
+        step()
+        if work.random.random() < 0.5:
+            replica.look()
+            replica.check()
+
+    work.step = watched_step
+    work.run()
+    replica.look()
+    replica.check()
+
+
+def test_a_swapped_group_has_an_image():
+    pressure = PressurePolicy(PreemptionMode.SWAP, num_host_blocks=9)
+    work = [make_request(name, 8, max_tokens=12, stop_token_ids=frozenset()) for name in "12"]
+    driver = driver_of(*work, num_blocks=7, pressure=pressure)
+    replica = Replica(driver.scheduler)
+    while not driver.scheduler.num_swapped:
+        driver.step()
+    replica.look()
+    assert replica.images == [("2", driver.scheduler.swap_space.num_used_blocks)]
+    assert replica.sequences[2].status == "swapped"
+    driver.run()
+    replica.look()
+    assert not replica.images
+    replica.check()
+
+
+class WatchedMachine(SchedulerMachine):
+    """The scheduler's random work, seen by two who look at different times."""
+
+    replicas: tuple[Replica, ...] = ()
+    num_looks = 0
+
+    @invariant()
+    def replicas_agree(self):
+        if not self.replicas:
+            self.replicas = Replica(self.driver.scheduler), Replica(self.driver.scheduler)
+        self.num_looks += 1
+        for replica, every in zip(self.replicas, (1, 3), strict=True):
+            if self.num_looks % every == 0:
+                replica.look()
+                replica.check()
+
+
+TestWatch = WatchedMachine.TestCase
+TestWatch.settings = settings(
+    max_examples=60,
+    stateful_step_count=15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)

@@ -1,0 +1,368 @@
+"""The picture in a real browser: what it shows, and how it is used."""
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browsing import find_browser, serving
+
+from jpaged import Engine, SamplingParams
+from jpaged.serve.camera import Camera
+from jpaged.serve.picture import PictureState
+
+pytestmark = pytest.mark.slow
+KEY = "open-sesame-42"
+WAIT = 20_000  # milliseconds
+Pages = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    path = find_browser()
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        # Continuous integration is root in a container, where Chromium has no sandbox.
+        options = {"executable_path": path, "args": ["--no-sandbox"]}
+        with playwright.chromium.launch(**options) as launched:
+            yield launched
+
+
+@pytest.fixture(scope="module")
+def server(browser: Any, compilation_cache: Path) -> Iterator[str]:
+    with serving(compilation_cache, "--dashboard-show-text") as address:
+        yield address
+
+
+@pytest.fixture
+def pages(browser: Any, server: str) -> Iterator[Pages]:
+    """Opens the page; fails at the end if anything went wrong in it."""
+    contexts, problems = [], []
+
+    def note(message: Any) -> None:
+        if message.type in ("error", "warning"):
+            problems.append(message.text)
+
+    def open_page(address: str = server, **options: Any) -> Any:
+        context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(WAIT)
+        page.on("console", note)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.goto(address)
+        return page
+
+    open_page.problems = problems  # pyright: ignore[reportFunctionMemberAccess]
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert problems == []
+
+
+def opened(pages: Pages, pace: str = "live", **options: Any) -> Any:
+    page = pages(**options)
+    page.wait_for_selector("#line.live")
+    page.select_option("#pace", pace)
+    return page
+
+
+def send(page: Any, prompt: str, samples: int = 1, tokens: int = 40, heat: float = 0.0) -> None:
+    """Fill the form, send it, and wait for the answers."""
+    page.fill("#prompt", prompt)
+    for name, value in (("samples", samples), ("tokens", tokens), ("heat", heat)):
+        page.fill(f"#{name}", str(value))
+    num_before = page.locator("article").count()
+    page.click("#send")
+    until(page, f"document.querySelectorAll('article').length > {num_before}")
+    until(page, "!jpaged.prompts.running.size")
+
+
+def until(page: Any, condition: str) -> None:
+    """Wait for a JavaScript condition (the page's policy keeps Playwright's own way out)."""
+    end = time.monotonic() + WAIT / 1000
+    while not page.evaluate(condition):
+        assert time.monotonic() < end, f"never came: {condition}"
+        page.wait_for_timeout(20)
+
+
+def counts(page: Any) -> list[int]:
+    return page.evaluate("[...jpaged.state.pool.counts]")
+
+
+def test_it_loads_with_nothing_from_elsewhere(pages: Pages, server: str):
+    asked = []
+    page = pages(address="about:blank")
+    page.on("request", lambda request: asked.append(request.url))
+    answer = page.goto(server)
+    page.wait_for_selector("#line.live")
+    assert all(url.startswith(server) for url in asked)
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert page.inner_text("#pool-size") == "128 blocks of 16 tokens"
+    assert page.evaluate("document.querySelectorAll('input:not([id])').length") == 0
+    unlabelled = (
+        "[...document.querySelectorAll('input, select, textarea')].filter(e => !e.labels[0])"
+    )
+    assert page.evaluate(f"{unlabelled}.length") == 0
+
+
+def test_a_request_is_seen_from_its_first_block_to_the_last(pages: Pages):
+    page = opened(pages, pace="0")
+    send(page, "Count from 1 to 30")
+    assert "1, 2, 3" in page.inner_text("article pre")
+    until(page, "jpaged.player.waiting.length > 10")
+    page.focus("#grid")
+    used, said = [], set()
+    while page.evaluate("jpaged.player.waiting.length"):
+        page.keyboard.press(".")
+        used.append(sum(count > 0 for count in counts(page)))
+        page.keyboard.press("n")
+        said.add(re.sub(r"\d+", "N", page.inner_text("#said")))
+    assert max(used) == 4  # 18 tokens asked, 40 answered
+    assert set(used) == {0, 2, 3, 4}
+    assert used[-1] == 0
+    assert any("used, held by cmpl-" in text and "of N slots filled" in text for text in said)
+    assert any("text “Count from N to ”" in text for text in said)
+    assert page.evaluate("jpaged.player.waiting.length") == 0
+
+
+def test_samples_share_their_prompt_and_copy_its_last_block(pages: Pages):
+    page = opened(pages, pace="0")
+    before = page.evaluate("jpaged.state.stats.num_block_copies")
+    send(page, "Sort 31, 4, 15, 92, 6 and 535", samples=4, heat=2.0)
+    until(page, "jpaged.player.waiting.length > 3")
+    shared = 0
+    while page.evaluate("jpaged.player.waiting.length") and not shared:
+        page.click("#step")
+        shared = sum(count == 4 for count in counts(page))
+    assert shared >= 1
+    until(page, "document.querySelectorAll('#tables tr').length == 4")
+    assert page.inner_text("#tables").count("\u00d74") >= 4
+    block = page.evaluate("jpaged.state.pool.counts.indexOf(4)")
+    page.evaluate(f"jpaged.grid.select({block}, true)")
+    assert page.inner_text("#said").startswith(f"Block {block}: shared by 4, held by cmpl-")
+    assert page.locator("#block .holder").count() == 4
+    assert page.locator("#block .slot.filled").count() == 16
+    page.select_option("#pace", "live")
+    until(page, "!jpaged.state.pool.sequences.size")
+    assert max(counts(page)) <= 0
+    until(page, "document.getElementById('tables').innerText.startsWith('No sequence')")
+    assert page.evaluate("jpaged.state.stats.num_block_copies") == before + 3
+    until(page, "[...document.querySelectorAll('article')].at(0).style.borderLeftColor")
+
+
+def test_it_is_walked_by_keyboard(pages: Pages):
+    page = opened(pages)
+    page.keyboard.press("Tab")  # the skip link
+    page.keyboard.press("Enter")
+    page.focus("#grid")
+    where = lambda: page.evaluate("jpaged.grid.selected")  # noqa: E731
+    columns = page.evaluate("jpaged.grid.columns")
+    for key, block in (
+        ("ArrowRight", 1),
+        ("ArrowRight", 2),
+        ("ArrowDown", 2 + columns),
+        ("ArrowLeft", 1 + columns),
+        ("ArrowUp", 1),
+        ("ArrowUp", 1),
+        ("End", 128),
+        ("ArrowRight", 128),
+        ("Home", 1),
+    ):
+        page.keyboard.press(key)
+        assert where() == block, key
+    assert page.inner_text("#said").startswith("Block 1: ")
+    assert page.get_attribute("#said", "aria-live") == "polite"
+    page.keyboard.press(" ")
+    assert page.input_value("#pace") == "0"
+    send(page, "Count from 1 to 9")
+    until(page, "jpaged.player.waiting.length > 3")
+    page.click("#step")
+    page.focus("#grid")
+    page.keyboard.press("End")
+    page.keyboard.press("p")
+    last = where()
+    assert counts(page)[last] == 1
+    page.keyboard.press("t")  # around the block table
+    page.wait_for_selector("#block .chip.here")
+    assert page.inner_text("#block .chip.here") == str(where())
+
+
+def test_what_is_pointed_at_is_described(pages: Pages):
+    page = opened(pages)
+    box = page.locator("#grid").bounding_box()
+    size = page.evaluate("jpaged.grid.size")
+    page.mouse.move(box["x"] + 2.5 * size, box["y"] + 0.5 * size)
+    assert page.inner_text("#said").startswith("Block 3: ")
+
+
+def test_light_and_dark(pages: Pages):
+    page = opened(pages, color_scheme="light")
+    background = "getComputedStyle(document.body).backgroundColor"
+    cells = page.locator("#grid").screenshot()
+    assert page.evaluate(background) == "rgb(246, 246, 243)"
+    page.emulate_media(color_scheme="dark")
+    until(page, f"{background} === 'rgb(20, 23, 28)'")
+    page.wait_for_timeout(100)
+    assert page.locator("#grid").screenshot() != cells
+
+
+@pytest.mark.parametrize("width", [360, 800, 1600])
+def test_it_fits_the_window(pages: Pages, width: int):
+    page = opened(pages, viewport={"width": width, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate("jpaged.grid.columns * jpaged.grid.size") <= width
+
+
+def test_nothing_flashes_for_those_who_want_it_calm(pages: Pages):
+    calm = opened(pages, reduced_motion="reduce")
+    lively = opened(pages)
+    for page in (calm, lively):
+        page.evaluate("jpaged.grid.flash([1, 2, 3], 'take')")
+    assert calm.evaluate("jpaged.grid.flashes.size") == 0
+    assert lively.evaluate("jpaged.grid.flashes.size") == 3
+
+
+def test_markup_in_prompts_is_text(pages: Pages):
+    page = opened(pages, pace="0")
+    markup = "<img src=x onerror=alert(1)><b>bold</b>"
+    send(page, markup, tokens=8)
+    page.click("#step")
+    page.focus("#grid")
+    page.keyboard.press("n")
+    assert page.inner_text(".question") == markup
+    assert "text “" in page.inner_text("#said")
+    assert page.evaluate("document.querySelectorAll('main img, main b').length") == 0
+
+
+def test_an_error_of_the_server_is_shown(pages: Pages):
+    page = opened(pages)
+    send(page, "x" * 600)
+    assert "256" in page.inner_text(".foot")  # the longest sequence
+    assert pages.problems.pop().startswith("Failed to load resource")  # pyright: ignore
+
+
+def test_a_hundred_thousand_blocks(pages: Pages, record_property: Callable):
+    page = opened(pages)
+    times = page.evaluate(LARGE_POOL)
+    print(times)
+    for name, milliseconds in times.items():
+        record_property(name, milliseconds)
+    assert times["whole"] < 1500  # two slow cores without a graphics card
+    assert times["change"] < 100
+    assert page.evaluate("jpaged.grid.columns * jpaged.grid.size") <= 1280
+
+
+def test_the_page_and_python_agree_on_frames(pages: Pages, engines: Callable[..., Engine]):
+    """Samples, beams, ends and swaps in a pool that is too small for them."""
+    engine = engines(num_blocks=21, preemption_mode="swap", swap_space=0.002)
+    camera, state = Camera(engine, clock=lambda: 0.0), PictureState(21)
+    frames = camera.fetch().frames
+    for i in range(6):
+        kinds = ({"n": 3, "temperature": 2.0}, {"beam_width": 3, "n": 3}, {"temperature": 0.0})
+        params = SamplingParams(max_tokens=60, ignore_eos=True, **kinds[i % 3])  # pyright: ignore
+        engine.add_request("Count from 1 to 20" * (1 + i % 2), params, request_id=f"r{i}")
+    rounds = 0
+    while engine.has_unfinished_requests:
+        engine.step()
+        camera.see()
+        rounds += 1
+        if rounds == 30:
+            engine.abort("r2")
+        if rounds % 16 == 0 or not engine.has_unfinished_requests:
+            frames += camera.fetch(1).frames
+    assert engine.stats().num_swapped_out_blocks > 0
+    page = opened(pages)
+    seen = page.evaluate(REPLAY, frames)
+    assert len(seen) == len(frames) > 40
+    for frame, shown in zip(frames, seen, strict=True):
+        state.apply(frame)
+        tables = {str(i): table for i, (*_, table) in state.tables.items()}
+        assert shown["counts"] == state.counts.tolist()
+        assert shown["hashes"] == state.hashes.tolist()
+        assert shown["tables"] == {i: table.tolist() for i, table in tables.items()}
+        assert shown["computed"] == {str(i): table[5] for i, table in state.tables.items()}
+        assert shown["images"] == state.images
+        held = [block for table in tables.values() for block in table.tolist()]
+        assert (shown["numLogical"], shown["numUsed"]) == (len(held), len(set(held)))
+        for block in set(held):  # in the colour of one who holds it
+            holders = {table[1] for table in state.tables.values() if block in table[-1]}
+            assert shown["owners"][block] in holders
+
+
+REPLAY = """async (frames) => {
+  const { Pool } = await import("/picture/pool.js");
+  const pool = new Pool({ num_blocks: 21, block_size: 16 });
+  return frames.map((frame) => {
+    pool.apply(frame);
+    const names = new Map([...pool.requests].map(([name, number]) => [number, name]));
+    const all = [...pool.sequences];
+    const each = (part) => Object.fromEntries(all.map(([id, s]) => [id, s[part]]));
+    const { numLogical, numUsed, images } = pool;
+    const owners = [...pool.owners].map((number) => names.get(number) ?? "");
+    const blocks = { counts: [...pool.counts], hashes: [...pool.hashes], owners };
+    return { ...blocks, numLogical, numUsed, images,
+      tables: structuredClone(each("blocks")), computed: each("computed") };
+  });
+}"""
+
+
+LARGE_POOL = """async () => {
+  const { Pool } = await import("/picture/pool.js");
+  const pool = new Pool({ num_blocks: 100001, block_size: 16 });
+  const pack = (numbers) => btoa(String.fromCharCode(...new Uint8Array(
+    new Uint32Array(numbers).buffer)));
+  const frame = { step: 0, ids: [1, 100000], counts: [1, 80000, 2, 1000, -1, 10000, 0, 9000],
+    hashes: "AAAAAA==".repeat(0), tables: [], grown: [], gone: [] };
+  for (let s = 0; s < 250; s++) {
+    const blocks = Array.from({ length: 320 }, (_, i) => 1 + ((s + 250 * i) % 80000));
+    frame.tables.push([s, `r${s}`, 0, "running", 9, 5110, 0, 0, pack(blocks)]);
+  }
+  const timed = (work) => { const t = performance.now(); work(); return performance.now() - t; };
+  const times = { apply: timed(() => pool.apply(frame)) };
+  times.layout = timed(() => jpaged.grid.show(pool));
+  times.whole = jpaged.grid.drawTime;
+  const grown = Array.from({ length: 500 }, (_, i) => (i % 2 ? 5111 : i / 2));
+  const next = { step: 1, ids: [90000, 256], counts: [1, 256], hashes: "", tables: [], grown,
+    gone: [] };
+  times.change = timed(() => {
+    jpaged.grid.update(pool.apply(next).changed);
+    jpaged.grid.drawWaiting();
+  });
+  return times;
+}"""
+
+
+def test_a_server_with_a_key_asks_for_it(pages: Pages, compilation_cache: Path):
+    with serving(compilation_cache, "--api-key", KEY) as address:
+        page = pages(address=address)
+        page.wait_for_selector("#key-dialog[open]")
+        page.fill("#key", "a wrong one")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#key-dialog[open]")
+        page.fill("#key", KEY)
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#line.live")
+        page.select_option("#pace", "0")
+        send(page, "Count from 1 to 9")
+        assert "1, 2, 3" in page.inner_text("article pre")
+        page.click("#step")
+        page.focus("#grid")
+        page.keyboard.press("n")
+        assert "used, held by" in page.inner_text("#said")
+        assert "text" not in page.inner_text("#said")  # unless told to show it
+        kept = "JSON.stringify([localStorage, sessionStorage, document.cookie, location.href])"
+        assert KEY not in page.evaluate(kept)
+        assert KEY not in page.content()
+        ending = time.monotonic()
+    assert time.monotonic() - ending < 4  # an open page does not keep the server from ending
+    page.wait_for_selector("#line.down")
+    page.close()
+    refused = [problem for problem in pages.problems if "401" in problem]  # pyright: ignore
+    assert len(refused) == 2
+    pages.problems.clear()  # pyright: ignore[reportFunctionMemberAccess]

@@ -1,0 +1,43 @@
+"""docs/operators.md against the server as it is."""
+
+import argparse
+import re
+from pathlib import Path
+
+from bench.serving import build_parser as bench_parser
+from jpaged import EngineStats, SamplingParams
+from jpaged.serve.auth import OPEN_PATHS
+from jpaged.serve.client import Job
+from jpaged.serve.flags import build_parser
+from jpaged.serve.metrics import Metrics
+from jpaged.serve.picture_hub import MAX_VIEWERS
+
+PAGE = (Path(__file__).parents[2] / "docs" / "operators.md").read_text(encoding="utf-8")
+TOLD_BY_ITSELF = {"--help", "--version"}
+
+
+def flags_of(parser: argparse.ArgumentParser) -> set[str]:
+    return {flag for action in parser._actions for flag in action.option_strings if flag[1] == "-"}
+
+
+def test_every_flag_is_told_of_and_exists():
+    told = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE))
+    own = flags_of(build_parser())
+    assert own - told <= TOLD_BY_ITSELF
+    assert told - own <= flags_of(bench_parser())
+
+
+def test_every_metric_exists():
+    stats = EngineStats(16, 8, 8, 0)
+    metrics = Metrics("m", max_model_len=64, block_size=16, num_blocks=9)
+    metrics.ended(Job("r", [1], SamplingParams(max_tokens=2)), "stop", 1)
+    text = metrics.text(stats).decode()
+    told = set(re.findall(r"`((?:vllm|jpaged):\w+)`", PAGE))
+    assert len(told) > 15
+    for name in told:
+        assert re.search(rf"^{name}(?:_count)?{{", text, re.M), name
+
+
+def test_facts():
+    assert f"{MAX_VIEWERS} pages" in PAGE
+    assert all(f"`{path}`" in PAGE for path in OPEN_PATHS)

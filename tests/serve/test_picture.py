@@ -1,0 +1,391 @@
+"""The picture on the wire: what goes in comes out, compactly, for pools of any size."""
+
+import asyncio
+import json
+import time
+from contextlib import AsyncExitStack, aclosing
+
+import numpy as np
+import pytest
+
+from jpaged import Engine, EngineStats, PoolChanges, PoolWatch, SamplingParams
+from jpaged.core.watch import BlockChanges, TableChange
+from jpaged.serve import picture_hub
+from jpaged.serve.camera import MAX_FRAMES, PATIENCE, Camera
+from jpaged.serve.errors import ApiError, not_serving
+from jpaged.serve.frames import Frames
+from jpaged.serve.picture import (
+    PictureState,
+    encode,
+    expand_ranges,
+    expand_runs,
+    for_viewers,
+    pack,
+    ranges_of,
+    runs_of,
+    unpack,
+)
+from jpaged.serve.picture_hub import MAX_UNREAD, MAX_VIEWERS, PictureHub
+
+# Numbers
+
+
+@pytest.mark.parametrize("values", [[], [7], [1, 1, 1], [1, 2, 2, 1], [-1, -1, 0, 3]])
+def test_runs(values: list[int]):
+    runs = runs_of(np.array(values, np.int64))
+    assert expand_runs(runs).tolist() == values
+    assert all(type(number) is int for number in runs)
+
+
+@pytest.mark.parametrize("ids", [[], [7], [1, 2, 3], [1, 3, 4, 9], [*range(5, 900)]])
+def test_ranges(ids: list[int]):
+    assert expand_ranges(ranges_of(np.array(ids, np.int64))).tolist() == ids
+
+
+def test_ranges_are_short():
+    assert ranges_of(np.arange(5, 900)) == [5, 895]
+    assert runs_of(np.ones(900, np.int64)) == [1, 900]
+
+
+@pytest.mark.parametrize("numbers", [[], [0, 1, 2**32 - 1]])
+def test_packed(numbers: list[int]):
+    assert unpack(pack(np.array(numbers, np.uint32))).tolist() == numbers
+
+
+# Frames and the state they add up to
+
+
+def table(seq_id: int, computed: int, kept: int, *new: int, host: int = 0) -> TableChange:
+    return TableChange(seq_id, f"r{seq_id}", 0, "running", 4, computed, kept, new, host)
+
+
+def test_frames_add_up():
+    state = PictureState(9)
+    changes = [
+        PoolChanges(
+            BlockChanges([1, 2], [2, 1], [77, 0]),
+            tables=[table(5, 6, 0, 1, 2), table(6, 4, 0, 1)],
+            tokens={1: [65, 66]},
+        ),
+        PoolChanges(grown={5: 7}),
+        PoolChanges(
+            BlockChanges([1, 2, 3], [-1, 0, 1], [77, 0, 0]),
+            tables=[table(5, 9, 1, 3)],
+            gone=[6],
+            images=[("r6", 4)],
+            pinned=[1],
+        ),
+    ]
+    for step, change in enumerate(changes):
+        frame = json.loads(json.dumps(encode(change, step)))
+        state.apply(for_viewers(frame, chr))
+    assert state.counts.tolist() == [0, -1, 0, 1, 0, 0, 0, 0, 0]
+    assert state.hashes[1] == 77
+    assert [*state.tables] == [5]
+    *head, blocks = state.tables[5]
+    assert head == [5, "r5", 0, "running", 4, 9, 0]
+    assert blocks.tolist() == [1, 3]
+    assert (state.images, state.pinned, state.step) == ([["r6", 4]], [1], 2)
+    assert state.text == {"1": ["A", "B"]}
+
+
+def test_a_snapshot_leads_to_the_same_state():
+    state, copy = PictureState(9), PictureState(9)
+    change = PoolChanges(
+        BlockChanges([2, 4], [-1, 1], [0, 9]), tables=[table(5, 6, 0, 4)], pinned=[4]
+    )
+    state.apply(encode(change, 3))
+    copy.apply(json.loads(json.dumps(state.snapshot())))
+    assert copy.snapshot() == state.snapshot()
+    assert (copy.counts == state.counts).all()
+
+
+def test_text_is_left_out_unless_wanted():
+    frame = encode(PoolChanges(tokens={1: [65, 66]}), 0)
+    assert for_viewers(frame, chr)["text"] == {"1": ["A", "B"]}
+    shown = for_viewers(frame)
+    assert not {"text", "tokens"} & shown.keys()
+
+
+def test_texts_are_bounded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("jpaged.serve.picture.MAX_TEXTS", 2)
+    state = PictureState(9)
+    for block in (1, 2, 1, 3):
+        state.apply(for_viewers(encode(PoolChanges(tokens={block: [65]}), 0), chr))
+    assert [*state.text] == ["1", "3"]
+
+
+def test_a_large_pool_is_cheap():
+    num_blocks = 100_000
+    rng = np.random.RandomState(0)
+    ids = rng.permutation(num_blocks) + 1
+    hashes = rng.randint(1, 2**31, num_blocks).tolist()
+    changes = PoolChanges(
+        BlockChanges(range(1, num_blocks + 1), [1] * num_blocks, hashes),
+        tables=[table(s, 6240, 0, *ids[s * 390 : (s + 1) * 390].tolist()) for s in range(256)],
+    )
+    state = PictureState(num_blocks + 1)
+    state.apply(encode(changes, 0))
+    start = time.perf_counter()
+    size = len(json.dumps(state.snapshot()))
+    assert time.perf_counter() - start < 1.0
+    assert size < 1_200_000  # 12 bytes a block: two numbers
+    one = PoolChanges(BlockChanges([5], [2], [0]), grown=dict.fromkeys(range(256), 6241))
+    assert len(json.dumps(encode(one, 1))) < 4_000
+
+
+# The camera
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def run(engine: Engine, camera: Camera, prompt: str = "Count from 1 to 9", **params) -> None:
+    engine.add_request(prompt, SamplingParams(temperature=0.0, **params))
+    while engine.has_unfinished_requests:
+        engine.step()
+        camera.see()
+
+
+def test_a_camera_shows_every_step(engine: Engine):
+    camera, state = Camera(engine, clock=Clock()), PictureState(129)
+    first = camera.fetch(tokens=True)
+    for frame in first.frames:
+        state.apply(frame)
+    run(engine, camera, max_tokens=24, ignore_eos=True)
+    last = camera.fetch(first.epoch)
+    assert last.epoch == first.epoch
+    assert len(last.frames) > 24
+    used = set()
+    for frame in last.frames:
+        state.apply(for_viewers(frame, chr))
+        used.add(int((state.counts > 0).sum()))
+    assert used == {0, 2, 3}
+    infos = engine.block_map()
+    cached = [i for i, info in infos.items() if info.state == "cached"]
+    assert np.flatnonzero(state.counts == -1).tolist() == cached
+    assert "Count from 1 to " in map("".join, state.text.values())
+    assert last.stats == engine.stats()
+
+
+def test_a_camera_tells_no_tokens_unless_asked(engine: Engine):
+    camera = Camera(engine, clock=Clock())
+    epoch = camera.fetch().epoch
+    run(engine, camera, max_tokens=4)
+    assert not any("tokens" in frame for frame in camera.fetch(epoch).frames)
+
+
+def test_a_camera_takes_a_small_share_of_the_time(engine: Engine):
+    class Slow(Clock):
+        def __call__(self) -> float:  # each look takes 1
+            self.now += 0.5
+            return self.now
+
+    camera = Camera(engine, clock=Slow())
+    epoch = camera.fetch().epoch
+    run(engine, camera, max_tokens=8, ignore_eos=True)
+    assert len(camera.fetch(epoch).frames) == 1  # all the rest waits for the next question
+
+
+def test_unfetched_frames_are_merged(engine: Engine):
+    camera = Camera(engine, clock=Clock())
+    epoch = camera.fetch().epoch
+    for _ in range(4):
+        run(engine, camera, max_tokens=90, ignore_eos=True)
+    assert len(camera.fetch(epoch).frames) == MAX_FRAMES + 1
+
+
+def test_a_camera_that_fails_stops_and_the_engine_goes_on(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    camera = Camera(engine, clock=Clock())
+    epoch = camera.fetch().epoch
+    with monkeypatch.context() as patch:
+        patch.setattr(PoolWatch, "look", lambda self: 1 / 0)
+        run(engine, camera, max_tokens=2)
+    assert "ZeroDivisionError" in capsys.readouterr().err
+    told = camera.fetch(epoch)
+    assert (told.failed, told.frames) == (True, [])
+    anew = camera.fetch(epoch)
+    assert (anew.failed, anew.epoch, len(anew.frames)) == (False, epoch + 1, 1)
+
+
+def test_a_camera_stops_when_nobody_asks(engine: Engine):
+    clock = Clock()
+    camera = Camera(engine, clock=clock)
+    first = camera.fetch()
+    clock.now += PATIENCE + 1
+    run(engine, camera, max_tokens=2)
+    again = camera.fetch(first.epoch)
+    assert again.epoch == first.epoch + 1  # anew, with all there is
+    assert len(again.frames) == 1
+    camera.stop()
+    camera.stop()
+
+
+# The hub
+
+
+def shots(*changes: PoolChanges, epoch: int = 1, steps: int = 0) -> Frames:
+    stats = EngineStats(16, 8, 8, 0, num_steps=steps)
+    return Frames(epoch, [encode(change, i) for i, change in enumerate(changes)], stats)
+
+
+class Source:
+    """Gives what it was given, one a question, and then nothing new; or fails."""
+
+    def __init__(self, *answers: Frames, fails: bool = False):
+        self.answers = list(answers)
+        self.fails = fails
+        self.num_asked = 0
+        self.is_over = False
+
+    async def fetch(self, epoch: int) -> Frames:
+        self.num_asked += 1
+        if len(self.answers) > 1:
+            return self.answers.pop(0)
+        if self.fails:
+            raise not_serving("the engine is not running")
+        return Frames(self.answers[0].epoch, [], self.answers[0].stats)
+
+
+def hub_of(source: Source) -> PictureHub:
+    description = {"num_blocks": 9, "block_size": 16}
+    return PictureHub(source.fetch, description, is_over=lambda: source.is_over, interval=0.001)
+
+
+def parse(event: bytes) -> tuple[str, dict]:
+    name, data, *_ = event.decode().split("\n")
+    return name.removeprefix("event: "), json.loads(data.removeprefix("data: "))
+
+
+BLOCK = PoolChanges(BlockChanges([3], [1], [0]))
+FREED = PoolChanges(BlockChanges([3], [0], [0]))
+
+
+def test_a_viewer_gets_a_snapshot_and_then_frames():
+    async def watch() -> None:
+        source = Source(shots(BLOCK), shots(FREED, steps=1), shots(steps=1))
+        hub = hub_of(source)
+        async with aclosing(hub.watch()) as events, aclosing(hub.watch()) as late:
+            assert source.num_asked == 0  # nobody watches
+            name, snapshot = parse(await anext(events))
+            assert (name, snapshot["pool"]["num_blocks"]) == ("snapshot", 9)
+            assert snapshot["frame"]["ids"] == [3, 1]
+            name, news = parse(await anext(events))
+            assert (name, news["frames"][0]["counts"]) == ("frames", [0, 1])
+            assert news["stats"]["num_steps"] == 1
+            assert parse(await anext(late))[1]["frame"]["ids"] == []
+
+    asyncio.run(watch())
+
+
+def test_streams_end_when_the_server_does():
+    async def watch() -> None:
+        source = Source(shots(BLOCK))
+        hub = hub_of(source)
+        async with aclosing(hub.watch()) as events:
+            await anext(events)
+            source.is_over = True
+            assert [event async for event in events] == []
+        with pytest.raises(ApiError, match="shutting down"):
+            await anext(hub.watch())
+
+    asyncio.run(watch())
+
+
+def test_streams_fail_with_the_engine():
+    async def watch() -> None:
+        hub = hub_of(Source(shots(BLOCK), shots(), fails=True))
+        async with aclosing(hub.watch()) as events:
+            await anext(events)
+            with pytest.raises(ApiError, match="not running"):
+                await anext(events)
+        assert hub.num_viewers == 0
+
+    asyncio.run(watch())
+
+
+def test_streams_fail_with_the_camera():
+    async def watch() -> None:
+        bad = Frames(1, [], EngineStats(16, 8, 8, 0), failed=True)
+        hub = hub_of(Source(shots(BLOCK), bad, shots(epoch=2)))
+        async with aclosing(hub.watch()) as events:
+            await anext(events)
+            with pytest.raises(ApiError, match="log"):
+                await anext(events)
+        async with aclosing(hub.watch()) as events:  # whoever comes again sees it all
+            assert parse(await anext(events))[0] == "snapshot"
+
+    asyncio.run(watch())
+
+
+def test_nobody_is_asked_when_nobody_watches():
+    async def watch() -> None:
+        source = Source(shots(BLOCK), shots())
+        hub = hub_of(source)
+        async with aclosing(hub.watch()) as events:
+            await anext(events)
+        await asyncio.sleep(0.02)
+        asked = source.num_asked
+        await asyncio.sleep(0.02)
+        assert (hub.num_viewers, source.num_asked) == (0, asked)
+        async with aclosing(hub.watch()) as events:  # and again when somebody does
+            assert parse(await anext(events))[1]["frame"]["ids"] == [3, 1]
+
+    asyncio.run(watch())
+
+
+def test_a_slow_viewer_gets_a_snapshot_in_place_of_what_it_missed():
+    big = PoolChanges(images=[("x" * (MAX_UNREAD // 3), 1)])
+
+    async def watch() -> None:
+        answers = [shots(big, steps=i) for i in range(8)]
+        hub = hub_of(Source(shots(), *answers, shots(BLOCK, steps=9), shots(steps=9)))
+        async with aclosing(hub.watch()) as events:
+            await anext(events)
+            await asyncio.sleep(0.1)  # it does not read
+            [viewer] = hub._viewers
+            assert len(viewer.unread) <= MAX_UNREAD
+            name, snapshot = parse(await anext(events))
+            assert (name, snapshot["frame"]["ids"]) == ("snapshot", [3, 1])
+
+    asyncio.run(watch())
+
+
+def test_a_camera_that_began_anew_gives_a_snapshot():
+    async def watch() -> None:
+        hub = hub_of(Source(shots(BLOCK), shots(FREED, epoch=2), shots(epoch=2)))
+        async with aclosing(hub.watch()) as events:
+            names = [parse(await anext(events))[0] for _ in range(2)]
+        assert names == ["snapshot", "snapshot"]
+
+    asyncio.run(watch())
+
+
+def test_too_many_viewers_are_refused():
+    async def watch() -> None:
+        hub = hub_of(Source(shots()))
+        async with AsyncExitStack() as stack:
+            for _ in range(MAX_VIEWERS):
+                await anext(await stack.enter_async_context(aclosing(hub.watch())))
+            with pytest.raises(ApiError, match=f"{MAX_VIEWERS} watch"):
+                await anext(hub.watch())
+
+    asyncio.run(watch())
+
+
+def test_silence_is_broken_by_a_heartbeat(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(picture_hub, "HEARTBEAT", 0.01)
+
+    async def watch() -> None:
+        async with aclosing(hub_of(Source(shots())).watch()) as events:
+            await anext(events)
+            assert (await anext(events)).startswith(b":")
+
+    asyncio.run(watch())

@@ -1,0 +1,88 @@
+"""Takes the README's picture of the picture (`python -m tools.picture_shot`).
+
+Starts the server with the embedded model, sends it work, stops the page in the middle of it and
+writes `docs/picture.png`. Needs Chromium and the test extra.
+"""
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import sync_playwright
+
+OUT = Path(__file__).parents[1] / "docs" / "picture.png"
+FLAGS = ("--num-blocks", "513", "--max-num-seqs", "16", "--max-model-len", "512")
+MOST_BYTES = 200_000
+
+
+@contextmanager
+def server():
+    """A server of its own; gives its address."""
+    command = [sys.executable, "-m", "jpaged.serve", "--port", "0", "--dashboard-show-text", *FLAGS]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        for line in process.stderr or ():
+            if found := re.search(r"serving .* at (http\S+)", line):
+                yield found[1]
+                break
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def ask(page: Any, preset: str) -> None:
+    """Send a preset, named by its beginning."""
+    names = page.locator("#preset option").all_inner_texts()
+    page.select_option("#preset", str(next(i for i, n in enumerate(names) if n.startswith(preset))))
+    page.click("#send")
+
+
+def pose(page: Any) -> None:
+    """Bring the page to where there is something of everything to see."""
+    page.wait_for_selector("#line.live")
+    page.select_option("#pace", "live")
+    ask(page, "A crowd")
+    page.wait_for_timeout(4000)
+    page.select_option("#pace", "0")
+    for preset in ("One beginning", "One answer", "Four samples"):
+        ask(page, preset)
+    page.wait_for_timeout(3000)
+    page.focus("#grid")
+    is_there = "Math.max(...jpaged.state.pool.counts) == 4"
+    while not page.evaluate(is_there):
+        page.keyboard.press(".")
+    for _ in range(9):
+        page.keyboard.press(".")
+    block = page.evaluate("jpaged.state.pool.counts.indexOf(4)")
+    page.evaluate(f"jpaged.grid.select({block}, true)")
+    page.wait_for_timeout(1500)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--browser", default=shutil.which("chromium"), help="path of a Chromium")
+    parser.add_argument("--scheme", choices=["light", "dark"], default="light")
+    parser.add_argument("--out", type=Path, default=OUT)
+    args = parser.parse_args()
+    with ExitStack() as stack:
+        address = stack.enter_context(server())
+        playwright = stack.enter_context(sync_playwright())
+        options = {"executable_path": args.browser, "args": ["--no-sandbox"]}
+        browser = stack.enter_context(playwright.chromium.launch(**options))
+        page = browser.new_page(viewport={"width": 1240, "height": 860}, color_scheme=args.scheme)
+        page.goto(address)
+        pose(page)
+        page.screenshot(path=args.out)
+    size = args.out.stat().st_size
+    print(f"{args.out}: {size:,} bytes")
+    if size > MOST_BYTES:
+        sys.exit(f"the picture has {size:,} bytes, more than {MOST_BYTES:,}: make it smaller")
+
+
+if __name__ == "__main__":
+    main()
