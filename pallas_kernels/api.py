@@ -352,8 +352,8 @@ def new_exchange(
     """What `between_attentions` of a step's first layer takes as its exchange memory.
 
     None where the op gains nothing over those it stands for, or cannot run as one: on other devices
-    than Hopper GPUs, before JAX 0.11, in other dtypes than bfloat16, for another number of rows than
-    8, for a stream 2,048 wide or wider, or for widths that are not multiples of 128.
+    than Hopper GPUs, before JAX 0.11, in other dtypes than bfloat16, for another number of rows
+    than 8, for a stream 2,048 wide or wider, or for widths that are not multiples of 128.
     """
     plan = _between_plan(weights, num_tokens, Backend(backend))
     if plan is None:
