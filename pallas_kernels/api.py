@@ -1,8 +1,8 @@
 """The public ops: checked arguments, then the back end asked for. Nothing outside this package
 knows which implementation runs.
 
-All arrays are arguments and all results are returned; the pools of `write_kv` and `copy_blocks` are
-updated in place when the caller's jit donates them.
+All arrays are arguments and all results are returned; the pools of `write_kv`, `rope_write_kv`,
+`rope_decode_attention` and `copy_blocks` are updated in place when the caller's jit donates them.
 """
 
 import math
