@@ -68,8 +68,8 @@ def driver_bytes() -> tuple[int | None, int | None]:
 
 
 def row(model: str, engine: Engine, seconds: float) -> dict:
-    """The account in MiB beside what the device says, and how far apart they are."""
-    account, stats = engine.memory_account, jax.local_devices()[0].memory_stats() or {}
+    """The account in MiB beside what the device says, and by what share they are apart."""
+    account, stats = engine.memory_account, jax.local_devices()[0].memory_stats()
     used, total = driver_bytes()
     return {
         "model": model,
@@ -98,8 +98,10 @@ def main() -> None:
     cached = {"compilation_cache_dir": args.cache_dir / args.model} if args.cache_dir else {}
     share = args.gpu_memory_utilization
     engine = make_engine(args.model, gpu_memory_utilization=share, verbose=True, **cached)
+    if not jax.local_devices()[0].memory_stats():
+        parser.error("this device does not say what it has in use: run it on a GPU")
     rows = [row(args.model, engine, run(engine))]
-    print_table([{"figure": name, "MiB": value} for name, value in rows[0].items()])
+    print_table([{"figure": name, "value": value} for name, value in rows[0].items()])
     print(record("worst_case", rows, gpu_memory_utilization=share))
 
 

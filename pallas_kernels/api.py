@@ -1,8 +1,8 @@
 """The public ops: checked arguments, then the back end asked for. Nothing outside this package
 knows which implementation runs.
 
-All arrays are arguments and all results are returned; the pools of `write_kv` and `copy_blocks` are
-updated in place when the caller's jit donates them.
+All arrays are arguments and all results are returned; the pools of `write_kv`, `rope_write_kv`,
+`rope_decode_attention` and `copy_blocks` are updated in place when the caller's jit donates them.
 """
 
 import math
@@ -351,9 +351,9 @@ def new_exchange(
 ) -> Int32[Array, "W"] | None:
     """What `between_attentions` of a step's first layer takes as its exchange memory.
 
-    None where the op gains nothing over those it stands for: on other devices than Hopper GPUs, in
-    other dtypes than bfloat16, for another number of rows than 8, or for widths that are not
-    multiples of 128.
+    None where the op gains nothing over those it stands for, or cannot run as one: on other devices
+    than Hopper GPUs, before JAX 0.11, in other dtypes than bfloat16, for another number of rows
+    than 8, for a stream 2,048 wide or wider, or for widths that are not multiples of 128.
     """
     plan = _between_plan(weights, num_tokens, Backend(backend))
     if plan is None:

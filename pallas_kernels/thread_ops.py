@@ -1,8 +1,9 @@
 """What one thread of a Mosaic GPU kernel does, for bodies of `inline_mgpu`: numbers with operators,
 loads, stores, polls and warp sums.
 
-Pallas' arrays have a layout over a warp group; the exchange between the programs of decode_layer.py
-needs single words, loads that another program's store ends, and warps that take turns at rows.
+Pallas' arrays have a layout over a warp group; the exchange between the programs of
+between_hopper.py needs single words, loads that another program's store ends, and warps that take
+turns at rows.
 A `Value` is an int32, a float32 or a pointer of one thread. Masked words read as zeros.
 """
 

@@ -1,4 +1,4 @@
-"""The types ops share: where an op runs, one layer's KV pool, the norms of its heads."""
+"""The types ops share: where an op runs, one layer's KV pool, norms, weights and their widths."""
 
 from enum import StrEnum
 from typing import NamedTuple

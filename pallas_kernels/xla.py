@@ -32,6 +32,8 @@ _CHUNK = 128  # keys a loop step: scores of 128 columns keep a CPU's matrix prod
 
 def paged_decode_attention(q, kv, block_tables, seq_lens, *, scale, soft_cap, sliding_window):
     """See the public entry of the same name."""
+    if not q.size:
+        return q
     batch, num_heads, head_size = q.shape
     num_kv_heads = kv.k.shape[2]
     rows = q.reshape(batch, num_kv_heads, num_heads // num_kv_heads, head_size)
@@ -53,6 +55,8 @@ def paged_prefill_attention(
     q, kv, block_tables, query_start_loc, seq_lens, *, scale, soft_cap, sliding_window
 ):
     """See the public entry of the same name."""
+    if not q.size:
+        return q
     num_tokens, num_heads, head_size = q.shape
     num_kv_heads = kv.k.shape[2]
     group = num_heads // num_kv_heads

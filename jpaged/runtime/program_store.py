@@ -127,7 +127,9 @@ def _environment(device: Any) -> str:
     variables = {k: v for k, v in os.environ.items() if k.startswith(_SETTINGS)}
     versions = sys.version, jax.__version__, jaxlib.__version__, flax.__version__
     client = device.client
-    chip = client.platform, client.platform_version, device.device_kind
+    # Some kernels have a program a core, and a device may be lent with fewer than its kind has.
+    cores = getattr(device, "core_count", None)
+    chip = client.platform, client.platform_version, device.device_kind, cores
     mesh = jax.sharding.get_abstract_mesh()
     return repr((sorted(config.items()), sorted(variables.items()), versions, chip, mesh))
 

@@ -149,6 +149,23 @@ def test_prefill_matches_reference(case, backend):
     assert_close(got, lambda dtype: plain(dtype=dtype), case.dtype)
 
 
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+def test_nothing_asked_gives_nothing(backend):
+    require(backend)
+    kv = LayerKV(*(jnp.ones((3, 8, 1, 32), F32) for _ in range(2)))
+    q, qkv, angle = (jnp.zeros(s, F32) for s in ((0, 2, 32), (1, 0, 4, 32), (0, 16)))
+    tables, lens = jnp.zeros((2, 4), jnp.int32), jnp.zeros(2, jnp.int32)
+    options = {"scale": 1.0, "backend": backend}
+    out, pool = rope_decode_attention(qkv, kv, tables[:0], lens[:0], (angle, angle), **options)
+    for result in (
+        out,
+        paged_decode_attention(q, kv, tables[:0], lens[:0], **options),
+        paged_prefill_attention(q, kv, tables, jnp.zeros(3, jnp.int32), lens, **options),
+    ):
+        assert result.shape == q.shape
+    np.testing.assert_array_equal(pool.k, kv.k)
+
+
 # Decode rows before all chunks, where the batch is large enough for attention of their own; some
 # more behind one, and padding.
 RIDERS = ((1, 1), (300, 1), (16, 1), (2, 1), (17, 1), (130, 1), (33, 1))
@@ -237,13 +254,18 @@ def test_rope_decode_split_counts(splits, window, heads, interpret):
             config=config,
             interpret=interpret,
         )
+        # A request that overflows ruins its own output alone, and padded rows may hold anything.
+        ruined, _ = jax.jit(run)(arrays[0].at[:, :2].set(jnp.nan), *arrays[1:])
         if interpret:
-            _assert_new_tokens(jax.jit(run)(*arrays), arrays, norms, case)
+            got = jax.jit(run)(*arrays)
+            _assert_new_tokens(got, arrays, norms, case)
+            np.testing.assert_array_equal(ruined[1:], got[0][1:])
             continue
         # Two launches of a program count with the same array.
         first, second = jax.jit(lambda run=run: (run(*arrays), run(*arrays)))()
         _assert_new_tokens(first, arrays, norms, case)
         np.testing.assert_array_equal(first[0], second[0])
+        np.testing.assert_array_equal(ruined[1:], first[0][1:])
 
 
 @pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])

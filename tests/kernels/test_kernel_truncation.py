@@ -165,6 +165,20 @@ def test_the_edge_of_top_p_does_not_move_with_the_batch(backend):
             np.testing.assert_array_equal(some, together[start:stop])
 
 
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_row_that_overflowed_ruins_itself_alone(bad, backend):
+    """And nobody searches in it for ever."""
+    logits = np.random.RandomState(2).randn(B, 300).astype(np.float32)
+    for one in ({"top_p": 0.7}, {"top_k": 9}, {"top_k": 9, "top_p": 0.7, "min_p": 0.01}):
+        clean = _kept(logits, [one] * B, backend)
+        for columns in (slice(None), slice(5, 6)):
+            ruined = logits.copy()
+            ruined[1, columns] = bad
+            kept = _kept(ruined, [one] * B, backend)
+            np.testing.assert_array_equal(kept[[0, 2, 3]], clean[[0, 2, 3]])
+
+
 def test_there_is_no_sort():
     logits = jnp.zeros((B, V), jnp.float32)
     text = _truncate.lower(logits, **_parameters([{}] * B), backend=Backend.XLA).as_text()

@@ -4,6 +4,7 @@ import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -108,6 +109,17 @@ def test_a_replaced_function_or_setting_makes_other_programs(
     with jax.default_matmul_precision("highest"):
         assert make_store(tmp_path).load(recipe().key) is None
     assert make_store(tmp_path).load(recipe().key) is not None
+
+
+def test_the_device_and_its_cores_make_other_programs(tmp_path: Path):
+    def store(**changes: Any) -> ProgramStore:
+        facts = {"client": DEVICE.client, "device_kind": "a GPU", "core_count": 132}
+        return ProgramStore(tmp_path, "a model", SimpleNamespace(**facts | changes))
+
+    save(store(), recipe())
+    assert store(core_count=66).load(recipe().key) is None
+    assert store(device_kind="another GPU").load(recipe().key) is None
+    assert store().load(recipe().key) is not None
 
 
 CUTS = [slice(0, -7), slice(0, 0), slice(1, None)]
