@@ -7,12 +7,6 @@
             ...
 
 Leaving the block aborts what is not over.
-
-For a picture of the memory `await client.snapshot()` gives a `frames.Snapshot`: `turn`, `stats`
-(an `EngineStats`), `memory` (a `MemoryReport`), `blocks` (a `BlockInfo` for each block that is used
-or cached; all others up to `stats.num_blocks` are free) and `sequences` (a `SequenceInfo` each,
-with its block table). All who ask meanwhile get the same one, `MAX_SNAPSHOTS_PER_SECOND` at most;
-the engine gives fewer where they would take more than a twentieth of its time.
 """
 
 import asyncio
@@ -30,14 +24,12 @@ from jpaged.serve.frames import (
     Abort,
     Add,
     AskFrames,
-    AskSnapshot,
     Command,
     Died,
     Frames,
     Ready,
     Refused,
     Report,
-    Snapshot,
     Start,
     Stop,
     Turn,
@@ -46,7 +38,6 @@ from jpaged.serve.frames import (
 )
 from jpaged.serve.run import Job, Run, Watch
 
-MAX_SNAPSHOTS_PER_SECOND = 5
 _DEFAULTS = SamplingParams()
 
 
@@ -86,8 +77,6 @@ class EngineClient:
         self._writer = writer
         self._takes_requests = True
         self._info: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
-        self._snapshot: asyncio.Future[Snapshot] | None = None
-        self._snapshot_due = 0.0
         self._frames: asyncio.Future[Frames] | None = None
         self._listening = asyncio.create_task(self._listen(reader))
         self.died = asyncio.Event()
@@ -134,21 +123,6 @@ class EngineClient:
             for job in jobs:
                 self.runs.pop(job.request_id, None)
             self._abort(run.left)
-
-    async def snapshot(self) -> Snapshot:
-        """The paged memory now, or as somebody else has just asked to see it.
-
-        Raises:
-            ApiError: there is no engine to ask.
-        """
-        if not self.is_ready:
-            raise not_serving("the engine is not running")
-        asked, now = self._snapshot, time.monotonic()
-        if asked is None or (asked.done() and now >= self._snapshot_due):
-            asked = self._snapshot = asyncio.get_running_loop().create_future()
-            self._snapshot_due = now + 1 / MAX_SNAPSHOTS_PER_SECOND
-            self._send(AskSnapshot(self.pulse.turn + 1))
-        return await asyncio.shield(asked)
 
     async def frames(self, epoch: int, tokens: bool) -> Frames:
         """What the memory did since the last question; one at a time may ask.
@@ -211,9 +185,6 @@ class EngineClient:
                     self.runs[report.request_id].fail(error)
             case Ready():
                 self._info.set_result(report)
-            case Snapshot():
-                if self._snapshot is not None and not self._snapshot.done():
-                    self._snapshot.set_result(report)
             case Frames():
                 if self._frames is not None and not self._frames.done():
                     self._frames.set_result(report)
@@ -228,8 +199,6 @@ class EngineClient:
             run.fail(not_serving("the engine failed, and the request with it"))
         if not self._info.done():
             self._info.set_exception(RuntimeError(reason))
-        if self._snapshot is not None and not self._snapshot.done():
-            self._snapshot.set_exception(not_serving("the engine is not running"))
         if self._frames is not None and not self._frames.done():
             self._frames.set_exception(not_serving("the engine is not running"))
 

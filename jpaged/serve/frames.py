@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from jpaged import BlockInfo, EngineStats, MemoryReport, RequestDelta, SequenceInfo
+from jpaged import EngineStats, RequestDelta
 
 HEADER = struct.Struct(">I")
 MAX_FRAME = 2**30
@@ -35,12 +35,6 @@ class Abort(msgspec.Struct, tag=True):
     """End requests in any state; nothing more is told of them."""
 
     request_ids: list[str]
-
-
-class AskSnapshot(msgspec.Struct, tag=True):
-    """Ask for a `Snapshot`."""
-
-    number: int
 
 
 class AskFrames(msgspec.Struct, tag=True):
@@ -105,25 +99,6 @@ class Turn(msgspec.Struct, tag=True):
     stats: EngineStats | None = None
 
 
-class Snapshot(msgspec.Struct, tag=True):
-    """The paged memory at one moment.
-
-    Attributes:
-        number: The question's.
-        turn: How often the loop had gone round.
-        stats, memory: As `Engine.stats()` and `Engine.memory_report()` give them.
-        blocks: Those of `Engine.block_map()` that are used or cached; all others are free.
-        sequences: As `Engine.block_tables()` gives them.
-    """
-
-    number: int
-    turn: int
-    stats: EngineStats
-    memory: MemoryReport
-    blocks: list[BlockInfo]
-    sequences: list[SequenceInfo]
-
-
 class Frames(msgspec.Struct, tag=True):
     """What the paged memory did since the last question; see `camera.py`.
 
@@ -140,8 +115,8 @@ class Frames(msgspec.Struct, tag=True):
     failed: bool = False
 
 
-Command = Start | Add | Abort | AskSnapshot | AskFrames | Stop
-Report = Ready | Died | Refused | Turn | Snapshot | Frames
+Command = Start | Add | Abort | AskFrames | Stop
+Report = Ready | Died | Refused | Turn | Frames
 
 _encoder = msgspec.msgpack.Encoder()
 _command_decoder = msgspec.msgpack.Decoder(Command)

@@ -14,18 +14,16 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from jpaged import BlockState, Engine, SamplingParams
+from jpaged import Engine, SamplingParams
 from jpaged.serve.camera import Camera
 from jpaged.serve.frames import (
     Abort,
     Add,
     AskFrames,
-    AskSnapshot,
     Command,
     Died,
     Ready,
     Refused,
-    Snapshot,
     Start,
     Stop,
     Turn,
@@ -36,7 +34,6 @@ IDLE_BEAT = 0.5
 """Seconds between two signs of life of an engine that has nothing to do."""
 
 _STATS_EVERY = 0.2  # seconds
-_SNAPSHOT_SHARE = 0.05  # of the time, at most, goes into snapshots
 _PARENT_CHECK = 1.0  # seconds
 
 
@@ -49,8 +46,7 @@ class Worker:
         self._camera = Camera(engine)
         self._turn = 0
         self._stopped = False
-        self._stats_due = self._snapshot_due = 0.0
-        self._questions: list[int] = []
+        self._stats_due = 0.0
 
     def run(self) -> None:
         """Serve until told to stop or the other side is gone; what is unfinished is aborted.
@@ -91,8 +87,6 @@ class Worker:
             stats, self._stats_due = self._engine.stats(), now + _STATS_EVERY
         if news or stats is not None:
             self._link.send(Turn(self._turn, news, stats))
-        if self._questions and now >= self._snapshot_due:
-            self._show_memory()
 
     def _obey(self, command: Command) -> None:
         match command:
@@ -101,8 +95,6 @@ class Worker:
             case Abort():
                 for request_id in command.request_ids:
                     self._engine.abort(request_id)
-            case AskSnapshot():
-                self._questions.append(command.number)
             case AskFrames():
                 self._link.send(self._camera.fetch(command.epoch, command.tokens))
             case Stop():
@@ -124,17 +116,6 @@ class Worker:
             print(f"jpaged: {command.request_id}: {error!r}", file=sys.stderr, flush=True)
             self._link.send(Refused(command.request_id, "the request failed", is_fault=True))
 
-    def _show_memory(self) -> None:
-        """Answer all who asked; the costlier it is, the longer until the next time."""
-        start = time.monotonic()
-        shot = _snapshot(self._engine, self._turn)
-        for number in self._questions:
-            shot.number = number
-            self._link.send(shot)
-        self._questions.clear()
-        now = time.monotonic()
-        self._snapshot_due = now + (now - start) / _SNAPSHOT_SHARE
-
 
 def _description(engine: Engine) -> Ready:
     config = engine.runtime_config
@@ -147,18 +128,6 @@ def _description(engine: Engine) -> Ready:
         num_blocks=config.num_blocks,
         by_priority=engine.config.scheduling_policy == "priority",
         prefix_caching=engine.config.enable_prefix_caching,
-    )
-
-
-def _snapshot(engine: Engine, turn: int) -> Snapshot:
-    blocks = engine.block_map().values()
-    return Snapshot(
-        number=0,
-        turn=turn,
-        stats=engine.stats(),
-        memory=engine.memory_report(),
-        blocks=[block for block in blocks if block.state is not BlockState.FREE],
-        sequences=engine.block_tables(),
     )
 
 

@@ -1,17 +1,13 @@
-"""Figures, snapshots and the published schema."""
+"""Figures and the published schema."""
 
-import asyncio
 import json
-import time
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serve_helpers import QUESTION, RawRequest, Server
 
-from jpaged import BlockState, Engine
-from jpaged.serve import client
+from jpaged import Engine
 
 Run = Callable[..., None]
 LONG: dict[str, Any] = {"prompt": "x" * 40, "max_tokens": 200, "ignore_eos": True}
@@ -80,48 +76,6 @@ def test_what_is_aborted_or_fails_is_counted_so(serve: Run):
         await leaving.task
         found = await figures(server)
         assert found["vllm:request_success_total abort"] == 1
-
-    serve(scenario)
-
-
-def test_a_snapshot(serve: Run, engine: Engine, monkeypatch: pytest.MonkeyPatch):
-    advance = engine.advance
-    monkeypatch.setattr(engine, "advance", lambda: (time.sleep(0.02), advance()))
-
-    async def scenario(server: Server) -> None:
-        request = RawRequest(server.app, "/v1/completions", {**LONG, "n": 2, "stream": True})
-        await request.read_some()
-        shot = await server.serving.engine.snapshot()
-        assert [each.status for each in shot.sequences] == ["running", "running"]
-        first, second = (each.block_table for each in shot.sequences)
-        assert first[0] == second[0]
-        held = {block.block_id: block for block in shot.blocks if block.state == BlockState.USED}
-        assert set(held) == {*first, *second}
-        assert held[first[0]].ref_cnt == 2
-        assert shot.stats.num_used_blocks == len(held)
-        assert shot.memory.num_blocks == shot.stats.num_blocks
-        request.leave()
-        await request.task
-
-    serve(scenario)
-
-
-def test_snapshots_are_shared_and_few(serve: Run, monkeypatch: pytest.MonkeyPatch):
-    taken = 0
-    block_map = Engine.block_map
-
-    def counted(engine: Engine):
-        nonlocal taken
-        taken += 1
-        return block_map(engine)
-
-    monkeypatch.setattr(Engine, "block_map", counted)
-
-    async def scenario(server: Server) -> None:
-        start = time.monotonic()
-        while time.monotonic() < start + 1:
-            await asyncio.gather(*(server.serving.engine.snapshot() for _ in range(20)))
-        assert 1 <= taken <= client.MAX_SNAPSHOTS_PER_SECOND + 2
 
     serve(scenario)
 
