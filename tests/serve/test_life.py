@@ -32,6 +32,14 @@ def ask_meanwhile(url: str, fields: dict[str, Any]) -> tuple[threading.Thread, l
     return thread, found
 
 
+def wait_until_it_runs(url: str) -> None:
+    """Wait until the engine has begun: what is let in is tokenised first, and not yet running."""
+    end = time.monotonic() + 20
+    idle = 'vllm:num_requests_running{engine="0",model_name="jpaged-tiny"} 0.0'
+    while idle in httpx.get(f"{url}/metrics").text:
+        assert time.monotonic() < end
+
+
 def test_a_signal_lets_requests_end(compilation_cache: Path):
     server = ServerProcess(compilation_cache)
     try:
@@ -50,6 +58,7 @@ def test_what_does_not_end_in_time_is_aborted(compilation_cache: Path):
     server = ServerProcess(compilation_cache, "--shutdown-timeout", "0")
     try:
         thread, found = ask_meanwhile(server.url, {**LONG, "prompt": ["Hello"] * 64})
+        wait_until_it_runs(server.url)
         server.process.send_signal(signal.SIGINT)
         thread.join()
         reasons = {choice["finish_reason"] for choice in found[0].json()["choices"]}
@@ -90,11 +99,12 @@ def test_the_engines_death_turns_health_red(compilation_cache: Path):
     try:
         thread, found = ask_meanwhile(server.url, {**LONG, "prompt": ["Hello"] * 64})
         (worker,) = children_of(server.process.pid)
+        wait_until_it_runs(server.url)
         os.kill(worker, signal.SIGKILL)
         thread.join()
         assert found[0].status_code == 503
         assert httpx.get(f"{server.url}/health").status_code == 503
-        assert "the engine is gone" in server.log
+        wait_for_words(server, "the engine is gone")
         server.process.send_signal(signal.SIGTERM)
         assert server.wait() == 0
     finally:
@@ -127,10 +137,10 @@ def test_a_port_that_is_taken(compilation_cache: Path):
     assert f"cannot listen at 127.0.0.1:{port}" in server.log
 
 
-def wait_for_words(server: ServerProcess) -> None:
-    """Wait until the engine's process says something."""
+def wait_for_words(server: ServerProcess, words: str = "jpaged:") -> None:
+    """Wait until they are in the log, by default any of the engine's process."""
     end = time.monotonic() + 60
-    while "jpaged:" not in server.log:
+    while words not in server.log:
         assert time.monotonic() < end
         time.sleep(0.01)
 
