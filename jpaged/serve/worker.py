@@ -166,8 +166,10 @@ def _leave_with(parent: int) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """`python -m jpaged.serve.worker FD`: serve over the inherited socket."""
-    # Ctrl-C reaches the whole terminal; what becomes of the engine is for the parent to say.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C reaches the whole terminal, SIGTERM of some supervisors the whole group of processes;
+    # what becomes of the engine is for the parent to say.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_leave_with, args=(os.getppid(),), daemon=True).start()
     return serve_engine(socket.socket(fileno=int(argv[1])))
 

@@ -54,6 +54,21 @@ def test_a_signal_lets_requests_end(compilation_cache: Path):
         server.end()
 
 
+def test_a_signal_to_all_processes_lets_requests_end(compilation_cache: Path):
+    server = ServerProcess(compilation_cache)
+    try:
+        thread, found = ask_meanwhile(server.url, {**LONG, "prompt": ["Hello"] * 64})
+        wait_until_it_runs(server.url)
+        for pid in (*children_of(server.process.pid), server.process.pid):
+            os.kill(pid, signal.SIGTERM)
+        thread.join()
+        reasons = {choice["finish_reason"] for choice in found[0].json()["choices"]}
+        assert reasons == {"length"}
+        assert server.wait() == 0
+    finally:
+        server.end()
+
+
 def test_what_does_not_end_in_time_is_aborted(compilation_cache: Path):
     server = ServerProcess(compilation_cache, "--shutdown-timeout", "0")
     try:
