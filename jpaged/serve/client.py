@@ -170,6 +170,8 @@ class EngineClient:
                 self._take(report)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
+        except Exception as error:  # or all in flight would wait for an answer for ever
+            reason = f"its words cannot be understood: {error!r}"
         self._bury(reason)
 
     def _take(self, report: Report) -> None:

@@ -72,16 +72,16 @@ class Exchange(Response):
         except Exception as error:
             await self._fail(error, scope, receive, send)
         else:
-            await send({"type": "http.response.body", "body": b""})
+            await self._send(send, b"", is_last=True)
 
-    async def _send(self, send: Send, piece: bytes) -> None:
+    async def _send(self, send: Send, piece: bytes, *, is_last: bool = False) -> None:
         """Wait for the client at most so long; then the server hangs up."""
         try:
             async with asyncio.timeout(self._stall_timeout):
                 if not self._started:
                     self._started = True
                     await send(self._start(None if self._streams else len(piece)))
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                await send({"type": "http.response.body", "body": piece, "more_body": not is_last})
         except TimeoutError:
             raise StalledClientError from None
 
@@ -99,8 +99,7 @@ class Exchange(Response):
         if not self._started:
             await error_answer(told)(scope, receive, send)
         elif self._streams:
-            await self._send(send, event(told.body) + DONE)
-            await send({"type": "http.response.body", "body": b""})
+            await self._send(send, event(told.body) + DONE, is_last=True)
         else:
             raise error
 

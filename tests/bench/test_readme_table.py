@@ -11,10 +11,10 @@ def test_the_readme_has_the_committed_figures():
 
 
 def test_only_what_is_between_the_markers_changes():
-    rendered = render(f"before\n{BEGIN}\nold\n{END}\nafter")
+    rendered = render(f"before\n{BEGIN}\nstale\n{END}\nafter")
     assert rendered.startswith(f"before\n{BEGIN}\n|")
     assert rendered.endswith(f"|\n{END}\nafter")
-    assert "old" not in rendered
+    assert "stale" not in rendered
 
 
 def test_a_readme_without_markers_is_refused():

@@ -1,5 +1,6 @@
 """The engine's end of the socket, without an event loop."""
 
+import asyncio
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from serve_helpers import ANSWER, QUESTION, run_worker
 
 from jpaged import Engine
+from jpaged.serve.client import EngineClient
 from jpaged.serve.frames import (
     HEADER,
     Abort,
@@ -166,3 +168,17 @@ def test_the_http_process_needs_no(package: str):
     """It starts fast, and leaves the device to the engine's process."""
     code = f"{MODULES} sys.exit({package!r} in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_words_that_cannot_be_understood_end_all_that_waits():
+    async def scenario() -> str | None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            client = await EngineClient.connect(ours)
+            theirs.sendall(HEADER.pack(1) + b"\xc1")  # MessagePack has no such byte
+            with pytest.raises(RuntimeError, match="cannot be understood"):
+                await asyncio.wait_for(client.ready(), 5)
+            await client.stop()
+            return client.death
+
+    assert "cannot be understood" in (asyncio.run(scenario()) or "")
