@@ -69,6 +69,7 @@ def null_programs(buckets: Buckets, clock: "Clock") -> Programs:
     tokens = {size: jnp.full(size, TOKEN, jnp.int32) for size in sizes}
     levels = [(size, level) for size in sizes for level in SamplerLevel]
     return Programs(
+        decode_burst={},
         decode=stubs(_decode, buckets.decode_seqs, lambda seqs: seqs),
         prefill=stubs(_prefill, shapes, lambda shape: shape),
         sample=stubs(_sample, levels, lambda key: tokens[key[0]]),

@@ -107,11 +107,16 @@ def table(kernels: list[Kernel], num_steps: int, top: int) -> list[dict]:
 
 
 def profile(engine: Engine, batch: int, context: int, num_steps: int, folder: Path) -> dict:
-    """Trace `num_steps` decode steps of `batch` sequences of about `context` tokens."""
+    """Trace about `num_steps` decode steps of `batch` sequences of about `context` tokens.
+
+    Returns:
+        `ms_a_step`, untraced, and how many steps (`num_steps`) were launched and traced.
+    """
     # A sequence can gain no more than a token a step, so that with this many on average the steps
     # that prefilled, each of a full budget, lie well behind; so do the first decode steps.
     warm = 16 + 2 * -(-batch * context // engine.runtime_config.max_num_batched_tokens)
-    max_tokens = warm + 2 * num_steps + 16
+    burst = engine.runtime_config.num_scheduler_steps
+    max_tokens = warm + 2 * num_steps + 8 * burst + 16
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     for prompt in random_prompts([context] * batch, engine.vocab_size):
         engine.add_request(prompt, params)
@@ -119,15 +124,20 @@ def profile(engine: Engine, batch: int, context: int, num_steps: int, folder: Pa
     before = engine.stats().num_generated_tokens
     while engine.stats().num_generated_tokens - before < warm * batch:
         loop.advance()
-    start = time.perf_counter()
-    for _ in range(num_steps):
-        loop.advance()
-    untraced = (time.perf_counter() - start) / num_steps
-    with jax.profiler.trace(str(folder)):
-        for _ in range(num_steps):
+
+    def run() -> int:
+        launched = loop.counts.steps
+        while loop.counts.steps - launched < num_steps:
             loop.advance()
+        return loop.counts.steps - launched
+
+    start = time.perf_counter()
+    untraced = run()
+    seconds = time.perf_counter() - start
+    with jax.profiler.trace(str(folder)):
+        traced = run()
     engine.abort_all()
-    return {"ms_a_step": 1e3 * untraced}
+    return {"ms_a_step": 1e3 * seconds / untraced, "num_steps": traced}
 
 
 def main() -> None:
@@ -146,13 +156,14 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 figures = profile(engine, batch, args.context, args.steps, Path(folder))
                 kernels = read_trace(Path(folder))
-            rows = table(kernels, args.steps, args.top)
+            num_steps = figures["num_steps"]
+            rows = table(kernels, num_steps, args.top)
             figures |= {
                 "model": shape,
                 "batch": batch,
-                "kernels_a_step": len(kernels) / args.steps,
-                "busy_ms": busy_time(kernels) / args.steps / 1e3,
-                "traced_ms": (kernels[-1].end - kernels[0].start) / args.steps / 1e3,
+                "kernels_a_step": len(kernels) / num_steps,
+                "busy_ms": busy_time(kernels) / num_steps / 1e3,
+                "traced_ms": (kernels[-1].end - kernels[0].start) / num_steps / 1e3,
                 "floor_ms": 1e3 * floor.decode_step(batch, args.context),
             }
             print_table(rows)

@@ -66,6 +66,10 @@ class EngineConfig:
         skip_tokenizer_init: Token ids in, token ids out; no tokenizer is loaded.
         seed: Of the dummy weights and of requests that bring no seed.
         async_scheduling: Let the host run one step behind the device (the overlapped loop).
+        num_scheduler_steps: Decode steps launched as one program while at most 8 sequences run,
+            none wait and none needs penalties or log-probabilities; in the overlapped loop only. A
+            short step then does not wait for the host, and tokens come in bursts. None is 4 on a
+            GPU and 1, which is never, on a CPU.
         compilation_cache_dir: Where compiled programs are kept, which makes a second start fast;
             None for nowhere. Whoever can write there can run code in this process. It is JAX's
             persistent compilation cache too, unless one was set before, by JAX's own configuration
@@ -93,6 +97,7 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     seed: int = 0
     async_scheduling: bool = True
+    num_scheduler_steps: int | None = None
     compilation_cache_dir: str | Path | None = COMPILATION_CACHE
     verbose: bool = False
 
@@ -101,7 +106,8 @@ class EngineConfig:
         check_choice("load_format", self.load_format, LOAD_FORMATS)
         check_choice("preemption_mode", self.preemption_mode, tuple(PreemptionMode))
         check_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
-        for name in ("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"):
+        counts = ("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes")
+        for name in (*counts, "num_scheduler_steps"):
             check_count(name, getattr(self, name), 1)
         check_count("max_model_len", self.max_model_len, 2)  # a prompt token and an output token
         flags = ("async_scheduling", "enable_prefix_caching", "skip_tokenizer_init", "verbose")

@@ -87,7 +87,8 @@ class EngineLoop:
             self.undelivered.pop(state, None)
 
     def advance(self) -> list[RequestState]:
-        """Launch a step and read one; gives the requests that the read one advanced, each once.
+        """Launch a step, or a burst of them, and read what was launched a turn ago; gives the
+        requests that this advanced, each once.
 
         A beam search is among them only when it is over: nothing is known before.
 
@@ -96,12 +97,13 @@ class EngineLoop:
         """
         self.check_alive()
         with self._whole():
-            plan = self.scheduler.schedule()
-            if plan is not None:
-                self._launch(plan)
+            plans = self._plan()
+            self._launch(plans)
             failed = self._take_faults()
-        num_ahead = int(self._mode is LoopMode.OVERLAPPED and plan is not None)
-        advanced = self._consume() if len(self._in_flight) > num_ahead else []
+        num_ahead = len(plans) if self._mode is LoopMode.OVERLAPPED else 0
+        advanced: list[RequestState] = []
+        while len(self._in_flight) > num_ahead:
+            advanced += self._consume()
         if not self.scheduler.has_unfinished:
             self.drain()  # the last requests' wasted steps hold blocks until they are read
         return list(dict.fromkeys([*failed, *advanced]))
@@ -146,8 +148,22 @@ class EngineLoop:
         """The pool and the queues now, and counts since the start."""
         return engine_stats(self.scheduler, self.counts)
 
-    def _launch(self, plan: StepPlan) -> None:
-        self._in_flight.append(self._runner.launch(plan, self._sampling))
+    def _plan(self) -> list[StepPlan]:
+        """What to launch now: the next step, or as many as a burst has while nobody waits."""
+        plans: list[StepPlan] = []
+        while (plan := self.scheduler.schedule()) is not None:
+            plans.append(plan)
+            whole = len(plans) == self._runner.burst_size
+            if whole or self.scheduler.num_waiting or not self._runner.in_burst(plan):
+                break
+        return plans
+
+    def _launch(self, plans: list[StepPlan]) -> None:
+        self._in_flight += self._runner.launch_all(plans, self._sampling)
+        for plan in plans:
+            self._note_launched(plan)
+
+    def _note_launched(self, plan: StepPlan) -> None:
         manager = self.scheduler.block_manager
         self.counts.note_plan(plan, manager.pool.num_usable_blocks - manager.num_free_blocks)
         for request_id in plan.preempted:

@@ -83,6 +83,11 @@ class StepPlan:
         decode = len(scheduled) == self.num_tokens and all(map(_is_decode_row, scheduled))
         object.__setattr__(self, "is_decode", decode)
 
+    @property
+    def moves_blocks(self) -> bool:
+        """Whether it copies blocks, or swaps or drops images."""
+        return bool(self.block_copies or self.dropped or self.swap_outs or self.swap_ins)
+
     def check_update(self, sampled: np.ndarray, num_updated: int, num_planned: int) -> None:
         """Raise ValueError unless this plan is the next to be read, and `sampled` is its result."""
         if not num_updated == self.step_id < num_planned:

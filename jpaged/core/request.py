@@ -73,7 +73,8 @@ class Sequence:
     The host runs behind the device, so the counters speak of steps *launched*:
     `num_computed_tokens` tokens have their KV written by those steps, and `num_pending_tokens`
     of the sequence's tokens were sampled by them but not read by the host yet (in the overlapped
-    loop 1 when a step is planned, 2 between planning a step and reading the one before it).
+    loop 1 when a step is planned, 2 between planning a step and reading the one before it, with
+    bursts as many times that as a burst has steps).
 
     `cache_salt` separates prefixes in the cache: only sequences of the same salt share KV. One that
     does not read the cache (it needs every position computed) still fills it.

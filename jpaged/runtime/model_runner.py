@@ -93,6 +93,27 @@ class ModelRunner:
         self._kv = self._images.place(self._kv, arrivals)
         return handle
 
+    def in_burst(self, plan: StepPlan) -> bool:
+        """Whether a burst may hold the plan: a decode step of few sequences, sampled without what
+        the host or other programs keep of them, and nothing else to do."""
+        programs, has_others = self._programs, plan.moves_blocks or plan.row_forks
+        if not (programs.decode_burst and plan.is_decode) or has_others:
+            return False
+        rows = self._rows.rows(plan.scheduled)
+        few = len(rows) <= self._buckets.decode_seqs[0]
+        return few and self._rows.level(rows) <= max(programs.decode_burst)
+
+    def launch_all(self, plans: list[StepPlan], sampling: SamplingOf) -> list[StepHandle]:
+        """`launch` plans in their order: as one program, if they are a whole burst."""
+        if len(plans) == self.burst_size > 1 and all(map(self.in_burst, plans)):
+            return self._launch_burst(plans, sampling)
+        return [self.launch(plan, sampling) for plan in plans]
+
+    @property
+    def burst_size(self) -> int:
+        """Steps of a burst; 1 for none."""
+        return self._config.num_scheduler_steps
+
     def take_faults(self) -> list[tuple[Request, Exception]]:
         """Requests whose sampling could not be set up, since the last call, and why.
 
@@ -104,9 +125,7 @@ class ModelRunner:
     def _launch_step(self, plan: StepPlan, sampling: SamplingOf) -> StepHandle:
         if not plan.scheduled:
             return StepHandle(plan, None, {}, np.zeros(0, np.int64))
-        order = device_order(plan.scheduled)
-        scheduled = tuple([plan.scheduled[i] for i in order.tolist()])
-        rows = self._rows.rows(scheduled)
+        order, scheduled, rows = self._in_order(plan)
         hidden = None
         if plan.is_decode:
             size = round_up(self._buckets.decode_seqs, len(rows))
@@ -120,6 +139,28 @@ class ModelRunner:
                 array.copy_to_host_async()
         scores = self._score_prompts(scheduled, sampling, hidden)
         return StepHandle(plan, sampled, scores, np.argsort(order))
+
+    def _launch_burst(self, plans: list[StepPlan], sampling: SamplingOf) -> list[StepHandle]:
+        packed, places, level = [], [], SamplerLevel.GREEDY
+        size = self._buckets.decode_seqs[0]
+        for plan in plans:
+            self._update_rows(plan, sampling)
+            order, scheduled, rows = self._in_order(plan)
+            level = max(level, self._rows.level(rows))
+            packed.append(self._pack_decode(scheduled, rows, size))
+            places.append(np.argsort(order))
+        sampled = Sampled(self._run_burst(np.stack(packed), level))
+        sampled.token_ids.copy_to_host_async()
+        return [
+            StepHandle(plan, sampled, {}, place, (i,))
+            for i, (plan, place) in enumerate(zip(plans, places, strict=True))
+        ]
+
+    def _in_order(self, plan: StepPlan) -> tuple[np.ndarray, Scheduled, np.ndarray]:
+        """The plan's sequences as the device has them: from where in the plan, and their rows."""
+        order = device_order(plan.scheduled)
+        scheduled = tuple([plan.scheduled[i] for i in order.tolist()])
+        return order, scheduled, self._rows.rows(scheduled)
 
     @property
     def swap_sizes(self) -> tuple[int, ...]:
@@ -139,10 +180,16 @@ class ModelRunner:
             for size in self._programs.decode:
                 logits, inputs = self._run_decode(nobody, none, size)
                 self._sample_all_levels(logits, inputs)
+            self._warm_up_bursts()
             for shape in self._programs.prefill:
                 logits, _, inputs = self._run_prefill(nobody, none, *shape)
                 jax.block_until_ready(self._sample(logits, inputs, SamplerLevel.GREEDY))
         self._kv = self._images.warm_up(self._kv, self._config.num_host_blocks)
+
+    def _warm_up_bursts(self) -> None:
+        nobody = self._pack_decode((), np.zeros(0, np.int32), self._buckets.decode_seqs[0])
+        for level in self._programs.decode_burst:
+            jax.block_until_ready(self._run_burst(np.stack([nobody] * self.burst_size), level))
 
     def _sample_all_levels(self, logits, inputs) -> None:
         for level in sampler_levels(self._config):
@@ -205,8 +252,8 @@ class ModelRunner:
             ending_row(params, vocab_size, self._eos_token_ids),
         )
 
-    def _run_decode(self, scheduled: Scheduled, rows: np.ndarray, size: int):
-        packed = pack_decode(
+    def _pack_decode(self, scheduled: Scheduled, rows: np.ndarray, size: int) -> np.ndarray:
+        return pack_decode(
             scheduled,
             rows,
             self._rows.sampling,
@@ -214,6 +261,16 @@ class ModelRunner:
             padding_row=self._config.padding_row,
             max_blocks_per_seq=self._config.max_blocks_per_seq,
         )
+
+    def _run_burst(self, packed: np.ndarray, level: SamplerLevel) -> jax.Array:
+        level = min(own for own in self._programs.decode_burst if own >= level)
+        tokens, self._last_tokens, self._kv = self._programs.decode_burst[level](
+            self._leaves, state=self._kv, last_tokens=self._last_tokens, packed=packed
+        )
+        return tokens
+
+    def _run_decode(self, scheduled: Scheduled, rows: np.ndarray, size: int):
+        packed = self._pack_decode(scheduled, rows, size)
         logits, inputs, self._kv = self._programs.decode[size](
             self._leaves, state=self._kv, last_tokens=self._last_tokens, packed=packed
         )

@@ -32,6 +32,7 @@ class Programs:
     does."""
 
     decode: dict[int, Any]
+    decode_burst: dict[SamplerLevel, Any]
     prefill: dict[tuple[int, int], Any]
     sample: dict[tuple[int, SamplerLevel], Any]
     prompt_logprobs: dict[int, Any]
@@ -50,6 +51,7 @@ class Programs:
 
         return Programs(
             decode=kind("decode"),
+            decode_burst=kind("decode_burst"),
             prefill=kind("prefill"),
             sample=kind("sample"),
             prompt_logprobs=kind("prompt_logprobs"),

@@ -21,6 +21,7 @@ from jpaged.runtime.steps import (
     KVState,
     SampleInputs,
     copy_blocks_step,
+    decode_burst_step,
     decode_step,
     fork_rows_step,
     prefill_step,
@@ -37,6 +38,9 @@ PROMPT_LOGPROBS_CHUNK = 64
 
 BLOCK_COPIES_CHUNK = 64
 """Blocks copied by one launch."""
+
+BURST_LEVELS = (SamplerLevel.GREEDY, SamplerLevel.TRUNCATED)
+"""Sampling levels of bursts: a burst runs at the lowest that does all it needs."""
 
 # Calls that JAX exports only on demand, since another version of it may not read them; programs are
 # kept for the same version alone.
@@ -179,6 +183,8 @@ def recipes(
     measure comes first."""
     for seqs in reversed(buckets.decode_seqs):
         yield _decode(split, shapes, config, seqs)
+    for level in BURST_LEVELS if config.num_scheduler_steps > 1 else ():
+        yield _decode_burst(split, shapes, config, buckets.decode_seqs[0], level)
     most = buckets.prefill_seqs[-1]
     for tokens, seqs in sorted(buckets.prefill_shapes(), key=lambda it: (it[1] != most, -it[0])):
         yield prefill_recipe(split, shapes, config, tokens, seqs)
@@ -214,6 +220,16 @@ def _decode(split: SplitModel, shapes: Shapes, config: RuntimeConfig, seqs: int)
     keywords = {"state": shapes.kv, "last_tokens": shapes.last_tokens, "packed": packed}
     name, products = ("decode", seqs), _products(config, seqs)
     return Recipe(name, step, (shapes.leaves,), keywords, ("state",), products)
+
+
+def _decode_burst(
+    split: SplitModel, shapes: Shapes, config: RuntimeConfig, seqs: int, level: SamplerLevel
+) -> Recipe:
+    step = split.bind(decode_burst_step, level=level, backend=config.backend)
+    packed = _int32(config.num_scheduler_steps, *decode_packed_shape(seqs))
+    keywords = {"state": shapes.kv, "last_tokens": shapes.last_tokens, "packed": packed}
+    name, products = ("decode_burst", level), _products(config, seqs)
+    return Recipe(name, step, (shapes.leaves,), keywords, ("state", "last_tokens"), products)
 
 
 def prefill_recipe(

@@ -47,19 +47,21 @@ class StepHandle:
     """A launched step whose results are on their way to the host.
 
     `sampled` is None where nothing was scheduled: such a plan only moved blocks. The step has the
-    plan's sequences in an order of its own; `places[i]` is where `plan.scheduled[i]` is in it.
+    plan's sequences in an order of its own; `places[i]` is where `plan.scheduled[i]` is in it. The
+    steps of a burst share one array of tokens; `index` is the step's own there.
     """
 
     plan: StepPlan
     sampled: Sampled | None
     prompt_logprobs: dict[int, list[tuple[jax.Array, ...]]]
     places: np.ndarray
+    index: tuple[int, ...] = ()
 
     def read(self) -> StepResult:
         """Wait for the step and give its results."""
         if self.sampled is None:
             return StepResult(np.zeros(0, np.int32), None, {})
-        tokens = np.asarray(self.sampled.token_ids)[self.places]
+        tokens = np.asarray(self.sampled.token_ids)[self.index][self.places]
         scores = self.sampled[1:]
         asked = scores[0] is not None
         logprobs = TokenScores(*(np.asarray(a)[self.places] for a in scores)) if asked else None

@@ -8,6 +8,7 @@ model compiles once a shape and not once a shape and sampling level (docs/decisi
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jpaged.models.layers import AttentionInputs
@@ -131,6 +132,38 @@ def prefill_step(
     tables = state.block_tables.at[batch.rows].set(batch.block_tables)
     inputs = SampleInputs(batch.rows, batch.counted, batch.sampling, batch.seq_lens)
     return logits, hidden, inputs, KVState(pool, tables)
+
+
+def decode_burst_step(
+    model: BoundModel,
+    state: KVState,
+    last_tokens: Int32[Array, "R"],
+    packed: Int32[Array, "U B C"],
+    *,
+    level: SamplerLevel,
+    backend: Backend,
+) -> tuple[Int32[Array, "U B"], Int32[Array, "R"], KVState]:
+    """Several decode steps one after the other, each sampled: one launch for the host.
+
+    Args:
+        model, backend: As for `decode_step`.
+        state, last_tokens: As for `decode_step` (donate both).
+        packed: The steps' batches, in order; each takes the tokens that the one before sampled.
+        level: How much sampling does, below `ADJUSTED`, static.
+
+    Returns:
+        Each step's sampled tokens, the last tokens and the new state.
+    """
+
+    def run(i, carry):
+        tokens, last, kv = carry
+        logits, inputs, kv = decode_step(model, kv, last, packed[i], backend=backend)
+        options = {"level": level, "backend": backend, "max_logprobs": 0}
+        sampled, last, _ = sample_step(logits, inputs, last, None, **options)
+        return tokens.at[i].set(sampled.token_ids), last, kv
+
+    tokens = jnp.zeros(packed.shape[:2], jnp.int32)
+    return lax.fori_loop(0, packed.shape[0], run, (tokens, last_tokens, state))
 
 
 def sample_step(

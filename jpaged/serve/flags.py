@@ -69,6 +69,7 @@ _ENGINE_FLAGS = (
     "preemption_mode",
     "swap_space",
     "async_scheduling",
+    "num_scheduler_steps",
     "compilation_cache_dir",
 )
 
@@ -196,6 +197,12 @@ def _add_step_flags(group: Any) -> None:
         "--async-scheduling",
         action=argparse.BooleanOptionalAction,
         help="the host plans ahead of the device (on)",
+    )
+    add(
+        "--num-scheduler-steps",
+        type=int,
+        metavar="N",
+        help="decode steps in one launch while few requests run (GPU 4; 1: never)",
     )
     add("--tensor-parallel-size", type=int, default=1, metavar="N", help="1: one device, so far")
     add("--compilation-cache-dir", metavar="FOLDER", help="JAX's cache of compiled programs")

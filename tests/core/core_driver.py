@@ -68,10 +68,10 @@ def make_request(
 
 
 class Driver:
-    """`lag` steps are planned before the oldest is read: 0 is the synchronous loop."""
+    """`lag` bursts of steps are planned before the oldest is read: 0 is the synchronous loop."""
 
-    def __init__(self, scheduler: Scheduler, lag: int = 0):
-        self.scheduler, self.lag = scheduler, lag
+    def __init__(self, scheduler: Scheduler, lag: int = 0, burst: int = 1):
+        self.scheduler, self.lag, self.burst = scheduler, lag, burst
         manager = scheduler.block_manager
         self.device = FakeDevice(
             manager.block_size,
@@ -91,17 +91,24 @@ class Driver:
             self.streams[_stream_name(sequence)] = []
 
     def step(self) -> StepPlan | None:
-        """One turn of the loop."""
+        """One turn of the loop; gives its first plan."""
+        plan = self._plan()
+        for _ in range(self.burst - 1):
+            self._plan()
+        if plan is None and not self.in_flight:
+            assert not self.scheduler.has_unfinished, "stuck: nothing in flight, nothing planned"
+        num_ahead = self.lag * self.burst if plan is not None else 0
+        for _ in range(min(self.burst, len(self.in_flight) - num_ahead)):
+            self.read()
+        return plan
+
+    def _plan(self) -> StepPlan | None:
         plan = self.scheduler.schedule()
         self.scheduler.check_integrity()
         if plan is not None:
             self.plans.append(plan)
             self.in_flight.append((plan, *self.device.launch(plan)))
             self._check_plan(plan)
-        elif not self.in_flight:
-            assert not self.scheduler.has_unfinished, "stuck: nothing in flight, nothing planned"
-        if len(self.in_flight) > (self.lag if plan is not None else 0):
-            self.read()
         return plan
 
     def read(self) -> list[Emitted]:

@@ -26,8 +26,8 @@ class Turn:
         assert first is None or self.steps_left >= 0, f"{first.request_id} starves"
 
     def bound(self, request: Request) -> float:
-        """Every launch of its own, and one to come back, each followed by at most `lag + 1` steps
-        of waiting."""
+        """Every launch of its own, and one to come back, each followed by at most `lag + 1` bursts
+        of steps of waiting."""
         budget = self.driver.scheduler.config.max_num_batched_tokens
         most = request.max_num_tokens
         launches = math.ceil(most / budget)  # the stem, then all that is each one's own
@@ -35,7 +35,7 @@ class Turn:
         launches += own * math.ceil(request.num_seats / budget)
         if request.status in (RequestStatus.PREEMPTED, RequestStatus.RUNNING):
             launches += math.ceil(request.num_seats * most / budget)  # of what it had computed
-        return (launches + 2) * (self.driver.lag + 2)
+        return (launches + 2) * (self.driver.lag + 2) * self.driver.burst
 
     def after_step(self) -> None:
         lost = (RequestStatus.PREEMPTED, RequestStatus.SWAPPED)

@@ -128,9 +128,9 @@ def make(name: str, arrival: tuple, seq_id: int, reads: bool = True) -> Request:
 class SchedulerMachine(RuleBasedStateMachine):
     """Requests come, go and end in every order; the rest must not notice."""
 
-    @initialize(limits=limits(), lag=st.integers(0, 2))
-    def start(self, limits: dict, lag: int):
-        self.driver = Driver(make_scheduler(**limits), lag)
+    @initialize(limits=limits(), lag=st.integers(0, 2), burst=st.sampled_from([1, 1, 3]))
+    def start(self, limits: dict, lag: int, burst: int):
+        self.driver = Driver(make_scheduler(**limits), lag, burst)
         self.turn = Turn(self.driver)
         self.num_added = 0
         self.pins: dict[int, tuple[list[int], str | None]] = {}

@@ -2,6 +2,7 @@
 
 import gc
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,8 @@ def test_no_step_copies_the_pool(engines: Engines):
     shape = engine._loop._runner._kv.pool[0].k.shape
     pattern = f"bf16[{','.join(map(str, shape))}]"
     programs = engine._loop._runner._programs
-    for program in (*programs.decode.values(), *programs.prefill.values()):
+    steps = programs.decode, programs.decode_burst, programs.prefill
+    for program in chain.from_iterable(kind.values() for kind in steps):
         text = program.as_text()
         assert pattern in text
         copies = [line for line in text.splitlines() if pattern in line and " copy(" in line]
@@ -208,3 +210,26 @@ def test_small_decode_steps_in_bfloat16(engines: Engines, tmp_path: Path):
         for token, want, got in zip(output.token_ids, entries, decoded, strict=True):
             assert want is not None
             assert abs(got[token].logprob - want[token].logprob) < 0.1
+
+
+def test_bursts_in_bfloat16(engines: Engines, tmp_path: Path):
+    """Each token that a burst chose is, scored as a prompt's, the best but for rounding."""
+    (tmp_path / "config.json").write_text(json.dumps(WIDE), encoding="utf-8")
+    options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 256}
+    engine = engines(tmp_path, dtype="bfloat16", num_blocks=200, max_num_seqs=8, **options)
+    rng = np.random.default_rng(1)
+    given = [rng.integers(0, 128, n).tolist() for n in (3, 40, 16, 90, 17)]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (60, 20, 45, 9, 33)
+    ]
+    steps = engine.stats().num_steps
+    outputs = [output.outputs[0] for output in engine.generate(given, params)]
+    assert engine.stats().num_steps - steps >= 60
+    assert engine._loop._runner.burst_size > 1
+    again = [prompt + list(o.token_ids) for prompt, o in zip(given, outputs, strict=True)]
+    scoring = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, ignore_eos=True)
+    for prompt, output, scored in zip(given, outputs, engine.generate(again, scoring), strict=True):
+        entries = (scored.prompt_logprobs or [])[len(prompt) :]
+        for token, entry in zip(output.token_ids, entries, strict=True):
+            assert entry is not None
+            assert entry[token].logprob > max(found.logprob for found in entry.values()) - 0.1

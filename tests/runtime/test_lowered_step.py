@@ -34,7 +34,8 @@ NUM_LAYERS = 4
 KERNELS_A_LAYER, PRODUCTS_A_LAYER = 3, 4
 # The first layer adds nothing before its norm; the last norm adds. The output head is a product.
 KERNELS_BESIDE, PRODUCTS_BESIDE = 0, 1
-NUM_PROGRAMS = 79
+NUM_PROGRAMS = 81
+BURST = "decode_burst", SamplerLevel.GREEDY
 
 
 def all_recipes(shape: str, num_layers: int) -> dict[Any, Recipe]:
@@ -42,7 +43,15 @@ def all_recipes(shape: str, num_layers: int) -> dict[Any, Recipe]:
     config = ModelConfig.from_hf({**SHAPES[shape], "num_hidden_layers": num_layers})
     model = nnx.eval_shape(lambda: model_class(config)(config, dtype=jnp.bfloat16))
     limits = GPU_DEFAULTS.max_num_seqs, GPU_DEFAULTS.max_num_batched_tokens
-    runtime = RuntimeConfig(16, 1000, 2048, *limits, config.vocab_size, Backend.TRITON)
+    runtime = RuntimeConfig(
+        16,
+        1000,
+        2048,
+        *limits,
+        config.vocab_size,
+        Backend.TRITON,
+        num_scheduler_steps=GPU_DEFAULTS.num_scheduler_steps,
+    )
     split = SplitModel.of(model)
     shapes = Shapes.of(split, config, runtime, jnp.dtype(jnp.bfloat16))
     made = recipes(split, shapes, runtime, make_buckets(*limits))
@@ -87,6 +96,13 @@ def test_a_decode_step_launches_no_more_than_recorded(shape: str, rows: int):
     assert NUM_LAYERS <= counted[PRODUCT] <= NUM_LAYERS * PRODUCTS_A_LAYER + PRODUCTS_BESIDE
 
 
+def test_a_burst_has_its_step_once_and_samples_it():
+    """In a loop on the device: it is compiled in the time of one step."""
+    single, burst = (step("qwen3-0.6b", *name) for name in (("decode", 8), BURST))
+    assert burst.count("stablehlo.while") == 1 + single.count("stablehlo.while")
+    assert launches(burst) == launches(single)
+
+
 @pytest.mark.parametrize("shape", [*SHAPES])
 def test_a_mixed_step_launches_decode_attention_once_a_layer_more(shape: str):
     """Of few sequences it launches none: prefill attention then has the decode rows too."""
@@ -104,7 +120,7 @@ def test_layers_alike_are_lowered_once():
     assert len(re.findall(r"func\.func private @_run_layer\w*\(", text)) == 2
 
 
-@pytest.mark.parametrize("name", [("decode", 8), ("prefill", (512, 8))], ids=str)
+@pytest.mark.parametrize("name", [("decode", 8), BURST, ("prefill", (512, 8))], ids=str)
 def test_a_kept_step_is_the_same(name: tuple):
     """Its kernels too, of which prefill attention for Hopper is of another kind."""
     recipe = all_recipes("qwen3-0.6b", NUM_LAYERS)[name]
@@ -117,12 +133,13 @@ def test_a_kept_step_is_the_same(name: tuple):
         direct = lowered(recipe, recipe.step)
     assert warm.count(HOPPER_KERNEL) == direct.count(HOPPER_KERNEL) == (name[0] == "prefill")
     assert launches(warm) == launches(direct)
-    assert _num_reused(warm) == _num_reused(direct) == 2 * NUM_LAYERS + 1
+    assert _num_reused(warm) == _num_reused(direct) == num_state_arrays(name)
 
 
-def test_a_kept_step_from_attention_to_attention_is_the_same():
+@pytest.mark.parametrize("name", [("decode", 8), BURST], ids=str)
+def test_a_kept_step_from_attention_to_attention_is_the_same(name: tuple):
     """Which a decode step of eight rows is where the cores are known; before JAX 0.11 none is."""
-    recipe = all_recipes("qwen3-0.6b", NUM_LAYERS)["decode", 8]
+    recipe = all_recipes("qwen3-0.6b", NUM_LAYERS)[name]
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         exported = recipe.exported(("cuda",))
@@ -134,7 +151,7 @@ def test_a_kept_step_from_attention_to_attention_is_the_same():
     num_links = NUM_LAYERS - 1 if jax.__version_info__ >= (0, 11) else 0
     assert counted[HOPPER_KERNEL] == num_links
     assert counted == launches(direct)
-    assert _num_reused(warm) == _num_reused(direct) == 2 * NUM_LAYERS + 1
+    assert _num_reused(warm) == _num_reused(direct) == num_state_arrays(name)
 
 
 def test_every_kind_of_program_can_be_kept():
@@ -143,7 +160,7 @@ def test_every_kind_of_program_can_be_kept():
         (*name[:1], name[1][1]) if name[0] == "sample" else name[:1]: recipe
         for name, recipe in all_recipes("qwen3-0.6b", 1).items()
     }
-    assert len(kinds) == 6 + len(SamplerLevel)
+    assert len(kinds) == 7 + len(SamplerLevel)
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
         for recipe in kinds.values():
             loaded = export.deserialize(bytearray(recipe.exported(("cuda",)).serialize()))
@@ -160,6 +177,11 @@ def test_prefills_of_as_many_tokens_have_the_same_hopper_kernel():
 
     assert len(kernels(8)) == 1
     assert kernels(8) == kernels(256)
+
+
+def num_state_arrays(name: tuple) -> int:
+    """The pool's, the block tables; a burst's last tokens."""
+    return 2 * NUM_LAYERS + 1 + (name == BURST)
 
 
 def _num_reused(text: str) -> int:
