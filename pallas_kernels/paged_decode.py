@@ -16,9 +16,10 @@ Grid (KV head, item); an item is a split of a sequence, and one program of it:
 
 How many splits a sequence has is decided at run time, from all lengths: as many as divide the
 batch's tiles evenly over `target_programs`. So padded rows cost nothing, a lone sequence has the
-whole chip, and a long one among short ones the larger part of it. The plan of the items is made
-once a step: of B sequences at `num_splits` each few would have something to do, and starting
-programs that have nothing takes time too.
+whole chip, and a long one among short ones the larger part of it. Of sequences enough to fill the
+chip only those well above the mean are split, so that none is left over when the others are done.
+The plan of the items is made once a step: of B sequences at `num_splits` each few would have
+something to do, and starting programs that have nothing takes time too.
 
 Who arrives last is told by a counter for each sequence and KV head, of zeros before the launch and
 after it: XLA, to which it is an input, makes it once for all launches of a program.
@@ -212,7 +213,7 @@ def decode_plan(block_tables, seq_lens, spec):
     """
     batch, config = seq_lens.shape[0], spec.config
     first, end = _in_sight(seq_lens, spec)
-    even = pl.cdiv(jnp.sum(end - first) * spec.num_kv_heads, config.target_programs)
+    even = _even_share(end - first, spec)
     least = jnp.maximum(pl.cdiv(end - first, config.num_splits), config.min_tiles)
     share = jnp.maximum(even, least)
     used = jnp.maximum(pl.cdiv(end - first, share), 1)
@@ -221,7 +222,7 @@ def decode_plan(block_tables, seq_lens, spec):
     block = jnp.take_along_axis(block_tables, (last // spec.block_size)[:, None], axis=1)[:, 0]
 
     # No more than a batch's even shares, and the rest of each sequence.
-    most = min(batch * config.num_splits, config.target_programs // spec.num_kv_heads + batch)
+    most = min(batch * config.num_splits, _num_even_shares(batch, spec) + batch)
     item = jnp.arange(most, dtype=jnp.int32)
     owner = jnp.sum((ends[None, :] <= item[:, None]).astype(jnp.int32), axis=1)
     sequence = jnp.minimum(owner, batch - 1)
@@ -237,6 +238,21 @@ def decode_plan(block_tables, seq_lens, spec):
         (block * spec.block_size + last % spec.block_size)[sequence],
     )
     return jnp.stack([*rows, jnp.zeros_like(item)], axis=1).astype(jnp.int32)
+
+
+def _even_share(tiles, spec):
+    """Tiles of a split, for sequences of so many."""
+    if spec.config.share_percent is None:
+        return pl.cdiv(jnp.sum(tiles) * spec.num_kv_heads, spec.config.target_programs)
+    live = jnp.maximum(jnp.sum((tiles > 0).astype(jnp.int32)), 1)
+    return pl.cdiv(jnp.sum(tiles) * spec.config.share_percent, 100 * live)
+
+
+def _num_even_shares(batch, spec):
+    """Most of them in a batch, of one KV head."""
+    if spec.config.share_percent is None:
+        return spec.config.target_programs // spec.num_kv_heads
+    return pl.cdiv(100 * batch, spec.config.share_percent)
 
 
 def _in_sight(seq_lens, spec):

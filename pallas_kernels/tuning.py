@@ -22,7 +22,11 @@ MAX_SHARED_BYTES = 227 * 1024  # of a program on such a GPU
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
     """Of paged_decode.py: keys a tile, most splits of a sequence, warps, pipeline stages, the
-    programs that the splits in use should come to, and the least tiles that are worth a split."""
+    programs that the splits in use should come to, and the least tiles that are worth a split.
+
+    Where there are sequences enough, `share_percent` of their mean length is what a split should
+    have, in place of an even share of `target_programs`: only the longer ones are split.
+    """
 
     tile_tokens: int
     num_splits: int
@@ -30,6 +34,7 @@ class DecodeConfig:
     num_stages: int = 2
     target_programs: int = 528
     min_tiles: int = 1
+    share_percent: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +123,16 @@ def decode_config(
     wanted = _power_of_two(-(-2 * num_cores // (rows * num_kv_heads)))
     splits = max(1, min(wanted, 32, -(-max_context // tile)))
     config = DecodeConfig(tile, splits, target_programs=4 * num_cores)
-    if splits == 1 and itemsize <= 2:  # many programs, whose warps have less to wait for
-        config = dataclasses.replace(config, num_warps=2)
+    if wanted == 1:
+        programs = batch * num_kv_heads
+        if programs <= 12 * num_cores:  # else there are short ones enough to fill what is left
+            config = dataclasses.replace(
+                config,
+                num_splits=max(1, min(8, -(-max_context // tile))),
+                share_percent=100 if programs <= 3 * num_cores else 150,
+            )
+        if itemsize <= 2:  # many programs, whose warps have less to wait for
+            config = dataclasses.replace(config, num_warps=2)
     return _tuned("decode", head_size, itemsize, device_kind, config)
 
 

@@ -180,11 +180,14 @@ def recipes(
     split: SplitModel, shapes: Shapes, config: RuntimeConfig, buckets: Buckets
 ) -> Iterator[Recipe]:
     """Everything to compile; of programs with the same products, the one that has the most to
-    measure comes first."""
-    for seqs in reversed(buckets.decode_seqs):
-        yield _decode(split, shapes, config, seqs)
+    measure comes first. The smallest decode step comes before all: bursts wait for it, and the
+    Mosaic kernel it may have is compiled only while nothing else is."""
+    smallest, *larger = buckets.decode_seqs
+    yield _decode(split, shapes, config, smallest)
     for level in BURST_LEVELS if config.num_scheduler_steps > 1 else ():
-        yield _decode_burst(split, shapes, config, buckets.decode_seqs[0], level)
+        yield _decode_burst(split, shapes, config, smallest, level)
+    for seqs in reversed(larger):
+        yield _decode(split, shapes, config, seqs)
     most = buckets.prefill_seqs[-1]
     for tokens, seqs in sorted(buckets.prefill_shapes(), key=lambda it: (it[1] != most, -it[0])):
         yield prefill_recipe(split, shapes, config, tokens, seqs)

@@ -51,7 +51,8 @@ def test_every_answer_is_that_of_single_steps(engines: Engines, num_blocks: int)
 def test_one_request_runs_in_bursts_to_its_last_token(
     engine: Engine, launched: list[int], own: dict[str, Any], max_tokens: int
 ):
-    given = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **own)
+    whole: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": True, **own}
+    given = SamplingParams(**whole)
     (output,) = engine.generate("Count from 3 to 20", given)
     assert len(output.outputs[0].token_ids) == max_tokens
     after_prefill = max_tokens - 1
@@ -60,7 +61,8 @@ def test_one_request_runs_in_bursts_to_its_last_token(
 
 
 def test_what_needs_its_own_state_runs_step_by_step(engine: Engine, launched: list[int]):
-    for own in ({"logprobs": 1}, {"presence_penalty": 0.5}, {"beam_width": 2}):
+    kinds: list[dict[str, Any]] = [{"logprobs": 1}, {"presence_penalty": 0.5}, {"beam_width": 2}]
+    for own in kinds:
         engine.generate("Count from 3 to 20", SamplingParams(max_tokens=9, **own))
     assert set(launched) == {1}
 

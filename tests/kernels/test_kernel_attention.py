@@ -220,8 +220,10 @@ def test_split_counts(splits, window, interpret):
     got = jax.jit(run)(*arrays)
     assert_close(got, lambda dtype: plain(dtype=dtype), case.dtype)
     few = dataclasses.replace(config, target_programs=6)  # long sequences get most of them
-    uneven = jax.jit(partial(run, config=few))(*arrays)
-    assert_close(uneven, lambda dtype: plain(dtype=dtype), case.dtype)
+    by_mean = [dataclasses.replace(config, share_percent=percent) for percent in (30, 100, 150)]
+    for other in (few, *by_mean):
+        uneven = jax.jit(partial(run, config=other))(*arrays)
+        assert_close(uneven, lambda dtype: plain(dtype=dtype), case.dtype)
     # In place, among others' rows: written where there are keys, and nowhere else.
     batch_size, more = len(LONG), jnp.concatenate([batch.q_decode] * 2)
     target = jnp.full_like(more, jnp.nan)
@@ -235,6 +237,37 @@ def test_split_counts(splits, window, interpret):
     np.testing.assert_array_equal(np.asarray(ruined)[1:], np.asarray(got)[1:])
 
 
+@pytest.mark.parametrize("percent", [None, 50, 100, 150])
+@pytest.mark.parametrize("splits", [2, 8])
+def test_the_plan_covers_every_tile_once(percent, splits):
+    """For lengths at random, some all alike and some of padding, in as many items as it has."""
+    rng = np.random.default_rng(0)
+    spec = paged_decode._Spec(
+        None,
+        1.0,
+        None,
+        None,
+        DecodeConfig(tile_tokens=32, num_splits=splits, share_percent=percent),
+        group=2,
+        num_kv_heads=8,
+        block_size=16,
+        table_width=128,
+        interpret=True,
+    )
+    for turn in range(50):
+        lens = rng.integers(0, 2000, 40) if turn % 5 else np.full(40, rng.integers(1, 2000))
+        lens[rng.integers(1, 41) :] = 0
+        tables = jnp.zeros((40, 128), jnp.int32)
+        plan = np.asarray(paged_decode.decode_plan(tables, jnp.asarray(lens, jnp.int32), spec))
+        covered = {sequence: [] for sequence in range(40)}
+        for sequence, _, start, stop, split, count, *_ in plan[plan[:, 5] > 0]:
+            assert split == len(covered[sequence]) // 2 < count <= splits
+            covered[sequence] += [start, stop]
+        for sequence, bounds in covered.items():
+            assert bounds[::2] == [0, *bounds[1:-1:2]]  # each begins where the one before ends
+            assert bounds[-1] == -(-lens[sequence] // 32)
+
+
 @pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("splits", [1, 2, 16])
 @pytest.mark.parametrize(("window", "heads"), [(None, (4, 2)), (40, (11, 1))])
@@ -244,8 +277,10 @@ def test_rope_decode_split_counts(splits, window, heads, interpret):
     lens = (*LONG, (33, 1), (64, 1), (65, 1), (1, 1))
     case = Case(F32, 32, 16, heads, lens, sliding_window=window)
     arrays, norms = _with_new_tokens(case, 1, True)
-    for min_tiles, programs in ((1, 528), (3, 6)):
-        config = DecodeConfig(32, splits, min_tiles=min_tiles, target_programs=programs)
+    for min_tiles, programs, percent in ((1, 528, None), (3, 6, None), (1, 528, 100)):
+        config = DecodeConfig(
+            32, splits, min_tiles=min_tiles, target_programs=programs, share_percent=percent
+        )
         run = partial(
             paged_decode.rope_decode_attention,
             norms=norms,

@@ -21,7 +21,12 @@ def _decode(**changes):
 
 
 def test_decode_splits_fill_the_chip():
-    assert [_decode(batch=b).num_splits for b in (1, 8, 16, 64, 256)] == [32, 32, 4, 1, 1]
+    assert [_decode(batch=b).num_splits for b in (1, 8, 16, 64, 256)] == [32, 32, 4, 8, 1]
+
+
+def test_of_many_sequences_the_longer_ones_are_split():
+    shares = [_decode(batch=b).share_percent for b in (8, 16, 48, 64, 192, 256)]
+    assert shares == [None, None, 100, 150, 150, None]
 
 
 def test_decode_has_no_more_splits_than_tiles():
