@@ -7,7 +7,7 @@ the same tokens.
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from jpaged.config import LoopMode
@@ -100,6 +100,7 @@ class EngineLoop:
             if plan is not None:
                 self._launch(plan)
             failed = self._take_faults()
+            self._settle(failed)
         num_ahead = int(self._mode is LoopMode.OVERLAPPED and plan is not None)
         advanced = self._consume() if len(self._in_flight) > num_ahead else []
         if not self.scheduler.has_unfinished:
@@ -182,12 +183,17 @@ class EngineLoop:
             # Several samples of one request may end with this step: it is retired after the last.
             advanced = dict.fromkeys([self._take(token, result, rows) for token in news.emitted])
             advanced |= dict.fromkeys(self._searched(news.searched))
-            for state in advanced:
-                if state.polled:  # noted here, so that no Ctrl-C loses it
-                    self.undelivered[state] = None
-                if state.request.is_finished:
-                    self._retire(state)
+            advanced |= dict.fromkeys(self._take_faults())
+            self._settle(advanced)
             return list(advanced)
+
+    def _settle(self, advanced: Iterable[RequestState]) -> None:
+        """These have news, and some may be over."""
+        for state in advanced:
+            if state.polled:  # noted here, so that no Ctrl-C loses it
+                self.undelivered[state] = None
+            if state.request.is_finished:
+                self._retire(state)
 
     def _take(self, emitted: Emitted, result: StepResult, rows: dict[int, int]) -> RequestState:
         sequence = emitted.sequence
@@ -206,16 +212,13 @@ class EngineLoop:
         self.scheduler.finish(state.request_id, FinishReason.ERROR)
 
     def _take_faults(self) -> list[RequestState]:
-        """The requests that could not be planned for, or sampled; they are over."""
+        """The requests that could not be planned for, sampled or read; they are over."""
         failed: dict[RequestState, None] = {}
         for request, error in [*self.scheduler.take_faults(), *self._runner.take_faults()]:
-            if request in self._states:
-                failed[self._states[request]] = None
-                self._fail(self._states[request], error)
-        for state in failed:
-            if state.polled:
-                self.undelivered[state] = None
-            self._retire(state)
+            state = self._states.get(request)
+            if state is not None:
+                failed[state] = None
+                self._fail(state, error)
         return list(failed)
 
     def _searched(self, requests: list[Request]) -> Iterator[RequestState]:

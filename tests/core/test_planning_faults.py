@@ -26,7 +26,7 @@ PLACES: list[tuple[Any, str, bool]] = [
     (BlockManager, "num_new_blocks_of", True),
     (BlockManager, "find_prefix", True),
     (SwapSpace, "find", True),
-    (planner, "fan_out", False),
+    (planner, "fan_out", True),
     (planner, "work_of", True),
     (planner, "set_stem", True),
 ]
