@@ -14,8 +14,8 @@ class NoTokenError(ArithmeticError):
 
     def __init__(self, num_output_tokens: int):
         super().__init__(
-            f"no token of a finite logit to sample after {num_output_tokens} output tokens: the "
-            "model's logits are NaN or infinite, or the sampling parameters forbid every token"
+            f"no token can be sampled after {num_output_tokens} output tokens: the model's logits "
+            "are NaN or infinite, or the sampling parameters forbid every token"
         )
 
 

@@ -76,12 +76,14 @@ class FaultyDriver(Driver):
 
 class FaultyWork(Work):
     def __init__(self, seed: int, injector: Injector):
+        self.injector = injector
         super().__init__(seed, Tally())
-        self.driver.injector = injector
 
     def _make_driver(self) -> Driver:
         driver = super()._make_driver()
-        return FaultyDriver(driver.scheduler, driver.lag)
+        self.faulty = FaultyDriver(driver.scheduler, driver.lag)
+        self.faulty.injector = self.injector
+        return self.faulty
 
 
 def test_random_faults_in_reading():
@@ -96,7 +98,7 @@ def test_random_faults_in_reading():
         except Exception as error:
             error.add_note(f"seed {seed}")
             raise
-        num_lost += work.driver.num_lost
+        num_lost += work.faulty.num_lost
     assert all(happened[place.name] >= 5 for place in PLACES), happened
     assert num_lost >= 20
 
