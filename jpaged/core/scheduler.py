@@ -190,18 +190,18 @@ class Scheduler:
         num_broken = self._endings.num_broken
         manager, roster = self.block_manager, self.roster
         caches, block_size = manager.prefix_cache is not None, manager.block_size
+        if len(sampled) and sampled.min() < 0:
+            self._end_without_tokens(plan, sampled)
         for i, (row, token_id) in enumerate(zip(plan.scheduled, sampled.tolist(), strict=True)):
             sequence, start, num_tokens, samples, _ = row
             request = sequence.request
             sequence.num_in_flight_steps -= 1
-            sequence.num_pending_tokens -= samples
-            is_read = samples and sequence.finish_reason is None
+            if samples:
+                sequence.num_pending_tokens -= 1
             try:
-                if is_read and token_id < 0:  # before others know of its blocks
-                    self._endings.fail(request, NoTokenError(sequence.num_output_tokens))
                 if caches and (start + num_tokens) // block_size > sequence.num_chained_blocks:
                     manager.register_computed(sequence, start + num_tokens)
-                if is_read and token_id >= 0:
+                if samples and sequence.finish_reason is None:
                     if request.beam is not None:
                         offered.append((sequence, i))
                     else:
@@ -245,6 +245,15 @@ class Scheduler:
         )
         self._num_planned += 1
         return plan
+
+    def _end_without_tokens(self, plan: StepPlan, sampled: np.ndarray) -> None:
+        """End the requests of rows that should have sampled a token, before others know what their
+        blocks hold."""
+        for index in np.flatnonzero(sampled < 0).tolist():
+            sequence, _, _, samples, _ = plan.scheduled[index]
+            if samples and sequence.finish_reason is None:
+                error = NoTokenError(sequence.num_output_tokens)
+                self._endings.fail(sequence.request, error)
 
     def _read_token(self, request: Request, sequence: Sequence, token_id: int) -> Emitted:
         sequence.token_ids.append(token_id)
