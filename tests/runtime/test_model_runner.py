@@ -334,6 +334,8 @@ def test_costs_are_measured(driver: Driver):
     assert [tokens for tokens, _ in costs.prefill_seconds] == [64]
     assert [blocks for blocks, _ in costs.swap_seconds] == [8, 16, 32]
     assert all(seconds > 0 for _, seconds in costs.prefill_seconds + costs.swap_seconds)
+    roomy = measure_costs(driver.runner, replace(CONFIG, num_host_blocks=100), BUCKETS)
+    assert [blocks for blocks, _ in roomy.swap_seconds] == [8, 16, 32, 100]
     after = jax.tree.leaves(driver.runner._kv.pool)
     for was, now in zip(before, after, strict=True):
         np.testing.assert_array_equal(np.asarray(now)[1:], was[1:])  # all but the null block
