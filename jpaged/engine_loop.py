@@ -175,7 +175,7 @@ class EngineLoop:
             raise
         with self._whole():
             self._in_flight.popleft()
-            self._take_prompt_logprobs(handle, result)
+            ill = self._take_prompt_logprobs(handle, result)
             candidates = _candidates_of(result)
             news = self.scheduler.update(handle.plan, result.token_ids, candidates)
             self.counts.generated_tokens += len(news.emitted)
@@ -183,7 +183,7 @@ class EngineLoop:
             # Several samples of one request may end with this step: it is retired after the last.
             advanced = dict.fromkeys([self._take(token, result, rows) for token in news.emitted])
             advanced |= dict.fromkeys(self._searched(news.searched))
-            advanced |= dict.fromkeys(self._take_faults())
+            advanced |= dict.fromkeys([*ill, *self._take_faults()])
             self._settle(advanced)
             return list(advanced)
 
@@ -231,7 +231,9 @@ class EngineLoop:
                 self.counts.generated_tokens += sum(len(each.output_token_ids) for each in found)
                 yield state
 
-    def _take_prompt_logprobs(self, handle: StepHandle, result: StepResult) -> None:
+    def _take_prompt_logprobs(self, handle: StepHandle, result: StepResult) -> list[RequestState]:
+        """Give requests what the step scored of their prompts; those that fail over it."""
+        failed = []
         for item in handle.plan.scheduled if result.prompt_logprobs else ():
             scores = result.prompt_logprobs.get(item.sequence.seq_id)
             state = self._states.get(item.sequence.request)
@@ -240,6 +242,8 @@ class EngineLoop:
                     state.accept_prompt_logprobs(item, scores)
                 except Exception as error:
                     self._fail(state, error)
+                    failed.append(state)
+        return failed
 
     def _retire(self, state: RequestState) -> None:
         try:

@@ -79,6 +79,7 @@ def failing_once(target: Callable[..., Any], after: int) -> Any:
 FAULTS = {
     "detokenising": (RequestState, "accept", of_state),
     "scoring": (SampleState, "accept_scores", of_sample),
+    "scoring the prompt": (RequestState, "accept_prompt_logprobs", of_state),
     "ending": (RequestState, "finish", of_state),
     "placing": (StepDraft, "place", of_sequence),
     "blocks": (BlockManager, "append", of_sequence),
@@ -93,10 +94,16 @@ def test_a_fault_ends_one_request_and_no_other(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, fault: str, after: int, n: int
 ):
     owner, name, is_victim = FAULTS[fault]
-    if name in ("finish", "share_prefix") and after:
+    if name in ("finish", "share_prefix", "accept_prompt_logprobs") and after:
         after = 0  # they are called once
     params = SamplingParams(
-        n=n, temperature=1.5, seed=1, max_tokens=60, logprobs=0, ignore_eos=True
+        n=n,
+        temperature=1.5,
+        seed=1,
+        max_tokens=60,
+        logprobs=0,
+        prompt_logprobs=0 if name == "accept_prompt_logprobs" else None,
+        ignore_eos=True,
     )
     others = [engine.add_request(QUESTION, GREEDY) for _ in range(2)]
     engine.step()
