@@ -7,7 +7,7 @@ the same tokens.
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from jpaged.config import LoopMode
@@ -100,6 +100,7 @@ class EngineLoop:
             plans = self._plan()
             self._launch(plans)
             failed = self._take_faults()
+            self._settle(failed)
         num_ahead = len(plans) if self._mode is LoopMode.OVERLAPPED else 0
         advanced: list[RequestState] = []
         while len(self._in_flight) > num_ahead:
@@ -190,7 +191,7 @@ class EngineLoop:
             raise
         with self._whole():
             self._in_flight.popleft()
-            self._take_prompt_logprobs(handle, result)
+            ill = self._take_prompt_logprobs(handle, result)
             candidates = _candidates_of(result)
             news = self.scheduler.update(handle.plan, result.token_ids, candidates)
             self.counts.generated_tokens += len(news.emitted)
@@ -198,12 +199,17 @@ class EngineLoop:
             # Several samples of one request may end with this step: it is retired after the last.
             advanced = dict.fromkeys([self._take(token, result, rows) for token in news.emitted])
             advanced |= dict.fromkeys(self._searched(news.searched))
-            for state in advanced:
-                if state.polled:  # noted here, so that no Ctrl-C loses it
-                    self.undelivered[state] = None
-                if state.request.is_finished:
-                    self._retire(state)
+            advanced |= dict.fromkeys([*ill, *self._take_faults()])
+            self._settle(advanced)
             return list(advanced)
+
+    def _settle(self, advanced: Iterable[RequestState]) -> None:
+        """These have news, and some may be over."""
+        for state in advanced:
+            if state.polled:  # noted here, so that no Ctrl-C loses it
+                self.undelivered[state] = None
+            if state.request.is_finished:
+                self._retire(state)
 
     def _take(self, emitted: Emitted, result: StepResult, rows: dict[int, int]) -> RequestState:
         sequence = emitted.sequence
@@ -222,16 +228,13 @@ class EngineLoop:
         self.scheduler.finish(state.request_id, FinishReason.ERROR)
 
     def _take_faults(self) -> list[RequestState]:
-        """The requests that could not be planned for, or sampled; they are over."""
+        """The requests that could not be planned for, sampled or read; they are over."""
         failed: dict[RequestState, None] = {}
         for request, error in [*self.scheduler.take_faults(), *self._runner.take_faults()]:
-            if request in self._states:
-                failed[self._states[request]] = None
-                self._fail(self._states[request], error)
-        for state in failed:
-            if state.polled:
-                self.undelivered[state] = None
-            self._retire(state)
+            state = self._states.get(request)
+            if state is not None:
+                failed[state] = None
+                self._fail(state, error)
         return list(failed)
 
     def _searched(self, requests: list[Request]) -> Iterator[RequestState]:
@@ -244,7 +247,9 @@ class EngineLoop:
                 self.counts.generated_tokens += sum(len(each.output_token_ids) for each in found)
                 yield state
 
-    def _take_prompt_logprobs(self, handle: StepHandle, result: StepResult) -> None:
+    def _take_prompt_logprobs(self, handle: StepHandle, result: StepResult) -> list[RequestState]:
+        """Give requests what the step scored of their prompts; those that fail over it."""
+        failed = []
         for item in handle.plan.scheduled if result.prompt_logprobs else ():
             scores = result.prompt_logprobs.get(item.sequence.seq_id)
             state = self._states.get(item.sequence.request)
@@ -253,6 +258,8 @@ class EngineLoop:
                     state.accept_prompt_logprobs(item, scores)
                 except Exception as error:
                     self._fail(state, error)
+                    failed.append(state)
+        return failed
 
     def _retire(self, state: RequestState) -> None:
         try:

@@ -27,13 +27,13 @@ class CompletionOutput:
 
     Attributes:
         index: Its place among the answers to the same prompt: the sample's number, or with
-            `best_of` and beam search its rank.
+            `best_of` above n and beam search its rank.
         text: The detokenised answer so far, without a matched stop string (unless
             `include_stop_str_in_output`); while the answer grows, text that may be the start of
             a stop string or an incomplete character is missing.
         token_ids: Every sampled token, those of a stop string or a stop token included.
         cumulative_logprob: Sum of the tokens' log probabilities, if `logprobs` were asked for or
-            the answers are ranked (`best_of`, `beam_width`).
+            the answers are ranked (`best_of` above n, `beam_width`).
         logprobs: For each token its candidates by token id, if asked for.
         finish_reason: "stop", "length", "abort" or "error"; None while it grows.
         stop_reason: The stop string or stop token id that ended it; None for the end-of-text
@@ -68,9 +68,9 @@ class RequestOutput:
         prompt_logprobs: For each prompt token its candidates by token id (None for the first,
             which nothing predicts), if asked for.
         outputs: The n answers in the order of their samples, unfinished ones too. With `best_of`
-            the n best samples, best first: while they grow, those that are best so far. Of a beam
-            search the n best answers, best first (fewer if the vocabulary has no more); none before
-            its end, or if it was aborted.
+            above n the n best samples, best first: while they grow, those that are best so far. Of
+            a beam search the n best answers, best first (fewer if the vocabulary has no more); none
+            before its end, if it was aborted, or if it failed.
         finished: Whether all answers are finished.
         num_cached_tokens: Prompt tokens whose KV came from the prefix cache when the request first
             joined the batch.

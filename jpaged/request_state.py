@@ -153,7 +153,7 @@ class RequestState:
 
     def _outputs(self) -> list[CompletionOutput]:
         """All samples in their order, or the best of them so far, best first."""
-        chosen, is_ranked = self.samples, self.params.best_of is not None
+        chosen, is_ranked = self.samples, self.params.is_ranked
         if is_ranked:  # a stable sort: of equal ones the earlier sample comes first
             chosen = sorted(chosen, key=lambda sample: -sample.cumulative_logprob)[: self.params.n]
         return [sample.output(i, is_ranked=is_ranked) for i, sample in enumerate(chosen)]

@@ -30,9 +30,9 @@ class SamplingParams:
     Args:
         n: answers to return. Each is a sample of its own, in the order of their numbers: sample i
             has the seed `seed + i` (modulo 2**64), so it is what a request of n=1 with that seed
-            gives. With best_of or beam_width: the best ones, best first.
+            gives. With best_of above n, or beam_width: the best ones, best first.
         best_of: sample so many and return the n of the highest cumulative log-probability, best
-            first; None samples n.
+            first; None or n samples n, and ranks none.
         beam_width: search for the most probable answers with so many beams, instead of sampling;
             the search is that of transformers' `generate(num_beams=...)`. It and the tokens that
             end an answer are at most 20 together. A seed has no effect on it.
@@ -121,9 +121,14 @@ class SamplingParams:
         return self.best_of or self.n
 
     @property
+    def is_ranked(self) -> bool:
+        """Whether which samples are returned, and in which order, depends on their likelihood."""
+        return self.num_samples > self.n
+
+    @property
     def needs_logprobs(self) -> bool:
         """Whether the log-probabilities of tokens are wanted, by the caller or for a ranking."""
-        return self.logprobs is not None or bool(self.best_of or self.beam_width)
+        return self.logprobs is not None or self.is_ranked or self.beam_width is not None
 
     @property
     def adjusts_logits(self) -> bool:
@@ -178,7 +183,7 @@ class SamplingParams:
     @property
     def is_streamable(self) -> bool:
         """Whether which answers are returned is known from the start."""
-        return self.beam_width is None and self.num_samples == self.n
+        return self.beam_width is None and not self.is_ranked
 
     def check_streamable(self) -> None:
         """Raises ValueError if which answers are returned is known only at the end."""

@@ -107,7 +107,8 @@ def test_samples_are_as_many_as_asked_or_ranked():
     assert SamplingParams(n=2, best_of=5).num_samples == 5
     assert SamplingParams(best_of=1, temperature=0.0).num_samples == 1
     assert not SamplingParams(n=3).needs_logprobs
-    assert SamplingParams(n=3, best_of=3).needs_logprobs
+    assert SamplingParams(n=3, best_of=4).needs_logprobs
+    assert not SamplingParams(n=3, best_of=3).needs_logprobs  # nothing to rank
 
 
 def test_no_more_are_returned_than_sampled():

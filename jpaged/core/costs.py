@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+
 
 @dataclass(frozen=True, slots=True)
 class PreemptionCosts:
@@ -10,7 +12,8 @@ class PreemptionCosts:
 
     Attributes:
         prefill_seconds: (tokens, seconds) of a step.
-        swap_seconds: (blocks, seconds) of one way between device and host.
+        swap_seconds: (blocks, seconds) of one way between device and host, of several chunks at the
+            end, which overlap.
 
     Raises:
         ValueError: a list is empty, its sizes do not rise or are not positive, or a time is
@@ -30,7 +33,7 @@ class PreemptionCosts:
 
     def swap(self, num_blocks: int) -> float:
         """Seconds to bring so many blocks to the host and back."""
-        return 2 * _cover(self.swap_seconds, num_blocks)
+        return 2 * _along(self.swap_seconds, num_blocks)
 
 
 def _cover(times: tuple[tuple[int, float], ...], amount: int) -> float:
@@ -39,6 +42,18 @@ def _cover(times: tuple[tuple[int, float], ...], amount: int) -> float:
     whole, rest = divmod(amount, largest)
     last = next(s for size, s in times if size >= rest) if rest else 0.0
     return whole * seconds + last
+
+
+def _along(times: tuple[tuple[int, float], ...], amount: int) -> float:
+    """In proportion between two sizes, and past the largest as before it."""
+    if not amount:
+        return 0.0
+    before, last = ((0, 0.0), *times)[-2:]
+    if amount <= last[0]:
+        sizes, seconds = zip(*times, strict=True)
+        return float(np.interp(amount, sizes, seconds))
+    slope = max(last[1] - before[1], 0.0) / (last[0] - before[0])
+    return last[1] + (amount - last[0]) * slope
 
 
 def _check(name: str, times: tuple[tuple[int, float], ...]) -> None:

@@ -9,9 +9,10 @@ import numpy as np
 
 from jpaged.core.beam import BeamSearch, Continuation
 from jpaged.core.block_manager import BlockManager
-from jpaged.core.errors import IntegrityError
+from jpaged.core.errors import IntegrityError, NoTokenError
 from jpaged.core.plan import RowFork
 from jpaged.core.request import FinishReason, Request, Sequence
+from jpaged.core.roster import Roster
 
 
 def set_stem(request: Request) -> None:
@@ -50,7 +51,7 @@ def fan_out(manager: BlockManager, request: Request) -> list[RowFork]:
     first.num_admitted_tokens = first.num_computed_tokens
     for child in others:
         _share(manager, first, child)
-    return [(first, child) for child in others if child.is_placed]
+    return [(first, child) for child in others]
 
 
 def work_of(request: Request, budget: int) -> list[tuple[Sequence, int]]:
@@ -92,16 +93,16 @@ def search_on(request: Request) -> list[Continuation]:
 
 
 def reason_of_search(request: Request) -> FinishReason:
-    """Why the best answer of a search that is over ended."""
+    """Why the best answer of a search that is over ended; NoTokenError if it found none."""
     best = next(iter(_search_of(request).hypotheses), None)
-    if best is None:  # the model gave no number
-        return FinishReason.ERROR
+    if best is None:
+        raise NoTokenError(request.sequences[0].num_output_tokens)
     return FinishReason.STOP if best.is_ended else FinishReason.LENGTH
 
 
 def continue_beams(
-    manager: BlockManager, request: Request, continuations: list[Continuation]
-) -> list[RowFork]:
+    manager: BlockManager, roster: Roster, request: Request, continuations: list[Continuation]
+) -> None:
     """Make the continuations the request's beams, forking where a parent has several.
 
     A parent goes on as its first continuation, so that only the others cost a row and a reference.
@@ -112,7 +113,9 @@ def continue_beams(
     for parent_index, _, _ in continuations:
         parent = beam = parents[parent_index]
         if parent_index in heirs:
-            beam = _fork(manager, request, parent)
+            beam = _child_of(parent)
+            roster.add(beam)  # before it holds anything: what fails in between loses no block
+            _share(manager, parent, beam)
             forks.append((parent, beam))
         heirs.add(parent_index)
         beams.append(beam)
@@ -120,7 +123,10 @@ def continue_beams(
         beam.token_ids.append(token_id)
         beam.score, beam.candidates = score, None
     request.live, request.sequences = beams, list(beams)
-    return [fork for fork in forks if fork[1].is_placed]
+    roster.fork_rows(forks)
+    for index in range(len(parents)):
+        if index not in heirs:
+            roster.let_go(parents[index])
 
 
 def _search_of(request: Request) -> BeamSearch:
@@ -129,23 +135,21 @@ def _search_of(request: Request) -> BeamSearch:
     return request.beam
 
 
-def _fork(manager: BlockManager, request: Request, parent: Sequence) -> Sequence:
-    child = Sequence(
-        next(request.seq_ids),
+def _child_of(parent: Sequence) -> Sequence:
+    """A sequence like its parent, to which `_share` gives the blocks."""
+    return Sequence(
+        next(parent.request.seq_ids),
         list(parent.token_ids),
         parent.num_prompt_tokens,
-        request,
+        parent.request,
         cache_salt=parent.cache_salt,
         reads_prefix_cache=parent.reads_prefix_cache,
         num_cached_tokens=parent.num_cached_tokens,
         image_table=list(parent.image_table),
     )
-    _share(manager, parent, child)
-    return child
 
 
 def _share(manager: BlockManager, parent: Sequence, child: Sequence) -> None:
     manager.fork(parent, child)
     child.num_computed_tokens = parent.num_computed_tokens
     child.num_admitted_tokens = parent.num_admitted_tokens
-    child.is_placed = parent.is_placed

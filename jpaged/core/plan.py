@@ -7,6 +7,9 @@ import numpy as np
 
 from jpaged.core.request import FinishReason, Request, Sequence
 
+NO_TOKEN = -1
+"""As a sampled token: the row's logits had no finite maximum."""
+
 RowFork = tuple[Sequence, Sequence]
 """(parent, child): the child's device row starts as a copy of the parent's."""
 

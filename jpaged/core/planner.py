@@ -114,11 +114,13 @@ class Planner:
         """Take the blocks of the last in line, all of them.
 
         At once, though steps in flight may write there: whoever gets these blocks writes them in a
-        later step, and steps run in the order of their launch.
+        later step, and steps run in the order of their launch. One whose last tokens are only to be
+        read yet loses nothing by it: it is not swapped out, and counts as no preemption.
         """
         request = self.running.last
         self.running.remove(request)
-        if self._swap_space.chosen_for(request):
+        is_complete = all(s.num_tokens >= request.max_num_tokens for s in request.live)
+        if not is_complete and self._swap_space.chosen_for(request):
             self._swap_space.swap_out(request)
             request.status = RequestStatus.SWAPPED
         else:
@@ -129,7 +131,8 @@ class Planner:
                 sequence.num_computed_tokens = 0
             self._roster.leave_row(sequence)
         self.waiting.add(request)
-        self._preempted.append(request.request_id)
+        if not is_complete:
+            self._preempted.append(request.request_id)
         return request
 
     def _yield_to_urgent(self) -> None:

@@ -55,6 +55,10 @@ class RequestQueue:
         """Take a request out; KeyError if it does not stand here."""
         del self._requests[request.request_id]
 
+    def discard(self, request: Request) -> None:
+        """Take a request out if it stands here."""
+        self._requests.pop(request.request_id, None)
+
     def check_integrity(self) -> None:
         """Prove the order."""
         for earlier, later in pairwise(self):

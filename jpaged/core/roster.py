@@ -24,13 +24,20 @@ class Roster:
         self._released: list[int] = []
         self._row_forks: dict[int, RowFork] = {}  # by the child's id
 
-    def add(self, request: Request) -> None:
-        """Take in a request's live sequences; those known already stay."""
-        self.known.update((sequence.seq_id, sequence) for sequence in request.live)
+    def add(self, sequence: Sequence) -> None:
+        """Take a sequence in."""
+        self.known[sequence.seq_id] = sequence
+
+    def of(self, request: Request) -> list[Sequence]:
+        """All sequences of a request that have not given everything back."""
+        return [sequence for sequence in self.known.values() if sequence.request is request]
 
     def fork_rows(self, forks: Iterable[RowFork]) -> None:
-        """Let the children have rows, with the next plan."""
-        self._row_forks.update((child.seq_id, (parent, child)) for parent, child in forks)
+        """Let the children of parents that have rows have some too, with the next plan."""
+        for parent, child in forks:
+            if parent.is_placed:
+                self._row_forks[child.seq_id] = parent, child
+                child.is_placed = True
 
     def leave_row(self, sequence: Sequence) -> None:
         """The sequence leaves the batch, if it was ever planned in it.
@@ -53,7 +60,10 @@ class Roster:
         return changes
 
     def let_go(self, sequence: Sequence) -> None:
-        """The sequence is over; its blocks come back when no step in flight writes them."""
+        """The sequence is over; its blocks come back when no step in flight writes them.
+
+        Again for one that was let go by halves.
+        """
         self.leave_row(sequence)
         if sequence.image_table:
             sequence.image_table, sequence.num_computed_tokens = [], 0

@@ -14,6 +14,8 @@ import numpy as np
 from jpaged.core.accounts import num_waste_slots
 from jpaged.core.block_manager import BlockManager
 from jpaged.core.draft import StepDraft
+from jpaged.core.ending import Endings
+from jpaged.core.errors import NoTokenError
 from jpaged.core.groups import (
     continue_beams,
     is_ready,
@@ -56,7 +58,7 @@ class Scheduler:
         self._planner = Planner(
             config, block_manager, self.swap_space, self.roster, self.running, self.waiting
         )
-        self._faults: list[tuple[Request, Exception]] = []
+        self._endings = Endings((self.running, self.waiting), self.roster, self.swap_space)
         self._num_arrived = self._num_planned = self._num_updated = 0
 
     @property
@@ -108,7 +110,8 @@ class Scheduler:
         request.arrival = self._num_arrived
         self._num_arrived += 1
         self.waiting.add(request)
-        self.roster.add(request)
+        for sequence in request.live:
+            self.roster.add(sequence)
 
     def finish(self, request_id: str, reason: FinishReason) -> bool:
         """End a request in whatever state it is; tokens still on their way are dropped.
@@ -118,7 +121,7 @@ class Scheduler:
         request = self.running.get(request_id) or self.waiting.get(request_id)
         if request is None:
             return False
-        self._end(request, reason)
+        self._endings.end(request, reason)
         return True
 
     def abort(self, request_id: str) -> bool:
@@ -130,15 +133,7 @@ class Scheduler:
 
         Of one that has ended already, only the reason changes.
         """
-        request, has_ended = sequence.request, sequence.finish_reason is not None
-        sequence.finish_reason = reason
-        if not request.is_finished and not has_ended:
-            request.live.remove(sequence)
-            self.roster.let_go(sequence)
-            if not request.live:
-                self._end(request, reason)
-        elif request.is_finished and len(request.sequences) == 1:
-            request.finish_reason = reason
+        self._endings.end_sequence(sequence, reason)
 
     # ---- steps
 
@@ -160,49 +155,65 @@ class Scheduler:
             draft.drop(request)
             for sequence in request.live:
                 self.block_manager.trim(sequence)
-            self._end(request, FinishReason.ERROR)
+            self._endings.fail(request, faults[request])
         plan = self._plan(draft) if draft.scheduled or self.swap_space.has_returns else None
         if faults:
-            self._faults += faults.items()
             self.check_integrity()  # damage to what all share is not one request's own
         return plan
 
     def take_faults(self) -> list[tuple[Request, Exception]]:
-        """Requests that `schedule` ended with an error since the last call, and why."""
-        faults, self._faults = self._faults, []
-        return faults
+        """Requests that were ended with an error since the last call, and why."""
+        return self._endings.take_faults()
 
     def update(
         self, plan: StepPlan, sampled: np.ndarray, candidates: Candidates | None = None
     ) -> StepNews:
-        """Read a finished step: `sampled[i]` is the token of `plan.scheduled[i]`.
+        """Read a finished step: `sampled[i]` is the token of `plan.scheduled[i]`, or `NO_TOKEN`.
 
-        Plans are read in the order of planning, each once, or ValueError is raised. Rows that do
-        not sample, and those of sequences that ended meanwhile, may hold anything. A plan with beam
-        searches needs `candidates`, a row each like `sampled`.
+        Rows that do not sample, and those of sequences that ended meanwhile, may hold anything.
+        What goes wrong with a request, or that no token could be sampled for it, ends that request
+        alone; `take_faults` tells why.
+
+        Args:
+            plan: Plans are read in the order of planning, each once.
+            sampled: int [rows].
+            candidates: A row each like `sampled`; needed by plans with beam searches.
+
+        Raises:
+            ValueError: the plan is not the next to be read, or an array does not fit it.
+            IntegrityError: something went wrong with a request and left the books wrong.
         """
         plan.check_update(sampled, self._num_updated, self._num_planned)
         self._num_updated += 1
         emitted: list[Emitted] = []
-        searching: dict[Request, None] = {}
+        offered: list[tuple[Sequence, int]] = []
+        num_broken = self._endings.num_broken
         manager, roster = self.block_manager, self.roster
         caches, block_size = manager.prefix_cache is not None, manager.block_size
+        if len(sampled) and sampled.min() < 0:
+            self._end_without_tokens(plan, sampled)
         for i, (row, token_id) in enumerate(zip(plan.scheduled, sampled.tolist(), strict=True)):
             sequence, start, num_tokens, samples, _ = row
+            request = sequence.request
             sequence.num_in_flight_steps -= 1
-            if caches and (start + num_tokens) // block_size > sequence.num_chained_blocks:
-                manager.register_computed(sequence, start + num_tokens)
             if samples:
                 sequence.num_pending_tokens -= 1
-                request = sequence.request
-                if request.beam is not None:
-                    sequence.candidates = _row_of(candidates, i)
-                    searching[request] = None
-                elif sequence.finish_reason is None:
-                    emitted.append(self._read_token(request, sequence, token_id))
-            if roster.draining and not sequence.num_in_flight_steps:
-                roster.give_back(sequence)
-        return StepNews(emitted, [request for request in searching if self._search(request)])
+            try:
+                if caches and (start + num_tokens) // block_size > sequence.num_chained_blocks:
+                    manager.register_computed(sequence, start + num_tokens)
+                if samples and sequence.finish_reason is None:
+                    if request.beam is not None:
+                        offered.append((sequence, i))
+                    else:
+                        emitted.append(self._read_token(request, sequence, token_id))
+                if roster.draining and not sequence.num_in_flight_steps:
+                    roster.give_back(sequence)
+            except Exception as error:
+                self._endings.fail(request, error)
+        searched = self._search_on(offered, candidates)
+        if self._endings.num_broken > num_broken:
+            self.check_integrity()  # damage to what all share is not one request's own
+        return StepNews(emitted, searched)
 
     def check_integrity(self) -> None:
         """Prove the scheduler's books, and the blocks' beneath them; IntegrityError if not."""
@@ -235,6 +246,15 @@ class Scheduler:
         self._num_planned += 1
         return plan
 
+    def _end_without_tokens(self, plan: StepPlan, sampled: np.ndarray) -> None:
+        """End the requests of rows that should have sampled a token, before others know what their
+        blocks hold."""
+        for index in np.flatnonzero(sampled < 0).tolist():
+            sequence, _, _, samples, _ = plan.scheduled[index]
+            if samples and sequence.finish_reason is None:
+                error = NoTokenError(sequence.num_output_tokens)
+                self._endings.fail(sequence.request, error)
+
     def _read_token(self, request: Request, sequence: Sequence, token_id: int) -> Emitted:
         sequence.token_ids.append(token_id)
         reason = finish_reason_of(request, sequence, token_id)
@@ -242,36 +262,30 @@ class Scheduler:
             self.finish_sequence(sequence, reason)
         return Emitted(sequence, request, token_id, reason)
 
+    def _search_on(
+        self, offered: list[tuple[Sequence, int]], candidates: Candidates | None
+    ) -> list[Request]:
+        """Give beams their rows of `candidates`; the searches that then took a step."""
+        if not offered:
+            return []
+        if candidates is None:
+            raise ValueError("candidates=None: a step with a beam search is read with candidates")
+        for beam, row in offered:
+            beam.candidates = Candidates(candidates.token_ids[row], candidates.logprobs[row])
+        requests = dict.fromkeys(beam.request for beam, _ in offered)
+        return [request for request in requests if self._search(request)]
+
     def _search(self, request: Request) -> bool:
         """Let a beam search take a step, if all its beams were read."""
-        beams = request.live
-        if request.is_finished or not all(map(is_ready, beams)):
+        if request.is_finished or not all(map(is_ready, request.live)):
             return False
-        continuations = search_on(request)
-        if not continuations:
-            self._end(request, reason_of_search(request))
-            return True
-        self.roster.fork_rows(continue_beams(self.block_manager, request, continuations))
-        self.roster.add(request)
-        for pruned in set(beams) - set(request.live):
-            self.roster.let_go(pruned)
+        try:
+            continuations = search_on(request)
+            if continuations:
+                continue_beams(self.block_manager, self.roster, request, continuations)
+            else:
+                self._endings.end(request, reason_of_search(request))
+        except Exception as error:
+            self._endings.fail(request, error)
+            return False
         return True
-
-    # ---- ending
-
-    def _end(self, request: Request, reason: FinishReason) -> None:
-        """The request is over, and so are those of its sequences that live."""
-        queue = self.running if request.request_id in self.running else self.waiting
-        queue.remove(request)
-        request.status, request.finish_reason = RequestStatus.FINISHED, reason
-        for sequence in request.live:
-            sequence.finish_reason = reason
-            self.roster.let_go(sequence)
-        request.live = []
-        self.swap_space.drop(request)
-
-
-def _row_of(candidates: Candidates | None, index: int) -> Candidates:
-    if candidates is None:
-        raise ValueError("candidates=None: a step with beam searches is read with its candidates")
-    return Candidates(candidates.token_ids[index], candidates.logprobs[index])

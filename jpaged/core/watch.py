@@ -8,19 +8,17 @@ hold blocks). While nobody watches, noting is a loop over an empty list.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from struct import unpack_from
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from jpaged.core.block_pool import BlockContent, KVBlock
 from jpaged.core.request import Sequence as TokenSequence
-
-if TYPE_CHECKING:
-    from jpaged.core.scheduler import Scheduler
+from jpaged.core.scheduler import Scheduler
 
 CACHED = -1
 """As a block's count: free, its content kept until the block is needed."""
 
 
-class BlockChanges(NamedTuple):
+class ChangedBlocks(NamedTuple):
     """Blocks that changed, in columns: a first look may be at a hundred thousand.
 
     Attributes:
@@ -77,7 +75,7 @@ class PoolChanges:
         tokens: By block id, the tokens it holds, as far as the host has read them.
     """
 
-    blocks: BlockChanges = field(default_factory=BlockChanges)
+    blocks: ChangedBlocks = field(default_factory=ChangedBlocks)
     tables: list[TableChange] = field(default_factory=list)
     grown: dict[int, int] = field(default_factory=dict)
     gone: list[int] = field(default_factory=list)
@@ -113,7 +111,7 @@ class PoolWatch:
             the next looks); 0 never tells any.
     """
 
-    def __init__(self, scheduler: "Scheduler", num_token_blocks: int = 0):
+    def __init__(self, scheduler: Scheduler, num_token_blocks: int = 0):
         self._scheduler = scheduler
         self._pool = scheduler.block_manager.pool
         self._num_token_blocks = num_token_blocks
@@ -140,7 +138,7 @@ class PoolWatch:
         self._tell_tokens(changes)
         return changes
 
-    def _changed_blocks(self) -> BlockChanges:
+    def _changed_blocks(self) -> ChangedBlocks:
         block_ids = sorted(self._changed)
         self._changed.clear()
         blocks = [self._pool.blocks[block_id] for block_id in block_ids]
@@ -149,7 +147,7 @@ class PoolWatch:
         counts = [block.ref_cnt or CACHED * (block.content is not None) for block in blocks]
         contents = (block.content for block in blocks)
         hashes = [0 if content is None else content.digest & 0xFFFFFFFF for content in contents]
-        return BlockChanges(block_ids, counts, hashes)
+        return ChangedBlocks(block_ids, counts, hashes)
 
     def _look_at_sequences(self, changes: PoolChanges) -> None:
         for seq_id, known in list(self._known.items()):

@@ -28,7 +28,7 @@ from jpaged.runtime.results import (
     TokenScores,
     num_scored_prompt_tokens,
 )
-from jpaged.runtime.rows import RowTable
+from jpaged.runtime.rows import UNWANTED, RowSampling, RowTable
 from jpaged.runtime.sampler import Sampled, SamplerLevel
 from jpaged.runtime.sampling_state import bias_row, ending_row
 from jpaged.runtime.swap import BlockImages
@@ -227,17 +227,22 @@ class ModelRunner:
         self._move(program, pairs, self._config.num_rows, padding)
 
     def _give_row(self, sequence: Sequence, sampling: SamplingOf) -> int:
-        params = sampling[sequence.request]
-        try:
-            loads = self._row_loads(sequence, params) if params.adjusts_logits else ()
-            row = self._rows.assign(sequence.seq_id, params, sequence.index)
-        except Exception as error:  # of this request alone: nothing is launched yet
-            self._faults.append((sequence.request, error))
-            return self._rows.assign_plain(sequence.seq_id)
+        own, loads = self._sampling_of(sequence, sampling[sequence.request])
+        row = self._rows.assign(sequence.seq_id, own)
         if loads:
             load_row = self._programs.load_row
             self._sampling_state = load_row(self._sampling_state, np.int32(row), *loads)
         return row
+
+    def _sampling_of(self, sequence: Sequence, params: SamplingParams) -> tuple[RowSampling, tuple]:
+        """What is made of a request's own parameters, before anything is launched: what fails here
+        is its own."""
+        try:
+            loads = self._row_loads(sequence, params) if params.adjusts_logits else ()
+            return RowSampling.of(params, sequence.index), loads
+        except Exception as error:
+            self._faults.append((sequence.request, error))
+            return UNWANTED, ()
 
     def _row_loads(self, sequence: Sequence, params: SamplingParams) -> tuple:
         """All its tokens are known: a sequence joins the batch only when none is in flight."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from threading import Event
-from typing import Any
+from typing import Any, TypeVar
 
 from jpaged.runtime.buckets import Buckets
 from jpaged.runtime.program_store import ProgramStore
@@ -23,7 +23,10 @@ from jpaged.runtime.recipes import (
     sample_recipe,
 )
 from jpaged.runtime.sampler import SamplerLevel
+from jpaged.runtime.thread_settings import ThreadSettings
 from jpaged.runtime_config import RuntimeConfig
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,8 @@ class ProgramBuilder:
     Tracing and lowering hold Python's lock, so one thread does both, in the order of adding;
     compiling does not, so many programs are compiled at once while that goes on. Of those with the
     same matrix products one is compiled before the others begin: XLA measures the ways to compute a
-    product on the device, one at a time, and knows it from then on.
+    product on the device, one at a time, and knows it from then on. All threads work under the
+    settings of JAX that hold where the builder is made.
 
     Args:
         threads: Compilations at once of programs without such products; the others, which mostly
@@ -89,6 +93,7 @@ class ProgramBuilder:
         progress: Callable[[int, int], None] = lambda done, total: None,
     ):
         self._store, self._progress = store, progress
+        self._settings = ThreadSettings()
         self._tracer, self._compilers = ThreadPoolExecutor(1), ThreadPoolExecutor(threads)
         self._measurers = ThreadPoolExecutor(_MEASURERS)
         self._building: dict[Name, Future[Future[Any]]] = {}
@@ -107,7 +112,7 @@ class ProgramBuilder:
         """Begin with these, unless their like was added before."""
         for recipe in recipes:
             if recipe.name not in self._building:
-                self._building[recipe.name] = self._tracer.submit(self._trace, recipe)
+                self._building[recipe.name] = self._submit(self._tracer, self._trace, recipe)
 
     def programs(self) -> Programs:
         """Wait for all that were added."""
@@ -130,7 +135,9 @@ class ProgramBuilder:
         def compute() -> int:
             self._may_compile.clear()
             try:
-                compiling = [self._tracer.submit(self._compile_draft, draft) for draft in drafts]
+                compiling = [
+                    self._submit(self._tracer, self._compile_draft, draft) for draft in drafts
+                ]
                 self.add(meanwhile)
                 return sum(_workspace(future.result().result()) for future in compiling)
             finally:
@@ -140,15 +147,18 @@ class ProgramBuilder:
             return compute()
         return self._store.number(f"workspace of {[draft.key for draft in drafts]}", compute)
 
+    def _submit(self, pool: ThreadPoolExecutor, work: Callable[..., T], *args: Any) -> Future[T]:
+        return pool.submit(self._settings.run, work, *args)
+
     def _compile_draft(self, draft: Recipe) -> Future[Any]:
-        return self._compilers.submit(draft.lower().compile)
+        return self._submit(self._compilers, draft.lower().compile)
 
     def _trace(self, recipe: Recipe) -> Future[Any]:
         lowered = lower(recipe, self._store)
         if recipe.products is None:
-            return self._compilers.submit(self._compile, lowered)
+            return self._submit(self._compilers, self._compile, lowered)
         first = self._first_with.get(recipe.products)
-        compiling = self._measurers.submit(self._compile, lowered, first)
+        compiling = self._submit(self._measurers, self._compile, lowered, first)
         self._first_with.setdefault(recipe.products, compiling)
         return compiling
 

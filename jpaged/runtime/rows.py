@@ -1,11 +1,36 @@
 """Which device row each running sequence has, and what the host keeps of it."""
 
+from typing import NamedTuple
+
 import numpy as np
 
 from jpaged.core.plan import ScheduledSequence
 from jpaged.runtime.sampler import SamplerLevel, required_level
 from jpaged.runtime.sampling_state import PADDING_PARAMS, ROW_WIDTH, encode_row
 from jpaged.sampling_params import SamplingParams
+
+
+class RowSampling(NamedTuple):
+    """How a row is sampled: its parameters, int32 [W], and the level they need."""
+
+    encoded: np.ndarray
+    level: SamplerLevel
+
+    @classmethod
+    def of(cls, params: SamplingParams, index: int = 0) -> "RowSampling":
+        """Of one of a request's samples.
+
+        Args:
+            params: How the request is sampled, with a seed.
+            index: Which sample: each draws from a seed of its own, so that sample i of a request
+                equals the only one of a request whose seed is i higher.
+        """
+        encoded = encode_row(params, ((params.seed or 0) + index) % 2**64)
+        return cls(encoded, required_level(params))
+
+
+UNWANTED = RowSampling(PADDING_PARAMS, SamplerLevel.GREEDY)
+"""Of a sequence that is in a step, but of which nothing is wanted any more."""
 
 
 class RowTable:
@@ -24,31 +49,16 @@ class RowTable:
     def __contains__(self, seq_id: int) -> bool:
         return seq_id in self._row_of
 
-    def assign(self, seq_id: int, params: SamplingParams, index: int = 0) -> int:
+    def assign(self, seq_id: int, sampling: RowSampling) -> int:
         """Give a sequence that enters the batch a row.
-
-        Args:
-            seq_id: The sequence.
-            params: How its request is sampled, with a seed.
-            index: Its place among the request's samples: each draws from a seed of its own, so that
-                sample i of a request equals the only one of a request whose seed is i higher.
 
         Raises:
             ValueError: it has a row already.
         """
         if seq_id in self._row_of:
             raise ValueError(f"sequence {seq_id} has device row {self._row_of[seq_id]} already")
-        encoded = encode_row(params, ((params.seed or 0) + index) % 2**64)
-        return self._put(seq_id, encoded, required_level(params))
-
-    def assign_plain(self, seq_id: int) -> int:
-        """Give a sequence of which nothing is wanted any more a row, as it is in a step."""
-        return self._put(seq_id, PADDING_PARAMS, SamplerLevel.GREEDY)
-
-    def _put(self, seq_id: int, encoded: np.ndarray, level: SamplerLevel) -> int:
         row = self._row_of[seq_id] = self._free.pop()
-        self.sampling[row] = encoded
-        self._levels[row] = level
+        self.sampling[row], self._levels[row] = sampling
         return row
 
     def row(self, seq_id: int) -> int:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Float32, Int32, UInt32
 
+from jpaged.core.plan import NO_TOKEN
 from jpaged.runtime.sampling_state import SamplingRows, SamplingState
 from jpaged.sampling_params import SamplingParams
 from pallas_kernels import Backend, truncation_mask
@@ -54,6 +55,8 @@ class Sampled(NamedTuple):
     """The chosen tokens; the log-probabilities (of the unchanged logits) at level LOGPROBS."""
 
     token_ids: Int32[Array, "B"]
+    """`NO_TOKEN` where the logits have no finite maximum: they are NaN or infinite, or all tokens
+    are forbidden. What is said of such a token's log-probabilities means nothing."""
     logprobs: Float32[Array, "B"] | None = None
     ranks: Int32[Array, "B"] | None = None
     top_token_ids: Int32[Array, "B L"] | None = None
@@ -89,10 +92,11 @@ def sample(
         if state is None:
             raise ValueError(f"state=None at level {level.name}: pass the rows' SamplingState")
         adjusted = adjust(logits, rows, state, row_ids)
-    token_ids = _choose(adjusted, rows, level, backend)
+    best, height = _choose(adjusted, rows, level, backend)
+    token_ids = jnp.where(jnp.isfinite(height), best, jnp.int32(NO_TOKEN))
     if level < SamplerLevel.LOGPROBS:
         return Sampled(token_ids)
-    return Sampled(token_ids, *token_logprobs(logits, token_ids, max_logprobs))
+    return Sampled(token_ids, *token_logprobs(logits, best, max_logprobs))
 
 
 def adjust(
@@ -134,9 +138,9 @@ def token_logprobs(
 
 def _choose(
     logits: Float32[Array, "B V"], rows: SamplingRows, level: SamplerLevel, backend: Backend
-) -> Int32[Array, "B"]:
+) -> tuple[Int32[Array, "B"], Float32[Array, "B"]]:
     if level == SamplerLevel.GREEDY:
-        return jnp.argmax(logits, axis=1).astype(jnp.int32)
+        return _first_maximum(logits)
     greedy = rows.temperature == 0.0
     temperature = jnp.where(greedy, 1.0, rows.temperature)
     scaled = _scale(logits, temperature)
@@ -151,7 +155,24 @@ def _choose(
         )
         scaled = jnp.where(kept, scaled, -jnp.inf)
     drawn = scaled + _gumbel(rows.seed, rows.position, logits.shape[1])
-    return jnp.argmax(jnp.where(greedy[:, None], logits, drawn), axis=1).astype(jnp.int32)
+    return _first_maximum(jnp.where(greedy[:, None], logits, drawn))
+
+
+def _first_maximum(x: Float32[Array, "B V"]) -> tuple[Int32[Array, "B"], Float32[Array, "B"]]:
+    """Where each row is highest, and how high; the first NaN of a row counts as highest.
+
+    One pass over `x`: jnp.argmax makes the same reduction and throws the heights away.
+    """
+
+    def higher(left, right):
+        (x, i), (y, j) = left, right
+        is_left = (x > y) | (x != x) | ((x == y) & (i < j))
+        return jnp.where(is_left, x, y), jnp.where(is_left, i, j)
+
+    column = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    nothing = jnp.float32(-jnp.inf), jnp.int32(0)
+    height, index = jax.lax.reduce((x, column), nothing, higher, (1,))
+    return index, height
 
 
 def _scale(

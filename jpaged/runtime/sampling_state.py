@@ -178,8 +178,9 @@ def record_tokens(
     token_ids: Int32[Array, "B"],
     counted: Bool[Array, "B"],
 ) -> SamplingState:
-    """Adds the sampled tokens to their rows' output where `counted`; donate the state."""
+    """Adds the sampled tokens to their rows' output where `counted` and there is one; donate the
+    state."""
     V = state.output_counts.shape[1]
-    kept = jnp.where(counted, token_ids, V)
+    kept = jnp.where(counted & (token_ids >= 0), token_ids, V)
     counts = state.output_counts.at[row_ids, kept].add(1, mode="drop")
     return state._replace(output_counts=counts)

@@ -176,7 +176,7 @@ def sample_step(
     backend: Backend,
     max_logprobs: int,
 ) -> tuple[Sampled, Int32[Array, "R"], SamplingState | None]:
-    """Sample a token a sequence and remember it on the device.
+    """Sample a token a sequence and remember it on the device: 0 for none, since it is embedded.
 
     Args:
         logits: From the forward program.
@@ -192,7 +192,8 @@ def sample_step(
     sampled = sample(logits, rows, sampling, inputs.rows, **options)
     if sampling is not None:
         sampling = record_tokens(sampling, inputs.rows, sampled.token_ids, inputs.counted)
-    return sampled, last_tokens.at[inputs.rows].set(sampled.token_ids), sampling
+    known = jnp.maximum(sampled.token_ids, 0)
+    return sampled, last_tokens.at[inputs.rows].set(known), sampling
 
 
 def prompt_logprobs_step(

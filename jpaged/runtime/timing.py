@@ -9,6 +9,7 @@ from jpaged.core.plan import ScheduledSequence, StepPlan, SwapIn, SwapOut
 from jpaged.core.request import Request, StopCriteria
 from jpaged.runtime.buckets import Buckets
 from jpaged.runtime.model_runner import ModelRunner
+from jpaged.runtime.swap import MAX_STAGED_CHUNKS
 from jpaged.runtime_config import RuntimeConfig
 from jpaged.sampling_params import SamplingParams
 
@@ -26,8 +27,15 @@ def measure_costs(runner: ModelRunner, config: RuntimeConfig, buckets: Buckets) 
     """
     sizes = buckets.prefill_tokens
     prefill = [(n, _best(lambda n=n: time_prefill(runner, config, n))) for n in sizes]
-    swaps = [(n, _best(lambda n=n: time_swap(runner, n) / 2)) for n in runner.swap_sizes]
+    blocks = _swap_sizes(runner.swap_sizes, config.num_host_blocks)
+    swaps = [(n, _best(lambda n=n: time_swap(runner, n) / 2)) for n in blocks]
     return PreemptionCosts(tuple(prefill), tuple(swaps))
+
+
+def _swap_sizes(chunks: tuple[int, ...], num_host_blocks: int) -> tuple[int, ...]:
+    """Every chunk, and as many of the largest as are on their way at once."""
+    most = min(MAX_STAGED_CHUNKS * max(chunks, default=0), num_host_blocks)
+    return (*chunks, most) if most > max(chunks, default=0) else chunks
 
 
 def time_prefill(runner: ModelRunner, config: RuntimeConfig, num_tokens: int) -> float:

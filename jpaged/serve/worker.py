@@ -81,6 +81,9 @@ class Worker:
 
     def _tell(self) -> None:
         news, now = self._engine.take_deltas(), time.monotonic()
+        for delta in news:
+            if delta.error is not None:  # clients are told where to look, not what
+                print(f"jpaged: {delta.request_id}: {delta.error}", file=sys.stderr, flush=True)
         idle = not self._engine.has_work
         stats = None
         if idle or now >= self._stats_due:

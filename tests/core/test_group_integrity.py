@@ -135,7 +135,7 @@ def test_seats_are_counted_by_group():
     request = driver.requests["1"]
     extra = Sequence(13, [*request.live[0].token_ids], 4, request)
     request.live.append(extra)
-    driver.scheduler.roster.add(request)
+    driver.scheduler.roster.add(extra)
     with pytest.raises(IntegrityError, match="4 sequences run, max_num_seqs=3"):
         driver.scheduler.check_integrity()
 

@@ -1,13 +1,11 @@
 """What goes wrong in planning for one request ends that request, and leaves the books in order."""
 
-import random
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from core_driver import Driver, make_request, make_scheduler
+from core_faults import InjectedError, Injector, Place
 from test_random_groups import Tally, Work
 
 from jpaged.core import planner
@@ -19,44 +17,17 @@ from jpaged.core.request import FinishReason
 from jpaged.core.swap import SwapSpace
 
 SEEDS = 200
-PLACES: list[tuple[Any, str, bool]] = [
-    (StepDraft, "place", True),
-    (BlockManager, "append", True),
-    (BlockManager, "share_prefix", True),
-    (BlockManager, "num_new_blocks_of", True),
-    (BlockManager, "find_prefix", True),
-    (SwapSpace, "find", True),
-    (planner, "fan_out", False),
-    (planner, "work_of", True),
-    (planner, "set_stem", True),
+PLACES = [
+    Place(StepDraft, "place"),
+    Place(BlockManager, "append"),
+    Place(BlockManager, "share_prefix", 0.1),
+    Place(BlockManager, "num_new_blocks_of"),
+    Place(BlockManager, "find_prefix"),
+    Place(SwapSpace, "find", 0.1),
+    Place(planner, "fan_out", 0.1),
+    Place(planner, "work_of"),
+    Place(planner, "set_stem"),
 ]
-"""Where it goes wrong, and whether also once the work there is done."""
-RARE = ("fan_out", "find", "share_prefix")
-
-
-class InjectedError(Exception):
-    pass
-
-
-@contextmanager
-def faults(pick: random.Random, happened: Counter[str]) -> Iterator[None]:
-    """Every now and then a call fails, before or after it does anything."""
-
-    def failing(name: str, target: Callable[..., Any], also_after: bool) -> Callable[..., Any]:
-        def wrapper(*args: Any) -> Any:
-            if pick.random() < (0.1 if name in RARE else 0.01):
-                if also_after and pick.random() < 0.5:
-                    target(*args)
-                happened[name] += 1
-                raise InjectedError(name)
-            return target(*args)
-
-        return wrapper
-
-    with pytest.MonkeyPatch.context() as patch:
-        for owner, name, also_after in PLACES:
-            patch.setattr(owner, name, failing(name, getattr(owner, name), also_after))
-        yield
 
 
 class FaultyDriver(Driver):
@@ -94,12 +65,12 @@ def test_random_faults_in_planning():
     happened: Counter[str] = Counter()
     for seed in range(SEEDS):
         try:
-            with faults(random.Random(-seed), happened):
+            with Injector(happened).faults(-seed, PLACES):
                 FaultyWork(seed, Tally()).run()
         except Exception as error:
             error.add_note(f"seed {seed}")
             raise
-    assert all(happened[name] >= 5 for _, name, _ in PLACES), happened
+    assert all(happened[place.name] >= 5 for place in PLACES), happened
 
 
 def test_the_others_go_on():

@@ -2,7 +2,7 @@
 
 import pytest
 from core_driver import Driver, make_request, make_scheduler
-from core_plans import status
+from core_plans import num_free, samples, shape, status, the
 from core_swapped import swapped_out
 
 from jpaged.core.costs import PreemptionCosts
@@ -54,3 +54,21 @@ def test_auto_counts_shared_tokens_once():
 def test_bad_policies_are_refused(arguments: tuple, message: str):
     with pytest.raises(ValueError, match=message):
         PressurePolicy(*arguments)
+
+
+@pytest.mark.parametrize("mode", [PreemptionMode.SWAP, PreemptionMode.RECOMPUTE])
+def test_one_that_only_waits_to_be_read_gives_way_at_once_and_is_not_swapped_out(
+    mode: PreemptionMode,
+):
+    policy = PressurePolicy(mode, num_host_blocks=20)
+    driver = Driver(make_scheduler(num_blocks=5, block_size=2, pressure=policy), lag=1)
+    driver.add(make_request("1", 2, max_tokens=6))
+    driver.add(make_request("2", 2, max_tokens=3))
+    for _ in range(3):
+        driver.step()
+    assert num_free(driver) == 0
+    assert samples(driver, "2")[0].num_tokens == 5  # all there will be, the last not read yet
+    plan = the(driver.step())
+    assert shape(plan) == [(1, 4, 1, True)]
+    assert (plan.preempted, plan.swap_outs, plan.released) == ((), (), (2,))
+    driver.run()

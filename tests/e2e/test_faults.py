@@ -7,8 +7,11 @@ import pytest
 from conftest import Engines
 
 from jpaged import Engine, SamplingParams
+from jpaged.core import beam, groups
+from jpaged.core.beam import BeamSearch
 from jpaged.core.block_manager import BlockManager
 from jpaged.core.draft import StepDraft
+from jpaged.core.roster import Roster
 from jpaged.core.scheduler import Scheduler
 from jpaged.request_state import RequestState
 from jpaged.runtime import rows
@@ -58,9 +61,25 @@ def of_sample(sample: SampleState, *_: Any) -> bool:
     return sample.sequence.request.request_id == "victim"
 
 
+def failing_once(target: Callable[..., Any], after: int) -> Any:
+    """`target`, whose call number `after` raises once its work is done."""
+    calls = 0
+
+    def wrapper(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        result = target(*args, **options)
+        if calls == after + 1:
+            raise KeyError("injected")
+        return result
+
+    return wrapper
+
+
 FAULTS = {
     "detokenising": (RequestState, "accept", of_state),
     "scoring": (SampleState, "accept_scores", of_sample),
+    "scoring the prompt": (RequestState, "accept_prompt_logprobs", of_state),
     "ending": (RequestState, "finish", of_state),
     "placing": (StepDraft, "place", of_sequence),
     "blocks": (BlockManager, "append", of_sequence),
@@ -75,10 +94,16 @@ def test_a_fault_ends_one_request_and_no_other(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, fault: str, after: int, n: int
 ):
     owner, name, is_victim = FAULTS[fault]
-    if name in ("finish", "share_prefix") and after:
+    if name in ("finish", "share_prefix", "accept_prompt_logprobs") and after:
         after = 0  # they are called once
     params = SamplingParams(
-        n=n, temperature=1.5, seed=1, max_tokens=60, logprobs=0, ignore_eos=True
+        n=n,
+        temperature=1.5,
+        seed=1,
+        max_tokens=60,
+        logprobs=0,
+        prompt_logprobs=0 if name == "accept_prompt_logprobs" else None,
+        ignore_eos=True,
     )
     others = [engine.add_request(QUESTION, GREEDY) for _ in range(2)]
     engine.step()
@@ -91,6 +116,37 @@ def test_a_fault_ends_one_request_and_no_other(
     assert [last[other].outputs[0].text for other in others] == [ANSWER] * 4
     engine.check_integrity()
     assert engine.generate(QUESTION, GREEDY)[0].outputs[0].text == ANSWER
+
+
+SEARCH_FAULTS = {
+    "ranking": (beam, "_rank"),
+    "collecting": (BeamSearch, "_collect"),
+    "forking": (groups, "_share"),
+    "rows": (Roster, "fork_rows"),
+}
+
+
+@pytest.mark.parametrize("fault", SEARCH_FAULTS)
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_fault_in_a_search_ends_it_and_no_other(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, fault: str, after: int
+):
+    owner, name = SEARCH_FAULTS[fault]
+    search = SamplingParams(beam_width=3, max_tokens=20, ignore_eos=True)
+    other_search = SamplingParams(beam_width=2, max_tokens=12)
+    expected = engine.generate(QUESTION, other_search)[0].outputs[0].text
+    engine.add_request(QUESTION, GREEDY, request_id="other")
+    engine.add_request("x" * 40, search, request_id="victim")
+    engine.add_request(QUESTION, other_search, request_id="search")
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, failing_once(getattr(owner, name), after))
+        last = run(engine)
+    failed = [key for key in last if last[key].finished and not last[key].outputs]
+    assert failed in (["victim"], ["search"])
+    assert last["other"].outputs[0].text == ANSWER
+    if failed == ["victim"]:
+        assert last["search"].outputs[0].text == expected
+    engine.check_integrity()
 
 
 def test_a_fault_in_setting_sampling_up_is_one_requests_own(

@@ -12,6 +12,7 @@ from jpaged.core.plan import ScheduledSequence, StepPlan, SwapIn, SwapOut
 from jpaged.core.request import Request, Sequence, StopCriteria
 from jpaged.models.config import ModelConfig
 from jpaged.models.loader import load_model
+from jpaged.runtime import rows
 from jpaged.runtime.buckets import make_buckets
 from jpaged.runtime.model_runner import ModelRunner, StepResult
 from jpaged.runtime.program_store import ProgramStore
@@ -25,6 +26,7 @@ from pallas_kernels import Backend
 BLOCK_SIZE, NUM_BLOCKS = 8, 40
 GREEDY = SamplingParams(temperature=0.0, logprobs=0)
 """With the token's log-probability, which tells more than the token of what was attended to."""
+STRANGE = SamplingParams(temperature=0.125, seed=3)
 CONFIG = RuntimeConfig(
     block_size=BLOCK_SIZE,
     num_blocks=NUM_BLOCKS,
@@ -332,7 +334,47 @@ def test_costs_are_measured(driver: Driver):
     assert [tokens for tokens, _ in costs.prefill_seconds] == [64]
     assert [blocks for blocks, _ in costs.swap_seconds] == [8, 16, 32]
     assert all(seconds > 0 for _, seconds in costs.prefill_seconds + costs.swap_seconds)
+    roomy = measure_costs(driver.runner, replace(CONFIG, num_host_blocks=100), BUCKETS)
+    assert [blocks for blocks, _ in roomy.swap_seconds] == [8, 16, 32, 100]
     after = jax.tree.leaves(driver.runner._kv.pool)
     for was, now in zip(before, after, strict=True):
         np.testing.assert_array_equal(np.asarray(now)[1:], was[1:])  # all but the null block
     assert len(driver.runner._rows._free) == CONFIG.max_num_seqs
+
+
+def test_a_fault_in_a_requests_own_sampling_is_told_and_spoils_no_other(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+):
+    well, ill = driver.request(GREEDY, [1, 2, 3]), driver.request(STRANGE, [4, 5])
+    expected = outputs_alone(driver, GREEDY, [1, 2, 3], 1)
+    encode = rows.encode_row
+
+    def fails_for_one(params: SamplingParams, seed: int) -> np.ndarray:
+        if params is STRANGE:
+            raise KeyError("injected")
+        return encode(params, seed)
+
+    monkeypatch.setattr(rows, "encode_row", fails_for_one)
+    scheduled = []
+    for block, (sequence,) in enumerate((ill.sequences, well.sequences), start=1):
+        sequence.block_table, num_tokens = [block], len(sequence.token_ids)
+        scheduled.append(ScheduledSequence(sequence, 0, num_tokens, True, ((0, block),)))
+    check_same(driver.run(*scheduled)[1], expected[0])
+    ((request, error),) = driver.runner.take_faults()
+    assert request is ill
+    assert isinstance(error, KeyError)
+
+
+def test_a_fault_in_the_books_of_rows_is_nobodys_own(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+):
+    def lose(*_: object) -> int:
+        raise KeyError("injected")
+
+    (sequence,) = driver.request(GREEDY, [1, 2, 3]).sequences
+    monkeypatch.setattr(rows.RowTable, "assign", lose)
+    with pytest.raises(KeyError, match="injected"):
+        driver.runner.launch(
+            StepPlan(0, (ScheduledSequence(sequence, 0, 3, True, ((0, 1),)),)), driver.sampling
+        )
+    assert driver.runner.take_faults() == []

@@ -2,15 +2,19 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jpaged.runtime.programs import ProgramBuilder
 from jpaged.runtime.recipes import Recipe
 from jpaged.runtime.sampler import SamplerLevel
+from jpaged.runtime.thread_settings import ThreadSettings
 
 ALWAYS = [("load_row", None), ("copy_blocks", None), ("fork_rows", None)]
 
@@ -113,3 +117,42 @@ def test_a_failure_is_told_and_leaves_nothing_running():
         with pytest.raises(ValueError, match="does not compile"):
             builder.programs()
     assert threading.active_count() == before
+
+
+class TracedRecipe(Recipe):
+    """Compiles to its text."""
+
+    def lower(self, exported: Any = None) -> Any:
+        text = super().lower(exported).as_text()
+        return SimpleNamespace(compile=lambda: text)
+
+
+@pytest.mark.parametrize(("setting", "is_highest"), [(None, False), ("highest", True)])
+def test_programs_are_traced_under_the_settings_of_whoever_makes_them(
+    setting: str | None, is_highest: bool
+):
+    shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    recipe = TracedRecipe(("decode", 8), lambda x: x @ x, (shape,))
+    with jax.default_matmul_precision(setting), ProgramBuilder(2) as builder:
+        builder.add([recipe, *map(Log().recipe, ALWAYS)])
+        text = builder.programs().decode[8]
+    assert ("HIGHEST" in text) is is_highest
+
+
+def test_who_works_for_another_thread_has_its_settings_and_then_its_own_again():
+    def look() -> tuple[bool, str | None, str | None]:
+        config: Any = jax.config
+        guard = config.jax_transfer_guard_host_to_device
+        return config.jax_debug_nans, config.jax_default_matmul_precision, guard
+
+    with (
+        jax.debug_nans(True),
+        jax.default_matmul_precision("float32"),
+        jax.transfer_guard_host_to_device("log"),
+    ):
+        settings, expected = ThreadSettings(), look()
+    assert expected == (True, "float32", "log") != look()
+    with ThreadPoolExecutor(1) as pool:
+        before = pool.submit(look).result()
+        assert pool.submit(settings.run, look).result() == expected
+        assert pool.submit(look).result() == before

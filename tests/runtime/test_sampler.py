@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jpaged.core.plan import NO_TOKEN
 from jpaged.runtime.sampler import (
     SamplerLevel,
     adjust,
@@ -23,6 +24,7 @@ from jpaged.runtime.sampling_state import (
     load_row,
     record_tokens,
 )
+from jpaged.runtime.steps import SampleInputs, sample_step
 from jpaged.sampling_params import SamplingParams
 from pallas_kernels import Backend
 
@@ -198,7 +200,7 @@ def test_padding_disturbs_no_row():
     padded = _tokens(logits, rows, level, state, row_ids)
     np.testing.assert_array_equal(padded[:2], full[:2])
     counted = _record(state, row_ids, jnp.asarray(padded), jnp.ones(8, jnp.bool_))
-    assert np.asarray(counted.output_counts).sum(axis=1).tolist() == [1, 1, 0, 0, 0, 0, 0, 0, 6]
+    assert np.asarray(counted.output_counts).sum(axis=1).tolist() == [1, 1, 0, 0, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-45, 1e-30, 1e-6])
@@ -279,6 +281,77 @@ def test_a_flat_vocabulary_favours_neither_end():
     drawn = _draws(np.zeros(4096), 2048)
     halves = np.bincount(drawn // 2048, minlength=2)
     assert ((halves - 1024) ** 2 / 1024).sum() < _LIMIT[1]
+
+
+# --- rows without a token ----------------------------------------------------------------------
+
+_SICK = {
+    "one NaN": {11: np.nan},
+    "a NaN that is not the highest": {11: 100.0, 30: np.nan},
+    "infinite": {11: np.inf},
+    "two infinite": {0: np.inf, 39: np.inf},
+    "nothing but NaN": dict.fromkeys(range(V), np.nan),
+    "everything forbidden": dict.fromkeys(range(V), -np.inf),
+    "forbidden or NaN": dict.fromkeys(range(V), -np.inf) | {20: np.nan},
+}
+
+
+@pytest.mark.parametrize("level", SamplerLevel)
+@pytest.mark.parametrize("sick", _SICK)
+def test_a_row_without_a_finite_maximum_has_no_token_and_spoils_no_other(sick, level):
+    logits, state = _logits(8, seed=5), init_state(9, V)
+    rows = _rows(_PARAMS, range(8), range(8))
+    expected = _tokens(logits, rows, level, state)
+    for row in range(8):
+        ill = logits.copy()
+        ill[row, list(_SICK[sick])] = list(_SICK[sick].values())
+        found = _tokens(ill, rows, level, state)
+        assert found[row] == NO_TOKEN
+        np.testing.assert_array_equal(np.delete(found, row), np.delete(expected, row))
+
+
+def test_a_forbidden_token_may_be_anything_in_the_others():
+    logits = _logits(8, seed=5)
+    logits[:, 3] = -np.inf
+    logits[:, 4] = -1e38
+    for level in SamplerLevel:
+        found = _tokens(logits, _rows(_PARAMS, range(8), range(8)), level, init_state(9, V))
+        assert found.min() >= 0
+
+
+def test_a_row_with_no_token_is_counted_nowhere_and_leaves_a_real_one_for_the_next_step():
+    inputs = SampleInputs(
+        rows=jnp.arange(3, dtype=jnp.int32),
+        counted=jnp.ones(3, jnp.bool_),
+        encoded=jnp.asarray(np.stack([encode_row(SamplingParams(temperature=0.0), 0)] * 3)),
+        positions=jnp.zeros(3, jnp.int32),
+    )
+    logits = _logits(3)
+    logits[1] = np.nan
+    last_tokens = jnp.full(4, V - 1, jnp.int32)
+    options = {"level": SamplerLevel.LOGPROBS, "backend": Backend.XLA, "max_logprobs": 2}
+    state = init_state(4, V)
+    sampled, last_tokens, counted = sample_step(
+        jnp.asarray(logits), inputs, last_tokens, state, **options
+    )
+    assert counted is not None
+    best = logits[[0, 2]].argmax(axis=1)
+    assert sampled.token_ids.tolist() == [best[0], NO_TOKEN, best[1]]
+    assert last_tokens.tolist() == [best[0], 0, best[1], V - 1]
+    counts = np.zeros((4, V), np.int32)
+    counts[[0, 2], best] = 1
+    np.testing.assert_array_equal(np.asarray(counted.output_counts), counts)
+
+
+@pytest.mark.parametrize(
+    ("level", "num_passes"), [(SamplerLevel.GREEDY, 1), (SamplerLevel.RANDOM, 2)]
+)
+def test_rows_without_a_token_are_found_without_another_pass_over_the_logits(level, num_passes):
+    logits, rows = jnp.asarray(_logits(8, width=4096)), _rows(_PARAMS, range(8), range(8))
+    ids = jnp.arange(8, dtype=jnp.int32)
+    compiled = _sample.lower(logits, rows, None, ids, level=level).compile().as_text() or ""
+    assert compiled.count(" reduce(") == num_passes  # the choice; before it the maximum
+    assert " gather(" not in compiled
 
 
 # --- adjustments and state -------------------------------------------------------------------

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jpaged import Engine, EngineStats, PoolChanges, PoolWatch, SamplingParams
-from jpaged.core.watch import BlockChanges, TableChange
+from jpaged.core.watch import ChangedBlocks, TableChange
 from jpaged.serve import picture_hub
 from jpaged.serve.camera import MAX_FRAMES, PATIENCE, Camera
 from jpaged.serve.errors import ApiError, not_serving
@@ -63,13 +63,13 @@ def test_frames_add_up():
     state = PictureState(9)
     changes = [
         PoolChanges(
-            BlockChanges([1, 2], [2, 1], [77, 0]),
+            ChangedBlocks([1, 2], [2, 1], [77, 0]),
             tables=[table(5, 6, 0, 1, 2), table(6, 4, 0, 1)],
             tokens={1: [65, 66]},
         ),
         PoolChanges(grown={5: 7}),
         PoolChanges(
-            BlockChanges([1, 2, 3], [-1, 0, 1], [77, 0, 0]),
+            ChangedBlocks([1, 2, 3], [-1, 0, 1], [77, 0, 0]),
             tables=[table(5, 9, 1, 3)],
             gone=[6],
             images=[("r6", 4)],
@@ -92,7 +92,7 @@ def test_frames_add_up():
 def test_a_snapshot_leads_to_the_same_state():
     state, copy = PictureState(9), PictureState(9)
     change = PoolChanges(
-        BlockChanges([2, 4], [-1, 1], [0, 9]), tables=[table(5, 6, 0, 4)], pinned=[4]
+        ChangedBlocks([2, 4], [-1, 1], [0, 9]), tables=[table(5, 6, 0, 4)], pinned=[4]
     )
     state.apply(encode(change, 3))
     copy.apply(json.loads(json.dumps(state.snapshot())))
@@ -121,7 +121,7 @@ def test_a_large_pool_is_cheap():
     ids = rng.permutation(num_blocks) + 1
     hashes = rng.randint(1, 2**31, num_blocks).tolist()
     changes = PoolChanges(
-        BlockChanges(range(1, num_blocks + 1), [1] * num_blocks, hashes),
+        ChangedBlocks(range(1, num_blocks + 1), [1] * num_blocks, hashes),
         tables=[table(s, 6240, 0, *ids[s * 390 : (s + 1) * 390].tolist()) for s in range(256)],
     )
     state = PictureState(num_blocks + 1)
@@ -130,7 +130,7 @@ def test_a_large_pool_is_cheap():
     size = len(json.dumps(state.snapshot()))
     assert time.perf_counter() - start < 1.0
     assert size < 1_200_000  # 12 bytes a block: two numbers
-    one = PoolChanges(BlockChanges([5], [2], [0]), grown=dict.fromkeys(range(256), 6241))
+    one = PoolChanges(ChangedBlocks([5], [2], [0]), grown=dict.fromkeys(range(256), 6241))
     assert len(json.dumps(encode(one, 1))) < 4_000
 
 
@@ -264,8 +264,8 @@ def parse(event: bytes) -> tuple[str, dict]:
     return name.removeprefix("event: "), json.loads(data.removeprefix("data: "))
 
 
-BLOCK = PoolChanges(BlockChanges([3], [1], [0]))
-FREED = PoolChanges(BlockChanges([3], [0], [0]))
+BLOCK = PoolChanges(ChangedBlocks([3], [1], [0]))
+FREED = PoolChanges(ChangedBlocks([3], [0], [0]))
 
 
 def test_a_viewer_gets_a_snapshot_and_then_frames():

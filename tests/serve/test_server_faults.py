@@ -97,6 +97,7 @@ def test_a_fault_ends_one_request(
         assert (await server.http.get("/health")).status_code == 200
 
     serve(scenario)
+    assert "/secret/path" in capfd.readouterr().err  # the log says why
 
 
 @pytest.fixture

@@ -1,0 +1,69 @@
+"""Faults thrown into the scheduler's work at random."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+
+
+class InjectedError(Exception):
+    pass
+
+
+class Place(NamedTuple):
+    """Where it goes wrong: before the work there, or once it is done."""
+
+    owner: Any
+    name: str
+    rate: float = 0.01
+
+
+class Injector:
+    """Lets calls fail while it is `on`.
+
+    Attributes:
+        happened: How often, by place.
+        on: Whether calls may fail now.
+    """
+
+    def __init__(self, happened: Counter[str], on: bool = True):
+        self.happened, self.on = happened, on
+        self._pick = random.Random(0)
+
+    @contextmanager
+    def faults(self, seed: int, places: list[Place]) -> Iterator[None]:
+        """Every now and then a call to one of the places fails."""
+        self._pick = random.Random(seed)
+        with pytest.MonkeyPatch.context() as patch:
+            for place in places:
+                target = getattr(place.owner, place.name)
+                patch.setattr(place.owner, place.name, self._failing(place, target))
+            yield
+
+    @contextmanager
+    def spared(self, owner: Any, name: str) -> Iterator[None]:
+        """Nothing fails in calls of this one."""
+        target = getattr(owner, name)
+
+        def wrapper(*args: Any, **options: Any) -> Any:
+            was_on, self.on = self.on, False
+            target(*args, **options)
+            self.on = was_on
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, wrapper)
+            yield
+
+    def _failing(self, place: Place, target: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **options: Any) -> Any:
+            if not self.on or self._pick.random() >= place.rate:
+                return target(*args, **options)
+            if self._pick.random() < 0.5:
+                target(*args, **options)
+            self.happened[place.name] += 1
+            raise InjectedError(place.name)
+
+        return wrapper

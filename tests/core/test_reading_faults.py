@@ -1,0 +1,199 @@
+"""What goes wrong in reading a step for one request, its beam search's step too, ends that request,
+and leaves the books in order."""
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from core_driver import Driver, make_request, make_scheduler
+from core_faults import InjectedError, Injector, Place
+from core_plans import tables
+from test_random_groups import Tally, Work
+
+from jpaged.core import groups, scheduler
+from jpaged.core.beam import BeamSearch
+from jpaged.core.block_manager import BlockManager
+from jpaged.core.ending import Endings
+from jpaged.core.errors import IntegrityError, NoTokenError
+from jpaged.core.plan import NO_TOKEN, Emitted
+from jpaged.core.request import FinishReason, Request, Sequence
+from jpaged.core.roster import Roster
+
+SEEDS = 200
+PLACES = [
+    Place(BlockManager, "register_computed", 0.02),
+    Place(scheduler, "finish_reason_of"),
+    Place(Roster, "leave_row", 0.02),
+    Place(Roster, "let_go", 0.02),
+    Place(Roster, "give_back", 0.02),
+    Place(BlockManager, "free", 0.02),
+    Place(BeamSearch, "advance", 0.02),
+    Place(BeamSearch, "_collect", 0.02),
+    Place(groups, "_child_of", 0.1),
+    Place(Roster, "add", 0.1),
+    Place(groups, "_share", 0.05),
+    Place(BlockManager, "fork", 0.05),
+    Place(Roster, "fork_rows", 0.1),
+]
+
+
+class FaultyDriver(Driver):
+    """Reads while calls fail, and loses some tokens besides."""
+
+    injector = Injector(Counter())
+    num_lost = 0
+
+    def read(self) -> list[Emitted]:
+        plan, sampled, candidates = self.in_flight.popleft()
+        lost = [row for row in range(len(sampled)) if self.loses(plan.scheduled[row].sequence)]
+        sampled[lost] = NO_TOKEN
+        samples = {plan.scheduled[row].sequence for row in lost if plan.scheduled[row].samples}
+        expected = {s.request for s in samples if s.finish_reason is None}
+        self.in_flight.appendleft((plan, sampled, candidates))
+        self.injector.on = True
+        emitted = super().read()
+        self.injector.on = False
+        self.check_faults(expected)
+        return emitted
+
+    def loses(self, sequence: Sequence) -> bool:
+        return random.Random(f"{sequence.seq_id} {sequence.num_tokens}").random() < 0.005
+
+    def check_faults(self, expected: set[Request]) -> None:
+        faults = self.scheduler.take_faults()
+        for request, error in faults:
+            assert request.finish_reason is FinishReason.ERROR
+            assert request not in self.scheduler.unfinished
+            assert isinstance(error, (InjectedError, NoTokenError))
+        assert expected <= {request for request, _ in faults}
+        self.num_lost += len(expected)
+
+    def _check_stream(self, request: Request, sequence: Sequence) -> None:
+        if request.finish_reason is not FinishReason.ERROR:
+            super()._check_stream(request, sequence)
+
+
+class FaultyWork(Work):
+    def __init__(self, seed: int, injector: Injector):
+        self.injector = injector
+        super().__init__(seed, Tally())
+
+    def _make_driver(self) -> Driver:
+        driver = super()._make_driver()
+        self.faulty = FaultyDriver(driver.scheduler, driver.lag)
+        self.faulty.injector = self.injector
+        return self.faulty
+
+
+def test_random_faults_in_reading():
+    happened: Counter[str] = Counter()
+    num_lost = 0
+    for seed in range(SEEDS):
+        injector = Injector(happened, on=False)
+        try:
+            with injector.faults(-seed, PLACES), injector.spared(Endings, "fail"):
+                work = FaultyWork(seed, injector)
+                work.run()
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
+        num_lost += work.faulty.num_lost
+    assert all(happened[place.name] >= 5 for place in PLACES), happened
+    assert num_lost >= 20
+
+
+POINTS = [
+    (BeamSearch, "advance", 1),
+    (BeamSearch, "_collect", 1),
+    (groups, "_child_of", 0),
+    (groups, "_share", 0),
+    (BlockManager, "fork", 0),
+    (BlockManager, "fork", 1),
+    (Roster, "fork_rows", 1),
+    (Roster, "let_go", 0),
+    (BlockManager, "free", 0),
+]
+
+
+def failing_once(target: Any, calls_before: int, is_done: bool) -> Any:
+    calls = 0
+
+    def wrapper(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls != calls_before + 1:
+            return target(*args, **options)
+        if is_done:
+            target(*args, **options)
+        raise InjectedError
+
+    return wrapper
+
+
+@pytest.mark.parametrize(("owner", "name", "calls_before"), POINTS)
+@pytest.mark.parametrize("is_done", [False, True])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_search_that_fails_is_alone(
+    owner: Any, name: str, calls_before: int, is_done: bool, lag: int
+):
+    driver = Driver(make_scheduler(num_blocks=33, max_num_seqs=8), lag)
+    driver.add(make_request("1", 6, max_tokens=20, beam=BeamSearch(4), seq_id=10))
+    driver.add(make_request("2", 5, max_tokens=20))
+    driver.add(make_request("3", 5, max_tokens=6, beam=BeamSearch(2), seq_id=50))
+    search = driver.requests["1"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, failing_once(getattr(owner, name), calls_before, is_done))
+        while not (failed := driver.scheduler.take_faults()):
+            driver.step()
+    assert [request.request_id for request, _ in failed] in (["1"], ["3"])
+    assert search.is_finished == (failed[0][0] is search)
+    assert tables(driver, failed[0][0].request_id) == []
+    driver.run()
+    reasons = [driver.requests[name].finish_reason for name in "123"]
+    assert reasons.count(FinishReason.ERROR) == 1
+
+
+def test_a_beam_without_a_token_ends_its_search():
+    driver = Driver(make_scheduler(num_blocks=33), lag=1)
+    driver.add(make_request("1", 6, max_tokens=9, beam=BeamSearch(2), seq_id=10))
+    driver.add(make_request("2", 5, max_tokens=9))
+    rows: list[int] = []
+    while not rows:
+        driver.step()
+        plan, sampled, _ = driver.in_flight[0]
+        rows = [i for i, item in enumerate(plan.scheduled) if item.sequence.seq_id == 11]
+    sampled[rows] = NO_TOKEN
+    driver.read()
+    ((request, error),) = driver.scheduler.take_faults()
+    assert (request, type(error)) == (driver.requests["1"], NoTokenError)
+    assert "NaN or infinite" in str(error)
+    driver.run()
+    assert driver.requests["2"].finish_reason is FinishReason.LENGTH
+
+
+def test_blocks_of_a_prompt_without_a_token_serve_nobody():
+    driver = Driver(make_scheduler(num_blocks=33, digest="xxh3"), lag=1)
+    driver.add(make_request("1", list(range(9))))
+    driver.step()
+    driver.in_flight[0][1][:] = NO_TOKEN
+    driver.step()  # another step of it is launched, then this is read
+    assert len(driver.in_flight) == 1
+    driver.add(make_request("2", list(range(9))))
+    driver.run()
+    assert [driver.requests[name].finish_reason for name in "12"] == ["error", "length"]
+    assert driver.requests["2"].sequences[0].num_cached_tokens == 0
+
+
+def test_damage_to_the_books_is_nobodys_own():
+    driver = Driver(make_scheduler(num_blocks=33))
+    driver.add(make_request("1", 6, max_tokens=9, beam=BeamSearch(2), seq_id=10))
+
+    def lose_a_block(manager: BlockManager, *_: Any) -> Any:
+        manager.pool.allocate(1)
+        raise InjectedError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BlockManager, "fork", lose_a_block)
+        with pytest.raises(IntegrityError):
+            driver.run()
