@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 import time
+from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
@@ -119,6 +120,16 @@ async def events_of(answer: httpx.Response) -> AsyncIterator[str]:
     async for line in answer.aiter_lines():
         if line.startswith("data: "):
             yield line.removeprefix("data: ")
+
+
+def bearer(key: str) -> dict[str, str]:
+    """The header by which programs bring a key."""
+    return {"Authorization": f"Bearer {key}"}
+
+
+def basic(user: str, password: str) -> dict[str, str]:
+    """The header by which browsers bring a name and a password."""
+    return {"Authorization": f"Basic {b64encode(f'{user}:{password}'.encode()).decode()}"}
 
 
 class RawRequest:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from serve_helpers import QUESTION, RawRequest, Server
+from serve_helpers import QUESTION, RawRequest, Server, basic, bearer
 
 from jpaged import Engine
 from jpaged.serve.errors import ApiError
@@ -23,10 +23,6 @@ def slow(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "advance", lambda: (time.sleep(0.02), advance()))
 
 
-def bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"}
-
-
 def test_with_keys_all_is_denied_without_one(serve: Run):
     async def scenario(server: Server) -> None:
         http = server.http
@@ -34,7 +30,13 @@ def test_with_keys_all_is_denied_without_one(serve: Run):
             assert (await http.get(path)).status_code == 200
         closed = ("/v1/models", "/metrics", "/version", "/load", "/openapi.json", "/x")
         for path in (*closed, "/picture/events"):
-            for headers in ({}, bearer("no"), bearer(""), {"Authorization": "Basic one"}):
+            for headers in (
+                {},
+                bearer("no"),
+                bearer(""),
+                basic("one", ""),
+                {"Authorization": "one"},
+            ):
                 answer = await http.get(path, headers=headers)
                 assert answer.status_code == 401
                 assert answer.json()["error"]["message"]
@@ -45,6 +47,54 @@ def test_with_keys_all_is_denied_without_one(serve: Run):
         assert (await http.get("/v1/models", headers={"authorization": "bearer one"})).is_success
 
     serve(scenario, api_keys=("one", "two"))
+
+
+FROM_THE_PAGE = (
+    {"Sec-Fetch-Site": "same-origin", "Sec-Fetch-Mode": "cors"},
+    {"Origin": "http://jpaged"},  # a browser that trusts no plain HTTP says no more than this
+)
+FROM_ELSEWHERE = (
+    {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"},
+    {"Sec-Fetch-Site": "same-site", "Origin": "http://jpaged"},
+    {"Origin": "http://evil"},
+    {"Origin": "null"},
+)
+
+
+def test_what_a_browser_sends_unasked_counts_for_the_own_page_alone(serve: Run):
+    async def scenario(server: Server) -> None:
+        http, key = server.http, basic("anybody", "a:key")
+        asked = {"prompt": "a", "max_tokens": 1}
+        for own in FROM_THE_PAGE:
+            assert (await http.post(PATH, json=asked, headers=key | own)).status_code == 200
+            assert (await http.get("/v1/models", headers=key | own)).status_code == 200
+        for other in FROM_ELSEWHERE:
+            answer = await http.post(PATH, json=asked, headers=key | other)
+            assert answer.status_code == 403
+            assert "Bearer" in answer.json()["error"]["message"]
+            assert (await http.get("/picture/events", headers=key | other)).status_code == 403
+            bearers = bearer("a:key") | other  # no browser sends this unasked
+            assert (await http.post(PATH, json=asked, headers=bearers)).status_code == 200
+        assert (await http.post(PATH, json=asked, headers=key)).status_code == 403
+        assert (await http.get("/v1/models", headers=key)).status_code == 200
+        form = key | FROM_THE_PAGE[0] | {"Content-Type": "text/plain"}
+        assert (await http.post(PATH, content=b"{}", headers=form)).status_code == 415
+        for mode, status in (("navigate", 200), ("no-cors", 403)):
+            followed = key | {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": mode}
+            assert (await http.get("/", headers=followed)).status_code == status
+
+    serve(scenario, api_keys=("a:key",))
+
+
+@pytest.mark.parametrize(
+    "given", ["Basic", "Basic !", "Basic c2VjcmV0", "Basic /zpzZWNyZXQ=", "Basic " + "A" * 99]
+)
+def test_credentials_that_are_none(serve: Run, given: str):
+    async def scenario(server: Server) -> None:
+        answer = await server.http.get("/v1/models", headers={"Authorization": given})
+        assert answer.status_code == 401
+
+    serve(scenario, api_keys=("secret",))
 
 
 @pytest.mark.usefixtures("slow")
