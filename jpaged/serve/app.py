@@ -7,8 +7,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jpaged import __version__
 from jpaged.serve.auth import KeyGuard, client_of
+from jpaged.serve.bodies import BodyBudget
 from jpaged.serve.chat import Chat
 from jpaged.serve.completions import Completion
+from jpaged.serve.connections import SurplusGuard
 from jpaged.serve.dashboard import dashboard_routes
 from jpaged.serve.errors import ApiError
 from jpaged.serve.exchange import Exchange, as_api_error, error_answer, json_answer
@@ -46,7 +48,9 @@ def make_app(serving: Serving) -> ASGIApp:
     if config.dashboard:
         routes += dashboard_routes(serving)
     router = Router(routes, redirect_slashes=False, default=_nowhere)
-    return Shell(KeyGuard(router, config.api_keys, has_page=config.dashboard))
+    budget = BodyBudget(router, config.limits.max_total_body_bytes)
+    guard = KeyGuard(budget, config.api_keys, has_page=config.dashboard)
+    return SurplusGuard(Shell(guard))
 
 
 class Shell:

@@ -1,8 +1,8 @@
 """Who may ask: with API keys, only those who have one; constant in time.
 
-Programs bring a key as `Authorization: Bearer KEY`. A browser cannot do so when it opens a page, but
-asks its user for a name and a password (HTTP Basic); the password is a key. It then sends them of its
-own accord, also where a page of another site makes it ask: such requests are refused.
+Programs bring a key as `Authorization: Bearer KEY`. A browser cannot do so when it opens a page,
+but asks its user for a name and a password (HTTP Basic); the password is a key. It then sends them
+of its own accord, also where a page of another site makes it ask: such requests are refused.
 """
 
 import base64

@@ -1,10 +1,12 @@
 """Keys, shares, queues and time limits."""
 
 import asyncio
+import json
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import httpx
 import pytest
 from serve_helpers import QUESTION, RawRequest, Server, basic, bearer
 
@@ -95,6 +97,52 @@ def test_credentials_that_are_none(serve: Run, given: str):
         assert answer.status_code == 401
 
     serve(scenario, api_keys=("secret",))
+
+
+async def post_slowly(server: Server, body: bytes, rest: asyncio.Event) -> httpx.Response:
+    """Send a body whose last byte comes later."""
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield body[:-1]
+        await rest.wait()
+        yield body[-1:]
+
+    headers = {"Content-Type": "application/json"}
+    return await server.http.post(PATH, content=pieces(), headers=headers)
+
+
+def test_bodies_have_a_bound_together(serve: Run):
+    async def scenario(server: Server) -> None:
+        body = json.dumps({"prompt": "a" * 100, "max_tokens": 1}).encode()
+        rest = asyncio.Event()
+        coming = [asyncio.create_task(post_slowly(server, body, rest)) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        refused = await server.http.post(PATH, json={"prompt": "a" * 100, "max_tokens": 1})
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"]
+        assert (await server.http.get("/load")).status_code == 200
+        rest.set()
+        assert [(await each).status_code for each in coming] == [200, 200]
+        for _ in range(3):  # what was held is given back, also by those that were refused
+            too_large = await server.http.post(PATH, json={"prompt": "a" * 300})
+            assert too_large.status_code == 413
+            await server.canary()
+
+    limits = {"max_body_bytes": 200, "max_total_body_bytes": 290}
+    serve(scenario, limits=limits)
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_body_counts_until_its_answer(serve: Run):
+    async def scenario(server: Server) -> None:
+        running = RawRequest(server.app, PATH, {**LONG, "stream": True})
+        await running.read_some()
+        assert (await server.http.post(PATH, json=LONG)).status_code == 503
+        running.leave()
+        await running.task
+        await server.complete(**{**LONG, "max_tokens": 2})
+
+    serve(scenario, limits={"max_total_body_bytes": 100})
 
 
 @pytest.mark.usefixtures("slow")
