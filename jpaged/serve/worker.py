@@ -127,8 +127,6 @@ def _description(engine: Engine) -> Ready:
         max_num_seqs=config.max_num_seqs,
         block_size=config.block_size,
         num_blocks=config.num_blocks,
-        by_priority=engine.config.scheduling_policy == "priority",
-        prefix_caching=engine.config.enable_prefix_caching,
     )
 
 

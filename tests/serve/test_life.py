@@ -64,7 +64,7 @@ def test_a_signal_lets_requests_end(compilation_cache: Path):
 def test_a_signal_to_all_processes_lets_requests_end(compilation_cache: Path):
     server = ServerProcess(compilation_cache)
     try:
-        thread, found = ask_meanwhile(server.url, {**LONG, "prompt": ["Hello"] * 64})
+        thread, found = ask_meanwhile(server.url, {**LONG, "prompt": ["Hello"] * 16})
         wait_until_it_runs(server.url)
         for pid in (*children_of(server.process.pid), server.process.pid):
             os.kill(pid, signal.SIGTERM)
