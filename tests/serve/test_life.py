@@ -151,6 +151,15 @@ def test_a_model_that_cannot_be_loaded(compilation_cache: Path, tmp_path: Path):
     assert "Traceback" not in server.log
 
 
+def test_a_template_that_is_none(compilation_cache: Path, tmp_path: Path):
+    template = tmp_path / "broken.jinja"
+    template.write_text("{{ messages }}\n{% for m in messages %}", encoding="utf-8")
+    server = ServerProcess(compilation_cache, "--chat-template", str(template), wait=False)
+    assert server.wait(60) == 1
+    assert "error: --chat-template is no Jinja template (line 2: Unexpected end" in server.log
+    assert "Traceback" not in server.log
+
+
 def test_an_engine_that_is_killed_while_it_starts(compilation_cache: Path):
     server = ServerProcess(compilation_cache, wait=False)
     wait_for_words(server)
