@@ -261,7 +261,7 @@ def test_a_hundred_thousand_blocks(pages: Pages, record_property: Callable):
 def test_the_page_and_python_agree_on_frames(pages: Pages, engines: Callable[..., Engine]):
     """Samples, beams, ends and swaps in a pool that is too small for them."""
     engine = engines(num_blocks=21, preemption_mode="swap", swap_space=0.002)
-    camera, state = Camera(engine, clock=lambda: 0.0), PictureState(21)
+    camera, state = Camera(engine, clock=lambda: 0.0, work_clock=lambda: 0.0), PictureState(21)
     frames = camera.fetch().frames
     for i in range(6):
         kinds = ({"n": 3, "temperature": 2.0}, {"beam_width": 3, "n": 3}, {"temperature": 0.0})
