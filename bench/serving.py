@@ -27,6 +27,7 @@ from bench.lengths import sharegpt_like_lengths
 from bench.records import print_table, record
 
 PERCENTILES = (50, 90, 99)
+MAX_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,11 @@ class Target:
     url: str
     model: str | None = None
     api_key: str | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What requests bring beside their content."""
+        return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,7 @@ async def _ask(client: httpx.AsyncClient, target: Target, work: Work, start: flo
     try:
         async for chunk in _stream(client, target, work):
             _take(answer, chunk, time.perf_counter() - due)
-    except (httpx.HTTPError, ValueError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         answer.error = str(error) if isinstance(error, ValueError) else type(error).__name__
     answer.end = time.perf_counter() - due
     if answer.error is None and answer.num_output_tokens != work.num_outputs:
@@ -109,20 +115,28 @@ async def _stream(client: httpx.AsyncClient, target: Target, work: Work) -> Asyn
         "stream_options": {"include_usage": True},
         **({} if target.model is None else {"model": target.model}),
     }
-    headers = {} if target.api_key is None else {"Authorization": f"Bearer {target.api_key}"}
     url = f"{target.url.rstrip('/')}/completions"
-    async with client.stream("POST", url, json=body, headers=headers) as response:
+    async with client.stream("POST", url, json=body, headers=target.headers) as response:
         if response.status_code != 200:
-            raise ValueError(f"status {response.status_code}")
+            await response.aread()
+            raise ValueError(f"status {response.status_code}{_reason(response)}")
         async for line in response.aiter_lines():
             data = line.removeprefix("data:").strip()
             if line.startswith("data:") and data != "[DONE]":
                 yield json.loads(data)
 
 
+def _reason(response: httpx.Response) -> str:
+    """What the server says of an error, if it does so as OpenAI does."""
+    try:
+        return f": {response.json()['error']['message']}"[:300]
+    except (ValueError, LookupError, TypeError):
+        return ""
+
+
 def _take(answer: Answer, chunk: dict, now: float) -> None:
     if "error" in chunk:
-        raise ValueError("error event")
+        raise ValueError(f"error event: {chunk['error']}"[:300])
     if chunk.get("choices"):
         answer.chunk_times.append(now)
     if usage := chunk.get("usage"):
@@ -157,11 +171,24 @@ def summarise(rate: float, work: list[Work], answers: list[Answer]) -> dict:
     return row
 
 
+async def half_of_what_fits(client: httpx.AsyncClient, target: Target) -> int:
+    """Tokens of a prompt and of an answer that fit the model together, as the server says."""
+    try:
+        response = await client.get(f"{target.url.rstrip('/')}/models", headers=target.headers)
+        cards = response.json()["data"]
+        named = [card for card in cards if target.model in (None, card["id"])]
+        return min(int(named[0]["max_model_len"]) // 2, MAX_TOKENS)
+    except (httpx.HTTPError, ValueError, LookupError, TypeError):
+        return MAX_TOKENS
+
+
 async def sweep(target: Target, rates: list[float], args: argparse.Namespace) -> list[dict]:
-    """A row for each rate."""
+    """A row for each rate; `args.max_tokens` becomes what was used."""
     rows = []
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
     async with httpx.AsyncClient(limits=limits, timeout=args.timeout) as client:
+        if args.max_tokens is None:
+            args.max_tokens = await half_of_what_fits(client, target)
         for rate in rates:
             work = make_work(
                 args.num_requests,
@@ -185,6 +212,12 @@ def _rates(text: str) -> list[float]:
     return rates
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return int(text)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -195,9 +228,13 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", help="the model to name (default: none, if the server lets us)")
     add("--api-key")
     add("--rate", type=_rates, default=[math.inf], help="requests a second: 1,2,4,inf (inf)")
-    add("--num-requests", type=int, default=100, help="at each rate (%(default)s)")
-    add("--max-tokens", type=int, default=1024, help="of a prompt, and of an answer (%(default)s)")
-    add("--vocab-size", type=int, default=256, help="prompts' token ids lie below (%(default)s)")
+    add("--num-requests", type=_count, default=100, help="at each rate (%(default)s)")
+    add(
+        "--max-tokens",
+        type=_count,
+        help=f"of a prompt, and of an answer (half of what the model takes, at most {MAX_TOKENS})",
+    )
+    add("--vocab-size", type=_count, default=256, help="prompts' token ids lie below (%(default)s)")
     add("--seed", type=int, default=0)
     add("--timeout", type=float, default=600.0, help="seconds between two chunks (%(default)s)")
     add("--device", default="unknown", help="what the server runs on, for the results' file")

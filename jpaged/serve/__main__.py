@@ -4,16 +4,27 @@ Exit codes: 0 after a signal that let requests in flight end, 1 for an error, 2 
 command line, 130 or 143 after a second signal.
 """
 
+import os
+import signal
 import sys
 from collections.abc import Sequence
-
-from jpaged.serve.flags import read_flags
-from jpaged.serve.lifecycle import run_server
+from types import FrameType
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's) and return the exit code."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _leave)
+    # Loading these takes a while, in which a signal may come already.
+    from jpaged.serve.flags import read_flags
+    from jpaged.serve.lifecycle import run_server
+
     return run_server(read_flags(argv))
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """What a signal does until the server knows better: nothing is in flight, nothing to end."""
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -6,10 +6,12 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jpaged import __version__
-from jpaged.serve.auth import OPEN_PATHS, KeyGuard, client_of
+from jpaged.serve.auth import KeyGuard, client_of
+from jpaged.serve.bodies import BodyBudget
 from jpaged.serve.chat import Chat
 from jpaged.serve.completions import Completion
-from jpaged.serve.dashboard import PAGE_PATHS, dashboard_routes
+from jpaged.serve.connections import SurplusGuard
+from jpaged.serve.dashboard import dashboard_routes
 from jpaged.serve.errors import ApiError
 from jpaged.serve.exchange import Exchange, as_api_error, error_answer, json_answer
 from jpaged.serve.generation import Generation
@@ -42,12 +44,13 @@ def make_app(serving: Serving) -> ASGIApp:
         Route("/metrics", endpoints.metrics, methods=["GET"]),
         Route("/openapi.json", endpoints.openapi, methods=["GET"]),
     ]
-    open_paths = OPEN_PATHS
-    if serving.config.dashboard:
+    config = serving.config
+    if config.dashboard:
         routes += dashboard_routes(serving)
-        open_paths |= PAGE_PATHS
     router = Router(routes, redirect_slashes=False, default=_nowhere)
-    return Shell(KeyGuard(router, serving.config.api_keys, open_paths))
+    budget = BodyBudget(router, config.limits.max_total_body_bytes)
+    guard = KeyGuard(budget, config.api_keys, has_page=config.dashboard)
+    return SurplusGuard(Shell(guard))
 
 
 class Shell:

@@ -35,11 +35,17 @@ class Camera:
     Args:
         engine: What to look at.
         clock: Seconds.
+        work_clock: Seconds that this thread computed: to wait for a processor is not to look.
     """
 
-    def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        engine: Engine,
+        clock: Callable[[], float] = time.monotonic,
+        work_clock: Callable[[], float] = time.thread_time,
+    ):
         self._engine = engine
-        self._clock = clock
+        self._clock, self._work_clock = clock, work_clock
         self._watch: PoolWatch | None = None
         self._frames: list[Frame] = []
         self._has_failed = False
@@ -87,6 +93,7 @@ class Camera:
         self._watch, self._frames = None, []
 
     def _look(self, watch: PoolWatch, now: float) -> None:
+        started = self._work_clock()
         try:
             changes = watch.look()
             if changes:
@@ -95,4 +102,4 @@ class Camera:
             traceback.print_exception(error, file=sys.stderr)
             self.stop()
             self._has_failed = True
-        self._next_look = now + (self._clock() - now) / MOST_TIME
+        self._next_look = now + (self._work_clock() - started) / MOST_TIME

@@ -1,7 +1,7 @@
 """The page at `/` and the event stream it draws.
 
-The page itself tells nothing and needs no key, so that a browser can open it; the stream does. It
-loads nothing from elsewhere, and its headers forbid a browser to do so, or to run scripts in it.
+The page loads nothing from elsewhere, and its headers forbid a browser to do so, or to run scripts
+in it.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ _HEADERS = {
 }
 
 PAGE_PATHS = frozenset({"/", *(f"/picture/{name}" for name in _TYPES if name != "index.html")})
-"""What a browser fetches before anybody could type a key: files, the same for all."""
+"""The page, and the files it is made of."""
 
 
 def dashboard_routes(serving: Serving) -> list[Route]:

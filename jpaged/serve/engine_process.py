@@ -1,6 +1,8 @@
 """The engine's process, as its parent sees it."""
 
 import asyncio
+import os
+import signal
 import socket
 import sys
 from collections.abc import Mapping
@@ -30,6 +32,7 @@ class EngineProcess:
                 "-m",
                 "jpaged.serve.worker",
                 str(theirs.fileno()),
+                str(os.getpid()),
                 pass_fds=[theirs.fileno()],
             )
         return cls(process, await EngineClient.connect(ours, options))
@@ -42,6 +45,17 @@ class EngineProcess:
         except TimeoutError:
             self.kill()
             await self._process.wait()
+
+    async def how_it_ended(self, patience: float = 2.0) -> str:
+        """In brackets, if a signal ended it of which nothing can be said over the line."""
+        try:
+            code = await asyncio.wait_for(self._process.wait(), patience)
+        except TimeoutError:
+            return ""
+        if code >= 0:
+            return ""
+        hint = ": out of memory?" if code == -signal.SIGKILL else ""
+        return f" (it was ended by {signal.Signals(-code).name}{hint})"
 
     def kill(self) -> None:
         """End it at once."""

@@ -14,6 +14,7 @@ class ApiError(Exception):
         param: The field at fault.
         code: A word for programs.
         retry_after: Seconds after which to try again.
+        challenge: Of a 401, which credentials would do (`WWW-Authenticate`).
     """
 
     def __init__(
@@ -24,12 +25,14 @@ class ApiError(Exception):
         *,
         code: str | None = None,
         retry_after: int | None = None,
+        challenge: str | None = None,
     ):
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
         self.retry_after = retry_after
+        self.challenge = challenge
 
     @property
     def body(self) -> dict[str, Any]:
@@ -46,8 +49,8 @@ class ApiError(Exception):
     @property
     def headers(self) -> dict[str, str]:
         """Headers that belong to the error."""
-        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
-        return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
+        headers = {"Retry-After": self.retry_after, "WWW-Authenticate": self.challenge}
+        return {name: str(value) for name, value in headers.items() if value is not None}
 
 
 def bad_field(param: str | None, message: str) -> ApiError:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jpaged import EngineConfig, __version__
+from jpaged.serve.flag_values import check_key, count, num_bytes, seconds
 from jpaged.serve.limits import Limits
 from jpaged.serve.serving import ServeConfig
 
@@ -29,7 +30,6 @@ SIGTERM or Ctrl-C: no new requests, those in flight end within --shutdown-timeou
 ends the server at once.
 """
 _EMBEDDED_NAME = "jpaged-tiny"
-_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def _add_server_flags(group: Any) -> None:
         metavar="NAME",
         help="what clients may call the model (default: as --model); one or several",
     )
-    add("--shutdown-timeout", type=_seconds, default=30.0, metavar="S", help="to drain (30 s)")
+    add("--shutdown-timeout", type=seconds, default=30.0, metavar="S", help="to drain (30 s)")
     add("--chat-template", metavar="FILE", help="a Jinja template instead of the model's")
     add(
         "--allowed-chat-template-kwargs",
@@ -122,23 +122,30 @@ def _add_limit_flags(group: Any) -> None:
     add, own = group.add_argument, Limits()
     add(
         "--max-num-queued-reqs",
-        type=_count,
+        type=count,
         default=own.max_num_queued_reqs,
         metavar="N",
         help=f"503 for whoever would wait behind so many sequences ({own.max_num_queued_reqs})",
     )
     add(
         "--max-num-client-reqs",
-        type=_count,
+        type=count,
         metavar="N",
         help="429 for a client (an API key; without keys an address) with so many in flight",
     )
     add(
         "--max-body-bytes",
-        type=_num_bytes,
+        type=num_bytes,
         default=own.max_body_bytes,
         metavar="BYTES",
         help="413 for a larger body, such as 8M (the default)",
+    )
+    add(
+        "--max-total-body-bytes",
+        type=num_bytes,
+        default=own.max_total_body_bytes,
+        metavar="BYTES",
+        help="503 when the bodies of all requests in flight would be larger together (1G)",
     )
     for name, meaning in (
         ("max_prompts", "prompts in a request"),
@@ -147,7 +154,7 @@ def _add_limit_flags(group: Any) -> None:
     ):
         default = getattr(own, name)
         flag = f"--{name.replace('_', '-')}"
-        add(flag, type=_count, default=default, metavar="N", help=f"{meaning} ({default})")
+        add(flag, type=count, default=default, metavar="N", help=f"{meaning} ({default})")
     for name, meaning in (
         ("queue_timeout", "until the first token"),
         ("request_timeout", "for a request in all"),
@@ -156,7 +163,7 @@ def _add_limit_flags(group: Any) -> None:
     ):
         default = getattr(own, name)
         flag = f"--{name.replace('_', '-')}"
-        add(flag, type=_seconds, default=default, metavar="S", help=f"{meaning} ({default:g} s)")
+        add(flag, type=seconds, default=default, metavar="S", help=f"{meaning} ({default:g} s)")
 
 
 def _add_model_flags(group: Any) -> None:
@@ -172,7 +179,7 @@ def _add_memory_flags(group: Any) -> None:
     add = group.add_argument
     add("--block-size", type=int, metavar="N", help="tokens in a block (16)")
     add("--num-blocks", type=int, metavar="N", help="blocks in the pool (default: what fits)")
-    add("--kv-cache-memory-bytes", type=_num_bytes, metavar="BYTES", help="or their bytes: 20G")
+    add("--kv-cache-memory-bytes", type=num_bytes, metavar="BYTES", help="or their bytes: 20G")
     add(
         "--gpu-memory-utilization",
         type=float,
@@ -225,8 +232,13 @@ def _flags(args: argparse.Namespace) -> Flags:
     if args.tensor_parallel_size != 1:
         size = args.tensor_parallel_size
         raise ValueError(f"tensor_parallel_size={size} is not supported yet: leave it at 1")
-    if "" in (args.api_key or ()):
-        raise ValueError("api_key= is empty, and so is no secret: give a key, or leave it out")
+    if args.max_total_body_bytes < args.max_body_bytes:
+        raise ValueError(
+            f"max_total_body_bytes={args.max_total_body_bytes} is less than --max-body-bytes "
+            f"{args.max_body_bytes}, which one body may have: raise it"
+        )
+    for number, key in enumerate(args.api_key or (), 1):
+        check_key(key, number)
     if not 0 <= args.port < 2**16:
         raise ValueError(f"port={args.port} is no port: give 0 to 65535")
     given = {name: getattr(args, name) for name in _ENGINE_FLAGS}
@@ -272,33 +284,4 @@ def _with_flag_names(message: str) -> str:
     """An option's name as it is written on the command line."""
     name, equals, rest = message.partition("=")
     is_flag = equals and name.replace("_", "").isalpha()
-    return f"--{name.replace('_', '-')} {rest}" if is_flag else message
-
-
-def _count(text: str) -> int:
-    return _bounded(text, int, 0, "a count, such as 100")
-
-
-def _seconds(text: str) -> float:
-    return _bounded(text, float, 0, "a number of seconds, such as 30")
-
-
-def _bounded(text: str, kind: Any, low: float, what: str) -> Any:
-    try:
-        number = kind(text)
-    except ValueError:
-        number = -1
-    if not low <= number < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-    return number
-
-
-def _num_bytes(text: str) -> int:
-    """A number of bytes: '123456', '800M', '20G' (powers of 1024)."""
-    unit = _UNITS.get(text[-1:].upper())
-    try:
-        return int(float(text[:-1]) * unit) if unit else int(text)
-    except (ValueError, OverflowError):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no number of bytes, such as 800M or 20G"
-        ) from None
+    return f"--{name.replace('_', '-')} {rest.lstrip()}" if is_flag else message

@@ -57,8 +57,6 @@ class Ready(msgspec.Struct, tag=True):
         max_model_len: Most tokens of a sequence.
         max_num_seqs: Most sequences in a step.
         block_size, num_blocks: Of the pool, the null block included.
-        by_priority: Whether requests may have priorities.
-        prefix_caching: Whether prefixes are shared.
     """
 
     folder: str
@@ -67,8 +65,6 @@ class Ready(msgspec.Struct, tag=True):
     max_num_seqs: int
     block_size: int
     num_blocks: int
-    by_priority: bool
-    prefix_caching: bool
 
 
 class Died(msgspec.Struct, tag=True):

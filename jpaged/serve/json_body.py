@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from starlette.requests import ClientDisconnect, Request
 
+from jpaged.serve.bodies import hold
 from jpaged.serve.errors import ApiError
 from jpaged.serve.limits import Limits
 
@@ -21,7 +22,8 @@ async def read_json(request: Request, limits: Limits) -> Any:
     """The body's JSON value.
 
     Raises:
-        ApiError: 413 if the body is too large, 400 if it is no JSON, or ambiguous.
+        ApiError: 413 if the body is too large, 503 if all bodies are, 400 if it is no JSON, or
+            ambiguous.
     """
     return parse_json(await read_body(request, limits))
 
@@ -43,9 +45,10 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     try:
         async with asyncio.timeout(limits.body_timeout):
             async for chunk in request.stream():
-                body += chunk
-                if len(body) > most:
+                if len(body) + len(chunk) > most:
                     raise _too_large(most)
+                hold(request.scope, len(chunk))
+                body += chunk
     except TimeoutError:
         raise ApiError(400, "the body did not arrive in time") from None
     except ClientDisconnect:

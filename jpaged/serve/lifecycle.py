@@ -2,19 +2,21 @@
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
 from jpaged import Tokenizer
 from jpaged.serve.app import make_app
 from jpaged.serve.client import EngineClient
-from jpaged.serve.connections import PunctualProtocol
+from jpaged.serve.connections import NUM_SPARE, BoundedProtocol
 from jpaged.serve.engine_process import EngineProcess
 from jpaged.serve.flags import Flags
 from jpaged.serve.serving import Serving
@@ -22,6 +24,12 @@ from jpaged.serve.texts import Texts
 
 _KEEP_ALIVE = 75
 """Seconds for an idle connection: more than clients keep theirs, lest they use one just closed."""
+
+_LONGEST_LINE = 1000
+"""Characters of an error at the start."""
+
+_OTHER_FILES = 128
+"""Files that are open beside the connections."""
 
 _LAST_WORDS = 5
 """Seconds for connections to close once there is nothing more to say."""
@@ -31,24 +39,24 @@ def run_server(flags: Flags) -> int:
     """Serve until a signal; gives the exit code."""
     try:
         sock = _listen(flags.host, flags.port)
-    except OSError as error:
-        where = f"{flags.host}:{flags.port}"
-        _say(f"cannot listen at {where} ({error.strerror}): use another --port or --host")
+    except (OSError, ValueError) as error:  # ValueError: a host that is no name
+        where, why = f"{flags.host}:{flags.port}", getattr(error, "strerror", None) or error
+        _say(f"cannot listen at {where} ({why}): use another --port or --host")
         return 1
     with sock:
         return asyncio.run(_serve(flags, sock))
 
 
 async def _serve(flags: Flags, sock: socket.socket) -> int:
-    process = await EngineProcess.start(flags.engine)
     serving = Serving(flags.serve)
     http = HttpServer(_uvicorn_config(serving, flags))
-    life = Life(serving, process, http, flags.shutdown_timeout)
+    life = Life(serving, http, flags.shutdown_timeout)
     life.watch_signals()
+    allow_connections(flags.serve.limits.max_connections)
     talking = asyncio.create_task(http.serve([sock]))
-    code = await life.start(f"http://{_host(sock)}:{sock.getsockname()[1]}")
+    code = await life.start(flags.engine, f"http://{_host(sock)}:{sock.getsockname()[1]}")
     await talking
-    await process.stop()
+    await life.end_engine()
     return code
 
 
@@ -66,39 +74,52 @@ class Life:
 
     Args:
         serving: Its state.
-        process: Its engine's.
         http: What listens.
         shutdown_timeout: Seconds for requests in flight to end.
     """
 
-    def __init__(
-        self, serving: Serving, process: EngineProcess, http: HttpServer, shutdown_timeout: float
-    ):
-        self._serving, self._process, self._http = serving, process, http
+    def __init__(self, serving: Serving, http: HttpServer, shutdown_timeout: float):
+        self._serving, self._http = serving, http
         self._shutdown_timeout = shutdown_timeout
+        self._process: EngineProcess | None = None
         self._ending: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
 
-    async def start(self, address: str) -> int:
-        """Open the door once there is an engine; the exit code, if all ends well."""
+    async def start(self, options: Mapping[str, Any], address: str) -> int:
+        """Open the door once there is an `Engine(**options)`; the exit code, if all ends well."""
         try:
-            await open_door(self._serving, self._process.client)
-        except (RuntimeError, ValueError) as error:
-            if self._ending is None:
-                _say(f"error: {error}")
-                self._http.should_exit = True
-                return 1
-            return 0
+            process = self._process = await EngineProcess.start(options)
+            if self._ending is not None:  # it did not know of the process
+                process.kill()
+            await open_door(self._serving, process.client)
+        except Exception as error:
+            if self._ending is not None:
+                return 0
+            _say(f"error: {await self._why(error)}")
+            self._http.should_exit = True
+            return 1
         _say(f"serving {self._serving.config.model_names[0]} at {address}")
-        self._watching = asyncio.create_task(self._tell_of_death())
+        self._watching = asyncio.create_task(self._tell_of_death(process))
         return 0
 
-    async def _tell_of_death(self) -> None:
+    async def end_engine(self) -> None:
+        """The last that is done: have the engine's process end."""
+        if self._process is not None:
+            await self._process.stop()
+
+    async def _tell_of_death(self, process: EngineProcess) -> None:
         """What is wrong when health is red; the server stays up to say so."""
-        client = self._process.client
-        await client.died.wait()
+        await process.client.died.wait()
         if self._ending is None:
-            _say(f"the engine is gone, no request can be served: {client.death}")
+            why = await self._why(RuntimeError(process.client.death))
+            _say(f"the engine is gone, no request can be served: {why}")
+
+    async def _why(self, error: Exception) -> str:
+        """One line on an error, with what became of the engine's process."""
+        known = isinstance(error, (RuntimeError, ValueError)) and str(error)
+        words = str(error) if known else f"{type(error).__name__}: {error}"
+        how = "" if self._process is None else await self._process.how_it_ended()
+        return " ".join(words.split())[:_LONGEST_LINE] + how
 
     def watch_signals(self) -> None:
         """SIGTERM and Ctrl-C drain; the second one of either ends all at once."""
@@ -108,7 +129,8 @@ class Life:
 
     def _on_signal(self, number: int) -> None:
         if self._ending is not None:
-            self._process.kill()
+            if self._process is not None:
+                self._process.kill()
             os._exit(128 + number)
         _say("shutting down: no new requests; a second signal ends those in flight at once")
         self._ending = asyncio.create_task(self._end())
@@ -122,9 +144,9 @@ class Life:
                     await asyncio.sleep(0.02)
         except TimeoutError:
             _say(f"{serving.num_requests} requests are aborted")
-            self._process.client.cut_all()
+            serving.engine.cut_all()
         self._http.should_exit = True
-        if not self._process.client.is_ready:
+        if self._process is not None and not self._process.client.is_ready:
             self._process.kill()
 
 
@@ -151,7 +173,7 @@ def _uvicorn_config(serving: Serving, flags: Flags) -> uvicorn.Config:
     limits = flags.serve.limits
     return uvicorn.Config(
         make_app(serving),
-        http=PunctualProtocol,
+        http=BoundedProtocol,
         ws="none",
         lifespan="off",
         log_level="info" if flags.log_requests else "warning",
@@ -165,13 +187,25 @@ def _uvicorn_config(serving: Serving, flags: Flags) -> uvicorn.Config:
     )
 
 
+def allow_connections(most: int) -> None:
+    """Let the process have a file for each connection, as far as the system permits."""
+    needed = most + NUM_SPARE + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < needed:
+        _say(f"the system allows {hard} open files, too few for --max-connections {most}")
+
+
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
-    except OSError:
+        sock.listen()  # only now it is sure that nobody else does
+    except (OSError, ValueError):
         sock.close()
         raise
     return sock

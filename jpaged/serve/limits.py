@@ -11,6 +11,7 @@ class Limits:
 
     Attributes:
         max_body_bytes: Of a request's body.
+        max_total_body_bytes: Of the bodies of all requests that are not over.
         max_header_bytes: Of a request's line and headers.
         max_num_queued_reqs: Sequences that may wait for a place in the batch.
         max_num_client_reqs: Requests that one client (an API key, or an address where there is no
@@ -27,6 +28,7 @@ class Limits:
     """
 
     max_body_bytes: int = 8 * MIB
+    max_total_body_bytes: int = 1024 * MIB
     max_header_bytes: int = 32 * 1024
     max_num_queued_reqs: int = 1024
     max_num_client_reqs: int | None = None

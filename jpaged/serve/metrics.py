@@ -158,8 +158,8 @@ class Meter:
         if num_tokens:
             self._note_tokens(num_tokens)
         if delta.finished:
-            reasons = [each.finish_reason for each in delta.deltas if each.finished]
-            self.end("error" if delta.error else reasons[-1] or "abort" if reasons else "abort")
+            reasons = [each.finish_reason for each in delta.deltas if each.finish_reason]
+            self.end("error" if delta.error else reasons[-1] if reasons else "abort")
             if delta.metrics is not None:
                 self._note_times(delta.metrics)
 

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
 
+import jinja2
+
 from jpaged import Tokenizer
 from jpaged.serve.errors import ApiError, bad_field, failed
 from jpaged.serve.protocol.chat import Message
@@ -27,6 +29,9 @@ class Texts:
         max_model_len: Most tokens of a sequence.
         chat_template: To use instead of the model's.
         template_timeout: Seconds for a template to render.
+
+    Raises:
+        ValueError: `chat_template` is no template.
     """
 
     def __init__(
@@ -45,6 +50,8 @@ class Texts:
         self._template_timeout = template_timeout
         self._longest = max(map(len, tokenizer.hf_tokenizer.get_vocab()))  # of all tokens' texts
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="text")
+        if chat_template is not None:
+            self._check_template(chat_template)
 
     async def encode(
         self,
@@ -131,6 +138,17 @@ class Texts:
     def close(self) -> None:
         """Wait for nothing."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _check_template(self, template: str) -> None:
+        """It may fail with this message or that, but a template it must be."""
+        message = {"role": "user", "content": "a"}
+        try:
+            with time_limit(self._template_timeout):
+                self._tokenizer.apply_chat_template([message], chat_template=template)
+        except Exception as error:
+            if isinstance(cause := error.__cause__, jinja2.TemplateSyntaxError):
+                what = f"line {cause.lineno}: {cause.message}"
+                raise ValueError(f"--chat-template is no Jinja template ({what})") from None
 
     def _render(self, messages: Sequence[Message], options: dict[str, Any], path: str) -> list[int]:
         written = [message.as_dict() for message in messages]

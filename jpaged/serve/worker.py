@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -129,8 +130,6 @@ def _description(engine: Engine) -> Ready:
         max_num_seqs=config.max_num_seqs,
         block_size=config.block_size,
         num_blocks=config.num_blocks,
-        by_priority=engine.config.scheduling_policy == "priority",
-        prefix_caching=engine.config.enable_prefix_caching,
     )
 
 
@@ -142,7 +141,7 @@ def serve_engine(sock: socket.socket) -> int:
     except EOFError:
         return 1
     except Exception as error:
-        link.send(Died(str(error) or type(error).__name__))
+        link.send(Died(why_not(error)))
         link.close()
         return 1
     try:
@@ -151,6 +150,18 @@ def serve_engine(sock: socket.socket) -> int:
         print(f"jpaged: the engine failed: {error!r}", file=sys.stderr, flush=True)
         return 1
     return 0
+
+
+def why_not(error: Exception) -> str:
+    """Why there is no engine, for whoever asked for one; what nobody foresaw goes to the log."""
+    words = str(error)
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in words:
+        remedy = "lower --gpu-memory-utilization, --kv-cache-memory-bytes or --max-num-seqs"
+        return f"the device's memory does not suffice: {remedy} ({words})"
+    if not (words and isinstance(error, (ValueError, RuntimeError, OSError))):
+        traceback.print_exception(error, file=sys.stderr)
+        return f"{type(error).__name__}: {words}"
+    return words
 
 
 def _options(link: Link) -> dict[str, Any]:
@@ -168,12 +179,12 @@ def _leave_with(parent: int) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`python -m jpaged.serve.worker FD`: serve over the inherited socket."""
+    """`python -m jpaged.serve.worker FD PARENT`: serve over the inherited socket."""
     # Ctrl-C reaches the whole terminal, SIGTERM of some supervisors the whole group of processes;
     # what becomes of the engine is for the parent to say.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_leave_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_leave_with, args=(int(argv[2]),), daemon=True).start()
     return serve_engine(socket.socket(fileno=int(argv[1])))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bench import records, serving
-from bench.serving import Answer, Target, Work, make_work, serve_all, summarise
+from bench.serving import Answer, Target, Work, half_of_what_fits, make_work, serve_all, summarise
 
 WORK = [Work([1, 2, 3], 2, 0.0)]
 TARGET = Target("http://test/v1", "m", "secret")
@@ -94,7 +94,7 @@ def test_what_is_asked():
     [
         ([], 503, "status 503"),
         ([], 0, "ConnectError"),
-        ([TEXT, {"error": {"message": "gone"}}], 200, "error event"),
+        ([TEXT, {"error": {"message": "gone"}}], 200, "error event: {'message': 'gone'}"),
         ([TEXT, TEXT], 200, "not as many tokens as asked for"),
         ([TEXT, {**USAGE, "usage": {"prompt_tokens": 3, "completion_tokens": 1}}], 200, "not as"),
     ],
@@ -103,6 +103,42 @@ def test_errors_are_counted(events: list, status: int, error: str):
     answer, _ = ask(events, status)
     assert answer.error is not None
     assert answer.error.startswith(error)
+
+
+def test_errors_say_what_the_server_said():
+    async def run() -> list[Answer]:
+        refused = httpx.Response(404, json={"error": {"message": "no such model"}})
+        transport = httpx.MockTransport(lambda request: refused)
+        async with httpx.AsyncClient(transport=transport) as client:
+            return await serve_all(client, TARGET, WORK)
+
+    assert asyncio.run(run())[0].error == "status 404: no such model"
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ({"data": [{"id": "a", "max_model_len": 64}, {"id": "m", "max_model_len": 100}]}, 50),
+        ({"data": [{"id": "m", "max_model_len": 10**6}]}, 1024),
+        ({"data": [{"id": "m"}]}, 1024),
+        ({"data": []}, 1024),
+        ([], 1024),
+    ],
+)
+def test_what_fits_the_model(answer: object, expected: int):
+    async def run() -> int:
+        transport = httpx.MockTransport(lambda request: httpx.Response(200, json=answer))
+        async with httpx.AsyncClient(transport=transport) as client:
+            return await half_of_what_fits(client, TARGET)
+
+    assert asyncio.run(run()) == expected
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "many"])
+def test_counts_are_above_nothing(count: str, capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit):
+        serving.main(["--num-requests", count])
+    assert "from 1 on" in capsys.readouterr().err
 
 
 def test_bad_rates_are_refused(capsys: pytest.CaptureFixture):

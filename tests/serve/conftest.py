@@ -1,7 +1,9 @@
 """Engines shared by the server's tests, and the census after each."""
 
 import asyncio
+import fcntl
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,15 @@ def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.getbasetemp().parent / "jax-cache"
 
 
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Wait until no other process is here."""
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 @pytest.fixture(scope="session")
 def all_engines() -> dict[tuple, Engine]:
     return {}
@@ -31,7 +42,8 @@ def engines(all_engines: dict[tuple, Engine], compilation_cache: Path) -> Callab
         options = {**SMALL, **options}
         key = tuple(sorted(options.items()))
         if key not in all_engines:
-            all_engines[key] = Engine(**options, compilation_cache_dir=compilation_cache)
+            with alone(compilation_cache):  # or each of pytest's processes compiles it
+                all_engines[key] = Engine(**options, compilation_cache_dir=compilation_cache)
         return all_engines[key]
 
     return make

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from browsing import serving as real_server
+from server_process import ServerProcess
 
 from bench import records, serving
 
@@ -13,21 +13,20 @@ pytestmark = pytest.mark.slow
 
 def test_it_measures_the_real_server(
     tmp_path: Path,
-    compilation_cache: Path,
+    real_server: ServerProcess,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ):
     monkeypatch.setattr(records, "RESULTS", tmp_path)
-    arguments = ["--rate", "20,inf", "--num-requests", "6", "--max-tokens", "24", "--device", "cpu"]
-    with real_server(compilation_cache, "--api-key", "secret") as address:
-        target = ["--url", f"{address}/v1", *arguments]
-        assert serving.main(target) == 1  # without the key
-        assert serving.main([*target, "--api-key", "secret", "--model", "jpaged-tiny"]) == 0
+    target = ["--url", f"{real_server.url}/v1", "--rate", "20,inf", "--num-requests", "6"]
+    target += ["--max-tokens", "24", "--device", "cpu"]
+    assert serving.main([*target, "--model", "another"]) == 1
+    assert serving.main([*target, "--model", "jpaged-tiny"]) == 0
     said = capsys.readouterr()
-    assert "6 requests: status 401" in said.err
-    rows = json.loads((tmp_path / "serving_cpu.json").read_text())["rows"]
-    assert [row["rate"] for row in rows] == [20.0, "inf"]
-    for row in rows:
+    assert "6 requests: status 404: the model 'another' does not exist" in said.err
+    document = json.loads((tmp_path / "serving_cpu.json").read_text())
+    assert [row["rate"] for row in document["rows"]] == [20.0, "inf"]
+    for row in document["rows"]:
         assert (row["requests"], row["errors"]) == (6, 0)
         assert 0 < row["normalised_ms_p50"] <= row["normalised_ms_p90"] <= row["normalised_ms_p99"]
         assert row["ttft_ms_p50"] < 1e3 * row["seconds"]

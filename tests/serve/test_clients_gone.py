@@ -111,7 +111,7 @@ def test_while_queued(serve: Run, slow: Any, engine: Engine):
 
 
 def test_while_swapped_out(serve: Run, slow: Any, engines: Any):
-    engine = slow(engines(num_blocks=24, preemption_mode="swap", swap_space=0.1))
+    engine = slow(engines(num_blocks=21, preemption_mode="swap", swap_space=0.002))
 
     async def scenario(server: Server) -> None:
         requests = [

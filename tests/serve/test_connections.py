@@ -1,6 +1,7 @@
 """Connections of clients that send too much, too slowly, or nothing."""
 
 import asyncio
+import resource
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,20 +11,21 @@ import uvicorn
 from starlette.responses import PlainTextResponse
 
 from jpaged.serve import connections
-from jpaged.serve.connections import PunctualProtocol
-from jpaged.serve.lifecycle import HttpServer
+from jpaged.serve.auth import OPEN_PATHS
+from jpaged.serve.connections import BoundedProtocol, SurplusGuard
+from jpaged.serve.lifecycle import HttpServer, allow_connections
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], object]
 REQUEST = b"GET / HTTP/1.1\r\nHost: a\r\n"
 
 
 @asynccontextmanager
-async def server(**options: Any) -> AsyncIterator[int]:
+async def server(app: Any = None, **options: Any) -> AsyncIterator[int]:
     """The port of a server that says yes."""
     config = uvicorn.Config(
-        PlainTextResponse("yes"),
+        app or PlainTextResponse("yes"),
         port=0,
-        http=PunctualProtocol,
+        http=BoundedProtocol,
         lifespan="off",
         log_level="error",
         **options,
@@ -89,13 +91,59 @@ def test_headers_that_are_too_large():
     asyncio.run(scenario())
 
 
+async def yes(scope: Any, receive: Any, send: Any) -> None:
+    await PlainTextResponse("yes")(scope, receive, send)
+
+
 def test_too_many_connections():
     async def scenario() -> None:
-        async with server(limit_concurrency=2) as port:
-            waiting = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
-            answer = await answer_to(port, REQUEST + b"Connection: close\r\n\r\n")
+        async with server(SurplusGuard(yes), limit_concurrency=2) as port:
+            early = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+            answer = await answer_to(port, REQUEST + b"\r\n")
             assert answer.startswith(b"HTTP/1.1 503")
-            for _, writer in waiting:
+            assert b"retry-after" in answer
+            assert b'"type":"server_error"' in answer
+            for path in OPEN_PATHS:  # and then it hangs up
+                answer = await answer_to(
+                    port, REQUEST.replace(b"/ ", path.encode() + b" ") + b"\r\n"
+                )
+                assert answer.endswith(b"yes")
+            for reader, writer in early:  # who was there first is served
+                writer.write(REQUEST + b"Connection: close\r\n\r\n")
+                assert (await reader.read()).endswith(b"yes")
                 writer.close()
+            assert (await answer_to(port, REQUEST + b"Connection: close\r\n\r\n")).endswith(b"yes")
 
     asyncio.run(scenario())
+
+
+def test_more_connections_than_get_an_answer(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(connections, "NUM_SPARE", 1)
+
+    async def scenario() -> None:
+        async with server(SurplusGuard(yes), limit_concurrency=1) as port:
+            waiting = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+            assert await answer_to(port, REQUEST + b"\r\n") == b""
+            for _, writer in waiting:
+                writer.close()
+            await asyncio.sleep(0.1)
+            assert (await answer_to(port, REQUEST + b"Connection: close\r\n\r\n")).endswith(b"yes")
+
+    asyncio.run(scenario())
+
+
+def test_files_for_all_connections(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    asked = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (400, 4000))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: asked.append(limits))
+    allow_connections(100)
+    assert asked == []
+    allow_connections(1000)
+    ((soft, hard),) = asked
+    assert 1000 + connections.NUM_SPARE < soft < 4000 == hard
+    assert capsys.readouterr().err == ""
+    allow_connections(5000)
+    assert asked[1:] == [(4000, 4000)]
+    assert "4000 open files, too few for --max-connections 5000" in capsys.readouterr().err

@@ -7,6 +7,7 @@ from importlib.resources import files
 import httpx
 import pytest
 from browsing import find_browser
+from serve_helpers import basic
 
 from jpaged.serve.app import make_app
 from jpaged.serve.dashboard import PAGE_PATHS
@@ -15,22 +16,26 @@ from jpaged.serve.serving import ServeConfig, Serving
 STATIC = files("jpaged.serve").joinpath("static")
 
 
-def get(path: str, method: str = "GET", **config) -> httpx.Response:
+def get(path: str, headers: dict[str, str] | None = None, **config) -> httpx.Response:
     """The answer of a server whose engine is not there yet."""
 
     async def ask() -> httpx.Response:
         transport = httpx.ASGITransport(make_app(Serving(ServeConfig(**config))))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.request(method, path)
+            return await client.get(path, headers=headers)
 
     return asyncio.run(ask())
 
 
-def test_the_page_needs_no_key_and_its_events_do():
-    for path in PAGE_PATHS:
-        assert get(path, api_keys=("secret",)).status_code == 200
-    assert get("/picture/events", api_keys=("secret",)).status_code == 401
-    assert get("/picture/anything", api_keys=("secret",)).status_code == 401
+@pytest.mark.parametrize("path", sorted({*PAGE_PATHS, "/picture/events", "/picture/anything"}))
+def test_a_browser_is_asked_for_a_key(path: str):
+    answer = get(path, api_keys=("secret",))
+    assert answer.status_code == 401
+    assert answer.headers["www-authenticate"].startswith('Basic realm="jpaged"')
+    assert answer.json()["error"]["message"]
+    given = basic("whoever", "secret")
+    expected = {"events": 503, "anything": 404}.get(path.split("/")[-1], 200)
+    assert get(path, given, api_keys=("secret",)).status_code == expected
 
 
 def test_events_before_there_is_an_engine():
@@ -58,7 +63,10 @@ def test_there_are_no_other_files(path: str):
 def test_it_can_be_left_out():
     for path in (*PAGE_PATHS, "/picture/events"):
         assert get(path, dashboard=False).status_code == 404
-    assert get("/", dashboard=False, api_keys=("secret",)).status_code == 401
+    for given in ({}, basic("whoever", "secret")):
+        answer = get("/", given, dashboard=False, api_keys=("secret",))
+        assert answer.status_code == 401
+        assert answer.headers["www-authenticate"] == "Bearer"
 
 
 def test_all_files_are_served():

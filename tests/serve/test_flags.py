@@ -94,7 +94,13 @@ def test_a_template_of_ones_own(tmp_path: Path):
         (["--kv-cache-memory-bytes", "1G", "--num-blocks", "9"], ["not both"]),
         (["--chat-template", "/no/such/file"], ["--chat-template", "/no/such/file"]),
         (["a", "--model", "b"], ["two models"]),
-        (["--api-key", ""], ["--api-key", "empty"]),
+        (["--api-key", ""], ["--api-key is empty"]),
+        (["--api-key", "good", "schlüssel"], ["--api-key (number 2)", "printable ASCII"]),
+        (["--api-key", " a"], ["--api-key (number 1)", "no space"]),
+        (["--api-key", "a\n"], ["--api-key (number 1)", "no space"]),
+        (["--api-key", "a\x07b"], ["--api-key (number 1)", "printable"]),
+        (["--max-total-body-bytes", "1M"], ["--max-total-body-bytes", "--max-body-bytes"]),
+        (["--max-body-bytes", "-1"], ["--max-body-bytes", "800M"]),
         (["--modle", "x"], ["--modle"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -114,3 +120,9 @@ def test_the_help_teaches():
     text = build_parser().format_help()
     for word in ("curl", "--preemption-mode", "examples:", "SIGTERM", "503", "127.0.0.1"):
         assert word in text
+
+
+def test_a_wrong_key_is_not_shown(capsys: pytest.CaptureFixture[Any]):
+    with pytest.raises(SystemExit):
+        read_flags(["--api-key", " secret"])
+    assert "secret" not in capsys.readouterr().err

@@ -3,13 +3,20 @@
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from server_process import ServerProcess
+
+from jpaged.serve.flags import read_flags
+from jpaged.serve.lifecycle import run_server
+from jpaged.serve.worker import why_not
 
 LONG: dict[str, Any] = {"prompt": "Hello", "max_tokens": 200, "ignore_eos": True}
 
@@ -57,7 +64,7 @@ def test_a_signal_lets_requests_end(compilation_cache: Path):
 def test_a_signal_to_all_processes_lets_requests_end(compilation_cache: Path):
     server = ServerProcess(compilation_cache)
     try:
-        thread, found = ask_meanwhile(server.url, {**LONG, "prompt": ["Hello"] * 64})
+        thread, found = ask_meanwhile(server.url, {**LONG, "prompt": ["Hello"] * 16})
         wait_until_it_runs(server.url)
         for pid in (*children_of(server.process.pid), server.process.pid):
             os.kill(pid, signal.SIGTERM)
@@ -144,12 +151,93 @@ def test_a_model_that_cannot_be_loaded(compilation_cache: Path, tmp_path: Path):
     assert "Traceback" not in server.log
 
 
+def test_a_template_that_is_none(compilation_cache: Path, tmp_path: Path):
+    template = tmp_path / "broken.jinja"
+    template.write_text("{{ messages }}\n{% for m in messages %}", encoding="utf-8")
+    server = ServerProcess(compilation_cache, "--chat-template", str(template), wait=False)
+    assert server.wait(60) == 1
+    assert "error: --chat-template is no Jinja template (line 2: Unexpected end" in server.log
+    assert "Traceback" not in server.log
+
+
+def test_an_engine_that_is_killed_while_it_starts(compilation_cache: Path):
+    server = ServerProcess(compilation_cache, wait=False)
+    wait_for_words(server)
+    (worker,) = children_of(server.process.pid)
+    os.kill(worker, signal.SIGKILL)
+    assert server.wait() == 1
+    assert "error:" in server.log
+    assert "SIGKILL: out of memory?" in server.log
+    assert "Traceback" not in server.log
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ValueError("dtype='int4' is unknown"), "dtype='int4' is unknown"),
+        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), "lower --gpu-memory-utilization"),
+        (MemoryError(), "lower --gpu-memory-utilization"),
+        (KeyError("layers"), "KeyError: 'layers'"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_why_there_is_no_engine(error: Exception, words: str, capsys: pytest.CaptureFixture[str]):
+    assert words in why_not(error)
+    assert ("KeyError" in capsys.readouterr().err) == isinstance(error, KeyError)
+
+
+# A signal that finds the process at a certain place, since it sends it to itself there.
+BEFORE_IT_LISTENS = """
+from jpaged.serve import __main__, flags
+flags.read_flags = lambda argv: os.kill(os.getpid(), signal.{name})
+__main__.main([])
+"""
+BEFORE_THERE_IS_AN_ENGINE = """
+from jpaged.serve import __main__, engine_process
+start = engine_process.EngineProcess.start.__func__
+async def interrupted(cls, options):
+    os.kill(os.getpid(), signal.{name})
+    await asyncio.sleep(0.1)
+    return await start(cls, options)
+engine_process.EngineProcess.start = classmethod(interrupted)
+sys.exit(__main__.main(["--port", "0"]))
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("script", [BEFORE_IT_LISTENS, BEFORE_THERE_IS_AN_ENGINE])
+def test_a_signal_before_there_is_anything_to_end(script: str, name: str):
+    code = "import asyncio, os, signal, sys" + script.format(name=name)
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    assert "Traceback" not in said
+    assert "error" not in said
+    assert not engines_of(process.pid)
+
+
+def test_an_engine_whose_server_has_died_before_it_began():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        command = [sys.executable, "-m", "jpaged.serve.worker", str(theirs.fileno())]
+        nobody = str(2**30)
+        engine = subprocess.run([*command, nobody], pass_fds=[theirs.fileno()], timeout=60)
+    assert engine.returncode == 1
+
+
+def test_a_host_that_is_no_name(capsys: pytest.CaptureFixture[str]):
+    for host in ("a" * 64 + ".b", "no.such.host.invalid"):
+        assert run_server(read_flags(["--host", host])) == 1
+        assert f"cannot listen at {host}:8000" in capsys.readouterr().err
+
+
 def test_a_port_that_is_taken(compilation_cache: Path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         server = ServerProcess(compilation_cache, "--port", port, wait=False)
         assert server.wait(60) == 1
     assert f"cannot listen at 127.0.0.1:{port}" in server.log
+    assert "Traceback" not in server.log
 
 
 def wait_for_words(server: ServerProcess, words: str = "jpaged:") -> None:
@@ -166,7 +254,16 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in text.split()]
 
 
+def engines_of(pid: int) -> list[str]:
+    """The engines' processes that a server of this number started."""
+    commands = {path.name: command_of(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
+    of_it = {name: command for name, command in commands.items() if b"worker" in command}
+    return [name for name, command in of_it.items() if command.endswith(b"\0%d\0" % pid)]
+
+
 def command_of(pid: int) -> bytes:
     """The process's command line; nothing if it is gone."""
-    path = Path(f"/proc/{pid}/cmdline")
-    return path.read_bytes() if path.exists() else b""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""

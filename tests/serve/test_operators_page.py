@@ -8,6 +8,7 @@ from bench.serving import build_parser as bench_parser
 from jpaged import EngineStats, SamplingParams
 from jpaged.serve.auth import OPEN_PATHS
 from jpaged.serve.client import Job
+from jpaged.serve.connections import NUM_SPARE
 from jpaged.serve.flags import build_parser
 from jpaged.serve.metrics import Metrics
 from jpaged.serve.picture_hub import MAX_VIEWERS
@@ -40,4 +41,5 @@ def test_every_metric_exists():
 
 def test_facts():
     assert f"{MAX_VIEWERS} pages" in PAGE
+    assert f"beyond {NUM_SPARE} more" in PAGE
     assert all(f"`{path}`" in PAGE for path in OPEN_PATHS)

@@ -153,7 +153,7 @@ def run(engine: Engine, camera: Camera, prompt: str = "Count from 1 to 9", **par
 
 
 def test_a_camera_shows_every_step(engine: Engine):
-    camera, state = Camera(engine, clock=Clock()), PictureState(129)
+    camera, state = Camera(engine, clock=Clock(), work_clock=Clock()), PictureState(129)
     first = camera.fetch(tokens=True)
     for frame in first.frames:
         state.apply(frame)
@@ -174,7 +174,7 @@ def test_a_camera_shows_every_step(engine: Engine):
 
 
 def test_a_camera_tells_no_tokens_unless_asked(engine: Engine):
-    camera = Camera(engine, clock=Clock())
+    camera = Camera(engine, clock=Clock(), work_clock=Clock())
     epoch = camera.fetch().epoch
     run(engine, camera, max_tokens=4)
     assert not any("tokens" in frame for frame in camera.fetch(epoch).frames)
@@ -186,14 +186,14 @@ def test_a_camera_takes_a_small_share_of_the_time(engine: Engine):
             self.now += 0.5
             return self.now
 
-    camera = Camera(engine, clock=Slow())
+    camera = Camera(engine, clock=Clock(), work_clock=Slow())
     epoch = camera.fetch().epoch
     run(engine, camera, max_tokens=8, ignore_eos=True)
     assert len(camera.fetch(epoch).frames) == 1  # all the rest waits for the next question
 
 
 def test_unfetched_frames_are_merged(engine: Engine):
-    camera = Camera(engine, clock=Clock())
+    camera = Camera(engine, clock=Clock(), work_clock=Clock())
     epoch = camera.fetch().epoch
     for _ in range(4):
         run(engine, camera, max_tokens=90, ignore_eos=True)
@@ -203,7 +203,7 @@ def test_unfetched_frames_are_merged(engine: Engine):
 def test_a_camera_that_fails_stops_and_the_engine_goes_on(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
-    camera = Camera(engine, clock=Clock())
+    camera = Camera(engine, clock=Clock(), work_clock=Clock())
     epoch = camera.fetch().epoch
     with monkeypatch.context() as patch:
         patch.setattr(PoolWatch, "look", lambda self: 1 / 0)
@@ -217,7 +217,7 @@ def test_a_camera_that_fails_stops_and_the_engine_goes_on(
 
 def test_a_camera_stops_when_nobody_asks(engine: Engine):
     clock = Clock()
-    camera = Camera(engine, clock=clock)
+    camera = Camera(engine, clock=clock, work_clock=clock)
     first = camera.fetch()
     clock.now += PATIENCE + 1
     run(engine, camera, max_tokens=2)

@@ -149,8 +149,10 @@ def test_a_device_fault_is_told_to_everybody(
 def test_a_loop_that_stands_still_is_not_healthy(
     serve: Run, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ):
-    advance = engine.advance
-    monkeypatch.setattr(engine, "advance", lambda: (time.sleep(2.0), advance()))
+    advance, pauses = engine.advance, [2.0]
+    monkeypatch.setattr(
+        engine, "advance", lambda: (time.sleep(pauses.pop() if pauses else 0), advance())
+    )
 
     async def scenario(server: Server) -> None:
         assert (await server.http.get("/health")).status_code == 200

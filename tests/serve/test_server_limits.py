@@ -1,12 +1,14 @@
 """Keys, shares, queues and time limits."""
 
 import asyncio
+import json
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import httpx
 import pytest
-from serve_helpers import QUESTION, RawRequest, Server
+from serve_helpers import QUESTION, RawRequest, Server, basic, bearer
 
 from jpaged import Engine
 from jpaged.serve.errors import ApiError
@@ -23,10 +25,6 @@ def slow(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "advance", lambda: (time.sleep(0.02), advance()))
 
 
-def bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"}
-
-
 def test_with_keys_all_is_denied_without_one(serve: Run):
     async def scenario(server: Server) -> None:
         http = server.http
@@ -34,7 +32,13 @@ def test_with_keys_all_is_denied_without_one(serve: Run):
             assert (await http.get(path)).status_code == 200
         closed = ("/v1/models", "/metrics", "/version", "/load", "/openapi.json", "/x")
         for path in (*closed, "/picture/events"):
-            for headers in ({}, bearer("no"), bearer(""), {"Authorization": "Basic one"}):
+            for headers in (
+                {},
+                bearer("no"),
+                bearer(""),
+                basic("one", ""),
+                {"Authorization": "one"},
+            ):
                 answer = await http.get(path, headers=headers)
                 assert answer.status_code == 401
                 assert answer.json()["error"]["message"]
@@ -45,6 +49,100 @@ def test_with_keys_all_is_denied_without_one(serve: Run):
         assert (await http.get("/v1/models", headers={"authorization": "bearer one"})).is_success
 
     serve(scenario, api_keys=("one", "two"))
+
+
+FROM_THE_PAGE = (
+    {"Sec-Fetch-Site": "same-origin", "Sec-Fetch-Mode": "cors"},
+    {"Origin": "http://jpaged"},  # a browser that trusts no plain HTTP says no more than this
+)
+FROM_ELSEWHERE = (
+    {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"},
+    {"Sec-Fetch-Site": "same-site", "Origin": "http://jpaged"},
+    {"Origin": "http://evil"},
+    {"Origin": "null"},
+)
+
+
+def test_what_a_browser_sends_unasked_counts_for_the_own_page_alone(serve: Run):
+    async def scenario(server: Server) -> None:
+        http, key = server.http, basic("anybody", "a:key")
+        asked = {"prompt": "a", "max_tokens": 1}
+        for own in FROM_THE_PAGE:
+            assert (await http.post(PATH, json=asked, headers=key | own)).status_code == 200
+            assert (await http.get("/v1/models", headers=key | own)).status_code == 200
+        for other in FROM_ELSEWHERE:
+            answer = await http.post(PATH, json=asked, headers=key | other)
+            assert answer.status_code == 403
+            assert "Bearer" in answer.json()["error"]["message"]
+            assert (await http.get("/picture/events", headers=key | other)).status_code == 403
+            bearers = bearer("a:key") | other  # no browser sends this unasked
+            assert (await http.post(PATH, json=asked, headers=bearers)).status_code == 200
+        assert (await http.post(PATH, json=asked, headers=key)).status_code == 403
+        assert (await http.get("/v1/models", headers=key)).status_code == 200
+        form = key | FROM_THE_PAGE[0] | {"Content-Type": "text/plain"}
+        assert (await http.post(PATH, content=b"{}", headers=form)).status_code == 415
+        for mode, status in (("navigate", 200), ("no-cors", 403)):
+            followed = key | {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": mode}
+            assert (await http.get("/", headers=followed)).status_code == status
+
+    serve(scenario, api_keys=("a:key",))
+
+
+@pytest.mark.parametrize(
+    "given", ["Basic", "Basic !", "Basic c2VjcmV0", "Basic /zpzZWNyZXQ=", "Basic " + "A" * 99]
+)
+def test_credentials_that_are_none(serve: Run, given: str):
+    async def scenario(server: Server) -> None:
+        answer = await server.http.get("/v1/models", headers={"Authorization": given})
+        assert answer.status_code == 401
+
+    serve(scenario, api_keys=("secret",))
+
+
+async def post_slowly(server: Server, body: bytes, rest: asyncio.Event) -> httpx.Response:
+    """Send a body whose last byte comes later."""
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield body[:-1]
+        await rest.wait()
+        yield body[-1:]
+
+    headers = {"Content-Type": "application/json"}
+    return await server.http.post(PATH, content=pieces(), headers=headers)
+
+
+def test_bodies_have_a_bound_together(serve: Run):
+    async def scenario(server: Server) -> None:
+        body = json.dumps({"prompt": "a" * 100, "max_tokens": 1}).encode()
+        rest = asyncio.Event()
+        coming = [asyncio.create_task(post_slowly(server, body, rest)) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        refused = await server.http.post(PATH, json={"prompt": "a" * 100, "max_tokens": 1})
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"]
+        assert (await server.http.get("/load")).status_code == 200
+        rest.set()
+        assert [(await each).status_code for each in coming] == [200, 200]
+        for _ in range(3):  # what was held is given back, also by those that were refused
+            too_large = await server.http.post(PATH, json={"prompt": "a" * 300})
+            assert too_large.status_code == 413
+            await server.canary()
+
+    limits = {"max_body_bytes": 200, "max_total_body_bytes": 290}
+    serve(scenario, limits=limits)
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_body_counts_until_its_answer(serve: Run):
+    async def scenario(server: Server) -> None:
+        running = RawRequest(server.app, PATH, {**LONG, "stream": True})
+        await running.read_some()
+        assert (await server.http.post(PATH, json=LONG)).status_code == 503
+        running.leave()
+        await running.task
+        await server.complete(**{**LONG, "max_tokens": 2})
+
+    serve(scenario, limits={"max_total_body_bytes": 100})
 
 
 @pytest.mark.usefixtures("slow")
@@ -122,7 +220,7 @@ def test_taking_too_long(serve: Run):
         streamed = RawRequest(server.app, PATH, {**LONG, "stream": True})
         await streamed.task
         assert streamed.status == 200
-        assert b"took too long" in streamed.body
+        assert b'data: {"error":{"message":"aborted: the request took too long"' in streamed.body
         assert streamed.body.endswith(b"data: [DONE]\n\n")
 
     serve(scenario, limits={"request_timeout": 0.5})

@@ -14,6 +14,7 @@ from jpaged.serve.protocol.rules import (
     Ignored,
     Integer,
     ListOf,
+    Nothing,
     Schema,
     Text,
     check_length,
@@ -42,8 +43,8 @@ class Message:
     content: str | list[TextPart] = of(Either(string=Text(), array=ListOf(Nested(TextPart), 256)))
     name: None = of(Ignored(), None)
     tool_call_id: None = of(Ignored(), None)
-    tool_calls: list[Any] | None = of(ListOf(Ignored(), 0), None)
-    refusal: str | None = of(Choice("", hint="leave it out"), None)
+    tool_calls: None = of(Nothing([], hint=_NO_TOOLS), None)
+    refusal: None = of(Nothing("", hint="messages have their content alone"), None)
 
     def as_dict(self) -> dict[str, str]:
         """As templates take it; parts of a text are joined by line breaks."""
@@ -85,7 +86,7 @@ class TemplateFields:
     add_generation_prompt: bool = of(Flag(), True, "open the assistant's answer")
     continue_final_message: bool = of(Flag(), False, "go on with the last message")
     chat_template_kwargs: dict[str, Any] | None = of(TemplateVariables(), None)
-    chat_template: None = of(Choice("", hint="templates come from the server alone"), None)
+    chat_template: None = of(Nothing("", hint="templates come from the server alone"), None)
 
     def check_template(self, allowed: Collection[str]) -> None:
         """Raise ApiError for variables that are not `allowed`, and for contradictions."""
@@ -123,7 +124,7 @@ class ChatRequest(SamplingFields, TemplateFields):
     add_special_tokens: bool = of(Choice(False, hint="the template writes its own"), False)
     response_format: ResponseFormat | None = of(Nested(ResponseFormat), None)
     modalities: list[str] | None = of(ListOf(Choice("text", hint=_TEXT_ONLY), 1), None)
-    tools: list[Any] | None = of(ListOf(Choice(hint=_NO_TOOLS), 0), None)
+    tools: None = of(Nothing([], hint=_NO_TOOLS), None)
     tool_choice: str | None = of(Choice("none", "auto", hint=_NO_TOOLS), None)
     parallel_tool_calls: None = of(Ignored(), None)
 

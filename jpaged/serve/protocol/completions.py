@@ -7,9 +7,9 @@ from jpaged.serve.errors import bad_field
 from jpaged.serve.limits import Limits
 from jpaged.serve.protocol.record import of
 from jpaged.serve.protocol.rules import (
-    Choice,
     Flag,
     Integer,
+    Nothing,
     Schema,
     check_length,
     refuse,
@@ -49,7 +49,7 @@ class CompletionRequest(SamplingFields):
     echo: bool = of(Flag(), False, "the prompt comes before the answer")
     logprobs: int | None = of(Integer(0, MAX_LOGPROBS), None)
     add_special_tokens: bool = of(Flag(), True, "such as the token that begins a text")
-    suffix: str | None = of(Choice("", hint="this model fills no gaps"), None)
+    suffix: None = of(Nothing("", hint="this model fills no gaps"), None)
 
     def check(self, limits: Limits) -> None:
         """Raise ApiError for what no rule of a single field sees."""

@@ -50,11 +50,11 @@ def read_record(record: type[T], value: Any, path: str = "") -> T:
             _refuse_unknown(name, path, list(known))
     read = {}
     for name, own in known.items():
-        given = value.get(name)
+        given, own_path = value.get(name), f"{path}.{name}" if path else name
         if given is not None:
-            read[name] = own.metadata["rule"].read(given, f"{path}.{name}" if path else name)
+            read[name] = own.metadata["rule"].read(given, own_path)
         elif own.default is MISSING:
-            raise bad_field(name, f"{f'{path}.' if path else ''}{name} is missing: it is required")
+            raise bad_field(own_path, f"{own_path} is missing: it is required")
     return record(**read)
 
 
@@ -80,5 +80,5 @@ def _refuse_unknown(name: str, path: str, known: list[str]) -> None:
     shown = repr(name if len(name) <= 60 else name[:57] + "...")
     near = difflib.get_close_matches(name[:60], known, 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    where = f" of {path}" if path else ""
-    raise bad_field(name[:60], f"unknown or unsupported field {shown}{where}{hint}")
+    where, start = (f" of {path}", f"{path}.") if path else ("", "")
+    raise bad_field(start + name[:60], f"unknown or unsupported field {shown}{where}{hint}")

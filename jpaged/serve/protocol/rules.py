@@ -142,6 +142,22 @@ class ListOf:
         return {"type": "array", "items": self._item.schema(), **bounds}
 
 
+class Nothing:
+    """What is empty, so that it asks for nothing: its use is not supported here."""
+
+    def __init__(self, *empty: Any, hint: str):
+        self._empty, self._hint = empty, hint
+
+    def read(self, value: Any, path: str) -> None:
+        """Nothing."""
+        if not any(value == own and type(value) is type(own) for own in self._empty):
+            refuse(path, value, f"must be left out: {self._hint}")
+
+    def schema(self) -> Schema:
+        """The empty values."""
+        return {"enum": list(self._empty), "description": self._hint}
+
+
 class ByTokenId:
     """An object that maps token ids, written as strings, to values of one kind."""
 

@@ -6,14 +6,14 @@ import { Grid, Palette, drawStrip } from "./grid.js";
 import { Player } from "./play.js";
 import { Pool } from "./pool.js";
 import { Prompts } from "./prompts.js";
-import { AskForKey, ask, events, setKey } from "./stream.js";
+import { ask, events } from "./stream.js";
 
 const PANELS_EVERY = 250; // milliseconds
 const RETRY = 2000; // milliseconds
 const MAX_TOY = 4096; // blocks of a pool that is no more than a toy
 
 const element = (id) => document.getElementById(id);
-const state = { pool: null, stats: null, panelsDue: 0, keyGiven: null };
+const state = { pool: null, stats: null, panelsDue: 0 };
 
 const grid = new Grid(element("grid"), element("scroller"), lookAt);
 const player = new Player(show, (count) => {
@@ -21,7 +21,7 @@ const player = new Player(show, (count) => {
   element("step").disabled = player?.pace === "live" || !count;
 });
 const charts = new Charts(element("charts"));
-const prompts = new Prompts(element, askForKey);
+const prompts = new Prompts(element);
 
 function lookAt(id) {
   const holders = state.pool.holders(id);
@@ -119,31 +119,9 @@ async function watchForEver() {
       tell("the stream ended: trying again", "down");
     } catch (error) {
       tell(`${error.message}: trying again`, "down");
-      if (error instanceof AskForKey) {
-        tell(error.message, "down");
-        await askForKey(error);
-        continue;
-      }
     }
     await new Promise((resolve) => setTimeout(resolve, RETRY));
   }
-}
-
-/** Opens the box for the key; done when there is one. */
-function askForKey() {
-  const dialog = element("key-dialog");
-  if (!state.keyGiven) {
-    state.keyGiven = new Promise((resolve) => {
-      dialog.addEventListener("close", () => {
-        state.keyGiven = null;
-        setKey(element("key").value.trim());
-        element("key").value = "";
-        resolve();
-      }, { once: true });
-    });
-    dialog.showModal();
-  }
-  return state.keyGiven;
 }
 
 // Keys and settings

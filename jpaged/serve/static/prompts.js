@@ -1,6 +1,6 @@
 // The box that sends prompts, and the answers as they come.
 
-import { AskForKey, ask, events } from "./stream.js";
+import { ask, events } from "./stream.js";
 
 const MAX_CARDS = 40;
 const SYSTEM =
@@ -41,10 +41,9 @@ const PRESETS = [
 ];
 
 export class Prompts {
-  /** `element(id)` finds the form's parts; `onKeyWanted(error)` asks for the API key. */
-  constructor(element, onKeyWanted) {
+  /** `element(id)` finds the form's parts. */
+  constructor(element) {
     this.element = element;
-    this.onKeyWanted = onKeyWanted;
     this.running = new Set(); // what aborts them
     this.cards = [];
     const preset = element("preset");
@@ -100,7 +99,6 @@ export class Prompts {
       card.end("done");
     } catch (error) {
       card.end(controller.signal.aborted ? "stopped" : error.message);
-      if (error instanceof AskForKey) this.onKeyWanted(error);
     } finally {
       this.running.delete(controller);
       this.element("stop").disabled = !this.running.size;

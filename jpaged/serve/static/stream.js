@@ -1,25 +1,10 @@
-// Server-sent events through fetch: unlike EventSource, it can send the key in a header.
+// Server-sent events through fetch: unlike EventSource, it tells why there are none.
 
-let key = ""; // in this page's memory only
-
-export function setKey(value) {
-  key = value;
-}
-
-/** fetch with the API key; throws an `AskForKey` where the server wants another one. */
+/** fetch; throws what the server says in place of an answer. Keys are the browser's business. */
 export async function ask(path, options = {}) {
-  const headers = { ...options.headers };
-  if (key) headers.Authorization = `Bearer ${key}`;
-  const response = await fetch(path, { ...options, headers, cache: "no-store" });
-  if (response.status === 401) throw new AskForKey();
+  const response = await fetch(path, { ...options, cache: "no-store" });
   if (!response.ok) throw new Error(await reasonOf(response));
   return response;
-}
-
-export class AskForKey extends Error {
-  constructor() {
-    super(key ? "the server does not accept this key" : "the server asks for its API key");
-  }
 }
 
 async function reasonOf(response) {
