@@ -16,14 +16,12 @@ from jpaged.serve.exchange import Exchange
 from jpaged.serve.picture_hub import PictureHub
 from jpaged.serve.serving import Phase, Serving
 
+_SCRIPTS = "main pool grid charts detail happened play prompts stream".split()
 _TYPES = {
     "index.html": "text/html; charset=utf-8",
     "picture.css": "text/css; charset=utf-8",
     "icon.svg": "image/svg+xml",
-    **{
-        f"{name}.js": "text/javascript; charset=utf-8"
-        for name in ("main", "pool", "grid", "charts", "detail", "play", "prompts", "stream")
-    },
+    **{f"{name}.js": "text/javascript; charset=utf-8" for name in _SCRIPTS},
 }
 _HEADERS = {
     "Content-Security-Policy": (

@@ -42,6 +42,21 @@ export function showBlock(parent, pool, id, onChip) {
   if (holders.length) parent.append(chipsOf(pool, holders[0].sequence, id, onChip, MAX_CHIPS));
 }
 
+/** What the strip of host memory shows, in words. */
+export function showHost(label, list, pool, total) {
+  const palette = new Palette();
+  const used = pool.images.reduce((sum, [, count]) => sum + count, 0);
+  label.textContent = `${used.toLocaleString("en")} of ${total.toLocaleString("en")} blocks in use`;
+  const lines = pool.images.slice(0, MAX_HOLDERS).map(([request, count]) => {
+    const line = element("span", "holder");
+    const name = nameOf({ request, index: 0 });
+    line.append(swatch(pool.numberOf(request), palette), `${name}: ${count} block${count > 1 ? "s" : ""}`);
+    return line;
+  });
+  if (pool.images.length > MAX_HOLDERS) lines.push(`and ${pool.images.length - MAX_HOLDERS} more`);
+  list.replaceChildren(...lines);
+}
+
 function slotsOf(pool, id) {
   const list = element("div", "slots");
   const words = pool.text.get(id) ?? [];

@@ -4,7 +4,7 @@ import { CACHED } from "./pool.js";
 
 const SIZES = [26, 22, 18, 15, 13, 11, 9, 8, 7, 6, 5, 4, 3]; // of a cell, in CSS pixels
 const GOLDEN = 137.508; // degrees from one request's hue to the next
-const FLASH = 700; // milliseconds
+const FLASH = 900; // milliseconds
 const MAX_FLASHES = 300;
 
 /** The colours of the style sheet, and one hue a request. */
@@ -12,9 +12,9 @@ export class Palette {
   constructor() {
     const style = getComputedStyle(document.documentElement);
     const read = (name) => style.getPropertyValue(`--${name}`).trim();
-    for (const name of ["free", "cached", "ink", "ring", "table", "copy", "take", "pin", "line"]) {
-      this[name] = read(name);
-    }
+    const names = ["free", "cached", "ink", "ring", "table", "pin", "line",
+      "take", "find", "share", "copy", "drop"];
+    for (const name of names) this[name] = read(name);
     this.known = new Map();
     this.lightness = read("cell-lightness");
     this.chroma = read("cell-chroma");
@@ -58,7 +58,7 @@ export class Grid {
     this.pool = null;
     this.selected = 0;
     this.marked = new Set(); // the block table of the sequence that is looked at
-    this.flashes = new Map(); // block to [colour, until]
+    this.flashes = new Map(); // block to [name of the colour, until]
     this.waiting = new Set(); // blocks to draw
     this.drawTime = 0; // milliseconds of the last whole drawing
     this.calm = window.matchMedia("(prefers-reduced-motion: reduce)");
@@ -71,6 +71,7 @@ export class Grid {
   show(pool) {
     this.pool = pool;
     this.flashes.clear();
+    this.marked.clear();
     if (this.selected >= pool.numBlocks) this.selected = 0;
     this.layOut();
   }
@@ -111,7 +112,7 @@ export class Grid {
     const until = performance.now() + FLASH;
     for (const id of ids) {
       if (this.flashes.size >= MAX_FLASHES) break;
-      this.flashes.set(id, [this.palette[kind], until]);
+      this.flashes.set(id, [kind, until]);
     }
     this.schedule();
   }
@@ -133,9 +134,9 @@ export class Grid {
     }
     for (const id of this.waiting) if (id) this.drawCell(id, false);
     this.waiting.clear();
-    for (const [id, [colour, until]] of this.flashes) {
+    for (const [id, [kind, until]] of this.flashes) {
       this.context.globalAlpha = Math.max((until - now) / FLASH, 0);
-      this.ring(id, colour, 2);
+      this.ring(id, this.palette[kind], Math.max(this.size / 8, 2));
     }
     this.context.globalAlpha = 1;
     if (this.flashes.size) this.schedule();
@@ -285,7 +286,7 @@ export function drawStrip(canvas, pool, numHostBlocks) {
   const palette = new Palette();
   const width = canvas.parentElement.clientWidth;
   if (!width) return;
-  const size = largestSize(numHostBlocks, width, 64);
+  const size = Math.min(largestSize(numHostBlocks, width, 64), 15);
   const columns = Math.floor(width / size);
   const context = sized(canvas, columns * size, Math.ceil(numHostBlocks / columns) * size);
   const owners = pool.images.flatMap(([request, count]) => Array(count).fill(pool.numberOf(request)));
