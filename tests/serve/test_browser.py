@@ -194,6 +194,9 @@ def test_what_happened_is_told(pages: Pages):
     assert count("taken") >= 2
     assert count("given back") == count("taken") + count("copied") + count("found in the cache")
     assert count("shared") >= 1
+    page.emulate_media(color_scheme="dark")  # painted again, nothing happened
+    page.wait_for_timeout(400)
+    assert page.inner_text("#happened") == told[-1]
 
 
 def test_the_charts_tell_of_the_time_that_is_shown(pages: Pages):

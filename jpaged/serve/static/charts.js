@@ -1,6 +1,6 @@
 // Small charts of the last two minutes, drawn from the engine's own figures.
 
-import { sized } from "./grid.js";
+import { sized } from "./palette.js";
 
 const SPAN = 120_000; // milliseconds that the charts show
 const HEIGHT = 34; // CSS pixels
@@ -39,7 +39,7 @@ const CHARTS = [
     top: 1,
   },
   {
-    title: "Saved by sharing",
+    title: "Sharing saves",
     hint: "of the blocks it would take not to share",
     shown: (pool) => Math.max(over(pool.numLogical - pool.numUsed, pool.numLogical), 0),
     say: percent,

@@ -1,8 +1,8 @@
 // What is known of the block that is looked at, and all block tables. Whatever came from a prompt
 // is set as text, never as markup.
 
+import { Palette } from "./palette.js";
 import { CACHED, nameOf } from "./pool.js";
-import { Palette } from "./grid.js";
 
 const MAX_HOLDERS = 8;
 const MAX_CHIPS = 400;

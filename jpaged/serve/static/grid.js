@@ -1,48 +1,12 @@
 // Blocks as cells of a canvas: drawn anew only where they changed.
 
+import { Palette, sized } from "./palette.js";
 import { CACHED } from "./pool.js";
 
-const SIZES = [26, 22, 18, 15, 13, 11, 9, 8, 7, 6, 5, 4, 3]; // of a cell, in CSS pixels
-const GOLDEN = 137.508; // degrees from one request's hue to the next
+const SIZES = [44, 38, 32, 26, 22, 18, 15, 13, 11, 9, 8, 7, 6, 5, 4, 3]; // of a cell, in CSS pixels
+const NUMBERED = 32; // cells of this size have room for their number
 const FLASH = 900; // milliseconds
 const MAX_FLASHES = 300;
-
-/** The colours of the style sheet, and one hue a request. */
-export class Palette {
-  constructor() {
-    const style = getComputedStyle(document.documentElement);
-    const read = (name) => style.getPropertyValue(`--${name}`).trim();
-    const names = ["free", "cached", "ink", "ring", "table", "pin", "line",
-      "take", "find", "share", "copy", "drop"];
-    for (const name of names) this[name] = read(name);
-    this.known = new Map();
-    this.lightness = read("cell-lightness");
-    this.chroma = read("cell-chroma");
-  }
-
-  of(number, alpha = 1) {
-    const key = `${number}/${alpha}`;
-    let colour = this.known.get(key);
-    if (!colour) {
-      const hue = (20 + number * GOLDEN) % 360;
-      colour = `oklch(${this.lightness} ${this.chroma} ${hue.toFixed(1)} / ${alpha})`;
-      this.known.set(key, colour);
-    }
-    return colour;
-  }
-}
-
-/** A canvas's context, its pixels those of the screen. */
-export function sized(canvas, width, height) {
-  const ratio = window.devicePixelRatio || 1;
-  canvas.width = Math.round(width * ratio);
-  canvas.height = Math.round(height * ratio);
-  canvas.style.width = `${width}px`;
-  canvas.style.height = `${height}px`;
-  const context = canvas.getContext("2d");
-  context.setTransform(ratio, 0, 0, ratio, 0, 0);
-  return context;
-}
 
 function largestSize(numCells, width, height) {
   const fits = (size) => Math.ceil(numCells / Math.floor(width / size)) * size <= height;
@@ -153,6 +117,7 @@ export class Grid {
     if (count === 0) this.fill(palette.free, x, y, side, side);
     else if (count === CACHED) this.drawCached(pool.owners[id], x, y, side);
     else this.drawUsed(id, count, x, y, side);
+    if (size >= NUMBERED) this.drawNumber(id, count > 0 ? palette.ink : palette.quiet, x, y);
     if (this.marked.has(id)) this.ring(id, palette.table, 1.5);
     if (id === this.selected) this.ring(id, palette.ring, 2);
   }
@@ -176,6 +141,15 @@ export class Grid {
     }
   }
 
+  drawNumber(id, colour, x, y) {
+    const { context } = this;
+    context.fillStyle = this.filling = colour;
+    context.font = `${Math.round(this.size / 4)}px system-ui, sans-serif`;
+    context.textAlign = "left";
+    context.textBaseline = "top";
+    context.fillText(String(id), x + 3, y + 3);
+  }
+
   drawCount(count, x, y, side) {
     const { context, palette } = this;
     if (side < 10) {
@@ -184,10 +158,11 @@ export class Grid {
       return;
     }
     context.fillStyle = this.filling = palette.ink;
-    context.font = `600 ${Math.round(side * (count > 9 ? 0.5 : 0.66))}px system-ui, sans-serif`;
+    const share = side >= NUMBERED - 1 || count > 9 ? 0.5 : 0.66;
+    context.font = `600 ${Math.round(side * share)}px system-ui, sans-serif`;
     context.textAlign = "center";
     context.textBaseline = "middle";
-    context.fillText(count > 99 ? "*" : String(count), x + side / 2, y + side / 2 + 0.5);
+    context.fillText(count > 99 ? "*" : String(count), x + side / 2, y + side * (side < NUMBERED - 1 ? 0.52 : 0.62));
   }
 
   fill(colour, x, y, width, height) {

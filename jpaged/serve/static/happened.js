@@ -36,11 +36,15 @@ export class Happened {
       parent.append(part);
       this.parts.set(kind, { part, count });
     }
-    this.forget();
-    this.paint();
+    this.clear();
   }
 
-  /** Forgets what is not painted yet. */
+  /** Nothing happened yet. */
+  clear() {
+    this.forget();
+    this.say("No step yet");
+  }
+
   forget() {
     this.first = this.last = 0;
     this.counts = new Map(KINDS.map(([kind]) => [kind, 0]));
@@ -52,15 +56,19 @@ export class Happened {
     for (const [kind, count] of this.counts) this.counts.set(kind, count + events[kind].length);
   }
 
+  /** Says what happened since it was said last, if anything did. */
   paint() {
-    const say = (number) => number.toLocaleString("en");
-    if (!this.last) this.steps.textContent = "No step yet";
-    else if (this.first === this.last) this.steps.textContent = `Step ${say(this.last)}`;
-    else this.steps.textContent = `Steps ${say(this.first)} to ${say(this.last)}`;
+    if (!this.last) return;
+    const [first, last] = [this.first, this.last].map((step) => step.toLocaleString("en"));
+    this.say(first === last ? `Step ${last}` : `Steps ${first} to ${last}`);
+    this.forget();
+  }
+
+  say(steps) {
+    this.steps.textContent = steps;
     for (const [kind, { part, count }] of this.parts) {
-      count.textContent = say(this.counts.get(kind));
+      count.textContent = this.counts.get(kind).toLocaleString("en");
       part.classList.toggle("some", this.counts.get(kind) > 0);
     }
-    this.forget();
   }
 }

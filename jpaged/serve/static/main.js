@@ -2,8 +2,9 @@
 
 import { Charts } from "./charts.js";
 import { showBlock, showHost, showTables } from "./detail.js";
-import { Grid, Palette, drawStrip } from "./grid.js";
+import { Grid, drawStrip } from "./grid.js";
 import { FLASHES, Happened } from "./happened.js";
+import { Palette } from "./palette.js";
 import { Player } from "./play.js";
 import { Pool } from "./pool.js";
 import { Prompts } from "./prompts.js";
@@ -102,7 +103,7 @@ function begin({ pool, frame, stats }) {
   player.clear();
   if (!state.hasPace) choosePace(pool, stats);
   state.pool.apply(frame);
-  happened.forget();
+  happened.clear();
   grid.show(state.pool);
   drawHost();
   schedulePanels();
