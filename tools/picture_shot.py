@@ -81,7 +81,7 @@ def main() -> None:
         playwright = stack.enter_context(sync_playwright())
         options = {"executable_path": args.browser, "args": ["--no-sandbox"]}
         browser = stack.enter_context(playwright.chromium.launch(**options))
-        page = browser.new_page(viewport={"width": 1240, "height": 860}, color_scheme=args.scheme)
+        page = browser.new_page(viewport={"width": 1240, "height": 830}, color_scheme=args.scheme)
         page.goto(address)
         pose(page)
         page.screenshot(path=args.out)

@@ -403,6 +403,44 @@ def test_markup_in_prompts_is_text(pages: Pages):
     assert page.evaluate("document.querySelectorAll('main img, main b').length") == 0
 
 
+def test_text_does_not_turn_a_sentence_around(pages: Pages):
+    page = opened(pages, pace="0")
+    send(page, "up\u202edown\nlast", tokens=8)
+    page.click("#step")
+    page.focus("#grid")
+    page.keyboard.press("n")
+    said = page.inner_text("#said")
+    assert "down⏎last" in said
+    assert "\u202e" not in said
+
+
+def test_a_frame_that_does_not_fit_is_followed_by_a_snapshot(pages: Pages):
+    page = opened(pages)
+    first = page.evaluate_handle("jpaged.state.pool")
+    page.evaluate(
+        "jpaged.player.push([{ step: 1, ids: [1, 1], counts: [1, 1], hashes: '', gone: [] }])"
+    )
+    page.wait_for_selector("#line.down")
+    page.wait_for_selector("#line.live")
+    assert page.evaluate("before => jpaged.state.pool !== before", first)
+    assert max(counts(page)) <= 0
+    assert "tables" in pages.problems.pop()  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def test_those_who_listen_hear_what_they_asked_for(pages: Pages):
+    """Not each token of a block that happens to be in view."""
+    page = opened(pages, pace="0")
+    send(page, "Count from 1 to 30")
+    page.click("#step")
+    page.focus("#grid")
+    page.keyboard.press("n")
+    assert page.get_attribute("#said", "aria-live") == "polite"
+    until(page, "!jpaged.state.panels")
+    page.keyboard.press(".")
+    until(page, "!jpaged.state.panels")
+    assert page.get_attribute("#said", "aria-live") == "off"
+
+
 def test_an_error_of_the_server_is_shown(pages: Pages):
     page = opened(pages)
     send(page, "x" * 600)

@@ -2,7 +2,7 @@
 // is set as text, never as markup.
 
 import { Palette } from "./palette.js";
-import { CACHED, nameOf } from "./pool.js";
+import { CACHED, nameOf, visible } from "./pool.js";
 
 const MAX_HOLDERS = 8;
 const MAX_CHIPS = 400;
@@ -63,16 +63,11 @@ function slotsOf(pool, id) {
   const filled = pool.filledSlots(id);
   for (let i = 0; i < Math.min(pool.blockSize, 128); i++) {
     const isFilled = i < filled;
-    const slot = element("span", isFilled ? "slot filled" : "slot", isFilled ? visible(words[i]) : "");
+    const slot = element("span", isFilled ? "slot filled" : "slot", isFilled ? visible(words[i] ?? "").replaceAll(" ", "␣") : "");
     slot.classList.toggle("kept", pool.counts[id] === CACHED);
     list.append(slot);
   }
   return list;
-}
-
-/** A token's text, white space made visible. */
-function visible(word) {
-  return (word ?? "").replaceAll(" ", "␣").replaceAll("\n", "⏎").replaceAll("\t", "⇥");
 }
 
 function chipsOf(pool, sequence, current, onChip, most) {

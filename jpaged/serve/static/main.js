@@ -30,17 +30,28 @@ const charts = new Charts(element("charts"));
 const happened = new Happened(element("happened"));
 const prompts = new Prompts(element);
 
-/** Says what is known of a block, and again what changed of it. */
-function lookAt(id) {
+/** Says what is known of a block; to those who listen, too, unless they did not ask for it anew. */
+function lookAt(id, isAsked = true) {
   const holders = state.pool.holders(id);
   grid.mark(holders.length ? holders[0].sequence.blocks : []);
   const sentence = state.pool.describe(id);
+  element("said").ariaLive = isAsked ? "polite" : "off";
   if (element("said").textContent !== sentence) element("said").textContent = sentence;
   showBlock(element("block"), state.pool, id, (block) => grid.select(block, true));
 }
 
-/** Frames become a picture: all of them at once, drawn once. */
+/** Frames become a picture: all of them at once, drawn once. What does not fit is asked for anew. */
 function show(frames) {
+  try {
+    take(frames);
+  } catch (error) {
+    state.listening.abort();
+    throw error;
+  }
+  schedulePanels();
+}
+
+function take(frames) {
   const { pool } = state;
   for (const frame of frames) {
     const { changed, events } = pool.apply(frame);
@@ -52,7 +63,6 @@ function show(frames) {
     if (frame.images) drawHost();
     for (const moment of frame.moments ?? []) charts.add(moment, pool);
   }
-  schedulePanels();
 }
 
 function schedulePanels() {
@@ -66,7 +76,7 @@ function paintPanels() {
   const { pool } = state;
   const onChip = (block) => grid.select(block, true);
   showTables(element("tables"), element("num-tables"), pool, grid.selected, onChip);
-  if (grid.selected) lookAt(grid.selected);
+  if (grid.selected) lookAt(grid.selected, false);
   happened.paint();
   charts.say(pool);
   prompts.paint(pool, new Palette());
@@ -115,7 +125,7 @@ function choosePace(pool, stats) {
   if (pool.num_blocks <= MAX_TOY && !stats.num_running) setPace("20");
 }
 
-function take({ frames, stats }) {
+function receive({ frames, stats }) {
   state.stats = stats;
   if (frames.length && player.pace !== "live") frames.at(-1).moments = [{ stats, at: performance.now() }];
   player.push(frames);
@@ -126,7 +136,7 @@ async function watch() {
   const response = await ask("picture/events", { signal: state.listening.signal });
   for await (const { name, data } of events(response, SILENCE)) {
     if (name === "snapshot") begin(JSON.parse(data));
-    else if (name === "frames") take(JSON.parse(data));
+    else if (name === "frames") receive(JSON.parse(data));
     else throw new Error(JSON.parse(data).error.message);
     tell("live", "live");
   }

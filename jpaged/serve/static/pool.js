@@ -195,9 +195,15 @@ export class Pool {
     }
     if (this.hashes[id]) parts.push(`; hash ${hashOf(this.hashes[id])}`);
     const words = this.text.get(id);
-    if (words) parts.push(`; text “${words.join("")}”`);
+    if (words) parts.push(`; text “${visible(words.join(""))}”`);
     return `${parts.join("")}.`;
   }
+}
+
+/** Text with what would break the line, or turn it around, made visible. */
+export function visible(text) {
+  const marks = text.replaceAll("\n", "⏎").replaceAll("\t", "⇥");
+  return marks.replace(/[\p{Cc}\u200e\u200f\u202a-\u202e\u2066-\u2069]/gu, "·");
 }
 
 export function nameOf({ request, index }) {
