@@ -16,7 +16,10 @@ from jpaged.serve.exchange import Exchange
 from jpaged.serve.picture_hub import PictureHub
 from jpaged.serve.serving import Phase, Serving
 
-_SCRIPTS = "main pool grid charts detail happened palette play prompts stream".split()
+_SCRIPTS = (
+    *("main", "pool", "grid", "charts", "detail"),
+    *("happened", "palette", "play", "prompts", "stream"),
+)
 _TYPES = {
     "index.html": "text/html; charset=utf-8",
     "picture.css": "text/css; charset=utf-8",

@@ -491,6 +491,8 @@ def test_the_page_and_python_agree_on_frames(pages: Pages, engines: Callable[...
         assert shown["images"] == state.images
         held = [block for table in tables.values() for block in table.tolist()]
         assert (shown["numLogical"], shown["numUsed"]) == (len(held), len(set(held)))
+        ends = {t[-1][-1]: -t[5] % 16 for t in state.tables.values() if len(t[-1])}
+        assert shown["numWasted"] == sum(ends.values())
         for block in set(held):  # in the colour of one who holds it
             holders = {table[1] for table in state.tables.values() if block in table[-1]}
             assert shown["owners"][block] in holders
@@ -504,10 +506,10 @@ REPLAY = """async (frames) => {
     const names = new Map([...pool.requests].map(([name, number]) => [number, name]));
     const all = [...pool.sequences];
     const each = (part) => Object.fromEntries(all.map(([id, s]) => [id, s[part]]));
-    const { numLogical, numUsed, images } = pool;
+    const { numLogical, numUsed, numWasted, images } = pool;
     const owners = [...pool.owners].map((number) => names.get(number) ?? "");
     const blocks = { counts: [...pool.counts], hashes: [...pool.hashes], owners };
-    return { ...blocks, numLogical, numUsed, images,
+    return { ...blocks, numLogical, numUsed, numWasted, images,
       tables: structuredClone(each("blocks")), computed: each("computed") };
   });
 }"""
