@@ -16,7 +16,7 @@ from typing import Any
 from playwright.sync_api import sync_playwright
 
 OUT = Path(__file__).parents[1] / "docs" / "picture.png"
-FLAGS = ("--num-blocks", "513", "--max-num-seqs", "16", "--max-model-len", "512")
+FLAGS = ("--num-blocks", "257", "--max-num-seqs", "16", "--max-model-len", "512")
 MOST_BYTES = 200_000
 
 
@@ -35,11 +35,19 @@ def server():
         process.wait()
 
 
-def ask(page: Any, preset: str) -> None:
-    """Send a preset, named by its beginning."""
-    names = page.locator("#preset option").all_inner_texts()
-    page.select_option("#preset", str(next(i for i, n in enumerate(names) if n.startswith(preset))))
-    page.click("#send")
+def ask(page: Any, *presets: str) -> None:
+    """Send presets at once, each named by its beginning."""
+    page.evaluate(ASK, presets)
+
+
+ASK = """(presets) => {
+  const choice = document.getElementById("preset");
+  for (const preset of presets) {
+    choice.value = [...choice.options].find(({ text }) => text.startsWith(preset)).value;
+    choice.dispatchEvent(new Event("change"));
+    document.getElementById("ask").requestSubmit();
+  }
+}"""
 
 
 def pose(page: Any) -> None:
@@ -49,15 +57,14 @@ def pose(page: Any) -> None:
     ask(page, "A crowd")
     page.wait_for_timeout(4000)
     page.select_option("#pace", "0")
-    for preset in ("One beginning", "One answer", "Four samples"):
-        ask(page, preset)
+    ask(page, "One beginning", "One answer", "Four samples")
     page.wait_for_timeout(3000)
     page.focus("#grid")
-    is_there = "Math.max(...jpaged.state.pool.counts) == 4"
-    while not page.evaluate(is_there):
+    while not page.query_selector(".kind.copy.some"):
+        if not page.evaluate("jpaged.player.waiting.length"):
+            sys.exit("nothing was seen to be copied: take another picture")
         page.keyboard.press(".")
-    for _ in range(9):
-        page.keyboard.press(".")
+        page.wait_for_timeout(300)  # until it is told
     block = page.evaluate("jpaged.state.pool.counts.indexOf(4)")
     page.evaluate(f"jpaged.grid.select({block}, true)")
     page.wait_for_timeout(1500)
@@ -74,7 +81,7 @@ def main() -> None:
         playwright = stack.enter_context(sync_playwright())
         options = {"executable_path": args.browser, "args": ["--no-sandbox"]}
         browser = stack.enter_context(playwright.chromium.launch(**options))
-        page = browser.new_page(viewport={"width": 1240, "height": 860}, color_scheme=args.scheme)
+        page = browser.new_page(viewport={"width": 1240, "height": 830}, color_scheme=args.scheme)
         page.goto(address)
         pose(page)
         page.screenshot(path=args.out)

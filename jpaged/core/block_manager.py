@@ -140,6 +140,7 @@ class BlockManager:
         first, copies = len(table), ()
         if num_blocks > grown:
             first, copies = first - 1, ((table[-1], fresh[0]),)
+            self.pool.note_copy(*copies[0])
             self.pool.free(table[-1:])
         table[first:] = fresh
         return BlockChanges(tuple(enumerate(fresh, first)), copies)

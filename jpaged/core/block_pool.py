@@ -134,6 +134,7 @@ class BlockPool:
         num_cached_blocks: Free blocks whose content may still serve a prefix hit.
         num_freed: Times a block lost its last reference, since the start.
         journals: Sets that take the ids of all blocks that change; see `core/watch.py`.
+        copy_journals: Dicts that take, by the id of each block that is to be a copy, its source.
     """
 
     def __init__(self, num_blocks: int, evict: Callable[[KVBlock], None] | None = None):
@@ -145,6 +146,7 @@ class BlockPool:
         self.free_block_queue = FreeBlockQueue(self.blocks[1:])
         self.num_cached_blocks = self.num_freed = 0
         self.journals: list[set[int]] = []
+        self.copy_journals: list[dict[int, int]] = []
         self._evict = evict
 
     @property
@@ -175,6 +177,11 @@ class BlockPool:
         """Tell whoever watches that these blocks change."""
         for journal in self.journals:
             journal.update(block_ids)
+
+    def note_copy(self, source: int, target: int) -> None:
+        """Tell whoever watches that one block is to be a copy of another."""
+        for journal in self.copy_journals:
+            journal[target] = source
 
     def touch(self, block_ids: Iterable[int]) -> None:
         """Add a reference to each block, taking it out of the free queue if it lies there."""

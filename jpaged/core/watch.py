@@ -73,6 +73,7 @@ class PoolChanges:
         images: Host memory, if it changed: for each group in it its request's id and blocks.
         pinned: All pinned blocks, if they changed.
         tokens: By block id, the tokens it holds, as far as the host has read them.
+        copies: By block id, of which block it was made a copy, since a holder was to write that.
     """
 
     blocks: ChangedBlocks = field(default_factory=ChangedBlocks)
@@ -82,6 +83,7 @@ class PoolChanges:
     images: list[tuple[str, int]] | None = None
     pinned: list[int] | None = None
     tokens: dict[int, list[int]] = field(default_factory=dict)
+    copies: dict[int, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         lists = (self.blocks.block_ids, self.tables, self.grown, self.gone, self.tokens)
@@ -122,18 +124,24 @@ class PoolWatch:
         self._untold: dict[int, tuple[TokenSequence, int] | None] = {}
         # At first all that are not free have changed.
         self._changed = {b.block_id for b in self._pool.blocks if b.ref_cnt or b.content}
+        self._copies: dict[int, int] = {}
         self._pool.journals.append(self._changed)
+        self._pool.copy_journals.append(self._copies)
 
     def close(self) -> None:
         """Watch no longer; a second time is no error."""
         journals = self._pool.journals
         journals[:] = [journal for journal in journals if journal is not self._changed]
+        copies = self._pool.copy_journals
+        copies[:] = [journal for journal in copies if journal is not self._copies]
 
     def look(self) -> PoolChanges:
         """What changed since the last look; at the first, all there is."""
         changes = PoolChanges(
             self._changed_blocks(), images=self._new_images(), pinned=self._new_pins()
         )
+        changes.copies.update(self._copies)
+        self._copies.clear()
         self._look_at_sequences(changes)
         self._tell_tokens(changes)
         return changes

@@ -16,19 +16,21 @@ from jpaged.serve.exchange import Exchange
 from jpaged.serve.picture_hub import PictureHub
 from jpaged.serve.serving import Phase, Serving
 
+_SCRIPTS = (
+    *("main", "pool", "grid", "charts", "detail"),
+    *("happened", "palette", "play", "prompts", "stream"),
+)
 _TYPES = {
     "index.html": "text/html; charset=utf-8",
     "picture.css": "text/css; charset=utf-8",
     "icon.svg": "image/svg+xml",
-    **{
-        f"{name}.js": "text/javascript; charset=utf-8"
-        for name in ("main", "pool", "grid", "charts", "detail", "play", "prompts", "stream")
-    },
+    **{f"{name}.js": "text/javascript; charset=utf-8" for name in _SCRIPTS},
 }
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'"
     ),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",

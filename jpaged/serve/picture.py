@@ -12,8 +12,9 @@ A frame is what changed since the frame before it, plain enough for JSON:
     grown    seq_id, computed tokens, seq_id, computed tokens ...
     gone     seq_ids that hold nothing any more
     images   [request_id, blocks] of each group in host memory        \\
-    pinned   ids of all pinned blocks                                  } only if they changed
-    tokens   by block id, the tokens it holds, as far as known        /
+    pinned   ids of all pinned blocks                                  \\ only if they changed,
+    tokens   by block id, the tokens it holds, as far as known         / or there are any
+    copies   source, target ... of the blocks that are copied         /
 
 Viewers get no tokens, but where the server shows text:
 
@@ -62,6 +63,8 @@ def encode(changes: PoolChanges, step: int) -> Frame:
         frame["images"] = [list(image) for image in changes.images]
     if changes.pinned is not None:
         frame["pinned"] = changes.pinned
+    if changes.copies:
+        frame["copies"] = [block for copy in changes.copies.items() for block in reversed(copy)]
     if changes.tokens:
         frame["tokens"] = {str(block): ids for block, ids in changes.tokens.items()}
     return frame
@@ -95,8 +98,11 @@ class PictureState:
         """Take the next frame in."""
         self.step = frame["step"]
         ids = expand_ranges(frame["ids"])
-        self.counts[ids] = expand_runs(frame["counts"])
-        self.hashes[ids] = unpack(frame["hashes"])
+        counts, hashes = expand_runs(frame["counts"]), unpack(frame["hashes"])
+        if self.text:
+            taken = (self.counts[ids] <= 0) & (counts > 0) & (hashes == 0)
+            self._forget_text(ids[taken | (counts == 0)].tolist())
+        self.counts[ids], self.hashes[ids] = counts, hashes
         for seq_id in frame["gone"]:
             self.tables.pop(seq_id, None)
         for *head, num_kept, num_host_blocks, packed in frame["tables"]:
@@ -126,6 +132,11 @@ class PictureState:
             "pinned": self.pinned,
         }
         return {**frame, "text": self.text} if self.text else frame
+
+    def _forget_text(self, block_ids: list[int]) -> None:
+        """Of blocks that hold nothing any more, or something else."""
+        for block_id in block_ids:
+            self.text.pop(str(block_id), None)
 
     def _keep_text(self, text: dict[str, list[str]]) -> None:
         for block_id, words in text.items():

@@ -132,6 +132,9 @@ class PictureHub:
             while self._viewers and not self._is_over():
                 self._take(await self._fetch(self._epoch))
                 await asyncio.sleep(self._interval)
+        except BaseException:
+            self._epoch = 0  # frames may be lost: the camera is to begin anew
+            raise
         finally:
             self._stats = None  # whoever comes next waits for the first frame
             for viewer in self._viewers:
@@ -143,6 +146,7 @@ class PictureHub:
         if news.epoch != self._epoch:
             self._epoch = news.epoch
             self._state = PictureState(self._description["num_blocks"])
+            self._stats, self._snapshot = None, b""
             for viewer in self._viewers:
                 viewer.needs_snapshot = True
         frames = [for_viewers(frame, self._word) for frame in news.frames]

@@ -111,11 +111,14 @@ def test_the_life_of_a_request():
 def test_a_copy_on_write_replaces_the_last_entry():
     driver = driver_of(make_request("1", 6, max_tokens=9, n=2), num_blocks=9)
     replica = Replica(driver.scheduler)
-    kept = []
+    kept, copies = [], {}
     while driver.scheduler.has_unfinished:
         driver.step()
-        kept += [(t.num_kept, len(t.new_blocks)) for t in replica.look().tables]
+        changes = replica.look()
+        kept += [(t.num_kept, len(t.new_blocks)) for t in changes.tables]
+        copies |= changes.copies
     assert (1, 1) in kept  # of two entries the second is another block
+    assert copies == {3: 2}
     replica.check()
 
 
@@ -164,6 +167,7 @@ def test_a_closed_watch_costs_nothing():
     assert len(scheduler.block_manager.pool.journals) == 1
     watches[1].close()
     assert not scheduler.block_manager.pool.journals
+    assert not scheduler.block_manager.pool.copy_journals
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -1,6 +1,7 @@
 """The picture in a real browser: what it shows, and how it is used."""
 
 import re
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -153,7 +154,169 @@ def test_samples_share_their_prompt_and_copy_its_last_block(pages: Pages):
     assert max(counts(page)) <= 0
     until(page, "document.getElementById('tables').innerText.startsWith('No sequence')")
     assert page.evaluate("jpaged.state.stats.num_block_copies") == before + 3
-    until(page, "[...document.querySelectorAll('article')].at(0).style.borderLeftColor")
+    until(page, "document.querySelector('article .asked').style.borderLeftColor")
+
+
+def test_prompts_that_go_out_together_are_one_request(pages: Pages):
+    """A browser has six lines to a server: of sixteen requests ten would wait for the others."""
+    page = opened(pages, pace="0")
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    send(page, "\n---\n".join(f"Count from {i} to {i + 30}" for i in range(1, 9)))
+    assert len([url for url in asked if url.endswith("/v1/completions")]) == 1
+    answers = page.locator("article .asked")
+    assert answers.count() == 8
+    for i in range(8):
+        assert answers.nth(i).locator(".question").inner_text().startswith(f"Count from {i + 1} ")
+        assert answers.nth(i).locator("pre").inner_text().startswith(f"{i + 1}, {i + 2}, {i + 3}")
+    most = 0
+    while page.evaluate("jpaged.player.waiting.length"):
+        page.evaluate("jpaged.player.step()")
+        most = max(most, page.evaluate("jpaged.state.pool.sequences.size"))
+    assert most == 8
+    colours = "[...document.querySelectorAll('.asked')].map(part => part.style.borderLeftColor)"
+    until(page, f"new Set({colours}.filter(Boolean)).size == 8")
+
+
+def test_what_happened_is_told(pages: Pages):
+    page = opened(pages, pace="0")
+    assert page.inner_text("#happened").startswith("No step yet")
+    send(page, "Sort 31, 4, 15, 92, 6 and 535", samples=4, heat=2.0)
+    until(page, "jpaged.player.waiting.length > 3")
+    told = []
+    while page.evaluate("jpaged.player.waiting.length"):
+        page.click("#step")
+        until(page, "!jpaged.state.panels")
+        told.append(page.inner_text("#happened"))
+    count = lambda what: sum(int(re.search(rf"(\d+) {what}", text)[1]) for text in told)  # pyright: ignore # noqa: E731
+    assert all(re.match(r"Step [\d,]+\b", text) for text in told)
+    assert count("copied on write") == 3
+    assert count("taken") >= 2
+    assert count("given back") == count("taken") + count("copied") + count("found in the cache")
+    assert count("shared") >= 1
+    page.emulate_media(color_scheme="dark")  # painted again, nothing happened
+    page.wait_for_timeout(400)
+    assert page.inner_text("#happened") == told[-1]
+
+
+def test_the_charts_tell_of_the_time_that_is_shown(pages: Pages):
+    page = opened(pages, pace="0")
+    until(page, "jpaged.charts.before")
+    tokens = "jpaged.charts.before.stats.num_generated_tokens"
+    before = page.evaluate(tokens)
+    send(page, "Count from 1 to 30")
+    page.wait_for_timeout(700)
+    assert page.evaluate(tokens) == before
+    in_use = page.locator("#charts figure").nth(1).locator("p")
+    for _ in range(3):
+        page.click("#step")
+    until(page, "!jpaged.state.panels")
+    num_used = sum(count > 0 for count in counts(page))
+    assert in_use.inner_text() == f"{100 * num_used / 128:.1f} %" != "0.0 %"
+    page.select_option("#pace", "live")
+    until(page, f"{tokens} == {before + 40}")
+    until(page, "!jpaged.state.panels")
+    assert in_use.inner_text() == "0 %"
+
+
+def test_what_is_said_of_a_block_is_kept_true(pages: Pages):
+    page = opened(pages, pace="0")
+    send(page, "Count from 1 to 30")
+    page.click("#step")
+    page.focus("#grid")
+    page.keyboard.press("n")
+    first = page.inner_text("#block .holder")
+    page.keyboard.press(".")
+    page.keyboard.press(".")
+    until(page, "!jpaged.state.panels")
+    [sequence] = page.evaluate("[...jpaged.state.pool.sequences.values()]")
+    told = page.inner_text("#block .holder")
+    assert told != first
+    assert told.endswith(f"{sequence['computed']} tokens computed")
+    assert page.locator("#block .chip").count() == len(sequence["blocks"])
+
+
+def test_space_goes_on_at_the_pace_before(pages: Pages):
+    page = opened(pages, pace="5")
+    page.focus("#grid")
+    for pace in ("0", "5"):
+        page.keyboard.press(" ")
+        assert page.input_value("#pace") == pace
+
+
+def test_a_page_out_of_sight_rests(pages: Pages):
+    page = opened(pages)
+    page.evaluate("jpaged.rest()")
+    until(page, "document.getElementById('line').innerText.startsWith('rests')")
+    assert page.get_attribute("body", "class") == "old"
+    page.wait_for_timeout(2500)
+    assert page.inner_text("#line").startswith("rests")
+    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+    page.wait_for_selector("#line.live")
+    page.select_option("#pace", "0")
+    page.evaluate("jpaged.rest()")  # somebody may come back to what waits
+    page.wait_for_timeout(100)
+    assert page.inner_text("#line") == "live"
+
+
+def test_why_the_stream_ended_is_told(pages: Pages):
+    page = opened(pages)
+    error = 'data: {"error": {"message": "the engine is not running"}}\n\ndata: [DONE]\n\n'
+    page.route("**/picture/events", lambda route: route.fulfill(body=error))
+    page.evaluate("jpaged.state.listening.abort()")
+    until(page, "document.getElementById('line').innerText.startsWith('the engine is not running')")
+    page.unroute("**/picture/events")
+    page.wait_for_selector("#line.live")
+
+
+def test_a_line_on_which_nothing_comes_is_given_up(pages: Pages):
+    page = opened(pages)
+    assert page.evaluate(SILENT) == ["ping", "nothing came for 0 seconds"]
+
+
+SILENT = """async () => {
+  const { events } = await import("/picture/stream.js");
+  const body = new ReadableStream({
+    start(controller) {
+      controller.enqueue(new TextEncoder().encode("event: ping\\ndata: 1\\n\\n"));
+    },
+  });
+  const told = [];
+  try {
+    for await (const { name } of events(new Response(body), 50)) told.push(name);
+  } catch (error) {
+    told.push(error.message);
+  }
+  return told;
+}"""
+
+
+def test_a_server_that_comes_again_is_shown_anew(pages: Pages, compilation_cache: Path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    with serving(compilation_cache, "--port", port) as address:
+        page = pages(address=address)
+        page.wait_for_selector("#line.live")
+        page.select_option("#pace", "live")
+        send(page, "Count from 1 to 30")
+        until(page, "jpaged.charts.before?.stats.num_generated_tokens == 40")
+        name, number = page.evaluate("[...jpaged.state.pool.requests].at(-1)")
+    page.wait_for_selector("#line.down")
+    until(page, "document.getElementById('line').innerText.startsWith('the server does not')")
+    frozen = page.evaluate("jpaged.charts.before")
+    page.wait_for_timeout(700)
+    assert page.evaluate("jpaged.charts.before") == frozen is None
+    with serving(compilation_cache, "--port", port):
+        page.wait_for_selector("#line.live")
+        assert page.get_attribute("body", "class") == ""
+        assert page.evaluate(f"jpaged.state.pool.requests.get('{name}')") == number
+        send(page, "Count from 1 to 9", tokens=10)
+        until(page, "jpaged.charts.before?.stats.num_generated_tokens == 10")
+        assert page.evaluate("[...jpaged.state.pool.requests.values()].at(-1)") > number
+        values = "jpaged.charts.charts.flatMap(c => c.points.flatMap(p => p?.values ?? []))"
+        assert min(page.evaluate(values)) >= 0
+        page.close()
+    pages.problems.clear()  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def test_it_is_walked_by_keyboard(pages: Pages):
@@ -240,6 +403,44 @@ def test_markup_in_prompts_is_text(pages: Pages):
     assert page.evaluate("document.querySelectorAll('main img, main b').length") == 0
 
 
+def test_text_does_not_turn_a_sentence_around(pages: Pages):
+    page = opened(pages, pace="0")
+    send(page, "up\u202edown\nlast", tokens=8)
+    page.click("#step")
+    page.focus("#grid")
+    page.keyboard.press("n")
+    said = page.inner_text("#said")
+    assert "down⏎last" in said
+    assert "\u202e" not in said
+
+
+def test_a_frame_that_does_not_fit_is_followed_by_a_snapshot(pages: Pages):
+    page = opened(pages)
+    first = page.evaluate_handle("jpaged.state.pool")
+    page.evaluate(
+        "jpaged.player.push([{ step: 1, ids: [1, 1], counts: [1, 1], hashes: '', gone: [] }])"
+    )
+    page.wait_for_selector("#line.down")
+    page.wait_for_selector("#line.live")
+    assert page.evaluate("before => jpaged.state.pool !== before", first)
+    assert max(counts(page)) <= 0
+    assert "tables" in pages.problems.pop()  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def test_those_who_listen_hear_what_they_asked_for(pages: Pages):
+    """Not each token of a block that happens to be in view."""
+    page = opened(pages, pace="0")
+    send(page, "Count from 1 to 30")
+    page.click("#step")
+    page.focus("#grid")
+    page.keyboard.press("n")
+    assert page.get_attribute("#said", "aria-live") == "polite"
+    until(page, "!jpaged.state.panels")
+    page.keyboard.press(".")
+    until(page, "!jpaged.state.panels")
+    assert page.get_attribute("#said", "aria-live") == "off"
+
+
 def test_an_error_of_the_server_is_shown(pages: Pages):
     page = opened(pages)
     send(page, "x" * 600)
@@ -290,6 +491,8 @@ def test_the_page_and_python_agree_on_frames(pages: Pages, engines: Callable[...
         assert shown["images"] == state.images
         held = [block for table in tables.values() for block in table.tolist()]
         assert (shown["numLogical"], shown["numUsed"]) == (len(held), len(set(held)))
+        ends = {t[-1][-1]: -t[5] % 16 for t in state.tables.values() if len(t[-1])}
+        assert shown["numWasted"] == sum(ends.values())
         for block in set(held):  # in the colour of one who holds it
             holders = {table[1] for table in state.tables.values() if block in table[-1]}
             assert shown["owners"][block] in holders
@@ -303,10 +506,10 @@ REPLAY = """async (frames) => {
     const names = new Map([...pool.requests].map(([name, number]) => [number, name]));
     const all = [...pool.sequences];
     const each = (part) => Object.fromEntries(all.map(([id, s]) => [id, s[part]]));
-    const { numLogical, numUsed, images } = pool;
+    const { numLogical, numUsed, numWasted, images } = pool;
     const owners = [...pool.owners].map((number) => names.get(number) ?? "");
     const blocks = { counts: [...pool.counts], hashes: [...pool.hashes], owners };
-    return { ...blocks, numLogical, numUsed, images,
+    return { ...blocks, numLogical, numUsed, numWasted, images,
       tables: structuredClone(each("blocks")), computed: each("computed") };
   });
 }"""

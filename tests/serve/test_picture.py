@@ -115,6 +115,20 @@ def test_texts_are_bounded(monkeypatch: pytest.MonkeyPatch):
     assert [*state.text] == ["1", "3"]
 
 
+def test_text_goes_with_the_block():
+    """Whoever begins to watch is not told what a block held before somebody else took it."""
+    state = PictureState(9)
+    first = PoolChanges(
+        BlockChanges([1, 2, 3], [1, 1, -1], [7, 8, 9]), tokens={i: [64 + i] for i in (1, 2, 3)}
+    )
+    then = PoolChanges(BlockChanges([1, 2, 3], [0, -1, 1], [0, 8, 0]))  # freed, kept, evicted
+    for change in (first, then):
+        state.apply(for_viewers(encode(change, 0), chr))
+    assert state.snapshot()["text"] == {"2": ["B"]}
+    state.apply(encode(PoolChanges(BlockChanges([2], [1], [8])), 0))  # found again
+    assert state.snapshot()["text"] == {"2": ["B"]}
+
+
 def test_a_large_pool_is_cheap():
     num_blocks = 100_000
     rng = np.random.RandomState(0)
@@ -146,7 +160,7 @@ class Clock:
 
 
 def run(engine: Engine, camera: Camera, prompt: str = "Count from 1 to 9", **params) -> None:
-    engine.add_request(prompt, SamplingParams(temperature=0.0, **params))
+    engine.add_request(prompt, SamplingParams(**{"temperature": 0.0, **params}))
     while engine.has_unfinished_requests:
         engine.step()
         camera.see()
@@ -171,6 +185,20 @@ def test_a_camera_shows_every_step(engine: Engine):
     assert np.flatnonzero(state.counts == -1).tolist() == cached
     assert "Count from 1 to " in map("".join, state.text.values())
     assert last.stats == engine.stats()
+
+
+@pytest.mark.parametrize("kind", [{"n": 3, "temperature": 2.0}, {"n": 3, "beam_width": 3}])
+def test_a_camera_tells_of_every_copy(engine: Engine, kind: dict):
+    camera = Camera(engine, clock=Clock())
+    epoch, before = camera.fetch().epoch, engine.stats().num_block_copies
+    run(engine, camera, prompt="Count", max_tokens=40, ignore_eos=True, **kind)
+    pairs, counts = [], np.zeros(129, np.int64)
+    for frame in camera.fetch(epoch).frames:
+        counts[expand_ranges(frame["ids"])] = expand_runs(frame["counts"])
+        copies = frame.get("copies", [])
+        pairs += zip(copies[::2], copies[1::2], strict=True)
+        assert all(counts[target] >= 1 for target in copies[1::2])
+    assert len(pairs) == engine.stats().num_block_copies - before >= 2
 
 
 def test_a_camera_tells_no_tokens_unless_asked(engine: Engine):
@@ -364,6 +392,37 @@ def test_a_camera_that_began_anew_gives_a_snapshot():
         async with aclosing(hub.watch()) as events:
             names = [parse(await anext(events))[0] for _ in range(2)]
         assert names == ["snapshot", "snapshot"]
+
+    asyncio.run(watch())
+
+
+def test_an_empty_pool_that_began_anew_is_shown_too():
+    """Nothing is held, and the figures are the same: there is nothing to tell but that."""
+
+    async def watch() -> None:
+        hub = hub_of(Source(shots(BLOCK), shots(), Frames(2, [], shots().stats)))
+        async with aclosing(hub.watch()) as events:
+            assert parse(await anext(events))[1]["frame"]["ids"] == [3, 1]
+            name, snapshot = parse(await asyncio.wait_for(anext(events), 1))
+        assert (name, snapshot["frame"]["ids"]) == ("snapshot", [])
+
+    asyncio.run(watch())
+
+
+def test_after_a_fault_in_the_hub_the_camera_begins_anew():
+    """The frames it was about to take are lost: what comes after them does not fit."""
+    asked = []
+
+    async def fetch(epoch: int) -> Frames:
+        asked.append(epoch)
+        return shots(PoolChanges(tokens={1: [0]}), steps=len(asked))
+
+    async def watch() -> None:
+        hub = PictureHub(fetch, {"num_blocks": 9}, lambda token: str(1 // token), interval=0.001)
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                await anext(hub.watch())
+        assert asked == [0, 0]
 
     asyncio.run(watch())
 

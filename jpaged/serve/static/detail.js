@@ -1,8 +1,8 @@
 // What is known of the block that is looked at, and all block tables. Whatever came from a prompt
 // is set as text, never as markup.
 
-import { CACHED, nameOf } from "./pool.js";
-import { Palette } from "./grid.js";
+import { Palette } from "./palette.js";
+import { CACHED, nameOf, visible } from "./pool.js";
 
 const MAX_HOLDERS = 8;
 const MAX_CHIPS = 400;
@@ -42,22 +42,32 @@ export function showBlock(parent, pool, id, onChip) {
   if (holders.length) parent.append(chipsOf(pool, holders[0].sequence, id, onChip, MAX_CHIPS));
 }
 
+/** What the strip of host memory shows, in words. */
+export function showHost(label, list, pool, total) {
+  const palette = new Palette();
+  const used = pool.images.reduce((sum, [, count]) => sum + count, 0);
+  label.textContent = `${used.toLocaleString("en")} of ${total.toLocaleString("en")} blocks in use`;
+  const lines = pool.images.slice(0, MAX_HOLDERS).map(([request, count]) => {
+    const line = element("span", "holder");
+    const name = nameOf({ request, index: 0 });
+    line.append(swatch(pool.numberOf(request), palette), `${name}: ${count} block${count > 1 ? "s" : ""}`);
+    return line;
+  });
+  if (pool.images.length > MAX_HOLDERS) lines.push(`and ${pool.images.length - MAX_HOLDERS} more`);
+  list.replaceChildren(...lines);
+}
+
 function slotsOf(pool, id) {
   const list = element("div", "slots");
   const words = pool.text.get(id) ?? [];
   const filled = pool.filledSlots(id);
   for (let i = 0; i < Math.min(pool.blockSize, 128); i++) {
     const isFilled = i < filled;
-    const slot = element("span", isFilled ? "slot filled" : "slot", isFilled ? visible(words[i]) : "");
+    const slot = element("span", isFilled ? "slot filled" : "slot", isFilled ? visible(words[i] ?? "").replaceAll(" ", "␣") : "");
     slot.classList.toggle("kept", pool.counts[id] === CACHED);
     list.append(slot);
   }
   return list;
-}
-
-/** A token's text, white space made visible. */
-function visible(word) {
-  return (word ?? "").replaceAll(" ", "␣").replaceAll("\n", "⏎").replaceAll("\t", "⇥");
 }
 
 function chipsOf(pool, sequence, current, onChip, most) {

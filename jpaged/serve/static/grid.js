@@ -1,48 +1,12 @@
 // Blocks as cells of a canvas: drawn anew only where they changed.
 
+import { Palette, sized } from "./palette.js";
 import { CACHED } from "./pool.js";
 
-const SIZES = [26, 22, 18, 15, 13, 11, 9, 8, 7, 6, 5, 4, 3]; // of a cell, in CSS pixels
-const GOLDEN = 137.508; // degrees from one request's hue to the next
-const FLASH = 700; // milliseconds
+const SIZES = [44, 38, 32, 26, 22, 18, 15, 13, 11, 9, 8, 7, 6, 5, 4, 3]; // of a cell, in CSS pixels
+const NUMBERED = 32; // cells of this size have room for their number
+const FLASH = 900; // milliseconds
 const MAX_FLASHES = 300;
-
-/** The colours of the style sheet, and one hue a request. */
-export class Palette {
-  constructor() {
-    const style = getComputedStyle(document.documentElement);
-    const read = (name) => style.getPropertyValue(`--${name}`).trim();
-    for (const name of ["free", "cached", "ink", "ring", "table", "copy", "take", "pin", "line"]) {
-      this[name] = read(name);
-    }
-    this.known = new Map();
-    this.lightness = read("cell-lightness");
-    this.chroma = read("cell-chroma");
-  }
-
-  of(number, alpha = 1) {
-    const key = `${number}/${alpha}`;
-    let colour = this.known.get(key);
-    if (!colour) {
-      const hue = (20 + number * GOLDEN) % 360;
-      colour = `oklch(${this.lightness} ${this.chroma} ${hue.toFixed(1)} / ${alpha})`;
-      this.known.set(key, colour);
-    }
-    return colour;
-  }
-}
-
-/** A canvas's context, its pixels those of the screen. */
-export function sized(canvas, width, height) {
-  const ratio = window.devicePixelRatio || 1;
-  canvas.width = Math.round(width * ratio);
-  canvas.height = Math.round(height * ratio);
-  canvas.style.width = `${width}px`;
-  canvas.style.height = `${height}px`;
-  const context = canvas.getContext("2d");
-  context.setTransform(ratio, 0, 0, ratio, 0, 0);
-  return context;
-}
 
 function largestSize(numCells, width, height) {
   const fits = (size) => Math.ceil(numCells / Math.floor(width / size)) * size <= height;
@@ -58,7 +22,7 @@ export class Grid {
     this.pool = null;
     this.selected = 0;
     this.marked = new Set(); // the block table of the sequence that is looked at
-    this.flashes = new Map(); // block to [colour, until]
+    this.flashes = new Map(); // block to [name of the colour, until]
     this.waiting = new Set(); // blocks to draw
     this.drawTime = 0; // milliseconds of the last whole drawing
     this.calm = window.matchMedia("(prefers-reduced-motion: reduce)");
@@ -71,6 +35,7 @@ export class Grid {
   show(pool) {
     this.pool = pool;
     this.flashes.clear();
+    this.marked.clear();
     if (this.selected >= pool.numBlocks) this.selected = 0;
     this.layOut();
   }
@@ -111,7 +76,7 @@ export class Grid {
     const until = performance.now() + FLASH;
     for (const id of ids) {
       if (this.flashes.size >= MAX_FLASHES) break;
-      this.flashes.set(id, [this.palette[kind], until]);
+      this.flashes.set(id, [kind, until]);
     }
     this.schedule();
   }
@@ -133,9 +98,9 @@ export class Grid {
     }
     for (const id of this.waiting) if (id) this.drawCell(id, false);
     this.waiting.clear();
-    for (const [id, [colour, until]] of this.flashes) {
+    for (const [id, [kind, until]] of this.flashes) {
       this.context.globalAlpha = Math.max((until - now) / FLASH, 0);
-      this.ring(id, colour, 2);
+      this.ring(id, this.palette[kind], Math.max(this.size / 8, 2));
     }
     this.context.globalAlpha = 1;
     if (this.flashes.size) this.schedule();
@@ -152,6 +117,7 @@ export class Grid {
     if (count === 0) this.fill(palette.free, x, y, side, side);
     else if (count === CACHED) this.drawCached(pool.owners[id], x, y, side);
     else this.drawUsed(id, count, x, y, side);
+    if (size >= NUMBERED) this.drawNumber(id, count > 0 ? palette.ink : palette.quiet, x, y);
     if (this.marked.has(id)) this.ring(id, palette.table, 1.5);
     if (id === this.selected) this.ring(id, palette.ring, 2);
   }
@@ -175,6 +141,15 @@ export class Grid {
     }
   }
 
+  drawNumber(id, colour, x, y) {
+    const { context } = this;
+    context.fillStyle = this.filling = colour;
+    context.font = `${Math.round(this.size / 4)}px system-ui, sans-serif`;
+    context.textAlign = "left";
+    context.textBaseline = "top";
+    context.fillText(String(id), x + 3, y + 3);
+  }
+
   drawCount(count, x, y, side) {
     const { context, palette } = this;
     if (side < 10) {
@@ -183,10 +158,11 @@ export class Grid {
       return;
     }
     context.fillStyle = this.filling = palette.ink;
-    context.font = `600 ${Math.round(side * (count > 9 ? 0.5 : 0.66))}px system-ui, sans-serif`;
+    const share = side >= NUMBERED - 1 || count > 9 ? 0.5 : 0.66;
+    context.font = `600 ${Math.round(side * share)}px system-ui, sans-serif`;
     context.textAlign = "center";
     context.textBaseline = "middle";
-    context.fillText(count > 99 ? "*" : String(count), x + side / 2, y + side / 2 + 0.5);
+    context.fillText(count > 99 ? "*" : String(count), x + side / 2, y + side * (side < NUMBERED - 1 ? 0.52 : 0.62));
   }
 
   fill(colour, x, y, width, height) {
@@ -285,7 +261,7 @@ export function drawStrip(canvas, pool, numHostBlocks) {
   const palette = new Palette();
   const width = canvas.parentElement.clientWidth;
   if (!width) return;
-  const size = largestSize(numHostBlocks, width, 64);
+  const size = Math.min(largestSize(numHostBlocks, width, 64), 15);
   const columns = Math.floor(width / size);
   const context = sized(canvas, columns * size, Math.ceil(numHostBlocks / columns) * size);
   const owners = pool.images.flatMap(([request, count]) => Array(count).fill(pool.numberOf(request)));

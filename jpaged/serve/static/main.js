@@ -1,8 +1,10 @@
 // Puts the page together: the stream feeds the player, the player the pool and its drawings.
 
 import { Charts } from "./charts.js";
-import { showBlock, showTables } from "./detail.js";
-import { Grid, Palette, drawStrip } from "./grid.js";
+import { showBlock, showHost, showTables } from "./detail.js";
+import { Grid, drawStrip } from "./grid.js";
+import { FLASHES, Happened } from "./happened.js";
+import { Palette } from "./palette.js";
 import { Player } from "./play.js";
 import { Pool } from "./pool.js";
 import { Prompts } from "./prompts.js";
@@ -10,10 +12,14 @@ import { ask, events } from "./stream.js";
 
 const PANELS_EVERY = 250; // milliseconds
 const RETRY = 2000; // milliseconds
+const SILENCE = 40_000; // milliseconds; the server says every 15 s at least that it is there
+const CHARTS_EVERY = 500; // milliseconds
+const MAX_MOMENTS = 240; // of the charts, while the picture stands still
+const REST_AFTER = 60_000; // milliseconds out of sight
 const MAX_TOY = 4096; // blocks of a pool that is no more than a toy
 
 const element = (id) => document.getElementById(id);
-const state = { pool: null, stats: null, panelsDue: 0 };
+const state = { pool: null, stats: null, isLive: false };
 
 const grid = new Grid(element("grid"), element("scroller"), lookAt);
 const player = new Player(show, (count) => {
@@ -21,44 +27,59 @@ const player = new Player(show, (count) => {
   element("step").disabled = player?.pace === "live" || !count;
 });
 const charts = new Charts(element("charts"));
+const happened = new Happened(element("happened"));
 const prompts = new Prompts(element);
 
-function lookAt(id) {
+/** Says what is known of a block; to those who listen, too, unless they did not ask for it anew. */
+function lookAt(id, isAsked = true) {
   const holders = state.pool.holders(id);
   grid.mark(holders.length ? holders[0].sequence.blocks : []);
-  element("said").textContent = state.pool.describe(id);
+  const sentence = state.pool.describe(id);
+  element("said").ariaLive = isAsked ? "polite" : "off";
+  if (element("said").textContent !== sentence) element("said").textContent = sentence;
   showBlock(element("block"), state.pool, id, (block) => grid.select(block, true));
 }
 
-/** Frames become a picture: all of them at once, drawn once. */
+/** Frames become a picture: all of them at once, drawn once. What does not fit is asked for anew. */
 function show(frames) {
-  const { pool } = state;
-  for (const frame of frames) {
-    const { changed, events } = pool.apply(frame);
-    grid.update(changed);
-    grid.flash(events.taken, "take");
-    grid.flash(events.copied.map(([, fresh]) => fresh), "copy");
-    if (frame.images) drawHost();
+  try {
+    take(frames);
+  } catch (error) {
+    state.listening.abort();
+    throw error;
   }
   schedulePanels();
 }
 
-function schedulePanels() {
-  if (state.panels) return;
-  state.panels = setTimeout(() => {
-    state.panels = 0;
-    const { pool } = state;
-    const onChip = (block) => grid.select(block, true);
-    showTables(element("tables"), element("num-tables"), pool, grid.selected, onChip);
-    if (grid.selected) refresh(grid.selected);
-    prompts.paint(pool, new Palette());
-  }, PANELS_EVERY);
+function take(frames) {
+  const { pool } = state;
+  for (const frame of frames) {
+    const { changed, events } = pool.apply(frame);
+    grid.update(changed);
+    for (const [kind, colour] of FLASHES) {
+      grid.flash(kind === "copied" ? events.copied.map(([, fresh]) => fresh) : events[kind], colour);
+    }
+    happened.note(frame.step, events);
+    if (frame.images) drawHost();
+    for (const moment of frame.moments ?? []) charts.add(moment, pool);
+  }
 }
 
-/** What is said of the block in view is kept true, and said again only if it changed. */
-function refresh(id) {
-  const sentence = state.pool.describe(id);
-  if (element("said").textContent !== sentence) lookAt(id);
+function schedulePanels() {
+  const wait = Math.max((state.panelsPainted ?? 0) + PANELS_EVERY - performance.now(), 0);
+  state.panels ||= setTimeout(paintPanels, wait);
+}
+
+function paintPanels() {
+  state.panels = 0;
+  state.panelsPainted = performance.now();
+  const { pool } = state;
+  const onChip = (block) => grid.select(block, true);
+  showTables(element("tables"), element("num-tables"), pool, grid.selected, onChip);
+  if (grid.selected) lookAt(grid.selected, false);
+  happened.paint();
+  charts.say(pool);
+  prompts.paint(pool, new Palette());
 }
 
 function drawHost() {
@@ -66,24 +87,36 @@ function drawHost() {
   const total = stats?.num_host_blocks ?? 0;
   element("host").hidden = !total;
   if (!total) return;
-  const used = pool.images.reduce((sum, [, count]) => sum + count, 0);
-  element("host-size").textContent = `${used} of ${total} blocks hold ${pool.images.length} requests`;
   drawStrip(element("strip"), pool, total);
+  showHost(element("host-size"), element("host-list"), pool, total);
+}
+
+/** The charts tell of the time that the picture shows: figures wait for the frames before them. */
+function noteMoment() {
+  if (!state.isLive) return;
+  const moment = { stats: state.stats, at: performance.now() };
+  const last = player.waiting.at(-1);
+  if (!last) charts.add(moment, state.pool);
+  else last.moments = [...(last.moments ?? []).slice(1 - MAX_MOMENTS), moment];
 }
 
 // The stream
 
 function begin({ pool, frame, stats }) {
-  state.pool = charts.pool = new Pool(pool);
-  state.stats = charts.stats = stats;
+  state.pool = new Pool(pool, state.pool);
+  state.stats = stats;
+  state.isLive = true;
   element("model").textContent = pool.model ?? "";
   const size = `${(pool.num_blocks - 1).toLocaleString("en")} blocks of ${pool.block_size} tokens`;
   element("pool-size").textContent = size;
+  element("block-size").textContent = pool.block_size;
   player.clear();
   if (!state.hasPace) choosePace(pool, stats);
+  state.pool.apply(frame);
+  happened.clear();
   grid.show(state.pool);
-  show([frame]);
   drawHost();
+  schedulePanels();
 }
 
 /** A small engine that idles is there to be watched, and is too fast for that. */
@@ -92,35 +125,65 @@ function choosePace(pool, stats) {
   if (pool.num_blocks <= MAX_TOY && !stats.num_running) setPace("20");
 }
 
-function take({ frames, stats }) {
-  state.stats = charts.stats = stats;
+function receive({ frames, stats }) {
+  state.stats = stats;
+  if (frames.length && player.pace !== "live") frames.at(-1).moments = [{ stats, at: performance.now() }];
   player.push(frames);
 }
 
 async function watch() {
-  const response = await ask("picture/events");
-  for await (const { name, data } of events(response)) {
+  state.listening = new AbortController();
+  const response = await ask("picture/events", { signal: state.listening.signal });
+  for await (const { name, data } of events(response, SILENCE)) {
+    if (name === "snapshot") begin(JSON.parse(data));
+    else if (name === "frames") receive(JSON.parse(data));
+    else throw new Error(JSON.parse(data).error.message);
     tell("live", "live");
-    const content = JSON.parse(data);
-    if (name === "snapshot") begin(content);
-    else if (name === "frames") take(content);
   }
 }
 
 function tell(text, kind) {
   if (element("line").textContent !== text) element("line").textContent = text;
   element("line").className = kind;
+  document.body.classList.toggle("old", kind !== "live");
 }
 
 async function watchForEver() {
   for (;;) {
     try {
       await watch();
-      tell("the stream ended: trying again", "down");
+      lose("the stream ended: trying again", "down");
     } catch (error) {
-      tell(`${error.message}: trying again`, "down");
+      if (state.isResting) lose("rests while it is out of sight", "");
+      else lose(`${error.message}: trying again`, "down");
     }
-    await new Promise((resolve) => setTimeout(resolve, RETRY));
+    await new Promise((resolve) => {
+      state.wake = resolve;
+      if (!state.isResting) setTimeout(resolve, RETRY);
+    });
+  }
+}
+
+/** What is shown is old from now on. */
+function lose(text, kind) {
+  tell(text, kind);
+  state.isLive = false;
+  charts.cut();
+}
+
+/** Out of sight for long: a browser has few lines to a server, which other pages may want. */
+function rest() {
+  if (player.pace !== "live") return; // somebody may come back to what waits
+  state.isResting = true;
+  state.listening?.abort();
+}
+
+function onVisibility() {
+  clearTimeout(state.restDue);
+  if (document.hidden) state.restDue = setTimeout(rest, REST_AFTER);
+  else {
+    state.isResting = false;
+    state.wake?.();
   }
 }
 
@@ -135,7 +198,8 @@ function setPace(pace) {
 }
 
 element("grid").addEventListener("keydown", (event) => {
-  if (event.key === " ") setPace(player.pace === 0 ? "live" : "0");
+  if (event.ctrlKey || event.altKey || event.metaKey) return;
+  if (event.key === " ") setPace(String(player.otherPace));
   else if (event.key === ".") player.step();
   else return;
   event.preventDefault();
@@ -143,11 +207,16 @@ element("grid").addEventListener("keydown", (event) => {
 
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
   grid.drawAll();
+  charts.schedule();
   if (state.pool) drawHost();
+  if (state.pool) schedulePanels();
 });
 window.addEventListener("resize", () => state.pool && drawHost());
+document.addEventListener("visibilitychange", onVisibility);
+setInterval(noteMoment, CHARTS_EVERY);
 
 // For whoever wants to look from the console, and for the tests.
-window.jpaged = { grid, player, prompts, state };
+window.jpaged = { grid, player, prompts, charts, state, rest };
 
+onVisibility();
 watchForEver();

@@ -8,6 +8,7 @@ export class Player {
     this.show = show;
     this.report = report;
     this.pace = "live"; // or steps a second, 0 for none
+    this.paceBefore = "live"; // it was stopped
     this.waiting = [];
     this.due = 0;
   }
@@ -19,14 +20,22 @@ export class Player {
 
   push(frames) {
     this.waiting.push(...frames);
-    if (this.waiting.length > MAX_WAITING) this.take(this.waiting.length - MAX_WAITING);
+    // Out of sight nothing is drawn, and nothing needs to wait for it.
+    const most = document.hidden && this.pace === "live" ? 0 : MAX_WAITING;
+    if (this.waiting.length > most) this.take(this.waiting.length - most);
     this.schedule();
   }
 
   setPace(pace) {
+    if (this.pace !== 0) this.paceBefore = this.pace;
     this.pace = pace === "live" ? pace : Number(pace);
     this.due = 0;
     this.schedule();
+  }
+
+  /** The pace to stop, or to go on at as before. */
+  get otherPace() {
+    return this.pace === 0 ? this.paceBefore : 0;
   }
 
   step() {

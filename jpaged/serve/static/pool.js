@@ -10,20 +10,25 @@ export function unpack(packed) {
   return Array.from({ length: bytes.length / 4 }, (_, i) => view.getUint32(4 * i, true));
 }
 
-function* ranges(pairs) {
-  for (let i = 0; i < pairs.length; i += 2) {
-    for (let k = 0; k < pairs[i + 1]; k++) yield pairs[i] + k;
+function* ranges(firsts) {
+  for (let i = 0; i < firsts.length; i += 2) {
+    for (let k = 0; k < firsts[i + 1]; k++) yield firsts[i] + k;
   }
 }
 
-function* runs(pairs) {
-  for (let i = 0; i < pairs.length; i += 2) {
-    for (let k = 0; k < pairs[i + 1]; k++) yield pairs[i];
+function* runs(values) {
+  for (let i = 0; i < values.length; i += 2) {
+    for (let k = 0; k < values[i + 1]; k++) yield values[i];
   }
+}
+
+function pairs(numbers) {
+  return Array.from({ length: numbers.length / 2 }, (_, i) => numbers.slice(2 * i, 2 * i + 2));
 }
 
 export class Pool {
-  constructor({ num_blocks, block_size }) {
+  /** A request has one colour as long as the page is open: its number comes from the pool before. */
+  constructor({ num_blocks, block_size }, before = null) {
     this.numBlocks = num_blocks; // the null block, which nobody holds, counted
     this.blockSize = block_size;
     this.step = 0;
@@ -32,24 +37,27 @@ export class Pool {
     this.owners = new Uint32Array(num_blocks); // a request's number, from 1; of a cached one the last
     this.partial = new Map(); // of blocks that are not full: slots with tokens
     this.sequences = new Map(); // by seq_id
-    this.requests = new Map(); // request_id to its number, which is its colour
+    this.requests = before?.requests ?? new Map(); // request_id to its number, which is its colour
     this.pinned = new Set();
     this.images = [];
     this.text = new Map(); // block to the text of each of its tokens
     this.numUsed = 0; // blocks that somebody holds
     this.numLogical = 0; // entries of all block tables
-    this.numRequests = 0;
+    this.numRequests = before?.numRequests ?? 0;
   }
 
-  /** Takes a frame in; gives the blocks that look different now, and what happened to which. */
+  /**
+   * Takes a frame in; gives the blocks that look different now, and what happened to which: `taken`
+   * anew, `found` with their content kept, `shared` by one more, `copied` [source, target], `freed`.
+   */
   apply(frame) {
     this.step = frame.step;
     const changed = new Set();
-    const events = { taken: [], shared: [], copied: [], freed: [] };
+    const events = { taken: [], found: [], shared: [], copied: pairs(frame.copies ?? []), freed: [] };
     this.takeCounts(frame, changed, events);
     const orphans = new Set();
     for (const id of frame.gone) this.forget(id, orphans);
-    for (const table of frame.tables) this.takeTable(table, orphans, events);
+    for (const table of frame.tables) this.takeTable(table, orphans);
     for (let i = 0; i < frame.grown.length; i += 2) {
       this.sequences.get(frame.grown[i]).computed = frame.grown[i + 1];
     }
@@ -67,6 +75,7 @@ export class Pool {
   }
 
   takeCounts(frame, changed, events) {
+    const copies = new Set(events.copied.map(([, target]) => target));
     const counts = runs(frame.counts);
     const hashes = unpack(frame.hashes);
     let i = 0;
@@ -75,9 +84,11 @@ export class Pool {
       const now = counts.next().value;
       this.counts[id] = now;
       this.numUsed += (now > 0) - (before > 0);
+      const isFound = before === CACHED && now > 0 && hashes[i] === this.hashes[id];
       this.hashes[id] = hashes[i++];
-      if (before <= 0 && now > 0) events.taken.push(id);
-      else if (now > before && before > 0) events.shared.push(id);
+      if (isFound) events.found.push(id);
+      else if (before <= 0 && now > 0 && !copies.has(id)) events.taken.push(id);
+      if (now > 1 && now > before) events.shared.push(id);
       else if (before > 0 && now <= 0) events.freed.push(id);
       if (now === 0 || (before <= 0 && now > 0)) this.owners[id] = 0; // whoever takes it, owns it
       if (now === 0 || (before <= 0 && now > 0 && !this.hashes[id])) this.text.delete(id);
@@ -85,7 +96,7 @@ export class Pool {
     }
   }
 
-  takeTable([id, request, index, status, prompt, computed, numKept, host, packed], orphans, events) {
+  takeTable([id, request, index, status, prompt, computed, numKept, host, packed], orphans) {
     const fresh = unpack(packed);
     const number = this.numberOf(request);
     let sequence = this.sequences.get(id);
@@ -94,9 +105,6 @@ export class Pool {
       this.sequences.set(id, sequence);
     }
     const dropped = sequence.blocks.splice(numKept);
-    if (dropped.length === 1 && fresh.length && numKept > 0 && this.counts[dropped[0]] > 0) {
-      events.copied.push([dropped[0], fresh[0]]);
-    }
     for (const block of dropped) orphans.add(block);
     for (const block of fresh) {
       sequence.blocks.push(block);
@@ -135,12 +143,6 @@ export class Pool {
     this.partial = partial;
   }
 
-  /** The number of a request whose id begins so, 0 if none was seen. */
-  numberLike(beginning) {
-    for (const [request, number] of this.requests) if (request.startsWith(beginning)) return number;
-    return 0;
-  }
-
   numberOf(request) {
     let number = this.requests.get(request);
     if (!number) this.requests.set(request, (number = ++this.numRequests));
@@ -157,6 +159,13 @@ export class Pool {
   filledSlots(id) {
     if (this.counts[id] === 0) return 0;
     return this.partial.get(id) ?? this.blockSize;
+  }
+
+  /** Slots of held blocks without a token. */
+  get numWasted() {
+    let numWasted = 0;
+    for (const filled of this.partial.values()) numWasted += this.blockSize - filled;
+    return numWasted;
   }
 
   /** Who holds a block: sequences, and its place in their tables. */
@@ -186,9 +195,15 @@ export class Pool {
     }
     if (this.hashes[id]) parts.push(`; hash ${hashOf(this.hashes[id])}`);
     const words = this.text.get(id);
-    if (words) parts.push(`; text “${words.join("")}”`);
+    if (words) parts.push(`; text “${visible(words.join(""))}”`);
     return `${parts.join("")}.`;
   }
+}
+
+/** Text with what would break the line, or turn it around, made visible. */
+export function visible(text) {
+  const marks = text.replaceAll("\n", "⏎").replaceAll("\t", "⇥");
+  return marks.replace(/[\p{Cc}\u200e\u200f\u202a-\u202e\u2066-\u2069]/gu, "·");
 }
 
 export function nameOf({ request, index }) {

@@ -59,10 +59,7 @@ export class Prompts {
 
   /** Gives the answers the colours that their requests' blocks have. */
   paint(pool, palette) {
-    for (const card of this.cards) {
-      const number = card.id && !card.number ? pool.numberLike(card.id) : 0;
-      if (number) card.paint(number, palette.of(number));
-    }
+    for (const card of this.cards) card.paint(pool, palette);
   }
 
   fill({ prompts, samples = 1, beams = 0, tokens = 64, heat = 0 }) {
@@ -72,23 +69,22 @@ export class Prompts {
     }
   }
 
+  /** All prompts go out as one request: a browser has but a few lines to a server. */
   send() {
     const number = (id) => Number(this.element(id).value);
     const beams = number("beams");
-    const body = { max_tokens: number("tokens"), temperature: number("heat"), n: number("samples") };
-    if (beams > 0) Object.assign(body, { use_beam_search: true, beam_width: beams, n: beams });
-    if (beams > 0) body.temperature = 0;
-    for (const prompt of this.element("prompt").value.split(/\n---\n/)) {
-      this.run({ ...body, prompt, stream: beams === 0 });
-    }
+    const prompts = this.element("prompt").value.split(/\n---\n/);
+    const body = { prompt: prompts.length > 1 ? prompts : prompts[0], max_tokens: number("tokens") };
+    if (beams > 0) Object.assign(body, { use_beam_search: true, beam_width: beams, n: beams, temperature: 0 });
+    else Object.assign(body, { temperature: number("heat"), n: number("samples"), stream: true });
+    this.run(body, new Card(this.element("answers"), prompts, body.n));
   }
 
   stopAll() {
     for (const controller of this.running) controller.abort();
   }
 
-  async run(body) {
-    const card = new Card(this.element("answers"), body);
+  async run(body, card) {
     this.cards = [...this.cards.slice(1 - MAX_CARDS), card];
     const controller = new AbortController();
     this.running.add(controller);
@@ -122,47 +118,55 @@ export class Prompts {
       if (chunk.error) throw new Error(chunk.error.message);
       card.add(chunk);
     }
+    throw new Error("the answer broke off");
   }
 }
 
-/** A prompt and its answers. */
+function made(name, className, text = "") {
+  const element = document.createElement(name);
+  if (className) element.className = className;
+  element.textContent = text;
+  return element;
+}
+
+/** Prompts that went out together, and their answers. */
 class Card {
-  constructor(parent, { prompt, n }) {
-    this.root = document.createElement("article");
-    const question = document.createElement("p");
-    question.className = "question";
-    question.textContent = prompt;
-    const foot = document.createElement("p");
-    foot.className = "foot";
-    this.state = document.createElement("span");
-    this.state.textContent = "waiting";
-    this.button = document.createElement("button");
-    this.button.type = "button";
-    this.button.textContent = "Stop";
-    this.button.setAttribute("aria-label", `Stop: ${prompt.slice(0, 40)}`);
-    this.button.addEventListener("click", () => this.onStop());
-    foot.append(this.state, this.button);
-    this.answers = Array.from({ length: n }, () => {
-      const answer = document.createElement("pre");
-      this.root.append(answer);
-      return answer;
+  constructor(parent, prompts, n) {
+    this.n = n;
+    this.root = made("article");
+    this.parts = prompts.map((prompt) => {
+      const part = made("div", "asked");
+      const answers = Array.from({ length: n }, () => made("pre"));
+      part.append(made("p", "question", prompt), ...answers);
+      return { root: part, answers, colour: "" };
     });
-    this.root.prepend(question);
-    this.root.append(foot);
+    this.state = made("span", "", "waiting");
+    this.button = made("button", "", "Stop");
+    this.button.type = "button";
+    this.button.setAttribute("aria-label", `Stop: ${prompts[0].slice(0, 40)}`);
+    this.button.addEventListener("click", () => this.onStop());
+    const foot = made("p", "foot");
+    foot.append(this.state, this.button);
+    this.root.append(...this.parts.map(({ root }) => root), foot);
     parent.prepend(this.root);
     while (parent.children.length > MAX_CARDS) parent.lastElementChild.remove();
   }
 
-  paint(number, colour) {
-    this.number = number;
-    this.root.style.borderLeftColor = colour;
+  /** Each prompt is a request of its own to the engine, named after the whole. */
+  paint(pool, palette) {
+    if (!this.id) return;
+    this.parts.forEach((part, i) => {
+      const number = pool.requests.get(`${this.id}-${i}`);
+      const colour = number ? palette.of(number) : part.colour;
+      if (colour !== part.colour) part.root.style.borderLeftColor = part.colour = colour;
+    });
   }
 
   add({ id, choices }) {
     this.id = id;
     this.state.textContent = "answering";
     for (const { index, text } of choices) {
-      const answer = this.answers[index];
+      const answer = this.parts[Math.floor(index / this.n)]?.answers[index % this.n];
       if (answer) answer.append(answer.textContent ? text : text.trimStart());
     }
   }
