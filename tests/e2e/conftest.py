@@ -14,6 +14,14 @@ SMALL: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_m
 """One decode and one prefill bucket, so that an engine compiles in seconds."""
 
 
+LOOPS: dict[str, dict[str, Any]] = {
+    "overlapped": {},
+    "bursts": {"num_scheduler_steps": 3},
+    "synchronous": {"async_scheduling": False},
+}
+"""Options of the loops, which all give the same answers."""
+
+
 @pytest.fixture(scope="session")
 def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One cache for the whole run: engines of the same shapes compile once."""

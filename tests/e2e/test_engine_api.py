@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import pytest
-from conftest import SMALL, Engines
+from conftest import LOOPS, SMALL, Engines
 
 from jpaged import Engine, SamplingParams
 from jpaged.core.scheduler import Scheduler
@@ -21,9 +21,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
 QUESTION, ANSWER = "Count from 3 to 7", "\n3, 4, 5, 6, 7"
 
 
-@pytest.fixture(params=[True, False], ids=["overlapped", "synchronous"])
+@pytest.fixture(params=[*LOOPS])
 def engine(engines: Engines, request: pytest.FixtureRequest) -> Engine:
-    return engines(async_scheduling=request.param)
+    return engines(**LOOPS[request.param])
 
 
 def tokenizer(engine: Engine) -> Any:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import Engines
+from conftest import LOOPS, Engines
 
 from jpaged import Engine, SamplingParams
 from jpaged.core import beam, groups
@@ -21,9 +21,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
 QUESTION, ANSWER = "Count from 3 to 7", "\n3, 4, 5, 6, 7"
 
 
-@pytest.fixture(params=[True, False], ids=["overlapped", "synchronous"])
+@pytest.fixture(params=[*LOOPS])
 def engine(engines: Engines, request: pytest.FixtureRequest) -> Engine:
-    return engines(async_scheduling=request.param)
+    return engines(**LOOPS[request.param])
 
 
 def run(engine: Engine) -> dict[str, Any]:
