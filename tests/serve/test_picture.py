@@ -189,7 +189,7 @@ def test_a_camera_shows_every_step(engine: Engine):
 
 @pytest.mark.parametrize("kind", [{"n": 3, "temperature": 2.0}, {"n": 3, "beam_width": 3}])
 def test_a_camera_tells_of_every_copy(engine: Engine, kind: dict):
-    camera = Camera(engine, clock=Clock())
+    camera = Camera(engine, clock=Clock(), work_clock=Clock())
     epoch, before = camera.fetch().epoch, engine.stats().num_block_copies
     run(engine, camera, prompt="Count", max_tokens=40, ignore_eos=True, **kind)
     pairs, counts = [], np.zeros(129, np.int64)
