@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
-from conftest import Engines
+from conftest import SMALL, Engines
 from test_under_pressure import answers, params
 
 from jpaged import Engine, SamplingParams
+from pallas_kernels import LayerKV
 from tools.tiny.world import sample_examples
 
 BURST = 3
@@ -95,3 +97,67 @@ def test_an_abort_within_a_burst_leaves_nothing(engine: Engine, launched: list[i
         for output in engine.step():
             finished[output.request_id] = len(output.outputs[0].token_ids)
     assert finished == {"0": 30, "2": 30}
+
+
+def test_a_row_without_a_token_within_a_burst_ends_its_request_alone(
+    engine: Engine, launched: list[int]
+):
+    given = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    prompts = {"well": "Count from 3 to 20", "ill": "Count from 5 to 30"}
+    expected = {name: answers(engine.generate(prompts[name], given)[0]) for name in prompts}
+    for name, prompt in prompts.items():
+        engine.add_request(prompt, given, request_id=name)
+    for _ in range(4):
+        engine.step()
+    (table,) = (each.block_table for each in engine.block_tables() if each.request_id == "ill")
+    spoil(engine, table[0])
+    launched.clear()
+    last: dict[str, Any] = {}
+    while engine.has_unfinished_requests:
+        last.update((output.request_id, output) for output in engine.step())
+        engine.check_integrity()
+    assert launched[0] == BURST
+    assert answers(last["well"]) == expected["well"]
+    ((tokens, _, reason),) = answers(last["ill"])
+    assert reason == "error"
+    assert 0 < len(tokens) < 30
+    assert tokens == expected["ill"][0][0][: len(tokens)]
+    engine.reset_prefix_cache()  # which has the spoilt block
+    again = [engine.generate(prompt, given)[0] for prompt in prompts.values()]
+    assert list(map(answers, again)) == [*expected.values()]
+
+
+def spoil(engine: Engine, block_id: int) -> None:
+    """Let a block's keys be no numbers."""
+    runner = engine._loop._runner
+    pool = [LayerKV(layer.k.at[block_id].set(jnp.nan), layer.v) for layer in runner._kv.pool]
+    runner._kv = runner._kv._replace(pool=tuple(pool))
+
+
+@pytest.mark.parametrize("where", ["launching", "reading"])
+def test_a_burst_that_fails_fails_the_engine(
+    compilation_cache: Any, monkeypatch: pytest.MonkeyPatch, where: str
+):
+    options = {"num_blocks": 129, "num_scheduler_steps": BURST, **SMALL}
+    engine = Engine(compilation_cache_dir=compilation_cache, **options)
+
+    class Gone:
+        def copy_to_host_async(self) -> None:
+            pass
+
+        def __array__(self, *_: object, **__: object) -> None:
+            raise RuntimeError("injected")
+
+    def fails(*_: object) -> Gone:
+        if where == "launching":
+            raise RuntimeError("injected")
+        return Gone()
+
+    monkeypatch.setattr(engine._loop._runner, "_run_burst", fails)
+    given = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    with pytest.raises(RuntimeError, match="injected"):
+        engine.generate(["Count from 3 to 20"] * 2, given)
+    with pytest.raises(RuntimeError, match="failed in an earlier step"):
+        engine.step()
+    engine.abort_all()
+    assert not engine._loop.requests
