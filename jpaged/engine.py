@@ -91,10 +91,10 @@ class Engine(EngineAccounts):
         return self._loop.has_work
 
     def step(self) -> list[RequestOutput]:
-        """Advance by one step.
+        """Advance by one step, or by a burst of them (`num_scheduler_steps`).
 
         Returns:
-            The requests of `add_request` that got a token or ended since the last call (a beam
+            The requests of `add_request` that got tokens or ended since the last call (a beam
             search only at its end); empty in a turn that only fills the overlapped loop's pipeline.
 
         Raises:

@@ -39,6 +39,7 @@ from jpaged.runtime.recipes import Shapes, SplitModel, recipes
 from jpaged.runtime.swap import staging_bytes
 from jpaged.runtime.timing import measure_costs
 from jpaged.runtime_config import (
+    BURST_WEIGHT_BYTES,
     CPU_DEFAULTS,
     CPU_KV_CACHE_BYTES,
     GPU_DEFAULTS,
@@ -59,7 +60,8 @@ _SMALL_ARRAYS = 256 * 2**20
 allocator's gaps between these."""
 
 _STEPS_IN_FLIGHT = 2
-"""Steps whose workspaces can exist at once: the one that runs and the one launched behind it."""
+"""Large steps whose workspaces can exist at once: the one that runs and the one launched behind it.
+Steps that a burst would have may be more; theirs count as small arrays."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ def _fit_to_device(
         model_max_len=model.max_position_embeddings,
         vocab_size=model.vocab_size,
         backend=select_backend(device.platform),
-        defaults=_defaults(device),
+        defaults=_defaults(device, tree_bytes(split.leaves)),
     )
     per_block = block_bytes(model, limits.block_size, dtype)
     # Until the pool's size is known, only swap_space bounds the blocks in host memory.
@@ -176,8 +178,12 @@ def _fit_to_device(
     return runtime, account, Shapes.of(split, model, runtime, dtype)
 
 
-def _defaults(device) -> PlatformDefaults:
-    return CPU_DEFAULTS if device.platform == "cpu" else GPU_DEFAULTS
+def _defaults(device, weights: int) -> PlatformDefaults:
+    if device.platform == "cpu":
+        return CPU_DEFAULTS
+    if weights > BURST_WEIGHT_BYTES:  # the device is busy for longer than the host: no bursts
+        return replace(GPU_DEFAULTS, num_scheduler_steps=1)
+    return GPU_DEFAULTS
 
 
 def _account_without_pool(

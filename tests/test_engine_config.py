@@ -6,19 +6,28 @@ import pytest
 from jpaged import option_checks
 from jpaged.config import EngineConfig
 from jpaged.runtime.kv_cache import MemoryAccount
-from jpaged.runtime_config import CPU_DEFAULTS, RuntimeConfig, resolve_limits, with_pool, with_swap
-from jpaged.startup import _describe
+from jpaged.runtime_config import (
+    CPU_DEFAULTS,
+    PlatformDefaults,
+    RuntimeConfig,
+    resolve_limits,
+    with_pool,
+    with_swap,
+)
+from jpaged.startup import _defaults, _describe
 from pallas_kernels import Backend
 
 
-def resolved(num_blocks: int = 100, **options) -> RuntimeConfig:
+def resolved(
+    num_blocks: int = 100, defaults: PlatformDefaults = CPU_DEFAULTS, **options
+) -> RuntimeConfig:
     config = EngineConfig(**options)
     limits = resolve_limits(
         config,
         model_max_len=1024,
         vocab_size=300,
         backend=Backend.XLA,
-        defaults=CPU_DEFAULTS,
+        defaults=defaults,
     )
     return with_pool(limits, num_blocks, config)
 
@@ -35,6 +44,7 @@ def resolved(num_blocks: int = 100, **options) -> RuntimeConfig:
         ("max_num_seqs", 0, "max_num_seqs=0 must be an integer of at least 1"),
         ("max_model_len", 1, "max_model_len=1 must be an integer of at least 2"),
         ("max_num_batched_tokens", True, "max_num_batched_tokens=True"),
+        ("num_scheduler_steps", 0, "num_scheduler_steps=0 must be an integer of at least 1"),
         ("kv_cache_memory_bytes", 0, "kv_cache_memory_bytes=0"),
         ("gpu_memory_utilization", 0.0, "gpu_memory_utilization=0.0 must be above 0"),
         ("gpu_memory_utilization", float("nan"), "gpu_memory_utilization=nan"),
@@ -73,6 +83,26 @@ def test_none_stands_for_the_devices_defaults():
     assert config.max_num_batched_tokens == CPU_DEFAULTS.max_num_batched_tokens
     assert config.max_model_len == 1024
     assert config.max_blocks_per_seq == 64
+
+
+@pytest.mark.parametrize(
+    ("platform", "weights", "options", "expected"),
+    [
+        ("gpu", 1.2e9, {}, 4),
+        ("gpu", 16e9, {}, 1),
+        ("gpu", 16e9, {"num_scheduler_steps": 3}, 3),
+        ("gpu", 1.2e9, {"num_scheduler_steps": 1}, 1),
+        ("gpu", 1.2e9, {"async_scheduling": False}, 1),
+        ("gpu", 1.2e9, {"num_scheduler_steps": 3, "async_scheduling": False}, 1),
+        ("cpu", 1e6, {}, 1),
+        ("cpu", 1e6, {"num_scheduler_steps": 3}, 3),
+    ],
+)
+def test_steps_shorter_than_their_launch_come_in_bursts(
+    platform: str, weights: float, options: dict, expected: int
+):
+    defaults = _defaults(SimpleNamespace(platform=platform), int(weights))
+    assert resolved(defaults=defaults, **options).num_scheduler_steps == expected
 
 
 def test_the_longest_sequence_always_fits_the_pool():
