@@ -150,12 +150,12 @@ class EngineLoop:
         return engine_stats(self.scheduler, self.counts)
 
     def _plan(self) -> list[StepPlan]:
-        """What to launch now: the next step, or as many as a burst has while nobody waits."""
+        """What to launch now: the next step, or several while they fit a burst and nobody waits."""
         plans: list[StepPlan] = []
         while (plan := self.scheduler.schedule()) is not None:
             plans.append(plan)
             whole = len(plans) == self._runner.burst_size
-            if whole or self.scheduler.num_waiting or not self._runner.in_burst(plan):
+            if whole or self.scheduler.num_waiting or not self._runner.fits_burst(plan):
                 break
         return plans
 

@@ -93,19 +93,18 @@ class ModelRunner:
         self._kv = self._images.place(self._kv, arrivals)
         return handle
 
-    def in_burst(self, plan: StepPlan) -> bool:
-        """Whether a burst may hold the plan: a decode step of few sequences, sampled without what
-        the host or other programs keep of them, and nothing else to do."""
-        programs, has_others = self._programs, plan.moves_blocks or plan.row_forks
-        if not (programs.decode_burst and plan.is_decode) or has_others:
+    def fits_burst(self, plan: StepPlan) -> bool:
+        """Whether a burst may hold the plan: a decode step of few sequences, with nothing else to
+        do, whose sampling needs neither token counts nor log-probabilities."""
+        levels = self._programs.decode_burst
+        if not levels or not plan.is_decode or plan.moves_blocks or plan.row_forks:
             return False
         rows = self._rows.rows(plan.scheduled)
-        few = len(rows) <= self._buckets.decode_seqs[0]
-        return few and self._rows.level(rows) <= max(programs.decode_burst)
+        return len(rows) <= self._buckets.decode_seqs[0] and self._rows.level(rows) <= max(levels)
 
     def launch_all(self, plans: list[StepPlan], sampling: SamplingOf) -> list[StepHandle]:
         """`launch` plans in their order: as one program, if they are a whole burst."""
-        if len(plans) == self.burst_size > 1 and all(map(self.in_burst, plans)):
+        if len(plans) == self.burst_size > 1 and all(map(self.fits_burst, plans)):
             return self._launch_burst(plans, sampling)
         return [self.launch(plan, sampling) for plan in plans]
 
@@ -151,10 +150,8 @@ class ModelRunner:
             places.append(np.argsort(order))
         sampled = Sampled(self._run_burst(np.stack(packed), level))
         sampled.token_ids.copy_to_host_async()
-        return [
-            StepHandle(plan, sampled, {}, place, (i,))
-            for i, (plan, place) in enumerate(zip(plans, places, strict=True))
-        ]
+        steps = enumerate(zip(plans, places, strict=True))
+        return [StepHandle(plan, sampled, {}, place, (i,)) for i, (plan, place) in steps]
 
     def _in_order(self, plan: StepPlan) -> tuple[np.ndarray, Scheduled, np.ndarray]:
         """The plan's sequences as the device has them: from where in the plan, and their rows."""
