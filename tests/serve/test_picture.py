@@ -119,13 +119,13 @@ def test_text_goes_with_the_block():
     """Whoever begins to watch is not told what a block held before somebody else took it."""
     state = PictureState(9)
     first = PoolChanges(
-        BlockChanges([1, 2, 3], [1, 1, -1], [7, 8, 9]), tokens={i: [64 + i] for i in (1, 2, 3)}
+        ChangedBlocks([1, 2, 3], [1, 1, -1], [7, 8, 9]), tokens={i: [64 + i] for i in (1, 2, 3)}
     )
-    then = PoolChanges(BlockChanges([1, 2, 3], [0, -1, 1], [0, 8, 0]))  # freed, kept, evicted
+    then = PoolChanges(ChangedBlocks([1, 2, 3], [0, -1, 1], [0, 8, 0]))  # freed, kept, evicted
     for change in (first, then):
         state.apply(for_viewers(encode(change, 0), chr))
     assert state.snapshot()["text"] == {"2": ["B"]}
-    state.apply(encode(PoolChanges(BlockChanges([2], [1], [8])), 0))  # found again
+    state.apply(encode(PoolChanges(ChangedBlocks([2], [1], [8])), 0))  # found again
     assert state.snapshot()["text"] == {"2": ["B"]}
 
 
