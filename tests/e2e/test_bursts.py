@@ -1,5 +1,6 @@
 """Several decode steps in one launch: the same answers, and who comes meanwhile is not kept out."""
 
+import random
 from typing import Any
 
 import jax.numpy as jnp
@@ -46,6 +47,39 @@ def test_every_answer_is_that_of_single_steps(engines: Engines, num_blocks: int)
     assert [answers(output) for output in bursts.generate(PROMPTS, kinds)] == want
     for prompt, own, expected in zip(PROMPTS[:8], kinds, want, strict=False):
         assert answers(bursts.generate(prompt, own)[0]) == expected
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_who_comes_and_goes_at_random_turns_changes_no_answer(engines: Engines, mode: str):
+    """In a tight pool, some before others, some aborted."""
+    bursts = engines(
+        num_scheduler_steps=BURST,
+        num_blocks=25,
+        max_model_len=120,
+        scheduling_policy="priority",
+        preemption_mode=mode,
+    )
+    single = engines(async_scheduling=False, max_model_len=120)
+    kinds = [params(i) for i in range(len(PROMPTS))]
+    want = [answers(output) for output in single.generate(PROMPTS, kinds)]
+    rng, to_come, ended, aborted = random.Random(0), [*range(len(PROMPTS))], {}, set()
+    before = bursts.stats().num_preemptions
+    while to_come or bursts.has_unfinished_requests:
+        if to_come and rng.random() < 0.4:
+            index = to_come.pop()
+            priority = rng.randrange(3)
+            bursts.add_request(
+                PROMPTS[index], kinds[index], request_id=str(index), priority=priority
+            )
+        ended |= {int(o.request_id): answers(o) for o in bursts.step() if o.finished}
+        bursts.check_integrity()
+        running = [i for i in range(len(PROMPTS)) if i not in (*to_come, *ended, *aborted)]
+        if running and rng.random() < 0.03:
+            aborted.add(index := rng.choice(running))
+            bursts.abort(str(index))
+    assert aborted
+    assert bursts.stats().num_preemptions > before
+    assert ended == {i: want[i] for i in range(len(PROMPTS)) if i not in aborted}
 
 
 @pytest.mark.parametrize("own", [{"temperature": 0.0}, {"temperature": 1.0, "top_k": 5, "seed": 1}])
