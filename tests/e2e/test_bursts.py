@@ -1,6 +1,7 @@
 """Several decode steps in one launch: the same answers, and who comes meanwhile is not kept out."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from conftest import SMALL, Engines
 from test_under_pressure import answers, params
 
 from jpaged import Engine, SamplingParams
+from jpaged.core.plan import SwapIn, SwapOut
 from pallas_kernels import LayerKV
 from tools.tiny.world import sample_examples
 
@@ -101,6 +103,38 @@ def test_what_needs_its_own_state_runs_step_by_step(engine: Engine, launched: li
     for own in kinds:
         engine.generate("Count from 3 to 20", SamplingParams(max_tokens=9, **own))
     assert set(launched) == {1}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"block_copies": ((1, 2),)},
+        {"dropped": (1,)},
+        {"swap_outs": (SwapOut(1, (1,)),)},
+        {"swap_ins": (SwapIn(1, ((0, 1),)),)},
+    ],
+    ids=lambda more: next(iter(more)),
+)
+def test_only_small_decode_steps_with_nothing_else_to_do_fit_a_burst(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+):
+    runner, plans = engine._loop._runner, []
+    launch = runner._launch_burst
+
+    def note(burst: Any, sampling: Any) -> Any:
+        plans.extend(burst)
+        return launch(burst, sampling)
+
+    monkeypatch.setattr(runner, "_launch_burst", note)
+    given = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    engine.add_request("Count from 3 to 20", given)
+    for _ in range(3):
+        engine.step()
+    assert runner.fits_burst(plans[-1])
+    assert not runner.fits_burst(replace(plans[-1], **more))
+    assert runner.fits_burst(replace(plans[-1], scheduled=plans[-1].scheduled * 8))
+    assert not runner.fits_burst(replace(plans[-1], scheduled=plans[-1].scheduled * 9))
+    engine.abort_all()
 
 
 def test_who_comes_joins_at_the_next_launch(engine: Engine, launched: list[int]):
