@@ -1,16 +1,19 @@
 """Several decode steps in one launch: the same answers, and who comes meanwhile is not kept out."""
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from conftest import SMALL, Engines
 from test_under_pressure import answers, params
 
 from jpaged import Engine, SamplingParams
-from jpaged.core.plan import SwapIn, SwapOut
+from jpaged.core.plan import StepPlan, SwapIn, SwapOut
+from jpaged.runtime.model_runner import StepHandle
 from pallas_kernels import LayerKV
 from tools.tiny.world import sample_examples
 
@@ -105,6 +108,26 @@ def test_what_needs_its_own_state_runs_step_by_step(engine: Engine, launched: li
     assert set(launched) == {1}
 
 
+@pytest.fixture
+def plan(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[StepPlan]:
+    """One of a burst, its sequence still running."""
+    runner, plans = engine._loop._runner, []
+    launch = runner._launch_burst
+
+    def note(burst: Any, sampling: Any) -> Any:
+        plans.extend(burst)
+        return launch(burst, sampling)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_launch_burst", note)
+        given = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+        engine.add_request("Count from 3 to 20", given)
+        for _ in range(3):
+            engine.step()
+    yield plans[-1]
+    engine.abort_all()
+
+
 @pytest.mark.parametrize(
     "more",
     [
@@ -115,26 +138,44 @@ def test_what_needs_its_own_state_runs_step_by_step(engine: Engine, launched: li
     ],
     ids=lambda more: next(iter(more)),
 )
-def test_only_small_decode_steps_with_nothing_else_to_do_fit_a_burst(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+def test_only_decode_steps_that_move_no_blocks_are_bursts(
+    engine: Engine, plan: StepPlan, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
 ):
-    runner, plans = engine._loop._runner, []
-    launch = runner._launch_burst
+    runner, moves = engine._loop._runner, replace(plan, **more)
+    assert not runner.fits_burst(moves)
+    counts: list[int] = []
+    handle = StepHandle(plan, None, {}, np.zeros(0, np.int64))
+    monkeypatch.setattr(runner, "_launch_burst", lambda plans, _: counts.append(len(plans)) or [])
+    monkeypatch.setattr(runner, "launch", lambda *_: counts.append(1) or handle)
+    for plans in ([plan] * BURST, [plan] * (BURST - 1), [*[plan] * (BURST - 1), moves]):
+        runner.launch_all(plans, {})
+    assert counts == [BURST] + [1] * (BURST - 1) + [1] * BURST
 
-    def note(burst: Any, sampling: Any) -> Any:
-        plans.extend(burst)
-        return launch(burst, sampling)
 
-    monkeypatch.setattr(runner, "_launch_burst", note)
-    given = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
-    engine.add_request("Count from 3 to 20", given)
-    for _ in range(3):
-        engine.step()
-    assert runner.fits_burst(plans[-1])
-    assert not runner.fits_burst(replace(plans[-1], **more))
-    assert runner.fits_burst(replace(plans[-1], scheduled=plans[-1].scheduled * 8))
-    assert not runner.fits_burst(replace(plans[-1], scheduled=plans[-1].scheduled * 9))
-    engine.abort_all()
+def test_only_decode_steps_of_few_sequences_are_bursts(engine: Engine, plan: StepPlan):
+    for count in (1, 8, 9):
+        several = replace(plan, scheduled=plan.scheduled * count)
+        assert engine._loop._runner.fits_burst(several) is (count <= 8)
+
+
+def test_a_burst_samples_at_the_level_of_any_of_its_steps(engine: Engine, launched: list[int]):
+    """Also if the one that needs it ends before the others."""
+    short = SamplingParams(temperature=100.0, seed=1, max_tokens=BURST, ignore_eos=True)
+    long = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    prompts, given = ["Count from 3 to 20", "2 + 3 ="], [short, long]
+    alone = [answers(engine.generate(*job)[0]) for job in zip(prompts, given, strict=True)]
+    launched.clear()
+    assert [answers(output) for output in engine.generate(prompts, given)] == alone
+    assert launched[:2] == [1, BURST]
+
+
+def test_while_somebody_waits_there_are_no_bursts(engine: Engine, launched: list[int]):
+    """So that the place of who ends is taken at once."""
+    short, long = (SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (10, 40))
+    engine.generate(["2 + 3 ="] * 9, [short] + [long] * 8)
+    first = launched.index(BURST)
+    assert first > 9
+    assert set(launched[:first]) == {1}
 
 
 def test_who_comes_joins_at_the_next_launch(engine: Engine, launched: list[int]):
