@@ -25,6 +25,8 @@ EMBEDDED_MODEL = Path(__file__).parent / "assets" / "tiny"
 COMPILATION_CACHE = "~/.cache/jpaged/compiled"
 """Where compiled programs are kept unless the caller says otherwise."""
 
+MAX_SCHEDULER_STEPS = 64
+
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 SCHEDULING_POLICIES = ("fcfs", "priority")
@@ -109,6 +111,11 @@ class EngineConfig:
         counts = ("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes")
         for name in (*counts, "num_scheduler_steps"):
             check_count(name, getattr(self, name), 1)
+        if (self.num_scheduler_steps or 1) > MAX_SCHEDULER_STEPS:
+            raise ValueError(
+                f"num_scheduler_steps={self.num_scheduler_steps} is more than "
+                f"{MAX_SCHEDULER_STEPS}: whoever arrives would wait for that many steps, and twice"
+            )
         check_count("max_model_len", self.max_model_len, 2)  # a prompt token and an output token
         flags = ("async_scheduling", "enable_prefix_caching", "skip_tokenizer_init", "verbose")
         for name in flags:

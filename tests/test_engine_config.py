@@ -45,6 +45,7 @@ def resolved(
         ("max_model_len", 1, "max_model_len=1 must be an integer of at least 2"),
         ("max_num_batched_tokens", True, "max_num_batched_tokens=True"),
         ("num_scheduler_steps", 0, "num_scheduler_steps=0 must be an integer of at least 1"),
+        ("num_scheduler_steps", 65, "num_scheduler_steps=65 is more than 64"),
         ("kv_cache_memory_bytes", 0, "kv_cache_memory_bytes=0"),
         ("gpu_memory_utilization", 0.0, "gpu_memory_utilization=0.0 must be above 0"),
         ("gpu_memory_utilization", float("nan"), "gpu_memory_utilization=nan"),

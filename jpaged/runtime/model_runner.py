@@ -5,6 +5,7 @@ device's arrays and the host's view of which sequence has which row.
 """
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,9 @@ from jpaged.core.request import Request, Sequence
 from jpaged.runtime.batch import device_order, pack_decode, pack_prefill
 from jpaged.runtime.buckets import Buckets, round_up
 from jpaged.runtime.programs import Programs
+from jpaged.runtime.prompt_scores import score_prompts
 from jpaged.runtime.recipes import (
     BLOCK_COPIES_CHUNK,
-    PROMPT_LOGPROBS_CHUNK,
     Shapes,
     SplitModel,
     sampler_levels,
@@ -26,7 +27,6 @@ from jpaged.runtime.results import (
     StepHandle,
     StepResult,
     TokenScores,
-    num_scored_prompt_tokens,
 )
 from jpaged.runtime.rows import UNWANTED, RowSampling, RowTable
 from jpaged.runtime.sampler import Sampled, SamplerLevel
@@ -136,7 +136,11 @@ class ModelRunner:
         for array in sampled:
             if array is not None:
                 array.copy_to_host_async()
-        scores = self._score_prompts(scheduled, sampling, hidden)
+        scores: dict[int, list] = {}
+        if hidden is not None:
+            program = self._programs.prompt_logprobs[hidden.shape[0]]
+            score = partial(program, self._leaves, hidden=hidden)
+            scores = score_prompts(scheduled, sampling, score)
         return StepHandle(plan, sampled, scores, np.argsort(order))
 
     def _launch_burst(self, plans: list[StepPlan], sampling: SamplingOf) -> list[StepHandle]:
@@ -305,30 +309,6 @@ class ModelRunner:
         if adjusted:
             self._sampling_state = state
         return sampled
-
-    def _score_prompts(self, scheduled: Scheduled, sampling: SamplingOf, hidden) -> dict[int, list]:
-        if hidden is None:
-            return {}
-        scored, offset = {}, 0
-        for item in scheduled:
-            wanted = sampling[item.sequence.request].prompt_logprobs is not None
-            count = num_scored_prompt_tokens(item) if wanted else 0
-            if count:
-                scored[item.sequence.seq_id] = self._score_chunks(item, offset, count, hidden)
-            offset += item.num_scheduled_tokens
-        return scored
-
-    def _score_chunks(self, item: ScheduledSequence, offset: int, count: int, hidden) -> list:
-        program = self._programs.prompt_logprobs[hidden.shape[0]]
-        chunks, size = [], PROMPT_LOGPROBS_CHUNK
-        for at in range(0, count, size):
-            n = min(size, count - at)
-            indices, targets = np.zeros(size, np.int32), np.zeros(size, np.int32)
-            indices[:n] = np.arange(offset + at, offset + at + n)
-            first = item.start + at + 1
-            targets[:n] = item.sequence.token_ids[first : first + n]
-            chunks.append(program(self._leaves, hidden=hidden, indices=indices, targets=targets))
-        return chunks
 
 
 def _zeros(shapes):
