@@ -138,10 +138,12 @@ class ModelRunner:
                 array.copy_to_host_async()
         scores: dict[int, list] = {}
         if hidden is not None:
-            program = self._programs.prompt_logprobs[hidden.shape[0]]
-            score = partial(program, self._leaves, hidden=hidden)
-            scores = score_prompts(scheduled, sampling, score)
+            scores = score_prompts(scheduled, sampling, partial(self._score, hidden))
         return StepHandle(plan, sampled, scores, np.argsort(order))
+
+    def _score(self, hidden, indices: np.ndarray, targets: np.ndarray) -> tuple:
+        program = self._programs.prompt_logprobs[hidden.shape[0]]
+        return program(self._leaves, hidden=hidden, indices=indices, targets=targets)
 
     def _launch_burst(self, plans: list[StepPlan], sampling: SamplingOf) -> list[StepHandle]:
         packed, places, level = [], [], SamplerLevel.GREEDY
