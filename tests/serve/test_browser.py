@@ -82,6 +82,14 @@ def send(page: Any, prompt: str, samples: int = 1, tokens: int = 40, heat: float
     until(page, "!jpaged.prompts.running.size")
 
 
+def first_step(page: Any) -> None:
+    """Show a stopped picture's first step in which a request holds blocks. Frames come on a line of
+    their own, perhaps after the answers, and one may have been taken while it still waited."""
+    while not any(count > 0 for count in counts(page)):
+        until(page, "jpaged.player.waiting.length > 0")
+        page.click("#step")
+
+
 def until(page: Any, condition: str) -> None:
     """Wait for a JavaScript condition (the page's policy keeps Playwright's own way out)."""
     end = time.monotonic() + WAIT / 1000
@@ -222,7 +230,7 @@ def test_the_charts_tell_of_the_time_that_is_shown(pages: Pages):
 def test_what_is_said_of_a_block_is_kept_true(pages: Pages):
     page = opened(pages, pace="0")
     send(page, "Count from 1 to 30")
-    page.click("#step")
+    first_step(page)
     page.focus("#grid")
     page.keyboard.press("n")
     first = page.inner_text("#block .holder")
@@ -395,7 +403,7 @@ def test_markup_in_prompts_is_text(pages: Pages):
     page = opened(pages, pace="0")
     markup = "<img src=x onerror=alert(1)><b>bold</b>"
     send(page, markup, tokens=8)
-    page.click("#step")
+    first_step(page)
     page.focus("#grid")
     page.keyboard.press("n")
     assert page.inner_text(".question") == markup
@@ -406,7 +414,7 @@ def test_markup_in_prompts_is_text(pages: Pages):
 def test_text_does_not_turn_a_sentence_around(pages: Pages):
     page = opened(pages, pace="0")
     send(page, "up\u202edown\nlast", tokens=8)
-    page.click("#step")
+    first_step(page)
     page.focus("#grid")
     page.keyboard.press("n")
     said = page.inner_text("#said")
@@ -431,7 +439,7 @@ def test_those_who_listen_hear_what_they_asked_for(pages: Pages):
     """Not each token of a block that happens to be in view."""
     page = opened(pages, pace="0")
     send(page, "Count from 1 to 30")
-    page.click("#step")
+    first_step(page)
     page.focus("#grid")
     page.keyboard.press("n")
     assert page.get_attribute("#said", "aria-live") == "polite"
@@ -549,7 +557,7 @@ def test_a_server_with_a_key_asks_for_it(pages: Pages, compilation_cache: Path):
         page = opened(pages, "0", address=address, http_credentials=known)
         send(page, "Count from 1 to 9")
         assert "1, 2, 3" in page.inner_text("article pre")
-        page.click("#step")
+        first_step(page)
         page.focus("#grid")
         page.keyboard.press("n")
         assert "used, held by" in page.inner_text("#said")
