@@ -123,16 +123,15 @@ def decode_config(
     wanted = _power_of_two(-(-2 * num_cores // (rows * num_kv_heads)))
     splits = max(1, min(wanted, 32, -(-max_context // tile)))
     config = DecodeConfig(tile, splits, target_programs=4 * num_cores)
-    if wanted == 1:
-        programs = batch * num_kv_heads
-        if programs <= 12 * num_cores:  # else there are short ones enough to fill what is left
-            config = dataclasses.replace(
-                config,
-                num_splits=max(1, min(8, -(-max_context // tile))),
-                share_percent=100 if programs <= 3 * num_cores else 150,
-            )
-        if itemsize <= 2:  # many programs, whose warps have less to wait for
-            config = dataclasses.replace(config, num_warps=2)
+    if splits == 1 and itemsize <= 2:  # many programs, whose warps have less to wait for
+        config = dataclasses.replace(config, num_warps=2)
+    programs = batch * num_kv_heads
+    if wanted == 1 and programs <= 12 * num_cores:  # above, short ones fill what is left over
+        config = dataclasses.replace(
+            config,
+            num_splits=max(1, min(8, -(-max_context // tile))),
+            share_percent=100 if programs <= 3 * num_cores else 150,
+        )
     return _tuned("decode", head_size, itemsize, device_kind, config)
 
 
