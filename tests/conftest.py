@@ -1,4 +1,10 @@
-"""Strict JAX and run-time shape checks for every test."""
+"""Strict JAX and run-time shape checks for every test, and what keeps the whole run short."""
+
+import gc
+import os
+
+# Before torch, the oracle, is imported: its threads spin on cores that other test processes need.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from jaxtyping import install_import_hook
 
@@ -6,6 +12,25 @@ from jaxtyping import install_import_hook
 install_import_hook(["jpaged.models", "jpaged.runtime", "pallas_kernels"], "beartype.beartype")
 
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+QUICK_TO_COMPILE = {"kernels", "models", "runtime", "tools"}
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector what stays to the end: the modules and all tests."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """XLA optimises little where most programs run once: compiling them is what takes the time.
+
+    Programs for a GPU, and those of engines that answer many requests, are compiled as for users.
+    """
+    quick = item.path.parent.name in QUICK_TO_COMPILE and not item.get_closest_marker("gpu")
+    jax.config.update("jax_disable_most_optimizations", quick)
