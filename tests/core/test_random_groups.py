@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import count
 
+import pytest
 from core_driver import DIGESTS, Driver, make_scheduler
 from core_turn import Turn
 
@@ -215,6 +216,7 @@ class Work:
             self.driver.read()
 
 
+@pytest.mark.slow
 def test_random_groups_under_pressure():
     tally = Tally()
     for seed in range(SEEDS):

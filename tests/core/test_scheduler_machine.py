@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from itertools import count, takewhile
 
+import pytest
 from core_driver import DIGESTS, Driver, fresh_search, make_scheduler
 from core_turn import Turn
 from hypothesis import HealthCheck, given, settings
@@ -284,7 +285,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert sorted(stays) == sorted(released + remaining)
 
 
-TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine = pytest.mark.slow(SchedulerMachine.TestCase)
 TestSchedulerMachine.settings = settings(
     max_examples=2_000,
     stateful_step_count=15,

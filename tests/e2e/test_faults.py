@@ -85,17 +85,17 @@ FAULTS = {
     "blocks": (BlockManager, "append", of_sequence),
     "sharing": (BlockManager, "share_prefix", of_sequence),
 }
+CALLED_ONCE = ("scoring the prompt", "ending", "sharing")
+MOMENTS = [(fault, after) for fault in FAULTS for after in range(1 if fault in CALLED_ONCE else 3)]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("after", [0, 1, 2])
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "after"), MOMENTS)
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_fault_ends_one_request_and_no_other(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, fault: str, after: int, n: int
 ):
     owner, name, is_victim = FAULTS[fault]
-    if name in ("finish", "share_prefix", "accept_prompt_logprobs") and after:
-        after = 0  # they are called once
     params = SamplingParams(
         n=n,
         temperature=1.5,

@@ -8,6 +8,8 @@ from conftest import Engines
 from jpaged import Engine, SamplingParams
 from tools.tiny.world import Example, sample_examples
 
+pytestmark = pytest.mark.slow
+
 NUM_REQUESTS = 200
 TIGHT = 41  # blocks: the longest sequence fits alone, and eight want to run at once
 MAX_MODEL_LEN = 640

@@ -203,6 +203,7 @@ def test_long_sequences_in_many_tiles(backend, window):
     assert_close(got, lambda dtype: plain(dtype=dtype), case.dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("splits", [1, 2, 3, 16])
 @pytest.mark.parametrize("window", [None, 40])
@@ -268,6 +269,7 @@ def test_the_plan_covers_every_tile_once(percent, splits):
             assert bounds[-1] == -(-lens[sequence] // 32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("splits", [1, 2, 16])
 @pytest.mark.parametrize(("window", "heads"), [(None, (4, 2)), (40, (11, 1))])

@@ -13,6 +13,8 @@ from serve_helpers import Server
 
 from jpaged.serve.openapi import openapi
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[..., None]
 DOCUMENT = json.loads(json.dumps(openapi()))
 POSTS = {path: methods["post"] for path, methods in DOCUMENT["paths"].items() if "post" in methods}

@@ -18,6 +18,8 @@ from jpaged.serve.flags import read_flags
 from jpaged.serve.lifecycle import run_server
 from jpaged.serve.worker import why_not
 
+pytestmark = pytest.mark.slow
+
 LONG: dict[str, Any] = {"prompt": "Hello", "max_tokens": 200, "ignore_eos": True}
 
 

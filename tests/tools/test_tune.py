@@ -33,6 +33,7 @@ def unchecked(op: Op, override) -> None:
     """All results are right."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*OPS])
 def test_candidates_of_every_op_are_right_in_small(name: str):
     op = OPS[name](32, "float32")
