@@ -16,7 +16,12 @@ from jpaged.core.prefix_cache import PrefixCache
 from jpaged.core.scheduler import Scheduler, SchedulerConfig
 from jpaged.core.swap import PreemptionMode, PressurePolicy
 from jpaged.intake import Intake
-from jpaged.jax_setup import prepare_jax, program_store, without_collections
+from jpaged.jax_setup import (
+    offer_recorded_products,
+    prepare_jax,
+    program_store,
+    without_collections,
+)
 from jpaged.models.config import ModelConfig
 from jpaged.models.loader import load_model, read_config, resolve_checkpoint
 from jpaged.reporter import Reporter
@@ -87,6 +92,7 @@ def _build_parts(config: EngineConfig) -> EngineParts:
     with reporter.phase("starting the device"):
         prepare_jax(config)
         device = jax.local_devices()[0]
+        offer_recorded_products(device)
     folder = resolve_checkpoint(config.model or EMBEDDED_MODEL)
     model_config = ModelConfig.from_hf(read_config(folder))
     dtype = _resolve_dtype(config.dtype, model_config, device.platform)
