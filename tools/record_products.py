@@ -26,7 +26,8 @@ from jpaged.jax_setup import autotuning_folder, prepare_jax, recorded_products
 from jpaged.models.config import ModelConfig
 from jpaged.models.registry import model_class
 from jpaged.runtime.buckets import make_buckets
-from jpaged.runtime.recipes import Recipe, Shapes, SplitModel, recipes
+from jpaged.runtime.recipe import Recipe
+from jpaged.runtime.recipes import Shapes, SplitModel, recipes
 from jpaged.runtime_config import GPU_DEFAULTS, resolve_limits, with_pool
 from pallas_kernels import Backend, select_backend
 

@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 
 from jpaged.runtime.buckets import Buckets
 from jpaged.runtime.program_store import ProgramStore
+from jpaged.runtime.recipe import Name, Recipe
 from jpaged.runtime.recipes import (
-    Name,
-    Recipe,
     Shapes,
     SplitModel,
     prefill_recipe,
@@ -23,6 +22,7 @@ from jpaged.runtime.recipes import (
     sample_recipe,
 )
 from jpaged.runtime.sampler import SamplerLevel
+from jpaged.runtime.shared_truncation import SharedTruncation
 from jpaged.runtime.thread_settings import ThreadSettings
 from jpaged.runtime_config import RuntimeConfig
 
@@ -217,8 +217,9 @@ def largest_step_workspace(
     Meanwhile the builder begins with the programs that have no part in the pool.
     """
     prefill = prefill_recipe(split, shapes, config, *max(buckets.prefill_shapes()))
-    sampling = sample_recipe(shapes, config, max(buckets.decode_seqs), max(SamplerLevel))
-    others = recipes_without_pool(split, shapes, config, buckets)
+    truncate = SharedTruncation()
+    sampling = sample_recipe(shapes, config, max(buckets.decode_seqs), max(SamplerLevel), truncate)
+    others = recipes_without_pool(split, shapes, config, buckets, truncate)
     return builder.workspace((prefill, sampling), meanwhile=others)
 
 

@@ -19,7 +19,8 @@ from bench.common import SHAPES
 from jpaged.models.config import ModelConfig
 from jpaged.models.registry import model_class
 from jpaged.runtime.buckets import make_buckets
-from jpaged.runtime.recipes import Recipe, Shapes, SplitModel, recipes
+from jpaged.runtime.recipe import Recipe
+from jpaged.runtime.recipes import Shapes, SplitModel, recipes
 from jpaged.runtime.sampler import SamplerLevel
 from jpaged.runtime_config import GPU_DEFAULTS, RuntimeConfig
 from pallas_kernels import Backend

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from jpaged.runtime.programs import ProgramBuilder
-from jpaged.runtime.recipes import Recipe
+from jpaged.runtime.recipe import Recipe
 from jpaged.runtime.sampler import SamplerLevel
 from jpaged.runtime.thread_settings import ThreadSettings
 
