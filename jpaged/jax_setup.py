@@ -6,6 +6,7 @@ import os
 from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -20,8 +21,8 @@ from jpaged.runtime.program_store import ProgramStore
 from pallas_kernels import select_backend
 
 AUTOTUNING = Path(__file__).parent / "assets" / "autotuning"
-"""What `tools.record_products` recorded: for a kind of device and a version of XLA a file of XLA's
-own files, by name, their bytes in base 64."""
+"""What `tools.record_products` recorded: for a kind of device and versions of XLA and cuBLAS a file
+of XLA's own files, by name, their bytes in base 64."""
 
 
 @contextmanager
@@ -79,9 +80,17 @@ def offer_recorded_products(device: Any) -> None:
 
 
 def recorded_products(device: Any) -> Path:
-    """Where such a device's products are recorded, if they are."""
+    """Where such a device's products are recorded, if they are: for the same XLA and cuBLAS, of
+    whose algorithms XLA keeps a number, which says nothing in another version."""
     kind = device.device_kind.replace(" ", "_").replace("/", "_")
-    return AUTOTUNING / f"{kind}-{jaxlib.__version__}.json"
+    return AUTOTUNING / f"{kind}-{jaxlib.__version__}-{_cublas_version()}.json"
+
+
+def _cublas_version() -> str:
+    for name in ("nvidia-cublas", "nvidia-cublas-cu13", "nvidia-cublas-cu12"):
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return "system"  # that of a CUDA installed otherwise
 
 
 def autotuning_folder(cache: Path) -> Path:

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import jaxlib
 import pytest
 
 from jpaged import jax_setup
@@ -31,8 +32,19 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_the_name_tells_device_and_version(recorded: Path):
-    assert recorded.name.startswith("NVIDIA_H2_00_X-")
+def test_the_name_tells_device_and_versions(recorded: Path, monkeypatch: pytest.MonkeyPatch):
+    assert recorded.name.startswith(f"NVIDIA_H2_00_X-{jaxlib.__version__}-")
+    versions = {"nvidia-cublas-cu12": "12.9", "nvidia-cublas": "13.1"}
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise jax_setup.metadata.PackageNotFoundError
+        return versions[name]
+
+    monkeypatch.setattr(jax_setup.metadata, "version", version)
+    assert jax_setup.recorded_products(DEVICE).name.endswith("-13.1.json")
+    del versions["nvidia-cublas"]
+    assert jax_setup.recorded_products(DEVICE).name.endswith("-12.9.json")
 
 
 def test_what_was_recorded_is_where_xla_looks(cache: Path, recorded: Path):
