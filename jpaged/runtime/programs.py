@@ -23,7 +23,7 @@ from jpaged.runtime.recipes import (
     sample_recipe,
 )
 from jpaged.runtime.sampler import SamplerLevel
-from jpaged.runtime.shared_truncation import SharedTruncation
+from jpaged.runtime.shared_calls import SharedCalls
 from jpaged.runtime.thread_settings import ThreadSettings
 from jpaged.runtime_config import RuntimeConfig
 
@@ -239,10 +239,10 @@ def largest_step_workspace(
     The pool's size does not enter them, so any `num_blocks` in `shapes` gives the same answer.
     Meanwhile the builder begins with the programs that have no part in the pool.
     """
-    prefill = prefill_recipe(split, shapes, config, *max(buckets.prefill_shapes()))
-    truncate = SharedTruncation()
-    sampling = sample_recipe(shapes, config, max(buckets.decode_seqs), max(SamplerLevel), truncate)
-    others = recipes_without_pool(split, shapes, config, buckets, truncate)
+    shared = SharedCalls()
+    prefill = prefill_recipe(split, shapes, config, *max(buckets.prefill_shapes()), shared)
+    sampling = sample_recipe(shapes, config, max(buckets.decode_seqs), max(SamplerLevel), shared)
+    others = recipes_without_pool(split, shapes, config, buckets, shared)
     return builder.workspace((prefill, sampling), meanwhile=others)
 
 

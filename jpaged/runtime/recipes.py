@@ -17,7 +17,7 @@ from jpaged.runtime.kv_cache import make_pool
 from jpaged.runtime.recipe import Recipe
 from jpaged.runtime.sampler import Sampled, SamplerLevel, TokenLogprobs
 from jpaged.runtime.sampling_state import ROW_WIDTH, SamplingState, init_state, load_row
-from jpaged.runtime.shared_truncation import SharedTruncation
+from jpaged.runtime.shared_calls import SharedCalls
 from jpaged.runtime.steps import (
     KVState,
     SampleInputs,
@@ -109,23 +109,23 @@ def recipes(
     shapes: Shapes,
     config: RuntimeConfig,
     buckets: Buckets,
-    truncate: Callable | None = None,
+    shared: SharedCalls | None = None,
 ) -> Iterator[Recipe]:
     """Everything to compile; of programs with the same products, the one that has the most to
     measure comes first. The smallest decode step comes before all: bursts wait for it, and the
-    Mosaic kernel it may have is compiled only while nothing else is. `truncate` is as of
-    `recipes_without_pool`."""
-    truncate = truncate or SharedTruncation()
+    Mosaic kernel it may have is compiled only while nothing else is. What programs have
+    in common is in `shared`, or in one of their own."""
+    shared = shared or SharedCalls()
     smallest, *larger = buckets.decode_seqs
     yield _decode(split, shapes, config, smallest)
     for level in BURST_LEVELS if config.num_scheduler_steps > 1 else ():
-        yield _decode_burst(split, shapes, config, smallest, level, truncate)
+        yield _decode_burst(split, shapes, config, smallest, level, shared)
     for seqs in reversed(larger):
         yield _decode(split, shapes, config, seqs)
     most = buckets.prefill_seqs[-1]
     for tokens, seqs in sorted(buckets.prefill_shapes(), key=lambda it: (it[1] != most, -it[0])):
-        yield prefill_recipe(split, shapes, config, tokens, seqs)
-    yield from recipes_without_pool(split, shapes, config, buckets, truncate)
+        yield prefill_recipe(split, shapes, config, tokens, seqs, shared)
+    yield from recipes_without_pool(split, shapes, config, buckets, shared)
     yield _load_row(shapes, config)
     yield _copy_blocks(shapes, config)
     yield _fork_rows(shapes, config)
@@ -138,16 +138,16 @@ def recipes_without_pool(
     shapes: Shapes,
     config: RuntimeConfig,
     buckets: Buckets,
-    truncate: Callable | None = None,
+    shared: SharedCalls | None = None,
 ) -> Iterator[Recipe]:
-    """Those of `recipes` that are the same whatever the pool's size; sampling programs compute
-    `truncation_mask` by `truncate`, or share one of their own."""
-    truncate = truncate or SharedTruncation()
+    """Those of `recipes` that are the same whatever the pool's size; `shared` is as of
+    `recipes`."""
+    shared = shared or SharedCalls()
     for tokens in buckets.prefill_tokens:
         yield _prompt_logprobs(split, shapes, config, tokens)
     for seqs in sorted({*buckets.decode_seqs, *buckets.prefill_seqs}):
         for level in reversed(sampler_levels(config)):
-            yield sample_recipe(shapes, config, seqs, level, truncate)
+            yield sample_recipe(shapes, config, seqs, level, shared)
 
 
 def sampler_levels(config: RuntimeConfig) -> tuple[SamplerLevel, ...]:
@@ -171,9 +171,9 @@ def _decode_burst(
     config: RuntimeConfig,
     seqs: int,
     level: SamplerLevel,
-    truncate: Callable,
+    shared: SharedCalls,
 ) -> Recipe:
-    options = {"level": level, "backend": config.backend, "truncate": truncate}
+    options = {"level": level, "backend": config.backend, "truncate": shared.truncation_mask}
     step = split.bind(decode_burst_step, **options)
     packed = _int32(config.num_scheduler_steps, *decode_packed_shape(seqs))
     keywords = {"state": shapes.kv, "last_tokens": shapes.last_tokens, "packed": packed}
@@ -182,10 +182,16 @@ def _decode_burst(
 
 
 def prefill_recipe(
-    split: SplitModel, shapes: Shapes, config: RuntimeConfig, tokens: int, seqs: int
+    split: SplitModel,
+    shapes: Shapes,
+    config: RuntimeConfig,
+    tokens: int,
+    seqs: int,
+    shared: SharedCalls | None = None,
 ) -> Recipe:
     """`prefill_step` of a bucket."""
-    step = split.bind(prefill_step, num_tokens=tokens, batch_size=seqs, backend=config.backend)
+    options = {"backend": config.backend, "shared": shared}
+    step = split.bind(prefill_step, num_tokens=tokens, batch_size=seqs, **options)
     packed = _int32(*prefill_packed_shape(tokens, seqs, config.max_blocks_per_seq))
     keywords = {"state": shapes.kv, "last_tokens": shapes.last_tokens, "packed": packed}
     name, products = ("prefill", (tokens, seqs)), _products(config, tokens)
@@ -214,10 +220,11 @@ def sample_recipe(
     config: RuntimeConfig,
     seqs: int,
     level: SamplerLevel,
-    truncate: Callable = truncation_mask,
+    shared: SharedCalls | None = None,
 ) -> Recipe:
     """`sample_step` of a bucket and a level."""
     options = {"level": level, "backend": config.backend, "max_logprobs": MAX_LOGPROBS}
+    truncate = truncation_mask if shared is None else shared.truncation_mask
     step = partial(sample_step, truncate=truncate, **options)
     counted = jax.ShapeDtypeStruct((seqs,), jnp.bool_)
     inputs = SampleInputs._make([_int32(seqs), counted, _int32(seqs, ROW_WIDTH), _int32(seqs)])

@@ -103,6 +103,7 @@ def prefill_step(
     num_tokens: int,
     batch_size: int,
     backend: Backend,
+    shared: Callable | None = None,
 ) -> tuple[Float32[Array, "B V"], Float[Array, "T D"], SampleInputs, KVState]:
     """Any number of tokens of every sequence, flattened; decode rows may ride along.
 
@@ -111,6 +112,7 @@ def prefill_step(
         packed: The batch (`jpaged.runtime.batch.pack_prefill`).
         num_tokens: Tokens of the bucket (T), static.
         batch_size: Sequences of the bucket (B), static.
+        shared: Calls what the step has in common with others (see `AttentionInputs`), static.
 
     Returns:
         The logits after each sequence's last token, all tokens' hidden states (for
@@ -127,6 +129,7 @@ def prefill_step(
         slot_mapping=jnp.where(real, slots, 0),
         query_start_loc=starts,
         backend=backend,
+        shared=shared,
     )
     hidden, pool = model(tokens, positions, state.pool, attention)
     logits = model.logits(hidden[jnp.maximum(starts[1:] - 1, 0)])

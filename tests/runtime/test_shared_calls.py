@@ -1,4 +1,4 @@
-"""Programs that share a lowered truncation compute what those with one of their own do."""
+"""Programs that share what is lowered once compute what those with their own do."""
 
 from functools import partial
 
@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from jpaged.runtime import shared_truncation
-from jpaged.runtime.shared_truncation import SharedTruncation
+from jpaged.runtime import shared_calls
+from jpaged.runtime.shared_calls import SharedCalls
 from pallas_kernels import Backend, truncation_mask
 
 B, V = 4, 1000
@@ -30,7 +30,7 @@ def arguments(batch: int = B) -> dict[str, jax.Array]:
 
 @pytest.mark.parametrize("backend", [Backend.XLA, Backend.INTERPRET])
 def test_it_keeps_the_same_tokens(backend: Backend):
-    shared, given = SharedTruncation(), arguments()
+    shared, given = SharedCalls().truncation_mask, arguments()
     expected = truncation_mask(**given, backend=backend)
     kept = jax.jit(lambda it: ~shared(**it, backend=backend))(given)
     np.testing.assert_array_equal(~kept, expected)
@@ -44,8 +44,8 @@ def test_it_is_lowered_once_for_a_shape(monkeypatch: pytest.MonkeyPatch):
         seen.append(logits.shape)
         return truncation_mask(logits, **rows)
 
-    monkeypatch.setattr(shared_truncation, "truncation_mask", counted)
-    shared = SharedTruncation()
+    monkeypatch.setattr(shared_calls, "truncation_mask", counted)
+    shared = SharedCalls().truncation_mask
     for batch in (B, 2, B):
         jax.jit(lambda it: shared(**it, backend=Backend.XLA).sum())(arguments(batch))
     assert seen == [(B, V), (2, V)]
@@ -60,4 +60,4 @@ def test_it_launches_the_same_kernels_on_a_gpu():
             return traced.lower(lowering_platforms=("cuda",)).as_text()
 
     own = lowered(truncation_mask)
-    assert lowered(SharedTruncation()).count(KERNEL) == own.count(KERNEL) > 0
+    assert lowered(SharedCalls().truncation_mask).count(KERNEL) == own.count(KERNEL) > 0
