@@ -99,16 +99,19 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", choices=[*SHAPES], nargs="+", default=[*SHAPES])
+    parser.add_argument("--add", action="store_true", help="keep what is recorded of others")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as cache:
         prepare_jax(EngineConfig(compilation_cache_dir=cache))
         if select_backend(jax.default_backend()) is not Backend.TRITON:
             raise SystemExit(f"needs an NVIDIA GPU; JAX sees {jax.default_backend()!r} only")
         path = recorded_products(jax.local_devices()[0])
+        kept = json.loads(path.read_text()) if args.add and path.is_file() else {}
         path.unlink(missing_ok=True)  # or the engines would find it
         for shape in args.model:
             measure(shape, cache)
         found = {name: b64encode(it).decode() for name, it in results(Path(cache)).items()}
+        found = dict(sorted({**kept, **found}.items()))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, indent=0) + "\n", encoding="utf-8")
     print(f"{path}: {len(found)} measurements, {path.stat().st_size / 1e6:.2f} MB")
