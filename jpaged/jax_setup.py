@@ -1,19 +1,28 @@
 """What an engine's start sets in its process: JAX's own settings, caches, the garbage collector."""
 
 import gc
+import json
 import os
+from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import jax
+import jaxlib
 from flax import nnx
 
 from jpaged.config import EngineConfig
 from jpaged.models.config import ModelConfig
 from jpaged.runtime.program_store import ProgramStore
 from pallas_kernels import select_backend
+
+AUTOTUNING = Path(__file__).parent / "assets" / "autotuning"
+"""What `tools.record_products` recorded: for a kind of device and versions of XLA and cuBLAS a file
+of XLA's own files, by name, their bytes in base 64."""
 
 
 @contextmanager
@@ -48,6 +57,45 @@ def prepare_jax(config: EngineConfig) -> None:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def offer_recorded_products(device: Any) -> None:
+    """Let XLA find how products are computed fastest, as recorded on such a device, where it keeps
+    its own measurements: it then measures nothing of that. What is there already stays.
+
+    XLA looks each up under the numbers of the device and the text of the product, and takes it if
+    the library that was the fastest still has the version it had: it measures all else.
+    """
+    cache, recorded = jax.config.values["jax_compilation_cache_dir"], recorded_products(device)
+    if cache is None or "://" in cache or not recorded.is_file():
+        return
+    with suppress(OSError):  # XLA measures then
+        for name, result in json.loads(recorded.read_text(encoding="utf-8")).items():
+            file = autotuning_folder(Path(cache)) / name
+            if not file.exists():
+                file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                part = file.with_name(f".{uuid4().hex}")  # others may read at the same time
+                part.write_bytes(b64decode(result))
+                part.replace(file)
+
+
+def recorded_products(device: Any) -> Path:
+    """Where such a device's products are recorded, if they are: for the same XLA and cuBLAS, of
+    whose algorithms XLA keeps a number, which says nothing in another version."""
+    kind = device.device_kind.replace(" ", "_").replace("/", "_")
+    return AUTOTUNING / f"{kind}-{jaxlib.__version__}-{_cublas_version()}.json"
+
+
+def _cublas_version() -> str:
+    for name in ("nvidia-cublas", "nvidia-cublas-cu13", "nvidia-cublas-cu12"):
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return "system"  # that of a CUDA installed otherwise
+
+
+def autotuning_folder(cache: Path) -> Path:
+    """Where XLA keeps its measurements within JAX's compilation cache."""
+    return cache / "xla_gpu_per_fusion_autotune_cache_dir"
 
 
 def program_store(

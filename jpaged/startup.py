@@ -3,7 +3,7 @@
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -16,47 +16,28 @@ from jpaged.core.prefix_cache import PrefixCache
 from jpaged.core.scheduler import Scheduler, SchedulerConfig
 from jpaged.core.swap import PreemptionMode, PressurePolicy
 from jpaged.intake import Intake
-from jpaged.jax_setup import prepare_jax, program_store, without_collections
+from jpaged.jax_setup import (
+    offer_recorded_products,
+    prepare_jax,
+    program_store,
+    without_collections,
+)
 from jpaged.models.config import ModelConfig
-from jpaged.models.loader import load_model, read_config, resolve_checkpoint
+from jpaged.models.loader import load_model, model_shapes, read_config, resolve_checkpoint
 from jpaged.reporter import Reporter
-from jpaged.runtime.buckets import Buckets, make_buckets
 from jpaged.runtime.kv_cache import (
-    MAX_BLOCKS,
     MemoryAccount,
-    block_bytes,
-    fit_blocks,
-    tree_bytes,
 )
 from jpaged.runtime.model_runner import ModelRunner
-from jpaged.runtime.programs import ProgramBuilder, largest_step_workspace
+from jpaged.runtime.programs import ProgramBuilder
 from jpaged.runtime.recipes import Shapes, SplitModel, recipes
-from jpaged.runtime.swap import staging_bytes
+from jpaged.runtime.thread_settings import ThreadSettings
 from jpaged.runtime.timing import measure_costs
 from jpaged.runtime_config import (
-    BURST_WEIGHT_BYTES,
-    CPU_DEFAULTS,
-    CPU_KV_CACHE_BYTES,
-    GPU_DEFAULTS,
-    PlatformDefaults,
     RuntimeConfig,
-    resolve_limits,
-    with_pool,
-    with_swap,
 )
+from jpaged.sizing import Sizing, step_buckets
 from jpaged.tokenizer import Tokenizer
-from pallas_kernels import select_backend
-
-_DRAFT_BLOCKS = 2
-"""Blocks of the pool with which the largest step's workspace is measured; they do not enter it."""
-
-_SMALL_ARRAYS = 256 * 2**20
-"""Bytes for what no program's account has: steps' inputs, results on their way to the host, and the
-allocator's gaps between these."""
-
-_STEPS_IN_FLIGHT = 2
-"""Large steps whose workspaces can exist at once: the one that runs and the one launched behind it.
-Steps that a burst would have may be more; theirs count as small arrays."""
 
 
 @dataclass(frozen=True)
@@ -87,27 +68,26 @@ def _build_parts(config: EngineConfig) -> EngineParts:
     with reporter.phase("starting the device"):
         prepare_jax(config)
         device = jax.local_devices()[0]
+        offer_recorded_products(device)
     folder = resolve_checkpoint(config.model or EMBEDDED_MODEL)
     model_config = ModelConfig.from_hf(read_config(folder))
     dtype = _resolve_dtype(config.dtype, model_config, device.platform)
-    loading = reporter.phase(f"loading {folder.name} as {dtype.name}")
-    with loading, ThreadPoolExecutor(1) as beside:
-        text = beside.submit(Tokenizer.from_folder, folder) if config.tokenizer_needed else None
-        model = load_model(
-            folder, model_config, dtype=dtype, load_format=config.load_format, seed=config.seed
-        )
-        split = SplitModel.of(model)
-        jax.block_until_ready(split.leaves)
-        tokenizer = text.result() if text is not None else None
-    store = program_store(config, model_config, model, device)
-    eos = _eos_token_ids(folder, model_config, tokenizer)
-    with ProgramBuilder(os.cpu_count() or 1, store, partial(_report_compiled, reporter)) as builder:
+    draft = model_shapes(model_config, dtype)
+    store = program_store(config, model_config, draft, device)
+    compiled = partial(_report_compiled, reporter)
+    with ThreadPoolExecutor(2) as beside, ProgramBuilder(os.cpu_count() or 1, store, compiled) as b:
+        sizing = Sizing(config, model_config, SplitModel.of(draft), dtype, device)
+        workspace = beside.submit(ThreadSettings().run, sizing.workspace, b)
+        with reporter.phase(f"loading {folder.name} as {dtype.name}"):
+            text = beside.submit(Tokenizer.from_folder, folder) if config.tokenizer_needed else None
+            split = _load(config, folder, model_config, dtype)
+            tokenizer = text.result() if text is not None else None
+        eos = _eos_token_ids(folder, model_config, tokenizer)
         with reporter.phase("sizing the pool"):
-            fitted = _fit_to_device(config, model_config, split, dtype, device, builder)
-        runtime, account, shapes = fitted
+            runtime, account, shapes = sizing.fit(workspace.result())
         for line in _describe(runtime, account, device):
             reporter.say(line)
-        runner = _make_runner(split, shapes, runtime, eos, builder, reporter)
+        runner = _make_runner(split, shapes, runtime, eos, b, reporter)
     for line in account.beside(device.memory_stats() or {}):
         reporter.say(line)
     pressure = _choose_pressure(config, runtime, runner, reporter)
@@ -129,103 +109,21 @@ def _build_parts(config: EngineConfig) -> EngineParts:
     )
 
 
+def _load(
+    config: EngineConfig, folder: Path, model_config: ModelConfig, dtype: jnp.dtype
+) -> SplitModel:
+    options = {"dtype": dtype, "load_format": config.load_format, "seed": config.seed}
+    split = SplitModel.of(load_model(folder, model_config, **options))
+    jax.block_until_ready(split.leaves)
+    return split
+
+
 def _resolve_dtype(asked: str, model: ModelConfig, platform: str) -> jnp.dtype:
     if asked != "auto":
         return jnp.dtype(asked)
     if platform == "cpu":  # where bfloat16 is emulated
         return jnp.dtype(jnp.float32)
     return jnp.dtype(model.checkpoint_dtype or "bfloat16")
-
-
-def _fit_to_device(
-    config: EngineConfig,
-    model: ModelConfig,
-    split: SplitModel,
-    dtype: jnp.dtype,
-    device,
-    builder: ProgramBuilder,
-) -> tuple[RuntimeConfig, MemoryAccount, Shapes]:
-    """Settle every number, and account for the memory."""
-    limits = resolve_limits(
-        config,
-        model_max_len=model.max_position_embeddings,
-        vocab_size=model.vocab_size,
-        backend=select_backend(device.platform),
-        defaults=_defaults(device, tree_bytes(split.leaves)),
-    )
-    per_block = block_bytes(model, limits.block_size, dtype)
-    # Until the pool's size is known, only swap_space bounds the blocks in host memory.
-    limits = replace(limits, num_host_blocks=config.host_blocks(per_block))
-    account = _account_without_pool(limits, model, split, dtype, device, builder)
-    num_blocks = _choose_num_blocks(config, limits, account, per_block)
-    runtime = with_swap(with_pool(limits, num_blocks, config), config, per_block)
-    account = replace(
-        account, kv_cache=num_blocks * per_block, swap=runtime.num_host_blocks * per_block
-    )
-    if account.limit is not None and account.total > account.limit:
-        raise ValueError(
-            "the engine as configured does not fit in the device's memory:\n"
-            + "\n".join(account.lines())
-            + "\nlower num_blocks, kv_cache_memory_bytes, max_num_batched_tokens or max_num_seqs, "
-            "or raise gpu_memory_utilization"
-        )
-    return runtime, account, Shapes.of(split, model, runtime, dtype)
-
-
-def _defaults(device, weights: int) -> PlatformDefaults:
-    if device.platform == "cpu":
-        return CPU_DEFAULTS
-    if weights > BURST_WEIGHT_BYTES:  # the device is busy for longer than the host: no bursts
-        return replace(GPU_DEFAULTS, num_scheduler_steps=1)
-    return GPU_DEFAULTS
-
-
-def _account_without_pool(
-    limits: RuntimeConfig,
-    model: ModelConfig,
-    split: SplitModel,
-    dtype: jnp.dtype,
-    device,
-    builder: ProgramBuilder,
-) -> MemoryAccount:
-    shapes = Shapes.of(split, model, replace(limits, num_blocks=_DRAFT_BLOCKS), dtype)
-    weights, workspace = tree_bytes(split.leaves), 0
-    limit = _memory_limit(device, weights)
-    if limit is not None:  # a CPU step's workspace is not worth a compilation
-        one_step = largest_step_workspace(builder, split, shapes, limits, _buckets(limits))
-        workspace = _STEPS_IN_FLIGHT * one_step + _SMALL_ARRAYS
-        workspace += staging_bytes(shapes.kv.pool, limits.num_host_blocks)
-    sampling = tree_bytes((shapes.sampling, shapes.last_tokens, shapes.kv.block_tables))
-    return MemoryAccount(weights, sampling, workspace, 0, limit)
-
-
-def _memory_limit(device, weights: int) -> int | None:
-    """Bytes for this engine, its weights included: what JAX has reserved less what others hold."""
-    stats = device.memory_stats() or {}
-    if "bytes_limit" not in stats:
-        return None
-    held_by_others = max(stats["bytes_in_use"] - weights, 0)
-    return stats["bytes_limit"] - held_by_others
-
-
-def _choose_num_blocks(
-    config: EngineConfig, limits: RuntimeConfig, account: MemoryAccount, per_block: int
-) -> int:
-    """As many blocks as asked for, or as fit."""
-    if config.num_blocks is not None:
-        return config.num_blocks
-    if config.kv_cache_memory_bytes is not None:
-        return fit_blocks(config.kv_cache_memory_bytes, per_block)
-    if account.limit is not None:
-        return min(fit_blocks(account.limit - account.total, per_block), MAX_BLOCKS)
-    # Memory that belongs to everybody: no more than the sequences can use.
-    useful = limits.max_num_seqs * limits.max_blocks_per_seq + 1
-    return min(fit_blocks(CPU_KV_CACHE_BYTES, per_block), useful)
-
-
-def _buckets(runtime: RuntimeConfig) -> Buckets:
-    few = runtime.few_programs
-    return make_buckets(runtime.max_num_seqs, runtime.max_num_batched_tokens, few=few)
 
 
 def _choose_pressure(
@@ -238,7 +136,7 @@ def _choose_pressure(
     if mode is not PreemptionMode.AUTO:
         return PressurePolicy(mode, runtime.num_host_blocks)
     with reporter.phase("measuring the cost of preemption"):
-        costs = measure_costs(runner, runtime, _buckets(runtime))
+        costs = measure_costs(runner, runtime, step_buckets(runtime))
     return PressurePolicy(mode, runtime.num_host_blocks, costs)
 
 
@@ -264,7 +162,7 @@ def _make_runner(
     builder: ProgramBuilder,
     reporter: Reporter,
 ) -> ModelRunner:
-    buckets = _buckets(runtime)
+    buckets = step_buckets(runtime)
     with reporter.phase("compiling"):
         builder.add(recipes(split, shapes, runtime, buckets))
         programs = builder.programs()

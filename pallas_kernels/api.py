@@ -6,6 +6,7 @@ All arrays are arguments and all results are returned; the pools of `write_kv`, 
 """
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -162,6 +163,7 @@ def paged_prefill_attention(
     backend: Backend,
     soft_cap: float | None = None,
     sliding_window: int | None = None,
+    shared: Callable | None = None,
 ) -> Float[Array, "T N H"]:
     """Causal attention of a ragged batch of new tokens, with any earlier context in the pool.
 
@@ -180,6 +182,8 @@ def paged_prefill_attention(
         backend: which implementation runs.
         soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`.
         sliding_window: the token at position p sees keys at (p - sliding_window, p].
+        shared: called as `shared(function, *arrays)` for what another number of sequences would
+            have as well, if there is such a thing, to return `function(*arrays)`.
 
     Returns:
         [T, N, H] of q's dtype; zeros for padding rows.
@@ -196,9 +200,9 @@ def paged_prefill_attention(
         arrays = (q, kv, block_tables, query_start_loc, seq_lens)
         return xla.paged_prefill_attention(*arrays, **options)
     if not tuning.takes_decode_rows_apart(num_tokens=q.shape[0], batch=seq_lens.shape[0]):
-        return _prefill(q, kv, block_tables, query_start_loc, seq_lens, options, backend)
+        return _prefill(q, kv, block_tables, query_start_loc, seq_lens, options, backend, shared)
     rest, decode_lens = decode_rows_apart(seq_lens, query_start_loc)
-    out = _prefill(q, kv, block_tables, rest, seq_lens, options, backend)
+    out = _prefill(q, kv, block_tables, rest, seq_lens, options, backend, shared)
     return _decode(q, kv, block_tables, decode_lens, options, backend, into=out)
 
 
@@ -494,7 +498,7 @@ def _decode(q, kv, block_tables, seq_lens, options, backend, into=None):
     return paged_decode.paged_decode_attention(q, kv, block_tables, seq_lens, **options, **launch)
 
 
-def _prefill(q, kv, block_tables, query_start_loc, seq_lens, options, backend):
+def _prefill(q, kv, block_tables, query_start_loc, seq_lens, options, backend, shared):
     arrays = (q, kv, block_tables, query_start_loc, seq_lens)
     facts = {
         "group": q.shape[1] // kv.k.shape[2],
@@ -505,8 +509,8 @@ def _prefill(q, kv, block_tables, query_start_loc, seq_lens, options, backend):
     plain = options["soft_cap"] is None and options["sliding_window"] is None
     hopper = tuning.hopper_prefill_config(block_size=kv.k.shape[1], plain=plain, **facts)
     if hopper is not None:
-        scale = options["scale"]
-        return paged_prefill_hopper.paged_prefill_attention(*arrays, scale=scale, config=hopper)
+        launch = {"scale": options["scale"], "config": hopper, "shared": shared}
+        return paged_prefill_hopper.paged_prefill_attention(*arrays, **launch)
     config = tuning.prefill_config(num_tokens=q.shape[0], batch=seq_lens.shape[0], **facts)
     launch = {"config": config, "interpret": backend is Backend.INTERPRET}
     return paged_prefill.paged_prefill_attention(*arrays, **options, **launch)

@@ -52,6 +52,7 @@ def paged_prefill_attention(
     *,
     scale,
     config: HopperPrefillConfig,
+    shared=None,
 ):
     """See the public entry of the same name; no soft cap and no window."""
     num_tokens, num_heads, head_size = q.shape
@@ -67,7 +68,9 @@ def paged_prefill_attention(
     k, v = (pool.reshape(-1, num_kv_heads * head_size) for pool in kv)
     sizes = {"group": group, "num_kv_heads": num_kv_heads, "block_size": kv.k.shape[1]}
     rows = padded.reshape(num_rows, -1)
-    out = _attend(rows, k, v, numbers, scale=scale, **sizes, config=config)
+    attend = functools.partial(_attend, scale=scale, **sizes, config=config)
+    arrays = (rows, k, v, numbers)
+    out = attend(*arrays) if shared is None else shared(attend, *arrays)
     return out[:num_tokens].reshape(q.shape)
 
 

@@ -14,7 +14,8 @@ from jpaged.runtime_config import (
     with_pool,
     with_swap,
 )
-from jpaged.startup import _defaults, _describe
+from jpaged.sizing import platform_defaults
+from jpaged.startup import _describe
 from pallas_kernels import Backend
 
 
@@ -102,7 +103,7 @@ def test_none_stands_for_the_devices_defaults():
 def test_steps_shorter_than_their_launch_come_in_bursts(
     platform: str, weights: float, options: dict, expected: int
 ):
-    defaults = _defaults(SimpleNamespace(platform=platform), int(weights))
+    defaults = platform_defaults(SimpleNamespace(platform=platform), int(weights))
     assert resolved(defaults=defaults, **options).num_scheduler_steps == expected
 
 

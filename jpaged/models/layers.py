@@ -4,7 +4,9 @@ Parameters are made in the model dtype and so is every activation between layers
 forward activations compute in float32.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +44,8 @@ class AttentionInputs:
         query_start_loc: where each sequence's tokens begin in the flattened ones, and the end.
             None: a decode step, one token a sequence (T == B).
         backend: attention implementation; static.
+        shared: calls a kernel that other steps have as well, so that it is lowered once for all
+            (see `paged_prefill_attention`); static.
     """
 
     block_tables: Int32[Array, "B M"]
@@ -49,19 +53,21 @@ class AttentionInputs:
     slot_mapping: Int32[Array, "T"]
     query_start_loc: Int32[Array, "B+1"] | None
     backend: Backend
+    shared: Callable | None = None
 
     _ARRAYS = ("block_tables", "seq_lens", "slot_mapping", "query_start_loc")
 
     def tree_flatten_with_keys(self):
-        """The arrays, by name; the back end is static."""
+        """The arrays, by name; the rest is static."""
         keyed = [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in self._ARRAYS]
-        return keyed, self.backend
+        return keyed, (self.backend, self.shared)
 
     @classmethod
-    def tree_unflatten(cls, backend, arrays):
+    def tree_unflatten(cls, static, arrays):
         """Skips `__init__`, since JAX also builds trees of placeholders."""
         self = object.__new__(cls)
-        for name, value in zip((*cls._ARRAYS, "backend"), (*arrays, backend), strict=True):
+        names, values = (*cls._ARRAYS, "backend", "shared"), (*arrays, *static)
+        for name, value in zip(names, values, strict=True):
             object.__setattr__(self, name, value)
         return self
 
@@ -311,11 +317,13 @@ def paged_attention(
 
     Computes in the pool's dtype; the result has q's.
     """
-    options = {"scale": scale, "sliding_window": sliding_window, "backend": attention.backend}
+    options: dict[str, Any] = {"scale": scale, "sliding_window": sliding_window}
+    options["backend"] = attention.backend
     tables, lens, starts = attention.block_tables, attention.seq_lens, attention.query_start_loc
     rows = q.astype(kv.k.dtype)
     if starts is None:
         out = paged_decode_attention(rows, kv, tables, lens, **options)
     else:
+        options["shared"] = attention.shared
         out = paged_prefill_attention(rows, kv, tables, starts, lens, **options)
     return out.astype(q.dtype)

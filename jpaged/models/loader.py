@@ -64,7 +64,7 @@ def load_model(
     if jnp.dtype(dtype) not in SUPPORTED_DTYPES.values():
         raise ValueError(f"dtype={dtype!r} is unsupported; use float32, float16 or bfloat16.")
     family = model_class(config)
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: family(config, dtype=dtype)))
+    graphdef, state = nnx.split(model_shapes(config, dtype))
     variables = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
     specs = {name: leaf.get_value() for name, (_, leaf) in variables.items()}
     if load_format == "dummy":
@@ -74,6 +74,11 @@ def load_model(
         arrays = _read_arrays(plan_weights(tensors, family.weight_rules(config), specs), specs)
     filled = [(path, leaf.replace(arrays[name])) for name, (path, leaf) in variables.items()]
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
+
+
+def model_shapes(config: ModelConfig, dtype: DTypeLike) -> nnx.Module:
+    """The config's model with shapes in its parameters' places."""
+    return nnx.eval_shape(lambda: model_class(config)(config, dtype=dtype))
 
 
 def _read_arrays(placements: Iterable[Placement], specs: Specs) -> dict[str, jax.Array]:

@@ -6,15 +6,15 @@ while serving: a shape that was not foreseen is an error, not a pause.
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from queue import PriorityQueue
 from threading import Event
 from typing import Any, TypeVar
 
 from jpaged.runtime.buckets import Buckets
 from jpaged.runtime.program_store import ProgramStore
+from jpaged.runtime.recipe import Name, Recipe
 from jpaged.runtime.recipes import (
-    Name,
-    Recipe,
     Shapes,
     SplitModel,
     prefill_recipe,
@@ -23,6 +23,7 @@ from jpaged.runtime.recipes import (
     sample_recipe,
 )
 from jpaged.runtime.sampler import SamplerLevel
+from jpaged.runtime.shared_calls import SharedCalls
 from jpaged.runtime.thread_settings import ThreadSettings
 from jpaged.runtime_config import RuntimeConfig
 
@@ -66,6 +67,15 @@ class Programs:
         )
 
 
+@dataclass(order=True)
+class _Untraced:
+    """A recipe that waits to be traced; the least `place` is the next."""
+
+    place: tuple[bool, int]
+    recipe: Recipe = field(compare=False)
+    tracing: Future[Future[Any]] = field(default_factory=Future, compare=False)
+
+
 _MEASURERS = 32
 """Threads that compile programs with products to measure, those that wait for another included."""
 
@@ -73,7 +83,8 @@ _MEASURERS = 32
 class ProgramBuilder:
     """Builds programs in the background; a context that leaves nothing running behind.
 
-    Tracing and lowering hold Python's lock, so one thread does both, in the order of adding;
+    Tracing and lowering hold Python's lock, so one thread does both, in the order of adding, but
+    behind the models' programs, which take longest to compile, what has no part in the pool;
     compiling does not, so many programs are compiled at once while that goes on. Of those with the
     same matrix products one is compiled before the others begin: XLA measures the ways to compute a
     product on the device, one at a time, and knows it from then on. All threads work under the
@@ -97,6 +108,7 @@ class ProgramBuilder:
         self._tracer, self._compilers = ThreadPoolExecutor(1), ThreadPoolExecutor(threads)
         self._measurers = ThreadPoolExecutor(_MEASURERS)
         self._building: dict[Name, Future[Future[Any]]] = {}
+        self._untraced: PriorityQueue[_Untraced] = PriorityQueue()
         self._first_with: dict[Any, Future[Any]] = {}  # by products; the tracer's own
         self._may_compile = Event()
         self._may_compile.set()
@@ -108,11 +120,15 @@ class ProgramBuilder:
         for pool in (self._tracer, self._compilers, self._measurers):
             pool.shutdown(cancel_futures=True)
 
-    def add(self, recipes: Iterable[Recipe]) -> None:
-        """Begin with these, unless their like was added before."""
+    def add(self, recipes: Iterable[Recipe], *, behind: bool = False) -> None:
+        """Begin with these, unless their like was added before; `behind`: as long as none of those
+        added otherwise waits to be traced."""
         for recipe in recipes:
             if recipe.name not in self._building:
-                self._building[recipe.name] = self._submit(self._tracer, self._trace, recipe)
+                untraced = _Untraced((behind, len(self._building)), recipe)
+                self._building[recipe.name] = untraced.tracing
+                self._untraced.put(untraced)
+                self._submit(self._tracer, self._trace_next)
 
     def programs(self) -> Programs:
         """Wait for all that were added."""
@@ -138,7 +154,7 @@ class ProgramBuilder:
                 compiling = [
                     self._submit(self._tracer, self._compile_draft, draft) for draft in drafts
                 ]
-                self.add(meanwhile)
+                self.add(meanwhile, behind=True)
                 return sum(_workspace(future.result().result()) for future in compiling)
             finally:
                 self._may_compile.set()
@@ -152,6 +168,13 @@ class ProgramBuilder:
 
     def _compile_draft(self, draft: Recipe) -> Future[Any]:
         return self._submit(self._compilers, draft.lower().compile)
+
+    def _trace_next(self) -> None:
+        untraced = self._untraced.get()
+        try:
+            untraced.tracing.set_result(self._trace(untraced.recipe))
+        except BaseException as error:
+            untraced.tracing.set_exception(error)
 
     def _trace(self, recipe: Recipe) -> Future[Any]:
         lowered = lower(recipe, self._store)
@@ -216,9 +239,10 @@ def largest_step_workspace(
     The pool's size does not enter them, so any `num_blocks` in `shapes` gives the same answer.
     Meanwhile the builder begins with the programs that have no part in the pool.
     """
-    prefill = prefill_recipe(split, shapes, config, *max(buckets.prefill_shapes()))
-    sampling = sample_recipe(shapes, config, max(buckets.decode_seqs), max(SamplerLevel))
-    others = recipes_without_pool(split, shapes, config, buckets)
+    shared = SharedCalls()
+    prefill = prefill_recipe(split, shapes, config, *max(buckets.prefill_shapes()), shared)
+    sampling = sample_recipe(shapes, config, max(buckets.decode_seqs), max(SamplerLevel), shared)
+    others = recipes_without_pool(split, shapes, config, buckets, shared)
     return builder.workspace((prefill, sampling), meanwhile=others)
 
 

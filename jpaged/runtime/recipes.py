@@ -1,10 +1,9 @@
 """What each program of an engine is compiled from: the step, and the shapes of its arguments."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial, wraps
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
-from uuid import uuid4
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +14,10 @@ from jpaged.models.config import ModelConfig
 from jpaged.runtime.batch import decode_packed_shape, prefill_packed_shape
 from jpaged.runtime.buckets import Buckets
 from jpaged.runtime.kv_cache import make_pool
+from jpaged.runtime.recipe import Recipe
 from jpaged.runtime.sampler import Sampled, SamplerLevel, TokenLogprobs
 from jpaged.runtime.sampling_state import ROW_WIDTH, SamplingState, init_state, load_row
+from jpaged.runtime.shared_calls import SharedCalls
 from jpaged.runtime.steps import (
     KVState,
     SampleInputs,
@@ -31,7 +32,7 @@ from jpaged.runtime.steps import (
 from jpaged.runtime.swap import chunk_sizes, gather_blocks_step, scatter_blocks_step
 from jpaged.runtime_config import RuntimeConfig
 from jpaged.sampling_params import MAX_LOGPROBS
-from pallas_kernels import Backend, LayerKV
+from pallas_kernels import Backend, LayerKV, truncation_mask
 
 PROMPT_LOGPROBS_CHUNK = 64
 """Prompt tokens whose logits exist at once; a whole prompt's would not fit beside the pool."""
@@ -41,13 +42,6 @@ BLOCK_COPIES_CHUNK = 64
 
 BURST_LEVELS = (SamplerLevel.GREEDY, SamplerLevel.TRUNCATED)
 """Sampling levels of bursts: a burst runs at the lowest that does all it needs."""
-
-# Calls that JAX exports only on demand, since another version of it may not read them; programs are
-# kept for the same version alone.
-_KERNEL_CALLS = [
-    export.DisabledSafetyCheck.custom_call(target)
-    for target in ("__gpu$xla.gpu.triton", "triton_kernel_call_ffi", "mosaic_gpu_v2")
-]
 
 for _kind in (KVState, LayerKV, SampleInputs, Sampled, SamplingState, TokenLogprobs):
     export.register_namedtuple_serialization(_kind, serialized_name=f"jpaged.{_kind.__name__}")
@@ -110,88 +104,28 @@ class Shapes:
         )
 
 
-Name = tuple[str, Any]
-"""A program's kind and its key among those."""
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What a program is compiled from: a step, and the shapes of its arguments.
-
-    `donate` names the arguments whose memory the program reuses. Programs with equal `products`
-    have the same matrix products.
-    """
-
-    name: Name
-    function: Callable
-    arguments: tuple = ()
-    keywords: Mapping[str, Any] = field(default_factory=dict)
-    donate: tuple[str, ...] = ()
-    products: tuple[str, int] | None = None
-
-    @property
-    def step(self) -> Any:
-        """The jitted step."""
-        return jax.jit(self.function, donate_argnames=self.donate)
-
-    def exported(self, platforms: tuple[str, ...] | None = None) -> export.Exported:
-        """Trace and lower to what can be kept, for the device at hand unless told."""
-        exporting = export.export(self.step, platforms=platforms, disabled_checks=_KERNEL_CALLS)
-        return exporting(*self.arguments, **self.keywords)
-
-    def lower(self, exported: export.Exported | None = None) -> Any:
-        """Lower what was exported, or trace first."""
-        step = self.step if exported is None else self.call(exported)
-        return step.lower(*self.arguments, **self.keywords)
-
-    def compile(self, exported: export.Exported | None = None) -> Any:
-        """Lower and compile."""
-        return self.lower(exported).compile()
-
-    def draft(self) -> "Recipe":
-        """The same under a name that no other program has, for looking at what the compiler makes
-        of it: JAX's cache has nothing of that name, and programs from there may not tell all."""
-
-        @wraps(self.function)  # arguments are donated by name
-        def run(*arguments, **keywords):
-            return self.function(*arguments, **keywords)
-
-        run.__name__ = f"draft_{uuid4().hex}"
-        return replace(self, function=run)
-
-    def call(self, exported: export.Exported) -> Any:
-        """The step, jitted, as it was exported."""
-
-        @wraps(self.function)  # arguments are donated by name
-        def run(*arguments, **keywords):
-            return exported.call(*arguments, **keywords)
-
-        run.__name__ = exported.fun_name  # that of a partial is hidden
-        return jax.jit(run, donate_argnames=self.donate)
-
-    @property
-    def key(self) -> str:
-        """Tells it from all recipes of an engine's steps with the same back end."""
-        leaves, tree = jax.tree.flatten((self.arguments, dict(self.keywords)))
-        return repr((self.name, str(tree), [(leaf.shape, leaf.dtype.name) for leaf in leaves]))
-
-
 def recipes(
-    split: SplitModel, shapes: Shapes, config: RuntimeConfig, buckets: Buckets
+    split: SplitModel,
+    shapes: Shapes,
+    config: RuntimeConfig,
+    buckets: Buckets,
+    shared: SharedCalls | None = None,
 ) -> Iterator[Recipe]:
     """Everything to compile; of programs with the same products, the one that has the most to
     measure comes first. The smallest decode step comes before all: bursts wait for it, and the
-    Mosaic kernel it may have is compiled only while nothing else is."""
+    Mosaic kernel it may have is compiled only while nothing else is. What programs have
+    in common is in `shared`, or in one of their own."""
+    shared = shared or SharedCalls()
     smallest, *larger = buckets.decode_seqs
     yield _decode(split, shapes, config, smallest)
     for level in BURST_LEVELS if config.num_scheduler_steps > 1 else ():
-        yield _decode_burst(split, shapes, config, smallest, level)
+        yield _decode_burst(split, shapes, config, smallest, level, shared)
     for seqs in reversed(larger):
         yield _decode(split, shapes, config, seqs)
     most = buckets.prefill_seqs[-1]
     for tokens, seqs in sorted(buckets.prefill_shapes(), key=lambda it: (it[1] != most, -it[0])):
-        yield prefill_recipe(split, shapes, config, tokens, seqs)
-    yield from recipes_without_pool(split, shapes, config, buckets)
+        yield prefill_recipe(split, shapes, config, tokens, seqs, shared)
+    yield from recipes_without_pool(split, shapes, config, buckets, shared)
     yield _load_row(shapes, config)
     yield _copy_blocks(shapes, config)
     yield _fork_rows(shapes, config)
@@ -200,14 +134,20 @@ def recipes(
 
 
 def recipes_without_pool(
-    split: SplitModel, shapes: Shapes, config: RuntimeConfig, buckets: Buckets
+    split: SplitModel,
+    shapes: Shapes,
+    config: RuntimeConfig,
+    buckets: Buckets,
+    shared: SharedCalls | None = None,
 ) -> Iterator[Recipe]:
-    """Those of `recipes` that are the same whatever the pool's size."""
+    """Those of `recipes` that are the same whatever the pool's size; `shared` is as of
+    `recipes`."""
+    shared = shared or SharedCalls()
     for tokens in buckets.prefill_tokens:
         yield _prompt_logprobs(split, shapes, config, tokens)
     for seqs in sorted({*buckets.decode_seqs, *buckets.prefill_seqs}):
         for level in reversed(sampler_levels(config)):
-            yield sample_recipe(shapes, config, seqs, level)
+            yield sample_recipe(shapes, config, seqs, level, shared)
 
 
 def sampler_levels(config: RuntimeConfig) -> tuple[SamplerLevel, ...]:
@@ -226,9 +166,15 @@ def _decode(split: SplitModel, shapes: Shapes, config: RuntimeConfig, seqs: int)
 
 
 def _decode_burst(
-    split: SplitModel, shapes: Shapes, config: RuntimeConfig, seqs: int, level: SamplerLevel
+    split: SplitModel,
+    shapes: Shapes,
+    config: RuntimeConfig,
+    seqs: int,
+    level: SamplerLevel,
+    shared: SharedCalls,
 ) -> Recipe:
-    step = split.bind(decode_burst_step, level=level, backend=config.backend)
+    options = {"level": level, "backend": config.backend, "truncate": shared.truncation_mask}
+    step = split.bind(decode_burst_step, **options)
     packed = _int32(config.num_scheduler_steps, *decode_packed_shape(seqs))
     keywords = {"state": shapes.kv, "last_tokens": shapes.last_tokens, "packed": packed}
     name, products = ("decode_burst", level), _products(config, seqs)
@@ -236,10 +182,16 @@ def _decode_burst(
 
 
 def prefill_recipe(
-    split: SplitModel, shapes: Shapes, config: RuntimeConfig, tokens: int, seqs: int
+    split: SplitModel,
+    shapes: Shapes,
+    config: RuntimeConfig,
+    tokens: int,
+    seqs: int,
+    shared: SharedCalls | None = None,
 ) -> Recipe:
     """`prefill_step` of a bucket."""
-    step = split.bind(prefill_step, num_tokens=tokens, batch_size=seqs, backend=config.backend)
+    options = {"backend": config.backend, "shared": shared}
+    step = split.bind(prefill_step, num_tokens=tokens, batch_size=seqs, **options)
     packed = _int32(*prefill_packed_shape(tokens, seqs, config.max_blocks_per_seq))
     keywords = {"state": shapes.kv, "last_tokens": shapes.last_tokens, "packed": packed}
     name, products = ("prefill", (tokens, seqs)), _products(config, tokens)
@@ -263,10 +215,17 @@ def _prompt_logprobs(
     return Recipe(name, step, (shapes.leaves,), keywords, products=products)
 
 
-def sample_recipe(shapes: Shapes, config: RuntimeConfig, seqs: int, level: SamplerLevel) -> Recipe:
+def sample_recipe(
+    shapes: Shapes,
+    config: RuntimeConfig,
+    seqs: int,
+    level: SamplerLevel,
+    shared: SharedCalls | None = None,
+) -> Recipe:
     """`sample_step` of a bucket and a level."""
     options = {"level": level, "backend": config.backend, "max_logprobs": MAX_LOGPROBS}
-    step = partial(sample_step, **options)
+    truncate = truncation_mask if shared is None else shared.truncation_mask
+    step = partial(sample_step, truncate=truncate, **options)
     counted = jax.ShapeDtypeStruct((seqs,), jnp.bool_)
     inputs = SampleInputs._make([_int32(seqs), counted, _int32(seqs, ROW_WIDTH), _int32(seqs)])
     logits = jax.ShapeDtypeStruct((seqs, config.vocab_size), jnp.float32)

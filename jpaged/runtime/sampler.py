@@ -6,6 +6,7 @@ gives the same tokens whatever shares its batch. A `SamplerLevel` names how much
 needs; a level changes no token of a row that needs less.
 """
 
+from collections.abc import Callable
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -72,6 +73,7 @@ def sample(
     level: SamplerLevel,
     backend: Backend,
     max_logprobs: int = 0,
+    truncate: Callable = truncation_mask,
 ) -> Sampled:
     """Chooses a token for each row of the batch.
 
@@ -83,6 +85,7 @@ def sample(
         level: static; at least `required_level` of every row.
         backend: static; the kernels' implementation.
         max_logprobs: static; top tokens to report at level LOGPROBS, L = min(this, V).
+        truncate: static; computes `truncation_mask`.
 
     Raises:
         ValueError: the level needs a state and there is none.
@@ -92,7 +95,7 @@ def sample(
         if state is None:
             raise ValueError(f"state=None at level {level.name}: pass the rows' SamplingState")
         adjusted = adjust(logits, rows, state, row_ids)
-    best, height = _choose(adjusted, rows, level, backend)
+    best, height = _choose(adjusted, rows, level, backend, truncate)
     token_ids = jnp.where(jnp.isfinite(height), best, jnp.int32(NO_TOKEN))
     if level < SamplerLevel.LOGPROBS:
         return Sampled(token_ids)
@@ -137,7 +140,11 @@ def token_logprobs(
 
 
 def _choose(
-    logits: Float32[Array, "B V"], rows: SamplingRows, level: SamplerLevel, backend: Backend
+    logits: Float32[Array, "B V"],
+    rows: SamplingRows,
+    level: SamplerLevel,
+    backend: Backend,
+    truncate: Callable,
 ) -> tuple[Int32[Array, "B"], Float32[Array, "B"]]:
     if level == SamplerLevel.GREEDY:
         return _first_maximum(logits)
@@ -145,7 +152,7 @@ def _choose(
     temperature = jnp.where(greedy, 1.0, rows.temperature)
     scaled = _scale(logits, temperature)
     if level >= SamplerLevel.TRUNCATED:
-        kept = truncation_mask(
+        kept = truncate(
             logits,
             temperature=temperature,
             min_p=rows.min_p,

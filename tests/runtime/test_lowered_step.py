@@ -5,7 +5,7 @@ Recorded bounds: a change that raises one costs every step some microseconds.
 
 import re
 from collections import Counter
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import jax
@@ -19,10 +19,11 @@ from bench.common import SHAPES
 from jpaged.models.config import ModelConfig
 from jpaged.models.registry import model_class
 from jpaged.runtime.buckets import make_buckets
-from jpaged.runtime.recipes import Recipe, Shapes, SplitModel, recipes
+from jpaged.runtime.recipe import Recipe
+from jpaged.runtime.recipes import Shapes, SplitModel, recipes
 from jpaged.runtime.sampler import SamplerLevel
 from jpaged.runtime_config import GPU_DEFAULTS, RuntimeConfig
-from pallas_kernels import Backend
+from pallas_kernels import Backend, paged_prefill_hopper
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
 KERNEL, PRODUCT = "stablehlo.custom_call @__gpu$xla.gpu.triton", "stablehlo.dot_general"
@@ -177,6 +178,26 @@ def test_prefills_of_as_many_tokens_have_the_same_hopper_kernel():
 
     assert len(kernels(8)) == 1
     assert kernels(8) == kernels(256)
+
+
+def test_prefills_of_as_many_tokens_share_it(monkeypatch: pytest.MonkeyPatch):
+    """It is lowered once for both, and they launch what they would with their own."""
+    seen, attend = [], paged_prefill_hopper._attend
+
+    @wraps(attend)
+    def counted(*arrays, **options):
+        seen.append(arrays)
+        return attend(*arrays, **options)
+
+    monkeypatch.setattr(paged_prefill_hopper, "_attend", counted)
+    made = all_recipes("qwen3-0.6b", NUM_LAYERS)
+    texts = []
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+        for seqs in (8, 256):
+            recipe = made["prefill", (512, seqs)]
+            texts.append(lowered(recipe, recipe.step))
+    assert len(seen) == 1
+    assert [launches(text)[HOPPER_KERNEL] for text in texts] == [NUM_LAYERS] * 2
 
 
 def num_state_arrays(name: tuple) -> int:

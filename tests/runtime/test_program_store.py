@@ -14,7 +14,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jpaged.runtime.program_store import ProgramStore
 from jpaged.runtime.programs import lower
-from jpaged.runtime.recipes import Recipe
+from jpaged.runtime.recipe import Recipe
 from pallas_kernels import tuning
 
 DEVICE = jax.local_devices()[0]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from jpaged.runtime.programs import ProgramBuilder
-from jpaged.runtime.recipes import Recipe
+from jpaged.runtime.recipe import Recipe
 from jpaged.runtime.sampler import SamplerLevel
 from jpaged.runtime.thread_settings import ThreadSettings
 
@@ -20,12 +20,14 @@ ALWAYS = [("load_row", None), ("copy_blocks", None), ("fork_rows", None)]
 
 
 class FakeRecipe(Recipe):
-    """Its function is what compiling it does; `arguments` is the log where it says so."""
+    """Its function is what compiling it does; `arguments` are the log where it says so, and what
+    lowering it does."""
 
     def lower(self, exported: Any = None) -> Any:
         label = f"{self.name[0]} {self.name[1]}"
-        said = self.arguments[0]
+        said, trace = self.arguments
         said.append(f"lower {label}")
+        trace()
 
         def compile_() -> SimpleNamespace:
             said.append(f"compile {label}")
@@ -46,8 +48,14 @@ class Log:
     def __init__(self):
         self.said: list[str] = []
 
-    def recipe(self, name: tuple, products: Any = None, work: Any = lambda: None) -> Recipe:
-        return FakeRecipe(name, work, (self.said,), products=products)
+    def recipe(
+        self,
+        name: tuple,
+        products: Any = None,
+        work: Any = lambda: None,
+        trace: Any = lambda: None,
+    ) -> Recipe:
+        return FakeRecipe(name, work, (self.said, trace), products=products)
 
     def at(self, what: str) -> int:
         return self.said.index(what)
@@ -102,6 +110,20 @@ def test_drafts_are_compiled_while_the_rest_is_only_lowered():
     watcher.join()
     first_other = min(log.at(f"compile {kind} None") for kind, _ in ALWAYS)
     assert log.at("compiled draft 1") < first_other
+
+
+def test_what_is_behind_is_traced_when_nothing_else_waits():
+    log, free = Log(), threading.Event()
+    with ProgramBuilder(2) as builder:
+        builder.add([log.recipe(("decode", 9), trace=free.wait)])
+        builder.add([log.recipe(("gather_blocks", i)) for i in range(2)], behind=True)
+        builder.add([log.recipe(("decode", i)) for i in range(2)])
+        builder.add(map(log.recipe, ALWAYS))
+        free.set()
+        builder.programs()
+    lowered = [said.removeprefix("lower ") for said in log.said if said.startswith("lower ")]
+    assert lowered[:3] == ["decode 9", "decode 0", "decode 1"]
+    assert lowered[-2:] == ["gather_blocks 0", "gather_blocks 1"]
 
 
 def test_a_failure_is_told_and_leaves_nothing_running():

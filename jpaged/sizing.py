@@ -1,0 +1,171 @@
+"""How much of the device is for what: weights, sampling, a step's workspace, the pool."""
+
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import jax.numpy as jnp
+
+from jpaged.config import EngineConfig
+from jpaged.models.config import ModelConfig
+from jpaged.runtime.buckets import Buckets, make_buckets
+from jpaged.runtime.kv_cache import (
+    MAX_BLOCKS,
+    MemoryAccount,
+    block_bytes,
+    fit_blocks,
+    tree_bytes,
+)
+from jpaged.runtime.programs import ProgramBuilder, largest_step_workspace
+from jpaged.runtime.recipes import Shapes, SplitModel
+from jpaged.runtime.swap import staging_bytes
+from jpaged.runtime_config import (
+    BURST_WEIGHT_BYTES,
+    CPU_DEFAULTS,
+    CPU_KV_CACHE_BYTES,
+    GPU_DEFAULTS,
+    PlatformDefaults,
+    RuntimeConfig,
+    resolve_limits,
+    with_pool,
+    with_swap,
+)
+from pallas_kernels import select_backend
+
+_DRAFT_BLOCKS = 2
+"""Blocks of the pool with which the largest step's workspace is measured; they do not enter it."""
+
+_SMALL_ARRAYS = 256 * 2**20
+"""Bytes for what no program's account has: steps' inputs, results on their way to the host, and the
+allocator's gaps between these."""
+
+_STEPS_IN_FLIGHT = 2
+"""Large steps whose workspaces can exist at once: the one that runs and the one launched behind it.
+Steps that a burst would have may be more; theirs count as small arrays."""
+
+
+class Sizing:
+    """Settles every number of an engine, and accounts for the device's memory.
+
+    To be made before the weights are on the device: what it holds then is others'.
+
+    Args:
+        config: The caller's wishes.
+        model: The model's configuration.
+        split: The model, or its shapes.
+        dtype: Of weights and pool.
+        device: What the engine runs on.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        split: SplitModel,
+        dtype: jnp.dtype,
+        device: Any,
+    ):
+        self._config, self._model, self._split, self._dtype = config, model, split, dtype
+        self._device, self._limit = device, _memory_limit(device)
+        self._weights = tree_bytes(split.leaves)
+        self._per_block = block_bytes(model, self._limits.block_size, dtype)
+
+    def workspace(self, builder: ProgramBuilder) -> int:
+        """Bytes of the largest step's temporaries; 0 where they are not worth a compilation. The
+        programs that have no part in the pool are begun meanwhile."""
+        if self._limit is None:  # a CPU step's
+            return 0
+        limits = self._limits
+        return largest_step_workspace(
+            builder, self._split, self._draft_shapes, limits, step_buckets(limits)
+        )
+
+    def fit(self, workspace: int) -> tuple[RuntimeConfig, MemoryAccount, Shapes]:
+        """The numbers, the memory, and the shapes of what lives on the device.
+
+        Raises:
+            ValueError: the engine as configured does not fit.
+        """
+        config = self._config
+        account = self._account_without_pool(workspace)
+        num_blocks = _choose_num_blocks(config, self._limits, account, self._per_block)
+        runtime = with_pool(self._limits, num_blocks, config)
+        runtime = with_swap(runtime, config, self._per_block)
+        account = replace(
+            account,
+            kv_cache=num_blocks * self._per_block,
+            swap=runtime.num_host_blocks * self._per_block,
+        )
+        if account.limit is not None and account.total > account.limit:
+            raise ValueError(
+                "the engine as configured does not fit in the device's memory:\n"
+                + "\n".join(account.lines())
+                + "\nlower num_blocks, kv_cache_memory_bytes, max_num_batched_tokens or "
+                "max_num_seqs, or raise gpu_memory_utilization"
+            )
+        return runtime, account, Shapes.of(self._split, self._model, runtime, self._dtype)
+
+    @cached_property
+    def _limits(self) -> RuntimeConfig:
+        """All numbers but the pool's. Until its size is known, only swap_space bounds the blocks in
+        host memory."""
+        limits = resolve_limits(
+            self._config,
+            model_max_len=self._model.max_position_embeddings,
+            vocab_size=self._model.vocab_size,
+            backend=select_backend(self._device.platform),
+            defaults=platform_defaults(self._device, tree_bytes(self._split.leaves)),
+        )
+        per_block = block_bytes(self._model, limits.block_size, self._dtype)
+        return replace(limits, num_host_blocks=self._config.host_blocks(per_block))
+
+    @cached_property
+    def _draft_shapes(self) -> Shapes:
+        limits = replace(self._limits, num_blocks=_DRAFT_BLOCKS)
+        return Shapes.of(self._split, self._model, limits, self._dtype)
+
+    def _account_without_pool(self, one_step: int) -> MemoryAccount:
+        shapes, workspace = self._draft_shapes, 0
+        if self._limit is not None:
+            workspace = _STEPS_IN_FLIGHT * one_step + _SMALL_ARRAYS
+            workspace += staging_bytes(shapes.kv.pool, self._limits.num_host_blocks)
+        sampling = tree_bytes((shapes.sampling, shapes.last_tokens, shapes.kv.block_tables))
+        return MemoryAccount(self._weights, sampling, workspace, 0, self._limit)
+
+
+def platform_defaults(device: Any, weights: int) -> PlatformDefaults:
+    """What `None` stands for with `weights` bytes of them."""
+    if device.platform == "cpu":
+        return CPU_DEFAULTS
+    if weights > BURST_WEIGHT_BYTES:  # the device is busy for longer than the host: no bursts
+        return replace(GPU_DEFAULTS, num_scheduler_steps=1)
+    return GPU_DEFAULTS
+
+
+def step_buckets(runtime: RuntimeConfig) -> Buckets:
+    """The shapes of its steps."""
+    few = runtime.few_programs
+    return make_buckets(runtime.max_num_seqs, runtime.max_num_batched_tokens, few=few)
+
+
+def _memory_limit(device: Any) -> int | None:
+    """Bytes for this engine: what JAX has reserved less what others hold."""
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
+        return None
+    return stats["bytes_limit"] - stats["bytes_in_use"]
+
+
+def _choose_num_blocks(
+    config: EngineConfig, limits: RuntimeConfig, account: MemoryAccount, per_block: int
+) -> int:
+    """As many blocks as asked for, or as fit."""
+    if config.num_blocks is not None:
+        return config.num_blocks
+    if config.kv_cache_memory_bytes is not None:
+        return fit_blocks(config.kv_cache_memory_bytes, per_block)
+    if account.limit is not None:
+        return min(fit_blocks(account.limit - account.total, per_block), MAX_BLOCKS)
+    # Memory that belongs to everybody: no more than the sequences can use.
+    useful = limits.max_num_seqs * limits.max_blocks_per_seq + 1
+    return min(fit_blocks(CPU_KV_CACHE_BYTES, per_block), useful)

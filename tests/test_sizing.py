@@ -1,0 +1,63 @@
+"""What of a device is an engine's, and that it is found out while the model loads."""
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from jpaged import startup
+from jpaged.config import EMBEDDED_MODEL, EngineConfig
+from jpaged.models.config import ModelConfig
+from jpaged.models.loader import model_shapes, read_config, resolve_checkpoint
+from jpaged.runtime.kv_cache import POOL_GRANULE
+from jpaged.runtime.recipes import SplitModel
+from jpaged.sizing import Sizing
+
+MODEL = ModelConfig.from_hf(read_config(resolve_checkpoint(EMBEDDED_MODEL)))
+FLOAT32 = jnp.dtype(jnp.float32)
+
+
+def sizing(limit: int, held: int = 0, **options: Any) -> Sizing:
+    stats = {"bytes_limit": limit, "bytes_in_use": held}
+    device = SimpleNamespace(platform="cpu", device_kind="X", memory_stats=lambda: stats)
+    split = SplitModel.of(model_shapes(MODEL, FLOAT32))
+    made = Sizing(EngineConfig(**options), MODEL, split, FLOAT32, device)
+    stats["bytes_in_use"] = limit  # from then on it is this engine's
+    return made
+
+
+def test_the_pool_has_what_others_and_steps_leave():
+    limit, held, step = 2**30, 2**28, 2**20
+    runtime, account, shapes = sizing(limit, held).fit(step)
+    assert account.limit == limit - held
+    assert account.workspace >= 2 * step
+    per_block = account.kv_cache // runtime.num_blocks
+    assert 0 <= account.limit - account.total < per_block * POOL_GRANULE
+    assert shapes.kv.pool[0].k.shape[0] == runtime.num_blocks
+    less, _, _ = sizing(limit, held).fit(16 * step)
+    assert less.num_blocks < runtime.num_blocks
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="does not fit in the device's memory"):
+        sizing(2**31, num_blocks=10**6).fit(0)
+
+
+def test_the_pool_is_sized_while_the_model_loads(monkeypatch: pytest.MonkeyPatch):
+    begun, before = threading.Event(), threading.active_count()
+
+    def workspace(self, builder) -> int:
+        begun.set()
+        return 0
+
+    def load(*_: Any, **__: Any) -> None:
+        assert begun.wait(60)
+        raise ValueError("cannot be read")
+
+    monkeypatch.setattr(Sizing, "workspace", workspace)
+    monkeypatch.setattr(startup, "load_model", load)
+    with pytest.raises(ValueError, match="cannot be read"):
+        startup.build_parts(EngineConfig(compilation_cache_dir=None))
+    assert threading.active_count() == before

@@ -1,0 +1,121 @@
+"""Records what XLA measures while it compiles the programs of published shapes on the GPU at hand
+(`python -m tools.record_products`).
+
+XLA tries ways to compute each matrix product and fusion on the device, which is most of a cold
+start, and measures the worse the more is compiled at once. Here programs with products are compiled
+one by one; then an engine of the shape starts, for all the rest. What XLA then knows replaces what
+`jpaged/assets/autotuning/` has for such a device and these versions of XLA and cuBLAS, where
+`jpaged.jax_setup` finds it for an engine's start. Nothing else looks at it.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from base64 import b64encode
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from bench.common import AS_VLLM, SHAPES, make_engine
+from jpaged.config import EngineConfig
+from jpaged.jax_setup import autotuning_folder, prepare_jax, recorded_products
+from jpaged.models.config import ModelConfig
+from jpaged.models.registry import model_class
+from jpaged.runtime.buckets import make_buckets
+from jpaged.runtime.recipe import Recipe
+from jpaged.runtime.recipes import Shapes, SplitModel, recipes
+from jpaged.runtime_config import GPU_DEFAULTS, resolve_limits, with_pool
+from pallas_kernels import Backend, select_backend
+
+DTYPE = jnp.dtype(jnp.bfloat16)
+NUM_BLOCKS = 4096
+"""Of the pool; it has no part in any product."""
+
+_RESULTS = (".pb", ".textproto")
+"""What XLA names a measurement's file; beside them may be what a stopped process left half done."""
+
+
+def all_recipes(shape: str) -> Iterator[Recipe]:
+    """What an engine of the shape compiles, with nothing allocated."""
+    model = ModelConfig.from_hf(SHAPES[shape])
+    config = EngineConfig(**AS_VLLM)
+    limits = resolve_limits(
+        config,
+        model_max_len=model.max_position_embeddings,
+        vocab_size=model.vocab_size,
+        backend=Backend.TRITON,
+        defaults=GPU_DEFAULTS,
+    )
+    runtime = with_pool(limits, NUM_BLOCKS, config)
+    split = SplitModel.of(nnx.eval_shape(lambda: model_class(model)(model, dtype=DTYPE)))
+    shapes = Shapes.of(split, model, runtime, DTYPE)
+    yield from recipes(
+        split, shapes, runtime, make_buckets(limits.max_num_seqs, limits.max_num_batched_tokens)
+    )
+
+
+def first_of_each_products(shape: str) -> list[Recipe]:
+    """One program for each kind of products."""
+    chosen: dict[object, Recipe] = {}
+    for recipe in all_recipes(shape):
+        if recipe.products is not None:
+            chosen.setdefault(recipe.products, recipe)
+    return list(chosen.values())
+
+
+def measure(shape: str, cache: str) -> None:
+    """Let XLA measure: products in quiet, all else as an engine starts."""
+    begin, chosen = time.perf_counter(), first_of_each_products(shape)
+    for recipe in chosen:
+        recipe.compile(recipe.exported())  # as an engine's start lowers it
+    quiet = time.perf_counter() - begin
+    known = len(results(Path(cache)))
+    make_engine(shape, compilation_cache_dir=cache)
+    whole = time.perf_counter() - begin
+    print(
+        f"{shape}: {len(chosen)} programs one by one in {quiet:.1f} s, {known} measurements by "
+        f"then; {len(results(Path(cache)))} after an engine's start, {whole:.1f} s in all",
+        flush=True,
+    )
+
+
+def results(cache: Path) -> dict[str, bytes]:
+    """XLA's measurements in a compilation cache, by their paths in its folder of them."""
+    folder = autotuning_folder(cache)
+    files = sorted(
+        file
+        for file in folder.rglob("*")
+        if file.suffix in _RESULTS and not file.name.startswith(".") and file.parent.name != "tmp"
+    )
+    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in files}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=[*SHAPES], nargs="+", default=[*SHAPES])
+    parser.add_argument("--add", action="store_true", help="keep what is recorded of others")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as cache:
+        prepare_jax(EngineConfig(compilation_cache_dir=cache))
+        if select_backend(jax.default_backend()) is not Backend.TRITON:
+            raise SystemExit(f"needs an NVIDIA GPU; JAX sees {jax.default_backend()!r} only")
+        path = recorded_products(jax.local_devices()[0])
+        kept = json.loads(path.read_text()) if args.add and path.is_file() else {}
+        path.unlink(missing_ok=True)  # or the engines would find it
+        for shape in args.model:
+            measure(shape, cache)
+        found = {name: b64encode(it).decode() for name, it in results(Path(cache)).items()}
+        found = dict(sorted({**kept, **found}.items()))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=0) + "\n", encoding="utf-8")
+    print(f"{path}: {len(found)} measurements, {path.stat().st_size / 1e6:.2f} MB")
+
+
+if __name__ == "__main__":
+    main()
