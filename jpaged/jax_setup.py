@@ -3,13 +3,13 @@
 import gc
 import json
 import os
+import warnings
 from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import metadata
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
-from uuid import uuid4
 
 import jax
 import jaxlib
@@ -17,7 +17,7 @@ from flax import nnx
 
 from jpaged.config import EngineConfig
 from jpaged.models.config import ModelConfig
-from jpaged.runtime.program_store import ProgramStore
+from jpaged.runtime.program_store import ProgramStore, write_whole
 from pallas_kernels import select_backend
 
 AUTOTUNING = Path(__file__).parent / "assets" / "autotuning"
@@ -69,14 +69,42 @@ def offer_recorded_products(device: Any) -> None:
     cache, recorded = jax.config.values["jax_compilation_cache_dir"], recorded_products(device)
     if cache is None or "://" in cache or not recorded.is_file():
         return
-    with suppress(OSError):  # XLA measures then
-        for name, result in json.loads(recorded.read_text(encoding="utf-8")).items():
-            file = autotuning_folder(Path(cache)) / name
-            if not file.exists():
-                file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                part = file.with_name(f".{uuid4().hex}")  # others may read at the same time
-                part.write_bytes(b64decode(result))
-                part.replace(file)
+    try:
+        results = read_record(recorded)
+    except (OSError, ValueError) as error:  # XLA measures then
+        warnings.warn(f"{recorded} is not used: {error}", stacklevel=2)
+        return
+    folder = autotuning_folder(Path(cache))
+    with suppress(OSError):  # for reading alone, or full
+        for name, result in results.items():
+            if not (folder / name).exists():
+                write_whole(folder / name, result)
+
+
+def read_record(path: Path) -> dict[str, bytes]:
+    """A record's files of XLA's, by their paths in its folder of them.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is damaged, or names what is not in that folder.
+    """
+    record = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(record, dict):
+        raise ValueError(f"a {type(record).__name__} where files by name should be")
+    return {_checked_name(name): _decoded(name, result) for name, result in record.items()}
+
+
+def _checked_name(name: str) -> str:
+    parts = PurePosixPath(name).parts
+    if not parts or not name.isprintable() or not {"/", ".."}.isdisjoint(parts):
+        raise ValueError(f"{name!r} is no file in a folder")
+    return name
+
+
+def _decoded(name: str, result: object) -> bytes:
+    if not isinstance(result, str):
+        raise ValueError(f"{name!r} is a {type(result).__name__}; text in base 64 should be there")
+    return b64decode(result, validate=True)
 
 
 def recorded_products(device: Any) -> Path:

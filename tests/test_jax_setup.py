@@ -1,10 +1,12 @@
 """Recorded products reach XLA's own cache, once, and nothing there is overwritten."""
 
 import json
+import re
 from base64 import b64encode
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jaxlib
@@ -78,3 +80,39 @@ def test_a_folder_that_cannot_be_written_stops_nothing(cache: Path, recorded: Pa
     cache.write_text("a file")
     jax_setup.offer_recorded_products(DEVICE)
     assert cache.read_text() == "a file"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"\xff",
+        b"[]",
+        b'{"one": 1}',
+        b'{"one": "?"}',
+        b'{"../one": ""}',
+        b'{"/one": ""}',
+        b'{"a/../../one": ""}',
+        b'{"one\\u0000": ""}',
+        b'{"": ""}',
+    ],
+)
+def test_a_damaged_record_is_told_and_nothing_of_it_is_written(
+    content: bytes, cache: Path, recorded: Path
+):
+    recorded.write_bytes(content)
+    with pytest.warns(UserWarning, match=re.escape(str(recorded))):
+        jax_setup.offer_recorded_products(DEVICE)
+    assert not cache.exists()
+
+
+def test_what_cannot_be_put_in_place_leaves_nothing_half_done(
+    cache: Path, recorded: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(*_: Any) -> None:
+        raise OSError("full")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    jax_setup.offer_recorded_products(DEVICE)
+    assert not [file for file in cache.rglob("*") if file.is_file()]

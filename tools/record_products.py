@@ -22,7 +22,7 @@ from flax import nnx
 
 from bench.common import AS_VLLM, SHAPES, make_engine
 from jpaged.config import EngineConfig
-from jpaged.jax_setup import autotuning_folder, prepare_jax, recorded_products
+from jpaged.jax_setup import autotuning_folder, prepare_jax, read_record, recorded_products
 from jpaged.models.config import ModelConfig
 from jpaged.models.registry import model_class
 from jpaged.runtime.buckets import make_buckets
@@ -106,15 +106,15 @@ def main() -> None:
         if select_backend(jax.default_backend()) is not Backend.TRITON:
             raise SystemExit(f"needs an NVIDIA GPU; JAX sees {jax.default_backend()!r} only")
         path = recorded_products(jax.local_devices()[0])
-        kept = json.loads(path.read_text()) if args.add and path.is_file() else {}
+        kept = read_record(path) if args.add and path.is_file() else {}
         path.unlink(missing_ok=True)  # or the engines would find it
         for shape in args.model:
             measure(shape, cache)
-        found = {name: b64encode(it).decode() for name, it in results(Path(cache)).items()}
-        found = dict(sorted({**kept, **found}.items()))
+        found = sorted({**kept, **results(Path(cache))}.items())
+    record = {name: b64encode(result).decode() for name, result in found}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found, indent=0) + "\n", encoding="utf-8")
-    print(f"{path}: {len(found)} measurements, {path.stat().st_size / 1e6:.2f} MB")
+    path.write_text(json.dumps(record, indent=0) + "\n", encoding="utf-8")
+    print(f"{path}: {len(record)} measurements, {path.stat().st_size / 1e6:.2f} MB")
 
 
 if __name__ == "__main__":

@@ -102,14 +102,23 @@ class ProgramStore:
         return payload if _digest(payload) == digest else None
 
     def _write(self, key: str, payload: bytes) -> None:
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path = self._path(key)
-        draft = path.with_suffix(f".{uuid4().hex}")
-        try:
-            draft.write_bytes(_digest(payload) + payload)
-            draft.replace(path)  # in one go: another process never reads half a program
-        finally:
-            draft.unlink(missing_ok=True)
+        write_whole(self._path(key), _digest(payload) + payload)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file, its folder made if it is not there, in one go: whoever reads it meanwhile, in
+    another process too, finds all of it or what was there before.
+
+    Raises:
+        OSError: it cannot be written; then nothing is left of it.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    draft = path.with_name(f".{uuid4().hex}")
+    try:
+        draft.write_bytes(content)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _digest(*parts: str | bytes) -> bytes:

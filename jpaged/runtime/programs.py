@@ -117,8 +117,10 @@ class ProgramBuilder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for pool in (self._tracer, self._compilers, self._measurers):
-            pool.shutdown(cancel_futures=True)
+        pools = self._tracer, self._compilers, self._measurers
+        for wait_for in (False, True):  # all are told before one is waited for
+            for pool in pools:
+                pool.shutdown(wait=wait_for, cancel_futures=True)
 
     def add(self, recipes: Iterable[Recipe], *, behind: bool = False) -> None:
         """Begin with these, unless their like was added before; `behind`: as long as none of those

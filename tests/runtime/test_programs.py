@@ -141,6 +141,26 @@ def test_a_failure_is_told_and_leaves_nothing_running():
     assert threading.active_count() == before
 
 
+def test_who_leaves_in_the_middle_begins_nothing_more():
+    """A failure, or Ctrl-C, while drafts are made: what runs is waited for, and that is all."""
+    log, before = Log(), threading.active_count()
+    tracing, free = threading.Event(), threading.Event()
+
+    def trace() -> None:
+        tracing.set()
+        free.wait()
+
+    drafts = [log.recipe(("prefill", 1), trace=trace), log.recipe(("sample", 1))]
+    with ThreadPoolExecutor(2) as beside, ProgramBuilder(1) as builder:
+        others = list(map(log.recipe, ALWAYS))
+        workspace = beside.submit(builder.workspace, drafts, others)
+        tracing.wait()
+        beside.submit(lambda: (time.sleep(0.3), free.set()))
+    assert workspace.exception() is not None
+    assert log.said == ["lower draft 1"]
+    assert threading.active_count() == before
+
+
 class TracedRecipe(Recipe):
     """Compiles to its text."""
 
