@@ -18,6 +18,7 @@ from jpaged.runtime.kv_cache import (
 )
 from jpaged.runtime.programs import ProgramBuilder, largest_step_workspace
 from jpaged.runtime.recipes import Shapes, SplitModel
+from jpaged.runtime.shared_calls import SharedCalls
 from jpaged.runtime.swap import staging_bytes
 from jpaged.runtime_config import (
     BURST_WEIGHT_BYTES,
@@ -55,6 +56,9 @@ class Sizing:
         split: The model, or its shapes.
         dtype: Of weights and pool.
         device: What the engine runs on.
+
+    Raises:
+        ValueError: the numbers asked for do not go together.
     """
 
     def __init__(
@@ -66,19 +70,27 @@ class Sizing:
         device: Any,
     ):
         self._config, self._model, self._split, self._dtype = config, model, split, dtype
-        self._device, self._limit = device, _memory_limit(device)
+        self._limit = _memory_limit(device)
         self._weights = tree_bytes(split.leaves)
-        self._per_block = block_bytes(model, self._limits.block_size, dtype)
+        limits = resolve_limits(
+            config,
+            model_max_len=model.max_position_embeddings,
+            vocab_size=model.vocab_size,
+            backend=select_backend(device.platform),
+            defaults=platform_defaults(device, self._weights),
+        )
+        self._per_block = block_bytes(model, limits.block_size, dtype)
+        # Until the pool's size is known, only swap_space bounds the blocks in host memory.
+        self._limits = replace(limits, num_host_blocks=config.host_blocks(self._per_block))
 
-    def workspace(self, builder: ProgramBuilder) -> int:
+    def workspace(self, builder: ProgramBuilder, shared: SharedCalls) -> int:
         """Bytes of the largest step's temporaries; 0 where they are not worth a compilation. The
-        programs that have no part in the pool are begun meanwhile."""
+        programs that have no part in the pool are begun meanwhile; `shared` is as of `recipes`."""
         if self._limit is None:  # a CPU step's
             return 0
         limits = self._limits
-        return largest_step_workspace(
-            builder, self._split, self._draft_shapes, limits, step_buckets(limits)
-        )
+        step = self._split, self._draft_shapes, limits, step_buckets(limits)
+        return largest_step_workspace(builder, *step, shared)
 
     def fit(self, workspace: int) -> tuple[RuntimeConfig, MemoryAccount, Shapes]:
         """The numbers, the memory, and the shapes of what lives on the device.
@@ -104,20 +116,6 @@ class Sizing:
                 "max_num_seqs, or raise gpu_memory_utilization"
             )
         return runtime, account, Shapes.of(self._split, self._model, runtime, self._dtype)
-
-    @cached_property
-    def _limits(self) -> RuntimeConfig:
-        """All numbers but the pool's. Until its size is known, only swap_space bounds the blocks in
-        host memory."""
-        limits = resolve_limits(
-            self._config,
-            model_max_len=self._model.max_position_embeddings,
-            vocab_size=self._model.vocab_size,
-            backend=select_backend(self._device.platform),
-            defaults=platform_defaults(self._device, tree_bytes(self._split.leaves)),
-        )
-        per_block = block_bytes(self._model, limits.block_size, self._dtype)
-        return replace(limits, num_host_blocks=self._config.host_blocks(per_block))
 
     @cached_property
     def _draft_shapes(self) -> Shapes:

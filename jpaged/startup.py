@@ -1,4 +1,4 @@
-"""From a configuration to an engine's parts: load, measure, size the pool, compile, warm up."""
+"""From a configuration to an engine's parts: load, size the pool, compile, warm up."""
 
 import json
 import os
@@ -25,19 +25,17 @@ from jpaged.jax_setup import (
 from jpaged.models.config import ModelConfig
 from jpaged.models.loader import load_model, model_shapes, read_config, resolve_checkpoint
 from jpaged.reporter import Reporter
-from jpaged.runtime.kv_cache import (
-    MemoryAccount,
-)
+from jpaged.runtime.kv_cache import MemoryAccount
 from jpaged.runtime.model_runner import ModelRunner
 from jpaged.runtime.programs import ProgramBuilder
-from jpaged.runtime.recipes import Shapes, SplitModel, recipes
+from jpaged.runtime.recipes import SplitModel, recipes
+from jpaged.runtime.shared_calls import SharedCalls
 from jpaged.runtime.thread_settings import ThreadSettings
 from jpaged.runtime.timing import measure_costs
-from jpaged.runtime_config import (
-    RuntimeConfig,
-)
+from jpaged.runtime_config import RuntimeConfig
 from jpaged.sizing import Sizing, step_buckets
 from jpaged.tokenizer import Tokenizer
+from pallas_kernels import select_backend
 
 
 @dataclass(frozen=True)
@@ -74,10 +72,11 @@ def _build_parts(config: EngineConfig) -> EngineParts:
     dtype = _resolve_dtype(config.dtype, model_config, device.platform)
     draft = model_shapes(model_config, dtype)
     store = program_store(config, model_config, draft, device)
-    compiled = partial(_report_compiled, reporter)
-    with ThreadPoolExecutor(2) as beside, ProgramBuilder(os.cpu_count() or 1, store, compiled) as b:
-        sizing = Sizing(config, model_config, SplitModel.of(draft), dtype, device)
-        workspace = beside.submit(ThreadSettings().run, sizing.workspace, b)
+    sizing = Sizing(config, model_config, SplitModel.of(draft), dtype, device)
+    shared = SharedCalls(select_backend(device.platform))
+    builder = ProgramBuilder(os.cpu_count() or 1, store, partial(_report_compiled, reporter))
+    with ThreadPoolExecutor(2) as beside, builder:
+        workspace = beside.submit(ThreadSettings().run, sizing.workspace, builder, shared)
         with reporter.phase(f"loading {folder.name} as {dtype.name}"):
             text = beside.submit(Tokenizer.from_folder, folder) if config.tokenizer_needed else None
             split = _load(config, folder, model_config, dtype)
@@ -87,20 +86,18 @@ def _build_parts(config: EngineConfig) -> EngineParts:
             runtime, account, shapes = sizing.fit(workspace.result())
         for line in _describe(runtime, account, device):
             reporter.say(line)
-        runner = _make_runner(split, shapes, runtime, eos, b, reporter)
+        with reporter.phase("compiling"):
+            builder.add(recipes(split, shapes, runtime, step_buckets(runtime), shared))
+            programs = builder.programs()
+    with reporter.phase("warming up"):
+        runner = ModelRunner(split, shapes, runtime, step_buckets(runtime), programs, eos)
+        runner.warm_up()
     for line in account.beside(device.memory_stats() or {}):
         reporter.say(line)
     pressure = _choose_pressure(config, runtime, runner, reporter)
     return EngineParts(
         folder=folder,
-        intake=Intake(
-            tokenizer,
-            vocab_size=runtime.vocab_size,
-            max_model_len=runtime.max_model_len,
-            max_num_seqs=runtime.max_num_seqs,
-            eos_token_ids=eos,
-            seed=config.seed,
-        ),
+        intake=_make_intake(config, runtime, tokenizer, eos),
         model_config=model_config,
         runtime_config=runtime,
         memory_account=account,
@@ -140,6 +137,22 @@ def _choose_pressure(
     return PressurePolicy(mode, runtime.num_host_blocks, costs)
 
 
+def _make_intake(
+    config: EngineConfig,
+    runtime: RuntimeConfig,
+    tokenizer: Tokenizer | None,
+    eos_token_ids: frozenset[int],
+) -> Intake:
+    return Intake(
+        tokenizer,
+        vocab_size=runtime.vocab_size,
+        max_model_len=runtime.max_model_len,
+        max_num_seqs=runtime.max_num_seqs,
+        eos_token_ids=eos_token_ids,
+        seed=config.seed,
+    )
+
+
 def _make_scheduler(
     config: EngineConfig, runtime: RuntimeConfig, pressure: PressurePolicy
 ) -> Scheduler:
@@ -152,24 +165,6 @@ def _make_scheduler(
     cache = PrefixCache(runtime.block_size) if config.enable_prefix_caching else None
     manager = BlockManager(runtime.num_blocks, runtime.block_size, cache)
     return Scheduler(limits, manager, pressure)
-
-
-def _make_runner(
-    split: SplitModel,
-    shapes: Shapes,
-    runtime: RuntimeConfig,
-    eos_token_ids: frozenset[int],
-    builder: ProgramBuilder,
-    reporter: Reporter,
-) -> ModelRunner:
-    buckets = step_buckets(runtime)
-    with reporter.phase("compiling"):
-        builder.add(recipes(split, shapes, runtime, buckets))
-        programs = builder.programs()
-    with reporter.phase("warming up"):
-        runner = ModelRunner(split, shapes, runtime, buckets, programs, eos_token_ids)
-        runner.warm_up()
-    return runner
 
 
 def _report_compiled(reporter: Reporter, done: int, total: int) -> None:

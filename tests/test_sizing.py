@@ -48,7 +48,7 @@ def test_what_does_not_fit_is_refused():
 def test_the_pool_is_sized_while_the_model_loads(monkeypatch: pytest.MonkeyPatch):
     begun, before = threading.Event(), threading.active_count()
 
-    def workspace(self, builder) -> int:
+    def workspace(*_: Any) -> int:
         begun.set()
         return 0
 

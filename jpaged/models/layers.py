@@ -6,7 +6,6 @@ forward activations compute in float32.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,8 +43,8 @@ class AttentionInputs:
         query_start_loc: where each sequence's tokens begin in the flattened ones, and the end.
             None: a decode step, one token a sequence (T == B).
         backend: attention implementation; static.
-        shared: calls a kernel that other steps have as well, so that it is lowered once for all
-            (see `paged_prefill_attention`); static.
+        shared: calls what other steps have as well, to be lowered once for all (see
+            `paged_prefill_attention`); static.
     """
 
     block_tables: Int32[Array, "B M"]
@@ -317,13 +316,12 @@ def paged_attention(
 
     Computes in the pool's dtype; the result has q's.
     """
-    options: dict[str, Any] = {"scale": scale, "sliding_window": sliding_window}
-    options["backend"] = attention.backend
+    options = {"scale": scale, "sliding_window": sliding_window, "backend": attention.backend}
     tables, lens, starts = attention.block_tables, attention.seq_lens, attention.query_start_loc
     rows = q.astype(kv.k.dtype)
     if starts is None:
         out = paged_decode_attention(rows, kv, tables, lens, **options)
     else:
-        options["shared"] = attention.shared
-        out = paged_prefill_attention(rows, kv, tables, starts, lens, **options)
+        shared = attention.shared
+        out = paged_prefill_attention(rows, kv, tables, starts, lens, shared=shared, **options)
     return out.astype(q.dtype)

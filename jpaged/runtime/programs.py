@@ -235,13 +235,14 @@ def largest_step_workspace(
     shapes: Shapes,
     config: RuntimeConfig,
     buckets: Buckets,
+    shared: SharedCalls,
 ) -> int:
     """Bytes of temporaries and fresh outputs of the largest step, as compiled.
 
     The pool's size does not enter them, so any `num_blocks` in `shapes` gives the same answer.
-    Meanwhile the builder begins with the programs that have no part in the pool.
+    Meanwhile the builder begins with the programs that have no part in the pool. `shared` is as of
+    `recipes`.
     """
-    shared = SharedCalls()
     prefill = prefill_recipe(split, shapes, config, *max(buckets.prefill_shapes()), shared)
     sampling = sample_recipe(shapes, config, max(buckets.decode_seqs), max(SamplerLevel), shared)
     others = recipes_without_pool(split, shapes, config, buckets, shared)

@@ -32,7 +32,7 @@ from jpaged.runtime.steps import (
 from jpaged.runtime.swap import chunk_sizes, gather_blocks_step, scatter_blocks_step
 from jpaged.runtime_config import RuntimeConfig
 from jpaged.sampling_params import MAX_LOGPROBS
-from pallas_kernels import Backend, LayerKV, truncation_mask
+from pallas_kernels import Backend, LayerKV
 
 PROMPT_LOGPROBS_CHUNK = 64
 """Prompt tokens whose logits exist at once; a whole prompt's would not fit beside the pool."""
@@ -113,9 +113,9 @@ def recipes(
 ) -> Iterator[Recipe]:
     """Everything to compile; of programs with the same products, the one that has the most to
     measure comes first. The smallest decode step comes before all: bursts wait for it, and the
-    Mosaic kernel it may have is compiled only while nothing else is. What programs have
-    in common is in `shared`, or in one of their own."""
-    shared = shared or SharedCalls()
+    Mosaic kernel it may have is compiled only while nothing else is. `shared` calls what they have
+    in common: one of their own unless given."""
+    shared = shared or SharedCalls(config.backend)
     smallest, *larger = buckets.decode_seqs
     yield _decode(split, shapes, config, smallest)
     for level in BURST_LEVELS if config.num_scheduler_steps > 1 else ():
@@ -138,11 +138,9 @@ def recipes_without_pool(
     shapes: Shapes,
     config: RuntimeConfig,
     buckets: Buckets,
-    shared: SharedCalls | None = None,
+    shared: SharedCalls,
 ) -> Iterator[Recipe]:
-    """Those of `recipes` that are the same whatever the pool's size; `shared` is as of
-    `recipes`."""
-    shared = shared or SharedCalls()
+    """Those of `recipes` that are the same whatever the pool's size."""
     for tokens in buckets.prefill_tokens:
         yield _prompt_logprobs(split, shapes, config, tokens)
     for seqs in sorted({*buckets.decode_seqs, *buckets.prefill_seqs}):
@@ -173,7 +171,7 @@ def _decode_burst(
     level: SamplerLevel,
     shared: SharedCalls,
 ) -> Recipe:
-    options = {"level": level, "backend": config.backend, "truncate": shared.truncation_mask}
+    options = {"level": level, "backend": config.backend, "shared": shared}
     step = split.bind(decode_burst_step, **options)
     packed = _int32(config.num_scheduler_steps, *decode_packed_shape(seqs))
     keywords = {"state": shapes.kv, "last_tokens": shapes.last_tokens, "packed": packed}
@@ -187,7 +185,7 @@ def prefill_recipe(
     config: RuntimeConfig,
     tokens: int,
     seqs: int,
-    shared: SharedCalls | None = None,
+    shared: SharedCalls,
 ) -> Recipe:
     """`prefill_step` of a bucket."""
     options = {"backend": config.backend, "shared": shared}
@@ -220,12 +218,11 @@ def sample_recipe(
     config: RuntimeConfig,
     seqs: int,
     level: SamplerLevel,
-    shared: SharedCalls | None = None,
+    shared: SharedCalls,
 ) -> Recipe:
     """`sample_step` of a bucket and a level."""
     options = {"level": level, "backend": config.backend, "max_logprobs": MAX_LOGPROBS}
-    truncate = truncation_mask if shared is None else shared.truncation_mask
-    step = partial(sample_step, truncate=truncate, **options)
+    step = partial(sample_step, shared=shared, **options)
     counted = jax.ShapeDtypeStruct((seqs,), jnp.bool_)
     inputs = SampleInputs._make([_int32(seqs), counted, _int32(seqs, ROW_WIDTH), _int32(seqs)])
     logits = jax.ShapeDtypeStruct((seqs, config.vocab_size), jnp.float32)

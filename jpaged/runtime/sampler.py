@@ -8,6 +8,7 @@ needs; a level changes no token of a row that needs less.
 
 from collections.abc import Callable
 from enum import IntEnum
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -73,7 +74,7 @@ def sample(
     level: SamplerLevel,
     backend: Backend,
     max_logprobs: int = 0,
-    truncate: Callable = truncation_mask,
+    shared: Callable | None = None,
 ) -> Sampled:
     """Chooses a token for each row of the batch.
 
@@ -85,7 +86,7 @@ def sample(
         level: static; at least `required_level` of every row.
         backend: static; the kernels' implementation.
         max_logprobs: static; top tokens to report at level LOGPROBS, L = min(this, V).
-        truncate: static; computes `truncation_mask`.
+        shared: static; calls what other levels have as well (see `jpaged.runtime.shared_calls`).
 
     Raises:
         ValueError: the level needs a state and there is none.
@@ -95,7 +96,7 @@ def sample(
         if state is None:
             raise ValueError(f"state=None at level {level.name}: pass the rows' SamplingState")
         adjusted = adjust(logits, rows, state, row_ids)
-    best, height = _choose(adjusted, rows, level, backend, truncate)
+    best, height = _choose(adjusted, rows, level, backend, shared)
     token_ids = jnp.where(jnp.isfinite(height), best, jnp.int32(NO_TOKEN))
     if level < SamplerLevel.LOGPROBS:
         return Sampled(token_ids)
@@ -144,7 +145,7 @@ def _choose(
     rows: SamplingRows,
     level: SamplerLevel,
     backend: Backend,
-    truncate: Callable,
+    shared: Callable | None,
 ) -> tuple[Int32[Array, "B"], Float32[Array, "B"]]:
     if level == SamplerLevel.GREEDY:
         return _first_maximum(logits)
@@ -152,13 +153,13 @@ def _choose(
     temperature = jnp.where(greedy, 1.0, rows.temperature)
     scaled = _scale(logits, temperature)
     if level >= SamplerLevel.TRUNCATED:
-        kept = truncate(
+        truncate = partial(truncation_mask, backend=backend)
+        kept = (truncate if shared is None else partial(shared, truncate))(
             logits,
             temperature=temperature,
             min_p=rows.min_p,
             top_k=rows.top_k,
             top_p=rows.top_p,
-            backend=backend,
         )
         scaled = jnp.where(kept, scaled, -jnp.inf)
     drawn = scaled + _gumbel(rows.seed, rows.position, logits.shape[1])

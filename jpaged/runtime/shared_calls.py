@@ -10,54 +10,37 @@ from typing import Any
 
 import jax
 from jax import export
-from jaxtyping import Array, Bool, Float32, Int32
 
 from jpaged.runtime.recipe import KERNEL_CALLS
-from pallas_kernels import Backend, truncation_mask
-
-_NAMES = ("temperature", "min_p", "top_k", "top_p")
+from pallas_kernels import Backend
 
 
 class SharedCalls:
     """Calls functions, each lowered once for one set of shapes.
 
     To be called under the same settings of JAX and for the same device throughout.
+
+    Args:
+        backend: The kernels'; those for an NVIDIA GPU are lowered for one, whether there is one or
+            not, all else for the device at hand.
     """
 
-    def __init__(self):
+    def __init__(self, backend: Backend):
+        self._platforms = ("cuda",) if backend is Backend.TRITON else None
         self._lowered: dict[tuple, export.Exported] = {}
 
-    def __call__(self, function: partial, *arrays: jax.Array) -> Any:
-        """What `function`, keywords bound to one of a module's, returns for the arrays on an NVIDIA
-        GPU, whether there is one or not."""
-        return self._call(function, ("cuda",), arrays)
-
-    def truncation_mask(
-        self,
-        logits: Float32[Array, "B V"],
-        *,
-        temperature: Float32[Array, "B"],
-        min_p: Float32[Array, "B"],
-        top_k: Int32[Array, "B"],
-        top_p: Float32[Array, "B"],
-        backend: Backend,
-    ) -> Bool[Array, "B V"]:
-        """As `pallas_kernels.truncation_mask`."""
-        platforms = ("cuda",) if backend is Backend.TRITON else None  # that at hand
-        truncation = partial(_truncation_mask, backend=backend)
-        return self._call(truncation, platforms, (logits, temperature, min_p, top_k, top_p))
-
-    def _call(self, function: partial, platforms: tuple[str, ...] | None, arrays: tuple) -> Any:
-        shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
-        facts = tuple((shape.shape, shape.dtype) for shape in shapes)
-        key = function.func, tuple(sorted(function.keywords.items())), facts
+    def __call__(self, function: partial, *arrays: jax.Array, **named: jax.Array) -> Any:
+        """What `function` returns for the arrays: one of a module's, hashable keywords bound."""
+        shapes, named_shapes = jax.tree.map(_shape, (arrays, named))
+        facts = tuple((it.shape, it.dtype) for it in (*shapes, *named_shapes.values()))
+        key = function.func, tuple(sorted(function.keywords.items())), tuple(named), facts
         if key not in self._lowered:
             lowering = export.export(
-                jax.jit(function), platforms=platforms, disabled_checks=KERNEL_CALLS
+                jax.jit(function), platforms=self._platforms, disabled_checks=KERNEL_CALLS
             )
-            self._lowered[key] = lowering(*shapes)
-        return self._lowered[key].call(*arrays)
+            self._lowered[key] = lowering(*shapes, **named_shapes)
+        return self._lowered[key].call(*arrays, **named)
 
 
-def _truncation_mask(logits: jax.Array, *rows: jax.Array, backend: Backend) -> jax.Array:
-    return truncation_mask(logits, **dict(zip(_NAMES, rows, strict=True)), backend=backend)
+def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)

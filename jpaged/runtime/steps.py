@@ -16,7 +16,7 @@ from jpaged.models.layers import AttentionInputs
 from jpaged.runtime.batch import query_start_loc, unpack_decode, unpack_prefill
 from jpaged.runtime.sampler import Sampled, SamplerLevel, sample, token_logprobs
 from jpaged.runtime.sampling_state import SamplingState, decode_rows, record_tokens
-from pallas_kernels import Backend, LayerKV, copy_blocks, truncation_mask
+from pallas_kernels import Backend, LayerKV, copy_blocks
 
 
 class KVState(NamedTuple):
@@ -112,7 +112,7 @@ def prefill_step(
         packed: The batch (`jpaged.runtime.batch.pack_prefill`).
         num_tokens: Tokens of the bucket (T), static.
         batch_size: Sequences of the bucket (B), static.
-        shared: Calls what the step has in common with others (see `AttentionInputs`), static.
+        shared: Calls what other steps have as well (`jpaged.runtime.shared_calls`), static.
 
     Returns:
         The logits after each sequence's last token, all tokens' hidden states (for
@@ -146,7 +146,7 @@ def decode_burst_step(
     *,
     level: SamplerLevel,
     backend: Backend,
-    truncate: Callable = truncation_mask,
+    shared: Callable | None = None,
 ) -> tuple[Int32[Array, "U B"], Int32[Array, "R"], KVState]:
     """Several decode steps one after the other, each sampled: one launch for the host.
 
@@ -155,7 +155,7 @@ def decode_burst_step(
         state, last_tokens: As for `decode_step` (donate both).
         packed: The steps' batches, in order; each takes the tokens that the one before sampled.
         level: How much sampling does, below `ADJUSTED`, static.
-        truncate: Computes `truncation_mask`, static.
+        shared: As for `prefill_step`, static.
 
     Returns:
         Each step's sampled tokens, the last tokens and the new state.
@@ -164,7 +164,7 @@ def decode_burst_step(
     def run(i, carry):
         tokens, last, kv = carry
         logits, inputs, kv = decode_step(model, kv, last, packed[i], backend=backend)
-        options = {"level": level, "backend": backend, "max_logprobs": 0, "truncate": truncate}
+        options = {"level": level, "backend": backend, "max_logprobs": 0, "shared": shared}
         sampled, last, _ = sample_step(logits, inputs, last, None, **options)
         return tokens.at[i].set(sampled.token_ids), last, kv
 
@@ -181,7 +181,7 @@ def sample_step(
     level: SamplerLevel,
     backend: Backend,
     max_logprobs: int,
-    truncate: Callable = truncation_mask,
+    shared: Callable | None = None,
 ) -> tuple[Sampled, Int32[Array, "R"], SamplingState | None]:
     """Sample a token a sequence and remember it on the device: 0 for none, since it is embedded.
 
@@ -193,11 +193,11 @@ def sample_step(
         level: How much sampling does, static.
         backend: The kernels' implementation, static.
         max_logprobs: Alternatives listed at level `LOGPROBS`, static.
-        truncate: Computes `truncation_mask`, static.
+        shared: As for `prefill_step`, static.
     """
     rows = decode_rows(inputs.encoded, inputs.positions)
     options = {"level": level, "backend": backend, "max_logprobs": max_logprobs}
-    sampled = sample(logits, rows, sampling, inputs.rows, truncate=truncate, **options)
+    sampled = sample(logits, rows, sampling, inputs.rows, shared=shared, **options)
     if sampling is not None:
         sampling = record_tokens(sampling, inputs.rows, sampled.token_ids, inputs.counted)
     known = jnp.maximum(sampled.token_ids, 0)

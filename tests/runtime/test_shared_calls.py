@@ -1,5 +1,6 @@
 """Programs that share what is lowered once compute what those with their own do."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -8,7 +9,6 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from jpaged.runtime import shared_calls
 from jpaged.runtime.shared_calls import SharedCalls
 from pallas_kernels import Backend, truncation_mask
 
@@ -30,34 +30,41 @@ def arguments(batch: int = B) -> dict[str, jax.Array]:
 
 @pytest.mark.parametrize("backend", [Backend.XLA, Backend.INTERPRET])
 def test_it_keeps_the_same_tokens(backend: Backend):
-    shared, given = SharedCalls().truncation_mask, arguments()
+    shared, given = SharedCalls(backend), arguments()
+    keep = partial(truncation_mask, backend=backend)
     expected = truncation_mask(**given, backend=backend)
-    kept = jax.jit(lambda it: ~shared(**it, backend=backend))(given)
+    kept = jax.jit(lambda it: ~shared(keep, **it))(given)
     np.testing.assert_array_equal(~kept, expected)
     assert 0 < expected.sum() < expected.size
 
 
-def test_it_is_lowered_once_for_a_shape(monkeypatch: pytest.MonkeyPatch):
-    seen = []
+def test_it_is_lowered_once_for_shapes_and_keywords():
+    seen, shared = [], SharedCalls(Backend.XLA)
 
-    def counted(logits, **rows):
-        seen.append(logits.shape)
-        return truncation_mask(logits, **rows)
+    def scale(x, y, *, by):
+        seen.append((x.shape, y.dtype.name, by))
+        return x * y.astype(x.dtype) * by
 
-    monkeypatch.setattr(shared_calls, "truncation_mask", counted)
-    shared = SharedCalls().truncation_mask
-    for batch in (B, 2, B):
-        jax.jit(lambda it: shared(**it, backend=Backend.XLA).sum())(arguments(batch))
-    assert seen == [(B, V), (2, V)]
+    def run(batch: int, dtype: str, by: int) -> None:
+        x, y = jnp.ones(batch, jnp.float32), jnp.full(batch, 3, dtype)
+        got = jax.jit(lambda x, y: shared(partial(scale, by=by), x, y=y))(x, y)
+        np.testing.assert_array_equal(got, jnp.full(batch, 3 * by, jnp.float32))
+
+    for _ in range(2):
+        run(4, "int32", 2)
+        run(2, "int32", 2)
+        run(4, "int8", 2)
+        run(4, "int32", 5)
+    assert seen == [((4,), "int32", 2), ((2,), "int32", 2), ((4,), "int8", 2), ((4,), "int32", 5)]
 
 
 def test_it_launches_the_same_kernels_on_a_gpu():
-    def lowered(truncate) -> str:
+    def lowered(call: Callable) -> str:
         shapes = jax.tree.map(lambda it: jax.ShapeDtypeStruct(it.shape, it.dtype), arguments())
-        run = partial(truncate, backend=Backend.TRITON)
+        run = partial(call, partial(truncation_mask, backend=Backend.TRITON))
         with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
             traced = jax.jit(lambda it: run(**it)).trace(shapes)
             return traced.lower(lowering_platforms=("cuda",)).as_text()
 
-    own = lowered(truncation_mask)
-    assert lowered(SharedCalls().truncation_mask).count(KERNEL) == own.count(KERNEL) > 0
+    own = lowered(lambda keep, **given: keep(**given))
+    assert lowered(SharedCalls(Backend.TRITON)).count(KERNEL) == own.count(KERNEL) > 0
