@@ -18,6 +18,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 QUICK_TO_COMPILE = {"kernels", "models", "runtime", "tools"}
+"""Folders whose tests run most programs once."""
 
 
 def pytest_collection_finish() -> None:
@@ -28,7 +29,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """XLA optimises little where most programs run once: compiling them is what takes the time.
+    """Machine code is optimised little where most programs run once: compiling is what takes the
+    time. What XLA makes of a program before that, which some tests look at, stays as it is.
 
     Programs for a GPU, and those of engines that answer many requests, are compiled as for users.
     """

@@ -45,7 +45,10 @@ def test_what_does_not_fit_is_refused():
         sizing(2**31, num_blocks=10**6).fit(0)
 
 
-def test_the_pool_is_sized_while_the_model_loads(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_the_pool_is_sized_while_the_model_loads(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+):
     begun, before = threading.Event(), threading.active_count()
 
     def workspace(*_: Any) -> int:
@@ -54,10 +57,22 @@ def test_the_pool_is_sized_while_the_model_loads(monkeypatch: pytest.MonkeyPatch
 
     def load(*_: Any, **__: Any) -> None:
         assert begun.wait(60)
-        raise ValueError("cannot be read")
+        raise error("while it is read")
 
     monkeypatch.setattr(Sizing, "workspace", workspace)
     monkeypatch.setattr(startup, "load_model", load)
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(error, match="while it is read"):
+        startup.build_parts(EngineConfig(compilation_cache_dir=None))
+    assert threading.active_count() == before
+
+
+def test_a_step_that_does_not_compile_ends_the_start(monkeypatch: pytest.MonkeyPatch):
+    before = threading.active_count()
+
+    def workspace(*_: Any) -> int:
+        raise RuntimeError("does not compile")
+
+    monkeypatch.setattr(Sizing, "workspace", workspace)
+    with pytest.raises(RuntimeError, match="does not compile"):
         startup.build_parts(EngineConfig(compilation_cache_dir=None))
     assert threading.active_count() == before

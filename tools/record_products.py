@@ -13,22 +13,21 @@ import json
 import tempfile
 import time
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from bench.common import AS_VLLM, SHAPES, make_engine
 from jpaged.config import EngineConfig
 from jpaged.jax_setup import autotuning_folder, prepare_jax, read_record, recorded_products
 from jpaged.models.config import ModelConfig
-from jpaged.models.registry import model_class
-from jpaged.runtime.buckets import make_buckets
+from jpaged.models.loader import model_shapes
 from jpaged.runtime.recipe import Recipe
 from jpaged.runtime.recipes import Shapes, SplitModel, recipes
 from jpaged.runtime_config import GPU_DEFAULTS, resolve_limits, with_pool
+from jpaged.sizing import step_buckets
 from pallas_kernels import Backend, select_backend
 
 DTYPE = jnp.dtype(jnp.bfloat16)
@@ -39,7 +38,7 @@ _RESULTS = (".pb", ".textproto")
 """What XLA names a measurement's file; beside them may be what a stopped process left half done."""
 
 
-def all_recipes(shape: str) -> Iterator[Recipe]:
+def all_recipes(shape: str) -> Iterable[Recipe]:
     """What an engine of the shape compiles, with nothing allocated."""
     model = ModelConfig.from_hf(SHAPES[shape])
     config = EngineConfig(**AS_VLLM)
@@ -51,11 +50,9 @@ def all_recipes(shape: str) -> Iterator[Recipe]:
         defaults=GPU_DEFAULTS,
     )
     runtime = with_pool(limits, NUM_BLOCKS, config)
-    split = SplitModel.of(nnx.eval_shape(lambda: model_class(model)(model, dtype=DTYPE)))
+    split = SplitModel.of(model_shapes(model, DTYPE))
     shapes = Shapes.of(split, model, runtime, DTYPE)
-    yield from recipes(
-        split, shapes, runtime, make_buckets(limits.max_num_seqs, limits.max_num_batched_tokens)
-    )
+    return recipes(split, shapes, runtime, step_buckets(limits))
 
 
 def first_of_each_products(shape: str) -> list[Recipe]:

@@ -11,13 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
 from jax import export
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from bench.common import SHAPES
 from jpaged.models.config import ModelConfig
-from jpaged.models.registry import model_class
+from jpaged.models.loader import model_shapes
 from jpaged.runtime.buckets import make_buckets
 from jpaged.runtime.recipe import Recipe
 from jpaged.runtime.recipes import Shapes, SplitModel, recipes
@@ -42,7 +41,6 @@ BURST = "decode_burst", SamplerLevel.GREEDY
 def all_recipes(shape: str, num_layers: int) -> dict[Any, Recipe]:
     """What an engine of a shape's first layers would compile on a GPU, with nothing allocated."""
     config = ModelConfig.from_hf({**SHAPES[shape], "num_hidden_layers": num_layers})
-    model = nnx.eval_shape(lambda: model_class(config)(config, dtype=jnp.bfloat16))
     limits = GPU_DEFAULTS.max_num_seqs, GPU_DEFAULTS.max_num_batched_tokens
     runtime = RuntimeConfig(
         16,
@@ -53,7 +51,7 @@ def all_recipes(shape: str, num_layers: int) -> dict[Any, Recipe]:
         Backend.TRITON,
         num_scheduler_steps=GPU_DEFAULTS.num_scheduler_steps,
     )
-    split = SplitModel.of(model)
+    split = SplitModel.of(model_shapes(config, jnp.bfloat16))
     shapes = Shapes.of(split, config, runtime, jnp.dtype(jnp.bfloat16))
     made = recipes(split, shapes, runtime, make_buckets(*limits))
     return {recipe.name: recipe for recipe in made}
