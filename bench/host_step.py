@@ -60,7 +60,7 @@ TOKEN = 7
 
 def null_programs(buckets: Buckets, clock: "Clock") -> Programs:
     """Programs that compute nothing; calling one counts as "dispatch"."""
-    shapes = buckets.prefill_shapes()
+    shapes = buckets.prefill_shapes
     sizes = {*buckets.decode_seqs, *(seqs for _, seqs in shapes)}
 
     def stubs(run: Callable, keys: Iterable, size_of: Callable[[Any], Any]) -> dict:

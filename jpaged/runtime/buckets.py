@@ -5,11 +5,20 @@ to the lengths read at run time. No bucket is under 8 rows, since XLA turns matr
 rows into element-wise multiply and reduce, which reads weights at a fifth of the bandwidth.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 MIN_SEQS = 8
 MIN_TOKENS = 64
 ONE_PREFILL_BUCKET_UPTO = 32
+
+HALF_STEPS_FROM = 256
+"""Tokens from which there is a bucket half-way to the double: more rows than these take a product
+longer, so padding to twice as many would."""
+
+FEW_SEQS_UPTO = 1024
+"""Tokens up to which steps of few sequences have buckets of their own; what the padding of larger
+ones costs is little beside their products."""
 
 
 @dataclass(frozen=True)
@@ -18,29 +27,35 @@ class Buckets:
 
     Attributes:
         decode_seqs: Batch sizes of decode steps.
-        prefill_tokens: Total tokens of prefill steps.
-        prefill_seqs: Sequences of prefill steps.
+        prefill_shapes: Total tokens and sequences of prefill steps.
     """
 
     decode_seqs: tuple[int, ...]
-    prefill_tokens: tuple[int, ...]
-    prefill_seqs: tuple[int, ...]
+    prefill_shapes: tuple[tuple[int, int], ...]
 
-    def prefill_shapes(self) -> list[tuple[int, int]]:
-        """Every (tokens, sequences) of a prefill step; no more sequences than tokens."""
-        smallest = self.prefill_seqs[0]
-        return [
-            (tokens, seqs)
-            for tokens in self.prefill_tokens
-            for seqs in self.prefill_seqs
-            if seqs == smallest or seqs <= tokens
-        ]
+    @property
+    def prefill_tokens(self) -> tuple[int, ...]:
+        """Total tokens of prefill steps."""
+        return tuple(sorted({tokens for tokens, _ in self.prefill_shapes}))
+
+    @property
+    def prefill_seqs(self) -> tuple[int, ...]:
+        """Sequences of prefill steps."""
+        return tuple(sorted({seqs for _, seqs in self.prefill_shapes}))
 
     def prefill_shape(self, num_tokens: int, num_seqs: int) -> tuple[int, int]:
-        """The smallest prefill shape that holds a step."""
-        seqs = round_up(self.prefill_seqs, num_seqs)
-        tokens = round_up(self.prefill_tokens, max(num_tokens, min(seqs, self.prefill_tokens[-1])))
-        return tokens, seqs
+        """The smallest prefill shape that holds a step.
+
+        Raises:
+            ValueError: no shape is that large.
+        """
+        for tokens, seqs in self.prefill_shapes:
+            if tokens >= num_tokens and seqs >= num_seqs:
+                return tokens, seqs
+        raise ValueError(
+            f"a prefill step of {num_tokens} tokens of {num_seqs} sequences is above the largest "
+            f"bucket, {self.prefill_shapes[-1]}"
+        )
 
 
 def make_buckets(max_num_seqs: int, max_num_batched_tokens: int, *, few: bool = False) -> Buckets:
@@ -52,13 +67,23 @@ def make_buckets(max_num_seqs: int, max_num_batched_tokens: int, *, few: bool = 
         few: Compile fewer shapes, and pad more.
     """
     decode_seqs = _upto(max_num_seqs, MIN_SEQS, _next_decode_bucket)
-    growth = 8 if few else 2
-    tokens = _upto(max_num_batched_tokens, MIN_TOKENS, lambda n: growth * n)
-    # Prefill steps rarely hold many sequences, and the largest step may hold all. With few, the
-    # padding costs less than compiling every shape twice.
-    fewest, most = decode_seqs[0], decode_seqs[-1]
-    prefill_seqs = (most,) if most <= ONE_PREFILL_BUCKET_UPTO else (fewest, most)
-    return Buckets(decode_seqs, tokens, prefill_seqs)
+    following = (lambda size: 8 * size) if few else _next_token_bucket
+    tokens = _upto(max_num_batched_tokens, MIN_TOKENS, following)
+    return Buckets(decode_seqs, tuple(_prefill_shapes(tokens, decode_seqs[0], decode_seqs[-1])))
+
+
+def _prefill_shapes(tokens: tuple[int, ...], fewest: int, most: int) -> Iterator[tuple[int, int]]:
+    """Prefill steps rarely hold many sequences, and the largest step may hold all. With few, the
+    padding costs less than compiling every shape twice. No more sequences than tokens."""
+    if most <= ONE_PREFILL_BUCKET_UPTO:
+        yield from ((size, most) for size in tokens)
+        return
+    for size in tokens:
+        is_double = size & (size - 1) == 0
+        if size < most or (is_double and size <= FEW_SEQS_UPTO):
+            yield size, fewest
+        if size >= most:
+            yield size, most
 
 
 def round_up(buckets: tuple[int, ...], size: int) -> int:
@@ -82,6 +107,13 @@ def _next_decode_bucket(size: int) -> int:
     if size < 128:
         return size + 32
     return size + 64
+
+
+def _next_token_bucket(size: int) -> int:
+    """64, 128, 256, 384, 512, 768, 1024, 1536 ..."""
+    if size < HALF_STEPS_FROM:
+        return 2 * size
+    return size + size // 2 if size & (size - 1) == 0 else size + size // 3
 
 
 def _upto(most: int, first: int, following) -> tuple[int, ...]:

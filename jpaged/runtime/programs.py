@@ -243,7 +243,7 @@ def largest_step_workspace(
     Meanwhile the builder begins with the programs that have no part in the pool. `shared` is as of
     `recipes`.
     """
-    prefill = prefill_recipe(split, shapes, config, *max(buckets.prefill_shapes()), shared)
+    prefill = prefill_recipe(split, shapes, config, *max(buckets.prefill_shapes), shared)
     sampling = sample_recipe(shapes, config, max(buckets.decode_seqs), max(SamplerLevel), shared)
     others = recipes_without_pool(split, shapes, config, buckets, shared)
     return builder.workspace((prefill, sampling), meanwhile=others)

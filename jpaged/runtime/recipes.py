@@ -123,7 +123,7 @@ def recipes(
     for seqs in reversed(larger):
         yield _decode(split, shapes, config, seqs)
     most = buckets.prefill_seqs[-1]
-    for tokens, seqs in sorted(buckets.prefill_shapes(), key=lambda it: (it[1] != most, -it[0])):
+    for tokens, seqs in sorted(buckets.prefill_shapes, key=lambda it: (it[1] != most, -it[0])):
         yield prefill_recipe(split, shapes, config, tokens, seqs, shared)
     yield from recipes_without_pool(split, shapes, config, buckets, shared)
     yield _load_row(shapes, config)

@@ -1,6 +1,6 @@
 import pytest
 
-from jpaged.runtime.buckets import make_buckets, round_up
+from jpaged.runtime.buckets import Buckets, make_buckets, round_up
 
 
 def test_decode_buckets_pad_by_half_at_most():
@@ -8,9 +8,40 @@ def test_decode_buckets_pad_by_half_at_most():
     assert buckets == (8, 16, 32, 48, 64, 96, 128, 192, 256)
 
 
-def test_token_buckets_are_powers_of_two_up_to_the_budget():
-    assert make_buckets(16, 512).prefill_tokens == (64, 128, 256, 512)
-    assert make_buckets(8, 300).prefill_tokens == (64, 128, 256, 512)
+def test_token_buckets_pad_by_half_at_most():
+    assert make_buckets(16, 512).prefill_tokens == (64, 128, 256, 384, 512)
+    assert make_buckets(8, 300).prefill_tokens == (64, 128, 256, 384)
+    tokens = make_buckets(256, 8192).prefill_tokens
+    assert tokens == (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+
+
+def test_shapes_of_few_sequences_are_those_where_padding_costs():
+    few = [tokens for tokens, seqs in make_buckets(256, 8192).prefill_shapes if seqs == 8]
+    many = [tokens for tokens, seqs in make_buckets(256, 8192).prefill_shapes if seqs == 256]
+    assert few == [64, 128, 256, 512, 1024]
+    assert many == [256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192]
+
+
+def test_more_sequences_than_half_a_step_has_tokens():
+    few = [tokens for tokens, seqs in make_buckets(512, 8192).prefill_shapes if seqs == 8]
+    assert few == [64, 128, 256, 384, 512, 1024]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_seqs", "shape"),
+    [
+        (1, 1, (64, 8)),
+        (64, 9, (256, 256)),
+        (260, 4, (384, 256)),
+        (400, 4, (512, 8)),
+        (400, 200, (512, 256)),
+        (1100, 1, (1536, 256)),
+        (5000, 1, (6144, 256)),
+        (8192, 256, (8192, 256)),
+    ],
+)
+def test_the_smallest_shape_is_taken(num_tokens: int, num_seqs: int, shape: tuple[int, int]):
+    assert make_buckets(256, 8192).prefill_shape(num_tokens, num_seqs) == shape
 
 
 def test_few_shapes_where_compiling_is_slow():
@@ -30,7 +61,8 @@ def test_no_batch_is_under_eight_rows():
 @pytest.mark.parametrize("budget", [256, 300, 8192])
 def test_every_step_within_the_limits_has_a_compiled_shape(max_num_seqs: int, budget: int):
     buckets = make_buckets(max_num_seqs, budget)
-    shapes = buckets.prefill_shapes()
+    shapes = buckets.prefill_shapes
+    assert list(shapes) == sorted(set(shapes))
     for num_seqs in {1, max_num_seqs // 2 or 1, max_num_seqs}:
         assert round_up(buckets.decode_seqs, num_seqs) >= num_seqs
         for num_tokens in {num_seqs, 65, budget} - set(range(num_seqs)):
@@ -43,3 +75,5 @@ def test_every_step_within_the_limits_has_a_compiled_shape(max_num_seqs: int, bu
 def test_above_the_largest_bucket_is_an_error():
     with pytest.raises(ValueError, match="size 9 is above the largest bucket 8"):
         round_up((8,), 9)
+    with pytest.raises(ValueError, match="65 tokens of 3 sequences is above the largest bucket"):
+        Buckets((8,), ((64, 8),)).prefill_shape(65, 3)
