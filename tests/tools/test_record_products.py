@@ -24,5 +24,6 @@ def test_results_are_found_by_their_paths_and_nothing_else_is(tmp_path: Path):
 
 def test_each_kind_of_products_is_measured_once():
     chosen = [recipe.products or () for recipe in first_of_each_products("qwen3-0.6b")]
-    rows = [8, 16, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192]
+    decode, prefill = [8, 16, 32, 48, 64, 96, 128, 192, 256], [384, 512, 768, 1024, 1536]
+    rows = [*decode, *prefill, 2048, 3072, 4096, 6144, 8192]
     assert sorted(chosen) == [("head", 64), *(("layers", n) for n in rows)]
