@@ -107,6 +107,13 @@ def test_a_damaged_record_is_told_and_nothing_of_it_is_written(
     assert not cache.exists()
 
 
+def test_what_is_shipped_can_be_read():
+    records = [*jax_setup.AUTOTUNING.iterdir()]
+    assert records
+    for path in records:
+        assert all(jax_setup.read_record(path).values())
+
+
 def test_what_cannot_be_put_in_place_leaves_nothing_half_done(
     cache: Path, recorded: Path, monkeypatch: pytest.MonkeyPatch
 ):
