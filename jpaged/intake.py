@@ -3,7 +3,6 @@
 import itertools
 import time
 from collections.abc import Container
-from copy import copy
 from dataclasses import replace
 
 from jpaged.core.beam import BeamSearch
@@ -170,9 +169,7 @@ class Intake:
     def _with_seed(self, params: SamplingParams, arrival: int) -> SamplingParams:
         if params.seed is not None:
             return params
-        seeded = copy(params)  # `replace` would check all of it once more
-        object.__setattr__(seeded, "seed", (self._seed + (arrival + 1) * _SEED_STRIDE) % 2**64)
-        return seeded
+        return replace(params, seed=(self._seed + (arrival + 1) * _SEED_STRIDE) % 2**64)
 
 
 def _checked_id(request_id: object) -> str:
