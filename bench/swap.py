@@ -146,8 +146,8 @@ def make_runner(model: ModelConfig, dtype: Any, sizes: Sizes) -> tuple[ModelRunn
         backend=select_backend(jax.default_backend()),
         num_host_blocks=largest,
     )
-    shapes = tuple((tokens, sizes.num_seqs) for tokens in sizes.prefill_tokens)
-    buckets = Buckets((sizes.num_seqs,), shapes)
+    prefills = tuple((tokens, sizes.num_seqs) for tokens in sizes.prefill_tokens)
+    buckets = Buckets((sizes.num_seqs,), prefills)
     shapes = Shapes.of(split, model, config, dtype)
     programs = compile_programs(split, shapes, config, buckets, threads=16)
     runner = ModelRunner(split, shapes, config, buckets, programs)
