@@ -16,10 +16,6 @@ HALF_STEPS_FROM = 256
 """Tokens from which there is a bucket half-way to the double: more rows than these take a product
 longer, so padding to twice as many would."""
 
-FEW_SEQS_UPTO = 1024
-"""Tokens up to which steps of few sequences have buckets of their own; what the padding of larger
-ones costs is little beside their products."""
-
 
 @dataclass(frozen=True)
 class Buckets:
@@ -74,13 +70,13 @@ def make_buckets(max_num_seqs: int, max_num_batched_tokens: int, *, few: bool = 
 
 def _prefill_shapes(tokens: tuple[int, ...], fewest: int, most: int) -> Iterator[tuple[int, int]]:
     """Prefill steps rarely hold many sequences, and the largest step may hold all. With few, the
-    padding costs less than compiling every shape twice. No more sequences than tokens."""
+    padding costs less than compiling every shape twice. No more sequences than tokens. Half-way
+    buckets are for steps of many, in which prompts join those that decode."""
     if most <= ONE_PREFILL_BUCKET_UPTO:
         yield from ((size, most) for size in tokens)
         return
     for size in tokens:
-        is_double = size & (size - 1) == 0
-        if size < most or (is_double and size <= FEW_SEQS_UPTO):
+        if size < most or _is_power_of_two(size):
             yield size, fewest
         if size >= most:
             yield size, most
@@ -113,7 +109,11 @@ def _next_token_bucket(size: int) -> int:
     """64, 128, 256, 384, 512, 768, 1024, 1536 ..."""
     if size < HALF_STEPS_FROM:
         return 2 * size
-    return size + size // 2 if size & (size - 1) == 0 else size + size // 3
+    return size + size // 2 if _is_power_of_two(size) else size + size // 3
+
+
+def _is_power_of_two(size: int) -> bool:
+    return size & (size - 1) == 0
 
 
 def _upto(most: int, first: int, following) -> tuple[int, ...]:

@@ -15,16 +15,16 @@ def test_token_buckets_pad_by_half_at_most():
     assert tokens == (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 
 
-def test_shapes_of_few_sequences_are_those_where_padding_costs():
+def test_half_way_shapes_are_for_many_sequences():
     few = [tokens for tokens, seqs in make_buckets(256, 8192).prefill_shapes if seqs == 8]
     many = [tokens for tokens, seqs in make_buckets(256, 8192).prefill_shapes if seqs == 256]
-    assert few == [64, 128, 256, 512, 1024]
+    assert few == [64, 128, 256, 512, 1024, 2048, 4096, 8192]
     assert many == [256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192]
 
 
 def test_more_sequences_than_half_a_step_has_tokens():
     few = [tokens for tokens, seqs in make_buckets(512, 8192).prefill_shapes if seqs == 8]
-    assert few == [64, 128, 256, 384, 512, 1024]
+    assert few == [64, 128, 256, 384, 512, 1024, 2048, 4096, 8192]
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,9 @@ def test_more_sequences_than_half_a_step_has_tokens():
         (400, 4, (512, 8)),
         (400, 200, (512, 256)),
         (1100, 1, (1536, 256)),
+        (2000, 8, (2048, 8)),
         (5000, 1, (6144, 256)),
+        (8192, 8, (8192, 8)),
         (8192, 256, (8192, 256)),
     ],
 )

@@ -34,7 +34,7 @@ NUM_LAYERS = 4
 KERNELS_A_LAYER, PRODUCTS_A_LAYER = 3, 4
 # The first layer adds nothing before its norm; the last norm adds. The output head is a product.
 KERNELS_BESIDE, PRODUCTS_BESIDE = 0, 1
-NUM_PROGRAMS = 88
+NUM_PROGRAMS = 91
 BURST = "decode_burst", SamplerLevel.GREEDY
 
 
