@@ -152,10 +152,7 @@ def check_int(
 ) -> None:
     """Raise TypeError unless it is an integer (no bool), ValueError unless within the bounds."""
     hint = hint or f"an integer, {low} or more"
-    # Abstract kinds take a while to ask, so what is usual is asked first.
-    if type(value) is not int and (
-        isinstance(value, bool) or not isinstance(value, numbers.Integral)
-    ):
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}: it must be {hint}")
     number = int(value)
     if number < low or (high is not None and number > high):
@@ -172,9 +169,7 @@ def check_float(
     high: float = math.inf,
 ) -> None:
     """Raise TypeError unless it is a number, ValueError unless finite and within the bounds."""
-    if type(value) is not float and (
-        isinstance(value, bool) or not isinstance(value, numbers.Real)
-    ):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         kind = type(value).__name__
         raise TypeError(f"{name}={value!r} is a {kind}: it must be a number {hint}")
     number = _as_float(value)
@@ -192,7 +187,7 @@ def check_ids_below(name: str, ids: Collection[int], vocab_size: int) -> None:
         )
 
 
-def _as_float(value: float | numbers.Real) -> float:
+def _as_float(value: numbers.Real) -> float:
     try:
         return float(value)
     except OverflowError:
