@@ -126,9 +126,12 @@ def decode_config(
     if splits == 1 and itemsize <= 2:  # many programs, whose warps have less to wait for
         config = dataclasses.replace(config, num_warps=2)
     programs = batch * num_kv_heads
-    if wanted == 1 and programs <= 12 * num_cores:  # above, short ones fill what is left over
+    if wanted == 1:
+        if programs > 12 * num_cores:  # an SM has more of them at once if their tiles are small
+            tile = min(tile, 32)
         config = dataclasses.replace(
             config,
+            tile_tokens=tile,
             num_splits=max(1, min(8, -(-max_context // tile))),
             share_percent=100 if programs <= 3 * num_cores else 150,
         )

@@ -21,12 +21,17 @@ def _decode(**changes):
 
 
 def test_decode_splits_fill_the_chip():
-    assert [_decode(batch=b).num_splits for b in (1, 8, 16, 64, 256)] == [32, 32, 4, 8, 1]
+    assert [_decode(batch=b).num_splits for b in (1, 8, 16, 64, 256)] == [32, 32, 4, 8, 8]
 
 
 def test_of_many_sequences_the_longer_ones_are_split():
     shares = [_decode(batch=b).share_percent for b in (8, 16, 48, 64, 192, 256)]
-    assert shares == [None, None, 100, 150, 150, None]
+    assert shares == [None, None, 100, 150, 150, 150]
+
+
+def test_programs_beyond_what_the_chip_holds_have_small_tiles():
+    assert [_decode(batch=b).tile_tokens for b in (64, 192, 256)] == [64, 64, 32]
+    assert _decode(batch=256, head_size=512).tile_tokens == 16
 
 
 def test_decode_has_no_more_splits_than_tiles():
