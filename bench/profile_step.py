@@ -21,7 +21,7 @@ from pathlib import Path
 
 import jax
 
-from bench.common import SHAPES, Floor, make_engine, random_prompts
+from bench.common import BYTES_PER_SECOND, SHAPES, Floor, make_engine, random_prompts
 from bench.compare import parse_arguments
 from bench.records import print_table, record
 from jpaged import Engine, SamplingParams
@@ -160,7 +160,8 @@ def profile_prefill(engine: Engine, batch: int, context: int, folder: Path) -> d
 
 def _floor(floor: Floor, args: argparse.Namespace, batch: int, num_steps: int) -> float:
     if args.prefill:
-        return floor.prefill([args.context] * batch) / num_steps
+        compute = floor.prefill([args.context] * batch) / num_steps
+        return max(compute, floor.weight_bytes / BYTES_PER_SECOND)
     return floor.decode_step(batch, args.context)
 
 
@@ -171,7 +172,11 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--top", type=int, default=25)
-    parser.add_argument("--prefill", action="store_true", help="the steps before those")
+    parser.add_argument(
+        "--prefill",
+        action="store_true",
+        help="profile prompts' steps, all of them",
+    )
     args = parse_arguments(parser)
     results = []
     for shape in args.model:

@@ -7,6 +7,7 @@ whatever reason, is compiled in the engine's own process.
 """
 
 import json
+import operator
 import os
 import subprocess
 import sys
@@ -21,15 +22,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jpaged.compile_worker import Order, device_bytes
+from jpaged.compile_worker import Order, share_of
 from jpaged.config import EngineConfig
-from jpaged.runtime.program_store import ProgramStore, settings, traced_modules
+from jpaged.runtime.program_store import ProgramStore, device_bytes, settings, traced_modules
 from jpaged.runtime.recipe import Recipe
 from jpaged.runtime_config import RuntimeConfig
 
+MAX_WORKERS = 8
 _CPUS_A_WORKER = 2
+_MAX_THREADS = 4
 _DEVICE_BYTES_A_WORKER = 2**30
 """What a process's context and programs take of a GPU, and some more."""
+
+_WORKER = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from jpaged.compile_worker import main
+main(int(sys.argv[2]))
+"""
 
 
 def choose_workers(config: EngineConfig, device: Any, *, measured: bool) -> int:
@@ -45,9 +55,12 @@ def choose_workers(config: EngineConfig, device: Any, *, measured: bool) -> int:
         return config.num_compile_workers
     if device.platform == "cpu" or not measured:
         return 0
-    held = device_bytes(device) or 0
-    left = held / config.gpu_memory_utilization - held
-    return int(min((os.cpu_count() or 1) // _CPUS_A_WORKER, left // _DEVICE_BYTES_A_WORKER))
+    held, fraction = device_bytes(device) or 0, _client_options().get("memory_fraction")
+    if fraction is None:  # nobody knows what is left of the device
+        return 0
+    left = held / float(fraction) - held
+    most = min(MAX_WORKERS, len(os.sched_getaffinity(0)) // _CPUS_A_WORKER)
+    return int(min(most, left // _DEVICE_BYTES_A_WORKER))
 
 
 def make_orders(
@@ -66,24 +79,26 @@ def make_orders(
         folder: The checkpoint's.
         dtype: Of weights and pool.
         device: What the engine runs on.
-        store: Where workers leave what they lower, and the engine finds it; without it there are
-            none.
+        store: Where workers leave what they lower, and the engine finds it.
         measured: As of `choose_workers`.
+
+    Returns:
+        None at all where what workers compile would not be found, or no Python is to be had.
     """
     num_workers = choose_workers(config, device, measured=measured)
-    if store is None or not num_workers:
+    is_frozen = getattr(sys, "frozen", False)  # then that is the caller's own program
+    if not num_workers or store is None or not _caches() or not sys.executable or is_frozen:
         return []
     whole = Order(
-        options=asdict(config) | {"model": str(folder)},
+        cache=str(config.compilation_cache_dir),
         folder=str(folder),
         dtype=dtype.name,
         settings=_plain_settings(),
         client=_client_options(),
-        device_bytes=device_bytes(device),
         modules=traced_modules(),
         made_from=store.made_from,
         of=num_workers,
-        threads=max(2, (os.cpu_count() or 1) // num_workers),
+        threads=max(2, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // num_workers)),
     )
     return [replace(whole, share=share) for share in range(num_workers)]
 
@@ -101,14 +116,21 @@ class CompilePool:
         orders: One a worker; without any, all is left to the engine's own process.
         store: Where they leave what they lower.
         say: Tells a line about the start.
+        verbose: Let what workers write on stderr through.
     """
 
     def __init__(
-        self, orders: Sequence[Order], store: ProgramStore | None, say: Callable[[str], None]
+        self,
+        orders: Sequence[Order],
+        store: ProgramStore | None,
+        say: Callable[[str], None],
+        *,
+        verbose: bool = False,
     ):
         self._orders, self._store, self._say = orders, store, say
+        self._errors = None if verbose else subprocess.DEVNULL
         self._workers: list[_Worker] = []
-        self._told: SimpleQueue[dict[str, str] | None] = SimpleQueue()  # None: one has ended
+        self._told: SimpleQueue[tuple[int, dict[str, str] | None]] = SimpleQueue()
 
     def __enter__(self) -> "CompilePool":
         return self
@@ -117,7 +139,8 @@ class CompilePool:
         for worker in self._workers:
             worker.process.kill()
         for worker in self._workers:
-            worker.listener.join()
+            if worker.listener.ident is not None:
+                worker.listener.join()
             with suppress(OSError), worker.process:  # waits, and closes what leads there
                 pass
 
@@ -126,7 +149,7 @@ class CompilePool:
         for order in self._orders:
             try:
                 self._start_one(replace(order, limits=asdict(limits)))
-            except OSError as error:
+            except (OSError, RuntimeError) as error:  # no more processes, or threads
                 self._say(f"no process to compile in could be started: {error}")
                 break
         return bool(self._workers)
@@ -137,64 +160,93 @@ class CompilePool:
         runtime: RuntimeConfig,
         progress: Callable[[int, int], None],
     ) -> Iterator[Recipe]:
-        """All of `recipes`, each when a worker has compiled it, those that none does at the end.
+        """All of `recipes`, each when a worker has compiled it, or when none will.
 
         Workers that were not started are now if there is much to do.
         """
-        waiting = {repr(recipe.name): recipe for recipe in recipes}
-        total = len(waiting)
-        if not self._workers and self._is_cold(waiting.values()):
+        needed = list(recipes)
+        if not self._workers and self._is_cold(needed):
             self.start(runtime)
         for worker in self._workers:
             _send(worker.process, asdict(runtime))
-        for name in self._names_told():
+        waiting = {repr(recipe.name): recipe for recipe in needed}
+        for name in self._names_told(needed):
             if name in waiting:
                 yield waiting.pop(name)
-                progress(total - len(waiting), total)
-        if self._workers and waiting:
-            self._say(f"{len(waiting)} of {total} programs are left to this process")
+                progress(len(needed) - len(waiting), len(needed))
         yield from waiting.values()
 
-    def _is_cold(self, recipes: Iterable[Recipe]) -> bool:
+    def _is_cold(self, recipes: Sequence[Recipe]) -> bool:
         if self._store is None or not self._orders:
             return False
         missing = [recipe for recipe in recipes if not self._store.has(recipe.key)]
         return len(missing) > len(self._orders)
 
     def _start_one(self, order: Order) -> None:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "jpaged.compile_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=None if order.options["verbose"] else subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
-            text=True,
-        )
-        listener = threading.Thread(target=self._listen, args=(process,), daemon=True)
+        pipe, theirs = os.pipe()
+        try:
+            process = subprocess.Popen(
+                worker_command(theirs),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+                pass_fds=[theirs],
+                text=True,
+            )
+        except OSError:
+            os.close(pipe)
+            raise
+        finally:
+            os.close(theirs)
+        listener = threading.Thread(target=self._listen, args=(order.share, pipe), daemon=True)
         self._workers.append(_Worker(process, listener))
         listener.start()
         _send(process, asdict(order))
 
-    def _listen(self, process: subprocess.Popen[str]) -> None:
-        for line in process.stdout or ():
-            self._told.put(json.loads(line))
-        self._told.put(None)
+    def _listen(self, share: int, pipe: int) -> None:
+        try:
+            with suppress(ValueError), os.fdopen(pipe) as told:  # a line may be cut short
+                for line in told:
+                    self._told.put((share, json.loads(line)))
+        finally:
+            self._told.put((share, None))
 
-    def _names_told(self) -> Iterator[str]:
+    def _names_told(self, needed: Sequence[Recipe]) -> Iterator[str]:
+        """As workers tell them, and of a share all when its worker has ended or was not started."""
         running = len(self._workers)
+        for order in self._orders[running:] if running else ():
+            yield from self._left(order.share, needed)
         while running:
-            told = self._told.get()
+            share, told = self._told.get()
             if told is None:
                 running -= 1
+                yield from self._left(share, needed)
             elif "failed" in told:
                 self._say(f"a process that compiles has ended: {told['failed']}")
             else:
                 yield told["compiled"]
 
+    def _left(self, share: int, needed: Sequence[Recipe]) -> Iterator[str]:
+        return (repr(recipe.name) for recipe in share_of(needed, share, len(self._orders)))
+
+
+def worker_command(pipe: int) -> list[str]:
+    """A worker's command line: it finds modules where this process does, and tells by `pipe`."""
+    path = [entry for entry in sys.path if isinstance(entry, str)]
+    return [sys.executable, "-c", _WORKER, json.dumps(path), str(pipe)]
+
 
 def _send(process: subprocess.Popen[str], line: dict[str, Any]) -> None:
     with suppress(OSError):  # it has ended, and the listener says so
-        print(json.dumps(line, default=str), file=process.stdin, flush=True)
+        print(json.dumps(line, default=operator.index), file=process.stdin, flush=True)
+
+
+def _caches() -> bool:
+    """Whether what a worker compiles is kept, and found again."""
+    folder = jax.config.values["jax_compilation_cache_dir"]
+    if not folder or not jax.config.values["jax_enable_compilation_cache"]:
+        return False
+    return "://" in folder or os.access(folder, os.W_OK)
 
 
 def _plain_settings() -> dict[str, Any]:

@@ -84,6 +84,12 @@ class Sizing:
         # Until the pool's size is known, only swap_space bounds the blocks in host memory.
         self._limits = replace(limits, num_host_blocks=config.host_blocks(self._per_block))
 
+    @property
+    def step_rows(self) -> set[int]:
+        """Rows that the products of steps have."""
+        buckets = step_buckets(self._limits)
+        return {*buckets.decode_seqs, *buckets.prefill_tokens}
+
     def workspace(
         self,
         builder: ProgramBuilder,

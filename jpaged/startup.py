@@ -16,14 +16,10 @@ from jpaged.core.prefix_cache import PrefixCache
 from jpaged.core.scheduler import Scheduler, SchedulerConfig
 from jpaged.core.swap import PreemptionMode, PressurePolicy
 from jpaged.intake import Intake
-from jpaged.jax_setup import (
-    offer_recorded_products,
-    prepare_jax,
-    program_store,
-    without_collections,
-)
+from jpaged.jax_setup import prepare_jax, program_store, without_collections
 from jpaged.models.config import ModelConfig
 from jpaged.models.loader import load_model, model_shapes, read_config, resolve_checkpoint
+from jpaged.recorded_products import offer_recorded_products
 from jpaged.reporter import Reporter
 from jpaged.runtime.kv_cache import MemoryAccount
 from jpaged.runtime.model_runner import ModelRunner
@@ -66,17 +62,19 @@ def _build_parts(config: EngineConfig) -> EngineParts:
     with reporter.phase("starting the device"):
         prepare_jax(config)
         device = jax.local_devices()[0]
-        measured = offer_recorded_products(device)
+        record = offer_recorded_products(device)
     folder = resolve_checkpoint(config.model or EMBEDDED_MODEL)
     model_config = ModelConfig.from_hf(read_config(folder))
     dtype = _resolve_dtype(config.dtype, model_config, device.platform)
     draft = model_shapes(model_config, dtype)
-    store = program_store(config, model_config, draft, device)
-    sizing = Sizing(config, model_config, SplitModel.of(draft), dtype, device)
+    store = program_store(config.compilation_cache_dir, model_config, draft, device)
+    draft_split = SplitModel.of(draft)
+    sizing = Sizing(config, model_config, draft_split, dtype, device)
     shared, progress = SharedCalls(select_backend(device.platform)), _Progress(reporter)
     builder = ProgramBuilder(os.cpu_count() or 1, store, progress)
+    measured = record.has(draft_split.leaves, sizing.step_rows)
     orders = make_orders(config, folder, dtype, device, store, measured=measured)
-    pool = CompilePool(orders, store, reporter.say)
+    pool = CompilePool(orders, store, reporter.say, verbose=config.verbose)
     with pool, ThreadPoolExecutor(2) as beside, builder:
         run = ThreadSettings().run
         workspace = beside.submit(run, sizing.workspace, builder, shared, pool.start)

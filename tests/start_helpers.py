@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,16 +33,15 @@ class Start:
         config = EngineConfig(compilation_cache_dir=cache, num_compile_workers=2, max_num_seqs=2)
         model = ModelConfig.from_hf(read_config(EMBEDDED_MODEL))
         device, draft = jax.local_devices()[0], model_shapes(model, FLOAT32)
-        store = program_store(config, model, draft, device)
+        store = program_store(cache, model, draft, device)
         assert store is not None
         split, self.store, self.said = SplitModel.of(draft), store, list[str]()
         self.runtime, _, shapes = Sizing(config, model, split, FLOAT32, device).fit(0)
         self.recipes = [*recipes(split, shapes, self.runtime, step_buckets(self.runtime))]
         self.orders = make_orders(config, EMBEDDED_MODEL, FLOAT32, device, store, measured=False)
 
-    def pool(self, **changes: Any) -> CompilePool:
-        orders = [replace(order, **changes) for order in self.orders]
-        return CompilePool(orders, self.store, self.said.append)
+    def pool(self) -> CompilePool:
+        return CompilePool(self.orders, self.store, self.said.append)
 
 
 def names(made: Iterable[Recipe]) -> list[str]:
@@ -56,4 +54,4 @@ if __name__ == "__main__":
     started = Start(Path(sys.argv[1]))
     order = replace(started.orders[0], limits=asdict(started.runtime))
     for record in (order, started.runtime):
-        print(json.dumps(asdict(record), default=str))
+        print(json.dumps(asdict(record)))

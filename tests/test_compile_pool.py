@@ -1,21 +1,25 @@
 """Processes that compile for an engine's start: what they take on, refuse and leave behind."""
 
 import json
+import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
 from start_helpers import FLOAT32, Start, names
 
+from jpaged import compile_pool
 from jpaged.compile_pool import CompilePool, choose_workers, make_orders
-from jpaged.compile_worker import Order, compile_share, share_of
-from jpaged.config import EngineConfig
+from jpaged.compile_worker import Order, runtime_of, share_of
+from jpaged.config import EMBEDDED_MODEL, EngineConfig
 from jpaged.runtime.recipe import Recipe
 
 GIB = 2**30
@@ -31,6 +35,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
         jax.config.update(name, value)
 
 
+def untold(*_: int) -> None:
+    """Progress that nobody wants."""
+
+
 def processes(pool: CompilePool) -> list[subprocess.Popen]:
     return [worker.process for worker in pool._workers]
 
@@ -44,12 +52,15 @@ events = Counter()
 jax.monitoring.register_event_listener(lambda name, **_: events.update([name.split("/")[-1]]))
 from jpaged import Engine, SamplingParams
 
+from jpaged.compile_pool import CompilePool
+
+start, CompilePool.start = CompilePool.start, lambda *a: events.update(["start"]) or start(*a)
 engine = Engine(
     max_num_seqs=2, verbose=True, compilation_cache_dir=sys.argv[1], num_compile_workers=2
 )
 greedy = SamplingParams(temperature=0.0, max_tokens=8)
 text = engine.generate("Count from 1 to 20", greedy)[0].outputs[0].text
-print(json.dumps({"hits": events["cache_hits"], "misses": events["cache_misses"], "text": text}))
+print(json.dumps([text, *(events[it] for it in ("start", "cache_hits", "cache_misses"))]))
 """
 
 
@@ -66,28 +77,21 @@ def test_what_workers_compile_the_engine_finds(tmp_path: Path):
         )
         for _ in range(2)
     )
-    cold, warm = json.loads(first.stdout), json.loads(second.stdout)
+    text, starts, hits, misses = json.loads(first.stdout)
     (total,) = {int(n) for n in re.findall(r"compiled (\d+) of \1 programs", first.stderr)}
-    assert cold["hits"] == total
-    assert warm == {"hits": total + cold["misses"], "misses": 0, "text": cold["text"]}
-    assert "left to this process" not in first.stderr + second.stderr
+    assert (starts, hits) == (1, total)
+    assert "has ended" not in first.stderr
+    assert json.loads(second.stdout) == [text, 0, total + misses, 0]
 
 
 def test_a_worker_that_would_make_other_programs_makes_none(start: Start):
     """Here code has the tests' checks in it, which it has not in a worker."""
     with start.pool() as pool:
         assert pool.start(start.runtime)
-        found = names(pool.compiled(start.recipes, start.runtime, pytest.fail))
+        found = names(pool.compiled(start.recipes, start.runtime, untold))
     assert found == names(start.recipes)
-    assert sum("its settings or its code" in line for line in start.said) == 2
-    assert start.said[-1] == f"{len(found)} of {len(found)} programs are left to this process"
+    assert sum("settings, code or share" in line for line in start.said) == 2
     assert not any(start.store.has(recipe.key) for recipe in start.recipes)
-
-
-def test_another_share_of_the_device_is_another_program(start: Start):
-    order = replace(start.orders[0], device_bytes=7, limits=asdict(start.runtime))
-    with pytest.raises(ValueError, match="its share of the device"):
-        next(compile_share(order, lambda: start.runtime))
 
 
 def test_what_a_lost_worker_had_is_compiled_here(start: Start):
@@ -95,7 +99,7 @@ def test_what_a_lost_worker_had_is_compiled_here(start: Start):
         pool.start(start.runtime)
         for process in processes(pool):
             process.kill()
-        found = names(pool.compiled(start.recipes, start.runtime, pytest.fail))
+        found = names(pool.compiled(start.recipes, start.runtime, untold))
     assert found == names(start.recipes)
 
 
@@ -103,9 +107,7 @@ def test_without_processes_all_is_compiled_here(start: Start, monkeypatch: pytes
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with start.pool() as pool:
         assert not pool.start(start.runtime)
-        assert len([*pool.compiled(start.recipes, start.runtime, pytest.fail)]) == len(
-            start.recipes
-        )
+        assert len([*pool.compiled(start.recipes, start.runtime, untold)]) == len(start.recipes)
     assert "could be started" in start.said[0]
 
 
@@ -114,6 +116,45 @@ def test_who_leaves_in_the_middle_leaves_no_process(start: Start):
         pool.start(start.runtime)
         running = processes(pool)
     assert [process.returncode for process in running] == [-9, -9]
+
+
+TELLS = """
+import os, sys
+os.write(int(sys.argv[1]), sys.argv[2].encode())
+"""
+
+
+def worker_that_tells(lines: str) -> Callable[[int], list[str]]:
+    return lambda pipe: [sys.executable, "-c", TELLS, str(pipe), lines]
+
+
+def test_what_a_worker_told_before_it_was_lost_is_not_compiled_again(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+):
+    done = [repr(recipe.name) for recipe in start.recipes[:2]]
+    lines = "".join(json.dumps({"compiled": name}) + "\n" for name in done)
+    told: list[int] = []
+    monkeypatch.setattr(compile_pool, "worker_command", worker_that_tells(lines + '{"compi'))
+    with start.pool() as pool:
+        found = [*pool.compiled(start.recipes, start.runtime, lambda n, _: told.append(n))]
+    assert [repr(recipe.name) for recipe in found[:2]] == done
+    assert names(found) == names(start.recipes)
+    assert told == [*range(1, len(found) + 1)]
+
+
+def test_the_share_of_a_worker_that_ended_is_not_waited_for(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+):
+    """The others may take long: this one never says a word."""
+    commands = iter(
+        [worker_that_tells(""), lambda _: [sys.executable, "-c", "import sys; sys.stdin.read()"]]
+    )
+    monkeypatch.setattr(compile_pool, "worker_command", lambda pipe: next(commands)(pipe))
+    first = share_of(start.recipes, 0, 2)
+    with start.pool() as pool:
+        pool.start(start.runtime)
+        found = pool.compiled(start.recipes, start.runtime, untold)
+        assert names(next(found) for _ in first) == names(first)
 
 
 @pytest.fixture(scope="module")
@@ -126,15 +167,20 @@ def order_and_runtime(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.mark.parametrize("lines", [0, 1, 2], ids=["no order", "no runtime", "at work"])
 def test_a_worker_ends_with_its_input(lines: int, order_and_runtime: list[str]):
     """The engine's process may be gone for good, without a word."""
-    process = subprocess.run(
-        [sys.executable, "-m", "jpaged.compile_worker"],
-        input="".join(order_and_runtime[:lines]),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (process.stdout, process.returncode) == ("", 1)
+    read, write = os.pipe()
+    with os.fdopen(read) as told:
+        try:
+            process = subprocess.run(
+                compile_pool.worker_command(write),
+                input="".join(order_and_runtime[:lines]),
+                pass_fds=[write],
+                text=True,
+                timeout=60,
+                check=False,
+            )
+        finally:
+            os.close(write)
+        assert (told.read(), process.returncode) == ("", 1)
 
 
 def named(*names: tuple) -> list[Recipe]:
@@ -159,41 +205,71 @@ def test_shares_are_all_programs_once_and_kernels_in_common_stay_together():
 
 
 @pytest.mark.parametrize(
-    ("platform", "reserved", "share", "measured", "asked", "expected"),
+    ("platform", "processors", "reserved", "options", "measured", "asked", "expected"),
     [
-        ("gpu", 126 * GIB, 0.9, True, None, 8),
-        ("gpu", 126 * GIB, 0.9, False, None, 0),
-        ("gpu", 126 * GIB, 0.9, False, 3, 3),
-        ("gpu", 22 * GIB, 0.9, True, None, 2),
-        ("gpu", 24 * GIB, 1.0, True, None, 0),
-        ("gpu", None, 0.9, True, None, 0),
-        ("cpu", None, 0.9, True, None, 0),
+        ("gpu", 16, 126 * GIB, {"memory_fraction": 0.9}, True, None, 8),
+        ("gpu", 16, 126 * GIB, "memory_fraction:0.9;preallocate:true", True, None, 8),
+        ("gpu", 192, 126 * GIB, {"memory_fraction": 0.9}, True, None, 8),
+        ("gpu", 5, 126 * GIB, {"memory_fraction": 0.9}, True, None, 2),
+        ("gpu", 16, 126 * GIB, {"memory_fraction": 0.9}, False, None, 0),
+        ("gpu", 16, 126 * GIB, {"memory_fraction": 0.9}, False, 3, 3),
+        ("gpu", 16, 22 * GIB, {"memory_fraction": 0.9}, True, None, 2),
+        ("gpu", 16, 24 * GIB, {"memory_fraction": 1.0}, True, None, 0),
+        ("gpu", 16, 24 * GIB, None, True, None, 0),
+        ("gpu", 16, None, {"memory_fraction": 0.9}, True, None, 0),
+        ("cpu", 16, None, {"memory_fraction": 0.9}, True, None, 0),
     ],
 )
 def test_as_many_workers_as_processors_and_memory_allow(
     platform: str,
+    processors: int,
     reserved: int | None,
-    share: float,
+    options: Any,
     measured: bool,
     asked: int | None,
     expected: int,
     monkeypatch: pytest.MonkeyPatch,
+    client_options: Callable[[Any], None],
 ):
-    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    client_options(options)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(processors))
     stats = {"bytes_limit": reserved} if reserved else None
     device = SimpleNamespace(platform=platform, memory_stats=lambda: stats)
-    config = EngineConfig(gpu_memory_utilization=share, num_compile_workers=asked)
+    config = EngineConfig(num_compile_workers=asked)
     assert choose_workers(config, device, measured=measured) == expected
 
 
-def test_nothing_kept_is_no_worker(tmp_path: Path):
-    config = EngineConfig(compilation_cache_dir=None, num_compile_workers=2)
-    nothing = SimpleNamespace()
-    assert make_orders(config, tmp_path, FLOAT32, nothing, None, measured=True) == []
+@pytest.fixture
+def client_options() -> Iterator[Callable[[Any], None]]:
+    name = "jax_pjrt_client_create_options"
+    before = jax.config.values[name]
+    yield partial(jax.config.update, name)
+    jax.config.update(name, before)
 
 
-def test_orders_are_fit_for_json(start: Start):
+def orders_of(start: Start) -> list[Order]:
+    config = EngineConfig(num_compile_workers=2)
+    device = jax.local_devices()[0]
+    return make_orders(config, EMBEDDED_MODEL, FLOAT32, device, start.store, measured=False)
+
+
+def test_where_nothing_is_kept_there_is_no_worker(start: Start, monkeypatch: pytest.MonkeyPatch):
+    assert len(orders_of(start)) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda *_: False)
+        assert orders_of(start) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", None)
+        assert orders_of(start) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(start, "store", None)
+        assert orders_of(start) == []
+    jax.config.update("jax_compilation_cache_dir", None)
+    assert orders_of(start) == []
+
+
+def test_orders_and_numbers_are_fit_for_json(start: Start):
     first, second = start.orders
     assert (first.share, second.share, first.of) == (0, 1, 2)
-    order = Order(**json.loads(json.dumps(asdict(first), default=str)))
-    assert order == replace(first, options=order.options)
+    assert Order(**json.loads(json.dumps(asdict(first)))) == first
+    assert runtime_of(json.loads(json.dumps(asdict(start.runtime)))) == start.runtime

@@ -9,10 +9,8 @@ one by one; then an engine of the shape starts, for all the rest. What XLA then 
 """
 
 import argparse
-import json
 import tempfile
 import time
-from base64 import b64encode
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -21,9 +19,17 @@ import jax.numpy as jnp
 
 from bench.common import AS_VLLM, SHAPES, make_engine
 from jpaged.config import EngineConfig
-from jpaged.jax_setup import autotuning_folder, prepare_jax, read_record, recorded_products
+from jpaged.jax_setup import prepare_jax
 from jpaged.models.config import ModelConfig
 from jpaged.models.loader import model_shapes
+from jpaged.recorded_products import (
+    Record,
+    autotuning_folder,
+    read_record,
+    recorded_products,
+    weights_digest,
+    write_record,
+)
 from jpaged.runtime.recipe import Recipe
 from jpaged.runtime.recipes import Shapes, SplitModel, recipes
 from jpaged.runtime_config import GPU_DEFAULTS, resolve_limits, with_pool
@@ -62,6 +68,13 @@ def first_of_each_products(shape: str) -> list[Recipe]:
         if recipe.products is not None:
             chosen.setdefault(recipe.products, recipe)
     return list(chosen.values())
+
+
+def rows_measured(shape: str) -> dict[str, list[int]]:
+    """Rows of the products of its programs, by the digest of its weights."""
+    rows = {recipe.products[1] for recipe in all_recipes(shape) if recipe.products is not None}
+    model = model_shapes(ModelConfig.from_hf(SHAPES[shape]), DTYPE)
+    return {weights_digest(SplitModel.of(model).leaves): sorted(rows)}
 
 
 def measure(shape: str, cache: str) -> None:
@@ -103,15 +116,15 @@ def main() -> None:
         if select_backend(jax.default_backend()) is not Backend.TRITON:
             raise SystemExit(f"needs an NVIDIA GPU; JAX sees {jax.default_backend()!r} only")
         path = recorded_products(jax.local_devices()[0])
-        kept = read_record(path) if args.add and path.is_file() else {}
+        kept = read_record(path) if args.add and path.is_file() else Record()
         path.unlink(missing_ok=True)  # or the engines would find it
+        rows = dict(kept.rows)
         for shape in args.model:
             measure(shape, cache)
-        found = sorted({**kept, **results(Path(cache))}.items())
-    record = {name: b64encode(result).decode() for name, result in found}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=0) + "\n", encoding="utf-8")
-    print(f"{path}: {len(record)} measurements, {path.stat().st_size / 1e6:.2f} MB")
+            rows |= rows_measured(shape)
+        record = Record(rows, {**kept.results, **results(Path(cache))})
+    write_record(path, record)
+    print(f"{path}: {len(record.results)} measurements, {path.stat().st_size / 1e6:.2f} MB")
 
 
 if __name__ == "__main__":

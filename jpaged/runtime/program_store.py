@@ -145,14 +145,19 @@ def traced_modules() -> list[str]:
 
 
 def settings() -> dict[str, Any]:
-    """JAX's settings as they hold in this thread; where it caches and how much of the device it
-    takes are not among them, which no program depends on."""
+    """JAX's settings as they hold in this thread, less what no program depends on: where it caches,
+    and how its client takes its share of the device; how large that is counts by itself."""
     values = jax.config.values.items()
     return {
         name: getattr(jax.config, name, value)
         for name, value in values
         if "cache" not in name and name != "jax_pjrt_client_create_options"
     }
+
+
+def device_bytes(device: Any) -> int | None:
+    """How much of the device JAX's client may use, where it says so; XLA schedules by it."""
+    return (device.memory_stats() or {}).get("bytes_limit")
 
 
 def _environment(device: Any) -> str:
@@ -162,7 +167,7 @@ def _environment(device: Any) -> str:
     client = device.client
     # Some kernels have a program a core, and a device may be lent with fewer than its kind has.
     cores = getattr(device, "core_count", None)
-    chip = client.platform, client.platform_version, device.device_kind, cores
+    chip = client.platform, client.platform_version, device.device_kind, cores, device_bytes(device)
     mesh = jax.sharding.get_abstract_mesh()
     return repr((sorted(settings().items()), sorted(variables.items()), versions, chip, mesh))
 

@@ -111,13 +111,17 @@ def test_a_replaced_function_or_setting_makes_other_programs(
     assert make_store(tmp_path).load(recipe().key) is not None
 
 
-def test_the_device_and_its_cores_make_other_programs(tmp_path: Path):
+def test_the_device_its_cores_and_the_share_of_it_make_other_programs(tmp_path: Path):
     def store(**changes: Any) -> ProgramStore:
-        facts = {"client": DEVICE.client, "device_kind": "a GPU", "core_count": 132}
-        return ProgramStore(tmp_path, "a model", SimpleNamespace(**facts | changes))
+        facts = {"client": DEVICE.client, "device_kind": "a GPU", "core_count": 132, "share": 7}
+        facts |= changes
+        stats = {"bytes_limit": facts.pop("share")}
+        device = SimpleNamespace(**facts, memory_stats=lambda: stats)
+        return ProgramStore(tmp_path, "a model", device)
 
     save(store(), recipe())
     assert store(core_count=66).load(recipe().key) is None
+    assert store(share=8).load(recipe().key) is None  # XLA schedules by it
     assert store(device_kind="another GPU").load(recipe().key) is None
     assert store().load(recipe().key) is not None
 

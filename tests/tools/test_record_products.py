@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from jpaged.jax_setup import autotuning_folder
+from jpaged.recorded_products import autotuning_folder
 from tools.record_products import first_of_each_products, results
 
 
