@@ -5,7 +5,7 @@ XLA tries ways to compute each matrix product and fusion on the device, which is
 start, and measures the worse the more is compiled at once. Here programs with products are compiled
 one by one; then an engine of the shape starts, for all the rest. What XLA then knows replaces what
 `jpaged/assets/autotuning/` has for such a device and these versions of XLA and cuBLAS, where
-`jpaged.jax_setup` finds it for an engine's start. Nothing else looks at it.
+`jpaged.recorded_products` finds it for an engine's start. Nothing else looks at it.
 """
 
 import argparse
