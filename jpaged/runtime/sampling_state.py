@@ -61,7 +61,7 @@ def encode_row(params: SamplingParams, seed: int) -> np.ndarray:
 
     Args:
         params: the request's parameters.
-        seed: any 64-bit integer, signed or not: `params.seed` or one that the engine chose.
+        seed: any 64-bit integer, signed or not: the sequence's own.
     """
     floats = np.array(
         [
