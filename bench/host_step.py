@@ -1,4 +1,4 @@
-"""What the host does for a decode step, without a device (`python -m bench.host_step`).
+"""What the host does for a decode step, and around the steps (`python -m bench.host_step`).
 
 The engine's own scheduler, loop and runner serve 256 sequences, but the programs are stubs that
 give back arrays made beforehand. So the figures hold no launch and no waiting: what is left has to
@@ -13,173 +13,57 @@ fit beside the device's work. Microseconds a step, the median over the steps:
     update      tokens into sequences, stops, blocks
     outputs     the engine's own books: times, texts
     total       a turn of the loop
+
+And what no step of the device hides of a generation of as many requests, 128 tokens in and out, in
+milliseconds, the median over the generations:
+
+    checks      the prompts brought to one form
+    adding      requests made of them and queued
+    first step  up to its launch
+    answers     what the caller gets, made of what is there
 """
 
 import argparse
 import gc
 import statistics
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable
-from functools import partial, wraps
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from bench.common import SHAPES, random_prompts
 from bench.compare import parse_arguments
+from bench.null_device import SHAPE, Clock, Host, make_host
 from bench.records import print_table, record
-from jpaged import SamplingParams
-from jpaged.config import LoopMode
-from jpaged.core.block_manager import BlockManager
-from jpaged.core.scheduler import Scheduler, SchedulerConfig
-from jpaged.driver import Driver, Job
-from jpaged.engine_loop import EngineLoop
-from jpaged.intake import Intake
-from jpaged.models.config import ModelConfig
-from jpaged.models.registry import model_class
+from jpaged import RequestOutput, SamplingParams
+from jpaged.driver import Job
+from jpaged.inputs import normalize_prompts
 from jpaged.runtime import model_runner
-from jpaged.runtime.buckets import Buckets, make_buckets
-from jpaged.runtime.model_runner import ModelRunner, StepHandle
-from jpaged.runtime.programs import Programs
-from jpaged.runtime.recipes import Shapes, SplitModel
-from jpaged.runtime.sampler import Sampled, SamplerLevel
-from jpaged.runtime_config import RuntimeConfig
-from pallas_kernels import Backend
+from jpaged.runtime.model_runner import StepHandle
 
-SHAPE = "qwen3-0.6b"
-BLOCK_SIZE, MAX_MODEL_LEN, BUDGET = 16, 2048, 8192
 # Of a step of case A at the figure to reach: 256 sequences at 80,000 tokens a second.
 STEP_TO_REACH_US = 256 / 80_000 * 1e6
-TOKEN = 7
+NUM_PROMPT_TOKENS = NUM_OUTPUT_TOKENS = 128
 
 
-def null_programs(buckets: Buckets, clock: "Clock") -> Programs:
-    """Programs that compute nothing; calling one counts as "dispatch"."""
-    shapes = buckets.prefill_shapes
-    sizes = {*buckets.decode_seqs, *(seqs for _, seqs in shapes)}
-
-    def stubs(run: Callable, keys: Iterable, size_of: Callable[[Any], Any]) -> dict:
-        return {key: clock.timed("dispatch", partial(run, size_of(key))) for key in keys}
-
-    tokens = {size: jnp.full(size, TOKEN, jnp.int32) for size in sizes}
-    levels = [(size, level) for size in sizes for level in SamplerLevel]
-    return Programs(
-        decode_burst={},
-        decode=stubs(_decode, buckets.decode_seqs, lambda seqs: seqs),
-        prefill=stubs(_prefill, shapes, lambda shape: shape),
-        sample=stubs(_sample, levels, lambda key: tokens[key[0]]),
-        prompt_logprobs={},
-        load_row=_keep,
-        copy_blocks=_keep,
-        fork_rows=_keep,
-        gather_blocks={},
-        scatter_blocks={},
-    )
+def make_params(max_tokens: int) -> SamplingParams:
+    """As in `bench.throughput`."""
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
 
 
-def _decode(seqs: int, leaves: Any, *, state: Any, **inputs: Any) -> tuple:
-    return SimpleNamespace(shape=(seqs,)), None, state
-
-
-def _prefill(shape: tuple[int, int], leaves: Any, *, state: Any, **inputs: Any) -> tuple:
-    tokens, seqs = shape
-    return SimpleNamespace(shape=(seqs,)), SimpleNamespace(shape=(tokens,)), None, state
-
-
-def _sample(
-    tokens: jax.Array, logits: Any, inputs: Any, *, last_tokens: Any, sampling: Any
-) -> tuple:
-    return Sampled(tokens), last_tokens, sampling
-
-
-def _keep(state: Any, *inputs: Any) -> Any:
-    return state
-
-
-class Clock:
-    """Seconds spent in parts of the current step, the time of inner parts left out."""
-
-    def __init__(self, now: Callable[[], float] = time.perf_counter):
-        self._now = now
-        self.parts: dict[str, float] = defaultdict(float)
-        self._inner = [0.0]
-
-    def timed(self, part: str, function: Callable) -> Callable:
-        """A function that counts for `part`."""
-
-        @wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            self._inner.append(0.0)
-            start = self._now()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                seconds = self._now() - start
-                self.parts[part] += seconds - self._inner.pop()
-                self._inner[-1] += seconds
-
-        return run
-
-    def take(self) -> dict[str, float]:
-        """The parts of the step that is over."""
-        taken, self.parts = dict(self.parts), defaultdict(float)
-        return taken
-
-
-def make_loop(num_seqs: int, max_tokens: int, clock: Clock) -> EngineLoop:
-    """A loop over null programs, timed, with `num_seqs` requests of 128 tokens."""
-    runtime = RuntimeConfig(
-        block_size=BLOCK_SIZE,
-        num_blocks=num_seqs * MAX_MODEL_LEN // BLOCK_SIZE + 1,
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=num_seqs,
-        max_num_batched_tokens=BUDGET,
-        vocab_size=SHAPES[SHAPE]["vocab_size"],
-        backend=Backend.XLA,
-    )
-    scheduler = Scheduler(
-        SchedulerConfig(num_seqs, BUDGET, MAX_MODEL_LEN),
-        BlockManager(runtime.num_blocks, BLOCK_SIZE),
-    )
-    loop = EngineLoop(scheduler, make_runner(runtime, clock), LoopMode.OVERLAPPED)
-    scheduler.schedule = clock.timed("schedule", scheduler.schedule)
-    scheduler.update = clock.timed("update", scheduler.update)
-    limits = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": num_seqs}
-    intake = Intake(
-        None, vocab_size=runtime.vocab_size, eos_token_ids=frozenset(), seed=0, **limits
-    )
-    driver = Driver(loop, intake)
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    for prompt in random_prompts([128] * num_seqs, runtime.vocab_size):
-        driver.add(Job(intake.checked(prompt), params, 0), None, polled=False)
-    return loop
-
-
-def make_runner(runtime: RuntimeConfig, clock: Clock) -> ModelRunner:
-    """The engine's runner with null programs and next to no arrays."""
-    tiny = ModelConfig.from_hf({**SHAPES[SHAPE], "num_hidden_layers": 1, "head_dim": 2})
-    dtype = np.dtype(np.float32)
-    split = SplitModel.of(nnx.eval_shape(lambda: model_class(tiny)(tiny, dtype=dtype)))
-    shapes = Shapes.of(split, tiny, runtime, dtype)
-    buckets = make_buckets(runtime.max_num_seqs, BUDGET)
-    programs = null_programs(buckets, clock)
-    runner = ModelRunner(split, shapes, runtime, buckets, programs)
-    runner.launch = clock.timed("launch", runner.launch)
-    rows = runner._rows
-    for name in ("rows", "level", "assign", "release"):
-        setattr(rows, name, clock.timed("rows", getattr(rows, name)))
-    return runner
+def make_prompts(num_seqs: int) -> list[list[int]]:
+    """One for each sequence."""
+    return random_prompts([NUM_PROMPT_TOKENS] * num_seqs, SHAPES[SHAPE]["vocab_size"])
 
 
 def measure(num_seqs: int, num_steps: int) -> dict[str, float]:
     """Median microseconds a step, by part."""
     clock, warm = Clock(), 20
-    loop = make_loop(num_seqs, num_steps + 200, clock)
+    loop, intake, driver = make_host(num_seqs, clock)
+    params = make_params(num_steps + 200)
+    for prompt in make_prompts(num_seqs):
+        driver.add(Job(intake.checked(prompt), params))
     original = model_runner.pack_decode, StepHandle.read
     model_runner.pack_decode = clock.timed("pack", model_runner.pack_decode)
     StepHandle.read = clock.timed("consume", StepHandle.read)
@@ -204,6 +88,44 @@ def measure(num_seqs: int, num_steps: int) -> dict[str, float]:
     }
 
 
+def measure_ends(num_seqs: int, num_times: int) -> dict[str, float]:
+    """Median milliseconds of a generation that its steps do not hide, by part."""
+    host, prompts = make_host(num_seqs, Clock()), make_prompts(num_seqs)
+    marks: list[float] = []
+    host.loop.advance = _marked(host.loop.advance, marks)
+    params = [make_params(NUM_OUTPUT_TOKENS) for _ in prompts]
+    taken = []
+    for _ in range(num_times):
+        _generate(host, prompts, params, marks)
+        taken.append([*np.diff(marks[:4]), marks[-1] - marks[-2]])
+        marks.clear()
+    return dict(zip(ENDS, 1e3 * np.median(taken, axis=0), strict=True))
+
+
+def _marked(function: Callable[[], Any], marks: list[float]) -> Callable[[], Any]:
+    def run() -> Any:
+        marks.append(time.perf_counter())
+        result = function()
+        marks.append(time.perf_counter())
+        return result
+
+    return run
+
+
+def _generate(
+    host: Host, prompts: object, params: list[SamplingParams], marks: list[float]
+) -> list[RequestOutput]:
+    """As `Engine.generate`; marks the start, the end of the checks, and the end."""
+    marks.append(time.perf_counter())
+    checked = normalize_prompts(prompts, vocab_size=host.intake.vocab_size)
+    marks.append(time.perf_counter())
+    states = host.driver.complete(map(Job, checked, params))
+    outputs = [state.output() for state in states]
+    marks.append(time.perf_counter())
+    return outputs
+
+
+ENDS = ("checks", "adding", "first step", "answers")
 ORDER = ("schedule", "rows", "pack", "dispatch", "launch", "consume", "update", "outputs")
 
 
@@ -213,8 +135,9 @@ def main() -> None:
     )
     parser.add_argument("--seqs", type=int, nargs="+", default=[256])
     parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--generations", type=int, default=20)
     args = parse_arguments(parser)
-    rows = []
+    rows, ends = [], []
     for num_seqs in args.seqs:
         gc.collect()
         found = measure(num_seqs, args.steps)
@@ -229,8 +152,18 @@ def main() -> None:
                     "share_of_a_step_to_reach": us / STEP_TO_REACH_US if num_seqs == 256 else None,
                 }
             )
+        for part, ms in measure_ends(num_seqs, args.generations).items():
+            row = {
+                "part": part,
+                "requests": num_seqs,
+                "ms": ms,
+                "us_a_request": 1e3 * ms / num_seqs,
+            }
+            ends.append(row)
     print_table(rows)
-    print(record("host_step", rows, steps=args.steps, step_to_reach_us=STEP_TO_REACH_US))
+    print_table(ends)
+    more = {"steps": args.steps, "generations": args.generations}
+    print(record("host_step", rows + ends, **more, step_to_reach_us=STEP_TO_REACH_US))
 
 
 if __name__ == "__main__":

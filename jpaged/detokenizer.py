@@ -7,12 +7,17 @@ text-generation-inference). The cost of a token is that of decoding some twenty.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from jpaged.sampling_params import SamplingParams
 from jpaged.tokenizer import Decoder
 
 REPLACEMENT = "\ufffd"
 """What decoders write for bytes that are no character, or not yet a whole one."""
+
+PROMPT_TAIL = 64
+"""Tokens of a prompt that matter to the text after it: the last of them that are not special. Some
+specials may sit between those; more than this is no text anyway."""
 
 _MIN_CONTEXT = 4
 _MAX_CONTEXT = 16
@@ -33,8 +38,7 @@ class IncrementalDecoder:
     ):
         self._decode = decoder.decode
         self._skipped = decoder.special_token_ids if skip_special_tokens else frozenset()
-        # Some specials may sit between the tokens that matter; more than this is no text anyway.
-        tail = prompt_token_ids[-4 * _MAX_CONTEXT :]
+        tail = prompt_token_ids[-PROMPT_TAIL:]
         # The last tokens, enough of them to decode what comes next rightly, and how many characters
         # of their text were returned before (of the prompt's: all whole ones).
         self._window, self._num_sent = self._start([i for i in tail if i not in self._skipped])
@@ -49,6 +53,8 @@ class IncrementalDecoder:
         new = [token_id for token_id in token_ids if token_id not in self._skipped]
         if not new:
             return ""
+        if not self._num_held_steps and len(self._window) > _MAX_WINDOW:
+            self._shorten()
         self._window += new
         text = self._decode(self._window)
         self._num_held_steps += 1
@@ -59,16 +65,17 @@ class IncrementalDecoder:
 
     def flush(self) -> str:
         """Return the text held back: no token will complete it."""
-        return self._settle(self._decode(self._window))
+        return self._settle(self._decode(self._window)) if self._num_held_steps else ""
 
     def _settle(self, text: str) -> str:
         """Return all the text that is left; what comes next starts a character of its own."""
-        piece = self._send(text, len(text))
         self._num_held_steps = 0
-        if len(self._window) > _MAX_WINDOW:
-            self._window = self._context(self._window) or self._window[-_MAX_CONTEXT:]
-            self._num_sent = len(self._decode(self._window))
-        return piece
+        return self._send(text, len(text))
+
+    def _shorten(self) -> None:
+        """All of the window's text was returned: keep what the next tokens need."""
+        self._window = self._context(self._window) or self._window[-_MAX_CONTEXT:]
+        self._num_sent = len(self._decode(self._window))
 
     def _send(self, text: str, end: int) -> str:
         start = self._num_sent
@@ -163,8 +170,9 @@ class StopChecker:
 class Detokenizer:
     """The text of one sequence as its tokens come.
 
-    Without stop strings nothing is decoded until someone asks for text, and then all new tokens
-    at once: a request that only wants the final text costs nothing while it runs.
+    Nothing is decoded until someone asks for text, and then all new tokens at once (with stop
+    strings each as it comes): a request that only wants the final text costs nothing while it waits
+    and runs.
 
     Args:
         decoder: The tokenizer; None (or `params.detokenize` False) makes all text empty.
@@ -185,11 +193,9 @@ class Detokenizer:
                 f"stop={params.stop!r} needs a tokenizer, and the engine has none: "
                 "use stop_token_ids, or make the engine without skip_tokenizer_init"
             )
-        self._text = None
-        if decoder is not None and params.detokenize:
-            self._text = IncrementalDecoder(
-                decoder, prompt_token_ids, skip_special_tokens=params.skip_special_tokens
-            )
+        self._decoder = decoder if params.detokenize else None
+        self._skip_special_tokens = params.skip_special_tokens
+        self._prompt_tail = prompt_token_ids[-PROMPT_TAIL:]
         self._checker = (
             StopChecker(stops, include_stop=params.include_stop_str_in_output) if stops else None
         )
@@ -215,13 +221,13 @@ class Detokenizer:
         ids = list(token_ids)
         if ended_by_token and not self._include_stop:
             ids = ids[:-1]
-        if self._text is None:
+        if self._decoder is None:
             return None
         if self._checker is None:
             self._pending += ids
             return None
         for token_id in ids:
-            self._check_token(token_id, self._text, self._checker)
+            self._check_token(token_id, self._checker)
         return self._checker.matched
 
     def take_delta(self) -> str:
@@ -234,9 +240,7 @@ class Detokenizer:
     def finish(self) -> None:
         """No token will follow: text that was held back is released. May be called again."""
         self._decode_pending()
-        if self._text is None:
-            return
-        rest = self._text.flush()
+        rest = "" if self._text is None else self._text.flush()
         if self._checker is not None:
             rest = self._checker.push(rest, check=False) + self._checker.flush()
         self._add(rest)
@@ -250,15 +254,27 @@ class Detokenizer:
             self._pieces, self._num_taken = [whole], 1
         return whole
 
-    def _check_token(self, token_id: int, text: IncrementalDecoder, checker: StopChecker) -> None:
+    @cached_property
+    def _text(self) -> IncrementalDecoder | None:
+        """Made when a text is first wanted: to begin one is to decode the prompt's end."""
+        if self._decoder is None:
+            return None
+        return IncrementalDecoder(
+            self._decoder, self._prompt_tail, skip_special_tokens=self._skip_special_tokens
+        )
+
+    def _check_token(self, token_id: int, checker: StopChecker) -> None:
         self._num_tokens += 1
-        piece = text.push([token_id])
+        piece = self._decode([token_id])
         self._add(checker.push(piece, check=self._num_tokens > self._min_tokens))
 
     def _decode_pending(self) -> None:
-        if self._pending and self._text is not None:
-            self._add(self._text.push(self._pending))
+        if self._pending:
+            self._add(self._decode(self._pending))
             self._pending.clear()
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return "" if self._text is None else self._text.push(token_ids)
 
     def _add(self, piece: str) -> None:
         if piece:

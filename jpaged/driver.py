@@ -68,7 +68,7 @@ class Driver:
         """
         state = self._make_state(job, request_id)
         state.polled = polled
-        self._loop.add(state)
+        self._loop.add([state])
         return state
 
     def abort(self, state: RequestState) -> None:
@@ -95,11 +95,9 @@ class Driver:
             jobs: What to do.
             progress: Told how many requests ended, after each step.
         """
-        states: list[RequestState] = []
+        states = [self._make_state(job) for job in jobs]  # none is queued if one is refused here
         try:
-            for job in jobs:
-                states.append(self._make_state(job))  # first, so that a Ctrl-C leaves none behind
-                self._loop.add(states[-1])
+            self._loop.add(states)
             left = set(states)
             while left:
                 ended = {state for state in self.advance() if state.request.is_finished} & left

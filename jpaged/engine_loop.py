@@ -59,20 +59,17 @@ class EngineLoop:
             message = "the engine failed in an earlier step: make a new one"
             raise RuntimeError(message) from self._failure
 
-    def add(self, state: RequestState) -> None:
-        """Queue a request; ValueError, with nothing changed, if it could never run."""
+    def add(self, states: Iterable[RequestState]) -> None:
+        """Queue requests, in their order.
+
+        Raises:
+            ValueError: one could never run; it changes nothing, and those before it are queued.
+            RuntimeError: a step failed earlier.
+        """
         self.check_alive()
         with self._undisturbed():
-            try:
-                self.scheduler.add(state.request)
-            except (TypeError, ValueError):  # refused: nothing is changed
-                raise
-            except Exception:
-                self.scheduler.abort(state.request_id)
-                raise
-            self.requests[state.request_id] = self._states[state.request] = state
-            self._sampling[state.request] = state.params
-            self.counts.prompt_tokens += state.request.sequences[0].num_prompt_tokens
+            for state in states:
+                self._add(state)
 
     def abort(self, state: RequestState) -> None:
         """End a request in any state; one that has ended, or was never added, is left as it is."""
@@ -148,6 +145,19 @@ class EngineLoop:
     def stats(self) -> EngineStats:
         """The pool and the queues now, and counts since the start."""
         return engine_stats(self.scheduler, self.counts)
+
+    def _add(self, state: RequestState) -> None:
+        request = state.request
+        try:
+            self.scheduler.add(request)
+        except (TypeError, ValueError):  # refused: nothing is changed
+            raise
+        except Exception:
+            self.scheduler.abort(request.request_id)
+            raise
+        self.requests[request.request_id] = self._states[request] = state
+        self._sampling[request] = state.params
+        self.counts.prompt_tokens += request.sequences[0].num_prompt_tokens
 
     def _plan(self) -> list[StepPlan]:
         """What to launch now: the next step, or several while they fit a burst and nobody waits."""

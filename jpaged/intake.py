@@ -125,7 +125,7 @@ class Intake:
         Raises:
             TypeError, ValueError: the id or a parameter is not acceptable.
         """
-        params = self._with_seed(params, next(self._arrivals))
+        seed = self._seed_of(params, next(self._arrivals))
         params.validate_for(
             self.vocab_size, MAX_LOGPROBS, self._eos_token_ids, max_num_seqs=self._max_num_seqs
         )
@@ -133,7 +133,7 @@ class Intake:
             self.need_tokenizer(f"stop={params.stop!r}")
         name = self._unused_name(ids_in_use) if request_id is None else _checked_id(request_id)
         return RequestState(
-            request=self._make_request(name, prompt, params, checked_priority(priority)),
+            request=self._make_request(name, prompt, params, seed, checked_priority(priority)),
             params=params,
             prompt=prompt,
             tokenizer=self.tokenizer,
@@ -142,7 +142,7 @@ class Intake:
         )
 
     def _make_request(
-        self, name: str, prompt: Prompt, params: SamplingParams, priority: int
+        self, name: str, prompt: Prompt, params: SamplingParams, seed: int, priority: int
     ) -> Request:
         endings = params.ending_ids(self._eos_token_ids)
         return Request.from_prompt(
@@ -155,6 +155,7 @@ class Intake:
             ),
             seq_ids=self._seq_ids,
             num_samples=params.num_samples if params.beam_width is None else 1,
+            seed=seed,
             beam=_make_search(params, endings),
             priority=priority,
             cache_salt=prompt.cache_salt,
@@ -166,10 +167,10 @@ class Intake:
         names = (f"request-{number}" for number in self._names)
         return next(name for name in names if name not in ids_in_use)
 
-    def _with_seed(self, params: SamplingParams, arrival: int) -> SamplingParams:
+    def _seed_of(self, params: SamplingParams, arrival: int) -> int:
         if params.seed is not None:
-            return params
-        return replace(params, seed=(self._seed + (arrival + 1) * _SEED_STRIDE) % 2**64)
+            return int(params.seed)  # a numpy integer would overflow
+        return self._seed + (arrival + 1) * _SEED_STRIDE
 
 
 def _checked_id(request_id: object) -> str:

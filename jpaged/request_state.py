@@ -21,7 +21,7 @@ class RequestState:
 
     Attributes:
         request: The scheduler's view.
-        params: With a seed.
+        params: As the caller gave them.
         prompt: As the caller gave it, tokenised.
         tokenizer: None without one.
         eos_token_ids: The model's own end tokens.

@@ -164,14 +164,24 @@ def test_cost_of_a_token_does_not_grow(make: Any, kind: str):
 
 def test_nothing_is_decoded_until_text_is_asked_for():
     counting = CountingDecoder(byte_level())
-    detokenizer = Detokenizer(counting, [], params())
-    counting.sizes.clear()
     ids = byte_level().encode(CORPUS[0])
+    detokenizer = Detokenizer(counting, ids, params())
     for i in ids:
         detokenizer.append([i])
     assert not counting.sizes
     assert detokenizer.text == CORPUS[0]
-    assert len(counting.sizes) <= 4
+    num_decodes = len(counting.sizes)
+    assert num_decodes <= 4
+    detokenizer.finish()
+    assert len(counting.sizes) == num_decodes  # nothing was held back
+
+
+def test_without_output_there_is_no_text():
+    """Not even that of a character which the prompt only began."""
+    tokenizer = byte_level()
+    detokenizer = Detokenizer(tokenizer, tokenizer.encode("ok🦜")[:-1], params())
+    detokenizer.finish()
+    assert detokenizer.text == ""
 
 
 # Stop strings

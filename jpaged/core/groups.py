@@ -142,6 +142,7 @@ def _child_of(parent: Sequence) -> Sequence:
         list(parent.token_ids),
         parent.num_prompt_tokens,
         parent.request,
+        seed=parent.seed,
         cache_salt=parent.cache_salt,
         reads_prefix_cache=parent.reads_prefix_cache,
         num_cached_tokens=parent.num_cached_tokens,

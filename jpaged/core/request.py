@@ -85,6 +85,7 @@ class Sequence:
     num_prompt_tokens: int
     request: "Request" = None  # pyright: ignore[reportAssignmentType]  (whose it is: set by Request)
     index: int = 0  # its place among the request's samples; 0 for beams
+    seed: int = 0  # of the noise that its tokens are drawn with
     finish_reason: FinishReason | None = None
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
@@ -154,6 +155,7 @@ class Request:
         *,
         seq_ids: Iterator[int],
         num_samples: int = 1,
+        seed: int = 0,
         beam: BeamSearch | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
@@ -161,7 +163,9 @@ class Request:
     ) -> "Request":
         """A request of `num_samples` sequences, or one from which beams will fork.
 
-        `seq_ids` gives ids that are unique among unfinished sequences.
+        `seq_ids` gives ids that are unique among unfinished sequences. Each sample draws from a
+        seed of its own, so that sample i equals the only one of a request whose `seed`, a 64-bit
+        integer, is i higher.
         """
         sequences = [
             Sequence(
@@ -169,6 +173,7 @@ class Request:
                 list(prompt_token_ids),
                 len(prompt_token_ids),
                 index=index,
+                seed=(seed + index) % 2**64,
                 cache_salt=cache_salt,
                 reads_prefix_cache=reads_prefix_cache,
             )

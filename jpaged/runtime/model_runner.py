@@ -79,8 +79,8 @@ class ModelRunner:
 
         Args:
             plan: The scheduler's plan; launched in the order they were made.
-            sampling: How each request is sampled, with a seed; one for every scheduled sequence's
-                and every row fork's.
+            sampling: How each request is sampled, but for the seeds, which its sequences have; one
+                for every scheduled sequence's and every row fork's.
         """
         self._update_rows(plan, sampling)
         for image_id in plan.dropped:
@@ -242,7 +242,7 @@ class ModelRunner:
         is its own."""
         try:
             loads = self._row_loads(sequence, params) if params.adjusts_logits else ()
-            return RowSampling.of(params, sequence.index), loads
+            return RowSampling.of(params, sequence.seed), loads
         except Exception as error:
             self._faults.append((sequence.request, error))
             return UNWANTED, ()

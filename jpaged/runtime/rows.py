@@ -17,16 +17,14 @@ class RowSampling(NamedTuple):
     level: SamplerLevel
 
     @classmethod
-    def of(cls, params: SamplingParams, index: int = 0) -> "RowSampling":
+    def of(cls, params: SamplingParams, seed: int) -> "RowSampling":
         """Of one of a request's samples.
 
         Args:
-            params: How the request is sampled, with a seed.
-            index: Which sample: each draws from a seed of its own, so that sample i of a request
-                equals the only one of a request whose seed is i higher.
+            params: How the request is sampled.
+            seed: The sample's own, which `params` tells only for the first.
         """
-        encoded = encode_row(params, ((params.seed or 0) + index) % 2**64)
-        return cls(encoded, required_level(params))
+        return cls(encode_row(params, seed), required_level(params))
 
 
 UNWANTED = RowSampling(PADDING_PARAMS, SamplerLevel.GREEDY)

@@ -4,6 +4,7 @@ Parameters travel as one int32 matrix a step (floats and seeds by their bits), s
 uploads one array. Counts, masks and biases as wide as the vocabulary stay on the device.
 """
 
+import struct
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -14,10 +15,12 @@ from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from jpaged.sampling_params import SamplingParams
 
-ROW_WIDTH = 11
+_FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
+_ROW = struct.Struct("=6f2I3i")  # the floats, the seed's halves, whole numbers
+
+ROW_WIDTH = _ROW.size // 4
 """Columns of a packed row, W."""
 
-_FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 # A float32 keeps its own bits in these bounds through a division, and never becomes 0 or inf.
 _SMALLEST, _LARGEST = 1e-30, 1e30
 _INT32_MAX = 2**31 - 1
@@ -61,27 +64,26 @@ def encode_row(params: SamplingParams, seed: int) -> np.ndarray:
 
     Args:
         params: the request's parameters.
-        seed: any 64-bit integer, signed or not: `params.seed` or one that the engine chose.
+        seed: any 64-bit integer, signed or not: the sequence's own.
     """
-    floats = np.array(
-        [
-            params.temperature and np.clip(params.temperature, _SMALLEST, _LARGEST),
-            params.top_p,
-            params.min_p,
-            np.clip(params.repetition_penalty, _SMALLEST, _LARGEST),
-            params.presence_penalty,
-            params.frequency_penalty,
-        ],
-        np.float32,
-    )
-    seed = int(seed)  # a numpy integer would overflow
-    words = np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)
-    whole = [
+    packed = _ROW.pack(
+        params.temperature and _bounded(float(params.temperature)),
+        params.top_p,
+        params.min_p,
+        _bounded(float(params.repetition_penalty)),
+        params.presence_penalty,
+        params.frequency_penalty,
+        seed >> 32 & 0xFFFFFFFF,
+        seed & 0xFFFFFFFF,
         min(max(params.top_k, 0), _INT32_MAX),
         min(params.min_tokens, _INT32_MAX),
-        params.adjusts_logits,
-    ]
-    return np.concatenate([floats.view(np.int32), words.view(np.int32), np.array(whole, np.int32)])
+        int(params.adjusts_logits),
+    )
+    return np.frombuffer(packed, np.int32)
+
+
+def _bounded(value: float) -> float:
+    return min(max(value, _SMALLEST), _LARGEST)
 
 
 PADDING_PARAMS = encode_row(SamplingParams(temperature=0.0), 0)

@@ -1,12 +1,19 @@
 """The null device serves the engine's own loop; how long anything takes is not tested."""
 
-from bench.host_step import ORDER, Clock, measure
+from bench.host_step import ENDS, ORDER, measure, measure_ends
+from bench.null_device import Clock
 
 
 def test_every_part_of_a_step_is_counted():
     found = measure(num_seqs=16, num_steps=5)
     assert set(found) == {*ORDER, "total", "total, 99 of 100"}
     assert all(us > 0 for us in found.values())
+
+
+def test_every_part_of_a_generation_that_no_step_hides_is_counted():
+    found = measure_ends(num_seqs=4, num_times=2)
+    assert tuple(found) == ENDS
+    assert all(ms > 0 for ms in found.values())
 
 
 def test_a_part_does_not_hold_its_inner_parts():

@@ -84,7 +84,12 @@ class Driver:
     def request(self, params: SamplingParams, prompt: Sized[int], num_samples: int = 1) -> Request:
         stop = StopCriteria(max_tokens=20)
         made = Request.from_prompt(
-            "r", list(prompt), stop, seq_ids=self.seq_ids, num_samples=num_samples
+            "r",
+            list(prompt),
+            stop,
+            seq_ids=self.seq_ids,
+            num_samples=num_samples,
+            seed=params.seed or 0,
         )
         self.sampling[made] = params
         return made

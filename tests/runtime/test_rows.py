@@ -6,7 +6,7 @@ from jpaged.runtime.sampler import SamplerLevel
 from jpaged.runtime.sampling_state import PADDING_PARAMS
 from jpaged.sampling_params import SamplingParams
 
-GREEDY = RowSampling.of(SamplingParams(temperature=0.0))
+GREEDY = RowSampling.of(SamplingParams(temperature=0.0), seed=0)
 
 
 def test_the_padding_row_is_never_handed_out():
@@ -34,6 +34,6 @@ def test_a_sequence_gets_one_row():
 def test_a_batch_samples_at_its_highest_level():
     table = RowTable(4)
     greedy = table.assign(1, GREEDY)
-    random = table.assign(2, RowSampling.of(SamplingParams(temperature=0.5)))
+    random = table.assign(2, RowSampling.of(SamplingParams(temperature=0.5), seed=0))
     assert table.level(np.array([greedy])) == SamplerLevel.GREEDY
     assert table.level(np.array([greedy, random])) == SamplerLevel.RANDOM

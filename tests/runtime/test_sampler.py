@@ -203,6 +203,14 @@ def test_padding_disturbs_no_row():
     assert np.asarray(counted.output_counts).sum(axis=1).tolist() == [1, 1, 0, 0, 0, 0, 0, 0, 0]
 
 
+def test_numbers_of_numpy_are_packed_as_pythons():
+    values = {"temperature": 0.5, "top_p": 0.75, "top_k": 3, "repetition_penalty": 1.5}
+    numpys = {"temperature": np.float16(0.5), "top_p": np.float32(0.75), "top_k": np.int8(3)}
+    numpys["repetition_penalty"] = np.float64(1.5)
+    packed, expected = (encode_row(SamplingParams(**each), 5) for each in (numpys, values))
+    np.testing.assert_array_equal(packed, expected)
+
+
 @pytest.mark.parametrize("temperature", [1e-300, 1e-45, 1e-30, 1e-6])
 def test_a_tiny_temperature_is_greedy_and_finite(temperature):
     logits = _logits(1, seed=8)[0]

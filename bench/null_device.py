@@ -1,0 +1,157 @@
+"""What an engine has beside its device, with programs that compute nothing."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from functools import partial, wraps
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from bench.common import SHAPES
+from jpaged.config import LoopMode
+from jpaged.core.block_manager import BlockManager
+from jpaged.core.scheduler import Scheduler, SchedulerConfig
+from jpaged.driver import Driver
+from jpaged.engine_loop import EngineLoop
+from jpaged.intake import Intake
+from jpaged.models.config import ModelConfig
+from jpaged.models.registry import model_class
+from jpaged.runtime.buckets import Buckets, make_buckets
+from jpaged.runtime.model_runner import ModelRunner
+from jpaged.runtime.programs import Programs
+from jpaged.runtime.recipes import Shapes, SplitModel
+from jpaged.runtime.sampler import Sampled, SamplerLevel
+from jpaged.runtime_config import RuntimeConfig
+from pallas_kernels import Backend
+
+SHAPE = "qwen3-0.6b"
+BLOCK_SIZE, MAX_MODEL_LEN, BUDGET = 16, 2048, 8192
+TOKEN = 7
+"""What every step samples."""
+
+
+class Clock:
+    """Seconds spent in parts of the current step, the time of inner parts left out."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter):
+        self._now = now
+        self.parts: dict[str, float] = defaultdict(float)
+        self._inner = [0.0]
+
+    def timed(self, part: str, function: Callable) -> Callable:
+        """A function that counts for `part`."""
+
+        @wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._inner.append(0.0)
+            start = self._now()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                seconds = self._now() - start
+                self.parts[part] += seconds - self._inner.pop()
+                self._inner[-1] += seconds
+
+        return run
+
+    def take(self) -> dict[str, float]:
+        """The parts of the step that is over."""
+        taken, self.parts = dict(self.parts), defaultdict(float)
+        return taken
+
+
+class Host(NamedTuple):
+    """What an engine has beside its device."""
+
+    loop: EngineLoop
+    intake: Intake
+    driver: Driver
+
+
+def make_host(num_seqs: int, clock: Clock) -> Host:
+    """A loop over null programs, timed, that runs `num_seqs` requests at once."""
+    runtime = RuntimeConfig(
+        block_size=BLOCK_SIZE,
+        num_blocks=num_seqs * MAX_MODEL_LEN // BLOCK_SIZE + 1,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=BUDGET,
+        vocab_size=SHAPES[SHAPE]["vocab_size"],
+        backend=Backend.XLA,
+    )
+    scheduler = Scheduler(
+        SchedulerConfig(num_seqs, BUDGET, MAX_MODEL_LEN),
+        BlockManager(runtime.num_blocks, BLOCK_SIZE),
+    )
+    loop = EngineLoop(scheduler, make_runner(runtime, clock), LoopMode.OVERLAPPED)
+    scheduler.schedule = clock.timed("schedule", scheduler.schedule)
+    scheduler.update = clock.timed("update", scheduler.update)
+    limits = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": num_seqs}
+    intake = Intake(
+        None, vocab_size=runtime.vocab_size, eos_token_ids=frozenset(), seed=0, **limits
+    )
+    return Host(loop, intake, Driver(loop, intake))
+
+
+def make_runner(runtime: RuntimeConfig, clock: Clock) -> ModelRunner:
+    """The engine's runner with null programs and next to no arrays."""
+    tiny = ModelConfig.from_hf({**SHAPES[SHAPE], "num_hidden_layers": 1, "head_dim": 2})
+    dtype = np.dtype(np.float32)
+    split = SplitModel.of(nnx.eval_shape(lambda: model_class(tiny)(tiny, dtype=dtype)))
+    shapes = Shapes.of(split, tiny, runtime, dtype)
+    buckets = make_buckets(runtime.max_num_seqs, BUDGET)
+    programs = null_programs(buckets, clock)
+    runner = ModelRunner(split, shapes, runtime, buckets, programs)
+    runner.launch = clock.timed("launch", runner.launch)
+    rows = runner._rows
+    for name in ("rows", "level", "assign", "release"):
+        setattr(rows, name, clock.timed("rows", getattr(rows, name)))
+    return runner
+
+
+def null_programs(buckets: Buckets, clock: "Clock") -> Programs:
+    """Programs that compute nothing; calling one counts as "dispatch"."""
+    shapes = buckets.prefill_shapes
+    sizes = {*buckets.decode_seqs, *(seqs for _, seqs in shapes)}
+
+    def stubs(run: Callable, keys: Iterable, size_of: Callable[[Any], Any]) -> dict:
+        return {key: clock.timed("dispatch", partial(run, size_of(key))) for key in keys}
+
+    tokens = {size: jnp.full(size, TOKEN, jnp.int32) for size in sizes}
+    levels = [(size, level) for size in sizes for level in SamplerLevel]
+    return Programs(
+        decode_burst={},
+        decode=stubs(_decode, buckets.decode_seqs, lambda seqs: seqs),
+        prefill=stubs(_prefill, shapes, lambda shape: shape),
+        sample=stubs(_sample, levels, lambda key: tokens[key[0]]),
+        prompt_logprobs={},
+        load_row=_keep,
+        copy_blocks=_keep,
+        fork_rows=_keep,
+        gather_blocks={},
+        scatter_blocks={},
+    )
+
+
+def _decode(seqs: int, leaves: Any, *, state: Any, **inputs: Any) -> tuple:
+    return SimpleNamespace(shape=(seqs,)), None, state
+
+
+def _prefill(shape: tuple[int, int], leaves: Any, *, state: Any, **inputs: Any) -> tuple:
+    tokens, seqs = shape
+    return SimpleNamespace(shape=(seqs,)), SimpleNamespace(shape=(tokens,)), None, state
+
+
+def _sample(
+    tokens: jax.Array, logits: Any, inputs: Any, *, last_tokens: Any, sampling: Any
+) -> tuple:
+    return Sampled(tokens), last_tokens, sampling
+
+
+def _keep(state: Any, *inputs: Any) -> Any:
+    return state
