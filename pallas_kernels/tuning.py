@@ -85,8 +85,17 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class NormConfig:
-    """Of add_norm.py, where one program has a whole row: warps."""
+    """Of add_norm.py, where one program has a whole row: columns loaded at once, warps."""
 
+    tile: int
+    num_warps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedConfig:
+    """Of silu.py: columns a program, warps."""
+
+    tile: int
     num_warps: int
 
 
@@ -237,9 +246,17 @@ def rope_config(*, head_size: int, itemsize: int, device_kind: str = "") -> Rope
     return _tuned("rope_write", head_size, itemsize, device_kind, config)
 
 
-def norm_config(*, size: int) -> NormConfig:
-    """For rows of `size`: eight elements a thread, more only where a row has over 4,096."""
-    return NormConfig(max(1, min(16, _power_of_two(size) // 256)))
+def norm_config(*, size: int, itemsize: int) -> NormConfig:
+    """For rows of `size` and an update of `itemsize` bytes an element: 16 bytes a thread."""
+    elements = 32 * 16 // itemsize  # a warp
+    tile = max(elements, min(32 * elements, _power_of_two(size)))
+    return NormConfig(tile, num_warps=tile // elements)
+
+
+def gated_config(*, num_tokens: int, size: int) -> GatedConfig:
+    """For rows of `size` gates: threads of eight elements keep the memory busy, twice the threads
+    of four are sooner done where there are few. Times on an H200: bench/NOTES.md."""
+    return GatedConfig(1024, num_warps=8 if num_tokens * size <= 1 << 20 else 4)
 
 
 def product_parts(*, num_tokens: int, depth: int, width: int, itemsize: int) -> int:
