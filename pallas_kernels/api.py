@@ -322,9 +322,9 @@ def gated_silu(gate_up: Float[Array, "T 2 F"], *, backend: Backend) -> Float[Arr
     """
     checks.check_gated(gate_up)
     backend = Backend(backend)
-    if backend is Backend.XLA or not gate_up.size:
-        return xla.gated_silu(gate_up)
     config = tuning.gated_config(num_tokens=gate_up.shape[0], size=gate_up.shape[2])
+    if backend is Backend.XLA or not gate_up.size or config is None:
+        return xla.gated_silu(gate_up)
     return silu.gated_silu(gate_up, config=config, interpret=backend is Backend.INTERPRET)
 
 

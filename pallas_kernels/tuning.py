@@ -14,6 +14,7 @@ from pallas_kernels.types import LayerSizes
 
 MAX_SPLIT_ROWS = 256  # above, a product has tiles enough, and its parts cost more than they save
 MIN_PART_DEPTH = 128
+UNSPLIT_WIDTH = 132 * 128  # columns that give each SM of a large GPU a tile of 128
 SMALL_BATCH = 8  # rows that mostly stand for fewer sequences
 HOPPER_GPUS = ("H100", "H200", "H800", "H20")  # in the names of devices of compute capability 9.0
 MAX_SHARED_BYTES = 227 * 1024  # of a program on such a GPU
@@ -253,9 +254,16 @@ def norm_config(*, size: int, itemsize: int) -> NormConfig:
     return NormConfig(tile, num_warps=tile // elements)
 
 
-def gated_config(*, num_tokens: int, size: int) -> GatedConfig:
-    """For rows of `size` gates: threads of eight elements keep the memory busy, twice the threads
-    of four are sooner done where there are few. Times on an H200: bench/NOTES.md."""
+def gated_config(*, num_tokens: int, size: int) -> GatedConfig | None:
+    """For rows of `size` gates; None where XLA's own kernel is the better one.
+
+    XLA splits a narrow product of few rows, and sums its parts where it computes the activation;
+    before another kernel it would do so in one more. Else threads of eight
+    elements keep the memory busy, and twice the threads of four are sooner done where there are
+    few. Times on an H200: bench/NOTES.md.
+    """
+    if 2 * size < UNSPLIT_WIDTH and num_tokens <= MAX_SPLIT_ROWS:
+        return None
     return GatedConfig(1024, num_warps=8 if num_tokens * size <= 1 << 20 else 4)
 
 

@@ -98,7 +98,7 @@ def _operations(dtype, head_size):
         ),
         "gated": (
             lambda *a: gated_silu(*a, backend=Backend.TRITON),
-            (_floats(dtype, T, 2, 3 * head_size),),
+            (_floats(dtype, T, 2, 9000 + head_size),),
         ),
         "copy": (
             lambda *a: copy_blocks(*a, backend=Backend.TRITON),

@@ -63,6 +63,15 @@ def test_few_gates_have_twice_the_threads():
     assert (few.num_warps, many.num_warps) == (8, 4)
 
 
+def test_the_activation_of_products_that_xla_splits_stays_with_them():
+    sizes = {rows: [3072, 14336] for rows in (8, 256, 512)}
+    ours = {
+        rows: [tuning.gated_config(num_tokens=rows, size=size) is not None for size in both]
+        for rows, both in sizes.items()
+    }
+    assert ours == {8: [False, True], 256: [False, True], 512: [True, True]}
+
+
 MEASURED_PARTS = {  # of qkv, o, gate and up, down: of Qwen3-0.6B, then of Llama-3.1-8B
     8: ([4, 4, 1, 4], [2, 8, 1, 8]),
     64: ([4, 8, 1, 8], [2, 8, 1, 8]),
