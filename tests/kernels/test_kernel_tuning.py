@@ -59,8 +59,8 @@ def test_a_norms_threads_load_sixteen_bytes_each(itemsize):
 def test_few_gates_have_twice_the_threads():
     """Each program writes as many columns either way."""
     few, many = (tuning.gated_config(num_tokens=rows, size=14336) for rows in (64, 256))
-    assert few.tile == many.tile
-    assert (few.num_warps, many.num_warps) == (8, 4)
+    assert few == tuning.GatedConfig(1024, num_warps=8)
+    assert many == tuning.GatedConfig(1024, num_warps=4)
 
 
 def test_the_activation_of_products_that_xla_splits_stays_with_them():
