@@ -7,7 +7,8 @@ Grid (row,); one program:
     normed = total / rms(total) * weight, float32, rounded      -> the next projection's input
 
 XLA makes two or three kernels of this: the parts' sum, the residual's, and a reduction that reads
-it again.
+it again. A row goes through in tiles of as many columns as the program's threads load in 16 bytes
+of the update each: side by side, so that no load takes half of what it fetches.
 """
 
 import functools
@@ -26,7 +27,7 @@ def add_rms_norm(hidden, update, weight, *, eps, config: NormConfig, interpret: 
     shape = jax.ShapeDtypeStruct(hidden.shape, hidden.dtype)
     return tuple(
         pl.pallas_call(
-            functools.partial(_kernel, eps=eps),
+            functools.partial(_kernel, eps=eps, tile=config.tile),
             out_shape=[shape, shape],
             grid=(hidden.shape[0],),
             compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=1),
@@ -36,21 +37,37 @@ def add_rms_norm(hidden, update, weight, *, eps, config: NormConfig, interpret: 
     )
 
 
-def _kernel(hidden_ref, update_ref, weight_ref, normed_ref, total_ref, *, eps):
+def _kernel(hidden_ref, update_ref, weight_ref, normed_ref, total_ref, *, eps, tile):
     size, num_parts = hidden_ref.shape[1], update_ref.shape[0]
-    columns = jnp.arange(pl.next_power_of_2(size), dtype=jnp.int32)
-    inside = columns < size
-    index = (jnp.full_like(columns, pl.program_id(0)), columns)
+    row, dtype = pl.program_id(0), total_ref.dtype
+    tiles = [jnp.arange(tile, dtype=jnp.int32) + start for start in range(0, size, tile)]
 
-    def load(ref, index):
-        return plgpu.load(ref.at[index], mask=inside, other=0).astype(jnp.float32)
+    def masked(columns):
+        return columns < size if size % tile else None
 
-    dtype = total_ref.dtype
-    parts = [load(update_ref, (jnp.full_like(columns, s), *index)) for s in range(num_parts)]
-    update = functools.reduce(jnp.add, parts).astype(dtype)
-    total = (load(hidden_ref, index) + update.astype(jnp.float32)).astype(dtype)
-    plgpu.store(total_ref.at[index], total, mask=inside)
-    wide = total.astype(jnp.float32)
-    scale = lax.rsqrt(jnp.sum(wide * wide) / jnp.float32(size) + jnp.float32(eps))
-    normed = wide * scale * load(weight_ref, columns)
-    plgpu.store(normed_ref.at[index], normed.astype(normed_ref.dtype), mask=inside)
+    def load(ref, *before, columns):
+        index = (*(jnp.full_like(columns, i) for i in before), columns)
+        mask = masked(columns)
+        other = None if mask is None else 0
+        return plgpu.load(ref.at[index], mask=mask, other=other).astype(jnp.float32)
+
+    def store(ref, columns, values):
+        index = jnp.full_like(columns, row), columns
+        plgpu.store(ref.at[index], values.astype(dtype), mask=masked(columns))
+
+    # All loads before any store: the compiler moves none over a store, and the weight, which no
+    # kernel has read lately, would be waited for at the end.
+    weights = [load(weight_ref, columns=c) for c in tiles]
+    streams = [load(hidden_ref, row, columns=c) for c in tiles]
+    updates = [[load(update_ref, s, row, columns=c) for s in range(num_parts)] for c in tiles]
+    totals, squares = [], jnp.zeros((tile,), jnp.float32)
+    for stream, parts in zip(streams, updates, strict=True):
+        update = functools.reduce(jnp.add, parts).astype(dtype)
+        total = (stream + update.astype(jnp.float32)).astype(dtype).astype(jnp.float32)
+        totals.append(total)
+        squares += total * total
+    for columns, total in zip(tiles, totals, strict=True):
+        store(total_ref, columns, total)
+    scale = lax.rsqrt(jnp.sum(squares) / jnp.float32(size) + jnp.float32(eps))
+    for columns, total, factor in zip(tiles, totals, weights, strict=True):
+        store(normed_ref, columns, total * scale * factor)

@@ -23,6 +23,7 @@ from pallas_kernels import (
     paged_prefill,
     paged_prefill_hopper,
     rope_write,
+    silu,
     thread_ops,
     truncation,
     tuning,
@@ -47,6 +48,7 @@ __all__ = [
     "add_rms_norm",
     "between_attentions",
     "copy_blocks",
+    "gated_silu",
     "new_exchange",
     "paged_decode_attention",
     "paged_prefill_attention",
@@ -303,11 +305,27 @@ def add_rms_norm(
     backend = Backend(backend)
     if backend is Backend.XLA or not hidden.size:
         return xla.add_rms_norm(hidden, update, weight, eps=eps)
-    config = tuning.norm_config(size=hidden.shape[1])
+    config = tuning.norm_config(size=hidden.shape[1], itemsize=update.dtype.itemsize)
     interpret = backend is Backend.INTERPRET
     return add_norm.add_rms_norm(
         hidden, update, weight, eps=eps, config=config, interpret=interpret
     )
+
+
+def gated_silu(gate_up: Float[Array, "T 2 F"], *, backend: Backend) -> Float[Array, "T F"]:
+    """silu(gate) * up of rows that hold gate and up, in float32 and then rounded (SwiGLU: Shazeer
+    2020, arXiv:2002.05202). Plain XLA where that is faster: see `tuning.gated_config`.
+
+    Raises:
+        ValueError: a shape other than [T, 2, F].
+        TypeError: a dtype other than bfloat16, float16 or float32.
+    """
+    checks.check_gated(gate_up)
+    backend = Backend(backend)
+    config = tuning.gated_config(num_tokens=gate_up.shape[0], size=gate_up.shape[2])
+    if backend is Backend.XLA or not gate_up.size or config is None:
+        return xla.gated_silu(gate_up)
+    return silu.gated_silu(gate_up, config=config, interpret=backend is Backend.INTERPRET)
 
 
 def product_parts(

@@ -127,6 +127,13 @@ def check_add_norm(hidden, update, weight, eps):
     _check_eps("eps", eps)
 
 
+def check_gated(gate_up):
+    """Rows of a gate and as many other factors."""
+    _check_float("gate_up", gate_up, 3, "[T, 2, F]")
+    want = (gate_up.shape[0], 2, gate_up.shape[2])
+    _check_shape("gate_up", gate_up, want, "gate and up")
+
+
 def check_copy(pool, src, dst):
     """Every layer has the same pool shape, every source a destination."""
     if not pool:

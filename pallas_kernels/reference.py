@@ -101,6 +101,13 @@ def add_rms_norm(hidden, update, weight, *, eps, dtype=np.float64):
     return normed, total
 
 
+def gated_silu(gate_up, *, dtype=np.float64):
+    """silu(gate) * up, rows [T, F]."""
+    gate, up = np.moveaxis(np.asarray(gate_up).astype(dtype), 1, 0)
+    with np.errstate(over="ignore"):  # the gate is shut then
+        return gate / (1 + np.exp(-gate)) * up
+
+
 def between_attentions(attended, hidden, weights, *, eps, dtype=np.float64):
     """Output projection, gated feed-forward, the next norm and projection; stream [T, D] and qkv
     [T, Q]."""

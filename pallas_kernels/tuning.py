@@ -14,6 +14,7 @@ from pallas_kernels.types import LayerSizes
 
 MAX_SPLIT_ROWS = 256  # above, a product has tiles enough, and its parts cost more than they save
 MIN_PART_DEPTH = 128
+UNSPLIT_WIDTH = 132 * 128  # columns that give each SM of a large GPU a tile of 128
 SMALL_BATCH = 8  # rows that mostly stand for fewer sequences
 HOPPER_GPUS = ("H100", "H200", "H800", "H20")  # in the names of devices of compute capability 9.0
 MAX_SHARED_BYTES = 227 * 1024  # of a program on such a GPU
@@ -85,8 +86,17 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class NormConfig:
-    """Of add_norm.py, where one program has a whole row: warps."""
+    """Of add_norm.py, where one program has a whole row: columns loaded at once, warps."""
 
+    tile: int
+    num_warps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedConfig:
+    """Of silu.py: columns a program, warps."""
+
+    tile: int
     num_warps: int
 
 
@@ -240,9 +250,24 @@ def rope_config(*, head_size: int, itemsize: int, device_kind: str = "") -> Rope
     return _tuned("rope_write", head_size, itemsize, device_kind, config)
 
 
-def norm_config(*, size: int) -> NormConfig:
-    """For rows of `size`: eight elements a thread, more only where a row has over 4,096."""
-    return NormConfig(max(1, min(16, _power_of_two(size) // 256)))
+def norm_config(*, size: int, itemsize: int) -> NormConfig:
+    """For rows of `size` and an update of `itemsize` bytes an element: 16 bytes a thread."""
+    elements = 32 * 16 // itemsize  # a warp
+    tile = max(elements, min(32 * elements, _power_of_two(size)))
+    return NormConfig(tile, num_warps=tile // elements)
+
+
+def gated_config(*, num_tokens: int, size: int) -> GatedConfig | None:
+    """For rows of `size` gates; None where XLA's own kernel is the better one.
+
+    XLA splits a narrow product of few rows, and sums its parts where it computes the activation;
+    before another kernel it would do so in one more. Else threads of eight
+    elements keep the memory busy, and twice the threads of four are sooner done where there are
+    few. Times on an H200: bench/NOTES.md.
+    """
+    if 2 * size < UNSPLIT_WIDTH and num_tokens <= MAX_SPLIT_ROWS:
+        return None
+    return GatedConfig(1024, num_warps=8 if num_tokens * size <= 1 << 20 else 4)
 
 
 def product_parts(*, num_tokens: int, depth: int, width: int, itemsize: int) -> int:

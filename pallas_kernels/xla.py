@@ -164,13 +164,18 @@ def add_rms_norm(hidden, update, weight, *, eps):
     return rms_norm(total, weight, eps=eps), total
 
 
+def gated_silu(gate_up):
+    """See the public entry of the same name."""
+    gate, up = gate_up[:, 0].astype(jnp.float32), gate_up[:, 1].astype(jnp.float32)
+    return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
+
+
 def between_attentions(attended, hidden, weights, *, eps):
     """The ops one by one; returns the stream and the next layer's qkv in one part."""
     update = product_parts(attended, weights.output, 1)
     rows, hidden = add_rms_norm(hidden, update, weights.norm, eps=eps)
     gate_up = product_parts(rows, weights.gate_up.reshape(rows.shape[1], -1), 1)[0]
-    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=1)
-    inner = (jax.nn.silu(gate) * up).astype(rows.dtype)
+    inner = gated_silu(gate_up.reshape(-1, *weights.gate_up.shape[1:]))
     update = product_parts(inner, weights.down, 1)
     rows, hidden = add_rms_norm(hidden, update, weights.next_norm, eps=eps)
     return hidden, product_parts(rows, weights.next_qkv, 1)

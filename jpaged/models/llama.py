@@ -10,7 +10,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import CausalLM, DecoderLayer
 from jpaged.models.layers import Attention, Linear, RMSNorm, activation, product, zeros
 from jpaged.models.weights import WeightRule, attention_rules, head_rule, linear_rules
-from pallas_kernels import Backend
+from pallas_kernels import Backend, gated_silu
 
 
 class GatedFeedForward(nnx.Module):
@@ -21,18 +21,23 @@ class GatedFeedForward(nnx.Module):
         self.gate_up = GateUp(width, inner, bias=bias, dtype=dtype)
         self.down = Linear(inner, width, bias=bias, dtype=dtype)
         self.activation = config.activation
+        self.is_silu = config.activation in ("silu", "swish")
 
     def __call__(self, x: Float[Array, "T D"], backend: Backend) -> Float[Array, "parts T D"]:
         """The gated perceptron, on each row; in parts to be summed."""
-        gate_up = self.gate_up(x)
+        return self.down.parts(self.gated(self.gate_up(x), backend), backend)
+
+    def gated(self, gate_up: Float[Array, "T 2 F"], backend: Backend) -> Float[Array, "T F"]:
+        """activation(gate) * up, in float32 and then rounded."""
+        if self.is_silu:
+            return gated_silu(gate_up, backend=backend)
         gate = activation(self.activation, gate_up[:, 0])
-        inner = (gate * gate_up[:, 1].astype(gate.dtype)).astype(x.dtype)
-        return self.down.parts(inner, backend)
+        return (gate * gate_up[:, 1].astype(gate.dtype)).astype(gate_up.dtype)
 
     def gated_weights(self) -> tuple[Float[Array, "D 2 F"], Float[Array, "F D"]] | None:
         """Gate and up, and down, if the weights are all there is to it and it gates by SiLU."""
         plain = self.gate_up.bias is None and self.down.bias is None
-        if not plain or self.activation not in ("silu", "swish"):
+        if not (plain and self.is_silu):
             return None
         return self.gate_up.weight[...], self.down.weight[...]
 

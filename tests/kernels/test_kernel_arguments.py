@@ -152,6 +152,16 @@ def test_norms_and_products_want_equal_shapes():
         checks.check_product(rows, jnp.zeros((32, 8), F32))
 
 
+def test_a_gate_wants_another_factor():
+    checks.check_gated(jnp.zeros((3, 2, 64), BF16))
+    with pytest.raises(ValueError, match=r"shape \(3, 1, 64\); it must be \(3, 2, 64\)"):
+        checks.check_gated(jnp.zeros((3, 1, 64), BF16))
+    with pytest.raises(ValueError, match=r"gate_up has shape \(3, 64\)"):
+        checks.check_gated(jnp.zeros((3, 64), BF16))
+    with pytest.raises(TypeError, match="gate_up has dtype int32"):
+        checks.check_gated(_ints(3, 2, 64))
+
+
 def test_copy_wants_equal_layers_and_pairs():
     with pytest.raises(ValueError, match="no layers"):
         checks.check_copy((), _ints(1), _ints(1))

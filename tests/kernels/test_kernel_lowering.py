@@ -20,6 +20,7 @@ from pallas_kernels import (
     LayerKV,
     add_rms_norm,
     copy_blocks,
+    gated_silu,
     paged_decode_attention,
     paged_prefill_attention,
     rope_decode_attention,
@@ -94,6 +95,10 @@ def _operations(dtype, head_size):
         "add and norm": (
             lambda *a: add_rms_norm(*a, eps=1e-6, backend=Backend.TRITON),
             (hidden, _floats(F32, 4, T, 3 * head_size), _floats(dtype, 3 * head_size)),
+        ),
+        "gated": (
+            lambda *a: gated_silu(*a, backend=Backend.TRITON),
+            (_floats(dtype, T, 2, 9000 + head_size),),
         ),
         "copy": (
             lambda *a: copy_blocks(*a, backend=Backend.TRITON),

@@ -13,6 +13,7 @@ from pallas_kernels import (
     HeadNorms,
     LayerKV,
     add_rms_norm,
+    gated_silu,
     product_parts,
     reference,
     rms_norm,
@@ -111,7 +112,7 @@ def test_no_token_sees_another(backend):
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
-@pytest.mark.parametrize(("rows", "size"), [(1, 64), (5, 96), (8, 1024), (3, 5120)])
+@pytest.mark.parametrize(("rows", "size"), [(1, 64), (5, 96), (8, 1024), (3, 5120), (2, 8192)])
 def test_add_rms_norm(rows, size, dtype, backend):
     require(backend)
     rng = np.random.default_rng(4)
@@ -130,6 +131,34 @@ def test_add_rms_norm(rows, size, dtype, backend):
 
     assert_close(np.asarray(normed)[:, None], plain, dtype)
     assert_close(np.asarray(want)[:, None], plain, dtype)
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize(("rows", "size"), [(2, 8704), (1, 9000), (300, 1024), (80, 14336)])
+def test_gated_silu(rows, size, dtype, backend):
+    require(backend)
+    values = np.random.default_rng(7).standard_normal((rows, 2, size))
+    values[:, 0] *= np.linspace(1, 30, size)  # where the exponential is all there is, or nothing
+    gate_up = jnp.asarray(values, dtype)
+    out = jax.jit(partial(gated_silu, backend=backend))(gate_up)
+    assert out.dtype == dtype
+
+    def plain(dtype):
+        return reference.gated_silu(gate_up, dtype=dtype)[:, None]
+
+    assert_close(np.asarray(out)[:, None], plain, dtype)
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+def test_far_gates_shut_or_open(backend):
+    """No overflow on the way; NaN and infinity are not hidden."""
+    require(backend)
+    gates = jnp.tile(jnp.asarray([-1e4, -200, 0, 200, 1e4, jnp.inf, jnp.nan], BF16), 1300)
+    gate_up = jnp.stack([gates, jnp.full_like(gates, 2)])[None]
+    out = jax.jit(partial(gated_silu, backend=backend))(gate_up)[0]
+    want = jnp.maximum(gates, 0) * jnp.asarray(2, BF16)
+    np.testing.assert_array_equal(out.astype(F32), want.astype(F32))
 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
@@ -183,3 +212,4 @@ def test_no_rows(backend):
     rows = jnp.zeros((0, 64), F32)
     normed, total = add_rms_norm(rows, rows[None], jnp.ones(64, F32), eps=EPS, backend=backend)
     assert normed.shape == total.shape == (0, 64)
+    assert gated_silu(jnp.zeros((0, 2, 64), F32), backend=backend).shape == (0, 64)

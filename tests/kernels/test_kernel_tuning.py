@@ -51,6 +51,32 @@ def test_tiles_are_powers_of_two_within_limits(itemsize):
         assert prefill.tile_rows >= group
 
 
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_a_norms_threads_load_sixteen_bytes_each(itemsize):
+    for size in (24, 64, 1000, 1024, 4096, 5120, 16384):
+        config = tuning.norm_config(size=size, itemsize=itemsize)
+        assert config.tile * itemsize == 16 * 32 * config.num_warps
+        assert 1 <= config.num_warps <= 32
+        # One load has the whole row, and less than as much beside it, unless it takes every warp.
+        assert size <= config.tile < 2 * max(size, 32 * 16 // itemsize) or config.num_warps == 32
+
+
+def test_few_gates_have_twice_the_threads():
+    """Each program writes as many columns either way."""
+    few, many = (tuning.gated_config(num_tokens=rows, size=14336) for rows in (64, 256))
+    assert few == tuning.GatedConfig(1024, num_warps=8)
+    assert many == tuning.GatedConfig(1024, num_warps=4)
+
+
+def test_the_activation_of_products_that_xla_splits_stays_with_them():
+    sizes = {rows: [3072, 14336] for rows in (8, 256, 512)}
+    ours = {
+        rows: [tuning.gated_config(num_tokens=rows, size=size) is not None for size in both]
+        for rows, both in sizes.items()
+    }
+    assert ours == {8: [False, True], 256: [False, True], 512: [True, True]}
+
+
 MEASURED_PARTS = {  # of qkv, o, gate and up, down: of Qwen3-0.6B, then of Llama-3.1-8B
     8: ([4, 4, 1, 4], [2, 8, 1, 8]),
     64: ([4, 8, 1, 8], [2, 8, 1, 8]),
