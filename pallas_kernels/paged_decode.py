@@ -34,6 +34,7 @@ softmax: arXiv:1805.02867; paged attention: arXiv:2309.06180.
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -63,6 +64,7 @@ class _Spec:
     config: DecodeConfig
     group: int
     num_kv_heads: int
+    head_size: int
     block_size: int
     table_width: int
     interpret: bool
@@ -88,6 +90,18 @@ class _Spec:
         """Rows a query head."""
         return self.num_rows // pl.next_power_of_2(self.group)
 
+    @property
+    def merged_shape(self) -> tuple[int, int]:
+        """Of partial outputs that a program merges at a time: query heads, columns."""
+        heads = min(pl.next_power_of_2(self.group), _MERGED_HEADS)
+        return heads, pl.next_power_of_2(self.head_size)
+
+    @property
+    def merged_splits(self) -> int:
+        """Whose partials are merged at a time."""
+        room = _MERGED_REGISTERS * 32 * self.config.num_warps // math.prod(self.merged_shape)
+        return max(1, min(room, pl.next_power_of_2(self.config.num_splits)))
+
 
 def paged_decode_attention(
     q,
@@ -111,6 +125,7 @@ def paged_decode_attention(
         config,
         group=q.shape[1] // kv.k.shape[2],
         num_kv_heads=kv.k.shape[2],
+        head_size=kv.k.shape[3],
         block_size=kv.k.shape[1],
         table_width=block_tables.shape[1],
         interpret=interpret,
@@ -149,6 +164,7 @@ def rope_decode_attention(
         config,
         group=num_heads // num_kv_heads,
         num_kv_heads=num_kv_heads,
+        head_size=head_size,
         block_size=kv.k.shape[1],
         table_width=block_tables.shape[1],
         interpret=interpret,
@@ -213,7 +229,7 @@ def decode_plan(block_tables, seq_lens, spec):
     """
     batch, config = seq_lens.shape[0], spec.config
     first, end = _in_sight(seq_lens, spec)
-    share = jnp.maximum(_even_share(end - first, spec), _least_share(end - first, config))
+    share = jnp.maximum(_even_share(end - first, spec), _least_share(end - first, spec))
     used = jnp.maximum(pl.cdiv(end - first, share), 1)
     ends = jnp.cumsum(used)
     last = jnp.maximum(seq_lens - 1, 0)
@@ -246,11 +262,11 @@ def _even_share(tiles, spec):
     return pl.cdiv(jnp.sum(tiles) * spec.config.share_percent, 100 * live)
 
 
-def _least_share(tiles, config):
-    """Tiles of a split, of a sequence with so many."""
-    few = jnp.minimum(pl.cdiv(tiles, config.few_splits), 2)
-    least = jnp.maximum(pl.cdiv(tiles, config.num_splits), config.min_tiles)
-    return jnp.maximum(few, least)
+def _least_share(tiles, spec):
+    """Tiles of a split, of sequences with so many: a second one before merging takes a turn more,
+    which takes longer than a tile."""
+    least = jnp.maximum(pl.cdiv(tiles, spec.config.num_splits), spec.config.min_tiles)
+    return jnp.maximum(least, jnp.minimum(pl.cdiv(tiles, spec.merged_splits), 2))
 
 
 def _num_even_shares(batch, spec):
@@ -380,37 +396,29 @@ def _store_partials(partials, carry, rows, head_size, live):
 
 def _merge(partials, out_ref, first_partial, first_row, num_splits, spec):
     """Partials, out [items * N, H], max and sum [items * N], to the group's output rows."""
-    head_size, heads = out_ref.shape[1], min(pl.next_power_of_2(spec.group), _MERGED_HEADS)
-    shape = heads, pl.next_power_of_2(head_size)
-    at_once = _splits_at_once(shape, spec.config)
-    start = jnp.full(shape, tile_ops.MASKED, jnp.float32), *[jnp.zeros(shape, jnp.float32)] * 2
+    heads, at_once = spec.merged_shape[0], spec.merged_splits
+    nothing = jnp.zeros(spec.merged_shape, jnp.float32)
+    start = jnp.full_like(nothing, tile_ops.MASKED), nothing, nothing
 
-    def some(turn, nothing):
+    def some(turn, _):
         first_head = turn * heads
 
         def fold(part, carry):
             first = part * at_once
             rows = first_partial + first_head + first * spec.num_heads
             live = num_splits - first, spec.group - first_head
-            return _fold_partials(partials, rows, live, at_once, carry, spec)
+            return _fold_partials(partials, rows, live, carry, spec)
 
         parts = lax.div(num_splits + (at_once - 1), jnp.int32(at_once))
-        _, total, out = lax.fori_loop(0, parts, fold, start)
+        _max, total, out = lax.fori_loop(0, parts, fold, start)
         out = out / jnp.where(total == 0, jnp.float32(1), total)
         head = first_head + jnp.arange(heads, dtype=jnp.int32)
-        tile_ops.store_rows(out_ref, first_row + head, head_size, out, head < spec.group)
-        return nothing
+        tile_ops.store_rows(out_ref, first_row + head, spec.head_size, out, head < spec.group)
 
     lax.fori_loop(0, pl.cdiv(spec.group, heads), some, None)
 
 
-def _splits_at_once(shape, config):
-    """How many splits' partials [heads, H] a program has in registers."""
-    room = _MERGED_REGISTERS * 32 * config.num_warps // (shape[0] * shape[1])
-    return max(1, min(room, pl.next_power_of_2(config.num_splits)))
-
-
-def _fold_partials(partials, first_row, live, at_once, carry, spec):
+def _fold_partials(partials, first_row, live, carry, spec):
     """Merge some splits of some heads, `live` of both, into the running (max, sum, out) [heads, H].
 
     Nothing waits for anything but the loads, which are all on their way at once. That takes tiles
@@ -418,10 +426,10 @@ def _fold_partials(partials, first_row, live, at_once, carry, spec):
     and columns are one axis when they are loaded, and maxima and sums are loaded with the splits
     as columns. What both need, both compute.
     """
-    heads, width = carry[2].shape
+    (heads, width), at_once = spec.merged_shape, spec.merged_splits
     split, column = _grid((at_once, heads * width))
     head, column = lax.div(column, jnp.int32(width)), lax.rem(column, jnp.int32(width))
-    inside = (split < live[0]) & (head < live[1]) & (column < partials[0].shape[1])
+    inside = (split < live[0]) & (head < live[1]) & (column < spec.head_size)
     rows = first_row + split * spec.num_heads + head
     outs = plgpu.load(partials[0].at[rows, column], mask=inside, other=0)
     outs = outs.reshape(at_once, heads, width)

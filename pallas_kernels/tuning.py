@@ -23,7 +23,6 @@ MAX_SHARED_BYTES = 227 * 1024  # of a program on such a GPU
 class DecodeConfig:
     """Of paged_decode.py: keys a tile, most splits of a sequence, warps, pipeline stages, the
     programs that the splits in use should come to, and the least tiles that are worth a split.
-    Of more than `few_splits` each has two tiles at least: merging more takes longer than a tile.
 
     Where there are sequences enough, `share_percent` of their mean length is what a split should
     have, in place of an even share of `target_programs`: only the longer ones are split.
@@ -35,7 +34,6 @@ class DecodeConfig:
     num_stages: int = 2
     target_programs: int = 528
     min_tiles: int = 1
-    few_splits: int = 16
     share_percent: int | None = None
 
 

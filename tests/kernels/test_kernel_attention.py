@@ -246,8 +246,7 @@ def test_splits_and_heads_merged_in_turns(heads, interpret):
     case = Case(F32, 128, 16, heads, (*LONG, (1000, 1), (530, 1)))
     batch = build(case)
     arrays = (batch.q_decode, batch.kv, batch.block_tables, batch.seq_lens)
-    config = DecodeConfig(tile_tokens=16, num_splits=64, few_splits=64, target_programs=9999)
-    assert paged_decode._splits_at_once((4, 128), config) == 16  # of 63
+    config = DecodeConfig(tile_tokens=16, num_splits=64, target_programs=9999)
     run = partial(
         paged_decode.paged_decode_attention, **case.options, config=config, interpret=interpret
     )
@@ -301,14 +300,34 @@ def test_splits_give_the_same_bits_in_every_run(lens, op):
         np.testing.assert_array_equal(np.asarray(launches(queries, kv, rest), np.float32), first)
 
 
-def test_a_second_tile_comes_before_many_splits():
+def test_a_second_tile_comes_before_a_second_turn_of_merging():
     """One sequence, whose tiles are fewer than the programs that there are to share them."""
-    config = DecodeConfig(tile_tokens=32, num_splits=32)
-    spec = paged_decode._Spec(None, 1.0, None, None, config, 2, 8, 16, 128, True)
-    for tiles, splits in ((1, 1), (7, 7), (16, 16), (17, 9), (32, 16), (33, 17), (64, 32)):
-        lens = jnp.asarray([32 * tiles], jnp.int32)
+    for group, num_tiles, num_splits in (
+        (4, 1, 1), (4, 7, 7), (4, 16, 16), (4, 17, 9), (4, 32, 16), (4, 33, 17), (4, 64, 32),
+        (2, 17, 17), (2, 32, 32), (2, 33, 17),
+    ):  # fmt: skip
+        spec = _spec(DecodeConfig(tile_tokens=32, num_splits=32), group)
+        assert spec.merged_splits == 64 // group
+        lens = jnp.asarray([32 * num_tiles], jnp.int32)
         plan = np.asarray(paged_decode.decode_plan(jnp.zeros((1, 128), jnp.int32), lens, spec))
-        assert (plan[:, 5] > 0).sum() == plan[0, 5] == splits
+        assert (plan[:, 5] > 0).sum() == plan[0, 5] == num_splits
+
+
+def _spec(config, group):
+    """Of 8 KV heads of 128, block tables of 128 entries."""
+    return paged_decode._Spec(
+        None,
+        1.0,
+        None,
+        None,
+        config,
+        group=group,
+        num_kv_heads=8,
+        head_size=128,
+        block_size=16,
+        table_width=128,
+        interpret=True,
+    )
 
 
 @pytest.mark.parametrize("percent", [None, 50, 100, 150])
@@ -316,18 +335,7 @@ def test_a_second_tile_comes_before_many_splits():
 def test_the_plan_covers_every_tile_once(percent, splits):
     """For lengths at random, some all alike and some of padding, in as many items as it has."""
     rng = np.random.default_rng(0)
-    spec = paged_decode._Spec(
-        None,
-        1.0,
-        None,
-        None,
-        DecodeConfig(tile_tokens=32, num_splits=splits, share_percent=percent),
-        group=2,
-        num_kv_heads=8,
-        block_size=16,
-        table_width=128,
-        interpret=True,
-    )
+    spec = _spec(DecodeConfig(tile_tokens=32, num_splits=splits, share_percent=percent), 2)
     for turn in range(50):
         lens = rng.integers(0, 2000, 40) if turn % 5 else np.full(40, rng.integers(1, 2000))
         lens[rng.integers(1, 41) :] = 0
