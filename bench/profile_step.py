@@ -2,7 +2,8 @@
 
 Runs the engine until all requests decode, traces some steps with JAX's profiler, and prints for
 each kernel its launches and time a step; then how long the device worked and waited in a step, and
-how long the host was busy with one. Greedy, random weights, bfloat16.
+how long the host was busy with one. With `--prefill` the same of the steps that compute the
+requests' prompts. Greedy, random weights, bfloat16.
 
 A kernel's name is the compiler's, without its numbers: fusions of one shape share a line.
 """
@@ -140,6 +141,29 @@ def profile(engine: Engine, batch: int, context: int, num_steps: int, folder: Pa
     return {"ms_a_step": 1e3 * seconds / untraced, "num_steps": traced}
 
 
+def profile_prefill(engine: Engine, batch: int, context: int, folder: Path) -> dict:
+    """Trace the steps that compute `batch` prompts of `context` tokens; the result as `profile`."""
+    loop = engine._loop
+
+    def run(seed: int) -> tuple[float, int]:
+        prompts = random_prompts([context] * batch, engine.vocab_size, seed)
+        launched, start = loop.counts.steps, time.perf_counter()
+        engine.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0), use_tqdm=False)
+        return time.perf_counter() - start, loop.counts.steps - launched
+
+    run(0)
+    seconds, untraced = run(1)
+    with jax.profiler.trace(str(folder)):
+        _, traced = run(2)
+    return {"ms_a_step": 1e3 * seconds / untraced, "num_steps": traced}
+
+
+def _floor(floor: Floor, args: argparse.Namespace, batch: int, num_steps: int) -> float:
+    if args.prefill:
+        return floor.prefill([args.context] * batch) / num_steps
+    return floor.decode_step(batch, args.context)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=[*SHAPES], nargs="+", default=["qwen3-0.6b"])
@@ -147,6 +171,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--top", type=int, default=25)
+    parser.add_argument("--prefill", action="store_true", help="the steps before those")
     args = parse_arguments(parser)
     results = []
     for shape in args.model:
@@ -154,7 +179,10 @@ def main() -> None:
         floor = Floor.of(engine)
         for batch in args.batch:
             with tempfile.TemporaryDirectory() as folder:
-                figures = profile(engine, batch, args.context, args.steps, Path(folder))
+                if args.prefill:
+                    figures = profile_prefill(engine, batch, args.context, Path(folder))
+                else:
+                    figures = profile(engine, batch, args.context, args.steps, Path(folder))
                 kernels = read_trace(Path(folder))
             num_steps = figures["num_steps"]
             rows = table(kernels, num_steps, args.top)
@@ -164,13 +192,13 @@ def main() -> None:
                 "kernels_a_step": len(kernels) / num_steps,
                 "busy_ms": busy_time(kernels) / num_steps / 1e3,
                 "traced_ms": (kernels[-1].end - kernels[0].start) / num_steps / 1e3,
-                "floor_ms": 1e3 * floor.decode_step(batch, args.context),
+                "floor_ms": 1e3 * _floor(floor, args, batch, num_steps),
             }
             print_table(rows)
             print_table([figures])
             results.append({**figures, "kernels": rows})
         del engine
-    print(record("profile_step", results))
+    print(record("profile_prefill" if args.prefill else "profile_step", results))
 
 
 if __name__ == "__main__":

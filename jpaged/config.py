@@ -76,6 +76,10 @@ class EngineConfig:
             None for nowhere. Whoever can write there can run code in this process. It is JAX's
             persistent compilation cache too, unless one was set before, by JAX's own configuration
             or an earlier engine.
+        num_compile_workers: Processes that compile beside the engine's own at a start that has much
+            to compile; 0 for none. None is one for two processors on a GPU of a kind whose
+            measurements ship with the package, as far as the device has 1 GiB for each beside the
+            engine's share, and else 0. It needs `compilation_cache_dir`.
         verbose: Show loading, memory account and compilation on stderr.
 
     Raises:
@@ -101,6 +105,7 @@ class EngineConfig:
     async_scheduling: bool = True
     num_scheduler_steps: int | None = None
     compilation_cache_dir: str | Path | None = COMPILATION_CACHE
+    num_compile_workers: int | None = None
     verbose: bool = False
 
     def __post_init__(self):
@@ -116,6 +121,7 @@ class EngineConfig:
                 f"num_scheduler_steps={self.num_scheduler_steps} is more than "
                 f"{MAX_SCHEDULER_STEPS}: whoever arrives would wait for that many steps, and twice"
             )
+        check_count("num_compile_workers", self.num_compile_workers, 0)
         check_count("max_model_len", self.max_model_len, 2)  # a prompt token and an output token
         flags = ("async_scheduling", "enable_prefix_caching", "skip_tokenizer_init", "verbose")
         for name in flags:

@@ -59,26 +59,32 @@ def prepare_jax(config: EngineConfig) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
-def offer_recorded_products(device: Any) -> None:
+def offer_recorded_products(device: Any) -> bool:
     """Let XLA find how products are computed fastest, as recorded on such a device, where it keeps
     its own measurements: it then measures nothing of that. What is there already stays.
+
+    Returns:
+        Whether XLA finds them.
 
     XLA looks each up under the numbers of the device and the text of the product, and takes it if
     the library that was the fastest still has the version it had: it measures all else.
     """
     cache, recorded = jax.config.values["jax_compilation_cache_dir"], recorded_products(device)
     if cache is None or "://" in cache or not recorded.is_file():
-        return
+        return False
     try:
         results = read_record(recorded)
     except (OSError, ValueError) as error:  # XLA measures then
         warnings.warn(f"{recorded} is not used: {error}", stacklevel=2)
-        return
+        return False
     folder = autotuning_folder(Path(cache))
-    with suppress(OSError):  # for reading alone, or full
+    try:
         for name, result in results.items():
             if not (folder / name).exists():
                 write_whole(folder / name, result)
+    except OSError:  # for reading alone, or full
+        return False
+    return True
 
 
 def read_record(path: Path) -> dict[str, bytes]:

@@ -1,5 +1,6 @@
 """How much of the device is for what: weights, sampling, a step's workspace, the pool."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -16,8 +17,8 @@ from jpaged.runtime.kv_cache import (
     fit_blocks,
     tree_bytes,
 )
-from jpaged.runtime.programs import ProgramBuilder, largest_step_workspace
-from jpaged.runtime.recipes import Shapes, SplitModel
+from jpaged.runtime.programs import ProgramBuilder, largest_step_recipes
+from jpaged.runtime.recipes import Shapes, SplitModel, recipes_without_pool
 from jpaged.runtime.shared_calls import SharedCalls
 from jpaged.runtime.swap import staging_bytes
 from jpaged.runtime_config import (
@@ -83,14 +84,27 @@ class Sizing:
         # Until the pool's size is known, only swap_space bounds the blocks in host memory.
         self._limits = replace(limits, num_host_blocks=config.host_blocks(self._per_block))
 
-    def workspace(self, builder: ProgramBuilder, shared: SharedCalls) -> int:
-        """Bytes of the largest step's temporaries; 0 where they are not worth a compilation. The
-        programs that have no part in the pool are begun meanwhile; `shared` is as of `recipes`."""
+    def workspace(
+        self,
+        builder: ProgramBuilder,
+        shared: SharedCalls,
+        begin_elsewhere: Callable[[RuntimeConfig], bool],
+    ) -> int:
+        """Bytes of the largest step's temporaries; 0 where they are not worth a compilation.
+
+        If it has to be compiled, programs that have no part in the pool are begun meanwhile: by
+        `begin_elsewhere` unless it says no, else by the builder. `shared` is as of `recipes`.
+        """
         if self._limit is None:  # a CPU step's
             return 0
         limits = self._limits
-        step = self._split, self._draft_shapes, limits, step_buckets(limits)
-        return largest_step_workspace(builder, *step, shared)
+        step = self._split, self._draft_shapes, limits, step_buckets(limits), shared
+
+        def meanwhile() -> None:
+            if not begin_elsewhere(limits):
+                builder.add(recipes_without_pool(*step), behind=True)
+
+        return builder.workspace(largest_step_recipes(*step), meanwhile)
 
     def fit(self, workspace: int) -> tuple[RuntimeConfig, MemoryAccount, Shapes]:
         """The numbers, the memory, and the shapes of what lives on the device.

@@ -4,12 +4,12 @@ import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
+from jpaged.compile_pool import CompilePool, make_orders
 from jpaged.config import EMBEDDED_MODEL, EngineConfig
 from jpaged.core.block_manager import BlockManager
 from jpaged.core.prefix_cache import PrefixCache
@@ -66,17 +66,20 @@ def _build_parts(config: EngineConfig) -> EngineParts:
     with reporter.phase("starting the device"):
         prepare_jax(config)
         device = jax.local_devices()[0]
-        offer_recorded_products(device)
+        measured = offer_recorded_products(device)
     folder = resolve_checkpoint(config.model or EMBEDDED_MODEL)
     model_config = ModelConfig.from_hf(read_config(folder))
     dtype = _resolve_dtype(config.dtype, model_config, device.platform)
     draft = model_shapes(model_config, dtype)
     store = program_store(config, model_config, draft, device)
     sizing = Sizing(config, model_config, SplitModel.of(draft), dtype, device)
-    shared = SharedCalls(select_backend(device.platform))
-    builder = ProgramBuilder(os.cpu_count() or 1, store, partial(_report_compiled, reporter))
-    with ThreadPoolExecutor(2) as beside, builder:
-        workspace = beside.submit(ThreadSettings().run, sizing.workspace, builder, shared)
+    shared, progress = SharedCalls(select_backend(device.platform)), _Progress(reporter)
+    builder = ProgramBuilder(os.cpu_count() or 1, store, progress)
+    orders = make_orders(config, folder, dtype, device, store, measured=measured)
+    pool = CompilePool(orders, store, reporter.say)
+    with pool, ThreadPoolExecutor(2) as beside, builder:
+        run = ThreadSettings().run
+        workspace = beside.submit(run, sizing.workspace, builder, shared, pool.start)
         with reporter.phase(f"loading {folder.name} as {dtype.name}"):
             text = beside.submit(Tokenizer.from_folder, folder) if config.tokenizer_needed else None
             split = _load(config, folder, model_config, dtype)
@@ -87,7 +90,8 @@ def _build_parts(config: EngineConfig) -> EngineParts:
         for line in _describe(runtime, account, device):
             reporter.say(line)
         with reporter.phase("compiling"):
-            builder.add(recipes(split, shapes, runtime, step_buckets(runtime), shared))
+            needed = recipes(split, shapes, runtime, step_buckets(runtime), shared)
+            builder.add(pool.compiled(needed, runtime, progress))
             programs = builder.programs()
     with reporter.phase("warming up"):
         runner = ModelRunner(split, shapes, runtime, step_buckets(runtime), programs, eos)
@@ -167,9 +171,16 @@ def _make_scheduler(
     return Scheduler(limits, manager, pressure)
 
 
-def _report_compiled(reporter: Reporter, done: int, total: int) -> None:
-    if done == total or done % 10 == 0:
-        reporter.say(f"compiled {done} of {total} programs")
+class _Progress:
+    """Tells how many programs are compiled, now and then, and never less than before."""
+
+    def __init__(self, reporter: Reporter):
+        self._reporter, self._told = reporter, 0
+
+    def __call__(self, done: int, total: int) -> None:
+        if done > self._told and (done == total or done % 10 == 0):
+            self._told = done
+            self._reporter.say(f"compiled {done} of {total} programs")
 
 
 def _describe(runtime: RuntimeConfig, account: MemoryAccount, device) -> list[str]:

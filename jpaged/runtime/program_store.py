@@ -45,6 +45,15 @@ class ProgramStore:
         self._folder, self._keeps = folder, True
         self._common = _digest(repr(made_from), _environment(device), _code_in_memory())
 
+    @property
+    def made_from(self) -> str:
+        """The digest of what all its programs depend on."""
+        return self._common.hex()
+
+    def has(self, key: str) -> bool:
+        """Whether there is a program under `key`, damaged or not."""
+        return self._path(key).is_file()
+
     def load(self, key: str) -> export.Exported | None:
         """The program kept under `key`, or None."""
         payload = self._read(key)
@@ -129,10 +138,25 @@ def _digest(*parts: str | bytes) -> bytes:
     return hashed.digest()
 
 
+def traced_modules() -> list[str]:
+    """The modules in memory that steps are traced from, sorted."""
+    roots = tuple(f"{root}." for root in _TRACED)
+    return sorted(name for name in sys.modules if f"{name}.".startswith(roots))
+
+
+def settings() -> dict[str, Any]:
+    """JAX's settings as they hold in this thread; where it caches and how much of the device it
+    takes are not among them, which no program depends on."""
+    values = jax.config.values.items()
+    return {
+        name: getattr(jax.config, name, value)
+        for name, value in values
+        if "cache" not in name and name != "jax_pjrt_client_create_options"
+    }
+
+
 def _environment(device: Any) -> str:
     """Versions, settings and the device."""
-    values = jax.config.values.items()
-    config = {k: getattr(jax.config, k, v) for k, v in values if "cache" not in k}
     variables = {k: v for k, v in os.environ.items() if k.startswith(_SETTINGS)}
     versions = sys.version, jax.__version__, jaxlib.__version__, flax.__version__
     client = device.client
@@ -140,17 +164,13 @@ def _environment(device: Any) -> str:
     cores = getattr(device, "core_count", None)
     chip = client.platform, client.platform_version, device.device_kind, cores
     mesh = jax.sharding.get_abstract_mesh()
-    return repr((sorted(config.items()), sorted(variables.items()), versions, chip, mesh))
+    return repr((sorted(settings().items()), sorted(variables.items()), versions, chip, mesh))
 
 
 def _code_in_memory() -> bytes:
     """A digest of the modules that steps are traced from: their files, and what they hold now,
     where a function or number may have been replaced."""
-    modules = [
-        module
-        for name, module in sorted(sys.modules.items())
-        if any(name == root or name.startswith(f"{root}.") for root in _TRACED)
-    ]
+    modules = [sys.modules[name] for name in traced_modules()]
     tables = sorted((Path(sys.modules["pallas_kernels"].__path__[0]) / "tuned").glob("*.json"))
     files = [Path(module.__file__) for module in modules if module.__file__] + tables
     parts = [part for module in modules for part in _module_parts(module)]

@@ -4,7 +4,7 @@ Programs are compiled ahead of time and called as compiled executables, so that 
 while serving: a shape that was not foreseen is an error, not a pause.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from queue import PriorityQueue
@@ -19,7 +19,6 @@ from jpaged.runtime.recipes import (
     SplitModel,
     prefill_recipe,
     recipes,
-    recipes_without_pool,
     sample_recipe,
 )
 from jpaged.runtime.sampler import SamplerLevel
@@ -132,21 +131,27 @@ class ProgramBuilder:
                 self._untraced.put(untraced)
                 self._submit(self._tracer, self._trace_next)
 
+    def built(self) -> Iterator[tuple[Name, Any]]:
+        """Wait for each that was added."""
+        for name, compiling in self._building.items():
+            yield name, compiling.result().result()
+
     def programs(self) -> Programs:
         """Wait for all that were added."""
         built = {}
-        for name, compiling in self._building.items():
-            built[name] = compiling.result().result()
+        for name, program in self.built():
+            built[name] = program
             self._progress(len(built), len(self._building))
         if self._store is not None:
             self._store.prune()
         return Programs.of(built)
 
-    def workspace(self, recipes: Iterable[Recipe], meanwhile: Iterable[Recipe]) -> int:
+    def workspace(self, recipes: Iterable[Recipe], meanwhile: Callable[[], None]) -> int:
         """Bytes of temporaries and fresh outputs of `recipes` as compiled, kept as a number.
 
-        `meanwhile` is traced and lowered behind them, and compiled later: XLA compiles a Mosaic
-        kernel only while the process compiles nothing else, so `recipes` would wait for all of it.
+        If it is not yet, `meanwhile` is called. What that adds is traced and lowered behind them,
+        and compiled later: XLA compiles a Mosaic kernel only while the process compiles nothing
+        else, so `recipes` would wait for all of it.
         """
         drafts = [recipe.draft() for recipe in recipes]
 
@@ -156,7 +161,7 @@ class ProgramBuilder:
                 compiling = [
                     self._submit(self._tracer, self._compile_draft, draft) for draft in drafts
                 ]
-                self.add(meanwhile, behind=True)
+                meanwhile()
                 return sum(_workspace(future.result().result()) for future in compiling)
             finally:
                 self._may_compile.set()
@@ -229,24 +234,17 @@ def compile_programs(
         return builder.programs()
 
 
-def largest_step_workspace(
-    builder: ProgramBuilder,
-    split: SplitModel,
-    shapes: Shapes,
-    config: RuntimeConfig,
-    buckets: Buckets,
-    shared: SharedCalls,
-) -> int:
-    """Bytes of temporaries and fresh outputs of the largest step, as compiled.
+def largest_step_recipes(
+    split: SplitModel, shapes: Shapes, config: RuntimeConfig, buckets: Buckets, shared: SharedCalls
+) -> tuple[Recipe, Recipe]:
+    """The forward and the sampling program that take the most memory beside what stays.
 
-    The pool's size does not enter them, so any `num_blocks` in `shapes` gives the same answer.
-    Meanwhile the builder begins with the programs that have no part in the pool. `shared` is as of
-    `recipes`.
+    The pool's size does not enter it, so any `num_blocks` in `shapes` gives the same answer.
+    `shared` is as of `recipes`.
     """
     prefill = prefill_recipe(split, shapes, config, *max(buckets.prefill_shapes), shared)
     sampling = sample_recipe(shapes, config, max(buckets.decode_seqs), max(SamplerLevel), shared)
-    others = recipes_without_pool(split, shapes, config, buckets, shared)
-    return builder.workspace((prefill, sampling), meanwhile=others)
+    return prefill, sampling
 
 
 def _workspace(compiled: Any) -> int:

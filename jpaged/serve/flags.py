@@ -71,6 +71,7 @@ _ENGINE_FLAGS = (
     "async_scheduling",
     "num_scheduler_steps",
     "compilation_cache_dir",
+    "num_compile_workers",
 )
 
 
@@ -213,6 +214,12 @@ def _add_step_flags(group: Any) -> None:
     )
     add("--tensor-parallel-size", type=int, default=1, metavar="N", help="1: one device, so far")
     add("--compilation-cache-dir", metavar="FOLDER", help="JAX's cache of compiled programs")
+    add(
+        "--num-compile-workers",
+        type=int,
+        metavar="N",
+        help="processes that compile beside the engine's at a first start (0: none)",
+    )
 
 
 def read_flags(argv: Sequence[str] | None = None) -> Flags:

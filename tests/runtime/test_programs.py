@@ -4,6 +4,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,7 +106,9 @@ def test_drafts_are_compiled_while_the_rest_is_only_lowered():
     watcher = threading.Thread(target=release)
     watcher.start()
     with ProgramBuilder(8) as builder:
-        assert builder.workspace(drafts, meanwhile=others) == 2 * (40 + 7 - 5)
+        assert builder.workspace(drafts, lambda: builder.add(others, behind=True)) == 2 * (
+            40 + 7 - 5
+        )
         builder.programs()
     watcher.join()
     first_other = min(log.at(f"compile {kind} None") for kind, _ in ALWAYS)
@@ -135,7 +138,7 @@ def test_a_failure_is_told_and_leaves_nothing_running():
     with ProgramBuilder(2) as builder:
         builder.add(recipes)
         with pytest.raises(ValueError, match="does not compile"):
-            builder.workspace([log.recipe(("prefill", 9), work=fail)], meanwhile=[])
+            builder.workspace([log.recipe(("prefill", 9), work=fail)], lambda: None)
         with pytest.raises(ValueError, match="does not compile"):
             builder.programs()
     assert threading.active_count() == before
@@ -153,7 +156,8 @@ def test_who_leaves_in_the_middle_begins_nothing_more():
     drafts = [log.recipe(("prefill", 1), trace=trace), log.recipe(("sample", 1))]
     with ThreadPoolExecutor(2) as beside, ProgramBuilder(1) as builder:
         others = list(map(log.recipe, ALWAYS))
-        workspace = beside.submit(builder.workspace, drafts, others)
+        begin_others = partial(builder.add, others, behind=True)
+        workspace = beside.submit(builder.workspace, drafts, begin_others)
         tracing.wait()
         beside.submit(lambda: (time.sleep(0.3), free.set()))
     assert workspace.exception() is not None

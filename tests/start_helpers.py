@@ -1,0 +1,59 @@
+"""As much of an engine's start as there is before it compiles; `python start_helpers.py FOLDER`
+tells the first worker's order and the numbers of the runtime."""
+
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jpaged.compile_pool import CompilePool, make_orders
+from jpaged.config import EMBEDDED_MODEL, EngineConfig
+from jpaged.jax_setup import program_store
+from jpaged.models.config import ModelConfig
+from jpaged.models.loader import model_shapes, read_config
+from jpaged.runtime.recipe import Recipe
+from jpaged.runtime.recipes import SplitModel, recipes
+from jpaged.sizing import Sizing, step_buckets
+
+FLOAT32 = jnp.dtype(jnp.float32)
+
+
+class Start:
+    """The embedded model's, with two workers.
+
+    Args:
+        cache: The folder of compiled programs.
+    """
+
+    def __init__(self, cache: Path):
+        config = EngineConfig(compilation_cache_dir=cache, num_compile_workers=2, max_num_seqs=2)
+        model = ModelConfig.from_hf(read_config(EMBEDDED_MODEL))
+        device, draft = jax.local_devices()[0], model_shapes(model, FLOAT32)
+        store = program_store(config, model, draft, device)
+        assert store is not None
+        split, self.store, self.said = SplitModel.of(draft), store, list[str]()
+        self.runtime, _, shapes = Sizing(config, model, split, FLOAT32, device).fit(0)
+        self.recipes = [*recipes(split, shapes, self.runtime, step_buckets(self.runtime))]
+        self.orders = make_orders(config, EMBEDDED_MODEL, FLOAT32, device, store, measured=False)
+
+    def pool(self, **changes: Any) -> CompilePool:
+        orders = [replace(order, **changes) for order in self.orders]
+        return CompilePool(orders, self.store, self.said.append)
+
+
+def names(made: Iterable[Recipe]) -> list[str]:
+    """Of programs, sorted."""
+    return sorted(repr(recipe.name) for recipe in made)
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+    started = Start(Path(sys.argv[1]))
+    order = replace(started.orders[0], limits=asdict(started.runtime))
+    for record in (order, started.runtime):
+        print(json.dumps(asdict(record), default=str))
