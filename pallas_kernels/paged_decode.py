@@ -34,6 +34,7 @@ softmax: arXiv:1805.02867; paged attention: arXiv:2309.06180.
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -47,9 +48,9 @@ from pallas_kernels.decode_front import Front
 from pallas_kernels.tuning import DecodeConfig
 from pallas_kernels.types import LayerKV
 
-# Query heads whose partials are in registers together: with 4 of them an SM has room for 2 programs
-# instead of 3.
-_MERGED_AT_ONCE = 2
+# Of the partials that are merged together: query heads, one a warp, and registers a thread.
+_MERGED_HEADS = 4
+_MERGED_REGISTERS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +64,7 @@ class _Spec:
     config: DecodeConfig
     group: int
     num_kv_heads: int
+    head_size: int
     block_size: int
     table_width: int
     interpret: bool
@@ -88,6 +90,18 @@ class _Spec:
         """Rows a query head."""
         return self.num_rows // pl.next_power_of_2(self.group)
 
+    @property
+    def merged_shape(self) -> tuple[int, int]:
+        """Of partial outputs that a program merges at a time: query heads, columns."""
+        heads = min(pl.next_power_of_2(self.group), _MERGED_HEADS)
+        return heads, pl.next_power_of_2(self.head_size)
+
+    @property
+    def merged_splits(self) -> int:
+        """Whose partials are merged at a time."""
+        room = _MERGED_REGISTERS * 32 * self.config.num_warps // math.prod(self.merged_shape)
+        return max(1, min(room, pl.next_power_of_2(self.config.num_splits)))
+
 
 def paged_decode_attention(
     q,
@@ -111,6 +125,7 @@ def paged_decode_attention(
         config,
         group=q.shape[1] // kv.k.shape[2],
         num_kv_heads=kv.k.shape[2],
+        head_size=kv.k.shape[3],
         block_size=kv.k.shape[1],
         table_width=block_tables.shape[1],
         interpret=interpret,
@@ -149,6 +164,7 @@ def rope_decode_attention(
         config,
         group=num_heads // num_kv_heads,
         num_kv_heads=num_kv_heads,
+        head_size=head_size,
         block_size=kv.k.shape[1],
         table_width=block_tables.shape[1],
         interpret=interpret,
@@ -213,9 +229,7 @@ def decode_plan(block_tables, seq_lens, spec):
     """
     batch, config = seq_lens.shape[0], spec.config
     first, end = _in_sight(seq_lens, spec)
-    even = _even_share(end - first, spec)
-    least = jnp.maximum(pl.cdiv(end - first, config.num_splits), config.min_tiles)
-    share = jnp.maximum(even, least)
+    share = jnp.maximum(_even_share(end - first, spec), _least_share(end - first, spec))
     used = jnp.maximum(pl.cdiv(end - first, share), 1)
     ends = jnp.cumsum(used)
     last = jnp.maximum(seq_lens - 1, 0)
@@ -246,6 +260,13 @@ def _even_share(tiles, spec):
         return pl.cdiv(jnp.sum(tiles) * spec.num_kv_heads, spec.config.target_programs)
     live = jnp.maximum(jnp.sum((tiles > 0).astype(jnp.int32)), 1)
     return pl.cdiv(jnp.sum(tiles) * spec.config.share_percent, 100 * live)
+
+
+def _least_share(tiles, spec):
+    """Tiles of a split, of sequences with so many: a second one before merging takes a turn more,
+    which takes longer than a tile."""
+    least = jnp.maximum(pl.cdiv(tiles, spec.config.num_splits), spec.config.min_tiles)
+    return jnp.maximum(least, jnp.minimum(pl.cdiv(tiles, spec.merged_splits), 2))
 
 
 def _num_even_shares(batch, spec):
@@ -375,36 +396,71 @@ def _store_partials(partials, carry, rows, head_size, live):
 
 def _merge(partials, out_ref, first_partial, first_row, num_splits, spec):
     """Partials, out [items * N, H], max and sum [items * N], to the group's output rows."""
-    at_once, head_size = min(spec.group, _MERGED_AT_ONCE), out_ref.shape[1]
+    heads, at_once = spec.merged_shape[0], spec.merged_splits
+    nothing = jnp.zeros(spec.merged_shape, jnp.float32)
+    start = jnp.full_like(nothing, tile_ops.MASKED), nothing, nothing
 
     def some(turn, _):
-        heads = [turn * at_once + head for head in range(at_once)]
-        loaded = [
-            _load_splits(partials, first_partial + head, head < spec.group, num_splits, spec)
-            for head in heads
-        ]
-        for head, splits in zip(heads, loaded, strict=True):
-            inside = jnp.broadcast_to(jnp.asarray(head < spec.group), (1,))
-            target = jnp.broadcast_to(first_row + head, (1,))
-            tile_ops.store_rows(out_ref, target, head_size, _merged(*splits)[None], inside)
-        return _
+        first_head = turn * heads
 
-    lax.fori_loop(0, pl.cdiv(spec.group, at_once), some, None)
+        def fold(part, carry):
+            first = part * at_once
+            rows = first_partial + first_head + first * spec.num_heads
+            live = num_splits - first, spec.group - first_head
+            return _fold_partials(partials, rows, live, carry, spec)
 
+        parts = lax.div(num_splits + (at_once - 1), jnp.int32(at_once))
+        _max, total, out = lax.fori_loop(0, parts, fold, start)
+        out = out / jnp.where(total == 0, jnp.float32(1), total)
+        head = first_head + jnp.arange(heads, dtype=jnp.int32)
+        tile_ops.store_rows(out_ref, first_row + head, spec.head_size, out, head < spec.group)
 
-def _load_splits(partials, row, inside, num_splits, spec):
-    """Of one query head: what each split has, and which splits have something."""
-    split = jnp.arange(pl.next_power_of_2(spec.config.num_splits), dtype=jnp.int32)
-    live = (split < num_splits) & inside  # the others wrote nothing
-    rows = split * spec.num_heads + row
-    row_max = plgpu.load(partials[1].at[rows], mask=live, other=tile_ops.MASKED)
-    row_sum = plgpu.load(partials[2].at[rows], mask=live, other=0)
-    out = tile_ops.load_rows(partials[0], rows, partials[0].shape[1], live)
-    return out, row_max, row_sum, live
+    lax.fori_loop(0, pl.cdiv(spec.group, heads), some, None)
 
 
-def _merged(outs, row_max, row_sum, live):
-    weights = jnp.where(live, jnp.exp2(row_max - jnp.max(row_max)), jnp.float32(0))
-    total = jnp.sum(weights * row_sum)
-    merged = jnp.sum(weights[:, None] * outs, axis=0)
-    return merged / jnp.where(total == 0, jnp.float32(1), total)
+def _fold_partials(partials, first_row, live, carry, spec):
+    """Merge some splits of some heads, `live` of both, into the running (max, sum, out) [heads, H].
+
+    Nothing waits for anything but the loads, which are all on their way at once. That takes tiles
+    whose sums stay within a thread or a warp: a warp has a head's columns in all splits if heads
+    and columns are one axis when they are loaded, and maxima and sums are loaded with the splits
+    as columns. What both need, both compute.
+    """
+    (heads, width), at_once = spec.merged_shape, spec.merged_splits
+    split, column = _grid((at_once, heads * width))
+    head, column = lax.div(column, jnp.int32(width)), lax.rem(column, jnp.int32(width))
+    inside = (split < live[0]) & (head < live[1]) & (column < spec.head_size)
+    rows = first_row + split * spec.num_heads + head
+    outs = plgpu.load(partials[0].at[rows, column], mask=inside, other=0)
+    outs = outs.reshape(at_once, heads, width)
+
+    def load(ref, head, split, other):
+        rows = first_row + split * spec.num_heads + head
+        return plgpu.load(ref.at[rows], mask=(split < live[0]) & (head < live[1]), other=other)
+
+    head, split = _grid((heads, at_once))
+    weights, top = _weights(load(partials[1], head, split, tile_ops.MASKED), axis=1)
+    total = jnp.sum(weights * load(partials[2], head, split, 0), axis=1)
+    split, head = _grid((at_once, heads))
+    weights, _ = _weights(load(partials[1], head, split, tile_ops.MASKED), axis=0)
+    out = jnp.sum(weights[:, :, None] * outs, axis=0)
+    top, total = (jnp.broadcast_to(x[:, None], out.shape) for x in (top, total))
+    return _joined(carry, (top, total, out))
+
+
+def _grid(shape):
+    """The index along each of two axes."""
+    return tuple(lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+
+
+def _weights(maxima, axis):
+    """Of each split, and the maximum of all."""
+    top = jnp.max(maxima, axis=axis)
+    return jnp.exp2(maxima - jnp.expand_dims(top, axis)), top
+
+
+def _joined(one, other):
+    """Two (max, sum, out) of the same heads as one."""
+    top = jnp.maximum(one[0], other[0])
+    weight, more = (jnp.exp2(part[0] - top) for part in (one, other))
+    return top, one[1] * weight + other[1] * more, one[2] * weight + other[2] * more

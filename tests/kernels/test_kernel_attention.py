@@ -238,23 +238,104 @@ def test_split_counts(splits, window, interpret):
     np.testing.assert_array_equal(np.asarray(ruined)[1:], np.asarray(got)[1:])
 
 
-@pytest.mark.parametrize("percent", [None, 50, 100, 150])
-@pytest.mark.parametrize("splits", [2, 8])
-def test_the_plan_covers_every_tile_once(percent, splits):
-    """For lengths at random, some all alike and some of padding, in as many items as it has."""
-    rng = np.random.default_rng(0)
-    spec = paged_decode._Spec(
+@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("heads", [(4, 1), (6, 1)])
+def test_splits_and_heads_merged_in_turns(heads, interpret):
+    """More splits and query heads than a program has in registers at once."""
+    require(Backend.INTERPRET if interpret else Backend.TRITON)
+    case = Case(F32, 128, 16, heads, (*LONG, (1000, 1), (530, 1)))
+    batch = build(case)
+    arrays = (batch.q_decode, batch.kv, batch.block_tables, batch.seq_lens)
+    config = DecodeConfig(tile_tokens=16, num_splits=64, target_programs=9999)
+    run = partial(
+        paged_decode.paged_decode_attention, **case.options, config=config, interpret=interpret
+    )
+    plain = partial(reference.paged_decode_attention, *arrays, **case.options)
+    assert_close(jax.jit(run)(*arrays), lambda dtype: plain(dtype=dtype), case.dtype)
+
+
+STRESSED = [
+    (2048,),
+    (2000, 5, 700, 1, 1030, 64, 65, 300),
+    (*sorted(np.random.default_rng(0).integers(60, 1400, 42).tolist(), reverse=True), *[0] * 6),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", [paged_decode_attention, rope_decode_attention])
+@pytest.mark.parametrize("lens", STRESSED, ids=len)
+def test_splits_give_the_same_bits_in_every_run(lens, op):
+    """50 runs of four launches with queries of their own, whose splits pass through one scratch.
+
+    What one program stores another one merges, told by nothing but a counter: were a part read
+    before it is there, it would be another launch's.
+    """
+    require(Backend.TRITON)
+    (num_heads, num_kv_heads), width = (32, 8), 128
+    batch, keys = len(lens), iter(jax.random.split(jax.random.key(0), 8))
+    fused = op is rope_decode_attention
+    heads = num_heads + 2 * num_kv_heads if fused else num_heads
+    shape = (1, batch, heads, 128) if fused else (batch, heads, 128)
+    queries = [jax.random.normal(next(keys), shape, BF16) for _ in range(4)]
+    order = np.random.default_rng(1).permutation(batch * width).astype(np.int32) + 1
+    pool = (order.size + 1, 16, num_kv_heads, 128)
+    kv = LayerKV(*(jax.random.normal(next(keys), pool, BF16) for _ in range(2)))
+    rest = (jnp.asarray(order.reshape(batch, width)), jnp.asarray(lens, jnp.int32))
+    angle = jnp.ones((batch, 64), F32)
+    run = partial(op, scale=128**-0.5, backend=Backend.TRITON)
+
+    @jax.jit
+    def launches(queries, kv, rest):
+        if not fused:
+            return jnp.stack([run(q, kv, *rest) for q in queries])
+        outs = []
+        for q in queries:
+            out, kv = run(q, kv, *rest, (angle, angle))
+            outs.append(out)
+        return jnp.stack(outs)
+
+    first = np.asarray(launches(queries, kv, rest), np.float32)
+    assert np.isfinite(first).all()
+    for _ in range(50):
+        np.testing.assert_array_equal(np.asarray(launches(queries, kv, rest), np.float32), first)
+
+
+def test_a_second_tile_comes_before_a_second_turn_of_merging():
+    """One sequence, whose tiles are fewer than the programs that there are to share them."""
+    for group, num_tiles, num_splits in (
+        (4, 1, 1), (4, 7, 7), (4, 16, 16), (4, 17, 9), (4, 32, 16), (4, 33, 17), (4, 64, 32),
+        (2, 17, 17), (2, 32, 32), (2, 33, 17),
+    ):  # fmt: skip
+        spec = _spec(DecodeConfig(tile_tokens=32, num_splits=32), group)
+        assert spec.merged_splits == 64 // group
+        lens = jnp.asarray([32 * num_tiles], jnp.int32)
+        plan = np.asarray(paged_decode.decode_plan(jnp.zeros((1, 128), jnp.int32), lens, spec))
+        assert (plan[:, 5] > 0).sum() == plan[0, 5] == num_splits
+
+
+def _spec(config, group):
+    """Of 8 KV heads of 128, block tables of 128 entries."""
+    return paged_decode._Spec(
         None,
         1.0,
         None,
         None,
-        DecodeConfig(tile_tokens=32, num_splits=splits, share_percent=percent),
-        group=2,
+        config,
+        group=group,
         num_kv_heads=8,
+        head_size=128,
         block_size=16,
         table_width=128,
         interpret=True,
     )
+
+
+@pytest.mark.parametrize("percent", [None, 50, 100, 150])
+@pytest.mark.parametrize("splits", [2, 8, 32])
+def test_the_plan_covers_every_tile_once(percent, splits):
+    """For lengths at random, some all alike and some of padding, in as many items as it has."""
+    rng = np.random.default_rng(0)
+    spec = _spec(DecodeConfig(tile_tokens=32, num_splits=splits, share_percent=percent), 2)
     for turn in range(50):
         lens = rng.integers(0, 2000, 40) if turn % 5 else np.full(40, rng.integers(1, 2000))
         lens[rng.integers(1, 41) :] = 0
