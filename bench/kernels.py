@@ -37,6 +37,7 @@ from pallas_kernels import (
 
 HEAD_SIZE = 128
 CACHE_BYTES = 256 << 20  # several times the L2 of any GPU: pools in turn exceed it
+PROGRAM_BYTES = 1 << 30  # read by one program at least, or the host takes longer to launch it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,11 +114,17 @@ def attention(case, backend):
 
 
 def seconds_per_call(op, queries, pools, indices, repeats):
-    """Median over `repeats` blocks of launches."""
+    """Median over `repeats` blocks of launches; each pair of query and pool is used once."""
+    num_queries, num_pools = len(queries), len(pools)
+    read = num_queries * sum(x.nbytes for x in jax.tree.leaves(pools)) / num_pools
+    turns = 1 if num_pools == 1 else max(1, int(PROGRAM_BYTES / read))
+    pairs = [
+        (i % num_queries, (i + i // num_queries) % num_pools) for i in range(turns * num_queries)
+    ]
 
     @jax.jit
     def step(queries, pools, indices):
-        return [op(q, pools[i % len(pools)], *indices) for i, q in enumerate(queries)]
+        return [op(queries[i], pools[j], *indices) for i, j in pairs]
 
     def block(launches):
         start = time.perf_counter()
@@ -129,7 +136,7 @@ def seconds_per_call(op, queries, pools, indices, repeats):
     jax.block_until_ready(step(queries, pools, indices))
     once = block(3)
     launches = max(3, int(0.05 / once))
-    return statistics.median(block(launches) for _ in range(repeats)) / len(queries)
+    return statistics.median(block(launches) for _ in range(repeats)) / len(pairs)
 
 
 def measure(case, backend, repeats):
