@@ -6,6 +6,7 @@ compiled; they are in the caches of lowered and of compiled programs then. When 
 does it, whatever it does at the moment.
 """
 
+import gc
 import json
 import os
 import signal
@@ -21,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jpaged.jax_setup import program_store, without_collections
+from jpaged.jax_setup import program_store
 from jpaged.models.config import ModelConfig
 from jpaged.models.loader import model_shapes, read_config
 from jpaged.runtime.programs import ProgramBuilder
@@ -137,15 +138,15 @@ def main(pipe: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends this
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever the parent does with it
     os.nice(_NICENESS)
+    gc.disable()  # tracing makes millions of objects, and the process ends with them
     lines: SimpleQueue[str] = SimpleQueue()
     threading.Thread(target=_read, args=(lines,), daemon=True).start()
     code = 0
     with os.fdopen(pipe, "w", buffering=1) as told:
         try:
-            with without_collections():
-                order = Order(**json.loads(lines.get()))
-                for name in compile_share(order, lambda: runtime_of(json.loads(lines.get()))):
-                    print(json.dumps({"compiled": repr(name)}), file=told)
+            order = Order(**json.loads(lines.get()))
+            for name in compile_share(order, lambda: runtime_of(json.loads(lines.get()))):
+                print(json.dumps({"compiled": repr(name)}), file=told)
         except Exception as error:
             code = 1
             print(json.dumps({"failed": f"{type(error).__name__}: {error}"}), file=told)

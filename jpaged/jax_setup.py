@@ -20,7 +20,9 @@ from pallas_kernels import select_backend
 def without_collections() -> Iterator[None]:
     """Hold the garbage collector: tracing makes millions of objects that it would walk in vain.
 
-    What earlier engines left, arrays on the device among it, is collected first.
+    What earlier engines left, arrays on the device among it, is collected first. What is left of
+    these objects, up to a million, counts as old at the end: else the collector would walk them all
+    some time later, and no step could be launched for half a second.
     """
     gc.collect()
     enabled = gc.isenabled()
@@ -30,6 +32,7 @@ def without_collections() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+            gc.collect()
 
 
 def prepare_jax(config: EngineConfig) -> None:

@@ -157,7 +157,6 @@ def serve_engine(sock: socket.socket) -> int:
 def _keep_for_good() -> None:
     """Take what there is out of the garbage collector's rounds: it lives as long as the process,
     and walking it, hundreds of thousands of objects, would hold up every stream."""
-    gc.collect()
     gc.freeze()
 
 
