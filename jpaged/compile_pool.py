@@ -59,7 +59,7 @@ def choose_workers(config: EngineConfig, device: Any, *, measured: bool) -> int:
     if fraction is None:  # nobody knows what is left of the device
         return 0
     left = held / float(fraction) - held
-    most = min(MAX_WORKERS, len(os.sched_getaffinity(0)) // _CPUS_A_WORKER)
+    most = min(MAX_WORKERS, _processors() // _CPUS_A_WORKER)
     return int(min(most, left // _DEVICE_BYTES_A_WORKER))
 
 
@@ -98,7 +98,7 @@ def make_orders(
         modules=traced_modules(),
         made_from=store.made_from,
         of=num_workers,
-        threads=max(2, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // num_workers)),
+        threads=max(2, min(_MAX_THREADS, _processors() // num_workers)),
     )
     return [replace(whole, share=share) for share in range(num_workers)]
 
@@ -239,6 +239,13 @@ def worker_command(pipe: int) -> list[str]:
 def _send(process: subprocess.Popen[str], line: dict[str, Any]) -> None:
     with suppress(OSError):  # it has ended, and the listener says so
         print(json.dumps(line, default=operator.index), file=process.stdin, flush=True)
+
+
+def _processors() -> int:
+    """Those that this process may use, where the system tells."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _caches() -> bool:
