@@ -35,7 +35,8 @@ _DEVICE_BYTES_A_WORKER = 2**30
 """What a process's context and programs take of a GPU, and some more."""
 
 _WORKER = """
-import json, sys
+import json, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this
 sys.path[:] = json.loads(sys.argv[1])
 from jpaged.compile_worker import main
 main(int(sys.argv[2]))
@@ -129,7 +130,7 @@ class CompilePool:
     ):
         self._orders, self._store, self._say = orders, store, say
         self._errors = None if verbose else subprocess.DEVNULL
-        self._workers: list[_Worker] = []
+        self._tried, self._workers = False, list[_Worker]()
         self._told: SimpleQueue[tuple[int, dict[str, str] | None]] = SimpleQueue()
 
     def __enter__(self) -> "CompilePool":
@@ -139,13 +140,13 @@ class CompilePool:
         for worker in self._workers:
             worker.process.kill()
         for worker in self._workers:
-            if worker.listener.ident is not None:
-                worker.listener.join()
+            worker.listener.join()
             with suppress(OSError), worker.process:  # waits, and closes what leads there
                 pass
 
     def start(self, limits: RuntimeConfig) -> bool:
         """Begin with the programs that have no part in the pool; False if there are no workers."""
+        self._tried = True
         for order in self._orders:
             try:
                 self._start_one(replace(order, limits=asdict(limits)))
@@ -165,7 +166,7 @@ class CompilePool:
         Workers that were not started are now if there is much to do.
         """
         needed = list(recipes)
-        if not self._workers and self._is_cold(needed):
+        if not self._tried and self._is_cold(needed):
             self.start(runtime)
         for worker in self._workers:
             _send(worker.process, asdict(runtime))
@@ -184,6 +185,7 @@ class CompilePool:
 
     def _start_one(self, order: Order) -> None:
         pipe, theirs = os.pipe()
+        listener = threading.Thread(target=self._listen, args=(order.share, pipe), daemon=True)
         try:
             process = subprocess.Popen(
                 worker_command(theirs),
@@ -198,9 +200,14 @@ class CompilePool:
             raise
         finally:
             os.close(theirs)
-        listener = threading.Thread(target=self._listen, args=(order.share, pipe), daemon=True)
+        try:
+            listener.start()
+        except RuntimeError:
+            os.close(pipe)
+            process.kill()
+            process.communicate()
+            raise
         self._workers.append(_Worker(process, listener))
-        listener.start()
         _send(process, asdict(order))
 
     def _listen(self, share: int, pipe: int) -> None:
@@ -233,7 +240,7 @@ class CompilePool:
 def worker_command(pipe: int) -> list[str]:
     """A worker's command line: it finds modules where this process does, and tells by `pipe`."""
     path = [entry for entry in sys.path if isinstance(entry, str)]
-    return [sys.executable, "-c", _WORKER, json.dumps(path), str(pipe)]
+    return [sys.executable, "-P", "-c", _WORKER, json.dumps(path), str(pipe)]
 
 
 def _send(process: subprocess.Popen[str], line: dict[str, Any]) -> None:

@@ -135,7 +135,7 @@ def _take_over(order: Order) -> None:
 
 def main(pipe: int) -> None:
     """Obey the parent at the other end of the standard input; tell it by `pipe`. Never returns."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends this
+    os.set_inheritable(pipe, False)  # or a compiler that XLA starts would hold it open
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever the parent does with it
     os.nice(_NICENESS)
     gc.disable()  # tracing makes millions of objects, and the process ends with them

@@ -7,7 +7,6 @@ text-generation-inference). The cost of a token is that of decoding some twenty.
 """
 
 from collections.abc import Sequence
-from functools import cached_property
 
 from jpaged.sampling_params import SamplingParams
 from jpaged.tokenizer import Decoder
@@ -203,6 +202,7 @@ class Detokenizer:
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._pending: list[int] = []  # tokens that are not decoded yet
+        self._begun: IncrementalDecoder | None = None
         self._pieces: list[str] = []  # the text so far
         self._num_taken = 0  # pieces that take_delta returned
 
@@ -240,7 +240,7 @@ class Detokenizer:
     def finish(self) -> None:
         """No token will follow: text that was held back is released. May be called again."""
         self._decode_pending()
-        rest = "" if self._text is None else self._text.flush()
+        rest = "" if self._begun is None else self._begun.flush()
         if self._checker is not None:
             rest = self._checker.push(rest, check=False) + self._checker.flush()
         self._add(rest)
@@ -254,15 +254,6 @@ class Detokenizer:
             self._pieces, self._num_taken = [whole], 1
         return whole
 
-    @cached_property
-    def _text(self) -> IncrementalDecoder | None:
-        """Made when a text is first wanted: to begin one is to decode the prompt's end."""
-        if self._decoder is None:
-            return None
-        return IncrementalDecoder(
-            self._decoder, self._prompt_tail, skip_special_tokens=self._skip_special_tokens
-        )
-
     def _check_token(self, token_id: int, checker: StopChecker) -> None:
         self._num_tokens += 1
         piece = self._decode([token_id])
@@ -274,7 +265,13 @@ class Detokenizer:
             self._pending.clear()
 
     def _decode(self, token_ids: list[int]) -> str:
-        return "" if self._text is None else self._text.push(token_ids)
+        if self._decoder is None:
+            return ""
+        if self._begun is None:  # not before: to begin a text is to decode the prompt's end
+            self._begun = IncrementalDecoder(
+                self._decoder, self._prompt_tail, skip_special_tokens=self._skip_special_tokens
+            )
+        return self._begun.push(token_ids)
 
     def _add(self, piece: str) -> None:
         if piece:

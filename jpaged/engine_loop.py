@@ -63,7 +63,8 @@ class EngineLoop:
         """Queue requests, in their order.
 
         Raises:
-            ValueError: one could never run; it changes nothing, and those before it are queued.
+            TypeError, ValueError: one could never run; it changes nothing, and those before it are
+                queued.
             RuntimeError: a step failed earlier.
         """
         self.check_alive()

@@ -21,8 +21,8 @@ def without_collections() -> Iterator[None]:
     """Hold the garbage collector: tracing makes millions of objects that it would walk in vain.
 
     What earlier engines left, arrays on the device among it, is collected first. What is left of
-    these objects, up to a million, counts as old at the end: else the collector would walk them all
-    some time later, and no step could be launched for half a second.
+    these objects, up to a million, counts as old at the end: else the collector may walk them all
+    in the midst of serving, and no step is launched meanwhile.
     """
     gc.collect()
     enabled = gc.isenabled()

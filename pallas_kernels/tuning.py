@@ -261,9 +261,9 @@ def gated_config(*, num_tokens: int, size: int) -> GatedConfig | None:
     """For rows of `size` gates; None where XLA's own kernel is the better one.
 
     XLA splits a narrow product of few rows, and sums its parts where it computes the activation;
-    before another kernel it would do so in one more. Else threads of eight
-    elements keep the memory busy, and twice the threads of four are sooner done where there are
-    few. Times on an H200: bench/NOTES.md.
+    before another kernel it would do so in one more. Else threads of eight elements keep the memory
+    busy, and twice the threads of four are sooner done where there are few. Times on an H200:
+    bench/NOTES.md.
     """
     if 2 * size < UNSPLIT_WIDTH and num_tokens <= MAX_SPLIT_ROWS:
         return None

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
@@ -108,7 +109,22 @@ def test_without_processes_all_is_compiled_here(start: Start, monkeypatch: pytes
     with start.pool() as pool:
         assert not pool.start(start.runtime)
         assert len([*pool.compiled(start.recipes, start.runtime, untold)]) == len(start.recipes)
-    assert "could be started" in start.said[0]
+    (said,) = start.said
+    assert "could be started" in said
+
+
+def test_without_threads_all_is_compiled_here(start: Start, monkeypatch: pytest.MonkeyPatch):
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    descriptors = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with start.pool() as pool:
+        assert not pool.start(start.runtime)
+        found = names(pool.compiled(start.recipes, start.runtime, untold))
+    assert found == names(start.recipes)
+    assert len(start.said) == 1
+    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 def test_who_leaves_in_the_middle_leaves_no_process(start: Start):

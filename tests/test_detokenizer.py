@@ -176,10 +176,11 @@ def test_nothing_is_decoded_until_text_is_asked_for():
     assert len(counting.sizes) == num_decodes  # nothing was held back
 
 
-def test_without_output_there_is_no_text():
-    """Not even that of a character which the prompt only began."""
+def test_without_output_there_is_no_text(monkeypatch: pytest.MonkeyPatch):
+    """Not even that of a character which the prompt only began, and nothing is decoded for it."""
     tokenizer = byte_level()
     detokenizer = Detokenizer(tokenizer, tokenizer.encode("ok🦜")[:-1], params())
+    monkeypatch.setattr(tokenizer, "decode", lambda *_, **__: pytest.fail("decoded"))
     detokenizer.finish()
     assert detokenizer.text == ""
 
