@@ -166,8 +166,8 @@ def add_rms_norm(hidden, update, weight, *, eps):
 
 def gated_silu(gate_up):
     """See the public entry of the same name."""
-    gate, up = gate_up[:, 0].astype(jnp.float32), gate_up[:, 1].astype(jnp.float32)
-    return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
+    gate = jax.nn.silu(gate_up[:, 0].astype(jnp.float32))
+    return (gate * gate_up[:, 1].astype(jnp.float32)).astype(gate_up.dtype)
 
 
 def between_attentions(attended, hidden, weights, *, eps):
