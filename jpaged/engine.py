@@ -22,6 +22,9 @@ from jpaged.tokenizer import Tokenizer
 class Engine(EngineAccounts):
     """Serves one model from a paged KV cache. Not thread-safe: one thread drives it.
 
+    What the process has before an engine is made is frozen (`gc.freeze`): freed as ever when
+    nothing refers to it, but cycles in it are not looked for any more.
+
     Args:
         model: A local folder, a Hugging Face hub id, or None for the embedded model.
         **options: The other fields of `EngineConfig`, by name.

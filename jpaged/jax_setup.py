@@ -20,12 +20,15 @@ from pallas_kernels import select_backend
 def without_collections() -> Iterator[None]:
     """Hold the garbage collector: tracing makes millions of objects that it would walk in vain.
 
-    What earlier engines left, arrays on the device among it, is collected first. What is left of
-    these objects, up to a million, counts as old at the end: else the collector may walk them all
-    in the midst of serving, and no step is launched meanwhile.
+    What earlier engines left, arrays on the device among it, is collected first. All else that is
+    there then, modules above all, is taken out of the collector's rounds: walking it takes tenths
+    of a second, in which no step is launched. The engine itself is not, for one that has failed may
+    be in a cycle; but what is left of its start counts as old at the end.
     """
     gc.collect()
     enabled = gc.isenabled()
+    if enabled:
+        gc.freeze()
     gc.disable()
     try:
         yield

@@ -1,6 +1,7 @@
 """What an engine's start sets in its process, and that it is as before afterwards."""
 
 import gc
+import weakref
 
 import pytest
 
@@ -10,18 +11,32 @@ from jpaged.jax_setup import without_collections
 class Node:
     """Something that the collector walks."""
 
+    itself: "Node"
+
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_what_a_start_makes_is_old_at_its_end(enabled: bool):
-    """Whether the caller has switched the collector off, it leaves as it was."""
+def test_what_is_there_before_a_start_is_not_walked_again_and_what_it_makes_is_old(enabled: bool):
+    """Unless the caller has switched the collector off, and so it stays."""
     was_enabled = gc.isenabled()
     (gc.enable if enabled else gc.disable)()
     try:
+        before = Node()
         with without_collections():
             assert not gc.isenabled()
-            node = Node()
+            made = Node()
         assert gc.isenabled() is enabled
-        old = any(it is node for it in gc.get_objects(generation=2))
+        walked, old = gc.get_objects(), gc.get_objects(generation=2)
     finally:
         (gc.enable if was_enabled else gc.disable)()
-    assert old is enabled
+    assert any(it is before for it in walked) is not enabled
+    assert any(it is made for it in walked)
+    assert any(it is made for it in old) is enabled
+
+
+def test_what_earlier_engines_left_is_collected():
+    node = Node()
+    node.itself = node  # as an engine that has failed
+    left = weakref.ref(node)
+    del node
+    with without_collections():
+        assert left() is None
