@@ -69,6 +69,18 @@ class BetweenConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class HopperProductConfig:
+    """Of product_hopper.py: rows and columns a program, steps of the depth in flight, programs of a
+    cluster along rows (they share the weight's tile) and along columns (x's)."""
+
+    tile_rows: int
+    tile_columns: int
+    num_stages: int
+    cluster_rows: int = 1
+    cluster_columns: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
 class MoveConfig:
     """Of kv_write.py and block_copy.py: elements a program moves, warps."""
 
