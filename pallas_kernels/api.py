@@ -22,6 +22,7 @@ from pallas_kernels import (
     paged_decode,
     paged_prefill,
     paged_prefill_hopper,
+    product_hopper,
     rope_write,
     silu,
     thread_ops,
@@ -342,15 +343,16 @@ def product_parts(
         TypeError: dtypes that differ or are not bfloat16, float16 or float32.
     """
     checks.check_product(x, weight)
-    if Backend(backend) is Backend.XLA:
+    backend = Backend(backend)
+    if backend is Backend.XLA:
         return xla.product_parts(x, weight, 1)
-    num_parts = tuning.product_parts(
-        num_tokens=x.shape[0],
-        depth=x.shape[1],
-        width=weight.shape[1],
-        itemsize=x.dtype.itemsize,
-    )
-    return xla.product_parts(x, weight, num_parts)
+    (num_tokens, depth), width, itemsize = x.shape, weight.shape[1], x.dtype.itemsize
+    sizes = {"num_tokens": num_tokens, "depth": depth, "width": width, "itemsize": itemsize}
+    facts = {"device_kind": _device_kind(backend), "num_cores": _num_cores(backend)}
+    config = tuning.hopper_product_config(**sizes, **facts)
+    if config is not None:
+        return product_hopper.product_parts(x, weight, config=config)
+    return xla.product_parts(x, weight, tuning.product_parts(**sizes))
 
 
 def sum_parts(parts: Float[Array, "parts *axes"], dtype: DTypeLike) -> Float[Array, "*axes"]:

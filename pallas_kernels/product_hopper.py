@@ -1,15 +1,15 @@
 """Products of few rows by a weight in Pallas Mosaic GPU, for Hopper (compute capability 9.0).
 
-A program has `tile_rows` rows of x, `tile_columns` columns of the weight and a part of the depth:
+A program has a tile of rows, 64 columns of the weight and a part of the depth:
 
-    loader           a step of 64 of the depth at a time: a tile of x and one of the weight, by the
-                     bulk copy engine, into a ring of places in shared memory
-    computers        of 64 rows each: sums += x tile . weight tile, in float32
-    sums -> out      through shared memory, where the places were
+    loader           64 of the depth at a time: a tile of x and one of the weight, by the bulk copy
+                     engine into a ring of places in shared memory
+    computers        warp groups of 64 rows each: sums += x tile . weight tile, in float32
+    sums -> out      through shared memory, by the copy engine as well
 
-What few rows wait for is the L2: every program of the same rows reads the same x. So programs
-side by side form a cluster, of which each reads a share of what they have in common and the copy
-engine gives it to all.
+So few rows make few tiles: one program an SM, and what counts is that all its copies are on their
+way at once. Rows of a tile past the last one are never copied, so their sums, which mean nothing,
+are not either.
 """
 
 import functools
@@ -22,41 +22,35 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.tuning import HopperProductConfig
 
-DEPTH = 64  # of a step: 128 bytes, the widest swizzle
-HALF = 64  # rows of one computing warp group
+TILE = 64  # rows of a computer; columns of a program; depth of a step, the widest swizzle
 
 
-def product_parts(x, weight, *, parts, config: HopperProductConfig):
-    """See the public entry of the same name; the number of parts is given."""
-    return _product(x, weight, parts=parts, config=config)
+def product_parts(x, weight, *, config: HopperProductConfig):
+    """See the public entry of the same name; `config` says how many parts."""
+    return _product(x, weight, config=config)
 
 
-@functools.partial(jax.jit, static_argnames=("parts", "config"))
-def _product(x, weight, *, parts, config):
-    rows, depth = x.shape
-    width = weight.shape[1]
-    out_dtype = x.dtype if parts == 1 else jnp.float32
-    num_computers = -(-config.tile_rows // HALF)
-    row_tiles, column_tiles = rows // config.tile_rows, width // config.tile_columns
-    places = min(config.num_stages, depth // parts // DEPTH)
+@functools.partial(jax.jit, static_argnames="config")
+def _product(x, weight, *, config):
+    """In a jit of its own, so that a step's layers have it traced and lowered once."""
+    (rows, depth), width = x.shape, weight.shape[1]
+    out_dtype = x.dtype if config.num_parts == 1 else jnp.float32
+    num_computers = pl.cdiv(config.tile_rows, TILE)
+    part_depth = depth // config.num_parts
+    places = min(config.num_stages, part_depth // TILE)
     call = plgpu.kernel(
-        functools.partial(_kernel, depth=depth // parts, places=places, config=config),
-        out_type=jax.ShapeDtypeStruct((parts, rows, width), out_dtype),
-        grid=(parts, row_tiles // config.cluster_rows, column_tiles // config.cluster_columns),
+        functools.partial(_kernel, tile_rows=config.tile_rows, part_depth=part_depth),
+        out_type=jax.ShapeDtypeStruct((config.num_parts, rows, width), out_dtype),
+        grid=(config.num_parts, rows // config.tile_rows, width // TILE),
         grid_names=("part", "row_tile", "column_tile"),
-        cluster=(config.cluster_rows, config.cluster_columns),
-        cluster_names=("cluster_row", "cluster_column"),
         num_threads=num_computers + 1,
         thread_name="warp_group",
         scratch_types={
-            "x_smem": _tiles((places, num_computers * HALF, DEPTH), x.dtype),
-            "weight_smem": _tiles((places, DEPTH, config.tile_columns), x.dtype),
-            "out_smem": _tiles((num_computers, HALF, config.tile_columns), out_dtype),
+            "x_smem": _tiles((places, num_computers * TILE, TILE), x.dtype),
+            "weight_smem": _tiles((places, TILE, TILE), x.dtype),
+            "out_smem": _tiles((num_computers, TILE, TILE), out_dtype),
             "full": plgpu.Barrier(num_arrivals=2, num_barriers=places),
-            "read": plgpu.Barrier(num_arrivals=num_computers, num_barriers=places),
-            "empty": plgpu.ClusterBarrier(
-                collective_axes=("cluster_row", "cluster_column"), num_barriers=places
-            ),
+            "empty": plgpu.Barrier(num_arrivals=num_computers, num_barriers=places),
         },
         compiler_params=plgpu.CompilerParams(
             unsafe_no_auto_barriers=True,
@@ -68,13 +62,9 @@ def _product(x, weight, *, parts, config):
 
 
 def _tiles(shape, dtype):
-    """Shared memory in the order in which products read it."""
-    width = shape[-1] * jnp.dtype(dtype).itemsize
-    swizzle = 128 if width % 128 == 0 else 64 if width % 64 == 0 else 32
-    transforms = (
-        plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)),
-        plgpu.SwizzleTransform(swizzle),
-    )
+    """Shared memory in the order in which products and the copy engine want it."""
+    columns = 128 // jnp.dtype(dtype).itemsize
+    transforms = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
@@ -87,69 +77,61 @@ def _kernel(
     weight_smem,
     out_smem,
     full,
-    read,
     empty,
-    depth,
-    places,
-    config,
+    tile_rows,
+    part_depth,
 ):
-    warp_group = lax.axis_index("warp_group")
-    num_computers, part = out_smem.shape[0], lax.axis_index("part")
-    tile_rows, tile_columns = config.tile_rows, config.tile_columns
-    row_tile = lax.axis_index("row_tile") * config.cluster_rows + lax.axis_index("cluster_row")
-    column_tile = lax.axis_index("column_tile") * config.cluster_columns
-    column_tile += lax.axis_index("cluster_column")
-    first_row, first_column = row_tile * tile_rows, column_tile * tile_columns
-    columns, num_steps = pl.ds(first_column, tile_columns), depth // DEPTH
-    has_cluster = config.cluster_rows * config.cluster_columns > 1
+    warp_group, part = lax.axis_index("warp_group"), lax.axis_index("part")
+    num_computers, places = out_smem.shape[0], x_smem.shape[0]
+    first_row = lax.axis_index("row_tile") * tile_rows
+    columns = pl.ds(lax.axis_index("column_tile") * TILE, TILE)
+    num_steps = part_depth // TILE
+
+    def place_of(step):
+        return lax.rem(step, jnp.int32(places))
 
     @pl.when(warp_group == num_computers)
     def _load():
-        for step in range(num_steps):
-            place = step % places
-            if step >= places:
-                plgpu.barrier_wait(read.at[place])
-                if has_cluster:
-                    plgpu.barrier_arrive(empty.at[place])
-                    plgpu.barrier_wait(empty.at[place])
-            deep = pl.ds(part * depth + step * DEPTH, DEPTH)
+        def load(step, _):
+            place = place_of(step)
+            pl.when(step >= places)(lambda: plgpu.barrier_wait(empty.at[place]))
+            deep = pl.ds(part * part_depth + step * TILE, TILE)
+            plgpu.copy_gmem_to_smem(
+                weight_ref.at[deep, columns], weight_smem.at[place], full.at[place]
+            )
             plgpu.copy_gmem_to_smem(
                 x_ref.at[pl.ds(first_row, tile_rows), deep],
                 x_smem.at[place, pl.ds(0, tile_rows)],
                 full.at[place],
-                collective_axes="cluster_column" if config.cluster_columns > 1 else None,
             )
-            plgpu.copy_gmem_to_smem(
-                weight_ref.at[deep, columns],
-                weight_smem.at[place],
-                full.at[place],
-                collective_axes="cluster_row" if config.cluster_rows > 1 else None,
-            )
+
+        lax.fori_loop(0, num_steps, load, None)
+
+    def store(computer):
+        size = min(TILE, tile_rows - computer * TILE)
+        rows = pl.ds(first_row + computer * TILE, size)
+        source = out_smem.at[computer, pl.ds(0, size)]
+        plgpu.copy_smem_to_gmem(source, out_ref.at[part, rows, columns])
 
     @pl.when(warp_group < num_computers)
     def _compute():
-        own = pl.ds(pl.multiple_of(warp_group * HALF, HALF), HALF)
+        own = pl.ds(pl.multiple_of(warp_group * TILE, TILE), TILE)
 
-        def sums(acc):
-            for step in range(num_steps):
-                place = step % places
+        def add_all(sums):
+            def add(step, _):
+                place = place_of(step)
                 plgpu.barrier_wait(full.at[place])
-                plgpu.wgmma(acc, x_smem.at[place, own], weight_smem.at[place])
-                plgpu.wgmma_wait(1)
-                if 1 <= step and step - 1 + places < num_steps:
-                    plgpu.barrier_arrive(read.at[(step - 1) % places])
-            return acc[...]
+                plgpu.wgmma(sums, x_smem.at[place, own], weight_smem.at[place])
+                plgpu.wgmma_wait(1)  # the step before is done
+                previous = place_of(step + (places - 1))
+                pl.when(step > 0)(lambda: plgpu.barrier_arrive(empty.at[previous]))
 
-        result = pl.run_scoped(sums, plgpu.ACC((HALF, tile_columns), jnp.float32))
-        mine = out_smem.at[warp_group]
-        mine[...] = result.astype(out_ref.dtype)
+            lax.fori_loop(0, num_steps, add, None)
+            return sums[...]
+
+        sums = pl.run_scoped(add_all, plgpu.ACC((TILE, TILE), jnp.float32))
+        out_smem[warp_group] = sums.astype(out_ref.dtype)
         plgpu.commit_smem()
         for computer in range(num_computers):
-            size = min(HALF, tile_rows - computer * HALF)
-
-            @pl.when(warp_group == computer)
-            def _store(computer=computer, size=size):
-                rows = pl.ds(first_row + computer * HALF, size)
-                plgpu.copy_smem_to_gmem(mine.at[pl.ds(0, size)], out_ref.at[part, rows, columns])
-
+            pl.when(warp_group == computer)(functools.partial(store, computer))
         plgpu.wait_smem_to_gmem(0)

@@ -70,14 +70,11 @@ class BetweenConfig:
 
 @dataclasses.dataclass(frozen=True)
 class HopperProductConfig:
-    """Of product_hopper.py: rows and columns a program, steps of the depth in flight, programs of a
-    cluster along rows (they share the weight's tile) and along columns (x's)."""
+    """Of product_hopper.py: parts, rows a program, steps of the depth in flight."""
 
+    num_parts: int
     tile_rows: int
-    tile_columns: int
-    num_stages: int
-    cluster_rows: int = 1
-    cluster_columns: int = 1
+    num_stages: int = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,6 +300,41 @@ def product_parts(*, num_tokens: int, depth: int, width: int, itemsize: int) -> 
     while parts > 1 and depth % (parts * MIN_PART_DEPTH):
         parts //= 2
     return parts
+
+
+def hopper_product_config(
+    *,
+    num_tokens: int,
+    depth: int,
+    width: int,
+    itemsize: int,
+    num_cores: int | None,
+    device_kind: str = "",
+) -> HopperProductConfig | None:
+    """Where product_hopper.py runs; None where XLA's product does.
+
+    As many parts as give each SM a program at most: a second one would have to wait, and with much
+    less than one the memory is not busy. Times on an H200: bench/NOTES.md.
+
+    Args:
+        num_tokens: Rows.
+        depth, width: Of the weight.
+        itemsize: Bytes of an element.
+        num_cores: SMs of the GPU; None where it is not known.
+        device_kind: The GPU's name.
+    """
+    is_hopper = any(name in device_kind for name in HOPPER_GPUS)
+    row_tiles = 1 if num_tokens <= 128 else 2
+    whole = num_tokens % (8 * row_tiles) == 0 and depth % 64 == 0 and width % 64 == 0
+    if not (is_hopper and whole and itemsize == 2 and 16 < num_tokens <= MAX_SPLIT_ROWS):
+        return None
+    tiles = row_tiles * width // 64
+    if not num_cores or tiles > num_cores or (num_tokens > 64 and depth * width > 1 << 23):
+        return None
+    parts = 1
+    while 2 * parts * tiles <= num_cores and depth % (2 * parts * 64) == 0:
+        parts *= 2
+    return HopperProductConfig(parts, num_tokens // row_tiles)
 
 
 def _parts_by_width(width, upto_2048, upto_4096, upto_8192):
