@@ -1,8 +1,9 @@
 """Launch parameters of the Triton kernels: a frozen config an op, and pure functions to choose it.
 
 A heuristic sees static facts only. `tuned/<device kind>.json`, where there is one, overrides fields
-of its choice: `{"decode": {"head_size=128,itemsize=2": {"tile_tokens": 64}}, ...}`. Nothing is ever
-tuned while serving.
+of its choice: `{"decode": {"head_size=128,itemsize=2": {"tile_tokens": 64}}, ...}`. An empty entry
+says that the op was swept and the heuristic stays; `"swept"`, for readers only, says when, and with
+what. Nothing is ever tuned while serving.
 """
 
 import dataclasses
