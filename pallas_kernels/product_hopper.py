@@ -7,9 +7,10 @@ A program has a tile of rows, 64 columns of the weight and a part of the depth:
     computers        warp groups of 64 rows each: sums += x tile . weight tile, in float32
     sums -> out      through shared memory, by the copy engine as well
 
-So few rows make few tiles: one program an SM, and what counts is that all its copies are on their
-way at once. Rows of a tile past the last one are never copied, so their sums, which mean nothing,
-are not either.
+Of a gated product it has 64 columns of the gate and the same of the other factor, each with sums
+of its own, and the activation follows in registers. So few rows make few tiles: about one program
+an SM, and what counts is that all its copies are on their way at once. Rows of a tile past the
+last one are never copied, so their sums, which mean nothing, are not either.
 """
 
 import functools
@@ -22,18 +23,25 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.tuning import HopperProductConfig
 
-TILE = 64  # rows of a computer; columns of a program; depth of a step, the widest swizzle
+TILE = 64  # rows of a computer; columns of a product; depth of a step, the widest swizzle
 
 
 def product_parts(x, weight, *, config: HopperProductConfig):
     """See the public entry of the same name; `config` says how many parts."""
-    return _product(x, weight, config=config)
+    return _product(x, weight, gated=False, config=config)
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def _product(x, weight, *, config):
+def gated_product(x, weight, *, config: HopperProductConfig):
+    """See the public entry of the same name; in one part."""
+    rows = weight.reshape(weight.shape[0], -1)
+    return _product(x, rows, gated=True, config=config)[0]
+
+
+@functools.partial(jax.jit, static_argnames=("gated", "config"))
+def _product(x, weight, *, gated, config):
     """In a jit of its own, so that a step's layers have it traced and lowered once."""
-    (rows, depth), width = x.shape, weight.shape[1]
+    (rows, depth), num_factors = x.shape, 1 + gated
+    width = weight.shape[1] // num_factors
     out_dtype = x.dtype if config.num_parts == 1 else jnp.float32
     num_computers = pl.cdiv(config.tile_rows, TILE)
     part_depth = depth // config.num_parts
@@ -47,16 +55,17 @@ def _product(x, weight, *, config):
         thread_name="warp_group",
         scratch_types={
             "x_smem": _tiles((places, num_computers * TILE, TILE), x.dtype),
-            "weight_smem": _tiles((places, TILE, TILE), x.dtype),
+            "weight_smem": _tiles((places, num_factors, TILE, TILE), x.dtype),
             "out_smem": _tiles((num_computers, TILE, TILE), out_dtype),
-            "full": plgpu.Barrier(num_arrivals=2, num_barriers=places),
+            "full": plgpu.Barrier(num_arrivals=1 + num_factors, num_barriers=places),
             "empty": plgpu.Barrier(num_arrivals=num_computers, num_barriers=places),
         },
         compiler_params=plgpu.CompilerParams(
+            approx_math=True,
             unsafe_no_auto_barriers=True,
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
-        kernel_name="product_hopper",
+        kernel_name="gated_product_hopper" if gated else "product_hopper",
     )
     return call(x, weight)
 
@@ -82,10 +91,10 @@ def _kernel(
     part_depth,
 ):
     warp_group, part = lax.axis_index("warp_group"), lax.axis_index("part")
-    num_computers, places = out_smem.shape[0], x_smem.shape[0]
+    (places, num_factors), num_computers = weight_smem.shape[:2], out_smem.shape[0]
     first_row = lax.axis_index("row_tile") * tile_rows
-    columns = pl.ds(lax.axis_index("column_tile") * TILE, TILE)
-    num_steps = part_depth // TILE
+    first_column = lax.axis_index("column_tile") * TILE
+    num_steps, width = part_depth // TILE, out_ref.shape[2]
 
     def place_of(step):
         return lax.rem(step, jnp.int32(places))
@@ -96,41 +105,43 @@ def _kernel(
             place = place_of(step)
             pl.when(step >= places)(lambda: plgpu.barrier_wait(empty.at[place]))
             deep = pl.ds(part * part_depth + step * TILE, TILE)
-            plgpu.copy_gmem_to_smem(
-                weight_ref.at[deep, columns], weight_smem.at[place], full.at[place]
-            )
-            plgpu.copy_gmem_to_smem(
-                x_ref.at[pl.ds(first_row, tile_rows), deep],
-                x_smem.at[place, pl.ds(0, tile_rows)],
-                full.at[place],
-            )
+            for factor in range(num_factors):
+                columns = pl.ds(first_column + factor * width, TILE)
+                target = weight_smem.at[place, factor]
+                plgpu.copy_gmem_to_smem(weight_ref.at[deep, columns], target, full.at[place])
+            rows, target = pl.ds(first_row, tile_rows), x_smem.at[place, pl.ds(0, tile_rows)]
+            plgpu.copy_gmem_to_smem(x_ref.at[rows, deep], target, full.at[place])
 
         lax.fori_loop(0, num_steps, load, None)
 
     def store(computer):
         size = min(TILE, tile_rows - computer * TILE)
         rows = pl.ds(first_row + computer * TILE, size)
-        source = out_smem.at[computer, pl.ds(0, size)]
-        plgpu.copy_smem_to_gmem(source, out_ref.at[part, rows, columns])
+        target = out_ref.at[part, rows, pl.ds(first_column, TILE)]
+        plgpu.copy_smem_to_gmem(out_smem.at[computer, pl.ds(0, size)], target)
 
     @pl.when(warp_group < num_computers)
     def _compute():
         own = pl.ds(pl.multiple_of(warp_group * TILE, TILE), TILE)
 
-        def add_all(sums):
+        def add_all(*sums):
             def add(step, _):
                 place = place_of(step)
                 plgpu.barrier_wait(full.at[place])
-                plgpu.wgmma(sums, x_smem.at[place, own], weight_smem.at[place])
-                plgpu.wgmma_wait(1)  # the step before is done
+                for factor, own_sums in enumerate(sums):
+                    plgpu.wgmma(own_sums, x_smem.at[place, own], weight_smem.at[place, factor])
+                plgpu.wgmma_wait(num_factors)  # the step before is done
                 previous = place_of(step + (places - 1))
                 pl.when(step > 0)(lambda: plgpu.barrier_arrive(empty.at[previous]))
 
             lax.fori_loop(0, num_steps, add, None)
-            return sums[...]
+            return [own_sums[...] for own_sums in sums]
 
-        sums = pl.run_scoped(add_all, plgpu.ACC((TILE, TILE), jnp.float32))
-        out_smem[warp_group] = sums.astype(out_ref.dtype)
+        accumulator = plgpu.ACC((TILE, TILE), jnp.float32)
+        result, *factor = pl.run_scoped(add_all, *[accumulator] * num_factors)
+        if factor:  # silu(gate) * factor
+            result *= factor[0] / (1 + jnp.exp(-result))
+        out_smem[warp_group] = result.astype(out_ref.dtype)
         plgpu.commit_smem()
         for computer in range(num_computers):
             pl.when(warp_group == computer)(functools.partial(store, computer))

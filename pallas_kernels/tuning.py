@@ -75,7 +75,7 @@ class HopperProductConfig:
 
     num_parts: int
     tile_rows: int
-    num_stages: int = 8
+    num_stages: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,33 +309,44 @@ def hopper_product_config(
     depth: int,
     width: int,
     itemsize: int,
+    num_factors: int = 1,
     num_cores: int | None,
     device_kind: str = "",
 ) -> HopperProductConfig | None:
-    """Where product_hopper.py runs; None where XLA's product does.
-
-    As many parts as give each SM a program at most: a second one would have to wait, and with much
-    less than one the memory is not busy. Times on an H200: bench/NOTES.md.
+    """Where product_hopper.py runs; None where XLA's products do. Times on an H200: bench/NOTES.md.
 
     Args:
         num_tokens: Rows.
-        depth, width: Of the weight.
+        depth, width: Of the weight, or of each of two.
         itemsize: Bytes of an element.
+        num_factors: 2 for a gated product, which cannot be in parts.
         num_cores: SMs of the GPU; None where it is not known.
         device_kind: The GPU's name.
     """
     is_hopper = any(name in device_kind for name in HOPPER_GPUS)
     row_tiles = 1 if num_tokens <= 128 else 2
     whole = num_tokens % (8 * row_tiles) == 0 and depth % 64 == 0 and width % 64 == 0
-    if not (is_hopper and whole and itemsize == 2 and 16 < num_tokens <= MAX_SPLIT_ROWS):
+    # Fewer rows are Triton's; large weights read as fast with XLA, unless rows are so many that it
+    # has to choose between reading them twice and tiles too large to begin soon.
+    least, most = (32, 64) if depth * width * num_factors > 1 << 23 else (16, MAX_SPLIT_ROWS)
+    if not (is_hopper and num_cores and whole and itemsize == 2 and least < num_tokens <= most):
         return None
-    tiles = row_tiles * width // 64
-    if not num_cores or tiles > num_cores or (num_tokens > 64 and depth * width > 1 << 23):
-        return None
+    programs = row_tiles * width // 64
     parts = 1
-    while 2 * parts * tiles <= num_cores and depth % (2 * parts * 64) == 0:
+    # Each SM has one at most: a second one would have to wait.
+    while num_factors == 1 and 2 * parts * programs <= num_cores and depth % (2 * parts * 64) == 0:
         parts *= 2
-    return HopperProductConfig(parts, num_tokens // row_tiles)
+    tile_rows = num_tokens // row_tiles
+    return HopperProductConfig(
+        parts, tile_rows, _product_stages(tile_rows, num_factors, parts * programs > num_cores)
+    )
+
+
+def _product_stages(tile_rows, num_factors, is_shared):
+    """Steps that fit the shared memory of an SM, or half of it where an SM has two programs."""
+    rows = -(-tile_rows // 64) * 64
+    room = (MAX_SHARED_BYTES >> is_shared) - rows * 64 * 4 - 2048
+    return min(12, room // ((rows + 64 * num_factors) * 64 * 2))
 
 
 def _parts_by_width(width, upto_2048, upto_4096, upto_8192):

@@ -142,6 +142,12 @@ def product_parts(x, weight, num_parts):
     return jnp.einsum("tsc,scd->std", x, weight, preferred_element_type=jnp.float32)
 
 
+def gate_up(x, weight):
+    """Rows [T, 2, F] of a product by weight [D, 2, F]."""
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum("td,dcf->tcf", x, weight, precision=precision, preferred_element_type=x.dtype)
+
+
 def rotate(x, angles):
     """Rotary embedding of heads [T, heads, H] in the halves layout, in float32; x's dtype out."""
     cos, sin = (angle[:, None, :] for angle in angles)
