@@ -43,15 +43,10 @@ def prepare_jax(config: EngineConfig) -> None:
 
     JAX reserves three quarters of a GPU by default; the share the caller asked for replaces that.
     Once a device is in use its reservation stays, and the memory account starts from it.
-    A thread of XLA's puts programs on the GPU's queue, not the one that calls them: a large step
-    takes it most of a millisecond, in which the host reads one step and plans the next.
     """
     if jax.config.values["jax_pjrt_client_create_options"] is None:
-        options = {
-            "memory_fraction": float(config.gpu_memory_utilization),
-            "use_tfrt_gpu_client": True,  # the old name of asynchronous dispatch
-        }
-        jax.config.update("jax_pjrt_client_create_options", options)
+        fraction = {"memory_fraction": float(config.gpu_memory_utilization)}
+        jax.config.update("jax_pjrt_client_create_options", fraction)
     cache = config.compilation_cache_dir
     if cache is not None and jax.config.values["jax_compilation_cache_dir"] is None:
         folder = Path(os.path.expanduser(cache))

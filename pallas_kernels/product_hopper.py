@@ -132,7 +132,8 @@ def _kernel(
                     plgpu.wgmma(own_sums, x_smem.at[place, own], weight_smem.at[place, factor])
                 plgpu.wgmma_wait(num_factors)  # the step before is done
                 previous = place_of(step + (places - 1))
-                pl.when(step > 0)(lambda: plgpu.barrier_arrive(empty.at[previous]))
+                wanted = (step > 0) & (step < num_steps - (places - 1))  # its place, once more
+                pl.when(wanted)(lambda: plgpu.barrier_arrive(empty.at[previous]))
 
             lax.fori_loop(0, num_steps, add, None)
             return [own_sums[...] for own_sums in sums]

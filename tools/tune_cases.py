@@ -105,6 +105,7 @@ def decode(head_size: int, dtype: str) -> Op:
     cases = [
         case("64 x 2048", 64, 2048, heads=(32, 8)),
         case("256 x 512", 256, 512, heads=(16, 8)),
+        case("256 x 200", 256, 200, heads=(16, 8)),
         case("8 x 1024", 8, 1024, heads=(16, 8)),
         case("1 x 2048", 1, 2048, heads=(32, 8)),
     ]

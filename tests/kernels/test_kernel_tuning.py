@@ -3,6 +3,7 @@
 import itertools
 import json
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -115,7 +116,7 @@ def test_hoppers_prefill_is_for_hopper_and_what_it_can():
         assert choose(device_kind="NVIDIA H200", **{name: value}) is None
 
 
-def _product(rows, depth, width, **changes):
+def _product(rows, depth, width, **changes) -> Any:
     facts = {"itemsize": 2, "num_cores": 132, "device_kind": "NVIDIA H200"}
     return tuning.hopper_product_config(
         num_tokens=rows, depth=depth, width=width, **(facts | changes)
