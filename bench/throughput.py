@@ -83,7 +83,7 @@ def measure_often(
     runs = [measure(engine, shape, case, scale, seed) for seed in range(repeats + 1)][1:]
     runs.sort(key=lambda run: run["output_tokens_per_s"])
     speeds = [run["output_tokens_per_s"] for run in runs]
-    return runs[repeats // 2] | {"runs": repeats, "slowest": speeds[0], "fastest": speeds[-1]}
+    return runs[repeats // 2] | {"slowest": speeds[0], "fastest": speeds[-1]}
 
 
 def main() -> None:
@@ -105,7 +105,8 @@ def main() -> None:
             rows.append(measure_often(engine, shape, case, args.scale, args.repeats))
         del engine
     print_table(rows)
-    print(record("throughput", rows, scale=args.scale, synchronous=args.synchronous))
+    options = {"scale": args.scale, "repeats": args.repeats, "synchronous": args.synchronous}
+    print(record("throughput", rows, **options))
 
 
 if __name__ == "__main__":

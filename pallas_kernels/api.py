@@ -49,6 +49,7 @@ __all__ = [
     "add_rms_norm",
     "between_attentions",
     "copy_blocks",
+    "gated_product",
     "gated_silu",
     "new_exchange",
     "paged_decode_attention",

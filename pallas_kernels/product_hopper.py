@@ -46,6 +46,8 @@ def _product(x, weight, *, gated, config):
     num_computers = pl.cdiv(config.tile_rows, TILE)
     part_depth = depth // config.num_parts
     places = min(config.num_stages, part_depth // TILE)
+    if places < 2 <= part_depth // TILE:  # a place is free once the next one's products are begun
+        raise ValueError(f"num_stages is {config.num_stages}; it must be at least 2")
     call = plgpu.kernel(
         functools.partial(_kernel, tile_rows=config.tile_rows, part_depth=part_depth),
         out_type=jax.ShapeDtypeStruct((config.num_parts, rows, width), out_dtype),

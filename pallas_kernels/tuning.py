@@ -1,4 +1,4 @@
-"""Launch parameters of the Triton kernels: a frozen config an op, and pure functions to choose it.
+"""Launch parameters of the kernels: a frozen config an op, and pure functions to choose it.
 
 A heuristic sees static facts only. `tuned/<device kind>.json`, where there is one, overrides fields
 of its choice: `{"decode": {"head_size=128,itemsize=2": {"tile_tokens": 64}}, ...}`. An empty entry
@@ -71,7 +71,7 @@ class BetweenConfig:
 
 @dataclasses.dataclass(frozen=True)
 class HopperProductConfig:
-    """Of product_hopper.py: parts, rows a program, steps of the depth in flight."""
+    """Of product_hopper.py: parts, rows a program, steps of the depth in flight (two at least)."""
 
     num_parts: int
     tile_rows: int
@@ -326,20 +326,26 @@ def hopper_product_config(
     is_hopper = any(name in device_kind for name in HOPPER_GPUS)
     row_tiles = 1 if num_tokens <= 128 else 2
     whole = num_tokens % (8 * row_tiles) == 0 and depth % 64 == 0 and width % 64 == 0
+    whole &= bool(depth and width)
     # Fewer rows are Triton's; large weights read as fast with XLA, unless rows are so many that it
     # has to choose between reading them twice and tiles too large to begin soon.
     least, most = (32, 64) if depth * width * num_factors > 1 << 23 else (16, MAX_SPLIT_ROWS)
     if not (is_hopper and num_cores and whole and itemsize == 2 and least < num_tokens <= most):
         return None
     programs = row_tiles * width // 64
-    parts = 1
-    # Each SM has one at most: a second one would have to wait.
-    while num_factors == 1 and 2 * parts * programs <= num_cores and depth % (2 * parts * 64) == 0:
-        parts *= 2
+    parts = 1 if num_factors > 1 else _parts_by_cores(programs, depth, num_cores)
     tile_rows = num_tokens // row_tiles
     return HopperProductConfig(
         parts, tile_rows, _product_stages(tile_rows, num_factors, parts * programs > num_cores)
     )
+
+
+def _parts_by_cores(programs, depth, num_cores):
+    """Each SM has one program at most: a second one would have to wait."""
+    parts = 1
+    while 2 * parts * programs <= num_cores and depth % (2 * parts * MIN_PART_DEPTH) == 0:
+        parts *= 2
+    return parts
 
 
 def _product_stages(tile_rows, num_factors, is_shared):

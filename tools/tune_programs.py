@@ -118,11 +118,6 @@ class Inputs:
         made = [case.make(seed) for seed in range(num_calls(case))]
         return cls([state for state, _ in made], [arguments for _, arguments in made])
 
-    @property
-    def lost(self) -> bool:
-        """Whether a program took the states and failed."""
-        return any(leaf.is_deleted() for leaf in jax.tree.leaves(self.states))
-
     def run(self, program: Callable, launches: int) -> float:
         """Seconds a launch, of several back to back."""
         start, results = time.perf_counter(), None

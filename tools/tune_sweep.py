@@ -202,8 +202,7 @@ class Sweep:
                 seconds = self.clock(self._compiled[key], inputs)
             except Exception as error:
                 self.faults[key] = _reason(error)
-                if inputs.lost:
-                    inputs = Inputs.of(case)
+                inputs = Inputs.of(case)  # what it took is gone, or came back as its failure
             else:
                 self._seconds[key] = min(seconds, self._seconds.get(key, math.inf))
 

@@ -28,7 +28,8 @@ CASES = [
 
 @pytest.fixture
 def races_raise():
-    """A read or write of shared memory that nothing orders behind another raises."""
+    """A read of shared memory that nothing orders behind the copy to it raises, and a copy that
+    waits for no place; not a place set free while products still read it."""
     assert interpreted is not None
     with interpreted(plgpu.InterpretGPUParams(detect_races=True)):  # type: ignore
         yield

@@ -182,7 +182,7 @@ def test_parts_are_summed_and_rounded_first(backend):
 
 
 # Rows, depth, width: some that Hopper's own kernel takes, in one tile of rows, in two, in tiles not
-# full, with more steps than fit its ring; and some that it does not.
+# full, with more steps than fit its ring (the wide one); and some that it does not.
 PRODUCTS = [
     (8, 1024, 64),
     (24, 192, 128),
@@ -190,6 +190,7 @@ PRODUCTS = [
     (96, 1024, 192),
     (192, 320, 64),
     (256, 1024, 1024),
+    (256, 576, 4288),
     (40, 100, 24),
     (300, 512, 8),
 ]
@@ -246,6 +247,8 @@ def test_products_give_the_same_bits_again(rows):
         return gated, product_parts(gated[:, :1024], weight[:, 0], backend=Backend.TRITON)
 
     first = jax.tree.map(np.asarray, run(x, weight))
+    exact = reference.gated_product(x, weight)
+    _assert_product(first[0], exact, 1024, BF16)
     for turn in range(50):
         run(x * jnp.asarray(turn, BF16), weight)
         for one, other in zip(first, run(x, weight), strict=True):

@@ -93,7 +93,8 @@ def test_on_a_gpu_every_launch_parameter_makes_a_program_of_its_own(
     op = OPS["decode"](128, "bfloat16")
     fields = {"tile_tokens": 64, "num_warps": 4, "num_stages": 2}
     tried = [fields, *({**fields, name: 2 * value} for name, value in fields.items())]
-    work = lowered_for_h200(dataclasses.replace(op, cases=op.cases[2:3]), tried, monkeypatch)
+    few = [case for case in op.cases if case.name == "8 x 1024"]
+    work = lowered_for_h200(dataclasses.replace(op, cases=few), tried, monkeypatch)
     assert [trial.override for trial in work.candidates] == tried[1:]
     assert work.faults == {}
 

@@ -168,7 +168,7 @@ def test_a_timed_program_takes_the_states_and_returns_them():
     taken, (argument,) = inputs.states[0], inputs.arguments[0]
     assert seconds_a_call(program, inputs, repeats=1) > 0
     assert taken.is_deleted()
-    assert not inputs.lost
+    assert not inputs.states[0].is_deleted()
     assert not argument.is_deleted()
     assert len(inputs.states) == num_calls(case)
 
