@@ -38,8 +38,8 @@ _DRAFT_BLOCKS = 2
 """Blocks of the pool with which the largest step's workspace is measured; they do not enter it."""
 
 _SMALL_ARRAYS = 256 * 2**20
-"""Bytes for what no program's account has: steps' inputs, results on their way to the host, and the
-allocator's gaps between these."""
+"""Bytes for what no program's account has: steps' inputs, results on their way to the host, the
+places for these with their guards (`jpaged.runtime.small_buffers`), and the allocator's gaps."""
 
 _STEPS_IN_FLIGHT = 2
 """Large steps whose workspaces can exist at once: the one that runs and the one launched behind it.

@@ -22,6 +22,7 @@ from pallas_kernels import (
     paged_decode,
     paged_prefill,
     paged_prefill_hopper,
+    product_hopper,
     rope_write,
     silu,
     thread_ops,
@@ -48,6 +49,7 @@ __all__ = [
     "add_rms_norm",
     "between_attentions",
     "copy_blocks",
+    "gated_product",
     "gated_silu",
     "new_exchange",
     "paged_decode_attention",
@@ -342,8 +344,12 @@ def product_parts(
         TypeError: dtypes that differ or are not bfloat16, float16 or float32.
     """
     checks.check_product(x, weight)
-    if Backend(backend) is Backend.XLA:
+    backend = Backend(backend)
+    if backend is Backend.XLA:
         return xla.product_parts(x, weight, 1)
+    config = _hopper_product_config(x, weight.shape, backend)
+    if config is not None:
+        return product_hopper.product_parts(x, weight, config=config)
     num_parts = tuning.product_parts(
         num_tokens=x.shape[0],
         depth=x.shape[1],
@@ -351,6 +357,27 @@ def product_parts(
         itemsize=x.dtype.itemsize,
     )
     return xla.product_parts(x, weight, num_parts)
+
+
+def gated_product(
+    x: Float[Array, "T D"], weight: Float[Array, "D 2 F"], *, backend: Backend
+) -> Float[Array, "T F"]:
+    """silu(x @ weight[:, 0]) * (x @ weight[:, 1]), the activation in float32 (SwiGLU: Shazeer 2020,
+    arXiv:2002.05202). Accumulates in float32; x's dtype out.
+
+    On Hopper GPUs one kernel, where it is faster than XLA's product and `gated_silu` of that, which
+    rounds the product's rows in between.
+
+    Raises:
+        ValueError: shapes that do not fit.
+        TypeError: dtypes that differ or are not bfloat16, float16 or float32.
+    """
+    checks.check_gated_product(x, weight)
+    backend = Backend(backend)
+    config = _hopper_product_config(x, weight.shape, backend)
+    if config is not None:
+        return product_hopper.gated_product(x, weight, config=config)
+    return gated_silu(xla.gate_up(x, weight), backend=backend)
 
 
 def sum_parts(parts: Float[Array, "parts *axes"], dtype: DTypeLike) -> Float[Array, "*axes"]:
@@ -549,6 +576,19 @@ def _move_config(op, kv, backend):
     head_size, itemsize = kv.k.shape[3], kv.k.dtype.itemsize
     kind = _device_kind(backend)
     return tuning.move_config(op, head_size=head_size, itemsize=itemsize, device_kind=kind)
+
+
+def _hopper_product_config(x, weight_shape, backend):
+    """Of a product by a weight [D, F], or by one [D, 2, F]; or None."""
+    return tuning.hopper_product_config(
+        num_tokens=x.shape[0],
+        depth=x.shape[1],
+        width=weight_shape[-1],
+        itemsize=x.dtype.itemsize,
+        num_factors=len(weight_shape) - 1,
+        num_cores=_num_cores(backend),
+        device_kind=_device_kind(backend),
+    )
 
 
 def _between_plan(weights, num_tokens, backend):

@@ -199,6 +199,15 @@ def check_product(x, weight):
     _check_dtype("weight", weight, x.dtype, "x's dtype; cast it first")
 
 
+def check_gated_product(x, weight):
+    """A row's depth is the weight's, which has two factors."""
+    _check_float("x", x, 2, "[T, D]")
+    _check_rank("weight", weight, 3, "[D, 2, F]")
+    want = (x.shape[1], 2, weight.shape[2])
+    _check_shape("weight", weight, want, "x's columns first, gate and up")
+    _check_dtype("weight", weight, x.dtype, "x's dtype; cast it first")
+
+
 def check_between(attended, hidden, weights, num_rows, exchange, eps):
     """A layer's weights that fit each other and the rows."""
     _check_float("hidden", hidden, 2, "[T, D]")

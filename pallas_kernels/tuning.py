@@ -1,8 +1,9 @@
-"""Launch parameters of the Triton kernels: a frozen config an op, and pure functions to choose it.
+"""Launch parameters of the kernels: a frozen config an op, and pure functions to choose it.
 
 A heuristic sees static facts only. `tuned/<device kind>.json`, where there is one, overrides fields
-of its choice: `{"decode": {"head_size=128,itemsize=2": {"tile_tokens": 64}}, ...}`. Nothing is ever
-tuned while serving.
+of its choice: `{"decode": {"head_size=128,itemsize=2": {"tile_tokens": 64}}, ...}`. An empty entry
+says that the op was swept and the heuristic stays; `"swept"`, for readers only, says when, and with
+what. Nothing is ever tuned while serving.
 """
 
 import dataclasses
@@ -66,6 +67,15 @@ class BetweenConfig:
     num_programs: int
     num_stages: int
     num_in_flight: int
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperProductConfig:
+    """Of product_hopper.py: parts, rows a program, steps of the depth in flight (two at least)."""
+
+    num_parts: int
+    tile_rows: int
+    num_stages: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,6 +301,58 @@ def product_parts(*, num_tokens: int, depth: int, width: int, itemsize: int) -> 
     while parts > 1 and depth % (parts * MIN_PART_DEPTH):
         parts //= 2
     return parts
+
+
+def hopper_product_config(
+    *,
+    num_tokens: int,
+    depth: int,
+    width: int,
+    itemsize: int,
+    num_factors: int = 1,
+    num_cores: int | None,
+    device_kind: str = "",
+) -> HopperProductConfig | None:
+    """Where product_hopper.py runs; None where XLA's products do. Times on an H200: bench/NOTES.md.
+
+    Args:
+        num_tokens: Rows.
+        depth, width: Of the weight, or of each of two.
+        itemsize: Bytes of an element.
+        num_factors: 2 for a gated product, which cannot be in parts.
+        num_cores: SMs of the GPU; None where it is not known.
+        device_kind: The GPU's name.
+    """
+    is_hopper = any(name in device_kind for name in HOPPER_GPUS)
+    row_tiles = 1 if num_tokens <= 128 else 2
+    whole = num_tokens % (8 * row_tiles) == 0 and depth % 64 == 0 and width % 64 == 0
+    whole &= bool(depth and width)
+    # Fewer rows are Triton's; large weights read as fast with XLA, unless rows are so many that it
+    # has to choose between reading them twice and tiles too large to begin soon.
+    least, most = (32, 64) if depth * width * num_factors > 1 << 23 else (16, MAX_SPLIT_ROWS)
+    if not (is_hopper and num_cores and whole and itemsize == 2 and least < num_tokens <= most):
+        return None
+    programs = row_tiles * width // 64
+    parts = 1 if num_factors > 1 else _parts_by_cores(programs, depth, num_cores)
+    tile_rows = num_tokens // row_tiles
+    return HopperProductConfig(
+        parts, tile_rows, _product_stages(tile_rows, num_factors, parts * programs > num_cores)
+    )
+
+
+def _parts_by_cores(programs, depth, num_cores):
+    """Each SM has one program at most: a second one would have to wait."""
+    parts = 1
+    while 2 * parts * programs <= num_cores and depth % (2 * parts * MIN_PART_DEPTH) == 0:
+        parts *= 2
+    return parts
+
+
+def _product_stages(tile_rows, num_factors, is_shared):
+    """Steps that fit the shared memory of an SM, or half of it where an SM has two programs."""
+    rows = -(-tile_rows // 64) * 64
+    room = (MAX_SHARED_BYTES >> is_shared) - rows * 64 * 4 - 2048
+    return min(12, room // ((rows + 64 * num_factors) * 64 * 2))
 
 
 def _parts_by_width(width, upto_2048, upto_4096, upto_8192):

@@ -132,14 +132,21 @@ def sum_parts(parts, dtype):
 def product_parts(x, weight, num_parts):
     """See the public entry of the same name."""
     if num_parts == 1:
-        precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-        product = jnp.einsum(
-            "tc,cd->td", x, weight, precision=precision, preferred_element_type=x.dtype
-        )
-        return product[None]
+        return _product("tc,cd->td", x, weight)[None]
     x = x.reshape(x.shape[0], num_parts, -1)
     weight = weight.reshape(num_parts, -1, weight.shape[1])
     return jnp.einsum("tsc,scd->std", x, weight, preferred_element_type=jnp.float32)
+
+
+def gate_up(x, weight):
+    """Rows [T, 2, F] of a product by weight [D, 2, F]."""
+    return _product("td,dcf->tcf", x, weight)
+
+
+def _product(subscripts, x, weight):
+    """In x's dtype; float32 factors are not rounded to TF32."""
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum(subscripts, x, weight, precision=precision, preferred_element_type=x.dtype)
 
 
 def rotate(x, angles):
@@ -174,8 +181,7 @@ def between_attentions(attended, hidden, weights, *, eps):
     """The ops one by one; returns the stream and the next layer's qkv in one part."""
     update = product_parts(attended, weights.output, 1)
     rows, hidden = add_rms_norm(hidden, update, weights.norm, eps=eps)
-    gate_up = product_parts(rows, weights.gate_up.reshape(rows.shape[1], -1), 1)[0]
-    inner = gated_silu(gate_up.reshape(-1, *weights.gate_up.shape[1:]))
+    inner = gated_silu(gate_up(rows, weights.gate_up))
     update = product_parts(inner, weights.down, 1)
     rows, hidden = add_rms_norm(hidden, update, weights.next_norm, eps=eps)
     return hidden, product_parts(rows, weights.next_qkv, 1)

@@ -3,9 +3,11 @@
 import gc
 import weakref
 
+import jax
 import pytest
 
-from jpaged.jax_setup import without_collections
+from jpaged.config import EngineConfig
+from jpaged.jax_setup import prepare_jax, without_collections
 
 
 class Node:
@@ -40,3 +42,17 @@ def test_what_earlier_engines_left_is_collected():
     del node
     with without_collections():
         assert left() is None
+
+
+@pytest.mark.parametrize("theirs", [None, {"memory_fraction": 0.5}, "memory_fraction:0.5"])
+def test_a_device_is_taken_as_the_caller_says(theirs: object):
+    """JAX's own option, where the caller has set it, is the whole of it."""
+    name = "jax_pjrt_client_create_options"
+    before = jax.config.values[name]
+    jax.config.update(name, theirs)
+    try:
+        prepare_jax(EngineConfig(gpu_memory_utilization=0.25, compilation_cache_dir=None))
+        found = jax.config.values[name]
+    finally:
+        jax.config.update(name, before)
+    assert found == ({"memory_fraction": 0.25} if theirs is None else theirs)

@@ -31,9 +31,11 @@ from jpaged.runtime.results import (
 from jpaged.runtime.rows import UNWANTED, RowSampling, RowTable
 from jpaged.runtime.sampler import Sampled, SamplerLevel
 from jpaged.runtime.sampling_state import bias_row, ending_row
+from jpaged.runtime.small_buffers import make_places
 from jpaged.runtime.swap import BlockImages
 from jpaged.runtime_config import RuntimeConfig
 from jpaged.sampling_params import SamplingParams
+from pallas_kernels import Backend
 
 __all__ = ["ModelRunner", "StepHandle", "StepResult", "TokenScores"]
 
@@ -73,6 +75,8 @@ class ModelRunner:
         self._kv, self._last_tokens, self._sampling_state = _zeros(
             (shapes.kv, shapes.last_tokens, shapes.sampling)
         )
+        # Behind all that stays, before any step: where its small buffers go. Held, never read.
+        self._guards = make_places() if config.backend is Backend.TRITON else []
 
     def launch(self, plan: StepPlan, sampling: SamplingOf) -> StepHandle:
         """Launch a plan's parts in the order that `StepPlan` gives, without waiting for any.

@@ -2,6 +2,7 @@
 
 import gc
 import json
+from collections import deque
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -233,3 +234,30 @@ def test_bursts_in_bfloat16(engines: Engines, tmp_path: Path):
         for token, entry in zip(output.token_ids, entries, strict=True):
             assert entry is not None
             assert entry[token].logprob > max(found.logprob for found in entry.values()) - 0.1
+
+
+def test_the_logits_of_decode_steps_stay_where_they_were(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """However long a step's small buffers live: what moves in a CUDA graph is written anew."""
+    shape = {**WIDE, "vocab_size": 32000}
+    (tmp_path / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+    options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_num_seqs": 64}
+    engine = engines(tmp_path, num_blocks=400, max_num_batched_tokens=512, **options)
+    runner = engine._loop._runner
+    assert runner._guards
+    sample, held, seen = runner._sample, deque(), []
+
+    def watched(logits: jax.Array, inputs: Any, level: Any) -> Any:
+        seen.append((logits.shape[0], logits.unsafe_buffer_pointer()))
+        held.append(inputs.encoded)
+        while len(held) > len(seen) % 3:
+            held.popleft()
+        return sample(logits, inputs, level)
+
+    monkeypatch.setattr(runner, "_sample", watched)
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    engine.generate([[i, 7, 8, 9] for i in range(64)], params)
+    assert len(seen) >= 40
+    assert {rows for rows, _ in seen[10:30]} == {64}
+    assert len({address for _, address in seen[10:30]}) == 1

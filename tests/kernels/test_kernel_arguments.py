@@ -162,6 +162,17 @@ def test_a_gate_wants_another_factor():
         checks.check_gated(_ints(3, 2, 64))
 
 
+def test_a_gated_product_wants_two_factors_of_its_depth():
+    rows = jnp.zeros((3, 64), BF16)
+    checks.check_gated_product(rows, jnp.zeros((64, 2, 8), BF16))
+    with pytest.raises(ValueError, match=r"weight has shape \(64, 16\)"):
+        checks.check_gated_product(rows, jnp.zeros((64, 16), BF16))
+    with pytest.raises(ValueError, match=r"shape \(32, 2, 8\); it must be \(64, 2, 8\)"):
+        checks.check_gated_product(rows, jnp.zeros((32, 2, 8), BF16))
+    with pytest.raises(TypeError, match="weight has dtype float32"):
+        checks.check_gated_product(rows, jnp.zeros((64, 2, 8), F32))
+
+
 def test_copy_wants_equal_layers_and_pairs():
     with pytest.raises(ValueError, match="no layers"):
         checks.check_copy((), _ints(1), _ints(1))

@@ -20,9 +20,11 @@ from pallas_kernels import (
     LayerKV,
     add_rms_norm,
     copy_blocks,
+    gated_product,
     gated_silu,
     paged_decode_attention,
     paged_prefill_attention,
+    product_parts,
     rope_decode_attention,
     rope_write_kv,
     truncation_mask,
@@ -30,12 +32,13 @@ from pallas_kernels import (
 )
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+WHOLE_H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 KERNEL_CALL = r"custom_call @\S*(triton|mosaic_gpu)"
 B, M, T, P, S, N, K = 144, 8, 96, 32, 16, 6, 2
 
 
-def _lowered(function, *arguments):
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+def _lowered(function, *arguments, device=H200):
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -124,6 +127,16 @@ def test_hoppers_prefill_lowers_for_groups_and_blocks(heads, block_size):
     arguments = _floats(BF16, T, heads[0], 128), kv, _ints(B, M), _ints(B + 1), _ints(B)
     run = partial(paged_prefill_attention, scale=0.1, backend=Backend.TRITON)
     assert re.findall(KERNEL_CALL, _lowered(run, *arguments)) == ["mosaic_gpu"]
+
+
+@pytest.mark.parametrize("rows", [24, 64, 96, 192, 256])
+@pytest.mark.parametrize("function", [product_parts, gated_product])
+def test_products_of_few_rows_are_hoppers_own(function, rows):
+    weight = (1024, 3072) if function is product_parts else (1024, 2, 3072)
+    for device, expected in ((H200, []), (WHOLE_H200, ["mosaic_gpu"])):
+        run = partial(function, backend=Backend.TRITON)
+        text = _lowered(run, _floats(BF16, rows, 1024), _floats(BF16, *weight), device=device)
+        assert re.findall(KERNEL_CALL, text) == expected
 
 
 @pytest.mark.parametrize("width", [24, 50257, 151936])

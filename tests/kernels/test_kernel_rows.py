@@ -13,6 +13,7 @@ from pallas_kernels import (
     HeadNorms,
     LayerKV,
     add_rms_norm,
+    gated_product,
     gated_silu,
     product_parts,
     reference,
@@ -180,25 +181,78 @@ def test_parts_are_summed_and_rounded_first(backend):
         np.testing.assert_allclose(a.astype(F32), b.astype(F32), rtol=0.03, atol=0.02)
 
 
+# Rows, depth, width: some that Hopper's own kernel takes, in one tile of rows, in two, in tiles not
+# full, with more steps than fit its ring (the wide one); and some that it does not.
+PRODUCTS = [
+    (8, 1024, 64),
+    (24, 192, 128),
+    (64, 2048, 256),
+    (96, 1024, 192),
+    (192, 320, 64),
+    (256, 1024, 1024),
+    (256, 576, 4288),
+    (40, 100, 24),
+    (300, 512, 8),
+]
+
+
+def _factors(seed, x_shape, weight_shape, dtype):
+    rng = np.random.default_rng(seed)
+    x, weight = (jnp.asarray(rng.standard_normal(s), dtype) for s in (x_shape, weight_shape))
+    return x, weight * jnp.asarray(x_shape[1] ** -0.5, dtype)
+
+
+def _assert_product(got, exact, depth, dtype):
+    """Rounded to `dtype`, and before that a sum of `depth` products in float32."""
+    allowed = 8 * float(jnp.finfo(dtype).eps) + 4 * depth**0.5 * float(jnp.finfo(F32).eps)
+    assert np.abs(np.asarray(got, np.float64) - exact).max() <= allowed * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
-@pytest.mark.parametrize(
-    ("rows", "depth", "width"), [(8, 1024, 64), (64, 2048, 256), (300, 512, 8)]
-)
-def test_product_parts(rows, depth, width, dtype):
+@pytest.mark.parametrize(("rows", "depth", "width"), PRODUCTS)
+def test_product_parts(rows, depth, width, dtype, backend):
     """Parts or none, the sum is the product."""
-    rng = np.random.default_rng(6)
-    x, weight = (
-        jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((rows, depth), (depth, width))
-    )
+    require(backend)
+    x, weight = _factors(6, (rows, depth), (depth, width), dtype)
+    parts = jax.jit(partial(product_parts, backend=backend))(x, weight)
+    assert parts.dtype == (dtype if len(parts) == 1 else F32)
+    assert len(parts) == 1 or (backend is not Backend.XLA and dtype != F32)
     exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64)
-    counts = []
-    for backend in (Backend.XLA, Backend.TRITON):  # plain XLA both: it runs anywhere
-        parts = jax.jit(partial(product_parts, backend=backend))(x, weight)
-        assert parts.dtype == (dtype if len(parts) == 1 else F32)
-        error = np.abs(np.asarray(sum_parts(parts, F32)) - exact).max()
-        assert error <= 8 * float(jnp.finfo(parts.dtype).eps) * np.abs(exact).max()
-        counts.append(len(parts))
-    assert counts == [1, 1 if dtype == F32 else {8: 4, 64: 8, 300: 1}[rows]]
+    _assert_product(sum_parts(parts, F32), exact, depth, parts.dtype)
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize(("rows", "depth", "width"), PRODUCTS)
+def test_gated_product(rows, depth, width, dtype, backend):
+    require(backend)
+    x, weight = _factors(8, (rows, depth), (depth, 2, width), dtype)
+    out = jax.jit(partial(gated_product, backend=backend))(x, weight)
+    assert (out.shape, out.dtype) == ((rows, width), dtype)
+    exact = reference.gated_product(x, weight)
+    _assert_product(out, exact, depth, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [64, 256])
+def test_products_give_the_same_bits_again(rows):
+    """Whatever ran on the device before: nothing is left out, or read before it is there."""
+    require(Backend.TRITON)
+    x, weight = _factors(9, (rows, 1024), (1024, 2, 3072), BF16)
+
+    @jax.jit
+    def run(x, weight):
+        gated = gated_product(x, weight, backend=Backend.TRITON)
+        return gated, product_parts(gated[:, :1024], weight[:, 0], backend=Backend.TRITON)
+
+    first = jax.tree.map(np.asarray, run(x, weight))
+    exact = reference.gated_product(x, weight)
+    _assert_product(first[0], exact, 1024, BF16)
+    for turn in range(50):
+        run(x * jnp.asarray(turn, BF16), weight)
+        for one, other in zip(first, run(x, weight), strict=True):
+            np.testing.assert_array_equal(one, np.asarray(other))
 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
@@ -213,3 +267,6 @@ def test_no_rows(backend):
     normed, total = add_rms_norm(rows, rows[None], jnp.ones(64, F32), eps=EPS, backend=backend)
     assert normed.shape == total.shape == (0, 64)
     assert gated_silu(jnp.zeros((0, 2, 64), F32), backend=backend).shape == (0, 64)
+    weight = jnp.zeros((64, 2, 128), F32)
+    assert gated_product(rows, weight, backend=backend).shape == (0, 128)
+    assert product_parts(rows, weight[:, 0], backend=backend).shape[1:] == (0, 128)

@@ -3,6 +3,7 @@
 import itertools
 import json
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -113,6 +114,66 @@ def test_hoppers_prefill_is_for_hopper_and_what_it_can():
     others = {"group": 32, "head_size": 64, "block_size": 48, "itemsize": 4, "plain": False}
     for name, value in others.items():
         assert choose(device_kind="NVIDIA H200", **{name: value}) is None
+
+
+def _product(rows, depth, width, **changes) -> Any:
+    facts = {"itemsize": 2, "num_cores": 132, "device_kind": "NVIDIA H200"}
+    return tuning.hopper_product_config(
+        num_tokens=rows, depth=depth, width=width, **(facts | changes)
+    )
+
+
+def test_hoppers_products_give_each_sm_a_program_at_most():
+    parts = {
+        rows: [_product(rows, *shape).num_parts for shape in ((1024, 4096), (2048, 1024))]
+        for rows in (24, 128, 192, 256)
+    }
+    assert parts == {24: [2, 8], 128: [2, 8], 192: [1, 4], 256: [1, 4]}
+    assert [_product(rows, 1024, 4096).tile_rows for rows in (24, 128, 192, 256)] == [
+        24,
+        128,
+        96,
+        128,
+    ]
+    assert _product(64, 14336, 4096).num_parts == 2
+    assert _product(64, 320, 1024).num_parts == 1  # five steps: no two parts
+    assert _product(64, 512, 64).num_parts == 4  # each at least 128 deep
+
+
+def test_hoppers_products_fit_its_shared_memory():
+    taken = 0
+    for rows, width, factors in itertools.product(range(24, 257, 8), (1024, 14336), (1, 2)):
+        config = _product(rows, 1024, width, num_factors=factors)
+        if config is None:
+            continue
+        taken += 1
+        tile_rows = -(-config.tile_rows // 64) * 64
+        places = config.num_stages * (tile_rows + 64 * factors) * 64 * 2
+        programs = 2 if width == 14336 else 1
+        assert config.num_stages >= 2
+        assert programs * (places + tile_rows * 64 * 4) < tuning.MAX_SHARED_BYTES
+    assert taken > 40
+
+
+def test_hoppers_products_are_for_hopper_and_few_rows():
+    assert _product(64, 1024, 4096) is not None
+    others = {"device_kind": "NVIDIA A100", "num_cores": None, "itemsize": 4}
+    for name, value in others.items():
+        assert _product(64, 1024, 4096, **{name: value}) is None
+    for rows, depth, width in (
+        (16, 1024, 4096),
+        (264, 1024, 4096),
+        (72 + 128, 1024, 4096),
+        (64, 1000, 4096),
+        (64, 1024, 4100),
+        (32, 4096, 4096),
+        (128, 4096, 4096),
+        (64, 0, 64),
+        (64, 1024, 0),
+        (64, 0, 0),
+    ):
+        assert _product(rows, depth, width) is None
+    assert _product(64, 1024, 3072, num_factors=2).num_parts == 1
 
 
 def test_parts_divide_the_depth():

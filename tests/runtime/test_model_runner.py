@@ -11,7 +11,7 @@ import pytest
 from jpaged.core.plan import ScheduledSequence, StepPlan, SwapIn, SwapOut
 from jpaged.core.request import Request, Sequence, StopCriteria
 from jpaged.models.config import ModelConfig
-from jpaged.models.loader import load_model
+from jpaged.models.loader import load_model, model_shapes
 from jpaged.runtime import rows
 from jpaged.runtime.buckets import make_buckets
 from jpaged.runtime.model_runner import ModelRunner, StepResult
@@ -383,3 +383,14 @@ def test_a_fault_in_the_books_of_rows_is_nobodys_own(
             StepPlan(0, (ScheduledSequence(sequence, 0, 3, True, ((0, 1),)),)), driver.sampling
         )
     assert driver.runner.take_faults() == []
+
+
+@pytest.mark.parametrize(("backend", "held"), [(Backend.XLA, False), (Backend.TRITON, True)])
+def test_only_on_a_gpu_small_buffers_have_places(
+    shared_runner: ModelRunner, backend: Backend, held: bool
+):
+    model, dtype = ModelConfig.from_hf(MODEL), jax.numpy.dtype(jax.numpy.float32)
+    split, config = SplitModel.of(model_shapes(model, dtype)), replace(CONFIG, backend=backend)
+    shapes = Shapes.of(split, model, config, dtype)
+    runner = ModelRunner(split, shapes, config, BUCKETS, shared_runner._programs)
+    assert bool(runner._guards) == held

@@ -1,44 +1,41 @@
-"""The sweep of launch parameters: its logic with a made-up timer, its checks in interpret mode."""
+"""The table that the tool writes; the kernels' own cases, which are right in small."""
 
 import dataclasses
+import datetime
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
+import jax
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels import Backend, tuning
-from tools.tune import (
-    Outcome,
-    best,
-    candidates,
-    check_results,
-    merge,
-    path_of,
-    sweep,
-    using,
-    write,
-)
+from tools.tune import best, candidates, merge, path_of, write
 from tools.tune_cases import OPS, Op
+from tools.tune_programs import Override, using
+from tools.tune_sweep import Outcome, Sweep, seconds_a_call
 
+DAY = datetime.date(2026, 11, 21)
+SIZES = "head_size=128,itemsize=2"
 SMALL = {
     "decode": {"tile_tokens": 32, "num_warps": 2},
-    "prefill": {"tile_rows": 64, "tile_tokens": 32},
-    "write": {"chunk": 512},
+    "prefill": {"tile_rows": 128, "tile_tokens": 16},
+    "write": {"chunk": 64},
     "copy": {"chunk": 512},
     "rope_write": {"tile_heads": 2},
 }
 
 
-def unchecked(op: Op, override) -> None:
-    """All results are right."""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*OPS])
 def test_candidates_of_every_op_are_right_in_small(name: str):
-    op = OPS[name](32, "float32")
-    check_results(op, {}, Backend.INTERPRET)
-    check_results(op, SMALL[name], Backend.INTERPRET)
+    op = dataclasses.replace(OPS[name](32, "float32"), cases=[])
+    work = Sweep(op, [SMALL[name]], Backend.INTERPRET, seconds_a_call)
+    for phase in (work.lower, work.compile, work.check):
+        phase()
+    assert [trial.override for trial in work.candidates] == [SMALL[name]]
+    assert work.faults == {}
 
 
 @pytest.mark.parametrize("name", [*OPS])
@@ -55,44 +52,66 @@ def test_candidates_are_entries_that_tuning_can_read(name: str):
         "rope_write": lambda: tuning.rope_config(**facts),
     }
     for override in tried:
-        with using(op, override):
-            assert override.items() <= dataclasses.asdict(configs[name]()).items()
+        with using(op, override) as chosen:
+            config = configs[name]()
+        assert override.items() <= dataclasses.asdict(config).items()
+        assert chosen == [config]
 
 
-def test_a_wrong_candidate_is_rejected_before_it_is_timed():
-    op, timed = OPS["write"](32, "float32"), []
-
-    def check(op, override):
-        if override["chunk"] == 1:
-            raise ValueError("wrong results in 'a case': off by 1")
-
-    def timer(op, case, override):
-        timed.append(dict(override))
-        return 1.0
-
-    wrong, right = sweep(op, [{"chunk": 1}, {"chunk": 2}], timer, check)
-    assert wrong.rejected.startswith("wrong results")
-    assert not wrong.eligible
-    assert not right.rejected
-    assert {"chunk": 1} not in timed
+def test_an_entry_is_for_its_op_and_sizes_alone():
+    with using(OPS["write"](128, "bfloat16"), {"chunk": 512}) as chosen:
+        assert tuning.move_config("copy", head_size=128, itemsize=2) == tuning.MoveConfig()
+        assert tuning.move_config("write", head_size=64, itemsize=2) == tuning.MoveConfig()
+        assert chosen == []
 
 
-def test_a_wrong_result_is_noticed():
-    op = OPS["write"](32, "float32")
-    case = op.checks[0]
-    broken = dataclasses.replace(case, run=lambda kv, *rest, backend: (kv, ()))
-    with pytest.raises(ValueError, match="wrong results in '5 tokens'"):
-        check_results(dataclasses.replace(op, checks=[broken]), {}, Backend.INTERPRET)
+def test_candidates_whose_programs_are_the_same_are_tried_once():
+    """No chunk is wider than a token's 1,024 elements; and what is interpreted has no warps."""
+    tried = [{"chunk": 512}, {"chunk": 1024}, {"chunk": 512, "num_warps": 8}, {"chunk": 8192}]
+    work = Sweep(OPS["write"](128, "bfloat16"), tried, Backend.INTERPRET, seconds_a_call)
+    work.lower()
+    assert [trial.override for trial in work.candidates] == tried[:1]
 
 
-def test_a_candidate_the_device_refuses_is_rejected():
-    def timer(op, case, override):
-        if override:
-            raise RuntimeError("out of resource: shared memory\nand more")
-        return 1.0
+def lowered_for_h200(op: Op, tried: Sequence[Override], monkeypatch: pytest.MonkeyPatch) -> Sweep:
+    original = jax.stages.Traced.lower
 
-    (outcome,) = sweep(OPS["copy"](32, "float32"), [{"chunk": 2}], timer, unchecked)
-    assert outcome.rejected == "out of resource: shared memory"
+    def lower(traced: jax.stages.Traced, **options) -> jax.stages.Lowered:
+        return original(traced, **{**options, "lowering_platforms": ("cuda",)})
+
+    monkeypatch.setattr(jax.stages.Traced, "lower", lower)
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    work = Sweep(op, tried, Backend.TRITON, seconds_a_call)
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        work.lower()
+    return work
+
+
+def test_on_a_gpu_every_launch_parameter_makes_a_program_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    op = OPS["decode"](128, "bfloat16")
+    fields = {"tile_tokens": 64, "num_warps": 4, "num_stages": 2}
+    tried = [fields, *({**fields, name: 2 * value} for name, value in fields.items())]
+    few = [case for case in op.cases if case.name == "8 x 1024"]
+    work = lowered_for_h200(dataclasses.replace(op, cases=few), tried, monkeypatch)
+    assert [trial.override for trial in work.candidates] == tried[1:]
+    assert work.faults == {}
+
+
+def test_nothing_is_tried_where_a_kernel_without_a_table_runs(monkeypatch: pytest.MonkeyPatch):
+    op = OPS["prefill"](128, "bfloat16")
+    short = dataclasses.replace(op, cases=op.cases[2:], checks=[])
+    work = lowered_for_h200(short, candidates(op), monkeypatch)
+    assert work.candidates == []
+    assert work.faults == {}
+
+
+def test_nothing_is_tried_of_an_op_that_has_no_parameters_here():
+    op = OPS["prefill"](128, "bfloat16")
+    work = Sweep(op, candidates(op), Backend.XLA, seconds_a_call)
+    work.lower()
+    assert work.candidates == []
 
 
 def test_the_fastest_that_harms_no_case_is_chosen():
@@ -108,8 +127,9 @@ def test_a_table_keeps_other_entries_and_is_what_tuning_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     op = OPS["write"](128, "bfloat16")
-    table = {"decode": {"head_size=64,itemsize=2": {"num_warps": 2}}}
-    table = merge(table, op, Outcome({"chunk": 512}, {"a": 0.5}))
+    others = {"head_size=64,itemsize=2": {"num_warps": 2}}
+    table = merge({"decode": others}, op, [Outcome({"chunk": 512}, {"a": 0.5})], DAY)
+    assert table["decode"] == others
     write(path_of("Some GPU", tmp_path / "tuned"), table)
     monkeypatch.setattr(tuning.resources, "files", lambda _: tmp_path)
     facts = {"head_size": 128, "itemsize": 2, "device_kind": "Some GPU"}
@@ -118,4 +138,24 @@ def test_a_table_keeps_other_entries_and_is_what_tuning_reads(
         assert tuning.move_config("copy", **facts) == tuning.MoveConfig()
     finally:
         tuning._table.cache_clear()
-    assert merge(table, op, None) == {"decode": table["decode"]}
+
+
+def test_a_table_says_what_was_swept_though_the_heuristic_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    op = OPS["write"](128, "bfloat16")
+    slow, refused = Outcome({"chunk": 512}, {"a": 2.0}), Outcome({"chunk": 8}, {}, "refused")
+    before = {"write": {SIZES: {"chunk": 512}}, "swept": {"copy": {SIZES: "2025-01-01"}}}
+    table = merge(before, op, [slow, refused], DAY)
+    assert table["write"] == {SIZES: {}}
+    assert table["swept"]["copy"] == {SIZES: "2025-01-01"}
+    note = table["swept"]["write"][SIZES]
+    assert note.startswith("2026-11-21, JAX ")
+    assert note.endswith(": 2 candidates, 1 rejected")
+    write(path_of("Some GPU", tmp_path / "tuned"), table)
+    monkeypatch.setattr(tuning.resources, "files", lambda _: tmp_path)
+    facts = {"head_size": 128, "itemsize": 2, "device_kind": "Some GPU"}
+    try:
+        assert tuning.move_config("write", **facts) == tuning.MoveConfig()
+    finally:
+        tuning._table.cache_clear()

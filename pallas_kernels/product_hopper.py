@@ -1,0 +1,151 @@
+"""Products of few rows by a weight in Pallas Mosaic GPU, for Hopper (compute capability 9.0).
+
+A program has a tile of rows, 64 columns of the weight and a part of the depth:
+
+    loader           64 of the depth at a time: a tile of x and one of the weight, by the bulk copy
+                     engine into a ring of places in shared memory
+    computers        warp groups of 64 rows each: sums += x tile . weight tile, in float32
+    sums -> out      through shared memory, by the copy engine as well
+
+Of a gated product it has 64 columns of the gate and the same of the other factor, each with sums
+of its own, and the activation follows in registers. So few rows make few tiles: about one program
+an SM, and what counts is that all its copies are on their way at once. Rows of a tile past the
+last one are never copied, so their sums, which mean nothing, are not either.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.tuning import HopperProductConfig
+
+TILE = 64  # rows of a computer; columns of a product; depth of a step, the widest swizzle
+
+
+def product_parts(x, weight, *, config: HopperProductConfig):
+    """See the public entry of the same name; `config` says how many parts."""
+    return _product(x, weight, gated=False, config=config)
+
+
+def gated_product(x, weight, *, config: HopperProductConfig):
+    """See the public entry of the same name; in one part."""
+    rows = weight.reshape(weight.shape[0], -1)
+    return _product(x, rows, gated=True, config=config)[0]
+
+
+@functools.partial(jax.jit, static_argnames=("gated", "config"))
+def _product(x, weight, *, gated, config):
+    """In a jit of its own, so that a step's layers have it traced and lowered once."""
+    (rows, depth), num_factors = x.shape, 1 + gated
+    width = weight.shape[1] // num_factors
+    out_dtype = x.dtype if config.num_parts == 1 else jnp.float32
+    num_computers = pl.cdiv(config.tile_rows, TILE)
+    part_depth = depth // config.num_parts
+    places = min(config.num_stages, part_depth // TILE)
+    if places < 2 <= part_depth // TILE:  # a place is free once the next one's products are begun
+        raise ValueError(f"num_stages is {config.num_stages}; it must be at least 2")
+    call = plgpu.kernel(
+        functools.partial(_kernel, tile_rows=config.tile_rows, part_depth=part_depth),
+        out_type=jax.ShapeDtypeStruct((config.num_parts, rows, width), out_dtype),
+        grid=(config.num_parts, rows // config.tile_rows, width // TILE),
+        grid_names=("part", "row_tile", "column_tile"),
+        num_threads=num_computers + 1,
+        thread_name="warp_group",
+        scratch_types={
+            "x_smem": _tiles((places, num_computers * TILE, TILE), x.dtype),
+            "weight_smem": _tiles((places, num_factors, TILE, TILE), x.dtype),
+            "out_smem": _tiles((num_computers, TILE, TILE), out_dtype),
+            "full": plgpu.Barrier(num_arrivals=1 + num_factors, num_barriers=places),
+            "empty": plgpu.Barrier(num_arrivals=num_computers, num_barriers=places),
+        },
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+        kernel_name="gated_product_hopper" if gated else "product_hopper",
+    )
+    return call(x, weight)
+
+
+def _tiles(shape, dtype):
+    """Shared memory in the order in which products and the copy engine want it."""
+    columns = 128 // jnp.dtype(dtype).itemsize
+    transforms = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def _kernel(
+    x_ref,
+    weight_ref,
+    out_ref,
+    *,
+    x_smem,
+    weight_smem,
+    out_smem,
+    full,
+    empty,
+    tile_rows,
+    part_depth,
+):
+    warp_group, part = lax.axis_index("warp_group"), lax.axis_index("part")
+    (places, num_factors), num_computers = weight_smem.shape[:2], out_smem.shape[0]
+    first_row = lax.axis_index("row_tile") * tile_rows
+    first_column = lax.axis_index("column_tile") * TILE
+    num_steps, width = part_depth // TILE, out_ref.shape[2]
+
+    def place_of(step):
+        return lax.rem(step, jnp.int32(places))
+
+    @pl.when(warp_group == num_computers)
+    def _load():
+        def load(step, _):
+            place = place_of(step)
+            pl.when(step >= places)(lambda: plgpu.barrier_wait(empty.at[place]))
+            deep = pl.ds(part * part_depth + step * TILE, TILE)
+            for factor in range(num_factors):
+                columns = pl.ds(first_column + factor * width, TILE)
+                target = weight_smem.at[place, factor]
+                plgpu.copy_gmem_to_smem(weight_ref.at[deep, columns], target, full.at[place])
+            rows, target = pl.ds(first_row, tile_rows), x_smem.at[place, pl.ds(0, tile_rows)]
+            plgpu.copy_gmem_to_smem(x_ref.at[rows, deep], target, full.at[place])
+
+        lax.fori_loop(0, num_steps, load, None)
+
+    def store(computer):
+        size = min(TILE, tile_rows - computer * TILE)
+        rows = pl.ds(first_row + computer * TILE, size)
+        target = out_ref.at[part, rows, pl.ds(first_column, TILE)]
+        plgpu.copy_smem_to_gmem(out_smem.at[computer, pl.ds(0, size)], target)
+
+    @pl.when(warp_group < num_computers)
+    def _compute():
+        own = pl.ds(pl.multiple_of(warp_group * TILE, TILE), TILE)
+
+        def add_all(*sums):
+            def add(step, _):
+                place = place_of(step)
+                plgpu.barrier_wait(full.at[place])
+                for factor, own_sums in enumerate(sums):
+                    plgpu.wgmma(own_sums, x_smem.at[place, own], weight_smem.at[place, factor])
+                plgpu.wgmma_wait(num_factors)  # the step before is done
+                previous = place_of(step + (places - 1))
+                wanted = (step > 0) & (step < num_steps - (places - 1))  # its place, once more
+                pl.when(wanted)(lambda: plgpu.barrier_arrive(empty.at[previous]))
+
+            lax.fori_loop(0, num_steps, add, None)
+            return [own_sums[...] for own_sums in sums]
+
+        accumulator = plgpu.ACC((TILE, TILE), jnp.float32)
+        result, *factor = pl.run_scoped(add_all, *[accumulator] * num_factors)
+        if factor:  # silu(gate) * factor
+            result *= factor[0] / (1 + jnp.exp(-result))
+        out_smem[warp_group] = result.astype(out_ref.dtype)
+        plgpu.commit_smem()
+        for computer in range(num_computers):
+            pl.when(warp_group == computer)(functools.partial(store, computer))
+        plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,69 @@
+"""The kernel of products for Hopper, interpreted: what its copies, barriers and sums come to.
+
+JAX interprets Mosaic GPU kernels since 0.11. On a GPU test_kernel_rows.py runs the same ops.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from kernel_cases import BF16, F32
+
+from pallas_kernels import product_hopper, reference
+from pallas_kernels.tuning import HopperProductConfig
+
+interpreted = getattr(plgpu, "force_gpu_interpret_mode", None)
+pytestmark = pytest.mark.skipif(interpreted is None, reason="JAX before 0.11")
+
+# Rows, depth, and how: parts, rows a tile, places. One step and several, less and more than places;
+# one computer and two, the second not full; one tile of rows and two.
+CASES = [
+    (64, 256, HopperProductConfig(4, 64, 8)),
+    (24, 192, HopperProductConfig(1, 24, 2)),
+    (96, 320, HopperProductConfig(1, 96, 3)),
+    (192, 128, HopperProductConfig(1, 96, 8)),
+    (256, 256, HopperProductConfig(2, 128, 2)),
+]
+
+
+@pytest.fixture
+def races_raise():
+    """A read of shared memory that nothing orders behind the copy to it raises, and a copy that
+    waits for no place; not a place set free while products still read it."""
+    assert interpreted is not None
+    with interpreted(plgpu.InterpretGPUParams(detect_races=True)):  # type: ignore
+        yield
+
+
+@pytest.mark.usefixtures("races_raise")
+@pytest.mark.parametrize(("rows", "depth", "config"), CASES)
+def test_each_part_is_a_product(rows, depth, config):
+    rng = np.random.default_rng(0)
+    x, weight = (jnp.asarray(rng.standard_normal(s), BF16) for s in ((rows, depth), (depth, 128)))
+    parts = product_hopper.product_parts(x, weight, config=config)
+    assert parts.dtype == (BF16 if config.num_parts == 1 else F32)
+    columns, deep = (
+        np.asarray(array, np.float64).reshape(shape)
+        for array, shape in (
+            (x, (rows, config.num_parts, -1)),
+            (weight, (config.num_parts, -1, 128)),
+        )
+    )
+    exact = np.einsum("rpd,pdw->prw", columns, deep)
+    tolerance = float(jnp.finfo(parts.dtype).eps) * 64
+    np.testing.assert_allclose(np.asarray(parts, np.float64), exact, rtol=0.01, atol=tolerance)
+
+
+@pytest.mark.usefixtures("races_raise")
+@pytest.mark.parametrize(
+    ("rows", "depth", "config"), [case for case in CASES if case[2].num_parts == 1]
+)
+def test_a_gated_product_is_activated(rows, depth, config):
+    rng = np.random.default_rng(1)
+    x, weight = (
+        jnp.asarray(rng.standard_normal(s), BF16) for s in ((rows, depth), (depth, 2, 128))
+    )
+    weight *= jnp.asarray(depth**-0.5, BF16)
+    out = product_hopper.gated_product(x, weight, config=config)
+    exact = reference.gated_product(x, weight)
+    np.testing.assert_allclose(np.asarray(out, np.float64), exact, rtol=0.01, atol=0.01)

@@ -1,0 +1,186 @@
+"""The phases of a sweep, with an op of XLA's that asks for a config as the kernels do."""
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import Backend, tuning
+from tools.tune_cases import Case, Op
+from tools.tune_programs import Inputs, compile_all, lower_loop, num_calls, seconds_a_call
+from tools.tune_sweep import Outcome, compare_results, sweep
+
+DOES_NOT_LOWER, DOES_NOT_COMPILE, IS_WRONG, FAILS_LATE = 1, 2, 3, 4
+HEURISTIC = tuning.MoveConfig().chunk
+
+
+def _doubled(x):
+    """2 x, in one more way for each chunk, or not at all."""
+    chunk = tuning.move_config("write", head_size=8, itemsize=4).chunk
+    if chunk == DOES_NOT_LOWER:
+        raise NotImplementedError("no such tile\nand more")
+    if chunk == DOES_NOT_COMPILE:
+        return jax.ffi.ffi_call("no_such_kernel", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+    if chunk == IS_WRONG:
+        return x * 3
+    return x * 2 + jnp.float32(chunk) - jnp.float32(chunk)
+
+
+def _case(name: str, size: int, log: list) -> Case:
+    def make(seed: int):
+        log.append(("make", name))
+        return jnp.full(size, seed, jnp.float32), (jnp.arange(size, dtype=jnp.float32),)
+
+    def run(state, x, *, backend):
+        log.append(("trace", name))
+        return state + 1, _doubled(x)
+
+    def expect(state, x):
+        log.append(("reference", name))
+        return [2 * x]
+
+    return Case(name, make, run, expect, lambda given: [given[1]])
+
+
+def _op(log: list) -> Op:
+    cases = [_case("long", 64, log), _case("short", 32, log)]
+    grid = {"chunk": (1, 2)}
+    return Op("write", 8, 4, grid, cases, [_case("small", 5, log)], tolerance=1e-6)
+
+
+class Clock:
+    """Runs a program once; its time is what the heuristic's is, or half of that.
+
+    Programs are told apart by what was logged: the heuristic's is a case's first.
+    """
+
+    def __init__(self, log: list, broken: Callable[[int], bool] = lambda call: False) -> None:
+        self.log, self.calls, self.first, self.broken = log, 0, {}, broken
+
+    def __call__(self, program: Any, inputs: Inputs) -> float:
+        self.calls += 1
+        self.log.append(("time", self.calls))
+        inputs.run(program, 1)
+        if self.broken(self.calls):
+            for leaf in jax.tree.leaves(inputs.states):
+                leaf.delete()
+            raise RuntimeError("out of resource: shared memory\nand more")
+        shape = inputs.states[0].shape
+        return 1.0 if program is self.first.setdefault(shape, program) else 0.5
+
+
+def _chunks(*values: int) -> list[dict[str, int]]:
+    return [{"chunk": value} for value in values]
+
+
+def test_a_candidate_that_fails_in_any_phase_is_rejected_and_others_are_not():
+    log: list = []
+    clock = Clock(log)
+    tried = _chunks(DOES_NOT_LOWER, DOES_NOT_COMPILE, IS_WRONG, 16)
+    *rejected, good = sweep(_op(log), tried, Backend.XLA, clock)
+    assert rejected[0].rejected == "no such tile"
+    assert "no_such_kernel" in rejected[1].rejected
+    assert rejected[2].rejected.startswith("wrong results in 'small'")
+    assert not any(outcome.eligible or outcome.ratios for outcome in rejected)
+    assert good == Outcome({"chunk": 16}, {"long": 0.5, "short": 0.5})
+    assert clock.calls == 2 * 3  # the heuristic twice and one candidate: none that is rejected
+
+
+def test_the_host_is_done_before_anything_is_timed(capsys: pytest.CaptureFixture[str]):
+    log: list = []
+    sweep(_op(log), _chunks(16, 32), Backend.XLA, Clock(log))
+    order = [what for what, _ in log]
+    last_trace = max(at for at, what in enumerate(order) if what == "trace")
+    assert last_trace < order.index("reference") < order.index("time")
+    assert order.count("reference") == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines] == [
+        ["write:", phase] for phase in ("lower", "compile", "check", "time")
+    ]
+
+
+def test_inputs_are_made_once_a_case_and_before_another_case_is_timed():
+    log: list = []
+    op = _op(log)
+    sweep(op, _chunks(16, 32, 64), Backend.XLA, Clock(log))
+    first = next(at for at, (what, _) in enumerate(log) if what == "reference")
+    timed = ["time" if what == "time" else name for what, name in log[first + 1 :]]
+    runs = [name for at, name in enumerate(timed) if at == 0 or timed[at - 1] != name]
+    assert runs == ["long", "time", "short", "time"]
+    made = 1 + num_calls(op.cases[0])  # one for the shapes, without memory
+    assert [timed.count(name) for name in ("long", "short")] == [made, made]
+
+
+def test_inputs_lost_with_a_failed_program_are_made_again():
+    log: list = []
+    clock = Clock(log, broken=lambda call: call == 2)
+    failed, good = sweep(_op(log), _chunks(FAILS_LATE, 16), Backend.XLA, clock)
+    assert failed.rejected == "out of resource: shared memory"
+    assert good.ratios == {"long": 0.5, "short": 0.5}
+
+
+def test_the_heuristic_is_timed_first_and_last_and_its_better_time_counts():
+    log: list = []
+    times = iter([8.0, 3.0, 2.0, 4.0, 3.0, 6.0])
+
+    def clock(program: Any, inputs: Inputs) -> float:
+        inputs.run(program, 1)
+        return next(times)
+
+    (outcome,) = sweep(_op(log), _chunks(16), Backend.XLA, clock)
+    assert outcome.ratios == {"long": 3 / 2, "short": 3 / 4}
+
+
+def test_what_the_heuristic_does_as_well_is_not_tried():
+    log: list = []
+    outcomes = sweep(_op(log), _chunks(HEURISTIC, 16, 16), Backend.XLA, Clock(log))
+    assert [outcome.override for outcome in outcomes] == _chunks(16)
+    assert sweep(_op(log), _chunks(HEURISTIC), Backend.XLA, Clock(log)) == []
+
+
+def test_a_heuristic_that_fails_is_an_error():
+    log: list = []
+    op = _op(log)
+    broken = dataclasses.replace(op.checks[0], run=lambda state, x, backend: (state, x))
+    with pytest.raises(RuntimeError, match="write: the heuristic's own programs fail: wrong"):
+        sweep(dataclasses.replace(op, checks=[broken]), _chunks(16), Backend.XLA, Clock(log))
+
+
+def test_programs_are_compiled_side_by_side():
+    both = threading.Barrier(2, timeout=30)
+
+    class Waits:
+        def compile(self):
+            both.wait()
+            return self
+
+    programs: Any = {"one": Waits(), "two": Waits()}
+    assert compile_all(programs, 2) == (programs, {})
+
+
+def test_a_timed_program_takes_the_states_and_returns_them():
+    case = _case("long", 64, [])
+    program, inputs = lower_loop(case, Backend.XLA).compile(), Inputs.of(case)
+    taken, (argument,) = inputs.states[0], inputs.arguments[0]
+    assert seconds_a_call(program, inputs, repeats=1) > 0
+    assert taken.is_deleted()
+    assert not inputs.states[0].is_deleted()
+    assert not argument.is_deleted()
+    assert len(inputs.states) == num_calls(case)
+
+
+def test_states_exceed_the_devices_cache_but_are_few():
+    assert num_calls(_case("long", 64, [])) == 16
+    assert num_calls(_case("huge", 1 << 28, [])) == 4
+    assert num_calls(_case("large", 1 << 22, [])) == 8
+
+
+def test_a_wrong_result_is_noticed():
+    compare_results("a case", [jnp.ones(3)], [jnp.full(3, 1.01)], tolerance=0.02)
+    for wrong in (jnp.full(3, 1.1), jnp.full(3, jnp.nan)):
+        with pytest.raises(ValueError, match="wrong results in 'a case'"):
+            compare_results("a case", [wrong], [jnp.ones(3)], tolerance=0.02)

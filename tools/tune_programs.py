@@ -1,0 +1,135 @@
+"""The programs that `tools.tune` makes of a case: how they are lowered, compiled and timed."""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+from jax.stages import Compiled, Lowered
+
+from pallas_kernels import Backend, tuning
+from tools.tune_cases import Case, Op
+
+CACHE_BYTES = 256 << 20  # several times the L2 of any GPU
+MIN_CALLS, MAX_CALLS = 4, 16
+BLOCK_SECONDS = 0.03  # of launches between two waits
+
+Override = Mapping[str, int]
+
+
+@contextmanager
+def using(op: Op, override: Override) -> Iterator[list]:
+    """Let the op be planned as it will be once the table has this entry.
+
+    It holds for the whole process: candidates cannot be traced side by side.
+
+    Yields:
+        The configs chosen for the op meanwhile; none if what was traced does not ask for any.
+    """
+    original, chosen = tuning._tuned, []
+
+    def tuned(name, head_size, itemsize, device_kind, config):
+        if (name, head_size, itemsize) != (op.name, op.head_size, op.itemsize):
+            return original(name, head_size, itemsize, device_kind, config)
+        chosen.append(dataclasses.replace(config, **override))
+        return chosen[-1]
+
+    tuning._tuned = tuned
+    try:
+        yield chosen
+    finally:
+        tuning._tuned = original
+
+
+def shapes_of(case: Case) -> Any:
+    """What `case.make` gives, as shapes; nothing is allocated."""
+    return jax.eval_shape(lambda: case.make(0))
+
+
+def num_calls(case: Case) -> int:
+    """Calls of a timed program, each with a state of its own: so many states that none stays in
+    the device's cache until its next turn, and so many calls that a launch is worth it."""
+    leaves = jax.tree.leaves(shapes_of(case))
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    return max(MIN_CALLS, min(MAX_CALLS, -(-CACHE_BYTES // size)))
+
+
+def lower_loop(case: Case, backend: Backend) -> Lowered:
+    """What is timed: (states, inputs) to (states, results); the states are donated.
+
+    No two calls have the same operands, or XLA would compute one of them only.
+    """
+    state, arguments = shapes_of(case)
+    count = num_calls(case)
+
+    @jax.jit  # traced and lowered once for all calls; XLA inlines it
+    def run(state, arguments):
+        return case.run(state, *arguments, backend=backend)
+
+    def loop(states, inputs):
+        pairs = [run(*pair) for pair in zip(states, inputs, strict=True)]
+        return [state for state, _ in pairs], [result for _, result in pairs]
+
+    return jax.jit(loop, donate_argnums=0).lower([state] * count, [arguments] * count)
+
+
+def lower_call(case: Case, backend: Backend) -> Lowered:
+    """What is checked: (state, *arguments) to what `case.run` gives; nothing is donated."""
+    state, arguments = shapes_of(case)
+
+    def call(state, *arguments):
+        return case.run(state, *arguments, backend=backend)
+
+    return jax.jit(call).lower(state, *arguments)
+
+
+def compile_all(
+    lowered: Mapping[str, Lowered], num_threads: int
+) -> tuple[dict[str, Compiled], dict[str, Exception]]:
+    """Compile side by side: XLA does not hold Python's lock. Returns what was compiled, and why
+    the rest was not."""
+
+    def attempt(one: Lowered) -> Compiled | Exception:
+        try:
+            return one.compile()
+        except Exception as error:  # too much shared memory, or what Triton refuses
+            return error
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        results = dict(zip(lowered, pool.map(attempt, lowered.values()), strict=True))
+    refused = {key: given for key, given in results.items() if isinstance(given, Exception)}
+    compiled = {key: given for key, given in results.items() if not isinstance(given, Exception)}
+    return compiled, refused
+
+
+@dataclasses.dataclass
+class Inputs:
+    """A case's states and arguments for all its programs, which take the states and return them."""
+
+    states: list
+    arguments: list
+
+    @classmethod
+    def of(cls, case: Case) -> "Inputs":
+        made = [case.make(seed) for seed in range(num_calls(case))]
+        return cls([state for state, _ in made], [arguments for _, arguments in made])
+
+    def run(self, program: Callable, launches: int) -> float:
+        """Seconds a launch, of several back to back."""
+        start, results = time.perf_counter(), None
+        for _ in range(launches):
+            self.states, results = program(self.states, self.arguments)
+        jax.block_until_ready((self.states, results))
+        return (time.perf_counter() - start) / launches
+
+
+def seconds_a_call(program: Callable, inputs: Inputs, repeats: int = 5) -> float:
+    """Median seconds of a call in a program of `lower_loop`."""
+    inputs.run(program, 1)
+    launches = max(1, round(BLOCK_SECONDS / inputs.run(program, 3)))
+    taken = [inputs.run(program, launches) for _ in range(repeats)]
+    return statistics.median(taken) / len(inputs.states)
