@@ -28,6 +28,7 @@ from pallas_kernels import (
     thread_ops,
     truncation,
     tuning,
+    tuning_hopper,
     xla,
     xla_truncation,
 )
@@ -552,7 +553,7 @@ def _prefill(q, kv, block_tables, query_start_loc, seq_lens, options, backend, s
         "device_kind": _device_kind(backend),
     }
     plain = options["soft_cap"] is None and options["sliding_window"] is None
-    hopper = tuning.hopper_prefill_config(block_size=kv.k.shape[1], plain=plain, **facts)
+    hopper = tuning_hopper.prefill_config(block_size=kv.k.shape[1], plain=plain, **facts)
     if hopper is not None:
         launch = {"scale": options["scale"], "config": hopper, "shared": shared}
         return paged_prefill_hopper.paged_prefill_attention(*arrays, **launch)
@@ -580,7 +581,7 @@ def _move_config(op, kv, backend):
 
 def _hopper_product_config(x, weight_shape, backend):
     """Of a product by a weight [D, F], or by one [D, 2, F]; or None."""
-    return tuning.hopper_product_config(
+    return tuning_hopper.product_config(
         num_tokens=x.shape[0],
         depth=x.shape[1],
         width=weight_shape[-1],
@@ -597,7 +598,7 @@ def _between_plan(weights, num_tokens, backend):
         return None
     sizes, dtype = LayerSizes.of(weights), weights.output.dtype.name
     facts = {"device_kind": _device_kind(backend), "num_cores": _num_cores(backend)}
-    config = tuning.between_config(sizes, num_tokens=num_tokens, dtype=dtype, **facts)
+    config = tuning_hopper.between_config(sizes, num_tokens=num_tokens, dtype=dtype, **facts)
     return None if config is None else (between_hopper.Plan(sizes, config.num_programs), config)
 
 

@@ -40,7 +40,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import thread_ops as ops
 from pallas_kernels.thread_ops import Value, Words
-from pallas_kernels.tuning import BetweenConfig
+from pallas_kernels.tuning_hopper import BetweenConfig
 from pallas_kernels.types import LayerSizes
 
 ROWS = 8

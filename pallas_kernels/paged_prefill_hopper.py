@@ -31,7 +31,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.tile_ops import MASKED
 from pallas_kernels.tiles import window_map
-from pallas_kernels.tuning import HopperPrefillConfig
+from pallas_kernels.tuning_hopper import HopperPrefillConfig
 
 ROWS = 128  # matrix rows of a tile
 HALF = ROWS // 2  # of one computing warp group

@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.tuning import HopperProductConfig
+from pallas_kernels.tuning_hopper import HopperProductConfig
 
 TILE = 64  # rows of a computer; columns of a product; depth of a step, the widest swizzle
 

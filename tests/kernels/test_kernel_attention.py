@@ -31,7 +31,7 @@ from pallas_kernels import (
     paged_prefill_attention,
     reference,
     rope_decode_attention,
-    tuning,
+    tuning_hopper,
 )
 from pallas_kernels.tuning import DecodeConfig, PrefillConfig
 
@@ -418,7 +418,7 @@ def test_prefill_of_both_kernels(case, on_hopper, monkeypatch):
     """The shapes that Hopper's own kernel takes, and the Triton kernel in its place."""
     require(Backend.TRITON)
     if not on_hopper:
-        monkeypatch.setattr(tuning, "HOPPER_GPUS", ())
+        monkeypatch.setattr(tuning_hopper, "HOPPER_GPUS", ())
     batch = build(case)
     arrays = (batch.q_prefill, *batch[:4])
     run = partial(paged_prefill_attention, **case.options, backend=Backend.TRITON)

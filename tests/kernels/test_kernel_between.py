@@ -19,7 +19,7 @@ from pallas_kernels import (
     checks,
     new_exchange,
     reference,
-    tuning,
+    tuning_hopper,
     xla,
 )
 from pallas_kernels.types import LayerSizes
@@ -154,17 +154,17 @@ def test_one_program_fills_a_multiprocessor(sizes, num_cores):
     plan = between_hopper.Plan(sizes, num_cores)
     assert config.num_programs == num_cores
     size = between_hopper.smem_bytes(plan, config.num_stages)
-    assert tuning.MAX_SHARED_BYTES / 2 < size <= tuning.MAX_SHARED_BYTES
+    assert tuning_hopper.MAX_SHARED_BYTES / 2 < size <= tuning_hopper.MAX_SHARED_BYTES
 
 
 def choose(**changes):
     facts = {"num_tokens": 8, "dtype": "bfloat16", "num_cores": 132, "device_kind": "NVIDIA H200"}
     facts |= {"sizes": QWEN} | changes
-    return tuning.between_config(facts.pop("sizes"), **facts)
+    return tuning_hopper.between_config(facts.pop("sizes"), **facts)
 
 
 def test_it_is_for_hopper_and_small_steps():
-    assert choose() == tuning.BetweenConfig(132, num_stages=12, num_in_flight=3)
+    assert choose() == tuning_hopper.BetweenConfig(132, num_stages=12, num_in_flight=3)
     for change in (
         {"num_tokens": 16},
         {"dtype": "float16"},

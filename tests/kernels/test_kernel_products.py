@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernel_cases import BF16, F32
 
 from pallas_kernels import product_hopper, reference
-from pallas_kernels.tuning import HopperProductConfig
+from pallas_kernels.tuning_hopper import HopperProductConfig
 
 interpreted = getattr(plgpu, "force_gpu_interpret_mode", None)
 pytestmark = pytest.mark.skipif(interpreted is None, reason="JAX before 0.11")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pallas_kernels import tuning
+from pallas_kernels import tuning, tuning_hopper
 
 
 def _decode(**changes):
@@ -106,9 +106,9 @@ def test_many_programs_have_few_warps():
 
 def test_hoppers_prefill_is_for_hopper_and_what_it_can():
     facts = {"group": 4, "head_size": 128, "block_size": 16, "itemsize": 2, "plain": True}
-    choose = partial(tuning.hopper_prefill_config, **facts)
+    choose = partial(tuning_hopper.prefill_config, **facts)
     for name in ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA GH200 480GB"):
-        assert choose(device_kind=name) == tuning.HopperPrefillConfig()
+        assert choose(device_kind=name) == tuning_hopper.HopperPrefillConfig()
     assert choose(device_kind="NVIDIA A100-SXM4-80GB") is None
     assert choose(device_kind="") is None
     others = {"group": 32, "head_size": 64, "block_size": 48, "itemsize": 4, "plain": False}
@@ -118,7 +118,7 @@ def test_hoppers_prefill_is_for_hopper_and_what_it_can():
 
 def _product(rows, depth, width, **changes) -> Any:
     facts = {"itemsize": 2, "num_cores": 132, "device_kind": "NVIDIA H200"}
-    return tuning.hopper_product_config(
+    return tuning_hopper.product_config(
         num_tokens=rows, depth=depth, width=width, **(facts | changes)
     )
 
@@ -151,7 +151,7 @@ def test_hoppers_products_fit_its_shared_memory():
         places = config.num_stages * (tile_rows + 64 * factors) * 64 * 2
         programs = 2 if width == 14336 else 1
         assert config.num_stages >= 2
-        assert programs * (places + tile_rows * 64 * 4) < tuning.MAX_SHARED_BYTES
+        assert programs * (places + tile_rows * 64 * 4) < tuning_hopper.MAX_SHARED_BYTES
     assert taken > 40
 
 

@@ -1,0 +1,155 @@
+"""Where the kernels for Hopper GPUs run, and their launch parameters, as tuning.py for the others.
+
+They see static facts only. None means that what runs on every GPU is the faster one there, or the
+only one. Times on an H200: bench/NOTES.md.
+"""
+
+import dataclasses
+
+from pallas_kernels import tuning
+from pallas_kernels.types import LayerSizes
+
+HOPPER_GPUS = ("H100", "H200", "H800", "H20")  # in the names of devices of compute capability 9.0
+MAX_SHARED_BYTES = 227 * 1024  # of a program on such a GPU
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperPrefillConfig:
+    """Of paged_prefill_hopper.py: keys a tile, tiles of keys in flight, programs (one an SM)."""
+
+    tile_tokens: int = 128
+    num_key_stages: int = 2
+    num_value_stages: int = 2
+    num_programs: int = 132
+
+
+@dataclasses.dataclass(frozen=True)
+class BetweenConfig:
+    """Of between_hopper.py: programs (one an SM), places of the ring and copies under way, each a
+    unit of 16 KiB."""
+
+    num_programs: int
+    num_stages: int
+    num_in_flight: int
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperProductConfig:
+    """Of product_hopper.py: parts, rows a program, steps of the depth in flight (two at least)."""
+
+    num_parts: int
+    tile_rows: int
+    num_stages: int
+
+
+def prefill_config(
+    *,
+    group: int,
+    head_size: int,
+    block_size: int,
+    itemsize: int,
+    plain: bool,
+    device_kind: str = "",
+) -> HopperPrefillConfig | None:
+    """Where paged_prefill_hopper.py runs; None where the Triton kernel does.
+
+    Args:
+        group: Query heads a KV head.
+        head_size: Elements of a head.
+        block_size: Tokens of a block.
+        itemsize: Bytes of an element.
+        plain: Neither a soft cap nor a sliding window.
+        device_kind: The GPU's name.
+    """
+    config = HopperPrefillConfig()
+    fits = head_size == 128 and itemsize == 2 and group <= 16
+    whole = block_size >= 8 and config.tile_tokens % block_size == 0
+    return config if _is_hopper(device_kind) and fits and whole and plain else None
+
+
+def between_config(
+    sizes: LayerSizes, *, num_tokens: int, dtype: str, num_cores: int | None, device_kind: str = ""
+) -> BetweenConfig | None:
+    """Where between_hopper.py runs; None where the ops it stands for do.
+
+    Args:
+        sizes: Widths of the layer.
+        num_tokens: Rows of the step's bucket.
+        dtype: Name of the activations' and weights' dtype.
+        num_cores: SMs of the GPU; None where it is not known.
+        device_kind: The GPU's name.
+    """
+    whole = all(size % 128 == 0 for size in sizes)
+    # Readers sum the parts: with eight real rows that costs a wide model more than it saves.
+    narrow = sizes.hidden < 2048
+    if not (
+        _is_hopper(device_kind) and whole and narrow and num_tokens == 8 and dtype == "bfloat16"
+    ):
+        return None
+    if not num_cores:
+        return None
+    units = max(
+        -(-sizes.hidden * sizes.attended // (num_cores * 8192)),
+        -(-sizes.hidden * sizes.inner // (num_cores * 8192)),
+        -(-sizes.hidden * sizes.qkv // (num_cores * 8192)),
+    )
+    room = MAX_SHARED_BYTES - 8192 - (units + 1) * 128 * 8 * 2
+    stages = min(12, room // 16384 // 2 * 2)
+    # Few copies at a time delay the programs' exchange less.
+    return BetweenConfig(num_cores, stages, num_in_flight=3) if stages >= 4 else None
+
+
+def product_config(
+    *,
+    num_tokens: int,
+    depth: int,
+    width: int,
+    itemsize: int,
+    num_factors: int = 1,
+    num_cores: int | None,
+    device_kind: str = "",
+) -> HopperProductConfig | None:
+    """Where product_hopper.py runs; None where XLA's products do. Times on an H200: bench/NOTES.md.
+
+    Args:
+        num_tokens: Rows.
+        depth, width: Of the weight, or of each of two.
+        itemsize: Bytes of an element.
+        num_factors: 2 for a gated product, which cannot be in parts.
+        num_cores: SMs of the GPU; None where it is not known.
+        device_kind: The GPU's name.
+    """
+    row_tiles = 1 if num_tokens <= 128 else 2
+    whole = num_tokens % (8 * row_tiles) == 0 and depth % 64 == 0 and width % 64 == 0
+    whole &= bool(depth and width)
+    # Of large weights the gain was measured for 64 rows alone.
+    large = depth * width * num_factors > 1 << 23
+    least, most = (32, 64) if large else (16, tuning.MAX_SPLIT_ROWS)
+    few = least < num_tokens <= most
+    if not (_is_hopper(device_kind) and num_cores and whole and itemsize == 2 and few):
+        return None
+    programs = row_tiles * width // 64
+    parts = 1 if num_factors > 1 else _parts_by_cores(programs, depth, num_cores)
+    tile_rows = num_tokens // row_tiles
+    return HopperProductConfig(
+        parts, tile_rows, _product_stages(tile_rows, num_factors, parts * programs > num_cores)
+    )
+
+
+def _is_hopper(device_kind):
+    return any(name in device_kind for name in HOPPER_GPUS)
+
+
+def _parts_by_cores(programs, depth, num_cores):
+    """Each SM has one program at most: a second one would have to wait."""
+    parts = 1
+    while 2 * parts * programs <= num_cores and depth % (2 * parts * tuning.MIN_PART_DEPTH) == 0:
+        parts *= 2
+    return parts
+
+
+def _product_stages(tile_rows, num_factors, is_shared):
+    """Steps that fit the shared memory of an SM, or half of it where an SM has two programs."""
+    rows = -(-tile_rows // 64) * 64
+    room = (MAX_SHARED_BYTES >> is_shared) - rows * 64 * 4 - 2048
+    return min(12, room // ((rows + 64 * num_factors) * 64 * 2))
