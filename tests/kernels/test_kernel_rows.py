@@ -218,6 +218,8 @@ def test_product_parts(rows, depth, width, dtype, backend):
     parts = jax.jit(partial(product_parts, backend=backend))(x, weight)
     assert parts.dtype == (dtype if len(parts) == 1 else F32)
     assert len(parts) == 1 or (backend is not Backend.XLA and dtype != F32)
+    if backend is Backend.INTERPRET and dtype != F32:  # XLA's product, in the parts of any GPU
+        assert len(parts) == {8: 4, 64: 8, 300: 1}.get(rows, len(parts))
     exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64)
     _assert_product(sum_parts(parts, F32), exact, depth, parts.dtype)
 
