@@ -55,4 +55,5 @@ def test_a_device_is_taken_as_the_caller_says(theirs: object):
         found = jax.config.values[name]
     finally:
         jax.config.update(name, before)
-    assert found == ({"memory_fraction": 0.25} if theirs is None else theirs)
+    ours = {"memory_fraction": 0.25, "use_tfrt_gpu_client": True}
+    assert found == (ours if theirs is None else theirs)
