@@ -2,6 +2,7 @@
 
 import gc
 import os
+from pathlib import Path
 
 # Before torch, the oracle, is imported: its threads spin on cores that other test processes need.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -36,3 +37,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """
     quick = item.path.parent.name in QUICK_TO_COMPILE and not item.get_closest_marker("gpu")
     jax.config.update("jax_disable_most_optimizations", quick)
+
+
+@pytest.fixture(scope="session")
+def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Engines of the same shapes compile once, in each of pytest's processes: JAX writes a cache's
+    files in place, and what another process reads half written is a warning, so an error."""
+    return tmp_path_factory.getbasetemp() / "jax-cache"

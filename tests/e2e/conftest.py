@@ -23,12 +23,6 @@ LOOPS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="session")
-def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One cache for the whole run: engines of the same shapes compile once."""
-    return tmp_path_factory.getbasetemp().parent / "jax-cache"
-
-
-@pytest.fixture(scope="session")
 def all_engines(compilation_cache: Path) -> dict[tuple, Engine]:
     return {}
 

@@ -1,9 +1,7 @@
 """Engines shared by the server's tests, and the census after each."""
 
 import asyncio
-import fcntl
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +10,6 @@ from serve_helpers import SMALL, Scenario, Servers
 from server_process import ServerProcess
 
 from jpaged import Engine
-
-
-@pytest.fixture(scope="session")
-def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One cache for the whole run: engines of the same shapes compile once."""
-    return tmp_path_factory.getbasetemp().parent / "jax-cache"
-
-
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Wait until no other process is here."""
-    folder.mkdir(exist_ok=True)
-    with (folder / "lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 @pytest.fixture(scope="session")
@@ -42,8 +25,7 @@ def engines(all_engines: dict[tuple, Engine], compilation_cache: Path) -> Callab
         options = {**SMALL, **options}
         key = tuple(sorted(options.items()))
         if key not in all_engines:
-            with alone(compilation_cache):  # or each of pytest's processes compiles it
-                all_engines[key] = Engine(**options, compilation_cache_dir=compilation_cache)
+            all_engines[key] = Engine(**options, compilation_cache_dir=compilation_cache)
         return all_engines[key]
 
     return make
