@@ -30,6 +30,7 @@ from pallas_kernels.tuning import TruncationConfig
 NUM_TRIALS = 8
 NUM_PASSES = 3
 NUM_STRIPS = 4  # of a chunk when its tokens are packed, one a warp: warps need not wait for others
+WHOLE_TILE = 4096  # tokens a load where one program reads its whole row
 # Bits below the top one: a token there is 2**-23 times as probable, and so on. The first trial is
 # minus infinity, which everything reaches.
 _FIRST_TRIALS = (23.0, 16.0, 11.5, 8.0, 5.75, 4.0, 2.0)
@@ -208,7 +209,7 @@ def _narrow(logits_ref, rows_ref, top_k_ref, *refs, step, width, chunks, config)
                 return totals
 
             zeros = [jnp.zeros(config.tile, jnp.float32) for _ in trials]
-            totals = lax.fori_loop(0, config.num_turns, fold, zeros)
+            totals = lax.fori_loop(0, config.num_turns(config.tile), fold, zeros)
             for i, total in enumerate(totals):
                 sums_ref[row_index, chunk, i] = jnp.sum(total)
 
@@ -239,8 +240,8 @@ def _collect(logits_ref, rows_ref, top_k_ref, *refs, width, chunks, config):
         # top-p may still cut among what top-k keeps, so a top-k needs all of it.
         high = jnp.where(row.by_count, jnp.float32(jnp.inf), bracket.high)
 
-        strip = lax.broadcasted_iota(jnp.int32, (NUM_STRIPS, config.tile // NUM_STRIPS), 0)
-        strip = chunk * NUM_STRIPS + strip
+        shape = NUM_STRIPS, config.packed_tile // NUM_STRIPS
+        strip = chunk * NUM_STRIPS + lax.broadcasted_iota(jnp.int32, shape, 0)
         column = lax.broadcasted_iota(jnp.int32, strip.shape, 1)
 
         def load(turn, i):
@@ -263,7 +264,7 @@ def _collect(logits_ref, rows_ref, top_k_ref, *refs, width, chunks, config):
             return counts
 
         begin = jnp.zeros(NUM_STRIPS, jnp.int32)
-        counts = lax.fori_loop(0, config.num_turns, pack, begin)
+        counts = lax.fori_loop(0, config.num_turns(config.packed_tile), pack, begin)
         own = chunk * NUM_STRIPS + jnp.arange(NUM_STRIPS, dtype=jnp.int32)
         plgpu.store(counts_ref.at[jnp.full_like(own, row_index), own], counts)
         pl.when(chunk == 0)(lambda: _store_all(brackets_ref, row_index, bracket))
@@ -314,12 +315,12 @@ def _settle(
     def _():
         def measure(values):
             def fold(tile, total):
-                start = tile * config.tile
-                logits, live = _load_logits(logits_ref, row_index, start, config.tile, width)
+                start = tile * WHOLE_TILE
+                logits, live = _load_logits(logits_ref, row_index, start, WHOLE_TILE, width)
                 return total + jnp.where(live, values(logits), jnp.float32(0))
 
-            zeros = jnp.zeros(config.tile, jnp.float32)
-            return jnp.sum(lax.fori_loop(0, pl.cdiv(width, config.tile), fold, zeros))
+            zeros = jnp.zeros(WHOLE_TILE, jnp.float32)
+            return jnp.sum(lax.fori_loop(0, pl.cdiv(width, WHOLE_TILE), fold, zeros))
 
         store(measure, jnp.float32(0))
 

@@ -79,17 +79,18 @@ class GatedConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TruncationConfig:
-    """Of truncation.py: tokens a program, a load; loads in flight; tokens collected of a strip."""
+    """Of truncation.py: tokens a program, a load, a load that is packed; loads in flight; tokens
+    collected of a strip."""
 
-    chunk: int = 8192
-    tile: int = 512
+    chunk: int = 10240
+    tile: int = 256
+    packed_tile: int = 512
     loads: int = 4
     capacity: int = 128
 
-    @property
-    def num_turns(self) -> int:
-        """Of a program's loop."""
-        return self.chunk // (self.tile * self.loads)
+    def num_turns(self, tile: int) -> int:
+        """Of a program's loop with loads of `tile`."""
+        return self.chunk // (tile * self.loads)
 
 
 def decode_config(
