@@ -119,12 +119,14 @@ def product_config(
         num_cores: SMs of the GPU; None where it is not known.
         device_kind: The GPU's name.
     """
-    row_tiles = 1 if num_tokens <= 128 else 2
+    # In a step, of more rows than these XLA's products by a large weight are as fast or faster.
+    large = depth * width * num_factors > 1 << 23
+    least, most = (32, 128 if num_factors == 1 else 64) if large else (16, tuning.MAX_SPLIT_ROWS)
+    # A small weight has too few tiles for all SMs: its rows are cut before its depth is, which
+    # leaves fewer parts to write and to sum.
+    row_tiles = 1 if large or num_tokens <= 64 else 2
     whole = num_tokens % (8 * row_tiles) == 0 and depth % 64 == 0 and width % 64 == 0
     whole &= bool(depth and width)
-    # Of large weights the gain was measured for 64 rows alone.
-    large = depth * width * num_factors > 1 << 23
-    least, most = (32, 64) if large else (16, tuning.MAX_SPLIT_ROWS)
     few = least < num_tokens <= most
     if not (_is_hopper(device_kind) and num_cores and whole and itemsize == 2 and few):
         return None

@@ -126,18 +126,21 @@ def _product(rows, depth, width, **changes) -> Any:
 def test_hoppers_products_give_each_sm_a_program_at_most():
     parts = {
         rows: [_product(rows, *shape).num_parts for shape in ((1024, 4096), (2048, 1024))]
-        for rows in (24, 128, 192, 256)
+        for rows in (24, 64, 96, 128, 192, 256)
     }
-    assert parts == {24: [2, 8], 128: [2, 8], 192: [1, 4], 256: [1, 4]}
-    assert [_product(rows, 1024, 4096).tile_rows for rows in (24, 128, 192, 256)] == [
-        24,
-        128,
-        96,
-        128,
-    ]
-    assert _product(64, 14336, 4096).num_parts == 2
+    few, many = [2, 8], [1, 4]
+    assert parts == {24: few, 64: few, 96: many, 128: many, 192: many, 256: many}
+    tiles = [_product(rows, 1024, 4096).tile_rows for rows in (24, 64, 96, 128, 192, 256)]
+    assert tiles == [24, 64, 48, 64, 96, 128]
     assert _product(64, 320, 1024).num_parts == 1  # five steps: no two parts
     assert _product(64, 512, 64).num_parts == 4  # each at least 128 deep
+
+
+def test_hoppers_products_stream_a_large_weight_once():
+    for rows in (64, 96, 128):
+        config = _product(rows, 14336, 4096)
+        assert (config.tile_rows, config.num_parts) == (rows, 2)
+    assert _product(64, 4096, 14336, num_factors=2).tile_rows == 64
 
 
 def test_hoppers_products_fit_its_shared_memory():
@@ -166,14 +169,16 @@ def test_hoppers_products_are_for_hopper_and_few_rows():
         (72 + 128, 1024, 4096),
         (64, 1000, 4096),
         (64, 1024, 4100),
+        (72, 1024, 4096),
         (32, 4096, 4096),
-        (128, 4096, 4096),
+        (192, 4096, 4096),
         (64, 0, 64),
         (64, 1024, 0),
         (64, 0, 0),
     ):
         assert _product(rows, depth, width) is None
     assert _product(64, 1024, 3072, num_factors=2).num_parts == 1
+    assert _product(96, 4096, 14336, num_factors=2) is None
 
 
 def test_parts_divide_the_depth():
