@@ -15,6 +15,9 @@ from jpaged.models.config import ModelConfig
 from jpaged.runtime.program_store import ProgramStore
 from pallas_kernels import select_backend
 
+CLIENT_VARIABLE = "XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT"
+"""JAX's, read where the options of its client do not say."""
+
 
 @contextmanager
 def without_collections() -> Iterator[None]:
@@ -43,12 +46,14 @@ def prepare_jax(config: EngineConfig) -> None:
 
     JAX reserves three quarters of a GPU by default; the share the caller asked for replaces that.
     Once a device is in use its reservation stays, and the memory account starts from it. The client
-    that dispatches from a thread of its own is asked for, since an engine's thread is what a small
-    model's device waits for: a launch takes it 1.0 ms with that client and 1.2 to 1.8 without.
+    that dispatches from a thread of its own is asked for, unless JAX's own variable says which: a
+    small model's device waits for the engine's thread, and a launch takes that thread 1.0 ms with
+    this client and 1.25 to 1.8 with the other (Qwen3-0.6B, 256 sequences: bench/NOTES.md).
     """
     if jax.config.values["jax_pjrt_client_create_options"] is None:
-        fraction = float(config.gpu_memory_utilization)
-        options = {"memory_fraction": fraction, "use_tfrt_gpu_client": True}
+        options: dict[str, Any] = {"memory_fraction": float(config.gpu_memory_utilization)}
+        if CLIENT_VARIABLE not in os.environ:
+            options["use_tfrt_gpu_client"] = True
         jax.config.update("jax_pjrt_client_create_options", options)
     cache = config.compilation_cache_dir
     if cache is not None and jax.config.values["jax_compilation_cache_dir"] is None:

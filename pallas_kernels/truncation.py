@@ -30,7 +30,7 @@ from pallas_kernels.tuning import TruncationConfig
 NUM_TRIALS = 8
 NUM_PASSES = 3
 NUM_STRIPS = 4  # of a chunk when its tokens are packed, one a warp: warps need not wait for others
-WHOLE_TILE = 4096  # tokens a load where one program reads its whole row
+WHOLE_TILE = 4096  # a load where a program of 16 warps reads its whole row: fewer turns to wait in
 # Bits below the top one: a token there is 2**-23 times as probable, and so on. The first trial is
 # minus infinity, which everything reaches.
 _FIRST_TRIALS = (23.0, 16.0, 11.5, 8.0, 5.75, 4.0, 2.0)

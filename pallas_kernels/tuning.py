@@ -80,7 +80,10 @@ class GatedConfig:
 @dataclasses.dataclass(frozen=True)
 class TruncationConfig:
     """Of truncation.py: tokens a program, a load, a load that is packed; loads in flight; tokens
-    collected of a strip."""
+    collected of a strip.
+
+    Loads and what is collected are powers of two; a chunk is a whole number of turns of either.
+    """
 
     chunk: int = 10240
     tile: int = 256

@@ -42,5 +42,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="session")
 def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Engines of the same shapes compile once, in each of pytest's processes: JAX writes a cache's
-    files in place, and what another process reads half written is a warning, so an error."""
+    files in place, and what another process reads half written is a warning, so an error. Whoever
+    is killed while it starts, and may leave such a file, has a folder of its own."""
     return tmp_path_factory.getbasetemp() / "jax-cache"

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from jpaged.config import EngineConfig
-from jpaged.jax_setup import prepare_jax, without_collections
+from jpaged.jax_setup import CLIENT_VARIABLE, prepare_jax, without_collections
 
 
 class Node:
@@ -44,16 +44,29 @@ def test_what_earlier_engines_left_is_collected():
         assert left() is None
 
 
-@pytest.mark.parametrize("theirs", [None, {"memory_fraction": 0.5}, "memory_fraction:0.5"])
-def test_a_device_is_taken_as_the_caller_says(theirs: object):
-    """JAX's own option, where the caller has set it, is the whole of it."""
+def options_after(theirs: object) -> object:
+    """Of JAX's client, as an engine of a quarter of the device leaves them."""
     name = "jax_pjrt_client_create_options"
     before = jax.config.values[name]
     jax.config.update(name, theirs)
     try:
         prepare_jax(EngineConfig(gpu_memory_utilization=0.25, compilation_cache_dir=None))
-        found = jax.config.values[name]
+        return jax.config.values[name]
     finally:
         jax.config.update(name, before)
-    ours = {"memory_fraction": 0.25, "use_tfrt_gpu_client": True}
-    assert found == (ours if theirs is None else theirs)
+
+
+@pytest.mark.parametrize("theirs", [{"memory_fraction": 0.5}, "memory_fraction:0.5"])
+def test_a_device_is_taken_as_the_caller_says(theirs: object):
+    """JAX's own option, where the caller has set it, is the whole of it."""
+    assert options_after(theirs) == theirs
+
+
+def test_launches_are_dispatched_from_a_thread_of_xlas(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(CLIENT_VARIABLE, raising=False)
+    assert options_after(None) == {"memory_fraction": 0.25, "use_tfrt_gpu_client": True}
+
+
+def test_jaxs_own_variable_says_which_client(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(CLIENT_VARIABLE, "0")
+    assert options_after(None) == {"memory_fraction": 0.25}

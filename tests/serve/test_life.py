@@ -108,8 +108,8 @@ def test_a_second_signal_ends_all_at_once(compilation_cache: Path):
         server.end()
 
 
-def test_a_signal_while_it_starts(compilation_cache: Path):
-    server = ServerProcess(compilation_cache, wait=False)
+def test_a_signal_while_it_starts(tmp_path: Path):
+    server = ServerProcess(tmp_path, wait=False)
     try:
         wait_for_words(server)
         server.process.send_signal(signal.SIGTERM)
@@ -135,8 +135,8 @@ def test_the_engines_death_turns_health_red(compilation_cache: Path):
         server.end()
 
 
-def test_the_engine_ends_with_its_server_also_while_it_starts(compilation_cache: Path):
-    server = ServerProcess(compilation_cache, wait=False)
+def test_the_engine_ends_with_its_server_also_while_it_starts(tmp_path: Path):
+    server = ServerProcess(tmp_path, wait=False)
     wait_for_words(server)
     (worker,) = children_of(server.process.pid)
     server.end()
@@ -162,8 +162,8 @@ def test_a_template_that_is_none(compilation_cache: Path, tmp_path: Path):
     assert "Traceback" not in server.log
 
 
-def test_an_engine_that_is_killed_while_it_starts(compilation_cache: Path):
-    server = ServerProcess(compilation_cache, wait=False)
+def test_an_engine_that_is_killed_while_it_starts(tmp_path: Path):
+    server = ServerProcess(tmp_path, wait=False)
     wait_for_words(server)
     (worker,) = children_of(server.process.pid)
     os.kill(worker, signal.SIGKILL)
