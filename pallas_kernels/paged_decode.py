@@ -17,7 +17,8 @@ Grid (KV head, item); an item is a split of a sequence, and one program of it:
 How many splits a sequence has is decided at run time, from all lengths: as many as divide the
 batch's tiles evenly over `target_programs`. So padded rows cost nothing, a lone sequence has the
 whole chip, and a long one among short ones the larger part of it. Of sequences enough to fill the
-chip only those well above the mean are split, so that none is left over when the others are done.
+chip only those well above the mean are split, and the longest start first, so that none is left
+over when the others are done (Graham 1969, longest processing time first).
 The plan of the items is made once a step: of B sequences at `num_splits` each few would have
 something to do, and starting programs that have nothing takes time too.
 
@@ -223,7 +224,7 @@ class _Item(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=2)
 def decode_plan(block_tables, seq_lens, spec):
-    """[items, 8]: what each program of a KV head does.
+    """[items, 8]: what each program of a KV head does, the longest sequences first.
 
     It depends on nothing of a layer, so XLA makes it once a step for all layers.
     """
@@ -231,15 +232,15 @@ def decode_plan(block_tables, seq_lens, spec):
     first, end = _in_sight(seq_lens, spec)
     share = jnp.maximum(_even_share(end - first, spec), _least_share(end - first, spec))
     used = jnp.maximum(pl.cdiv(end - first, share), 1)
-    ends = jnp.cumsum(used)
+    ends = _ends_longest_first(end - first, used)
     last = jnp.maximum(seq_lens - 1, 0)
     block = jnp.take_along_axis(block_tables, (last // spec.block_size)[:, None], axis=1)[:, 0]
 
     # No more than a batch's even shares, and the rest of each sequence.
     most = min(batch * config.num_splits, _num_even_shares(batch, spec) + batch)
     item = jnp.arange(most, dtype=jnp.int32)
-    owner = jnp.sum((ends[None, :] <= item[:, None]).astype(jnp.int32), axis=1)
-    sequence = jnp.minimum(owner, batch - 1)
+    owns = ((ends - used)[None, :] <= item[:, None]) & (item[:, None] < ends[None, :])
+    sequence = jnp.sum(jnp.where(owns, jnp.arange(batch, dtype=jnp.int32), 0), axis=1)
     split = item - (ends - used)[sequence]
     start = first[sequence] + split * share[sequence]
     rows = _Item(
@@ -248,10 +249,21 @@ def decode_plan(block_tables, seq_lens, spec):
         start,
         jnp.minimum(start + share[sequence], end[sequence]),
         split,
-        jnp.where(owner < batch, used[sequence], 0),
+        jnp.where(item < jnp.sum(used), used[sequence], 0),
         (block * spec.block_size + last % spec.block_size)[sequence],
     )
     return jnp.stack([*rows, jnp.zeros_like(item)], axis=1).astype(jnp.int32)
+
+
+def _ends_longest_first(tiles, used):
+    """The item after each sequence's last, if those with the most tiles come first.
+
+    One sum of B x B numbers, where sorting and summing up would be several kernels.
+    """
+    row = jnp.arange(tiles.shape[0], dtype=jnp.int32)
+    same = (tiles[None, :] == tiles[:, None]) & (row[None, :] <= row[:, None])
+    upto = same | (tiles[None, :] > tiles[:, None])
+    return jnp.sum(jnp.where(upto, used[None, :], 0), axis=1)
 
 
 def _even_share(tiles, spec):

@@ -124,7 +124,7 @@ def decode_config(
             config,
             tile_tokens=tile,
             num_splits=max(1, min(8, -(-max_context // tile))),
-            share_percent=100 if programs <= 3 * num_cores else 150,
+            share_percent=100 if programs <= 4 * num_cores else 150,
         )
     return _tuned("decode", head_size, itemsize, device_kind, config)
 
