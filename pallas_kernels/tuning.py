@@ -112,20 +112,18 @@ def decode_config(
     # The smallest bucket may hold a lone sequence; splits that it does not use cost little.
     rows = 1 if batch <= SMALL_BATCH else batch
     wanted = _power_of_two(-(-2 * num_cores // (rows * num_kv_heads)))
-    splits = max(1, min(wanted, 32, -(-max_context // tile)))
-    config = DecodeConfig(tile, splits, target_programs=4 * num_cores)
-    if splits == 1 and itemsize <= 2:  # many programs, whose warps have less to wait for
-        config = dataclasses.replace(config, num_warps=2)
     programs = batch * num_kv_heads
-    if wanted == 1:
-        if programs > 12 * num_cores:  # an SM has more of them at once if their tiles are small
-            tile = min(tile, 32)
-        config = dataclasses.replace(
-            config,
-            tile_tokens=tile,
-            num_splits=max(1, min(8, -(-max_context // tile))),
-            share_percent=100 if programs <= 4 * num_cores else 150,
-        )
+    many = wanted == 1
+    if many and programs > 12 * num_cores:  # an SM has more at once if their tiles are small
+        tile = min(tile, 32)
+    # A long sequence among short ones may have more splits than there are for all.
+    splits = max(1, min(max(wanted, 8), 32, -(-max_context // tile)))
+    config = DecodeConfig(tile, splits, target_programs=4 * num_cores)
+    if itemsize <= 2 and (many or splits == 1):  # programs whose warps have less to wait for
+        config = dataclasses.replace(config, num_warps=2)
+    if many:
+        share = 100 if programs <= 4 * num_cores else 150
+        config = dataclasses.replace(config, share_percent=share)
     return _tuned("decode", head_size, itemsize, device_kind, config)
 
 

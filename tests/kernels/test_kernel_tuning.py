@@ -22,7 +22,7 @@ def _decode(**changes):
 
 
 def test_decode_splits_fill_the_chip():
-    assert [_decode(batch=b).num_splits for b in (1, 8, 16, 64, 256)] == [32, 32, 4, 8, 8]
+    assert [_decode(batch=b).num_splits for b in (1, 8, 16, 64, 256)] == [32, 32, 8, 8, 8]
 
 
 def test_of_many_sequences_the_longer_ones_are_split():
