@@ -68,7 +68,7 @@ class EngineConfig:
         skip_tokenizer_init: Token ids in, token ids out; no tokenizer is loaded.
         seed: Of the dummy weights and of requests that bring no seed.
         async_scheduling: Let the host run one step behind the device (the overlapped loop).
-        num_scheduler_steps: Decode steps launched as one program while at most 8 sequences run,
+        num_scheduler_steps: Decode steps launched as one program while at most 32 sequences run,
             none wait and none needs penalties, biases, log-probabilities or beams; in the
             overlapped loop only. A short step then does not wait for the host, and tokens come in
             bursts. None is 4 on a GPU for models of up to 5 GB, and else 1, which is never.

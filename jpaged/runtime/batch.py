@@ -62,13 +62,12 @@ def prefill_packed_shape(num_tokens: int, batch_size: int, max_blocks_per_seq: i
 
 
 def device_order(scheduled: tuple[ScheduledSequence, ...]) -> np.ndarray:
-    """In which order attention likes a step's sequences: int64 [len(scheduled)], indices of them.
+    """In which order attention likes a ragged step's sequences: int64 [len(scheduled)], indices of them.
 
-    Rows of one token come first, since decode attention takes them together, and the longest of
-    them first of all: a GPU starts in this order, and the short ones then fill the gaps.
+    Those of one token come first, since decode attention takes them together.
     """
-    key = [-item.start if item.num_scheduled_tokens == 1 else 1 for item in scheduled]
-    return np.argsort(np.array(key, np.int64), kind="stable")
+    key = [item.num_scheduled_tokens != 1 for item in scheduled]
+    return np.argsort(np.array(key, np.bool_), kind="stable")
 
 
 def pack_decode(

@@ -12,6 +12,9 @@ MIN_SEQS = 8
 MIN_TOKENS = 64
 ONE_PREFILL_BUCKET_UPTO = 32
 
+MAX_BURST_SEQS = 32
+"""Sequences above which a step keeps a GPU busy for longer than the host takes to launch it."""
+
 HALF_STEPS_FROM = 256
 """Tokens from which there is a bucket half-way to the double: more rows than these take a product
 longer, so padding to twice as many would."""
@@ -28,6 +31,12 @@ class Buckets:
 
     decode_seqs: tuple[int, ...]
     prefill_shapes: tuple[tuple[int, int], ...]
+
+    @property
+    def burst_seqs(self) -> tuple[int, ...]:
+        """Batch sizes of bursts: the least, since many run alone, and the most that gain by it."""
+        most = max(seqs for seqs in self.decode_seqs if seqs <= MAX_BURST_SEQS)
+        return tuple(sorted({self.decode_seqs[0], most}))
 
     @property
     def prefill_tokens(self) -> tuple[int, ...]:

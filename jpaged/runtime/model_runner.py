@@ -19,6 +19,7 @@ from jpaged.runtime.programs import Programs
 from jpaged.runtime.prompt_scores import score_prompts
 from jpaged.runtime.recipes import (
     BLOCK_COPIES_CHUNK,
+    BURST_LEVELS,
     Shapes,
     SplitModel,
     sampler_levels,
@@ -100,11 +101,11 @@ class ModelRunner:
     def fits_burst(self, plan: StepPlan) -> bool:
         """Whether a burst may hold the plan: a decode step of few sequences, with nothing else to
         do, whose sampling needs neither token counts nor log-probabilities."""
-        levels = self._programs.decode_burst
-        if not levels or not plan.is_decode or plan.moves_blocks or plan.row_forks:
+        if self.burst_size == 1 or not plan.is_decode or plan.moves_blocks or plan.row_forks:
             return False
-        rows = self._rows.rows(plan.scheduled)
-        return len(rows) <= self._buckets.decode_seqs[0] and self._rows.level(rows) <= max(levels)
+        if len(plan.scheduled) > self._buckets.burst_seqs[-1]:
+            return False
+        return self._rows.level(self._rows.rows(plan.scheduled)) <= BURST_LEVELS[-1]
 
     def launch_all(self, plans: list[StepPlan], sampling: SamplingOf) -> list[StepHandle]:
         """`launch` plans in their order: as one program, if they are a whole burst."""
@@ -151,7 +152,7 @@ class ModelRunner:
 
     def _launch_burst(self, plans: list[StepPlan], sampling: SamplingOf) -> list[StepHandle]:
         packed, places, level = [], [], SamplerLevel.GREEDY
-        size = self._buckets.decode_seqs[0]
+        size = round_up(self._buckets.burst_seqs, max(len(plan.scheduled) for plan in plans))
         for plan in plans:
             self._update_rows(plan, sampling)
             order, scheduled, rows = self._in_order(plan)
@@ -165,6 +166,8 @@ class ModelRunner:
 
     def _in_order(self, plan: StepPlan) -> tuple[np.ndarray, Scheduled, np.ndarray]:
         """The plan's sequences as the device has them: from where in the plan, and their rows."""
+        if plan.is_decode:
+            return np.arange(len(plan.scheduled)), plan.scheduled, self._rows.rows(plan.scheduled)
         order = device_order(plan.scheduled)
         scheduled = tuple([plan.scheduled[i] for i in order.tolist()])
         return order, scheduled, self._rows.rows(scheduled)
@@ -194,8 +197,8 @@ class ModelRunner:
         self._kv = self._images.warm_up(self._kv, self._config.num_host_blocks)
 
     def _warm_up_bursts(self) -> None:
-        nobody = self._pack_decode((), np.zeros(0, np.int32), self._buckets.decode_seqs[0])
-        for level in self._programs.decode_burst:
+        for seqs, level in self._programs.decode_burst:
+            nobody = self._pack_decode((), np.zeros(0, np.int32), seqs)
             jax.block_until_ready(self._run_burst(np.stack([nobody] * self.burst_size), level))
 
     def _sample_all_levels(self, logits, inputs) -> None:
@@ -275,8 +278,8 @@ class ModelRunner:
         )
 
     def _run_burst(self, packed: np.ndarray, level: SamplerLevel) -> jax.Array:
-        level = min(own for own in self._programs.decode_burst if own >= level)
-        tokens, self._last_tokens, self._kv = self._programs.decode_burst[level](
+        level = min(own for own in BURST_LEVELS if own >= level)
+        tokens, self._last_tokens, self._kv = self._programs.decode_burst[packed.shape[1], level](
             self._leaves, state=self._kv, last_tokens=self._last_tokens, packed=packed
         )
         return tokens

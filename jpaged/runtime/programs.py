@@ -35,7 +35,7 @@ class Programs:
     does."""
 
     decode: dict[int, Any]
-    decode_burst: dict[SamplerLevel, Any]
+    decode_burst: dict[tuple[int, SamplerLevel], Any]
     prefill: dict[tuple[int, int], Any]
     sample: dict[tuple[int, SamplerLevel], Any]
     prompt_logprobs: dict[int, Any]

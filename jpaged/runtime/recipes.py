@@ -117,11 +117,11 @@ def recipes(
     in common: one of their own unless given."""
     shared = shared or SharedCalls(config.backend)
     smallest, *larger = buckets.decode_seqs
-    yield _decode(split, shapes, config, smallest)
-    for level in BURST_LEVELS if config.num_scheduler_steps > 1 else ():
-        yield _decode_burst(split, shapes, config, smallest, level, shared)
-    for seqs in reversed(larger):
+    for seqs in (smallest, *reversed(larger)):
         yield _decode(split, shapes, config, seqs)
+        if config.num_scheduler_steps > 1 and seqs in buckets.burst_seqs:
+            for level in BURST_LEVELS:
+                yield _decode_burst(split, shapes, config, seqs, level, shared)
     most = buckets.prefill_seqs[-1]
     for tokens, seqs in sorted(buckets.prefill_shapes, key=lambda it: (it[1] != most, -it[0])):
         yield prefill_recipe(split, shapes, config, tokens, seqs, shared)
@@ -175,7 +175,7 @@ def _decode_burst(
     step = split.bind(decode_burst_step, **options)
     packed = _int32(config.num_scheduler_steps, *decode_packed_shape(seqs))
     keywords = {"state": shapes.kv, "last_tokens": shapes.last_tokens, "packed": packed}
-    name, products = ("decode_burst", level), _products(config, seqs)
+    name, products = ("decode_burst", (seqs, level)), _products(config, seqs)
     return Recipe(name, step, (shapes.leaves,), keywords, ("state", "last_tokens"), products)
 
 

@@ -41,10 +41,14 @@ def launched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("num_blocks", [129, 25], ids=["roomy", "tight"])
-def test_every_answer_is_that_of_single_steps(engines: Engines, num_blocks: int):
+@pytest.mark.parametrize(
+    ("num_blocks", "max_num_seqs"), [(129, 8), (25, 8), (300, 20)], ids=["roomy", "tight", "more"]
+)
+def test_every_answer_is_that_of_single_steps(
+    engines: Engines, num_blocks: int, max_num_seqs: int
+):
     """All kinds of decoding, whole batches and each request alone."""
-    options = {"num_blocks": num_blocks, "max_model_len": 120}
+    options = {"num_blocks": num_blocks, "max_num_seqs": max_num_seqs, "max_model_len": 120}
     bursts = engines(num_scheduler_steps=BURST, **options)
     single = engines(async_scheduling=False, max_model_len=120)
     kinds = [params(i) for i in range(len(PROMPTS))]
@@ -156,6 +160,25 @@ def test_only_decode_steps_of_few_sequences_are_bursts(engine: Engine, plan: Ste
     for count in (1, 8, 9):
         several = replace(plan, scheduled=plan.scheduled * count)
         assert engine._loop._runner.fits_burst(several) is (count <= 8)
+
+
+def test_a_burst_is_as_large_as_its_largest_step(engines: Engines, monkeypatch):
+    """Of two sizes; a request's last step leaves the later ones of a burst smaller."""
+    engine = engines(num_scheduler_steps=BURST, num_blocks=300, max_num_seqs=20, max_model_len=120)
+    runner, shapes = engine._loop._runner, []
+    run = runner._run_burst
+
+    def note(packed: np.ndarray, level: Any) -> Any:
+        rows = (packed[:, :, 2] > 0).sum(axis=1)
+        shapes.append((packed.shape[1], *rows.tolist()))
+        return run(packed, level)
+
+    monkeypatch.setattr(runner, "_run_burst", note)
+    ends = [6] + [8] * 4 + [14] * 6
+    given = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in ends]
+    outputs = engine.generate(["2 + 3 ="] * len(ends), given)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == ends
+    assert shapes == [(32, 11, 11, 11), (32, 11, 10, 10), (8, 6, 6, 6), (8, 6, 6, 6)]
 
 
 def test_a_burst_samples_at_the_level_of_any_of_its_steps(engine: Engine, launched: list[int]):

@@ -66,10 +66,10 @@ def test_a_ragged_batch_comes_out_as_it_went_in():
     assert query_start_loc(batch.query_lens).tolist() == [0, 3] + [4] * 7
 
 
-def test_rows_of_one_token_go_first_the_longest_ahead():
+def test_rows_of_one_token_go_first():
     starts_and_tokens = [(0, 7), (5, 1), (9, 1), (9, 2), (0, 1), (9, 1)]
     scheduled = tuple(
         ScheduledSequence(sequence([], []), start, n, True) for start, n in starts_and_tokens
     )
-    assert device_order(scheduled).tolist() == [2, 5, 1, 4, 0, 3]
+    assert device_order(scheduled).tolist() == [1, 2, 4, 5, 0, 3]
     assert device_order(()).tolist() == []

@@ -8,6 +8,13 @@ def test_decode_buckets_pad_by_half_at_most():
     assert buckets == (8, 16, 32, 48, 64, 96, 128, 192, 256)
 
 
+@pytest.mark.parametrize(
+    ("max_num_seqs", "sizes"), [(1, (8,)), (9, (8, 16)), (20, (8, 32)), (40, (8, 32)), (256, (8, 32))]
+)
+def test_bursts_are_for_few_sequences_and_somewhat_more(max_num_seqs, sizes):
+    assert make_buckets(max_num_seqs, 8192).burst_seqs == sizes
+
+
 def test_token_buckets_pad_by_half_at_most():
     assert make_buckets(16, 512).prefill_tokens == (64, 128, 256, 384, 512)
     assert make_buckets(8, 300).prefill_tokens == (64, 128, 256, 384)

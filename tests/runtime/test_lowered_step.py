@@ -34,8 +34,8 @@ NUM_LAYERS = 4
 KERNELS_A_LAYER, PRODUCTS_A_LAYER = 4, 4
 # The first layer adds nothing before its norm; the last norm adds. The output head is a product.
 KERNELS_BESIDE, PRODUCTS_BESIDE = 0, 1
-NUM_PROGRAMS = 91
-BURST = "decode_burst", SamplerLevel.GREEDY
+NUM_PROGRAMS = 93
+BURST = "decode_burst", (8, SamplerLevel.GREEDY)
 
 
 def all_recipes(shape: str, num_layers: int) -> dict[Any, Recipe]:
