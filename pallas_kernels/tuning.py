@@ -122,7 +122,7 @@ def decode_config(
     if itemsize <= 2 and (many or splits == 1):  # programs whose warps have less to wait for
         config = dataclasses.replace(config, num_warps=2)
     if many:
-        share = 100 if programs <= 4 * num_cores else 150
+        share = 110 if programs <= 4 * num_cores else 150
         config = dataclasses.replace(config, share_percent=share)
     return _tuned("decode", head_size, itemsize, device_kind, config)
 

@@ -62,7 +62,7 @@ def prefill_packed_shape(num_tokens: int, batch_size: int, max_blocks_per_seq: i
 
 
 def device_order(scheduled: tuple[ScheduledSequence, ...]) -> np.ndarray:
-    """In which order attention likes a ragged step's sequences: int64 [len(scheduled)], indices of them.
+    """In which order attention likes the sequences of a ragged step: int64 [len(scheduled)].
 
     Those of one token come first, since decode attention takes them together.
     """

@@ -44,9 +44,7 @@ def launched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize(
     ("num_blocks", "max_num_seqs"), [(129, 8), (25, 8), (300, 20)], ids=["roomy", "tight", "more"]
 )
-def test_every_answer_is_that_of_single_steps(
-    engines: Engines, num_blocks: int, max_num_seqs: int
-):
+def test_every_answer_is_that_of_single_steps(engines: Engines, num_blocks: int, max_num_seqs: int):
     """All kinds of decoding, whole batches and each request alone."""
     options = {"num_blocks": num_blocks, "max_num_seqs": max_num_seqs, "max_model_len": 120}
     bursts = engines(num_scheduler_steps=BURST, **options)

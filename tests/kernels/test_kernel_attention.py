@@ -345,7 +345,7 @@ def test_the_plan_covers_every_tile_once(percent, splits):
         for sequence, _, start, stop, split, count, *_ in plan[plan[:, 5] > 0]:
             assert split == len(covered[sequence]) // 2 < count <= splits
             covered[sequence] += [start, stop]
-        # The longest first, those of one length in their order, and a sequence's splits side by side.
+        # The longest first, equal ones in their order, and a sequence's splits side by side.
         order = np.argsort(-((lens + 31) // 32), kind="stable")
         counts = dict(plan[plan[:, 5] > 0][:, [0, 5]].tolist())
         wanted = [sequence for sequence in order for _ in range(counts[sequence])]

@@ -9,7 +9,7 @@ def test_decode_buckets_pad_by_half_at_most():
 
 
 @pytest.mark.parametrize(
-    ("max_num_seqs", "sizes"), [(1, (8,)), (9, (8, 16)), (20, (8, 32)), (40, (8, 32)), (256, (8, 32))]
+    ("max_num_seqs", "sizes"), [(1, (8,)), (9, (8, 16)), (20, (8, 32)), (256, (8, 32))]
 )
 def test_bursts_are_for_few_sequences_and_somewhat_more(max_num_seqs, sizes):
     assert make_buckets(max_num_seqs, 8192).burst_seqs == sizes
