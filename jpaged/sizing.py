@@ -43,7 +43,7 @@ places for these with their guards (`jpaged.runtime.small_buffers`), and the all
 
 _STEPS_IN_FLIGHT = 2
 """Large steps whose workspaces can exist at once: the one that runs and the one launched behind it.
-Steps that a burst would have may be more; theirs count as small arrays."""
+Steps that a burst would have may be more; theirs have fewer rows, and their logits are counted."""
 
 
 class Sizing:
@@ -145,10 +145,17 @@ class Sizing:
     def _account_without_pool(self, one_step: int) -> MemoryAccount:
         shapes, workspace = self._draft_shapes, 0
         if self._limit is not None:
-            workspace = _STEPS_IN_FLIGHT * one_step + _SMALL_ARRAYS
+            large = max(one_step, _burst_logits_bytes(self._limits))
+            workspace = _STEPS_IN_FLIGHT * large + _SMALL_ARRAYS
             workspace += staging_bytes(shapes.kv.pool, self._limits.num_host_blocks)
         sampling = tree_bytes((shapes.sampling, shapes.last_tokens, shapes.kv.block_tables))
         return MemoryAccount(self._weights, sampling, workspace, 0, self._limit)
+
+
+def _burst_logits_bytes(limits: RuntimeConfig) -> int:
+    """Of the steps that would be one burst, launched one by one."""
+    rows = limits.num_scheduler_steps * step_buckets(limits).burst_seqs[-1]
+    return rows * limits.vocab_size * jnp.dtype(jnp.float32).itemsize
 
 
 def platform_defaults(device: Any, weights: int) -> PlatformDefaults:

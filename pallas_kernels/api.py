@@ -79,8 +79,6 @@ def paged_decode_attention(
 ) -> Float[Array, "B N H"]:
     """Attention of one new token a sequence over its paged keys and values.
 
-    Kernels start in the order of the rows: where lengths differ, the longest first is the fastest.
-
     Args:
         q: queries, of the pool's dtype; N is a multiple of the pool's K heads.
         kv: one layer's pool [P, S, K, H]; the new token is already in it. Slots that no sequence

@@ -17,8 +17,9 @@ Grid (KV head, item); an item is a split of a sequence, and one program of it:
 How many splits a sequence has is decided at run time, from all lengths: as many as divide the
 batch's tiles evenly over `target_programs`. So padded rows cost nothing, a lone sequence has the
 whole chip, and a long one among short ones the larger part of it. Of sequences enough to fill the
-chip only those well above the mean are split, and the longest start first, so that none is left
-over when the others are done (Graham 1969, longest processing time first).
+chip only those well above the mean are split. The longest start first, so that none is left over
+when the others are done (longest processing time first: Graham 1969).
+
 The plan of the items is made once a step: of B sequences at `num_splits` each few would have
 something to do, and starting programs that have nothing takes time too.
 
@@ -232,16 +233,16 @@ def decode_plan(block_tables, seq_lens, spec):
     first, end = _in_sight(seq_lens, spec)
     share = jnp.maximum(_even_share(end - first, spec), _least_share(end - first, spec))
     used = jnp.maximum(pl.cdiv(end - first, share), 1)
-    ends = _ends_longest_first(end - first, used)
+    begin = _begins_longest_first(end - first, used)
     last = jnp.maximum(seq_lens - 1, 0)
     block = jnp.take_along_axis(block_tables, (last // spec.block_size)[:, None], axis=1)[:, 0]
 
     # No more than a batch's even shares, and the rest of each sequence.
     most = min(batch * config.num_splits, _num_even_shares(batch, spec) + batch)
     item = jnp.arange(most, dtype=jnp.int32)
-    owns = ((ends - used)[None, :] <= item[:, None]) & (item[:, None] < ends[None, :])
+    owns = (begin[None, :] <= item[:, None]) & (item[:, None] < (begin + used)[None, :])
     sequence = jnp.sum(jnp.where(owns, jnp.arange(batch, dtype=jnp.int32), 0), axis=1)
-    split = item - (ends - used)[sequence]
+    split = item - begin[sequence]
     start = first[sequence] + split * share[sequence]
     rows = _Item(
         sequence,
@@ -255,15 +256,15 @@ def decode_plan(block_tables, seq_lens, spec):
     return jnp.stack([*rows, jnp.zeros_like(item)], axis=1).astype(jnp.int32)
 
 
-def _ends_longest_first(tiles, used):
-    """The item after each sequence's last, if those with the most tiles come first.
+def _begins_longest_first(tiles, used):
+    """Each sequence's first item, if those with the most tiles come first.
 
     One sum of B x B numbers, where sorting and summing up would be several kernels.
     """
     row = jnp.arange(tiles.shape[0], dtype=jnp.int32)
-    same = (tiles[None, :] == tiles[:, None]) & (row[None, :] <= row[:, None])
-    upto = same | (tiles[None, :] > tiles[:, None])
-    return jnp.sum(jnp.where(upto, used[None, :], 0), axis=1)
+    equal = (tiles[None, :] == tiles[:, None]) & (row[None, :] < row[:, None])
+    before = equal | (tiles[None, :] > tiles[:, None])
+    return jnp.sum(jnp.where(before, used[None, :], 0), axis=1)
 
 
 def _even_share(tiles, spec):

@@ -112,18 +112,19 @@ def decode_config(
     # The smallest bucket may hold a lone sequence; splits that it does not use cost little.
     rows = 1 if batch <= SMALL_BATCH else batch
     wanted = _power_of_two(-(-2 * num_cores // (rows * num_kv_heads)))
-    programs = batch * num_kv_heads
-    many = wanted == 1
+    programs, many = batch * num_kv_heads, wanted == 1
     if many and programs > 12 * num_cores:  # an SM has more at once if their tiles are small
         tile = min(tile, 32)
-    # A long sequence among short ones may have more splits than there are for all.
+    # A long sequence among short ones may have more splits than all could have.
     splits = max(1, min(max(wanted, 8), 32, -(-max_context // tile)))
-    config = DecodeConfig(tile, splits, target_programs=4 * num_cores)
-    if itemsize <= 2 and (many or splits == 1):  # programs whose warps have less to wait for
-        config = dataclasses.replace(config, num_warps=2)
-    if many:
-        share = 110 if programs <= 4 * num_cores else 150
-        config = dataclasses.replace(config, share_percent=share)
+    config = DecodeConfig(
+        tile,
+        splits,
+        # Of many programs the warps have less to wait for.
+        num_warps=2 if itemsize <= 2 and (many or splits == 1) else 4,
+        target_programs=4 * num_cores,
+        share_percent=(110 if programs <= 4 * num_cores else 150) if many else None,
+    )
     return _tuned("decode", head_size, itemsize, device_kind, config)
 
 

@@ -40,6 +40,13 @@ def test_the_pool_has_what_others_and_steps_leave():
     assert less.num_blocks < runtime.num_blocks
 
 
+def test_the_steps_of_long_bursts_have_room_for_their_logits():
+    """They may be launched one by one, and as many again before the first was read."""
+    few, many = (sizing(2**31, max_num_seqs=20, num_scheduler_steps=n).fit(0)[1] for n in (1, 64))
+    logits = 32 * MODEL.vocab_size * FLOAT32.itemsize
+    assert many.workspace - few.workspace == 2 * 63 * logits
+
+
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="does not fit in the device's memory"):
         sizing(2**31, num_blocks=10**6).fit(0)

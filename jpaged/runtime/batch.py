@@ -62,9 +62,9 @@ def prefill_packed_shape(num_tokens: int, batch_size: int, max_blocks_per_seq: i
 
 
 def device_order(scheduled: tuple[ScheduledSequence, ...]) -> np.ndarray:
-    """In which order attention likes the sequences of a ragged step: int64 [len(scheduled)].
+    """In which order attention likes a ragged step: int64 [len(scheduled)], indices of them.
 
-    Those of one token come first, since decode attention takes them together.
+    Sequences of one token come first, since decode attention takes them together.
     """
     key = [item.num_scheduled_tokens != 1 for item in scheduled]
     return np.argsort(np.array(key, np.bool_), kind="stable")

@@ -34,7 +34,7 @@ class Buckets:
 
     @property
     def burst_seqs(self) -> tuple[int, ...]:
-        """Batch sizes of bursts: the least, since many run alone, and the most that gain by it."""
+        """Batch sizes of bursts: the least, since many run alone, and the largest that gains."""
         most = max(seqs for seqs in self.decode_seqs if seqs <= MAX_BURST_SEQS)
         return tuple(sorted({self.decode_seqs[0], most}))
 

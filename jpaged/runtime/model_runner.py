@@ -129,7 +129,7 @@ class ModelRunner:
     def _launch_step(self, plan: StepPlan, sampling: SamplingOf) -> StepHandle:
         if not plan.scheduled:
             return StepHandle(plan, None, {}, np.zeros(0, np.int64))
-        order, scheduled, rows = self._in_order(plan)
+        places, scheduled, rows = self._in_order(plan)
         hidden = None
         if plan.is_decode:
             size = round_up(self._buckets.decode_seqs, len(rows))
@@ -144,7 +144,7 @@ class ModelRunner:
         scores: dict[int, list] = {}
         if hidden is not None:
             scores = score_prompts(scheduled, sampling, partial(self._score, hidden))
-        return StepHandle(plan, sampled, scores, np.argsort(order))
+        return StepHandle(plan, sampled, scores, places)
 
     def _score(self, hidden, indices: np.ndarray, targets: np.ndarray) -> tuple:
         program = self._programs.prompt_logprobs[hidden.shape[0]]
@@ -155,22 +155,22 @@ class ModelRunner:
         size = round_up(self._buckets.burst_seqs, max(len(plan.scheduled) for plan in plans))
         for plan in plans:
             self._update_rows(plan, sampling)
-            order, scheduled, rows = self._in_order(plan)
+            place, scheduled, rows = self._in_order(plan)
             level = max(level, self._rows.level(rows))
             packed.append(self._pack_decode(scheduled, rows, size))
-            places.append(np.argsort(order))
+            places.append(place)
         sampled = Sampled(self._run_burst(np.stack(packed), level))
         sampled.token_ids.copy_to_host_async()
         steps = enumerate(zip(plans, places, strict=True))
         return [StepHandle(plan, sampled, {}, place, (i,)) for i, (plan, place) in steps]
 
     def _in_order(self, plan: StepPlan) -> tuple[np.ndarray, Scheduled, np.ndarray]:
-        """The plan's sequences as the device has them: from where in the plan, and their rows."""
-        if plan.is_decode:
-            return np.arange(len(plan.scheduled)), plan.scheduled, self._rows.rows(plan.scheduled)
-        order = device_order(plan.scheduled)
-        scheduled = tuple([plan.scheduled[i] for i in order.tolist()])
-        return order, scheduled, self._rows.rows(scheduled)
+        """Where the device has each of the plan's sequences; they as it has them; their rows."""
+        scheduled, places = plan.scheduled, np.arange(len(plan.scheduled))
+        if not plan.is_decode:
+            order = device_order(scheduled)
+            scheduled, places = tuple([scheduled[i] for i in order.tolist()]), np.argsort(order)
+        return places, scheduled, self._rows.rows(scheduled)
 
     @property
     def swap_sizes(self) -> tuple[int, ...]:

@@ -112,9 +112,9 @@ def recipes(
     shared: SharedCalls | None = None,
 ) -> Iterator[Recipe]:
     """Everything to compile; of programs with the same products, the one that has the most to
-    measure comes first. The smallest decode step comes before all: bursts wait for it, and the
-    Mosaic kernel it may have is compiled only while nothing else is. `shared` calls what they have
-    in common: one of their own unless given."""
+    measure comes first. A decode step comes before its bursts, which wait for it, and the smallest
+    before all: the Mosaic kernel it may have is compiled only while nothing else is. `shared`
+    calls what they have in common: one of their own unless given."""
     shared = shared or SharedCalls(config.backend)
     smallest, *larger = buckets.decode_seqs
     for seqs in (smallest, *reversed(larger)):

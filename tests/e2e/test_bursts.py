@@ -42,7 +42,9 @@ def launched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("num_blocks", "max_num_seqs"), [(129, 8), (25, 8), (300, 20)], ids=["roomy", "tight", "more"]
+    ("num_blocks", "max_num_seqs"),
+    [(129, 8), (25, 8), (300, 20), (60, 20)],
+    ids=["few", "few-tight", "more", "more-tight"],
 )
 def test_every_answer_is_that_of_single_steps(engines: Engines, num_blocks: int, max_num_seqs: int):
     """All kinds of decoding, whole batches and each request alone."""
@@ -160,7 +162,7 @@ def test_only_decode_steps_of_few_sequences_are_bursts(engine: Engine, plan: Ste
         assert engine._loop._runner.fits_burst(several) is (count <= 8)
 
 
-def test_a_burst_is_as_large_as_its_largest_step(engines: Engines, monkeypatch):
+def test_a_burst_is_as_large_as_its_largest_step(engines: Engines, monkeypatch: pytest.MonkeyPatch):
     """Of two sizes; a request's last step leaves the later ones of a burst smaller."""
     engine = engines(num_scheduler_steps=BURST, num_blocks=300, max_num_seqs=20, max_model_len=120)
     runner, shapes = engine._loop._runner, []

@@ -213,16 +213,18 @@ def test_small_decode_steps_in_bfloat16(engines: Engines, tmp_path: Path):
             assert abs(got[token].logprob - want[token].logprob) < 0.1
 
 
-def test_bursts_in_bfloat16(engines: Engines, tmp_path: Path):
+@pytest.mark.parametrize(("max_num_seqs", "copies"), [(8, 1), (20, 3)])
+def test_bursts_in_bfloat16(engines: Engines, tmp_path: Path, max_num_seqs: int, copies: int):
     """Each token that a burst chose is, scored as a prompt's, the best but for rounding."""
     (tmp_path / "config.json").write_text(json.dumps(WIDE), encoding="utf-8")
     options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 256}
-    engine = engines(tmp_path, dtype="bfloat16", num_blocks=200, max_num_seqs=8, **options)
+    engine = engines(
+        tmp_path, dtype="bfloat16", num_blocks=400, max_num_seqs=max_num_seqs, **options
+    )
     rng = np.random.default_rng(1)
-    given = [rng.integers(0, 128, n).tolist() for n in (3, 40, 16, 90, 17)]
-    params = [
-        SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (60, 20, 45, 9, 33)
-    ]
+    given = [rng.integers(0, 128, n).tolist() for n in copies * (3, 40, 16, 90, 17)]
+    lengths = copies * (60, 20, 45, 9, 33)
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in lengths]
     steps = engine.stats().num_steps
     outputs = [output.outputs[0] for output in engine.generate(given, params)]
     assert engine.stats().num_steps - steps >= 60

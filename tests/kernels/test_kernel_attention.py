@@ -330,7 +330,7 @@ def _spec(config, group):
     )
 
 
-@pytest.mark.parametrize("percent", [None, 50, 100, 150])
+@pytest.mark.parametrize("percent", [None, 50, 110, 150])
 @pytest.mark.parametrize("splits", [2, 8, 32])
 def test_the_plan_covers_every_tile_once(percent, splits):
     """For lengths at random, some all alike and some of padding, in as many items as it has."""

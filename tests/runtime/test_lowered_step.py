@@ -95,9 +95,11 @@ def test_a_decode_step_launches_no_more_than_recorded(shape: str, rows: int):
     assert NUM_LAYERS <= counted[PRODUCT] <= NUM_LAYERS * PRODUCTS_A_LAYER + PRODUCTS_BESIDE
 
 
-def test_a_burst_has_its_step_once_and_samples_it():
+@pytest.mark.parametrize("rows", [8, 32])
+def test_a_burst_has_its_step_once_and_samples_it(rows: int):
     """In a loop on the device: it is compiled in the time of one step."""
-    single, burst = (step("qwen3-0.6b", *name) for name in (("decode", 8), BURST))
+    names = ("decode", rows), ("decode_burst", (rows, SamplerLevel.GREEDY))
+    single, burst = (step("qwen3-0.6b", *name) for name in names)
     assert burst.count("stablehlo.while") == 1 + single.count("stablehlo.while")
     assert launches(burst) == launches(single)
 
