@@ -78,6 +78,8 @@ class Planner:
 
     def _continue(self, draft: StepDraft, request: Request) -> None:
         """Give a running request its share of the step, all of its sequences or none."""
+        if self._decode_on(draft, request):
+            return
         manager = self._manager
         if request.num_stem_tokens:
             self._roster.fork_rows(fan_out(manager, request))
@@ -93,6 +95,28 @@ class Planner:
                 sequence.num_admitted_tokens = len(sequence.token_ids)
                 changes = BlockChanges(tuple(enumerate(sequence.block_table)), changes.copies)
             draft.place(sequence, num_tokens, changes)
+
+    def _decode_on(self, draft: StepDraft, request: Request) -> bool:
+        """Give a lone sequence its next token if it has a slot for it already; False if not.
+
+        The rest of `_continue` would do the same in twice the time, and this is what nearly all
+        sequences of nearly all steps want.
+        """
+        sequence, manager = request.live[0], self._manager
+        start = sequence.num_computed_tokens
+        known = len(sequence.token_ids) + sequence.num_pending_tokens
+        if (
+            start + 1 != known
+            or known >= request.max_num_tokens
+            or len(request.live) > 1
+            or request.num_stem_tokens
+            or request.beam is not None
+            or not (sequence.is_placed and start % manager.block_size)
+            or manager.pool.blocks[sequence.block_table[-1]].ref_cnt > 1
+        ):
+            return False
+        draft.place(sequence, 1, NO_CHANGES)
+        return True
 
     def _make_room(self, draft: StepDraft, request: Request, num_blocks: int) -> bool:
         """Preempt from the back until `num_blocks` are free; False if `request` cannot go on.

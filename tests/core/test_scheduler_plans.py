@@ -1,9 +1,14 @@
 """What the scheduler plans: chunks, mixed steps, admission and preemption, by literal values."""
 
+import random
+from typing import Any
+
 import pytest
 from core_driver import Driver, make_request, make_scheduler
 
+from jpaged.core.beam import BeamSearch
 from jpaged.core.plan import StepPlan
+from jpaged.core.planner import Planner
 from jpaged.core.request import RequestStatus
 
 
@@ -250,3 +255,45 @@ def test_a_preempted_request_waits_for_its_pending_token_even_if_there_is_room()
     assert plan is not None
     assert (plan.preempted, plan.released) == (("2",), (2, 1))
     driver.run()
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("seed", range(20))
+def test_the_short_way_plans_what_the_long_way_does(
+    monkeypatch: pytest.MonkeyPatch, seed: int, lag: int
+):
+    """Of lone sequences that decode; beside samples, beams, preempted and cached ones."""
+    short_way = Planner._decode_on
+    taken: list[bool] = []
+
+    def noted(*args: Any) -> bool:
+        taken.append(short_way(*args))
+        return taken[-1]
+
+    def run() -> list[StepPlan]:
+        rng = random.Random(seed)
+        digest = rng.choice([None, "xxh3"])
+        driver = Driver(make_scheduler(num_blocks=rng.choice([13, 30]), digest=digest), lag)
+        for number in range(9):
+            kind = rng.choice([{}, {}, {"n": 2}, {"beam": BeamSearch(2)}])
+            given = {"max_tokens": rng.randint(1, 12), "seq_id": 1000 * number}
+            driver.add(make_request(str(number), rng.randint(1, 14), **given, **kind))
+            for _ in range(rng.randint(0, 6)):
+                driver.step()
+            if rng.random() < 0.2:
+                driver.scheduler.abort(str(rng.randint(0, number)))
+        driver.run()
+        return driver.plans
+
+    monkeypatch.setattr(Planner, "_decode_on", noted)
+    plans = run()
+    assert any(taken)
+    assert not all(taken)
+    monkeypatch.setattr(Planner, "_decode_on", lambda *_: False)
+    for plan, expected in zip(plans, run(), strict=True):
+        assert shape(plan) == shape(expected)
+        assert [r.block_updates for r in plan.scheduled] == [
+            r.block_updates for r in expected.scheduled
+        ]
+        assert plan.block_copies == expected.block_copies
+        assert plan.preempted == expected.preempted
