@@ -275,9 +275,9 @@ def test_the_short_way_plans_what_the_long_way_does(
         digest = rng.choice([None, "xxh3"])
         driver = Driver(make_scheduler(num_blocks=rng.choice([13, 30]), digest=digest), lag)
         for number in range(9):
-            kind = rng.choice([{}, {}, {"n": 2}, {"beam": BeamSearch(2)}])
-            given = {"max_tokens": rng.randint(1, 12), "seq_id": 1000 * number}
-            driver.add(make_request(str(number), rng.randint(1, 14), **given, **kind))
+            kinds: list[dict[str, Any]] = [{}, {}, {"n": 2}, {"beam": BeamSearch(2)}]
+            own = rng.choice(kinds) | {"max_tokens": rng.randint(1, 12), "seq_id": 1000 * number}
+            driver.add(make_request(str(number), rng.randint(1, 14), **own))
             for _ in range(rng.randint(0, 6)):
                 driver.step()
             if rng.random() < 0.2:
