@@ -276,8 +276,9 @@ def test_the_short_way_plans_what_the_long_way_does(
         driver = Driver(make_scheduler(num_blocks=rng.choice([13, 30]), digest=digest), lag)
         for number in range(9):
             kinds: list[dict[str, Any]] = [{}, {}, {"n": 2}, {"beam": BeamSearch(2)}]
-            own = rng.choice(kinds) | {"max_tokens": rng.randint(1, 12), "seq_id": 1000 * number}
-            driver.add(make_request(str(number), rng.randint(1, 14), **own))
+            prompt, most = rng.randint(1, 14), rng.randint(1, 12)
+            kind = rng.choice(kinds)
+            driver.add(make_request(str(number), prompt, most, seq_id=1000 * number, **kind))
             for _ in range(rng.randint(0, 6)):
                 driver.step()
             if rng.random() < 0.2:
