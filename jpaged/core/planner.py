@@ -99,7 +99,7 @@ class Planner:
     def _decode_on(self, draft: StepDraft, request: Request) -> bool:
         """Give a lone sequence its next token if it has a slot for it already; False if not.
 
-        The rest of `_continue` would do the same in twice the time, and this is what nearly all
+        The rest of `_continue` would do the same, but it takes longer, and this is what nearly all
         sequences of nearly all steps want.
         """
         sequence, manager = request.live[0], self._manager
