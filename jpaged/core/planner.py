@@ -102,17 +102,16 @@ class Planner:
         The rest of `_continue` would do the same, but it takes longer, and this is what nearly all
         sequences of nearly all steps want.
         """
-        sequence, manager = request.live[0], self._manager
-        start = sequence.num_computed_tokens
+        sequence = request.live[0]
         known = len(sequence.token_ids) + sequence.num_pending_tokens
         if (
-            start + 1 != known
+            sequence.num_computed_tokens + 1 != known
             or known >= request.max_num_tokens
             or len(request.live) > 1
             or request.num_stem_tokens
             or request.beam is not None
-            or not (sequence.is_placed and start % manager.block_size)
-            or manager.pool.blocks[sequence.block_table[-1]].ref_cnt > 1
+            or not sequence.is_placed
+            or self._manager.num_new_blocks(sequence, 1)
         ):
             return False
         draft.place(sequence, 1, NO_CHANGES)
