@@ -231,9 +231,10 @@ def decode_plan(block_tables, seq_lens, spec):
     """
     batch, config = seq_lens.shape[0], spec.config
     first, end = _in_sight(seq_lens, spec)
-    share = jnp.maximum(_even_share(end - first, spec), _least_share(end - first, spec))
-    used = jnp.maximum(pl.cdiv(end - first, share), 1)
-    begin = _begins_longest_first(end - first, used)
+    tiles = end - first
+    share = jnp.maximum(_even_share(tiles, spec), _least_share(tiles, spec))
+    used = jnp.maximum(pl.cdiv(tiles, share), 1)
+    begin = _begins_longest_first(tiles, used)
     last = jnp.maximum(seq_lens - 1, 0)
     block = jnp.take_along_axis(block_tables, (last // spec.block_size)[:, None], axis=1)[:, 0]
 
