@@ -83,7 +83,7 @@ class Driver:
         self._loop.undelivered.clear()
 
     def advance(self) -> list[RequestState]:
-        """Advance by a step; gives all requests that it advanced."""
+        """Advance by a step; gives the requests that ended."""
         return self._loop.advance()
 
     def complete(
@@ -100,7 +100,7 @@ class Driver:
             self._loop.add(states)
             left = set(states)
             while left:
-                ended = {state for state in self.advance() if state.request.is_finished} & left
+                ended = left.intersection(self.advance())
                 left -= ended
                 progress(len(ended))
                 _raise_faults(ended)

@@ -20,7 +20,7 @@ from jpaged.interrupts import deferred_interrupts
 from jpaged.loop_counts import LoopCounts, engine_stats
 from jpaged.metrics import EngineStats
 from jpaged.request_state import RequestState
-from jpaged.runtime.model_runner import ModelRunner, StepHandle, StepResult
+from jpaged.runtime.model_runner import ModelRunner, StepHandle, StepResult, TokenScores
 from jpaged.sampling_params import SamplingParams
 
 
@@ -86,9 +86,7 @@ class EngineLoop:
 
     def advance(self) -> list[RequestState]:
         """Launch a step, or a burst of them, and read what was launched a turn ago; gives the
-        requests that this advanced, each once.
-
-        A beam search is among them only when it is over: nothing is known before.
+        requests that ended.
 
         Raises:
             RuntimeError: a step failed, now or earlier.
@@ -97,15 +95,13 @@ class EngineLoop:
         with self._whole():
             plans = self._plan()
             self._launch(plans)
-            failed = self._take_faults()
-            self._settle(failed)
+            ended = self._settle(self._take_faults())
         num_ahead = len(plans) if self._mode is LoopMode.OVERLAPPED else 0
-        advanced: list[RequestState] = []
         while len(self._in_flight) > num_ahead:
-            advanced += self._consume()
+            ended += self._consume()
         if not self.scheduler.has_unfinished:
             self.drain()  # the last requests' wasted steps hold blocks until they are read
-        return list(dict.fromkeys([*failed, *advanced]))
+        return ended
 
     def drain(self) -> None:
         """Read every step in flight, unless the engine failed."""
@@ -193,7 +189,8 @@ class EngineLoop:
                 self.counts.cached_tokens += item.sequence.num_cached_tokens or 0
 
     def _consume(self) -> list[RequestState]:
-        """Read the oldest step in flight. An interrupt while waiting for it loses nothing."""
+        """Read the oldest step in flight; gives the requests that it ended. An interrupt while
+        waiting for it loses nothing."""
         handle = self._in_flight[0]
         try:
             result = handle.read()
@@ -208,30 +205,42 @@ class EngineLoop:
             self.counts.generated_tokens += len(news.emitted)
             rows = _rows_of(handle.plan) if result.logprobs is not None else {}
             # Several samples of one request may end with this step: it is retired after the last.
-            advanced = dict.fromkeys([self._take(token, result, rows) for token in news.emitted])
+            advanced = dict.fromkeys(self._heard(news.emitted, result.logprobs, rows))
             advanced |= dict.fromkeys(self._searched(news.searched))
             advanced |= dict.fromkeys([*ill, *self._take_faults()])
-            self._settle(advanced)
-            return list(advanced)
+            return self._settle(advanced)
 
-    def _settle(self, advanced: Iterable[RequestState]) -> None:
-        """These have news, and some may be over."""
+    def _settle(self, advanced: Iterable[RequestState]) -> list[RequestState]:
+        """These have news; those of them that are over."""
+        ended = []
         for state in advanced:
             if state.polled:  # noted here, so that no Ctrl-C loses it
                 self.undelivered[state] = None
             if state.request.is_finished:
                 self._retire(state)
+                ended.append(state)
+        return ended
 
-    def _take(self, emitted: Emitted, result: StepResult, rows: dict[int, int]) -> RequestState:
-        sequence = emitted.sequence
-        state = self._states[emitted.request]
+    def _heard(
+        self, emitted: list[Emitted], scores: TokenScores | None, rows: dict[int, int]
+    ) -> Iterator[RequestState]:
+        """Tell requests of their tokens; those that had to hear of one."""
+        states = self._states
+        for token in emitted:
+            state = states[token.request]
+            if token.finish_reason is not None or not state.is_quiet:
+                self._tell(state, token, scores, rows.get(token.sequence.seq_id, 0))
+                yield state
+
+    def _tell(
+        self, state: RequestState, token: Emitted, scores: TokenScores | None, row: int
+    ) -> None:
         try:
-            if state.accept(emitted, result.logprobs, rows.get(sequence.seq_id, 0)):
+            if state.accept(token, scores, row):
                 # Also where the same token was its last: the stop string wins.
-                self.scheduler.finish_sequence(sequence, FinishReason.STOP)
+                self.scheduler.finish_sequence(token.sequence, FinishReason.STOP)
         except Exception as error:
             self._fail(state, error)
-        return state
 
     def _fail(self, state: RequestState, error: Exception) -> None:
         """What goes wrong with one request ends it with an error, and no other."""

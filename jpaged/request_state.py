@@ -27,6 +27,7 @@ class RequestState:
         eos_token_ids: The model's own end tokens.
         metrics: When things happened.
         polled: Whether `Engine.step` reports it.
+        is_quiet: Whether nobody has to hear of its next token, unless that is its last.
         error: Why it failed.
         samples: In the order of their numbers; none for a beam search, whose answers are known only
             at its end.
@@ -39,6 +40,7 @@ class RequestState:
     eos_token_ids: frozenset[int]
     metrics: RequestMetrics
     polled: bool = False
+    is_quiet: bool = False
     error: BaseException | None = None
     samples: list[SampleState] = field(init=False)
     _growing: list[SampleState] = field(init=False)
@@ -59,7 +61,7 @@ class RequestState:
         return self.request.request_id
 
     def accept(self, emitted: Emitted, scores: TokenScores | None, index: int) -> bool:
-        """Take a sampled token in.
+        """Take a sampled token in; needed of each while the request is not quiet.
 
         Args:
             emitted: The token.
@@ -69,12 +71,14 @@ class RequestState:
         Returns:
             Whether the token completed a stop string.
         """
-        if self.metrics.first_token_time is None:
-            self.note_first_token()
+        self.note_first_token()
         sample = self.samples[emitted.sequence.index]
         if scores is not None and self.params.needs_logprobs:
             sample.accept_scores(emitted.token_id, scores, index)
-        return sample.accept(emitted.token_id, emitted.finish_reason)
+        if emitted.finish_reason is None and not self.params.stop_strings:
+            self.is_quiet = not (self.polled or self.params.needs_logprobs)
+            return False
+        return sample.accept(emitted.finish_reason)
 
     def note_first_token(self) -> None:
         """A token of the request was read; the first one's time is kept."""

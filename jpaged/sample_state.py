@@ -30,6 +30,7 @@ class SampleState:
         "_eos_token_ids",
         "_logprobs",
         "_num_logprobs",
+        "_num_read",
         "_num_sent",
         "_stop_string",
         "_tokenizer",
@@ -52,19 +53,21 @@ class SampleState:
         self._num_logprobs = params.logprobs
         self._logprobs: list[dict[int, Logprob]] = []
         self._stop_string: str | None = None
+        self._num_read = 0  # output tokens that the detokenizer has
         self._num_sent = 0  # output tokens that a delta told of
 
-    def accept(self, token_id: int, reason: FinishReason | None) -> bool:
-        """Take a token in, and why it ended the sample if it did.
+    def accept(self, reason: FinishReason | None) -> bool:
+        """Take in the sequence's newest token, and why it ended the sample if it did.
+
+        Only needed of the last token, and of every one where stop strings are looked for.
 
         Returns:
             Whether it completed a stop string.
         """
-        detokenizer = self._detokenizer
-        stop = detokenizer.append([token_id], ended_by_token=reason is FinishReason.STOP)
+        stop = self._read_tokens(ended_by_token=reason is FinishReason.STOP)
         if stop is not None or reason is not None:
             self._stop_string = stop
-            detokenizer.finish()  # others of the request may go on for long
+            self._detokenizer.finish()  # others of the request may go on for long
         return stop is not None
 
     def accept_scores(self, token_id: int, scores: TokenScores, index: int) -> None:
@@ -76,6 +79,7 @@ class SampleState:
 
     def finish(self) -> None:
         """Nothing more will come: release the text that was held back."""
+        self._read_tokens()
         self._detokenizer.finish()
 
     def output(self, index: int, *, is_ranked: bool) -> CompletionOutput:
@@ -86,6 +90,7 @@ class SampleState:
             is_ranked: Whether the sum of its log-probabilities decides that.
         """
         asked = self._num_logprobs is not None
+        self._read_tokens()
         return CompletionOutput(
             index=index,
             text=self._detokenizer.text,
@@ -107,6 +112,7 @@ class SampleState:
         sequence, start = self.sequence, self._num_sent
         token_ids = tuple(sequence.token_ids[sequence.num_prompt_tokens + start :])
         self._num_sent += len(token_ids)
+        self._read_tokens()
         return TextDelta(
             text=self._detokenizer.take_delta(),
             token_ids=token_ids,
@@ -116,6 +122,13 @@ class SampleState:
             request_id=request_id,
             index=sequence.index,
         )
+
+    def _read_tokens(self, *, ended_by_token: bool = False) -> str | None:
+        """Give the detokenizer the sequence's new tokens; the stop string that it found, if any."""
+        sequence = self.sequence
+        new = sequence.token_ids[sequence.num_prompt_tokens + self._num_read :]
+        self._num_read += len(new)
+        return self._detokenizer.append(new, ended_by_token=ended_by_token)
 
     def _stop_reason(self) -> str | int | None:
         if self._stop_string is not None:
