@@ -102,10 +102,10 @@ def measure_ends(num_seqs: int, num_times: int) -> dict[str, float]:
     return dict(zip(ENDS, 1e3 * np.median(taken, axis=0), strict=True))
 
 
-def _marked(function: Callable[[], Any], marks: list[float]) -> Callable[[], Any]:
-    def run() -> Any:
+def _marked(function: Callable[..., Any], marks: list[float]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
         marks.append(time.perf_counter())
-        result = function()
+        result = function(*args)
         marks.append(time.perf_counter())
         return result
 

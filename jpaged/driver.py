@@ -9,6 +9,7 @@ from jpaged.intake import Intake
 from jpaged.interrupts import deferred_interrupts
 from jpaged.outputs import RequestDelta, RequestOutput, TextDelta
 from jpaged.request_state import RequestState
+from jpaged.runtime.buckets import Goal
 from jpaged.sampling_params import SamplingParams
 
 
@@ -100,7 +101,7 @@ class Driver:
             self._loop.add(states)
             left = set(states)
             while left:
-                ended = left.intersection(self.advance())
+                ended = left.intersection(self._loop.advance(Goal.THROUGHPUT))
                 left -= ended
                 progress(len(ended))
                 _raise_faults(ended)

@@ -20,6 +20,7 @@ from jpaged.interrupts import deferred_interrupts
 from jpaged.loop_counts import LoopCounts, engine_stats
 from jpaged.metrics import EngineStats
 from jpaged.request_state import RequestState
+from jpaged.runtime.buckets import Goal
 from jpaged.runtime.model_runner import ModelRunner, StepHandle, StepResult, TokenScores
 from jpaged.sampling_params import SamplingParams
 
@@ -84,7 +85,7 @@ class EngineLoop:
             self._retire(state)
             self.undelivered.pop(state, None)
 
-    def advance(self) -> list[RequestState]:
+    def advance(self, goal: Goal = Goal.LATENCY) -> list[RequestState]:
         """Launch a step, or a burst of them, and read what was launched a turn ago; gives the
         requests that ended.
 
@@ -93,8 +94,8 @@ class EngineLoop:
         """
         self.check_alive()
         with self._whole():
-            plans = self._plan()
-            self._launch(plans)
+            plans = self._plan(goal)
+            self._launch(plans, goal)
             ended = self._settle(self._take_faults())
         num_ahead = len(plans) if self._mode is LoopMode.OVERLAPPED else 0
         while len(self._in_flight) > num_ahead:
@@ -156,18 +157,24 @@ class EngineLoop:
         self._sampling[request] = state.params
         self.counts.prompt_tokens += request.sequences[0].num_prompt_tokens
 
-    def _plan(self) -> list[StepPlan]:
+    def _plan(self, goal: Goal) -> list[StepPlan]:
         """What to launch now: the next step, or several while they fit a burst and nobody waits."""
         plans: list[StepPlan] = []
         while (plan := self.scheduler.schedule()) is not None:
             plans.append(plan)
-            whole = len(plans) == self._runner.burst_size
-            if whole or self.scheduler.num_waiting or not self._runner.fits_burst(plan):
+            whole = len(plans) == self._runner.burst_steps
+            if whole or self.scheduler.num_waiting or not self._runner.fits_burst(plan, goal):
                 break
         return plans
 
-    def _launch(self, plans: list[StepPlan]) -> None:
-        self._in_flight += self._runner.launch_all(plans, self._sampling)
+    def _launch(self, plans: list[StepPlan], goal: Goal) -> None:
+        """Launch what `_plan` gave: as one program, if it is a whole burst."""
+        runner = self._runner
+        # All but the last were found to fit, or would have been the last.
+        if len(plans) == runner.burst_steps > 1 and runner.fits_burst(plans[-1], goal):
+            self._in_flight += runner.launch_burst(plans, self._sampling)
+        else:
+            self._in_flight += [runner.launch(plan, self._sampling) for plan in plans]
         for plan in plans:
             self._note_launched(plan)
 

@@ -43,7 +43,7 @@ places for these with their guards (`jpaged.runtime.small_buffers`), and the all
 
 _STEPS_IN_FLIGHT = 2
 """Large steps whose workspaces can exist at once: the one that runs and the one launched behind it.
-Steps that a burst would have may be more; theirs have fewer rows, and their logits are counted."""
+Steps that a burst would have may be more; they decode, and their logits are counted."""
 
 
 class Sizing:
@@ -154,7 +154,7 @@ class Sizing:
 
 def _burst_logits_bytes(limits: RuntimeConfig) -> int:
     """Of the steps that would be one burst, launched one by one."""
-    rows = limits.num_scheduler_steps * step_buckets(limits).burst_seqs[-1]
+    rows = limits.num_scheduler_steps * max(step_buckets(limits).burst_seqs, default=0)
     return rows * limits.vocab_size * jnp.dtype(jnp.float32).itemsize
 
 
@@ -169,8 +169,8 @@ def platform_defaults(device: Any, weights: int) -> PlatformDefaults:
 
 def step_buckets(runtime: RuntimeConfig) -> Buckets:
     """The shapes of its steps."""
-    few = runtime.few_programs
-    return make_buckets(runtime.max_num_seqs, runtime.max_num_batched_tokens, few=few)
+    limits = runtime.max_num_seqs, runtime.max_num_batched_tokens
+    return make_buckets(*limits, few=runtime.few_programs, burst_steps=runtime.num_scheduler_steps)
 
 
 def _memory_limit(device: Any) -> int | None:

@@ -40,11 +40,14 @@ def test_the_pool_has_what_others_and_steps_leave():
     assert less.num_blocks < runtime.num_blocks
 
 
-def test_the_steps_of_long_bursts_have_room_for_their_logits():
+@pytest.mark.parametrize(("max_num_seqs", "steps", "rows"), [(20, 64, 32), (256, 4, 256)])
+def test_the_steps_of_bursts_have_room_for_their_logits(max_num_seqs: int, steps: int, rows: int):
     """They may be launched one by one, and as many again before the first was read."""
-    few, many = (sizing(2**31, max_num_seqs=20, num_scheduler_steps=n).fit(0)[1] for n in (1, 64))
-    logits = 32 * MODEL.vocab_size * FLOAT32.itemsize
-    assert many.workspace - few.workspace == 2 * 63 * logits
+    limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": 256}
+    none, some = (
+        sizing(2**31, num_scheduler_steps=n, **limits).fit(0)[1].workspace for n in (1, steps)
+    )
+    assert some - none == 2 * steps * rows * MODEL.vocab_size * FLOAT32.itemsize
 
 
 def test_what_does_not_fit_is_refused():

@@ -7,17 +7,31 @@ rows into element-wise multiply and reduce, which reads weights at a fifth of th
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum, auto
 
 MIN_SEQS = 8
 MIN_TOKENS = 64
 ONE_PREFILL_BUCKET_UPTO = 32
 
-MAX_BURST_SEQS = 32
-"""Sequences above which a step keeps a GPU busy for longer than the host takes to launch it."""
+FEW_SEQS = 32
+"""Sequences up to which a step of a small model is over before a host has launched the next one."""
+
+MAX_BURST_ROWS = 1024
+"""Of all steps of a burst of more: launched one by one, so many rows of logits exist at once."""
 
 HALF_STEPS_FROM = 256
 """Tokens from which there is a bucket half-way to the double: more rows than these take a product
 longer, so padding to twice as many would."""
+
+
+class Goal(Enum):
+    """What launches are to favour."""
+
+    LATENCY = auto()
+    """Tokens soon, and whoever arrives soon in a step."""
+
+    THROUGHPUT = auto()
+    """The end of all that there is: nobody can arrive, or read a token before."""
 
 
 @dataclass(frozen=True)
@@ -27,16 +41,20 @@ class Buckets:
     Attributes:
         decode_seqs: Batch sizes of decode steps.
         prefill_shapes: Total tokens and sequences of prefill steps.
+        burst_seqs: Batch sizes of bursts, some of those of decode steps.
     """
 
     decode_seqs: tuple[int, ...]
     prefill_shapes: tuple[tuple[int, int], ...]
+    burst_seqs: tuple[int, ...] = ()
 
-    @property
-    def burst_seqs(self) -> tuple[int, ...]:
-        """Batch sizes of bursts: the least, since many run alone, and the largest that gains."""
-        most = max(seqs for seqs in self.decode_seqs if seqs <= MAX_BURST_SEQS)
-        return tuple(sorted({self.decode_seqs[0], most}))
+    def has_burst(self, num_seqs: int, goal: Goal) -> bool:
+        """Whether steps of `num_seqs` sequences are better launched as a burst. Few may be padded
+        for it, which costs less than their launches; more may not."""
+        if num_seqs <= FEW_SEQS:
+            return bool(self.burst_seqs)
+        unpadded = round_up(self.decode_seqs, num_seqs)
+        return goal is Goal.THROUGHPUT and unpadded in self.burst_seqs
 
     @property
     def prefill_tokens(self) -> tuple[int, ...]:
@@ -63,18 +81,33 @@ class Buckets:
         )
 
 
-def make_buckets(max_num_seqs: int, max_num_batched_tokens: int, *, few: bool = False) -> Buckets:
+def make_buckets(
+    max_num_seqs: int, max_num_batched_tokens: int, *, few: bool = False, burst_steps: int = 1
+) -> Buckets:
     """Choose the buckets.
 
     Args:
         max_num_seqs: Most sequences in a step.
         max_num_batched_tokens: Most tokens in a step, at least `max_num_seqs`.
         few: Compile fewer shapes, and pad more.
+        burst_steps: Steps of a burst; 1 for none.
     """
     decode_seqs = _upto(max_num_seqs, MIN_SEQS, _next_decode_bucket)
     following = (lambda size: 8 * size) if few else _next_token_bucket
     tokens = _upto(max_num_batched_tokens, MIN_TOKENS, following)
-    return Buckets(decode_seqs, tuple(_prefill_shapes(tokens, decode_seqs[0], decode_seqs[-1])))
+    prefill_shapes = tuple(_prefill_shapes(tokens, decode_seqs[0], decode_seqs[-1]))
+    return Buckets(decode_seqs, prefill_shapes, _burst_sizes(decode_seqs, burst_steps))
+
+
+def _burst_sizes(decode_seqs: tuple[int, ...], num_steps: int) -> tuple[int, ...]:
+    """The least, since many run alone; the largest of few; of more, the powers of two and the last:
+    each is two programs to compile."""
+    if num_steps == 1:
+        return ()
+    few = max(seqs for seqs in decode_seqs if seqs <= FEW_SEQS)
+    more = [seqs for seqs in decode_seqs if few < seqs <= MAX_BURST_ROWS // num_steps]
+    chosen = [seqs for seqs in more if _is_power_of_two(seqs) or seqs == decode_seqs[-1]]
+    return tuple(sorted({decode_seqs[0], few, *chosen}))
 
 
 def _prefill_shapes(tokens: tuple[int, ...], fewest: int, most: int) -> Iterator[tuple[int, int]]:

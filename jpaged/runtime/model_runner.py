@@ -14,7 +14,7 @@ import numpy as np
 from jpaged.core.plan import ScheduledSequence, StepPlan
 from jpaged.core.request import Request, Sequence
 from jpaged.runtime.batch import device_order, pack_decode, pack_prefill
-from jpaged.runtime.buckets import Buckets, round_up
+from jpaged.runtime.buckets import Buckets, Goal, round_up
 from jpaged.runtime.programs import Programs
 from jpaged.runtime.prompt_scores import score_prompts
 from jpaged.runtime.recipes import (
@@ -98,25 +98,34 @@ class ModelRunner:
         self._kv = self._images.place(self._kv, arrivals)
         return handle
 
-    def fits_burst(self, plan: StepPlan) -> bool:
-        """Whether a burst may hold the plan: a decode step of few sequences, with nothing else to
-        do, whose sampling needs neither token counts nor log-probabilities."""
-        if self.burst_size == 1 or not plan.is_decode or plan.moves_blocks or plan.row_forks:
+    @property
+    def burst_steps(self) -> int:
+        """Steps of a burst; 1 for none."""
+        return self._config.num_scheduler_steps
+
+    def fits_burst(self, plan: StepPlan, goal: Goal) -> bool:
+        """Whether a burst may hold the plan: a decode step of as many sequences as the goal allows,
+        with nothing else to do, whose sampling needs neither token counts nor log-probabilities."""
+        if not plan.is_decode or plan.moves_blocks or plan.row_forks:
             return False
-        if len(plan.scheduled) > self._buckets.burst_seqs[-1]:
+        if not self._buckets.has_burst(len(plan.scheduled), goal):
             return False
         return self._rows.level(self._rows.rows(plan.scheduled)) <= BURST_LEVELS[-1]
 
-    def launch_all(self, plans: list[StepPlan], sampling: SamplingOf) -> list[StepHandle]:
-        """`launch` plans in their order: as one program, if they are a whole burst."""
-        if len(plans) == self.burst_size > 1 and all(map(self.fits_burst, plans)):
-            return self._launch_burst(plans, sampling)
-        return [self.launch(plan, sampling) for plan in plans]
-
-    @property
-    def burst_size(self) -> int:
-        """Steps of a burst; 1 for none."""
-        return self._config.num_scheduler_steps
+    def launch_burst(self, plans: list[StepPlan], sampling: SamplingOf) -> list[StepHandle]:
+        """`launch` a burst's plans, all of which fit it, as one program."""
+        packed, places, level = [], [], SamplerLevel.GREEDY
+        size = round_up(self._buckets.burst_seqs, max(len(plan.scheduled) for plan in plans))
+        for plan in plans:
+            self._update_rows(plan, sampling)
+            place, scheduled, rows = self._in_order(plan)
+            level = max(level, self._rows.level(rows))
+            packed.append(self._pack_decode(scheduled, rows, size))
+            places.append(place)
+        sampled = Sampled(self._run_burst(np.stack(packed), level))
+        sampled.token_ids.copy_to_host_async()
+        steps = enumerate(zip(plans, places, strict=True))
+        return [StepHandle(plan, sampled, {}, place, (i,)) for i, (plan, place) in steps]
 
     def take_faults(self) -> list[tuple[Request, Exception]]:
         """Requests whose sampling could not be set up, since the last call, and why.
@@ -149,20 +158,6 @@ class ModelRunner:
     def _score(self, hidden, indices: np.ndarray, targets: np.ndarray) -> tuple:
         program = self._programs.prompt_logprobs[hidden.shape[0]]
         return program(self._leaves, hidden=hidden, indices=indices, targets=targets)
-
-    def _launch_burst(self, plans: list[StepPlan], sampling: SamplingOf) -> list[StepHandle]:
-        packed, places, level = [], [], SamplerLevel.GREEDY
-        size = round_up(self._buckets.burst_seqs, max(len(plan.scheduled) for plan in plans))
-        for plan in plans:
-            self._update_rows(plan, sampling)
-            place, scheduled, rows = self._in_order(plan)
-            level = max(level, self._rows.level(rows))
-            packed.append(self._pack_decode(scheduled, rows, size))
-            places.append(place)
-        sampled = Sampled(self._run_burst(np.stack(packed), level))
-        sampled.token_ids.copy_to_host_async()
-        steps = enumerate(zip(plans, places, strict=True))
-        return [StepHandle(plan, sampled, {}, place, (i,)) for i, (plan, place) in steps]
 
     def _in_order(self, plan: StepPlan) -> tuple[np.ndarray, Scheduled, np.ndarray]:
         """Where the device has each of the plan's sequences; they as it has them; their rows."""
@@ -199,7 +194,7 @@ class ModelRunner:
     def _warm_up_bursts(self) -> None:
         for seqs, level in self._programs.decode_burst:
             nobody = self._pack_decode((), np.zeros(0, np.int32), seqs)
-            jax.block_until_ready(self._run_burst(np.stack([nobody] * self.burst_size), level))
+            jax.block_until_ready(self._run_burst(np.stack([nobody] * self.burst_steps), level))
 
     def _sample_all_levels(self, logits, inputs) -> None:
         for level in sampler_levels(self._config):

@@ -119,7 +119,7 @@ def recipes(
     smallest, *larger = buckets.decode_seqs
     for seqs in (smallest, *reversed(larger)):
         yield _decode(split, shapes, config, seqs)
-        if config.num_scheduler_steps > 1 and seqs in buckets.burst_seqs:
+        if seqs in buckets.burst_seqs:
             for level in BURST_LEVELS:
                 yield _decode_burst(split, shapes, config, seqs, level, shared)
     most = buckets.prefill_seqs[-1]

@@ -1,6 +1,7 @@
 """Several decode steps in one launch: the same answers, and who comes meanwhile is not kept out."""
 
 import random
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from test_under_pressure import answers, params
 
 from jpaged import Engine, SamplingParams
 from jpaged.core.plan import StepPlan, SwapIn, SwapOut
+from jpaged.runtime.buckets import Goal
 from jpaged.runtime.model_runner import StepHandle
 from pallas_kernels import LayerKV
 from tools.tiny.world import sample_examples
@@ -30,13 +32,13 @@ def engine(engines: Engines) -> Engine:
 def launched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many steps each launch had."""
     runner, counts = engine._loop._runner, []
-    burst, single = runner._launch_burst, runner.launch
+    burst, single = runner.launch_burst, runner.launch
 
     def note(launch: Any, plans: Any, sampling: Any) -> Any:
         counts.append(len(plans) if isinstance(plans, list) else 1)
         return launch(plans, sampling)
 
-    monkeypatch.setattr(runner, "_launch_burst", lambda *args: note(burst, *args))
+    monkeypatch.setattr(runner, "launch_burst", lambda *args: note(burst, *args))
     monkeypatch.setattr(runner, "launch", lambda *args: note(single, *args))
     return counts
 
@@ -116,14 +118,14 @@ def test_what_needs_its_own_state_runs_step_by_step(engine: Engine, launched: li
 def plan(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[StepPlan]:
     """One of a burst, its sequence still running."""
     runner, plans = engine._loop._runner, []
-    launch = runner._launch_burst
+    launch = runner.launch_burst
 
     def note(burst: Any, sampling: Any) -> Any:
         plans.extend(burst)
         return launch(burst, sampling)
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "_launch_burst", note)
+        patch.setattr(runner, "launch_burst", note)
         given = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
         engine.add_request("Count from 3 to 20", given)
         for _ in range(3):
@@ -145,27 +147,26 @@ def plan(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[StepPlan]:
 def test_only_decode_steps_that_move_no_blocks_are_bursts(
     engine: Engine, plan: StepPlan, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
 ):
-    runner, moves = engine._loop._runner, replace(plan, **more)
-    assert not runner.fits_burst(moves)
-    counts: list[int] = []
-    handle = StepHandle(plan, None, {}, np.zeros(0, np.int64))
-    monkeypatch.setattr(runner, "_launch_burst", lambda plans, _: counts.append(len(plans)) or [])
-    monkeypatch.setattr(runner, "launch", lambda *_: counts.append(1) or handle)
-    for plans in ([plan] * BURST, [plan] * (BURST - 1), [*[plan] * (BURST - 1), moves]):
-        runner.launch_all(plans, {})
+    loop, moves, counts = engine._loop, replace(plan, **more), list[int]()
+    runner, handle = loop._runner, StepHandle(plan, None, {}, np.zeros(0, np.int64))
+    assert not runner.fits_burst(moves, Goal.THROUGHPUT)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "_in_flight", deque())
+        patch.setattr(loop, "_note_launched", lambda plan: None)
+        patch.setattr(runner, "launch_burst", lambda plans, _: counts.append(len(plans)) or [])
+        patch.setattr(runner, "launch", lambda *_: counts.append(1) or handle)
+        for plans in ([plan] * BURST, [plan] * (BURST - 1), [*[plan] * (BURST - 1), moves]):
+            loop._launch(plans, Goal.THROUGHPUT)
     assert counts == [BURST] + [1] * (BURST - 1) + [1] * BURST
 
 
-def test_only_decode_steps_of_few_sequences_are_bursts(engine: Engine, plan: StepPlan):
-    for count in (1, 8, 9):
-        several = replace(plan, scheduled=plan.scheduled * count)
-        assert engine._loop._runner.fits_burst(several) is (count <= 8)
+MANY = {"num_scheduler_steps": BURST, "num_blocks": 600, "max_num_seqs": 48, "max_model_len": 120}
 
 
-def test_a_burst_is_as_large_as_its_largest_step(engines: Engines, monkeypatch: pytest.MonkeyPatch):
-    """Of two sizes; a request's last step leaves the later ones of a burst smaller."""
-    engine = engines(num_scheduler_steps=BURST, num_blocks=300, max_num_seqs=20, max_model_len=120)
-    runner, shapes = engine._loop._runner, []
+@pytest.fixture
+def shapes(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Of each burst of an engine of `MANY`: its batch size, and the sequences of its steps."""
+    runner, shapes = engines(**MANY)._loop._runner, []
     run = runner._run_burst
 
     def note(packed: np.ndarray, level: Any) -> Any:
@@ -174,6 +175,37 @@ def test_a_burst_is_as_large_as_its_largest_step(engines: Engines, monkeypatch: 
         return run(packed, level)
 
     monkeypatch.setattr(runner, "_run_burst", note)
+    return shapes
+
+
+def test_many_sequences_run_in_bursts_where_nobody_can_arrive(
+    engines: Engines, shapes: list[tuple[int, ...]]
+):
+    """In a generation, not in steps: another may come between these."""
+    engine, single = engines(**MANY), engines(async_scheduling=False, max_model_len=120)
+    prompts = [*PROMPTS, *PROMPTS[:8]]
+    kinds = [
+        SamplingParams(temperature=i % 2, top_k=5, seed=i, max_tokens=20 + i, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    want = [answers(output) for output in single.generate(prompts, kinds)]
+    assert [answers(output) for output in engine.generate(prompts, kinds)] == want
+    sizes = [size for size, *_ in shapes]
+    assert sizes == sorted(sizes, reverse=True)
+    assert set(sizes) == {48, 32, 8}
+    shapes.clear()
+    for i, (prompt, own) in enumerate(zip(prompts, kinds, strict=True)):
+        engine.add_request(prompt, own, request_id=str(i))
+    ended: dict[int, Any] = {}
+    while engine.has_unfinished_requests:
+        ended |= {int(o.request_id): answers(o) for o in engine.step() if o.finished}
+    assert [ended[i] for i in range(len(prompts))] == want
+    assert {size for size, *_ in shapes} == {32, 8}
+
+
+def test_a_burst_is_as_large_as_its_largest_step(engines: Engines, shapes: list[tuple[int, ...]]):
+    """A request's last step leaves the later ones of a burst smaller."""
+    engine = engines(**MANY)
     ends = [6] + [8] * 4 + [14] * 6
     given = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in ends]
     outputs = engine.generate(["2 + 3 ="] * len(ends), given)

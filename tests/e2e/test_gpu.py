@@ -213,22 +213,33 @@ def test_small_decode_steps_in_bfloat16(engines: Engines, tmp_path: Path):
             assert abs(got[token].logprob - want[token].logprob) < 0.1
 
 
-@pytest.mark.parametrize(("max_num_seqs", "copies"), [(8, 1), (20, 3)])
-def test_bursts_in_bfloat16(engines: Engines, tmp_path: Path, max_num_seqs: int, copies: int):
+@pytest.mark.parametrize(
+    ("max_num_seqs", "copies", "sizes"), [(8, 1, {8}), (20, 3, {8, 32}), (48, 9, {8, 32, 48})]
+)
+def test_bursts_in_bfloat16(
+    engines: Engines,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    max_num_seqs: int,
+    copies: int,
+    sizes: set[int],
+):
     """Each token that a burst chose is, scored as a prompt's, the best but for rounding."""
     (tmp_path / "config.json").write_text(json.dumps(WIDE), encoding="utf-8")
     options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 256}
-    engine = engines(
-        tmp_path, dtype="bfloat16", num_blocks=400, max_num_seqs=max_num_seqs, **options
+    limits = {"num_blocks": 600, "max_num_seqs": max_num_seqs, "max_num_batched_tokens": 512}
+    engine = engines(tmp_path, dtype="bfloat16", **limits, **options)
+    runner, seen = engine._loop._runner, set()
+    run = runner._run_burst
+    monkeypatch.setattr(
+        runner, "_run_burst", lambda packed, level: seen.add(packed.shape[1]) or run(packed, level)
     )
     rng = np.random.default_rng(1)
     given = [rng.integers(0, 128, n).tolist() for n in copies * (3, 40, 16, 90, 17)]
     lengths = copies * (60, 20, 45, 9, 33)
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in lengths]
-    steps = engine.stats().num_steps
     outputs = [output.outputs[0] for output in engine.generate(given, params)]
-    assert engine.stats().num_steps - steps >= 60
-    assert engine._loop._runner.burst_size > 1
+    assert seen == sizes
     again = [prompt + list(o.token_ids) for prompt, o in zip(given, outputs, strict=True)]
     scoring = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, ignore_eos=True)
     for prompt, output, scored in zip(given, outputs, engine.generate(again, scoring), strict=True):

@@ -1,6 +1,6 @@
 import pytest
 
-from jpaged.runtime.buckets import Buckets, make_buckets, round_up
+from jpaged.runtime.buckets import Buckets, Goal, make_buckets, round_up
 
 
 def test_decode_buckets_pad_by_half_at_most():
@@ -9,10 +9,34 @@ def test_decode_buckets_pad_by_half_at_most():
 
 
 @pytest.mark.parametrize(
-    ("max_num_seqs", "sizes"), [(1, (8,)), (9, (8, 16)), (20, (8, 32)), (256, (8, 32))]
+    ("max_num_seqs", "steps", "sizes"),
+    [
+        (1, 4, (8,)),
+        (9, 4, (8, 16)),
+        (20, 4, (8, 32)),
+        (48, 4, (8, 32, 48)),
+        (190, 4, (8, 32, 64, 128, 192)),
+        (256, 4, (8, 32, 64, 128, 256)),
+        (320, 4, (8, 32, 64, 128, 256)),
+        (256, 64, (8, 32)),
+        (256, 1, ()),
+    ],
 )
-def test_bursts_are_for_few_sequences_and_somewhat_more(max_num_seqs, sizes):
-    assert make_buckets(max_num_seqs, 8192).burst_seqs == sizes
+def test_bursts_have_few_sizes_and_not_too_many_rows(max_num_seqs, steps, sizes):
+    assert make_buckets(max_num_seqs, 8192, burst_steps=steps).burst_seqs == sizes
+
+
+def test_larger_bursts_are_for_whole_generations_and_not_padded():
+    buckets = make_buckets(256, 8192, burst_steps=4)
+
+    def has_burst(goal: Goal) -> list[int]:
+        return [n for n in range(1, 257) if buckets.has_burst(n, goal)]
+
+    few = [*range(1, 33)]
+    more = [*range(49, 65), *range(97, 129), *range(193, 257)]
+    assert has_burst(Goal.LATENCY) == few
+    assert has_burst(Goal.THROUGHPUT) == few + more
+    assert not make_buckets(256, 8192).has_burst(1, Goal.THROUGHPUT)
 
 
 def test_token_buckets_pad_by_half_at_most():

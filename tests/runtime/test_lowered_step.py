@@ -17,11 +17,11 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from bench.common import SHAPES
 from jpaged.models.config import ModelConfig
 from jpaged.models.loader import model_shapes
-from jpaged.runtime.buckets import make_buckets
 from jpaged.runtime.recipe import Recipe
 from jpaged.runtime.recipes import Shapes, SplitModel, recipes
 from jpaged.runtime.sampler import SamplerLevel
 from jpaged.runtime_config import GPU_DEFAULTS, RuntimeConfig
+from jpaged.sizing import step_buckets
 from pallas_kernels import Backend, paged_prefill_hopper
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
@@ -34,7 +34,7 @@ NUM_LAYERS = 4
 KERNELS_A_LAYER, PRODUCTS_A_LAYER = 4, 4
 # The first layer adds nothing before its norm; the last norm adds. The output head is a product.
 KERNELS_BESIDE, PRODUCTS_BESIDE = 0, 1
-NUM_PROGRAMS = 93
+NUM_PROGRAMS = 99
 BURST = "decode_burst", (8, SamplerLevel.GREEDY)
 
 
@@ -53,7 +53,7 @@ def all_recipes(shape: str, num_layers: int) -> dict[Any, Recipe]:
     )
     split = SplitModel.of(model_shapes(config, jnp.bfloat16))
     shapes = Shapes.of(split, config, runtime, jnp.dtype(jnp.bfloat16))
-    made = recipes(split, shapes, runtime, make_buckets(*limits))
+    made = recipes(split, shapes, runtime, step_buckets(runtime))
     return {recipe.name: recipe for recipe in made}
 
 
@@ -95,7 +95,7 @@ def test_a_decode_step_launches_no_more_than_recorded(shape: str, rows: int):
     assert NUM_LAYERS <= counted[PRODUCT] <= NUM_LAYERS * PRODUCTS_A_LAYER + PRODUCTS_BESIDE
 
 
-@pytest.mark.parametrize("rows", [8, 32])
+@pytest.mark.parametrize("rows", [8, 32, 256])
 def test_a_burst_has_its_step_once_and_samples_it(rows: int):
     """In a loop on the device: it is compiled in the time of one step."""
     names = ("decode", rows), ("decode_burst", (rows, SamplerLevel.GREEDY))
