@@ -89,6 +89,9 @@ class EngineLoop:
         """Launch a step, or a burst of them, and read what was launched a turn ago; gives the
         requests that ended.
 
+        Args:
+            goal: What the launch is to favour; whole generations may have larger bursts.
+
         Raises:
             RuntimeError: a step failed, now or earlier.
         """

@@ -1,7 +1,7 @@
 """A step while it is being planned."""
 
 from jpaged.core.block_manager import BlockChanges
-from jpaged.core.plan import ScheduledSequence
+from jpaged.core.plan import ScheduledSequence, make_tuple
 from jpaged.core.request import Request, Sequence
 
 
@@ -31,6 +31,15 @@ class StepDraft:
             self.block_copies.extend(changes.copies)
         row = ScheduledSequence(sequence, start, num_tokens, samples, changes.updates)
         self.scheduled.append(row)
+
+    def place_next(self, sequence: Sequence) -> None:
+        """`place` for the one token that a sequence has left to compute, in a slot it has."""
+        start = sequence.num_computed_tokens
+        sequence.num_computed_tokens = start + 1
+        sequence.num_pending_tokens += 1
+        sequence.num_in_flight_steps += 1
+        self.budget -= 1
+        self.scheduled.append(make_tuple(ScheduledSequence, (sequence, start, 1, True, ())))
 
     def drop(self, request: Request) -> None:
         """Take a request's sequences out again; the request is to end at once."""

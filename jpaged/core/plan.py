@@ -10,6 +10,10 @@ from jpaged.core.request import FinishReason, Request, Sequence
 NO_TOKEN = -1
 """As a sampled token: the row's logits had no finite maximum."""
 
+make_tuple = tuple.__new__
+"""Makes a named tuple in half the time that calling its class takes: for those made by the hundred
+each step."""
+
 RowFork = tuple[Sequence, Sequence]
 """(parent, child): the child's device row starts as a copy of the parent's."""
 
@@ -29,7 +33,7 @@ class SwapIn(NamedTuple):
 
 
 class ScheduledSequence(NamedTuple):
-    """One sequence's share of a step (a named tuple: hundreds are made each step).
+    """One sequence's share of a step.
 
     The step computes the tokens at positions `start` to `start + num_scheduled_tokens - 1`. Where
     `sequence.token_ids` does not reach that far, the last of them is still on the device: it is

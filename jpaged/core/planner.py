@@ -68,7 +68,8 @@ class Planner:
             if draft.budget == 0 or request.status is not RequestStatus.RUNNING:
                 break
             try:
-                self._continue(draft, request)
+                if not self._decode_on(draft, request):
+                    self._continue(draft, request)
             except Exception as error:
                 self._note_fault(request, error)
 
@@ -78,8 +79,6 @@ class Planner:
 
     def _continue(self, draft: StepDraft, request: Request) -> None:
         """Give a running request its share of the step, all of its sequences or none."""
-        if self._decode_on(draft, request):
-            return
         manager = self._manager
         if request.num_stem_tokens:
             self._roster.fork_rows(fan_out(manager, request))
@@ -99,22 +98,23 @@ class Planner:
     def _decode_on(self, draft: StepDraft, request: Request) -> bool:
         """Give a lone sequence its next token if it has a slot for it already; False if not.
 
-        The rest of `_continue` would do the same, but it takes longer, and this is what nearly all
-        sequences of nearly all steps want.
+        `_continue` would do the same, but it takes longer, and this is what nearly all sequences of
+        nearly all steps want.
         """
-        sequence = request.live[0]
+        live = request.live
+        sequence = live[0]
         known = len(sequence.token_ids) + sequence.num_pending_tokens
         if (
             sequence.num_computed_tokens + 1 != known
             or known >= request.max_num_tokens
-            or len(request.live) > 1
+            or len(live) > 1
             or request.num_stem_tokens
             or request.beam is not None
             or not sequence.is_placed
-            or self._manager.num_new_blocks(sequence, 1)
+            or not self._manager.has_slot(sequence)
         ):
             return False
-        draft.place(sequence, 1, NO_CHANGES)
+        draft.place_next(sequence)
         return True
 
     def _make_room(self, draft: StepDraft, request: Request, num_blocks: int) -> bool:

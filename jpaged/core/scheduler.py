@@ -24,7 +24,7 @@ from jpaged.core.groups import (
 )
 from jpaged.core.integrity import check_queues, check_sequences
 from jpaged.core.limits import SchedulerConfig, check_fits, check_new, max_num_tokens
-from jpaged.core.plan import Emitted, StepNews, StepPlan
+from jpaged.core.plan import Emitted, StepNews, StepPlan, make_tuple
 from jpaged.core.planner import Planner
 from jpaged.core.queue import RequestQueue
 from jpaged.core.request import Candidates, FinishReason, Request, RequestStatus, Sequence
@@ -260,7 +260,7 @@ class Scheduler:
         reason = finish_reason_of(request, sequence, token_id)
         if reason is not None:
             self.finish_sequence(sequence, reason)
-        return Emitted(sequence, request, token_id, reason)
+        return make_tuple(Emitted, (sequence, request, token_id, reason))
 
     def _search_on(
         self, offered: list[tuple[Sequence, int]], candidates: Candidates | None

@@ -158,6 +158,8 @@ class BlockMachine(RuleBasedStateMachine):
             assert sequence.block_table == self.tables[sequence.seq_id]
             waste = len(sequence.block_table) * BLOCK_SIZE - sequence.num_computed_tokens
             assert 0 <= waste < BLOCK_SIZE
+            no_block_taken = self.manager.num_new_blocks(sequence, 1) == 0
+            assert self.manager.has_slot(sequence) == no_block_taken
         used = len(set().union(*self.tables.values()))
         cached = len(self.contents.keys() & self.free)
         census = (len(self.free) - cached, used, cached, NUM_USABLE)
