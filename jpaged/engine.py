@@ -22,8 +22,8 @@ from jpaged.tokenizer import Tokenizer
 class Engine(EngineAccounts):
     """Serves one model from a paged KV cache. Not thread-safe: one thread drives it.
 
-    What the process has before an engine is made is frozen (`gc.freeze`): freed as ever when
-    nothing refers to it, but cycles in it are not looked for any more.
+    What the process has once an engine is made, the engine among it, is frozen (`gc.freeze`): freed
+    as ever when nothing refers to it, but cycles in it are not looked for until an engine fails.
 
     Args:
         model: A local folder, a Hugging Face hub id, or None for the embedded model.

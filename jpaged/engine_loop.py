@@ -17,6 +17,7 @@ from jpaged.core.request import Candidates, FinishReason, Request
 from jpaged.core.scheduler import Scheduler
 from jpaged.inputs import Prompt
 from jpaged.interrupts import deferred_interrupts
+from jpaged.jax_setup import let_collect_engines
 from jpaged.loop_counts import LoopCounts, engine_stats
 from jpaged.metrics import EngineStats
 from jpaged.request_state import RequestState
@@ -205,7 +206,7 @@ class EngineLoop:
         try:
             result = handle.read()
         except Exception as error:  # not Ctrl-C: the step can be waited for again
-            self._failure = error
+            self._note_failure(error)
             raise
         with self._whole():
             self._in_flight.popleft()
@@ -307,8 +308,12 @@ class EngineLoop:
             try:
                 yield
             except BaseException as error:
-                self._failure = error
+                self._note_failure(error)
                 raise
+
+    def _note_failure(self, error: BaseException) -> None:
+        self._failure = error
+        let_collect_engines()
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:

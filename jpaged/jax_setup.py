@@ -21,12 +21,13 @@ CLIENT_VARIABLE = "XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT"
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Hold the garbage collector: tracing makes millions of objects that it would walk in vain.
+    """Hold the garbage collector while an engine starts, and let it have nothing to walk after.
 
-    What earlier engines left, arrays on the device among it, is collected first. All else that is
-    there then, modules above all, is taken out of the collector's rounds: walking it takes tenths
-    of a second, in which no step is launched. The engine itself is not, for one that has failed may
-    be in a cycle; but what is left of its start counts as old at the end.
+    Tracing makes millions of objects that it would walk in vain. What earlier engines left, arrays
+    on the device among it, is collected first. All else that is there then, modules above all, and
+    what the start makes, tens of thousands of blocks among it, is taken out of the collector's
+    rounds: walking either takes a tenth of a second and more, in which no step is launched. An
+    engine is in no cycle: it is freed all the same, unless it has failed (`let_collect_engines`).
     """
     gc.collect()
     enabled = gc.isenabled()
@@ -35,10 +36,20 @@ def without_collections() -> Iterator[None]:
     gc.disable()
     try:
         yield
+        if enabled:
+            gc.collect()
+            gc.freeze()
     finally:
         if enabled:
             gc.enable()
-            gc.collect()
+
+
+def let_collect_engines() -> None:
+    """Have the garbage collector look at all there is again.
+
+    For an engine that has failed: the error that it keeps has frames, which have the engine.
+    """
+    gc.unfreeze()
 
 
 def prepare_jax(config: EngineConfig) -> None:

@@ -7,7 +7,12 @@ import jax
 import pytest
 
 from jpaged.config import EngineConfig
-from jpaged.jax_setup import CLIENT_VARIABLE, prepare_jax, without_collections
+from jpaged.jax_setup import (
+    CLIENT_VARIABLE,
+    let_collect_engines,
+    prepare_jax,
+    without_collections,
+)
 
 
 class Node:
@@ -17,7 +22,7 @@ class Node:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_what_is_there_before_a_start_is_not_walked_again_and_what_it_makes_is_old(enabled: bool):
+def test_what_a_start_finds_and_makes_is_not_walked_again_until_an_engine_fails(enabled: bool):
     """Unless the caller has switched the collector off, and so it stays."""
     was_enabled = gc.isenabled()
     (gc.enable if enabled else gc.disable)()
@@ -27,12 +32,30 @@ def test_what_is_there_before_a_start_is_not_walked_again_and_what_it_makes_is_o
             assert not gc.isenabled()
             made = Node()
         assert gc.isenabled() is enabled
-        walked, old = gc.get_objects(), gc.get_objects(generation=2)
+        assert is_walked(before) is is_walked(made) is not enabled
+        let_collect_engines()
+        assert is_walked(before)
+        assert is_walked(made)
     finally:
         (gc.enable if was_enabled else gc.disable)()
-    assert any(it is before for it in walked) is not enabled
-    assert any(it is made for it in walked)
-    assert any(it is made for it in old) is enabled
+
+
+def is_walked(node: Node) -> bool:
+    return any(it is node for it in gc.get_objects())
+
+
+def test_what_a_failed_start_makes_is_walked():
+    made: list[Node] = []
+
+    def fails() -> None:
+        with without_collections():
+            made.append(Node())
+            raise ValueError("at the start")
+
+    with pytest.raises(ValueError, match="at the start"):
+        fails()
+    assert gc.isenabled()
+    assert is_walked(made[0])
 
 
 def test_what_earlier_engines_left_is_collected():

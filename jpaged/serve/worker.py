@@ -5,7 +5,6 @@ its news in one frame a step. While the other side does not read, steps go on an
 in the engine, where a request's news is one entry however much it grows.
 """
 
-import gc
 import os
 import signal
 import socket
@@ -145,19 +144,12 @@ def serve_engine(sock: socket.socket) -> int:
         link.send(Died(why_not(error)))
         link.close()
         return 1
-    _keep_for_good()
     try:
         Worker(engine, link).run()
     except Exception as error:
         print(f"jpaged: the engine failed: {error!r}", file=sys.stderr, flush=True)
         return 1
     return 0
-
-
-def _keep_for_good() -> None:
-    """Take what there is out of the garbage collector's rounds: it lives as long as the process,
-    and walking it, hundreds of thousands of objects, would hold up every stream."""
-    gc.freeze()
 
 
 def why_not(error: Exception) -> str:

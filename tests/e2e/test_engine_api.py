@@ -4,6 +4,7 @@ import gc
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -465,3 +466,20 @@ def test_a_failed_step_fails_the_engine_and_says_so(
     with pytest.raises(RuntimeError, match="failed in an earlier step"):
         engine.step()
     engine.abort_all()
+    runner = weakref.ref(engine._loop._runner)
+    del engine
+    gc.collect()  # the error that it kept is in a cycle with it
+    assert runner() is None
+
+
+def test_an_engine_is_freed_with_the_last_reference_to_it(compilation_cache: Any):
+    """Without the garbage collector, which does not look at it."""
+    engine = Engine(num_blocks=129, compilation_cache_dir=compilation_cache, **SMALL)
+    engine.generate(QUESTION, GREEDY)
+    runner = weakref.ref(engine._loop._runner)
+    gc.disable()
+    try:
+        del engine
+        assert runner() is None
+    finally:
+        gc.enable()

@@ -1,7 +1,6 @@
 """The engine's end of the socket, without an event loop."""
 
 import asyncio
-import gc
 import socket
 import subprocess
 import sys
@@ -14,7 +13,6 @@ import pytest
 from serve_helpers import ANSWER, QUESTION, run_worker
 
 from jpaged import Engine
-from jpaged.serve import worker
 from jpaged.serve.client import EngineClient
 from jpaged.serve.frames import (
     HEADER,
@@ -24,7 +22,6 @@ from jpaged.serve.frames import (
     Ready,
     Refused,
     Report,
-    Start,
     Stop,
     Turn,
     frame_of,
@@ -185,23 +182,3 @@ def test_words_that_cannot_be_understood_end_all_that_waits():
             return client.death
 
     assert "cannot be understood" in (asyncio.run(scenario()) or "")
-
-
-def test_what_a_start_leaves_is_not_walked_again(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker, "Engine", lambda **options: engine)
-    ours, theirs = socket.socketpair()
-    before, kept = gc.get_freeze_count(), [[] for _ in range(1000)]
-    serving = threading.Thread(target=worker.serve_engine, args=(theirs,), daemon=True)
-    serving.start()
-    line = Line(ours)
-    try:
-        line.send(Start({}))
-        assert isinstance(line.receive(), Ready)
-        assert gc.get_freeze_count() >= before + len(kept)
-        line.send(Stop())
-        serving.join(20)
-    finally:
-        gc.unfreeze()
-        line.close()
