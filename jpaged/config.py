@@ -68,11 +68,11 @@ class EngineConfig:
         skip_tokenizer_init: Token ids in, token ids out; no tokenizer is loaded.
         seed: Of the dummy weights and of requests that bring no seed.
         async_scheduling: Let the host run one step behind the device (the overlapped loop).
-        num_scheduler_steps: Decode steps launched as one program while none wait and none needs
-            penalties, biases, log-probabilities or beams, and at most 32 sequences run (in
-            `generate` and what waits as it does, where nobody can arrive, more); in the overlapped
-            loop only. A short step then does not wait for the host, and tokens come in bursts.
-            None is 4 on a GPU for models of up to 5 GB, and else 1, which is never.
+        num_scheduler_steps: Decode steps launched as one program while at most 32 sequences run,
+            none wait and none needs penalties, biases, log-probabilities or beams; where nobody can
+            arrive, as in `generate`, while more run and others wait, too. In the overlapped loop
+            only. A short step then does not wait for the host, and tokens come in bursts. None is 4
+            on a GPU for models of up to 5 GB, and else 1, which is never.
         compilation_cache_dir: Where compiled programs are kept, which makes a second start fast;
             None for nowhere. Whoever can write there can run code in this process. It is JAX's
             persistent compilation cache too, unless one was set before, by JAX's own configuration

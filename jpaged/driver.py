@@ -3,13 +3,13 @@
 from collections.abc import Callable, Generator, Iterable
 from typing import NamedTuple
 
+from jpaged.core.plan import Goal
 from jpaged.engine_loop import EngineLoop
 from jpaged.inputs import Prompt
 from jpaged.intake import Intake
 from jpaged.interrupts import deferred_interrupts
 from jpaged.outputs import RequestDelta, RequestOutput, TextDelta
 from jpaged.request_state import RequestState
-from jpaged.runtime.buckets import Goal
 from jpaged.sampling_params import SamplingParams
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from jpaged.config import LoopMode
 from jpaged.core.limits import check_pin_fits
-from jpaged.core.plan import Emitted, StepPlan
+from jpaged.core.plan import Emitted, Goal, StepPlan
 from jpaged.core.request import Candidates, FinishReason, Request
 from jpaged.core.scheduler import Scheduler
 from jpaged.inputs import Prompt
@@ -21,7 +21,6 @@ from jpaged.jax_setup import let_collect_engines
 from jpaged.loop_counts import LoopCounts, engine_stats
 from jpaged.metrics import EngineStats
 from jpaged.request_state import RequestState
-from jpaged.runtime.buckets import Goal
 from jpaged.runtime.model_runner import ModelRunner, StepHandle, StepResult, TokenScores
 from jpaged.sampling_params import SamplingParams
 
@@ -162,12 +161,16 @@ class EngineLoop:
         self.counts.prompt_tokens += request.sequences[0].num_prompt_tokens
 
     def _plan(self, goal: Goal) -> list[StepPlan]:
-        """What to launch now: the next step, or several while they fit a burst and nobody waits."""
+        """What to launch now: the next step, or several while they fit a burst.
+
+        Who waits is to have the place of who ends at once, unless only the end of all counts.
+        """
         plans: list[StepPlan] = []
-        while (plan := self.scheduler.schedule()) is not None:
+        while (plan := self.scheduler.schedule(goal)) is not None:
             plans.append(plan)
-            whole = len(plans) == self._runner.burst_steps
-            if whole or self.scheduler.num_waiting or not self._runner.fits_burst(plan, goal):
+            is_whole = len(plans) == self._runner.burst_steps
+            keeps_out = goal is Goal.LATENCY and self.scheduler.num_waiting
+            if is_whole or keeps_out or not self._runner.fits_burst(plan, goal):
                 break
         return plans
 

@@ -1,17 +1,26 @@
 """A step while it is being planned."""
 
 from jpaged.core.block_manager import BlockChanges
-from jpaged.core.plan import ScheduledSequence, make_tuple
+from jpaged.core.plan import Goal, ScheduledSequence, make_tuple
 from jpaged.core.request import Request, Sequence
 
 
 class StepDraft:
     """Collects a step's sequences until its budget of tokens is spent."""
 
-    __slots__ = ("block_copies", "budget", "has_preempted", "is_starved", "joined", "scheduled")
+    __slots__ = (
+        "block_copies",
+        "budget",
+        "goal",
+        "has_preempted",
+        "is_starved",
+        "joined",
+        "scheduled",
+    )
 
-    def __init__(self, budget: int):
+    def __init__(self, budget: int, goal: Goal):
         self.budget = budget  # tokens left
+        self.goal = goal
         self.scheduled: list[ScheduledSequence] = []
         self.joined: set[Sequence] = set()  # those that get a device row with this step
         self.block_copies: list[tuple[int, int]] = []

@@ -1,11 +1,23 @@
-"""What passes between the scheduler and the loop: step plans out, sampled tokens back."""
+"""What passes between the scheduler and the loop: a goal in, step plans out, tokens back."""
 
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import NamedTuple
 
 import numpy as np
 
 from jpaged.core.request import FinishReason, Request, Sequence
+
+
+class Goal(Enum):
+    """What steps are to favour."""
+
+    LATENCY = auto()
+    """Tokens soon, and whoever arrives soon in a step."""
+
+    THROUGHPUT = auto()
+    """The end of all there is: nobody can arrive, or read a token, before."""
+
 
 NO_TOKEN = -1
 """As a sampled token: the row's logits had no finite maximum."""

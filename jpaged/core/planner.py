@@ -5,6 +5,7 @@ from jpaged.core.block_manager import NO_CHANGES, BlockChanges, BlockManager
 from jpaged.core.draft import StepDraft
 from jpaged.core.groups import fan_out, set_stem, work_of
 from jpaged.core.limits import SchedulerConfig
+from jpaged.core.plan import Goal
 from jpaged.core.queue import RequestQueue
 from jpaged.core.request import Request, RequestStatus
 from jpaged.core.roster import Roster
@@ -43,7 +44,9 @@ class Planner:
             except Exception as error:
                 self._note_fault(head, error)
         self._continue_running(draft)
-        if not draft.has_preempted:
+        if draft.has_preempted:
+            return
+        if draft.goal is Goal.LATENCY or self._admission.is_worth_a_step(len(self.waiting)):
             self._admit_waiting(draft)
 
     def take_preempted(self) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from jpaged.core.groups import (
 )
 from jpaged.core.integrity import check_queues, check_sequences
 from jpaged.core.limits import SchedulerConfig, check_fits, check_new, max_num_tokens
-from jpaged.core.plan import Emitted, StepNews, StepPlan, make_tuple
+from jpaged.core.plan import Emitted, Goal, StepNews, StepPlan, make_tuple
 from jpaged.core.planner import Planner
 from jpaged.core.queue import RequestQueue
 from jpaged.core.request import Candidates, FinishReason, Request, RequestStatus, Sequence
@@ -137,8 +137,10 @@ class Scheduler:
 
     # ---- steps
 
-    def schedule(self) -> StepPlan | None:
+    def schedule(self, goal: Goal = Goal.LATENCY) -> StepPlan | None:
         """Plan a step that will be launched, or None if nothing can run before the next update.
+
+        For throughput those who wait join several at a time (`Admission.is_worth_a_step`).
 
         With no step in flight and a request unfinished there is always a plan: whoever came first
         fits, since nobody is admitted who does not fit the pool alone, and all others give way.
@@ -148,7 +150,7 @@ class Scheduler:
         Raises:
             IntegrityError: planning for a request failed and left the books wrong.
         """
-        draft = StepDraft(self.config.max_num_batched_tokens)
+        draft = StepDraft(self.config.max_num_batched_tokens, goal)
         self._planner.fill(draft)
         faults = self._planner.take_faults()
         for request in faults:

@@ -7,7 +7,8 @@ rows into element-wise multiply and reduce, which reads weights at a fifth of th
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum, auto
+
+from jpaged.core.plan import Goal
 
 MIN_SEQS = 8
 MIN_TOKENS = 64
@@ -22,16 +23,6 @@ MAX_BURST_ROWS = 1024
 HALF_STEPS_FROM = 256
 """Tokens from which there is a bucket half-way to the double: more rows than these take a product
 longer, so padding to twice as many would."""
-
-
-class Goal(Enum):
-    """What launches are to favour."""
-
-    LATENCY = auto()
-    """Tokens soon, and whoever arrives soon in a step."""
-
-    THROUGHPUT = auto()
-    """The end of all that there is: nobody can arrive, or read a token before."""
 
 
 @dataclass(frozen=True)

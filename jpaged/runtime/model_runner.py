@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.core.plan import ScheduledSequence, StepPlan
+from jpaged.core.plan import Goal, ScheduledSequence, StepPlan
 from jpaged.core.request import Request, Sequence
 from jpaged.runtime.batch import device_order, pack_decode, pack_prefill
-from jpaged.runtime.buckets import Buckets, Goal, round_up
+from jpaged.runtime.buckets import Buckets, round_up
 from jpaged.runtime.programs import Programs
 from jpaged.runtime.prompt_scores import score_prompts
 from jpaged.runtime.recipes import (

@@ -8,7 +8,7 @@ from core_fake_device import FakeDevice, beam_oracle, oracle
 
 from jpaged.core.beam import BeamSearch
 from jpaged.core.block_manager import BlockManager
-from jpaged.core.plan import Emitted, StepPlan
+from jpaged.core.plan import Emitted, Goal, StepPlan
 from jpaged.core.prefix_cache import Digest, PrefixCache, seeded_digest
 from jpaged.core.request import Candidates, FinishReason, Request, Sequence, StopCriteria
 from jpaged.core.scheduler import Scheduler, SchedulerConfig
@@ -70,8 +70,10 @@ def make_request(
 class Driver:
     """`lag` bursts of steps are planned before the oldest is read: 0 is the synchronous loop."""
 
-    def __init__(self, scheduler: Scheduler, lag: int = 0, burst: int = 1):
-        self.scheduler, self.lag, self.burst = scheduler, lag, burst
+    def __init__(
+        self, scheduler: Scheduler, lag: int = 0, burst: int = 1, goal: Goal = Goal.LATENCY
+    ):
+        self.scheduler, self.lag, self.burst, self.goal = scheduler, lag, burst, goal
         manager = scheduler.block_manager
         self.device = FakeDevice(
             manager.block_size,
@@ -103,7 +105,7 @@ class Driver:
         return plan
 
     def _plan(self) -> StepPlan | None:
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(self.goal)
         self.scheduler.check_integrity()
         if plan is not None:
             self.plans.append(plan)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from itertools import count, takewhile
+from unittest.mock import patch
 
 import pytest
 from core_driver import DIGESTS, Driver, fresh_search, make_scheduler
@@ -11,9 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from jpaged.core import admission
 from jpaged.core.beam import BeamSearch
 from jpaged.core.costs import PreemptionCosts
 from jpaged.core.limits import check_pin_fits
+from jpaged.core.plan import Goal
 from jpaged.core.request import FinishReason, Request, Sequence, StopCriteria
 from jpaged.core.scheduler import Scheduler
 from jpaged.core.swap import PreemptionMode, PressurePolicy
@@ -129,9 +132,18 @@ def make(name: str, arrival: tuple, seq_id: int, reads: bool = True) -> Request:
 class SchedulerMachine(RuleBasedStateMachine):
     """Requests come, go and end in every order; the rest must not notice."""
 
-    @initialize(limits=limits(), lag=st.integers(0, 2), burst=st.sampled_from([1, 1, 3]))
-    def start(self, limits: dict, lag: int, burst: int):
-        self.driver = Driver(make_scheduler(**limits), lag, burst)
+    @initialize(
+        limits=limits(),
+        lag=st.integers(0, 2),
+        burst=st.sampled_from([1, 1, 3]),
+        goal=st.sampled_from(Goal),
+        seats_a_gathering=st.integers(1, 5),
+    )
+    def start(self, limits: dict, lag: int, burst: int, goal: Goal, seats_a_gathering: int):
+        # Of so few seats as here all would join at once.
+        self.patch = patch.object(admission, "_SEATS_A_GATHERING", seats_a_gathering)
+        self.patch.start()
+        self.driver = Driver(make_scheduler(**limits), lag, burst, goal)
         self.turn = Turn(self.driver)
         self.num_added = 0
         self.pins: dict[int, tuple[list[int], str | None]] = {}
@@ -264,10 +276,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "driver"):
             return
-        while self.driver.scheduler.has_unfinished or self.driver.in_flight:
-            self.step(1)
-        self.driver.check_end()
-        self.check_releases()
+        try:
+            while self.driver.scheduler.has_unfinished or self.driver.in_flight:
+                self.step(1)
+            self.driver.check_end()
+            self.check_releases()
+        finally:
+            self.patch.stop()
 
     def check_releases(self) -> None:
         """Each stay in the batch is reported once, all but those that ended after the last plan."""

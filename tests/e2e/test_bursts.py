@@ -13,8 +13,7 @@ from conftest import SMALL, Engines
 from test_under_pressure import answers, params
 
 from jpaged import Engine, SamplingParams
-from jpaged.core.plan import StepPlan, SwapIn, SwapOut
-from jpaged.runtime.buckets import Goal
+from jpaged.core.plan import Goal, StepPlan, SwapIn, SwapOut
 from jpaged.runtime.model_runner import StepHandle
 from pallas_kernels import LayerKV
 from tools.tiny.world import sample_examples
@@ -225,12 +224,19 @@ def test_a_burst_samples_at_the_level_of_any_of_its_steps(engine: Engine, launch
 
 
 def test_while_somebody_waits_there_are_no_bursts(engine: Engine, launched: list[int]):
-    """So that the place of who ends is taken at once."""
+    """So that the place of who ends is taken at once; in a whole generation it may wait."""
     short, long = (SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (10, 40))
-    engine.generate(["2 + 3 ="] * 9, [short] + [long] * 8)
+    prompts, kinds = ["2 + 3 ="] * 9, [short] + [long] * 8
+    for prompt, own in zip(prompts, kinds, strict=True):
+        engine.add_request(prompt, own)
+    while engine.has_unfinished_requests:
+        engine.step()
     first = launched.index(BURST)
     assert first > 9
     assert set(launched[:first]) == {1}
+    launched.clear()
+    engine.generate(prompts, kinds)
+    assert launched.index(BURST) < 9
 
 
 def test_who_comes_joins_at_the_next_launch(engine: Engine, launched: list[int]):

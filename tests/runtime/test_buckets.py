@@ -1,6 +1,7 @@
 import pytest
 
-from jpaged.runtime.buckets import Buckets, Goal, make_buckets, round_up
+from jpaged.core.plan import Goal
+from jpaged.runtime.buckets import Buckets, make_buckets, round_up
 
 
 def test_decode_buckets_pad_by_half_at_most():
