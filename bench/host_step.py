@@ -37,6 +37,7 @@ from bench.compare import parse_arguments
 from bench.null_device import SHAPE, Clock, Host, make_host
 from bench.records import print_table, record
 from jpaged import RequestOutput, SamplingParams
+from jpaged.core.plan import Goal
 from jpaged.driver import Job
 from jpaged.inputs import normalize_prompts
 from jpaged.runtime import model_runner
@@ -71,11 +72,11 @@ def measure(num_seqs: int, num_steps: int) -> dict[str, float]:
     try:
         # All prompts are computed, and some steps decoded, before any counts.
         while loop.counts.generated_tokens < warm * num_seqs:
-            loop.advance()
+            loop.advance(Goal.LATENCY)
         steps = []
         for _ in range(num_steps):
             clock.take()
-            advance()
+            advance(Goal.LATENCY)
             steps.append(clock.take())
     finally:
         model_runner.pack_decode, StepHandle.read = original
@@ -119,7 +120,7 @@ def _generate(
     marks.append(time.perf_counter())
     checked = normalize_prompts(prompts, vocab_size=host.intake.vocab_size)
     marks.append(time.perf_counter())
-    states = host.driver.complete(map(Job, checked, params))
+    states = host.driver.complete(map(Job, checked, params), Goal.THROUGHPUT)
     outputs = [state.output() for state in states]
     marks.append(time.perf_counter())
     return outputs

@@ -3,7 +3,8 @@
 Runs the engine until all requests decode, traces some steps with JAX's profiler, and prints for
 each kernel its launches and time a step; then how long the device worked and waited in a step, and
 how long the host was busy with one. With `--prefill` the same of the steps that compute the
-requests' prompts. Greedy, random weights, bfloat16.
+requests' prompts. Greedy, random weights, bfloat16. The steps are those of requests that somebody
+waits for: `Engine.generate` has bursts where these have none.
 
 A kernel's name is the compiler's, without its numbers: fusions of one shape share a line.
 """
@@ -25,6 +26,7 @@ from bench.common import BYTES_PER_SECOND, SHAPES, Floor, make_engine, random_pr
 from bench.compare import parse_arguments
 from bench.records import print_table, record
 from jpaged import Engine, SamplingParams
+from jpaged.core.plan import Goal
 
 
 @dataclass(frozen=True)
@@ -124,12 +126,12 @@ def profile(engine: Engine, batch: int, context: int, num_steps: int, folder: Pa
     loop = engine._loop
     before = engine.stats().num_generated_tokens
     while engine.stats().num_generated_tokens - before < warm * batch:
-        loop.advance()
+        loop.advance(Goal.LATENCY)
 
     def run() -> int:
         launched = loop.counts.steps
         while loop.counts.steps - launched < num_steps:
-            loop.advance()
+            loop.advance(Goal.LATENCY)
         return loop.counts.steps - launched
 
     start = time.perf_counter()

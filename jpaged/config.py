@@ -69,8 +69,8 @@ class EngineConfig:
         seed: Of the dummy weights and of requests that bring no seed.
         async_scheduling: Let the host run one step behind the device (the overlapped loop).
         num_scheduler_steps: Decode steps launched as one program while at most 32 sequences run,
-            none wait and none needs penalties, biases, log-probabilities or beams; where nobody can
-            arrive, as in `generate`, while more run and others wait, too. In the overlapped loop
+            none wait and none needs penalties, biases, log-probabilities or beams; in `generate`,
+            where nobody can arrive, also while more run or others wait. In the overlapped loop
             only. A short step then does not wait for the host, and tokens come in bursts. None is 4
             on a GPU for models of up to 5 GB, and else 1, which is never.
         compilation_cache_dir: Where compiled programs are kept, which makes a second start fast;

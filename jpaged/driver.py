@@ -83,25 +83,26 @@ class Driver:
         self._loop.drain()
         self._loop.undelivered.clear()
 
-    def advance(self) -> list[RequestState]:
-        """Advance by a step; gives the requests that ended."""
-        return self._loop.advance()
+    def advance(self) -> None:
+        """Advance by a step, or by a burst of them."""
+        self._loop.advance(Goal.LATENCY)
 
     def complete(
-        self, jobs: Iterable[Job], progress: Callable[[int], object] = int
+        self, jobs: Iterable[Job], goal: Goal, progress: Callable[[int], object] = int
     ) -> list[RequestState]:
         """Run requests to their ends; an error or Ctrl-C leaves nothing of them behind.
 
         Args:
             jobs: What to do.
-            progress: Told how many requests ended, after each step.
+            goal: What the steps are to favour meanwhile.
+            progress: Told how many requests ended, after each turn of the loop.
         """
         states = [self._make_state(job) for job in jobs]  # none is queued if one is refused here
         try:
             self._loop.add(states)
             left = set(states)
             while left:
-                ended = left.intersection(self._loop.advance(Goal.THROUGHPUT))
+                ended = left.intersection(self._loop.advance(goal))
                 left -= ended
                 progress(len(ended))
                 _raise_faults(ended)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 from jpaged.config import EngineConfig
+from jpaged.core.plan import Goal
 from jpaged.driver import Driver, Job
 from jpaged.engine_accounts import EngineAccounts
 from jpaged.engine_loop import EngineLoop
@@ -23,7 +24,7 @@ class Engine(EngineAccounts):
     """Serves one model from a paged KV cache. Not thread-safe: one thread drives it.
 
     What the process has once an engine is made, the engine among it, is frozen (`gc.freeze`): freed
-    as ever when nothing refers to it, but cycles in it are not looked for until an engine fails.
+    as ever when nothing refers to it, but cycles in it are not looked for any more.
 
     Args:
         model: A local folder, a Hugging Face hub id, or None for the embedded model.
@@ -148,7 +149,7 @@ class Engine(EngineAccounts):
         disable = None if use_tqdm is None and len(checked) > 1 else not use_tqdm
         jobs = list(map(Job, map(self._intake.tokenize, checked), all_params, priorities))
         with tqdm(total=len(jobs), desc="Generating", disable=disable, unit="req") as bar:
-            states = self._driver.complete(jobs, bar.update)
+            states = self._driver.complete(jobs, Goal.THROUGHPUT, bar.update)
         return [state.output() for state in states]
 
     def beam_search(
@@ -267,7 +268,7 @@ class Engine(EngineAccounts):
         prefix = self._intake.whole_blocks(prompt, self.runtime_config.block_size)
         pin = self._loop.pin_cached(prefix)
         while pin is None:
-            self._driver.complete([Job(prefix, PIN_PARAMS)])
+            self._driver.complete([Job(prefix, PIN_PARAMS)], Goal.LATENCY)
             pin = self._loop.pin_computed(prefix)
         return pin
 

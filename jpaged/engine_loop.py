@@ -6,6 +6,7 @@ the same tokens.
 """
 
 import time
+import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,6 @@ from jpaged.core.request import Candidates, FinishReason, Request
 from jpaged.core.scheduler import Scheduler
 from jpaged.inputs import Prompt
 from jpaged.interrupts import deferred_interrupts
-from jpaged.jax_setup import let_collect_engines
 from jpaged.loop_counts import LoopCounts, engine_stats
 from jpaged.metrics import EngineStats
 from jpaged.request_state import RequestState
@@ -45,7 +45,7 @@ class EngineLoop:
         self._states: dict[Request, RequestState] = {}
         self._sampling: dict[Request, SamplingParams] = {}
         self._in_flight: deque[StepHandle] = deque()
-        self._failure: BaseException | None = None
+        self._failure: str | None = None
         self._is_busy = False
         self._dropped: list[RequestState] = []  # to be aborted as soon as it is not
 
@@ -58,7 +58,7 @@ class EngineLoop:
         """Raise RuntimeError if a step failed: what the device holds is then unknown."""
         if self._failure is not None:
             message = "the engine failed in an earlier step: make a new one"
-            raise RuntimeError(message) from self._failure
+            raise RuntimeError(message) from RuntimeError(self._failure)
 
     def add(self, states: Iterable[RequestState]) -> None:
         """Queue requests, in their order.
@@ -85,12 +85,12 @@ class EngineLoop:
             self._retire(state)
             self.undelivered.pop(state, None)
 
-    def advance(self, goal: Goal = Goal.LATENCY) -> list[RequestState]:
+    def advance(self, goal: Goal) -> list[RequestState]:
         """Launch a step, or a burst of them, and read what was launched a turn ago; gives the
         requests that ended.
 
         Args:
-            goal: What the launch is to favour; whole generations may have larger bursts.
+            goal: What the step is to favour; for throughput bursts may be larger.
 
         Raises:
             RuntimeError: a step failed, now or earlier.
@@ -169,8 +169,8 @@ class EngineLoop:
         while (plan := self.scheduler.schedule(goal)) is not None:
             plans.append(plan)
             is_whole = len(plans) == self._runner.burst_steps
-            keeps_out = goal is Goal.LATENCY and self.scheduler.num_waiting
-            if is_whole or keeps_out or not self._runner.fits_burst(plan, goal):
+            others_wait = goal is Goal.LATENCY and self.scheduler.num_waiting
+            if is_whole or others_wait or not self._runner.fits_burst(plan, goal):
                 break
         return plans
 
@@ -219,7 +219,7 @@ class EngineLoop:
             self.counts.generated_tokens += len(news.emitted)
             rows = _rows_of(handle.plan) if result.logprobs is not None else {}
             # Several samples of one request may end with this step: it is retired after the last.
-            advanced = dict.fromkeys(self._heard(news.emitted, result.logprobs, rows))
+            advanced = dict.fromkeys(self._tell_all(news.emitted, result.logprobs, rows))
             advanced |= dict.fromkeys(self._searched(news.searched))
             advanced |= dict.fromkeys([*ill, *self._take_faults()])
             return self._settle(advanced)
@@ -235,10 +235,10 @@ class EngineLoop:
                 ended.append(state)
         return ended
 
-    def _heard(
+    def _tell_all(
         self, emitted: list[Emitted], scores: TokenScores | None, rows: dict[int, int]
     ) -> Iterator[RequestState]:
-        """Tell requests of their tokens; those that had to hear of one."""
+        """Tell requests of those of their tokens that they must hear of; the requests."""
         states = self._states
         for token in emitted:
             state = states[token.request]
@@ -315,8 +315,9 @@ class EngineLoop:
                 raise
 
     def _note_failure(self, error: BaseException) -> None:
-        self._failure = error
-        let_collect_engines()
+        """Keep what the error tells, not itself: its frames have this loop, and nothing else of an
+        engine is in a cycle."""
+        self._failure = "".join(traceback.format_exception(error))
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:

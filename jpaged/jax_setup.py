@@ -24,10 +24,10 @@ def without_collections() -> Iterator[None]:
     """Hold the garbage collector while an engine starts, and let it have nothing to walk after.
 
     Tracing makes millions of objects that it would walk in vain. What earlier engines left, arrays
-    on the device among it, is collected first. All else that is there then, modules above all, and
-    what the start makes, tens of thousands of blocks among it, is taken out of the collector's
-    rounds: walking either takes a tenth of a second and more, in which no step is launched. An
-    engine is in no cycle: it is freed all the same, unless it has failed (`let_collect_engines`).
+    on the device among it, is collected first. Unless the caller has switched the collector off,
+    all else that is there then, modules above all, and what the start makes, tens of thousands of
+    blocks among it, is taken out of its rounds: walking either takes a tenth of a second and more,
+    in which no step is launched. An engine is in no cycle, so it is freed all the same.
     """
     gc.collect()
     enabled = gc.isenabled()
@@ -42,14 +42,6 @@ def without_collections() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def let_collect_engines() -> None:
-    """Have the garbage collector look at all there is again.
-
-    For an engine that has failed: the error that it keeps has frames, which have the engine.
-    """
-    gc.unfreeze()
 
 
 def prepare_jax(config: EngineConfig) -> None:

@@ -61,7 +61,7 @@ class RequestState:
         return self.request.request_id
 
     def accept(self, emitted: Emitted, scores: TokenScores | None, index: int) -> bool:
-        """Take a sampled token in; needed of each while the request is not quiet.
+        """Take a sampled token in; needed of each while the request is not quiet, and of the last.
 
         Args:
             emitted: The token.
@@ -76,14 +76,15 @@ class RequestState:
         if scores is not None and self.params.needs_logprobs:
             sample.accept_scores(emitted.token_id, scores, index)
         if emitted.finish_reason is None and not self.params.stop_strings:
-            self.is_quiet = not (self.polled or self.params.needs_logprobs)
             return False
         return sample.accept(emitted.finish_reason)
 
     def note_first_token(self) -> None:
-        """A token of the request was read; the first one's time is kept."""
+        """A token of the request was read; after the first, whose time is kept, it may be quiet."""
         if self.metrics.first_token_time is None:
             self.metrics.first_token_time = time.monotonic()
+            params = self.params
+            self.is_quiet = not (self.polled or params.needs_logprobs or params.stop_strings)
 
     def accept_prompt_logprobs(self, item: ScheduledSequence, scores: TokenScores) -> None:
         """Take in how likely a chunk's next prompt tokens were; a recomputed chunk changes nothing.

@@ -11,7 +11,7 @@ from jpaged.core.queue import RequestQueue
 from jpaged.core.request import Request, RequestStatus, Sequence
 from jpaged.core.swap import SwapInFit, SwapSpace
 
-_SEATS_A_GATHERING = 32
+_SEATS_PER_FREE_SEAT = 32
 """Of so many seats one is left free while others get free too: 8 of 256."""
 
 
@@ -68,20 +68,23 @@ class Admission:
 
     def has_seats(self, request: Request, num_more: int = 0) -> bool:
         """Whether a step has places for so many sequences more, `num_more` being made free."""
-        num_free = self._config.max_num_seqs - len(self._running) + num_more
-        if num_free < request.num_seats:  # most often it stays so simple
-            return False
-        return num_free - sum(r.num_seats - 1 for r in self._running) >= request.num_seats
+        return self._has_free_seats(request.num_seats, num_more)
 
     def is_worth_a_step(self, num_waiting: int) -> bool:
-        """Whether so many can join at once that a step with prompts pays.
+        """Whether seats enough are free for so many that wait, of whatever kind, that a step with
+        prompts pays.
 
         Such a step takes longer than its tokens account for, and the seats left free meanwhile cost
         little: with 8 of 256 case B of Qwen3-0.6B has 36 such steps instead of 168.
         """
-        num_free = self._config.max_num_seqs - len(self._running)
-        num_wanted = min(num_waiting, self._config.max_num_seqs // _SEATS_A_GATHERING)
-        return num_free >= num_wanted or not self._running
+        num_wanted = min(num_waiting, self._config.max_num_seqs // _SEATS_PER_FREE_SEAT)
+        return not self._running or self._has_free_seats(num_wanted)
+
+    def _has_free_seats(self, num_wanted: int, num_more: int = 0) -> bool:
+        num_free = self._config.max_num_seqs - len(self._running) + num_more
+        if num_free < num_wanted:  # most often it stays so simple
+            return False
+        return num_free - sum(r.num_seats - 1 for r in self._running) >= num_wanted
 
     def find_image(self, request: Request) -> SwapInFit | None:
         """How a swapped group can come back; None if it must wait."""

@@ -108,11 +108,11 @@ class BlockManager:
         return grown
 
     def has_slot(self, sequence: Sequence) -> bool:
-        """Whether the sequence's next token takes no free block: `num_new_blocks` of one is 0."""
-        start, table = sequence.num_computed_tokens, sequence.block_table
-        if start % self.block_size:
-            return self.pool.blocks[table[-1]].ref_cnt == 1
-        return start < len(table) * self.block_size
+        """Whether the sequence's next token takes no free block, as `num_new_blocks` of one tells:
+        its last block is partly filled and nobody else's."""
+        if sequence.num_computed_tokens % self.block_size == 0:
+            return False
+        return self.pool.blocks[sequence.block_table[-1]].ref_cnt == 1
 
     def num_new_blocks_of(self, work: list[tuple[Sequence, int]]) -> int:
         """As `num_new_blocks`, of sequences and tokens that are appended one after the other: the

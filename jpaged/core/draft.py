@@ -9,6 +9,7 @@ class StepDraft:
     """Collects a step's sequences until its budget of tokens is spent."""
 
     __slots__ = (
+        "_budget",
         "block_copies",
         "budget",
         "goal",
@@ -19,13 +20,18 @@ class StepDraft:
     )
 
     def __init__(self, budget: int, goal: Goal):
-        self.budget = budget  # tokens left
+        self._budget = self.budget = budget  # at first, and tokens left
         self.goal = goal
         self.scheduled: list[ScheduledSequence] = []
         self.joined: set[Sequence] = set()  # those that get a device row with this step
         self.block_copies: list[tuple[int, int]] = []
         self.has_preempted = False
         self.is_starved = False  # someone waits for blocks that steps in flight still hold
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether a sequence computes more than one token."""
+        return self._budget - self.budget > len(self.scheduled)
 
     def place(self, sequence: Sequence, num_tokens: int, changes: BlockChanges) -> None:
         """Give `sequence`, whose blocks are seen to, `num_tokens` of the step."""

@@ -16,15 +16,15 @@ class Goal(Enum):
     """Tokens soon, and whoever arrives soon in a step."""
 
     THROUGHPUT = auto()
-    """The end of all there is: nobody can arrive, or read a token, before."""
+    """The end of what the caller waits for: nobody can arrive, or read a token, before."""
 
 
 NO_TOKEN = -1
 """As a sampled token: the row's logits had no finite maximum."""
 
 make_tuple = tuple.__new__
-"""Makes a named tuple in half the time that calling its class takes: for those made by the hundred
-each step."""
+"""Makes a named tuple of all its fields in half the time that calling its class takes: for those
+made by the hundred each step."""
 
 RowFork = tuple[Sequence, Sequence]
 """(parent, child): the child's device row starts as a copy of the parent's."""

@@ -16,7 +16,8 @@ class Planner:
     """Fills a step from the scheduler's queues, moving requests between them.
 
     Running requests go on in the order of rank, as far as the step's budget goes; when blocks run
-    out, the last in line gives way. Then, if nobody had to, those who wait may join.
+    out, the last in line gives way. Then, if nobody had to, those who wait may join; for throughput
+    only if several can, or if the step has prompts anyway.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Planner:
         self._continue_running(draft)
         if draft.has_preempted:
             return
-        if draft.goal is Goal.LATENCY or self._admission.is_worth_a_step(len(self.waiting)):
+        if self._may_join(draft):
             self._admit_waiting(draft)
 
     def take_preempted(self) -> tuple[str, ...]:
@@ -75,6 +76,12 @@ class Planner:
                     self._continue(draft, request)
             except Exception as error:
                 self._note_fault(request, error)
+
+    def _may_join(self, draft: StepDraft) -> bool:
+        """Whether the step is one for those who wait: for throughput not every one is."""
+        if draft.goal is Goal.LATENCY or draft.has_prompts:
+            return True
+        return self._admission.is_worth_a_step(len(self.waiting))
 
     def _note_fault(self, request: Request, error: Exception) -> None:
         """What goes wrong with one request is told of, and stops no other."""

@@ -18,7 +18,8 @@ FEW_SEQS = 32
 """Sequences up to which a step of a small model is over before a host has launched the next one."""
 
 MAX_BURST_ROWS = 1024
-"""Of all steps of a burst of more: launched one by one, so many rows of logits exist at once."""
+"""Of all steps of a burst of more sequences, at most: launched one by one, so many rows of logits
+exist at once."""
 
 HALF_STEPS_FROM = 256
 """Tokens from which there is a bucket half-way to the double: more rows than these take a product

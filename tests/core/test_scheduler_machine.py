@@ -137,13 +137,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         lag=st.integers(0, 2),
         burst=st.sampled_from([1, 1, 3]),
         goal=st.sampled_from(Goal),
-        seats_a_gathering=st.integers(1, 5),
+        seats_per_free_seat=st.integers(1, 5),
     )
-    def start(self, limits: dict, lag: int, burst: int, goal: Goal, seats_a_gathering: int):
-        # Of so few seats as here all would join at once.
-        self.patch = patch.object(admission, "_SEATS_A_GATHERING", seats_a_gathering)
-        self.patch.start()
+    def start(self, limits: dict, lag: int, burst: int, goal: Goal, seats_per_free_seat: int):
         self.driver = Driver(make_scheduler(**limits), lag, burst, goal)
+        # Of so few seats as here all would join at once.
+        self.patch = patch.object(admission, "_SEATS_PER_FREE_SEAT", seats_per_free_seat)
+        self.patch.start()
         self.turn = Turn(self.driver)
         self.num_added = 0
         self.pins: dict[int, tuple[list[int], str | None]] = {}

@@ -92,6 +92,34 @@ def test_who_comes_and_goes_at_random_turns_changes_no_answer(engines: Engines, 
     assert ended == {i: want[i] for i in range(len(PROMPTS)) if i not in aborted}
 
 
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_who_waits_or_gives_way_beside_bursts_of_a_generation_is_served(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, mode: str
+):
+    """More prompts than seats, and too few blocks for those."""
+    options = {"num_blocks": 25, "max_model_len": 120, "preemption_mode": mode}
+    bursts = engines(num_scheduler_steps=BURST, scheduling_policy="priority", **options)
+    single = engines(async_scheduling=False, max_model_len=120)
+    loop, waiting = bursts._loop, list[int]()
+    launch = loop._runner.launch_burst
+
+    def note(plans: Any, sampling: Any) -> Any:
+        waiting.append(loop.scheduler.num_waiting)
+        return launch(plans, sampling)
+
+    monkeypatch.setattr(loop._runner, "launch_burst", note)
+    kinds = [
+        SamplingParams(temperature=i % 2, top_k=5, seed=i, max_tokens=10 + i, ignore_eos=True)
+        for i in range(len(PROMPTS))
+    ]
+    want = [answers(output) for output in single.generate(PROMPTS, kinds)]
+    before = bursts.stats().num_preemptions
+    outputs = bursts.generate(PROMPTS, kinds, priority=[i % 3 for i in range(len(PROMPTS))])
+    assert [answers(output) for output in outputs] == want
+    assert bursts.stats().num_preemptions > before
+    assert max(waiting) > 0
+
+
 @pytest.mark.parametrize("own", [{"temperature": 0.0}, {"temperature": 1.0, "top_k": 5, "seed": 1}])
 @pytest.mark.parametrize("max_tokens", [1, 2, BURST + 1, 2 * BURST + 1, 20])
 def test_one_request_runs_in_bursts_to_its_last_token(
