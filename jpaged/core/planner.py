@@ -45,9 +45,7 @@ class Planner:
             except Exception as error:
                 self._note_fault(head, error)
         self._continue_running(draft)
-        if draft.has_preempted:
-            return
-        if self._may_join(draft):
+        if not draft.has_preempted and self._may_join(draft):
             self._admit_waiting(draft)
 
     def take_preempted(self) -> tuple[str, ...]:
