@@ -75,7 +75,7 @@ class Admission:
         prompts pays.
 
         Such a step takes longer than its tokens account for, and the seats left free meanwhile cost
-        little: with 8 of 256 case B of Qwen3-0.6B has 36 such steps instead of 168.
+        little: as the scheduler plans case B (bench/throughput.py), 36 such steps instead of 168.
         """
         num_wanted = min(num_waiting, self._config.max_num_seqs // _SEATS_PER_FREE_SEAT)
         return not self._running or self._has_free_seats(num_wanted)

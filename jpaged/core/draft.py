@@ -9,7 +9,7 @@ class StepDraft:
     """Collects a step's sequences until its budget of tokens is spent."""
 
     __slots__ = (
-        "_budget",
+        "_limit",
         "block_copies",
         "budget",
         "goal",
@@ -20,7 +20,7 @@ class StepDraft:
     )
 
     def __init__(self, budget: int, goal: Goal):
-        self._budget = self.budget = budget  # at first, and tokens left
+        self._limit = self.budget = budget  # of tokens, and how many are left of it
         self.goal = goal
         self.scheduled: list[ScheduledSequence] = []
         self.joined: set[Sequence] = set()  # those that get a device row with this step
@@ -31,7 +31,7 @@ class StepDraft:
     @property
     def has_prompts(self) -> bool:
         """Whether a sequence computes more than one token."""
-        return self._budget - self.budget > len(self.scheduled)
+        return self._limit - self.budget > len(self.scheduled)
 
     def place(self, sequence: Sequence, num_tokens: int, changes: BlockChanges) -> None:
         """Give `sequence`, whose blocks are seen to, `num_tokens` of the step."""
