@@ -27,7 +27,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.loader import model_shapes, read_config
 from jpaged.runtime.programs import ProgramBuilder
 from jpaged.runtime.recipe import Name, Recipe
-from jpaged.runtime.recipes import Shapes, SplitModel, recipes, recipes_without_pool
+from jpaged.runtime.recipes import Shapes, SplitModel, recipes
 from jpaged.runtime.shared_calls import SharedCalls
 from jpaged.runtime_config import RuntimeConfig
 from jpaged.sizing import step_buckets
@@ -35,6 +35,17 @@ from pallas_kernels import Backend
 
 _NICENESS = 5
 """Behind the engine's own process, which loads the model and sizes the pool meanwhile."""
+
+_SECONDS = {
+    "decode": (5.5, 0.0),
+    "decode_burst": (8.0, 0.0),
+    "prefill": (5.0, 4.5),
+    "sample": (2.3, 0.0),
+}
+"""What a processor takes to compile a program of a kind, and once more what those that stay
+together have in common (Qwen3-0.6B, H200: bench/NOTES.md). Shares are made equal by it."""
+
+_SECONDS_OF_OTHERS = 0.5, 0.0
 
 
 @dataclass(frozen=True)
@@ -73,13 +84,28 @@ def runtime_of(numbers: Mapping[str, Any]) -> RuntimeConfig:
 
 
 def share_of(made: Iterable[Recipe], share: int, of: int) -> list[Recipe]:
-    """Every `of`-th of an engine's programs from `share` on; those that have kernels in common, as
-    sampling levels of a batch or batches of as many tokens, count as one and stay together."""
+    """A share of an engine's programs, of `of` that take about as long: what begins first is dealt
+    out first, and then the longest.
+
+    Programs that have kernels in common, as sampling levels of a batch or batches of as many
+    tokens, stay together.
+    """
     groups: dict[Name, list[Recipe]] = {}
     for recipe in made:
         kind, key = recipe.name
         groups.setdefault((kind, key[0] if isinstance(key, tuple) else key), []).append(recipe)
-    return [recipe for group in list(groups.values())[share::of] for recipe in group]
+    shares, loads = [list[Recipe]() for _ in range(of)], [0.0] * of
+    for group in sorted(groups.values(), key=lambda it: (it[0].needs_pool, -_seconds(it))):
+        least = loads.index(min(loads))
+        shares[least] += group
+        loads[least] += _seconds(group)
+    return shares[share]
+
+
+def _seconds(group: list[Recipe]) -> float:
+    kind, _ = group[0].name
+    each, shared = _SECONDS.get(kind, _SECONDS_OF_OTHERS)
+    return each * len(group) + shared
 
 
 def compile_share(order: Order, wait_for_runtime: Callable[[], RuntimeConfig]) -> Iterator[Name]:
@@ -106,16 +132,13 @@ def compile_share(order: Order, wait_for_runtime: Callable[[], RuntimeConfig]) -
     split, limits = SplitModel.of(draft), runtime_of(order.limits)
     shared = SharedCalls(limits.backend)
 
-    def step(runtime: RuntimeConfig) -> tuple:
-        shapes = Shapes.of(split, model_config, runtime, dtype)
-        return split, shapes, runtime, step_buckets(runtime), shared
-
     def own(runtime: RuntimeConfig) -> list[Recipe]:
-        return share_of(recipes(*step(runtime)), order.share, order.of)
+        shapes = Shapes.of(split, model_config, runtime, dtype)
+        made = recipes(split, shapes, runtime, step_buckets(runtime), shared)
+        return share_of(made, order.share, order.of)
 
     with ProgramBuilder(order.threads, store) as builder:
-        poolless = {recipe.name for recipe in recipes_without_pool(*step(limits))}
-        builder.add(recipe for recipe in own(limits) if recipe.name in poolless)
+        builder.add(recipe for recipe in own(limits) if not recipe.needs_pool)
         builder.add(own(wait_for_runtime()))
         for name, _ in builder.built():
             yield name

@@ -7,7 +7,7 @@ while serving: a shape that was not foreseen is an error, not a pause.
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from queue import PriorityQueue
+from queue import PriorityQueue, SimpleQueue
 from threading import Event
 from typing import Any, TypeVar
 
@@ -107,6 +107,7 @@ class ProgramBuilder:
         self._tracer, self._compilers = ThreadPoolExecutor(1), ThreadPoolExecutor(threads)
         self._measurers = ThreadPoolExecutor(_MEASURERS)
         self._building: dict[Name, Future[Future[Any]]] = {}
+        self._ended: SimpleQueue[Name] = SimpleQueue()
         self._untraced: PriorityQueue[_Untraced] = PriorityQueue()
         self._first_with: dict[Any, Future[Any]] = {}  # by products; the tracer's own
         self._may_compile = Event()
@@ -132,9 +133,10 @@ class ProgramBuilder:
                 self._submit(self._tracer, self._trace_next)
 
     def built(self) -> Iterator[tuple[Name, Any]]:
-        """Wait for each that was added."""
-        for name, compiling in self._building.items():
-            yield name, compiling.result().result()
+        """Each that was added, as soon as it is compiled; to be asked for once."""
+        for _ in range(len(self._building)):
+            name = self._ended.get()
+            yield name, self._building[name].result().result()
 
     def programs(self) -> Programs:
         """Wait for all that were added."""
@@ -178,10 +180,15 @@ class ProgramBuilder:
 
     def _trace_next(self) -> None:
         untraced = self._untraced.get()
+        name = untraced.recipe.name
         try:
-            untraced.tracing.set_result(self._trace(untraced.recipe))
+            compiling = self._trace(untraced.recipe)
         except BaseException as error:
             untraced.tracing.set_exception(error)
+            self._ended.put(name)
+        else:
+            untraced.tracing.set_result(compiling)
+            compiling.add_done_callback(lambda _: self._ended.put(name))
 
     def _trace(self, recipe: Recipe) -> Future[Any]:
         lowered = lower(recipe, self._store)

@@ -19,6 +19,8 @@ KERNEL_CALLS = [
 Name = tuple[str, Any]
 """A program's kind and its key among those."""
 
+_POOLLESS_KINDS = "prompt_logprobs", "sample"
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -34,6 +36,12 @@ class Recipe:
     keywords: Mapping[str, Any] = field(default_factory=dict)
     donate: tuple[str, ...] = ()
     products: tuple[str, int] | None = None
+
+    @property
+    def needs_pool(self) -> bool:
+        """Whether it is begun only when the pool's size is known; the others are the same
+        whatever that is."""
+        return self.name[0] not in _POOLLESS_KINDS
 
     @property
     def step(self) -> Any:
