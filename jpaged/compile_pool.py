@@ -131,12 +131,15 @@ class CompilePool:
         self._orders, self._store, self._say = orders, store, say
         self._errors = None if verbose else subprocess.DEVNULL
         self._tried, self._workers = False, list[_Worker]()
+        self._starting, self._closed = threading.Lock(), False
         self._told: SimpleQueue[tuple[int, dict[str, str] | None]] = SimpleQueue()
 
     def __enter__(self) -> "CompilePool":
         return self
 
     def __exit__(self, *_: object) -> None:
+        with self._starting:  # another thread may be at it; there are no more after this
+            self._closed = True
         for worker in self._workers:
             worker.process.kill()
         for worker in self._workers:
@@ -147,12 +150,13 @@ class CompilePool:
     def start(self, limits: RuntimeConfig) -> bool:
         """Begin with the programs that have no part in the pool; False if there are no workers."""
         self._tried = True
-        for order in self._orders:
-            try:
-                self._start_one(replace(order, limits=asdict(limits)))
-            except (OSError, RuntimeError) as error:  # no more processes, or threads
-                self._say(f"no process to compile in could be started: {error}")
-                break
+        with self._starting:
+            for order in () if self._closed else self._orders:
+                try:
+                    self._start_one(replace(order, limits=asdict(limits)))
+                except (OSError, RuntimeError) as error:  # no more processes, or threads
+                    self._say(f"no process to compile in could be started: {error}")
+                    break
         return bool(self._workers)
 
     def compiled(

@@ -2,7 +2,7 @@
 
 import json
 import os
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from jpaged.reporter import Reporter
 from jpaged.runtime.kv_cache import MemoryAccount
 from jpaged.runtime.model_runner import ModelRunner
 from jpaged.runtime.programs import ProgramBuilder
-from jpaged.runtime.recipes import SplitModel, recipes
+from jpaged.runtime.recipes import Shapes, SplitModel, recipes
 from jpaged.runtime.shared_calls import SharedCalls
 from jpaged.runtime.thread_settings import ThreadSettings
 from jpaged.runtime.timing import measure_costs
@@ -75,21 +75,31 @@ def _build_parts(config: EngineConfig) -> EngineParts:
     measured = record.has(draft_split.leaves, sizing.step_rows)
     orders = make_orders(config, folder, dtype, device, store, measured=measured)
     pool = CompilePool(orders, store, reporter.say, verbose=config.verbose)
-    with pool, ThreadPoolExecutor(2) as beside, builder:
+
+    def size() -> tuple[RuntimeConfig, MemoryAccount, Shapes]:
+        return sizing.fit(sizing.workspace(builder, shared, pool.start))
+
+    def begin_programs(sized: Future[tuple[RuntimeConfig, MemoryAccount, Shapes]]) -> None:
+        runtime, _, shapes = sized.result()
+        needed = recipes(draft_split, shapes, runtime, step_buckets(runtime), shared)
+        builder.add(pool.compiled(needed, runtime, progress))
+
+    with ThreadPoolExecutor(3) as beside, pool, builder:
         run = ThreadSettings().run
-        workspace = beside.submit(run, sizing.workspace, builder, shared, pool.start)
+        sized = beside.submit(run, size)
+        # What has to be measured waits until the device does nothing else.
+        begun = beside.submit(run, begin_programs, sized) if measured else None
         with reporter.phase(f"loading {folder.name} as {dtype.name}"):
             text = beside.submit(Tokenizer.from_folder, folder) if config.tokenizer_needed else None
             split = _load(config, folder, model_config, dtype)
             tokenizer = text.result() if text is not None else None
         eos = _eos_token_ids(folder, model_config, tokenizer)
         with reporter.phase("sizing the pool"):
-            runtime, account, shapes = sizing.fit(workspace.result())
+            runtime, account, shapes = sized.result()
         for line in _describe(runtime, account, device):
             reporter.say(line)
         with reporter.phase("compiling"):
-            needed = recipes(split, shapes, runtime, step_buckets(runtime), shared)
-            builder.add(pool.compiled(needed, runtime, progress))
+            begun.result() if begun is not None else begin_programs(sized)
             programs = builder.programs()
     with reporter.phase("warming up"):
         runner = ModelRunner(split, shapes, runtime, step_buckets(runtime), programs, eos)
