@@ -21,7 +21,7 @@ from jpaged.engine_loop import EngineLoop
 from jpaged.intake import Intake
 from jpaged.models.config import ModelConfig
 from jpaged.models.registry import model_class
-from jpaged.runtime.buckets import Buckets, make_buckets
+from jpaged.runtime.buckets import Buckets, make_buckets, round_up
 from jpaged.runtime.model_runner import ModelRunner
 from jpaged.runtime.programs import Programs
 from jpaged.runtime.recipes import Shapes, SplitModel
@@ -117,16 +117,15 @@ def make_runner(runtime: RuntimeConfig, clock: Clock) -> ModelRunner:
 def null_programs(buckets: Buckets, clock: "Clock") -> Programs:
     """Programs that compute nothing; calling one counts as "dispatch"."""
     shapes = buckets.prefill_shapes
-    sizes = {*buckets.decode_seqs, *(seqs for _, seqs in shapes)}
 
     def stubs(run: Callable, keys: Iterable, size_of: Callable[[Any], Any]) -> dict:
         return {key: clock.timed("dispatch", partial(run, size_of(key))) for key in keys}
 
-    tokens = {size: jnp.full(size, TOKEN, jnp.int32) for size in sizes}
-    levels = [(size, level) for size in sizes for level in SamplerLevel]
+    tokens = {size: jnp.full(size, TOKEN, jnp.int32) for size in buckets.sample_seqs}
+    levels = [(size, level) for size in tokens for level in SamplerLevel]
     return Programs(
         decode_burst={},
-        decode=stubs(_decode, buckets.decode_seqs, lambda seqs: seqs),
+        decode=stubs(_decode, buckets.decode_seqs, partial(round_up, buckets.sample_seqs)),
         prefill=stubs(_prefill, shapes, lambda shape: shape),
         sample=stubs(_sample, levels, lambda key: tokens[key[0]]),
         prompt_logprobs={},

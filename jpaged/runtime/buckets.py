@@ -49,6 +49,13 @@ class Buckets:
         return goal is Goal.THROUGHPUT and unpadded in self.burst_seqs
 
     @property
+    def sample_seqs(self) -> tuple[int, ...]:
+        """Rows of the logits that steps leave: fewer sizes than batches have, since each is a
+        program for every sampling level. Padding takes 2 % of a step at most."""
+        last = self.decode_seqs[-1]
+        return tuple(seqs for seqs in self.decode_seqs if _is_power_of_two(seqs) or seqs == last)
+
+    @property
     def prefill_tokens(self) -> tuple[int, ...]:
         """Total tokens of prefill steps."""
         return tuple(sorted({tokens for tokens, _ in self.prefill_shapes}))

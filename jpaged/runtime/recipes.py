@@ -12,7 +12,7 @@ from jax import export
 
 from jpaged.models.config import ModelConfig
 from jpaged.runtime.batch import decode_packed_shape, prefill_packed_shape
-from jpaged.runtime.buckets import Buckets
+from jpaged.runtime.buckets import Buckets, round_up
 from jpaged.runtime.kv_cache import make_pool
 from jpaged.runtime.recipe import Recipe
 from jpaged.runtime.sampler import Sampled, SamplerLevel, TokenLogprobs
@@ -118,7 +118,7 @@ def recipes(
     shared = shared or SharedCalls(config.backend)
     smallest, *larger = buckets.decode_seqs
     for seqs in (smallest, *reversed(larger)):
-        yield _decode(split, shapes, config, seqs)
+        yield _decode(split, shapes, config, seqs, round_up(buckets.sample_seqs, seqs))
         if seqs in buckets.burst_seqs:
             for level in BURST_LEVELS:
                 yield _decode_burst(split, shapes, config, seqs, level, shared)
@@ -143,7 +143,7 @@ def recipes_without_pool(
     """Those of `recipes` that are the same whatever the pool's size."""
     for tokens in buckets.prefill_tokens:
         yield _prompt_logprobs(split, shapes, config, tokens)
-    for seqs in sorted({*buckets.decode_seqs, *buckets.prefill_seqs}):
+    for seqs in buckets.sample_seqs:
         for level in reversed(sampler_levels(config)):
             yield sample_recipe(shapes, config, seqs, level, shared)
 
@@ -155,9 +155,11 @@ def sampler_levels(config: RuntimeConfig) -> tuple[SamplerLevel, ...]:
     return tuple(SamplerLevel)
 
 
-def _decode(split: SplitModel, shapes: Shapes, config: RuntimeConfig, seqs: int) -> Recipe:
-    step = split.bind(decode_step, backend=config.backend)
-    packed = _int32(*decode_packed_shape(seqs))
+def _decode(
+    split: SplitModel, shapes: Shapes, config: RuntimeConfig, seqs: int, rows: int
+) -> Recipe:
+    step = split.bind(decode_step, batch_size=seqs, backend=config.backend)
+    packed = _int32(*decode_packed_shape(rows))
     keywords = {"state": shapes.kv, "last_tokens": shapes.last_tokens, "packed": packed}
     name, products = ("decode", seqs), _products(config, seqs)
     return Recipe(name, step, (shapes.leaves,), keywords, ("state",), products)

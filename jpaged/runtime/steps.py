@@ -58,23 +58,26 @@ def decode_step(
     model: BoundModel,
     state: KVState,
     last_tokens: Int32[Array, "R"],
-    packed: Int32[Array, "B C"],
+    packed: Int32[Array, "S C"],
     *,
+    batch_size: int,
     backend: Backend,
-) -> tuple[Float32[Array, "B V"], SampleInputs, KVState]:
+) -> tuple[Float32[Array, "S V"], SampleInputs, KVState]:
     """One token of every sequence.
 
     Args:
         model: The model with its parameters.
         state: The KV pool and the block tables (donate it).
         last_tokens: The token each row sampled last.
-        packed: The batch (`jpaged.runtime.batch.pack_decode`).
+        packed: The batch (`jpaged.runtime.batch.pack_decode`), padded to as many rows as logits
+            are to have (S).
+        batch_size: How many of these may be sequences (B), static; the others are padding.
         backend: The kernels' implementation.
 
     Returns:
         The logits that follow each sequence's token, what sampling needs, and the new state.
     """
-    batch = unpack_decode(packed)
+    batch = unpack_decode(packed[:batch_size])
     tables = state.block_tables.at[batch.rows, batch.block_indices].set(
         batch.block_ids, mode="drop"
     )
@@ -90,7 +93,9 @@ def decode_step(
         backend=backend,
     )
     hidden, pool = model(tokens, positions, state.pool, attention)
-    inputs = SampleInputs(batch.rows, batch.counted, batch.sampling, batch.seq_lens)
+    hidden = jnp.pad(hidden, ((0, packed.shape[0] - batch_size), (0, 0)))
+    padded = unpack_decode(packed)
+    inputs = SampleInputs(padded.rows, padded.counted, padded.sampling, padded.seq_lens)
     return model.logits(hidden), inputs, KVState(pool, tables)
 
 
@@ -163,7 +168,10 @@ def decode_burst_step(
 
     def run(i, carry):
         tokens, last, kv = carry
-        logits, inputs, kv = decode_step(model, kv, last, packed[i], backend=backend)
+        size = packed.shape[1]
+        logits, inputs, kv = decode_step(
+            model, kv, last, packed[i], batch_size=size, backend=backend
+        )
         options = {"level": level, "backend": backend, "max_logprobs": 0, "shared": shared}
         sampled, last, _ = sample_step(logits, inputs, last, None, **options)
         return tokens.at[i].set(sampled.token_ids), last, kv

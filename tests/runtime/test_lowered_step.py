@@ -15,6 +15,7 @@ from jax import export
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from bench.common import SHAPES
+from jpaged.compile_worker import share_of
 from jpaged.models.config import ModelConfig
 from jpaged.models.loader import model_shapes
 from jpaged.runtime.recipe import Recipe
@@ -34,7 +35,7 @@ NUM_LAYERS = 4
 KERNELS_A_LAYER, PRODUCTS_A_LAYER = 4, 4
 # The first layer adds nothing before its norm; the last norm adds. The output head is a product.
 KERNELS_BESIDE, PRODUCTS_BESIDE = 0, 1
-NUM_PROGRAMS = 99
+NUM_PROGRAMS = 84
 BURST = "decode_burst", (8, SamplerLevel.GREEDY)
 
 
@@ -212,3 +213,14 @@ def _num_reused(text: str) -> int:
 
 def test_no_more_programs_than_recorded():
     assert len(all_recipes("qwen3-0.6b", 1)) <= NUM_PROGRAMS
+
+
+def test_each_worker_has_something_to_begin_with_and_as_much_to_do():
+    """Of those that compile for a start: none has several of the long ones."""
+    made = [*all_recipes("qwen3-0.6b", 1).values()]
+    shares = [share_of(made, i, 8) for i in range(8)]
+    assert Counter(it.name for share in shares for it in share) == Counter(it.name for it in made)
+    assert not any(share[0].needs_pool for share in shares)
+    for kind, most in (("decode_burst", 1), ("prefill", 2), ("sample", 1)):
+        keys = [{it.name[1][0] for it in share if it.name[0] == kind} for share in shares]
+        assert max(len(own) for own in keys) == most
