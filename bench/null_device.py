@@ -21,7 +21,7 @@ from jpaged.engine_loop import EngineLoop
 from jpaged.intake import Intake
 from jpaged.models.config import ModelConfig
 from jpaged.models.registry import model_class
-from jpaged.runtime.buckets import Buckets, make_buckets, round_up
+from jpaged.runtime.buckets import Buckets, make_buckets
 from jpaged.runtime.model_runner import ModelRunner
 from jpaged.runtime.programs import Programs
 from jpaged.runtime.recipes import Shapes, SplitModel
@@ -125,7 +125,7 @@ def null_programs(buckets: Buckets, clock: "Clock") -> Programs:
     levels = [(size, level) for size in tokens for level in SamplerLevel]
     return Programs(
         decode_burst={},
-        decode=stubs(_decode, buckets.decode_seqs, partial(round_up, buckets.sample_seqs)),
+        decode=stubs(_decode, buckets.decode_seqs, buckets.logits_rows),
         prefill=stubs(_prefill, shapes, lambda shape: shape),
         sample=stubs(_sample, levels, lambda key: tokens[key[0]]),
         prompt_logprobs={},

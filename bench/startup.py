@@ -5,7 +5,8 @@
 
 Each start is a process of its own. The shapes have random weights and an engine as in the other
 benchmarks; `--model embedded` runs `python -m jpaged` with the model that ships inside.
-Phases as the engine tells them; "other" is what is between them.
+Phases as the engine tells them: sizing and compiling begin before the model is loaded, and what is
+told of them is how long the start still waits for them then. "other" is what is between phases.
 """
 
 import argparse

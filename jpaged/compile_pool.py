@@ -43,18 +43,18 @@ main(int(sys.argv[2]))
 """
 
 
-def choose_workers(config: EngineConfig, device: Any, *, measured: bool) -> int:
+def choose_workers(config: EngineConfig, device: Any, *, recorded: bool) -> int:
     """How many processes are to compile beside the engine's own.
 
     Args:
         config: The caller's wishes.
         device: What the engine runs on.
-        measured: XLA finds all that it would measure on the device; processes that measure at once
-            would measure each other.
+        recorded: XLA finds what it would measure of products on the device; processes that measure
+            at once would measure each other.
     """
     if config.num_compile_workers is not None:
         return config.num_compile_workers
-    if device.platform == "cpu" or not measured:
+    if device.platform == "cpu" or not recorded:
         return 0
     held, fraction = device_bytes(device) or 0, _client_options().get("memory_fraction")
     if fraction is None:  # nobody knows what is left of the device
@@ -71,7 +71,7 @@ def make_orders(
     device: Any,
     store: ProgramStore | None,
     *,
-    measured: bool,
+    recorded: bool,
 ) -> list[Order]:
     """One for each worker, to make the programs that this thread would right after its store.
 
@@ -81,12 +81,12 @@ def make_orders(
         dtype: Of weights and pool.
         device: What the engine runs on.
         store: Where workers leave what they lower, and the engine finds it.
-        measured: As of `choose_workers`.
+        recorded: As of `choose_workers`.
 
     Returns:
         None at all where what workers compile would not be found, or no Python is to be had.
     """
-    num_workers = choose_workers(config, device, measured=measured)
+    num_workers = choose_workers(config, device, recorded=recorded)
     is_frozen = getattr(sys, "frozen", False)  # then that is the caller's own program
     if not num_workers or store is None or not _caches() or not sys.executable or is_frozen:
         return []
@@ -151,7 +151,9 @@ class CompilePool:
         """Begin with the programs that have no part in the pool; False if there are no workers."""
         self._tried = True
         with self._starting:
-            for order in () if self._closed else self._orders:
+            if self._closed:
+                return False
+            for order in self._orders:
                 try:
                     self._start_one(replace(order, limits=asdict(limits)))
                 except (OSError, RuntimeError) as error:  # no more processes, or threads
@@ -248,7 +250,7 @@ def worker_command(pipe: int) -> list[str]:
 
 
 def _send(process: subprocess.Popen[str], line: dict[str, Any]) -> None:
-    with suppress(OSError):  # it has ended, and the listener says so
+    with suppress(OSError, ValueError):  # it has ended, and the listener says so
         print(json.dumps(line, default=operator.index), file=process.stdin, flush=True)
 
 

@@ -27,7 +27,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.loader import model_shapes, read_config
 from jpaged.runtime.programs import ProgramBuilder
 from jpaged.runtime.recipe import Name, Recipe
-from jpaged.runtime.recipes import Shapes, SplitModel, recipes
+from jpaged.runtime.recipes import Shapes, SplitModel, recipes, recipes_without_pool
 from jpaged.runtime.shared_calls import SharedCalls
 from jpaged.runtime_config import RuntimeConfig
 from jpaged.sizing import step_buckets
@@ -84,11 +84,11 @@ def runtime_of(numbers: Mapping[str, Any]) -> RuntimeConfig:
 
 
 def share_of(made: Iterable[Recipe], share: int, of: int) -> list[Recipe]:
-    """A share of an engine's programs, of `of` that take about as long: what begins first is dealt
-    out first, and then the longest.
+    """A share of an engine's programs, of `of` that take about as long.
 
-    Programs that have kernels in common, as sampling levels of a batch or batches of as many
-    tokens, stay together.
+    Dealt out first is what needs no pool, so those are the same shares by themselves, then the
+    longest. Programs that have kernels in common, as sampling levels of a batch or batches of as
+    many tokens, stay together.
     """
     groups: dict[Name, list[Recipe]] = {}
     for recipe in made:
@@ -132,14 +132,14 @@ def compile_share(order: Order, wait_for_runtime: Callable[[], RuntimeConfig]) -
     split, limits = SplitModel.of(draft), runtime_of(order.limits)
     shared = SharedCalls(limits.backend)
 
-    def own(runtime: RuntimeConfig) -> list[Recipe]:
+    def own(recipes_of: Callable[..., Iterable[Recipe]], runtime: RuntimeConfig) -> list[Recipe]:
         shapes = Shapes.of(split, model_config, runtime, dtype)
-        made = recipes(split, shapes, runtime, step_buckets(runtime), shared)
+        made = recipes_of(split, shapes, runtime, step_buckets(runtime), shared)
         return share_of(made, order.share, order.of)
 
     with ProgramBuilder(order.threads, store) as builder:
-        builder.add(recipe for recipe in own(limits) if not recipe.needs_pool)
-        builder.add(own(wait_for_runtime()))
+        builder.add(own(recipes_without_pool, limits))
+        builder.add(own(recipes, wait_for_runtime()))
         for name, _ in builder.built():
             yield name
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -44,6 +44,14 @@ places for these with their guards (`jpaged.runtime.small_buffers`), and the all
 _STEPS_IN_FLIGHT = 2
 """Large steps whose workspaces can exist at once: the one that runs and the one launched behind it.
 Steps that a burst would have may be more; they decode, and their logits are counted."""
+
+
+class Sized(NamedTuple):
+    """Every number settled."""
+
+    runtime: RuntimeConfig
+    account: MemoryAccount
+    shapes: Shapes
 
 
 class Sizing:
@@ -112,7 +120,7 @@ class Sizing:
 
         return builder.workspace(largest_step_recipes(*step), meanwhile)
 
-    def fit(self, workspace: int) -> tuple[RuntimeConfig, MemoryAccount, Shapes]:
+    def fit(self, workspace: int) -> Sized:
         """The numbers, the memory, and the shapes of what lives on the device.
 
         Raises:
@@ -135,7 +143,8 @@ class Sizing:
                 + "\nlower num_blocks, kv_cache_memory_bytes, max_num_batched_tokens or "
                 "max_num_seqs, or raise gpu_memory_utilization"
             )
-        return runtime, account, Shapes.of(self._split, self._model, runtime, self._dtype)
+        shapes = Shapes.of(self._split, self._model, runtime, self._dtype)
+        return Sized(runtime, account, shapes)
 
     @cached_property
     def _draft_shapes(self) -> Shapes:

@@ -2,9 +2,11 @@
 
 import json
 import os
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +25,13 @@ from jpaged.recorded_products import offer_recorded_products
 from jpaged.reporter import Reporter
 from jpaged.runtime.kv_cache import MemoryAccount
 from jpaged.runtime.model_runner import ModelRunner
-from jpaged.runtime.programs import ProgramBuilder
-from jpaged.runtime.recipes import Shapes, SplitModel, recipes
+from jpaged.runtime.programs import ProgramBuilder, Programs
+from jpaged.runtime.recipes import SplitModel, recipes
 from jpaged.runtime.shared_calls import SharedCalls
 from jpaged.runtime.thread_settings import ThreadSettings
 from jpaged.runtime.timing import measure_costs
 from jpaged.runtime_config import RuntimeConfig
-from jpaged.sizing import Sizing, step_buckets
+from jpaged.sizing import Sized, Sizing, step_buckets
 from jpaged.tokenizer import Tokenizer
 from pallas_kernels import select_backend
 
@@ -59,6 +61,63 @@ def build_parts(config: EngineConfig) -> EngineParts:
 
 def _build_parts(config: EngineConfig) -> EngineParts:
     reporter = Reporter(config.verbose)
+    start = _prepare(config, reporter)
+    loaded, sized, programs = _load_beside_programs(config, start, reporter)
+    runtime = sized.runtime
+    with reporter.phase("warming up"):
+        buckets = step_buckets(runtime)
+        runner = ModelRunner(loaded.split, sized.shapes, runtime, buckets, programs, loaded.eos)
+        runner.warm_up()
+    for line in sized.account.beside(start.device.memory_stats() or {}):
+        reporter.say(line)
+    pressure = _choose_pressure(config, runtime, runner, reporter)
+    return EngineParts(
+        folder=start.folder,
+        intake=_make_intake(config, runtime, loaded.tokenizer, loaded.eos),
+        model_config=start.model_config,
+        runtime_config=runtime,
+        memory_account=sized.account,
+        scheduler=_make_scheduler(config, runtime, pressure),
+        runner=runner,
+    )
+
+
+class _Loaded(NamedTuple):
+    """What the checkpoint brings."""
+
+    split: SplitModel
+    tokenizer: Tokenizer | None
+    eos: frozenset[int]
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What an engine's start has before the model is loaded, and how it goes on without it."""
+
+    folder: Path
+    model_config: ModelConfig
+    dtype: jnp.dtype
+    device: Any
+    draft: SplitModel  # shapes in its parameters' places
+    sizing: Sizing
+    shared: SharedCalls
+    builder: ProgramBuilder
+    pool: CompilePool
+    progress: Callable[[int, int], None]
+    recorded: bool  # whatever XLA would measure of its products
+
+    def size(self) -> Sized:
+        """Settle the numbers; where that needs a compilation, workers begin meanwhile."""
+        return self.sizing.fit(self.sizing.workspace(self.builder, self.shared, self.pool.start))
+
+    def add_programs(self, sized: Future[Sized]) -> None:
+        """Have every program built, when the numbers are settled."""
+        runtime, _, shapes = sized.result()
+        needed = recipes(self.draft, shapes, runtime, step_buckets(runtime), self.shared)
+        self.builder.add(self.pool.compiled(needed, runtime, self.progress))
+
+
+def _prepare(config: EngineConfig, reporter: Reporter) -> _Start:
     with reporter.phase("starting the device"):
         prepare_jax(config)
         device = jax.local_devices()[0]
@@ -66,65 +125,56 @@ def _build_parts(config: EngineConfig) -> EngineParts:
     folder = resolve_checkpoint(config.model or EMBEDDED_MODEL)
     model_config = ModelConfig.from_hf(read_config(folder))
     dtype = _resolve_dtype(config.dtype, model_config, device.platform)
-    draft = model_shapes(model_config, dtype)
-    store = program_store(config.compilation_cache_dir, model_config, draft, device)
-    draft_split = SplitModel.of(draft)
-    sizing = Sizing(config, model_config, draft_split, dtype, device)
-    shared, progress = SharedCalls(select_backend(device.platform)), _Progress(reporter)
-    builder = ProgramBuilder(os.cpu_count() or 1, store, progress)
-    measured = record.has(draft_split.leaves, sizing.step_rows)
-    orders = make_orders(config, folder, dtype, device, store, measured=measured)
-    pool = CompilePool(orders, store, reporter.say, verbose=config.verbose)
-
-    def size() -> tuple[RuntimeConfig, MemoryAccount, Shapes]:
-        return sizing.fit(sizing.workspace(builder, shared, pool.start))
-
-    def begin_programs(sized: Future[tuple[RuntimeConfig, MemoryAccount, Shapes]]) -> None:
-        runtime, _, shapes = sized.result()
-        needed = recipes(draft_split, shapes, runtime, step_buckets(runtime), shared)
-        builder.add(pool.compiled(needed, runtime, progress))
-
-    with ThreadPoolExecutor(3) as beside, pool, builder:
-        run = ThreadSettings().run
-        sized = beside.submit(run, size)
-        # What has to be measured waits until the device does nothing else.
-        begun = beside.submit(run, begin_programs, sized) if measured else None
-        with reporter.phase(f"loading {folder.name} as {dtype.name}"):
-            text = beside.submit(Tokenizer.from_folder, folder) if config.tokenizer_needed else None
-            split = _load(config, folder, model_config, dtype)
-            tokenizer = text.result() if text is not None else None
-        eos = _eos_token_ids(folder, model_config, tokenizer)
-        with reporter.phase("sizing the pool"):
-            runtime, account, shapes = sized.result()
-        for line in _describe(runtime, account, device):
-            reporter.say(line)
-        with reporter.phase("compiling"):
-            begun.result() if begun is not None else begin_programs(sized)
-            programs = builder.programs()
-    with reporter.phase("warming up"):
-        runner = ModelRunner(split, shapes, runtime, step_buckets(runtime), programs, eos)
-        runner.warm_up()
-    for line in account.beside(device.memory_stats() or {}):
-        reporter.say(line)
-    pressure = _choose_pressure(config, runtime, runner, reporter)
-    return EngineParts(
+    model = model_shapes(model_config, dtype)
+    draft, progress = SplitModel.of(model), _Progress(reporter)
+    store = program_store(config.compilation_cache_dir, model_config, model, device)
+    sizing = Sizing(config, model_config, draft, dtype, device)
+    recorded = record.has(draft.leaves, sizing.step_rows)
+    orders = make_orders(config, folder, dtype, device, store, recorded=recorded)
+    return _Start(
         folder=folder,
-        intake=_make_intake(config, runtime, tokenizer, eos),
         model_config=model_config,
-        runtime_config=runtime,
-        memory_account=account,
-        scheduler=_make_scheduler(config, runtime, pressure),
-        runner=runner,
+        dtype=dtype,
+        device=device,
+        draft=draft,
+        sizing=sizing,
+        shared=SharedCalls(select_backend(device.platform)),
+        builder=ProgramBuilder(os.cpu_count() or 1, store, progress),
+        pool=CompilePool(orders, store, reporter.say, verbose=config.verbose),
+        progress=progress,
+        recorded=recorded,
     )
 
 
-def _load(
-    config: EngineConfig, folder: Path, model_config: ModelConfig, dtype: jnp.dtype
-) -> SplitModel:
-    options = {"dtype": dtype, "load_format": config.load_format, "seed": config.seed}
-    split = SplitModel.of(load_model(folder, model_config, **options))
+def _load_beside_programs(
+    config: EngineConfig, start: _Start, reporter: Reporter
+) -> tuple[_Loaded, Sized, Programs]:
+    """Load the model, and size the pool meanwhile. Programs are built meanwhile too if their
+    products are recorded: else XLA measures those, and is to have the device for itself."""
+    with ThreadPoolExecutor(3) as beside, start.pool, start.builder as builder:
+        run = ThreadSettings().run
+        sizing = beside.submit(run, start.size)
+        adding = beside.submit(run, start.add_programs, sizing) if start.recorded else None
+        with reporter.phase(f"loading {start.folder.name} as {start.dtype.name}"):
+            loaded = _load(config, start, beside)
+        with reporter.phase("sizing the pool"):
+            sized = sizing.result()
+        for line in _describe(sized.runtime, sized.account, start.device):
+            reporter.say(line)
+        with reporter.phase("compiling"):
+            adding = adding or beside.submit(run, start.add_programs, sizing)
+            adding.result()
+            return loaded, sized, builder.programs()
+
+
+def _load(config: EngineConfig, start: _Start, beside: ThreadPoolExecutor) -> _Loaded:
+    folder, needed = start.folder, config.tokenizer_needed
+    text = beside.submit(Tokenizer.from_folder, folder) if needed else None
+    options = {"dtype": start.dtype, "load_format": config.load_format, "seed": config.seed}
+    split = SplitModel.of(load_model(folder, start.model_config, **options))
     jax.block_until_ready(split.leaves)
-    return split
+    tokenizer = text.result() if text is not None else None
+    return _Loaded(split, tokenizer, _eos_token_ids(folder, start.model_config, tokenizer))
 
 
 def _resolve_dtype(asked: str, model: ModelConfig, platform: str) -> jnp.dtype:

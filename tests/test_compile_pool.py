@@ -57,7 +57,12 @@ from jpaged.compile_pool import CompilePool
 
 start, CompilePool.start = CompilePool.start, lambda *a: events.update(["start"]) or start(*a)
 engine = Engine(
-    max_num_seqs=2, verbose=True, compilation_cache_dir=sys.argv[1], num_compile_workers=2
+    max_num_seqs=2,
+    swap_space=0.001,
+    preemption_mode="swap",
+    verbose=True,
+    compilation_cache_dir=sys.argv[1],
+    num_compile_workers=2,
 )
 greedy = SamplingParams(temperature=0.0, max_tokens=8)
 text = engine.generate("Count from 1 to 20", greedy)[0].outputs[0].text
@@ -199,8 +204,18 @@ def test_a_worker_ends_with_its_input(lines: int, order_and_runtime: list[str]):
         assert (told.read(), process.returncode) == ("", 1)
 
 
+def test_after_the_end_no_worker_is_started(start: Start):
+    """A thread may come to it late."""
+    with start.pool() as pool:
+        pass
+    assert not pool.start(start.runtime)
+    assert names(pool.compiled(start.recipes, start.runtime, untold)) == names(start.recipes)
+    assert processes(pool) == []
+
+
 def named(*names: tuple) -> list[Recipe]:
-    return [Recipe(name, print) for name in names]
+    poolless = "sample", "prompt_logprobs"
+    return [Recipe(name, print, needs_pool=name[0] not in poolless) for name in names]
 
 
 def test_shares_are_all_programs_once_and_kernels_in_common_stay_together():
@@ -221,7 +236,7 @@ def test_shares_are_all_programs_once_and_kernels_in_common_stay_together():
 
 
 @pytest.mark.parametrize(
-    ("platform", "processors", "reserved", "options", "measured", "asked", "expected"),
+    ("platform", "processors", "reserved", "options", "recorded", "asked", "expected"),
     [
         ("gpu", 16, 126 * GIB, {"memory_fraction": 0.9}, True, None, 8),
         ("gpu", 16, 126 * GIB, "memory_fraction:0.9;preallocate:true", True, None, 8),
@@ -241,7 +256,7 @@ def test_as_many_workers_as_processors_and_memory_allow(
     processors: int,
     reserved: int | None,
     options: Any,
-    measured: bool,
+    recorded: bool,
     asked: int | None,
     expected: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -252,7 +267,7 @@ def test_as_many_workers_as_processors_and_memory_allow(
     stats = {"bytes_limit": reserved} if reserved else None
     device = SimpleNamespace(platform=platform, memory_stats=lambda: stats)
     config = EngineConfig(num_compile_workers=asked)
-    assert choose_workers(config, device, measured=measured) == expected
+    assert choose_workers(config, device, recorded=recorded) == expected
 
 
 @pytest.fixture
@@ -266,7 +281,7 @@ def client_options() -> Iterator[Callable[[Any], None]]:
 def orders_of(start: Start) -> list[Order]:
     config = EngineConfig(num_compile_workers=2)
     device = jax.local_devices()[0]
-    return make_orders(config, EMBEDDED_MODEL, FLOAT32, device, start.store, measured=False)
+    return make_orders(config, EMBEDDED_MODEL, FLOAT32, device, start.store, recorded=False)
 
 
 def test_where_nothing_is_kept_there_is_no_worker(start: Start, monkeypatch: pytest.MonkeyPatch):

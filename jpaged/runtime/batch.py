@@ -85,7 +85,7 @@ def pack_decode(
         scheduled: The plan's sequences, each with one token and at most one new block.
         rows: int [len(scheduled)], each sequence's device row.
         sampling_table: int32 [R, W], each row's encoded sampling parameters.
-        batch_size: The bucket to pad to.
+        batch_size: How many rows to pad to.
         padding_row: The row of padded entries.
         max_blocks_per_seq: An index past the block table, for "no new block".
 

@@ -7,6 +7,7 @@ rows into element-wise multiply and reduce, which reads weights at a fifth of th
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from jpaged.core.plan import Goal
 
@@ -20,6 +21,10 @@ FEW_SEQS = 32
 MAX_BURST_ROWS = 1024
 """Of all steps of a burst of more sequences, at most: launched one by one, so many rows of logits
 exist at once."""
+
+PADDED_LOGITS_UPTO = 256
+"""Sequences up to which logits are padded to a power of two of rows; a row more to sample takes one
+to two microseconds."""
 
 HALF_STEPS_FROM = 256
 """Tokens from which there is a bucket half-way to the double: more rows than these take a product
@@ -48,12 +53,17 @@ class Buckets:
         unpadded = round_up(self.decode_seqs, num_seqs)
         return goal is Goal.THROUGHPUT and unpadded in self.burst_seqs
 
-    @property
+    @cached_property
     def sample_seqs(self) -> tuple[int, ...]:
-        """Rows of the logits that steps leave: fewer sizes than batches have, since each is a
-        program for every sampling level. Padding takes 2 % of a step at most."""
-        last = self.decode_seqs[-1]
-        return tuple(seqs for seqs in self.decode_seqs if _is_power_of_two(seqs) or seqs == last)
+        """Rows of the logits that steps leave: of few sequences fewer sizes than batches have,
+        since each takes a program for every sampling level (docs/decisions/0003)."""
+        whole = _powers_of_two(self.decode_seqs)
+        more = (seqs for seqs in self.decode_seqs if seqs > PADDED_LOGITS_UPTO)
+        return tuple(sorted({*whole, *more}))
+
+    def logits_rows(self, num_seqs: int) -> int:
+        """Rows of the logits that a decode step of a bucket leaves."""
+        return round_up(self.sample_seqs, num_seqs)
 
     @property
     def prefill_tokens(self) -> tuple[int, ...]:
@@ -104,9 +114,14 @@ def _burst_sizes(decode_seqs: tuple[int, ...], num_steps: int) -> tuple[int, ...
     if num_steps == 1:
         return ()
     few = max(seqs for seqs in decode_seqs if seqs <= FEW_SEQS)
-    more = [seqs for seqs in decode_seqs if few < seqs <= MAX_BURST_ROWS // num_steps]
-    chosen = [seqs for seqs in more if _is_power_of_two(seqs) or seqs == decode_seqs[-1]]
-    return tuple(sorted({decode_seqs[0], few, *chosen}))
+    most = MAX_BURST_ROWS // num_steps
+    more = (seqs for seqs in _powers_of_two(decode_seqs) if few < seqs <= most)
+    return tuple(sorted({decode_seqs[0], few, *more}))
+
+
+def _powers_of_two(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of ascending sizes, and the last."""
+    return tuple(size for size in sizes if _is_power_of_two(size) or size == sizes[-1])
 
 
 def _prefill_shapes(tokens: tuple[int, ...], fewest: int, most: int) -> Iterator[tuple[int, int]]:

@@ -280,7 +280,7 @@ class ModelRunner:
         return tokens
 
     def _run_decode(self, scheduled: Scheduled, rows: np.ndarray, size: int):
-        packed = self._pack_decode(scheduled, rows, round_up(self._buckets.sample_seqs, size))
+        packed = self._pack_decode(scheduled, rows, self._buckets.logits_rows(size))
         logits, inputs, self._kv = self._programs.decode[size](
             self._leaves, state=self._kv, last_tokens=self._last_tokens, packed=packed
         )

@@ -5,9 +5,10 @@ while serving: a shape that was not foreseen is an error, not a pause.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass, field
-from queue import PriorityQueue, SimpleQueue
+from functools import partial
+from queue import PriorityQueue
 from threading import Event
 from typing import Any, TypeVar
 
@@ -72,7 +73,7 @@ class _Untraced:
 
     place: tuple[bool, int]
     recipe: Recipe = field(compare=False)
-    tracing: Future[Future[Any]] = field(default_factory=Future, compare=False)
+    compiled: Future[Any] = field(default_factory=Future, compare=False)
 
 
 _MEASURERS = 32
@@ -106,8 +107,7 @@ class ProgramBuilder:
         self._settings = ThreadSettings()
         self._tracer, self._compilers = ThreadPoolExecutor(1), ThreadPoolExecutor(threads)
         self._measurers = ThreadPoolExecutor(_MEASURERS)
-        self._building: dict[Name, Future[Future[Any]]] = {}
-        self._ended: SimpleQueue[Name] = SimpleQueue()
+        self._building: dict[Name, Future[Any]] = {}
         self._untraced: PriorityQueue[_Untraced] = PriorityQueue()
         self._first_with: dict[Any, Future[Any]] = {}  # by products; the tracer's own
         self._may_compile = Event()
@@ -128,15 +128,15 @@ class ProgramBuilder:
         for recipe in recipes:
             if recipe.name not in self._building:
                 untraced = _Untraced((behind, len(self._building)), recipe)
-                self._building[recipe.name] = untraced.tracing
+                self._building[recipe.name] = untraced.compiled
                 self._untraced.put(untraced)
                 self._submit(self._tracer, self._trace_next)
 
     def built(self) -> Iterator[tuple[Name, Any]]:
-        """Each that was added, as soon as it is compiled; to be asked for once."""
-        for _ in range(len(self._building)):
-            name = self._ended.get()
-            yield name, self._building[name].result().result()
+        """Each that was added, as soon as it is compiled."""
+        names = {compiled: name for name, compiled in self._building.items()}
+        for compiled in as_completed(names):
+            yield names[compiled], compiled.result()
 
     def programs(self) -> Programs:
         """Wait for all that were added."""
@@ -180,15 +180,12 @@ class ProgramBuilder:
 
     def _trace_next(self) -> None:
         untraced = self._untraced.get()
-        name = untraced.recipe.name
         try:
             compiling = self._trace(untraced.recipe)
         except BaseException as error:
-            untraced.tracing.set_exception(error)
-            self._ended.put(name)
+            untraced.compiled.set_exception(error)
         else:
-            untraced.tracing.set_result(compiling)
-            compiling.add_done_callback(lambda _: self._ended.put(name))
+            compiling.add_done_callback(partial(_pass_on, untraced.compiled))
 
     def _trace(self, recipe: Recipe) -> Future[Any]:
         lowered = lower(recipe, self._store)
@@ -203,6 +200,15 @@ class ProgramBuilder:
         self._may_compile.wait()
         wait([first] if first is not None else [])
         return lowered.compile()
+
+
+def _pass_on(future: Future[Any], done: Future[Any]) -> None:
+    """Let a future end as another one has."""
+    error = CancelledError() if done.cancelled() else done.exception()
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(done.result())
 
 
 def lower(recipe: Recipe, store: ProgramStore | None) -> Any:

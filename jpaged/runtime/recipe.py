@@ -19,15 +19,13 @@ KERNEL_CALLS = [
 Name = tuple[str, Any]
 """A program's kind and its key among those."""
 
-_POOLLESS_KINDS = "prompt_logprobs", "sample"
-
 
 @dataclass(frozen=True)
 class Recipe:
     """What a program is compiled from: a step, and the shapes of its arguments.
 
     `donate` names the arguments whose memory the program reuses. Programs with equal `products`
-    have the same matrix products.
+    have the same matrix products. One that does not need the pool is the same whatever its size.
     """
 
     name: Name
@@ -36,12 +34,7 @@ class Recipe:
     keywords: Mapping[str, Any] = field(default_factory=dict)
     donate: tuple[str, ...] = ()
     products: tuple[str, int] | None = None
-
-    @property
-    def needs_pool(self) -> bool:
-        """Whether it is begun only when the pool's size is known; the others are the same
-        whatever that is."""
-        return self.name[0] not in _POOLLESS_KINDS
+    needs_pool: bool = True
 
     @property
     def step(self) -> Any:

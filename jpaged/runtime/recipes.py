@@ -12,7 +12,7 @@ from jax import export
 
 from jpaged.models.config import ModelConfig
 from jpaged.runtime.batch import decode_packed_shape, prefill_packed_shape
-from jpaged.runtime.buckets import Buckets, round_up
+from jpaged.runtime.buckets import Buckets
 from jpaged.runtime.kv_cache import make_pool
 from jpaged.runtime.recipe import Recipe
 from jpaged.runtime.sampler import Sampled, SamplerLevel, TokenLogprobs
@@ -118,7 +118,7 @@ def recipes(
     shared = shared or SharedCalls(config.backend)
     smallest, *larger = buckets.decode_seqs
     for seqs in (smallest, *reversed(larger)):
-        yield _decode(split, shapes, config, seqs, round_up(buckets.sample_seqs, seqs))
+        yield _decode(split, shapes, config, seqs, buckets.logits_rows(seqs))
         if seqs in buckets.burst_seqs:
             for level in BURST_LEVELS:
                 yield _decode_burst(split, shapes, config, seqs, level, shared)
@@ -212,7 +212,8 @@ def _prompt_logprobs(
     keywords = {"hidden": hidden, "indices": chunk, "targets": chunk}
     name = "prompt_logprobs", tokens
     products = None if config.backend is Backend.XLA else ("head", PROMPT_LOGPROBS_CHUNK)
-    return Recipe(name, step, (shapes.leaves,), keywords, products=products)
+    leaves = (shapes.leaves,)
+    return Recipe(name, step, leaves, keywords, products=products, needs_pool=False)
 
 
 def sample_recipe(
@@ -230,8 +231,8 @@ def sample_recipe(
     logits = jax.ShapeDtypeStruct((seqs, config.vocab_size), jnp.float32)
     sampling = shapes.sampling if level >= SamplerLevel.ADJUSTED else None
     keywords = {"last_tokens": shapes.last_tokens, "sampling": sampling}
-    donate = ("last_tokens", "sampling")
-    return Recipe(("sample", (seqs, level)), step, (logits, inputs), keywords, donate)
+    name, donate = ("sample", (seqs, level)), ("last_tokens", "sampling")
+    return Recipe(name, step, (logits, inputs), keywords, donate, needs_pool=False)
 
 
 def _load_row(shapes: Shapes, config: RuntimeConfig) -> Recipe:

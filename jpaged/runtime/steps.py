@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jpaged.models.layers import AttentionInputs
-from jpaged.runtime.batch import query_start_loc, unpack_decode, unpack_prefill
+from jpaged.runtime.batch import DecodeBatch, query_start_loc, unpack_decode, unpack_prefill
 from jpaged.runtime.sampler import Sampled, SamplerLevel, sample, token_logprobs
 from jpaged.runtime.sampling_state import SamplingState, decode_rows, record_tokens
 from pallas_kernels import Backend, LayerKV, copy_blocks
@@ -58,26 +58,27 @@ def decode_step(
     model: BoundModel,
     state: KVState,
     last_tokens: Int32[Array, "R"],
-    packed: Int32[Array, "S C"],
+    packed: Int32[Array, "G C"],
     *,
     batch_size: int,
     backend: Backend,
-) -> tuple[Float32[Array, "S V"], SampleInputs, KVState]:
+) -> tuple[Float32[Array, "G V"], SampleInputs, KVState]:
     """One token of every sequence.
 
     Args:
         model: The model with its parameters.
         state: The KV pool and the block tables (donate it).
         last_tokens: The token each row sampled last.
-        packed: The batch (`jpaged.runtime.batch.pack_decode`), padded to as many rows as logits
-            are to have (S).
+        packed: The batch (`jpaged.runtime.batch.pack_decode`), padded to as many rows as the
+            logits are to have (G).
         batch_size: How many of these may be sequences (B), static; the others are padding.
         backend: The kernels' implementation.
 
     Returns:
         The logits that follow each sequence's token, what sampling needs, and the new state.
     """
-    batch = unpack_decode(packed[:batch_size])
+    padded = unpack_decode(packed)
+    batch = DecodeBatch._make(column[:batch_size] for column in padded)
     tables = state.block_tables.at[batch.rows, batch.block_indices].set(
         batch.block_ids, mode="drop"
     )
@@ -94,7 +95,6 @@ def decode_step(
     )
     hidden, pool = model(tokens, positions, state.pool, attention)
     hidden = jnp.pad(hidden, ((0, packed.shape[0] - batch_size), (0, 0)))
-    padded = unpack_decode(packed)
     inputs = SampleInputs(padded.rows, padded.counted, padded.sampling, padded.seq_lens)
     return model.logits(hidden), inputs, KVState(pool, tables)
 

@@ -184,6 +184,26 @@ def test_a_mixed_batch_gives_each_what_it_gives_alone(engines: Engines, num_bloc
         check_same(output.outputs, outputs_of(engine, prompt, params))
 
 
+@pytest.mark.parametrize("kind", ["truncated", "penalties"])
+def test_a_batch_with_more_rows_of_logits_than_sequences_gives_each_what_it_gives_alone(
+    engines: Engines, kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    """A step of 33 to 48 sequences leaves 64 rows."""
+    engine, run, sizes = engines(max_num_seqs=64, num_blocks=300), ModelRunner._run_decode, set()
+
+    def note(runner: ModelRunner, scheduled: Any, rows: Any, size: int) -> Any:
+        logits, inputs = run(runner, scheduled, rows, size)
+        sizes.add((size, logits.shape[0]))
+        return logits, inputs
+
+    monkeypatch.setattr(ModelRunner, "_run_decode", note)
+    own = [replace(KINDS[kind], seed=i, ignore_eos=True, max_tokens=30) for i in range(40)]
+    together = engine.generate([PROMPT] * 40, own)
+    assert (48, 64) in sizes
+    for params, output in zip(own, together, strict=True):
+        check_same(output.outputs, outputs_of(engines(), PROMPT, params))
+
+
 def test_the_prompt_is_computed_once_and_its_blocks_are_shared(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ):

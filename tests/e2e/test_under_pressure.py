@@ -90,27 +90,3 @@ def test_every_answer_is_as_if_its_request_ran_alone(
     assert tight.stats().num_preemptions - before.num_preemptions > count // 10
     if mode == "swap":
         assert tight.stats().num_swapped_in_blocks > before.num_swapped_in_blocks
-
-
-def test_a_step_with_more_rows_of_logits_than_sequences_changes_no_answer(
-    engines: Engines, examples: list[Example], monkeypatch: pytest.MonkeyPatch
-):
-    """A batch of 33 to 48 leaves 64 rows of logits."""
-    roomy = engines(num_blocks=20 * POOL, **SHAPE, enable_prefix_caching=False)
-    runner = roomy._loop._runner
-    run, sizes = runner._run_decode, set[tuple[int, int]]()
-
-    def note(scheduled: Any, rows: Any, size: int) -> Any:
-        logits, inputs = run(scheduled, rows, size)
-        sizes.add((size, logits.shape[0]))
-        return logits, inputs
-
-    monkeypatch.setattr(runner, "_run_decode", note)
-    kinds = [
-        SamplingParams(max_tokens=50, ignore_eos=True, seed=i, logprobs=i % 3) for i in range(48)
-    ]
-    prompts = [e.prompt for e in examples[:48]]
-    together = roomy.generate(prompts, kinds)
-    assert (48, 64) in sizes
-    for prompt, own, output in zip(prompts, kinds, together, strict=True):
-        assert answers(roomy.generate(prompt, own)[0]) == answers(output)

@@ -13,10 +13,13 @@ def test_logits_have_fewer_sizes_than_batches():
     assert make_buckets(256, 8192).sample_seqs == (8, 16, 32, 64, 128, 256)
     assert make_buckets(150, 8192).sample_seqs == (8, 16, 32, 64, 128, 192)
     assert make_buckets(1, 64).sample_seqs == (8,)
+    more = make_buckets(400, 8192)
+    assert more.sample_seqs == (8, 16, 32, 64, 128, 256, 320, 384, 448)
+    assert [more.logits_rows(seqs) for seqs in (8, 48, 192, 320)] == [8, 64, 256, 320]
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 20, 48, 190, 256, 320, 512])
-def test_prefills_and_bursts_leave_logits_that_can_be_sampled(max_num_seqs: int):
+def test_prefills_and_bursts_have_sizes_that_can_be_sampled(max_num_seqs: int):
     buckets = make_buckets(max_num_seqs, 8192, burst_steps=4)
     assert {*buckets.prefill_seqs, *buckets.burst_seqs} <= {*buckets.sample_seqs}
 

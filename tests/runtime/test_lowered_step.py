@@ -211,12 +211,22 @@ def _num_reused(text: str) -> int:
     return signature.count("tf.aliasing_output")
 
 
+def test_what_needs_no_pool_has_the_same_shares_by_itself():
+    """Workers begin with it while the pool's size is not known."""
+    made = [*all_recipes("qwen3-0.6b", 1).values()]
+    poolless = [recipe for recipe in made if not recipe.needs_pool]
+    assert {recipe.name[0] for recipe in poolless} == {"sample", "prompt_logprobs"}
+    for share in range(8):
+        alone = share_of(poolless, share, 8)
+        assert share_of(made, share, 8)[: len(alone)] == alone
+
+
 def test_no_more_programs_than_recorded():
     assert len(all_recipes("qwen3-0.6b", 1)) <= NUM_PROGRAMS
 
 
-def test_each_worker_has_something_to_begin_with_and_as_much_to_do():
-    """Of those that compile for a start: none has several of the long ones."""
+def test_each_worker_has_something_to_begin_with_and_no_two_bursts():
+    """Of those that compile for a start; a size of bursts takes longest."""
     made = [*all_recipes("qwen3-0.6b", 1).values()]
     shares = [share_of(made, i, 8) for i in range(8)]
     assert Counter(it.name for share in shares for it in share) == Counter(it.name for it in made)

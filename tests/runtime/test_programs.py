@@ -93,6 +93,17 @@ def test_one_of_those_with_the_same_products_comes_first():
     assert log.at("compiled prefill (8, 1)") < log.at("compile prefill (8, 2)")
 
 
+def test_each_is_told_as_soon_as_it_is_compiled_and_as_often_as_asked():
+    log, free = Log(), threading.Event()
+    with ProgramBuilder(2) as builder:
+        builder.add([log.recipe(("decode", 9), work=free.wait), log.recipe(("decode", 1))])
+        told = builder.built()
+        first, _ = next(told)
+        free.set()
+        assert [first, *(name for name, _ in told)] == [("decode", 1), ("decode", 9)]
+        assert len([*builder.built()]) == 2
+
+
 def test_drafts_are_compiled_while_the_rest_is_only_lowered():
     log, free = Log(), threading.Event()
     drafts = [log.recipe(("prefill", 1), work=free.wait), log.recipe(("sample", 1))]

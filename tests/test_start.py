@@ -1,0 +1,106 @@
+"""What a start does while the model loads, and what it leaves when that fails."""
+
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from jpaged import compile_pool, startup
+from jpaged.config import EngineConfig
+from jpaged.recorded_products import Record
+from jpaged.runtime.programs import ProgramBuilder
+from jpaged.sizing import Sizing
+
+OPTIONS: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 64}
+
+
+class LoadingError(Exception):
+    """Ends the start while the model loads."""
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Whether XLA would find all products measured."""
+    return lambda value: monkeypatch.setattr(Record, "has", lambda *_: value)
+
+
+@pytest.fixture
+def added(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when programs are given to the builder."""
+    event, add = threading.Event(), ProgramBuilder.add
+
+    def note(*arguments: Any, **keywords: Any) -> None:
+        event.set()
+        add(*arguments, **keywords)
+
+    monkeypatch.setattr(ProgramBuilder, "add", note)
+    return event
+
+
+def load(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], object]) -> None:
+    def loading(*_: Any, **__: Any) -> None:
+        meanwhile()
+        raise LoadingError
+
+    monkeypatch.setattr(startup, "load_model", loading)
+
+
+def test_programs_are_built_while_the_model_loads_if_their_products_are_recorded(
+    recorded: Callable[[bool], None], added: threading.Event, monkeypatch: pytest.MonkeyPatch
+):
+    recorded(True)
+    seen: list[bool] = []
+    load(monkeypatch, lambda: seen.append(added.wait(60)))
+    with pytest.raises(LoadingError):
+        startup.build_parts(EngineConfig(compilation_cache_dir=None, **OPTIONS))
+    assert seen == [True]
+
+
+def test_what_is_to_be_measured_waits_for_the_model(
+    recorded: Callable[[bool], None], added: threading.Event, monkeypatch: pytest.MonkeyPatch
+):
+    recorded(False)
+    fit, sized = Sizing.fit, threading.Event()
+    monkeypatch.setattr(Sizing, "fit", lambda *it: (fit(*it), sized.set())[0])
+    load(monkeypatch, lambda: sized.wait(60))
+    with pytest.raises(LoadingError):
+        startup.build_parts(EngineConfig(compilation_cache_dir=None, **OPTIONS))
+    assert sized.is_set()
+    assert not added.is_set()
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[Path]:
+    names = "jax_compilation_cache_dir", "jax_pjrt_client_create_options"
+    before = {name: jax.config.values[name] for name in names}
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    yield tmp_path
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_a_model_that_does_not_load_leaves_no_process_and_no_thread(
+    recorded: Callable[[bool], None], cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Workers are at it, and a thread waits for what they tell."""
+    recorded(True)
+    before, processes, all_started = threading.active_count(), [], threading.Event()
+
+    class Process(subprocess.Popen):
+        def __init__(self, *arguments: Any, **keywords: Any):
+            super().__init__(*arguments, **keywords)
+            processes.append(self)
+            if len(processes) == 2:
+                all_started.set()
+
+    monkeypatch.setattr(compile_pool.subprocess, "Popen", Process)
+    load(monkeypatch, lambda: all_started.wait(60))
+    config = EngineConfig(compilation_cache_dir=cache, num_compile_workers=2, **OPTIONS)
+    with pytest.raises(LoadingError):
+        startup.build_parts(config)
+    assert [process.returncode for process in processes] == [-9, -9]
+    assert threading.active_count() == before
