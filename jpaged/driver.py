@@ -1,12 +1,14 @@
-"""Runs requests for several callers at once: what one waits for, another may have advanced."""
+"""Runs requests for several callers at once: what one waits for, another may have advanced. So it
+is with prefixes that are computed to be pinned."""
 
 from collections.abc import Callable, Generator, Iterable
 from typing import NamedTuple
 
+from jpaged.core.limits import check_pin_fits
 from jpaged.core.plan import Goal
 from jpaged.engine_loop import EngineLoop
 from jpaged.inputs import Prompt
-from jpaged.intake import Intake
+from jpaged.intake import PIN_PARAMS, Intake
 from jpaged.interrupts import deferred_interrupts
 from jpaged.outputs import RequestDelta, RequestOutput, TextDelta
 from jpaged.request_state import RequestState
@@ -112,6 +114,28 @@ class Driver:
                     self.abort(state)
         return states
 
+    def pin(self, prefix: Prompt) -> int:
+        """Hold a prompt of whole blocks for no request; what is not cached is computed first.
+
+        Returns:
+            The pin, for `jpaged.core.pins`.
+
+        Raises:
+            ValueError: prefix caching is off, or an unfinished request could not run to its end
+                beside it.
+            RuntimeError: a step failed, or the index holds another content under one of its hashes.
+        """
+        pin = self._pin_cached(prefix)
+        while pin is None:
+            self.complete([Job(prefix, PIN_PARAMS)], Goal.LATENCY)
+            pin = self._pin_cached(prefix)
+            # Where others run, they may have its blocks: it may have been preempted while its token
+            # was on the way. To compute it again is to wait for them at most.
+            if pin is None and not self._loop.scheduler.has_unfinished:
+                message = "the prefix's hash is that of another: reset_prefix_cache() first"
+                raise RuntimeError(message)
+        return pin
+
     def deltas(self, state: RequestState) -> Generator[TextDelta, None, None]:
         """A request's answers as they grow, each to its last delta; closing it early aborts it."""
         growing = state.samples
@@ -128,6 +152,19 @@ class Driver:
             _raise_faults([state])
         finally:
             self.abort(state)
+
+    def _pin_cached(self, prefix: Prompt) -> int | None:
+        """Hold the blocks if all are cached; None, with nothing changed, if not."""
+        self._loop.check_alive()
+        scheduler = self._loop.scheduler
+        manager, tokens = scheduler.block_manager, prefix.token_ids or []
+        if manager.prefix_cache is None:
+            raise ValueError("pin_prefix needs enable_prefix_caching=True")
+        num_blocks = len(tokens) // manager.block_size
+        found = manager.prefix_cache.find_chain(tokens, num_blocks, prefix.cache_salt)
+        num_new = num_blocks - manager.pins.num_pinned(found)
+        check_pin_fits(manager, num_new, scheduler.unfinished)
+        return manager.pins.pin(found) if len(found) == num_blocks else None
 
     def _make_state(self, job: Job, request_id: str | None = None) -> RequestState:
         return self._intake.make_state(

@@ -13,7 +13,6 @@ from jpaged.driver import Driver, Job
 from jpaged.engine_accounts import EngineAccounts
 from jpaged.engine_loop import EngineLoop
 from jpaged.inputs import normalize_prompts, pair_params, pair_priorities
-from jpaged.intake import PIN_PARAMS
 from jpaged.outputs import RequestDelta, RequestOutput, TextDelta
 from jpaged.sampling_params import SamplingParams
 from jpaged.startup import build_parts
@@ -266,11 +265,7 @@ class Engine(EngineAccounts):
             RuntimeError: a step failed, or the prefix's hash is another's.
         """
         prefix = self._intake.whole_blocks(prompt, self.runtime_config.block_size)
-        pin = self._loop.pin_cached(prefix)
-        while pin is None:
-            self._driver.complete([Job(prefix, PIN_PARAMS)], Goal.LATENCY)
-            pin = self._loop.pin_computed(prefix)
-        return pin
+        return self._driver.pin(prefix)
 
     def unpin_prefix(self, pin: int) -> None:
         """Let a pinned prefix go; it stays cached until its blocks are needed.

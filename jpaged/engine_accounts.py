@@ -10,6 +10,7 @@ from jpaged.core.accounts import (
 )
 from jpaged.core.watch import PoolWatch
 from jpaged.engine_loop import EngineLoop
+from jpaged.loop_counts import engine_stats
 from jpaged.metrics import EngineStats
 
 
@@ -20,7 +21,7 @@ class EngineAccounts:
 
     def stats(self) -> EngineStats:
         """The pool and the queues now, and counts since the start."""
-        return self._loop.stats()
+        return engine_stats(self._loop.scheduler, self._loop.counts)
 
     def block_map(self) -> dict[int, BlockInfo]:
         """Every block of the pool now, by id: its state, who holds it, what it has. O(blocks)."""

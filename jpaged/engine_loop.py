@@ -12,14 +12,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from jpaged.config import LoopMode
-from jpaged.core.limits import check_pin_fits
 from jpaged.core.plan import Emitted, Goal, StepPlan
-from jpaged.core.request import Candidates, FinishReason, Request
+from jpaged.core.request import FinishReason, Request
 from jpaged.core.scheduler import Scheduler
-from jpaged.inputs import Prompt
 from jpaged.interrupts import deferred_interrupts
-from jpaged.loop_counts import LoopCounts, engine_stats
-from jpaged.metrics import EngineStats
+from jpaged.loop_counts import LoopCounts
 from jpaged.request_state import RequestState
 from jpaged.runtime.model_runner import ModelRunner, StepHandle, StepResult, TokenScores
 from jpaged.sampling_params import SamplingParams
@@ -112,41 +109,6 @@ class EngineLoop:
         while self._in_flight and self._failure is None:
             self._consume()
 
-    def pin_cached(self, prompt: Prompt) -> int | None:
-        """Hold the prompt's full blocks if all are cached; None, with nothing changed, if not.
-
-        Raises:
-            ValueError: an unfinished request could not run to its end beside them.
-        """
-        self.check_alive()
-        manager, tokens = self.scheduler.block_manager, prompt.token_ids or []
-        if manager.prefix_cache is None:
-            raise ValueError("pin_prefix needs enable_prefix_caching=True")
-        num_blocks = len(tokens) // manager.block_size
-        found = manager.prefix_cache.find_chain(tokens, num_blocks, prompt.cache_salt)
-        num_new = num_blocks - manager.pins.num_pinned(found)
-        check_pin_fits(manager, num_new, self.scheduler.unfinished)
-        return manager.pins.pin(found) if len(found) == num_blocks else None
-
-    def pin_computed(self, prompt: Prompt) -> int | None:
-        """`pin_cached` of a prompt that a request has just computed.
-
-        None if others run: it may have been preempted while its token was on the way, and then
-        they have its blocks. To compute it again is to wait for them at most.
-
-        Raises:
-            ValueError: as `pin_cached`.
-            RuntimeError: the index holds another content under one of its hashes.
-        """
-        pin = self.pin_cached(prompt)
-        if pin is None and not self.scheduler.has_unfinished:
-            raise RuntimeError("the prefix's hash is that of another: reset_prefix_cache() first")
-        return pin
-
-    def stats(self) -> EngineStats:
-        """The pool and the queues now, and counts since the start."""
-        return engine_stats(self.scheduler, self.counts)
-
     def _add(self, state: RequestState) -> None:
         request = state.request
         try:
@@ -214,8 +176,7 @@ class EngineLoop:
         with self._whole():
             self._in_flight.popleft()
             ill = self._take_prompt_logprobs(handle, result)
-            candidates = _candidates_of(result)
-            news = self.scheduler.update(handle.plan, result.token_ids, candidates)
+            news = self.scheduler.update(handle.plan, result.token_ids, result.candidates)
             self.counts.generated_tokens += len(news.emitted)
             rows = _rows_of(handle.plan) if result.logprobs is not None else {}
             # Several samples of one request may end with this step: it is retired after the last.
@@ -334,8 +295,3 @@ class EngineLoop:
 
 def _rows_of(plan: StepPlan) -> dict[int, int]:
     return {item.sequence.seq_id: row for row, item in enumerate(plan.scheduled)}
-
-
-def _candidates_of(result: StepResult) -> Candidates | None:
-    scores = result.logprobs
-    return None if scores is None else Candidates(scores.top_token_ids, scores.top_logprobs)

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from jpaged.core.plan import ScheduledSequence, StepPlan
+from jpaged.core.request import Candidates
 from jpaged.runtime.sampler import Sampled
 
 
@@ -40,6 +41,12 @@ class StepResult:
     token_ids: np.ndarray
     logprobs: TokenScores | None
     prompt_logprobs: dict[int, TokenScores]
+
+    @property
+    def candidates(self) -> Candidates | None:
+        """Each scheduled sequence's most probable tokens, for beam searches, as `logprobs`."""
+        scores = self.logprobs
+        return None if scores is None else Candidates(scores.top_token_ids, scores.top_logprobs)
 
 
 @dataclass(frozen=True)
