@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before torch, the oracle, is imported: its threads spin on cores that other test processes need.
@@ -37,6 +38,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """
     quick = item.path.parent.name in QUICK_TO_COMPILE and not item.get_closest_marker("gpu")
     jax.config.update("jax_disable_most_optimizations", quick)
+
+
+@pytest.fixture
+def jax_settings() -> Iterator[None]:
+    """Puts back what a test changes of JAX's settings."""
+    before = dict(jax.config.values)
+    yield
+    for name, value in before.items():
+        if jax.config.values[name] != value:
+            jax.config.update(name, value)
 
 
 @pytest.fixture(scope="session")

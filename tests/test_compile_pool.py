@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -21,19 +21,14 @@ from jpaged import compile_pool
 from jpaged.compile_pool import CompilePool, choose_workers, make_orders
 from jpaged.compile_worker import Order, runtime_of, share_of
 from jpaged.config import EMBEDDED_MODEL, EngineConfig
-from jpaged.runtime.recipe import Recipe
 
 GIB = 2**30
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    changed = "jax_compilation_cache_dir", "jax_pjrt_client_create_options"
-    before = {name: jax.config.values[name] for name in changed}
+def start(tmp_path: Path, jax_settings: None) -> Start:
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-    yield Start(tmp_path)
-    for name, value in before.items():
-        jax.config.update(name, value)
+    return Start(tmp_path)
 
 
 def untold(*_: int) -> None:
@@ -47,6 +42,7 @@ def processes(pool: CompilePool) -> list[subprocess.Popen]:
 ENGINE_START = """
 import json, sys
 from collections import Counter
+from dataclasses import replace
 import jax
 
 events = Counter()
@@ -55,7 +51,13 @@ from jpaged import Engine, SamplingParams
 
 from jpaged.compile_pool import CompilePool
 
-start, CompilePool.start = CompilePool.start, lambda *a: events.update(["start"]) or start(*a)
+
+def start_unsized(pool, limits):  # as on a GPU, where the pool is sized meanwhile
+    events.update(["start"])
+    return start(pool, replace(limits, num_blocks=0))
+
+
+start, CompilePool.start = CompilePool.start, start_unsized
 engine = Engine(
     max_num_seqs=2,
     swap_space=0.001,
@@ -213,28 +215,6 @@ def test_after_the_end_no_worker_is_started(start: Start):
     assert processes(pool) == []
 
 
-def named(*names: tuple) -> list[Recipe]:
-    poolless = "sample", "prompt_logprobs"
-    return [Recipe(name, print, needs_pool=name[0] not in poolless) for name in names]
-
-
-def test_shares_are_all_programs_once_and_kernels_in_common_stay_together():
-    made = named(
-        ("decode", 8),
-        ("prefill", (64, 8)),
-        ("sample", (8, 0)),
-        ("prefill", (128, 8)),
-        ("prefill", (64, 256)),
-        ("sample", (8, 1)),
-        ("load_row", None),
-    )
-    shares = [[recipe.name for recipe in share_of(made, i, 2)] for i in range(2)]
-    assert shares == [
-        [("sample", (8, 0)), ("sample", (8, 1)), ("prefill", (128, 8)), ("decode", 8)],
-        [("prefill", (64, 8)), ("prefill", (64, 256)), ("load_row", None)],
-    ]
-
-
 @pytest.mark.parametrize(
     ("platform", "processors", "reserved", "options", "recorded", "asked", "expected"),
     [
@@ -271,11 +251,8 @@ def test_as_many_workers_as_processors_and_memory_allow(
 
 
 @pytest.fixture
-def client_options() -> Iterator[Callable[[Any], None]]:
-    name = "jax_pjrt_client_create_options"
-    before = jax.config.values[name]
-    yield partial(jax.config.update, name)
-    jax.config.update(name, before)
+def client_options(jax_settings: None) -> Callable[[Any], None]:
+    return partial(jax.config.update, "jax_pjrt_client_create_options")
 
 
 def orders_of(start: Start) -> list[Order]:

@@ -7,11 +7,7 @@ import jax
 import pytest
 
 from jpaged.config import EngineConfig
-from jpaged.jax_setup import (
-    CLIENT_VARIABLE,
-    prepare_jax,
-    without_collections,
-)
+from jpaged.jax_setup import CLIENT_VARIABLE, prepare_jax, without_collections
 
 
 class Node:

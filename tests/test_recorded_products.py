@@ -1,7 +1,6 @@
 """Recorded products reach XLA's own cache, once, and nothing there is overwritten."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +18,9 @@ DEVICE = SimpleNamespace(device_kind="NVIDIA H2/00 X")
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Iterator[Path]:
-    before = jax.config.values["jax_compilation_cache_dir"]
+def cache(tmp_path: Path, jax_settings: None) -> Path:
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "cache"))
-    yield tmp_path / "cache"
-    jax.config.update("jax_compilation_cache_dir", before)
+    return tmp_path / "cache"
 
 
 @pytest.fixture

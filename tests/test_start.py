@@ -2,7 +2,7 @@
 
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,21 +66,18 @@ def test_what_is_to_be_measured_waits_for_the_model(
     recorded(False)
     fit, sized = Sizing.fit, threading.Event()
     monkeypatch.setattr(Sizing, "fit", lambda *it: (fit(*it), sized.set())[0])
-    load(monkeypatch, lambda: sized.wait(60))
+    seen: list[bool] = []
+    load(monkeypatch, lambda: seen.append(sized.wait(60) and added.wait(0.5)))
     with pytest.raises(LoadingError):
         startup.build_parts(EngineConfig(compilation_cache_dir=None, **OPTIONS))
+    assert seen == [False]
     assert sized.is_set()
-    assert not added.is_set()
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Iterator[Path]:
-    names = "jax_compilation_cache_dir", "jax_pjrt_client_create_options"
-    before = {name: jax.config.values[name] for name in names}
+def cache(tmp_path: Path, jax_settings: None) -> Path:
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-    yield tmp_path
-    for name, value in before.items():
-        jax.config.update(name, value)
+    return tmp_path
 
 
 def test_a_model_that_does_not_load_leaves_no_process_and_no_thread(
