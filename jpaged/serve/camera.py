@@ -1,10 +1,11 @@
 """Takes the frames of the picture, beside the engine that they show.
 
 A camera stands idle until somebody asks for frames. Then it looks after steps, as often as a small
-share of the time allows: after every step of a small engine, so that each block can be watched as
-it is taken, shared, copied and given back; of a large one after some. Frames that nobody fetched
-are merged. A camera that nobody asks any more stops; so does one that fails, and the engine goes
-on.
+share of the time allows. What an idle engine leaves of that share is saved up: a request that comes
+by itself is seen after each of its steps, so that every block can be watched as it is taken,
+shared, copied and given back; an engine with much to do is seen after some. Frames that nobody
+fetched are merged. A camera that nobody asks any more stops; so does one that fails, and the engine
+goes on.
 """
 
 import sys
@@ -18,6 +19,9 @@ from jpaged.serve.picture import Frame, encode
 
 MOST_TIME = 0.02
 """Share of the time that looking may take."""
+
+MOST_SAVED = 0.02
+"""Seconds of looking that can be saved up: what one second allows."""
 
 MAX_FRAMES = 256
 """Frames kept until they are fetched; what follows comes as one."""
@@ -50,7 +54,8 @@ class Camera:
         self._frames: list[Frame] = []
         self._has_failed = False
         self._epoch = self._num_steps = 0
-        self._next_look = self._last_fetch = 0.0
+        self._last_fetch = 0.0
+        self._saved, self._last_saved = MOST_SAVED, clock()
 
     def see(self) -> None:
         """Look, if it is time to; call it after each step."""
@@ -60,8 +65,8 @@ class Camera:
         now = self._clock()
         if now - self._last_fetch > PATIENCE:
             self.stop()
-        elif now >= self._next_look and len(self._frames) < MAX_FRAMES:
-            self._look(self._watch, now)
+        elif len(self._frames) < MAX_FRAMES and self._may_look(now):
+            self._look(self._watch)
 
     def fetch(self, epoch: int = 0, tokens: bool = False) -> Frames:
         """The frames since the last call; the first call starts the camera, as does the first one
@@ -72,10 +77,10 @@ class Camera:
                 first frame shows all there is.
             tokens: Whether the frames of a camera that starts shall tell the blocks' tokens.
         """
-        now = self._last_fetch = self._clock()
+        self._last_fetch = self._clock()
         if not self._has_failed:
             watch = self._watch if epoch == self._epoch else None
-            self._look(watch or self._start(tokens), now)
+            self._look(watch or self._start(tokens))
         frames, self._frames = self._frames, []
         failed, self._has_failed = self._has_failed, False
         return Frames(self._epoch, frames, self._engine.stats(), failed)
@@ -92,7 +97,12 @@ class Camera:
             self._watch.close()
         self._watch, self._frames = None, []
 
-    def _look(self, watch: PoolWatch, now: float) -> None:
+    def _may_look(self, now: float) -> bool:
+        self._saved = min(MOST_SAVED, self._saved + (now - self._last_saved) * MOST_TIME)
+        self._last_saved = now
+        return self._saved > 0
+
+    def _look(self, watch: PoolWatch) -> None:
         started = self._work_clock()
         try:
             changes = watch.look()
@@ -102,4 +112,5 @@ class Camera:
             traceback.print_exception(error, file=sys.stderr)
             self.stop()
             self._has_failed = True
-        self._next_look = now + (self._work_clock() - started) / MOST_TIME
+        # A fetch looks whatever was saved: the debt is never more than one look's.
+        self._saved = max(self._saved, 0.0) - (self._work_clock() - started)

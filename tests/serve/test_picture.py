@@ -208,16 +208,52 @@ def test_a_camera_tells_no_tokens_unless_asked(engine: Engine):
     assert not any("tokens" in frame for frame in camera.fetch(epoch).frames)
 
 
-def test_a_camera_takes_a_small_share_of_the_time(engine: Engine):
-    class Slow(Clock):
-        def __call__(self) -> float:  # each look takes 1
-            self.now += 0.5
-            return self.now
+class Looks(Clock):
+    """A work clock by which every look takes as long as it says."""
 
-    camera = Camera(engine, clock=Clock(), work_clock=Slow())
+    def __init__(self, seconds: float):
+        super().__init__()
+        self.seconds = seconds
+
+    def __call__(self) -> float:  # before a look, and after it
+        self.now += self.seconds
+        return self.now
+
+
+def test_a_camera_takes_a_small_share_of_the_time(engine: Engine):
+    camera = Camera(engine, clock=Clock(), work_clock=Looks(1.0))
     epoch = camera.fetch().epoch
     run(engine, camera, max_tokens=8, ignore_eos=True)
     assert len(camera.fetch(epoch).frames) == 1  # all the rest waits for the next question
+
+
+def test_a_camera_saves_up_the_time_for_looks_at_a_request_that_comes_by_itself(engine: Engine):
+    """Looks take a tenth of a step, so that five times too many are wanted."""
+    clock = Clock()
+    camera = Camera(engine, clock=clock, work_clock=Looks(0.001))
+    epoch = camera.fetch().epoch
+    clock.now = 2.0  # long enough for all that can be saved: 20 looks
+    engine.add_request("Count", SamplingParams(max_tokens=100, ignore_eos=True))
+    while engine.has_unfinished_requests:
+        engine.step()
+        camera.see()
+        clock.now += 0.01
+    steps = [frame["step"] for frame in camera.fetch(epoch).frames]
+    assert steps[:20] == list(range(steps[0], steps[0] + 20))
+    assert set(np.diff(steps[30:-1])) == {5}
+
+
+def test_a_look_that_took_long_is_paid_for_once(engine: Engine):
+    """Fetches look whatever was saved, again and again: that must not blind the camera for long."""
+    clock, looks = Clock(), Looks(0.01)
+    camera = Camera(engine, clock=clock, work_clock=looks)
+    epoch = camera.fetch().epoch
+    for _ in range(50):
+        camera.fetch(epoch)
+        clock.now += 0.1
+    clock.now += 0.5
+    run(engine, camera, max_tokens=8, ignore_eos=True)
+    assert len(camera.fetch(epoch).frames) > 1
 
 
 def test_unfetched_frames_are_merged(engine: Engine):
