@@ -81,10 +81,7 @@ class Admission:
         return not self._running or self._has_free_seats(num_wanted)
 
     def _has_free_seats(self, num_wanted: int, num_more: int = 0) -> bool:
-        num_free = self._config.max_num_seqs - len(self._running) + num_more
-        if num_free < num_wanted:  # most often it stays so simple
-            return False
-        return num_free - sum(r.num_seats - 1 for r in self._running) >= num_wanted
+        return self._config.max_num_seqs - self._running.num_seats + num_more >= num_wanted
 
     def find_image(self, request: Request) -> SwapInFit | None:
         """How a swapped group can come back; None if it must wait."""

@@ -10,9 +10,9 @@ from jpaged.core.request import Request, RequestStatus, Sequence
 
 def check_queues(max_num_seqs: int, running: RequestQueue, waiting: RequestQueue) -> None:
     """Raise IntegrityError unless the queues are in order and hold what their names say."""
-    num_seqs = sum(request.num_seats for request in running)
-    require(num_seqs <= max_num_seqs, f"{num_seqs} sequences run, max_num_seqs={max_num_seqs}")
     running.check_integrity()
+    num_seqs = running.num_seats
+    require(num_seqs <= max_num_seqs, f"{num_seqs} sequences run, max_num_seqs={max_num_seqs}")
     waiting.check_integrity()
     for runner, waiter in product(running, waiting):
         require(

@@ -16,6 +16,7 @@ class RequestQueue:
 
     def __init__(self):
         self._requests: dict[str, Request] = {}
+        self._groups: dict[str, Request] = {}  # those of several sequences
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -43,10 +44,17 @@ class RequestQueue:
         """The one to give way first; StopIteration if there is none."""
         return next(reversed(self._requests.values()))
 
+    @property
+    def num_seats(self) -> int:
+        """Sequences that all of them may have in a step."""
+        return len(self._requests) + sum(r.num_seats - 1 for r in self._groups.values())
+
     def add(self, request: Request) -> None:
-        """Put a request in its place."""
+        """Put a request in its place; while it stands here it gets no more seats than it has."""
         is_sorted = not self._requests or self.last.rank < request.rank
         self._requests[request.request_id] = request
+        if request.num_seats > 1:
+            self._groups[request.request_id] = request
         if not is_sorted:
             by_rank = sorted(self._requests.values(), key=lambda r: r.rank)
             self._requests = {r.request_id: r for r in by_rank}
@@ -54,13 +62,17 @@ class RequestQueue:
     def remove(self, request: Request) -> None:
         """Take a request out; KeyError if it does not stand here."""
         del self._requests[request.request_id]
+        self._groups.pop(request.request_id, None)
 
     def discard(self, request: Request) -> None:
         """Take a request out if it stands here."""
         self._requests.pop(request.request_id, None)
+        self._groups.pop(request.request_id, None)
 
     def check_integrity(self) -> None:
-        """Prove the order."""
+        """Prove the order, and the number of seats."""
+        num_seats = sum(request.num_seats for request in self)
+        require(self.num_seats == num_seats, f"{num_seats} seats taken, {self.num_seats} counted")
         for earlier, later in pairwise(self):
             require(
                 earlier.rank < later.rank,
