@@ -18,7 +18,7 @@ And what no step of the device hides of a generation of as many requests, 128 to
 milliseconds, the median over the generations:
 
     checks      the prompts brought to one form
-    adding      requests made of them and queued
+    adding      requests made of those that fill a step and queued, the others' parameters checked
     first step  up to its launch
     answers     what the caller gets, made of what is there
 """
@@ -38,7 +38,6 @@ from bench.null_device import SHAPE, Clock, Host, make_host
 from bench.records import print_table, record
 from jpaged import RequestOutput, SamplingParams
 from jpaged.core.plan import Goal
-from jpaged.driver import Job
 from jpaged.inputs import normalize_prompts
 from jpaged.runtime import model_runner
 from jpaged.runtime.model_runner import StepHandle
@@ -64,7 +63,7 @@ def measure(num_seqs: int, num_steps: int) -> dict[str, float]:
     loop, intake, driver = make_host(num_seqs, clock)
     params = make_params(num_steps + 200)
     for prompt in make_prompts(num_seqs):
-        driver.add(Job(intake.checked(prompt), params))
+        driver.add(intake.make_job(intake.checked(prompt), params))
     original = model_runner.pack_decode, StepHandle.read
     model_runner.pack_decode = clock.timed("pack", model_runner.pack_decode)
     StepHandle.read = clock.timed("consume", StepHandle.read)
@@ -120,7 +119,8 @@ def _generate(
     marks.append(time.perf_counter())
     checked = normalize_prompts(prompts, vocab_size=host.intake.vocab_size)
     marks.append(time.perf_counter())
-    states = host.driver.complete(map(Job, checked, params), Goal.THROUGHPUT)
+    jobs = list(map(host.intake.make_job, checked, params))
+    states = host.driver.complete(jobs, Goal.THROUGHPUT)
     outputs = [state.output() for state in states]
     marks.append(time.perf_counter())
     return outputs

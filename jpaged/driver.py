@@ -1,26 +1,18 @@
 """Runs requests for several callers at once: what one waits for, another may have advanced. So it
 is with prefixes that are computed to be pinned."""
 
-from collections.abc import Callable, Generator, Iterable
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from itertools import accumulate, pairwise
 
-from jpaged.core.limits import check_pin_fits
+from jpaged.core.limits import check_pin_fits, fits_surely
 from jpaged.core.plan import Goal
 from jpaged.engine_loop import EngineLoop
 from jpaged.inputs import Prompt
-from jpaged.intake import PIN_PARAMS, Intake
+from jpaged.intake import PIN_PARAMS, Intake, Job
 from jpaged.interrupts import deferred_interrupts
 from jpaged.outputs import RequestDelta, RequestOutput, TextDelta
 from jpaged.request_state import RequestState
-from jpaged.sampling_params import SamplingParams
-
-
-class Job(NamedTuple):
-    """A checked prompt, with its token ids, and what to do with it."""
-
-    prompt: Prompt
-    params: SamplingParams
-    priority: int = 0
 
 
 class Driver:
@@ -90,20 +82,27 @@ class Driver:
         self._loop.advance(Goal.LATENCY)
 
     def complete(
-        self, jobs: Iterable[Job], goal: Goal, progress: Callable[[int], object] = int
+        self, jobs: Sequence[Job], goal: Goal, progress: Callable[[int], object] = int
     ) -> list[RequestState]:
         """Run requests to their ends; an error or Ctrl-C leaves nothing of them behind.
+
+        If one of them is refused, none is started.
 
         Args:
             jobs: What to do.
             goal: What the steps are to favour meanwhile.
             progress: Told how many requests ended, after each turn of the loop.
         """
-        states = [self._make_state(job) for job in jobs]  # none is queued if one is refused here
+        states: list[RequestState] = []
+        left: set[RequestState] = set()
+        parts = self._parts(jobs)
         try:
-            self._loop.add(states)
-            left = set(states)
-            while left:
+            while parts or left:
+                if parts:
+                    new = list(map(self._make_state, parts.popleft()))
+                    states += new
+                    self._loop.add(new)
+                    left.update(new)
                 ended = left.intersection(self._loop.advance(goal))
                 left -= ended
                 progress(len(ended))
@@ -113,6 +112,18 @@ class Driver:
                 for state in states:
                     self.abort(state)
         return states
+
+    def _parts(self, jobs: Sequence[Job]) -> deque[Sequence[Job]]:
+        """What to queue before the first step, and in each later turn while the device computes the
+        step before: it need not wait until requests are made that have no place in a step yet."""
+        config, manager = self._loop.scheduler.config, self._loop.scheduler.block_manager
+        lengths, num_first = [len(job.prompt.token_ids or ()) for job in jobs], len(jobs)
+        if all(job.is_plain for job in jobs) and fits_surely(config, manager, lengths):
+            num_before = accumulate(lengths, initial=0)
+            num_filling = sum(num < config.max_num_batched_tokens for num in num_before)
+            num_first = min(num_filling, config.max_num_seqs, len(jobs))
+        bounds = [0, *range(num_first, len(jobs), config.max_num_seqs), len(jobs)]
+        return deque(jobs[a:b] for a, b in pairwise(bounds) if a < b)
 
     def pin(self, prefix: Prompt) -> int:
         """Hold a prompt of whole blocks for no request; what is not cached is computed first.
@@ -167,13 +178,7 @@ class Driver:
         return manager.pins.pin(found) if len(found) == num_blocks else None
 
     def _make_state(self, job: Job, request_id: str | None = None) -> RequestState:
-        return self._intake.make_state(
-            job.prompt,
-            job.params,
-            request_id=request_id,
-            ids_in_use=self._loop.requests,
-            priority=job.priority,
-        )
+        return self._intake.make_state(job, request_id=request_id, ids_in_use=self._loop.requests)
 
 
 def _raise_faults(states: Iterable[RequestState]) -> None:

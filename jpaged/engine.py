@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from jpaged.config import EngineConfig
 from jpaged.core.plan import Goal
-from jpaged.driver import Driver, Job
+from jpaged.driver import Driver
 from jpaged.engine_accounts import EngineAccounts
 from jpaged.engine_loop import EngineLoop
 from jpaged.inputs import normalize_prompts, pair_params, pair_priorities
@@ -70,7 +70,8 @@ class Engine(EngineAccounts):
                 never fit; nothing is queued then.
             RuntimeError: a step failed earlier.
         """
-        job = Job(self._intake.checked(prompt), pair_params(params, 1)[0], priority)
+        checked, own_params = self._intake.checked(prompt), pair_params(params, 1)[0]
+        job = self._intake.make_job(checked, own_params, priority)
         return self._driver.add(job, request_id, polled=True).request_id
 
     def abort(self, request_id: str) -> None:
@@ -146,7 +147,7 @@ class Engine(EngineAccounts):
         all_params = pair_params(params, len(checked))
         priorities = pair_priorities(priority, len(checked))
         disable = None if use_tqdm is None and len(checked) > 1 else not use_tqdm
-        jobs = list(map(Job, map(self._intake.tokenize, checked), all_params, priorities))
+        jobs = list(map(self._intake.make_job, checked, all_params, priorities))
         with tqdm(total=len(jobs), desc="Generating", disable=disable, unit="req") as bar:
             states = self._driver.complete(jobs, Goal.THROUGHPUT, bar.update)
         return [state.output() for state in states]
@@ -204,7 +205,7 @@ class Engine(EngineAccounts):
         """
         checked, own_params = self._intake.checked(prompt), pair_params(params, 1)[0]
         own_params.check_streamable()
-        state = self._driver.add(Job(checked, own_params))
+        state = self._driver.add(self._intake.make_job(checked, own_params))
         deltas = self._driver.deltas(state)
         # A generator that was never started does not run its `finally`.
         weakref.finalize(deltas, self._driver.abort, state)

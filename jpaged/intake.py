@@ -1,9 +1,11 @@
-"""Taking a request in: from what the caller gave to a checked, tokenised `RequestState`."""
+"""Taking a request in: from what the caller gave to a checked, tokenised `Job`, and from there to a
+`RequestState`."""
 
 import itertools
 import time
 from collections.abc import Container
 from dataclasses import replace
+from typing import NamedTuple
 
 from jpaged.core.beam import BeamSearch
 from jpaged.core.request import Request, StopCriteria
@@ -17,6 +19,26 @@ PIN_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, deto
 """Of the request that computes a pinned prefix; its token is dropped."""
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # odd, so that no two requests of an engine share a seed
+
+
+class Job(NamedTuple):
+    """A checked request; `Intake.make_job` makes them.
+
+    Attributes:
+        prompt: With its token ids.
+        params: As the caller gave them; the engine can do what they ask for.
+        priority: Lower goes first; the scheduler refuses one that it would not look at.
+    """
+
+    prompt: Prompt
+    params: SamplingParams
+    priority: int = 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is one sequence that takes its turn."""
+        asked = self.params
+        return asked.num_samples == 1 and asked.beam_width is None and not self.priority
 
 
 class Intake:
@@ -104,45 +126,44 @@ class Intake:
             )
         return self.tokenizer
 
-    def make_state(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        request_id: str | None,
-        ids_in_use: Container[str],
-        priority: int = 0,
-    ) -> RequestState:
-        """A request, checked and ready for the scheduler.
-
-        Args:
-            prompt: With its token ids.
-            params: As the caller gave them.
-            request_id: None for one that is not in use.
-            ids_in_use: Ids of unfinished requests.
-            priority: Lower goes first; the scheduler refuses one that it would not look at.
+    def make_job(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> Job:
+        """A normalised prompt and what to do with it, checked; the prompt is tokenised.
 
         Raises:
-            TypeError, ValueError: the id or a parameter is not acceptable.
+            TypeError, ValueError: a parameter is not acceptable, or the prompt cannot be tokenised.
         """
-        seed = self._seed_of(params, next(self._arrivals))
         params.validate_for(
             self.vocab_size, MAX_LOGPROBS, self._eos_token_ids, max_num_seqs=self._max_num_seqs
         )
         if params.stop_strings:
             self.need_tokenizer(f"stop={params.stop!r}")
+        return Job(self.tokenize(prompt), params, checked_priority(priority))
+
+    def make_state(
+        self, job: Job, *, request_id: str | None, ids_in_use: Container[str]
+    ) -> RequestState:
+        """A request, ready for the scheduler.
+
+        Args:
+            job: What to do.
+            request_id: None for one that is not in use.
+            ids_in_use: Ids of unfinished requests.
+
+        Raises:
+            TypeError: the id is not acceptable.
+        """
         name = self._unused_name(ids_in_use) if request_id is None else _checked_id(request_id)
         return RequestState(
-            request=self._make_request(name, prompt, params, seed, checked_priority(priority)),
-            params=params,
-            prompt=prompt,
+            request=self._make_request(name, *job),
+            params=job.params,
+            prompt=job.prompt,
             tokenizer=self.tokenizer,
             eos_token_ids=self._eos_token_ids,
             metrics=RequestMetrics(arrival_time=time.monotonic()),
         )
 
     def _make_request(
-        self, name: str, prompt: Prompt, params: SamplingParams, seed: int, priority: int
+        self, name: str, prompt: Prompt, params: SamplingParams, priority: int
     ) -> Request:
         endings = params.ending_ids(self._eos_token_ids)
         return Request.from_prompt(
@@ -155,7 +176,7 @@ class Intake:
             ),
             seq_ids=self._seq_ids,
             num_samples=params.num_samples if params.beam_width is None else 1,
-            seed=seed,
+            seed=self._seed_of(params, next(self._arrivals)),
             beam=_make_search(params, endings),
             priority=priority,
             cache_salt=prompt.cache_salt,

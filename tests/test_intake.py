@@ -7,6 +7,7 @@ import pytest
 
 from jpaged.inputs import Prompt
 from jpaged.intake import Intake
+from jpaged.request_state import RequestState
 from jpaged.sampling_params import SamplingParams
 
 
@@ -21,8 +22,13 @@ def make_intake(seed: int = 0) -> Intake:
     )
 
 
+def make_state(intake: Intake, params: SamplingParams) -> RequestState:
+    job = intake.make_job(Prompt(token_ids=[1]), params)
+    return intake.make_state(job, request_id=None, ids_in_use=())
+
+
 def seeds_of(intake: Intake, params: SamplingParams) -> list[int]:
-    state = intake.make_state(Prompt(token_ids=[1]), params, request_id=None, ids_in_use=())
+    state = make_state(intake, params)
     return [sequence.seed for sequence in state.request.sequences]
 
 
@@ -53,5 +59,5 @@ def test_requests_without_a_seed_get_one_each_that_an_engine_repeats():
 
 def test_a_state_keeps_the_params_as_they_were_given():
     params = SamplingParams()
-    made = make_intake().make_state(Prompt(token_ids=[1]), params, request_id=None, ids_in_use=())
+    made = make_state(make_intake(), params)
     assert made.params is params

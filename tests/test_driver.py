@@ -1,0 +1,155 @@
+"""Whole generations: what is queued when, and that nothing stays behind."""
+
+from collections.abc import Iterable, Sequence
+
+import pytest
+
+from jpaged.core.block_manager import BlockManager
+from jpaged.core.plan import Goal
+from jpaged.core.request import FinishReason
+from jpaged.core.scheduler import Scheduler, SchedulerConfig
+from jpaged.driver import Driver
+from jpaged.inputs import Prompt
+from jpaged.intake import Intake, Job
+from jpaged.request_state import RequestState
+from jpaged.sampling_params import SamplingParams
+
+MAX_MODEL_LEN, BLOCK_SIZE = 16, 4
+PLAIN = SamplingParams(max_tokens=4)
+GROUP = SamplingParams(max_tokens=4, n=2)
+SEARCH = SamplingParams(max_tokens=4, beam_width=2)
+
+
+class NullLoop:
+    """Queues requests as an engine's loop does, and computes nothing: some steps end all that
+    is queued."""
+
+    def __init__(self, num_blocks: int, ends_at: Sequence[int], *, by_priority: bool = False):
+        config = SchedulerConfig(4, 10, MAX_MODEL_LEN, by_priority)
+        self.scheduler = Scheduler(config, BlockManager(num_blocks, BLOCK_SIZE))
+        self.requests: dict[str, RequestState] = {}
+        self.num_queued: list[int] = []  # at each step, since the start
+        self.ends_at = ends_at
+
+    def add(self, states: Iterable[RequestState]) -> None:
+        for state in states:
+            self.scheduler.add(state.request)
+            self.requests[state.request_id] = state
+
+    def advance(self, goal: Goal) -> list[RequestState]:
+        self.num_queued.append(len(self.requests))
+        if len(self.num_queued) not in self.ends_at:
+            return []
+        ended = [s for s in self.requests.values() if not s.request.is_finished]
+        for state in ended:
+            self.scheduler.finish(state.request_id, FinishReason.LENGTH)
+        return ended
+
+    def abort(self, state: RequestState) -> None:
+        self.scheduler.abort(state.request_id)
+
+
+def make_intake() -> Intake:
+    limits = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 4}
+    return Intake(None, vocab_size=10, eos_token_ids=frozenset(), seed=0, **limits)
+
+
+def make_jobs(prompt_lens: list[int], params: SamplingParams = PLAIN, priority: int = 0):
+    jobs = [make_intake().make_job(Prompt(token_ids=[1] * n), PLAIN) for n in prompt_lens]
+    return [*jobs[:-1], Job(jobs[-1].prompt, params, priority)]
+
+
+def make_driver(
+    num_blocks: int = 5, ends_at: Sequence[int] = (2,), **more: bool
+) -> tuple[Driver, NullLoop]:
+    loop = NullLoop(num_blocks, ends_at, **more)
+    return Driver(loop, make_intake()), loop  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("prompt_lens", "num_queued"),
+    [
+        ([4, 4, 4, 4, 4], [3, 5]),  # 8 of the step's 10 tokens are not all of it
+        ([5, 5, 5], [2, 3]),
+        ([15, 1], [1, 2]),
+        ([1, 1, 1, 1, 1], [4, 5]),  # as many sequences as a step has
+        ([4] * 12, [3, 7, 11, 12]),
+        ([4, 4], [2]),
+    ],
+)
+def test_what_fills_a_step_is_queued_before_it_and_more_while_it_runs(
+    prompt_lens: list[int], num_queued: list[int]
+):
+    driver, loop = make_driver(ends_at=(len(num_queued),))
+    states = driver.complete(make_jobs(prompt_lens), Goal.THROUGHPUT)
+    assert loop.num_queued == num_queued
+    assert [len(state.prompt.token_ids or []) for state in states] == prompt_lens
+    assert [state.request.arrival for state in states] == list(range(len(states)))
+
+
+@pytest.mark.parametrize("ends_at", [(2,), (5,), (1, 2), (1, 5)])
+def test_all_are_waited_for_also_if_the_first_end_before_others_are_queued(ends_at: tuple):
+    driver, loop = make_driver(ends_at=ends_at)
+    told = list[int]()
+    states = driver.complete(make_jobs([10, 10, 10]), Goal.THROUGHPUT, told.append)
+    assert all(state.request.is_finished for state in states)
+    assert len(loop.num_queued) == ends_at[-1]
+    assert sum(told) == len(states) == 3
+
+
+@pytest.mark.parametrize(
+    ("params", "priority"), [(GROUP, 0), (SEARCH, 0), (PLAIN, -1)], ids=["group", "search", "rank"]
+)
+def test_where_one_may_be_refused_or_goes_first_all_are_queued_at_once(
+    params: SamplingParams, priority: int
+):
+    driver, loop = make_driver(num_blocks=40, by_priority=True)
+    driver.complete(make_jobs([10, 10, 10], params, priority), Goal.THROUGHPUT)
+    assert loop.num_queued == [3, 3]
+
+
+def test_in_a_pool_that_does_not_hold_the_longest_sequence_all_are_queued_at_once():
+    driver, loop = make_driver(num_blocks=4)
+    driver.complete(make_jobs([8, 8, 8]), Goal.THROUGHPUT)
+    assert loop.num_queued == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "last", "params", "priority", "message"),
+    [
+        (5, 16, PLAIN, 0, "leaves no room for an output token"),
+        (5, 8, PLAIN, 1, "priority=1 .* has no effect"),
+        (5, 8, SamplingParams(max_tokens=8, n=4), 0, "4 sequences. and the pool has 4"),
+        (4, 12, PLAIN, 0, "may need 4 blocks"),
+    ],
+)
+def test_if_the_last_is_refused_none_is_started(
+    num_blocks: int, last: int, params: SamplingParams, priority: int, message: str
+):
+    driver, loop = make_driver(num_blocks)
+    with pytest.raises(ValueError, match=message):
+        driver.complete(make_jobs([10, 10, last], params, priority), Goal.THROUGHPUT)
+    assert loop.num_queued == []
+    assert not loop.scheduler.has_unfinished
+
+
+@pytest.mark.parametrize("num_turns", [1, 2, 3])
+def test_an_interrupt_leaves_none_queued(num_turns: int):
+    driver, loop = make_driver(ends_at=())
+    advance = loop.advance
+
+    def interrupted(goal: Goal) -> list[RequestState]:
+        if len(loop.num_queued) == num_turns - 1:
+            raise KeyboardInterrupt
+        return advance(goal)
+
+    loop.advance = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        driver.complete(make_jobs([10, 10, 10]), Goal.THROUGHPUT)
+    assert not loop.scheduler.has_unfinished
+
+
+def test_nothing_to_do_takes_no_step():
+    driver, loop = make_driver()
+    assert driver.complete([], Goal.THROUGHPUT) == []
+    assert loop.num_queued == []
