@@ -38,7 +38,7 @@ from bench.null_device import SHAPE, Clock, Host, make_host
 from bench.records import print_table, record
 from jpaged import RequestOutput, SamplingParams
 from jpaged.core.plan import Goal
-from jpaged.inputs import normalize_prompts
+from jpaged.inputs import normalize_prompt, normalize_prompts
 from jpaged.runtime import model_runner
 from jpaged.runtime.model_runner import StepHandle
 
@@ -63,7 +63,8 @@ def measure(num_seqs: int, num_steps: int) -> dict[str, float]:
     loop, intake, driver = make_host(num_seqs, clock)
     params = make_params(num_steps + 200)
     for prompt in make_prompts(num_seqs):
-        driver.add(intake.make_job(intake.checked(prompt), params))
+        given = normalize_prompt(prompt, vocab_size=intake.vocab_size)
+        driver.add(intake.make_job(given, params))
     original = model_runner.pack_decode, StepHandle.read
     model_runner.pack_decode = clock.timed("pack", model_runner.pack_decode)
     StepHandle.read = clock.timed("consume", StepHandle.read)

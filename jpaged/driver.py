@@ -114,8 +114,11 @@ class Driver:
         return states
 
     def _parts(self, jobs: Sequence[Job]) -> deque[Sequence[Job]]:
-        """What to queue before the first step, and in each later turn while the device computes the
-        step before: it need not wait until requests are made that have no place in a step yet."""
+        """What to queue before the first step, and in each later turn: the device, which computes
+        the step before, need not wait until requests are made that have no place in a step yet.
+
+        What fills the first step is counted as if nothing of it were cached.
+        """
         config, manager = self._loop.scheduler.config, self._loop.scheduler.block_manager
         lengths, num_first = [len(job.prompt.token_ids or ()) for job in jobs], len(jobs)
         if all(job.is_plain for job in jobs) and fits_surely(config, manager, lengths):
@@ -138,7 +141,7 @@ class Driver:
         """
         pin = self._pin_cached(prefix)
         while pin is None:
-            self.complete([Job(prefix, PIN_PARAMS)], Goal.LATENCY)
+            self.complete([self._intake.make_job(prefix, PIN_PARAMS)], Goal.LATENCY)
             pin = self._pin_cached(prefix)
             # Where others run, they may have its blocks: it may have been preempted while its token
             # was on the way. To compute it again is to wait for them at most.

@@ -12,7 +12,7 @@ from jpaged.core.plan import Goal
 from jpaged.driver import Driver
 from jpaged.engine_accounts import EngineAccounts
 from jpaged.engine_loop import EngineLoop
-from jpaged.inputs import normalize_prompts, pair_params, pair_priorities
+from jpaged.inputs import normalize_prompt, normalize_prompts, pair_params, pair_priorities
 from jpaged.outputs import RequestDelta, RequestOutput, TextDelta
 from jpaged.sampling_params import SamplingParams
 from jpaged.startup import build_parts
@@ -70,8 +70,8 @@ class Engine(EngineAccounts):
                 never fit; nothing is queued then.
             RuntimeError: a step failed earlier.
         """
-        checked, own_params = self._intake.checked(prompt), pair_params(params, 1)[0]
-        job = self._intake.make_job(checked, own_params, priority)
+        given = normalize_prompt(prompt, vocab_size=self.vocab_size)
+        job = self._intake.make_job(given, pair_params(params, 1)[0], priority)
         return self._driver.add(job, request_id, polled=True).request_id
 
     def abort(self, request_id: str) -> None:
@@ -203,9 +203,10 @@ class Engine(EngineAccounts):
                 best_of above n).
             RuntimeError: a step failed.
         """
-        checked, own_params = self._intake.checked(prompt), pair_params(params, 1)[0]
-        own_params.check_streamable()
-        state = self._driver.add(self._intake.make_job(checked, own_params))
+        given = normalize_prompt(prompt, vocab_size=self.vocab_size)
+        job = self._intake.make_job(given, pair_params(params, 1)[0])
+        job.params.check_streamable()
+        state = self._driver.add(job)
         deltas = self._driver.deltas(state)
         # A generator that was never started does not run its `finally`.
         weakref.finalize(deltas, self._driver.abort, state)

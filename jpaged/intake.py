@@ -28,11 +28,15 @@ class Job(NamedTuple):
         prompt: With its token ids.
         params: As the caller gave them; the engine can do what they ask for.
         priority: Lower goes first; the scheduler refuses one that it would not look at.
+        seed: Of its noise: the caller's, or one of its own.
+        arrival_time: When it was made, in seconds of `time.monotonic()`.
     """
 
     prompt: Prompt
     params: SamplingParams
-    priority: int = 0
+    priority: int
+    seed: int
+    arrival_time: float
 
     @property
     def is_plain(self) -> bool:
@@ -89,21 +93,13 @@ class Intake:
         }
         return normalize_prompt(whole, vocab_size=self.vocab_size)
 
-    def checked(self, prompt: object) -> Prompt:
-        """What the caller gave, checked and tokenised.
-
-        Raises:
-            TypeError, ValueError: it is no prompt, or cannot be tokenised.
-        """
-        return self.tokenize(normalize_prompt(prompt, vocab_size=self.vocab_size))
-
     def whole_blocks(self, prompt: object, block_size: int) -> Prompt:
         """A prompt cut to the full blocks of `block_size` tokens that it begins with.
 
         Raises:
             TypeError, ValueError: it is no prompt, or fills no block.
         """
-        checked = self.checked(prompt)
+        checked = self.tokenize(normalize_prompt(prompt, vocab_size=self.vocab_size))
         ids = checked.token_ids or []
         if len(ids) < block_size:
             raise ValueError(
@@ -133,11 +129,16 @@ class Intake:
             TypeError, ValueError: a parameter is not acceptable, or the prompt cannot be tokenised.
         """
         params.validate_for(
-            self.vocab_size, MAX_LOGPROBS, self._eos_token_ids, max_num_seqs=self._max_num_seqs
+            self.vocab_size,
+            MAX_LOGPROBS,
+            self._eos_token_ids,
+            max_num_seqs=self._max_num_seqs,
+            max_model_len=self._max_model_len,
         )
         if params.stop_strings:
             self.need_tokenizer(f"stop={params.stop!r}")
-        return Job(self.tokenize(prompt), params, checked_priority(priority))
+        prompt, priority = self.tokenize(prompt), checked_priority(priority)
+        return Job(prompt, params, priority, self._seed_of(params), time.monotonic())
 
     def make_state(
         self, job: Job, *, request_id: str | None, ids_in_use: Container[str]
@@ -154,17 +155,16 @@ class Intake:
         """
         name = self._unused_name(ids_in_use) if request_id is None else _checked_id(request_id)
         return RequestState(
-            request=self._make_request(name, *job),
+            request=self._make_request(name, job),
             params=job.params,
             prompt=job.prompt,
             tokenizer=self.tokenizer,
             eos_token_ids=self._eos_token_ids,
-            metrics=RequestMetrics(arrival_time=time.monotonic()),
+            metrics=RequestMetrics(arrival_time=job.arrival_time),
         )
 
-    def _make_request(
-        self, name: str, prompt: Prompt, params: SamplingParams, priority: int
-    ) -> Request:
+    def _make_request(self, name: str, job: Job) -> Request:
+        prompt, params = job.prompt, job.params
         endings = params.ending_ids(self._eos_token_ids)
         return Request.from_prompt(
             name,
@@ -176,9 +176,9 @@ class Intake:
             ),
             seq_ids=self._seq_ids,
             num_samples=params.num_samples if params.beam_width is None else 1,
-            seed=self._seed_of(params, next(self._arrivals)),
+            seed=job.seed,
             beam=_make_search(params, endings),
-            priority=priority,
+            priority=job.priority,
             cache_salt=prompt.cache_salt,
             # Each position must be computed to be scored.
             reads_prefix_cache=params.prompt_logprobs is None,
@@ -188,7 +188,8 @@ class Intake:
         names = (f"request-{number}" for number in self._names)
         return next(name for name in names if name not in ids_in_use)
 
-    def _seed_of(self, params: SamplingParams, arrival: int) -> int:
+    def _seed_of(self, params: SamplingParams) -> int:
+        arrival = next(self._arrivals)
         if params.seed is not None:
             return int(params.seed)  # a numpy integer would overflow
         return self._seed + (arrival + 1) * _SEED_STRIDE

@@ -85,7 +85,7 @@ class RequestMetrics:
     """When things happened to a request, in seconds of `time.monotonic()`; None: not yet.
 
     Attributes:
-        arrival_time: `add_request` was called.
+        arrival_time: `add_request` or `generate` took it in.
         first_scheduled_time: It first joined a step.
         first_token_time: The host read its first output token.
         finished_time: It ended.

@@ -153,6 +153,7 @@ class SamplingParams:
         max_logprobs: int = MAX_LOGPROBS,
         eos_token_ids: Collection[int] = (),
         max_num_seqs: int | None = None,
+        max_model_len: int | None = None,
     ) -> None:
         """Checks what depends on the model and the engine.
 
@@ -161,6 +162,7 @@ class SamplingParams:
             max_logprobs: the most log-probabilities the engine gives a token.
             eos_token_ids: the model's own end tokens.
             max_num_seqs: the most sequences of a step; None for no bound.
+            max_model_len: the most tokens of a sequence; None for no bound.
 
         Raises:
             ValueError: naming the parameter, its value and what it may be.
@@ -179,6 +181,14 @@ class SamplingParams:
             self._check_candidates(max_logprobs, eos_token_ids)
         if max_num_seqs is not None:
             self._check_seats(max_num_seqs)
+        if max_model_len is not None and self.max_tokens is None:
+            self._check_can_end(max_model_len)
+
+    def _check_can_end(self, max_model_len: int) -> None:
+        if self.min_tokens > max_model_len:
+            raise ValueError(
+                f"min_tokens={self.min_tokens} is more than max_model_len={max_model_len}: lower it"
+            )
 
     @property
     def is_streamable(self) -> bool:

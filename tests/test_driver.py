@@ -17,6 +17,7 @@ from jpaged.sampling_params import SamplingParams
 MAX_MODEL_LEN, BLOCK_SIZE = 16, 4
 PLAIN = SamplingParams(max_tokens=4)
 GROUP = SamplingParams(max_tokens=4, n=2)
+RANKED = SamplingParams(max_tokens=4, best_of=2)
 SEARCH = SamplingParams(max_tokens=4, beam_width=2)
 
 
@@ -54,9 +55,13 @@ def make_intake() -> Intake:
     return Intake(None, vocab_size=10, eos_token_ids=frozenset(), seed=0, **limits)
 
 
-def make_jobs(prompt_lens: list[int], params: SamplingParams = PLAIN, priority: int = 0):
-    jobs = [make_intake().make_job(Prompt(token_ids=[1] * n), PLAIN) for n in prompt_lens]
-    return [*jobs[:-1], Job(jobs[-1].prompt, params, priority)]
+def make_jobs(
+    prompt_lens: list[int], params: SamplingParams = PLAIN, priority: int = 0
+) -> list[Job]:
+    """All but the last are plain."""
+    intake, prompts = make_intake(), [Prompt(token_ids=[1] * n) for n in prompt_lens]
+    jobs = [intake.make_job(prompt, PLAIN) for prompt in prompts[:-1]]
+    return [*jobs, intake.make_job(prompts[-1], params, priority)]
 
 
 def make_driver(
@@ -87,6 +92,16 @@ def test_what_fills_a_step_is_queued_before_it_and_more_while_it_runs(
     assert [state.request.arrival for state in states] == list(range(len(states)))
 
 
+def test_what_is_told_of_a_request_does_not_depend_on_when_it_is_queued():
+    driver, _ = make_driver(ends_at=(4,))
+    jobs = make_jobs([4] * 12)
+    states = driver.complete(jobs, Goal.THROUGHPUT)
+    assert [state.metrics.arrival_time for state in states] == [job.arrival_time for job in jobs]
+    seeds = [state.request.sequences[0].seed for state in states]
+    assert seeds == [job.seed % 2**64 for job in jobs]
+    assert len({job.seed for job in jobs}) == 12
+
+
 @pytest.mark.parametrize("ends_at", [(2,), (5,), (1, 2), (1, 5)])
 def test_all_are_waited_for_also_if_the_first_end_before_others_are_queued(ends_at: tuple):
     driver, loop = make_driver(ends_at=ends_at)
@@ -98,7 +113,9 @@ def test_all_are_waited_for_also_if_the_first_end_before_others_are_queued(ends_
 
 
 @pytest.mark.parametrize(
-    ("params", "priority"), [(GROUP, 0), (SEARCH, 0), (PLAIN, -1)], ids=["group", "search", "rank"]
+    ("params", "priority"),
+    [(GROUP, 0), (RANKED, 0), (SEARCH, 0), (PLAIN, -1)],
+    ids=["group", "ranked", "search", "rank"],
 )
 def test_where_one_may_be_refused_or_goes_first_all_are_queued_at_once(
     params: SamplingParams, priority: int

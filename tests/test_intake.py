@@ -61,3 +61,11 @@ def test_a_state_keeps_the_params_as_they_were_given():
     params = SamplingParams()
     made = make_state(make_intake(), params)
     assert made.params is params
+
+
+def test_what_could_never_end_is_refused_before_a_request_is_made():
+    params = SamplingParams(max_tokens=None, min_tokens=9)
+    with pytest.raises(ValueError, match="min_tokens=9 is more than max_model_len=8: lower it"):
+        make_intake().make_job(Prompt(token_ids=[1]), params)
+    make_state(make_intake(), SamplingParams(max_tokens=None, min_tokens=8))
+    make_state(make_intake(), SamplingParams(max_tokens=9, min_tokens=9))

@@ -20,8 +20,8 @@ from jpaged.serve.picture import Frame, encode
 MOST_TIME = 0.02
 """Share of the time that looking may take."""
 
-MOST_SAVED = 0.02
-"""Seconds of looking that can be saved up: what one second allows."""
+MOST_SAVED = 1.0 * MOST_TIME
+"""Seconds of looking that can be saved up: what an idle second allows."""
 
 MAX_FRAMES = 256
 """Frames kept until they are fetched; what follows comes as one."""
@@ -65,7 +65,9 @@ class Camera:
         now = self._clock()
         if now - self._last_fetch > PATIENCE:
             self.stop()
-        elif len(self._frames) < MAX_FRAMES and self._may_look(now):
+            return
+        self._save_up(now)
+        if self._saved > 0 and len(self._frames) < MAX_FRAMES:
             self._look(self._watch)
 
     def fetch(self, epoch: int = 0, tokens: bool = False) -> Frames:
@@ -97,10 +99,9 @@ class Camera:
             self._watch.close()
         self._watch, self._frames = None, []
 
-    def _may_look(self, now: float) -> bool:
+    def _save_up(self, now: float) -> None:
         self._saved = min(MOST_SAVED, self._saved + (now - self._last_saved) * MOST_TIME)
         self._last_saved = now
-        return self._saved > 0
 
     def _look(self, watch: PoolWatch) -> None:
         started = self._work_clock()

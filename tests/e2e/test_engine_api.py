@@ -226,6 +226,15 @@ BAD_REQUESTS = [
 ]
 
 
+BAD_OF_MANY = [
+    ("", GREEDY, "prompts.* is empty"),
+    *BAD_REQUESTS[2:-1],
+    ("x", SamplingParams(max_tokens=None, min_tokens=999), "min_tokens=999 is more than"),
+    ("x", SamplingParams(n=9), "n=9 .*max_num_seqs=8"),
+    (3.5, GREEDY, "must be"),
+]
+
+
 @pytest.mark.parametrize(("prompt", "params", "message"), BAD_REQUESTS)
 def test_a_bad_request_is_refused_and_touches_nobody(
     engine: Engine, prompt: Any, params: SamplingParams, message: str
@@ -237,12 +246,14 @@ def test_a_bad_request_is_refused_and_touches_nobody(
     assert text(run(engine)[good]) == ANSWER
 
 
-def test_one_bad_prompt_of_many_starts_none(engine: Engine):
+@pytest.mark.parametrize("num_good", [1, 30])  # 30 do not all have a place in the first step
+@pytest.mark.parametrize(("prompt", "params", "message"), BAD_OF_MANY)
+def test_one_bad_request_of_many_starts_none(
+    engine: Engine, num_good: int, prompt: Any, params: SamplingParams, message: str
+):
     before = engine.stats().num_steps
-    with pytest.raises(ValueError, match=r"prompts\[1\] is empty"):
-        engine.generate([QUESTION, ""], GREEDY)
-    with pytest.raises(ValueError, match="max_model_len=256 leaves no room"):
-        engine.generate([QUESTION, [5] * 256], GREEDY)
+    with pytest.raises((TypeError, ValueError), match=message):
+        engine.generate([*[QUESTION] * num_good, prompt], [*[GREEDY] * num_good, params])
     assert engine.stats().num_steps == before
     assert not engine.has_unfinished_requests
 

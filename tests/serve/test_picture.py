@@ -221,7 +221,9 @@ class Looks(Clock):
 
 
 def test_a_camera_takes_a_small_share_of_the_time(engine: Engine):
-    camera = Camera(engine, clock=Clock(), work_clock=Looks(1.0))
+    clock = Clock()
+    clock.now = 1000.0  # what was before the camera saves nothing up
+    camera = Camera(engine, clock=clock, work_clock=Looks(1.0))
     epoch = camera.fetch().epoch
     run(engine, camera, max_tokens=8, ignore_eos=True)
     assert len(camera.fetch(epoch).frames) == 1  # all the rest waits for the next question
@@ -240,18 +242,18 @@ def test_a_camera_saves_up_the_time_for_looks_at_a_request_that_comes_by_itself(
         clock.now += 0.01
     steps = [frame["step"] for frame in camera.fetch(epoch).frames]
     assert steps[:20] == list(range(steps[0], steps[0] + 20))
-    assert set(np.diff(steps[30:-1])) == {5}
+    assert np.mean(np.diff(steps[30:-1])) == pytest.approx(5, abs=0.5)
 
 
-def test_a_look_that_took_long_is_paid_for_once(engine: Engine):
-    """Fetches look whatever was saved, again and again: that must not blind the camera for long."""
-    clock, looks = Clock(), Looks(0.01)
-    camera = Camera(engine, clock=clock, work_clock=looks)
+def test_fetches_do_not_blind_the_camera(engine: Engine):
+    """They look whatever was saved, again and again, which takes ten times what is allowed."""
+    clock = Clock()
+    camera = Camera(engine, clock=clock, work_clock=Looks(0.02))
     epoch = camera.fetch().epoch
     for _ in range(50):
-        camera.fetch(epoch)
         clock.now += 0.1
-    clock.now += 0.5
+        camera.fetch(epoch)
+    clock.now += 1.1
     run(engine, camera, max_tokens=8, ignore_eos=True)
     assert len(camera.fetch(epoch).frames) > 1
 
