@@ -184,12 +184,6 @@ class SamplingParams:
         if max_model_len is not None and self.max_tokens is None:
             self._check_can_end(max_model_len)
 
-    def _check_can_end(self, max_model_len: int) -> None:
-        if self.min_tokens > max_model_len:
-            raise ValueError(
-                f"min_tokens={self.min_tokens} is more than max_model_len={max_model_len}: lower it"
-            )
-
     @property
     def is_streamable(self) -> bool:
         """Whether which answers are returned is known from the start."""
@@ -228,6 +222,12 @@ class SamplingParams:
                 f"min_tokens={self.min_tokens} forbids every one of the allowed_token_ids="
                 f"{list(self.allowed_token_ids)}, which all end the output: allow another token "
                 "or leave min_tokens at 0"
+            )
+
+    def _check_can_end(self, max_model_len: int) -> None:
+        if self.min_tokens > max_model_len:
+            raise ValueError(
+                f"min_tokens={self.min_tokens} is more than max_model_len={max_model_len}: lower it"
             )
 
     def _check_seats(self, max_num_seqs: int) -> None:

@@ -18,7 +18,7 @@ from jpaged.serve.frames import Frames
 from jpaged.serve.picture import Frame, encode
 
 MOST_TIME = 0.02
-"""Share of the time that looking may take."""
+"""Share of the time that looks after steps may take."""
 
 MOST_SAVED = 1.0 * MOST_TIME
 """Seconds of looking that can be saved up: what an idle second allows."""
