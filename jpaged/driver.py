@@ -115,18 +115,24 @@ class Driver:
 
     def _parts(self, jobs: Sequence[Job]) -> deque[Sequence[Job]]:
         """What to queue before the first step, and in each later turn: the device, which computes
-        the step before, need not wait until requests are made that have no place in a step yet.
-
-        What fills the first step is counted as if nothing of it were cached.
-        """
+        the step before, need not wait until requests are made that have no place in a step yet."""
         config, manager = self._loop.scheduler.config, self._loop.scheduler.block_manager
         lengths, num_first = [len(job.prompt.token_ids or ()) for job in jobs], len(jobs)
         if all(job.is_plain for job in jobs) and fits_surely(config, manager, lengths):
             num_before = accumulate(lengths, initial=0)
             num_filling = sum(num < config.max_num_batched_tokens for num in num_before)
             num_first = min(num_filling, config.max_num_seqs, len(jobs))
+        if any(map(self._finds_prefix, jobs[:num_first])):  # they do not fill the step
+            num_first = len(jobs)
         bounds = [0, *range(num_first, len(jobs), config.max_num_seqs), len(jobs)]
         return deque(jobs[a:b] for a, b in pairwise(bounds) if a < b)
+
+    def _finds_prefix(self, job: Job) -> bool:
+        """Whether the prompt's first block is cached."""
+        cache, tokens = self._loop.scheduler.block_manager.prefix_cache, job.prompt.token_ids or []
+        if cache is None or len(tokens) <= cache.block_size:  # its last token is always computed
+            return False
+        return bool(cache.find_chain(tokens, 1, job.prompt.cache_salt))
 
     def pin(self, prefix: Prompt) -> int:
         """Hold a prompt of whole blocks for no request; what is not cached is computed first.

@@ -1,12 +1,14 @@
 """Whole generations: what is queued when, and that nothing stays behind."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 
 import pytest
 
 from jpaged.core.block_manager import BlockManager
 from jpaged.core.plan import Goal
-from jpaged.core.request import FinishReason
+from jpaged.core.prefix_cache import PrefixCache
+from jpaged.core.request import FinishReason, Sequence
 from jpaged.core.scheduler import Scheduler, SchedulerConfig
 from jpaged.driver import Driver
 from jpaged.inputs import Prompt
@@ -25,9 +27,10 @@ class NullLoop:
     """Queues requests as an engine's loop does, and computes nothing: some steps end all that
     is queued."""
 
-    def __init__(self, num_blocks: int, ends_at: Sequence[int], *, by_priority: bool = False):
+    def __init__(self, num_blocks: int, ends_at: SequenceOf[int], *, by_priority: bool = False):
         config = SchedulerConfig(4, 10, MAX_MODEL_LEN, by_priority)
-        self.scheduler = Scheduler(config, BlockManager(num_blocks, BLOCK_SIZE))
+        self.manager = BlockManager(num_blocks, BLOCK_SIZE, PrefixCache(BLOCK_SIZE))
+        self.scheduler = Scheduler(config, self.manager)
         self.requests: dict[str, RequestState] = {}
         self.num_queued: list[int] = []  # at each step, since the start
         self.ends_at = ends_at
@@ -65,7 +68,7 @@ def make_jobs(
 
 
 def make_driver(
-    num_blocks: int = 5, ends_at: Sequence[int] = (2,), **more: bool
+    num_blocks: int = 5, ends_at: SequenceOf[int] = (2,), **more: bool
 ) -> tuple[Driver, NullLoop]:
     loop = NullLoop(num_blocks, ends_at, **more)
     return Driver(loop, make_intake()), loop  # pyright: ignore[reportArgumentType]
@@ -129,6 +132,23 @@ def test_in_a_pool_that_does_not_hold_the_longest_sequence_all_are_queued_at_onc
     driver, loop = make_driver(num_blocks=4)
     driver.complete(make_jobs([8, 8, 8]), Goal.THROUGHPUT)
     assert loop.num_queued == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("prompt_lens", "num_queued"),
+    [([8, 8, 8, 8], [4, 4]), ([5, 8, 8, 8], [4, 4]), ([4, 3, 3, 8], [3, 4])],
+)
+def test_where_a_prefix_is_cached_few_do_not_fill_a_step(
+    prompt_lens: list[int], num_queued: list[int]
+):
+    """Unless the prompts that fill it are too short to find it."""
+    driver, loop = make_driver()
+    before = Sequence(99, [1] * BLOCK_SIZE, BLOCK_SIZE)
+    loop.manager.allocate(before, BLOCK_SIZE)
+    loop.manager.register_computed(before, BLOCK_SIZE)
+    loop.manager.free(before)
+    driver.complete(make_jobs(prompt_lens), Goal.THROUGHPUT)
+    assert loop.num_queued == num_queued
 
 
 @pytest.mark.parametrize(
