@@ -226,15 +226,6 @@ BAD_REQUESTS = [
 ]
 
 
-BAD_OF_MANY = [
-    ("", GREEDY, "prompts.* is empty"),
-    *BAD_REQUESTS[2:-1],
-    ("x", SamplingParams(max_tokens=None, min_tokens=999), "min_tokens=999 is more than"),
-    ("x", SamplingParams(n=9), "n=9 .*max_num_seqs=8"),
-    (3.5, GREEDY, "must be"),
-]
-
-
 @pytest.mark.parametrize(("prompt", "params", "message"), BAD_REQUESTS)
 def test_a_bad_request_is_refused_and_touches_nobody(
     engine: Engine, prompt: Any, params: SamplingParams, message: str
@@ -246,14 +237,33 @@ def test_a_bad_request_is_refused_and_touches_nobody(
     assert text(run(engine)[good]) == ANSWER
 
 
-@pytest.mark.parametrize("num_good", [1, 30])  # 30 do not all have a place in the first step
-@pytest.mark.parametrize(("prompt", "params", "message"), BAD_OF_MANY)
-def test_one_bad_request_of_many_starts_none(
-    engine: Engine, num_good: int, prompt: Any, params: SamplingParams, message: str
+def test_one_bad_prompt_of_many_starts_none(engine: Engine):
+    before = engine.stats().num_steps
+    with pytest.raises(ValueError, match=r"prompts\[1\] is empty"):
+        engine.generate([QUESTION, ""], GREEDY)
+    with pytest.raises(ValueError, match="max_model_len=256 leaves no room"):
+        engine.generate([QUESTION, [5] * 256], GREEDY)
+    assert engine.stats().num_steps == before
+    assert not engine.has_unfinished_requests
+
+
+BAD_OF_THIRTY = [
+    ("", GREEDY, r"prompts\[29\] is empty"),
+    ([], GREEDY, r"prompts\[29\] is empty"),
+    *BAD_REQUESTS[2:-1],
+    (3.5, GREEDY, r"prompts\[29\] must be"),
+    ("x", SamplingParams(max_tokens=None, min_tokens=999), "min_tokens=999 is more than"),
+    ("x", SamplingParams(n=9), "n=9 .*max_num_seqs=8"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "params", "message"), BAD_OF_THIRTY)
+def test_one_bad_request_that_has_no_place_in_the_first_step_starts_none(
+    engine: Engine, prompt: Any, params: SamplingParams, message: str
 ):
     before = engine.stats().num_steps
     with pytest.raises((TypeError, ValueError), match=message):
-        engine.generate([*[QUESTION] * num_good, prompt], [*[GREEDY] * num_good, params])
+        engine.generate([*[QUESTION] * 29, prompt], [*[GREEDY] * 29, params])
     assert engine.stats().num_steps == before
     assert not engine.has_unfinished_requests
 
