@@ -116,16 +116,21 @@ class Driver:
     def _parts(self, jobs: Sequence[Job]) -> deque[Sequence[Job]]:
         """What to queue before the first step, and in each later turn: the device, which computes
         the step before, need not wait until requests are made that have no place in a step yet."""
-        config, manager = self._loop.scheduler.config, self._loop.scheduler.block_manager
-        lengths, num_first = [len(job.prompt.token_ids or ()) for job in jobs], len(jobs)
-        if all(job.is_plain for job in jobs) and fits_surely(config, manager, lengths):
-            num_before = accumulate(lengths, initial=0)
-            num_filling = sum(num < config.max_num_batched_tokens for num in num_before)
-            num_first = min(num_filling, config.max_num_seqs, len(jobs))
-        if any(map(self._finds_prefix, jobs[:num_first])):  # they do not fill the step
-            num_first = len(jobs)
-        bounds = [0, *range(num_first, len(jobs), config.max_num_seqs), len(jobs)]
+        most = self._loop.scheduler.config.max_num_seqs
+        bounds = [0, *range(self._num_to_begin(jobs), len(jobs), most), len(jobs)]
         return deque(jobs[a:b] for a, b in pairwise(bounds) if a < b)
+
+    def _num_to_begin(self, jobs: Sequence[Job]) -> int:
+        """How many fill the first step; all of them, if one may be refused or go before others, or
+        if those that would fill it find a prefix, and do not."""
+        config, manager = self._loop.scheduler.config, self._loop.scheduler.block_manager
+        lengths = [len(job.prompt.token_ids or ()) for job in jobs]
+        if not (all(job.is_plain for job in jobs) and fits_surely(config, manager, lengths)):
+            return len(jobs)
+        num_before = accumulate(lengths, initial=0)
+        num_filling = sum(num < config.max_num_batched_tokens for num in num_before)
+        num_first = min(num_filling, config.max_num_seqs, len(jobs))
+        return len(jobs) if any(map(self._finds_prefix, jobs[:num_first])) else num_first
 
     def _finds_prefix(self, job: Job) -> bool:
         """Whether the prompt's first block is cached."""

@@ -143,11 +143,10 @@ class Engine(EngineAccounts):
             TypeError, ValueError: a prompt or a parameter is not acceptable; none was started.
             RuntimeError: a step failed.
         """
-        checked = normalize_prompts(prompts, vocab_size=self.vocab_size)
-        all_params = pair_params(params, len(checked))
-        priorities = pair_priorities(priority, len(checked))
-        disable = None if use_tqdm is None and len(checked) > 1 else not use_tqdm
-        jobs = list(map(self._intake.make_job, checked, all_params, priorities))
+        given = normalize_prompts(prompts, vocab_size=self.vocab_size)
+        asked = pair_params(params, len(given)), pair_priorities(priority, len(given))
+        jobs = list(map(self._intake.make_job, given, *asked))
+        disable = None if use_tqdm is None and len(jobs) > 1 else not use_tqdm
         with tqdm(total=len(jobs), desc="Generating", disable=disable, unit="req") as bar:
             states = self._driver.complete(jobs, Goal.THROUGHPUT, bar.update)
         return [state.output() for state in states]
