@@ -1,7 +1,7 @@
 """Who may join the batch, and with how much of its KV found in the prefix cache."""
 
 from collections import Counter
-from itertools import chain
+from itertools import chain, islice, takewhile
 from typing import NamedTuple
 
 from jpaged.core.block_manager import BlockManager
@@ -80,6 +80,25 @@ class Admission:
         num_wanted = min(num_waiting, self._config.max_num_seqs // _SEATS_PER_FREE_SEAT)
         return not self._running or self._has_free_seats(num_wanted)
 
+    def fill_a_step(self, begun: list[Request], waiting: RequestQueue, num_tokens: int) -> bool:
+        """Whether lone sequences that were begun, and those at the head of the line, have so many
+        tokens left to compute, with seats and blocks for all of them.
+
+        What is cached of their tokens is not looked for: some steps will not be as full.
+        """
+        if not begun and not self.is_worth_a_step(len(waiting)):
+            return False
+        manager, num_free_seats = self._manager, self._config.max_num_seqs - self._running.num_seats
+        num_blocks = self._num_spare_blocks
+        for request in chain(begun, islice(takewhile(_is_new_and_lone, waiting), num_free_seats)):
+            sequence = request.live[0]
+            num_left = sequence.num_tokens - sequence.num_computed_tokens
+            num_blocks += manager.num_new_blocks(sequence, num_left)
+            num_tokens -= num_left
+            if num_tokens <= 0:
+                return num_blocks <= manager.num_free_blocks
+        return False
+
     def _has_free_seats(self, num_wanted: int, num_more: int = 0) -> bool:
         return self._config.max_num_seqs - self._running.num_seats + num_more >= num_wanted
 
@@ -123,6 +142,12 @@ class Admission:
     def _state(self, request: Request) -> tuple[Sequence, int, int, int]:
         live, num_freed = request.live, self._manager.pool.num_freed
         return live[0], len(live), self._num_spare_blocks, num_freed
+
+
+def _is_new_and_lone(request: Request) -> bool:
+    """Of one that waits: whether it may join with this step, all its tokens to be computed."""
+    is_whole = request.status is not RequestStatus.SWAPPED and request.is_read
+    return is_whole and request.num_seats == 1
 
 
 def _max_prefix_tokens(request: Request) -> int:

@@ -73,6 +73,12 @@ def work_of(request: Request, budget: int) -> list[tuple[Sequence, int]]:
     return work
 
 
+def is_begun(request: Request) -> bool:
+    """Whether a running request is a lone sequence that has several tokens left to compute."""
+    first = request.live[0]
+    return request.num_seats == 1 and first.num_tokens - first.num_computed_tokens > 1
+
+
 def is_ready(beam: Sequence) -> bool:
     """Whether a beam's next tokens are known and no step in flight holds it."""
     return beam.candidates is not None and not beam.num_in_flight_steps

@@ -3,7 +3,7 @@
 from jpaged.core.admission import Admission
 from jpaged.core.block_manager import NO_CHANGES, BlockChanges, BlockManager
 from jpaged.core.draft import StepDraft
-from jpaged.core.groups import fan_out, set_stem, work_of
+from jpaged.core.groups import fan_out, is_begun, set_stem, work_of
 from jpaged.core.limits import SchedulerConfig
 from jpaged.core.plan import Goal
 from jpaged.core.queue import RequestQueue
@@ -16,8 +16,11 @@ class Planner:
     """Fills a step from the scheduler's queues, moving requests between them.
 
     Running requests go on in the order of rank, as far as the step's budget goes; when blocks run
-    out, the last in line gives way. Then, if nobody had to, those who wait may join; for throughput
-    only if several can, or if the step has prompts anyway.
+    out, the last in line gives way. Then, if nobody had to, those who wait may join.
+
+    For throughput they join only if several can, or if the step has prompts anyway. And where their
+    prompts fill it nobody decodes meanwhile: a token beside them takes the place of one of theirs,
+    and attention to both takes longer than first to the one and then to the other.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class Planner:
         return faults
 
     def _continue_running(self, draft: StepDraft) -> None:
-        for request in list(self.running):
+        for request in self._who_goes_on(draft):
             # Preemption takes the last first: after one who lost its place all have.
             if self._by_priority and not draft.has_preempted:
                 self._admit_waiting(draft, before=request)
@@ -74,6 +77,15 @@ class Planner:
                     self._continue(draft, request)
             except Exception as error:
                 self._note_fault(request, error)
+
+    def _who_goes_on(self, draft: StepDraft) -> list[Request]:
+        """Those that run; of these only the one whose prompt was begun, where prompts alone fill
+        the step."""
+        everyone = list(self.running)
+        if draft.goal is Goal.LATENCY or self._by_priority:
+            return everyone
+        begun = [request for request in everyone[-1:] if is_begun(request)]
+        return begun if self._admission.fill_a_step(begun, self.waiting, draft.budget) else everyone
 
     def _may_join(self, draft: StepDraft) -> bool:
         """Whether the step is one for those who wait: for throughput not every one is."""

@@ -4,18 +4,12 @@ import random
 from typing import Any
 
 import pytest
-from core_driver import Driver, make_request, make_scheduler
+from core_driver import Driver, make_request, make_scheduler, shape
 
 from jpaged.core.beam import BeamSearch
-from jpaged.core.plan import Goal, StepPlan
+from jpaged.core.plan import StepPlan
 from jpaged.core.planner import Planner
 from jpaged.core.request import RequestStatus
-
-
-def shape(plan: StepPlan | None) -> list[tuple[int, int, int, bool]]:
-    """(sequence, start, tokens, samples) of each row."""
-    assert plan is not None
-    return [(r.sequence.seq_id, r.start, r.num_scheduled_tokens, r.samples) for r in plan.scheduled]
 
 
 def tables(driver: Driver) -> list[list[int]]:
@@ -298,23 +292,3 @@ def test_the_short_way_plans_what_the_long_way_does(
         ]
         assert plan.block_copies == expected.block_copies
         assert plan.preempted == expected.preempted
-
-
-@pytest.mark.parametrize(
-    ("goal", "joined"), [(Goal.LATENCY, [1, 1, 1]), (Goal.THROUGHPUT, [0, 2, 1])]
-)
-def test_for_throughput_those_who_wait_join_several_at_a_time(goal: Goal, joined: list[int]):
-    """Two, of 64 seats; or all who wait, if they are fewer."""
-    scheduler = make_scheduler(300, max_num_seqs=64, max_num_batched_tokens=256)
-    driver = Driver(scheduler, goal=goal)
-    for i in range(64 + 3):
-        driver.add(make_request(str(i), [1, 2, 3], max_tokens=30))
-    driver.step()
-    found = []
-    for i in (5, 7, 9):
-        assert scheduler.abort(str(i))
-        plan = driver.step()
-        assert plan is not None
-        found.append(sum(row.start == 0 for row in plan.scheduled))
-    assert found == joined
-    driver.run()
