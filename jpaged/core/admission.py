@@ -80,24 +80,34 @@ class Admission:
         num_wanted = min(num_waiting, self._config.max_num_seqs // _SEATS_PER_FREE_SEAT)
         return not self._running or self._has_free_seats(num_wanted)
 
-    def fill_a_step(self, begun: list[Request], waiting: RequestQueue, num_tokens: int) -> bool:
-        """Whether lone sequences that were begun, and those at the head of the line, have so many
-        tokens left to compute, with seats and blocks for all of them.
-
-        What is cached of their tokens is not looked for: some steps will not be as full.
+    def would_fill_a_step(
+        self, begun: list[Request], waiting: RequestQueue, num_tokens: int
+    ) -> bool:
+        """Whether what is left of prompts that were begun, and those of new lone sequences at the
+        head of the line, nothing of which is cached, come to so many tokens; with seats and blocks
+        for all of them, and one for each that runs, so that nobody soon gives way for their sake.
         """
         if not begun and not self.is_worth_a_step(len(waiting)):
             return False
-        manager, num_free_seats = self._manager, self._config.max_num_seqs - self._running.num_seats
-        num_blocks = self._num_spare_blocks
-        for request in chain(begun, islice(takewhile(_is_new_and_lone, waiting), num_free_seats)):
-            sequence = request.live[0]
-            num_left = sequence.num_tokens - sequence.num_computed_tokens
-            num_blocks += manager.num_new_blocks(sequence, num_left)
-            num_tokens -= num_left
+        manager, num_seats = self._manager, self._running.num_seats
+        num_free_blocks = manager.num_free_blocks - num_seats
+        new = islice(takewhile(_is_new_and_lone, waiting), self._config.max_num_seqs - num_seats)
+        for request in chain(begun, new):
+            first = request.live[0]
+            num_tokens -= first.num_tokens - first.num_computed_tokens
+            num_free_blocks -= manager.num_blocks_for(first.num_tokens) - len(first.block_table)
+            if num_free_blocks < 0 or self._finds_a_block(first):
+                return False
             if num_tokens <= 0:
-                return num_blocks <= manager.num_free_blocks
+                return True
         return False
+
+    def _finds_a_block(self, sequence: Sequence) -> bool:
+        """Whether some of a new sequence's prompt is cached, which then begins with its first
+        block; the last token is computed in any case."""
+        size, most = self._manager.block_size, len(sequence.token_ids) - 1
+        is_new = not sequence.block_table
+        return is_new and bool(self._manager.find_prefix(sequence, min(size, most)))
 
     def _has_free_seats(self, num_wanted: int, num_more: int = 0) -> bool:
         return self._config.max_num_seqs - self._running.num_seats + num_more >= num_wanted
@@ -145,9 +155,7 @@ class Admission:
 
 
 def _is_new_and_lone(request: Request) -> bool:
-    """Of one that waits: whether it may join with this step, all its tokens to be computed."""
-    is_whole = request.status is not RequestStatus.SWAPPED and request.is_read
-    return is_whole and request.num_seats == 1
+    return request.status is RequestStatus.WAITING and request.num_seats == 1
 
 
 def _max_prefix_tokens(request: Request) -> int:

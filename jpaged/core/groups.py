@@ -73,10 +73,9 @@ def work_of(request: Request, budget: int) -> list[tuple[Sequence, int]]:
     return work
 
 
-def is_begun(request: Request) -> bool:
-    """Whether a running request is a lone sequence that has several tokens left to compute."""
-    first = request.live[0]
-    return request.num_seats == 1 and first.num_tokens - first.num_computed_tokens > 1
+def decodes(request: Request) -> bool:
+    """Whether each sequence of a running request has at most one token left to compute."""
+    return all(s.num_tokens - s.num_computed_tokens <= 1 for s in request.live)
 
 
 def is_ready(beam: Sequence) -> bool:

@@ -3,7 +3,7 @@
 from jpaged.core.admission import Admission
 from jpaged.core.block_manager import NO_CHANGES, BlockChanges, BlockManager
 from jpaged.core.draft import StepDraft
-from jpaged.core.groups import fan_out, is_begun, set_stem, work_of
+from jpaged.core.groups import decodes, fan_out, set_stem, work_of
 from jpaged.core.limits import SchedulerConfig
 from jpaged.core.plan import Goal
 from jpaged.core.queue import RequestQueue
@@ -20,7 +20,7 @@ class Planner:
 
     For throughput they join only if several can, or if the step has prompts anyway. And where their
     prompts fill it nobody decodes meanwhile: a token beside them takes the place of one of theirs,
-    and attention to both takes longer than first to the one and then to the other.
+    and a step with both takes longer than its tokens account for.
     """
 
     def __init__(
@@ -79,13 +79,20 @@ class Planner:
                 self._note_fault(request, error)
 
     def _who_goes_on(self, draft: StepDraft) -> list[Request]:
-        """Those that run; of these only the one whose prompt was begun, where prompts alone fill
-        the step."""
+        """All that run; but where prompts alone fill the step, only the one whose prompt was begun.
+
+        Not if somebody else has more than a token left to compute, who would be passed.
+        """
         everyone = list(self.running)
         if draft.goal is Goal.LATENCY or self._by_priority:
             return everyone
-        begun = [request for request in everyone[-1:] if is_begun(request)]
-        return begun if self._admission.fill_a_step(begun, self.waiting, draft.budget) else everyone
+        begun = [request for request in everyone[-1:] if not decodes(request)]
+        others = everyone[: len(everyone) - len(begun)]
+        try:
+            fill = self._admission.would_fill_a_step(begun, self.waiting, draft.budget)
+        except Exception:  # what is wrong with one of those who wait shows as soon as it joins
+            fill = False
+        return begun if fill and all(map(decodes, others)) else everyone
 
     def _may_join(self, draft: StepDraft) -> bool:
         """Whether the step is one for those who wait: for throughput not every one is."""

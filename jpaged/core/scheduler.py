@@ -140,7 +140,8 @@ class Scheduler:
     def schedule(self, goal: Goal = Goal.LATENCY) -> StepPlan | None:
         """Plan a step that will be launched, or None if nothing can run before the next update.
 
-        For throughput those who wait join several at a time (see `Planner`).
+        For throughput those who wait join several at a time, and others may wait for their prompts
+        (see `Planner`).
 
         With no step in flight and a request unfinished there is always a plan: whoever came first
         fits, since nobody is admitted who does not fit the pool alone, and all others give way.

@@ -4,17 +4,23 @@ import math
 
 from core_driver import Driver
 
+from jpaged.core.plan import Goal, StepPlan
 from jpaged.core.request import Request, RequestStatus
 
 
 class Turn:
-    """Bounds the wait of whoever is first in line: the next one is then bounded too."""
+    """Bounds the wait of whoever is first in line: the next one is then bounded too.
+
+    For throughput that first one waits, too, while the prompts of others fill the steps. Those do
+    not count: as long as they do the line becomes shorter.
+    """
 
     def __init__(self, driver: Driver):
         self.driver = driver
         self.first: Request | None = None
         self.steps_left = 0.0
         self.was_running = False
+        self.num_plans = 0
 
     def before_step(self) -> None:
         scheduler = self.driver.scheduler
@@ -22,8 +28,16 @@ class Turn:
         if first is not self.first:
             self.first, self.steps_left = first, self.bound(first) if first else 0.0
         self.steps_left -= 1
+        self.num_plans = len(self.driver.plans)
         self.was_running = first is not None and first.status is RequestStatus.RUNNING
         assert first is None or self.steps_left >= 0, f"{first.request_id} starves"
+
+    def _fills_up_with_others(self, plan: StepPlan) -> bool:
+        """Whether the step is as full as can be of prompts, and nobody decodes, the first in line
+        neither."""
+        is_full = plan.num_tokens == self.driver.scheduler.config.max_num_batched_tokens
+        of_first = any(row.sequence.request is self.first for row in plan.scheduled)
+        return self.driver.goal is Goal.THROUGHPUT and is_full and not of_first
 
     def bound(self, request: Request) -> float:
         """Every launch of its own, and one to come back, each followed by at most `lag + 1` bursts
@@ -38,6 +52,7 @@ class Turn:
         return (launches + 2) * (self.driver.lag + 2) * self.driver.burst
 
     def after_step(self) -> None:
+        self.steps_left += any(map(self._fills_up_with_others, self.driver.plans[self.num_plans :]))
         lost = (RequestStatus.PREEMPTED, RequestStatus.SWAPPED)
         is_preempted = self.first is not None and self.first.status in lost
         assert not (self.was_running and is_preempted), "the first in line was preempted"

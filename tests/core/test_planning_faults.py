@@ -34,7 +34,7 @@ class FaultyDriver(Driver):
     """Knows that a turn can plan nothing because the only request's planning failed."""
 
     def step(self) -> StepPlan | None:
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(self.goal)
         failed = self.scheduler.take_faults()
         for request, error in failed:
             assert isinstance(error, InjectedError)
@@ -55,7 +55,7 @@ class FaultyDriver(Driver):
 class FaultyWork(Work):
     def _make_driver(self) -> Driver:
         driver = super()._make_driver()
-        return FaultyDriver(driver.scheduler, driver.lag)
+        return FaultyDriver(driver.scheduler, driver.lag, goal=driver.goal)
 
     def step(self) -> None:
         self.driver.step()

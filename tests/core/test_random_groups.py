@@ -16,7 +16,7 @@ from core_turn import Turn
 
 from jpaged.core.beam import BeamSearch
 from jpaged.core.costs import PreemptionCosts
-from jpaged.core.plan import StepPlan
+from jpaged.core.plan import Goal, StepPlan
 from jpaged.core.request import FinishReason, Request, RequestStatus, StopCriteria
 from jpaged.core.swap import PreemptionMode, PressurePolicy
 
@@ -93,7 +93,7 @@ class Work:
     """One seed's worth: a scheduler, and what is thrown at it."""
 
     def __init__(self, seed: int, tally: Tally):
-        self.random, self.tally = random.Random(seed), tally
+        self.random, self.tally, self.goal = random.Random(seed), tally, [*Goal][seed % 2]
         self.driver = self._make_driver()
         self.turn = Turn(self.driver)
         self.num_added = 0
@@ -117,7 +117,7 @@ class Work:
             pressure=policy,
             by_priority=pick.random() < 0.3,
         )
-        return Driver(scheduler, pick.randint(0, 2))
+        return Driver(scheduler, pick.randint(0, 2), goal=self.goal)
 
     def run(self) -> None:
         events = (self.end_request, self.end_sample, self.reset, self.read)

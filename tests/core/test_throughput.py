@@ -3,8 +3,11 @@
 import pytest
 from core_driver import Driver, make_request, make_scheduler, shape
 
+from jpaged.core import admission
 from jpaged.core.plan import Goal
+from jpaged.core.request import RequestStatus
 from jpaged.core.scheduler import Scheduler
+from jpaged.core.swap import PreemptionMode, PressurePolicy
 
 
 @pytest.mark.parametrize(
@@ -58,9 +61,10 @@ def test_prompts_that_do_not_fill_the_step_join_those_who_decode():
     driver.run()
 
 
-def test_a_prompt_longer_than_a_step_is_waited_for_by_itself():
+@pytest.mark.parametrize("digest", [None, "xxh3"])
+def test_a_prompt_longer_than_a_step_is_waited_for_by_itself(digest: str | None):
     """To its last part, which leaves room."""
-    driver = driver_of(make_scheduler(30, max_num_batched_tokens=10), [8, 27])
+    driver = driver_of(make_scheduler(30, max_num_batched_tokens=10, digest=digest), [8, 27])
     expected = [{0: 8, 1: 2}, {1: 10}, {1: 10}, {0: 1, 1: 5}, {0: 1, 1: 1}]
     assert tokens_by_sequence(driver, 5) == expected
     driver.run()
@@ -85,8 +89,9 @@ def test_where_priorities_count_all_decode_in_every_step():
     [
         ({}, {1: 2, 2: 6, 3: 2}),
         ({"max_num_seqs": 3}, {0: 1, 1: 2, 2: 6}),  # no seat for the one who would fill it
-        ({"num_blocks": 10}, {1: 2, 2: 6, 3: 2}),  # 3 of 9 are taken, 5 needed, and a spare one
-        ({"num_blocks": 9}, {0: 1, 1: 2, 2: 6}),
+        # 3 are taken, 5 are needed, and 2 for those who run.
+        ({"num_blocks": 1 + 10}, {1: 2, 2: 6, 3: 2}),
+        ({"num_blocks": 1 + 9}, {0: 1, 1: 2, 2: 6, 3: 1}),
     ],
 )
 def test_prompts_fill_a_step_only_with_seats_and_blocks_for_all(limits: dict, second: dict):
@@ -102,4 +107,81 @@ def test_samples_of_one_prompt_fill_no_step():
     driver.add(make_request("1", 6, seq_id=100, n=2))
     driver.add(make_request("2", 6, seq_id=200))
     assert tokens_by_sequence(driver, 2) == [{0: 10}, {0: 1, 100: 5, 200: 4}]
+    driver.run()
+
+
+def test_a_group_whose_prompt_was_begun_is_not_passed():
+    driver = driver_of(make_scheduler(30, max_num_seqs=8, max_num_batched_tokens=10), [])
+    driver.add(make_request("0", 25, seq_id=0, n=2))
+    for i in (2, 3, 4):
+        driver.add(make_request(str(i), 6))
+    expected = [{0: 10}, {0: 10}, {0: 4, 2: 6}, {0: 1, 1: 1, 2: 1, 3: 6, 4: 1}]
+    assert tokens_by_sequence(driver, 4) == expected
+    driver.run()
+
+
+def test_what_is_cached_fills_no_step():
+    """But beside it nobody waits."""
+    scheduler = make_scheduler(30, max_num_batched_tokens=10, digest="xxh3")
+    driver = driver_of(scheduler, [])
+    prompt = [7] * 9
+    for name in "0123":
+        driver.add(make_request(name, prompt))
+    assert tokens_by_sequence(driver, 2) == [{0: 9, 1: 1}, {0: 1, 1: 8, 2: 1}]
+    driver.run()
+
+
+def test_those_who_do_not_read_the_cache_fill_a_step_with_what_is_in_it():
+    scheduler = make_scheduler(30, max_num_batched_tokens=10, digest="xxh3")
+    driver = driver_of(scheduler, [])
+    for name in "0123":
+        driver.add(make_request(name, [7] * 9, reads=False))
+    assert tokens_by_sequence(driver, 2) == [{0: 9, 1: 1}, {1: 8, 2: 2}]
+    driver.run()
+
+
+def test_a_prompt_that_fits_one_block_finds_nothing():
+    """The last token is computed in any case."""
+    driver = driver_of(make_scheduler(30, max_num_batched_tokens=8, digest="xxh3"), [])
+    for name in "0123":
+        driver.add(make_request(name, [7] * 4))
+    assert tokens_by_sequence(driver, 2) == [{0: 4, 1: 4}, {2: 4, 3: 4}]
+    driver.run()
+
+
+@pytest.mark.parametrize("policy", [None, PressurePolicy(PreemptionMode.SWAP, num_host_blocks=8)])
+def test_for_one_who_comes_back_nobody_waits(policy: PressurePolicy | None):
+    """Nor for who stands behind."""
+    driver = driver_of(make_scheduler(1 + 12, max_num_batched_tokens=10, pressure=policy), [])
+    for name, prompt_len, max_tokens in (("0", 3, 20), ("1", 25, 7), ("2", 11, 9)):
+        driver.add(make_request(name, prompt_len, max_tokens))
+    while not driver.plans or not driver.plans[-1].preempted:
+        driver.step()
+    driver.add(make_request("3", 10))
+    back = driver.requests["2"]
+    while back.status is not RequestStatus.RUNNING:
+        assert 0 in tokens_by_sequence(driver, 1)[0]
+    driver.run()
+
+
+@pytest.fixture
+def two_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many seats must be free for a step with prompts."""
+    monkeypatch.setattr(admission, "_SEATS_PER_FREE_SEAT", 2)
+
+
+@pytest.mark.usefixtures("two_of_four")
+def test_prompts_of_fewer_than_may_join_fill_no_step():
+    driver = driver_of(make_scheduler(30, max_num_batched_tokens=10), [3, 3, 3])
+    driver.step()
+    for name in "34":
+        driver.add(make_request(name, 10))
+    assert tokens_by_sequence(driver, 1) == [{0: 1, 1: 1, 2: 1}]
+    driver.run()
+
+
+@pytest.mark.usefixtures("two_of_four")
+def test_a_prompt_that_was_begun_fills_a_step_whoever_waits():
+    driver = driver_of(make_scheduler(30, max_num_batched_tokens=10), [3, 3, 27, 9, 9])
+    assert tokens_by_sequence(driver, 3) == [{0: 3, 1: 3, 2: 4}, {2: 10}, {2: 10}]
     driver.run()
