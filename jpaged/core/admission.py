@@ -89,28 +89,32 @@ class Admission:
         """
         if not begun and not self.is_worth_a_step(len(waiting)):
             return False
-        manager, num_seats = self._manager, self._running.num_seats
-        num_free_blocks = manager.num_free_blocks - num_seats
-        new = islice(takewhile(_is_new_and_lone, waiting), self._config.max_num_seqs - num_seats)
+        manager = self._manager
+        num_free_blocks = manager.num_free_blocks - self._running.num_seats
+        new = islice(takewhile(_is_new_and_lone, waiting), self._num_free_seats)
         for request in chain(begun, new):
             first = request.live[0]
             num_tokens -= first.num_tokens - first.num_computed_tokens
             num_free_blocks -= manager.num_blocks_for(first.num_tokens) - len(first.block_table)
-            if num_free_blocks < 0 or self._finds_a_block(first):
+            if num_free_blocks < 0 or self._finds_a_block(request):
                 return False
             if num_tokens <= 0:
                 return True
         return False
 
-    def _finds_a_block(self, sequence: Sequence) -> bool:
-        """Whether some of a new sequence's prompt is cached, which then begins with its first
-        block; the last token is computed in any case."""
-        size, most = self._manager.block_size, len(sequence.token_ids) - 1
-        is_new = not sequence.block_table
-        return is_new and bool(self._manager.find_prefix(sequence, min(size, most)))
+    def _finds_a_block(self, request: Request) -> bool:
+        """Whether some of a new request's prompt is cached, which then begins with its first
+        block."""
+        most = min(self._manager.block_size, _max_prefix_tokens(request))
+        is_new = not request.live[0].block_table
+        return is_new and bool(self._manager.find_prefix(request.live[0], most))
+
+    @property
+    def _num_free_seats(self) -> int:
+        return self._config.max_num_seqs - self._running.num_seats
 
     def _has_free_seats(self, num_wanted: int, num_more: int = 0) -> bool:
-        return self._config.max_num_seqs - self._running.num_seats + num_more >= num_wanted
+        return self._num_free_seats + num_more >= num_wanted
 
     def find_image(self, request: Request) -> SwapInFit | None:
         """How a swapped group can come back; None if it must wait."""

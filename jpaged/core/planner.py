@@ -87,12 +87,14 @@ class Planner:
         if draft.goal is Goal.LATENCY or self._by_priority:
             return everyone
         begun = [request for request in everyone[-1:] if not decodes(request)]
-        others = everyone[: len(everyone) - len(begun)]
         try:
             fill = self._admission.would_fill_a_step(begun, self.waiting, draft.budget)
         except Exception:  # what is wrong with one of those who wait shows as soon as it joins
             fill = False
-        return begun if fill and all(map(decodes, others)) else everyone
+        if not fill:
+            return everyone
+        passed = everyone[: len(everyone) - len(begun)]
+        return begun if all(map(decodes, passed)) else everyone
 
     def _may_join(self, draft: StepDraft) -> bool:
         """Whether the step is one for those who wait: for throughput not every one is."""
