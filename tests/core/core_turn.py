@@ -37,7 +37,11 @@ class Turn:
         neither."""
         is_full = plan.num_tokens == self.driver.scheduler.config.max_num_batched_tokens
         of_first = any(row.sequence.request is self.first for row in plan.scheduled)
-        return self.driver.goal is Goal.THROUGHPUT and is_full and not of_first
+        # The one before the others was begun: what it computes again may be past its prompt.
+        new = plan.scheduled[1:]
+        nobody_decodes = all(row.start < row.sequence.num_prompt_tokens for row in new)
+        is_throughput = self.driver.goal is Goal.THROUGHPUT
+        return is_throughput and is_full and nobody_decodes and not of_first
 
     def bound(self, request: Request) -> float:
         """Every launch of its own, and one to come back, each followed by at most `lag + 1` bursts
