@@ -4,13 +4,14 @@ A program has a tile of rows, 64 columns of the weight and a part of the depth:
 
     loader           64 of the depth at a time: a tile of x and one of the weight, by the bulk copy
                      engine into a ring of places in shared memory
-    computers        warp groups of 64 rows each: sums += x tile . weight tile, in float32
-    sums -> out      through shared memory, by the copy engine as well
+    computer         sums += (x tile . weight tile) transposed, in float32: the unit multiplies 64
+                     rows at least, and those are the weight's columns, so x can have 8
+    sums -> out      transposed on the way through shared memory, by the copy engine as well
 
 Of a gated product it has 64 columns of the gate and the same of the other factor, each with sums
 of its own, and the activation follows in registers. So few rows make few tiles: about one program
-an SM, and what counts is that all its copies are on their way at once. Rows of a tile past the
-last one are never copied, so their sums, which mean nothing, are not either.
+an SM, and what counts is how much is on its way at once (tuning_hopper.py): enough for the memory,
+and no more than that.
 """
 
 import functools
@@ -23,7 +24,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.tuning_hopper import HopperProductConfig
 
-TILE = 64  # rows of a computer; columns of a product; depth of a step, the widest swizzle
+TILE = 64  # columns of a program; depth of a step, the widest swizzle
+COMPUTER, LOADER = range(2)  # warp groups
 
 
 def product_parts(x, weight, *, config: HopperProductConfig):
@@ -43,24 +45,23 @@ def _product(x, weight, *, gated, config):
     (rows, depth), num_factors = x.shape, 1 + gated
     width = weight.shape[1] // num_factors
     out_dtype = x.dtype if config.num_parts == 1 else jnp.float32
-    num_computers = pl.cdiv(config.tile_rows, TILE)
     part_depth = depth // config.num_parts
     places = min(config.num_stages, part_depth // TILE)
     if places < 2 <= part_depth // TILE:  # a place is free once the next one's products are begun
         raise ValueError(f"num_stages is {config.num_stages}; it must be at least 2")
     call = plgpu.kernel(
-        functools.partial(_kernel, tile_rows=config.tile_rows, part_depth=part_depth),
+        functools.partial(_kernel, part_depth=part_depth),
         out_type=jax.ShapeDtypeStruct((config.num_parts, rows, width), out_dtype),
         grid=(config.num_parts, rows // config.tile_rows, width // TILE),
         grid_names=("part", "row_tile", "column_tile"),
-        num_threads=num_computers + 1,
+        num_threads=2,
         thread_name="warp_group",
         scratch_types={
-            "x_smem": _tiles((places, num_computers * TILE, TILE), x.dtype),
+            "x_smem": _tiles((places, config.tile_rows, TILE), x.dtype),
             "weight_smem": _tiles((places, num_factors, TILE, TILE), x.dtype),
-            "out_smem": _tiles((num_computers, TILE, TILE), out_dtype),
+            "out_smem": _tiles((config.tile_rows, TILE), out_dtype),
             "full": plgpu.Barrier(num_arrivals=1 + num_factors, num_barriers=places),
-            "empty": plgpu.Barrier(num_arrivals=num_computers, num_barriers=places),
+            "empty": plgpu.Barrier(num_barriers=places),
         },
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
@@ -79,29 +80,17 @@ def _tiles(shape, dtype):
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def _kernel(
-    x_ref,
-    weight_ref,
-    out_ref,
-    *,
-    x_smem,
-    weight_smem,
-    out_smem,
-    full,
-    empty,
-    tile_rows,
-    part_depth,
-):
+def _kernel(x_ref, weight_ref, out_ref, *, x_smem, weight_smem, out_smem, full, empty, part_depth):
     warp_group, part = lax.axis_index("warp_group"), lax.axis_index("part")
-    (places, num_factors), num_computers = weight_smem.shape[:2], out_smem.shape[0]
-    first_row = lax.axis_index("row_tile") * tile_rows
+    (places, num_factors), tile_rows = weight_smem.shape[:2], out_smem.shape[0]
+    rows = pl.ds(lax.axis_index("row_tile") * tile_rows, tile_rows)
     first_column = lax.axis_index("column_tile") * TILE
     num_steps, width = part_depth // TILE, out_ref.shape[2]
 
     def place_of(step):
         return lax.rem(step, jnp.int32(places))
 
-    @pl.when(warp_group == num_computers)
+    @pl.when(warp_group == LOADER)
     def _load():
         def load(step, _):
             place = place_of(step)
@@ -111,27 +100,20 @@ def _kernel(
                 columns = pl.ds(first_column + factor * width, TILE)
                 target = weight_smem.at[place, factor]
                 plgpu.copy_gmem_to_smem(weight_ref.at[deep, columns], target, full.at[place])
-            rows, target = pl.ds(first_row, tile_rows), x_smem.at[place, pl.ds(0, tile_rows)]
-            plgpu.copy_gmem_to_smem(x_ref.at[rows, deep], target, full.at[place])
+            plgpu.copy_gmem_to_smem(x_ref.at[rows, deep], x_smem.at[place], full.at[place])
 
         lax.fori_loop(0, num_steps, load, None)
 
-    def store(computer):
-        size = min(TILE, tile_rows - computer * TILE)
-        rows = pl.ds(first_row + computer * TILE, size)
-        target = out_ref.at[part, rows, pl.ds(first_column, TILE)]
-        plgpu.copy_smem_to_gmem(out_smem.at[computer, pl.ds(0, size)], target)
-
-    @pl.when(warp_group < num_computers)
+    @pl.when(warp_group == COMPUTER)
     def _compute():
-        own = pl.ds(pl.multiple_of(warp_group * TILE, TILE), TILE)
-
         def add_all(*sums):
             def add(step, _):
                 place = place_of(step)
                 plgpu.barrier_wait(full.at[place])
+                x_tile = x_smem.at[place].transpose((1, 0))
                 for factor, own_sums in enumerate(sums):
-                    plgpu.wgmma(own_sums, x_smem.at[place, own], weight_smem.at[place, factor])
+                    columns = weight_smem.at[place, factor].transpose((1, 0))
+                    plgpu.wgmma(own_sums, columns, x_tile)
                 plgpu.wgmma_wait(num_factors)  # the step before is done
                 previous = place_of(step + (places - 1))
                 wanted = (step > 0) & (step < num_steps - (places - 1))  # its place, once more
@@ -140,12 +122,12 @@ def _kernel(
             lax.fori_loop(0, num_steps, add, None)
             return [own_sums[...] for own_sums in sums]
 
-        accumulator = plgpu.ACC((TILE, TILE), jnp.float32)
+        accumulator = plgpu.ACC((TILE, tile_rows), jnp.float32)
         result, *factor = pl.run_scoped(add_all, *[accumulator] * num_factors)
         if factor:  # silu(gate) * factor
             result *= factor[0] / (1 + jnp.exp(-result))
-        out_smem[warp_group] = result.astype(out_ref.dtype)
+        result = plgpu.layout_cast(result, plgpu.Layout.WGMMA_TRANSPOSED)
+        out_smem.transpose((1, 0))[...] = result.astype(out_ref.dtype)
         plgpu.commit_smem()
-        for computer in range(num_computers):
-            pl.when(warp_group == computer)(functools.partial(store, computer))
+        plgpu.copy_smem_to_gmem(out_smem, out_ref.at[part, rows, pl.ds(first_column, TILE)])
         plgpu.wait_smem_to_gmem(0)

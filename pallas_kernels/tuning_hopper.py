@@ -12,6 +12,11 @@ from pallas_kernels.types import LayerSizes
 HOPPER_GPUS = ("H100", "H200", "H800", "H20")  # in the names of devices of compute capability 9.0
 MAX_SHARED_BYTES = 227 * 1024  # of a program on such a GPU
 
+# Of a product's program: bytes of the weight under way where no SM is idle (with half as much more
+# or a quarter less it takes 3 to 5 % longer), and of all that is where an SM has two programs.
+WEIGHT_BYTES_AHEAD = 60 * 1024
+SHARING_BYTES_AHEAD = 80 * 1024
+
 
 @dataclasses.dataclass(frozen=True)
 class HopperPrefillConfig:
@@ -119,22 +124,21 @@ def product_config(
         num_cores: SMs of the GPU; None where it is not known.
         device_kind: The GPU's name.
     """
-    # By a large weight XLA's products are as fast or faster in a step: of more than 128 rows, gated
-    # ones at 128; of 32 and less, which nobody measured, they are left to it.
+    # By a large weight XLA's products of more rows are as fast or faster in a step.
     large = depth * width * num_factors > 1 << 23
-    least, most = (32, 128 if num_factors == 1 else 64) if large else (16, tuning.MAX_SPLIT_ROWS)
-    few = least < num_tokens <= most
+    most = (128 if num_factors == 1 else 64) if large else tuning.MAX_SPLIT_ROWS
+    few = 0 < num_tokens <= most
     if not (_is_hopper(device_kind) and num_cores and itemsize == 2 and few and depth and width):
         return None
     row_tiles = 1 if large else _row_tiles(num_tokens, width, num_cores)
     if num_tokens % (8 * row_tiles) or depth % 64 or width % 64:
         return None
-    programs = row_tiles * width // 64
-    parts = 1 if num_factors > 1 else _parts_by_cores(programs, depth, num_cores)
-    tile_rows = num_tokens // row_tiles
-    return HopperProductConfig(
-        parts, tile_rows, _product_stages(tile_rows, num_factors, parts * programs > num_cores)
-    )
+    columns, tile_rows = width // 64, num_tokens // row_tiles
+    parts = 1 if num_factors > 1 else _parts_by_cores(row_tiles * columns, depth, num_cores)
+    readers = parts * columns  # of different weights
+    sharing = readers * row_tiles > num_cores
+    stages = _product_stages(tile_rows, num_factors, num_cores / readers, sharing)
+    return HopperProductConfig(parts, tile_rows, stages)
 
 
 def _is_hopper(device_kind):
@@ -155,8 +159,9 @@ def _parts_by_cores(programs, depth, num_cores):
     return parts
 
 
-def _product_stages(tile_rows, num_factors, is_shared):
-    """Steps that fit the shared memory of an SM, or half of it where an SM has two programs."""
-    rows = -(-tile_rows // 64) * 64
-    room = (MAX_SHARED_BYTES >> is_shared) - rows * 64 * 4 - 2048
-    return min(12, room // ((rows + 64 * num_factors) * 64 * 2))
+def _product_stages(tile_rows, num_factors, cores_a_reader, sharing):
+    """Steps under way: as many as there is room for, and no more of the weight than is good."""
+    weight_bytes, x_bytes = num_factors * 64 * 64 * 2, tile_rows * 64 * 2
+    room = SHARING_BYTES_AHEAD if sharing else MAX_SHARED_BYTES - tile_rows * 64 * 4 - 2048
+    ahead = WEIGHT_BYTES_AHEAD * max(1, cores_a_reader)
+    return min(round(ahead / weight_bytes), room // (weight_bytes + x_bytes))

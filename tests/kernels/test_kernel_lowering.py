@@ -129,7 +129,7 @@ def test_hoppers_prefill_lowers_for_groups_and_blocks(heads, block_size):
     assert re.findall(KERNEL_CALL, _lowered(run, *arguments)) == ["mosaic_gpu"]
 
 
-@pytest.mark.parametrize("rows", [24, 64, 96, 192, 256])
+@pytest.mark.parametrize("rows", [8, 24, 64, 96, 192, 256])
 @pytest.mark.parametrize("function", [product_parts, gated_product])
 def test_products_of_few_rows_are_hoppers_own(function, rows):
     weight = (1024, 3072) if function is product_parts else (1024, 2, 3072)

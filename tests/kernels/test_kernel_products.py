@@ -16,8 +16,10 @@ interpreted = getattr(plgpu, "force_gpu_interpret_mode", None)
 pytestmark = pytest.mark.skipif(interpreted is None, reason="JAX before 0.11")
 
 # Rows, depth, and how: parts, rows a tile, places. One step and several, less and more than places;
-# one computer and two, the second not full; one tile of rows and two.
+# rows from 8 to 128 a tile; one tile of rows and two.
 CASES = [
+    (8, 512, HopperProductConfig(2, 8, 3)),
+    (16, 192, HopperProductConfig(1, 16, 2)),
     (64, 256, HopperProductConfig(4, 64, 8)),
     (24, 192, HopperProductConfig(1, 24, 2)),
     (96, 320, HopperProductConfig(1, 96, 3)),

@@ -126,36 +126,44 @@ def _product(rows, depth, width, **changes) -> Any:
 def test_hoppers_products_give_each_sm_a_program_at_most():
     parts = {
         rows: [_product(rows, *shape).num_parts for shape in ((1024, 4096), (2048, 1024))]
-        for rows in (24, 64, 96, 128, 192, 256)
+        for rows in (8, 64, 96, 128, 192, 256)
     }
     few, many = [2, 8], [1, 4]
-    assert parts == {24: few, 64: few, 96: many, 128: many, 192: many, 256: many}
-    tiles = [_product(rows, 1024, 4096).tile_rows for rows in (24, 64, 96, 128, 192, 256)]
-    assert tiles == [24, 64, 48, 64, 96, 128]
+    assert parts == {8: few, 64: few, 96: many, 128: many, 192: many, 256: many}
+    tiles = [_product(rows, 1024, 4096).tile_rows for rows in (8, 64, 96, 128, 192, 256)]
+    assert tiles == [8, 64, 48, 64, 96, 128]
     assert _product(128, 1024, 6144).tile_rows == 128  # 96 programs: in two they would be too many
     assert _product(64, 320, 1024).num_parts == 1  # five steps: no two parts
     assert _product(64, 512, 64).num_parts == 4  # each at least 128 deep
 
 
 def test_hoppers_products_stream_a_large_weight_once():
-    for rows in (64, 96, 128):
+    for rows in (8, 64, 96, 128):
         config = _product(rows, 14336, 4096)
         assert (config.tile_rows, config.num_parts) == (rows, 2)
     assert _product(64, 4096, 14336, num_factors=2).tile_rows == 64
 
 
+def test_hoppers_products_do_not_run_far_ahead_of_a_large_weight():
+    for rows in (8, 64, 128):
+        assert _product(rows, 14336, 4096).num_stages == 8  # 128 programs, one an SM
+    assert _product(8, 4096, 6144).num_stages == 10  # 96 programs: a quarter of the SMs is idle
+    gated = {rows: _product(rows, 4096, 14336, num_factors=2).num_stages for rows in (8, 32, 64)}
+    assert gated == {8: 4, 32: 4, 64: 3}  # 224 programs, two an SM: x takes of their places
+    assert _product(256, 1024, 3072, num_factors=2).num_stages == 6  # of two tiles, one weight
+
+
 def test_hoppers_products_fit_its_shared_memory():
     taken = 0
-    for rows, width, factors in itertools.product(range(24, 257, 8), (1024, 14336), (1, 2)):
+    for rows, width, factors in itertools.product(range(8, 257, 8), (1024, 14336), (1, 2)):
         config = _product(rows, 1024, width, num_factors=factors)
         if config is None:
             continue
         taken += 1
-        tile_rows = -(-config.tile_rows // 64) * 64
-        places = config.num_stages * (tile_rows + 64 * factors) * 64 * 2
+        places = config.num_stages * (config.tile_rows + 64 * factors) * 64 * 2
         programs = 2 if width == 14336 else 1
         assert config.num_stages >= 3
-        assert programs * (places + tile_rows * 64 * 4) < tuning_hopper.MAX_SHARED_BYTES
+        assert programs * (places + config.tile_rows * 64 * 4) < tuning_hopper.MAX_SHARED_BYTES
     assert taken > 40
 
 
@@ -165,12 +173,11 @@ def test_hoppers_products_are_for_hopper_and_few_rows():
     for name, value in others.items():
         assert _product(64, 1024, 4096, **{name: value}) is None
     for rows, depth, width in (
-        (16, 1024, 4096),
+        (12, 1024, 4096),
         (264, 1024, 4096),
         (72 + 128, 1024, 4096),
         (64, 1000, 4096),
         (64, 1024, 4100),
-        (32, 4096, 4096),
         (192, 4096, 4096),
         (64, 0, 64),
         (64, 1024, 0),
