@@ -1,20 +1,22 @@
 """Products of few rows by a weight in Pallas Mosaic GPU, for Hopper (compute capability 9.0).
 
-A program has a tile of rows, 64 columns of the weight and a part of the depth:
+A program has a tile of rows, 64 or 128 columns of the weight and a part of the depth:
 
     loader           64 of the depth at a time: a tile of x and one of the weight, by the bulk copy
                      engine into a ring of places in shared memory
-    computer         sums += (x tile . weight tile) transposed, in float32: the unit multiplies 64
-                     rows at least, and those are the weight's columns, so x can have 8
+    computers        one or two warp groups of 64 columns each; sums += (x tile . weight tile)
+                     transposed, in float32: the unit multiplies 64 rows at least, and those are
+                     the weight's columns, so x can have 8
     sums -> out      transposed on the way through shared memory, by the copy engine as well
 
-Of a gated product it has 64 columns of the gate and the same of the other factor, each with sums
-of its own, and the activation follows in registers. So few rows make few tiles: about one program
-an SM, and what counts is how much is on its way at once (tuning_hopper.py): enough for the memory,
-and no more than that.
+Of a gated product it has columns of the gate and the same of the other factor, each with sums of
+its own, and the activation follows in registers. So few rows make few tiles: at most one program an
+SM, and what counts is how much is on its way at once (tuning_hopper.py): enough for the memory, and
+no more than that.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.tuning_hopper import HopperProductConfig
 
-TILE = 64  # columns of a program; depth of a step, the widest swizzle
-COMPUTER, LOADER = range(2)  # warp groups
+TILE = 64  # columns of a computer; depth of a step, the widest swizzle
 
 
 def product_parts(x, weight, *, config: HopperProductConfig):
@@ -42,7 +43,7 @@ def gated_product(x, weight, *, config: HopperProductConfig):
 @functools.partial(jax.jit, static_argnames=("gated", "config"))
 def _product(x, weight, *, gated, config):
     """In a jit of its own, so that a step's layers have it traced and lowered once."""
-    (rows, depth), num_factors = x.shape, 1 + gated
+    (rows, depth), num_factors, num_computers = x.shape, 1 + gated, config.num_computers
     width = weight.shape[1] // num_factors
     out_dtype = x.dtype if config.num_parts == 1 else jnp.float32
     part_depth = depth // config.num_parts
@@ -52,16 +53,18 @@ def _product(x, weight, *, gated, config):
     call = plgpu.kernel(
         functools.partial(_kernel, part_depth=part_depth),
         out_type=jax.ShapeDtypeStruct((config.num_parts, rows, width), out_dtype),
-        grid=(config.num_parts, rows // config.tile_rows, width // TILE),
+        grid=(config.num_parts, rows // config.tile_rows, width // (num_computers * TILE)),
         grid_names=("part", "row_tile", "column_tile"),
-        num_threads=2,
+        num_threads=num_computers + 1,
         thread_name="warp_group",
         scratch_types={
             "x_smem": _tiles((places, config.tile_rows, TILE), x.dtype),
-            "weight_smem": _tiles((places, num_factors, TILE, TILE), x.dtype),
-            "out_smem": _tiles((config.tile_rows, TILE), out_dtype),
-            "full": plgpu.Barrier(num_arrivals=1 + num_factors, num_barriers=places),
-            "empty": plgpu.Barrier(num_barriers=places),
+            "weight_smem": _tiles((places, num_factors, num_computers, TILE, TILE), x.dtype),
+            "out_smem": _tiles((num_computers, config.tile_rows, TILE), out_dtype),
+            "full": plgpu.Barrier(
+                num_arrivals=num_factors * num_computers + 1, num_barriers=places
+            ),
+            "empty": plgpu.Barrier(num_arrivals=num_computers, num_barriers=places),
         },
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
@@ -82,29 +85,32 @@ def _tiles(shape, dtype):
 
 def _kernel(x_ref, weight_ref, out_ref, *, x_smem, weight_smem, out_smem, full, empty, part_depth):
     warp_group, part = lax.axis_index("warp_group"), lax.axis_index("part")
-    (places, num_factors), tile_rows = weight_smem.shape[:2], out_smem.shape[0]
+    (places, num_factors, num_computers), tile_rows = weight_smem.shape[:3], out_smem.shape[1]
     rows = pl.ds(lax.axis_index("row_tile") * tile_rows, tile_rows)
-    first_column = lax.axis_index("column_tile") * TILE
     num_steps, width = part_depth // TILE, out_ref.shape[2]
 
     def place_of(step):
         return lax.rem(step, jnp.int32(places))
 
-    @pl.when(warp_group == LOADER)
+    def columns_of(computer, factor=0):
+        first = lax.axis_index("column_tile") * (num_computers * TILE) + computer * TILE
+        return pl.ds(first + factor * width, TILE)
+
+    @pl.when(warp_group == num_computers)
     def _load():
         def load(step, _):
             place = place_of(step)
             pl.when(step >= places)(lambda: plgpu.barrier_wait(empty.at[place]))
             deep = pl.ds(part * part_depth + step * TILE, TILE)
-            for factor in range(num_factors):
-                columns = pl.ds(first_column + factor * width, TILE)
-                target = weight_smem.at[place, factor]
-                plgpu.copy_gmem_to_smem(weight_ref.at[deep, columns], target, full.at[place])
+            for factor, computer in itertools.product(range(num_factors), range(num_computers)):
+                source = weight_ref.at[deep, columns_of(computer, factor)]
+                target = weight_smem.at[place, factor, computer]
+                plgpu.copy_gmem_to_smem(source, target, full.at[place])
             plgpu.copy_gmem_to_smem(x_ref.at[rows, deep], x_smem.at[place], full.at[place])
 
         lax.fori_loop(0, num_steps, load, None)
 
-    @pl.when(warp_group == COMPUTER)
+    @pl.when(warp_group < num_computers)
     def _compute():
         def add_all(*sums):
             def add(step, _):
@@ -112,7 +118,7 @@ def _kernel(x_ref, weight_ref, out_ref, *, x_smem, weight_smem, out_smem, full, 
                 plgpu.barrier_wait(full.at[place])
                 x_tile = x_smem.at[place].transpose((1, 0))
                 for factor, own_sums in enumerate(sums):
-                    columns = weight_smem.at[place, factor].transpose((1, 0))
+                    columns = weight_smem.at[place, factor, warp_group].transpose((1, 0))
                     plgpu.wgmma(own_sums, columns, x_tile)
                 plgpu.wgmma_wait(num_factors)  # the step before is done
                 previous = place_of(step + (places - 1))
@@ -127,7 +133,8 @@ def _kernel(x_ref, weight_ref, out_ref, *, x_smem, weight_smem, out_smem, full, 
         if factor:  # silu(gate) * factor
             result *= factor[0] / (1 + jnp.exp(-result))
         result = plgpu.layout_cast(result, plgpu.Layout.WGMMA_TRANSPOSED)
-        out_smem.transpose((1, 0))[...] = result.astype(out_ref.dtype)
+        own_out = out_smem.at[warp_group]
+        own_out.transpose((1, 0))[...] = result.astype(out_ref.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_smem, out_ref.at[part, rows, pl.ds(first_column, TILE)])
+        plgpu.copy_smem_to_gmem(own_out, out_ref.at[part, rows, columns_of(warp_group)])
         plgpu.wait_smem_to_gmem(0)

@@ -12,10 +12,9 @@ from pallas_kernels.types import LayerSizes
 HOPPER_GPUS = ("H100", "H200", "H800", "H20")  # in the names of devices of compute capability 9.0
 MAX_SHARED_BYTES = 227 * 1024  # of a program on such a GPU
 
-# Of a product's program: bytes of the weight under way where no SM is idle (with half as much more
-# or a quarter less it takes 3 to 5 % longer), and of all that is where an SM has two programs.
+# Of the weight, under way to a computer of a product where no SM is idle: with half as much more
+# or a quarter less a product takes 3 to 5 % longer.
 WEIGHT_BYTES_AHEAD = 60 * 1024
-SHARING_BYTES_AHEAD = 80 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +39,12 @@ class BetweenConfig:
 
 @dataclasses.dataclass(frozen=True)
 class HopperProductConfig:
-    """Of product_hopper.py: parts, rows a program, steps of the depth in flight (two at least)."""
+    """Of product_hopper.py: parts, rows a program, its computers (64 columns each), steps of the
+    depth in flight (two at least)."""
 
     num_parts: int
     tile_rows: int
+    num_computers: int
     num_stages: int
 
 
@@ -126,19 +127,23 @@ def product_config(
     """
     # By a large weight XLA's products of more rows are as fast or faster in a step.
     large = depth * width * num_factors > 1 << 23
-    most = (128 if num_factors == 1 else 64) if large else tuning.MAX_SPLIT_ROWS
-    few = 0 < num_tokens <= most
+    few = 0 < num_tokens <= (128 if large else tuning.MAX_SPLIT_ROWS)
     if not (_is_hopper(device_kind) and num_cores and itemsize == 2 and few and depth and width):
         return None
     row_tiles = 1 if large else _row_tiles(num_tokens, width, num_cores)
-    if num_tokens % (8 * row_tiles) or depth % 64 or width % 64:
+    # A program reads all of its rows, and a second one on an SM would have to wait.
+    num_computers = 1 if row_tiles * width // 64 <= num_cores else 2
+    if num_tokens % (8 * row_tiles) or depth % 64 or width % (64 * num_computers):
         return None
-    columns, tile_rows = width // 64, num_tokens // row_tiles
-    parts = 1 if num_factors > 1 else _parts_by_cores(row_tiles * columns, depth, num_cores)
-    readers = parts * columns  # of different weights
-    sharing = readers * row_tiles > num_cores
-    stages = _product_stages(tile_rows, num_factors, num_cores / readers, sharing)
-    return HopperProductConfig(parts, tile_rows, stages)
+    column_tiles = width // (64 * num_computers)
+    programs = row_tiles * column_tiles
+    if programs > num_cores:
+        return None
+    parts = 1 if num_factors > 1 else _parts_by_cores(programs, depth, num_cores)
+    tile_rows = num_tokens // row_tiles
+    cores_a_tile = num_cores / (parts * column_tiles)  # of the weight, which row tiles share
+    stages = _product_stages(tile_rows, num_factors, num_computers, parts, cores_a_tile)
+    return HopperProductConfig(parts, tile_rows, num_computers, stages)
 
 
 def _is_hopper(device_kind):
@@ -159,9 +164,10 @@ def _parts_by_cores(programs, depth, num_cores):
     return parts
 
 
-def _product_stages(tile_rows, num_factors, cores_a_reader, sharing):
+def _product_stages(tile_rows, num_factors, num_computers, num_parts, cores_a_tile):
     """Steps under way: as many as there is room for, and no more of the weight than is good."""
-    weight_bytes, x_bytes = num_factors * 64 * 64 * 2, tile_rows * 64 * 2
-    room = SHARING_BYTES_AHEAD if sharing else MAX_SHARED_BYTES - tile_rows * 64 * 4 - 2048
-    ahead = WEIGHT_BYTES_AHEAD * max(1, cores_a_reader)
-    return min(round(ahead / weight_bytes), room // (weight_bytes + x_bytes))
+    step_weight, step_x = num_computers * num_factors * 64 * 64 * 2, tile_rows * 64 * 2
+    out = num_computers * tile_rows * 64 * (2 if num_parts == 1 else 4)
+    room = MAX_SHARED_BYTES - out - 2048
+    ahead = WEIGHT_BYTES_AHEAD * num_computers * cores_a_tile
+    return min(round(ahead / step_weight), room // (step_weight + step_x))

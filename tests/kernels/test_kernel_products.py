@@ -15,16 +15,16 @@ from pallas_kernels.tuning_hopper import HopperProductConfig
 interpreted = getattr(plgpu, "force_gpu_interpret_mode", None)
 pytestmark = pytest.mark.skipif(interpreted is None, reason="JAX before 0.11")
 
-# Rows, depth, and how: parts, rows a tile, places. One step and several, less and more than places;
-# rows from 8 to 128 a tile; one tile of rows and two.
+# Rows, depth, and how: parts, rows a tile, computers, places. One step and several, less and more
+# than places; one computer and two; one tile of rows and two.
 CASES = [
-    (8, 512, HopperProductConfig(2, 8, 3)),
-    (16, 192, HopperProductConfig(1, 16, 2)),
-    (64, 256, HopperProductConfig(4, 64, 8)),
-    (24, 192, HopperProductConfig(1, 24, 2)),
-    (96, 320, HopperProductConfig(1, 96, 3)),
-    (192, 128, HopperProductConfig(1, 96, 8)),
-    (256, 256, HopperProductConfig(2, 128, 2)),
+    (8, 512, HopperProductConfig(2, 8, 1, 3)),
+    (16, 192, HopperProductConfig(1, 16, 2, 2)),
+    (64, 256, HopperProductConfig(4, 64, 1, 8)),
+    (24, 192, HopperProductConfig(1, 24, 1, 2)),
+    (96, 320, HopperProductConfig(1, 96, 1, 3)),
+    (192, 128, HopperProductConfig(1, 96, 2, 8)),
+    (256, 256, HopperProductConfig(2, 128, 2, 2)),
 ]
 
 
@@ -41,14 +41,14 @@ def races_raise():
 @pytest.mark.parametrize(("rows", "depth", "config"), CASES)
 def test_each_part_is_a_product(rows, depth, config):
     rng = np.random.default_rng(0)
-    x, weight = (jnp.asarray(rng.standard_normal(s), BF16) for s in ((rows, depth), (depth, 128)))
+    x, weight = (jnp.asarray(rng.standard_normal(s), BF16) for s in ((rows, depth), (depth, 256)))
     parts = product_hopper.product_parts(x, weight, config=config)
     assert parts.dtype == (BF16 if config.num_parts == 1 else F32)
     columns, deep = (
         np.asarray(array, np.float64).reshape(shape)
         for array, shape in (
             (x, (rows, config.num_parts, -1)),
-            (weight, (config.num_parts, -1, 128)),
+            (weight, (config.num_parts, -1, 256)),
         )
     )
     exact = np.einsum("rpd,pdw->prw", columns, deep)
@@ -63,7 +63,7 @@ def test_each_part_is_a_product(rows, depth, config):
 def test_a_gated_product_is_activated(rows, depth, config):
     rng = np.random.default_rng(1)
     x, weight = (
-        jnp.asarray(rng.standard_normal(s), BF16) for s in ((rows, depth), (depth, 2, 128))
+        jnp.asarray(rng.standard_normal(s), BF16) for s in ((rows, depth), (depth, 2, 256))
     )
     weight *= jnp.asarray(depth**-0.5, BF16)
     out = product_hopper.gated_product(x, weight, config=config)

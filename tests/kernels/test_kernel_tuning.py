@@ -146,25 +146,38 @@ def test_hoppers_products_stream_a_large_weight_once():
 
 def test_hoppers_products_do_not_run_far_ahead_of_a_large_weight():
     for rows in (8, 64, 128):
-        assert _product(rows, 14336, 4096).num_stages == 8  # 128 programs, one an SM
+        assert _product(rows, 14336, 4096).num_stages == 8  # 128 programs
     assert _product(8, 4096, 6144).num_stages == 10  # 96 programs: a quarter of the SMs is idle
-    gated = {rows: _product(rows, 4096, 14336, num_factors=2).num_stages for rows in (8, 32, 64)}
-    assert gated == {8: 4, 32: 4, 64: 3}  # 224 programs, two an SM: x takes of their places
+    for rows in (8, 64, 128):
+        assert _product(rows, 4096, 14336, num_factors=2).num_stages == 4  # 112 programs
     assert _product(256, 1024, 3072, num_factors=2).num_stages == 6  # of two tiles, one weight
 
 
-def test_hoppers_products_fit_its_shared_memory():
+def test_hoppers_products_are_at_most_one_program_an_sm_and_fit_it():
     taken = 0
-    for rows, width, factors in itertools.product(range(8, 257, 8), (1024, 14336), (1, 2)):
-        config = _product(rows, 1024, width, num_factors=factors)
+    for rows, depth, width, factors, cores in itertools.product(
+        range(8, 257, 8), (1024, 8192), (64, 1024, 8448, 8512, 14336, 16896), (1, 2), (78, 132)
+    ):
+        config = _product(rows, depth, width, num_factors=factors, num_cores=cores)
         if config is None:
             continue
         taken += 1
-        places = config.num_stages * (config.tile_rows + 64 * factors) * 64 * 2
-        programs = 2 if width == 14336 else 1
+        tiles = rows // config.tile_rows * width // (64 * config.num_computers)
+        assert config.num_parts * tiles <= cores
+        step = (config.tile_rows + 64 * factors * config.num_computers) * 64 * 2
+        out = config.num_computers * config.tile_rows * 64 * (2 if config.num_parts == 1 else 4)
         assert config.num_stages >= 3
-        assert programs * (places + config.tile_rows * 64 * 4) < tuning_hopper.MAX_SHARED_BYTES
-    assert taken > 40
+        assert config.num_stages * step + out < tuning_hopper.MAX_SHARED_BYTES - 1024
+    assert taken > 200
+
+
+def test_hoppers_products_read_few_rows_seldom():
+    """Each program reads all of its rows, so it has twice the columns where SMs are too few."""
+    assert _product(64, 1024, 8448).num_computers == 1
+    assert _product(64, 1024, 8576).num_computers == 2
+    assert _product(64, 1024, 8512) is None  # 133 tiles: no two of them for every program
+    assert _product(64, 4096, 16896).num_computers == 2
+    assert _product(64, 4096, 17408) is None  # 136 programs even so
 
 
 def test_hoppers_products_are_for_hopper_and_few_rows():
@@ -185,7 +198,7 @@ def test_hoppers_products_are_for_hopper_and_few_rows():
     ):
         assert _product(rows, depth, width) is None
     assert _product(64, 1024, 3072, num_factors=2).num_parts == 1
-    assert _product(96, 4096, 14336, num_factors=2) is None
+    assert _product(192, 4096, 14336, num_factors=2) is None
 
 
 def test_parts_divide_the_depth():
