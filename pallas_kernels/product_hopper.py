@@ -122,8 +122,7 @@ def _kernel(x_ref, weight_ref, out_ref, *, x_smem, weight_smem, out_smem, full, 
                     plgpu.wgmma(own_sums, columns, x_tile)
                 plgpu.wgmma_wait(num_factors)  # the step before is done
                 previous = place_of(step + (places - 1))
-                wanted = (step > 0) & (step < num_steps - (places - 1))  # its place, once more
-                pl.when(wanted)(lambda: plgpu.barrier_arrive(empty.at[previous]))
+                pl.when(step > 0)(lambda: plgpu.barrier_arrive(empty.at[previous]))
 
             lax.fori_loop(0, num_steps, add, None)
             return [own_sums[...] for own_sums in sums]

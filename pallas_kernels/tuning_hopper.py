@@ -12,8 +12,8 @@ from pallas_kernels.types import LayerSizes
 HOPPER_GPUS = ("H100", "H200", "H800", "H20")  # in the names of devices of compute capability 9.0
 MAX_SHARED_BYTES = 227 * 1024  # of a program on such a GPU
 
-# Of the weight, under way to a computer of a product where no SM is idle: with half as much more
-# or a quarter less a product takes 3 to 5 % longer.
+# Of the weight, under way to a computer of a product where no SM is idle, before it is rounded to
+# whole steps: with half as much more or a quarter less a product takes 3 to 5 % longer.
 WEIGHT_BYTES_AHEAD = 60 * 1024
 
 
@@ -125,13 +125,13 @@ def product_config(
         num_cores: SMs of the GPU; None where it is not known.
         device_kind: The GPU's name.
     """
-    # By a large weight XLA's products of more rows are as fast or faster in a step.
+    # By a large weight XLA's products of more than 128 rows are as fast or faster in a step.
     large = depth * width * num_factors > 1 << 23
     few = 0 < num_tokens <= (128 if large else tuning.MAX_SPLIT_ROWS)
     if not (_is_hopper(device_kind) and num_cores and itemsize == 2 and few and depth and width):
         return None
     row_tiles = 1 if large else _row_tiles(num_tokens, width, num_cores)
-    # A program reads all of its rows, and a second one on an SM would have to wait.
+    # Each program reads all of its rows, and without an SM of its own it waits for one.
     num_computers = 1 if row_tiles * width // 64 <= num_cores else 2
     if num_tokens % (8 * row_tiles) or depth % 64 or width % (64 * num_computers):
         return None
@@ -142,7 +142,8 @@ def product_config(
     parts = 1 if num_factors > 1 else _parts_by_cores(programs, depth, num_cores)
     tile_rows = num_tokens // row_tiles
     cores_a_tile = num_cores / (parts * column_tiles)  # of the weight, which row tiles share
-    stages = _product_stages(tile_rows, num_factors, num_computers, parts, cores_a_tile)
+    out_itemsize = itemsize if parts == 1 else 4
+    stages = _product_stages(tile_rows, num_factors, num_computers, out_itemsize, cores_a_tile)
     return HopperProductConfig(parts, tile_rows, num_computers, stages)
 
 
@@ -164,10 +165,9 @@ def _parts_by_cores(programs, depth, num_cores):
     return parts
 
 
-def _product_stages(tile_rows, num_factors, num_computers, num_parts, cores_a_tile):
+def _product_stages(tile_rows, num_factors, num_computers, out_itemsize, cores_a_tile):
     """Steps under way: as many as there is room for, and no more of the weight than is good."""
     step_weight, step_x = num_computers * num_factors * 64 * 64 * 2, tile_rows * 64 * 2
-    out = num_computers * tile_rows * 64 * (2 if num_parts == 1 else 4)
-    room = MAX_SHARED_BYTES - out - 2048
+    room = MAX_SHARED_BYTES - num_computers * tile_rows * 64 * out_itemsize - 2048
     ahead = WEIGHT_BYTES_AHEAD * num_computers * cores_a_tile
     return min(round(ahead / step_weight), room // (step_weight + step_x))

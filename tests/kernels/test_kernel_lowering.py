@@ -129,13 +129,15 @@ def test_hoppers_prefill_lowers_for_groups_and_blocks(heads, block_size):
     assert re.findall(KERNEL_CALL, _lowered(run, *arguments)) == ["mosaic_gpu"]
 
 
-@pytest.mark.parametrize("rows", [8, 24, 64, 96, 192, 256])
+@pytest.mark.parametrize(
+    ("rows", "width"), [(8, 3072), (24, 3072), (64, 3072), (96, 3072), (192, 3072), (256, 6144)]
+)
 @pytest.mark.parametrize("function", [product_parts, gated_product])
-def test_products_of_few_rows_are_hoppers_own(function, rows):
-    weight = (1024, 3072) if function is product_parts else (1024, 2, 3072)
+def test_products_of_few_rows_are_hoppers_own(function, rows, width):
+    weight = (640, width) if function is product_parts else (640, 2, width)
     for device, expected in ((H200, []), (WHOLE_H200, ["mosaic_gpu"])):
         run = partial(function, backend=Backend.TRITON)
-        text = _lowered(run, _floats(BF16, rows, 1024), _floats(BF16, *weight), device=device)
+        text = _lowered(run, _floats(BF16, rows, 640), _floats(BF16, *weight), device=device)
         assert re.findall(KERNEL_CALL, text) == expected
 
 

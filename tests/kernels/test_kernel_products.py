@@ -15,10 +15,11 @@ from pallas_kernels.tuning_hopper import HopperProductConfig
 interpreted = getattr(plgpu, "force_gpu_interpret_mode", None)
 pytestmark = pytest.mark.skipif(interpreted is None, reason="JAX before 0.11")
 
-# Rows, depth, and how: parts, rows a tile, computers, places. One step and several, less and more
-# than places; one computer and two; one tile of rows and two.
+# Rows, depth, and how: parts, rows a tile, computers, places. One step and several, less than the
+# places and three times as many; one computer and two; one tile of rows and two.
 CASES = [
     (8, 512, HopperProductConfig(2, 8, 1, 3)),
+    (8, 640, HopperProductConfig(1, 8, 2, 3)),
     (16, 192, HopperProductConfig(1, 16, 2, 2)),
     (64, 256, HopperProductConfig(4, 64, 1, 8)),
     (24, 192, HopperProductConfig(1, 24, 1, 2)),
@@ -69,3 +70,9 @@ def test_a_gated_product_is_activated(rows, depth, config):
     out = product_hopper.gated_product(x, weight, config=config)
     exact = reference.gated_product(x, weight)
     np.testing.assert_allclose(np.asarray(out, np.float64), exact, rtol=0.01, atol=0.01)
+
+
+def test_a_ring_of_one_place_is_refused():
+    x, weight = jnp.zeros((8, 128), BF16), jnp.zeros((128, 64), BF16)
+    with pytest.raises(ValueError, match="num_stages is 1; it must be at least 2"):
+        product_hopper.product_parts(x, weight, config=HopperProductConfig(1, 8, 1, 1))

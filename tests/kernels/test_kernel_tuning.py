@@ -176,6 +176,7 @@ def test_hoppers_products_read_few_rows_seldom():
     assert _product(64, 1024, 8448).num_computers == 1
     assert _product(64, 1024, 8576).num_computers == 2
     assert _product(64, 1024, 8512) is None  # 133 tiles: no two of them for every program
+    assert _product(256, 1024, 6144) == tuning_hopper.HopperProductConfig(1, 128, 2, 6)
     assert _product(64, 4096, 16896).num_computers == 2
     assert _product(64, 4096, 17408) is None  # 136 programs even so
 
@@ -186,6 +187,7 @@ def test_hoppers_products_are_for_hopper_and_few_rows():
     for name, value in others.items():
         assert _product(64, 1024, 4096, **{name: value}) is None
     for rows, depth, width in (
+        (0, 1024, 4096),
         (12, 1024, 4096),
         (264, 1024, 4096),
         (72 + 128, 1024, 4096),
@@ -198,7 +200,7 @@ def test_hoppers_products_are_for_hopper_and_few_rows():
     ):
         assert _product(rows, depth, width) is None
     assert _product(64, 1024, 3072, num_factors=2).num_parts == 1
-    assert _product(192, 4096, 14336, num_factors=2) is None
+    assert _product(192, 2048, 4096, num_factors=2) is None  # the two together are large
 
 
 def test_parts_divide_the_depth():
