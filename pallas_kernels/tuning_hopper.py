@@ -13,7 +13,7 @@ HOPPER_GPUS = ("H100", "H200", "H800", "H20")  # in the names of devices of comp
 MAX_SHARED_BYTES = 227 * 1024  # of a program on such a GPU
 
 # Of the weight, under way to a computer of a product where no SM is idle, before it is rounded to
-# whole steps: with half as much more or a quarter less a product takes 3 to 5 % longer.
+# whole steps: with half as much more or a quarter less a product takes 2 to 7 % longer.
 WEIGHT_BYTES_AHEAD = 60 * 1024
 
 
