@@ -2,7 +2,8 @@
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
 from pathlib import Path
 
 # Before torch, the oracle, is imported: its threads spin on cores that other test processes need.
@@ -16,11 +17,17 @@ install_import_hook(["jpaged.models", "jpaged.runtime", "pallas_kernels"], "bear
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+import jpaged  # noqa: E402  loads an engine's modules where a test asks for one
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 QUICK_TO_COMPILE = {"kernels", "models", "runtime", "tools"}
 """Folders whose tests run most programs once."""
+
+MAX_KEPT_ENGINES = 8
+"""An engine's programs take some 1,300 memory maps of a CPU's process, which Linux gives 65,530:
+at the last one XLA crashes."""
 
 
 def pytest_collection_finish() -> None:
@@ -56,3 +63,10 @@ def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     files in place, and what another process reads half written is a warning, so an error. Whoever
     is killed while it starts, and may leave such a file, has a folder of its own."""
     return tmp_path_factory.getbasetemp() / "jax-cache"
+
+
+@pytest.fixture(scope="session")
+def kept_engines(compilation_cache: Path) -> Callable[..., "jpaged.Engine"]:
+    """Makes an engine of a model and options, or gives the one of them used not long ago."""
+    make = partial(jpaged.Engine, compilation_cache_dir=compilation_cache)
+    return lru_cache(MAX_KEPT_ENGINES)(make)

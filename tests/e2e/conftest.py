@@ -22,23 +22,13 @@ LOOPS: dict[str, dict[str, Any]] = {
 """Options of the loops, which all give the same answers."""
 
 
-@pytest.fixture(scope="session")
-def all_engines(compilation_cache: Path) -> dict[tuple, Engine]:
-    return {}
-
-
 @pytest.fixture
-def engines(all_engines: dict[tuple, Engine], compilation_cache: Path) -> Iterator[Engines]:
+def engines(kept_engines: Engines) -> Iterator[Engines]:
     """Makes (or reuses) an engine; after the test each one used has all its blocks back."""
     used: list[Engine] = []
 
     def make(model: str | Path | None = None, **options: Any) -> Engine:
-        options = {"num_blocks": 129, **SMALL, **options}
-        key = (str(model), *sorted(options.items()))
-        if key not in all_engines:
-            cache = {"compilation_cache_dir": compilation_cache}
-            all_engines[key] = Engine(model, **options, **cache)
-        used.append(all_engines[key])
+        used.append(kept_engines(model, **{"num_blocks": 129, **SMALL, **options}))
         return used[-1]
 
     yield make

@@ -12,23 +12,10 @@ from server_process import ServerProcess
 from jpaged import Engine
 
 
-@pytest.fixture(scope="session")
-def all_engines() -> dict[tuple, Engine]:
-    return {}
-
-
 @pytest.fixture
-def engines(all_engines: dict[tuple, Engine], compilation_cache: Path) -> Callable[..., Engine]:
+def engines(kept_engines: Callable[..., Engine]) -> Callable[..., Engine]:
     """Makes an engine, or gives one of these options that was made before."""
-
-    def make(**options: Any) -> Engine:
-        options = {**SMALL, **options}
-        key = tuple(sorted(options.items()))
-        if key not in all_engines:
-            all_engines[key] = Engine(**options, compilation_cache_dir=compilation_cache)
-        return all_engines[key]
-
-    return make
+    return lambda **options: kept_engines(**{**SMALL, **options})
 
 
 @pytest.fixture
