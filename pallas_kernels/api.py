@@ -18,6 +18,7 @@ from pallas_kernels import (
     between_hopper,
     block_copy,
     checks,
+    gated_gemm_hopper,
     kv_write,
     paged_decode,
     paged_prefill,
@@ -376,6 +377,9 @@ def gated_product(
     config = _hopper_product_config(x, weight.shape, backend)
     if config is not None:
         return product_hopper.gated_product(x, weight, config=config)
+    gemm_config = _hopper_gemm_config(x, weight.shape, backend)
+    if gemm_config is not None:
+        return gated_gemm_hopper.gated_product(x, weight, config=gemm_config)
     return gated_silu(xla.gate_up(x, weight), backend=backend)
 
 
@@ -579,15 +583,24 @@ def _move_config(op, kv, backend):
 
 def _hopper_product_config(x, weight_shape, backend):
     """Of a product by a weight [D, F], or by one [D, 2, F]; or None."""
-    return tuning_hopper.product_config(
-        num_tokens=x.shape[0],
-        depth=x.shape[1],
-        width=weight_shape[-1],
-        itemsize=x.dtype.itemsize,
-        num_factors=len(weight_shape) - 1,
-        num_cores=_num_cores(backend),
-        device_kind=_device_kind(backend),
-    )
+    facts = _product_facts(x, weight_shape, backend)
+    return tuning_hopper.product_config(num_factors=len(weight_shape) - 1, **facts)
+
+
+def _hopper_gemm_config(x, weight_shape, backend):
+    """Of a gated product by a weight [D, 2, F]; or None."""
+    return tuning_hopper.gated_gemm_config(**_product_facts(x, weight_shape, backend))
+
+
+def _product_facts(x, weight_shape, backend):
+    return {
+        "num_tokens": x.shape[0],
+        "depth": x.shape[1],
+        "width": weight_shape[-1],
+        "itemsize": x.dtype.itemsize,
+        "num_cores": _num_cores(backend),
+        "device_kind": _device_kind(backend),
+    }
 
 
 def _between_plan(weights, num_tokens, backend):

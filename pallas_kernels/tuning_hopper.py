@@ -16,6 +16,10 @@ MAX_SHARED_BYTES = 227 * 1024  # of a program on such a GPU
 # whole steps: with half as much more or a quarter less a product takes 2 to 7 % longer.
 WEIGHT_BYTES_AHEAD = 60 * 1024
 
+# Of the SMs' time until the last tile of many rows is done. XLA, which has a choice of tiles, is the
+# faster one with 0.73, and the slower one with 0.85.
+MIN_SHARE_AT_WORK = 0.8
+
 
 @dataclasses.dataclass(frozen=True)
 class HopperPrefillConfig:
@@ -46,6 +50,14 @@ class HopperProductConfig:
     tile_rows: int
     num_computers: int
     num_stages: int
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperGemmConfig:
+    """Of gated_gemm_hopper.py: steps of the depth in flight (two or more), programs (one an SM)."""
+
+    num_stages: int
+    num_programs: int
 
 
 def prefill_config(
@@ -145,6 +157,34 @@ def product_config(
     out_itemsize = itemsize if parts == 1 else 4
     stages = _product_stages(tile_rows, num_factors, num_computers, out_itemsize, cores_a_tile)
     return HopperProductConfig(parts, tile_rows, num_computers, stages)
+
+
+def gated_gemm_config(
+    *,
+    num_tokens: int,
+    depth: int,
+    width: int,
+    itemsize: int,
+    num_cores: int | None,
+    device_kind: str = "",
+) -> HopperGemmConfig | None:
+    """Where gated_gemm_hopper.py runs, of those gated products that `product_config` leaves; None
+    where XLA's product and an activation do. Times on an H200: bench/NOTES.md.
+
+    Args:
+        num_tokens: Rows.
+        depth, width: Of each of the two weights.
+        itemsize: Bytes of an element.
+        num_cores: SMs of the GPU; None where it is not known.
+        device_kind: The GPU's name.
+    """
+    whole = num_tokens % 128 == 0 and depth % 64 == 0 and width % 128 == 0
+    if not (_is_hopper(device_kind) and num_cores and itemsize == 2 and whole and depth):
+        return None
+    tiles = num_tokens * width // 128**2
+    if tiles == 0 or tiles < MIN_SHARE_AT_WORK * num_cores * -(-tiles // num_cores):
+        return None
+    return HopperGemmConfig(num_stages=4, num_programs=num_cores)
 
 
 def _is_hopper(device_kind):

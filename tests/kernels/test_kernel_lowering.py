@@ -141,6 +141,15 @@ def test_products_of_few_rows_are_hoppers_own(function, rows, width):
         assert re.findall(KERNEL_CALL, text) == expected
 
 
+@pytest.mark.parametrize(("rows", "width"), [(256, 14336), (2048, 3072), (8192, 14336)])
+def test_gated_products_of_many_rows_are_hoppers_own(rows, width):
+    arguments = _floats(BF16, rows, 1024), _floats(BF16, 1024, 2, width)
+    run = partial(gated_product, backend=Backend.TRITON)
+    text = _lowered(run, *arguments, device=WHOLE_H200)
+    assert re.findall(KERNEL_CALL, text) == ["mosaic_gpu"]
+    assert "dot_general" not in text
+
+
 @pytest.mark.parametrize("width", [24, 50257, 151936])
 def test_truncation_lowers_to_five_kernels(width):
     row = jax.ShapeDtypeStruct((B,), F32)

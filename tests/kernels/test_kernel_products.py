@@ -1,4 +1,4 @@
-"""The kernel of products for Hopper, interpreted: what its copies, barriers and sums come to.
+"""The kernels of products for Hopper, interpreted: what its copies, barriers and sums come to.
 
 JAX interprets Mosaic GPU kernels since 0.11. On a GPU test_kernel_rows.py runs the same ops.
 """
@@ -9,8 +9,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernel_cases import BF16, F32
 
-from pallas_kernels import product_hopper, reference
-from pallas_kernels.tuning_hopper import HopperProductConfig
+from pallas_kernels import gated_gemm_hopper, product_hopper, reference
+from pallas_kernels.tuning_hopper import HopperGemmConfig, HopperProductConfig
 
 interpreted = getattr(plgpu, "force_gpu_interpret_mode", None)
 pytestmark = pytest.mark.skipif(interpreted is None, reason="JAX before 0.11")
@@ -62,12 +62,32 @@ def test_each_part_is_a_product(rows, depth, config):
     ("rows", "depth", "config"), [case for case in CASES if case[2].num_parts == 1]
 )
 def test_a_gated_product_is_activated(rows, depth, config):
+    x, weight = _gated_case(rows, depth, 256)
+    _assert_gated(product_hopper.gated_product(x, weight, config=config), x, weight)
+
+
+# A tile a program, several, none for some; rings that hold a tile's steps and more, and that are
+# walked round within one.
+@pytest.mark.usefixtures("races_raise")
+@pytest.mark.parametrize(
+    ("rows", "depth", "width", "places", "programs"),
+    [(128, 64, 128, 2, 1), (256, 320, 384, 3, 4), (1280, 64, 256, 4, 3), (384, 192, 256, 4, 8)],
+)
+def test_a_gated_product_of_many_rows(rows, depth, width, places, programs):
+    x, weight = _gated_case(rows, depth, width)
+    out = gated_gemm_hopper.gated_product(x, weight, config=HopperGemmConfig(places, programs))
+    _assert_gated(out, x, weight)
+
+
+def _gated_case(rows, depth, width):
     rng = np.random.default_rng(1)
     x, weight = (
-        jnp.asarray(rng.standard_normal(s), BF16) for s in ((rows, depth), (depth, 2, 256))
+        jnp.asarray(rng.standard_normal(s), BF16) for s in ((rows, depth), (depth, 2, width))
     )
-    weight *= jnp.asarray(depth**-0.5, BF16)
-    out = product_hopper.gated_product(x, weight, config=config)
+    return x, weight * jnp.asarray(depth**-0.5, BF16)
+
+
+def _assert_gated(out, x, weight):
     exact = reference.gated_product(x, weight)
     np.testing.assert_allclose(np.asarray(out, np.float64), exact, rtol=0.01, atol=0.01)
 
@@ -76,3 +96,6 @@ def test_a_ring_of_one_place_is_refused():
     x, weight = jnp.zeros((8, 128), BF16), jnp.zeros((128, 64), BF16)
     with pytest.raises(ValueError, match="num_stages is 1; it must be at least 2"):
         product_hopper.product_parts(x, weight, config=HopperProductConfig(1, 8, 1, 1))
+    x, weight = jnp.zeros((128, 128), BF16), jnp.zeros((128, 2, 128), BF16)
+    with pytest.raises(ValueError, match="num_stages is 1; it must be at least 2"):
+        gated_gemm_hopper.gated_product(x, weight, config=HopperGemmConfig(1, 1))

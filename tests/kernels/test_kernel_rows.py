@@ -258,7 +258,18 @@ def test_a_gated_product_by_a_large_weight(rows):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [8, 64, 256])
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize(("rows", "width"), [(256, 14336), (384, 14336), (2048, 3072)])
+def test_a_gated_product_of_many_rows(rows, width, dtype):
+    """In tiles that the programs of a GPU of 132 SMs have two or three of; XLA's on others."""
+    require(Backend.TRITON)
+    x, weight = _factors(12, (rows, 1088), (1088, 2, width), dtype)
+    out = jax.jit(partial(gated_product, backend=Backend.TRITON))(x, weight)
+    _assert_product(out, reference.gated_product(x, weight), 1088, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [8, 64, 256, 2048])
 def test_products_give_the_same_bits_again(rows):
     """Whatever ran on the device before: nothing is left out, or read before it is there."""
     require(Backend.TRITON)

@@ -203,6 +203,42 @@ def test_hoppers_products_are_for_hopper_and_few_rows():
     assert _product(192, 2048, 4096, num_factors=2) is None  # the two together are large
 
 
+def _gated_gemm(rows, depth, width, **changes) -> Any:
+    facts = {"itemsize": 2, "num_cores": 132, "device_kind": "NVIDIA H200"}
+    return tuning_hopper.gated_gemm_config(
+        num_tokens=rows, depth=depth, width=width, **(facts | changes)
+    )
+
+
+def test_hoppers_gated_products_of_many_rows_keep_the_sms_at_work():
+    counts = (128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+    wide, narrow = (
+        [rows for rows in counts if _gated_gemm(rows, *shape)]
+        for shape in ((4096, 14336), (1024, 3072))
+    )
+    assert wide == [*counts]  # 112 tiles, 224, 336 ...
+    assert narrow == [2048, 3072, 4096, 6144, 8192]  # not 24 tiles, 48, 72, 96, 144, 192 and 288
+
+
+def test_hoppers_gated_products_of_many_rows_are_for_hopper_and_whole_tiles():
+    config = _gated_gemm(256, 4096, 14336)
+    assert config == tuning_hopper.HopperGemmConfig(num_stages=4, num_programs=132)
+    step, out = (128 + 2 * 128) * 64 * 2, 128 * 128 * 2
+    assert config.num_stages * step + out < tuning_hopper.MAX_SHARED_BYTES - 1024
+    others = {"device_kind": "NVIDIA A100", "num_cores": None, "itemsize": 4}
+    for name, value in others.items():
+        assert _gated_gemm(256, 4096, 14336, **{name: value}) is None
+    for rows, depth, width in (
+        (0, 4096, 14336),
+        (192, 4096, 14336),
+        (256, 4000, 14336),
+        (256, 4096, 14400),
+        (256, 0, 14336),
+        (256, 4096, 0),
+    ):
+        assert _gated_gemm(rows, depth, width) is None
+
+
 def test_parts_divide_the_depth():
     for depth in (32, 80, 768, 2560):
         count = tuning.product_parts(num_tokens=8, depth=depth, width=1024, itemsize=2)
