@@ -142,7 +142,8 @@ def _kernel(
             accumulator = plgpu.ACC((ROWS, COLUMNS), jnp.float32)
             add_own = functools.partial(add_all, turn)
             gate, factor = pl.run_scoped(add_own, *[accumulator] * NUM_FACTORS)
-            activated = (gate * factor / (1 + jnp.exp(-gate))).astype(out_ref.dtype)
+            activated = gate * (factor / (1 + jnp.exp(-gate)))  # silu(gate) * factor
+            activated = activated.astype(out_ref.dtype)
             row, column = tile_of(turn)
             rows = pl.ds(row + warp_group * ROWS, ROWS)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
