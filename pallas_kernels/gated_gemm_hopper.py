@@ -12,8 +12,8 @@ warp groups:
       -> out             64 columns at a time through shared memory, by the copy engine as well,
                          while the loader is busy with the next tile
 
-So half as much is written as of a product by both weights, and nothing is read again. For few rows
-there is product_hopper.py.
+So half as much is written as of a product by both weights, and the activation reads nothing. For
+few rows there is product_hopper.py.
 """
 
 import functools

@@ -16,8 +16,8 @@ MAX_SHARED_BYTES = 227 * 1024  # of a program on such a GPU
 # whole steps: with half as much more or a quarter less a product takes 2 to 7 % longer.
 WEIGHT_BYTES_AHEAD = 60 * 1024
 
-# Of the SMs' time until the last tile of many rows is done. XLA, which has a choice of tiles, is
-# the faster one with 0.73, and the slower one with 0.85.
+# Share of the SMs' time until the last tile is done that they spend on tiles of many rows. XLA,
+# which has a choice of tiles, is the faster one with 0.73, and the slower one with 0.85.
 MIN_SHARE_AT_WORK = 0.8
 
 

@@ -141,12 +141,21 @@ def test_products_of_few_rows_are_hoppers_own(function, rows, width):
         assert re.findall(KERNEL_CALL, text) == expected
 
 
-@pytest.mark.parametrize(("rows", "width"), [(256, 14336), (2048, 3072), (8192, 14336)])
-def test_gated_products_of_many_rows_are_hoppers_own(rows, width):
+@pytest.mark.parametrize(
+    ("rows", "width", "kernel"),
+    [
+        (128, 14336, "gated_product_hopper"),
+        (256, 14336, "gated_gemm_hopper"),
+        (2048, 3072, "gated_gemm_hopper"),
+        (8192, 14336, "gated_gemm_hopper"),
+    ],
+)
+def test_gated_products_of_many_rows_are_hoppers_own(rows, width, kernel):
     arguments = _floats(BF16, rows, 1024), _floats(BF16, 1024, 2, width)
     run = partial(gated_product, backend=Backend.TRITON)
     text = _lowered(run, *arguments, device=WHOLE_H200)
     assert re.findall(KERNEL_CALL, text) == ["mosaic_gpu"]
+    assert kernel in text
     assert "dot_general" not in text
 
 
