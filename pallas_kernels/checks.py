@@ -208,6 +208,15 @@ def check_gated_product(x, weight):
     _check_dtype("weight", weight, x.dtype, "x's dtype; cast it first")
 
 
+def check_whole_tiles(sizes, tile):
+    """Rows, depth and width that a launch's tiles make up, for kernels that have no other tiles."""
+    if any(size % part for size, part in zip(sizes, tile, strict=True)):
+        raise ValueError(
+            f"rows, depth and width are {sizes}; they must be whole tiles of {tile}: call the "
+            "public entry, which chooses a kernel that fits"
+        )
+
+
 def check_between(attended, hidden, weights, num_rows, exchange, eps):
     """A layer's weights that fit each other and the rows."""
     _check_float("hidden", hidden, 2, "[T, D]")

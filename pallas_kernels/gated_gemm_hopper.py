@@ -4,10 +4,10 @@ As many programs as the GPU has SMs take the output's tiles in turn, neighbours 
 that what they read is mostly in the L2. A tile is 128 rows by 128 columns, and a program is three
 warp groups:
 
-    loader             for each of its tiles: 64 of the depth at a time, a tile of x and one of the
-                       gate's weight and of the factor's, by the bulk copy engine into a ring of
+    loader             for each of its tiles: 64 of the depth at a time, a tile of x and one of
+                       each factor's weight (gate and up), by the bulk copy engine into a ring of
                        places in shared memory
-    two computers      of 64 rows each; sums of the gate and of the factor, in float32
+    two computers      of 64 rows each; sums of gate and up, in float32
       activated          in registers
       -> out             64 columns at a time through shared memory, by the copy engine as well,
                          while the loader is busy with the next tile
@@ -25,6 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.checks import check_whole_tiles
 from pallas_kernels.tuning_hopper import HopperGemmConfig
 
 STEP = 64  # of the depth, the widest swizzle
@@ -44,12 +45,13 @@ def gated_product(x, weight, *, config: HopperGemmConfig):
 @functools.partial(jax.jit, static_argnames="config")
 def _product(x, weight, *, config):
     """In a jit of its own, so that a step's layers have it traced and lowered once."""
-    places = config.num_stages
+    places, (rows, depth), width = config.num_stages, x.shape, weight.shape[1] // NUM_FACTORS
+    check_whole_tiles((rows, depth, width), (NUM_COMPUTERS * ROWS, STEP, COLUMNS))
     if places < 2:  # a place is free once the next one's products are begun
         raise ValueError(f"num_stages is {places}; it must be at least 2")
     call = plgpu.kernel(
         functools.partial(_kernel, num_programs=config.num_programs),
-        out_type=jax.ShapeDtypeStruct((x.shape[0], weight.shape[1] // NUM_FACTORS), x.dtype),
+        out_type=jax.ShapeDtypeStruct((rows, width), x.dtype),
         grid=(config.num_programs,),
         grid_names=("program",),
         num_threads=NUM_COMPUTERS + 1,
@@ -141,8 +143,8 @@ def _kernel(
         def compute_tile(turn, _):
             accumulator = plgpu.ACC((ROWS, COLUMNS), jnp.float32)
             add_own = functools.partial(add_all, turn)
-            gate, factor = pl.run_scoped(add_own, *[accumulator] * NUM_FACTORS)
-            activated = gate * (factor / (1 + jnp.exp(-gate)))  # silu(gate) * factor
+            gate, up = pl.run_scoped(add_own, *[accumulator] * NUM_FACTORS)
+            activated = gate * (up / (1 + jnp.exp(-gate)))  # silu(gate) * up, never inf * 0
             activated = activated.astype(out_ref.dtype)
             row, column = tile_of(turn)
             rows = pl.ds(row + warp_group * ROWS, ROWS)

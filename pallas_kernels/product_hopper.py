@@ -9,10 +9,10 @@ A program has a tile of rows, 64 or 128 columns of the weight and a part of the 
                      the weight's columns, so x can have 8
     sums -> out      transposed on the way through shared memory, by the copy engine as well
 
-Of a gated product it has columns of the gate and the same of the other factor, each with sums of
-its own, and the activation follows in registers. So few rows make few tiles: at most one program an
-SM, and what counts is how much is on its way at once (tuning_hopper.py): enough for the memory, and
-no more than that.
+Of a gated product it has the same columns of both factors, gate and up, each with sums of its own,
+and the activation follows in registers. So few rows make few tiles: at most one program an SM, and
+what counts is how much is on its way at once (tuning_hopper.py): enough for the memory, and no more
+than that.
 """
 
 import functools
@@ -24,6 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.checks import check_whole_tiles
 from pallas_kernels.tuning_hopper import HopperProductConfig
 
 TILE = 64  # columns of a computer; depth of a step, the widest swizzle
@@ -47,6 +48,8 @@ def _product(x, weight, *, gated, config):
     width = weight.shape[1] // num_factors
     out_dtype = x.dtype if config.num_parts == 1 else jnp.float32
     part_depth = depth // config.num_parts
+    tile = config.tile_rows, config.num_parts * TILE, num_computers * TILE
+    check_whole_tiles((rows, depth, width), tile)
     places = min(config.num_stages, part_depth // TILE)
     if places < 2 <= part_depth // TILE:  # a place is free once the next one's products are begun
         raise ValueError(f"num_stages is {config.num_stages}; it must be at least 2")
@@ -128,9 +131,9 @@ def _kernel(x_ref, weight_ref, out_ref, *, x_smem, weight_smem, out_smem, full, 
             return [own_sums[...] for own_sums in sums]
 
         accumulator = plgpu.ACC((TILE, tile_rows), jnp.float32)
-        result, *factor = pl.run_scoped(add_all, *[accumulator] * num_factors)
-        if factor:  # silu(gate) * factor
-            result *= factor[0] / (1 + jnp.exp(-result))
+        result, *up = pl.run_scoped(add_all, *[accumulator] * num_factors)
+        if up:  # silu(gate) * up, never inf * 0
+            result *= up[0] / (1 + jnp.exp(-result))
         result = plgpu.layout_cast(result, plgpu.Layout.WGMMA_TRANSPOSED)
         own_out = out_smem.at[warp_group]
         own_out.transpose((1, 0))[...] = result.astype(out_ref.dtype)

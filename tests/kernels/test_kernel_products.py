@@ -1,8 +1,11 @@
-"""The kernels of products for Hopper, interpreted: what its copies, barriers and sums come to.
+"""The kernels of products for Hopper, interpreted: what their copies, barriers and sums come to.
 
-JAX interprets Mosaic GPU kernels since 0.11. On a GPU test_kernel_rows.py runs the same ops.
+On a GPU test_kernel_rows.py runs the same ops.
 """
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,9 +14,6 @@ from kernel_cases import BF16, F32
 
 from pallas_kernels import gated_gemm_hopper, product_hopper, reference
 from pallas_kernels.tuning_hopper import HopperGemmConfig, HopperProductConfig
-
-interpreted = getattr(plgpu, "force_gpu_interpret_mode", None)
-pytestmark = pytest.mark.skipif(interpreted is None, reason="JAX before 0.11")
 
 # Rows, depth, and how: parts, rows a tile, computers, places. One step and several, less than the
 # places and three times as many; one computer and two; one tile of rows and two.
@@ -32,9 +32,14 @@ CASES = [
 @pytest.fixture
 def races_raise():
     """A read of shared memory that nothing orders behind the copy to it raises, and a copy that
-    waits for no place; not a place set free while products still read it."""
-    assert interpreted is not None
-    with interpreted(plgpu.InterpretGPUParams(detect_races=True)):  # type: ignore
+    waits for no place; not what waits for too little of what reads: products, copies out.
+
+    JAX 0.11 interprets these kernels too, but wants every turn of a barrier waited for, and the
+    last ones of "empty" have nothing left to wait for them."""
+    if jax.__version_info__ < (0, 12):
+        pytest.skip("JAX before 0.12 does not interpret these kernels")
+    params = plgpu.InterpretGPUParams(detect_races=True)  # type: ignore
+    with plgpu.force_gpu_interpret_mode(params):  # type: ignore
         yield
 
 
@@ -79,6 +84,22 @@ def test_a_gated_product_of_many_rows(rows, depth, width, places, programs):
     _assert_gated(out, x, weight)
 
 
+@pytest.mark.usefixtures("races_raise")
+@pytest.mark.parametrize(
+    "run",
+    [
+        partial(product_hopper.gated_product, config=HopperProductConfig(1, 128, 2, 2)),
+        partial(gated_gemm_hopper.gated_product, config=HopperGemmConfig(2, 1)),
+    ],
+    ids=["few_rows", "many_rows"],
+)
+def test_a_gate_is_shut_whatever_it_shuts(run):
+    """exp(-gate) is infinite, and gate times up before that would be too."""
+    x = jnp.zeros((128, 64), BF16).at[:, 0].set(1)
+    weight = jnp.zeros((64, 2, 128), BF16).at[0].set(jnp.asarray([[-1e20], [1e20]], BF16))
+    np.testing.assert_array_equal(run(x, weight).astype(F32), 0)
+
+
 def _gated_case(rows, depth, width):
     rng = np.random.default_rng(1)
     x, weight = (
@@ -99,3 +120,17 @@ def test_a_ring_of_one_place_is_refused():
     x, weight = jnp.zeros((128, 128), BF16), jnp.zeros((128, 2, 128), BF16)
     with pytest.raises(ValueError, match="num_stages is 1; it must be at least 2"):
         gated_gemm_hopper.gated_product(x, weight, config=HopperGemmConfig(1, 1))
+
+
+@pytest.mark.parametrize(("rows", "depth", "width"), [(8, 128, 96), (8, 96, 64), (12, 128, 64)])
+def test_sizes_that_no_tiles_of_few_rows_make_are_refused(rows, depth, width):
+    x, weight = jnp.zeros((rows, depth), BF16), jnp.zeros((depth, width), BF16)
+    with pytest.raises(ValueError, match=rf"\({rows}, {depth}, {width}\).*tiles of \(8, 64, 64\)"):
+        product_hopper.product_parts(x, weight, config=HopperProductConfig(1, 8, 1, 2))
+
+
+@pytest.mark.parametrize(("rows", "depth", "width"), [(64, 64, 128), (128, 96, 128), (128, 64, 64)])
+def test_sizes_that_no_tiles_of_many_rows_make_are_refused(rows, depth, width):
+    x, weight = jnp.zeros((rows, depth), BF16), jnp.zeros((depth, 2, width), BF16)
+    with pytest.raises(ValueError, match=rf"\({rows}, {depth}, {width}\).*of \(128, 64, 128\)"):
+        gated_gemm_hopper.gated_product(x, weight, config=HopperGemmConfig(2, 1))

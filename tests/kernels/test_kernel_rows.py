@@ -236,6 +236,17 @@ def test_gated_product(rows, depth, width, dtype, backend):
     _assert_product(out, exact, depth, dtype)
 
 
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+@pytest.mark.parametrize("rows", [8, 2048])
+def test_a_products_gate_is_shut_whatever_it_shuts(rows, backend):
+    """Gate times up is infinite, and so is exp(-gate)."""
+    require(backend)
+    x = jnp.zeros((rows, 64), BF16).at[:, 0].set(1)
+    weight = jnp.zeros((64, 2, 3072), BF16).at[0].set(jnp.asarray([[-1e20], [1e20]], BF16))
+    out = jax.jit(partial(gated_product, backend=backend))(x, weight)
+    np.testing.assert_array_equal(out.astype(F32), 0)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [8, 64, 96, 128])
 def test_a_product_by_a_large_weight(rows):
