@@ -1,19 +1,20 @@
 """Between the fused projection and attention in Pallas Triton, in one launch: norm of the heads,
 rotary embedding, keys and values into their slots.
 
-Grid (token, tile of heads); one program:
+Grid (tile of tokens, tile of heads); heads of a tile are all queries, all keys or all values. One
+program, for its heads of its tokens:
 
-    first, second = both halves of its heads' rows of qkv, its parts summed and rounded
+    first, second = both halves of their rows of qkv, its parts summed and rounded
     q, k: normalized by 1 / rms(head) (where the model does), rounded, then rotated:
           first * cos - second * sin, second * cos + first * sin
     q -> rows of the result; k, v -> rows of the pool at slot_mapping[token]
 
 A head's halves are tiles of their own, since what is rotated together lies H / 2 apart and values
-in registers cannot be sliced. The pools are aliased to the outputs, so nothing else moves. A tile
-may hold heads of all three kinds: each kind is stored under a mask.
+in registers cannot be sliced. The pools are aliased to the outputs, so nothing else moves.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,7 @@ def rope_write_kv(
     num_parts, num_tokens, total_heads, head_size = qkv.shape
     num_kv_heads = kv.k.shape[2]
     num_heads = total_heads - 2 * num_kv_heads
-    tile = min(config.tile_heads, pl.next_power_of_2(total_heads))
+    tile_tokens, tile_heads = tile = _tile(config.tile_rows, num_heads, num_kv_heads)
     pools = [pool.reshape(-1, head_size) for pool in kv]
     q_shape = jax.ShapeDtypeStruct((num_tokens * num_heads, head_size), dtype)
     call = pl.pallas_call(
@@ -45,7 +46,7 @@ def rope_write_kv(
             eps=None if norms is None else norms.eps,
         ),
         out_shape=[q_shape, *(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools)],
-        grid=(num_tokens, pl.cdiv(total_heads, tile)),
+        grid=(pl.cdiv(num_tokens, tile_tokens), total_heads // tile_heads),
         input_output_aliases={0: 1, 1: 2},
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=1),
         interpret=interpret,
@@ -56,6 +57,14 @@ def rope_write_kv(
     q, k, v = call(*pools, rows, slot_mapping, *angles, *weights)
     shape = (num_tokens, num_heads, head_size)
     return q.reshape(shape), LayerKV(k.reshape(kv.k.shape), v.reshape(kv.v.shape))
+
+
+def _tile(num_rows, num_heads, num_kv_heads):
+    """Its tokens and its heads: a power of two that divides both numbers of heads, so that they are
+    of one kind."""
+    common = math.gcd(num_heads, num_kv_heads)
+    tile_heads = min(num_rows, common & -common)
+    return num_rows // tile_heads, tile_heads
 
 
 def _kernel(
@@ -73,45 +82,52 @@ def _kernel(
     eps,
 ):
     *weight_refs, q_ref, k_ref, v_ref = refs
-    token, total_heads = pl.program_id(0), num_heads + 2 * num_kv_heads
-    head = pl.program_id(1) * tile + jnp.arange(tile, dtype=jnp.int32)
-    is_q, is_v = head < num_heads, head >= num_heads + num_kv_heads
-    rows, part_rows = token * total_heads + head, qkv_ref.shape[0] // num_parts
-    parts = [
-        _load_halves(qkv_ref, rows + part * part_rows, head < total_heads)
-        for part in range(num_parts)
-    ]
+    (tile_tokens, tile_heads), num_tokens = tile, slots_ref.shape[0]
+    total_heads, first_head = num_heads + 2 * num_kv_heads, pl.program_id(1) * tile_heads
+    row = jnp.arange(tile_tokens * tile_heads, dtype=jnp.int32)
+    token, head = pl.program_id(0) * tile_tokens + row // tile_heads, first_head + row % tile_heads
+    live = token < num_tokens
+    rows, part_rows = token * total_heads + head, num_tokens * total_heads
+    parts = [_load_halves(qkv_ref, rows + part * part_rows, live) for part in range(num_parts)]
     sums = (functools.reduce(jnp.add, same_half) for same_half in zip(*parts, strict=True))
-    raw = [half.astype(q_ref.dtype) for half in sums]
-    halves = [half.astype(jnp.float32) for half in raw]
-    if weight_refs:
-        halves = _normalize(halves, weight_refs, is_q, q_ref, eps)
-    cos, sin = (_angles(ref, token)[None, :] for ref in (cos_ref, sin_ref))
-    first, second = halves
-    rotated = (first * cos - second * sin, second * cos + first * sin)
-    rotated = [half.astype(q_ref.dtype) for half in rotated]
+    halves = [half.astype(q_ref.dtype) for half in sums]
 
-    _store_halves(q_ref, token * num_heads + head, rotated, is_q)
-    slot = slots_ref[token]
-    valid = (slot >= 0) & (slot < k_ref.shape[0] // num_kv_heads)
-    first_row = slot * num_kv_heads - num_heads
-    is_k = (~is_q) & (~is_v)
-    _store_halves(k_ref, first_row + head, rotated, is_k & valid)
-    is_v &= (head < total_heads) & valid
-    _store_halves(v_ref, first_row - num_kv_heads + head, raw, is_v)
+    def rotated(weight_ref):
+        own = [half.astype(jnp.float32) for half in halves]
+        first, second = own if weight_ref is None else _normalize(own, weight_ref, q_ref, eps)
+        cos, sin = (_load_angles(ref, token, live) for ref in (cos_ref, sin_ref))
+        return first * cos - second * sin, second * cos + first * sin
+
+    def store_kv(pool_ref, values, first):
+        slot = plgpu.load(slots_ref.at[token], mask=live, other=-1)
+        valid = (slot >= 0) & (slot < pool_ref.shape[0] // num_kv_heads)
+        _store_halves(pool_ref, slot * num_kv_heads + head - first, values, valid)
+
+    q_weight, k_weight = weight_refs or (None, None)
+    first_key, first_value = num_heads, num_heads + num_kv_heads
+
+    @pl.when(first_head < first_key)
+    def _queries():
+        _store_halves(q_ref, token * num_heads + head, rotated(q_weight), live)
+
+    @pl.when((first_head >= first_key) & (first_head < first_value))
+    def _keys():
+        # Rounded as the queries are, whatever the pool's dtype.
+        turned = [half.astype(q_ref.dtype) for half in rotated(k_weight)]
+        store_kv(k_ref, turned, first_key)
+
+    @pl.when(first_head >= first_value)
+    def _values():
+        store_kv(v_ref, halves, first_value)
 
 
-def _normalize(halves, weight_refs, is_q, q_ref, eps):
+def _normalize(halves, weight_ref, q_ref, eps):
     """RMSNorm of each head in float32, rounded to q's dtype."""
     squares = sum(jnp.sum(half * half, axis=1) for half in halves)
     scale = lax.rsqrt(squares / jnp.float32(q_ref.shape[1]) + jnp.float32(eps))
-    weights = zip(*(_load_weights(ref) for ref in weight_refs), strict=True)
-    normed = []
-    for half, (q_weight, k_weight) in zip(halves, weights, strict=True):
-        weight = jnp.where(is_q[:, None], q_weight[None, :], k_weight[None, :])
-        rounded = (half * scale[:, None] * weight).astype(q_ref.dtype)
-        normed.append(rounded.astype(jnp.float32))
-    return normed
+    weights = _load_weights(weight_ref)
+    normed = (half * scale[:, None] * w[None, :] for half, w in zip(halves, weights, strict=True))
+    return [half.astype(q_ref.dtype).astype(jnp.float32) for half in normed]
 
 
 def _load_weights(ref):
@@ -123,11 +139,14 @@ def _load_weights(ref):
     return [part.astype(jnp.float32) for part in parts]
 
 
-def _angles(ref, token):
+def _load_angles(ref, token, live):
+    """Each row's token's, [len(token), next power of two of H / 2]."""
     half = ref.shape[1]
-    columns = jnp.arange(pl.next_power_of_2(half), dtype=jnp.int32)
-    index = (jnp.full_like(columns, token), columns)
-    return plgpu.load(ref.at[index], mask=columns < half, other=0)
+    shape = (token.shape[0], pl.next_power_of_2(half))
+    columns = lax.broadcasted_iota(jnp.int32, shape, 1)
+    mask = jnp.broadcast_to(live[:, None], shape) & (columns < half)
+    index = jnp.broadcast_to(token[:, None], shape), columns
+    return plgpu.load(ref.at[index], mask=mask, other=0)
 
 
 def _load_halves(ref, rows, live):

@@ -55,9 +55,9 @@ class MoveConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Of rope_write.py: heads a program, warps."""
+    """Of rope_write.py: rows (heads of tokens) a program, warps."""
 
-    tile_heads: int
+    tile_rows: int
     num_warps: int = 4
 
 

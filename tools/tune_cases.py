@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import (
+    HeadNorms,
     LayerKV,
     copy_blocks,
     paged_decode_attention,
@@ -22,7 +23,7 @@ from pallas_kernels import (
     write_kv,
 )
 
-BLOCK_SIZE = 16
+BLOCK_SIZE, NORM_EPS = 16, 1e-6
 Made = tuple[Any, tuple]
 
 
@@ -179,7 +180,9 @@ def copy(head_size: int, dtype: str) -> Op:
     return _op("copy", head_size, dtype, _MOVES, cases, [case("3 blocks", 3, 2, 3)])
 
 
-def _rope_case(name: str, tokens: int, heads: tuple[int, int], size: int, dtype: str) -> Case:
+def _rope_case(
+    name: str, tokens: int, heads: tuple[int, int], size: int, dtype: str, normed: bool = False
+) -> Case:
     kv_case = _write_case(name, tokens, heads[1], size, dtype)
 
     def make(seed: int) -> Made:
@@ -187,25 +190,30 @@ def _rope_case(name: str, tokens: int, heads: tuple[int, int], size: int, dtype:
         rng = np.random.default_rng(seed)
         qkv = _normal(rng, (1, tokens, heads[0] + 2 * heads[1], size), dtype)
         turns = rng.uniform(0, 2 * np.pi, (tokens, size // 2)).astype(np.float32)
-        return kv, (qkv, slots, jnp.asarray(np.cos(turns)), jnp.asarray(np.sin(turns)))
+        weights = [_normal(rng, (size,), dtype) for _ in range(2 * normed)]
+        return kv, (qkv, slots, jnp.asarray(np.cos(turns)), jnp.asarray(np.sin(turns)), *weights)
 
-    def run(kv, qkv, slots, cos, sin, backend):
-        q, kv = rope_write_kv(qkv, kv, slots, (cos, sin), backend=backend)
+    def run(kv, qkv, slots, cos, sin, *weights, backend):
+        norms = HeadNorms(*weights, eps=NORM_EPS) if weights else None
+        q, kv = rope_write_kv(qkv, kv, slots, (cos, sin), norms=norms, backend=backend)
         return kv, q
 
-    def expect(kv, qkv, slots, cos, sin):
-        q, pool = reference.rope_write_kv(qkv, kv, slots, (cos, sin))
+    def expect(kv, qkv, slots, cos, sin, *weights):
+        norms = HeadNorms(*weights, eps=NORM_EPS) if weights else None
+        q, pool = reference.rope_write_kv(qkv, kv, slots, (cos, sin), norms=norms)
         return [q, *pool]
 
     return Case(name, make, run, expect, lambda given: [given[1], *given[0]])
 
 
 def rope_write(head_size: int, dtype: str) -> Op:
-    """Rotating queries and keys, and storing keys and values."""
+    """Norms of queries and keys or none, rotating them, and storing keys and values."""
     case = partial(_rope_case, size=head_size, dtype=dtype)
-    grid = {"tile_heads": (1, 2, 4, 8, 16, 32), "num_warps": (1, 2, 4, 8)}
+    grid = {"tile_rows": (1, 2, 4, 8, 16, 32), "num_warps": (1, 2, 4, 8)}
     cases = [case(f"{n} tokens", n, (32, 8)) for n in (8, 64, 8192)]
-    return _op("rope_write", head_size, dtype, grid, cases, [case("5 tokens", 5, (4, 2))])
+    cases += [case(f"{n} tokens with norms", n, (16, 8), normed=True) for n in (64, 512, 8192)]
+    checks = [case("5 tokens", 5, (4, 2)), case("5 tokens with norms", 5, (6, 3), normed=True)]
+    return _op("rope_write", head_size, dtype, grid, cases, checks)
 
 
 _MOVES = {"chunk": (512, 1024, 2048, 4096, 8192), "num_warps": (1, 2, 4, 8)}

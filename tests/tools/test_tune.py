@@ -23,7 +23,7 @@ SMALL = {
     "prefill": {"tile_rows": 128, "tile_tokens": 16},
     "write": {"chunk": 64},
     "copy": {"chunk": 512},
-    "rope_write": {"tile_heads": 2},
+    "rope_write": {"tile_rows": 2},
 }
 
 
