@@ -83,10 +83,11 @@ class Driver:
 
     def complete(
         self, jobs: Sequence[Job], goal: Goal, progress: Callable[[int], object] = int
-    ) -> list[RequestState]:
+    ) -> list[RequestOutput]:
         """Run requests to their ends; an error or Ctrl-C leaves nothing of them behind.
 
-        If one of them is refused, none is started.
+        If one of them is refused, none is started. Each output is made when its request has ended,
+        texts too, while the device computes for others.
 
         Args:
             jobs: What to do.
@@ -95,6 +96,7 @@ class Driver:
         """
         states: list[RequestState] = []
         left: set[RequestState] = set()
+        outputs: dict[RequestState, RequestOutput] = {}
         parts = self._parts(jobs)
         try:
             while parts or left:
@@ -107,11 +109,12 @@ class Driver:
                 left -= ended
                 progress(len(ended))
                 _raise_faults(ended)
+                outputs |= {state: state.output() for state in ended}
         finally:
             with deferred_interrupts():  # a second Ctrl-C too
                 for state in states:
                     self.abort(state)
-        return states
+        return [outputs[state] for state in states]
 
     def _parts(self, jobs: Sequence[Job]) -> deque[Sequence[Job]]:
         """What to queue before the first step, and in each later turn: the device, which computes

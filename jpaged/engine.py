@@ -148,8 +148,7 @@ class Engine(EngineAccounts):
         jobs = list(map(self._intake.make_job, given, *asked))
         disable = None if use_tqdm is None and len(jobs) > 1 else not use_tqdm
         with tqdm(total=len(jobs), desc="Generating", disable=disable, unit="req") as bar:
-            states = self._driver.complete(jobs, Goal.THROUGHPUT, bar.update)
-        return [state.output() for state in states]
+            return self._driver.complete(jobs, Goal.THROUGHPUT, bar.update)
 
     def beam_search(
         self,

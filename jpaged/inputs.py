@@ -6,6 +6,7 @@ both keys, then the tokens are used and the text is only reported back. A dict m
 `"cache_salt"`, a string: only prompts of the same salt share cached prefixes.
 """
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -176,10 +177,19 @@ def _checked_ids(ids: object, name: str, vocab_size: int | None) -> list[int]:
     if set(map(type, ids)) != {int}:  # one pass in C for the usual case
         ids = [_checked_id(token_id, name, i) for i, token_id in enumerate(ids)]
     limit = vocab_size or float("inf")
-    if min(ids) < 0 or max(ids) >= limit:
+    if not _all_below(limit, ids):
         position = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < limit)
         raise ValueError(_out_of_range(name, position, ids[position], vocab_size))
     return ids.copy()
+
+
+def _all_below(limit: float, ids: list[int]) -> bool:
+    """Whether all are from 0 to less than `limit`. As numbers of a machine they are compared in a
+    quarter of the time."""
+    try:
+        return int(np.frombuffer(array("Q", ids), np.uint64).max()) < limit
+    except OverflowError:  # negative, or of more than 64 bits
+        return min(ids) >= 0 and max(ids) < limit
 
 
 def _checked_id(token_id: object, name: str, position: int) -> int:

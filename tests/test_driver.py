@@ -89,16 +89,18 @@ def test_what_fills_a_step_is_queued_before_it_and_more_while_it_runs(
     prompt_lens: list[int], num_queued: list[int]
 ):
     driver, loop = make_driver(ends_at=(len(num_queued),))
-    states = driver.complete(make_jobs(prompt_lens), Goal.THROUGHPUT)
+    outputs = driver.complete(make_jobs(prompt_lens), Goal.THROUGHPUT)
     assert loop.num_queued == num_queued
-    assert [len(state.prompt.token_ids or []) for state in states] == prompt_lens
+    assert [len(output.prompt_token_ids) for output in outputs] == prompt_lens
+    states = [loop.requests[output.request_id] for output in outputs]
     assert [state.request.arrival for state in states] == list(range(len(states)))
 
 
 def test_what_is_told_of_a_request_does_not_depend_on_when_it_is_queued():
-    driver, _ = make_driver(ends_at=(4,))
+    driver, loop = make_driver(ends_at=(4,))
     jobs = make_jobs([4] * 12)
-    states = driver.complete(jobs, Goal.THROUGHPUT)
+    outputs = driver.complete(jobs, Goal.THROUGHPUT)
+    states = [loop.requests[output.request_id] for output in outputs]
     assert [state.metrics.arrival_time for state in states] == [job.arrival_time for job in jobs]
     seeds = [state.request.sequences[0].seed for state in states]
     assert seeds == [job.seed % 2**64 for job in jobs]
@@ -109,10 +111,23 @@ def test_what_is_told_of_a_request_does_not_depend_on_when_it_is_queued():
 def test_all_are_waited_for_also_if_the_first_end_before_others_are_queued(ends_at: tuple):
     driver, loop = make_driver(ends_at=ends_at)
     told = list[int]()
-    states = driver.complete(make_jobs([10, 10, 10]), Goal.THROUGHPUT, told.append)
-    assert all(state.request.is_finished for state in states)
+    outputs = driver.complete(make_jobs([10, 10, 10]), Goal.THROUGHPUT, told.append)
+    assert all(output.finished for output in outputs)
     assert len(loop.num_queued) == ends_at[-1]
-    assert sum(told) == len(states) == 3
+    assert sum(told) == len(outputs) == 3
+
+
+def test_an_output_is_made_when_its_request_has_ended(monkeypatch: pytest.MonkeyPatch):
+    driver, loop = make_driver(ends_at=(1, 5))
+    made, output_of = list[int](), RequestState.output
+
+    def noted(state: RequestState):
+        made.append(len(loop.num_queued))
+        return output_of(state)
+
+    monkeypatch.setattr(RequestState, "output", noted)
+    driver.complete(make_jobs([10, 10, 10]), Goal.THROUGHPUT)
+    assert made == [1, 5, 5]
 
 
 @pytest.mark.parametrize(

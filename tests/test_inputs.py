@@ -87,6 +87,14 @@ def test_unknown_ids_need_the_vocabulary():
         normalize_prompts([[1], [0, 9, 10, 11]], vocab_size=10)
 
 
+@pytest.mark.parametrize("token_id", [-(2**64), -1, 2**63, 2**64])
+def test_ids_of_more_bits_than_a_machine_compares(token_id: int):
+    with pytest.raises(ValueError, match=f"the token id {token_id} at position 1 is unknown"):
+        normalize_prompts([9, token_id], vocab_size=10)
+    if token_id > 0:
+        assert normalize_prompts([9, token_id]) == [Prompt(token_ids=[9, token_id])]
+
+
 def test_one_params_for_all_or_one_for_each():
     a, b = SamplingParams(temperature=0.5), SamplingParams(seed=3)
     assert pair_params(a, 2) == [a, a]
