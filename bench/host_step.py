@@ -20,7 +20,7 @@ milliseconds, the median over the generations:
     checks      the prompts brought to one form
     adding      requests made of those that fill a step and queued, the others' parameters checked
     first step  up to its launch
-    answers     what the caller gets, made of what is there
+    answers     what the caller gets of the requests that end last, made of what is there
 """
 
 import argparse

@@ -87,7 +87,7 @@ class Driver:
         """Run requests to their ends; an error or Ctrl-C leaves nothing of them behind.
 
         If one of them is refused, none is started. Each output is made when its request has ended,
-        texts too, while the device computes for others.
+        its texts too, which others' steps hide in the overlapped loop.
 
         Args:
             jobs: What to do.

@@ -1,4 +1,4 @@
-"""Argument checks of the public entries.
+"""Argument checks of the public entries, and of kernels that have sizes of their own.
 
 They see static facts only (shapes, dtypes, Python numbers), so they cost nothing inside `jax.jit`
 and hold for tracers. Each error names the parameter, its value and the remedy.
@@ -209,7 +209,7 @@ def check_gated_product(x, weight):
 
 
 def check_whole_tiles(sizes, tile):
-    """Rows, depth and width that a launch's tiles make up, for kernels that have no other tiles."""
+    """Refuse rows, depth and width that are not whole tiles, for a kernel that has no others."""
     if any(size % part for size, part in zip(sizes, tile, strict=True)):
         raise ValueError(
             f"rows, depth and width are {sizes}; they must be whole tiles of {tile}: call the "

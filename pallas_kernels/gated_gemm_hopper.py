@@ -144,7 +144,7 @@ def _kernel(
             accumulator = plgpu.ACC((ROWS, COLUMNS), jnp.float32)
             add_own = functools.partial(add_all, turn)
             gate, up = pl.run_scoped(add_own, *[accumulator] * NUM_FACTORS)
-            activated = gate * (up / (1 + jnp.exp(-gate)))  # silu(gate) * up, never inf * 0
+            activated = gate * (up / (1 + jnp.exp(-gate)))  # silu(gate) * up, the gate finite
             activated = activated.astype(out_ref.dtype)
             row, column = tile_of(turn)
             rows = pl.ds(row + warp_group * ROWS, ROWS)

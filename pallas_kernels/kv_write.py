@@ -6,8 +6,7 @@ Grid (token, column chunk); one program:
     pool_k[slot, chunk], pool_v[slot, chunk] = k[token, chunk], v[token, chunk]
 
 A slot is one row of K * H elements. The pools are aliased to the outputs, so nothing else moves.
-Rotary embedding and q/k norm act on such rows before the store: a kernel that fuses them has this
-grid, with whole heads a chunk.
+With q/k norm and rotary embedding before the store: rope_write.py.
 """
 
 import functools

@@ -132,7 +132,7 @@ def _kernel(x_ref, weight_ref, out_ref, *, x_smem, weight_smem, out_smem, full, 
 
         accumulator = plgpu.ACC((TILE, tile_rows), jnp.float32)
         result, *up = pl.run_scoped(add_all, *[accumulator] * num_factors)
-        if up:  # silu(gate) * up, never inf * 0
+        if up:  # silu(gate) * up, the gate finite
             result *= up[0] / (1 + jnp.exp(-result))
         result = plgpu.layout_cast(result, plgpu.Layout.WGMMA_TRANSPOSED)
         own_out = out_smem.at[warp_group]

@@ -14,7 +14,6 @@ in registers cannot be sliced. The pools are aliased to the outputs, so nothing 
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +32,9 @@ def rope_write_kv(
     num_parts, num_tokens, total_heads, head_size = qkv.shape
     num_kv_heads = kv.k.shape[2]
     num_heads = total_heads - 2 * num_kv_heads
-    tile_tokens, tile_heads = tile = _tile(config.tile_rows, num_heads, num_kv_heads)
+    # What divides the KV heads divides the query heads too, so that a tile's are of one kind.
+    tile_heads = min(config.tile_rows, num_kv_heads & -num_kv_heads)
+    tile_tokens = config.tile_rows // tile_heads
     pools = [pool.reshape(-1, head_size) for pool in kv]
     q_shape = jax.ShapeDtypeStruct((num_tokens * num_heads, head_size), dtype)
     call = pl.pallas_call(
@@ -42,7 +43,7 @@ def rope_write_kv(
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             num_parts=num_parts,
-            tile=tile,
+            tile=(tile_tokens, tile_heads),
             eps=None if norms is None else norms.eps,
         ),
         out_shape=[q_shape, *(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools)],
@@ -57,14 +58,6 @@ def rope_write_kv(
     q, k, v = call(*pools, rows, slot_mapping, *angles, *weights)
     shape = (num_tokens, num_heads, head_size)
     return q.reshape(shape), LayerKV(k.reshape(kv.k.shape), v.reshape(kv.v.shape))
-
-
-def _tile(num_rows, num_heads, num_kv_heads):
-    """Its tokens and its heads: a power of two that divides both numbers of heads, so that they are
-    of one kind."""
-    common = math.gcd(num_heads, num_kv_heads)
-    tile_heads = min(num_rows, common & -common)
-    return num_rows // tile_heads, tile_heads
 
 
 def _kernel(
@@ -82,12 +75,15 @@ def _kernel(
     eps,
 ):
     *weight_refs, q_ref, k_ref, v_ref = refs
-    (tile_tokens, tile_heads), num_tokens = tile, slots_ref.shape[0]
-    total_heads, first_head = num_heads + 2 * num_kv_heads, pl.program_id(1) * tile_heads
-    row = jnp.arange(tile_tokens * tile_heads, dtype=jnp.int32)
-    token, head = pl.program_id(0) * tile_tokens + row // tile_heads, first_head + row % tile_heads
+    tile_tokens, tile_heads = tile
+    num_tokens, total_heads = slots_ref.shape[0], num_heads + 2 * num_kv_heads
+    own_row = jnp.arange(tile_tokens * tile_heads, dtype=jnp.int32)
+    token = pl.program_id(0) * tile_tokens + own_row // tile_heads
+    first_head = pl.program_id(1) * tile_heads
+    head = first_head + own_row % tile_heads
     live = token < num_tokens
-    rows, part_rows = token * total_heads + head, num_tokens * total_heads
+    rows = token * total_heads + head
+    part_rows = num_tokens * total_heads
     parts = [_load_halves(qkv_ref, rows + part * part_rows, live) for part in range(num_parts)]
     sums = (functools.reduce(jnp.add, same_half) for same_half in zip(*parts, strict=True))
     halves = [half.astype(q_ref.dtype) for half in sums]
@@ -98,27 +94,27 @@ def _kernel(
         cos, sin = (_load_angles(ref, token, live) for ref in (cos_ref, sin_ref))
         return first * cos - second * sin, second * cos + first * sin
 
-    def store_kv(pool_ref, values, first):
+    def store_kv(pool_ref, values, first_of_kind):
         slot = plgpu.load(slots_ref.at[token], mask=live, other=-1)
         valid = (slot >= 0) & (slot < pool_ref.shape[0] // num_kv_heads)
-        _store_halves(pool_ref, slot * num_kv_heads + head - first, values, valid)
+        _store_halves(pool_ref, slot * num_kv_heads + head - first_of_kind, values, valid)
 
     q_weight, k_weight = weight_refs or (None, None)
-    first_key, first_value = num_heads, num_heads + num_kv_heads
+    first_k, first_v = num_heads, num_heads + num_kv_heads
 
-    @pl.when(first_head < first_key)
+    @pl.when(first_head < first_k)
     def _queries():
         _store_halves(q_ref, token * num_heads + head, rotated(q_weight), live)
 
-    @pl.when((first_head >= first_key) & (first_head < first_value))
+    @pl.when((first_head >= first_k) & (first_head < first_v))
     def _keys():
         # Rounded as the queries are, whatever the pool's dtype.
         turned = [half.astype(q_ref.dtype) for half in rotated(k_weight)]
-        store_kv(k_ref, turned, first_key)
+        store_kv(k_ref, turned, first_k)
 
-    @pl.when(first_head >= first_value)
+    @pl.when(first_head >= first_v)
     def _values():
-        store_kv(v_ref, halves, first_value)
+        store_kv(v_ref, halves, first_v)
 
 
 def _normalize(halves, weight_ref, q_ref, eps):
@@ -140,7 +136,8 @@ def _load_weights(ref):
 
 
 def _load_angles(ref, token, live):
-    """Each row's token's, [len(token), next power of two of H / 2]."""
+    """Cosines or sines of each row's token, [len(token), next power of two of H / 2]; zeros where
+    not live."""
     half = ref.shape[1]
     shape = (token.shape[0], pl.next_power_of_2(half))
     columns = lax.broadcasted_iota(jnp.int32, shape, 1)

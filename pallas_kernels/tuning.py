@@ -55,7 +55,7 @@ class MoveConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Of rope_write.py: rows (heads of tokens) a program, warps."""
+    """Of rope_write.py: rows (heads of tokens; a power of two) a program, warps."""
 
     tile_rows: int
     num_warps: int = 4

@@ -130,6 +130,32 @@ def test_an_output_is_made_when_its_request_has_ended(monkeypatch: pytest.Monkey
     assert made == [1, 5, 5]
 
 
+def test_outputs_are_in_the_order_of_their_prompts_whoever_ends_first():
+    driver, loop = make_driver()
+
+    def end_the_last(goal: Goal) -> list[RequestState]:
+        loop.num_queued.append(len(loop.requests))
+        if loop.num_queued == [1]:  # before the others are queued
+            return []
+        *_, last = (s for s in loop.requests.values() if not s.request.is_finished)
+        loop.scheduler.finish(last.request_id, FinishReason.LENGTH)
+        return [last]
+
+    loop.advance = end_the_last
+    outputs = driver.complete(make_jobs([10, 9, 8]), Goal.THROUGHPUT)
+    assert [len(output.prompt_token_ids) for output in outputs] == [10, 9, 8]
+    assert len(loop.num_queued) == 4
+
+
+def test_an_output_that_cannot_be_made_leaves_none_queued(monkeypatch: pytest.MonkeyPatch):
+    driver, loop = make_driver(ends_at=(1, 5))
+    monkeypatch.setattr(RequestState, "output", lambda state: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        driver.complete(make_jobs([10, 10, 10]), Goal.THROUGHPUT)
+    assert not loop.scheduler.has_unfinished
+    assert len(loop.num_queued) == 1
+
+
 @pytest.mark.parametrize(
     ("params", "priority"),
     [(GROUP, 0), (RANKED, 0), (SEARCH, 0), (PLAIN, -1)],

@@ -190,7 +190,7 @@ def _rope_case(
         rng = np.random.default_rng(seed)
         qkv = _normal(rng, (1, tokens, heads[0] + 2 * heads[1], size), dtype)
         turns = rng.uniform(0, 2 * np.pi, (tokens, size // 2)).astype(np.float32)
-        weights = [_normal(rng, (size,), dtype) for _ in range(2 * normed)]
+        weights = [_normal(rng, (size,), dtype) for _ in range(2 if normed else 0)]
         return kv, (qkv, slots, jnp.asarray(np.cos(turns)), jnp.asarray(np.sin(turns)), *weights)
 
     def run(kv, qkv, slots, cos, sin, *weights, backend):
@@ -207,7 +207,7 @@ def _rope_case(
 
 
 def rope_write(head_size: int, dtype: str) -> Op:
-    """Norms of queries and keys or none, rotating them, and storing keys and values."""
+    """Rotating queries and keys, normalized or not, and storing keys and values."""
     case = partial(_rope_case, size=head_size, dtype=dtype)
     grid = {"tile_rows": (1, 2, 4, 8, 16, 32), "num_warps": (1, 2, 4, 8)}
     cases = [case(f"{n} tokens", n, (32, 8)) for n in (8, 64, 8192)]

@@ -3,6 +3,7 @@
 On a GPU test_kernel_rows.py runs the same ops.
 """
 
+import re
 from functools import partial
 
 import jax
@@ -32,12 +33,12 @@ CASES = [
 @pytest.fixture
 def races_raise():
     """A read of shared memory that nothing orders behind the copy to it raises, and a copy that
-    waits for no place; not what waits for too little of what reads: products, copies out.
+    waits for no place. A copy that waits for some of a place's readers alone is not found.
 
-    JAX 0.11 interprets these kernels too, but wants every turn of a barrier waited for, and the
-    last ones of "empty" have nothing left to wait for them."""
+    JAX before 0.11 interprets no such kernels, and 0.11 wants every turn of a barrier waited for:
+    the last ones of "empty" have nothing left to wait for them."""
     if jax.__version_info__ < (0, 12):
-        pytest.skip("JAX before 0.12 does not interpret these kernels")
+        pytest.skip("JAX before 0.12 does not interpret kernels with such barriers")
     params = plgpu.InterpretGPUParams(detect_races=True)  # type: ignore
     with plgpu.force_gpu_interpret_mode(params):  # type: ignore
         yield
@@ -122,15 +123,29 @@ def test_a_ring_of_one_place_is_refused():
         gated_gemm_hopper.gated_product(x, weight, config=HopperGemmConfig(1, 1))
 
 
-@pytest.mark.parametrize(("rows", "depth", "width"), [(8, 128, 96), (8, 96, 64), (12, 128, 64)])
-def test_sizes_that_no_tiles_of_few_rows_make_are_refused(rows, depth, width):
+@pytest.mark.parametrize(
+    ("sizes", "config"),
+    [
+        ((8, 128, 96), HopperProductConfig(1, 8, 1, 2)),
+        ((8, 96, 64), HopperProductConfig(1, 8, 1, 2)),
+        ((12, 128, 64), HopperProductConfig(1, 8, 1, 2)),
+        ((8, 192, 64), HopperProductConfig(2, 8, 1, 2)),
+        ((8, 128, 192), HopperProductConfig(1, 8, 2, 2)),
+    ],
+)
+def test_sizes_that_no_tiles_of_few_rows_make_are_refused(sizes, config):
+    rows, depth, width = sizes
     x, weight = jnp.zeros((rows, depth), BF16), jnp.zeros((depth, width), BF16)
-    with pytest.raises(ValueError, match=rf"\({rows}, {depth}, {width}\).*tiles of \(8, 64, 64\)"):
-        product_hopper.product_parts(x, weight, config=HopperProductConfig(1, 8, 1, 2))
+    tile = config.tile_rows, 64 * config.num_parts, 64 * config.num_computers
+    with pytest.raises(ValueError, match=re.escape(f"{sizes}; they must be whole tiles of {tile}")):
+        product_hopper.product_parts(x, weight, config=config)
 
 
-@pytest.mark.parametrize(("rows", "depth", "width"), [(64, 64, 128), (128, 96, 128), (128, 64, 64)])
-def test_sizes_that_no_tiles_of_many_rows_make_are_refused(rows, depth, width):
+@pytest.mark.parametrize("sizes", [(64, 64, 128), (128, 96, 128), (128, 64, 64)])
+def test_sizes_that_no_tiles_of_many_rows_make_are_refused(sizes):
+    rows, depth, width = sizes
     x, weight = jnp.zeros((rows, depth), BF16), jnp.zeros((depth, 2, width), BF16)
-    with pytest.raises(ValueError, match=rf"\({rows}, {depth}, {width}\).*of \(128, 64, 128\)"):
+    with pytest.raises(
+        ValueError, match=re.escape(f"{sizes}; they must be whole tiles of (128, 6")
+    ):
         gated_gemm_hopper.gated_product(x, weight, config=HopperGemmConfig(2, 1))

@@ -31,6 +31,7 @@ SHAPES = [
     (F32, 16, (16, 8), 128, False),
     (BF16, 32, (32, 8), 128, True),
     (F16, 8, (3, 3), 256, False),
+    (BF16, 8, (8, 8), 256, True),
     (F32, 8, (20, 1), 80, False),
 ]
 EPS = 1e-3
@@ -95,6 +96,15 @@ def test_a_pool_of_another_dtype_gets_rounded_rows(backend):
     np.testing.assert_array_equal(same_q, q)
     for got, want in zip(rounded, exact, strict=True):
         np.testing.assert_array_equal(got.astype(F32), want.astype(BF16).astype(F32))
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+def test_a_pool_of_a_wider_dtype_gets_rows_rounded_as_the_queries(backend):
+    require(backend)
+    arrays, norms = _case(BF16, 8, (4, 2), 32, True, F32)
+    _, pool = jax.jit(partial(rope_write_kv, norms=norms, backend=backend))(*arrays)
+    for part in pool:
+        np.testing.assert_array_equal(part, part.astype(BF16).astype(F32))
 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
@@ -237,7 +247,7 @@ def test_gated_product(rows, depth, width, dtype, backend):
 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-@pytest.mark.parametrize("rows", [8, 2048])
+@pytest.mark.parametrize("rows", [8, pytest.param(2048, marks=pytest.mark.gpu)])
 def test_a_products_gate_is_shut_whatever_it_shuts(rows, backend):
     """Gate times up is infinite, and so is exp(-gate)."""
     require(backend)
