@@ -194,16 +194,19 @@ def _rope_case(
         return kv, (qkv, slots, jnp.asarray(np.cos(turns)), jnp.asarray(np.sin(turns)), *weights)
 
     def run(kv, qkv, slots, cos, sin, *weights, backend):
-        norms = HeadNorms(*weights, eps=NORM_EPS) if weights else None
-        q, kv = rope_write_kv(qkv, kv, slots, (cos, sin), norms=norms, backend=backend)
+        options = {"norms": _norms_of(weights), "backend": backend}
+        q, kv = rope_write_kv(qkv, kv, slots, (cos, sin), **options)
         return kv, q
 
     def expect(kv, qkv, slots, cos, sin, *weights):
-        norms = HeadNorms(*weights, eps=NORM_EPS) if weights else None
-        q, pool = reference.rope_write_kv(qkv, kv, slots, (cos, sin), norms=norms)
+        q, pool = reference.rope_write_kv(qkv, kv, slots, (cos, sin), _norms_of(weights))
         return [q, *pool]
 
     return Case(name, make, run, expect, lambda given: [given[1], *given[0]])
+
+
+def _norms_of(weights: tuple[jax.Array, ...]) -> HeadNorms | None:
+    return HeadNorms(*weights, eps=NORM_EPS) if weights else None
 
 
 def rope_write(head_size: int, dtype: str) -> Op:

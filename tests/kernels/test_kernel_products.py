@@ -145,7 +145,6 @@ def test_sizes_that_no_tiles_of_few_rows_make_are_refused(sizes, config):
 def test_sizes_that_no_tiles_of_many_rows_make_are_refused(sizes):
     rows, depth, width = sizes
     x, weight = jnp.zeros((rows, depth), BF16), jnp.zeros((depth, 2, width), BF16)
-    with pytest.raises(
-        ValueError, match=re.escape(f"{sizes}; they must be whole tiles of (128, 6")
-    ):
+    message = re.escape(f"{sizes}; they must be whole tiles of (128, 64, 128)")
+    with pytest.raises(ValueError, match=message):
         gated_gemm_hopper.gated_product(x, weight, config=HopperGemmConfig(2, 1))
