@@ -1,25 +1,13 @@
 """Engines shared by the end-to-end tests, and the census after each test."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from e2e_options import SMALL, Engines
 
 from jpaged import Engine
-
-Engines = Callable[..., Engine]
-
-SMALL: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256}
-"""One decode and one prefill bucket, so that an engine compiles in seconds."""
-
-
-LOOPS: dict[str, dict[str, Any]] = {
-    "overlapped": {},
-    "bursts": {"num_scheduler_steps": 3},
-    "synchronous": {"async_scheduling": False},
-}
-"""Options of the loops, which all give the same answers."""
 
 
 @pytest.fixture

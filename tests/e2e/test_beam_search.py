@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Engines
+from e2e_options import Engines
 
 from jpaged import Engine, SamplingParams
 

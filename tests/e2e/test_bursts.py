@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import SMALL, Engines
+from e2e_options import SMALL, Engines
 from test_under_pressure import answers, params
 
 from jpaged import Engine, SamplingParams

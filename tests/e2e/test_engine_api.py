@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import pytest
-from conftest import LOOPS, SMALL, Engines
+from e2e_options import LOOPS, SMALL, Engines
 
 from jpaged import Engine, SamplingParams
 from jpaged.core.scheduler import Scheduler

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import LOOPS, Engines
+from e2e_options import LOOPS, Engines
 
 from jpaged import Engine, SamplingParams
 from jpaged.core import beam, groups

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from conftest import Engines
+from e2e_options import Engines
 from test_generation import TIGHT, expected_greedy, greedy, oracle, prompts, tokens  # noqa: F401
 from test_samples import alone, check_same
 from test_under_pressure import POOL, SHAPE, answers, params

@@ -1,7 +1,7 @@
 """The engine's accounts of its pool, while it works."""
 
 import pytest
-from conftest import Engines
+from e2e_options import Engines
 
 from bench import worst_case
 from jpaged import BlockInfo, BlockState, Engine, MemoryReport, SamplingParams

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
-from conftest import Engines
+from e2e_options import Engines
 
 from jpaged import Engine, SamplingParams
 from pallas_kernels import LayerKV

@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 import pytest
-from conftest import Engines
+from e2e_options import Engines
 
 from jpaged import Engine, SamplingParams
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from conftest import Engines
+from e2e_options import Engines
 
 from jpaged import Engine, SamplingParams
 from jpaged.core.plan import StepPlan

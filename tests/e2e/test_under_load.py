@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from conftest import Engines
+from e2e_options import Engines
 
 from jpaged import Engine, SamplingParams
 from tools.tiny.world import Example, sample_examples

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from conftest import Engines
+from e2e_options import Engines
 
 from jpaged import Engine, RequestOutput, SamplingParams
 from tools.tiny.world import Example, sample_examples
