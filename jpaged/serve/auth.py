@@ -19,6 +19,9 @@ from jpaged.serve.errors import ApiError
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
 """What is answered without a key."""
 
+INVALID_KEY = "invalid_api_key"
+"""OpenAI's code of a 401, by which clients know it."""
+
 _HARMLESS = frozenset({"GET", "HEAD"})
 
 
@@ -60,9 +63,10 @@ class KeyGuard:
     def _denial(self, path: str) -> ApiError:
         if self._has_page and (path == "/" or path.startswith("/picture/")):
             message = "give any user name, and a valid API key as the password"
-            return ApiError(401, message, challenge='Basic realm="jpaged", charset="UTF-8"')
+            challenge = 'Basic realm="jpaged", charset="UTF-8"'
+            return ApiError(401, message, code=INVALID_KEY, challenge=challenge)
         message = "give a valid API key: Authorization: Bearer KEY"
-        return ApiError(401, message, challenge="Bearer")
+        return ApiError(401, message, code=INVALID_KEY, challenge="Bearer")
 
 
 def client_of(scope: Scope, *, keyed: bool) -> str:

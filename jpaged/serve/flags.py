@@ -100,6 +100,11 @@ def _add_server_flags(group: Any) -> None:
     add("--port", type=int, default=8000, help="port to listen at (8000; 0: a free one)")
     add("--api-key", nargs="+", action="extend", metavar="KEY", help="requests need one of these")
     add(
+        "--share-prefix-cache-across-keys",
+        action="store_true",
+        help="let keys find each other's cached prefixes, and so tell what the others asked",
+    )
+    add(
         "--served-model-name",
         nargs="+",
         action="extend",
@@ -271,6 +276,7 @@ def _serve_config(args: argparse.Namespace) -> ServeConfig:
     return ServeConfig(
         model_names=tuple(args.served_model_name or [_name_of(args.model)]),
         api_keys=tuple(args.api_key or ()),
+        share_prefix_cache_across_keys=args.share_prefix_cache_across_keys,
         limits=limits,
         chat_template=None if template is None else Path(template).read_text(encoding="utf-8"),
         template_variables=own.template_variables if allowed is None else frozenset(allowed),

@@ -70,7 +70,8 @@ class Generation(ABC):
         """The job of one prompt."""
         asked = self._asked
         name = f"{self.request_id}-{index}"
-        return Job(name, token_ids, params, asked.priority, asked.cache_salt)
+        salt = self.serving.cache_salt(self._client, asked.cache_salt)
+        return Job(name, token_ids, params, asked.priority, salt)
 
     def told(self, news: News) -> News:
         """The news as far as they are told of."""

@@ -1,6 +1,8 @@
 """What the endpoints share: the server's names, limits, engine and state."""
 
 import asyncio
+import hmac
+import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -33,6 +35,8 @@ class ServeConfig:
     Attributes:
         model_names: What clients may call the model; the first is what the server calls it.
         api_keys: Of which each request needs one; none: no request needs any.
+        share_prefix_cache_across_keys: Whether the requests of one key find what those of another
+            left in the prefix cache, and so can tell what they asked.
         limits: What clients may ask for.
         chat_template: To use instead of the model's.
         template_variables: What clients may set of a template.
@@ -42,6 +46,7 @@ class ServeConfig:
 
     model_names: tuple[str, ...] = ("jpaged-tiny",)
     api_keys: tuple[str, ...] = ()
+    share_prefix_cache_across_keys: bool = False
     limits: Limits = field(default_factory=Limits)
     chat_template: str | None = None
     template_variables: frozenset[str] = frozenset({"enable_thinking", "thinking"})
@@ -62,6 +67,7 @@ class Serving:
         self.config = config
         self.phase = Phase.STARTING
         self.started = int(time.time())
+        self._salt_secret = secrets.token_bytes(32)
         self._engine: EngineClient | None = None
         self._texts: Texts | None = None
         self._metrics: Metrics | None = None
@@ -144,6 +150,21 @@ class Serving:
             return asked or names[0]
         message = f"the model {asked[:100]!r} does not exist; here is {', '.join(names)}"
         raise ApiError(404, message, "model", code="model_not_found")
+
+    def cache_salt(self, client: str, asked: str | None) -> str | None:
+        """Under which salt a client's prompts are cached: where each key has a cache of its own,
+        one that only this key gives, and nobody can lead back to it.
+
+        Args:
+            client: As `client_of` has it.
+            asked: The request's own salt, which separates within a key.
+        """
+        config = self.config
+        if not config.api_keys or config.share_prefix_cache_across_keys:
+            return asked
+        # Of one length, so that no salt of one key, whatever is asked, is one of another.
+        own = hmac.digest(self._salt_secret, client.encode(), "sha256").hex()[:32]
+        return own + (asked or "")
 
     @asynccontextmanager
     async def run(self, jobs: Sequence[Job]) -> AsyncIterator[Run]:

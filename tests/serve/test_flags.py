@@ -15,6 +15,7 @@ def test_nothing_serves_the_embedded_model_to_this_machine_alone():
     assert flags.engine == {"verbose": True}
     assert flags.serve.model_names == ("jpaged-tiny",)
     assert flags.serve.api_keys == ()
+    assert not flags.serve.share_prefix_cache_across_keys
     assert flags.serve.limits == Limits()
     assert flags.serve.dashboard
     assert not flags.serve.dashboard_text
@@ -31,6 +32,7 @@ def test_what_vllms_users_write():
             *("--swap-space", "2", "--preemption-mode", "auto", "--tensor-parallel-size", "1"),
             *("--seed", "3", "--load-format", "dummy", "--kv-cache-memory-bytes", "1G"),
             *("--max-num-queued-reqs", "5", "--shutdown-timeout", "60", "--no-async-scheduling"),
+            "--share-prefix-cache-across-keys",
         ]
     )
     assert flags.engine == {
@@ -53,6 +55,7 @@ def test_what_vllms_users_write():
     }
     assert flags.serve.model_names == ("x", "y")
     assert flags.serve.api_keys == ("a", "b")
+    assert flags.serve.share_prefix_cache_across_keys
     assert flags.serve.limits.max_num_queued_reqs == 5
     assert flags.shutdown_timeout == 60
 

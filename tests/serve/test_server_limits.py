@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable
+from hashlib import sha256
 from typing import Any
 
 import httpx
@@ -12,7 +13,7 @@ from serve_helpers import QUESTION, RawRequest, Server, basic, bearer
 
 from jpaged import Engine
 from jpaged.serve.errors import ApiError
-from jpaged.serve.serving import Serving
+from jpaged.serve.serving import ServeConfig, Serving
 
 Run = Callable[..., None]
 PATH = "/v1/completions"
@@ -41,7 +42,10 @@ def test_with_keys_all_is_denied_without_one(serve: Run):
             ):
                 answer = await http.get(path, headers=headers)
                 assert answer.status_code == 401
-                assert answer.json()["error"]["message"]
+                error = answer.json()["error"]
+                assert error["message"]
+                assert error["type"] == "invalid_request_error"
+                assert error["code"] == "invalid_api_key"
         for path in (PATH, "/v1/chat/completions", "/tokenize", "/detokenize", "/health/../x"):
             assert (await http.post(path, json={})).status_code == 401
         for key in ("one", "two"):
@@ -49,6 +53,73 @@ def test_with_keys_all_is_denied_without_one(serve: Run):
         assert (await http.get("/v1/models", headers={"authorization": "bearer one"})).is_success
 
     serve(scenario, api_keys=("one", "two"))
+
+
+@pytest.fixture
+def salts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """Of the prompts that reach the engine."""
+    found: list[str | None] = []
+    add = engine.add_request
+
+    def noted(prompt: Any, *args: Any, **options: Any) -> str:
+        found.append(prompt["cache_salt"])
+        return add(prompt, *args, **options)
+
+    monkeypatch.setattr(engine, "add_request", noted)
+    engine.reset_prefix_cache()
+    return found
+
+
+async def cached(server: Server, headers: dict[str, str], **fields: Any) -> int:
+    """Tokens of a long prompt that a request of this kind found cached."""
+    asked = {"prompt": "x" * 40, "max_tokens": 1, **fields}
+    answer = await server.http.post(PATH, json=asked, headers=headers)
+    return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_no_key_can_tell_what_another_asked(serve: Run, salts: list[str | None]):
+    one, two = bearer("key-one"), bearer("key-two")
+
+    async def scenario(server: Server) -> None:
+        for headers in (one, two):
+            assert await cached(server, headers) == 0
+            assert await cached(server, headers) == 32
+            assert await cached(server, headers, cache_salt="a") == 0
+            assert await cached(server, headers, cache_salt="a") == 32
+        # A user name beside the key is no key of its own.
+        page = {"Sec-Fetch-Site": "same-origin"}
+        assert await cached(server, basic("anybody", "key-one") | page) == 32
+        of_one = salts[0]
+        assert len({*salts}) == 4
+        # Whatever is asked for: a salt of another key, spelled out, is none of this one's.
+        assert await cached(server, two, cache_salt=of_one) == 0
+        assert await cached(server, two, cache_salt=f"{of_one}a") == 0
+        known = ("key-one", sha256(b"key-one").hexdigest()[:8])
+        assert not any(secret in str(salt) for salt in salts for secret in known)
+
+    serve(scenario, api_keys=("key-one", "key-two"))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"api_keys": ("one", "two"), "share_prefix_cache_across_keys": True}, {}],
+    ids=["keys-that-share", "no-keys"],
+)
+def test_who_shares_all_that_is_cached(serve: Run, salts: list[str | None], config: Any):
+    async def scenario(server: Server) -> None:
+        assert await cached(server, bearer("one")) == 0
+        assert await cached(server, bearer("two")) == 32
+        assert await cached(server, bearer("two"), cache_salt="a") == 0
+        assert await cached(server, bearer("one"), cache_salt="a") == 32
+        assert salts == [None, None, "a", "a"]
+
+    serve(scenario, **config)
+
+
+def test_a_restart_leaves_no_salt_to_be_guessed():
+    config = ServeConfig(api_keys=("one",))
+    salts = {Serving(config).cache_salt("client", None) for _ in range(2)}
+    assert len(salts) == 2
 
 
 FROM_THE_PAGE = (
