@@ -1,6 +1,7 @@
 """What an engine counts, and its figures for people."""
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, field
 
 from jpaged.core.plan import StepPlan
 from jpaged.core.scheduler import Scheduler
@@ -21,10 +22,17 @@ class LoopCounts:
     block_copies: int = 0
     swapped_out_blocks: int = 0
     swapped_in_blocks: int = 0
+    step_tokens: int = 0
+    steps_by_size: list[int] = field(
+        default_factory=lambda: [0] * (len(EngineStats.STEP_SIZES) + 1)
+    )
 
     def note_plan(self, plan: StepPlan, num_used_blocks: int) -> None:
         """Count a step that is launched while so many blocks are held."""
         self.steps += 1
+        if num_tokens := plan.num_new_tokens:
+            self.step_tokens += num_tokens
+            self.steps_by_size[bisect_left(EngineStats.STEP_SIZES, num_tokens)] += 1
         self.preemptions += len(plan.preempted)
         self.peak_used_blocks = max(self.peak_used_blocks, num_used_blocks)
         self.block_copies += len(plan.block_copies)
@@ -61,5 +69,7 @@ def engine_stats(scheduler: Scheduler, counts: LoopCounts) -> EngineStats:
         num_swapped_in_blocks=counts.swapped_in_blocks,
         num_generated_tokens=counts.generated_tokens,
         num_steps=counts.steps,
+        num_step_tokens=counts.step_tokens,
+        num_steps_by_size=tuple(counts.steps_by_size),
         num_finished=counts.finished,
     )

@@ -1,6 +1,7 @@
 """What the engine reports about itself: the pool and the queues now, and counts since its start."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,13 @@ class EngineStats:
         num_generated_tokens: Output tokens of all requests so far; of a beam search those of the
             answers it returned.
         num_steps: Steps launched so far.
+        num_step_tokens: Tokens of all steps: of prompts (each time they are computed) and of
+            answers (as they are sampled, also those after an answer's end that are dropped).
+        num_steps_by_size: Steps that had tokens, by how many: up to each of `STEP_SIZES`, and more.
         num_finished: Requests that ended so far, for whatever reason.
     """
+
+    STEP_SIZES: ClassVar = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
     block_size: int
     num_blocks: int
@@ -61,6 +67,8 @@ class EngineStats:
     num_swapped_in_blocks: int = 0
     num_generated_tokens: int = 0
     num_steps: int = 0
+    num_step_tokens: int = 0
+    num_steps_by_size: tuple[int, ...] = (0,) * (len(STEP_SIZES) + 1)
     num_finished: int = 0
 
     @property

@@ -103,6 +103,15 @@ class StepPlan:
         object.__setattr__(self, "is_decode", decode)
 
     @property
+    def num_new_tokens(self) -> int:
+        """Prompt tokens (after a preemption all tokens) that the step computes, and those that it
+        samples. O(sequences) where some have more than a token."""
+        if self.is_decode:  # each computes the token sampled last, and samples the next
+            return self.num_tokens
+        joined = (s for s in self.scheduled if s.start < s.sequence.num_admitted_tokens)
+        return self.num_tokens + sum(s.samples for s in joined)
+
+    @property
     def moves_blocks(self) -> bool:
         """Whether it copies blocks, or swaps or drops images."""
         return bool(self.block_copies or self.dropped or self.swap_outs or self.swap_ins)

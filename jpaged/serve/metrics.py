@@ -5,11 +5,18 @@ requests are taken as their news arrive here.
 """
 
 import time
+from collections import Counter as Tallied
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from jpaged import EngineStats, RequestDelta, RequestMetrics
@@ -78,6 +85,9 @@ class Metrics:
         self._registry.register(self._engine)
         self._describe(block_size=block_size, num_gpu_blocks=num_blocks)
         self.prompt_tokens = self._count("vllm:prompt_tokens", "Tokens of prompts.")
+        self.cached_tokens = self._count(
+            "vllm:prompt_tokens_cached", "Those of them that a cached prefix spared."
+        )
         self.output_tokens = self._count("vllm:generation_tokens", "Tokens of answers.")
         self._success = Counter(
             "vllm:request_success",
@@ -99,6 +109,9 @@ class Metrics:
         self.inference = times("request_inference_time", "Of both together.", _OF_REQUESTS)
         self.prompt_length = self._sizes("request_prompt_tokens", "Of a prompt.", lengths)
         self.answer_length = self._sizes("request_generation_tokens", "Of its answers.", lengths)
+        self.longest_answer = self._sizes(
+            "request_max_num_generation_tokens", "Of the longest of its answers.", lengths
+        )
         self.asked_length = self._sizes("request_params_max_tokens", "As asked.", lengths)
         self.asked_answers = self._sizes("request_params_n", "As asked.", _ANSWERS)
 
@@ -115,11 +128,12 @@ class Metrics:
         """Measures a new request."""
         return Meter(self, job)
 
-    def ended(self, job: Job, reason: str, num_tokens: int) -> None:
-        """A request ended, after so many tokens."""
+    def ended(self, job: Job, reason: str, num_tokens: int, longest: int) -> None:
+        """A request ended, after so many tokens, of its longest answer so many."""
         self._success.labels(**self._labels, finished_reason=reason).inc()
         self.prompt_length.observe(len(job.prompt_token_ids))
         self.answer_length.observe(num_tokens)
+        self.longest_answer.observe(longest)
         self.asked_answers.observe(job.params.n)
         if job.params.max_tokens is not None:
             self.asked_length.observe(job.params.max_tokens)
@@ -150,13 +164,17 @@ class Meter:
         self._metrics, self._job = metrics, job
         self._started = self._last = time.monotonic()
         self._num_tokens = 0
+        self._by_answer = Tallied[int]()
         self._is_over = False
 
     def note(self, delta: RequestDelta) -> None:
         """The request grew."""
-        num_tokens = sum(len(each.token_ids) for each in delta.deltas)
+        num_tokens = 0
+        for each in delta.deltas:
+            num_tokens += len(each.token_ids)
+            self._by_answer[each.index] += len(each.token_ids)
         if num_tokens:
-            self._note_tokens(num_tokens)
+            self._note_tokens(num_tokens, delta.num_cached_tokens)
         if delta.finished:
             reasons = [each.finish_reason for each in delta.deltas if each.finish_reason]
             self.end("error" if delta.error else reasons[-1] if reasons else "abort")
@@ -168,16 +186,18 @@ class Meter:
         if self._is_over or reason == "refused":
             return
         self._is_over = True
-        self._metrics.ended(self._job, reason, self._num_tokens)
+        longest = max(self._by_answer.values(), default=0)
+        self._metrics.ended(self._job, reason, self._num_tokens, longest)
         self._metrics.whole.observe(time.monotonic() - self._started)
 
-    def _note_tokens(self, num_tokens: int) -> None:
+    def _note_tokens(self, num_tokens: int, num_cached: int) -> None:
         now, metrics = time.monotonic(), self._metrics
         if self._num_tokens:
             metrics.between_tokens.observe((now - self._last) / num_tokens)
         else:
             metrics.first_token.observe(now - self._started)
             metrics.prompt_tokens.inc(len(self._job.prompt_token_ids))
+            metrics.cached_tokens.inc(num_cached)
         self._last = now
         self._num_tokens += num_tokens
         metrics.output_tokens.inc(num_tokens)
@@ -216,6 +236,27 @@ class _EngineFigures(Collector):
                 family: Any = kind(name, meaning, labels=[*self._labels])
                 family.add_metric([*self._labels.values()], read(self.stats))
                 yield family
+        yield self._waiting(self.stats)
+        yield self._steps(self.stats)
+
+    def _waiting(self, stats: EngineStats) -> Metric:
+        """vLLM's reasons: nothing here is deferred for another reason than a lack of room."""
+        meaning = "Requests waiting, by reason; their sum is num_requests_waiting."
+        labels = [*self._labels, "reason"]
+        family = GaugeMetricFamily("vllm:num_requests_waiting_by_reason", meaning, labels=labels)
+        for reason, number in (("capacity", stats.num_waiting), ("deferred", 0)):
+            family.add_metric([*self._labels.values(), reason], number)
+        return family
+
+    def _steps(self, stats: EngineStats) -> Metric:
+        bounds = [*(f"{size:.1f}" for size in stats.STEP_SIZES), "+Inf"]
+        meaning = "Tokens of a step: those of prompts that it computes, and those that it samples."
+        family = HistogramMetricFamily(
+            "vllm:iteration_tokens_total", meaning, labels=[*self._labels]
+        )
+        buckets = [*zip(bounds, accumulate(stats.num_steps_by_size), strict=True)]
+        family.add_metric([*self._labels.values()], buckets, stats.num_step_tokens)
+        return family
 
 
 def _one_two_five(most: int) -> tuple[int, ...]:

@@ -60,6 +60,8 @@ def test_mixed_steps_decode_first_and_fill_up_with_chunks():
         [(1, 5, 1, True), (2, 10, 1, True)],
     ]
     assert [p.is_decode for p in plans if p] == [False, False, False, True]
+    # What a chunk computes, a token for each prompt that ends, one for each that decodes.
+    assert [p.num_new_tokens for p in plans if p] == [3 + 1 + 3, 1 + 5, 1 + 2 + 1, 1 + 1]
     driver.run()
 
 

@@ -7,19 +7,25 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 from serve_helpers import QUESTION, RawRequest, Server
 
-from jpaged import Engine
+from jpaged import Engine, EngineStats
+from jpaged.serve.metrics import Metrics
 
 Run = Callable[..., None]
 LONG: dict[str, Any] = {"prompt": "x" * 40, "max_tokens": 200, "ignore_eos": True}
 
 
 async def figures(server: Server) -> dict[str, float]:
-    """Each sample by its name, with its reason if it has one."""
-    text = (await server.http.get("/metrics")).text
+    """What `/metrics` tells."""
+    return samples_of((await server.http.get("/metrics")).text)
+
+
+def samples_of(text: str) -> dict[str, float]:
+    """Each sample by its name, with its reason or bound if it has one."""
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            reason = sample.labels.get("finished_reason", sample.labels.get("le", ""))
+            kinds = [sample.labels.get(name, "") for name in ("finished_reason", "reason", "le")]
+            reason = "".join(kinds)
             found[f"{sample.name} {reason}".strip()] = sample.value
             assert sample.labels["model_name"] == "jpaged-tiny"
     return found
@@ -34,13 +40,16 @@ VLLM_NAMES = {
     *("request_prefill_time_seconds_bucket", "request_decode_time_seconds_bucket"),
     *("request_inference_time_seconds_bucket", "request_time_per_output_token_seconds_bucket"),
     *("request_prompt_tokens_bucket", "request_generation_tokens_bucket"),
+    *("prompt_tokens_cached_total", "iteration_tokens_total_bucket"),
+    *("request_max_num_generation_tokens_bucket", "num_requests_waiting_by_reason"),
     *("request_params_n_bucket", "request_params_max_tokens_bucket", "cache_config_info"),
 }
 
 
 def test_what_is_counted(serve: Run, engine: Engine):
     engine.reset_prefix_cache()
-    hits = engine.stats().prefix_cache_hits
+    before = engine.stats()
+    hits = before.prefix_cache_hits
 
     async def scenario(server: Server) -> None:
         await server.complete(prompt=QUESTION, max_tokens=64, temperature=0)
@@ -62,10 +71,54 @@ def test_what_is_counted(serve: Run, engine: Engine):
         assert found["vllm:request_params_n_sum"] == 4
         assert found["vllm:inter_token_latency_seconds_count"] == 14 + 3 + 4
         assert found["vllm:prefix_cache_hits_total"] == hits + 16
+        assert found["vllm:prompt_tokens_cached_total"] == 16
+        assert found["vllm:request_max_num_generation_tokens_count"] == 3
+        assert found["vllm:request_max_num_generation_tokens_sum"] == 15 + 4 + 5
+        assert found["vllm:request_generation_tokens_sum"] == 15 + 4 + 10
+        assert found["vllm:request_max_num_generation_tokens_bucket 10.0"] == 2
         assert found["vllm:num_requests_running"] == 0
         assert found["vllm:kv_cache_usage_perc"] == 0
 
     serve(scenario)
+
+
+STEPS = "vllm:iteration_tokens_total"
+
+
+def test_steps_are_counted_by_their_tokens(serve: Run, engine: Engine):
+    """A prompt of 100 tokens and 3 of its answer: chunks of 64 and 36, whose end samples."""
+    engine.reset_prefix_cache()
+
+    def now(server: Server) -> dict[str, float]:
+        return samples_of(server.serving.metrics.text(engine.stats()).decode())
+
+    async def scenario(server: Server) -> None:
+        before = now(server)
+        asked = {"prompt": "x" * 100, "max_tokens": 3, "ignore_eos": True}
+        body = await server.complete(**asked)
+        assert body["usage"]["prompt_tokens"] == 100
+        await server.idle()
+        found = now(server)
+
+        def new(name: str) -> float:
+            return found[f"{STEPS}_{name}"] - before[f"{STEPS}_{name}"]
+
+        wasted = new("count") - 4  # steps of the overlapped loop after the last token
+        assert 0 <= wasted <= 2
+        assert new("sum") == 64 + 37 + 2 + wasted
+        assert new("bucket 1.0") == new("bucket 32.0") == 2 + wasted
+        assert new("bucket 64.0") == new("bucket +Inf") == 4 + wasted
+        assert found[f"{STEPS}_bucket 16384.0"] == found[f"{STEPS}_count"]
+
+    serve(scenario)
+
+
+def test_why_requests_wait():
+    metrics = Metrics("jpaged-tiny", max_model_len=64, block_size=16, num_blocks=9)
+    text = metrics.text(EngineStats(16, 8, 8, 0, num_waiting=3)).decode()
+    found, name = samples_of(text), "vllm:num_requests_waiting_by_reason"
+    assert found[f"{name} capacity"] == found["vllm:num_requests_waiting"] == 3
+    assert found[f"{name} deferred"] == 0
 
 
 def test_what_is_aborted_or_fails_is_counted_so(serve: Run):

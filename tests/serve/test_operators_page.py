@@ -31,7 +31,7 @@ def test_every_flag_is_told_of_and_exists():
 def test_every_metric_exists():
     stats = EngineStats(16, 8, 8, 0)
     metrics = Metrics("m", max_model_len=64, block_size=16, num_blocks=9)
-    metrics.ended(Job("r", [1], SamplingParams(max_tokens=2)), "stop", 1)
+    metrics.ended(Job("r", [1], SamplingParams(max_tokens=2)), "stop", 1, 1)
     text = metrics.text(stats).decode()
     told = set(re.findall(r"`((?:vllm|jpaged):\w+)`", PAGE))
     assert len(told) > 15
