@@ -72,6 +72,7 @@ def make_orders(
     store: ProgramStore | None,
     *,
     recorded: bool,
+    tied: bool | None = None,
 ) -> list[Order]:
     """One for each worker, to make the programs that this thread would right after its store.
 
@@ -82,6 +83,7 @@ def make_orders(
         device: What the engine runs on.
         store: Where workers leave what they lower, and the engine finds it.
         recorded: As of `choose_workers`.
+        tied: Whether the output head is the embedding; None: as config.json says.
 
     Returns:
         None at all where what workers compile would not be found, or no Python is to be had.
@@ -98,6 +100,7 @@ def make_orders(
         client=_client_options(),
         modules=traced_modules(),
         made_from=store.made_from,
+        tied=tied,
         of=num_workers,
         threads=max(2, min(_MAX_THREADS, _processors() // num_workers)),
     )

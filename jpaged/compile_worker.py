@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from queue import SimpleQueue
@@ -60,6 +60,7 @@ class Order:
         client: Options of JAX's client of the device there.
         modules: Those that have a part in what programs are made from.
         made_from: The digest of that, as the engine's own process has it.
+        tied: Whether the output head is the embedding; None: as config.json says.
         share, of: Which share of the programs, of how many.
         threads: Compilations at once.
         limits: Fields of `RuntimeConfig`, the pool's size not settled.
@@ -72,6 +73,7 @@ class Order:
     client: dict[str, Any]
     modules: list[str]
     made_from: str
+    tied: bool | None = None
     share: int = 0
     of: int = 1
     threads: int = 1
@@ -124,6 +126,8 @@ def compile_share(order: Order, wait_for_runtime: Callable[[], RuntimeConfig]) -
     _take_over(order)
     device = jax.local_devices()[0]
     model_config = ModelConfig.from_hf(read_config(Path(order.folder)))
+    if order.tied is not None:
+        model_config = replace(model_config, tie_word_embeddings=order.tied)
     dtype = jnp.dtype(order.dtype)
     draft = model_shapes(model_config, dtype)
     store = program_store(order.cache, model_config, draft, device)

@@ -1,6 +1,5 @@
 """From a configuration to an engine's parts: load, size the pool, compile, warm up."""
 
-import json
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,8 +18,9 @@ from jpaged.core.scheduler import Scheduler, SchedulerConfig
 from jpaged.core.swap import PreemptionMode, PressurePolicy
 from jpaged.intake import Intake
 from jpaged.jax_setup import prepare_jax, program_store, without_collections
+from jpaged.models.checkpoint import read_config, read_generation_config, resolve_checkpoint
 from jpaged.models.config import ModelConfig
-from jpaged.models.loader import load_model, model_shapes, read_config, resolve_checkpoint
+from jpaged.models.loader import ModelPlan, plan_model
 from jpaged.recorded_products import offer_recorded_products
 from jpaged.reporter import Reporter
 from jpaged.runtime.kv_cache import MemoryAccount
@@ -74,7 +74,7 @@ def _build_parts(config: EngineConfig) -> EngineParts:
     return EngineParts(
         folder=start.folder,
         intake=_make_intake(config, runtime, loaded.tokenizer, loaded.eos),
-        model_config=start.model_config,
+        model_config=start.plan.config,
         runtime_config=runtime,
         memory_account=sized.account,
         scheduler=_make_scheduler(config, runtime, pressure),
@@ -95,7 +95,8 @@ class _Start:
     """What an engine's start has before the model is loaded, and how it goes on without it."""
 
     folder: Path
-    model_config: ModelConfig
+    plan: ModelPlan
+    generation_config: dict[str, Any]
     dtype: jnp.dtype
     device: Any
     draft: SplitModel  # shapes in its parameters' places
@@ -125,15 +126,19 @@ def _prepare(config: EngineConfig, reporter: Reporter) -> _Start:
     folder = resolve_checkpoint(config.model or EMBEDDED_MODEL)
     model_config = ModelConfig.from_hf(read_config(folder))
     dtype = _resolve_dtype(config.dtype, model_config, device.platform)
-    model = model_shapes(model_config, dtype)
+    options = {"dtype": dtype, "load_format": config.load_format, "seed": config.seed}
+    plan = plan_model(folder, model_config, **options)
+    model_config, model = plan.config, plan.shapes
     draft, progress = SplitModel.of(model), _Progress(reporter)
     store = program_store(config.compilation_cache_dir, model_config, model, device)
     sizing = Sizing(config, model_config, draft, dtype, device)
     recorded = record.has(draft.leaves, sizing.step_rows)
-    orders = make_orders(config, folder, dtype, device, store, recorded=recorded)
+    tied = model_config.tie_word_embeddings
+    orders = make_orders(config, folder, dtype, device, store, recorded=recorded, tied=tied)
     return _Start(
         folder=folder,
-        model_config=model_config,
+        plan=plan,
+        generation_config=read_generation_config(folder),
         dtype=dtype,
         device=device,
         draft=draft,
@@ -170,11 +175,10 @@ def _load_beside_programs(
 def _load(config: EngineConfig, start: _Start, beside: ThreadPoolExecutor) -> _Loaded:
     folder, needed = start.folder, config.tokenizer_needed
     text = beside.submit(Tokenizer.from_folder, folder) if needed else None
-    options = {"dtype": start.dtype, "load_format": config.load_format, "seed": config.seed}
-    split = SplitModel.of(load_model(folder, start.model_config, **options))
+    split = SplitModel.of(start.plan.load())
     jax.block_until_ready(split.leaves)
     tokenizer = text.result() if text is not None else None
-    return _Loaded(split, tokenizer, _eos_token_ids(folder, start.model_config, tokenizer))
+    return _Loaded(split, tokenizer, _eos_token_ids(start, tokenizer))
 
 
 def _resolve_dtype(asked: str, model: ModelConfig, platform: str) -> jnp.dtype:
@@ -254,12 +258,11 @@ def _describe(runtime: RuntimeConfig, account: MemoryAccount, device) -> list[st
     ]
 
 
-def _eos_token_ids(folder: Path, model: ModelConfig, tokenizer: Tokenizer | None) -> frozenset[int]:
+def _eos_token_ids(start: _Start, tokenizer: Tokenizer | None) -> frozenset[int]:
     """End tokens of the model's config, its generation config and its tokenizer."""
-    found: set[object] = set(model.eos_token_ids)
-    path = folder / "generation_config.json"
-    if path.is_file():
-        listed = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        found.update(listed if isinstance(listed, list) else [listed])
+    found: set[object] = set(start.plan.config.eos_token_ids)
+    listed = start.generation_config.get("eos_token_id")
+    found.update(listed if isinstance(listed, list) else [listed])
     found.add(tokenizer.eos_token_id if tokenizer is not None else None)
-    return frozenset(token for token in found if isinstance(token, int))
+    vocabulary = range(start.plan.config.vocab_size)
+    return frozenset(token for token in found if isinstance(token, int) and token in vocabulary)

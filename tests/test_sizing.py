@@ -10,7 +10,7 @@ import pytest
 from jpaged import startup
 from jpaged.config import EMBEDDED_MODEL, EngineConfig
 from jpaged.models.config import ModelConfig
-from jpaged.models.loader import model_shapes, read_config, resolve_checkpoint
+from jpaged.models.loader import ModelPlan, model_shapes, read_config, resolve_checkpoint
 from jpaged.runtime.kv_cache import POOL_GRANULE
 from jpaged.runtime.recipes import SplitModel
 from jpaged.sizing import Sizing
@@ -70,7 +70,7 @@ def test_the_pool_is_sized_while_the_model_loads(
         raise error("while it is read")
 
     monkeypatch.setattr(Sizing, "workspace", workspace)
-    monkeypatch.setattr(startup, "load_model", load)
+    monkeypatch.setattr(ModelPlan, "load", load)
     with pytest.raises(error, match="while it is read"):
         startup.build_parts(EngineConfig(compilation_cache_dir=None))
     assert threading.active_count() == before

@@ -11,6 +11,7 @@ import pytest
 
 from jpaged import compile_pool, startup
 from jpaged.config import EngineConfig
+from jpaged.models.loader import ModelPlan
 from jpaged.recorded_products import Record
 from jpaged.runtime.programs import ProgramBuilder
 from jpaged.sizing import Sizing
@@ -46,7 +47,7 @@ def load(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], object]) -> No
         meanwhile()
         raise LoadingError
 
-    monkeypatch.setattr(startup, "load_model", loading)
+    monkeypatch.setattr(ModelPlan, "load", loading)
 
 
 def test_programs_are_built_while_the_model_loads_if_their_products_are_recorded(

@@ -35,6 +35,10 @@ _NOT_DOWNLOADED = ["*/*", "consolidated*.safetensors", "adapter_*"]
 _MAX_NAMED = 10
 
 
+_READ_SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja", ".tiktoken")
+"""Of the files that are read of a checkpoint, here and by its tokenizer's class."""
+
+
 class CheckpointError(ValueError):
     """A checkpoint that cannot be loaded; the message names the file, tensor or parameter."""
 
@@ -78,10 +82,12 @@ def resolve_checkpoint(model: str | Path) -> Path:
         model: a local folder, or `name` / `owner/name` on the Hugging Face hub.
 
     Raises:
-        CheckpointError: neither a folder nor a hub id that can be fetched.
+        CheckpointError: neither a folder nor a hub id that can be fetched, or a folder with
+            something in a file's place that might never end.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
+        _refuse_endless(folder)
         return folder.resolve()
     if folder.exists():
         raise CheckpointError(f"model={str(model)!r} is a file; give the folder that holds it.")
@@ -91,6 +97,17 @@ def resolve_checkpoint(model: str | Path) -> Path:
             "a Hugging Face id; give an existing folder or an id like 'Qwen/Qwen3-0.6B'."
         )
     return _download(str(model), folder.absolute())
+
+
+def _refuse_endless(folder: Path) -> None:
+    """Whoever reads a FIFO, a socket or a device waits for ever, or reads for ever."""
+    for path in sorted(folder.iterdir()):
+        is_read = path.name.endswith(_READ_SUFFIXES) and path.exists()
+        if is_read and not (path.is_file() or path.is_dir()):
+            raise CheckpointError(
+                f"{path} is a FIFO, a socket or a device, no regular file: put the checkpoint's "
+                "own there, or take it away."
+            )
 
 
 def _download(model: str, tried: Path) -> Path:
@@ -119,15 +136,32 @@ def read_config(folder: Path) -> dict:
     return _read_json_object(Path(folder) / "config.json", "a Hugging Face model folder has one")
 
 
+def read_generation_config(folder: Path) -> dict:
+    """The folder's generation_config.json; nothing if it has none.
+
+    Raises:
+        CheckpointError: it is not valid JSON or not an object.
+    """
+    file = Path(folder) / "generation_config.json"
+    remedy = "fetch it again, or delete it: config.json alone suffices"
+    return _read_json_object(file, remedy) if file.exists() else {}
+
+
 def _read_json_object(file: Path, remedy: str) -> dict:
     if not file.is_file():
-        raise CheckpointError(f"{file} is missing; {remedy}.")
+        problem = "is no regular file" if file.exists() else "is missing"
+        raise CheckpointError(f"{file} {problem}; {remedy}.")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise CheckpointError(f"{file} is not valid JSON: {error}.") from error
+        raise CheckpointError(f"{file} is not valid JSON: {error}; {remedy}.") from error
+    except RecursionError:
+        message = f"{file} is nested too deeply to be read; {remedy}."
+        raise CheckpointError(message) from None
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({error.strerror}); {remedy}.") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{file} holds a {type(content).__name__}, not an object.")
+        raise CheckpointError(f"{file} holds a {type(content).__name__}, not an object; {remedy}.")
     return content
 
 

@@ -75,6 +75,21 @@ class ModelConfig:
         """Factor on the dot products of queries and keys."""
         return self.head_size**-0.5
 
+    @property
+    def sizes(self) -> str:
+        """The fields that decide how large the parameters are, by their names in a config."""
+        sizes = {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_size,
+            "intermediate_size": self.intermediate_size,
+            "max_position_embeddings": self.max_position_embeddings,
+        }
+        return ", ".join(f"{name}={value}" for name, value in sizes.items())
+
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "ModelConfig":
         """Reads the content of a `config.json`, of transformers 4 or 5.

@@ -1,9 +1,23 @@
 """Typed access to the fields of a `config.json`, with errors that name field and value."""
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 REQUIRED = object()
+
+MOST = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer"), 1024),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "head_dim"), 2**14),
+    **dict.fromkeys(("hidden_size", "n_embd", "word_embed_proj_dim"), 2**20),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner"), 2**22),
+    "vocab_size": 2**24,
+}
+"""The largest that a field can be: several times what any model has, and little enough that nothing
+a field stands for takes much memory before it was compared with the checkpoint and the device."""
+
+_MOST = 2**30
+"""The largest of all others: positions and tokens, which are counted in 32 bits."""
 
 
 def refuse(field: str, value: object, supported: object) -> ValueError:
@@ -27,10 +41,10 @@ class Fields:
         return default
 
     def integer(self, name: str, default: Any = REQUIRED, *, alias: str = "") -> int:
-        """An integer from 1."""
-        value = self.get(name, default, alias=alias)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise refuse(name, value, "integers from 1")
+        """An integer from 1 to the field's most."""
+        value, most = self.get(name, default, alias=alias), MOST.get(name, _MOST)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise refuse(name, value, f"integers from 1 to {most}")
         return value
 
     def optional_integer(self, name: str, default: int | None = None) -> int | None:
@@ -40,10 +54,11 @@ class Fields:
         return self.integer(name, default)
 
     def number(self, name: str, default: Any = REQUIRED) -> float:
-        """A number above 0."""
+        """A finite number above 0."""
         value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise refuse(name, value, "numbers above 0")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value <= sys.float_info.max:
+            raise refuse(name, value, "finite numbers above 0")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:

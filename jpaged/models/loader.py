@@ -4,11 +4,17 @@ Nothing is read before the headers have been checked against the model (`weight_
 by file, the tensors go to the device in slabs, where they are transposed, cast and written in place
 into their (possibly fused) parameter. A file is mapped for one slab at a time. So the host holds a
 few slabs, however large a file or a parameter is and wherever the pieces of a fused one lie.
+
+A tied output head that the file holds all the same is compared with the embedding, as transformers
+does: a head of other values is kept, and the model is not tied.
 """
 
 import math
+import re
+import warnings
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +27,7 @@ from jax.typing import DTypeLike
 from jpaged.models.checkpoint import (
     SUPPORTED_DTYPES,
     CheckpointError,
+    TensorInfo,
     open_tensors,
     read_config,
     read_tensors,
@@ -29,12 +36,55 @@ from jpaged.models.checkpoint import (
 from jpaged.models.config import ModelConfig
 from jpaged.models.registry import model_class
 from jpaged.models.weight_plan import Placement, Specs, plan_weights
+from jpaged.models.weights import WeightRule
 
-__all__ = ["CheckpointError", "load_model", "read_config", "resolve_checkpoint"]
+__all__ = [
+    "CheckpointError",
+    "ModelPlan",
+    "load_model",
+    "plan_model",
+    "read_config",
+    "resolve_checkpoint",
+]
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 SLAB_BYTES = 64 << 20
+
+COMPARED_BYTES = 4 << 20
+"""Of two tensors at a time: larger pieces are new memory each, which takes thrice as long."""
+
 _DUMMY_STD = 0.02
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """A model before its parameters are on the device: all that can be known without them.
+
+    Attributes:
+        config: the model's; with an output head of its own where the checkpoint has one.
+        shapes: the model with shapes in its parameters' places.
+    """
+
+    config: ModelConfig
+    shapes: nnx.Module
+    _placements: Sequence[Placement] | None  # None: random weights
+    _seed: int
+
+    def load(self) -> nnx.Module:
+        """The model with its parameters on the default device.
+
+        Raises:
+            CheckpointError: a file cannot be read any more.
+        """
+        graphdef, state = nnx.split(self.shapes)
+        specs = _specs(self.shapes)
+        if self._placements is None:
+            arrays = {name: _dummy_array(name, spec, self._seed) for name, spec in specs.items()}
+        else:
+            arrays = _read_arrays(self._placements, specs)
+        flat = nnx.to_flat_state(state)
+        filled = [(path, leaf.replace(arrays[_name_of(path)])) for path, leaf in flat]
+        return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
 
 def load_model(
@@ -45,7 +95,22 @@ def load_model(
     load_format: str = "auto",
     seed: int = 0,
 ) -> nnx.Module:
-    """The config's model with its parameters, in `dtype`, on the default device.
+    """What `plan_model` plans, with its parameters on the default device; raises as that does."""
+    plan = plan_model(folder, config, dtype=dtype, load_format=load_format, seed=seed)
+    return plan.load()
+
+
+def plan_model(
+    folder: str | Path,
+    config: ModelConfig,
+    *,
+    dtype: DTypeLike,
+    load_format: str = "auto",
+    seed: int = 0,
+) -> ModelPlan:
+    """Check the checkpoint against its config; no weights are read, but those of a tied head.
+
+    Warns of a head that is not tied though the config says so.
 
     Args:
         folder: checkpoint folder or hub id; not looked at when `load_format` is "dummy".
@@ -63,17 +128,103 @@ def load_model(
         raise ValueError(f"load_format={load_format!r} is unknown; use one of {LOAD_FORMATS}.")
     if jnp.dtype(dtype) not in SUPPORTED_DTYPES.values():
         raise ValueError(f"dtype={dtype!r} is unsupported; use float32, float16 or bfloat16.")
-    family = model_class(config)
-    graphdef, state = nnx.split(model_shapes(config, dtype))
-    variables = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
-    specs = {name: leaf.get_value() for name, (_, leaf) in variables.items()}
     if load_format == "dummy":
-        arrays = {name: _dummy_array(name, spec, seed) for name, spec in specs.items()}
-    else:
-        tensors = read_tensors(resolve_checkpoint(folder))
-        arrays = _read_arrays(plan_weights(tensors, family.weight_rules(config), specs), specs)
-    filled = [(path, leaf.replace(arrays[name])) for name, (path, leaf) in variables.items()]
-    return nnx.merge(graphdef, nnx.from_flat_state(filled))
+        return ModelPlan(config, model_shapes(config, dtype), None, seed)
+    tensors = read_tensors(resolve_checkpoint(folder))
+    _check_num_layers(config, tensors)
+    config, rules = _settle_head(config, tensors, jnp.dtype(dtype))
+    shapes = model_shapes(config, dtype)
+    try:
+        placements = plan_weights(tensors, rules, _specs(shapes))
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} config.json says {config.sizes}.") from None
+    return ModelPlan(config, shapes, placements, seed)
+
+
+def _check_num_layers(config: ModelConfig, tensors: Iterable[TensorInfo]) -> None:
+    """Before anything is made for each of the config's layers."""
+    rules = [rule for rule in _rules(config) if (rule.target or "").startswith(r"layers.\1.")]
+    pattern = _any_of(rules)
+    matches = filter(None, (pattern.fullmatch(tensor.name) for tensor in tensors))
+    found = {int(next(filter(None, match.groups()))) for match in matches}
+    if found and max(found) + 1 < config.num_layers:
+        raise CheckpointError(
+            f"config.json says num_hidden_layers={config.num_layers}, but the checkpoint has "
+            f"{max(found) + 1} layers: fetch both again, from one place."
+        )
+
+
+def _settle_head(
+    config: ModelConfig, tensors: Sequence[TensorInfo], dtype: np.dtype
+) -> tuple[ModelConfig, Sequence[WeightRule]]:
+    """Whether the output head is tied, and the rules that go with that.
+
+    As in transformers, a head that the file holds beside the embedding is tied to it only if both
+    are the same in the dtype they are loaded in; and one that it holds instead is the embedding.
+    """
+    tied, untied = _rules(config), _rules(replace(config, tie_word_embeddings=False))
+    if not config.tie_word_embeddings:
+        return config, untied
+    head_rule = next(rule for rule in untied if rule.target == "lm_head.weight")
+    embed_rules = [rule for rule in untied if rule.target == "embed.weight"]
+    head = _first_match(tensors, [head_rule])
+    embed = _first_match(tensors, embed_rules)
+    if head is None:
+        return config, tied
+    if embed is None:
+        others = [rule for rule in tied if rule.pattern != head_rule.pattern]
+        return config, [*others, replace(head_rule, target="embed.weight")]
+    if _are_equal(head, embed, dtype):
+        return config, tied
+    warnings.warn(
+        f"config.json ties {head.name} to {embed.name} (tie_word_embeddings), but the checkpoint "
+        "holds both with different values: the head is not tied. If that is right, set "
+        "tie_word_embeddings to false in config.json.",
+        stacklevel=2,
+    )
+    return replace(config, tie_word_embeddings=False), untied
+
+
+def _first_match(tensors: Iterable[TensorInfo], rules: Sequence[WeightRule]) -> TensorInfo | None:
+    pattern = _any_of(rules)
+    return next((tensor for tensor in tensors if pattern.fullmatch(tensor.name)), None)
+
+
+def _any_of(rules: Sequence[WeightRule]) -> re.Pattern[str]:
+    return re.compile("|".join(f"(?:{rule.pattern})" for rule in rules))
+
+
+def _are_equal(one: TensorInfo, other: TensorInfo, dtype: np.dtype) -> bool:
+    """Whether two tensors are the same once they are cast; read in slabs, up to the first that
+    differs."""
+    if one.shape != other.shape or len(one.shape) != 2:
+        return False
+    if not {one.dtype, other.dtype} <= SUPPORTED_DTYPES.keys():
+        return False
+    num_rows, width = one.shape
+    item = max(SUPPORTED_DTYPES[each.dtype].itemsize for each in (one, other))
+    step = max(1, COMPARED_BYTES // max(width * item, 1))
+    for first in range(0, num_rows, step):
+        rows = slice(first, min(first + step, num_rows))
+        a, b = _read_rows(one, rows), _read_rows(other, rows)
+        same_bytes = a.dtype == b.dtype and np.array_equal(a.view(np.uint8), b.view(np.uint8))
+        if not same_bytes and not np.array_equal(a.astype(dtype), b.astype(dtype)):
+            return False
+    return True
+
+
+def _rules(config: ModelConfig) -> Sequence[WeightRule]:
+    return model_class(config).weight_rules(config)
+
+
+def _specs(model: nnx.Module) -> Specs:
+    """The parameters' shapes by path."""
+    flat = nnx.to_flat_state(nnx.state(model))
+    return {_name_of(path): leaf.get_value() for path, leaf in flat}
+
+
+def _name_of(path: tuple) -> str:
+    return ".".join(map(str, path))
 
 
 def model_shapes(config: ModelConfig, dtype: DTypeLike) -> nnx.Module:
@@ -99,8 +250,12 @@ def _read_arrays(placements: Iterable[Placement], specs: Specs) -> dict[str, jax
 def _read_slab(placement: Placement, rows: slice) -> np.ndarray:
     """These rows of a tensor, its axes split as in the parameter but in the order of the file."""
     shape = [placement.shape[axis] for axis in placement.order[1:]]
-    with open_tensors(placement.tensor.file) as opened:  # closing it gives back the pages just read
-        return opened.get_slice(placement.tensor.name)[rows].reshape(-1, *shape)
+    return _read_rows(placement.tensor, rows).reshape(-1, *shape)
+
+
+def _read_rows(tensor: TensorInfo, rows: slice) -> np.ndarray:
+    with open_tensors(tensor.file) as opened:  # closing it gives back the pages just read
+        return opened.get_slice(tensor.name)[rows]
 
 
 def _slabs(placement: Placement) -> Iterator[tuple[np.ndarray, slice]]:

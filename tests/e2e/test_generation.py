@@ -1,11 +1,13 @@
 """Whole generations against `transformers`, through both loops and under pressure."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from e2e_options import Engines
+from safetensors.numpy import load_file, save_file
 
 from jpaged import Engine, SamplingParams
 
@@ -16,10 +18,14 @@ TIGHT = 24  # blocks: too few for the requests below at once
 
 @pytest.fixture(scope="module")
 def oracle(qwen_folder: Path) -> Any:
-    """The same checkpoint in `transformers`, float32."""
+    return oracle_of(qwen_folder)
+
+
+def oracle_of(folder: Path) -> Any:
+    """A checkpoint's logits in `transformers`, float32."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    model = transformers.Qwen3ForCausalLM.from_pretrained(qwen_folder, dtype=torch.float32)
+    model = transformers.Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
     def logits(token_ids: list[int]) -> np.ndarray:
         with torch.no_grad():
@@ -66,6 +72,23 @@ def test_greedy_is_token_exact(
     # Prompts above the step's 64 tokens were chunked, and decode rows rode along.
     assert max(map(len, given)) > engine.runtime_config.max_num_batched_tokens
     assert (engine.stats().num_preemptions > before) == (num_blocks == TIGHT)
+
+
+def test_a_head_of_its_own_is_kept_though_the_config_ties_it(
+    engines: Engines, qwen_folder: Path, tmp_path: Path
+):
+    """As transformers does; the memory account has it."""
+    shutil.copytree(qwen_folder, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    head = tensors["model.embed_tokens.weight"][::-1].copy()
+    save_file(tensors | {"lm_head.weight": head}, file, metadata={"format": "pt"})
+    with pytest.warns(UserWarning, match="the head is not tied"):
+        engine = engines(tmp_path, skip_tokenizer_init=True)
+    tied = engines(qwen_folder, skip_tokenizer_init=True)
+    assert engine.memory_account.weights - tied.memory_account.weights == head.nbytes
+    given, logits = prompts(4), oracle_of(tmp_path)
+    assert tokens(engine, given, greedy(8)) == [expected_greedy(logits, it, 8) for it in given]
 
 
 def test_seeded_sampling_is_the_same_alone_in_a_batch_and_after_preemption(

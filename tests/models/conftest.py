@@ -9,6 +9,7 @@ _NEED_TORCH = (
     "test_modules.py",
     "test_parity.py",
     "test_structure.py",
+    "test_tied_heads.py",
     "test_weight_rules.py",
 )
 collect_ignore = [] if find_spec("torch") else list(_NEED_TORCH)

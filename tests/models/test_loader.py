@@ -188,7 +188,7 @@ def changed(name, tensor):
         (without("layers.0.v_bias"), r"missing piece \(1\): layers\.0\.qkv_bias .*v_bias\)"),
         (without("layers.0.gate"), r"missing piece \(1\): layers\.0\.gate_up"),
         (changed("embed", np.ones((V, D + 1), np.float32)),
-         r"wrong shapes \(1\): embed \[11, 7\] .* embedding \[11, 6\]\.$"),
+         r"\(1\): embed \[11, 7\] .* \[11, 6\]\. config.json says vocab_size=11, hidden_size=6,"),
         (changed("layers.0.q", np.ones((N * H + 1, D), np.float32)),
          r"wrong shapes \(1\): layers\.0\.q \[33, 6\] has no layout for layers\.0\.qkv"),
         (changed("layers.0.v", np.ones((3 * H, D), np.float32)),

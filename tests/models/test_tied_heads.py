@@ -1,0 +1,142 @@
+"""Output heads that a config ties and a file holds all the same, as transformers takes them."""
+
+import json
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from flax import nnx
+from harness import NUM_TOKENS, Harness, PagedSequence
+from hf_models import hf_config
+from safetensors.numpy import load_file, save_file
+
+from jpaged.models.checkpoint import CheckpointError, read_config
+from jpaged.models.config import ModelConfig
+from jpaged.models.loader import ModelPlan, plan_model
+
+FAMILIES = ("llama", "qwen2", "gpt2", "opt-350m")
+NOT_TIED = "lm_head.weight .*different values: the head is not tied"
+
+
+def save(folder: Path, case: str) -> dict[str, np.ndarray]:
+    """A checkpoint whose config ties the head while its file holds another one; its tensors."""
+    torch.manual_seed(0)
+    config = hf_config(case)
+    assert config.tie_word_embeddings
+    config.tie_word_embeddings = False
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        parameter.data.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.3)
+    model.save_pretrained(folder)
+    fields = read_config(folder) | {"tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(fields))
+    return load_file(folder / "model.safetensors")
+
+
+def rewrite(folder: Path, tensors: dict[str, np.ndarray]) -> None:
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def name_of_embedding(tensors: dict[str, np.ndarray]) -> str:
+    (name,) = (name for name in tensors if name.endswith(("embed_tokens.weight", "wte.weight")))
+    return name
+
+
+def plan(folder: Path, dtype: type = jnp.float32, **options: str) -> ModelPlan:
+    config = ModelConfig.from_hf(read_config(folder))
+    return plan_model(folder, config, dtype=dtype, **options)
+
+
+def num_bytes(planned: ModelPlan) -> int:
+    leaves = jax.tree.leaves(nnx.state(planned.shapes))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+def check_logits(folder: Path, planned: ModelPlan) -> None:
+    """They are those of transformers, which reads the same folder."""
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = np.random.RandomState(1).randint(2, 97, NUM_TOKENS).tolist()
+    with torch.no_grad():
+        expected = oracle(torch.tensor([ids])).logits[0].numpy()
+    (got,) = Harness(planned.load()).step([(PagedSequence(ids), NUM_TOKENS)])
+    assert np.abs(got - expected).max() <= 1e-4 * max(1.0, np.abs(expected).max())
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_another_head_than_the_embedding_is_kept(tmp_path: Path, case: str):
+    tensors = save(tmp_path, case)
+    with pytest.warns(UserWarning, match=NOT_TIED):
+        planned = plan(tmp_path)
+    assert not planned.config.tie_word_embeddings
+    check_logits(tmp_path, planned)
+    tied = plan(tmp_path, load_format="dummy")
+    assert tied.config.tie_word_embeddings
+    assert num_bytes(planned) - num_bytes(tied) == tensors["lm_head.weight"].nbytes
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt2"])
+def test_the_embedding_once_more_is_no_other_head(tmp_path: Path, case: str):
+    tensors = save(tmp_path, case)
+    embedding = name_of_embedding(tensors)
+    rewrite(tmp_path, tensors | {"lm_head.weight": tensors[embedding]})
+    planned = plan(tmp_path)
+    assert planned.config.tie_word_embeddings
+    assert planned.shapes.lm_head is None
+    check_logits(tmp_path, planned)
+
+
+@pytest.mark.parametrize("case", ["qwen2", "gpt2"])
+def test_a_head_in_the_embeddings_place_is_both(tmp_path: Path, case: str):
+    tensors = save(tmp_path, case)
+    del tensors[name_of_embedding(tensors)]
+    rewrite(tmp_path, tensors)
+    planned = plan(tmp_path)
+    assert planned.config.tie_word_embeddings
+    check_logits(tmp_path, planned)
+
+
+def test_a_head_is_compared_as_it_is_loaded(tmp_path: Path):
+    """What a cast makes the same is tied, as in transformers, which compares after it."""
+    tensors = save(tmp_path, "llama")
+    embedding = tensors[name_of_embedding(tensors)].astype(jnp.bfloat16).astype(np.float32)
+    embedding[3, 5] = 0.0
+    nearly = np.nextafter(embedding, np.float32(9)).astype(np.float32)
+    nearly[3, 5] = -0.0  # equal, though not in its bits
+    rewrite(tmp_path, tensors | {name_of_embedding(tensors): embedding, "lm_head.weight": nearly})
+    assert plan(tmp_path, jnp.bfloat16).config.tie_word_embeddings
+    with pytest.warns(UserWarning, match=NOT_TIED):
+        assert not plan(tmp_path).config.tie_word_embeddings
+
+
+def test_a_head_differs_also_in_its_last_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It is compared in several slabs."""
+    monkeypatch.setattr("jpaged.models.loader.COMPARED_BYTES", 1000)
+    tensors = save(tmp_path, "llama")
+    head = tensors[name_of_embedding(tensors)].copy()
+    rewrite(tmp_path, tensors | {"lm_head.weight": head})
+    assert plan(tmp_path).config.tie_word_embeddings
+    head[-1, -1] += 1
+    rewrite(tmp_path, tensors | {"lm_head.weight": head})
+    with pytest.warns(UserWarning, match=NOT_TIED):
+        plan(tmp_path)
+
+
+def test_a_head_of_another_shape_is_refused(tmp_path: Path):
+    tensors = save(tmp_path, "llama")
+    rewrite(tmp_path, tensors | {"lm_head.weight": tensors["lm_head.weight"][1:]})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(CheckpointError, match=r"wrong shapes \(1\): lm_head.weight \[96, 64\]"):
+            plan(tmp_path)
+
+
+def test_without_weights_there_is_no_head_to_keep(tmp_path: Path):
+    save(tmp_path, "llama")
+    planned = plan(tmp_path, load_format="dummy")
+    assert planned.config.tie_word_embeddings
+    assert planned.shapes.lm_head is None
