@@ -12,6 +12,7 @@ from jpaged.option_checks import (
     check_choice,
     check_count,
     check_flag,
+    check_most,
     check_pool,
     check_swap_space,
     check_utilization,
@@ -26,6 +27,13 @@ COMPILATION_CACHE = "~/.cache/jpaged/compiled"
 """Where compiled programs are kept unless the caller says otherwise."""
 
 MAX_SCHEDULER_STEPS = 64
+
+MAX_NUM_SEQS = 2048
+"""Above 256 each 64 sequences are a batch size more, with a decode program and a sampler for each
+sampling level to compile at a first start: some 200 programs at 2,048, and thousands at 100,000."""
+
+MAX_BATCHED_TOKENS = 2**18
+"""As many as the longest prompts have; a step's temporaries grow with them."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
@@ -53,8 +61,9 @@ class EngineConfig:
         kv_cache_memory_bytes: Bytes of the pool, instead of sizing it.
         gpu_memory_utilization: Share of the device's memory the engine may use in all.
         max_model_len: Most tokens (prompt and output) of a sequence.
-        max_num_seqs: Most sequences in a step.
-        max_num_batched_tokens: Most tokens in a step; a longer prompt is prefilled in chunks.
+        max_num_seqs: Most sequences in a step; 2,048 at most.
+        max_num_batched_tokens: Most tokens in a step; 262,144 at most. A longer prompt is prefilled
+            in chunks.
         enable_prefix_caching: Keep full blocks of freed sequences, and share them, in use or not,
             with requests that begin with the same tokens.
         preemption_mode: What becomes of a request's KV when others need its blocks: "recompute"
@@ -122,6 +131,11 @@ class EngineConfig:
                 f"num_scheduler_steps={self.num_scheduler_steps} is more than "
                 f"{MAX_SCHEDULER_STEPS}: whoever arrives would wait for that many steps, and twice"
             )
+        check_most("max_num_seqs", self.max_num_seqs, MAX_NUM_SEQS, "more requests wait their turn")
+        remedy = "longer prompts are prefilled in chunks"
+        check_most(
+            "max_num_batched_tokens", self.max_num_batched_tokens, MAX_BATCHED_TOKENS, remedy
+        )
         check_count("num_compile_workers", self.num_compile_workers, 0)
         check_count("max_model_len", self.max_model_len, 2)  # a prompt token and an output token
         flags = ("async_scheduling", "enable_prefix_caching", "skip_tokenizer_init", "verbose")

@@ -2,15 +2,18 @@
 
 import gc
 import os
+import tempfile
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 from flax import nnx
 
-from jpaged.config import EngineConfig
+from jpaged.config import COMPILATION_CACHE, EngineConfig
 from jpaged.models.config import ModelConfig
 from jpaged.runtime.program_store import ProgramStore
 from pallas_kernels import select_backend
@@ -44,6 +47,33 @@ def without_collections() -> Iterator[None]:
             gc.enable()
 
 
+def with_usable_cache(config: EngineConfig) -> EngineConfig:
+    """The configuration, its folder of compiled programs made; without one if that is the default
+    and cannot be used. Warns of what is not kept.
+
+    Raises:
+        ValueError: a folder that was asked for cannot be used.
+    """
+    cache = config.compilation_cache_dir
+    if cache is None:
+        return config
+    folder = Path(os.path.expanduser(cache))
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return config
+    except (OSError, ValueError) as error:  # ValueError: no name of a folder
+        why = f"compilation_cache_dir={str(cache)!r} cannot be written to ({error})"
+    remedy = "give a folder that can, or None to compile at each start"
+    if folder.is_dir() and os.access(folder, os.R_OK | os.X_OK):
+        warnings.warn(f"{why}: what it lacks is compiled at each start; {remedy}", stacklevel=2)
+        return config
+    if str(cache) != COMPILATION_CACHE:
+        raise ValueError(f"{why}: {remedy}")
+    warnings.warn(f"{why}, so that each start compiles all; {remedy}", stacklevel=2)
+    return replace(config, compilation_cache_dir=None)
+
+
 def prepare_jax(config: EngineConfig) -> None:
     """JAX's own settings, which take effect if the process has not used a device before.
 
@@ -60,10 +90,7 @@ def prepare_jax(config: EngineConfig) -> None:
         jax.config.update("jax_pjrt_client_create_options", options)
     cache = config.compilation_cache_dir
     if cache is not None and jax.config.values["jax_compilation_cache_dir"] is None:
-        folder = Path(os.path.expanduser(cache))
-        with suppress(OSError):  # JAX goes on without
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(cache))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 

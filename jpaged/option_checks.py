@@ -17,6 +17,15 @@ def check_count(name: str, value: object, least: int) -> None:
         )
 
 
+def check_most(name: str, value: int | None, most: int, instead: str) -> None:
+    """Raise ValueError if it is more than `most`; `instead` says how less will do."""
+    if value is not None and value > most:
+        raise ValueError(
+            f"{name}={value} is more than {most}: a start compiles steps of every size up to it; "
+            f"give at most {most} ({instead})"
+        )
+
+
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raise ValueError unless it is one of `choices`."""
     if value not in choices:

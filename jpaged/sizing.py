@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jpaged.config import EngineConfig
 from jpaged.models.config import ModelConfig
+from jpaged.option_checks import physical_memory_bytes
 from jpaged.runtime.buckets import Buckets, make_buckets
 from jpaged.runtime.kv_cache import (
     MAX_BLOCKS,
@@ -67,7 +68,7 @@ class Sizing:
         device: What the engine runs on.
 
     Raises:
-        ValueError: the numbers asked for do not go together.
+        ValueError: the numbers asked for do not go together, or the weights alone do not fit.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Sizing:
         self._config, self._model, self._split, self._dtype = config, model, split, dtype
         self._limit = _memory_limit(device)
         self._weights = tree_bytes(split.leaves)
+        self._check_weights()
         limits = resolve_limits(
             config,
             model_max_len=model.max_position_embeddings,
@@ -136,15 +138,34 @@ class Sizing:
             kv_cache=num_blocks * self._per_block,
             swap=runtime.num_host_blocks * self._per_block,
         )
-        if account.limit is not None and account.total > account.limit:
+        if account.total > self._most:
             raise ValueError(
-                "the engine as configured does not fit in the device's memory:\n"
+                f"the engine as configured does not fit in {self._whose} memory "
+                f"({self._most / 2**20:,.1f} MiB):\n"
                 + "\n".join(account.lines())
                 + "\nlower num_blocks, kv_cache_memory_bytes, max_num_batched_tokens or "
                 "max_num_seqs, or raise gpu_memory_utilization"
             )
         shapes = Shapes.of(self._split, self._model, runtime, self._dtype)
         return Sized(runtime, account, shapes)
+
+    @property
+    def _most(self) -> int:
+        """Bytes that there are: of a CPU all of the machine's."""
+        return physical_memory_bytes() if self._limit is None else self._limit
+
+    @property
+    def _whose(self) -> str:
+        return "this machine's" if self._limit is None else "the device's"
+
+    def _check_weights(self) -> None:
+        """Before a byte of them is there."""
+        if self._weights > self._most:
+            raise ValueError(
+                f"the model's weights take {self._weights / 2**30:,.1f} GiB as {self._dtype.name}, "
+                f"and {self._whose} memory is {self._most / 2**30:,.1f} GiB: take a smaller model "
+                f"or dtype; config.json says {self._model.sizes}"
+            )
 
     @cached_property
     def _draft_shapes(self) -> Shapes:

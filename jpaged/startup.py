@@ -17,7 +17,12 @@ from jpaged.core.prefix_cache import PrefixCache
 from jpaged.core.scheduler import Scheduler, SchedulerConfig
 from jpaged.core.swap import PreemptionMode, PressurePolicy
 from jpaged.intake import Intake
-from jpaged.jax_setup import prepare_jax, program_store, without_collections
+from jpaged.jax_setup import (
+    prepare_jax,
+    program_store,
+    with_usable_cache,
+    without_collections,
+)
 from jpaged.models.checkpoint import read_config, read_generation_config, resolve_checkpoint
 from jpaged.models.config import ModelConfig
 from jpaged.models.loader import ModelPlan, plan_model
@@ -60,7 +65,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
 
 
 def _build_parts(config: EngineConfig) -> EngineParts:
-    reporter = Reporter(config.verbose)
+    reporter, config = Reporter(config.verbose), with_usable_cache(config)
     start = _prepare(config, reporter)
     loaded, sized, programs = _load_beside_programs(config, start, reporter)
     runtime = sized.runtime

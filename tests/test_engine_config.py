@@ -43,6 +43,8 @@ def resolved(
         ("num_blocks", 1, "num_blocks=1 must be an integer of at least 2"),
         ("num_blocks", True, "num_blocks=True"),
         ("max_num_seqs", 0, "max_num_seqs=0 must be an integer of at least 1"),
+        ("max_num_seqs", 2049, r"max_num_seqs=2049 is more than 2048: .* give at most 2048"),
+        ("max_num_batched_tokens", 2**18 + 1, "max_num_batched_tokens=262145 is more than 262144"),
         ("max_model_len", 1, "max_model_len=1 must be an integer of at least 2"),
         ("max_num_batched_tokens", True, "max_num_batched_tokens=True"),
         ("num_scheduler_steps", 0, "num_scheduler_steps=0 must be an integer of at least 1"),

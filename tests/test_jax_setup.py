@@ -1,13 +1,20 @@
 """What an engine's start sets in its process, and that it is as before afterwards."""
 
 import gc
+import re
 import weakref
+from pathlib import Path
 
 import jax
 import pytest
 
 from jpaged.config import EngineConfig
-from jpaged.jax_setup import CLIENT_VARIABLE, prepare_jax, without_collections
+from jpaged.jax_setup import (
+    CLIENT_VARIABLE,
+    prepare_jax,
+    with_usable_cache,
+    without_collections,
+)
 
 
 class Node:
@@ -85,3 +92,35 @@ def test_launches_are_dispatched_from_a_thread_of_xlas(monkeypatch: pytest.Monke
 def test_jaxs_own_variable_says_which_client(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(CLIENT_VARIABLE, "0")
     assert options_after(None) == {"memory_fraction": 0.25}
+
+
+def test_a_cache_that_can_be_written_to_is_made(tmp_path: Path):
+    config = EngineConfig(compilation_cache_dir=tmp_path / "a" / "b")
+    assert with_usable_cache(config) is config
+    assert [*tmp_path.rglob("*")] == [tmp_path / "a", tmp_path / "a" / "b"]
+    nowhere = EngineConfig(compilation_cache_dir=None)
+    assert with_usable_cache(nowhere) is nowhere
+
+
+@pytest.mark.parametrize("name", ["file", "file/folder", "a\0b"])
+def test_a_cache_that_cannot_be_is_refused_by_name(tmp_path: Path, name: str):
+    (tmp_path / "file").touch()
+    folder = tmp_path / name
+    words = re.escape(f"compilation_cache_dir={str(folder)!r} cannot be written to (")
+    with pytest.raises(ValueError, match=f"{words}.*: give a folder that can, or None"):
+        with_usable_cache(EngineConfig(compilation_cache_dir=folder))
+
+
+def test_a_home_that_cannot_be_written_to_costs_the_cache_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / ".cache").touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.warns(UserWarning, match=r"compilation_cache_dir='~/.*each start compiles all"):
+        assert with_usable_cache(EngineConfig()).compilation_cache_dir is None
+
+
+def test_what_a_cache_for_reading_alone_has_is_used():
+    config = EngineConfig(compilation_cache_dir="/proc/self")  # where nobody can make a file
+    with pytest.warns(UserWarning, match="'/proc/self' cannot be written to .*what it lacks"):
+        assert with_usable_cache(config) is config

@@ -278,11 +278,24 @@ def _serve_config(args: argparse.Namespace) -> ServeConfig:
         api_keys=tuple(args.api_key or ()),
         share_prefix_cache_across_keys=args.share_prefix_cache_across_keys,
         limits=limits,
-        chat_template=None if template is None else Path(template).read_text(encoding="utf-8"),
+        chat_template=None if template is None else _read_template(template),
         template_variables=own.template_variables if allowed is None else frozenset(allowed),
         dashboard=not args.no_dashboard,
         dashboard_text=args.dashboard_show_text,
     )
+
+
+def _read_template(given: str) -> str:
+    """The template in a file; ValueError names the flag."""
+    path = Path(given)
+    try:
+        if path.exists() and not path.is_file():
+            raise ValueError("no regular file")
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        message = f"chat_template={given} cannot be read ({why}): give a file with a Jinja template"
+        raise ValueError(message) from error
 
 
 def _name_of(model: str | None) -> str:

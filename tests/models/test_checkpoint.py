@@ -1,6 +1,7 @@
 """Finding a checkpoint and reading its headers: what is found, and what is refused by name."""
 
 import json
+import os
 import re
 
 import huggingface_hub
@@ -16,6 +17,7 @@ from jpaged.models.checkpoint import (
     CheckpointError,
     open_tensors,
     read_config,
+    read_generation_config,
     read_tensors,
     resolve_checkpoint,
 )
@@ -101,14 +103,41 @@ def test_a_file_is_refused(tmp_path):
         ("{oops", "not valid JSON"),
         ("[1]", "holds a list"),
         (b"\xff", "not valid"),
+        ('{"a":' * 100_000, "nested too deeply"),
+        ("[" * 100_000, "nested too deeply"),
     ],
 )
 def test_a_bad_config_is_refused(tmp_path, content, complaint):
-    if content is not None:
-        raw = content.encode() if isinstance(content, str) else content
-        (tmp_path / "config.json").write_bytes(raw)
-    with pytest.raises(CheckpointError, match=rf"config\.json.*{complaint}"):
-        read_config(tmp_path)
+    for name, read in (
+        ("config.json", read_config),
+        ("generation_config.json", read_generation_config),
+    ):
+        if content is not None:
+            raw = content.encode() if isinstance(content, str) else content
+            (tmp_path / name).write_bytes(raw)
+        elif read is read_generation_config:
+            assert read(tmp_path) == {}
+            continue
+        with pytest.raises(CheckpointError, match=rf"/{name}.*{complaint}.*; .*(one|it)"):
+            read(tmp_path)
+
+
+NAMES = ("config.json", "generation_config.json", "model.safetensors", "model-1.safetensors",
+         "tokenizer.json", "tokenizer.model", "merges.txt", "chat_template.jinja")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_might_never_end_is_not_read(tmp_path, name):
+    """Opening a FIFO waits for somebody to write to it; reading a device may never end."""
+    (tmp_path / "cache.sock").symlink_to("/dev/zero")  # nobody reads it
+    assert resolve_checkpoint(tmp_path) == tmp_path
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match=rf"/{name} is a FIFO, a socket or a device, no reg"):
+        resolve_checkpoint(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match=rf"/{name} is a FIFO, a socket or a device, no reg"):
+        resolve_checkpoint(tmp_path)
 
 
 def test_config_is_returned_as_it_stands(tmp_path):

@@ -1,5 +1,6 @@
 """The command line of the server."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,12 @@ def test_a_template_of_ones_own(tmp_path: Path):
         (["--shutdown-timeout", "soon"], ["--shutdown-timeout", "such as 30"]),
         (["--max-body-bytes", "big"], ["--max-body-bytes", "800M"]),
         (["--kv-cache-memory-bytes", "1G", "--num-blocks", "9"], ["not both"]),
-        (["--chat-template", "/no/such/file"], ["--chat-template", "/no/such/file"]),
+        (["--chat-template", "/no/such"], ["--chat-template /no/such", "No such file", "Jinja"]),
+        (["--chat-template", "/"], ["--chat-template /", "no regular file", "Jinja template"]),
+        (["--chat-template", "/dev/zero"], ["--chat-template /dev/zero", "no regular file"]),
+        (["--chat-template", "a" * 999], ["--chat-template aaa", "too long"]),
+        (["--chat-template", sys.executable], ["--chat-template", "utf-8", "Jinja template"]),
+        (["--max-num-seqs", "100000"], ["--max-num-seqs 100000 is more than 2048", "at most 2048"]),
         (["a", "--model", "b"], ["two models"]),
         (["--api-key", ""], ["--api-key is empty"]),
         (["--api-key", "good", "schlüssel"], ["--api-key (number 2)", "printable ASCII"]),
@@ -114,7 +120,7 @@ def test_mistakes_name_the_flag_and_the_remedy(
     with pytest.raises(SystemExit) as caught:
         read_flags(argv)
     assert caught.value.code == 2
-    said = capsys.readouterr().err
+    said = capsys.readouterr().err.rpartition("error: ")[2]  # before it, every flag's usage
     for word in words:
         assert word in said
 

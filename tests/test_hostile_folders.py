@@ -1,0 +1,102 @@
+"""A start refuses a folder that is wrong, by the name of what is, before it costs anything."""
+
+import json
+import os
+import resource
+import shutil
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jpaged import Engine
+from jpaged.config import EMBEDDED_MODEL
+from jpaged.startup import _eos_token_ids
+
+SECONDS = 60
+"""Far more than a refusal takes, also on a busy machine, and less than a hang."""
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "num_hidden_layers": {"num_hidden_layers": 10**9},
+    "hidden_size": {"hidden_size": 10**9},
+    "intermediate_size": {"intermediate_size": 10**9},
+    "num_attention_heads": {"num_attention_heads": 10**9},
+    "num_key_value_heads": {"num_attention_heads": 10**4, "num_key_value_heads": 10**9},
+    "head_dim": {"head_dim": 10**9},
+    "vocab_size": {"vocab_size": 10**9},
+    "max_position_embeddings": {"max_position_embeddings": 10**12},
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The embedded model's files."""
+    return Path(shutil.copytree(EMBEDDED_MODEL, tmp_path / "model"))
+
+
+def refusal(folder: Path, **options: Any) -> str:
+    """What an engine of the folder is refused with, soon and with hardly any memory."""
+    before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    with pytest.raises(ValueError) as caught:
+        Engine(folder, compilation_cache_dir=None, **options)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 2**20, "in KiB"
+    assert time.monotonic() - begun < SECONDS
+    return str(caught.value)
+
+
+def change(folder: Path, **fields: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("field", CHANGES)
+def test_a_size_that_no_model_has_is_refused_by_its_field(
+    folder: Path, field: str, load_format: str
+):
+    change(folder, **CHANGES[field])
+    assert f"{field}={CHANGES[field][field]} " in refusal(folder, load_format=load_format)
+
+
+def test_sizes_that_are_not_the_checkpoints_are_named(folder: Path):
+    change(folder, num_hidden_layers=1000)
+    assert "num_hidden_layers=1000, but the checkpoint has" in refusal(folder)
+    change(folder, num_hidden_layers=1, vocab_size=2**23)
+    assert "vocab_size=8388608" in refusal(folder)
+
+
+def test_random_weights_that_no_memory_holds_are_refused(folder: Path):
+    change(folder, hidden_size=2**20, vocab_size=2**24)
+    said = refusal(folder, load_format="dummy")
+    assert "the model's weights take" in said
+    assert "vocab_size=16777216, hidden_size=1048576" in said
+
+
+def test_a_pool_that_no_memory_holds_is_refused(folder: Path):
+    assert "does not fit in this machine's memory" in refusal(folder, num_blocks=2**40)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_a_fifo_is_not_waited_for(folder: Path, name: str):
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    assert f"{name} is a FIFO" in refusal(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("content", ["{", "[" * 100_000, "[]"])
+def test_a_file_that_is_no_json_object_is_named(folder: Path, name: str, content: str):
+    (folder / name).write_text(content)
+    assert f"/{name} " in refusal(folder)
+
+
+def test_end_tokens_that_no_logits_have_are_left_out():
+    """`min_tokens` forbids the end tokens by their places in the logits."""
+    model = SimpleNamespace(eos_token_ids=(258, 10**30), vocab_size=264)
+    start: Any = SimpleNamespace(
+        plan=SimpleNamespace(config=model), generation_config={"eos_token_id": [256, 264, -1, "x"]}
+    )
+    assert _eos_token_ids(start, None) == {258, 256}
