@@ -1,6 +1,21 @@
 """Which share of a start's programs a worker compiles."""
 
-from jpaged.compile_worker import share_of
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from start_helpers import FLOAT32, Start
+
+from jpaged import compile_worker
+from jpaged.compile_pool import make_orders
+from jpaged.compile_worker import compile_share, share_of
+from jpaged.config import EMBEDDED_MODEL, EngineConfig
+from jpaged.jax_setup import program_store
+from jpaged.models.config import ModelConfig
+from jpaged.models.loader import model_shapes, read_config
 from jpaged.runtime.recipe import Recipe
 
 
@@ -24,3 +39,30 @@ def test_shares_are_all_programs_once_and_kernels_in_common_stay_together():
         [("sample", (8, 0)), ("sample", (8, 1)), ("prefill", (128, 8)), ("decode", 8)],
         [("prefill", (64, 8)), ("prefill", (64, 256)), ("load_row", None)],
     ]
+
+
+class ReachedError(Exception):
+    """The worker is about to make programs."""
+
+
+def test_a_worker_knows_of_a_head_that_is_not_tied(
+    tmp_path: Path, jax_settings: None, monkeypatch: pytest.MonkeyPatch
+):
+    """The config says it is; the engine has found another in the checkpoint."""
+
+    def reach(*_: Any) -> None:
+        raise ReachedError
+
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    runtime, device = Start(tmp_path).runtime, jax.local_devices()[0]
+    said = ModelConfig.from_hf(read_config(EMBEDDED_MODEL))
+    found = replace(said, tie_word_embeddings=False)
+    store = program_store(tmp_path, found, model_shapes(found, FLOAT32), device)
+    config = EngineConfig(compilation_cache_dir=tmp_path, num_compile_workers=1)
+    make = partial(make_orders, config, EMBEDDED_MODEL, FLOAT32, device, store, recorded=False)
+    monkeypatch.setattr(compile_worker, "recipes_without_pool", reach)
+    for tied, error in ((False, ReachedError), (None, ValueError), (True, ValueError)):
+        (order,) = make(tied=tied)
+        order = replace(order, limits=asdict(runtime))
+        with pytest.raises(error):
+            next(compile_share(order, lambda: runtime))
