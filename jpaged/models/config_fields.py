@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping
+from reprlib import Repr
 from typing import Any
 
 REQUIRED = object()
@@ -20,9 +21,14 @@ _MOST = 2**30
 """The largest of all others: positions and tokens, which are counted in 32 bits."""
 
 
+_shown = Repr()
+_shown.maxlong = _shown.maxstring = _shown.maxother = 100
+
+
 def refuse(field: str, value: object, supported: object) -> ValueError:
     """The error for a field whose value is not supported."""
-    return ValueError(f"model config: {field}={value!r} is not supported; supported: {supported}")
+    shown = _shown.repr(value)  # whatever was in the file: deep, long
+    return ValueError(f"model config: {field}={shown} is not supported; supported: {supported}")
 
 
 class Fields:

@@ -80,10 +80,16 @@ def _divided_head_size(hidden_size: int, num_heads: int) -> int:
 
 def _tokens_and_dtype(fields: Fields, *, bos: int | None, eos: int | None) -> dict[str, Any]:
     return {
-        "bos_token_id": fields.get("bos_token_id", bos),
+        "bos_token_id": _bos_token_id(fields.get("bos_token_id", bos)),
         "eos_token_ids": _eos_token_ids(fields.get("eos_token_id", eos)),
         "checkpoint_dtype": _checkpoint_dtype(fields.get("dtype", alias="torch_dtype")),
     }
+
+
+def _bos_token_id(value: object) -> int | None:
+    if value is not None and not isinstance(value, int):
+        raise refuse("bos_token_id", value, "an integer, null")
+    return value
 
 
 def _eos_token_ids(value: object) -> tuple[int, ...]:
@@ -251,7 +257,8 @@ def _windows(fields: Fields, window: int | None, default: list[str]) -> tuple[in
     kinds = fields.get("layer_types")
     kinds = default if kinds is None else kinds
     supported = ("full_attention",) if window is None else ("full_attention", "sliding_attention")
-    if len(kinds) != len(default) or not set(kinds) <= set(supported):
+    is_list = isinstance(kinds, list | tuple) and len(kinds) == len(default)
+    if not is_list or not all(kind in supported for kind in kinds):
         wanted = f"{len(default)} layers of {' or '.join(supported)}"
         raise refuse("layer_types", kinds, f"{wanted} (with sliding_window={window})")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
@@ -259,17 +266,19 @@ def _windows(fields: Fields, window: int | None, default: list[str]) -> tuple[in
 
 def _rope(fields: Fields, max_position_embeddings: int) -> RopeConfig:
     """`rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    values = dict(fields.get("rope_scaling") or fields.get("rope_parameters") or {})
+    values = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    if not isinstance(values, Mapping):
+        raise refuse("rope_parameters", values, "an object, null")
     for name in values.keys() - _ROPE_KEYS:
         if values[name] is not None:
             raise refuse(f"rope_parameters.{name}", values[name], ", ".join(sorted(_ROPE_KEYS)))
     rope_type = values.get("rope_type", values.get("type", "default"))
-    if rope_type not in _ROPE_NEEDS:
+    if rope_type not in tuple(_ROPE_NEEDS):
         raise refuse("rope_type", rope_type, ", ".join(_ROPE_NEEDS))
     if values.get("partial_rotary_factor") not in (None, 1.0):
         raise refuse("partial_rotary_factor", values["partial_rotary_factor"], 1.0)
     rope = Fields(values)
-    original = fields.get("original_max_position_embeddings") or rope.integer(
+    original = fields.optional_integer("original_max_position_embeddings") or rope.integer(
         "original_max_position_embeddings", max_position_embeddings
     )
     return RopeConfig(

@@ -157,6 +157,30 @@ def test_refused(config, field, supported):
     assert supported in str(error.value)
 
 
+NESTED: list = []
+for _ in range(500):
+    NESTED = [NESTED]
+STRANGE = [None, [], {}, "x", -1, 1.5, True, [[]], {"a": 1}, [{}], 10**400, float("nan"), NESTED]
+STRANGE += [["x"] * 10**5, {"rope_type": []}, {"type": {}}, {"rope_type": "linear", "factor": []}]
+READ = {
+    *("rope_scaling", "rope_parameters", "rope_theta", "layer_types", "sliding_window"),
+    *("use_sliding_window", "max_window_layers", "eos_token_id", "bos_token_id", "torch_dtype"),
+    *("head_dim", "n_inner", "tie_word_embeddings", "original_max_position_embeddings"),
+    *("rms_norm_eps", "layer_norm_epsilon", "hidden_act", "activation_function", "pruned_heads"),
+}
+
+
+@pytest.mark.parametrize("config", [GPT2, OPT, LLAMA, MISTRAL, QWEN2, QWEN3])
+def test_whatever_is_in_a_field_the_error_names_it(config):
+    for name in READ | config.keys():
+        for value in STRANGE:
+            try:
+                hash(ModelConfig.from_hf(config | {name: value}))
+            except ValueError as error:
+                assert re.match(r"model config: \w", str(error))  # noqa: PT017
+                assert len(str(error)) < 1000  # noqa: PT017
+
+
 @pytest.mark.parametrize("config", [GPT2, OPT, LLAMA, MISTRAL, QWEN2, QWEN3])
 def test_sizes_must_be_there(config):
     needless = {"model_type"} | ({"num_key_value_heads"} if config is LLAMA else set())
