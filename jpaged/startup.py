@@ -131,8 +131,8 @@ def _prepare(config: EngineConfig, reporter: Reporter) -> _Start:
     folder = resolve_checkpoint(config.model or EMBEDDED_MODEL)
     model_config = ModelConfig.from_hf(read_config(folder))
     dtype = _resolve_dtype(config.dtype, model_config, device.platform)
-    options = {"dtype": dtype, "load_format": config.load_format, "seed": config.seed}
-    plan = plan_model(folder, model_config, **options)
+    asked = {"load_format": config.load_format, "seed": config.seed}
+    plan = plan_model(folder, model_config, dtype=dtype, **asked)
     model_config, model = plan.config, plan.shapes
     draft, progress = SplitModel.of(model), _Progress(reporter)
     store = program_store(config.compilation_cache_dir, model_config, model, device)
