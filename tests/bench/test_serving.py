@@ -55,7 +55,7 @@ def test_figures():
     assert (row["rate"], row["ttft_ms_p50"], row["requests_per_s"]) == ("inf", None, 0.0)
 
 
-Handler = Callable[[web.Request], Awaitable[web.Response]]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 async def serving_with(handler: Handler, ask: Callable[[Target], Awaitable[Any]]) -> Any:
