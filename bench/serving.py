@@ -26,12 +26,13 @@ import re
 import subprocess
 import sys
 import tempfile
-import urllib.error
+import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 import msgspec
 import numpy as np
@@ -172,22 +173,29 @@ def server_of(options: dict) -> Iterator[str]:
     """A server of an engine with these options, started and ended; gives its API's address.
 
     Raises:
-        RuntimeError: it did not start; its standard error says why.
+        RuntimeError: it did not start.
     """
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     flags = [flag for flag in flags if not flag.endswith(("=False", "=True"))]
     flags += [f"--no-{name.replace('_', '-')}" for name, value in options.items() if value is False]
     command = [sys.executable, "-m", "jpaged.serve", "--port=0", "--no-log-requests", *flags]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with tempfile.TemporaryFile("w+") as log, subprocess.Popen(command, stderr=log) as process:
         try:
-            for line in process.stderr or ():
-                print(line, end="", file=sys.stderr, flush=True)
-                if found := re.search(r"serving .* at (http://\S+)", line):
-                    yield f"{found[1]}/v1"
-                    return
-            raise RuntimeError("the server did not start")
+            yield _address(process, log)
         finally:
             process.terminate()
+
+
+def _address(process: subprocess.Popen, log: TextIO) -> str:
+    """Where the server's API is, once it serves."""
+    while process.poll() is None:
+        log.seek(0)
+        text = log.read()
+        if found := re.search(r"serving .* at (http://\S+)", text):
+            return f"{found[1]}/v1"
+        time.sleep(0.1)
+    log.seek(0)
+    raise RuntimeError(f"the server did not start: {log.read()[-1000:]}")
 
 
 def of_shape(args: argparse.Namespace) -> list[dict]:
