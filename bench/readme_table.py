@@ -80,7 +80,35 @@ def startup() -> str:
     return tabulate(rows, headers="keys", tablefmt="github", floatfmt=",.1f")
 
 
-TABLES = {"throughput": throughput, "latency": latency, "kernels": kernels, "startup": startup}
+def serving() -> str:
+    rows = rows_of("serving")
+    ways = ("http", "engine")
+    through = {way: {row["rate"]: row for row in rows if row["through"] == way} for way in ways}
+    table = []
+    for rate, http in through["http"].items():
+        engine = through["engine"][rate]
+        table.append(
+            {
+                "requests a second": "all at once" if rate == "inf" else f"{rate:g}",
+                "output tok/s": http["output_tokens_per_s"],
+                "engine alone": engine["output_tokens_per_s"],
+                "first token, ms, p50": http["ttft_ms_p50"],
+                "p99": http["ttft_ms_p99"],
+                "engine alone, p99": engine["ttft_ms_p99"],
+                "between tokens, ms, p99": http["inter_token_ms_p99"],
+            }
+        )
+    formats = ("", ",.0f", ",.0f", ",.1f", ",.1f", ",.1f", ",.1f")
+    return tabulate(table, headers="keys", tablefmt="github", floatfmt=formats)
+
+
+TABLES = {
+    "throughput": throughput,
+    "latency": latency,
+    "serving": serving,
+    "kernels": kernels,
+    "startup": startup,
+}
 
 
 def render(readme: str) -> str:

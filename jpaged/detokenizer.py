@@ -3,10 +3,12 @@
 Text can not be made token by token: a character may take several tokens, and some tokenizers
 write a word's leading space only if something stands before it. So the new tokens are decoded
 together with a few before them, and the text of those is cut off (the technique of Hugging Face's
-text-generation-inference). The cost of a token is that of decoding some twenty.
+text-generation-inference). The cost of a token is that of decoding some twenty. Tokens of
+byte-level tokenizers are bytes, whatever stands before them: their text is made of these.
 """
 
-from collections.abc import Sequence
+import codecs
+from collections.abc import Callable, Sequence
 
 from jpaged.sampling_params import SamplingParams
 from jpaged.tokenizer import Decoder
@@ -18,6 +20,7 @@ PROMPT_TAIL = 64
 """Tokens of a prompt that matter to the text after it: the last of them that are not special. Some
 specials may sit between those; more than this is no text anyway."""
 
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 _MIN_CONTEXT = 4
 _MAX_CONTEXT = 16
 _MAX_WINDOW = 24
@@ -103,6 +106,48 @@ class IncrementalDecoder:
 
     def _num_whole(self, token_ids: list[int]) -> int:
         return len(self._decode(token_ids).rstrip(REPLACEMENT))
+
+
+class ByteDecoder:
+    """An `IncrementalDecoder` for tokenizers whose tokens are bytes: a token costs its own bytes.
+
+    Args:
+        bytes_of: The bytes of a token.
+        skipped: Tokens that are no text.
+        prompt_token_ids: May end within a character, which the output then completes.
+    """
+
+    def __init__(
+        self,
+        bytes_of: Callable[[int], bytes],
+        skipped: frozenset[int],
+        prompt_token_ids: Sequence[int],
+    ):
+        self._bytes_of, self._skipped = bytes_of, skipped
+        self._utf8 = _Utf8Decoder("replace")
+        self.push(prompt_token_ids[-PROMPT_TAIL:])
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Take new tokens and return the text that is certain now."""
+        bytes_of, skipped = self._bytes_of, self._skipped
+        return self._utf8.decode(b"".join([bytes_of(i) for i in token_ids if i not in skipped]))
+
+    def flush(self) -> str:
+        """Return the text held back: no token will complete it."""
+        return self._utf8.decode(b"", final=True)
+
+
+def incremental_decoder(
+    decoder: Decoder, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool
+) -> IncrementalDecoder | ByteDecoder:
+    """The cheapest one that gives the decoder's text after the prompt's."""
+    bytes_of = getattr(decoder, "bytes_of", None)
+    if bytes_of is None:
+        return IncrementalDecoder(
+            decoder, prompt_token_ids, skip_special_tokens=skip_special_tokens
+        )
+    skipped = decoder.special_token_ids if skip_special_tokens else frozenset()
+    return ByteDecoder(bytes_of, skipped, prompt_token_ids)
 
 
 class StopChecker:
@@ -202,7 +247,7 @@ class Detokenizer:
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._pending: list[int] = []  # tokens that are not decoded yet
-        self._begun: IncrementalDecoder | None = None
+        self._begun: IncrementalDecoder | ByteDecoder | None = None
         self._pieces: list[str] = []  # the text so far
         self._num_taken = 0  # pieces that take_delta returned
 
@@ -268,7 +313,7 @@ class Detokenizer:
         if self._decoder is None:
             return ""
         if self._begun is None:  # not before: to begin a text is to decode the prompt's end
-            self._begun = IncrementalDecoder(
+            self._begun = incremental_decoder(
                 self._decoder, self._prompt_tail, skip_special_tokens=self._skip_special_tokens
             )
         return self._begun.push(token_ids)

@@ -8,6 +8,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -42,6 +43,8 @@ class Tokenizer:
         special_token_ids: The tokens that are not text (end of text, roles of a chat ...).
         vocab_size: How many tokens it knows; the model's logits may be wider.
         eos_token_id, bos_token_id: None if the tokenizer has none.
+        bytes_of: The bytes of a token, where the text of tokens is that of their bytes in a row
+            (byte-level tokenizers); None where a token's text depends on those before it.
     """
 
     def __init__(self, hf_tokenizer: "PreTrainedTokenizerBase"):
@@ -51,6 +54,7 @@ class Tokenizer:
         self.eos_token_id: int | None = self.hf_tokenizer.eos_token_id
         self.bos_token_id: int | None = self.hf_tokenizer.bos_token_id
         self._decode = _decode_function(self.hf_tokenizer)
+        self.bytes_of = _bytes_function(self.hf_tokenizer)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Tokenizer":
@@ -229,3 +233,31 @@ def _decode_function(hf_tokenizer: Any) -> Callable[[list[int], bool], str]:
     return lambda ids, skip: hf_tokenizer.decode(
         ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
     )
+
+
+def _bytes_function(hf_tokenizer: Any) -> Callable[[int], bytes] | None:
+    """Each token's bytes as the `ByteLevel` decoder has them; None with any other decoder.
+
+    A token of its alphabet stands for a byte a character; one with any other character, such as an
+    added token with a space, for its own text. Ids that the tokenizer does not know are no text.
+    """
+    backend = getattr(hf_tokenizer, "backend_tokenizer", None)
+    if backend is None or type(backend.decoder).__name__ != "ByteLevel":
+        return None
+    byte_of = _byte_alphabet()
+
+    @cache
+    def bytes_of(token_id: int) -> bytes:
+        token = backend.id_to_token(token_id) or ""
+        own = [byte_of.get(character) for character in token]
+        return token.encode() if None in own else b"".join(own)  # type: ignore[arg-type]
+
+    return bytes_of
+
+
+def _byte_alphabet() -> dict[str, bytes]:
+    """GPT-2's: a printable byte is its own character, the others follow from U+0100 on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): bytes([byte]) for byte in printable}
+    return alphabet | {chr(256 + n): bytes([byte]) for n, byte in enumerate(others)}

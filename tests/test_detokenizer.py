@@ -1,3 +1,4 @@
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -5,9 +6,18 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from text_helpers import CORPUS, byte_level, metaspace
+from text_helpers import CORPUS, byte_level, byte_level_backend, metaspace
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
 
-from jpaged.detokenizer import Detokenizer, IncrementalDecoder, StopChecker
+from jpaged.detokenizer import (
+    ByteDecoder,
+    Detokenizer,
+    IncrementalDecoder,
+    StopChecker,
+    incremental_decoder,
+)
 from jpaged.sampling_params import SamplingParams
 from jpaged.tokenizer import Tokenizer
 
@@ -160,6 +170,46 @@ def test_cost_of_a_token_does_not_grow(make: Any, kind: str):
     assert sum(counting.sizes) <= 45 * len(ids)
     if kind == "text":
         assert len(text) > 500
+
+
+@functools.cache
+def with_added_tokens() -> Tokenizer:
+    """Byte-level, with tokens whose characters are no bytes, and one whose characters are."""
+    backend = Backend.from_str(byte_level_backend().to_str())
+    backend.add_tokens([AddedToken("<a b>"), AddedToken("你好"), AddedToken("é")])
+    backend.add_special_tokens([AddedToken("<| sp ecial |>", special=True)])
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+
+
+@QUICK
+@given(
+    prompt=st.lists(st.integers(0, 410), max_size=8),
+    ids=st.lists(st.integers(0, 410), max_size=30),
+    skip=st.booleans(),
+)
+def test_bytes_of_tokens_are_the_tokenizers_text(prompt: list[int], ids: list[int], skip: bool):
+    """Any tokens, also such as are no characters, or unknown."""
+    tokenizer = with_added_tokens()
+    decoder = incremental_decoder(tokenizer, [], skip_special_tokens=skip)
+    assert isinstance(decoder, ByteDecoder)
+    text = "".join([decoder.push([i]) for i in ids]) + decoder.flush()
+    assert text == tokenizer.decode(ids, skip_special_tokens=skip)
+    decoder = incremental_decoder(tokenizer, prompt, skip_special_tokens=skip)
+    text = "".join([decoder.push([i]) for i in ids]) + decoder.flush()
+    both = tokenizer.decode(prompt + ids, skip_special_tokens=skip)
+    if ids:
+        assert both.endswith(text)
+        head = both.removesuffix(text) if text else both
+        whole = tokenizer.decode(prompt, skip_special_tokens=skip).rstrip("\ufffd")
+        assert head.rstrip("\ufffd") == whole or not text
+
+
+def test_a_token_of_a_byte_level_tokenizer_costs_its_own_bytes(monkeypatch: pytest.MonkeyPatch):
+    tokenizer = byte_level()
+    ids = tokenizer.encode("hello 世界, the end of 😀 the world. " * 20)
+    monkeypatch.setattr(tokenizer, "_decode", lambda *_: pytest.fail("decoded a window"))
+    _, detokenizer = stream(tokenizer, ids[:5], [[i] for i in ids[5:]])
+    assert len(detokenizer.text) > 500
 
 
 def test_nothing_is_decoded_until_text_is_asked_for():

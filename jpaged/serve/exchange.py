@@ -57,33 +57,58 @@ class Exchange(Response):
         self._streams = streams
         self._stall_timeout = stall_timeout
         self._started = False
+        self._sending_since: float | None = None  # in the loop's time, while a piece is on its way
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, as ASGI has it."""
-        await while_connected(receive, self._answer(scope, receive, send))
+        await while_connected(receive, self._unstalled(scope, receive, send))
+
+    async def _unstalled(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, but hang up on a client that leaves a piece unread for too long.
+
+        One timer an answer looks at how long a piece is on its way, four times in that time: a
+        timeout for each piece costs a fifth of writing it.
+        """
+        loop = asyncio.get_running_loop()
+        patience = asyncio.timeout(None)
+
+        def look() -> None:
+            nonlocal timer
+            now, since = loop.time(), self._sending_since
+            if since is not None and now - since >= self._stall_timeout:
+                patience.reschedule(now)
+                return
+            later = now + self._stall_timeout / 4
+            timer = loop.call_at(later if since is None else since + self._stall_timeout, look)
+
+        timer = loop.call_soon(look)
+        try:
+            async with patience:
+                await self._answer(scope, receive, send)
+        except TimeoutError:
+            if not patience.expired():
+                raise
+            raise StalledClientError from None
+        finally:
+            timer.cancel()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with aclosing(self._pieces):
                 async for piece in self._pieces:
                     await self._send(send, piece)
-        except StalledClientError:
-            raise
         except Exception as error:
             await self._fail(error, scope, receive, send)
         else:
             await self._send(send, b"", is_last=True)
 
     async def _send(self, send: Send, piece: bytes, *, is_last: bool = False) -> None:
-        """Wait for the client at most so long; then the server hangs up."""
-        try:
-            async with asyncio.timeout(self._stall_timeout):
-                if not self._started:
-                    self._started = True
-                    await send(self._start(None if self._streams else len(piece)))
-                await send({"type": "http.response.body", "body": piece, "more_body": not is_last})
-        except TimeoutError:
-            raise StalledClientError from None
+        self._sending_since = asyncio.get_running_loop().time()
+        if not self._started:
+            self._started = True
+            await send(self._start(None if self._streams else len(piece)))
+        await send({"type": "http.response.body", "body": piece, "more_body": not is_last})
+        self._sending_since = None
 
     def _start(self, size: int | None) -> dict[str, Any]:
         kind = b"application/json" if size is not None else b"text/event-stream; charset=utf-8"

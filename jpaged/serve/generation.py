@@ -8,7 +8,7 @@ from typing import Any
 
 from jpaged import SamplingParams, TextDelta
 from jpaged.serve.answers import Answer, Tally
-from jpaged.serve.exchange import DONE, event, json_bytes
+from jpaged.serve.exchange import DONE, json_bytes
 from jpaged.serve.protocol.sampling import SamplingFields
 from jpaged.serve.run import Job, News, Run
 from jpaged.serve.serving import Serving
@@ -48,6 +48,7 @@ class Generation(ABC):
         self.serving, self.request_id = serving, request_id
         self._asked, self._model, self._client = asked, model, client
         self._created = int(time.time())
+        self._event_start: bytes | None = None
 
     @property
     @abstractmethod
@@ -98,10 +99,10 @@ class Generation(ABC):
                     yield await self._whole(run, choices, tally)
                     return
                 async for news in run:
-                    if chunks := self._chunks(news, choices, tally):
-                        yield b"".join(map(event, chunks))
+                    if events := self._events(news, choices, tally):
+                        yield events
             if asked.options.include_usage:
-                yield event(self._chunk([]) | {"usage": tally.usage()})
+                yield self._event([], tally.usage())
             yield DONE
 
     async def _whole(self, run: Run, choices: list[Choice], tally: Tally) -> bytes:
@@ -115,18 +116,21 @@ class Generation(ABC):
         body["choices"] = [choice.whole(answer.as_delta(), tally) for choice, answer in whole]
         return json_bytes(body | {"usage": tally.usage()})
 
-    def _chunks(self, news: list[News], choices: list[Choice], tally: Tally) -> list[Body]:
-        chunks = []
+    def _events(self, news: list[News], choices: list[Choice], tally: Tally) -> bytes:
+        """What a stream says of news."""
+        events, with_usage = [], self._asked.options.continuous_usage_stats
         for each in map(self.told, news):
             for delta in tally.take(each, self._asked.n):
                 for choice in choices[self._place(each, delta)].grow(delta, tally):
-                    chunks.append(self._chunk([choice]))
-                    if self._asked.options.continuous_usage_stats:
-                        chunks[-1]["usage"] = tally.usage()
-        return chunks
+                    events.append(self._event([choice], tally.usage() if with_usage else None))
+        return b"".join(events)
 
-    def _chunk(self, choices: list[Body]) -> Body:
-        return self._head(self.chunk_object) | {"choices": choices}
+    def _event(self, choices: list[Body], usage: Body | None = None) -> bytes:
+        """A chunk as an event. What all chunks of a stream have is made JSON once."""
+        if self._event_start is None:
+            self._event_start = b"data: " + json_bytes(self._head(self.chunk_object))[:-1]
+        tail = b"}\n\n" if usage is None else b',"usage":%b}\n\n' % json_bytes(usage)
+        return b'%b,"choices":%b%b' % (self._event_start, json_bytes(choices), tail)
 
     def _head(self, kind: str) -> Body:
         return {

@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -217,4 +217,5 @@ def _host(sock: socket.socket) -> str:
 
 
 def _say(text: str) -> None:
-    print(f"jpaged: {text}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # whoever read it may be gone, and the server is to end as asked
+        print(f"jpaged: {text}", file=sys.stderr, flush=True)

@@ -4,7 +4,9 @@ Gauges and the engine's own counters are what the last turn of its loop told of;
 requests are taken as their news arrive here.
 """
 
+import math
 import time
+from bisect import bisect_left
 from collections import Counter as Tallied
 from collections.abc import Iterator
 from itertools import accumulate
@@ -18,6 +20,7 @@ from prometheus_client.core import (
     Metric,
 )
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from jpaged import EngineStats, RequestDelta, RequestMetrics
 from jpaged.serve.run import Job
@@ -98,7 +101,13 @@ class Metrics:
         lengths = _one_two_five(max_model_len)
         times = self._times
         self.first_token = times("time_to_first_token", "To the first token.", _FIRST_TOKEN)
-        self.between_tokens = times("inter_token_latency", "Between tokens.", _BETWEEN_TOKENS)
+        self.between_tokens = _EveryToken(
+            "vllm:inter_token_latency_seconds",
+            "Seconds. Between tokens.",
+            _BETWEEN_TOKENS,
+            self._labels,
+        )
+        self._registry.register(self.between_tokens)
         self.a_token = times(
             "request_time_per_output_token", "A request's mean between tokens.", _BETWEEN_TOKENS
         )
@@ -218,6 +227,31 @@ class Meter:
         metrics.inference.observe(last - scheduled)
         if self._num_tokens > 1:
             metrics.a_token.observe((last - first) / (self._num_tokens - 1))
+
+
+class _EveryToken(Collector):
+    """A histogram of what happens with every token: `observe` costs a tenth of `Histogram`'s.
+
+    For one thread.
+    """
+
+    def __init__(self, name: str, meaning: str, buckets: tuple[float, ...], labels: dict[str, str]):
+        self._name, self._meaning, self._labels = name, meaning, labels
+        self._bounds = [*buckets, math.inf]
+        self._counts = [0] * len(self._bounds)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count a value in the first bucket whose bound is not below it."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterator[Metric]:
+        """The counts as Prometheus has them: each bucket with those before it."""
+        family = HistogramMetricFamily(self._name, self._meaning, labels=[*self._labels])
+        buckets = zip(map(floatToGoString, self._bounds), accumulate(self._counts), strict=True)
+        family.add_metric([*self._labels.values()], [*buckets], self._sum)
+        yield family
 
 
 class _EngineFigures(Collector):

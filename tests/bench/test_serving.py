@@ -3,17 +3,21 @@
 import asyncio
 import json
 import math
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-import httpx
 import numpy as np
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from bench import records, serving
-from bench.serving import Answer, Target, Work, half_of_what_fits, make_work, serve_all, summarise
+from bench.load_client import Answer, Report, Share, Target, Work, serve_share
+from bench.serving import client_figures, half_of_what_fits, make_work, merged, summarise
 
 WORK = [Work([1, 2, 3], 2, 0.0)]
-TARGET = Target("http://test/v1", "m", "secret")
 
 
 def test_arrivals_are_a_poisson_process():
@@ -51,22 +55,31 @@ def test_figures():
     assert (row["rate"], row["ttft_ms_p50"], row["requests_per_s"]) == ("inf", None, 0.0)
 
 
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+async def serving_with(handler: Handler, ask: Callable[[Target], Awaitable[Any]]) -> Any:
+    """What `ask` gives beside a server that answers everything with `handler`."""
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handler)
+    async with TestServer(app) as server:
+        return await ask(Target(str(server.make_url("/v1")), "m", "secret"))
+
+
+async def share(target: Target, work: Sequence[Work] = WORK) -> Report:
+    return await serve_share(Share(target, list(work)), time.monotonic())
+
+
 def ask(events: list, status: int = 200) -> tuple[Answer, dict]:
     """What becomes of one request if the server answers so; and what it was asked."""
     asked = {}
 
-    def answer(request: httpx.Request) -> httpx.Response:
-        asked.update(json.loads(request.content), key=request.headers["authorization"])
-        if status == 0:
-            raise httpx.ConnectError("no server")
+    async def answer(request: web.Request) -> web.Response:
+        asked.update(await request.json(), key=request.headers["authorization"])
         data = [event if isinstance(event, str) else json.dumps(event) for event in events]
-        return httpx.Response(status, text="".join(f"data: {text}\n\n" for text in data))
+        return web.Response(status=status, text="".join(f"data: {text}\n\n" for text in data))
 
-    async def run() -> list[Answer]:
-        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
-            return await serve_all(client, TARGET, WORK)
-
-    return asyncio.run(run())[0], asked
+    return asyncio.run(serving_with(answer, share)).answers[0], asked
 
 
 TEXT = {"choices": [{"index": 0, "text": "a"}]}
@@ -93,8 +106,8 @@ def test_what_is_asked():
     ("events", "status", "error"),
     [
         ([], 503, "status 503"),
-        ([], 0, "ConnectError"),
         ([TEXT, {"error": {"message": "gone"}}], 200, "error event: {'message': 'gone'}"),
+        ([TEXT, "no JSON"], 200, "JSON is malformed"),
         ([TEXT, TEXT], 200, "not as many tokens as asked for"),
         ([TEXT, {**USAGE, "usage": {"prompt_tokens": 3, "completion_tokens": 1}}], 200, "not as"),
     ],
@@ -105,14 +118,61 @@ def test_errors_are_counted(events: list, status: int, error: str):
     assert answer.error.startswith(error)
 
 
-def test_errors_say_what_the_server_said():
-    async def run() -> list[Answer]:
-        refused = httpx.Response(404, json={"error": {"message": "no such model"}})
-        transport = httpx.MockTransport(lambda request: refused)
-        async with httpx.AsyncClient(transport=transport) as client:
-            return await serve_all(client, TARGET, WORK)
+def test_a_server_that_is_not_there_is_an_error():
+    (answer,) = asyncio.run(share(Target("http://127.0.0.1:1/v1"))).answers
+    assert answer.error == "ClientConnectorError"
 
-    assert asyncio.run(run())[0].error == "status 404: no such model"
+
+def test_errors_say_what_the_server_said():
+    async def refuse(request: web.Request) -> web.Response:
+        return web.json_response({"error": {"message": "no such model"}}, status=404)
+
+    report = asyncio.run(serving_with(refuse, share))
+    assert report.answers[0].error == "status 404: no such model"
+
+
+def test_chunks_cut_anywhere_are_read():
+    whole = f"data: {json.dumps(TEXT)}\n\ndata: {json.dumps(USAGE)}\r\n\r\ndata: [DONE]\n\n"
+
+    async def drip(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        for i in range(0, len(whole), 7):
+            await answer.write(whole[i : i + 7].encode())
+            await asyncio.sleep(0)
+        return answer
+
+    (answer,) = asyncio.run(serving_with(drip, share)).answers
+    assert (answer.error, len(answer.chunk_times), answer.num_output_tokens) == (None, 1, 2)
+
+
+def test_the_client_says_how_busy_and_how_late_it_was():
+    async def answer(request: web.Request) -> web.Response:
+        time.sleep(0.2)  # the server's loop is the client's, here
+        return web.Response(text="")
+
+    report = asyncio.run(serving_with(answer, share))
+    figures = client_figures([report, Report([], busy=0.5)])
+    assert figures["client_busy"] == max(report.busy, 0.5)
+    assert figures["client_lag_ms_p99"] > 50
+
+
+def test_who_is_the_limit_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    def limited(busy: float, lag: float) -> str:
+        report = Report([Answer([0.1], 0.2, 3, 2)], busy=busy, lags=[lag])
+        monkeypatch.setattr(serving, "run_shares", lambda *_: [report])
+        serving.sweep(Target("http://test/v1"), {1.0: WORK}, 1)
+        return capsys.readouterr().err
+
+    assert limited(0.5, 0.001) == ""
+    assert "the client was the limit" in limited(0.95, 0.001)
+    assert "the client was the limit" in limited(0.5, 0.02)
+
+
+def test_shares_come_back_in_the_order_of_the_work():
+    answers = [Answer(num_output_tokens=i) for i in range(7)]
+    reports = [Report(answers[i::3]) for i in range(3)]
+    assert merged(reports) == answers
 
 
 @pytest.mark.parametrize(
@@ -126,12 +186,13 @@ def test_errors_say_what_the_server_said():
     ],
 )
 def test_what_fits_the_model(answer: object, expected: int):
-    async def run() -> int:
-        transport = httpx.MockTransport(lambda request: httpx.Response(200, json=answer))
-        async with httpx.AsyncClient(transport=transport) as client:
-            return await half_of_what_fits(client, TARGET)
+    async def models(request: web.Request) -> web.Response:
+        return web.json_response(answer)
 
-    assert asyncio.run(run()) == expected
+    async def fits(target: Target) -> int:
+        return await asyncio.to_thread(half_of_what_fits, target)
+
+    assert asyncio.run(serving_with(models, fits)) == expected
 
 
 @pytest.mark.parametrize("count", ["0", "-1", "many"])

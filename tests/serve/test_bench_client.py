@@ -19,7 +19,7 @@ def test_it_measures_the_real_server(
 ):
     monkeypatch.setattr(records, "RESULTS", tmp_path)
     target = ["--url", f"{real_server.url}/v1", "--rate", "20,inf", "--num-requests", "6"]
-    target += ["--max-tokens", "24", "--device", "cpu"]
+    target += ["--max-tokens", "24", "--device", "cpu", "--processes", "2"]
     assert serving.main([*target, "--model", "another"]) == 1
     assert serving.main([*target, "--model", "jpaged-tiny"]) == 0
     said = capsys.readouterr()
@@ -31,3 +31,25 @@ def test_it_measures_the_real_server(
         assert 0 < row["normalised_ms_p50"] <= row["normalised_ms_p90"] <= row["normalised_ms_p99"]
         assert row["ttft_ms_p50"] < 1e3 * row["seconds"]
         assert row["output_tokens_per_s"] > 0
+        assert row["through"] == "http"
+        assert 0 < row["client_busy"] < 1.5
+
+
+def test_it_starts_a_server_of_a_shape_and_then_the_engine_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    small = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "head_dim": 32}
+    small |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 512}
+    monkeypatch.setitem(serving.SHAPES, "small", {**serving.SHAPES["qwen3-0.6b"], **small})
+    options = {"max_model_len": 128, "max_num_seqs": 8, "num_blocks": 65}
+    options |= {"max_num_batched_tokens": 64, "compilation_cache_dir": str(tmp_path / "compiled")}
+    monkeypatch.setattr(serving, "AS_VLLM", {**options, "enable_prefix_caching": False})
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    asked = ["--shape", "small", "--num-requests", "6", "--max-tokens", "16", "--rate", "50"]
+    assert serving.main([*asked, "--processes", "1", "--device", "cpu"]) == 0
+    http, engine = json.loads((tmp_path / "serving_cpu.json").read_text())["rows"]
+    assert (http["through"], engine["through"]) == ("http", "engine")
+    for row in (http, engine):
+        assert (row["requests"], row["errors"]) == (6, 0)
+        assert row["output_tokens_per_s"] > 0
+        assert row["ttft_ms_p50"] <= row["normalised_ms_p99"] * 16

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from server_process import ServerProcess
+from server_process import ARGUMENTS, ServerProcess
 
 from jpaged.serve.flags import read_flags
 from jpaged.serve.lifecycle import run_server
@@ -116,6 +116,23 @@ def test_a_signal_while_it_starts(tmp_path: Path):
         assert server.wait() == 0
     finally:
         server.end()
+
+
+def test_a_signal_ends_it_also_when_nobody_reads_its_log(compilation_cache: Path):
+    """As in `python -m jpaged.serve 2>&1 | head`."""
+    command = [sys.executable, "-m", "jpaged.serve", *ARGUMENTS]
+    command += ["--compilation-cache-dir", str(compilation_cache)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            for line in process.stderr:
+                if "serving" in line:
+                    break
+            process.stderr.close()
+            process.terminate()
+            assert process.wait(30) in (0, 120)  # 120: Python could not flush its own stderr
+        finally:
+            process.kill()
 
 
 def test_the_engines_death_turns_health_red(compilation_cache: Path):

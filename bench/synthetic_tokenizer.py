@@ -1,0 +1,29 @@
+"""A tokenizer of any size for models with random weights: byte-level, of words nobody speaks."""
+
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+_SPACE = "Ġ"
+"""How byte-level vocabularies write a space."""
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Write `tokenizer.json` and its configuration: the 256 bytes, then words of 2 to 8 letters.
+
+    Two of three words begin with a space, as in a text.
+    """
+    tokens = dict.fromkeys(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    rng = np.random.RandomState(0)
+    while len(tokens) < vocab_size:
+        letters = rng.randint(0, len(_LETTERS), rng.randint(2, 9))
+        word = "".join(_LETTERS[i] for i in letters)
+        tokens[(_SPACE if rng.randint(3) else "") + word] = None
+    vocab = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
