@@ -33,6 +33,7 @@ class ServeConfig:
     Attributes:
         model_names: What clients may call the model; the first is what the server calls it.
         api_keys: Of which each request needs one; none: no request needs any.
+        allowed_hosts: What requests may give as the Host beside this machine's names; None: any.
         limits: What clients may ask for.
         chat_template: To use instead of the model's.
         template_variables: What clients may set of a template.
@@ -42,6 +43,7 @@ class ServeConfig:
 
     model_names: tuple[str, ...] = ("jpaged-tiny",)
     api_keys: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] | None = None
     limits: Limits = field(default_factory=Limits)
     chat_template: str | None = None
     template_variables: frozenset[str] = frozenset({"enable_thinking", "thinking"})
@@ -126,6 +128,17 @@ class Serving:
     def is_ready(self) -> bool:
         """Whether new requests are welcome."""
         return self.phase is Phase.SERVING and self.is_healthy
+
+    def check_engine(self) -> None:
+        """Check that a request can be expected to get its tokens.
+
+        Raises:
+            ApiError: 503: there is no engine yet, none any more, or its loop stands still.
+        """
+        if not self.engine.is_ready:
+            raise not_serving("the engine is not running")
+        if not self.is_healthy:
+            raise not_serving("the engine does not respond: ask another server, or try again later")
 
     def close_door(self) -> None:
         """Admit nobody any more; who is in may finish."""
