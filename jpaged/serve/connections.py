@@ -35,7 +35,9 @@ LINGER_TIME = 2.0
 """Seconds to read on after an answer whose request is not in."""
 
 HALF_CLOSED_TIME = 1.0
-"""Seconds between two looks whether a client that sends no more still reads."""
+"""Seconds for the answer to a client that sends no more, before it is asked whether it reads."""
+
+_LOOK_AGAIN = 0.1  # seconds
 
 NUM_SPARE = 64
 """Connections beyond the limit that still get an answer, so that whoever watches the server can."""
@@ -43,30 +45,34 @@ NUM_SPARE = 64
 OUT_OF_FILES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 """Errors of `accept` that last until connections are closed."""
 
+_AT_A_TIME = 4  # connections that are accepted before those before them are looked at
 _SURPLUS = "jpaged_surplus"
 _CLOSE = (b"connection", b"close")
 _ABSOLUTE = re.compile(rb"https?://([^/?#]*)([^#]*)", re.I)
 _QUOTED = re.compile(r": (?:b|bytearray\(b)['\"]")
 
 
-def bounded_by(limits: Limits) -> type["BoundedProtocol"]:
+def bounded_by(limits: Limits, num_spare: int = NUM_SPARE) -> type["BoundedProtocol"]:
     """The protocol for uvicorn, with these limits."""
-    return type("BoundedProtocol", (BoundedProtocol,), {"limits": limits})
+    own = {"limits": limits, "num_spare": num_spare}
+    return type("BoundedProtocol", (BoundedProtocol,), own)
 
 
 class BoundedProtocol(H11Protocol):
     """A connection, which hangs up on who dawdles.
 
     Who comes when there are `limits.max_connections` connections is known as surplus to
-    `SurplusGuard`. When there are `NUM_SPARE` of those too, whoever of them was silent for longest
+    `SurplusGuard`. When there are `num_spare` of those too, whoever of them was silent for longest
     makes room. uvicorn itself would refuse everybody, health checks and those who have been there
     for long too, in plain text.
 
     Attributes:
         limits: Of which it keeps those of headers, bodies, unread answers and connections.
+        num_spare: Connections beyond the limit that still get an answer.
     """
 
     limits = Limits()
+    num_spare = NUM_SPARE
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
@@ -87,7 +93,7 @@ class BoundedProtocol(H11Protocol):
         self._socket: asyncio.Transport = transport
         self.transport: Any = _Hold(transport, self._hang_up, lambda: self._lingers)
         num_surplus = len(self.connections) - self.limits.max_connections
-        if num_surplus > NUM_SPARE:
+        if num_surplus > self.num_spare:
             if not self._idlers:
                 transport.abort()
                 return
@@ -227,7 +233,7 @@ class BoundedProtocol(H11Protocol):
             self._is_probed = True
             interim = h11.InformationalResponse(status_code=102, headers=[], reason=b"Processing")
             self.transport.write(self.conn.send(interim))
-        self._probe_clock = self.loop.call_later(HALF_CLOSED_TIME, self._probe)
+        self._probe_clock = self.loop.call_later(_LOOK_AGAIN, self._probe)
 
 
 class StrictConnection(h11.Connection):
@@ -314,10 +320,12 @@ class SurplusGuard:
 
 
 class Listener(socket.socket):
-    """A TCP socket to listen with, whose `accept` asyncio can live with when files run out.
+    """A TCP socket to listen with, whose `accept` keeps asyncio from running out of files.
 
-    asyncio then leaves new connections waiting for a second, but only after as many more attempts
-    as its backlog is long, each of which it logs.
+    asyncio accepts all who wait before it looks at any of them; here it gets a few at a time, so
+    that those who are too many are hung up on in between. When there are no files all the same, it
+    leaves new connections waiting for a second, but only after as many more attempts
+    as its backlog is long, each of which it logs; here after the first.
 
     Args:
         family: `AF_INET` or `AF_INET6`.
@@ -327,17 +335,18 @@ class Listener(socket.socket):
         # Said to be TCP: of other sockets asyncio does not set TCP_NODELAY, and the body of an
         # answer would wait for the client to acknowledge its headers, 40 ms.
         super().__init__(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        self._is_out = False
+        self._num_left = _AT_A_TIME
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """As sockets do; out of files it fails once, and then says that nobody waits."""
-        if self._is_out:
-            self._is_out = False
+        """As sockets do, but now and then it says that nobody waits."""
+        if not self._num_left:
+            self._num_left = _AT_A_TIME
             raise BlockingIOError
+        self._num_left -= 1
         try:
             return super().accept()
         except OSError as error:
-            self._is_out = error.errno in OUT_OF_FILES
+            self._num_left = 0 if error.errno in OUT_OF_FILES else _AT_A_TIME
             raise
 
 

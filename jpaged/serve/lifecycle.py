@@ -51,10 +51,11 @@ def run_server(flags: Flags) -> int:
 
 async def _serve(flags: Flags, sock: socket.socket) -> int:
     limits = flags.serve.limits
-    limits = replace(limits, max_connections=allow_connections(limits.max_connections))
+    most, num_spare = allow_connections(limits.max_connections)
+    limits = replace(limits, max_connections=most)
     hosts = hosts_served(flags, sock.getsockname()[0])
     serving = Serving(replace(flags.serve, limits=limits, allowed_hosts=hosts))
-    http = HttpServer(_uvicorn_config(serving, flags))
+    http = HttpServer(_uvicorn_config(serving, flags.log_requests, num_spare))
     life = Life(serving, http, flags.shutdown_timeout)
     life.watch_signals()
     asyncio.get_running_loop().set_exception_handler(Complaints().hear)
@@ -174,14 +175,14 @@ async def open_door(serving: Serving, client: EngineClient) -> None:
     serving.open(client, texts, info)
 
 
-def _uvicorn_config(serving: Serving, flags: Flags) -> uvicorn.Config:
+def _uvicorn_config(serving: Serving, log_requests: bool, num_spare: int) -> uvicorn.Config:
     return uvicorn.Config(
         make_app(serving),
-        http=bounded_by(serving.config.limits),
+        http=bounded_by(serving.config.limits, num_spare),
         ws="none",
         lifespan="off",
-        log_level="info" if flags.log_requests else "warning",
-        access_log=flags.log_requests,
+        log_level="info" if log_requests else "warning",
+        access_log=log_requests,
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=_KEEP_ALIVE,
@@ -189,22 +190,28 @@ def _uvicorn_config(serving: Serving, flags: Flags) -> uvicorn.Config:
     )
 
 
-def allow_connections(most: int) -> int:
-    """Let the process have a file for each connection; gives how many the system permits."""
+def allow_connections(most: int) -> tuple[int, int]:
+    """Let the process have a file for each connection, as far as the system permits.
+
+    Returns:
+        How many connections it permits, and how many more that only get a refusal.
+    """
     needed = most + NUM_SPARE + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     if soft != resource.RLIM_INFINITY and soft < allowed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     if allowed == needed:
-        return most
-    fewer = max(1, allowed - NUM_SPARE - min(_OTHER_FILES, allowed // 4))
+        return most, NUM_SPARE
+    room = allowed - min(_OTHER_FILES, max(32, allowed // 4))
+    num_spare = max(1, min(NUM_SPARE, room // 2))
+    fewer = min(most, max(1, room - num_spare))
     if fewer < most:
         _say(
             f"--max-connections is {fewer}, not {most}, since the system allows {hard} open files: "
             f"raise that (ulimit -n {needed}), or lower --max-connections"
         )
-    return min(fewer, most)
+    return fewer, num_spare
 
 
 def hosts_served(flags: Flags, address: str) -> tuple[str, ...] | None:
