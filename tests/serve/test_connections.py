@@ -238,28 +238,33 @@ def test_other_complaints_go_to_the_log(caplog: pytest.LogCaptureFixture):
 
 
 def test_answers_on_a_kept_connection_do_not_wait_for_each_other():
-    async def median() -> float:
+    async def seconds() -> list[float]:
         async with server() as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             times = []
-            for _ in range(41):
+            for _ in range(60):
                 start = time.perf_counter()
                 writer.write(REQUEST + b"\r\n")
                 await reader.readuntil(b"\r\n\r\nyes")
                 times.append(time.perf_counter() - start)
             writer.close()
-            return sorted(times)[20]
+            return times
 
-    # 0.5 ms; where the body waits for an acknowledgement of the headers, 40 ms whatever else runs.
-    assert min(asyncio.run(median()) for _ in range(3)) < 0.005
+    assert is_quick(asyncio.run(seconds()))
+
+
+def is_quick(times: list[float]) -> bool:
+    """Whether nothing waits for an acknowledgement, which takes 40 ms for all but the first few.
+
+    It is 0.5 ms; what else this machine does may last longer than 5 ms, but not all the time.
+    """
+    return sorted(times[20:])[4] < 0.005
 
 
 def test_a_real_server_answers_at_once_and_only_its_own_hosts(real_server: ServerProcess):
     url = f"{real_server.url}/version"
     with httpx.Client() as client:
-        times = [client.get(url).elapsed.total_seconds() for _ in range(61)]
-        # 1 ms; the first few are acknowledged at once in any case
-        assert min(sorted(part)[10] for part in (times[1:21], times[21:41], times[41:])) < 0.005
+        assert is_quick([client.get(url).elapsed.total_seconds() for _ in range(60)])
         assert client.get(url, headers={"Host": "evil.example"}).status_code == 403
 
 
@@ -522,6 +527,7 @@ async def half_closed(port: int, asked: bytes) -> bytes:
 def test_a_half_closed_client_gets_its_answer(monkeypatch: pytest.MonkeyPatch):
     async def scenario() -> None:
         app = Slow(0.3)
+        monkeypatch.setattr(connections, "HALF_CLOSED_TIME", 5.0)
         async with server(app) as port:
             asked = REQUEST + b"\r\n"
             for request in (asked, asked.replace(b"1.1", b"1.0")):
@@ -563,15 +569,18 @@ LONG_ANSWER = b"x" * (20 * 2**20)
 
 def test_who_reads_nothing_is_hung_up_on_and_who_reads_slowly_is_not():
     async def scenario() -> None:
-        async with server(PlainTextResponse(LONG_ANSWER), Limits(stall_timeout=0.5)) as port:
-            for last in (b"\r\n", b"Connection: close\r\n\r\n"):
-                sock = socket.create_connection(("127.0.0.1", port))
-                sock.sendall(REQUEST + last)
-                await asyncio.sleep(2.0)
+        async with server(PlainTextResponse(LONG_ANSWER), Limits(stall_timeout=1.0)) as port:
+            silent = [ask(port, last) for last in (b"", b"Connection: close\r\n")]
+            await asyncio.sleep(2.5)
+            for sock in silent:
                 assert await asyncio.to_thread(read_on, sock, 0.0) < len(LONG_ANSWER)
-            sock = socket.create_connection(("127.0.0.1", port))
-            sock.sendall(REQUEST + b"Connection: close\r\n\r\n")
-            assert await asyncio.to_thread(read_on, sock, 0.1) > len(LONG_ANSWER)
+            slow = ask(port, b"Connection: close\r\n")
+            assert await asyncio.to_thread(read_on, slow, 0.1) > len(LONG_ANSWER)
+
+    def ask(port: int, header: bytes) -> socket.socket:
+        sock = socket.create_connection(("127.0.0.1", port))
+        sock.sendall(REQUEST + header + b"\r\n")
+        return sock
 
     asyncio.run(scenario())
 

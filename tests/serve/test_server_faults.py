@@ -154,7 +154,7 @@ async def never() -> AsyncIterator[bytes]:
 def test_a_loop_that_stands_still_is_not_healthy(
     serve: Run, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ):
-    advance, pauses = engine.advance, [2.0]
+    advance, pauses = engine.advance, [3.5]
     monkeypatch.setattr(
         engine, "advance", lambda: (time.sleep(pauses.pop() if pauses else 0), advance())
     )
@@ -171,7 +171,7 @@ def test_a_loop_that_stands_still_is_not_healthy(
             assert int(refused.headers["retry-after"]) >= 1
             assert "does not respond" in refused.json()["error"]["message"]
         assert not asking.done()
-        assert time.monotonic() - start < 0.3
+        assert time.monotonic() - start < 1
         await asking  # what has been taken on keeps its own time
         assert (await server.http.get("/health")).status_code == 200
         await server.canary()
