@@ -37,14 +37,13 @@ LINGER_TIME = 2.0
 HALF_CLOSED_TIME = 1.0
 """Seconds for the answer to a client that sends no more, before it is asked whether it reads."""
 
-_LOOK_AGAIN = 0.1  # seconds
-
 NUM_SPARE = 64
 """Connections beyond the limit that still get an answer, so that whoever watches the server can."""
 
 OUT_OF_FILES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 """Errors of `accept` that last until connections are closed."""
 
+_LOOK_AGAIN = 0.1  # seconds between looks whether a half-closed client is gone
 _AT_A_TIME = 4  # connections that are accepted before those before them are looked at
 _SURPLUS = "jpaged_surplus"
 _CLOSE = (b"connection", b"close")
@@ -140,15 +139,14 @@ class BoundedProtocol(H11Protocol):
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             error = self.conn.why_refused()
             body = json_bytes(error.body)
-            kind, size = (
+            headers = [
+                *self.server_state.default_headers,
                 (b"content-type", b"application/json"),
                 (b"content-length", b"%d" % len(body)),
-            )
-            start = h11.Response(
-                status_code=error.status,
-                headers=[*self.server_state.default_headers, kind, size, _CLOSE],
-                reason=STATUS_PHRASES[error.status],
-            )
+                _CLOSE,
+            ]
+            status, reason = error.status, STATUS_PHRASES[error.status]
+            start = h11.Response(status_code=status, headers=headers, reason=reason)
             for event in (start, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event))
         self.transport.close()
@@ -195,12 +193,15 @@ class BoundedProtocol(H11Protocol):
             self._lingers = True
             self._idlers[self] = None
             self._set_clock()
-            self.flow.resume_reading()
-            self._socket.write_eof()
             self._clock = self.loop.call_later(LINGER_TIME, self._socket.abort)
-            return
-        self._socket.close()
-        self._await_reader()
+            self.flow.resume_reading()
+            try:
+                self._socket.write_eof()
+            except OSError:  # the client has reset the connection just now
+                self._socket.abort()
+        else:
+            self._socket.close()
+            self._await_reader()
 
     def _make_room(self) -> None:
         self._idlers.pop(self, None)
