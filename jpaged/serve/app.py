@@ -15,6 +15,7 @@ from jpaged.serve.dashboard import dashboard_routes
 from jpaged.serve.errors import ApiError
 from jpaged.serve.exchange import Exchange, as_api_error, error_answer, json_answer
 from jpaged.serve.generation import Generation
+from jpaged.serve.hosts import HostGuard
 from jpaged.serve.json_body import read_json
 from jpaged.serve.metrics import CONTENT_TYPE
 from jpaged.serve.openapi import openapi
@@ -50,6 +51,8 @@ def make_app(serving: Serving) -> ASGIApp:
     router = Router(routes, redirect_slashes=False, default=_nowhere)
     budget = BodyBudget(router, config.limits.max_total_body_bytes)
     guard = KeyGuard(budget, config.api_keys, has_page=config.dashboard)
+    if config.allowed_hosts is not None:
+        guard = HostGuard(guard, config.allowed_hosts)
     return SurplusGuard(Shell(guard))
 
 
@@ -102,6 +105,7 @@ class Endpoints:
     ) -> Response:
         serving = self._serving
         config = serving.config
+        serving.check_engine()
         asked = read_record(record, await read_json(request, config.limits))
         model = serving.model_name(asked.model)
         asked.check(config.limits)

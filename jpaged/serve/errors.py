@@ -15,6 +15,7 @@ class ApiError(Exception):
         code: A word for programs.
         retry_after: Seconds after which to try again.
         challenge: Of a 401, which credentials would do (`WWW-Authenticate`).
+        allow: Of a 405, which methods would do.
     """
 
     def __init__(
@@ -26,6 +27,7 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after: int | None = None,
         challenge: str | None = None,
+        allow: str | None = None,
     ):
         super().__init__(message)
         self.status = status
@@ -33,6 +35,7 @@ class ApiError(Exception):
         self.code = code
         self.retry_after = retry_after
         self.challenge = challenge
+        self.allow = allow
 
     @property
     def body(self) -> dict[str, Any]:
@@ -49,7 +52,11 @@ class ApiError(Exception):
     @property
     def headers(self) -> dict[str, str]:
         """Headers that belong to the error."""
-        headers = {"Retry-After": self.retry_after, "WWW-Authenticate": self.challenge}
+        headers = {
+            "Retry-After": self.retry_after,
+            "WWW-Authenticate": self.challenge,
+            "Allow": self.allow,
+        }
         return {name: str(value) for name, value in headers.items() if value is not None}
 
 

@@ -138,7 +138,8 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):  # a route's: the method is not one of its own
-        return ApiError(error.status_code, f"{error.detail}: /openapi.json lists what there is")
+        message = f"{error.detail}: /openapi.json lists what there is"
+        return ApiError(error.status_code, message, allow=(error.headers or {}).get("Allow"))
     traceback.print_exception(error, file=sys.stderr)
     return failed()
 

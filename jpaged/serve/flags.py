@@ -7,7 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from jpaged import EngineConfig, __version__
-from jpaged.serve.flag_values import check_key, count, num_bytes, seconds
+from jpaged.serve.flag_values import (
+    check_key,
+    check_name,
+    count,
+    num_bytes,
+    positive_bytes,
+    positive_count,
+    positive_seconds,
+    read_host,
+    seconds,
+)
 from jpaged.serve.limits import Limits
 from jpaged.serve.serving import ServeConfig
 
@@ -105,6 +115,15 @@ def _add_server_flags(group: Any) -> None:
         help="let keys find each other's cached prefixes, and so tell what the others asked",
     )
     add(
+        "--allowed-hosts",
+        nargs="+",
+        action="extend",
+        type=read_host,
+        metavar="NAME",
+        help="names besides this machine's own by which it may be asked, * for any (default: any "
+        "with --api-key or where others can reach the --host, else none)",
+    )
+    add(
         "--served-model-name",
         nargs="+",
         action="extend",
@@ -135,20 +154,20 @@ def _add_limit_flags(group: Any) -> None:
     )
     add(
         "--max-num-client-reqs",
-        type=count,
+        type=positive_count,
         metavar="N",
         help="429 for a client (an API key; without keys an address) with so many in flight",
     )
     add(
         "--max-body-bytes",
-        type=num_bytes,
+        type=positive_bytes,
         default=own.max_body_bytes,
         metavar="BYTES",
         help="413 for a larger body, such as 8M (the default)",
     )
     add(
         "--max-total-body-bytes",
-        type=num_bytes,
+        type=positive_bytes,
         default=own.max_total_body_bytes,
         metavar="BYTES",
         help="503 when the bodies of all requests in flight would be larger together (1G)",
@@ -160,7 +179,7 @@ def _add_limit_flags(group: Any) -> None:
     ):
         default = getattr(own, name)
         flag = f"--{name.replace('_', '-')}"
-        add(flag, type=count, default=default, metavar="N", help=f"{meaning} ({default})")
+        add(flag, type=positive_count, default=default, metavar="N", help=f"{meaning} ({default})")
     for name, meaning in (
         ("queue_timeout", "until the first token"),
         ("request_timeout", "for a request in all"),
@@ -169,7 +188,8 @@ def _add_limit_flags(group: Any) -> None:
     ):
         default = getattr(own, name)
         flag = f"--{name.replace('_', '-')}"
-        add(flag, type=seconds, default=default, metavar="S", help=f"{meaning} ({default:g} s)")
+        meaning = f"{meaning} ({default:g} s)"
+        add(flag, type=positive_seconds, default=default, metavar="S", help=meaning)
 
 
 def _add_model_flags(group: Any) -> None:
@@ -240,7 +260,16 @@ def read_flags(argv: Sequence[str] | None = None) -> Flags:
 def _flags(args: argparse.Namespace) -> Flags:
     if args.model_tag is not None and args.model not in (None, args.model_tag):
         raise ValueError(f"two models are named: {args.model_tag} and --model {args.model}")
-    args.model = args.model or args.model_tag
+    args.model = args.model_tag if args.model is None else args.model
+    if args.model is not None and not args.model.strip():
+        raise ValueError(
+            "model= is empty: give a folder or a hub id, or leave it out for the embedded model"
+        )
+    if not args.host.strip():
+        raise ValueError(
+            "host= is empty: give the address to listen at, 127.0.0.1 for this machine only or "
+            "0.0.0.0 for all that can reach it"
+        )
     if args.tensor_parallel_size != 1:
         size = args.tensor_parallel_size
         raise ValueError(f"tensor_parallel_size={size} is not supported yet: leave it at 1")
@@ -273,10 +302,14 @@ def _serve_config(args: argparse.Namespace) -> ServeConfig:
         **{name: getattr(args, name) for name in Limits.__dataclass_fields__ if hasattr(args, name)}
     )
     own = ServeConfig()
+    names = tuple(args.served_model_name or [_name_of(args.model)])
+    for number, name in enumerate(names, 1):
+        check_name(name, number)
     return ServeConfig(
-        model_names=tuple(args.served_model_name or [_name_of(args.model)]),
+        model_names=names,
         api_keys=tuple(args.api_key or ()),
         share_prefix_cache_across_keys=args.share_prefix_cache_across_keys,
+        allowed_hosts=None if args.allowed_hosts is None else tuple(args.allowed_hosts),
         limits=limits,
         chat_template=None if template is None else _read_template(template),
         template_variables=own.template_variables if allowed is None else frozenset(allowed),

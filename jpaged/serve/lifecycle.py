@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ import uvicorn
 from jpaged import Tokenizer
 from jpaged.serve.app import make_app
 from jpaged.serve.client import EngineClient
-from jpaged.serve.connections import NUM_SPARE, BoundedProtocol
+from jpaged.serve.connections import NUM_SPARE, OUT_OF_FILES, Listener, bounded_by
 from jpaged.serve.engine_process import EngineProcess
 from jpaged.serve.flags import Flags
+from jpaged.serve.hosts import host_name, is_loopback
 from jpaged.serve.serving import Serving
 from jpaged.serve.texts import Texts
 
@@ -38,7 +40,7 @@ _LAST_WORDS = 5
 def run_server(flags: Flags) -> int:
     """Serve until a signal; gives the exit code."""
     try:
-        sock = _listen(flags.host, flags.port)
+        sock = listen(flags.host, flags.port)
     except (OSError, ValueError) as error:  # ValueError: a host that is no name
         where, why = f"{flags.host}:{flags.port}", getattr(error, "strerror", None) or error
         _say(f"cannot listen at {where} ({why}): use another --port or --host")
@@ -48,11 +50,15 @@ def run_server(flags: Flags) -> int:
 
 
 async def _serve(flags: Flags, sock: socket.socket) -> int:
-    serving = Serving(flags.serve)
-    http = HttpServer(_uvicorn_config(serving, flags))
+    limits = flags.serve.limits
+    most, num_spare = allow_connections(limits.max_connections)
+    limits = replace(limits, max_connections=most)
+    hosts = hosts_served(flags, sock.getsockname()[0])
+    serving = Serving(replace(flags.serve, limits=limits, allowed_hosts=hosts))
+    http = HttpServer(_uvicorn_config(serving, flags.log_requests, num_spare))
     life = Life(serving, http, flags.shutdown_timeout)
     life.watch_signals()
-    allow_connections(flags.serve.limits.max_connections)
+    asyncio.get_running_loop().set_exception_handler(Complaints().hear)
     talking = asyncio.create_task(http.serve([sock]))
     code = await life.start(flags.engine, f"http://{_host(sock)}:{sock.getsockname()[1]}")
     await talking
@@ -169,38 +175,86 @@ async def open_door(serving: Serving, client: EngineClient) -> None:
     serving.open(client, texts, info)
 
 
-def _uvicorn_config(serving: Serving, flags: Flags) -> uvicorn.Config:
-    limits = flags.serve.limits
+def _uvicorn_config(serving: Serving, log_requests: bool, num_spare: int) -> uvicorn.Config:
     return uvicorn.Config(
         make_app(serving),
-        http=BoundedProtocol,
+        http=bounded_by(serving.config.limits, num_spare),
         ws="none",
         lifespan="off",
-        log_level="info" if flags.log_requests else "warning",
-        access_log=flags.log_requests,
+        log_level="info" if log_requests else "warning",
+        access_log=log_requests,
         server_header=False,
         proxy_headers=False,
-        h11_max_incomplete_event_size=limits.max_header_bytes,
-        limit_concurrency=limits.max_connections,
         timeout_keep_alive=_KEEP_ALIVE,
         timeout_graceful_shutdown=_LAST_WORDS,
     )
 
 
-def allow_connections(most: int) -> None:
-    """Let the process have a file for each connection, as far as the system permits."""
+def allow_connections(most: int) -> tuple[int, int]:
+    """Let the process have a file for each connection, as far as the system permits.
+
+    Returns:
+        How many connections it permits, and how many more that only get a refusal.
+    """
     needed = most + NUM_SPARE + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     if soft != resource.RLIM_INFINITY and soft < allowed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    if allowed < needed:
-        _say(f"the system allows {hard} open files, too few for --max-connections {most}")
+    if allowed == needed:
+        return most, NUM_SPARE
+    room = allowed - min(_OTHER_FILES, max(32, allowed // 4))
+    num_spare = max(1, min(NUM_SPARE, room // 2))
+    fewer = min(most, max(1, room - num_spare))
+    if fewer < most:
+        _say(
+            f"--max-connections is {fewer}, not {most}, since the system allows {hard} open files: "
+            f"raise that (ulimit -n {needed}), or lower --max-connections"
+        )
+    return fewer, num_spare
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family)
+def hosts_served(flags: Flags, address: str) -> tuple[str, ...] | None:
+    """The names that requests may give as the Host, for a server that listens at `address`.
+
+    Without keys and on the loopback alone, nothing but the Host tells this machine's users from a
+    page of a stranger's, whose name has been made to lead here (DNS rebinding).
+
+    Returns:
+        Names besides this machine's own; None for any.
+    """
+    given = flags.serve.allowed_hosts
+    if given is None and (flags.serve.api_keys or not is_loopback(address)):
+        return None
+    return (*(given or ()), host_name(flags.host))
+
+
+class Complaints:
+    """What asyncio complains of goes to its log, but running out of files is said once."""
+
+    def __init__(self) -> None:
+        self._is_said = False
+
+    def hear(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """For `loop.set_exception_handler`."""
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in OUT_OF_FILES:
+            loop.default_exception_handler(context)
+        elif not self._is_said:
+            self._is_said = True
+            _say(
+                f"new connections wait until others are closed ({error.strerror}): raise "
+                "ulimit -n, or lower --max-connections"
+            )
+
+
+def listen(host: str, port: int) -> Listener:
+    """A socket that listens there.
+
+    Raises:
+        OSError, ValueError: it cannot.
+    """
+    sock = Listener(socket.AF_INET6 if ":" in host else socket.AF_INET)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))

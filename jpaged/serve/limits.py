@@ -18,8 +18,8 @@ class Limits:
             key) may have at a time; None for no bound of its own.
         max_prompts: Prompts in a request.
         max_n: Answers to a prompt, `best_of` and beams too.
-        max_connections: Open connections.
-        body_timeout: Seconds for a body to arrive.
+        max_connections: Open connections, as far as the system permits as many files.
+        body_timeout: Seconds for a body to arrive, from the end of its headers.
         queue_timeout: Seconds until the first token.
         request_timeout: Seconds for a request in all.
         stall_timeout: Seconds that a client may leave an answer unread.

@@ -28,12 +28,13 @@ _READS = {
 _STREAMED = ("/v1/completions", "/v1/chat/completions")
 _ERRORS = {
     "400": "A field is not acceptable; `param` names it.",
+    "403": "The Host is not one that this server has (`--allowed-hosts`).",
     "404": "There is no such model.",
     "413": "The body is too large.",
     "415": "The body is not said to be JSON.",
     "429": "This client has its share in flight; Retry-After says when to come back.",
     "500": "The request failed on the server.",
-    "503": "The server is full, starts or shuts down; Retry-After says when to come back.",
+    "503": "The server is full, starts, hangs or shuts down; Retry-After says when to come back.",
 }
 _DENIED = {"401": "The API key is missing or wrong."}
 _NULLABLE_TEXT = {"type": ["string", "null"]}

@@ -37,6 +37,7 @@ class ServeConfig:
         api_keys: Of which each request needs one; none: no request needs any.
         share_prefix_cache_across_keys: Whether the requests of one key find what those of another
             left in the prefix cache, and so can tell what they asked.
+        allowed_hosts: What requests may give as the Host beside this machine's names; None: any.
         limits: What clients may ask for.
         chat_template: To use instead of the model's.
         template_variables: What clients may set of a template.
@@ -47,6 +48,7 @@ class ServeConfig:
     model_names: tuple[str, ...] = ("jpaged-tiny",)
     api_keys: tuple[str, ...] = ()
     share_prefix_cache_across_keys: bool = False
+    allowed_hosts: tuple[str, ...] | None = None
     limits: Limits = field(default_factory=Limits)
     chat_template: str | None = None
     template_variables: frozenset[str] = frozenset({"enable_thinking", "thinking"})
@@ -132,6 +134,17 @@ class Serving:
     def is_ready(self) -> bool:
         """Whether new requests are welcome."""
         return self.phase is Phase.SERVING and self.is_healthy
+
+    def check_engine(self) -> None:
+        """Check that a request can be expected to get its tokens.
+
+        Raises:
+            ApiError: 503: there is no engine yet, none any more, or its loop stands still.
+        """
+        if not self.engine.is_ready:
+            raise not_serving("the engine is not running")
+        if not self.is_healthy:
+            raise not_serving("the engine does not respond: ask another server, or try again later")
 
     def close_door(self) -> None:
         """Admit nobody any more; who is in may finish."""

@@ -1,6 +1,7 @@
 """A real server: `python -m jpaged.serve` in a process of its own."""
 
 import re
+import resource
 import subprocess
 import sys
 import threading
@@ -21,10 +22,14 @@ class ServerProcess:
         log: What it said.
     """
 
-    def __init__(self, cache: Path, *arguments: str, wait: bool = True):
+    def __init__(
+        self, cache: Path, *arguments: str, wait: bool = True, num_files: int | None = None
+    ):
         command = [sys.executable, "-m", "jpaged.serve", *ARGUMENTS]
         command += ["--compilation-cache-dir", str(cache), *arguments]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        if num_files is not None:  # it is not looking yet
+            resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, (num_files, num_files))
         self.log = ""
         self.url = ""
         self._ready = threading.Event()

@@ -186,6 +186,10 @@ def test_small_talk(serve: Run):
         assert answer.json()["error"]["type"] == "invalid_request_error"
         answer = await server.http.get("/v1/completions")
         assert answer.status_code == 405
+        assert answer.headers["allow"] == "POST"
+        wrong = await server.http.delete("/version")
+        assert wrong.status_code == 405
+        assert set(wrong.headers["allow"].split(", ")) == {"GET", "HEAD"}
         assert "Method Not Allowed" in answer.json()["error"]["message"]
 
     serve(scenario)

@@ -1,42 +1,57 @@
 """Connections of clients that send too much, too slowly, or nothing."""
 
 import asyncio
+import errno
+import json
 import resource
+import socket
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
+import httpx
 import pytest
 import uvicorn
+from serve_helpers import Server
+from server_process import ServerProcess
 from starlette.responses import PlainTextResponse
 
 from jpaged.serve import connections
 from jpaged.serve.auth import OPEN_PATHS
-from jpaged.serve.connections import BoundedProtocol, SurplusGuard
-from jpaged.serve.lifecycle import HttpServer, allow_connections
+from jpaged.serve.connections import SurplusGuard, bounded_by
+from jpaged.serve.exchange import while_connected
+from jpaged.serve.lifecycle import Complaints, HttpServer, allow_connections, listen
+from jpaged.serve.limits import Limits
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], object]
+STANDARD = Limits()
 REQUEST = b"GET / HTTP/1.1\r\nHost: a\r\n"
 
 
 @asynccontextmanager
-async def server(app: Any = None, **options: Any) -> AsyncIterator[int]:
+async def server(
+    app: Any = None, limits: Limits = STANDARD, num_spare: int = 64, **options: Any
+) -> AsyncIterator[int]:
     """The port of a server that says yes."""
     config = uvicorn.Config(
         app or PlainTextResponse("yes"),
-        port=0,
-        http=BoundedProtocol,
+        http=bounded_by(limits, num_spare),
         lifespan="off",
         log_level="error",
+        timeout_graceful_shutdown=1,
         **options,
     )
     http = HttpServer(config)
-    serving = asyncio.create_task(http.serve())
-    while not http.started:
-        await asyncio.sleep(0.01)
-    yield http.servers[0].sockets[0].getsockname()[1]
-    http.should_exit = True
-    await serving
+    with listen("127.0.0.1", 0) as sock:
+        serving = asyncio.create_task(http.serve([sock]))
+        while not http.started:
+            await asyncio.sleep(0.01)
+        yield sock.getsockname()[1]
+        http.should_exit = True
+        await serving
 
 
 async def answer_to(port: int, *pieces: bytes, pause: float = 0.0) -> bytes:
@@ -84,9 +99,9 @@ def test_headers_that_do_not_come_in_time(
 
 def test_headers_that_are_too_large():
     async def scenario() -> None:
-        async with server(h11_max_incomplete_event_size=1024) as port:
+        async with server(limits=Limits(max_header_bytes=1024)) as port:
             answer = await answer_to(port, REQUEST + b"X: " + b"y" * 5000)
-            assert answer.startswith(b"HTTP/1.1 400")
+            assert answer.startswith(b"HTTP/1.1 431")
 
     asyncio.run(scenario())
 
@@ -97,7 +112,7 @@ async def yes(scope: Any, receive: Any, send: Any) -> None:
 
 def test_too_many_connections():
     async def scenario() -> None:
-        async with server(SurplusGuard(yes), limit_concurrency=2) as port:
+        async with server(SurplusGuard(yes), Limits(max_connections=2)) as port:
             early = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
             answer = await answer_to(port, REQUEST + b"\r\n")
             assert answer.startswith(b"HTTP/1.1 503")
@@ -117,33 +132,467 @@ def test_too_many_connections():
     asyncio.run(scenario())
 
 
-def test_more_connections_than_get_an_answer(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(connections, "NUM_SPARE", 1)
-
+@pytest.mark.parametrize("said", [b"", b"GET / HT"], ids=["nothing", "a little"])
+def test_who_asks_gets_an_answer_however_many_say_nothing(said: bytes):
     async def scenario() -> None:
-        async with server(SurplusGuard(yes), limit_concurrency=1) as port:
-            waiting = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
-            assert await answer_to(port, REQUEST + b"\r\n") == b""
-            for _, writer in waiting:
+        async with server(SurplusGuard(yes), Limits(max_connections=1), num_spare=2) as port:
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(9)]
+            for _, writer in silent:
+                writer.write(said)
+            for _ in range(3):
+                answer = await answer_to(port, b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+                assert answer.endswith(b"yes")
+            for reader, _ in silent[1:-2]:  # made room
+                assert await hung_up(reader)
+            reader, writer = silent[0]  # was not too many
+            writer.write(REQUEST.removeprefix(said) + b"Connection: close\r\n\r\n")
+            assert (await reader.read()).endswith(b"yes")
+            for _, writer in silent:
                 writer.close()
-            await asyncio.sleep(0.1)
-            assert (await answer_to(port, REQUEST + b"Connection: close\r\n\r\n")).endswith(b"yes")
 
     asyncio.run(scenario())
+
+
+async def hung_up(reader: asyncio.StreamReader) -> bool:
+    try:
+        return await asyncio.wait_for(reader.read(), 5) == b""
+    except ConnectionError:
+        return True
 
 
 def test_files_for_all_connections(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     asked = []
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (400, 4000))
+    hard = 4000
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (min(400, hard), hard))
     monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: asked.append(limits))
-    allow_connections(100)
+    assert allow_connections(100) == (100, connections.NUM_SPARE)
     assert asked == []
-    allow_connections(1000)
-    ((soft, hard),) = asked
-    assert 1000 + connections.NUM_SPARE < soft < 4000 == hard
+    assert allow_connections(1000) == (1000, connections.NUM_SPARE)
+    ((soft, most),) = asked
+    assert 1000 + connections.NUM_SPARE < soft < 4000 == most
     assert capsys.readouterr().err == ""
-    allow_connections(5000)
-    assert asked[1:] == [(4000, 4000)]
-    assert "4000 open files, too few for --max-connections 5000" in capsys.readouterr().err
+    for hard, fewer, spare in ((4000, 3808, 64), (256, 128, 64), (128, 48, 48), (30, 1, 1)):
+        assert allow_connections(5000) == (fewer, spare)
+        assert asked[-1] == (hard, hard) or hard < 400
+        said = capsys.readouterr().err
+        assert f"--max-connections is {fewer}, not 5000" in said
+        assert f"{hard} open files" in said
+        assert said.count("\n") == 1
+
+
+def test_out_of_files_new_connections_wait(caplog: pytest.LogCaptureFixture, capsys: Any):
+    attempts = []
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(Complaints().hear)
+
+        def fail() -> NoReturn:
+            attempts.append(loop.time())
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        with listen("127.0.0.1", 0) as sock:
+            made = asyncio.Event()
+            serving = await loop.create_server(
+                lambda: Maker(made), sock=sock, backlog=2048, start_serving=False
+            )
+            monkey = pytest.MonkeyPatch()
+            monkey.setattr(sock, "_accept", fail, raising=False)
+            await serving.start_serving()
+            _, writer = await asyncio.open_connection(*sock.getsockname())
+            await asyncio.sleep(1.3)
+            assert not made.is_set()
+            monkey.undo()
+            await asyncio.wait_for(made.wait(), 5)
+            writer.close()
+            serving.close()
+            await serving.wait_closed()
+
+    asyncio.run(scenario())
+    assert 1 <= len(attempts) <= 3  # one a second
+    assert "Traceback" not in caplog.text
+    assert capsys.readouterr().err.count("Too many open files") == 1
+
+
+class Maker(asyncio.Protocol):
+    """Tells of its connection, and ends it."""
+
+    def __init__(self, made: asyncio.Event):
+        self.made = made
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.made.set()
+        transport.close()
+
+
+def test_other_complaints_go_to_the_log(caplog: pytest.LogCaptureFixture):
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(Complaints().hear)
+        loop.call_exception_handler({"message": "it broke", "exception": OSError(1, "x")})
+
+    asyncio.run(scenario())
+    assert "it broke" in caplog.text
+
+
+def test_answers_on_a_kept_connection_do_not_wait_for_each_other():
+    async def seconds() -> list[float]:
+        async with server() as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            times = []
+            for _ in range(60):
+                start = time.perf_counter()
+                writer.write(REQUEST + b"\r\n")
+                await reader.readuntil(b"\r\n\r\nyes")
+                times.append(time.perf_counter() - start)
+            writer.close()
+            return times
+
+    assert is_quick(asyncio.run(seconds()))
+
+
+def is_quick(times: list[float]) -> bool:
+    """Whether nothing waits for an acknowledgement, which takes 40 ms for all but the first few.
+
+    It is 0.5 ms; what else this machine does may last longer than 5 ms, but not all the time.
+    """
+    return sorted(times[20:])[4] < 0.005
+
+
+def test_a_real_server_answers_at_once_and_only_its_own_hosts(real_server: ServerProcess):
+    url = f"{real_server.url}/version"
+    with httpx.Client() as client:
+        assert is_quick([client.get(url).elapsed.total_seconds() for _ in range(60)])
+        assert client.get(url, headers={"Host": "evil.example"}).status_code == 403
+
+
+@pytest.mark.slow
+def test_few_files(compilation_cache: Path):
+    server = ServerProcess(compilation_cache, num_files=128)
+    try:
+        where = urlsplit(server.url)
+        address = (where.hostname, where.port)
+        silent = [socket.create_connection(address) for _ in range(300)]
+        for path in sorted(OPEN_PATHS) * 3:
+            assert httpx.get(server.url + path, timeout=5).status_code == 200
+        for sock in silent:
+            sock.close()
+        end = time.monotonic() + 10
+        while httpx.get(f"{server.url}/version").status_code != 200:
+            assert time.monotonic() < end
+        asked = {"prompt": "a", "max_tokens": 1}
+        assert httpx.post(f"{server.url}/v1/completions", json=asked).status_code == 200
+        assert server.log.count("open files") == 1
+        assert "--max-connections is 48" in server.log
+        assert "Traceback" not in server.log
+    finally:
+        server.end()
+
+
+async def drip(port: int, *pieces: bytes, seconds: float = 10.0) -> tuple[bytes, float]:
+    """What comes back for these pieces and then a byte now and then, and how long it took."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    start = time.monotonic()
+    for piece in pieces:
+        writer.write(piece)
+        await asyncio.sleep(0.05)
+    reading = asyncio.create_task(reader.read())
+    try:
+        while not reading.done() and time.monotonic() - start < seconds:
+            writer.write(b"x")
+            await asyncio.sleep(0.05)
+        return (await reading if reading.done() else b"it stays"), time.monotonic() - start
+    except ConnectionError:
+        return b"", time.monotonic() - start
+    finally:
+        reading.cancel()
+        writer.close()
+
+
+POST = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+DRIPPING = POST + b"Content-Length: 100000\r\n\r\n"
+
+
+def test_a_body_that_drips_after_its_answer(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(connections, "LINGER_TIME", 0.3)
+
+    async def scenario() -> None:
+        async with server() as port:
+            answer, seconds = await drip(port, DRIPPING)
+            assert answer.endswith(b"yes")
+            assert b"connection: close" in answer.lower()
+            assert seconds < 5
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [(DRIPPING,), (POST, b"X: y\r\n" * 3, b"Content-Length: 99999\r\n\r\n")],
+    ids=["a body", "headers and a body"],
+)
+def test_one_clock_from_the_connection_to_the_end_of_the_body(
+    monkeypatch: pytest.MonkeyPatch, pieces: tuple[bytes, ...]
+):
+    monkeypatch.setattr(connections, "HEADER_TIMEOUT", 0.4)
+    ends = []
+
+    async def read_all(scope: Any, receive: Any, send: Any) -> None:
+        while (message := await receive()).get("more_body"):
+            pass
+        ends.append(message["type"])
+
+    async def scenario() -> None:
+        async with server(read_all, Limits(body_timeout=0.3)) as port:
+            answer, seconds = await drip(port, *pieces)
+            assert answer == b""
+            assert 0.5 < seconds < 5
+            assert ends == ["http.disconnect"]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"PUT /version", 405),
+        (b"POST /nowhere", 404),
+        (b"POST /v1/completions", 413),
+        (b"POST /v1/models", 401),
+    ],
+    ids=lambda value: str(value) if isinstance(value, int) else "",
+)
+def test_a_body_that_drips_after_a_refusal(
+    serve: Any, monkeypatch: pytest.MonkeyPatch, head: bytes, status: int
+):
+    monkeypatch.setattr(connections, "LINGER_TIME", 0.3)
+    key = b"Authorization: Bearer k\r\n" if status != 401 else b""
+
+    async def scenario(own: Server) -> None:
+        async with server(own.app) as port:
+            asked = POST.replace(b"POST /", head) + key + b"Content-Length: 99999999\r\n\r\n"
+            answer, seconds = await drip(port, asked)
+            assert answer.startswith(b"HTTP/1.1 %d" % status)
+            assert seconds < 5
+
+    serve(scenario, api_keys=("k",))
+
+
+def test_an_answer_is_read_by_who_sends_more_than_is_read():
+    def ask(port: int) -> bytes:
+        with socket.create_connection(("127.0.0.1", port)) as sock:
+            sock.sendall(DRIPPING.replace(b"100000", b"20000000"))
+            for _ in range(20):
+                sock.sendall(b"x" * 2**20)
+            return sock.recv(10000)
+
+    async def scenario() -> None:
+        async with server() as port:
+            assert (await asyncio.to_thread(ask, port)).endswith(b"yes")
+
+    asyncio.run(scenario())
+
+
+def test_a_kept_connection_after_a_whole_body():
+    async def scenario() -> None:
+        async with server(echo) as port:
+            asked = POST + b"Content-Length: 2\r\n\r\n{}"
+            answer = await answer_to(port, asked, asked, END, pause=0.05)
+            assert answer.count(b"200 OK") == 3
+
+    asyncio.run(scenario())
+
+
+def body_of(answer: bytes) -> dict[str, Any]:
+    return json.loads(answer.partition(b"\r\n\r\n")[2])
+
+
+LARGE = b"X: " + b"y" * 100_000 + b"\r\n"
+END = REQUEST + b"Connection: close\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "words"),
+    [
+        (REQUEST + LARGE + b"\r\n", 431, "32768 bytes"),
+        (REQUEST + b"X: y\r\n" * 10_000 + b"\r\n", 431, "32768 bytes"),
+        (b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: a\r\n\r\n", 431, "32768 bytes"),
+        (
+            POST + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+            400,
+            "only one can be meant",
+        ),
+        (POST + b"Transfer-Encoding: gzip\r\n\r\n", 501, "Transfer-Encoding"),
+        (b"GET / HTTP/1.1\r\n\r\n", 400, "Host"),
+        (b"GET / HTTP/9\r\nHost: a\r\n\r\n", 400, "illegal request line"),
+        (b"\x16\x03\x01\x02\x00\x01\xfc", 400, "illegal request line"),
+        (REQUEST + b"secret name: x\r\n\r\n", 400, "illegal header line"),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400, "illegal chunk header"),
+    ],
+    ids=[
+        "a large header",
+        "many headers",
+        "a large target",
+        "two lengths",
+        "an encoding",
+        "no host",
+        "a version",
+        "TLS",
+        "a header's name",
+        "a chunk",
+    ],
+)
+def test_what_is_no_http_gets_an_error_in_openais_shape(asked: bytes, status: int, words: str):
+    async def scenario() -> None:
+        async with server(echo) as port:
+            for before in (b"", REQUEST + b"\r\n"):  # the second one, sent with the first, too
+                answer = await answer_to(port, before + asked)
+                if before:
+                    assert answer.count(b"200 OK") == 1
+                    answer = answer[answer.index(b"HTTP/1.1 %d" % status) :]
+                assert answer.startswith(b"HTTP/1.1 %d" % status)
+                assert b"application/json" in answer
+                assert b"connection: close" in answer.lower()
+                error = body_of(answer)["error"]
+                assert words in error["message"]
+                assert "secret" not in error["message"]
+                assert error["type"] == "invalid_request_error"
+
+    asyncio.run(scenario())
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    """Says which path was asked of which host; what it is sent has to end."""
+    while (message := await receive()).get("more_body"):
+        pass
+    if message["type"] == "http.request":
+        host = dict(scope["headers"])[b"host"].decode()
+        said = f"{scope['path']}?{scope['query_string'].decode()} {host}"
+        await PlainTextResponse(said)(scope, receive, send)
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        (b"http://b:80/v1/models?x=1", b"/v1/models?x=1 b:80"),
+        (b"HTTPS://b", b"/? b"),
+        (b"http://b?x", b"/?x b"),
+        (b"/http://b/", b"/http://b/? a"),
+    ],
+)
+def test_absolute_targets(target: bytes, expected: bytes):
+    async def scenario() -> None:
+        async with server(echo) as port:
+            asked = b"GET %s HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n" % target
+            assert (await answer_to(port, asked)).endswith(b"\r\n\r\n" + expected)
+
+    asyncio.run(scenario())
+
+
+class Slow:
+    """Answers after a while, unless nobody waits any more.
+
+    Attributes:
+        num_asked, num_gone: How often it was asked, and how often nobody waited any more.
+    """
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self.num_asked = self.num_gone = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.num_asked += 1
+        await while_connected(receive, self._answer(scope, receive, send))
+
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await asyncio.sleep(self.seconds)
+        except asyncio.CancelledError:
+            self.num_gone += 1
+            raise
+        await PlainTextResponse("yes")(scope, receive, send)
+
+
+async def half_closed(port: int, asked: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(asked)
+    writer.write_eof()
+    answer = await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+    return answer
+
+
+def test_a_half_closed_client_gets_its_answer(monkeypatch: pytest.MonkeyPatch):
+    async def scenario() -> None:
+        app = Slow(0.3)
+        monkeypatch.setattr(connections, "HALF_CLOSED_TIME", 5.0)
+        async with server(app) as port:
+            asked = REQUEST + b"\r\n"
+            for request in (asked, asked.replace(b"1.1", b"1.0")):
+                answer = await half_closed(port, request)
+                assert answer.startswith(b"HTTP/1.1 200")
+                assert answer.endswith(b"yes")
+            assert (await half_closed(port, asked * 3)).count(b"200 OK") == 3
+            assert await half_closed(port, DRIPPING) == b""  # what is not whole gets none
+            monkeypatch.setattr(connections, "HALF_CLOSED_TIME", 0.05)
+            answer = await half_closed(port, asked)
+            assert answer.startswith(b"HTTP/1.1 102 Processing\r\n\r\nHTTP/1.1 200 OK\r\n")
+            assert app.num_gone == 1
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+def test_a_client_that_is_gone_is_noticed(monkeypatch: pytest.MonkeyPatch, version: bytes):
+    monkeypatch.setattr(connections, "HALF_CLOSED_TIME", 0.1)
+
+    async def scenario() -> None:
+        app = Slow(30)
+        async with server(app) as port:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(REQUEST.replace(b"1.1", version) + b"\r\n")
+            while not app.num_asked:
+                await asyncio.sleep(0.01)
+            writer.close()
+            start = time.monotonic()
+            while not app.num_gone:
+                assert time.monotonic() - start < 5
+                await asyncio.sleep(0.01)
+
+    asyncio.run(scenario())
+
+
+LONG_ANSWER = b"x" * (20 * 2**20)
+
+
+def test_who_reads_nothing_is_hung_up_on_and_who_reads_slowly_is_not():
+    async def scenario() -> None:
+        async with server(PlainTextResponse(LONG_ANSWER), Limits(stall_timeout=1.0)) as port:
+            silent = [ask(port, last) for last in (b"", b"Connection: close\r\n")]
+            await asyncio.sleep(2.5)
+            for sock in silent:
+                assert await asyncio.to_thread(read_on, sock, 0.0) < len(LONG_ANSWER)
+            slow = ask(port, b"Connection: close\r\n")
+            assert await asyncio.to_thread(read_on, slow, 0.1) > len(LONG_ANSWER)
+
+    def ask(port: int, header: bytes) -> socket.socket:
+        sock = socket.create_connection(("127.0.0.1", port))
+        sock.sendall(REQUEST + header + b"\r\n")
+        return sock
+
+    asyncio.run(scenario())
+
+
+def read_on(sock: socket.socket, pause: float) -> int:
+    """Bytes that can be read, slowly or fast, until the connection ends."""
+    num_bytes = 0
+    with sock:
+        try:
+            while data := sock.recv(2**20, socket.MSG_WAITALL):
+                num_bytes += len(data)
+                time.sleep(pause)
+        except ConnectionError:
+            pass
+    return num_bytes

@@ -111,6 +111,23 @@ def test_a_template_of_ones_own(tmp_path: Path):
         (["--max-total-body-bytes", "1M"], ["--max-total-body-bytes", "--max-body-bytes"]),
         (["--max-body-bytes", "-1"], ["--max-body-bytes", "800M"]),
         (["--modle", "x"], ["--modle"]),
+        (["--host", ""], ["--host is empty", "127.0.0.1"]),
+        (["--model", ""], ["--model is empty", "leave it out"]),
+        ([" "], ["--model is empty", "leave it out"]),
+        (["--served-model-name", ""], ["--served-model-name (number 1)", "printable"]),
+        (["--served-model-name", "a", "b\nc"], ["--served-model-name (number 2)", "printable"]),
+        (["--served-model-name", " a"], ["--served-model-name", "no space"]),
+        (["--max-n", "0"], ["--max-n", "1 or more"]),
+        (["--max-prompts", "0"], ["--max-prompts", "1 or more"]),
+        (["--max-connections", "0"], ["--max-connections", "1 or more"]),
+        (["--max-num-client-reqs", "0"], ["--max-num-client-reqs", "1 or more"]),
+        (["--max-body-bytes", "0"], ["--max-body-bytes", "800M"]),
+        (["--queue-timeout", "0"], ["--queue-timeout", "more than 0 seconds"]),
+        (["--request-timeout", "0.0"], ["--request-timeout", "more than 0 seconds"]),
+        (["--stall-timeout", "0"], ["--stall-timeout", "more than 0 seconds"]),
+        (["--health-timeout", "0"], ["--health-timeout", "more than 0 seconds"]),
+        (["--allowed-hosts", ""], ["--allowed-hosts", "llm.example.com"]),
+        (["--allowed-hosts", "http://a"], ["--allowed-hosts", "llm.example.com"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -123,6 +140,12 @@ def test_mistakes_name_the_flag_and_the_remedy(
     said = capsys.readouterr().err.rpartition("error: ")[2]  # before it, every flag's usage
     for word in words:
         assert word in said
+
+
+def test_what_may_be_nothing():
+    flags = read_flags(["--max-num-queued-reqs", "0", "--shutdown-timeout", "0"])
+    assert flags.serve.limits.max_num_queued_reqs == 0
+    assert flags.shutdown_timeout == 0
 
 
 def test_the_help_teaches():

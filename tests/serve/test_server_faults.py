@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -146,10 +146,15 @@ def test_a_device_fault_is_told_to_everybody(
     serve(scenario, doomed)
 
 
+async def never() -> AsyncIterator[bytes]:
+    await asyncio.sleep(60)
+    yield b""
+
+
 def test_a_loop_that_stands_still_is_not_healthy(
     serve: Run, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ):
-    advance, pauses = engine.advance, [2.0]
+    advance, pauses = engine.advance, [3.5]
     monkeypatch.setattr(
         engine, "advance", lambda: (time.sleep(pauses.pop() if pauses else 0), advance())
     )
@@ -159,7 +164,16 @@ def test_a_loop_that_stands_still_is_not_healthy(
         asking = asyncio.create_task(server.complete(prompt="Hello", max_tokens=1))
         await asyncio.sleep(1.6)
         assert (await server.http.get("/health")).status_code == 503
-        await asking
+        start = time.monotonic()
+        for path in (PATH, "/v1/chat/completions"):  # and the body is not waited for
+            refused = await server.http.post(path, content=never())
+            assert refused.status_code == 503
+            assert int(refused.headers["retry-after"]) >= 1
+            assert "does not respond" in refused.json()["error"]["message"]
+        assert not asking.done()
+        assert time.monotonic() - start < 1
+        await asking  # what has been taken on keeps its own time
         assert (await server.http.get("/health")).status_code == 200
+        await server.canary()
 
     serve(scenario, limits={"health_timeout": 1.2})
