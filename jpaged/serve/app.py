@@ -15,7 +15,14 @@ from jpaged.serve.completions import Completion
 from jpaged.serve.connections import SurplusGuard
 from jpaged.serve.dashboard import dashboard_routes
 from jpaged.serve.errors import ApiError
-from jpaged.serve.exchange import Exchange, as_api_error, error_answer, json_answer
+from jpaged.serve.exchange import (
+    Exchange,
+    as_api_error,
+    error_answer,
+    json_answer,
+    large_answer,
+    large_json,
+)
 from jpaged.serve.generation import Generation
 from jpaged.serve.json_body import BodyReader
 from jpaged.serve.metrics import CONTENT_TYPE
@@ -26,7 +33,6 @@ from jpaged.serve.protocol.record import read_record
 from jpaged.serve.protocol.sampling import SamplingFields
 from jpaged.serve.protocol.tokens import DetokenizeRequest, TokenizeRequest
 from jpaged.serve.serving import Serving, new_id
-
 
 T = TypeVar("T")
 
@@ -140,22 +146,21 @@ class Endpoints:
         else:
             special = asked.add_special_tokens
             ids = await texts.encode(asked.prompt or "", "prompt", add_special_tokens=special)
-        strings = [texts.token_text(i) for i in ids] if asked.return_token_strs else None
-        return json_answer(
-            {
-                "count": len(ids),
-                "max_model_len": texts.max_model_len,
-                "tokens": ids,
-                "token_strs": strings,
-            }
-        )
+        told = {"count": len(ids), "max_model_len": texts.max_model_len, "tokens": ids}
+
+        def write() -> bytes:
+            strings = [texts.token_text(i) for i in ids] if asked.return_token_strs else None
+            return large_json(told | {"token_strs": strings})
+
+        return large_answer(await serving.beside(write))
 
     async def detokenize(self, request: Request) -> Response:
         """`/detokenize`: the text of token ids."""
         serving = self._serving
         asked = await self._read(request, DetokenizeRequest)
         serving.model_name(asked.model)
-        return json_answer({"prompt": await serving.texts.decode(asked.tokens)})
+        text = await serving.texts.decode(asked.tokens)
+        return large_answer(await serving.beside(lambda: large_json({"prompt": text})))
 
     async def models(self, request: Request) -> Response:
         """`/v1/models`: what the model may be called."""

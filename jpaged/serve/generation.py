@@ -2,18 +2,22 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from jpaged import SamplingParams, TextDelta
 from jpaged.serve.answers import Answer, Tally
-from jpaged.serve.exchange import DONE, event, json_bytes
+from jpaged.serve.exchange import DONE, event, json_bytes, large_json
 from jpaged.serve.protocol.sampling import SamplingFields
 from jpaged.serve.run import Job, News, Run
 from jpaged.serve.serving import Serving
 
 Body = dict[str, Any]
+
+_MANY_TOKENS = 128
+"""More of them, each with up to twenty candidates, are written beside the event loop."""
 
 
 class Choice(ABC):
@@ -97,7 +101,11 @@ class Generation(ABC):
                     yield await self._whole(run, choices, tally)
                     return
                 async for news in run:
-                    if chunks := self._chunks(news, choices, tally):
+                    if _are_many(news):
+                        yield await serving.beside(
+                            partial(self._large_events, news, choices, tally)
+                        )
+                    elif chunks := self._chunks(news, choices, tally):
                         yield b"".join(map(event, chunks))
             if asked.options.include_usage:
                 yield event(self._chunk([]) | {"usage": tally.usage()})
@@ -109,10 +117,22 @@ class Generation(ABC):
             for each in map(self.told, news):
                 for delta in tally.take(each, self._asked.n):
                     answers[self._place(each, delta)].add(delta)
-        whole = zip(choices, answers, strict=True)
-        body = self._head(self.whole_object) | self.opening(tally)
-        body["choices"] = [choice.whole(answer.as_delta(), tally) for choice, answer in whole]
-        return json_bytes(body | {"usage": tally.usage()})
+        usage = tally.usage()
+
+        def write(encode: Callable[[Body], bytes]) -> bytes:
+            whole = zip(choices, answers, strict=True)
+            body = self._head(self.whole_object) | self.opening(tally)
+            body["choices"] = [choice.whole(answer.as_delta(), tally) for choice, answer in whole]
+            return encode(body | {"usage": usage})
+
+        if usage["total_tokens"] <= _MANY_TOKENS:
+            return write(json_bytes)
+        return await self.serving.beside(lambda: write(large_json))
+
+    def _large_events(self, news: list[News], choices: list[Choice], tally: Tally) -> bytes:
+        """The events of a prompt's log-probabilities, for a thread beside the event loop."""
+        chunks = self._chunks(news, choices, tally)
+        return b"".join(b"data: %b\n\n" % large_json(chunk) for chunk in chunks)
 
     def _chunks(self, news: list[News], choices: list[Choice], tally: Tally) -> list[Body]:
         chunks = []
@@ -137,6 +157,11 @@ class Generation(ABC):
 
     def _place(self, news: News, delta: TextDelta) -> int:
         return news.index * self._asked.n + delta.index
+
+
+def _are_many(news: list[News]) -> bool:
+    """Whether they have the log-probabilities of so many tokens that others would wait."""
+    return any(len(each.delta.prompt_logprobs or ()) > _MANY_TOKENS for each in news)
 
 
 def without_answer(news: News) -> News:

@@ -35,6 +35,7 @@ IDLE_BEAT = 0.5
 """Seconds between two signs of life of an engine that has nothing to do."""
 
 _STATS_EVERY = 0.2  # seconds
+_COMMANDS_TIME = 0.005  # seconds before a step, and what the last command takes
 _PARENT_CHECK = 1.0  # seconds
 
 
@@ -70,15 +71,24 @@ class Worker:
 
     def _go_round(self) -> None:
         """One turn: commands in, a step, news out."""
-        busy = self._engine.has_work
-        for command in self._link.receive(0.0 if busy else IDLE_BEAT):
-            self._obey(command)
+        self._take_commands()
         if self._engine.has_work:
             self._engine.advance()
             self._camera.see()
         self._turn += 1
         if self._link.is_clear:
             self._tell()
+
+    def _take_commands(self) -> None:
+        """Obey those who wait; beside requests that run not all of many, whose steps wait."""
+        busy = self._engine.has_work
+        command = self._link.receive(0.0 if busy else IDLE_BEAT)
+        end = time.monotonic() + _COMMANDS_TIME
+        while command is not None:
+            self._obey(command)
+            if self._stopped or (busy and time.monotonic() > end):
+                break
+            command = self._link.receive(0.0)
 
     def _tell(self) -> None:
         news, now = self._engine.take_deltas(), time.monotonic()
@@ -166,9 +176,9 @@ def why_not(error: Exception) -> str:
 
 def _options(link: Link) -> dict[str, Any]:
     while True:
-        for command in link.receive(IDLE_BEAT):
-            if isinstance(command, Start):
-                return command.options
+        command = link.receive(IDLE_BEAT)
+        if isinstance(command, Start):
+            return command.options
 
 
 def _leave_with(parent: int) -> None:

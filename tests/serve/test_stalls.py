@@ -236,7 +236,9 @@ def test_no_body_stalls_another_stream(real_server: ServerProcess, stream: Strea
     found = {}
     for name in HOSTILE:
         found |= longest_gaps(stream, {name: attack(name)}, allowed)
-        print(f"{name:32} {statuses[name]} {found[name] * 1e3:6.0f} ms (allowed {allowed * 1e3:.0f})")
+        print(
+            f"{name:32} {statuses[name]} {found[name] * 1e3:6.0f} ms (allowed {allowed * 1e3:.0f})"
+        )
     assert set(statuses.values()) <= {200, 400, 413}, statuses
     assert {name: gap for name, gap in found.items() if gap > allowed} == {}
 

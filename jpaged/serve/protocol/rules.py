@@ -217,19 +217,24 @@ class Ignored:
 
 
 class TokenIds:
-    """An array of token ids; which of them exist, the engine knows."""
+    """An array of token ids; which of them exist, the engine knows.
 
-    def __init__(self, most: int):
-        self._most = most
+    Args:
+        most: Ids in it.
+        as_set: Each counts once.
+    """
+
+    def __init__(self, most: int, *, as_set: bool = False):
+        self._most, self._as_set = most, as_set
 
     def read(self, value: Any, path: str) -> list[int]:
         """The ids; those that all are integers are read in C."""
         if not isinstance(value, list):
             refuse(path, value, "must be an array")
         check_length(path, value, self._most, 0)
-        if set(map(type, value)) <= {int} and (not value or _are_counts(value)):
-            return value
-        return [COUNT.read(item, f"{path}[{i}]") for i, item in enumerate(value)]
+        if not (set(map(type, value)) <= {int} and (not value or _are_counts(value))):
+            value = [COUNT.read(item, f"{path}[{i}]") for i, item in enumerate(value)]
+        return list(dict.fromkeys(value)) if self._as_set else value
 
     def schema(self) -> Schema:
         """An array of integers."""
