@@ -80,8 +80,8 @@ def check_beam(params: "SamplingParams") -> None:
         if not any(value == each for each in unset):
             raise ValueError(
                 f"{name}={_shown(value)} cannot go with beam_width={params.beam_width}, for a "
-                f"search takes the most probable answers: leave {name} at {unset[0]}, or sample without "
-                "beam_width"
+                f"search takes the most probable answers: leave {name} at {unset[0]}, or sample "
+                "without beam_width"
             )
 
 

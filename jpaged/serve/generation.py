@@ -102,9 +102,8 @@ class Generation(ABC):
                     return
                 async for news in run:
                     if _are_many(news):
-                        yield await serving.beside(
-                            partial(self._large_events, news, choices, tally)
-                        )
+                        write = partial(self._large_events, news, choices, tally)
+                        yield await serving.beside(write)
                     elif chunks := self._chunks(news, choices, tally):
                         yield b"".join(map(event, chunks))
             if asked.options.include_usage:

@@ -35,8 +35,9 @@ _DIGITS = 64
 """A number of so many digits in a row may be refused, one of twice as many always is."""
 
 _WEIGHTS = np.zeros(256, np.uint8)
-_WEIGHTS[list(b",")] = 1
-_WEIGHTS[list(b'"[{')] = 3
+_WEIGHTS[list(b",:")] = 1
+_WEIGHTS[list(b'"')] = 3
+_WEIGHTS[list(b"[{")] = 4  # with the first value in it, whose like the others have a comma for
 
 
 class BodyReader:

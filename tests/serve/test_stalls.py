@@ -19,7 +19,7 @@ LONGEST_GAP = 0.05
 """Seconds, beyond what the same machine shows while nothing hostile is sent."""
 
 TRIES = 3
-"""A machine shared with others stops anybody now and then; a stall of the server's comes each time."""
+"""A machine shared with others stops anybody now and then; the server's stalls come each time."""
 
 
 def filled(start: str, item: str, end: str, most: int = 10**9) -> bytes:
