@@ -16,9 +16,9 @@ LARGEST = 8 * 2**20
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 
 LONGEST_GAP = 0.05
-"""Seconds, beyond what the same machine shows while nothing hostile is sent."""
+"""Seconds, beside what the same machine shows while nothing hostile is sent."""
 
-TRIES = 3
+TRIES = 5
 """A machine shared with others stops anybody now and then; the server's stalls come each time."""
 
 
@@ -47,7 +47,7 @@ def message(content: str) -> str:
 PART = '{"type":"text","text":"a"}'
 PROMPTS = '{"max_tokens":1,"prompt":['
 CHAT = '{"max_tokens":1,"messages":['
-SOME = 60_000
+SOME = 50_000
 """Arrays, objects or strings: as many as are read, so that what reads them is what is tried."""
 
 HOSTILE: dict[str, tuple[str, Callable[[], bytes]]] = {
@@ -94,6 +94,12 @@ HOSTILE: dict[str, tuple[str, Callable[[], bytes]]] = {
             PROMPTS + '"a"' + ',"a"' * 200 + '],"allowed_token_ids":[', "17", "]}", 4 * SOME
         ),
     ),
+    "tokens that are none, of many prompts": (
+        COMPLETIONS,
+        lambda: (
+            PROMPTS + ",".join(['"a"'] * 200) + f'],"allowed_token_ids":{list(range(4 * SOME))}}}'
+        ).encode(),
+    ),
     "token ids": (COMPLETIONS, lambda: filled(PROMPTS, "17", "]}")),
     "some token ids": (COMPLETIONS, lambda: filled(PROMPTS, "17", "]}", 4 * SOME)),
     "one token id that is none": (
@@ -118,7 +124,7 @@ HOSTILE: dict[str, tuple[str, Callable[[], bytes]]] = {
     "parts": (CHATS, lambda: filled(CHAT + '{"role":"user","content":[', PART, "]}]}")),
     "parts of many messages": (
         CHATS,
-        lambda: filled(CHAT, message(f"[{PART},{PART},{PART}]"), "]}", 3500),
+        lambda: filled(CHAT, message(f"[{PART},{PART},{PART}]"), "]}", 2500),
     ),
     "messages": (CHATS, lambda: filled(CHAT, message('"a"'), "]}", 4096)),
     "tokens to text": ("/detokenize", lambda: filled('{"tokens":[', "17", "]}", 4 * SOME)),
@@ -205,22 +211,20 @@ def longest_gap(stream: Stream, attack: Callable[[], object]) -> float:
     return stream.take()
 
 
-def longest_gaps(
-    stream: Stream, attacks: dict[str, Callable[[], object]], allowed: float
-) -> dict[str, float]:
-    """The longest gap beside each attack, of those that come again and again."""
-    found = {}
-    for name, attack in attacks.items():
-        for _ in range(TRIES):
-            found[name] = min(found.get(name, 1e9), longest_gap(stream, attack))
-            if found[name] < allowed:
-                break
+def lasting_gap(stream: Stream, attack: Callable[[], object], allowed: float) -> float:
+    """The longest gap beside an attack, if it is longer than allowed each time."""
+    found = 1e9
+    for _ in range(TRIES):
+        found = min(found, longest_gap(stream, attack))
+        if found < allowed:
+            break
     return found
 
 
-def quiet_gap(stream: Stream) -> float:
-    """What the machine shows of itself."""
-    return sorted(longest_gap(stream, lambda: time.sleep(0.3)) for _ in range(5))[2]
+def gap_allowed(stream: Stream) -> float:
+    """With what a machine shows of itself that others keep busy."""
+    quiet = sorted(longest_gap(stream, lambda: time.sleep(0.5)) for _ in range(5))[2]
+    return LONGEST_GAP + 2 * quiet
 
 
 def test_no_body_stalls_another_stream(real_server: ServerProcess, stream: Stream):
@@ -232,19 +236,15 @@ def test_no_body_stalls_another_stream(real_server: ServerProcess, stream: Strea
         assert len(body) <= LARGEST, name
         return lambda: statuses.update({name: send(url, path, body)})
 
-    allowed = LONGEST_GAP + quiet_gap(stream)
-    found = {}
-    for name in HOSTILE:
-        found |= longest_gaps(stream, {name: attack(name)}, allowed)
-        print(
-            f"{name:32} {statuses[name]} {found[name] * 1e3:6.0f} ms (allowed {allowed * 1e3:.0f})"
-        )
+    allowed = gap_allowed(stream)
+    found = {name: lasting_gap(stream, attack(name), allowed) for name in HOSTILE}
+    for name, gap in found.items():
+        print(f"{name:32} {statuses[name]} {gap * 1e3:5.0f} of {allowed * 1e3:.0f} ms")
     assert set(statuses.values()) <= {200, 400, 413}, statuses
     assert {name: gap for name, gap in found.items() if gap > allowed} == {}
 
 
 def test_bodies_of_many_clients_stall_no_stream(real_server: ServerProcess, stream: Stream):
-    allowed = LONGEST_GAP + quiet_gap(stream)
     chosen = ("some lists", "tiny floats", "some names", "parts of many messages")
     bodies = [(HOSTILE[name][0], HOSTILE[name][1]()) for name in chosen] * 3
 
@@ -252,6 +252,5 @@ def test_bodies_of_many_clients_stall_no_stream(real_server: ServerProcess, stre
         with ThreadPoolExecutor(len(bodies)) as clients:
             assert all(clients.map(lambda each: send(real_server.url, *each) < 500, bodies))
 
-    found = longest_gaps(stream, {"at once": attack}, allowed)
-    print(found, allowed)
-    assert found["at once"] < allowed
+    allowed = gap_allowed(stream)
+    assert lasting_gap(stream, attack, allowed) < allowed

@@ -135,6 +135,28 @@ def test_while_nobody_reads_steps_go_on_and_news_gather(line: Line, engine: Engi
     assert max(max(each) for each in counts.values()) > 20
 
 
+def test_many_commands_wait_for_steps_of_requests_that_run(line: Line, engine: Engine):
+    add_request = engine.add_request
+
+    def add_slowly(*args: Any, **options: Any) -> Any:
+        time.sleep(0.02)
+        return add_request(*args, **options)
+
+    line.send(add("first", "Hello", max_tokens=200, ignore_eos=True))
+    next(line.deltas("first"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "add_request", add_slowly)
+        for i in range(40):
+            line.send(add(str(i), max_tokens=1))
+        gaps = []
+        last = time.monotonic()
+        for _ in line.deltas("first"):
+            gaps.append(time.monotonic() - last)
+            last = time.monotonic()
+    assert max(gaps) < 0.4, "all commands at once take 0.8 s"
+    assert len(gaps) > 40
+
+
 def test_an_abort_and_a_stop(line: Line, engine: Engine):
     line.send(add("a", "Hello", max_tokens=200, ignore_eos=True))
     next(line.deltas("a"))
