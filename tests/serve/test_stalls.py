@@ -165,13 +165,13 @@ class Stream:
         connection = HTTPConnection(self._host, timeout=60)
         try:
             while not self._stopped:
-                last = time.monotonic()
+                last = None  # how long the first event takes depends on who is in line
                 answer = post(connection, COMPLETIONS, json.dumps(asked).encode())
                 assert answer.status == 200
                 for line in answer:
                     if line.startswith(b"data: "):
                         now = time.monotonic()
-                        self._gaps.append(now - last)
+                        self._gaps += [] if last is None else [now - last]
                         last = now
         except BaseException as error:
             self._failure = error
