@@ -146,7 +146,7 @@ def _add_limit_flags(group: Any) -> None:
         type=count,
         default=own.max_body_values,
         metavar="N",
-        help="400 for a body of more JSON values; strings, arrays and objects count as four "
+        help="400 for a body of more JSON values; strings, fractions, arrays and objects are four "
         f"({own.max_body_values}, or what a prompt of --max-model-len token ids needs)",
     )
     add(

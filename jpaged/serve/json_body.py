@@ -36,7 +36,7 @@ _DIGITS = 64
 
 _WEIGHTS = np.zeros(256, np.uint8)
 _WEIGHTS[list(b",:")] = 1
-_WEIGHTS[list(b'"')] = 3
+_WEIGHTS[list(b'".')] = 3
 _WEIGHTS[list(b"[{")] = 4  # with the first value in it, whose like the others have a comma for
 
 
@@ -99,8 +99,8 @@ def parse_json(body: bytes, max_values: int) -> Any:
 
     Args:
         body: In UTF-8.
-        max_values: A number, true, false or null counts as one, a string (a name in an object too),
-            an array or an object as four: about what it takes to build them.
+        max_values: A whole number, true, false or null counts as one; a string (a name in an object
+            too), a fraction, an array or an object as four: about what it takes to build them.
 
     Raises:
         ApiError: it has more values; it is no JSON in UTF-8, has NaN or an infinity, names a key
@@ -213,7 +213,7 @@ def _too_large(most: int) -> ApiError:
 
 
 def _too_many(most: int) -> ApiError:
-    counted = "a string, an array and an object count as four"
+    counted = "strings, fractions, arrays and objects count as four"
     what = f"the body has more than {most} JSON values ({counted})"
     return ApiError(400, f"{what}: send less at a time, or raise the server's --max-body-values")
 

@@ -53,6 +53,9 @@ def test_how_much_each_value_counts():
         (b"[1, 2, null]", 7),
         (b'{"a": 1}', 9),
         (b'[[1], {"a": true}, ""]', 22),
+        (b"-17", 1),
+        (b"1.5", 4),
+        (b"1e5", 1),
         (b"[]", 5),  # as if there were something in it
     ):
         parse_json(content, weight)

@@ -18,7 +18,7 @@ COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 LONGEST_GAP = 0.05
 """Seconds, beside what the same machine shows while nothing hostile is sent."""
 
-TRIES = 5
+TRIES = 8
 """A machine shared with others stops anybody now and then; the server's stalls come each time."""
 
 
@@ -57,10 +57,10 @@ HOSTILE: dict[str, tuple[str, Callable[[], bytes]]] = {
     "some objects": (COMPLETIONS, lambda: completion('"metadata":[', "{}", "]", SOME)),
     "nothing but lists": (COMPLETIONS, lambda: filled("[", "[]", "]")),
     "floats": (COMPLETIONS, lambda: completion('"metadata":[', "1.5", "]")),
-    "some floats": (COMPLETIONS, lambda: completion('"metadata":[', "1.5", "]", 4 * SOME)),
+    "some floats": (COMPLETIONS, lambda: completion('"metadata":[', "1.5", "]", SOME)),
     "tiny floats": (
         COMPLETIONS,
-        lambda: completion('"metadata":[', "2.2250738585072011e-308", "]", 4 * SOME),
+        lambda: completion('"metadata":[', "2225073858507201.1E-323", "]", 35_000),
     ),
     "long floats": (COMPLETIONS, lambda: completion('"metadata":[', f"9.{'0' * 780}1", "]")),
     "a long number": (COMPLETIONS, lambda: completion('"seed":', "9" * (LARGEST - 100), "")),
@@ -86,7 +86,7 @@ HOSTILE: dict[str, tuple[str, Callable[[], bytes]]] = {
     ),
     "allowed tokens as floats": (
         COMPLETIONS,
-        lambda: completion('"allowed_token_ids":[', "17.0", "]", 4 * SOME),
+        lambda: completion('"allowed_token_ids":[', "17.0", "]", SOME),
     ),
     "allowed tokens of many prompts": (
         COMPLETIONS,

@@ -232,8 +232,11 @@ class TokenIds:
         if not isinstance(value, list):
             refuse(path, value, "must be an array")
         check_length(path, value, self._most, 0)
-        if not (set(map(type, value)) <= {int} and (not value or _are_counts(value))):
-            value = [COUNT.read(item, f"{path}[{i}]") for i, item in enumerate(value)]
+        if set(map(type, value)) - {int} or (value and not 0 <= min(value) <= max(value) < 2**31):
+            value = [
+                item if _is_count(item) else COUNT.read(item, f"{path}[{i}]")
+                for i, item in enumerate(value)
+            ]
         return list(dict.fromkeys(value)) if self._as_set else value
 
     def schema(self) -> Schema:
@@ -268,8 +271,8 @@ def _token_id(key: str, path: str) -> int:
     return int(key)
 
 
-def _are_counts(numbers: list[int]) -> bool:
-    return min(numbers) >= 0 and max(numbers) < 2**31
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**31
 
 
 def _shown(value: Any) -> str:
