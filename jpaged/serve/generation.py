@@ -52,11 +52,17 @@ class Generation(ABC):
         self.serving, self.request_id = serving, request_id
         self._asked, self._model, self._client = asked, model, client
         self._created = int(time.time())
+        self._begun: set[tuple[int, int]] = set()  # answers, by prompt and number
 
     @property
     @abstractmethod
     def num_prompts(self) -> int:
         """Prompts to answer."""
+
+    @property
+    def tells_prompts(self) -> bool:
+        """Whether an answer begins with the log-probabilities of its prompt."""
+        return False
 
     @abstractmethod
     async def jobs(self) -> list[Job]:
@@ -101,7 +107,7 @@ class Generation(ABC):
                     yield await self._whole(run, choices, tally)
                     return
                 async for news in run:
-                    if _are_many(news):
+                    if self.tells_prompts and self._open_answers(news, tally):
                         write = partial(self._large_events, news, choices, tally)
                         yield await serving.beside(write)
                     elif chunks := self._chunks(news, choices, tally):
@@ -127,6 +133,13 @@ class Generation(ABC):
         if usage["total_tokens"] <= _MANY_TOKENS:
             return write(json_bytes)
         return await self.serving.beside(lambda: write(large_json))
+
+    def _open_answers(self, news: list[News], tally: Tally) -> bool:
+        """Whether an answer begins, and with it the log-probabilities of a long prompt are told."""
+        begun = {(each.index, delta.index) for each in news for delta in each.delta.deltas}
+        begun -= self._begun
+        self._begun |= begun
+        return any(len(tally.prompts[index]) > _MANY_TOKENS for index, _ in begun)
 
     def _large_events(self, news: list[News], choices: list[Choice], tally: Tally) -> bytes:
         """The events of a prompt's log-probabilities, for a thread beside the event loop."""
@@ -156,11 +169,6 @@ class Generation(ABC):
 
     def _place(self, news: News, delta: TextDelta) -> int:
         return news.index * self._asked.n + delta.index
-
-
-def _are_many(news: list[News]) -> bool:
-    """Whether they have the log-probabilities of so many tokens that others would wait."""
-    return any(len(each.delta.prompt_logprobs or ()) > _MANY_TOKENS for each in news)
 
 
 def without_answer(news: News) -> News:

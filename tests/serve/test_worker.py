@@ -13,6 +13,7 @@ import pytest
 from serve_helpers import ANSWER, QUESTION, run_worker
 
 from jpaged import Engine
+from jpaged.serve import worker
 from jpaged.serve.client import EngineClient
 from jpaged.serve.frames import (
     HEADER,
@@ -155,6 +156,24 @@ def test_many_commands_wait_for_steps_of_requests_that_run(line: Line, engine: E
             last = time.monotonic()
     assert max(gaps) < 0.4, "all commands at once take 0.8 s"
     assert len(gaps) > 40
+
+
+def test_a_prompts_scores_come_in_parts_and_all_before_the_answer(line: Line):
+    """Neither side takes long over one of them, and others' tokens go in between."""
+    prompt = "ab" * 100
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "PART", 16)
+        for name in ("a", "b"):
+            line.send(add(name, prompt, max_tokens=20, ignore_eos=True, prompt_logprobs=3))
+        deltas = list(line.deltas("a"))
+    sizes = [len(each.prompt_logprobs) for each in deltas if each.prompt_logprobs]
+    assert sizes == [16] * 12 + [8]
+    first = next(i for i, each in enumerate(deltas) if each.deltas)
+    assert all(each.prompt_logprobs is None for each in deltas[first + 1 :])
+    assert sum(len(d.token_ids) for each in deltas for d in each.deltas) == 20
+    assert [each.finished for each in deltas] == [False] * (len(deltas) - 1) + [True]
+    line.send(add("c", prompt, max_tokens=1, prompt_logprobs=3))
+    line.send(Abort(["a", "b", "c"]))
 
 
 def test_an_abort_and_a_stop(line: Line, engine: Engine):
