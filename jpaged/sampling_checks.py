@@ -1,5 +1,6 @@
 """The checks behind `SamplingParams`: each error names the parameter, its value and the remedy."""
 
+import heapq
 import math
 import numbers
 from collections.abc import Collection, Mapping
@@ -78,9 +79,9 @@ def check_beam(params: "SamplingParams") -> None:
         value = getattr(params, name)
         if not any(value == each for each in unset):
             raise ValueError(
-                f"{name}={value!r} cannot go with beam_width={params.beam_width}, for a search "
-                f"takes the most probable answers: leave {name} at {unset[0]}, or sample without "
-                "beam_width"
+                f"{name}={_shown(value)} cannot go with beam_width={params.beam_width}, for a "
+                f"search takes the most probable answers: leave {name} at {unset[0]}, or sample "
+                "without beam_width"
             )
 
 
@@ -179,12 +180,19 @@ def check_float(
 
 def check_ids_below(name: str, ids: Collection[int], vocab_size: int) -> None:
     """Raise ValueError unless the model has these tokens."""
-    unknown = sorted(token_id for token_id in ids if token_id >= vocab_size)
-    if unknown:
+    if ids and max(ids) >= vocab_size:
+        unknown = heapq.nsmallest(5, (token_id for token_id in ids if token_id >= vocab_size))
         raise ValueError(
-            f"{name} names token ids {unknown[:5]} that the model does not have: "
+            f"{name} names token ids {unknown} that the model does not have: "
             f"ids go from 0 to {vocab_size - 1}"
         )
+
+
+def _shown(value: object) -> str:
+    """As code, but of a long collection its length alone."""
+    if isinstance(value, Collection) and not isinstance(value, str) and len(value) > 20:
+        return f"({len(value)} values)"
+    return repr(value)
 
 
 def _as_float(value: numbers.Real) -> float:
@@ -199,5 +207,7 @@ def _check_ids(name: str, ids: object) -> None:
         return
     if not isinstance(ids, list | tuple | set | frozenset):
         raise TypeError(f"{name}={ids!r} must be a list of token ids")
+    if set(map(type, ids)) <= {int} and (not ids or min(ids) >= 0):  # in C for the usual case
+        return
     for token_id in ids:
         check_int(f"token id in {name}", token_id, low=0, hint="an integer, 0 or more")

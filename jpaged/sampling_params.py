@@ -217,11 +217,12 @@ class SamplingParams:
     def _check_leaves_a_token(self, eos_token_ids: Collection[int]) -> None:
         if self.allowed_token_ids is None:
             return
-        if not set(self.allowed_token_ids) - self.first_forbidden_ids(eos_token_ids):
+        forbidden = self.first_forbidden_ids(eos_token_ids)
+        if all(token_id in forbidden for token_id in self.allowed_token_ids):
             raise ValueError(
                 f"min_tokens={self.min_tokens} forbids every one of the allowed_token_ids="
-                f"{list(self.allowed_token_ids)}, which all end the output: allow another token "
-                "or leave min_tokens at 0"
+                f"{list(self.allowed_token_ids)[:20]}, which all end the output: allow another "
+                "token or leave min_tokens at 0"
             )
 
     def _check_can_end(self, max_model_len: int) -> None:

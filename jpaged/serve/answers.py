@@ -41,7 +41,8 @@ class Tally:
 
     Attributes:
         prompts: The prompts' token ids.
-        prompt_logprobs: By the prompt's number, where they were asked for and have come.
+        prompt_logprobs: By the prompt's number, where they were asked for, as far as they have
+            come: all before the first of the answer.
     """
 
     def __init__(self, prompts: list[list[int]]):
@@ -59,7 +60,7 @@ class Tally:
         index, delta = news
         self._cached[index] = delta.num_cached_tokens or self._cached.get(index, 0)
         if delta.prompt_logprobs is not None:
-            self.prompt_logprobs[index] = delta.prompt_logprobs
+            self.prompt_logprobs.setdefault(index, []).extend(delta.prompt_logprobs)
         grown = list(delta.deltas)
         self._num_output_tokens += sum(len(each.token_ids) for each in grown)
         ended = [each.index for each in grown if each.finished]

@@ -1,5 +1,7 @@
 """The routes, and what surrounds them."""
 
+from typing import TypeVar
+
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
@@ -13,10 +15,17 @@ from jpaged.serve.completions import Completion
 from jpaged.serve.connections import SurplusGuard
 from jpaged.serve.dashboard import dashboard_routes
 from jpaged.serve.errors import ApiError
-from jpaged.serve.exchange import Exchange, as_api_error, error_answer, json_answer
+from jpaged.serve.exchange import (
+    Exchange,
+    as_api_error,
+    error_answer,
+    json_answer,
+    large_answer,
+    large_json,
+)
 from jpaged.serve.generation import Generation
 from jpaged.serve.hosts import HostGuard
-from jpaged.serve.json_body import read_json
+from jpaged.serve.json_body import BodyReader
 from jpaged.serve.metrics import CONTENT_TYPE
 from jpaged.serve.openapi import openapi
 from jpaged.serve.protocol.chat import ChatRequest
@@ -25,6 +34,11 @@ from jpaged.serve.protocol.record import read_record
 from jpaged.serve.protocol.sampling import SamplingFields
 from jpaged.serve.protocol.tokens import DetokenizeRequest, TokenizeRequest
 from jpaged.serve.serving import Serving, new_id
+
+T = TypeVar("T")
+
+_OTHER_VALUES = 64 * 1024
+"""Values that a body may have beside the token ids of a prompt."""
 
 
 def make_app(serving: Serving) -> ASGIApp:
@@ -87,6 +101,7 @@ class Endpoints:
 
     def __init__(self, serving: Serving):
         self._serving = serving
+        self._bodies = BodyReader(serving.config.limits)
 
     async def completions(self, request: Request) -> Response:
         """`/v1/completions`."""
@@ -106,7 +121,7 @@ class Endpoints:
         serving = self._serving
         config = serving.config
         serving.check_engine()
-        asked = read_record(record, await read_json(request, config.limits))
+        asked = await self._read(request, record)
         model = serving.model_name(asked.model)
         asked.check(config.limits)
         if isinstance(asked, ChatRequest):
@@ -116,10 +131,17 @@ class Endpoints:
         stall = config.limits.stall_timeout
         return Exchange(made.pieces(), streams=asked.stream, stall_timeout=stall)
 
+    async def _read(self, request: Request, record: type[T]) -> T:
+        """The record in a body, which may always name as many token ids as the model takes."""
+        serving = self._serving
+        longest = serving.texts.max_model_len + _OTHER_VALUES
+        most = max(serving.config.limits.max_body_values, longest)
+        return await self._bodies.read(request, lambda value: read_record(record, value), most)
+
     async def tokenize(self, request: Request) -> Response:
         """`/tokenize`: the token ids of a text or a conversation."""
         serving, texts = self._serving, self._serving.texts
-        asked = read_record(TokenizeRequest, await read_json(request, serving.config.limits))
+        asked = await self._read(request, TokenizeRequest)
         serving.model_name(asked.model)
         asked.check()
         if asked.messages is not None:
@@ -128,22 +150,21 @@ class Endpoints:
         else:
             special = asked.add_special_tokens
             ids = await texts.encode(asked.prompt or "", "prompt", add_special_tokens=special)
-        strings = [texts.token_text(i) for i in ids] if asked.return_token_strs else None
-        return json_answer(
-            {
-                "count": len(ids),
-                "max_model_len": texts.max_model_len,
-                "tokens": ids,
-                "token_strs": strings,
-            }
-        )
+        told = {"count": len(ids), "max_model_len": texts.max_model_len, "tokens": ids}
+
+        def write() -> bytes:
+            strings = [texts.token_text(i) for i in ids] if asked.return_token_strs else None
+            return large_json(told | {"token_strs": strings})
+
+        return large_answer(await serving.beside(write))
 
     async def detokenize(self, request: Request) -> Response:
         """`/detokenize`: the text of token ids."""
         serving = self._serving
-        asked = read_record(DetokenizeRequest, await read_json(request, serving.config.limits))
+        asked = await self._read(request, DetokenizeRequest)
         serving.model_name(asked.model)
-        return json_answer({"prompt": await serving.texts.decode(asked.tokens)})
+        text = await serving.texts.decode(asked.tokens)
+        return large_answer(await serving.beside(lambda: large_json({"prompt": text})))
 
     async def models(self, request: Request) -> Response:
         """`/v1/models`: what the model may be called."""

@@ -39,6 +39,7 @@ from jpaged.serve.frames import (
 from jpaged.serve.run import Job, Run, Watch
 
 _DEFAULTS = SamplingParams()
+_LARGE_FRAME = 16 * 1024
 
 
 @dataclass
@@ -117,7 +118,8 @@ class EngineClient:
         try:
             for job in jobs:
                 self.runs[job.request_id] = run
-                self._send(_add(job))
+                if self._send(_add(job)) > _LARGE_FRAME:
+                    await asyncio.sleep(0)  # others have events to send
             yield run
         finally:
             for job in jobs:
@@ -154,9 +156,13 @@ class EngineClient:
         if request_ids:
             self._send(Abort(request_ids))
 
-    def _send(self, command: Command) -> None:
-        if self.death is None:
-            self._writer.write(frame_of(command))
+    def _send(self, command: Command) -> int:
+        """Give it on its way; tells of how many bytes it is."""
+        if self.death is not None:
+            return 0
+        frame = frame_of(command)
+        self._writer.write(frame)
+        return len(frame)
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         reason = "the engine's process is gone"

@@ -82,6 +82,11 @@ class Completion(Generation):
         """Prompts to answer."""
         return len(self._asked.prompt)
 
+    @property
+    def tells_prompts(self) -> bool:
+        """Whether a stream begins with them."""
+        return self._asked.echo and self._asked.logprobs is not None
+
     async def jobs(self) -> list[Job]:
         """One a prompt. A prompt that is only scored is so with the first token after it."""
         asked = self._asked

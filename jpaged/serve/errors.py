@@ -60,9 +60,14 @@ class ApiError(Exception):
         return {name: str(value) for name, value in headers.items() if value is not None}
 
 
-def bad_field(param: str | None, message: str) -> ApiError:
+def bad_field(param: str | None, message: str, code: str | None = None) -> ApiError:
     """A field of the request is not acceptable."""
-    return ApiError(400, message, param)
+    return ApiError(400, message, param, code=code)
+
+
+def too_long(param: str, message: str) -> ApiError:
+    """The prompt, or it and the answer, are more than the model takes; programs know the code."""
+    return bad_field(param, message, "context_length_exceeded")
 
 
 def refusal(message: str) -> ApiError:

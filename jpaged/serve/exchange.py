@@ -3,7 +3,7 @@
 import asyncio
 import sys
 import traceback
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -16,6 +16,15 @@ from jpaged.serve.errors import ApiError, failed
 
 _encoder = msgspec.json.Encoder()
 
+_TEXT_PIECE = 256 * 1024
+"""Characters that are encoded in one go."""
+
+_ARRAY_PIECE = 256
+"""Items that are encoded in one go: numbers, texts of tokens, or their candidates."""
+
+_DEEPEST = 4
+"""Where arrays of an answer are at most: in its choices' log-probabilities."""
+
 DONE = b"data: [DONE]\n\n"
 """Ends a stream of events."""
 
@@ -23,6 +32,39 @@ DONE = b"data: [DONE]\n\n"
 def json_bytes(value: Any) -> bytes:
     """The value as JSON."""
     return _encoder.encode(value)
+
+
+def large_json(value: Any) -> bytes:
+    """The value as JSON, for threads beside the event loop: nothing takes the interpreter for long.
+
+    Texts, arrays and what has them near its top are encoded in pieces.
+    """
+    return b"".join(_pieces(value, _DEEPEST))
+
+
+def _pieces(value: Any, depth: int) -> Iterator[bytes]:
+    if isinstance(value, str) and len(value) > _TEXT_PIECE:
+        yield b'"'
+        for at in range(0, len(value), _TEXT_PIECE):
+            yield _encoder.encode(value[at : at + _TEXT_PIECE])[1:-1]
+        yield b'"'
+    elif isinstance(value, dict) and value and depth:
+        for i, (name, item) in enumerate(value.items()):
+            yield b"%b%b:" % (b"," if i else b"{", _encoder.encode(name))
+            yield from _pieces(item, depth - 1)
+        yield b"}"
+    elif isinstance(value, list) and len(value) > _ARRAY_PIECE:
+        for at in range(0, len(value), _ARRAY_PIECE):
+            yield b"," if at else b"["
+            yield _encoder.encode(value[at : at + _ARRAY_PIECE])[1:-1]
+        yield b"]"
+    elif isinstance(value, list) and value and depth:
+        for i, item in enumerate(value):
+            yield b"," if i else b"["
+            yield from _pieces(item, depth - 1)
+        yield b"]"
+    else:
+        yield _encoder.encode(value)
 
 
 def event(value: Any) -> bytes:
@@ -33,6 +75,11 @@ def event(value: Any) -> bytes:
 def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """A whole answer in JSON."""
     return Response(json_bytes(value), status, headers, media_type="application/json")
+
+
+def large_answer(content: bytes) -> Response:
+    """A whole answer that was made JSON already."""
+    return Response(content, media_type="application/json")
 
 
 def error_answer(error: ApiError) -> Response:

@@ -166,6 +166,14 @@ def _add_limit_flags(group: Any) -> None:
         help="413 for a larger body, such as 8M (the default)",
     )
     add(
+        "--max-body-values",
+        type=count,
+        default=own.max_body_values,
+        metavar="N",
+        help="400 for a body of more JSON values; strings, fractions, arrays and objects are four "
+        f"({own.max_body_values}, or what a prompt of --max-model-len token ids needs)",
+    )
+    add(
         "--max-total-body-bytes",
         type=positive_bytes,
         default=own.max_total_body_bytes,

@@ -86,7 +86,8 @@ class Turn(msgspec.Struct, tag=True):
 
     Attributes:
         number: How often so far.
-        news: What requests grew by since the last turn that was told of.
+        news: What requests grew by since the last turn that was told of; of a long prompt the
+            log-probabilities come in parts.
         stats: Now and then.
     """
 

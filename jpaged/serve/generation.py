@@ -2,18 +2,22 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from jpaged import SamplingParams, TextDelta
 from jpaged.serve.answers import Answer, Tally
-from jpaged.serve.exchange import DONE, json_bytes
+from jpaged.serve.exchange import DONE, json_bytes, large_json
 from jpaged.serve.protocol.sampling import SamplingFields
 from jpaged.serve.run import Job, News, Run
 from jpaged.serve.serving import Serving
 
 Body = dict[str, Any]
+
+_MANY_TOKENS = 128
+"""More of them, each with up to twenty candidates, are written beside the event loop."""
 
 
 class Choice(ABC):
@@ -49,11 +53,17 @@ class Generation(ABC):
         self._asked, self._model, self._client = asked, model, client
         self._created = int(time.time())
         self._event_start: bytes | None = None
+        self._begun: set[tuple[int, int]] = set()  # answers, by prompt and number
 
     @property
     @abstractmethod
     def num_prompts(self) -> int:
         """Prompts to answer."""
+
+    @property
+    def tells_prompts(self) -> bool:
+        """Whether an answer begins with the log-probabilities of its prompt."""
+        return False
 
     @abstractmethod
     async def jobs(self) -> list[Job]:
@@ -99,7 +109,10 @@ class Generation(ABC):
                     yield await self._whole(run, choices, tally)
                     return
                 async for news in run:
-                    if events := self._events(news, choices, tally):
+                    if self.tells_prompts and self._open_answers(news, tally):
+                        write = partial(self._events, news, choices, tally, encode=large_json)
+                        yield await serving.beside(write)
+                    elif events := self._events(news, choices, tally):
                         yield events
             if asked.options.include_usage:
                 yield self._event([], tally.usage())
@@ -111,26 +124,52 @@ class Generation(ABC):
             for each in map(self.told, news):
                 for delta in tally.take(each, self._asked.n):
                     answers[self._place(each, delta)].add(delta)
-        whole = zip(choices, answers, strict=True)
-        body = self._head(self.whole_object) | self.opening(tally)
-        body["choices"] = [choice.whole(answer.as_delta(), tally) for choice, answer in whole]
-        return json_bytes(body | {"usage": tally.usage()})
+        usage = tally.usage()
 
-    def _events(self, news: list[News], choices: list[Choice], tally: Tally) -> bytes:
+        def write(encode: Callable[[Body], bytes]) -> bytes:
+            whole = zip(choices, answers, strict=True)
+            body = self._head(self.whole_object) | self.opening(tally)
+            body["choices"] = [choice.whole(answer.as_delta(), tally) for choice, answer in whole]
+            return encode(body | {"usage": usage})
+
+        if usage["total_tokens"] <= _MANY_TOKENS:
+            return write(json_bytes)
+        return await self.serving.beside(lambda: write(large_json))
+
+    def _open_answers(self, news: list[News], tally: Tally) -> bool:
+        """Whether an answer begins, and with it the log-probabilities of a long prompt are told."""
+        begun = {(each.index, delta.index) for each in news for delta in each.delta.deltas}
+        begun -= self._begun
+        self._begun |= begun
+        return any(len(tally.prompts[index]) > _MANY_TOKENS for index, _ in begun)
+
+    def _events(
+        self,
+        news: list[News],
+        choices: list[Choice],
+        tally: Tally,
+        encode: Callable[[list[Body]], bytes] = json_bytes,
+    ) -> bytes:
         """What a stream says of news."""
         events, with_usage = [], self._asked.options.continuous_usage_stats
         for each in map(self.told, news):
             for delta in tally.take(each, self._asked.n):
                 for choice in choices[self._place(each, delta)].grow(delta, tally):
-                    events.append(self._event([choice], tally.usage() if with_usage else None))
+                    usage = tally.usage() if with_usage else None
+                    events.append(self._event([choice], usage, encode))
         return b"".join(events)
 
-    def _event(self, choices: list[Body], usage: Body | None = None) -> bytes:
+    def _event(
+        self,
+        choices: list[Body],
+        usage: Body | None = None,
+        encode: Callable[[list[Body]], bytes] = json_bytes,
+    ) -> bytes:
         """A chunk as an event. What all chunks of a stream have is made JSON once."""
         if self._event_start is None:
             self._event_start = b"data: " + json_bytes(self._head(self.chunk_object))[:-1]
         tail = b"}\n\n" if usage is None else b',"usage":%b}\n\n' % json_bytes(usage)
-        return b'%b,"choices":%b%b' % (self._event_start, json_bytes(choices), tail)
+        return b'%b,"choices":%b%b' % (self._event_start, encode(choices), tail)
 
     def _head(self, kind: str) -> Body:
         return {

@@ -1,31 +1,69 @@
-"""A request's body, bounded while it comes in, and JSON that means one thing only."""
+"""A request's body, bounded while it comes in, and JSON that means one thing only.
+
+What another client is sent must not wait for it. So the values of a large body are counted before
+any of them is built, and it is read in a thread beside the event loop: no call into C holds the
+interpreter for long, and Python code gives way.
+"""
 
 import asyncio
 import json
 import math
-import re
-from typing import Any, NoReturn
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
+import msgspec
+import numpy as np
 from starlette.requests import ClientDisconnect, Request
 
 from jpaged.serve.bodies import hold
 from jpaged.serve.errors import ApiError
 from jpaged.serve.limits import Limits
 
+T = TypeVar("T")
+
 MAX_DEPTH = 32
 """Of arrays and objects within each other."""
 
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_AT_ONCE = 16 * 1024
+"""Bytes of a body that is read where it arrives, in a millisecond or two whatever it says."""
+
+_PIECE = 256 * 1024
+"""Bytes that are counted in one go."""
+
+_DIGITS = 64
+"""A number of so many digits in a row may be refused, one of twice as many always is."""
+
+_WEIGHTS = np.zeros(256, np.uint8)
+_WEIGHTS[list(b",:")] = 1
+_WEIGHTS[list(b'".')] = 3
+_WEIGHTS[list(b"[{")] = 4  # with the first value in it, whose like the others have a comma for
 
 
-async def read_json(request: Request, limits: Limits) -> Any:
-    """The body's JSON value.
+class BodyReader:
+    """Reads the bodies of requests, large ones one at a time in a thread of its own."""
 
-    Raises:
-        ApiError: 413 if the body is too large, 503 if all bodies are, 400 if it is no JSON, or
-            ambiguous.
-    """
-    return parse_json(await read_body(request, limits))
+    def __init__(self, limits: Limits):
+        self._limits = limits
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="body")
+
+    async def read(self, request: Request, make: Callable[[Any], T], max_values: int) -> T:
+        """What `make` makes of the JSON value in the body; it runs in any thread.
+
+        Args:
+            request: Whose body has not been read yet.
+            make: Raises ApiError for a value that is not acceptable.
+            max_values: As `parse_json` takes them.
+
+        Raises:
+            ApiError: 413 if the body is too large, 503 if all bodies are, 400 if it has too many
+                values, is no JSON, or ambiguous; what `make` raises.
+        """
+        body = await read_body(request, self._limits)
+        if len(body) <= _AT_ONCE:
+            return make(parse_json(body, max_values))
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, lambda: make(parse_json(body, max_values)))
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
@@ -56,45 +94,65 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     return bytes(body)
 
 
-def parse_json(body: bytes) -> Any:
+def parse_json(body: bytes, max_values: int) -> Any:
     """The JSON value of `body`.
 
+    Args:
+        body: In UTF-8.
+        max_values: A whole number, true, false or null counts as one; a string (a name in an object
+            too), a fraction, an array or an object as four: about what it takes to build them.
+
     Raises:
-        ApiError: it is no JSON in UTF-8, has NaN or an infinity, names a key twice, is nested too
-            deep, or has a lone surrogate.
+        ApiError: it has more values; it is no JSON in UTF-8, has NaN or an infinity, names a key
+            twice, is nested too deep, or has a lone surrogate.
     """
+    num_names = _count(body, max_values)
     try:
-        value = json.loads(
-            body.decode("utf-8"),
-            object_pairs_hook=_object,
-            parse_constant=_refuse_constant,
-            parse_float=_number,
-        )
-    except UnicodeDecodeError as error:
-        raise _no_json(f"byte {error.start} is not UTF-8") from None
+        value = _decoder.decode(body)
+    except UnicodeDecodeError:
+        raise _no_json(_not_utf8(body)) from None
     except RecursionError:
         raise _too_deep() from None
-    except json.JSONDecodeError as error:
-        raise _no_json(f"{error.msg} at character {error.pos}") from None
-    except ValueError:  # an integer of thousands of digits
-        raise _no_json("a number is too long") from None
-    _check_depth(value)
-    if _SURROGATE.search(body):
-        _check_text(value)
+    except msgspec.DecodeError as error:
+        raise _no_json(str(error).removeprefix("JSON is malformed: ")) from None
+    if _num_names(value) < num_names:
+        raise _named_twice(body)
     return value
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-        raise ApiError(400, f"the body names {twice[:60]!r} twice", twice[:60])
-    return found
+def _count(body: bytes, max_values: int) -> int:
+    """The names in all objects of `body`, if it is JSON: what is outside of strings tells.
+
+    Each piece is seen by numpy, which lets other threads run meanwhile.
+
+    Raises:
+        ApiError: there are too many values, or one is a number of too many digits.
+    """
+    weight, num_names, at, in_string = 1, 0, 0, np.uint8(0)
+    while at < len(body):
+        piece = body[at : at + _PIECE]
+        at += len(piece)
+        if b"\\" in piece:  # what is escaped ends no string
+            piece = piece.replace(b"\\\\", b"..").replace(b'\\"', b"..")
+            if piece.endswith(b"\\") and at < len(body):  # what it escapes is in the next one
+                piece, at = piece[:-1], at - 1
+        codes = np.frombuffer(piece, np.uint8)
+        inside = np.bitwise_xor.accumulate((codes == ord('"')).view(np.uint8)) ^ in_string
+        in_string, outside = inside[-1], inside == 0  # of its quotes the last is outside
+        weight += int(_WEIGHTS[codes[outside]].sum(dtype=np.int64))
+        if weight > max_values:
+            raise _too_many(max_values)
+        num_names += int(np.count_nonzero((codes == ord(":")) & outside))
+        _check_digits(codes, outside)
+    return num_names
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise _no_json(f"{name} is no JSON number")
+def _check_digits(codes: np.ndarray, outside: np.ndarray) -> None:
+    """Raise if a number's digits fill one of the rows that the codes make: long ones take time."""
+    size = len(codes) // _DIGITS * _DIGITS
+    are_digits = (codes[:size] - np.uint8(ord("0")) < 10) & outside[:size]
+    if are_digits.reshape(-1, _DIGITS).all(1).any():
+        raise _no_json("a number is too long")
 
 
 def _number(text: str) -> float:
@@ -104,36 +162,60 @@ def _number(text: str) -> float:
     return number
 
 
-def _check_depth(value: Any) -> None:
-    """Level by level, so that no depth exhausts the stack."""
-    level = [value]
+# A float of many digits takes the decoder's own way of reading it 10 us, this one 0.3.
+_decoder = msgspec.json.Decoder(float_hook=_number)
+
+
+def _num_names(value: Any) -> int:
+    """Of all objects; level by level, so that no depth exhausts the stack."""
+    level, found = _containers([value]), 0
     for _ in range(MAX_DEPTH):
-        level = [c for v in level if isinstance(v, (dict, list)) for c in _children(v)]
-        if not level:
-            return
-    raise _too_deep()
+        found += sum(len(each) for each in level if isinstance(each, dict))
+        level = [c for each in level for c in _containers(each)]
+    if level:
+        raise _too_deep()
+    return found
 
 
-def _children(value: dict[str, Any] | list[Any]) -> Any:
-    """Those that can have children themselves."""
+def _containers(value: dict[str, Any] | list[Any]) -> list[dict[str, Any] | list[Any]]:
+    """The arrays and objects right in one."""
     items = value.values() if isinstance(value, dict) else value
     return [item for item in items if isinstance(item, (dict, list))]
 
 
-def _check_text(value: Any) -> None:
-    """Raise if a string anywhere in `value`, which is not deep, has a lone surrogate."""
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise _no_json("a string has a lone surrogate, which is no text") from None
-    elif isinstance(value, (dict, list)):
-        for item in value if isinstance(value, list) else [*value, *value.values()]:
-            _check_text(item)
+def _named_twice(body: bytes) -> ApiError:
+    """The error that tells which name."""
+
+    def check(pairs: list[tuple[str, Any]]) -> None:
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ApiError(400, f"the body names {name[:60]!r} twice", name[:60])
+            seen.add(name)
+
+    try:
+        json.loads(body, object_pairs_hook=check)
+    except ApiError as error:
+        return error
+    return ApiError(400, "the body names a field twice")
+
+
+def _not_utf8(body: bytes) -> str:
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        return f"byte {error.start} is not UTF-8"
+    return "it is not UTF-8"
 
 
 def _too_large(most: int) -> ApiError:
     return ApiError(413, f"the body is larger than {most} bytes: send less at a time")
+
+
+def _too_many(most: int) -> ApiError:
+    counted = "strings, fractions, arrays and objects count as four"
+    what = f"the body has more than {most} JSON values ({counted})"
+    return ApiError(400, f"{what}: send less at a time, or raise the server's --max-body-values")
 
 
 def _too_deep() -> ApiError:

@@ -1,6 +1,7 @@
 """The server's life: start, serve, drain, end."""
 
 import asyncio
+import gc
 import os
 import resource
 import signal
@@ -33,6 +34,10 @@ _LONGEST_LINE = 1000
 _OTHER_FILES = 128
 """Files that are open beside the connections."""
 
+_SWITCH_INTERVAL = 0.0005
+"""Seconds that a thread beside the event loop keeps the interpreter from it, each time: the loop
+gives it up several times a token."""
+
 _LAST_WORDS = 5
 """Seconds for connections to close once there is nothing more to say."""
 
@@ -45,6 +50,7 @@ def run_server(flags: Flags) -> int:
         where, why = f"{flags.host}:{flags.port}", getattr(error, "strerror", None) or error
         _say(f"cannot listen at {where} ({why}): use another --port or --host")
         return 1
+    sys.setswitchinterval(_SWITCH_INTERVAL)
     with sock:
         return asyncio.run(_serve(flags, sock))
 
@@ -104,6 +110,7 @@ class Life:
             _say(f"error: {await self._why(error)}")
             self._http.should_exit = True
             return 1
+        gc.freeze()  # what is there by now stays: to walk it takes longer than a step
         _say(f"serving {self._serving.config.model_names[0]} at {address}")
         self._watching = asyncio.create_task(self._tell_of_death(process))
         return 0

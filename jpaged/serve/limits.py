@@ -11,6 +11,8 @@ class Limits:
 
     Attributes:
         max_body_bytes: Of a request's body.
+        max_body_values: JSON values in a body; strings, fractions, arrays and objects count as
+            four. A prompt of the model's longest context may always be given as token ids.
         max_total_body_bytes: Of the bodies of all requests that are not over.
         max_header_bytes: Of a request's line and headers.
         max_num_queued_reqs: Sequences that may wait for a place in the batch.
@@ -28,6 +30,7 @@ class Limits:
     """
 
     max_body_bytes: int = 8 * MIB
+    max_body_values: int = 256 * 1024
     max_total_body_bytes: int = 1024 * MIB
     max_header_bytes: int = 32 * 1024
     max_num_queued_reqs: int = 1024

@@ -5,6 +5,9 @@ import socket
 
 from jpaged.serve.frames import HEADER, MAX_FRAME, Command, Report, command_of, frame_of
 
+_MAX_CHUNKS = 8
+"""Of a MiB at most, read in one go."""
+
 
 class Link:
     """Sends reports and receives commands over a stream socket.
@@ -29,19 +32,22 @@ class Link:
         self._outgoing += frame_of(report)
         self._flush()
 
-    def receive(self, timeout: float) -> list[Command]:
-        """The commands that have come; waits so many seconds at most for one.
+    def receive(self, timeout: float) -> Command | None:
+        """The next command; waits so many seconds at most for it.
 
         Raises:
             EOFError: the other side is gone.
         """
-        writing = [self._sock] if self._outgoing else []
-        readable, writable, _ = select.select([self._sock], writing, [], timeout)
-        if writable:
-            self._flush()
-        if readable:
-            self._fill()
-        return [command_of(body) for body in self._take_bodies()]
+        body = self._take_body()
+        if body is None:
+            writing = [self._sock] if self._outgoing else []
+            readable, writable, _ = select.select([self._sock], writing, [], timeout)
+            if writable:
+                self._flush()
+            if readable:
+                self._fill()
+            body = self._take_body()
+        return None if body is None else command_of(body)
 
     def close(self) -> None:
         """Say what can be said at once, and hang up."""
@@ -58,25 +64,28 @@ class Link:
             self._outgoing.clear()
 
     def _fill(self) -> None:
+        """Take in what has come, but not all of much: steps wait meanwhile."""
         try:
-            while chunk := self._sock.recv(1 << 20):
+            for _ in range(_MAX_CHUNKS):
+                chunk = self._sock.recv(1 << 20)
+                if not chunk:
+                    raise EOFError("the other side is gone")
                 self._incoming += chunk
-            raise EOFError("the other side is gone")
         except BlockingIOError:
             pass
         except ConnectionError as error:
             raise EOFError("the other side is gone") from error
 
-    def _take_bodies(self) -> list[bytes]:
-        bodies, at, data = [], 0, self._incoming
-        while len(data) >= at + HEADER.size:
-            (size,) = HEADER.unpack_from(data, at)
-            if size > MAX_FRAME:
-                raise EOFError(f"a frame of {size} bytes: the other side is not jpaged")
-            end = at + HEADER.size + size
-            if len(data) < end:
-                break
-            bodies.append(bytes(data[at + HEADER.size : end]))
-            at = end
-        del data[:at]
-        return bodies
+    def _take_body(self) -> bytes | None:
+        """Of the first frame, once all of it has come."""
+        data, start = self._incoming, HEADER.size
+        if len(data) < start:
+            return None
+        (size,) = HEADER.unpack_from(data)
+        if size > MAX_FRAME:
+            raise EOFError(f"a frame of {size} bytes: the other side is not jpaged")
+        if len(data) < start + size:
+            return None
+        body = bytes(data[start : start + size])
+        del data[: start + size]
+        return body

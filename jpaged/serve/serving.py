@@ -5,10 +5,12 @@ import hmac
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypeVar
 
 from jpaged.serve.admission import Admission
 from jpaged.serve.client import EngineClient
@@ -18,6 +20,8 @@ from jpaged.serve.limits import Limits
 from jpaged.serve.metrics import Metrics
 from jpaged.serve.run import Job, News, Run
 from jpaged.serve.texts import Texts
+
+T = TypeVar("T")
 
 
 class Phase(Enum):
@@ -74,6 +78,7 @@ class Serving:
         self._texts: Texts | None = None
         self._metrics: Metrics | None = None
         self._admission: Admission | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="answer")
 
     def open(self, engine: EngineClient, texts: Texts, info: Ready) -> None:
         """Serve with this engine from now on, unless the door was closed before it was opened."""
@@ -145,6 +150,10 @@ class Serving:
             raise not_serving("the engine is not running")
         if not self.is_healthy:
             raise not_serving("the engine does not respond: ask another server, or try again later")
+
+    async def beside(self, work: Callable[[], T]) -> T:
+        """What `work`, which takes long, makes in a thread: one after the other."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def close_door(self) -> None:
         """Admit nobody any more; who is in may finish."""

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import jinja2
 
 from jpaged import Tokenizer
-from jpaged.serve.errors import ApiError, bad_field, failed
+from jpaged.serve.errors import ApiError, bad_field, failed, too_long
 from jpaged.serve.protocol.chat import Message
 
 T = TypeVar("T")
@@ -127,7 +127,7 @@ class Texts:
         if len(token_ids) >= self.max_model_len:
             raise self._too_long(path, f"{len(token_ids)} tokens")
         if len(token_ids) > room:
-            raise bad_field(
+            raise too_long(
                 "max_tokens",
                 f"max_tokens={max_tokens} and the {len(token_ids)} tokens of {path} are more than "
                 f"this model's maximum context length of {self.max_model_len} tokens: lower "
@@ -181,7 +181,7 @@ class Texts:
         return token_ids
 
     def _too_long(self, path: str, length: str) -> ApiError:
-        return bad_field(
+        return too_long(
             path,
             f"{path} has {length}, too many for this model's maximum context length of "
             f"{self.max_model_len} tokens, the answer's included: shorten it",

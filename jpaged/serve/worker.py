@@ -1,8 +1,9 @@
 """The engine's process: takes commands, steps, tells what is new.
 
 It runs beside the HTTP process, so that HTTP never takes the interpreter from a step, and tells
-its news in one frame a step. While the other side does not read, steps go on and what is new waits
-in the engine, where a request's news is one entry however much it grows.
+its news in one frame a step, the log-probabilities of a long prompt in parts, one a step. While the
+other side does not read, steps go on and what is new waits in the engine, where a request's news is
+one entry however much it grows.
 """
 
 import os
@@ -12,10 +13,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-from jpaged import Engine, SamplingParams
+from jpaged import Engine, RequestDelta, SamplingParams
 from jpaged.serve.camera import Camera
 from jpaged.serve.frames import (
     Abort,
@@ -34,7 +37,11 @@ from jpaged.serve.link import Link
 IDLE_BEAT = 0.5
 """Seconds between two signs of life of an engine that has nothing to do."""
 
+PART = 512
+"""Prompt tokens whose log-probabilities, up to twenty each, are told at a time."""
+
 _STATS_EVERY = 0.2  # seconds
+_COMMANDS_TIME = 0.005  # seconds before a step, and what the last command takes
 _PARENT_CHECK = 1.0  # seconds
 
 
@@ -48,6 +55,7 @@ class Worker:
         self._turn = 0
         self._stopped = False
         self._stats_due = 0.0
+        self._parts: dict[str, deque[RequestDelta]] = {}  # what a request's news are told in
 
     def run(self) -> None:
         """Serve until told to stop or the other side is gone; what is unfinished is aborted.
@@ -70,9 +78,7 @@ class Worker:
 
     def _go_round(self) -> None:
         """One turn: commands in, a step, news out."""
-        busy = self._engine.has_work
-        for command in self._link.receive(0.0 if busy else IDLE_BEAT):
-            self._obey(command)
+        self._take_commands()
         if self._engine.has_work:
             self._engine.advance()
             self._camera.see()
@@ -80,11 +86,24 @@ class Worker:
         if self._link.is_clear:
             self._tell()
 
+    def _take_commands(self) -> None:
+        """Obey those who wait; beside requests that run not all of many, whose steps wait."""
+        busy = self._engine.has_work
+        can_tell = self._parts and self._link.is_clear
+        command = self._link.receive(0.0 if busy or can_tell else IDLE_BEAT)
+        end = time.monotonic() + _COMMANDS_TIME
+        while command is not None:
+            self._obey(command)
+            if self._stopped or (busy and time.monotonic() > end):
+                break
+            command = self._link.receive(0.0)
+
     def _tell(self) -> None:
         news, now = self._engine.take_deltas(), time.monotonic()
         for delta in news:
             if delta.error is not None:  # clients are told where to look, not what
                 print(f"jpaged: {delta.request_id}: {delta.error}", file=sys.stderr, flush=True)
+        news = self._parted(news)
         idle = not self._engine.has_work
         stats = None
         if idle or now >= self._stats_due:
@@ -92,12 +111,30 @@ class Worker:
         if news or stats is not None:
             self._link.send(Turn(self._turn, news, stats))
 
+    def _parted(self, news: list[RequestDelta]) -> list[RequestDelta]:
+        """What to tell now: of what takes either side long one part, in each request's order."""
+        told = []
+        for delta in news:
+            if len(delta.prompt_logprobs or ()) > PART or delta.request_id in self._parts:
+                self._parts.setdefault(delta.request_id, deque()).extend(_parts_of(delta))
+            else:
+                told.append(delta)
+        if self._parts:
+            request_id, parts = next(iter(self._parts.items()))
+            told.append(parts.popleft())
+            while parts and not parts[0].prompt_logprobs:  # what came after them is short
+                told.append(parts.popleft())
+            if not parts:
+                del self._parts[request_id]
+        return told
+
     def _obey(self, command: Command) -> None:
         match command:
             case Add():
                 self._add(command)
             case Abort():
                 for request_id in command.request_ids:
+                    self._parts.pop(request_id, None)
                     self._engine.abort(request_id)
             case AskFrames():
                 self._link.send(self._camera.fetch(command.epoch, command.tokens))
@@ -119,6 +156,17 @@ class Worker:
         except Exception as error:  # of this request; if a step failed, the next one says so
             print(f"jpaged: {command.request_id}: {error!r}", file=sys.stderr, flush=True)
             self._link.send(Refused(command.request_id, "the request failed", is_fault=True))
+
+
+def _parts_of(delta: RequestDelta) -> Iterator[RequestDelta]:
+    """The same news in several: first a prompt's log-probabilities, then with the last the rest."""
+    scores = delta.prompt_logprobs
+    while scores is not None and len(scores) > PART:
+        cached = delta.num_cached_tokens
+        part = scores[:PART]
+        yield RequestDelta(delta.request_id, [], prompt_logprobs=part, num_cached_tokens=cached)
+        scores = scores[PART:]
+    yield replace(delta, prompt_logprobs=scores)
 
 
 def _description(engine: Engine) -> Ready:
@@ -166,9 +214,9 @@ def why_not(error: Exception) -> str:
 
 def _options(link: Link) -> dict[str, Any]:
     while True:
-        for command in link.receive(IDLE_BEAT):
-            if isinstance(command, Start):
-                return command.options
+        command = link.receive(IDLE_BEAT)
+        if isinstance(command, Start):
+            return command.options
 
 
 def _leave_with(parent: int) -> None:

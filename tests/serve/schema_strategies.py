@@ -79,7 +79,7 @@ def _objects(schema: Schema, whole: Schema) -> st.SearchStrategy[dict[str, Any]]
     properties = schema.get("properties", {})
     required = schema.get("required", [])
     fields = {name: values_of(each, whole) for name, each in properties.items()}
-    if schema.get("additionalProperties"):
+    if schema.get("additionalProperties") and not properties:
         pattern = schema.get("propertyNames", {}).get("pattern")
         names = st.from_regex(pattern, fullmatch=True) if pattern else st.text(max_size=10)
         return st.dictionaries(names, values_of(schema["additionalProperties"], whole), max_size=4)

@@ -23,8 +23,11 @@ BODIES: dict[str, bytes] = {
     "infinity": b'{"prompt": "a", "temperature": Infinity}',
     "minus infinity": b'{"prompt": "a", "temperature": -Infinity}',
     "1e999": b'{"prompt": "a", "temperature": 1e999}',
+    "many long numbers": b'{"prompt": "a", "metadata": [' + b"9" * 200 + b", 1" * 9000 + b"]}",
     "a number of 5000 digits": b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
     "a key twice": b'{"prompt": "a", "prompt": "b"}',
+    "a key twice, written in two ways": b'{"prompt": "a", "p\\u0072ompt": "b"}',
+    "a key twice beside odd text": b'{"user": "\\":\\\\", "metadata": {"a": 1, "a": 2}}',
     "a nested key twice": b'{"prompt": "a", "logit_bias": {"1": 1, "1": 2}}',
     "deep arrays": b'{"prompt": ' + DEEP.encode() + b"}",
     "deep objects": b'{"a":' * 1000 + b"1" + b"}" * 1000,
@@ -63,7 +66,8 @@ COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a" * 257}, "prompt"),
     ({"prompt": "a" * 200_000}, "prompt"),
     ({"prompt": [1] * 256}, "prompt"),
-    ({"prompt": [1] * 300_000}, "prompt"),
+    ({"prompt": [1] * 200_000}, "prompt"),
+    ({"prompt": [1] * 300_000}, "--max-body-values"),
     ({"model": 1}, "model"),
     ({"model": ["a"]}, "model"),
     ({"n": True}, "n"),
@@ -158,6 +162,13 @@ COMPLETIONS: list[tuple[dict[str, Any], str]] = [
 ]
 
 USER = {"role": "user", "content": "Hello"}
+CALL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [
+        {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}},
+    ],
+}
 CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": None}, "messages"),
     ({"messages": []}, "messages"),
@@ -173,6 +184,11 @@ CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "text"),
     ({"messages": [{**USER, "x": 1}]}, "x"),
     ({"messages": [{**USER, "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    ({"messages": [USER, CALL]}, "messages[1].tool_calls"),
+    ({"messages": [USER, CALL]}, "tool calls are not supported"),
+    ({"messages": [{**USER, "function_call": {"name": "f"}}]}, "messages[0].function_call"),
+    ({"messages": [{**USER, "audio": {"id": "a"}}]}, "audio"),
+    ({"messages": [USER], "x": None}, "x"),
     (
         {
             "messages": [

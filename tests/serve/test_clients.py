@@ -66,6 +66,18 @@ def test_chats(client: openai.OpenAI):
     assert [entry.token for entry in logprobs.content or []][:5] == list("enots")
 
 
+def test_a_conversation_goes_on_with_the_answer_as_it_came(client: openai.OpenAI):
+    made = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=4)
+    answer = made.choices[0].message
+    dumped = answer.model_dump()
+    assert {"tool_calls", "function_call", "audio", "annotations"} <= set(dumped)
+    own = {**dumped, "reasoning_content": None, "annotations": []}
+    for message in (answer, dumped, own):
+        messages: Any = [*MESSAGES, message, *MESSAGES]
+        again = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=4)
+        assert again.choices[0].message.role == "assistant"
+
+
 def test_a_stream_of_a_chat(client: openai.OpenAI):
     with client.chat.completions.create(
         model=MODEL, messages=MESSAGES, temperature=0, stream=True
@@ -98,8 +110,11 @@ def test_errors(client: openai.OpenAI):
     with pytest.raises(openai.NotFoundError) as missing:
         client.completions.create(model="gpt-4", prompt="a")
     assert missing.value.code == "model_not_found"
-    with pytest.raises(openai.BadRequestError, match="maximum context length"):
-        client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=1000)
+    long: Any = [{"role": "user", "content": "a" * 2000}]
+    for messages, most in ((MESSAGES, 1000), (long, 1)):
+        with pytest.raises(openai.BadRequestError, match="maximum context length") as too_long:
+            client.chat.completions.create(model=MODEL, messages=messages, max_tokens=most)
+        assert too_long.value.code == "context_length_exceeded"
 
 
 def test_many_at_once(real_server: ServerProcess):

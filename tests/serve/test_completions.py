@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from serve_helpers import ANSWER, QUESTION, Server, events_of
 
+from jpaged.serve import generation, worker
+
 Run = Callable[..., None]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 64}
 
@@ -184,6 +186,36 @@ def test_logprobs_and_echo(serve: Run):
         assert tokens == found["tokens"]
 
     serve(scenario)
+
+
+def test_large_answers_are_the_same_written_beside_the_event_loop(
+    serve: Run, monkeypatch: pytest.MonkeyPatch
+):
+    prompt = "".join(f"{i}, " for i in range(50))
+    asked = {"prompt": prompt, "max_tokens": 3, "temperature": 0, "echo": True, "logprobs": 2}
+
+    async def scenario(server: Server) -> None:
+        made = []
+        for bound, part in ((generation._MANY_TOKENS, 7), (10**9, 10**9)):
+            monkeypatch.setattr(generation, "_MANY_TOKENS", bound)
+            monkeypatch.setattr(worker, "PART", part)  # prompt tokens that are told of at a time
+            whole = await server.complete(**asked, prompt_logprobs=2, return_token_ids=True)
+            chunks = await stream(server, **asked, return_token_ids=True)
+            assert len(whole["choices"][0]["logprobs"]["tokens"]) > 150
+            for own in (whole, *chunks):
+                own.update(id=None, created=None)
+            usages = [own.pop("usage", {}) for own in (whole, *chunks)]
+            assert usages[0]["total_tokens"] > 150
+            made.append(
+                [whole["choices"], whole["model"], "".join(map(text_of, chunks)), chunks[0]]
+            )
+        assert made[0] == made[1]
+
+    serve(scenario)
+
+
+def text_of(chunk: Any) -> str:
+    return "".join(choice["text"] for choice in chunk["choices"])
 
 
 def test_a_prompt_can_be_scored_alone(serve: Run):

@@ -13,6 +13,7 @@ import pytest
 from serve_helpers import ANSWER, QUESTION, run_worker
 
 from jpaged import Engine
+from jpaged.serve import worker
 from jpaged.serve.client import EngineClient
 from jpaged.serve.frames import (
     HEADER,
@@ -133,6 +134,46 @@ def test_while_nobody_reads_steps_go_on_and_news_gather(line: Line, engine: Engi
             counts.setdefault(delta.request_id, []).append(num_tokens)
     assert min(map(len, counts.values())) < 200  # many tokens came in one delta
     assert max(max(each) for each in counts.values()) > 20
+
+
+def test_many_commands_wait_for_steps_of_requests_that_run(line: Line, engine: Engine):
+    add_request = engine.add_request
+
+    def add_slowly(*args: Any, **options: Any) -> Any:
+        time.sleep(0.02)
+        return add_request(*args, **options)
+
+    line.send(add("first", "Hello", max_tokens=200, ignore_eos=True))
+    next(line.deltas("first"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "add_request", add_slowly)
+        for i in range(40):
+            line.send(add(str(i), max_tokens=1))
+        gaps = []
+        last = time.monotonic()
+        for _ in line.deltas("first"):
+            gaps.append(time.monotonic() - last)
+            last = time.monotonic()
+    assert max(gaps) < 0.4, "all commands at once take 0.8 s"
+    assert len(gaps) > 40
+
+
+def test_a_prompts_scores_come_in_parts_and_all_before_the_answer(line: Line):
+    """Neither side takes long over one of them, and others' tokens go in between."""
+    prompt = "ab" * 100
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "PART", 16)
+        for name in ("a", "b"):
+            line.send(add(name, prompt, max_tokens=20, ignore_eos=True, prompt_logprobs=3))
+        deltas = list(line.deltas("a"))
+    sizes = [len(each.prompt_logprobs) for each in deltas if each.prompt_logprobs]
+    assert sizes == [16] * 12 + [8]
+    first = next(i for i, each in enumerate(deltas) if each.deltas)
+    assert all(each.prompt_logprobs is None for each in deltas[first + 1 :])
+    assert sum(len(d.token_ids) for each in deltas for d in each.deltas) == 20
+    assert [each.finished for each in deltas] == [False] * (len(deltas) - 1) + [True]
+    line.send(add("c", prompt, max_tokens=1, prompt_logprobs=3))
+    line.send(Abort(["a", "b", "c"]))
 
 
 def test_an_abort_and_a_stop(line: Line, engine: Engine):

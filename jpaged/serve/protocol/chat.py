@@ -24,6 +24,8 @@ from jpaged.serve.protocol.sampling import MAX_LOGPROBS, SamplingFields
 
 MAX_MESSAGES = 4096
 _NO_TOOLS = "tools are not supported"
+_NO_CALLS = "tool calls are not supported: send the conversation without them"
+_CONTENT_ALONE = "messages have their content alone"
 _TEXT_ONLY = "text is all that goes in and out"
 
 
@@ -37,14 +39,16 @@ class TextPart:
 
 @dataclass(frozen=True)
 class Message:
-    """One message of a conversation."""
+    """One message of a conversation, such as an answer that is sent back as it came."""
 
+    tool_calls: None = of(Nothing([], hint=_NO_CALLS), None)  # first: there may be no content
+    function_call: None = of(Nothing(hint=_NO_CALLS), None)
     role: str = of(Choice("system", "developer", "user", "assistant", "tool"))
     content: str | list[TextPart] = of(Either(string=Text(), array=ListOf(Nested(TextPart), 256)))
     name: None = of(Ignored(), None)
     tool_call_id: None = of(Ignored(), None)
-    tool_calls: None = of(Nothing([], hint=_NO_TOOLS), None)
-    refusal: None = of(Nothing("", hint="messages have their content alone"), None)
+    refusal: None = of(Nothing("", hint=_CONTENT_ALONE), None)
+    annotations: None = of(Nothing([], hint=_CONTENT_ALONE), None)
 
     def as_dict(self) -> dict[str, str]:
         """As templates take it; parts of a text are joined by line breaks."""
@@ -109,7 +113,7 @@ class TemplateFields:
         }
 
 
-MESSAGES = ListOf(Nested(Message), MAX_MESSAGES, least=1)
+MESSAGES = ListOf(Nested(Message, unknown_nulls=True), MAX_MESSAGES, least=1)
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,16 @@ from jpaged.serve.protocol.rules import (
     Integer,
     Nothing,
     Schema,
+    TokenIds,
     check_length,
     refuse,
 )
 from jpaged.serve.protocol.sampling import MAX_LOGPROBS, SamplingFields
 
 Prompt = str | list[int]
+
+_MAX_IDS = 2**24
+_IDS = TokenIds(_MAX_IDS)
 
 
 class Prompts:
@@ -25,9 +29,9 @@ class Prompts:
     def read(self, value: Any, path: str) -> list[Prompt]:
         """The prompts, in a list also if it is one."""
         if isinstance(value, list):
-            check_length(path, value, 2**24, 1)
+            check_length(path, value, _MAX_IDS, 1)
             if not isinstance(value[0], (str, list)):
-                return [_token_ids(value, path)]
+                return [_IDS.read(value, path)]
             return [_prompt(item, f"{path}[{i}]") for i, item in enumerate(value)]
         return [_prompt(value, path)]
 
@@ -65,14 +69,6 @@ def _prompt(value: Any, path: str) -> Prompt:
             refuse(path, value, "is empty: give at least one character")
         return value
     if isinstance(value, list):
-        check_length(path, value, 2**24, 1)
-        return _token_ids(value, path)
+        check_length(path, value, _MAX_IDS, 1)
+        return _IDS.read(value, path)
     return refuse(path, value, "must be a string or an array of token ids")
-
-
-def _token_ids(value: list[Any], path: str) -> list[int]:
-    """Integers, in one pass where they all are; which of them exist, the tokenizer knows."""
-    if set(map(type, value)) == {int} and min(value) >= 0 and max(value) < 2**31:
-        return value
-    rule = Integer(0, 2**31 - 1)
-    return [rule.read(item, f"{path}[{i}]") for i, item in enumerate(value)]

@@ -2,6 +2,7 @@
 
 import difflib
 from dataclasses import MISSING, Field, field, fields
+from functools import cache
 from typing import Any, TypeVar
 
 from jpaged.serve.errors import bad_field
@@ -24,38 +25,52 @@ def of(rule: Rule, default: Any = MISSING, note: str = "") -> Any:
 class Nested:
     """A field that is a record itself."""
 
-    def __init__(self, record: type):
-        self._record = record
+    def __init__(self, record: type, *, unknown_nulls: bool = False):
+        self._record, self._unknown_nulls = record, unknown_nulls
 
     def read(self, value: Any, path: str) -> Any:
         """The record."""
-        return read_record(self._record, value, path)
+        return read_record(self._record, value, path, unknown_nulls=self._unknown_nulls)
 
     def schema(self) -> Schema:
         """The record's."""
-        return schema_of(self._record)
+        others = {"type": "null"} if self._unknown_nulls else False
+        return schema_of(self._record) | {"additionalProperties": others}
 
 
-def read_record(record: type[T], value: Any, path: str = "") -> T:
+def read_record(record: type[T], value: Any, path: str = "", *, unknown_nulls: bool = False) -> T:
     """A `record` from a JSON object.
+
+    Args:
+        record: A dataclass with fields made by `of`.
+        value: The object.
+        path: What errors call it.
+        unknown_nulls: Fields that it does not have may be null, which asks for nothing.
 
     Raises:
         ApiError: it is no object, or a field is missing, unknown or not acceptable.
     """
     if not isinstance(value, dict):
         refuse(path or "the body", value, "must be an object")
-    known = {f.name: f for f in fields(record)}  # type: ignore[arg-type]
+    known = _fields(record)
     for name in value:
-        if name not in known:
+        if name not in known and not (unknown_nulls and value[name] is None):
             _refuse_unknown(name, path, list(known))
     read = {}
-    for name, own in known.items():
-        given, own_path = value.get(name), f"{path}.{name}" if path else name
+    for name, (rule, is_required) in known.items():
+        given = value.get(name)
         if given is not None:
-            read[name] = own.metadata["rule"].read(given, own_path)
-        elif own.default is MISSING:
+            read[name] = rule.read(given, f"{path}.{name}" if path else name)
+        elif is_required:
+            own_path = f"{path}.{name}" if path else name
             raise bad_field(own_path, f"{own_path} is missing: it is required")
     return record(**read)
+
+
+@cache
+def _fields(record: type) -> dict[str, tuple[Rule, bool]]:
+    """By name the rule of each, and whether it is required."""
+    return {f.name: (f.metadata["rule"], f.default is MISSING) for f in fields(record)}
 
 
 def schema_of(record: type) -> Schema:

@@ -61,6 +61,9 @@ class Integer:
         return {"type": "integer", "minimum": self._low, "maximum": self._high}
 
 
+COUNT = Integer(0, 2**31 - 1)
+
+
 class Number:
     """A finite number within bounds."""
 
@@ -213,6 +216,34 @@ class Ignored:
         return {"description": "accepted, and without effect here"}
 
 
+class TokenIds:
+    """An array of token ids; which of them exist, the engine knows.
+
+    Args:
+        most: Ids in it.
+        as_set: Each counts once.
+    """
+
+    def __init__(self, most: int, *, as_set: bool = False):
+        self._most, self._as_set = most, as_set
+
+    def read(self, value: Any, path: str) -> list[int]:
+        """The ids; those that all are integers are read in C."""
+        if not isinstance(value, list):
+            refuse(path, value, "must be an array")
+        check_length(path, value, self._most, 0)
+        if set(map(type, value)) - {int} or (value and not 0 <= min(value) <= max(value) < 2**31):
+            value = [
+                item if _is_count(item) else COUNT.read(item, f"{path}[{i}]")
+                for i, item in enumerate(value)
+            ]
+        return list(dict.fromkeys(value)) if self._as_set else value
+
+    def schema(self) -> Schema:
+        """An array of integers."""
+        return {"type": "array", "items": COUNT.schema(), "minItems": 0, "maxItems": self._most}
+
+
 def kind_of(value: Any) -> str:
     """JSON's name for the value's type."""
     if isinstance(value, bool):
@@ -240,6 +271,10 @@ def _token_id(key: str, path: str) -> int:
     return int(key)
 
 
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**31
+
+
 def _shown(value: Any) -> str:
     if isinstance(value, (dict, list)):
         return f"({kind_of(value)} of {len(value)})"
@@ -249,5 +284,5 @@ def _shown(value: Any) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, int) and abs(value) > 10**30:
         return "(a huge integer)"
-    text = repr(value)
+    text = repr(value[:60] if isinstance(value, str) else value)
     return text if len(text) <= 60 else text[:57] + "..."

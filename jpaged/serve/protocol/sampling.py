@@ -8,6 +8,7 @@ from jpaged.serve.errors import bad_field, refusal
 from jpaged.serve.limits import Limits
 from jpaged.serve.protocol.record import Nested, of
 from jpaged.serve.protocol.rules import (
+    COUNT,
     INT64,
     ByTokenId,
     Choice,
@@ -18,6 +19,7 @@ from jpaged.serve.protocol.rules import (
     ListOf,
     Number,
     Text,
+    TokenIds,
 )
 
 MAX_TOKEN_IDS = 4096
@@ -25,8 +27,6 @@ MAX_STOPS, MAX_STOP_LENGTH = 16, 1024
 MAX_LOGPROBS = 20
 MAX_PRIORITY = 2**31
 
-_COUNT = Integer(0, 2**31 - 1)
-_TOKEN_IDS = ListOf(_COUNT, MAX_TOKEN_IDS)
 _STOP = Text(MAX_STOP_LENGTH, least=1)
 
 
@@ -55,12 +55,12 @@ class SamplingFields:
     repetition_penalty: float = of(Number(0, 1e6, above=True), 1.0)
     seed: int | None = of(Integer(-INT64 - 1, INT64), None)
     stop: list[str] | str | None = of(Either(string=_STOP, array=ListOf(_STOP, MAX_STOPS)), None)
-    stop_token_ids: list[int] | None = of(_TOKEN_IDS, None)
+    stop_token_ids: list[int] | None = of(TokenIds(MAX_TOKEN_IDS, as_set=True), None)
     include_stop_str_in_output: bool = of(Flag(), False)
     ignore_eos: bool = of(Flag(), False, "go on past the model's own end token")
-    min_tokens: int = of(_COUNT, 0)
+    min_tokens: int = of(COUNT, 0)
     logit_bias: dict[int, float] | None = of(ByTokenId(Number(-100, 100), MAX_TOKEN_IDS), None)
-    allowed_token_ids: list[int] | None = of(ListOf(_COUNT, 2**20), None)
+    allowed_token_ids: list[int] | None = of(TokenIds(2**20, as_set=True), None)
     prompt_logprobs: int | None = of(Integer(0, MAX_LOGPROBS), None)
     skip_special_tokens: bool = of(Flag(), True)
     use_beam_search: bool = of(Flag(), False, "search with beam_width (else best_of, n) beams")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from jpaged.serve.errors import bad_field
 from jpaged.serve.protocol.chat import MESSAGES, Message, TemplateFields
 from jpaged.serve.protocol.record import of
-from jpaged.serve.protocol.rules import Flag, Integer, ListOf, Text
+from jpaged.serve.protocol.rules import Flag, Text, TokenIds
 
 
 @dataclass(frozen=True)
@@ -29,4 +29,4 @@ class DetokenizeRequest:
     """The fields of `/detokenize`."""
 
     model: str | None = of(Text(1000), None)
-    tokens: list[int] = of(ListOf(Integer(0, 2**31 - 1), 2**20))
+    tokens: list[int] = of(TokenIds(2**20))

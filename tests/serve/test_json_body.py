@@ -1,0 +1,87 @@
+"""JSON that means one thing only, whose values are counted before any is built."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from schema_strategies import ANYTHING
+
+from jpaged.serve.errors import ApiError
+from jpaged.serve.exchange import large_json
+from jpaged.serve.json_body import parse_json
+
+PIECE = 256 * 1024
+"""Bytes that are counted in one go: what is cut between two pieces must not matter."""
+
+ODD_TEXTS = ['"' * 3, "\\", "\\\\", '\\"', '\\\\"', ",:[{", "\n\u4e2d", "", ' ":1,"a":2']
+
+
+def refusal(content: bytes, max_values: int = 10**9) -> str:
+    with pytest.raises(ApiError) as refused:
+        parse_json(content, max_values)
+    assert refused.value.status == 400
+    return str(refused.value)
+
+
+@settings(max_examples=200, deadline=None)
+@given(ANYTHING, st.booleans())
+def test_values_come_back(value: Any, is_ascii: bool):
+    content = json.dumps(value, ensure_ascii=is_ascii).encode()
+    assert parse_json(content, 10**9) == value
+
+
+@pytest.mark.parametrize("text", ODD_TEXTS)
+@pytest.mark.parametrize("is_ascii", [True, False])
+def test_what_is_in_a_string_is_not_counted(text: str, is_ascii: bool):
+    own = json.dumps(text * 4, ensure_ascii=is_ascii)[1:-1].encode()
+    for pad in (0, *range(PIECE - 14, PIECE - 1)):
+        content = b'{"%b": "%b", "b": 1}' % (b"x" * pad + own, own)
+        assert parse_json(content, 17) == json.loads(content)
+        assert "more than 16 JSON values" in refusal(content, 16)
+        twice = content.replace(b'"b"', b'"%b"' % (b"x" * pad + own))
+        assert "twice" in refusal(twice)
+
+
+def test_how_much_each_value_counts():
+    for content, weight in (
+        (b"1", 1),
+        (b'"a"', 4),
+        (b"[1]", 5),
+        (b"[1, 2, null]", 7),
+        (b'{"a": 1}', 9),
+        (b'[[1], {"a": true}, ""]', 22),
+        (b"-17", 1),
+        (b"1.5", 4),
+        (b"1e5", 1),
+        (b"[]", 5),  # as if there were something in it
+    ):
+        parse_json(content, weight)
+        assert "JSON values" in refusal(content, weight - 1)
+
+
+def test_long_numbers():
+    """They take the square of their digits."""
+    parse_json(b"[%b]" % b",".join([b"9" * 63] * 100), 10**9)
+    assert "too long" in refusal(b'{"seed": %b}' % (b"9" * 200))
+    text = b'{"user": "%b"}' % (b"9" * 10_000)
+    assert parse_json(text, 10**9) == json.loads(text)
+
+
+@settings(max_examples=100, deadline=None)
+@given(ANYTHING)
+def test_large_answers_are_the_same_json(value: Any):
+    assert large_json(value) == msgspec.json.encode(value)
+
+
+def test_large_answers_of_many_pieces():
+    text = 'a"\n\u4e2d\\' * 100_000
+    entry = {"token": "a", "top_logprobs": [{"token": text[:9], "logprob": -0.5}]}
+    value = {
+        "choices": [{"text": text, "logprobs": {"content": [entry] * 1000, "none": None}}],
+        "tokens": list(range(10_000)),
+        "empty": [[], {}, "", ()],
+    }
+    assert large_json(value) == msgspec.json.encode(value)

@@ -1,0 +1,256 @@
+"""Whatever one client sends, another's stream goes on: the gaps between its events are taken."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
+from typing import Any
+
+import pytest
+from serve_helpers import QUESTION
+from server_process import ServerProcess
+
+LARGEST = 8 * 2**20
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+
+LONGEST_GAP = 0.05
+"""Seconds, beside what the same machine shows while nothing hostile is sent."""
+
+TRIES = 8
+"""A machine shared with others stops anybody now and then; the server's stalls come each time."""
+
+
+def filled(start: str, item: str, end: str, most: int = 10**9) -> bytes:
+    """An array or object of as many items as a body has room for, or `most`."""
+    count = min(most, (LARGEST - len(start + end)) // (len(item.encode()) + 1))
+    return f"{start}{','.join([item] * count)}{end}".encode()
+
+
+def completion(start: str, item: str, end: str, most: int = 10**9) -> bytes:
+    return filled('{"prompt":"a","max_tokens":1,' + start, item, end + "}", most)
+
+
+def text(piece: str, start: str = '{"max_tokens":1,"prompt":"') -> bytes:
+    return f"{start}{piece * ((LARGEST - 64) // len(piece.encode()))}".encode() + b'"}'
+
+
+def names(count: int) -> str:
+    return ",".join(f'"{i}":1' for i in range(count))
+
+
+def message(content: str) -> str:
+    return '{"role":"user","content":' + content + "}"
+
+
+PART = '{"type":"text","text":"a"}'
+PROMPTS = '{"max_tokens":1,"prompt":['
+CHAT = '{"max_tokens":1,"messages":['
+SOME = 50_000
+"""Arrays, objects or strings: as many as are read, so that what reads them is what is tried."""
+
+HOSTILE: dict[str, tuple[str, Callable[[], bytes]]] = {
+    "lists": (COMPLETIONS, lambda: completion('"metadata":[', "[]", "]")),
+    "some lists": (COMPLETIONS, lambda: completion('"metadata":[', "[]", "]", SOME)),
+    "objects": (COMPLETIONS, lambda: completion('"metadata":[', "{}", "]")),
+    "some objects": (COMPLETIONS, lambda: completion('"metadata":[', "{}", "]", SOME)),
+    "nothing but lists": (COMPLETIONS, lambda: filled("[", "[]", "]")),
+    "floats": (COMPLETIONS, lambda: completion('"metadata":[', "1.5", "]")),
+    "some floats": (COMPLETIONS, lambda: completion('"metadata":[', "1.5", "]", SOME)),
+    "tiny floats": (
+        COMPLETIONS,
+        lambda: completion('"metadata":[', "2225073858507201.1E-323", "]", 35_000),
+    ),
+    "long floats": (COMPLETIONS, lambda: completion('"metadata":[', f"9.{'0' * 780}1", "]")),
+    "a long number": (COMPLETIONS, lambda: completion('"seed":', "9" * (LARGEST - 100), "")),
+    "long numbers": (COMPLETIONS, lambda: completion('"metadata":[', "9" * 4299, "]")),
+    "numbers of 63 digits": (COMPLETIONS, lambda: completion('"metadata":[', "9" * 63, "]")),
+    "strings": (COMPLETIONS, lambda: completion('"metadata":[', '"ab"', "]")),
+    "some strings": (COMPLETIONS, lambda: completion('"metadata":[', '"ab"', "]", SOME)),
+    "names": (COMPLETIONS, lambda: b'{"prompt":"a","metadata":{%s}}' % names(600_000).encode()),
+    "some names": (
+        COMPLETIONS,
+        lambda: b'{"prompt":"a","max_tokens":1,"metadata":{%s}}' % names(50_000).encode(),
+    ),
+    "a name twice": (
+        COMPLETIONS,
+        lambda: b'{"prompt":"a","metadata":{"7":1,%s}}' % names(50_000).encode(),
+    ),
+    "biases": (COMPLETIONS, lambda: b'{"prompt":"a","logit_bias":{%s}}' % names(50_000).encode()),
+    "deep": (COMPLETIONS, lambda: b'{"prompt":' + b"[" * (LARGEST - 100)),
+    "allowed tokens": (COMPLETIONS, lambda: completion('"allowed_token_ids":[', "17", "]", 10**6)),
+    "some allowed tokens": (
+        COMPLETIONS,
+        lambda: completion('"allowed_token_ids":[', "17", "]", 4 * SOME),
+    ),
+    "allowed tokens as floats": (
+        COMPLETIONS,
+        lambda: completion('"allowed_token_ids":[', "17.0", "]", SOME),
+    ),
+    "allowed tokens of many prompts": (
+        COMPLETIONS,
+        lambda: filled(
+            PROMPTS + '"a"' + ',"a"' * 200 + '],"allowed_token_ids":[', "17", "]}", 4 * SOME
+        ),
+    ),
+    "tokens that are none, of many prompts": (
+        COMPLETIONS,
+        lambda: (
+            PROMPTS + ",".join(['"a"'] * 200) + f'],"allowed_token_ids":{list(range(4 * SOME))}}}'
+        ).encode(),
+    ),
+    "token ids": (COMPLETIONS, lambda: filled(PROMPTS, "17", "]}")),
+    "some token ids": (COMPLETIONS, lambda: filled(PROMPTS, "17", "]}", 4 * SOME)),
+    "one token id that is none": (
+        COMPLETIONS,
+        lambda: filled(PROMPTS, "17", ',"x"]}', 4 * SOME),
+    ),
+    "prompts": (COMPLETIONS, lambda: filled(PROMPTS, '"ab"', "]}", SOME)),
+    "commas": (COMPLETIONS, lambda: text(",")),
+    "quotes": (COMPLETIONS, lambda: text('\\"')),
+    "backslashes": (COMPLETIONS, lambda: text("\\\\")),
+    "escapes": (COMPLETIONS, lambda: text("\\n中")),
+    "codes": (COMPLETIONS, lambda: text("\\u4e2d")),
+    "pairs": (COMPLETIONS, lambda: text("\\ud83d\\ude00")),
+    "nearly pairs": (COMPLETIONS, lambda: text("\\ud7ff")),
+    "half a pair": (COMPLETIONS, lambda: text("a", '{"prompt":"\\ud800')),
+    "no UTF-8": (COMPLETIONS, lambda: text("é")[:-3] + b'\xff"}'),
+    "a text without an end": (COMPLETIONS, lambda: text("a")[:-2]),
+    "a long model": (COMPLETIONS, lambda: text("\x7f", '{"prompt":"a","model":"')),
+    "a long stop": (COMPLETIONS, lambda: text("\x7f", '{"prompt":"a","stop":"')),
+    "a long field": (COMPLETIONS, lambda: text("a", '{"prompt":"a","')[:-2] + b'":1}'),
+    "a long role": (CHATS, lambda: text("\x7f", '{"messages":[{"role":"')[:-1] + b"}]}"),
+    "parts": (CHATS, lambda: filled(CHAT + '{"role":"user","content":[', PART, "]}]}")),
+    "parts of many messages": (
+        CHATS,
+        lambda: filled(CHAT, message(f"[{PART},{PART},{PART}]"), "]}", 2500),
+    ),
+    "messages": (CHATS, lambda: filled(CHAT, message('"a"'), "]}", 4096)),
+    "tokens to text": ("/detokenize", lambda: filled('{"tokens":[', "17", "]}", 4 * SOME)),
+    "text to tokens": ("/tokenize", lambda: text("a", '{"return_token_strs":true,"prompt":"')),
+    "messages to tokens": (
+        "/tokenize",
+        lambda: filled('{"return_token_strs":true,"messages":[', message('"a"'), "]}", 500),
+    ),
+}
+
+
+class Stream:
+    """A client that asks for one stream after another, and takes the time between their events."""
+
+    def __init__(self, url: str):
+        self._host = url.removeprefix("http://")
+        self._stopped = False
+        self._gaps: list[float] = []
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def take(self) -> float:
+        """The longest gap since this was last asked."""
+        seen = len(self._gaps)
+        while len(self._gaps) < seen + 3 and self._thread.is_alive():  # one may be going on
+            time.sleep(0.005)
+        assert self._failure is None, self._failure
+        gaps, self._gaps = self._gaps, []
+        return max(gaps)
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._thread.join(30)
+
+    def _run(self) -> None:
+        asked = {"prompt": QUESTION, "max_tokens": 200, "ignore_eos": True, "stream": True}
+        connection = HTTPConnection(self._host, timeout=60)
+        try:
+            while not self._stopped:
+                last = None  # how long the first event takes depends on who is in line
+                answer = post(connection, COMPLETIONS, json.dumps(asked).encode())
+                assert answer.status == 200
+                for line in answer:
+                    if line.startswith(b"data: "):
+                        now = time.monotonic()
+                        self._gaps += [] if last is None else [now - last]
+                        last = now
+        except BaseException as error:
+            self._failure = error
+            raise
+        finally:
+            connection.close()
+
+
+def post(connection: HTTPConnection, path: str, body: bytes) -> Any:
+    connection.request("POST", path, body, {"Content-Type": "application/json"})
+    return connection.getresponse()
+
+
+def send(url: str, path: str, body: bytes) -> int:
+    """Send a body to an end; gives the answer's status."""
+    connection = HTTPConnection(url.removeprefix("http://"), timeout=120)
+    try:
+        answer = post(connection, path, body)
+        answer.read()
+        return answer.status
+    finally:
+        connection.close()
+
+
+@pytest.fixture
+def stream(real_server: ServerProcess) -> Iterator[Stream]:
+    found = Stream(real_server.url)
+    time.sleep(0.5)
+    found.take()
+    yield found
+    found.stop()
+
+
+def longest_gap(stream: Stream, attack: Callable[[], object]) -> float:
+    stream.take()
+    attack()
+    return stream.take()
+
+
+def lasting_gap(stream: Stream, attack: Callable[[], object], allowed: float) -> float:
+    """The longest gap beside an attack, if it is longer than allowed each time."""
+    found = 1e9
+    for _ in range(TRIES):
+        found = min(found, longest_gap(stream, attack))
+        if found < allowed:
+            break
+    return found
+
+
+def gap_allowed(stream: Stream) -> float:
+    """With what a machine shows of itself that others keep busy."""
+    quiet = sorted(longest_gap(stream, lambda: time.sleep(0.5)) for _ in range(5))[2]
+    return LONGEST_GAP + 2 * quiet
+
+
+def test_no_body_stalls_another_stream(real_server: ServerProcess, stream: Stream):
+    url, statuses = real_server.url, {}
+
+    def attack(name: str) -> Callable[[], object]:
+        path, make = HOSTILE[name]
+        body = make()
+        assert len(body) <= LARGEST, name
+        return lambda: statuses.update({name: send(url, path, body)})
+
+    allowed = gap_allowed(stream)
+    found = {name: lasting_gap(stream, attack(name), allowed) for name in HOSTILE}
+    for name, gap in found.items():
+        print(f"{name:32} {statuses[name]} {gap * 1e3:5.0f} of {allowed * 1e3:.0f} ms")
+    assert set(statuses.values()) <= {200, 400, 413}, statuses
+    assert {name: gap for name, gap in found.items() if gap > allowed} == {}
+
+
+def test_bodies_of_many_clients_stall_no_stream(real_server: ServerProcess, stream: Stream):
+    chosen = ("some lists", "tiny floats", "some names", "parts of many messages")
+    bodies = [(HOSTILE[name][0], HOSTILE[name][1]()) for name in chosen] * 3
+
+    def attack() -> None:
+        with ThreadPoolExecutor(len(bodies)) as clients:
+            assert all(clients.map(lambda each: send(real_server.url, *each) < 500, bodies))
+
+    allowed = gap_allowed(stream)
+    assert lasting_gap(stream, attack, allowed) < allowed
