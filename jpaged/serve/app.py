@@ -120,11 +120,12 @@ class Endpoints:
         asked.check()
         if asked.messages is not None:
             asked.check_template(serving.config.template_variables)
-            ids = await texts.render(asked.messages, asked.template_options)
-        else:
-            special = asked.add_special_tokens
-            ids = await texts.encode(asked.prompt or "", "prompt", add_special_tokens=special)
-        strings = [texts.token_text(i) for i in ids] if asked.return_token_strs else None
+        ids, strings = await texts.tokenized(
+            asked.prompt or "" if asked.messages is None else asked.messages,
+            asked.template_options,
+            add_special_tokens=asked.add_special_tokens,
+            strings=asked.return_token_strs,
+        )
         return json_answer(
             {
                 "count": len(ids),

@@ -114,6 +114,11 @@ def _add_server_flags(group: Any) -> None:
         metavar="NAME",
         help="what clients may set of the template (enable_thinking thinking)",
     )
+    add(
+        "--allow-special-tokens-in-messages",
+        action="store_true",
+        help="text such as <|im_end|> in a message is the token, as which it can end the message",
+    )
     add("--no-dashboard", action="store_true", help="no picture of the memory at /")
     add("--dashboard-show-text", action="store_true", help="prompts and answers in the picture")
     add("--no-log-requests", action="store_true", help="no line in the log for each request")
@@ -274,6 +279,7 @@ def _serve_config(args: argparse.Namespace) -> ServeConfig:
         limits=limits,
         chat_template=None if template is None else Path(template).read_text(encoding="utf-8"),
         template_variables=own.template_variables if allowed is None else frozenset(allowed),
+        allow_special_tokens=args.allow_special_tokens_in_messages,
         dashboard=not args.no_dashboard,
         dashboard_text=args.dashboard_show_text,
     )

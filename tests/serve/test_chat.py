@@ -141,7 +141,7 @@ def test_a_bad_template_is_an_error_of_its_request(serve: Run, template: str):
         assert "template" in answer.json()["error"]["message"]
         await server.canary()
 
-    serve(scenario, chat_template=template, limits={"template_timeout": 0.2})
+    serve(scenario, chat_template=template, limits={"text_timeout": 0.5})
 
 
 def test_tokens_and_back(serve: Run):
