@@ -110,10 +110,11 @@ class SpecialText:
         """Where a text begins with the end of a special token, and ends with the beginning of one;
         blanks, which templates strip, aside."""
         start, end = len(text) - len(text.lstrip()), len(text.rstrip())
-        core = text[start:end] if end - start < self._longest else None
-        if core and any(core in special for special in self._texts):
-            return ((start, end),)
+        if start >= end:
+            return None
         most = min(self._longest - 1, end - start)
+        if most == end - start and any(text[start:end] in special for special in self._texts):
+            return ((start, end),)
         tail = next((i for i in range(most, 0, -1) if text[start : start + i] in self._tails), 0)
         head = next((i for i in range(most, 0, -1) if text[end - i : end] in self._heads), 0)
         if tail + head > end - start:

@@ -20,6 +20,8 @@ from jpaged.text_parts import end_part, splits_at_words
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Encode = Callable[[str], list[int]]
+
 _AS_SERIALISED = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """Tokenizer classes that mean: `tokenizer.json` just as it is."""
 
@@ -106,17 +108,7 @@ class Tokenizer:
             ValueError: the text has a lone surrogate, which no encoding can represent.
         """
         _check_encodable(text, "prompt")
-        if last is None:
-            return self._encode(text, add_special_tokens)
-        size = _BYTES_A_TOKEN * last + _SOME
-        while 2 * size < len(text):
-            part, num_unsure = end_part(text, size, at_words=self._splits_at_words)
-            ids = self._encode(part, add_special_tokens)
-            if len(ids) >= last + num_unsure:
-                return ids[len(ids) - last :]
-            size *= 4
-        ids = self._encode(text, add_special_tokens)
-        return ids[max(len(ids) - last, 0) :]
+        return self._last(lambda part: self._encode(part, add_special_tokens), text, last)
 
     def is_longer(self, text: str, num_tokens: int) -> bool:
         """Whether a text certainly has more tokens, as its beginning shows.
@@ -224,10 +216,32 @@ class Tokenizer:
         """The token ids of a conversation that was written out; `last` as of `encode`."""
         if chat.pieces is None:
             return self.encode(chat.text, add_special_tokens=False, last=last)
-        ids: list[int] = []
-        for i, piece in enumerate(chat.pieces):
-            ids += self._encode(piece, False) if i % 2 else self._encode_as_text(piece, i > 0)
-        return ids if last is None else ids[max(len(ids) - last, 0) :]
+        found: list[list[int]] = []
+        left = last
+        for i, piece in reversed(list(enumerate(chat.pieces))):
+
+            def encode(part: str, is_text: bool = i % 2 == 0, is_inside: bool = i > 0) -> list[int]:
+                return self._encode_as_text(part, is_inside) if is_text else self._encode(part, False)
+
+            found.append(self._last(encode, piece, left))
+            left = None if left is None else left - len(found[-1])
+            if left == 0:
+                break
+        return [token_id for ids in reversed(found) for token_id in ids]
+
+    def _last(self, encode: Encode, text: str, last: int | None) -> list[int]:
+        """What `encode` makes of a text: all of it, or the last tokens, as of `encode`."""
+        if last is None:
+            return encode(text)
+        size = _BYTES_A_TOKEN * last + _SOME
+        while 2 * size < len(text):
+            part, num_unsure = end_part(text, size, at_words=self._splits_at_words)
+            ids = encode(part)
+            if len(ids) >= last + num_unsure:
+                return ids[len(ids) - last :]
+            size *= 4
+        ids = encode(text)
+        return ids[max(len(ids) - last, 0) :]
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return self.hf_tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
@@ -295,9 +309,10 @@ class Tokenizer:
 
     @functools.cached_property
     def _marks_beginnings(self) -> bool:
-        """Whether text that begins a prompt is tokenised in a way of its own."""
-        line = self._encode("\n", False)
-        return self._encode("\na", False) != line + self._encode("a", False)
+        """Whether text that begins a prompt is tokenised otherwise than behind a special token."""
+        text_of = self.hf_tokenizer.convert_ids_to_tokens
+        behind = [self._encode(f"{text_of(i)}a", False) for i in sorted(self._structural)[:1]]
+        return any(ids[1:] != self._encode("a", False) for ids in behind)
 
     @functools.cached_property
     def _splits_at_words(self) -> bool:
