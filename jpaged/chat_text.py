@@ -136,7 +136,7 @@ class _Marks:
         """The character that stands for a text, in which others may be restored."""
         if text not in self._mark_of:
             if self._free is None:
-                taken = {ord(c) for string in self._strings for c in set(string) if ord(c) > 0xEFFFF}
+                taken = {ord(letter) for string in self._strings for letter in set(string)}
                 self._free = (point for point in _PRIVATE if point not in taken)
             point = next(self._free, None)
             if point is None:

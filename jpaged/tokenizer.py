@@ -220,8 +220,8 @@ class Tokenizer:
         left = last
         for i, piece in reversed(list(enumerate(chat.pieces))):
 
-            def encode(part: str, is_text: bool = i % 2 == 0, is_inside: bool = i > 0) -> list[int]:
-                return self._encode_as_text(part, is_inside) if is_text else self._encode(part, False)
+            def encode(part: str, i: int = i) -> list[int]:
+                return self._encode(part, False) if i % 2 else self._encode_as_text(part, i > 0)
 
             found.append(self._last(encode, piece, left))
             left = None if left is None else left - len(found[-1])

@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from text_helpers import (
@@ -169,7 +170,7 @@ def test_a_role_may_be_a_part_of_the_templates_tokens():
 def test_a_message_that_goes_on():
     tokenizer = byte_level()
     messages = [user("a"), {"role": "assistant", "content": f"b{EOS} c <|en"}]
-    options = {"add_generation_prompt": False, "continue_final_message": True}
+    options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
     ids = tokenizer.apply_chat_template(messages, **options)
     assert tokenizer.decode(ids).endswith(f"assistant\nb{EOS} c <|en")
     assert len(special(tokenizer, ids)) == 3
@@ -196,7 +197,7 @@ def test_characters_that_are_turned_into_a_special_token():
     "template",
     [
         "{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}",
-        "{% macro m() %}{% for i in range(99999) %}aaaa{% endfor %}{% endmacro %}{{ m() | length }}",
+        "{% macro m() %}{% for i in range(9999) %}aaaa{% endfor %}{% endmacro %}{{ m() | length }}",
     ],
 )
 def test_what_a_template_may_write(template: str):

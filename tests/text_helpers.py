@@ -4,9 +4,8 @@ import functools
 import json
 from pathlib import Path
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from jpaged.tokenizer import Tokenizer
@@ -148,6 +147,7 @@ TEMPLATES = {
     "roles": "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}{% endfor %}",
 }
 """Ways in which templates write contents."""
+
 
 @functools.cache
 def mistral_like() -> Tokenizer:

@@ -165,6 +165,7 @@ def _add_limit_flags(group: Any) -> None:
         ("queue_timeout", "until the first token"),
         ("request_timeout", "for a request in all"),
         ("stall_timeout", "that a client may leave an answer unread"),
+        ("text_timeout", "to tokenise a prompt, its chat template included"),
         ("health_timeout", "without a turn of the loop until /health is red"),
     ):
         default = getattr(own, name)

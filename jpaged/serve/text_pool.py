@@ -16,7 +16,10 @@ MAX_SHORT = 16 * 1024
 """Bytes of an order up to which it is for the lane of short ones: tens of milliseconds."""
 
 _QUICK = 0.25
-"""Seconds after which an order is not short, whatever its bytes are."""
+"""Seconds of the processor after which an order is not short, whatever its bytes are."""
+
+_MAX_TRIES = 4
+"""Of an order whose fork turns out to have ended before."""
 
 _LENGTH = struct.Struct("!I")
 _encoder = msgspec.msgpack.Encoder()
@@ -71,13 +74,13 @@ class TextPool:
             while True:
                 piece = await self._next(takes_long=takes_long)
                 try:
-                    fork = fork or await _Fork.make(self._process)
-                    done = await fork.do(piece, self._seconds if takes_long else _QUICK)
+                    fork = fork or await _Fork.make(self._process, 0 if takes_long else _QUICK)
+                    done = await fork.do(piece, self._seconds)
                 except (OSError, EOFError, RuntimeError, ValueError) as error:
                     if fork is not None:
                         fork.end()
                         fork = None
-                    self._give_up(piece, error, may_retry=not takes_long)
+                    self._give_up(piece, error, was_short=not takes_long)
                 else:
                     if not piece.answer.done():
                         piece.answer.set_result(done)
@@ -96,10 +99,14 @@ class TextPool:
             self._changed.clear()
             await self._changed.wait()
 
-    def _give_up(self, piece: "_Piece", error: Exception, *, may_retry: bool) -> None:
+    def _give_up(self, piece: "_Piece", error: Exception, *, was_short: bool) -> None:
         if piece.answer.done():
             return
-        if may_retry:
+        piece.num_tries += 1
+        was_read = not isinstance(error, ConnectionError)
+        if (was_short and isinstance(error, EOFError)) or (
+            not was_read and piece.num_tries < _MAX_TRIES
+        ):
             self._long.append(piece)
             self._changed.set()
             return
@@ -120,6 +127,7 @@ class _Piece:
     number: int
     data: bytes = field(compare=False)
     answer: asyncio.Future[Done] = field(compare=False)
+    num_tries: int = field(default=0, compare=False)
 
 
 class _Fork:
@@ -136,12 +144,13 @@ class _Fork:
         self._reader, self._writer = reader, writer
 
     @classmethod
-    async def make(cls, process: TextProcess) -> "_Fork":
+    async def make(cls, process: TextProcess, most_seconds: float) -> "_Fork":
+        seen = process.num_starts
         try:
-            number, sock = process.fork()
+            number, sock = process.fork(most_seconds)
         except OSError:
-            await asyncio.to_thread(process.revive, process.num_starts)
-            number, sock = process.fork()
+            await asyncio.to_thread(process.revive, seen)
+            number, sock = process.fork(most_seconds)
         return cls(process, number, *await asyncio.open_unix_connection(sock=sock))
 
     async def do(self, piece: _Piece, seconds: float) -> Done:

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,8 @@ WORK = "the chat template, or tokenising,"
 """What takes too much, in errors."""
 
 _LENGTH = struct.Struct("!I")
-_NUMBER = struct.Struct("!Q")
+_NUMBER = struct.Struct("!Qd")
+"""Of a fork, and the processor's seconds that an order may take it."""
 
 
 class TextSettings(msgspec.Struct, frozen=True):
@@ -113,6 +113,11 @@ class TextProcess:
         self._num_forks = 0
         self._start()
 
+    @property
+    def pid(self) -> int:
+        """Its process id, and the group's of all forks."""
+        return self._process.pid
+
     def wait_ready(self) -> None:
         """Wait until it has loaded the tokenizer.
 
@@ -129,8 +134,12 @@ class TextProcess:
             raise ValueError(error)
         self._is_ready = True
 
-    def fork(self) -> tuple[int, socket.socket]:
+    def fork(self, most_seconds: float = 0) -> tuple[int, socket.socket]:
         """A new fork: what to call it, and the line to it.
+
+        Args:
+            most_seconds: The processor's time after which it ends in the middle of an order; 0 for
+                no bound.
 
         Raises:
             OSError: the process has ended.
@@ -139,7 +148,7 @@ class TextProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                number = _NUMBER.pack(self._num_forks)
+                number = _NUMBER.pack(self._num_forks, most_seconds)
                 socket.send_fds(self._control, [number], [theirs.fileno()])
             except OSError:
                 ours.close()
@@ -149,7 +158,7 @@ class TextProcess:
     def end_fork(self, number: int) -> None:
         """End a fork at once, whatever it does."""
         with suppress(OSError):  # the process has ended, and is to be started anew
-            self._control.sendall(_NUMBER.pack(number))
+            self._control.sendall(_NUMBER.pack(number, 0))
 
     def revive(self, seen: int) -> None:
         """Start it anew, unless that was done since `num_starts` was `seen`, and wait for it.
@@ -187,6 +196,8 @@ class TextProcess:
 
 def main(fd: int) -> int:
     """Load the tokenizer and fork as told; ends with the server."""
+    for each in (signal.SIGINT, signal.SIGTERM):  # the server's, which drains first
+        signal.signal(each, signal.SIG_IGN)
     control = socket.socket(fileno=fd)
     frame = receive(control)
     if frame is None:
@@ -205,7 +216,7 @@ def main(fd: int) -> int:
         data, fds, _, _ = socket.recv_fds(control, _NUMBER.size, 1, socket.MSG_WAITALL)
         if not data:
             os.killpg(0, signal.SIGKILL)
-        (number,) = _NUMBER.unpack(data)
+        number, most_seconds = _NUMBER.unpack(data)
         if not fds:
             if pid := forks.pop(number, 0):
                 os.kill(pid, signal.SIGKILL)
@@ -216,24 +227,30 @@ def main(fd: int) -> int:
         else:
             control.close()
             try:
-                _obey(socket.socket(fileno=fds[0]), worker, settings)
+                _limit_memory(settings.max_memory)
+                _obey(socket.socket(fileno=fds[0]), worker, most_seconds)
             except Exception:
                 traceback.print_exc()
             finally:
                 os._exit(0)
 
 
-def _obey(line: socket.socket, worker: "TextWorker", settings: TextSettings) -> None:
+def _obey(line: socket.socket, worker: "TextWorker", most_seconds: float) -> None:
     """A fork's life: orders until nobody gives any."""
+    decoder = msgspec.msgpack.Decoder(Order)
+    while (frame := receive(line)) is not None:
+        signal.setitimer(signal.ITIMER_PROF, most_seconds)  # at whose end the system ends it
+        done = worker.do(decoder.decode(frame))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        send(line, msgspec.msgpack.encode(done))
+        frame = done = None
+
+
+def _limit_memory(most: int) -> None:
     _limit(resource.RLIMIT_CORE, 0)
     with suppress(OSError):  # where the system does not tell, there is no bound
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-        _limit(resource.RLIMIT_AS, pages * resource.getpagesize() + settings.max_memory)
-    decoder = msgspec.msgpack.Decoder(Order)
-    while (frame := receive(line)) is not None:
-        done = worker.do(decoder.decode(frame))
-        send(line, msgspec.msgpack.encode(done))
-        frame = done = None
+        _limit(resource.RLIMIT_AS, pages * resource.getpagesize() + most)
 
 
 def _limit(what: int, most: int) -> None:
@@ -278,8 +295,9 @@ class TextWorker:
             return Done(failed=repr(error)[:1000])
 
     def _tokenised(self, order: Order) -> Done:
-        encode: Callable[[], list[int]]
         tokenizer, settings = self._tokenizer, self._settings
+        chat = None
+        text = order.text or ""
         if order.messages is not None:
             chat = tokenizer.write_chat(
                 order.messages,
@@ -288,13 +306,14 @@ class TextWorker:
                 max_characters=settings.max_characters,
                 **order.options,
             )
-            text, encode = chat.text, lambda: tokenizer.encode_chat(chat, last=order.last)
-        else:
-            text, special = order.text or "", order.add_special_tokens
-            encode = lambda: tokenizer.encode(text, add_special_tokens=special, last=order.last)
+            text = chat.text
         if order.last is None and order.most is not None and tokenizer.is_longer(text, order.most):
             return Done(is_longer=True)
-        ids = encode()
+        if chat is not None:
+            ids = tokenizer.encode_chat(chat, last=order.last)
+        else:
+            special = order.add_special_tokens
+            ids = tokenizer.encode(text, add_special_tokens=special, last=order.last)
         strings = [tokenizer.decode([each]) for each in ids] if order.strings else None
         return Done(token_ids=ids, strings=strings)
 

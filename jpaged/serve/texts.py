@@ -41,7 +41,7 @@ class Texts:
         self._pool = TextPool(process, text_timeout)
 
     async def check_template(self) -> None:
-        """Raise ValueError if the server's chat template is none; it may fail with some messages."""
+        """Raise ValueError if the server's template is none; some messages it may well refuse."""
         done = await self._pool.do(Order(messages=[{"role": "user", "content": "a"}]))
         if done.mistake is not None:
             raise ValueError(f"--chat-template is no Jinja template ({done.mistake})")
@@ -174,6 +174,8 @@ class Texts:
     async def _done(self, order: Order, path: str) -> Done:
         try:
             done = await self._pool.do(order)
+        except OverflowError:
+            done = Done(refused=f"{path} has a number that is too large for a chat template")
         except (OSError, RuntimeError, ValueError) as error:
             done = Done(failed=repr(error))
         if done.failed is not None:
