@@ -85,7 +85,7 @@ class Texts:
             ApiError: there is no template, it refuses the messages, or they are too long.
         """
         written = [message.as_dict() for message in messages]
-        self._check_length(sum(len(message["content"]) for message in written), path, last)
+        self._check_length(_num_characters(written), path, last)
         order = Order(messages=written, options=options, last=last, most=self.max_model_len)
         return (await self._done(order, path)).token_ids
 
@@ -105,10 +105,13 @@ class Texts:
         """
         most = max(4 * self.max_model_len, _MOST_COUNTED)
         if isinstance(prompt, str):
-            path, order = "prompt", Order(prompt, add_special_tokens, most=most, strings=strings)
+            path, num_characters = "prompt", len(prompt)
+            order = Order(prompt, add_special_tokens, most=most, strings=strings)
         else:
             path, written = "messages", [message.as_dict() for message in prompt]
+            num_characters = _num_characters(written)
             order = Order(messages=written, options=options, most=most, strings=strings)
+        self._check_length(num_characters, path, None)
         done = await self._done(order, path)
         return done.token_ids, done.strings
 
@@ -204,3 +207,7 @@ class Texts:
             f"{path} has {length}, too many for this model's maximum context length of "
             f"{self.max_model_len} tokens, the answer's included: shorten it",
         )
+
+
+def _num_characters(messages: list[dict[str, str]]) -> int:
+    return sum(len(message["content"]) for message in messages)

@@ -16,7 +16,7 @@ from serve_helpers import RawRequest, Server, kept_text_process
 
 import jpaged
 from jpaged.serve.text_pool import MAX_SHORT, TextPool
-from jpaged.serve.text_process import Order, TextProcess, TextSettings
+from jpaged.serve.text_process import Order, TextProcess, TextSettings, TextWorker
 
 Run = Callable[..., None]
 CHAT, TINY = "/v1/chat/completions", Path(jpaged.__file__).parent / "assets" / "tiny"
@@ -223,6 +223,16 @@ def living(group: int) -> list[str]:
         if int(its_group) == group and state not in "ZX":
             found.append(state)
     return found
+
+
+def test_what_goes_wrong_in_a_fork_is_told(monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: Any, **options: Any) -> None:
+        raise KeyError("vocabulary")
+
+    worker = TextWorker(TextSettings(str(TINY)))
+    monkeypatch.setattr(jpaged.Tokenizer, "encode", fail)
+    assert worker.do(Order("a")).failed == "KeyError('vocabulary')"
+    assert worker.do(Order(token_ids=[97])).text == "a"
 
 
 def test_no_tokenizer(tmp_path: Path):
