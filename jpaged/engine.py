@@ -224,7 +224,7 @@ class Engine(EngineAccounts):
         Args:
             messages: A list of {"role": ..., "content": ...}, or a list of such lists.
             params, priority, use_tqdm: As for `generate`.
-            **template_options: Passed to the chat template.
+            **template_options: As of `render_chat`.
 
         Raises:
             TypeError, ValueError: as `render_chat` and `generate`.
@@ -238,6 +238,12 @@ class Engine(EngineAccounts):
         self, messages: Sequence[Mapping[str, Any]], **template_options: Any
     ) -> list[int]:
         """The token ids of a conversation, ready for the answer.
+
+        Args:
+            messages: Dicts with a `role` and a `content`.
+            **template_options: Passed to the chat template; but with `allow_special_tokens=True`
+                text of messages such as `<|im_end|>` becomes the special token, as which it can
+                end a message and begin another. Otherwise it is the text that it is.
 
         Raises:
             TypeError, ValueError: there is no tokenizer or no chat template, or a message is

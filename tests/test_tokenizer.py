@@ -1,4 +1,5 @@
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,10 @@ from text_helpers import (
     START,
     byte_level,
     byte_level_backend,
+    llama_like,
     metaspace,
+    mistral_like,
+    qwen_like,
     save,
 )
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -123,6 +127,72 @@ def test_code_in_a_checkpoint_never_runs(tmp_path: Path):
     assert not mark.exists()
 
 
+# Long texts
+
+WORDS = ("hello", "the world", "end", "it's", "12345", "你好 世界", "é", "\n", "\n\n", "f(1)", "😀")
+MAKERS = [byte_level, metaspace, mistral_like, qwen_like, llama_like]
+
+
+def prose(num_words: int, seed: int = 0) -> str:
+    rng = random.Random(seed)
+    return "".join(rng.choice(WORDS) + rng.choice(" \n  ") for _ in range(num_words))
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("special", [True, False])
+def test_the_last_tokens_are_those_of_the_whole(make, special: bool):
+    tokenizer = make()
+    for seed, length in enumerate([0, 1, 10, 2000, 4000, 6000]):
+        text = prose(length, seed) + f"{EOS} and the end of the world"
+        whole = tokenizer.encode(text, add_special_tokens=special)
+        for last in (1, 2, 17, 100, 10**6):
+            ids = tokenizer.encode(text, add_special_tokens=special, last=last)
+            assert ids == whole[-last:]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_the_last_tokens_where_there_is_no_place_to_cut(make):
+    """As many as are asked for, and together the end of the text."""
+    tokenizer = make()
+    for text in ("你好世界" * 20_000, "7" * 60_000, " " * 60_000, "hello" * 12_000):
+        ids = tokenizer.encode(text, add_special_tokens=False, last=50)
+        assert len(ids) == 50
+        assert text.endswith(tokenizer.decode(ids).lstrip("�"))
+
+
+def test_of_a_long_text_little_is_looked_at(monkeypatch: pytest.MonkeyPatch):
+    tokenizer, text = byte_level(), prose(200_000)
+    looked_at = watch_encode(tokenizer, monkeypatch)
+    ids = tokenizer.encode(text, last=20)
+    assert len(ids) == 20
+    assert sum(looked_at) < 50_000 < len(text)
+    looked_at.clear()
+    assert tokenizer.is_longer(text, 1000)
+    assert sum(looked_at) < 50_000
+    assert not tokenizer.is_longer("a" * 5000, 1000)  # it can as well be tokenised
+    assert tokenizer.is_longer("\n" * 50_000, 1000) == (len(tokenizer.encode("\n" * 50_000)) > 1000)
+
+
+def test_what_is_not_longer():
+    tokenizer = byte_level()
+    for text in (prose(20_000), "hello world " * 5000, "你" * 20_000):
+        num = len(tokenizer.encode(text))
+        assert not tokenizer.is_longer(text, num)
+        assert tokenizer.is_longer(text, num // 10)
+
+
+def watch_encode(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths of the texts that are tokenised from now on."""
+    lengths, encode = list[int](), tokenizer.hf_tokenizer.encode
+
+    def watched(text: str, **options: object) -> list[int]:
+        lengths.append(len(text))
+        return encode(text, **options)
+
+    monkeypatch.setattr(tokenizer.hf_tokenizer, "encode", watched)
+    return lengths
+
+
 # Chat
 
 
@@ -198,6 +268,7 @@ def test_loading_imports_neither_jax_nor_torch_and_says_nothing(tmp_path: Path):
         "find = u.find_spec\n"
         "u.find_spec = lambda name, *a: None if name == 'torch' else find(name, *a)\n"
         "import jpaged.detokenizer, jpaged.inputs, jpaged.outputs, jpaged.terminal\n"
+        "import jpaged.serve.text_process\n"
         "from jpaged.tokenizer import Tokenizer\n"
         f"Tokenizer.from_folder({str(folder)!r}).encode('hello')\n"
         "assert not {'jax', 'torch'} & set(sys.modules)\n"

@@ -4,8 +4,8 @@ import functools
 import json
 from pathlib import Path
 
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from jpaged.tokenizer import Tokenizer
@@ -89,6 +89,92 @@ def metaspace() -> Tokenizer:
             unk_token="<unk>",
         )
     )
+
+
+_QWEN_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@functools.cache
+def qwen_like() -> Tokenizer:
+    """Split by Qwen's expression, normalized; an added token that is not special."""
+    backend = Backend(models.BPE())
+    backend.normalizer = normalizers.NFC()
+    split = pre_tokenizers.Split(Regex(_QWEN_WORDS), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420, special_tokens=[EOS, START], initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    backend.add_tokens(["<think>"])
+    hf = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=EOS, additional_special_tokens=[START]
+    )
+    hf.chat_template = CHAT_TEMPLATE
+    return Tokenizer(hf)
+
+
+@functools.cache
+def llama_like() -> Tokenizer:
+    """As LLaMA 2's own: no pre-tokenizer, a blank before each text, `</s>` looked for after it."""
+    state = json.loads(metaspace_backend().to_str())
+    state["pre_tokenizer"] = None
+    backend = Backend.from_str(json.dumps(state))
+    prepend, replace = normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")
+    backend.normalizer = normalizers.Sequence([prepend, replace])
+    backend.add_special_tokens(["<unk>", AddedToken("<s>", normalized=True), "</s>"])
+    hf = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    hf.chat_template = TEMPLATES["llama-2"]
+    return Tokenizer(hf)
+
+
+TEMPLATES = {
+    "plain": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
+    "chatml": "{% for m in messages %}{{ '<|start|>' + m['role'] + '\n' + m['content'] | trim }}"
+    "{{ '<|end|>' + '\n' }}{% endfor %}",
+    "llama-2": "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token }}[INST] "
+    "{{ m.content.strip() }} [/INST]{% else %} {{ m.content.strip() }} {{ eos_token }}{% endif %}"
+    "{% endfor %}",
+    "thinking": "{% macro told(m) %}<|start|>{{ m.role }}\n{{ m.content.split('</think>')[-1]"
+    ".lstrip('\n') }}<|end|>{% endmacro %}{% for m in messages %}{{ told(m) }}{% endfor %}",
+    "roles": "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}{% endfor %}",
+}
+"""Ways in which templates write contents."""
+
+
+@functools.cache
+def mistral_like() -> Tokenizer:
+    """A blank before a prompt's first word, and before no other that follows a special token."""
+    state = json.loads(metaspace_backend().to_str())
+    state["pre_tokenizer"]["prepend_scheme"] = "first"
+    hf = PreTrainedTokenizerFast(
+        tokenizer_object=Backend.from_str(json.dumps(state)),
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+    )
+    hf.chat_template = TEMPLATES["llama-2"]
+    return Tokenizer(hf)
+
+
+END_TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{{ eos_token }}"
+
+
+@functools.cache
+def full_width_like() -> Tokenizer:
+    """`</s>` is looked for after compatibility characters were replaced."""
+    state = json.loads(byte_level_backend().to_str())
+    backend = Backend.from_str(json.dumps(state))
+    backend.normalizer = normalizers.NFKC()
+    backend.add_special_tokens([AddedToken("</s>", normalized=True)])
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>"))
 
 
 def save(tokenizer: Tokenizer, folder: Path) -> Path:

@@ -146,17 +146,15 @@ class Endpoints:
         asked.check()
         if asked.messages is not None:
             asked.check_template(serving.config.template_variables)
-            ids = await texts.render(asked.messages, asked.template_options)
-        else:
-            special = asked.add_special_tokens
-            ids = await texts.encode(asked.prompt or "", "prompt", add_special_tokens=special)
+        ids, strings = await texts.tokenized(
+            asked.prompt or "" if asked.messages is None else asked.messages,
+            asked.template_options,
+            add_special_tokens=asked.add_special_tokens,
+            strings=asked.return_token_strs,
+        )
         told = {"count": len(ids), "max_model_len": texts.max_model_len, "tokens": ids}
-
-        def write() -> bytes:
-            strings = [texts.token_text(i) for i in ids] if asked.return_token_strs else None
-            return large_json(told | {"token_strs": strings})
-
-        return large_answer(await serving.beside(write))
+        told["token_strs"] = strings
+        return large_answer(await serving.beside(lambda: large_json(told)))
 
     async def detokenize(self, request: Request) -> Response:
         """`/detokenize`: the text of token ids."""

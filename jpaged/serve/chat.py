@@ -77,8 +77,10 @@ class Chat(Generation):
         """One job."""
         asked, texts = self._asked, self.serving.texts
         params = asked.sampling_params(asked.longest, logprobs=asked.num_logprobs)
-        ids = await texts.render(asked.messages, asked.template_options)
-        ids = texts.fitted(ids, "messages", asked.longest, asked.truncate_prompt_tokens)
+        keep = asked.truncate_prompt_tokens
+        last = texts.num_kept(asked.longest, keep)
+        ids = await texts.render(asked.messages, asked.template_options, last=last)
+        ids = texts.fitted(ids, "messages", asked.longest, keep)
         return [self.job(0, ids, params)]
 
     async def choices(self, jobs: Sequence[Job]) -> list[Choice]:

@@ -96,11 +96,12 @@ class Completion(Generation):
             max(asked.max_tokens, 1), logprobs=asked.logprobs, prompt_logprobs=scored
         )
         special, keep = asked.add_special_tokens, asked.truncate_prompt_tokens
-        texts, is_cut = self.serving.texts, keep is not None
+        texts = self.serving.texts
+        last = texts.num_kept(asked.max_tokens, keep)
         jobs = []
         for i, prompt in enumerate(asked.prompt):
             path = f"prompt[{i}]" if self.num_prompts > 1 else "prompt"
-            ids = await texts.encode(prompt, path, add_special_tokens=special, is_cut=is_cut)
+            ids = await texts.encode(prompt, path, add_special_tokens=special, last=last)
             ids = texts.fitted(ids, path, asked.max_tokens, keep)
             jobs.append(self.job(i, ids, params))
         return jobs

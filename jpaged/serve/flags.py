@@ -138,6 +138,11 @@ def _add_server_flags(group: Any) -> None:
         metavar="NAME",
         help="what clients may set of the template (enable_thinking thinking)",
     )
+    add(
+        "--allow-special-tokens-in-messages",
+        action="store_true",
+        help="text such as <|im_end|> in a message is the token, as which it can end the message",
+    )
     add("--no-dashboard", action="store_true", help="no picture of the memory at /")
     add("--dashboard-show-text", action="store_true", help="prompts and answers in the picture")
     add("--no-log-requests", action="store_true", help="no line in the log for each request")
@@ -192,6 +197,7 @@ def _add_limit_flags(group: Any) -> None:
         ("queue_timeout", "until the first token"),
         ("request_timeout", "for a request in all"),
         ("stall_timeout", "that a client may leave an answer unread"),
+        ("text_timeout", "to tokenise a prompt, its chat template included"),
         ("health_timeout", "without a turn of the loop until /health is red"),
     ):
         default = getattr(own, name)
@@ -321,6 +327,7 @@ def _serve_config(args: argparse.Namespace) -> ServeConfig:
         limits=limits,
         chat_template=None if template is None else _read_template(template),
         template_variables=own.template_variables if allowed is None else frozenset(allowed),
+        allow_special_tokens=args.allow_special_tokens_in_messages,
         dashboard=not args.no_dashboard,
         dashboard_text=args.dashboard_show_text,
     )

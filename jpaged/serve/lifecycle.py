@@ -7,7 +7,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from jpaged.serve.engine_process import EngineProcess
 from jpaged.serve.flags import Flags
 from jpaged.serve.hosts import host_name, is_loopback
 from jpaged.serve.serving import Serving
+from jpaged.serve.text_process import TextProcess, TextSettings
 from jpaged.serve.texts import Texts
 
 _KEEP_ALIVE = 75
@@ -163,22 +164,41 @@ class Life:
             self._process.kill()
 
 
-async def open_door(serving: Serving, client: EngineClient) -> None:
+async def open_door(
+    serving: Serving,
+    client: EngineClient,
+    text_process: Callable[[TextSettings], TextProcess] = TextProcess,
+) -> None:
     """Serve with an engine, once it is made.
+
+    Args:
+        serving: The server's state.
+        client: Speaks with the engine.
+        text_process: Starts the process that tokenises.
 
     Raises:
         RuntimeError, ValueError: it could not be made, or has no tokenizer.
     """
     config = serving.config
     info = await client.ready()
+    process = text_process(
+        TextSettings(
+            folder=str(info.folder),
+            chat_template=config.chat_template,
+            allow_special_tokens=config.allow_special_tokens,
+        )
+    )
     tokenizer = await asyncio.to_thread(Tokenizer.from_folder, Path(info.folder))
+    await asyncio.to_thread(process.wait_ready)
     texts = Texts(
         tokenizer,
+        process,
         vocab_size=info.vocab_size,
         max_model_len=info.max_model_len,
-        chat_template=config.chat_template,
-        template_timeout=config.limits.template_timeout,
+        text_timeout=config.limits.text_timeout,
     )
+    if config.chat_template is not None:
+        await texts.check_template()
     serving.open(client, texts, info)
 
 

@@ -25,7 +25,8 @@ class Limits:
         queue_timeout: Seconds until the first token.
         request_timeout: Seconds for a request in all.
         stall_timeout: Seconds that a client may leave an answer unread.
-        template_timeout: Seconds for a chat template to render.
+        text_timeout: Seconds for a text to be tokenised, or for a conversation to be written out by
+            its template and tokenised.
         health_timeout: Seconds without a turn of the loop after which it counts as dead.
     """
 
@@ -42,5 +43,5 @@ class Limits:
     queue_timeout: float = 600.0
     request_timeout: float = 3600.0
     stall_timeout: float = 60.0
-    template_timeout: float = 5.0
+    text_timeout: float = 10.0
     health_timeout: float = 30.0

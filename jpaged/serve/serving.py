@@ -45,6 +45,7 @@ class ServeConfig:
         limits: What clients may ask for.
         chat_template: To use instead of the model's.
         template_variables: What clients may set of a template.
+        allow_special_tokens: Whether text of messages may become special tokens.
         dashboard: Whether there is a picture of the memory at `/`.
         dashboard_text: Whether it shows what is asked and answered.
     """
@@ -56,6 +57,7 @@ class ServeConfig:
     limits: Limits = field(default_factory=Limits)
     chat_template: str | None = None
     template_variables: frozenset[str] = frozenset({"enable_thinking", "thinking"})
+    allow_special_tokens: bool = False
     dashboard: bool = True
     dashboard_text: bool = False
 

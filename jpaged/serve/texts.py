@@ -1,57 +1,50 @@
-"""Text to tokens and back, beside the event loop."""
+"""Text to tokens and back, in processes beside the server's."""
 
-import asyncio
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from types import FrameType
-from typing import Any, TypeVar
-
-import jinja2
+from collections.abc import Sequence
+from typing import Any
 
 from jpaged import Tokenizer
 from jpaged.serve.errors import ApiError, bad_field, failed, too_long
 from jpaged.serve.protocol.chat import Message
+from jpaged.serve.text_pool import TextPool
+from jpaged.serve.text_process import Done, Order, TextProcess
 
-T = TypeVar("T")
-
-_THREADS = 2
+_MOST_COUNTED = 65536
+"""Tokens that a text may always have that is only to be tokenised."""
 
 
 class Texts:
     """Tokenises for the server.
 
     Args:
-        tokenizer: The model's.
+        tokenizer: The model's, for the text of single tokens.
+        process: Does all else.
         vocab_size: Of the model: every token id is below it.
         max_model_len: Most tokens of a sequence.
-        chat_template: To use instead of the model's.
-        template_timeout: Seconds for a template to render.
-
-    Raises:
-        ValueError: `chat_template` is no template.
+        text_timeout: Seconds for one text or conversation.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
+        process: TextProcess,
         *,
         vocab_size: int,
         max_model_len: int,
-        chat_template: str | None = None,
-        template_timeout: float = 5.0,
+        text_timeout: float = 10.0,
     ):
         self.max_model_len = max_model_len
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._chat_template = chat_template
-        self._template_timeout = template_timeout
         self._longest = max(map(len, tokenizer.hf_tokenizer.get_vocab()))  # of all tokens' texts
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="text")
-        if chat_template is not None:
-            self._check_template(chat_template)
+        self._pool = TextPool(process, text_timeout)
+
+    async def check_template(self) -> None:
+        """Raise ValueError if the server's template is none; some messages it may well refuse."""
+        done = await self._pool.do(Order(messages=[{"role": "user", "content": "a"}]))
+        if done.mistake is not None:
+            raise ValueError(f"--chat-template is no Jinja template ({done.mistake})")
 
     async def encode(
         self,
@@ -59,7 +52,7 @@ class Texts:
         path: str,
         *,
         add_special_tokens: bool = True,
-        is_cut: bool = False,
+        last: int | None = None,
     ) -> list[int]:
         """A prompt's token ids, which are checked if they are given.
 
@@ -67,30 +60,60 @@ class Texts:
             prompt: Text or ids.
             path: What errors call it.
             add_special_tokens: Such as the one that begins a text.
-            is_cut: It will be cut to what fits.
+            last: Only so many at the end are wanted, of a text that may be too long.
 
         Raises:
             ApiError: the model does not have one of them, or the text is too long for it.
         """
         if isinstance(prompt, list):
             return self._known(prompt, path)
-        if len(prompt) > self.max_model_len * self._longest and not is_cut:
-            raise self._too_long(path, f"{len(prompt)} characters")
-        encode = self._tokenizer.encode
-        return await self._beside(lambda: encode(prompt, add_special_tokens=add_special_tokens))
+        self._check_length(len(prompt), path, last)
+        order = Order(prompt, add_special_tokens, last=last, most=self.max_model_len)
+        return (await self._done(order, path)).token_ids
 
     async def render(
-        self, messages: Sequence[Message], options: dict[str, Any], path: str = "messages"
+        self,
+        messages: Sequence[Message],
+        options: dict[str, Any],
+        path: str = "messages",
+        *,
+        last: int | None = None,
     ) -> list[int]:
-        """The token ids of a conversation.
+        """The token ids of a conversation; `last` as of `encode`.
 
         Raises:
             ApiError: there is no template, it refuses the messages, or they are too long.
         """
-        num_characters = sum(len(message.as_dict()["content"]) for message in messages)
-        if num_characters > self.max_model_len * self._longest:
-            raise self._too_long(path, f"{num_characters} characters")
-        return await self._beside(lambda: self._render(messages, options, path))
+        written = [message.as_dict() for message in messages]
+        self._check_length(_num_characters(written), path, last)
+        order = Order(messages=written, options=options, last=last, most=self.max_model_len)
+        return (await self._done(order, path)).token_ids
+
+    async def tokenized(
+        self,
+        prompt: str | Sequence[Message],
+        options: dict[str, Any],
+        *,
+        add_special_tokens: bool = True,
+        strings: bool = False,
+    ) -> tuple[list[int], list[str] | None]:
+        """The token ids of a text or a conversation, which may be longer than the model's context,
+        and if asked each token's text.
+
+        Raises:
+            ApiError: as of `encode` and `render`.
+        """
+        most = max(4 * self.max_model_len, _MOST_COUNTED)
+        if isinstance(prompt, str):
+            path, num_characters = "prompt", len(prompt)
+            order = Order(prompt, add_special_tokens, most=most, strings=strings)
+        else:
+            path, written = "messages", [message.as_dict() for message in prompt]
+            num_characters = _num_characters(written)
+            order = Order(messages=written, options=options, most=most, strings=strings)
+        self._check_length(num_characters, path, None)
+        done = await self._done(order, path)
+        return done.token_ids, done.strings
 
     async def decode(self, token_ids: list[int]) -> str:
         """The text of tokens.
@@ -99,11 +122,23 @@ class Texts:
             ApiError: the model does not have one of them.
         """
         known = self._known(token_ids, "tokens")
-        return await self._beside(lambda: self._tokenizer.decode(known))
+        return (await self._done(Order(token_ids=known), "tokens")).text
 
     def token_text(self, token_id: int) -> str:
         """The text of one token alone."""
         return self._tokenizer.decode([token_id])
+
+    def num_kept(self, max_tokens: int | None, keep: int | None) -> int | None:
+        """How many tokens of a prompt's end are wanted; None for all.
+
+        Args:
+            max_tokens: Of the answer, as of `fitted`.
+            keep: Of the prompt, as of `fitted`.
+        """
+        if keep is None:
+            return None
+        room = self.max_model_len - max(max_tokens or 0, 1)
+        return max(min(room if keep == -1 else keep, self.max_model_len), 1)
 
     def fitted(
         self, token_ids: list[int], path: str, max_tokens: int | None, keep: int | None
@@ -136,42 +171,28 @@ class Texts:
         return token_ids
 
     def close(self) -> None:
-        """Wait for nothing."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Drop what is under way."""
+        self._pool.close()
 
-    def _check_template(self, template: str) -> None:
-        """It may fail with this message or that, but a template it must be."""
-        message = {"role": "user", "content": "a"}
+    async def _done(self, order: Order, path: str) -> Done:
         try:
-            with time_limit(self._template_timeout):
-                self._tokenizer.apply_chat_template([message], chat_template=template)
-        except Exception as error:
-            if isinstance(cause := error.__cause__, jinja2.TemplateSyntaxError):
-                what = f"line {cause.lineno}: {cause.message}"
-                raise ValueError(f"--chat-template is no Jinja template ({what})") from None
+            done = await self._pool.do(order)
+        except OverflowError:
+            done = Done(refused=f"{path} has a number that is too large for a chat template")
+        except (OSError, RuntimeError, ValueError) as error:
+            done = Done(failed=repr(error))
+        if done.failed is not None:
+            print(f"jpaged: tokenising failed: {done.failed}", file=sys.stderr, flush=True)
+            raise failed()
+        if done.refused is not None:
+            raise bad_field(path, done.refused)
+        if done.is_longer:
+            raise self._too_long(path, f"more than {order.most} tokens")
+        return done
 
-    def _render(self, messages: Sequence[Message], options: dict[str, Any], path: str) -> list[int]:
-        written = [message.as_dict() for message in messages]
-        try:
-            with time_limit(self._template_timeout):
-                return self._tokenizer.apply_chat_template(
-                    written, chat_template=self._chat_template, **options
-                )
-        except TimeoutError:
-            raise bad_field(path, "the chat template took too long with these messages") from None
-        except (TypeError, ValueError) as error:
-            raise bad_field(path, str(error)) from None
-
-    async def _beside(self, work: Callable[[], T]) -> T:
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-        except ApiError:
-            raise
-        except ValueError as error:
-            raise bad_field(None, str(error)) from None
-        except Exception as error:
-            print(f"jpaged: tokenising failed: {error!r}", file=sys.stderr, flush=True)
-            raise failed() from None
+    def _check_length(self, num_characters: int, path: str, last: int | None) -> None:
+        if last is None and num_characters > self.max_model_len * self._longest:
+            raise self._too_long(path, f"{num_characters} characters")
 
     def _known(self, token_ids: list[int], path: str) -> list[int]:
         if token_ids and max(token_ids) >= self._vocab_size:
@@ -188,22 +209,5 @@ class Texts:
         )
 
 
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the block's Python code, in this thread, once the time is over.
-
-    Looked at before each line, as a debugger does: templates are Python code, of which no thread
-    can be rid otherwise. What a single line takes (the sandbox bounds ranges) is not cut short.
-    """
-    end, before = time.monotonic() + seconds, sys.gettrace()
-
-    def look(frame: FrameType, event: str, arg: object) -> Any:
-        if time.monotonic() > end:
-            raise TimeoutError(f"not done after {seconds} seconds")
-        return look
-
-    sys.settrace(look)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
+def _num_characters(messages: list[dict[str, str]]) -> int:
+    return sum(len(message["content"]) for message in messages)

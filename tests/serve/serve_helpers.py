@@ -1,7 +1,9 @@
 """A server in this process, its engine in a thread."""
 
 import asyncio
+import atexit
 import contextlib
+import functools
 import json
 import socket
 import threading
@@ -21,6 +23,7 @@ from jpaged.serve.lifecycle import open_door
 from jpaged.serve.limits import Limits
 from jpaged.serve.link import Link
 from jpaged.serve.serving import ServeConfig, Serving
+from jpaged.serve.text_process import TextProcess, TextSettings
 from jpaged.serve.worker import Worker
 
 SMALL: dict[str, Any] = {
@@ -95,7 +98,7 @@ class Servers:
         limits = Limits(**config.pop("limits", {}))
         serving = Serving(replace(ServeConfig(limits=limits), **config))
         client = await EngineClient.connect(ours)
-        await open_door(serving, client)
+        await open_door(serving, client, kept_text_process)
         app = make_app(serving)
         http = httpx.AsyncClient(
             transport=httpx.ASGITransport(app), base_url="http://jpaged", timeout=60
@@ -113,6 +116,14 @@ class Servers:
             server.serving.texts.close()
             await asyncio.to_thread(server.worker.join, 10)
             assert not server.worker.is_alive()
+
+
+@functools.cache
+def kept_text_process(settings: TextSettings) -> TextProcess:
+    """Servers of the same settings share one, for it takes a second to start."""
+    process = TextProcess(settings)
+    atexit.register(process.close)
+    return process
 
 
 def run_worker(engine: Engine, sock: socket.socket) -> None:

@@ -221,6 +221,7 @@ CHATS: list[tuple[dict[str, Any], str]] = [
         {"chat_template_kwargs": {"enable_thinking": "a" * 1001}},
         "chat_template_kwargs.enable_thinking",
     ),
+    ({"chat_template_kwargs": {"enable_thinking": 10**20}}, "messages"),
     ({"continue_final_message": True}, "continue_final_message"),
     ({"echo": True}, "echo"),
     ({"prompt": "a"}, "prompt"),

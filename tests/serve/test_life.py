@@ -139,7 +139,7 @@ def test_the_engines_death_turns_health_red(compilation_cache: Path):
     server = ServerProcess(compilation_cache)
     try:
         thread, found = ask_meanwhile(server.url, {**LONG, "prompt": ["Hello"] * 64})
-        (worker,) = children_of(server.process.pid)
+        worker = worker_of(server.process.pid)
         wait_until_it_runs(server.url)
         os.kill(worker, signal.SIGKILL)
         thread.join()
@@ -155,7 +155,7 @@ def test_the_engines_death_turns_health_red(compilation_cache: Path):
 def test_the_engine_ends_with_its_server_also_while_it_starts(tmp_path: Path):
     server = ServerProcess(tmp_path, wait=False)
     wait_for_words(server)
-    (worker,) = children_of(server.process.pid)
+    worker = worker_of(server.process.pid)
     server.end()
     end = time.monotonic() + 10
     while b"worker" in command_of(worker):
@@ -182,7 +182,7 @@ def test_a_template_that_is_none(compilation_cache: Path, tmp_path: Path):
 def test_an_engine_that_is_killed_while_it_starts(tmp_path: Path):
     server = ServerProcess(tmp_path, wait=False)
     wait_for_words(server)
-    (worker,) = children_of(server.process.pid)
+    worker = worker_of(server.process.pid)
     os.kill(worker, signal.SIGKILL)
     assert server.wait() == 1
     assert "error:" in server.log
@@ -271,6 +271,12 @@ def children_of(pid: int) -> list[int]:
     """The process's children."""
     text = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii")
     return [int(child) for child in text.split()]
+
+
+def worker_of(pid: int) -> int:
+    """The process of a server's engine."""
+    (worker,) = (it for it in children_of(pid) if b"serve.worker" in command_of(it))
+    return worker
 
 
 def engines_of(pid: int) -> list[str]:

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from serve_helpers import QUESTION, RawRequest, Server
 
-from jpaged import Engine, Tokenizer
+from jpaged import Engine
 from jpaged.core.block_manager import BlockManager
 from jpaged.core.scheduler import Scheduler
 from jpaged.request_state import RequestState
 from jpaged.runtime import rows
 from jpaged.runtime.model_runner import ModelRunner
+from jpaged.serve.text_pool import TextPool
 
 Run = Callable[..., None]
 PATH = "/v1/completions"
@@ -33,7 +34,7 @@ def is_victim(*args: Any) -> bool:
             return bytes(request.sequences[0].token_ids[:5]) == b"Hello"
         if getattr(arg, "temperature", None) is not None:
             return arg.temperature == 0.125
-        if arg == "Hello":
+        if "Hello" in (arg, getattr(arg, "text", None)):
             return True
     return False
 
@@ -50,7 +51,7 @@ def failing(target: Callable[..., Any], after: int = 0) -> Callable[..., Any]:
 
 
 FAULTS = {
-    "tokenising": (Tokenizer, "encode", 0),
+    "tokenising": (TextPool, "do", 0),
     "queueing": (Scheduler, "add", 0),
     "scheduling at first": (BlockManager, "share_prefix", 0),
     "scheduling later": (BlockManager, "append", 1),

@@ -1,0 +1,345 @@
+"""`python -m jpaged.serve.text_process FD`: the process whose forks tokenise.
+
+It loads the tokenizer once and forks whenever the server wants a fork, which takes milliseconds; so
+the server ends one as soon as nobody wants what it does, or it takes too long. It has no threads
+and no JAX. All of them end when the server does, however that ends.
+"""
+
+import gc
+import os
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import msgspec
+
+from jpaged import Tokenizer
+
+MIB = 2**20
+
+WORK = "the chat template, or tokenising,"
+"""What takes too much, in errors."""
+
+_LENGTH = struct.Struct("!I")
+_NUMBER = struct.Struct("!Qd")
+"""Of a fork, and the processor's seconds that an order may take it."""
+
+
+class TextSettings(msgspec.Struct, frozen=True):
+    """What forks are to know.
+
+    Attributes:
+        folder: The checkpoint's.
+        chat_template: To use instead of the model's.
+        allow_special_tokens: Whether text of messages may become special tokens.
+        max_characters: Of what a chat template may write.
+        max_memory: Bytes that one fork may take beside what it shares with the others.
+    """
+
+    folder: str
+    chat_template: str | None = None
+    allow_special_tokens: bool = False
+    max_characters: int = 32 * MIB
+    max_memory: int = 1024 * MIB
+
+
+class Order(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A piece of work: tokenise `text` or `messages`, or make text of `token_ids`.
+
+    Attributes:
+        text: A prompt.
+        add_special_tokens: To a prompt.
+        messages: A conversation.
+        options: Of its template.
+        last: Tokens to give of the end; None for all.
+        most: Tokens of which a text with more is not wanted, unless only its last are.
+        strings: Give each token's text too.
+        token_ids: Tokens.
+    """
+
+    text: str | None = None
+    add_special_tokens: bool = True
+    messages: list[dict[str, str]] | None = None
+    options: dict[str, Any] = {}
+    last: int | None = None
+    most: int | None = None
+    strings: bool = False
+    token_ids: list[int] | None = None
+
+
+class Done(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What came of it.
+
+    Attributes:
+        token_ids: Of the text.
+        text: Of the tokens.
+        strings: The text of each token.
+        is_longer: Nothing: there are more tokens than are wanted.
+        refused: Nothing: what is wrong with the order.
+        mistake: Nothing: where the chat template is no template.
+        failed: Nothing: what went wrong here.
+    """
+
+    token_ids: list[int] = []
+    text: str = ""
+    strings: list[str] | None = None
+    is_longer: bool = False
+    refused: str | None = None
+    mistake: str | None = None
+    failed: str | None = None
+
+
+class TextProcess:
+    """The process, as the server sees it.
+
+    Attributes:
+        settings: What it is to know.
+        num_starts: How often it was started.
+    """
+
+    def __init__(self, settings: TextSettings):
+        self.settings = settings
+        self.num_starts = 0
+        self._reviving = threading.Lock()
+        self._num_forks = 0
+        self._start()
+
+    @property
+    def pid(self) -> int:
+        """Its process id, and the group's of all forks."""
+        return self._process.pid
+
+    def wait_ready(self) -> None:
+        """Wait until it has loaded the tokenizer.
+
+        Raises:
+            ValueError: there is none.
+            RuntimeError: the process has ended.
+        """
+        if self._is_ready:
+            return
+        frame = receive(self._control)
+        if frame is None:
+            raise RuntimeError("the process that tokenises ended while it started")
+        if (error := msgspec.msgpack.decode(frame)) is not None:
+            raise ValueError(error)
+        self._is_ready = True
+
+    def fork(self, most_seconds: float = 0) -> tuple[int, socket.socket]:
+        """A new fork: what to call it, and the line to it.
+
+        Args:
+            most_seconds: The processor's time after which it ends in the middle of an order; 0 for
+                no bound.
+
+        Raises:
+            OSError: the process has ended.
+        """
+        self._num_forks += 1
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                number = _NUMBER.pack(self._num_forks, most_seconds)
+                socket.send_fds(self._control, [number], [theirs.fileno()])
+            except OSError:
+                ours.close()
+                raise
+        return self._num_forks, ours
+
+    def end_fork(self, number: int) -> None:
+        """End a fork at once, whatever it does."""
+        with suppress(OSError):  # the process has ended, and is to be started anew
+            self._control.sendall(_NUMBER.pack(number, 0))
+
+    def revive(self, seen: int) -> None:
+        """Start it anew, unless that was done since `num_starts` was `seen`, and wait for it.
+
+        Raises:
+            OSError, RuntimeError, ValueError: it does not start.
+        """
+        with self._reviving:
+            if self.num_starts == seen:
+                self.close()
+                self._start()
+                self.wait_ready()
+
+    def close(self) -> None:
+        """End it and all forks."""
+        self._control.close()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _start(self) -> None:
+        self.num_starts += 1
+        self._is_ready = False
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "jpaged.serve.text_process", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                process_group=0,  # Ctrl-C is the server's; and all forks can be ended at once
+                env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"},
+            )
+        send(self._control, msgspec.msgpack.encode(self.settings))
+
+
+def main(fd: int) -> int:
+    """Load the tokenizer and fork as told; ends with the server."""
+    for each in (signal.SIGINT, signal.SIGTERM):  # the server's, which drains first
+        signal.signal(each, signal.SIG_IGN)
+    control = socket.socket(fileno=fd)
+    frame = receive(control)
+    if frame is None:
+        return 1
+    settings = msgspec.msgpack.decode(frame, type=TextSettings)
+    try:
+        worker = TextWorker(settings)
+    except ValueError as error:
+        send(control, msgspec.msgpack.encode(str(error)))
+        return 1
+    send(control, msgspec.msgpack.encode(None))
+    gc.collect()
+    gc.freeze()  # or collecting would copy the pages that forks share
+    forks: dict[int, int] = {}
+    while True:
+        data, fds, _, _ = socket.recv_fds(control, _NUMBER.size, 1, socket.MSG_WAITALL)
+        if not data:
+            os.killpg(0, signal.SIGKILL)
+        number, most_seconds = _NUMBER.unpack(data)
+        if not fds:
+            if pid := forks.pop(number, 0):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        elif pid := os.fork():
+            forks[number] = pid
+            os.close(fds[0])
+        else:
+            control.close()
+            try:
+                _limit_memory(settings.max_memory)
+                _obey(socket.socket(fileno=fds[0]), worker, most_seconds)
+            except Exception:
+                traceback.print_exc()
+            finally:
+                os._exit(0)
+
+
+def _obey(line: socket.socket, worker: "TextWorker", most_seconds: float) -> None:
+    """A fork's life: orders until nobody gives any."""
+    decoder = msgspec.msgpack.Decoder(Order)
+    while (frame := receive(line)) is not None:
+        signal.setitimer(signal.ITIMER_PROF, most_seconds)  # at whose end the system ends it
+        done = worker.do(decoder.decode(frame))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        send(line, msgspec.msgpack.encode(done))
+        frame = done = None
+
+
+def _limit_memory(most: int) -> None:
+    _limit(resource.RLIMIT_CORE, 0)
+    with suppress(OSError):  # where the system does not tell, there is no bound
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        _limit(resource.RLIMIT_AS, pages * resource.getpagesize() + most)
+
+
+def _limit(what: int, most: int) -> None:
+    _, hard = resource.getrlimit(what)
+    if hard != resource.RLIM_INFINITY:
+        most = min(most, hard)
+    resource.setrlimit(what, (most, hard))
+
+
+class TextWorker:
+    """Does orders.
+
+    Args:
+        settings: As of the process.
+
+    Raises:
+        ValueError: the folder has no tokenizer.
+    """
+
+    def __init__(self, settings: TextSettings):
+        self._settings = settings
+        self._tokenizer = Tokenizer.from_folder(Path(settings.folder))
+
+    def do(self, order: Order) -> Done:
+        """What comes of an order; nothing is raised."""
+        try:
+            if order.token_ids is not None:
+                return Done(text=self._tokenizer.decode(order.token_ids))
+            return self._tokenised(order)
+        except MemoryError:
+            most = self._settings.max_memory // MIB
+            words = f"took more than the limit of {most} MiB of memory"
+            return Done(refused=f"{WORK} {words}: send less")
+        except RecursionError:
+            return Done(refused="the chat template nests too deep with these messages")
+        except (TypeError, ValueError) as error:
+            syntax = error.__cause__
+            if isinstance(syntax, jinja2.TemplateSyntaxError):
+                return Done(refused=str(error), mistake=f"line {syntax.lineno}: {syntax.message}")
+            return Done(refused=str(error))
+        except Exception as error:
+            return Done(failed=repr(error)[:1000])
+
+    def _tokenised(self, order: Order) -> Done:
+        tokenizer, settings = self._tokenizer, self._settings
+        chat = None
+        text = order.text or ""
+        if order.messages is not None:
+            chat = tokenizer.write_chat(
+                order.messages,
+                chat_template=settings.chat_template,
+                allow_special_tokens=settings.allow_special_tokens,
+                max_characters=settings.max_characters,
+                **order.options,
+            )
+            text = chat.text
+        if order.last is None and order.most is not None and tokenizer.is_longer(text, order.most):
+            return Done(is_longer=True)
+        if chat is not None:
+            ids = tokenizer.encode_chat(chat, last=order.last)
+        else:
+            special = order.add_special_tokens
+            ids = tokenizer.encode(text, add_special_tokens=special, last=order.last)
+        strings = [tokenizer.decode([each]) for each in ids] if order.strings else None
+        return Done(token_ids=ids, strings=strings)
+
+
+def send(sock: socket.socket, data: bytes) -> None:
+    """Send a frame."""
+    sock.sendall(_LENGTH.pack(len(data)))
+    sock.sendall(data)
+
+
+def receive(sock: socket.socket) -> bytearray | None:
+    """The next frame; None at the end."""
+    head = _receive(sock, _LENGTH.size)
+    return None if head is None else _receive(sock, _LENGTH.unpack(head)[0])
+
+
+def _receive(sock: socket.socket, size: int) -> bytearray | None:
+    data = bytearray(size)
+    view, got = memoryview(data), 0
+    while got < size:
+        num = sock.recv_into(view[got:])
+        if not num:
+            return None
+        got += num
+    return data
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))
