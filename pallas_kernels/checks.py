@@ -191,6 +191,33 @@ def check_truncation(logits, temperature, min_p, top_k, top_p):
     _check_shape("top_k", top_k, logits.shape[:1], "one a row of logits")
 
 
+def check_choice(logits, adjustments):
+    """A matrix of logits, and adjustments of its rows and tokens."""
+    _check_rank("logits", logits, 2, "[B, V]")
+    _check_dtype("logits", logits, jnp.float32, "sampling computes in float32; cast it first")
+    if adjustments is None:
+        return
+    batch, width = logits.shape
+    state = adjustments.words.shape[0], width
+    _check_int32("words", adjustments.words, 2, "[R, V]")
+    _check_shape("words", adjustments.words, state, "a word for each token")
+    _check_shape("biases", adjustments.biases, state, "as the words")
+    for name in ("rows", "kinds"):
+        _check_int32(name, getattr(adjustments, name), 1, "[B]")
+        _check_shape(name, getattr(adjustments, name), (batch,), "one a row of logits")
+    _check_shape("penalties", adjustments.penalties, (batch, 3), "three a row of logits")
+
+
+def check_scores(logits, token_ids, wanted, count):
+    """A matrix of logits, a token and a mark a row."""
+    check_choice(logits, None)
+    _check_int32("token_ids", token_ids, 1, "[T]")
+    for name, array in {"token_ids": token_ids, "wanted": wanted}.items():
+        _check_shape(name, array, logits.shape[:1], "one a row of logits")
+    if count < 0:
+        raise ValueError(f"count={count} is negative: 0 asks for no other tokens")
+
+
 def check_product(x, weight):
     """Two matrices of one dtype that can be multiplied."""
     _check_float("x", x, 2, "[T, C]")
