@@ -136,7 +136,7 @@ def _greedy(logits_ref, *refs, width, config):
             return adjust_tile(x, load(words_ref, own), biases, (kind & EARLY) != 0, *penalties)
 
         x = lax.cond((kind & ADJUSTS) != 0, adjust, lambda: x)
-    keys = jnp.where(live, order_key(x), jnp.int32(np.iinfo(np.int32).min))
+    keys = jnp.where(live, _order_key(x), jnp.int32(np.iinfo(np.int32).min))
     highest = jnp.max(keys)
     keys_ref[row, chunk] = highest
     tokens_ref[row, chunk] = jnp.min(jnp.where(keys == highest, columns, jnp.int32(width)))
