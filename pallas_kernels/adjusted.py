@@ -55,9 +55,7 @@ def adjust_tile(logits, words, biases, early, repetition, presence, frequency):
     return x - frequency * counts.astype(jnp.float32)
 
 
-def adjusted_logits(
-    logits: Float32[Array, "B V"], adjustments: Adjustments
-) -> Float32[Array, "B V"]:
+def all_adjusted(logits, adjustments: Adjustments):
     """All rows, in plain XLA. Rows that need no state all read the last row's, which then comes
     from the chip's cache."""
     words, biases, rows, kinds, penalties = adjustments

@@ -36,7 +36,7 @@ from pallas_kernels import (
     xla_choice,
     xla_truncation,
 )
-from pallas_kernels.adjusted import Adjustments, adjusted_logits
+from pallas_kernels.adjusted import Adjustments
 from pallas_kernels.scores import NUM_FACTS
 from pallas_kernels.tiles import decode_rows_apart
 from pallas_kernels.types import (
@@ -550,6 +550,23 @@ def truncation_mask(
             interpret=backend is Backend.INTERPRET,
         )
     return probable & (logits >= threshold[:, None])
+
+
+def adjusted_logits(
+    logits: Float32[Array, "B V"], adjustments: Adjustments, *, backend: Backend
+) -> Float32[Array, "B V"]:
+    """The logits after biases, forbidden tokens and penalties, in the rows that are adjusted.
+
+    On a GPU plain XLA, which makes it part of what reads it.
+
+    Raises:
+        ValueError: shapes that do not fit.
+        TypeError: logits not float32.
+    """
+    checks.check_choice(logits, adjustments)
+    if Backend(backend) is Backend.XLA:
+        return xla_choice.adjusted_logits(logits, adjustments)
+    return adjusted.all_adjusted(logits, adjustments)
 
 
 def greedy_choice(

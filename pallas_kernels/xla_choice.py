@@ -1,10 +1,13 @@
 """Greedy choice and the scores of tokens in plain XLA."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
-from pallas_kernels.adjusted import ADJUSTS, Adjustments, adjusted_logits
+from pallas_kernels.adjusted import ADJUSTS, Adjustments, all_adjusted
 from pallas_kernels.scores import NUM_FACTS
 
 
@@ -32,11 +35,22 @@ def greedy_choice(
     """As `api.greedy_choice`."""
     if adjustments is None:
         return first_maximum(logits)
-    return jax.lax.cond(
-        ((adjustments.kinds & ADJUSTS) != 0).any(),
-        lambda: first_maximum(adjusted_logits(logits, adjustments)),
+    return _if_any_adjusts(
+        adjustments,
+        lambda: first_maximum(all_adjusted(logits, adjustments)),
         lambda: first_maximum(logits),
     )
+
+
+def adjusted_logits(
+    logits: Float32[Array, "B V"], adjustments: Adjustments
+) -> Float32[Array, "B V"]:
+    """As `api.adjusted_logits`."""
+    return _if_any_adjusts(adjustments, lambda: all_adjusted(logits, adjustments), lambda: logits)
+
+
+def _if_any_adjusts(adjustments: Adjustments, then: Callable, otherwise: Callable) -> Any:
+    return jax.lax.cond(((adjustments.kinds & ADJUSTS) != 0).any(), then, otherwise)
 
 
 def token_scores(

@@ -131,7 +131,7 @@ def _choose(
     if SamplerLevel.RANDOM not in level:
         return call(partial(greedy_choice, backend=backend), logits, adjustments)
     if adjustments is not None:
-        logits = adjusted_logits(logits, adjustments)
+        logits = adjusted_logits(logits, adjustments, backend=backend)
     greedy = rows.temperature == 0.0
     temperature = jnp.where(greedy, 1.0, rows.temperature)
     scaled = _scale(logits, temperature)
