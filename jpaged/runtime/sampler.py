@@ -116,7 +116,7 @@ def sample(
     return Sampled(token_ids, call(score, logits, token_ids, rows.scored))
 
 
-def _call(function: partial, *arrays: jax.Array, **named: jax.Array) -> Any:
+def _call(function: partial, *arrays: Any, **named: Any) -> Any:
     return function(*arrays, **named)
 
 

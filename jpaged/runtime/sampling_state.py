@@ -165,7 +165,8 @@ def pack_marks(
     items = list(rows.items())
     for first in range(0, len(items), LOADED_ROWS):
         part = items[first : first + LOADED_ROWS]
-        facts = np.full((2, LOADED_ROWS), padding_row, np.int32)
+        nobody = np.array([[padding_row], [0]], np.int32).repeat(LOADED_ROWS, axis=1)
+        facts = nobody.copy()
         facts[:, : len(part)] = [row for row, _ in part], [own.num_prompt for _, own in part]
         sizes = [len(own.tokens) for _, own in part]
         owners = np.repeat(facts[0, : len(part)], sizes)
@@ -177,7 +178,7 @@ def pack_marks(
             chunk = slice(start, start + LOADED_TOKENS)
             entries[:, : len(owners[chunk])] = owners[chunk], tokens[chunk], marks[chunk]
             yield np.concatenate([facts.ravel(), entries.ravel()])
-            facts = np.full((2, LOADED_ROWS), padding_row, np.int32)
+            facts = nobody
 
 
 def load_rows(state: SamplingState, packed: Int32[Array, "X"]) -> SamplingState:
