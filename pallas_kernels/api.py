@@ -63,7 +63,7 @@ __all__ = [
     "first_maximum",
     "gated_product",
     "gated_silu",
-    "greedy_choice",
+    "greedy_scores",
     "new_exchange",
     "paged_decode_attention",
     "paged_prefill_attention",
@@ -563,42 +563,42 @@ def adjusted_logits(
         ValueError: shapes that do not fit.
         TypeError: logits not float32.
     """
-    checks.check_choice(logits, adjustments)
+    checks.check_adjustments(logits, adjustments)
     if Backend(backend) is Backend.XLA:
         return xla_choice.adjusted_logits(logits, adjustments)
     return adjusted.all_adjusted(logits, adjustments)
 
 
-def greedy_choice(
+def greedy_scores(
     logits: Float32[Array, "B V"],
-    adjustments: Adjustments | None = None,
+    adjustments: Adjustments | None,
+    wanted: Bool[Array, "B"],
+    count: int,
     *,
     backend: Backend,
-) -> tuple[Int32[Array, "B"], Float32[Array, "B"]]:
-    """Where each row is highest after its adjustments, and how high: the first such token.
+) -> Int32[Array, "B W"]:
+    """`token_scores` of each row's first maximum after its adjustments: the token first in a row,
+    -1 where the highest logit is not finite. The scores are those of the unchanged logits.
 
-    The first NaN of a row counts as highest; how high it then says NaN. Rows that are not adjusted
-    read no state, and cost what they cost without adjustments.
+    Rows that are not adjusted read no state, and cost what they cost without adjustments.
 
     Args:
         logits: of V tokens.
         adjustments: what changes them first; None for nothing.
-        backend: which implementation runs.
+        wanted, count, backend: as of `token_scores`.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: shapes that do not fit; a negative count.
         TypeError: logits not float32.
     """
-    checks.check_choice(logits, adjustments)
-    backend = Backend(backend)
-    if backend is Backend.XLA or not logits.size:
-        return xla_choice.greedy_choice(logits, adjustments)
-    return adjusted.greedy_choice(
-        logits,
-        adjustments,
-        config=tuning.GreedyConfig(),
-        interpret=backend is Backend.INTERPRET,
-    )
+    checks.check_adjustments(logits, adjustments)
+    checks.check_scores(logits, None, wanted, count)
+    backend, count = Backend(backend), min(count, logits.shape[1])
+    if backend is Backend.XLA or not logits.size or not count:
+        return xla_choice.greedy_scores(logits, adjustments, wanted, count)
+    interpret = backend is Backend.INTERPRET
+    options = {"config": tuning.ScoresConfig(), "interpret": interpret}
+    return scores.token_scores(logits, None, wanted, count, adjustments=adjustments, **options)
 
 
 def token_scores(

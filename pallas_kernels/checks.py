@@ -179,10 +179,14 @@ def _check_parts(name, array, rank, axes, dtype):
         raise ValueError(f"{name} has no parts; it must be {axes} with at least one")
 
 
-def check_truncation(logits, temperature, min_p, top_k, top_p):
-    """A matrix of logits, and a number a row."""
+def _check_logits(logits):
     _check_rank("logits", logits, 2, "[B, V]")
     _check_dtype("logits", logits, jnp.float32, "sampling computes in float32; cast it first")
+
+
+def check_truncation(logits, temperature, min_p, top_k, top_p):
+    """A matrix of logits, and a number a row."""
+    _check_logits(logits)
     rows = {"temperature": temperature, "min_p": min_p, "top_p": top_p}
     for name, array in rows.items():
         _check_shape(name, array, logits.shape[:1], "one a row of logits")
@@ -191,10 +195,9 @@ def check_truncation(logits, temperature, min_p, top_k, top_p):
     _check_shape("top_k", top_k, logits.shape[:1], "one a row of logits")
 
 
-def check_choice(logits, adjustments):
+def check_adjustments(logits, adjustments):
     """A matrix of logits, and adjustments of its rows and tokens."""
-    _check_rank("logits", logits, 2, "[B, V]")
-    _check_dtype("logits", logits, jnp.float32, "sampling computes in float32; cast it first")
+    _check_logits(logits)
     if adjustments is None:
         return
     batch, width = logits.shape
@@ -209,11 +212,12 @@ def check_choice(logits, adjustments):
 
 
 def check_scores(logits, token_ids, wanted, count):
-    """A matrix of logits, a token and a mark a row."""
-    check_choice(logits, None)
-    _check_int32("token_ids", token_ids, 1, "[T]")
-    for name, array in {"token_ids": token_ids, "wanted": wanted}.items():
-        _check_shape(name, array, logits.shape[:1], "one a row of logits")
+    """A matrix of logits, and a mark a row; a token, too, unless it is None."""
+    _check_logits(logits)
+    if token_ids is not None:
+        _check_int32("token_ids", token_ids, 1, "[T]")
+        _check_shape("token_ids", token_ids, logits.shape[:1], "one a row of logits")
+    _check_shape("wanted", wanted, logits.shape[:1], "one a row of logits")
     if count < 0:
         raise ValueError(f"count={count} is negative: 0 asks for no other tokens")
 

@@ -107,14 +107,6 @@ class ScoresConfig:
     rank_tile: int = 4096
 
 
-@dataclasses.dataclass(frozen=True)
-class GreedyConfig:
-    """Of adjusted.py: tokens a program, a power of two; its warps."""
-
-    chunk: int = 4096
-    warps: int = 4
-
-
 def decode_config(
     *,
     batch: int,

@@ -29,17 +29,17 @@ def first_maximum(x: Float32[Array, "B V"]) -> tuple[Int32[Array, "B"], Float32[
     return index, height
 
 
-def greedy_choice(
-    logits: Float32[Array, "B V"], adjustments: Adjustments | None
-) -> tuple[Int32[Array, "B"], Float32[Array, "B"]]:
-    """As `api.greedy_choice`."""
-    if adjustments is None:
-        return first_maximum(logits)
-    return _if_any_adjusts(
-        adjustments,
-        lambda: first_maximum(all_adjusted(logits, adjustments)),
-        lambda: first_maximum(logits),
-    )
+def greedy_scores(
+    logits: Float32[Array, "B V"],
+    adjustments: Adjustments | None,
+    wanted: Bool[Array, "B"],
+    count: int,
+) -> Int32[Array, "B W"]:
+    """As `api.greedy_scores`."""
+    x = logits if adjustments is None else adjusted_logits(logits, adjustments)
+    best, height = first_maximum(x)
+    token_ids = jnp.where(jnp.isfinite(height), best, jnp.int32(-1))
+    return token_scores(logits, token_ids, wanted, count)
 
 
 def adjusted_logits(

@@ -24,7 +24,7 @@ from pallas_kernels import (
     Backend,
     adjusted_logits,
     first_maximum,
-    greedy_choice,
+    greedy_scores,
     token_scores,
     truncation_mask,
 )
@@ -108,12 +108,16 @@ def sample(
             raise ValueError(f"state=None at level {level.name}: pass the rows' SamplingState")
         adjustments = adjustments_of(rows, state, row_ids)
     call = _call if shared is None else shared
+    options = {"count": max_logprobs, "backend": backend}
+    if SamplerLevel.LOGPROBS in level and SamplerLevel.RANDOM not in level:
+        scores = call(partial(greedy_scores, **options), logits, adjustments, rows.scored)
+        return Sampled(scores[:, 0], scores)
     best, height = _choose(logits, rows, adjustments, level, backend, call)
     token_ids = jnp.where(jnp.isfinite(height), best, jnp.int32(NO_TOKEN))
     if SamplerLevel.LOGPROBS not in level:
         return Sampled(token_ids)
-    score = partial(token_scores, count=max_logprobs, backend=backend)
-    return Sampled(token_ids, call(score, logits, token_ids, rows.scored))
+    scores = call(partial(token_scores, **options), logits, token_ids, rows.scored)
+    return Sampled(token_ids, scores)
 
 
 def _call(function: partial, *arrays: Any, **named: Any) -> Any:

@@ -15,6 +15,7 @@ from test_under_pressure import answers, params
 from jpaged import Engine, SamplingParams
 from jpaged.core.plan import Goal, StepPlan, SwapIn, SwapOut
 from jpaged.runtime.model_runner import StepHandle
+from jpaged.runtime.sampler import Sampled
 from pallas_kernels import LayerKV
 from tools.tiny.world import sample_examples
 
@@ -377,10 +378,11 @@ def test_a_burst_that_fails_fails_the_engine(
         def __array__(self, *_: object, **__: object) -> None:
             raise RuntimeError("injected")
 
-    def fails(*_: object) -> Gone:
+    def fails(*_: object) -> Sampled:
         if where == "launching":
             raise RuntimeError("injected")
-        return Gone()
+        gone: Any = Gone()
+        return Sampled(gone)
 
     monkeypatch.setattr(engine._loop._runner, "_run_burst", fails)
     given = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)

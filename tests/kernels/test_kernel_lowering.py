@@ -23,7 +23,7 @@ from pallas_kernels import (
     copy_blocks,
     gated_product,
     gated_silu,
-    greedy_choice,
+    greedy_scores,
     paged_decode_attention,
     paged_prefill_attention,
     product_parts,
@@ -175,15 +175,12 @@ def test_truncation_lowers_to_five_kernels(width):
 
 
 @pytest.mark.parametrize("width", [24, 50257, 151936])
-def test_scores_lower_to_two_kernels_and_a_greedy_choice_to_one(width):
-    logits = jax.ShapeDtypeStruct((B, width), F32)
-    score = partial(token_scores, count=20, backend=Backend.TRITON)
-    wanted = jax.ShapeDtypeStruct((B,), jnp.bool_)
-    text = _lowered(score, logits, _ints(B), wanted)
-    assert re.findall(KERNEL_CALL, text) == ["triton"] * 2
+def test_scores_lower_to_two_kernels_with_the_choice_or_without(width):
+    logits, wanted = _floats(F32, B, width), jax.ShapeDtypeStruct((B,), jnp.bool_)
+    options = {"count": 20, "backend": Backend.TRITON}
     biases, penalties = _floats(F32, 9, width), _floats(F32, B, 3)
     adjustments = Adjustments(_ints(9, width), biases, _ints(B), _ints(B), penalties)
-    for arguments in ((logits,), (logits, adjustments)):
-        text = _lowered(partial(greedy_choice, backend=Backend.TRITON), *arguments)
-        assert re.findall(KERNEL_CALL, text) == ["triton"]
-    assert "sort" not in text
+    for op, second in ((token_scores, _ints(B)), (greedy_scores, adjustments)):
+        text = _lowered(partial(op, **options), logits, second, wanted)
+        assert re.findall(KERNEL_CALL, text) == ["triton"] * 2
+        assert "sort" not in text

@@ -16,7 +16,7 @@ from pallas_kernels import (
     Backend,
     adjusted_logits,
     checks,
-    greedy_choice,
+    greedy_scores,
     reference,
     token_scores,
 )
@@ -26,7 +26,8 @@ B, R = 4, 6
 # Less than a block of tokens, a chunk and a bit, and two chunks: blocks and chunks that end early.
 WIDTHS = [5, 130, 4099, 8192]
 _scores = jax.jit(token_scores, static_argnames=("count", "backend"))
-_greedy = jax.jit(greedy_choice, static_argnames="backend")
+_greedy = jax.jit(greedy_scores, static_argnames=("count", "backend"))
+ALL = jnp.ones(B, jnp.bool_)
 
 
 def _logits(width, seed=0, spread=3.0):
@@ -161,9 +162,11 @@ def test_the_choice_is_the_first_maximum_of_what_is_adjusted_by_hand(width, kind
     require(backend)
     logits, adjustments = _logits(width), _adjustments(width, kinds)
     expected = reference.adjusted_logits(logits, *map(np.asarray, adjustments))
-    tokens, heights = _greedy(jnp.asarray(logits), adjustments, backend=backend)
-    np.testing.assert_array_equal(np.asarray(tokens), expected.argmax(axis=1))
-    np.testing.assert_allclose(np.asarray(heights), expected.max(axis=1), rtol=1e-6)
+    packed = _greedy(jnp.asarray(logits), adjustments, ALL, count=20, backend=backend)
+    tokens = expected.argmax(axis=1)
+    np.testing.assert_array_equal(np.asarray(packed[:, 0]), tokens)
+    own = _scored(logits, tokens, 20, backend)  # of the unchanged logits
+    np.testing.assert_array_equal(np.asarray(packed), own)
     found = jax.jit(partial(adjusted_logits, backend=backend))(jnp.asarray(logits), adjustments)
     np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-6, atol=1e-5)
 
@@ -173,24 +176,28 @@ def test_a_row_that_is_not_adjusted_reads_no_state(backend):
     require(backend)
     logits, adjustments = _logits(4099), _adjustments(4099, [0, 0, 0, BIASED])
     poisoned = adjustments._replace(biases=jnp.full((R, 4099), jnp.nan))
-    tokens, _ = _greedy(jnp.asarray(logits), poisoned, backend=backend)
-    np.testing.assert_array_equal(np.asarray(tokens), logits.argmax(axis=1))
+    options = {"count": 1, "backend": backend}
+    packed = _greedy(jnp.asarray(logits), poisoned, ALL, **options)
+    np.testing.assert_array_equal(np.asarray(packed[:, 0]), logits.argmax(axis=1))
     unbiased = poisoned._replace(kinds=jnp.full(B, ADJUSTS, jnp.int32))
-    _, heights = _greedy(jnp.asarray(logits), unbiased, backend=backend)
-    assert np.isfinite(np.asarray(heights)).all()
+    packed = _greedy(jnp.asarray(logits), unbiased, ALL, **options)
+    assert (np.asarray(packed[:, 0]) >= 0).all()
 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-def test_the_first_of_equals_is_chosen_and_a_nan_counts_as_highest(backend):
+def test_the_first_of_equals_is_chosen_and_nothing_where_the_maximum_is_not_finite(backend):
     require(backend)
-    logits = np.zeros((B, 4099), np.float32)
+    logits = np.zeros((7, 4099), np.float32)
     logits[0, [0, 1, 4097]] = -0.0  # equal to the others
     logits[1, [4098, 4096, 4095]] = 5.0
-    logits[2, [7, 4097]] = np.nan, np.inf
-    logits[3] = -np.inf
-    tokens, heights = _greedy(jnp.asarray(logits), backend=backend)
-    assert np.asarray(tokens).tolist() == [0, 4095, 7, 0]
-    np.testing.assert_array_equal(np.asarray(heights), [0, 5, np.nan, -np.inf])
+    logits[2, [7, 4097]] = np.nan, 100
+    logits[3, 4098] = np.inf
+    logits[4] = -np.inf
+    logits[5, 5] = -np.nan
+    logits[6, :4098] = -np.inf
+    wanted = jnp.zeros(7, jnp.bool_)
+    packed = _greedy(jnp.asarray(logits), None, wanted, count=2, backend=backend)
+    assert np.asarray(packed[:, 0]).tolist() == [0, 4095, -1, -1, -1, -1, 4098]
 
 
 def test_shapes_that_do_not_fit_are_refused():
@@ -198,7 +205,7 @@ def test_shapes_that_do_not_fit_are_refused():
     for name in ("words", "biases", "rows", "kinds", "penalties"):
         wrong = adjustments._replace(**{name: getattr(adjustments, name)[..., :-1]})
         with pytest.raises(ValueError, match=name):
-            checks.check_choice(logits, wrong)
+            checks.check_adjustments(logits, wrong)
     tokens, wanted = jnp.zeros(B, jnp.int32), jnp.ones(B, jnp.bool_)
     with pytest.raises(ValueError, match="token_ids has shape"):
         checks.check_scores(logits, tokens[1:], wanted, 1)

@@ -36,8 +36,8 @@ KERNELS_A_LAYER, PRODUCTS_A_LAYER = 4, 4
 # The first layer adds nothing before its norm; the last norm adds. The output head is a product.
 KERNELS_BESIDE, PRODUCTS_BESIDE = 0, 1
 NUM_PROGRAMS = 79
-# The greedy choice with its adjustments; the scores of tokens, in two.
-KERNELS_A_SAMPLE = 3
+# The greedy choice, with its adjustments and scores.
+KERNELS_A_SAMPLE = 2
 NUM_LEVELS = 4
 BURST = "decode_burst", (8, SCORED_GREEDY)
 
