@@ -160,8 +160,9 @@ def _adjusted(logits, state_refs, row, columns, width):
     return lax.cond((kind & ADJUSTS) != 0, adjust, lambda: logits)
 
 
-def _chosen(best_ref, token_ref, row, chunks, width):
+def _chosen(refs, row, chunks, width):
     """The row's token; -1 if the highest logit is not finite."""
+    best_ref, token_ref = refs
     chunk = jnp.arange(pl.next_power_of_2(chunks), dtype=jnp.int32)
     index, inside = (jnp.full_like(chunk, row), chunk), chunk < chunks
     keys = plgpu.load(best_ref.at[index], mask=inside, other=_NONE)
@@ -199,7 +200,7 @@ def _finish(
 ):
     *token_refs, out_ref = refs
     row = pl.program_id(0)
-    token = _chosen(*token_refs, row, chunks, width) if chooses else token_refs[0][row]
+    token = _chosen(token_refs, row, chunks, width) if chooses else token_refs[0][row]
     out_ref[row, 0] = token
 
     @pl.when(wanted_ref[row] != 0)

@@ -92,11 +92,11 @@ def sample(
     Args:
         logits: the model's, unchanged.
         rows: each batch row's parameters.
-        state: needed at level ADJUSTED and above, not read below.
+        state: needed at a level with ADJUSTED, not read at others.
         row_ids: each batch row's row in `state`; a padded row's is R-1.
-        level: static; at least `required_level` of every row.
+        level: static; covers `required_level` of every row.
         backend: static; the kernels' implementation.
-        max_logprobs: static; top tokens to report at level LOGPROBS.
+        max_logprobs: static; most probable tokens to report at a level with LOGPROBS.
         shared: static; calls what other levels have as well (see `jpaged.runtime.shared_calls`).
 
     Raises:
@@ -132,10 +132,10 @@ def _choose(
     backend: Backend,
     call: Callable,
 ) -> tuple[Int32[Array, "B"], Float32[Array, "B"]]:
-    if SamplerLevel.RANDOM not in level:
-        return call(partial(greedy_choice, backend=backend), logits, adjustments)
     if adjustments is not None:
         logits = adjusted_logits(logits, adjustments, backend=backend)
+    if SamplerLevel.RANDOM not in level:
+        return first_maximum(logits)
     greedy = rows.temperature == 0.0
     temperature = jnp.where(greedy, 1.0, rows.temperature)
     scaled = _scale(logits, temperature)

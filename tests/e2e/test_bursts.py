@@ -161,8 +161,8 @@ def test_scores_and_penalties_are_those_of_single_steps(
             pairs = zip(mine.logprobs or (), its.logprobs or (), strict=True)
             for candidates, expected in pairs:
                 assert [*candidates] == [*expected]
-                scores = [[x.logprob for x in each.values()] for each in (candidates, expected)]
-                np.testing.assert_allclose(*scores, atol=1e-4)
+                mine_, its_ = ([x.logprob for x in it.values()] for it in (candidates, expected))
+                assert mine_ == pytest.approx(its_, abs=1e-4)
 
 
 def test_what_the_host_decides_between_steps_runs_step_by_step(engine: Engine, launched: list[int]):

@@ -1,6 +1,7 @@
 """The greedy choice after adjustments, and the scores of tokens, against sorting and loops."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -161,7 +162,8 @@ KINDS = [
 def test_the_choice_is_the_first_maximum_of_what_is_adjusted_by_hand(width, kinds, backend):
     require(backend)
     logits, adjustments = _logits(width), _adjustments(width, kinds)
-    expected = reference.adjusted_logits(logits, *map(np.asarray, adjustments))
+    state: list[Any] = [np.asarray(array) for array in adjustments]
+    expected = reference.adjusted_logits(logits, *state)
     packed = _greedy(jnp.asarray(logits), adjustments, ALL, count=20, backend=backend)
     tokens = expected.argmax(axis=1)
     np.testing.assert_array_equal(np.asarray(packed[:, 0]), tokens)
