@@ -48,11 +48,11 @@ class TokenLogprobs(Sequence[dict[int, Logprob]]):
         return self._made
 
     def _make(self) -> list[dict[int, Logprob]]:
-        token_ids = self._scores[:, [0, *range(NUM_FACTS, self._scores.shape[1], 2)]].tolist()
-        logprobs = self._scores[:, [1, *range(NUM_FACTS + 1, self._scores.shape[1], 2)]]
-        ranks = self._scores[:, 2].tolist()
+        token_ids = [[row[0], *row[NUM_FACTS::2]] for row in self._scores.tolist()]
+        floats = self._scores.view(np.float32).tolist()
+        logprobs = [[row[1], *row[NUM_FACTS + 1 :: 2]] for row in floats]
         texts = self._texts({token_id for row in token_ids for token_id in row})
-        rows = zip(token_ids, logprobs.view(np.float32).tolist(), ranks, strict=True)
+        rows = zip(token_ids, logprobs, self._scores[:, 2].tolist(), strict=True)
         return [_candidates(*row, texts) for row in rows]
 
     def _texts(self, token_ids: set[int]) -> dict[int, str]:

@@ -160,7 +160,7 @@ def recipes_without_pool(
 def sampler_levels(config: RuntimeConfig) -> tuple[SamplerLevel, ...]:
     """The levels compiled; a batch runs at the first that does all it needs."""
     if config.few_programs:
-        return SCORED_GREEDY, EVERYTHING
+        return SamplerLevel.GREEDY, SCORED_GREEDY, EVERYTHING
     return SCORED_GREEDY, SamplerLevel.RANDOM, SamplerLevel.TRUNCATED, EVERYTHING
 
 
