@@ -173,6 +173,16 @@ def test_every_kind_of_program_can_be_kept():
             assert loaded.platforms == ("cuda",)
 
 
+def test_no_sampler_sorts():
+    """Nor does what scores prompts: a sort of the vocabulary takes as long as a decode step."""
+    made = all_recipes("qwen3-0.6b", 1)
+    names = [name for name in made if name[0] == "sample" and name[1][0] == 8]
+    names.append(next(name for name in made if name[0] == "prompt_logprobs"))
+    assert len(names) == NUM_LEVELS + 1
+    for name in names:
+        assert not re.findall(r"\b(?:sort|top_?k)\b", step("qwen3-0.6b", *name))
+
+
 def test_prefills_of_as_many_tokens_have_the_same_hopper_kernel():
     """Whatever the sequences: XLA compiles each kernel of that kind alone."""
 
