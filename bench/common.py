@@ -1,10 +1,12 @@
 """What the engine benchmarks share: model shapes, request lengths, floors."""
 
+import argparse
 import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +24,9 @@ _LLAMA3_ROPE = {
     "low_freq_factor": 1.0,
     "original_max_position_embeddings": 8192,
 }
+PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.2, "repetition_penalty": 1.1}
+"""Of `--penalties`."""
+
 SHAPES: dict[str, dict] = {
     "qwen3-0.6b": {
         "model_type": "qwen3",
@@ -69,6 +74,17 @@ def make_engine(shape: str, **options) -> Engine:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]), encoding="utf-8")
         dummy = {"load_format": "dummy", "skip_tokenizer_init": True}
         return Engine(folder, **dummy, **AS_VLLM, **options)
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """`--logprobs` and `--penalties`, for `sampling_options`."""
+    parser.add_argument("--logprobs", type=int, help="log-probabilities of so many tokens")
+    parser.add_argument("--penalties", action="store_true", help="all three of them")
+
+
+def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What of `SamplingParams` the command line asks for."""
+    return {"logprobs": args.logprobs} | (PENALTIES if args.penalties else {})
 
 
 def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[list[int]]:

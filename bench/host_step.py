@@ -27,12 +27,13 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from bench.common import SHAPES, random_prompts
+from bench.common import SHAPES, add_sampling_options, random_prompts, sampling_options
 from bench.compare import parse_arguments
 from bench.null_device import SHAPE, Clock, Host, make_host
 from bench.records import print_table, record
@@ -45,11 +46,12 @@ from jpaged.runtime.model_runner import StepHandle
 # Of a step of case A at the figure to reach: 256 sequences at 80,000 tokens a second.
 STEP_TO_REACH_US = 256 / 80_000 * 1e6
 NUM_PROMPT_TOKENS = NUM_OUTPUT_TOKENS = 128
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-def make_params(max_tokens: int) -> SamplingParams:
+def make_params(max_tokens: int, sampling: Mapping[str, Any] = NOTHING) -> SamplingParams:
     """As in `bench.throughput`."""
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **sampling)
 
 
 def make_prompts(num_seqs: int) -> list[list[int]]:
@@ -57,11 +59,13 @@ def make_prompts(num_seqs: int) -> list[list[int]]:
     return random_prompts([NUM_PROMPT_TOKENS] * num_seqs, SHAPES[SHAPE]["vocab_size"])
 
 
-def measure(num_seqs: int, num_steps: int) -> dict[str, float]:
+def measure(
+    num_seqs: int, num_steps: int, sampling: Mapping[str, Any] = NOTHING
+) -> dict[str, float]:
     """Median microseconds a step, by part."""
     clock, warm = Clock(), 20
     loop, intake, driver = make_host(num_seqs, clock)
-    params = make_params(num_steps + 200)
+    params = make_params(num_steps + 200, sampling)
     for prompt in make_prompts(num_seqs):
         given = normalize_prompt(prompt, vocab_size=intake.vocab_size)
         driver.add(intake.make_job(given, params))
@@ -89,12 +93,14 @@ def measure(num_seqs: int, num_steps: int) -> dict[str, float]:
     }
 
 
-def measure_ends(num_seqs: int, num_times: int) -> dict[str, float]:
+def measure_ends(
+    num_seqs: int, num_times: int, sampling: Mapping[str, Any] = NOTHING
+) -> dict[str, float]:
     """Median milliseconds of a generation that its steps do not hide, by part."""
     host, prompts = make_host(num_seqs, Clock()), make_prompts(num_seqs)
     marks: list[float] = []
     host.loop.advance = _marked(host.loop.advance, marks)
-    params = [make_params(NUM_OUTPUT_TOKENS) for _ in prompts]
+    params = [make_params(NUM_OUTPUT_TOKENS, sampling) for _ in prompts]
     taken = []
     for _ in range(num_times):
         _generate(host, prompts, params, marks)
@@ -137,11 +143,13 @@ def main() -> None:
     parser.add_argument("--seqs", type=int, nargs="+", default=[256])
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--generations", type=int, default=20)
+    add_sampling_options(parser)
     args = parse_arguments(parser)
+    sampling = sampling_options(args)
     rows, ends = [], []
     for num_seqs in args.seqs:
         gc.collect()
-        found = measure(num_seqs, args.steps)
+        found = measure(num_seqs, args.steps, sampling)
         for part in (*ORDER, "total", "total, 99 of 100"):
             us = found[part]
             rows.append(
@@ -153,7 +161,7 @@ def main() -> None:
                     "share_of_a_step_to_reach": us / STEP_TO_REACH_US if num_seqs == 256 else None,
                 }
             )
-        for part, ms in measure_ends(num_seqs, args.generations).items():
+        for part, ms in measure_ends(num_seqs, args.generations, sampling).items():
             row = {
                 "part": part,
                 "requests": num_seqs,
@@ -163,8 +171,10 @@ def main() -> None:
             ends.append(row)
     print_table(rows)
     print_table(ends)
-    more = {"steps": args.steps, "generations": args.generations}
-    print(record("host_step", rows + ends, **more, step_to_reach_us=STEP_TO_REACH_US))
+    more = {"steps": args.steps, "generations": args.generations} | sampling
+    name = "host_step" + ("_logprobs" if args.logprobs is not None else "")
+    name += "_penalties" if args.penalties else ""
+    print(record(name, rows + ends, **more, step_to_reach_us=STEP_TO_REACH_US))
 
 
 if __name__ == "__main__":

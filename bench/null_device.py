@@ -7,7 +7,6 @@ from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -24,10 +23,11 @@ from jpaged.models.registry import model_class
 from jpaged.runtime.buckets import Buckets, make_buckets
 from jpaged.runtime.model_runner import ModelRunner
 from jpaged.runtime.programs import Programs
-from jpaged.runtime.recipes import Shapes, SplitModel
-from jpaged.runtime.sampler import Sampled, SamplerLevel
+from jpaged.runtime.recipes import Shapes, SplitModel, sampler_levels
+from jpaged.runtime.sampler import Sampled
 from jpaged.runtime_config import RuntimeConfig
-from pallas_kernels import Backend
+from jpaged.sampling_params import MAX_LOGPROBS
+from pallas_kernels import NUM_FACTS, Backend
 
 SHAPE = "qwen3-0.6b"
 BLOCK_SIZE, MAX_MODEL_LEN, BUDGET = 16, 2048, 8192
@@ -105,7 +105,7 @@ def make_runner(runtime: RuntimeConfig, clock: Clock) -> ModelRunner:
     split = SplitModel.of(nnx.eval_shape(lambda: model_class(tiny)(tiny, dtype=dtype)))
     shapes = Shapes.of(split, tiny, runtime, dtype)
     buckets = make_buckets(runtime.max_num_seqs, BUDGET)
-    programs = null_programs(buckets, clock)
+    programs = null_programs(runtime, buckets, clock)
     runner = ModelRunner(split, shapes, runtime, buckets, programs)
     runner.launch = clock.timed("launch", runner.launch)
     rows = runner._rows
@@ -114,22 +114,23 @@ def make_runner(runtime: RuntimeConfig, clock: Clock) -> ModelRunner:
     return runner
 
 
-def null_programs(buckets: Buckets, clock: "Clock") -> Programs:
+def null_programs(runtime: RuntimeConfig, buckets: Buckets, clock: "Clock") -> Programs:
     """Programs that compute nothing; calling one counts as "dispatch"."""
     shapes = buckets.prefill_shapes
 
     def stubs(run: Callable, keys: Iterable, size_of: Callable[[Any], Any]) -> dict:
         return {key: clock.timed("dispatch", partial(run, size_of(key))) for key in keys}
 
-    tokens = {size: jnp.full(size, TOKEN, jnp.int32) for size in buckets.sample_seqs}
-    levels = [(size, level) for size in tokens for level in SamplerLevel]
+    sampled = {size: _sampled(size) for size in buckets.sample_seqs}
+    levels = [(size, level) for size in sampled for level in sampler_levels(runtime)]
     return Programs(
         decode_burst={},
         decode=stubs(_decode, buckets.decode_seqs, buckets.logits_rows),
         prefill=stubs(_prefill, shapes, lambda shape: shape),
-        sample=stubs(_sample, levels, lambda key: tokens[key[0]]),
+        sample=stubs(_sample, levels, lambda key: sampled[key[0]]),
         prompt_logprobs={},
-        load_row=_keep,
+        load_rows=_keep,
+        load_bias=_keep,
         copy_blocks=_keep,
         fork_rows=_keep,
         gather_blocks={},
@@ -146,10 +147,16 @@ def _prefill(shape: tuple[int, int], leaves: Any, *, state: Any, **inputs: Any) 
     return SimpleNamespace(shape=(seqs,)), SimpleNamespace(shape=(tokens,)), None, state
 
 
+def _sampled(seqs: int) -> Sampled:
+    scores = np.zeros((seqs, NUM_FACTS + 2 * MAX_LOGPROBS), np.int32)
+    scores[:, 0] = TOKEN
+    return Sampled(jnp.full(seqs, TOKEN, jnp.int32), jnp.asarray(scores))
+
+
 def _sample(
-    tokens: jax.Array, logits: Any, inputs: Any, *, last_tokens: Any, sampling: Any
+    sampled: Sampled, logits: Any, inputs: Any, *, last_tokens: Any, sampling: Any
 ) -> tuple:
-    return Sampled(tokens), last_tokens, sampling
+    return sampled, last_tokens, sampling
 
 
 def _keep(state: Any, *inputs: Any) -> Any:

@@ -5,19 +5,25 @@
 
 Greedy, end tokens ignored, random weights, through `Engine.generate`. The median of several runs
 is reported, with the slowest and the fastest: case A of a small model is over in half a second, and
-what else its host does then counts.
+what else its host does then counts. With `--logprobs 5` or `--penalties` every request asks for
+them (with `--case A --scale 0.5`: 128 requests).
 """
 
 import argparse
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
 from bench.common import (
     SHAPES,
     Floor,
+    add_sampling_options,
     make_engine,
     random_prompts,
+    sampling_options,
 )
 from bench.compare import parse_arguments
 from bench.lengths import sharegpt_like_lengths
@@ -43,12 +49,20 @@ def lengths_of(case: str, scale: float) -> tuple[np.ndarray, np.ndarray]:
     return prompts[:count], outputs[:count]
 
 
-def measure(engine: Engine, shape: str, case: str, scale: float = 1.0, seed: int = 0) -> dict:
-    """Serve a case once and report its throughput beside the floor."""
+def measure(
+    engine: Engine,
+    shape: str,
+    case: str,
+    scale: float = 1.0,
+    seed: int = 0,
+    sampling: Mapping[str, Any] = MappingProxyType({}),
+) -> dict:
+    """Serve a case once and report its throughput beside the floor; `sampling` is of all."""
     prompt_lens, output_lens = lengths_of(case, scale)
     prompts = random_prompts(prompt_lens.tolist(), engine.vocab_size, seed)
     params = [
-        SamplingParams(temperature=0.0, max_tokens=int(n), ignore_eos=True) for n in output_lens
+        SamplingParams(temperature=0.0, max_tokens=int(n), ignore_eos=True, **sampling)
+        for n in output_lens
     ]
     before = engine.stats()
     start = time.perf_counter()
@@ -59,7 +73,8 @@ def measure(engine: Engine, shape: str, case: str, scale: float = 1.0, seed: int
     floor = Floor.of(engine).generation(
         prompt_lens.tolist(), output_lens.tolist(), engine.runtime_config.max_num_seqs
     )
-    vllm, target = REFERENCE.get((case, shape), (None, None)) if scale == 1.0 else (None, None)
+    is_whole = scale == 1.0 and not any(sampling.values())
+    vllm, target = REFERENCE.get((case, shape), (None, None)) if is_whole else (None, None)
     return {
         "case": case,
         "model": shape,
@@ -76,11 +91,17 @@ def measure(engine: Engine, shape: str, case: str, scale: float = 1.0, seed: int
 
 
 def measure_often(
-    engine: Engine, shape: str, case: str, scale: float = 1.0, repeats: int = 3
+    engine: Engine,
+    shape: str,
+    case: str,
+    scale: float = 1.0,
+    repeats: int = 3,
+    sampling: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict:
     """The median run of a case (of an even number the faster one in the middle), after one to warm
     up; each has prompts of its own."""
-    runs = [measure(engine, shape, case, scale, seed) for seed in range(repeats + 1)][1:]
+    seeds = range(repeats + 1)
+    runs = [measure(engine, shape, case, scale, seed, sampling) for seed in seeds][1:]
     runs.sort(key=lambda run: run["output_tokens_per_s"])
     speeds = [run["output_tokens_per_s"] for run in runs]
     return runs[repeats // 2] | {"slowest": speeds[0], "fastest": speeds[-1]}
@@ -93,6 +114,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="share of the requests to run")
     parser.add_argument("--repeats", type=int, default=3, help="runs, after one to warm up")
     parser.add_argument("--synchronous", action="store_true", help="the loop that waits")
+    add_sampling_options(parser)
     args = parse_arguments(parser)
     if args.repeats < 1:
         parser.error(f"--repeats {args.repeats}: at least one run is needed")
@@ -102,11 +124,14 @@ def main() -> None:
         engine = make_engine(shape, async_scheduling=not args.synchronous, verbose=True)
         print(f"{shape}: engine ready in {time.perf_counter() - start:.1f} s", flush=True)
         for case in args.case:
-            rows.append(measure_often(engine, shape, case, args.scale, args.repeats))
+            sampling = sampling_options(args)
+            rows.append(measure_often(engine, shape, case, args.scale, args.repeats, sampling))
         del engine
     print_table(rows)
     options = {"scale": args.scale, "repeats": args.repeats, "synchronous": args.synchronous}
-    print(record("throughput", rows, **options))
+    name = "throughput" + ("_logprobs" if args.logprobs is not None else "")
+    name += "_penalties" if args.penalties else ""
+    print(record(name, rows, **options, **sampling_options(args)))
 
 
 if __name__ == "__main__":

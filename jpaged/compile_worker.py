@@ -40,7 +40,7 @@ _SECONDS = {
     "decode": (5.5, 0.0),
     "decode_burst": (8.0, 0.0),
     "prefill": (5.0, 4.5),
-    "sample": (2.3, 0.0),
+    "sample": (1.0, 0.0),
 }
 """What a processor takes to compile a program of a kind, and once more what those that stay
 together have in common (Qwen3-0.6B, H200: bench/NOTES.md). Shares are made equal by it."""

@@ -34,7 +34,8 @@ class CompletionOutput:
         token_ids: Every sampled token, those of a stop string or a stop token included.
         cumulative_logprob: Sum of the tokens' log probabilities, if `logprobs` were asked for or
             the answers are ranked (`best_of` above n, `beam_width`).
-        logprobs: For each token its candidates by token id, if asked for.
+        logprobs: For each token its candidates by token id, if asked for: a sequence whose entries
+            are made when it is first read.
         finish_reason: "stop", "length", "abort" or "error"; None while it grows.
         stop_reason: The stop string or stop token id that ended it; None for the end-of-text
             token or another reason.
@@ -46,7 +47,7 @@ class CompletionOutput:
     text: str
     token_ids: Sequence[int]
     cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: Sequence[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     score: float | None = None
@@ -121,7 +122,7 @@ class TextDelta:
             token_ids=tuple(answer.token_ids),
             finish_reason=answer.finish_reason,
             stop_reason=answer.stop_reason,
-            logprobs=answer.logprobs,
+            logprobs=None if answer.logprobs is None else list(answer.logprobs),
             request_id=request_id,
             index=answer.index,
         )

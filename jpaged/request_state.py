@@ -10,8 +10,9 @@ from jpaged.inputs import Prompt
 from jpaged.metrics import RequestMetrics
 from jpaged.outputs import CompletionOutput, Logprob, RequestDelta, RequestOutput, TextDelta
 from jpaged.runtime.model_runner import TokenScores
-from jpaged.sample_state import SampleState, candidates_of, hypothesis_output
+from jpaged.sample_state import SampleState, hypothesis_output
 from jpaged.sampling_params import SamplingParams
+from jpaged.token_logprobs import TokenLogprobs
 from jpaged.tokenizer import Tokenizer
 
 
@@ -74,7 +75,7 @@ class RequestState:
         self.note_first_token()
         sample = self.samples[emitted.sequence.index]
         if scores is not None and self.params.needs_logprobs:
-            sample.accept_scores(emitted.token_id, scores, index)
+            sample.accept_scores(scores, index)
         if emitted.finish_reason is None and not self.params.stop_strings:
             return False
         return sample.accept(emitted.finish_reason)
@@ -94,10 +95,8 @@ class RequestState:
             scores: One row for each prompt token right after one of its positions.
         """
         known = self._prompt_logprobs = self._prompt_logprobs or [None]
-        prompt, count = item.sequence.token_ids, self.params.prompt_logprobs or 0
-        for i in range(max(len(known) - item.start - 1, 0), len(scores.logprobs)):
-            token_id = prompt[item.start + 1 + i]
-            known.append(candidates_of(token_id, scores, i, count, self.tokenizer))
+        found = TokenLogprobs(scores.first(self.params.prompt_logprobs or 0), self.tokenizer)
+        known += found[max(len(known) - item.start - 1, 0) :]
 
     def fail(self, error: BaseException) -> None:
         """It ends with an error, also if it has just come to its own end; the first one counts."""

@@ -2,13 +2,17 @@
 
 from collections.abc import Sequence as SequenceOf
 
+import numpy as np
+
 from jpaged.core.beam import Hypothesis
 from jpaged.core.request import FinishReason, Sequence
 from jpaged.detokenizer import Detokenizer
-from jpaged.outputs import CompletionOutput, Logprob, TextDelta
+from jpaged.outputs import CompletionOutput, TextDelta
 from jpaged.runtime.model_runner import TokenScores
 from jpaged.sampling_params import SamplingParams
+from jpaged.token_logprobs import TokenLogprobs
 from jpaged.tokenizer import Tokenizer
+from pallas_kernels import NUM_FACTS
 
 
 class SampleState:
@@ -28,10 +32,11 @@ class SampleState:
     __slots__ = (
         "_detokenizer",
         "_eos_token_ids",
-        "_logprobs",
         "_num_logprobs",
         "_num_read",
         "_num_sent",
+        "_scores",
+        "_scores_width",
         "_stop_string",
         "_tokenizer",
         "cumulative_logprob",
@@ -51,7 +56,8 @@ class SampleState:
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
         self._num_logprobs = params.logprobs
-        self._logprobs: list[dict[int, Logprob]] = []
+        self._scores = bytearray()  # of each token a row, if they are asked for
+        self._scores_width = 4 * NUM_FACTS  # of these rows, in bytes
         self._stop_string: str | None = None
         self._num_read = 0  # output tokens that the detokenizer has
         self._num_sent = 0  # output tokens that a delta told of
@@ -70,12 +76,13 @@ class SampleState:
             self._detokenizer.finish()  # others of the request may go on for long
         return stop is not None
 
-    def accept_scores(self, token_id: int, scores: TokenScores, index: int) -> None:
-        """Take in how likely the token was: row `index` of `scores`."""
-        self.cumulative_logprob += float(scores.logprobs[index])
+    def accept_scores(self, scores: TokenScores, index: int) -> None:
+        """Take in how likely the newest token was: row `index` of `scores`."""
+        self.cumulative_logprob += scores.logprob_list[index]
         if self._num_logprobs is not None:
-            found = candidates_of(token_id, scores, index, self._num_logprobs, self._tokenizer)
-            self._logprobs.append(found)
+            row = scores.row_bytes(index, self._num_logprobs)
+            self._scores += row
+            self._scores_width = len(row)
 
     def finish(self) -> None:
         """Nothing more will come: release the text that was held back."""
@@ -96,7 +103,7 @@ class SampleState:
             text=self._detokenizer.text,
             token_ids=self.sequence.output_token_ids,
             cumulative_logprob=self.cumulative_logprob if asked or is_ranked else None,
-            logprobs=list(self._logprobs) if asked else None,
+            logprobs=self._logprobs() if asked else None,
             finish_reason=self.sequence.finish_reason,
             stop_reason=self._stop_reason(),
         )
@@ -118,7 +125,7 @@ class SampleState:
             token_ids=token_ids,
             finish_reason=sequence.finish_reason,
             stop_reason=self._stop_reason(),
-            logprobs=self._logprobs[start:] if self._num_logprobs is not None else None,
+            logprobs=list(self._logprobs(start)) if self._num_logprobs is not None else None,
             request_id=request_id,
             index=sequence.index,
         )
@@ -129,6 +136,12 @@ class SampleState:
         new = sequence.token_ids[sequence.num_prompt_tokens + self._num_read :]
         self._num_read += len(new)
         return self._detokenizer.append(new, ended_by_token=ended_by_token)
+
+    def _logprobs(self, start: int = 0) -> TokenLogprobs:
+        """Those of the tokens from `start` on."""
+        width = self._scores_width
+        copied = np.frombuffer(bytes(self._scores[start * width :]), np.int32)
+        return TokenLogprobs(copied.reshape(-1, width // 4), self._tokenizer)
 
     def _stop_reason(self) -> str | int | None:
         if self._stop_string is not None:
@@ -165,20 +178,5 @@ def hypothesis_output(
     )
 
 
-def candidates_of(
-    token_id: int, scores: TokenScores, index: int, count: int, tokenizer: Tokenizer | None
-) -> dict[int, Logprob]:
-    """Row `index` of `scores`: the token itself first, then the `count` most likely ones."""
-    found = {token_id: (float(scores.logprobs[index]), int(scores.ranks[index]))}
-    top = zip(scores.top_token_ids[index, :count], scores.top_logprobs[index], strict=False)
-    for rank, (other, logprob) in enumerate(top, start=1):
-        found.setdefault(int(other), (float(logprob), rank))
-    return {t: Logprob(lp, rank, _text_of(t, tokenizer)) for t, (lp, rank) in found.items()}
-
-
 def _stop_token(token_ids: SequenceOf[int], eos_token_ids: frozenset[int]) -> int | None:
     return None if token_ids[-1] in eos_token_ids else token_ids[-1]
-
-
-def _text_of(token_id: int, tokenizer: Tokenizer | None) -> str | None:
-    return None if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)

@@ -138,9 +138,13 @@ class SamplingParams:
             or self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
             or self.min_tokens > 0
-            or bool(self.logit_bias)
-            or self.allowed_token_ids is not None
+            or self.biases_logits
         )
+
+    @property
+    def biases_logits(self) -> bool:
+        """Whether single tokens are favoured or forbidden from the start to the end."""
+        return bool(self.logit_bias) or self.allowed_token_ids is not None
 
     @property
     def truncates(self) -> bool:

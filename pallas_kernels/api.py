@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels import (
     add_norm,
+    adjusted,
     between_hopper,
     block_copy,
     checks,
@@ -25,14 +26,18 @@ from pallas_kernels import (
     paged_prefill_hopper,
     product_hopper,
     rope_write,
+    scores,
     silu,
     thread_ops,
     truncation,
     tuning,
     tuning_hopper,
     xla,
+    xla_choice,
     xla_truncation,
 )
+from pallas_kernels.adjusted import Adjustments
+from pallas_kernels.scores import NUM_FACTS
 from pallas_kernels.tiles import decode_rows_apart
 from pallas_kernels.types import (
     Backend,
@@ -42,17 +47,23 @@ from pallas_kernels.types import (
     LayerWeights,
     select_backend,
 )
+from pallas_kernels.xla_choice import first_maximum
 
 __all__ = [
+    "NUM_FACTS",
+    "Adjustments",
     "Backend",
     "HeadNorms",
     "LayerKV",
     "LayerWeights",
     "add_rms_norm",
+    "adjusted_logits",
     "between_attentions",
     "copy_blocks",
+    "first_maximum",
     "gated_product",
     "gated_silu",
+    "greedy_scores",
     "new_exchange",
     "paged_decode_attention",
     "paged_prefill_attention",
@@ -62,6 +73,7 @@ __all__ = [
     "rope_write_kv",
     "select_backend",
     "sum_parts",
+    "token_scores",
     "truncation_mask",
     "write_kv",
 ]
@@ -538,6 +550,92 @@ def truncation_mask(
             interpret=backend is Backend.INTERPRET,
         )
     return probable & (logits >= threshold[:, None])
+
+
+def adjusted_logits(
+    logits: Float32[Array, "B V"], adjustments: Adjustments, *, backend: Backend
+) -> Float32[Array, "B V"]:
+    """The logits after biases, forbidden tokens and penalties, in the rows that are adjusted.
+
+    On a GPU plain XLA, which makes it part of what reads it.
+
+    Raises:
+        ValueError: shapes that do not fit.
+        TypeError: logits not float32.
+    """
+    checks.check_adjustments(logits, adjustments)
+    if Backend(backend) is Backend.XLA:
+        return xla_choice.adjusted_logits(logits, adjustments)
+    return adjusted.all_adjusted(logits, adjustments)
+
+
+def greedy_scores(
+    logits: Float32[Array, "B V"],
+    adjustments: Adjustments | None,
+    wanted: Bool[Array, "B"],
+    count: int,
+    *,
+    backend: Backend,
+) -> Int32[Array, "B W"]:
+    """`token_scores` of each row's first maximum after its adjustments: the token first in a row,
+    -1 where the highest logit is not finite. The scores are those of the unchanged logits.
+
+    Rows that are not adjusted read no state, and cost what they cost without adjustments.
+
+    Args:
+        logits: of V tokens.
+        adjustments: what changes them first; None for nothing.
+        wanted, count, backend: as of `token_scores`.
+
+    Raises:
+        ValueError: shapes that do not fit; a negative count.
+        TypeError: logits not float32.
+    """
+    checks.check_adjustments(logits, adjustments)
+    checks.check_scores(logits, None, wanted, count)
+    backend, count = Backend(backend), min(count, logits.shape[1])
+    if backend is Backend.XLA or not logits.size or not count:
+        return xla_choice.greedy_scores(logits, adjustments, wanted, count)
+    interpret = backend is Backend.INTERPRET
+    options = {"config": tuning.ScoresConfig(), "interpret": interpret}
+    return scores.token_scores(logits, None, wanted, count, adjustments=adjustments, **options)
+
+
+def token_scores(
+    logits: Float32[Array, "T V"],
+    token_ids: Int32[Array, "T"],
+    wanted: Bool[Array, "T"],
+    count: int,
+    *,
+    backend: Backend,
+) -> Int32[Array, "T W"]:
+    """How probable tokens are, and which ones are most: without a sort, and packed, since each
+    array that a step gives back takes its host tens of microseconds.
+
+    A row is: the token as given, its log-probability, its rank (how many tokens are at least as
+    probable: 1 is the most probable); then L = min(count, V) times a token and its
+    log-probability, the most probable first and of equal ones the one with the lowest id
+    (`jax.lax.top_k`'s order). W = NUM_FACTS + 2 L; log-probabilities are float32 by their bits.
+
+    Args:
+        logits: of V tokens.
+        token_ids: one a row; of one outside the vocabulary the log-probability and rank mean
+            nothing.
+        wanted: rows to fill; of others only the token is defined, and where no row is wanted next
+            to nothing is computed.
+        count: most probable tokens of each row.
+        backend: which implementation runs.
+
+    Raises:
+        ValueError: shapes that do not fit; a negative count.
+        TypeError: logits not float32.
+    """
+    checks.check_scores(logits, token_ids, wanted, count)
+    backend, count = Backend(backend), min(count, logits.shape[1])
+    if backend is Backend.XLA or not logits.size or not count:
+        return xla_choice.token_scores(logits, token_ids, wanted, count)
+    config, interpret = tuning.ScoresConfig(), backend is Backend.INTERPRET
+    return scores.token_scores(logits, token_ids, wanted, count, config=config, interpret=interpret)
 
 
 def _decode(q, kv, block_tables, seq_lens, options, backend, into=None):

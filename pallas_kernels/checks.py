@@ -179,16 +179,47 @@ def _check_parts(name, array, rank, axes, dtype):
         raise ValueError(f"{name} has no parts; it must be {axes} with at least one")
 
 
-def check_truncation(logits, temperature, min_p, top_k, top_p):
-    """A matrix of logits, and a number a row."""
+def _check_logits(logits):
     _check_rank("logits", logits, 2, "[B, V]")
     _check_dtype("logits", logits, jnp.float32, "sampling computes in float32; cast it first")
+
+
+def check_truncation(logits, temperature, min_p, top_k, top_p):
+    """A matrix of logits, and a number a row."""
+    _check_logits(logits)
     rows = {"temperature": temperature, "min_p": min_p, "top_p": top_p}
     for name, array in rows.items():
         _check_shape(name, array, logits.shape[:1], "one a row of logits")
         _check_dtype(name, array, jnp.float32, "as the logits; cast it first")
     _check_int32("top_k", top_k, 1, "[B]")
     _check_shape("top_k", top_k, logits.shape[:1], "one a row of logits")
+
+
+def check_adjustments(logits, adjustments):
+    """A matrix of logits, and adjustments of its rows and tokens."""
+    _check_logits(logits)
+    if adjustments is None:
+        return
+    batch, width = logits.shape
+    state = adjustments.words.shape[0], width
+    _check_int32("words", adjustments.words, 2, "[R, V]")
+    _check_shape("words", adjustments.words, state, "a word for each token")
+    _check_shape("biases", adjustments.biases, state, "as the words")
+    for name in ("rows", "kinds"):
+        _check_int32(name, getattr(adjustments, name), 1, "[B]")
+        _check_shape(name, getattr(adjustments, name), (batch,), "one a row of logits")
+    _check_shape("penalties", adjustments.penalties, (batch, 3), "three a row of logits")
+
+
+def check_scores(logits, token_ids, wanted, count):
+    """A matrix of logits, and a mark a row; a token, too, unless it is None."""
+    _check_logits(logits)
+    if token_ids is not None:
+        _check_int32("token_ids", token_ids, 1, "[T]")
+        _check_shape("token_ids", token_ids, logits.shape[:1], "one a row of logits")
+    _check_shape("wanted", wanted, logits.shape[:1], "one a row of logits")
+    if count < 0:
+        raise ValueError(f"count={count} is negative: 0 asks for no other tokens")
 
 
 def check_product(x, weight):

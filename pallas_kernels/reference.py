@@ -7,6 +7,8 @@ implementation in that dtype has, which is the yardstick for the kernels' errors
 
 import numpy as np
 
+from pallas_kernels.adjusted import ADJUSTS, BIASED, COUNT_MASK, EARLY, IN_PROMPT, IS_ENDING
+
 
 def paged_decode_attention(
     q,
@@ -160,6 +162,32 @@ def _kept(row, temperature, min_p, top_p, top_k):
         last = min(np.searchsorted(mass, top_p * mass[-1]), len(order) - 1)
         kept &= row >= row[kept][order[last]]
     return kept
+
+
+def adjusted_logits(logits, words, biases, rows, kinds, penalties, dtype=np.float64):
+    """One row, one token at a time; bits as in `adjusted.py`."""
+    found = np.array(logits, dtype)
+    for b, (row, kind) in enumerate(zip(rows, kinds, strict=True)):
+        repetition, presence, frequency = np.asarray(penalties, dtype)[b]
+        for v, word in enumerate(np.asarray(words)[row] if kind & ADJUSTS else ()):
+            x, count = found[b, v], word & COUNT_MASK
+            x += biases[row][v] if kind & BIASED else 0
+            x = -np.inf if kind & EARLY and word & IS_ENDING else x
+            if word & (IN_PROMPT | COUNT_MASK):
+                x = x / repetition if x > 0 else x * repetition
+            found[b, v] = x - presence * (count > 0) - frequency * count
+    return found
+
+
+def token_scores(logits, token_ids, count, dtype=np.float64):
+    """Of each row its token's log-probability and rank, and the most probable tokens with theirs,
+    by sorting."""
+    found = []
+    for row, token in zip(np.asarray(logits).astype(dtype), token_ids, strict=True):
+        logprobs = row - (np.log(np.exp(row - row.max()).sum()) + row.max())
+        order = np.argsort(-row, kind="stable")[:count]
+        found.append((logprobs[token], int((row >= row[token]).sum()), order, logprobs[order]))
+    return found
 
 
 def copy_blocks(pool, src, dst):

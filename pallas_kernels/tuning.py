@@ -96,6 +96,17 @@ class TruncationConfig:
         return self.chunk // (tile * self.loads)
 
 
+@dataclasses.dataclass(frozen=True)
+class ScoresConfig:
+    """Of scores.py: tokens a program, warps of either launch, tokens a turn of a rank that is
+    counted; powers of two."""
+
+    chunk: int = 4096
+    scan_warps: int = 4
+    finish_warps: int = 4
+    rank_tile: int = 4096
+
+
 def decode_config(
     *,
     batch: int,

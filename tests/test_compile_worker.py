@@ -32,12 +32,12 @@ def test_shares_are_all_programs_once_and_kernels_in_common_stay_together():
         ("prefill", (128, 8)),
         ("prefill", (64, 256)),
         ("sample", (8, 1)),
-        ("load_row", None),
+        ("load_rows", None),
     )
     shares = [[recipe.name for recipe in share_of(made, i, 2)] for i in range(2)]
     assert shares == [
         [("sample", (8, 0)), ("sample", (8, 1)), ("prefill", (128, 8)), ("decode", 8)],
-        [("prefill", (64, 8)), ("prefill", (64, 256)), ("load_row", None)],
+        [("prefill", (64, 8)), ("prefill", (64, 256)), ("load_rows", None)],
     ]
 
 

@@ -11,9 +11,11 @@ from jpaged.core.plan import Emitted
 from jpaged.core.request import FinishReason, Request, RequestStatus, StopCriteria
 from jpaged.inputs import Prompt
 from jpaged.metrics import RequestMetrics
+from jpaged.outputs import Logprob
 from jpaged.request_state import RequestState
 from jpaged.runtime.model_runner import TokenScores
 from jpaged.sampling_params import SamplingParams
+from jpaged.token_logprobs import TokenLogprobs
 
 EOS = 1
 
@@ -45,18 +47,21 @@ def make(params: SamplingParams) -> RequestState:
     )
 
 
+def packed(facts: tuple[int, float, int], *top: tuple[int, float]) -> TokenScores:
+    """Of one token: itself, its log-probability and rank; the likeliest tokens and theirs."""
+    token_id, logprob, rank = facts
+    row = np.array([token_id, 0, rank, *(x for pair in top for x in pair)]).astype(np.int32)
+    row[[1, *range(4, len(row), 2)]] = np.array([logprob, *(x for _, x in top)], "f4").view("i4")
+    return TokenScores(row[None])
+
+
 def say(
     state: RequestState, index: int, token_id: int, logprob: float = -1.0, reason: Any = None
 ) -> bool:
     sequence = state.request.sequences[index]
     sequence.token_ids.append(token_id)
     sequence.finish_reason = reason
-    scores = TokenScores(
-        np.array([logprob], np.float32),
-        np.array([2], np.int32),
-        np.array([[90, token_id]], np.int32),
-        np.array([[-0.5, logprob]], np.float32),
-    )
+    scores = packed((token_id, logprob, 2), (90, -0.5), (token_id, logprob))
     return state.accept(Emitted(sequence, state.request, token_id, reason), scores, 0)
 
 
@@ -166,3 +171,52 @@ def test_an_aborted_search_has_none():
     state.request.status = RequestStatus.FINISHED
     state.request.finish_reason = FinishReason.ABORT
     assert state.output().outputs == []
+
+
+# --- log-probabilities -------------------------------------------------------------------------
+
+
+class Counting(Letters):
+    def __init__(self) -> None:
+        self.decoded: list[int] = []
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False) -> str:
+        self.decoded += token_ids
+        return super().decode(token_ids, skip_special_tokens)
+
+
+def test_scores_are_made_to_objects_when_they_are_read_and_once():
+    rows = [packed((65, -0.5, 3), (66, -0.25), (65, -0.5)), packed((66, -1.0, 1), (66, -1.0))]
+    tokenizer: Any = Counting()
+    whole = [TokenLogprobs(row.packed, tokenizer) for row in rows]
+    assert list(map(len, whole)) == [1, 1]
+    assert tokenizer.decoded == []
+    assert whole[0] == [{65: Logprob(-0.5, 3, "A"), 66: Logprob(-0.25, 1, "B")}]
+    assert [*whole[0][0]] == [65, 66]  # itself first
+    assert whole[1] == [{66: Logprob(-1.0, 1, "B")}]
+    assert whole[0][0] is whole[0][-1] is next(iter(whole[0]))
+    assert whole[0][1:] == []
+    assert sorted(tokenizer.decoded) == [65, 66, 66]
+    assert repr(whole[1]) == repr([{66: Logprob(-1.0, 1, "B")}])
+
+
+def test_an_answer_keeps_what_it_said_as_it_grows():
+    state = make(SamplingParams(logprobs=1))
+    say(state, 0, ord("A"), -0.25)
+    (before,) = state.output().outputs
+    say(state, 0, ord("C"), -0.75)
+    (after,) = state.output().outputs
+    assert before.logprobs is not None
+    assert after.logprobs is not None
+    assert [list(found) for found in before.logprobs] == [[65, 90]]
+    assert [found[token].logprob for found, token in zip(after.logprobs, b"AC", strict=True)] == [
+        -0.25,
+        -0.75,
+    ]
+
+
+def test_as_few_alternatives_as_the_vocabulary_has():
+    state = make(SamplingParams(logprobs=20))
+    say(state, 0, ord("A"))
+    (answer,) = state.output().outputs
+    assert [list(found) for found in answer.logprobs or ()] == [[65, 90]]

@@ -31,7 +31,7 @@ from jpaged.runtime.results import (
 )
 from jpaged.runtime.rows import UNWANTED, RowSampling, RowTable
 from jpaged.runtime.sampler import Sampled, SamplerLevel
-from jpaged.runtime.sampling_state import bias_row, ending_row
+from jpaged.runtime.sampling_state import RowMarks, bias_row, pack_marks
 from jpaged.runtime.small_buffers import make_places
 from jpaged.runtime.swap import BlockImages
 from jpaged.runtime_config import RuntimeConfig
@@ -72,6 +72,7 @@ class ModelRunner:
         self._eos_token_ids = eos_token_ids
         self._rows = RowTable(config.num_rows)
         self._faults: list[tuple[Request, Exception]] = []
+        self._new_marks: dict[int, RowMarks] = {}  # of rows given in the plan being launched
         self._images = BlockImages(programs.gather_blocks, programs.scatter_blocks)
         self._kv, self._last_tokens, self._sampling_state = _zeros(
             (shapes.kv, shapes.last_tokens, shapes.sampling)
@@ -105,12 +106,16 @@ class ModelRunner:
 
     def fits_burst(self, plan: StepPlan, goal: Goal) -> bool:
         """Whether a burst may hold the plan: a decode step of as many sequences as the goal allows,
-        with nothing else to do, whose sampling needs neither token counts nor log-probabilities."""
+        with nothing else to do, that a burst's levels serve and no search of beams waits for."""
         if not plan.is_decode or plan.moves_blocks or plan.row_forks:
             return False
         if not self._buckets.has_burst(len(plan.scheduled), goal):
             return False
-        return self._rows.level(self._rows.rows(plan.scheduled)) <= BURST_LEVELS[-1]
+        level = self._rows.level(self._rows.rows(plan.scheduled))
+        if not any(own.covers(level) for own in BURST_LEVELS):
+            return False
+        scored = SamplerLevel.LOGPROBS in level
+        return not (scored and any(it.sequence.request.beam is not None for it in plan.scheduled))
 
     def launch_burst(self, plans: list[StepPlan], sampling: SamplingOf) -> list[StepHandle]:
         """`launch` a burst's plans, all of which fit it, as one program."""
@@ -119,11 +124,10 @@ class ModelRunner:
         for plan in plans:
             self._update_rows(plan, sampling)
             place, scheduled, rows = self._in_order(plan)
-            level = max(level, self._rows.level(rows))
+            level |= self._rows.level(rows)
             packed.append(self._pack_decode(scheduled, rows, size))
             places.append(place)
-        sampled = Sampled(self._run_burst(np.stack(packed), level))
-        sampled.token_ids.copy_to_host_async()
+        sampled = _on_its_way(self._run_burst(np.stack(packed), level), level)
         steps = enumerate(zip(plans, places, strict=True))
         return [StepHandle(plan, sampled, {}, place, (i,)) for i, (plan, place) in steps]
 
@@ -146,16 +150,14 @@ class ModelRunner:
         else:
             shape = self._buckets.prefill_shape(plan.num_tokens, len(rows))
             logits, hidden, inputs = self._run_prefill(scheduled, rows, *shape)
-        sampled = self._sample(logits, inputs, self._rows.level(rows))
-        for array in sampled:
-            if array is not None:
-                array.copy_to_host_async()
+        level = self._rows.level(rows)
+        sampled = _on_its_way(self._sample(logits, inputs, level), level)
         scores: dict[int, list] = {}
         if hidden is not None:
             scores = score_prompts(scheduled, sampling, partial(self._score, hidden))
         return StepHandle(plan, sampled, scores, places)
 
-    def _score(self, hidden, indices: np.ndarray, targets: np.ndarray) -> tuple:
+    def _score(self, hidden, indices: np.ndarray, targets: np.ndarray) -> jax.Array:
         program = self._programs.prompt_logprobs[hidden.shape[0]]
         return program(self._leaves, hidden=hidden, indices=indices, targets=targets)
 
@@ -221,6 +223,9 @@ class ModelRunner:
         for item in plan.scheduled:
             if item.sequence.seq_id not in self._rows:
                 self._give_row(item.sequence, sampling)
+        marks, self._new_marks = self._new_marks, {}
+        for packed in pack_marks(marks, self._config.padding_row, self._config.vocab_size):
+            self._sampling_state = self._programs.load_rows(self._sampling_state, packed)
 
     def _fork_rows(self, plan: StepPlan, sampling: SamplingOf) -> None:
         sources: dict[int, int] = {}  # of rows forked in this plan: all are read before any write
@@ -232,35 +237,32 @@ class ModelRunner:
         self._move(program, pairs, self._config.num_rows, padding)
 
     def _give_row(self, sequence: Sequence, sampling: SamplingOf) -> int:
-        own, loads = self._sampling_of(sequence, sampling[sequence.request])
+        own, marks, bias = self._sampling_of(sequence, sampling[sequence.request])
         row = self._rows.assign(sequence.seq_id, own)
-        if loads:
-            load_row = self._programs.load_row
-            self._sampling_state = load_row(self._sampling_state, np.int32(row), *loads)
+        if marks is not None:
+            self._new_marks[row] = marks
+        if bias is not None:
+            load_bias = self._programs.load_bias
+            self._sampling_state = load_bias(self._sampling_state, np.int32(row), bias)
         return row
 
-    def _sampling_of(self, sequence: Sequence, params: SamplingParams) -> tuple[RowSampling, tuple]:
+    def _sampling_of(
+        self, sequence: Sequence, params: SamplingParams
+    ) -> tuple[RowSampling, RowMarks | None, np.ndarray | None]:
         """What is made of a request's own parameters, before anything is launched: what fails here
         is its own."""
         try:
-            loads = self._row_loads(sequence, params) if params.adjusts_logits else ()
-            return RowSampling.of(params, sequence.seed), loads
+            marks = self._marks_of(sequence, params) if params.adjusts_logits else None
+            bias = bias_row(params, self._config.vocab_size) if params.biases_logits else None
+            return RowSampling.of(params, sequence.seed), marks, bias
         except Exception as error:
             self._faults.append((sequence.request, error))
-            return UNWANTED, ()
+            return UNWANTED, None, None
 
-    def _row_loads(self, sequence: Sequence, params: SamplingParams) -> tuple:
+    def _marks_of(self, sequence: Sequence, params: SamplingParams) -> RowMarks:
         """All its tokens are known: a sequence joins the batch only when none is in flight."""
-        vocab_size = self._config.vocab_size
-        tokens = np.zeros(self._config.max_model_len, np.int32)
-        tokens[: len(sequence.token_ids)] = sequence.token_ids
-        return (
-            tokens,
-            np.int32(sequence.num_prompt_tokens),
-            np.int32(len(sequence.token_ids)),
-            bias_row(params, vocab_size),
-            ending_row(params, vocab_size, self._eos_token_ids),
-        )
+        ending = params.first_forbidden_ids(self._eos_token_ids)
+        return RowMarks.of(sequence.token_ids, sequence.num_prompt_tokens, ending)
 
     def _pack_decode(self, scheduled: Scheduled, rows: np.ndarray, size: int) -> np.ndarray:
         return pack_decode(
@@ -272,12 +274,21 @@ class ModelRunner:
             max_blocks_per_seq=self._config.max_blocks_per_seq,
         )
 
-    def _run_burst(self, packed: np.ndarray, level: SamplerLevel) -> jax.Array:
-        level = min(own for own in BURST_LEVELS if own >= level)
-        tokens, self._last_tokens, self._kv = self._programs.decode_burst[packed.shape[1], level](
-            self._leaves, state=self._kv, last_tokens=self._last_tokens, packed=packed
+    def _run_burst(self, packed: np.ndarray, level: SamplerLevel) -> Sampled:
+        level = next(own for own in BURST_LEVELS if own.covers(level))
+        adjusted = SamplerLevel.ADJUSTED in level
+        sampled, self._last_tokens, state, self._kv = self._programs.decode_burst[
+            packed.shape[1], level
+        ](
+            self._leaves,
+            state=self._kv,
+            last_tokens=self._last_tokens,
+            sampling=self._sampling_state if adjusted else None,
+            packed=packed,
         )
-        return tokens
+        if adjusted:
+            self._sampling_state = state
+        return sampled
 
     def _run_decode(self, scheduled: Scheduled, rows: np.ndarray, size: int):
         packed = self._pack_decode(scheduled, rows, self._buckets.logits_rows(size))
@@ -302,8 +313,8 @@ class ModelRunner:
         return logits, hidden, inputs
 
     def _sample(self, logits, inputs, level: SamplerLevel) -> Sampled:
-        level = min(own for own in sampler_levels(self._config) if own >= level)
-        adjusted = level >= SamplerLevel.ADJUSTED
+        level = next(own for own in sampler_levels(self._config) if own.covers(level))
+        adjusted = SamplerLevel.ADJUSTED in level
         sampled, self._last_tokens, state = self._programs.sample[logits.shape[0], level](
             logits,
             inputs,
@@ -313,6 +324,16 @@ class ModelRunner:
         if adjusted:
             self._sampling_state = state
         return sampled
+
+
+def _on_its_way(sampled: Sampled, level: SamplerLevel) -> Sampled:
+    """What the host reads of a step or a burst, being copied there: one array, with the scores if
+    the level asks for them."""
+    if SamplerLevel.LOGPROBS not in level:
+        sampled = Sampled(sampled.token_ids)
+    wanted = sampled.token_ids if sampled.scores is None else sampled.scores
+    wanted.copy_to_host_async()
+    return sampled
 
 
 def _zeros(shapes):

@@ -22,7 +22,7 @@ from jpaged.runtime.recipes import (
     recipes,
     sample_recipe,
 )
-from jpaged.runtime.sampler import SamplerLevel
+from jpaged.runtime.sampler import EVERYTHING, SamplerLevel
 from jpaged.runtime.shared_calls import SharedCalls
 from jpaged.runtime.thread_settings import ThreadSettings
 from jpaged.runtime_config import RuntimeConfig
@@ -40,7 +40,8 @@ class Programs:
     prefill: dict[tuple[int, int], Any]
     sample: dict[tuple[int, SamplerLevel], Any]
     prompt_logprobs: dict[int, Any]
-    load_row: Any
+    load_rows: Any
+    load_bias: Any
     copy_blocks: Any
     fork_rows: Any
     gather_blocks: dict[int, Any]
@@ -59,7 +60,8 @@ class Programs:
             prefill=kind("prefill"),
             sample=kind("sample"),
             prompt_logprobs=kind("prompt_logprobs"),
-            load_row=compiled["load_row", None],
+            load_rows=compiled["load_rows", None],
+            load_bias=compiled["load_bias", None],
             copy_blocks=compiled["copy_blocks", None],
             fork_rows=compiled["fork_rows", None],
             gather_blocks=kind("gather_blocks"),
@@ -256,7 +258,7 @@ def largest_step_recipes(
     `shared` is as of `recipes`.
     """
     prefill = prefill_recipe(split, shapes, config, *max(buckets.prefill_shapes), shared)
-    sampling = sample_recipe(shapes, config, max(buckets.decode_seqs), max(SamplerLevel), shared)
+    sampling = sample_recipe(shapes, config, max(buckets.decode_seqs), EVERYTHING, shared)
     return prefill, sampling
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
+import jax
 import numpy as np
 
 from jpaged.core.plan import ScheduledSequence
@@ -10,7 +11,7 @@ from jpaged.runtime.recipes import PROMPT_LOGPROBS_CHUNK
 from jpaged.runtime.results import num_scored_prompt_tokens
 from jpaged.sampling_params import SamplingParams
 
-Score = Callable[..., tuple]
+Score = Callable[..., jax.Array]
 """`jpaged.runtime.steps.prompt_logprobs_step` of the step's hidden states."""
 
 
@@ -18,7 +19,7 @@ def score_prompts(
     scheduled: tuple[ScheduledSequence, ...],
     sampling: Mapping[Request, SamplingParams],
     score: Score,
-) -> dict[int, list[tuple]]:
+) -> dict[int, list[jax.Array]]:
     """Launch the scoring of a ragged step's prompt tokens.
 
     Args:
@@ -39,7 +40,9 @@ def score_prompts(
     return scored
 
 
-def _score_chunks(item: ScheduledSequence, offset: int, count: int, score: Score) -> list[tuple]:
+def _score_chunks(
+    item: ScheduledSequence, offset: int, count: int, score: Score
+) -> list[jax.Array]:
     chunks, size = [], PROMPT_LOGPROBS_CHUNK
     for at in range(0, count, size):
         n = min(size, count - at)

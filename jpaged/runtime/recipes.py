@@ -15,8 +15,16 @@ from jpaged.runtime.batch import decode_packed_shape, prefill_packed_shape
 from jpaged.runtime.buckets import Buckets
 from jpaged.runtime.kv_cache import make_pool
 from jpaged.runtime.recipe import Recipe
-from jpaged.runtime.sampler import Sampled, SamplerLevel, TokenLogprobs
-from jpaged.runtime.sampling_state import ROW_WIDTH, SamplingState, init_state, load_row
+from jpaged.runtime.sampler import EVERYTHING, SCORED_GREEDY, Sampled, SamplerLevel
+from jpaged.runtime.sampling_state import (
+    LOADED_ROWS,
+    LOADED_TOKENS,
+    ROW_WIDTH,
+    SamplingState,
+    init_state,
+    load_bias,
+    load_rows,
+)
 from jpaged.runtime.shared_calls import SharedCalls
 from jpaged.runtime.steps import (
     KVState,
@@ -40,10 +48,10 @@ PROMPT_LOGPROBS_CHUNK = 64
 BLOCK_COPIES_CHUNK = 64
 """Blocks copied by one launch."""
 
-BURST_LEVELS = (SamplerLevel.GREEDY, SamplerLevel.TRUNCATED)
-"""Sampling levels of bursts: a burst runs at the lowest that does all it needs."""
+BURST_LEVELS = (SCORED_GREEDY, SamplerLevel.TRUNCATED)
+"""Sampling levels of bursts: a burst runs at the first that does all it needs."""
 
-for _kind in (KVState, LayerKV, SampleInputs, Sampled, SamplingState, TokenLogprobs):
+for _kind in (KVState, LayerKV, SampleInputs, Sampled, SamplingState):
     export.register_namedtuple_serialization(_kind, serialized_name=f"jpaged.{_kind.__name__}")
 
 
@@ -126,7 +134,8 @@ def recipes(
     for tokens, seqs in sorted(buckets.prefill_shapes, key=lambda it: (it[1] != most, -it[0])):
         yield prefill_recipe(split, shapes, config, tokens, seqs, shared)
     yield from recipes_without_pool(split, shapes, config, buckets, shared)
-    yield _load_row(shapes, config)
+    yield _load_rows(shapes)
+    yield _load_bias(shapes, config)
     yield _copy_blocks(shapes, config)
     yield _fork_rows(shapes, config)
     for size in chunk_sizes(shapes.kv.pool, config.num_host_blocks):
@@ -149,10 +158,10 @@ def recipes_without_pool(
 
 
 def sampler_levels(config: RuntimeConfig) -> tuple[SamplerLevel, ...]:
-    """The levels compiled; a batch runs at the lowest that does all it needs."""
+    """The levels compiled; a batch runs at the first that does all it needs."""
     if config.few_programs:
-        return SamplerLevel.GREEDY, SamplerLevel.ADJUSTED, SamplerLevel.LOGPROBS
-    return tuple(SamplerLevel)
+        return SamplerLevel.GREEDY, SCORED_GREEDY, EVERYTHING
+    return SCORED_GREEDY, SamplerLevel.RANDOM, SamplerLevel.TRUNCATED, EVERYTHING
 
 
 def _decode(
@@ -173,12 +182,18 @@ def _decode_burst(
     level: SamplerLevel,
     shared: SharedCalls,
 ) -> Recipe:
-    options = {"level": level, "backend": config.backend, "shared": shared}
-    step = split.bind(decode_burst_step, **options)
+    options = {"level": level, "backend": config.backend, "max_logprobs": MAX_LOGPROBS}
+    step = split.bind(decode_burst_step, shared=shared, **options)
     packed = _int32(config.num_scheduler_steps, *decode_packed_shape(seqs))
     keywords = {"state": shapes.kv, "last_tokens": shapes.last_tokens, "packed": packed}
+    keywords["sampling"] = _state_at(level, shapes)
     name, products = ("decode_burst", (seqs, level)), _products(config, seqs)
-    return Recipe(name, step, (shapes.leaves,), keywords, ("state", "last_tokens"), products)
+    donate = "state", "last_tokens", "sampling"
+    return Recipe(name, step, (shapes.leaves,), keywords, donate, products)
+
+
+def _state_at(level: SamplerLevel, shapes: Shapes) -> SamplingState | None:
+    return shapes.sampling if SamplerLevel.ADJUSTED in level else None
 
 
 def prefill_recipe(
@@ -206,7 +221,8 @@ def _products(config: RuntimeConfig, rows: int) -> tuple[str, int] | None:
 def _prompt_logprobs(
     split: SplitModel, shapes: Shapes, config: RuntimeConfig, tokens: int
 ) -> Recipe:
-    step = split.bind(prompt_logprobs_step, max_logprobs=MAX_LOGPROBS)
+    options = {"max_logprobs": MAX_LOGPROBS, "backend": config.backend}
+    step = split.bind(prompt_logprobs_step, **options)
     hidden = jax.ShapeDtypeStruct((tokens, *shapes.hidden.shape), shapes.hidden.dtype)
     chunk = _int32(PROMPT_LOGPROBS_CHUNK)
     keywords = {"hidden": hidden, "indices": chunk, "targets": chunk}
@@ -229,18 +245,20 @@ def sample_recipe(
     counted = jax.ShapeDtypeStruct((seqs,), jnp.bool_)
     inputs = SampleInputs._make([_int32(seqs), counted, _int32(seqs, ROW_WIDTH), _int32(seqs)])
     logits = jax.ShapeDtypeStruct((seqs, config.vocab_size), jnp.float32)
-    sampling = shapes.sampling if level >= SamplerLevel.ADJUSTED else None
-    keywords = {"last_tokens": shapes.last_tokens, "sampling": sampling}
+    keywords = {"last_tokens": shapes.last_tokens, "sampling": _state_at(level, shapes)}
     name, donate = ("sample", (seqs, level)), ("last_tokens", "sampling")
     return Recipe(name, step, (logits, inputs), keywords, donate, needs_pool=False)
 
 
-def _load_row(shapes: Shapes, config: RuntimeConfig) -> Recipe:
-    scalar, tokens = _int32(), _int32(config.max_model_len)
+def _load_rows(shapes: Shapes) -> Recipe:
+    packed = _int32(2 * LOADED_ROWS + 3 * LOADED_TOKENS)
+    return Recipe(("load_rows", None), load_rows, (shapes.sampling, packed), donate=("state",))
+
+
+def _load_bias(shapes: Shapes, config: RuntimeConfig) -> Recipe:
     bias = jax.ShapeDtypeStruct((config.vocab_size,), jnp.float32)
-    ending = jax.ShapeDtypeStruct((config.vocab_size,), jnp.bool_)
-    arguments = (shapes.sampling, scalar, tokens, scalar, scalar, bias, ending)
-    return Recipe(("load_row", None), load_row, arguments, donate=("state",))
+    arguments = (shapes.sampling, _int32(), bias)
+    return Recipe(("load_bias", None), load_bias, arguments, donate=("state",))
 
 
 def _copy_blocks(shapes: Shapes, config: RuntimeConfig) -> Recipe:

@@ -1,6 +1,7 @@
 """What a launched step leaves on its way to the host, and what the host reads of it."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import jax
 import numpy as np
@@ -8,23 +9,57 @@ import numpy as np
 from jpaged.core.plan import ScheduledSequence, StepPlan
 from jpaged.core.request import Candidates
 from jpaged.runtime.sampler import Sampled
+from pallas_kernels import NUM_FACTS
 
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Log-probabilities of some tokens of one sequence and of their best alternatives.
+    """How likely some tokens were, and which ones were likeliest.
 
     Attributes:
-        logprobs: float32 [C], of the tokens themselves.
-        ranks: int32 [C], 1 is the most likely.
-        top_token_ids: int32 [C, L], the most likely tokens, best first.
-        top_logprobs: float32 [C, L].
+        packed: int32 [C, W], as `pallas_kernels.token_scores` packs them.
     """
 
-    logprobs: np.ndarray
-    ranks: np.ndarray
-    top_token_ids: np.ndarray
-    top_logprobs: np.ndarray
+    packed: np.ndarray
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """float32 [C], of the tokens themselves."""
+        return self.packed[:, 1].view(np.float32)
+
+    @property
+    def ranks(self) -> np.ndarray:
+        """int32 [C], 1 is the most likely."""
+        return self.packed[:, 2]
+
+    @property
+    def top_token_ids(self) -> np.ndarray:
+        """int32 [C, L], the most likely tokens, best first."""
+        return self.packed[:, NUM_FACTS::2]
+
+    @property
+    def top_logprobs(self) -> np.ndarray:
+        """float32 [C, L]."""
+        return self.packed[:, NUM_FACTS + 1 :: 2].view(np.float32)
+
+    def first(self, count: int) -> np.ndarray:
+        """`packed` with so many likeliest tokens, or all there are; a copy."""
+        return self.packed[:, : NUM_FACTS + 2 * count].copy()
+
+    def row_bytes(self, index: int, count: int) -> bytes:
+        """Row `index` of `first(count)`."""
+        width = self.packed.shape[1]
+        start, size = index * width, min(NUM_FACTS + 2 * count, width)
+        return self._bytes[4 * start : 4 * (start + size)]
+
+    @cached_property
+    def _bytes(self) -> bytes:
+        return self.packed.tobytes()
+
+    @cached_property
+    def logprob_list(self) -> list[float]:
+        """`logprobs`, for whoever reads them one by one."""
+        return self.logprobs.tolist()
 
 
 @dataclass(frozen=True)
@@ -53,14 +88,15 @@ class StepResult:
 class StepHandle:
     """A launched step whose results are on their way to the host.
 
-    `sampled` is None where nothing was scheduled: such a plan only moved blocks. The step has the
-    plan's sequences in an order of its own; `places[i]` is where `plan.scheduled[i]` is in it. The
-    steps of a burst share one array of tokens; `index` is the step's own there.
+    `sampled` is None where nothing was scheduled: such a plan only moved blocks. Where it has
+    scores, the tokens are read from these. The step has the plan's sequences in an order of its
+    own; `places[i]` is where `plan.scheduled[i]` is in it. The steps of a burst share one array;
+    `index` is the step's own there.
     """
 
     plan: StepPlan
     sampled: Sampled | None
-    prompt_logprobs: dict[int, list[tuple[jax.Array, ...]]]
+    prompt_logprobs: dict[int, list[jax.Array]]
     places: np.ndarray
     index: tuple[int, ...] = ()
 
@@ -68,19 +104,19 @@ class StepHandle:
         """Wait for the step and give its results."""
         if self.sampled is None:
             return StepResult(np.zeros(0, np.int32), None, {})
-        tokens = np.asarray(self.sampled.token_ids)[self.index][self.places]
-        scores = self.sampled[1:]
-        asked = scores[0] is not None
-        logprobs = TokenScores(*(np.asarray(a)[self.places] for a in scores)) if asked else None
-        return StepResult(tokens, logprobs, self._read_prompt_logprobs())
+        if self.sampled.scores is None:
+            tokens, scores = np.asarray(self.sampled.token_ids)[self.index][self.places], None
+        else:
+            scores = TokenScores(np.asarray(self.sampled.scores)[self.index][self.places])
+            tokens = np.ascontiguousarray(scores.packed[:, 0])
+        return StepResult(tokens, scores, self._read_prompt_logprobs())
 
     def _read_prompt_logprobs(self) -> dict[int, TokenScores]:
         wanted = {}
         for seq_id, chunks in self.prompt_logprobs.items():
             count = num_scored_prompt_tokens(self._scheduled(seq_id))
-            columns = zip(*chunks, strict=True)
-            whole = (np.concatenate([np.asarray(c) for c in col])[:count] for col in columns)
-            wanted[seq_id] = TokenScores(*whole)
+            whole = np.concatenate([np.asarray(chunk) for chunk in chunks])
+            wanted[seq_id] = TokenScores(whole[:count])
         return wanted
 
     def _scheduled(self, seq_id: int) -> ScheduledSequence:

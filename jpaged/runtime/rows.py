@@ -11,7 +11,7 @@ from jpaged.sampling_params import SamplingParams
 
 
 class RowSampling(NamedTuple):
-    """How a row is sampled: its parameters, int32 [W], and the level they need."""
+    """How a row is sampled: its parameters, int32 [W], and what they need of a step."""
 
     encoded: np.ndarray
     level: SamplerLevel
@@ -73,5 +73,5 @@ class RowTable:
         return np.fromiter((of[s.sequence.seq_id] for s in scheduled), np.int32, len(scheduled))
 
     def level(self, rows: np.ndarray) -> SamplerLevel:
-        """The lowest sampling level that serves all of `rows`."""
-        return SamplerLevel(int(self._levels[rows].max()))
+        """What serves all of `rows`."""
+        return SamplerLevel(int(np.bitwise_or.reduce(self._levels[rows])))

@@ -2,14 +2,14 @@
 
 The order is vLLM's: biases and forbidden tokens, penalties, temperature, min-p, top-k, top-p.
 A token depends on its own row's logits, parameters, seed and position alone, so a seeded request
-gives the same tokens whatever shares its batch. A `SamplerLevel` names how much of this a batch
-needs; a level changes no token of a row that needs less.
+gives the same tokens whatever shares its batch. A `SamplerLevel` names what of this a batch needs;
+a level changes no token of a row that needs less.
 """
 
 from collections.abc import Callable
-from enum import IntEnum
+from enum import IntFlag
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,52 +17,63 @@ from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Float32, Int32, UInt32
 
 from jpaged.core.plan import NO_TOKEN
-from jpaged.runtime.sampling_state import SamplingRows, SamplingState
+from jpaged.runtime.sampling_state import SamplingRows, SamplingState, adjustments_of
 from jpaged.sampling_params import SamplingParams
-from pallas_kernels import Backend, truncation_mask
+from pallas_kernels import (
+    Adjustments,
+    Backend,
+    adjusted_logits,
+    first_maximum,
+    greedy_scores,
+    token_scores,
+    truncation_mask,
+)
 
 
-class SamplerLevel(IntEnum):
-    """How much a sample step does; each level does all that the lower ones do."""
+class SamplerLevel(IntFlag):
+    """What a sample step does for rows that ask for it; each needs none of the others, but that
+    only drawn tokens are truncated."""
 
     GREEDY = 0
+    """Rows with a temperature of 0."""
     RANDOM = 1
-    TRUNCATED = 2
-    ADJUSTED = 3
-    LOGPROBS = 4
+    """Others, too."""
+    TRUNCATED = 3
+    """And top-k, top-p and min-p."""
+    ADJUSTED = 4
+    """Biases, forbidden tokens and penalties."""
+    LOGPROBS = 8
+    """Log-probabilities."""
+
+    def covers(self, other: "SamplerLevel") -> bool:
+        """Whether it does all that `other` does."""
+        return other & ~self == 0
+
+
+SCORED_GREEDY = SamplerLevel.ADJUSTED | SamplerLevel.LOGPROBS
+"""All but drawing: rows that are not adjusted and not scored cost a kernel that leaves at once."""
+
+EVERYTHING = SamplerLevel.TRUNCATED | SCORED_GREEDY
 
 
 def required_level(params: SamplingParams) -> SamplerLevel:
-    """The lowest level that serves a request; a batch runs at its requests' highest."""
-    if params.needs_logprobs:
-        return SamplerLevel.LOGPROBS
+    """What serves a request; a batch runs at a level that covers all of its requests'."""
+    level = SamplerLevel.GREEDY
+    if params.temperature != 0.0:
+        level = SamplerLevel.TRUNCATED if params.truncates else SamplerLevel.RANDOM
     if params.adjusts_logits:
-        return SamplerLevel.ADJUSTED
-    if params.temperature == 0.0:
-        return SamplerLevel.GREEDY
-    return SamplerLevel.TRUNCATED if params.truncates else SamplerLevel.RANDOM
-
-
-class TokenLogprobs(NamedTuple):
-    """Log-probabilities of given tokens and of the L most probable ones, highest first."""
-
-    logprobs: Float32[Array, "T"]
-    ranks: Int32[Array, "T"]
-    """How many tokens are at least as probable as the given one: 1 is the most probable."""
-    top_token_ids: Int32[Array, "T L"]
-    top_logprobs: Float32[Array, "T L"]
+        level |= SamplerLevel.ADJUSTED
+    return level | SamplerLevel.LOGPROBS if params.needs_logprobs else level
 
 
 class Sampled(NamedTuple):
-    """The chosen tokens; the log-probabilities (of the unchanged logits) at level LOGPROBS."""
+    """The chosen tokens; at level LOGPROBS how probable they were, of the unchanged logits."""
 
     token_ids: Int32[Array, "B"]
     """`NO_TOKEN` where the logits have no finite maximum: they are NaN or infinite, or all tokens
     are forbidden. What is said of such a token's log-probabilities means nothing."""
-    logprobs: Float32[Array, "B"] | None = None
-    ranks: Int32[Array, "B"] | None = None
-    top_token_ids: Int32[Array, "B L"] | None = None
-    top_logprobs: Float32[Array, "B L"] | None = None
+    scores: Int32[Array, "B W"] | None = None
+    """As `pallas_kernels.token_scores` packs them: the token first, in every row."""
 
 
 def sample(
@@ -81,80 +92,56 @@ def sample(
     Args:
         logits: the model's, unchanged.
         rows: each batch row's parameters.
-        state: needed at level ADJUSTED and above, not read below.
+        state: needed at a level with ADJUSTED, not read at others.
         row_ids: each batch row's row in `state`; a padded row's is R-1.
-        level: static; at least `required_level` of every row.
+        level: static; covers `required_level` of every row.
         backend: static; the kernels' implementation.
-        max_logprobs: static; top tokens to report at level LOGPROBS, L = min(this, V).
+        max_logprobs: static; most probable tokens to report at a level with LOGPROBS.
         shared: static; calls what other levels have as well (see `jpaged.runtime.shared_calls`).
 
     Raises:
         ValueError: the level needs a state and there is none.
     """
-    adjusted = logits
-    if level >= SamplerLevel.ADJUSTED:
+    adjustments = None
+    if SamplerLevel.ADJUSTED in level:
         if state is None:
             raise ValueError(f"state=None at level {level.name}: pass the rows' SamplingState")
-        adjusted = adjust(logits, rows, state, row_ids)
-    best, height = _choose(adjusted, rows, level, backend, shared)
+        adjustments = adjustments_of(rows, state, row_ids)
+    call = _call if shared is None else shared
+    options = {"count": max_logprobs, "backend": backend}
+    if SamplerLevel.LOGPROBS in level and SamplerLevel.RANDOM not in level:
+        scores = call(partial(greedy_scores, **options), logits, adjustments, rows.scored)
+        return Sampled(scores[:, 0], scores)
+    best, height = _choose(logits, rows, adjustments, level, backend, call)
     token_ids = jnp.where(jnp.isfinite(height), best, jnp.int32(NO_TOKEN))
-    if level < SamplerLevel.LOGPROBS:
+    if SamplerLevel.LOGPROBS not in level:
         return Sampled(token_ids)
-    return Sampled(token_ids, *token_logprobs(logits, best, max_logprobs))
+    scores = call(partial(token_scores, **options), logits, token_ids, rows.scored)
+    return Sampled(token_ids, scores)
 
 
-def adjust(
-    logits: Float32[Array, "B V"],
-    rows: SamplingRows,
-    state: SamplingState,
-    row_ids: Int32[Array, "B"],
-) -> Float32[Array, "B V"]:
-    """Biases, forbidden tokens and penalties, in the rows that ask for any of them."""
-    counts = state.output_counts[row_ids]
-    early = counts.sum(axis=1, dtype=jnp.int32) < rows.min_tokens
-    x = logits + state.logit_bias[row_ids]
-    x = jnp.where(early[:, None] & state.ending_mask[row_ids], -jnp.inf, x)
-    penalty = rows.repetition[:, None]
-    seen = state.prompt_mask[row_ids] | (counts > 0)
-    x = jnp.where(seen, jnp.where(x > 0, x / penalty, x * penalty), x)
-    x = x - rows.presence[:, None] * (counts > 0).astype(jnp.float32)
-    x = x - rows.frequency[:, None] * counts.astype(jnp.float32)
-    return jnp.where(rows.adjusts[:, None], x, logits)
-
-
-def token_logprobs(
-    logits: Float32[Array, "T V"], token_ids: Int32[Array, "T"], max_logprobs: int
-) -> TokenLogprobs:
-    """Log-probabilities of `token_ids` under `logits`, their ranks, and the top L tokens.
-
-    L is `max_logprobs` (static), or V where that is less; 0 gives arrays of width 0.
-    """
-    total = jax.nn.logsumexp(logits, axis=1)
-    chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1)
-    values, ids = jax.lax.top_k(logits, min(max_logprobs, logits.shape[1]))
-    return TokenLogprobs(
-        logprobs=chosen[:, 0] - total,
-        ranks=(logits >= chosen).sum(axis=1, dtype=jnp.int32),
-        top_token_ids=ids.astype(jnp.int32),
-        top_logprobs=values - total[:, None],
-    )
+def _call(function: partial, *arrays: Any, **named: Any) -> Any:
+    return function(*arrays, **named)
 
 
 def _choose(
     logits: Float32[Array, "B V"],
     rows: SamplingRows,
+    adjustments: Adjustments | None,
     level: SamplerLevel,
     backend: Backend,
-    shared: Callable | None,
+    call: Callable,
 ) -> tuple[Int32[Array, "B"], Float32[Array, "B"]]:
-    if level == SamplerLevel.GREEDY:
-        return _first_maximum(logits)
+    if adjustments is not None:
+        logits = adjusted_logits(logits, adjustments, backend=backend)
+    if SamplerLevel.RANDOM not in level:
+        return first_maximum(logits)
     greedy = rows.temperature == 0.0
     temperature = jnp.where(greedy, 1.0, rows.temperature)
     scaled = _scale(logits, temperature)
-    if level >= SamplerLevel.TRUNCATED:
-        truncate = partial(truncation_mask, backend=backend)
-        kept = (truncate if shared is None else partial(shared, truncate))(
+    if SamplerLevel.TRUNCATED in level:
+        kept = call(
+            partial(truncation_mask, backend=backend),
             logits,
             temperature=temperature,
             min_p=rows.min_p,
@@ -163,24 +150,7 @@ def _choose(
         )
         scaled = jnp.where(kept, scaled, -jnp.inf)
     drawn = scaled + _gumbel(rows.seed, rows.position, logits.shape[1])
-    return _first_maximum(jnp.where(greedy[:, None], logits, drawn))
-
-
-def _first_maximum(x: Float32[Array, "B V"]) -> tuple[Int32[Array, "B"], Float32[Array, "B"]]:
-    """Where each row is highest, and how high; the first NaN of a row counts as highest.
-
-    One pass over `x`: jnp.argmax makes the same reduction and throws the heights away.
-    """
-
-    def higher(left, right):
-        (x, i), (y, j) = left, right
-        is_left = (x > y) | (x != x) | ((x == y) & (i < j))
-        return jnp.where(is_left, x, y), jnp.where(is_left, i, j)
-
-    column = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
-    nothing = jnp.float32(-jnp.inf), jnp.int32(0)
-    height, index = jax.lax.reduce((x, column), nothing, higher, (1,))
-    return index, height
+    return first_maximum(jnp.where(greedy[:, None], logits, drawn))
 
 
 def _scale(

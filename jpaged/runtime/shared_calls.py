@@ -29,11 +29,13 @@ class SharedCalls:
         self._platforms = ("cuda",) if backend is Backend.TRITON else None
         self._lowered: dict[tuple, export.Exported] = {}
 
-    def __call__(self, function: partial, *arrays: jax.Array, **named: jax.Array) -> Any:
-        """What `function` returns for the arrays: one of a module's, hashable keywords bound."""
+    def __call__(self, function: partial, *arrays: Any, **named: Any) -> Any:
+        """What `function` returns for the trees of arrays: one of a module's, hashable keywords
+        bound."""
         shapes, named_shapes = jax.tree.map(_shape, (arrays, named))
-        facts = tuple((it.shape, it.dtype) for it in (*shapes, *named_shapes.values()))
-        key = function.func, tuple(sorted(function.keywords.items())), tuple(named), facts
+        leaves, tree = jax.tree.flatten((shapes, named_shapes))
+        facts = tuple((it.shape, it.dtype) for it in leaves)
+        key = function.func, tuple(sorted(function.keywords.items())), tree, facts
         if key not in self._lowered:
             lowering = export.export(
                 jax.jit(function), platforms=self._platforms, disabled_checks=KERNEL_CALLS

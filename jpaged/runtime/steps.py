@@ -14,9 +14,9 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jpaged.models.layers import AttentionInputs
 from jpaged.runtime.batch import DecodeBatch, query_start_loc, unpack_decode, unpack_prefill
-from jpaged.runtime.sampler import Sampled, SamplerLevel, sample, token_logprobs
+from jpaged.runtime.sampler import Sampled, SamplerLevel, sample
 from jpaged.runtime.sampling_state import SamplingState, decode_rows, record_tokens
-from pallas_kernels import Backend, LayerKV, copy_blocks
+from pallas_kernels import Backend, LayerKV, copy_blocks, token_scores
 
 
 class KVState(NamedTuple):
@@ -147,37 +147,38 @@ def decode_burst_step(
     model: BoundModel,
     state: KVState,
     last_tokens: Int32[Array, "R"],
+    sampling: SamplingState | None,
     packed: Int32[Array, "U B C"],
     *,
     level: SamplerLevel,
     backend: Backend,
+    max_logprobs: int,
     shared: Callable | None = None,
-) -> tuple[Int32[Array, "U B"], Int32[Array, "R"], KVState]:
+) -> tuple[Sampled, Int32[Array, "R"], SamplingState | None, KVState]:
     """Several decode steps one after the other, each sampled: one launch for the host.
 
     Args:
         model, backend: As for `decode_step`.
         state, last_tokens: As for `decode_step` (donate both).
+        sampling, level, max_logprobs: As for `sample_step` (donate the first).
         packed: The steps' batches, in order; each takes the tokens that the one before sampled.
-        level: How much sampling does, below `ADJUSTED`, static.
         shared: As for `prefill_step`, static.
 
     Returns:
-        Each step's sampled tokens, the last tokens and the new state.
+        What each step sampled ([U, B] and [U, B, W]), the last tokens and the new states.
     """
+    options = {"level": level, "backend": backend, "max_logprobs": max_logprobs, "shared": shared}
 
-    def run(i, carry):
-        tokens, last, kv = carry
-        size = packed.shape[1]
+    def run(carry, one):
+        last, own, kv = carry
         logits, inputs, kv = decode_step(
-            model, kv, last, packed[i], batch_size=size, backend=backend
+            model, kv, last, one, batch_size=one.shape[0], backend=backend
         )
-        options = {"level": level, "backend": backend, "max_logprobs": 0, "shared": shared}
-        sampled, last, _ = sample_step(logits, inputs, last, None, **options)
-        return tokens.at[i].set(sampled.token_ids), last, kv
+        sampled, last, own = sample_step(logits, inputs, last, own, **options)
+        return (last, own, kv), sampled
 
-    tokens = jnp.zeros(packed.shape[:2], jnp.int32)
-    return lax.fori_loop(0, packed.shape[0], run, (tokens, last_tokens, state))
+    (last_tokens, sampling, state), sampled = lax.scan(run, (last_tokens, sampling, state), packed)
+    return sampled, last_tokens, sampling, state
 
 
 def sample_step(
@@ -197,10 +198,10 @@ def sample_step(
         logits: From the forward program.
         inputs: From the forward program.
         last_tokens: The token each row sampled last (donate it).
-        sampling: The rows' token counts and biases (donate it); None below `ADJUSTED`.
+        sampling: The rows' tokens and biases (donate it); None where `level` is without `ADJUSTED`.
         level: How much sampling does, static.
         backend: The kernels' implementation, static.
-        max_logprobs: Alternatives listed at level `LOGPROBS`, static.
+        max_logprobs: Most probable tokens listed at a level with `LOGPROBS`, static.
         shared: As for `prefill_step`, static.
     """
     rows = decode_rows(inputs.encoded, inputs.positions)
@@ -219,7 +220,8 @@ def prompt_logprobs_step(
     targets: Int32[Array, "C"],
     *,
     max_logprobs: int,
-) -> tuple[Float32[Array, "C"], Int32[Array, "C"], Int32[Array, "C L"], Float32[Array, "C L"]]:
+    backend: Backend,
+) -> Int32[Array, "C W"]:
     """How likely the model found some of the prompt's own tokens.
 
     Args:
@@ -227,12 +229,15 @@ def prompt_logprobs_step(
         hidden: A prefill step's hidden states.
         indices: Positions in `hidden`.
         targets: The token that followed each of them in the prompt.
-        max_logprobs: Alternatives listed, static.
+        max_logprobs: Most probable tokens listed, static.
+        backend: The kernels' implementation, static.
 
     Returns:
-        Log-probabilities, ranks, and the most likely tokens with theirs.
+        Their scores, as `pallas_kernels.token_scores` packs them.
     """
-    return token_logprobs(model.logits(hidden[indices]), targets, max_logprobs)
+    wanted = jnp.ones(targets.shape, jnp.bool_)
+    logits = model.logits(hidden[indices])
+    return token_scores(logits, targets, wanted, max_logprobs, backend=backend)
 
 
 def copy_blocks_step(

@@ -1,11 +1,17 @@
 """The null device serves the engine's own loop; how long anything takes is not tested."""
 
+from typing import Any
+
+import pytest
+
+from bench.common import PENALTIES
 from bench.host_step import ENDS, ORDER, measure, measure_ends
 from bench.null_device import Clock
 
 
-def test_every_part_of_a_step_is_counted():
-    found = measure(num_seqs=16, num_steps=5)
+@pytest.mark.parametrize("sampling", [{}, {"logprobs": 5}, PENALTIES], ids=str)
+def test_every_part_of_a_step_is_counted(sampling: dict[str, Any]):
+    found = measure(num_seqs=16, num_steps=5, sampling=sampling)
     assert set(found) == {*ORDER, "total", "total, 99 of 100"}
     assert all(us > 0 for us in found.values())
 

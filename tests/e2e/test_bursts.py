@@ -15,6 +15,7 @@ from test_under_pressure import answers, params
 from jpaged import Engine, SamplingParams
 from jpaged.core.plan import Goal, StepPlan, SwapIn, SwapOut
 from jpaged.runtime.model_runner import StepHandle
+from jpaged.runtime.sampler import Sampled
 from pallas_kernels import LayerKV
 from tools.tiny.world import sample_examples
 
@@ -134,8 +135,39 @@ def test_one_request_runs_in_bursts_to_its_last_token(
     assert sum(launched[1:]) == after_prefill  # no step too many
 
 
-def test_what_needs_its_own_state_runs_step_by_step(engine: Engine, launched: list[int]):
-    kinds: list[dict[str, Any]] = [{"logprobs": 1}, {"presence_penalty": 0.5}, {"beam_width": 2}]
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"logprobs": 3},
+        {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.5},
+        {"logit_bias": {70: 100.0}, "min_tokens": 7},
+        {"logprobs": 0, "allowed_token_ids": [*range(60, 90)]},
+        {"logprobs": 2, "presence_penalty": 1.0},
+    ],
+    ids=str,
+)
+def test_scores_and_penalties_are_those_of_single_steps(
+    engines: Engines, engine: Engine, launched: list[int], own: dict[str, Any]
+):
+    """A burst counts each token before it chooses the next."""
+    given = SamplingParams(temperature=0.0, max_tokens=3 * BURST + 1, ignore_eos=True, **own)
+    single = engines(async_scheduling=False)
+    found, want = (it.generate(PROMPTS[:6], given) for it in (engine, single))
+    assert launched.count(BURST) >= 3
+    for one, other in zip(found, want, strict=True):
+        assert answers(one) == answers(other)
+        for mine, its in zip(one.outputs, other.outputs, strict=True):
+            assert (mine.logprobs is None) == ("logprobs" not in own)
+            pairs = zip(mine.logprobs or (), its.logprobs or (), strict=True)
+            for candidates, expected in pairs:
+                assert [*candidates] == [*expected]
+                mine_, its_ = ([x.logprob for x in it.values()] for it in (candidates, expected))
+                assert mine_ == pytest.approx(its_, abs=1e-4)
+
+
+def test_what_the_host_decides_between_steps_runs_step_by_step(engine: Engine, launched: list[int]):
+    """A search of beams; and what no level of bursts does."""
+    kinds: list[dict[str, Any]] = [{"beam_width": 2, "temperature": 0.0}, {"logprobs": 1}]
     for own in kinds:
         engine.generate("Count from 3 to 20", SamplingParams(max_tokens=9, **own))
     assert set(launched) == {1}
@@ -346,10 +378,11 @@ def test_a_burst_that_fails_fails_the_engine(
         def __array__(self, *_: object, **__: object) -> None:
             raise RuntimeError("injected")
 
-    def fails(*_: object) -> Gone:
+    def fails(*_: object) -> Sampled:
         if where == "launching":
             raise RuntimeError("injected")
-        return Gone()
+        gone: Any = Gone()
+        return Sampled(gone)
 
     monkeypatch.setattr(engine._loop._runner, "_run_burst", fails)
     given = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)

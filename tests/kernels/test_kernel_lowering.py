@@ -15,6 +15,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from kernel_cases import BF16, F16, F32
 
 from pallas_kernels import (
+    Adjustments,
     Backend,
     HeadNorms,
     LayerKV,
@@ -22,11 +23,13 @@ from pallas_kernels import (
     copy_blocks,
     gated_product,
     gated_silu,
+    greedy_scores,
     paged_decode_attention,
     paged_prefill_attention,
     product_parts,
     rope_decode_attention,
     rope_write_kv,
+    token_scores,
     truncation_mask,
     write_kv,
 )
@@ -169,3 +172,15 @@ def test_truncation_lowers_to_five_kernels(width):
 
     arguments = jax.ShapeDtypeStruct((B, width), F32), row, row, row, _ints(B)
     assert re.findall(KERNEL_CALL, _lowered(run, *arguments)) == ["triton"] * 5
+
+
+@pytest.mark.parametrize("width", [24, 50257, 151936])
+def test_scores_lower_to_two_kernels_with_the_choice_or_without(width):
+    logits, wanted = _floats(F32, B, width), jax.ShapeDtypeStruct((B,), jnp.bool_)
+    options = {"count": 20, "backend": Backend.TRITON}
+    biases, penalties = _floats(F32, 9, width), _floats(F32, B, 3)
+    adjustments = Adjustments(_ints(9, width), biases, _ints(B), _ints(B), penalties)
+    for op, second in ((token_scores, _ints(B)), (greedy_scores, adjustments)):
+        text = _lowered(partial(op, **options), logits, second, wanted)
+        assert re.findall(KERNEL_CALL, text) == ["triton"] * 2
+        assert "sort" not in text

@@ -20,7 +20,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.loader import model_shapes
 from jpaged.runtime.recipe import Recipe
 from jpaged.runtime.recipes import Shapes, SplitModel, recipes
-from jpaged.runtime.sampler import SamplerLevel
+from jpaged.runtime.sampler import SCORED_GREEDY
 from jpaged.runtime_config import GPU_DEFAULTS, RuntimeConfig
 from jpaged.sizing import step_buckets
 from pallas_kernels import Backend, paged_prefill_hopper
@@ -35,8 +35,11 @@ NUM_LAYERS = 4
 KERNELS_A_LAYER, PRODUCTS_A_LAYER = 4, 4
 # The first layer adds nothing before its norm; the last norm adds. The output head is a product.
 KERNELS_BESIDE, PRODUCTS_BESIDE = 0, 1
-NUM_PROGRAMS = 84
-BURST = "decode_burst", (8, SamplerLevel.GREEDY)
+NUM_PROGRAMS = 79
+# The greedy choice, with its adjustments and scores.
+KERNELS_A_SAMPLE = 2
+NUM_LEVELS = 4
+BURST = "decode_burst", (8, SCORED_GREEDY)
 
 
 def all_recipes(shape: str, num_layers: int) -> dict[Any, Recipe]:
@@ -99,10 +102,10 @@ def test_a_decode_step_launches_no_more_than_recorded(shape: str, rows: int):
 @pytest.mark.parametrize("rows", [8, 32, 256])
 def test_a_burst_has_its_step_once_and_samples_it(rows: int):
     """In a loop on the device: it is compiled in the time of one step."""
-    names = ("decode", rows), ("decode_burst", (rows, SamplerLevel.GREEDY))
+    names = ("decode", rows), ("decode_burst", (rows, SCORED_GREEDY))
     single, burst = (step("qwen3-0.6b", *name) for name in names)
     assert burst.count("stablehlo.while") == 1 + single.count("stablehlo.while")
-    assert launches(burst) == launches(single)
+    assert launches(burst) == launches(single) + Counter({KERNEL: KERNELS_A_SAMPLE})
 
 
 @pytest.mark.parametrize("shape", [*SHAPES])
@@ -163,11 +166,21 @@ def test_every_kind_of_program_can_be_kept():
         (*name[:1], name[1][1]) if name[0] == "sample" else name[:1]: recipe
         for name, recipe in all_recipes("qwen3-0.6b", 1).items()
     }
-    assert len(kinds) == 7 + len(SamplerLevel)
+    assert len(kinds) == 8 + NUM_LEVELS
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
         for recipe in kinds.values():
             loaded = export.deserialize(bytearray(recipe.exported(("cuda",)).serialize()))
             assert loaded.platforms == ("cuda",)
+
+
+def test_no_sampler_sorts():
+    """Nor does what scores prompts: a sort of the vocabulary takes as long as a decode step."""
+    made = all_recipes("qwen3-0.6b", 1)
+    names = [name for name in made if name[0] == "sample" and name[1][0] == 8]
+    names.append(next(name for name in made if name[0] == "prompt_logprobs"))
+    assert len(names) == NUM_LEVELS + 1
+    for name in names:
+        assert not re.findall(r"\b(?:sort|top_?k)\b", step("qwen3-0.6b", *name))
 
 
 def test_prefills_of_as_many_tokens_have_the_same_hopper_kernel():
@@ -203,8 +216,8 @@ def test_prefills_of_as_many_tokens_share_it(monkeypatch: pytest.MonkeyPatch):
 
 
 def num_state_arrays(name: tuple) -> int:
-    """The pool's, the block tables; a burst's last tokens."""
-    return 2 * NUM_LAYERS + 1 + (name == BURST)
+    """The pool's, the block tables; a burst's last tokens and sampling state."""
+    return 2 * NUM_LAYERS + 1 + (4 if name == BURST else 0)
 
 
 def _num_reused(text: str) -> int:

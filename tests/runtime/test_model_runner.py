@@ -256,6 +256,34 @@ def test_a_sample_equals_a_request_of_its_seed(driver: Driver, params: SamplingP
     check_same(of_second, outputs_alone(driver, seeded, PROMPT, 5))
 
 
+def test_rows_that_join_together_are_loaded_by_one_launch(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+):
+    """Biases, as wide as the vocabulary, travel for the row that has them alone."""
+    programs, launched = driver.runner._programs, []
+
+    def counted(name: str):
+        run = getattr(programs, name)
+        return lambda *arguments: launched.append(name) or run(*arguments)
+
+    both = {name: counted(name) for name in ("load_rows", "load_bias")}
+    monkeypatch.setattr(driver.runner, "_programs", replace(programs, **both))
+    kinds = [{"presence_penalty": 1.0}, {"min_tokens": 2}, {"logit_bias": {3: 1.0}}, {}]
+    sequences = [
+        driver.request(SamplingParams(temperature=0.0, **kind), PROMPT[:3]).sequences[0]
+        for kind in kinds
+    ]
+    for number, sequence in enumerate(sequences):
+        sequence.block_table = [number + 1]
+        sequence.num_admitted_tokens = 3
+    driver.run(
+        *(ScheduledSequence(one, 0, 3, True, ((0, i + 1),)) for i, one in enumerate(sequences))
+    )
+    assert launched == ["load_bias", "load_rows"]
+    driver.run(ScheduledSequence(sequences[0], 3, 1, True))
+    assert len(launched) == 2
+
+
 def test_ranked_samples_get_logprobs(driver: Driver):
     params = SamplingParams(temperature=0.5, seed=1, n=1, best_of=2)
     (sequence, _) = driver.request(params, PROMPT, 2).sequences

@@ -17,7 +17,7 @@ from jpaged.runtime.recipe import Recipe
 from jpaged.runtime.sampler import SamplerLevel
 from jpaged.runtime.thread_settings import ThreadSettings
 
-ALWAYS = [("load_row", None), ("copy_blocks", None), ("fork_rows", None)]
+ALWAYS = [(name, None) for name in ("load_rows", "load_bias", "copy_blocks", "fork_rows")]
 
 
 class FakeRecipe(Recipe):
@@ -71,7 +71,7 @@ def test_programs_are_sorted_by_kind_and_told():
         programs = builder.programs()
     assert programs.decode[8].name == ("decode", 8)
     assert set(programs.sample) == {(8, SamplerLevel.GREEDY)}
-    assert told == [(i + 1, 5) for i in range(5)]
+    assert told == [(i + 1, 6) for i in range(6)]
     assert log.said.count("lower decode 8") == 1
 
 

@@ -6,32 +6,44 @@ import numpy as np
 import pytest
 
 from jpaged.core.plan import NO_TOKEN
+from jpaged.runtime.results import TokenScores
 from jpaged.runtime.sampler import (
+    EVERYTHING,
+    SCORED_GREEDY,
     SamplerLevel,
-    adjust,
     required_level,
     sample,
-    token_logprobs,
 )
 from jpaged.runtime.sampling_state import (
+    LOADED_ROWS,
+    LOADED_TOKENS,
     PADDING_PARAMS,
     ROW_WIDTH,
+    RowMarks,
+    adjustments_of,
     bias_row,
     decode_rows,
     encode_row,
-    ending_row,
     init_state,
-    load_row,
+    load_bias,
+    load_rows,
+    pack_marks,
     record_tokens,
 )
 from jpaged.runtime.steps import SampleInputs, sample_step
 from jpaged.sampling_params import SamplingParams
-from pallas_kernels import Backend
+from pallas_kernels import Backend, adjusted_logits
+from pallas_kernels.adjusted import COUNT_MASK, IN_PROMPT, IS_ENDING
 
 V = 40
 _sample = jax.jit(partial(sample, backend=Backend.XLA), static_argnames=("level", "max_logprobs"))
-_load_row = jax.jit(load_row)
+_load_rows, _load_bias = jax.jit(load_rows), jax.jit(load_bias)
 _record = jax.jit(record_tokens)
+
+LEVELS = [
+    *(SamplerLevel.GREEDY, SamplerLevel.RANDOM, SamplerLevel.TRUNCATED, SamplerLevel.ADJUSTED),
+    *(SamplerLevel.LOGPROBS, SCORED_GREEDY, EVERYTHING),
+]
 
 _PARAMS = [
     SamplingParams(temperature=0.0),
@@ -45,6 +57,11 @@ _PARAMS = [
 ]
 
 
+def _params_at(level):
+    """Those that the level serves, or greedy ones in their place."""
+    return [one if level.covers(required_level(one)) else _PARAMS[0] for one in _PARAMS]
+
+
 def _rows(params, seeds, positions):
     packed = np.stack([encode_row(one, seed) for one, seed in zip(params, seeds, strict=True)])
     return decode_rows(jnp.asarray(packed), jnp.asarray(positions, jnp.int32))
@@ -53,6 +70,17 @@ def _rows(params, seeds, positions):
 def _tokens(logits, rows, level, state=None, row_ids=None):
     ids = jnp.arange(len(logits), dtype=jnp.int32) if row_ids is None else row_ids
     return np.asarray(_sample(jnp.asarray(logits), rows, state, ids, level=level).token_ids)
+
+
+def _load(state, rows, vocab_size=V):
+    """The state with rows, each `RowMarks`, started anew."""
+    for packed in pack_marks(rows, state.words.shape[0] - 1, vocab_size):
+        state = _load_rows(state, jnp.asarray(packed))
+    return state
+
+
+def _counts(state):
+    return np.asarray(state.words) & COUNT_MASK
 
 
 def _draws(row, count, params=None, *, seeds=(11,), positions=None):
@@ -97,6 +125,8 @@ def test_a_row_survives_packing():
         "frequency": [0.25, 0.0],
         "min_tokens": [3, 0],
         "adjusts": [True, False],
+        "biased": [False, False],
+        "scored": [False, False],
         "position": [17, 0],
         "seed": [[2**31, 5], [2**32 - 1, 2**32 - 1]],
     }
@@ -124,18 +154,20 @@ def test_extreme_parameters_stay_usable():
         (SamplingParams(top_p=0.9), SamplerLevel.TRUNCATED),
         (SamplingParams(min_p=0.1), SamplerLevel.TRUNCATED),
         (SamplingParams(temperature=0.0, repetition_penalty=1.1), SamplerLevel.ADJUSTED),
-        (SamplingParams(presence_penalty=0.1), SamplerLevel.ADJUSTED),
-        (SamplingParams(frequency_penalty=0.1), SamplerLevel.ADJUSTED),
-        (SamplingParams(min_tokens=1), SamplerLevel.ADJUSTED),
-        (SamplingParams(logit_bias={1: 1.0}), SamplerLevel.ADJUSTED),
+        (SamplingParams(presence_penalty=0.1), SamplerLevel.RANDOM | SamplerLevel.ADJUSTED),
+        (SamplingParams(frequency_penalty=0.1), SamplerLevel.RANDOM | SamplerLevel.ADJUSTED),
+        (SamplingParams(min_tokens=1), SamplerLevel.RANDOM | SamplerLevel.ADJUSTED),
+        (SamplingParams(logit_bias={1: 1.0}), SamplerLevel.RANDOM | SamplerLevel.ADJUSTED),
         (SamplingParams(logit_bias={}), SamplerLevel.RANDOM),
-        (SamplingParams(allowed_token_ids=[1]), SamplerLevel.ADJUSTED),
+        (SamplingParams(allowed_token_ids=[1]), SamplerLevel.RANDOM | SamplerLevel.ADJUSTED),
         (SamplingParams(temperature=0.0, logprobs=0), SamplerLevel.LOGPROBS),
         (SamplingParams(temperature=0.0, prompt_logprobs=2), SamplerLevel.GREEDY),
+        (SamplingParams(top_k=1, logprobs=2, min_tokens=1), EVERYTHING),
+        (SamplingParams(n=2, best_of=3), SamplerLevel.RANDOM | SamplerLevel.LOGPROBS),
     ],
 )
 def test_required_level(params, level):
-    assert required_level(params) is level
+    assert required_level(params) == level
 
 
 # --- choosing --------------------------------------------------------------------------------
@@ -144,9 +176,9 @@ def test_required_level(params, level):
 def test_greedy_rows_take_the_first_maximum_beside_random_ones():
     logits = _logits(8)
     logits[0, [4, 9]] = logits[7, [2, 3]] = 50.0
-    for level in SamplerLevel:
+    for level in LEVELS:
         state = init_state(9, V)
-        tokens = _tokens(logits, _rows(_PARAMS, range(8), range(8)), level, state)
+        tokens = _tokens(logits, _rows(_params_at(level), range(8), range(8)), level, state)
         assert tokens[0] == 4
         assert tokens[7] == 2
 
@@ -154,15 +186,17 @@ def test_greedy_rows_take_the_first_maximum_beside_random_ones():
 def test_a_level_above_the_needed_one_changes_no_token():
     logits = _logits(8, seed=3)
     rows, state = _rows(_PARAMS, range(8), range(30, 38)), init_state(9, V)
-    by_level = [_tokens(logits, rows, level, state) for level in SamplerLevel]
+    by_level = {level: _tokens(logits, rows, level, state) for level in LEVELS}
     for index, params in enumerate(_PARAMS):
-        needed = by_level[required_level(params)][index]
-        assert all(tokens[index] == needed for tokens in by_level[required_level(params) :])
+        needed = required_level(params)
+        covering = [tokens[index] for level, tokens in by_level.items() if level.covers(needed)]
+        assert len(covering) >= 2
+        assert set(covering) == {by_level[needed][index]}
 
 
 def test_a_token_depends_on_its_own_row_alone():
     logits, seeds, positions = _logits(8, seed=4), [i * 2**33 - 5 for i in range(8)], range(8)
-    state, level = init_state(9, V), SamplerLevel.ADJUSTED
+    state, level = init_state(9, V), EVERYTHING
     alone = [
         _tokens(logits[i : i + 1], _rows([_PARAMS[i]], [seeds[i]], [positions[i]]), level, state)[0]
         for i in range(8)
@@ -189,7 +223,7 @@ def test_seeded_tokens_are_pinned():
 
 def test_padding_disturbs_no_row():
     params, seeds, positions = [SamplingParams(top_p=0.9)] * 8, range(8), range(8)
-    state, dummy, level = init_state(9, V), 8, SamplerLevel.ADJUSTED
+    state, dummy, level = init_state(9, V), 8, EVERYTHING
     logits = _logits(8)
     full = _tokens(logits, _rows(params, seeds, positions), level, state)
     logits[2:] = np.nan
@@ -200,7 +234,7 @@ def test_padding_disturbs_no_row():
     padded = _tokens(logits, rows, level, state, row_ids)
     np.testing.assert_array_equal(padded[:2], full[:2])
     counted = _record(state, row_ids, jnp.asarray(padded), jnp.ones(8, jnp.bool_))
-    assert np.asarray(counted.output_counts).sum(axis=1).tolist() == [1, 1, 0, 0, 0, 0, 0, 0, 0]
+    assert _counts(counted).sum(axis=1).tolist() == [1, 1, 0, 0, 0, 0, 0, 0, 0]
 
 
 def test_numbers_of_numpy_are_packed_as_pythons():
@@ -304,11 +338,11 @@ _SICK = {
 }
 
 
-@pytest.mark.parametrize("level", SamplerLevel)
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("sick", _SICK)
 def test_a_row_without_a_finite_maximum_has_no_token_and_spoils_no_other(sick, level):
     logits, state = _logits(8, seed=5), init_state(9, V)
-    rows = _rows(_PARAMS, range(8), range(8))
+    rows = _rows(_params_at(level), range(8), range(8))
     expected = _tokens(logits, rows, level, state)
     for row in range(8):
         ill = logits.copy()
@@ -322,8 +356,9 @@ def test_a_forbidden_token_may_be_anything_in_the_others():
     logits = _logits(8, seed=5)
     logits[:, 3] = -np.inf
     logits[:, 4] = -1e38
-    for level in SamplerLevel:
-        found = _tokens(logits, _rows(_PARAMS, range(8), range(8)), level, init_state(9, V))
+    for level in LEVELS:
+        rows = _rows(_params_at(level), range(8), range(8))
+        found = _tokens(logits, rows, level, init_state(9, V))
         assert found.min() >= 0
 
 
@@ -337,7 +372,7 @@ def test_a_row_with_no_token_is_counted_nowhere_and_leaves_a_real_one_for_the_ne
     logits = _logits(3)
     logits[1] = np.nan
     last_tokens = jnp.full(4, V - 1, jnp.int32)
-    options = {"level": SamplerLevel.LOGPROBS, "backend": Backend.XLA, "max_logprobs": 2}
+    options = {"level": EVERYTHING, "backend": Backend.XLA, "max_logprobs": 2}
     state = init_state(4, V)
     sampled, last_tokens, counted = sample_step(
         jnp.asarray(logits), inputs, last_tokens, state, **options
@@ -348,7 +383,7 @@ def test_a_row_with_no_token_is_counted_nowhere_and_leaves_a_real_one_for_the_ne
     assert last_tokens.tolist() == [best[0], 0, best[1], V - 1]
     counts = np.zeros((4, V), np.int32)
     counts[[0, 2], best] = 1
-    np.testing.assert_array_equal(np.asarray(counted.output_counts), counts)
+    np.testing.assert_array_equal(_counts(counted), counts)
 
 
 @pytest.mark.parametrize(
@@ -401,14 +436,17 @@ def test_adjustments_are_those_made_by_hand():
     logits = _logits(8, seed=6)
     state = init_state(10, V)
     row_ids = jnp.asarray([4, 8, 0, 2, 3, 1, 7, 5], jnp.int32)
-    for padding, params, row in zip([-1, V] * 4, _ADJUSTING, row_ids, strict=True):
-        token_ids = jnp.asarray(prompt + output[:2] + [padding] * 5, jnp.int32)
-        bias, ending = bias_row(params, V), ending_row(params, V, eos)
-        lengths = jnp.int32(len(prompt)), jnp.int32(len(prompt) + 2)
-        state = _load_row(state, row, token_ids, *lengths, jnp.asarray(bias), jnp.asarray(ending))
+    marks = {}
+    for params, row in zip(_ADJUSTING, row_ids.tolist(), strict=True):
+        marks[row] = RowMarks.of(prompt + output[:2], 5, params.first_forbidden_ids(eos))
+        if params.biases_logits:
+            state = _load_bias(state, jnp.int32(row), jnp.asarray(bias_row(params, V)))
+    state = _load(state, marks)
     for token in output[2:]:
         state = _record(state, row_ids, jnp.full(8, token, jnp.int32), jnp.ones(8, jnp.bool_))
-    found = adjust(jnp.asarray(logits), _rows(_ADJUSTING, range(8), range(8)), state, row_ids)
+    rows = _rows(_ADJUSTING, range(8), [len(prompt) + len(output)] * 8)
+    adjustments = adjustments_of(rows, state, row_ids)
+    found = adjusted_logits(jnp.asarray(logits), adjustments, backend=Backend.XLA)
     for row, params, adjusted in zip(logits, _ADJUSTING, np.asarray(found), strict=True):
         expected = _adjust_by_hand(row, params, prompt, output, eos)
         np.testing.assert_allclose(adjusted, expected, rtol=1e-6, atol=1e-5)
@@ -418,7 +456,7 @@ def test_only_counted_tokens_are_recorded():
     state = init_state(3, V)
     row_ids, tokens = jnp.asarray([1, 0], jnp.int32), jnp.asarray([V - 1, 5], jnp.int32)
     state = _record(state, row_ids, tokens, jnp.asarray([True, False]))
-    counts = np.asarray(state.output_counts)
+    counts = _counts(state)
     assert counts[1, V - 1] == 1
     assert counts.sum() == 1
 
@@ -426,50 +464,76 @@ def test_only_counted_tokens_are_recorded():
 def test_loading_a_row_again_forgets_what_it_held():
     state = init_state(3, V)
     state = _record(state, jnp.asarray([0, 1]), jnp.asarray([4, 4]), jnp.ones(2, jnp.bool_))
-    bias = jnp.full(V, 1.5, jnp.float32)
-    state = _load_row(
-        state, jnp.int32(0), jnp.asarray([1, 9, -1]), jnp.int32(1), jnp.int32(2), bias
-    )
-    counts = np.asarray(state.output_counts)
-    assert np.flatnonzero(counts[0]).tolist() == [9]
-    assert np.flatnonzero(counts[1]).tolist() == [4]
-    assert np.flatnonzero(np.asarray(state.prompt_mask)).tolist() == [1]
-    assert np.asarray(state.logit_bias).sum(axis=1).tolist() == [1.5 * V, 0, 0]
+    state = _load(state, {0: RowMarks.of([1, 9], 1, [2, 9])})
+    words = np.asarray(state.words)
+    assert {token: words[0, token] for token in np.flatnonzero(words[0])} == {
+        1: IN_PROMPT,
+        2: IS_ENDING,
+        9: IS_ENDING + 1,
+    }
+    assert np.flatnonzero(words[1]).tolist() == [4]
+    assert np.asarray(state.prompt_lens).tolist() == [1, 0, 0]
+
+
+def test_rows_of_any_length_and_number_are_loaded():
+    """More tokens than one launch takes, prompts that outputs repeat, more rows than one takes."""
+    width, rng = 50, np.random.default_rng(0)
+    lengths = [LOADED_TOKENS + 700, 3, 1, 2 * LOADED_TOKENS, *[5] * LOADED_ROWS]
+    sequences = [rng.integers(0, width, n) for n in lengths]
+    prompts = [max(1, len(own) - 400) for own in sequences]
+    rows = {
+        row: RowMarks.of(own.tolist(), num_prompt, [7])
+        for row, (own, num_prompt) in enumerate(zip(sequences, prompts, strict=True))
+    }
+    state = init_state(len(rows) + 1, width)
+    state = state._replace(words=jnp.full_like(state.words, 3))
+    state = _load(state, rows, width)
+    words = np.asarray(state.words)
+    for own, num_prompt, found in zip(sequences, prompts, words[:-1], strict=True):
+        expected = np.bincount(own[num_prompt:], minlength=width)
+        expected[np.unique(own[:num_prompt])] |= IN_PROMPT
+        expected[7] |= IS_ENDING
+        np.testing.assert_array_equal(found, expected)
+    assert np.asarray(state.prompt_lens)[:-1].tolist() == prompts
 
 
 def test_a_row_that_adjusts_nothing_does_not_see_what_another_left():
     logits = jnp.asarray(_logits(8))
     garbage = init_state(9, V)._replace(
-        logit_bias=jnp.full((9, V), -jnp.inf, jnp.float32), ending_mask=jnp.ones((9, V), jnp.bool_)
+        logit_bias=jnp.full((9, V), -jnp.inf, jnp.float32), words=jnp.full((9, V), -1, jnp.int32)
     )
     rows, row_ids = _rows(_PARAMS, range(8), range(8)), jnp.arange(8, dtype=jnp.int32)
-    adjusted = adjust(logits, rows, garbage, row_ids)
+    adjustments = adjustments_of(rows, garbage, row_ids)
+    adjusted = adjusted_logits(logits, adjustments, backend=Backend.XLA)
     np.testing.assert_array_equal(np.asarray(adjusted), np.asarray(logits))
+
+
+def test_a_row_without_biases_does_not_see_anothers():
+    """They stay where they are until a sequence with its own comes."""
+    params = [SamplingParams(presence_penalty=0.5), SamplingParams(logit_bias={1: 2.0})]
+    state = init_state(3, V)._replace(logit_bias=jnp.full((3, V), -7.0, jnp.float32))
+    adjustments = adjustments_of(_rows(params, [0, 0], [1, 1]), state, jnp.asarray([0, 1]))
+    logits = _logits(2)
+    found = adjusted_logits(jnp.asarray(logits), adjustments, backend=Backend.XLA)
+    np.testing.assert_array_equal(np.asarray(found[0]), logits[0])
+    np.testing.assert_array_equal(np.asarray(found[1]), logits[1] - np.float32(7))
 
 
 def test_reloading_after_preemption_restores_the_counts():
     prompt, output = [3, 4, 3], [5, 5, 6]
-    load = (jnp.int32(1), jnp.asarray([*prompt, *output], jnp.int32), jnp.int32(3))
-    bias = jnp.zeros(V, jnp.float32)
-    recorded = _load_row(init_state(3, V), *load, jnp.int32(3), bias)
+    recorded = _load(init_state(3, V), {1: RowMarks.of(prompt, 3)})
     for token in output:
         recorded = _record(recorded, jnp.int32([1]), jnp.int32([token]), jnp.ones(1, jnp.bool_))
-    reloaded = _load_row(recorded, *load, jnp.int32(6), bias)
+    reloaded = _load(recorded, {1: RowMarks.of(prompt + output, 3)})
     for one, other in zip(recorded, reloaded, strict=True):
-        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+        np.testing.assert_array_equal(np.asarray(one)[:2], np.asarray(other)[:2])
 
 
 def test_forbidden_tokens_are_never_drawn():
     params = SamplingParams(temperature=1e6, allowed_token_ids=[3, 30])
-    state = _load_row(
-        init_state(9, V),
-        jnp.int32(0),
-        jnp.zeros(1, jnp.int32),
-        jnp.int32(1),
-        jnp.int32(1),
-        jnp.asarray(bias_row(params, V)),
-    )
-    level, row_ids, drawn = SamplerLevel.ADJUSTED, jnp.zeros(8, jnp.int32), set()
+    state = _load(init_state(9, V), {0: RowMarks.of([0], 1)})
+    state = _load_bias(state, jnp.int32(0), jnp.asarray(bias_row(params, V)))
+    level, row_ids, drawn = EVERYTHING, jnp.zeros(8, jnp.int32), set()
     for seed in range(8):
         rows = _rows([params] * 8, [seed] * 8, range(8))
         drawn |= set(_tokens(_logits(8), rows, level, state, row_ids).tolist())
@@ -484,36 +548,30 @@ def test_adjusting_without_a_state_is_refused():
 # --- log-probabilities -----------------------------------------------------------------------
 
 
-def test_logprobs_are_those_of_the_unchanged_logits():
+@pytest.mark.parametrize("level", [SCORED_GREEDY, EVERYTHING])
+def test_logprobs_are_those_of_the_unchanged_logits(level):
     params = SamplingParams(temperature=0.0, logit_bias={5: 100.0}, logprobs=3)
     logits = _logits(1)
-    state = init_state(2, V)
-    state = state._replace(logit_bias=state.logit_bias.at[0].set(bias_row(params, V)))
+    state = _load_bias(init_state(2, V), jnp.int32(0), jnp.asarray(bias_row(params, V)))
     rows, row_ids = _rows([params], [0], [0]), jnp.zeros(1, jnp.int32)
-    level = SamplerLevel.LOGPROBS
     out = _sample(jnp.asarray(logits), rows, state, row_ids, level=level, max_logprobs=3)
     assert out.token_ids.tolist() == [5]
-    assert out.logprobs is not None
-    np.testing.assert_allclose(out.logprobs[0], np.log(_softmax(logits[0]))[5], rtol=1e-5)
+    scores = TokenScores(np.asarray(out.scores))
+    expected = np.log(_softmax(logits[0]))
+    order = np.argsort(-expected, kind="stable")[:3]
+    np.testing.assert_allclose(scores.logprobs[0], expected[5], rtol=1e-5)
+    assert scores.ranks.tolist() == [(expected >= expected[5]).sum()]
+    np.testing.assert_array_equal(scores.top_token_ids[0], order)
+    np.testing.assert_allclose(scores.top_logprobs[0], expected[order], rtol=1e-5)
 
 
-def test_token_logprobs_ranks_and_top_tokens():
-    logits = _logits(5, seed=9)
-    tokens = np.array([0, 39, 7, 7, 20], np.int32)
-    logits[3, 7] = logits[3].max() + 1
-    expected = np.stack([np.log(_softmax(row)) for row in logits])
-    out = token_logprobs(jnp.asarray(logits), jnp.asarray(tokens), 4)
-    chosen = expected[np.arange(5), tokens]
-    np.testing.assert_allclose(np.asarray(out.logprobs), chosen, rtol=1e-5, atol=1e-6)
-    assert out.ranks.tolist() == (expected >= chosen[:, None]).sum(axis=1).tolist()
-    assert out.ranks[3] == 1
-    order = np.argsort(-expected, axis=1, kind="stable")[:, :4]
-    np.testing.assert_array_equal(np.asarray(out.top_token_ids), order)
-    top = np.take_along_axis(expected, order, axis=1)
-    np.testing.assert_allclose(np.asarray(out.top_logprobs), top, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(("asked", "given"), [(0, 0), (V + 5, V)])
-def test_the_number_of_top_tokens_is_bounded_by_the_vocabulary(asked, given):
-    out = token_logprobs(jnp.asarray(_logits(2)), jnp.zeros(2, jnp.int32), asked)
-    assert out.top_logprobs.shape == out.top_token_ids.shape == (2, given)
+def test_scores_are_of_rows_that_want_them_and_tokens_of_all():
+    params = [SamplingParams(temperature=0.0, logprobs=i % 2 or None) for i in range(8)]
+    logits, row_ids = _logits(8), jnp.arange(8, dtype=jnp.int32)
+    rows = _rows(params, range(8), range(8))
+    options = {"level": SCORED_GREEDY, "max_logprobs": V + 5}
+    out = _sample(jnp.asarray(logits), rows, init_state(9, V), row_ids, **options)
+    scores = TokenScores(np.asarray(out.scores))
+    assert scores.packed[:, 0].tolist() == out.token_ids.tolist() == logits.argmax(axis=1).tolist()
+    assert scores.top_token_ids.shape == (8, V)
+    assert scores.ranks[1::2].tolist() == [1] * 4

@@ -1,0 +1,255 @@
+"""The greedy choice of each row of logits, or a given token's, and how probable it is beside the
+most probable ones, in Pallas Triton: the logits are read once, and nothing is sorted.
+
+    scan     grid (chunk, row): where a token is to be chosen, the chunk's highest adjusted logit
+             and the first token that has it. Of wanted rows, unadjusted: of each block of 128
+             tokens the highest key, the largest logit, the sum of exp(logit - largest)
+    finish   grid (row,): the row's token. Of wanted rows: the logarithm of the whole sum; then L
+             rounds: the block with the highest key, the first token there that has it, the block's
+             next highest key
+
+A key is an integer in the order of the logits, so that rounds end whatever the row holds: IEEE's
+total order, as `jax.lax.top_k` has it; for the choice zeros are equal and NaN is above all. Of
+equal keys the lowest block comes first, and in it the lowest token. The rank is counted on the way
+if the row's token is above the last of the L; else the row is read again. A row that is not
+adjusted reads no state, and one that is not wanted costs its part of the choice alone.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.adjusted import ADJUSTS, BIASED, EARLY, Adjustments, adjust_tile
+from pallas_kernels.tuning import ScoresConfig
+
+BLOCK = 128
+"""Tokens that share a key."""
+
+NUM_FACTS = 3
+"""Columns of a row of scores before its most probable tokens."""
+
+_NONE, _MOST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+
+
+def token_scores(
+    logits,
+    token_ids,
+    wanted,
+    count,
+    *,
+    adjustments: Adjustments | None = None,
+    config: ScoresConfig,
+    interpret: bool,
+):
+    """As `api.token_scores`, or `api.greedy_scores` where `token_ids` is None; of at least one
+    token, and a `count` of at least 1."""
+    batch, width = logits.shape
+    chunks = pl.cdiv(width, config.chunk)
+    blocks = chunks * (config.chunk // BLOCK)
+    facts = {"width": width, "count": count, "chunks": chunks, "config": config}
+    facts["chooses"] = token_ids is None
+
+    def launch(kernel, name, grid, out_shape, num_warps, *arrays):
+        return pl.pallas_call(
+            functools.partial(kernel, **facts),
+            out_shape=out_shape,
+            grid=grid,
+            compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
+            interpret=interpret,
+            name=name,
+        )(*arrays)
+
+    def shape(columns, dtype):
+        return jax.ShapeDtypeStruct((batch, columns), dtype)
+
+    scanned = (
+        shape(blocks, jnp.int32),
+        shape(chunks, jnp.float32),
+        shape(chunks, jnp.float32),
+    )
+    if token_ids is None:
+        scanned += (shape(chunks, jnp.int32),) * 2
+    wanted = wanted.astype(jnp.int32)
+    state = () if adjustments is None else adjustments
+    grid, warps = (chunks, batch), config.scan_warps
+    found = launch(_scan, "token_scores_scan", grid, scanned, warps, logits, wanted, *state)
+    if token_ids is not None:
+        found = *found, token_ids
+    packed = shape(NUM_FACTS + 2 * count, jnp.int32)
+    warps = config.finish_warps
+    return launch(_finish, "token_scores_finish", (batch,), packed, warps, logits, wanted, *found)
+
+
+def _key(logits):
+    """Integers in IEEE's total order of the logits."""
+    bits = lax.bitcast_convert_type(logits, jnp.int32)
+    return jnp.where(bits >= 0, bits, bits ^ jnp.int32(0x7FFFFFFF))
+
+
+def _logit(key):
+    """The logit of a key."""
+    bits = jnp.where(key >= 0, key, key ^ jnp.int32(0x7FFFFFFF))
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _choice_key(x):
+    """Integers in the order of the floats; zeros are equal, and NaN is above all."""
+    return jnp.where(x != x, jnp.int32(_MOST), _key(jnp.where(x == 0, jnp.float32(0), x)))
+
+
+def _load(ref, row, columns, width, other=-jnp.inf):
+    """A row's values in some columns, and which of these there are."""
+    live = columns < width
+    index = jnp.full_like(columns, row), columns
+    return plgpu.load(ref.at[index], mask=live, other=other), live
+
+
+def _scan(logits_ref, wanted_ref, *refs, width, count, chunks, chooses, config):
+    keys_ref, largest_ref, sums_ref, *chosen_refs = refs[-5 if chooses else -3 :]
+    state_refs = refs[: -5 if chooses else -3]
+    chunk, row = pl.program_id(0), pl.program_id(1)
+    is_wanted = wanted_ref[row] != 0
+    shape = config.chunk // BLOCK, BLOCK
+    block = lax.broadcasted_iota(jnp.int32, shape, 0)
+    columns = chunk * config.chunk + block * BLOCK + lax.broadcasted_iota(jnp.int32, shape, 1)
+
+    def choose(logits, live):
+        x = _adjusted(logits, state_refs, row, columns, width) if state_refs else logits
+        keys = jnp.where(live, _choice_key(x), jnp.int32(_NONE))
+        highest = jnp.max(keys)
+        best_ref, token_ref = chosen_refs
+        best_ref[row, chunk] = highest
+        token_ref[row, chunk] = jnp.min(jnp.where(keys == highest, columns, jnp.int32(width - 1)))
+
+    def measure(logits, live):
+        keys = jnp.max(jnp.where(live, _key(logits), jnp.int32(_NONE)), axis=1)
+        own = chunk * shape[0] + jnp.arange(shape[0], dtype=jnp.int32)
+        plgpu.store(keys_ref.at[jnp.full_like(own, row), own], keys)
+        largest = jnp.max(logits)
+        base = jnp.where(largest == -jnp.inf, jnp.float32(0), largest)
+        largest_ref[row, chunk] = largest
+        sums_ref[row, chunk] = jnp.sum(jnp.exp(logits - base))
+
+    if chooses:
+        logits, live = _load(logits_ref, row, columns, width)
+        choose(logits, live)
+        pl.when(is_wanted)(lambda: measure(logits, live))
+    else:
+        pl.when(is_wanted)(lambda: measure(*_load(logits_ref, row, columns, width)))
+
+
+def _adjusted(logits, state_refs, row, columns, width):
+    words_ref, biases_ref, rows_ref, kinds_ref, penalties_ref = state_refs
+    kind, own = kinds_ref[row], rows_ref[row]
+
+    def adjust():
+        biases = lax.cond(
+            (kind & BIASED) != 0,
+            lambda: _load(biases_ref, own, columns, width, 0)[0],
+            lambda: jnp.zeros_like(logits),
+        )
+        words, _ = _load(words_ref, own, columns, width, 0)
+        penalties = (penalties_ref[row, i] for i in range(3))
+        return adjust_tile(logits, words, biases, (kind & EARLY) != 0, *penalties)
+
+    return lax.cond((kind & ADJUSTS) != 0, adjust, lambda: logits)
+
+
+def _chosen(refs, row, chunks, width):
+    """The row's token; -1 if the highest logit is not finite."""
+    best_ref, token_ref = refs
+    chunk = jnp.arange(pl.next_power_of_2(chunks), dtype=jnp.int32)
+    index, inside = (jnp.full_like(chunk, row), chunk), chunk < chunks
+    keys = plgpu.load(best_ref.at[index], mask=inside, other=_NONE)
+    tokens = plgpu.load(token_ref.at[index], mask=inside, other=width - 1)
+    highest = jnp.max(keys)
+    # Chunks are in the order of their tokens, so the first one's is the lowest.
+    token = jnp.min(jnp.where(keys == highest, tokens, jnp.int32(width - 1)))
+    is_finite = jnp.abs(_logit(highest)) < jnp.inf  # of NaN, too
+    return jnp.where(is_finite, token, jnp.int32(-1))
+
+
+def _log_total(largest_ref, sums_ref, row, chunks):
+    """The logarithm of the sum of a row's exponentials."""
+    chunk = jnp.arange(pl.next_power_of_2(chunks), dtype=jnp.int32)
+    index, inside = (jnp.full_like(chunk, row), chunk), chunk < chunks
+    largest = plgpu.load(largest_ref.at[index], mask=inside, other=-jnp.inf)
+    sums = plgpu.load(sums_ref.at[index], mask=inside, other=0)
+    whole = jnp.max(largest)
+    shares = jnp.where(largest == -jnp.inf, jnp.float32(0), jnp.exp(largest - whole))
+    return whole + jnp.log(jnp.sum(sums * shares))
+
+
+def _finish(
+    logits_ref,
+    wanted_ref,
+    keys_ref,
+    largest_ref,
+    sums_ref,
+    *refs,
+    width,
+    count,
+    chunks,
+    chooses,
+    config,
+):
+    *token_refs, out_ref = refs
+    row = pl.program_id(0)
+    token = _chosen(token_refs, row, chunks, width) if chooses else token_refs[0][row]
+    out_ref[row, 0] = token
+
+    @pl.when(wanted_ref[row] != 0)
+    def _():
+        log_total = _log_total(largest_ref, sums_ref, row, chunks)
+        chosen = logits_ref[row, jnp.clip(token, 0, width - 1)]
+        out_ref[row, 1] = lax.bitcast_convert_type(chosen - log_total, jnp.int32)
+
+        blocks = chunks * (config.chunk // BLOCK)
+        block = jnp.arange(pl.next_power_of_2(blocks), dtype=jnp.int32)
+        index = jnp.full_like(block, row), block
+        keys = plgpu.load(keys_ref.at[index], mask=block < blocks, other=_NONE)
+        lane = jnp.arange(BLOCK, dtype=jnp.int32)
+
+        def extract(place, carry):
+            keys, last_key, last_token, num_reached = carry
+            highest = jnp.max(keys)
+            first = jnp.min(jnp.where(keys == highest, block, jnp.int32(blocks - 1)))
+            columns = first * BLOCK + lane
+            logits, live = _load(logits_ref, row, columns, width)
+            own = _key(logits)
+            left = live & ((own < last_key) | ((own == last_key) & (columns > last_token)))
+            own = jnp.where(left, own, jnp.int32(_NONE))
+            found = left & (own == highest)
+            next_token = jnp.min(jnp.where(found, columns, jnp.int32(width - 1)))
+            rest = jnp.max(jnp.where(columns == next_token, jnp.int32(_NONE), own))
+            logit = _logit(highest)
+            out_ref[row, NUM_FACTS + 2 * place] = next_token
+            out_ref[row, NUM_FACTS + 2 * place + 1] = lax.bitcast_convert_type(
+                logit - log_total, jnp.int32
+            )
+            keys = jnp.where(block == first, rest, keys)
+            num_reached = num_reached + (logit >= chosen).astype(jnp.int32)
+            return keys, highest, next_token, num_reached
+
+        begin = keys, jnp.int32(_MOST), jnp.int32(-1), jnp.int32(0)
+        _, lowest, _, num_reached = lax.fori_loop(0, count, extract, begin)
+        is_among = _logit(lowest) < chosen
+        out_ref[row, 2] = num_reached
+
+        @pl.when(~is_among)
+        def _():
+            tile = config.rank_tile
+            offset = jnp.arange(tile, dtype=jnp.int32)
+
+            def fold(turn, reached):
+                logits, live = _load(logits_ref, row, turn * tile + offset, width)
+                return reached + (live & (logits >= chosen)).astype(jnp.int32)
+
+            zeros = jnp.zeros(tile, jnp.int32)
+            reached = lax.fori_loop(0, pl.cdiv(width, tile), fold, zeros)
+            out_ref[row, 2] = jnp.sum(reached)

@@ -1,0 +1,85 @@
+"""Greedy choice and the scores of tokens in plain XLA."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int32
+
+from pallas_kernels.adjusted import ADJUSTS, Adjustments, all_adjusted
+from pallas_kernels.scores import NUM_FACTS
+
+
+def first_maximum(x: Float32[Array, "B V"]) -> tuple[Int32[Array, "B"], Float32[Array, "B"]]:
+    """Where each row is highest, and how high; the first NaN of a row counts as highest.
+
+    One pass over `x`, with what it is made of: jnp.argmax makes the same reduction and throws the
+    heights away.
+    """
+
+    def higher(left, right):
+        (x, i), (y, j) = left, right
+        is_left = (x > y) | (x != x) | ((x == y) & (i < j))
+        return jnp.where(is_left, x, y), jnp.where(is_left, i, j)
+
+    column = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    nothing = jnp.float32(-jnp.inf), jnp.int32(0)
+    height, index = jax.lax.reduce((x, column), nothing, higher, (1,))
+    return index, height
+
+
+def greedy_scores(
+    logits: Float32[Array, "B V"],
+    adjustments: Adjustments | None,
+    wanted: Bool[Array, "B"],
+    count: int,
+) -> Int32[Array, "B W"]:
+    """As `api.greedy_scores`."""
+    x = logits if adjustments is None else adjusted_logits(logits, adjustments)
+    best, height = first_maximum(x)
+    token_ids = jnp.where(jnp.isfinite(height), best, jnp.int32(-1))
+    return token_scores(logits, token_ids, wanted, count)
+
+
+def adjusted_logits(
+    logits: Float32[Array, "B V"], adjustments: Adjustments
+) -> Float32[Array, "B V"]:
+    """As `api.adjusted_logits`."""
+    return _if_any_adjusts(adjustments, lambda: all_adjusted(logits, adjustments), lambda: logits)
+
+
+def _if_any_adjusts(adjustments: Adjustments, then: Callable, otherwise: Callable) -> Any:
+    return jax.lax.cond(((adjustments.kinds & ADJUSTS) != 0).any(), then, otherwise)
+
+
+def token_scores(
+    logits: Float32[Array, "T V"],
+    token_ids: Int32[Array, "T"],
+    wanted: Bool[Array, "T"],
+    count: int,
+) -> Int32[Array, "T W"]:
+    """As `api.token_scores`, `count` being at most V: all rows are filled, or none is."""
+
+    def score() -> Int32[Array, "T W"]:
+        total = jax.nn.logsumexp(logits, axis=1)
+        known = jnp.clip(token_ids, 0, logits.shape[1] - 1)
+        chosen = jnp.take_along_axis(logits, known[:, None], axis=1)
+        values, ids = jax.lax.top_k(logits, count)
+        top = jnp.stack([ids.astype(jnp.int32), _bits(values - total[:, None])], axis=2)
+        facts = token_ids, _bits(chosen[:, 0] - total), _ranks(logits, chosen)
+        return jnp.concatenate([jnp.stack(facts, axis=1), top.reshape(len(ids), -1)], axis=1)
+
+    def skip() -> Int32[Array, "T W"]:
+        empty = jnp.zeros((logits.shape[0], NUM_FACTS + 2 * count), jnp.int32)
+        return empty.at[:, 0].set(token_ids)
+
+    return jax.lax.cond(wanted.any(), score, skip)
+
+
+def _ranks(logits: Float32[Array, "T V"], chosen: Float32[Array, "T 1"]) -> Int32[Array, "T"]:
+    return (logits >= chosen).sum(axis=1, dtype=jnp.int32)
+
+
+def _bits(x: Float32[Array, "*axes"]) -> Int32[Array, "*axes"]:
+    return jax.lax.bitcast_convert_type(x, jnp.int32)

@@ -1,0 +1,217 @@
+"""The greedy choice after adjustments, and the scores of tokens, against sorting and loops."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import IMPLEMENTATIONS, require
+
+from pallas_kernels import (
+    NUM_FACTS,
+    Adjustments,
+    Backend,
+    adjusted_logits,
+    checks,
+    greedy_scores,
+    reference,
+    token_scores,
+)
+from pallas_kernels.adjusted import ADJUSTS, BIASED, EARLY, IN_PROMPT, IS_ENDING
+
+B, R = 4, 6
+# Less than a block of tokens, a chunk and a bit, and two chunks: blocks and chunks that end early.
+WIDTHS = [5, 130, 4099, 8192]
+_scores = jax.jit(token_scores, static_argnames=("count", "backend"))
+_greedy = jax.jit(greedy_scores, static_argnames=("count", "backend"))
+ALL = jnp.ones(B, jnp.bool_)
+
+
+def _logits(width, seed=0, spread=3.0):
+    return (np.random.default_rng(seed).standard_normal((B, width)) * spread).astype(np.float32)
+
+
+def _scored(logits, tokens, count, backend, wanted=None):
+    require(backend)
+    wanted = np.ones(len(logits), np.bool_) if wanted is None else np.array(wanted)
+    given = jnp.asarray(logits), jnp.asarray(tokens, jnp.int32), jnp.asarray(wanted)
+    return np.asarray(_scores(*given, count=count, backend=backend))
+
+
+def _check(logits, tokens, count, backend):
+    packed = _scored(logits, tokens, count, backend)
+    count = min(count, logits.shape[1])
+    assert packed.shape == (len(logits), NUM_FACTS + 2 * count)
+    expected = reference.token_scores(logits, tokens, count)
+    for own, token, (logprob, rank, top, logprobs) in zip(packed, tokens, expected, strict=True):
+        assert own[0] == token
+        assert own[2] == rank
+        np.testing.assert_array_equal(own[NUM_FACTS::2], top)
+        found = own[[1, *range(NUM_FACTS + 1, len(own), 2)]].view(np.float32)
+        np.testing.assert_allclose(found, [logprob, *logprobs], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+def test_scores_are_those_of_sorting(width, backend):
+    logits = _logits(width)
+    tokens = [0, width - 1, int(logits[2].argmax()), int(logits[3].argmin())]
+    for count in (1, 20) if width == 130 else (20,):
+        _check(logits, tokens, count, backend)
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+def test_of_equal_logits_the_lowest_token_comes_first(backend):
+    """Equal within a block, across blocks and across chunks; and of whole rows."""
+    logits = np.stack([np.round(row) for row in _logits(4099, spread=1.0)])
+    logits[1] = 7.0
+    logits[2, [4098, 4095, 4096, 127, 128, 3, 2000]] = 99.0
+    _check(logits, [5, 4098, 4096, 0], 20, backend)
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+def test_forbidden_tokens_come_last_lowest_first(backend):
+    logits = np.full((B, 4099), -np.inf, np.float32)
+    logits[:, 4000:4007] = _logits(7)
+    logits[1, :3] = -1e38
+    _check(logits, [4000, 1, 4006, 0], 20, backend)
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.integers(-3, 3).map(float),  # many ties
+            st.floats(-60, 60, width=32, allow_subnormal=False),
+            st.sampled_from([-np.inf, 1e30, -1e30]),
+        ).map(lambda x: x + 0.0),  # no negative zero: sorting takes it for zero
+        min_size=150,
+        max_size=150,
+    ).filter(lambda row: max(row) > -np.inf),
+    st.integers(0, 149),
+)
+def test_any_row_is_as_sorted(backend, row, token):
+    _check(np.array([row], np.float32), [token], 20, backend)
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+def test_the_order_is_top_ks_whatever_the_row_holds(backend):
+    """NaN of either sign, infinities and negative zeros included."""
+    logits = _logits(4099)
+    strange = [np.nan, -np.nan, np.inf, -np.inf, -0.0, 0.0, 0.0, -0.0, np.nan]
+    logits[:, 100:109] = strange
+    logits[2] = np.nan
+    logits[3] = np.tile(np.array([-0.0, 0.0], np.float32), 2050)[:4099]
+    packed = _scored(logits, [0] * B, 20, backend)
+    expected = np.asarray(jax.lax.top_k(logits, 20)[1])
+    np.testing.assert_array_equal(packed[:, NUM_FACTS::2], expected)
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+def test_every_row_says_its_token_and_wanted_ones_are_alike_whoever_else_is_wanted(backend):
+    logits, tokens = _logits(4099), [9, -1, 5000, 4098]
+    whole = _scored(logits, tokens, 5, backend)
+    for wanted in ([True, False, False, True], [False] * B):
+        part = _scored(logits, tokens, 5, backend, wanted)
+        np.testing.assert_array_equal(part[:, 0], tokens)
+        np.testing.assert_array_equal(part[wanted], whole[wanted])
+
+
+def test_no_other_tokens_may_be_asked_for():
+    packed = _scored(_logits(40), [1] * B, 0, Backend.XLA)
+    assert packed.shape == (B, NUM_FACTS)
+    with pytest.raises(ValueError, match="count=-1 is negative"):
+        _scored(_logits(40), [1] * B, -1, Backend.XLA)
+
+
+# --- the greedy choice -----------------------------------------------------------------------
+
+
+def _adjustments(width, kinds, seed=1):
+    rng = np.random.default_rng(seed)
+    words = rng.integers(0, 3, (R, width)) * (rng.random((R, width)) < 0.3)
+    words |= np.where(rng.random((R, width)) < 0.2, IN_PROMPT, 0)
+    words |= np.where(rng.random((R, width)) < 0.1, IS_ENDING, 0)
+    biases = np.where(rng.random((R, width)) < 0.1, rng.standard_normal((R, width)), 0)
+    biases[:, 1] = -np.inf
+    penalties = np.array([[1.3, 0.5, 0.2], [1.0, 0.0, 0.0], [0.7, -0.5, 1.5], [2.0, 1.0, -0.3]])
+    return Adjustments(
+        jnp.asarray(words, jnp.int32),
+        jnp.asarray(biases, jnp.float32),
+        jnp.asarray([3, 0, 5, 2], jnp.int32),
+        jnp.asarray(kinds, jnp.int32),
+        jnp.asarray(penalties, jnp.float32),
+    )
+
+
+KINDS = [
+    [ADJUSTS, 0, ADJUSTS | EARLY, ADJUSTS | BIASED],
+    [ADJUSTS | BIASED | EARLY] * B,
+    [0, BIASED, EARLY, BIASED | EARLY],
+]
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+def test_the_choice_is_the_first_maximum_of_what_is_adjusted_by_hand(width, kinds, backend):
+    require(backend)
+    logits, adjustments = _logits(width), _adjustments(width, kinds)
+    state: list[Any] = [np.asarray(array) for array in adjustments]
+    expected = reference.adjusted_logits(logits, *state)
+    packed = _greedy(jnp.asarray(logits), adjustments, ALL, count=20, backend=backend)
+    tokens = expected.argmax(axis=1)
+    np.testing.assert_array_equal(np.asarray(packed[:, 0]), tokens)
+    own = _scored(logits, tokens, 20, backend)  # of the unchanged logits
+    np.testing.assert_array_equal(np.asarray(packed), own)
+    found = jax.jit(partial(adjusted_logits, backend=backend))(jnp.asarray(logits), adjustments)
+    np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+def test_a_row_that_is_not_adjusted_reads_no_state(backend):
+    require(backend)
+    logits, adjustments = _logits(4099), _adjustments(4099, [0, 0, 0, BIASED])
+    poisoned = adjustments._replace(biases=jnp.full((R, 4099), jnp.nan))
+    options = {"count": 1, "backend": backend}
+    packed = _greedy(jnp.asarray(logits), poisoned, ALL, **options)
+    np.testing.assert_array_equal(np.asarray(packed[:, 0]), logits.argmax(axis=1))
+    unbiased = poisoned._replace(kinds=jnp.full(B, ADJUSTS, jnp.int32))
+    packed = _greedy(jnp.asarray(logits), unbiased, ALL, **options)
+    assert (np.asarray(packed[:, 0]) >= 0).all()
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+def test_the_first_of_equals_is_chosen_and_nothing_where_the_maximum_is_not_finite(backend):
+    require(backend)
+    logits = np.zeros((7, 4099), np.float32)
+    logits[0, [0, 1, 4097]] = -0.0  # equal to the others
+    logits[1, [4098, 4096, 4095]] = 5.0
+    logits[2, [7, 4097]] = np.nan, 100
+    logits[3, 4098] = np.inf
+    logits[4] = -np.inf
+    logits[5, 5] = -np.nan
+    logits[6, :4098] = -np.inf
+    wanted = jnp.zeros(7, jnp.bool_)
+    packed = _greedy(jnp.asarray(logits), None, wanted, count=2, backend=backend)
+    assert np.asarray(packed[:, 0]).tolist() == [0, 4095, -1, -1, -1, -1, 4098]
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    logits, adjustments = jnp.zeros((B, 8)), _adjustments(8, [0] * B)
+    for name in ("words", "biases", "rows", "kinds", "penalties"):
+        wrong = adjustments._replace(**{name: getattr(adjustments, name)[..., :-1]})
+        with pytest.raises(ValueError, match=name):
+            checks.check_adjustments(logits, wrong)
+    tokens, wanted = jnp.zeros(B, jnp.int32), jnp.ones(B, jnp.bool_)
+    with pytest.raises(ValueError, match="token_ids has shape"):
+        checks.check_scores(logits, tokens[1:], wanted, 1)
+    with pytest.raises(ValueError, match="wanted has shape"):
+        checks.check_scores(logits, tokens, wanted[1:], 1)
+    with pytest.raises(TypeError, match="logits has dtype"):
+        checks.check_scores(logits.astype(jnp.bfloat16), tokens, wanted, 1)
