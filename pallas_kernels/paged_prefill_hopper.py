@@ -57,8 +57,7 @@ def paged_prefill_attention(
     """See the public entry of the same name; no soft cap and no window."""
     num_tokens, num_heads, head_size = q.shape
     num_kv_heads = kv.k.shape[2]
-    group = num_heads // num_kv_heads
-    window = ROWS // pl.next_power_of_2(group)
+    window = ROWS // heads_a_tile(num_heads // num_kv_heads)
     # Windows are whole tiles of q: the padding costs a copy, which a step's bucket never needs.
     num_rows = -(-num_tokens // window) * window
     padded = (
@@ -66,7 +65,7 @@ def paged_prefill_attention(
     )
     numbers = _numbers(block_tables, query_start_loc, seq_lens, num_rows, window)
     k, v = (pool.reshape(-1, num_kv_heads * head_size) for pool in kv)
-    sizes = {"group": group, "num_kv_heads": num_kv_heads, "block_size": kv.k.shape[1]}
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "block_size": kv.k.shape[1]}
     rows = padded.reshape(num_rows, -1)
     attend = functools.partial(_attend, scale=scale, **sizes, config=config)
     arrays = (rows, k, v, numbers)
@@ -75,17 +74,19 @@ def paged_prefill_attention(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("scale", "group", "num_kv_heads", "block_size", "config")
+    jax.jit, static_argnames=("scale", "num_heads", "num_kv_heads", "block_size", "config")
 )
-def _attend(q, k, v, numbers, *, scale, group, num_kv_heads, block_size, config):
+def _attend(q, k, v, numbers, *, scale, num_heads, num_kv_heads, block_size, config):
     """The kernel over rows of all heads; inside a step's jit it is traced and lowered once."""
     head_size = k.shape[1] // num_kv_heads
+    group = num_heads // num_kv_heads
+    members = heads_a_tile(group)
     body = functools.partial(
         _kernel,
         scale=scale,
-        group=group,
-        window=ROWS // pl.next_power_of_2(group),
-        num_kv_heads=num_kv_heads,
+        members=members,
+        num_sets=num_heads // members,
+        sets_a_group=group // members,
         head_size=head_size,
         block_size=block_size,
         config=config,
@@ -109,7 +110,7 @@ def _attend(q, k, v, numbers, *, scale, group, num_kv_heads, block_size, config)
             "k_smem": scratch(k_stages, tile, head_size),
             "v_smem": scratch(v_stages, tile, head_size),
             "out_smem": scratch(2, HALF, head_size, transforms=_ROW_TRANSFORMS),
-            "q_full": plgpu.Barrier(num_arrivals=group, num_barriers=2),
+            "q_full": plgpu.Barrier(num_arrivals=members, num_barriers=2),
             "k_full": plgpu.Barrier(num_arrivals=copies, num_barriers=k_stages),
             "v_full": plgpu.Barrier(num_arrivals=copies, num_barriers=v_stages),
             "q_empty": plgpu.Barrier(num_arrivals=2, num_barriers=2),
@@ -124,6 +125,15 @@ def _attend(q, k, v, numbers, *, scale, group, num_kv_heads, block_size, config)
         kernel_name="paged_prefill_attention_hopper",
     )
     return call(q, k, v, numbers)
+
+
+def heads_a_tile(group):
+    """Query heads that share a tile: the most that divide the group and fill the tile's rows.
+
+    The tile's keys are loaded once for these, and again for the rest of the group, mostly from the
+    L2; with padded rows in place of that the products would take longer.
+    """
+    return min(group & -group, ROWS // 8)
 
 
 def _numbers(block_tables, query_start_loc, seq_lens, num_rows, window):
@@ -168,28 +178,28 @@ def _kernel(
     k_empty,
     v_empty,
     scale,
-    group,
-    window,
-    num_kv_heads,
+    members,
+    num_sets,
+    sets_a_group,
     head_size,
     block_size,
     config,
 ):
-    tile = config.tile_tokens
+    tile, window = config.tile_tokens, ROWS // members
     k_stages, v_stages = config.num_key_stages, config.num_value_stages
     program, num_programs = lax.axis_index("program"), config.num_programs
     warp_group = lax.axis_index("warp_group")
     num_tiles = numbers_ref[0]
-    num_items = num_tiles * num_kv_heads
+    num_items = num_tiles * num_sets
     num_rounds = lax.div(num_items - program + (num_programs - 1), jnp.int32(num_programs))
 
     def item_fields(turn_index):
-        """Of this program's item: head, then the tile's fields. Past the last one, the last."""
+        """Of this program's item: set of heads, then the tile's fields. Past the last, the last."""
         index = jnp.minimum(turn_index, num_rounds - 1)
         item = index * num_programs + program
-        tile_index = num_tiles - 1 - lax.div(item, jnp.int32(num_kv_heads))
-        head = lax.rem(item, jnp.int32(num_kv_heads))
-        return head, *(numbers_ref[(tile_index + 1) * _FIELDS + f] for f in range(6))
+        tile_index = num_tiles - 1 - lax.div(item, jnp.int32(num_sets))
+        head_set = lax.rem(item, jnp.int32(num_sets))
+        return head_set, *(numbers_ref[(tile_index + 1) * _FIELDS + f] for f in range(6))
 
     def num_steps(fields):
         return lax.div(fields[3] + fields[5] + (tile - 1), jnp.int32(tile))
@@ -209,12 +219,12 @@ def _kernel(
         def load_q(index, fields, part):
             slot = lax.rem(index, jnp.int32(2))
             pl.when(index >= 2)(lambda: plgpu.barrier_wait(q_empty.at[slot]))
-            head, _, first_row = fields[:3]
-            for member in range(group):
+            head_set, _, first_row = fields[:3]
+            for member in range(members):
 
                 @pl.when(part == member % 2)
                 def _copy(member=member):
-                    column = (head * group + member) * head_size
+                    column = (head_set * members + member) * head_size
                     plgpu.copy_gmem_to_smem(
                         q_ref.at[pl.ds(first_row, window), pl.ds(column, head_size)],
                         q_smem.at[slot, pl.ds(member * window, window)],
@@ -224,7 +234,8 @@ def _kernel(
         def load_all(ref, smem, full, empty, slot_of, stages, part, with_q):
             def load_tile(index, step, fields):
                 slot = slot_of(step)
-                head, table, seq_len = fields[0], fields[1], fields[6]
+                table, seq_len = fields[1], fields[6]
+                kv_head = lax.div(fields[0], jnp.int32(sets_a_group))
                 rows = []
                 for i in range(-(-copies // 2)):
                     position = index * tile + (i * 2 + part) * size
@@ -237,7 +248,7 @@ def _kernel(
 
                     def copy(i=i, row=row):
                         plgpu.copy_gmem_to_smem(
-                            ref.at[pl.ds(row, size), pl.ds(head * head_size, head_size)],
+                            ref.at[pl.ds(row, size), pl.ds(kv_head * head_size, head_size)],
                             smem.at[slot, pl.ds((i * 2 + part) * size, size)],
                             full.at[slot],
                         )
@@ -340,7 +351,7 @@ def _kernel(
 
         def compute_item(index, carry):
             scores, step, fields = carry
-            head, _, first_row, first_position, begin, end, seq_len = fields
+            head_set, _, first_row, first_position, begin, end, seq_len = fields
             q_slot = lax.rem(index, jnp.int32(2))
             last = num_steps(fields) - 1
             full = lax.div(jnp.maximum(first_position + begin + 1, 0), jnp.int32(tile))
@@ -373,10 +384,10 @@ def _kernel(
 
             plgpu.barrier_wait(q_full.at[1 - q_slot])
             out, scores = products(weights, out, step, 1 - q_slot)
-            store((out * inverse).astype(q_ref.dtype), head, first_row, begin, end)
+            store((out * inverse).astype(q_ref.dtype), head_set, first_row, begin, end)
             return scores, step + 1, next_fields
 
-        def store(out, head, first_row, begin, end):
+        def store(out, head_set, first_row, begin, end):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             my_out[...] = out
             plgpu.commit_smem()
@@ -385,22 +396,21 @@ def _kernel(
             for i in range(HALF // box):
                 row = first + i * box
                 member, token = lax.div(row, jnp.int32(window)), lax.rem(row, jnp.int32(window))
-                column = (head * group + member) * head_size
+                column = (head_set * members + member) * head_size
                 target = out_ref.at[pl.ds(first_row + token, box), pl.ds(column, head_size)]
-                boxes.append((my_out.at[pl.ds(i * box, box)], target, token, member < group))
+                boxes.append((my_out.at[pl.ds(i * box, box)], target, token))
             whole = (begin == 0) & (end == window)
 
             @pl.when(whole)
             def _copy_whole():
-                for source, target, _, exists in boxes:
-                    copy = functools.partial(plgpu.copy_smem_to_gmem, source, target)
-                    copy() if group == ROWS // window else pl.when(exists)(copy)
+                for source, target, _ in boxes:
+                    plgpu.copy_smem_to_gmem(source, target)
 
             @pl.when(~whole)
             def _copy_rows():
-                for source, target, token, exists in boxes:
+                for source, target, token in boxes:
                     low, high = (jnp.clip(edge - token, 0, box) for edge in (begin, end))
-                    _copy_some_rows(source, target, low, jnp.where(exists, high - low, 0))
+                    _copy_some_rows(source, target, low, high - low)
 
         fields = item_fields(0)
         plgpu.barrier_wait(q_full.at[0])

@@ -80,7 +80,7 @@ def prefill_config(
         device_kind: The GPU's name.
     """
     config = HopperPrefillConfig()
-    fits = head_size == 128 and itemsize == 2 and group <= 16
+    fits = head_size == 128 and itemsize == 2
     whole = block_size >= 8 and config.tile_tokens % block_size == 0
     return config if _is_hopper(device_kind) and fits and whole and plain else None
 
