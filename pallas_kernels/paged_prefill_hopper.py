@@ -27,8 +27,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import thread_ops as ops
 from pallas_kernels.tile_ops import MASKED
 from pallas_kernels.tiles import window_map
 from pallas_kernels.tuning_hopper import HopperPrefillConfig
@@ -39,6 +41,8 @@ _LOG2_E = math.log2(math.e)
 _TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 # Rows one by one, so that any number of them can be copied out.
 _ROW_TRANSFORMS = (plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128))
+_STRIP = 8  # columns of the least array with the layout of products
+_SLACK = 8.0  # by which scores may exceed what they are relative to, as a power of two
 _FIELDS = 8  # int32 numbers a tile, and before the first tile's
 _MIN_NUMBERS = 2**16  # of 256 sequences with 128 blocks each
 
@@ -302,17 +306,31 @@ def _kernel(
 
         def softmax(scores, state, shift):
             """shift: columns at or before row token + shift are seen; None: all."""
-            row_max, row_sum, out = state
             if shift is not None:
                 token = (matrix_row + first) & (window - 1)
                 scores = jnp.where(matrix_column <= token + shift, scores, MASKED)
             factor = scale * _LOG2_E
-            new_max = jnp.maximum(row_max, jnp.max(scores, axis=1) * factor)
-            rescale = jnp.exp2(row_max - new_max)
-            weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(new_max, scores.shape, [0]))
-            out = out * lax.broadcast_in_dim(rescale, out.shape, [0])
-            row_sum = row_sum * rescale + jnp.sum(weights, axis=1)
-            return weights.astype(q_ref.dtype), (new_max, row_sum, out)
+            strip_max = _tree(jnp.maximum, _strips(scores))
+
+            def rescaled(reference, row_sum, out):
+                row_max = jnp.max(strip_max, axis=1) * factor
+                grown = jnp.where(row_max > reference + _SLACK, row_max, reference)
+                rescale = jnp.exp2(reference - grown)
+                row_sum, out = (
+                    x * lax.broadcast_in_dim(rescale, x.shape, [0]) for x in (row_sum, out)
+                )
+                return grown, row_sum, out
+
+            reference, row_sum, out = state
+            limit = lax.broadcast_in_dim(reference + _SLACK, strip_max.shape, [0])
+            exceeds = _any_in_warp(strip_max * factor - limit)
+            reference, row_sum, out = lax.cond(
+                exceeds, rescaled, lambda *state: state, reference, row_sum, out
+            )
+            shifts = lax.broadcast_in_dim(reference, scores.shape, [0])
+            weights = jnp.exp2(scores * factor - shifts)
+            row_sum = functools.reduce(jnp.add, _strips(weights), row_sum)
+            return weights.astype(q_ref.dtype), (reference, row_sum, out)
 
         def products(weights, out, step, q_slot):
             """out + weights . values of this step, and the scores of the next one."""
@@ -368,7 +386,7 @@ def _kernel(
             row_max = plgpu.layout_cast(
                 jnp.full((HALF,), MASKED, jnp.float32), plgpu.Layout.WGMMA.reduce(1)
             )
-            carry = scores, row_max, wgmma_zeros(HALF), wgmma_zeros(HALF, head_size)
+            carry = scores, row_max, wgmma_zeros(HALF, _STRIP), wgmma_zeros(HALF, head_size)
             carry = lax.fori_loop(0, full, functools.partial(fold, masked=False), carry)
             carry = lax.fori_loop(full, last, functools.partial(fold, masked=True), carry)
 
@@ -377,7 +395,7 @@ def _kernel(
             next_fields = item_fields(index + 1)
             scores, *state = carry
             weights, (_, row_sum, out) = softmax(scores, state, first_position - last * tile)
-            inverse = lax.broadcast_in_dim(1 / row_sum, out.shape, [0])
+            inverse = lax.broadcast_in_dim(1 / jnp.sum(row_sum, axis=1), out.shape, [0])
             step = step + last
             plgpu.barrier_wait(v_full.at[v_slot(step)])
             clean_values(v_slot(step), seq_len - last * tile, seq_len)
@@ -426,6 +444,34 @@ def _kernel(
         _, step, _ = lax.fori_loop(0, num_rounds, compute_item, carry)
         plgpu.barrier_wait(v_full.at[v_slot(step)])  # no copy outlives the program
         plgpu.wait_smem_to_gmem(0)
+
+
+def _strips(array):
+    """Of the columns: in each a thread has the same places."""
+    return [array[:, i : i + _STRIP] for i in range(0, array.shape[1], _STRIP)]
+
+
+def _tree(operation, arrays):
+    """All of them in one, in pairs: none waits for more than it needs."""
+    while len(arrays) > 1:
+        arrays = [operation(*arrays[i : i + 2]) for i in range(0, len(arrays), 2)]
+    return arrays[0]
+
+
+def _any_in_warp(array):
+    """Whether any of the numbers that a warp has of an array [HALF, _STRIP] is positive."""
+
+    def body(_, array):
+        most = functools.reduce(ops.Value.maximum, ops.numbers(array))
+        text = (
+            "{ .reg .pred p; setp.gt.f32 p, $1, 0f00000000; vote.sync.any.pred p, p, 0xffffffff; "
+            "selp.b32 $0, 1, 0, p; }"
+        )
+        (found,) = ops.ptx(text, most, out=[ops.int32()])
+        return mgpu.FragmentedArray.splat(found.ir, (), is_signed=True)
+
+    kind = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+    return plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=kind)(body)(array) != 0
 
 
 def _copy_some_rows(source, target, start, count):
