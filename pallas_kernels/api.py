@@ -549,7 +549,6 @@ def _decode(q, kv, block_tables, seq_lens, options, backend, into=None):
 def _prefill(q, kv, block_tables, query_start_loc, seq_lens, options, backend, shared):
     arrays = (q, kv, block_tables, query_start_loc, seq_lens)
     facts = {
-        "group": q.shape[1] // kv.k.shape[2],
         "head_size": q.shape[2],
         "itemsize": q.dtype.itemsize,
         "device_kind": _device_kind(backend),
@@ -559,6 +558,7 @@ def _prefill(q, kv, block_tables, query_start_loc, seq_lens, options, backend, s
     if hopper is not None:
         launch = {"scale": options["scale"], "config": hopper, "shared": shared}
         return paged_prefill_hopper.paged_prefill_attention(*arrays, **launch)
+    facts["group"] = q.shape[1] // kv.k.shape[2]
     config = tuning.prefill_config(num_tokens=q.shape[0], batch=seq_lens.shape[0], **facts)
     launch = {"config": config, "interpret": backend is Backend.INTERPRET}
     return paged_prefill.paged_prefill_attention(*arrays, **options, **launch)

@@ -62,7 +62,6 @@ class HopperGemmConfig:
 
 def prefill_config(
     *,
-    group: int,
     head_size: int,
     block_size: int,
     itemsize: int,
@@ -72,7 +71,6 @@ def prefill_config(
     """Where paged_prefill_hopper.py runs; None where the Triton kernel does.
 
     Args:
-        group: Query heads a KV head.
         head_size: Elements of a head.
         block_size: Tokens of a block.
         itemsize: Bytes of an element.

@@ -71,11 +71,12 @@ class AttentionInputs:
         return self
 
 
-def activation(name: str, x: Float[Array, "..."]) -> Float32[Array, "..."]:
-    """A feed-forward activation by its Hugging Face name, computed in float32."""
-    x = x.astype(jnp.float32)
+def activation(name: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """A feed-forward activation by its Hugging Face name, in float32; "relu", which rounds nothing,
+    in x's dtype, so that XLA computes it within the product before it."""
     if name == "relu":
         return jax.nn.relu(x)
+    x = x.astype(jnp.float32)
     if name in ("silu", "swish"):
         return jax.nn.silu(x)
     if name == "gelu":

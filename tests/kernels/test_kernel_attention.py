@@ -29,6 +29,7 @@ from pallas_kernels import (
     paged_decode_attention,
     paged_prefill,
     paged_prefill_attention,
+    paged_prefill_hopper,
     reference,
     rope_decode_attention,
     tuning_hopper,
@@ -414,7 +415,22 @@ HOPPERS = [
     Case(BF16, 128, 128, (16, 2), edge_lens(128) + LONGER, padding=37),
     Case(BF16, 128, 32, (6, 2), edge_lens(32) + LONGER, padding=300),
     Case(F16, 128, 64, (20, 2), edge_lens(64) + LONGER, padding=1),
+    *(
+        Case(dtype, 128, 16, (2 * group, 2), edge_lens(16) + LONGER, padding=group)
+        for group, dtype in ((2, BF16), (5, F16), (6, BF16), (7, BF16), (12, F16), (16, BF16))
+    ),
+    Case(BF16, 128, 16, (48, 1), edge_lens(16) + LONGER, padding=9),
 ]
+
+
+@pytest.mark.parametrize("group", [*range(1, 18), 20, 24, 32, 48, 71, 128])
+def test_heads_of_a_tile_fill_its_rows_and_share_their_keys(group):
+    members = paged_prefill_hopper.heads_a_tile(group)
+    assert paged_prefill_hopper.ROWS % members == 0
+    assert paged_prefill_hopper.ROWS // members % 8 == 0  # the copy engine's rows
+    assert members == 16 or (group // members) % 2 == 1  # no fewer than could be
+    for head in range(3 * group):
+        assert head // members // (group // members) == head // group
 
 
 @pytest.mark.gpu

@@ -121,7 +121,7 @@ def test_lowers_to_one_kernel_an_op(dtype, head_size):
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 128])
-@pytest.mark.parametrize("heads", [(1, 1), (6, 2), (32, 8), (16, 1)])
+@pytest.mark.parametrize("heads", [(1, 1), (6, 2), (12, 2), (32, 8), (16, 1), (40, 2), (32, 1)])
 def test_hoppers_prefill_lowers_for_groups_and_blocks(heads, block_size):
     kv = LayerKV(*(_floats(BF16, P, block_size, heads[1], 128) for _ in range(2)))
     arguments = _floats(BF16, T, heads[0], 128), kv, _ints(B, M), _ints(B + 1), _ints(B)
