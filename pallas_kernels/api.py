@@ -245,7 +245,7 @@ def rope_write_kv(
     qkv: Float[Array, "parts T heads H"],
     kv: LayerKV,
     slot_mapping: Int32[Array, "T"],
-    angles: tuple[Float32[Array, "T half"], Float32[Array, "T half"]],
+    angles: tuple[Float32[Array, "T half"], Float32[Array, "T half"]] | None,
     *,
     backend: Backend,
     norms: HeadNorms | None = None,
@@ -261,7 +261,8 @@ def rope_write_kv(
             rounded first (see `product_parts`).
         kv: one layer's pool [P, S, K, H]; updated in place if donated.
         slot_mapping: as of `write_kv`.
-        angles: cosine and sine of each token's rotation, for channels i and i + H / 2.
+        angles: cosine and sine of each token's rotation, for channels i and i + H / 2; None where
+            nothing is rotated.
         backend: which implementation runs.
         norms: RMSNorm of the query and key heads before the rotation.
         dtype: of the queries; qkv's if None.

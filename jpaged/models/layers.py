@@ -291,7 +291,7 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "T N H"], LayerKV]:
         """Queries as they attend, and the pool with the tokens' K and V."""
         slots, backend = attention.slot_mapping, attention.backend
-        if angles is not None:
+        if angles is not None or kv.k.shape[3] % 2 == 0:  # that op takes heads by halves
             options = {"norms": self.head_norms(), "dtype": dtype, "backend": backend}
             return rope_write_kv(qkv, kv, slots, angles, **options)
         heads, num_kv_heads = sum_parts(qkv, dtype), kv.k.shape[2]

@@ -91,6 +91,10 @@ def _operations(dtype, head_size):
             (kv, rows, rows, _ints(T)),
         ),
         "rope and write": (lambda *a: rope_write_kv(*a, backend=Backend.TRITON), rope),
+        "write of fused rows": (
+            lambda *a: rope_write_kv(*a, None, backend=Backend.TRITON),
+            rope[:3],
+        ),
         "norms, rope and write": (
             lambda w, *a: rope_write_kv(*a, norms=HeadNorms(w, w, 1e-6), backend=Backend.TRITON),
             (weight, *rope),
