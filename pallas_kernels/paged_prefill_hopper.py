@@ -1,19 +1,24 @@
 """Ragged paged prefill attention in Pallas Mosaic GPU, for Hopper (compute capability 9.0).
 
-One launch for a whole ragged batch. A tile is a window of `128 // G` rows of q, cut down to the
-rows of ONE sequence (tiles.py has the map), times the KV head's group of G query heads (padded to
-a power of 2): 128 matrix rows, member by member. As many programs as the GPU has SMs each take
-tiles in turn, last first; a program is three warp groups:
+One launch for a whole ragged batch. A tile is a window of `128 // M` rows of q, cut down to the
+rows of ONE sequence (tiles.py has the map), times a set of M query heads of one KV head, M being
+the largest power of 2 that divides the group (up to 16): 128 matrix rows, member by member, none of
+them padding. As many programs as the GPU has SMs each take tiles in turn, last first; a program is
+three warp groups:
 
     loader             for each of its tiles: copies of q, one a member; for each key tile, one copy
                        a block of keys and of values (the bulk copy engine, through the block table)
-    two computers      of 64 matrix rows each; scores = q . keys of the first key tile, then
-      for key tiles:     max, sum, weights = online softmax, in exp2
-                         out = out * rescale + weights . values; scores = q . keys of the NEXT one
+    two computers      of 64 matrix rows each; weights = softmax(q . keys) of the first key tile
+      for key tiles:     issue scores = q . keys of the NEXT one; issue out += weights . values
+                         once the scores are there: their weights, while the values' product runs
+                         once that is done: out rescaled if need be, the weights rounded
       out -> the tile's own rows
 
-One computer's softmax runs under the other's products; that they take turns is left to the
-hardware. The next key tile of a tile's last one is the first of the next tile: nothing drains.
+So a computer's softmax runs under its own product and under the other's. Weights are exp2 of scores
+relative to a reference, which is the row's greatest score so far, or up to 2^8 less: as long as no
+score exceeds it by more, nothing is rescaled and threads need not agree on a maximum. Each thread
+sums weights of its own until the tile is done. The next key tile of a tile's last one is the first
+of the next tile: nothing drains.
 Blocks past the end of a sequence are read from outside the pool, which gives zeros; slots past the
 end inside its last block are zeroed in the copy, for 0 * NaN is NaN.
 FlashAttention-3 (arXiv:2407.08608) over paged keys (arXiv:2309.06180).
@@ -216,7 +221,7 @@ def _kernel(
 
     @pl.when((warp_group == 2) & (num_rounds > 0))
     def _load():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(24, action="decrease")
         size = min(block_size, tile)
         copies = tile // size
 
@@ -287,7 +292,7 @@ def _kernel(
 
     @pl.when((warp_group < 2) & (num_rounds > 0))
     def _compute():
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(240, action="increase")
         first = warp_group * HALF
         matrix_row = plgpu.layout_cast(
             lax.broadcasted_iota(jnp.int32, (HALF, tile), 0), plgpu.Layout.WGMMA
@@ -304,36 +309,63 @@ def _kernel(
         def my_q(slot):
             return q_smem.at[slot, pl.ds(pl.multiple_of(first, HALF), HALF)]
 
-        def softmax(scores, state, shift):
-            """shift: columns at or before row token + shift are seen; None: all."""
+        def softmax(scores, reference, row_sum, shift):
+            """Weights in float32, reference and sums after them, and whether any reference grew.
+
+            shift: columns at or before row token + shift are seen; None: all.
+            """
             if shift is not None:
                 token = (matrix_row + first) & (window - 1)
                 scores = jnp.where(matrix_column <= token + shift, scores, MASKED)
             factor = scale * _LOG2_E
-            strip_max = _tree(jnp.maximum, _strips(scores))
+            strip_max = _in_pairs(jnp.maximum, _strips(scores))
 
-            def rescaled(reference, row_sum, out):
+            def grow(reference, row_sum):
                 row_max = jnp.max(strip_max, axis=1) * factor
                 grown = jnp.where(row_max > reference + _SLACK, row_max, reference)
                 rescale = jnp.exp2(reference - grown)
-                row_sum, out = (
-                    x * lax.broadcast_in_dim(rescale, x.shape, [0]) for x in (row_sum, out)
-                )
-                return grown, row_sum, out
+                return grown, row_sum * lax.broadcast_in_dim(rescale, row_sum.shape, [0])
 
-            reference, row_sum, out = state
             limit = lax.broadcast_in_dim(reference + _SLACK, strip_max.shape, [0])
-            exceeds = _any_in_warp(strip_max * factor - limit)
-            reference, row_sum, out = lax.cond(
-                exceeds, rescaled, lambda *state: state, reference, row_sum, out
-            )
+            grew = _any_positive(strip_max * factor - limit)
+            reference, row_sum = lax.cond(grew != 0, grow, lambda *same: same, reference, row_sum)
             shifts = lax.broadcast_in_dim(reference, scores.shape, [0])
             weights = jnp.exp2(scores * factor - shifts)
-            row_sum = functools.reduce(jnp.add, _strips(weights), row_sum)
-            return weights.astype(q_ref.dtype), (reference, row_sum, out)
+            return weights, reference, functools.reduce(jnp.add, _strips(weights), row_sum), grew
 
-        def products(weights, out, step, q_slot):
-            """out + weights . values of this step, and the scores of the next one."""
+        def fold(carry, step, q_slot, shift):
+            """out + weights . values of this step; the next step's weights, reference and sums."""
+            weights, reference, row_sum, out = carry
+            value_slot, key_slot = v_slot(step), k_slot(step + 1)
+
+            def issue(refs):
+                out_acc, scores_acc, *results = refs
+                plgpu.wgmma(scores_acc, my_q(q_slot), k_smem.at[key_slot].transpose((1, 0)))
+                plgpu.wgmma(out_acc, weights, v_smem.at[value_slot])
+                scores = plgpu.wgmma_accumulator_load(scores_acc, wait_n=1)
+                plgpu.barrier_arrive(k_empty.at[key_slot])
+                following = softmax(scores, reference, row_sum, shift)
+                for ref, result in zip(results, following, strict=True):
+                    ref[...] = result
+                _have_computed(following[2])
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(v_empty.at[value_slot])
+
+            plgpu.barrier_wait(v_full.at[value_slot])
+            plgpu.barrier_wait(k_full.at[key_slot])
+            no_scores = wgmma_zeros(HALF, tile)
+            start = plgpu.ACC.init(out), plgpu.ACC.init(no_scores)
+            ends: Any = pl.run_state(issue)((*start, no_scores, reference, row_sum, jnp.int32(0)))
+            out, _, weights, grown, row_sum, grew = ends  # arrays, not references as its type says
+
+            def rescaled(out):
+                return out * lax.broadcast_in_dim(jnp.exp2(reference - grown), out.shape, [0])
+
+            out = lax.cond(grew != 0, rescaled, lambda out: out, out)
+            return weights.astype(q_ref.dtype), grown, row_sum, out
+
+        def last_products(weights, out, step, q_slot):
+            """out + weights . values of a tile's last step, and the next tile's first scores."""
             value_slot, key_slot = v_slot(step), k_slot(step + 1)
 
             def issue(refs):
@@ -346,8 +378,9 @@ def _kernel(
                 plgpu.barrier_arrive(k_empty.at[key_slot])
 
             plgpu.barrier_wait(k_full.at[key_slot])
-            start = plgpu.ACC.init(out), plgpu.ACC.init(wgmma_zeros(HALF, tile))
-            ends: Any = pl.run_state(issue)(start)  # arrays, not references as its type says
+            ends: Any = pl.run_state(issue)(
+                (plgpu.ACC.init(out), plgpu.ACC.init(wgmma_zeros(HALF, tile)))
+            )
             return ends
 
         def clean_values(slot, live, seq_len):
@@ -375,33 +408,31 @@ def _kernel(
             full = lax.div(jnp.maximum(first_position + begin + 1, 0), jnp.int32(tile))
             full = jnp.minimum(full, last)
 
-            def fold(i, carry, masked):
-                scores, *state = carry
-                shift = first_position - i * tile if masked else None
-                weights, (row_max, row_sum, out) = softmax(scores, state, shift)
-                plgpu.barrier_wait(v_full.at[v_slot(step + i)])
-                out, scores = products(weights, out, step + i, q_slot)
-                return scores, row_max, row_sum, out
+            def fold_next(i, carry, masked):
+                shift = first_position - (i + 1) * tile if masked else None
+                return fold(carry, step + i, q_slot, shift)
 
-            row_max = plgpu.layout_cast(
+            reference = plgpu.layout_cast(
                 jnp.full((HALF,), MASKED, jnp.float32), plgpu.Layout.WGMMA.reduce(1)
             )
-            carry = scores, row_max, wgmma_zeros(HALF, _STRIP), wgmma_zeros(HALF, head_size)
-            carry = lax.fori_loop(0, full, functools.partial(fold, masked=False), carry)
-            carry = lax.fori_loop(full, last, functools.partial(fold, masked=True), carry)
+            sums = wgmma_zeros(HALF, _STRIP)
+            weights, reference, sums, _ = softmax(scores, reference, sums, first_position)
+            carry = weights.astype(q_ref.dtype), reference, sums, wgmma_zeros(HALF, head_size)
+            full = jnp.maximum(full - 1, 0)  # the first one has been seen to
+            carry = lax.fori_loop(0, full, functools.partial(fold_next, masked=False), carry)
+            carry = lax.fori_loop(full, last, functools.partial(fold_next, masked=True), carry)
 
             # The last key tile; the scores that follow belong to the next item.
             plgpu.barrier_arrive(q_empty.at[q_slot])
             next_fields = item_fields(index + 1)
-            scores, *state = carry
-            weights, (_, row_sum, out) = softmax(scores, state, first_position - last * tile)
-            inverse = lax.broadcast_in_dim(1 / jnp.sum(row_sum, axis=1), out.shape, [0])
+            weights, _, sums, out = carry
+            inverse = lax.broadcast_in_dim(1 / jnp.sum(sums, axis=1), out.shape, [0])
             step = step + last
             plgpu.barrier_wait(v_full.at[v_slot(step)])
             clean_values(v_slot(step), seq_len - last * tile, seq_len)
 
             plgpu.barrier_wait(q_full.at[1 - q_slot])
-            out, scores = products(weights, out, step, 1 - q_slot)
+            out, scores = last_products(weights, out, step, 1 - q_slot)
             store((out * inverse).astype(q_ref.dtype), head_set, first_row, begin, end)
             return scores, step + 1, next_fields
 
@@ -447,19 +478,24 @@ def _kernel(
 
 
 def _strips(array):
-    """Of the columns: in each a thread has the same places."""
+    """Of the columns; each thread has the same places in all of them."""
     return [array[:, i : i + _STRIP] for i in range(0, array.shape[1], _STRIP)]
 
 
-def _tree(operation, arrays):
-    """All of them in one, in pairs: none waits for more than it needs."""
+def _in_pairs(operation, arrays):
+    """All arrays in one; a power of 2 of them. No operation waits for more than it needs."""
     while len(arrays) > 1:
         arrays = [operation(*arrays[i : i + 2]) for i in range(0, len(arrays), 2)]
     return arrays[0]
 
 
-def _any_in_warp(array):
-    """Whether any of the numbers that a warp has of an array [HALF, _STRIP] is positive."""
+def _any_positive(array):
+    """1 in warps with a positive number in an array [HALF, _STRIP], else 0. Whoever decides by it
+    may not wait for other warps.
+
+    Rows that are not the tile's own may have NaN; these are passed over, since a thread has two
+    rows, and the other one may be its own.
+    """
 
     def body(_, array):
         most = functools.reduce(ops.Value.maximum, ops.numbers(array))
@@ -471,7 +507,22 @@ def _any_in_warp(array):
         return mgpu.FragmentedArray.splat(found.ir, (), is_signed=True)
 
     kind = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
-    return plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=kind)(body)(array) != 0
+    return plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=kind)(body)(array)
+
+
+def _have_computed(sums):
+    """Keeps a wait that comes next behind the sums [HALF, _STRIP] of weights, which are never
+    negative: else the assembler moves all that leads to them behind it, away from the product that
+    is waited for."""
+
+    def body(_, sums):
+        tests = ["setp.lt.f32 p, $0, 0f00000000;"]
+        values = ops.numbers(sums)
+        tests += [f"setp.lt.or.f32 p, ${i}, 0f00000000, p;" for i in range(1, len(values))]
+        ops.ptx("{ .reg .pred p; " + " ".join(tests) + " @p nanosleep.u32 0; }", *values)
+        return ()
+
+    plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=())(body)(sums)
 
 
 def _copy_some_rows(source, target, start, count):
