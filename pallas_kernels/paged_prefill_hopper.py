@@ -1,10 +1,10 @@
 """Ragged paged prefill attention in Pallas Mosaic GPU, for Hopper (compute capability 9.0).
 
 One launch for a whole ragged batch. A tile is a window of `128 // M` rows of q, cut down to the
-rows of ONE sequence (tiles.py has the map), times a set of M query heads of one KV head, M being
-the largest power of 2 that divides the group (up to 16): 128 matrix rows, member by member, none of
-them padding. As many programs as the GPU has SMs each take tiles in turn, last first; a program is
-three warp groups:
+rows of ONE sequence (tiles.py has the map), times a set of M query heads of one KV head, M being a
+power of 2 that suits the group: 128 matrix rows, member by member. A group that is no multiple of M
+has its last head more than once in its last set. As many programs as the GPU has SMs each take
+tiles in turn, last first; a program is three warp groups:
 
     loader             for each of its tiles: copies of q, one a member; for each key tile, one copy
                        a block of keys and of values (the bulk copy engine, through the block table)
@@ -66,7 +66,8 @@ def paged_prefill_attention(
     """See the public entry of the same name; no soft cap and no window."""
     num_tokens, num_heads, head_size = q.shape
     num_kv_heads = kv.k.shape[2]
-    window = ROWS // heads_a_tile(num_heads // num_kv_heads)
+    members = heads_a_tile(num_heads // num_kv_heads, num_tokens)
+    window = ROWS // members
     # Windows are whole tiles of q: the padding costs a copy, which a step's bucket never needs.
     num_rows = -(-num_tokens // window) * window
     padded = (
@@ -74,7 +75,12 @@ def paged_prefill_attention(
     )
     numbers = _numbers(block_tables, query_start_loc, seq_lens, num_rows, window)
     k, v = (pool.reshape(-1, num_kv_heads * head_size) for pool in kv)
-    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "block_size": kv.k.shape[1]}
+    sizes = {
+        "group": num_heads // num_kv_heads,
+        "members": members,
+        "num_kv_heads": num_kv_heads,
+        "block_size": kv.k.shape[1],
+    }
     rows = padded.reshape(num_rows, -1)
     attend = functools.partial(_attend, scale=scale, **sizes, config=config)
     arrays = (rows, k, v, numbers)
@@ -83,19 +89,18 @@ def paged_prefill_attention(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("scale", "num_heads", "num_kv_heads", "block_size", "config")
+    jax.jit,
+    static_argnames=("scale", "group", "members", "num_kv_heads", "block_size", "config"),
 )
-def _attend(q, k, v, numbers, *, scale, num_heads, num_kv_heads, block_size, config):
+def _attend(q, k, v, numbers, *, scale, group, members, num_kv_heads, block_size, config):
     """The kernel over rows of all heads; inside a step's jit it is traced and lowered once."""
     head_size = k.shape[1] // num_kv_heads
-    group = num_heads // num_kv_heads
-    members = heads_a_tile(group)
     body = functools.partial(
         _kernel,
         scale=scale,
+        group=group,
         members=members,
-        num_sets=num_heads // members,
-        sets_a_group=group // members,
+        num_kv_heads=num_kv_heads,
         head_size=head_size,
         block_size=block_size,
         config=config,
@@ -136,13 +141,19 @@ def _attend(q, k, v, numbers, *, scale, num_heads, num_kv_heads, block_size, con
     return call(q, k, v, numbers)
 
 
-def heads_a_tile(group):
-    """Query heads that share a tile: the most that divide the group and fill the tile's rows.
+def heads_a_tile(group, num_tokens):
+    """Query heads that share a tile: that power of 2 with which a step has the least tiles.
 
-    The tile's keys are loaded once for these, and again for the rest of the group, mostly from the
-    L2; with padded rows in place of that the products would take longer.
+    Few heads divide a group of any size (6: 2, 7: 1), and so leave no row of a tile idle; many make
+    for tiles of few tokens, of which sequences fill all but their last one. Each set of heads loads
+    the group's keys, mostly from the L2. The step is taken to hold eight sequences, so that those
+    with more and with fewer have the same kernel.
     """
-    return min(group & -group, ROWS // 8)
+
+    def num_tiles(members):
+        return -(-group // members) * (num_tokens / 8 * members / ROWS + 0.75)
+
+    return min((16, 8, 4, 2, 1), key=num_tiles)
 
 
 def _numbers(block_tables, query_start_loc, seq_lens, num_rows, window):
@@ -187,9 +198,9 @@ def _kernel(
     k_empty,
     v_empty,
     scale,
+    group,
     members,
-    num_sets,
-    sets_a_group,
+    num_kv_heads,
     head_size,
     block_size,
     config,
@@ -199,6 +210,8 @@ def _kernel(
     program, num_programs = lax.axis_index("program"), config.num_programs
     warp_group = lax.axis_index("warp_group")
     num_tiles = numbers_ref[0]
+    sets_a_group = -(-group // members)
+    num_sets = num_kv_heads * sets_a_group
     num_items = num_tiles * num_sets
     num_rounds = lax.div(num_items - program + (num_programs - 1), jnp.int32(num_programs))
 
@@ -209,6 +222,12 @@ def _kernel(
         tile_index = num_tiles - 1 - lax.div(item, jnp.int32(num_sets))
         head_set = lax.rem(item, jnp.int32(num_sets))
         return head_set, *(numbers_ref[(tile_index + 1) * _FIELDS + f] for f in range(6))
+
+    def column_of(head_set, member):
+        """The first column of a member of a set; a group's last stands in for those it lacks."""
+        kv_head = lax.div(head_set, jnp.int32(sets_a_group))
+        own = lax.rem(head_set, jnp.int32(sets_a_group)) * members + member
+        return (kv_head * group + jnp.minimum(own, group - 1)) * head_size
 
     def num_steps(fields):
         return lax.div(fields[3] + fields[5] + (tile - 1), jnp.int32(tile))
@@ -233,9 +252,9 @@ def _kernel(
 
                 @pl.when(part == member % 2)
                 def _copy(member=member):
-                    column = (head_set * members + member) * head_size
+                    columns = pl.ds(column_of(head_set, member), head_size)
                     plgpu.copy_gmem_to_smem(
-                        q_ref.at[pl.ds(first_row, window), pl.ds(column, head_size)],
+                        q_ref.at[pl.ds(first_row, window), columns],
                         q_smem.at[slot, pl.ds(member * window, window)],
                         q_full.at[slot],
                     )
@@ -445,8 +464,8 @@ def _kernel(
             for i in range(HALF // box):
                 row = first + i * box
                 member, token = lax.div(row, jnp.int32(window)), lax.rem(row, jnp.int32(window))
-                column = (head_set * members + member) * head_size
-                target = out_ref.at[pl.ds(first_row + token, box), pl.ds(column, head_size)]
+                columns = pl.ds(column_of(head_set, member), head_size)
+                target = out_ref.at[pl.ds(first_row + token, box), columns]
                 boxes.append((my_out.at[pl.ds(i * box, box)], target, token))
             whole = (begin == 0) & (end == window)
 

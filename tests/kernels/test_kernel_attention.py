@@ -420,17 +420,22 @@ HOPPERS = [
         for group, dtype in ((2, BF16), (5, F16), (6, BF16), (7, BF16), (12, F16), (16, BF16))
     ),
     Case(BF16, 128, 16, (48, 1), edge_lens(16) + LONGER, padding=9),
+    Case(BF16, 128, 16, (5, 1), (*LONGER, (1400, 1400)), padding=3),  # heads one by one
 ]
 
 
 @pytest.mark.parametrize("group", [*range(1, 18), 20, 24, 32, 48, 71, 128])
-def test_heads_of_a_tile_fill_its_rows_and_share_their_keys(group):
-    members = paged_prefill_hopper.heads_a_tile(group)
-    assert paged_prefill_hopper.ROWS % members == 0
-    assert paged_prefill_hopper.ROWS // members % 8 == 0  # the copy engine's rows
-    assert members == 16 or (group // members) % 2 == 1  # no fewer than could be
-    for head in range(3 * group):
-        assert head // members // (group // members) == head // group
+def test_heads_of_a_tile_leave_few_of_its_rows_idle(group):
+    """None in a step of long prompts; in others no more than shorter tiles save."""
+    for num_tokens in (64, 512, 2048, 8192):
+        members = paged_prefill_hopper.heads_a_tile(group, num_tokens)
+        assert members in (1, 2, 4, 8, 16)  # windows of whole tiles of the copy engine's
+        if num_tokens == 8192:
+            assert group % members == 0 or group > 16
+        if group in (1, 2, 4, 8, 16):
+            assert members == group
+    assert [paged_prefill_hopper.heads_a_tile(6, n) for n in (64, 512, 8192)] == [8, 8, 2]
+    assert [paged_prefill_hopper.heads_a_tile(7, n) for n in (64, 2048, 8192)] == [8, 8, 1]
 
 
 @pytest.mark.gpu
