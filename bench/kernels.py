@@ -98,11 +98,11 @@ SAMPLE_SHAPE, SAMPLE_MARK = (64, 151936), 150.0  # microseconds
 TRUNCATIONS = [{"top_p": 0.9}, {"top_k": 20, "top_p": 0.95}, {}]
 
 
-def build(case, seed=0, *, contiguous=False):
+def build(case, seed=0, *, contiguous=False, least_blocks=0):
     """(queries, pools, tables and lengths) of random values; block tables shuffled, or not."""
     width = -(-case.seq_len // case.block_size)
-    num_blocks = case.batch * width + 1
-    order = np.arange(1, num_blocks)
+    num_blocks = max(case.batch * width, least_blocks) + 1
+    order = np.arange(1, case.batch * width + 1)
     if not contiguous:
         order = np.random.default_rng(seed).permutation(order)
     tables = jnp.asarray(order.reshape(case.batch, width), jnp.int32)
@@ -169,13 +169,16 @@ def measure(case, backend, repeats):
 def sweep(backend, repeats):
     """Prefill attention by head counts and prompts."""
     rows = []
+    # As large for all, so that as many new tokens have the same kernel, compiled once.
+    pool = {"least_blocks": max(n * (before + new) for n, before, new in SWEPT_PROMPTS) // 16}
     for batch, context, tokens in SWEPT_PROMPTS:
         name = f"prefill {batch} x {tokens}" + (f" on {context}" if context else "")
         cases = [
             Case(name, batch, context, tokens, heads, 16, 0.0, "TFLOP/s") for heads in SWEPT_HEADS
         ]
         seconds = [
-            seconds_per_call(attention(case, backend), *build(case), repeats) for case in cases
+            seconds_per_call(attention(case, backend), *build(case, **pool), repeats)
+            for case in cases
         ]
         rows += _beside_neighbours(cases, seconds)
     return rows
