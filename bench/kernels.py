@@ -170,14 +170,14 @@ def sweep(backend, repeats):
     """Prefill attention by head counts and prompts."""
     rows = []
     # As large for all, so that as many new tokens have the same kernel, compiled once.
-    pool = {"least_blocks": max(n * (before + new) for n, before, new in SWEPT_PROMPTS) // 16}
+    least = max(n * (before + new) for n, before, new in SWEPT_PROMPTS) // 16
     for batch, context, tokens in SWEPT_PROMPTS:
         name = f"prefill {batch} x {tokens}" + (f" on {context}" if context else "")
         cases = [
             Case(name, batch, context, tokens, heads, 16, 0.0, "TFLOP/s") for heads in SWEPT_HEADS
         ]
         seconds = [
-            seconds_per_call(attention(case, backend), *build(case, **pool), repeats)
+            seconds_per_call(attention(case, backend), *build(case, least_blocks=least), repeats)
             for case in cases
         ]
         rows += _beside_neighbours(cases, seconds)

@@ -430,8 +430,8 @@ def test_heads_of_a_tile_leave_few_of_its_rows_idle(group):
     for num_tokens in (64, 512, 2048, 8192):
         members = paged_prefill_hopper.heads_a_tile(group, num_tokens)
         assert members in (1, 2, 4, 8, 16)  # windows of whole tiles of the copy engine's
-        if num_tokens == 8192:
-            assert group % members == 0 or group > 16
+        idle = -(-group // members) * members / group - 1
+        assert idle <= (0.07 if num_tokens == 8192 else 0.9)
         if group in (1, 2, 4, 8, 16):
             assert members == group
     assert [paged_prefill_hopper.heads_a_tile(6, n) for n in (64, 512, 8192)] == [8, 8, 2]
