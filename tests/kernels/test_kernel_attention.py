@@ -454,6 +454,31 @@ def test_prefill_of_both_kernels(case, on_hopper, monkeypatch):
 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+@pytest.mark.parametrize("last", [30.0, 0.1])
+@pytest.mark.parametrize(("dtype", "heads"), [(BF16, (6, 1)), (F16, (2, 2))])
+def test_scores_that_grow_and_fade_along_a_sequence(dtype, heads, last, backend):
+    """From one key tile to the next the greatest score may be another one, by far or not at all;
+    some rows' alone, since their queries are small."""
+    require(backend)
+    case = Case(dtype, 128, 16, heads, ((700, 450), (300, 1), (5, 5), (260, 70)), padding=7)
+    batch = build(case)
+    factors = np.ones(batch.kv.k.shape[:2])
+    for table, length in zip(
+        np.asarray(batch.block_tables), np.asarray(batch.seq_lens), strict=True
+    ):
+        position = np.arange(length)
+        own = table[position // case.block_size], position % case.block_size
+        factors[own] = np.geomspace(1.0, last, length)
+    k = (batch.kv.k.astype(F32) * jnp.asarray(factors, F32)[:, :, None, None]).astype(dtype)
+    sizes = jnp.where(jnp.arange(batch.q_prefill.shape[0]) % 3 == 0, 0.05, 1.0).astype(dtype)
+    q = batch.q_prefill * sizes[:, None, None]
+    arrays = (q, LayerKV(k, batch.kv.v), *batch[1:4])
+    got = jax.jit(partial(paged_prefill_attention, **case.options, backend=backend))(*arrays)
+    plain = partial(reference.paged_prefill_attention, *arrays, **case.options)
+    assert_close(got, lambda dtype: plain(dtype=dtype), dtype)
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 def test_decode_equals_prefill_of_one_token(backend):
     require(backend)
     case = Case(lens=((5, 1), (33, 1), (16, 1)))
