@@ -1,6 +1,6 @@
 """Times the kernels on this machine's GPU and prints them beside their marks.
 
-    python -m bench.kernels [--repeats 7]
+    python -m bench.kernels [--repeats 7] [--sweep]
 
 How: one jit calls the op many times over different queries and pools (enough of them that no
 pool is read from the chip's cache twice in a row); blocks of such calls are launched back to back
@@ -10,6 +10,10 @@ Bytes are keys and values read once; FLOPs are 4 * N * H for each (query, visibl
 What paging costs is the time over blocks in random order, over that of the same kernel with each
 sequence's blocks side by side. Sampling is a whole top-p sample step's choice: temperature,
 truncation, noise, argmax.
+
+With `--sweep` instead: prefill attention for the head counts of published models, query groups of 1
+to 16, and prompts of several lengths; each as a share of the floor (FLOPs at 790 TFLOP/s), and over
+the mean share of its neighbours, the head counts with the next smaller and the next larger group.
 """
 
 import argparse
@@ -22,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bench.common import FLOPS_PER_SECOND
 from bench.compare import parse_arguments
 from bench.records import print_table, record
 from jpaged import SamplingParams
@@ -79,16 +84,25 @@ CASES = [
 ]
 
 
+# Query and KV heads of 128, by the size of the group: Llama-2, Qwen3-0.6B, Llama-3.2-3B,
+# Llama-3.1-8B, Qwen3-14B, Qwen2.5-1.5B, Qwen2.5-7B, Qwen3-32B, GLM-4; and one KV head for all.
+SWEPT_HEADS = [
+    (32, 32), (16, 8), (24, 8), (32, 8), (40, 8), (12, 2), (28, 4), (64, 8), (32, 2), (16, 1)
+]  # fmt: skip
+# Sequences, context, new tokens.
+SWEPT_PROMPTS = [(8, 0, 256), (8, 0, 1024), (1, 0, 8192), (1, 24576, 8192)]
+NEIGHBOURS_MARK = 1 / 1.05
+
 PAGING_CASE, PAGING_MARK = CASES[0], 2.0  # percent
 SAMPLE_SHAPE, SAMPLE_MARK = (64, 151936), 150.0  # microseconds
 TRUNCATIONS = [{"top_p": 0.9}, {"top_k": 20, "top_p": 0.95}, {}]
 
 
-def build(case, seed=0, *, contiguous=False):
+def build(case, seed=0, *, contiguous=False, least_blocks=0):
     """(queries, pools, tables and lengths) of random values; block tables shuffled, or not."""
     width = -(-case.seq_len // case.block_size)
-    num_blocks = case.batch * width + 1
-    order = np.arange(1, num_blocks)
+    num_blocks = max(case.batch * width, least_blocks) + 1
+    order = np.arange(1, case.batch * width + 1)
     if not contiguous:
         order = np.random.default_rng(seed).permutation(order)
     tables = jnp.asarray(order.reshape(case.batch, width), jnp.int32)
@@ -152,6 +166,41 @@ def measure(case, backend, repeats):
     return {"case": case.name, "unit": case.unit, "to_reach": case.mark, **result}
 
 
+def sweep(backend, repeats):
+    """Prefill attention by head counts and prompts."""
+    rows = []
+    # As large for all, so that as many new tokens have the same kernel, compiled once.
+    least = max(n * (before + new) for n, before, new in SWEPT_PROMPTS) // 16
+    for batch, context, tokens in SWEPT_PROMPTS:
+        name = f"prefill {batch} x {tokens}" + (f" on {context}" if context else "")
+        cases = [
+            Case(name, batch, context, tokens, heads, 16, 0.0, "TFLOP/s") for heads in SWEPT_HEADS
+        ]
+        seconds = [
+            seconds_per_call(attention(case, backend), *build(case, least_blocks=least), repeats)
+            for case in cases
+        ]
+        rows += _beside_neighbours(cases, seconds)
+    return rows
+
+
+def _beside_neighbours(cases, seconds):
+    """A row a case: its share of the floor, and that over the mean of those beside it."""
+    shares = [case.flops / FLOPS_PER_SECOND / own for case, own in zip(cases, seconds, strict=True)]
+    for index, (case, own, share) in enumerate(zip(cases, seconds, shares, strict=True)):
+        ratio = share / statistics.mean(shares[max(index - 1, 0) : index] + shares[index + 1 :][:1])
+        yield {
+            "case": case.name,
+            "heads": f"{case.heads[0]}/{case.heads[1]}",
+            "group": case.heads[0] // case.heads[1],
+            "us": own * 1e6,
+            "TFLOP/s": case.flops / own / 1e12,
+            "of_floor": share,
+            "to_neighbours": ratio,
+            "reached": ratio >= NEIGHBOURS_MARK,
+        }
+
+
 def measure_paging(backend, repeats):
     """How much longer the first case takes for its blocks being scattered."""
     op = attention(PAGING_CASE, backend)
@@ -186,9 +235,15 @@ def measure_sampling(backend, repeats, truncation):
 def main():
     parser = argparse.ArgumentParser(description="Times the kernels.")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--sweep", action="store_true", help="prefill by head counts and lengths")
     arguments = parse_arguments(parser)
     if select_backend(jax.default_backend()) is not Backend.TRITON:
         raise SystemExit(f"needs an NVIDIA GPU; JAX sees {jax.default_backend()!r} only")
+    if arguments.sweep:
+        rows = sweep(Backend.TRITON, arguments.repeats)
+        print_table(rows)
+        print(record("prefill_sweep", rows))
+        return
     rows = [measure(case, Backend.TRITON, arguments.repeats) for case in CASES]
     rows.append(measure_paging(Backend.TRITON, arguments.repeats))
     for truncation in TRUNCATIONS:

@@ -257,7 +257,7 @@ def rope_write_kv(
     qkv: Float[Array, "parts T heads H"],
     kv: LayerKV,
     slot_mapping: Int32[Array, "T"],
-    angles: tuple[Float32[Array, "T half"], Float32[Array, "T half"]],
+    angles: tuple[Float32[Array, "T half"], Float32[Array, "T half"]] | None,
     *,
     backend: Backend,
     norms: HeadNorms | None = None,
@@ -273,7 +273,8 @@ def rope_write_kv(
             rounded first (see `product_parts`).
         kv: one layer's pool [P, S, K, H]; updated in place if donated.
         slot_mapping: as of `write_kv`.
-        angles: cosine and sine of each token's rotation, for channels i and i + H / 2.
+        angles: cosine and sine of each token's rotation, for channels i and i + H / 2; None where
+            nothing is rotated.
         backend: which implementation runs.
         norms: RMSNorm of the query and key heads before the rotation.
         dtype: of the queries; qkv's if None.
@@ -647,7 +648,6 @@ def _decode(q, kv, block_tables, seq_lens, options, backend, into=None):
 def _prefill(q, kv, block_tables, query_start_loc, seq_lens, options, backend, shared):
     arrays = (q, kv, block_tables, query_start_loc, seq_lens)
     facts = {
-        "group": q.shape[1] // kv.k.shape[2],
         "head_size": q.shape[2],
         "itemsize": q.dtype.itemsize,
         "device_kind": _device_kind(backend),
@@ -657,6 +657,7 @@ def _prefill(q, kv, block_tables, query_start_loc, seq_lens, options, backend, s
     if hopper is not None:
         launch = {"scale": options["scale"], "config": hopper, "shared": shared}
         return paged_prefill_hopper.paged_prefill_attention(*arrays, **launch)
+    facts["group"] = q.shape[1] // kv.k.shape[2]
     config = tuning.prefill_config(num_tokens=q.shape[0], batch=seq_lens.shape[0], **facts)
     launch = {"config": config, "interpret": backend is Backend.INTERPRET}
     return paged_prefill.paged_prefill_attention(*arrays, **options, **launch)

@@ -106,7 +106,7 @@ def _check_rope(qkv, kv, angles, norms, dtype):
             f"qkv has {qkv.shape[2]} heads; with the pool's {num_kv_heads} KV heads it must have "
             "twice as many and a multiple of them for the queries"
         )
-    for name, angle in zip(("angles[0]", "angles[1]"), angles, strict=True):
+    for name, angle in zip(("angles[0]", "angles[1]"), angles or (), strict=angles is not None):
         _check_shape(name, angle, (qkv.shape[1], head_size // 2), "[T, H / 2]")
         _check_dtype(name, angle, jnp.float32, "rotations are float32")
     if norms is not None:

@@ -1,19 +1,24 @@
 """Ragged paged prefill attention in Pallas Mosaic GPU, for Hopper (compute capability 9.0).
 
-One launch for a whole ragged batch. A tile is a window of `128 // G` rows of q, cut down to the
-rows of ONE sequence (tiles.py has the map), times the KV head's group of G query heads (padded to
-a power of 2): 128 matrix rows, member by member. As many programs as the GPU has SMs each take
+One launch for a whole ragged batch. A tile is a window of `128 // M` rows of q, cut down to the
+rows of ONE sequence (tiles.py has the map), times a set of M query heads of one KV head, M being a
+power of 2 that suits the group: 128 matrix rows, member by member. A group that is no multiple of M
+has its last head more than once in its last set. As many programs as the GPU has SMs each take
 tiles in turn, last first; a program is three warp groups:
 
     loader             for each of its tiles: copies of q, one a member; for each key tile, one copy
                        a block of keys and of values (the bulk copy engine, through the block table)
-    two computers      of 64 matrix rows each; scores = q . keys of the first key tile, then
-      for key tiles:     max, sum, weights = online softmax, in exp2
-                         out = out * rescale + weights . values; scores = q . keys of the NEXT one
+    two computers      of 64 matrix rows each; weights = softmax(q . keys) of the first key tile
+      for key tiles:     issue scores = q . keys of the NEXT one; issue out += weights . values
+                         once the scores are there: their weights, while the values' product runs
+                         once that is done: out rescaled if need be, the weights rounded
       out -> the tile's own rows
 
-One computer's softmax runs under the other's products; that they take turns is left to the
-hardware. The next key tile of a tile's last one is the first of the next tile: nothing drains.
+So a computer's softmax runs under its own product and under the other's. Weights are exp2 of scores
+relative to a reference, which is the row's greatest score so far, or up to 2^8 less: as long as no
+score exceeds it by more, nothing is rescaled and threads need not agree on a maximum. Each thread
+sums weights of its own until the tile is done. The next key tile of a tile's last one is the first
+of the next tile: nothing drains.
 Blocks past the end of a sequence are read from outside the pool, which gives zeros; slots past the
 end inside its last block are zeroed in the copy, for 0 * NaN is NaN.
 FlashAttention-3 (arXiv:2407.08608) over paged keys (arXiv:2309.06180).
@@ -27,8 +32,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import thread_ops as ops
 from pallas_kernels.tile_ops import MASKED
 from pallas_kernels.tiles import window_map
 from pallas_kernels.tuning_hopper import HopperPrefillConfig
@@ -39,6 +46,8 @@ _LOG2_E = math.log2(math.e)
 _TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 # Rows one by one, so that any number of them can be copied out.
 _ROW_TRANSFORMS = (plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128))
+_STRIP = 8  # columns of the least array with the layout of products
+_SLACK = 8.0  # by which scores may exceed what they are relative to, as a power of two
 _FIELDS = 8  # int32 numbers a tile, and before the first tile's
 _MIN_NUMBERS = 2**16  # of 256 sequences with 128 blocks each
 
@@ -57,8 +66,8 @@ def paged_prefill_attention(
     """See the public entry of the same name; no soft cap and no window."""
     num_tokens, num_heads, head_size = q.shape
     num_kv_heads = kv.k.shape[2]
-    group = num_heads // num_kv_heads
-    window = ROWS // pl.next_power_of_2(group)
+    members = heads_a_tile(num_heads // num_kv_heads, num_tokens)
+    window = ROWS // members
     # Windows are whole tiles of q: the padding costs a copy, which a step's bucket never needs.
     num_rows = -(-num_tokens // window) * window
     padded = (
@@ -66,7 +75,12 @@ def paged_prefill_attention(
     )
     numbers = _numbers(block_tables, query_start_loc, seq_lens, num_rows, window)
     k, v = (pool.reshape(-1, num_kv_heads * head_size) for pool in kv)
-    sizes = {"group": group, "num_kv_heads": num_kv_heads, "block_size": kv.k.shape[1]}
+    sizes = {
+        "group": num_heads // num_kv_heads,
+        "members": members,
+        "num_kv_heads": num_kv_heads,
+        "block_size": kv.k.shape[1],
+    }
     rows = padded.reshape(num_rows, -1)
     attend = functools.partial(_attend, scale=scale, **sizes, config=config)
     arrays = (rows, k, v, numbers)
@@ -75,16 +89,17 @@ def paged_prefill_attention(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("scale", "group", "num_kv_heads", "block_size", "config")
+    jax.jit,
+    static_argnames=("scale", "group", "members", "num_kv_heads", "block_size", "config"),
 )
-def _attend(q, k, v, numbers, *, scale, group, num_kv_heads, block_size, config):
+def _attend(q, k, v, numbers, *, scale, group, members, num_kv_heads, block_size, config):
     """The kernel over rows of all heads; inside a step's jit it is traced and lowered once."""
     head_size = k.shape[1] // num_kv_heads
     body = functools.partial(
         _kernel,
         scale=scale,
         group=group,
-        window=ROWS // pl.next_power_of_2(group),
+        members=members,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         block_size=block_size,
@@ -109,7 +124,7 @@ def _attend(q, k, v, numbers, *, scale, group, num_kv_heads, block_size, config)
             "k_smem": scratch(k_stages, tile, head_size),
             "v_smem": scratch(v_stages, tile, head_size),
             "out_smem": scratch(2, HALF, head_size, transforms=_ROW_TRANSFORMS),
-            "q_full": plgpu.Barrier(num_arrivals=group, num_barriers=2),
+            "q_full": plgpu.Barrier(num_arrivals=members, num_barriers=2),
             "k_full": plgpu.Barrier(num_arrivals=copies, num_barriers=k_stages),
             "v_full": plgpu.Barrier(num_arrivals=copies, num_barriers=v_stages),
             "q_empty": plgpu.Barrier(num_arrivals=2, num_barriers=2),
@@ -124,6 +139,21 @@ def _attend(q, k, v, numbers, *, scale, group, num_kv_heads, block_size, config)
         kernel_name="paged_prefill_attention_hopper",
     )
     return call(q, k, v, numbers)
+
+
+def heads_a_tile(group, num_tokens):
+    """Query heads that share a tile: that power of 2 with which a step has the least tiles.
+
+    Few heads divide a group of any size (6: 2, 7: 1), and so leave no row of a tile idle; many make
+    for tiles of few tokens, of which sequences fill all but their last one. Each set of heads loads
+    the group's keys, mostly from the L2. The step is taken to hold eight sequences, so that those
+    with more and with fewer have the same kernel.
+    """
+
+    def num_tiles(members):
+        return -(-group // members) * (num_tokens / 8 * members / ROWS + 0.75)
+
+    return min((16, 8, 4, 2, 1), key=num_tiles)
 
 
 def _numbers(block_tables, query_start_loc, seq_lens, num_rows, window):
@@ -169,27 +199,35 @@ def _kernel(
     v_empty,
     scale,
     group,
-    window,
+    members,
     num_kv_heads,
     head_size,
     block_size,
     config,
 ):
-    tile = config.tile_tokens
+    tile, window = config.tile_tokens, ROWS // members
     k_stages, v_stages = config.num_key_stages, config.num_value_stages
     program, num_programs = lax.axis_index("program"), config.num_programs
     warp_group = lax.axis_index("warp_group")
     num_tiles = numbers_ref[0]
-    num_items = num_tiles * num_kv_heads
+    sets_a_group = -(-group // members)
+    num_sets = num_kv_heads * sets_a_group
+    num_items = num_tiles * num_sets
     num_rounds = lax.div(num_items - program + (num_programs - 1), jnp.int32(num_programs))
 
     def item_fields(turn_index):
-        """Of this program's item: head, then the tile's fields. Past the last one, the last."""
+        """Of this program's item: set of heads, then the tile's fields. Past the last, the last."""
         index = jnp.minimum(turn_index, num_rounds - 1)
         item = index * num_programs + program
-        tile_index = num_tiles - 1 - lax.div(item, jnp.int32(num_kv_heads))
-        head = lax.rem(item, jnp.int32(num_kv_heads))
-        return head, *(numbers_ref[(tile_index + 1) * _FIELDS + f] for f in range(6))
+        tile_index = num_tiles - 1 - lax.div(item, jnp.int32(num_sets))
+        head_set = lax.rem(item, jnp.int32(num_sets))
+        return head_set, *(numbers_ref[(tile_index + 1) * _FIELDS + f] for f in range(6))
+
+    def column_of(head_set, member):
+        """The first column of a member of a set; a group's last stands in for those it lacks."""
+        kv_head = lax.div(head_set, jnp.int32(sets_a_group))
+        own = lax.rem(head_set, jnp.int32(sets_a_group)) * members + member
+        return (kv_head * group + jnp.minimum(own, group - 1)) * head_size
 
     def num_steps(fields):
         return lax.div(fields[3] + fields[5] + (tile - 1), jnp.int32(tile))
@@ -202,21 +240,21 @@ def _kernel(
 
     @pl.when((warp_group == 2) & (num_rounds > 0))
     def _load():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(24, action="decrease")
         size = min(block_size, tile)
         copies = tile // size
 
         def load_q(index, fields, part):
             slot = lax.rem(index, jnp.int32(2))
             pl.when(index >= 2)(lambda: plgpu.barrier_wait(q_empty.at[slot]))
-            head, _, first_row = fields[:3]
-            for member in range(group):
+            head_set, _, first_row = fields[:3]
+            for member in range(members):
 
                 @pl.when(part == member % 2)
                 def _copy(member=member):
-                    column = (head * group + member) * head_size
+                    columns = pl.ds(column_of(head_set, member), head_size)
                     plgpu.copy_gmem_to_smem(
-                        q_ref.at[pl.ds(first_row, window), pl.ds(column, head_size)],
+                        q_ref.at[pl.ds(first_row, window), columns],
                         q_smem.at[slot, pl.ds(member * window, window)],
                         q_full.at[slot],
                     )
@@ -224,7 +262,8 @@ def _kernel(
         def load_all(ref, smem, full, empty, slot_of, stages, part, with_q):
             def load_tile(index, step, fields):
                 slot = slot_of(step)
-                head, table, seq_len = fields[0], fields[1], fields[6]
+                table, seq_len = fields[1], fields[6]
+                kv_head = lax.div(fields[0], jnp.int32(sets_a_group))
                 rows = []
                 for i in range(-(-copies // 2)):
                     position = index * tile + (i * 2 + part) * size
@@ -237,7 +276,7 @@ def _kernel(
 
                     def copy(i=i, row=row):
                         plgpu.copy_gmem_to_smem(
-                            ref.at[pl.ds(row, size), pl.ds(head * head_size, head_size)],
+                            ref.at[pl.ds(row, size), pl.ds(kv_head * head_size, head_size)],
                             smem.at[slot, pl.ds((i * 2 + part) * size, size)],
                             full.at[slot],
                         )
@@ -272,7 +311,7 @@ def _kernel(
 
     @pl.when((warp_group < 2) & (num_rounds > 0))
     def _compute():
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(240, action="increase")
         first = warp_group * HALF
         matrix_row = plgpu.layout_cast(
             lax.broadcasted_iota(jnp.int32, (HALF, tile), 0), plgpu.Layout.WGMMA
@@ -289,22 +328,63 @@ def _kernel(
         def my_q(slot):
             return q_smem.at[slot, pl.ds(pl.multiple_of(first, HALF), HALF)]
 
-        def softmax(scores, state, shift):
-            """shift: columns at or before row token + shift are seen; None: all."""
-            row_max, row_sum, out = state
+        def softmax(scores, reference, row_sum, shift):
+            """Weights in float32, reference and sums after them, and whether any reference grew.
+
+            shift: columns at or before row token + shift are seen; None: all.
+            """
             if shift is not None:
                 token = (matrix_row + first) & (window - 1)
                 scores = jnp.where(matrix_column <= token + shift, scores, MASKED)
             factor = scale * _LOG2_E
-            new_max = jnp.maximum(row_max, jnp.max(scores, axis=1) * factor)
-            rescale = jnp.exp2(row_max - new_max)
-            weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(new_max, scores.shape, [0]))
-            out = out * lax.broadcast_in_dim(rescale, out.shape, [0])
-            row_sum = row_sum * rescale + jnp.sum(weights, axis=1)
-            return weights.astype(q_ref.dtype), (new_max, row_sum, out)
+            strip_max = _in_pairs(jnp.maximum, _strips(scores))
 
-        def products(weights, out, step, q_slot):
-            """out + weights . values of this step, and the scores of the next one."""
+            def grow(reference, row_sum):
+                row_max = jnp.max(strip_max, axis=1) * factor
+                grown = jnp.where(row_max > reference + _SLACK, row_max, reference)
+                rescale = jnp.exp2(reference - grown)
+                return grown, row_sum * lax.broadcast_in_dim(rescale, row_sum.shape, [0])
+
+            limit = lax.broadcast_in_dim(reference + _SLACK, strip_max.shape, [0])
+            grew = _any_positive(strip_max * factor - limit)
+            reference, row_sum = lax.cond(grew != 0, grow, lambda *same: same, reference, row_sum)
+            shifts = lax.broadcast_in_dim(reference, scores.shape, [0])
+            weights = jnp.exp2(scores * factor - shifts)
+            return weights, reference, functools.reduce(jnp.add, _strips(weights), row_sum), grew
+
+        def fold(carry, step, q_slot, shift):
+            """out + weights . values of this step; the next step's weights, reference and sums."""
+            weights, reference, row_sum, out = carry
+            value_slot, key_slot = v_slot(step), k_slot(step + 1)
+
+            def issue(refs):
+                out_acc, scores_acc, *results = refs
+                plgpu.wgmma(scores_acc, my_q(q_slot), k_smem.at[key_slot].transpose((1, 0)))
+                plgpu.wgmma(out_acc, weights, v_smem.at[value_slot])
+                scores = plgpu.wgmma_accumulator_load(scores_acc, wait_n=1)
+                plgpu.barrier_arrive(k_empty.at[key_slot])
+                following = softmax(scores, reference, row_sum, shift)
+                for ref, result in zip(results, following, strict=True):
+                    ref[...] = result
+                _have_computed(following[2])
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(v_empty.at[value_slot])
+
+            plgpu.barrier_wait(v_full.at[value_slot])
+            plgpu.barrier_wait(k_full.at[key_slot])
+            no_scores = wgmma_zeros(HALF, tile)
+            start = plgpu.ACC.init(out), plgpu.ACC.init(no_scores)
+            ends: Any = pl.run_state(issue)((*start, no_scores, reference, row_sum, jnp.int32(0)))
+            out, _, weights, grown, row_sum, grew = ends  # arrays, not references as its type says
+
+            def rescaled(out):
+                return out * lax.broadcast_in_dim(jnp.exp2(reference - grown), out.shape, [0])
+
+            out = lax.cond(grew != 0, rescaled, lambda out: out, out)
+            return weights.astype(q_ref.dtype), grown, row_sum, out
+
+        def last_products(weights, out, step, q_slot):
+            """out + weights . values of a tile's last step, and the next tile's first scores."""
             value_slot, key_slot = v_slot(step), k_slot(step + 1)
 
             def issue(refs):
@@ -317,8 +397,9 @@ def _kernel(
                 plgpu.barrier_arrive(k_empty.at[key_slot])
 
             plgpu.barrier_wait(k_full.at[key_slot])
-            start = plgpu.ACC.init(out), plgpu.ACC.init(wgmma_zeros(HALF, tile))
-            ends: Any = pl.run_state(issue)(start)  # arrays, not references as its type says
+            ends: Any = pl.run_state(issue)(
+                (plgpu.ACC.init(out), plgpu.ACC.init(wgmma_zeros(HALF, tile)))
+            )
             return ends
 
         def clean_values(slot, live, seq_len):
@@ -340,43 +421,41 @@ def _kernel(
 
         def compute_item(index, carry):
             scores, step, fields = carry
-            head, _, first_row, first_position, begin, end, seq_len = fields
+            head_set, _, first_row, first_position, begin, end, seq_len = fields
             q_slot = lax.rem(index, jnp.int32(2))
             last = num_steps(fields) - 1
             full = lax.div(jnp.maximum(first_position + begin + 1, 0), jnp.int32(tile))
             full = jnp.minimum(full, last)
 
-            def fold(i, carry, masked):
-                scores, *state = carry
-                shift = first_position - i * tile if masked else None
-                weights, (row_max, row_sum, out) = softmax(scores, state, shift)
-                plgpu.barrier_wait(v_full.at[v_slot(step + i)])
-                out, scores = products(weights, out, step + i, q_slot)
-                return scores, row_max, row_sum, out
+            def fold_next(i, carry, masked):
+                shift = first_position - (i + 1) * tile if masked else None
+                return fold(carry, step + i, q_slot, shift)
 
-            row_max = plgpu.layout_cast(
+            reference = plgpu.layout_cast(
                 jnp.full((HALF,), MASKED, jnp.float32), plgpu.Layout.WGMMA.reduce(1)
             )
-            carry = scores, row_max, wgmma_zeros(HALF), wgmma_zeros(HALF, head_size)
-            carry = lax.fori_loop(0, full, functools.partial(fold, masked=False), carry)
-            carry = lax.fori_loop(full, last, functools.partial(fold, masked=True), carry)
+            sums = wgmma_zeros(HALF, _STRIP)
+            weights, reference, sums, _ = softmax(scores, reference, sums, first_position)
+            carry = weights.astype(q_ref.dtype), reference, sums, wgmma_zeros(HALF, head_size)
+            full = jnp.maximum(full - 1, 0)  # the first one has been seen to
+            carry = lax.fori_loop(0, full, functools.partial(fold_next, masked=False), carry)
+            carry = lax.fori_loop(full, last, functools.partial(fold_next, masked=True), carry)
 
             # The last key tile; the scores that follow belong to the next item.
             plgpu.barrier_arrive(q_empty.at[q_slot])
             next_fields = item_fields(index + 1)
-            scores, *state = carry
-            weights, (_, row_sum, out) = softmax(scores, state, first_position - last * tile)
-            inverse = lax.broadcast_in_dim(1 / row_sum, out.shape, [0])
+            weights, _, sums, out = carry
+            inverse = lax.broadcast_in_dim(1 / jnp.sum(sums, axis=1), out.shape, [0])
             step = step + last
             plgpu.barrier_wait(v_full.at[v_slot(step)])
             clean_values(v_slot(step), seq_len - last * tile, seq_len)
 
             plgpu.barrier_wait(q_full.at[1 - q_slot])
-            out, scores = products(weights, out, step, 1 - q_slot)
-            store((out * inverse).astype(q_ref.dtype), head, first_row, begin, end)
+            out, scores = last_products(weights, out, step, 1 - q_slot)
+            store((out * inverse).astype(q_ref.dtype), head_set, first_row, begin, end)
             return scores, step + 1, next_fields
 
-        def store(out, head, first_row, begin, end):
+        def store(out, head_set, first_row, begin, end):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             my_out[...] = out
             plgpu.commit_smem()
@@ -385,22 +464,21 @@ def _kernel(
             for i in range(HALF // box):
                 row = first + i * box
                 member, token = lax.div(row, jnp.int32(window)), lax.rem(row, jnp.int32(window))
-                column = (head * group + member) * head_size
-                target = out_ref.at[pl.ds(first_row + token, box), pl.ds(column, head_size)]
-                boxes.append((my_out.at[pl.ds(i * box, box)], target, token, member < group))
+                columns = pl.ds(column_of(head_set, member), head_size)
+                target = out_ref.at[pl.ds(first_row + token, box), columns]
+                boxes.append((my_out.at[pl.ds(i * box, box)], target, token))
             whole = (begin == 0) & (end == window)
 
             @pl.when(whole)
             def _copy_whole():
-                for source, target, _, exists in boxes:
-                    copy = functools.partial(plgpu.copy_smem_to_gmem, source, target)
-                    copy() if group == ROWS // window else pl.when(exists)(copy)
+                for source, target, _ in boxes:
+                    plgpu.copy_smem_to_gmem(source, target)
 
             @pl.when(~whole)
             def _copy_rows():
-                for source, target, token, exists in boxes:
+                for source, target, token in boxes:
                     low, high = (jnp.clip(edge - token, 0, box) for edge in (begin, end))
-                    _copy_some_rows(source, target, low, jnp.where(exists, high - low, 0))
+                    _copy_some_rows(source, target, low, high - low)
 
         fields = item_fields(0)
         plgpu.barrier_wait(q_full.at[0])
@@ -416,6 +494,54 @@ def _kernel(
         _, step, _ = lax.fori_loop(0, num_rounds, compute_item, carry)
         plgpu.barrier_wait(v_full.at[v_slot(step)])  # no copy outlives the program
         plgpu.wait_smem_to_gmem(0)
+
+
+def _strips(array):
+    """Of the columns; each thread has the same places in all of them."""
+    return [array[:, i : i + _STRIP] for i in range(0, array.shape[1], _STRIP)]
+
+
+def _in_pairs(operation, arrays):
+    """All arrays in one; a power of 2 of them. No operation waits for more than it needs."""
+    while len(arrays) > 1:
+        arrays = [operation(*arrays[i : i + 2]) for i in range(0, len(arrays), 2)]
+    return arrays[0]
+
+
+def _any_positive(array):
+    """1 in warps with a positive number in an array [HALF, _STRIP], else 0. Whoever decides by it
+    may not wait for other warps.
+
+    Rows that are not the tile's own may have NaN; these are passed over, since a thread has two
+    rows, and the other one may be its own.
+    """
+
+    def body(_, array):
+        most = functools.reduce(ops.Value.maximum, ops.numbers(array))
+        text = (
+            "{ .reg .pred p; setp.gt.f32 p, $1, 0f00000000; vote.sync.any.pred p, p, 0xffffffff; "
+            "selp.b32 $0, 1, 0, p; }"
+        )
+        (found,) = ops.ptx(text, most, out=[ops.int32()])
+        return mgpu.FragmentedArray.splat(found.ir, (), is_signed=True)
+
+    kind = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+    return plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=kind)(body)(array)
+
+
+def _have_computed(sums):
+    """Keeps a wait that comes next behind the sums [HALF, _STRIP] of weights, which are never
+    negative: else the assembler moves all that leads to them behind it, away from the product that
+    is waited for."""
+
+    def body(_, sums):
+        tests = ["setp.lt.f32 p, $0, 0f00000000;"]
+        values = ops.numbers(sums)
+        tests += [f"setp.lt.or.f32 p, ${i}, 0f00000000, p;" for i in range(1, len(values))]
+        ops.ptx("{ .reg .pred p; " + " ".join(tests) + " @p nanosleep.u32 0; }", *values)
+        return ()
+
+    plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=())(body)(sums)
 
 
 def _copy_some_rows(source, target, start, count):

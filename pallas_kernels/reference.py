@@ -76,7 +76,9 @@ def rope_write_kv(qkv, kv, slot_mapping, angles, norms=None, *, dtype=np.float64
             row = rotated[t, h]
             if norms is not None:
                 row = _rms_norm(row, norms.q if h < num_heads else norms.k, norms.eps)
-            rotated[t, h] = _rotate(row, np.asarray(angles[0])[t], np.asarray(angles[1])[t])
+            if angles is not None:
+                row = _rotate(row, np.asarray(angles[0])[t], np.asarray(angles[1])[t])
+            rotated[t, h] = row
     pool = tuple(np.array(part, dtype) for part in kv)
     k, v = rotated[:, num_heads:-num_kv_heads], rotated[:, -num_kv_heads:]
     return rotated[:, :num_heads], write_kv(pool, k, v, slot_mapping)

@@ -5,7 +5,7 @@ Grid (tile of tokens, tile of heads); heads of a tile are all queries, all keys 
 program, for its heads of its tokens:
 
     first, second = both halves of their rows of qkv, its parts summed and rounded
-    q, k: normalized by 1 / rms(head) (where the model does), rounded, then rotated:
+    q, k: normalized by 1 / rms(head) (where the model does), rounded, then rotated (likewise):
           first * cos - second * sin, second * cos + first * sin
     q -> rows of the result; k, v -> rows of the pool at slot_mapping[token]
 
@@ -44,6 +44,7 @@ def rope_write_kv(
             num_kv_heads=num_kv_heads,
             num_parts=num_parts,
             tile=(tile_tokens, tile_heads),
+            rotates=angles is not None,
             eps=None if norms is None else norms.eps,
         ),
         out_shape=[q_shape, *(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools)],
@@ -55,7 +56,7 @@ def rope_write_kv(
     )
     weights = () if norms is None else (norms.q, norms.k)
     rows = qkv.reshape(-1, head_size)
-    q, k, v = call(*pools, rows, slot_mapping, *angles, *weights)
+    q, k, v = call(*pools, rows, slot_mapping, *(angles or ()), *weights)
     shape = (num_tokens, num_heads, head_size)
     return q.reshape(shape), LayerKV(k.reshape(kv.k.shape), v.reshape(kv.v.shape))
 
@@ -65,16 +66,16 @@ def _kernel(
     __,
     qkv_ref,
     slots_ref,
-    cos_ref,
-    sin_ref,
     *refs,
     num_heads,
     num_kv_heads,
     num_parts,
     tile,
+    rotates,
     eps,
 ):
-    *weight_refs, q_ref, k_ref, v_ref = refs
+    *given, q_ref, k_ref, v_ref = refs
+    angle_refs, weight_refs = (given[:2], given[2:]) if rotates else ([], given)
     tile_tokens, tile_heads = tile
     num_tokens, total_heads = slots_ref.shape[0], num_heads + 2 * num_kv_heads
     own_row = jnp.arange(tile_tokens * tile_heads, dtype=jnp.int32)
@@ -91,7 +92,9 @@ def _kernel(
     def rotated(weight_ref):
         own = [half.astype(jnp.float32) for half in halves]
         first, second = own if weight_ref is None else _normalize(own, weight_ref, q_ref, eps)
-        cos, sin = (_load_angles(ref, token, live) for ref in (cos_ref, sin_ref))
+        if not rotates:
+            return first, second
+        cos, sin = (_load_angles(ref, token, live) for ref in angle_refs)
         return first * cos - second * sin, second * cos + first * sin
 
     def store_kv(pool_ref, values, first_of_kind):

@@ -64,6 +64,10 @@ class Value:
     def __xor__(self, other):
         return Value(arith.xori(self.ir, self._other(other)))
 
+    def maximum(self, other):
+        """Of two float32; of one, if the other is NaN."""
+        return Value(arith.maxnumf(self.ir, self._other(other)))
+
     def __lt__(self, other):
         return self._compare(arith.CmpIPredicate.slt, other)
 

@@ -62,7 +62,6 @@ class HopperGemmConfig:
 
 def prefill_config(
     *,
-    group: int,
     head_size: int,
     block_size: int,
     itemsize: int,
@@ -72,7 +71,6 @@ def prefill_config(
     """Where paged_prefill_hopper.py runs; None where the Triton kernel does.
 
     Args:
-        group: Query heads a KV head.
         head_size: Elements of a head.
         block_size: Tokens of a block.
         itemsize: Bytes of an element.
@@ -80,7 +78,7 @@ def prefill_config(
         device_kind: The GPU's name.
     """
     config = HopperPrefillConfig()
-    fits = head_size == 128 and itemsize == 2 and group <= 16
+    fits = head_size == 128 and itemsize == 2
     whole = block_size >= 8 and config.tile_tokens % block_size == 0
     return config if _is_hopper(device_kind) and fits and whole and plain else None
 

@@ -109,7 +109,8 @@ def rope_write_kv(qkv, kv, slot_mapping, angles, norms, *, dtype):
     q, k, v = jnp.split(qkv, (num_heads, num_heads + num_kv_heads), axis=1)
     if norms is not None:
         q, k = rms_norm(q, norms.q, eps=norms.eps), rms_norm(k, norms.k, eps=norms.eps)
-    q, k = rotate(q, angles), rotate(k, angles)
+    if angles is not None:
+        q, k = rotate(q, angles), rotate(k, angles)
     return q, write_kv(kv, k.astype(pool_dtype), v.astype(pool_dtype), slot_mapping)
 
 

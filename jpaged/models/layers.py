@@ -71,11 +71,12 @@ class AttentionInputs:
         return self
 
 
-def activation(name: str, x: Float[Array, "..."]) -> Float32[Array, "..."]:
-    """A feed-forward activation by its Hugging Face name, computed in float32."""
-    x = x.astype(jnp.float32)
+def activation(name: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """A feed-forward activation by its Hugging Face name, in float32; "relu", which rounds nothing,
+    in x's dtype, so that XLA computes it within the product before it."""
     if name == "relu":
         return jax.nn.relu(x)
+    x = x.astype(jnp.float32)
     if name in ("silu", "swish"):
         return jax.nn.silu(x)
     if name == "gelu":
@@ -290,7 +291,7 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "T N H"], LayerKV]:
         """Queries as they attend, and the pool with the tokens' K and V."""
         slots, backend = attention.slot_mapping, attention.backend
-        if angles is not None:
+        if angles is not None or kv.k.shape[3] % 2 == 0:  # that op takes heads by halves
             options = {"norms": self.head_norms(), "dtype": dtype, "backend": backend}
             return rope_write_kv(qkv, kv, slots, angles, **options)
         heads, num_kv_heads = sum_parts(qkv, dtype), kv.k.shape[2]

@@ -29,6 +29,7 @@ from pallas_kernels import (
     paged_decode_attention,
     paged_prefill,
     paged_prefill_attention,
+    paged_prefill_hopper,
     reference,
     rope_decode_attention,
     tuning_hopper,
@@ -414,7 +415,27 @@ HOPPERS = [
     Case(BF16, 128, 128, (16, 2), edge_lens(128) + LONGER, padding=37),
     Case(BF16, 128, 32, (6, 2), edge_lens(32) + LONGER, padding=300),
     Case(F16, 128, 64, (20, 2), edge_lens(64) + LONGER, padding=1),
+    *(
+        Case(dtype, 128, 16, (2 * group, 2), edge_lens(16) + LONGER, padding=group)
+        for group, dtype in ((2, BF16), (5, F16), (6, BF16), (7, BF16), (12, F16), (16, BF16))
+    ),
+    Case(BF16, 128, 16, (48, 1), edge_lens(16) + LONGER, padding=9),
+    Case(BF16, 128, 16, (5, 1), (*LONGER, (1400, 1400)), padding=3),  # heads one by one
 ]
+
+
+@pytest.mark.parametrize("group", [*range(1, 18), 20, 24, 32, 48, 71, 128])
+def test_heads_of_a_tile_leave_few_of_its_rows_idle(group):
+    """None in a step of long prompts; in others no more than shorter tiles save."""
+    for num_tokens in (64, 512, 2048, 8192):
+        members = paged_prefill_hopper.heads_a_tile(group, num_tokens)
+        assert members in (1, 2, 4, 8, 16)  # windows of whole tiles of the copy engine's
+        idle = -(-group // members) * members / group - 1
+        assert idle <= (0.07 if num_tokens == 8192 else 0.9)
+        if group in (1, 2, 4, 8, 16):
+            assert members == group
+    assert [paged_prefill_hopper.heads_a_tile(6, n) for n in (64, 512, 8192)] == [8, 8, 2]
+    assert [paged_prefill_hopper.heads_a_tile(7, n) for n in (64, 2048, 8192)] == [8, 8, 1]
 
 
 @pytest.mark.gpu
@@ -430,6 +451,31 @@ def test_prefill_of_both_kernels(case, on_hopper, monkeypatch):
     run = partial(paged_prefill_attention, **case.options, backend=Backend.TRITON)
     plain = partial(reference.paged_prefill_attention, *arrays, **case.options)
     assert_close(jax.jit(run)(*arrays), lambda dtype: plain(dtype=dtype), case.dtype)
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+@pytest.mark.parametrize("last", [30.0, 0.1])
+@pytest.mark.parametrize(("dtype", "heads"), [(BF16, (6, 1)), (F16, (2, 2))])
+def test_scores_that_grow_and_fade_along_a_sequence(dtype, heads, last, backend):
+    """From one key tile to the next the greatest score may be another one, by far or not at all;
+    some rows' alone, since their queries are small."""
+    require(backend)
+    case = Case(dtype, 128, 16, heads, ((700, 450), (300, 1), (5, 5), (260, 70)), padding=7)
+    batch = build(case)
+    factors = np.ones(batch.kv.k.shape[:2])
+    for table, length in zip(
+        np.asarray(batch.block_tables), np.asarray(batch.seq_lens), strict=True
+    ):
+        position = np.arange(length)
+        own = table[position // case.block_size], position % case.block_size
+        factors[own] = np.geomspace(1.0, last, length)
+    k = (batch.kv.k.astype(F32) * jnp.asarray(factors, F32)[:, :, None, None]).astype(dtype)
+    sizes = jnp.where(jnp.arange(batch.q_prefill.shape[0]) % 3 == 0, 0.05, 1.0).astype(dtype)
+    q = batch.q_prefill * sizes[:, None, None]
+    arrays = (q, LayerKV(k, batch.kv.v), *batch[1:4])
+    got = jax.jit(partial(paged_prefill_attention, **case.options, backend=backend))(*arrays)
+    plain = partial(reference.paged_prefill_attention, *arrays, **case.options)
+    assert_close(got, lambda dtype: plain(dtype=dtype), dtype)
 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)

@@ -94,6 +94,10 @@ def _operations(dtype, head_size):
             (kv, rows, rows, _ints(T)),
         ),
         "rope and write": (lambda *a: rope_write_kv(*a, backend=Backend.TRITON), rope),
+        "write of fused rows": (
+            lambda *a: rope_write_kv(*a, None, backend=Backend.TRITON),
+            rope[:3],
+        ),
         "norms, rope and write": (
             lambda w, *a: rope_write_kv(*a, norms=HeadNorms(w, w, 1e-6), backend=Backend.TRITON),
             (weight, *rope),
@@ -124,7 +128,7 @@ def test_lowers_to_one_kernel_an_op(dtype, head_size):
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 128])
-@pytest.mark.parametrize("heads", [(1, 1), (6, 2), (32, 8), (16, 1)])
+@pytest.mark.parametrize("heads", [(1, 1), (6, 2), (12, 2), (32, 8), (16, 1), (40, 2), (32, 1)])
 def test_hoppers_prefill_lowers_for_groups_and_blocks(heads, block_size):
     kv = LayerKV(*(_floats(BF16, P, block_size, heads[1], 128) for _ in range(2)))
     arguments = _floats(BF16, T, heads[0], 128), kv, _ints(B, M), _ints(B + 1), _ints(B)

@@ -86,6 +86,28 @@ def test_rope_write_kv(dtype, block_size, heads, head_size, norms, backend):
 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("dtype", "block_size", "heads", "head_size", "norms"), SHAPES[:7])
+def test_write_without_rotation(dtype, block_size, heads, head_size, norms, backend):
+    """Of parts, where there is more than one, the sum."""
+    require(backend)
+    (qkv, kv, slots, _), norms = _case(dtype, block_size, heads, head_size, norms, dtype)
+    run = jax.jit(partial(rope_write_kv, norms=norms, dtype=dtype, backend=backend))
+    halves = jnp.concatenate([qkv.astype(F32) / 2] * 2)
+
+    def plain(dtype):
+        return reference.rope_write_kv(qkv, kv, slots, None, norms, dtype=dtype)
+
+    want, stored = plain(np.float64)
+    for given in (qkv, halves):
+        q, pool = run(given, kv, slots, None)
+        assert_close(q, lambda dtype: plain(dtype)[0], dtype)
+        if norms is None:
+            np.testing.assert_array_equal(np.asarray(q, np.float64), want)
+            np.testing.assert_array_equal(np.asarray(pool.k, np.float64), stored[0])
+        np.testing.assert_array_equal(np.asarray(pool.v, np.float64), stored[1])
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 def test_a_pool_of_another_dtype_gets_rounded_rows(backend):
     require(backend)
     arrays, norms = _case(F32, 8, (4, 2), 32, True, F32)

@@ -105,13 +105,13 @@ def test_many_programs_have_few_warps():
 
 
 def test_hoppers_prefill_is_for_hopper_and_what_it_can():
-    facts = {"group": 4, "head_size": 128, "block_size": 16, "itemsize": 2, "plain": True}
+    facts = {"head_size": 128, "block_size": 16, "itemsize": 2, "plain": True}
     choose = partial(tuning_hopper.prefill_config, **facts)
     for name in ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA GH200 480GB"):
         assert choose(device_kind=name) == tuning_hopper.HopperPrefillConfig()
     assert choose(device_kind="NVIDIA A100-SXM4-80GB") is None
     assert choose(device_kind="") is None
-    others = {"group": 32, "head_size": 64, "block_size": 48, "itemsize": 4, "plain": False}
+    others = {"head_size": 64, "block_size": 48, "itemsize": 4, "plain": False}
     for name, value in others.items():
         assert choose(device_kind="NVIDIA H200", **{name: value}) is None
 
