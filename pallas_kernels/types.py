@@ -13,6 +13,11 @@ class Backend(StrEnum):
     TRITON = "triton"
     INTERPRET = "interpret"
 
+    @property
+    def max_head_size(self) -> int | None:
+        """The widest heads that attention takes; None for any. Kernels have them in registers."""
+        return None if self is Backend.XLA else 256
+
 
 def select_backend(platform: str) -> Backend:
     """The back end for a JAX platform name (`jax.default_backend()`): `"gpu"`, `"cpu"` ..."""
