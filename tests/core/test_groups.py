@@ -31,8 +31,7 @@ def test_the_prompt_is_computed_once_and_its_last_block_copied_for_all_but_the_l
 
 def test_many_groups_fork_in_one_step():
     """However many copies that takes, all are made before anybody writes."""
-    limits = {"max_num_seqs": 144, "max_num_batched_tokens": 144}
-    driver = Driver(make_scheduler(num_blocks=300, block_size=4, **limits))
+    driver = Driver(make_scheduler(300, 4, max_num_seqs=144, max_num_batched_tokens=144))
     for name in "123456789":
         driver.add(make_request(name, 3, max_tokens=3, seq_id=16 * int(name), n=16))
     driver.step()
