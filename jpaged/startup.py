@@ -25,6 +25,7 @@ from jpaged.jax_setup import (
 )
 from jpaged.models.checkpoint import read_config, read_generation_config, resolve_checkpoint
 from jpaged.models.config import ModelConfig
+from jpaged.models.config_fields import refuse_head_size
 from jpaged.models.loader import ModelPlan, plan_model
 from jpaged.recorded_products import offer_recorded_products
 from jpaged.reporter import Reporter
@@ -38,7 +39,7 @@ from jpaged.runtime.timing import measure_costs
 from jpaged.runtime_config import RuntimeConfig
 from jpaged.sizing import Sized, Sizing, step_buckets
 from jpaged.tokenizer import Tokenizer
-from pallas_kernels import select_backend
+from pallas_kernels import Backend, select_backend
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,8 @@ def _prepare(config: EngineConfig, reporter: Reporter) -> _Start:
         record = offer_recorded_products(device)
     folder = resolve_checkpoint(config.model or EMBEDDED_MODEL)
     model_config = ModelConfig.from_hf(read_config(folder))
+    backend = select_backend(device.platform)
+    _check_head_size(model_config, backend)
     dtype = _resolve_dtype(config.dtype, model_config, device.platform)
     asked = {"load_format": config.load_format, "seed": config.seed}
     plan = plan_model(folder, model_config, dtype=dtype, **asked)
@@ -148,12 +151,18 @@ def _prepare(config: EngineConfig, reporter: Reporter) -> _Start:
         device=device,
         draft=draft,
         sizing=sizing,
-        shared=SharedCalls(select_backend(device.platform)),
+        shared=SharedCalls(backend),
         builder=ProgramBuilder(os.cpu_count() or 1, store, progress),
         pool=CompilePool(orders, store, reporter.say, verbose=config.verbose),
         progress=progress,
         recorded=recorded,
     )
+
+
+def _check_head_size(model: ModelConfig, backend: Backend) -> None:
+    most = backend.max_head_size
+    if most is not None and model.head_size > most:
+        raise refuse_head_size(model.head_size, f"1 to {most}, on a GPU")
 
 
 def _load_beside_programs(

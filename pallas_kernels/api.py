@@ -110,9 +110,10 @@ def paged_decode_attention(
         ValueError: inconsistent shapes, or a head size, block size or number out of range.
         TypeError: dtypes that differ or are not bfloat16, float16 or float32.
     """
-    checks.check_attention(q, kv, block_tables, seq_lens, scale, soft_cap, sliding_window)
-    checks.check_decode(q, block_tables)
     backend = Backend(backend)
+    scalars = (scale, soft_cap, sliding_window)
+    checks.check_attention(q, kv, block_tables, seq_lens, backend, scalars)
+    checks.check_decode(q, block_tables)
     options = {"scale": scale, "soft_cap": soft_cap, "sliding_window": sliding_window}
     if backend is Backend.XLA or not q.size:
         return xla.paged_decode_attention(q, kv, block_tables, seq_lens, **options)
@@ -155,10 +156,10 @@ def rope_decode_attention(
     """
     dtype = jnp.dtype(qkv.dtype if dtype is None else dtype)
     scalars = (scale, soft_cap, sliding_window)
-    checks.check_rope_decode(qkv, kv, block_tables, seq_lens, angles, norms, dtype, scalars)
     backend = Backend(backend)
-    options = {"scale": scale, "soft_cap": soft_cap, "sliding_window": sliding_window}
     arrays = (qkv, kv, block_tables, seq_lens, angles, norms)
+    checks.check_rope_decode(*arrays, dtype, backend, scalars)
+    options = {"scale": scale, "soft_cap": soft_cap, "sliding_window": sliding_window}
     if backend is Backend.XLA or not qkv.size:
         return xla.rope_decode_attention(*arrays, dtype=dtype, **options)
     config = _decode_config(kv, block_tables, backend)
@@ -208,9 +209,10 @@ def paged_prefill_attention(
         ValueError: inconsistent shapes, or a head size, block size or number out of range.
         TypeError: dtypes that differ or are not bfloat16, float16 or float32.
     """
-    checks.check_attention(q, kv, block_tables, seq_lens, scale, soft_cap, sliding_window)
-    checks.check_prefill(query_start_loc, seq_lens)
     backend = Backend(backend)
+    scalars = (scale, soft_cap, sliding_window)
+    checks.check_attention(q, kv, block_tables, seq_lens, backend, scalars)
+    checks.check_prefill(query_start_loc, seq_lens)
     options = {"scale": scale, "soft_cap": soft_cap, "sliding_window": sliding_window}
     if backend is Backend.XLA or not q.size:
         arrays = (q, kv, block_tables, query_start_loc, seq_lens)

@@ -9,25 +9,41 @@ import math
 import jax.numpy as jnp
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
-MIN_HEAD_SIZE, MAX_HEAD_SIZE = 32, 256
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 128
 
 
 def check_pool(kv, name="kv"):
-    """Refuse a pool of a wrong rank, dtype, block size or head size."""
+    """Refuse a pool of a wrong rank, dtype or block size, or of heads without elements."""
     k, v = kv
     _check_rank(f"{name}.k", k, 4, "[P, S, K, H]")
     _check_shape(f"{name}.v", v, k.shape, f"{name}.k's shape")
     if k.dtype not in DTYPES:
         raise TypeError(f"{name}.k has dtype {k.dtype}; make the pool bfloat16, float16 or float32")
     _check_dtype(f"{name}.v", v, k.dtype, f"{name}.k's dtype")
-    _check_range("block size", f"{name}.k.shape[1]", k.shape[1], MIN_BLOCK_SIZE, MAX_BLOCK_SIZE)
-    _check_range("head size", f"{name}.k.shape[3]", k.shape[3], MIN_HEAD_SIZE, MAX_HEAD_SIZE)
+    if not MIN_BLOCK_SIZE <= k.shape[1] <= MAX_BLOCK_SIZE or k.shape[1] % 8:
+        raise ValueError(
+            f"block size {k.shape[1]} ({name}.k.shape[1]) must be a multiple of 8 from "
+            f"{MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}"
+        )
+    if not k.shape[3]:
+        raise ValueError(f"head size 0 ({name}.k.shape[3]) must be at least 1")
 
 
-def check_attention(q, kv, block_tables, seq_lens, scale, soft_cap, sliding_window):
-    """What decode and prefill attention have in common."""
+def _check_attended(kv, backend):
+    """The same, and heads that the back end's attention takes."""
     check_pool(kv)
+    head_size, most = kv.k.shape[3], backend.max_head_size
+    if most is not None and head_size > most:
+        raise ValueError(
+            f"head size {head_size} (kv.k.shape[3]) must be from 1 to {most} for the back end "
+            f"{backend.value!r}; 'xla' takes any"
+        )
+
+
+def check_attention(q, kv, block_tables, seq_lens, backend, scalars):
+    """What decode and prefill attention have in common; `scalars` are scale, soft cap and sliding
+    window."""
+    _check_attended(kv, backend)
     num_kv_heads, head_size = kv.k.shape[2:]
     _check_rank("q", q, 3, "[rows, N, H]")
     _check_dtype("q", q, kv.k.dtype, "the pool's dtype; cast it first")
@@ -40,7 +56,7 @@ def check_attention(q, kv, block_tables, seq_lens, scale, soft_cap, sliding_wind
             f"q has {q.shape[1]} query heads, not a multiple of the pool's {num_kv_heads} KV heads"
         )
     _check_sequences(block_tables, seq_lens)
-    _check_scalars(scale, soft_cap, sliding_window)
+    _check_scalars(*scalars)
     if q.shape[0] and not block_tables.shape[0]:
         raise ValueError(f"block_tables has no rows for q's {q.shape[0]}; give one row a sequence")
 
@@ -84,8 +100,9 @@ def check_rope_write(qkv, kv, slot_mapping, angles, norms, dtype):
     _check_shape("slot_mapping", slot_mapping, qkv.shape[1:2], "qkv's tokens")
 
 
-def check_rope_decode(qkv, kv, block_tables, seq_lens, angles, norms, dtype, scalars):
-    """The same of one token a sequence; `scalars` are scale, soft cap and sliding window."""
+def check_rope_decode(qkv, kv, block_tables, seq_lens, angles, norms, dtype, backend, scalars):
+    """The same of one token a sequence; `scalars` as of `check_attention`."""
+    _check_attended(kv, backend)
     _check_rope(qkv, kv, angles, norms, dtype)
     _check_sequences(block_tables, seq_lens)
     _check_shape("seq_lens", seq_lens, qkv.shape[1:2], "one token a sequence, qkv's second axis")
@@ -97,6 +114,10 @@ def _check_rope(qkv, kv, angles, norms, dtype):
     num_kv_heads, head_size = kv.k.shape[2:]
     _check_parts("qkv", qkv, 4, "[parts, T, N + 2K, H]", dtype)
     num_heads = qkv.shape[2] - 2 * num_kv_heads
+    if head_size % 2:
+        raise ValueError(
+            f"head size {head_size} (kv.k.shape[3]) must be even: channels are rotated in pairs"
+        )
     if qkv.shape[3] != head_size:
         raise ValueError(
             f"qkv has head size {qkv.shape[3]} and the pool {head_size}; they must be equal"
@@ -276,11 +297,6 @@ def _check_eps(name, eps):
 def _check_int32(name, array, rank, axes):
     _check_rank(name, array, rank, axes)
     _check_dtype(name, array, jnp.int32, "indices are int32; cast it first")
-
-
-def _check_range(what, name, value, low, high):
-    if not low <= value <= high or value % 8:
-        raise ValueError(f"{what} {value} ({name}) must be a multiple of 8 from {low} to {high}")
 
 
 def _check_scalars(scale, soft_cap, sliding_window):

@@ -15,6 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.tile_ops import tile_width
+
 
 @dataclasses.dataclass(frozen=True)
 class Front:
@@ -44,7 +46,7 @@ def new_token(front: Front, refs, sequence, kv_head, with_key, pool_dtype):
         pool_dtype: Of the results.
 
     Returns:
-        Queries [group, H], key [1, H] and value [1, H], in powers of two.
+        Queries [group, H], key [1, H] and value [1, H]: group in powers of two, H as `tile_width`.
     """
     heads_ref, cos_ref, sin_ref, *weight_refs = refs
     own, exchanged, angle = _columns(heads_ref.shape[1])
@@ -76,7 +78,7 @@ def new_token(front: Front, refs, sequence, kv_head, with_key, pool_dtype):
 
 def _columns(size):
     """Of a head: its columns, the same with the halves exchanged, and their angles'."""
-    half, column = size // 2, jnp.arange(pl.next_power_of_2(size), dtype=jnp.int32)
+    half, column = size // 2, jnp.arange(tile_width(size), dtype=jnp.int32)
     exchanged = jnp.where(column < half, column + half, column - half)
     exchanged = jnp.where(column < size, exchanged, column)
     return column, exchanged, jnp.where(column < half, column, column - half)

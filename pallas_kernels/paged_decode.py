@@ -96,7 +96,7 @@ class _Spec:
     def merged_shape(self) -> tuple[int, int]:
         """Of partial outputs that a program merges at a time: query heads, columns."""
         heads = min(pl.next_power_of_2(self.group), _MERGED_HEADS)
-        return heads, pl.next_power_of_2(self.head_size)
+        return heads, tile_ops.tile_width(self.head_size)
 
     @property
     def merged_splits(self) -> int:

@@ -1,10 +1,10 @@
 """Pieces that the attention kernels share, all on values in registers.
 
 Arrays are seen as matrices of rows of H elements (a free reshape outside the kernel): q's row is
-token * N + head, the pool's is (block * S + offset) * K + KV head. Tiles have power-of-two sides; a
-head size that is none is masked. A masked-out score is a large negative number instead of -inf, so
-that a row with no key yet needs no special case: what it gathers meanwhile is scaled by
-exp2(MASKED - score) = 0 as soon as it sees its first key.
+token * N + head, the pool's is (block * S + offset) * K + KV head. Tiles have power-of-two sides,
+and 16 columns at least: those past the head size are masked. A masked-out score is a large negative
+number instead of -inf, so that a row with no key yet needs no special case: what it gathers
+meanwhile is scaled by exp2(MASKED - score) = 0 as soon as it sees its first key.
 """
 
 import math
@@ -16,10 +16,17 @@ from jax.experimental.pallas import triton as plgpu
 
 MASKED = -1e30
 _LOG2_E = math.log2(math.e)
+_MIN_WIDTH = 16  # of either factor of a tensor core's product
+
+
+def tile_width(head_size):
+    """Columns of a tile of heads: the next power of two, 16 at least."""
+    return max(_MIN_WIDTH, pl.next_power_of_2(head_size))
 
 
 def load_rows(ref, rows, head_size, live=None):
-    """Tile [len(rows), next power of two of head_size] of a matrix; zeros where not live."""
+    """Tile [len(rows), tile_width(head_size)] of a matrix; zeros where not live and past the head
+    size."""
     index, mask = _tile_index(rows, head_size, live)
     if mask is None:
         return plgpu.load(ref.at[index])
@@ -77,7 +84,7 @@ def _scaled(product, scale, soft_cap):
 def softmax_start(num_rows, head_size):
     """Running (max, sum, output) before the first key."""
     row_max = jnp.full((num_rows,), MASKED, jnp.float32)
-    out = jnp.zeros((num_rows, pl.next_power_of_2(head_size)), jnp.float32)
+    out = jnp.zeros((num_rows, tile_width(head_size)), jnp.float32)
     return row_max, jnp.zeros((num_rows,), jnp.float32), out
 
 
@@ -109,7 +116,7 @@ def softmax_finish(carry):
 
 def _tile_index(rows, head_size, live):
     """Indices and mask of a tile: every index has the tile's full shape, as Pallas wants it."""
-    width = pl.next_power_of_2(head_size)
+    width = tile_width(head_size)
     shape = (rows.shape[0], width)
     columns = lax.broadcasted_iota(jnp.int32, shape, 1)
     mask = None if live is None else jnp.broadcast_to(live[:, None], shape)

@@ -13,6 +13,11 @@ class Backend(StrEnum):
     TRITON = "triton"
     INTERPRET = "interpret"
 
+    @property
+    def max_head_size(self) -> int | None:
+        """The widest heads that attention takes; None for any. Kernels have them in registers."""
+        return None if self is Backend.XLA else 256
+
 
 def select_backend(platform: str) -> Backend:
     """The back end for a JAX platform name (`jax.default_backend()`): `"gpu"`, `"cpu"` ..."""
@@ -20,7 +25,11 @@ def select_backend(platform: str) -> Backend:
 
 
 class LayerKV(NamedTuple):
-    """One layer's pool of keys and values: P blocks of S slots; block 0 is the null block."""
+    """One layer's pool of keys and values: P blocks of S slots; block 0 is the null block.
+
+    S is a multiple of 8 from 8 to 128. Heads have any size H that attention takes on the back end
+    (`Backend.max_head_size`); those that are rotated an even one.
+    """
 
     k: Float[Array, "P S K H"]
     v: Float[Array, "P S K H"]

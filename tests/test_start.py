@@ -1,5 +1,6 @@
 """What a start does while the model loads, and what it leaves when that fails."""
 
+import json
 import subprocess
 import threading
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from jpaged.models.loader import ModelPlan
 from jpaged.recorded_products import Record
 from jpaged.runtime.programs import ProgramBuilder
 from jpaged.sizing import Sizing
+from pallas_kernels import Backend
 
 OPTIONS: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 64}
 
@@ -73,6 +75,23 @@ def test_what_is_to_be_measured_waits_for_the_model(
         startup.build_parts(EngineConfig(compilation_cache_dir=None, **OPTIONS))
     assert seen == [False]
     assert sized.is_set()
+
+
+def test_heads_that_the_kernels_do_not_take_are_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 528, "n_head": 2, "n_layer": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"n_positions": 64}))
+    loads: list[bool] = []
+    load(monkeypatch, lambda: loads.append(True))
+    made = EngineConfig(tmp_path, compilation_cache_dir=None, skip_tokenizer_init=True, **OPTIONS)
+    with pytest.raises(LoadingError):
+        startup.build_parts(made)
+    assert loads.pop()
+    monkeypatch.setattr(startup, "select_backend", lambda _: Backend.TRITON)
+    with pytest.raises(ValueError, match=r"head_dim=264 .* 1 to 256, on a GPU .*hidden_size / num"):
+        startup.build_parts(made)
+    assert not loads
 
 
 @pytest.fixture

@@ -31,6 +31,12 @@ def refuse(field: str, value: object, supported: object) -> ValueError:
     return ValueError(f"model config: {field}={shown} is not supported; supported: {supported}")
 
 
+def refuse_head_size(value: int, supported: str) -> ValueError:
+    """The same for a head size, which is a field of its own or follows from two others."""
+    derived = "where it is missing it is hidden_size / num_attention_heads"
+    return refuse("head_dim", value, f"{supported} ({derived})")
+
+
 class Fields:
     """Typed access to a config; every complaint names its field and value."""
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from jpaged.models.config import ModelConfig, RopeConfig, RopeType
-from jpaged.models.config_fields import REQUIRED, Fields, refuse
+from jpaged.models.config_fields import REQUIRED, Fields, refuse, refuse_head_size
 
 ACTIVATIONS = ("relu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "silu", "swish")
 CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
@@ -69,7 +69,7 @@ def _check_heads(model: ModelConfig) -> None:
         wanted = f"divisors of num_attention_heads={model.num_heads}"
         raise refuse("num_key_value_heads", model.num_kv_heads, wanted)
     if model.rope is not None and model.head_size % 2:
-        raise refuse("head_dim", model.head_size, "even sizes, with rotary embedding")
+        raise refuse_head_size(model.head_size, "even sizes, with rotary embedding")
 
 
 def _divided_head_size(hidden_size: int, num_heads: int) -> int:

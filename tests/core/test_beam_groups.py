@@ -80,6 +80,24 @@ def test_forks_copies_and_prunes():
     assert driver.requests["1"].finish_reason is FinishReason.LENGTH
 
 
+@pytest.mark.parametrize("pruned", [0, 1])
+def test_a_beam_that_nothing_continues_is_let_go(pruned: int, monkeypatch: pytest.MonkeyPatch):
+    """Be it the first: the other one has both of the best continuations."""
+    other = 1 - pruned
+    following = {(1 + pruned,): {4: 0.1, 5: 0.1}, (1 + other,): {6: 0.6, 7: 0.4}}
+    monkeypatch.setattr(__name__ + ".PROBABILITIES", PROBABILITIES | following)
+    driver = Driver(make_scheduler(block_size=4))
+    add_search(driver)
+    driver.step()
+    lost = driver.requests["1"].live[pruned]
+    driver.step()
+    assert beams(driver) == [(1 + other, 6), (1 + other, 7)]
+    assert lost.block_table == []
+    assert num_free(driver) == 8
+    assert the(driver.step()).released == (lost.seq_id,)
+    driver.run()
+
+
 @pytest.mark.parametrize("lag", [1, 2])
 def test_a_beam_waits_until_its_step_is_read(lag: int):
     driver = Driver(make_scheduler(block_size=4), lag)

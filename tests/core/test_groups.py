@@ -29,6 +29,17 @@ def test_the_prompt_is_computed_once_and_its_last_block_copied_for_all_but_the_l
     assert len({tuple(stream) for stream in driver.streams.values()}) == 3
 
 
+def test_many_groups_fork_in_one_step():
+    """However many copies that takes, all are made before anybody writes."""
+    driver = Driver(make_scheduler(300, 4, max_num_seqs=144, max_num_batched_tokens=144))
+    for name in "123456789":
+        driver.add(make_request(name, 3, max_tokens=3, seq_id=16 * int(name), n=16))
+    driver.step()
+    plan = the(driver.step())
+    assert (len(plan.scheduled), len(plan.block_copies)) == (144, 9 * 15)
+    driver.run()
+
+
 def test_a_prompt_of_one_token_has_nothing_to_share():
     driver = Driver(make_scheduler(block_size=4))
     driver.add(make_request("1", 1, max_tokens=2, seq_id=10, n=2))

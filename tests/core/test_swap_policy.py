@@ -5,8 +5,9 @@ from core_driver import Driver, make_request, make_scheduler
 from core_plans import num_free, samples, shape, status, the
 from core_swapped import swapped_out
 
+from jpaged.core.block_manager import BlockManager
 from jpaged.core.costs import PreemptionCosts
-from jpaged.core.swap import PreemptionMode, PressurePolicy
+from jpaged.core.swap import PreemptionMode, PressurePolicy, SwapSpace
 
 
 def test_a_full_host_space_means_recomputing():
@@ -16,6 +17,19 @@ def test_a_full_host_space_means_recomputing():
     driver = swapped_out(policy=PressurePolicy(PreemptionMode.SWAP, num_host_blocks=2))
     assert status(driver, "2") == "swapped"  # just fits
     driver.run()
+
+
+def test_the_bound_counts_the_images_that_are_there():
+    manager = BlockManager(11, 4)
+    space = SwapSpace(PressurePolicy(PreemptionMode.SWAP, num_host_blocks=5), manager)
+    first, second = make_request("1", 12), make_request("2", 12)
+    for request in (first, second):
+        manager.allocate(request.live[0], 12)
+    assert space.chosen_for(second)  # three of five
+    space.swap_out(first)
+    assert (space.num_used_blocks, space.chosen_for(second)) == (3, False)
+    space.drop(first)
+    assert (space.num_used_blocks, space.chosen_for(second)) == (0, True)
 
 
 @pytest.mark.parametrize(

@@ -23,22 +23,29 @@ def _pool(num_blocks=4, block_size=16, num_kv_heads=2, head_size=64, dtype=F32):
     return LayerKV(pool, pool)
 
 
-def _attention(q=None, kv=None, tables=None, lens=None, scale=0.1, cap=None, window=None):
+def _attention(
+    q=None,
+    kv=None,
+    tables=None,
+    lens=None,
+    scale=0.1,
+    cap=None,
+    window=None,
+    backend=Backend.TRITON,
+):
     checks.check_attention(
         jnp.zeros((3, 4, 64), F32) if q is None else q,
         kv or _pool(),
         _ints(3, 5) if tables is None else tables,
         _ints(3) if lens is None else lens,
-        scale,
-        cap,
-        window,
+        backend,
+        (scale, cap, window),
     )
 
 
 VALUE_ERRORS = {
-    "head size 63": {"kv": _pool(head_size=63)},
-    "head size 24": {"kv": _pool(head_size=24)},
-    "head size 264": {"kv": _pool(head_size=264)},
+    "head size 0": {"kv": _pool(head_size=0)},
+    r"head size 264 \(kv.k.shape\[3\]\) must be from 1 to 256": {"kv": _pool(head_size=264)},
     "block size 4": {"kv": _pool(block_size=4)},
     "block size 136": {"kv": _pool(block_size=136)},
     "head size 32 and the pool 64": {"q": jnp.zeros((3, 4, 32), F32)},
@@ -61,6 +68,11 @@ VALUE_ERRORS = {
 def test_attention_value_errors(message):
     with pytest.raises(ValueError, match=message):
         _attention(**VALUE_ERRORS[message])
+
+
+def test_xlas_attention_takes_heads_of_any_size():
+    for size in (1, 5, 12, 520):
+        _attention(jnp.zeros((3, 4, size), F32), _pool(head_size=size), backend=Backend.XLA)
 
 
 TYPE_ERRORS = {
@@ -101,14 +113,16 @@ def test_write_wants_rows_of_the_pool():
 def test_rope_write_wants_the_pools_heads():
     angle, slots = jnp.zeros((3, 32), F32), _ints(3)
 
-    def check(qkv, dtype=F32, angles=(angle, angle), norms=None):
-        checks.check_rope_write(qkv, _pool(), slots, angles, norms, jnp.dtype(dtype))
+    def check(qkv, dtype=F32, angles=(angle, angle), norms=None, kv=None):
+        checks.check_rope_write(qkv, kv or _pool(), slots, angles, norms, jnp.dtype(dtype))
 
     good = jnp.zeros((1, 3, 8, 64), F32)
     check(good)
     check(good, dtype=BF16)
     with pytest.raises(ValueError, match="qkv has 7 heads"):
         check(good[:, :, :7])
+    with pytest.raises(ValueError, match=r"head size 5 .* must be even"):
+        check(good[..., :5], kv=_pool(head_size=5))
     with pytest.raises(ValueError, match="head size 32 and the pool 64"):
         check(good[..., :32])
     with pytest.raises(ValueError, match=r"angles\[1\] has shape \(2, 32\)"):
@@ -126,7 +140,7 @@ def test_rope_decode_wants_one_token_a_sequence():
 
     def check(qkv=qkv, lens=lens, scalars=(0.1, None, None)):
         arrays = (qkv, _pool(), tables, lens, (angle[: qkv.shape[1]],) * 2, None)
-        checks.check_rope_decode(*arrays, qkv.dtype, scalars)
+        checks.check_rope_decode(*arrays, qkv.dtype, Backend.TRITON, scalars)
 
     check()
     with pytest.raises(ValueError, match=r"seq_lens has shape \(3,\); it must be \(2,\)"):

@@ -50,6 +50,19 @@ CASES = [
     Case(F16, 64, 16, HEADS["wide"]),
     Case(BF16, 80, 8, HEADS["mha"], sliding_window=16),
 ]
+# Heads narrower than a tile, and widths that are no power of two; odd ones are not rotated.
+NARROW = [
+    Case(F32, 1, 8, HEADS["mqa"]),
+    Case(BF16, 4, 8, HEADS["gqa"], sliding_window=9),
+    Case(F32, 5, 8, HEADS["gqa"], sliding_window=3),
+    Case(F32, 8, 16, HEADS["mha"], soft_cap=2.0),
+    Case(BF16, 12, 16, HEADS["mqa"]),
+    Case(BF16, 16, 8, HEADS["mha"]),
+    Case(F16, 24, 8, HEADS["gqa"]),
+    Case(F32, 40, 8, HEADS["mha"]),
+]
+CASES += NARROW
+ROTATED = [case for case in CASES if case.head_size % 2 == 0]
 # On a GPU, where a case costs little, every pair of head size and block size too.
 GPU_CASES = [
     Case(
@@ -58,10 +71,14 @@ GPU_CASES = [
     for h, head_size in enumerate((32, 64, 80, 96, 128, 256))
     for b, block_size in enumerate((8, 16, 32, 128))
 ]
+GPU_CASES += [
+    Case((BF16, F16, F32)[h % 3], head_size, 16, tuple(HEADS.values())[h % 4])
+    for h, head_size in enumerate((2, 8, 16, 20, 24, 40, 72, 200))
+]
 
 
-def _params():
-    for case, backend in itertools.product(CASES, Backend):
+def _params(cases=CASES):
+    for case, backend in itertools.product(cases, Backend):
         marks = [pytest.mark.gpu] if backend is Backend.TRITON else []
         yield pytest.param(case, backend, id=f"{case}-{backend}", marks=marks)
     for case in GPU_CASES:
@@ -124,7 +141,7 @@ def _assert_new_tokens(got, arrays, norms, case):
         assert_close(new[changed], stored, case.dtype)
 
 
-@pytest.mark.parametrize(("case", "backend"), list(_params()))
+@pytest.mark.parametrize(("case", "backend"), list(_params(ROTATED)))
 def test_rope_decode_matches_reference(case, backend):
     require(backend)
     case = _filled(case)
@@ -202,6 +219,31 @@ def test_long_sequences_in_many_tiles(backend, window):
     got = jax.jit(partial(paged_prefill_attention, **case.options, backend=backend))(*arrays)
     plain = partial(reference.paged_prefill_attention, *arrays, **case.options)
     assert_close(got, lambda dtype: plain(dtype=dtype), case.dtype)
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+@pytest.mark.parametrize("op", ["decode", "rope decode", "prefill"])
+def test_a_window_begins_with_the_last_key_of_a_tile(op, backend):
+    """Whatever the tile: of 16 to 64 keys, or XLA's chunk of 128. Its other keys are out of sight,
+    so that a loop that begins a tile late misses one key alone; in float32 that shows."""
+    require(backend)
+    window = 3
+    ends = [(keys + window - 1, 1) for keys in (128, 256, 384)]
+    case = Case(F32, 32, 16, (4, 2), (*ends, (128 + window + 4, 6)), sliding_window=window)
+    if op == "rope decode":
+        arrays, norms = _with_new_tokens(case, 1, False)
+        run = partial(rope_decode_attention, **case.options, backend=backend)
+        _assert_new_tokens(jax.jit(run)(*arrays), arrays, norms, case)
+        return
+    batch = build(case)
+    if op == "decode":
+        arrays = (batch.q_decode, batch.kv, batch.block_tables, batch.seq_lens)
+        function, plain = paged_decode_attention, reference.paged_decode_attention
+    else:
+        arrays = (batch.q_prefill, *batch[:4])
+        function, plain = paged_prefill_attention, reference.paged_prefill_attention
+    got = jax.jit(partial(function, **case.options, backend=backend))(*arrays)
+    assert_close(got, lambda dtype: plain(*arrays, dtype=dtype, **case.options), case.dtype)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pallas_kernels import tuning, tuning_hopper
+from pallas_kernels.tile_ops import tile_width
 
 
 def _decode(**changes):
@@ -41,7 +42,7 @@ def test_decode_has_no_more_splits_than_tiles():
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_tiles_are_powers_of_two_within_limits(itemsize):
-    for head_size, group, tokens in itertools.product((32, 80, 256), (1, 3, 71), (1, 100, 8192)):
+    for head_size, group, tokens in itertools.product((2, 32, 80, 256), (1, 3, 71), (1, 100, 8192)):
         decode = _decode(head_size=head_size, itemsize=itemsize)
         prefill = tuning.prefill_config(
             num_tokens=tokens, batch=8, group=group, head_size=head_size, itemsize=itemsize
@@ -50,6 +51,11 @@ def test_tiles_are_powers_of_two_within_limits(itemsize):
             assert size >= 16
             assert size & (size - 1) == 0
         assert prefill.tile_rows >= group
+
+
+def test_heads_have_tiles_of_powers_of_two_that_tensor_cores_take():
+    widths = {1: 16, 8: 16, 12: 16, 16: 16, 24: 32, 64: 64, 80: 128, 96: 128, 128: 128, 200: 256}
+    assert {size: tile_width(size) for size in widths} == widths
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

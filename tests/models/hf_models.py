@@ -40,7 +40,7 @@ CASES: dict[str, dict] = {
     "gpt2": _COMMON | {"model_type": "gpt2"},
     "gpt2-untied-inner": _COMMON
     | {"model_type": "gpt2", "n_inner": 40, "layer_norm_epsilon": 0.01}
-    | {"tie_word_embeddings": False},
+    | {"tie_word_embeddings": False, "num_attention_heads": 16},  # heads of 4
     "opt": _COMMON | {"model_type": "opt", "ffn_dim": 96},
     "opt-350m": _COMMON
     | {
@@ -75,10 +75,12 @@ CASES: dict[str, dict] = {
     | {
         "model_type": "llama",
         "num_key_value_heads": 2,
+        "head_dim": 6,
         "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
     },
     "mistral-window": _GATED | {"model_type": "mistral", "sliding_window": 5, "head_dim": 40},
-    "qwen2": _GATED | {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen2": _GATED
+    | {"model_type": "qwen2", "tie_word_embeddings": True, "num_attention_heads": 8},
     "qwen2-layer-types": _GATED
     | {
         "model_type": "qwen2",

@@ -23,7 +23,7 @@ from jpaged.runtime_config import RuntimeConfig
 from jpaged.sampling_params import SamplingParams
 from pallas_kernels import Backend
 
-BLOCK_SIZE, NUM_BLOCKS = 8, 40
+BLOCK_SIZE, NUM_BLOCKS = 8, 160
 GREEDY = SamplingParams(temperature=0.0, logprobs=0)
 """With the token's log-probability, which tells more than the token of what was attended to."""
 STRANGE = SamplingParams(temperature=0.125, seed=3)
@@ -172,6 +172,18 @@ def test_a_forked_row_has_its_parents_table(driver: Driver):
     )
     alone = outputs_alone(driver, GREEDY, PROMPT, 2)
     check_same(seen, [alone[1]] * 2)
+
+
+def test_a_plan_has_any_number_of_copies(driver: Driver):
+    """More than two launches of the program take, each with its own block as the target."""
+    (sequence,) = driver.request(GREEDY, PROMPT).sequences
+    driver.prefill(sequence, [1, 2])
+    targets = range(3, 150)
+    driver.run(block_copies=tuple((1 + target % 2, target) for target in targets))
+    for part in driver.runner._kv.pool[0]:
+        blocks = np.asarray(part)
+        assert np.any(blocks[1] != blocks[2])
+        np.testing.assert_array_equal(blocks[3:150], blocks[[1 + t % 2 for t in targets]])
 
 
 def test_forks_of_forks_and_forks_without_a_step(driver: Driver):
