@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -43,18 +43,11 @@ main(int(sys.argv[2]))
 """
 
 
-def choose_workers(config: EngineConfig, device: Any, *, recorded: bool) -> int:
-    """How many processes are to compile beside the engine's own.
-
-    Args:
-        config: The caller's wishes.
-        device: What the engine runs on.
-        recorded: XLA finds what it would measure of products on the device; processes that measure
-            at once would measure each other.
-    """
+def choose_workers(config: EngineConfig, device: Any) -> int:
+    """How many processes are to compile beside the engine's own."""
     if config.num_compile_workers is not None:
         return config.num_compile_workers
-    if device.platform == "cpu" or not recorded:
+    if device.platform == "cpu":
         return 0
     held, fraction = device_bytes(device) or 0, _client_options().get("memory_fraction")
     if fraction is None:  # nobody knows what is left of the device
@@ -70,8 +63,7 @@ def make_orders(
     dtype: jnp.dtype,
     device: Any,
     store: ProgramStore | None,
-    *,
-    recorded: bool,
+    compiler_options: Mapping[str, bool | int],
 ) -> list[Order]:
     """One for each worker, to make the programs that this thread would right after its store.
 
@@ -81,12 +73,12 @@ def make_orders(
         dtype: Of weights and pool.
         device: What the engine runs on.
         store: Where workers leave what they lower, and the engine finds it.
-        recorded: As of `choose_workers`.
+        compiler_options: XLA's, for all programs.
 
     Returns:
         None at all where what workers compile would not be found, or no Python is to be had.
     """
-    num_workers = choose_workers(config, device, recorded=recorded)
+    num_workers = choose_workers(config, device)
     is_frozen = getattr(sys, "frozen", False)  # then that is the caller's own program
     if not num_workers or store is None or not _caches() or not sys.executable or is_frozen:
         return []
@@ -100,6 +92,7 @@ def make_orders(
         made_from=store.made_from,
         of=num_workers,
         threads=max(2, min(_MAX_THREADS, _processors() // num_workers)),
+        compiler_options=dict(compiler_options),
     )
     return [replace(whole, share=share) for share in range(num_workers)]
 

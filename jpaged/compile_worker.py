@@ -63,6 +63,7 @@ class Order:
         share, of: Which share of the programs, of how many.
         threads: Compilations at once.
         limits: Fields of `RuntimeConfig`, the pool's size not settled.
+        compiler_options: XLA's, for all programs.
     """
 
     cache: str
@@ -76,6 +77,7 @@ class Order:
     of: int = 1
     threads: int = 1
     limits: dict[str, Any] = field(default_factory=dict)
+    compiler_options: dict[str, bool | int] = field(default_factory=dict)
 
 
 def runtime_of(numbers: Mapping[str, Any]) -> RuntimeConfig:
@@ -137,7 +139,8 @@ def compile_share(order: Order, wait_for_runtime: Callable[[], RuntimeConfig]) -
         made = recipes_of(split, shapes, runtime, step_buckets(runtime), shared)
         return share_of(made, order.share, order.of)
 
-    with ProgramBuilder(order.threads, store) as builder:
+    options = order.compiler_options
+    with ProgramBuilder(order.threads, store, compiler_options=options) as builder:
         builder.add(own(recipes_without_pool, limits))
         builder.add(own(recipes, wait_for_runtime()))
         for name, _ in builder.built():

@@ -41,6 +41,20 @@ class Record:
         return set(rows) <= set(self.rows.get(weights_digest(leaves), ()))
 
 
+UNMEASURED: Mapping[str, bool | int] = {
+    "xla_gpu_autotune_level": 0,
+    "xla_gpu_enable_triton_gemm": False,
+}
+"""XLA's options with which it measures nothing: products are cuBLASLt's, by the algorithm that
+cuBLASLt itself puts first for a shape, and all other fusions XLA's native kernels."""
+
+
+def compiler_options(device: Any, *, recorded: bool) -> dict[str, bool | int]:
+    """XLA's options for all programs of an engine. Where its products are not `recorded` nothing is
+    measured: that takes longer than all else of a start, and only one process can do it."""
+    return {} if recorded or device.platform == "cpu" else dict(UNMEASURED)
+
+
 def weights_digest(leaves: Iterable[Any]) -> str:
     """Of the shapes and dtypes of a model's weights, which decide what its products are."""
     facts = sorted((leaf.shape, jax.numpy.dtype(leaf.dtype).name) for leaf in leaves)

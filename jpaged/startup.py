@@ -21,7 +21,7 @@ from jpaged.intake import Intake
 from jpaged.jax_setup import prepare_jax, program_store, without_collections
 from jpaged.models.config import ModelConfig
 from jpaged.models.loader import load_model, model_shapes, read_config, resolve_checkpoint
-from jpaged.recorded_products import offer_recorded_products
+from jpaged.recorded_products import compiler_options, offer_recorded_products
 from jpaged.reporter import Reporter
 from jpaged.runtime.kv_cache import MemoryAccount
 from jpaged.runtime.model_runner import ModelRunner
@@ -104,7 +104,6 @@ class _Start:
     builder: ProgramBuilder
     pool: CompilePool
     progress: Callable[[int, int], None]
-    recorded: bool  # whatever XLA would measure of its products
 
     def size(self) -> Sized:
         """Settle the numbers; where that needs a compilation, workers begin meanwhile."""
@@ -130,7 +129,8 @@ def _prepare(config: EngineConfig, reporter: Reporter) -> _Start:
     store = program_store(config.compilation_cache_dir, model_config, model, device)
     sizing = Sizing(config, model_config, draft, dtype, device)
     recorded = record.has(draft.leaves, sizing.step_rows)
-    orders = make_orders(config, folder, dtype, device, store, recorded=recorded)
+    options = compiler_options(device, recorded=recorded)
+    orders = make_orders(config, folder, dtype, device, store, options)
     return _Start(
         folder=folder,
         model_config=model_config,
@@ -139,22 +139,20 @@ def _prepare(config: EngineConfig, reporter: Reporter) -> _Start:
         draft=draft,
         sizing=sizing,
         shared=SharedCalls(select_backend(device.platform)),
-        builder=ProgramBuilder(os.cpu_count() or 1, store, progress),
+        builder=ProgramBuilder(os.cpu_count() or 1, store, progress, options),
         pool=CompilePool(orders, store, reporter.say, verbose=config.verbose),
         progress=progress,
-        recorded=recorded,
     )
 
 
 def _load_beside_programs(
     config: EngineConfig, start: _Start, reporter: Reporter
 ) -> tuple[_Loaded, Sized, Programs]:
-    """Load the model, and size the pool meanwhile. Programs are built meanwhile too if their
-    products are recorded: else XLA measures those, and is to have the device for itself."""
+    """Load the model; size the pool and build the programs meanwhile."""
     with ThreadPoolExecutor(3) as beside, start.pool, start.builder as builder:
         run = ThreadSettings().run
         sizing = beside.submit(run, start.size)
-        adding = beside.submit(run, start.add_programs, sizing) if start.recorded else None
+        adding = beside.submit(run, start.add_programs, sizing)
         with reporter.phase(f"loading {start.folder.name} as {start.dtype.name}"):
             loaded = _load(config, start, beside)
         with reporter.phase("sizing the pool"):
@@ -162,7 +160,6 @@ def _load_beside_programs(
         for line in _describe(sized.runtime, sized.account, start.device):
             reporter.say(line)
         with reporter.phase("compiling"):
-            adding = adding or beside.submit(run, start.add_programs, sizing)
             adding.result()
             return loaded, sized, builder.programs()
 

@@ -4,7 +4,7 @@ Programs are compiled ahead of time and called as compiled executables, so that 
 while serving: a shape that was not foreseen is an error, not a pause.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -95,6 +95,7 @@ class ProgramBuilder:
             wait for the device or each other, come on top.
         store: Where earlier engines left what they traced and lowered.
         progress: Called with (built so far, all) while somebody waits.
+        compiler_options: XLA's, by name, for all programs.
     """
 
     def __init__(
@@ -102,8 +103,10 @@ class ProgramBuilder:
         threads: int,
         store: ProgramStore | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
+        compiler_options: Mapping[str, bool | int] | None = None,
     ):
         self._store, self._progress = store, progress
+        self._options = dict(compiler_options or {}) or None
         self._settings = ThreadSettings()
         self._tracer, self._compilers = ThreadPoolExecutor(1), ThreadPoolExecutor(threads)
         self._measurers = ThreadPoolExecutor(_MEASURERS)
@@ -170,13 +173,14 @@ class ProgramBuilder:
 
         if self._store is None:
             return compute()
-        return self._store.number(f"workspace of {[draft.key for draft in drafts]}", compute)
+        key = f"workspace of {[draft.key for draft in drafts]} {self._options}"
+        return self._store.number(key, compute)
 
     def _submit(self, pool: ThreadPoolExecutor, work: Callable[..., T], *args: Any) -> Future[T]:
         return pool.submit(self._settings.run, work, *args)
 
     def _compile_draft(self, draft: Recipe) -> Future[Any]:
-        return self._submit(self._compilers, draft.lower().compile)
+        return self._submit(self._compilers, draft.lower().compile, self._options)
 
     def _trace_next(self) -> None:
         untraced = self._untraced.get()
@@ -199,7 +203,7 @@ class ProgramBuilder:
     def _compile(self, lowered: Any, first: Future[Any] | None = None) -> Any:
         self._may_compile.wait()
         wait([first] if first is not None else [])
-        return lowered.compile()
+        return lowered.compile(self._options)
 
 
 def _pass_on(future: Future[Any], done: Future[Any]) -> None:
