@@ -5,6 +5,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jpaged.runtime.program_store import ProgramStore
 from jpaged.runtime.programs import ProgramBuilder
 from jpaged.runtime.recipe import Recipe
 from jpaged.runtime.sampler import SamplerLevel
@@ -30,8 +32,8 @@ class FakeRecipe(Recipe):
         said.append(f"lower {label}")
         trace()
 
-        def compile_() -> SimpleNamespace:
-            said.append(f"compile {label}")
+        def compile_(options: Any) -> SimpleNamespace:
+            said.append(f"compile {label}" + (f" with {options}" if options else ""))
             self.function()
             said.append(f"compiled {label}")
             sizes = {"output_size_in_bytes": 7, "alias_size_in_bytes": 5, "temp_size_in_bytes": 40}
@@ -41,6 +43,10 @@ class FakeRecipe(Recipe):
 
     def draft(self) -> Recipe:
         return replace(self, name=("draft", self.name[1]))
+
+    @property
+    def key(self) -> str:
+        return repr(self.name)
 
 
 class Log:
@@ -126,6 +132,21 @@ def test_drafts_are_compiled_while_the_rest_is_only_lowered():
     assert log.at("compiled draft 1") < first_other
 
 
+def test_drafts_and_programs_are_compiled_with_the_same_options(tmp_path: Path):
+    """The pool's size rests on what drafts take, and another one is computed for other options."""
+    log, options = Log(), {"xla_gpu_autotune_level": 0}
+    store = ProgramStore(tmp_path, None, jax.local_devices()[0])
+    for given in (options, None, options):
+        with ProgramBuilder(2, store, compiler_options=given) as builder:
+            builder.workspace([log.recipe(("prefill", 1))], lambda: None)
+    with ProgramBuilder(2, compiler_options=options) as builder:
+        builder.add(map(log.recipe, ALWAYS))
+        builder.programs()
+    compiled = [said for said in log.said if said.startswith("compile ")]
+    assert compiled[:2] == [f"compile draft 1 with {options}", "compile draft 1"]
+    assert sorted(compiled[2:]) == sorted(f"compile {it} None with {options}" for it, _ in ALWAYS)
+
+
 def test_what_is_behind_is_traced_when_nothing_else_waits():
     log, free = Log(), threading.Event()
     with ProgramBuilder(2) as builder:
@@ -181,7 +202,7 @@ class TracedRecipe(Recipe):
 
     def lower(self, exported: Any = None) -> Any:
         text = super().lower(exported).as_text()
-        return SimpleNamespace(compile=lambda: text)
+        return SimpleNamespace(compile=lambda _: text)
 
 
 @pytest.mark.parametrize(("setting", "is_highest"), [(None, False), ("highest", True)])
