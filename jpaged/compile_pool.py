@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -33,6 +33,8 @@ _CPUS_A_WORKER = 2
 _MAX_THREADS = 4
 _DEVICE_BYTES_A_WORKER = 2**30
 """What a process's context and programs take of a GPU, and some more."""
+_DEVICE_BYTES_A_MEASURER = 3 * 2**29
+"""With the products it measures."""
 
 _WORKER = """
 import json, signal, sys
@@ -43,8 +45,15 @@ main(int(sys.argv[2]))
 """
 
 
-def choose_workers(config: EngineConfig, device: Any) -> int:
-    """How many processes are to compile beside the engine's own."""
+def choose_workers(config: EngineConfig, device: Any, *, recorded: bool) -> int:
+    """How many processes are to compile beside the engine's own.
+
+    Args:
+        config: The caller's wishes.
+        device: What the engine runs on.
+        recorded: Whether XLA's measurements of the products are; if not, processes that measure
+            hold a product's factors.
+    """
     if config.num_compile_workers is not None:
         return config.num_compile_workers
     if device.platform == "cpu":
@@ -54,7 +63,8 @@ def choose_workers(config: EngineConfig, device: Any) -> int:
         return 0
     left = held / float(fraction) - held
     most = min(MAX_WORKERS, _processors() // _CPUS_A_WORKER)
-    return int(min(most, left // _DEVICE_BYTES_A_WORKER))
+    bytes_each = _DEVICE_BYTES_A_WORKER if recorded else _DEVICE_BYTES_A_MEASURER
+    return int(min(most, left // bytes_each))
 
 
 def make_orders(
@@ -63,7 +73,8 @@ def make_orders(
     dtype: jnp.dtype,
     device: Any,
     store: ProgramStore | None,
-    compiler_options: Mapping[str, bool | int],
+    *,
+    recorded: bool,
 ) -> list[Order]:
     """One for each worker, to make the programs that this thread would right after its store.
 
@@ -73,12 +84,12 @@ def make_orders(
         dtype: Of weights and pool.
         device: What the engine runs on.
         store: Where workers leave what they lower, and the engine finds it.
-        compiler_options: XLA's, for all programs.
+        recorded: Whether XLA's measurements of the products are.
 
     Returns:
         None at all where what workers compile would not be found, or no Python is to be had.
     """
-    num_workers = choose_workers(config, device)
+    num_workers = choose_workers(config, device, recorded=recorded)
     is_frozen = getattr(sys, "frozen", False)  # then that is the caller's own program
     if not num_workers or store is None or not _caches() or not sys.executable or is_frozen:
         return []
@@ -92,7 +103,7 @@ def make_orders(
         made_from=store.made_from,
         of=num_workers,
         threads=max(2, min(_MAX_THREADS, _processors() // num_workers)),
-        compiler_options=dict(compiler_options),
+        recorded=recorded,
     )
     return [replace(whole, share=share) for share in range(num_workers)]
 

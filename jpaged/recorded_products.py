@@ -17,8 +17,11 @@ from typing import Any
 
 import jax
 import jaxlib
+from flax import nnx
 
+from jpaged.runtime.compiler import Compiler, UnrecordedCompiler
 from jpaged.runtime.program_store import write_whole
+from pallas_kernels import Backend
 
 AUTOTUNING = Path(__file__).parent / "assets" / "autotuning"
 """Where records are."""
@@ -41,18 +44,19 @@ class Record:
         return set(rows) <= set(self.rows.get(weights_digest(leaves), ()))
 
 
-UNMEASURED: Mapping[str, bool | int] = {
-    "xla_gpu_autotune_level": 0,
-    "xla_gpu_enable_triton_gemm": False,
-}
-"""XLA's options with which it measures nothing: products are cuBLASLt's, by the algorithm that
-cuBLASLt itself puts first for a shape, and all other fusions XLA's native kernels."""
+def make_compiler(model: nnx.Module, backend: Backend, *, recorded: bool) -> Compiler:
+    """What compiles an engine's programs, in whichever process.
 
-
-def compiler_options(device: Any, *, recorded: bool) -> dict[str, bool | int]:
-    """XLA's options for all programs of an engine. Where its products are not `recorded` nothing is
-    measured: that takes longer than all else of a start, and only one process can do it."""
-    return {} if recorded or device.platform == "cpu" else dict(UNMEASURED)
+    Args:
+        model: The model, or its shapes.
+        backend: The kernels' implementation.
+        recorded: Whether XLA's measurements of the products are.
+    """
+    if recorded:
+        return Compiler()
+    cache = jax.config.values["jax_compilation_cache_dir"]
+    folder = None if cache is None or "://" in cache else autotuning_folder(Path(cache))
+    return UnrecordedCompiler(model, backend, folder)
 
 
 def weights_digest(leaves: Iterable[Any]) -> str:

@@ -21,7 +21,7 @@ from jpaged.intake import Intake
 from jpaged.jax_setup import prepare_jax, program_store, without_collections
 from jpaged.models.config import ModelConfig
 from jpaged.models.loader import load_model, model_shapes, read_config, resolve_checkpoint
-from jpaged.recorded_products import compiler_options, offer_recorded_products
+from jpaged.recorded_products import Record, make_compiler, offer_recorded_products
 from jpaged.reporter import Reporter
 from jpaged.runtime.kv_cache import MemoryAccount
 from jpaged.runtime.model_runner import ModelRunner
@@ -128,9 +128,9 @@ def _prepare(config: EngineConfig, reporter: Reporter) -> _Start:
     draft, progress = SplitModel.of(model), _Progress(reporter)
     store = program_store(config.compilation_cache_dir, model_config, model, device)
     sizing = Sizing(config, model_config, draft, dtype, device)
-    recorded = record.has(draft.leaves, sizing.step_rows)
-    options = compiler_options(device, recorded=recorded)
-    orders = make_orders(config, folder, dtype, device, store, options)
+    recorded = nothing_to_measure(record, device, draft, sizing)
+    compiler = make_compiler(model, select_backend(device.platform), recorded=recorded)
+    orders = make_orders(config, folder, dtype, device, store, recorded=recorded)
     return _Start(
         folder=folder,
         model_config=model_config,
@@ -139,10 +139,15 @@ def _prepare(config: EngineConfig, reporter: Reporter) -> _Start:
         draft=draft,
         sizing=sizing,
         shared=SharedCalls(select_backend(device.platform)),
-        builder=ProgramBuilder(os.cpu_count() or 1, store, progress, options),
+        builder=ProgramBuilder(os.cpu_count() or 1, store, progress, compiler),
         pool=CompilePool(orders, store, reporter.say, verbose=config.verbose),
         progress=progress,
     )
+
+
+def nothing_to_measure(record: Record, device: Any, draft: SplitModel, sizing: Sizing) -> bool:
+    """Whether XLA would measure nothing of the products of steps."""
+    return device.platform == "cpu" or record.has(draft.leaves, sizing.step_rows)
 
 
 def _load_beside_programs(

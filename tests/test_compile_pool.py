@@ -58,7 +58,7 @@ def start_unsized(pool, limits):  # as on a GPU, where the pool is sized meanwhi
 
 
 start, CompilePool.start = CompilePool.start, start_unsized
-startup.compiler_options = lambda *_, **__: {"xla_gpu_autotune_level": 0}  # as on a GPU
+startup.nothing_to_measure = lambda *_: False  # as on a GPU
 engine = Engine(
     max_num_seqs=2,
     swap_space=0.001,
@@ -217,19 +217,21 @@ def test_after_the_end_no_worker_is_started(start: Start):
 
 
 @pytest.mark.parametrize(
-    ("platform", "processors", "reserved", "options", "asked", "expected"),
+    ("platform", "processors", "reserved", "options", "recorded", "asked", "expected"),
     [
-        ("gpu", 16, 126 * GIB, {"memory_fraction": 0.9}, None, 8),
-        ("gpu", 16, 126 * GIB, "memory_fraction:0.9;preallocate:true", None, 8),
-        ("gpu", 192, 126 * GIB, {"memory_fraction": 0.9}, None, 8),
-        ("gpu", 5, 126 * GIB, {"memory_fraction": 0.9}, None, 2),
-        ("gpu", 16, 126 * GIB, {"memory_fraction": 0.9}, 0, 0),
-        ("gpu", 16, 126 * GIB, {"memory_fraction": 0.9}, 3, 3),
-        ("gpu", 16, 22 * GIB, {"memory_fraction": 0.9}, None, 2),
-        ("gpu", 16, 24 * GIB, {"memory_fraction": 1.0}, None, 0),
-        ("gpu", 16, 24 * GIB, None, None, 0),
-        ("gpu", 16, None, {"memory_fraction": 0.9}, None, 0),
-        ("cpu", 16, None, {"memory_fraction": 0.9}, None, 0),
+        ("gpu", 16, 126 * GIB, {"memory_fraction": 0.9}, True, None, 8),
+        ("gpu", 16, 126 * GIB, "memory_fraction:0.9;preallocate:true", True, None, 8),
+        ("gpu", 192, 126 * GIB, {"memory_fraction": 0.9}, True, None, 8),
+        ("gpu", 5, 126 * GIB, {"memory_fraction": 0.9}, True, None, 2),
+        ("gpu", 16, 126 * GIB, {"memory_fraction": 0.9}, True, 0, 0),
+        ("gpu", 16, 126 * GIB, {"memory_fraction": 0.9}, True, 3, 3),
+        ("gpu", 16, 22 * GIB, {"memory_fraction": 0.9}, True, None, 2),
+        ("gpu", 16, 126 * GIB, {"memory_fraction": 0.9}, False, None, 8),
+        ("gpu", 16, 72 * GIB, {"memory_fraction": 0.9}, False, None, 5),
+        ("gpu", 16, 24 * GIB, {"memory_fraction": 1.0}, True, None, 0),
+        ("gpu", 16, 24 * GIB, None, True, None, 0),
+        ("gpu", 16, None, {"memory_fraction": 0.9}, True, None, 0),
+        ("cpu", 16, None, {"memory_fraction": 0.9}, True, None, 0),
     ],
 )
 def test_as_many_workers_as_processors_and_memory_allow(
@@ -237,6 +239,7 @@ def test_as_many_workers_as_processors_and_memory_allow(
     processors: int,
     reserved: int | None,
     options: Any,
+    recorded: bool,
     asked: int | None,
     expected: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -247,7 +250,7 @@ def test_as_many_workers_as_processors_and_memory_allow(
     stats = {"bytes_limit": reserved} if reserved else None
     device = SimpleNamespace(platform=platform, memory_stats=lambda: stats)
     config = EngineConfig(num_compile_workers=asked)
-    assert choose_workers(config, device) == expected
+    assert choose_workers(config, device, recorded=recorded) == expected
 
 
 @pytest.fixture
@@ -258,7 +261,7 @@ def client_options(jax_settings: None) -> Callable[[Any], None]:
 def orders_of(start: Start) -> list[Order]:
     config = EngineConfig(num_compile_workers=2)
     device = jax.local_devices()[0]
-    return make_orders(config, EMBEDDED_MODEL, FLOAT32, device, start.store, {})
+    return make_orders(config, EMBEDDED_MODEL, FLOAT32, device, start.store, recorded=True)
 
 
 def test_where_nothing_is_kept_there_is_no_worker(start: Start, monkeypatch: pytest.MonkeyPatch):

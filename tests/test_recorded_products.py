@@ -13,7 +13,6 @@ from bench.common import SHAPES
 from jpaged import recorded_products
 from jpaged.recorded_products import (
     Record,
-    compiler_options,
     read_record,
     weights_digest,
     write_record,
@@ -140,18 +139,6 @@ def test_a_model_is_measured_if_its_weights_and_all_rows_are():
     assert not record.has([leaf(8, 16), leaf(8, dtype="float16")], {8})
     assert not record.has([leaf(8, 32), leaf(8)], {8})
     assert not Record().has(leaves, {8})
-
-
-@pytest.mark.parametrize(
-    ("platform", "recorded", "level"),
-    [("gpu", False, 0), ("gpu", True, None), ("cpu", False, None), ("cpu", True, None)],
-)
-def test_what_is_not_recorded_is_not_measured(platform: str, recorded: bool, level: int | None):
-    device = SimpleNamespace(platform=platform)
-    options = compiler_options(device, recorded=recorded)
-    assert options.get("xla_gpu_autotune_level") == level
-    lowered = jax.jit(lambda x: x @ x).lower(jax.ShapeDtypeStruct((8, 8), jax.numpy.float32))
-    lowered.compile(options)  # XLA refuses what it does not know
 
 
 def test_the_published_shapes_are_in_what_is_shipped():

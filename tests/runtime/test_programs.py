@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jpaged.runtime.compiler import Compiler
 from jpaged.runtime.program_store import ProgramStore
 from jpaged.runtime.programs import ProgramBuilder
 from jpaged.runtime.recipe import Recipe
@@ -32,8 +33,8 @@ class FakeRecipe(Recipe):
         said.append(f"lower {label}")
         trace()
 
-        def compile_(options: Any) -> SimpleNamespace:
-            said.append(f"compile {label}" + (f" with {options}" if options else ""))
+        def compile_() -> SimpleNamespace:
+            said.append(f"compile {label}")
             self.function()
             said.append(f"compiled {label}")
             sizes = {"output_size_in_bytes": 7, "alias_size_in_bytes": 5, "temp_size_in_bytes": 40}
@@ -132,19 +133,27 @@ def test_drafts_are_compiled_while_the_rest_is_only_lowered():
     assert log.at("compiled draft 1") < first_other
 
 
-def test_drafts_and_programs_are_compiled_with_the_same_options(tmp_path: Path):
-    """The pool's size rests on what drafts take, and another one is computed for other options."""
-    log, options = Log(), {"xla_gpu_autotune_level": 0}
+def test_drafts_and_programs_have_the_same_compiler(tmp_path: Path):
+    """The pool's size rests on what drafts take, and is not that of another compiler."""
+    log = Log()
+
+    class Other(Compiler):
+        key = "other"
+
+        def compile(self, recipe: Recipe, lowered: Any) -> Any:
+            log.said.append(f"other {recipe.name[0]} {recipe.name[1]}")
+            return super().compile(recipe, lowered)
+
     store = ProgramStore(tmp_path, None, jax.local_devices()[0])
-    for given in (options, None, options):
-        with ProgramBuilder(2, store, compiler_options=given) as builder:
+    for compiler in (Other(), None, Other()):
+        with ProgramBuilder(2, store, compiler=compiler) as builder:
             builder.workspace([log.recipe(("prefill", 1))], lambda: None)
-    with ProgramBuilder(2, compiler_options=options) as builder:
+    with ProgramBuilder(2, compiler=Other()) as builder:
         builder.add(map(log.recipe, ALWAYS))
         builder.programs()
-    compiled = [said for said in log.said if said.startswith("compile ")]
-    assert compiled[:2] == [f"compile draft 1 with {options}", "compile draft 1"]
-    assert sorted(compiled[2:]) == sorted(f"compile {it} None with {options}" for it, _ in ALWAYS)
+    assert log.said.count("compile draft 1") == 2
+    by_other = sorted(said for said in log.said if said.startswith("other"))
+    assert by_other == sorted(["other draft 1", *(f"other {kind} None" for kind, _ in ALWAYS)])
 
 
 def test_what_is_behind_is_traced_when_nothing_else_waits():
@@ -202,7 +211,7 @@ class TracedRecipe(Recipe):
 
     def lower(self, exported: Any = None) -> Any:
         text = super().lower(exported).as_text()
-        return SimpleNamespace(compile=lambda _: text)
+        return SimpleNamespace(compile=lambda: text)
 
 
 @pytest.mark.parametrize(("setting", "is_highest"), [(None, False), ("highest", True)])
