@@ -29,7 +29,7 @@ from pallas_kernels import Backend
 MEASURED_FROM = 192
 """Rows from which products are measured."""
 
-Options = dict[str, bool | int]
+Options = dict[str, Any]
 
 CUBLAS_MEASURED: Options = {
     "xla_gpu_enable_triton_gemm": False,
