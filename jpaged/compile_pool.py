@@ -33,6 +33,8 @@ _CPUS_A_WORKER = 2
 _MAX_THREADS = 4
 _DEVICE_BYTES_A_WORKER = 2**30
 """What a process's context and programs take of a GPU, and some more."""
+_DEVICE_BYTES_A_MEASURER = 3 * 2**29
+"""With the products it measures."""
 
 _WORKER = """
 import json, signal, sys
@@ -49,19 +51,20 @@ def choose_workers(config: EngineConfig, device: Any, *, recorded: bool) -> int:
     Args:
         config: The caller's wishes.
         device: What the engine runs on.
-        recorded: XLA finds what it would measure of products on the device; processes that measure
-            at once would measure each other.
+        recorded: Whether XLA's measurements of the products are; if not, processes that measure
+            hold a product's factors.
     """
     if config.num_compile_workers is not None:
         return config.num_compile_workers
-    if device.platform == "cpu" or not recorded:
+    if device.platform == "cpu":
         return 0
     held, fraction = device_bytes(device) or 0, _client_options().get("memory_fraction")
     if fraction is None:  # nobody knows what is left of the device
         return 0
     left = held / float(fraction) - held
     most = min(MAX_WORKERS, _processors() // _CPUS_A_WORKER)
-    return int(min(most, left // _DEVICE_BYTES_A_WORKER))
+    bytes_each = _DEVICE_BYTES_A_WORKER if recorded else _DEVICE_BYTES_A_MEASURER
+    return int(min(most, left // bytes_each))
 
 
 def make_orders(
@@ -82,7 +85,7 @@ def make_orders(
         dtype: Of weights and pool.
         device: What the engine runs on.
         store: Where workers leave what they lower, and the engine finds it.
-        recorded: As of `choose_workers`.
+        recorded: Whether XLA's measurements of the products are.
         tied: Whether the output head is the embedding; None: as config.json says.
 
     Returns:
@@ -103,6 +106,7 @@ def make_orders(
         tied=tied,
         of=num_workers,
         threads=max(2, min(_MAX_THREADS, _processors() // num_workers)),
+        recorded=recorded,
     )
     return [replace(whole, share=share) for share in range(num_workers)]
 

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jpaged.jax_setup import program_store
 from jpaged.models.config import ModelConfig
 from jpaged.models.loader import model_shapes, read_config
+from jpaged.recorded_products import make_compiler
 from jpaged.runtime.programs import ProgramBuilder
 from jpaged.runtime.recipe import Name, Recipe
 from jpaged.runtime.recipes import Shapes, SplitModel, recipes, recipes_without_pool
@@ -64,6 +65,7 @@ class Order:
         share, of: Which share of the programs, of how many.
         threads: Compilations at once.
         limits: Fields of `RuntimeConfig`, the pool's size not settled.
+        recorded: Whether XLA's measurements of the products are.
     """
 
     cache: str
@@ -78,6 +80,7 @@ class Order:
     of: int = 1
     threads: int = 1
     limits: dict[str, Any] = field(default_factory=dict)
+    recorded: bool = True
 
 
 def runtime_of(numbers: Mapping[str, Any]) -> RuntimeConfig:
@@ -141,7 +144,8 @@ def compile_share(order: Order, wait_for_runtime: Callable[[], RuntimeConfig]) -
         made = recipes_of(split, shapes, runtime, step_buckets(runtime), shared)
         return share_of(made, order.share, order.of)
 
-    with ProgramBuilder(order.threads, store) as builder:
+    compiler = make_compiler(draft, limits.backend, recorded=order.recorded)
+    with ProgramBuilder(order.threads, store, compiler=compiler) as builder:
         builder.add(own(recipes_without_pool, limits))
         builder.add(own(recipes, wait_for_runtime()))
         for name, _ in builder.built():

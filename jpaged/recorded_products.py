@@ -17,8 +17,11 @@ from typing import Any
 
 import jax
 import jaxlib
+from flax import nnx
 
+from jpaged.runtime.compiler import Compiler, UnrecordedCompiler
 from jpaged.runtime.program_store import write_whole
+from pallas_kernels import Backend
 
 AUTOTUNING = Path(__file__).parent / "assets" / "autotuning"
 """Where records are."""
@@ -39,6 +42,21 @@ class Record:
     def has(self, leaves: Iterable[Any], rows: Iterable[int]) -> bool:
         """Whether a model with such weights has nothing left to measure in steps of such rows."""
         return set(rows) <= set(self.rows.get(weights_digest(leaves), ()))
+
+
+def make_compiler(model: nnx.Module, backend: Backend, *, recorded: bool) -> Compiler:
+    """What compiles an engine's programs, in whichever process.
+
+    Args:
+        model: The model, or its shapes.
+        backend: The kernels' implementation.
+        recorded: Whether XLA's measurements of the products are.
+    """
+    if recorded:
+        return Compiler()
+    cache = jax.config.values["jax_compilation_cache_dir"]
+    folder = None if cache is None or "://" in cache else autotuning_folder(Path(cache))
+    return UnrecordedCompiler(model, backend, folder)
 
 
 def weights_digest(leaves: Iterable[Any]) -> str:

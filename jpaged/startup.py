@@ -27,7 +27,7 @@ from jpaged.models.checkpoint import read_config, read_generation_config, resolv
 from jpaged.models.config import ModelConfig
 from jpaged.models.config_fields import refuse_head_size
 from jpaged.models.loader import ModelPlan, plan_model
-from jpaged.recorded_products import offer_recorded_products
+from jpaged.recorded_products import Record, make_compiler, offer_recorded_products
 from jpaged.reporter import Reporter
 from jpaged.runtime.kv_cache import MemoryAccount
 from jpaged.runtime.model_runner import ModelRunner
@@ -111,7 +111,6 @@ class _Start:
     builder: ProgramBuilder
     pool: CompilePool
     progress: Callable[[int, int], None]
-    recorded: bool  # whatever XLA would measure of its products
 
     def size(self) -> Sized:
         """Settle the numbers; where that needs a compilation, workers begin meanwhile."""
@@ -140,7 +139,8 @@ def _prepare(config: EngineConfig, reporter: Reporter) -> _Start:
     draft, progress = SplitModel.of(model), _Progress(reporter)
     store = program_store(config.compilation_cache_dir, model_config, model, device)
     sizing = Sizing(config, model_config, draft, dtype, device)
-    recorded = record.has(draft.leaves, sizing.step_rows)
+    recorded = nothing_to_measure(record, device, draft, sizing)
+    compiler = make_compiler(model, backend, recorded=recorded)
     tied = model_config.tie_word_embeddings
     orders = make_orders(config, folder, dtype, device, store, recorded=recorded, tied=tied)
     return _Start(
@@ -152,10 +152,9 @@ def _prepare(config: EngineConfig, reporter: Reporter) -> _Start:
         draft=draft,
         sizing=sizing,
         shared=SharedCalls(backend),
-        builder=ProgramBuilder(os.cpu_count() or 1, store, progress),
+        builder=ProgramBuilder(os.cpu_count() or 1, store, progress, compiler),
         pool=CompilePool(orders, store, reporter.say, verbose=config.verbose),
         progress=progress,
-        recorded=recorded,
     )
 
 
@@ -165,15 +164,19 @@ def _check_head_size(model: ModelConfig, backend: Backend) -> None:
         raise refuse_head_size(model.head_size, f"1 to {most}, on a GPU")
 
 
+def nothing_to_measure(record: Record, device: Any, draft: SplitModel, sizing: Sizing) -> bool:
+    """Whether XLA would measure nothing of the products of steps."""
+    return device.platform == "cpu" or record.has(draft.leaves, sizing.step_rows)
+
+
 def _load_beside_programs(
     config: EngineConfig, start: _Start, reporter: Reporter
 ) -> tuple[_Loaded, Sized, Programs]:
-    """Load the model, and size the pool meanwhile. Programs are built meanwhile too if their
-    products are recorded: else XLA measures those, and is to have the device for itself."""
+    """Load the model; size the pool and build the programs meanwhile."""
     with ThreadPoolExecutor(3) as beside, start.pool, start.builder as builder:
         run = ThreadSettings().run
         sizing = beside.submit(run, start.size)
-        adding = beside.submit(run, start.add_programs, sizing) if start.recorded else None
+        adding = beside.submit(run, start.add_programs, sizing)
         with reporter.phase(f"loading {start.folder.name} as {start.dtype.name}"):
             loaded = _load(config, start, beside)
         with reporter.phase("sizing the pool"):
@@ -181,7 +184,6 @@ def _load_beside_programs(
         for line in _describe(sized.runtime, sized.account, start.device):
             reporter.say(line)
         with reporter.phase("compiling"):
-            adding = adding or beside.submit(run, start.add_programs, sizing)
             adding.result()
             return loaded, sized, builder.programs()
 

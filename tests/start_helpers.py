@@ -38,7 +38,7 @@ class Start:
         split, self.store, self.said = SplitModel.of(draft), store, list[str]()
         self.runtime, _, shapes = Sizing(config, model, split, FLOAT32, device).fit(0)
         self.recipes = [*recipes(split, shapes, self.runtime, step_buckets(self.runtime))]
-        self.orders = make_orders(config, EMBEDDED_MODEL, FLOAT32, device, store, recorded=False)
+        self.orders = make_orders(config, EMBEDDED_MODEL, FLOAT32, device, store, recorded=True)
 
     def pool(self) -> CompilePool:
         return CompilePool(self.orders, self.store, self.said.append)

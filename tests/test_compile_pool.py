@@ -47,7 +47,7 @@ import jax
 
 events = Counter()
 jax.monitoring.register_event_listener(lambda name, **_: events.update([name.split("/")[-1]]))
-from jpaged import Engine, SamplingParams
+from jpaged import Engine, SamplingParams, startup
 
 from jpaged.compile_pool import CompilePool
 
@@ -58,6 +58,7 @@ def start_unsized(pool, limits):  # as on a GPU, where the pool is sized meanwhi
 
 
 start, CompilePool.start = CompilePool.start, start_unsized
+startup.nothing_to_measure = lambda *_: False  # as on a GPU
 engine = Engine(
     max_num_seqs=2,
     swap_space=0.001,
@@ -222,9 +223,11 @@ def test_after_the_end_no_worker_is_started(start: Start):
         ("gpu", 16, 126 * GIB, "memory_fraction:0.9;preallocate:true", True, None, 8),
         ("gpu", 192, 126 * GIB, {"memory_fraction": 0.9}, True, None, 8),
         ("gpu", 5, 126 * GIB, {"memory_fraction": 0.9}, True, None, 2),
-        ("gpu", 16, 126 * GIB, {"memory_fraction": 0.9}, False, None, 0),
-        ("gpu", 16, 126 * GIB, {"memory_fraction": 0.9}, False, 3, 3),
+        ("gpu", 16, 126 * GIB, {"memory_fraction": 0.9}, True, 0, 0),
+        ("gpu", 16, 126 * GIB, {"memory_fraction": 0.9}, True, 3, 3),
         ("gpu", 16, 22 * GIB, {"memory_fraction": 0.9}, True, None, 2),
+        ("gpu", 16, 126 * GIB, {"memory_fraction": 0.9}, False, None, 8),
+        ("gpu", 16, 72 * GIB, {"memory_fraction": 0.9}, False, None, 5),
         ("gpu", 16, 24 * GIB, {"memory_fraction": 1.0}, True, None, 0),
         ("gpu", 16, 24 * GIB, None, True, None, 0),
         ("gpu", 16, None, {"memory_fraction": 0.9}, True, None, 0),
@@ -258,7 +261,7 @@ def client_options(jax_settings: None) -> Callable[[Any], None]:
 def orders_of(start: Start) -> list[Order]:
     config = EngineConfig(num_compile_workers=2)
     device = jax.local_devices()[0]
-    return make_orders(config, EMBEDDED_MODEL, FLOAT32, device, start.store, recorded=False)
+    return make_orders(config, EMBEDDED_MODEL, FLOAT32, device, start.store, recorded=True)
 
 
 def test_where_nothing_is_kept_there_is_no_worker(start: Start, monkeypatch: pytest.MonkeyPatch):

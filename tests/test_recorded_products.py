@@ -11,7 +11,12 @@ import pytest
 
 from bench.common import SHAPES
 from jpaged import recorded_products
-from jpaged.recorded_products import Record, read_record, weights_digest, write_record
+from jpaged.recorded_products import (
+    Record,
+    read_record,
+    weights_digest,
+    write_record,
+)
 from tools.record_products import rows_measured
 
 DEVICE = SimpleNamespace(device_kind="NVIDIA H2/00 X")

@@ -15,7 +15,6 @@ from jpaged.config import EngineConfig
 from jpaged.models.loader import ModelPlan
 from jpaged.recorded_products import Record
 from jpaged.runtime.programs import ProgramBuilder
-from jpaged.sizing import Sizing
 from pallas_kernels import Backend
 
 OPTIONS: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 64}
@@ -23,12 +22,6 @@ OPTIONS: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max
 
 class LoadingError(Exception):
     """Ends the start while the model loads."""
-
-
-@pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
-    """Whether XLA would find all products measured."""
-    return lambda value: monkeypatch.setattr(Record, "has", lambda *_: value)
 
 
 @pytest.fixture
@@ -52,29 +45,16 @@ def load(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], object]) -> No
     monkeypatch.setattr(ModelPlan, "load", loading)
 
 
-def test_programs_are_built_while_the_model_loads_if_their_products_are_recorded(
-    recorded: Callable[[bool], None], added: threading.Event, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("recorded", [True, False])
+def test_programs_are_built_while_the_model_loads(
+    recorded: bool, added: threading.Event, monkeypatch: pytest.MonkeyPatch
 ):
-    recorded(True)
+    monkeypatch.setattr(Record, "has", lambda *_: recorded)
     seen: list[bool] = []
     load(monkeypatch, lambda: seen.append(added.wait(60)))
     with pytest.raises(LoadingError):
         startup.build_parts(EngineConfig(compilation_cache_dir=None, **OPTIONS))
     assert seen == [True]
-
-
-def test_what_is_to_be_measured_waits_for_the_model(
-    recorded: Callable[[bool], None], added: threading.Event, monkeypatch: pytest.MonkeyPatch
-):
-    recorded(False)
-    fit, sized = Sizing.fit, threading.Event()
-    monkeypatch.setattr(Sizing, "fit", lambda *it: (fit(*it), sized.set())[0])
-    seen: list[bool] = []
-    load(monkeypatch, lambda: seen.append(sized.wait(60) and added.wait(0.5)))
-    with pytest.raises(LoadingError):
-        startup.build_parts(EngineConfig(compilation_cache_dir=None, **OPTIONS))
-    assert seen == [False]
-    assert sized.is_set()
 
 
 def test_heads_that_the_kernels_do_not_take_are_refused_before_anything_is_loaded(
@@ -101,10 +81,9 @@ def cache(tmp_path: Path, jax_settings: None) -> Path:
 
 
 def test_a_model_that_does_not_load_leaves_no_process_and_no_thread(
-    recorded: Callable[[bool], None], cache: Path, monkeypatch: pytest.MonkeyPatch
+    cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Workers are at it, and a thread waits for what they tell."""
-    recorded(True)
     before, processes, all_started = threading.active_count(), [], threading.Event()
 
     class Process(subprocess.Popen):

@@ -3,7 +3,8 @@
 
 XLA tries ways to compute each matrix product and fusion on the device, which is most of a cold
 start, and measures the worse the more is compiled at once. Here programs with products are compiled
-one by one; then an engine of the shape starts, for all the rest. What XLA then knows replaces what
+one by one; then an engine of the shape starts in one process, for all the rest: the products are in
+the record by then, without which it would measure nothing. What XLA then knows replaces what
 `jpaged/assets/autotuning/` has for such a device and these versions of XLA and cuBLAS, where
 `jpaged.recorded_products` finds it for an engine's start. Nothing else looks at it.
 """
@@ -77,20 +78,29 @@ def rows_measured(shape: str) -> dict[str, list[int]]:
     return {weights_digest(SplitModel.of(model).leaves): sorted(rows)}
 
 
-def measure(shape: str, cache: str) -> None:
-    """Let XLA measure: products in quiet, all else as an engine starts."""
+def measure(shape: str, cache: str, path: Path, record: Record) -> Record:
+    """Let XLA measure: products in quiet, all else as an engine starts.
+
+    Returns:
+        `record` with what was measured, as it is in `path` then.
+    """
     begin, chosen = time.perf_counter(), first_of_each_products(shape)
     for recipe in chosen:
         recipe.compile(recipe.exported())  # as an engine's start lowers it
     quiet = time.perf_counter() - begin
-    known = len(results(Path(cache)))
-    make_engine(shape, compilation_cache_dir=cache)
-    whole = time.perf_counter() - begin
+    rows = {**record.rows, **rows_measured(shape)}
+    products = results(Path(cache))
+    write_record(path, Record(rows, {**record.results, **products}))
+    make_engine(shape, compilation_cache_dir=cache, num_compile_workers=0)
+    whole, found = time.perf_counter() - begin, results(Path(cache))
     print(
-        f"{shape}: {len(chosen)} programs one by one in {quiet:.1f} s, {known} measurements by "
-        f"then; {len(results(Path(cache)))} after an engine's start, {whole:.1f} s in all",
+        f"{shape}: {len(chosen)} programs one by one in {quiet:.1f} s, {len(products)} "
+        f"measurements by then; {len(found)} after an engine's start, {whole:.1f} s in all",
         flush=True,
     )
+    record = Record(rows, {**record.results, **found})
+    write_record(path, record)
+    return record
 
 
 def results(cache: Path) -> dict[str, bytes]:
@@ -116,14 +126,9 @@ def main() -> None:
         if select_backend(jax.default_backend()) is not Backend.TRITON:
             raise SystemExit(f"needs an NVIDIA GPU; JAX sees {jax.default_backend()!r} only")
         path = recorded_products(jax.local_devices()[0])
-        kept = read_record(path) if args.add and path.is_file() else Record()
-        path.unlink(missing_ok=True)  # or the engines would find it
-        rows = dict(kept.rows)
+        record = read_record(path) if args.add and path.is_file() else Record()
         for shape in args.model:
-            measure(shape, cache)
-            rows |= rows_measured(shape)
-        record = Record(rows, {**kept.results, **results(Path(cache))})
-    write_record(path, record)
+            record = measure(shape, cache, path, record)
     print(f"{path}: {len(record.results)} measurements, {path.stat().st_size / 1e6:.2f} MB")
 
 

@@ -99,6 +99,22 @@ def product(
     return jnp.einsum(subscripts, x, weight, precision=precision, preferred_element_type=out)
 
 
+def biased_parts(
+    x: Float[Array, "T C"],
+    weight: Float[Array, "C D"],
+    bias: nnx.Param | None,
+    backend: Backend,
+) -> Float[Array, "parts T D"]:
+    """A product in parts to be summed; in one if there is a bias, of any shape with D elements.
+
+    As a row of D the bias is added within XLA's product.
+    """
+    parts = product_parts(x, weight, backend=backend)
+    if bias is None:
+        return parts
+    return (sum_parts(parts, x.dtype) + bias[...].reshape(1, -1))[None]
+
+
 def zeros(dtype: DTypeLike, *shape: int) -> nnx.Param:
     """A parameter to be filled by the loader; costs nothing under `nnx.eval_shape`."""
     return nnx.Param(jnp.zeros(shape, dtype))
@@ -164,9 +180,7 @@ class Linear(nnx.Module):
         self, x: Float[Array, "T size_in"], backend: Backend
     ) -> Float[Array, "parts T size_out"]:
         """The projection in parts, for one who sums them anyway; in one if there is a bias."""
-        if self.bias is not None:
-            return self(x)[None]
-        return product_parts(x, self.weight[...], backend=backend)
+        return biased_parts(x, self.weight[...], self.bias, backend)
 
 
 class QKVProjection(nnx.Module):
@@ -180,9 +194,7 @@ class QKVProjection(nnx.Module):
     def __call__(self, x: Float[Array, "T D"], backend: Backend) -> Float[Array, "parts T heads H"]:
         """Of each token N query heads, K key heads, K value heads; in parts to be summed."""
         weight = self.weight[...]
-        if self.bias is not None:
-            return (product("td,dnh->tnh", x, weight) + self.bias[...][None])[None]
-        parts = product_parts(x, weight.reshape(weight.shape[0], -1), backend=backend)
+        parts = biased_parts(x, weight.reshape(weight.shape[0], -1), self.bias, backend)
         return parts.reshape(*parts.shape[:2], *weight.shape[1:])
 
 
@@ -196,10 +208,8 @@ class OutputProjection(nnx.Module):
     def __call__(self, x: Float[Array, "T N H"], backend: Backend) -> Float[Array, "parts T D"]:
         """The sum of all heads' projections; in parts to be summed."""
         weight = self.weight[...]
-        if self.bias is not None:
-            return (product("tnh,nhd->td", x, weight) + self.bias[...][None])[None]
         rows, weight = x.reshape(x.shape[0], -1), weight.reshape(-1, weight.shape[2])
-        return product_parts(rows, weight, backend=backend)
+        return biased_parts(rows, weight, self.bias, backend)
 
 
 class Embedding(nnx.Module):
@@ -228,7 +238,8 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x: Float[Array, "T D"], backend: Backend) -> Float[Array, "parts T D"]:
         """The perceptron, on each row; in parts to be summed."""
-        inner = activation(self.activation, self.up(x)).astype(x.dtype)
+        up = sum_parts(self.up.parts(x, backend), x.dtype)
+        inner = activation(self.activation, up).astype(x.dtype)
         return self.down.parts(inner, backend)
 
     def gated_weights(self) -> None:

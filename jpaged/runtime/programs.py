@@ -13,6 +13,7 @@ from threading import Event
 from typing import Any, TypeVar
 
 from jpaged.runtime.buckets import Buckets
+from jpaged.runtime.compiler import Compiler
 from jpaged.runtime.program_store import ProgramStore
 from jpaged.runtime.recipe import Name, Recipe
 from jpaged.runtime.recipes import (
@@ -97,6 +98,7 @@ class ProgramBuilder:
             wait for the device or each other, come on top.
         store: Where earlier engines left what they traced and lowered.
         progress: Called with (built so far, all) while somebody waits.
+        compiler: What compiles them.
     """
 
     def __init__(
@@ -104,8 +106,10 @@ class ProgramBuilder:
         threads: int,
         store: ProgramStore | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
+        compiler: Compiler | None = None,
     ):
         self._store, self._progress = store, progress
+        self._compiler = compiler or Compiler()
         self._settings = ThreadSettings()
         self._tracer, self._compilers = ThreadPoolExecutor(1), ThreadPoolExecutor(threads)
         self._measurers = ThreadPoolExecutor(_MEASURERS)
@@ -172,13 +176,15 @@ class ProgramBuilder:
 
         if self._store is None:
             return compute()
-        return self._store.number(f"workspace of {[draft.key for draft in drafts]}", compute)
+        key = f"workspace of {[draft.key for draft in drafts]} {self._compiler.key}"
+        return self._store.number(key, compute)
 
     def _submit(self, pool: ThreadPoolExecutor, work: Callable[..., T], *args: Any) -> Future[T]:
         return pool.submit(self._settings.run, work, *args)
 
     def _compile_draft(self, draft: Recipe) -> Future[Any]:
-        return self._submit(self._compilers, draft.lower().compile)
+        lowered = draft.lower()
+        return self._submit(self._compilers, self._compiler.compile, draft, lowered)
 
     def _trace_next(self) -> None:
         untraced = self._untraced.get()
@@ -192,16 +198,16 @@ class ProgramBuilder:
     def _trace(self, recipe: Recipe) -> Future[Any]:
         lowered = lower(recipe, self._store)
         if recipe.products is None:
-            return self._submit(self._compilers, self._compile, lowered)
+            return self._submit(self._compilers, self._compile, recipe, lowered)
         first = self._first_with.get(recipe.products)
-        compiling = self._submit(self._measurers, self._compile, lowered, first)
+        compiling = self._submit(self._measurers, self._compile, recipe, lowered, first)
         self._first_with.setdefault(recipe.products, compiling)
         return compiling
 
-    def _compile(self, lowered: Any, first: Future[Any] | None = None) -> Any:
+    def _compile(self, recipe: Recipe, lowered: Any, first: Future[Any] | None = None) -> Any:
         self._may_compile.wait()
         wait([first] if first is not None else [])
-        return lowered.compile()
+        return self._compiler.compile(recipe, lowered)
 
 
 def _pass_on(future: Future[Any], done: Future[Any]) -> None:

@@ -1,8 +1,13 @@
 """What a start's own words are read as."""
 
+import jax.numpy as jnp
 import pytest
 
-from bench.startup import phases, row
+from bench.startup import UNRECORDED, phases, row
+from jpaged.models.config import ModelConfig
+from jpaged.models.loader import model_shapes
+from jpaged.recorded_products import AUTOTUNING, read_record
+from jpaged.runtime.recipes import SplitModel
 
 TOLD = """\
 jpaged: imports took 1.50 s
@@ -27,3 +32,13 @@ def test_a_row_says_whether_the_figure_is_reached():
     assert not row("warm", "qwen3-0.6b", {"first_token_s": 10.1})["reached"]
     assert row("cold", "llama-3.1-8b", {"first_token_s": 39.0})["reached"]
     assert not row("cold", "embedded", {"first_token_s": 39.0})["reached"]
+    assert row("cold", "opt-13b", {"first_token_s": 45.0})["reached"]
+    assert not row("warm", "opt-13b", {"first_token_s": 45.0})["reached"]
+
+
+@pytest.mark.parametrize("shape", UNRECORDED)
+def test_what_is_said_to_be_unrecorded_is_in_no_record(shape: str):
+    """Or its start would tell nothing of shapes that are not."""
+    model = model_shapes(ModelConfig.from_hf(UNRECORDED[shape]), jnp.dtype(jnp.bfloat16))
+    for path in AUTOTUNING.iterdir():
+        assert not read_record(path).has(SplitModel.of(model).leaves, {8})

@@ -95,7 +95,7 @@ def _operations(dtype, head_size):
         ),
         "rope and write": (lambda *a: rope_write_kv(*a, backend=Backend.TRITON), rope),
         "write of fused rows": (
-            lambda *a: rope_write_kv(*a, None, backend=Backend.TRITON),
+            lambda qkv, kv, slots: rope_write_kv(qkv, kv, slots, None, backend=Backend.TRITON),
             rope[:3],
         ),
         "norms, rope and write": (
@@ -193,7 +193,8 @@ def test_scores_lower_to_two_kernels_with_the_choice_or_without(width):
     logits, wanted = _floats(F32, B, width), jax.ShapeDtypeStruct((B,), jnp.bool_)
     options = {"count": 20, "backend": Backend.TRITON}
     biases, penalties = _floats(F32, 9, width), _floats(F32, B, 3)
-    adjustments = Adjustments(_ints(9, width), biases, _ints(B), _ints(B), penalties)
+    state: Any = (_ints(9, width), biases, _ints(B), _ints(B), penalties)
+    adjustments = Adjustments(*state)
     for op, second in ((token_scores, _ints(B)), (greedy_scores, adjustments)):
         text = _lowered(partial(op, **options), logits, second, wanted)
         assert re.findall(KERNEL_CALL, text) == ["triton"] * 2

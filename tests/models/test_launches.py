@@ -12,6 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import AttentionInputs
+from jpaged.models.loader import model_shapes
 from jpaged.models.registry import model_class
 from pallas_kernels import Backend, LayerKV, paged_decode_attention
 
@@ -114,3 +115,36 @@ def test_the_plan_of_attention_is_made_once_a_step():
         return re.findall(r"= s32\S* (?:sign|reduce-window)\(", compiled.as_text() or "")
 
     assert planned(3) == planned(1) != []
+
+
+def lowered_opt_layer(rows: int) -> str:
+    """Queries, keys and values, output and feed-forward of OPT, lowered for an H200."""
+    shape = {"vocab_size": 128, "hidden_size": 1024, "ffn_dim": 4096, "word_embed_proj_dim": 1024}
+    heads = {"num_attention_heads": 16, "num_hidden_layers": 1, "max_position_embeddings": 64}
+    config = ModelConfig.from_hf(
+        {"model_type": "opt", "activation_function": "relu"} | shape | heads
+    )
+    graphdef, state = nnx.split(model_shapes(config, jnp.dtype(jnp.bfloat16)).layers[0])
+
+    def parts(state, x, heads):
+        layer = nnx.merge(graphdef, state)
+        qkv = layer.attention.qkv(x, Backend.TRITON)
+        return qkv, layer.attention.output(heads, Backend.TRITON), layer.mlp(x, Backend.TRITON)
+
+    x, own = (jax.ShapeDtypeStruct((rows, *it), jnp.bfloat16) for it in ((1024,), (16, 64)))
+    whole = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=whole)):
+        return jax.jit(parts).trace(state, x, own).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_products_with_a_bias_are_the_kernels_that_others_are():
+    text = lowered_opt_layer(8)
+    assert "stablehlo.dot_general" not in text
+    assert text.count("@mosaic_gpu") == 4
+
+
+def test_a_bias_is_added_as_a_row_which_a_product_takes_in():
+    """Of heads apart XLA wrote it out for all rows first: 2 % of a step of 2,048 tokens."""
+    added = re.findall(r"stablehlo\.add .*? : tensor<(\S+)xbf16>", lowered_opt_layer(2048))
+    assert added.count("2048x3072") == 1
+    assert sorted({*added}) == ["2048x1024", "2048x3072", "2048x4096"]

@@ -5,6 +5,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jpaged.runtime.compiler import Compiler
+from jpaged.runtime.program_store import ProgramStore
 from jpaged.runtime.programs import ProgramBuilder
 from jpaged.runtime.recipe import Recipe
 from jpaged.runtime.sampler import SamplerLevel
@@ -41,6 +44,10 @@ class FakeRecipe(Recipe):
 
     def draft(self) -> Recipe:
         return replace(self, name=("draft", self.name[1]))
+
+    @property
+    def key(self) -> str:
+        return repr(self.name)
 
 
 class Log:
@@ -124,6 +131,29 @@ def test_drafts_are_compiled_while_the_rest_is_only_lowered():
     watcher.join()
     first_other = min(log.at(f"compile {kind} None") for kind, _ in ALWAYS)
     assert log.at("compiled draft 1") < first_other
+
+
+def test_drafts_and_programs_have_the_same_compiler(tmp_path: Path):
+    """The pool's size rests on what drafts take, and is not that of another compiler."""
+    log = Log()
+
+    class Other(Compiler):
+        key = "other"
+
+        def compile(self, recipe: Recipe, lowered: Any) -> Any:
+            log.said.append(f"other {recipe.name[0]} {recipe.name[1]}")
+            return super().compile(recipe, lowered)
+
+    store = ProgramStore(tmp_path, None, jax.local_devices()[0])
+    for compiler in (Other(), None, Other()):
+        with ProgramBuilder(2, store, compiler=compiler) as builder:
+            builder.workspace([log.recipe(("prefill", 1))], lambda: None)
+    with ProgramBuilder(2, compiler=Other()) as builder:
+        builder.add(map(log.recipe, ALWAYS))
+        builder.programs()
+    assert log.said.count("compile draft 1") == 2
+    by_other = sorted(said for said in log.said if said.startswith("other"))
+    assert by_other == sorted(["other draft 1", *(f"other {kind} None" for kind, _ in ALWAYS)])
 
 
 def test_what_is_behind_is_traced_when_nothing_else_waits():

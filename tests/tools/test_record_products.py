@@ -1,9 +1,13 @@
 """What is recorded of XLA's measurements; the measuring itself needs a GPU."""
 
 from pathlib import Path
+from typing import Any
 
-from jpaged.recorded_products import autotuning_folder
-from tools.record_products import first_of_each_products, results
+import pytest
+
+from jpaged.recorded_products import Record, autotuning_folder, read_record
+from tools import record_products
+from tools.record_products import first_of_each_products, measure, results
 
 
 def test_results_are_found_by_their_paths_and_nothing_else_is(tmp_path: Path):
@@ -27,3 +31,30 @@ def test_each_kind_of_products_is_measured_once():
     decode, prefill = [8, 16, 32, 48, 64, 96, 128, 192, 256], [384, 512, 768, 1024, 1536]
     rows = [*decode, *prefill, 2048, 3072, 4096, 6144, 8192]
     assert sorted(chosen) == [("head", 64), *(("layers", n) for n in rows)]
+
+
+def test_the_engine_that_measures_the_rest_finds_the_products_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Without, it would measure nothing."""
+    path, found = tmp_path / "record.json", autotuning_folder(tmp_path) / "device"
+
+    def start(shape: str, **options: Any) -> None:
+        assert read_record(path).rows["a model"] == [8]
+        assert options["num_compile_workers"] == 0  # they would measure each other
+        (found / "fusion.pb").write_bytes(b"native")
+
+    found.mkdir(parents=True)
+    (found / "product.pb").write_bytes(b"fast")
+    monkeypatch.setattr(record_products, "first_of_each_products", lambda _: [])
+    monkeypatch.setattr(record_products, "rows_measured", lambda _: {"a model": [8]})
+    monkeypatch.setattr(record_products, "make_engine", start)
+    kept = Record({"another": [16]}, {"device/kept.pb": b"kept", "device/product.pb": b"slow"})
+    record = measure("shape", str(tmp_path), path, kept)
+    assert record.rows == {"another": [16], "a model": [8]}
+    assert record.results == {
+        "device/kept.pb": b"kept",
+        "device/product.pb": b"fast",
+        "device/fusion.pb": b"native",
+    }
+    assert read_record(path) == record
