@@ -64,7 +64,8 @@ def test_heads_that_the_kernels_do_not_take_are_refused_before_anything_is_loade
     (tmp_path / "config.json").write_text(json.dumps(config | {"n_positions": 64}))
     loads: list[bool] = []
     load(monkeypatch, lambda: loads.append(True))
-    made = EngineConfig(tmp_path, compilation_cache_dir=None, skip_tokenizer_init=True, **OPTIONS)
+    options = {**OPTIONS, "skip_tokenizer_init": True, "load_format": "dummy"}
+    made = EngineConfig(tmp_path, compilation_cache_dir=None, **options)
     with pytest.raises(LoadingError):
         startup.build_parts(made)
     assert loads.pop()

@@ -3,6 +3,7 @@ a layer, and nothing between them but the activation of a narrow feed-forward.""
 
 import re
 from collections import Counter
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -124,7 +125,8 @@ def lowered_opt_layer(rows: int) -> str:
     config = ModelConfig.from_hf(
         {"model_type": "opt", "activation_function": "relu"} | shape | heads
     )
-    graphdef, state = nnx.split(model_shapes(config, jnp.dtype(jnp.bfloat16)).layers[0])
+    model: Any = model_shapes(config, jnp.dtype(jnp.bfloat16))
+    graphdef, state = nnx.split(model.layers[0])
 
     def parts(state, x, heads):
         layer = nnx.merge(graphdef, state)
