@@ -170,8 +170,8 @@ def _logits_rows(recipe: Recipe) -> int:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """While no other process that shares the folder is here; after `MAX_WAIT_S`, or where the system
-    has no such lock, all the same."""
+    """While no other process that shares the folder is here; after `MAX_WAIT_S`, or where the
+    system has no such lock, all the same."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = (folder / "measuring.lock").open("w")

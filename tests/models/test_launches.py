@@ -12,7 +12,6 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import AttentionInputs
-from jpaged.models.loader import model_shapes
 from jpaged.models.registry import model_class
 from pallas_kernels import Backend, LayerKV, paged_decode_attention
 
@@ -124,7 +123,8 @@ def lowered_opt_layer(rows: int) -> str:
     config = ModelConfig.from_hf(
         {"model_type": "opt", "activation_function": "relu"} | shape | heads
     )
-    graphdef, state = nnx.split(model_shapes(config, jnp.dtype(jnp.bfloat16)).layers[0])
+    model = nnx.eval_shape(lambda: model_class(config)(config, dtype=jnp.bfloat16))
+    graphdef, state = nnx.split(model.layers[0])
 
     def parts(state, x, heads):
         layer = nnx.merge(graphdef, state)
