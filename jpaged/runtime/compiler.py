@@ -3,8 +3,8 @@
 XLA measures two dozen ways to compute a product and two for many another fusion, on a device that
 only one process can measure on at a time: most of a cold start. Here it measures products of many
 rows alone, by cuBLASLt's algorithms alone, of which its own first choice is up to a quarter slower
-than the fastest; of fewer rows that choice is as fast in a step as the fastest measured
-(bench/NOTES.md). All other fusions are XLA's native kernels.
+than the fastest; of fewer rows that choice is as fast in a step as the one that is the fastest by
+itself (docs/decisions/0013). All other fusions are XLA's native kernels.
 """
 
 import fcntl
