@@ -3,17 +3,18 @@
 XLA measures two dozen ways to compute a product and two for many another fusion, on a device that
 only one process can measure on at a time: most of a cold start. Here it measures products of many
 rows alone, by cuBLASLt's algorithms alone, of which its own first choice is up to a quarter slower
-than the fastest; of fewer rows that choice is as fast in a step as the fastest measured
-(bench/NOTES.md). All other fusions are XLA's native kernels.
+than the fastest; of fewer rows that choice is as fast in a step as the one that is the fastest by
+itself (docs/decisions/0013). All other fusions are XLA's native kernels.
 """
 
 import fcntl
 import hashlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,9 @@ from pallas_kernels import Backend
 
 MEASURED_FROM = 192
 """Rows from which products are measured."""
+
+MAX_WAIT_S = 60.0
+"""For other processes that measure; one may have been stopped."""
 
 Options = dict[str, Any]
 
@@ -166,8 +170,8 @@ def _logits_rows(recipe: Recipe) -> int:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """While no other process that shares the folder is here; where the system has no such lock, at
-    once."""
+    """While no other process that shares the folder is here; after `MAX_WAIT_S`, or where the
+    system has no such lock, all the same."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = (folder / "measuring.lock").open("w")
@@ -175,6 +179,17 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
         return
     with lock:
-        with suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        until = time.monotonic() + MAX_WAIT_S
+        while not _locked(lock) and time.monotonic() < until:
+            time.sleep(0.02)
         yield  # closing the file gives the lock back
+
+
+def _locked(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # not to be had here
+        return True
+    return True

@@ -3,7 +3,6 @@ a layer, and nothing between them but the activation of a narrow feed-forward.""
 
 import re
 from collections import Counter
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jpaged.models.config import ModelConfig
 from jpaged.models.layers import AttentionInputs
-from jpaged.models.loader import model_shapes
 from jpaged.models.registry import model_class
 from pallas_kernels import Backend, LayerKV, paged_decode_attention
 
@@ -125,7 +123,7 @@ def lowered_opt_layer(rows: int) -> str:
     config = ModelConfig.from_hf(
         {"model_type": "opt", "activation_function": "relu"} | shape | heads
     )
-    model: Any = model_shapes(config, jnp.dtype(jnp.bfloat16))
+    model = nnx.eval_shape(lambda: model_class(config)(config, dtype=jnp.bfloat16))
     graphdef, state = nnx.split(model.layers[0])
 
     def parts(state, x, heads):

@@ -156,6 +156,17 @@ def test_who_measures_waits_for_other_processes(measured: list, tmp_path: Path):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+def test_who_never_ends_is_waited_for_only_so_long(
+    measured: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(compiler, "MAX_WAIT_S", 0.1)
+    it = UnrecordedCompiler(model_of(GPT2), Backend.XLA, tmp_path)
+    with (tmp_path / "measuring.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert it.compile(prefill(512, 8), Lowered()) == "program"
+    assert measured == [("layer", 512), ("head", 8)]
+
+
 @pytest.mark.parametrize(
     ("config", "programs", "products"),
     [(GPT2, 2, 4), (OPT, 2, 4), (LLAMA, 4, 4), (QWEN2, 4, 4)],
