@@ -167,7 +167,7 @@ def measure(case, backend, repeats):
 
 
 def sweep(backend, repeats):
-    """Prefill attention by head counts and prompts."""
+    """Prefill attention by head counts and prompts; prints the rows of a prompt as they come."""
     rows = []
     # As large for all, so that as many new tokens have the same kernel, compiled once.
     least = max(n * (before + new) for n, before, new in SWEPT_PROMPTS) // 16
@@ -180,7 +180,9 @@ def sweep(backend, repeats):
             seconds_per_call(attention(case, backend), *build(case, least_blocks=least), repeats)
             for case in cases
         ]
-        rows += _beside_neighbours(cases, seconds)
+        swept = [*_beside_neighbours(cases, seconds)]
+        print_table(swept)
+        rows += swept
     return rows
 
 
@@ -241,7 +243,6 @@ def main():
         raise SystemExit(f"needs an NVIDIA GPU; JAX sees {jax.default_backend()!r} only")
     if arguments.sweep:
         rows = sweep(Backend.TRITON, arguments.repeats)
-        print_table(rows)
         print(record("prefill_sweep", rows))
         return
     rows = [measure(case, Backend.TRITON, arguments.repeats) for case in CASES]
