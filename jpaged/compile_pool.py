@@ -51,8 +51,8 @@ def choose_workers(config: EngineConfig, device: Any, *, recorded: bool) -> int:
     Args:
         config: The caller's wishes.
         device: What the engine runs on.
-        recorded: Whether XLA's measurements of the products are; if not, processes that measure
-            hold a product's factors.
+        recorded: As of `make_compiler`; if not, each worker measures some products itself, and
+            needs room for their factors.
     """
     if config.num_compile_workers is not None:
         return config.num_compile_workers
@@ -85,7 +85,8 @@ def make_orders(
         dtype: Of weights and pool.
         device: What the engine runs on.
         store: Where workers leave what they lower, and the engine finds it.
-        recorded: Whether XLA's measurements of the products are.
+        recorded: Whether XLA has nothing left to measure of the products: it is recorded, or the
+            device is a CPU.
         tied: Whether the output head is the embedding; None: as config.json says.
 
     Returns:

@@ -65,7 +65,8 @@ class Order:
         share, of: Which share of the programs, of how many.
         threads: Compilations at once.
         limits: Fields of `RuntimeConfig`, the pool's size not settled.
-        recorded: Whether XLA's measurements of the products are.
+        recorded: Whether XLA has nothing left to measure of the products: it is recorded, or the
+            device is a CPU.
     """
 
     cache: str

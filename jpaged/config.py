@@ -87,9 +87,9 @@ class EngineConfig:
             persistent compilation cache too, unless one was set before, by JAX's own configuration
             or an earlier engine.
         num_compile_workers: Processes that compile beside the engine's own at a start that has much
-            to compile; 0 for none. None is one for two processors, 8 at most, on a GPU and for a
-            model whose measurements ship with the package, as far as the device has 1 GiB for each
-            beside the engine's share; else 0. They need `compilation_cache_dir`.
+            to compile; 0 for none. None is, on a GPU, one for two processors, 8 at most, as far as
+            the device has 1 GiB for each beside the engine's share (1.5 GiB with a model whose XLA
+            measurements do not ship); else 0. They need `compilation_cache_dir`.
         verbose: Show loading, memory account and compilation on stderr.
 
     Raises:

@@ -50,7 +50,8 @@ def make_compiler(model: nnx.Module, backend: Backend, *, recorded: bool) -> Com
     Args:
         model: The model, or its shapes.
         backend: The kernels' implementation.
-        recorded: Whether XLA's measurements of the products are.
+        recorded: Whether XLA has nothing left to measure of the products: it is recorded, or the
+            device is a CPU.
     """
     if recorded:
         return Compiler()

@@ -20,14 +20,21 @@ ADJUSTS, BIASED, EARLY = 1, 2, 4
 
 
 class Adjustments(NamedTuple):
-    """What the tokens of R texts are marked with, and how each of B rows of logits uses that."""
+    """What the tokens of R texts are marked with, and how each of B rows of logits uses that.
+
+    Attributes:
+        words: Of each text and token its word (`COUNT_MASK`, `IN_PROMPT`, `IS_ENDING`).
+        biases: Added to the logits; read of rows that are BIASED.
+        rows: Each row's text.
+        kinds: Bits ADJUSTS, BIASED, EARLY.
+        penalties: Repetition, presence, frequency.
+    """
 
     words: Int32[Array, "R V"]
     biases: Float32[Array, "R V"]
     rows: Int32[Array, "B"]
     kinds: Int32[Array, "B"]
     penalties: Float32[Array, "B 3"]
-    """Repetition, presence, frequency."""
 
 
 def adjust_tile(logits, words, biases, early, repetition, presence, frequency):

@@ -13,6 +13,10 @@ total order, as `jax.lax.top_k` has it; for the choice zeros are equal and NaN i
 equal keys the lowest block comes first, and in it the lowest token. The rank is counted on the way
 if the row's token is above the last of the L; else the row is read again. A row that is not
 adjusted reads no state, and one that is not wanted costs its part of the choice alone.
+
+Between the two launches: keys int32 [B, V / 128, rounded up to whole chunks], largest and sums
+float32 [B, chunks], and where a token is to be chosen its key and id int32 [B, chunks]. Of rows
+that are not wanted the first three are undefined.
 """
 
 import functools

@@ -71,7 +71,7 @@ class UnrecordedCompiler(Compiler):
 
     def __init__(self, model: nnx.Module, backend: Backend, folder: Path | None):
         self._backend, self._folder = backend, folder
-        self._model, self._own = model, threading.Lock()
+        self._model, self._lock = model, threading.Lock()
         facts = [(leaf.shape, jnp.dtype(leaf.dtype).name) for leaf in SplitModel.of(model).leaves]
         text = repr((facts, backend, jax.__version__, jaxlib.__version__))
         self._digest = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -89,7 +89,7 @@ class UnrecordedCompiler(Compiler):
         if self._folder is None:  # then by each program alone
             return
         done = self._folder / f"{self._digest}-{part}-{rows}.measured"
-        with self._own:
+        with self._lock:
             if done.exists():
                 return
             with _alone(self._folder):

@@ -30,7 +30,7 @@ LOADED_ROWS, LOADED_TOKENS = 64, 8192
 _SMALLEST, _LARGEST = 1e-30, 1e30
 _INT32_MAX = 2**31 - 1
 
-_ADJUSTS, _BIASED, _SCORED = 1, 2, 4  # bits of a packed row's last column
+_ROW_ADJUSTS, _ROW_BIASED, _ROW_SCORED = 1, 2, 4  # bits of a packed row's last column
 
 
 class SamplingRows(NamedTuple):
@@ -77,8 +77,8 @@ def encode_row(params: SamplingParams, seed: int) -> np.ndarray:
         params: the request's parameters.
         seed: any 64-bit integer, signed or not: the sequence's own.
     """
-    kind = _ADJUSTS * params.adjusts_logits | _BIASED * params.biases_logits
-    kind |= _SCORED * params.needs_logprobs
+    kind = _ROW_ADJUSTS * params.adjusts_logits | _ROW_BIASED * params.biases_logits
+    kind |= _ROW_SCORED * params.needs_logprobs
     packed = _ROW.pack(
         params.temperature and _bounded(float(params.temperature)),
         params.top_p,
@@ -111,9 +111,9 @@ def decode_rows(packed: Int32[Array, "B W"], position: Int32[Array, "B"]) -> Sam
         seed=jax.lax.bitcast_convert_type(packed[:, 6:8], jnp.uint32),
         top_k=packed[:, 8],
         min_tokens=packed[:, 9],
-        adjusts=(packed[:, 10] & _ADJUSTS) != 0,
-        biased=(packed[:, 10] & _BIASED) != 0,
-        scored=(packed[:, 10] & _SCORED) != 0,
+        adjusts=(packed[:, 10] & _ROW_ADJUSTS) != 0,
+        biased=(packed[:, 10] & _ROW_BIASED) != 0,
+        scored=(packed[:, 10] & _ROW_SCORED) != 0,
         position=position,
     )
 

@@ -27,7 +27,15 @@ class KVState(NamedTuple):
 
 
 class SampleInputs(NamedTuple):
-    """What sampling needs of a step, the same for decode and prefill."""
+    """What sampling needs of a step, the same for decode and prefill: one entry a row of logits (of
+    a decode step G, padding included).
+
+    Attributes:
+        rows: Each one's device row; the padding's is R - 1.
+        counted: Whether the sampled token belongs to the output.
+        encoded: Parameters, as `encode_row` packs them.
+        positions: Index, in its sequence, of the token to be sampled.
+    """
 
     rows: Int32[Array, "B"]
     counted: Bool[Array, "B"]

@@ -111,7 +111,7 @@ class Exchange(Response):
         await while_connected(receive, self._unstalled(scope, receive, send))
 
     async def _unstalled(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, but hang up on a client that leaves a piece unread for too long.
+        """Answer, but hang up on a client that takes longer than that to read a piece.
 
         One timer an answer looks at how long a piece is on its way, four times in that time: a
         timeout for each piece costs a fifth of writing it.

@@ -44,7 +44,10 @@ _ANSWERS = (1, 2, 5, 10, 20)
 _GAUGES = {
     "vllm:num_requests_running": ("Requests in the batch.", lambda s: s.num_running),
     "vllm:num_requests_waiting": ("Requests waiting for a place.", lambda s: s.num_waiting),
-    "vllm:num_requests_swapped": ("Of these, with KV in host memory.", lambda s: s.num_swapped),
+    "vllm:num_requests_swapped": (
+        "Waiting requests with KV in host memory.",
+        lambda s: s.num_swapped,
+    ),
     "vllm:kv_cache_usage_perc": (
         "Share of the KV blocks in use, 0 to 1.",
         lambda s: s.kv_cache_usage,
@@ -63,11 +66,17 @@ _COUNTERS = {
         "Tokens looked up in the prefix cache.",
         lambda s: s.prefix_cache_queries,
     ),
-    "vllm:prefix_cache_hits": ("Those of them that were found.", lambda s: s.prefix_cache_hits),
+    "vllm:prefix_cache_hits": (
+        "Prompt tokens found in the prefix cache.",
+        lambda s: s.prefix_cache_hits,
+    ),
     "vllm:num_preemptions": ("Times a request lost its blocks.", lambda s: s.num_preemptions),
     "jpaged:block_copies": ("Blocks copied on write.", lambda s: s.num_block_copies),
     "jpaged:swapped_out_blocks": ("Blocks to host memory.", lambda s: s.num_swapped_out_blocks),
-    "jpaged:swapped_in_blocks": ("Blocks back from there.", lambda s: s.num_swapped_in_blocks),
+    "jpaged:swapped_in_blocks": (
+        "Blocks back from host memory.",
+        lambda s: s.num_swapped_in_blocks,
+    ),
     "jpaged:steps": ("Steps launched.", lambda s: s.num_steps),
 }
 
@@ -89,7 +98,7 @@ class Metrics:
         self._describe(block_size=block_size, num_gpu_blocks=num_blocks)
         self.prompt_tokens = self._count("vllm:prompt_tokens", "Tokens of prompts.")
         self.cached_tokens = self._count(
-            "vllm:prompt_tokens_cached", "Those of them that a cached prefix spared."
+            "vllm:prompt_tokens_cached", "Prompt tokens whose KV the prefix cache had."
         )
         self.output_tokens = self._count("vllm:generation_tokens", "Tokens of answers.")
         self._success = Counter(
@@ -100,10 +109,12 @@ class Metrics:
         )
         lengths = _one_two_five(max_model_len)
         times = self._times
-        self.first_token = times("time_to_first_token", "To the first token.", _FIRST_TOKEN)
+        self.first_token = times(
+            "time_to_first_token", "From a request's arrival to its first token.", _FIRST_TOKEN
+        )
         self.between_tokens = _EveryToken(
             "vllm:inter_token_latency_seconds",
-            "Seconds. Between tokens.",
+            "Seconds. Between two tokens of a request.",
             _BETWEEN_TOKENS,
             self._labels,
         )
@@ -113,16 +124,28 @@ class Metrics:
         )
         self.whole = times("e2e_request_latency", "Of a request in all.", _OF_REQUESTS)
         self.queue = times("request_queue_time", "Waiting for the first step.", _OF_REQUESTS)
-        self.prefill = times("request_prefill_time", "To the first token, then.", _OF_REQUESTS)
-        self.decode = times("request_decode_time", "To the last token, then.", _OF_REQUESTS)
-        self.inference = times("request_inference_time", "Of both together.", _OF_REQUESTS)
-        self.prompt_length = self._sizes("request_prompt_tokens", "Of a prompt.", lengths)
-        self.answer_length = self._sizes("request_generation_tokens", "Of its answers.", lengths)
-        self.longest_answer = self._sizes(
-            "request_max_num_generation_tokens", "Of the longest of its answers.", lengths
+        self.prefill = times(
+            "request_prefill_time", "From a request's first step to its first token.", _OF_REQUESTS
         )
-        self.asked_length = self._sizes("request_params_max_tokens", "As asked.", lengths)
-        self.asked_answers = self._sizes("request_params_n", "As asked.", _ANSWERS)
+        self.decode = times(
+            "request_decode_time", "From a request's first token to its last.", _OF_REQUESTS
+        )
+        self.inference = times(
+            "request_inference_time", "From a request's first step to its last token.", _OF_REQUESTS
+        )
+        self.prompt_length = self._sizes("request_prompt_tokens", "Tokens of a prompt.", lengths)
+        self.answer_length = self._sizes(
+            "request_generation_tokens", "Tokens of all answers to a prompt.", lengths
+        )
+        self.longest_answer = self._sizes(
+            "request_max_num_generation_tokens",
+            "Tokens of the longest answer to a prompt.",
+            lengths,
+        )
+        self.asked_length = self._sizes(
+            "request_params_max_tokens", "max_tokens that requests ask for.", lengths
+        )
+        self.asked_answers = self._sizes("request_params_n", "n that requests ask for.", _ANSWERS)
 
     def text(self, stats: EngineStats | None) -> bytes:
         """All of them in Prometheus's text format.
