@@ -287,6 +287,10 @@ class Tokenizer:
 
         return _compile_jinja_template(self.hf_tokenizer.get_chat_template(chat_template))
 
+    def prepare(self) -> None:
+        """Look through the vocabulary now, not with the first text: forks then share it."""
+        _ = self._special_text, self._structural, self._splits_at_words
+
     @functools.cached_property
     def _special_text(self) -> SpecialText:
         added = self.hf_tokenizer.added_tokens_decoder.items()

@@ -19,6 +19,7 @@ from text_helpers import (
 )
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+import jpaged.tokenizer
 from jpaged.tokenizer import Tokenizer, check_messages
 
 TEXTS = ["hello world", "  two  spaces", "你好 😀 e\u0301", f"a{EOS}b", "", "def f():\n\treturn"]
@@ -279,3 +280,13 @@ def test_loading_imports_neither_jax_nor_torch_and_says_nothing(tmp_path: Path):
 
 def edit(path: Path, **entries: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+
+
+def test_what_a_vocabulary_is_looked_through_for_is_found_once(monkeypatch: pytest.MonkeyPatch):
+    tokenizer = Tokenizer(byte_level().hf_tokenizer)
+    tokenizer.prepare()
+    looks: list[object] = []
+    monkeypatch.setattr(jpaged.tokenizer, "splits_at_words", looks.append)
+    text = "hello the end of the world. " * 400
+    assert tokenizer.encode(text, last=20) == tokenizer.encode(text)[-20:]
+    assert not looks

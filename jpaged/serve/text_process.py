@@ -273,6 +273,7 @@ class TextWorker:
     def __init__(self, settings: TextSettings):
         self._settings = settings
         self._tokenizer = Tokenizer.from_folder(Path(settings.folder))
+        self._tokenizer.prepare()
 
     def do(self, order: Order) -> Done:
         """What comes of an order; nothing is raised."""
