@@ -65,7 +65,7 @@ def with_usable_cache(config: EngineConfig) -> EngineConfig:
     except (OSError, ValueError) as error:  # ValueError: no name of a folder
         why = f"compilation_cache_dir={str(cache)!r} cannot be written to ({error})"
     remedy = "give a folder that can, or None to compile at each start"
-    if folder.is_dir() and os.access(folder, os.R_OK | os.X_OK):
+    if os.path.isdir(folder) and os.access(folder, os.R_OK | os.X_OK):  # False for any error
         warnings.warn(f"{why}: what it lacks is compiled at each start; {remedy}", stacklevel=2)
         return config
     if str(cache) != COMPILATION_CACHE:

@@ -95,8 +95,8 @@ class RequestState:
             scores: One row for each prompt token right after one of its positions.
         """
         known = self._prompt_logprobs = self._prompt_logprobs or [None]
-        found = TokenLogprobs(scores.first(self.params.prompt_logprobs or 0), self.tokenizer)
-        known += found[max(len(known) - item.start - 1, 0) :]
+        packed = scores.first(self.params.prompt_logprobs or 0)
+        known += TokenLogprobs(packed[max(len(known) - item.start - 1, 0) :], self.tokenizer)
 
     def fail(self, error: BaseException) -> None:
         """It ends with an error, also if it has just come to its own end; the first one counts."""

@@ -7,7 +7,7 @@ import numpy as np
 from jpaged.core.beam import Hypothesis
 from jpaged.core.request import FinishReason, Sequence
 from jpaged.detokenizer import Detokenizer
-from jpaged.outputs import CompletionOutput, TextDelta
+from jpaged.outputs import CompletionOutput, Logprob, TextDelta
 from jpaged.runtime.model_runner import TokenScores
 from jpaged.sampling_params import SamplingParams
 from jpaged.token_logprobs import TokenLogprobs
@@ -32,6 +32,7 @@ class SampleState:
     __slots__ = (
         "_detokenizer",
         "_eos_token_ids",
+        "_made_logprobs",
         "_num_logprobs",
         "_num_read",
         "_num_sent",
@@ -57,6 +58,7 @@ class SampleState:
         self._eos_token_ids = eos_token_ids
         self._num_logprobs = params.logprobs
         self._scores = bytearray()  # of each token a row, if they are asked for
+        self._made_logprobs: list[dict[int, Logprob]] = []  # of the first of these rows
         self._scores_width = 4 * NUM_FACTS  # of these rows, in bytes
         self._stop_string: str | None = None
         self._num_read = 0  # output tokens that the detokenizer has
@@ -138,10 +140,11 @@ class SampleState:
         return self._detokenizer.append(new, ended_by_token=ended_by_token)
 
     def _logprobs(self, start: int = 0) -> TokenLogprobs:
-        """Those of the tokens from `start` on."""
+        """Those of the tokens from `start` on; what is made of all is made once."""
         width = self._scores_width
         copied = np.frombuffer(bytes(self._scores[start * width :]), np.int32)
-        return TokenLogprobs(copied.reshape(-1, width // 4), self._tokenizer)
+        made = self._made_logprobs if start == 0 else None
+        return TokenLogprobs(copied.reshape(-1, width // 4), self._tokenizer, made)
 
     def _stop_reason(self) -> str | int | None:
         if self._stop_string is not None:

@@ -102,7 +102,7 @@ def test_a_cache_that_can_be_written_to_is_made(tmp_path: Path):
     assert with_usable_cache(nowhere) is nowhere
 
 
-@pytest.mark.parametrize("name", ["file", "file/folder", "a\0b"])
+@pytest.mark.parametrize("name", ["file", "file/folder", "a\0b", "a" * 300])
 def test_a_cache_that_cannot_be_is_refused_by_name(tmp_path: Path, name: str):
     (tmp_path / "file").touch()
     folder = tmp_path / name
@@ -111,11 +111,12 @@ def test_a_cache_that_cannot_be_is_refused_by_name(tmp_path: Path, name: str):
         with_usable_cache(EngineConfig(compilation_cache_dir=folder))
 
 
+@pytest.mark.parametrize("home", [".", "a" * 300])
 def test_a_home_that_cannot_be_written_to_costs_the_cache_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str
 ):
     (tmp_path / ".cache").touch()
-    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path / home))
     with pytest.warns(UserWarning, match=r"compilation_cache_dir='~/.*each start compiles all"):
         assert with_usable_cache(EngineConfig()).compilation_cache_dir is None
 

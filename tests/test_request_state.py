@@ -1,5 +1,6 @@
 """What a request's state makes of tokens: one part a sample, ranks, and a search's answers."""
 
+import copy
 import itertools
 from typing import Any
 
@@ -30,9 +31,9 @@ class Letters:
         return "".join(f"<{i}>" if i < 32 else chr(i) for i in ids)
 
 
-def make(params: SamplingParams) -> RequestState:
+def make(params: SamplingParams, tokenizer: Any = None) -> RequestState:
     beam = None if params.beam_width is None else BeamSearch(params.beam_width)
-    tokenizer: Any = Letters()
+    tokenizer = Letters() if tokenizer is None else tokenizer
     request = Request.from_prompt(
         "r",
         [97, 98],
@@ -198,6 +199,31 @@ def test_scores_are_made_to_objects_when_they_are_read_and_once():
     assert whole[0][1:] == []
     assert sorted(tokenizer.decoded) == [65, 66, 66]
     assert repr(whole[1]) == repr([{66: Logprob(-1.0, 1, "B")}])
+
+
+def test_scores_are_made_once_however_often_an_answer_that_grows_is_read():
+    tokenizer = Counting()
+    state = make(SamplingParams(logprobs=1, detokenize=False), tokenizer)
+    for _ in range(20):
+        say(state, 0, ord("A"), -0.25)
+        (answer,) = state.output().outputs
+        assert answer.logprobs is not None
+        assert answer.logprobs[-1][65].logprob == -0.25
+    assert len(tokenizer.decoded) == 2 * 20  # itself and one alternative, each token's once
+
+
+def test_scores_are_copied_as_a_list():
+    """What makes them stays where it is, also where another process gets the copy."""
+    scores = TokenLogprobs(packed((65, -0.5, 3), (66, -0.25)).packed, Counting())  # type: ignore
+    plain = [{65: Logprob(-0.5, 3, "A"), 66: Logprob(-0.25, 1, "B")}]
+    for copied in (
+        copy.copy(scores),
+        copy.deepcopy(scores),
+        scores + plain[:0],
+        plain[:0] + scores,
+    ):
+        assert type(copied) is list
+        assert copied == plain
 
 
 def test_an_answer_keeps_what_it_said_as_it_grows():

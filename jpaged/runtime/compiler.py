@@ -72,8 +72,11 @@ class UnrecordedCompiler(Compiler):
     def __init__(self, model: nnx.Module, backend: Backend, folder: Path | None):
         self._backend, self._folder = backend, folder
         self._model, self._lock = model, threading.Lock()
+        self._measured: set[Path] = set()  # here or by others; a folder may not keep marks
         facts = [(leaf.shape, jnp.dtype(leaf.dtype).name) for leaf in SplitModel.of(model).leaves]
-        text = repr((facts, backend, jax.__version__, jaxlib.__version__))
+        device = jax.local_devices()[0]
+        where = device.device_kind, device.client.platform_version
+        text = repr((facts, backend, jax.__version__, jaxlib.__version__, where))
         self._digest = hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def compile(self, recipe: Recipe, lowered: Any) -> Any:
@@ -90,13 +93,15 @@ class UnrecordedCompiler(Compiler):
             return
         done = self._folder / f"{self._digest}-{part}-{rows}.measured"
         with self._lock:
-            if done.exists():
+            if done in self._measured:
                 return
-            with _alone(self._folder):
-                if not done.exists():  # another process has been at it
-                    measure_products(self._model, part, rows, self._backend)
-                    with suppress(OSError):
-                        done.touch()
+            if not done.exists():
+                with _alone(self._folder):
+                    if not done.exists():  # another process has been at it
+                        measure_products(self._model, part, rows, self._backend)
+                        with suppress(OSError):
+                            done.touch()
+            self._measured.add(done)
 
 
 def measure_products(model: Any, part: str, rows: int, backend: Backend) -> int:

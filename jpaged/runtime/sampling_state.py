@@ -23,8 +23,9 @@ _ROW = struct.Struct("=6f2I3i")  # the floats, the seed's halves, whole numbers
 ROW_WIDTH = _ROW.size // 4
 """Columns of a packed row, W."""
 
-LOADED_ROWS, LOADED_TOKENS = 64, 8192
-"""Rows, N, and tokens, E, that one launch of `load_rows` takes."""
+LOADED_ROWS, LOADED_TOKENS = 64, 5376
+"""Rows, N, and tokens, E, that one launch of `load_rows` takes: 64 KiB, a place that launches
+leave where it is (`small_buffers`)."""
 
 # A float32 keeps its own bits in these bounds through a division, and never becomes 0 or inf.
 _SMALLEST, _LARGEST = 1e-30, 1e30

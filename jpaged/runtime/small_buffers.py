@@ -25,8 +25,8 @@ step of 960 rows."""
 
 IN_A_ROW = 25
 """Pieces of each size; every second one becomes a place: 12 where all are neighbours, fewer where
-holes that the weights left take some. A step of few rows has 4 buffers of 256 bytes, or 6 if
-log-probabilities are asked for, and its results stay while the next ones are made."""
+holes that the weights left take some. A step of few rows has 4 buffers of 256 bytes, and
+its results stay while the next ones are made."""
 
 
 def pieces() -> list[int]:

@@ -127,6 +127,19 @@ def test_a_folder_that_cannot_be_written_stops_nothing(measured: list, tmp_path:
     it = UnrecordedCompiler(model_of(GPT2), Backend.XLA, tmp_path / "file" / "folder")
     assert it.compile(prefill(512, 8), Lowered()) == "program"
     assert measured == [("layer", 512), ("head", 8)]
+    it.compile(prefill(512, 8), Lowered())  # nor is anything measured twice for want of a mark
+    assert measured == [("layer", 512), ("head", 8)]
+
+
+def test_what_another_device_measured_is_measured_again(
+    measured: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    UnrecordedCompiler(model_of(GPT2), Backend.XLA, tmp_path).compile(prefill(512, 8), Lowered())
+    client = SimpleNamespace(platform_version="another")
+    other = SimpleNamespace(device_kind=jax.local_devices()[0].device_kind, client=client)
+    monkeypatch.setattr(jax, "local_devices", lambda: [other])
+    UnrecordedCompiler(model_of(GPT2), Backend.XLA, tmp_path).compile(prefill(512, 8), Lowered())
+    assert measured == [("layer", 512), ("head", 8)] * 2
 
 
 HOLD = """
