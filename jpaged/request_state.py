@@ -96,7 +96,8 @@ class RequestState:
         """
         known = self._prompt_logprobs = self._prompt_logprobs or [None]
         packed = scores.first(self.params.prompt_logprobs or 0)
-        known += TokenLogprobs(packed[max(len(known) - item.start - 1, 0) :], self.tokenizer)
+        new = packed[max(len(known) - item.start - 1, 0) :]
+        known.extend(TokenLogprobs(new, self.tokenizer))
 
     def fail(self, error: BaseException) -> None:
         """It ends with an error, also if it has just come to its own end; the first one counts."""

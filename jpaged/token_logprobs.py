@@ -49,9 +49,6 @@ class TokenLogprobs(Sequence[dict[int, Logprob]]):
     def __add__(self, other: list[dict[int, Logprob]]) -> list[dict[int, Logprob]]:
         return [*self, *other]
 
-    def __radd__(self, other: list[dict[int, Logprob]]) -> list[dict[int, Logprob]]:
-        return [*other, *self]
-
     def __repr__(self) -> str:
         return repr(self._entries)
 

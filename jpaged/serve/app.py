@@ -1,6 +1,7 @@
 """The routes, and what surrounds them."""
 
-from typing import TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,7 +21,6 @@ from jpaged.serve.exchange import (
     as_api_error,
     error_answer,
     json_answer,
-    large_answer,
     large_json,
 )
 from jpaged.serve.generation import Generation
@@ -146,23 +146,42 @@ class Endpoints:
         asked.check()
         if asked.messages is not None:
             asked.check_template(serving.config.template_variables)
-        ids, strings = await texts.tokenized(
-            asked.prompt or "" if asked.messages is None else asked.messages,
-            asked.template_options,
-            add_special_tokens=asked.add_special_tokens,
-            strings=asked.return_token_strs,
-        )
-        told = {"count": len(ids), "max_model_len": texts.max_model_len, "tokens": ids}
-        told["token_strs"] = strings
-        return large_answer(await serving.beside(lambda: large_json(told)))
+
+        async def told() -> dict[str, Any]:
+            ids, strings = await texts.tokenized(
+                asked.prompt or "" if asked.messages is None else asked.messages,
+                asked.template_options,
+                add_special_tokens=asked.add_special_tokens,
+                strings=asked.return_token_strs,
+            )
+            count = {"count": len(ids), "max_model_len": texts.max_model_len}
+            return {**count, "tokens": ids, "token_strs": strings}
+
+        return self._told(request, told)
 
     async def detokenize(self, request: Request) -> Response:
         """`/detokenize`: the text of token ids."""
         serving = self._serving
         asked = await self._read(request, DetokenizeRequest)
         serving.model_name(asked.model)
-        text = await serving.texts.decode(asked.tokens)
-        return large_answer(await serving.beside(lambda: large_json({"prompt": text})))
+
+        async def told() -> dict[str, Any]:
+            return {"prompt": await serving.texts.decode(asked.tokens)}
+
+        return self._told(request, told)
+
+    def _told(self, request: Request, told: Callable[[], Awaitable[dict[str, Any]]]) -> Response:
+        """An answer that is made while its client waits: one of the client's requests in flight."""
+        serving = self._serving
+        client = client_of(request.scope, keyed=bool(serving.config.api_keys))
+
+        async def piece() -> AsyncGenerator[bytes, None]:
+            with serving.admission.admit(client, 0):
+                answer = await told()
+                yield await serving.beside(lambda: large_json(answer))
+
+        stall = serving.config.limits.stall_timeout
+        return Exchange(piece(), streams=False, stall_timeout=stall)
 
     async def models(self, request: Request) -> Response:
         """`/v1/models`: what the model may be called."""

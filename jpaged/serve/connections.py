@@ -44,7 +44,7 @@ OUT_OF_FILES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOME
 """Errors of `accept` that last until connections are closed."""
 
 _LOOK_AGAIN = 0.1  # seconds between looks whether a half-closed client is gone
-_AT_A_TIME = 4  # connections that are accepted before those before them are looked at
+_AT_A_TIME = 4  # connections that are accepted before those before them are looked at, at least
 _SURPLUS = "jpaged_surplus"
 _CLOSE = (b"connection", b"close")
 _ABSOLUTE = re.compile(rb"https?://([^/?#]*)([^#]*)", re.I)
@@ -330,24 +330,27 @@ class Listener(socket.socket):
 
     Args:
         family: `AF_INET` or `AF_INET6`.
+
+    Attributes:
+        at_a_time: How many those are.
     """
 
     def __init__(self, family: int):
         # Said to be TCP: of other sockets asyncio does not set TCP_NODELAY, and the body of an
         # answer would wait for the client to acknowledge its headers, 40 ms.
         super().__init__(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        self._num_left = _AT_A_TIME
+        self.at_a_time = self._num_left = _AT_A_TIME
 
     def accept(self) -> tuple[socket.socket, Any]:
         """As sockets do, but now and then it says that nobody waits."""
         if not self._num_left:
-            self._num_left = _AT_A_TIME
+            self._num_left = self.at_a_time
             raise BlockingIOError
         self._num_left -= 1
         try:
             return super().accept()
         except OSError as error:
-            self._num_left = 0 if error.errno in OUT_OF_FILES else _AT_A_TIME
+            self._num_left = 0 if error.errno in OUT_OF_FILES else self.at_a_time
             raise
 
 

@@ -77,11 +77,6 @@ def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = 
     return Response(json_bytes(value), status, headers, media_type="application/json")
 
 
-def large_answer(content: bytes) -> Response:
-    """A whole answer that was made JSON already."""
-    return Response(content, media_type="application/json")
-
-
 def error_answer(error: ApiError) -> Response:
     """An error as an answer."""
     return json_answer(error.body, error.status, error.headers)

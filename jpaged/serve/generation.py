@@ -1,5 +1,6 @@
 """What completions and chats have in common: from jobs to an answer, whole or as it grows."""
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 
 from jpaged import SamplingParams, TextDelta
 from jpaged.serve.answers import Answer, Tally
+from jpaged.serve.errors import not_serving
 from jpaged.serve.exchange import DONE, json_bytes, large_json
 from jpaged.serve.protocol.sampling import SamplingFields
 from jpaged.serve.run import Job, News, Run
@@ -18,6 +20,9 @@ Body = dict[str, Any]
 
 _MANY_TOKENS = 128
 """More of them, each with up to twenty candidates, are written beside the event loop."""
+
+_VERY_MANY_TOKENS = 64 * 1024
+"""More of them are written there though none has candidates."""
 
 
 class Choice(ABC):
@@ -101,8 +106,12 @@ class Generation(ABC):
         asked, serving = self._asked, self.serving
         seats = max(asked.n, asked.best_of or 0, asked.beam_width or 0) * self.num_prompts
         with serving.admission.admit(self._client, seats):
-            jobs = await self.jobs()
-            choices = await self.choices(jobs)
+            try:
+                async with asyncio.timeout(serving.config.limits.queue_timeout):
+                    jobs = await self.jobs()
+                    choices = await self.choices(jobs)
+            except TimeoutError:
+                raise not_serving("aborted: the request waited too long for its turn") from None
             tally = Tally([job.prompt_token_ids for job in jobs])
             async with serving.run(jobs) as run:
                 if not asked.stream:
@@ -132,7 +141,8 @@ class Generation(ABC):
             body["choices"] = [choice.whole(answer.as_delta(), tally) for choice, answer in whole]
             return encode(body | {"usage": usage})
 
-        if usage["total_tokens"] <= _MANY_TOKENS:
+        has_scores = bool(tally.prompt_logprobs) or any(each.logprobs for each in answers)
+        if usage["total_tokens"] <= (_MANY_TOKENS if has_scores else _VERY_MANY_TOKENS):
             return write(json_bytes)
         return await self.serving.beside(lambda: write(large_json))
 

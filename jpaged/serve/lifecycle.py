@@ -35,7 +35,7 @@ _LONGEST_LINE = 1000
 _OTHER_FILES = 128
 """Files that are open beside the connections."""
 
-_SWITCH_INTERVAL = 0.0005
+_SWITCH_INTERVAL = 2e-5
 """Seconds that a thread beside the event loop keeps the interpreter from it, each time: the loop
 gives it up several times a token."""
 
@@ -56,9 +56,11 @@ def run_server(flags: Flags) -> int:
         return asyncio.run(_serve(flags, sock))
 
 
-async def _serve(flags: Flags, sock: socket.socket) -> int:
+async def _serve(flags: Flags, sock: Listener) -> int:
     limits = flags.serve.limits
     most, num_spare = allow_connections(limits.max_connections)
+    if num_spare == NUM_SPARE:  # files are not scarce
+        sock.at_a_time = num_spare // 2
     limits = replace(limits, max_connections=most)
     hosts = hosts_served(flags, sock.getsockname()[0])
     serving = Serving(replace(flags.serve, limits=limits, allowed_hosts=hosts))

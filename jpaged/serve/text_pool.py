@@ -1,12 +1,10 @@
 """Who tokenises what, when: short texts never wait for long ones."""
 
 import asyncio
-import heapq
 import struct
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, field
-from itertools import count
+from dataclasses import dataclass
 
 import msgspec
 
@@ -29,10 +27,9 @@ _decoder = msgspec.msgpack.Decoder(Done)
 class TextPool:
     """Two forks of the text process, and what they have to do.
 
-    One does short orders, the shortest first, and gives up what turns out not to be short. The
-    other does long ones in the order of their arrival, and short ones while there are none. An
-    order that nobody waits for any more is dropped; the fork that works on it ends, and a new one
-    takes its place.
+    One does short orders and gives up what turns out not to be short. The other does long ones, and
+    short ones while there are none; both in the order of their arrival. An order that nobody waits
+    for any more is dropped; the fork that works on it ends, and a new one takes its place.
 
     Args:
         process: The text process; it may be another pool's too.
@@ -41,9 +38,8 @@ class TextPool:
 
     def __init__(self, process: TextProcess, seconds: float):
         self._process, self._seconds = process, seconds
-        self._short: list[_Piece] = []
+        self._short: deque[_Piece] = deque()
         self._long: deque[_Piece] = deque()
-        self._numbers = count()
         self._changed = asyncio.Event()
         self._lanes = [asyncio.create_task(self._work(takes_long=it)) for it in (False, True)]
 
@@ -55,11 +51,8 @@ class TextPool:
         """
         data = _encoder.encode(order)
         answer = asyncio.get_running_loop().create_future()
-        piece = _Piece(len(data), next(self._numbers), data, answer)
-        if piece.size <= MAX_SHORT:
-            heapq.heappush(self._short, piece)
-        else:
-            self._long.append(piece)
+        piece = _Piece(data, answer)
+        (self._short if len(data) <= MAX_SHORT else self._long).append(piece)
         self._changed.set()
         return await answer
 
@@ -76,11 +69,12 @@ class TextPool:
                 try:
                     fork = fork or await _Fork.make(self._process, 0 if takes_long else _QUICK)
                     done = await fork.do(piece, self._seconds)
-                except (OSError, EOFError, RuntimeError, ValueError) as error:
+                except Exception as error:  # whatever it is, the lane goes on
+                    is_lost = fork is not None and fork.is_lost
                     if fork is not None:
                         fork.end()
                         fork = None
-                    self._give_up(piece, error, was_short=not takes_long)
+                    self._give_up(piece, error, was_short=not takes_long, is_lost=is_lost)
                 else:
                     if not piece.answer.done():
                         piece.answer.set_result(done)
@@ -94,22 +88,29 @@ class TextPool:
                 if not (piece := self._long.popleft()).answer.done():
                     return piece
             while self._short:
-                if not (piece := heapq.heappop(self._short)).answer.done():
+                if not (piece := self._short.popleft()).answer.done():
                     return piece
             self._changed.clear()
             await self._changed.wait()
 
-    def _give_up(self, piece: "_Piece", error: Exception, *, was_short: bool) -> None:
+    def _give_up(
+        self, piece: "_Piece", error: Exception, *, was_short: bool, is_lost: bool
+    ) -> None:
+        """Try again elsewhere, or say why not."""
         if piece.answer.done():
             return
         piece.num_tries += 1
-        was_read = not isinstance(error, ConnectionError)
+        # The system ended a short order's fork: it is a long one. Or the fork was gone before it
+        # had read the order, or went with the whole process: another one may do it.
+        is_to_blame = not (is_lost or isinstance(error, ConnectionError))
         if (was_short and isinstance(error, EOFError)) or (
-            not was_read and piece.num_tries < _MAX_TRIES
+            not is_to_blame and piece.num_tries < _MAX_TRIES
         ):
             self._long.append(piece)
             self._changed.set()
             return
+        if not is_to_blame:
+            error = RuntimeError(f"the process that tokenises ended {piece.num_tries} times")
         if isinstance(error, TimeoutError):
             words = f"took longer than the limit of {self._seconds:g} seconds"
         elif isinstance(error, EOFError):  # what is not Python's ends when memory does
@@ -121,13 +122,13 @@ class TextPool:
         piece.answer.set_result(Done(refused=f"{WORK} {words}: send less"))
 
 
-@dataclass(order=True)
+@dataclass(eq=False)
 class _Piece:
-    size: int
-    number: int
-    data: bytes = field(compare=False)
-    answer: asyncio.Future[Done] = field(compare=False)
-    num_tries: int = field(default=0, compare=False)
+    """An order that waits or is worked on."""
+
+    data: bytes
+    answer: asyncio.Future[Done]
+    num_tries: int = 0
 
 
 class _Fork:
@@ -140,7 +141,7 @@ class _Fork:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ):
-        self._process, self._number = process, number
+        self._process, self._number, self._seen = process, number, process.num_starts
         self._reader, self._writer = reader, writer
 
     @classmethod
@@ -148,10 +149,15 @@ class _Fork:
         seen = process.num_starts
         try:
             number, sock = process.fork(most_seconds)
-        except OSError:
+        except ConnectionError:
             await asyncio.to_thread(process.revive, seen)
             number, sock = process.fork(most_seconds)
         return cls(process, number, *await asyncio.open_unix_connection(sock=sock))
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has ended with all others."""
+        return self._process.has_ended_since(self._seen)
 
     async def do(self, piece: _Piece, seconds: float) -> Done:
         """What comes of a piece.

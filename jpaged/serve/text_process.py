@@ -109,6 +109,7 @@ class TextProcess:
     def __init__(self, settings: TextSettings):
         self.settings = settings
         self.num_starts = 0
+        self._is_closed = True
         self._reviving = threading.Lock()
         self._num_forks = 0
         self._start()
@@ -142,7 +143,8 @@ class TextProcess:
                 no bound.
 
         Raises:
-            OSError: the process has ended.
+            ConnectionError: the process has ended.
+            OSError: the system has no line for it.
         """
         self._num_forks += 1
         ours, theirs = socket.socketpair()
@@ -150,10 +152,14 @@ class TextProcess:
             try:
                 number = _NUMBER.pack(self._num_forks, most_seconds)
                 socket.send_fds(self._control, [number], [theirs.fileno()])
-            except OSError:
+            except OSError as error:
                 ours.close()
-                raise
+                raise ConnectionError(f"the process that tokenises has ended: {error}") from None
         return self._num_forks, ours
+
+    def has_ended_since(self, seen: int) -> bool:
+        """Whether it has ended, and all forks with it, since `num_starts` was `seen`."""
+        return self.num_starts != seen or self._process.poll() is not None
 
     def end_fork(self, number: int) -> None:
         """End a fork at once, whatever it does."""
@@ -174,24 +180,29 @@ class TextProcess:
 
     def close(self) -> None:
         """End it and all forks."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._control.close()
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def _start(self) -> None:
-        self.num_starts += 1
-        self._is_ready = False
-        self._control, theirs = socket.socketpair()
+        control, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-m", "jpaged.serve.text_process", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 process_group=0,  # Ctrl-C is the server's; and all forks can be ended at once
                 env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"},
             )
-        send(self._control, msgspec.msgpack.encode(self.settings))
+        send(control, msgspec.msgpack.encode(self.settings))
+        # Only now: what the event loop sends meanwhile must not come before the settings.
+        self._process, self._control = process, control
+        self._is_ready = self._is_closed = False
+        self.num_starts += 1
 
 
 def main(fd: int) -> int:
@@ -229,6 +240,8 @@ def main(fd: int) -> int:
             try:
                 _limit_memory(settings.max_memory)
                 _obey(socket.socket(fileno=fds[0]), worker, most_seconds)
+            except BrokenPipeError:  # nobody waits for it any more
+                pass
             except Exception:
                 traceback.print_exc()
             finally:

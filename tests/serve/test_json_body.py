@@ -85,3 +85,18 @@ def test_large_answers_of_many_pieces():
         "empty": [[], {}, "", ()],
     }
     assert large_json(value) == msgspec.json.encode(value)
+
+
+@pytest.mark.parametrize("size", [0, 20_000])
+def test_names_told_apart_from_colons_in_strings(size: int):
+    """Of small bodies, whose colons are looked at only where they are more than the names, too."""
+    more = ["a" * size]
+    body = {"a": "b:c", "d": {"e:": ["f: g", {"h": 1}]}, "more": more}
+    assert parse_json(json.dumps(body).encode(), 10**6) == body
+    for twice in ('{"a": "b:c", "a": 1', '{"x": [{"b": 1, "b": 2}]', '{"x": ":", "x": ":"'):
+        with pytest.raises(ApiError, match="twice"):
+            parse_json(f'{twice}, "more": {json.dumps(more)}}}'.encode(), 10**6)
+    with pytest.raises(ApiError, match="too long"):
+        parse_json(f'{{"a": {"1" * 200}, "more": {json.dumps(more)}}}'.encode(), 10**6)
+    digits = {"a": "1" * 200, "more": more}
+    assert parse_json(json.dumps(digits).encode(), 10**6) == digits

@@ -11,10 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from serve_helpers import RawRequest, Server, kept_text_process
 
 import jpaged
+from jpaged.serve import text_pool
 from jpaged.serve.text_pool import MAX_SHORT, TextPool
 from jpaged.serve.text_process import Order, TextProcess, TextSettings, TextWorker
 
@@ -96,6 +98,40 @@ def test_nobody_waits_while_templates_compute(serve: Run):
     serve(scenario, chat_template=TEMPLATE, limits={"text_timeout": 600})
 
 
+def test_what_is_only_counted_is_dropped_with_its_client_too(serve: Run):
+    """And is one of its requests in flight."""
+
+    async def scenario(server: Server) -> None:
+        asked = {"messages": chat("endless")["messages"]}
+        busy = [RawRequest(server.app, "/tokenize", asked) for _ in range(3)]
+        while server.serving.num_requests < 2:  # the third is one too many of one client
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)  # they are not short
+        assert (busy[2].status, server.serving.num_requests) == (429, 2)
+        for request in busy:
+            request.leave()
+        await asyncio.gather(*(request.task for request in busy))
+        assert server.serving.num_requests == 0
+        async with asyncio.timeout(10):
+            answer = await server.http.post("/tokenize", json={"prompt": "fine " * MAX_SHORT})
+        assert answer.status_code in (200, 400)
+
+    limits = {"text_timeout": 600, "max_num_client_reqs": 2}
+    serve(scenario, chat_template=TEMPLATE, limits=limits)
+
+
+def test_who_waits_for_a_text_too_long_is_told(serve: Run):
+    async def scenario(server: Server) -> None:
+        busy = [RawRequest(server.app, CHAT, chat("endless")) for _ in range(2)]
+        async with asyncio.timeout(20):
+            await asyncio.gather(*(request.task for request in busy))
+        assert [request.status for request in busy] == [503, 503]
+        await server.canary()
+
+    limits = {"text_timeout": 600, "queue_timeout": 0.7}
+    serve(scenario, chat_template=TEMPLATE, limits=limits)
+
+
 def test_the_end_of_a_long_text(serve: Run):
     text = "The quick brown fox. " * 100_000
 
@@ -155,6 +191,42 @@ def test_a_text_process_that_is_killed_is_started_anew(serve: Run):
         assert process.num_starts == seen + 1
 
     serve(scenario)
+
+
+def test_orders_that_a_killed_process_had_are_done_by_the_next():
+    """Whatever both lanes do meanwhile: none is blamed for it, and none gets in the way of it."""
+
+    async def scenario() -> None:
+        process = TextProcess(TextSettings(str(TINY)))
+        pool = TextPool(process, 60)
+        await pool.do(Order("warm"))
+        for _ in range(3):
+            texts = ["a" * 10**6, *("b" * size for size in range(1, 200))]
+            orders = [asyncio.create_task(pool.do(Order(text))) for text in texts]
+            await asyncio.sleep(0.02)
+            os.killpg(process.pid, signal.SIGKILL)
+            for text, done in zip(texts, await asyncio.gather(*orders), strict=True):
+                assert (done.refused, len(done.token_ids)) == (None, len(text))
+        pool.close()
+        process.close()
+        process.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_lane_goes_on_whatever_happens(monkeypatch: pytest.MonkeyPatch):
+    async def scenario() -> None:
+        pool = TextPool(kept_text_process(TextSettings(str(TINY))), 60)
+        broken = text_pool._decoder
+        monkeypatch.setattr(text_pool, "_decoder", msgspec.msgpack.Decoder(int))
+        with pytest.raises(msgspec.ValidationError):
+            await pool.do(Order("a"))
+        monkeypatch.setattr(text_pool, "_decoder", broken)
+        async with asyncio.timeout(20):
+            assert len((await pool.do(Order("abc"))).token_ids) == 3
+        pool.close()
+
+    asyncio.run(scenario())
 
 
 def test_short_texts_first_and_long_ones_in_turn():
