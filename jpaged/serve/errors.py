@@ -1,5 +1,7 @@
 """Errors as OpenAI's clients know them."""
 
+import sys
+from contextlib import suppress
 from typing import Any
 
 _TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
@@ -84,3 +86,9 @@ def failed() -> ApiError:
 def not_serving(message: str, retry_after: int = 5) -> ApiError:
     """The server cannot take or finish a request now."""
     return ApiError(503, message, retry_after=retry_after)
+
+
+def say(text: str) -> None:
+    """A line in the log; where nobody reads it any more, the server goes on."""
+    with suppress(OSError):
+        print(f"jpaged: {text}", file=sys.stderr, flush=True)

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from jpaged.serve.app import make_app
 from jpaged.serve.client import EngineClient
 from jpaged.serve.connections import NUM_SPARE, OUT_OF_FILES, Listener, bounded_by
 from jpaged.serve.engine_process import EngineProcess
+from jpaged.serve.errors import say
 from jpaged.serve.flags import Flags
 from jpaged.serve.hosts import host_name, is_loopback
 from jpaged.serve.serving import Serving
@@ -49,7 +50,7 @@ def run_server(flags: Flags) -> int:
         sock = listen(flags.host, flags.port)
     except (OSError, ValueError) as error:  # ValueError: a host that is no name
         where, why = f"{flags.host}:{flags.port}", getattr(error, "strerror", None) or error
-        _say(f"cannot listen at {where} ({why}): use another --port or --host")
+        say(f"cannot listen at {where} ({why}): use another --port or --host")
         return 1
     sys.setswitchinterval(_SWITCH_INTERVAL)
     with sock:
@@ -110,11 +111,11 @@ class Life:
         except Exception as error:
             if self._ending is not None:
                 return 0
-            _say(f"error: {await self._why(error)}")
+            say(f"error: {await self._why(error)}")
             self._http.should_exit = True
             return 1
         gc.freeze()  # what is there by now stays: to walk it takes longer than a step
-        _say(f"serving {self._serving.config.model_names[0]} at {address}")
+        say(f"serving {self._serving.config.model_names[0]} at {address}")
         self._watching = asyncio.create_task(self._tell_of_death(process))
         return 0
 
@@ -128,7 +129,7 @@ class Life:
         await process.client.died.wait()
         if self._ending is None:
             why = await self._why(RuntimeError(process.client.death))
-            _say(f"the engine is gone, no request can be served: {why}")
+            say(f"the engine is gone, no request can be served: {why}")
 
     async def _why(self, error: Exception) -> str:
         """One line on an error, with what became of the engine's process."""
@@ -148,7 +149,7 @@ class Life:
             if self._process is not None:
                 self._process.kill()
             os._exit(128 + number)
-        _say("shutting down: no new requests; a second signal ends those in flight at once")
+        say("shutting down: no new requests; a second signal ends those in flight at once")
         self._ending = asyncio.create_task(self._end())
 
     async def _end(self) -> None:
@@ -159,7 +160,7 @@ class Life:
                 while serving.num_requests:
                     await asyncio.sleep(0.02)
         except TimeoutError:
-            _say(f"{serving.num_requests} requests are aborted")
+            say(f"{serving.num_requests} requests are aborted")
             serving.engine.cut_all()
         self._http.should_exit = True
         if self._process is not None and not self._process.client.is_ready:
@@ -236,7 +237,7 @@ def allow_connections(most: int) -> tuple[int, int]:
     num_spare = max(1, min(NUM_SPARE, room // 2))
     fewer = min(most, max(1, room - num_spare))
     if fewer < most:
-        _say(
+        say(
             f"--max-connections is {fewer}, not {most}, since the system allows {hard} open files: "
             f"raise that (ulimit -n {needed}), or lower --max-connections"
         )
@@ -271,7 +272,7 @@ class Complaints:
             loop.default_exception_handler(context)
         elif not self._is_said:
             self._is_said = True
-            _say(
+            say(
                 f"new connections wait until others are closed ({error.strerror}): raise "
                 "ulimit -n, or lower --max-connections"
             )
@@ -297,8 +298,3 @@ def listen(host: str, port: int) -> Listener:
 def _host(sock: socket.socket) -> str:
     host = sock.getsockname()[0]
     return f"[{host}]" if ":" in host else host
-
-
-def _say(text: str) -> None:
-    with suppress(OSError):  # whoever read it may be gone, and the server is to end as asked
-        print(f"jpaged: {text}", file=sys.stderr, flush=True)

@@ -1,11 +1,10 @@
 """Text to tokens and back, in processes beside the server's."""
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from jpaged import Tokenizer
-from jpaged.serve.errors import ApiError, bad_field, failed, too_long
+from jpaged.serve.errors import ApiError, bad_field, failed, say, too_long
 from jpaged.serve.protocol.chat import Message
 from jpaged.serve.text_pool import TextPool
 from jpaged.serve.text_process import Done, Order, TextProcess
@@ -137,7 +136,7 @@ class Texts:
         """
         if keep is None:
             return None
-        room = self.max_model_len - max(max_tokens or 0, 1)
+        room = self._room(max_tokens)
         return max(min(room if keep == -1 else keep, self.max_model_len), 1)
 
     def fitted(
@@ -154,7 +153,7 @@ class Texts:
         Raises:
             ApiError: it does not fit.
         """
-        room = self.max_model_len - max(max_tokens or 0, 1)
+        room = self._room(max_tokens)
         if keep is not None:
             token_ids = token_ids[-(room if keep == -1 else keep) :] if room > 0 else token_ids
         if not token_ids:
@@ -174,6 +173,10 @@ class Texts:
         """Drop what is under way."""
         self._pool.close()
 
+    def _room(self, max_tokens: int | None) -> int:
+        """Tokens that a prompt may have with an answer of so many, at least one."""
+        return self.max_model_len - max(max_tokens or 0, 1)
+
     async def _done(self, order: Order, path: str) -> Done:
         try:
             done = await self._pool.do(order)
@@ -182,7 +185,7 @@ class Texts:
         except (OSError, RuntimeError, ValueError) as error:
             done = Done(failed=repr(error))
         if done.failed is not None:
-            print(f"jpaged: tokenising failed: {done.failed}", file=sys.stderr, flush=True)
+            say(f"tokenising failed: {done.failed}")
             raise failed()
         if done.refused is not None:
             raise bad_field(path, done.refused)

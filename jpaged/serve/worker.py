@@ -20,6 +20,7 @@ from typing import Any
 
 from jpaged import Engine, RequestDelta, SamplingParams
 from jpaged.serve.camera import Camera
+from jpaged.serve.errors import say
 from jpaged.serve.frames import (
     Abort,
     Add,
@@ -102,7 +103,7 @@ class Worker:
         news, now = self._engine.take_deltas(), time.monotonic()
         for delta in news:
             if delta.error is not None:  # clients are told where to look, not what
-                print(f"jpaged: {delta.request_id}: {delta.error}", file=sys.stderr, flush=True)
+                say(f"{delta.request_id}: {delta.error}")
         news = self._parted(news)
         idle = not self._engine.has_work
         stats = None
@@ -154,7 +155,7 @@ class Worker:
         except (TypeError, ValueError) as error:
             self._link.send(Refused(command.request_id, str(error)))
         except Exception as error:  # of this request; if a step failed, the next one says so
-            print(f"jpaged: {command.request_id}: {error!r}", file=sys.stderr, flush=True)
+            say(f"{command.request_id}: {error!r}")
             self._link.send(Refused(command.request_id, "the request failed", is_fault=True))
 
 
@@ -195,7 +196,7 @@ def serve_engine(sock: socket.socket) -> int:
     try:
         Worker(engine, link).run()
     except Exception as error:
-        print(f"jpaged: the engine failed: {error!r}", file=sys.stderr, flush=True)
+        say(f"the engine failed: {error!r}")
         return 1
     return 0
 
