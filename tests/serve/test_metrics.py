@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from serve_helpers import QUESTION, RawRequest, Server
 
@@ -147,3 +148,22 @@ def test_the_published_schema_has_every_path_and_field(serve: Run):
         json.dumps(schema, allow_nan=False)
 
     serve(scenario)
+
+
+def test_the_histogram_of_every_token_is_prometheus_own():
+    own = Metrics("m", max_model_len=100, block_size=16, num_blocks=3)
+    registry, labels = CollectorRegistry(), {"model_name": "m", "engine": "0"}
+    bounds = (*(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75), 1.0, 2.5, 5.0, 7.5)
+    bounds += (10.0, 20.0, 40.0, 80.0)
+    name, meaning = "vllm:inter_token_latency_seconds", "Seconds. Between two tokens of a request."
+    theirs = Histogram(name, meaning, [*labels], buckets=bounds, registry=registry)
+    for seconds in (0.0, 0.01, 0.011, 0.5, 3.0, 80.0, 90.0):
+        own.between_tokens.observe(seconds)
+        theirs.labels(**labels).observe(seconds)
+
+    def lines(text: bytes) -> list[str]:
+        found = text.decode().splitlines()
+        return [line for line in found if name in line and "_created" not in line]
+
+    assert len(lines(generate_latest(registry))) == 24
+    assert lines(own.text(None)) == lines(generate_latest(registry))
