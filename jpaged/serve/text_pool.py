@@ -22,6 +22,7 @@ _MAX_TRIES = 4
 _LENGTH = struct.Struct("!I")
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Done)
+_PROBE = _encoder.encode(Order(token_ids=[]))
 
 
 class TextPool:
@@ -70,9 +71,10 @@ class TextPool:
                     fork = fork or await _Fork.make(self._process, 0 if takes_long else _QUICK)
                     done = await fork.do(piece, self._seconds)
                 except Exception as error:  # whatever it is, the lane goes on
-                    is_lost = fork is not None and fork.is_lost
+                    is_lost = False
                     if fork is not None:
                         fork.end()
+                        is_lost = isinstance(error, EOFError) and await fork.is_lost(self._seconds)
                         fork = None
                     self._give_up(piece, error, was_short=not takes_long, is_lost=is_lost)
                 else:
@@ -154,10 +156,23 @@ class _Fork:
             number, sock = process.fork(most_seconds)
         return cls(process, number, *await asyncio.open_unix_connection(sock=sock))
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether it has ended with all others."""
-        return self._process.has_ended_since(self._seen)
+    async def is_lost(self, seconds: float) -> bool:
+        """Whether it, having ended, did so together with the process: no new fork answers.
+
+        The system may still be ending the process when a fork's end is seen, so only an answer
+        tells that it lives.
+        """
+        try:
+            number, sock = self._process.fork()
+            probe = _Fork(self._process, number, *await asyncio.open_unix_connection(sock=sock))
+            try:
+                nobody = asyncio.get_running_loop().create_future()
+                await probe.do(_Piece(_PROBE, nobody), seconds)
+            finally:
+                probe.end()
+        except (OSError, EOFError):
+            return True
+        return self._process.num_starts != self._seen
 
     async def do(self, piece: _Piece, seconds: float) -> Done:
         """What comes of a piece.

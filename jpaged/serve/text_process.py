@@ -157,10 +157,6 @@ class TextProcess:
                 raise ConnectionError(f"the process that tokenises has ended: {error}") from None
         return self._num_forks, ours
 
-    def has_ended_since(self, seen: int) -> bool:
-        """Whether it has ended, and all forks with it, since `num_starts` was `seen`."""
-        return self.num_starts != seen or self._process.poll() is not None
-
     def end_fork(self, number: int) -> None:
         """End a fork at once, whatever it does."""
         with suppress(OSError):  # the process has ended, and is to be started anew

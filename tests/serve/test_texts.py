@@ -199,17 +199,45 @@ def test_orders_that_a_killed_process_had_are_done_by_the_next():
     async def scenario() -> None:
         process = TextProcess(TextSettings(str(TINY)))
         pool = TextPool(process, 60)
-        await pool.do(Order("warm"))
-        for _ in range(3):
-            texts = ["a" * 10**6, *("b" * size for size in range(1, 200))]
-            orders = [asyncio.create_task(pool.do(Order(text))) for text in texts]
-            await asyncio.sleep(0.02)
+        try:
+            await pool.do(Order("warm"))
+            for _ in range(3):
+                texts = ["a" * 10**6, *("b" * size for size in range(1, 200))]
+                orders = [asyncio.create_task(pool.do(Order(text))) for text in texts]
+                await asyncio.sleep(0.02)
+                os.killpg(process.pid, signal.SIGKILL)
+                for text, done in zip(texts, await asyncio.gather(*orders), strict=True):
+                    assert (done.refused, len(done.token_ids)) == (None, len(text))
+        finally:
+            pool.close()
+            process.close()
+            process.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_fork_that_ends_before_its_process_does_is_not_blamed():
+    """The system ends a group of processes one by one."""
+
+    async def scenario() -> None:
+        process = TextProcess(TextSettings(str(TINY)))
+        pool = TextPool(process, 60)
+        try:
+            await pool.do(Order("warm"))
+            orders = [asyncio.create_task(pool.do(Order(letter * 10**6))) for letter in "ab"]
+            await asyncio.sleep(0.05)
+            os.kill(process.pid, signal.SIGSTOP)
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+            for pid in children.split():
+                os.kill(int(pid), signal.SIGKILL)
+            await asyncio.sleep(0.1)
             os.killpg(process.pid, signal.SIGKILL)
-            for text, done in zip(texts, await asyncio.gather(*orders), strict=True):
-                assert (done.refused, len(done.token_ids)) == (None, len(text))
-        pool.close()
-        process.close()
-        process.close()
+            for done in await asyncio.gather(*orders):
+                assert (done.refused, len(done.token_ids)) == (None, 10**6)
+            assert process.num_starts == 2
+        finally:
+            pool.close()
+            process.close()
 
     asyncio.run(scenario())
 
