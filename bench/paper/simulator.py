@@ -60,8 +60,7 @@ class Run:
         num_output_tokens: Tokens of all samples; of a beam search those of all its beams.
         num_prompt_tokens: Of requests, each request's once, that were admitted.
         num_computed_tokens: Tokens that steps computed.
-        num_recomputed_tokens: Those of them that had been computed before a preemption, as far as
-            the request had begun to decode then.
+        num_recomputed_tokens: Those of them that had been computed before a preemption.
         mean_batch: Requests in the batch, mean over the steps' time; of those that are served as
             several, each counts for its part.
         mean_batch_of_steps: The same, each step counting alike.
@@ -394,7 +393,9 @@ class _Simulation:
         self._next = 0  # of the trace, to arrive
         self._outputs: dict[int, list[int]] = {}
         self._num_recomputed = self._num_preempted = self._num_moved = self._num_out = 0
-        self._reached: dict[int, int] = {}  # tokens computed of sequences that lost them
+        # By sequence: the tokens that were computed in steps with prompts, and that were lost.
+        self._prompt_ends: dict[int, int] = {}
+        self._lost: dict[int, int] = {}
         self._any_tokens = np.zeros(scheduler.config.max_num_seqs, np.int64)
 
     def run(self) -> Run:
@@ -434,8 +435,10 @@ class _Simulation:
     def _launch(self, plan: StepPlan) -> None:
         device, size = self._device, self._scheduler.block_manager.block_size
         start = max(self._now, self._device_free)
-        if plan.preempted or self._reached:
-            self._note_recomputed(plan)
+        if not plan.is_decode:
+            self._note_prompts(plan)
+        if plan.preempted:
+            self._note_preempted(plan)
         for _, block_ids in plan.swap_outs:
             self._link(start, len(block_ids))
         seconds = device.step_seconds(self._padding.work_of(plan)) if plan.scheduled else 0.0
@@ -454,21 +457,27 @@ class _Simulation:
         if plan.scheduled:
             self._tally.note(plan, end - start)
 
-    def _note_recomputed(self, plan: StepPlan) -> None:
+    def _note_prompts(self, plan: StepPlan) -> None:
+        """Rows of decode steps compute what was never computed before."""
+        for sequence, start, num_tokens, _, _ in plan.scheduled:
+            seq_id, end = sequence.seq_id, start + num_tokens
+            lost = self._lost.get(seq_id, 0)
+            self._num_recomputed += max(min(end, lost) - start, 0)
+            if lost <= end:
+                self._lost.pop(seq_id, None)
+            self._prompt_ends[seq_id] = end
+
+    def _note_preempted(self, plan: StepPlan) -> None:
         self._num_preempted += len(plan.preempted)
-        for row in plan.scheduled:
-            if row.num_scheduled_tokens > 1:
-                end = row.start + row.num_scheduled_tokens
-                reached = self._reached.get(row.sequence.seq_id, 0)
-                self._num_recomputed += max(min(end, reached) - row.start, 0)
-                if end >= reached:
-                    self._reached.pop(row.sequence.seq_id, None)
         for request_id in plan.preempted:
             request = self._scheduler.waiting.get(request_id)
             if request is not None and request.status is RequestStatus.PREEMPTED:
                 for sequence in request.live:
-                    if sequence.num_tokens > sequence.num_prompt_tokens:
-                        self._reached[sequence.seq_id] = sequence.num_tokens - 1
+                    has_begun = sequence.num_tokens > sequence.num_prompt_tokens
+                    prompt_end = self._prompt_ends.get(sequence.seq_id, 0)
+                    reached = sequence.num_tokens - 1 if has_begun else prompt_end
+                    before = self._lost.get(sequence.seq_id, 0)
+                    self._lost[sequence.seq_id] = max(reached, before)
 
     def _link(self, start: float, num_blocks: int) -> float:
         """Queue a transfer; when it ends."""
@@ -506,6 +515,8 @@ class _Simulation:
         self._work.note_end(index, self._now)
         self._outputs.pop(index, None)
         self._last = self._now
+        for sequence in request.sequences:
+            self._prompt_ends.pop(sequence.seq_id, None)
 
     def _token(self, sequence: TokenSequence) -> int:
         outputs = self._outputs.get(index_of(sequence.request))
