@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from itertools import accumulate, pairwise
 
-from jpaged.core.limits import check_pin_fits, fits_surely
+from jpaged.core.admission import check_pin_fits, fits_surely
 from jpaged.core.plan import Goal
 from jpaged.engine_loop import EngineLoop
 from jpaged.inputs import Prompt
@@ -146,7 +146,7 @@ class Driver:
         """Hold a prompt of whole blocks for no request; what is not cached is computed first.
 
         Returns:
-            The pin, for `jpaged.core.pins`.
+            The pin, for `jpaged.core.prefix_cache`.
 
         Raises:
             ValueError: prefix caching is off, or an unfinished request could not run to its end

@@ -1,6 +1,10 @@
 """What an engine says of its memory and its queues."""
 
-from jpaged.core.accounts import (
+from jpaged.engine_loop import EngineLoop
+from jpaged.loop_counts import engine_stats
+from jpaged.metrics import EngineStats
+from jpaged.observe.pool_changes import PoolWatch
+from jpaged.observe.pool_report import (
     BlockInfo,
     MemoryReport,
     SequenceInfo,
@@ -8,10 +12,6 @@ from jpaged.core.accounts import (
     block_tables,
     memory_report,
 )
-from jpaged.core.watch import PoolWatch
-from jpaged.engine_loop import EngineLoop
-from jpaged.loop_counts import engine_stats
-from jpaged.metrics import EngineStats
 
 
 class EngineAccounts:

@@ -96,7 +96,9 @@ class EngineLoop:
         with self._whole():
             plans = self._plan(goal)
             self._launch(plans, goal)
-            ended = self._settle(self._take_faults())
+            ended = self._settle(
+                self._take_faults(fault for plan in plans for fault in plan.failed)
+            )
         num_ahead = len(plans) if self._mode is LoopMode.OVERLAPPED else 0
         while len(self._in_flight) > num_ahead:
             ended += self._consume()
@@ -182,7 +184,7 @@ class EngineLoop:
             # Several samples of one request may end with this step: it is retired after the last.
             advanced = dict.fromkeys(self._tell_all(news.emitted, result.logprobs, rows))
             advanced |= dict.fromkeys(self._searched(news.searched))
-            advanced |= dict.fromkeys([*ill, *self._take_faults()])
+            advanced |= dict.fromkeys([*ill, *self._take_faults(news.failed)])
             return self._settle(advanced)
 
     def _settle(self, advanced: Iterable[RequestState]) -> list[RequestState]:
@@ -222,10 +224,10 @@ class EngineLoop:
         state.fail(error)
         self.scheduler.finish(state.request_id, FinishReason.ERROR)
 
-    def _take_faults(self) -> list[RequestState]:
+    def _take_faults(self, faults: Iterable[tuple[Request, Exception]]) -> list[RequestState]:
         """The requests that could not be planned for, sampled or read; they are over."""
         failed: dict[RequestState, None] = {}
-        for request, error in [*self.scheduler.take_faults(), *self._runner.take_faults()]:
+        for request, error in [*faults, *self._runner.take_faults()]:
             state = self._states.get(request)
             if state is not None:
                 failed[state] = None

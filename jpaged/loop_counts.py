@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from jpaged.core.plan import StepPlan
 from jpaged.core.scheduler import Scheduler
 from jpaged.metrics import EngineStats
+from jpaged.observe.pool_report import num_waste_slots
 
 
 @dataclass
@@ -51,7 +52,7 @@ def engine_stats(scheduler: Scheduler, counts: LoopCounts) -> EngineStats:
         num_blocks=manager.pool.num_usable_blocks,
         num_free_blocks=manager.num_free_blocks,
         peak_used_blocks=counts.peak_used_blocks,
-        num_waste_slots=scheduler.num_waste_slots,
+        num_waste_slots=num_waste_slots(scheduler),
         num_running=scheduler.num_running,
         num_waiting=scheduler.num_waiting,
         num_swapped=scheduler.num_swapped,

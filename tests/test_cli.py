@@ -13,8 +13,8 @@ import pytest
 import jpaged
 from jpaged.__main__ import _ENGINE_FLAGS, main
 from jpaged.config import EngineConfig
-from jpaged.core.accounts import BlockInfo, BlockState, MemoryReport
 from jpaged.metrics import EngineStats
+from jpaged.observe.pool_report import BlockInfo, BlockState, MemoryReport
 from jpaged.outputs import CompletionOutput, RequestOutput, TextDelta
 from jpaged.sampling_params import SamplingParams
 from jpaged.version import __version__

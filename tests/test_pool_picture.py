@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 
 from jpaged import pool_picture
-from jpaged.core.accounts import BlockInfo, BlockState, MemoryReport
 from jpaged.metrics import EngineStats
+from jpaged.observe.pool_report import BlockInfo, BlockState, MemoryReport
 from jpaged.pool_picture import LEGEND, BusyPool, describe, draw
 
 FREE = BlockInfo(0, BlockState.FREE, 0, 0, (), False, None)
