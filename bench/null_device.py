@@ -73,7 +73,7 @@ class Host(NamedTuple):
     driver: Driver
 
 
-def make_host(num_seqs: int, clock: Clock) -> Host:
+def make_host(num_seqs: int, clock: Clock, mode: LoopMode = LoopMode.OVERLAPPED) -> Host:
     """A loop over null programs, timed, that runs `num_seqs` requests at once."""
     runtime = RuntimeConfig(
         block_size=BLOCK_SIZE,
@@ -88,7 +88,7 @@ def make_host(num_seqs: int, clock: Clock) -> Host:
         SchedulerConfig(num_seqs, BUDGET, MAX_MODEL_LEN),
         BlockManager(runtime.num_blocks, BLOCK_SIZE),
     )
-    loop = EngineLoop(scheduler, make_runner(runtime, clock), LoopMode.OVERLAPPED)
+    loop = EngineLoop(scheduler, make_runner(runtime, clock), mode)
     scheduler.schedule = clock.timed("schedule", scheduler.schedule)
     scheduler.update = clock.timed("update", scheduler.update)
     limits = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": num_seqs}
