@@ -12,20 +12,20 @@ import numpy as np
 from flax import nnx
 
 from bench.common import SHAPES
+from jpaged.compile.builder import Programs
+from jpaged.compile.recipes import Shapes, SplitModel, sampler_levels
 from jpaged.config import LoopMode
 from jpaged.core.block_manager import BlockManager
 from jpaged.core.scheduler import Scheduler, SchedulerConfig
-from jpaged.driver import Driver
-from jpaged.engine_loop import EngineLoop
-from jpaged.intake import Intake
+from jpaged.engine.generation import Driver
+from jpaged.engine.loop import EngineLoop
+from jpaged.engine.preprocessing import Intake
 from jpaged.models.config import ModelConfig
 from jpaged.models.registry import model_class
 from jpaged.runtime.buckets import Buckets, make_buckets
 from jpaged.runtime.model_runner import ModelRunner
-from jpaged.runtime.programs import Programs
-from jpaged.runtime.recipes import Shapes, SplitModel, sampler_levels
+from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.sampler import Sampled
-from jpaged.runtime_config import RuntimeConfig
 from jpaged.sampling_params import MAX_LOGPROBS
 from pallas_kernels import NUM_FACTS, Backend
 

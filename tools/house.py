@@ -224,7 +224,7 @@ def trace_step() -> Step:
     """Run a greedy decode step with the device stubbed, and see what it calls."""
     from bench.null_device import BLOCK_SIZE, Clock, make_host
     from jpaged.config import LoopMode
-    from jpaged.inputs import normalize_prompt
+    from jpaged.engine.inputs import normalize_prompt
     from jpaged.sampling_params import SamplingParams
 
     host, prompt = make_host(1, Clock(), LoopMode.SYNCHRONOUS), list(range(BLOCK_SIZE + 1))

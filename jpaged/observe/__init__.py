@@ -1,0 +1,1 @@
+"""What an engine says of itself: statistics, and the pool as text."""
