@@ -13,9 +13,9 @@ from jpaged.core.block_manager import BlockManager
 from jpaged.core.plan import PlanBuilder
 from jpaged.core.scheduler import Scheduler
 from jpaged.core.sequence_table import SequenceTable
-from jpaged.request_state import RequestState
+from jpaged.engine.request_state import RequestState
+from jpaged.engine.sample_state import SampleState
 from jpaged.runtime import rows
-from jpaged.sample_state import SampleState
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
 QUESTION, ANSWER = "Count from 3 to 7", "\n3, 4, 5, 6, 7"
