@@ -219,12 +219,8 @@ class Workload:
 
     def requests(self, index: int) -> list[Request]:
         """A request of the trace that arrives, as one, or as one for each sequence."""
-        given, apart = self.trace[index], self.num_apart
-        self._num_left[index] = apart
-        weight = 1 / given.output_len
-        self._sum_weights += weight
-        self._sum_arrivals += given.arrival * weight
-        stop = StopCriteria(given.output_len)
+        self.note_arrival(index)
+        apart, stop = self.num_apart, StopCriteria(self.trace[index].output_len)
         return [
             Request.from_prompt(
                 f"{index}.{each}",
@@ -252,10 +248,17 @@ class Workload:
         stream, _, stop = given.prompt[-1] if given.prompt else (-1 - index, 0, given.prompt_len)
         return stream_tokens(stream, stop, stop + given.output_len)
 
+    def note_arrival(self, index: int) -> None:
+        """The request is there."""
+        given = self.trace[index]
+        self._num_left[index] = self.num_apart
+        weight = 1 / given.output_len
+        self._sum_weights += weight
+        self._sum_arrivals += given.arrival * weight
+
     def note_first(self, index: int, now: float) -> None:
-        """The request has its first token."""
-        if math.isnan(self.first_tokens[index]):
-            self.first_tokens[index] = now
+        """A first token came; that of the request if none came earlier."""
+        self.first_tokens[index] = np.fmin(self.first_tokens[index], now)
 
     def note_end(self, index: int, now: float) -> None:
         """One of the requests that a request of the trace is served as has ended."""
