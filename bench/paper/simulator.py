@@ -509,7 +509,8 @@ class _Simulation:
         start = max(self._now, self._device_free)
         for _, block_ids in plan.swap_outs:
             self._link(start, len(block_ids))
-        seconds = device.step_seconds(self._padding.work_of(plan)) if plan.scheduled else 0.0
+        work = self._padding.work_of(plan) if plan.scheduled else None
+        seconds = device.step_seconds(work, size) if work is not None else 0.0
         if plan.block_copies:
             seconds += (
                 2
