@@ -481,14 +481,13 @@ class _Simulation:
             if plan is not None:
                 _raise_faults(plan.failed)
                 self._launch(plan)
+            elif not self._in_flight:
+                if self._next == len(trace):
+                    raise RuntimeError(f"{work.num_open} requests are left, and none can run")
+                self._now = trace[self._next].arrival
             num_ahead = 1 if plan is not None else 0
             while len(self._in_flight) > num_ahead:
                 self._read()
-            if not scheduler.has_unfinished:
-                while self._in_flight:
-                    self._read()
-                if self._next < len(trace):
-                    self._now = max(self._now, trace[self._next].arrival)
             if self._tally.num_steps % 64 == 0 and work.least_latency(self._now) > self._give_up_at:
                 break
         size = self._device.block_bytes(scheduler.block_manager.block_size)
