@@ -11,15 +11,16 @@ from itertools import count
 
 import numpy as np
 
-from jpaged.core.accounts import block_map, block_tables
+from jpaged.core.admission import SchedulerConfig
 from jpaged.core.beam import BeamSearch
 from jpaged.core.block_manager import BlockManager
 from jpaged.core.plan import StepPlan
 from jpaged.core.prefix_cache import PrefixCache, seeded_digest
 from jpaged.core.request import Candidates, Request, StopCriteria
 from jpaged.core.request import Sequence as TokenSequence
-from jpaged.core.scheduler import Scheduler, SchedulerConfig
-from jpaged.core.watch import PoolWatch
+from jpaged.core.scheduler import Scheduler
+from jpaged.observe.pool_changes import PoolWatch
+from jpaged.observe.pool_report import block_map, block_tables
 
 BLOCK_SIZE = 4
 
