@@ -46,7 +46,7 @@ def attend(q, k_cache, v_cache, sequence, position):
 
 
 def cost(work: Workload) -> Cost:
-    """One call, whole squares of the longest sequence for everyone."""
+    """One call, whole squares of the longest sequence for each."""
     num_slots = len(work.lengths) * max(work.lengths)
     num_pairs = num_slots * max(work.lengths)
     return Cost(

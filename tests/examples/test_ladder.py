@@ -15,17 +15,22 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from examples.ladder import jpaged_kernels, rung_1_naive, rung_4_block_tables, rung_5_ragged
 from examples.ladder import workload as ladder
 from examples.ladder.__main__ import RUNGS
+from pallas_kernels import Backend
 
 MAX_LINES = 80
-WORK = ladder.make_workload()
-JPAGED = jpaged_kernels.rungs()
+JPAGED = [jpaged_kernels.rung_of(backend) for backend in (Backend.XLA, Backend.INTERPRET)]
 TITLES = [rung.TITLE for rung in RUNGS]
 
 
 @pytest.fixture(scope="module")
-def table() -> list[str]:
+def work() -> ladder.Workload:
+    return ladder.make_workload()
+
+
+@pytest.fixture(scope="module")
+def table(work) -> list[str]:
     """What `python -m examples.ladder` prints; RuntimeError if a rung differs from another."""
-    return ladder.climb(*RUNGS, *JPAGED, work=WORK)
+    return ladder.climb(*RUNGS, *JPAGED, work=work)
 
 
 def test_all_rungs_agree_and_print_their_numbers(table):
@@ -37,11 +42,11 @@ def test_all_rungs_agree_and_print_their_numbers(table):
     ]
 
 
-def test_naive_attention_is_what_the_formula_says():
-    out = np.asarray(rung_1_naive.attend(*rung_1_naive.prepare(WORK)))
-    q, k, v = (np.asarray(x, np.float64) for x in (WORK.q, WORK.k, WORK.v))
+def test_naive_attention_is_what_the_formula_says(work):
+    out = np.asarray(rung_1_naive.attend(*rung_1_naive.prepare(work)))
+    q, k, v = (np.asarray(x, np.float64) for x in (work.q, work.k, work.v))
     start = 0
-    for length in WORK.lengths:
+    for length in work.lengths:
         for row in range(start, start + length):
             scores = np.einsum("nh,knh->nk", q[row], k[start : row + 1]) / ladder.HEAD_SIZE**0.5
             weights = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
@@ -50,52 +55,52 @@ def test_naive_attention_is_what_the_formula_says():
         start += length
 
 
-def test_a_rung_that_differs_is_found_out():
+def test_a_rung_that_differs_is_found_out(work):
     def attend(*arguments):
         return rung_1_naive.attend(*arguments).at[-1, 0, 0].add(1e-3)
 
     wrong = SimpleNamespace(TITLE="wrong", attend=attend, prepare=rung_1_naive.prepare)
     with pytest.raises(RuntimeError, match=r"wrong: differs from the rung before by 0\.001"):
-        ladder.climb(rung_1_naive, wrong, work=WORK)
+        ladder.climb(rung_1_naive, wrong, work=work)
 
 
 @pytest.mark.parametrize("rung", [*RUNGS, *JPAGED], ids=lambda rung: rung.TITLE)
-def test_slots_that_hold_no_token_do_not_count(rung: Any, monkeypatch):
+def test_slots_that_hold_no_token_do_not_count(work, rung: Any, monkeypatch):
     with jax.default_matmul_precision("highest"):  # the programs that `table` compiled
-        out = rung.attend(*rung.prepare(WORK))
+        out = rung.attend(*rung.prepare(work))
         monkeypatch.setattr(ladder, "GARBAGE", -77.0)
-        np.testing.assert_array_equal(out, rung.attend(*rung.prepare(WORK)))
+        np.testing.assert_array_equal(out, rung.attend(*rung.prepare(work)))
 
 
-def test_the_naive_rung_wastes_what_the_seed_says():
-    cost = rung_1_naive.cost(WORK)
+def test_the_naive_rung_wastes_what_the_seed_says(work):
+    cost = rung_1_naive.cost(work)
     assert f"{cost.waste:.0%}" == "67%"
     assert cost.num_slots == 512
     # Counted only where causality lets a query look, it is the same.
-    seen = sum(n * (n + 1) // 2 for n in WORK.lengths)
+    seen = sum(n * (n + 1) // 2 for n in work.lengths)
     assert f"{1 - seen / (4 * 128 * 129 // 2):.0%}" == "67%"
 
 
 @pytest.mark.parametrize("rung", [RUNGS[0], *RUNGS[3:4]], ids=lambda rung: rung.TITLE)
-def test_the_flops_are_those_of_the_program(rung: ModuleType):
+def test_the_flops_are_those_of_the_program(work, rung: ModuleType):
     """Of rungs that are one program of plain JAX: all its products, loops counted."""
-    closed = jax.make_jaxpr(rung.attend)(*rung.prepare(WORK))
-    assert sum(flops(closed.jaxpr)) == rung.cost(WORK).num_flops
+    closed = jax.make_jaxpr(rung.attend)(*rung.prepare(work))
+    assert sum(flops(closed.jaxpr)) == rung.cost(work).num_flops
 
 
-def test_the_two_passes_multiply_keys_twice():
-    two, one = (RUNGS[i].cost(WORK) for i in (1, 2))
+def test_the_two_passes_multiply_keys_twice(work):
+    two, one = (RUNGS[i].cost(work) for i in (1, 2))
     assert two.num_flops * 2 == one.num_flops * 3
     assert two.bytes_read * 2 == one.bytes_read * 3
     assert (two.calls, one.calls) == (30, 15)
     assert two.waste == one.waste == 64 / 21632  # of the last sequence's 8 x 16 pairs
 
 
-def test_the_ragged_rung_counts_the_tiles_that_it_runs():
-    *_, tiles = rung_5_ragged.prepare(WORK)
+def test_the_ragged_rung_counts_the_tiles_that_it_runs(work):
+    *_, tiles = rung_5_ragged.prepare(work)
     steps = sum(-(-(int(at) + int(rows)) // ladder.BLOCK_SIZE) for _, _, at, rows in tiles)
-    assert rung_5_ragged.cost(WORK).num_pairs == steps * rung_5_ragged.TILE * ladder.BLOCK_SIZE
-    assert jpaged_kernels.tile_of(rung_5_ragged.attend, rung_5_ragged.prepare(WORK)) == (
+    assert rung_5_ragged.cost(work).num_pairs == steps * rung_5_ragged.TILE * ladder.BLOCK_SIZE
+    assert jpaged_kernels.tile_of(rung_5_ragged.attend, rung_5_ragged.prepare(work)) == (
         rung_5_ragged.TILE,
         ladder.BLOCK_SIZE,
     )
@@ -108,22 +113,22 @@ def test_a_ragged_tile_writes_its_own_rows_alone():
     np.testing.assert_array_equal(in_order, reverse)
 
 
-def test_the_ragged_kernel_lowers_for_a_gpu(monkeypatch):
+def test_the_ragged_kernel_lowers_for_a_gpu(work, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         function = jax.jit(inspect.unwrap(rung_5_ragged.attend))
-        traced = function.trace(*rung_5_ragged.prepare(WORK))
+        traced = function.trace(*rung_5_ragged.prepare(work))
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("__gpu$xla.gpu.triton") == 1
 
 
-def test_blocks_lie_anywhere_and_belong_to_one_sequence():
-    tables = WORK.block_tables()
+def test_blocks_lie_anywhere_and_belong_to_one_sequence(work):
+    tables = work.block_tables()
     blocks = [block for table in tables for block in table]
     assert sorted(blocks) == list(range(1, 16))
     assert blocks != sorted(blocks)
-    *_, tables, _, _ = rung_4_block_tables.prepare(WORK)
+    *_, tables, _, _ = rung_4_block_tables.prepare(work)
     assert tables.shape == (4, 8)
     assert [(row == 0).sum() for row in tables] == [0, 4, 6, 7]
 

@@ -95,7 +95,7 @@ def parallel_sampling() -> str:
 
 def shared_prefix() -> str:
     """Figure 10: two prompts that begin alike."""
-    *_, snapshot = scenes.shared_prefix()
+    snapshot, _ = scenes.shared_prefix()
     sides = (("request A", snapshot.table("A"), "a"), ("request B", snapshot.table("B"), "b"))
     num_shared = sum(count > 1 for count in snapshot.counts.values())
     caption = f"The {num_shared} full blocks of the common prefix are computed once and held twice."

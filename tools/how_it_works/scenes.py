@@ -1,8 +1,8 @@
 """The states that the pictures show: a real scheduler and block manager, and no model.
 
-A `Scene` schedules steps as the engine does and reads them with words in place of a model's tokens:
-the paper's own, so that its figures can be told beside ours. What is drawn is read back through the
-seams that the dashboard uses: `block_tables`, `block_map` and `PoolWatch`.
+A `Scene` schedules steps as the engine does and reads them with words in place of a model's tokens,
+the same words as in the paper's figures. What is drawn is read back through the seams that the
+dashboard uses: `block_tables`, `block_map` and `PoolWatch`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -158,7 +158,7 @@ class Scene:
         holders = {}
         for _ in order:
             sequence = TokenSequence(next(self._seq_ids), [0], 1)
-            manager.allocate(sequence, 1)
+            manager.append(sequence, 1)
             holders[sequence.block_table[0]] = sequence
         for block_id in order:
             manager.free(holders[block_id])
@@ -278,8 +278,9 @@ def searching() -> list[Snapshot]:
         scene.read(plan)
 
 
-def shared_prefix() -> list[Snapshot]:
-    """Figure 10: B arrives a step after A, whose prompt begins alike; then, and a step later."""
+def shared_prefix() -> tuple[Snapshot, list[int]]:
+    """Figure 10: B arrives a step after A, whose prompt begins alike. The pool two steps later, and
+    the tokens of B that each of the two computed."""
     prefix = (
         "Translate English to French: sea otter => loutre de mer peppermint => "
         "menthe poivrée plush giraffe => girafe en peluche"
@@ -289,11 +290,10 @@ def shared_prefix() -> list[Snapshot]:
     scene.add("A", ask_a, says(f"{ask_a} fromage . ."))
     scene.step()
     scene.add("B", ask_b, says(f"{ask_b} je t'aime ."))
-    snapshots = []
-    for _ in range(2):
-        scene.step()
-        snapshots.append(scene.look())
-    return snapshots
+    plans = [scene.step(), scene.step()]
+    rows = (row for plan in plans for row in plan.scheduled)
+    num_tokens = [r.num_scheduled_tokens for r in rows if r.sequence.request.request_id == "B"]
+    return scene.look(), num_tokens
 
 
 # ---- pressure
