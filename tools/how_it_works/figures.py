@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from itertools import pairwise
 
-from examples.ladder import rung_1_naive, rung_5_ragged
+from examples.ladder import rung_1_naive, rung_2_two_pass, rung_5_ragged
 from examples.ladder.workload import BLOCK_SIZE as LADDER_BLOCK_SIZE
 from examples.ladder.workload import make_workload
 from tools.how_it_works import scenes
@@ -34,9 +34,7 @@ def paged_attention() -> str:
         words = f"logical block {index}"
         picture.text(pool_x + 4 * width + 14, ys[block_id] + 4, words, "dim")
     order = ", ".join(map(str, table.block_table))
-    caption = (
-        f"{table.num_computed_tokens} tokens; the kernel visits blocks {order}, in this order."
-    )
+    caption = f"{table.num_computed_tokens} tokens; the block table names blocks {order}."
     _caption(picture, caption)
     return picture.render()
 
@@ -201,7 +199,40 @@ def padding() -> str:
     return picture.render()
 
 
+def slots() -> str:
+    """The slots that a contiguous cache holds, and a pool of blocks, for the same sequences."""
+    work, scale, kinds, left = make_workload(), 7, "abcs", 122
+    longest, size = max(work.lengths), LADDER_BLOCK_SIZE
+    picture = Picture(left + longest * scale + 24, 362, "Slots held for the same four sequences")
+    picture.text(24, 76, "contiguous", "strong")
+    picture.text(24, 94, f"{rung_1_naive.cost(work).num_slots} slots", "dim")
+    for row, (length, kind) in enumerate(zip(work.lengths, kinds, strict=True)):
+        y = 60 + row * 34
+        _filled(picture, left, y, length, longest, scale, kind)
+        words = f"{length} tokens" if length > size else str(length)
+        picture.text(left + length * scale / 2, y + 16, words, anchor="middle")
+    picture.text(24, 238, "blocks", "strong")
+    picture.text(24, 256, f"{rung_2_two_pass.cost(work).num_slots} slots", "dim")
+    owners = {
+        block_id: (kind, min(size, length - index * size))
+        for table, length, kind in zip(work.block_tables(), work.lengths, kinds, strict=True)
+        for index, block_id in enumerate(table)
+    }
+    per_row = longest // size
+    for block_id in range(1 + work.num_blocks):
+        x = left + block_id % per_row * size * scale
+        y = 222 + block_id // per_row * 52
+        kind, filled = owners.get(block_id, ("free", size))
+        picture.text(x + 4, y - 4, f"block {block_id}", "dim small")
+        _filled(picture, x, y, filled, size, scale, kind)
+    _caption(
+        picture, "One colour a sequence; red slots are held and empty. Block 0 is for padding."
+    )
+    return picture.render()
+
+
 FIGURES: dict[str, Callable[[], str]] = {
+    "slots": slots,
     "padding": padding,
     "fig05_paged_attention": paged_attention,
     "fig06_block_table": block_table,
@@ -300,6 +331,15 @@ def _pool(
         picture.slots(x, y - 12, words, kind_of(block_id) if words else "free", width)
         ys[block_id] = y
     return ys
+
+
+def _filled(
+    picture: Picture, x: float, y: float, filled: int, size: int, scale: int, kind: str
+) -> None:
+    """A row of `size` slots, `scale` wide each, of which the first `filled` hold tokens."""
+    picture.box(x, y, filled * scale, SLOT_HEIGHT, kind, r=0)
+    if filled < size:
+        picture.box(x + filled * scale, y, (size - filled) * scale, SLOT_HEIGHT, "bad", r=0)
 
 
 def _slot_width(snapshot: Snapshot) -> float:
