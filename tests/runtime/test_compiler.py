@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from bench.common import SHAPES
-from bench.startup import UNRECORDED
+from bench.common import SHAPES, UNRECORDED
 from jpaged.models.config import ModelConfig
 from jpaged.models.loader import model_shapes
 from jpaged.runtime import compiler
