@@ -5,10 +5,10 @@ import pytest
 
 from bench.common import UNRECORDED
 from bench.startup import phases, row
+from jpaged.compile.gemm_autotuning import AUTOTUNING, read_record
+from jpaged.compile.recipes import SplitModel
 from jpaged.models.config import ModelConfig
 from jpaged.models.loader import model_shapes
-from jpaged.recorded_products import AUTOTUNING, read_record
-from jpaged.runtime.recipes import SplitModel
 
 TOLD = """\
 jpaged: imports took 1.50 s
