@@ -163,7 +163,7 @@ class Model:
 
         self._prefill = jax.jit(partial(prefill, bind), donate_argnums=1)
         self._decode = jax.jit(partial(decode, bind), donate_argnums=1, static_argnums=3)
-        self.program = cache(self._compile)
+        self.program: Callable = cache(self._compile)
 
     def empty(self, num_slots: int, width: int) -> Cache:
         """A cache without a token in it."""

@@ -17,7 +17,6 @@ def record(name: str, rows: list[dict], *, device: str | None = None, **more: ob
 
     `device` names what was measured, for a benchmark whose own process leaves the device alone.
     """
-    kind = (device or jax.local_devices()[0].device_kind).replace(" ", "-").lower()
     document = {
         "benchmark": name,
         "device": device or jax.local_devices()[0].device_kind,
@@ -28,10 +27,16 @@ def record(name: str, rows: list[dict], *, device: str | None = None, **more: ob
         **more,
         "rows": rows,
     }
-    path = RESULTS / f"{name}_{kind}.json"
+    path = result_path(name, device)
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return path
+
+
+def result_path(name: str, device: str | None = None) -> Path:
+    """Where `record` writes."""
+    kind = (device or jax.local_devices()[0].device_kind).replace(" ", "-").lower()
+    return RESULTS / f"{name}_{kind}.json"
 
 
 def print_table(rows: list[dict]) -> None:

@@ -38,7 +38,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | SLIDING,
 }
 ENGINE = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 128}
-ONE_PREFILL = {"num_slots": 8, "max_len": 128, "max_batched_tokens": 64}
+ONE_PREFILL: dict[str, Any] = {"num_slots": 8, "max_len": 128, "max_batched_tokens": 64}
 """One prefill program for prompts up to 64 tokens."""
 
 
@@ -134,10 +134,18 @@ def test_a_static_batch_has_the_width_of_its_longest(tiny: Model):
     assert Decoder(tiny, "slabs", widths=(64, 96), **ONE_PREFILL).widths == (128,)
 
 
+def test_a_slot_stands_still_where_it_stops(tiny: Model):
+    """Idle ones at 0, so that they have attention read one key."""
+    stops = np.array([0, 2, 9, 0, 0, 0, 0, 0], np.int32)
+    cache, tokens = tiny.program(8, 128, 4)(tiny.leaves, tiny.empty(8, 128), stops)
+    assert cache.lens.tolist() == [0, 2, 4, 0, 0, 0, 0, 0]
+    assert tokens.shape == (4, 8)
+
+
 def test_an_end_token_frees_its_slot(tiny: Model):
     """Of what the model says to a prompt, the third token is taken for the end."""
     prompt = [65, 66, 67]
-    options = ONE_PREFILL | {"launch_steps": (1,)}
+    options: dict[str, Any] = ONE_PREFILL | {"launch_steps": (1,)}
     (whole,) = Decoder(tiny, "slabs", **options).generate([prompt], [30])
     end = next(token for token in whole if whole.index(token) > 1)
     for batching in BATCHINGS:
@@ -167,13 +175,13 @@ def test_a_request_that_never_fits_is_refused(
     [("batching", "paged"), ("num_slots", 4), ("max_len", 4096), ("launch_steps", (4,))],
 )
 def test_arguments_are_checked(name: str, value: Any, tiny: Model):
-    options = {"batching": "slabs", **ONE_PREFILL, name: value}
+    options: dict[str, Any] = {"batching": "slabs", **ONE_PREFILL, name: value}
     with pytest.raises(ValueError, match=rf"^{name}="):
         Decoder(tiny, **options)
 
 
 def test_all_that_a_generation_needs_is_compiled_before(tiny: Model):
-    model = Model.__new__(Model)
+    model: Any = Model.__new__(Model)
     model.__dict__.update(tiny.__dict__)
     decoder = Decoder(model, "static", widths=(64,), launch_steps=(1, 4), **ONE_PREFILL)
     compiled = Counter()
