@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench import step_times
+from bench.records import record, result_path
 from bench.step_times import Sizes, measure, merged, time_decode, time_prompts
 from jpaged import Engine
 
@@ -91,10 +92,7 @@ def test_a_run_replaces_its_own_rows():
     assert merged([], new) == new
 
 
-def test_the_files_name_has_shape_and_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from bench import records
-
-    monkeypatch.setattr(records, "RESULTS", tmp_path)
-    path = records.record("step_times_opt-13b", [])
-    assert path == records.result_path("step_times_opt-13b") == tmp_path / path.name
+def test_the_files_name_has_shape_and_device(tmp_path: Path):
+    path = record("step_times_opt-13b", [], folder=tmp_path)
+    assert path == result_path("step_times_opt-13b", folder=tmp_path)
     assert path.name == "step_times_opt-13b_cpu.json"
