@@ -15,7 +15,7 @@ from jpaged.engine_loop import EngineLoop
 from jpaged.inputs import normalize_prompt, normalize_prompts, pair_params, pair_priorities
 from jpaged.outputs import RequestDelta, RequestOutput, TextDelta
 from jpaged.sampling_params import SamplingParams
-from jpaged.startup import build_parts
+from jpaged.startup import EngineParts, build_parts
 from jpaged.tokenizer import Tokenizer
 
 
@@ -35,8 +35,19 @@ class Engine(EngineAccounts):
     """
 
     def __init__(self, model: str | Path | None = None, **options: Any):
-        self.config = EngineConfig.from_options(model, options)
-        parts = build_parts(self.config)
+        config = EngineConfig.from_options(model, options)
+        self._assemble(config, build_parts(config))
+
+    @classmethod
+    def from_parts(cls, config: EngineConfig, parts: EngineParts) -> "Engine":
+        """An engine of the parts that `build_parts(config)` gave, perhaps with another scheduler in
+        place of theirs: one whose block manager allocates otherwise, for a comparison."""
+        engine = cls.__new__(cls)
+        engine._assemble(config, parts)
+        return engine
+
+    def _assemble(self, config: EngineConfig, parts: EngineParts) -> None:
+        self.config = config
         self.runtime_config = parts.runtime_config
         self.model_config = parts.model_config
         self.folder = parts.folder

@@ -185,7 +185,7 @@ def test_where_a_prefix_is_cached_few_do_not_fill_a_step(
     """Unless the prompts that fill it are too short to find it."""
     driver, loop = make_driver()
     before = Sequence(99, [1] * BLOCK_SIZE, BLOCK_SIZE)
-    loop.manager.allocate(before, BLOCK_SIZE)
+    loop.manager.append(before, BLOCK_SIZE)
     loop.manager.register_computed(before, BLOCK_SIZE)
     loop.manager.free(before)
     driver.complete(make_jobs(prompt_lens), Goal.THROUGHPUT)

@@ -90,13 +90,13 @@ class Admission:
         if not begun and not self.is_worth_a_step(len(waiting)):
             return False
         manager = self._manager
-        num_free_blocks = manager.num_free_blocks - self._running.num_seats
+        num_blocks = self._running.num_seats
         new = islice(takewhile(_is_new_and_lone, waiting), self._num_free_seats)
         for request in chain(begun, new):
             first = request.live[0]
             num_tokens -= first.num_tokens - first.num_computed_tokens
-            num_free_blocks -= manager.num_blocks_for(first.num_tokens) - len(first.block_table)
-            if num_free_blocks < 0 or self._finds_a_block(request):
+            num_blocks += manager.num_blocks_for(first.num_tokens) - len(first.block_table)
+            if not manager.can_admit(first, num_blocks) or self._finds_a_block(request):
                 return False
             if num_tokens <= 0:
                 return True
@@ -126,7 +126,7 @@ class Admission:
         if self._is_still_refused(request):
             return None
         num_needed, prefix = self._measure(request)
-        if num_needed + self._num_spare_blocks <= self._manager.num_free_blocks:
+        if self._manager.can_admit(request.live[0], num_needed + self._num_spare_blocks):
             self._refusal = None
             return prefix
         contents = [registered_content(block) for block in prefix]

@@ -6,7 +6,7 @@ class IntegrityError(RuntimeError):
 
 
 class OutOfBlocksError(RuntimeError):
-    """More blocks were asked for than are free; callers ask `can_allocate`/`can_append` first."""
+    """More blocks were asked for than are free; callers count them first."""
 
 
 class NoTokenError(ArithmeticError):

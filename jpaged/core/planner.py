@@ -243,7 +243,7 @@ class Planner:
             return False
         first, manager = request.live[0], self._manager
         self._enter(request)
-        manager.share_prefix(first, prefix)
+        manager.admit(first, prefix)
         if first.num_cached_tokens is None:
             first.num_cached_tokens = first.num_computed_tokens
         cache = manager.prefix_cache

@@ -63,7 +63,7 @@ def make_line(prompt: list[int], num_samples: int, *, spares: bool) -> Line:
     space, running = SwapSpace(PressurePolicy(), manager), RequestQueue()
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=20)
     holder = make_request("1", PROMPT).live[0]
-    manager.allocate(holder, len(PROMPT))
+    manager.append(holder, len(PROMPT))
     holder.num_computed_tokens = len(PROMPT)
     if spares:
         runner = make_request("2", 1)

@@ -20,7 +20,7 @@ SEEDS = 200
 PLACES = [
     Place(StepDraft, "place"),
     Place(BlockManager, "append"),
-    Place(BlockManager, "share_prefix", 0.1),
+    Place(BlockManager, "admit", 0.1),
     Place(BlockManager, "num_new_blocks_of"),
     Place(BlockManager, "find_prefix"),
     Place(SwapSpace, "find", 0.1),

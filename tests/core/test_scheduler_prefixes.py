@@ -42,6 +42,19 @@ def test_the_next_request_starts_where_the_cache_ends():
     assert (cache.num_query_tokens, cache.num_hit_tokens) == (19, 8)
 
 
+def test_hits_that_leave_the_free_queue_take_room():
+    driver = make_driver(num_blocks=5)
+    driver.add(make_request("1", PROMPT, max_tokens=1))
+    driver.run()
+    driver.add(make_request("2", [0], max_tokens=2))
+    driver.step()
+    # Three of four blocks are free, two of them cached: the hits and a block more would be all.
+    driver.add(make_request("3", PROMPT, max_tokens=1))
+    assert rows(driver.step()) == [(2, 1, 1)]
+    assert rows(driver.step()) == [(3, 8, 1)]
+    driver.run()
+
+
 def test_one_missing_token_is_no_decode_step():
     driver = make_driver()
     driver.add(make_request("1", PROMPT, max_tokens=2))

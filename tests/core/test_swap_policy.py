@@ -24,7 +24,8 @@ def test_the_bound_counts_the_images_that_are_there():
     space = SwapSpace(PressurePolicy(PreemptionMode.SWAP, num_host_blocks=5), manager)
     first, second = make_request("1", 12), make_request("2", 12)
     for request in (first, second):
-        manager.allocate(request.live[0], 12)
+        manager.append(request.live[0], 12)
+        request.live[0].num_computed_tokens = 12
     assert space.chosen_for(second)  # three of five
     space.swap_out(first)
     assert (space.num_used_blocks, space.chosen_for(second)) == (3, False)

@@ -83,7 +83,7 @@ FAULTS = {
     "ending": (RequestState, "finish", of_state),
     "placing": (StepDraft, "place", of_sequence),
     "blocks": (BlockManager, "append", of_sequence),
-    "sharing": (BlockManager, "share_prefix", of_sequence),
+    "sharing": (BlockManager, "admit", of_sequence),
 }
 CALLED_ONCE = ("scoring the prompt", "ending", "sharing")
 MOMENTS = [(fault, after) for fault in FAULTS for after in range(1 if fault in CALLED_ONCE else 3)]

@@ -53,7 +53,7 @@ def failing(target: Callable[..., Any], after: int = 0) -> Callable[..., Any]:
 FAULTS = {
     "tokenising": (TextPool, "do", 0),
     "queueing": (Scheduler, "add", 0),
-    "scheduling at first": (BlockManager, "share_prefix", 0),
+    "scheduling at first": (BlockManager, "admit", 0),
     "scheduling later": (BlockManager, "append", 1),
     "sampling": (rows, "encode_row", 0),
     "detokenising at first": (RequestState, "accept", 0),
