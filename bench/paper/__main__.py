@@ -24,7 +24,7 @@ from importlib import import_module
 from pathlib import Path
 
 from bench.paper import report, traces
-from bench.paper.measures import FIXED_FRACTION, LATENCY_FACTOR, Settings
+from bench.paper.measures import FIXED_FRACTION, Settings
 from bench.paper.report import Figure
 
 FIGURES = {
@@ -44,7 +44,14 @@ FIGURES = {
     "19b": "figures_ablation:figure_19b",
 }
 
-QUICK = {"seconds": 10.0, "saturation": 60, "seeds": (0,), "tolerance": 0.25, "fractions": (0.5,)}
+QUICK = {
+    "seconds": 3.0,
+    "saturation": 40,
+    "seeds": (0,),
+    "latency_factor": 3.0,
+    "tolerance": 0.5,
+    "fractions": (0.5,),
+}
 DEVICE = {"seconds": 120.0, "saturation": 300, "tolerance": 0.05}
 
 
@@ -128,7 +135,6 @@ def main(argv: list[str] | None = None) -> None:
         facts = {
             "how": settings.how,
             "settings": settings,
-            "latency_factor": LATENCY_FACTOR,
             "fixed_fraction": FIXED_FRACTION,
             "took_s": took,
         }

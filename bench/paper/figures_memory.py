@@ -258,11 +258,12 @@ def figure_13(settings: Settings) -> Figure:
 
 def figure_15(settings: Settings) -> Figure:
     """Blocks saved by sharing, on both datasets."""
+    widths = WIDTHS[::2] if settings.quick else WIDTHS
     cases = [
         Case(workload, width=width, is_beam=is_beam)
         for workload in DATASETS
         for is_beam in (False, True)
-        for width in WIDTHS
+        for width in widths
     ]
     found = dict(zip(cases, saturate_all(cases, settings), strict=True))
     rows = []
@@ -280,15 +281,15 @@ def figure_15(settings: Settings) -> Figure:
 
     def draw(canvas: "Canvas") -> None:
         for axes, is_beam in zip(canvas.subplots(1, 2), (False, True), strict=True):
-            groups = [f"{TITLES[w].split('-')[0]}\n{n}" for w in DATASETS for n in WIDTHS]
+            groups = [f"{TITLES[w].split('-')[0]}\n{n}" for w in DATASETS for n in widths]
             kind = "beam" if is_beam else "parallel"
-            papers = [*SAVED["alpaca", kind]]
-            low, high = SAVED_RANGE["sharegpt", kind]
+            papers = dict(zip(WIDTHS, SAVED["alpaca", kind], strict=True))
+            # The paper's range is that of the narrowest and the widest.
+            ends = dict(zip((WIDTHS[0], WIDTHS[-1]), SAVED_RANGE["sharegpt", kind], strict=True))
             series = {
-                # The paper's range is that of the narrowest and the widest.
-                "paper": [low, None, high, *papers],
+                "paper": [*map(ends.get, widths), *map(papers.get, widths)],
                 "here": [found[Case(w, width=n, is_beam=is_beam)].saved
-                         for w in DATASETS for n in WIDTHS],
+                         for w in DATASETS for n in widths],
             }  # fmt: skip
             colours = {"paper": "#b8b8b8", "here": COLOURS["ours"]}
             report.draw_bars(axes, groups, series, colours)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bench.paper import report, traces
-from bench.paper.measures import LATENCY_FACTOR, Case, Settings, Sustained, device_of, sustain_all
+from bench.paper.measures import Case, Settings, Sustained, device_of, sustain_all
 from bench.paper.published import (
     BASIC_RATIO,
     BEAM_6_RATIO,
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 WITH_CACHE = "ours, prefix caching"
 COLOURS[WITH_CACHE] = "#56b4e9"
 LABELS[WITH_CACHE] = "jpaged, prefix caching"
+
+QUICK_PANELS = (("sharegpt", "13b"), ("sharegpt", "175b"), ("alpaca", "13b"))
+"""Of figure 12, in a quick run."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ def figure_12(settings: Settings) -> Figure:
     servers = SERVERS if is_simulated else {"13b": SERVERS["13b"]}
     for workload, name in (("sharegpt", "ShareGPT"), ("alpaca", "Alpaca")):
         for server, shape in servers.items():
+            if settings.quick and (workload, server) not in QUICK_PANELS:
+                continue
             cases = {system: Case(workload, system, server) for system in SYSTEMS}
             paper = SUSTAINED_RATIOS if workload == "sharegpt" else {}
             if (workload, server) == ("alpaca", "13b"):
@@ -69,10 +74,10 @@ def figure_14(settings: Settings) -> Figure:
     """Several samples and beams of each request, OPT-13B on Alpaca."""
     panels = []
     for is_beam, name in ((False, "parallel sampling"), (True, "beam search")):
-        for width in WIDTHS:
+        for width in WIDTHS[:1] if settings.quick else WIDTHS:
             cases = {
                 system: Case("alpaca", system, width=width, is_beam=is_beam)
-                for system in (*ORCAS, "ours")
+                for system in ("orca_oracle", "ours") if settings.quick else (*ORCAS, "ours")
             }
             paper = {"orca_oracle": BEAM_6_RATIO} if is_beam and width == 6 else {}
             panels.append(Panel(f"{name}, {width}", cases, paper))
@@ -125,8 +130,9 @@ def _rates(
             }
         )
     notes = (
-        f"rate: requests a second with a mean normalised latency under {LATENCY_FACTOR:g} times "
-        f"that of a request alone; median of seeds {', '.join(map(str, settings.seeds))}",
+        "rate: requests a second with a mean normalised latency under "
+        f"{settings.latency_factor:g} times that of a request alone; traces of "
+        f"{settings.seconds:g} s; median of seeds {', '.join(map(str, settings.seeds))}",
         *notes,
     )
 

@@ -5,8 +5,8 @@ token, as the paper has it (section 6.1). The end is when the last token of the 
 sequences is read. With several samples or beams the tokens are those of one of them.
 
 *Sustained rate*: the highest request rate at which the mean normalised latency stays under
-`LATENCY_FACTOR` times that of requests served one at a time: same lengths, same device, our own
-system for all systems alike. The factor is 10. Alone, OPT-13B takes about 0.01 s a token on an
+`Settings.latency_factor` times that of requests served one at a time: same lengths, same device,
+our own system for all systems alike. The factor is 10. Alone, OPT-13B takes about 0.01 s a token on an
 H200, so ten times that is 0.1 s a token, which is still faster than people read; and there most of
 a request's latency is spent in the queue, so the curve is nearly vertical and another factor would
 give nearly the same rate: `Sustained.sensitivity` has the rates for factors of 5 and 20. The rate
@@ -35,7 +35,6 @@ from bench.paper.published import SERVERS
 from bench.paper.simulator import Run, simulate
 from bench.paper.traces import Source, TraceRequest
 
-LATENCY_FACTOR = 10.0
 FIXED_FRACTION = 0.9
 
 GPUS = {"13b": ("h200", 1), "66b": ("a100-40gb", 4), "175b": ("a100-80gb", 8)}
@@ -138,6 +137,7 @@ class Settings:
         seconds: Length of a trace.
         saturation: Requests that tell how many a second can be served.
         seeds: Of the traces.
+        latency_factor: Of the sustained rate.
         tolerance: Relative width at which a bisection ends.
         fractions: Rates of a curve, of the sustained one.
         processes: Runs at a time.
@@ -149,6 +149,7 @@ class Settings:
     seconds: float = 3600.0
     saturation: int = 2000
     seeds: tuple[int, ...] = (0, 1, 2)
+    latency_factor: float = 10.0
     tolerance: float = 0.03
     fractions: tuple[float, ...] = (0.25, 0.5, 0.75, 0.9)
     processes: int = 2
@@ -256,9 +257,14 @@ def run_all(function: Callable[[T], R], jobs: Sequence[T], settings: Settings) -
 
 
 def sustain_all(cases: Sequence[Case], settings: Settings) -> dict[Case, Sustained]:
-    """The sustained rate of each case."""
-    found = run_all(partial(sustain, settings=settings), cases, settings)
-    return dict(zip(cases, found, strict=True))
+    """The sustained rate of each case; what several figures ask for is found once."""
+    left = [case for case in dict.fromkeys(cases) if (case, settings) not in _sustained]
+    found = run_all(partial(sustain, settings=settings), left, settings)
+    _sustained.update(((case, settings), rate) for case, rate in zip(left, found, strict=True))
+    return {case: _sustained[case, settings] for case in cases}
+
+
+_sustained: dict[tuple[Case, Settings], Sustained] = {}
 
 
 def run_cases(jobs: Sequence[tuple[Case, float]], settings: Settings) -> list[Outcome]:
@@ -279,7 +285,7 @@ def saturate_all(cases: Sequence[Case], settings: Settings) -> list[Outcome]:
 def threshold_of(case: Case, settings: Settings) -> float:
     """Seconds a token under which a rate of this case's workload counts as sustained."""
     plain = Case(case.workload, server=case.server, width=case.width, is_beam=case.is_beam)
-    return LATENCY_FACTOR * _latency_alone(plain, settings)
+    return settings.latency_factor * _latency_alone(plain, settings)
 
 
 def sustain(case: Case, settings: Settings) -> Sustained:
@@ -290,7 +296,7 @@ def sustain(case: Case, settings: Settings) -> Sustained:
     for seed in settings.seeds:
         latency_at = partial(_latency, case, seed, settings, threshold)
         guess = statistics.median(rates) if rates else saturate(case, settings).rate
-        step = 1 + settings.tolerance if rates else 1.25
+        step = 1 + settings.tolerance * (1 if rates else 8)
         rate, points = search(latency_at, threshold, guess, step, settings.tolerance)
         rates.append(rate)
         curve = curve or points
