@@ -72,12 +72,12 @@ def figure_12(settings: Settings) -> Figure:
 
 def figure_14(settings: Settings) -> Figure:
     """Several samples and beams of each request, OPT-13B on Alpaca."""
+    systems = ("orca_oracle", "ours") if settings.quick else (*ORCAS, "ours")
     panels = []
     for is_beam, name in ((False, "parallel sampling"), (True, "beam search")):
         for width in WIDTHS[:1] if settings.quick else WIDTHS:
             cases = {
-                system: Case("alpaca", system, width=width, is_beam=is_beam)
-                for system in ("orca_oracle", "ours") if settings.quick else (*ORCAS, "ours")
+                system: Case("alpaca", system, width=width, is_beam=is_beam) for system in systems
             }
             paper = {"orca_oracle": BEAM_6_RATIO} if is_beam and width == 6 else {}
             panels.append(Panel(f"{name}, {width}", cases, paper))
