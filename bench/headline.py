@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench.common import ALL_SHAPES, shape_folder
+from bench.compare import parse_arguments
 from bench.contiguous import Decoder, Request, load
 from bench.paper import traces
 from bench.paper.allocators import SYSTEMS
@@ -230,7 +231,7 @@ def main() -> None:
     parser.add_argument("--tolerance", type=float, default=Settings().tolerance)
     parser.add_argument("--quick", action="store_true", help="few short requests, on any device")
     parser.add_argument("--output", type=Path, help="folder of the JSON (bench/results)")
-    args = parser.parse_args()
+    args = parse_arguments(parser)
     sizes = dataclasses.replace(Sizes(), shape=args.shape, seconds=args.seconds)
     settings = Settings(seeds=tuple(args.seeds), tolerance=args.tolerance)
     if args.quick:
