@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.jax_setup import program_store
-from jpaged.models.config import ModelConfig
 from jpaged.models.loader import model_shapes, read_config
+from jpaged.models.registry import read_model_config
 from jpaged.recorded_products import make_compiler
 from jpaged.runtime.programs import ProgramBuilder
 from jpaged.runtime.recipe import Name, Recipe
@@ -129,7 +129,7 @@ def compile_share(order: Order, wait_for_runtime: Callable[[], RuntimeConfig]) -
     """
     _take_over(order)
     device = jax.local_devices()[0]
-    model_config = ModelConfig.from_hf(read_config(Path(order.folder)))
+    model_config = read_model_config(read_config(Path(order.folder)))
     if order.tied is not None:
         model_config = replace(model_config, tie_word_embeddings=order.tied)
     dtype = jnp.dtype(order.dtype)

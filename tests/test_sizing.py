@@ -9,13 +9,13 @@ import pytest
 
 from jpaged import startup
 from jpaged.config import EMBEDDED_MODEL, EngineConfig
-from jpaged.models.config import ModelConfig
 from jpaged.models.loader import ModelPlan, model_shapes, read_config, resolve_checkpoint
+from jpaged.models.registry import read_model_config
 from jpaged.runtime.kv_cache import POOL_GRANULE
 from jpaged.runtime.recipes import SplitModel
 from jpaged.sizing import Sizing
 
-MODEL = ModelConfig.from_hf(read_config(resolve_checkpoint(EMBEDDED_MODEL)))
+MODEL = read_model_config(read_config(resolve_checkpoint(EMBEDDED_MODEL)))
 FLOAT32 = jnp.dtype(jnp.float32)
 
 

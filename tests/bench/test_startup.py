@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import pytest
 
 from bench.startup import UNRECORDED, phases, row
-from jpaged.models.config import ModelConfig
 from jpaged.models.loader import model_shapes
+from jpaged.models.registry import read_model_config
 from jpaged.recorded_products import AUTOTUNING, read_record
 from jpaged.runtime.recipes import SplitModel
 
@@ -39,6 +39,6 @@ def test_a_row_says_whether_the_figure_is_reached():
 @pytest.mark.parametrize("shape", UNRECORDED)
 def test_what_is_said_to_be_unrecorded_is_in_no_record(shape: str):
     """Or its start would tell nothing of shapes that are not."""
-    model = model_shapes(ModelConfig.from_hf(UNRECORDED[shape]), jnp.dtype(jnp.bfloat16))
+    model = model_shapes(read_model_config(UNRECORDED[shape]), jnp.dtype(jnp.bfloat16))
     for path in AUTOTUNING.iterdir():
         assert not read_record(path).has(SplitModel.of(model).leaves, {8})

@@ -10,9 +10,9 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from jpaged.models.config import ModelConfig
-from jpaged.models.layers import AttentionInputs
-from jpaged.models.registry import model_class
+from jpaged.models.attention import AttentionInputs
+from jpaged.models.decoder import Decoder
+from jpaged.models.registry import read_model_config
 from pallas_kernels import Backend, LayerKV, paged_decode_attention
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
@@ -46,8 +46,8 @@ def ints(*shape):
 
 def layers_of_a_step(case: str, rows: int):
     """The jaxprs of a decode step's layers, in bfloat16 for Pallas Triton."""
-    config = ModelConfig.from_hf(CONFIGS[case])
-    model = nnx.eval_shape(lambda: model_class(config)(config, dtype=jnp.bfloat16))
+    config = read_model_config(CONFIGS[case])
+    model = nnx.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16))
     graphdef, state = nnx.split(model)
     shape = (9, 8, config.num_kv_heads, config.head_size)
     layer = jax.eval_shape(lambda: LayerKV(*(jnp.zeros(shape, jnp.bfloat16) for _ in range(2))))
@@ -120,10 +120,8 @@ def lowered_opt_layer(rows: int) -> str:
     """Queries, keys and values, output and feed-forward of OPT, lowered for an H200."""
     shape = {"vocab_size": 128, "hidden_size": 1024, "ffn_dim": 4096, "word_embed_proj_dim": 1024}
     heads = {"num_attention_heads": 16, "num_hidden_layers": 1, "max_position_embeddings": 64}
-    config = ModelConfig.from_hf(
-        {"model_type": "opt", "activation_function": "relu"} | shape | heads
-    )
-    model = nnx.eval_shape(lambda: model_class(config)(config, dtype=jnp.bfloat16))
+    config = read_model_config({"model_type": "opt", "activation_function": "relu"} | shape | heads)
+    model = nnx.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16))
     graphdef, state = nnx.split(model.layers[0])
 
     def parts(state, x, heads):

@@ -14,8 +14,8 @@ import pytest
 
 from bench.common import SHAPES
 from bench.startup import UNRECORDED
-from jpaged.models.config import ModelConfig
 from jpaged.models.loader import model_shapes
+from jpaged.models.registry import read_model_config
 from jpaged.runtime import compiler
 from jpaged.runtime.compiler import (
     CUBLAS_MEASURED,
@@ -48,7 +48,7 @@ OPT = {**UNRECORDED["opt-13b"], **SMALL, "ffn_dim": 96, "word_embed_proj_dim": 3
 
 
 def model_of(config: dict[str, Any]) -> Any:
-    return model_shapes(ModelConfig.from_hf(config), jnp.dtype(jnp.float32))
+    return model_shapes(read_model_config(config), jnp.dtype(jnp.float32))
 
 
 class Lowered:

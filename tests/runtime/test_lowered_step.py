@@ -16,8 +16,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from bench.common import SHAPES
 from jpaged.compile_worker import share_of
-from jpaged.models.config import ModelConfig
 from jpaged.models.loader import model_shapes
+from jpaged.models.registry import read_model_config
 from jpaged.runtime.recipe import Recipe
 from jpaged.runtime.recipes import Shapes, SplitModel, recipes
 from jpaged.runtime.sampler import SCORED_GREEDY
@@ -44,7 +44,7 @@ BURST = "decode_burst", (8, SCORED_GREEDY)
 
 def all_recipes(shape: str, num_layers: int) -> dict[Any, Recipe]:
     """What an engine of a shape's first layers would compile on a GPU, with nothing allocated."""
-    config = ModelConfig.from_hf({**SHAPES[shape], "num_hidden_layers": num_layers})
+    config = read_model_config({**SHAPES[shape], "num_hidden_layers": num_layers})
     limits = GPU_DEFAULTS.max_num_seqs, GPU_DEFAULTS.max_num_batched_tokens
     runtime = RuntimeConfig(
         16,
