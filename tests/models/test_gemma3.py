@@ -82,7 +82,7 @@ def with_images(folder: Path):
     vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     vision |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 8}
     config = transformers.Gemma3Config(
-        text_config=TEXT, vision_config=vision, mm_tokens_per_image=4, attn_implementation="eager"
+        text_config=TEXT, vision_config=vision, mm_tokens_per_image=4
     )
     model = transformers.Gemma3ForConditionalGeneration(config).eval()
     for parameter in model.parameters():

@@ -3,6 +3,7 @@
 import ast
 import re
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -52,7 +53,7 @@ class Turned(Plain):
             for source, start, size in placed
         ]
 
-    def product(self, linear, x):
+    def product(self, linear: Any, x):
         rows = x @ linear.turned[...].T * linear.sign[...]
         return rows.reshape(len(x), *linear.projection.outputs)
 
