@@ -38,6 +38,7 @@ CONFIGS = {
     for family in ("llama", "qwen3")
     for inner in (48, WIDE)
 }
+GEMMA3 = {"model_type": "gemma3_text", "intermediate_size": 48, "head_dim": 256}
 
 
 def ints(*shape):
@@ -46,7 +47,7 @@ def ints(*shape):
 
 def layers_of_a_step(case: str, rows: int):
     """The jaxprs of a decode step's layers, in bfloat16 for Pallas Triton."""
-    config = read_model_config(CONFIGS[case])
+    config = read_model_config(CONFIGS.get(case, _SHAPE | GEMMA3))
     model = nnx.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16))
     graphdef, state = nnx.split(model)
     shape = (9, 8, config.num_kv_heads, config.head_size)
@@ -94,6 +95,15 @@ def test_kernels_of_a_layer(case):
         if index:
             others = set(counts) - {f"kernel {name}" for name in kernels} - {"dot_general"}
             assert others <= free
+
+
+def test_kernels_of_a_gemma3_layer():
+    """The norms after attention and feed-forward are XLA's, with the products' partials."""
+    for index, layer in enumerate(layers_of_a_step("gemma3", rows=8)):
+        counts = Counter(operations(layer))
+        norms = counts["kernel add_rms_norm"]
+        assert (counts["kernel paged_decode_attention"], norms) == (1, 2 if index else 1)
+        assert counts["dot_general"] == 4
 
 
 def test_the_plan_of_attention_is_made_once_a_step():

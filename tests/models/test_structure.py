@@ -14,6 +14,7 @@ from jpaged.models.decoder import Decoder
 from pallas_kernels import Backend
 
 DTYPE_CASES = {"gpt2-untied-inner", "opt-350m", "llama3-biases", "mistral-window", "qwen2", "qwen3"}
+DTYPE_CASES |= {"gemma3"}
 
 
 def abstract_inputs(rows: int, *, decode: bool):
