@@ -139,7 +139,8 @@ class ModelConfig:
 
     @property
     def projections(self) -> dict[str, Projection]:
-        """The projections of a layer by their paths in it."""
+        """The projections by their paths: of each layer, and those between the widths of embedding
+        and layers, where these differ."""
         width, inner, head = self.hidden_size, self.intermediate_size, self.head_size
         heads = (("q", self.num_heads), ("k", self.num_kv_heads), ("v", self.num_kv_heads))
         projections = {
@@ -154,6 +155,9 @@ class ModelConfig:
             projections["mlp.gate_up"] = Projection((width,), halves, (inner,), self.mlp_bias)
         else:
             projections["mlp.up"] = Projection((width,), (("up", inner),), (), self.mlp_bias)
+        if (outer := self.embedding_size) != width:
+            projections["project_in"] = Projection((outer,), (("output", width),))
+            projections["project_out"] = Projection((width,), (("output", outer),))
         return projections
 
     @property

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jpaged.models.attention import Attention, AttentionInputs, RopeAngles, rope_angles
 from jpaged.models.checkpoint import WeightRule
-from jpaged.models.config import ModelConfig, Projection
+from jpaged.models.config import ModelConfig
 from jpaged.models.linear import Embedding, Linear, activation, linear_rules
 from jpaged.models.norm import Norm, add_norm, make_norm
 from pallas_kernels import Backend, LayerKV, sum_parts
@@ -27,15 +27,18 @@ Stream = tuple[Float[Array, "T D"], Float[Array, "parts T D"] | None, tuple[Laye
 (None stands for zeros), so that the norm that reads it next adds in the same pass; and the pool."""
 
 
+def _linear(config: ModelConfig, path: str, dtype: DTypeLike) -> Linear | None:
+    """The projection of that path, in models that have it."""
+    projection = config.projections.get(path)
+    return None if projection is None else Linear(projection, dtype=dtype)
+
+
 class FeedForward(nnx.Module):
     """A layer's perceptron: down(activation(up(x))), or down(activation(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike):
-        def linear(name: str) -> Linear | None:
-            projection = config.projections.get(f"mlp.{name}")
-            return None if projection is None else Linear(projection, dtype=dtype)
-
-        self.up, self.gate_up = linear("up"), linear("gate_up")
+        self.up = _linear(config, "mlp.up", dtype)
+        self.gate_up = _linear(config, "mlp.gate_up", dtype)
         self.down = Linear(config.projections["mlp.down"], dtype=dtype)
         self.activation = config.activation
 
@@ -136,19 +139,16 @@ class Decoder(nnx.Module):
         def table(rows: int, width: int) -> Embedding:
             return Embedding(rows, width, dtype=dtype)
 
-        def linear(size_in: int, size_out: int) -> Linear:
-            return Linear(Projection((size_in,), (("output", size_out),)), dtype=dtype)
-
         inner, outer, offset = config.hidden_size, config.embedding_size, config.position_offset
         layers, rows = range(config.num_layers), config.max_position_embeddings + (offset or 0)
         tied = config.tie_word_embeddings
         self.config, self.dtype = config, jnp.dtype(dtype)
         self.embed = table(config.vocab_size, outer)
         self.position_embedding = None if offset is None else table(rows, inner)
-        self.project_in = None if inner == outer else linear(outer, inner)
+        self.project_in = _linear(config, "project_in", dtype)
         self.layers = nnx.List([DecoderLayer(config, i, dtype=dtype) for i in layers])
         self.final_norm = make_norm(config, inner, dtype=dtype) if config.final_norm else None
-        self.project_out = None if inner == outer else linear(inner, outer)
+        self.project_out = _linear(config, "project_out", dtype)
         self.lm_head = None if tied else table(config.vocab_size, outer)
 
     def embed_tokens(

@@ -63,10 +63,10 @@ Specs = Mapping[str, jax.ShapeDtypeStruct]
 
 @dataclass(frozen=True)
 class Placement:
-    """One tensor and its place: it fills `start:stop` of `axis` of the parameter at `path`.
+    """One tensor and its place: a piece of the parameter at `path`, where its rule says.
 
     `shape` is the tensor's in the parameter's layout; `order` names its axes as they lie in the
-    file, the slowest first; `add` is added to its values.
+    file, the slowest first.
     """
 
     tensor: TensorInfo
@@ -74,16 +74,6 @@ class Placement:
     path: str
     shape: tuple[int, ...]
     order: tuple[int, ...]
-
-    @property
-    def start(self) -> int:
-        """Index along the rule's axis at which the piece begins."""
-        return self.rule.start
-
-    @property
-    def stop(self) -> int:
-        """Index along the rule's axis at which the piece ends."""
-        return self.start + self.shape[self.rule.axis]
 
 
 @dataclass(frozen=True)
@@ -258,22 +248,8 @@ def model_shapes(config: ModelConfig, dtype: DTypeLike) -> nnx.Module:
     return nnx.eval_shape(lambda: Decoder(config, dtype=dtype))
 
 
-class _Problems:
-    """What is wrong with a checkpoint, by kind, so that one error tells all of it."""
-
-    def __init__(self) -> None:
-        self._by_kind: dict[str, list[str]] = defaultdict(list)
-
-    def add(self, kind: str, what: str) -> None:
-        self._by_kind[kind].append(what)
-
-    def raise_if_any(self) -> None:
-        if self._by_kind:
-            listed = "; ".join(
-                f"{kind} ({len(names)}): {named_list(names)}"
-                for kind, names in self._by_kind.items()
-            )
-            raise CheckpointError(f"The checkpoint does not fit the model. {listed}.")
+Problems = defaultdict[str, list[str]]
+"""What is wrong with a checkpoint, by kind, so that one error names all of it."""
 
 
 def plan_weights(
@@ -293,7 +269,7 @@ def plan_weights(
             two rules match, a place filled twice, a fused parameter with a missing piece. One
             error tells all of them.
     """
-    problems = _Problems()
+    problems: Problems = defaultdict(list)
     placements: list[Placement] = []
     pieces: dict[str, list[Placement]] = defaultdict(list)
     faulty: set[str] = set()  # parameters a wrong tensor was meant for: not missing as well
@@ -309,7 +285,9 @@ def plan_weights(
             faulty.add(path)
     for path in [path for path in specs if path not in faulty]:
         _check_filled(path, specs[path].shape, pieces[path], rules, problems)
-    problems.raise_if_any()
+    if problems:
+        kinds = (f"{kind} ({len(it)}): {named_list(it)}" for kind, it in problems.items())
+        raise CheckpointError(f"The checkpoint does not fit the model. {'; '.join(kinds)}.")
     return placements
 
 
@@ -317,35 +295,37 @@ def _find_target(
     tensor: TensorInfo,
     compiled: Sequence[tuple[re.Pattern[str], WeightRule]],
     specs: Specs,
-    problems: _Problems,
+    problems: Problems,
 ) -> tuple[WeightRule, str] | tuple[None, None]:
     """The tensor's rule and the path of its parameter; None: to be ignored, or reported."""
     name = tensor.name
     matches = [(match, rule) for regex, rule in compiled if (match := regex.fullmatch(name))]
     if len(matches) > 1:
         patterns = " and ".join(rule.pattern for _, rule in matches)
-        problems.add("tensors matched by two rules", f"{name} by {patterns}")
+        problems["tensors matched by two rules"].append(f"{name} by {patterns}")
         return None, None
     if not matches:
-        problems.add("unknown tensors", name)
+        problems["unknown tensors"].append(name)
         return None, None
     match, rule = matches[0]
     path = None if rule.target is None else match.expand(rule.target)
     if path is None:
         return None, None
     if path not in specs:
-        problems.add("unknown tensors", f"{name} (the model has no {path})")
+        problems["unknown tensors"].append(f"{name} (the model has no {path})")
         return None, None
     return rule, path
 
 
 def _place(
-    tensor: TensorInfo, rule: WeightRule, path: str, whole: tuple[int, ...], problems: _Problems
+    tensor: TensorInfo, rule: WeightRule, path: str, whole: tuple[int, ...], problems: Problems
 ) -> Placement | None:
     """The tensor's place in its parameter; None: its dtype or shape is wrong and was reported."""
     if tensor.dtype not in SUPPORTED_DTYPES:
         supported = ", ".join(SUPPORTED_DTYPES)
-        problems.add("wrong dtypes", f"{tensor.name} is {tensor.dtype}, supported are {supported}")
+        problems["wrong dtypes"].append(
+            f"{tensor.name} is {tensor.dtype}, supported are {supported}"
+        )
         return None
     shape = whole if rule.shape is None else rule.shape
     file_axes = rule.file_axes or tuple((axis,) for axis in range(len(shape)))
@@ -353,7 +333,7 @@ def _place(
     if tensor.shape == wanted:
         return Placement(tensor, rule, path, shape, tuple(axis for it in file_axes for axis in it))
     listed = f"{tensor.name} {list(tensor.shape)} should be {list(wanted)} for {path} {list(whole)}"
-    problems.add("wrong shapes", listed)
+    problems["wrong shapes"].append(listed)
     return None
 
 
@@ -362,26 +342,20 @@ def _check_filled(
     shape: tuple[int, ...],
     pieces: Sequence[Placement],
     rules: Sequence[WeightRule],
-    problems: _Problems,
+    problems: Problems,
 ) -> None:
     """Report a parameter that its pieces leave partly empty or fill twice."""
     if not pieces:
         sources = _unused_patterns(path, rules, pieces) or "no rule"
-        problems.add("missing parameters", f"{path} (comes from {sources})")
+        problems["missing parameters"].append(f"{path} (comes from {sources})")
         return
-    axis, filled, has_gap = pieces[0].rule.axis, 0, False
-    for piece in sorted(pieces, key=lambda piece: (piece.start, piece.stop)):
-        if piece.start < filled:
-            names = " and ".join(other.tensor.name for other in pieces)
-            problems.add("parameters filled twice", f"{path} by {names}")
-            return
-        has_gap |= piece.start > filled
-        filled = piece.stop
-    if has_gap or filled < shape[axis]:
-        lacking = _unused_patterns(path, rules, pieces)
-        problems.add(
-            "parameters with a missing piece", f"{path} along axis {axis} (lacks {lacking})"
-        )
+    axis, starts = pieces[0].rule.axis, {piece.rule.start for piece in pieces}
+    if len(starts) < len(pieces):
+        names = " and ".join(piece.tensor.name for piece in pieces)
+        problems["parameters filled twice"].append(f"{path} by {names}")
+    elif sum(piece.shape[axis] for piece in pieces) < shape[axis]:
+        lacking = f"{path} along axis {axis} (lacks {_unused_patterns(path, rules, pieces)})"
+        problems["parameters with a missing piece"].append(lacking)
 
 
 def _unused_patterns(path: str, rules: Sequence[WeightRule], pieces: Sequence[Placement]) -> str:
@@ -441,7 +415,7 @@ def _slabs(placement: Placement) -> Iterator[tuple[np.ndarray, slice]]:
     step = max(1, SLAB_BYTES // (unit * SUPPORTED_DTYPES[tensor.dtype].itemsize)) * unit
     for first in range(0, size, step):
         start = np.zeros(len(placement.shape), np.int32)
-        start[placement.rule.axis] = placement.start
+        start[placement.rule.axis] = placement.rule.start
         start[slowest] += first // row_size
         yield start, slice(first // file_row_size, min(first + step, size) // file_row_size)
 

@@ -7,7 +7,6 @@ from jpaged.models.config import (
     ACTIVATIONS,
     Fields,
     ModelConfig,
-    Projection,
     learned_positions,
     tokens_and_dtype,
 )
@@ -55,15 +54,12 @@ def describe(fields: Fields) -> ModelConfig:
 
 def weight_rules(config: ModelConfig) -> list[WeightRule]:
     """Linear weights lie as [out, in] in the checkpoint; q, k, v apart."""
-    root, inner, outer = r"(?:model\.)?decoder\.", config.hidden_size, config.embedding_size
-    ends = {
-        "project_in": Projection((outer,), (("output", inner),)),
-        "project_out": Projection((inner,), (("output", outer),)),
-    }
+    root, has = r"(?:model\.)?decoder\.", config.projections
+    ends = [name for name in ("project_in", "project_out") if name in has]
     return [
         WeightRule(root + r"embed_tokens\.weight", "embed.weight"),
         WeightRule(root + r"embed_positions\.weight", "position_embedding.weight"),
-        *(rule for name, it in ends.items() for rule in linear_rules(it, [root + name], name)),
+        *(rule for name in ends for rule in linear_rules(has[name], [root + name], name)),
         *layer_rules(config, root + r"layers\.(\d+)\.", _NAMES),
         *norm_rules(config, root + "final_layer_norm", "final_norm"),
         head_rule(config),
