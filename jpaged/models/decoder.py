@@ -19,7 +19,7 @@ from jpaged.models.attention import Attention, AttentionInputs, RopeAngles, rope
 from jpaged.models.checkpoint import WeightRule
 from jpaged.models.config import ModelConfig
 from jpaged.models.linear import Embedding, Linear, activation, linear_rules
-from jpaged.models.norm import Norm, add_norm, make_norm
+from jpaged.models.norm import Norm, add_norm, make_norm, norm_update
 from pallas_kernels import Backend, LayerKV, sum_parts
 
 Stream = tuple[Float[Array, "T D"], Float[Array, "parts T D"] | None, tuple[LayerKV, ...]]
@@ -86,17 +86,10 @@ class DecoderLayer(nnx.Module):
             return self.mlp_norm(hidden + update), None, kv
         rows, hidden = add_norm(self.attention_norm, hidden, update, backend)
         update, kv = self.attention(rows, kv, attention, angles)
-        update = _normed(self.attention_out_norm, update, hidden.dtype)
+        update = norm_update(self.attention_out_norm, update, hidden.dtype)
         rows, hidden = add_norm(self.mlp_norm, hidden, update, backend)
-        update = _normed(self.mlp_out_norm, self.mlp(rows, backend), hidden.dtype)
+        update = norm_update(self.mlp_out_norm, self.mlp(rows, backend), hidden.dtype)
         return hidden, update, kv
-
-
-def _normed(
-    norm: Norm | None, update: Float[Array, "parts T D"], dtype: DTypeLike
-) -> Float[Array, "_ T D"]:
-    """An update after the norm that follows attention or feed-forward, where there is one."""
-    return update if norm is None else norm(sum_parts(update, dtype))[None]
 
 
 def run_layers(

@@ -80,3 +80,10 @@ def add_norm(
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
     """The norm of hidden + sum(update), and that sum; an update of None stands for zeros."""
     return (norm(hidden), hidden) if update is None else norm.add(hidden, update, backend)
+
+
+def norm_update(
+    norm: Norm | None, update: Float[Array, "parts T D"], dtype: DTypeLike
+) -> Float[Array, "_ T D"]:
+    """The norm of sum(update), as one part; the update as it is where there is no norm."""
+    return update if norm is None else norm(sum_parts(update, dtype))[None]
