@@ -30,8 +30,8 @@ from bench.records import print_table
 from bench.throughput import lengths_of
 from jpaged.config import EMBEDDED_MODEL
 from jpaged.models.checkpoint import read_config, read_generation_config, resolve_checkpoint
-from jpaged.models.config import ModelConfig
 from jpaged.models.loader import plan_model
+from jpaged.models.registry import read_model_config
 
 BATCHINGS = ("static", "slabs")
 SMALLEST_BUCKET = 64  # places a prompt is padded to; then powers of two
@@ -258,7 +258,7 @@ def load(
         ValueError: the checkpoint cannot be loaded.
     """
     folder = resolve_checkpoint(folder)
-    config = ModelConfig.from_hf(read_config(folder))
+    config = read_model_config(read_config(folder))
     on_cpu = jax.default_backend() == "cpu"
     dtype = jnp.dtype("float32" if on_cpu else config.checkpoint_dtype or "bfloat16")
     model = plan_model(folder, config, dtype=dtype, load_format=load_format, seed=seed).load()

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from jpaged.models.attention import rope_angles
 from jpaged.models.config import ModelConfig
-from jpaged.models.decoder_layer import add_norm
-from jpaged.models.rope import rope_angles
+from jpaged.models.norm import add_norm, norm_update
 from pallas_kernels import rms_norm, select_backend, sum_parts
 
 MIN_ROWS = 8
@@ -70,11 +70,12 @@ def choose(model: Any, hidden: jax.Array) -> jax.Array:
 
 def forward(model: Any, tokens, positions, cache: Cache, slots):
     """The hidden states after the final norm, and K and V of every layer."""
-    config, backend, angles = model.config, select_backend(jax.default_backend()), None
+    config, backend = model.config, select_backend(jax.default_backend())
     hidden, update, layers = model.embed_tokens(tokens, positions), None, []
-    if config.rope is not None:
-        angles = rope_angles(positions, config.rope, config.head_size)
-    for layer, kv in zip(model.layers, cache.layers, strict=True):
+    ropes = [layer.rope for layer in config.layers]
+    tables = {r: rope_angles(positions, r, config.head_size) for r in dict.fromkeys(ropes) if r}
+    for layer, kv, rope in zip(model.layers, cache.layers, ropes, strict=True):
+        angles = None if rope is None else tables[rope]
         given = hidden, update, kv, slots, cache.lens, angles
         hidden, update, kv = run_layer(*nnx.split(layer), backend, *given)
         layers.append(kv)
@@ -90,14 +91,16 @@ def run_layer(definition, parameters, backend, hidden, update, kv, slots, lens, 
     """One layer; the residual stream is hidden + sum(update)."""
     layer: Any = nnx.merge(definition, parameters)
     attend = partial(attention, layer.attention, slots=slots, lens=lens, angles=angles)
-    if layer.pre_norm:
-        x, hidden = add_norm(layer.attention_norm, hidden, update, backend)
-        update, kv = attend(x, kv, backend)
-        x, hidden = add_norm(layer.mlp_norm, hidden, update, backend)
-        return hidden, layer.mlp(x, backend), kv
-    update, kv = attend(hidden, kv, backend)
-    hidden = layer.attention_norm(hidden + sum_parts(update, hidden.dtype))
-    return layer.mlp_norm(hidden + sum_parts(layer.mlp(hidden, backend), hidden.dtype)), None, kv
+    if "sum" in layer.norms:  # norms come after the sums
+        update, kv = attend(hidden, kv, backend)
+        hidden = layer.attention_norm(hidden + sum_parts(update, hidden.dtype))
+        update = sum_parts(layer.mlp(hidden, backend), hidden.dtype)
+        return layer.mlp_norm(hidden + update), None, kv
+    x, hidden = add_norm(layer.attention_norm, hidden, update, backend)
+    update, kv = attend(x, kv, backend)
+    update = norm_update(layer.attention_out_norm, update, hidden.dtype)
+    x, hidden = add_norm(layer.mlp_norm, hidden, update, backend)
+    return hidden, norm_update(layer.mlp_out_norm, layer.mlp(x, backend), hidden.dtype), kv
 
 
 def attention(part: Any, x, kv, backend, *, slots, lens, angles):
@@ -109,9 +112,11 @@ def attention(part: Any, x, kv, backend, *, slots, lens, angles):
         q, k = rms_norm(q, norms.q, eps=norms.eps), rms_norm(k, norms.k, eps=norms.eps)
     if angles is not None:
         q, k = rotate(q, angles), rotate(k, angles)
-    options = {"scale": part.scale, "implementation": implementation(q)}
+    options = {"scale": part.layer.scale, "implementation": implementation(q)}
     attend = attend_cache if slots is None else attend_prompts
-    out, kv = attend(q, k, v, kv, lens if slots is None else slots, part.sliding_window, options)
+    out, kv = attend(
+        q, k, v, kv, lens if slots is None else slots, part.layer.sliding_window, options
+    )
     return part.output(out.reshape(q.shape), backend), kv
 
 
@@ -154,9 +159,16 @@ class Model:
     """A model of jpaged with its two programs, each compiled once for a shape."""
 
     def __init__(self, model: Any):
+        capped = [layer.soft_cap for layer in model.config.layers if layer.soft_cap]
+        if capped:
+            raise ValueError(
+                f"soft_cap={capped[0]} on attention scores is not in jax.nn.dot_product_attention;"
+                " use a model without"
+            )
         definition, state = nnx.split(model)
         self.leaves, tree = jax.tree.flatten(state)
         self.config: ModelConfig = model.config
+        self.dtype = model.dtype
 
         def bind(leaves: list) -> Any:
             return nnx.merge(definition, jax.tree.unflatten(tree, leaves))
@@ -168,7 +180,7 @@ class Model:
     def empty(self, num_slots: int, width: int) -> Cache:
         """A cache without a token in it."""
         shape = num_slots, width, self.config.num_kv_heads, self.config.head_size
-        zeros, none = partial(jnp.zeros, shape, self.leaves[0].dtype), partial(jnp.zeros, num_slots)
+        zeros, none = partial(jnp.zeros, shape, self.dtype), partial(jnp.zeros, num_slots)
         layers = tuple((zeros(), zeros()) for _ in range(self.config.num_layers))
         return Cache(layers, none(dtype=jnp.int32), none(dtype=jnp.int32))
 

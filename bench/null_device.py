@@ -20,8 +20,8 @@ from jpaged.core.scheduler import Scheduler, SchedulerConfig
 from jpaged.engine.generation import Driver
 from jpaged.engine.loop import EngineLoop
 from jpaged.engine.preprocessing import Intake
-from jpaged.models.config import ModelConfig
-from jpaged.models.registry import model_class
+from jpaged.models.decoder import Decoder
+from jpaged.models.registry import read_model_config
 from jpaged.runtime.buckets import Buckets, make_buckets
 from jpaged.runtime.model_runner import ModelRunner
 from jpaged.runtime.runtime_config import RuntimeConfig
@@ -100,9 +100,9 @@ def make_host(num_seqs: int, clock: Clock, mode: LoopMode = LoopMode.OVERLAPPED)
 
 def make_runner(runtime: RuntimeConfig, clock: Clock) -> ModelRunner:
     """The engine's runner with null programs and next to no arrays."""
-    tiny = ModelConfig.from_hf({**SHAPES[SHAPE], "num_hidden_layers": 1, "head_dim": 2})
+    tiny = read_model_config({**SHAPES[SHAPE], "num_hidden_layers": 1, "head_dim": 2})
     dtype = np.dtype(np.float32)
-    split = SplitModel.of(nnx.eval_shape(lambda: model_class(tiny)(tiny, dtype=dtype)))
+    split = SplitModel.of(nnx.eval_shape(lambda: Decoder(tiny, dtype=dtype)))
     shapes = Shapes.of(split, tiny, runtime, dtype)
     buckets = make_buckets(runtime.max_num_seqs, BUDGET)
     programs = null_programs(runtime, buckets, clock)

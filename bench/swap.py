@@ -35,6 +35,7 @@ from jpaged.core.plan import ScheduledSequence, StepPlan, SwapIn, SwapOut
 from jpaged.core.request import Request, StopCriteria
 from jpaged.models.config import ModelConfig
 from jpaged.models.loader import load_model
+from jpaged.models.registry import read_model_config
 from jpaged.runtime.buckets import Buckets
 from jpaged.runtime.kv_cache import make_pool
 from jpaged.runtime.model_runner import ModelRunner
@@ -246,7 +247,7 @@ def main() -> None:
     dtype = jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
     ways, lengths, overlap = [], [], []
     for name, fields in shapes.items():
-        model = ModelConfig.from_hf(fields)
+        model = read_model_config(fields)
         if "ways" in args.part:
             ways += measure_ways(name, model, dtype, sizes, kinds)
         if "lengths" in args.part:

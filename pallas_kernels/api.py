@@ -278,7 +278,7 @@ def rope_write_kv(
         angles: cosine and sine of each token's rotation, for channels i and i + H / 2; None where
             nothing is rotated.
         backend: which implementation runs.
-        norms: RMSNorm of the query and key heads before the rotation.
+        norms: RMSNorm of the query and key heads before the rotation; `dtype` or float32.
         dtype: of the queries; qkv's if None.
 
     Returns:
@@ -312,7 +312,7 @@ def add_rms_norm(
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
     """`total = hidden + sum(update)`, both rounded; returns `rms_norm(total)` and total.
 
-    The update comes in parts (see `product_parts`), of hidden's dtype or float32.
+    The update comes in parts (see `product_parts`), of hidden's dtype or float32; so is the weight.
 
     Raises:
         ValueError: shapes that differ; an eps out of range.

@@ -133,7 +133,7 @@ def _check_rope(qkv, kv, angles, norms, dtype):
     if norms is not None:
         for name, weight in (("norms.q", norms.q), ("norms.k", norms.k)):
             _check_shape(name, weight, (head_size,), "[H]")
-            _check_dtype(name, weight, dtype, "the queries' dtype")
+            _check_scale(name, weight, dtype, "the queries' dtype")
         _check_eps("norms.eps", norms.eps)
 
 
@@ -144,7 +144,7 @@ def check_add_norm(hidden, update, weight, eps):
     want = (update.shape[0], *hidden.shape)
     _check_shape("update", update, want, "hidden's shape after the parts")
     _check_shape("weight", weight, hidden.shape[1:], "[D]")
-    _check_dtype("weight", weight, hidden.dtype, "hidden's dtype; cast it first")
+    _check_scale("weight", weight, hidden.dtype, "hidden's dtype")
     _check_eps("eps", eps)
 
 
@@ -176,6 +176,12 @@ def _check_rank(name, array, rank, axes):
 def _check_shape(name, array, want, why):
     if tuple(array.shape) != tuple(want):
         raise ValueError(f"{name} has shape {tuple(array.shape)}; it must be {tuple(want)} ({why})")
+
+
+def _check_scale(name, weight, dtype, why):
+    """Of a norm: as what it scales, or float32, in which norms compute."""
+    if weight.dtype != jnp.float32:
+        _check_dtype(name, weight, dtype, f"{why}, or float32")
 
 
 def _check_dtype(name, array, want, why):

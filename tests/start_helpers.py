@@ -16,8 +16,8 @@ from jpaged.compile.recipes import SplitModel, recipes
 from jpaged.compile.sizing import Sizing, step_buckets
 from jpaged.compile.workers import CompilePool, make_orders
 from jpaged.config import EMBEDDED_MODEL, EngineConfig
-from jpaged.models.config import ModelConfig
 from jpaged.models.loader import model_shapes, read_config
+from jpaged.models.registry import read_model_config
 
 FLOAT32 = jnp.dtype(jnp.float32)
 
@@ -31,7 +31,7 @@ class Start:
 
     def __init__(self, cache: Path):
         config = EngineConfig(compilation_cache_dir=cache, num_compile_workers=2, max_num_seqs=2)
-        model = ModelConfig.from_hf(read_config(EMBEDDED_MODEL))
+        model = read_model_config(read_config(EMBEDDED_MODEL))
         device, draft = jax.local_devices()[0], model_shapes(model, FLOAT32)
         store = program_store(cache, model, draft, device)
         assert store is not None

@@ -144,6 +144,10 @@ TEMPLATES = {
     "{% endfor %}",
     "thinking": "{% macro told(m) %}<|start|>{{ m.role }}\n{{ m.content.split('</think>')[-1]"
     ".lstrip('\n') }}<|end|>{% endmacro %}{% for m in messages %}{{ told(m) }}{% endfor %}",
+    "gemma": "{{ bos_token }}{% set told = messages[0].content + '\n\n' if messages[0].role =="
+    " 'system' else '' %}{% for m in messages if m.role != 'system' %}{{ '<|start|>' + ('model' if"
+    " m.role == 'assistant' else m.role) + '\n' + (told if loop.first else '') }}"
+    "{{ m.content | trim }}{{ '<|end|>\n' }}{% endfor %}",
     "roles": "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}{% endfor %}",
 }
 """Ways in which templates write contents."""

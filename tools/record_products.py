@@ -32,8 +32,8 @@ from jpaged.compile.recipe import Recipe
 from jpaged.compile.recipes import Shapes, SplitModel, recipes
 from jpaged.compile.sizing import step_buckets
 from jpaged.config import EngineConfig
-from jpaged.models.config import ModelConfig
 from jpaged.models.loader import model_shapes
+from jpaged.models.registry import read_model_config
 from jpaged.runtime.runtime_config import GPU_DEFAULTS, resolve_limits, with_pool
 from pallas_kernels import Backend, select_backend
 
@@ -47,7 +47,7 @@ _RESULTS = (".pb", ".textproto")
 
 def all_recipes(shape: str) -> Iterable[Recipe]:
     """What an engine of the shape compiles, with nothing allocated."""
-    model = ModelConfig.from_hf(SHAPES[shape])
+    model = read_model_config(SHAPES[shape])
     config = EngineConfig(**AS_VLLM)
     limits = resolve_limits(
         config,
@@ -74,7 +74,7 @@ def first_of_each_products(shape: str) -> list[Recipe]:
 def rows_measured(shape: str) -> dict[str, list[int]]:
     """Rows of the products of its programs, by the digest of its weights."""
     rows = {recipe.products[1] for recipe in all_recipes(shape) if recipe.products is not None}
-    model = model_shapes(ModelConfig.from_hf(SHAPES[shape]), DTYPE)
+    model = model_shapes(read_model_config(SHAPES[shape]), DTYPE)
     return {weights_digest(SplitModel.of(model).leaves): sorted(rows)}
 
 

@@ -23,8 +23,7 @@ from flax import nnx
 
 from jpaged.compile.recipe import Recipe
 from jpaged.compile.recipes import SplitModel
-from jpaged.models.decoder_layer import DecoderLayer
-from jpaged.models.layers import FeedForward
+from jpaged.models.decoder import DecoderLayer
 from pallas_kernels import Backend
 
 MEASURED_FROM = 192
@@ -114,8 +113,7 @@ def measure_products(model: Any, part: str, rows: int, backend: Backend) -> int:
     num_compiled = 0
     for module, step, widths in steps:
         split = SplitModel.of(module)
-        leaf = split.leaves[0]
-        inputs = [jax.ShapeDtypeStruct((rows, *width), leaf.dtype) for width in widths]
+        inputs = [jax.ShapeDtypeStruct((rows, *width), model.dtype) for width in widths]
         lowered = jax.jit(_bound(split, step)).lower(split.leaves, *inputs)
         if "stablehlo.dot" in lowered.as_text():  # not those of own kernels
             lowered.compile(CUBLAS_MEASURED)
@@ -133,13 +131,13 @@ def _layer_steps(model: Any, backend: Backend) -> Iterator[Step]:
     layer, config = model.layers[0], model.config
     width, heads = (config.hidden_size,), (config.num_heads, config.head_size)
     yield layer, lambda it, x: it.attention.qkv(x, backend), [width]
-    if isinstance(layer.mlp, FeedForward):
+    if layer.mlp.gate_up is None:
         yield layer, lambda it, x, o: _after_attention(it, x, o, backend), [width, heads]
         return
     inner = (config.intermediate_size,)
     yield layer, lambda it, o: it.attention.output(o, backend), [heads]
-    yield layer, lambda it, x: it.mlp.gated(x, backend), [width]
-    yield layer, lambda it, x: it.mlp.down.parts(x, backend), [inner]
+    yield layer, lambda it, x: it.mlp.inner(x, backend), [width]
+    yield layer, lambda it, x: it.mlp.down(x, backend), [inner]
 
 
 def _after_attention(layer: DecoderLayer, hidden: Any, heads: Any, backend: Backend) -> Any:
@@ -149,8 +147,7 @@ def _after_attention(layer: DecoderLayer, hidden: Any, heads: Any, backend: Back
 
 
 def _head_steps(model: Any) -> Iterator[Step]:
-    head = model.embed if model.lm_head is None else model.lm_head
-    yield head, lambda it, x: it.logits(x), [(model.config.embedding_size,)]
+    yield model.head, lambda it, x: it.logits(x), [(model.config.embedding_size,)]
 
 
 def _bound(split: SplitModel, step: Callable[..., Any]) -> Callable[..., Any]:

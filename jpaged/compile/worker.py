@@ -29,8 +29,8 @@ from jpaged.compile.recipe import Name, Recipe
 from jpaged.compile.recipes import Shapes, SplitModel, recipes, recipes_without_pool
 from jpaged.compile.shared_calls import SharedCalls
 from jpaged.compile.sizing import step_buckets
-from jpaged.models.config import ModelConfig
 from jpaged.models.loader import model_shapes, read_config
+from jpaged.models.registry import read_model_config
 from jpaged.runtime.runtime_config import RuntimeConfig
 from pallas_kernels import Backend
 
@@ -129,7 +129,7 @@ def compile_share(order: Order, wait_for_runtime: Callable[[], RuntimeConfig]) -
     """
     _take_over(order)
     device = jax.local_devices()[0]
-    model_config = ModelConfig.from_hf(read_config(Path(order.folder)))
+    model_config = read_model_config(read_config(Path(order.folder)))
     if order.tied is not None:
         model_config = replace(model_config, tie_word_embeddings=order.tied)
     dtype = jnp.dtype(order.dtype)

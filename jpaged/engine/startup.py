@@ -31,9 +31,9 @@ from jpaged.core.swap import PreemptionMode, PressurePolicy
 from jpaged.engine.preprocessing import Intake
 from jpaged.engine.progress_log import Reporter
 from jpaged.models.checkpoint import read_config, read_generation_config, resolve_checkpoint
-from jpaged.models.config import ModelConfig
-from jpaged.models.config_fields import refuse_head_size
+from jpaged.models.config import ModelConfig, refuse_head_size
 from jpaged.models.loader import ModelPlan, plan_model
+from jpaged.models.registry import read_model_config
 from jpaged.runtime.kv_cache import MemoryAccount
 from jpaged.runtime.model_runner import ModelRunner
 from jpaged.runtime.runtime_config import RuntimeConfig
@@ -129,7 +129,7 @@ def _prepare(config: EngineConfig, reporter: Reporter) -> _Start:
         device = jax.local_devices()[0]
         record = offer_recorded_products(device)
     folder = resolve_checkpoint(config.model or EMBEDDED_MODEL)
-    model_config = ModelConfig.from_hf(read_config(folder))
+    model_config = read_model_config(read_config(folder))
     backend = select_backend(device.platform)
     _check_head_size(model_config, backend)
     dtype = _resolve_dtype(config.dtype, model_config, device.platform)

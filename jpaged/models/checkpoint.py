@@ -1,4 +1,6 @@
-"""Hugging Face checkpoint folders: finding them, their config, and what tensors they hold."""
+"""Hugging Face checkpoint folders: finding them, their config, the tensors they hold, and the rules
+by which tensors become parameters.
+"""
 
 import json
 import re
@@ -51,6 +53,36 @@ class TensorInfo:
     file: Path
     dtype: str
     shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WeightRule:
+    """Where one kind of checkpoint tensor goes.
+
+    A parameter's path is the dotted path of its `nnx.Param` in the model, such as
+    `layers.0.attention.qkv.weight`. Several rules may fill one (fused) parameter, a piece each.
+
+    Attributes:
+        pattern: regular expression that must match the whole of a checkpoint tensor's name.
+        target: path of the parameter, with references to the pattern's groups
+            (`r"layers.\\1.attention.qkv.weight"`). None: the tensor is known and not needed, such
+            as a causal-mask buffer or the copy of a tied output head.
+        shape: the piece's shape in the parameter's layout; None for the parameter's whole shape.
+        file_axes: for each axis of the tensor in the file, the axes of the piece that it joins,
+            the slowest first: ((1, 2), (0,)) where a piece [D, heads, H] lies as [heads * H, D].
+            None: the file's axes are the piece's.
+        axis: the axis of the parameter along which the piece lies.
+        start: index along `axis` at which the piece begins.
+        add: a number added to every value once it has the parameter's dtype.
+    """
+
+    pattern: str
+    target: str | None
+    shape: tuple[int, ...] | None = None
+    file_axes: tuple[tuple[int, ...], ...] | None = None
+    axis: int = 0
+    start: int = 0
+    add: float = 0.0
 
 
 def open_tensors(file: Path) -> safe_open:

@@ -1,10 +1,19 @@
-"""What a model is: `ModelConfig`, derived once from a Hugging Face `config.json`."""
+"""What a model is: `ModelConfig`, and how its family reads it from the fields of a `config.json`.
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+A family's `describe(fields)` reads each field through `Fields`, whose errors name field, value and
+what is supported, and returns a `ModelConfig`. Fields that change the computation of some model
+and that the family does not read must have a value that leaves the computation as it is.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from reprlib import Repr
+from typing import Any, Literal, cast
 
 RopeType = Literal["default", "linear", "llama3"]
+NormKind = Literal["rms", "offset_rms", "layer", "bare_layer"]
+NormPlace = Literal["before", "after", "sum"]
 
 
 @dataclass(frozen=True)
@@ -23,24 +32,72 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class LayerConfig:
+    """The attention of one layer.
+
+    Attributes:
+        scale: factor of the dot products of queries and keys.
+        rope: rotary embedding; None for models with learned positions.
+        sliding_window: keys that a query sees, itself included; None for all earlier ones.
+        soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`.
+        qk_norm: an RMSNorm of each query and key head before it is rotated.
+    """
+
+    scale: float
+    rope: RopeConfig | None = None
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    qk_norm: bool = False
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A linear map of rows: weight [*inputs, *outputs], bias [*outputs].
+
+    Attributes:
+        inputs: axes of a row that are summed over.
+        parts: outputs and their sizes along the first output axis; several where projections are
+            fused, such as (("q", 32), ("k", 8), ("v", 8)) in heads.
+        width: the other output axes.
+        bias: whether there is one.
+        format: how the weight is kept, a key of `jpaged.models.linear.FORMATS`.
+    """
+
+    inputs: tuple[int, ...]
+    parts: tuple[tuple[str, int], ...]
+    width: tuple[int, ...] = ()
+    bias: bool = False
+    format: str = "plain"
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """Axes of a row of the result, all parts side by side."""
+        return (sum(size for _, size in self.parts), *self.width)
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Everything the computation of a model depends on, and its special tokens.
 
     Attributes:
         model_type: Hugging Face's name of the family.
         head_size: width of one head; `num_heads * head_size` need not be `hidden_size`.
-        embedding_size: width of the token embedding; differs from `hidden_size` only where OPT
-            projects between the two.
         activation: Hugging Face's name of the feed-forward activation.
+        layers: the attention of each layer.
+        gated: the feed-forward is `down(activation(gate(x)) * up(x))`, else without the gate.
+        norm: "rms"; "offset_rms", whose checkpoints hold its scale less 1, kept here as the scale
+            in float32; "layer"; "bare_layer", without weight and bias.
         norm_eps: epsilon of every norm.
-        sliding_windows: for each layer the number of keys a query sees (itself included), or None
-            for all earlier keys.
-        rope: rotary embedding; None for models with learned positions.
+        norms: where the norms of a layer's attention and feed-forward are: "before" each, or on the
+            residual "sum" that follows it; and "after" it, before that sum.
+        final_norm: a norm follows the last layer.
+        embedding_size: width of the token embedding; 0 for `hidden_size`. Where it differs, there
+            are projections between the two.
+        embedding_scale: factor of token embeddings, rounded to their dtype.
+        position_offset: row of position 0 in the table of learned positions; None without one.
+        final_soft_cap: logits become `final_soft_cap * tanh(logits / final_soft_cap)`.
         tie_word_embeddings: the output head is the token embedding.
         qkv_bias, output_bias, mlp_bias: which projections have biases.
-        pre_norm: norms come before attention and feed-forward (False: after the residual sum).
-        final_norm: a norm follows the last layer.
-        norm_affine: LayerNorms have weights and biases.
         eos_token_ids: tokens that end a text; empty when the config names none.
         checkpoint_dtype: dtype the config declares for the weights ("bfloat16" ...), or None.
     """
@@ -48,32 +105,60 @@ class ModelConfig:
     model_type: str
     vocab_size: int
     hidden_size: int
-    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_size: int
     intermediate_size: int
     max_position_embeddings: int
-    embedding_size: int
     activation: str
+    layers: tuple[LayerConfig, ...]
+    gated: bool
+    norm: NormKind
     norm_eps: float
-    sliding_windows: tuple[int | None, ...]
-    rope: RopeConfig | None
     tie_word_embeddings: bool
-    qkv_bias: bool
-    output_bias: bool
-    mlp_bias: bool
-    pre_norm: bool
-    final_norm: bool
-    norm_affine: bool
-    bos_token_id: int | None
-    eos_token_ids: tuple[int, ...]
-    checkpoint_dtype: str | None
+    norms: tuple[NormPlace, ...] = ("before",)
+    final_norm: bool = True
+    embedding_size: int = 0
+    embedding_scale: float | None = None
+    position_offset: int | None = None
+    final_soft_cap: float | None = None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    checkpoint_dtype: str | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "embedding_size", self.embedding_size or self.hidden_size)
 
     @property
-    def attention_scale(self) -> float:
-        """Factor on the dot products of queries and keys."""
-        return self.head_size**-0.5
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return len(self.layers)
+
+    @property
+    def projections(self) -> dict[str, Projection]:
+        """The projections by their paths: of each layer, and those between the widths of embedding
+        and layers, where these differ."""
+        width, inner, head = self.hidden_size, self.intermediate_size, self.head_size
+        heads = (("q", self.num_heads), ("k", self.num_kv_heads), ("v", self.num_kv_heads))
+        projections = {
+            "attention.qkv": Projection((width,), heads, (head,), self.qkv_bias),
+            "attention.output": Projection(
+                (self.num_heads, head), (("output", width),), (), self.output_bias
+            ),
+            "mlp.down": Projection((inner,), (("down", width),), (), self.mlp_bias),
+        }
+        if self.gated:
+            halves = (("gate", 1), ("up", 1))
+            projections["mlp.gate_up"] = Projection((width,), halves, (inner,), self.mlp_bias)
+        else:
+            projections["mlp.up"] = Projection((width,), (("up", inner),), (), self.mlp_bias)
+        if (outer := self.embedding_size) != width:
+            projections["project_in"] = Projection((outer,), (("output", width),))
+            projections["project_out"] = Projection((width,), (("output", outer),))
+        return projections
 
     @property
     def sizes(self) -> str:
@@ -90,17 +175,284 @@ class ModelConfig:
         }
         return ", ".join(f"{name}={value}" for name, value in sizes.items())
 
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> "ModelConfig":
-        """Reads the content of a `config.json`, of transformers 4 or 5.
 
-        Fields left out take transformers' defaults, except sizes, which must be there.
+# ------------------------------------------------------------------------------------- fields
 
-        Raises:
-            ValueError: a missing or malformed field, or one whose value changes the computation in
-                a way that is not implemented; the message has the field, the value and what is
-                supported.
-        """
-        from jpaged.models.hf_config import read_hf_config
+REQUIRED = object()
+ACTIVATIONS = ("relu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "silu", "swish")
+CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
 
-        return read_hf_config(config)
+# The largest that a field can be: several times what any model has, and little enough that what
+# the field stands for takes little memory before it is compared with the checkpoint and the device.
+_MOST = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer"), 1024),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "head_dim"), 2**14),
+    **dict.fromkeys(("hidden_size", "n_embd", "word_embed_proj_dim"), 2**20),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner"), 2**22),
+    "vocab_size": 2**24,
+}
+_MOST_OF_OTHERS = 2**30  # positions and tokens, which are counted in 32 bits
+
+# Fields that change the computation of some model, with the values that leave it as it is here.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "quantization_config": (None,),
+    "compression_config": (None,),
+    "is_encoder_decoder": (None, False),
+    "add_cross_attention": (None, False),
+    "is_causal": (None, True),
+    "use_bidirectional_attention": (None, False),
+    "pruned_heads": (None, {}),
+    "scale_attn_weights": (None, True),
+    "scale_attn_by_inverse_layer_idx": (None, False),
+    "reorder_and_upcast_attn": (None, False),
+    "partial_rotary_factor": (None, 1.0),
+    "rope_interleaved": (None, False),
+    "no_rope_layers": (None, []),
+    "use_qk_norm": (None, False),
+    "qk_layernorm": (None, False),
+    "clip_qkv": (None,),
+    "attention_chunk_size": (None,),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "query_pre_attn_scalar": (None,),
+    "attention_multiplier": (None,),
+    "embedding_multiplier": (None, 1.0),
+    "residual_multiplier": (None, 1.0),
+    "logit_scale": (None, 1.0),
+    "logits_scaling": (None, 1.0),
+    "num_experts": (None, 0),
+    "num_local_experts": (None, 0),
+    "n_routed_experts": (None, 0),
+}
+_shown = Repr()
+_shown.maxlong = _shown.maxstring = _shown.maxother = 100
+
+
+def refuse(field: str, value: object, supported: object) -> ValueError:
+    """The error for a field whose value is not supported."""
+    shown = _shown.repr(value)  # a file may hold anything, deep and long
+    return ValueError(f"model config: {field}={shown} is not supported; supported: {supported}")
+
+
+def refuse_head_size(value: int, supported: str) -> ValueError:
+    """The same for a head size, which is a field of its own or follows from two others."""
+    derived = "where it is missing it is hidden_size / num_attention_heads"
+    return refuse("head_dim", value, f"{supported} ({derived})")
+
+
+@dataclass
+class Fields:
+    """Typed access to a config; every error names field and value.
+
+    Attributes:
+        values: content of the file, or of an object in it.
+        defaults: values of missing fields, before those that the methods are given.
+    """
+
+    values: Mapping[str, Any]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    _read: set[str] = field(default_factory=set)
+
+    def get(self, name: str, default: Any = None, *, alias: str = "") -> Any:
+        """The value under `name` or `alias`; the default if it is missing, None if it is null."""
+        self._read.add(name)
+        for values in (self.values, self.defaults):
+            for key in (name, alias):
+                if key in values:
+                    return values[key]
+        if default is REQUIRED:
+            raise ValueError(f"model config: {name} is missing; add it to config.json")
+        return default
+
+    def integer(self, name: str, default: Any = REQUIRED, *, alias: str = "") -> int:
+        """An integer from 1 to the field's most."""
+        value, most = self.get(name, default, alias=alias), _MOST.get(name, _MOST_OF_OTHERS)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise refuse(name, value, f"integers from 1 to {most}")
+        return value
+
+    def optional_integer(self, name: str, default: int | None = None) -> int | None:
+        """An integer from 1, or None for null."""
+        return None if self.get(name, default) is None else self.integer(name, default)
+
+    def number(self, name: str, default: Any = REQUIRED) -> float:
+        """A finite number above 0."""
+        value = self.get(name, default)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value <= sys.float_info.max:
+            raise refuse(name, value, "finite numbers above 0")
+        return float(value)
+
+    def optional_number(self, name: str) -> float | None:
+        """A finite number above 0, or None for null."""
+        return None if self.get(name) is None else self.number(name)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """A boolean; null means the default."""
+        value = self.get(name, default)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise refuse(name, value, "true, false")
+        return value
+
+    def choice(self, name: str, default: Any, choices: Sequence[str]) -> str:
+        """One of `choices`."""
+        value = self.get(name, default)
+        if value not in choices:
+            raise refuse(name, value, ", ".join(choices))
+        return value
+
+    def mapping(self, name: str, *, required: bool = False) -> Mapping[str, Any]:
+        """An object; an empty one where it is missing or null, unless it is required."""
+        value = self.get(name, REQUIRED) if required else self.get(name) or {}
+        if not isinstance(value, Mapping):
+            raise refuse(name, value, "an object")
+        return value
+
+    def refuse_unread(self, name: str) -> None:
+        """Refuse what `values`, the object under `name`, has besides what was read."""
+        for key in self.values.keys() - self._read:
+            if self.values[key] is not None:
+                raise refuse(f"{name}.{key}", self.values[key], ", ".join(sorted(self._read)))
+
+    def check_unread(self) -> None:
+        """Refuse fields that change the computation and that were not read."""
+        for name, neutral in _NEUTRAL.items():
+            if name not in self._read and (value := self.values.get(name)) not in neutral:
+                raise refuse(name, value, " or ".join(map(repr, neutral)))
+
+
+# ------------------------------------------------------------------- what several families read
+
+
+def tokens_and_dtype(fields: Fields, *, bos: int | None, eos: int | None) -> dict[str, Any]:
+    """Special tokens and the checkpoint's dtype."""
+    bos_id, eos_ids = fields.get("bos_token_id", bos), fields.get("eos_token_id", eos)
+    if bos_id is not None and not isinstance(bos_id, int):
+        raise refuse("bos_token_id", bos_id, "an integer, null")
+    ids = eos_ids if isinstance(eos_ids, list | tuple) else [] if eos_ids is None else [eos_ids]
+    if not all(isinstance(token, int) for token in ids):
+        raise refuse("eos_token_id", eos_ids, "an integer, a list of integers, null")
+    dtype = fields.get("dtype", alias="torch_dtype")
+    dtype = None if dtype is None else str(dtype).removeprefix("torch.")
+    if dtype not in (None, *CHECKPOINT_DTYPES):
+        raise refuse("dtype", dtype, ", ".join(CHECKPOINT_DTYPES))
+    return {"bos_token_id": bos_id, "eos_token_ids": tuple(ids), "checkpoint_dtype": dtype}
+
+
+def divided_head_size(hidden_size: int, num_heads: int) -> int:
+    """The head size of models whose heads share the hidden size."""
+    if hidden_size % num_heads:
+        raise refuse("num_attention_heads", num_heads, f"divisors of hidden_size={hidden_size}")
+    return hidden_size // num_heads
+
+
+def learned_positions(hidden_size: int, num_heads: int, num_layers: int) -> dict[str, Any]:
+    """GPT-2 and OPT: heads that share the hidden size, and attention without rotation."""
+    head_size = divided_head_size(hidden_size, num_heads)
+    return {
+        "hidden_size": hidden_size,
+        "num_heads": num_heads,
+        "num_kv_heads": num_heads,
+        "head_size": head_size,
+        "layers": (LayerConfig(head_size**-0.5),) * num_layers,
+        "gated": False,
+    }
+
+
+def rotary(fields: Fields, model_type: str, default_head_size: int | None = None) -> dict[str, Any]:
+    """LLaMA and those after it: all of their description but the layers and the special tokens."""
+    hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    num_kv_heads = fields.optional_integer("num_key_value_heads") or num_heads
+    head_size = fields.optional_integer("head_dim", default_head_size)
+    head_size = head_size or divided_head_size(hidden_size, num_heads)
+    if num_heads % num_kv_heads:
+        wanted = f"divisors of num_attention_heads={num_heads}"
+        raise refuse("num_key_value_heads", num_kv_heads, wanted)
+    if head_size % 2:
+        raise refuse_head_size(head_size, "even sizes, with rotary embedding")
+    return {
+        "model_type": model_type,
+        "vocab_size": fields.integer("vocab_size"),
+        "hidden_size": hidden_size,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_size": head_size,
+        "intermediate_size": fields.integer("intermediate_size"),
+        "max_position_embeddings": fields.integer("max_position_embeddings"),
+        "activation": fields.choice("hidden_act", "silu", ACTIVATIONS),
+        "gated": True,
+        "norm": "rms",
+        "norm_eps": fields.number("rms_norm_eps", 1e-6),
+        "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
+    }
+
+
+def rotary_layers(
+    fields: Fields, common: Mapping[str, Any], windows: Sequence[int | None], **changes: Any
+) -> tuple[LayerConfig, ...]:
+    """Layers with one rope table and one scale, and a window each."""
+    names = "rope_scaling", "rope_parameters"
+    name = next((name for name in names if fields.get(name)), names[1])
+    rope = read_rope(fields.mapping(name), fields)
+    scale = common["head_size"] ** -0.5
+    return tuple(LayerConfig(scale, rope, window, **changes) for window in windows)
+
+
+def read_windows(
+    fields: Fields, window: int | None, default: Sequence[str]
+) -> tuple[int | None, ...]:
+    """One window a layer, from `layer_types` where the config has it."""
+    kinds = fields.get("layer_types")
+    kinds = default if kinds is None else kinds
+    supported = ("full_attention",) if window is None else ("full_attention", "sliding_attention")
+    is_list = isinstance(kinds, list | tuple) and len(kinds) == len(default)
+    if not is_list or not all(kind in supported for kind in kinds):
+        wanted = f"{len(default)} layers of {' or '.join(supported)}"
+        raise refuse("layer_types", kinds, f"{wanted} (with sliding_window={window})")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+_ROPE_NEEDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+_ROPE_KEYS = {
+    "rope_theta", "rope_type", "type", "factor", "low_freq_factor", "high_freq_factor",
+    "original_max_position_embeddings", "partial_rotary_factor",
+}  # fmt: skip
+
+
+def read_rope(
+    values: Mapping[str, Any],
+    fields: Fields,
+    theta_name: str = "rope_theta",
+    theta: float = 10_000.0,
+) -> RopeConfig:
+    """One rope table.
+
+    Args:
+        values: its own fields: of `rope_parameters` (transformers 5) or `rope_scaling` (before).
+        fields: the config's, which have theta under `theta_name` where `values` lack it.
+        theta_name: as above.
+        theta: where neither has it.
+    """
+    for key in values.keys() - _ROPE_KEYS:
+        if values[key] is not None:
+            raise refuse(f"rope_parameters.{key}", values[key], ", ".join(sorted(_ROPE_KEYS)))
+    rope_type = values.get("rope_type", values.get("type", "default"))
+    if rope_type not in tuple(_ROPE_NEEDS):
+        raise refuse("rope_type", rope_type, ", ".join(_ROPE_NEEDS))
+    if values.get("partial_rotary_factor") not in (None, 1.0):
+        raise refuse("partial_rotary_factor", values["partial_rotary_factor"], 1.0)
+    rope, original = Fields(values), "original_max_position_embeddings"
+    most = fields.integer("max_position_embeddings")
+    original = fields.optional_integer(original) or rope.integer(original, most)
+    own_theta = "rope_theta" in values
+    return RopeConfig(
+        theta=rope.number("rope_theta") if own_theta else fields.number(theta_name, theta),
+        rope_type=cast(RopeType, rope_type),
+        original_max_position_embeddings=original if rope_type == "llama3" else 0,
+        **{name: rope.number(name) for name in _ROPE_NEEDS[rope_type]},
+    )

@@ -1,57 +1,163 @@
-"""The frame of every family: embedding, layers over the pool, final norm, output head."""
+"""The model of every family: embedding, layers over the pool, final norm, output head.
 
+What differs between families is in `ModelConfig`, and the names of their checkpoints' tensors in
+their weight rules.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any, cast
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
+from jpaged.models.attention import Attention, AttentionInputs, RopeAngles, rope_angles
+from jpaged.models.checkpoint import WeightRule
 from jpaged.models.config import ModelConfig
-from jpaged.models.decoder_layer import DecoderLayer, Norm, add_norm
-from jpaged.models.layer_runs import chain_exchange, run_chain, run_layers
-from jpaged.models.layers import AttentionInputs, Embedding
-from jpaged.models.rope import rope_angles
-from jpaged.models.weights import WeightRule
-from pallas_kernels import LayerKV, sum_parts
+from jpaged.models.linear import Embedding, Linear, activation, linear_rules
+from jpaged.models.norm import Norm, add_norm, make_norm, norm_update
+from pallas_kernels import Backend, LayerKV, sum_parts
+
+Stream = tuple[Float[Array, "T D"], Float[Array, "parts T D"] | None, tuple[LayerKV, ...]]
+"""What layers make of the residual stream: the stream is the first array plus the sum of the second
+(None stands for zeros), so that the norm that reads it next adds in the same pass; and the pool."""
 
 
-class CausalLM(nnx.Module):
+def _linear(config: ModelConfig, path: str, dtype: DTypeLike) -> Linear | None:
+    """The projection of that path, in models that have it."""
+    projection = config.projections.get(path)
+    return None if projection is None else Linear(projection, dtype=dtype)
+
+
+class FeedForward(nnx.Module):
+    """A layer's perceptron: down(activation(up(x))), or down(activation(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike):
+        self.up = _linear(config, "mlp.up", dtype)
+        self.gate_up = _linear(config, "mlp.gate_up", dtype)
+        self.down = Linear(config.projections["mlp.down"], dtype=dtype)
+        self.activation = config.activation
+
+    def __call__(self, x: Float[Array, "T D"], backend: Backend) -> Float[Array, "parts T D"]:
+        """The perceptron, on each row; in split-K partials."""
+        return self.down(self.inner(x, backend), backend)
+
+    def inner(self, x: Float[Array, "T D"], backend: Backend) -> Float[Array, "T F"]:
+        """What the last projection is given."""
+        if self.gate_up is not None:
+            return self.gate_up.gated(x, self.activation, backend)
+        up = sum_parts(cast(Linear, self.up)(x, backend), x.dtype)
+        return activation(self.activation, up).astype(x.dtype)
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and feed-forward, each with a residual sum, and norms where the model has them."""
+
+    def __init__(self, config: ModelConfig, index: int, *, dtype: DTypeLike):
+        def norm() -> Norm:
+            return make_norm(config, config.hidden_size, dtype=dtype)
+
+        self.attention = Attention(config, config.layers[index], dtype=dtype)
+        self.mlp = FeedForward(config, dtype=dtype)
+        self.norms = config.norms
+        self.attention_norm, self.mlp_norm = norm(), norm()
+        has_more = "after" in config.norms
+        self.attention_out_norm = norm() if has_more else None
+        self.mlp_out_norm = norm() if has_more else None
+
+    def __call__(
+        self,
+        hidden: Float[Array, "T D"],
+        update: Float[Array, "parts T D"] | None,
+        kv: LayerKV,
+        attention: AttentionInputs,
+        angles: RopeAngles | None = None,
+    ) -> tuple[Float[Array, "T D"], Float[Array, "parts T D"] | None, LayerKV]:
+        """One layer; takes and returns the residual stream as `Stream` has it, and its own pool."""
+        backend = attention.backend
+        if "sum" in self.norms:
+            update, kv = self.attention(hidden, kv, attention, angles)
+            hidden = self.attention_norm(hidden + sum_parts(update, hidden.dtype))
+            update = sum_parts(self.mlp(hidden, backend), hidden.dtype)
+            return self.mlp_norm(hidden + update), None, kv
+        rows, hidden = add_norm(self.attention_norm, hidden, update, backend)
+        update, kv = self.attention(rows, kv, attention, angles)
+        update = norm_update(self.attention_out_norm, update, hidden.dtype)
+        rows, hidden = add_norm(self.mlp_norm, hidden, update, backend)
+        update = norm_update(self.mlp_out_norm, self.mlp(rows, backend), hidden.dtype)
+        return hidden, update, kv
+
+
+def run_layers(
+    layers: Sequence[DecoderLayer],
+    hidden: Float[Array, "T D"],
+    pool: tuple[LayerKV, ...],
+    attention: AttentionInputs,
+    angles: Sequence[RopeAngles | None],
+) -> Stream:
+    """Layer by layer; `angles` has the rotations of each."""
+    update, new_pool = None, []
+    for layer, kv, own in zip(layers, pool, angles, strict=True):
+        hidden, update, kv = _run_layer(*nnx.split(layer), hidden, update, kv, attention, own)
+        new_pool.append(kv)
+    return hidden, update, tuple(new_pool)
+
+
+@partial(jax.jit, static_argnums=0)
+def _run_layer(
+    definition: nnx.GraphDef,
+    parameters: Any,  # nnx.State
+    hidden: Float[Array, "T D"],
+    update: Float[Array, "parts T D"] | None,
+    kv: LayerKV,
+    attention: AttentionInputs,
+    angles: RopeAngles | None,
+) -> tuple[Float[Array, "T D"], Float[Array, "parts T D"] | None, LayerKV]:
+    """One layer. Inside a step's jit, layers alike are traced and lowered once; XLA inlines the
+    calls, so the compiled step is unrolled all the same."""
+    return nnx.merge(definition, parameters)(hidden, update, kv, attention, angles)
+
+
+class Decoder(nnx.Module):
     """A decoder-only language model whose attention reads and writes the paged pool.
 
-    Families give `make_layer`, `make_norm` and `weight_rules`, and override `embed_tokens` and
-    `logits` where theirs differ. Construction is cheap under `nnx.eval_shape`; the parameters are
-    zeros until a loader fills them.
+    Construction is cheap under `nnx.eval_shape`. The loader fills the parameters, zeros at first.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike):
-        self.config = config
-        self.embed = self.make_embedding(dtype)
-        self.layers = nnx.List([self.make_layer(i, dtype) for i in range(config.num_layers)])
-        self.final_norm = self.make_norm(dtype) if config.final_norm else None
-        self.lm_head = None if config.tie_word_embeddings else self.make_embedding(dtype)
+        def table(rows: int, width: int) -> Embedding:
+            return Embedding(rows, width, dtype=dtype)
 
-    def make_embedding(self, dtype: DTypeLike) -> Embedding:
-        """A vector for each token of the vocabulary: the embedding, or an untied output head."""
-        return Embedding(self.config.vocab_size, self.config.embedding_size, dtype=dtype)
-
-    def make_layer(self, layer: int, dtype: DTypeLike) -> DecoderLayer:
-        """Layer number `layer`, of the family's parts."""
-        raise NotImplementedError
-
-    def make_norm(self, dtype: DTypeLike) -> Norm:
-        """The family's norm over the hidden size."""
-        raise NotImplementedError
-
-    @staticmethod
-    def weight_rules(config: ModelConfig) -> tuple[WeightRule, ...]:
-        """Where each tensor of the family's checkpoints goes."""
-        raise NotImplementedError
+        inner, outer, offset = config.hidden_size, config.embedding_size, config.position_offset
+        layers, rows = range(config.num_layers), config.max_position_embeddings + (offset or 0)
+        tied = config.tie_word_embeddings
+        self.config, self.dtype = config, jnp.dtype(dtype)
+        self.embed = table(config.vocab_size, outer)
+        self.position_embedding = None if offset is None else table(rows, inner)
+        self.project_in = _linear(config, "project_in", dtype)
+        self.layers = nnx.List([DecoderLayer(config, i, dtype=dtype) for i in layers])
+        self.final_norm = make_norm(config, inner, dtype=dtype) if config.final_norm else None
+        self.project_out = _linear(config, "project_out", dtype)
+        self.lm_head = None if tied else table(config.vocab_size, outer)
 
     def embed_tokens(
         self, token_ids: Int32[Array, "T"], positions: Int32[Array, "T"]
     ) -> Float[Array, "T D"]:
         """The residual stream before the first layer."""
-        return self.embed(token_ids)
+        hidden, config = self.embed(token_ids), self.config
+        if config.embedding_scale is not None:
+            hidden *= jnp.asarray(config.embedding_scale, hidden.dtype)
+        if self.project_in is not None:
+            hidden = self.project_in.rows(hidden)
+        if self.position_embedding is None:
+            return hidden
+        if config.position_offset:
+            positions += jnp.int32(config.position_offset)
+        return hidden + self.position_embedding(positions)
 
     def __call__(
         self,
@@ -59,6 +165,7 @@ class CausalLM(nnx.Module):
         positions: Int32[Array, "T"],
         pool: tuple[LayerKV, ...],
         attention: AttentionInputs,
+        run_layers: Callable[..., Stream] = run_layers,
     ) -> tuple[Float[Array, "T D"], tuple[LayerKV, ...]]:
         """Runs a step's flattened tokens; their K and V go into the pool.
 
@@ -67,6 +174,8 @@ class CausalLM(nnx.Module):
             positions: each token's place in its sequence, from 0.
             pool: K and V of every layer; donate it to have it updated in place.
             attention: block tables and lengths (see `AttentionInputs`).
+            run_layers: runs the layers, with this module's `run_layers` as its contract; one that
+                fuses what they compute gives the same results faster.
 
         Returns:
             The hidden states after the final norm (padding rows hold anything), and the pool.
@@ -74,13 +183,11 @@ class CausalLM(nnx.Module):
         Raises:
             ValueError: the pool has not one entry a layer.
         """
-        hidden = self.embed_tokens(token_ids, positions)
-        rope, angles = self.config.rope, None
-        if rope is not None:
-            angles = rope_angles(positions, rope, self.config.head_size)
-        exchange = chain_exchange(self.layers, hidden, attention)
-        run = run_layers if exchange is None else partial(run_chain, exchange)
-        hidden, update, new_pool = run(self.layers, hidden, pool, attention, angles)
+        hidden, head_size = self.embed_tokens(token_ids, positions), self.config.head_size
+        ropes = [layer.rope for layer in self.config.layers]
+        tables = {r: rope_angles(positions, r, head_size) for r in dict.fromkeys(ropes) if r}
+        angles = [None if rope is None else tables[rope] for rope in ropes]
+        hidden, update, new_pool = run_layers(self.layers, hidden, pool, attention, angles)
         if self.final_norm is not None:
             hidden, _ = add_norm(self.final_norm, hidden, update, attention.backend)
         elif update is not None:
@@ -89,5 +196,51 @@ class CausalLM(nnx.Module):
 
     def logits(self, hidden: Float[Array, "R D"]) -> Float32[Array, "R V"]:
         """Scores of every token of the vocabulary for the given hidden states, in float32."""
-        head = self.embed if self.lm_head is None else self.lm_head
-        return head.logits(hidden)
+        hidden = hidden if self.project_out is None else self.project_out.rows(hidden)
+        logits, cap = self.head.logits(hidden), self.config.final_soft_cap
+        return logits if cap is None else jnp.tanh(logits / jnp.float32(cap)) * jnp.float32(cap)
+
+    @property
+    def head(self) -> Embedding:
+        """The table that gives the logits."""
+        return self.embed if self.lm_head is None else self.lm_head
+
+
+def layer_rules(
+    config: ModelConfig,
+    prefix: str,
+    names: Mapping[str, str | Sequence[str]],
+    *,
+    transposed: bool = True,
+) -> list[WeightRule]:
+    """How layers come from a checkpoint.
+
+    Args:
+        config: the model's.
+        prefix: pattern of what comes before a layer's names; its only group is the layer's number.
+        names: of every projection and norm by its path in `DecoderLayer`, the name in the
+            checkpoint; several for a projection whose parts lie apart there.
+        transposed: as of `linear_rules`.
+    """
+    rules: list[WeightRule] = []
+    for path, own in names.items():
+        sources = [prefix + re.escape(name) for name in ([own] if isinstance(own, str) else own)]
+        target, projection = rf"layers.\1.{path}", config.projections.get(path)
+        if projection is None:
+            rules += norm_rules(config, sources[0], target)
+        else:
+            rules += linear_rules(projection, sources, target, transposed=transposed)
+    return rules
+
+
+def norm_rules(config: ModelConfig, source: str, target: str) -> list[WeightRule]:
+    """How a norm comes from a checkpoint, where it is called `source`, a pattern."""
+    add = 1.0 if config.norm == "offset_rms" else 0.0
+    weight = WeightRule(source + r"\.weight", target + ".weight", add=add)
+    return [weight, WeightRule(source + r"\.bias", target + ".bias")]
+
+
+def head_rule(config: ModelConfig, prefix: str = "") -> WeightRule:
+    """The output head; a tied one may be stored as a copy of the embedding, which is ignored."""
+    target = None if config.tie_word_embeddings else "lm_head.weight"
+    return WeightRule(prefix + r"lm_head\.weight", target)

@@ -1,6 +1,6 @@
 """From a checkpoint folder to a model with its parameters on the device.
 
-Nothing is read before the headers have been checked against the model (`weight_plan`). Then, file
+Nothing is read before the headers have been checked against the model (`plan_weights`). Then, file
 by file, the tensors go to the device in slabs, where they are transposed, cast and written in place
 into their (possibly fused) parameter. A file is mapped for one slab at a time. So the host holds a
 few slabs, however large a file or a parameter is and wherever the pieces of a fused one lie.
@@ -13,7 +13,8 @@ import math
 import re
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,15 +29,16 @@ from jpaged.models.checkpoint import (
     SUPPORTED_DTYPES,
     CheckpointError,
     TensorInfo,
+    WeightRule,
+    named_list,
     open_tensors,
     read_config,
     read_tensors,
     resolve_checkpoint,
 )
 from jpaged.models.config import ModelConfig
-from jpaged.models.registry import model_class
-from jpaged.models.weight_plan import Placement, Specs, plan_weights
-from jpaged.models.weights import WeightRule
+from jpaged.models.decoder import Decoder
+from jpaged.models.registry import weight_rules
 
 __all__ = [
     "CheckpointError",
@@ -54,6 +56,24 @@ COMPARED_BYTES = 4 << 20
 """Of two tensors at a time: larger pieces are new memory each, which takes thrice as long."""
 
 _DUMMY_STD = 0.02
+
+Specs = Mapping[str, jax.ShapeDtypeStruct]
+"""Shape and dtype of each parameter by its path."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One tensor and its place: a piece of the parameter at `path`, where its rule says.
+
+    `shape` is the tensor's in the parameter's layout; `order` names its axes as they lie in the
+    file, the slowest first.
+    """
+
+    tensor: TensorInfo
+    rule: WeightRule
+    path: str
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -143,7 +163,7 @@ def plan_model(
 
 def _check_num_layers(config: ModelConfig, tensors: Iterable[TensorInfo]) -> None:
     """Before anything is made for each of the config's layers."""
-    rules = [rule for rule in _rules(config) if (rule.target or "").startswith(r"layers.\1.")]
+    rules = [rule for rule in weight_rules(config) if (rule.target or "").startswith(r"layers.\1.")]
     pattern = _any_of(rules)
     matches = filter(None, (pattern.fullmatch(tensor.name) for tensor in tensors))
     found = {int(next(filter(None, match.groups()))) for match in matches}
@@ -162,7 +182,7 @@ def _settle_head(
     As in transformers, a head that the file holds beside the embedding is tied to it only if both
     are the same in the dtype they are loaded in; and one that it holds instead is the embedding.
     """
-    tied, untied = _rules(config), _rules(replace(config, tie_word_embeddings=False))
+    tied, untied = weight_rules(config), weight_rules(replace(config, tie_word_embeddings=False))
     if not config.tie_word_embeddings:
         return config, untied
     head_rule = next(rule for rule in untied if rule.target == "lm_head.weight")
@@ -213,10 +233,6 @@ def _are_equal(one: TensorInfo, other: TensorInfo, dtype: np.dtype) -> bool:
     return True
 
 
-def _rules(config: ModelConfig) -> Sequence[WeightRule]:
-    return model_class(config).weight_rules(config)
-
-
 def _specs(model: nnx.Module) -> Specs:
     """The parameters' shapes by path."""
     flat = nnx.to_flat_state(nnx.state(model))
@@ -229,7 +245,130 @@ def _name_of(path: tuple) -> str:
 
 def model_shapes(config: ModelConfig, dtype: DTypeLike) -> nnx.Module:
     """The config's model with shapes in its parameters' places."""
-    return nnx.eval_shape(lambda: model_class(config)(config, dtype=dtype))
+    return nnx.eval_shape(lambda: Decoder(config, dtype=dtype))
+
+
+Problems = defaultdict[str, list[str]]
+"""What is wrong with a checkpoint, by kind, so that one error names all of it."""
+
+
+def plan_weights(
+    tensors: Sequence[TensorInfo], rules: Sequence[WeightRule], specs: Specs
+) -> list[Placement]:
+    """Give every tensor its place and prove that every parameter is filled exactly once.
+
+    The places come in the order of their tensors.
+
+    Args:
+        tensors: all tensors of the checkpoint.
+        rules: the family's rules.
+        specs: shape and dtype of each parameter by path.
+
+    Raises:
+        CheckpointError: unknown tensors, missing parameters, wrong shapes or dtypes, a tensor that
+            two rules match, a place filled twice, a fused parameter with a missing piece. One
+            error tells all of them.
+    """
+    problems: Problems = defaultdict(list)
+    placements: list[Placement] = []
+    pieces: dict[str, list[Placement]] = defaultdict(list)
+    faulty: set[str] = set()  # parameters a wrong tensor was meant for: not missing as well
+    compiled = [(re.compile(rule.pattern), rule) for rule in rules]
+    for tensor in tensors:
+        rule, path = _find_target(tensor, compiled, specs, problems)
+        if rule is None or path is None:
+            continue
+        if placement := _place(tensor, rule, path, specs[path].shape, problems):
+            placements.append(placement)
+            pieces[path].append(placement)
+        else:
+            faulty.add(path)
+    for path in [path for path in specs if path not in faulty]:
+        _check_filled(path, specs[path].shape, pieces[path], rules, problems)
+    if problems:
+        kinds = (f"{kind} ({len(it)}): {named_list(it)}" for kind, it in problems.items())
+        raise CheckpointError(f"The checkpoint does not fit the model. {'; '.join(kinds)}.")
+    return placements
+
+
+def _find_target(
+    tensor: TensorInfo,
+    compiled: Sequence[tuple[re.Pattern[str], WeightRule]],
+    specs: Specs,
+    problems: Problems,
+) -> tuple[WeightRule, str] | tuple[None, None]:
+    """The tensor's rule and the path of its parameter; None: to be ignored, or reported."""
+    name = tensor.name
+    matches = [(match, rule) for regex, rule in compiled if (match := regex.fullmatch(name))]
+    if len(matches) > 1:
+        patterns = " and ".join(rule.pattern for _, rule in matches)
+        problems["tensors matched by two rules"].append(f"{name} by {patterns}")
+        return None, None
+    if not matches:
+        problems["unknown tensors"].append(name)
+        return None, None
+    match, rule = matches[0]
+    path = None if rule.target is None else match.expand(rule.target)
+    if path is None:
+        return None, None
+    if path not in specs:
+        problems["unknown tensors"].append(f"{name} (the model has no {path})")
+        return None, None
+    return rule, path
+
+
+def _place(
+    tensor: TensorInfo, rule: WeightRule, path: str, whole: tuple[int, ...], problems: Problems
+) -> Placement | None:
+    """The tensor's place in its parameter; None: its dtype or shape is wrong and was reported."""
+    if tensor.dtype not in SUPPORTED_DTYPES:
+        supported = ", ".join(SUPPORTED_DTYPES)
+        problems["wrong dtypes"].append(
+            f"{tensor.name} is {tensor.dtype}, supported are {supported}"
+        )
+        return None
+    shape = whole if rule.shape is None else rule.shape
+    file_axes = rule.file_axes or tuple((axis,) for axis in range(len(shape)))
+    wanted = tuple(math.prod(shape[axis] for axis in axes) for axes in file_axes)
+    if tensor.shape == wanted:
+        return Placement(tensor, rule, path, shape, tuple(axis for it in file_axes for axis in it))
+    listed = f"{tensor.name} {list(tensor.shape)} should be {list(wanted)} for {path} {list(whole)}"
+    problems["wrong shapes"].append(listed)
+    return None
+
+
+def _check_filled(
+    path: str,
+    shape: tuple[int, ...],
+    pieces: Sequence[Placement],
+    rules: Sequence[WeightRule],
+    problems: Problems,
+) -> None:
+    """Report a parameter that its pieces leave partly empty or fill twice."""
+    if not pieces:
+        sources = _unused_patterns(path, rules, pieces) or "no rule"
+        problems["missing parameters"].append(f"{path} (comes from {sources})")
+        return
+    axis, starts = pieces[0].rule.axis, {piece.rule.start for piece in pieces}
+    if len(starts) < len(pieces):
+        names = " and ".join(piece.tensor.name for piece in pieces)
+        problems["parameters filled twice"].append(f"{path} by {names}")
+    elif sum(piece.shape[axis] for piece in pieces) < shape[axis]:
+        lacking = f"{path} along axis {axis} (lacks {_unused_patterns(path, rules, pieces)})"
+        problems["parameters with a missing piece"].append(lacking)
+
+
+def _unused_patterns(path: str, rules: Sequence[WeightRule], pieces: Sequence[Placement]) -> str:
+    """The patterns of the rules that could fill the parameter and did not."""
+    used = {piece.rule.pattern for piece in pieces}
+
+    def can_fill(rule: WeightRule) -> bool:
+        literal = re.split(r"\\\d+|\\g<\w+>", rule.target or "")
+        return bool(re.fullmatch(".+".join(map(re.escape, literal)), path))
+
+    return " and ".join(
+        rule.pattern for rule in rules if can_fill(rule) and rule.pattern not in used
+    )
 
 
 def _read_arrays(placements: Iterable[Placement], specs: Specs) -> dict[str, jax.Array]:
@@ -241,7 +380,13 @@ def _read_arrays(placements: Iterable[Placement], specs: Specs) -> dict[str, jax
             arrays[path] = jnp.zeros(specs[path].shape, specs[path].dtype)
         for start, rows in _slabs(placement):
             # No name for the slab: it would live on while the next one is read.
-            param = _write_slab(arrays[path], _read_slab(placement, rows), start, placement.order)
+            param = _write_slab(
+                arrays[path],
+                _read_slab(placement, rows),
+                start,
+                placement.order,
+                placement.rule.add,
+            )
             # Before the next slab: running ahead of the device would gather slabs on the host.
             arrays[path] = param.block_until_ready()
     return arrays
@@ -270,16 +415,17 @@ def _slabs(placement: Placement) -> Iterator[tuple[np.ndarray, slice]]:
     step = max(1, SLAB_BYTES // (unit * SUPPORTED_DTYPES[tensor.dtype].itemsize)) * unit
     for first in range(0, size, step):
         start = np.zeros(len(placement.shape), np.int32)
-        start[placement.axis] = placement.start
+        start[placement.rule.axis] = placement.rule.start
         start[slowest] += first // row_size
         yield start, slice(first // file_row_size, min(first + step, size) // file_row_size)
 
 
-@partial(jax.jit, static_argnames="order", donate_argnames="param")
+@partial(jax.jit, static_argnames=("order", "add"), donate_argnames="param")
 def _write_slab(
-    param: jax.Array, slab: jax.Array, start: jax.Array, order: tuple[int, ...]
+    param: jax.Array, slab: jax.Array, start: jax.Array, order: tuple[int, ...], add: float
 ) -> jax.Array:
     slab = jnp.transpose(slab, tuple(map(order.index, range(len(order))))).astype(param.dtype)
+    slab = slab + jnp.asarray(add, param.dtype) if add else slab
     return jax.lax.dynamic_update_slice(param, slab, list(start))
 
 

@@ -1,79 +1,66 @@
-"""OPT (Zhang et al. 2022, arXiv:2205.01068), with OPT-350m's norms after each part and projections
-between the widths of embedding and layers.
+"""OPT (Zhang et al. 2022, arXiv:2205.01068), with OPT-350m's norms after each residual sum and
+projections between the widths of embedding and layers.
 """
 
-import jax.numpy as jnp
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int32
-
-from jpaged.models.config import ModelConfig
-from jpaged.models.decoder import CausalLM, DecoderLayer
-from jpaged.models.layers import Attention, Embedding, FeedForward, LayerNorm, Linear
-from jpaged.models.weights import (
-    WeightRule,
-    attention_rules,
-    head_rule,
-    linear_rules,
-    transposed,
+from jpaged.models.checkpoint import WeightRule
+from jpaged.models.config import (
+    ACTIVATIONS,
+    Fields,
+    ModelConfig,
+    learned_positions,
+    tokens_and_dtype,
 )
+from jpaged.models.decoder import head_rule, layer_rules, norm_rules
+from jpaged.models.linear import linear_rules
 
 # The first rows of the position table stand for padding; position 0 is row 2.
 POSITION_OFFSET = 2
 
+_NAMES = {
+    "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention.output": "self_attn.out_proj",
+    "attention_norm": "self_attn_layer_norm",
+    "mlp.up": "fc1",
+    "mlp.down": "fc2",
+    "mlp_norm": "final_layer_norm",
+}
 
-class OPT(CausalLM):
+
+def describe(fields: Fields) -> ModelConfig:
     """OPT, of any size."""
+    hidden_size, num_layers = fields.integer("hidden_size"), fields.integer("num_hidden_layers")
+    pre_norm, has_bias = fields.flag("do_layer_norm_before", True), fields.flag("enable_bias", True)
+    is_affine = fields.flag("layer_norm_elementwise_affine", True)
+    return ModelConfig(
+        model_type="opt",
+        vocab_size=fields.integer("vocab_size"),
+        embedding_size=fields.optional_integer("word_embed_proj_dim") or hidden_size,
+        intermediate_size=fields.integer("ffn_dim"),
+        max_position_embeddings=fields.integer("max_position_embeddings"),
+        position_offset=POSITION_OFFSET,
+        activation=fields.choice("activation_function", "relu", ACTIVATIONS),
+        norm="layer" if is_affine else "bare_layer",
+        norm_eps=1e-5,  # torch's default, which the reference implementation keeps
+        norms=("before",) if pre_norm else ("sum",),
+        final_norm=pre_norm and not fields.flag("_remove_final_layer_norm", False),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", True),
+        qkv_bias=has_bias,
+        output_bias=has_bias,
+        mlp_bias=has_bias,
+        **learned_positions(hidden_size, fields.integer("num_attention_heads"), num_layers),
+        **tokens_and_dtype(fields, bos=2, eos=2),
+    )
 
-    def __init__(self, config: ModelConfig, *, dtype: DTypeLike):
-        super().__init__(config, dtype=dtype)
-        rows = config.max_position_embeddings + POSITION_OFFSET
-        inner, outer = config.hidden_size, config.embedding_size
-        self.position_embedding = Embedding(rows, inner, dtype=dtype)
-        same, options = inner == outer, {"bias": False, "dtype": dtype}
-        self.project_in = None if same else Linear(outer, inner, **options)
-        self.project_out = None if same else Linear(inner, outer, **options)
 
-    def make_norm(self, dtype: DTypeLike) -> LayerNorm:
-        """A LayerNorm, with or without weight and bias."""
-        size, eps = self.config.hidden_size, self.config.norm_eps
-        return LayerNorm(size, eps, dtype=dtype, affine=self.config.norm_affine)
-
-    def make_layer(self, layer: int, dtype: DTypeLike) -> DecoderLayer:
-        """Multi-head attention and a two-layer perceptron."""
-        return DecoderLayer(
-            attention=Attention(self.config, layer, dtype=dtype),
-            attention_norm=self.make_norm(dtype),
-            mlp=FeedForward(self.config, dtype=dtype),
-            mlp_norm=self.make_norm(dtype),
-            pre_norm=self.config.pre_norm,
-        )
-
-    def embed_tokens(
-        self, token_ids: Int32[Array, "T"], positions: Int32[Array, "T"]
-    ) -> Float[Array, "T D"]:
-        """Token vectors, projected to the layers' width, plus position vectors."""
-        tokens = self.embed(token_ids)
-        tokens = tokens if self.project_in is None else self.project_in(tokens)
-        return tokens + self.position_embedding(positions + jnp.int32(POSITION_OFFSET))
-
-    def logits(self, hidden: Float[Array, "R D"]) -> Float32[Array, "R V"]:
-        """Scores in float32; hidden states go through the projection out first, if there is one."""
-        return super().logits(hidden if self.project_out is None else self.project_out(hidden))
-
-    @staticmethod
-    def weight_rules(config: ModelConfig) -> tuple[WeightRule, ...]:
-        """Linear weights lie as [out, in] in the checkpoint; q, k, v apart."""
-        root, part = r"(?:model\.)?decoder\.", r"\.(weight|bias)"
-        layer, ours = root + r"layers\.(\d+)\.", r"layers.\1."
-        return (
-            WeightRule(root + r"embed_tokens\.weight", "embed.weight"),
-            WeightRule(root + r"embed_positions\.weight", "position_embedding.weight"),
-            WeightRule(root + r"(project_in|project_out)\.weight", r"\1.weight", transposed),
-            *attention_rules(config, layer + r"self_attn\.", "out_proj"),
-            WeightRule(layer + "self_attn_layer_norm" + part, ours + r"attention_norm.\2"),
-            *linear_rules(layer + "fc1", ours + "mlp.up"),
-            *linear_rules(layer + "fc2", ours + "mlp.down"),
-            WeightRule(layer + "final_layer_norm" + part, ours + r"mlp_norm.\2"),
-            WeightRule(root + "final_layer_norm" + part, r"final_norm.\1"),
-            head_rule(config.tie_word_embeddings),
-        )
+def weight_rules(config: ModelConfig) -> list[WeightRule]:
+    """Linear weights lie as [out, in] in the checkpoint; q, k, v apart."""
+    root, has = r"(?:model\.)?decoder\.", config.projections
+    ends = [name for name in ("project_in", "project_out") if name in has]
+    return [
+        WeightRule(root + r"embed_tokens\.weight", "embed.weight"),
+        WeightRule(root + r"embed_positions\.weight", "position_embedding.weight"),
+        *(rule for name in ends for rule in linear_rules(has[name], [root + name], name)),
+        *layer_rules(config, root + r"layers\.(\d+)\.", _NAMES),
+        *norm_rules(config, root + "final_layer_norm", "final_norm"),
+        head_rule(config),
+    ]

@@ -1,41 +1,56 @@
-"""Qwen2 / Qwen2.5 (arXiv:2407.10671, arXiv:2412.15115) and Qwen3 (arXiv:2505.09388): LLaMA's frame
+"""Qwen2 / Qwen2.5 (arXiv:2407.10671, arXiv:2412.15115) and Qwen3 (arXiv:2505.09388): LLaMA's layers
 with biases on q, k and v (Qwen2), or with an RMSNorm on each query and key head (Qwen3).
 """
 
-from jax.typing import DTypeLike
+from jpaged.models.checkpoint import WeightRule
+from jpaged.models.config import (
+    REQUIRED,
+    Fields,
+    ModelConfig,
+    read_windows,
+    refuse,
+    rotary,
+    rotary_layers,
+    tokens_and_dtype,
+)
+from jpaged.models.llama import NAMES, weight_rules
 
-from jpaged.models.config import ModelConfig
-from jpaged.models.layers import Attention, RMSNorm
-from jpaged.models.llama import Llama
-from jpaged.models.weights import WeightRule
-from pallas_kernels import HeadNorms
-
-
-class Qwen2(Llama):
-    """Qwen2 and Qwen2.5; the biases are in the config."""
-
-
-class Qwen3Attention(Attention):
-    """Attention whose query and key heads are normalized before they are rotated."""
-
-    def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike):
-        super().__init__(config, layer, dtype=dtype)
-        self.q_norm = RMSNorm(config.head_size, config.norm_eps, dtype=dtype)
-        self.k_norm = RMSNorm(config.head_size, config.norm_eps, dtype=dtype)
-
-    def head_norms(self) -> HeadNorms:
-        """One weight for all query heads and one for all key heads."""
-        return HeadNorms(self.q_norm.weight[...], self.k_norm.weight[...], self.q_norm.eps)
+QK_NORMS = {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
 
 
-class Qwen3(Llama):
+def describe_qwen2(fields: Fields) -> ModelConfig:
+    """Qwen2 and Qwen2.5."""
+    common = rotary(fields, "qwen2")
+    layers = rotary_layers(fields, common, _windows(fields))
+    tokens = tokens_and_dtype(fields, bos=None, eos=None)
+    return ModelConfig(**common, layers=layers, qkv_bias=True, **tokens)
+
+
+def describe_qwen3(fields: Fields) -> ModelConfig:
     """Qwen3, dense."""
+    common = rotary(fields, "qwen3", default_head_size=128)
+    layers = rotary_layers(fields, common, _windows(fields), qk_norm=True)
+    bias, tokens = (
+        fields.flag("attention_bias", False),
+        tokens_and_dtype(fields, bos=None, eos=None),
+    )
+    return ModelConfig(**common, layers=layers, qkv_bias=bias, output_bias=bias, **tokens)
 
-    attention_class = Qwen3Attention
 
-    @staticmethod
-    def weight_rules(config: ModelConfig) -> tuple[WeightRule, ...]:
-        """LLaMA's, and the norms of the heads."""
-        pattern = r"(?:model\.)?layers\.(\d+)\.self_attn\.([qk])_norm\.weight"
-        norms = WeightRule(pattern, r"layers.\1.attention.\2_norm.weight")
-        return (*Llama.weight_rules(config), norms)
+def _windows(fields: Fields) -> tuple[int | None, ...]:
+    fields.get("num_key_value_heads", REQUIRED)
+    num_layers, window = fields.integer("num_hidden_layers"), None
+    if fields.flag("use_sliding_window", False):
+        window = fields.optional_integer("sliding_window", 4096)
+    first = num_layers
+    if window is not None:
+        first = fields.get("max_window_layers", 28)
+        if type(first) is not int or first < 0:
+            raise refuse("max_window_layers", first, "an integer from 0")
+    kinds = ["full_attention" if i < first else "sliding_attention" for i in range(num_layers)]
+    return read_windows(fields, window, kinds)
+
+
+def weight_rules_qwen3(config: ModelConfig) -> list[WeightRule]:
+    """LLaMA's, and the norms of the heads."""
+    return weight_rules(config, NAMES | QK_NORMS)

@@ -1,30 +1,49 @@
-"""Which class implements which `model_type`."""
+"""Which family describes and loads which `model_type`: a new one is a file and a line here."""
 
-from jpaged.models.config import ModelConfig
-from jpaged.models.decoder import CausalLM
-from jpaged.models.gpt2 import GPT2
-from jpaged.models.llama import Llama
-from jpaged.models.opt import OPT
-from jpaged.models.qwen import Qwen2, Qwen3
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-_CLASSES: dict[str, type[CausalLM]] = {
-    "gpt2": GPT2,
-    "opt": OPT,
-    "llama": Llama,
-    "mistral": Llama,  # a sliding window is all that differs, and the config has it
-    "qwen2": Qwen2,
-    "qwen3": Qwen3,
+from jpaged.models import gemma3, gpt2, llama, opt, qwen
+from jpaged.models.checkpoint import WeightRule
+from jpaged.models.config import Fields, ModelConfig
+
+
+class Family(NamedTuple):
+    """A family: how its config is read, and where each tensor of its checkpoints goes."""
+
+    describe: Callable[[Fields], ModelConfig]
+    weight_rules: Callable[[ModelConfig], Sequence[WeightRule]]
+
+
+_FAMILIES = {
+    "gpt2": Family(gpt2.describe, gpt2.weight_rules),
+    "opt": Family(opt.describe, opt.weight_rules),
+    "llama": Family(llama.describe_llama, llama.weight_rules),
+    "mistral": Family(llama.describe_mistral, llama.weight_rules),
+    "qwen2": Family(qwen.describe_qwen2, llama.weight_rules),
+    "qwen3": Family(qwen.describe_qwen3, qwen.weight_rules_qwen3),
+    "gemma3_text": Family(gemma3.describe_text, gemma3.weight_rules_gemma3),
+    "gemma3": Family(gemma3.describe, gemma3.weight_rules_gemma3),
 }
-SUPPORTED_MODEL_TYPES = tuple(_CLASSES)
+SUPPORTED_MODEL_TYPES = tuple(_FAMILIES)
 
 
-def model_class(config: ModelConfig) -> type[CausalLM]:
-    """The class of `config.model_type`: `model_class(config)(config, dtype=...)` builds the model.
+def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
+    """What the content of a `config.json`, of transformers 4 or 5, describes.
+
+    Fields left out take transformers' defaults, except sizes, which must be there.
 
     Raises:
-        ValueError: no such model type.
+        ValueError: a missing or malformed field, or one whose value changes the computation in a
+            way that is not implemented; the message has the field, the value and what is supported.
     """
-    if config.model_type not in _CLASSES:
-        supported = ", ".join(SUPPORTED_MODEL_TYPES)
-        raise ValueError(f"model_type={config.model_type!r} is not supported; use {supported}")
-    return _CLASSES[config.model_type]
+    fields = Fields(config)
+    model_type = fields.choice("model_type", None, SUPPORTED_MODEL_TYPES)
+    model = _FAMILIES[model_type].describe(fields)
+    fields.check_unread()
+    return model
+
+
+def weight_rules(config: ModelConfig) -> Sequence[WeightRule]:
+    """Where each tensor of the model's checkpoints goes."""
+    return _FAMILIES[config.model_type].weight_rules(config)

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from jpaged.models.layers import AttentionInputs
+from jpaged.models.attention import AttentionInputs
 from jpaged.runtime.batch import DecodeBatch, query_start_loc, unpack_decode, unpack_prefill
+from jpaged.runtime.fused_layers import run_layers
 from jpaged.runtime.sampler import Sampled, SamplerLevel, sample
 from jpaged.runtime.sampling_state import SamplingState, decode_rows, record_tokens
 from pallas_kernels import Backend, LayerKV, copy_blocks, token_scores
@@ -53,6 +54,7 @@ class BoundModel(Protocol):
         positions: Int32[Array, "T"],
         pool: tuple[LayerKV, ...],
         attention: AttentionInputs,
+        run_layers: Callable,
     ) -> tuple[Float[Array, "T D"], tuple[LayerKV, ...]]:
         """Hidden states after the final norm, and the updated pool."""
         ...
@@ -101,7 +103,7 @@ def decode_step(
         query_start_loc=None,
         backend=backend,
     )
-    hidden, pool = model(tokens, positions, state.pool, attention)
+    hidden, pool = model(tokens, positions, state.pool, attention, run_layers)
     hidden = jnp.pad(hidden, ((0, packed.shape[0] - batch_size), (0, 0)))
     inputs = SampleInputs(padded.rows, padded.counted, padded.sampling, padded.seq_lens)
     return model.logits(hidden), inputs, KVState(pool, tables)
@@ -144,7 +146,7 @@ def prefill_step(
         backend=backend,
         shared=shared,
     )
-    hidden, pool = model(tokens, positions, state.pool, attention)
+    hidden, pool = model(tokens, positions, state.pool, attention, run_layers)
     logits = model.logits(hidden[jnp.maximum(starts[1:] - 1, 0)])
     tables = state.block_tables.at[batch.rows].set(batch.block_tables)
     inputs = SampleInputs(batch.rows, batch.counted, batch.sampling, batch.seq_lens)

@@ -7,8 +7,8 @@ from bench.common import UNRECORDED
 from bench.startup import phases, row
 from jpaged.compile.gemm_autotuning import AUTOTUNING, read_record
 from jpaged.compile.recipes import SplitModel
-from jpaged.models.config import ModelConfig
 from jpaged.models.loader import model_shapes
+from jpaged.models.registry import read_model_config
 
 TOLD = """\
 jpaged: imports took 1.50 s
@@ -40,6 +40,6 @@ def test_a_row_says_whether_the_figure_is_reached():
 @pytest.mark.parametrize("shape", UNRECORDED)
 def test_what_is_said_to_be_unrecorded_is_in_no_record(shape: str):
     """Or its start would tell nothing of shapes that are not."""
-    model = model_shapes(ModelConfig.from_hf(UNRECORDED[shape]), jnp.dtype(jnp.bfloat16))
+    model = model_shapes(read_model_config(UNRECORDED[shape]), jnp.dtype(jnp.bfloat16))
     for path in AUTOTUNING.iterdir():
         assert not read_record(path).has(SplitModel.of(model).leaves, {8})

@@ -22,8 +22,8 @@ from jpaged.compile.compiler import (
     measure_products,
 )
 from jpaged.compile.recipe import Recipe
-from jpaged.models.config import ModelConfig
 from jpaged.models.loader import model_shapes
+from jpaged.models.registry import read_model_config
 from pallas_kernels import Backend
 
 GPT2 = {
@@ -47,7 +47,7 @@ OPT = {**UNRECORDED["opt-13b"], **SMALL, "ffn_dim": 96, "word_embed_proj_dim": 3
 
 
 def model_of(config: dict[str, Any]) -> Any:
-    return model_shapes(ModelConfig.from_hf(config), jnp.dtype(jnp.float32))
+    return model_shapes(read_model_config(config), jnp.dtype(jnp.float32))
 
 
 class Lowered:

@@ -11,11 +11,11 @@ from jpaged.compile.recipes import SplitModel
 from jpaged.compile.sizing import Sizing
 from jpaged.config import EMBEDDED_MODEL, EngineConfig
 from jpaged.engine import startup
-from jpaged.models.config import ModelConfig
 from jpaged.models.loader import ModelPlan, model_shapes, read_config, resolve_checkpoint
+from jpaged.models.registry import read_model_config
 from jpaged.runtime.kv_cache import POOL_GRANULE
 
-MODEL = ModelConfig.from_hf(read_config(resolve_checkpoint(EMBEDDED_MODEL)))
+MODEL = read_model_config(read_config(resolve_checkpoint(EMBEDDED_MODEL)))
 FLOAT32 = jnp.dtype(jnp.float32)
 
 

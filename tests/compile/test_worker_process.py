@@ -15,8 +15,8 @@ from jpaged.compile.recipe import Recipe
 from jpaged.compile.worker import compile_share, share_of
 from jpaged.compile.workers import make_orders
 from jpaged.config import EMBEDDED_MODEL, EngineConfig
-from jpaged.models.config import ModelConfig
 from jpaged.models.loader import model_shapes, read_config
+from jpaged.models.registry import read_model_config
 
 
 def named(*names: tuple) -> list[Recipe]:
@@ -55,7 +55,7 @@ def test_a_worker_knows_of_a_head_that_is_not_tied(
 
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     runtime, device = Start(tmp_path).runtime, jax.local_devices()[0]
-    said = ModelConfig.from_hf(read_config(EMBEDDED_MODEL))
+    said = read_model_config(read_config(EMBEDDED_MODEL))
     found = replace(said, tie_word_embeddings=False)
     store = program_store(tmp_path, found, model_shapes(found, FLOAT32), device)
     config = EngineConfig(compilation_cache_dir=tmp_path, num_compile_workers=1)

@@ -19,9 +19,16 @@ HEADS: dict[str, dict[str, Any]] = {
     "llama": {"num_attention_heads": 4, "num_key_value_heads": 4},
     "qwen2": {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
     "qwen3": {"num_attention_heads": 6, "num_key_value_heads": 2},
+    "gemma3_text": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 20,
+    },
 }
 ON_ANY_DEVICE = [("llama", 4), ("gpt2", 5), ("gpt2", 8), ("qwen3", 12), ("qwen2", 16)]
 ON_A_GPU = [("llama", 24), ("qwen3", 40), ("qwen2", 80), ("llama", 96), ("gpt2", 200)]
+ON_A_GPU += [("gemma3_text", 256)]
 LENGTHS = (1, 3, 15, 16, 17, 40, 90)
 NUM_TOKENS = 16
 
@@ -41,7 +48,7 @@ def checkpoint(folder: Path, family: str, head_size: int) -> Callable[[list[int]
     }
     if family != "gpt2":
         values["intermediate_size"] = 48
-    if family == "qwen3":  # whose heads need not have the model's width
+    if family in ("qwen3", "gemma3_text"):  # whose heads need not have the model's width
         values |= {"hidden_size": 64, "head_dim": head_size}
     torch.manual_seed(head_size)
     config = transformers.AutoConfig.for_model(family, **values, **heads)

@@ -158,6 +158,10 @@ def test_norms_and_products_want_equal_shapes():
     checks.check_add_norm(rows, rows[None], weight, 1e-6)
     with pytest.raises(ValueError, match="update has shape"):
         checks.check_add_norm(rows, rows[None, :2], weight, 1e-6)
+    half = rows.astype(BF16)
+    checks.check_add_norm(half, half[None], weight, 1e-6)
+    with pytest.raises(TypeError, match=r"weight has dtype float16.* or float32"):
+        checks.check_add_norm(half, half[None], weight.astype(jnp.float16), 1e-6)
     with pytest.raises(ValueError, match="no parts"):
         checks.check_add_norm(rows, rows[None][:0], weight, 1e-6)
     with pytest.raises(ValueError, match="eps is nan"):

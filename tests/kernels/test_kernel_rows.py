@@ -18,6 +18,7 @@ from pallas_kernels import (
     product_parts,
     reference,
     rms_norm,
+    rope_decode_attention,
     rope_write_kv,
     sum_parts,
 )
@@ -170,6 +171,36 @@ def test_add_rms_norm(rows, size, dtype, backend):
 
     assert_close(np.asarray(normed)[:, None], plain, dtype)
     assert_close(np.asarray(want)[:, None], plain, dtype)
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+def test_scales_of_norms_may_be_float32(backend):
+    """Of rows in bfloat16 too: the scale is not rounded to it, in no op."""
+    require(backend)
+    (qkv, pool, slots, angles), _ = _case(BF16, 16, (6, 2), 64, False, BF16)
+    lens = jnp.asarray([16, 3, 0, 1, 9, 32], jnp.int32)
+    tables = jnp.asarray([[1, 0], [2, 0], [0, 0], [3, 0], [4, 0], [0, 1]], jnp.int32)
+    zeros = LayerKV(*(jnp.zeros_like(part) for part in pool))
+    rows = qkv[0].reshape(len(slots), -1)
+    rng = np.random.default_rng(6)
+    scales = jnp.asarray(1 + rng.uniform(-0.01, 0.01, (3, rows.shape[1])), F32)
+
+    def results(scales, backend):
+        norms = HeadNorms(scales[0, :64], scales[1, :64], EPS)
+        normed, _ = add_rms_norm(rows, rows[None], scales[2], eps=EPS, backend=backend)
+        q, stored = rope_write_kv(qkv, zeros, slots, angles, norms=norms, backend=backend)
+        options = {"norms": norms, "scale": 0.1, "backend": backend}
+        _, decoded = rope_decode_attention(qkv, zeros, tables, lens, angles, **options)
+        return [it.astype(F32) for it in (normed, q, stored.k, decoded.k)]
+
+    run = jax.jit(results, static_argnums=1)
+    rounded = run(scales.astype(BF16).astype(F32), Backend.XLA)
+    for got, want, other in zip(
+        run(scales, backend), run(scales, Backend.XLA), rounded, strict=True
+    ):
+        live = want != 0
+        assert np.mean(got[live] != want[live]) < 0.02
+        assert np.mean(other[live] != want[live]) > 0.1
 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)

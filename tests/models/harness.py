@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jpaged.models.decoder import CausalLM
-from jpaged.models.layers import AttentionInputs
+from jpaged.models.attention import AttentionInputs
+from jpaged.models.decoder import Decoder
 from pallas_kernels import Backend, LayerKV
 
 NUM_SEQS, NUM_TOKENS = 4, 32  # the rows of a decode step, the tokens of a prefill step
@@ -26,7 +26,7 @@ def paged_step(graphdef, state, token_ids, positions, pool, attention):
     return model.logits(hidden), pool
 
 
-def poisoned_pool(model: CausalLM, dtype) -> tuple[LayerKV, ...]:
+def poisoned_pool(model: Decoder, dtype) -> tuple[LayerKV, ...]:
     """A pool of NaN: whatever reads a slot that nobody wrote shows it."""
     config = model.config
     shape = (NUM_BLOCKS, BLOCK_SIZE, config.num_kv_heads, config.head_size)
@@ -50,7 +50,7 @@ class PagedSequence:
 class Harness:
     """Runs sequences of one model in steps of two shapes, so that each model compiles twice."""
 
-    def __init__(self, model: CausalLM, *, pool_dtype=jnp.float32, seed: int = 0):
+    def __init__(self, model: Decoder, *, pool_dtype=jnp.float32, seed: int = 0):
         self.graphdef, self.state = nnx.split(model)
         self.pool = poisoned_pool(model, pool_dtype)
         self.free = list(np.random.RandomState(seed).permutation(np.arange(1, NUM_BLOCKS)))

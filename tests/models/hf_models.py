@@ -11,8 +11,8 @@ from flax import nnx
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from jpaged.models.config import ModelConfig
-from jpaged.models.decoder import CausalLM
-from jpaged.models.registry import model_class
+from jpaged.models.decoder import Decoder
+from jpaged.models.registry import read_model_config, weight_rules
 
 transformers.logging.set_verbosity_error()
 
@@ -34,6 +34,8 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+
+_GEMMA3 = {"model_type": "gemma3_text", "head_dim": 32, "sliding_window": 5}
 
 # Each case: what its name says, with the family's other options spread over the cases.
 CASES: dict[str, dict] = {
@@ -101,6 +103,21 @@ CASES: dict[str, dict] = {
         "sliding_window": 7,
         "max_window_layers": 1,
     },
+    "gemma3": _GATED | _GEMMA3 | {"query_pre_attn_scalar": 24, "sliding_window_pattern": 2},
+    "gemma3-scaled": _GATED
+    | _GEMMA3
+    | {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+        "final_logit_softcapping": 3.0,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 3e4},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
 }
 
 
@@ -110,7 +127,7 @@ def hf_config(case: str) -> PreTrainedConfig:
 
 
 def config_of(case: str) -> ModelConfig:
-    return ModelConfig.from_hf(hf_config(case).to_dict())
+    return read_model_config(hf_config(case).to_dict())
 
 
 @functools.cache
@@ -127,33 +144,41 @@ def reference(case: str) -> PreTrainedModel:
 
 
 @functools.cache
-def ours(case: str, dtype: type = jnp.float32) -> CausalLM:
+def ours(case: str, dtype: type = jnp.float32) -> Decoder:
     """The same model in jpaged, its parameters placed by the family's weight rules."""
     tensors = {name: tensor.numpy() for name, tensor in reference(case).state_dict().items()}
     return build(config_of(case), tensors, dtype)
 
 
-def build(config: ModelConfig, tensors: dict[str, np.ndarray], dtype: type) -> CausalLM:
-    """A plain reading of the weight rules; the loader has its own and its own tests."""
-    family = model_class(config)
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: family(config, dtype=dtype)))
+def build(
+    config: ModelConfig,
+    tensors: dict[str, np.ndarray],
+    dtype: type,
+    filled: dict[str, float] | None = None,
+) -> Decoder:
+    """A plain reading of the weight rules; the loader has its own and its own tests. What `filled`
+    has comes from there, by the last name of its path."""
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, dtype=dtype)))
     flat = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
     arrays = {name: np.full(leaf.shape, np.nan, np.float32) for name, (_, leaf) in flat.items()}
     for name, tensor in tensors.items():
-        (rule,) = [r for r in family.weight_rules(config) if re.fullmatch(r.pattern, name)]
+        (rule,) = [r for r in weight_rules(config) if re.fullmatch(r.pattern, name)]
         if rule.target is None:
             continue
         match = re.fullmatch(rule.pattern, name)
         assert match is not None
-        whole, piece = arrays[match.expand(rule.target)], rule.transform(tensor)
-        if rule.axis is not None:
-            whole = whole.swapaxes(0, rule.axis)[rule.start : rule.start + piece.shape[rule.axis]]
-            piece = piece.swapaxes(0, rule.axis)
-        assert whole.shape == piece.shape
-        whole[...] = piece
+        whole, piece = arrays[match.expand(rule.target)], tensor
+        if rule.shape is not None and rule.file_axes is not None:
+            order = [axis for axes in rule.file_axes for axis in axes]
+            in_file = tensor.reshape([rule.shape[axis] for axis in order])
+            piece = in_file.transpose(np.argsort(order))
+        whole = whole.swapaxes(0, rule.axis)[rule.start : rule.start + piece.shape[rule.axis]]
+        assert whole.swapaxes(0, rule.axis).shape == piece.shape
+        whole[...] = piece.swapaxes(0, rule.axis) + rule.add
     for name, array in arrays.items():
+        array[...] = (filled or {}).get(name.rpartition(".")[2], array)
         assert not np.isnan(array).any(), f"{name} is not filled"
     leaves = [
-        (path, leaf.replace(jnp.asarray(arrays[n], dtype))) for n, (path, leaf) in flat.items()
+        (path, leaf.replace(jnp.asarray(arrays[n], leaf.dtype))) for n, (path, leaf) in flat.items()
     ]
     return nnx.merge(graphdef, nnx.from_flat_state(leaves))

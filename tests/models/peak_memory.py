@@ -52,10 +52,10 @@ def measure(folder: Path, *, naive: bool) -> float:
     from flax import nnx
 
     from jpaged.models import loader
-    from jpaged.models.config import ModelConfig
+    from jpaged.models.registry import read_model_config
 
     loader.SLAB_BYTES = 4 * MEBI
-    config = ModelConfig.from_hf(HF_CONFIG)
+    config = read_model_config(HF_CONFIG)
     jax.jit(lambda x: x + 1)(jnp.zeros(3)).block_until_ready()  # the compiler's own memory
     files = sorted(folder.glob("*.safetensors"))
     before = status_bytes("VmRSS")

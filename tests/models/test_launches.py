@@ -10,9 +10,9 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from jpaged.models.config import ModelConfig
-from jpaged.models.layers import AttentionInputs
-from jpaged.models.registry import model_class
+from jpaged.models.attention import AttentionInputs
+from jpaged.models.decoder import Decoder
+from jpaged.models.registry import read_model_config
 from pallas_kernels import Backend, LayerKV, paged_decode_attention
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
@@ -38,6 +38,7 @@ CONFIGS = {
     for family in ("llama", "qwen3")
     for inner in (48, WIDE)
 }
+GEMMA3 = {"model_type": "gemma3_text", "intermediate_size": 48, "head_dim": 256}
 
 
 def ints(*shape):
@@ -46,8 +47,8 @@ def ints(*shape):
 
 def layers_of_a_step(case: str, rows: int):
     """The jaxprs of a decode step's layers, in bfloat16 for Pallas Triton."""
-    config = ModelConfig.from_hf(CONFIGS[case])
-    model = nnx.eval_shape(lambda: model_class(config)(config, dtype=jnp.bfloat16))
+    config = read_model_config(CONFIGS.get(case, _SHAPE | GEMMA3))
+    model = nnx.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16))
     graphdef, state = nnx.split(model)
     shape = (9, 8, config.num_kv_heads, config.head_size)
     layer = jax.eval_shape(lambda: LayerKV(*(jnp.zeros(shape, jnp.bfloat16) for _ in range(2))))
@@ -96,6 +97,15 @@ def test_kernels_of_a_layer(case):
             assert others <= free
 
 
+def test_kernels_of_a_gemma3_layer():
+    """The norms after attention and feed-forward are XLA's, with the products' partials."""
+    for index, layer in enumerate(layers_of_a_step("gemma3", rows=8)):
+        counts = Counter(operations(layer))
+        norms = counts["kernel add_rms_norm"]
+        assert (counts["kernel paged_decode_attention"], norms) == (1, 2 if index else 1)
+        assert counts["dot_general"] == 4
+
+
 def test_the_plan_of_attention_is_made_once_a_step():
     """Layers ask for it each; the compiler finds that they ask for the same."""
     shape = (9, 8, 1, 32)
@@ -120,10 +130,8 @@ def lowered_opt_layer(rows: int) -> str:
     """Queries, keys and values, output and feed-forward of OPT, lowered for an H200."""
     shape = {"vocab_size": 128, "hidden_size": 1024, "ffn_dim": 4096, "word_embed_proj_dim": 1024}
     heads = {"num_attention_heads": 16, "num_hidden_layers": 1, "max_position_embeddings": 64}
-    config = ModelConfig.from_hf(
-        {"model_type": "opt", "activation_function": "relu"} | shape | heads
-    )
-    model = nnx.eval_shape(lambda: model_class(config)(config, dtype=jnp.bfloat16))
+    config = read_model_config({"model_type": "opt", "activation_function": "relu"} | shape | heads)
+    model = nnx.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16))
     graphdef, state = nnx.split(model.layers[0])
 
     def parts(state, x, heads):

@@ -9,14 +9,13 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from jpaged.models import loader
-from jpaged.models.checkpoint import CheckpointError
-from jpaged.models.config import ModelConfig
+from jpaged.models.checkpoint import CheckpointError, WeightRule
 from jpaged.models.loader import load_model
-from jpaged.models.weights import WeightRule
+from jpaged.models.registry import read_model_config
 
 V, D, N, K, H, F = 11, 6, 4, 2, 8, 7
 LAYERS = 2
-CONFIG = ModelConfig.from_hf(
+CONFIG = read_model_config(
     {
         "model_type": "llama",
         "vocab_size": V,
@@ -52,38 +51,30 @@ class Model(nnx.Module):
         self.head = param(dtype, D, V)
         self.layers = nnx.List([Layer(dtype) for _ in range(config.num_layers)])
 
-    @staticmethod
-    def weight_rules(config):
-        def piece(name, target, transform, axis, start):
-            return WeightRule(rf"layers\.(\d+)\.{name}", target, transform, axis, start)
 
-        def heads(x):
-            return x.reshape(-1, H, D).transpose(2, 0, 1)
+def model_rules(config=CONFIG):
+    def piece(name, target, *place):
+        return WeightRule(rf"layers\.(\d+)\.{name}", rf"layers.\1.{target}", *place)
 
-        def bias(x):
-            return x.reshape(-1, H)
-
-        def half(x):
-            return x.T[:, None]
-
-        qkv, qkv_bias, gate_up = (rf"layers.\1.{name}" for name in ("qkv", "qkv_bias", "gate_up"))
-        starts = {"q": 0, "k": N, "v": N + K}
-        return [
-            WeightRule("embed", "embedding"),
-            WeightRule("lm_head", "head", np.transpose),
-            WeightRule(r"layers\.\d+\.mask", None),
-            WeightRule(r"layers\.(\d+)\.norm", r"layers.\1.norm"),
-            WeightRule(r"layers\.(\d+)\.o", r"layers.\1.output", lambda x: x.T.reshape(N, H, D)),
-            *(piece(name, qkv, heads, 1, start) for name, start in starts.items()),
-            *(piece(rf"{name}_bias", qkv_bias, bias, 0, start) for name, start in starts.items()),
-            piece("gate", gate_up, half, 1, 0),
-            piece("up", gate_up, half, 1, 1),
-        ]
+    rules = [
+        WeightRule("embed", "embedding"),
+        WeightRule("lm_head", "head", (D, V), ((1,), (0,))),
+        WeightRule(r"layers\.\d+\.mask", None),
+        WeightRule(r"layers\.(\d+)\.norm", r"layers.\1.norm", add=0.5),
+        piece("o", "output", (N, H, D), ((2,), (0, 1))),
+    ]
+    for name, heads, start in (("q", N, 0), ("k", K, N), ("v", K, N + K)):
+        rules.append(piece(name, "qkv", (D, heads, H), ((1, 2), (0,)), 1, start))
+        rules.append(piece(rf"{name}_bias", "qkv_bias", (heads, H), ((0, 1),), 0, start))
+    for start, name in enumerate(("gate", "up")):
+        rules.append(piece(name, "gate_up", (D, 1, F), ((1, 2), (0,)), 1, start))
+    return rules
 
 
 @pytest.fixture(autouse=True)
 def family(monkeypatch):
-    monkeypatch.setattr(loader, "model_class", lambda config: Model)
+    monkeypatch.setattr(loader, "Decoder", Model)
+    monkeypatch.setattr(loader, "weight_rules", model_rules)
 
 
 def make_tensors(dtype=np.float32):
@@ -99,7 +90,7 @@ def make_tensors(dtype=np.float32):
     return {name: rng.normal(size=shape).astype(dtype) for name, shape in shapes.items()}
 
 
-def expected_parameters(tensors):
+def expected_parameters(tensors, dtype=np.float32):
     expected = {"embedding": tensors["embed"], "head": tensors["lm_head"].T}
     for i in range(LAYERS):
         t = {name: tensors[f"layers.{i}.{name}"] for name in
@@ -109,7 +100,7 @@ def expected_parameters(tensors):
         gate_up = np.stack([t["gate"].T, t["up"].T], axis=1)
         output = t["o"].T.reshape(N, H, D)
         names = ("norm", "qkv", "qkv_bias", "output", "gate_up")
-        values = (t["norm"], qkv, biases, output, gate_up)
+        values = (t["norm"].astype(dtype) + dtype(0.5), qkv, biases, output, gate_up)
         expected |= {f"layers.{i}.{n}": x for n, x in zip(names, values, strict=True)}
     return expected
 
@@ -149,7 +140,7 @@ def test_kept_or_cast_to_the_dtype(tmp_path, source, target):
     tensors = make_tensors(DTYPES[source])
     save(tmp_path, tensors)
     got = load(tmp_path, DTYPES[target])
-    for path, value in expected_parameters(tensors).items():
+    for path, value in expected_parameters(tensors, DTYPES[target]).items():
         assert got[path].dtype == DTYPES[target]
         np.testing.assert_array_equal(got[path], value.astype(DTYPES[target]), err_msg=path)
 
@@ -190,12 +181,9 @@ def changed(name, tensor):
         (changed("embed", np.ones((V, D + 1), np.float32)),
          r"\(1\): embed \[11, 7\] .* \[11, 6\]\. config.json says vocab_size=11, hidden_size=6,"),
         (changed("layers.0.q", np.ones((N * H + 1, D), np.float32)),
-         r"wrong shapes \(1\): layers\.0\.q \[33, 6\] has no layout for layers\.0\.qkv"),
+         r"wrong shapes \(1\): layers\.0\.q \[33, 6\] should be \[32, 6\] for layers\.0\.qkv"),
         (changed("layers.0.v", np.ones((3 * H, D), np.float32)),
-         r"wrong shapes \(1\): layers\.0\.v .* makes \[6, 3, 8\] .* axis 1 from 6"),
-        (changed("layers.0.q", np.ones((5 * H, D), np.float32)),
-         r"filled twice \(1\): layers\.0\.qkv"),
-        (changed("layers.0.q", np.ones((3 * H, D), np.float32)), r"pieces are too small"),
+         r"wrong shapes \(1\): layers\.0\.v \[24, 6\] should be \[16, 6\] for .* \[6, 8, 8\]"),
         (changed("layers.0.q", np.ones((N * H, D), np.int8)),
          r"wrong dtypes \(1\): layers\.0\.q is I8, supported are F32, F16, BF16"),
         (changed("embed", np.ones((V, D), ml_dtypes.float8_e4m3fn)), "embed is F8_E4M3"),
@@ -222,26 +210,13 @@ def test_all_problems_are_told_at_once_the_long_lists_cut(tmp_path):
 
 
 def with_rules(monkeypatch, *extra):
-    rules = [*Model.weight_rules(CONFIG), *extra]
-    monkeypatch.setattr(Model, "weight_rules", staticmethod(lambda config: rules))
+    monkeypatch.setattr(loader, "weight_rules", lambda config: [*model_rules(), *extra])
 
 
 def test_a_tensor_that_two_rules_match_is_refused(tmp_path, monkeypatch):
     with_rules(monkeypatch, WeightRule("emb.*", "embedding"))
     save(tmp_path, make_tensors())
     with pytest.raises(CheckpointError, match=r"two rules \(1\): embed by embed and emb\.\*"):
-        load(tmp_path)
-
-
-@pytest.mark.parametrize("transform", [np.copy, lambda x: x[::-1], lambda x: x[:-1]])
-def test_a_transform_that_does_more_than_order_and_split_axes_is_refused(
-    tmp_path, monkeypatch, transform
-):
-    """The loader reads runs of the file, so it must know where each of them belongs."""
-    rules = [WeightRule("embed", "embedding", transform), *Model.weight_rules(CONFIG)[1:]]
-    monkeypatch.setattr(Model, "weight_rules", staticmethod(lambda config: rules))
-    save(tmp_path, make_tensors())
-    with pytest.raises(CheckpointError, match=r"embed \[11, 6\] has no layout for embedding"):
         load(tmp_path)
 
 

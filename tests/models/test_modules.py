@@ -11,9 +11,9 @@ import torch
 from harness import BLOCK_SIZE, TABLE_WIDTH, poisoned_pool
 from hf_models import hf_config, ours, reference
 
+from jpaged.models.attention import AttentionInputs, inverse_frequencies, rope_angles
 from jpaged.models.config import RopeConfig
-from jpaged.models.layers import AttentionInputs, activation
-from jpaged.models.rope import inverse_frequencies, rope_angles
+from jpaged.models.linear import activation
 from pallas_kernels import Backend, LayerKV, rope_write_kv
 
 NUM_TOKENS = 20
@@ -29,9 +29,28 @@ NAMES = {
         "attention.q_norm": "self_attn.q_norm",
         "attention.k_norm": "self_attn.k_norm",
     },
+    "gemma3": {
+        "attention_norm": "input_layernorm",
+        "attention_out_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_out_norm": "post_feedforward_layernorm",
+        "mlp": "mlp",
+        "attention.q_norm": "self_attn.q_norm",
+        "attention.k_norm": "self_attn.k_norm",
+    },
 }
 FINAL = {"gpt2": "transformer.ln_f", "opt": "model.decoder.final_layer_norm", "llama": "model.norm"}
-CASES = ("gpt2", "opt", "opt-350m", "llama3-biases", "mistral-window", "qwen2", "qwen3-biases")
+FINAL["gemma3"] = FINAL["llama"]
+CASES = (
+    "gpt2",
+    "opt",
+    "opt-350m",
+    "llama3-biases",
+    "mistral-window",
+    "qwen2",
+    "qwen3-biases",
+    "gemma3",
+)
 
 
 def without_batch(x: torch.Tensor) -> np.ndarray:
@@ -119,9 +138,10 @@ def test_decoder_layer(traced):
         query_start_loc=jnp.asarray([0, NUM_TOKENS], jnp.int32),
         backend=Backend.XLA,
     )
-    angles, config = None, model.config
-    if config.rope is not None:
-        angles = rope_angles(jnp.asarray(places, jnp.int32), config.rope, config.head_size)
+    angles, rope = None, model.config.layers[layer].rope
+    if rope is not None:
+        places = jnp.asarray(places, jnp.int32)
+        angles = rope_angles(places, rope, model.config.head_size)
     kv = poisoned_pool(model, jnp.float32)[layer]
     hidden, update, _ = jax.jit(model.layers[layer])(
         jnp.asarray(value), None, kv, attention, angles
@@ -136,8 +156,9 @@ def test_rope_frequencies_and_rotation(case):
     theirs_config: Any = hf_config(case)
     rotary = theirs.LlamaRotaryEmbedding(theirs_config)
     config = ours(case).config
-    assert config.rope is not None
-    got = inverse_frequencies(config.rope, config.head_size)
+    rope = config.layers[0].rope
+    assert rope is not None
+    got = inverse_frequencies(rope, config.head_size)
     assert got.dtype == np.float32
     np.testing.assert_allclose(got, np.asarray(rotary.inv_freq), rtol=6e-7)
 
@@ -145,7 +166,7 @@ def test_rope_frequencies_and_rotation(case):
     x = torch.randn(1, 3, len(positions), config.head_size)
     cos, sin = rotary(x, positions[None])
     want, _ = theirs.apply_rotary_pos_emb(x, x, cos, sin)
-    angles = rope_angles(jnp.asarray(positions.numpy(), jnp.int32), config.rope, config.head_size)
+    angles = rope_angles(jnp.asarray(positions.numpy(), jnp.int32), rope, config.head_size)
     heads = jnp.asarray(x[0].transpose(0, 1))
     nowhere = jnp.full((len(positions),), -1, jnp.int32)
     kv = LayerKV(*(jnp.zeros((1, 8, 1, config.head_size), jnp.float32) for _ in range(2)))

@@ -9,11 +9,12 @@ from flax import nnx
 from harness import NUM_SEQS, NUM_TOKENS, TABLE_WIDTH, paged_step, poisoned_pool
 from hf_models import config_of
 
-from jpaged.models.layers import AttentionInputs
-from jpaged.models.registry import model_class
+from jpaged.models.attention import AttentionInputs
+from jpaged.models.decoder import Decoder
 from pallas_kernels import Backend
 
 DTYPE_CASES = {"gpt2-untied-inner", "opt-350m", "llama3-biases", "mistral-window", "qwen2", "qwen3"}
+DTYPE_CASES |= {"gemma3"}
 
 
 def abstract_inputs(rows: int, *, decode: bool):
@@ -36,7 +37,7 @@ def abstract_inputs(rows: int, *, decode: bool):
 
 def abstract_step(case: str, dtype, pool_dtype, *, decode: bool):
     config = config_of(case)
-    model = nnx.eval_shape(lambda: model_class(config)(config, dtype=dtype))
+    model = nnx.eval_shape(lambda: Decoder(config, dtype=dtype))
     graphdef, state = nnx.split(model)
     pool = jax.eval_shape(lambda: poisoned_pool(model, pool_dtype))
     rows = NUM_SEQS if decode else NUM_TOKENS

@@ -17,8 +17,8 @@ from hf_models import hf_config
 from safetensors.numpy import load_file, save_file
 
 from jpaged.models.checkpoint import CheckpointError, read_config
-from jpaged.models.config import ModelConfig
 from jpaged.models.loader import ModelPlan, plan_model
+from jpaged.models.registry import read_model_config
 
 FAMILIES = ("llama", "qwen2", "gpt2", "opt-350m")
 NOT_TIED = "lm_head.weight .*different values: the head is not tied"
@@ -49,7 +49,7 @@ def name_of_embedding(tensors: dict[str, np.ndarray]) -> str:
 
 
 def plan(folder: Path, dtype: type = jnp.float32, load_format: str = "auto") -> ModelPlan:
-    config = ModelConfig.from_hf(read_config(folder))
+    config = read_model_config(read_config(folder))
     return plan_model(folder, config, dtype=dtype, load_format=load_format)
 
 

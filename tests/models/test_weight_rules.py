@@ -6,13 +6,12 @@ import pytest
 from hf_models import CASES, config_of, reference
 
 from jpaged.models.config import ModelConfig
-from jpaged.models.registry import model_class
+from jpaged.models.registry import weight_rules
 
 
 def targets(config: ModelConfig, name: str) -> list[str | None]:
     """What each matching rule makes of the name."""
-    rules = model_class(config).weight_rules(config)
-    matches = [(re.fullmatch(rule.pattern, name), rule.target) for rule in rules]
+    matches = [(re.fullmatch(rule.pattern, name), rule.target) for rule in weight_rules(config)]
     return [match.expand(target) if target else None for match, target in matches if match]
 
 
@@ -34,6 +33,9 @@ def test_the_base_models_prefix_is_optional(case):
         ("opt", "lm_head.weight"),
         ("llama", "model.layers.1.self_attn.rotary_emb.inv_freq"),
         ("llama", "lm_head.weight"),
+        ("gemma3", "language_model.lm_head.weight"),
+        ("gemma3", "vision_tower.vision_model.embeddings.patch_embedding.weight"),
+        ("gemma3", "model.multi_modal_projector.mm_soft_emb_norm.weight"),
     ],
 )
 def test_known_and_not_needed(case, name):

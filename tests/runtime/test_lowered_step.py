@@ -19,8 +19,8 @@ from jpaged.compile.recipe import Recipe
 from jpaged.compile.recipes import Shapes, SplitModel, recipes
 from jpaged.compile.sizing import step_buckets
 from jpaged.compile.worker import share_of
-from jpaged.models.config import ModelConfig
 from jpaged.models.loader import model_shapes
+from jpaged.models.registry import read_model_config
 from jpaged.runtime.runtime_config import GPU_DEFAULTS, RuntimeConfig
 from jpaged.runtime.sampler import SCORED_GREEDY
 from pallas_kernels import Backend, paged_prefill_hopper
@@ -44,7 +44,7 @@ BURST = "decode_burst", (8, SCORED_GREEDY)
 
 def all_recipes(shape: str, num_layers: int) -> dict[Any, Recipe]:
     """What an engine of a shape's first layers would compile on a GPU, with nothing allocated."""
-    config = ModelConfig.from_hf({**SHAPES[shape], "num_hidden_layers": num_layers})
+    config = read_model_config({**SHAPES[shape], "num_hidden_layers": num_layers})
     limits = GPU_DEFAULTS.max_num_seqs, GPU_DEFAULTS.max_num_batched_tokens
     runtime = RuntimeConfig(
         16,

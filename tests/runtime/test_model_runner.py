@@ -13,8 +13,8 @@ from jpaged.compile.recipes import Shapes, SplitModel
 from jpaged.compile.store import ProgramStore
 from jpaged.core.plan import ScheduledSequence, StepPlan, SwapIn, SwapOut
 from jpaged.core.request import Request, Sequence, StopCriteria
-from jpaged.models.config import ModelConfig
 from jpaged.models.loader import load_model, model_shapes
+from jpaged.models.registry import read_model_config
 from jpaged.runtime import rows
 from jpaged.runtime.buckets import make_buckets
 from jpaged.runtime.model_runner import ModelRunner, StepResult
@@ -56,7 +56,7 @@ MODEL = {
 
 @pytest.fixture(scope="module")
 def shared_runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
-    model = ModelConfig.from_hf(MODEL)
+    model = read_model_config(MODEL)
     folder = tmp_path_factory.mktemp("none")
     loaded = load_model(folder, model, dtype=jax.numpy.float32, load_format="dummy", seed=3)
     split = SplitModel.of(loaded)
@@ -429,7 +429,7 @@ def test_a_fault_in_the_books_of_rows_is_nobodys_own(
 def test_only_on_a_gpu_small_buffers_have_places(
     shared_runner: ModelRunner, backend: Backend, held: bool
 ):
-    model, dtype = ModelConfig.from_hf(MODEL), jax.numpy.dtype(jax.numpy.float32)
+    model, dtype = read_model_config(MODEL), jax.numpy.dtype(jax.numpy.float32)
     split, config = SplitModel.of(model_shapes(model, dtype)), replace(CONFIG, backend=backend)
     shapes = Shapes.of(split, model, config, dtype)
     runner = ModelRunner(split, shapes, config, BUCKETS, shared_runner._programs)

@@ -9,10 +9,10 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from jpaged.models import layer_runs
-from jpaged.models.config import ModelConfig
-from jpaged.models.layers import AttentionInputs
-from jpaged.models.registry import model_class
+from jpaged.models.attention import AttentionInputs
+from jpaged.models.decoder import Decoder
+from jpaged.models.registry import read_model_config
+from jpaged.runtime import fused_layers
 from pallas_kernels import Backend, LayerKV
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
@@ -32,8 +32,8 @@ SHAPE = {
 
 
 def make_model(family, dtype=jnp.float32, **changes):
-    config = ModelConfig.from_hf(SHAPE | {"model_type": family} | changes)
-    model = nnx.eval_shape(lambda: model_class(config)(config, dtype=dtype))
+    config = read_model_config(SHAPE | {"model_type": family} | changes)
+    model = nnx.eval_shape(lambda: Decoder(config, dtype=dtype))
     definition, state = nnx.split(model)
     rng = np.random.default_rng(0)
 
@@ -52,7 +52,8 @@ def step(definition, state, pool, backend=Backend.XLA):
     slots = jnp.where(lens > 0, blocks * BLOCK_SIZE + positions % BLOCK_SIZE, 0)
     attention = AttentionInputs(tables, lens, slots, None, backend)
     tokens = jnp.arange(5, 5 + ROWS, dtype=jnp.int32)
-    return nnx.merge(definition, state)(tokens, positions, pool, attention)
+    run = fused_layers.run_layers
+    return nnx.merge(definition, state)(tokens, positions, pool, attention, run)
 
 
 def make_pool(config, dtype=jnp.float32):
@@ -67,14 +68,14 @@ def test_a_chain_gives_what_single_layers_give(family, monkeypatch):
     definition, state, config = make_model(family)
     pool, calls = make_pool(config), []
     want, want_pool = jax.jit(partial(step, definition))(state, pool)
-    between = layer_runs.between_attentions
+    between = fused_layers.between_attentions
 
     def counted(*arguments, **options):
         calls.append(options["backend"])
         return between(*arguments, **options)
 
-    monkeypatch.setattr(layer_runs, "new_exchange", lambda *_, **__: jnp.zeros(1, jnp.int32))
-    monkeypatch.setattr(layer_runs, "between_attentions", counted)
+    monkeypatch.setattr(fused_layers, "new_exchange", lambda *_, **__: jnp.zeros(1, jnp.int32))
+    monkeypatch.setattr(fused_layers, "between_attentions", counted)
     got, got_pool = jax.jit(partial(step, definition))(state, pool)
     assert calls  # layers alike are traced once
     np.testing.assert_allclose(got[:3], want[:3], rtol=1e-4, atol=1e-5)
@@ -91,12 +92,13 @@ def test_a_chain_gives_what_single_layers_give(family, monkeypatch):
         ("llama", {"hidden_act": "gelu"}, False),
         ("llama", {"mlp_bias": True}, False),
         ("llama", {"attention_bias": True}, False),
+        ("gemma3_text", {"hidden_activation": "silu"}, False),  # norms after each part
     ],
 )
 def test_only_plain_gated_layers_are_linked(family, changes, linked):
     definition, state, _ = make_model(family, **changes)
     first, second = nnx.merge(definition, state).layers[:2]
-    assert (first.link(second) is not None) == linked
+    assert (fused_layers.weights_between(first, second) is not None) == linked
 
 
 def test_a_chain_is_one_kernel_a_link():

@@ -1,0 +1,79 @@
+"""Gemma 3 (arXiv:2503.19786), text: a global layer after every five local ones, each kind with a
+rope table of its own; norms before and after each part, stored as their scales less 1.
+"""
+
+from dataclasses import replace
+
+from jpaged.models import config as read
+from jpaged.models.checkpoint import WeightRule
+from jpaged.models.config import Fields, LayerConfig, ModelConfig, RopeConfig
+from jpaged.models.llama import NAMES, weight_rules
+from jpaged.models.qwen import QK_NORMS
+
+# Published configs leave out what agrees with these defaults of transformers.
+_DEFAULTS = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+    "tie_word_embeddings": True,
+}
+_OUTER = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "dtype", "torch_dtype")
+_NORMS = {
+    "attention_out_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_out_norm": "post_feedforward_layernorm",
+}
+_ROOT = r"(?:language_model\.)?(?:model\.)?(?:language_model\.)?"
+_IMAGES = r"(?:model\.)?(?:vision_tower|multi_modal_projector)\..*"
+
+
+def describe_text(fields: Fields) -> ModelConfig:
+    """A checkpoint of text alone."""
+    fields = replace(fields, defaults=_DEFAULTS)
+    common, scale = read.rotary(fields, "gemma3_text"), fields.number("query_pre_attn_scalar", 256)
+    activation = fields.choice("hidden_activation", "gelu_pytorch_tanh", read.ACTIVATIONS)
+    pattern = fields.integer("sliding_window_pattern", 6)
+    numbers = range(1, fields.integer("num_hidden_layers") + 1)
+    kinds = ["sliding_attention" if i % pattern else "full_attention" for i in numbers]
+    windows = read.read_windows(fields, fields.optional_integer("sliding_window", 4096), kinds)
+    cap = fields.optional_number("attn_logit_softcapping")
+    bias = fields.flag("attention_bias", False)
+    wide, local = _ropes(fields)
+    return ModelConfig(
+        **common | {"norm": "offset_rms", "activation": activation},
+        layers=tuple(LayerConfig(scale**-0.5, local if w else wide, w, cap, True) for w in windows),
+        norms=("before", "after"),
+        embedding_scale=common["hidden_size"] ** 0.5,
+        final_soft_cap=fields.optional_number("final_logit_softcapping"),
+        qkv_bias=bias,
+        output_bias=bias,
+        **read.tokens_and_dtype(fields, bos=2, eos=1),
+    )
+
+
+def _ropes(fields: Fields) -> tuple[RopeConfig, RopeConfig]:
+    """The tables of global and of local layers; transformers 4 wrote them in separate fields."""
+    both = Fields(fields.mapping("rope_parameters"))
+    wide, local = both.mapping("full_attention"), both.mapping("sliding_attention")
+    both.refuse_unread("rope_parameters")
+    wide = {**wide, **fields.mapping("rope_scaling")}
+    local_theta = "rope_local_base_freq"
+    return read.read_rope(wide, fields, theta=1e6), read.read_rope(local, fields, local_theta)
+
+
+def describe(fields: Fields) -> ModelConfig:
+    """The text of a checkpoint that takes images too; what its outer config says comes first."""
+    outer = {name: value for name, value in fields.values.items() if name in _OUTER}
+    text = Fields({**fields.mapping("text_config", required=True), **outer})
+    text.choice("model_type", "gemma3_text", ("gemma3_text",))
+    model = describe_text(text)
+    text.check_unread()
+    return model
+
+
+def weight_rules_gemma3(config: ModelConfig) -> list[WeightRule]:
+    """LLaMA's with two more norms a layer; the weights that see images are not needed."""
+    rules = weight_rules(config, NAMES | QK_NORMS | _NORMS, _ROOT, r"(?:language_model\.)?")
+    return [*rules, WeightRule(_IMAGES, None)]

@@ -1,0 +1,217 @@
+"""Projections of rows and tables of vectors: the modules that own a model's large weights.
+
+`Linear` is every projection of every family. What is fused in it is data (`Projection.parts`), and
+how its weight is kept, loaded and multiplied is its format: an object with the methods of `Plain`,
+in `FORMATS` under the name that `Projection.format` has. Another one keeps, for example, narrower
+values and their scales.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int32
+
+from jpaged.models.checkpoint import WeightRule
+from jpaged.models.config import Projection
+from pallas_kernels import Backend, gated_product, gated_silu, product_parts, sum_parts
+
+
+def zeros(dtype: DTypeLike, *shape: int) -> nnx.Param:
+    """A parameter to be filled by the loader; costs nothing under `nnx.eval_shape`."""
+    return nnx.Param(jnp.zeros(shape, dtype))
+
+
+def activation(name: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """A feed-forward activation by its Hugging Face name, in float32; "relu", which rounds nothing,
+    in x's dtype, so that XLA computes it within the product before it."""
+    if name == "relu":
+        return jax.nn.relu(x)
+    x = x.astype(jnp.float32)
+    if is_silu(name):
+        return jax.nn.silu(x)
+    if name == "gelu":
+        return jax.nn.gelu(x, approximate=False)
+    return jax.nn.gelu(x, approximate=True)
+
+
+def is_silu(name: str) -> bool:
+    """Whether the activation is SiLU, for which kernels exist."""
+    return name in ("silu", "swish")
+
+
+@dataclass(frozen=True)
+class Plain:
+    """The format of weights that are kept as they are: float32, float16 or bfloat16.
+
+    One parameter, `weight`, of the shape [*inputs, *outputs].
+    """
+
+    def parameters(self, projection: Projection, dtype: DTypeLike) -> dict[str, nnx.Param]:
+        """What the format keeps of a projection, by the names of the module's attributes."""
+        return {"weight": zeros(dtype, *projection.inputs, *projection.outputs)}
+
+    def rules(
+        self, projection: Projection, sources: Sequence[str], target: str, *, transposed: bool
+    ) -> list[WeightRule]:
+        """How its parameters come from a checkpoint; see `linear_rules`."""
+        before = len(projection.inputs)
+        inputs = tuple(range(before))
+        outputs = tuple(range(before, before + len(projection.outputs)))
+        file_axes = (outputs, inputs) if transposed else (inputs, outputs)
+        return [
+            WeightRule(
+                source + r"\.weight",
+                target + ".weight",
+                (*projection.inputs, size, *projection.width),
+                file_axes,
+                before,
+                start,
+            )
+            for source, start, size in pieces(projection, sources)
+        ]
+
+    def partials(
+        self, linear: "Linear", x: Float[Array, "T size_in"], backend: Backend
+    ) -> Float[Array, "parts T size_out"]:
+        """Rows by the weight, in split-K partials whose sum is the product."""
+        weight = linear.weight[...]
+        return product_parts(x, weight.reshape(x.shape[1], -1), backend=backend)
+
+    def product(self, linear: "Linear", x: Float[Array, "T size_in"]) -> Float[Array, "T *outputs"]:
+        """Rows by the weight, by XLA."""
+        outputs = "odf"[: len(linear.projection.outputs)]
+        return _product(f"ti,i{outputs}->t{outputs}", x, linear.weight[...])
+
+    def gated_silu(
+        self, linear: "Linear", x: Float[Array, "T size_in"], backend: Backend
+    ) -> Float[Array, "T F"]:
+        """silu(gate) * up of a projection to the two, without bias."""
+        return gated_product(x, linear.weight[...], backend=backend)
+
+    def array(self, linear: "Linear") -> Float[Array, "..."] | None:
+        """The weight [*inputs, *outputs]; None in formats that keep no such array."""
+        return linear.weight[...]
+
+
+FORMATS = {"plain": Plain()}
+
+
+class Linear(nnx.Module):
+    """A projection of rows [T, *inputs] to rows [T, *outputs]: x @ weight + bias.
+
+    It owns its weight and the weight's format: nothing else reads its parameters.
+    """
+
+    weight: nnx.Param
+
+    def __init__(self, projection: Projection, *, dtype: DTypeLike):
+        self.projection, self.format = projection, FORMATS[projection.format]
+        for name, parameter in self.format.parameters(projection, dtype).items():
+            setattr(self, name, parameter)
+        self.bias = zeros(dtype, *projection.outputs) if projection.bias else None
+
+    def __call__(self, x: Float[Array, "T *inputs"], backend: Backend) -> Float[Array, "..."]:
+        """The rows [parts, T, *outputs] in split-K partials, to be summed by what reads them next.
+
+        Several partials are float32. With a bias there is one, of x's dtype.
+        """
+        partials = self.format.partials(self, x.reshape(x.shape[0], -1), backend)
+        if self.bias is not None:  # as one row, which XLA adds within its product
+            partials = (sum_parts(partials, x.dtype) + self.bias[...].reshape(1, -1))[None]
+        return partials.reshape(*partials.shape[:2], *self.projection.outputs)
+
+    def rows(self, x: Float[Array, "T size_in"]) -> Float[Array, "T *outputs"]:
+        """The rows, by XLA, in x's dtype."""
+        y = self.format.product(self, x)
+        return y if self.bias is None else y + self.bias[...][None]
+
+    def gated(
+        self, x: Float[Array, "T size_in"], name: str, backend: Backend
+    ) -> Float[Array, "T F"]:
+        """activation(gate) * up of a projection to the two, in float32 and then rounded."""
+        if is_silu(name) and self.bias is None:
+            return self.format.gated_silu(self, x, backend)
+        gate_up = self.rows(x)
+        if is_silu(name):
+            return gated_silu(gate_up, backend=backend)
+        gate = activation(name, gate_up[:, 0])
+        return (gate * gate_up[:, 1].astype(gate.dtype)).astype(gate_up.dtype)
+
+    def array(self) -> Float[Array, "..."] | None:
+        """The weight [*inputs, *outputs] if it is all there is, for kernels that fuse several
+        projections; None with a bias, or in a format that has no such array."""
+        return None if self.bias is not None else self.format.array(self)
+
+
+def pieces(projection: Projection, sources: Sequence[str]) -> list[tuple[str, int, int]]:
+    """Where the tensors of a projection lie in it: source, start and size along the parts' axis."""
+    sizes = [size for _, size in projection.parts]
+    sizes = sizes if len(sources) == len(sizes) else [sum(sizes)]
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    return list(zip(sources, starts, sizes, strict=True))
+
+
+def linear_rules(
+    projection: Projection,
+    sources: Sequence[str],
+    target: str,
+    *,
+    transposed: bool = True,
+) -> list[WeightRule]:
+    """How a projection comes from a checkpoint.
+
+    Args:
+        projection: the projection.
+        sources: patterns of its names there, without ".weight": one of each part, in order, or one
+            of all parts that are fused there as well.
+        target: path of the `Linear`.
+        transposed: weights lie as [out, in] in the checkpoint, not as [in, out].
+    """
+    weights = FORMATS[projection.format].rules(projection, sources, target, transposed=transposed)
+    size = len(projection.outputs)
+    biases = [
+        WeightRule(
+            source + r"\.bias",
+            target + ".bias",
+            (length, *projection.width),
+            (tuple(range(size)),),
+            0,
+            start,
+        )
+        for source, start, length in pieces(projection, sources)
+    ]
+    return [*weights, *biases]
+
+
+class Embedding(nnx.Module):
+    """A table [rows, D] of token or position vectors; as an output head, its own transpose."""
+
+    def __init__(self, rows: int, size: int, *, dtype: DTypeLike):
+        self.weight = zeros(dtype, rows, size)
+
+    def __call__(self, ids: Int32[Array, "T"]) -> Float[Array, "T D"]:
+        """The rows `ids`; an id out of range reads the nearest row."""
+        return jnp.take(self.weight[...], ids, axis=0, mode="clip")
+
+    def logits(self, hidden: Float[Array, "R D"]) -> Float32[Array, "R V"]:
+        """Dot products with every row, in float32."""
+        return _product("rd,vd->rv", hidden, self.weight[...], out=jnp.float32)
+
+
+def _product(
+    subscripts: str,
+    x: Float[Array, "..."],
+    weight: Float[Array, "..."],
+    out: DTypeLike | None = None,
+) -> Float[Array, "..."]:
+    """An einsum of activations and weights of one dtype, accumulated in float32.
+
+    float32 models keep full precision where a GPU would round the factors to TF32.
+    """
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    out = x.dtype if out is None else out
+    return jnp.einsum(subscripts, x, weight, precision=precision, preferred_element_type=out)

@@ -1,0 +1,89 @@
+"""Norms over the width of rows; they compute in float32 and round once."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jpaged.models.config import ModelConfig
+from jpaged.models.linear import zeros
+from pallas_kernels import Backend, add_rms_norm, rms_norm, sum_parts
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * weight over the last axis (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+
+    def __init__(self, size: int, eps: float, *, dtype: DTypeLike):
+        self.weight = zeros(dtype, size)
+        self.eps = eps
+
+    @property
+    def scale(self) -> Float[Array, "D"]:
+        """The weight, for kernels that normalize."""
+        return self.weight[...]
+
+    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        """Each row over its root mean square, times the weight; x's dtype out."""
+        return rms_norm(x, self.scale, eps=self.eps)
+
+    def add(
+        self, hidden: Float[Array, "T D"], update: Float[Array, "parts T D"], backend: Backend
+    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+        """The norm of hidden + sum(update), and that sum."""
+        return add_rms_norm(hidden, update, self.scale, eps=self.eps, backend=backend)
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean) / std over the last axis, with weight and bias if `affine`."""
+
+    def __init__(self, size: int, eps: float, *, dtype: DTypeLike, affine: bool = True):
+        self.weight = zeros(dtype, size) if affine else None
+        self.bias = zeros(dtype, size) if affine else None
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """Each row with mean 0 and variance 1, times the weight, plus the bias; x's dtype out."""
+        wide = x.astype(jnp.float32)
+        wide -= jnp.mean(wide, axis=-1, keepdims=True)
+        wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        if self.weight is not None and self.bias is not None:
+            wide *= self.weight[...].astype(jnp.float32)[None]
+            wide += self.bias[...].astype(jnp.float32)[None]
+        return wide.astype(x.dtype)
+
+    def add(
+        self, hidden: Float[Array, "T D"], update: Float[Array, "parts T D"], backend: Backend
+    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+        """The norm of hidden + sum(update), and that sum."""
+        hidden += sum_parts(update, hidden.dtype)
+        return self(hidden), hidden
+
+
+Norm = RMSNorm | LayerNorm
+
+
+def make_norm(config: ModelConfig, size: int, *, dtype: DTypeLike) -> Norm:
+    """The model's norm over rows of `size`."""
+    if config.norm in ("layer", "bare_layer"):
+        affine = config.norm == "layer"
+        return LayerNorm(size, config.norm_eps, dtype=dtype, affine=affine)
+    own_dtype = jnp.float32 if config.norm == "offset_rms" else dtype
+    return RMSNorm(size, config.norm_eps, dtype=own_dtype)
+
+
+def add_norm(
+    norm: Norm,
+    hidden: Float[Array, "T D"],
+    update: Float[Array, "parts T D"] | None,
+    backend: Backend,
+) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+    """The norm of hidden + sum(update), and that sum; an update of None stands for zeros."""
+    return (norm(hidden), hidden) if update is None else norm.add(hidden, update, backend)
+
+
+def norm_update(
+    norm: Norm | None, update: Float[Array, "parts T D"], dtype: DTypeLike
+) -> Float[Array, "_ T D"]:
+    """The norm of sum(update), as one part; the update as it is where there is no norm."""
+    return update if norm is None else norm(sum_parts(update, dtype))[None]

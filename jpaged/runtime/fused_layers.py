@@ -1,0 +1,129 @@
+"""A decode step's layers, fused where one kernel leads from a layer's attention to the next one's.
+
+Models say what a layer is; whether what lies between two attentions runs as one launch is decided
+here, for each step, from what the layers hold and what `pallas_kernels.new_exchange` takes.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int32
+
+from jpaged.models import decoder
+from jpaged.models.attention import AttentionInputs, RopeAngles
+from jpaged.models.decoder import DecoderLayer, Stream
+from jpaged.models.linear import is_silu
+from jpaged.models.norm import RMSNorm
+from pallas_kernels import LayerKV, LayerWeights, between_attentions, new_exchange
+
+
+def run_layers(
+    layers: Sequence[DecoderLayer],
+    hidden: Float[Array, "T D"],
+    pool: tuple[LayerKV, ...],
+    attention: AttentionInputs,
+    angles: Sequence[RopeAngles | None],
+) -> Stream:
+    """As `jpaged.models.decoder.run_layers`, which runs the layers that cannot be fused."""
+    exchange = _exchange(layers, hidden, attention)
+    if exchange is None:
+        return decoder.run_layers(layers, hidden, pool, attention, angles)
+    rows = jnp.arange(1, hidden.shape[0] + 1, dtype=jnp.int32)
+    num_rows = jnp.max(jnp.where(attention.seq_lens > 0, rows, jnp.int32(0)))
+    normed = layers[0].attention_norm(hidden)
+    qkv, update, new_pool = layers[0].attention.qkv(normed, attention.backend), None, []
+    for index, (layer, kv, own) in enumerate(zip(layers, pool, angles, strict=True)):
+        given = hidden, qkv, kv, attention, own
+        if layer is layers[-1]:
+            hidden, update, kv = _run_last(*nnx.split(layer), *given)
+        else:
+            pair = nnx.split((layer, layers[index + 1]))
+            hidden, qkv, exchange, kv = _run_link(*pair, num_rows, exchange, *given)
+        new_pool.append(kv)
+    return hidden, update, tuple(new_pool)
+
+
+def _exchange(
+    layers: Sequence[DecoderLayer], hidden: Float[Array, "T D"], attention: AttentionInputs
+) -> Int32[Array, "W"] | None:
+    """The exchange memory of a decode step whose layers are fused; None where they are not."""
+    if attention.query_start_loc is not None:
+        return None
+    weights = [weights_between(layer, following) for layer, following in pairwise(layers)]
+    first = weights[0] if weights else None
+    if first is None or any(own is None for own in weights):
+        return None
+    return new_exchange(first, num_tokens=hidden.shape[0], backend=attention.backend)
+
+
+def weights_between(layer: DecoderLayer, following: DecoderLayer) -> LayerWeights | None:
+    """What lies between this layer's attention and that of the following one, if it is no more than
+    `between_attentions` computes."""
+    first, second, mlp = layer.mlp_norm, following.attention_norm, layer.mlp
+    if not (isinstance(first, RMSNorm) and isinstance(second, RMSNorm)) or mlp.gate_up is None:
+        return None
+    plain = layer.norms == following.norms == ("before",) and is_silu(mlp.activation)
+    output, gate_up, down = layer.attention.output.array(), mlp.gate_up.array(), mlp.down.array()
+    qkv = following.attention.qkv.array()
+    if output is None or gate_up is None or down is None or qkv is None:
+        return None
+    if not plain or first.eps != second.eps:
+        return None
+    return LayerWeights(
+        output.reshape(-1, output.shape[-1]),
+        first.scale,
+        gate_up,
+        down,
+        second.scale,
+        qkv.reshape(qkv.shape[0], -1),
+    )
+
+
+@partial(jax.jit, static_argnums=0)
+def _run_link(
+    definition: nnx.GraphDef,
+    parameters: Any,  # nnx.State
+    num_rows: Int32[Array, ""],
+    exchange: Int32[Array, "W"],
+    hidden: Float[Array, "T D"],
+    qkv: Float[Array, "parts T heads H"],
+    kv: LayerKV,
+    attention: AttentionInputs,
+    angles: RopeAngles | None,
+) -> tuple[Float[Array, "T D"], Float[Array, "next_parts T heads H"], Int32[Array, "W"], LayerKV]:
+    """From a layer's projected rows to the next layer's; equal layers are traced once."""
+    layer, following = nnx.merge(definition, parameters)
+    out, kv = layer.attention.attend(qkv, kv, attention, angles, hidden.dtype)
+    hidden, qkv, exchange = between_attentions(
+        out.reshape(out.shape[0], -1),
+        hidden,
+        cast(LayerWeights, weights_between(layer, following)),
+        num_rows,
+        exchange,
+        eps=layer.mlp_norm.eps,
+        backend=attention.backend,
+    )
+    heads = following.attention.qkv.projection.outputs
+    return hidden, qkv.reshape(*qkv.shape[:2], *heads), exchange, kv
+
+
+@partial(jax.jit, static_argnums=0)
+def _run_last(
+    definition: nnx.GraphDef,
+    parameters: Any,  # nnx.State
+    hidden: Float[Array, "T D"],
+    qkv: Float[Array, "qkv_parts T heads H"],
+    kv: LayerKV,
+    attention: AttentionInputs,
+    angles: RopeAngles | None,
+) -> tuple[Float[Array, "T D"], Float[Array, "parts T D"], LayerKV]:
+    """The last layer from its projected rows on."""
+    layer, backend = nnx.merge(definition, parameters), attention.backend
+    out, kv = layer.attention.attend(qkv, kv, attention, angles, hidden.dtype)
+    rows, hidden = layer.mlp_norm.add(hidden, layer.attention.output(out, backend), backend)
+    return hidden, layer.mlp(rows, backend), kv
