@@ -9,7 +9,7 @@ import math
 import jax.numpy as jnp
 
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
-MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 128
+MAX_BLOCK_SIZE = 256
 
 
 def check_pool(kv, name="kv"):
@@ -20,10 +20,9 @@ def check_pool(kv, name="kv"):
     if k.dtype not in DTYPES:
         raise TypeError(f"{name}.k has dtype {k.dtype}; make the pool bfloat16, float16 or float32")
     _check_dtype(f"{name}.v", v, k.dtype, f"{name}.k's dtype")
-    if not MIN_BLOCK_SIZE <= k.shape[1] <= MAX_BLOCK_SIZE or k.shape[1] % 8:
+    if not 1 <= k.shape[1] <= MAX_BLOCK_SIZE:
         raise ValueError(
-            f"block size {k.shape[1]} ({name}.k.shape[1]) must be a multiple of 8 from "
-            f"{MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}"
+            f"block size {k.shape[1]} ({name}.k.shape[1]) must be from 1 to {MAX_BLOCK_SIZE}"
         )
     if not k.shape[3]:
         raise ValueError(f"head size 0 ({name}.k.shape[3]) must be at least 1")

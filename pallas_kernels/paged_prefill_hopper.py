@@ -7,7 +7,8 @@ has its last head more than once in its last set. As many programs as the GPU ha
 tiles in turn, last first; a program is three warp groups:
 
     loader             for each of its tiles: copies of q, one a member; for each key tile, one copy
-                       a block of keys and of values (the bulk copy engine, through the block table)
+                       a block of keys and of values (the bulk copy engine, through the block
+                       table); of a block longer than a key tile, the tile's part of it
     two computers      of 64 matrix rows each; weights = softmax(q . keys) of the first key tile
       for key tiles:     issue scores = q . keys of the NEXT one; issue out += weights . values
                          once the scores are there: their weights, while the values' product runs
@@ -269,6 +270,8 @@ def _kernel(
                     position = index * tile + (i * 2 + part) * size
                     entry = table + lax.div(position, jnp.int32(block_size))
                     row = numbers_ref[jnp.minimum(entry, numbers_ref.shape[0] - 1)] * block_size
+                    if block_size > tile:  # a block has several key tiles
+                        row += lax.rem(position, jnp.int32(block_size))
                     # Outside the pool, the copy engine fills in zeros.
                     rows.append(jnp.where(position < seq_len, row, ref.shape[0]))
                 pl.when(step >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))

@@ -70,6 +70,10 @@ def prefill_config(
 ) -> HopperPrefillConfig | None:
     """Where paged_prefill_hopper.py runs; None where the Triton kernel does.
 
+    Its copies are of whole blocks, or of a block's part of a tile where the block is longer, and of
+    8 rows at least, which is a tile of shared memory. The Triton kernel loads the keys of a tile by
+    their rows, so it takes blocks of any size.
+
     Args:
         head_size: Elements of a head.
         block_size: Tokens of a block.
@@ -79,7 +83,8 @@ def prefill_config(
     """
     config = HopperPrefillConfig()
     fits = head_size == 128 and itemsize == 2
-    whole = block_size >= 8 and config.tile_tokens % block_size == 0
+    tile = config.tile_tokens
+    whole = block_size >= 8 and (tile % block_size == 0 or block_size % tile == 0)
     return config if _is_hopper(device_kind) and fits and whole and plain else None
 
 

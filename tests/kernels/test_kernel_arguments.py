@@ -46,8 +46,8 @@ def _attention(
 VALUE_ERRORS = {
     "head size 0": {"kv": _pool(head_size=0)},
     r"head size 264 \(kv.k.shape\[3\]\) must be from 1 to 256": {"kv": _pool(head_size=264)},
-    "block size 4": {"kv": _pool(block_size=4)},
-    "block size 136": {"kv": _pool(block_size=136)},
+    r"block size 0 \(kv.k.shape\[1\]\) must be from 1 to 256": {"kv": _pool(block_size=0)},
+    "block size 257": {"kv": _pool(block_size=257)},
     "head size 32 and the pool 64": {"q": jnp.zeros((3, 4, 32), F32)},
     "5 query heads": {"q": jnp.zeros((3, 5, 64), F32)},
     r"q has shape \(3, 64\)": {"q": jnp.zeros((3, 64), F32)},

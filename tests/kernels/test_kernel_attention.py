@@ -61,7 +61,14 @@ NARROW = [
     Case(F16, 24, 8, HEADS["gqa"]),
     Case(F32, 40, 8, HEADS["mha"]),
 ]
-CASES += NARROW
+# Blocks far smaller than any tile of keys, of no power of two, and larger than any tile.
+BLOCKS = [
+    Case(F32, 32, 1, HEADS["gqa"], sliding_window=2),
+    Case(BF16, 64, 4, HEADS["mqa"], soft_cap=3.0),
+    Case(F32, 16, 7, HEADS["mha"]),
+    Case(F16, 32, 256, HEADS["gqa"], sliding_window=200),
+]
+CASES += NARROW + BLOCKS
 ROTATED = [case for case in CASES if case.head_size % 2 == 0]
 # On a GPU, where a case costs little, every pair of head size and block size too.
 GPU_CASES = [
@@ -69,7 +76,7 @@ GPU_CASES = [
         (F32, BF16, F16)[(h + b) % 3], head_size, block_size, tuple(HEADS.values())[(h + 2 * b) % 4]
     )
     for h, head_size in enumerate((32, 64, 80, 96, 128, 256))
-    for b, block_size in enumerate((8, 16, 32, 128))
+    for b, block_size in enumerate((1, 2, 4, 8, 16, 32, 64, 128, 256))
 ]
 GPU_CASES += [
     Case((BF16, F16, F32)[h % 3], head_size, 16, tuple(HEADS.values())[h % 4])
@@ -455,6 +462,7 @@ HOPPERS = [
     Case(BF16, 128, 16, (8, 2), edge_lens(16) + LONGER, padding=5),
     Case(F16, 128, 8, (2, 2), edge_lens(8) + LONGER, padding=0),
     Case(BF16, 128, 128, (16, 2), edge_lens(128) + LONGER, padding=37),
+    Case(BF16, 128, 256, (8, 2), edge_lens(256) + LONGER, padding=11),
     Case(BF16, 128, 32, (6, 2), edge_lens(32) + LONGER, padding=300),
     Case(F16, 128, 64, (20, 2), edge_lens(64) + LONGER, padding=1),
     *(

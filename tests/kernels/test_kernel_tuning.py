@@ -122,6 +122,13 @@ def test_hoppers_prefill_is_for_hopper_and_what_it_can():
         assert choose(device_kind="NVIDIA H200", **{name: value}) is None
 
 
+def test_hoppers_prefill_is_for_blocks_that_tiles_are_made_of_or_cut_from():
+    facts = {"head_size": 128, "itemsize": 2, "plain": True, "device_kind": "NVIDIA H200"}
+    sizes = [1, 2, 4, 7, 8, 16, 24, 32, 64, 96, 128, 136, 192, 256]
+    taken = [s for s in sizes if tuning_hopper.prefill_config(block_size=s, **facts) is not None]
+    assert taken == [8, 16, 32, 64, 128, 256]
+
+
 def _product(rows, depth, width, **changes) -> Any:
     facts = {"itemsize": 2, "num_cores": 132, "device_kind": "NVIDIA H200"}
     return tuning_hopper.product_config(
