@@ -16,11 +16,11 @@ from pallas_kernels import (
     gated_product,
     gated_silu,
     product_parts,
-    reference,
     rms_norm,
     rope_write_kv,
     sum_parts,
 )
+from tests.reference import kernels as reference
 
 # dtype, block size, (N, K), head size, norms
 SHAPES = [

@@ -7,7 +7,14 @@ implementation in that dtype has, which is the yardstick for the kernels' errors
 
 import numpy as np
 
-from pallas_kernels.adjusted import ADJUSTS, BIASED, COUNT_MASK, EARLY, IN_PROMPT, IS_ENDING
+from pallas_kernels.scores.adjustments import (
+    ADJUSTS,
+    BIASED,
+    COUNT_MASK,
+    EARLY,
+    IN_PROMPT,
+    IS_ENDING,
+)
 
 
 def paged_decode_attention(
@@ -167,7 +174,7 @@ def _kept(row, temperature, min_p, top_p, top_k):
 
 
 def adjusted_logits(logits, words, biases, rows, kinds, penalties, dtype=np.float64):
-    """One row, one token at a time; bits as in `adjusted.py`."""
+    """One row, one token at a time; bits as in `scores/adjustments.py`."""
     found = np.array(logits, dtype)
     for b, (row, kind) in enumerate(zip(rows, kinds, strict=True)):
         repetition, presence, frequency = np.asarray(penalties, dtype)[b]
