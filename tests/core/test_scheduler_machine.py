@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jpaged.core import admission
+from jpaged.core.admission import check_pin_fits
 from jpaged.core.beam import BeamSearch
-from jpaged.core.costs import PreemptionCosts
-from jpaged.core.limits import check_pin_fits
 from jpaged.core.plan import Goal
 from jpaged.core.request import FinishReason, Request, Sequence, StopCriteria
 from jpaged.core.scheduler import Scheduler
-from jpaged.core.swap import PreemptionMode, PressurePolicy
+from jpaged.core.swap import PreemptionCosts, PreemptionMode, PressurePolicy
 
 
 @st.composite
@@ -302,11 +301,18 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = pytest.mark.slow(SchedulerMachine.TestCase)
 TestSchedulerMachine.settings = settings(
-    max_examples=2_000,
+    max_examples=300,
     stateful_step_count=15,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
+
+
+@pytest.mark.soak
+class TestSchedulerForLong(SchedulerMachine.TestCase):
+    """The same work, long enough for what happens once in a thousand runs."""
+
+    settings = settings(TestSchedulerMachine.settings, max_examples=10_000)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
