@@ -11,9 +11,9 @@ from pallas_kernels.attention import (
     paged_prefill_attention,
     rope_decode_attention,
 )
-from pallas_kernels.gemm import gated_product, gated_silu, product_parts, sum_parts
+from pallas_kernels.gemm import gated_gemm, gated_silu, split_k_gemm, sum_partials
 from pallas_kernels.kv_cache import copy_blocks, rope_write_kv, write_kv
-from pallas_kernels.layer import between_attentions, new_exchange
+from pallas_kernels.layer import fused_layer, new_exchange
 from pallas_kernels.norm import add_rms_norm, rms_norm
 from pallas_kernels.scores import (
     NUM_FACTS,
@@ -35,21 +35,21 @@ __all__ = [
     "LayerWeights",
     "add_rms_norm",
     "adjusted_logits",
-    "between_attentions",
     "copy_blocks",
     "first_maximum",
-    "gated_product",
+    "fused_layer",
+    "gated_gemm",
     "gated_silu",
     "greedy_scores",
     "new_exchange",
     "paged_decode_attention",
     "paged_prefill_attention",
-    "product_parts",
     "rms_norm",
     "rope_decode_attention",
     "rope_write_kv",
     "select_backend",
-    "sum_parts",
+    "split_k_gemm",
+    "sum_partials",
     "token_scores",
     "truncation_mask",
     "write_kv",

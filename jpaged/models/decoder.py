@@ -12,7 +12,7 @@ from jpaged.models.layer_runs import chain_exchange, run_chain, run_layers
 from jpaged.models.layers import AttentionInputs, Embedding
 from jpaged.models.rope import rope_angles
 from jpaged.models.weights import WeightRule
-from pallas_kernels import LayerKV, sum_parts
+from pallas_kernels import LayerKV, sum_partials
 
 
 class CausalLM(nnx.Module):
@@ -84,7 +84,7 @@ class CausalLM(nnx.Module):
         if self.final_norm is not None:
             hidden, _ = add_norm(self.final_norm, hidden, update, attention.backend)
         elif update is not None:
-            hidden += sum_parts(update, hidden.dtype)
+            hidden += sum_partials(update, hidden.dtype)
         return hidden, new_pool
 
     def logits(self, hidden: Float[Array, "R D"]) -> Float32[Array, "R V"]:

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 
 from jpaged.models.layers import Attention, AttentionInputs, LayerNorm, RMSNorm
 from jpaged.models.rope import RopeAngles
-from pallas_kernels import Backend, LayerKV, LayerWeights, sum_parts
+from pallas_kernels import Backend, LayerKV, LayerWeights, sum_partials
 
 Norm = RMSNorm | LayerNorm
 
@@ -61,13 +61,13 @@ class DecoderLayer(nnx.Module):
             rows, hidden = self.mlp_norm.add(hidden, update, backend)
             return hidden, self.mlp(rows, backend), kv
         update, kv = self.attention(hidden, kv, attention, angles)
-        hidden = self.attention_norm(hidden + sum_parts(update, hidden.dtype))
-        update = sum_parts(self.mlp(hidden, backend), hidden.dtype)
+        hidden = self.attention_norm(hidden + sum_partials(update, hidden.dtype))
+        update = sum_partials(self.mlp(hidden, backend), hidden.dtype)
         return self.mlp_norm(hidden + update), None, kv
 
     def link(self, following: "DecoderLayer") -> LayerWeights | None:
         """What lies between this layer's attention and that of the following one, if it is no more
-        than `between_attentions` computes."""
+        than `fused_layer` computes."""
         first, second = self.mlp_norm, following.attention_norm
         if not (isinstance(first, RMSNorm) and isinstance(second, RMSNorm)):
             return None

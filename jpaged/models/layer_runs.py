@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int32
 from jpaged.models.decoder_layer import DecoderLayer
 from jpaged.models.layers import AttentionInputs
 from jpaged.models.rope import RopeAngles
-from pallas_kernels import LayerKV, between_attentions, new_exchange
+from pallas_kernels import LayerKV, fused_layer, new_exchange
 
 
 def run_layers(
@@ -99,7 +99,7 @@ def _run_link(
     """From a layer's projected rows to the next layer's; see `_run_layer` for the jit."""
     layer, following = nnx.merge(definition, parameters)
     out, kv = layer.attention.attend(qkv, kv, attention, angles, hidden.dtype)
-    hidden, qkv, exchange = between_attentions(
+    hidden, qkv, exchange = fused_layer(
         out.reshape(out.shape[0], -1),
         hidden,
         layer.link(following),

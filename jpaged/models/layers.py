@@ -22,11 +22,11 @@ from pallas_kernels import (
     add_rms_norm,
     paged_decode_attention,
     paged_prefill_attention,
-    product_parts,
     rms_norm,
     rope_decode_attention,
     rope_write_kv,
-    sum_parts,
+    split_k_gemm,
+    sum_partials,
     write_kv,
 )
 
@@ -109,10 +109,10 @@ def biased_parts(
 
     As a row of D the bias is added within XLA's product.
     """
-    parts = product_parts(x, weight, backend=backend)
+    parts = split_k_gemm(x, weight, backend=backend)
     if bias is None:
         return parts
-    return (sum_parts(parts, x.dtype) + bias[...].reshape(1, -1))[None]
+    return (sum_partials(parts, x.dtype) + bias[...].reshape(1, -1))[None]
 
 
 def zeros(dtype: DTypeLike, *shape: int) -> nnx.Param:
@@ -160,7 +160,7 @@ class LayerNorm(nnx.Module):
         self, hidden: Float[Array, "T D"], update: Float[Array, "parts T D"], backend: Backend
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
         """The norm of hidden + sum(update), and that sum."""
-        hidden += sum_parts(update, hidden.dtype)
+        hidden += sum_partials(update, hidden.dtype)
         return self(hidden), hidden
 
 
@@ -238,7 +238,7 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x: Float[Array, "T D"], backend: Backend) -> Float[Array, "parts T D"]:
         """The perceptron, on each row; in parts to be summed."""
-        up = sum_parts(self.up.parts(x, backend), x.dtype)
+        up = sum_partials(self.up.parts(x, backend), x.dtype)
         inner = activation(self.activation, up).astype(x.dtype)
         return self.down.parts(inner, backend)
 
@@ -305,7 +305,7 @@ class Attention(nnx.Module):
         if angles is not None or kv.k.shape[3] % 2 == 0:  # that op takes heads by halves
             options = {"norms": self.head_norms(), "dtype": dtype, "backend": backend}
             return rope_write_kv(qkv, kv, slots, angles, **options)
-        heads, num_kv_heads = sum_parts(qkv, dtype), kv.k.shape[2]
+        heads, num_kv_heads = sum_partials(qkv, dtype), kv.k.shape[2]
         ends = heads.shape[1] - 2 * num_kv_heads, heads.shape[1] - num_kv_heads
         q, k, v = jnp.split(heads, ends, axis=1)
         k, v = k.astype(kv.k.dtype), v.astype(kv.v.dtype)

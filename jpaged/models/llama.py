@@ -10,7 +10,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import CausalLM, DecoderLayer
 from jpaged.models.layers import Attention, Linear, RMSNorm, activation, product, zeros
 from jpaged.models.weights import WeightRule, attention_rules, head_rule, linear_rules
-from pallas_kernels import Backend, gated_product, gated_silu
+from pallas_kernels import Backend, gated_gemm, gated_silu
 
 
 class GatedFeedForward(nnx.Module):
@@ -30,7 +30,7 @@ class GatedFeedForward(nnx.Module):
     def gated(self, x: Float[Array, "T D"], backend: Backend) -> Float[Array, "T F"]:
         """activation(gate(x)) * up(x), in float32 and then rounded."""
         if self.is_silu and self.gate_up.bias is None:
-            return gated_product(x, self.gate_up.weight[...], backend=backend)
+            return gated_gemm(x, self.gate_up.weight[...], backend=backend)
         gate_up = self.gate_up(x)
         if self.is_silu:
             return gated_silu(gate_up, backend=backend)

@@ -83,7 +83,7 @@ def rope_decode_attention(
 
     Args:
         qkv: of each token N query heads, K key heads, K value heads, as split-K partials, which
-            are summed and rounded first (see `product_parts`).
+            are summed and rounded first (see `split_k_gemm`).
         kv: one layer's pool [P, S, K, H], with all earlier tokens; updated in place if donated.
         block_tables, seq_lens, scale, backend, soft_cap, sliding_window: as of
             `paged_decode_attention`.

@@ -10,7 +10,7 @@ from pallas_kernels.tuning import device_kind, num_cores
 from pallas_kernels.types import Backend
 
 
-def product_parts(
+def split_k_gemm(
     x: Float[Array, "T C"], weight: Float[Array, "C D"], *, backend: Backend
 ) -> Float[Array, "partials T D"]:
     """x @ weight as split-K partials, whose sum it is: as many as the shapes read fastest with.
@@ -23,18 +23,18 @@ def product_parts(
         ValueError: shapes that do not fit.
         TypeError: dtypes that differ or are not bfloat16, float16 or float32.
     """
-    check_product(x, weight)
+    check_gemm(x, weight)
     backend = Backend(backend)
     if backend is Backend.XLA:
-        return xla.product_parts(x, weight, 1)
+        return xla.split_k_gemm(x, weight, 1)
     gemm = _gemm(x, weight, backend)
     config = tuning.few_rows_config(gemm)
     if config is not None:
-        return hopper.product_parts(x, weight, config=config)
-    return xla.product_parts(x, weight, tuning.num_splits(gemm))
+        return hopper.split_k_gemm(x, weight, config=config)
+    return xla.split_k_gemm(x, weight, tuning.num_splits(gemm))
 
 
-def gated_product(
+def gated_gemm(
     x: Float[Array, "T D"], weight: Float[Array, "D 2 F"], *, backend: Backend
 ) -> Float[Array, "T F"]:
     """silu(x @ weight[:, 0]) * (x @ weight[:, 1]), the activation in float32 (SwiGLU: Shazeer 2020,
@@ -47,14 +47,14 @@ def gated_product(
         ValueError: shapes that do not fit.
         TypeError: dtypes that differ or are not bfloat16, float16 or float32.
     """
-    check_gated_product(x, weight)
+    check_gated_gemm(x, weight)
     backend = Backend(backend)
     gemm = _gemm(x, weight, backend)
     few, many = tuning.few_rows_config(gemm), tuning.many_rows_config(gemm)
     if few is not None:
-        return hopper.gated_product_of_few(x, weight, config=few)
+        return hopper.gated_gemm_of_few(x, weight, config=few)
     if many is not None:
-        return hopper.gated_product_of_many(x, weight, config=many)
+        return hopper.gated_gemm_of_many(x, weight, config=many)
     return gated_silu(xla.gate_up(x, weight), backend=backend)
 
 
@@ -74,9 +74,11 @@ def gated_silu(gate_up: Float[Array, "T 2 F"], *, backend: Backend) -> Float[Arr
     return triton.gated_silu(gate_up, config=config, interpret=backend is Backend.INTERPRET)
 
 
-def sum_parts(partials: Float[Array, "partials *axes"], dtype: DTypeLike) -> Float[Array, "*axes"]:
+def sum_partials(
+    partials: Float[Array, "partials *axes"], dtype: DTypeLike
+) -> Float[Array, "*axes"]:
     """The sum of split-K partials, added in float32."""
-    return xla.sum_parts(partials, dtype)
+    return xla.sum_partials(partials, dtype)
 
 
 def _gemm(x: jax.Array, weight: jax.Array, backend: Backend) -> tuning.Gemm:
@@ -92,7 +94,7 @@ def _gemm(x: jax.Array, weight: jax.Array, backend: Backend) -> tuning.Gemm:
     )
 
 
-def check_product(x, weight):
+def check_gemm(x, weight):
     """Two matrices of one dtype that can be multiplied."""
     checks.check_float("x", x, 2, "[T, C]")
     checks.check_rank("weight", weight, 2, "[C, D]")
@@ -100,7 +102,7 @@ def check_product(x, weight):
     checks.check_dtype("weight", weight, x.dtype, "x's dtype; cast it first")
 
 
-def check_gated_product(x, weight):
+def check_gated_gemm(x, weight):
     """A row's depth is the weight's, which has two factors."""
     checks.check_float("x", x, 2, "[T, D]")
     checks.check_rank("weight", weight, 3, "[D, 2, F]")

@@ -42,18 +42,18 @@ CHUNK = 64  # columns written at once, the widest swizzle again
 TILES_ABREAST = 8  # rows of tiles taken column by column
 
 
-def product_parts(x, weight, *, config: FewRowsConfig):
+def split_k_gemm(x, weight, *, config: FewRowsConfig):
     """See the public entry of the same name; `config` says how many splits."""
     return _few_rows(x, weight, gated=False, config=config)
 
 
-def gated_product_of_few(x, weight, *, config: FewRowsConfig):
-    """See the public entry `gated_product`; not split."""
+def gated_gemm_of_few(x, weight, *, config: FewRowsConfig):
+    """See the public entry `gated_gemm`; not split."""
     return _few_rows(x, weight.reshape(weight.shape[0], -1), gated=True, config=config)[0]
 
 
-def gated_product_of_many(x, weight, *, config: ManyRowsConfig):
-    """See the public entry `gated_product`; rows in tiles of 128."""
+def gated_gemm_of_many(x, weight, *, config: ManyRowsConfig):
+    """See the public entry `gated_gemm`; rows in tiles of 128."""
     return _many_rows(x, weight.reshape(weight.shape[0], -1), config=config)
 
 

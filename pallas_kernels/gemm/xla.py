@@ -5,14 +5,14 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def sum_parts(partials, dtype):
+def sum_partials(partials, dtype):
     """See the public entry of the same name."""
     one = partials.shape[0] == 1
     total = partials[0] if one else jnp.sum(partials.astype(jnp.float32), axis=0)
     return total.astype(dtype)
 
 
-def product_parts(x, weight, num_splits):
+def split_k_gemm(x, weight, num_splits):
     """See the public entry of the same name."""
     if num_splits == 1:
         return _gemm("tc,cd->td", x, weight)[None]

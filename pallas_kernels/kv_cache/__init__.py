@@ -55,7 +55,7 @@ def rope_write_kv(
 
     Args:
         qkv: of each token N query heads, K key heads, K value heads, as split-K partials, which
-            are summed and rounded first (see `product_parts`).
+            are summed and rounded first (see `split_k_gemm`).
         kv: one layer's pool [P, S, K, H]; updated in place if donated.
         slot_mapping: as of `write_kv`.
         angles: cosine and sine of each token's rotation, for channels i and i + H / 2; None where

@@ -8,7 +8,7 @@ on a CPU in float32 or float16.
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gemm.xla import sum_parts
+from pallas_kernels.gemm.xla import sum_partials
 from pallas_kernels.norm import rms_norm
 from pallas_kernels.types import LayerKV
 
@@ -27,7 +27,7 @@ def write_kv(kv, k, v, slot_mapping):
 def rope_write_kv(qkv, kv, slot_mapping, angles, norms, *, dtype):
     """See the public entry of the same name."""
     num_kv_heads, pool_dtype = kv.k.shape[2], kv.k.dtype
-    qkv = sum_parts(qkv, dtype)
+    qkv = sum_partials(qkv, dtype)
     num_heads = qkv.shape[1] - 2 * num_kv_heads
     q, k, v = jnp.split(qkv, (num_heads, num_heads + num_kv_heads), axis=1)
     if norms is not None:

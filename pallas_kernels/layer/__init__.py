@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import checks
-from pallas_kernels.gemm.xla import gate_up, gated_silu, product_parts
+from pallas_kernels.gemm.xla import gate_up, gated_silu, split_k_gemm
 from pallas_kernels.hopper_ops import EMPTY
 from pallas_kernels.layer import hopper, tuning
 from pallas_kernels.norm import add_rms_norm
@@ -16,19 +16,19 @@ from pallas_kernels.types import Backend, LayerSizes, LayerWeights
 def new_exchange(
     weights: LayerWeights, *, num_tokens: int, backend: Backend
 ) -> Int32[Array, "W"] | None:
-    """What `between_attentions` of a step's first layer takes as its exchange memory.
+    """What `fused_layer` of a step's first layer takes as its exchange memory.
 
     None where the op gains nothing over those it stands for, or cannot run as one: on other devices
     than Hopper GPUs, before JAX 0.11, in other dtypes than bfloat16, for another number of rows
     than 8, for a stream 2,048 wide or wider, or for widths that are not multiples of 128.
     """
-    plan = _between_plan(weights, num_tokens, Backend(backend))
+    plan = _plan(weights, num_tokens, Backend(backend))
     if plan is None:
         return None
     return jnp.full((plan[0].words,), EMPTY, jnp.int32)
 
 
-def between_attentions(
+def fused_layer(
     attended: Float[Array, "T C"],
     hidden: Float[Array, "T D"],
     weights: LayerWeights,
@@ -61,8 +61,8 @@ def between_attentions(
         ValueError: shapes that do not fit.
         TypeError: dtypes that differ or are not bfloat16, float16 or float32.
     """
-    check_between(attended, hidden, weights, num_rows, exchange, eps)
-    plan = _between_plan(weights, hidden.shape[0], Backend(backend))
+    check_fused_layer(attended, hidden, weights, num_rows, exchange, eps)
+    plan = _plan(weights, hidden.shape[0], Backend(backend))
     if plan is None:
         return *op_by_op(attended, hidden, weights, eps=eps), exchange
     if exchange.shape != (plan[0].words,):
@@ -70,22 +70,22 @@ def between_attentions(
             f"exchange has {exchange.shape[0]} words, this layer needs {plan[0].words}: "
             "make it by new_exchange, with this layer's weights and rows"
         )
-    return hopper.between_attentions(
+    return hopper.fused_layer(
         attended, hidden, weights, num_rows, exchange, eps=eps, plan=plan[0], config=plan[1]
     )
 
 
-def _between_plan(weights, num_tokens, backend):
+def _plan(weights, num_tokens, backend):
     """The Hopper kernel's plan and config, or None."""
     if jax.__version_info__ < (0, 11):  # whose Mosaic GPU kernels have no mutable arguments
         return None
     sizes, dtype = LayerSizes.of(weights), weights.output.dtype.name
     facts = {"device_kind": device_kind(backend), "num_cores": num_cores(backend)}
-    config = tuning.between_config(sizes, num_tokens=num_tokens, dtype=dtype, **facts)
+    config = tuning.fused_layer_config(sizes, num_tokens=num_tokens, dtype=dtype, **facts)
     return None if config is None else (hopper.Plan(sizes, config.num_programs), config)
 
 
-def check_between(attended, hidden, weights, num_rows, exchange, eps):
+def check_fused_layer(attended, hidden, weights, num_rows, exchange, eps):
     """A layer's weights that fit each other and the rows."""
     checks.check_float("hidden", hidden, 2, "[T, D]")
     checks.check_rank("attended", attended, 2, "[T, C]")
@@ -110,9 +110,9 @@ def check_between(attended, hidden, weights, num_rows, exchange, eps):
 def op_by_op(attended, hidden, weights, *, eps):
     """The same in plain XLA; returns the stream and the next layer's qkv, not split."""
     options = {"eps": eps, "backend": Backend.XLA}
-    update = product_parts(attended, weights.output, 1)
+    update = split_k_gemm(attended, weights.output, 1)
     rows, hidden = add_rms_norm(hidden, update, weights.norm, **options)
     inner = gated_silu(gate_up(rows, weights.gate_up))
-    update = product_parts(inner, weights.down, 1)
+    update = split_k_gemm(inner, weights.down, 1)
     rows, hidden = add_rms_norm(hidden, update, weights.next_norm, **options)
-    return hidden, product_parts(rows, weights.next_qkv, 1)
+    return hidden, split_k_gemm(rows, weights.next_qkv, 1)

@@ -41,7 +41,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper_ops as ops
 from pallas_kernels.hopper_ops import Value, Words
-from pallas_kernels.layer.tuning import BetweenConfig
+from pallas_kernels.layer.tuning import FusedLayerConfig
 from pallas_kernels.types import LayerSizes
 
 ROWS = 8
@@ -148,8 +148,8 @@ def smem_bytes(plan: Plan, num_stages: int) -> int:
     return ring + plan.activation_columns * ROWS * 2 + (_WARP_GROUPS - 1) * _PARTIAL * 4 + 2048
 
 
-def between_attentions(
-    attended, hidden, weights, num_rows, exchange, *, eps, plan: Plan, config: BetweenConfig
+def fused_layer(
+    attended, hidden, weights, num_rows, exchange, *, eps, plan: Plan, config: FusedLayerConfig
 ):
     """See the public entry of the same name; exactly 8 rows."""
     sizes = plan.sizes

@@ -7,7 +7,7 @@ from pallas_kernels.types import LayerSizes
 
 
 @dataclasses.dataclass(frozen=True)
-class BetweenConfig:
+class FusedLayerConfig:
     """Programs (one an SM), pipeline stages and copies under way, each a unit of 16 KiB."""
 
     num_programs: int
@@ -15,9 +15,9 @@ class BetweenConfig:
     num_in_flight: int
 
 
-def between_config(
+def fused_layer_config(
     sizes: LayerSizes, *, num_tokens: int, dtype: str, num_cores: int | None, device_kind: str = ""
-) -> BetweenConfig | None:
+) -> FusedLayerConfig | None:
     """Where hopper.py runs; None where the ops it stands for do. Times on an H200: bench/NOTES.md.
 
     Args:
@@ -37,4 +37,4 @@ def between_config(
     room = MAX_SHARED_BYTES - 8192 - (units + 1) * 128 * 8 * 2
     stages = min(12, room // 16384 // 2 * 2)
     # Few copies at a time delay the programs' exchange less.
-    return BetweenConfig(num_cores, stages, num_in_flight=3) if stages >= 4 else None
+    return FusedLayerConfig(num_cores, stages, num_in_flight=3) if stages >= 4 else None

@@ -5,7 +5,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels import checks
-from pallas_kernels.gemm.xla import sum_parts
+from pallas_kernels.gemm.xla import sum_partials
 from pallas_kernels.norm import triton
 from pallas_kernels.types import Backend
 
@@ -33,7 +33,7 @@ def add_rms_norm(
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
     """`total = hidden + sum(update)`, both rounded; returns `rms_norm(total)` and total.
 
-    The update comes as split-K partials (see `product_parts`), of hidden's dtype or float32.
+    The update comes as split-K partials (see `split_k_gemm`), of hidden's dtype or float32.
 
     Raises:
         ValueError: shapes that differ; an eps out of range.
@@ -42,7 +42,7 @@ def add_rms_norm(
     check_add_norm(hidden, update, weight, eps)
     backend = Backend(backend)
     if backend is Backend.XLA or not hidden.size:
-        total = hidden + sum_parts(update, hidden.dtype)
+        total = hidden + sum_partials(update, hidden.dtype)
         return rms_norm(total, weight, eps=eps), total
     return triton.add_rms_norm(
         hidden, update, weight, eps=eps, interpret=backend is Backend.INTERPRET

@@ -166,7 +166,7 @@ def test_norms_and_products_want_equal_shapes():
     with pytest.raises(ValueError, match="eps is nan"):
         norm.check_add_norm(rows, rows[None], weight, float("nan"))
     with pytest.raises(ValueError, match="weight has shape"):
-        gemm.check_product(rows, jnp.zeros((32, 8), F32))
+        gemm.check_gemm(rows, jnp.zeros((32, 8), F32))
 
 
 def test_a_gate_wants_another_factor():
@@ -181,13 +181,13 @@ def test_a_gate_wants_another_factor():
 
 def test_a_gated_product_wants_two_factors_of_its_depth():
     rows = jnp.zeros((3, 64), BF16)
-    gemm.check_gated_product(rows, jnp.zeros((64, 2, 8), BF16))
+    gemm.check_gated_gemm(rows, jnp.zeros((64, 2, 8), BF16))
     with pytest.raises(ValueError, match=r"weight has shape \(64, 16\)"):
-        gemm.check_gated_product(rows, jnp.zeros((64, 16), BF16))
+        gemm.check_gated_gemm(rows, jnp.zeros((64, 16), BF16))
     with pytest.raises(ValueError, match=r"shape \(32, 2, 8\); it must be \(64, 2, 8\)"):
-        gemm.check_gated_product(rows, jnp.zeros((32, 2, 8), BF16))
+        gemm.check_gated_gemm(rows, jnp.zeros((32, 2, 8), BF16))
     with pytest.raises(TypeError, match="weight has dtype float32"):
-        gemm.check_gated_product(rows, jnp.zeros((64, 2, 8), F32))
+        gemm.check_gated_gemm(rows, jnp.zeros((64, 2, 8), F32))
 
 
 def test_copy_wants_equal_layers_and_pairs():

@@ -14,7 +14,7 @@ from kernel_cases import BF16, F16, F32, require
 from pallas_kernels import (
     Backend,
     LayerWeights,
-    between_attentions,
+    fused_layer,
     new_exchange,
 )
 from pallas_kernels import layer as layer_op
@@ -57,7 +57,7 @@ def two_layers(attended, hidden, weights, num_rows, backend):
     """The op and, from its exchange memory on, the op again; results of both."""
     exchange = new_exchange(weights, num_tokens=ROWS, backend=backend)
     exchange = jnp.zeros(1, jnp.int32) if exchange is None else exchange
-    run = partial(between_attentions, eps=EPS, backend=backend)
+    run = partial(fused_layer, eps=EPS, backend=backend)
     first, qkv, exchange = run(attended, hidden, weights, num_rows, exchange)
     second, last_qkv, _ = run(attended, first, weights, num_rows, exchange)
     return [x.astype(F32) for x in (first, qkv.sum(0), second, last_qkv.sum(0))]
@@ -79,7 +79,7 @@ def test_as_exact_as_the_ops_one_by_one(sizes, num_rows, backend):
     one_by_one = jax.jit(partial(layer_op.op_by_op, eps=EPS))
     stream = hidden
     for i in (0, 2):
-        want = reference.between_attentions(attended, stream, weights, eps=EPS)
+        want = reference.fused_layer(attended, stream, weights, eps=EPS)
         plain_stream, plain_qkv = one_by_one(attended, stream, weights)
         for j, plain in enumerate((plain_stream, plain_qkv.sum(0))):
             exact = want[j][:num_rows]
@@ -112,7 +112,7 @@ def test_other_dtypes_run_op_by_op(dtype):
     attended, hidden, weights = layer(SMALL, dtype)
     assert new_exchange(weights, num_tokens=ROWS, backend=Backend.XLA) is None
     got = two_layers(attended, hidden, weights, jnp.int32(ROWS), Backend.XLA)
-    want = reference.between_attentions(attended, hidden, weights, eps=EPS)
+    want = reference.fused_layer(attended, hidden, weights, eps=EPS)
     for i in range(2):
         assert error(got[i], want[i]) < (1e-5 if dtype == F32 else 2e-3)
 
@@ -160,11 +160,11 @@ def test_one_program_fills_a_multiprocessor(sizes, num_cores):
 def choose(**changes):
     facts = {"num_tokens": 8, "dtype": "bfloat16", "num_cores": 132, "device_kind": "NVIDIA H200"}
     facts |= {"sizes": QWEN} | changes
-    return layer_tuning.between_config(facts.pop("sizes"), **facts)
+    return layer_tuning.fused_layer_config(facts.pop("sizes"), **facts)
 
 
 def test_it_is_for_hopper_and_small_steps():
-    assert choose() == layer_tuning.BetweenConfig(132, num_stages=12, num_in_flight=3)
+    assert choose() == layer_tuning.FusedLayerConfig(132, num_stages=12, num_in_flight=3)
     for change in (
         {"num_tokens": 16},
         {"dtype": "float16"},
@@ -203,7 +203,7 @@ def test_wrong_arguments_are_named():
     exchange, count = jnp.zeros(1, jnp.int32), jnp.int32(1)
 
     def run(a=attended, h=hidden, w=weights, n=count, x=exchange, eps=EPS):
-        layer_op.check_between(a, h, w, n, x, eps)
+        layer_op.check_fused_layer(a, h, w, n, x, eps)
 
     run()
     with pytest.raises(ValueError, match="attended"):
@@ -222,7 +222,7 @@ def test_wrong_arguments_are_named():
 
 def test_foreign_exchange_memory_is_refused():
     arrays, foreign = layer_zeros(SMALL), jnp.zeros(5, jnp.int32)
-    run = partial(between_attentions, eps=EPS, backend=Backend.TRITON)
+    run = partial(fused_layer, eps=EPS, backend=Backend.TRITON)
     refusal = pytest.raises(ValueError, match="exchange has 5 words")
     with (
         use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)),

@@ -21,14 +21,14 @@ from pallas_kernels import (
     LayerKV,
     add_rms_norm,
     copy_blocks,
-    gated_product,
+    gated_gemm,
     gated_silu,
     greedy_scores,
     paged_decode_attention,
     paged_prefill_attention,
-    product_parts,
     rope_decode_attention,
     rope_write_kv,
+    split_k_gemm,
     token_scores,
     truncation_mask,
     write_kv,
@@ -162,9 +162,9 @@ def test_hoppers_prefill_lowers_for_groups_and_blocks(heads, block_size):
 @pytest.mark.parametrize(
     ("rows", "width"), [(8, 3072), (24, 3072), (64, 3072), (96, 3072), (192, 3072), (256, 6144)]
 )
-@pytest.mark.parametrize("function", [product_parts, gated_product])
+@pytest.mark.parametrize("function", [split_k_gemm, gated_gemm])
 def test_products_of_few_rows_are_hoppers_own(function, rows, width):
-    weight = (640, width) if function is product_parts else (640, 2, width)
+    weight = (640, width) if function is split_k_gemm else (640, 2, width)
     for device, expected in ((H200, []), (WHOLE_H200, ["mosaic_gpu"])):
         run = partial(function, backend=Backend.TRITON)
         text = _lowered(run, _floats(BF16, rows, 640), _floats(BF16, *weight), device=device)
@@ -182,7 +182,7 @@ def test_products_of_few_rows_are_hoppers_own(function, rows, width):
 )
 def test_gated_products_of_many_rows_are_hoppers_own(rows, width, kernel):
     arguments = _floats(BF16, rows, 1024), _floats(BF16, 1024, 2, width)
-    run = partial(gated_product, backend=Backend.TRITON)
+    run = partial(gated_gemm, backend=Backend.TRITON)
     text = _lowered(run, *arguments, device=WHOLE_H200)
     assert re.findall(KERNEL_CALL, text) == ["mosaic_gpu"]
     assert kernel in text

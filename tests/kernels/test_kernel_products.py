@@ -50,7 +50,7 @@ def races_raise():
 def test_each_partial_is_a_gemm(rows, depth, config):
     rng = np.random.default_rng(0)
     x, weight = (jnp.asarray(rng.standard_normal(s), BF16) for s in ((rows, depth), (depth, 256)))
-    parts = hopper.product_parts(x, weight, config=config)
+    parts = hopper.split_k_gemm(x, weight, config=config)
     assert parts.dtype == (BF16 if config.num_splits == 1 else F32)
     columns, deep = (
         np.asarray(array, np.float64).reshape(shape)
@@ -70,7 +70,7 @@ def test_each_partial_is_a_gemm(rows, depth, config):
 )
 def test_a_gated_product_is_activated(rows, depth, config):
     x, weight = _gated_case(rows, depth, 256)
-    _assert_gated(hopper.gated_product_of_few(x, weight, config=config), x, weight)
+    _assert_gated(hopper.gated_gemm_of_few(x, weight, config=config), x, weight)
 
 
 # A tile a program, several, none for some; rings that hold a tile's steps and more, and that are
@@ -82,7 +82,7 @@ def test_a_gated_product_is_activated(rows, depth, config):
 )
 def test_a_gated_product_of_many_rows(rows, depth, width, stages, programs):
     x, weight = _gated_case(rows, depth, width)
-    out = hopper.gated_product_of_many(x, weight, config=ManyRowsConfig(stages, programs))
+    out = hopper.gated_gemm_of_many(x, weight, config=ManyRowsConfig(stages, programs))
     _assert_gated(out, x, weight)
 
 
@@ -90,8 +90,8 @@ def test_a_gated_product_of_many_rows(rows, depth, width, stages, programs):
 @pytest.mark.parametrize(
     "run",
     [
-        partial(hopper.gated_product_of_few, config=FewRowsConfig(1, 128, 2, 2)),
-        partial(hopper.gated_product_of_many, config=ManyRowsConfig(2, 1)),
+        partial(hopper.gated_gemm_of_few, config=FewRowsConfig(1, 128, 2, 2)),
+        partial(hopper.gated_gemm_of_many, config=ManyRowsConfig(2, 1)),
     ],
     ids=["few_rows", "many_rows"],
 )
@@ -111,17 +111,17 @@ def _gated_case(rows, depth, width):
 
 
 def _assert_gated(out, x, weight):
-    exact = reference.gated_product(x, weight)
+    exact = reference.gated_gemm(x, weight)
     np.testing.assert_allclose(np.asarray(out, np.float64), exact, rtol=0.01, atol=0.01)
 
 
 def test_a_ring_of_one_stage_is_refused():
     x, weight = jnp.zeros((8, 128), BF16), jnp.zeros((128, 64), BF16)
     with pytest.raises(ValueError, match="num_stages is 1; it must be at least 2"):
-        hopper.product_parts(x, weight, config=FewRowsConfig(1, 8, 1, 1))
+        hopper.split_k_gemm(x, weight, config=FewRowsConfig(1, 8, 1, 1))
     x, weight = jnp.zeros((128, 128), BF16), jnp.zeros((128, 2, 128), BF16)
     with pytest.raises(ValueError, match="num_stages is 1; it must be at least 2"):
-        hopper.gated_product_of_many(x, weight, config=ManyRowsConfig(1, 1))
+        hopper.gated_gemm_of_many(x, weight, config=ManyRowsConfig(1, 1))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_sizes_that_no_tiles_of_few_rows_make_are_refused(sizes, config):
     x, weight = jnp.zeros((rows, depth), BF16), jnp.zeros((depth, width), BF16)
     tile = config.tile_rows, 64 * config.num_splits, 64 * config.num_consumers
     with pytest.raises(ValueError, match=re.escape(f"{sizes}; they must be whole tiles of {tile}")):
-        hopper.product_parts(x, weight, config=config)
+        hopper.split_k_gemm(x, weight, config=config)
 
 
 @pytest.mark.parametrize("sizes", [(64, 64, 128), (128, 96, 128), (128, 64, 64)])
@@ -148,4 +148,4 @@ def test_sizes_that_no_tiles_of_many_rows_make_are_refused(sizes):
     x, weight = jnp.zeros((rows, depth), BF16), jnp.zeros((depth, 2, width), BF16)
     message = re.escape(f"{sizes}; they must be whole tiles of (128, 64, 128)")
     with pytest.raises(ValueError, match=message):
-        hopper.gated_product_of_many(x, weight, config=ManyRowsConfig(2, 1))
+        hopper.gated_gemm_of_many(x, weight, config=ManyRowsConfig(2, 1))

@@ -119,13 +119,13 @@ def gated_silu(gate_up, *, dtype=np.float64):
         return gate / (1 + np.exp(-gate)) * up
 
 
-def gated_product(x, weight, *, dtype=np.float64):
+def gated_gemm(x, weight, *, dtype=np.float64):
     """silu(x @ gate) * (x @ up), rows [T, F]."""
     x, weight = (np.asarray(array).astype(dtype) for array in (x, weight))
     return gated_silu(np.einsum("td,dcf->tcf", x, weight), dtype=dtype)
 
 
-def between_attentions(attended, hidden, weights, *, eps, dtype=np.float64):
+def fused_layer(attended, hidden, weights, *, eps, dtype=np.float64):
     """Output projection, gated feed-forward, the next norm and projection; stream [T, D] and qkv
     [T, Q]."""
     attended, hidden = (np.asarray(x).astype(dtype) for x in (attended, hidden))
