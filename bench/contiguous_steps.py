@@ -17,7 +17,7 @@ from jax import lax
 from jpaged.models.attention import rope_angles
 from jpaged.models.config import ModelConfig
 from jpaged.models.norm import add_norm, norm_update
-from pallas_kernels import rms_norm, select_backend, sum_parts
+from pallas_kernels import rms_norm, select_backend, sum_partials
 
 MIN_ROWS = 8
 """XLA reads the weights of a product of fewer rows at a fifth of the bandwidth."""
@@ -82,7 +82,7 @@ def forward(model: Any, tokens, positions, cache: Cache, slots):
     if model.final_norm is not None:
         hidden, _ = add_norm(model.final_norm, hidden, update, backend)
     elif update is not None:
-        hidden += sum_parts(update, hidden.dtype)
+        hidden += sum_partials(update, hidden.dtype)
     return hidden, tuple(layers)
 
 
@@ -93,8 +93,8 @@ def run_layer(definition, parameters, backend, hidden, update, kv, slots, lens, 
     attend = partial(attention, layer.attention, slots=slots, lens=lens, angles=angles)
     if "sum" in layer.norms:  # norms come after the sums
         update, kv = attend(hidden, kv, backend)
-        hidden = layer.attention_norm(hidden + sum_parts(update, hidden.dtype))
-        update = sum_parts(layer.mlp(hidden, backend), hidden.dtype)
+        hidden = layer.attention_norm(hidden + sum_partials(update, hidden.dtype))
+        update = sum_partials(layer.mlp(hidden, backend), hidden.dtype)
         return layer.mlp_norm(hidden + update), None, kv
     x, hidden = add_norm(layer.attention_norm, hidden, update, backend)
     update, kv = attend(x, kv, backend)
@@ -105,7 +105,7 @@ def run_layer(definition, parameters, backend, hidden, update, kv, slots, lens, 
 
 def attention(part: Any, x, kv, backend, *, slots, lens, angles):
     """From rows x to the update of the residual stream, in parts to be summed; and K and V."""
-    heads, norms = sum_parts(part.qkv(x, backend), x.dtype), part.head_norms()
+    heads, norms = sum_partials(part.qkv(x, backend), x.dtype), part.head_norms()
     ends = heads.shape[1] - 2 * kv[0].shape[2], heads.shape[1] - kv[0].shape[2]
     q, k, v = jnp.split(heads, ends, axis=1)
     if norms is not None:

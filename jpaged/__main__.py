@@ -111,7 +111,7 @@ def _add_engine_flags(group: Any) -> None:
     add("--model", metavar="FOLDER_OR_ID", help="checkpoint folder or hub id (unset: built in)")
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="weights and KV cache")
     add("--load-format", choices=("auto", "safetensors", "dummy"), help="dummy: random weights")
-    add("--block-size", type=int, metavar="N", help="tokens in a KV block (default 16)")
+    add("--block-size", type=int, metavar="N", help="tokens in a KV block, 1 to 256 (default 16)")
     add("--num-blocks", type=int, metavar="N", help="KV blocks in the pool")
     add("--kv-cache-memory-bytes", type=_num_bytes, metavar="N", help="or its size: 800M, 20G")
     add("--gpu-memory-utilization", type=float, metavar="F", help="or from this share (0.9)")

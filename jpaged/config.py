@@ -56,7 +56,8 @@ class EngineConfig:
     Attributes:
         model: A local folder, a Hugging Face hub id, or None for the embedded model.
         dtype: Of weights and KV cache; "auto" keeps the checkpoint's (float32 on CPU).
-        block_size: Token slots in a KV block.
+        block_size: Token slots in a KV block, 1 to 256. Powers of two from 8 on have the fastest
+            attention of prompts.
         num_blocks: KV blocks in the pool (the null block included), instead of sizing it.
         kv_cache_memory_bytes: Bytes of the pool, instead of sizing it.
         gpu_memory_utilization: Share of the device's memory the engine may use in all.

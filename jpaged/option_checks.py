@@ -3,6 +3,9 @@
 import os
 from numbers import Integral
 
+MAX_BLOCK_SIZE = 256
+"""The kernels', repeated here, where no JAX is imported."""
+
 
 def is_int(value: object) -> bool:
     """Whether it is an integer, True and False not counted."""
@@ -40,8 +43,10 @@ def check_flag(name: str, value: object) -> None:
 
 def check_pool(block_size: object, num_blocks: object, num_bytes: object) -> None:
     """Raise ValueError unless blocks have a size that kernels know, and the pool one size."""
-    if not is_int(block_size) or not 8 <= block_size <= 128 or block_size % 8:  # type: ignore[operator]
-        raise ValueError(f"block_size={block_size!r} is not a multiple of 8 from 8 to 128; use 16")
+    if not is_int(block_size) or not 1 <= block_size <= MAX_BLOCK_SIZE:  # type: ignore[operator]
+        raise ValueError(
+            f"block_size={block_size!r} is not an integer from 1 to {MAX_BLOCK_SIZE}; use 16"
+        )
     if num_blocks is not None and (not is_int(num_blocks) or num_blocks < 2):  # type: ignore[operator]
         raise ValueError(
             f"num_blocks={num_blocks!r} must be an integer of at least 2 "

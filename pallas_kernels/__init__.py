@@ -1,33 +1,30 @@
-"""Paged attention kernels for JAX: one public entry an op, the same on every back end."""
+"""Paged attention kernels for JAX: one public entry an op, the same on every back end.
 
-from pallas_kernels.api import (
-    NUM_FACTS,
-    Adjustments,
-    Backend,
-    HeadNorms,
-    LayerKV,
-    LayerWeights,
-    add_rms_norm,
-    adjusted_logits,
-    between_attentions,
-    copy_blocks,
-    first_maximum,
-    gated_product,
-    gated_silu,
-    greedy_scores,
-    new_exchange,
+All arrays are arguments and all results are returned. Each op is a folder: its entry, which checks
+the arguments and chooses the implementation, plain XLA, Pallas Triton, Pallas Mosaic GPU for Hopper
+GPUs, and what their launch parameters are chosen by. Nothing outside this package knows which
+implementation runs.
+"""
+
+from pallas_kernels.attention import (
     paged_decode_attention,
     paged_prefill_attention,
-    product_parts,
-    rms_norm,
     rope_decode_attention,
-    rope_write_kv,
-    select_backend,
-    sum_parts,
-    token_scores,
-    truncation_mask,
-    write_kv,
 )
+from pallas_kernels.gemm import gated_gemm, gated_silu, split_k_gemm, sum_partials
+from pallas_kernels.kv_cache import copy_blocks, rope_write_kv, write_kv
+from pallas_kernels.layer import fused_layer, new_exchange
+from pallas_kernels.norm import add_rms_norm, rms_norm
+from pallas_kernels.scores import (
+    NUM_FACTS,
+    Adjustments,
+    adjusted_logits,
+    first_maximum,
+    greedy_scores,
+    token_scores,
+)
+from pallas_kernels.truncation import truncation_mask
+from pallas_kernels.types import Backend, HeadNorms, LayerKV, LayerWeights, select_backend
 
 __all__ = [
     "NUM_FACTS",
@@ -38,21 +35,21 @@ __all__ = [
     "LayerWeights",
     "add_rms_norm",
     "adjusted_logits",
-    "between_attentions",
     "copy_blocks",
     "first_maximum",
-    "gated_product",
+    "fused_layer",
+    "gated_gemm",
     "gated_silu",
     "greedy_scores",
     "new_exchange",
     "paged_decode_attention",
     "paged_prefill_attention",
-    "product_parts",
     "rms_norm",
     "rope_decode_attention",
     "rope_write_kv",
     "select_backend",
-    "sum_parts",
+    "split_k_gemm",
+    "sum_partials",
     "token_scores",
     "truncation_mask",
     "write_kv",

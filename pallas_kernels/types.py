@@ -27,7 +27,7 @@ def select_backend(platform: str) -> Backend:
 class LayerKV(NamedTuple):
     """One layer's pool of keys and values: P blocks of S slots; block 0 is the null block.
 
-    S is a multiple of 8 from 8 to 128. Heads have any size H that attention takes on the back end
+    S is from 1 to 256. Heads have any size H that attention takes on the back end
     (`Backend.max_head_size`); those that are rotated an even one.
     """
 

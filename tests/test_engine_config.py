@@ -16,7 +16,7 @@ from jpaged.runtime.runtime_config import (
     with_pool,
     with_swap,
 )
-from pallas_kernels import Backend
+from pallas_kernels import Backend, checks
 
 
 def resolved(
@@ -38,8 +38,10 @@ def resolved(
     [
         ("dtype", "int8", "dtype='int8' is not supported; choose one of auto, float32"),
         ("load_format", "pt", "load_format='pt' is not supported"),
-        ("block_size", 12, "block_size=12 is not a multiple of 8 from 8 to 128"),
-        ("block_size", 256, "block_size=256"),
+        ("block_size", 0, "block_size=0 is not an integer from 1 to 256; use 16"),
+        ("block_size", 257, "block_size=257"),
+        ("block_size", 16.0, "block_size=16.0"),
+        ("block_size", True, "block_size=True"),
         ("num_blocks", 1, "num_blocks=1 must be an integer of at least 2"),
         ("num_blocks", True, "num_blocks=True"),
         ("max_num_seqs", 0, "max_num_seqs=0 must be an integer of at least 1"),
@@ -66,6 +68,12 @@ def resolved(
 def test_a_bad_option_is_refused_by_name(option: str, value: object, message: str):
     with pytest.raises(ValueError, match=message):
         EngineConfig(**{option: value})  # pyright: ignore[reportArgumentType]
+
+
+def test_blocks_have_the_sizes_that_the_kernels_take():
+    assert option_checks.MAX_BLOCK_SIZE == checks.MAX_BLOCK_SIZE
+    for size in (1, 2, 7, 16, 256):
+        assert EngineConfig(block_size=size).block_size == size
 
 
 @pytest.mark.parametrize(

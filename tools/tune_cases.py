@@ -18,10 +18,10 @@ from pallas_kernels import (
     copy_blocks,
     paged_decode_attention,
     paged_prefill_attention,
-    reference,
     rope_write_kv,
     write_kv,
 )
+from tests.reference import kernels as reference
 
 BLOCK_SIZE, NORM_EPS = 16, 1e-6
 Made = tuple[Any, tuple]

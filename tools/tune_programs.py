@@ -30,7 +30,7 @@ def using(op: Op, override: Override) -> Iterator[list]:
     Yields:
         The configs chosen for the op meanwhile; none if what was traced does not ask for any.
     """
-    original, chosen = tuning._tuned, []
+    original, chosen = tuning.tuned, []
 
     def tuned(name, head_size, itemsize, device_kind, config):
         if (name, head_size, itemsize) != (op.name, op.head_size, op.itemsize):
@@ -38,11 +38,11 @@ def using(op: Op, override: Override) -> Iterator[list]:
         chosen.append(dataclasses.replace(config, **override))
         return chosen[-1]
 
-    tuning._tuned = tuned
+    tuning.tuned = tuned
     try:
         yield chosen
     finally:
-        tuning._tuned = original
+        tuning.tuned = original
 
 
 def shapes_of(case: Case) -> Any:

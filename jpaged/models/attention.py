@@ -22,7 +22,7 @@ from pallas_kernels import (
     paged_prefill_attention,
     rope_decode_attention,
     rope_write_kv,
-    sum_parts,
+    sum_partials,
     write_kv,
 )
 
@@ -168,7 +168,7 @@ class Attention(nnx.Module):
         if angles is not None or kv.k.shape[3] % 2 == 0:  # that op takes heads by halves
             options = {"norms": self.head_norms(), "dtype": dtype, "backend": backend}
             return rope_write_kv(qkv, kv, slots, angles, **options)
-        heads, num_kv_heads = sum_parts(qkv, dtype), kv.k.shape[2]
+        heads, num_kv_heads = sum_partials(qkv, dtype), kv.k.shape[2]
         ends = heads.shape[1] - 2 * num_kv_heads, heads.shape[1] - num_kv_heads
         q, k, v = jnp.split(heads, ends, axis=1)
         k, v = k.astype(kv.k.dtype), v.astype(kv.v.dtype)

@@ -20,7 +20,7 @@ from jpaged.models.checkpoint import WeightRule
 from jpaged.models.config import ModelConfig
 from jpaged.models.linear import Embedding, Linear, activation, linear_rules
 from jpaged.models.norm import Norm, add_norm, make_norm, norm_update
-from pallas_kernels import Backend, LayerKV, sum_parts
+from pallas_kernels import Backend, LayerKV, sum_partials
 
 Stream = tuple[Float[Array, "T D"], Float[Array, "parts T D"] | None, tuple[LayerKV, ...]]
 """What layers make of the residual stream: the stream is the first array plus the sum of the second
@@ -50,7 +50,7 @@ class FeedForward(nnx.Module):
         """What the last projection is given."""
         if self.gate_up is not None:
             return self.gate_up.gated(x, self.activation, backend)
-        up = sum_parts(cast(Linear, self.up)(x, backend), x.dtype)
+        up = sum_partials(cast(Linear, self.up)(x, backend), x.dtype)
         return activation(self.activation, up).astype(x.dtype)
 
 
@@ -81,8 +81,8 @@ class DecoderLayer(nnx.Module):
         backend = attention.backend
         if "sum" in self.norms:
             update, kv = self.attention(hidden, kv, attention, angles)
-            hidden = self.attention_norm(hidden + sum_parts(update, hidden.dtype))
-            update = sum_parts(self.mlp(hidden, backend), hidden.dtype)
+            hidden = self.attention_norm(hidden + sum_partials(update, hidden.dtype))
+            update = sum_partials(self.mlp(hidden, backend), hidden.dtype)
             return self.mlp_norm(hidden + update), None, kv
         rows, hidden = add_norm(self.attention_norm, hidden, update, backend)
         update, kv = self.attention(rows, kv, attention, angles)
@@ -191,7 +191,7 @@ class Decoder(nnx.Module):
         if self.final_norm is not None:
             hidden, _ = add_norm(self.final_norm, hidden, update, attention.backend)
         elif update is not None:
-            hidden += sum_parts(update, hidden.dtype)
+            hidden += sum_partials(update, hidden.dtype)
         return hidden, new_pool
 
     def logits(self, hidden: Float[Array, "R D"]) -> Float32[Array, "R V"]:

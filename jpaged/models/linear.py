@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jpaged.models.checkpoint import WeightRule
 from jpaged.models.config import Projection
-from pallas_kernels import Backend, gated_product, gated_silu, product_parts, sum_parts
+from pallas_kernels import Backend, gated_gemm, gated_silu, split_k_gemm, sum_partials
 
 
 def zeros(dtype: DTypeLike, *shape: int) -> nnx.Param:
@@ -79,7 +79,7 @@ class Plain:
     ) -> Float[Array, "parts T size_out"]:
         """Rows by the weight, in split-K partials whose sum is the product."""
         weight = linear.weight[...]
-        return product_parts(x, weight.reshape(x.shape[1], -1), backend=backend)
+        return split_k_gemm(x, weight.reshape(x.shape[1], -1), backend=backend)
 
     def product(self, linear: "Linear", x: Float[Array, "T size_in"]) -> Float[Array, "T *outputs"]:
         """Rows by the weight, by XLA."""
@@ -90,7 +90,7 @@ class Plain:
         self, linear: "Linear", x: Float[Array, "T size_in"], backend: Backend
     ) -> Float[Array, "T F"]:
         """silu(gate) * up of a projection to the two, without bias."""
-        return gated_product(x, linear.weight[...], backend=backend)
+        return gated_gemm(x, linear.weight[...], backend=backend)
 
     def array(self, linear: "Linear") -> Float[Array, "..."] | None:
         """The weight [*inputs, *outputs]; None in formats that keep no such array."""
@@ -121,7 +121,7 @@ class Linear(nnx.Module):
         """
         partials = self.format.partials(self, x.reshape(x.shape[0], -1), backend)
         if self.bias is not None:  # as one row, which XLA adds within its product
-            partials = (sum_parts(partials, x.dtype) + self.bias[...].reshape(1, -1))[None]
+            partials = (sum_partials(partials, x.dtype) + self.bias[...].reshape(1, -1))[None]
         return partials.reshape(*partials.shape[:2], *self.projection.outputs)
 
     def rows(self, x: Float[Array, "T size_in"]) -> Float[Array, "T *outputs"]:

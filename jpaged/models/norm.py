@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from jpaged.models.config import ModelConfig
 from jpaged.models.linear import zeros
-from pallas_kernels import Backend, add_rms_norm, rms_norm, sum_parts
+from pallas_kernels import Backend, add_rms_norm, rms_norm, sum_partials
 
 
 class RMSNorm(nnx.Module):
@@ -56,7 +56,7 @@ class LayerNorm(nnx.Module):
         self, hidden: Float[Array, "T D"], update: Float[Array, "parts T D"], backend: Backend
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
         """The norm of hidden + sum(update), and that sum."""
-        hidden += sum_parts(update, hidden.dtype)
+        hidden += sum_partials(update, hidden.dtype)
         return self(hidden), hidden
 
 
@@ -86,4 +86,4 @@ def norm_update(
     norm: Norm | None, update: Float[Array, "parts T D"], dtype: DTypeLike
 ) -> Float[Array, "_ T D"]:
     """The norm of sum(update), as one part; the update as it is where there is no norm."""
-    return update if norm is None else norm(sum_parts(update, dtype))[None]
+    return update if norm is None else norm(sum_partials(update, dtype))[None]

@@ -19,7 +19,7 @@ from jpaged.models.attention import AttentionInputs, RopeAngles
 from jpaged.models.decoder import DecoderLayer, Stream
 from jpaged.models.linear import is_silu
 from jpaged.models.norm import RMSNorm
-from pallas_kernels import LayerKV, LayerWeights, between_attentions, new_exchange
+from pallas_kernels import LayerKV, LayerWeights, fused_layer, new_exchange
 
 
 def run_layers(
@@ -63,7 +63,7 @@ def _exchange(
 
 def weights_between(layer: DecoderLayer, following: DecoderLayer) -> LayerWeights | None:
     """What lies between this layer's attention and that of the following one, if it is no more than
-    `between_attentions` computes."""
+    `fused_layer` computes."""
     first, second, mlp = layer.mlp_norm, following.attention_norm, layer.mlp
     if not (isinstance(first, RMSNorm) and isinstance(second, RMSNorm)) or mlp.gate_up is None:
         return None
@@ -99,7 +99,7 @@ def _run_link(
     """From a layer's projected rows to the next layer's; equal layers are traced once."""
     layer, following = nnx.merge(definition, parameters)
     out, kv = layer.attention.attend(qkv, kv, attention, angles, hidden.dtype)
-    hidden, qkv, exchange = between_attentions(
+    hidden, qkv, exchange = fused_layer(
         out.reshape(out.shape[0], -1),
         hidden,
         cast(LayerWeights, weights_between(layer, following)),

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from jpaged.sampling_params import SamplingParams
 from pallas_kernels import Adjustments
-from pallas_kernels.adjusted import ADJUSTS, BIASED, EARLY, IN_PROMPT, IS_ENDING
+from pallas_kernels.scores.adjustments import ADJUSTS, BIASED, EARLY, IN_PROMPT, IS_ENDING
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 _ROW = struct.Struct("=6f2I3i")  # the floats, the seed's halves, whole numbers

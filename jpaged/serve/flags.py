@@ -217,7 +217,7 @@ def _add_model_flags(group: Any) -> None:
 
 def _add_memory_flags(group: Any) -> None:
     add = group.add_argument
-    add("--block-size", type=int, metavar="N", help="tokens in a block (16)")
+    add("--block-size", type=int, metavar="N", help="tokens in a block, 1 to 256 (16)")
     add("--num-blocks", type=int, metavar="N", help="blocks in the pool (default: what fits)")
     add("--kv-cache-memory-bytes", type=num_bytes, metavar="BYTES", help="or their bytes: 20G")
     add(

@@ -15,7 +15,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jpaged.compile.builder import lower
 from jpaged.compile.recipe import Recipe
 from jpaged.compile.store import ProgramStore
-from pallas_kernels import tuning
+from pallas_kernels.gemm import tuning
 
 DEVICE = jax.local_devices()[0]
 
@@ -97,11 +97,11 @@ def test_a_replaced_function_or_setting_makes_other_programs(
 ):
     save(make_store(tmp_path), recipe())
     with monkeypatch.context() as patch:
-        original = tuning.product_parts
-        patch.setattr(tuning, "product_parts", lambda **sizes: 2 * original(**sizes))
+        original = tuning.num_splits
+        patch.setattr(tuning, "num_splits", lambda gemm: 2 * original(gemm))
         assert make_store(tmp_path).load(recipe().key) is None
     with monkeypatch.context() as patch:
-        patch.setattr(tuning, "MIN_PART_DEPTH", 256)
+        patch.setattr(tuning, "MIN_SPLIT_DEPTH", 256)
         assert make_store(tmp_path).load(recipe().key) is None
     with monkeypatch.context() as patch:
         patch.setenv("XLA_FLAGS", "--xla_example=1")

@@ -8,7 +8,10 @@ from pallas_kernels import (
     Backend,
     HeadNorms,
     LayerKV,
-    checks,
+    attention,
+    gemm,
+    kv_cache,
+    norm,
     paged_decode_attention,
     select_backend,
 )
@@ -33,7 +36,7 @@ def _attention(
     window=None,
     backend=Backend.TRITON,
 ):
-    checks.check_attention(
+    attention.check_attention(
         jnp.zeros((3, 4, 64), F32) if q is None else q,
         kv or _pool(),
         _ints(3, 5) if tables is None else tables,
@@ -46,8 +49,8 @@ def _attention(
 VALUE_ERRORS = {
     "head size 0": {"kv": _pool(head_size=0)},
     r"head size 264 \(kv.k.shape\[3\]\) must be from 1 to 256": {"kv": _pool(head_size=264)},
-    "block size 4": {"kv": _pool(block_size=4)},
-    "block size 136": {"kv": _pool(block_size=136)},
+    r"block size 0 \(kv.k.shape\[1\]\) must be from 1 to 256": {"kv": _pool(block_size=0)},
+    "block size 257": {"kv": _pool(block_size=257)},
     "head size 32 and the pool 64": {"q": jnp.zeros((3, 4, 32), F32)},
     "5 query heads": {"q": jnp.zeros((3, 5, 64), F32)},
     r"q has shape \(3, 64\)": {"q": jnp.zeros((3, 64), F32)},
@@ -91,30 +94,30 @@ def test_attention_type_errors(message):
 
 def test_decode_wants_one_row_a_sequence():
     with pytest.raises(ValueError, match="6 rows for 3 block tables"):
-        checks.check_decode(jnp.zeros((6, 4, 64)), _ints(3, 5))
+        attention.check_decode(jnp.zeros((6, 4, 64)), _ints(3, 5))
 
 
 def test_prefill_wants_one_more_start():
     with pytest.raises(ValueError, match=r"query_start_loc has shape \(3,\); it must be \(4,\)"):
-        checks.check_prefill(_ints(3), _ints(3))
+        attention.check_prefill(_ints(3), _ints(3))
 
 
 def test_write_wants_rows_of_the_pool():
     rows = jnp.zeros((3, 2, 64), F32)
-    checks.check_write(_pool(), rows, rows, _ints(3))
+    kv_cache.check_write(_pool(), rows, rows, _ints(3))
     with pytest.raises(ValueError, match="k has shape"):
-        checks.check_write(_pool(), rows[:2], rows, _ints(3))
+        kv_cache.check_write(_pool(), rows[:2], rows, _ints(3))
     with pytest.raises(ValueError, match="v has shape"):
-        checks.check_write(_pool(), rows, rows[:, :1], _ints(3))
+        kv_cache.check_write(_pool(), rows, rows[:, :1], _ints(3))
     with pytest.raises(TypeError, match="v has dtype bfloat16"):
-        checks.check_write(_pool(), rows, rows.astype(BF16), _ints(3))
+        kv_cache.check_write(_pool(), rows, rows.astype(BF16), _ints(3))
 
 
 def test_rope_write_wants_the_pools_heads():
     angle, slots = jnp.zeros((3, 32), F32), _ints(3)
 
     def check(qkv, dtype=F32, angles=(angle, angle), norms=None, kv=None):
-        checks.check_rope_write(qkv, kv or _pool(), slots, angles, norms, jnp.dtype(dtype))
+        kv_cache.check_rope_write(qkv, kv or _pool(), slots, angles, norms, jnp.dtype(dtype))
 
     good = jnp.zeros((1, 3, 8, 64), F32)
     check(good)
@@ -140,7 +143,7 @@ def test_rope_decode_wants_one_token_a_sequence():
 
     def check(qkv=qkv, lens=lens, scalars=(0.1, None, None)):
         arrays = (qkv, _pool(), tables, lens, (angle[: qkv.shape[1]],) * 2, None)
-        checks.check_rope_decode(*arrays, qkv.dtype, Backend.TRITON, scalars)
+        attention.check_rope_decode(*arrays, qkv.dtype, Backend.TRITON, scalars)
 
     check()
     with pytest.raises(ValueError, match=r"seq_lens has shape \(3,\); it must be \(2,\)"):
@@ -155,51 +158,51 @@ def test_rope_decode_wants_one_token_a_sequence():
 
 def test_norms_and_products_want_equal_shapes():
     rows, weight = jnp.zeros((3, 64), F32), jnp.zeros(64, F32)
-    checks.check_add_norm(rows, rows[None], weight, 1e-6)
+    norm.check_add_norm(rows, rows[None], weight, 1e-6)
     with pytest.raises(ValueError, match="update has shape"):
-        checks.check_add_norm(rows, rows[None, :2], weight, 1e-6)
+        norm.check_add_norm(rows, rows[None, :2], weight, 1e-6)
     half = rows.astype(BF16)
-    checks.check_add_norm(half, half[None], weight, 1e-6)
+    norm.check_add_norm(half, half[None], weight, 1e-6)
     with pytest.raises(TypeError, match=r"weight has dtype float16.* or float32"):
-        checks.check_add_norm(half, half[None], weight.astype(jnp.float16), 1e-6)
-    with pytest.raises(ValueError, match="no parts"):
-        checks.check_add_norm(rows, rows[None][:0], weight, 1e-6)
+        norm.check_add_norm(half, half[None], weight.astype(jnp.float16), 1e-6)
+    with pytest.raises(ValueError, match="no partials"):
+        norm.check_add_norm(rows, rows[None][:0], weight, 1e-6)
     with pytest.raises(ValueError, match="eps is nan"):
-        checks.check_add_norm(rows, rows[None], weight, float("nan"))
+        norm.check_add_norm(rows, rows[None], weight, float("nan"))
     with pytest.raises(ValueError, match="weight has shape"):
-        checks.check_product(rows, jnp.zeros((32, 8), F32))
+        gemm.check_gemm(rows, jnp.zeros((32, 8), F32))
 
 
 def test_a_gate_wants_another_factor():
-    checks.check_gated(jnp.zeros((3, 2, 64), BF16))
+    gemm.check_gated(jnp.zeros((3, 2, 64), BF16))
     with pytest.raises(ValueError, match=r"shape \(3, 1, 64\); it must be \(3, 2, 64\)"):
-        checks.check_gated(jnp.zeros((3, 1, 64), BF16))
+        gemm.check_gated(jnp.zeros((3, 1, 64), BF16))
     with pytest.raises(ValueError, match=r"gate_up has shape \(3, 64\)"):
-        checks.check_gated(jnp.zeros((3, 64), BF16))
+        gemm.check_gated(jnp.zeros((3, 64), BF16))
     with pytest.raises(TypeError, match="gate_up has dtype int32"):
-        checks.check_gated(_ints(3, 2, 64))
+        gemm.check_gated(_ints(3, 2, 64))
 
 
 def test_a_gated_product_wants_two_factors_of_its_depth():
     rows = jnp.zeros((3, 64), BF16)
-    checks.check_gated_product(rows, jnp.zeros((64, 2, 8), BF16))
+    gemm.check_gated_gemm(rows, jnp.zeros((64, 2, 8), BF16))
     with pytest.raises(ValueError, match=r"weight has shape \(64, 16\)"):
-        checks.check_gated_product(rows, jnp.zeros((64, 16), BF16))
+        gemm.check_gated_gemm(rows, jnp.zeros((64, 16), BF16))
     with pytest.raises(ValueError, match=r"shape \(32, 2, 8\); it must be \(64, 2, 8\)"):
-        checks.check_gated_product(rows, jnp.zeros((32, 2, 8), BF16))
+        gemm.check_gated_gemm(rows, jnp.zeros((32, 2, 8), BF16))
     with pytest.raises(TypeError, match="weight has dtype float32"):
-        checks.check_gated_product(rows, jnp.zeros((64, 2, 8), F32))
+        gemm.check_gated_gemm(rows, jnp.zeros((64, 2, 8), F32))
 
 
 def test_copy_wants_equal_layers_and_pairs():
     with pytest.raises(ValueError, match="no layers"):
-        checks.check_copy((), _ints(1), _ints(1))
+        kv_cache.check_copy((), _ints(1), _ints(1))
     with pytest.raises(ValueError, match=r"pool\[1\].k has shape"):
-        checks.check_copy((_pool(), _pool(5)), _ints(1), _ints(1))
+        kv_cache.check_copy((_pool(), _pool(5)), _ints(1), _ints(1))
     with pytest.raises(TypeError, match=r"pool\[1\].k has dtype"):
-        checks.check_copy((_pool(), _pool(dtype=BF16)), _ints(1), _ints(1))
+        kv_cache.check_copy((_pool(), _pool(dtype=BF16)), _ints(1), _ints(1))
     with pytest.raises(ValueError, match="dst has shape"):
-        checks.check_copy((_pool(),), _ints(1), _ints(2))
+        kv_cache.check_copy((_pool(),), _ints(1), _ints(2))
 
 
 def test_the_public_entry_checks():

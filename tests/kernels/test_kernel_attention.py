@@ -25,16 +25,14 @@ from pallas_kernels import (
     Backend,
     HeadNorms,
     LayerKV,
-    paged_decode,
     paged_decode_attention,
-    paged_prefill,
     paged_prefill_attention,
-    paged_prefill_hopper,
-    reference,
     rope_decode_attention,
-    tuning_hopper,
+    tuning,
 )
-from pallas_kernels.tuning import DecodeConfig, PrefillConfig
+from pallas_kernels.attention import decode_triton, prefill_hopper, prefill_triton
+from pallas_kernels.attention.tuning import DecodeConfig, PrefillConfig
+from tests.reference import kernels as reference
 
 HEADS = {"mha": (2, 2), "gqa": (6, 2), "mqa": (4, 1), "wide": (20, 1)}
 
@@ -61,7 +59,14 @@ NARROW = [
     Case(F16, 24, 8, HEADS["gqa"]),
     Case(F32, 40, 8, HEADS["mha"]),
 ]
-CASES += NARROW
+# Blocks far smaller than any tile of keys, of no power of two, and larger than any tile.
+BLOCKS = [
+    Case(F32, 32, 1, HEADS["gqa"], sliding_window=2),
+    Case(BF16, 64, 4, HEADS["mqa"], soft_cap=3.0),
+    Case(F32, 16, 7, HEADS["mha"]),
+    Case(F16, 32, 256, HEADS["gqa"], sliding_window=200),
+]
+CASES += NARROW + BLOCKS
 ROTATED = [case for case in CASES if case.head_size % 2 == 0]
 # On a GPU, where a case costs little, every pair of head size and block size too.
 GPU_CASES = [
@@ -69,7 +74,7 @@ GPU_CASES = [
         (F32, BF16, F16)[(h + b) % 3], head_size, block_size, tuple(HEADS.values())[(h + 2 * b) % 4]
     )
     for h, head_size in enumerate((32, 64, 80, 96, 128, 256))
-    for b, block_size in enumerate((8, 16, 32, 128))
+    for b, block_size in enumerate((1, 2, 4, 8, 16, 32, 64, 128, 256))
 ]
 GPU_CASES += [
     Case((BF16, F16, F32)[h % 3], head_size, 16, tuple(HEADS.values())[h % 4])
@@ -258,7 +263,7 @@ def test_split_counts(splits, window, interpret):
     arrays = (batch.q_decode, batch.kv, batch.block_tables, batch.seq_lens)
     config = DecodeConfig(tile_tokens=32, num_splits=splits)
     run = partial(
-        paged_decode.paged_decode_attention, **case.options, config=config, interpret=interpret
+        decode_triton.paged_decode_attention, **case.options, config=config, interpret=interpret
     )
     plain = partial(reference.paged_decode_attention, *arrays, **case.options)
     got = jax.jit(run)(*arrays)
@@ -291,7 +296,7 @@ def test_splits_and_heads_merged_in_turns(heads, interpret):
     arrays = (batch.q_decode, batch.kv, batch.block_tables, batch.seq_lens)
     config = DecodeConfig(tile_tokens=16, num_splits=64, target_programs=9999)
     run = partial(
-        paged_decode.paged_decode_attention, **case.options, config=config, interpret=interpret
+        decode_triton.paged_decode_attention, **case.options, config=config, interpret=interpret
     )
     plain = partial(reference.paged_decode_attention, *arrays, **case.options)
     assert_close(jax.jit(run)(*arrays), lambda dtype: plain(dtype=dtype), case.dtype)
@@ -352,13 +357,13 @@ def test_a_second_tile_comes_before_a_second_turn_of_merging():
         spec = _spec(DecodeConfig(tile_tokens=32, num_splits=32), group)
         assert spec.merged_splits == 64 // group
         lens = jnp.asarray([32 * num_tiles], jnp.int32)
-        plan = np.asarray(paged_decode.decode_plan(jnp.zeros((1, 128), jnp.int32), lens, spec))
+        plan = np.asarray(decode_triton.decode_plan(jnp.zeros((1, 128), jnp.int32), lens, spec))
         assert (plan[:, 5] > 0).sum() == plan[0, 5] == num_splits
 
 
 def _spec(config, group):
     """Of 8 KV heads of 128, block tables of 128 entries."""
-    return paged_decode._Spec(
+    return decode_triton._Spec(
         None,
         1.0,
         None,
@@ -383,7 +388,7 @@ def test_the_plan_covers_every_tile_once(percent, splits):
         lens = rng.integers(0, 2000, 40) if turn % 5 else np.full(40, rng.integers(1, 2000))
         lens[rng.integers(1, 41) :] = 0
         tables = jnp.zeros((40, 128), jnp.int32)
-        plan = np.asarray(paged_decode.decode_plan(tables, jnp.asarray(lens, jnp.int32), spec))
+        plan = np.asarray(decode_triton.decode_plan(tables, jnp.asarray(lens, jnp.int32), spec))
         covered = {sequence: [] for sequence in range(40)}
         for sequence, _, start, stop, split, count, *_ in plan[plan[:, 5] > 0]:
             assert split == len(covered[sequence]) // 2 < count <= splits
@@ -414,7 +419,7 @@ def test_rope_decode_split_counts(splits, window, heads, interpret):
             32, splits, min_tiles=min_tiles, target_programs=programs, share_percent=percent
         )
         run = partial(
-            paged_decode.rope_decode_attention,
+            decode_triton.rope_decode_attention,
             norms=norms,
             dtype=F32,
             **case.options,
@@ -444,7 +449,7 @@ def test_prefill_tile_sizes(rows, keys, interpret):
     arrays = (batch.q_prefill, *batch[:4])
     config = PrefillConfig(tile_rows=rows, tile_tokens=keys, num_warps=4, num_stages=2)
     run = partial(
-        paged_prefill.paged_prefill_attention, **case.options, config=config, interpret=interpret
+        prefill_triton.paged_prefill_attention, **case.options, config=config, interpret=interpret
     )
     plain = partial(reference.paged_prefill_attention, *arrays, **case.options)
     assert_close(jax.jit(run)(*arrays), lambda dtype: plain(dtype=dtype), case.dtype)
@@ -455,6 +460,7 @@ HOPPERS = [
     Case(BF16, 128, 16, (8, 2), edge_lens(16) + LONGER, padding=5),
     Case(F16, 128, 8, (2, 2), edge_lens(8) + LONGER, padding=0),
     Case(BF16, 128, 128, (16, 2), edge_lens(128) + LONGER, padding=37),
+    Case(BF16, 128, 256, (8, 2), edge_lens(256) + LONGER, padding=11),
     Case(BF16, 128, 32, (6, 2), edge_lens(32) + LONGER, padding=300),
     Case(F16, 128, 64, (20, 2), edge_lens(64) + LONGER, padding=1),
     *(
@@ -470,14 +476,14 @@ HOPPERS = [
 def test_heads_of_a_tile_leave_few_of_its_rows_idle(group):
     """None in a step of long prompts; in others no more than shorter tiles save."""
     for num_tokens in (64, 512, 2048, 8192):
-        members = paged_prefill_hopper.heads_a_tile(group, num_tokens)
+        members = prefill_hopper.heads_a_tile(group, num_tokens)
         assert members in (1, 2, 4, 8, 16)  # windows of whole tiles of the copy engine's
         idle = -(-group // members) * members / group - 1
         assert idle <= (0.07 if num_tokens == 8192 else 0.9)
         if group in (1, 2, 4, 8, 16):
             assert members == group
-    assert [paged_prefill_hopper.heads_a_tile(6, n) for n in (64, 512, 8192)] == [8, 8, 2]
-    assert [paged_prefill_hopper.heads_a_tile(7, n) for n in (64, 2048, 8192)] == [8, 8, 1]
+    assert [prefill_hopper.heads_a_tile(6, n) for n in (64, 512, 8192)] == [8, 8, 2]
+    assert [prefill_hopper.heads_a_tile(7, n) for n in (64, 2048, 8192)] == [8, 8, 1]
 
 
 @pytest.mark.gpu
@@ -487,7 +493,7 @@ def test_prefill_of_both_kernels(case, on_hopper, monkeypatch):
     """The shapes that Hopper's own kernel takes, and the Triton kernel in its place."""
     require(Backend.TRITON)
     if not on_hopper:
-        monkeypatch.setattr(tuning_hopper, "HOPPER_GPUS", ())
+        monkeypatch.setattr(tuning, "HOPPER_GPUS", ())
     batch = build(case)
     arrays = (batch.q_prefill, *batch[:4])
     run = partial(paged_prefill_attention, **case.options, backend=Backend.TRITON)

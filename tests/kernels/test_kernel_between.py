@@ -14,15 +14,15 @@ from kernel_cases import BF16, F16, F32, require
 from pallas_kernels import (
     Backend,
     LayerWeights,
-    between_attentions,
-    between_hopper,
-    checks,
+    fused_layer,
     new_exchange,
-    reference,
-    tuning_hopper,
-    xla,
 )
+from pallas_kernels import layer as layer_op
+from pallas_kernels.layer import hopper
+from pallas_kernels.layer import tuning as layer_tuning
+from pallas_kernels.tuning import MAX_SHARED_BYTES
 from pallas_kernels.types import LayerSizes
+from tests.reference import kernels as reference
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 HAS_MUTABLE_ARGUMENTS = jax.__version_info__ >= (0, 11)
@@ -57,7 +57,7 @@ def two_layers(attended, hidden, weights, num_rows, backend):
     """The op and, from its exchange memory on, the op again; results of both."""
     exchange = new_exchange(weights, num_tokens=ROWS, backend=backend)
     exchange = jnp.zeros(1, jnp.int32) if exchange is None else exchange
-    run = partial(between_attentions, eps=EPS, backend=backend)
+    run = partial(fused_layer, eps=EPS, backend=backend)
     first, qkv, exchange = run(attended, hidden, weights, num_rows, exchange)
     second, last_qkv, _ = run(attended, first, weights, num_rows, exchange)
     return [x.astype(F32) for x in (first, qkv.sum(0), second, last_qkv.sum(0))]
@@ -76,10 +76,10 @@ def test_as_exact_as_the_ops_one_by_one(sizes, num_rows, backend):
     attended, hidden, weights = layer(sizes, BF16)
     run = jax.jit(partial(two_layers, backend=backend))
     results = [run(attended, hidden, weights, jnp.int32(num_rows)) for _ in range(3)]
-    one_by_one = jax.jit(partial(xla.between_attentions, eps=EPS))
+    one_by_one = jax.jit(partial(layer_op.op_by_op, eps=EPS))
     stream = hidden
     for i in (0, 2):
-        want = reference.between_attentions(attended, stream, weights, eps=EPS)
+        want = reference.fused_layer(attended, stream, weights, eps=EPS)
         plain_stream, plain_qkv = one_by_one(attended, stream, weights)
         for j, plain in enumerate((plain_stream, plain_qkv.sum(0))):
             exact = want[j][:num_rows]
@@ -112,7 +112,7 @@ def test_other_dtypes_run_op_by_op(dtype):
     attended, hidden, weights = layer(SMALL, dtype)
     assert new_exchange(weights, num_tokens=ROWS, backend=Backend.XLA) is None
     got = two_layers(attended, hidden, weights, jnp.int32(ROWS), Backend.XLA)
-    want = reference.between_attentions(attended, hidden, weights, eps=EPS)
+    want = reference.fused_layer(attended, hidden, weights, eps=EPS)
     for i in range(2):
         assert error(got[i], want[i]) < (1e-5 if dtype == F32 else 2e-3)
 
@@ -121,15 +121,15 @@ def test_other_dtypes_run_op_by_op(dtype):
 @pytest.mark.parametrize("sizes", [SMALL, ODD, QWEN, WIDE])
 def test_programs_share_all_units(sizes, num_programs):
     """Each unit has one program, each part one place, and readers look where writers write."""
-    plan = between_hopper.Plan(sizes, num_programs)
+    plan = hopper.Plan(sizes, num_programs)
     ends = [*plan.regions.values()][1:]
     assert plan.words == ends[-1]
     assert plan.words % 4 == 0
-    for which, product in enumerate(plan.products):
+    for which, gemm in enumerate(plan.gemms):
         sides = 2 if which == 1 else 1
-        places, parts = set(), {block: set() for block in range(product.blocks)}
-        most, chunks, segments = product.most_units, product.chunks, product.most_segments
-        for unit in range(product.blocks * chunks):
+        places, parts = set(), {block: set() for block in range(gemm.blocks)}
+        most, chunks, segments = gemm.most_units, gemm.chunks, gemm.most_segments
+        for unit in range(gemm.blocks * chunks):
             program, block = unit // most, unit // chunks
             segment = block - program * most // chunks
             assert program < num_programs
@@ -137,9 +137,9 @@ def test_programs_share_all_units(sizes, num_programs):
             parts[block].add(program)
             places.add((program * segments + segment) * sides)
         for block, programs in parts.items():
-            first, last = product.first_part(block), product.last_part(block)
+            first, last = gemm.first_program(block), gemm.last_program(block)
             assert programs == set(range(first, last + 1))
-            assert len(programs) <= product.most_parts
+            assert len(programs) <= gemm.most_partials
         if which < 3:
             size = ends[which] - plan.regions[which]
             assert (max(places) + sides) * ROWS * 64 <= size
@@ -151,20 +151,20 @@ def test_one_program_fills_a_multiprocessor(sizes, num_cores):
     """More than half of the shared memory, so that none shares one, and no more than all."""
     config = choose(sizes=sizes, num_cores=num_cores)
     assert config is not None
-    plan = between_hopper.Plan(sizes, num_cores)
+    plan = hopper.Plan(sizes, num_cores)
     assert config.num_programs == num_cores
-    size = between_hopper.smem_bytes(plan, config.num_stages)
-    assert tuning_hopper.MAX_SHARED_BYTES / 2 < size <= tuning_hopper.MAX_SHARED_BYTES
+    size = hopper.smem_bytes(plan, config.num_stages)
+    assert MAX_SHARED_BYTES / 2 < size <= MAX_SHARED_BYTES
 
 
 def choose(**changes):
     facts = {"num_tokens": 8, "dtype": "bfloat16", "num_cores": 132, "device_kind": "NVIDIA H200"}
     facts |= {"sizes": QWEN} | changes
-    return tuning_hopper.between_config(facts.pop("sizes"), **facts)
+    return layer_tuning.fused_layer_config(facts.pop("sizes"), **facts)
 
 
 def test_it_is_for_hopper_and_small_steps():
-    assert choose() == tuning_hopper.BetweenConfig(132, num_stages=12, num_in_flight=3)
+    assert choose() == layer_tuning.FusedLayerConfig(132, num_stages=12, num_in_flight=3)
     for change in (
         {"num_tokens": 16},
         {"dtype": "float16"},
@@ -203,7 +203,7 @@ def test_wrong_arguments_are_named():
     exchange, count = jnp.zeros(1, jnp.int32), jnp.int32(1)
 
     def run(a=attended, h=hidden, w=weights, n=count, x=exchange, eps=EPS):
-        checks.check_between(a, h, w, n, x, eps)
+        layer_op.check_fused_layer(a, h, w, n, x, eps)
 
     run()
     with pytest.raises(ValueError, match="attended"):
@@ -222,7 +222,7 @@ def test_wrong_arguments_are_named():
 
 def test_foreign_exchange_memory_is_refused():
     arrays, foreign = layer_zeros(SMALL), jnp.zeros(5, jnp.int32)
-    run = partial(between_attentions, eps=EPS, backend=Backend.TRITON)
+    run = partial(fused_layer, eps=EPS, backend=Backend.TRITON)
     refusal = pytest.raises(ValueError, match="exchange has 5 words")
     with (
         use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)),

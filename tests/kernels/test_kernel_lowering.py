@@ -21,14 +21,14 @@ from pallas_kernels import (
     LayerKV,
     add_rms_norm,
     copy_blocks,
-    gated_product,
+    gated_gemm,
     gated_silu,
     greedy_scores,
     paged_decode_attention,
     paged_prefill_attention,
-    product_parts,
     rope_decode_attention,
     rope_write_kv,
+    split_k_gemm,
     token_scores,
     truncation_mask,
     write_kv,
@@ -53,8 +53,8 @@ def _ints(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def _operations(dtype, head_size):
-    kv = LayerKV(*(_floats(dtype, P, S, K, head_size) for _ in range(2)))
+def _operations(dtype, head_size, block_size=S):
+    kv = LayerKV(*(_floats(dtype, P, block_size, K, head_size) for _ in range(2)))
     rows = _floats(dtype, T, K, head_size)
     options = {"scale": 0.1, "backend": Backend.TRITON}
     extras = {"soft_cap": 3.0, "sliding_window": 20}
@@ -137,7 +137,20 @@ def test_lowers_to_one_kernel_an_op(dtype, head_size):
         assert sorted(calls) == expected.get(name, ["triton"]), name  # called functions come last
 
 
-@pytest.mark.parametrize("block_size", [8, 16, 128])
+@pytest.mark.parametrize("block_size", [1, 2, 4, 7, 8, 32, 64, 128, 256])
+def test_blocks_of_every_size_lower(block_size):
+    """Hopper's own prefill takes those that its copies can be made of."""
+    copied = "mosaic_gpu" if block_size >= 8 else "triton"
+    wanted = {"norms, rope and split decode": "triton", "decode": "triton", "prefill": copied}
+    wanted |= {"prefill, cap, window": "triton", "norms, rope and write": "triton"}
+    wanted |= {"write": "triton", "copy": "triton"}
+    operations = _operations(BF16, 128, block_size)
+    for name, kernel in wanted.items():
+        function, arguments = operations[name]
+        assert re.findall(KERNEL_CALL, _lowered(function, *arguments)) == [kernel], name
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 256])
 @pytest.mark.parametrize("heads", [(1, 1), (6, 2), (12, 2), (32, 8), (16, 1), (40, 2), (32, 1)])
 def test_hoppers_prefill_lowers_for_groups_and_blocks(heads, block_size):
     kv = LayerKV(*(_floats(BF16, P, block_size, heads[1], 128) for _ in range(2)))
@@ -149,9 +162,9 @@ def test_hoppers_prefill_lowers_for_groups_and_blocks(heads, block_size):
 @pytest.mark.parametrize(
     ("rows", "width"), [(8, 3072), (24, 3072), (64, 3072), (96, 3072), (192, 3072), (256, 6144)]
 )
-@pytest.mark.parametrize("function", [product_parts, gated_product])
+@pytest.mark.parametrize("function", [split_k_gemm, gated_gemm])
 def test_products_of_few_rows_are_hoppers_own(function, rows, width):
-    weight = (640, width) if function is product_parts else (640, 2, width)
+    weight = (640, width) if function is split_k_gemm else (640, 2, width)
     for device, expected in ((H200, []), (WHOLE_H200, ["mosaic_gpu"])):
         run = partial(function, backend=Backend.TRITON)
         text = _lowered(run, _floats(BF16, rows, 640), _floats(BF16, *weight), device=device)
@@ -169,7 +182,7 @@ def test_products_of_few_rows_are_hoppers_own(function, rows, width):
 )
 def test_gated_products_of_many_rows_are_hoppers_own(rows, width, kernel):
     arguments = _floats(BF16, rows, 1024), _floats(BF16, 1024, 2, width)
-    run = partial(gated_product, backend=Backend.TRITON)
+    run = partial(gated_gemm, backend=Backend.TRITON)
     text = _lowered(run, *arguments, device=WHOLE_H200)
     assert re.findall(KERNEL_CALL, text) == ["mosaic_gpu"]
     assert kernel in text

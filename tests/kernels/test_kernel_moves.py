@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 from kernel_cases import BF16, F16, F32, IMPLEMENTATIONS, require
 
-from pallas_kernels import Backend, LayerKV, copy_blocks, reference, write_kv
+from pallas_kernels import Backend, LayerKV, copy_blocks, write_kv
+from tests.reference import kernels as reference
 
 SHAPES = [(F32, 8, 2, 80), (BF16, 16, 3, 64), (F16, 128, 1, 256), (BF16, 24, 32, 128)]
 SHAPES += [(F32, 8, 1, 1), (BF16, 8, 2, 5), (F16, 16, 3, 8), (BF16, 8, 2, 12), (F32, 8, 2, 24)]
+SHAPES += [(F32, 1, 2, 5), (BF16, 4, 2, 64), (F16, 256, 2, 80), (F16, 1, 1, 1)]
 
 
 def _pool(rng, dtype, *shape):
@@ -63,7 +65,7 @@ def test_pool_is_updated_in_place(op, dtype, backend):
     """With the pool donated, the optimised program holds no copy of it, nor an allocation."""
     require(backend)
     if backend is Backend.XLA and dtype is BF16:
-        pytest.skip("XLA's CPU compiler has no bfloat16 scatter; see xla.py")
+        pytest.skip("XLA's CPU compiler has no bfloat16 scatter; see kv_cache/xla.py")
     shape = (16, 16, 2, 64)
     kv = LayerKV(*(jnp.zeros(shape, dtype) for _ in range(2)))
     indices = jnp.asarray([3, 18, 35], jnp.int32)

@@ -1,4 +1,4 @@
-"""The kernels of products for Hopper, interpreted: what their copies, barriers and sums come to.
+"""The GEMM kernels for Hopper, interpreted: what their copies, barriers and sums come to.
 
 On a GPU test_kernel_rows.py runs the same ops.
 """
@@ -13,27 +13,28 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernel_cases import BF16, F32
 
-from pallas_kernels import gated_gemm_hopper, product_hopper, reference
-from pallas_kernels.tuning_hopper import HopperGemmConfig, HopperProductConfig
+from pallas_kernels.gemm import hopper
+from pallas_kernels.gemm.tuning import FewRowsConfig, ManyRowsConfig
+from tests.reference import kernels as reference
 
-# Rows, depth, and how: parts, rows a tile, computers, places. One step and several, less than the
-# places and three times as many; one computer and two; one tile of rows and two.
+# Rows, depth, and how: splits, rows a tile, consumers, stages. One step and several, less than the
+# stages and three times as many; one consumer and two; one tile of rows and two.
 CASES = [
-    (8, 512, HopperProductConfig(2, 8, 1, 3)),
-    (8, 640, HopperProductConfig(1, 8, 2, 3)),
-    (16, 192, HopperProductConfig(1, 16, 2, 2)),
-    (64, 256, HopperProductConfig(4, 64, 1, 8)),
-    (24, 192, HopperProductConfig(1, 24, 1, 2)),
-    (96, 320, HopperProductConfig(1, 96, 1, 3)),
-    (192, 128, HopperProductConfig(1, 96, 2, 8)),
-    (256, 256, HopperProductConfig(2, 128, 2, 2)),
+    (8, 512, FewRowsConfig(2, 8, 1, 3)),
+    (8, 640, FewRowsConfig(1, 8, 2, 3)),
+    (16, 192, FewRowsConfig(1, 16, 2, 2)),
+    (64, 256, FewRowsConfig(4, 64, 1, 8)),
+    (24, 192, FewRowsConfig(1, 24, 1, 2)),
+    (96, 320, FewRowsConfig(1, 96, 1, 3)),
+    (192, 128, FewRowsConfig(1, 96, 2, 8)),
+    (256, 256, FewRowsConfig(2, 128, 2, 2)),
 ]
 
 
 @pytest.fixture
 def races_raise():
     """A read of shared memory that nothing orders behind the copy to it raises, and a copy that
-    waits for no place. A copy that waits for some of a place's readers alone is not found.
+    waits for no stage. A copy that waits for some of a stage's readers alone is not found.
 
     JAX before 0.11 interprets no such kernels, and 0.11 wants every turn of a barrier waited for:
     the last ones of "empty" have nothing left to wait for them."""
@@ -46,16 +47,16 @@ def races_raise():
 
 @pytest.mark.usefixtures("races_raise")
 @pytest.mark.parametrize(("rows", "depth", "config"), CASES)
-def test_each_part_is_a_product(rows, depth, config):
+def test_each_partial_is_a_gemm(rows, depth, config):
     rng = np.random.default_rng(0)
     x, weight = (jnp.asarray(rng.standard_normal(s), BF16) for s in ((rows, depth), (depth, 256)))
-    parts = product_hopper.product_parts(x, weight, config=config)
-    assert parts.dtype == (BF16 if config.num_parts == 1 else F32)
+    parts = hopper.split_k_gemm(x, weight, config=config)
+    assert parts.dtype == (BF16 if config.num_splits == 1 else F32)
     columns, deep = (
         np.asarray(array, np.float64).reshape(shape)
         for array, shape in (
-            (x, (rows, config.num_parts, -1)),
-            (weight, (config.num_parts, -1, 256)),
+            (x, (rows, config.num_splits, -1)),
+            (weight, (config.num_splits, -1, 256)),
         )
     )
     exact = np.einsum("rpd,pdw->prw", columns, deep)
@@ -65,23 +66,23 @@ def test_each_part_is_a_product(rows, depth, config):
 
 @pytest.mark.usefixtures("races_raise")
 @pytest.mark.parametrize(
-    ("rows", "depth", "config"), [case for case in CASES if case[2].num_parts == 1]
+    ("rows", "depth", "config"), [case for case in CASES if case[2].num_splits == 1]
 )
 def test_a_gated_product_is_activated(rows, depth, config):
     x, weight = _gated_case(rows, depth, 256)
-    _assert_gated(product_hopper.gated_product(x, weight, config=config), x, weight)
+    _assert_gated(hopper.gated_gemm_of_few(x, weight, config=config), x, weight)
 
 
 # A tile a program, several, none for some; rings that hold a tile's steps and more, and that are
 # walked round within one.
 @pytest.mark.usefixtures("races_raise")
 @pytest.mark.parametrize(
-    ("rows", "depth", "width", "places", "programs"),
+    ("rows", "depth", "width", "stages", "programs"),
     [(128, 64, 128, 2, 1), (256, 320, 384, 3, 4), (1280, 64, 256, 4, 3), (384, 192, 256, 4, 8)],
 )
-def test_a_gated_product_of_many_rows(rows, depth, width, places, programs):
+def test_a_gated_product_of_many_rows(rows, depth, width, stages, programs):
     x, weight = _gated_case(rows, depth, width)
-    out = gated_gemm_hopper.gated_product(x, weight, config=HopperGemmConfig(places, programs))
+    out = hopper.gated_gemm_of_many(x, weight, config=ManyRowsConfig(stages, programs))
     _assert_gated(out, x, weight)
 
 
@@ -89,8 +90,8 @@ def test_a_gated_product_of_many_rows(rows, depth, width, places, programs):
 @pytest.mark.parametrize(
     "run",
     [
-        partial(product_hopper.gated_product, config=HopperProductConfig(1, 128, 2, 2)),
-        partial(gated_gemm_hopper.gated_product, config=HopperGemmConfig(2, 1)),
+        partial(hopper.gated_gemm_of_few, config=FewRowsConfig(1, 128, 2, 2)),
+        partial(hopper.gated_gemm_of_many, config=ManyRowsConfig(2, 1)),
     ],
     ids=["few_rows", "many_rows"],
 )
@@ -110,35 +111,35 @@ def _gated_case(rows, depth, width):
 
 
 def _assert_gated(out, x, weight):
-    exact = reference.gated_product(x, weight)
+    exact = reference.gated_gemm(x, weight)
     np.testing.assert_allclose(np.asarray(out, np.float64), exact, rtol=0.01, atol=0.01)
 
 
-def test_a_ring_of_one_place_is_refused():
+def test_a_ring_of_one_stage_is_refused():
     x, weight = jnp.zeros((8, 128), BF16), jnp.zeros((128, 64), BF16)
     with pytest.raises(ValueError, match="num_stages is 1; it must be at least 2"):
-        product_hopper.product_parts(x, weight, config=HopperProductConfig(1, 8, 1, 1))
+        hopper.split_k_gemm(x, weight, config=FewRowsConfig(1, 8, 1, 1))
     x, weight = jnp.zeros((128, 128), BF16), jnp.zeros((128, 2, 128), BF16)
     with pytest.raises(ValueError, match="num_stages is 1; it must be at least 2"):
-        gated_gemm_hopper.gated_product(x, weight, config=HopperGemmConfig(1, 1))
+        hopper.gated_gemm_of_many(x, weight, config=ManyRowsConfig(1, 1))
 
 
 @pytest.mark.parametrize(
     ("sizes", "config"),
     [
-        ((8, 128, 96), HopperProductConfig(1, 8, 1, 2)),
-        ((8, 96, 64), HopperProductConfig(1, 8, 1, 2)),
-        ((12, 128, 64), HopperProductConfig(1, 8, 1, 2)),
-        ((8, 192, 64), HopperProductConfig(2, 8, 1, 2)),
-        ((8, 128, 192), HopperProductConfig(1, 8, 2, 2)),
+        ((8, 128, 96), FewRowsConfig(1, 8, 1, 2)),
+        ((8, 96, 64), FewRowsConfig(1, 8, 1, 2)),
+        ((12, 128, 64), FewRowsConfig(1, 8, 1, 2)),
+        ((8, 192, 64), FewRowsConfig(2, 8, 1, 2)),
+        ((8, 128, 192), FewRowsConfig(1, 8, 2, 2)),
     ],
 )
 def test_sizes_that_no_tiles_of_few_rows_make_are_refused(sizes, config):
     rows, depth, width = sizes
     x, weight = jnp.zeros((rows, depth), BF16), jnp.zeros((depth, width), BF16)
-    tile = config.tile_rows, 64 * config.num_parts, 64 * config.num_computers
+    tile = config.tile_rows, 64 * config.num_splits, 64 * config.num_consumers
     with pytest.raises(ValueError, match=re.escape(f"{sizes}; they must be whole tiles of {tile}")):
-        product_hopper.product_parts(x, weight, config=config)
+        hopper.split_k_gemm(x, weight, config=config)
 
 
 @pytest.mark.parametrize("sizes", [(64, 64, 128), (128, 96, 128), (128, 64, 64)])
@@ -147,4 +148,4 @@ def test_sizes_that_no_tiles_of_many_rows_make_are_refused(sizes):
     x, weight = jnp.zeros((rows, depth), BF16), jnp.zeros((depth, 2, width), BF16)
     message = re.escape(f"{sizes}; they must be whole tiles of (128, 64, 128)")
     with pytest.raises(ValueError, match=message):
-        gated_gemm_hopper.gated_product(x, weight, config=HopperGemmConfig(2, 1))
+        hopper.gated_gemm_of_many(x, weight, config=ManyRowsConfig(2, 1))

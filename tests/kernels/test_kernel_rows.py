@@ -13,15 +13,15 @@ from pallas_kernels import (
     HeadNorms,
     LayerKV,
     add_rms_norm,
-    gated_product,
+    gated_gemm,
     gated_silu,
-    product_parts,
-    reference,
     rms_norm,
     rope_decode_attention,
     rope_write_kv,
-    sum_parts,
+    split_k_gemm,
+    sum_partials,
 )
+from tests.reference import kernels as reference
 
 # dtype, block size, (N, K), head size, norms
 SHAPES = [
@@ -40,6 +40,8 @@ SHAPES = [
     (BF16, 8, (2, 1), 12, True),
     (F16, 8, (4, 4), 24, False),
     (F32, 16, (6, 2), 40, True),
+    (F32, 2, (4, 2), 32, True),
+    (BF16, 256, (4, 1), 64, False),
 ]
 EPS = 1e-3
 NUM_BLOCKS = 5
@@ -238,7 +240,7 @@ def test_parts_are_summed_and_rounded_first(backend):
     rng = np.random.default_rng(5)
     arrays, norms = _case(BF16, 8, (6, 2), 64, True, BF16)
     parts = jnp.asarray(rng.standard_normal((4, *arrays[0].shape[1:])), F32)
-    whole = sum_parts(parts, BF16)
+    whole = sum_partials(parts, BF16)
     rope = jax.jit(partial(rope_write_kv, norms=norms, dtype=BF16, backend=backend))
     got, want = rope(parts, *arrays[1:]), rope(whole[None], *arrays[1:])
     norm = jax.jit(partial(add_rms_norm, eps=EPS, backend=backend))
@@ -284,13 +286,13 @@ def test_product_parts(rows, depth, width, dtype, backend):
     """Parts or none, the sum is the product."""
     require(backend)
     x, weight = _factors(6, (rows, depth), (depth, width), dtype)
-    parts = jax.jit(partial(product_parts, backend=backend))(x, weight)
+    parts = jax.jit(partial(split_k_gemm, backend=backend))(x, weight)
     assert parts.dtype == (dtype if len(parts) == 1 else F32)
     assert len(parts) == 1 or (backend is not Backend.XLA and dtype != F32)
     if backend is Backend.INTERPRET and dtype != F32:  # XLA's product, in the parts of any GPU
         assert len(parts) == {8: 4, 64: 8, 300: 1}.get(rows, len(parts))
     exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64)
-    _assert_product(sum_parts(parts, F32), exact, depth, parts.dtype)
+    _assert_product(sum_partials(parts, F32), exact, depth, parts.dtype)
 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
@@ -299,9 +301,9 @@ def test_product_parts(rows, depth, width, dtype, backend):
 def test_gated_product(rows, depth, width, dtype, backend):
     require(backend)
     x, weight = _factors(8, (rows, depth), (depth, 2, width), dtype)
-    out = jax.jit(partial(gated_product, backend=backend))(x, weight)
+    out = jax.jit(partial(gated_gemm, backend=backend))(x, weight)
     assert (out.shape, out.dtype) == ((rows, width), dtype)
-    exact = reference.gated_product(x, weight)
+    exact = reference.gated_gemm(x, weight)
     _assert_product(out, exact, depth, dtype)
 
 
@@ -312,7 +314,7 @@ def test_a_products_gate_is_shut_whatever_it_shuts(rows, backend):
     require(backend)
     x = jnp.zeros((rows, 64), BF16).at[:, 0].set(1)
     weight = jnp.zeros((64, 2, 3072), BF16).at[0].set(jnp.asarray([[-1e20], [1e20]], BF16))
-    out = jax.jit(partial(gated_product, backend=backend))(x, weight)
+    out = jax.jit(partial(gated_gemm, backend=backend))(x, weight)
     np.testing.assert_array_equal(out.astype(F32), 0)
 
 
@@ -322,9 +324,9 @@ def test_a_product_by_a_large_weight(rows):
     """A program has all rows, and more steps of the depth than places."""
     require(Backend.TRITON)
     x, weight = _factors(10, (rows, 2304), (2304, 4224), BF16)
-    parts = jax.jit(partial(product_parts, backend=Backend.TRITON))(x, weight)
+    parts = jax.jit(partial(split_k_gemm, backend=Backend.TRITON))(x, weight)
     exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64)
-    _assert_product(sum_parts(parts, F32), exact, 2304, parts.dtype)
+    _assert_product(sum_partials(parts, F32), exact, 2304, parts.dtype)
 
 
 @pytest.mark.gpu
@@ -333,8 +335,8 @@ def test_a_gated_product_by_a_large_weight(rows):
     """With 128 columns a program, on GPUs of 130 SMs and more; XLA's product on others."""
     require(Backend.TRITON)
     x, weight = _factors(11, (rows, 1280), (1280, 2, 16640), BF16)
-    out = jax.jit(partial(gated_product, backend=Backend.TRITON))(x, weight)
-    _assert_product(out, reference.gated_product(x, weight), 1280, BF16)
+    out = jax.jit(partial(gated_gemm, backend=Backend.TRITON))(x, weight)
+    _assert_product(out, reference.gated_gemm(x, weight), 1280, BF16)
 
 
 @pytest.mark.gpu
@@ -344,8 +346,8 @@ def test_a_gated_product_of_many_rows(rows, width, dtype):
     """In tiles that the programs of a GPU of 132 SMs have two or three of; XLA's on others."""
     require(Backend.TRITON)
     x, weight = _factors(12, (rows, 1088), (1088, 2, width), dtype)
-    out = jax.jit(partial(gated_product, backend=Backend.TRITON))(x, weight)
-    _assert_product(out, reference.gated_product(x, weight), 1088, dtype)
+    out = jax.jit(partial(gated_gemm, backend=Backend.TRITON))(x, weight)
+    _assert_product(out, reference.gated_gemm(x, weight), 1088, dtype)
 
 
 @pytest.mark.gpu
@@ -357,11 +359,11 @@ def test_products_give_the_same_bits_again(rows):
 
     @jax.jit
     def run(x, weight):
-        gated = gated_product(x, weight, backend=Backend.TRITON)
-        return gated, product_parts(gated[:, :1024], weight[:, 0], backend=Backend.TRITON)
+        gated = gated_gemm(x, weight, backend=Backend.TRITON)
+        return gated, split_k_gemm(gated[:, :1024], weight[:, 0], backend=Backend.TRITON)
 
     first = jax.tree.map(np.asarray, run(x, weight))
-    exact = reference.gated_product(x, weight)
+    exact = reference.gated_gemm(x, weight)
     _assert_product(first[0], exact, 1024, BF16)
     for turn in range(50):
         run(x * jnp.asarray(turn, BF16), weight)
@@ -382,5 +384,5 @@ def test_no_rows(backend):
     assert normed.shape == total.shape == (0, 64)
     assert gated_silu(jnp.zeros((0, 2, 64), F32), backend=backend).shape == (0, 64)
     weight = jnp.zeros((64, 2, 128), F32)
-    assert gated_product(rows, weight, backend=backend).shape == (0, 128)
-    assert product_parts(rows, weight[:, 0], backend=backend).shape[1:] == (0, 128)
+    assert gated_gemm(rows, weight, backend=backend).shape == (0, 128)
+    assert split_k_gemm(rows, weight[:, 0], backend=backend).shape[1:] == (0, 128)

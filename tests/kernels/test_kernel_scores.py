@@ -16,12 +16,12 @@ from pallas_kernels import (
     Adjustments,
     Backend,
     adjusted_logits,
-    checks,
     greedy_scores,
-    reference,
+    scores,
     token_scores,
 )
-from pallas_kernels.adjusted import ADJUSTS, BIASED, EARLY, IN_PROMPT, IS_ENDING
+from pallas_kernels.scores.adjustments import ADJUSTS, BIASED, EARLY, IN_PROMPT, IS_ENDING
+from tests.reference import kernels as reference
 
 B, R = 4, 6
 # Less than a block of tokens, a chunk and a bit, and two chunks: blocks and chunks that end early.
@@ -207,11 +207,11 @@ def test_shapes_that_do_not_fit_are_refused():
     for name in ("words", "biases", "rows", "kinds", "penalties"):
         wrong = adjustments._replace(**{name: getattr(adjustments, name)[..., :-1]})
         with pytest.raises(ValueError, match=name):
-            checks.check_adjustments(logits, wrong)
+            scores.check_adjustments(logits, wrong)
     tokens, wanted = jnp.zeros(B, jnp.int32), jnp.ones(B, jnp.bool_)
     with pytest.raises(ValueError, match="token_ids has shape"):
-        checks.check_scores(logits, tokens[1:], wanted, 1)
+        scores.check_scores(logits, tokens[1:], wanted, 1)
     with pytest.raises(ValueError, match="wanted has shape"):
-        checks.check_scores(logits, tokens, wanted[1:], 1)
+        scores.check_scores(logits, tokens, wanted[1:], 1)
     with pytest.raises(TypeError, match="logits has dtype"):
-        checks.check_scores(logits.astype(jnp.bfloat16), tokens, wanted, 1)
+        scores.check_scores(logits.astype(jnp.bfloat16), tokens, wanted, 1)

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.tiles import decode_rows_apart, tile_map, window_map
+from pallas_kernels.attention.tiles import decode_rows_apart, tile_map, window_map
 
 
 def _ragged(seed):

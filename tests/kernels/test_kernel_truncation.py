@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import IMPLEMENTATIONS, require
 
-from pallas_kernels import Backend, checks, reference, truncation_mask
+from pallas_kernels import Backend, truncation, truncation_mask
+from tests.reference import kernels as reference
 
 B, V = 4, 24
 OFF = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
@@ -198,4 +199,4 @@ def test_there_is_no_sort():
 def test_wrong_arguments_are_named(change, error, message):
     arguments = {**_parameters([{}] * B), **change}
     with pytest.raises(error, match=message):
-        checks.check_truncation(jnp.zeros((B, V), jnp.float32), **arguments)
+        truncation.check_truncation(jnp.zeros((B, V), jnp.float32), **arguments)

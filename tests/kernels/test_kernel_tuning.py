@@ -7,8 +7,13 @@ from typing import Any
 
 import pytest
 
-from pallas_kernels import tuning, tuning_hopper
-from pallas_kernels.tile_ops import tile_width
+from pallas_kernels import tuning
+from pallas_kernels.attention import tuning as attention_tuning
+from pallas_kernels.attention.tile_ops import tile_width
+from pallas_kernels.gemm import tuning as gemm_tuning
+from pallas_kernels.gemm.tuning import Gemm
+from pallas_kernels.kv_cache import tuning as kv_cache_tuning
+from pallas_kernels.norm.triton import norm_config
 
 
 def _decode(**changes):
@@ -19,7 +24,7 @@ def _decode(**changes):
         "itemsize": 2,
         "max_context": 4096,
     }
-    return tuning.decode_config(**{**facts, **changes})
+    return attention_tuning.decode_config(**{**facts, **changes})
 
 
 def test_decode_splits_fill_the_chip():
@@ -44,7 +49,7 @@ def test_decode_has_no_more_splits_than_tiles():
 def test_tiles_are_powers_of_two_within_limits(itemsize):
     for head_size, group, tokens in itertools.product((2, 32, 80, 256), (1, 3, 71), (1, 100, 8192)):
         decode = _decode(head_size=head_size, itemsize=itemsize)
-        prefill = tuning.prefill_config(
+        prefill = attention_tuning.prefill_config(
             num_tokens=tokens, batch=8, group=group, head_size=head_size, itemsize=itemsize
         )
         for size in (decode.tile_tokens, prefill.tile_tokens, prefill.tile_rows):
@@ -61,7 +66,7 @@ def test_heads_have_tiles_of_powers_of_two_that_tensor_cores_take():
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_a_norms_threads_load_sixteen_bytes_each(itemsize):
     for size in (24, 64, 1000, 1024, 4096, 5120, 16384):
-        config = tuning.norm_config(size=size, itemsize=itemsize)
+        config = norm_config(size=size, itemsize=itemsize)
         assert config.tile * itemsize == 16 * 32 * config.num_warps
         assert 1 <= config.num_warps <= 32
         # One load has the whole row, and less than as much beside it, unless it takes every warp.
@@ -70,15 +75,15 @@ def test_a_norms_threads_load_sixteen_bytes_each(itemsize):
 
 def test_few_gates_have_twice_the_threads():
     """Each program writes as many columns either way."""
-    few, many = (tuning.gated_config(num_tokens=rows, size=14336) for rows in (64, 256))
-    assert few == tuning.GatedConfig(1024, num_warps=8)
-    assert many == tuning.GatedConfig(1024, num_warps=4)
+    few, many = (gemm_tuning.gated_config(num_tokens=rows, size=14336) for rows in (64, 256))
+    assert few == gemm_tuning.GatedConfig(1024, num_warps=8)
+    assert many == gemm_tuning.GatedConfig(1024, num_warps=4)
 
 
 def test_the_activation_of_products_that_xla_splits_stays_with_them():
     sizes = {rows: [3072, 14336] for rows in (8, 256, 512)}
     ours = {
-        rows: [tuning.gated_config(num_tokens=rows, size=size) is not None for size in both]
+        rows: [gemm_tuning.gated_config(num_tokens=rows, size=size) is not None for size in both]
         for rows, both in sizes.items()
     }
     assert ours == {8: [False, True], 256: [False, True], 512: [True, True]}
@@ -96,7 +101,7 @@ MEASURED_PARTS = {  # of qkv, o, gate and up, down: of Qwen3-0.6B, then of Llama
 @pytest.mark.parametrize("rows", [*MEASURED_PARTS])
 def test_products_are_split_where_that_was_measured_to_pay(rows):
     def parts(depth, width, itemsize=2):
-        return tuning.product_parts(num_tokens=rows, depth=depth, width=width, itemsize=itemsize)
+        return gemm_tuning.num_splits(Gemm(rows, depth, width, itemsize))
 
     small = [parts(1024, 4096), parts(2048, 1024), parts(1024, 6144), parts(3072, 1024)]
     large = [parts(4096, 6144), parts(4096, 4096), parts(4096, 28672), parts(14336, 4096)]
@@ -112,9 +117,9 @@ def test_many_programs_have_few_warps():
 
 def test_hoppers_prefill_is_for_hopper_and_what_it_can():
     facts = {"head_size": 128, "block_size": 16, "itemsize": 2, "plain": True}
-    choose = partial(tuning_hopper.prefill_config, **facts)
+    choose = partial(attention_tuning.hopper_prefill_config, **facts)
     for name in ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA GH200 480GB"):
-        assert choose(device_kind=name) == tuning_hopper.HopperPrefillConfig()
+        assert choose(device_kind=name) == attention_tuning.HopperPrefillConfig()
     assert choose(device_kind="NVIDIA A100-SXM4-80GB") is None
     assert choose(device_kind="") is None
     others = {"head_size": 64, "block_size": 48, "itemsize": 4, "plain": False}
@@ -122,16 +127,25 @@ def test_hoppers_prefill_is_for_hopper_and_what_it_can():
         assert choose(device_kind="NVIDIA H200", **{name: value}) is None
 
 
+def test_hoppers_prefill_is_for_blocks_that_tiles_are_made_of_or_cut_from():
+    facts = {"head_size": 128, "itemsize": 2, "plain": True, "device_kind": "NVIDIA H200"}
+    sizes = [1, 2, 4, 7, 8, 16, 24, 32, 64, 96, 128, 136, 192, 256]
+    taken = [
+        s
+        for s in sizes
+        if attention_tuning.hopper_prefill_config(block_size=s, **facts) is not None
+    ]
+    assert taken == [8, 16, 32, 64, 128, 256]
+
+
 def _product(rows, depth, width, **changes) -> Any:
     facts = {"itemsize": 2, "num_cores": 132, "device_kind": "NVIDIA H200"}
-    return tuning_hopper.product_config(
-        num_tokens=rows, depth=depth, width=width, **(facts | changes)
-    )
+    return gemm_tuning.few_rows_config(Gemm(rows, depth, width, **(facts | changes)))
 
 
 def test_hoppers_products_give_each_sm_a_program_at_most():
     parts = {
-        rows: [_product(rows, *shape).num_parts for shape in ((1024, 4096), (2048, 1024))]
+        rows: [_product(rows, *shape).num_splits for shape in ((1024, 4096), (2048, 1024))]
         for rows in (8, 64, 96, 128, 192, 256)
     }
     few, many = [2, 8], [1, 4]
@@ -139,14 +153,14 @@ def test_hoppers_products_give_each_sm_a_program_at_most():
     tiles = [_product(rows, 1024, 4096).tile_rows for rows in (8, 64, 96, 128, 192, 256)]
     assert tiles == [8, 64, 48, 64, 96, 128]
     assert _product(128, 1024, 6144).tile_rows == 128  # 96 programs: in two they would be too many
-    assert _product(64, 320, 1024).num_parts == 1  # five steps: no two parts
-    assert _product(64, 512, 64).num_parts == 4  # each at least 128 deep
+    assert _product(64, 320, 1024).num_splits == 1  # five steps: no two parts
+    assert _product(64, 512, 64).num_splits == 4  # each at least 128 deep
 
 
 def test_hoppers_products_stream_a_large_weight_once():
     for rows in (8, 64, 96, 128):
         config = _product(rows, 14336, 4096)
-        assert (config.tile_rows, config.num_parts) == (rows, 2)
+        assert (config.tile_rows, config.num_splits) == (rows, 2)
     assert _product(64, 4096, 14336, num_factors=2).tile_rows == 64
 
 
@@ -168,22 +182,22 @@ def test_hoppers_products_are_at_most_one_program_an_sm_and_fit_it():
         if config is None:
             continue
         taken += 1
-        tiles = rows // config.tile_rows * width // (64 * config.num_computers)
-        assert config.num_parts * tiles <= cores
-        step = (config.tile_rows + 64 * factors * config.num_computers) * 64 * 2
-        out = config.num_computers * config.tile_rows * 64 * (2 if config.num_parts == 1 else 4)
+        tiles = rows // config.tile_rows * width // (64 * config.num_consumers)
+        assert config.num_splits * tiles <= cores
+        step = (config.tile_rows + 64 * factors * config.num_consumers) * 64 * 2
+        out = config.num_consumers * config.tile_rows * 64 * (2 if config.num_splits == 1 else 4)
         assert config.num_stages >= 3
-        assert config.num_stages * step + out < tuning_hopper.MAX_SHARED_BYTES - 1024
+        assert config.num_stages * step + out < tuning.MAX_SHARED_BYTES - 1024
     assert taken > 200
 
 
 def test_hoppers_products_read_few_rows_seldom():
     """Each program reads all of its rows, so it has twice the columns where SMs are too few."""
-    assert _product(64, 1024, 8448).num_computers == 1
-    assert _product(64, 1024, 8576).num_computers == 2
+    assert _product(64, 1024, 8448).num_consumers == 1
+    assert _product(64, 1024, 8576).num_consumers == 2
     assert _product(64, 1024, 8512) is None  # 133 tiles: no two of them for every program
-    assert _product(256, 1024, 6144) == tuning_hopper.HopperProductConfig(1, 128, 2, 6)
-    assert _product(64, 4096, 16896).num_computers == 2
+    assert _product(256, 1024, 6144) == gemm_tuning.FewRowsConfig(1, 128, 2, 6)
+    assert _product(64, 4096, 16896).num_consumers == 2
     assert _product(64, 4096, 17408) is None  # 136 programs even so
 
 
@@ -205,15 +219,13 @@ def test_hoppers_products_are_for_hopper_and_few_rows():
         (64, 0, 0),
     ):
         assert _product(rows, depth, width) is None
-    assert _product(64, 1024, 3072, num_factors=2).num_parts == 1
+    assert _product(64, 1024, 3072, num_factors=2).num_splits == 1
     assert _product(192, 2048, 4096, num_factors=2) is None  # the two together are large
 
 
 def _gated_gemm(rows, depth, width, **changes) -> Any:
-    facts = {"itemsize": 2, "num_cores": 132, "device_kind": "NVIDIA H200"}
-    return tuning_hopper.gated_gemm_config(
-        num_tokens=rows, depth=depth, width=width, **(facts | changes)
-    )
+    facts: Any = {"itemsize": 2, "num_cores": 132, "device_kind": "NVIDIA H200"} | changes
+    return gemm_tuning.many_rows_config(Gemm(rows, depth, width, num_factors=2, **facts))
 
 
 def test_hoppers_gated_products_of_many_rows_keep_the_sms_at_work():
@@ -228,9 +240,9 @@ def test_hoppers_gated_products_of_many_rows_keep_the_sms_at_work():
 
 def test_hoppers_gated_products_of_many_rows_are_for_hopper_and_whole_tiles():
     config = _gated_gemm(256, 4096, 14336)
-    assert config == tuning_hopper.HopperGemmConfig(num_stages=4, num_programs=132)
+    assert config == gemm_tuning.ManyRowsConfig(num_stages=4, num_programs=132)
     step, out = (128 + 2 * 128) * 64 * 2, 128 * 128 * 2
-    assert config.num_stages * step + out < tuning_hopper.MAX_SHARED_BYTES - 1024
+    assert config.num_stages * step + out < tuning.MAX_SHARED_BYTES - 1024
     others = {"device_kind": "NVIDIA A100", "num_cores": None, "itemsize": 4}
     for name, value in others.items():
         assert _gated_gemm(256, 4096, 14336, **{name: value}) is None
@@ -247,7 +259,7 @@ def test_hoppers_gated_products_of_many_rows_are_for_hopper_and_whole_tiles():
 
 def test_parts_divide_the_depth():
     for depth in (32, 80, 768, 2560):
-        count = tuning.product_parts(num_tokens=8, depth=depth, width=1024, itemsize=2)
+        count = gemm_tuning.num_splits(Gemm(8, depth, 1024, itemsize=2))
         assert depth % count == 0
 
 
@@ -265,8 +277,8 @@ def some_gpus_table(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("some_gpus_table")
 def test_a_table_overrides_fields():
     facts = {"head_size": 128, "itemsize": 2, "device_kind": "Some GPU"}
-    assert tuning.move_config("write", **facts).chunk == 512
-    assert tuning.move_config("copy", **facts).chunk == tuning.MoveConfig().chunk
+    assert kv_cache_tuning.move_config("write", **facts).chunk == 512
+    assert kv_cache_tuning.move_config("copy", **facts).chunk == kv_cache_tuning.MoveConfig().chunk
     assert _decode(device_kind="Some GPU").tile_tokens == 32
     assert _decode(device_kind="Some GPU", head_size=64).tile_tokens == 64
     assert _decode(device_kind="Other GPU").tile_tokens == 64

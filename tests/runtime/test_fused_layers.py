@@ -68,14 +68,14 @@ def test_a_chain_gives_what_single_layers_give(family, monkeypatch):
     definition, state, config = make_model(family)
     pool, calls = make_pool(config), []
     want, want_pool = jax.jit(partial(step, definition))(state, pool)
-    between = fused_layers.between_attentions
+    original = fused_layers.fused_layer
 
     def counted(*arguments, **options):
         calls.append(options["backend"])
-        return between(*arguments, **options)
+        return original(*arguments, **options)
 
     monkeypatch.setattr(fused_layers, "new_exchange", lambda *_, **__: jnp.zeros(1, jnp.int32))
-    monkeypatch.setattr(fused_layers, "between_attentions", counted)
+    monkeypatch.setattr(fused_layers, "fused_layer", counted)
     got, got_pool = jax.jit(partial(step, definition))(state, pool)
     assert calls  # layers alike are traced once
     np.testing.assert_allclose(got[:3], want[:3], rtol=1e-4, atol=1e-5)

@@ -23,7 +23,8 @@ from jpaged.models.loader import model_shapes
 from jpaged.models.registry import read_model_config
 from jpaged.runtime.runtime_config import GPU_DEFAULTS, RuntimeConfig
 from jpaged.runtime.sampler import SCORED_GREEDY
-from pallas_kernels import Backend, paged_prefill_hopper
+from pallas_kernels import Backend
+from pallas_kernels.attention import prefill_hopper
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
 KERNEL, PRODUCT = "stablehlo.custom_call @__gpu$xla.gpu.triton", "stablehlo.dot_general"
@@ -197,14 +198,14 @@ def test_prefills_of_as_many_tokens_have_the_same_hopper_kernel():
 
 def test_prefills_of_as_many_tokens_share_it(monkeypatch: pytest.MonkeyPatch):
     """It is lowered once for both, and they launch what they would with their own."""
-    seen, attend = [], paged_prefill_hopper._attend
+    seen, attend = [], prefill_hopper._attend
 
     @wraps(attend)
     def counted(*arrays, **options):
         seen.append(arrays)
         return attend(*arrays, **options)
 
-    monkeypatch.setattr(paged_prefill_hopper, "_attend", counted)
+    monkeypatch.setattr(prefill_hopper, "_attend", counted)
     made = all_recipes("qwen3-0.6b", NUM_LAYERS)
     texts = []
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):

@@ -33,7 +33,7 @@ from jpaged.runtime.sampling_state import (
 from jpaged.runtime.steps import SampleInputs, sample_step
 from jpaged.sampling_params import SamplingParams
 from pallas_kernels import Backend, adjusted_logits
-from pallas_kernels.adjusted import COUNT_MASK, IN_PROMPT, IS_ENDING
+from pallas_kernels.scores.adjustments import COUNT_MASK, IN_PROMPT, IS_ENDING
 
 V = 40
 _sample = jax.jit(partial(sample, backend=Backend.XLA), static_argnames=("level", "max_logprobs"))

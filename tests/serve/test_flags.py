@@ -87,7 +87,7 @@ def test_a_template_of_ones_own(tmp_path: Path):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--block-size", "7"], ["--block-size", "multiple of 8"]),
+        (["--block-size", "257"], ["--block-size", "from 1 to 256"]),
         (["--dtype", "int4"], ["--dtype", "choose one of"]),
         (["--gpu-memory-utilization", "2"], ["--gpu-memory-utilization", "use 0.9"]),
         (["--tensor-parallel-size", "2"], ["--tensor-parallel-size", "leave it at 1"]),

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import Backend, tuning
+from pallas_kernels import Backend
+from pallas_kernels.kv_cache import tuning
 from tools.tune_cases import Case, Op
 from tools.tune_programs import Inputs, compile_all, lower_loop, num_calls, seconds_a_call
 from tools.tune_sweep import Outcome, compare_results, sweep

@@ -11,12 +11,13 @@ from jaxtyping import Array, Float32, Int32
 
 IN_PROMPT, IS_ENDING = 1 << 30, 1 << 29
 """Bits of a token's word: the prompt has it; it may not come as long as the row is EARLY."""
-
 COUNT_MASK = IS_ENDING - 1
 """The rest of the word: how often the output has the token."""
-
 ADJUSTS, BIASED, EARLY = 1, 2, 4
 """Bits of a row's kind: it is adjusted at all; it has biases; its ending tokens are forbidden."""
+
+NUM_FACTS = 3
+"""Columns of a row of scores before its most probable tokens."""
 
 
 class Adjustments(NamedTuple):

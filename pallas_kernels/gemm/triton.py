@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.tuning import GatedConfig
+from pallas_kernels.gemm.tuning import GatedConfig
 
 
 def gated_silu(gate_up, *, config: GatedConfig, interpret: bool):

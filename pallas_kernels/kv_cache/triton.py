@@ -1,16 +1,23 @@
-"""Between the fused projection and attention in Pallas Triton, in one launch: norm of the heads,
-rotary embedding, keys and values into their slots.
+"""Writes and copies in the KV pool in Pallas Triton, each in one launch. The pools are aliased to
+the outputs, so nothing else moves.
 
-Grid (tile of tokens, tile of heads); heads of a tile are all queries, all keys or all values. One
-program, for its heads of its tokens:
-
-    first, second = both halves of their rows of qkv, its parts summed and rounded
-    q, k: normalized by 1 / rms(head) (where the model does), rounded, then rotated (likewise):
-          first * cos - second * sin, second * cos + first * sin
-    q -> rows of the result; k, v -> rows of the pool at slot_mapping[token]
-
-A head's halves are tiles of their own, since what is rotated together lies H / 2 apart and values
-in registers cannot be sliced. The pools are aliased to the outputs, so nothing else moves.
+write_kv        grid (token, chunk of columns); a slot is one row of K * H elements:
+                    slot = slot_mapping[token]
+                    pool_k[slot, chunk], pool_v[slot, chunk] = k[token, chunk], v[token, chunk]
+rope_write_kv   grid (tile of tokens, tile of heads); heads of a tile are all queries, all keys or
+                all values. One program, for its heads of its tokens:
+                    first, second = both halves of their rows of qkv, its partials summed, rounded
+                    q, k: normalized by 1 / rms(head) (where the model does), rounded, then rotated
+                          (likewise): first * cos - second * sin, second * cos + first * sin
+                    q -> rows of the result; k, v -> rows of the pool at slot_mapping[token]
+                A head's halves are tiles of their own, since what is rotated together lies H / 2
+                apart and values in registers cannot be sliced.
+copy_blocks     grid (pair, chunk of a block, array); `array` runs over the K and V pools of all
+                layers, each an argument of its own, and a program takes the branch of its array:
+                    source, target = src[pair], dst[pair]
+                    if source != target:                        (0, 0) is padding
+                        arrays[array][target, chunk] = arrays[array][source, chunk]
+                Pairs are independent (the public entry demands it): programs need no order.
 """
 
 import functools
@@ -21,15 +28,46 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.tuning import RopeConfig
+from pallas_kernels.kv_cache.tuning import MoveConfig, RopeConfig
 from pallas_kernels.types import LayerKV
+
+
+def write_kv(kv, k, v, slot_mapping, *, config: MoveConfig, interpret: bool):
+    """See the public entry of the same name."""
+    num_tokens, width = k.shape[0], k.shape[1] * k.shape[2]
+    chunk = min(config.chunk, pl.next_power_of_2(width))
+    pools = [pool.reshape(-1, width) for pool in kv]
+    call = pl.pallas_call(
+        functools.partial(_write_kernel, chunk=chunk),
+        out_shape=[jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools],
+        grid=(num_tokens, pl.cdiv(width, chunk)),
+        input_output_aliases={0: 0, 1: 1},
+        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=1),
+        interpret=interpret,
+        name="write_kv",
+    )
+    new_rows = [rows.reshape(num_tokens, width) for rows in (k, v)]
+    return LayerKV(*(pool.reshape(kv.k.shape) for pool in call(*pools, *new_rows, slot_mapping)))
+
+
+def _write_kernel(_, __, k_ref, v_ref, slots_ref, pool_k_ref, pool_v_ref, *, chunk):
+    token = pl.program_id(0)
+    slot = slots_ref[token]
+    columns = pl.program_id(1) * chunk + jnp.arange(chunk, dtype=jnp.int32)
+    inside = columns < k_ref.shape[1]
+    valid = (slot >= 0) & (slot < pool_k_ref.shape[0])
+    source = (jnp.full_like(columns, token), columns)
+    target = (jnp.full_like(columns, jnp.where(valid, slot, 0)), columns)
+    for new_ref, pool_ref in ((k_ref, pool_k_ref), (v_ref, pool_v_ref)):
+        row = plgpu.load(new_ref.at[source], mask=inside, other=0)
+        plgpu.store(pool_ref.at[target], row, mask=inside & valid)
 
 
 def rope_write_kv(
     qkv, kv, slot_mapping, angles, norms, *, dtype, config: RopeConfig, interpret: bool
 ):
     """See the public entry of the same name."""
-    num_parts, num_tokens, total_heads, head_size = qkv.shape
+    num_partials, num_tokens, total_heads, head_size = qkv.shape
     num_kv_heads = kv.k.shape[2]
     num_heads = total_heads - 2 * num_kv_heads
     # What divides the KV heads divides the query heads too, so that a tile's are of one kind.
@@ -39,10 +77,10 @@ def rope_write_kv(
     q_shape = jax.ShapeDtypeStruct((num_tokens * num_heads, head_size), dtype)
     call = pl.pallas_call(
         functools.partial(
-            _kernel,
+            _rope_write_kernel,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            num_parts=num_parts,
+            num_partials=num_partials,
             tile=(tile_tokens, tile_heads),
             rotates=angles is not None,
             eps=None if norms is None else norms.eps,
@@ -61,7 +99,7 @@ def rope_write_kv(
     return q.reshape(shape), LayerKV(k.reshape(kv.k.shape), v.reshape(kv.v.shape))
 
 
-def _kernel(
+def _rope_write_kernel(
     _,
     __,
     qkv_ref,
@@ -69,7 +107,7 @@ def _kernel(
     *refs,
     num_heads,
     num_kv_heads,
-    num_parts,
+    num_partials,
     tile,
     rotates,
     eps,
@@ -84,9 +122,12 @@ def _kernel(
     head = first_head + own_row % tile_heads
     live = token < num_tokens
     rows = token * total_heads + head
-    part_rows = num_tokens * total_heads
-    parts = [_load_halves(qkv_ref, rows + part * part_rows, live) for part in range(num_parts)]
-    sums = (functools.reduce(jnp.add, same_half) for same_half in zip(*parts, strict=True))
+    partial_rows = num_tokens * total_heads
+    partials = [
+        _load_halves(qkv_ref, rows + partial * partial_rows, live)
+        for partial in range(num_partials)
+    ]
+    sums = (functools.reduce(jnp.add, same_half) for same_half in zip(*partials, strict=True))
     halves = [half.astype(q_ref.dtype) for half in sums]
 
     def rotated(weight_ref):
@@ -170,3 +211,39 @@ def _half_tiles(ref, rows, live):
     mask = jnp.broadcast_to(live[:, None], shape) & (columns < half)
     row = jnp.broadcast_to(rows[:, None], shape)
     return [((row, columns + start), mask) for start in (0, half)]
+
+
+def copy_blocks(pool, src, dst, *, config: MoveConfig, interpret: bool):
+    """See the public entry of the same name."""
+    arrays, tree = jax.tree.flatten(pool)
+    blocks = [array.reshape(array.shape[0], -1) for array in arrays]
+    width = blocks[0].shape[1]
+    chunk = min(config.chunk, pl.next_power_of_2(width))
+    call = pl.pallas_call(
+        functools.partial(_copy_kernel, chunk=chunk),
+        out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in blocks],
+        grid=(src.shape[0], pl.cdiv(width, chunk), len(blocks)),
+        input_output_aliases={index + 2: index for index in range(len(blocks))},
+        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=1),
+        interpret=interpret,
+        name="copy_blocks",
+    )
+    copied = call(src, dst, *blocks)
+    shape = arrays[0].shape
+    return jax.tree.unflatten(tree, [array.reshape(shape) for array in copied])
+
+
+def _copy_kernel(src_ref, dst_ref, *refs, chunk):
+    pools = refs[len(refs) // 2 :]  # the outputs; the inputs are the same memory
+    source, target = src_ref[pl.program_id(0)], dst_ref[pl.program_id(0)]
+    columns = pl.program_id(1) * chunk + jnp.arange(chunk, dtype=jnp.int32)
+    moves = (columns < pools[0].shape[1]) & (source != target)
+
+    for index, pool_ref in enumerate(pools):
+
+        @pl.when(pl.program_id(2) == index)
+        def _(pool_ref=pool_ref):
+            rows = plgpu.load(
+                pool_ref.at[jnp.full_like(columns, source), columns], mask=moves, other=0
+            )
+            plgpu.store(pool_ref.at[jnp.full_like(columns, target), columns], rows, mask=moves)

@@ -1,6 +1,6 @@
-"""The ops in plain XLA: correct on any device, decently fast on a CPU.
+"""Attention in plain XLA: correct on any device, decently fast on a CPU.
 
-Attention is an online softmax over chunks of about 128 keys gathered through the block table:
+An online softmax over chunks of about 128 keys gathered through the block table:
 
     for chunk from the first one a window reaches to the last one a seq_len reaches:
         k, v   = pool[block_tables[:, chunk's blocks]]         # [.., C, K, H], no repeat for GQA
@@ -12,22 +12,17 @@ lengths, never the block table's width. Decode runs all sequences in one loop; p
 after tile (see tiles.py), each with its own bounds. Masked values are replaced, never multiplied
 by zero: an unused slot may hold NaN.
 
-Writes are in place where the pool is donated, but for bfloat16 on a CPU: XLA's CPU compiler has no
-bfloat16 scatter (nor dynamic update) and converts the whole pool to float32 and back. Keep pools
-on a CPU in float32 or float16.
-
 Online softmax: Milakov and Gimelshein 2018, arXiv:1805.02867. Paged attention: Kwon et al. 2023,
 arXiv:2309.06180.
 """
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.tiles import first_tiles, tile_map
-from pallas_kernels.types import LayerKV
+from pallas_kernels.attention.tiles import first_tiles, tile_map
+from pallas_kernels.kv_cache.xla import rope_write_kv
 
-_CHUNK = 128  # keys a loop step: scores of 128 columns keep a CPU's matrix products busy
+_CHUNK = 128  # keys a loop step: scores of 128 columns keep a CPU's GEMMs busy
 
 
 def paged_decode_attention(q, kv, block_tables, seq_lens, *, scale, soft_cap, sliding_window):
@@ -49,6 +44,16 @@ def paged_decode_attention(q, kv, block_tables, seq_lens, *, scale, soft_cap, sl
         sliding_window=sliding_window,
     )
     return out.reshape(q.shape).astype(q.dtype)
+
+
+def rope_decode_attention(qkv, kv, block_tables, seq_lens, angles, norms, *, dtype, **options):
+    """See the public entry of the same name."""
+    position, block_size = jnp.maximum(seq_lens - 1, 0), kv.k.shape[1]
+    blocks = jnp.take_along_axis(block_tables, (position // block_size)[:, None], axis=1)[:, 0]
+    slots = jnp.where(seq_lens > 0, blocks * block_size + position % block_size, -1)
+    q, kv = rope_write_kv(qkv, kv, slots, angles, norms, dtype=dtype)
+    out = paged_decode_attention(q.astype(kv.k.dtype), kv, block_tables, seq_lens, **options)
+    return out.astype(dtype), kv
 
 
 def paged_prefill_attention(
@@ -88,109 +93,6 @@ def paged_prefill_attention(
 
     num_used = first_tiles(query_start_loc, tile_size)[-1]  # the rest is padding
     return lax.fori_loop(0, num_used, one_tile, jnp.zeros_like(q))
-
-
-def write_kv(kv, k, v, slot_mapping):
-    """See the public entry of the same name."""
-    num_blocks, block_size = kv.k.shape[:2]
-    # A negative index would wrap around in JAX; outside the pool it is dropped.
-    slots = jnp.where(slot_mapping < 0, num_blocks * block_size, slot_mapping)
-    block, offset = slots // block_size, slots % block_size
-    return LayerKV(
-        kv.k.at[block, offset].set(k, mode="drop"), kv.v.at[block, offset].set(v, mode="drop")
-    )
-
-
-def rope_write_kv(qkv, kv, slot_mapping, angles, norms, *, dtype):
-    """See the public entry of the same name."""
-    num_kv_heads, pool_dtype = kv.k.shape[2], kv.k.dtype
-    qkv = sum_parts(qkv, dtype)
-    num_heads = qkv.shape[1] - 2 * num_kv_heads
-    q, k, v = jnp.split(qkv, (num_heads, num_heads + num_kv_heads), axis=1)
-    if norms is not None:
-        q, k = rms_norm(q, norms.q, eps=norms.eps), rms_norm(k, norms.k, eps=norms.eps)
-    if angles is not None:
-        q, k = rotate(q, angles), rotate(k, angles)
-    return q, write_kv(kv, k.astype(pool_dtype), v.astype(pool_dtype), slot_mapping)
-
-
-def rope_decode_attention(qkv, kv, block_tables, seq_lens, angles, norms, *, dtype, **options):
-    """See the public entry of the same name."""
-    position, block_size = jnp.maximum(seq_lens - 1, 0), kv.k.shape[1]
-    blocks = jnp.take_along_axis(block_tables, (position // block_size)[:, None], axis=1)[:, 0]
-    slots = jnp.where(seq_lens > 0, blocks * block_size + position % block_size, -1)
-    q, kv = rope_write_kv(qkv, kv, slots, angles, norms, dtype=dtype)
-    out = paged_decode_attention(q.astype(kv.k.dtype), kv, block_tables, seq_lens, **options)
-    return out.astype(dtype), kv
-
-
-def sum_parts(parts, dtype):
-    """See the public entry of the same name."""
-    total = parts[0] if parts.shape[0] == 1 else jnp.sum(parts.astype(jnp.float32), axis=0)
-    return total.astype(dtype)
-
-
-def product_parts(x, weight, num_parts):
-    """See the public entry of the same name."""
-    if num_parts == 1:
-        return _product("tc,cd->td", x, weight)[None]
-    x = x.reshape(x.shape[0], num_parts, -1)
-    weight = weight.reshape(num_parts, -1, weight.shape[1])
-    return jnp.einsum("tsc,scd->std", x, weight, preferred_element_type=jnp.float32)
-
-
-def gate_up(x, weight):
-    """Rows [T, 2, F] of a product by weight [D, 2, F]."""
-    return _product("td,dcf->tcf", x, weight)
-
-
-def _product(subscripts, x, weight):
-    """In x's dtype; float32 factors are not rounded to TF32."""
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.einsum(subscripts, x, weight, precision=precision, preferred_element_type=x.dtype)
-
-
-def rotate(x, angles):
-    """Rotary embedding of heads [T, heads, H] in the halves layout, in float32; x's dtype out."""
-    cos, sin = (angle[:, None, :] for angle in angles)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = (first * cos - second * sin, second * cos + first * sin)
-    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
-
-
-def rms_norm(x, weight, *, eps):
-    """See the public entry of the same name."""
-    wide = x.astype(jnp.float32)
-    scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    wide_weight = jnp.broadcast_to(weight.astype(jnp.float32), x.shape)
-    return (wide * scale * wide_weight).astype(x.dtype)
-
-
-def add_rms_norm(hidden, update, weight, *, eps):
-    """See the public entry of the same name."""
-    total = hidden + sum_parts(update, hidden.dtype)
-    return rms_norm(total, weight, eps=eps), total
-
-
-def gated_silu(gate_up):
-    """See the public entry of the same name."""
-    gate = jax.nn.silu(gate_up[:, 0].astype(jnp.float32))
-    return (gate * gate_up[:, 1].astype(jnp.float32)).astype(gate_up.dtype)
-
-
-def between_attentions(attended, hidden, weights, *, eps):
-    """The ops one by one; returns the stream and the next layer's qkv in one part."""
-    update = product_parts(attended, weights.output, 1)
-    rows, hidden = add_rms_norm(hidden, update, weights.norm, eps=eps)
-    inner = gated_silu(gate_up(rows, weights.gate_up))
-    update = product_parts(inner, weights.down, 1)
-    rows, hidden = add_rms_norm(hidden, update, weights.next_norm, eps=eps)
-    return hidden, product_parts(rows, weights.next_qkv, 1)
-
-
-def copy_blocks(pool, src, dst):
-    """See the public entry of the same name."""
-    return jax.tree.map(lambda blocks: blocks.at[dst].set(blocks[src], mode="drop"), pool)
 
 
 def _prefill_tile(num_tokens: int, num_sequences: int) -> int:

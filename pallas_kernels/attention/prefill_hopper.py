@@ -4,17 +4,18 @@ One launch for a whole ragged batch. A tile is a window of `128 // M` rows of q,
 rows of ONE sequence (tiles.py has the map), times a set of M query heads of one KV head, M being a
 power of 2 that suits the group: 128 matrix rows, member by member. A group that is no multiple of M
 has its last head more than once in its last set. As many programs as the GPU has SMs each take
-tiles in turn, last first; a program is three warp groups:
+tiles in turn, last first; a program is three warpgroups:
 
     loader             for each of its tiles: copies of q, one a member; for each key tile, one copy
-                       a block of keys and of values (the bulk copy engine, through the block table)
-    two computers      of 64 matrix rows each; weights = softmax(q . keys) of the first key tile
+                       a block of keys and of values (the bulk copy engine, through the block
+                       table); of a block longer than a key tile, the tile's part of it
+    two consumers      of 64 matrix rows each; weights = softmax(q . keys) of the first key tile
       for key tiles:     issue scores = q . keys of the NEXT one; issue out += weights . values
-                         once the scores are there: their weights, while the values' product runs
+                         once the scores are there: their weights, while the values' GEMM runs
                          once that is done: out rescaled if need be, the weights rounded
       out -> the tile's own rows
 
-So a computer's softmax runs under its own product and under the other's. Weights are exp2 of scores
+So a consumer's softmax runs under its own GEMM and under the other's. Weights are exp2 of scores
 relative to a reference, which is the row's greatest score so far, or up to 2^8 less: as long as no
 score exceeds it by more, nothing is rescaled and threads need not agree on a maximum. Each thread
 sums weights of its own until the tile is done. The next key tile of a tile's last one is the first
@@ -35,18 +36,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import thread_ops as ops
-from pallas_kernels.tile_ops import MASKED
-from pallas_kernels.tiles import window_map
-from pallas_kernels.tuning_hopper import HopperPrefillConfig
+from pallas_kernels import hopper_ops as ops
+from pallas_kernels.attention.tile_ops import MASKED
+from pallas_kernels.attention.tiles import window_map
+from pallas_kernels.attention.tuning import HopperPrefillConfig
 
 ROWS = 128  # matrix rows of a tile
-HALF = ROWS // 2  # of one computing warp group
+HALF = ROWS // 2  # of one consumer warpgroup
 _LOG2_E = math.log2(math.e)
 _TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 # Rows one by one, so that any number of them can be copied out.
 _ROW_TRANSFORMS = (plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128))
-_STRIP = 8  # columns of the least array with the layout of products
+_STRIP = 8  # columns of the least array with the layout of GEMMs
 _SLACK = 8.0  # by which scores may exceed what they are relative to, as a power of two
 _FIELDS = 8  # int32 numbers a tile, and before the first tile's
 _MIN_NUMBERS = 2**16  # of 256 sequences with 128 blocks each
@@ -131,11 +132,7 @@ def _attend(q, k, v, numbers, *, scale, group, members, num_kv_heads, block_size
             "k_empty": plgpu.Barrier(num_arrivals=2, num_barriers=k_stages),
             "v_empty": plgpu.Barrier(num_arrivals=2, num_barriers=v_stages),
         },
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            unsafe_no_auto_barriers=True,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
+        compiler_params=ops.COMPILER_PARAMS,
         kernel_name="paged_prefill_attention_hopper",
     )
     return call(q, k, v, numbers)
@@ -269,6 +266,8 @@ def _kernel(
                     position = index * tile + (i * 2 + part) * size
                     entry = table + lax.div(position, jnp.int32(block_size))
                     row = numbers_ref[jnp.minimum(entry, numbers_ref.shape[0] - 1)] * block_size
+                    if block_size > tile:  # a block has several key tiles
+                        row += lax.rem(position, jnp.int32(block_size))
                     # Outside the pool, the copy engine fills in zeros.
                     rows.append(jnp.where(position < seq_len, row, ref.shape[0]))
                 pl.when(step >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
@@ -290,7 +289,7 @@ def _kernel(
                 fields = item_fields(index)
                 if with_q:
                     load_q(index, fields, part)
-                # Past the last item, one key tile that the last products ask for.
+                # Past the last item, one key tile that the last GEMMs ask for.
                 steps = jnp.where(index < num_rounds, num_steps(fields), 1)
 
                 def load_step(i, step):
@@ -383,7 +382,7 @@ def _kernel(
             out = lax.cond(grew != 0, rescaled, lambda out: out, out)
             return weights.astype(q_ref.dtype), grown, row_sum, out
 
-        def last_products(weights, out, step, q_slot):
+        def last_gemms(weights, out, step, q_slot):
             """out + weights . values of a tile's last step, and the next tile's first scores."""
             value_slot, key_slot = v_slot(step), k_slot(step + 1)
 
@@ -405,7 +404,7 @@ def _kernel(
         def clean_values(slot, live, seq_len):
             """Zero the rows from `live` on where the sequence ends inside a block.
 
-            Both warp groups write the same values, so neither waits for the other.
+            Both warpgroups write the same values, so neither waits for the other.
             """
 
             @pl.when((live < tile) & (lax.rem(seq_len, jnp.int32(block_size)) != 0))
@@ -451,7 +450,7 @@ def _kernel(
             clean_values(v_slot(step), seq_len - last * tile, seq_len)
 
             plgpu.barrier_wait(q_full.at[1 - q_slot])
-            out, scores = last_products(weights, out, step, 1 - q_slot)
+            out, scores = last_gemms(weights, out, step, 1 - q_slot)
             store((out * inverse).astype(q_ref.dtype), head_set, first_row, begin, end)
             return scores, step + 1, next_fields
 
@@ -531,7 +530,7 @@ def _any_positive(array):
 
 def _have_computed(sums):
     """Keeps a wait that comes next behind the sums [HALF, _STRIP] of weights, which are never
-    negative: else the assembler moves all that leads to them behind it, away from the product that
+    negative: else the assembler moves all that leads to them behind it, away from the GEMM that
     is waited for."""
 
     def body(_, sums):

@@ -1,9 +1,8 @@
-"""What one thread of a Mosaic GPU kernel does, for bodies of `inline_mgpu`: numbers with operators,
-loads, stores, polls and warp sums.
+"""What the Mosaic GPU kernels for Hopper share: swizzled tiles, and what one thread does in bodies
+of `inline_mgpu`: numbers with operators, loads, stores, polls and warp sums.
 
-Pallas' arrays have a layout over a warp group; the exchange between the programs of
-between_hopper.py needs single words, loads that another program's store ends, and warps that take
-turns at rows.
+Pallas' arrays have a layout over a warpgroup; the exchange between the programs of the fused layer
+needs single words, loads that another program's store ends, and warps that take turns at rows.
 A `Value` is an int32, a float32 or a pointer of one thread. Masked words read as zeros.
 """
 
@@ -11,14 +10,28 @@ import contextlib
 import functools
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, scf, vector
 
-# The word that nobody stores: as float32 or as bfloat16 a NaN that arithmetic never makes.
+COMPILER_PARAMS = plgpu.CompilerParams(
+    approx_math=True,
+    unsafe_no_auto_barriers=True,
+    lowering_semantics=plgpu.LoweringSemantics.Lane,
+)
+
+# The word that is never stored: as float32 or as bfloat16 a NaN that arithmetic never makes.
 EMPTY = -1
 _WARP = 32
 _DYNAMIC = -(1 << 31)  # "the index is an operand", in LLVM's address computation
+
+
+def swizzled(shape, dtype):
+    """Shared memory in tiles of 8 rows of 128 bytes, as tensor cores and the copy engine want."""
+    transforms = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=(transforms, plgpu.SwizzleTransform(128)))
 
 
 class Value:
@@ -189,39 +202,39 @@ def _vector(first, count):
     return ("{" + names + "}", f".v{count}") if count > 1 else (names, "")
 
 
-def _load_all(places, instruction, tail=""):
+def _load_all(loads, instruction, tail=""):
     """One block of PTX that loads all words, so that none waits for another."""
-    total = sum(place.count for place in places)
+    total = sum(one.count for one in loads)
     lines, arguments, first = [], [], 0
-    for place in places:
-        names, suffix = _vector(first, place.count)
-        zeros = " ".join(f"mov.b32 ${first + i}, 0;" for i in range(place.count))
+    for one in loads:
+        names, suffix = _vector(first, one.count)
+        zeros = " ".join(f"mov.b32 ${first + i}, 0;" for i in range(one.count))
         at = total + len(arguments)
         load = f"@p {instruction}{suffix}.b32 {names}, [${at}];"
         lines.append(f"{zeros} setp.ne.b32 p, ${at + 1}, 0; {load}")
-        arguments += [place.pointer, Value(arith.extui(int32(), place.mask.ir))]
-        first += place.count
+        arguments += [one.pointer, Value(arith.extui(int32(), one.mask.ir))]
+        first += one.count
     text = "{ .reg .pred p, q;\nAGAIN${:uid}:\n" + "\n".join(lines) + tail + " }"
     words = ptx(text, *arguments, out=[int32()] * total)
-    starts = [sum(place.count for place in places[:i]) for i in range(len(places))]
-    return [words[start : start + p.count] for start, p in zip(starts, places, strict=True)]
+    starts = [sum(one.count for one in loads[:i]) for i in range(len(loads))]
+    return [words[start : start + p.count] for start, p in zip(starts, loads, strict=True)]
 
 
-def load(places: list[Words]) -> list[list[Value]]:
+def load(loads: list[Words]) -> list[list[Value]]:
     """Words of memory that the kernel does not write."""
-    return _load_all(places, "ld.global")
+    return _load_all(loads, "ld.global")
 
 
-def poll(places: list[Words]) -> list[list[Value]]:
+def poll(loads: list[Words]) -> list[list[Value]]:
     """Words that other programs store, read again until none of them is `EMPTY`.
 
     A word is its own signal: no fence and no counter is needed, for each is stored once.
     """
-    total = sum(place.count for place in places)
+    total = sum(one.count for one in loads)
     tests = "\nsetp.eq.b32 q, $0, -1;" + "".join(
         f" setp.eq.or.b32 q, ${i}, -1, q;" for i in range(1, total)
     )
-    return _load_all(places, "ld.relaxed.gpu.global", tests + "\n@q bra AGAIN${:uid};")
+    return _load_all(loads, "ld.relaxed.gpu.global", tests + "\n@q bra AGAIN${:uid};")
 
 
 def store(space: str, address: Value, words: list[Value]):
@@ -278,7 +291,7 @@ def warp_sum(value: Value) -> Value:
 
 
 def rsqrt(value: Value) -> Value:
-    """Approximate, to 2 units in the last place."""
+    """Approximate, to 2 units in the last one."""
     return ptx("rsqrt.approx.f32 $0, $1;", value, out=[float32()], pure=True)[0]
 
 

@@ -1,5 +1,5 @@
-"""The greedy choice of each row of logits, or a given token's, and how probable it is beside the
-most probable ones, in Pallas Triton: the logits are read once, and nothing is sorted.
+"""The greedy choice of each row of logits, or a given token's, and how probable it and the most
+probable ones are, in Pallas Triton: the logits are read once, and nothing is sorted.
 
     scan     grid (chunk, row): where a token is to be chosen, the chunk's highest adjusted logit
              and the first token that has it. Of wanted rows, unadjusted: of each block of 128
@@ -19,6 +19,7 @@ float32 [B, chunks], and where a token is to be chosen its key and id int32 [B, 
 that are not wanted the first three are undefined.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -28,16 +29,29 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.adjusted import ADJUSTS, BIASED, EARLY, Adjustments, adjust_tile
-from pallas_kernels.tuning import ScoresConfig
+from pallas_kernels.scores.adjustments import (
+    ADJUSTS,
+    BIASED,
+    EARLY,
+    NUM_FACTS,
+    Adjustments,
+    adjust_tile,
+)
 
 BLOCK = 128
 """Tokens that share a key."""
-
-NUM_FACTS = 3
-"""Columns of a row of scores before its most probable tokens."""
-
 _NONE, _MOST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoresConfig:
+    """Tokens a program, warps of either launch, tokens a turn of a rank that is
+    counted; powers of two."""
+
+    chunk: int = 4096
+    scan_warps: int = 4
+    finish_warps: int = 4
+    rank_tile: int = 4096
 
 
 def token_scores(
@@ -47,10 +61,10 @@ def token_scores(
     count,
     *,
     adjustments: Adjustments | None = None,
-    config: ScoresConfig,
     interpret: bool,
+    config: ScoresConfig = ScoresConfig(),
 ):
-    """As `api.token_scores`, or `api.greedy_scores` where `token_ids` is None; of at least one
+    """As the public `token_scores`, or `greedy_scores` where `token_ids` is None; of at least one
     token, and a `count` of at least 1."""
     batch, width = logits.shape
     chunks = pl.cdiv(width, config.chunk)

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
-from pallas_kernels.adjusted import ADJUSTS, Adjustments, all_adjusted
-from pallas_kernels.scores import NUM_FACTS
+from pallas_kernels.scores.adjustments import ADJUSTS, NUM_FACTS, Adjustments, all_adjusted
 
 
 def first_maximum(x: Float32[Array, "B V"]) -> tuple[Int32[Array, "B"], Float32[Array, "B"]]:
@@ -35,7 +34,7 @@ def greedy_scores(
     wanted: Bool[Array, "B"],
     count: int,
 ) -> Int32[Array, "B W"]:
-    """As `api.greedy_scores`."""
+    """As the public `greedy_scores`."""
     x = logits if adjustments is None else adjusted_logits(logits, adjustments)
     best, height = first_maximum(x)
     token_ids = jnp.where(jnp.isfinite(height), best, jnp.int32(-1))
@@ -45,7 +44,7 @@ def greedy_scores(
 def adjusted_logits(
     logits: Float32[Array, "B V"], adjustments: Adjustments
 ) -> Float32[Array, "B V"]:
-    """As `api.adjusted_logits`."""
+    """As the public `adjusted_logits`."""
     return _if_any_adjusts(adjustments, lambda: all_adjusted(logits, adjustments), lambda: logits)
 
 
@@ -59,7 +58,7 @@ def token_scores(
     wanted: Bool[Array, "T"],
     count: int,
 ) -> Int32[Array, "T W"]:
-    """As `api.token_scores`, `count` being at most V: all rows are filled, or none is."""
+    """As the public `token_scores`, `count` being at most V: all rows are filled, or none is."""
 
     def score() -> Int32[Array, "T W"]:
         total = jax.nn.logsumexp(logits, axis=1)

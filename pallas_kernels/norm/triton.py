@@ -2,15 +2,16 @@
 
 Grid (row,); one program:
 
-    update = update[0, row] + update[1, row] + ..., rounded     (the parts of a split product)
+    update = update[0, row] + update[1, row] + ..., rounded     (its split-K partials)
     total  = hidden[row] + update, rounded                      -> the new residual stream
     normed = total / rms(total) * weight, float32, rounded      -> the next projection's input
 
-XLA makes two or three kernels of this: the parts' sum, the residual's, and a reduction that reads
-it again. A row goes through in tiles of as many columns as the program's threads load in 16 bytes
-of the update each: side by side, so that no load takes half of what it fetches.
+XLA makes two or three kernels of this: the partials' sum, the residual's, and a reduction that
+reads it again. A row goes through in tiles of as many columns as the program's threads load in 16
+bytes of the update each: side by side, so that no load takes half of what it fetches.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -19,11 +20,27 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.tuning import NormConfig
+from pallas_kernels.tuning import power_of_two
 
 
-def add_rms_norm(hidden, update, weight, *, eps, config: NormConfig, interpret: bool):
+@dataclasses.dataclass(frozen=True)
+class NormConfig:
+    """Columns loaded at once, warps: one program has a whole row."""
+
+    tile: int
+    num_warps: int
+
+
+def norm_config(*, size: int, itemsize: int) -> NormConfig:
+    """For rows of `size` and an update of `itemsize` bytes an element: 16 bytes a thread."""
+    elements = 32 * 16 // itemsize  # a warp
+    tile = max(elements, min(32 * elements, power_of_two(size)))
+    return NormConfig(tile, num_warps=tile // elements)
+
+
+def add_rms_norm(hidden, update, weight, *, eps, interpret: bool):
     """See the public entry of the same name."""
+    config = norm_config(size=hidden.shape[1], itemsize=update.dtype.itemsize)
     shape = jax.ShapeDtypeStruct(hidden.shape, hidden.dtype)
     return tuple(
         pl.pallas_call(
@@ -38,7 +55,7 @@ def add_rms_norm(hidden, update, weight, *, eps, config: NormConfig, interpret: 
 
 
 def _kernel(hidden_ref, update_ref, weight_ref, normed_ref, total_ref, *, eps, tile):
-    size, num_parts = hidden_ref.shape[1], update_ref.shape[0]
+    size, num_partials = hidden_ref.shape[1], update_ref.shape[0]
     row, dtype = pl.program_id(0), total_ref.dtype
     tiles = [jnp.arange(tile, dtype=jnp.int32) + start for start in range(0, size, tile)]
 
@@ -59,10 +76,10 @@ def _kernel(hidden_ref, update_ref, weight_ref, normed_ref, total_ref, *, eps, t
     # kernel has read lately, would be waited for at the end.
     weights = [load(weight_ref, columns=c) for c in tiles]
     streams = [load(hidden_ref, row, columns=c) for c in tiles]
-    updates = [[load(update_ref, s, row, columns=c) for s in range(num_parts)] for c in tiles]
+    updates = [[load(update_ref, s, row, columns=c) for s in range(num_partials)] for c in tiles]
     totals, squares = [], jnp.zeros((tile,), jnp.float32)
-    for stream, parts in zip(streams, updates, strict=True):
-        update = functools.reduce(jnp.add, parts).astype(dtype)
+    for stream, partials in zip(streams, updates, strict=True):
+        update = functools.reduce(jnp.add, partials).astype(dtype)
         total = (stream + update.astype(jnp.float32)).astype(dtype).astype(jnp.float32)
         totals.append(total)
         squares += total * total

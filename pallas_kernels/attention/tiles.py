@@ -18,8 +18,8 @@ def decode_rows_apart(
 ) -> tuple[Int32[Array, "B+1"], Int32[Array, "B"]]:
     """Take the leading one-token sequences, whose row is their own index, out of a ragged batch.
 
-    Returns the starts of what is left, in which those have no rows and the first rows of all are
-    nobody's; and for a decode over these rows the lengths, 0 for all other sequences.
+    Returns the starts of what is left, in which those have no rows and no sequence has the first
+    rows; and for a decode over these rows the lengths, 0 for all other sequences.
     """
     batch = seq_lens.shape[0]
     order = jnp.arange(batch, dtype=jnp.int32)
@@ -69,7 +69,7 @@ def tile_map(
     ends = jnp.append(query_start_loc[1:], jnp.int32(num_tokens))
     first_row = query_start_loc[sequence] + (tiles - starts[sequence]) * jnp.int32(tile_size)
     rows_left = ends[sequence] - first_row
-    # Rows before the first sequence's, if any, are nobody's.
+    # Rows before the first sequence's, if any, belong to none.
     num_rows = jnp.where(tiles < starts[sequence], 0, jnp.clip(rows_left, 0, tile_size))
     owner = jnp.minimum(sequence, jnp.int32(seq_lens.shape[0] - 1))
     first_position = seq_lens[owner] - rows_left

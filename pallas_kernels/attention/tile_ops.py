@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton as plgpu
 
 MASKED = -1e30
 _LOG2_E = math.log2(math.e)
-_MIN_WIDTH = 16  # of either factor of a tensor core's product
+_MIN_WIDTH = 16  # of either factor of a tensor core's GEMM
 
 
 def tile_width(head_size):

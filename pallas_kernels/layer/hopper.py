@@ -1,28 +1,29 @@
 """All between two attentions in one launch, in Pallas Mosaic GPU for Hopper (compute capability
 9.0): a decode step of at most 8 rows.
 
-    attended -> output product -> + hidden, norm -> gate and up -> silu(gate) * up -> down product
-             -> + hidden, norm -> the next layer's qkv product
+    attended -> output GEMM -> + hidden, norm -> gate and up -> silu(gate) * up -> down GEMM
+             -> + hidden, norm -> the next layer's qkv GEMM
 
-As many programs as the GPU has SMs, one on each. A product is cut into units: 64 columns of the
+As many programs as the GPU has SMs, one on each. A GEMM is cut into units: 64 columns of the
 weight by 128 rows of it (gate and up: 64 columns of each by 64 rows). Program p has the units p * U
-to (p + 1) * U - 1 of each of the four products, column block by column block:
+to (p + 1) * U - 1 of each of the four GEMMs, column block by column block:
 
-    loader        one warp; copies the units of all products, in order, into a ring in shared
-                  memory. Weights depend on nothing, so it runs ahead into the next products. Only
-                  `num_in_flight` copies are under way at a time: more would queue up in front of
-                  the exchanged words, whose latency is what bounds the small models.
-    computers     four warp groups; for each product
-                    gather    the unit's rows of activations: parts of the product before, summed
+    loader        one warp; copies the units of all GEMMs, in order, into a ring of pipeline
+                  stages in shared memory. Weights depend on nothing, so it runs ahead into the
+                  next GEMMs. Only `num_in_flight` copies are under way at a time: more would queue
+                  up in front of the exchanged words, whose latency is what bounds the small models.
+    consumers     four warpgroups; for each GEMM
+                    gather    the unit's rows of activations: partials of the GEMM before, summed
                               in order by each reader; residual sum and norm weight, or activation
-                    product   out^T[64, 8] += weight^T . activations^T   (wgmma), two warp groups a
+                    multiply  out^T[64, 8] += weight^T . activations^T   (wgmma), two warpgroups a
                               unit, two units at a time
-                    flush     the warp groups' sums into the exchange memory, one part a program
+                    flush     the warpgroups' sums into the exchange memory, one partial a
+                              program
 
-Between products the programs wait for each other's WORDS, not at a barrier: the exchange memory is
+Between GEMMs the programs wait for each other's WORDS, not at a barrier: the exchange memory is
 filled with a word that no arithmetic makes, and a reader polls until it sees another. Each launch
 fills the memory of the next one. Norms are a factor of a row, so they come late: sums of squares
-go with the activations, and 1 / rms multiplies the sums of the product.
+go with the activations, and 1 / rms multiplies the sums of the GEMM.
 
 Every sum has one order, so results do not depend on timing. Programs wait for each other, so all
 must run at once: there is one an SM (shared memory has room for no second one), and the launch is
@@ -38,18 +39,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import thread_ops as ops
-from pallas_kernels.thread_ops import Value, Words
-from pallas_kernels.tuning_hopper import BetweenConfig
+from pallas_kernels import hopper_ops as ops
+from pallas_kernels.hopper_ops import Value, Words
+from pallas_kernels.layer.tuning import FusedLayerConfig
 from pallas_kernels.types import LayerSizes
 
 ROWS = 8
 _WARP_GROUPS = 4  # that compute
 _THREADS = 128 * _WARP_GROUPS
 _WARPS = 4 * _WARP_GROUPS
-_PAIRS = _WARP_GROUPS // 2  # of warp groups; a pair takes a unit
+_PAIRS = _WARP_GROUPS // 2  # of warpgroups; a pair takes a unit
 _TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-_PART = ROWS * 64  # words of a part
+_PARTIAL = ROWS * 64  # words of a part
 _OUTPUT, _GATE_UP, _DOWN, _QKV = range(4)
 _COMPUTE, _SCALES = 8, 9  # named barriers; those below are Mosaic GPU's
 _INDEX = plgpu.Layout.WG_SPLAT(())
@@ -57,8 +58,8 @@ _REF = plgpu.RefType()
 
 
 @dataclass(frozen=True)
-class Product:
-    """How the programs share a product's units."""
+class Gemm:
+    """How the programs share a GEMM's units."""
 
     blocks: int  # of 64 columns
     chunks: int  # of `depth` weight rows
@@ -77,15 +78,15 @@ class Product:
         return max((f + self.most_units - 1) // self.chunks - f // self.chunks + 1 for f in firsts)
 
     @functools.cached_property
-    def most_parts(self) -> int:
+    def most_partials(self) -> int:
         """Programs that have units of one column block."""
-        return max(self.last_part(j) - self.first_part(j) + 1 for j in range(self.blocks))
+        return max(self.last_program(j) - self.first_program(j) + 1 for j in range(self.blocks))
 
-    def first_part(self, block):
+    def first_program(self, block):
         """The first program with a unit of the column block."""
         return (block * self.chunks) // self.most_units
 
-    def last_part(self, block):
+    def last_program(self, block):
         """The last one."""
         return (block * self.chunks + (self.chunks - 1)) // self.most_units
 
@@ -98,7 +99,7 @@ class Plan:
     num_programs: int
 
     @functools.cached_property
-    def products(self) -> tuple[Product, ...]:
+    def gemms(self) -> tuple[Gemm, ...]:
         """Output, gate and up, down, qkv."""
         s = self.sizes
         shapes = (
@@ -108,18 +109,18 @@ class Plan:
             (s.qkv, s.hidden, 128),
         )
         return tuple(
-            Product(width // 64, rows // depth, depth, self.num_programs)
+            Gemm(width // 64, rows // depth, depth, self.num_programs)
             for width, rows, depth in shapes
         )
 
     @functools.cached_property
     def regions(self) -> dict[int | str, int]:
-        """Parts by product; the stream after the first sum; its and the last stream's squares."""
-        output, gate_up, down, qkv = self.products
+        """Parts by gemm; the stream after the first sum; its and the last stream's squares."""
+        output, gate_up, down, qkv = self.gemms
         sizes = {
-            _OUTPUT: self.num_programs * output.most_segments * _PART,
-            _GATE_UP: self.num_programs * gate_up.most_segments * 2 * _PART,
-            _DOWN: self.num_programs * down.most_segments * _PART,
+            _OUTPUT: self.num_programs * output.most_segments * _PARTIAL,
+            _GATE_UP: self.num_programs * gate_up.most_segments * 2 * _PARTIAL,
+            _DOWN: self.num_programs * down.most_segments * _PARTIAL,
             "stream": ROWS * self.sizes.hidden // 2,
             "squares": gate_up.chunks * ROWS,
             "last squares": qkv.chunks * ROWS,
@@ -138,17 +139,17 @@ class Plan:
     @functools.cached_property
     def activation_columns(self) -> int:
         """Of a program's activations in shared memory."""
-        return max(product.most_units * product.depth for product in self.products)
+        return max(gemm.most_units * gemm.depth for gemm in self.gemms)
 
 
 def smem_bytes(plan: Plan, num_stages: int) -> int:
     """Shared memory of a program, its barriers and alignment included."""
     ring = num_stages * 2 * 64 * 64 * 2
-    return ring + plan.activation_columns * ROWS * 2 + (_WARP_GROUPS - 1) * _PART * 4 + 2048
+    return ring + plan.activation_columns * ROWS * 2 + (_WARP_GROUPS - 1) * _PARTIAL * 4 + 2048
 
 
-def between_attentions(
-    attended, hidden, weights, num_rows, exchange, *, eps, plan: Plan, config: BetweenConfig
+def fused_layer(
+    attended, hidden, weights, num_rows, exchange, *, eps, plan: Plan, config: FusedLayerConfig
 ):
     """See the public entry of the same name; exactly 8 rows."""
     sizes = plan.sizes
@@ -163,7 +164,7 @@ def between_attentions(
         functools.partial(_kernel, plan=plan, eps=eps, config=config),
         out_type=(
             jax.ShapeDtypeStruct(hidden.shape, hidden.dtype),
-            jax.ShapeDtypeStruct((plan.products[_QKV].most_parts, ROWS, sizes.qkv), jnp.float32),
+            jax.ShapeDtypeStruct((plan.gemms[_QKV].most_partials, ROWS, sizes.qkv), jnp.float32),
             jax.ShapeDtypeStruct(exchange.shape, exchange.dtype),
         ),
         grid=(config.num_programs,),
@@ -173,17 +174,13 @@ def between_attentions(
         scratch_types={
             "rows_smem": scratch(ROWS, plan.activation_columns),
             "ring": scratch(config.num_stages, 2, 64, 64),
-            "sums": plgpu.SMEM(((_WARP_GROUPS - 1) * _PART,), jnp.float32),
+            "sums": plgpu.SMEM(((_WARP_GROUPS - 1) * _PARTIAL,), jnp.float32),
             "scales": plgpu.SMEM((2 * ROWS,), jnp.float32),
             "full": barriers(),
             "empty": barriers(),
         },
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            unsafe_no_auto_barriers=True,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
-        kernel_name="between_attentions",
+        compiler_params=ops.COMPILER_PARAMS,
+        kernel_name="fused_layer",
     )
     matrices = (
         weights.output,
@@ -228,19 +225,19 @@ def _kernel(
     def slot_of(step):
         return lax.rem(step, jnp.int32(num_stages))
 
-    def num_units(product):
-        left = product.blocks * product.chunks - program * product.most_units
-        return jnp.clip(left, 0, product.most_units)
+    def num_units(gemm):
+        left = gemm.blocks * gemm.chunks - program * gemm.most_units
+        return jnp.clip(left, 0, gemm.most_units)
 
-    def load_unit(which, product, weight, index, step):
-        unit = program * product.most_units + index
-        block, chunk = (op(unit, jnp.int32(product.chunks)) for op in (lax.div, lax.rem))
+    def load_unit(which, gemm, weight, index, step):
+        unit = program * gemm.most_units + index
+        block, chunk = (op(unit, jnp.int32(gemm.chunks)) for op in (lax.div, lax.rem))
         slot = slot_of(step)
         pl.when(step >= num_stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
         waited = step - config.num_in_flight
         pl.when(waited >= 0)(lambda: plgpu.barrier_wait(full.at[slot_of(waited)]))
         for half in range(2):
-            row, column = chunk * product.depth, block * 64
+            row, column = chunk * gemm.depth, block * 64
             if which == _GATE_UP:
                 column += half * inner
             else:
@@ -257,13 +254,13 @@ def _kernel(
             def _stream():
                 step = jnp.int32(0)
                 for which, weight in enumerate((output, gate_up, down, qkv)):
-                    product = plan.products[which]
-                    unit = functools.partial(load_unit, which, product, weight)
-                    step = lax.fori_loop(0, num_units(product), unit, step)
+                    gemm = plan.gemms[which]
+                    unit = functools.partial(load_unit, which, gemm, weight)
+                    step = lax.fori_loop(0, num_units(gemm), unit, step)
 
             pl.when(warp == 1)(lambda: _last_scales(plan, eps, num_rows, exchange, scales))
 
-    def multiply(product, start, stop, step):
+    def multiply(gemm, start, stop, step):
         """Sums of the units start to stop, the first of which is number `step` of the ring."""
         pair, half = lax.div(warp_group, 2), lax.rem(warp_group, 2)
         # A pair's units lie in slots of its own, since it must wait for every use of a slot.
@@ -275,8 +272,8 @@ def _kernel(
                 number = first + turn * _PAIRS
                 slot = slot_of(number)
                 plgpu.barrier_wait(full.at[slot])
-                column = (start + number - step) * product.depth
-                if product.depth == 128:
+                column = (start + number - step) * gemm.depth
+                if gemm.depth == 128:
                     column += half * 64
                 rows = rows_smem.at[:, pl.ds(pl.multiple_of(column, 64), 64)]
                 plgpu.wgmma(acc, ring.at[slot, half].transpose((1, 0)), rows.transpose((1, 0)))
@@ -303,14 +300,14 @@ def _kernel(
             {"scales": scales},
             {"norm": next_norm, "hidden_out": hidden_out},
         )
-        for which, product in enumerate(plan.products):
-            units, first = num_units(product), program * product.most_units
+        for which, gemm in enumerate(plan.gemms):
+            units, first = num_units(gemm), program * gemm.most_units
             _gather(plan, eps, which, count, units, exchange, rows_smem, gathers[which])
-            block = lax.div(first, jnp.int32(product.chunks))
-            for segment in range(product.most_segments):
-                edges = ((block + segment + i) * product.chunks - first for i in range(2))
+            block = lax.div(first, jnp.int32(gemm.chunks))
+            for segment in range(gemm.most_segments):
+                edges = ((block + segment + i) * gemm.chunks - first for i in range(2))
                 start, stop = (jnp.clip(edge, 0, units) for edge in edges)
-                acc = multiply(product, start, stop, step)
+                acc = multiply(gemm, start, stop, step)
                 step += stop - start
                 if which == _QKV and segment == 0:
                     _take_scales()
@@ -335,12 +332,12 @@ def _inline(body, *arguments, kinds):
     plgpu.inline_mgpu(arg_types=tuple(kinds), return_type=())(run)(*arguments)
 
 
-def _wait_for_computers():
+def _wait_for_consumers():
     ops.barrier(_COMPUTE, _THREADS)
 
 
 def _take_scales():
-    """Waits for the factors of the last product."""
+    """Waits for the factors of the last GEMM."""
     _inline(lambda: ops.barrier(_SCALES, _THREADS + 32), kinds=())
 
 
@@ -359,14 +356,14 @@ def _clear(plan, next_exchange):
     _inline(body, next_exchange, kinds=(_REF,))
 
 
-def _square_places(plan, memory, region, chunks, row):
+def _squares(plan, memory, region, chunks, row):
     """Of a row's sums of squares, those that a lane adds up."""
     lane = ops.thread_index() % 32
     starts = range(0, chunks, 32)
-    places = ((lane + c) * ROWS + row + plan.regions[region] for c in starts)
+    loads = ((lane + c) * ROWS + row + plan.regions[region] for c in starts)
     return [
-        Words(ops.offset(memory, place, 4), 1, lane + c < chunks)
-        for place, c in zip(places, starts, strict=True)
+        Words(ops.offset(memory, load, 4), 1, lane + c < chunks)
+        for load, c in zip(loads, starts, strict=True)
     ]
 
 
@@ -377,14 +374,14 @@ def _scale(plan, eps, words):
 
 
 def _last_scales(plan, eps, num_rows, exchange, scales):
-    """By one warp beside the computers: 1 / rms of the last stream's rows."""
+    """By one warp of the loader's warpgroup, meanwhile: 1 / rms of the last stream's rows."""
 
     def body(num_rows, memory, scales):
         lane = ops.thread_index() % 32
         count = ops.load([Words(num_rows, 1, lane >= 0)])[0][0]
         with ops.loop(lane * 0, count, 1) as row:
-            chunks = plan.products[_QKV].chunks
-            words = ops.poll(_square_places(plan, memory, "last squares", chunks, row))
+            chunks = plan.gemms[_QKV].chunks
+            words = ops.poll(_squares(plan, memory, "last squares", chunks, row))
             scale = _scale(plan, eps, words)
             with ops.when(lane.is_(0)):
                 ops.store("shared", ops.offset(scales, row + ROWS, 4), [scale])
@@ -394,40 +391,38 @@ def _last_scales(plan, eps, num_rows, exchange, scales):
 
 
 def _gather(plan, eps, which, count, units, exchange, rows_smem, given):
-    """A product's activations into shared memory: of each unit the rows below `count`.
+    """A GEMM's activations into shared memory: of each unit the rows below `count`.
 
-    A warp takes a unit of a row: words of the parts it sums, all loaded at once.
+    A warp takes a unit of a row: words of the partials it sums, all loaded at once.
     """
-    product = plan.products[which]
-    width = product.depth // 32  # columns a lane
-    several = 2 if product.most_units > 8 else 1  # units at a time, for more loads under way
-    shared_scales = which == _DOWN and product.most_units > 8
+    gemm = plan.gemms[which]
+    width = gemm.depth // 32  # columns a lane
+    several = 2 if gemm.most_units > 8 else 1  # units at a time, for more loads under way
+    shared_scales = which == _DOWN and gemm.most_units > 8
 
     def body(count, units, memory, rows, *pointers):
         named = dict(zip(given, pointers, strict=True))
         warp, lane = ops.thread_index() // 32, ops.thread_index() % 32
         if shared_scales:
             with ops.when(warp < count):
-                chunks = plan.products[_GATE_UP].chunks
-                scale = _scale(
-                    plan, eps, ops.poll(_square_places(plan, memory, "squares", chunks, warp))
-                )
+                chunks = plan.gemms[_GATE_UP].chunks
+                scale = _scale(plan, eps, ops.poll(_squares(plan, memory, "squares", chunks, warp)))
                 with ops.when(lane.is_(0)):
                     ops.store("shared", ops.offset(named["scales"], warp, 4), [scale])
-            _wait_for_computers()
+            _wait_for_consumers()
         task = functools.partial(
             _Task, plan, which, width, memory, named, count, units, shared_scales
         )
-        with ops.loop(warp, count * product.most_units, _WARPS * several) as number:
+        with ops.loop(warp, count * gemm.most_units, _WARPS * several) as number:
             tasks = [task(number + i * _WARPS) for i in range(several)]
             get = ops.load if which == _OUTPUT else ops.poll
-            words = get([place for t in tasks for place in t.places])
+            words = get([load for t in tasks for load in t.loads])
             for t in tasks:
-                mine, words = words[: len(t.places)], words[len(t.places) :]
+                mine, words = words[: len(t.loads)], words[len(t.loads) :]
                 with ops.when(t.live):
                     t.finish(eps, mine, rows)
         ops.ptx("fence.proxy.async.shared::cta;")  # the tensor cores read what was stored
-        _wait_for_computers()
+        _wait_for_consumers()
 
     kinds = (_INDEX, _INDEX, _REF, plgpu.RefType(_TRANSFORMS), *(_REF for _ in given))
     _inline(body, count, units, exchange, rows_smem, *given.values(), kinds=kinds)
@@ -439,15 +434,15 @@ class _Task:
     def __init__(
         self, plan, which, width, memory, named, count, units, shared_scales, number: Value
     ):
-        product = plan.products[which]
+        gemm = plan.gemms[which]
         self.plan, self.which, self.memory, self.named = plan, which, memory, named
         self.shared_scales, self.width = shared_scales, width
-        self.row, self.index = number // product.most_units, number % product.most_units
+        self.row, self.index = number // gemm.most_units, number % gemm.most_units
         self.live = (self.index < units) & (self.row < count)
-        unit = ops.program_index() * product.most_units + self.index
-        self.block, self.chunk = unit // product.chunks, unit % product.chunks
-        self.column = self.chunk * product.depth + ops.thread_index() % 32 * width
-        self.places = []
+        unit = ops.program_index() * gemm.most_units + self.index
+        self.block, self.chunk = unit // gemm.chunks, unit % gemm.chunks
+        self.column = self.chunk * gemm.depth + ops.thread_index() % 32 * width
+        self.loads = []
         (self._attended, self._stream, self._activations, self._stream)[which]()
 
     def _at(self, region, index, count, mask):
@@ -460,41 +455,41 @@ class _Task:
         address = ops.offset(self.named[name], index, 2)
         return Words(address, columns // 2, self.live)
 
-    def _parts(self, which, sides):
-        """The words of the column block's parts; of gate and up, both sides."""
-        product = self.plan.products[which]
+    def _partials(self, which, sides):
+        """The words of the column block's partials; of gate and up, both sides."""
+        gemm = self.plan.gemms[which]
         block, within = self.column // 64, self.column % 64
-        first, last = product.first_part(block), product.last_part(block)
-        for part in range(product.most_parts):
+        first, last = gemm.first_program(block), gemm.last_program(block)
+        for part in range(gemm.most_partials):
             program = first + part
-            segment = block - (program * product.most_units) // product.chunks
-            number = program * product.most_segments + segment
-            at = number * (_PART * sides) + self.row * 64 + within
+            segment = block - (program * gemm.most_units) // gemm.chunks
+            number = program * gemm.most_segments + segment
+            at = number * (_PARTIAL * sides) + self.row * 64 + within
             for side in range(sides):
-                place = self._at(which, at + side * _PART, self.width, program <= last)
-                self.places.append(place)
+                load = self._at(which, at + side * _PARTIAL, self.width, program <= last)
+                self.loads.append(load)
 
     def _attended(self):
         size = self.plan.sizes.attended
-        self.places.append(self._given("attended", self.row * size + self.column, self.width))
+        self.loads.append(self._given("attended", self.row * size + self.column, self.width))
 
     def _stream(self):
         at = self.row * self.plan.sizes.hidden + self.column
         given = [self._given("norm", self.column, self.width)]
-        self._parts(_OUTPUT if self.which == _GATE_UP else _DOWN, 1)
+        self._partials(_OUTPUT if self.which == _GATE_UP else _DOWN, 1)
         if self.which == _GATE_UP:
             given.append(self._given("hidden", at, self.width))
         else:
-            self.places.append(self._at("stream", at // 2, self.width // 2, self.live))
+            self.loads.append(self._at("stream", at // 2, self.width // 2, self.live))
         self.given = ops.load(given)
 
     def _activations(self):
-        self._parts(_GATE_UP, 2)
-        self.num_parts = len(self.places)
+        self._partials(_GATE_UP, 2)
+        self.num_partials = len(self.loads)
         if not self.shared_scales:
-            chunks = self.plan.products[_GATE_UP].chunks
-            places = _square_places(self.plan, self.memory, "squares", chunks, self.row)
-            self.places += [place._replace(mask=place.mask & self.live) for place in places]
+            chunks = self.plan.gemms[_GATE_UP].chunks
+            loads = _squares(self.plan, self.memory, "squares", chunks, self.row)
+            self.loads += [load._replace(mask=load.mask & self.live) for load in loads]
 
     def finish(self, eps, words, rows):
         """Stores the unit's columns of the row, for the tensor cores and for other programs."""
@@ -504,32 +499,33 @@ class _Task:
             packed = self._finish_activations(eps, words)
         else:
             packed = self._finish_stream(words)
-        product = self.plan.products[self.which]
+        gemm = self.plan.gemms[self.which]
         # Tiles of 8 rows by 64 columns, whose 16-byte pieces the swizzle permutes in each row.
         column = ops.thread_index() % 32 * self.width
         piece = ((column % 64) // 8) ^ self.row
-        tile = self.index * (product.depth * ROWS * 2) + column // 64 * (64 * ROWS * 2)
+        tile = self.index * (gemm.depth * ROWS * 2) + column // 64 * (64 * ROWS * 2)
         at = tile + self.row * 128 + piece * 16 + column % 8 * 2
         ops.store("shared", ops.offset(rows, at, 1), packed)
 
     def _finish_activations(self, eps, words):
-        parts, squares = words[: self.num_parts], words[self.num_parts :]
+        partials, squares = words[: self.num_partials], words[self.num_partials :]
         if self.shared_scales:
             scale = ops.load_shared(ops.offset(self.named["scales"], self.row, 4))
         else:
             scale = _scale(self.plan, eps, squares)
         gate, up = (
-            ops.rounded([total * scale for total in _totals(parts[side::2])]) for side in range(2)
+            ops.rounded([total * scale for total in _totals(partials[side::2])])
+            for side in range(2)
         )
         return ops.pack([ops.silu(g) * u for g, u in zip(gate, up, strict=True)])
 
     def _finish_stream(self, words):
         norm = ops.unpack(self.given[0])
         if self.which == _GATE_UP:
-            parts, stream = words, self.given[1]
+            partials, stream = words, self.given[1]
         else:
-            *parts, stream = words
-        update = ops.rounded(_totals(parts))
+            *partials, stream = words
+        update = ops.rounded(_totals(partials))
         packed = ops.pack([a + b for a, b in zip(ops.unpack(stream), update, strict=True)])
         stream = ops.unpack(packed)
         with ops.when(self.block.is_(0)):  # one program has it for the chunk
@@ -550,14 +546,14 @@ class _Task:
             ops.store("global", ops.offset(self.memory, index, 4), [ops.not_empty(squares)])
 
 
-def _totals(parts):
-    """Sums of the parts, number by number, from the first part to the last."""
-    return [ops.total(list(column)) for column in zip(*map(ops.as_float, parts), strict=True)]
+def _totals(partials):
+    """Sums of the partials, number by number, from the first part to the last."""
+    return [ops.total(list(column)) for column in zip(*map(ops.as_float, partials), strict=True)]
 
 
 def _flush(plan, which, acc, count, segment, sums, scales, target):
-    """A program's part of a column block: the warp groups' sums, rows below `count`."""
-    product, sides = plan.products[which], 2 if which == _GATE_UP else 1
+    """A program's part of a column block: the warpgroups' sums, rows below `count`."""
+    gemm, sides = plan.gemms[which], 2 if which == _GATE_UP else 1
 
     def body(mine, count, segment, sums, scales, target):
         thread, program = ops.thread_index(), ops.program_index()
@@ -567,33 +563,33 @@ def _flush(plan, which, acc, count, segment, sums, scales, target):
         others = range(0, _WARP_GROUPS - sides, sides)
         with ops.when(warp_group >= sides):
             for (r, c), value in zip(spots, mine, strict=True):
-                at = (warp_group - sides) * _PART + r * 64 + c
+                at = (warp_group - sides) * _PARTIAL + r * 64 + c
                 ops.store("shared", ops.offset(sums, at, 4), [value])
-        _wait_for_computers()
+        _wait_for_consumers()
         for (r, c), value in zip(spots, mine, strict=True):
             with ops.when((warp_group < sides) & (r < count)):
                 for other in others:
-                    at = (warp_group + other) * _PART + r * 64 + c
+                    at = (warp_group + other) * _PARTIAL + r * 64 + c
                     value = value + ops.load_shared(ops.offset(sums, at, 4))
                 if which == _QKV:
-                    block = (program * product.most_units) // product.chunks + segment
+                    block = (program * gemm.most_units) // gemm.chunks + segment
                     value = value * ops.load_shared(ops.offset(scales, r + ROWS, 4))
-                    part = program - product.first_part(block)
-                    last = program.is_(product.last_part(block))
+                    part = program - gemm.first_program(block)
+                    last = program.is_(gemm.last_program(block))
                     at = (part * ROWS + r) * plan.sizes.qkv + block * 64 + c
                 else:
-                    number = program * product.most_segments + segment
-                    at = number * (_PART * sides) + warp_group * _PART + r * 64 + c
+                    number = program * gemm.most_segments + segment
+                    at = number * (_PARTIAL * sides) + warp_group * _PARTIAL + r * 64 + c
                     at = at + plan.regions[which]
                 ops.store("global", ops.offset(target, at, 4), [ops.not_empty(value)])
                 if which == _QKV:  # column blocks that fewer programs share
-                    for extra in range(1, product.most_parts):
-                        unused = (part + extra < product.most_parts) & last
+                    for extra in range(1, gemm.most_partials):
+                        unused = (part + extra < gemm.most_partials) & last
                         with ops.when(unused):
                             zero = ops.offset(target, at + extra * (ROWS * plan.sizes.qkv), 4)
                             ops.store("global", zero, [value * 0.0])
-        if product.most_segments > 1:
-            _wait_for_computers()
+        if gemm.most_segments > 1:
+            _wait_for_consumers()
 
     kinds = (plgpu.Layout.WGMMA, _INDEX, _INDEX, _REF, _REF, _REF)
     _inline(body, acc, count, segment, sums, scales, target, kinds=kinds)

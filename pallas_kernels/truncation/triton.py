@@ -16,6 +16,7 @@ leaves at once. Sums are of float32 in an order that only the vocabulary's size 
 row's threshold never depends on the batch; more tokens never sum to less.
 """
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -25,8 +26,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.tuning import TruncationConfig
-
 NUM_TRIALS = 8
 NUM_PASSES = 3
 NUM_STRIPS = 4  # of a chunk when its tokens are packed, one a warp: warps need not wait for others
@@ -35,6 +34,25 @@ WHOLE_TILE = 4096  # a load where a program of 16 warps reads its whole row: few
 # minus infinity, which everything reaches.
 _FIRST_TRIALS = (23.0, 16.0, 11.5, 8.0, 5.75, 4.0, 2.0)
 _LOWEST_TRIAL = 184.0
+
+
+@dataclasses.dataclass(frozen=True)
+class TruncationConfig:
+    """Tokens a program, a load, a load that is packed; loads in flight; tokens
+    collected of a strip.
+
+    Loads and what is collected are powers of two; a chunk is a whole number of turns of either.
+    """
+
+    chunk: int = 10240
+    tile: int = 256
+    packed_tile: int = 512
+    loads: int = 4
+    capacity: int = 128
+
+    def num_turns(self, tile: int) -> int:
+        """Of a program's loop with loads of `tile`."""
+        return self.chunk // (tile * self.loads)
 
 
 class _Row(NamedTuple):
@@ -64,15 +82,17 @@ class _Bracket(NamedTuple):
     above: jax.Array
 
 
-def truncation_threshold(logits, rows, top_k, *, config: TruncationConfig, interpret: bool):
+def truncation_threshold(
+    logits, rows, top_k, *, interpret: bool, config: TruncationConfig = TruncationConfig()
+):
     """The least logit that top-k and top-p keep.
 
     Args:
         logits: float32 [B, V].
         rows: float32 [B, 4]: the row's largest logit, log2(e) / temperature, log2(min_p), top_p.
         top_k: int32 [B]; 0 is off.
-        config: launch parameters.
         interpret: run in the interpreter.
+        config: launch parameters.
 
     Returns:
         float32 [B]; minus infinity where neither is on.
@@ -136,9 +156,6 @@ def _load_turn(logits_ref, row, chunk, turn, end, config):
     ]
 
 
-# --- the bracket -------------------------------------------------------------------------------
-
-
 def _first_trials(row):
     bit = 1.0 / row.bits_per_logit
     below = [row.max_logit - bit * jnp.float32(bits) for bits in _FIRST_TRIALS]
@@ -183,9 +200,6 @@ def _load_bracket(row, refs, row_index, chunks, step):
 def _store_all(ref, row_index, values):
     for i, value in enumerate(values):
         ref[row_index, i] = value
-
-
-# --- the launches ------------------------------------------------------------------------------
 
 
 def _narrow(logits_ref, rows_ref, top_k_ref, *refs, step, width, chunks, config):
@@ -323,9 +337,6 @@ def _settle(
             return jnp.sum(lax.fori_loop(0, pl.cdiv(width, WHOLE_TILE), fold, zeros))
 
         store(measure, jnp.float32(0))
-
-
-# --- the exact threshold -----------------------------------------------------------------------
 
 
 def _threshold(row, bracket, measure, above):

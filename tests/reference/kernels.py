@@ -7,7 +7,14 @@ implementation in that dtype has, which is the yardstick for the kernels' errors
 
 import numpy as np
 
-from pallas_kernels.adjusted import ADJUSTS, BIASED, COUNT_MASK, EARLY, IN_PROMPT, IS_ENDING
+from pallas_kernels.scores.adjustments import (
+    ADJUSTS,
+    BIASED,
+    COUNT_MASK,
+    EARLY,
+    IN_PROMPT,
+    IS_ENDING,
+)
 
 
 def paged_decode_attention(
@@ -112,13 +119,13 @@ def gated_silu(gate_up, *, dtype=np.float64):
         return gate / (1 + np.exp(-gate)) * up
 
 
-def gated_product(x, weight, *, dtype=np.float64):
+def gated_gemm(x, weight, *, dtype=np.float64):
     """silu(x @ gate) * (x @ up), rows [T, F]."""
     x, weight = (np.asarray(array).astype(dtype) for array in (x, weight))
     return gated_silu(np.einsum("td,dcf->tcf", x, weight), dtype=dtype)
 
 
-def between_attentions(attended, hidden, weights, *, eps, dtype=np.float64):
+def fused_layer(attended, hidden, weights, *, eps, dtype=np.float64):
     """Output projection, gated feed-forward, the next norm and projection; stream [T, D] and qkv
     [T, Q]."""
     attended, hidden = (np.asarray(x).astype(dtype) for x in (attended, hidden))
@@ -167,7 +174,7 @@ def _kept(row, temperature, min_p, top_p, top_k):
 
 
 def adjusted_logits(logits, words, biases, rows, kinds, penalties, dtype=np.float64):
-    """One row, one token at a time; bits as in `adjusted.py`."""
+    """One row, one token at a time; bits as in `scores/adjustments.py`."""
     found = np.array(logits, dtype)
     for b, (row, kind) in enumerate(zip(rows, kinds, strict=True)):
         repetition, presence, frequency = np.asarray(penalties, dtype)[b]

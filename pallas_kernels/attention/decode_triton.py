@@ -4,7 +4,7 @@ a block table.
 Grid (KV head, item); an item is a split of a sequence, and one program of it:
 
     q          [R, H]  the KV head's group of query heads, repeated to R >= 16 rows in registers:
-               given, or made of the fused projection (decode_front.py), with the new token's key
+               given, or made of the fused projection (`_new_token`), with the new token's key
                and value, which the sequence's last split stores and counts in from registers
     for tile of this split's share of the sequence's key tiles:
         rows   = block_table[position // S] ...      gather of `tile_tokens` rows of the pool
@@ -45,14 +45,30 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels import decode_front, tile_ops
-from pallas_kernels.decode_front import Front
-from pallas_kernels.tuning import DecodeConfig
+from pallas_kernels.attention import tile_ops
+from pallas_kernels.attention.tile_ops import tile_width
+from pallas_kernels.attention.tuning import DecodeConfig
 from pallas_kernels.types import LayerKV
 
 # Of the partials that are merged together: query heads, one a warp, and registers a thread.
 _MERGED_HEADS = 4
 _MERGED_REGISTERS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Front:
+    """Of the projection: heads, split-K partials, the eps of heads' norms, the dtype rounded to."""
+
+    num_heads: int
+    num_kv_heads: int
+    num_partials: int
+    eps: float | None
+    dtype: Any
+
+    @property
+    def group(self) -> int:
+        """Query heads a KV head."""
+        return self.num_heads // self.num_kv_heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,11 +171,11 @@ def rope_decode_attention(
     interpret: bool,
 ):
     """See the public entry of the same name."""
-    num_parts, batch, total_heads, head_size = qkv.shape
+    num_partials, batch, total_heads, head_size = qkv.shape
     num_kv_heads = kv.k.shape[2]
     num_heads = total_heads - 2 * num_kv_heads
     spec = _Spec(
-        Front(num_heads, num_kv_heads, num_parts, None if norms is None else norms.eps, dtype),
+        Front(num_heads, num_kv_heads, num_partials, None if norms is None else norms.eps, dtype),
         scale,
         soft_cap,
         sliding_window,
@@ -342,9 +358,7 @@ def _kernel(k_ref, v_ref, tables_ref, plan_ref, *refs, spec, num_inputs):
             q = tile_ops.load_rows(inputs[0], first_row + group_head, head_size, live_rows)
             return q, tile_ops.softmax_start(spec.num_rows, head_size)
         owns_new = (item.split == item.num_splits - 1) & (seq_len > 0)
-        q, k, v = decode_front.new_token(
-            spec.front, inputs, item.sequence, head, owns_new, k_ref.dtype
-        )
+        q, k, v = _new_token(spec.front, inputs, item.sequence, head, owns_new, k_ref.dtype)
         slot = (item.slot * spec.num_kv_heads + head)[None]
         for ref, new in zip(pool_refs, (k, v), strict=True):
             tile_ops.store_rows(ref, slot, head_size, new, owns_new[None])
@@ -423,8 +437,8 @@ def _merge(partials, out_ref, first_partial, first_row, num_splits, spec):
             live = num_splits - first, spec.group - first_head
             return _fold_partials(partials, rows, live, carry, spec)
 
-        parts = lax.div(num_splits + (at_once - 1), jnp.int32(at_once))
-        _max, total, out = lax.fori_loop(0, parts, fold, start)
+        turns = lax.div(num_splits + (at_once - 1), jnp.int32(at_once))
+        _max, total, out = lax.fori_loop(0, turns, fold, start)
         out = out / jnp.where(total == 0, jnp.float32(1), total)
         head = first_head + jnp.arange(heads, dtype=jnp.int32)
         tile_ops.store_rows(out_ref, first_row + head, spec.head_size, out, head < spec.group)
@@ -478,3 +492,98 @@ def _joined(one, other):
     top = jnp.maximum(one[0], other[0])
     weight, more = (jnp.exp2(part[0] - top) for part in (one, other))
     return top, one[1] * weight + other[1] * more, one[2] * weight + other[2] * more
+
+
+# --- the new token -----------------------------------------------------------------------------
+
+
+def _new_token(front: Front, refs, sequence, kv_head, with_key, pool_dtype):
+    """What one KV head has of a sequence's new token, in a kernel.
+
+    Args:
+        front: What is known when it is compiled.
+        refs: The projection's heads [partials * B * (N + 2K), H], cosines and sines [B, H / 2], and
+            where heads are normalized the weights [H] of queries and keys.
+        sequence, kv_head: Whose; traced.
+        with_key: Whether key and value are wanted; else they are any finite numbers. Traced.
+        pool_dtype: Of the results.
+
+    Returns:
+        Queries [group, H], key [1, H] and value [1, H]: group in powers of two, H as `tile_width`.
+    """
+    heads_ref, cos_ref, sin_ref, *weight_refs = refs
+    own, exchanged, angle = _columns(heads_ref.shape[1])
+    head = jnp.arange(pl.next_power_of_2(front.group), dtype=jnp.int32)
+    first = sequence * (front.num_heads + 2 * front.num_kv_heads)
+    queries = first + kv_head * front.group + head
+    key = jnp.broadcast_to(first + front.num_heads + kv_head, (1,))
+    live = head < front.group, jnp.broadcast_to(with_key, (1,))
+
+    def load(rows, live, columns):
+        return _load_partials(heads_ref, rows, live, columns, front.num_partials)
+
+    loaded = [
+        [load(rows, mask, columns) for columns in (own, exchanged)]
+        for rows, mask in zip((queries, key), live, strict=True)
+    ]
+    value = load(key + front.num_kv_heads, live[1], own)
+    cos, sin = (_load_row(ref, sequence, angle) for ref in (cos_ref, sin_ref))
+    sin = jnp.where(own < heads_ref.shape[1] // 2, -sin, sin)
+    weights = [[_load_weight(ref, columns) for columns in (own, exchanged)] for ref in weight_refs]
+
+    q, k = (
+        _rotated(halves, weights[index] if weights else None, cos, sin, front, heads_ref.shape[1])
+        for index, halves in enumerate(loaded)
+    )
+    value = _sum(value, front.dtype)
+    return tuple(x.astype(front.dtype).astype(pool_dtype) for x in (q, k, value))
+
+
+def _columns(size):
+    """Of a head: its columns, the same with the halves exchanged, and their angles'."""
+    half, column = size // 2, jnp.arange(tile_width(size), dtype=jnp.int32)
+    exchanged = jnp.where(column < half, column + half, column - half)
+    exchanged = jnp.where(column < size, exchanged, column)
+    return column, exchanged, jnp.where(column < half, column, column - half)
+
+
+def _load_partials(ref, rows, live, columns, num_partials):
+    shape = (rows.shape[0], columns.shape[0])
+    column = jnp.broadcast_to(columns[None, :], shape)
+    mask = jnp.broadcast_to(live[:, None], shape) & (column < ref.shape[1])
+    row = jnp.broadcast_to(rows[:, None], shape)
+    step = ref.shape[0] // num_partials
+    return [
+        plgpu.load(ref.at[row + partial * step, column], mask=mask, other=0)
+        for partial in range(num_partials)
+    ]
+
+
+def _load_row(ref, row, columns):
+    index = (jnp.full_like(columns, row), columns)
+    return plgpu.load(ref.at[index], mask=columns < ref.shape[1], other=0)
+
+
+def _load_weight(ref, columns):
+    weight = plgpu.load(ref.at[columns], mask=columns < ref.shape[0], other=0)
+    return weight.astype(jnp.float32)
+
+
+def _sum(partials, dtype):
+    return _rounded(functools.reduce(jnp.add, partials), dtype)
+
+
+def _rotated(halves, weights, cos, sin, front, size):
+    own, exchanged = (_sum(partials, front.dtype) for partials in halves)
+    if weights is not None:
+        squares = jnp.sum(own * own, axis=1)
+        scale = lax.rsqrt(squares / jnp.float32(size) + jnp.float32(front.eps))[:, None]
+        own, exchanged = (
+            _rounded(half * scale * weight[None, :], front.dtype)
+            for half, weight in zip((own, exchanged), weights, strict=True)
+        )
+    return own * cos[None, :] + exchanged * sin[None, :]
+
+
+def _rounded(x, dtype):
+    return x.astype(dtype).astype(jnp.float32)

@@ -23,9 +23,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels import tile_ops
-from pallas_kernels.tiles import tile_map
-from pallas_kernels.tuning import PrefillConfig
+from pallas_kernels.attention import tile_ops
+from pallas_kernels.attention.tiles import tile_map
+from pallas_kernels.attention.tuning import PrefillConfig
 
 
 def paged_prefill_attention(

@@ -1,0 +1,145 @@
+"""Launch parameters of attention: a heuristic, overridden by the device's table."""
+
+import dataclasses
+
+from pallas_kernels import tuning
+from pallas_kernels.tuning import is_hopper, power_of_two
+
+SMALL_BATCH = 8  # rows that mostly stand for fewer sequences
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig:
+    """Of decode_triton.py: keys a tile, most splits of a sequence, warps, pipeline stages, the
+    programs that the splits in use should come to, and the least tiles that are worth a split.
+
+    Where there are sequences enough, `share_percent` of their mean length is what a split should
+    have, in place of an even share of `target_programs`: only the longer ones are split.
+    """
+
+    tile_tokens: int
+    num_splits: int
+    num_warps: int = 4
+    num_stages: int = 2
+    target_programs: int = 528
+    min_tiles: int = 1
+    share_percent: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillConfig:
+    """Of prefill_triton.py: query rows (tokens x group) and keys a tile, warps, pipeline stages."""
+
+    tile_rows: int
+    tile_tokens: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperPrefillConfig:
+    """Of prefill_hopper.py: keys a tile, tiles of keys in flight, programs (one an SM)."""
+
+    tile_tokens: int = 128
+    num_key_stages: int = 2
+    num_value_stages: int = 2
+    num_programs: int = 132
+
+
+def decode_config(
+    *,
+    batch: int,
+    num_kv_heads: int,
+    head_size: int,
+    itemsize: int,
+    max_context: int,
+    num_cores: int = 132,
+    device_kind: str = "",
+) -> DecodeConfig:
+    """For `batch` sequences of at most `max_context` tokens on a GPU of `num_cores` SMs."""
+    tile = _key_tile(head_size, itemsize)
+    # About two programs an SM keep the memory busy; a split should have a tile of its own to read.
+    # The smallest bucket may hold a lone sequence; splits that it does not use cost little.
+    rows = 1 if batch <= SMALL_BATCH else batch
+    wanted = power_of_two(-(-2 * num_cores // (rows * num_kv_heads)))
+    programs, many = batch * num_kv_heads, wanted == 1
+    if many and programs > 12 * num_cores:  # an SM has more at once if their tiles are small
+        tile = min(tile, 32)
+    # A long sequence among short ones may have more splits than all could have.
+    splits = max(1, min(max(wanted, 8), 32, -(-max_context // tile)))
+    config = DecodeConfig(
+        tile,
+        splits,
+        # Of many programs the warps have less to wait for.
+        num_warps=2 if itemsize <= 2 and (many or splits == 1) else 4,
+        target_programs=4 * num_cores,
+        share_percent=(110 if programs <= 4 * num_cores else 150) if many else None,
+    )
+    return tuning.tuned("decode", head_size, itemsize, device_kind, config)
+
+
+def takes_decode_rows_apart(*, num_tokens: int, batch: int) -> bool:
+    """Whether a ragged batch launches decode attention besides, for its one-token sequences.
+
+    One of them fills a tile of its own in prefill attention, and reads its keys at half the speed.
+    In the smallest bucket a launch more costs as much as it saves.
+    """
+    return SMALL_BATCH < batch <= num_tokens
+
+
+def prefill_config(
+    *,
+    num_tokens: int,
+    batch: int,
+    group: int,
+    head_size: int,
+    itemsize: int,
+    device_kind: str = "",
+) -> PrefillConfig:
+    """For `num_tokens` query tokens of `batch` sequences, `group` query heads a KV head.
+
+    Two warp groups of 128 rows each are the fastest on long sequences, as far as registers hold
+    the float32 output; short sequences waste less of a small tile.
+    """
+    group_rows = power_of_two(group)
+    key_tile = _key_tile(head_size, itemsize)
+    row_bytes = power_of_two(head_size) * itemsize
+    if num_tokens // batch * group_rows < 2048 or row_bytes > 512 or itemsize > 2:
+        config = PrefillConfig(max(64, group_rows), min(32, key_tile), num_warps=4, num_stages=2)
+    else:
+        rows = max(256 if row_bytes <= 256 else 128, group_rows)
+        config = PrefillConfig(rows, key_tile, num_warps=8, num_stages=2)
+    return tuning.tuned("prefill", head_size, itemsize, device_kind, config)
+
+
+def _key_tile(head_size, itemsize):
+    """Keys a tile: 16 KiB of keys, from 16 to 64; more spills or starves the pipeline."""
+    return max(16, min(64, 16384 // (power_of_two(head_size) * itemsize)))
+
+
+def hopper_prefill_config(
+    *,
+    head_size: int,
+    block_size: int,
+    itemsize: int,
+    plain: bool,
+    device_kind: str = "",
+) -> HopperPrefillConfig | None:
+    """Where prefill_hopper.py runs; None where the Triton kernel does.
+
+    Its copies are of whole blocks, or of a block's part of a tile where the block is longer, and of
+    8 rows at least, which is a tile of shared memory. The Triton kernel loads the keys of a tile by
+    their rows, so it takes blocks of any size.
+
+    Args:
+        head_size: Elements of a head.
+        block_size: Tokens of a block.
+        itemsize: Bytes of an element.
+        plain: Neither a soft cap nor a sliding window.
+        device_kind: The GPU's name.
+    """
+    config = HopperPrefillConfig()
+    fits = head_size == 128 and itemsize == 2
+    tile = config.tile_tokens
+    whole = block_size >= 8 and (tile % block_size == 0 or block_size % tile == 0)
+    return config if is_hopper(device_kind) and fits and whole and plain else None

@@ -1,0 +1,267 @@
+"""GEMMs in Pallas Mosaic GPU, for Hopper (compute capability 9.0): of few rows by a weight, and
+gated ones, with their activation, of few rows and of many.
+
+A program is a loader warpgroup and consumer warpgroups. The loader copies tiles of x and of the
+weight, 64 of the depth at a time, by the bulk copy engine into a ring of pipeline stages in shared
+memory; the consumers sum in float32:
+
+    few rows    grid (split of the depth, tile of rows, 64 or 128 columns); one or two consumers of
+                64 columns each: sums += (x tile . weight tile) transposed, since the tensor core
+                multiplies 64 rows at least: those are the weight's columns, so x can have 8. The
+                sums are transposed on the way out through shared memory.
+    many rows   as many programs as the GPU has SMs take tiles of 128 rows by 128 columns in turn,
+                neighbours at the same time, so that what they read is mostly in the L2; two
+                consumers of 64 rows each. Columns go out 64 at a time through shared memory, while
+                the loader is busy with the next tile.
+
+Of a gated GEMM a consumer has the same columns of both factors, gate and up, each with sums of its
+own, and the activation follows in registers: half as much is written as of a GEMM by both weights,
+and the activation reads nothing. Few rows make few tiles, at most one program an SM, and what
+counts is how much is on its way at once (tuning.py): enough for the memory, and no more than that.
+"""
+
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import hopper_ops as ops
+from pallas_kernels.gemm.tuning import FewRowsConfig, ManyRowsConfig
+
+TILE = 64  # depth of a stage, the widest swizzle; columns of a consumer of few rows
+ROWS = 64  # of a consumer of many
+NUM_CONSUMERS = 2  # of many rows
+NUM_FACTORS = 2
+COLUMNS = 128  # of a tile of many rows, of each factor
+CHUNK = 64  # columns written at once, the widest swizzle again
+TILES_ABREAST = 8  # rows of tiles taken column by column
+
+
+def split_k_gemm(x, weight, *, config: FewRowsConfig):
+    """See the public entry of the same name; `config` says how many splits."""
+    return _few_rows(x, weight, gated=False, config=config)
+
+
+def gated_gemm_of_few(x, weight, *, config: FewRowsConfig):
+    """See the public entry `gated_gemm`; not split."""
+    return _few_rows(x, weight.reshape(weight.shape[0], -1), gated=True, config=config)[0]
+
+
+def gated_gemm_of_many(x, weight, *, config: ManyRowsConfig):
+    """See the public entry `gated_gemm`; rows in tiles of 128."""
+    return _many_rows(x, weight.reshape(weight.shape[0], -1), config=config)
+
+
+@functools.partial(jax.jit, static_argnames=("gated", "config"))
+def _few_rows(x, weight, *, gated, config):
+    """In a jit of its own, so that a step's layers have it traced and lowered once."""
+    (rows, depth), num_factors, num_consumers = x.shape, 1 + gated, config.num_consumers
+    width = weight.shape[1] // num_factors
+    out_dtype = x.dtype if config.num_splits == 1 else jnp.float32
+    split_depth = depth // config.num_splits
+    tile = config.tile_rows, config.num_splits * TILE, num_consumers * TILE
+    num_stages = min(config.num_stages, split_depth // TILE)
+    _check_fits((rows, depth, width), tile, config.num_stages, num_stages < split_depth // TILE)
+    call = plgpu.kernel(
+        functools.partial(_few_rows_kernel, split_depth=split_depth),
+        out_type=jax.ShapeDtypeStruct((config.num_splits, rows, width), out_dtype),
+        grid=(config.num_splits, rows // config.tile_rows, width // (num_consumers * TILE)),
+        grid_names=("part", "row_tile", "column_tile"),
+        num_threads=num_consumers + 1,
+        thread_name="warp_group",
+        scratch_types={
+            "x_smem": ops.swizzled((num_stages, config.tile_rows, TILE), x.dtype),
+            "weight_smem": ops.swizzled(
+                (num_stages, num_factors, num_consumers, TILE, TILE), x.dtype
+            ),
+            "out_smem": ops.swizzled((num_consumers, config.tile_rows, TILE), out_dtype),
+            "full": plgpu.Barrier(
+                num_arrivals=num_factors * num_consumers + 1, num_barriers=num_stages
+            ),
+            "empty": plgpu.Barrier(num_arrivals=num_consumers, num_barriers=num_stages),
+        },
+        compiler_params=ops.COMPILER_PARAMS,
+        kernel_name="gated_product_hopper" if gated else "product_hopper",
+    )
+    return call(x, weight)
+
+
+def _few_rows_kernel(
+    x_ref, weight_ref, out_ref, *, x_smem, weight_smem, out_smem, full, empty, split_depth
+):
+    warp_group, split = lax.axis_index("warp_group"), lax.axis_index("part")
+    (num_stages, num_factors, num_consumers), tile_rows = weight_smem.shape[:3], out_smem.shape[1]
+    rows = pl.ds(lax.axis_index("row_tile") * tile_rows, tile_rows)
+    num_steps, width = split_depth // TILE, out_ref.shape[2]
+
+    def stage_of(step):
+        return lax.rem(step, jnp.int32(num_stages))
+
+    def columns_of(consumer, factor=0):
+        first = lax.axis_index("column_tile") * (num_consumers * TILE) + consumer * TILE
+        return pl.ds(first + factor * width, TILE)
+
+    @pl.when(warp_group == num_consumers)
+    def _load():
+        def load(step, _):
+            stage = stage_of(step)
+            pl.when(step >= num_stages)(lambda: plgpu.barrier_wait(empty.at[stage]))
+            deep = pl.ds(split * split_depth + step * TILE, TILE)
+            for factor, consumer in itertools.product(range(num_factors), range(num_consumers)):
+                source = weight_ref.at[deep, columns_of(consumer, factor)]
+                target = weight_smem.at[stage, factor, consumer]
+                plgpu.copy_gmem_to_smem(source, target, full.at[stage])
+            plgpu.copy_gmem_to_smem(x_ref.at[rows, deep], x_smem.at[stage], full.at[stage])
+
+        lax.fori_loop(0, num_steps, load, None)
+
+    @pl.when(warp_group < num_consumers)
+    def _compute():
+        def add_all(*sums):
+            def add(step, _):
+                stage = stage_of(step)
+                plgpu.barrier_wait(full.at[stage])
+                x_tile = x_smem.at[stage].transpose((1, 0))
+                for factor, own_sums in enumerate(sums):
+                    columns = weight_smem.at[stage, factor, warp_group].transpose((1, 0))
+                    plgpu.wgmma(own_sums, columns, x_tile)
+                plgpu.wgmma_wait(num_factors)  # the step before is done
+                previous = stage_of(step + (num_stages - 1))
+                pl.when(step > 0)(lambda: plgpu.barrier_arrive(empty.at[previous]))
+
+            lax.fori_loop(0, num_steps, add, None)
+            return [own_sums[...] for own_sums in sums]
+
+        accumulator = plgpu.ACC((TILE, tile_rows), jnp.float32)
+        result, *up = pl.run_scoped(add_all, *[accumulator] * num_factors)
+        if up:  # silu(gate) * up, the gate finite
+            result *= up[0] / (1 + jnp.exp(-result))
+        result = plgpu.layout_cast(result, plgpu.Layout.WGMMA_TRANSPOSED)
+        own_out = out_smem.at[warp_group]
+        own_out.transpose((1, 0))[...] = result.astype(out_ref.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(own_out, out_ref.at[split, rows, columns_of(warp_group)])
+        plgpu.wait_smem_to_gmem(0)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _many_rows(x, weight, *, config):
+    """In a jit of its own, so that a step's layers have it traced and lowered once."""
+    num_stages, (rows, depth), width = config.num_stages, x.shape, weight.shape[1] // NUM_FACTORS
+    _check_fits((rows, depth, width), (NUM_CONSUMERS * ROWS, TILE, COLUMNS), num_stages, True)
+    call = plgpu.kernel(
+        functools.partial(_many_rows_kernel, num_programs=config.num_programs),
+        out_type=jax.ShapeDtypeStruct((rows, width), x.dtype),
+        grid=(config.num_programs,),
+        grid_names=("program",),
+        num_threads=NUM_CONSUMERS + 1,
+        thread_name="warp_group",
+        scratch_types={
+            "x_smem": ops.swizzled((num_stages, NUM_CONSUMERS * ROWS, TILE), x.dtype),
+            "weight_smem": ops.swizzled((num_stages, NUM_FACTORS, TILE, COLUMNS), x.dtype),
+            "out_smem": ops.swizzled((NUM_CONSUMERS, COLUMNS // CHUNK, ROWS, CHUNK), x.dtype),
+            "full": plgpu.Barrier(num_arrivals=1 + NUM_FACTORS, num_barriers=num_stages),
+            "empty": plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=num_stages),
+        },
+        compiler_params=ops.COMPILER_PARAMS,
+        kernel_name="gated_gemm_hopper",
+    )
+    return call(x, weight)
+
+
+def _many_rows_kernel(
+    x_ref, weight_ref, out_ref, *, x_smem, weight_smem, out_smem, full, empty, num_programs
+):
+    warp_group, program = lax.axis_index("warp_group"), lax.axis_index("program")
+    (num_rows, depth), width = x_ref.shape, out_ref.shape[1]
+    num_stages, tile_rows, _ = x_smem.shape
+    num_steps, grid = depth // TILE, (num_rows // tile_rows, width // COLUMNS)
+    num_turns = lax.div(math.prod(grid) + (num_programs - 1) - program, jnp.int32(num_programs))
+
+    def tile_of(turn):
+        """Its first row and its first column."""
+        row, column = plgpu.planar_snake(program + turn * num_programs, grid, 0, TILES_ABREAST)
+        return row * tile_rows, column * COLUMNS
+
+    def stage_of(turn, step):
+        return lax.rem(turn * num_steps + step, jnp.int32(num_stages))
+
+    @pl.when(warp_group == NUM_CONSUMERS)
+    def _load():
+        plgpu.set_max_registers(40, action="decrease")
+
+        def load_tile(turn, _):
+            row, column = tile_of(turn)
+
+            def load(step, _):
+                stage = stage_of(turn, step)
+
+                @pl.when(turn * num_steps + step >= num_stages)
+                def _wait():
+                    plgpu.barrier_wait(empty.at[stage])
+
+                rows, deep = pl.ds(row, tile_rows), pl.ds(step * TILE, TILE)
+                plgpu.copy_gmem_to_smem(x_ref.at[rows, deep], x_smem.at[stage], full.at[stage])
+                for factor in range(NUM_FACTORS):
+                    source = weight_ref.at[deep, pl.ds(column + factor * width, COLUMNS)]
+                    plgpu.copy_gmem_to_smem(source, weight_smem.at[stage, factor], full.at[stage])
+
+            lax.fori_loop(0, num_steps, load, None)
+
+        lax.fori_loop(0, num_turns, load_tile, None)
+
+    @pl.when(warp_group < NUM_CONSUMERS)
+    def _compute():
+        plgpu.set_max_registers(232, action="increase")
+
+        def add_all(turn, *sums):
+            def add(step, _):
+                stage = stage_of(turn, step)
+                plgpu.barrier_wait(full.at[stage])
+                x_tile = x_smem.at[stage, pl.ds(warp_group * ROWS, ROWS)]
+                for factor, own_sums in enumerate(sums):
+                    plgpu.wgmma(own_sums, x_tile, weight_smem.at[stage, factor])
+                plgpu.wgmma_wait(NUM_FACTORS)  # the step before is done
+                previous = stage_of(turn, step + (num_stages - 1))
+                pl.when(step > 0)(lambda: plgpu.barrier_arrive(empty.at[previous]))
+
+            lax.fori_loop(0, num_steps, add, None)
+            results = [own_sums[...] for own_sums in sums]
+            plgpu.barrier_arrive(empty.at[stage_of(turn, num_steps - 1)])
+            return results
+
+        def compute_tile(turn, _):
+            accumulator = plgpu.ACC((ROWS, COLUMNS), jnp.float32)
+            add_own = functools.partial(add_all, turn)
+            gate, up = pl.run_scoped(add_own, *[accumulator] * NUM_FACTORS)
+            activated = gate * (up / (1 + jnp.exp(-gate)))  # silu(gate) * up, the gate finite
+            activated = activated.astype(out_ref.dtype)
+            row, column = tile_of(turn)
+            rows = pl.ds(row + warp_group * ROWS, ROWS)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
+            for chunk in range(COLUMNS // CHUNK):
+                own_out = out_smem.at[warp_group, chunk]
+                own_out[...] = activated[:, chunk * CHUNK : (chunk + 1) * CHUNK]
+                plgpu.commit_smem()
+                target = out_ref.at[rows, pl.ds(column + chunk * CHUNK, CHUNK)]
+                plgpu.copy_smem_to_gmem(own_out, target)
+
+        lax.fori_loop(0, num_turns, compute_tile, None)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _check_fits(sizes, tile, num_stages, reuses):
+    """Refuse rows, depth and width that are not whole tiles, and, where stages are used again, one
+    of them: it is free once the next one's GEMM is begun."""
+    if any(size % part for size, part in zip(sizes, tile, strict=True)):
+        raise ValueError(
+            f"rows, depth and width are {sizes}; they must be whole tiles of {tile}: call the "
+            "public entry, which chooses a kernel that fits"
+        )
+    if num_stages < 2 and reuses:
+        raise ValueError(f"num_stages is {num_stages}; it must be at least 2")

@@ -1,0 +1,164 @@
+"""Which GEMM runs where, in how many splits, and with which launch parameters.
+
+They see static facts only. None means that what runs on every GPU is the faster one there, or the
+only one. Times on an H200: bench/NOTES.md.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+from pallas_kernels.tuning import MAX_SHARED_BYTES, is_hopper
+
+MAX_SPLIT_ROWS = 256  # above, a GEMM has tiles enough, and its partials cost more than they save
+MIN_SPLIT_DEPTH = 128
+UNSPLIT_WIDTH = 132 * 128  # columns that give each SM of a large GPU a tile of 128
+
+# Of the weight, under way to a consumer warpgroup where no SM is idle, before it is rounded to
+# whole stages: with half as much more or a quarter less a GEMM takes 2 to 7 % longer.
+WEIGHT_BYTES_AHEAD = 60 * 1024
+
+# Share of the SMs' time until the last tile is done that they spend on tiles of many rows. XLA,
+# which has a choice of tiles, is the faster one with 0.73, and the slower one with 0.85.
+MIN_SHARE_AT_WORK = 0.8
+
+
+class Gemm(NamedTuple):
+    """A GEMM of `num_tokens` rows by a weight [depth, width], or by two of them (gate and up).
+
+    Attributes:
+        num_tokens: Rows.
+        depth, width: Of the weight, or of each of two.
+        itemsize: Bytes of an element.
+        num_factors: 2 for a gated GEMM, which is never split.
+        num_cores: SMs of the GPU; None where it is not known.
+        device_kind: The GPU's name.
+    """
+
+    num_tokens: int
+    depth: int
+    width: int
+    itemsize: int
+    num_factors: int = 1
+    num_cores: int | None = None
+    device_kind: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedConfig:
+    """Of triton.py: columns a program, warps."""
+
+    tile: int
+    num_warps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class FewRowsConfig:
+    """Of hopper.py's GEMM of few rows: splits of the depth, rows a program, its consumer
+    warpgroups (64 columns each), pipeline stages (64 of the depth each; two at least)."""
+
+    num_splits: int
+    tile_rows: int
+    num_consumers: int
+    num_stages: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ManyRowsConfig:
+    """Of hopper.py's gated GEMM of many rows: pipeline stages (two at least), programs (one an
+    SM)."""
+
+    num_stages: int
+    num_programs: int
+
+
+def gated_config(*, num_tokens: int, size: int) -> GatedConfig | None:
+    """For rows of `size` gates; None where XLA's own kernel is the better one.
+
+    XLA splits a narrow GEMM of few rows, and sums its partials where it computes the activation;
+    before another kernel it would do so in one more. Else threads of eight elements keep the memory
+    busy, and twice the threads of four are sooner done where there are few.
+    """
+    if 2 * size < UNSPLIT_WIDTH and num_tokens <= MAX_SPLIT_ROWS:
+        return None
+    return GatedConfig(1024, num_warps=8 if num_tokens * size <= 1 << 20 else 4)
+
+
+def num_splits(gemm: Gemm) -> int:
+    """Splits of the depth of XLA's GEMM.
+
+    A narrow weight gives too few tiles to keep the memory busy unless its depth is split as well.
+    The numbers are the fastest in whole decode steps on an H200.
+    Float32 is not split: what is computed in it is meant to be reproducible.
+    """
+    num_tokens, depth, width = gemm[:3]
+    if num_tokens > MAX_SPLIT_ROWS or gemm.itemsize > 2 or width > 8192:
+        return 1
+    deep = depth >= 2048
+    if num_tokens <= 16:
+        by_width = 4, 8 if deep else 4, 2 if deep else 1
+    elif num_tokens <= 64:
+        by_width = 8, 8 if deep else 4, 2 if deep else 1
+    elif num_tokens <= 128:
+        by_width = 4, 1 if deep else 2, 1
+    else:
+        by_width = 4, 2 if deep else 1, 2 if deep else 1
+    splits = by_width[0 if width <= 2048 else 1 if width <= 4096 else 2]
+    while splits > 1 and depth % (splits * MIN_SPLIT_DEPTH):
+        splits //= 2
+    return splits
+
+
+def few_rows_config(gemm: Gemm) -> FewRowsConfig | None:
+    """Where hopper.py's GEMM of few rows runs; None where XLA's does."""
+    num_tokens, depth, width, itemsize, num_factors, num_cores, device_kind = gemm
+    # By a large weight XLA's GEMMs of more than 128 rows are as fast or faster in a step.
+    large = depth * width * num_factors > 1 << 23
+    few = 0 < num_tokens <= (128 if large else MAX_SPLIT_ROWS)
+    if not (is_hopper(device_kind) and num_cores and itemsize == 2 and few and depth and width):
+        return None
+    row_tiles = 1 if large else _row_tiles(num_tokens, width, num_cores)
+    # Each program reads all of its rows, and without an SM of its own it waits for one.
+    num_consumers = 1 if row_tiles * width // 64 <= num_cores else 2
+    if num_tokens % (8 * row_tiles) or depth % 64 or width % (64 * num_consumers):
+        return None
+    column_tiles = width // (64 * num_consumers)
+    programs = row_tiles * column_tiles
+    if programs > num_cores:
+        return None
+    splits = 1 if num_factors > 1 else _splits_by_cores(programs, depth, num_cores)
+    tile_rows = num_tokens // row_tiles
+    cores_a_tile = num_cores / (splits * column_tiles)  # of the weight, which row tiles share
+    out_itemsize = itemsize if splits == 1 else 4
+    # As many stages as there is room for, and no more of the weight under way than is good.
+    stage_weight, stage_x = num_consumers * num_factors * 64 * 64 * 2, tile_rows * 64 * 2
+    room = MAX_SHARED_BYTES - num_consumers * tile_rows * 64 * out_itemsize - 2048
+    ahead = WEIGHT_BYTES_AHEAD * num_consumers * cores_a_tile
+    stages = min(round(ahead / stage_weight), room // (stage_weight + stage_x))
+    return FewRowsConfig(splits, tile_rows, num_consumers, stages)
+
+
+def many_rows_config(gemm: Gemm) -> ManyRowsConfig | None:
+    """Where hopper.py's gated GEMM of many rows runs, of those that `few_rows_config` leaves; None
+    where XLA's GEMM and an activation do."""
+    num_tokens, depth, width, itemsize, _, num_cores, device_kind = gemm
+    whole = num_tokens % 128 == 0 and depth % 64 == 0 and width % 128 == 0
+    if not (is_hopper(device_kind) and num_cores and itemsize == 2 and whole and depth):
+        return None
+    tiles = num_tokens * width // 128**2
+    if tiles == 0 or tiles < MIN_SHARE_AT_WORK * num_cores * -(-tiles // num_cores):
+        return None
+    return ManyRowsConfig(num_stages=4, num_programs=num_cores)
+
+
+def _row_tiles(num_tokens, width, num_cores):
+    """Two where a tile would have over 128 rows, and where SMs would have nothing to do: rows are
+    cut before the depth is, for that leaves fewer partials to write and to sum."""
+    return 2 if num_tokens > 128 or (num_tokens > 64 and 2 * width // 64 <= num_cores) else 1
+
+
+def _splits_by_cores(programs, depth, num_cores):
+    """Each SM has one program at most: a second one would have to wait."""
+    splits = 1
+    while 2 * splits * programs <= num_cores and depth % (2 * splits * MIN_SPLIT_DEPTH) == 0:
+        splits *= 2
+    return splits

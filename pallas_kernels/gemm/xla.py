@@ -1,0 +1,38 @@
+"""GEMMs and the gated activation in plain XLA."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def sum_partials(partials, dtype):
+    """See the public entry of the same name."""
+    one = partials.shape[0] == 1
+    total = partials[0] if one else jnp.sum(partials.astype(jnp.float32), axis=0)
+    return total.astype(dtype)
+
+
+def split_k_gemm(x, weight, num_splits):
+    """See the public entry of the same name."""
+    if num_splits == 1:
+        return _gemm("tc,cd->td", x, weight)[None]
+    x = x.reshape(x.shape[0], num_splits, -1)
+    weight = weight.reshape(num_splits, -1, weight.shape[1])
+    return jnp.einsum("tsc,scd->std", x, weight, preferred_element_type=jnp.float32)
+
+
+def gate_up(x, weight):
+    """Rows [T, 2, F] of a GEMM by weight [D, 2, F]."""
+    return _gemm("td,dcf->tcf", x, weight)
+
+
+def _gemm(subscripts, x, weight):
+    """In x's dtype; float32 factors are not rounded to TF32."""
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum(subscripts, x, weight, precision=precision, preferred_element_type=x.dtype)
+
+
+def gated_silu(gate_up):
+    """See the public entry of the same name."""
+    gate = jax.nn.silu(gate_up[:, 0].astype(jnp.float32))
+    return (gate * gate_up[:, 1].astype(jnp.float32)).astype(gate_up.dtype)

@@ -1,0 +1,176 @@
+"""What goes into the KV pool: new keys and values, with or without norm and rotation, and copies
+of blocks.
+
+Pools are updated in place when the caller's jit donates them.
+"""
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int32
+
+from pallas_kernels import checks
+from pallas_kernels.kv_cache import triton, tuning, xla
+from pallas_kernels.tuning import device_kind
+from pallas_kernels.types import Backend, HeadNorms, LayerKV
+
+
+def write_kv(
+    kv: LayerKV,
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    slot_mapping: Int32[Array, "T"],
+    *,
+    backend: Backend,
+) -> LayerKV:
+    """Store new tokens' keys and values, token t in slot `slot_mapping[t]` = block * S + offset.
+
+    Padding tokens go to the null block (slots 0 to S - 1); a slot outside the pool is dropped. Two
+    tokens may share a slot in the null block only. Returns the pool, updated in place if donated.
+
+    Raises:
+        ValueError: shapes that do not fit the pool.
+        TypeError: k or v not of the pool's dtype.
+    """
+    check_write(kv, k, v, slot_mapping)
+    backend = Backend(backend)
+    if backend is Backend.XLA or not k.size:
+        return xla.write_kv(kv, k, v, slot_mapping)
+    return triton.write_kv(kv, k, v, slot_mapping, **_launch("write", kv, backend))
+
+
+def rope_write_kv(
+    qkv: Float[Array, "partials T heads H"],
+    kv: LayerKV,
+    slot_mapping: Int32[Array, "T"],
+    angles: tuple[Float32[Array, "T half"], Float32[Array, "T half"]] | None,
+    *,
+    backend: Backend,
+    norms: HeadNorms | None = None,
+    dtype: DTypeLike | None = None,
+) -> tuple[Float[Array, "T N H"], LayerKV]:
+    """Normalize and rotate new tokens' queries and keys; store keys and values as `write_kv` does.
+
+    Norm and rotation compute in float32 and each rounds to `dtype`; what is stored is then cast to
+    the pool's. Rotary embedding: Su et al. 2021, arXiv:2104.09864, in the halves layout.
+
+    Args:
+        qkv: of each token N query heads, K key heads, K value heads, as split-K partials, which
+            are summed and rounded first (see `split_k_gemm`).
+        kv: one layer's pool [P, S, K, H]; updated in place if donated.
+        slot_mapping: as of `write_kv`.
+        angles: cosine and sine of each token's rotation, for channels i and i + H / 2; None where
+            nothing is rotated.
+        backend: which implementation runs.
+        norms: RMSNorm of the query and key heads before the rotation; `dtype` or float32.
+        dtype: of the queries; qkv's if None.
+
+    Returns:
+        The queries, and the pool.
+
+    Raises:
+        ValueError: shapes that do not fit the pool or each other.
+        TypeError: dtypes other than bfloat16, float16 or float32; angles not float32.
+    """
+    dtype = jnp.dtype(qkv.dtype if dtype is None else dtype)
+    check_rope_write(qkv, kv, slot_mapping, angles, norms, dtype)
+    backend = Backend(backend)
+    if backend is Backend.XLA or not qkv.size:
+        return xla.rope_write_kv(qkv, kv, slot_mapping, angles, norms, dtype=dtype)
+    config = tuning.rope_config(
+        head_size=qkv.shape[3], itemsize=qkv.dtype.itemsize, device_kind=device_kind(backend)
+    )
+    interpret = backend is Backend.INTERPRET
+    return triton.rope_write_kv(
+        qkv, kv, slot_mapping, angles, norms, dtype=dtype, config=config, interpret=interpret
+    )
+
+
+def copy_blocks(
+    pool: tuple[LayerKV, ...],
+    src: Int32[Array, "C"],
+    dst: Int32[Array, "C"],
+    *,
+    backend: Backend,
+) -> tuple[LayerKV, ...]:
+    """Copy block src[i] over block dst[i], in every layer, keys and values, for all pairs at once.
+
+    Pairs are unordered: no block may be both a source and a destination, or a destination twice;
+    padding pairs are (0, 0), and ids must lie in the pool (no back end checks values). Returns the
+    pool, updated in place if donated.
+
+    Raises:
+        ValueError: no layers, layers of different shapes, src and dst of different lengths.
+        TypeError: layers of different dtypes.
+    """
+    check_copy(pool, src, dst)
+    backend = Backend(backend)
+    if backend is Backend.XLA or not src.size:
+        return xla.copy_blocks(pool, src, dst)
+    return triton.copy_blocks(pool, src, dst, **_launch("copy", pool[0], backend))
+
+
+def _launch(op, kv, backend):
+    facts = {"head_size": kv.k.shape[3], "itemsize": kv.k.dtype.itemsize}
+    config = tuning.move_config(op, **facts, device_kind=device_kind(backend))
+    return {"config": config, "interpret": backend is Backend.INTERPRET}
+
+
+def check_write(kv, k, v, slot_mapping):
+    """New keys and values fit the pool's rows."""
+    checks.check_pool(kv)
+    checks.check_int32("slot_mapping", slot_mapping, 1, "[T]")
+    want = (*slot_mapping.shape, *kv.k.shape[2:])
+    for name, array in (("k", k), ("v", v)):
+        checks.check_shape(
+            name, array, want, "[tokens of slot_mapping, pool's KV heads, head size]"
+        )
+        checks.check_dtype(name, array, kv.k.dtype, "the pool's dtype; cast it first")
+
+
+def check_rope_write(qkv, kv, slot_mapping, angles, norms, dtype):
+    """Fused projections hold the pool's heads and at least one query head for each."""
+    check_rope(qkv, kv, angles, norms, dtype)
+    checks.check_int32("slot_mapping", slot_mapping, 1, "[T]")
+    checks.check_shape("slot_mapping", slot_mapping, qkv.shape[1:2], "qkv's tokens")
+
+
+def check_rope(qkv, kv, angles, norms, dtype):
+    """Fused projections, angles and norms that fit the pool and each other."""
+    checks.check_pool(kv)
+    num_kv_heads, head_size = kv.k.shape[2:]
+    checks.check_partials("qkv", qkv, 4, "[partials, T, N + 2K, H]", dtype)
+    num_heads = qkv.shape[2] - 2 * num_kv_heads
+    if head_size % 2:
+        raise ValueError(
+            f"head size {head_size} (kv.k.shape[3]) must be even: channels are rotated in pairs"
+        )
+    if qkv.shape[3] != head_size:
+        raise ValueError(
+            f"qkv has head size {qkv.shape[3]} and the pool {head_size}; they must be equal"
+        )
+    if num_heads <= 0 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"qkv has {qkv.shape[2]} heads; with the pool's {num_kv_heads} KV heads it must have "
+            "twice as many and a multiple of them for the queries"
+        )
+    for name, angle in zip(("angles[0]", "angles[1]"), angles or (), strict=angles is not None):
+        checks.check_shape(name, angle, (qkv.shape[1], head_size // 2), "[T, H / 2]")
+        checks.check_dtype(name, angle, jnp.float32, "rotations are float32")
+    if norms is not None:
+        for name, weight in (("norms.q", norms.q), ("norms.k", norms.k)):
+            checks.check_shape(name, weight, (head_size,), "[H]")
+            checks.check_scale(name, weight, dtype, "the queries' dtype")
+        checks.check_eps("norms.eps", norms.eps)
+
+
+def check_copy(pool, src, dst):
+    """Every layer has the same pool shape, every source a destination."""
+    if not pool:
+        raise ValueError("pool has no layers; pass one LayerKV a layer")
+    for index, layer in enumerate(pool):
+        checks.check_pool(layer, f"pool[{index}]")
+        checks.check_shape(f"pool[{index}].k", layer.k, pool[0].k.shape, "pool[0].k's shape")
+        checks.check_dtype(f"pool[{index}].k", layer.k, pool[0].k.dtype, "pool[0].k's dtype")
+    checks.check_int32("src", src, 1, "[C]")
+    checks.check_int32("dst", dst, 1, "[C]")
+    checks.check_shape("dst", dst, src.shape, "src's shape")

@@ -1,0 +1,118 @@
+"""All between two attentions of a small decode step, in one launch."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels import checks
+from pallas_kernels.gemm.xla import gate_up, gated_silu, split_k_gemm
+from pallas_kernels.hopper_ops import EMPTY
+from pallas_kernels.layer import hopper, tuning
+from pallas_kernels.norm import add_rms_norm
+from pallas_kernels.tuning import device_kind, num_cores
+from pallas_kernels.types import Backend, LayerSizes, LayerWeights
+
+
+def new_exchange(
+    weights: LayerWeights, *, num_tokens: int, backend: Backend
+) -> Int32[Array, "W"] | None:
+    """What `fused_layer` of a step's first layer takes as its exchange memory.
+
+    None where the op gains nothing over those it stands for, or cannot run as one: on other devices
+    than Hopper GPUs, before JAX 0.11, in other dtypes than bfloat16, for another number of rows
+    than 8, for a stream 2,048 wide or wider, or for widths that are not multiples of 128.
+    """
+    plan = _plan(weights, num_tokens, Backend(backend))
+    if plan is None:
+        return None
+    return jnp.full((plan[0].words,), EMPTY, jnp.int32)
+
+
+def fused_layer(
+    attended: Float[Array, "T C"],
+    hidden: Float[Array, "T D"],
+    weights: LayerWeights,
+    num_rows: Int32[Array, ""],
+    exchange: Int32[Array, "W"],
+    *,
+    eps: float,
+    backend: Backend,
+) -> tuple[Float[Array, "T D"], Float[Array, "partials T Q"], Int32[Array, "W"]]:
+    """From one layer's attention to the next one's, for the few rows of a small decode step.
+
+    hidden + attended @ output, RMSNorm, silu(gate) * up, its sum with the stream after down,
+    the next RMSNorm, the next layer's fused projection; SiLU and norms in float32.
+
+    Args:
+        attended: what the layer's heads have attended to, side by side.
+        hidden: the residual stream before the layer.
+        weights: of the layer, and the next one's norm and projection.
+        num_rows: rows that matter, the first ones; the results' other rows may hold anything.
+        exchange: from `new_exchange` or the step's op before this one; used up.
+        eps: of both norms, under the root.
+        backend: which implementation runs.
+
+    Returns:
+        The stream after the layer; the next layer's queries, keys and values as split-K
+        partials; the exchange memory for the step's next op of the same sizes and rows.
+        Deterministic.
+
+    Raises:
+        ValueError: shapes that do not fit.
+        TypeError: dtypes that differ or are not bfloat16, float16 or float32.
+    """
+    check_fused_layer(attended, hidden, weights, num_rows, exchange, eps)
+    plan = _plan(weights, hidden.shape[0], Backend(backend))
+    if plan is None:
+        return *op_by_op(attended, hidden, weights, eps=eps), exchange
+    if exchange.shape != (plan[0].words,):
+        raise ValueError(
+            f"exchange has {exchange.shape[0]} words, this layer needs {plan[0].words}: "
+            "make it by new_exchange, with this layer's weights and rows"
+        )
+    return hopper.fused_layer(
+        attended, hidden, weights, num_rows, exchange, eps=eps, plan=plan[0], config=plan[1]
+    )
+
+
+def _plan(weights, num_tokens, backend):
+    """The Hopper kernel's plan and config, or None."""
+    if jax.__version_info__ < (0, 11):  # whose Mosaic GPU kernels have no mutable arguments
+        return None
+    sizes, dtype = LayerSizes.of(weights), weights.output.dtype.name
+    facts = {"device_kind": device_kind(backend), "num_cores": num_cores(backend)}
+    config = tuning.fused_layer_config(sizes, num_tokens=num_tokens, dtype=dtype, **facts)
+    return None if config is None else (hopper.Plan(sizes, config.num_programs), config)
+
+
+def check_fused_layer(attended, hidden, weights, num_rows, exchange, eps):
+    """A layer's weights that fit each other and the rows."""
+    checks.check_float("hidden", hidden, 2, "[T, D]")
+    checks.check_rank("attended", attended, 2, "[T, C]")
+    axes = ("[C, D]", "[D]", "[D, 2, F]", "[F, D]", "[D]", "[D, Q]")
+    for name, weight, axis in zip(weights._fields, weights, axes, strict=True):
+        checks.check_rank(f"weights.{name}", weight, axis.count(",") + 1, axis)
+        checks.check_dtype(f"weights.{name}", weight, hidden.dtype, "hidden's dtype; cast it first")
+    rows, size = hidden.shape
+    depth, inner, width = attended.shape[1], weights.down.shape[0], weights.next_qkv.shape[1]
+    checks.check_dtype("attended", attended, hidden.dtype, "hidden's dtype; cast it first")
+    checks.check_shape("attended", attended, (rows, depth), "one row for each of hidden's")
+    shapes = ((depth, size), (size,), (size, 2, inner), (inner, size), (size,), (size, width))
+    for name, weight, shape in zip(weights._fields, weights, shapes, strict=True):
+        checks.check_shape(
+            f"weights.{name}", weight, shape, "the widths that the other arrays have"
+        )
+    checks.check_int32("num_rows", num_rows, 0, "[]")
+    checks.check_int32("exchange", exchange, 1, "[W]")
+    checks.check_eps("eps", eps)
+
+
+def op_by_op(attended, hidden, weights, *, eps):
+    """The same in plain XLA; returns the stream and the next layer's qkv, not split."""
+    options = {"eps": eps, "backend": Backend.XLA}
+    update = split_k_gemm(attended, weights.output, 1)
+    rows, hidden = add_rms_norm(hidden, update, weights.norm, **options)
+    inner = gated_silu(gate_up(rows, weights.gate_up))
+    update = split_k_gemm(inner, weights.down, 1)
+    rows, hidden = add_rms_norm(hidden, update, weights.next_norm, **options)
+    return hidden, split_k_gemm(rows, weights.next_qkv, 1)

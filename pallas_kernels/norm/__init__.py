@@ -1,0 +1,61 @@
+"""RMSNorm, alone and with the residual sum before it."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from pallas_kernels import checks
+from pallas_kernels.gemm.xla import sum_partials
+from pallas_kernels.norm import triton
+from pallas_kernels.types import Backend
+
+
+def rms_norm(
+    x: Float[Array, "*rows D"], weight: Float[Array, "D"], *, eps: float
+) -> Float[Array, "*rows D"]:
+    """x / rms(x) * weight over the last axis, in float32, x's dtype out (arXiv:1910.07467).
+
+    Plain XLA everywhere: it makes one kernel of it.
+    """
+    wide = x.astype(jnp.float32)
+    scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    wide_weight = jnp.broadcast_to(weight.astype(jnp.float32), x.shape)
+    return (wide * scale * wide_weight).astype(x.dtype)
+
+
+def add_rms_norm(
+    hidden: Float[Array, "T D"],
+    update: Float[Array, "partials T D"],
+    weight: Float[Array, "D"],
+    *,
+    eps: float,
+    backend: Backend,
+) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+    """`total = hidden + sum(update)`, both rounded; returns `rms_norm(total)` and total.
+
+    The update comes as split-K partials (see `split_k_gemm`), of hidden's dtype or float32;
+    so is the weight.
+
+    Raises:
+        ValueError: shapes that differ; an eps out of range.
+        TypeError: dtypes that differ or are not bfloat16, float16 or float32.
+    """
+    check_add_norm(hidden, update, weight, eps)
+    backend = Backend(backend)
+    if backend is Backend.XLA or not hidden.size:
+        total = hidden + sum_partials(update, hidden.dtype)
+        return rms_norm(total, weight, eps=eps), total
+    return triton.add_rms_norm(
+        hidden, update, weight, eps=eps, interpret=backend is Backend.INTERPRET
+    )
+
+
+def check_add_norm(hidden, update, weight, eps):
+    """Rows of one shape and dtype, and a weight a column."""
+    checks.check_float("hidden", hidden, 2, "[T, D]")
+    checks.check_partials("update", update, 3, "[partials, T, D]", hidden.dtype)
+    want = (update.shape[0], *hidden.shape)
+    checks.check_shape("update", update, want, "hidden's shape after the partials")
+    checks.check_shape("weight", weight, hidden.shape[1:], "[D]")
+    checks.check_scale("weight", weight, hidden.dtype, "hidden's dtype")
+    checks.check_eps("eps", eps)

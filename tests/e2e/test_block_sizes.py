@@ -1,0 +1,50 @@
+"""Blocks from one token to 256: the answers are those of blocks of 16."""
+
+import random
+from typing import Any
+
+import pytest
+from e2e_options import Engines
+
+from jpaged import SamplingParams
+
+NUM_SLOTS = {1: 420, 2: 420, 256: 1024}
+"""Of a pool that is too small for all at once."""
+
+SHAPE: dict[str, Any] = {"max_model_len": 320, "max_num_seqs": 8}
+
+
+def workload() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts that begin alike, two behind a whole block of 256, some that grow out of one."""
+    rng = random.Random(0)
+    text = [rng.randrange(5, 200) for _ in range(290)]
+    greedy: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+    samples: dict[str, Any] = {"temperature": 0.9, "seed": 1, "n": 2, "ignore_eos": True}
+    beams: dict[str, Any] = {"beam_width": 2, "n": 2}
+    lengths = {290: greedy, 270: greedy, 250: samples, 245: greedy, 33: beams, 248: greedy}
+    prompts = [[*text[:length], 5 + i] for i, length in enumerate(lengths)]
+    return prompts, [SamplingParams(max_tokens=20, **kind) for kind in lengths.values()]
+
+
+def answers(outputs: Any) -> list[list[list[int]]]:
+    return [[list(completion.token_ids) for completion in each.outputs] for each in outputs]
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 256])
+def test_answers_are_those_of_blocks_of_16(engines: Engines, block_size: int):
+    """With shared prefixes, forks, copies on write and swaps, in a pool that is too small."""
+    prompts, params = workload()
+    roomy = engines(num_blocks=160, **SHAPE, enable_prefix_caching=False)
+    expected = answers(roomy.generate(prompts, params))
+    tight = engines(
+        num_blocks=NUM_SLOTS[block_size] // block_size + 1,
+        block_size=block_size,
+        **SHAPE,
+        preemption_mode="swap",
+        swap_space=0.05,
+    )
+    assert answers(tight.generate(prompts, params)) == expected
+    stats = tight.stats()
+    assert stats.num_swapped_in_blocks > 0
+    assert stats.num_cached_tokens >= 256
+    assert (stats.num_block_copies > 0) == (block_size > 1)  # of one token none is half full
