@@ -7,25 +7,24 @@ from itertools import accumulate, pairwise
 
 from jpaged.core.limits import check_pin_fits, fits_surely
 from jpaged.core.plan import Goal
-from jpaged.engine.inputs import Prompt
-from jpaged.engine.interrupts import deferred_interrupts
-from jpaged.engine.loop import EngineLoop
-from jpaged.engine.preprocessing import PIN_PARAMS, Intake, Job
+from jpaged.engine.loop import EngineLoop, deferred_interrupts
+from jpaged.engine.preprocessing import PIN_PARAMS, CheckedRequest, Preprocessor, Prompt
 from jpaged.engine.request_state import RequestState
+from jpaged.observe.statistics import RequestMetrics
 from jpaged.outputs import RequestDelta, RequestOutput, TextDelta
 
 
-class Driver:
+class Generation:
     """Between the callers of an engine and its loop.
 
     Args:
         loop: Advances all requests together.
-        intake: Makes them.
+        preprocessor: Makes them.
     """
 
-    def __init__(self, loop: EngineLoop, intake: Intake):
+    def __init__(self, loop: EngineLoop, preprocessor: Preprocessor):
         self._loop = loop
-        self._intake = intake
+        self._preprocessor = preprocessor
 
     @property
     def has_news(self) -> bool:
@@ -53,7 +52,9 @@ class Driver:
             last = TextDelta("", finish_reason="error", request_id=state.request_id)
             return RequestDelta(state.request_id, [last], finished=True, error=repr(error))
 
-    def add(self, job: Job, request_id: str | None = None, *, polled: bool = False) -> RequestState:
+    def add(
+        self, job: CheckedRequest, request_id: str | None = None, *, polled: bool = False
+    ) -> RequestState:
         """Queue a request; TypeError or ValueError, with nothing queued, if it is not acceptable.
 
         Args:
@@ -82,7 +83,7 @@ class Driver:
         self._loop.advance(Goal.LATENCY)
 
     def complete(
-        self, jobs: Sequence[Job], goal: Goal, progress: Callable[[int], object] = int
+        self, jobs: Sequence[CheckedRequest], goal: Goal, progress: Callable[[int], object] = int
     ) -> list[RequestOutput]:
         """Run requests to their ends; an error or Ctrl-C leaves nothing of them behind.
 
@@ -116,14 +117,14 @@ class Driver:
                     self.abort(state)
         return [outputs[state] for state in states]
 
-    def _parts(self, jobs: Sequence[Job]) -> deque[Sequence[Job]]:
+    def _parts(self, jobs: Sequence[CheckedRequest]) -> deque[Sequence[CheckedRequest]]:
         """What to queue before the first step, and in each later turn: the device, which computes
         the step before, need not wait until requests are made that have no place in a step yet."""
         most = self._loop.scheduler.config.max_num_seqs
         bounds = [0, *range(self._num_to_begin(jobs), len(jobs), most), len(jobs)]
         return deque(jobs[a:b] for a, b in pairwise(bounds) if a < b)
 
-    def _num_to_begin(self, jobs: Sequence[Job]) -> int:
+    def _num_to_begin(self, jobs: Sequence[CheckedRequest]) -> int:
         """How many fill the first step; all of them, if one may be refused or go before others, or
         if those that would fill it find a prefix, and do not."""
         config, manager = self._loop.scheduler.config, self._loop.scheduler.block_manager
@@ -135,7 +136,7 @@ class Driver:
         num_first = min(num_filling, config.max_num_seqs, len(jobs))
         return len(jobs) if any(map(self._finds_prefix, jobs[:num_first])) else num_first
 
-    def _finds_prefix(self, job: Job) -> bool:
+    def _finds_prefix(self, job: CheckedRequest) -> bool:
         """Whether the prompt's first block is cached."""
         cache, tokens = self._loop.scheduler.block_manager.prefix_cache, job.prompt.token_ids or []
         if cache is None or len(tokens) <= cache.block_size:  # its last token is always computed
@@ -155,7 +156,7 @@ class Driver:
         """
         pin = self._pin_cached(prefix)
         while pin is None:
-            self.complete([self._intake.make_job(prefix, PIN_PARAMS)], Goal.LATENCY)
+            self.complete([self._preprocessor.check(prefix, PIN_PARAMS)], Goal.LATENCY)
             pin = self._pin_cached(prefix)
             # Where others run, they may have its blocks: it may have been preempted while its token
             # was on the way. To compute it again is to wait for them at most.
@@ -194,8 +195,16 @@ class Driver:
         check_pin_fits(manager, num_new, scheduler.unfinished)
         return manager.pins.pin(found) if len(found) == num_blocks else None
 
-    def _make_state(self, job: Job, request_id: str | None = None) -> RequestState:
-        return self._intake.make_state(job, request_id=request_id, ids_in_use=self._loop.requests)
+    def _make_state(self, asked: CheckedRequest, request_id: str | None = None) -> RequestState:
+        preprocessor, in_use = self._preprocessor, self._loop.requests
+        return RequestState(
+            request=preprocessor.make_request(asked, request_id=request_id, ids_in_use=in_use),
+            params=asked.params,
+            prompt=asked.prompt,
+            tokenizer=preprocessor.tokenizer,
+            eos_token_ids=preprocessor.eos_token_ids,
+            metrics=RequestMetrics(arrival_time=asked.arrival_time),
+        )
 
 
 def _raise_faults(states: Iterable[RequestState]) -> None:

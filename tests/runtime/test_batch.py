@@ -12,7 +12,7 @@ from jpaged.runtime.batch import (
     unpack_decode,
     unpack_prefill,
 )
-from jpaged.runtime.sampling_state import ROW_WIDTH
+from jpaged.runtime.sampler import ROW_WIDTH
 
 R, M = 5, 4  # device rows (the last is padding), width of a block table
 SAMPLING = np.arange(R * ROW_WIDTH, dtype=np.int32).reshape(R, ROW_WIDTH)

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from jpaged.compile.builder import compile_programs
-from jpaged.compile.recipes import Shapes, SplitModel
 from jpaged.compile.store import ProgramStore
 from jpaged.core.plan import ScheduledSequence, StepPlan, SwapIn, SwapOut
 from jpaged.core.request import Request, Sequence, StopCriteria
 from jpaged.models.config import ModelConfig
 from jpaged.models.loader import load_model, model_shapes
-from jpaged.runtime import rows
+from jpaged.runtime import batch
 from jpaged.runtime.buckets import make_buckets
 from jpaged.runtime.model_runner import ModelRunner, StepResult
+from jpaged.runtime.programs import Shapes, SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.timing import measure_costs
 from jpaged.sampling_params import SamplingParams
@@ -392,14 +392,14 @@ def test_a_fault_in_a_requests_own_sampling_is_told_and_spoils_no_other(
 ):
     well, ill = driver.request(GREEDY, [1, 2, 3]), driver.request(STRANGE, [4, 5])
     expected = outputs_alone(driver, GREEDY, [1, 2, 3], 1)
-    encode = rows.encode_row
+    encode = batch.encode_row
 
     def fails_for_one(params: SamplingParams, seed: int) -> np.ndarray:
         if params is STRANGE:
             raise KeyError("injected")
         return encode(params, seed)
 
-    monkeypatch.setattr(rows, "encode_row", fails_for_one)
+    monkeypatch.setattr(batch, "encode_row", fails_for_one)
     scheduled = []
     for block, (sequence,) in enumerate((ill.sequences, well.sequences), start=1):
         sequence.block_table, num_tokens = [block], len(sequence.token_ids)
@@ -417,7 +417,7 @@ def test_a_fault_in_the_books_of_rows_is_nobodys_own(
         raise KeyError("injected")
 
     (sequence,) = driver.request(GREEDY, [1, 2, 3]).sequences
-    monkeypatch.setattr(rows.RowTable, "assign", lose)
+    monkeypatch.setattr(batch.RowTable, "assign", lose)
     with pytest.raises(KeyError, match="injected"):
         driver.runner.launch(
             StepPlan(0, (ScheduledSequence(sequence, 0, 3, True, ((0, 1),)),)), driver.sampling
