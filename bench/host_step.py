@@ -64,16 +64,16 @@ def measure(
 ) -> dict[str, float]:
     """Median microseconds a step, by part."""
     clock, warm = Clock(), 20
-    loop, preprocessor, generation = make_host(num_seqs, clock)
-    params = make_params(num_steps + 200, sampling)
-    for prompt in make_prompts(num_seqs):
-        given = normalize_prompt(prompt, vocab_size=preprocessor.vocab_size)
-        generation.add(preprocessor.check(given, params))
     original = model_runner.pack_decode, StepHandle.read
     model_runner.pack_decode = clock.timed("pack", model_runner.pack_decode)
     StepHandle.read = clock.timed("consume", StepHandle.read)
-    advance = clock.timed("outputs", loop.advance)
     try:
+        loop, preprocessor, generation = make_host(num_seqs, clock)
+        params = make_params(num_steps + 200, sampling)
+        for prompt in make_prompts(num_seqs):
+            given = normalize_prompt(prompt, vocab_size=preprocessor.vocab_size)
+            generation.add(preprocessor.check(given, params))
+        advance = clock.timed("outputs", loop.advance)
         # All prompts are computed, and some steps decoded, before any counts.
         while loop.counts.generated_tokens < warm * num_seqs:
             loop.advance(Goal.LATENCY)

@@ -188,7 +188,12 @@ def measure_overlap(shape: str, runner: ModelRunner, sizes: Sizes) -> list[dict]
     rows = tuple(
         ScheduledSequence(sequence, sizes.context - 1, 1, True) for sequence in request.sequences
     )
-    launch = partial(runner.launch, sampling={request: GREEDY})
+    launch = partial(runner.launch, sampling=lambda _: GREEDY)
+    for sequence in request.sequences:  # so that they join
+        sequence.num_admitted_tokens = sizes.context
+    launch(StepPlan(0, rows)).read()
+    for sequence in request.sequences:
+        sequence.num_admitted_tokens = 0
     group = min(64, sizes.max_model_len // BLOCK_SIZE)
     out = SwapOut(0, (0,) * group)
     back = SwapIn(0, tuple((i, 0) for i in range(group)))

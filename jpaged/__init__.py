@@ -11,30 +11,30 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from jpaged.config import EngineConfig
-    from jpaged.core.accounts import BlockInfo, BlockState, MemoryReport, SequenceInfo
-    from jpaged.core.watch import PoolChanges, PoolWatch
     from jpaged.engine.engine import Engine
+    from jpaged.observe.pool_changes import PoolChanges, PoolWatch
+    from jpaged.observe.pool_report import BlockInfo, BlockState, MemoryReport, SequenceInfo
     from jpaged.observe.statistics import EngineStats, RequestMetrics
     from jpaged.outputs import CompletionOutput, Logprob, RequestDelta, RequestOutput, TextDelta
     from jpaged.sampling_params import SamplingParams
     from jpaged.text.tokenizer import Tokenizer
 
 _HOME = {
-    "BlockInfo": "jpaged.core.accounts",
-    "BlockState": "jpaged.core.accounts",
+    "BlockInfo": "jpaged.observe.pool_report",
+    "BlockState": "jpaged.observe.pool_report",
     "CompletionOutput": "jpaged.outputs",
     "Engine": "jpaged.engine.engine",
     "EngineConfig": "jpaged.config",
     "EngineStats": "jpaged.observe.statistics",
     "Logprob": "jpaged.outputs",
-    "MemoryReport": "jpaged.core.accounts",
-    "PoolChanges": "jpaged.core.watch",
-    "PoolWatch": "jpaged.core.watch",
+    "MemoryReport": "jpaged.observe.pool_report",
+    "PoolChanges": "jpaged.observe.pool_changes",
+    "PoolWatch": "jpaged.observe.pool_changes",
     "RequestDelta": "jpaged.outputs",
     "RequestMetrics": "jpaged.observe.statistics",
     "RequestOutput": "jpaged.outputs",
     "SamplingParams": "jpaged.sampling_params",
-    "SequenceInfo": "jpaged.core.accounts",
+    "SequenceInfo": "jpaged.observe.pool_report",
     "TextDelta": "jpaged.outputs",
     "Tokenizer": "jpaged.text.tokenizer",
 }

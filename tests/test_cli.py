@@ -14,7 +14,7 @@ import jpaged
 from jpaged import __version__
 from jpaged.__main__ import _ENGINE_FLAGS, main
 from jpaged.config import EngineConfig
-from jpaged.core.accounts import BlockInfo, BlockState, MemoryReport
+from jpaged.observe.pool_report import BlockInfo, BlockState, MemoryReport
 from jpaged.observe.statistics import EngineStats
 from jpaged.outputs import CompletionOutput, RequestOutput, TextDelta
 from jpaged.sampling_params import SamplingParams

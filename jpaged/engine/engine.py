@@ -8,16 +8,7 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 from jpaged.config import EngineConfig
-from jpaged.core.accounts import (
-    BlockInfo,
-    MemoryReport,
-    SequenceInfo,
-    block_map,
-    block_tables,
-    memory_report,
-)
 from jpaged.core.plan import Goal
-from jpaged.core.watch import PoolWatch
 from jpaged.engine.generation import Generation
 from jpaged.engine.loop import EngineLoop, engine_stats
 from jpaged.engine.preprocessing import (
@@ -26,7 +17,16 @@ from jpaged.engine.preprocessing import (
     pair_params,
     pair_priorities,
 )
-from jpaged.engine.startup import build_parts
+from jpaged.engine.startup import EngineParts, build_parts
+from jpaged.observe.pool_changes import PoolWatch
+from jpaged.observe.pool_report import (
+    BlockInfo,
+    MemoryReport,
+    SequenceInfo,
+    block_map,
+    block_tables,
+    memory_report,
+)
 from jpaged.observe.statistics import EngineStats
 from jpaged.outputs import RequestDelta, RequestOutput, TextDelta
 from jpaged.sampling_params import SamplingParams
@@ -49,8 +49,19 @@ class Engine:
     """
 
     def __init__(self, model: str | Path | None = None, **options: Any):
-        self.config = EngineConfig.from_options(model, options)
-        parts = build_parts(self.config)
+        config = EngineConfig.from_options(model, options)
+        self._assemble(config, build_parts(config))
+
+    @classmethod
+    def from_parts(cls, config: EngineConfig, parts: EngineParts) -> "Engine":
+        """An engine of the parts that `build_parts(config)` gave, perhaps with another scheduler in
+        place of theirs: one whose block manager allocates otherwise, for a comparison."""
+        engine = cls.__new__(cls)
+        engine._assemble(config, parts)
+        return engine
+
+    def _assemble(self, config: EngineConfig, parts: EngineParts) -> None:
+        self.config = config
         self.runtime_config = parts.runtime_config
         self.model_config = parts.model_config
         self.folder = parts.folder

@@ -1,11 +1,9 @@
 """Runs requests for several callers at once: what one waits for, another may have advanced. So it
 is with prefixes that are computed to be pinned."""
 
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from itertools import accumulate, pairwise
 
-from jpaged.core.limits import check_pin_fits, fits_surely
+from jpaged.core.admission import check_pin_fits
 from jpaged.core.plan import Goal
 from jpaged.engine.loop import EngineLoop, deferred_interrupts
 from jpaged.engine.preprocessing import PIN_PARAMS, CheckedRequest, Preprocessor, Prompt
@@ -53,16 +51,16 @@ class Generation:
             return RequestDelta(state.request_id, [last], finished=True, error=repr(error))
 
     def add(
-        self, job: CheckedRequest, request_id: str | None = None, *, polled: bool = False
+        self, asked: CheckedRequest, request_id: str | None = None, *, polled: bool = False
     ) -> RequestState:
         """Queue a request; TypeError or ValueError, with nothing queued, if it is not acceptable.
 
         Args:
-            job: What to do.
+            asked: What to do.
             request_id: Unique among unfinished requests; None makes one.
             polled: Whether `take_news` shall tell of it.
         """
-        state = self._make_state(job, request_id)
+        state = self._make_state(asked, request_id)
         state.polled = polled
         self._loop.add([state])
         return state
@@ -83,7 +81,7 @@ class Generation:
         self._loop.advance(Goal.LATENCY)
 
     def complete(
-        self, jobs: Sequence[CheckedRequest], goal: Goal, progress: Callable[[int], object] = int
+        self, asked: Sequence[CheckedRequest], goal: Goal, progress: Callable[[int], object] = int
     ) -> list[RequestOutput]:
         """Run requests to their ends; an error or Ctrl-C leaves nothing of them behind.
 
@@ -91,21 +89,15 @@ class Generation:
         its texts too, which others' steps hide in the overlapped loop.
 
         Args:
-            jobs: What to do.
+            asked: What to do.
             goal: What the steps are to favour meanwhile.
             progress: Told how many requests ended, after each turn of the loop.
         """
-        states: list[RequestState] = []
-        left: set[RequestState] = set()
-        outputs: dict[RequestState, RequestOutput] = {}
-        parts = self._parts(jobs)
+        states = list(map(self._make_state, asked))
+        left, outputs = set(states), dict[RequestState, RequestOutput]()
         try:
-            while parts or left:
-                if parts:
-                    new = list(map(self._make_state, parts.popleft()))
-                    states += new
-                    self._loop.add(new)
-                    left.update(new)
+            self._loop.add(states)
+            while left:
                 ended = left.intersection(self._loop.advance(goal))
                 left -= ended
                 progress(len(ended))
@@ -117,37 +109,11 @@ class Generation:
                     self.abort(state)
         return [outputs[state] for state in states]
 
-    def _parts(self, jobs: Sequence[CheckedRequest]) -> deque[Sequence[CheckedRequest]]:
-        """What to queue before the first step, and in each later turn: the device, which computes
-        the step before, need not wait until requests are made that have no place in a step yet."""
-        most = self._loop.scheduler.config.max_num_seqs
-        bounds = [0, *range(self._num_to_begin(jobs), len(jobs), most), len(jobs)]
-        return deque(jobs[a:b] for a, b in pairwise(bounds) if a < b)
-
-    def _num_to_begin(self, jobs: Sequence[CheckedRequest]) -> int:
-        """How many fill the first step; all of them, if one may be refused or go before others, or
-        if those that would fill it find a prefix, and do not."""
-        config, manager = self._loop.scheduler.config, self._loop.scheduler.block_manager
-        lengths = [len(job.prompt.token_ids or ()) for job in jobs]
-        if not (all(job.is_plain for job in jobs) and fits_surely(config, manager, lengths)):
-            return len(jobs)
-        num_before = accumulate(lengths, initial=0)
-        num_filling = sum(num < config.max_num_batched_tokens for num in num_before)
-        num_first = min(num_filling, config.max_num_seqs, len(jobs))
-        return len(jobs) if any(map(self._finds_prefix, jobs[:num_first])) else num_first
-
-    def _finds_prefix(self, job: CheckedRequest) -> bool:
-        """Whether the prompt's first block is cached."""
-        cache, tokens = self._loop.scheduler.block_manager.prefix_cache, job.prompt.token_ids or []
-        if cache is None or len(tokens) <= cache.block_size:  # its last token is always computed
-            return False
-        return bool(cache.find_chain(tokens, 1, job.prompt.cache_salt))
-
     def pin(self, prefix: Prompt) -> int:
         """Hold a prompt of whole blocks for no request; what is not cached is computed first.
 
         Returns:
-            The pin, for `jpaged.core.pins`.
+            The pin, for `jpaged.core.prefix_cache`.
 
         Raises:
             ValueError: prefix caching is off, or an unfinished request could not run to its end

@@ -193,7 +193,7 @@ class SampleState:
             cumulative_logprob=self.cumulative_logprob if asked or is_ranked else None,
             logprobs=self._logprobs() if asked else None,
             finish_reason=self.sequence.finish_reason,
-            stop_reason=self._stop_reason(),
+            stop_reason=None if self.sequence.finish_reason is None else self._stop_reason(),
         )
 
     @property
@@ -299,6 +299,8 @@ class RequestState:
     is_quiet: bool = False
     error: BaseException | None = None
     samples: list[SampleState] = field(init=False)
+    _has_stops: bool = field(init=False)
+    _is_ranked: bool = field(init=False)
     _growing: list[SampleState] = field(init=False)
     _told_prompt: bool = False
     _prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
@@ -310,6 +312,7 @@ class RequestState:
             for sequence in sequences
         ]
         self._growing = list(self.samples)
+        self._has_stops, self._is_ranked = bool(self.params.stop_strings), self.params.is_ranked
 
     @property
     def request_id(self) -> str:
@@ -327,11 +330,12 @@ class RequestState:
         Returns:
             Whether the token completed a stop string.
         """
-        self.note_first_token()
+        if self.metrics.first_token_time is None:
+            self.note_first_token()
         sample = self.samples[emitted.sequence.index]
         if scores is not None and self.params.needs_logprobs:
             sample.accept_scores(scores, index)
-        if emitted.finish_reason is None and not self.params.stop_strings:
+        if emitted.finish_reason is None and not self._has_stops:
             return False
         return sample.accept(emitted.finish_reason)
 
@@ -340,7 +344,7 @@ class RequestState:
         if self.metrics.first_token_time is None:
             self.metrics.first_token_time = time.monotonic()
             params = self.params
-            self.is_quiet = not (self.polled or params.needs_logprobs or params.stop_strings)
+            self.is_quiet = not (self.polled or params.needs_logprobs or self._has_stops)
 
     def accept_prompt_logprobs(self, item: ScheduledSequence, scores: TokenScores) -> None:
         """Take in how likely a chunk's next prompt tokens were; a recomputed chunk changes nothing.
@@ -370,14 +374,17 @@ class RequestState:
 
     def output(self) -> RequestOutput:
         """The request as the caller sees it now."""
+        request = self.request
         return RequestOutput(
-            request_id=self.request_id,
+            request_id=request.request_id,
             prompt=self.prompt.text,
             prompt_token_ids=self.prompt.token_ids or (),
-            prompt_logprobs=self._own_prompt_logprobs(),
-            outputs=self._outputs() if self.request.beam is None else self._found(),
-            finished=self.request.is_finished,
-            num_cached_tokens=self.request.sequences[0].num_cached_tokens or 0,
+            prompt_logprobs=(
+                None if self.params.prompt_logprobs is None else self._own_prompt_logprobs()
+            ),
+            outputs=self._outputs() if request.beam is None else self._found(),
+            finished=request.is_finished,
+            num_cached_tokens=request.sequences[0].num_cached_tokens or 0,
             metrics=replace(self.metrics),
         )
 
@@ -413,7 +420,7 @@ class RequestState:
 
     def _outputs(self) -> list[CompletionOutput]:
         """All samples in their order, or the best of them so far, best first."""
-        chosen, is_ranked = self.samples, self.params.is_ranked
+        chosen, is_ranked = self.samples, self._is_ranked
         if is_ranked:  # a stable sort: of equal ones the earlier sample comes first
             chosen = sorted(chosen, key=lambda sample: -sample.cumulative_logprob)[: self.params.n]
         return [sample.output(i, is_ranked=is_ranked) for i, sample in enumerate(chosen)]

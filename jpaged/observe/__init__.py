@@ -1,1 +1,1 @@
-"""What an engine says of itself: statistics, and the pool as text."""
+"""What can be seen of an engine: its pool and what changed there, its statistics."""

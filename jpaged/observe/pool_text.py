@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import Protocol
 
-from jpaged.core.accounts import BlockInfo, BlockState, MemoryReport
+from jpaged.observe.pool_report import BlockInfo, BlockState, MemoryReport
 from jpaged.observe.statistics import EngineStats
 
 WIDTH = 64

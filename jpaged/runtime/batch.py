@@ -80,8 +80,8 @@ def device_order(scheduled: tuple[ScheduledSequence, ...]) -> np.ndarray:
 def pack_decode(
     scheduled: tuple[ScheduledSequence, ...],
     rows: np.ndarray,
-    sampling_table: np.ndarray,
     *,
+    sampling_table: np.ndarray,
     batch_size: int,
     padding_row: int,
     max_blocks_per_seq: int,
@@ -99,17 +99,18 @@ def pack_decode(
     Returns:
         int32 [batch_size, 6 + W].
     """
-    packed = np.zeros(decode_packed_shape(batch_size), np.int32)
+    packed = np.zeros((batch_size, _HEADER + ROW_WIDTH), np.int32)
     packed[:, 1] = padding_row
     packed[:, 3] = max_blocks_per_seq
     n = len(scheduled)
-    packed[:n, 0] = [_input_token(item) for item in scheduled]
-    packed[:n, 1] = rows
-    packed[:n, 2] = [item.start + 1 for item in scheduled]
-    packed[:n, 5] = [item.samples for item in scheduled]
-    for i, item in enumerate(scheduled):
-        if item.block_updates:
-            packed[i, 3:5] = item.block_updates[0]
+    tokens, seq_lens, counted = [LAST_TOKEN] * n, [0] * n, [False] * n
+    for i, (sequence, start, _, samples, block_updates) in enumerate(scheduled):
+        seq_lens[i], counted[i] = start + 1, samples
+        if start < len(sequence.token_ids):
+            tokens[i] = sequence.token_ids[start]
+        if block_updates:
+            packed[i, 3:5] = block_updates[0]
+    packed[:n, 0], packed[:n, 1], packed[:n, 2], packed[:n, 5] = tokens, rows, seq_lens, counted
     packed[:, _HEADER:] = sampling_table[packed[:, 1]]
     return packed
 
@@ -126,8 +127,8 @@ def unpack_decode(packed: Int32[Array, "B C"]) -> DecodeBatch:
 def pack_prefill(
     scheduled: tuple[ScheduledSequence, ...],
     rows: np.ndarray,
-    sampling_table: np.ndarray,
     *,
+    sampling_table: np.ndarray,
     num_tokens: int,
     batch_size: int,
     padding_row: int,
@@ -174,11 +175,6 @@ def _split_prefill(packed, num_tokens: int, batch_size: int):
         packed[num_tokens:end].reshape(batch_size, _HEADER + ROW_WIDTH),
         packed[end:].reshape(batch_size, -1),
     )
-
-
-def _input_token(item: ScheduledSequence) -> int:
-    tokens = item.sequence.token_ids
-    return tokens[item.start] if item.start < len(tokens) else LAST_TOKEN
 
 
 class RowSampling(NamedTuple):

@@ -1,6 +1,6 @@
 """What a launched step leaves on its way to the host, and what the host reads of it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -94,7 +94,8 @@ class StepHandle:
     `sampled` is None where nothing was scheduled: such a plan only moved blocks. Where it has
     scores, the tokens are read from these. The step has the plan's sequences in an order of its
     own; `places[i]` is where `plan.scheduled[i]` is in it. The steps of a burst share one array;
-    `index` is the step's own there.
+    `index` is the step's own there. `faults` are requests whose sampling could not be set up, and
+    why: they are in the step, but their tokens mean nothing.
     """
 
     plan: StepPlan
@@ -102,6 +103,7 @@ class StepHandle:
     prompt_logprobs: dict[int, list[jax.Array]]
     places: np.ndarray
     index: tuple[int, ...] = ()
+    faults: tuple[tuple[Request, Exception], ...] = ()
 
     def read(self) -> StepResult:
         """Wait for the step and give its results."""
@@ -112,7 +114,9 @@ class StepHandle:
         else:
             scores = TokenScores(np.asarray(self.sampled.scores)[self.index][self.places])
             tokens = np.ascontiguousarray(scores.packed[:, 0])
-        return StepResult(tokens, scores, self._read_prompt_logprobs())
+        return StepResult(
+            tokens, scores, self._read_prompt_logprobs() if self.prompt_logprobs else {}
+        )
 
     def _read_prompt_logprobs(self) -> dict[int, TokenScores]:
         wanted = {}
@@ -138,14 +142,14 @@ Score = Callable[..., jax.Array]
 
 def score_prompts(
     scheduled: tuple[ScheduledSequence, ...],
-    sampling: Mapping[Request, SamplingParams],
+    sampling: Callable[[Request], SamplingParams],
     score: Score,
 ) -> dict[int, list[jax.Array]]:
     """Launch the scoring of a ragged step's prompt tokens.
 
     Args:
         scheduled: The step's sequences in the order in which their tokens are flattened.
-        sampling: How each request is sampled; those with `prompt_logprobs` ask.
+        sampling: Tells how a request is sampled; those with `prompt_logprobs` ask.
         score: Called with `indices` and `targets`, int32 [PROMPT_LOGPROBS_CHUNK] each.
 
     Returns:
@@ -153,7 +157,7 @@ def score_prompts(
     """
     scored, offset = {}, 0
     for item in scheduled:
-        wanted = sampling[item.sequence.request].prompt_logprobs is not None
+        wanted = sampling(item.sequence.request).prompt_logprobs is not None
         count = num_scored_prompt_tokens(item) if wanted else 0
         if count:
             scored[item.sequence.seq_id] = _score_chunks(item, offset, count, score)

@@ -4,9 +4,9 @@ import itertools
 import time
 from collections.abc import Callable
 
-from jpaged.core.costs import PreemptionCosts
 from jpaged.core.plan import ScheduledSequence, StepPlan, SwapIn, SwapOut
 from jpaged.core.request import Request, StopCriteria
+from jpaged.core.swap import PreemptionCosts
 from jpaged.runtime.buckets import Buckets
 from jpaged.runtime.model_runner import ModelRunner
 from jpaged.runtime.runtime_config import RuntimeConfig
@@ -52,10 +52,10 @@ def time_prefill(runner: ModelRunner, config: RuntimeConfig, num_tokens: int) ->
     sampling = dict.fromkeys(requests, SamplingParams(temperature=0.0))
     runner.wait()
     start = time.perf_counter()
-    runner.launch(plan, sampling).read()
+    runner.launch(plan, sampling.__getitem__).read()
     seconds = time.perf_counter() - start
     rows = tuple(item.sequence.seq_id for item in plan.scheduled)
-    runner.launch(StepPlan(step_id=-1, scheduled=(), released=rows), {})
+    runner.launch(StepPlan(step_id=-1, scheduled=(), released=rows), {}.__getitem__)
     return seconds
 
 
@@ -70,7 +70,7 @@ def time_swap(runner: ModelRunner, num_blocks: int) -> float:
     runner.wait()
     start = time.perf_counter()
     for plan in plans:
-        runner.launch(plan, {})
+        runner.launch(plan, {}.__getitem__)
         runner.wait()
     return time.perf_counter() - start
 

@@ -1,7 +1,6 @@
 """Several decode steps in one launch: the same answers, and who comes meanwhile is not kept out."""
 
 import random
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -210,8 +209,7 @@ def test_only_decode_steps_that_move_no_blocks_are_bursts(
     runner, handle = loop._runner, StepHandle(plan, None, {}, np.zeros(0, np.int64))
     assert not runner.fits_burst(moves, Goal.THROUGHPUT)
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "_in_flight", deque())
-        patch.setattr(loop, "_note_launched", lambda plan: None)
+        patch.setattr(loop.counts, "note_plan", lambda *_: None)
         patch.setattr(runner, "launch_burst", lambda plans, _: counts.append(len(plans)) or [])
         patch.setattr(runner, "launch", lambda *_: counts.append(1) or handle)
         for plans in ([plan] * BURST, [plan] * (BURST - 1), [*[plan] * (BURST - 1), moves]):

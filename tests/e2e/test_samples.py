@@ -191,8 +191,8 @@ def test_a_batch_with_more_rows_of_logits_than_sequences_gives_each_what_it_give
     """A step of 33 to 48 sequences leaves 64 rows."""
     engine, run, sizes = engines(max_num_seqs=64, num_blocks=300), ModelRunner._run_decode, set()
 
-    def note(runner: ModelRunner, scheduled: Any, rows: Any, size: int) -> Any:
-        logits, inputs = run(runner, scheduled, rows, size)
+    def note(runner: ModelRunner, scheduled: Any, rows: Any, size: int, num_rows: int) -> Any:
+        logits, inputs = run(runner, scheduled, rows, size, num_rows)
         sizes.add((size, logits.shape[0]))
         return logits, inputs
 

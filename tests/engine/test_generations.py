@@ -8,7 +8,7 @@ import pytest
 from jpaged.core.block_manager import BlockManager
 from jpaged.core.plan import Goal
 from jpaged.core.prefix_cache import PrefixCache
-from jpaged.core.request import FinishReason, Sequence
+from jpaged.core.request import FinishReason
 from jpaged.core.scheduler import Scheduler, SchedulerConfig
 from jpaged.engine.generation import Generation
 from jpaged.engine.preprocessing import CheckedRequest, Preprocessor, Prompt
@@ -73,29 +73,16 @@ def make_generation(
     return Generation(loop, make_preprocessor()), loop  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize(
-    ("prompt_lens", "num_queued"),
-    [
-        ([4, 4, 4, 4, 4], [3, 5]),  # 8 of the step's 10 tokens are not all of it
-        ([5, 5, 5], [2, 3]),
-        ([15, 1], [1, 2]),
-        ([1, 1, 1, 1, 1], [4, 5]),  # as many sequences as a step has
-        ([4] * 12, [3, 7, 11, 12]),
-        ([4, 4], [2]),
-    ],
-)
-def test_what_fills_a_step_is_queued_before_it_and_more_while_it_runs(
-    prompt_lens: list[int], num_queued: list[int]
-):
-    generation, loop = make_generation(ends_at=(len(num_queued),))
-    outputs = generation.complete(make_jobs(prompt_lens), Goal.THROUGHPUT)
-    assert loop.num_queued == num_queued
-    assert [len(output.prompt_token_ids) for output in outputs] == prompt_lens
+def test_all_are_queued_before_the_first_step_in_their_order():
+    generation, loop = make_generation()
+    outputs = generation.complete(make_jobs([5, 15, 1]), Goal.THROUGHPUT)
+    assert loop.num_queued == [3, 3]
+    assert [len(output.prompt_token_ids) for output in outputs] == [5, 15, 1]
     states = [loop.requests[output.request_id] for output in outputs]
-    assert [state.request.arrival for state in states] == list(range(len(states)))
+    assert [state.request.arrival for state in states] == [0, 1, 2]
 
 
-def test_what_is_told_of_a_request_does_not_depend_on_when_it_is_queued():
+def test_a_request_has_the_arrival_and_the_seed_of_its_check():
     generation, loop = make_generation(ends_at=(4,))
     jobs = make_jobs([4] * 12)
     outputs = generation.complete(jobs, Goal.THROUGHPUT)
@@ -106,8 +93,8 @@ def test_what_is_told_of_a_request_does_not_depend_on_when_it_is_queued():
     assert len({job.seed for job in jobs}) == 12
 
 
-@pytest.mark.parametrize("ends_at", [(2,), (5,), (1, 2), (1, 5)])
-def test_all_are_waited_for_also_if_the_first_end_before_others_are_queued(ends_at: tuple):
+@pytest.mark.parametrize("ends_at", [(1,), (2,), (5,)])
+def test_all_are_waited_for(ends_at: tuple):
     generation, loop = make_generation(ends_at=ends_at)
     told = list[int]()
     outputs = generation.complete(make_jobs([10, 10, 10]), Goal.THROUGHPUT, told.append)
@@ -116,8 +103,21 @@ def test_all_are_waited_for_also_if_the_first_end_before_others_are_queued(ends_
     assert sum(told) == len(outputs) == 3
 
 
+def end_the_last(loop: NullLoop) -> None:
+    """Each step ends the last request that is left."""
+
+    def advance(goal: Goal) -> list[RequestState]:
+        loop.num_queued.append(len(loop.requests))
+        *_, last = (s for s in loop.requests.values() if not s.request.is_finished)
+        loop.scheduler.finish(last.request_id, FinishReason.LENGTH)
+        return [last]
+
+    loop.advance = advance
+
+
 def test_an_output_is_made_when_its_request_has_ended(monkeypatch: pytest.MonkeyPatch):
-    generation, loop = make_generation(ends_at=(1, 5))
+    generation, loop = make_generation()
+    end_the_last(loop)
     made, output_of = list[int](), RequestState.output
 
     def noted(state: RequestState):
@@ -126,24 +126,15 @@ def test_an_output_is_made_when_its_request_has_ended(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(RequestState, "output", noted)
     generation.complete(make_jobs([10, 10, 10]), Goal.THROUGHPUT)
-    assert made == [1, 5, 5]
+    assert made == [1, 2, 3]
 
 
-def test_outputs_are_in_the_order_of_their_prompts_whoever_ends_first():
+def test_outputs_are_in_the_order_of_their_prompts_whichever_ends_first():
     generation, loop = make_generation()
-
-    def end_the_last(goal: Goal) -> list[RequestState]:
-        loop.num_queued.append(len(loop.requests))
-        if loop.num_queued == [1]:  # before the others are queued
-            return []
-        *_, last = (s for s in loop.requests.values() if not s.request.is_finished)
-        loop.scheduler.finish(last.request_id, FinishReason.LENGTH)
-        return [last]
-
-    loop.advance = end_the_last
+    end_the_last(loop)
     outputs = generation.complete(make_jobs([10, 9, 8]), Goal.THROUGHPUT)
     assert [len(output.prompt_token_ids) for output in outputs] == [10, 9, 8]
-    assert len(loop.num_queued) == 4
+    assert len(loop.num_queued) == 3
 
 
 def test_an_output_that_cannot_be_made_leaves_none_queued(monkeypatch: pytest.MonkeyPatch):
@@ -153,42 +144,6 @@ def test_an_output_that_cannot_be_made_leaves_none_queued(monkeypatch: pytest.Mo
         generation.complete(make_jobs([10, 10, 10]), Goal.THROUGHPUT)
     assert not loop.scheduler.has_unfinished
     assert len(loop.num_queued) == 1
-
-
-@pytest.mark.parametrize(
-    ("params", "priority"),
-    [(GROUP, 0), (RANKED, 0), (SEARCH, 0), (PLAIN, -1)],
-    ids=["group", "ranked", "search", "rank"],
-)
-def test_where_one_may_be_refused_or_goes_first_all_are_queued_at_once(
-    params: SamplingParams, priority: int
-):
-    generation, loop = make_generation(num_blocks=40, by_priority=True)
-    generation.complete(make_jobs([10, 10, 10], params, priority), Goal.THROUGHPUT)
-    assert loop.num_queued == [3, 3]
-
-
-def test_in_a_pool_that_does_not_hold_the_longest_sequence_all_are_queued_at_once():
-    generation, loop = make_generation(num_blocks=4)
-    generation.complete(make_jobs([8, 8, 8]), Goal.THROUGHPUT)
-    assert loop.num_queued == [3, 3]
-
-
-@pytest.mark.parametrize(
-    ("prompt_lens", "num_queued"),
-    [([8, 8, 8, 8], [4, 4]), ([5, 8, 8, 8], [4, 4]), ([4, 3, 3, 8], [3, 4])],
-)
-def test_where_a_prefix_is_cached_few_do_not_fill_a_step(
-    prompt_lens: list[int], num_queued: list[int]
-):
-    """Unless the prompts that fill it are too short to find it."""
-    generation, loop = make_generation()
-    before = Sequence(99, [1] * BLOCK_SIZE, BLOCK_SIZE)
-    loop.manager.allocate(before, BLOCK_SIZE)
-    loop.manager.register_computed(before, BLOCK_SIZE)
-    loop.manager.free(before)
-    generation.complete(make_jobs(prompt_lens), Goal.THROUGHPUT)
-    assert loop.num_queued == num_queued
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from jpaged.core.accounts import BlockInfo, BlockState, MemoryReport
 from jpaged.observe import pool_text
+from jpaged.observe.pool_report import BlockInfo, BlockState, MemoryReport
 from jpaged.observe.pool_text import LEGEND, BusyPool, describe, draw
 from jpaged.observe.statistics import EngineStats
 

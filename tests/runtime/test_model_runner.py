@@ -80,6 +80,7 @@ class Driver:
         self.runner = runner
         self.sampling: dict[Request, SamplingParams] = {}
         self.present: set[int] = set()
+        self.faults: tuple[tuple[Request, Exception], ...] = ()
 
     def request(self, params: SamplingParams, prompt: Sized[int], num_samples: int = 1) -> Request:
         stop = StopCriteria(max_tokens=20)
@@ -100,7 +101,8 @@ class Driver:
         self.present.update(s.sequence.seq_id for s in scheduled)
         self.present.update(child.seq_id for _, child in plan.row_forks)
         self.present.difference_update(plan.released)
-        result = self.runner.launch(plan, self.sampling).read()
+        handle = self.runner.launch(plan, self.sampling.__getitem__)
+        self.faults, result = handle.faults, handle.read()
         logprobs = result.logprobs and result.logprobs.logprobs
         seen = np.zeros((len(scheduled), 2))
         seen[:, 0] = result.token_ids
@@ -216,7 +218,7 @@ def test_results_are_in_the_plans_order_whatever_the_steps_is(driver: Driver):
         return ScheduledSequence(sequence, 0, len(sequence.token_ids), True, updates)
 
     def launch(*rows: ScheduledSequence) -> StepResult:
-        return driver.runner.launch(StepPlan(0, rows), driver.sampling).read()
+        return driver.runner.launch(StepPlan(0, rows), driver.sampling.__getitem__).read()
 
     expected = {s.seq_id: launch(whole(s)).prompt_logprobs[s.seq_id] for s in (a, c)}
     for sequence in (b, d):
@@ -301,7 +303,7 @@ def test_ranked_samples_get_logprobs(driver: Driver):
     (sequence, _) = driver.request(params, PROMPT, 2).sequences
     driver.prefill(sequence, [1, 2])
     plan = StepPlan(step_id=0, scheduled=(driver.decode_row(sequence),))
-    logprobs = driver.runner.launch(plan, driver.sampling).read().logprobs
+    logprobs = driver.runner.launch(plan, driver.sampling.__getitem__).read().logprobs
     assert logprobs is not None
     assert logprobs.top_token_ids.shape == (1, 20)
 
@@ -338,7 +340,7 @@ def test_a_plan_of_nothing_but_swaps(driver: Driver):
     (sequence,) = driver.request(GREEDY, PROMPT).sequences
     driver.prefill(sequence, [1, 2])
     plan = StepPlan(step_id=0, scheduled=(), swap_outs=(SwapOut(1, (1, 2)), SwapOut(2, (1,))))
-    result = driver.runner.launch(plan, {}).read()
+    result = driver.runner.launch(plan, {}.__getitem__).read()
     assert result.token_ids.shape == (0,)
     assert result.logprobs is None
     assert result.prompt_logprobs == {}
@@ -405,7 +407,7 @@ def test_a_fault_in_a_requests_own_sampling_is_told_and_spoils_no_other(
         sequence.block_table, num_tokens = [block], len(sequence.token_ids)
         scheduled.append(ScheduledSequence(sequence, 0, num_tokens, True, ((0, block),)))
     check_same(driver.run(*scheduled)[1], expected[0])
-    ((request, error),) = driver.runner.take_faults()
+    ((request, error),) = driver.faults
     assert request is ill
     assert isinstance(error, KeyError)
 
@@ -419,10 +421,8 @@ def test_a_fault_in_the_books_of_rows_is_nobodys_own(
     (sequence,) = driver.request(GREEDY, [1, 2, 3]).sequences
     monkeypatch.setattr(batch.RowTable, "assign", lose)
     with pytest.raises(KeyError, match="injected"):
-        driver.runner.launch(
-            StepPlan(0, (ScheduledSequence(sequence, 0, 3, True, ((0, 1),)),)), driver.sampling
-        )
-    assert driver.runner.take_faults() == []
+        driver.run(ScheduledSequence(sequence, 0, 3, True, ((0, 1),)))
+    assert driver.faults == ()
 
 
 @pytest.mark.parametrize(("backend", "held"), [(Backend.XLA, False), (Backend.TRITON, True)])

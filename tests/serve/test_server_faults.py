@@ -14,6 +14,7 @@ from jpaged import Engine
 from jpaged.core.block_manager import BlockManager
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine.request_state import RequestState
+from jpaged.runtime import batch
 from jpaged.runtime.model_runner import ModelRunner
 from jpaged.serve.text_pool import TextPool
 
@@ -52,7 +53,7 @@ def failing(target: Callable[..., Any], after: int = 0) -> Callable[..., Any]:
 FAULTS = {
     "tokenising": (TextPool, "do", 0),
     "queueing": (Scheduler, "add", 0),
-    "scheduling at first": (BlockManager, "share_prefix", 0),
+    "scheduling at first": (BlockManager, "admit", 0),
     "scheduling later": (BlockManager, "append", 1),
     "sampling": (batch, "encode_row", 0),
     "detokenising at first": (RequestState, "accept", 0),

@@ -1,6 +1,6 @@
 """A watch on the pool: what changed since somebody looked last, for a picture that keeps up.
 
-`accounts.py` counts the whole pool when asked. A watch costs O(blocks) once, at its first look;
+`pool_report.py` counts the whole pool when asked. A watch costs O(blocks) once, at its first look;
 then the pool notes down which blocks change, and a look costs O(changed blocks + sequences that
 hold blocks). While nobody watches, noting is a loop over an empty list.
 """
@@ -162,7 +162,7 @@ class PoolWatch:
             if not _holds(known.sequence):
                 del self._known[seq_id]
                 changes.gone.append(seq_id)
-        for seq_id, sequence in self._scheduler.roster.known.items():
+        for seq_id, sequence in self._scheduler.sequences.known.items():
             if _holds(sequence):
                 self._look_at_sequence(changes, seq_id, sequence)
 

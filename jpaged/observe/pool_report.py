@@ -182,7 +182,7 @@ def block_tables(scheduler: "Scheduler") -> list[SequenceInfo]:
             sequence.num_computed_tokens,
             sequence.num_tokens,
         )
-        for sequence in scheduler.roster.known.values()
+        for sequence in scheduler.sequences.known.values()
     ]
 
 
@@ -190,7 +190,7 @@ def memory_report(scheduler: "Scheduler") -> MemoryReport:
     """What the pool's slots are used for. O(entries of all block tables)."""
     manager, swap_space = scheduler.block_manager, scheduler.swap_space
     pool, size = manager.pool, manager.block_size
-    tables = [sequence.block_table for sequence in scheduler.roster.known.values()]
+    tables = [sequence.block_table for sequence in scheduler.sequences.known.values()]
     num_waste, num_reserved = num_waste_slots(scheduler), _num_reserved_slots(scheduler)
     num_used = pool.num_usable_blocks - pool.num_free_blocks
     return MemoryReport(
@@ -221,7 +221,7 @@ def _last_blocks(scheduler: "Scheduler") -> Iterator[tuple[Sequence, int, int]]:
     and to write there is to have a copy.
     """
     size = scheduler.block_manager.block_size
-    for sequence in scheduler.roster.known.values():
+    for sequence in scheduler.sequences.known.values():
         if sequence.block_table:
             yield sequence, sequence.block_table[-1], -sequence.num_computed_tokens % size
 
@@ -244,7 +244,7 @@ def _num_reserved_slots(scheduler: "Scheduler") -> int:
 def _owners(scheduler: "Scheduler") -> dict[int, dict[str, None]]:
     """The requests that hold each block, each once, in the order of arrival."""
     owners: dict[int, dict[str, None]] = {}
-    for sequence in scheduler.roster.known.values():
+    for sequence in scheduler.sequences.known.values():
         for block_id in sequence.block_table:
             owners.setdefault(block_id, {})[sequence.request.request_id] = None
     return owners
