@@ -83,7 +83,7 @@ class ProgramBuilder:
         threads: Compilations at once of programs without such products; the others, which mostly
             wait for the device or each other, come on top.
         store: Where earlier engines left what they traced and lowered.
-        progress: Called with (built so far, all) while somebody waits.
+        progress: Called with (built so far, all) while a caller waits.
         compiler: What compiles them.
     """
 
@@ -244,7 +244,7 @@ def compile_programs(
 def largest_step_recipes(
     split: SplitModel, shapes: Shapes, config: RuntimeConfig, buckets: Buckets, shared: SharedCalls
 ) -> tuple[Recipe, Recipe]:
-    """The forward and the sampling program that take the most memory beside what stays.
+    """The forward and the sampling program that take the most memory on top of what stays.
 
     The pool's size does not enter it, so any `num_blocks` in `shapes` gives the same answer.
     `shared` is as of `recipes`.

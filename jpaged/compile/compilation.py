@@ -1,4 +1,4 @@
-"""The door of this folder: an engine's numbers settled and its programs built, beside its start."""
+"""The door of this folder: an engine's numbers settled and its programs built while it starts."""
 
 import os
 from collections.abc import Callable

@@ -71,8 +71,8 @@ class UnrecordedCompiler(Compiler):
 
     The products of a number of rows are measured before the first program that has them is
     compiled, by themselves, one after the other in all processes that share the folder, so that
-    nobody measures another one's work. What is measured there again, since a program has a product
-    in another form, is right too, only less exact.
+    none measures another one's work. A product that a program has in another form is measured
+    again with it, which is right too, only less exact.
 
     Args:
         model: The model, or its shapes.

@@ -43,7 +43,7 @@ class ProgramStore:
 
     Args:
         folder: Where they are; made if it is not there.
-        made_from: What all programs of an engine depend on beside code, shapes and JAX; its `repr`
+        made_from: What all programs of an engine depend on besides code, shapes and JAX; its `repr`
             must tell one from another.
         device: What they run on.
     """
@@ -122,8 +122,8 @@ class ProgramStore:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file, its folder made if it is not there, in one go: whoever reads it meanwhile, in
-    another process too, finds all of it or what was there before.
+    """Write a file, its folder made if it is not there, in one go: a reader, in another
+    process too, finds all of it or what was there before.
 
     Raises:
         OSError: it cannot be written; then nothing is left of it.

@@ -213,7 +213,7 @@ main(int(sys.argv[2]))
 
 
 def choose_workers(config: EngineConfig, device: Any, *, recorded: bool) -> int:
-    """How many processes are to compile beside the engine's own.
+    """How many processes compile in addition to the engine's own.
 
     Args:
         config: The caller's wishes.
@@ -226,7 +226,7 @@ def choose_workers(config: EngineConfig, device: Any, *, recorded: bool) -> int:
     if device.platform == "cpu":
         return 0
     held, fraction = device_bytes(device) or 0, _client_options().get("memory_fraction")
-    if fraction is None:  # nobody knows what is left of the device
+    if fraction is None:  # what is left of the device is not known
         return 0
     left = held / float(fraction) - held
     most = min(MAX_WORKERS, _processors() // _CPUS_A_WORKER)

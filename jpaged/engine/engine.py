@@ -292,7 +292,7 @@ class Engine:
 
         Raises:
             TypeError, ValueError: the prompt is not acceptable or fills no block, prefix caching is
-                off, or beside the pin an unfinished request could never run to its end.
+                off, or the pin leaves too few blocks for an unfinished request to end.
             RuntimeError: a step failed, or the prefix's hash is another's.
         """
         prefix = self._preprocessor.whole_blocks(prompt, self.runtime_config.block_size)

@@ -1,5 +1,8 @@
-"""Runs requests for several callers at once: what one waits for, another may have advanced. So it
-is with prefixes that are computed to be pinned."""
+"""Runs requests for several callers at once, and computes prefixes to be pinned.
+
+Each call of the loop advances the requests of all callers: what one waits for, another may have
+advanced.
+"""
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 
@@ -13,7 +16,7 @@ from jpaged.outputs import RequestDelta, RequestOutput, TextDelta
 
 
 class Generation:
-    """Between the callers of an engine and its loop.
+    """What the callers of an engine ask of its loop.
 
     Args:
         loop: Advances all requests together.
@@ -32,7 +35,7 @@ class Generation:
     def take_news(self) -> list[RequestOutput]:
         """The outputs of those requests, each once. A Ctrl-C before all are made loses none."""
         news = self._loop.undelivered
-        with deferred_interrupts():  # to ask for a text decodes it: not by halves
+        with deferred_interrupts():  # asking for a text decodes it, which must not be interrupted
             outputs = [state.output() for state in news]
         self._loop.undelivered = {}
         return outputs
@@ -117,7 +120,7 @@ class Generation:
 
         Raises:
             ValueError: prefix caching is off, or an unfinished request could not run to its end
-                beside it.
+                in the blocks that the pin leaves.
             RuntimeError: a step failed, or the index holds another content under one of its hashes.
         """
         pin = self._pin_cached(prefix)

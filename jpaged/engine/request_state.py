@@ -283,7 +283,7 @@ class RequestState:
         eos_token_ids: The model's own end tokens.
         metrics: When things happened.
         polled: Whether `Engine.step` reports it.
-        is_quiet: Whether nobody has to hear of its next token, unless that is its last.
+        is_quiet: Whether its next token need not be told, unless it is the last.
         error: Why it failed.
         samples: In the order of their numbers; none for a beam search, whose answers are known only
             at its end.
@@ -324,7 +324,7 @@ class RequestState:
 
         Args:
             emitted: The token.
-            scores: The step's log-probabilities, if anybody asked.
+            scores: The step's log-probabilities, if a request asked.
             index: The sequence's row in `scores`.
 
         Returns:

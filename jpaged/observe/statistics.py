@@ -30,7 +30,7 @@ class EngineStats:
         prefix_cache_queries: Tokens looked up in the prefix cache, each time a request joins the
             batch (again after a preemption, its outputs included).
         prefix_cache_hits: Those of them that were found.
-        num_block_copies: Blocks copied because somebody wrote to one that others share.
+        num_block_copies: Blocks copied on write: a sequence wrote to one that others share.
         num_host_blocks: Blocks of host memory that KV can be swapped to.
         num_used_host_blocks: Those of them that hold a swapped request's KV.
         num_swapped_out_blocks: Blocks copied to host memory so far.

@@ -195,24 +195,24 @@ class ModelRunner:
 
     def warm_up(self) -> None:
         """Run every program on padding alone, twice: a GPU records its launches the first time."""
-        nobody: Scheduled = ()
+        padding: Scheduled = ()
         none = np.zeros(0, np.int32)
         for _ in range(2):
             for size in self._programs.decode:
                 logits, inputs = self._run_decode(
-                    nobody, none, size, self._buckets.logits_rows(size)
+                    padding, none, size, self._buckets.logits_rows(size)
                 )
                 self._sample_all_levels(logits, inputs)
             self._warm_up_bursts()
             for shape in self._programs.prefill:
-                logits, _, inputs = self._run_prefill(nobody, none, *shape)
+                logits, _, inputs = self._run_prefill(padding, none, *shape)
                 jax.block_until_ready(self._sample(logits, inputs, SamplerLevel.GREEDY))
         self._kv = self._images.warm_up(self._kv, self._config.num_host_blocks)
 
     def _warm_up_bursts(self) -> None:
         for seqs, level in self._programs.decode_burst:
-            nobody = self._pack_decode((), np.zeros(0, np.int32), batch_size=seqs)
-            jax.block_until_ready(self._run_burst(np.stack([nobody] * self.burst_steps), level))
+            padding = self._pack_decode((), np.zeros(0, np.int32), batch_size=seqs)
+            jax.block_until_ready(self._run_burst(np.stack([padding] * self.burst_steps), level))
 
     def _sample_all_levels(self, logits, inputs) -> None:
         for level in sampler_levels(self._config):

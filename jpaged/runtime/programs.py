@@ -22,7 +22,7 @@ from jpaged.runtime.sampler import (
 from jpaged.runtime.steps import KVState
 
 PROMPT_LOGPROBS_CHUNK = 64
-"""Prompt tokens whose logits exist at once; a whole prompt's would not fit beside the pool."""
+"""Prompt tokens whose logits exist at once; a whole prompt's would not fit next to the pool."""
 
 
 BLOCK_COPIES_CHUNK = 64

@@ -61,7 +61,7 @@ class TokenScores:
 
     @cached_property
     def logprob_list(self) -> list[float]:
-        """`logprobs`, for whoever reads them one by one."""
+        """`logprobs`, as a list, to be read one by one."""
         return self.logprobs.tolist()
 
 
@@ -71,7 +71,7 @@ class StepResult:
 
     Attributes:
         token_ids: int32 [len(plan.scheduled)], sampled.
-        logprobs: One row a scheduled sequence, or None if nobody in the step asked.
+        logprobs: One row a scheduled sequence, or None if no request in the step asked.
         prompt_logprobs: seq_id -> of the prompt tokens this step scored (those after the chunk's
             own positions), for sequences that asked.
     """

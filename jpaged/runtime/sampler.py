@@ -174,8 +174,8 @@ def pack_marks(
     items = list(rows.items())
     for first in range(0, len(items), LOADED_ROWS):
         part = items[first : first + LOADED_ROWS]
-        nobody = np.array([[padding_row], [0]], np.int32).repeat(LOADED_ROWS, axis=1)
-        facts = nobody.copy()
+        padding = np.array([[padding_row], [0]], np.int32).repeat(LOADED_ROWS, axis=1)
+        facts = padding.copy()
         facts[:, : len(part)] = [row for row, _ in part], [own.num_prompt for _, own in part]
         sizes = [len(own.tokens) for _, own in part]
         owners = np.repeat(facts[0, : len(part)], sizes)
@@ -187,7 +187,7 @@ def pack_marks(
             chunk = slice(start, start + LOADED_TOKENS)
             entries[:, : len(owners[chunk])] = owners[chunk], tokens[chunk], marks[chunk]
             yield np.concatenate([facts.ravel(), entries.ravel()])
-            facts = nobody
+            facts = padding
 
 
 def load_rows(state: SamplingState, packed: Int32[Array, "X"]) -> SamplingState:
