@@ -1,14 +1,14 @@
 """The engine as its users meet it: requests in, tokens and text out."""
 
 import weakref
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from tqdm import tqdm
 
 from jpaged.config import EngineConfig
-from jpaged.core.plan import Goal
+from jpaged.core.plan import Goal, StepPlan
 from jpaged.engine.generation import Generation
 from jpaged.engine.loop import EngineLoop, engine_stats
 from jpaged.engine.preprocessing import (
@@ -18,6 +18,7 @@ from jpaged.engine.preprocessing import (
     pair_priorities,
 )
 from jpaged.engine.startup import EngineParts, build_parts
+from jpaged.engine.step_recorder import StepRecorder
 from jpaged.observe.pool_changes import PoolWatch
 from jpaged.observe.pool_report import (
     BlockInfo,
@@ -66,6 +67,7 @@ class Engine:
         self.model_config = parts.model_config
         self.folder = parts.folder
         self.memory_account = parts.memory_account
+        self._runner = parts.runner
         self._loop = EngineLoop(parts.scheduler, parts.runner, self.config.loop_mode)
         self._preprocessor = parts.preprocessor
         self._generation = Generation(self._loop, self._preprocessor)
@@ -353,6 +355,16 @@ class Engine:
     def memory_report(self) -> MemoryReport:
         """What the pool's slots are used for now, and what sharing saves. O(held blocks)."""
         return memory_report(self._loop.scheduler)
+
+    def record_steps(
+        self, before: Callable[[Sequence[StepPlan]], object] = lambda plans: None
+    ) -> StepRecorder:
+        """A context that records what the engine launches: plans, and programs by their shapes.
+
+        Args:
+            before: Called with the plans of each launch before it.
+        """
+        return StepRecorder(self._runner, before)
 
     def check_integrity(self) -> None:
         """Prove the block census; raises `IntegrityError` if a block is lost or shared wrongly."""

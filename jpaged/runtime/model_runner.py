@@ -55,6 +55,7 @@ class ModelRunner:
 
     Attributes:
         burst_steps: Steps of a burst; 1 for none.
+        programs: What it calls.
 
     Args:
         split: The model.
@@ -87,7 +88,7 @@ class ModelRunner:
             level: next(own for own in sampler_levels(config) if own.covers(level))
             for level in map(SamplerLevel, range(EVERYTHING + 1))
         }
-        self._programs = programs
+        self.programs = programs
         self._eos_token_ids = eos_token_ids
         self._rows = RowTable(config.num_rows)
         padding = {"padding_row": config.padding_row, "sampling_table": self._rows.sampling}
@@ -116,7 +117,7 @@ class ModelRunner:
         for order in plan.swap_outs:
             self._images.swap_out(self._kv.pool, order)
         if plan.block_copies:
-            self._move(self._programs.copy_blocks, plan.block_copies, BLOCK_COPIES_CHUNK, 0)
+            self._move(self.programs.copy_blocks, plan.block_copies, BLOCK_COPIES_CHUNK, 0)
         # What comes back travels while the step runs.
         arrivals = self._images.fetch(plan.swap_ins) if plan.swap_ins else []
         handle = self._launch_step(plan, sampling)
@@ -172,7 +173,7 @@ class ModelRunner:
         return faults
 
     def _score(self, hidden, indices: np.ndarray, targets: np.ndarray) -> jax.Array:
-        program = self._programs.prompt_logprobs[hidden.shape[0]]
+        program = self.programs.prompt_logprobs[hidden.shape[0]]
         return program(self._leaves, hidden=hidden, indices=indices, targets=targets)
 
     def _in_order(self, plan: StepPlan) -> tuple[np.ndarray, Scheduled, np.ndarray]:
@@ -198,19 +199,19 @@ class ModelRunner:
         padding: Scheduled = ()
         none = np.zeros(0, np.int32)
         for _ in range(2):
-            for size in self._programs.decode:
+            for size in self.programs.decode:
                 logits, inputs = self._run_decode(
                     padding, none, size, self._buckets.logits_rows(size)
                 )
                 self._sample_all_levels(logits, inputs)
             self._warm_up_bursts()
-            for shape in self._programs.prefill:
+            for shape in self.programs.prefill:
                 logits, _, inputs = self._run_prefill(padding, none, *shape)
                 jax.block_until_ready(self._sample(logits, inputs, SamplerLevel.GREEDY))
         self._kv = self._images.warm_up(self._kv, self._config.num_host_blocks)
 
     def _warm_up_bursts(self) -> None:
-        for seqs, level in self._programs.decode_burst:
+        for seqs, level in self.programs.decode_burst:
             padding = self._pack_decode((), np.zeros(0, np.int32), batch_size=seqs)
             jax.block_until_ready(self._run_burst(np.stack([padding] * self.burst_steps), level))
 
@@ -242,7 +243,7 @@ class ModelRunner:
         if self._new_marks:
             marks, self._new_marks = self._new_marks, {}
             for packed in pack_marks(marks, self._padding_row, self._config.vocab_size):
-                self._sampling_state = self._programs.load_rows(self._sampling_state, packed)
+                self._sampling_state = self.programs.load_rows(self._sampling_state, packed)
 
     def _fork_rows(self, plan: StepPlan, sampling: SamplingOf) -> None:
         sources: dict[int, int] = {}  # of rows forked in this plan: all are read before any write
@@ -250,7 +251,7 @@ class ModelRunner:
             source = self._rows.row(parent.seq_id)
             sources[self._give_row(child, sampling)] = sources.get(source, source)
         pairs = [(source, row) for row, source in sources.items()]
-        program, padding = self._programs.fork_rows, self._padding_row
+        program, padding = self.programs.fork_rows, self._padding_row
         self._move(program, pairs, self._config.num_rows, padding)
 
     def _give_row(self, sequence: Sequence, sampling: SamplingOf) -> int:
@@ -259,7 +260,7 @@ class ModelRunner:
         if marks is not None:
             self._new_marks[row] = marks
         if bias is not None:
-            load_bias = self._programs.load_bias
+            load_bias = self.programs.load_bias
             self._sampling_state = load_bias(self._sampling_state, np.int32(row), bias)
         return row
 
@@ -284,7 +285,7 @@ class ModelRunner:
     def _run_burst(self, packed: np.ndarray, level: SamplerLevel) -> Sampled:
         level = next(own for own in BURST_LEVELS if own.covers(level))
         adjusted = SamplerLevel.ADJUSTED in level
-        sampled, self._last_tokens, state, self._kv = self._programs.decode_burst[
+        sampled, self._last_tokens, state, self._kv = self.programs.decode_burst[
             packed.shape[1], level
         ](
             self._leaves,
@@ -299,14 +300,14 @@ class ModelRunner:
 
     def _run_decode(self, scheduled: Scheduled, rows: np.ndarray, size: int, num_rows: int):
         packed = self._pack_decode(scheduled, rows, batch_size=num_rows)
-        logits, inputs, self._kv = self._programs.decode[size](
+        logits, inputs, self._kv = self.programs.decode[size](
             self._leaves, state=self._kv, last_tokens=self._last_tokens, packed=packed
         )
         return logits, inputs
 
     def _run_prefill(self, scheduled: Scheduled, rows: np.ndarray, tokens: int, size: int):
         packed = self._pack_prefill(scheduled, rows, num_tokens=tokens, batch_size=size)
-        logits, hidden, inputs, self._kv = self._programs.prefill[tokens, size](
+        logits, hidden, inputs, self._kv = self.programs.prefill[tokens, size](
             self._leaves, state=self._kv, last_tokens=self._last_tokens, packed=packed
         )
         return logits, hidden, inputs
@@ -314,7 +315,7 @@ class ModelRunner:
     def _sample(self, logits, inputs, level: SamplerLevel) -> Sampled:
         level = self._served_by[level]
         adjusted = SamplerLevel.ADJUSTED in level
-        sampled, self._last_tokens, state = self._programs.sample[logits.shape[0], level](
+        sampled, self._last_tokens, state = self.programs.sample[logits.shape[0], level](
             logits,
             inputs,
             last_tokens=self._last_tokens,

@@ -1,7 +1,7 @@
 """The programs that a runner calls, and the shapes of the arrays that they work on."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -138,6 +138,24 @@ class Programs:
             gather_blocks=kind("gather_blocks"),
             scatter_blocks=kind("scatter_blocks"),
         )
+
+    def noted(self, note: Callable[[Name], None]) -> "Programs":
+        """The same programs, each of which tells its name when it is called."""
+
+        def wrap(name: Name, program: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*arguments: Any, **keywords: Any) -> Any:
+                note(name)
+                return program(*arguments, **keywords)
+
+            return run
+
+        def wrap_kind(kind: str, own: Any) -> Any:
+            if isinstance(own, dict):
+                return {key: wrap((kind, key), program) for key, program in own.items()}
+            return wrap((kind, None), own)
+
+        kinds = {kind.name: getattr(self, kind.name) for kind in fields(self)}
+        return Programs(**{kind: wrap_kind(kind, own) for kind, own in kinds.items()})
 
 
 def _int32(*shape: int) -> jax.ShapeDtypeStruct:

@@ -274,7 +274,7 @@ def test_rows_that_join_together_are_loaded_by_one_launch(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ):
     """Biases, as wide as the vocabulary, travel for the row that has them alone."""
-    programs, launched = driver.runner._programs, []
+    programs, launched = driver.runner.programs, []
 
     def counted(name: str):
         run = getattr(programs, name)
@@ -432,5 +432,5 @@ def test_only_on_a_gpu_small_buffers_have_places(
     model, dtype = ModelConfig.from_hf(MODEL), jax.numpy.dtype(jax.numpy.float32)
     split, config = SplitModel.of(model_shapes(model, dtype)), replace(CONFIG, backend=backend)
     shapes = Shapes.of(split, model, config, dtype)
-    runner = ModelRunner(split, shapes, config, BUCKETS, shared_runner._programs)
+    runner = ModelRunner(split, shapes, config, BUCKETS, shared_runner.programs)
     assert bool(runner._guards) == held
