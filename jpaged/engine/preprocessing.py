@@ -233,12 +233,6 @@ class CheckedRequest(NamedTuple):
     seed: int
     arrival_time: float
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is one sequence that takes its turn."""
-        asked = self.params
-        return asked.num_samples == 1 and asked.beam_width is None and not self.priority
-
 
 class Preprocessor:
     """Checks requests against an engine's model and limits.
