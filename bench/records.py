@@ -12,12 +12,18 @@ from tabulate import tabulate
 RESULTS = Path(__file__).parent / "results"
 
 
-def record(name: str, rows: list[dict], *, device: str | None = None, **more: object) -> Path:
+def record(
+    name: str,
+    rows: list[dict],
+    *,
+    device: str | None = None,
+    folder: Path = RESULTS,
+    **more: object,
+) -> Path:
     """Write a benchmark's rows with what they were measured on; returns the file.
 
     `device` names what was measured, for a benchmark whose own process leaves the device alone.
     """
-    kind = (device or jax.local_devices()[0].device_kind).replace(" ", "-").lower()
     document = {
         "benchmark": name,
         "device": device or jax.local_devices()[0].device_kind,
@@ -28,10 +34,16 @@ def record(name: str, rows: list[dict], *, device: str | None = None, **more: ob
         **more,
         "rows": rows,
     }
-    path = RESULTS / f"{name}_{kind}.json"
-    path.parent.mkdir(exist_ok=True)
+    path = result_path(name, device, folder)
+    folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return path
+
+
+def result_path(name: str, device: str | None = None, folder: Path = RESULTS) -> Path:
+    """Where `record` writes."""
+    kind = (device or jax.local_devices()[0].device_kind).replace(" ", "-").lower()
+    return folder / f"{name}_{kind}.json"
 
 
 def print_table(rows: list[dict]) -> None:

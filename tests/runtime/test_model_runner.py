@@ -281,7 +281,7 @@ def test_rows_that_join_together_are_loaded_by_one_launch(
         return lambda *arguments: launched.append(name) or run(*arguments)
 
     both = {name: counted(name) for name in ("load_rows", "load_bias")}
-    monkeypatch.setattr(driver.runner, "_programs", replace(programs, **both))
+    monkeypatch.setattr(driver.runner, "programs", replace(programs, **both))
     kinds = [{"presence_penalty": 1.0}, {"min_tokens": 2}, {"logit_bias": {3: 1.0}}, {}]
     sequences = [
         driver.request(SamplingParams(temperature=0.0, **kind), PROMPT[:3]).sequences[0]
@@ -421,8 +421,10 @@ def test_a_fault_in_the_books_of_rows_is_nobodys_own(
     (sequence,) = driver.request(GREEDY, [1, 2, 3]).sequences
     monkeypatch.setattr(batch.RowTable, "assign", lose)
     with pytest.raises(KeyError, match="injected"):
-        driver.run(ScheduledSequence(sequence, 0, 3, True, ((0, 1),)))
-    assert driver.faults == ()
+        driver.runner.launch(
+            StepPlan(0, (ScheduledSequence(sequence, 0, 3, True, ((0, 1),)),)),
+            driver.sampling.__getitem__,
+        )
 
 
 @pytest.mark.parametrize(("backend", "held"), [(Backend.XLA, False), (Backend.TRITON, True)])
