@@ -39,7 +39,7 @@ from bench.null_device import SHAPE, Clock, Host, make_host
 from bench.records import print_table, record
 from jpaged import RequestOutput, SamplingParams
 from jpaged.core.plan import Goal
-from jpaged.engine.inputs import normalize_prompt, normalize_prompts
+from jpaged.engine.preprocessing import normalize_prompt, normalize_prompts
 from jpaged.runtime import model_runner
 from jpaged.runtime.model_runner import StepHandle
 
@@ -64,16 +64,16 @@ def measure(
 ) -> dict[str, float]:
     """Median microseconds a step, by part."""
     clock, warm = Clock(), 20
-    loop, intake, driver = make_host(num_seqs, clock)
-    params = make_params(num_steps + 200, sampling)
-    for prompt in make_prompts(num_seqs):
-        given = normalize_prompt(prompt, vocab_size=intake.vocab_size)
-        driver.add(intake.make_job(given, params))
     original = model_runner.pack_decode, StepHandle.read
     model_runner.pack_decode = clock.timed("pack", model_runner.pack_decode)
     StepHandle.read = clock.timed("consume", StepHandle.read)
-    advance = clock.timed("outputs", loop.advance)
     try:
+        loop, preprocessor, generation = make_host(num_seqs, clock)
+        params = make_params(num_steps + 200, sampling)
+        for prompt in make_prompts(num_seqs):
+            given = normalize_prompt(prompt, vocab_size=preprocessor.vocab_size)
+            generation.add(preprocessor.check(given, params))
+        advance = clock.timed("outputs", loop.advance)
         # All prompts are computed, and some steps decoded, before any counts.
         while loop.counts.generated_tokens < warm * num_seqs:
             loop.advance(Goal.LATENCY)
@@ -124,10 +124,10 @@ def _generate(
 ) -> list[RequestOutput]:
     """As `Engine.generate`; marks the start, the end of the checks, and the end."""
     marks.append(time.perf_counter())
-    checked = normalize_prompts(prompts, vocab_size=host.intake.vocab_size)
+    checked = normalize_prompts(prompts, vocab_size=host.preprocessor.vocab_size)
     marks.append(time.perf_counter())
-    jobs = list(map(host.intake.make_job, checked, params))
-    outputs = host.driver.complete(jobs, Goal.THROUGHPUT)
+    jobs = list(map(host.preprocessor.check, checked, params))
+    outputs = host.generation.complete(jobs, Goal.THROUGHPUT)
     marks.append(time.perf_counter())
     return outputs
 

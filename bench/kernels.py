@@ -30,8 +30,7 @@ from bench.common import FLOPS_PER_SECOND
 from bench.compare import parse_arguments
 from bench.records import print_table, record
 from jpaged import SamplingParams
-from jpaged.runtime.sampler import required_level, sample
-from jpaged.runtime.sampling_state import decode_rows, encode_row
+from jpaged.runtime.sampler import decode_rows, encode_row, required_level, sample
 from pallas_kernels import (
     Backend,
     LayerKV,

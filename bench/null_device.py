@@ -12,18 +12,17 @@ import numpy as np
 from flax import nnx
 
 from bench.common import SHAPES
-from jpaged.compile.builder import Programs
-from jpaged.compile.recipes import Shapes, SplitModel, sampler_levels
 from jpaged.config import LoopMode
 from jpaged.core.block_manager import BlockManager
 from jpaged.core.scheduler import Scheduler, SchedulerConfig
-from jpaged.engine.generation import Driver
+from jpaged.engine.generation import Generation
 from jpaged.engine.loop import EngineLoop
-from jpaged.engine.preprocessing import Intake
+from jpaged.engine.preprocessing import Preprocessor
 from jpaged.models.decoder import Decoder
 from jpaged.models.registry import read_model_config
 from jpaged.runtime.buckets import Buckets, make_buckets
 from jpaged.runtime.model_runner import ModelRunner
+from jpaged.runtime.programs import Programs, Shapes, SplitModel, sampler_levels
 from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.sampler import Sampled
 from jpaged.sampling_params import MAX_LOGPROBS
@@ -69,8 +68,8 @@ class Host(NamedTuple):
     """What an engine has beside its device."""
 
     loop: EngineLoop
-    intake: Intake
-    driver: Driver
+    preprocessor: Preprocessor
+    generation: Generation
 
 
 def make_host(num_seqs: int, clock: Clock, mode: LoopMode = LoopMode.OVERLAPPED) -> Host:
@@ -92,10 +91,10 @@ def make_host(num_seqs: int, clock: Clock, mode: LoopMode = LoopMode.OVERLAPPED)
     scheduler.schedule = clock.timed("schedule", scheduler.schedule)
     scheduler.update = clock.timed("update", scheduler.update)
     limits = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": num_seqs}
-    intake = Intake(
+    preprocessor = Preprocessor(
         None, vocab_size=runtime.vocab_size, eos_token_ids=frozenset(), seed=0, **limits
     )
-    return Host(loop, intake, Driver(loop, intake))
+    return Host(loop, preprocessor, Generation(loop, preprocessor))
 
 
 def make_runner(runtime: RuntimeConfig, clock: Clock) -> ModelRunner:

@@ -169,7 +169,7 @@ def _time_plans(engine: Engine, plans: list[StepPlan]) -> float:
     runner.wait()
     start = time.perf_counter()
     for plan in plans:
-        runner.launch(plan, {})
+        runner.launch(plan, {}.__getitem__)
     runner.wait()
     return time.perf_counter() - start
 

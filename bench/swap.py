@@ -30,7 +30,6 @@ from bench.pinned_copy import pinned_copy_seconds
 from bench.records import print_table, record
 from bench.swap_ways import WAYS, Plain, Way
 from jpaged.compile.builder import compile_programs
-from jpaged.compile.recipes import Shapes, SplitModel
 from jpaged.core.plan import ScheduledSequence, StepPlan, SwapIn, SwapOut
 from jpaged.core.request import Request, StopCriteria
 from jpaged.models.config import ModelConfig
@@ -39,6 +38,7 @@ from jpaged.models.registry import read_model_config
 from jpaged.runtime.buckets import Buckets
 from jpaged.runtime.kv_cache import make_pool
 from jpaged.runtime.model_runner import ModelRunner
+from jpaged.runtime.programs import Shapes, SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.steps import KVState
 from jpaged.runtime.swap import (
@@ -191,7 +191,12 @@ def measure_overlap(shape: str, runner: ModelRunner, sizes: Sizes) -> list[dict]
     rows = tuple(
         ScheduledSequence(sequence, sizes.context - 1, 1, True) for sequence in request.sequences
     )
-    launch = partial(runner.launch, sampling={request: GREEDY})
+    launch = partial(runner.launch, sampling=lambda _: GREEDY)
+    for sequence in request.sequences:  # so that they join
+        sequence.num_admitted_tokens = sizes.context
+    launch(StepPlan(0, rows)).read()
+    for sequence in request.sequences:
+        sequence.num_admitted_tokens = 0
     group = min(64, sizes.max_model_len // BLOCK_SIZE)
     out = SwapOut(0, (0,) * group)
     back = SwapIn(0, tuple((i, 0) for i in range(group)))

@@ -10,14 +10,15 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jpaged.compile.jax_setup import program_store
-from jpaged.compile.recipe import Recipe
-from jpaged.compile.recipes import SplitModel, recipes
-from jpaged.compile.sizing import Sizing, step_buckets
+from jpaged.compile.recipes import Recipe, recipes
+from jpaged.compile.sizing import Sizing
+from jpaged.compile.store import program_store
 from jpaged.compile.workers import CompilePool, make_orders
 from jpaged.config import EMBEDDED_MODEL, EngineConfig
 from jpaged.models.loader import model_shapes, read_config
 from jpaged.models.registry import read_model_config
+from jpaged.runtime.buckets import step_buckets
+from jpaged.runtime.programs import SplitModel
 
 FLOAT32 = jnp.dtype(jnp.float32)
 

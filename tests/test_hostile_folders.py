@@ -13,7 +13,7 @@ import pytest
 
 from jpaged import Engine
 from jpaged.config import EMBEDDED_MODEL
-from jpaged.engine.startup import _eos_token_ids
+from jpaged.engine.startup import end_token_ids
 
 SECONDS = 60
 """Far more than a refusal takes, also on a busy machine, and less than a hang."""
@@ -95,8 +95,5 @@ def test_a_file_that_is_no_json_object_is_named(folder: Path, name: str, content
 
 def test_end_tokens_that_no_logits_have_are_left_out():
     """`min_tokens` forbids the end tokens by their places in the logits."""
-    model = SimpleNamespace(eos_token_ids=(258, 10**30), vocab_size=264)
-    start: Any = SimpleNamespace(
-        plan=SimpleNamespace(config=model), generation_config={"eos_token_id": [256, 264, -1, "x"]}
-    )
-    assert _eos_token_ids(start, None) == {258, 256}
+    model: Any = SimpleNamespace(eos_token_ids=(258, 10**30), vocab_size=264)
+    assert end_token_ids(model, {"eos_token_id": [256, 264, -1, "x"]}, None) == {258, 256}

@@ -35,11 +35,10 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = "jpaged", "pallas_kernels"
 
 FLOORS = (
-    ("pallas_kernels", "core", "version"),
-    ("models", "option_checks", "sampling_params", "sampling_checks"),
-    ("config", "observe"),
-    ("outputs", "text"),
-    ("runtime",),
+    ("pallas_kernels", "core", "option_checks"),
+    ("models", "sampling_params", "sampling_checks"),
+    ("config", "observe", "text"),
+    ("outputs", "runtime"),
     ("compile",),
     ("engine",),
     ("serve", "terminal"),
@@ -224,17 +223,17 @@ def trace_step() -> Step:
     """Run a greedy decode step with the device stubbed, and see what it calls."""
     from bench.null_device import BLOCK_SIZE, Clock, make_host
     from jpaged.config import LoopMode
-    from jpaged.engine.inputs import normalize_prompt
+    from jpaged.engine.preprocessing import normalize_prompt
     from jpaged.sampling_params import SamplingParams
 
     host, prompt = make_host(1, Clock(), LoopMode.SYNCHRONOUS), list(range(BLOCK_SIZE + 1))
     params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
-    given = normalize_prompt(prompt, vocab_size=host.intake.vocab_size)
-    host.driver.add(host.intake.make_job(given, params), polled=True)
+    given = normalize_prompt(prompt, vocab_size=host.preprocessor.vocab_size)
+    host.generation.add(host.preprocessor.check(given, params), polled=True)
 
     def advance() -> None:  # as `Engine.step`
-        host.driver.advance()
-        host.driver.take_news()
+        host.generation.advance()
+        host.generation.take_news()
 
     for _ in range(5):
         advance()

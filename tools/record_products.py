@@ -27,13 +27,13 @@ from jpaged.compile.gemm_autotuning import (
     weights_digest,
     write_record,
 )
-from jpaged.compile.jax_setup import prepare_jax
-from jpaged.compile.recipe import Recipe
-from jpaged.compile.recipes import Shapes, SplitModel, recipes
-from jpaged.compile.sizing import step_buckets
+from jpaged.compile.recipes import Recipe, recipes
+from jpaged.compile.store import prepare_jax
 from jpaged.config import EngineConfig
 from jpaged.models.loader import model_shapes
 from jpaged.models.registry import read_model_config
+from jpaged.runtime.buckets import step_buckets
+from jpaged.runtime.programs import Shapes, SplitModel
 from jpaged.runtime.runtime_config import GPU_DEFAULTS, resolve_limits, with_pool
 from pallas_kernels import Backend, select_backend
 

@@ -1,73 +1,59 @@
-"""Every program a running engine can need, compiled before it serves.
+"""Builds an engine's programs: traced and lowered one by one, compiled many at once.
 
 Programs are compiled ahead of time and called as compiled executables, so that nothing can compile
 while serving: a shape that was not foreseen is an error, not a pause.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed, wait
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from queue import PriorityQueue
 from threading import Event
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-from jpaged.compile.compiler import Compiler
-from jpaged.compile.recipe import Name, Recipe
-from jpaged.compile.recipes import (
-    Shapes,
-    SplitModel,
-    prefill_recipe,
-    recipes,
-    sample_recipe,
-)
-from jpaged.compile.shared_calls import SharedCalls
+import jax
+
+from jpaged.compile.gemm_autotuning import Compiler
+from jpaged.compile.recipes import Recipe, SharedCalls, prefill_recipe, recipes, sample_recipe
 from jpaged.compile.store import ProgramStore
-from jpaged.compile.thread_settings import ThreadSettings
 from jpaged.runtime.buckets import Buckets
+from jpaged.runtime.programs import Name, Programs, Shapes, SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig
-from jpaged.runtime.sampler import EVERYTHING, SamplerLevel
+from jpaged.runtime.sampler import EVERYTHING
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Programs:
-    """Compiled programs, by shape where there are several; `jpaged.runtime.steps` says what each
-    does."""
+class ThreadSettings:
+    """The settings of the thread that makes this, as far as JAX lets a thread have its own."""
 
-    decode: dict[int, Any]
-    decode_burst: dict[tuple[int, SamplerLevel], Any]
-    prefill: dict[tuple[int, int], Any]
-    sample: dict[tuple[int, SamplerLevel], Any]
-    prompt_logprobs: dict[int, Any]
-    load_rows: Any
-    load_bias: Any
-    copy_blocks: Any
-    fork_rows: Any
-    gather_blocks: dict[int, Any]
-    scatter_blocks: dict[int, Any]
+    def __init__(self):
+        self._values = _own_settings()
 
-    @staticmethod
-    def of(compiled: dict[Name, Any]) -> "Programs":
-        """Sort compiled programs by kind."""
+    def run(self, work: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T:
+        """Call `work` under these settings, in whatever thread."""
+        present = _own_settings()
+        with ExitStack() as stack:
+            for name, value in self._values.items():
+                if value is not present[name] and value != present[name]:
+                    stack.enter_context(_manager(name)(value))
+            return work(*args, **keywords)
 
-        def kind(name: str) -> dict:
-            return {key: program for (own, key), program in compiled.items() if own == name}
 
-        return Programs(
-            decode=kind("decode"),
-            decode_burst=kind("decode_burst"),
-            prefill=kind("prefill"),
-            sample=kind("sample"),
-            prompt_logprobs=kind("prompt_logprobs"),
-            load_rows=compiled["load_rows", None],
-            load_bias=compiled["load_bias", None],
-            copy_blocks=compiled["copy_blocks", None],
-            fork_rows=compiled["fork_rows", None],
-            gather_blocks=kind("gather_blocks"),
-            scatter_blocks=kind("scatter_blocks"),
-        )
+def _own_settings() -> Mapping[str, Any]:
+    names = [name for name in jax.config.values if _manager(name) is not None]
+    return {name: getattr(jax.config, name) for name in names}
+
+
+def _manager(name: str) -> Any:
+    """What sets it for a block of code, if there is such a thing."""
+    return getattr(jax, name.removeprefix("jax_"), None)
+
+
+T = TypeVar("T")
 
 
 @dataclass(order=True)
@@ -97,7 +83,7 @@ class ProgramBuilder:
         threads: Compilations at once of programs without such products; the others, which mostly
             wait for the device or each other, come on top.
         store: Where earlier engines left what they traced and lowered.
-        progress: Called with (built so far, all) while somebody waits.
+        progress: Called with (built so far, all) while a caller waits.
         compiler: What compiles them.
     """
 
@@ -258,7 +244,7 @@ def compile_programs(
 def largest_step_recipes(
     split: SplitModel, shapes: Shapes, config: RuntimeConfig, buckets: Buckets, shared: SharedCalls
 ) -> tuple[Recipe, Recipe]:
-    """The forward and the sampling program that take the most memory beside what stays.
+    """The forward and the sampling program that take the most memory on top of what stays.
 
     The pool's size does not enter it, so any `num_blocks` in `shapes` gives the same answer.
     `shared` is as of `recipes`.

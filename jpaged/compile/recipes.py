@@ -1,29 +1,34 @@
-"""What each program of an engine is compiled from: the step, and the shapes of its arguments."""
+"""What each program of an engine is compiled from: a step, and the shapes of its arguments."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial, wraps
 from typing import Any
+from uuid import uuid4
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import export
 
-from jpaged.compile.recipe import Recipe
-from jpaged.compile.shared_calls import SharedCalls
-from jpaged.models.config import ModelConfig
 from jpaged.runtime.batch import decode_packed_shape, prefill_packed_shape
 from jpaged.runtime.buckets import Buckets
-from jpaged.runtime.kv_cache import make_pool
+from jpaged.runtime.programs import (
+    BLOCK_COPIES_CHUNK,
+    BURST_LEVELS,
+    PROMPT_LOGPROBS_CHUNK,
+    Name,
+    Shapes,
+    SplitModel,
+    sampler_levels,
+)
 from jpaged.runtime.runtime_config import RuntimeConfig
-from jpaged.runtime.sampler import EVERYTHING, SCORED_GREEDY, Sampled, SamplerLevel
-from jpaged.runtime.sampling_state import (
+from jpaged.runtime.sampler import (
     LOADED_ROWS,
     LOADED_TOKENS,
     ROW_WIDTH,
+    Sampled,
+    SamplerLevel,
     SamplingState,
-    init_state,
     load_bias,
     load_rows,
 )
@@ -42,74 +47,112 @@ from jpaged.runtime.swap import chunk_sizes, gather_blocks_step, scatter_blocks_
 from jpaged.sampling_params import MAX_LOGPROBS
 from pallas_kernels import Backend, LayerKV
 
-PROMPT_LOGPROBS_CHUNK = 64
-"""Prompt tokens whose logits exist at once; a whole prompt's would not fit beside the pool."""
+# Calls that JAX exports only on demand, since another version of it may not read them; programs are
+# kept for the same version alone.
+KERNEL_CALLS = [
+    export.DisabledSafetyCheck.custom_call(target)
+    for target in ("__gpu$xla.gpu.triton", "triton_kernel_call_ffi", "mosaic_gpu_v2")
+]
 
-BLOCK_COPIES_CHUNK = 64
-"""Blocks copied by one launch."""
 
-BURST_LEVELS = (SCORED_GREEDY, SamplerLevel.TRUNCATED)
-"""Sampling levels of bursts: a burst runs at the first that does all it needs."""
+@dataclass(frozen=True)
+class Recipe:
+    """What a program is compiled from: a step, and the shapes of its arguments.
+
+    `donate` names the arguments whose memory the program reuses. Programs with equal `products`
+    have the same matrix products. One that does not need the pool is the same whatever its size.
+    """
+
+    name: Name
+    function: Callable
+    arguments: tuple = ()
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+    donate: tuple[str, ...] = ()
+    products: tuple[str, int] | None = None
+    needs_pool: bool = True
+
+    @property
+    def step(self) -> Any:
+        """The jitted step."""
+        return jax.jit(self.function, donate_argnames=self.donate)
+
+    def exported(self, platforms: tuple[str, ...] | None = None) -> export.Exported:
+        """Trace and lower to what can be kept, for the device at hand unless told."""
+        exporting = export.export(self.step, platforms=platforms, disabled_checks=KERNEL_CALLS)
+        return exporting(*self.arguments, **self.keywords)
+
+    def lower(self, exported: export.Exported | None = None) -> Any:
+        """Lower what was exported, or trace first."""
+        step = self.step if exported is None else self.call(exported)
+        return step.lower(*self.arguments, **self.keywords)
+
+    def compile(self, exported: export.Exported | None = None) -> Any:
+        """Lower and compile."""
+        return self.lower(exported).compile()
+
+    def draft(self) -> "Recipe":
+        """The same under a name that no other program has, for looking at what the compiler makes
+        of it: JAX's cache has nothing of that name, and programs from there may not tell all."""
+
+        @wraps(self.function)  # arguments are donated by name
+        def run(*arguments, **keywords):
+            return self.function(*arguments, **keywords)
+
+        run.__name__ = f"draft_{uuid4().hex}"
+        return replace(self, function=run)
+
+    def call(self, exported: export.Exported) -> Any:
+        """The step, jitted, as it was exported."""
+
+        @wraps(self.function)  # arguments are donated by name
+        def run(*arguments, **keywords):
+            return exported.call(*arguments, **keywords)
+
+        run.__name__ = exported.fun_name  # that of a partial is hidden
+        return jax.jit(run, donate_argnames=self.donate)
+
+    @property
+    def key(self) -> str:
+        """Tells it from all recipes of an engine's steps with the same back end."""
+        leaves, tree = jax.tree.flatten((self.arguments, dict(self.keywords)))
+        return repr((self.name, str(tree), [(leaf.shape, leaf.dtype.name) for leaf in leaves]))
+
+
+class SharedCalls:
+    """Calls functions, each lowered once for one set of shapes.
+
+    To be called under the same settings of JAX and for the same device throughout.
+
+    Args:
+        backend: The kernels'; those for an NVIDIA GPU are lowered for one, whether there is one or
+            not, all else for the device at hand.
+    """
+
+    def __init__(self, backend: Backend):
+        self._platforms = ("cuda",) if backend is Backend.TRITON else None
+        self._lowered: dict[tuple, export.Exported] = {}
+
+    def __call__(self, function: partial, *arrays: Any, **named: Any) -> Any:
+        """What `function` returns for the trees of arrays: one of a module's, hashable keywords
+        bound."""
+        shapes, named_shapes = jax.tree.map(_shape, (arrays, named))
+        leaves, tree = jax.tree.flatten((shapes, named_shapes))
+        facts = tuple((it.shape, it.dtype) for it in leaves)
+        key = function.func, tuple(sorted(function.keywords.items())), tree, facts
+        if key not in self._lowered:
+            lowering = export.export(
+                jax.jit(function), platforms=self._platforms, disabled_checks=KERNEL_CALLS
+            )
+            self._lowered[key] = lowering(*shapes, **named_shapes)
+        return self._lowered[key].call(*arrays, **named)
+
+
+def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
 
 for _kind in (KVState, LayerKV, SampleInputs, Sampled, SamplingState):
     export.register_namedtuple_serialization(_kind, serialized_name=f"jpaged.{_kind.__name__}")
-
-
-@dataclass(frozen=True)
-class SplitModel:
-    """A model taken apart once: its definition, and its parameters as a flat tuple.
-
-    Steps take the flat leaves, so that a launch costs no traversal in Python (design decision 11).
-    """
-
-    definition: nnx.GraphDef
-    treedef: Any
-    leaves: tuple[jax.Array | jax.ShapeDtypeStruct, ...]
-
-    @staticmethod
-    def of(model: nnx.Module) -> "SplitModel":
-        """Take a model apart."""
-        definition, state = nnx.split(model)
-        leaves, treedef = jax.tree.flatten(state)
-        return SplitModel(definition, treedef, tuple(leaves))
-
-    def bind(self, step: Callable, **static: Any) -> Callable:
-        """The step as a function of the leaves and its other arguments."""
-
-        def run(leaves, **arguments):
-            model = nnx.merge(self.definition, jax.tree.unflatten(self.treedef, leaves))
-            return step(model, **arguments, **static)
-
-        run.__name__ = step.__name__
-        return run
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """Shapes and dtypes of the arrays that live on the device."""
-
-    leaves: tuple[jax.ShapeDtypeStruct, ...]
-    kv: KVState
-    last_tokens: jax.ShapeDtypeStruct
-    sampling: SamplingState
-    hidden: jax.ShapeDtypeStruct
-
-    @staticmethod
-    def of(split: SplitModel, model: ModelConfig, config: RuntimeConfig, dtype) -> "Shapes":
-        """The shapes a configuration implies."""
-        rows = config.num_rows
-
-        def kv_state() -> KVState:
-            pool = make_pool(model, config.num_blocks, config.block_size, dtype)
-            return KVState(pool, jnp.zeros((rows, config.max_blocks_per_seq), jnp.int32))
-
-        return Shapes(
-            leaves=tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in split.leaves),
-            kv=jax.eval_shape(kv_state),
-            last_tokens=_int32(rows),
-            sampling=jax.eval_shape(partial(init_state, config.num_rows, config.vocab_size)),
-            hidden=jax.ShapeDtypeStruct((model.hidden_size,), dtype),
-        )
 
 
 def recipes(
@@ -155,13 +198,6 @@ def recipes_without_pool(
     for seqs in buckets.sample_seqs:
         for level in reversed(sampler_levels(config)):
             yield sample_recipe(shapes, config, seqs, level, shared)
-
-
-def sampler_levels(config: RuntimeConfig) -> tuple[SamplerLevel, ...]:
-    """The levels compiled; a batch runs at the first that does all it needs."""
-    if config.few_programs:
-        return SamplerLevel.GREEDY, SCORED_GREEDY, EVERYTHING
-    return SCORED_GREEDY, SamplerLevel.RANDOM, SamplerLevel.TRUNCATED, EVERYTHING
 
 
 def _decode(

@@ -8,19 +8,14 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jpaged.compile.builder import ProgramBuilder, largest_step_recipes
-from jpaged.compile.recipes import Shapes, SplitModel, recipes_without_pool
-from jpaged.compile.shared_calls import SharedCalls
+from jpaged.compile.recipes import SharedCalls, recipes_without_pool
 from jpaged.config import EngineConfig
 from jpaged.models.config import ModelConfig
+from jpaged.observe.statistics import MemoryAccount
 from jpaged.option_checks import physical_memory_bytes
-from jpaged.runtime.buckets import Buckets, make_buckets
-from jpaged.runtime.kv_cache import (
-    MAX_BLOCKS,
-    MemoryAccount,
-    block_bytes,
-    fit_blocks,
-    tree_bytes,
-)
+from jpaged.runtime.buckets import step_buckets
+from jpaged.runtime.kv_cache import MAX_BLOCKS, block_bytes, fit_blocks, tree_bytes
+from jpaged.runtime.programs import Shapes, SplitModel
 from jpaged.runtime.runtime_config import (
     BURST_WEIGHT_BYTES,
     CPU_DEFAULTS,
@@ -195,12 +190,6 @@ def platform_defaults(device: Any, weights: int) -> PlatformDefaults:
     if weights > BURST_WEIGHT_BYTES:  # the device is busy for longer than the host: no bursts
         return replace(GPU_DEFAULTS, num_scheduler_steps=1)
     return GPU_DEFAULTS
-
-
-def step_buckets(runtime: RuntimeConfig) -> Buckets:
-    """The shapes of its steps."""
-    limits = runtime.max_num_seqs, runtime.max_num_batched_tokens
-    return make_buckets(*limits, few=runtime.few_programs, burst_steps=runtime.num_scheduler_steps)
 
 
 def _memory_limit(device: Any) -> int | None:

@@ -1,8 +1,8 @@
-"""Lowered programs kept on disk, and found again without tracing them (docs/decisions/0008).
+"""Where programs are kept: lowered ones in a store of ours, compiled ones in JAX's own cache.
 
-A program is kept as `jax.export` serialises it, under a digest of all that it is made from: the
-code in memory that steps are traced from, the shapes, the model, the settings and versions of JAX,
-the device. Whatever cannot be read is traced again. What XLA makes of it is in JAX's own cache.
+A lowered program is kept as `jax.export` serialises it, under a digest of all that it is made from:
+the code in memory that steps are traced from, the shapes, the model, the settings and versions of
+JAX, the device (docs/decisions/0008). What cannot be read is traced again.
 """
 
 import hashlib
@@ -10,9 +10,11 @@ import inspect
 import marshal
 import os
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -21,19 +23,17 @@ from uuid import uuid4
 import flax
 import jax
 import jaxlib
+from flax import nnx
 from jax import export
+
+from jpaged.config import COMPILATION_CACHE, EngineConfig
+from jpaged.models.config import ModelConfig
+from pallas_kernels import select_backend
 
 MAX_BYTES = 256 * 2**20
 """Of all programs in a folder; those not used for longest are deleted."""
 
-_TRACED = (
-    "jpaged.models",
-    "jpaged.runtime",
-    "jpaged.compile.recipe",
-    "jpaged.compile.recipes",
-    "jpaged.compile.shared_calls",
-    "pallas_kernels",
-)
+_TRACED = ("jpaged.models", "jpaged.runtime", "jpaged.compile.recipes", "pallas_kernels")
 _SETTINGS = ("XLA_", "TF_", "TRITON_", "NVIDIA_")
 _DIGEST_BYTES = 32
 
@@ -43,7 +43,7 @@ class ProgramStore:
 
     Args:
         folder: Where they are; made if it is not there.
-        made_from: What all programs of an engine depend on beside code, shapes and JAX; its `repr`
+        made_from: What all programs of an engine depend on besides code, shapes and JAX; its `repr`
             must tell one from another.
         device: What they run on.
     """
@@ -122,8 +122,8 @@ class ProgramStore:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file, its folder made if it is not there, in one go: whoever reads it meanwhile, in
-    another process too, finds all of it or what was there before.
+    """Write a file, its folder made if it is not there, in one go: a reader, in another
+    process too, finds all of it or what was there before.
 
     Raises:
         OSError: it cannot be written; then nothing is left of it.
@@ -214,3 +214,64 @@ def _value_part(value: object) -> bytes:
         return marshal.dumps(function.__code__, 2)  # version 2 has no back references, which vary
     plain = isinstance(value, (bool, int, float, str, bytes, type(None)))
     return repr(value).encode() if plain else type(value).__name__.encode()
+
+
+CLIENT_VARIABLE = "XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT"
+"""JAX's, read where the options of its client do not say."""
+
+
+def with_usable_cache(config: EngineConfig) -> EngineConfig:
+    """The configuration, its folder of compiled programs made; without one if that is the default
+    and cannot be used. Warns of what is not kept.
+
+    Raises:
+        ValueError: a folder that was asked for cannot be used.
+    """
+    cache = config.compilation_cache_dir
+    if cache is None:
+        return config
+    folder = Path(os.path.expanduser(cache))
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return config
+    except (OSError, ValueError) as error:  # ValueError: no name of a folder
+        why = f"compilation_cache_dir={str(cache)!r} cannot be written to ({error})"
+    remedy = "give a folder that can, or None to compile at each start"
+    if os.path.isdir(folder) and os.access(folder, os.R_OK | os.X_OK):  # False for any error
+        warnings.warn(f"{why}: what it lacks is compiled at each start; {remedy}", stacklevel=2)
+        return config
+    if str(cache) != COMPILATION_CACHE:
+        raise ValueError(f"{why}: {remedy}")
+    warnings.warn(f"{why}, so that each start compiles all; {remedy}", stacklevel=2)
+    return replace(config, compilation_cache_dir=None)
+
+
+def prepare_jax(config: EngineConfig) -> None:
+    """JAX's own settings, which take effect if the process has not used a device before.
+
+    JAX reserves three quarters of a GPU by default; the share the caller asked for replaces that.
+    Once a device is in use its reservation stays, and the memory account starts from it. The client
+    that dispatches from a thread of its own is asked for, unless JAX's own variable says which: a
+    small model's device waits for the engine's thread, and a launch takes that thread 1.0 ms with
+    this client and 1.25 to 1.8 with the other (Qwen3-0.6B, 256 sequences: bench/NOTES.md).
+    """
+    if jax.config.values["jax_pjrt_client_create_options"] is None:
+        options: dict[str, Any] = {"memory_fraction": float(config.gpu_memory_utilization)}
+        if CLIENT_VARIABLE not in os.environ:
+            options["use_tfrt_gpu_client"] = True
+        jax.config.update("jax_pjrt_client_create_options", options)
+    cache = config.compilation_cache_dir
+    if cache is not None and jax.config.values["jax_compilation_cache_dir"] is None:
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(cache))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def program_store(
+    cache: str | Path | None, model_config: ModelConfig, model: nnx.Module, device: Any
+) -> ProgramStore | None:
+    """Where programs are kept in `cache`, if they may be: only of models whose code is ours."""
+    if cache is None or not type(model).__module__.startswith("jpaged."):
+        return None
+    folder = Path(os.path.expanduser(cache)) / "programs"
+    return ProgramStore(folder, (model_config, select_backend(device.platform)), device)

@@ -221,16 +221,6 @@ def check_new(
         )
 
 
-def fits_surely(config: SchedulerConfig, manager: BlockManager, prompt_lens: Iterable[int]) -> bool:
-    """Whether `check_fits` would refuse no request of one sequence with any of these prompts,
-    however many tokens it may answer with: the longest sequence there can be fits."""
-    num_usable = manager.pool.num_usable_blocks - manager.pins.num_blocks
-    return (
-        all(1 <= prompt_len < config.max_model_len for prompt_len in prompt_lens)
-        and manager.num_blocks_for(config.max_model_len - 1) <= num_usable
-    )
-
-
 def check_fits(config: SchedulerConfig, manager: BlockManager, request: Request) -> None:
     """Raise ValueError unless the request, alone in the pool, can run to its end."""
     _check_prompt(config, request)

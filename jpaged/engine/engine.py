@@ -1,25 +1,40 @@
 """The engine as its users meet it: requests in, tokens and text out."""
 
 import weakref
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from tqdm import tqdm
 
 from jpaged.config import EngineConfig
-from jpaged.core.plan import Goal
-from jpaged.engine.engine_accounts import EngineAccounts
-from jpaged.engine.generation import Driver
-from jpaged.engine.inputs import normalize_prompt, normalize_prompts, pair_params, pair_priorities
-from jpaged.engine.loop import EngineLoop
+from jpaged.core.plan import Goal, StepPlan
+from jpaged.engine.generation import Generation
+from jpaged.engine.loop import EngineLoop, engine_stats
+from jpaged.engine.preprocessing import (
+    normalize_prompt,
+    normalize_prompts,
+    pair_params,
+    pair_priorities,
+)
 from jpaged.engine.startup import EngineParts, build_parts
+from jpaged.engine.step_recorder import StepRecorder
+from jpaged.observe.pool_changes import PoolWatch
+from jpaged.observe.pool_report import (
+    BlockInfo,
+    MemoryReport,
+    SequenceInfo,
+    block_map,
+    block_tables,
+    memory_report,
+)
+from jpaged.observe.statistics import EngineStats
 from jpaged.outputs import RequestDelta, RequestOutput, TextDelta
 from jpaged.sampling_params import SamplingParams
 from jpaged.text.tokenizer import Tokenizer
 
 
-class Engine(EngineAccounts):
+class Engine:
     """Serves one model from a paged KV cache. Not thread-safe: one thread drives it.
 
     What the process has once an engine is made, the engine among it, is frozen (`gc.freeze`): freed
@@ -52,9 +67,10 @@ class Engine(EngineAccounts):
         self.model_config = parts.model_config
         self.folder = parts.folder
         self.memory_account = parts.memory_account
+        self._runner = parts.runner
         self._loop = EngineLoop(parts.scheduler, parts.runner, self.config.loop_mode)
-        self._intake = parts.intake
-        self._driver = Driver(self._loop, self._intake)
+        self._preprocessor = parts.preprocessor
+        self._generation = Generation(self._loop, self._preprocessor)
 
     def add_request(
         self,
@@ -82,8 +98,8 @@ class Engine(EngineAccounts):
             RuntimeError: a step failed earlier.
         """
         given = normalize_prompt(prompt, vocab_size=self.vocab_size)
-        job = self._intake.make_job(given, pair_params(params, 1)[0], priority)
-        return self._driver.add(job, request_id, polled=True).request_id
+        job = self._preprocessor.check(given, pair_params(params, 1)[0], priority)
+        return self._generation.add(job, request_id, polled=True).request_id
 
     def abort(self, request_id: str) -> None:
         """End a request in any state and give its blocks back; an unknown id is no error.
@@ -93,12 +109,12 @@ class Engine(EngineAccounts):
         """
         state = self._loop.requests.get(request_id)
         if state is not None:
-            self._driver.abort(state)
+            self._generation.abort(state)
 
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do or to deliver."""
-        return self._loop.has_work or self._driver.has_news
+        return self._loop.has_work or self._generation.has_news
 
     @property
     def has_work(self) -> bool:
@@ -115,19 +131,19 @@ class Engine(EngineAccounts):
         Raises:
             RuntimeError: a step failed, now or earlier.
         """
-        self._driver.advance()
-        return self._driver.take_news()
+        self._generation.advance()
+        return self._generation.take_news()
 
     def advance(self) -> None:
         """`step` without its outputs: `take_deltas` brings what is new. Raises as `step`."""
-        self._driver.advance()
+        self._generation.advance()
 
     def take_deltas(self) -> list[RequestDelta]:
         """What the requests of `add_request` grew by since the last call of this method.
 
         Costs what the new tokens cost; `step` gives all of a request again. Use one of the two.
         """
-        return self._driver.take_deltas()
+        return self._generation.take_deltas()
 
     # Whole generations
 
@@ -156,10 +172,10 @@ class Engine(EngineAccounts):
         """
         given = normalize_prompts(prompts, vocab_size=self.vocab_size)
         asked = pair_params(params, len(given)), pair_priorities(priority, len(given))
-        jobs = list(map(self._intake.make_job, given, *asked))
+        jobs = list(map(self._preprocessor.check, given, *asked))
         disable = None if use_tqdm is None and len(jobs) > 1 else not use_tqdm
         with tqdm(total=len(jobs), desc="Generating", disable=disable, unit="req") as bar:
-            return self._driver.complete(jobs, Goal.THROUGHPUT, bar.update)
+            return self._generation.complete(jobs, Goal.THROUGHPUT, bar.update)
 
     def beam_search(
         self,
@@ -213,12 +229,12 @@ class Engine(EngineAccounts):
             RuntimeError: a step failed.
         """
         given = normalize_prompt(prompt, vocab_size=self.vocab_size)
-        job = self._intake.make_job(given, pair_params(params, 1)[0])
+        job = self._preprocessor.check(given, pair_params(params, 1)[0])
         job.params.check_streamable()
-        state = self._driver.add(job)
-        deltas = self._driver.deltas(state)
+        state = self._generation.add(job)
+        deltas = self._generation.deltas(state)
         # A generator that was never started does not run its `finally`.
-        weakref.finalize(deltas, self._driver.abort, state)
+        weakref.finalize(deltas, self._generation.abort, state)
         return deltas
 
     def chat(
@@ -260,7 +276,7 @@ class Engine(EngineAccounts):
             TypeError, ValueError: there is no tokenizer or no chat template, or a message is
                 malformed.
         """
-        tokenizer = self._intake.need_tokenizer("chat")
+        tokenizer = self._preprocessor.need_tokenizer("chat")
         return tokenizer.apply_chat_template(messages, **template_options)
 
     # Prefixes
@@ -278,11 +294,11 @@ class Engine(EngineAccounts):
 
         Raises:
             TypeError, ValueError: the prompt is not acceptable or fills no block, prefix caching is
-                off, or beside the pin an unfinished request could never run to its end.
+                off, or the pin leaves too few blocks for an unfinished request to end.
             RuntimeError: a step failed, or the prefix's hash is another's.
         """
-        prefix = self._intake.whole_blocks(prompt, self.runtime_config.block_size)
-        return self._driver.pin(prefix)
+        prefix = self._preprocessor.whole_blocks(prompt, self.runtime_config.block_size)
+        return self._generation.pin(prefix)
 
     def unpin_prefix(self, pin: int) -> None:
         """Let a pinned prefix go; it stays cached until its blocks are needed.
@@ -303,7 +319,7 @@ class Engine(EngineAccounts):
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer; None with `skip_tokenizer_init`."""
-        return self._intake.tokenizer
+        return self._preprocessor.tokenizer
 
     @property
     def vocab_size(self) -> int:
@@ -312,4 +328,44 @@ class Engine(EngineAccounts):
 
     def abort_all(self) -> None:
         """Abort every request, wait for the device and forget undelivered outputs."""
-        self._driver.abort_all()
+        self._generation.abort_all()
+
+    # What the engine says of its memory and its queues
+
+    def stats(self) -> EngineStats:
+        """The pool and the queues now, and counts since the start."""
+        return engine_stats(self._loop.scheduler, self._loop.counts)
+
+    def block_map(self) -> dict[int, BlockInfo]:
+        """Every block of the pool now, by id: its state, who holds it, what it has. O(blocks)."""
+        return block_map(self._loop.scheduler)
+
+    def block_tables(self) -> list[SequenceInfo]:
+        """Every sequence now, with its block table. O(held blocks)."""
+        return block_tables(self._loop.scheduler)
+
+    def watch_pool(self, num_token_blocks: int = 0) -> PoolWatch:
+        """Begin to watch the pool: `look` tells each time what changed. O(changes) a look.
+
+        Args:
+            num_token_blocks: For how many blocks at most a look tells their tokens.
+        """
+        return PoolWatch(self._loop.scheduler, num_token_blocks)
+
+    def memory_report(self) -> MemoryReport:
+        """What the pool's slots are used for now, and what sharing saves. O(held blocks)."""
+        return memory_report(self._loop.scheduler)
+
+    def record_steps(
+        self, before: Callable[[Sequence[StepPlan]], object] = lambda plans: None
+    ) -> StepRecorder:
+        """A context that records what the engine launches: plans, and programs by their shapes.
+
+        Args:
+            before: Called with the plans of each launch before it.
+        """
+        return StepRecorder(self._runner, before)
+
+    def check_integrity(self) -> None:
+        """Prove the block census; raises `IntegrityError` if a block is lost or shared wrongly."""
+        self._loop.scheduler.check_integrity()

@@ -1,31 +1,31 @@
-"""Runs requests for several callers at once: what one waits for, another may have advanced. So it
-is with prefixes that are computed to be pinned."""
+"""Runs requests for several callers at once, and computes prefixes to be pinned.
 
-from collections import deque
+Each call of the loop advances the requests of all callers: what one waits for, another may have
+advanced.
+"""
+
 from collections.abc import Callable, Generator, Iterable, Sequence
-from itertools import accumulate, pairwise
 
-from jpaged.core.admission import check_pin_fits, fits_surely
+from jpaged.core.admission import check_pin_fits
 from jpaged.core.plan import Goal
-from jpaged.engine.inputs import Prompt
-from jpaged.engine.interrupts import deferred_interrupts
-from jpaged.engine.loop import EngineLoop
-from jpaged.engine.preprocessing import PIN_PARAMS, Intake, Job
+from jpaged.engine.loop import EngineLoop, deferred_interrupts
+from jpaged.engine.preprocessing import PIN_PARAMS, CheckedRequest, Preprocessor, Prompt
 from jpaged.engine.request_state import RequestState
+from jpaged.observe.statistics import RequestMetrics
 from jpaged.outputs import RequestDelta, RequestOutput, TextDelta
 
 
-class Driver:
-    """Between the callers of an engine and its loop.
+class Generation:
+    """What the callers of an engine ask of its loop.
 
     Args:
         loop: Advances all requests together.
-        intake: Makes them.
+        preprocessor: Makes them.
     """
 
-    def __init__(self, loop: EngineLoop, intake: Intake):
+    def __init__(self, loop: EngineLoop, preprocessor: Preprocessor):
         self._loop = loop
-        self._intake = intake
+        self._preprocessor = preprocessor
 
     @property
     def has_news(self) -> bool:
@@ -35,7 +35,7 @@ class Driver:
     def take_news(self) -> list[RequestOutput]:
         """The outputs of those requests, each once. A Ctrl-C before all are made loses none."""
         news = self._loop.undelivered
-        with deferred_interrupts():  # to ask for a text decodes it: not by halves
+        with deferred_interrupts():  # asking for a text decodes it, which must not be interrupted
             outputs = [state.output() for state in news]
         self._loop.undelivered = {}
         return outputs
@@ -53,15 +53,17 @@ class Driver:
             last = TextDelta("", finish_reason="error", request_id=state.request_id)
             return RequestDelta(state.request_id, [last], finished=True, error=repr(error))
 
-    def add(self, job: Job, request_id: str | None = None, *, polled: bool = False) -> RequestState:
+    def add(
+        self, asked: CheckedRequest, request_id: str | None = None, *, polled: bool = False
+    ) -> RequestState:
         """Queue a request; TypeError or ValueError, with nothing queued, if it is not acceptable.
 
         Args:
-            job: What to do.
+            asked: What to do.
             request_id: Unique among unfinished requests; None makes one.
             polled: Whether `take_news` shall tell of it.
         """
-        state = self._make_state(job, request_id)
+        state = self._make_state(asked, request_id)
         state.polled = polled
         self._loop.add([state])
         return state
@@ -82,7 +84,7 @@ class Driver:
         self._loop.advance(Goal.LATENCY)
 
     def complete(
-        self, jobs: Sequence[Job], goal: Goal, progress: Callable[[int], object] = int
+        self, asked: Sequence[CheckedRequest], goal: Goal, progress: Callable[[int], object] = int
     ) -> list[RequestOutput]:
         """Run requests to their ends; an error or Ctrl-C leaves nothing of them behind.
 
@@ -90,21 +92,15 @@ class Driver:
         its texts too, which others' steps hide in the overlapped loop.
 
         Args:
-            jobs: What to do.
+            asked: What to do.
             goal: What the steps are to favour meanwhile.
             progress: Told how many requests ended, after each turn of the loop.
         """
-        states: list[RequestState] = []
-        left: set[RequestState] = set()
-        outputs: dict[RequestState, RequestOutput] = {}
-        parts = self._parts(jobs)
+        states = list(map(self._make_state, asked))
+        left, outputs = set(states), dict[RequestState, RequestOutput]()
         try:
-            while parts or left:
-                if parts:
-                    new = list(map(self._make_state, parts.popleft()))
-                    states += new
-                    self._loop.add(new)
-                    left.update(new)
+            self._loop.add(states)
+            while left:
                 ended = left.intersection(self._loop.advance(goal))
                 left -= ended
                 progress(len(ended))
@@ -116,32 +112,6 @@ class Driver:
                     self.abort(state)
         return [outputs[state] for state in states]
 
-    def _parts(self, jobs: Sequence[Job]) -> deque[Sequence[Job]]:
-        """What to queue before the first step, and in each later turn: the device, which computes
-        the step before, need not wait until requests are made that have no place in a step yet."""
-        most = self._loop.scheduler.config.max_num_seqs
-        bounds = [0, *range(self._num_to_begin(jobs), len(jobs), most), len(jobs)]
-        return deque(jobs[a:b] for a, b in pairwise(bounds) if a < b)
-
-    def _num_to_begin(self, jobs: Sequence[Job]) -> int:
-        """How many fill the first step; all of them, if one may be refused or go before others, or
-        if those that would fill it find a prefix, and do not."""
-        config, manager = self._loop.scheduler.config, self._loop.scheduler.block_manager
-        lengths = [len(job.prompt.token_ids or ()) for job in jobs]
-        if not (all(job.is_plain for job in jobs) and fits_surely(config, manager, lengths)):
-            return len(jobs)
-        num_before = accumulate(lengths, initial=0)
-        num_filling = sum(num < config.max_num_batched_tokens for num in num_before)
-        num_first = min(num_filling, config.max_num_seqs, len(jobs))
-        return len(jobs) if any(map(self._finds_prefix, jobs[:num_first])) else num_first
-
-    def _finds_prefix(self, job: Job) -> bool:
-        """Whether the prompt's first block is cached."""
-        cache, tokens = self._loop.scheduler.block_manager.prefix_cache, job.prompt.token_ids or []
-        if cache is None or len(tokens) <= cache.block_size:  # its last token is always computed
-            return False
-        return bool(cache.find_chain(tokens, 1, job.prompt.cache_salt))
-
     def pin(self, prefix: Prompt) -> int:
         """Hold a prompt of whole blocks for no request; what is not cached is computed first.
 
@@ -150,12 +120,12 @@ class Driver:
 
         Raises:
             ValueError: prefix caching is off, or an unfinished request could not run to its end
-                beside it.
+                in the blocks that the pin leaves.
             RuntimeError: a step failed, or the index holds another content under one of its hashes.
         """
         pin = self._pin_cached(prefix)
         while pin is None:
-            self.complete([self._intake.make_job(prefix, PIN_PARAMS)], Goal.LATENCY)
+            self.complete([self._preprocessor.check(prefix, PIN_PARAMS)], Goal.LATENCY)
             pin = self._pin_cached(prefix)
             # Where others run, they may have its blocks: it may have been preempted while its token
             # was on the way. To compute it again is to wait for them at most.
@@ -194,8 +164,16 @@ class Driver:
         check_pin_fits(manager, num_new, scheduler.unfinished)
         return manager.pins.pin(found) if len(found) == num_blocks else None
 
-    def _make_state(self, job: Job, request_id: str | None = None) -> RequestState:
-        return self._intake.make_state(job, request_id=request_id, ids_in_use=self._loop.requests)
+    def _make_state(self, asked: CheckedRequest, request_id: str | None = None) -> RequestState:
+        preprocessor, in_use = self._preprocessor, self._loop.requests
+        return RequestState(
+            request=preprocessor.make_request(asked, request_id=request_id, ids_in_use=in_use),
+            params=asked.params,
+            prompt=asked.prompt,
+            tokenizer=preprocessor.tokenizer,
+            eos_token_ids=preprocessor.eos_token_ids,
+            metrics=RequestMetrics(arrival_time=asked.arrival_time),
+        )
 
 
 def _raise_faults(states: Iterable[RequestState]) -> None:

@@ -5,21 +5,112 @@ always has its next step waiting; in the synchronous loop it is the step just la
 the same tokens.
 """
 
+import signal
+import threading
 import time
 import traceback
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
 
 from jpaged.config import LoopMode
+from jpaged.core.block_manager import BlockManager
 from jpaged.core.plan import Emitted, Goal, StepPlan
 from jpaged.core.request import FinishReason, Request
 from jpaged.core.scheduler import Scheduler
-from jpaged.engine.interrupts import deferred_interrupts
-from jpaged.engine.loop_counts import LoopCounts
 from jpaged.engine.request_state import RequestState
+from jpaged.observe.pool_report import num_waste_slots
+from jpaged.observe.statistics import EngineStats
 from jpaged.runtime.model_runner import ModelRunner, StepHandle, StepResult, TokenScores
 from jpaged.sampling_params import SamplingParams
+
+
+@contextmanager
+def deferred_interrupts() -> Iterator[None]:
+    """Let a Ctrl-C that comes inside the block take effect at its end."""
+    before = signal.getsignal(signal.SIGINT)
+    if not callable(before) or threading.current_thread() is not threading.main_thread():
+        yield  # nothing would raise here
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda *call: came.append(call))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            before(*came[0])
+
+
+@dataclass
+class LoopCounts:
+    """What happened since the start."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    finished: int = 0
+    peak_used_blocks: int = 0
+    block_copies: int = 0
+    swapped_out_blocks: int = 0
+    swapped_in_blocks: int = 0
+    step_tokens: int = 0
+    steps_by_size: list[int] = field(
+        default_factory=lambda: [0] * (len(EngineStats.STEP_SIZES) + 1)
+    )
+
+    def note_plan(self, plan: StepPlan, manager: BlockManager) -> None:
+        """Count a step that is launched now."""
+        self.steps += 1
+        if num_tokens := plan.num_new_tokens:
+            self.step_tokens += num_tokens
+            self.steps_by_size[bisect_left(EngineStats.STEP_SIZES, num_tokens)] += 1
+        self.preemptions += len(plan.preempted)
+        num_used_blocks = manager.pool.num_usable_blocks - manager.num_free_blocks
+        self.peak_used_blocks = max(self.peak_used_blocks, num_used_blocks)
+        self.block_copies += len(plan.block_copies)
+        for order in plan.swap_outs:
+            self.swapped_out_blocks += len(order.block_ids)
+        for order in plan.swap_ins:
+            self.swapped_in_blocks += len(order.places)
+
+
+def engine_stats(scheduler: Scheduler, counts: LoopCounts) -> EngineStats:
+    """The pool and the queues now, and counts since the start. O(sequences)."""
+    manager, swap = scheduler.block_manager, scheduler.swap_space
+    cache = manager.prefix_cache
+    return EngineStats(
+        block_size=manager.block_size,
+        num_blocks=manager.pool.num_usable_blocks,
+        num_free_blocks=manager.num_free_blocks,
+        peak_used_blocks=counts.peak_used_blocks,
+        num_waste_slots=num_waste_slots(scheduler),
+        num_running=scheduler.num_running,
+        num_waiting=scheduler.num_waiting,
+        num_swapped=scheduler.num_swapped,
+        num_preemptions=counts.preemptions,
+        num_prompt_tokens=counts.prompt_tokens,
+        num_cached_tokens=counts.cached_tokens,
+        prefix_cache_queries=0 if cache is None else cache.num_query_tokens,
+        prefix_cache_hits=0 if cache is None else cache.num_hit_tokens,
+        num_cached_blocks=manager.pool.num_cached_blocks,
+        num_pinned_blocks=manager.pins.num_blocks,
+        num_block_copies=counts.block_copies,
+        num_host_blocks=swap.policy.num_host_blocks,
+        num_used_host_blocks=swap.num_used_blocks,
+        num_swapped_out_blocks=counts.swapped_out_blocks,
+        num_swapped_in_blocks=counts.swapped_in_blocks,
+        num_generated_tokens=counts.generated_tokens,
+        num_steps=counts.steps,
+        num_step_tokens=counts.step_tokens,
+        num_steps_by_size=tuple(counts.steps_by_size),
+        num_finished=counts.finished,
+    )
 
 
 class EngineLoop:
@@ -39,8 +130,6 @@ class EngineLoop:
         self.counts = LoopCounts()
         self._runner = runner
         self._mode = mode
-        self._states: dict[Request, RequestState] = {}
-        self._sampling: dict[Request, SamplingParams] = {}
         self._in_flight: deque[StepHandle] = deque()
         self._failure: str | None = None
         self._is_busy = False
@@ -57,6 +146,36 @@ class EngineLoop:
             message = "the engine failed in an earlier step: make a new one"
             raise RuntimeError(message) from RuntimeError(self._failure)
 
+    def advance(self, goal: Goal) -> list[RequestState]:
+        """Launch a step, or a burst of them, and read what was launched a turn ago; gives the
+        requests that ended.
+
+        Args:
+            goal: What the step is to favour; for throughput bursts may be larger.
+
+        Raises:
+            RuntimeError: a step failed, now or earlier.
+        """
+        self.check_alive()
+        with self._undisturbed(fatal=True):
+            plans = self._schedule(goal)
+            launched = self._launch(plans, goal)
+            self._in_flight += launched
+            faults = [fault for plan in plans for fault in plan.failed]
+            faults += [fault for handle in launched for fault in handle.faults]
+            ended = self._settle({}, faults)
+        num_ahead = len(launched) if self._mode is LoopMode.OVERLAPPED else 0
+        while len(self._in_flight) > num_ahead:
+            ended += self._read()
+        if not self.scheduler.has_unfinished:
+            self.drain()  # the last requests' wasted steps hold blocks until they are read
+        return ended
+
+    def drain(self) -> None:
+        """Read every step in flight, unless the engine failed."""
+        while self._in_flight and self._failure is None:
+            self._read()
+
     def add(self, states: Iterable[RequestState]) -> None:
         """Queue requests, in their order.
 
@@ -72,7 +191,7 @@ class EngineLoop:
 
     def abort(self, state: RequestState) -> None:
         """End a request in any state; one that has ended, or was never added, is left as it is."""
-        if state.request not in self._states:
+        if self.requests.get(state.request_id) is not state:
             return
         if self._is_busy:  # the garbage collector found a dropped stream in the middle of a step
             self._dropped.append(state)
@@ -81,35 +200,6 @@ class EngineLoop:
             self.scheduler.abort(state.request_id)
             self._retire(state)
             self.undelivered.pop(state, None)
-
-    def advance(self, goal: Goal) -> list[RequestState]:
-        """Launch a step, or a burst of them, and read what was launched a turn ago; gives the
-        requests that ended.
-
-        Args:
-            goal: What the step is to favour; for throughput bursts may be larger.
-
-        Raises:
-            RuntimeError: a step failed, now or earlier.
-        """
-        self.check_alive()
-        with self._whole():
-            plans = self._plan(goal)
-            self._launch(plans, goal)
-            ended = self._settle(
-                self._take_faults(fault for plan in plans for fault in plan.failed)
-            )
-        num_ahead = len(plans) if self._mode is LoopMode.OVERLAPPED else 0
-        while len(self._in_flight) > num_ahead:
-            ended += self._consume()
-        if not self.scheduler.has_unfinished:
-            self.drain()  # the last requests' wasted steps hold blocks until they are read
-        return ended
-
-    def drain(self) -> None:
-        """Read every step in flight, unless the engine failed."""
-        while self._in_flight and self._failure is None:
-            self._consume()
 
     def _add(self, state: RequestState) -> None:
         request = state.request
@@ -120,11 +210,10 @@ class EngineLoop:
         except Exception:
             self.scheduler.abort(request.request_id)
             raise
-        self.requests[request.request_id] = self._states[request] = state
-        self._sampling[request] = state.params
+        self.requests[request.request_id] = state
         self.counts.prompt_tokens += request.sequences[0].num_prompt_tokens
 
-    def _plan(self, goal: Goal) -> list[StepPlan]:
+    def _schedule(self, goal: Goal) -> list[StepPlan]:
         """What to launch now: the next step, or several while they fit a burst.
 
         Who waits is to have the place of who ends at once, unless only the end of all counts.
@@ -132,41 +221,42 @@ class EngineLoop:
         plans: list[StepPlan] = []
         while (plan := self.scheduler.schedule(goal)) is not None:
             plans.append(plan)
-            is_whole = len(plans) == self._runner.burst_steps
+            if len(plans) == self._runner.burst_steps:
+                break
             others_wait = goal is Goal.LATENCY and self.scheduler.num_waiting
-            if is_whole or others_wait or not self._runner.fits_burst(plan, goal):
+            if others_wait or not self._runner.fits_burst(plan, goal):
                 break
         return plans
 
-    def _launch(self, plans: list[StepPlan], goal: Goal) -> None:
-        """Launch what `_plan` gave: as one program, if it is a whole burst."""
+    def _launch(self, plans: list[StepPlan], goal: Goal) -> list[StepHandle]:
+        """Launch what `_schedule` gave: as one program, if it is a whole burst."""
         runner = self._runner
         # All but the last were found to fit, or would have been the last.
         if len(plans) == runner.burst_steps > 1 and runner.fits_burst(plans[-1], goal):
-            self._in_flight += runner.launch_burst(plans, self._sampling)
+            handles = runner.launch_burst(plans, self._params_of)
         else:
-            self._in_flight += [runner.launch(plan, self._sampling) for plan in plans]
+            handles = [runner.launch(plan, self._params_of) for plan in plans]
         for plan in plans:
-            self._note_launched(plan)
+            self.counts.note_plan(plan, self.scheduler.block_manager)
+            for request_id in plan.preempted:
+                if request_id in self.requests:
+                    self.requests[request_id].metrics.num_preemptions += 1
+            if not plan.is_decode:
+                self._note_first_scheduled(plan)
+        return handles
 
-    def _note_launched(self, plan: StepPlan) -> None:
-        manager = self.scheduler.block_manager
-        self.counts.note_plan(plan, manager.pool.num_usable_blocks - manager.num_free_blocks)
-        for request_id in plan.preempted:
-            if request_id in self.requests:
-                self.requests[request_id].metrics.num_preemptions += 1
-        if not plan.is_decode:
-            self._note_first_scheduled(plan)
+    def _params_of(self, request: Request) -> SamplingParams:
+        return self.requests[request.request_id].params
 
     def _note_first_scheduled(self, plan: StepPlan) -> None:
         now = time.monotonic()
         for item in plan.scheduled:
-            metrics = self._states[item.sequence.request].metrics
+            metrics = self.requests[item.sequence.request.request_id].metrics
             if metrics.first_scheduled_time is None:
                 metrics.first_scheduled_time = now
                 self.counts.cached_tokens += item.sequence.num_cached_tokens or 0
 
-    def _consume(self) -> list[RequestState]:
+    def _read(self) -> list[RequestState]:
         """Read the oldest step in flight; gives the requests that it ended. An interrupt while
         waiting for it loses nothing."""
         handle = self._in_flight[0]
@@ -175,88 +265,89 @@ class EngineLoop:
         except Exception as error:  # not Ctrl-C: the step can be waited for again
             self._note_failure(error)
             raise
-        with self._whole():
+        with self._undisturbed(fatal=True):
             self._in_flight.popleft()
-            ill = self._take_prompt_logprobs(handle, result)
-            news = self.scheduler.update(handle.plan, result.token_ids, result.candidates)
+            ill = self._tell_prompts(handle.plan, result) if result.prompt_logprobs else {}
+            candidates = None if result.logprobs is None else result.candidates
+            news = self.scheduler.update(handle.plan, result.token_ids, candidates)
             self.counts.generated_tokens += len(news.emitted)
-            rows = _rows_of(handle.plan) if result.logprobs is not None else {}
             # Several samples of one request may end with this step: it is retired after the last.
-            advanced = dict.fromkeys(self._tell_all(news.emitted, result.logprobs, rows))
-            advanced |= dict.fromkeys(self._searched(news.searched))
-            advanced |= dict.fromkeys([*ill, *self._take_faults(news.failed)])
-            return self._settle(advanced)
+            advanced = self._tell(news.emitted, handle.plan, result.logprobs)
+            if news.searched:
+                advanced |= self._tell_searches(news.searched)
+            return self._settle(advanced | ill, news.failed)
 
-    def _settle(self, advanced: Iterable[RequestState]) -> list[RequestState]:
-        """These have news; those of them that are over."""
+    def _settle(
+        self, advanced: dict[RequestState, None], faults: Iterable[tuple[Request, Exception]]
+    ) -> list[RequestState]:
+        """These have news, and so has what failed in planning, launching or reading; those that
+        are over."""
+        for request, error in faults:
+            state = self.requests.get(request.request_id)
+            if state is not None and state.request is request:
+                self._fail(state, error)
+                advanced[state] = None
         ended = []
         for state in advanced:
             if state.polled:  # noted here, so that no Ctrl-C loses it
                 self.undelivered[state] = None
-            if state.request.is_finished:
+            if state.request.finish_reason is not None:
                 self._retire(state)
                 ended.append(state)
         return ended
 
-    def _tell_all(
-        self, emitted: list[Emitted], scores: TokenScores | None, rows: dict[int, int]
-    ) -> Iterator[RequestState]:
-        """Tell requests of those of their tokens that they must hear of; the requests."""
-        states = self._states
-        for token in emitted:
-            state = states[token.request]
-            if token.finish_reason is not None or not state.is_quiet:
-                self._tell(state, token, scores, rows.get(token.sequence.seq_id, 0))
-                yield state
-
     def _tell(
-        self, state: RequestState, token: Emitted, scores: TokenScores | None, row: int
-    ) -> None:
-        try:
-            if state.accept(token, scores, row):
-                # Also where the same token was its last: the stop string wins.
-                self.scheduler.finish_sequence(token.sequence, FinishReason.STOP)
-        except Exception as error:
-            self._fail(state, error)
+        self, emitted: list[Emitted], plan: StepPlan, scores: TokenScores | None
+    ) -> dict[RequestState, None]:
+        """Tell requests of those of their tokens that they must hear of; the requests."""
+        told: dict[RequestState, None] = {}
+        requests = self.requests
+        rows = {} if scores is None else _rows_of(plan)
+        for token in emitted:
+            sequence, request, _, reason = token
+            state = requests[request.request_id]
+            if reason is None and state.is_quiet:
+                continue
+            told[state] = None
+            try:
+                if state.accept(token, scores, rows.get(sequence.seq_id, 0)):
+                    # Also where the same token was its last: the stop string wins.
+                    self.scheduler.finish_sequence(sequence, FinishReason.STOP)
+            except Exception as error:
+                self._fail(state, error)
+        return told
+
+    def _tell_searches(self, searched: list[Request]) -> dict[RequestState, None]:
+        """Note the time of a beam search's first step; those that are over."""
+        over: dict[RequestState, None] = {}
+        for request in searched:
+            state = self.requests[request.request_id]
+            state.note_first_token()
+            if request.is_finished and request.beam is not None:
+                found = request.beam.hypotheses[: state.params.n]
+                self.counts.generated_tokens += sum(len(each.output_token_ids) for each in found)
+                over[state] = None
+        return over
+
+    def _tell_prompts(self, plan: StepPlan, result: StepResult) -> dict[RequestState, None]:
+        """Give requests what the step scored of their prompts; those that fail over it."""
+        failed: dict[RequestState, None] = {}
+        for item in plan.scheduled:
+            request = item.sequence.request
+            scores = result.prompt_logprobs.get(item.sequence.seq_id)
+            state = self.requests.get(request.request_id)
+            if scores is not None and state is not None and state.request is request:
+                try:
+                    state.accept_prompt_logprobs(item, scores)
+                except Exception as error:
+                    self._fail(state, error)
+                    failed[state] = None
+        return failed
 
     def _fail(self, state: RequestState, error: Exception) -> None:
         """What goes wrong with one request ends it with an error, and no other."""
         state.fail(error)
         self.scheduler.finish(state.request_id, FinishReason.ERROR)
-
-    def _take_faults(self, faults: Iterable[tuple[Request, Exception]]) -> list[RequestState]:
-        """The requests that could not be planned for, sampled or read; they are over."""
-        failed: dict[RequestState, None] = {}
-        for request, error in [*faults, *self._runner.take_faults()]:
-            state = self._states.get(request)
-            if state is not None:
-                failed[state] = None
-                self._fail(state, error)
-        return list(failed)
-
-    def _searched(self, requests: list[Request]) -> Iterator[RequestState]:
-        """Those of the beam searches that are over."""
-        for request in requests:
-            state = self._states[request]
-            state.note_first_token()
-            if request.is_finished and request.beam is not None:
-                found = request.beam.hypotheses[: state.params.n]
-                self.counts.generated_tokens += sum(len(each.output_token_ids) for each in found)
-                yield state
-
-    def _take_prompt_logprobs(self, handle: StepHandle, result: StepResult) -> list[RequestState]:
-        """Give requests what the step scored of their prompts; those that fail over it."""
-        failed = []
-        for item in handle.plan.scheduled if result.prompt_logprobs else ():
-            scores = result.prompt_logprobs.get(item.sequence.seq_id)
-            state = self._states.get(item.sequence.request)
-            if scores is not None and state is not None:
-                try:
-                    state.accept_prompt_logprobs(item, scores)
-                except Exception as error:
-                    self._fail(state, error)
-                    failed.append(state)
-        return failed
 
     def _retire(self, state: RequestState) -> None:
         try:
@@ -264,18 +355,7 @@ class EngineLoop:
         except Exception as error:
             self._fail(state, error)
         self.counts.finished += 1
-        del self._sampling[state.request], self._states[state.request]
         del self.requests[state.request_id]
-
-    @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """All of the block happens, or the engine is known to have failed."""
-        with self._undisturbed():
-            try:
-                yield
-            except BaseException as error:
-                self._note_failure(error)
-                raise
 
     def _note_failure(self, error: BaseException) -> None:
         """Keep what the error tells, not itself: its frames have this loop, and nothing else of an
@@ -283,12 +363,17 @@ class EngineLoop:
         self._failure = "".join(traceback.format_exception(error))
 
     @contextmanager
-    def _undisturbed(self) -> Iterator[None]:
-        """Neither Ctrl-C nor the abort of a stream that is collected breaks into the block."""
+    def _undisturbed(self, *, fatal: bool = False) -> Iterator[None]:
+        """Neither Ctrl-C nor the abort of a stream that is collected breaks into the block; if it
+        is `fatal`, all of it happens, or the engine is known to have failed."""
         with deferred_interrupts():
             self._is_busy = True
             try:
                 yield
+            except BaseException as error:
+                if fatal:
+                    self._note_failure(error)
+                raise
             finally:
                 self._is_busy = False
             while self._dropped:

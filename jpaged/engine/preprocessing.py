@@ -1,19 +1,214 @@
-"""Taking a request in: from what the caller gave to a checked, tokenised `Job`, and from there to a
-`RequestState`."""
+"""From what a caller gave to a request: prompts normalised, tokenised and checked."""
 
 import itertools
 import time
-from collections.abc import Container
-from dataclasses import replace
-from typing import NamedTuple
+from array import array
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from jpaged.core.beam import BeamSearch
 from jpaged.core.request import Request, StopCriteria
-from jpaged.engine.inputs import Prompt, checked_priority, normalize_prompt
-from jpaged.engine.request_state import RequestState
-from jpaged.observe.statistics import RequestMetrics
 from jpaged.sampling_params import MAX_LOGPROBS, SamplingParams
 from jpaged.text.tokenizer import Tokenizer
+
+_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_FORMS = "a string, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids'"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A checked prompt; at least one of the first two is set, and nothing is empty.
+
+    Attributes:
+        text: The prompt's text, to tokenise if there are no token ids.
+        token_ids: The prompt's tokens.
+        cache_salt: Whose cached prefixes it may use, and for whom it leaves its own; None for those
+            of everybody without a salt.
+    """
+
+    text: str | None = None
+    token_ids: list[int] | None = None
+    cache_salt: str | None = None
+
+
+def normalize_prompts(prompts: object, *, vocab_size: int | None = None) -> list[Prompt]:
+    """Bring one prompt, or a list of prompts, to a list of `Prompt`.
+
+    A flat list of integers is one prompt. Token ids are checked against `vocab_size` (ids from 0
+    to `vocab_size - 1`) if it is given.
+
+    Raises:
+        TypeError: something is of a kind that no prompt is; the message says which and where.
+        ValueError: an empty prompt, an unknown key, or a token id out of range.
+    """
+    prompts = _untangle(prompts)
+    if not isinstance(prompts, list) or _is_token_list(prompts):
+        return [normalize_prompt(prompts, name="prompt", vocab_size=vocab_size)]
+    if not prompts:
+        raise ValueError("prompts is empty: give at least one prompt")
+    return [
+        normalize_prompt(prompt, name=f"prompts[{i}]", vocab_size=vocab_size)
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def normalize_prompt(
+    prompt: object, *, name: str = "prompt", vocab_size: int | None = None
+) -> Prompt:
+    """Bring one prompt to a `Prompt`; errors call it `name`. Raises as `normalize_prompts`."""
+    prompt = _untangle(prompt)
+    if isinstance(prompt, Mapping):
+        return _from_mapping(prompt, name, vocab_size)
+    if isinstance(prompt, list):
+        return Prompt(token_ids=_checked_ids(prompt, name, vocab_size))
+    return Prompt(text=_checked_text(prompt, name))
+
+
+def pair_params(params: object, num_prompts: int) -> list[SamplingParams]:
+    """One SamplingParams for each prompt.
+
+    `params` is one for all of them, a list with one for each, or None for the defaults.
+
+    Raises:
+        TypeError: something else than SamplingParams.
+        ValueError: a list whose length is not the number of prompts.
+    """
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    if not isinstance(params, (list, tuple)):
+        raise TypeError(_not_params("params", params))
+    for i, item in enumerate(params):
+        if not isinstance(item, SamplingParams):
+            raise TypeError(_not_params(f"params[{i}]", item))
+    if len(params) != num_prompts:
+        raise ValueError(
+            f"params has {len(params)} entries for {num_prompts} prompts: "
+            "give one SamplingParams for all, or one for each"
+        )
+    return list(params)
+
+
+def pair_priorities(priority: object, num_prompts: int) -> list[int]:
+    """One priority for each prompt.
+
+    `priority` is a list with one for each, or None for 0.
+
+    Raises:
+        TypeError: something else than a list of integers.
+        ValueError: a list whose length is not the number of prompts.
+    """
+    if priority is None:
+        return [0] * num_prompts
+    if not isinstance(priority, (list, tuple)):
+        raise TypeError(f"priority={_shown(priority)} must be a list of integers, one a prompt")
+    if len(priority) != num_prompts:
+        raise ValueError(
+            f"priority has {len(priority)} entries for {num_prompts} prompts: give one for each"
+        )
+    return [checked_priority(value, f"priority[{i}]") for i, value in enumerate(priority)]
+
+
+def checked_priority(value: object, name: str = "priority") -> int:
+    """The integer `value`; TypeError if it is none."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name}={_shown(value)} must be an integer; lower is served earlier")
+    return int(value)
+
+
+def _not_params(name: str, value: object) -> str:
+    return f"{name} must be SamplingParams, got {type(value).__name__}: {_shown(value)}"
+
+
+def _untangle(value: object) -> object:
+    """Tuples, ranges and arrays become lists, so that the rest knows one kind of sequence."""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return list(value) if isinstance(value, (tuple, range)) else value
+
+
+def _is_token_list(items: list[Any]) -> bool:
+    """Any integer makes it one: `[1, 2, "x"]` is a prompt with a bad id, not three prompts."""
+    return any(isinstance(item, (int, np.integer)) for item in items)
+
+
+def _from_mapping(prompt: Mapping[Any, Any], name: str, vocab_size: int | None) -> Prompt:
+    unknown = [key for key in prompt if key not in _KEYS]
+    if unknown:
+        raise ValueError(f"{name} has the unknown key {unknown[0]!r}; known are {', '.join(_KEYS)}")
+    text, ids = prompt.get("prompt"), _untangle(prompt.get("prompt_token_ids"))
+    if text is None and ids is None:
+        raise ValueError(f"{name} has neither 'prompt' nor 'prompt_token_ids'")
+    return Prompt(
+        text=None if text is None else _checked_text(text, f"{name}['prompt']"),
+        token_ids=(
+            None if ids is None else _checked_ids(ids, f"{name}['prompt_token_ids']", vocab_size)
+        ),
+        cache_salt=_checked_salt(prompt.get("cache_salt"), f"{name}['cache_salt']"),
+    )
+
+
+def _checked_salt(salt: object, name: str) -> str | None:
+    if salt is None or (isinstance(salt, str) and salt):
+        return salt
+    if isinstance(salt, str):
+        raise ValueError(f"{name} is empty: give a non-empty string, or leave it out")
+    raise TypeError(f"{name} must be a non-empty string; got {type(salt).__name__}: {_shown(salt)}")
+
+
+def _checked_text(text: object, name: str) -> str:
+    if not isinstance(text, str):
+        raise TypeError(f"{name} must be {_FORMS}; got {type(text).__name__}: {_shown(text)}")
+    if not text:
+        raise ValueError(f"{name} is empty: give at least one character")
+    return text
+
+
+def _checked_ids(ids: object, name: str, vocab_size: int | None) -> list[int]:
+    if not isinstance(ids, list):
+        raise TypeError(f"{name} must be a list of token ids; got {type(ids).__name__}")
+    if not ids:
+        raise ValueError(f"{name} is empty: give at least one token id")
+    if set(map(type, ids)) != {int}:  # one pass in C for the usual case
+        ids = [_checked_id(token_id, name, i) for i, token_id in enumerate(ids)]
+    limit = vocab_size or float("inf")
+    if not _all_below(limit, ids):
+        position = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < limit)
+        raise ValueError(_out_of_range(name, position, ids[position], vocab_size))
+    return ids.copy()
+
+
+def _all_below(limit: float, ids: list[int]) -> bool:
+    """Whether all are from 0 to less than `limit`. As numbers of a machine they are compared in a
+    quarter of the time."""
+    try:
+        return int(np.frombuffer(array("Q", ids), np.uint64).max()) < limit
+    except OverflowError:  # negative, or of more than 64 bits
+        return min(ids) >= 0 and max(ids) < limit
+
+
+def _checked_id(token_id: object, name: str, position: int) -> int:
+    if isinstance(token_id, bool) or not isinstance(token_id, (int, np.integer)):
+        raise TypeError(
+            f"{name}: the token id at position {position} must be an integer; "
+            f"got {type(token_id).__name__}: {_shown(token_id)}"
+        )
+    return int(token_id)
+
+
+def _out_of_range(name: str, position: int, token_id: int, vocab_size: int | None) -> str:
+    known = f"known are 0 to {vocab_size - 1}" if vocab_size else "ids start at 0"
+    return f"{name}: the token id {token_id} at position {position} is unknown; {known}"
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
 
 PIN_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
 """Of the request that computes a pinned prefix; its token is dropped."""
@@ -21,8 +216,8 @@ PIN_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, deto
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # odd, so that no two requests of an engine share a seed
 
 
-class Job(NamedTuple):
-    """A checked request; `Intake.make_job` makes them.
+class CheckedRequest(NamedTuple):
+    """What a caller asks for, checked and tokenised; `Preprocessor.check` makes them.
 
     Attributes:
         prompt: With its token ids.
@@ -38,14 +233,8 @@ class Job(NamedTuple):
     seed: int
     arrival_time: float
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is one sequence that takes its turn."""
-        asked = self.params
-        return asked.num_samples == 1 and asked.beam_width is None and not self.priority
 
-
-class Intake:
+class Preprocessor:
     """Checks requests against an engine's model and limits.
 
     Args:
@@ -71,7 +260,7 @@ class Intake:
         self.vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
-        self._eos_token_ids = eos_token_ids
+        self.eos_token_ids = eos_token_ids
         self._seed = seed
         self._arrivals = itertools.count()
         self._seq_ids = itertools.count()
@@ -122,7 +311,7 @@ class Intake:
             )
         return self.tokenizer
 
-    def make_job(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> Job:
+    def check(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> CheckedRequest:
         """A normalised prompt and what to do with it, checked; the prompt is tokenised.
 
         Raises:
@@ -131,43 +320,32 @@ class Intake:
         params.validate_for(
             self.vocab_size,
             MAX_LOGPROBS,
-            self._eos_token_ids,
+            self.eos_token_ids,
             max_num_seqs=self._max_num_seqs,
             max_model_len=self._max_model_len,
         )
         if params.stop_strings:
             self.need_tokenizer(f"stop={params.stop!r}")
         prompt, priority = self.tokenize(prompt), checked_priority(priority)
-        return Job(prompt, params, priority, self._seed_of(params), time.monotonic())
+        return CheckedRequest(prompt, params, priority, self._seed_of(params), time.monotonic())
 
-    def make_state(
-        self, job: Job, *, request_id: str | None, ids_in_use: Container[str]
-    ) -> RequestState:
+    def make_request(
+        self, asked: CheckedRequest, *, request_id: str | None, ids_in_use: Container[str]
+    ) -> Request:
         """A request, ready for the scheduler.
 
         Args:
-            job: What to do.
+            asked: What to do.
             request_id: None for one that is not in use.
             ids_in_use: Ids of unfinished requests.
 
         Raises:
             TypeError: the id is not acceptable.
         """
-        name = self._unused_name(ids_in_use) if request_id is None else _checked_id(request_id)
-        return RequestState(
-            request=self._make_request(name, job),
-            params=job.params,
-            prompt=job.prompt,
-            tokenizer=self.tokenizer,
-            eos_token_ids=self._eos_token_ids,
-            metrics=RequestMetrics(arrival_time=job.arrival_time),
-        )
-
-    def _make_request(self, name: str, job: Job) -> Request:
-        prompt, params = job.prompt, job.params
-        endings = params.ending_ids(self._eos_token_ids)
+        prompt, params = asked.prompt, asked.params
+        endings = params.ending_ids(self.eos_token_ids)
         return Request.from_prompt(
-            name,
+            self._unused_name(ids_in_use) if request_id is None else _checked_name(request_id),
             prompt.token_ids or [],
             StopCriteria(
                 max_tokens=params.max_tokens or self._max_model_len,
@@ -176,9 +354,9 @@ class Intake:
             ),
             seq_ids=self._seq_ids,
             num_samples=params.num_samples if params.beam_width is None else 1,
-            seed=job.seed,
+            seed=asked.seed,
             beam=_make_search(params, endings),
-            priority=job.priority,
+            priority=asked.priority,
             cache_salt=prompt.cache_salt,
             # Each position must be computed to be scored.
             reads_prefix_cache=params.prompt_logprobs is None,
@@ -195,7 +373,7 @@ class Intake:
         return self._seed + (arrival + 1) * _SEED_STRIDE
 
 
-def _checked_id(request_id: object) -> str:
+def _checked_name(request_id: object) -> str:
     if not isinstance(request_id, str) or not request_id:
         raise TypeError(f"request_id={request_id!r} must be a non-empty string, or None for one")
     return request_id

@@ -1,19 +1,274 @@
-"""What the engine keeps of a request beside the scheduler's part: its answers, scores, times."""
+"""What the engine keeps of a request: its answers, their text and log-probabilities, its times."""
 
 import time
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+import numpy as np
+
+from jpaged.core.beam import Hypothesis
 from jpaged.core.plan import Emitted, ScheduledSequence
-from jpaged.core.request import FinishReason, Request
-from jpaged.engine.inputs import Prompt
-from jpaged.engine.sample_state import SampleState, hypothesis_output
-from jpaged.engine.token_logprobs import TokenLogprobs
+from jpaged.core.request import FinishReason, Request, Sequence
+from jpaged.engine.preprocessing import Prompt
 from jpaged.observe.statistics import RequestMetrics
 from jpaged.outputs import CompletionOutput, Logprob, RequestDelta, RequestOutput, TextDelta
 from jpaged.runtime.model_runner import TokenScores
 from jpaged.sampling_params import SamplingParams
 from jpaged.text.detokenizer import Detokenizer
 from jpaged.text.tokenizer import Tokenizer
+from pallas_kernels import NUM_FACTS
+
+
+class TokenLogprobs(SequenceOf[dict[int, Logprob]]):
+    """For each token its candidates by id: itself first, then the likeliest ones.
+
+    Kept as the device gave them, 4 bytes a number, and all made when one is read: an entry with
+    five candidates takes the host several microseconds, texts more, and a step has hundreds. Copied
+    or pickled it becomes a list.
+
+    Args:
+        scores: int32 [C, W], as `pallas_kernels.token_scores` packs them; kept, so pass a copy of
+            what may change.
+        tokenizer: None without one.
+        made: The first entries, as far as others have made them of the same scores; those that are
+            made here are added.
+    """
+
+    def __init__(
+        self,
+        scores: np.ndarray,
+        tokenizer: Tokenizer | None,
+        made: list[dict[int, Logprob]] | None = None,
+    ):
+        self._scores, self._tokenizer = scores, tokenizer
+        self._made = [] if made is None else made
+
+    def __len__(self) -> int:
+        return len(self._scores)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._entries[index]
+
+    def __iter__(self) -> Iterator[dict[int, Logprob]]:
+        return iter(self._entries)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SequenceOf) and self._entries == list(other)
+
+    def __add__(self, other: list[dict[int, Logprob]]) -> list[dict[int, Logprob]]:
+        return [*self, *other]
+
+    def __repr__(self) -> str:
+        return repr(self._entries)
+
+    def __reduce__(self) -> Any:
+        return list, (self._entries,)
+
+    @property
+    def _entries(self) -> list[dict[int, Logprob]]:
+        made, num = self._made, len(self._scores)
+        if len(made) < num:
+            made += self._make(self._scores[len(made) :])
+        return made if len(made) == num else made[:num]
+
+    def _make(self, scores: np.ndarray) -> list[dict[int, Logprob]]:
+        token_ids = [[row[0], *row[NUM_FACTS::2]] for row in scores.tolist()]
+        floats = scores.view(np.float32).tolist()
+        logprobs = [[row[1], *row[NUM_FACTS + 1 :: 2]] for row in floats]
+        texts = self._texts({token_id for row in token_ids for token_id in row})
+        rows = zip(token_ids, logprobs, scores[:, 2].tolist(), strict=True)
+        return [_candidates(*row, texts) for row in rows]
+
+    def _texts(self, token_ids: set[int]) -> dict[int, str]:
+        """Each token's text alone, if there is a tokenizer."""
+        if self._tokenizer is None:
+            return {}
+        decode = self._tokenizer.decode
+        return {token_id: decode([token_id], skip_special_tokens=False) for token_id in token_ids}
+
+
+def _candidates(
+    token_ids: list[int], logprobs: list[float], rank: int, texts: dict[int, str]
+) -> dict[int, Logprob]:
+    """The token itself, whose rank is given, and then the likeliest ones."""
+    first, *others = token_ids
+    found = {first: Logprob(logprobs[0], rank, texts.get(first))}
+    for place, token_id in enumerate(others, start=1):
+        if token_id != first:
+            found[token_id] = Logprob(logprobs[place], place, texts.get(token_id))
+    return found
+
+
+class SampleState:
+    """One of a request's samples from its first token to its last output.
+
+    Args:
+        sequence: The scheduler's view.
+        params: The request's.
+        tokenizer: None without one.
+        eos_token_ids: The model's own end tokens.
+
+    Attributes:
+        sequence: The scheduler's view.
+        cumulative_logprob: Of its tokens, as far as log-probabilities were read.
+    """
+
+    __slots__ = (
+        "_detokenizer",
+        "_eos_token_ids",
+        "_made_logprobs",
+        "_num_logprobs",
+        "_num_read",
+        "_num_sent",
+        "_scores",
+        "_scores_width",
+        "_stop_string",
+        "_tokenizer",
+        "cumulative_logprob",
+        "sequence",
+    )
+
+    def __init__(
+        self,
+        sequence: Sequence,
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: frozenset[int],
+    ):
+        self.sequence = sequence
+        self.cumulative_logprob = 0.0
+        self._detokenizer = Detokenizer(tokenizer, sequence.token_ids, params)
+        self._tokenizer = tokenizer
+        self._eos_token_ids = eos_token_ids
+        self._num_logprobs = params.logprobs
+        self._scores = bytearray()  # of each token a row, if they are asked for
+        self._made_logprobs: list[dict[int, Logprob]] = []  # of the first of these rows
+        self._scores_width = 4 * NUM_FACTS  # of these rows, in bytes
+        self._stop_string: str | None = None
+        self._num_read = 0  # output tokens that the detokenizer has
+        self._num_sent = 0  # output tokens that a delta told of
+
+    def accept(self, reason: FinishReason | None) -> bool:
+        """Take in the sequence's newest token, and why it ended the sample if it did.
+
+        Only needed of the last token, and of every one where stop strings are looked for.
+
+        Returns:
+            Whether it completed a stop string.
+        """
+        stop = self._read_tokens(ended_by_token=reason is FinishReason.STOP)
+        if stop is not None or reason is not None:
+            self._stop_string = stop
+            self._detokenizer.finish()  # others of the request may go on for long
+        return stop is not None
+
+    def accept_scores(self, scores: TokenScores, index: int) -> None:
+        """Take in how likely the newest token was: row `index` of `scores`."""
+        self.cumulative_logprob += scores.logprob_list[index]
+        if self._num_logprobs is not None:
+            row = scores.row_bytes(index, self._num_logprobs)
+            self._scores += row
+            self._scores_width = len(row)
+
+    def finish(self) -> None:
+        """Nothing more will come: release the text that was held back."""
+        self._read_tokens()
+        self._detokenizer.finish()
+
+    def output(self, index: int, *, is_ranked: bool) -> CompletionOutput:
+        """The sample as the caller sees it now.
+
+        Args:
+            index: Its place among the answers.
+            is_ranked: Whether the sum of its log-probabilities decides that.
+        """
+        asked = self._num_logprobs is not None
+        self._read_tokens()
+        return CompletionOutput(
+            index=index,
+            text=self._detokenizer.text,
+            token_ids=self.sequence.output_token_ids,
+            cumulative_logprob=self.cumulative_logprob if asked or is_ranked else None,
+            logprobs=self._logprobs() if asked else None,
+            finish_reason=self.sequence.finish_reason,
+            stop_reason=None if self.sequence.finish_reason is None else self._stop_reason(),
+        )
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a delta would tell anything; not for one whose last delta was taken."""
+        sequence = self.sequence
+        return sequence.finish_reason is not None or sequence.num_output_tokens > self._num_sent
+
+    def take_delta(self, request_id: str) -> TextDelta:
+        """What is new since the last delta."""
+        sequence, start = self.sequence, self._num_sent
+        token_ids = tuple(sequence.token_ids[sequence.num_prompt_tokens + start :])
+        self._num_sent += len(token_ids)
+        self._read_tokens()
+        return TextDelta(
+            text=self._detokenizer.take_delta(),
+            token_ids=token_ids,
+            finish_reason=sequence.finish_reason,
+            stop_reason=self._stop_reason(),
+            logprobs=list(self._logprobs(start)) if self._num_logprobs is not None else None,
+            request_id=request_id,
+            index=sequence.index,
+        )
+
+    def _read_tokens(self, *, ended_by_token: bool = False) -> str | None:
+        """Give the detokenizer the sequence's new tokens; the stop string that it found, if any."""
+        sequence = self.sequence
+        new = sequence.token_ids[sequence.num_prompt_tokens + self._num_read :]
+        self._num_read += len(new)
+        return self._detokenizer.append(new, ended_by_token=ended_by_token)
+
+    def _logprobs(self, start: int = 0) -> TokenLogprobs:
+        """Those of the tokens from `start` on; what is made of all is made once."""
+        width = self._scores_width
+        copied = np.frombuffer(bytes(self._scores[start * width :]), np.int32)
+        made = self._made_logprobs if start == 0 else None
+        return TokenLogprobs(copied.reshape(-1, width // 4), self._tokenizer, made)
+
+    def _stop_reason(self) -> str | int | None:
+        if self._stop_string is not None:
+            return self._stop_string
+        if self.sequence.finish_reason is not FinishReason.STOP:
+            return None
+        return _stop_token(self.sequence.token_ids, self._eos_token_ids)
+
+
+def hypothesis_output(
+    index: int,
+    found: Hypothesis,
+    detokenizer: Detokenizer,
+    eos_token_ids: frozenset[int],
+) -> CompletionOutput:
+    """A beam search's answer as the caller sees it.
+
+    Args:
+        index: Its place among the answers.
+        found: The answer.
+        detokenizer: One that has seen the prompt only.
+        eos_token_ids: The model's own end tokens.
+    """
+    detokenizer.append(found.output_token_ids, ended_by_token=found.is_ended)
+    detokenizer.finish()
+    return CompletionOutput(
+        index=index,
+        text=detokenizer.text,
+        token_ids=list(found.output_token_ids),
+        cumulative_logprob=found.cumulative_logprob,
+        finish_reason=FinishReason.STOP if found.is_ended else FinishReason.LENGTH,
+        stop_reason=_stop_token(found.output_token_ids, eos_token_ids) if found.is_ended else None,
+        score=found.score,
+    )
+
+
+def _stop_token(token_ids: SequenceOf[int], eos_token_ids: frozenset[int]) -> int | None:
+    return None if token_ids[-1] in eos_token_ids else token_ids[-1]
 
 
 @dataclass(eq=False)
@@ -28,7 +283,7 @@ class RequestState:
         eos_token_ids: The model's own end tokens.
         metrics: When things happened.
         polled: Whether `Engine.step` reports it.
-        is_quiet: Whether nobody has to hear of its next token, unless that is its last.
+        is_quiet: Whether its next token need not be told, unless it is the last.
         error: Why it failed.
         samples: In the order of their numbers; none for a beam search, whose answers are known only
             at its end.
@@ -44,6 +299,8 @@ class RequestState:
     is_quiet: bool = False
     error: BaseException | None = None
     samples: list[SampleState] = field(init=False)
+    _has_stops: bool = field(init=False)
+    _is_ranked: bool = field(init=False)
     _growing: list[SampleState] = field(init=False)
     _told_prompt: bool = False
     _prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
@@ -55,6 +312,7 @@ class RequestState:
             for sequence in sequences
         ]
         self._growing = list(self.samples)
+        self._has_stops, self._is_ranked = bool(self.params.stop_strings), self.params.is_ranked
 
     @property
     def request_id(self) -> str:
@@ -66,17 +324,18 @@ class RequestState:
 
         Args:
             emitted: The token.
-            scores: The step's log-probabilities, if anybody asked.
+            scores: The step's log-probabilities, if a request asked.
             index: The sequence's row in `scores`.
 
         Returns:
             Whether the token completed a stop string.
         """
-        self.note_first_token()
+        if self.metrics.first_token_time is None:
+            self.note_first_token()
         sample = self.samples[emitted.sequence.index]
         if scores is not None and self.params.needs_logprobs:
             sample.accept_scores(scores, index)
-        if emitted.finish_reason is None and not self.params.stop_strings:
+        if emitted.finish_reason is None and not self._has_stops:
             return False
         return sample.accept(emitted.finish_reason)
 
@@ -85,7 +344,7 @@ class RequestState:
         if self.metrics.first_token_time is None:
             self.metrics.first_token_time = time.monotonic()
             params = self.params
-            self.is_quiet = not (self.polled or params.needs_logprobs or params.stop_strings)
+            self.is_quiet = not (self.polled or params.needs_logprobs or self._has_stops)
 
     def accept_prompt_logprobs(self, item: ScheduledSequence, scores: TokenScores) -> None:
         """Take in how likely a chunk's next prompt tokens were; a recomputed chunk changes nothing.
@@ -115,14 +374,17 @@ class RequestState:
 
     def output(self) -> RequestOutput:
         """The request as the caller sees it now."""
+        request = self.request
         return RequestOutput(
-            request_id=self.request_id,
+            request_id=request.request_id,
             prompt=self.prompt.text,
             prompt_token_ids=self.prompt.token_ids or (),
-            prompt_logprobs=self._own_prompt_logprobs(),
-            outputs=self._outputs() if self.request.beam is None else self._found(),
-            finished=self.request.is_finished,
-            num_cached_tokens=self.request.sequences[0].num_cached_tokens or 0,
+            prompt_logprobs=(
+                None if self.params.prompt_logprobs is None else self._own_prompt_logprobs()
+            ),
+            outputs=self._outputs() if request.beam is None else self._found(),
+            finished=request.is_finished,
+            num_cached_tokens=request.sequences[0].num_cached_tokens or 0,
             metrics=replace(self.metrics),
         )
 
@@ -158,7 +420,7 @@ class RequestState:
 
     def _outputs(self) -> list[CompletionOutput]:
         """All samples in their order, or the best of them so far, best first."""
-        chosen, is_ranked = self.samples, self.params.is_ranked
+        chosen, is_ranked = self.samples, self._is_ranked
         if is_ranked:  # a stable sort: of equal ones the earlier sample comes first
             chosen = sorted(chosen, key=lambda sample: -sample.cumulative_logprob)[: self.params.n]
         return [sample.output(i, is_ranked=is_ranked) for i, sample in enumerate(chosen)]

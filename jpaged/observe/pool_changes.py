@@ -1,8 +1,8 @@
-"""A watch on the pool: what changed since somebody looked last, for a picture that keeps up.
+"""A watch on the pool: what changed since the last look, for a picture that keeps up.
 
 `pool_report.py` counts the whole pool when asked. A watch costs O(blocks) once, at its first look;
 then the pool notes down which blocks change, and a look costs O(changed blocks + sequences that
-hold blocks). While nobody watches, noting is a loop over an empty list.
+hold blocks). Without a watch, noting is a loop over an empty list.
 """
 
 from collections.abc import Iterator, Sequence

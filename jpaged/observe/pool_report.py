@@ -1,6 +1,6 @@
 """Accounts of the pool for people: who holds which block, and what the slots are used for.
 
-All of it is counted afresh when somebody asks, from the block tables; nothing is kept up to date
+All of it is counted afresh at each call, from the block tables; nothing is kept up to date
 for it. A token's KV counts from the moment the step that writes it is planned.
 """
 
@@ -22,7 +22,7 @@ class BlockState(StrEnum):
 
     FREE = "free"
     USED = "used"  # held by a sequence or a pin
-    CACHED = "cached"  # held by nobody, its content kept until the block is needed
+    CACHED = "cached"  # no sequence or pin holds it, its content kept until the block is needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class BlockInfo:
         block_id: Its place in the pool.
         state: Free, used or cached.
         ref_cnt: Block tables and pins that hold it.
-        num_filled_slots: Slots with the KV of a token that somebody can still read: of a used block
+        num_filled_slots: Slots with the KV of a token that can still be read: of a used block
             and of a cached one, which is full; 0 of a free one.
         request_ids: Whose sequences hold it, each once; also requests that are over, as long as a
             step in flight may write there.
@@ -84,7 +84,7 @@ class MemoryReport:
     The five kinds of slots are those of figure 2 of the PagedAttention paper, with what it had no
     need to tell apart, and add up to `num_slots`. A slot that several sequences share counts once.
     External fragmentation, the paper's third kind of waste, is none: all blocks are of one size,
-    so each free one is of use to whoever needs a block.
+    so each free one is of use to any sequence that needs a block.
 
     Attributes:
         block_size: Slots in a block.

@@ -4,19 +4,28 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from jpaged.observe.pool_report import BlockInfo, BlockState, MemoryReport
-
-if TYPE_CHECKING:
-    from jpaged.engine.engine import Engine
-    from jpaged.observe.statistics import EngineStats
+from jpaged.observe.statistics import EngineStats
 
 WIDTH = 64
 MAX_LINES = 16
 LEGEND = ". free  o cached  + partly filled  # full  2-9 shared by so many, * by more  P pinned"
 
 _MOST_TIME = 1 / 10  # of an answer's time, spent on pictures
+
+
+class Accounts(Protocol):
+    """What tells of a pool: an engine."""
+
+    def memory_report(self) -> MemoryReport:
+        """As `Engine.memory_report`."""
+        ...
+
+    def block_map(self) -> dict[int, BlockInfo]:
+        """As `Engine.block_map`."""
+        ...
 
 
 class BusyPool:
@@ -30,7 +39,7 @@ class BusyPool:
         seconds: Time spent on looking so far.
     """
 
-    def __init__(self, engine: "Engine"):
+    def __init__(self, engine: Accounts):
         self.seconds = 0.0
         self._engine = engine
         self._report: MemoryReport | None = None
@@ -38,7 +47,7 @@ class BusyPool:
         self._num_used_blocks = 0
         self._next_map = 0.0
 
-    def see(self, stats: "EngineStats") -> None:
+    def see(self, stats: EngineStats) -> None:
         """Look, at a moment of which `stats` tell."""
         start = time.perf_counter()
         self._report = self._engine.memory_report()

@@ -1,5 +1,6 @@
 """What the engine reports about itself: the pool and the queues now, and counts since its start."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -29,7 +30,7 @@ class EngineStats:
         prefix_cache_queries: Tokens looked up in the prefix cache, each time a request joins the
             batch (again after a preemption, its outputs included).
         prefix_cache_hits: Those of them that were found.
-        num_block_copies: Blocks copied because somebody wrote to one that others share.
+        num_block_copies: Blocks copied on write: a sequence wrote to one that others share.
         num_host_blocks: Blocks of host memory that KV can be swapped to.
         num_used_host_blocks: Those of them that hold a swapped request's KV.
         num_swapped_out_blocks: Blocks copied to host memory so far.
@@ -112,3 +113,57 @@ class RequestMetrics:
         if self.first_token_time is None:
             return None
         return self.first_token_time - self.arrival_time
+
+
+@dataclass(frozen=True)
+class MemoryAccount:
+    """Where the device's memory goes, in bytes.
+
+    Attributes:
+        weights: The model's parameters.
+        sampling: Token counts, biases and block tables of the running sequences.
+        workspace: Temporaries and outputs of the largest step, as compiled, and blocks on their
+            way between the pool and host memory.
+        kv_cache: The pool.
+        limit: What the engine may use in all; None where nothing limits it (CPU).
+        swap: Of host memory, pinned, for swapped blocks: no part of the total.
+    """
+
+    weights: int
+    sampling: int
+    workspace: int
+    kv_cache: int
+    limit: int | None
+    swap: int = 0
+
+    @property
+    def total(self) -> int:
+        """The sum of the parts."""
+        return self.weights + self.sampling + self.workspace + self.kv_cache
+
+    @property
+    def resident(self) -> int:
+        """What is there between steps too: all but the workspace."""
+        return self.total - self.workspace
+
+    def lines(self) -> list[str]:
+        """The account as text, one part a line."""
+        parts = [
+            ("weights", self.weights),
+            ("sampling state", self.sampling),
+            ("step workspace", self.workspace),
+            ("KV cache", self.kv_cache),
+            ("total", self.total),
+        ]
+        if self.limit is not None:
+            parts.append(("limit", self.limit))
+        return [f"  {name:<15} {size / 2**20:>11,.1f} MiB" for name, size in parts]
+
+    def beside(self, stats: Mapping[str, int]) -> list[str]:
+        """What the device itself says once all is there (`jax.Device.memory_stats`), if it does."""
+        names = "bytes_in_use", "peak_bytes_in_use", "bytes_limit"
+        if not all(name in stats for name in names):
+            return []
+        in_use, peak, limit = (f"{stats[name] / 2**20:,.1f} MiB" for name in names)
+        own = f"{self.resident / 2**20:,.1f}"
+        return [f"the device has {in_use} in use (the account {own}), had {peak}, of {limit}"]

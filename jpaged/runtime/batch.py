@@ -21,7 +21,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from jpaged.core.plan import ScheduledSequence
-from jpaged.runtime.sampling_state import ROW_WIDTH
+from jpaged.runtime.sampler import (
+    PADDING_PARAMS,
+    ROW_WIDTH,
+    SamplerLevel,
+    encode_row,
+    required_level,
+)
+from jpaged.sampling_params import SamplingParams
 
 LAST_TOKEN = -1
 _HEADER = 6
@@ -73,8 +80,8 @@ def device_order(scheduled: tuple[ScheduledSequence, ...]) -> np.ndarray:
 def pack_decode(
     scheduled: tuple[ScheduledSequence, ...],
     rows: np.ndarray,
-    sampling_table: np.ndarray,
     *,
+    sampling_table: np.ndarray,
     batch_size: int,
     padding_row: int,
     max_blocks_per_seq: int,
@@ -92,17 +99,18 @@ def pack_decode(
     Returns:
         int32 [batch_size, 6 + W].
     """
-    packed = np.zeros(decode_packed_shape(batch_size), np.int32)
+    packed = np.zeros((batch_size, _HEADER + ROW_WIDTH), np.int32)
     packed[:, 1] = padding_row
     packed[:, 3] = max_blocks_per_seq
     n = len(scheduled)
-    packed[:n, 0] = [_input_token(item) for item in scheduled]
-    packed[:n, 1] = rows
-    packed[:n, 2] = [item.start + 1 for item in scheduled]
-    packed[:n, 5] = [item.samples for item in scheduled]
-    for i, item in enumerate(scheduled):
-        if item.block_updates:
-            packed[i, 3:5] = item.block_updates[0]
+    tokens, seq_lens, counted = [LAST_TOKEN] * n, [0] * n, [False] * n
+    for i, (sequence, start, _, samples, block_updates) in enumerate(scheduled):
+        seq_lens[i], counted[i] = start + 1, samples
+        if start < len(sequence.token_ids):
+            tokens[i] = sequence.token_ids[start]
+        if block_updates:
+            packed[i, 3:5] = block_updates[0]
+    packed[:n, 0], packed[:n, 1], packed[:n, 2], packed[:n, 5] = tokens, rows, seq_lens, counted
     packed[:, _HEADER:] = sampling_table[packed[:, 1]]
     return packed
 
@@ -119,8 +127,8 @@ def unpack_decode(packed: Int32[Array, "B C"]) -> DecodeBatch:
 def pack_prefill(
     scheduled: tuple[ScheduledSequence, ...],
     rows: np.ndarray,
-    sampling_table: np.ndarray,
     *,
+    sampling_table: np.ndarray,
     num_tokens: int,
     batch_size: int,
     padding_row: int,
@@ -169,6 +177,68 @@ def _split_prefill(packed, num_tokens: int, batch_size: int):
     )
 
 
-def _input_token(item: ScheduledSequence) -> int:
-    tokens = item.sequence.token_ids
-    return tokens[item.start] if item.start < len(tokens) else LAST_TOKEN
+class RowSampling(NamedTuple):
+    """How a row is sampled: its parameters, int32 [W], and what they need of a step."""
+
+    encoded: np.ndarray
+    level: SamplerLevel
+
+    @classmethod
+    def of(cls, params: SamplingParams, seed: int) -> "RowSampling":
+        """Of one of a request's samples.
+
+        Args:
+            params: How the request is sampled.
+            seed: The sample's own, which `params` tells only for the first.
+        """
+        return cls(encode_row(params, seed), required_level(params))
+
+
+UNWANTED = RowSampling(PADDING_PARAMS, SamplerLevel.GREEDY)
+"""Of a sequence that is in a step, but of which nothing is wanted any more."""
+
+
+class RowTable:
+    """Device rows handed to running sequences; the last row is for padding and never handed out.
+
+    Sampling parameters lie in one array by row, so that a step gathers them without a loop.
+    """
+
+    def __init__(self, num_rows: int):
+        self.sampling = np.zeros((num_rows, ROW_WIDTH), np.int32)
+        self._levels = np.zeros(num_rows, np.int32)
+        self._free = list(range(num_rows - 2, -1, -1))
+        self._row_of: dict[int, int] = {}
+        self.sampling[-1] = PADDING_PARAMS
+
+    def __contains__(self, seq_id: int) -> bool:
+        return seq_id in self._row_of
+
+    def assign(self, seq_id: int, sampling: RowSampling) -> int:
+        """Give a sequence that enters the batch a row.
+
+        Raises:
+            ValueError: it has a row already.
+        """
+        if seq_id in self._row_of:
+            raise ValueError(f"sequence {seq_id} has device row {self._row_of[seq_id]} already")
+        row = self._row_of[seq_id] = self._free.pop()
+        self.sampling[row], self._levels[row] = sampling
+        return row
+
+    def row(self, seq_id: int) -> int:
+        """The row of a sequence that has one."""
+        return self._row_of[seq_id]
+
+    def release(self, seq_id: int) -> None:
+        """Take the row of a sequence that left the batch."""
+        self._free.append(self._row_of.pop(seq_id))
+
+    def rows(self, scheduled: tuple[ScheduledSequence, ...]) -> np.ndarray:
+        """Each scheduled sequence's row, int32."""
+        of = self._row_of
+        return np.fromiter((of[s.sequence.seq_id] for s in scheduled), np.int32, len(scheduled))
+
+    def level(self, rows: np.ndarray) -> SamplerLevel:
+        """What serves all of `rows`."""
+        return SamplerLevel(int(np.bitwise_or.reduce(self._levels[rows])))

@@ -4,48 +4,58 @@ The runner launches programs in plan order and never waits; `StepHandle.read` do
 device's arrays and the host's view of which sequence has which row.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.compile.builder import Programs
-from jpaged.compile.recipes import (
+from jpaged.core.plan import Goal, ScheduledSequence, StepPlan
+from jpaged.core.request import Request, Sequence
+from jpaged.runtime.allocation_guard import make_places
+from jpaged.runtime.batch import (
+    UNWANTED,
+    RowSampling,
+    RowTable,
+    device_order,
+    pack_decode,
+    pack_prefill,
+)
+from jpaged.runtime.buckets import Buckets, round_up
+from jpaged.runtime.programs import (
     BLOCK_COPIES_CHUNK,
     BURST_LEVELS,
+    Programs,
     Shapes,
     SplitModel,
     sampler_levels,
 )
-from jpaged.core.plan import Goal, ScheduledSequence, StepPlan
-from jpaged.core.request import Request, Sequence
-from jpaged.runtime.allocation_guard import make_places
-from jpaged.runtime.batch import device_order, pack_decode, pack_prefill
-from jpaged.runtime.buckets import Buckets, round_up
-from jpaged.runtime.prompt_scores import score_prompts
 from jpaged.runtime.results import (
     StepHandle,
     StepResult,
     TokenScores,
+    score_prompts,
 )
-from jpaged.runtime.rows import UNWANTED, RowSampling, RowTable
 from jpaged.runtime.runtime_config import RuntimeConfig
-from jpaged.runtime.sampler import Sampled, SamplerLevel
-from jpaged.runtime.sampling_state import RowMarks, bias_row, pack_marks
+from jpaged.runtime.sampler import EVERYTHING, RowMarks, Sampled, SamplerLevel, bias_row, pack_marks
 from jpaged.runtime.swap import BlockImages
 from jpaged.sampling_params import SamplingParams
 from pallas_kernels import Backend
 
 __all__ = ["ModelRunner", "StepHandle", "StepResult", "TokenScores"]
 
-SamplingOf = Mapping[Request, SamplingParams]
+SamplingOf = Callable[[Request], SamplingParams]
+Fault = tuple[Request, Exception]
 Scheduled = tuple[ScheduledSequence, ...]
 
 
 class ModelRunner:
     """The device's side of the engine.
+
+    Attributes:
+        burst_steps: Steps of a burst; 1 for none.
+        programs: What it calls.
 
     Args:
         split: The model.
@@ -66,12 +76,26 @@ class ModelRunner:
         eos_token_ids: Collection[int] = (),
     ):
         self._leaves = split.leaves
+        self.burst_steps = config.num_scheduler_steps
         self._config = config
         self._buckets = buckets
-        self._programs = programs
+        self._padding_row = config.padding_row
+        # For each number of sequences the bucket of their decode step, and the rows of its logits.
+        sizes = [round_up(buckets.decode_seqs, n) for n in range(buckets.decode_seqs[-1] + 1)]
+        self._decode_sizes = [(size, buckets.logits_rows(size)) for size in sizes]
+        # For each level that rows may need the compiled one that serves it.
+        self._served_by = {
+            level: next(own for own in sampler_levels(config) if own.covers(level))
+            for level in map(SamplerLevel, range(EVERYTHING + 1))
+        }
+        self.programs = programs
         self._eos_token_ids = eos_token_ids
         self._rows = RowTable(config.num_rows)
-        self._faults: list[tuple[Request, Exception]] = []
+        padding = {"padding_row": config.padding_row, "sampling_table": self._rows.sampling}
+        padding["max_blocks_per_seq"] = config.max_blocks_per_seq
+        self._pack_decode = partial(pack_decode, **padding)
+        self._pack_prefill = partial(pack_prefill, **padding)
+        self._faults: list[Fault] = []  # of the plan being launched
         self._new_marks: dict[int, RowMarks] = {}  # of rows given in the plan being launched
         self._images = BlockImages(programs.gather_blocks, programs.scatter_blocks)
         self._kv, self._last_tokens, self._sampling_state = _zeros(
@@ -85,24 +109,21 @@ class ModelRunner:
 
         Args:
             plan: The scheduler's plan; launched in the order they were made.
-            sampling: How each request is sampled, but for the seeds, which its sequences have; one
-                for every scheduled sequence's and every row fork's.
+            sampling: Tells how a request is sampled, but for the seeds, which its sequences have.
         """
         self._update_rows(plan, sampling)
         for image_id in plan.dropped:
             self._images.drop(image_id)
         for order in plan.swap_outs:
             self._images.swap_out(self._kv.pool, order)
-        self._move(self._programs.copy_blocks, plan.block_copies, BLOCK_COPIES_CHUNK, 0)
-        arrivals = self._images.fetch(plan.swap_ins)  # travel while the step runs
+        if plan.block_copies:
+            self._move(self.programs.copy_blocks, plan.block_copies, BLOCK_COPIES_CHUNK, 0)
+        # What comes back travels while the step runs.
+        arrivals = self._images.fetch(plan.swap_ins) if plan.swap_ins else []
         handle = self._launch_step(plan, sampling)
-        self._kv = self._images.place(self._kv, arrivals)
+        if arrivals:
+            self._kv = self._images.place(self._kv, arrivals)
         return handle
-
-    @property
-    def burst_steps(self) -> int:
-        """Steps of a burst; 1 for none."""
-        return self._config.num_scheduler_steps
 
     def fits_burst(self, plan: StepPlan, goal: Goal) -> bool:
         """Whether a burst may hold the plan: a decode step of as many sequences as the goal allows,
@@ -125,40 +146,34 @@ class ModelRunner:
             self._update_rows(plan, sampling)
             place, scheduled, rows = self._in_order(plan)
             level |= self._rows.level(rows)
-            packed.append(self._pack_decode(scheduled, rows, size))
+            packed.append(self._pack_decode(scheduled, rows, batch_size=size))
             places.append(place)
         sampled = _on_its_way(self._run_burst(np.stack(packed), level), level)
         steps = enumerate(zip(plans, places, strict=True))
         return [StepHandle(plan, sampled, {}, place, (i,)) for i, (plan, place) in steps]
 
-    def take_faults(self) -> list[tuple[Request, Exception]]:
-        """Requests whose sampling could not be set up, since the last call, and why.
-
-        They are in the steps launched meanwhile, but their tokens mean nothing.
-        """
-        faults, self._faults = self._faults, []
-        return faults
-
     def _launch_step(self, plan: StepPlan, sampling: SamplingOf) -> StepHandle:
         if not plan.scheduled:
-            return StepHandle(plan, None, {}, np.zeros(0, np.int64))
+            return StepHandle(plan, None, {}, np.zeros(0, np.int64), faults=self._take_faults())
         places, scheduled, rows = self._in_order(plan)
-        hidden = None
-        if plan.is_decode:
-            size = round_up(self._buckets.decode_seqs, len(rows))
-            logits, inputs = self._run_decode(scheduled, rows, size)
-        else:
-            shape = self._buckets.prefill_shape(plan.num_tokens, len(rows))
-            logits, hidden, inputs = self._run_prefill(scheduled, rows, *shape)
         level = self._rows.level(rows)
+        if plan.is_decode:
+            logits, inputs = self._run_decode(scheduled, rows, *self._decode_sizes[len(rows)])
+            sampled = _on_its_way(self._sample(logits, inputs, level), level)
+            return StepHandle(plan, sampled, {}, places)
+        shape = self._buckets.prefill_shape(plan.num_tokens, len(rows))
+        logits, hidden, inputs = self._run_prefill(scheduled, rows, *shape)
         sampled = _on_its_way(self._sample(logits, inputs, level), level)
-        scores: dict[int, list] = {}
-        if hidden is not None:
-            scores = score_prompts(scheduled, sampling, partial(self._score, hidden))
-        return StepHandle(plan, sampled, scores, places)
+        scores = score_prompts(scheduled, sampling, partial(self._score, hidden))
+        return StepHandle(plan, sampled, scores, places, faults=self._take_faults())
+
+    def _take_faults(self) -> tuple[Fault, ...]:
+        faults = tuple(self._faults)
+        self._faults.clear()
+        return faults
 
     def _score(self, hidden, indices: np.ndarray, targets: np.ndarray) -> jax.Array:
-        program = self._programs.prompt_logprobs[hidden.shape[0]]
+        program = self.programs.prompt_logprobs[hidden.shape[0]]
         return program(self._leaves, hidden=hidden, indices=indices, targets=targets)
 
     def _in_order(self, plan: StepPlan) -> tuple[np.ndarray, Scheduled, np.ndarray]:
@@ -181,22 +196,24 @@ class ModelRunner:
 
     def warm_up(self) -> None:
         """Run every program on padding alone, twice: a GPU records its launches the first time."""
-        nobody: Scheduled = ()
+        padding: Scheduled = ()
         none = np.zeros(0, np.int32)
         for _ in range(2):
-            for size in self._programs.decode:
-                logits, inputs = self._run_decode(nobody, none, size)
+            for size in self.programs.decode:
+                logits, inputs = self._run_decode(
+                    padding, none, size, self._buckets.logits_rows(size)
+                )
                 self._sample_all_levels(logits, inputs)
             self._warm_up_bursts()
-            for shape in self._programs.prefill:
-                logits, _, inputs = self._run_prefill(nobody, none, *shape)
+            for shape in self.programs.prefill:
+                logits, _, inputs = self._run_prefill(padding, none, *shape)
                 jax.block_until_ready(self._sample(logits, inputs, SamplerLevel.GREEDY))
         self._kv = self._images.warm_up(self._kv, self._config.num_host_blocks)
 
     def _warm_up_bursts(self) -> None:
-        for seqs, level in self._programs.decode_burst:
-            nobody = self._pack_decode((), np.zeros(0, np.int32), seqs)
-            jax.block_until_ready(self._run_burst(np.stack([nobody] * self.burst_steps), level))
+        for seqs, level in self.programs.decode_burst:
+            padding = self._pack_decode((), np.zeros(0, np.int32), batch_size=seqs)
+            jax.block_until_ready(self._run_burst(np.stack([padding] * self.burst_steps), level))
 
     def _sample_all_levels(self, logits, inputs) -> None:
         for level in sampler_levels(self._config):
@@ -208,8 +225,6 @@ class ModelRunner:
         self, program: Callable, pairs: Collection[tuple[int, int]], size: int, null: int
     ) -> None:
         """Launch a program over (source, target) pairs, `size` at a time, filled with `null`."""
-        if not pairs:
-            return
         moves = np.array(list(pairs), np.int32).reshape(-1, 2)
         for at in range(0, len(moves), size):
             filled = np.full((2, size), null, np.int32)
@@ -219,13 +234,16 @@ class ModelRunner:
     def _update_rows(self, plan: StepPlan, sampling: SamplingOf) -> None:
         for seq_id in plan.released:
             self._rows.release(seq_id)
-        self._fork_rows(plan, sampling)
-        for item in plan.scheduled:
-            if item.sequence.seq_id not in self._rows:
-                self._give_row(item.sequence, sampling)
-        marks, self._new_marks = self._new_marks, {}
-        for packed in pack_marks(marks, self._config.padding_row, self._config.vocab_size):
-            self._sampling_state = self._programs.load_rows(self._sampling_state, packed)
+        if plan.row_forks:
+            self._fork_rows(plan, sampling)
+        if not plan.is_decode:  # a row that joins the batch is no decode row
+            for item in plan.scheduled:
+                if item.sequence.seq_id not in self._rows:
+                    self._give_row(item.sequence, sampling)
+        if self._new_marks:
+            marks, self._new_marks = self._new_marks, {}
+            for packed in pack_marks(marks, self._padding_row, self._config.vocab_size):
+                self._sampling_state = self.programs.load_rows(self._sampling_state, packed)
 
     def _fork_rows(self, plan: StepPlan, sampling: SamplingOf) -> None:
         sources: dict[int, int] = {}  # of rows forked in this plan: all are read before any write
@@ -233,16 +251,16 @@ class ModelRunner:
             source = self._rows.row(parent.seq_id)
             sources[self._give_row(child, sampling)] = sources.get(source, source)
         pairs = [(source, row) for row, source in sources.items()]
-        program, padding = self._programs.fork_rows, self._config.padding_row
+        program, padding = self.programs.fork_rows, self._padding_row
         self._move(program, pairs, self._config.num_rows, padding)
 
     def _give_row(self, sequence: Sequence, sampling: SamplingOf) -> int:
-        own, marks, bias = self._sampling_of(sequence, sampling[sequence.request])
+        own, marks, bias = self._sampling_of(sequence, sampling(sequence.request))
         row = self._rows.assign(sequence.seq_id, own)
         if marks is not None:
             self._new_marks[row] = marks
         if bias is not None:
-            load_bias = self._programs.load_bias
+            load_bias = self.programs.load_bias
             self._sampling_state = load_bias(self._sampling_state, np.int32(row), bias)
         return row
 
@@ -264,20 +282,10 @@ class ModelRunner:
         ending = params.first_forbidden_ids(self._eos_token_ids)
         return RowMarks.of(sequence.token_ids, sequence.num_prompt_tokens, ending)
 
-    def _pack_decode(self, scheduled: Scheduled, rows: np.ndarray, size: int) -> np.ndarray:
-        return pack_decode(
-            scheduled,
-            rows,
-            self._rows.sampling,
-            batch_size=size,
-            padding_row=self._config.padding_row,
-            max_blocks_per_seq=self._config.max_blocks_per_seq,
-        )
-
     def _run_burst(self, packed: np.ndarray, level: SamplerLevel) -> Sampled:
         level = next(own for own in BURST_LEVELS if own.covers(level))
         adjusted = SamplerLevel.ADJUSTED in level
-        sampled, self._last_tokens, state, self._kv = self._programs.decode_burst[
+        sampled, self._last_tokens, state, self._kv = self.programs.decode_burst[
             packed.shape[1], level
         ](
             self._leaves,
@@ -290,32 +298,24 @@ class ModelRunner:
             self._sampling_state = state
         return sampled
 
-    def _run_decode(self, scheduled: Scheduled, rows: np.ndarray, size: int):
-        packed = self._pack_decode(scheduled, rows, self._buckets.logits_rows(size))
-        logits, inputs, self._kv = self._programs.decode[size](
+    def _run_decode(self, scheduled: Scheduled, rows: np.ndarray, size: int, num_rows: int):
+        packed = self._pack_decode(scheduled, rows, batch_size=num_rows)
+        logits, inputs, self._kv = self.programs.decode[size](
             self._leaves, state=self._kv, last_tokens=self._last_tokens, packed=packed
         )
         return logits, inputs
 
     def _run_prefill(self, scheduled: Scheduled, rows: np.ndarray, tokens: int, size: int):
-        packed = pack_prefill(
-            scheduled,
-            rows,
-            self._rows.sampling,
-            num_tokens=tokens,
-            batch_size=size,
-            padding_row=self._config.padding_row,
-            max_blocks_per_seq=self._config.max_blocks_per_seq,
-        )
-        logits, hidden, inputs, self._kv = self._programs.prefill[tokens, size](
+        packed = self._pack_prefill(scheduled, rows, num_tokens=tokens, batch_size=size)
+        logits, hidden, inputs, self._kv = self.programs.prefill[tokens, size](
             self._leaves, state=self._kv, last_tokens=self._last_tokens, packed=packed
         )
         return logits, hidden, inputs
 
     def _sample(self, logits, inputs, level: SamplerLevel) -> Sampled:
-        level = next(own for own in sampler_levels(self._config) if own.covers(level))
+        level = self._served_by[level]
         adjusted = SamplerLevel.ADJUSTED in level
-        sampled, self._last_tokens, state = self._programs.sample[logits.shape[0], level](
+        sampled, self._last_tokens, state = self.programs.sample[logits.shape[0], level](
             logits,
             inputs,
             last_tokens=self._last_tokens,

@@ -1,5 +1,6 @@
 """What a launched step leaves on its way to the host, and what the host reads of it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -7,8 +8,10 @@ import jax
 import numpy as np
 
 from jpaged.core.plan import ScheduledSequence, StepPlan
-from jpaged.core.request import Candidates
+from jpaged.core.request import Candidates, Request
+from jpaged.runtime.programs import PROMPT_LOGPROBS_CHUNK
 from jpaged.runtime.sampler import Sampled
+from jpaged.sampling_params import SamplingParams
 from pallas_kernels import NUM_FACTS
 
 
@@ -58,7 +61,7 @@ class TokenScores:
 
     @cached_property
     def logprob_list(self) -> list[float]:
-        """`logprobs`, for whoever reads them one by one."""
+        """`logprobs`, as a list, to be read one by one."""
         return self.logprobs.tolist()
 
 
@@ -68,7 +71,7 @@ class StepResult:
 
     Attributes:
         token_ids: int32 [len(plan.scheduled)], sampled.
-        logprobs: One row a scheduled sequence, or None if nobody in the step asked.
+        logprobs: One row a scheduled sequence, or None if no request in the step asked.
         prompt_logprobs: seq_id -> of the prompt tokens this step scored (those after the chunk's
             own positions), for sequences that asked.
     """
@@ -91,7 +94,8 @@ class StepHandle:
     `sampled` is None where nothing was scheduled: such a plan only moved blocks. Where it has
     scores, the tokens are read from these. The step has the plan's sequences in an order of its
     own; `places[i]` is where `plan.scheduled[i]` is in it. The steps of a burst share one array;
-    `index` is the step's own there.
+    `index` is the step's own there. `faults` are requests whose sampling could not be set up, and
+    why: they are in the step, but their tokens mean nothing.
     """
 
     plan: StepPlan
@@ -99,6 +103,7 @@ class StepHandle:
     prompt_logprobs: dict[int, list[jax.Array]]
     places: np.ndarray
     index: tuple[int, ...] = ()
+    faults: tuple[tuple[Request, Exception], ...] = ()
 
     def read(self) -> StepResult:
         """Wait for the step and give its results."""
@@ -109,7 +114,9 @@ class StepHandle:
         else:
             scores = TokenScores(np.asarray(self.sampled.scores)[self.index][self.places])
             tokens = np.ascontiguousarray(scores.packed[:, 0])
-        return StepResult(tokens, scores, self._read_prompt_logprobs())
+        return StepResult(
+            tokens, scores, self._read_prompt_logprobs() if self.prompt_logprobs else {}
+        )
 
     def _read_prompt_logprobs(self) -> dict[int, TokenScores]:
         wanted = {}
@@ -127,3 +134,46 @@ def num_scored_prompt_tokens(item: ScheduledSequence) -> int:
     """How many prompt tokens a scheduled chunk predicts: those right after its positions."""
     end = min(item.start + item.num_scheduled_tokens, item.sequence.num_prompt_tokens - 1)
     return max(end - item.start, 0)
+
+
+Score = Callable[..., jax.Array]
+"""`jpaged.runtime.steps.prompt_logprobs_step` of the step's hidden states."""
+
+
+def score_prompts(
+    scheduled: tuple[ScheduledSequence, ...],
+    sampling: Callable[[Request], SamplingParams],
+    score: Score,
+) -> dict[int, list[jax.Array]]:
+    """Launch the scoring of a ragged step's prompt tokens.
+
+    Args:
+        scheduled: The step's sequences in the order in which their tokens are flattened.
+        sampling: Tells how a request is sampled; those with `prompt_logprobs` ask.
+        score: Called with `indices` and `targets`, int32 [PROMPT_LOGPROBS_CHUNK] each.
+
+    Returns:
+        seq_id -> what `score` gave for its chunks.
+    """
+    scored, offset = {}, 0
+    for item in scheduled:
+        wanted = sampling(item.sequence.request).prompt_logprobs is not None
+        count = num_scored_prompt_tokens(item) if wanted else 0
+        if count:
+            scored[item.sequence.seq_id] = _score_chunks(item, offset, count, score)
+        offset += item.num_scheduled_tokens
+    return scored
+
+
+def _score_chunks(
+    item: ScheduledSequence, offset: int, count: int, score: Score
+) -> list[jax.Array]:
+    chunks, size = [], PROMPT_LOGPROBS_CHUNK
+    for at in range(0, count, size):
+        n = min(size, count - at)
+        indices, targets = np.zeros(size, np.int32), np.zeros(size, np.int32)
+        indices[:n] = np.arange(offset + at, offset + at + n)
+        first = item.start + at + 1
+        targets[:n] = item.sequence.token_ids[first : first + n]
+        chunks.append(score(indices=indices, targets=targets))
+    return chunks

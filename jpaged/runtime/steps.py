@@ -15,8 +15,14 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from jpaged.models.attention import AttentionInputs
 from jpaged.runtime.batch import DecodeBatch, query_start_loc, unpack_decode, unpack_prefill
 from jpaged.runtime.fused_layers import run_layers
-from jpaged.runtime.sampler import Sampled, SamplerLevel, sample
-from jpaged.runtime.sampling_state import SamplingState, decode_rows, record_tokens
+from jpaged.runtime.sampler import (
+    Sampled,
+    SamplerLevel,
+    SamplingState,
+    decode_rows,
+    record_tokens,
+    sample,
+)
 from pallas_kernels import Backend, LayerKV, copy_blocks, token_scores
 
 
@@ -127,7 +133,7 @@ def prefill_step(
         packed: The batch (`jpaged.runtime.batch.pack_prefill`).
         num_tokens: Tokens of the bucket (T), static.
         batch_size: Sequences of the bucket (B), static.
-        shared: Calls what other steps have as well (`jpaged.compile.shared_calls`), static.
+        shared: Calls what other steps have as well (`jpaged.compile.recipes`), static.
 
     Returns:
         The logits after each sequence's last token, all tokens' hidden states (for

@@ -4,9 +4,9 @@
     in   pinned host memory ──transfer──► one array on the device ──scatter──► pool
 
 Gather and scatter are programs, so the order of launch decides what they see; the transfers between
-them run beside the steps. Programs have static shapes, so an image is a list of *chunks* whose
-sizes are powers of two. Nobody waits for a transfer, unless more than `MAX_STAGED_CHUNKS` would lie
-on the device at once: the memory account has room for these.
+them run while steps run. Programs have static shapes, so an image is a list of *chunks* whose
+sizes are powers of two. The host waits for no transfer, unless more than `MAX_STAGED_CHUNKS` would
+lie on the device at once: the memory account has room for these.
 """
 
 from collections import deque

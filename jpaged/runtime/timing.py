@@ -52,10 +52,10 @@ def time_prefill(runner: ModelRunner, config: RuntimeConfig, num_tokens: int) ->
     sampling = dict.fromkeys(requests, SamplingParams(temperature=0.0))
     runner.wait()
     start = time.perf_counter()
-    runner.launch(plan, sampling).read()
+    runner.launch(plan, sampling.__getitem__).read()
     seconds = time.perf_counter() - start
     rows = tuple(item.sequence.seq_id for item in plan.scheduled)
-    runner.launch(StepPlan(step_id=-1, scheduled=(), released=rows), {})
+    runner.launch(StepPlan(step_id=-1, scheduled=(), released=rows), {}.__getitem__)
     return seconds
 
 
@@ -70,7 +70,7 @@ def time_swap(runner: ModelRunner, num_blocks: int) -> float:
     runner.wait()
     start = time.perf_counter()
     for plan in plans:
-        runner.launch(plan, {})
+        runner.launch(plan, {}.__getitem__)
         runner.wait()
     return time.perf_counter() - start
 

@@ -15,7 +15,7 @@ _PRIVATE = range(0xF0000, 0x10FFFE)
 
 
 class Special(NamedTuple):
-    """A special token, and the blanks beside it that it takes in."""
+    """A special token, and the blanks next to it that it takes in."""
 
     text: str
     lstrip: bool = False

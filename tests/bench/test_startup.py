@@ -6,9 +6,9 @@ import pytest
 from bench.common import UNRECORDED
 from bench.startup import phases, row
 from jpaged.compile.gemm_autotuning import AUTOTUNING, read_record
-from jpaged.compile.recipes import SplitModel
 from jpaged.models.loader import model_shapes
 from jpaged.models.registry import read_model_config
+from jpaged.runtime.programs import SplitModel
 
 TOLD = """\
 jpaged: imports took 1.50 s

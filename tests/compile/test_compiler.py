@@ -13,15 +13,15 @@ import jax.numpy as jnp
 import pytest
 
 from bench.common import SHAPES, UNRECORDED
-from jpaged.compile import compiler
-from jpaged.compile.compiler import (
+from jpaged.compile import gemm_autotuning
+from jpaged.compile.gemm_autotuning import (
     CUBLAS_MEASURED,
     MEASURED_FROM,
     NOTHING_MEASURED,
     UnrecordedCompiler,
     measure_products,
 )
-from jpaged.compile.recipe import Recipe
+from jpaged.compile.recipes import Recipe
 from jpaged.models.loader import model_shapes
 from jpaged.models.registry import read_model_config
 from pallas_kernels import Backend
@@ -75,7 +75,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """What is, and nothing is compiled for it."""
     found: list[tuple[str, int]] = []
     note = lambda model, part, rows, backend: found.append((part, rows))  # noqa: E731
-    monkeypatch.setattr(compiler, "measure_products", note)
+    monkeypatch.setattr(gemm_autotuning, "measure_products", note)
     return found
 
 
@@ -171,7 +171,7 @@ def test_who_measures_waits_for_other_processes(measured: list, tmp_path: Path):
 def test_who_never_ends_is_waited_for_only_so_long(
     measured: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(compiler, "MAX_WAIT_S", 0.1)
+    monkeypatch.setattr(gemm_autotuning, "MAX_WAIT_S", 0.1)
     it = UnrecordedCompiler(model_of(GPT2), Backend.XLA, tmp_path)
     with (tmp_path / "measuring.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -210,5 +210,5 @@ def test_products_that_are_not_xlas_are_not_measured(monkeypatch: pytest.MonkeyP
             return SimpleNamespace(as_text=lambda: text)
 
     model = model_of(LLAMA)
-    monkeypatch.setattr(compiler.jax, "jit", lambda _: Foreign())
+    monkeypatch.setattr(gemm_autotuning.jax, "jit", lambda _: Foreign())
     assert measure_products(model, "layer", 256, Backend.XLA) == 0

@@ -8,13 +8,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from jpaged.compile.jax_setup import (
-    CLIENT_VARIABLE,
-    prepare_jax,
-    with_usable_cache,
-    without_collections,
-)
+from jpaged.compile.store import CLIENT_VARIABLE, prepare_jax, with_usable_cache
 from jpaged.config import EngineConfig
+from jpaged.engine.startup import without_collections
 
 
 class Node:

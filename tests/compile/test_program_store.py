@@ -13,7 +13,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jpaged.compile.builder import lower
-from jpaged.compile.recipe import Recipe
+from jpaged.compile.recipes import Recipe
 from jpaged.compile.store import ProgramStore
 from pallas_kernels.gemm import tuning
 

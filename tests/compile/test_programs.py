@@ -13,11 +13,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jpaged.compile.builder import ProgramBuilder
-from jpaged.compile.compiler import Compiler
-from jpaged.compile.recipe import Recipe
+from jpaged.compile.builder import ProgramBuilder, ThreadSettings
+from jpaged.compile.gemm_autotuning import Compiler
+from jpaged.compile.recipes import Recipe
 from jpaged.compile.store import ProgramStore
-from jpaged.compile.thread_settings import ThreadSettings
 from jpaged.runtime.sampler import SamplerLevel
 
 ALWAYS = [(name, None) for name in ("load_rows", "load_bias", "copy_blocks", "fork_rows")]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from jpaged.compile.shared_calls import SharedCalls
+from jpaged.compile.recipes import SharedCalls
 from pallas_kernels import Backend, truncation_mask
 
 B, V = 4, 1000

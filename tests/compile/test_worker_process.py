@@ -9,11 +9,10 @@ import jax
 import pytest
 from start_helpers import FLOAT32, Start
 
-from jpaged.compile import worker
-from jpaged.compile.jax_setup import program_store
-from jpaged.compile.recipe import Recipe
-from jpaged.compile.worker import compile_share, share_of
-from jpaged.compile.workers import make_orders
+from jpaged.compile import workers
+from jpaged.compile.recipes import Recipe
+from jpaged.compile.store import program_store
+from jpaged.compile.workers import compile_share, make_orders, share_of
 from jpaged.config import EMBEDDED_MODEL, EngineConfig
 from jpaged.models.loader import model_shapes, read_config
 from jpaged.models.registry import read_model_config
@@ -60,7 +59,7 @@ def test_a_worker_knows_of_a_head_that_is_not_tied(
     store = program_store(tmp_path, found, model_shapes(found, FLOAT32), device)
     config = EngineConfig(compilation_cache_dir=tmp_path, num_compile_workers=1)
     make = partial(make_orders, config, EMBEDDED_MODEL, FLOAT32, device, store, recorded=False)
-    monkeypatch.setattr(worker, "recipes_without_pool", reach)
+    monkeypatch.setattr(workers, "recipes_without_pool", reach)
     for tied, error in ((False, ReachedError), (None, ValueError), (True, ValueError)):
         (order,) = make(tied=tied)
         order = replace(order, limits=asdict(runtime))

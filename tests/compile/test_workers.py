@@ -18,8 +18,14 @@ import pytest
 from start_helpers import FLOAT32, Start, names
 
 from jpaged.compile import workers
-from jpaged.compile.worker import Order, runtime_of, share_of
-from jpaged.compile.workers import CompilePool, choose_workers, make_orders
+from jpaged.compile.workers import (
+    CompilePool,
+    Order,
+    choose_workers,
+    make_orders,
+    runtime_of,
+    share_of,
+)
 from jpaged.config import EMBEDDED_MODEL, EngineConfig
 
 GIB = 2**30
@@ -47,8 +53,8 @@ import jax
 
 events = Counter()
 jax.monitoring.register_event_listener(lambda name, **_: events.update([name.split("/")[-1]]))
-from jpaged import Engine, SamplingParams, startup
-
+from jpaged import Engine, SamplingParams
+from jpaged.compile import compilation
 from jpaged.compile.workers import CompilePool
 
 
@@ -58,7 +64,7 @@ def start_unsized(pool, limits):  # as on a GPU, where the pool is sized meanwhi
 
 
 start, CompilePool.start = CompilePool.start, start_unsized
-startup.nothing_to_measure = lambda *_: False  # as on a GPU
+compilation.nothing_to_measure = lambda *_: False  # as on a GPU
 engine = Engine(
     max_num_seqs=2,
     swap_space=0.001,

@@ -4,7 +4,7 @@ import pytest
 from core_driver import Driver, make_request, make_scheduler
 from core_plans import num_free
 
-from jpaged.core.admission import check_fits, check_pin_fits, fits_surely
+from jpaged.core.admission import check_pin_fits
 from jpaged.core.beam import BeamSearch
 from jpaged.core.request import Request, Sequence
 from jpaged.core.swap import PreemptionCosts, PreemptionMode, PressurePolicy
@@ -101,24 +101,6 @@ def test_the_largest_group_that_fits_runs_to_its_end(
         driver.add(make_request(name, min(needed * block_size, 12), max_tokens=1))
     driver.run()
     assert num_free(driver) == needed
-
-
-@pytest.mark.parametrize("num_blocks", [2, 3, 4, 9])
-def test_who_surely_fits_is_never_refused(num_blocks: int):
-    scheduler = make_scheduler(num_blocks, block_size=4, max_model_len=9)
-    config, manager = scheduler.config, scheduler.block_manager
-    sure = [length for length in range(12) if fits_surely(config, manager, [3, length])]
-    # Eight tokens of the longest sequence have slots: two blocks beside the null block.
-    assert sure == ([] if num_blocks == 2 else [1, 2, 3, 4, 5, 6, 7, 8])
-    for length in sure:
-        for max_tokens in range(1, 12):
-            check_fits(config, manager, make_request("1", length, max_tokens))
-
-
-@pytest.mark.parametrize(("num_blocks", "fits"), [(12, False), (13, True)])
-def test_what_is_pinned_is_no_room(num_blocks: int, fits: bool):
-    scheduler = pinned(num_blocks).scheduler  # of them three; the longest sequence takes ten
-    assert fits_surely(scheduler.config, scheduler.block_manager, [39]) is fits
 
 
 def pinned(num_blocks: int) -> Driver:

@@ -1,8 +1,7 @@
 """Several decode steps in one launch: the same answers, and who comes meanwhile is not kept out."""
 
 import random
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +13,7 @@ from test_under_pressure import answers, params
 
 from jpaged import Engine, SamplingParams
 from jpaged.core.plan import Goal, StepPlan, SwapIn, SwapOut
+from jpaged.engine.step_recorder import StepRecorder
 from jpaged.runtime.model_runner import StepHandle
 from jpaged.runtime.sampler import Sampled
 from pallas_kernels import LayerKV
@@ -29,18 +29,11 @@ def engine(engines: Engines) -> Engine:
 
 
 @pytest.fixture
-def launched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def launched(engine: Engine) -> Iterator[list[int]]:
     """How many steps each launch had."""
-    runner, counts = engine._loop._runner, []
-    burst, single = runner.launch_burst, runner.launch
-
-    def note(launch: Any, plans: Any, sampling: Any) -> Any:
-        counts.append(len(plans) if isinstance(plans, list) else 1)
-        return launch(plans, sampling)
-
-    monkeypatch.setattr(runner, "launch_burst", lambda *args: note(burst, *args))
-    monkeypatch.setattr(runner, "launch", lambda *args: note(single, *args))
-    return counts
+    counts: list[int] = []
+    with engine.record_steps(lambda plans: counts.append(len(plans))):
+        yield counts
 
 
 @pytest.mark.parametrize(
@@ -101,21 +94,20 @@ def test_who_waits_or_gives_way_beside_bursts_of_a_generation_is_served(
     options = {"num_blocks": 25, "max_model_len": 120, "preemption_mode": mode}
     bursts = engines(num_scheduler_steps=BURST, scheduling_policy="priority", **options)
     single = engines(async_scheduling=False, max_model_len=120)
-    loop, waiting = bursts._loop, list[int]()
-    launch = loop._runner.launch_burst
+    waiting: list[int] = []
 
-    def note(plans: Any, sampling: Any) -> Any:
-        waiting.append(loop.scheduler.num_waiting)
-        return launch(plans, sampling)
+    def note(plans: Sequence[StepPlan]) -> None:
+        if len(plans) == BURST:
+            waiting.append(bursts.stats().num_waiting)
 
-    monkeypatch.setattr(loop._runner, "launch_burst", note)
     kinds = [
         SamplingParams(temperature=i % 2, top_k=5, seed=i, max_tokens=10 + i, ignore_eos=True)
         for i in range(len(PROMPTS))
     ]
     want = [answers(output) for output in single.generate(PROMPTS, kinds)]
     before = bursts.stats().num_preemptions
-    outputs = bursts.generate(PROMPTS, kinds, priority=[i % 3 for i in range(len(PROMPTS))])
+    with bursts.record_steps(note):
+        outputs = bursts.generate(PROMPTS, kinds, priority=[i % 3 for i in range(len(PROMPTS))])
     assert [answers(output) for output in outputs] == want
     assert bursts.stats().num_preemptions > before
     assert max(waiting) > 0
@@ -174,22 +166,14 @@ def test_what_the_host_decides_between_steps_runs_step_by_step(engine: Engine, l
 
 
 @pytest.fixture
-def plan(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[StepPlan]:
+def plan(engine: Engine) -> Iterator[StepPlan]:
     """One of a burst, its sequence still running."""
-    runner, plans = engine._loop._runner, []
-    launch = runner.launch_burst
-
-    def note(burst: Any, sampling: Any) -> Any:
-        plans.extend(burst)
-        return launch(burst, sampling)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(runner, "launch_burst", note)
+    with engine.record_steps() as steps:
         given = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
         engine.add_request("Count from 3 to 20", given)
         for _ in range(3):
             engine.step()
-    yield plans[-1]
+    yield next(it.plans[-1] for it in reversed(steps.launches) if len(it.plans) == BURST)
     engine.abort_all()
 
 
@@ -210,8 +194,7 @@ def test_only_decode_steps_that_move_no_blocks_are_bursts(
     runner, handle = loop._runner, StepHandle(plan, None, {}, np.zeros(0, np.int64))
     assert not runner.fits_burst(moves, Goal.THROUGHPUT)
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "_in_flight", deque())
-        patch.setattr(loop, "_note_launched", lambda plan: None)
+        patch.setattr(loop.counts, "note_plan", lambda *_: None)
         patch.setattr(runner, "launch_burst", lambda plans, _: counts.append(len(plans)) or [])
         patch.setattr(runner, "launch", lambda *_: counts.append(1) or handle)
         for plans in ([plan] * BURST, [plan] * (BURST - 1), [*[plan] * (BURST - 1), moves]):
@@ -223,23 +206,22 @@ MANY = {"num_scheduler_steps": BURST, "num_blocks": 600, "max_num_seqs": 48, "ma
 
 
 @pytest.fixture
-def shapes(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Of each burst of an engine of `MANY`: its batch size, and the sequences of its steps."""
-    runner, shapes = engines(**MANY)._loop._runner, []
-    run = runner._run_burst
-
-    def note(packed: np.ndarray, level: Any) -> Any:
-        rows = (packed[:, :, 2] > 0).sum(axis=1)
-        shapes.append((packed.shape[1], *rows.tolist()))
-        return run(packed, level)
-
-    monkeypatch.setattr(runner, "_run_burst", note)
-    return shapes
+def many(engines: Engines) -> Iterator[StepRecorder]:
+    """Records an engine of `MANY`."""
+    with engines(**MANY).record_steps() as steps:
+        yield steps
 
 
-def test_many_sequences_run_in_bursts_where_nobody_can_arrive(
-    engines: Engines, shapes: list[tuple[int, ...]]
-):
+def shapes_of(steps: StepRecorder) -> list[tuple[int, ...]]:
+    """Of each burst: its batch size, and the sequences of its steps."""
+    return [
+        (size, *(len(plan.scheduled) for plan in launch.plans))
+        for launch in steps.launches
+        if (size := launch.batch_size("decode_burst")) is not None
+    ]
+
+
+def test_many_sequences_run_in_bursts_where_nobody_can_arrive(engines: Engines, many: StepRecorder):
     """In a generation, not in steps: another may come between these."""
     engine, single = engines(**MANY), engines(async_scheduling=False, max_model_len=120)
     prompts = [*PROMPTS, *PROMPTS[:8]]
@@ -249,27 +231,27 @@ def test_many_sequences_run_in_bursts_where_nobody_can_arrive(
     ]
     want = [answers(output) for output in single.generate(prompts, kinds)]
     assert [answers(output) for output in engine.generate(prompts, kinds)] == want
-    sizes = [size for size, *_ in shapes]
+    sizes = [size for size, *_ in shapes_of(many)]
     assert sizes == sorted(sizes, reverse=True)
     assert set(sizes) == {48, 32, 8}
-    shapes.clear()
+    many.launches.clear()
     for i, (prompt, own) in enumerate(zip(prompts, kinds, strict=True)):
         engine.add_request(prompt, own, request_id=str(i))
     ended: dict[int, Any] = {}
     while engine.has_unfinished_requests:
         ended |= {int(o.request_id): answers(o) for o in engine.step() if o.finished}
     assert [ended[i] for i in range(len(prompts))] == want
-    assert {size for size, *_ in shapes} == {32, 8}
+    assert {size for size, *_ in shapes_of(many)} == {32, 8}
 
 
-def test_a_burst_is_as_large_as_its_largest_step(engines: Engines, shapes: list[tuple[int, ...]]):
+def test_a_burst_is_as_large_as_its_largest_step(engines: Engines, many: StepRecorder):
     """A request's last step leaves the later ones of a burst smaller."""
     engine = engines(**MANY)
     ends = [6] + [8] * 4 + [14] * 6
     given = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in ends]
     outputs = engine.generate(["2 + 3 ="] * len(ends), given)
     assert [len(output.outputs[0].token_ids) for output in outputs] == ends
-    assert shapes == [(32, 11, 11, 11), (32, 11, 10, 10), (8, 6, 6, 6), (8, 6, 6, 6)]
+    assert shapes_of(many) == [(32, 11, 11, 11), (32, 11, 10, 10), (8, 6, 6, 6), (8, 6, 6, 6)]
 
 
 def test_a_burst_samples_at_the_level_of_any_of_its_steps(engine: Engine, launched: list[int]):

@@ -13,9 +13,8 @@ from jpaged.core.block_manager import BlockManager
 from jpaged.core.plan import PlanBuilder
 from jpaged.core.scheduler import Scheduler
 from jpaged.core.sequence_table import SequenceTable
-from jpaged.engine.request_state import RequestState
-from jpaged.engine.sample_state import SampleState
-from jpaged.runtime import rows
+from jpaged.engine.request_state import RequestState, SampleState
+from jpaged.runtime import batch
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
 QUESTION, ANSWER = "Count from 3 to 7", "\n3, 4, 5, 6, 7"
@@ -155,9 +154,9 @@ def test_a_fault_in_setting_sampling_up_is_one_requests_own(
     other = engine.add_request(QUESTION, GREEDY)
     strange = SamplingParams(temperature=0.125, max_tokens=20, seed=3)
     victim = engine.add_request(QUESTION, strange)
-    encode = failing(rows.encode_row, lambda params, seed: params.temperature == 0.125, 0)
+    encode = failing(batch.encode_row, lambda params, seed: params.temperature == 0.125, 0)
     with monkeypatch.context() as patch:
-        patch.setattr(rows, "encode_row", encode)
+        patch.setattr(batch, "encode_row", encode)
         last = run(engine)
     assert last[victim].outputs[0].finish_reason == "error"
     assert last[other].outputs[0].text == ANSWER

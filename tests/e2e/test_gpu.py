@@ -119,7 +119,7 @@ def test_no_step_copies_the_pool(engines: Engines):
     engine = engines(dtype="bfloat16")
     shape = engine._loop._runner._kv.pool[0].k.shape
     pattern = f"bf16[{','.join(map(str, shape))}]"
-    programs = engine._loop._runner._programs
+    programs = engine._loop._runner.programs
     steps = programs.decode, programs.decode_burst, programs.prefill
     for program in chain.from_iterable(kind.values() for kind in steps):
         text = program.as_text()
@@ -219,7 +219,6 @@ def test_small_decode_steps_in_bfloat16(engines: Engines, tmp_path: Path):
 def test_bursts_in_bfloat16(
     engines: Engines,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     max_num_seqs: int,
     copies: int,
     sizes: set[int],
@@ -229,17 +228,13 @@ def test_bursts_in_bfloat16(
     options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 256}
     limits = {"num_blocks": 600, "max_num_seqs": max_num_seqs, "max_num_batched_tokens": 512}
     engine = engines(tmp_path, dtype="bfloat16", **limits, **options)
-    runner, seen = engine._loop._runner, set()
-    run = runner._run_burst
-    monkeypatch.setattr(
-        runner, "_run_burst", lambda packed, level: seen.add(packed.shape[1]) or run(packed, level)
-    )
     rng = np.random.default_rng(1)
     given = [rng.integers(0, 128, n).tolist() for n in copies * (3, 40, 16, 90, 17)]
     lengths = copies * (60, 20, 45, 9, 33)
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in lengths]
-    outputs = [output.outputs[0] for output in engine.generate(given, params)]
-    assert seen == sizes
+    with engine.record_steps() as steps:
+        outputs = [output.outputs[0] for output in engine.generate(given, params)]
+    assert {it.batch_size("decode_burst") for it in steps.launches} - {None} == sizes
     again = [prompt + list(o.token_ids) for prompt, o in zip(given, outputs, strict=True)]
     scoring = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, ignore_eos=True)
     for prompt, output, scored in zip(given, outputs, engine.generate(again, scoring), strict=True):

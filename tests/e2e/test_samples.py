@@ -1,5 +1,6 @@
 """Several samples of one request: each as if alone, and what they share."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,6 @@ from e2e_options import Engines
 from jpaged import Engine, SamplingParams
 from jpaged.core.plan import StepPlan
 from jpaged.outputs import CompletionOutput, RequestOutput
-from jpaged.runtime.model_runner import ModelRunner
 
 PROMPT = "Count from 3 to 7"
 STORY = list(range(20, 120))  # 100 tokens: six full blocks and a part of one
@@ -186,40 +186,32 @@ def test_a_mixed_batch_gives_each_what_it_gives_alone(engines: Engines, num_bloc
 
 @pytest.mark.parametrize("kind", ["truncated", "penalties"])
 def test_a_batch_with_more_rows_of_logits_than_sequences_gives_each_what_it_gives_alone(
-    engines: Engines, kind: str, monkeypatch: pytest.MonkeyPatch
+    engines: Engines, kind: str
 ):
     """A step of 33 to 48 sequences leaves 64 rows."""
-    engine, run, sizes = engines(max_num_seqs=64, num_blocks=300), ModelRunner._run_decode, set()
-
-    def note(runner: ModelRunner, scheduled: Any, rows: Any, size: int) -> Any:
-        logits, inputs = run(runner, scheduled, rows, size)
-        sizes.add((size, logits.shape[0]))
-        return logits, inputs
-
-    monkeypatch.setattr(ModelRunner, "_run_decode", note)
+    engine = engines(max_num_seqs=64, num_blocks=300)
     own = [replace(KINDS[kind], seed=i, ignore_eos=True, max_tokens=30) for i in range(40)]
-    together = engine.generate([PROMPT] * 40, own)
+    with engine.record_steps() as steps:
+        together = engine.generate([PROMPT] * 40, own)
+    sizes = {(it.batch_size("decode"), it.batch_size("sample")) for it in steps.launches}
     assert (48, 64) in sizes
     for params, output in zip(own, together, strict=True):
         check_same(output.outputs, outputs_of(engines(), PROMPT, params))
 
 
-def test_the_prompt_is_computed_once_and_its_blocks_are_shared(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_prompt_is_computed_once_and_its_blocks_are_shared(engines: Engines):
     engine = engines(enable_prefix_caching=False)
-    launch, computed, used = ModelRunner.launch, [], []
+    computed, used = list[int](), list[int]()
 
-    def counting(runner: ModelRunner, plan: StepPlan, sampling: Any) -> Any:
-        for item in plan.scheduled:
+    def count(plans: Sequence[StepPlan]) -> None:
+        for item in [item for plan in plans for item in plan.scheduled]:
             end = min(item.start + item.num_scheduled_tokens, len(STORY))
             computed.append(max(end - item.start, 0))
         used.append(engine.stats().num_used_blocks)
-        return launch(runner, plan, sampling)
 
-    monkeypatch.setattr(ModelRunner, "launch", counting)
     before = engine.stats()
-    engine.generate(STORY, SamplingParams(n=4, max_tokens=20, ignore_eos=True))
+    with engine.record_steps(count):
+        engine.generate(STORY, SamplingParams(n=4, max_tokens=20, ignore_eos=True))
     after = engine.stats()
     assert sum(computed) == len(STORY) - 1 + 4  # the last token once for each
     # Each writes tokens 97 to 119: the seventh block and the eighth are its own.

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from jpaged.engine.inputs import (
+from jpaged.engine.preprocessing import (
     Prompt,
     normalize_prompt,
     normalize_prompts,

@@ -10,9 +10,8 @@ import pytest
 from jpaged.core.beam import BeamSearch, Hypothesis
 from jpaged.core.plan import Emitted
 from jpaged.core.request import FinishReason, Request, RequestStatus, StopCriteria
-from jpaged.engine.inputs import Prompt
-from jpaged.engine.request_state import RequestState
-from jpaged.engine.token_logprobs import TokenLogprobs
+from jpaged.engine.preprocessing import Prompt
+from jpaged.engine.request_state import RequestState, TokenLogprobs
 from jpaged.observe.statistics import RequestMetrics
 from jpaged.outputs import Logprob
 from jpaged.runtime.model_runner import TokenScores

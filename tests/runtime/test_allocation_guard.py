@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 
 from jpaged.runtime.allocation_guard import SIZES, find_places, make_places, pieces
-from jpaged.runtime.sampling_state import ROW_WIDTH
+from jpaged.runtime.sampler import ROW_WIDTH
 
 TOTAL, VOCAB, TURNS = 8 * 2**30, 151_936, 60
 

@@ -12,7 +12,7 @@ from jpaged.runtime.batch import (
     unpack_decode,
     unpack_prefill,
 )
-from jpaged.runtime.sampling_state import ROW_WIDTH
+from jpaged.runtime.sampler import ROW_WIDTH
 
 R, M = 5, 4  # device rows (the last is padding), width of a block table
 SAMPLING = np.arange(R * ROW_WIDTH, dtype=np.int32).reshape(R, ROW_WIDTH)
@@ -28,7 +28,7 @@ def test_a_decode_batch_comes_out_as_it_went_in():
     packed = pack_decode(
         (known, pending),
         np.array([3, 0]),
-        SAMPLING,
+        sampling_table=SAMPLING,
         batch_size=8,
         padding_row=R - 1,
         max_blocks_per_seq=M,
@@ -50,7 +50,7 @@ def test_a_ragged_batch_comes_out_as_it_went_in():
     packed = pack_prefill(
         (chunk, decode),
         np.array([1, 2]),
-        SAMPLING,
+        sampling_table=SAMPLING,
         num_tokens=16,
         batch_size=8,
         padding_row=R - 1,

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from jpaged.compile.recipe import Recipe
-from jpaged.compile.recipes import swap_recipes
+from jpaged.compile.recipes import Recipe, swap_recipes
 from jpaged.core.plan import SwapIn, SwapOut
 from jpaged.runtime.steps import KVState, fork_rows_step
 from jpaged.runtime.swap import (

@@ -15,12 +15,12 @@ from jax import export
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from bench.common import SHAPES
-from jpaged.compile.recipe import Recipe
-from jpaged.compile.recipes import Shapes, SplitModel, recipes
-from jpaged.compile.sizing import step_buckets
-from jpaged.compile.worker import share_of
+from jpaged.compile.recipes import Recipe, recipes
+from jpaged.compile.workers import share_of
 from jpaged.models.loader import model_shapes
 from jpaged.models.registry import read_model_config
+from jpaged.runtime.buckets import step_buckets
+from jpaged.runtime.programs import Shapes, SplitModel
 from jpaged.runtime.runtime_config import GPU_DEFAULTS, RuntimeConfig
 from jpaged.runtime.sampler import SCORED_GREEDY
 from pallas_kernels import Backend

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from jpaged.compile.builder import compile_programs
-from jpaged.compile.recipes import Shapes, SplitModel
 from jpaged.compile.store import ProgramStore
 from jpaged.core.plan import ScheduledSequence, StepPlan, SwapIn, SwapOut
 from jpaged.core.request import Request, Sequence, StopCriteria
 from jpaged.models.loader import load_model, model_shapes
 from jpaged.models.registry import read_model_config
-from jpaged.runtime import rows
+from jpaged.runtime import batch
 from jpaged.runtime.buckets import make_buckets
 from jpaged.runtime.model_runner import ModelRunner, StepResult
+from jpaged.runtime.programs import Shapes, SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.timing import measure_costs
 from jpaged.sampling_params import SamplingParams
@@ -80,6 +80,7 @@ class Driver:
         self.runner = runner
         self.sampling: dict[Request, SamplingParams] = {}
         self.present: set[int] = set()
+        self.faults: tuple[tuple[Request, Exception], ...] = ()
 
     def request(self, params: SamplingParams, prompt: Sized[int], num_samples: int = 1) -> Request:
         stop = StopCriteria(max_tokens=20)
@@ -100,7 +101,8 @@ class Driver:
         self.present.update(s.sequence.seq_id for s in scheduled)
         self.present.update(child.seq_id for _, child in plan.row_forks)
         self.present.difference_update(plan.released)
-        result = self.runner.launch(plan, self.sampling).read()
+        handle = self.runner.launch(plan, self.sampling.__getitem__)
+        self.faults, result = handle.faults, handle.read()
         logprobs = result.logprobs and result.logprobs.logprobs
         seen = np.zeros((len(scheduled), 2))
         seen[:, 0] = result.token_ids
@@ -216,7 +218,7 @@ def test_results_are_in_the_plans_order_whatever_the_steps_is(driver: Driver):
         return ScheduledSequence(sequence, 0, len(sequence.token_ids), True, updates)
 
     def launch(*rows: ScheduledSequence) -> StepResult:
-        return driver.runner.launch(StepPlan(0, rows), driver.sampling).read()
+        return driver.runner.launch(StepPlan(0, rows), driver.sampling.__getitem__).read()
 
     expected = {s.seq_id: launch(whole(s)).prompt_logprobs[s.seq_id] for s in (a, c)}
     for sequence in (b, d):
@@ -272,14 +274,14 @@ def test_rows_that_join_together_are_loaded_by_one_launch(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ):
     """Biases, as wide as the vocabulary, travel for the row that has them alone."""
-    programs, launched = driver.runner._programs, []
+    programs, launched = driver.runner.programs, []
 
     def counted(name: str):
         run = getattr(programs, name)
         return lambda *arguments: launched.append(name) or run(*arguments)
 
     both = {name: counted(name) for name in ("load_rows", "load_bias")}
-    monkeypatch.setattr(driver.runner, "_programs", replace(programs, **both))
+    monkeypatch.setattr(driver.runner, "programs", replace(programs, **both))
     kinds = [{"presence_penalty": 1.0}, {"min_tokens": 2}, {"logit_bias": {3: 1.0}}, {}]
     sequences = [
         driver.request(SamplingParams(temperature=0.0, **kind), PROMPT[:3]).sequences[0]
@@ -301,7 +303,7 @@ def test_ranked_samples_get_logprobs(driver: Driver):
     (sequence, _) = driver.request(params, PROMPT, 2).sequences
     driver.prefill(sequence, [1, 2])
     plan = StepPlan(step_id=0, scheduled=(driver.decode_row(sequence),))
-    logprobs = driver.runner.launch(plan, driver.sampling).read().logprobs
+    logprobs = driver.runner.launch(plan, driver.sampling.__getitem__).read().logprobs
     assert logprobs is not None
     assert logprobs.top_token_ids.shape == (1, 20)
 
@@ -338,7 +340,7 @@ def test_a_plan_of_nothing_but_swaps(driver: Driver):
     (sequence,) = driver.request(GREEDY, PROMPT).sequences
     driver.prefill(sequence, [1, 2])
     plan = StepPlan(step_id=0, scheduled=(), swap_outs=(SwapOut(1, (1, 2)), SwapOut(2, (1,))))
-    result = driver.runner.launch(plan, {}).read()
+    result = driver.runner.launch(plan, {}.__getitem__).read()
     assert result.token_ids.shape == (0,)
     assert result.logprobs is None
     assert result.prompt_logprobs == {}
@@ -392,20 +394,20 @@ def test_a_fault_in_a_requests_own_sampling_is_told_and_spoils_no_other(
 ):
     well, ill = driver.request(GREEDY, [1, 2, 3]), driver.request(STRANGE, [4, 5])
     expected = outputs_alone(driver, GREEDY, [1, 2, 3], 1)
-    encode = rows.encode_row
+    encode = batch.encode_row
 
     def fails_for_one(params: SamplingParams, seed: int) -> np.ndarray:
         if params is STRANGE:
             raise KeyError("injected")
         return encode(params, seed)
 
-    monkeypatch.setattr(rows, "encode_row", fails_for_one)
+    monkeypatch.setattr(batch, "encode_row", fails_for_one)
     scheduled = []
     for block, (sequence,) in enumerate((ill.sequences, well.sequences), start=1):
         sequence.block_table, num_tokens = [block], len(sequence.token_ids)
         scheduled.append(ScheduledSequence(sequence, 0, num_tokens, True, ((0, block),)))
     check_same(driver.run(*scheduled)[1], expected[0])
-    ((request, error),) = driver.runner.take_faults()
+    ((request, error),) = driver.faults
     assert request is ill
     assert isinstance(error, KeyError)
 
@@ -417,12 +419,12 @@ def test_a_fault_in_the_books_of_rows_is_nobodys_own(
         raise KeyError("injected")
 
     (sequence,) = driver.request(GREEDY, [1, 2, 3]).sequences
-    monkeypatch.setattr(rows.RowTable, "assign", lose)
+    monkeypatch.setattr(batch.RowTable, "assign", lose)
     with pytest.raises(KeyError, match="injected"):
         driver.runner.launch(
-            StepPlan(0, (ScheduledSequence(sequence, 0, 3, True, ((0, 1),)),)), driver.sampling
+            StepPlan(0, (ScheduledSequence(sequence, 0, 3, True, ((0, 1),)),)),
+            driver.sampling.__getitem__,
         )
-    assert driver.runner.take_faults() == []
 
 
 @pytest.mark.parametrize(("backend", "held"), [(Backend.XLA, False), (Backend.TRITON, True)])
@@ -432,5 +434,5 @@ def test_only_on_a_gpu_small_buffers_have_places(
     model, dtype = read_model_config(MODEL), jax.numpy.dtype(jax.numpy.float32)
     split, config = SplitModel.of(model_shapes(model, dtype)), replace(CONFIG, backend=backend)
     shapes = Shapes.of(split, model, config, dtype)
-    runner = ModelRunner(split, shapes, config, BUCKETS, shared_runner._programs)
+    runner = ModelRunner(split, shapes, config, BUCKETS, shared_runner.programs)
     assert bool(runner._guards) == held

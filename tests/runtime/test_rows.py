@@ -1,9 +1,8 @@
 import numpy as np
 import pytest
 
-from jpaged.runtime.rows import RowSampling, RowTable
-from jpaged.runtime.sampler import SamplerLevel
-from jpaged.runtime.sampling_state import PADDING_PARAMS
+from jpaged.runtime.batch import RowSampling, RowTable
+from jpaged.runtime.sampler import PADDING_PARAMS, SamplerLevel
 from jpaged.sampling_params import SamplingParams
 
 GREEDY = RowSampling.of(SamplingParams(temperature=0.0), seed=0)

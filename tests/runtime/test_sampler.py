@@ -9,17 +9,13 @@ from jpaged.core.plan import NO_TOKEN
 from jpaged.runtime.results import TokenScores
 from jpaged.runtime.sampler import (
     EVERYTHING,
-    SCORED_GREEDY,
-    SamplerLevel,
-    required_level,
-    sample,
-)
-from jpaged.runtime.sampling_state import (
     LOADED_ROWS,
     LOADED_TOKENS,
     PADDING_PARAMS,
     ROW_WIDTH,
+    SCORED_GREEDY,
     RowMarks,
+    SamplerLevel,
     adjustments_of,
     bias_row,
     decode_rows,
@@ -29,6 +25,8 @@ from jpaged.runtime.sampling_state import (
     load_rows,
     pack_marks,
     record_tokens,
+    required_level,
+    sample,
 )
 from jpaged.runtime.steps import SampleInputs, sample_step
 from jpaged.sampling_params import SamplingParams

@@ -14,7 +14,7 @@ from jpaged import Engine
 from jpaged.core.block_manager import BlockManager
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine.request_state import RequestState
-from jpaged.runtime import rows
+from jpaged.runtime import batch
 from jpaged.runtime.model_runner import ModelRunner
 from jpaged.serve.text_pool import TextPool
 
@@ -55,7 +55,7 @@ FAULTS = {
     "queueing": (Scheduler, "add", 0),
     "scheduling at first": (BlockManager, "admit", 0),
     "scheduling later": (BlockManager, "append", 1),
-    "sampling": (rows, "encode_row", 0),
+    "sampling": (batch, "encode_row", 0),
     "detokenising at first": (RequestState, "accept", 0),
     "detokenising later": (RequestState, "accept", 5),
     "telling": (RequestState, "take_delta", 3),

@@ -1,0 +1,120 @@
+"""The door of this folder: an engine's numbers settled and its programs built while it starts."""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from jpaged.compile.builder import ProgramBuilder, ThreadSettings
+from jpaged.compile.gemm_autotuning import make_compiler, offer_recorded_products
+from jpaged.compile.recipes import SharedCalls, recipes
+from jpaged.compile.sizing import Sized, Sizing
+from jpaged.compile.store import prepare_jax, program_store, with_usable_cache
+from jpaged.compile.workers import CompilePool, make_orders
+from jpaged.config import EngineConfig
+from jpaged.models.loader import ModelPlan
+from jpaged.runtime.buckets import step_buckets
+from jpaged.runtime.programs import Programs, SplitModel
+from pallas_kernels import select_backend
+
+__all__ = ["Compilation", "Sized", "prepare_jax", "with_usable_cache"]
+
+
+class Compilation:
+    """Settles an engine's numbers and builds its programs, in the background, as a context.
+
+    It begins on entry and leaves no thread and no process behind.
+
+    Args:
+        config: The caller's wishes.
+        folder: The checkpoint's.
+        plan: The model, not loaded yet.
+        dtype: Of weights and pool.
+        device: What the engine runs on, before the weights are on it.
+        say: Tells a line about the start.
+
+    Raises:
+        ValueError: the numbers asked for do not go together, or the weights alone do not fit.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        folder: Path,
+        plan: ModelPlan,
+        dtype: jnp.dtype,
+        device: Any,
+        say: Callable[[str], None],
+    ):
+        model, backend = plan.config, select_backend(device.platform)
+        self._split, self._shared = SplitModel.of(plan.shapes), SharedCalls(backend)
+        self._sizing = Sizing(config, model, self._split, dtype, device)
+        self._progress = _Progress(say)
+        store = program_store(config.compilation_cache_dir, model, plan.shapes, device)
+        recorded = nothing_to_measure(device, self._split, self._sizing)
+        compiler = make_compiler(plan.shapes, backend, recorded=recorded)
+        self._builder = ProgramBuilder(os.cpu_count() or 1, store, self._progress, compiler)
+        tied = model.tie_word_embeddings
+        orders = make_orders(config, folder, dtype, device, store, recorded=recorded, tied=tied)
+        self._workers = CompilePool(orders, store, say, verbose=config.verbose)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "Compilation":
+        with ExitStack() as stack:
+            threads = stack.enter_context(ThreadPoolExecutor(2))
+            stack.enter_context(self._workers)
+            stack.enter_context(self._builder)
+            run = ThreadSettings().run
+            self._sized: Future[Sized] = threads.submit(run, self._size)
+            self._added: Future[None] = threads.submit(run, self._add_programs)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def sized(self) -> Sized:
+        """Wait until every number is settled.
+
+        Raises:
+            ValueError: the engine as configured does not fit.
+        """
+        return self._sized.result()
+
+    def programs(self) -> Programs:
+        """Wait for every program."""
+        self._added.result()
+        return self._builder.programs()
+
+    def _size(self) -> Sized:
+        """Where that needs a compilation, workers begin meanwhile."""
+        sizing, start = self._sizing, self._workers.start
+        return sizing.fit(sizing.workspace(self._builder, self._shared, start))
+
+    def _add_programs(self) -> None:
+        runtime, _, shapes = self.sized()
+        needed = recipes(self._split, shapes, runtime, step_buckets(runtime), self._shared)
+        self._builder.add(self._workers.compiled(needed, runtime, self._progress))
+
+
+def nothing_to_measure(device: Any, split: SplitModel, sizing: Sizing) -> bool:
+    """Whether XLA would measure nothing of the products of steps: measurements that ship are given
+    to it first."""
+    record = offer_recorded_products(device)
+    return device.platform == "cpu" or record.has(split.leaves, sizing.step_rows)
+
+
+class _Progress:
+    """Tells how many programs are compiled, now and then, and never less than before."""
+
+    def __init__(self, say: Callable[[str], None]):
+        self._say, self._told = say, 0
+
+    def __call__(self, done: int, total: int) -> None:
+        if done > self._told and (done == total or done % 10 == 0):
+            self._told = done
+            self._say(f"compiled {done} of {total} programs")

@@ -1,0 +1,83 @@
+"""What an engine launches, step by step: for tests and benchmarks that look at its steps."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jpaged.core.plan import StepPlan
+from jpaged.runtime.model_runner import ModelRunner, StepHandle
+from jpaged.runtime.programs import Name
+
+_REPLACED = "programs", "launch", "launch_burst"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch: a step, or a burst of them.
+
+    Attributes:
+        plans: What its steps compute; of a burst several.
+        programs: Names of the compiled programs that were called, in their order: a kind and its
+            shape, such as ("decode", 8), ("prefill", (64, 8)) or ("sample", (8, level)).
+    """
+
+    plans: tuple[StepPlan, ...]
+    programs: list[Name] = field(default_factory=list)
+
+    def batch_size(self, kind: str) -> int | None:
+        """Sequences to which its program of a kind (decode, decode_burst, sample) is padded; None
+        if it called none."""
+        for name, key in self.programs:
+            if name == kind:
+                return key[0] if isinstance(key, tuple) else key
+        return None
+
+
+class StepRecorder:
+    """Records the launches of an engine while this context is open; `Engine.record_steps` makes it.
+
+    Args:
+        runner: The engine's.
+        before: Called with each launch's plans before it.
+
+    Attributes:
+        launches: In their order.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        before: Callable[[Sequence[StepPlan]], object] = lambda plans: None,
+    ):
+        self.launches: list[Launch] = []
+        self._runner, self._before = runner, before
+
+    def __enter__(self) -> "StepRecorder":
+        runner = self._runner
+        self._replaced = {name: vars(runner)[name] for name in _REPLACED if name in vars(runner)}
+        launch, launch_burst = runner.launch, runner.launch_burst
+        runner.programs = runner.programs.noted(self._note_program)
+
+        def recorded(plan: StepPlan, sampling: Any) -> StepHandle:
+            self._note_plans([plan])
+            return launch(plan, sampling)
+
+        def recorded_burst(plans: list[StepPlan], sampling: Any) -> list[StepHandle]:
+            self._note_plans(plans)
+            return launch_burst(plans, sampling)
+
+        runner.launch, runner.launch_burst = recorded, recorded_burst
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in _REPLACED:
+            delattr(self._runner, name)  # methods of the class are found again
+        vars(self._runner).update(self._replaced)
+
+    def _note_plans(self, plans: Sequence[StepPlan]) -> None:
+        self._before(plans)
+        self.launches.append(Launch(tuple(plans)))
+
+    def _note_program(self, name: Name) -> None:
+        if self.launches:
+            self.launches[-1].programs.append(name)

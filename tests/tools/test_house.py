@@ -1,0 +1,77 @@
+"""The house stays as it is meant to be: no circle, nothing that looks upwards, few files loose."""
+
+from pathlib import Path
+
+import pytest
+
+from tools import house
+
+MAX_LOOSE_FILES = 8
+
+
+@pytest.fixture(scope="module")
+def imports() -> set[house.Import]:
+    return house.find_imports(house.module_files())
+
+
+def plant(root: Path, files: dict[str, str]) -> set[house.Import]:
+    """The imports of a product of these files."""
+    for name, code in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(code)
+    return house.find_imports(house.module_files(root))
+
+
+def test_no_rooms_import_each_other_round_about(imports: set[house.Import]):
+    assert house.circles(house.room_graph(imports, typed=False)) == []
+
+
+def test_no_files_import_each_other_round_about(imports: set[house.Import]):
+    outside = {it for it in imports if house.room_of(it.importer) != "models"}
+    assert house.circles(house.file_graph(outside)) == []
+
+
+def test_nothing_looks_upwards(imports: set[house.Import]):
+    assert house.upward_imports(imports) == []
+
+
+def test_few_files_are_loose():
+    assert len(house.loose_files()) <= MAX_LOOSE_FILES
+
+
+def test_a_circle_and_a_look_upwards_are_seen(tmp_path: Path):
+    found = plant(
+        tmp_path,
+        {
+            "jpaged/__init__.py": '_HOME = {"Engine": "jpaged.engine.engine"}\n',
+            "jpaged/core/plan.py": "def late():\n    from jpaged.runtime.batch import pack\n",
+            "jpaged/runtime/batch.py": "import jpaged.core.plan\n",
+            "jpaged/engine/engine.py": "from jpaged.runtime import batch\n",
+            "jpaged/serve/app.py": "from jpaged import Engine\n",
+        },
+    )
+    graph = house.room_graph(found, typed=True)
+    assert graph == {
+        "core": {"runtime"},
+        "runtime": {"core"},
+        "engine": {"runtime"},
+        "serve": {"engine"},
+    }
+    assert house.circles(graph) == [["core", "runtime"]]
+    assert house.circles(house.file_graph(found)) == [["jpaged.core.plan", "jpaged.runtime.batch"]]
+    assert [it.importer for it in house.upward_imports(found)] == ["jpaged.core.plan"]
+    assert house.num_floors(graph) == 3
+
+
+def test_imports_for_type_checkers_make_no_circle(tmp_path: Path):
+    typed = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import jpaged.text.b\n"
+    found = plant(tmp_path, {"jpaged/text/a.py": typed, "jpaged/text/b.py": "import jpaged.text.a"})
+    assert len(found) == 2
+    assert house.circles(house.file_graph(found)) == []
+
+
+def test_a_decode_step_is_seen():
+    step = house.trace_step()
+    assert {"jpaged.engine.loop", "jpaged.runtime.model_runner"} <= step.modules
+    assert len(step.modules) <= len(step.functions) <= step.num_calls
