@@ -45,10 +45,11 @@ FIGURES = {
 }
 
 QUICK = {
-    "seconds": 3.0,
+    "seconds": 2.0,
+    "least_requests": 10,
     "saturation": 40,
     "seeds": (0,),
-    "latency_factor": 3.0,
+    "latency_factor": 2.0,
     "tolerance": 0.5,
     "fractions": (0.5,),
 }

@@ -137,7 +137,9 @@ def _attention_seconds(
                 scale=dtype_scale, implementation=name,
             )  # fmt: skip
 
-        found[name] = time_call(contiguous, queries, slabs, lens, 7)
+        # JAX's own attention mixes dtypes, which a caller may have forbidden.
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            found[name] = time_call(contiguous, queries, slabs, lens, 7)
     return {"paged": paged, "contiguous": found}
 
 

@@ -134,7 +134,8 @@ class Settings:
     Attributes:
         how: "simulated" or "measured".
         quick: Whether this is only to see that it runs.
-        seconds: Length of a trace.
+        seconds: Length of a trace, if `least_requests` arrive in it.
+        least_requests: Requests that a trace has on average at least.
         saturation: Requests that tell how many a second can be served.
         seeds: Of the traces.
         latency_factor: Of the sustained rate.
@@ -147,6 +148,7 @@ class Settings:
     how: str = "simulated"
     quick: bool = False
     seconds: float = 3600.0
+    least_requests: int = 100
     saturation: int = 2000
     seeds: tuple[int, ...] = (0, 1, 2)
     latency_factor: float = 10.0
@@ -193,7 +195,8 @@ def run(
     case: Case, rate: float, seed: int, settings: Settings, give_up_at: float | None
 ) -> Outcome:
     """Serve a trace of the case's workload."""
-    trace = make_trace(case.workload, rate, settings.seconds, seed, settings)
+    seconds = max(settings.seconds, settings.least_requests / rate)
+    trace = make_trace(case.workload, rate, seconds, seed, settings)
     return _outcome(_serve(case, trace, settings, give_up_at), rate)
 
 
