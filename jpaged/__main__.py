@@ -12,12 +12,12 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from jpaged import __version__
 from jpaged.sampling_params import SamplingParams
 from jpaged.terminal import Session, converse, one_line
-from jpaged.version import __version__
 
 if TYPE_CHECKING:
-    from jpaged.engine import Engine
+    from jpaged.engine.engine import Engine
 
 _DESCRIPTION = "Generate text with a language model whose KV cache is paged."
 _EXAMPLES = """\

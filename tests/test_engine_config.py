@@ -4,9 +4,11 @@ from types import SimpleNamespace
 import pytest
 
 from jpaged import option_checks
+from jpaged.compile.sizing import platform_defaults
 from jpaged.config import EngineConfig
+from jpaged.engine.startup import _describe
 from jpaged.runtime.kv_cache import MemoryAccount
-from jpaged.runtime_config import (
+from jpaged.runtime.runtime_config import (
     CPU_DEFAULTS,
     PlatformDefaults,
     RuntimeConfig,
@@ -14,8 +16,6 @@ from jpaged.runtime_config import (
     with_pool,
     with_swap,
 )
-from jpaged.sizing import platform_defaults
-from jpaged.startup import _describe
 from pallas_kernels import Backend
 
 

@@ -22,12 +22,11 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jpaged.core.accounts import MemoryReport
 from jpaged.core.block_manager import NO_CHANGES, BlockChanges, BlockManager
-from jpaged.core.block_pool import KVBlock
-from jpaged.core.errors import OutOfBlocksError, require
+from jpaged.core.block_pool import KVBlock, OutOfBlocksError, require
 from jpaged.core.prefix_cache import PrefixCache
 from jpaged.core.request import Request, Sequence
+from jpaged.observe.pool_report import MemoryReport
 
 
 class BuddyAllocator:

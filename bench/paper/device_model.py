@@ -12,23 +12,29 @@ A step of N rows (tokens, padded as the engine pads them) in L layers takes, in 
 with join(a, b) = (a^p + b^p)^(1/p): either bound alone where it is far above the other. The nine
 coefficients are fitted by least squares of the logarithm of modelled over recorded time, so that
 each point counts by its relative error. Two more tell what a transfer between device and host
-takes: `swap + bytes / swap_bandwidth`.
+takes: `swap + bytes / swap_bandwidth`. All are those of blocks of 16 slots. Where steps of other
+block sizes were recorded, `kv_slowdown` tells by how much keys and values are read more slowly
+there, the median of those steps; where none were, the block size makes no difference.
 
-The data: `bench/results/step_times_nvidia-h200.json` where `bench.step_times` has been run on an
-H200; until then `recorded_steps.json` in this folder, what results and notes say of single steps,
-each with its source. `python -m bench.paper.device_model` prints every point with its error.
+The data: `bench/results/step_times_<shape>_nvidia-h200.json`, which `bench.step_times` writes on an
+H200: the shape's own, or for a shape that has none OPT-13B's. Until then `recorded_steps.json` in
+this folder: what results and notes say of single steps, each with its source.
+`python -m bench.paper.device_model` prints every point with its error.
 
 Other GPUs are not measured. For them bandwidths and rates are the fitted ones times the ratio of
 the published peaks (`GPUS`), times are as fitted. Several GPUs hold a share of each layer each, and
 sum their parts twice a layer: `ALL_REDUCE_SECONDS`, and bytes over `nvlink` as a ring sends them.
 """
 
+import argparse
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,8 +42,10 @@ from scipy.optimize import least_squares  # JAX depends on it
 from tabulate import tabulate
 
 RECORDED = Path(__file__).parent / "recorded_steps.json"
-STEP_TIMES = Path(__file__).parent.parent / "results" / "step_times_nvidia-h200.json"
+RESULTS = Path(__file__).parent.parent / "results"
+MEASURED_SHAPE = "opt-13b"
 FITTED_GPU = "h200"
+BLOCK_SIZE = 16  # of the steps that coefficients are fitted to
 ITEM_BYTES = 2  # bfloat16 and float16
 ALL_REDUCE_SECONDS = 10e-6
 """What a small all-reduce between GPUs of one host takes, an assumption; latency of NCCL's over
@@ -120,6 +128,7 @@ MODELS = {
     "llama-3.1-8b": ModelShape(32, 4096, 32, 8, 128, 14336, 128256, gated=True),
     "qwen3-0.6b": ModelShape(28, 1024, 16, 8, 128, 3072, 151936, gated=True),
     "qwen2.5-1.5b": ModelShape(28, 1536, 12, 2, 128, 8960, 151936, gated=True),
+    "qwen2.5-14b": ModelShape(48, 5120, 40, 8, 128, 13824, 152064, gated=True),
 }
 
 
@@ -138,13 +147,21 @@ class Coefficients:
     mixed: float = 0.0
     swap: float = 1e-3
     swap_bandwidth: float = 5e10
+    kv_slowdown: tuple[tuple[int, float], ...] = ()  # block size, factor
+
+    def slowdown(self, block_size: int) -> float:
+        """Factor of the time that reading keys and values takes; by the nearest recorded size."""
+        if block_size == BLOCK_SIZE or not self.kv_slowdown:
+            return 1.0
+        known = ((BLOCK_SIZE, 1.0), *self.kv_slowdown)
+        return min(known, key=lambda pair: abs(math.log2(pair[0] / block_size)))[1]
 
 
 LIMITS = {"bandwidth": 4.42e12, "kv_bandwidth": 4.42e12, "rate": 7.9e14, "prefill_rate": 6.6e14}
 """What was measured of the chip itself: no step is faster. The data do not tell all coefficients
 apart (a higher rate of products and slower norms fit as well), and these keep each what it says."""
 
-_STEP_NAMES = [f.name for f in fields(Coefficients) if not f.name.startswith("swap")]
+_STEP_NAMES = [f.name for f in fields(Coefficients) if not f.name.startswith(("swap", "kv_slow"))]
 
 
 @dataclass(frozen=True)
@@ -169,17 +186,22 @@ class DeviceModel:
         """Bytes of a block in all layers, on all GPUs together."""
         return block_size * self.shape.kv_bytes
 
-    def step_seconds(self, work: StepWork) -> float:
+    def step_seconds(self, work: StepWork, block_size: int = BLOCK_SIZE) -> float:
         """Seconds of a step in a steady run."""
-        return self.busy_seconds(work) + self.coefficients.step
+        return self.busy_seconds(work, block_size) + self.coefficients.step
 
-    def busy_seconds(self, work: StepWork) -> float:
+    def kv_seconds(self, work: StepWork) -> float:
+        """Seconds of reading keys and values for rows of one token, in blocks of 16."""
+        num_bytes = work.context_tokens * self.shape.kv_bytes
+        return num_bytes / (self.coefficients.kv_bandwidth * self.num_gpus)
+
+    def busy_seconds(self, work: StepWork, block_size: int = BLOCK_SIZE) -> float:
         """Seconds that the device is busy for a step."""
         shape, by, gpus = self.shape, self.coefficients, self.num_gpus
         rows, layers = work.padded_tokens, shape.num_layers
         seconds = layers * by.layer + self._product(layers * shape.layer_params, rows)
         seconds += self._product(shape.head_params, work.logits_rows)
-        seconds += work.context_tokens * shape.kv_bytes / (by.kv_bandwidth * gpus)
+        seconds += self.kv_seconds(work) * by.slowdown(block_size)
         pair_flops = 4 * layers * shape.num_heads * shape.head_size
         seconds += work.prompt_pairs * pair_flops / (by.prefill_rate * gpus)
         seconds += layers * rows * shape.hidden * by.element
@@ -238,7 +260,7 @@ def device_model(shape: str = "opt-13b", gpu: str = FITTED_GPU, num_gpus: int = 
             raise ValueError(f"{name} {value!r} is unknown: give one of {', '.join(known)}")
     if num_gpus < 1:
         raise ValueError(f"num_gpus must be at least 1, got {num_gpus}")
-    by, here, there = fit().coefficients, GPUS[FITTED_GPU], GPUS[gpu]
+    by, here, there = fit(shape).coefficients, GPUS[FITTED_GPU], GPUS[gpu]
     memory, compute = there.bandwidth / here.bandwidth, there.flops / here.flops
     scaled = replace(
         by,
@@ -292,14 +314,21 @@ class Fit:
 
 
 @cache
-def fit() -> Fit:
-    """Fit the coefficients to what was recorded on an H200.
+def fit(shape: str = MEASURED_SHAPE) -> Fit:
+    """Fit the coefficients for a shape to what was recorded on an H200.
 
     Raises:
         ValueError: a file of recorded steps is damaged; the message names it.
     """
-    path = STEP_TIMES if STEP_TIMES.exists() else RECORDED
-    return fit_rows(read_rows(path))
+    recorded = read_rows(RECORDED)
+    paths = [RESULTS / f"step_times_{name}_nvidia-h200.json" for name in (shape, MEASURED_SHAPE)]
+    path = next((path for path in paths if path.exists()), None)
+    if path is None:
+        return fit_rows(recorded)
+    rows = read_rows(path)
+    if not any(row["kind"] in _SWAP_KINDS for row in rows):
+        rows += [row for row in recorded if row["kind"] in _SWAP_KINDS]
+    return fit_rows(rows)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -328,8 +357,10 @@ def fit_rows(rows: Iterable[Mapping[str, Any]]) -> Fit:
     steps = [row for row in rows if row["kind"] in _STEP_KINDS]
     swaps = [row for row in rows if row["kind"] in _SWAP_KINDS]
     by = Coefficients()
-    if steps:
-        by = _fit(by, _names_for(steps), steps)
+    usual = [row for row in steps if row["block_size"] == BLOCK_SIZE]
+    if usual:
+        by = _fit(by, _names_for(usual), usual)
+        by = replace(by, kv_slowdown=_slowdowns(by, steps))
     if swaps:
         by = _fit(by, ["swap", "swap_bandwidth"], swaps)
     points = [
@@ -337,6 +368,16 @@ def fit_rows(rows: Iterable[Mapping[str, Any]]) -> Fit:
         for row in rows
     ]
     return Fit(by, tuple(points))
+
+
+def _slowdowns(by: Coefficients, steps: list[Mapping[str, Any]]) -> tuple[tuple[int, float], ...]:
+    """Of each block size but the usual one: what steps take beyond the usual, by `kv_seconds`."""
+    found: dict[int, list[float]] = defaultdict(list)
+    for row in steps:
+        if row["block_size"] != BLOCK_SIZE and row["context_tokens"]:
+            seconds = _model_of(by, row).kv_seconds(_work_of(row))
+            found[row["block_size"]].append(1 + (row["seconds"] - _modelled(by, row)) / seconds)
+    return tuple((size, max(median(factors), 0.1)) for size, factors in sorted(found.items()))
 
 
 def _names_for(steps: list[Mapping[str, Any]]) -> list[str]:
@@ -363,19 +404,29 @@ def _fit(start: Coefficients, names: list[str], rows: list[Mapping[str, Any]]) -
 
 
 def _modelled(by: Coefficients, row: Mapping[str, Any]) -> float:
-    shape = MODELS[row["model"]]
-    model = DeviceModel("", shape._replace(num_layers=row.get("num_layers", shape.num_layers)), by)
+    model = _model_of(by, row)
     if row["kind"] in _SWAP_KINDS:
         ways = 2 if row["kind"] == "swap" else 1
         return ways * model.swap_seconds(row["blocks"], row["block_size"])
-    work = StepWork(*(row[name] for name in StepWork._fields))
-    return model.busy_seconds(work) if row.get("busy") else model.step_seconds(work)
+    seconds_of = model.busy_seconds if row.get("busy") else model.step_seconds
+    return seconds_of(_work_of(row), row["block_size"])
+
+
+def _model_of(by: Coefficients, row: Mapping[str, Any]) -> DeviceModel:
+    shape = MODELS[row["model"]]
+    layers = row.get("num_layers", shape.num_layers)
+    return DeviceModel("", shape._replace(num_layers=layers), by)
+
+
+def _work_of(row: Mapping[str, Any]) -> StepWork:
+    return StepWork(*(row[name] for name in StepWork._fields))
 
 
 def _describe(row: Mapping[str, Any]) -> str:
     if row["kind"] in _SWAP_KINDS:
         return f"{row['model']}: {row['kind']} of {row['blocks']} blocks"
     layers = f", {row['num_layers']} layers" if "num_layers" in row else ""
+    layers += f", blocks of {row['block_size']}" if row["block_size"] != BLOCK_SIZE else ""
     parts = []
     if row["decode_seqs"]:
         context = row["context_tokens"] // row["decode_seqs"]
@@ -387,7 +438,11 @@ def _describe(row: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    found = fit()
+    parser = argparse.ArgumentParser(
+        description="The device model's data, coefficients and errors."
+    )
+    parser.add_argument("--shape", choices=[*MODELS], default=MEASURED_SHAPE)
+    found = fit(parser.parse_args().shape)
     columns = ("what", "recorded ms", "modelled ms", "error %", "source")
     rows = [
         (p.what, 1e3 * p.recorded, 1e3 * p.modelled, 100 * p.error, p.source) for p in found.points

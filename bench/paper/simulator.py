@@ -17,7 +17,7 @@ Tokens are made up; the beams' candidates are those of `bench.synthetic_beams`.
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
 
@@ -27,13 +27,13 @@ from bench.paper.allocators import OrcaMax, TokenStates, make_manager, token_sta
 from bench.paper.device_model import DeviceModel, StepWork
 from bench.paper.traces import TraceRequest
 from bench.synthetic_beams import candidates_of
-from jpaged.core.accounts import memory_report
 from jpaged.core.beam import BeamSearch
 from jpaged.core.plan import StepPlan
-from jpaged.core.request import Candidates, FinishReason, Request, RequestStatus, StopCriteria
+from jpaged.core.request import Candidates, Request, RequestStatus, StopCriteria
 from jpaged.core.request import Sequence as TokenSequence
 from jpaged.core.scheduler import Scheduler, SchedulerConfig
 from jpaged.core.swap import PreemptionMode, PressurePolicy
+from jpaged.observe.pool_report import memory_report
 from jpaged.runtime.buckets import Buckets, make_buckets, round_up
 
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, MAX_MODEL_LEN = 256, 2048, 2048
@@ -58,7 +58,7 @@ class Run:
         busy_seconds: Of those, what steps took.
         num_steps: Steps.
         num_output_tokens: Tokens of all samples; of a beam search those of all its beams.
-        num_prompt_tokens: Of requests, each request's once, that were admitted.
+        num_prompt_tokens: Of the requests that arrived, each request's once.
         num_computed_tokens: Tokens that steps computed.
         num_recomputed_tokens: Those of them that had been computed before a preemption.
         mean_batch: Requests in the batch, mean over the steps' time; of those that are served as
@@ -219,12 +219,8 @@ class Workload:
 
     def requests(self, index: int) -> list[Request]:
         """A request of the trace that arrives, as one, or as one for each sequence."""
-        given, apart = self.trace[index], self.num_apart
-        self._num_left[index] = apart
-        weight = 1 / given.output_len
-        self._sum_weights += weight
-        self._sum_arrivals += given.arrival * weight
-        stop = StopCriteria(given.output_len)
+        self.note_arrival(index)
+        apart, stop = self.num_apart, StopCriteria(self.trace[index].output_len)
         return [
             Request.from_prompt(
                 f"{index}.{each}",
@@ -252,10 +248,17 @@ class Workload:
         stream, _, stop = given.prompt[-1] if given.prompt else (-1 - index, 0, given.prompt_len)
         return stream_tokens(stream, stop, stop + given.output_len)
 
+    def note_arrival(self, index: int) -> None:
+        """The request is there."""
+        given = self.trace[index]
+        self._num_left[index] = self.num_apart
+        weight = 1 / given.output_len
+        self._sum_weights += weight
+        self._sum_arrivals += given.arrival * weight
+
     def note_first(self, index: int, now: float) -> None:
-        """The request has its first token."""
-        if math.isnan(self.first_tokens[index]):
-            self.first_tokens[index] = now
+        """A first token came; that of the request if none came earlier."""
+        self.first_tokens[index] = np.fmin(self.first_tokens[index], now)
 
     def note_end(self, index: int, now: float) -> None:
         """One of the requests that a request of the trace is served as has ended."""
@@ -319,28 +322,76 @@ class Padding:
 
 
 class Tally:
-    """Means over time of what the batch and the memory look like."""
+    """What a scheduler's steps come to: means over their time, and sums.
+
+    Attributes:
+        seconds: What steps took.
+        num_steps: Steps.
+        num_computed: Tokens that they computed.
+        num_recomputed: Those of them that had been computed before a preemption.
+        num_preempted: Times a request lost its memory.
+        num_moved: Blocks moved to and from host memory.
+    """
 
     def __init__(self, scheduler: Scheduler, num_apart: int = 1):
         self._scheduler, self._num_apart = scheduler, num_apart
-        self.seconds = self.batch_seconds = 0.0
-        self.num_steps, self.batch_steps = 0, 0.0
-        self.num_computed = self.num_logical = self.num_physical = 0
+        self.seconds = self._batch_seconds = self._batch_steps = 0.0
+        self.num_steps = self.num_computed = self.num_recomputed = 0
+        self.num_preempted = self.num_moved = 0
+        self.num_logical = self.num_physical = 0
         self._looked = {True: np.zeros(5), False: np.zeros(5)}  # whether somebody waits for memory
         self._since_look = 0.0
         self._waste = self._half_blocks = self._held = 0.0
+        # By sequence: the tokens that were computed in steps with prompts, and that were lost.
+        self._prompt_ends: dict[int, int] = {}
+        self._lost: dict[int, int] = {}
 
     def note(self, plan: StepPlan, seconds: float) -> None:
-        """A step was planned that takes so long."""
+        """A step was planned, a moment ago, that takes so long."""
+        self.num_moved += sum(len(order.block_ids) for order in plan.swap_outs)
+        self.num_moved += sum(len(order.places) for order in plan.swap_ins)
+        if not plan.is_decode:
+            self._note_prompts(plan)
+        if plan.preempted:
+            self._note_preempted(plan)
+        if not plan.scheduled:
+            return
         num_running = self._scheduler.num_running / self._num_apart
         self.seconds += seconds
         self.num_steps += 1
         self.num_computed += plan.num_tokens
-        self.batch_seconds += num_running * seconds
-        self.batch_steps += num_running
+        self._batch_seconds += num_running * seconds
+        self._batch_steps += num_running
         self._since_look += seconds
         if self.num_steps % STEPS_A_LOOK == 1:
             self._look()
+
+    def note_end(self, request: Request) -> None:
+        """The request is over."""
+        for sequence in request.sequences:
+            self._prompt_ends.pop(sequence.seq_id, None)
+
+    def _note_prompts(self, plan: StepPlan) -> None:
+        """Rows of decode steps compute what was never computed before."""
+        for sequence, start, num_tokens, _, _ in plan.scheduled:
+            seq_id, end = sequence.seq_id, start + num_tokens
+            lost = self._lost.get(seq_id, 0)
+            self.num_recomputed += max(min(end, lost) - start, 0)
+            if lost <= end:
+                self._lost.pop(seq_id, None)
+            self._prompt_ends[seq_id] = end
+
+    def _note_preempted(self, plan: StepPlan) -> None:
+        self.num_preempted += len(plan.preempted)
+        for request_id in plan.preempted:
+            request = self._scheduler.waiting.get(request_id)
+            if request is not None and request.status is RequestStatus.PREEMPTED:
+                for sequence in request.live:
+                    has_begun = sequence.num_tokens > sequence.num_prompt_tokens
+                    prompt_end = self._prompt_ends.get(sequence.seq_id, 0)
+                    reached = sequence.num_tokens - 1 if has_begun else prompt_end
+                    before = self._lost.get(sequence.seq_id, 0)
+                    self._lost[sequence.seq_id] = max(reached, before)
 
     def _look(self) -> None:
         scheduler, weight = self._scheduler, self._since_look
@@ -360,20 +411,47 @@ class Tally:
             held = (manager.ranges.size - manager.ranges.num_free) * manager.block_size
         self._held += weight * held
         self._waste += weight * (held - report.num_token_slots)
-        num_holding = sum(bool(s.block_table) for s in scheduler.roster.known.values())
+        num_holding = sum(bool(s.block_table) for s in scheduler.sequences.known.values())
         self._half_blocks += weight * num_holding * manager.block_size / 2
 
-    def memory(self) -> dict[str, float]:
-        """As `Run.memory`."""
+    def run(self, work: Workload, *, now: float, num_outputs: int, block_bytes: int) -> Run:
+        """What came of a trace, of which nothing happens after `now`."""
+        trace, cache = work.trace, self._scheduler.block_manager.prefix_cache
+        ends = work.finishes[np.isfinite(work.finishes)]
+        end = now if work.num_open or not len(ends) else float(ends.max())
+        held = max(self._held, 1e-12)
+        return Run(
+            system=work.system,
+            arrivals=np.array([request.arrival for request in trace]),
+            first_tokens=work.first_tokens,
+            finishes=work.finishes,
+            output_lens=np.array([request.output_len for request in trace]),
+            gave_up=work.num_open > 0,
+            normalized_latency=work.least_latency(now),
+            seconds=end - trace[0].arrival if trace else 0.0,
+            busy_seconds=self.seconds,
+            num_steps=self.num_steps,
+            num_output_tokens=num_outputs,
+            num_prompt_tokens=sum(r.prompt_len for r in trace if r.arrival <= now),
+            num_computed_tokens=self.num_computed,
+            num_recomputed_tokens=self.num_recomputed,
+            mean_batch=self._batch_seconds / max(self.seconds, 1e-12),
+            mean_batch_of_steps=self._batch_steps / max(self.num_steps, 1),
+            memory=self._memory(),
+            allocated_waste=100 * self._waste / held,
+            waste_formula=100 * self._half_blocks / held,
+            num_logical_blocks=self.num_logical,
+            num_physical_blocks=self.num_physical,
+            num_preemptions=self.num_preempted,
+            swapped_bytes=self.num_moved * block_bytes,
+            num_query_tokens=0 if cache is None else cache.num_query_tokens,
+            num_hit_tokens=0 if cache is None else cache.num_hit_tokens,
+        )
+
+    def _memory(self) -> dict[str, float]:
         sums = self._looked[True] if self._looked[True].any() else self._looked[False]
         shares = 100 * sums / max(sums.sum(), 1e-12)
         return dict(zip(TokenStates._fields, shares.tolist(), strict=True))
-
-    @property
-    def waste(self) -> tuple[float, float]:
-        """As `Run.allocated_waste` and `Run.waste_formula`."""
-        held = max(self._held, 1e-12)
-        return 100 * self._waste / held, 100 * self._half_blocks / held
 
 
 class _Simulation:
@@ -388,27 +466,20 @@ class _Simulation:
         self._work, self._scheduler, self._device = work, scheduler, device
         self._padding, self._give_up_at = padding, math.inf if give_up_at is None else give_up_at
         self._tally = Tally(scheduler, work.num_apart)
-        self._now = self._device_free = self._link_free = self._last = 0.0
+        self._now = self._device_free = self._link_free = 0.0
         self._in_flight: deque[tuple[StepPlan, float]] = deque()
         self._next = 0  # of the trace, to arrive
         self._outputs: dict[int, list[int]] = {}
-        self._num_recomputed = self._num_preempted = self._num_moved = self._num_out = 0
-        # By sequence: the tokens that were computed in steps with prompts, and that were lost.
-        self._prompt_ends: dict[int, int] = {}
-        self._lost: dict[int, int] = {}
+        self._num_outputs = 0
         self._any_tokens = np.zeros(scheduler.config.max_num_seqs, np.int64)
 
     def run(self) -> Run:
         work, scheduler, trace = self._work, self._scheduler, self._work.trace
-        gave_up = False
         while work.num_open:
             self._arrive()
             plan = scheduler.schedule()
-            faults = scheduler.take_faults()
-            if faults:
-                request, error = faults[0]
-                raise ValueError(f"request {request.request_id} cannot be served: {error}")
             if plan is not None:
+                _raise_faults(plan.failed)
                 self._launch(plan)
             num_ahead = 1 if plan is not None else 0
             while len(self._in_flight) > num_ahead:
@@ -419,9 +490,10 @@ class _Simulation:
                 if self._next < len(trace):
                     self._now = max(self._now, trace[self._next].arrival)
             if self._tally.num_steps % 64 == 0 and work.least_latency(self._now) > self._give_up_at:
-                gave_up = True
                 break
-        return self._result(gave_up)
+        size = self._device.block_bytes(scheduler.block_manager.block_size)
+        outputs = self._num_outputs
+        return self._tally.run(work, now=self._now, num_outputs=outputs, block_bytes=size)
 
     def _arrive(self) -> None:
         trace = self._work.trace
@@ -435,13 +507,10 @@ class _Simulation:
     def _launch(self, plan: StepPlan) -> None:
         device, size = self._device, self._scheduler.block_manager.block_size
         start = max(self._now, self._device_free)
-        if not plan.is_decode:
-            self._note_prompts(plan)
-        if plan.preempted:
-            self._note_preempted(plan)
         for _, block_ids in plan.swap_outs:
             self._link(start, len(block_ids))
-        seconds = device.step_seconds(self._padding.work_of(plan)) if plan.scheduled else 0.0
+        work = self._padding.work_of(plan) if plan.scheduled else None
+        seconds = device.step_seconds(work, size) if work is not None else 0.0
         if plan.block_copies:
             seconds += (
                 2
@@ -454,36 +523,12 @@ class _Simulation:
             end = max(end, self._link(start, len(places)))
         self._device_free = end
         self._in_flight.append((plan, end))
-        if plan.scheduled:
-            self._tally.note(plan, end - start)
-
-    def _note_prompts(self, plan: StepPlan) -> None:
-        """Rows of decode steps compute what was never computed before."""
-        for sequence, start, num_tokens, _, _ in plan.scheduled:
-            seq_id, end = sequence.seq_id, start + num_tokens
-            lost = self._lost.get(seq_id, 0)
-            self._num_recomputed += max(min(end, lost) - start, 0)
-            if lost <= end:
-                self._lost.pop(seq_id, None)
-            self._prompt_ends[seq_id] = end
-
-    def _note_preempted(self, plan: StepPlan) -> None:
-        self._num_preempted += len(plan.preempted)
-        for request_id in plan.preempted:
-            request = self._scheduler.waiting.get(request_id)
-            if request is not None and request.status is RequestStatus.PREEMPTED:
-                for sequence in request.live:
-                    has_begun = sequence.num_tokens > sequence.num_prompt_tokens
-                    prompt_end = self._prompt_ends.get(sequence.seq_id, 0)
-                    reached = sequence.num_tokens - 1 if has_begun else prompt_end
-                    before = self._lost.get(sequence.seq_id, 0)
-                    self._lost[sequence.seq_id] = max(reached, before)
+        self._tally.note(plan, end - start)
 
     def _link(self, start: float, num_blocks: int) -> float:
         """Queue a transfer; when it ends."""
         size = self._scheduler.block_manager.block_size
         self._link_free = max(self._link_free, start) + self._device.swap_seconds(num_blocks, size)
-        self._num_moved += num_blocks
         return self._link_free
 
     def _read(self) -> None:
@@ -496,66 +541,34 @@ class _Simulation:
         if work.is_search:
             candidates = _candidates_for(plan, work.width)
         news = self._scheduler.update(plan, sampled, candidates)
+        _raise_faults(news.failed)
         for sequence, request, _, reason in news.emitted:
             if sequence.num_output_tokens == 1:
                 work.note_first(index_of(request), self._now)
-            self._num_out += 1
+            self._num_outputs += 1
             if reason is not None and request.is_finished:
                 self._end(request)
         for request in news.searched:
             work.note_first(index_of(request), self._now)
-            self._num_out += work.width
+            self._num_outputs += work.width
             if request.is_finished:
                 self._end(request)
 
     def _end(self, request: Request) -> None:
-        if request.finish_reason is FinishReason.ERROR:
-            raise ValueError(f"request {request.request_id} ended with an error")
         index = index_of(request)
         self._work.note_end(index, self._now)
         self._outputs.pop(index, None)
-        self._last = self._now
-        for sequence in request.sequences:
-            self._prompt_ends.pop(sequence.seq_id, None)
+        self._tally.note_end(request)
 
     def _token(self, sequence: TokenSequence) -> int:
         outputs = self._outputs.get(index_of(sequence.request))
         done = sequence.num_output_tokens
         return outputs[done] if outputs is not None and done < len(outputs) else 1
 
-    def _result(self, gave_up: bool) -> Run:
-        work, tally = self._work, self._tally
-        trace, cache = work.trace, self._scheduler.block_manager.prefix_cache
-        waste, formula = tally.waste
-        size = self._scheduler.block_manager.block_size
-        end = self._now if gave_up else self._last
-        return Run(
-            system=work.system,
-            arrivals=np.array([r.arrival for r in trace]),
-            first_tokens=work.first_tokens,
-            finishes=work.finishes,
-            output_lens=np.array([r.output_len for r in trace]),
-            gave_up=gave_up,
-            normalized_latency=work.least_latency(self._now),
-            seconds=end - trace[0].arrival if trace else 0.0,
-            busy_seconds=tally.seconds,
-            num_steps=tally.num_steps,
-            num_output_tokens=self._num_out,
-            num_prompt_tokens=sum(r.prompt_len for r in trace[: self._next]),
-            num_computed_tokens=tally.num_computed,
-            num_recomputed_tokens=self._num_recomputed,
-            mean_batch=tally.batch_seconds / max(tally.seconds, 1e-12),
-            mean_batch_of_steps=tally.batch_steps / max(tally.num_steps, 1),
-            memory=tally.memory(),
-            allocated_waste=waste,
-            waste_formula=formula,
-            num_logical_blocks=tally.num_logical,
-            num_physical_blocks=tally.num_physical,
-            num_preemptions=self._num_preempted,
-            swapped_bytes=self._num_moved * self._device.block_bytes(size),
-            num_query_tokens=0 if cache is None else cache.num_query_tokens,
-            num_hit_tokens=0 if cache is None else cache.num_hit_tokens,
-        )
+
+def _raise_faults(failed: Iterable[tuple[Request, Exception]]) -> None:
+    for request, error in failed:
+        raise ValueError(f"request {request.request_id} cannot be served: {error}") from error
 
 
 def _candidates_for(plan: StepPlan, width: int) -> Candidates:

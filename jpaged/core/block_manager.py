@@ -10,10 +10,9 @@ from jpaged.core.block_pool import (
     BlockPool,
     KVBlock,
     registered_content,
+    require,
 )
-from jpaged.core.errors import require
-from jpaged.core.pins import Pins
-from jpaged.core.prefix_cache import CHAIN_ENDED, ROOT_CONTENT, PrefixCache
+from jpaged.core.prefix_cache import CHAIN_ENDED, ROOT_CONTENT, Pins, PrefixCache
 from jpaged.core.request import Sequence
 
 
@@ -150,7 +149,7 @@ class BlockManager:
         table, needed = sequence.block_table, self.num_blocks_for(sequence.num_computed_tokens)
         if len(table) > needed:
             self.pool.free(reversed(table[needed:]))
-            sequence.block_table = table[:needed]  # another list: see `watch.py`
+            sequence.block_table = table[:needed]  # another list: see `pool_changes.py`
 
     def free(self, sequence: Sequence) -> None:
         """Give the sequence's blocks back, tail first: of a sequence that stays cached, the tail

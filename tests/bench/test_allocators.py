@@ -15,10 +15,10 @@ from bench.paper.allocators import (
     make_manager,
     token_states,
 )
-from jpaged.core.accounts import memory_report
-from jpaged.core.errors import IntegrityError, OutOfBlocksError
+from jpaged.core.block_pool import IntegrityError, OutOfBlocksError
 from jpaged.core.request import Request, StopCriteria
 from jpaged.core.scheduler import Scheduler, SchedulerConfig
+from jpaged.observe.pool_report import memory_report
 
 
 class NaiveBuddies:
@@ -199,7 +199,8 @@ def test_managers_refuse_what_they_cannot_do():
     stop = StopCriteria(3)
     request = Request.from_prompt("0", [1, 2], stop, seq_ids=count(), num_samples=2)
     scheduler.add(request)
-    assert scheduler.schedule() is None
-    ((failed, error),) = scheduler.take_faults()
+    plan = scheduler.schedule()
+    assert plan is not None
+    ((failed, error),) = plan.failed
     assert failed is request
     assert "make each a request of its own" in str(error)

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 import pytest
 from core_driver import DIGESTS, make_request
 
-from jpaged.core.admission import Admission
+from jpaged.core.admission import Admission, SchedulerConfig
 from jpaged.core.block_manager import BlockManager
-from jpaged.core.limits import SchedulerConfig
 from jpaged.core.prefix_cache import PrefixCache
-from jpaged.core.queue import RequestQueue
 from jpaged.core.request import BlockImage, Request, Sequence
+from jpaged.core.sequence_table import RequestQueue
 from jpaged.core.swap import PressurePolicy, SwapSpace
 
 PROMPT = list(range(10))  # three blocks

@@ -3,8 +3,7 @@
 import pytest
 
 from jpaged.core.block_manager import NO_CHANGES, BlockChanges, BlockManager
-from jpaged.core.block_pool import registered_content
-from jpaged.core.errors import IntegrityError, OutOfBlocksError
+from jpaged.core.block_pool import IntegrityError, OutOfBlocksError, registered_content
 from jpaged.core.prefix_cache import PrefixCache
 from jpaged.core.request import Sequence
 

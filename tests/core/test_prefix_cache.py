@@ -4,8 +4,7 @@ import pytest
 from core_driver import DIGESTS
 
 from jpaged.core.block_manager import BlockManager
-from jpaged.core.block_pool import BlockCensus
-from jpaged.core.errors import IntegrityError, OutOfBlocksError
+from jpaged.core.block_pool import BlockCensus, IntegrityError, OutOfBlocksError
 from jpaged.core.prefix_cache import CHAIN_ENDED, PrefixCache
 from jpaged.core.request import Sequence
 

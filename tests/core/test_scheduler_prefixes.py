@@ -188,8 +188,8 @@ def test_blocks_that_others_share_do_not_come_back_with_a_finished_request():
     driver.add(make_request("2", PROMPT, max_tokens=12))
     driver.step()
     driver.scheduler.abort("1")
-    assert len(driver.scheduler.roster.draining[1].block_table) == 3
-    assert driver.scheduler.roster.num_returning_blocks() == 1
+    assert len(driver.scheduler.sequences.draining[1].block_table) == 3
+    assert driver.scheduler.sequences.num_returning_blocks() == 1
     driver.run()
 
 

@@ -6,8 +6,7 @@ from core_plans import num_free, samples, shape, status, the
 from core_swapped import swapped_out
 
 from jpaged.core.block_manager import BlockManager
-from jpaged.core.costs import PreemptionCosts
-from jpaged.core.swap import PreemptionMode, PressurePolicy, SwapSpace
+from jpaged.core.swap import PreemptionCosts, PreemptionMode, PressurePolicy, SwapSpace
 
 
 def test_a_full_host_space_means_recomputing():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jpaged import Engine, EngineStats, PoolChanges, PoolWatch, SamplingParams
-from jpaged.core.watch import ChangedBlocks, TableChange
+from jpaged.observe.pool_changes import ChangedBlocks, TableChange
 from jpaged.serve import picture_hub
 from jpaged.serve.camera import MAX_FRAMES, PATIENCE, Camera
 from jpaged.serve.errors import ApiError, not_serving

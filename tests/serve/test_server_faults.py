@@ -13,7 +13,7 @@ from serve_helpers import QUESTION, RawRequest, Server
 from jpaged import Engine
 from jpaged.core.block_manager import BlockManager
 from jpaged.core.scheduler import Scheduler
-from jpaged.request_state import RequestState
+from jpaged.engine.request_state import RequestState
 from jpaged.runtime import rows
 from jpaged.runtime.model_runner import ModelRunner
 from jpaged.serve.text_pool import TextPool
