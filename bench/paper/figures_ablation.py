@@ -239,13 +239,13 @@ def _recovery_seconds(size: int, settings: Settings) -> tuple[float, float]:
     import jax.numpy as jnp
 
     from bench import swap
-    from bench.common import SHAPES
+    from bench.common import ALL_SHAPES
     from jpaged.models.config import ModelConfig
     from jpaged.runtime.timing import measure_costs, time_swap
 
     num_tokens = 256 if settings.quick else RECOVERED_TOKENS
     sizes = swap.Sizes((), (num_tokens,), 2 * num_tokens, 8, num_tokens, 7)
-    fields = swap.TINY if settings.quick else SHAPES["opt-13b"]
+    fields = swap.TINY if settings.quick else ALL_SHAPES["opt-13b"]
     dtype = jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
     runner, config, buckets = swap.make_runner(ModelConfig.from_hf(fields), dtype, sizes, size)
     costs = measure_costs(runner, config, buckets)

@@ -21,19 +21,22 @@ saturates every Orca system and not vLLM, which 0.9 does here.
 
 import dataclasses
 import gc
+import json
 import math
 import statistics
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any, TypeVar
 
 from bench.paper import traces
 from bench.paper.device_model import DeviceModel, device_model
 from bench.paper.published import SERVERS
 from bench.paper.simulator import Run, simulate
-from bench.paper.traces import Source, TraceRequest
+from bench.paper.traces import MAX_MODEL_LEN, Source, TraceRequest
 
 FIXED_FRACTION = 0.9
 
@@ -392,26 +395,39 @@ def _outcome(served: Run, rate: float) -> Outcome:
     )
 
 
-_engines: dict[Case, Any] = {}
-"""The last engine, with the case that it was made for: a GPU has room for one."""
+_servers: dict[Case, Any] = {}
+"""The last engine, by the case that it was made for: a GPU has room for one."""
 
 
 def _serve_on_device(
     case: Case, trace: Sequence[TraceRequest], settings: Settings, group: dict[str, Any]
 ) -> Run:
-    from bench.paper.engine_run import make_engine, run_on_engine
+    from bench.paper.engine_run import make_server, run_on_engine
 
-    kind = dataclasses.replace(case, workload="", width=1, is_beam=False)
-    if kind not in _engines:
-        _engines.clear()
+    kind = dataclasses.replace(case, workload=shape_of(case), width=1, is_beam=False)
+    if kind not in _servers:
+        _servers.clear()
         gc.collect()
-        _engines[kind] = make_engine(
-            case.system,
-            None if settings.quick else shape_of(case),
-            num_slots=SERVERS[case.server].num_slots,
-            block_size=case.block_size,
-            enable_prefix_caching=case.prefix_caching,
-            preemption_mode=case.preemption,
-            max_num_seqs=case.max_num_seqs,
-        )
-    return run_on_engine(_engines[kind], trace, **group)
+        with tempfile.TemporaryDirectory() as folder:
+            config = json.dumps(_config_of(kind.workload, settings))
+            Path(folder, "config.json").write_text(config, encoding="utf-8")
+            _servers[kind] = make_server(
+                case.system,
+                folder,
+                num_slots=SERVERS[case.server].num_slots,
+                block_size=case.block_size,
+                prefix_caching=case.prefix_caching,
+                load_format="dummy",
+                max_model_len=MAX_MODEL_LEN,
+                preemption_mode=case.preemption,
+                max_num_seqs=32 if settings.quick else case.max_num_seqs,
+            )
+    return run_on_engine(_servers[kind], trace, **group)
+
+
+def _config_of(shape: str, settings: Settings) -> dict[str, Any]:
+    """A `config.json` of the shape; a quick run has a tiny model, for a CPU."""
+    from bench.common import ALL_SHAPES
+    from bench.swap import TINY
+
+    return TINY if settings.quick else ALL_SHAPES[shape]
