@@ -194,6 +194,11 @@ def _recorded(document: dict) -> str:
         f"{document['commit']}, {date}, took {took:,.0f} s; Python {document['python']}, JAX "
         f"{document['jax']}"
     )
+    if model := document.get("device_model"):
+        lines.append(
+            f"- step times: fitted to {model['num_points']} recorded points, mean error "
+            f"{model['mean_error_%']:.1f} %, worst {model['worst_error_%']:+.1f} %"
+        )
     return "\n".join(lines)
 
 

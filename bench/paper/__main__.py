@@ -23,8 +23,10 @@ import time
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from bench.paper import report, traces
+from bench.paper.device_model import fit
 from bench.paper.measures import FIXED_FRACTION, Settings
 from bench.paper.report import Figure
 
@@ -141,10 +143,24 @@ def main(argv: list[str] | None = None) -> None:
             "how": settings.how,
             "settings": settings,
             "fixed_fraction": FIXED_FRACTION,
+            "device_model": None if args.device else _fit_facts(),
             "took_s": took,
         }
         report.show(figure, out=out, pictures=not args.no_pictures, facts=facts)
         print(f"  {took} s", flush=True)
+
+
+def _fit_facts() -> dict[str, Any]:
+    """What the device model was fitted to, and how well."""
+    found = fit()
+    worst = max(found.points, key=lambda point: abs(point.error))
+    return {
+        "coefficients": found.coefficients,
+        "num_points": len(found.points),
+        "mean_error_%": 100 * found.mean_error,
+        "worst_error_%": 100 * worst.error,
+        "worst": worst.what,
+    }
 
 
 def _positive(text: str) -> float:
