@@ -23,7 +23,7 @@ import jpaged  # noqa: E402  loads an engine's modules where a test asks for one
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-QUICK_TO_COMPILE = {"compile", "kernels", "models", "runtime", "tools"}
+QUICK_TO_COMPILE = {"compile", "examples", "kernels", "models", "runtime", "tools"}
 """Folders whose tests run most programs once."""
 
 MAX_KEPT_ENGINES = 8
