@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+from bench.paper.report import picture_name
 from bench.records import RESULTS
 
 ROOT = Path(__file__).parent.parent
@@ -176,10 +177,8 @@ def _figure(number: str) -> str:
 
 def _recorded(document: dict) -> str:
     """One recorded figure: its picture, its table, its notes."""
-    number, how = document["figure"], document["settings"]
-    stem = number if number.startswith("table") else f"figure_{number}"
-    measured = not document["device"].startswith(("simulated", "no device"))
-    picture = f"paper/{stem}{'_measured' * measured}.png"
+    how = document["settings"]
+    picture = f"paper/{picture_name(document['figure'], document['device'])}"
     lines = []
     if (BENCHMARKS.parent / picture).is_file():
         lines += [f"![{document['title']}]({picture})", ""]

@@ -156,7 +156,7 @@ class Settings:
     seeds: tuple[int, ...] = (0, 1, 2)
     latency_factor: float = 10.0
     tolerance: float = 0.03
-    fractions: tuple[float, ...] = (0.25, 0.5, 0.75, 0.9)
+    fractions: tuple[float, ...] = (0.25, 0.5, 0.75, 0.9, 1.15)
     processes: int = 2
     files: tuple[tuple[str, str], ...] = ()
 
@@ -300,16 +300,16 @@ def sustain(case: Case, settings: Settings) -> Sustained:
     curve: dict[float, float] = {}
     rates = []
     for seed in settings.seeds:
-        latency_at = partial(_latency, case, seed, settings, threshold)
+        # A run that is certain to miss the threshold ends there.
+        latency_at = partial(_latency, case, seed, settings, 1.01 * threshold)
         guess = statistics.median(rates) if rates else saturate(case, settings).rate
         step = 1 + settings.tolerance * (1 if rates else 8)
         rate, points = search(latency_at, threshold, guess, step, settings.tolerance)
         rates.append(rate)
-        curve = curve or points
-    first = rates[0]
+        curve = curve or {at: latency for at, latency in points.items() if latency < threshold}
     for fraction in settings.fractions:
-        rate = fraction * first
-        curve[rate] = _latency(case, settings.seeds[0], settings, threshold, rate)
+        rate = fraction * rates[0]
+        curve[rate] = _latency(case, settings.seeds[0], settings, 4 * threshold, rate)
     pairs = tuple(sorted(curve.items()))
     return Sustained(
         rate=statistics.median(rates),
