@@ -3,13 +3,14 @@
 The engine is jpaged's own but for its block manager. Its pool has as many slots as the paper's had,
 so that memory is the bottleneck as it was there; weights may be dummies, for tokens mean nothing
 and end tokens are ignored. What is measured is what `bench.paper.simulator` makes up, under the
-same names: see `Run` there. A step's time is that of the turn of the loop that launched it.
+same names: see `Run` there. A step's time is that of the turn of the loop that launched it, which
+in a steady run is what the device takes.
 """
 
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,17 @@ from jpaged.outputs import RequestDelta
 
 
 class WatchedScheduler(Scheduler):
-    """Keeps the plans that nobody has taken yet."""
+    """Tells of its plans.
+
+    Attributes:
+        watch: Called with each plan as it is made.
+        requests: Those added and not taken off by who reads this.
+    """
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        self.plans: list[StepPlan] = []
-        self.requests: dict[str, Request] = {}  # unfinished ones
+        self.watch: Callable[[StepPlan], None] | None = None
+        self.requests: dict[str, Request] = {}
 
     def add(self, request: Request) -> None:
         super().add(request)
@@ -40,8 +46,8 @@ class WatchedScheduler(Scheduler):
 
     def schedule(self, goal: Goal = Goal.LATENCY) -> StepPlan | None:
         plan = super().schedule(goal)
-        if plan is not None:
-            self.plans.append(plan)
+        if plan is not None and self.watch is not None:
+            self.watch(plan)
         return plan
 
 
@@ -200,8 +206,22 @@ class _Replay:
         return time.monotonic() - self._start
 
     def run(self) -> Run:
-        work, engine, scheduler = self._work, self._server.engine, self._server.scheduler
-        scheduler.plans.clear()
+        scheduler = self._server.scheduler
+        scheduler.watch = self._tally.note
+        try:
+            self._serve()
+        finally:
+            scheduler.watch = None
+            scheduler.requests.clear()
+        return self._tally.run(
+            self._work,
+            now=self._now,
+            num_outputs=self._num_outputs,
+            block_bytes=self._server.block_bytes,
+        )
+
+    def _serve(self) -> None:
+        work, engine = self._work, self._server.engine
         arrived, turned = 0, self._now
         while work.num_open:
             while arrived < len(work.trace) and work.trace[arrived].arrival <= self._now:
@@ -214,9 +234,7 @@ class _Replay:
                 continue
             engine.advance()
             before, turned = turned, self._now
-            for plan in scheduler.plans:
-                self._tally.note(plan, (turned - before) / len(scheduler.plans))
-            scheduler.plans.clear()
+            self._tally.spend(turned - before)
             for delta in engine.take_deltas():
                 self._take(delta)
             gives_up = (
@@ -224,14 +242,7 @@ class _Replay:
             )
             if gives_up:
                 engine.abort_all()
-                scheduler.requests.clear()
                 break
-        return self._tally.run(
-            work,
-            now=self._now,
-            num_outputs=self._num_outputs,
-            block_bytes=self._server.block_bytes,
-        )
 
     def _take(self, delta: RequestDelta) -> None:
         if delta.error is not None:

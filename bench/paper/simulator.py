@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -321,6 +322,16 @@ class Padding:
         return StepWork(decodes, context, prompts, tokens, pairs, padded, logits)
 
 
+class _Look(NamedTuple):
+    """Slots at one moment: held ones, those of them without a token, half a block a sequence."""
+
+    is_full: bool
+    states: TokenStates
+    held: int
+    waste: int
+    half_blocks: float
+
+
 class Tally:
     """What a scheduler's steps come to: means over their time, and sums.
 
@@ -340,14 +351,15 @@ class Tally:
         self.num_preempted = self.num_moved = 0
         self.num_logical = self.num_physical = 0
         self._looked = {True: np.zeros(5), False: np.zeros(5)}  # whether somebody waits for memory
-        self._since_look = 0.0
         self._waste = self._half_blocks = self._held = 0.0
+        self._since_look = self._running = 0.0
+        self._seen: _Look | None = None  # since `spend` was called last
         # By sequence: the tokens that were computed in steps with prompts, and that were lost.
         self._prompt_ends: dict[int, int] = {}
         self._lost: dict[int, int] = {}
 
-    def note(self, plan: StepPlan, seconds: float) -> None:
-        """A step was planned, a moment ago, that takes so long."""
+    def note(self, plan: StepPlan) -> None:
+        """A step was planned a moment ago."""
         self.num_moved += sum(len(order.block_ids) for order in plan.swap_outs)
         self.num_moved += sum(len(order.places) for order in plan.swap_ins)
         if not plan.is_decode:
@@ -356,15 +368,25 @@ class Tally:
             self._note_preempted(plan)
         if not plan.scheduled:
             return
-        num_running = self._scheduler.num_running / self._num_apart
-        self.seconds += seconds
+        self._running = self._scheduler.num_running / self._num_apart
+        self._batch_steps += self._running
         self.num_steps += 1
         self.num_computed += plan.num_tokens
-        self._batch_seconds += num_running * seconds
-        self._batch_steps += num_running
-        self._since_look += seconds
         if self.num_steps % STEPS_A_LOOK == 1:
-            self._look()
+            self._seen = self._look()
+
+    def spend(self, seconds: float) -> None:
+        """The steps planned since the last call take so long together."""
+        self.seconds += seconds
+        self._batch_seconds += self._running * seconds
+        self._since_look += seconds
+        if self._seen is not None:
+            weight, seen = self._since_look, self._seen
+            self._looked[seen.is_full] += weight * np.array(seen.states)
+            self._held += weight * seen.held
+            self._waste += weight * seen.waste
+            self._half_blocks += weight * seen.half_blocks
+            self._since_look, self._seen = 0.0, None
 
     def note_end(self, request: Request) -> None:
         """The request is over."""
@@ -393,9 +415,8 @@ class Tally:
                     before = self._lost.get(sequence.seq_id, 0)
                     self._lost[sequence.seq_id] = max(reached, before)
 
-    def _look(self) -> None:
-        scheduler, weight = self._scheduler, self._since_look
-        self._since_look = 0.0
+    def _look(self) -> _Look:
+        scheduler = self._scheduler
         limit = scheduler.config.max_num_seqs
         is_full = bool(
             scheduler.waiting
@@ -403,16 +424,14 @@ class Tally:
         )
         report, manager = memory_report(scheduler), scheduler.block_manager
         states = token_states(manager, report, is_full=is_full)
-        self._looked[is_full] += weight * np.array(states)
         self.num_logical += report.num_logical_blocks
         self.num_physical += report.num_physical_blocks
         held = report.num_used_slots
         if isinstance(manager, OrcaMax):
             held = (manager.ranges.size - manager.ranges.num_free) * manager.block_size
-        self._held += weight * held
-        self._waste += weight * (held - report.num_token_slots)
         num_holding = sum(bool(s.block_table) for s in scheduler.sequences.known.values())
-        self._half_blocks += weight * num_holding * manager.block_size / 2
+        half_blocks = num_holding * manager.block_size / 2
+        return _Look(is_full, states, held, held - report.num_token_slots, half_blocks)
 
     def run(self, work: Workload, *, now: float, num_outputs: int, block_bytes: int) -> Run:
         """What came of a trace, of which nothing happens after `now`."""
@@ -481,14 +500,13 @@ class _Simulation:
             if plan is not None:
                 _raise_faults(plan.failed)
                 self._launch(plan)
+            elif not self._in_flight:
+                if self._next == len(trace):
+                    raise RuntimeError(f"{work.num_open} requests are left, and none can run")
+                self._now = trace[self._next].arrival
             num_ahead = 1 if plan is not None else 0
             while len(self._in_flight) > num_ahead:
                 self._read()
-            if not scheduler.has_unfinished:
-                while self._in_flight:
-                    self._read()
-                if self._next < len(trace):
-                    self._now = max(self._now, trace[self._next].arrival)
             if self._tally.num_steps % 64 == 0 and work.least_latency(self._now) > self._give_up_at:
                 break
         size = self._device.block_bytes(scheduler.block_manager.block_size)
@@ -523,7 +541,9 @@ class _Simulation:
             end = max(end, self._link(start, len(places)))
         self._device_free = end
         self._in_flight.append((plan, end))
-        self._tally.note(plan, end - start)
+        self._tally.note(plan)
+        if plan.scheduled:
+            self._tally.spend(end - start)
 
     def _link(self, start: float, num_blocks: int) -> float:
         """Queue a transfer; when it ends."""

@@ -69,13 +69,16 @@ class NaiveBuddies:
 
 
 @settings(max_examples=60, deadline=None)
-@given(size=st.integers(1, 45), moves=st.lists(st.tuples(st.booleans(), st.integers(0, 40))))
+@given(
+    size=st.integers(1, 45),
+    moves=st.lists(st.tuples(st.booleans(), st.integers(0, 40)), min_size=20, max_size=60),
+)
 def test_buddies_split_and_join_as_a_naive_model_says(size: int, moves: list[tuple[bool, int]]):
     buddies, naive, lengths = BuddyAllocator(size), NaiveBuddies(size), dict[int, int]()
     assert buddies.longest == max(n for _, n in naive.own_ranges())
     for is_taking, number in moves:
         if is_taking:
-            length = 1 + number % 20
+            length = 1 + number % 20 // (1 + number % 3)  # short ones more often
             expected = naive.allocate(length)
             assert buddies.fits(length) == (expected is not None)
             if expected is None:
@@ -168,6 +171,16 @@ def test_a_batch_takes_nobody_in_until_all_of_it_has_ended():
     assert isinstance(manager, RequestLevel)
     assert manager.ranges.num_free == 32
     assert not manager.reservations
+
+
+def test_a_batch_that_decodes_is_closed_though_there_is_room():
+    scheduler = make_scheduler("fastertransformer")  # four ranges
+    scheduler.add(make_request(0, 5, 4))
+    step(scheduler)
+    scheduler.add(make_request(1, 5, 1))
+    for num_waiting in (1, 1, 1, 0):
+        step(scheduler)
+        assert scheduler.num_waiting == num_waiting
 
 
 def test_the_proof_finds_a_table_outside_its_range():

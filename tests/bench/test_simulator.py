@@ -1,6 +1,7 @@
 """The simulator: no token and no second is lost or made, whatever serves the trace."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -114,6 +115,14 @@ def test_who_arrives_waits_for_the_step_under_way_and_the_planned_one():
     run = simulate(trace, "ours", DEVICE, num_slots=1024, **SMALL)
     # At 0.101 a step runs until 0.11; the one after it is planned; the third computes the prompt.
     assert run.first_tokens[1] == pytest.approx(0.13)
+
+
+def test_a_step_waits_for_what_comes_back_before_it():
+    trace, options = make_trace(40, 5.0), {"num_slots": 512, "preemption": "swap", **SMALL}
+    slow = replace(DEVICE, coefficients=replace(DEVICE.coefficients, swap=0.1))
+    fast, late = (simulate(trace, "ours", device, **options) for device in (DEVICE, slow))
+    assert late.num_preemptions > 0
+    assert late.busy_seconds > fast.busy_seconds + 0.1 * late.num_preemptions / 2
 
 
 def test_giving_up_is_certain_and_early():
