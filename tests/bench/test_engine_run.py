@@ -1,5 +1,7 @@
 """The paper's allocators under the real engine: the same tokens, and traces in real time."""
 
+import dataclasses
+import time
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -8,10 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.paper import traces
+from bench.paper import engine_run, traces
+from bench.paper.device_model import device_model
 from bench.paper.engine_run import EngineWorkload, Server, make_server, run_on_engine
+from bench.paper.simulator import Padding, simulate
 from bench.paper.traces import TraceRequest
 from jpaged import Engine, SamplingParams
+from jpaged.config import EngineConfig
+from jpaged.core.plan import StepPlan
+from jpaged.engine.startup import EngineParts, build_parts
+from jpaged.runtime.buckets import make_buckets
 
 # As the end-to-end tests' engines, so that all share compiled programs.
 SMALL: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256}
@@ -77,6 +85,82 @@ def test_a_trace_in_real_time(system: str, options: dict[str, Any], servers: Cal
     assert sum(run.memory.values()) == pytest.approx(100)
     assert (run.shared_savings > 0) == (width > 1)
     assert server.engine.stats().num_free_blocks == NUM_BLOCKS
+
+
+class Clock:
+    """Time that passes only where somebody waits."""
+
+    def __init__(self, start: float):
+        self.now = start
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += max(seconds, 1e-9)  # as no clock is finer
+
+
+class ModelledRunner:
+    """An engine's runner, whose steps take by a clock what a model says."""
+
+    def __init__(self, runner: Any, clock: Clock):
+        self._runner, self._clock, self._free = runner, clock, 0.0
+        limits = SMALL["max_num_seqs"], SMALL["max_num_batched_tokens"]
+        self._padding = Padding(make_buckets(*limits, few=True))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def launch(self, plan: StepPlan, sampling: Any) -> Any:
+        handle = self._runner.launch(plan, sampling)
+        seconds = DEVICE.step_seconds(self._padding.work_of(plan)) if plan.scheduled else 0.0
+        self._free = max(self._free, self._clock.now) + seconds
+        return ModelledHandle(handle, self._clock, self._free)
+
+
+class ModelledHandle:
+    def __init__(self, handle: Any, clock: Clock, end: float):
+        self.plan, self._handle, self._clock, self._end = handle.plan, handle, clock, end
+
+    def read(self) -> Any:
+        self._clock.now = max(self._clock.now, self._end)
+        return self._handle.read()
+
+
+DEVICE = device_model("opt-13b")
+
+
+@pytest.mark.parametrize("system", ["ours", "orca_oracle", "fastertransformer"])
+def test_the_simulator_foresees_the_engine(
+    system: str, compilation_cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Over the same step times, and where the host takes no time, every request's times are the
+    same, and so is all else."""
+    clock = Clock(time.monotonic())
+
+    def build_modelled(config: EngineConfig) -> EngineParts:
+        """Of the pool's blocks, as many as in the other tests, the scheduler knows but 20."""
+        parts = build_parts(config)
+        few = dataclasses.replace(parts.runtime_config, num_blocks=21)
+        runner = ModelledRunner(parts.runner, clock)
+        return dataclasses.replace(parts, runner=runner, runtime_config=few)
+
+    monkeypatch.setattr(engine_run, "build_parts", build_modelled)
+    options = {"compilation_cache_dir": compilation_cache, **SMALL}
+    server = make_server(system, num_slots=16 * NUM_BLOCKS, **options)
+    trace = make_trace(70, 0.8)
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "monotonic", clock.monotonic)
+        patched.setattr(time, "sleep", clock.sleep)
+        real = run_on_engine(server, trace)
+    simulated = simulate(trace, system, DEVICE, num_slots=320, **SMALL)
+    for name in ("first_tokens", "finishes"):
+        times = getattr(real, name), getattr(simulated, name)
+        np.testing.assert_allclose(*times, rtol=0, atol=1e-6, err_msg=name)
+    for name in ("num_steps", "num_computed_tokens", "num_preemptions", "num_output_tokens"):
+        assert getattr(real, name) == getattr(simulated, name), name
+    assert real.mean_batch == pytest.approx(simulated.mean_batch, rel=0.05)
+    assert real.memory == pytest.approx(simulated.memory, abs=3)
 
 
 def test_giving_up_leaves_the_server_idle(servers: Callable[..., Server]):
