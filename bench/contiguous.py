@@ -9,8 +9,6 @@ Each of B slots has a slab of so many token places in every layer's K and V.
 
 Prompts are padded to a length bucket and computed several at once. Tokens stay on the device and
 feed the next step there; the host reads them late. `bench.contiguous_steps` has the two programs.
-
-    python -m bench.contiguous --prompts 64 --prompt-len 32 --output-len 64
 """
 
 import argparse
@@ -59,11 +57,11 @@ class Decoder:
     Args:
         model: What decodes.
         batching: "static" or "slabs".
-        num_slots: Slots (B), 8 or more.
+        num_slots: Sequences at a time; the cache has `MIN_ROWS` slots at least.
         max_len: Most tokens of a sequence, prompt and output; the width of a slab.
         widths: Widths below that which a static batch may have instead.
-        launch_steps: Decode steps of a launch, 1 among them: the most that no slot becomes free
-            before. A request that arrives meanwhile waits for them.
+        launch_steps: Decode steps of a launch, 1 among them; none (static: not all) ends within.
+        arrivals: Requests may come at any time: slabs, while one is free, decode step by step.
         max_batched_tokens: Most places of a prefill, unless a single prompt has more.
         eos_token_ids: Tokens that end a sequence, as the last of its output.
 
@@ -80,22 +78,25 @@ class Decoder:
         max_len: int,
         widths: Sequence[int] = (),
         launch_steps: Sequence[int] = (1, 4, 16),
+        arrivals: bool = False,
         max_batched_tokens: int = 8192,
         eos_token_ids: Iterable[int] = (),
     ):
         positions = model.config.max_position_embeddings
         check(batching in BATCHINGS, "batching", batching, f"be one of {BATCHINGS}")
-        check(num_slots >= MIN_ROWS, "num_slots", num_slots, f"be {MIN_ROWS} or more")
+        check(num_slots >= 1, "num_slots", num_slots, "be 1 or more")
         check(2 <= max_len <= positions, "max_len", max_len, f"be 2 to the model's {positions}")
         check(1 in launch_steps, "launch_steps", launch_steps, "have 1 among them")
         below = {width for width in widths if width < max_len} if batching == "static" else ()
         self.model, self.batching, self.widths = model, batching, (*sorted(below), max_len)
-        self.num_slots, self.max_batched_tokens = num_slots, max_batched_tokens
         self.launch_steps, self.eos = sorted(launch_steps), frozenset(eos_token_ids)
+        self.num_slots, self.arrivals = num_slots, arrivals and batching == "slabs"
+        self._most_places, self.num_unfinished = max_batched_tokens, 0
         self.waiting: deque[Request] = deque()
         self.running: dict[int, Request] = {}  # by slot
         self._unread: deque[tuple[jax.Array, list[tuple[int, Request]]]] = deque()
-        self._cache, self.width = model.empty(num_slots, max_len), max_len  # of the batch now
+        self._rows = max(num_slots, MIN_ROWS)
+        self._cache, self.width = model.empty(self._rows, max_len), max_len  # of the batch now
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -110,11 +111,12 @@ class Decoder:
         wanted = f"be 1 to {room}: max_len={self.widths[-1]} holds prompt and output"
         check(1 <= request.max_tokens <= room, "max_tokens", request.max_tokens, wanted)
         self.waiting.append(request)
+        self.num_unfinished += 1
 
     @property
-    def has_work(self) -> bool:
-        """Whether `step` has anything left to do."""
-        return bool(self.waiting or self.running or self._unread)
+    def batch_size(self) -> int:
+        """Sequences that were given a slot and have not ended, as far as the host has read."""
+        return self.num_unfinished - len(self.waiting)
 
     def step(self) -> list[Request]:
         """Fill the slots, launch, and read all but the newest launches; returns who ended there."""
@@ -131,14 +133,22 @@ class Decoder:
         self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], ignore_eos: bool = True
     ) -> list[list[int]]:
         """Complete prompts; the tokens of each. A static batch is made of the longest there are."""
-        pairs = zip(prompts, max_tokens, strict=True)
-        requests = [Request(list(prompt), most, ignore_eos) for prompt, most in pairs]
-        ordered = sorted(requests, key=lambda request: -request.max_tokens)
-        for request in ordered if self.batching == "static" else requests:
+        given = zip(map(list, prompts), max_tokens, strict=True)
+        requests = [Request(prompt, most, ignore_eos) for prompt, most in given]
+        longest_first = self.batching == "static"
+        for request in sorted(requests, key=lambda each: -each.max_tokens * longest_first):
             self.add(request)
-        while self.has_work:
+        while self.num_unfinished:
             self.step()
         return [request.tokens for request in requests]
+
+    def clear(self) -> None:
+        """Forget all requests; their slots are free."""
+        self.waiting.clear()
+        self.running.clear()
+        self._unread.clear()
+        self.num_unfinished = 0
+        jax.block_until_ready(self._cache)
 
     def warm_up(self, longest_prompt: int | None = None) -> None:
         """Compile every program that prompts up to a length can need."""
@@ -149,11 +159,11 @@ class Decoder:
             shapes |= {(width, n, length) for length in lengths for n in self._counts(length)}
             shapes |= {(width, steps) for steps in self.launch_steps}
         with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda shape: self.model.program(self.num_slots, *shape), sorted(shapes)))
+            list(pool.map(lambda shape: self.model.program(self._rows, *shape), sorted(shapes)))
 
     def _counts(self, length: int) -> list[int]:
         """How many prompts of a bucket a prefill may have: powers of 4, and the most."""
-        most = min(max(self.max_batched_tokens // length, 1), self.num_slots)
+        most = min(max(self._most_places // length, 1), self.num_slots)
         return [n for n in (4**i for i in range(8)) if n < most] + [most]
 
     def _admit(self) -> None:
@@ -165,7 +175,7 @@ class Decoder:
             width = min(width for width in self.widths if width >= needed)
             if width != self.width:
                 self._cache, self.width = None, width  # its memory first
-                self._cache = self.model.empty(self.num_slots, width)
+                self._cache = self.model.empty(self._rows, width)
         self.running.update(taken)
         taken.sort(key=lambda pair: len(pair[1].prompt))
         for length, found in groupby(taken, lambda pair: bucket(len(pair[1].prompt), self.width)):
@@ -176,11 +186,11 @@ class Decoder:
     def _prefill(self, group: list[tuple[int, Request]], length: int, counts: list[int]) -> None:
         n = min(count for count in counts if count >= len(group))
         prompts, lens = np.zeros((n, length), np.int32), np.ones(n, np.int32)
-        slots = self.num_slots + np.arange(n, dtype=np.int32)
+        slots = self._rows + np.arange(n, dtype=np.int32)
         for row, (slot, request) in enumerate(group):
             lens[row], slots[row] = len(request.prompt), slot
             prompts[row, : lens[row]] = request.prompt
-        run = self.model.program(self.num_slots, self.width, n, length)
+        run = self.model.program(self._rows, self.width, n, length)
         self._cache, tokens = run(self.model.leaves, self._cache, prompts, lens, slots)
         self._launched(tokens[None], list(enumerate(request for _, request in group)), 1)
 
@@ -188,11 +198,13 @@ class Decoder:
         """Decode as many steps as are sure to be wanted by all (static: by one)."""
         wanted = [request.max_tokens - request.num_launched for request in self.running.values()]
         known = max(wanted) if self.batching == "static" else min(wanted)
+        if self.arrivals and len(self.running) < self.num_slots:
+            known = 1
         steps = max(steps for steps in self.launch_steps if steps <= known)
-        stops = np.zeros(self.num_slots, np.int32)
+        stops = np.zeros(self._rows, np.int32)
         for slot, request in self.running.items():
             stops[slot] = len(request.prompt) + request.max_tokens - 1
-        run = self.model.program(self.num_slots, self.width, steps)
+        run = self.model.program(self._rows, self.width, steps)
         self._cache, tokens = run(self.model.leaves, self._cache, stops)
         self._launched(tokens, list(self.running.items()), steps)
 
@@ -218,6 +230,7 @@ class Decoder:
                     request.ended = at_end or len(request.tokens) == request.max_tokens
                     ended += [request] * request.ended
         self._leave(lambda request: request.ended)
+        self.num_unfinished -= len(ended)
         return ended
 
     def _leave(self, leaves: Callable[[Request], bool]) -> None:
@@ -239,8 +252,7 @@ def check(holds: bool, name: str, value: object, wanted: str) -> None:
 def load(
     folder: str | Path = EMBEDDED_MODEL, *, load_format: str = "auto", seed: int = 0
 ) -> tuple[Model, frozenset[int]]:
-    """A checkpoint's model, or one of random weights ("dummy"), and its end tokens; weights and
-    dtype are those of an `Engine` with the same arguments.
+    """A model and its end tokens; weights and dtype are an `Engine`'s with the same arguments.
 
     Raises:
         ValueError: the checkpoint cannot be loaded.
@@ -259,17 +271,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default=str(EMBEDDED_MODEL), help="folder (the embedded model)")
+    parser.add_argument("--model", default=EMBEDDED_MODEL, help="folder (the embedded model)")
     parser.add_argument("--shape", choices=[*ALL_SHAPES], help="random weights of this shape")
     parser.add_argument("--batching", choices=BATCHINGS, nargs="+", default=[*BATCHINGS])
     parser.add_argument("--num-slots", type=int, default=256)
     parser.add_argument("--max-len", type=int, default=2048)
     parser.add_argument("--case", choices=["A", "B"], default="A", help="as of bench.throughput")
-    parser.add_argument("--scale", type=float, default=1.0, help="share of the requests to run")
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the requests")
     args = parser.parse_args()
     with shape_folder(args.shape) as folder:
-        load_format = "dummy" if args.shape else "auto"
-        model, eos = load(folder or args.model, load_format=load_format)
+        model, eos = load(folder or args.model, load_format="dummy" if args.shape else "auto")
     prompt_lens, output_lens = lengths_of(args.case, args.scale)
     prompts = random_prompts(prompt_lens.tolist(), model.config.vocab_size)
     rows = []
@@ -279,9 +290,8 @@ def main() -> None:
         decoder.warm_up(max(prompt_lens))
         start = time.perf_counter()
         tokens = decoder.generate(prompts, output_lens.tolist())
-        seconds = time.perf_counter() - start
-        figures = {"seconds": seconds, "output_tokens_per_s": sum(map(len, tokens)) / seconds}
-        rows.append({"batching": batching, "case": args.case, **figures})
+        speed = sum(map(len, tokens)) / (time.perf_counter() - start)
+        rows.append({"batching": batching, "case": args.case, "output_tokens_per_s": speed})
     print_table(rows)
 
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from bench.common import ALL_SHAPES, make_engine, random_prompts
+from bench.compare import parse_arguments
 from bench.records import print_table, record, result_path
 from jpaged import Engine, SamplingParams
 from jpaged.compile.sizing import step_buckets
@@ -263,7 +264,7 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=16, help="but 16: fewer points")
     parser.add_argument("--swap-space", type=float, default=2.0, help="GiB of host memory")
     parser.add_argument("--quick", action="store_true", help="a few points of few steps")
-    args = parser.parse_args()
+    args = parse_arguments(parser)
     options = {"block_size": args.block_size, "max_num_batched_tokens": 2048}
     if "swap" in args.kinds:
         options |= {"preemption_mode": "swap", "swap_space": args.swap_space}

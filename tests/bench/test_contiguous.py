@@ -104,9 +104,10 @@ def drive(decoder: Decoder, given: list[Request]) -> Iterator[list[Request]]:
     """Who ended, turn by turn; slots are never more than there are, nor shared."""
     for request in given:
         decoder.add(request)
-    while decoder.has_work:
+    while decoder.num_unfinished:
         yield decoder.step()
         assert len(decoder.running) <= decoder.num_slots
+        assert decoder.batch_size == decoder.num_unfinished - len(decoder.waiting)
         assert len(set(map(id, decoder.running.values()))) == len(decoder.running)
 
 
@@ -124,7 +125,8 @@ def test_slots_are_used_again(batching: str, tiny: Model):
 
 
 def test_a_static_batch_has_the_width_of_its_longest(tiny: Model):
-    decoder = Decoder(tiny, "static", widths=(96, 64, 512), **ONE_PREFILL)
+    options: dict[str, Any] = ONE_PREFILL | {"launch_steps": (1,)}
+    decoder = Decoder(tiny, "static", widths=(96, 64, 512), **options)
     widths = Counter()
     for most in (60, 100):
         for _ in drive(decoder, [Request([65, 66], most), Request([65], 3)]):
@@ -140,6 +142,30 @@ def test_a_slot_stands_still_where_it_stops(tiny: Model):
     cache, tokens = tiny.program(8, 128, 4)(tiny.leaves, tiny.empty(8, 128), stops)
     assert cache.lens.tolist() == [0, 2, 4, 0, 0, 0, 0, 0]
     assert tokens.shape == (4, 8)
+
+
+def test_few_slots_are_all_that_are_used(tiny: Model):
+    """Though the arrays have more; and what was cleared leaves nothing behind."""
+    prompts, most = requests(512, 6)
+    expected = Decoder(tiny, "slabs", launch_steps=(1,), **ONE_PREFILL).generate(prompts, most)
+    few: dict[str, Any] = ONE_PREFILL | {"num_slots": 2}
+    decoder = Decoder(tiny, "slabs", launch_steps=(1,), **few)
+    for turn, _ in enumerate(drive(decoder, [Request([7], 50), Request([8], 50), Request([9], 9)])):
+        if turn == 5:
+            assert len(decoder.running) == 2
+            decoder.clear()
+            assert not decoder.num_unfinished
+    assert decoder.generate(prompts, most) == expected
+
+
+def test_where_requests_may_arrive_steps_are_launched_one_by_one(tiny: Model):
+    """While a slot is free for them."""
+    sizes: list[int] = []
+    for count in (7, 8):
+        decoder = Decoder(tiny, "slabs", launch_steps=(1, 4), arrivals=True, **ONE_PREFILL)
+        given = [Request([65], 9) for _ in range(count)]
+        sizes.append(len(list(drive(decoder, given))))
+    assert sizes[1] < sizes[0]
 
 
 def test_an_end_token_frees_its_slot(tiny: Model):
@@ -167,12 +193,12 @@ def test_a_request_that_never_fits_is_refused(
     decoder = Decoder(tiny, "static", **ONE_PREFILL)
     with pytest.raises(ValueError, match=rf"^{name}="):
         decoder.add(Request(prompt, max_tokens))
-    assert not decoder.has_work
+    assert not decoder.num_unfinished
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("batching", "paged"), ("num_slots", 4), ("max_len", 4096), ("launch_steps", (4,))],
+    [("batching", "paged"), ("num_slots", 0), ("max_len", 4096), ("launch_steps", (4,))],
 )
 def test_arguments_are_checked(name: str, value: Any, tiny: Model):
     options: dict[str, Any] = {"batching": "slabs", **ONE_PREFILL, name: value}
