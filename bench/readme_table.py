@@ -1,4 +1,4 @@
-"""The README's tables of figures, made from `bench/results/`.
+"""The tables of figures in the README and in docs/benchmarks.md, made from `bench/results/`.
 
 python -m bench.readme_table --write     put them between the markers
 python -m bench.readme_table --check     exit with 1 if they are not what is there
@@ -6,15 +6,23 @@ python -m bench.readme_table --check     exit with 1 if they are not what is the
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 
 from tabulate import tabulate
 
+from bench.paper.report import picture_name
 from bench.records import RESULTS
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+README, BENCHMARKS = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- figures: written by bench/readme_table.py -->", "<!-- end of figures -->"
+PAPER_BEGIN = "<!-- the paper's figure 12: written by bench/readme_table.py -->"
+PAPER_END = "<!-- end of the paper's figure 12 -->"
+FIGURE = re.compile(r"<!-- figure (\w+) -->\n.*?<!-- end of figure \1 -->", re.DOTALL)
+"""Of docs/benchmarks.md; the figure's number as `python -m bench.paper --figure` takes it."""
+
 DEVICE = "nvidia-h200"
 
 
@@ -117,13 +125,80 @@ def render(readme: str) -> str:
     Raises:
         ValueError: the markers are not there, once each and in order.
     """
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the README lacks {BEGIN!r} or, after it, {END!r}")
     found = [make() for name, make in TABLES.items() if path_of(name).is_file()]
-    tables = "\n\n".join(found)
-    return f"{before}{BEGIN}\n{tables}\n{END}{after}"
+    readme = _between(readme, BEGIN, END, "\n\n".join(found))
+    path = RESULTS / "paper_12_simulated-nvidia-h200.json"
+    if PAPER_BEGIN in readme and path.is_file():
+        readme = _between(readme, PAPER_BEGIN, PAPER_END, paper(json.loads(path.read_text())))
+    return readme
+
+
+def _between(text: str, begin: str, end: str, inside: str) -> str:
+    before, found, rest = text.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found or not found_end:
+        raise ValueError(f"the README lacks {begin!r} or, after it, {end!r}")
+    return f"{before}{begin}\n{inside}\n{end}{after}"
+
+
+def paper(document: dict) -> str:
+    """Sustained rates of figure 12, and ours over each baseline."""
+    panels: dict[str, dict[str, dict]] = {}
+    for row in document["rows"]:
+        panels.setdefault(row["panel"], {})[row["system"]] = row
+    table = []
+    for panel, systems in panels.items():
+        cells = {"": panel, "jpaged, requests/s": f"{systems['jpaged']['req/s']:.3g}"}
+        for system in ("Orca (Oracle)", "Orca (Pow2)", "Orca (Max)", "FasterTransformer-like"):
+            row = systems[system]
+            stated = "" if row["paper"] == "plot only" else f" (paper: {row['paper']})"
+            cells[f"over {system}"] = f"{row['jpaged over it']:.2f}{stated}"
+        table.append(cells)
+    return tabulate(table, headers="keys", tablefmt="github", disable_numparse=True)
+
+
+def render_benchmarks(text: str) -> str:
+    """The text of docs/benchmarks.md with each figure's tables and how they came about.
+
+    Raises:
+        ValueError: it has no place for a figure.
+    """
+    if not FIGURE.search(text):
+        raise ValueError("docs/benchmarks.md lacks <!-- figure N --> ... <!-- end of figure N -->")
+    return FIGURE.sub(lambda found: _figure(found[1]), text)
+
+
+def _figure(number: str) -> str:
+    paths = sorted(RESULTS.glob(f"paper_{number}_*.json"), reverse=True)  # simulated ones first
+    parts = [_recorded(json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+    inside = "\n\n".join(parts) or "*Not run yet.*"
+    return f"<!-- figure {number} -->\n{inside}\n<!-- end of figure {number} -->"
+
+
+def _recorded(document: dict) -> str:
+    """One recorded figure: its picture, its table, its notes."""
+    how = document["settings"]
+    picture = f"paper/{picture_name(document['figure'], document['device'])}"
+    lines = []
+    if (BENCHMARKS.parent / picture).is_file():
+        lines += [f"![{document['title']}]({picture})", ""]
+    names = dict.fromkeys(name for row in document["rows"] for name in row)
+    rows = [{name: row.get(name) for name in names} for row in document["rows"]]
+    lines += [tabulate(rows, headers="keys", tablefmt="github", floatfmt=",.3g"), ""]
+    lines += [f"- {note}" for note in document["notes"]]
+    seeds = ", ".join(map(str, how["seeds"]))
+    date, took = document["date"][:10], document["took_s"]
+    lines.append(
+        f"- {document['device']}; traces of {how['seconds']:g} s, seeds {seeds}; commit "
+        f"{document['commit']}, {date}, took {took:,.0f} s; Python {document['python']}, JAX "
+        f"{document['jax']}"
+    )
+    if model := document.get("device_model"):
+        lines.append(
+            f"- step times: fitted to {model['num_points']} recorded points, mean error "
+            f"{model['mean_error_%']:.1f} %, worst {model['worst_error_%']:+.1f} %"
+        )
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -134,12 +209,16 @@ def main() -> None:
     what.add_argument("--write", action="store_true")
     what.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    text = README.read_text(encoding="utf-8")
-    rendered = render(text)
-    if args.write:
-        README.write_text(rendered, encoding="utf-8")
-    elif rendered != text:
-        sys.exit("the README's figures are not those of bench/results; run this with --write")
+    stale = []
+    for path, make in ((README, render), (BENCHMARKS, render_benchmarks)):
+        text = path.read_text(encoding="utf-8")
+        rendered = make(text)
+        if args.write:
+            path.write_text(rendered, encoding="utf-8")
+        elif rendered != text:
+            stale.append(path.name)
+    if stale:
+        sys.exit(f"figures are not those of bench/results in {stale}; run this with --write")
 
 
 if __name__ == "__main__":

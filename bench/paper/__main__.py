@@ -14,6 +14,7 @@ memory limited to the paper's 15.7 K slots. `bench/paper/measures.py` defines wh
 """
 
 import argparse
+import dataclasses
 import math
 import os
 import sys
@@ -22,8 +23,10 @@ import time
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from bench.paper import report, traces
+from bench.paper.device_model import fit
 from bench.paper.measures import FIXED_FRACTION, Settings
 from bench.paper.report import Figure
 
@@ -43,21 +46,26 @@ FIGURES = {
     "19a": "figures_ablation:figure_19a",
     "19b": "figures_ablation:figure_19b",
 }
+AGREEMENT = "agreement"
+"""Not the paper's: whether simulation and engine agree. Only with --device, and not in `all`."""
 
 QUICK = {
-    "seconds": 3.0,
+    "seconds": 2.0,
+    "least_requests": 10,
     "saturation": 40,
     "seeds": (0,),
     "latency_factor": 3.0,
     "tolerance": 0.5,
-    "fractions": (0.5,),
+    "fractions": (0.5, 2.0),
 }
+QUICK_NOTE = "a quick run, to see that it runs: sizes are tiny and the numbers mean nothing"
 DEVICE = {"seconds": 120.0, "saturation": 300, "tolerance": 0.05}
 
 
 def make(number: str, settings: Settings) -> Figure:
     """The figure of that number."""
-    module, function = FIGURES[number].split(":")
+    place = "figures_serving:agreement" if number == AGREEMENT else FIGURES[number]
+    module, function = place.split(":")
     maker: Callable[[Settings], Figure] = getattr(import_module(f"bench.paper.{module}"), function)
     return maker(settings)
 
@@ -69,7 +77,11 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--figure", nargs="+", required=True, metavar="N", help=f"all, or of {', '.join(FIGURES)}"
+        "--figure",
+        nargs="+",
+        required=True,
+        metavar="N",
+        help=f"all, or of {', '.join(FIGURES)}; with --device also {AGREEMENT}",
     )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--simulate", action="store_true", help="a device model (default)")
@@ -96,10 +108,14 @@ def settings_of(args: argparse.Namespace) -> Settings:
     Raises:
         ValueError: a figure is unknown, or a file of lengths is refused.
     """
-    unknown = [number for number in args.figure if number not in (*FIGURES, "all")]
+    unknown = [number for number in args.figure if number not in (*FIGURES, "all", AGREEMENT)]
     if unknown:
         known = ", ".join(("all", *FIGURES))
         raise ValueError(f"--figure {' '.join(unknown)}: not a figure; give of {known}")
+    if AGREEMENT in args.figure and not args.device:
+        raise ValueError(
+            f"--figure {AGREEMENT} compares a device with its simulation: add --device"
+        )
     files = {name: getattr(args, name) for name in traces.MEAN_LENGTHS}
     given = {name: path for name, path in files.items() if path is not None}
     for path in given.values():
@@ -131,15 +147,31 @@ def main(argv: list[str] | None = None) -> None:
     for number in numbers:
         start = time.perf_counter()
         figure = make(number, settings)
+        if args.quick:
+            figure = dataclasses.replace(figure, notes=(*figure.notes, QUICK_NOTE))
         took = round(time.perf_counter() - start, 1)
         facts = {
             "how": settings.how,
             "settings": settings,
             "fixed_fraction": FIXED_FRACTION,
+            "device_model": None if args.device else _fit_facts(),
             "took_s": took,
         }
         report.show(figure, out=out, pictures=not args.no_pictures, facts=facts)
         print(f"  {took} s", flush=True)
+
+
+def _fit_facts() -> dict[str, Any]:
+    """What the device model was fitted to, and how well."""
+    found = fit()
+    worst = max(found.points, key=lambda point: abs(point.error))
+    return {
+        "coefficients": found.coefficients,
+        "num_points": len(found.points),
+        "mean_error_%": 100 * found.mean_error,
+        "worst_error_%": 100 * worst.error,
+        "worst": worst.what,
+    }
 
 
 def _positive(text: str) -> float:

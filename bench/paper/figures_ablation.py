@@ -137,7 +137,9 @@ def _attention_seconds(
                 scale=dtype_scale, implementation=name,
             )  # fmt: skip
 
-        found[name] = time_call(contiguous, queries, slabs, lens, 7)
+        # JAX's own attention mixes dtypes, which a caller may have forbidden.
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            found[name] = time_call(contiguous, queries, slabs, lens, 7)
     return {"paged": paged, "contiguous": found}
 
 
@@ -237,13 +239,13 @@ def _recovery_seconds(size: int, settings: Settings) -> tuple[float, float]:
     import jax.numpy as jnp
 
     from bench import swap
-    from bench.common import SHAPES
+    from bench.common import ALL_SHAPES
     from jpaged.models.registry import read_model_config
     from jpaged.runtime.timing import measure_costs, time_swap
 
     num_tokens = 256 if settings.quick else RECOVERED_TOKENS
     sizes = swap.Sizes((), (num_tokens,), 2 * num_tokens, 8, num_tokens, 7)
-    fields = swap.TINY if settings.quick else SHAPES["opt-13b"]
+    fields = swap.TINY if settings.quick else ALL_SHAPES["opt-13b"]
     dtype = jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
     runner, config, buckets = swap.make_runner(read_model_config(fields), dtype, sizes, size)
     costs = measure_costs(runner, config, buckets)

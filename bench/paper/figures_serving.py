@@ -1,11 +1,19 @@
 """Figures 12, 14, 16 and 17: normalised latency against request rate, and the rates sustained."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bench.paper import report, traces
-from bench.paper.measures import Case, Settings, Sustained, device_of, sustain_all
+from bench.paper.measures import (
+    Case,
+    Settings,
+    Sustained,
+    device_of,
+    run_cases,
+    sustain_all,
+)
 from bench.paper.published import (
     BASIC_RATIO,
     BEAM_6_RATIO,
@@ -29,6 +37,16 @@ LABELS[WITH_CACHE] = "jpaged, prefix caching"
 
 QUICK_PANELS = (("sharegpt", "13b"), ("sharegpt", "175b"), ("alpaca", "13b"))
 """Of figure 12, in a quick run."""
+
+POINTS = (0.7, 1.0, 1.1)
+"""Rates of `agreement`, of the sustained one: below, at and above the knee."""
+
+COMPARED = {
+    "latency": "normalised latency, s/token",
+    "output_tokens_per_s": "output tokens/s",
+    "batch": "requests in a batch",
+}
+MOST_DISAGREEMENT = 0.15
 
 
 @dataclass(frozen=True)
@@ -112,6 +130,41 @@ def figure_17(settings: Settings) -> Figure:
         "as the last one's did, so prefix caching finds only the first rounds' history"
     )
     return _rates("17", "chatbot, prompts of up to 1,024 tokens", panels, settings, note)
+
+
+def agreement(settings: Settings) -> Figure:
+    """Three points of figure 12, OPT-13B on ShareGPT, on the device and simulated: below, at and
+    above the rate that the simulation sustains, with the same requests.
+    """
+    simulated = dataclasses.replace(settings, how="simulated")
+    case = Case("sharegpt")
+    sustained = sustain_all([case], simulated)[case].rate
+    rows, worst = [], 0.0
+    for fraction in POINTS:
+        job = [(case, fraction * sustained)]
+        (model,), (device,) = (run_cases(job, each) for each in (simulated, settings))
+        for name, title in COMPARED.items():
+            there, here = getattr(device, name), getattr(model, name)
+            row = {"of the sustained rate": fraction, "req/s": fraction * sustained, "of": title}
+            rows.append(row | {"measured": there, "simulated": here, "ratio": here / there})
+            worst = max(worst, abs(here / there - 1))
+    reached = "reached" if worst <= MOST_DISAGREEMENT else "NOT reached"
+    note = f"within {MOST_DISAGREEMENT:.0%} is to be reached; the worst is {worst:.1%}: {reached}"
+
+    def draw(canvas: "Canvas") -> None:
+        groups = [f"{fraction:g}" for fraction in POINTS]
+        for axes, title in zip(canvas.subplots(1, 3), COMPARED.values(), strict=True):
+            own = [row for row in rows if row["of"] == title]
+            series = {kind: [row[kind] for row in own] for kind in ("measured", "simulated")}
+            colours = {"measured": COLOURS["ours"], "simulated": "#b8b8b8"}
+            report.draw_bars(axes, groups, series, colours, "{:.3g}")
+            axes.set(title=title, xlabel="of the sustained rate")
+        canvas.axes[0].legend()
+        report.footnote(canvas, f"OPT-13B, ShareGPT-like, {device_of(settings)}")
+
+    title = "simulated and measured, OPT-13B, ShareGPT"
+    device = device_of(settings)
+    return Figure("agreement", title, rows, {}, draw, (9.0, 3.2), (note,), device)
 
 
 def _rates(

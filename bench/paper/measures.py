@@ -21,19 +21,22 @@ saturates every Orca system and not vLLM, which 0.9 does here.
 
 import dataclasses
 import gc
+import json
 import math
 import statistics
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any, TypeVar
 
 from bench.paper import traces
 from bench.paper.device_model import DeviceModel, device_model
 from bench.paper.published import SERVERS
 from bench.paper.simulator import Run, simulate
-from bench.paper.traces import Source, TraceRequest
+from bench.paper.traces import MAX_MODEL_LEN, Source, TraceRequest
 
 FIXED_FRACTION = 0.9
 
@@ -134,7 +137,8 @@ class Settings:
     Attributes:
         how: "simulated" or "measured".
         quick: Whether this is only to see that it runs.
-        seconds: Length of a trace.
+        seconds: Length of a trace, if `least_requests` arrive in it.
+        least_requests: Requests that a trace has on average at least.
         saturation: Requests that tell how many a second can be served.
         seeds: Of the traces.
         latency_factor: Of the sustained rate.
@@ -147,11 +151,12 @@ class Settings:
     how: str = "simulated"
     quick: bool = False
     seconds: float = 3600.0
+    least_requests: int = 100
     saturation: int = 2000
     seeds: tuple[int, ...] = (0, 1, 2)
     latency_factor: float = 10.0
     tolerance: float = 0.03
-    fractions: tuple[float, ...] = (0.25, 0.5, 0.75, 0.9)
+    fractions: tuple[float, ...] = (0.25, 0.5, 0.75, 0.9, 1.15)
     processes: int = 2
     files: tuple[tuple[str, str], ...] = ()
 
@@ -193,7 +198,8 @@ def run(
     case: Case, rate: float, seed: int, settings: Settings, give_up_at: float | None
 ) -> Outcome:
     """Serve a trace of the case's workload."""
-    trace = make_trace(case.workload, rate, settings.seconds, seed, settings)
+    seconds = max(settings.seconds, settings.least_requests / rate)
+    trace = make_trace(case.workload, rate, seconds, seed, settings)
     return _outcome(_serve(case, trace, settings, give_up_at), rate)
 
 
@@ -294,16 +300,16 @@ def sustain(case: Case, settings: Settings) -> Sustained:
     curve: dict[float, float] = {}
     rates = []
     for seed in settings.seeds:
-        latency_at = partial(_latency, case, seed, settings, threshold)
+        # A run that is certain to miss the threshold ends there.
+        latency_at = partial(_latency, case, seed, settings, 1.01 * threshold)
         guess = statistics.median(rates) if rates else saturate(case, settings).rate
         step = 1 + settings.tolerance * (1 if rates else 8)
         rate, points = search(latency_at, threshold, guess, step, settings.tolerance)
         rates.append(rate)
-        curve = curve or points
-    first = rates[0]
+        curve = curve or {at: latency for at, latency in points.items() if latency < threshold}
     for fraction in settings.fractions:
-        rate = fraction * first
-        curve[rate] = _latency(case, settings.seeds[0], settings, threshold, rate)
+        rate = fraction * rates[0]
+        curve[rate] = _latency(case, settings.seeds[0], settings, 4 * threshold, rate)
     pairs = tuple(sorted(curve.items()))
     return Sustained(
         rate=statistics.median(rates),
@@ -389,26 +395,39 @@ def _outcome(served: Run, rate: float) -> Outcome:
     )
 
 
-_engines: dict[Case, Any] = {}
-"""The last engine, with the case that it was made for: a GPU has room for one."""
+_servers: dict[Case, Any] = {}
+"""The last engine, by the case that it was made for: a GPU has room for one."""
 
 
 def _serve_on_device(
     case: Case, trace: Sequence[TraceRequest], settings: Settings, group: dict[str, Any]
 ) -> Run:
-    from bench.paper.engine_run import make_engine, run_on_engine
+    from bench.paper.engine_run import make_server, run_on_engine
 
-    kind = dataclasses.replace(case, workload="", width=1, is_beam=False)
-    if kind not in _engines:
-        _engines.clear()
+    kind = dataclasses.replace(case, workload=shape_of(case), width=1, is_beam=False)
+    if kind not in _servers:
+        _servers.clear()
         gc.collect()
-        _engines[kind] = make_engine(
-            case.system,
-            None if settings.quick else shape_of(case),
-            num_slots=SERVERS[case.server].num_slots,
-            block_size=case.block_size,
-            enable_prefix_caching=case.prefix_caching,
-            preemption_mode=case.preemption,
-            max_num_seqs=case.max_num_seqs,
-        )
-    return run_on_engine(_engines[kind], trace, **group)
+        with tempfile.TemporaryDirectory() as folder:
+            config = json.dumps(_config_of(kind.workload, settings))
+            Path(folder, "config.json").write_text(config, encoding="utf-8")
+            _servers[kind] = make_server(
+                case.system,
+                folder,
+                num_slots=SERVERS[case.server].num_slots,
+                block_size=case.block_size,
+                prefix_caching=case.prefix_caching,
+                load_format="dummy",
+                max_model_len=MAX_MODEL_LEN,
+                preemption_mode=case.preemption,
+                max_num_seqs=32 if settings.quick else case.max_num_seqs,
+            )
+    return run_on_engine(_servers[kind], trace, **group)
+
+
+def _config_of(shape: str, settings: Settings) -> dict[str, Any]:
+    """A `config.json` of the shape; a quick run has a tiny model, for a CPU."""
+    from bench.common import ALL_SHAPES
+    from bench.swap import TINY
+
+    return TINY if settings.quick else ALL_SHAPES[shape]

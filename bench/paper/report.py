@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from bench.paper.published import LABELS, PLOT_ONLY, between
 from bench.records import RESULTS, print_table, record
 
@@ -32,7 +34,7 @@ MARKERS = {
     "fastertransformer": "v",
 }
 GREY = "#7a7a7a"
-STYLE = {
+STYLE: Any = {
     "font.size": 9,
     "axes.titlesize": 10,
     "axes.titleweight": "bold",
@@ -135,14 +137,14 @@ def show(figure: Figure, *, out: Path | None, pictures: bool, facts: Mapping[str
     name = f"paper_{figure.number}"
     print(" ", record(name, rows, device=figure.device, folder=out or RESULTS, **more))
     if pictures and figure.draw is not None:
-        print(" ", save(figure, (out or PICTURES) / picture_name(figure)))
+        print(" ", save(figure, (out or PICTURES) / picture_name(figure.number, figure.device)))
 
 
-def picture_name(figure: Figure) -> str:
+def picture_name(number: str, device: str) -> str:
     """The file name of a figure's picture; one measured on a device has a name of its own."""
-    measured = not figure.device.startswith(("simulated", "no device"))
-    stem = figure.number if figure.number.startswith("table") else f"figure_{figure.number}"
-    return f"{stem}_measured.png" if measured else f"{stem}.png"
+    stem = f"figure_{number}" if number[0].isdigit() else number
+    is_measured = not device.startswith(("simulated", "no device"))
+    return f"{stem}_measured.png" if is_measured else f"{stem}.png"
 
 
 def save(figure: Figure, path: Path) -> Path:
@@ -238,7 +240,7 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
-    if hasattr(value, "item"):
+    if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float):
         # JSON has no infinity and no NaN.

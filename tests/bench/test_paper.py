@@ -1,19 +1,228 @@
 """Every figure of the paper runs from the command line, and what it prints can be true."""
 
+import itertools
 import json
 import math
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from matplotlib import image
 
 from bench.paper import __main__ as cli
-from bench.paper import measures, published, report
+from bench.paper import (
+    figures_ablation,
+    figures_memory,
+    figures_serving,
+    measures,
+    published,
+    report,
+)
 from bench.paper.measures import Case, Settings
 from bench.paper.report import Figure, compared
 
-QUICK = Settings(quick=True, processes=1, **cli.QUICK)
+
+def run_figure(number: str, folder: Path) -> dict[str, Any]:
+    """The figure's JSON, from a quick simulated run of the command; its picture is checked."""
+    cli.main(["--figure", number, "--quick", "--processes", "1", "--out", str(folder)])
+    (path,) = folder.glob("*.json")
+    document = json.loads(path.read_text(encoding="utf-8"))
+    assert document["benchmark"] == f"paper_{number}"
+    assert document["settings"]["quick"]
+    assert document["rows"]
+    (picture,) = folder.glob("*.png")
+    pixels = image.imread(picture)
+    assert pixels.shape[1] > 400
+    assert 0.02 < float((pixels[..., :3].min(axis=-1) < 0.9).mean()) < 0.9, "neither blank nor full"
+    assert picture.stat().st_size < 150_000
+    return document
+
+
+def cells(document: dict[str, Any], *names: str) -> dict[Any, Any]:
+    """Each row's `ours`, by the given cells of it."""
+    rows = document["rows"]
+    found = {tuple(row[name] for name in names): row["ours"] for row in rows}
+    assert len(found) == len(rows), f"{names} do not tell rows apart"
+    return found
+
+
+def rates(document: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Sustained rates by panel and system; each curve is checked against its threshold."""
+    found = {}
+    for panel in document["panels"]:
+        for sustained in panel["systems"].values():
+            latencies = dict(map(tuple, sustained["curve"]))
+            assert latencies[sustained["rate"]] < sustained["threshold"]
+            assert max(latencies.values()) >= sustained["threshold"], "the knee was passed"
+            assert len(latencies) >= 3
+        systems = panel["systems"].items()
+        found[panel["panel"]] = {name: sustained["rate"] for name, sustained in systems}
+    return found
+
+
+def test_table_1_is_the_papers(tmp_path: Path):
+    document = run_figure("table1", tmp_path)
+    assert len(document["rows"]) == 6
+    assert all(row["ratio"] == pytest.approx(1, rel=0.02) for row in document["rows"])
+    assert document["device"] == "no device"
+
+
+@pytest.mark.slow
+def test_figure_1_shows_why_paging_batches_more(tmp_path: Path):
+    document = run_figure("1", tmp_path)
+    by_system: dict[str, list[dict]] = {}
+    for row in document["rows"]:
+        assert 0 < row["batch"] <= row["seats"]
+        by_system.setdefault(row["system"], []).append(row)
+    most, ours = by_system["Orca (Max)"], by_system["jpaged"]
+    for reserved, paged in zip(most, ours, strict=True):
+        assert paged["KV memory held, %"] < 0.5 * reserved["KV memory held, %"]
+    assert ours[-1]["ours"] > 4 * ours[0]["ours"], "throughput grows with the batch"
+
+
+def test_figure_2_accounts_for_all_memory(tmp_path: Path):
+    shares = cells(run_figure("2", tmp_path), "lengths", "system", "share")
+    systems = ["Orca (Max)", "Orca (Pow2)", "Orca (Oracle)", "jpaged"]
+    names = list(figures_memory.SHARE_LABELS.values())
+    for lengths, system in itertools.product(("sharegpt", "alpaca"), systems):
+        assert 0 < sum(shares[lengths, system, name] for name in names) <= 100.001
+    tokens = [shares["sharegpt", system, "token states"] for system in systems[:3]]
+    assert tokens == sorted(tokens)
+    internal = [shares["sharegpt", system, "internal fragmentation"] for system in systems]
+    assert internal[0] > internal[1] > internal[2]
+    assert max(internal[2:]) < 1, "they never reserve what is not filled"
+    waste = {w: shares[w, "jpaged", "waste of held blocks"] for w in ("sharegpt", "alpaca")}
+    assert 0 < waste["sharegpt"] <= figures_memory.MOST_WASTE_PERCENT < waste["alpaca"] < 15
+    for lengths, share in waste.items():
+        formula = shares[lengths, "jpaged", "the same by formula, half a block a sequence"]
+        assert share == pytest.approx(formula, rel=0.25)
+
+
+def test_figure_11_has_the_papers_means(tmp_path: Path):
+    rows = run_figure("11", tmp_path)["rows"]
+    assert [row["ratio"] for row in rows] == pytest.approx([1.0] * 4, rel=0.12)
+    assert all(row["median"] < row["ours"] for row in rows)
+
+
+@pytest.mark.slow
+def test_figure_12_ours_sustains_most(tmp_path: Path):
+    document = run_figure("12", tmp_path)
+    for systems in rates(document).values():
+        assert list(systems) == list(published.SYSTEMS)
+        assert systems["ours"] >= 0.95 * max(systems.values())
+        assert systems["fastertransformer"] == min(systems.values())
+        assert systems["orca_max"] <= systems["orca_oracle"]
+    assert document["device"] == "simulated NVIDIA H200"
+    rows = [row for row in document["rows"] if row["paper"] not in (None, published.PLOT_ONLY)]
+    assert {row["system"] for row in rows} >= {"Orca (Max)", "Orca (Oracle)"}
+    assert all(0.3 < row["ratio"] < 3 for row in rows)
+
+
+@pytest.mark.slow
+def test_figure_13_paging_batches_most(tmp_path: Path):
+    document = run_figure("13", tmp_path)
+    batches = cells(document, "lengths", "system")
+    for lengths, paper in published.BATCHED.items():
+        own = [batches[lengths, published.LABELS[system]] for system in paper]
+        assert own == sorted(own)
+        assert own[0] == pytest.approx(paper["orca_max"], rel=0.15), "15.7 K slots hold 7 of 2,048"
+    for row in document["rows"]:
+        rate = document["sustained"][row["lengths"]]["rate"]
+        assert row["req/s"] == pytest.approx(document["fixed_fraction"] * rate, rel=1e-4)
+        assert row["paper's req/s"] == published.BATCHED_RATE[row["lengths"]]
+
+
+@pytest.mark.slow
+def test_figure_14_sharing_pays(tmp_path: Path):
+    found = rates(run_figure("14", tmp_path))
+    assert {name.split(",")[0] for name in found} == {"parallel sampling", "beam search"}
+    assert all(systems["ours"] > systems["orca_oracle"] for systems in found.values())
+
+
+@pytest.mark.slow
+def test_figure_15_more_samples_save_more(tmp_path: Path):
+    saved = cells(run_figure("15", tmp_path), "lengths", "decoding", "width")
+    for lengths, decoding in itertools.product(("sharegpt", "alpaca"), ("parallel", "beam")):
+        assert saved[lengths, decoding, 2] < saved[lengths, decoding, 6] < 100
+    for lengths, width in itertools.product(("sharegpt", "alpaca"), (2, 6)):
+        assert saved[lengths, "beam", width] > saved[lengths, "parallel", width] > 0
+    assert saved["alpaca", "parallel", 2] == pytest.approx(6.09, rel=0.4)
+
+
+@pytest.mark.slow
+def test_figure_16_a_longer_prefix_pays_more(tmp_path: Path):
+    found = rates(run_figure("16", tmp_path))
+    short, long = (systems["ours"] / systems["orca_oracle"] for systems in found.values())
+    assert 1 < short < long
+
+
+@pytest.mark.slow
+def test_figure_17_runs_with_and_without_a_cache(tmp_path: Path):
+    (systems,) = rates(run_figure("17", tmp_path)).values()
+    assert set(systems) == {*published.ORCAS, "ours", figures_serving.WITH_CACHE}
+    assert systems["ours"] > max(systems[name] for name in published.ORCAS)
+
+
+def test_figure_18a_times_two_kernels_or_says_that_it_cannot(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    document = run_figure("18a", tmp_path / "quick")
+    assert document["device"] == "cpu"
+    assert "to see that it runs" in document["notes"][0]
+    for row in document["rows"]:
+        assert min(row["paged us"], row["contiguous us"]) > 0
+        overhead = 100 * (row["paged us"] / row["contiguous us"] - 1)
+        assert row["ours"] == pytest.approx(overhead, rel=1e-3)
+    monkeypatch.setattr(figures_ablation, "RESULTS", tmp_path / "none")
+    cli.main(["--figure", "18a", "--out", str(tmp_path / "simulated")])
+    assert "NOT MEASURED: this figure needs an NVIDIA GPU" in capsys.readouterr().out
+    (path,) = (tmp_path / "simulated").iterdir()
+    assert {row["ours"] for row in json.loads(path.read_text(encoding="utf-8"))["rows"]} == {None}
+
+
+@pytest.mark.slow
+def test_figure_18b_large_blocks_waste(tmp_path: Path):
+    document = run_figure("18b", tmp_path)
+    for lengths in ("sharegpt", "alpaca"):
+        rows = [row for row in document["rows"] if row["lengths"] == lengths]
+        assert [row["block size"] for row in rows] == [1, 16, 256]
+        assert rows[0]["waste, %"] == 0
+        assert rows[0]["waste, %"] < rows[1]["waste, %"] < rows[2]["waste, %"] < 100
+        assert min(row["ratio"] for row in rows) == 1
+        assert rows[2]["batch"] < rows[1]["batch"], "fewer fit"
+
+
+@pytest.mark.slow
+def test_figures_19_compare_both_ways_of_recovery(tmp_path: Path):
+    times = run_figure("19a", tmp_path / "a")
+    for row in times["rows"]:
+        both = row["recompute ms"], row["swap out + in ms"]
+        assert row["ours"] == pytest.approx(both[0] / both[1], rel=1e-4)
+        assert 1 < min(both) < max(both) < 10_000
+    served = run_figure("19b", tmp_path / "b")
+    for row in served["rows"]:
+        assert row["ours"] == pytest.approx(
+            row["recompute, s/token"] / row["swap, s/token"], rel=1e-4
+        )
+    assert any(row["recomputes"] > 0 and row["swaps"] > 0 for row in served["rows"])
+
+
+def test_all_means_every_figure_of_the_issue(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    made: list[str] = []
+
+    def make(number: str, settings: Settings) -> Figure:
+        assert settings == Settings(processes=3, seconds=20.0, seeds=(4, 5))
+        made.append(number)
+        return Figure(number, "", [{"ours": 1}], {}, None)
+
+    monkeypatch.setattr(cli, "make", make)
+    options = ["--processes", "3", "--seconds", "20", "--seeds", "4,5", "--out", str(tmp_path)]
+    cli.main(["--figure", "all", *options])
+    listed = ["table1", "1", "2", *map(str, range(11, 18)), "18a", "18b", "19a", "19b"]
+    assert made == listed
+    assert len(list(tmp_path.glob("*.json"))) == len(listed)
 
 
 @pytest.mark.parametrize(("knee", "guess"), [(10.0, 10.0), (10.0, 1.0), (3.0, 40.0), (9.99, 10.0)])
@@ -63,6 +272,7 @@ def test_json_has_no_number_that_json_lacks(tmp_path: Path):
     [
         (["--figure", "3"], r"--figure 3: not a figure; give of all, table1, 1, 2, 11"),
         (["--figure", "12", "x"], r"--figure x: not a figure"),
+        (["--figure", "agreement"], "--figure agreement compares .*: add --device"),
         ([], "required: --figure"),
         (["--figure", "2", "--simulate", "--device"], "not allowed with"),
         (["--figure", "2", "--seconds", "0"], "--seconds: must be a positive number .* not '0'"),

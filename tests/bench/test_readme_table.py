@@ -1,13 +1,39 @@
 """The README shows what was measured."""
 
+from pathlib import Path
+
 import pytest
 
-from bench.readme_table import BEGIN, END, README, render
+from bench import readme_table
+from bench.paper import __main__ as cli
+from bench.readme_table import BEGIN, BENCHMARKS, END, README, render, render_benchmarks
 
 
 def test_the_readme_has_the_committed_figures():
     text = README.read_text(encoding="utf-8")
     assert render(text) == text, "run python -m bench.readme_table --write"
+
+
+def test_the_page_of_benchmarks_has_the_committed_figures():
+    text = BENCHMARKS.read_text(encoding="utf-8")
+    assert render_benchmarks(text) == text, "run python -m bench.readme_table --write"
+    assert readme_table.FIGURE.findall(text) == [cli.AGREEMENT, *cli.FIGURES]
+
+
+def test_a_figure_that_was_not_run_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(readme_table, "RESULTS", tmp_path)
+    rendered = render_benchmarks("a\n<!-- figure 12 -->\nstale\n<!-- end of figure 12 -->\nb")
+    assert rendered == "a\n<!-- figure 12 -->\n*Not run yet.*\n<!-- end of figure 12 -->\nb"
+    with pytest.raises(ValueError, match="lacks <!-- figure N -->"):
+        render_benchmarks("no place")
+
+
+def test_a_recorded_figure_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(readme_table, "RESULTS", tmp_path)
+    cli.main(["--figure", "table1", "--no-pictures", "--seeds", "7", "--out", str(tmp_path)])
+    page = render_benchmarks("<!-- figure table1 -->\n<!-- end of figure table1 -->")
+    assert "| OPT-13B  | KV cache slots" in page
+    assert "traces of 3600 s, seeds 7; commit " in page
 
 
 def test_only_what_is_between_the_markers_changes():

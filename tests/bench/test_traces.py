@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bench.paper import traces
-from bench.paper.traces import CHAT_PROMPT, MAX_MODEL_LEN, MEAN_LENGTHS, TraceRequest
+from bench.paper.traces import CHAT_OUTPUT, CHAT_PROMPT, MAX_MODEL_LEN, MEAN_LENGTHS, TraceRequest
 
 
 @pytest.mark.parametrize("name", MEAN_LENGTHS)
@@ -66,6 +66,7 @@ def test_a_chats_round_has_the_end_of_what_was_said():
     assert len(rounds) == pytest.approx(4 * 1800, rel=0.15)
     assert [r.arrival for r in rounds] == sorted(r.arrival for r in rounds)
     assert max(r.prompt_len for r in rounds) == CHAT_PROMPT
+    assert max(r.output_len for r in rounds) == CHAT_OUTPUT
     assert np.mean([r.prompt_len == CHAT_PROMPT for r in rounds]) > 0.5, "the paper: most"
     assert all(_num_tokens(r) == r.prompt_len for r in rounds)
     by_stream: dict[int, list[TraceRequest]] = {}
