@@ -58,6 +58,7 @@ __all__ = [
     "TextDelta",
     "Tokenizer",
     "__version__",
+    "options",
 ]
 
 

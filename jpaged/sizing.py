@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jpaged.config import EngineConfig
+from jpaged.config import EngineConfig, physical_memory_bytes
 from jpaged.models.config import ModelConfig
-from jpaged.option_checks import physical_memory_bytes
 from jpaged.runtime.buckets import Buckets, make_buckets
 from jpaged.runtime.kv_cache import (
     MAX_BLOCKS,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from jpaged.serve.errors import ApiError, bad_field, not_serving
-from jpaged.serve.limits import Limits
+from jpaged.serve.options import Limits
 
 _RETRY_AFTER = 1  # seconds
 

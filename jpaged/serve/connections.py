@@ -25,7 +25,7 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from jpaged.serve.auth import OPEN_PATHS
 from jpaged.serve.errors import ApiError, not_serving
 from jpaged.serve.exchange import error_answer, json_bytes
-from jpaged.serve.limits import Limits
+from jpaged.serve.options import Limits
 
 HEADER_TIMEOUT = 20.0
 """Seconds for a request's line and headers to arrive, from the connection or its first byte.

@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from jpaged.serve.bodies import hold
 from jpaged.serve.errors import ApiError
-from jpaged.serve.limits import Limits
+from jpaged.serve.options import Limits
 
 T = TypeVar("T")
 

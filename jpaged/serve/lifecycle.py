@@ -21,8 +21,8 @@ from jpaged.serve.client import EngineClient
 from jpaged.serve.connections import NUM_SPARE, OUT_OF_FILES, Listener, bounded_by
 from jpaged.serve.engine_process import EngineProcess
 from jpaged.serve.errors import say
-from jpaged.serve.flags import Flags
 from jpaged.serve.hosts import host_name, is_loopback
+from jpaged.serve.options import Flags
 from jpaged.serve.serving import Serving
 from jpaged.serve.text_process import TextProcess, TextSettings
 from jpaged.serve.texts import Texts
@@ -47,9 +47,10 @@ _LAST_WORDS = 5
 def run_server(flags: Flags) -> int:
     """Serve until a signal; gives the exit code."""
     try:
-        sock = listen(flags.host, flags.port)
+        sock = listen(flags.serve.host, flags.serve.port)
     except (OSError, ValueError) as error:  # ValueError: a host that is no name
-        where, why = f"{flags.host}:{flags.port}", getattr(error, "strerror", None) or error
+        where = f"{flags.serve.host}:{flags.serve.port}"
+        why = getattr(error, "strerror", None) or error
         say(f"cannot listen at {where} ({why}): use another --port or --host")
         return 1
     sys.setswitchinterval(_SWITCH_INTERVAL)
@@ -65,8 +66,8 @@ async def _serve(flags: Flags, sock: Listener) -> int:
     limits = replace(limits, max_connections=most)
     hosts = hosts_served(flags, sock.getsockname()[0])
     serving = Serving(replace(flags.serve, limits=limits, allowed_hosts=hosts))
-    http = HttpServer(_uvicorn_config(serving, flags.log_requests, num_spare))
-    life = Life(serving, http, flags.shutdown_timeout)
+    http = HttpServer(_uvicorn_config(serving, flags.serve.log_requests, num_spare))
+    life = Life(serving, http, flags.serve.shutdown_timeout)
     life.watch_signals()
     asyncio.get_running_loop().set_exception_handler(Complaints().hear)
     talking = asyncio.create_task(http.serve([sock]))
@@ -256,7 +257,7 @@ def hosts_served(flags: Flags, address: str) -> tuple[str, ...] | None:
     given = flags.serve.allowed_hosts
     if given is None and (flags.serve.api_keys or not is_loopback(address)):
         return None
-    return (*(given or ()), host_name(flags.host))
+    return (*(given or ()), host_name(flags.serve.host))
 
 
 class Complaints:

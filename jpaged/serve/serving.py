@@ -8,7 +8,6 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeVar
 
@@ -16,8 +15,8 @@ from jpaged.serve.admission import Admission
 from jpaged.serve.client import EngineClient
 from jpaged.serve.errors import ApiError, not_serving
 from jpaged.serve.frames import Ready
-from jpaged.serve.limits import Limits
 from jpaged.serve.metrics import Metrics
+from jpaged.serve.options import ServeConfig
 from jpaged.serve.run import Job, News, Run
 from jpaged.serve.texts import Texts
 
@@ -30,36 +29,6 @@ class Phase(Enum):
     STARTING = "starting"
     SERVING = "serving"
     DRAINING = "draining"
-
-
-@dataclass(frozen=True)
-class ServeConfig:
-    """How the server presents itself.
-
-    Attributes:
-        model_names: What clients may call the model; the first is what the server calls it.
-        api_keys: Of which each request needs one; none: no request needs any.
-        share_prefix_cache_across_keys: Whether the requests of one key find what those of another
-            left in the prefix cache, and so can tell what they asked.
-        allowed_hosts: What requests may give as the Host beside this machine's names; None: any.
-        limits: What clients may ask for.
-        chat_template: To use instead of the model's.
-        template_variables: What clients may set of a template.
-        allow_special_tokens: Whether text of messages may become special tokens.
-        dashboard: Whether there is a picture of the memory at `/`.
-        dashboard_text: Whether it shows what is asked and answered.
-    """
-
-    model_names: tuple[str, ...] = ("jpaged-tiny",)
-    api_keys: tuple[str, ...] = ()
-    share_prefix_cache_across_keys: bool = False
-    allowed_hosts: tuple[str, ...] | None = None
-    limits: Limits = field(default_factory=Limits)
-    chat_template: str | None = None
-    template_variables: frozenset[str] = frozenset({"enable_thinking", "thinking"})
-    allow_special_tokens: bool = False
-    dashboard: bool = True
-    dashboard_text: bool = False
 
 
 class Serving:

@@ -20,9 +20,9 @@ from jpaged import Engine
 from jpaged.serve.app import make_app
 from jpaged.serve.client import EngineClient
 from jpaged.serve.lifecycle import open_door
-from jpaged.serve.limits import Limits
 from jpaged.serve.link import Link
-from jpaged.serve.serving import ServeConfig, Serving
+from jpaged.serve.options import Limits, ServeConfig
+from jpaged.serve.serving import Serving
 from jpaged.serve.text_process import TextProcess, TextSettings
 from jpaged.serve.worker import Worker
 

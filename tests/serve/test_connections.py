@@ -24,7 +24,7 @@ from jpaged.serve.auth import OPEN_PATHS
 from jpaged.serve.connections import SurplusGuard, bounded_by
 from jpaged.serve.exchange import while_connected
 from jpaged.serve.lifecycle import Complaints, HttpServer, allow_connections, listen
-from jpaged.serve.limits import Limits
+from jpaged.serve.options import Limits
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], object]
 STANDARD = Limits()

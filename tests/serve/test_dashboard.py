@@ -11,7 +11,8 @@ from serve_helpers import basic
 
 from jpaged.serve.app import make_app
 from jpaged.serve.dashboard import PAGE_PATHS
-from jpaged.serve.serving import ServeConfig, Serving
+from jpaged.serve.options import ServeConfig
+from jpaged.serve.serving import Serving
 
 STATIC = files("jpaged.serve").joinpath("static")
 

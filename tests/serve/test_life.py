@@ -14,8 +14,8 @@ import httpx
 import pytest
 from server_process import ARGUMENTS, ServerProcess
 
-from jpaged.serve.flags import read_flags
 from jpaged.serve.lifecycle import run_server
+from jpaged.serve.options import read_flags
 from jpaged.serve.worker import why_not
 
 pytestmark = pytest.mark.slow
@@ -207,8 +207,8 @@ def test_why_there_is_no_engine(error: Exception, words: str, capsys: pytest.Cap
 
 # A signal that finds the process at a certain place, since it sends it to itself there.
 BEFORE_IT_LISTENS = """
-from jpaged.serve import __main__, flags
-flags.read_flags = lambda argv: os.kill(os.getpid(), signal.{name})
+from jpaged.serve import __main__, options
+options.read_flags = lambda argv: os.kill(os.getpid(), signal.{name})
 __main__.main([])
 """
 BEFORE_THERE_IS_AN_ENGINE = """

@@ -9,8 +9,8 @@ from jpaged import EngineStats, SamplingParams
 from jpaged.serve.auth import OPEN_PATHS
 from jpaged.serve.client import Job
 from jpaged.serve.connections import NUM_SPARE
-from jpaged.serve.flags import build_parser
 from jpaged.serve.metrics import Metrics
+from jpaged.serve.options import build_parser
 from jpaged.serve.picture_hub import MAX_VIEWERS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "operators.md").read_text(encoding="utf-8")

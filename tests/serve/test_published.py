@@ -15,9 +15,9 @@ import pytest
 
 from jpaged import EngineStats, SamplingParams
 from jpaged.__main__ import build_parser as generate
-from jpaged.serve.flags import build_parser as serve
 from jpaged.serve.metrics import Metrics
 from jpaged.serve.openapi import openapi
+from jpaged.serve.options import build_parser as serve
 from jpaged.serve.run import Job
 
 FOLDER = Path(__file__).parent / "published"

@@ -13,7 +13,8 @@ from serve_helpers import QUESTION, RawRequest, Server, basic, bearer
 
 from jpaged import Engine
 from jpaged.serve.errors import ApiError
-from jpaged.serve.serving import ServeConfig, Serving
+from jpaged.serve.options import ServeConfig
+from jpaged.serve.serving import Serving
 
 Run = Callable[..., None]
 PATH = "/v1/completions"

@@ -201,7 +201,7 @@ def test_a_frame_of_nonsense_ends_the_worker():
     ours.close()
 
 
-MODULES = "import jpaged.serve.app, jpaged.serve.flags, jpaged.serve.lifecycle, sys;"
+MODULES = "import jpaged.serve.app, jpaged.serve.options, jpaged.serve.lifecycle, sys;"
 
 
 @pytest.mark.parametrize("package", ["jax", "transformers", "torch"])

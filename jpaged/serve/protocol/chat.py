@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jpaged.serve.errors import bad_field
-from jpaged.serve.limits import Limits
+from jpaged.serve.options import Limits
 from jpaged.serve.protocol.record import Nested, of
 from jpaged.serve.protocol.rules import (
     Choice,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jpaged.serve.errors import bad_field
-from jpaged.serve.limits import Limits
+from jpaged.serve.options import Limits
 from jpaged.serve.protocol.record import of
 from jpaged.serve.protocol.rules import (
     Flag,
