@@ -28,14 +28,18 @@ from jpaged.serve.hosts import HostGuard
 from jpaged.serve.json_body import BodyReader
 from jpaged.serve.metrics import CONTENT_TYPE
 from jpaged.serve.openapi import openapi
-from jpaged.serve.protocol.chat import ChatRequest
-from jpaged.serve.protocol.completions import CompletionRequest
-from jpaged.serve.protocol.record import read_record
-from jpaged.serve.protocol.sampling import SamplingFields
-from jpaged.serve.protocol.tokens import DetokenizeRequest, TokenizeRequest
+from jpaged.serve.protocol import (
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    SamplingFields,
+    TokenizeRequest,
+    read,
+)
 from jpaged.serve.serving import Serving, new_id
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Body)
 
 _OTHER_VALUES = 64 * 1024
 """Values that a body may have beside the token ids of a prompt."""
@@ -136,7 +140,7 @@ class Endpoints:
         serving = self._serving
         longest = serving.texts.max_model_len + _OTHER_VALUES
         most = max(serving.config.limits.max_body_values, longest)
-        return await self._bodies.read(request, lambda value: read_record(record, value), most)
+        return await self._bodies.read(request, lambda value: read(record, value), most)
 
     async def tokenize(self, request: Request) -> Response:
         """`/tokenize`: the token ids of a text or a conversation."""

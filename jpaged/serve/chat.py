@@ -6,7 +6,7 @@ from jpaged import TextDelta
 from jpaged.serve.answers import Tally
 from jpaged.serve.generation import Body, Choice, Generation
 from jpaged.serve.logprobs import TokenText, chat_logprobs, prompt_logprobs
-from jpaged.serve.protocol.chat import ChatRequest
+from jpaged.serve.protocol import ChatRequest
 from jpaged.serve.run import Job
 
 

@@ -6,7 +6,7 @@ from jpaged import TextDelta
 from jpaged.serve.answers import Tally
 from jpaged.serve.generation import Body, Choice, Generation, without_answer
 from jpaged.serve.logprobs import CompletionLogprobs, TokenText, joined, prompt_logprobs
-from jpaged.serve.protocol.completions import CompletionRequest
+from jpaged.serve.protocol import CompletionRequest
 from jpaged.serve.run import Job, News
 
 
@@ -80,7 +80,7 @@ class Completion(Generation):
     @property
     def num_prompts(self) -> int:
         """Prompts to answer."""
-        return len(self._asked.prompt)
+        return len(self._asked.prompts)
 
     @property
     def tells_prompts(self) -> bool:
@@ -99,7 +99,7 @@ class Completion(Generation):
         texts = self.serving.texts
         last = texts.num_kept(asked.max_tokens, keep)
         jobs = []
-        for i, prompt in enumerate(asked.prompt):
+        for i, prompt in enumerate(asked.prompts):
             path = f"prompt[{i}]" if self.num_prompts > 1 else "prompt"
             ids = await texts.encode(prompt, path, add_special_tokens=special, last=last)
             ids = texts.fitted(ids, path, asked.max_tokens, keep)

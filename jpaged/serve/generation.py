@@ -12,7 +12,7 @@ from jpaged import SamplingParams, TextDelta
 from jpaged.serve.answers import Answer, Tally
 from jpaged.serve.errors import not_serving
 from jpaged.serve.exchange import DONE, json_bytes, large_json
-from jpaged.serve.protocol.sampling import SamplingFields
+from jpaged.serve.protocol import SamplingFields
 from jpaged.serve.run import Job, News, Run
 from jpaged.serve.serving import Serving
 

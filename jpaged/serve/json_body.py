@@ -35,6 +35,9 @@ _PIECE = 256 * 1024
 _DIGITS = 64
 """A number of so many digits in a row may be refused, one of twice as many always is."""
 
+_EXACT = 2**53
+"""Below it a float is one integer."""
+
 _MANY_DIGITS = re.compile(rb"[0-9]{%d}" % _DIGITS)
 _PLAIN = frozenset({int, float, bool, str, type(None)})
 _WEIGHTS = np.zeros(256, np.uint8)
@@ -163,10 +166,11 @@ def _check_digits(codes: np.ndarray, outside: np.ndarray) -> None:
 
 
 def _number(text: str) -> float:
+    """A number with a fraction or an exponent; 3.0 is the integer 3."""
     number = float(text)
     if not math.isfinite(number):
         raise _no_json(f"the number {text[:40]} is out of range")
-    return number
+    return int(number) if number.is_integer() and abs(number) < _EXACT else number
 
 
 # A float of many digits takes the decoder's own way of reading it 10 us, this one 0.3.

@@ -1,13 +1,16 @@
-"""`/openapi.json`, made of the same records that requests are read by."""
+"""`/openapi.json`, made of the same structs that requests are read by."""
 
 from typing import Any
 
 from jpaged import __version__
 from jpaged.serve.auth import OPEN_PATHS
-from jpaged.serve.protocol.chat import ChatRequest
-from jpaged.serve.protocol.completions import CompletionRequest
-from jpaged.serve.protocol.record import schema_of
-from jpaged.serve.protocol.tokens import DetokenizeRequest, TokenizeRequest
+from jpaged.serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    components,
+)
 
 _BODIES: dict[str, tuple[type, str]] = {
     "/v1/completions": (CompletionRequest, "Complete prompts."),
@@ -65,8 +68,7 @@ def openapi() -> dict[str, Any]:
         "info": {"title": "jpaged", "version": __version__},
         "paths": posts | reads,
         "components": {
-            "schemas": {record.__name__: schema_of(record) for record, _ in _BODIES.values()}
-            | {"Error": _ERROR},
+            "schemas": components(*(body for body, _ in _BODIES.values())) | {"Error": _ERROR},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{}, {"key": []}],

@@ -5,7 +5,7 @@ from typing import Any
 
 from jpaged import Tokenizer
 from jpaged.serve.errors import ApiError, bad_field, failed, say, too_long
-from jpaged.serve.protocol.chat import Message
+from jpaged.serve.protocol import Message
 from jpaged.serve.text_pool import TextPool
 from jpaged.serve.text_process import Done, Order, TextProcess
 
