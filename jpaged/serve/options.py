@@ -154,14 +154,6 @@ class Limits(options.Options):
     text_timeout: float = _seconds(10.0, "to tokenise a prompt, its chat template included")
     health_timeout: float = _seconds(30.0, "without a turn of the loop until /health is red")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.max_total_body_bytes < self.max_body_bytes:
-            raise ValueError(
-                f"max_total_body_bytes={self.max_total_body_bytes} is less than --max-body-bytes "
-                f"{self.max_body_bytes}, which one body may have: raise it"
-            )
-
 
 @dataclass(frozen=True)
 class ServeConfig(options.Options):
@@ -342,6 +334,11 @@ def _flags(args: argparse.Namespace) -> Flags:
         engine["model"] = model
     EngineConfig(**engine)
     limits = Limits(**options.given_options(args, Limits))
+    if limits.max_total_body_bytes < limits.max_body_bytes:
+        raise ValueError(
+            f"max_total_body_bytes={limits.max_total_body_bytes} is less than --max-body-bytes "
+            f"{limits.max_body_bytes}, which one body may have: raise it"
+        )
     given = options.given_options(args, ServeConfig)
     own: dict[str, Any] = {
         name: tuple(it) if isinstance(it, list) else it for name, it in given.items()

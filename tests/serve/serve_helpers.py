@@ -92,11 +92,11 @@ class Servers:
         self.started: list[Server] = []
 
     async def start(self, engine: Engine, **config: Any) -> Server:
+        limits = Limits(**config.pop("limits", {}))
+        serving = Serving(replace(ServeConfig(limits=limits), **config))
         ours, theirs = socket.socketpair()
         worker = threading.Thread(target=run_worker, args=(engine, theirs), daemon=True)
         worker.start()
-        limits = Limits(**config.pop("limits", {}))
-        serving = Serving(replace(ServeConfig(limits=limits), **config))
         client = await EngineClient.connect(ours)
         await open_door(serving, client, kept_text_process)
         app = make_app(serving)
