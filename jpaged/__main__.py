@@ -125,7 +125,7 @@ def _run(
 
 
 def _drop_stdout() -> None:
-    """Nobody reads any more: keep the interpreter from failing to flush when it exits."""
+    """Keep the interpreter from failing to flush a closed stdout when it exits."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

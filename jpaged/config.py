@@ -80,7 +80,7 @@ class EngineConfig(Options):
             first: others wait as long as such requests come.
         load_format: "auto" or "safetensors" read the checkpoint; "dummy" makes random weights.
         skip_tokenizer_init: Token ids in, token ids out; no tokenizer is loaded.
-        seed: Of the dummy weights and of requests that bring no seed.
+        seed: Seeds random weights, and requests that bring no seed.
         async_scheduling: Let the host run one step behind the device (the overlapped loop).
         num_scheduler_steps: Decode steps launched as one program while at most 32 sequences run,
             none wait and none needs penalties, biases, log-probabilities or beams; in `generate`,
@@ -88,7 +88,7 @@ class EngineConfig(Options):
             only. A short step then does not wait for the host, and tokens come in bursts. None is 4
             on a GPU for models of up to 5 GB, and else 1, which is never.
         compilation_cache_dir: Where compiled programs are kept, which makes a second start fast;
-            None for nowhere. Whoever can write there can run code in this process. It is JAX's
+            None for nowhere. Others who can write there can run code in this process. It is JAX's
             persistent compilation cache too, unless one was set before, by JAX's own configuration
             or an earlier engine.
         num_compile_workers: Processes that compile beside the engine's own at a start that has much

@@ -1,13 +1,13 @@
 """The server's options and its command line, whose flags have the names of `vllm serve`'s."""
 
 import argparse
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jpaged import EngineConfig, __version__, options
-from jpaged.serve.hosts import host_name
 
 _DESCRIPTION = """\
 Serve a language model over OpenAI's HTTP API, its KV cache paged.
@@ -30,6 +30,7 @@ ends the server at once.
 _EMBEDDED_NAME = "jpaged-tiny"
 _SERVER, _LIMITS = "the server", "limits (what is refused, and when)"
 _MIB = 2**20
+_WITH_PORT = re.compile(r"(?:\[([^][]+)\]|([^][:]*))(?::[0-9]*)?")
 
 
 def _count(default: int | None, help: str, *, low: int = 1) -> Any:
@@ -107,11 +108,11 @@ class Limits(options.Options):
     """Bounds on what clients may send and ask, and for how long.
 
     Attributes:
-        max_body_bytes: Of a request's body.
+        max_body_bytes: Bytes of a body.
         max_body_values: JSON values in a body; strings, fractions, arrays and objects count as
             four. A prompt of the model's longest context may always be given as token ids.
-        max_total_body_bytes: Of the bodies of all requests that are not over.
-        max_header_bytes: Of a request's line and headers.
+        max_total_body_bytes: Bytes of the bodies of all requests in flight.
+        max_header_bytes: Bytes of a request's line and headers.
         max_num_queued_reqs: Sequences that may wait for a place in the batch.
         max_num_client_reqs: Requests that one client (an API key, or an address where there is no
             key) may have at a time; None for no bound of its own.
@@ -124,7 +125,7 @@ class Limits(options.Options):
         stall_timeout: Seconds that a client may leave an answer unread.
         text_timeout: Seconds for a text to be tokenised, or for a conversation to be written out by
             its template and tokenised.
-        health_timeout: Seconds without a turn of the loop after which it counts as dead.
+        health_timeout: Seconds without a turn of the loop after which the engine counts as dead.
     """
 
     max_num_queued_reqs: int = _count(
@@ -162,13 +163,13 @@ class ServeConfig(options.Options):
     Attributes:
         host, port: Where it listens.
         model_names: What clients may call the model; the first is what the server calls it.
-        api_keys: Of which each request needs one; none: no request needs any.
+        api_keys: Each request needs one of them; empty: no request needs any.
         share_prefix_cache_across_keys: Whether the requests of one key find what those of another
             left in the prefix cache, and so can tell what they asked.
-        allowed_hosts: What requests may give as the Host beside this machine's names; None: any.
+        allowed_hosts: Hosts that requests may name, in addition to this machine's own; None: any.
         limits: What clients may ask for.
         chat_template: To use instead of the model's.
-        template_variables: What clients may set of a template.
+        template_variables: Variables of a template that clients may set.
         allow_special_tokens: Whether text of messages may become special tokens.
         dashboard: Whether there is a picture of the memory at `/`.
         dashboard_text: Whether it shows what is asked and answered.
@@ -353,3 +354,10 @@ def _name_of(model: str | None) -> str:
         return _EMBEDDED_NAME
     path = Path(model)
     return path.resolve().name if path.is_dir() or path.is_absolute() else model
+
+
+def host_name(host: str) -> str:
+    """A Host without its port, as it is compared: 'Example.com:80' is 'example.com'."""
+    host = host.strip().lower()
+    found = _WITH_PORT.fullmatch(host)
+    return (found[1] or found[2] if found else host).removesuffix(".")

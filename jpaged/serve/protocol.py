@@ -8,15 +8,15 @@ errors name the field's path, its value and what it must be.
 
 import difflib
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, cast, get_args
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, cast, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
 
 from jpaged import SamplingParams
-from jpaged.serve.errors import ApiError, bad_field, refusal
+from jpaged.serve.api_errors import ApiError, bad_field, refusal
 from jpaged.serve.options import Limits
 
 T = TypeVar("T", bound="Body")
@@ -62,7 +62,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamOptions(Body, frozen=True, kw_only=True):
-    """What a stream has beside the answer."""
+    """What a stream has in addition to the answer."""
 
     include_usage: Annotated[bool, Meta(description="a last chunk with the token counts")] = False
     continuous_usage_stats: Annotated[bool, Meta(description="token counts in every chunk")] = False
@@ -145,7 +145,7 @@ class SamplingFields(Body, frozen=True, kw_only=True):
 
     @property
     def options(self) -> StreamOptions:
-        """What a stream has beside the answer."""
+        """What a stream has in addition to the answer."""
         return self.stream_options or StreamOptions()
 
     def check(self, limits: Limits) -> None:
@@ -392,32 +392,48 @@ def _known(body: type[Body], value: Any, path: str) -> Any:
     """The value without nulls that stand for a default; ApiError for a field that is unknown."""
     if not isinstance(value, dict):
         return value
-    fields, kept = _bodies_in(body), {}
+    fields, kept = _fields(body), {}
     for name, item in value.items():
         if name not in fields and not (item is None and body.drops_unknown_nulls):
             _refuse_unknown(name, path, list(fields))
         if item is None:
             continue
-        if (inner := fields[name]) is not None:
+        inner, is_word = fields[name]
+        if inner is not None:
             own_path = f"{path}.{name}" if path else name
             if isinstance(item, list):
                 item = [_known(inner, it, f"{own_path}[{i}]") for i, it in enumerate(item)]
             else:
                 item = _known(inner, item, own_path)
+        elif is_word:
+            item = _shortened(item)
         kept[name] = item
     return kept
 
 
+def _shortened(item: Any) -> Any:
+    """What should be a word: msgspec would quote it whole, holding the interpreter meanwhile."""
+    if isinstance(item, list):
+        return [_shortened(it) for it in item[:_LONGEST]]
+    return item[:_LONGEST] if isinstance(item, str) else item
+
+
 @cache
-def _bodies_in(body: type[Body]) -> dict[str, type[Body] | None]:
-    """By field the body that its value is, or its items are."""
+def _fields(body: type[Body]) -> dict[str, tuple[type[Body] | None, bool]]:
+    """By field: the body that its value is, or its items are; whether it is one of some words."""
 
-    def find(hint: Any) -> type[Body] | None:
-        if isinstance(hint, type) and issubclass(hint, Body):
-            return hint
-        return next(filter(None, map(find, get_args(hint))), None)
+    def leaves(hint: Any) -> Iterator[Any]:
+        if get_origin(hint) is Literal or not get_args(hint):
+            yield get_origin(hint) or hint
+        for each in get_args(hint) if get_origin(hint) is not Literal else ():
+            yield from leaves(each)
 
-    return {field.name: find(field.type) for field in msgspec.structs.fields(body)}
+    found = {field.name: list(leaves(field.type)) for field in msgspec.structs.fields(body)}
+    inner = {
+        name: next((it for it in own if isinstance(it, type) and issubclass(it, Body)), None)
+        for name, own in found.items()
+    }
+    return {name: (inner[name], Literal in own) for name, own in found.items()}
 
 
 def _refuse_unknown(name: str, path: str, known: list[str]) -> NoReturn:
@@ -431,13 +447,14 @@ def _refuse_unknown(name: str, path: str, known: list[str]) -> NoReturn:
 # What an error says: msgspec tells where, the schema what must be there.
 
 _WHERE = re.compile(r" - at `(?P<key>key` in `)?\$(?P<path>[^`]*)`$")
+_LONGEST = 500
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]|(\[\.\.\.\])")
 _MISSING = re.compile(r"missing required field `(\w+)`")
 
 
 def _explained(body: type[Body], value: Any, message: str) -> ApiError:
     """The error for what msgspec says of a value."""
-    found = _WHERE.search(message)
+    found = _WHERE.search(message[-_LONGEST:])  # it may begin with the value, of megabytes
     path, schema = "", components(body)[body.__name__]
     for name, index, _ in _STEP.findall(found["path"] if found else ""):
         if name:
@@ -451,7 +468,7 @@ def _explained(body: type[Body], value: Any, message: str) -> ApiError:
             key = next(key for key, item in value.items() if not _accepts(schema, item))
             value = value[key]
             path += f".{key[:60]}"
-    if missing := _MISSING.search(message):
+    if missing := _MISSING.search(message[:_LONGEST]):
         path += f".{missing[1]}" if path else missing[1]
         return bad_field(path, f"{path} is missing: it is required")
     if found and found["key"]:

@@ -20,7 +20,7 @@ from server_process import ServerProcess
 from starlette.responses import PlainTextResponse
 
 from jpaged.serve import connections
-from jpaged.serve.auth import OPEN_PATHS
+from jpaged.serve.access import OPEN_PATHS
 from jpaged.serve.connections import SurplusGuard, bounded_by
 from jpaged.serve.exchange import while_connected
 from jpaged.serve.lifecycle import Complaints, HttpServer, allow_connections, listen

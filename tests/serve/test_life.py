@@ -212,13 +212,13 @@ options.read_flags = lambda argv: os.kill(os.getpid(), signal.{name})
 __main__.main([])
 """
 BEFORE_THERE_IS_AN_ENGINE = """
-from jpaged.serve import __main__, engine_process
-start = engine_process.EngineProcess.start.__func__
+from jpaged.serve import __main__, engine_client
+start = engine_client.EngineProcess.start.__func__
 async def interrupted(cls, options):
     os.kill(os.getpid(), signal.{name})
     await asyncio.sleep(0.1)
     return await start(cls, options)
-engine_process.EngineProcess.start = classmethod(interrupted)
+engine_client.EngineProcess.start = classmethod(interrupted)
 sys.exit(__main__.main(["--port", "0"]))
 """
 

@@ -15,10 +15,10 @@ import pytest
 
 from jpaged import EngineStats, SamplingParams
 from jpaged.__main__ import build_parser as generate
+from jpaged.serve.app import openapi
+from jpaged.serve.messages import EngineRequest
 from jpaged.serve.metrics import Metrics
-from jpaged.serve.openapi import openapi
 from jpaged.serve.options import build_parser as serve
-from jpaged.serve.run import Job
 
 FOLDER = Path(__file__).parent / "published"
 
@@ -33,7 +33,7 @@ def schema() -> str:
 def metrics() -> str:
     """Names, meanings, labels and buckets of `/metrics`, without the values."""
     figures = Metrics("m", max_model_len=64, block_size=16, num_blocks=9)
-    figures.ended(Job("r", [1], SamplingParams(max_tokens=2)), "stop", 1, 1)
+    figures.ended(EngineRequest("r", [1], SamplingParams(max_tokens=2)), "stop", 1, 1)
     lines = figures.text(EngineStats(16, 8, 8, 0)).decode().splitlines()
     return "\n".join(line if line[0] == "#" else line.rpartition(" ")[0] for line in lines)
 
