@@ -39,7 +39,7 @@ from bench.null_device import SHAPE, Clock, Host, make_host
 from bench.records import print_table, record
 from jpaged import RequestOutput, SamplingParams
 from jpaged.core.plan import Goal
-from jpaged.inputs import normalize_prompt, normalize_prompts
+from jpaged.engine.inputs import normalize_prompt, normalize_prompts
 from jpaged.runtime import model_runner
 from jpaged.runtime.model_runner import StepHandle
 

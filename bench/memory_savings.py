@@ -29,7 +29,7 @@ from bench.compare import parse_arguments
 from bench.records import print_table, record
 from bench.synthetic_beams import DESCRIPTION, VOCAB_SIZE, serve
 from jpaged import Engine, SamplingParams
-from jpaged.core.accounts import MemoryReport
+from jpaged.observe.pool_report import MemoryReport
 
 BLOCK_SIZE = 16
 WIDTHS = (2, 4, 6)

@@ -12,20 +12,20 @@ import numpy as np
 from flax import nnx
 
 from bench.common import SHAPES
+from jpaged.compile.builder import Programs
+from jpaged.compile.recipes import Shapes, SplitModel, sampler_levels
 from jpaged.config import LoopMode
 from jpaged.core.block_manager import BlockManager
 from jpaged.core.scheduler import Scheduler, SchedulerConfig
-from jpaged.driver import Driver
-from jpaged.engine_loop import EngineLoop
-from jpaged.intake import Intake
+from jpaged.engine.generation import Driver
+from jpaged.engine.loop import EngineLoop
+from jpaged.engine.preprocessing import Intake
 from jpaged.models.config import ModelConfig
 from jpaged.models.registry import model_class
 from jpaged.runtime.buckets import Buckets, make_buckets
 from jpaged.runtime.model_runner import ModelRunner
-from jpaged.runtime.programs import Programs
-from jpaged.runtime.recipes import Shapes, SplitModel, sampler_levels
+from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.sampler import Sampled
-from jpaged.runtime_config import RuntimeConfig
 from jpaged.sampling_params import MAX_LOGPROBS
 from pallas_kernels import NUM_FACTS, Backend
 
@@ -73,7 +73,7 @@ class Host(NamedTuple):
     driver: Driver
 
 
-def make_host(num_seqs: int, clock: Clock) -> Host:
+def make_host(num_seqs: int, clock: Clock, mode: LoopMode = LoopMode.OVERLAPPED) -> Host:
     """A loop over null programs, timed, that runs `num_seqs` requests at once."""
     runtime = RuntimeConfig(
         block_size=BLOCK_SIZE,
@@ -88,7 +88,7 @@ def make_host(num_seqs: int, clock: Clock) -> Host:
         SchedulerConfig(num_seqs, BUDGET, MAX_MODEL_LEN),
         BlockManager(runtime.num_blocks, BLOCK_SIZE),
     )
-    loop = EngineLoop(scheduler, make_runner(runtime, clock), LoopMode.OVERLAPPED)
+    loop = EngineLoop(scheduler, make_runner(runtime, clock), mode)
     scheduler.schedule = clock.timed("schedule", scheduler.schedule)
     scheduler.update = clock.timed("update", scheduler.update)
     limits = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": num_seqs}

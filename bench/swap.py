@@ -29,6 +29,8 @@ from bench.compare import parse_arguments
 from bench.pinned_copy import pinned_copy_seconds
 from bench.records import print_table, record
 from bench.swap_ways import WAYS, Plain, Way
+from jpaged.compile.builder import compile_programs
+from jpaged.compile.recipes import Shapes, SplitModel
 from jpaged.core.plan import ScheduledSequence, StepPlan, SwapIn, SwapOut
 from jpaged.core.request import Request, StopCriteria
 from jpaged.models.config import ModelConfig
@@ -36,8 +38,7 @@ from jpaged.models.loader import load_model
 from jpaged.runtime.buckets import Buckets
 from jpaged.runtime.kv_cache import make_pool
 from jpaged.runtime.model_runner import ModelRunner
-from jpaged.runtime.programs import compile_programs
-from jpaged.runtime.recipes import Shapes, SplitModel
+from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.steps import KVState
 from jpaged.runtime.swap import (
     chunk_sizes,
@@ -45,7 +46,6 @@ from jpaged.runtime.swap import (
     pool_block_bytes,
 )
 from jpaged.runtime.timing import measure_costs, time_swap
-from jpaged.runtime_config import RuntimeConfig
 from jpaged.sampling_params import SamplingParams
 from pallas_kernels import select_backend
 

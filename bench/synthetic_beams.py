@@ -13,12 +13,12 @@ from itertools import count
 
 import numpy as np
 
-from jpaged.core.accounts import MemoryReport, memory_report
 from jpaged.core.beam import BeamSearch
 from jpaged.core.block_manager import BlockManager
 from jpaged.core.plan import StepPlan
 from jpaged.core.request import Candidates, Request, StopCriteria
 from jpaged.core.scheduler import Scheduler, SchedulerConfig
+from jpaged.observe.pool_report import MemoryReport, memory_report
 
 VOCAB_SIZE = 2**15
 EXPONENTS = (1.0, 3.0)

@@ -7,36 +7,36 @@ pay for importing JAX.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from jpaged.version import __version__
+__version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from jpaged.config import EngineConfig
-    from jpaged.core.accounts import BlockInfo, BlockState, MemoryReport, SequenceInfo
-    from jpaged.core.watch import PoolChanges, PoolWatch
-    from jpaged.engine import Engine
-    from jpaged.metrics import EngineStats, RequestMetrics
+    from jpaged.engine.engine import Engine
+    from jpaged.observe.pool_changes import PoolChanges, PoolWatch
+    from jpaged.observe.pool_report import BlockInfo, BlockState, MemoryReport, SequenceInfo
+    from jpaged.observe.statistics import EngineStats, RequestMetrics
     from jpaged.outputs import CompletionOutput, Logprob, RequestDelta, RequestOutput, TextDelta
     from jpaged.sampling_params import SamplingParams
-    from jpaged.tokenizer import Tokenizer
+    from jpaged.text.tokenizer import Tokenizer
 
 _HOME = {
-    "BlockInfo": "jpaged.core.accounts",
-    "BlockState": "jpaged.core.accounts",
+    "BlockInfo": "jpaged.observe.pool_report",
+    "BlockState": "jpaged.observe.pool_report",
     "CompletionOutput": "jpaged.outputs",
-    "Engine": "jpaged.engine",
+    "Engine": "jpaged.engine.engine",
     "EngineConfig": "jpaged.config",
-    "EngineStats": "jpaged.metrics",
+    "EngineStats": "jpaged.observe.statistics",
     "Logprob": "jpaged.outputs",
-    "MemoryReport": "jpaged.core.accounts",
-    "PoolChanges": "jpaged.core.watch",
-    "PoolWatch": "jpaged.core.watch",
+    "MemoryReport": "jpaged.observe.pool_report",
+    "PoolChanges": "jpaged.observe.pool_changes",
+    "PoolWatch": "jpaged.observe.pool_changes",
     "RequestDelta": "jpaged.outputs",
-    "RequestMetrics": "jpaged.metrics",
+    "RequestMetrics": "jpaged.observe.statistics",
     "RequestOutput": "jpaged.outputs",
     "SamplingParams": "jpaged.sampling_params",
-    "SequenceInfo": "jpaged.core.accounts",
+    "SequenceInfo": "jpaged.observe.pool_report",
     "TextDelta": "jpaged.outputs",
-    "Tokenizer": "jpaged.tokenizer",
+    "Tokenizer": "jpaged.text.tokenizer",
 }
 
 __all__ = [

@@ -12,11 +12,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from jpaged import __version__
 from jpaged.config import EngineConfig
 from jpaged.options import add_flags, given_options, with_flag_names
 from jpaged.sampling_params import SamplingParams
 from jpaged.terminal import Session, converse, one_line
-from jpaged.version import __version__
 
 _DESCRIPTION = "Generate text with a language model whose KV cache is paged."
 _EXAMPLES = """\

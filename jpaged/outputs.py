@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jpaged.metrics import RequestMetrics
+from jpaged.observe.statistics import RequestMetrics
 
 
 @dataclass(frozen=True, slots=True)

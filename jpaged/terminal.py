@@ -12,8 +12,8 @@ from jpaged.outputs import RequestOutput, TextDelta
 from jpaged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from jpaged.engine import Engine
-    from jpaged.metrics import EngineStats
+    from jpaged.engine.engine import Engine
+    from jpaged.observe.statistics import EngineStats
 
 Message = Mapping[str, Any]
 
@@ -204,7 +204,7 @@ class Watch:
     """Times one answer and keeps the pool's figures while it is made."""
 
     def __init__(self, engine: "Engine", comes_whole: bool):
-        from jpaged.pool_picture import BusyPool  # with numpy, which --help does without
+        from jpaged.observe.pool_text import BusyPool  # with numpy, which --help does without
 
         self._engine = engine
         self._comes_whole = comes_whole  # the answers come all at once

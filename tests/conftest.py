@@ -12,7 +12,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from jaxtyping import install_import_hook
 
 # Before the first import of either package: every function with arrays checks their shapes.
-install_import_hook(["jpaged.models", "jpaged.runtime", "pallas_kernels"], "beartype.beartype")
+TYPED = ["jpaged.models", "jpaged.runtime", "jpaged.compile", "pallas_kernels"]
+install_import_hook(TYPED, "beartype.beartype")
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
@@ -22,7 +23,7 @@ import jpaged  # noqa: E402  loads an engine's modules where a test asks for one
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-QUICK_TO_COMPILE = {"kernels", "models", "runtime", "tools"}
+QUICK_TO_COMPILE = {"compile", "examples", "kernels", "models", "runtime", "tools"}
 """Folders whose tests run most programs once."""
 
 MAX_KEPT_ENGINES = 8

@@ -10,14 +10,14 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jpaged.compile_pool import CompilePool, make_orders
+from jpaged.compile.jax_setup import program_store
+from jpaged.compile.recipe import Recipe
+from jpaged.compile.recipes import SplitModel, recipes
+from jpaged.compile.sizing import Sizing, step_buckets
+from jpaged.compile.workers import CompilePool, make_orders
 from jpaged.config import EMBEDDED_MODEL, EngineConfig
-from jpaged.jax_setup import program_store
 from jpaged.models.config import ModelConfig
 from jpaged.models.loader import model_shapes, read_config
-from jpaged.runtime.recipe import Recipe
-from jpaged.runtime.recipes import SplitModel, recipes
-from jpaged.sizing import Sizing, step_buckets
 
 FLOAT32 = jnp.dtype(jnp.float32)
 

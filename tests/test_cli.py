@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 import jpaged
+from jpaged import __version__
 from jpaged.__main__ import build_parser, main
 from jpaged.config import EngineConfig
-from jpaged.core.accounts import BlockInfo, BlockState, MemoryReport
-from jpaged.metrics import EngineStats
+from jpaged.observe.pool_report import BlockInfo, BlockState, MemoryReport
+from jpaged.observe.statistics import EngineStats
 from jpaged.outputs import CompletionOutput, RequestOutput, TextDelta
 from jpaged.sampling_params import SamplingParams
-from jpaged.version import __version__
 
 PIECES = ["Hé", "", "llo ", "wörld"]
 

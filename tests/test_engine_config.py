@@ -4,10 +4,12 @@ from types import SimpleNamespace
 import pytest
 
 from jpaged import config as config_module
+from jpaged.compile.sizing import platform_defaults
 from jpaged.config import PREEMPTION_MODES, EngineConfig
 from jpaged.core.swap import PreemptionMode
+from jpaged.engine.startup import _describe
 from jpaged.runtime.kv_cache import MemoryAccount
-from jpaged.runtime_config import (
+from jpaged.runtime.runtime_config import (
     CPU_DEFAULTS,
     PlatformDefaults,
     RuntimeConfig,
@@ -15,8 +17,6 @@ from jpaged.runtime_config import (
     with_pool,
     with_swap,
 )
-from jpaged.sizing import platform_defaults
-from jpaged.startup import _describe
 from pallas_kernels import Backend
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from jpaged import Engine
 from jpaged.config import EMBEDDED_MODEL
-from jpaged.startup import _eos_token_ids
+from jpaged.engine.startup import _eos_token_ids
 
 SECONDS = 60
 """Far more than a refusal takes, also on a busy machine, and less than a hang."""

@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from jpaged import CompletionOutput, RequestOutput
-from jpaged.metrics import EngineStats, RequestMetrics
+from jpaged.observe.statistics import EngineStats, RequestMetrics
 from jpaged.outputs import Logprob, TextDelta
 
 

@@ -10,11 +10,12 @@ from typing import Any
 import jax
 import pytest
 
-from jpaged import compile_pool, startup
+from jpaged.compile import workers
+from jpaged.compile.builder import ProgramBuilder
+from jpaged.compile.gemm_autotuning import Record
 from jpaged.config import EngineConfig
+from jpaged.engine import startup
 from jpaged.models.loader import ModelPlan
-from jpaged.recorded_products import Record
-from jpaged.runtime.programs import ProgramBuilder
 from pallas_kernels import Backend
 
 OPTIONS: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 64}
@@ -94,7 +95,7 @@ def test_a_model_that_does_not_load_leaves_no_process_and_no_thread(
             if len(processes) == 2:
                 all_started.set()
 
-    monkeypatch.setattr(compile_pool.subprocess, "Popen", Process)
+    monkeypatch.setattr(workers.subprocess, "Popen", Process)
     load(monkeypatch, lambda: all_started.wait(60))
     config = EngineConfig(compilation_cache_dir=cache, num_compile_workers=2, **OPTIONS)
     with pytest.raises(LoadingError):

@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from jpaged.tokenizer import Tokenizer
+from jpaged.text.tokenizer import Tokenizer
 
 EOS, START = "<|end|>", "<|start|>"
 CHAT_TEMPLATE = (

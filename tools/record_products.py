@@ -6,7 +6,7 @@ start, and measures the worse the more is compiled at once. Here programs with p
 one by one; then an engine of the shape starts in one process, for all the rest: the products are in
 the record by then, without which it would measure nothing. What XLA then knows replaces what
 `jpaged/assets/autotuning/` has for such a device and these versions of XLA and cuBLAS, where
-`jpaged.recorded_products` finds it for an engine's start. Nothing else looks at it.
+`jpaged.compile.gemm_autotuning` finds it for an engine's start. Nothing else looks at it.
 """
 
 import argparse
@@ -19,11 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from bench.common import AS_VLLM, SHAPES, make_engine
-from jpaged.config import EngineConfig
-from jpaged.jax_setup import prepare_jax
-from jpaged.models.config import ModelConfig
-from jpaged.models.loader import model_shapes
-from jpaged.recorded_products import (
+from jpaged.compile.gemm_autotuning import (
     Record,
     autotuning_folder,
     read_record,
@@ -31,10 +27,14 @@ from jpaged.recorded_products import (
     weights_digest,
     write_record,
 )
-from jpaged.runtime.recipe import Recipe
-from jpaged.runtime.recipes import Shapes, SplitModel, recipes
-from jpaged.runtime_config import GPU_DEFAULTS, resolve_limits, with_pool
-from jpaged.sizing import step_buckets
+from jpaged.compile.jax_setup import prepare_jax
+from jpaged.compile.recipe import Recipe
+from jpaged.compile.recipes import Shapes, SplitModel, recipes
+from jpaged.compile.sizing import step_buckets
+from jpaged.config import EngineConfig
+from jpaged.models.config import ModelConfig
+from jpaged.models.loader import model_shapes
+from jpaged.runtime.runtime_config import GPU_DEFAULTS, resolve_limits, with_pool
 from pallas_kernels import Backend, select_backend
 
 DTYPE = jnp.dtype(jnp.bfloat16)

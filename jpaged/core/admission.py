@@ -1,18 +1,40 @@
-"""Who may join the batch, and with how much of its KV found in the prefix cache."""
+"""Admission: the scheduler's limits, which requests they refuse on arrival, and whether the first
+waiting request may join the batch now."""
 
 from collections import Counter
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass
 from itertools import chain, islice, takewhile
 from typing import NamedTuple
 
 from jpaged.core.block_manager import BlockManager
 from jpaged.core.block_pool import BlockContent, KVBlock, registered_content
-from jpaged.core.limits import SchedulerConfig
-from jpaged.core.queue import RequestQueue
 from jpaged.core.request import Request, RequestStatus, Sequence
+from jpaged.core.sequence_table import RequestQueue
 from jpaged.core.swap import SwapInFit, SwapSpace
 
 _SEATS_PER_FREE_SEAT = 32
 """Of so many seats one is left free while others get free too: 8 of 256."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of a step and of a sequence.
+
+    `max_num_seqs` sequences run at once, `max_num_batched_tokens` tokens are computed a step, and
+    prompt and outputs together stay within `max_model_len` tokens. `by_priority`, requests are
+    served in the order of their priorities; if not, in that of their arrival.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    by_priority: bool = False
+
+    def __post_init__(self):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
 class _Refusal(NamedTuple):
@@ -90,13 +112,13 @@ class Admission:
         if not begun and not self.is_worth_a_step(len(waiting)):
             return False
         manager = self._manager
-        num_free_blocks = manager.num_free_blocks - self._running.num_seats
+        num_blocks = self._running.num_seats
         new = islice(takewhile(_is_new_and_lone, waiting), self._num_free_seats)
         for request in chain(begun, new):
             first = request.live[0]
             num_tokens -= first.num_tokens - first.num_computed_tokens
-            num_free_blocks -= manager.num_blocks_for(first.num_tokens) - len(first.block_table)
-            if num_free_blocks < 0 or self._finds_a_block(request):
+            num_blocks += manager.num_blocks_for(first.num_tokens) - len(first.block_table)
+            if not manager.can_admit(first, num_blocks) or self._finds_a_block(request):
                 return False
             if num_tokens <= 0:
                 return True
@@ -126,7 +148,7 @@ class Admission:
         if self._is_still_refused(request):
             return None
         num_needed, prefix = self._measure(request)
-        if num_needed + self._num_spare_blocks <= self._manager.num_free_blocks:
+        if self._manager.can_admit(request.live[0], num_needed + self._num_spare_blocks):
             self._refusal = None
             return prefix
         contents = [registered_content(block) for block in prefix]
@@ -172,3 +194,110 @@ def _num_blocks_of_others(manager: BlockManager, request: Request) -> int:
     num_shared = request.num_stem_tokens // manager.block_size
     others = request.live[1:]
     return sum(manager.num_blocks_for(len(s.token_ids)) - num_shared for s in others)
+
+
+def max_num_tokens(config: SchedulerConfig, request: Request) -> int:
+    """Tokens that a sequence of the request reaches at most, the prompt counted."""
+    prompt = request.sequences[0].num_prompt_tokens
+    return min(prompt + request.stop.max_tokens, config.max_model_len)
+
+
+def check_new(
+    config: SchedulerConfig,
+    request: Request,
+    is_unfinished: Callable[[str], bool],
+    seq_ids: Container[int],
+) -> None:
+    """Raise ValueError if one of the request's ids is in use, or it has a priority for nothing."""
+    if is_unfinished(request.request_id):
+        raise ValueError(f"request_id {request.request_id!r} is in use by an unfinished request")
+    for sequence in request.sequences:
+        if sequence.seq_id in seq_ids:
+            raise ValueError(f"seq_id {sequence.seq_id} is in use by another sequence")
+    if request.priority and not config.by_priority:
+        raise ValueError(
+            f"priority={request.priority} of request {request.request_id!r} has no effect: make "
+            "the engine with scheduling_policy='priority', or leave it at 0"
+        )
+
+
+def fits_surely(config: SchedulerConfig, manager: BlockManager, prompt_lens: Iterable[int]) -> bool:
+    """Whether `check_fits` would refuse no request of one sequence with any of these prompts,
+    however many tokens it may answer with: the longest sequence there can be fits."""
+    num_usable = manager.pool.num_usable_blocks - manager.pins.num_blocks
+    return (
+        all(1 <= prompt_len < config.max_model_len for prompt_len in prompt_lens)
+        and manager.num_blocks_for(config.max_model_len - 1) <= num_usable
+    )
+
+
+def check_fits(config: SchedulerConfig, manager: BlockManager, request: Request) -> None:
+    """Raise ValueError unless the request, alone in the pool, can run to its end."""
+    _check_prompt(config, request)
+    seats, limit = request.num_seats, config.max_num_seqs
+    if seats > limit:
+        raise ValueError(
+            f"request {request.request_id!r} runs {seats} sequences and max_num_seqs={limit}: "
+            "lower n, best_of or beam_width, or raise max_num_seqs"
+        )
+    needed = _num_needed_blocks(manager, request, max_num_tokens(config, request))
+    pinned = manager.pins.num_blocks
+    usable = manager.pool.num_usable_blocks - pinned
+    if needed > usable:
+        beside = f" beside {pinned} pinned ones" if pinned else ""
+        several = f", {seats} sequences" if seats > 1 else ""
+        raise ValueError(
+            f"request {request.request_id!r} may need {needed} blocks "
+            f"({request.sequences[0].num_prompt_tokens} prompt tokens, "
+            f"max_tokens={request.stop.max_tokens}{several}) and the pool has {usable}{beside}: "
+            f"raise num_blocks{', unpin a prefix' if pinned else ''} or lower max_tokens"
+            f"{', n or beam_width' if several else ''}"
+        )
+
+
+def check_pin_fits(
+    manager: BlockManager, num_new_blocks: int, unfinished: Iterable[Request]
+) -> None:
+    """Raise ValueError unless each unfinished request could still run to its end, alone, beside
+    `num_new_blocks` more pinned ones; what it may share with these is not counted on."""
+    left = manager.pool.num_usable_blocks - manager.pins.num_blocks - num_new_blocks
+    if left < 0:
+        raise ValueError(
+            f"pinning {num_new_blocks} blocks leaves the pool {-left} short: "
+            "raise num_blocks, or unpin another prefix"
+        )
+    for request in unfinished:
+        needed = _num_needed_blocks(manager, request, request.max_num_tokens)
+        if needed > left:
+            raise ValueError(
+                f"pinning {num_new_blocks} blocks leaves {left}, and request "
+                f"{request.request_id!r} may need {needed}: wait for its end, or raise num_blocks"
+            )
+
+
+def _num_needed_blocks(manager: BlockManager, request: Request, max_num_tokens: int) -> int:
+    """Blocks that the request needs at most beside the pinned ones.
+
+    The last token of a sequence is never fed back, so it needs no slot. The sequences of a group
+    share the prompt's full blocks, whatever befalls them (samples compute its last token each), and
+    a pinned prefix is there already.
+    """
+    first = request.live[0]
+    each = manager.num_blocks_for(max_num_tokens - 1)
+    pinned = manager.num_shared_with_pins(first)
+    if request.num_seats == 1:
+        return each - pinned
+    stem = (first.num_prompt_tokens - (request.beam is None)) // manager.block_size
+    return each + (request.num_seats - 1) * (each - stem) - min(pinned, stem)
+
+
+def _check_prompt(config: SchedulerConfig, request: Request) -> None:
+    prompt, limit = request.sequences[0].num_prompt_tokens, config.max_model_len
+    if prompt < 1:
+        raise ValueError(f"prompt_token_ids of request {request.request_id!r} is empty")
+    if prompt + 1 > limit:
+        raise ValueError(
+            f"the prompt of request {request.request_id!r} has {prompt} tokens, and "
+            f"max_model_len={limit} leaves no room for an output token: shorten the prompt or "
+            "raise max_model_len"
+        )

@@ -10,10 +10,9 @@ from jpaged.core.block_pool import (
     BlockPool,
     KVBlock,
     registered_content,
+    require,
 )
-from jpaged.core.errors import OutOfBlocksError, require
-from jpaged.core.pins import Pins
-from jpaged.core.prefix_cache import CHAIN_ENDED, ROOT_CONTENT, PrefixCache
+from jpaged.core.prefix_cache import CHAIN_ENDED, ROOT_CONTENT, Pins, PrefixCache
 from jpaged.core.request import Sequence
 
 
@@ -58,32 +57,20 @@ class BlockManager:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def can_allocate(
-        self, num_tokens: int, num_spare_blocks: int = 0, prefix: Collection[KVBlock] = ()
-    ) -> bool:
-        """Whether a new sequence of a cached `prefix` and `num_tokens` more fits and leaves
-        `num_spare_blocks` free. Blocks of the prefix that lie in the free queue leave it."""
-        revived = sum(block.ref_cnt == 0 for block in prefix)
-        needed = self.num_blocks_for(num_tokens) + revived
-        return needed + num_spare_blocks <= self.num_free_blocks
+    # A group is admitted once, and then its sequences append what each step computes. An allocator
+    # that reserves memory at admission is a subclass that overrides these two, `append` and `free`:
+    # see `bench/paper/allocators.py`.
 
-    def allocate(
-        self, sequence: Sequence, num_tokens: int, prefix: Collection[KVBlock] = ()
-    ) -> BlockChanges:
-        """Give a sequence without blocks its cached `prefix`, as computed tokens, and blocks for
-        `num_tokens` more. OutOfBlocksError, with nothing changed, if too few are free."""
-        if sequence.block_table:
-            raise ValueError(f"sequence {sequence.seq_id} has blocks already: append to it")
-        if not self.can_allocate(num_tokens, prefix=prefix):
-            raise OutOfBlocksError(f"{num_tokens} tokens do not fit in {self.num_free_blocks} free")
-        self.share_prefix(sequence, prefix)
-        self.append(sequence, num_tokens)
-        return BlockChanges(tuple(enumerate(sequence.block_table)))
+    def can_admit(self, first: Sequence, num_blocks: int) -> bool:
+        """Whether a waiting group fits. `first` is its first sequence; it needs `num_blocks` free
+        blocks to compute the tokens it has, those that must stay free counted."""
+        return num_blocks <= self.num_free_blocks
 
-    def share_prefix(self, sequence: Sequence, prefix: Collection[KVBlock]) -> None:
-        """Give a sequence without blocks its cached `prefix`, as computed tokens."""
-        self.adopt(sequence, [block.block_id for block in prefix], prefix)
-        sequence.num_computed_tokens = len(prefix) * self.block_size
+    def admit(self, first: Sequence, prefix: Collection[KVBlock] = ()) -> None:
+        """Begin a group that fits: `first` is its first sequence, which has no blocks yet. It gets
+        its cached `prefix`, as computed tokens."""
+        self.adopt(first, [block.block_id for block in prefix], prefix)
+        first.num_computed_tokens = len(prefix) * self.block_size
 
     def adopt(
         self, sequence: Sequence, block_table: list[int], prefix: Collection[KVBlock]
@@ -129,10 +116,6 @@ class BlockManager:
         copies = (min(count, blocks[b].ref_cnt - 1) for b, count in writers.items())
         return num_blocks + sum(copies)
 
-    def can_append(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Whether `num_tokens` more tokens fit."""
-        return self.num_new_blocks(sequence, num_tokens) <= self.num_free_blocks
-
     def append(self, sequence: Sequence, num_tokens: int) -> BlockChanges:
         """Give the sequence writable slots for its next `num_tokens` tokens.
 
@@ -166,7 +149,7 @@ class BlockManager:
         table, needed = sequence.block_table, self.num_blocks_for(sequence.num_computed_tokens)
         if len(table) > needed:
             self.pool.free(reversed(table[needed:]))
-            sequence.block_table = table[:needed]  # another list: see `watch.py`
+            sequence.block_table = table[:needed]  # another list: see `pool_changes.py`
 
     def free(self, sequence: Sequence) -> None:
         """Give the sequence's blocks back, tail first: of a sequence that stays cached, the tail

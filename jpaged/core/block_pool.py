@@ -5,9 +5,21 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-from jpaged.core.errors import IntegrityError, OutOfBlocksError, require
-
 NULL_BLOCK_ID = 0
+
+
+class IntegrityError(RuntimeError):
+    """The account of blocks, sequences or requests does not add up: a bug, never bad input."""
+
+
+class OutOfBlocksError(RuntimeError):
+    """More blocks were asked for than are free; callers ask how many are free first."""
+
+
+def require(holds: bool, message: str) -> None:
+    """Raise IntegrityError with `message` unless `holds`."""
+    if not holds:
+        raise IntegrityError(message)
 
 
 @dataclass(slots=True, eq=False)
@@ -133,7 +145,7 @@ class BlockPool:
     Attributes:
         num_cached_blocks: Free blocks whose content may still serve a prefix hit.
         num_freed: Times a block lost its last reference, since the start.
-        journals: Sets that take the ids of all blocks that change; see `core/watch.py`.
+        journals: Sets that take the ids of all blocks that change; see `observe/pool_changes.py`.
         copy_journals: Dicts that take, by the id of each block that is to be a copy, its source.
     """
 

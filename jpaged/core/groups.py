@@ -9,10 +9,10 @@ import numpy as np
 
 from jpaged.core.beam import BeamSearch, Continuation
 from jpaged.core.block_manager import BlockManager
-from jpaged.core.errors import IntegrityError, NoTokenError
+from jpaged.core.block_pool import IntegrityError
 from jpaged.core.plan import RowFork
-from jpaged.core.request import FinishReason, Request, Sequence
-from jpaged.core.roster import Roster
+from jpaged.core.request import FinishReason, NoTokenError, Request, Sequence
+from jpaged.core.sequence_table import SequenceTable
 
 
 def set_stem(request: Request) -> None:
@@ -106,7 +106,10 @@ def reason_of_search(request: Request) -> FinishReason:
 
 
 def continue_beams(
-    manager: BlockManager, roster: Roster, request: Request, continuations: list[Continuation]
+    manager: BlockManager,
+    sequences: SequenceTable,
+    request: Request,
+    continuations: list[Continuation],
 ) -> None:
     """Make the continuations the request's beams, forking where a parent has several.
 
@@ -119,7 +122,7 @@ def continue_beams(
         parent = beam = parents[parent_index]
         if parent_index in heirs:
             beam = _child_of(parent)
-            roster.add(beam)  # before it holds anything: what fails in between loses no block
+            sequences.add(beam)  # before it holds anything: what fails in between loses no block
             _share(manager, parent, beam)
             forks.append((parent, beam))
         heirs.add(parent_index)
@@ -128,10 +131,10 @@ def continue_beams(
         beam.token_ids.append(token_id)
         beam.score, beam.candidates = score, None
     request.live, request.sequences = beams, list(beams)
-    roster.fork_rows(forks)
+    sequences.fork_rows(forks)
     for index in range(len(parents)):
         if index not in heirs:
-            roster.let_go(parents[index])
+            sequences.retire(parents[index])
 
 
 def _search_of(request: Request) -> BeamSearch:

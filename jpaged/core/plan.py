@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jpaged.core.block_manager import BlockChanges
 from jpaged.core.request import FinishReason, Request, Sequence
 
 
@@ -13,10 +14,10 @@ class Goal(Enum):
     """What steps are to favour."""
 
     LATENCY = auto()
-    """Tokens soon, and whoever arrives soon in a step."""
+    """Every token soon, and every arriving request in a step soon."""
 
     THROUGHPUT = auto()
-    """The end of what the caller waits for: nobody can arrive, or read a token, before."""
+    """The end of the last request soon: no request arrives, and no token is read, before it."""
 
 
 NO_TOKEN = -1
@@ -72,11 +73,14 @@ class StepPlan:
        `released` of this plan or an earlier one, and joins like a new one, with its whole table.
     2. `row_forks`: the child gets a row, and in it a copy of the block table that the parent's row
        has now.
-    3. `dropped`: images that nobody will want back.
-    4. `swap_outs`: read before anything is written, since others may get these blocks.
+    3. `dropped`: images of requests that ended while they were out.
+    4. `swap_outs`: read before anything is written, since other sequences may get these blocks.
     5. `block_copies` (source, destination): before the step's writes.
     6. The step, unless `scheduled` is empty.
     7. `swap_ins`: no sequence of this step needs them, so they travel while it runs.
+
+    `failed` are the requests for which planning failed, and the errors; they have ended. A plan may
+    hold nothing else.
 
     `num_tokens` is the step's tokens. `is_decode` tells that the step needs nothing from the host
     but a token and at most one block-table entry a row. A row that joins the batch brings its
@@ -92,6 +96,7 @@ class StepPlan:
     dropped: tuple[int, ...] = ()
     swap_outs: tuple[SwapOut, ...] = ()
     swap_ins: tuple[SwapIn, ...] = ()
+    failed: tuple[tuple[Request, Exception], ...] = ()
     num_tokens: int = field(init=False)
     is_decode: bool = field(init=False)
 
@@ -144,7 +149,82 @@ class Emitted(NamedTuple):
 
 
 class StepNews(NamedTuple):
-    """What reading a step brought: tokens of samples, and beam searches that took a step."""
+    """What reading a step brought: tokens of samples, beam searches that took a step, and requests
+    that ended with an error over it."""
 
     emitted: list[Emitted]
     searched: list[Request]
+    failed: list[tuple[Request, Exception]]
+
+
+class PlanBuilder:
+    """Collects a step's sequences until its budget of tokens is spent.
+
+    Attributes:
+        budget: Tokens left.
+        goal: What the step is to favour.
+        scheduled: The sequences placed so far.
+        joined: Those of them that get a device row with this step.
+        block_copies: (source, destination) of the copies on write.
+        has_preempted: Whether a request was preempted for this step.
+        is_starved: Whether a request waits for blocks that steps in flight still hold.
+    """
+
+    __slots__ = (
+        "_limit",
+        "block_copies",
+        "budget",
+        "goal",
+        "has_preempted",
+        "is_starved",
+        "joined",
+        "scheduled",
+    )
+
+    def __init__(self, budget: int, goal: Goal):
+        self._limit = self.budget = budget
+        self.goal = goal
+        self.scheduled: list[ScheduledSequence] = []
+        self.joined: set[Sequence] = set()
+        self.block_copies: list[tuple[int, int]] = []
+        self.has_preempted = self.is_starved = False
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether a sequence computes more than one token."""
+        return self._limit - self.budget > len(self.scheduled)
+
+    def place(self, sequence: Sequence, num_tokens: int, changes: BlockChanges) -> None:
+        """Give `sequence`, which has blocks for them, `num_tokens` of the step."""
+        start = sequence.num_computed_tokens
+        sequence.num_computed_tokens = end = start + num_tokens
+        samples = end == len(sequence.token_ids) + sequence.num_pending_tokens
+        if samples:
+            sequence.num_pending_tokens += 1
+        sequence.num_in_flight_steps += 1
+        self.budget -= num_tokens
+        if changes.copies:
+            self.block_copies.extend(changes.copies)
+        row = ScheduledSequence(sequence, start, num_tokens, samples, changes.updates)
+        self.scheduled.append(row)
+
+    def place_next(self, sequence: Sequence) -> None:
+        """`place` for the one token that a sequence has left to compute, in a slot it has."""
+        start = sequence.num_computed_tokens
+        sequence.num_computed_tokens = start + 1
+        sequence.num_pending_tokens += 1
+        sequence.num_in_flight_steps += 1
+        self.budget -= 1
+        self.scheduled.append(make_tuple(ScheduledSequence, (sequence, start, 1, True, ())))
+
+    def drop(self, request: Request) -> None:
+        """Take a request's sequences out again; the request is to end at once."""
+        for row in self.scheduled:
+            if row.sequence.request is request:
+                row.sequence.num_computed_tokens = row.start
+                row.sequence.num_in_flight_steps -= 1
+                row.sequence.num_pending_tokens -= row.samples
+        self.scheduled = [row for row in self.scheduled if row.sequence.request is not request]
+        for sequence in request.live:
+            if sequence in self.joined:
+                sequence.is_placed = False

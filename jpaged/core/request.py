@@ -10,6 +10,16 @@ import numpy as np
 from jpaged.core.beam import BeamSearch
 
 
+class NoTokenError(ArithmeticError):
+    """No token could be sampled for a request that has so many output tokens."""
+
+    def __init__(self, num_output_tokens: int):
+        super().__init__(
+            f"no token can be sampled after {num_output_tokens} output tokens: the model's logits "
+            "are NaN or infinite, or the sampling parameters forbid every token"
+        )
+
+
 class RequestStatus(StrEnum):
     """Where a request stands in the scheduler."""
 

@@ -1,4 +1,4 @@
-"""The scheduler: deciding each step which request computes how many tokens.
+"""The scheduler: decides for each step which request computes how many tokens.
 
 There are no phases. A sequence has `num_computed_tokens` catching up with its tokens, and a step
 gives it some of the difference: a whole prompt, a chunk of one, one token of decoding, or its
@@ -11,25 +11,35 @@ can be planned before the sampled tokens of this one were read:
 
 import numpy as np
 
-from jpaged.core.accounts import num_waste_slots
-from jpaged.core.block_manager import BlockManager
-from jpaged.core.draft import StepDraft
-from jpaged.core.ending import Endings
-from jpaged.core.errors import NoTokenError
+from jpaged.core.admission import (
+    Admission,
+    SchedulerConfig,
+    check_fits,
+    check_new,
+    max_num_tokens,
+)
+from jpaged.core.block_manager import NO_CHANGES, BlockChanges, BlockManager
 from jpaged.core.groups import (
     continue_beams,
+    decodes,
+    fan_out,
     is_ready,
     reason_of_search,
     search_on,
+    set_stem,
+    work_of,
 )
-from jpaged.core.integrity import check_queues, check_sequences
-from jpaged.core.limits import SchedulerConfig, check_fits, check_new, max_num_tokens
-from jpaged.core.plan import Emitted, Goal, StepNews, StepPlan, make_tuple
-from jpaged.core.planner import Planner
-from jpaged.core.queue import RequestQueue
-from jpaged.core.request import Candidates, FinishReason, Request, RequestStatus, Sequence
-from jpaged.core.roster import Roster
-from jpaged.core.stop import finish_reason_of
+from jpaged.core.plan import Emitted, Goal, PlanBuilder, StepNews, StepPlan, make_tuple
+from jpaged.core.prefix_cache import CHAIN_ENDED
+from jpaged.core.request import (
+    Candidates,
+    FinishReason,
+    NoTokenError,
+    Request,
+    RequestStatus,
+    Sequence,
+)
+from jpaged.core.sequence_table import RequestQueue, SequenceTable, check_queues
 from jpaged.core.swap import PressurePolicy, SwapSpace
 
 __all__ = ["Scheduler", "SchedulerConfig"]
@@ -39,8 +49,16 @@ class Scheduler:
     """Decides steps, and owns every unfinished request and its blocks.
 
     `running` and `waiting` are in the order of rank: priority, then arrival. The last of `running`
-    is preempted first and then heads `waiting`, from which no one is skipped. Among requests of one
-    priority, whoever runs came before whoever waits.
+    is preempted first and then heads `waiting`, in which no request overtakes another. Among
+    requests of one priority, all that run arrived before all that wait.
+
+    Attributes:
+        config: The limits of a step and of a sequence.
+        block_manager: The block tables and the pool.
+        swap_space: The images of preempted requests in host memory.
+        running: Requests in the batch.
+        waiting: Requests not in the batch, preempted ones first among their priority.
+        sequences: Every sequence of an unfinished request, and those that drain.
     """
 
     def __init__(
@@ -54,12 +72,12 @@ class Scheduler:
         self.swap_space = SwapSpace(pressure or PressurePolicy(), block_manager)
         self.running = RequestQueue()
         self.waiting = RequestQueue()
-        self.roster = Roster(block_manager)
-        self._planner = Planner(
-            config, block_manager, self.swap_space, self.roster, self.running, self.waiting
-        )
-        self._endings = Endings((self.running, self.waiting), self.roster, self.swap_space)
+        self.sequences = SequenceTable(block_manager)
+        self._admission = Admission(config, block_manager, self.swap_space, self.running)
         self._num_arrived = self._num_planned = self._num_updated = 0
+        self._num_broken = 0  # requests that failed for a fault in their handling
+        self._preempted: list[str] = []  # since the last plan
+        self._failed: list[tuple[Request, Exception]] = []  # since the last plan or update
 
     @property
     def num_running(self) -> int:
@@ -75,11 +93,6 @@ class Scheduler:
     def num_swapped(self) -> int:
         """Those of the waiting whose KV is in host memory."""
         return sum(request.status is RequestStatus.SWAPPED for request in self.waiting)
-
-    @property
-    def num_waste_slots(self) -> int:
-        """Slots of held blocks that no computed token fills, shared ones once."""
-        return num_waste_slots(self)
 
     @property
     def num_in_flight_steps(self) -> int:
@@ -104,14 +117,14 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request; ValueError, with nothing changed, if it could never run."""
-        check_new(self.config, request, self.is_unfinished, self.roster.known)
+        check_new(self.config, request, self.is_unfinished, self.sequences.known)
         check_fits(self.config, self.block_manager, request)
         request.max_num_tokens = max_num_tokens(self.config, request)
         request.arrival = self._num_arrived
         self._num_arrived += 1
         self.waiting.add(request)
         for sequence in request.live:
-            self.roster.add(sequence)
+            self.sequences.add(sequence)
 
     def finish(self, request_id: str, reason: FinishReason) -> bool:
         """End a request in whatever state it is; tokens still on their way are dropped.
@@ -121,11 +134,11 @@ class Scheduler:
         request = self.running.get(request_id) or self.waiting.get(request_id)
         if request is None:
             return False
-        self._endings.end(request, reason)
+        self._end(request, reason)
         return True
 
     def abort(self, request_id: str) -> bool:
-        """`finish` at the user's wish."""
+        """`finish` with the reason of a request that its caller gave up."""
         return self.finish(request_id, FinishReason.ABORT)
 
     def finish_sequence(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -133,40 +146,64 @@ class Scheduler:
 
         Of one that has ended already, only the reason changes.
         """
-        self._endings.end_sequence(sequence, reason)
+        request, has_ended = sequence.request, sequence.finish_reason is not None
+        sequence.finish_reason = reason
+        if not request.is_finished and not has_ended:
+            request.live.remove(sequence)
+            self.sequences.retire(sequence)
+            if not request.live:
+                self._end(request, reason)
+        elif request.is_finished and len(request.sequences) == 1:
+            request.finish_reason = reason
 
     # ---- steps
 
     def schedule(self, goal: Goal = Goal.LATENCY) -> StepPlan | None:
         """Plan a step that will be launched, or None if nothing can run before the next update.
 
-        For throughput those who wait join several at a time, and others may wait for their prompts
-        (see `Planner`).
+        Running requests go on in the order of rank, as far as the step's budget of tokens goes;
+        when blocks run out, the last of them is preempted. Then, if none was, waiting requests may
+        join.
 
-        With no step in flight and a request unfinished there is always a plan: whoever came first
-        fits, since nobody is admitted who does not fit the pool alone, and all others give way.
-        Unless planning for it failed: then that request ends with an error, and `take_faults` tells
-        why.
+        For throughput they join only if several can, or if the step computes prompts anyway. And
+        where their prompts fill the step no sequence decodes in it: a decode token takes the place
+        of a prompt token, and a step with both takes longer than its tokens account for.
+
+        With no step in flight and a request unfinished there is always a plan: the first request
+        fits the pool alone, since `add` refuses others, and all the rest are preempted for it.
+        A request for which planning fails ends with an error, and the plan tells it.
 
         Raises:
             IntegrityError: planning for a request failed and left the books wrong.
         """
-        draft = StepDraft(self.config.max_num_batched_tokens, goal)
-        self._planner.fill(draft)
-        faults = self._planner.take_faults()
-        for request in faults:
-            draft.drop(request)
-            for sequence in request.live:
-                self.block_manager.trim(sequence)
-            self._endings.fail(request, faults[request])
-        plan = self._plan(draft) if draft.scheduled or self.swap_space.has_returns else None
+        step = PlanBuilder(self.config.max_num_batched_tokens, goal)
+        faults: dict[Request, Exception] = {}
+        if self.config.by_priority and self.waiting:
+            self._preempt_for_urgent(faults)
+        self._continue_running(step, faults)
+        if not step.has_preempted and self.waiting and self._may_join(step):
+            self._admit_waiting(step, faults)
+        if faults:
+            self._end_unplanned(step, faults)
+        if not (step.scheduled or self.swap_space.has_returns or self._failed):
+            return None
+        released, row_forks = self.sequences.take_row_changes()
+        plan = StepPlan(
+            self._num_planned,
+            tuple(step.scheduled),
+            released,
+            tuple(self._preempted),
+            tuple(step.block_copies),
+            row_forks,
+            *self.swap_space.take_orders(),
+            tuple(self._failed),
+        )
+        self._preempted.clear()
+        self._failed.clear()
+        self._num_planned += 1
         if faults:
             self.check_integrity()  # damage to what all share is not one request's own
         return plan
-
-    def take_faults(self) -> list[tuple[Request, Exception]]:
-        """Requests that were ended with an error since the last call, and why."""
-        return self._endings.take_faults()
 
     def update(
         self, plan: StepPlan, sampled: np.ndarray, candidates: Candidates | None = None
@@ -174,8 +211,8 @@ class Scheduler:
         """Read a finished step: `sampled[i]` is the token of `plan.scheduled[i]`, or `NO_TOKEN`.
 
         Rows that do not sample, and those of sequences that ended meanwhile, may hold anything.
-        What goes wrong with a request, or that no token could be sampled for it, ends that request
-        alone; `take_faults` tells why.
+        A fault with one request, or a token that could not be sampled for it, ends that request
+        alone, and the news tell it.
 
         Args:
             plan: Plans are read in the order of planning, each once.
@@ -190,8 +227,8 @@ class Scheduler:
         self._num_updated += 1
         emitted: list[Emitted] = []
         offered: list[tuple[Sequence, int]] = []
-        num_broken = self._endings.num_broken
-        manager, roster = self.block_manager, self.roster
+        num_broken = self._num_broken
+        manager, sequences = self.block_manager, self.sequences
         caches, block_size = manager.prefix_cache is not None, manager.block_size
         if len(sampled) and sampled.min() < 0:
             self._end_without_tokens(plan, sampled)
@@ -209,45 +246,301 @@ class Scheduler:
                         offered.append((sequence, i))
                     else:
                         emitted.append(self._read_token(request, sequence, token_id))
-                if roster.draining and not sequence.num_in_flight_steps:
-                    roster.give_back(sequence)
+                if sequences.draining and not sequence.num_in_flight_steps:
+                    sequences.free(sequence)
             except Exception as error:
-                self._endings.fail(request, error)
-        searched = self._search_on(offered, candidates)
-        if self._endings.num_broken > num_broken:
+                self._fail(request, error)
+        searched = self._search(offered, candidates) if offered else []
+        if self._num_broken > num_broken:
             self.check_integrity()  # damage to what all share is not one request's own
-        return StepNews(emitted, searched)
+        failed, self._failed = self._failed, []
+        return StepNews(emitted, searched, failed)
 
     def check_integrity(self) -> None:
         """Prove the scheduler's books, and the blocks' beneath them; IntegrityError if not."""
         check_queues(self.config.max_num_seqs, self.running, self.waiting)
-        known = self.roster.known
-        check_sequences(known, self.unfinished, self.roster.draining, self.num_in_flight_steps)
+        self.sequences.check_integrity(self.unfinished, self.num_in_flight_steps)
         self.swap_space.check_integrity(self.unfinished)
-        self.block_manager.check_integrity(known.values())
+        self.block_manager.check_integrity(self.sequences.known.values())
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes: no KV computed so far serves a request that comes later.
 
         ValueError, with nothing changed, while a prefix is pinned.
         """
-        self.block_manager.reset_prefix_cache(self.roster.known.values())
+        self.block_manager.reset_prefix_cache(self.sequences.known.values())
 
-    # ---- inside
+    # ---- planning: requests that run
 
-    def _plan(self, draft: StepDraft) -> StepPlan:
-        released, row_forks = self.roster.take_row_changes()
-        plan = StepPlan(
-            self._num_planned,
-            tuple(draft.scheduled),
-            released,
-            self._planner.take_preempted(),
-            tuple(draft.block_copies),
-            row_forks,
-            *self.swap_space.take_orders(),
-        )
-        self._num_planned += 1
-        return plan
+    def _continue_running(self, step: PlanBuilder, faults: dict[Request, Exception]) -> None:
+        for request in self._runners_of(step):
+            # Preemption takes the last first: after one that lost its place all have.
+            if self.config.by_priority and not step.has_preempted:
+                self._admit_waiting(step, faults, before=request)
+            if step.budget == 0 or request.status is not RequestStatus.RUNNING:
+                break
+            try:
+                if not self._decode_on(step, request):
+                    self._continue(step, request)
+            except Exception as error:
+                faults.setdefault(request, error)
+
+    def _runners_of(self, step: PlanBuilder) -> list[Request]:
+        """All that run; but where prompts alone fill the step, only the one whose prompt was begun.
+
+        Not if another has more than a token left to compute, which would be passed over.
+        """
+        runners = list(self.running)
+        if step.goal is Goal.LATENCY or self.config.by_priority:
+            return runners
+        begun = [request for request in runners[-1:] if not decodes(request)]
+        try:
+            fill = self._admission.would_fill_a_step(begun, self.waiting, step.budget)
+        except Exception:  # a fault of a waiting request shows as soon as it joins
+            fill = False
+        if not fill:
+            return runners
+        passed = runners[: len(runners) - len(begun)]
+        return begun if all(map(decodes, passed)) else runners
+
+    def _decode_on(self, step: PlanBuilder, request: Request) -> bool:
+        """Give a lone sequence its next token if it has a slot for it already; False if not.
+
+        `_continue` would do the same, but it takes longer, and this is what nearly all sequences of
+        nearly all steps want.
+        """
+        live = request.live
+        sequence = live[0]
+        known = len(sequence.token_ids) + sequence.num_pending_tokens
+        if (
+            sequence.num_computed_tokens + 1 != known
+            or known >= request.max_num_tokens
+            or len(live) > 1
+            or request.num_stem_tokens
+            or request.beam is not None
+            or not sequence.is_placed
+            or not self.block_manager.has_slot(sequence)
+        ):
+            return False
+        step.place_next(sequence)
+        return True
+
+    def _continue(self, step: PlanBuilder, request: Request) -> None:
+        """Give a running request its share of the step, all of its sequences or none."""
+        manager = self.block_manager
+        if request.num_stem_tokens:
+            self.sequences.fork_rows(fan_out(manager, request))
+        work = work_of(request, step.budget)
+        num_blocks = manager.num_new_blocks_of(work)
+        if num_blocks and not self._make_room(step, request, num_blocks):
+            return
+        for sequence, num_tokens in work:
+            changes = manager.append(sequence, num_tokens) if num_blocks else NO_CHANGES
+            if not sequence.is_placed:
+                sequence.is_placed = True
+                step.joined.add(sequence)
+                sequence.num_admitted_tokens = len(sequence.token_ids)
+                changes = BlockChanges(tuple(enumerate(sequence.block_table)), changes.copies)
+            step.place(sequence, num_tokens, changes)
+
+    def _make_room(self, step: PlanBuilder, request: Request, num_blocks: int) -> bool:
+        """Preempt from the back until `num_blocks` are free; False if `request` cannot go on.
+
+        Blocks about to come back from finished sequences are waited for instead: that costs the
+        request one step, a preemption a whole sequence. Until then no request takes blocks before
+        it.
+        """
+        manager = self.block_manager
+        while not step.is_starved and num_blocks > manager.num_free_blocks:
+            if num_blocks <= manager.num_free_blocks + self.sequences.num_returning_blocks():
+                step.is_starved = True
+                continue
+            step.has_preempted = True
+            if self._preempt_last() is request:
+                return False
+        return not step.is_starved
+
+    def _preempt_last(self) -> Request:
+        """Take the blocks of the last running request, all of them.
+
+        At once, though steps in flight may write there: the next holder of these blocks writes them
+        in a later step, and steps run in the order of their launch. A request whose last tokens are
+        only to be read yet loses nothing by it: it is not swapped out, and counts as no preemption.
+        """
+        request = self.running.last
+        self.running.remove(request)
+        is_complete = all(s.num_tokens >= request.max_num_tokens for s in request.live)
+        if not is_complete and self.swap_space.chosen_for(request):
+            self.swap_space.swap_out(request)
+            request.status = RequestStatus.SWAPPED
+        else:
+            request.status = RequestStatus.PREEMPTED
+        for sequence in request.live:
+            if request.status is RequestStatus.PREEMPTED:
+                self.block_manager.free(sequence)
+                sequence.num_computed_tokens = 0
+            self.sequences.release_row(sequence)
+        self.waiting.add(request)
+        if not is_complete:
+            self._preempted.append(request.request_id)
+        return request
+
+    # ---- planning: requests that wait
+
+    def _preempt_for_urgent(self, faults: dict[Request, Exception]) -> None:
+        """Preempt requests of a worse priority than the first waiting one until that one fits, if
+        it then will."""
+        head = self.waiting.first
+        try:
+            while self.waiting:
+                head = self._head()
+                less_urgent = [r for r in self.running if r.priority > head.priority]
+                if not (less_urgent and head.is_read) or self._admission.has_room(head):
+                    return
+                if not self._admission.would_have_room(head, less_urgent):
+                    return
+                self._preempt_last()
+        except Exception as error:
+            faults.setdefault(head, error)
+
+    def _may_join(self, step: PlanBuilder) -> bool:
+        """Whether the step is one for waiting requests: for throughput not every one is."""
+        if step.goal is Goal.LATENCY or step.has_prompts:
+            return True
+        return self._admission.is_worth_a_step(len(self.waiting))
+
+    def _admit_waiting(
+        self, step: PlanBuilder, faults: dict[Request, Exception], before: Request | None = None
+    ) -> None:
+        """Let the first waiting request join as long as it may; with `before`, a running request,
+        only one that outranks it, so that the less urgent do not take the step's tokens first."""
+        while self.waiting and step.budget and not step.is_starved:
+            head = self.waiting.first
+            try:
+                if not self._admit_head(step, before):
+                    break
+            except Exception as error:
+                faults.setdefault(head, error)
+                break
+
+    def _head(self) -> Request:
+        """The first waiting request, its stem settled."""
+        head = self.waiting.first
+        if head.status is not RequestStatus.SWAPPED:  # that one's stem is in its image
+            set_stem(head)
+        return head
+
+    def _admit_head(self, step: PlanBuilder, before: Request | None) -> bool:
+        request = self._head()
+        if before is not None and request.priority >= before.priority:
+            return False
+        # One preempted a moment ago has tokens that the host has not read yet.
+        if not (request.is_read and self._admission.has_seats(request)):
+            return False
+        if request.status is RequestStatus.SWAPPED:
+            return self._swap_in(request)
+        return self._join(step, request)
+
+    def _swap_in(self, request: Request) -> bool:
+        """Bring a swapped request's blocks back, if they fit; it computes from the next step on."""
+        fit = self._admission.find_image(request)
+        if fit is not None:
+            self.swap_space.swap_in(request, fit)
+            self._enter(request)
+        return fit is not None
+
+    def _join(self, step: PlanBuilder, request: Request) -> bool:
+        """Let a request join the batch with its cached prefix, if it fits."""
+        prefix = self._admission.find_prefix(request)
+        if prefix is None:
+            return False
+        first, manager = request.live[0], self.block_manager
+        self._enter(request)
+        manager.admit(first, prefix)
+        if first.num_cached_tokens is None:
+            first.num_cached_tokens = first.num_computed_tokens
+        cache = manager.prefix_cache
+        if cache is not None and first.reads_prefix_cache:
+            cache.num_query_tokens += len(first.token_ids)
+            cache.num_hit_tokens += first.num_computed_tokens
+        self._continue(step, request)
+        return True
+
+    def _enter(self, request: Request) -> None:
+        self.waiting.remove(request)
+        self.running.add(request)
+        request.status = RequestStatus.RUNNING
+
+    # ---- reading
+
+    def _read_token(self, request: Request, sequence: Sequence, token_id: int) -> Emitted:
+        """Append a sampled token; a stop token wins over a length reached with the same token."""
+        sequence.token_ids.append(token_id)
+        stop, reason = request.stop, None
+        if token_id in stop.stop_token_ids and sequence.num_output_tokens >= stop.min_tokens:
+            reason = FinishReason.STOP
+        elif len(sequence.token_ids) >= request.max_num_tokens:
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            self.finish_sequence(sequence, reason)
+        return make_tuple(Emitted, (sequence, request, token_id, reason))
+
+    def _search(
+        self, offered: list[tuple[Sequence, int]], candidates: Candidates | None
+    ) -> list[Request]:
+        """Give beams their rows of `candidates`; the beam searches that then took a step."""
+        if candidates is None:
+            raise ValueError("candidates=None: a step with a beam search is read with candidates")
+        for beam, row in offered:
+            beam.candidates = Candidates(candidates.token_ids[row], candidates.logprobs[row])
+        requests = dict.fromkeys(beam.request for beam, _ in offered)
+        return [request for request in requests if self._search_on(request)]
+
+    def _search_on(self, request: Request) -> bool:
+        """Let a beam search take a step, if all its beams were read."""
+        if request.is_finished or not all(map(is_ready, request.live)):
+            return False
+        try:
+            continuations = search_on(request)
+            if continuations:
+                continue_beams(self.block_manager, self.sequences, request, continuations)
+            else:
+                self._end(request, reason_of_search(request))
+        except Exception as error:
+            self._fail(request, error)
+            return False
+        return True
+
+    # ---- finishing
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        """End a request and its live sequences."""
+        self.running.discard(request)
+        self.waiting.discard(request)
+        request.status, request.finish_reason = RequestStatus.FINISHED, reason
+        for sequence in request.live:
+            sequence.finish_reason = reason
+            self.sequences.retire(sequence)
+        request.live = []
+        self.swap_space.drop(request)
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        """End a request with an error, wherever its handling stopped: perhaps with beams half
+        forked or pruned, or in the middle of ending."""
+        self._failed.append((request, error))
+        self._num_broken += not isinstance(error, NoTokenError)
+        request.live = self.sequences.of(request)
+        for sequence in request.live:
+            sequence.num_chained_blocks = CHAIN_ENDED  # its blocks must serve no other sequence
+        self._end(request, FinishReason.ERROR)
+
+    def _end_unplanned(self, step: PlanBuilder, faults: dict[Request, Exception]) -> None:
+        """End the requests for which planning failed; they may hold more blocks than they use."""
+        for request, error in faults.items():
+            step.drop(request)
+            for sequence in request.live:
+                self.block_manager.trim(sequence)
+            self._fail(request, error)
 
     def _end_without_tokens(self, plan: StepPlan, sampled: np.ndarray) -> None:
         """End the requests of rows that should have sampled a token, before others know what their
@@ -255,40 +548,4 @@ class Scheduler:
         for index in np.flatnonzero(sampled < 0).tolist():
             sequence, _, _, samples, _ = plan.scheduled[index]
             if samples and sequence.finish_reason is None:
-                error = NoTokenError(sequence.num_output_tokens)
-                self._endings.fail(sequence.request, error)
-
-    def _read_token(self, request: Request, sequence: Sequence, token_id: int) -> Emitted:
-        sequence.token_ids.append(token_id)
-        reason = finish_reason_of(request, sequence, token_id)
-        if reason is not None:
-            self.finish_sequence(sequence, reason)
-        return make_tuple(Emitted, (sequence, request, token_id, reason))
-
-    def _search_on(
-        self, offered: list[tuple[Sequence, int]], candidates: Candidates | None
-    ) -> list[Request]:
-        """Give beams their rows of `candidates`; the searches that then took a step."""
-        if not offered:
-            return []
-        if candidates is None:
-            raise ValueError("candidates=None: a step with a beam search is read with candidates")
-        for beam, row in offered:
-            beam.candidates = Candidates(candidates.token_ids[row], candidates.logprobs[row])
-        requests = dict.fromkeys(beam.request for beam, _ in offered)
-        return [request for request in requests if self._search(request)]
-
-    def _search(self, request: Request) -> bool:
-        """Let a beam search take a step, if all its beams were read."""
-        if request.is_finished or not all(map(is_ready, request.live)):
-            return False
-        try:
-            continuations = search_on(request)
-            if continuations:
-                continue_beams(self.block_manager, self.roster, request, continuations)
-            else:
-                self._endings.end(request, reason_of_search(request))
-        except Exception as error:
-            self._endings.fail(request, error)
-            return False
-        return True
+                self._fail(sequence.request, NoTokenError(sequence.num_output_tokens))

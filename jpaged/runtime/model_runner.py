@@ -11,30 +11,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.core.plan import Goal, ScheduledSequence, StepPlan
-from jpaged.core.request import Request, Sequence
-from jpaged.runtime.batch import device_order, pack_decode, pack_prefill
-from jpaged.runtime.buckets import Buckets, round_up
-from jpaged.runtime.programs import Programs
-from jpaged.runtime.prompt_scores import score_prompts
-from jpaged.runtime.recipes import (
+from jpaged.compile.builder import Programs
+from jpaged.compile.recipes import (
     BLOCK_COPIES_CHUNK,
     BURST_LEVELS,
     Shapes,
     SplitModel,
     sampler_levels,
 )
+from jpaged.core.plan import Goal, ScheduledSequence, StepPlan
+from jpaged.core.request import Request, Sequence
+from jpaged.runtime.allocation_guard import make_places
+from jpaged.runtime.batch import device_order, pack_decode, pack_prefill
+from jpaged.runtime.buckets import Buckets, round_up
+from jpaged.runtime.prompt_scores import score_prompts
 from jpaged.runtime.results import (
     StepHandle,
     StepResult,
     TokenScores,
 )
 from jpaged.runtime.rows import UNWANTED, RowSampling, RowTable
+from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.sampler import Sampled, SamplerLevel
 from jpaged.runtime.sampling_state import RowMarks, bias_row, pack_marks
-from jpaged.runtime.small_buffers import make_places
 from jpaged.runtime.swap import BlockImages
-from jpaged.runtime_config import RuntimeConfig
 from jpaged.sampling_params import SamplingParams
 from pallas_kernels import Backend
 

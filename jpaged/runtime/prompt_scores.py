@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 import jax
 import numpy as np
 
+from jpaged.compile.recipes import PROMPT_LOGPROBS_CHUNK
 from jpaged.core.plan import ScheduledSequence
 from jpaged.core.request import Request
-from jpaged.runtime.recipes import PROMPT_LOGPROBS_CHUNK
 from jpaged.runtime.results import num_scored_prompt_tokens
 from jpaged.sampling_params import SamplingParams
 

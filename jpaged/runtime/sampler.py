@@ -97,7 +97,7 @@ def sample(
         level: static; covers `required_level` of every row.
         backend: static; the kernels' implementation.
         max_logprobs: static; most probable tokens to report at a level with LOGPROBS.
-        shared: static; calls what other levels have as well (see `jpaged.runtime.shared_calls`).
+        shared: static; calls what other levels have as well (see `jpaged.compile.shared_calls`).
 
     Raises:
         ValueError: the level needs a state and there is none.

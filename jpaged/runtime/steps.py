@@ -125,7 +125,7 @@ def prefill_step(
         packed: The batch (`jpaged.runtime.batch.pack_prefill`).
         num_tokens: Tokens of the bucket (T), static.
         batch_size: Sequences of the bucket (B), static.
-        shared: Calls what other steps have as well (`jpaged.runtime.shared_calls`), static.
+        shared: Calls what other steps have as well (`jpaged.compile.shared_calls`), static.
 
     Returns:
         The logits after each sequence's last token, all tokens' hidden states (for

@@ -4,13 +4,13 @@ import itertools
 import time
 from collections.abc import Callable
 
-from jpaged.core.costs import PreemptionCosts
 from jpaged.core.plan import ScheduledSequence, StepPlan, SwapIn, SwapOut
 from jpaged.core.request import Request, StopCriteria
+from jpaged.core.swap import PreemptionCosts
 from jpaged.runtime.buckets import Buckets
 from jpaged.runtime.model_runner import ModelRunner
+from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.swap import MAX_STAGED_CHUNKS
-from jpaged.runtime_config import RuntimeConfig
 from jpaged.sampling_params import SamplingParams
 
 _REPEATS = 3

@@ -4,10 +4,10 @@ import jax.numpy as jnp
 import pytest
 
 from bench.startup import UNRECORDED, phases, row
+from jpaged.compile.gemm_autotuning import AUTOTUNING, read_record
+from jpaged.compile.recipes import SplitModel
 from jpaged.models.config import ModelConfig
 from jpaged.models.loader import model_shapes
-from jpaged.recorded_products import AUTOTUNING, read_record
-from jpaged.runtime.recipes import SplitModel
 
 TOLD = """\
 jpaged: imports took 1.50 s

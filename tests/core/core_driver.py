@@ -89,6 +89,7 @@ class Driver:
         )
         self.in_flight: deque[tuple[StepPlan, np.ndarray, Candidates | None]] = deque()
         self.plans: list[StepPlan] = []
+        self.failed: list[tuple[Request, Exception]] = []
         self.requests: dict[str, Request] = {}
         self.streams: dict[str, list[int]] = {}  # of each sample: "name", "name/1", "name/2" ...
 
@@ -115,13 +116,15 @@ class Driver:
         self.scheduler.check_integrity()
         if plan is not None:
             self.plans.append(plan)
+            self.failed += plan.failed
             self.in_flight.append((plan, *self.device.launch(plan)))
             self._check_plan(plan)
         return plan
 
     def read(self) -> list[Emitted]:
         """Update with the oldest step in flight."""
-        emitted, _ = self.scheduler.update(*self.in_flight.popleft())
+        emitted, _, failed = self.scheduler.update(*self.in_flight.popleft())
+        self.failed += failed
         for sequence, request, token_id, _ in emitted:
             assert sequence.request is request
             self.streams[_stream_name(sequence)].append(token_id)
@@ -132,7 +135,7 @@ class Driver:
         config = self.scheduler.config
         tokens = [row.num_scheduled_tokens for row in plan.scheduled]
         assert min(tokens, default=1) >= 1
-        assert plan.scheduled or plan.swap_ins, "a plan for nothing"
+        assert plan.scheduled or plan.swap_ins or plan.failed, "a plan for nothing"
         assert plan.num_tokens == sum(tokens) <= config.max_num_batched_tokens
         assert len({row.sequence.seq_id for row in plan.scheduled}) == len(tokens)
 

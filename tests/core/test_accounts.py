@@ -9,16 +9,17 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant
 from test_scheduler_machine import SchedulerMachine
 
-from jpaged.core.accounts import (
+from jpaged.core.beam import BeamSearch
+from jpaged.core.scheduler import Scheduler
+from jpaged.core.swap import PreemptionMode, PressurePolicy
+from jpaged.observe.pool_report import (
     BlockInfo,
     BlockState,
     MemoryReport,
     block_map,
     memory_report,
+    num_waste_slots,
 )
-from jpaged.core.beam import BeamSearch
-from jpaged.core.scheduler import Scheduler
-from jpaged.core.swap import PreemptionMode, PressurePolicy
 
 
 def driver_of(*requests, lag: int = 0, **options) -> Driver:
@@ -67,7 +68,7 @@ def test_one_sequence():
     assert slots(report) == (6, 2, 0, 0, 8)
     assert (report.num_logical_blocks, report.num_physical_blocks) == (2, 2)
     assert report.waste == 2 / 8
-    assert report.num_waste_slots == driver.scheduler.num_waste_slots == 2
+    assert report.num_waste_slots == num_waste_slots(driver.scheduler) == 2
 
 
 def test_slots_past_the_last_possible_token_are_fragmented():
@@ -185,7 +186,7 @@ def check_accounts(scheduler: Scheduler) -> None:
     assert report.num_token_slots == sum(info.num_filled_slots for info in used)
     assert report.num_used_slots == size * len(used)
     assert report.num_reserved_slots == len(fillable - filled)
-    assert report.num_waste_slots == scheduler.num_waste_slots
+    assert report.num_waste_slots == num_waste_slots(scheduler)
     assert report.num_pinned_blocks == sum(info.is_pinned for info in infos.values())
     assert report.num_physical_blocks == sum(bool(info.request_ids) for info in used)
     pins = sum(manager.pins.holders.values())
@@ -197,7 +198,7 @@ def _slots_by_hand(scheduler: Scheduler) -> tuple[set, set]:
     """Slots (block, offset) that hold a token of a sequence, and that one may come to fill."""
     size = scheduler.block_manager.block_size
     filled, fillable = set(), set()
-    for sequence in scheduler.roster.known.values():
+    for sequence in scheduler.sequences.known.values():
         for position in range(len(sequence.block_table) * size):
             slot = sequence.block_table[position // size], position % size
             if position < sequence.num_computed_tokens:

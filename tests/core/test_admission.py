@@ -9,12 +9,11 @@ from dataclasses import dataclass
 import pytest
 from core_driver import DIGESTS, make_request
 
-from jpaged.core.admission import Admission
+from jpaged.core.admission import Admission, SchedulerConfig
 from jpaged.core.block_manager import BlockManager
-from jpaged.core.limits import SchedulerConfig
 from jpaged.core.prefix_cache import PrefixCache
-from jpaged.core.queue import RequestQueue
 from jpaged.core.request import BlockImage, Request, Sequence
+from jpaged.core.sequence_table import RequestQueue
 from jpaged.core.swap import PressurePolicy, SwapSpace
 
 PROMPT = list(range(10))  # three blocks
@@ -63,7 +62,7 @@ def make_line(prompt: list[int], num_samples: int, *, spares: bool) -> Line:
     space, running = SwapSpace(PressurePolicy(), manager), RequestQueue()
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=20)
     holder = make_request("1", PROMPT).live[0]
-    manager.allocate(holder, len(PROMPT))
+    manager.append(holder, len(PROMPT))
     holder.num_computed_tokens = len(PROMPT)
     if spares:
         runner = make_request("2", 1)

@@ -87,7 +87,7 @@ class BlockMachine(RuleBasedStateMachine):
         assert before == sequence.block_table
 
     @rule(token_ids=st.lists(tokens, min_size=1, max_size=12), salt=salts)
-    def allocate(self, token_ids: list[int], salt: str | None):
+    def admit(self, token_ids: list[int], salt: str | None):
         sequence = self.make(token_ids, salt)
         prefix = self.manager.find_prefix(sequence)
         hits = [block.block_id for block in prefix]
@@ -95,17 +95,19 @@ class BlockMachine(RuleBasedStateMachine):
         num_missing = len(token_ids) - len(hits) * BLOCK_SIZE
         num_left = len(self.free) - len(set(hits) & set(self.free))
         fits = -(-num_missing // BLOCK_SIZE) <= num_left
-        assert self.manager.can_allocate(num_missing, prefix=prefix) == fits
+        num_revived = sum(block.ref_cnt == 0 for block in prefix)
+        num_blocks = self.manager.num_blocks_for(num_missing) + num_revived
+        assert self.manager.can_admit(sequence, num_blocks) == fits
         if not fits:
             del self.tables[sequence.seq_id]
             return
         self.tables[sequence.seq_id] += hits
         self.free = [block_id for block_id in self.free if block_id not in hits]
-        changes = self.manager.allocate(sequence, num_missing, prefix)
+        self.manager.admit(sequence, prefix)
         assert sequence.num_computed_tokens == len(hits) * BLOCK_SIZE
-        assert self.model_append(sequence, num_missing) == changes.copies == ()
-        sequence.num_computed_tokens = len(token_ids)
-        assert changes.updates == tuple(enumerate(sequence.block_table))
+        assert sequence.block_table == hits
+        self.grow(sequence, num_missing)
+        assert sequence.num_computed_tokens == len(token_ids)
         self.sequences.append(sequence)
 
     @precondition(lambda self: self.sequences)
@@ -113,7 +115,8 @@ class BlockMachine(RuleBasedStateMachine):
     def append(self, data: st.DataObject, more: list[int]):
         sequence = data.draw(st.sampled_from(self.sequences))
         fits = self.model_need(sequence, len(more)) <= len(self.free)
-        assert self.manager.can_append(sequence, len(more)) == fits
+        num_blocks = self.manager.num_new_blocks(sequence, len(more))
+        assert (num_blocks <= self.manager.num_free_blocks) == fits
         if fits:
             sequence.token_ids += more
             self.grow(sequence, len(more))

@@ -3,8 +3,7 @@
 import pytest
 
 from jpaged.core.block_manager import NO_CHANGES, BlockChanges, BlockManager
-from jpaged.core.block_pool import registered_content
-from jpaged.core.errors import IntegrityError, OutOfBlocksError
+from jpaged.core.block_pool import IntegrityError, OutOfBlocksError, registered_content
 from jpaged.core.prefix_cache import PrefixCache
 from jpaged.core.request import Sequence
 
@@ -24,14 +23,15 @@ def queue_of(manager: BlockManager) -> list[int]:
     return [block.block_id for block in manager.pool.free_block_queue]
 
 
-def test_allocate_gives_just_the_blocks_needed():
+def test_append_gives_just_the_blocks_needed():
     manager, sequence = BlockManager(6, 4), make()
-    assert manager.can_allocate(20)
-    assert not manager.can_allocate(21)
-    assert not manager.can_allocate(17, num_spare_blocks=1)
-    changes = manager.allocate(sequence, 9)
+    assert manager.can_admit(sequence, 5)
+    assert not manager.can_admit(sequence, 6)
+    manager.admit(sequence)
+    changes = grow(manager, sequence, 9)
     assert sequence.block_table == [1, 2, 3]
     assert changes == BlockChanges(((0, 1), (1, 2), (2, 3)), ())
+    manager.check_integrity([sequence])
 
 
 def test_append_across_the_edge_of_a_block():
@@ -48,8 +48,7 @@ def test_append_across_the_edge_of_a_block():
 def test_append_beyond_the_pool_is_refused_and_nothing_changes():
     manager, sequence = BlockManager(3, 4), make()
     grow(manager, sequence, 6)
-    assert manager.can_append(sequence, 2)
-    assert not manager.can_append(sequence, 3)
+    assert manager.num_new_blocks(sequence, 2) == 0 == manager.num_free_blocks
     with pytest.raises(OutOfBlocksError):
         manager.append(sequence, 3)
     manager.check_integrity([sequence])
@@ -114,10 +113,11 @@ def test_copy_on_write_needs_a_free_block():
     grow(manager, parent, 6)
     manager.fork(parent, child)
     child.num_computed_tokens = 6
-    assert not manager.can_append(child, 1)
+    assert manager.num_new_blocks(child, 1) == 1
+    assert manager.num_free_blocks == 0
     manager.free(parent)
     assert queue_of(manager) == []
-    assert manager.can_append(child, 1)
+    assert manager.num_new_blocks(child, 1) == 0
 
 
 def test_freeing_one_of_two_forks_frees_only_what_it_holds_alone():
@@ -136,7 +136,7 @@ def test_sequences_that_hold_blocks_are_not_filled_anew():
     manager, sequence = BlockManager(8, 4), make()
     grow(manager, sequence, 1)
     with pytest.raises(ValueError, match="has blocks already"):
-        manager.allocate(sequence, 1)
+        manager.admit(sequence)
     with pytest.raises(ValueError, match="has blocks already"):
         manager.fork(make(1), sequence)
 
@@ -177,7 +177,7 @@ def test_an_extension_is_looked_for_after_what_is_left_of_a_prefix():
     manager.pool.free(taken)
     again = make(1)
     again.token_ids = [1, 2, 3, 4]
-    manager.share_prefix(again, manager.find_prefix(again))
+    manager.admit(again, manager.find_prefix(again))
     again.num_computed_tokens = 2
     grow(manager, again, 2)
     manager.register_computed(again, 4)

@@ -2,8 +2,7 @@
 
 import pytest
 
-from jpaged.core.block_pool import BlockCensus, BlockPool
-from jpaged.core.errors import IntegrityError, OutOfBlocksError
+from jpaged.core.block_pool import BlockCensus, BlockPool, IntegrityError, OutOfBlocksError
 
 
 def queue_of(pool: BlockPool) -> list[int]:

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from jpaged.core.costs import PreemptionCosts
+from jpaged.core.swap import PreemptionCosts
 
 COSTS = PreemptionCosts(((64, 1.0), (128, 1.5), (256, 2.5)), ((8, 0.1), (32, 0.25)))
 

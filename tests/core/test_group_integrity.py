@@ -6,7 +6,7 @@ import pytest
 from core_driver import Driver, make_request, make_scheduler
 from core_plans import status
 
-from jpaged.core.errors import IntegrityError
+from jpaged.core.block_pool import IntegrityError
 from jpaged.core.request import BlockImage, FinishReason, Request, RequestStatus, Sequence
 from jpaged.core.scheduler import Scheduler
 from jpaged.core.swap import PreemptionMode, PressurePolicy
@@ -98,16 +98,16 @@ def damage_ended_and_alive(s: Scheduler) -> None:
 
 def damage_no_sequence(s: Scheduler) -> None:
     sequence = running(s).live.pop()
-    del s.roster.known[sequence.seq_id]
+    del s.sequences.known[sequence.seq_id]
     s.block_manager.free(sequence)
 
 
 def damage_forgotten_sample(s: Scheduler) -> None:
-    del s.roster.known[11]
+    del s.sequences.known[11]
 
 
 def damage_sequence_of_nobody(s: Scheduler) -> None:
-    s.roster.known[99] = Sequence(99, [1], 1)
+    s.sequences.known[99] = Sequence(99, [1], 1)
 
 
 def damage_two_places(s: Scheduler) -> None:
@@ -135,7 +135,7 @@ def test_seats_are_counted_by_group():
     request = driver.requests["1"]
     extra = Sequence(13, [*request.live[0].token_ids], 4, request)
     request.live.append(extra)
-    driver.scheduler.roster.add(extra)
+    driver.scheduler.sequences.add(extra)
     with pytest.raises(IntegrityError, match="4 sequences run, max_num_seqs=3"):
         driver.scheduler.check_integrity()
 

@@ -4,11 +4,10 @@ import pytest
 from core_driver import Driver, make_request, make_scheduler
 from core_plans import num_free
 
+from jpaged.core.admission import check_fits, check_pin_fits, fits_surely
 from jpaged.core.beam import BeamSearch
-from jpaged.core.costs import PreemptionCosts
-from jpaged.core.limits import check_fits, check_pin_fits, fits_surely
 from jpaged.core.request import Request, Sequence
-from jpaged.core.swap import PreemptionMode, PressurePolicy
+from jpaged.core.swap import PreemptionCosts, PreemptionMode, PressurePolicy
 
 COSTS = PreemptionCosts(((8, 1.0),), ((1, 0.1), (4, 0.9)))
 REFUSALS = [

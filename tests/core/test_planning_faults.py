@@ -8,25 +8,24 @@ from core_driver import Driver, make_request, make_scheduler
 from core_faults import InjectedError, Injector, Place
 from test_random_groups import Tally, Work
 
-from jpaged.core import planner
+from jpaged.core import scheduler
 from jpaged.core.block_manager import BlockManager
-from jpaged.core.draft import StepDraft
-from jpaged.core.errors import IntegrityError
-from jpaged.core.plan import StepPlan
+from jpaged.core.block_pool import IntegrityError
+from jpaged.core.plan import PlanBuilder, StepPlan
 from jpaged.core.request import FinishReason
 from jpaged.core.swap import SwapSpace
 
 SEEDS = 200
 PLACES = [
-    Place(StepDraft, "place"),
+    Place(PlanBuilder, "place"),
     Place(BlockManager, "append"),
-    Place(BlockManager, "share_prefix", 0.1),
+    Place(BlockManager, "admit", 0.1),
     Place(BlockManager, "num_new_blocks_of"),
     Place(BlockManager, "find_prefix"),
     Place(SwapSpace, "find", 0.1),
-    Place(planner, "fan_out", 0.1),
-    Place(planner, "work_of"),
-    Place(planner, "set_stem"),
+    Place(scheduler, "fan_out", 0.1),
+    Place(scheduler, "work_of"),
+    Place(scheduler, "set_stem"),
 ]
 
 
@@ -35,7 +34,7 @@ class FaultyDriver(Driver):
 
     def step(self) -> StepPlan | None:
         plan = self.scheduler.schedule(self.goal)
-        failed = self.scheduler.take_faults()
+        failed = () if plan is None else plan.failed
         for request, error in failed:
             assert isinstance(error, InjectedError)
             assert request.finish_reason is FinishReason.ERROR
@@ -46,7 +45,7 @@ class FaultyDriver(Driver):
             self.plans.append(plan)
             self.in_flight.append((plan, *self.device.launch(plan)))
         elif not self.in_flight:
-            assert failed or not self.scheduler.has_unfinished
+            assert not self.scheduler.has_unfinished
         if len(self.in_flight) > (self.lag if plan is not None else 0):
             self.read()
         return plan

@@ -4,8 +4,7 @@ import pytest
 from core_driver import DIGESTS
 
 from jpaged.core.block_manager import BlockManager
-from jpaged.core.block_pool import BlockCensus
-from jpaged.core.errors import IntegrityError, OutOfBlocksError
+from jpaged.core.block_pool import BlockCensus, IntegrityError, OutOfBlocksError
 from jpaged.core.prefix_cache import CHAIN_ENDED, PrefixCache
 from jpaged.core.request import Sequence
 
@@ -28,7 +27,8 @@ def join(
     sequence = Sequence(seq_id, list(token_ids), len(token_ids), cache_salt=salt)
     prefix = manager.find_prefix(sequence)
     num_tokens = len(token_ids) - len(prefix) * manager.block_size
-    manager.allocate(sequence, num_tokens, prefix)
+    manager.admit(sequence, prefix)
+    manager.append(sequence, num_tokens)
     sequence.num_computed_tokens = len(token_ids)
     if is_read:
         manager.register_computed(sequence, len(token_ids))
@@ -193,12 +193,12 @@ def test_room_is_counted_with_the_hits_that_leave_the_free_queue():
     sequence = Sequence(1, LETTERS[:13], 13)
     prefix = manager.find_prefix(sequence)
     assert [block.block_id for block in prefix] == [1, 2]
-    assert manager.can_allocate(4, prefix=prefix)
-    assert not manager.can_allocate(4, 1, prefix)
-    assert not manager.can_allocate(5, prefix=prefix)
+    manager.admit(sequence, prefix)
+    assert queue_of(manager) == [3]
+    assert manager.num_new_blocks(sequence, 4) == 1 == manager.num_free_blocks
     with pytest.raises(OutOfBlocksError):
-        manager.allocate(sequence, 5, prefix)
-    assert (sequence.block_table, queue_of(manager)) == ([], [3, 2, 1])
+        manager.append(sequence, 5)
+    assert (sequence.block_table, queue_of(manager)) == ([1, 2], [3])
 
 
 def test_reset_forgets_all_and_keeps_what_runs_from_registering():
@@ -226,7 +226,7 @@ def test_pinned_blocks_are_never_evicted():
     pin, again = manager.pins.pin(prefix), manager.pins.pin(prefix[:1])
     assert (manager.pins.num_blocks, manager.pins.num_pinned(prefix)) == (2, 2)
     assert manager.pool.census() == BlockCensus(free=2, used=2, cached=0, total=4)
-    assert not manager.can_allocate(9)
+    assert manager.num_free_blocks == 2
     taken = join(manager, LETTERS[50:58], seq_id=1)
     assert taken.block_table == [3, 4]
     assert hits(manager, LETTERS[:9]) == [1, 2]

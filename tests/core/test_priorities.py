@@ -4,9 +4,9 @@ import pytest
 from core_driver import Driver, make_request, make_scheduler
 from core_plans import shape, status, the
 
-from jpaged.core.errors import IntegrityError
-from jpaged.core.queue import RequestQueue
+from jpaged.core.block_pool import IntegrityError
 from jpaged.core.request import Request
+from jpaged.core.sequence_table import RequestQueue
 from jpaged.core.swap import PreemptionMode, PressurePolicy
 
 
@@ -133,7 +133,7 @@ def test_a_queue_finds_its_own_disorder(ranks: list[tuple[int, int]]):
     queue, requests = queue_of((0, 0), (0, 1), (0, 2))
     for request, rank in zip(requests[1:], ranks, strict=True):
         request.priority, request.arrival = rank
-    with pytest.raises(IntegrityError, match="stands behind it"):
+    with pytest.raises(IntegrityError, match="is queued after it"):
         queue.check_integrity()
 
 

@@ -15,10 +15,9 @@ from core_driver import DIGESTS, Driver, make_scheduler
 from core_turn import Turn
 
 from jpaged.core.beam import BeamSearch
-from jpaged.core.costs import PreemptionCosts
 from jpaged.core.plan import Goal, StepPlan
 from jpaged.core.request import FinishReason, Request, RequestStatus, StopCriteria
-from jpaged.core.swap import PreemptionMode, PressurePolicy
+from jpaged.core.swap import PreemptionCosts, PreemptionMode, PressurePolicy
 
 SEEDS = 700
 LOST = (RequestStatus.PREEMPTED, RequestStatus.SWAPPED)

@@ -11,30 +11,30 @@ from core_faults import InjectedError, Injector, Place
 from core_plans import tables
 from test_random_groups import Tally, Work
 
-from jpaged.core import groups, scheduler
+from jpaged.core import groups
 from jpaged.core.beam import BeamSearch
 from jpaged.core.block_manager import BlockManager
-from jpaged.core.ending import Endings
-from jpaged.core.errors import IntegrityError, NoTokenError
+from jpaged.core.block_pool import IntegrityError
 from jpaged.core.plan import NO_TOKEN, Emitted
-from jpaged.core.request import FinishReason, Request, Sequence
-from jpaged.core.roster import Roster
+from jpaged.core.request import FinishReason, NoTokenError, Request, Sequence
+from jpaged.core.scheduler import Scheduler
+from jpaged.core.sequence_table import SequenceTable
 
 SEEDS = 200
 PLACES = [
     Place(BlockManager, "register_computed", 0.02),
-    Place(scheduler, "finish_reason_of"),
-    Place(Roster, "leave_row", 0.02),
-    Place(Roster, "let_go", 0.02),
-    Place(Roster, "give_back", 0.02),
+    Place(Scheduler, "finish_sequence", 0.05),
+    Place(SequenceTable, "release_row", 0.02),
+    Place(SequenceTable, "retire", 0.02),
+    Place(SequenceTable, "free", 0.02),
     Place(BlockManager, "free", 0.02),
     Place(BeamSearch, "advance", 0.02),
     Place(BeamSearch, "_collect", 0.02),
     Place(groups, "_child_of", 0.1),
-    Place(Roster, "add", 0.1),
+    Place(SequenceTable, "add", 0.1),
     Place(groups, "_share", 0.05),
     Place(BlockManager, "fork", 0.05),
-    Place(Roster, "fork_rows", 0.1),
+    Place(SequenceTable, "fork_rows", 0.1),
 ]
 
 
@@ -61,7 +61,7 @@ class FaultyDriver(Driver):
         return random.Random(f"{sequence.seq_id} {sequence.num_tokens}").random() < 0.005
 
     def check_faults(self, expected: set[Request]) -> None:
-        faults = self.scheduler.take_faults()
+        faults, self.failed = self.failed, []
         for request, error in faults:
             assert request.finish_reason is FinishReason.ERROR
             assert request not in self.scheduler.unfinished
@@ -92,7 +92,7 @@ def test_random_faults_in_reading():
     for seed in range(SEEDS):
         injector = Injector(happened, on=False)
         try:
-            with injector.faults(-seed, PLACES), injector.spared(Endings, "fail"):
+            with injector.faults(-seed, PLACES), injector.spared(Scheduler, "_fail"):
                 work = FaultyWork(seed, injector)
                 work.run()
         except Exception as error:
@@ -110,8 +110,8 @@ POINTS = [
     (groups, "_share", 0),
     (BlockManager, "fork", 0),
     (BlockManager, "fork", 1),
-    (Roster, "fork_rows", 1),
-    (Roster, "let_go", 0),
+    (SequenceTable, "fork_rows", 1),
+    (SequenceTable, "retire", 0),
     (BlockManager, "free", 0),
 ]
 
@@ -144,7 +144,7 @@ def test_a_search_that_fails_is_alone(
     search = driver.requests["1"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, failing_once(getattr(owner, name), calls_before, is_done))
-        while not (failed := driver.scheduler.take_faults()):
+        while not (failed := driver.failed):
             driver.step()
     assert [request.request_id for request, _ in failed] in (["1"], ["3"])
     assert search.is_finished == (failed[0][0] is search)
@@ -165,7 +165,7 @@ def test_a_beam_without_a_token_ends_its_search():
         rows = [i for i, item in enumerate(plan.scheduled) if item.sequence.seq_id == 11]
     sampled[rows] = NO_TOKEN
     driver.read()
-    ((request, error),) = driver.scheduler.take_faults()
+    ((request, error),) = driver.failed
     assert (request, type(error)) == (driver.requests["1"], NoTokenError)
     assert "NaN or infinite" in str(error)
     driver.run()

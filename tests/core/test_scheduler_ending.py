@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from core_driver import Driver, make_request, make_scheduler
 
-from jpaged.core.errors import IntegrityError
+from jpaged.core.block_pool import IntegrityError
 from jpaged.core.request import FinishReason, RequestStatus, StopCriteria
 from jpaged.core.scheduler import Scheduler, SchedulerConfig
 
@@ -82,9 +82,9 @@ def preempted_with_a_pending_token() -> Driver:
 def test_abort_while_preempted_with_a_pending_token():
     driver = preempted_with_a_pending_token()
     finish_both_ways(driver, "2")
-    assert driver.scheduler.roster.draining
+    assert driver.scheduler.sequences.draining
     driver.run()
-    assert not driver.scheduler.roster.draining
+    assert not driver.scheduler.sequences.draining
     driver.add(make_request("3", 1))
     driver.run()
     assert released(driver) == [2, 1]
@@ -250,7 +250,7 @@ def damage_pending(s: Scheduler) -> None:
 
 
 def damage_draining(s: Scheduler) -> None:
-    s.roster.draining[1].num_in_flight_steps = s.roster.draining[1].num_pending_tokens = 0
+    s.sequences.draining[1].num_in_flight_steps = s.sequences.draining[1].num_pending_tokens = 0
 
 
 def damage_finished(s: Scheduler) -> None:

@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jpaged.core import admission
+from jpaged.core.admission import check_pin_fits
 from jpaged.core.beam import BeamSearch
-from jpaged.core.costs import PreemptionCosts
-from jpaged.core.limits import check_pin_fits
 from jpaged.core.plan import Goal
 from jpaged.core.request import FinishReason, Request, Sequence, StopCriteria
 from jpaged.core.scheduler import Scheduler
-from jpaged.core.swap import PreemptionMode, PressurePolicy
+from jpaged.core.swap import PreemptionCosts, PreemptionMode, PressurePolicy
 
 
 @st.composite

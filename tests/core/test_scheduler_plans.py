@@ -8,8 +8,8 @@ from core_driver import Driver, make_request, make_scheduler, shape
 
 from jpaged.core.beam import BeamSearch
 from jpaged.core.plan import StepPlan
-from jpaged.core.planner import Planner
 from jpaged.core.request import RequestStatus
+from jpaged.core.scheduler import Scheduler
 
 
 def tables(driver: Driver) -> list[list[int]]:
@@ -259,7 +259,7 @@ def test_the_short_way_plans_what_the_long_way_does(
     monkeypatch: pytest.MonkeyPatch, seed: int, lag: int
 ):
     """Of lone sequences that decode; beside samples, beams, preempted and cached ones."""
-    short_way = Planner._decode_on
+    short_way = Scheduler._decode_on
     taken: list[bool] = []
 
     def noted(*args: Any) -> bool:
@@ -282,11 +282,11 @@ def test_the_short_way_plans_what_the_long_way_does(
         driver.run()
         return driver.plans
 
-    monkeypatch.setattr(Planner, "_decode_on", noted)
+    monkeypatch.setattr(Scheduler, "_decode_on", noted)
     plans = run()
     assert any(taken)
     assert not all(taken)
-    monkeypatch.setattr(Planner, "_decode_on", lambda *_: False)
+    monkeypatch.setattr(Scheduler, "_decode_on", lambda *_: False)
     for plan, expected in zip(plans, run(), strict=True):
         assert shape(plan) == shape(expected)
         assert [r.block_updates for r in plan.scheduled] == [

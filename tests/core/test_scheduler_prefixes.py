@@ -42,6 +42,19 @@ def test_the_next_request_starts_where_the_cache_ends():
     assert (cache.num_query_tokens, cache.num_hit_tokens) == (19, 8)
 
 
+def test_hits_that_leave_the_free_queue_take_room():
+    driver = make_driver(num_blocks=5)
+    driver.add(make_request("1", PROMPT, max_tokens=1))
+    driver.run()
+    driver.add(make_request("2", [0], max_tokens=2))
+    driver.step()
+    # Three of four blocks are free, two of them cached: the hits and a block more would be all.
+    driver.add(make_request("3", PROMPT, max_tokens=1))
+    assert rows(driver.step()) == [(2, 1, 1)]
+    assert rows(driver.step()) == [(3, 8, 1)]
+    driver.run()
+
+
 def test_one_missing_token_is_no_decode_step():
     driver = make_driver()
     driver.add(make_request("1", PROMPT, max_tokens=2))
@@ -175,8 +188,8 @@ def test_blocks_that_others_share_do_not_come_back_with_a_finished_request():
     driver.add(make_request("2", PROMPT, max_tokens=12))
     driver.step()
     driver.scheduler.abort("1")
-    assert len(driver.scheduler.roster.draining[1].block_table) == 3
-    assert driver.scheduler.roster.num_returning_blocks() == 1
+    assert len(driver.scheduler.sequences.draining[1].block_table) == 3
+    assert driver.scheduler.sequences.num_returning_blocks() == 1
     driver.run()
 
 

@@ -6,8 +6,7 @@ from core_plans import num_free, samples, shape, status, the
 from core_swapped import swapped_out
 
 from jpaged.core.block_manager import BlockManager
-from jpaged.core.costs import PreemptionCosts
-from jpaged.core.swap import PreemptionMode, PressurePolicy, SwapSpace
+from jpaged.core.swap import PreemptionCosts, PreemptionMode, PressurePolicy, SwapSpace
 
 
 def test_a_full_host_space_means_recomputing():
@@ -24,7 +23,8 @@ def test_the_bound_counts_the_images_that_are_there():
     space = SwapSpace(PressurePolicy(PreemptionMode.SWAP, num_host_blocks=5), manager)
     first, second = make_request("1", 12), make_request("2", 12)
     for request in (first, second):
-        manager.allocate(request.live[0], 12)
+        manager.append(request.live[0], 12)
+        request.live[0].num_computed_tokens = 12
     assert space.chosen_for(second)  # three of five
     space.swap_out(first)
     assert (space.num_used_blocks, space.chosen_for(second)) == (3, False)

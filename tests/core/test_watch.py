@@ -8,10 +8,10 @@ from test_accounts import driver_of
 from test_random_groups import Tally, Work
 from test_scheduler_machine import SchedulerMachine
 
-from jpaged.core.accounts import BlockState, block_map
 from jpaged.core.scheduler import Scheduler
 from jpaged.core.swap import PreemptionMode, PressurePolicy
-from jpaged.core.watch import CACHED, PoolChanges, PoolWatch, TableChange
+from jpaged.observe.pool_changes import CACHED, PoolChanges, PoolWatch, TableChange
+from jpaged.observe.pool_report import BlockState, block_map
 
 
 class Replica:
@@ -67,7 +67,7 @@ class Replica:
     def _check_sequences(self) -> None:
         holders = {
             seq_id: sequence
-            for seq_id, sequence in self.scheduler.roster.known.items()
+            for seq_id, sequence in self.scheduler.sequences.known.items()
             if sequence.block_table or sequence.image_table
         }
         assert self.tables == {i: sequence.block_table for i, sequence in holders.items()}
@@ -81,7 +81,7 @@ class Replica:
 
     def _check_tokens(self) -> None:
         size = self.scheduler.block_manager.block_size
-        for sequence in self.scheduler.roster.known.values():
+        for sequence in self.scheduler.sequences.known.values():
             known = sequence.token_ids[: sequence.num_computed_tokens]
             for index, block_id in enumerate(sequence.block_table):
                 own = known[index * size : (index + 1) * size]
@@ -127,7 +127,7 @@ def test_a_table_that_was_trimmed_and_grew_again():
     manager, replica = driver.scheduler.block_manager, Replica(driver.scheduler)
     driver.step()
     replica.look()
-    [sequence] = driver.scheduler.roster.known.values()
+    [sequence] = driver.scheduler.sequences.known.values()
     sequence.num_computed_tokens = 3  # as if the step had not been made
     manager.trim(sequence)
     manager.append(sequence, 9)

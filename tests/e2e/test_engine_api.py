@@ -14,9 +14,9 @@ from e2e_options import LOOPS, SMALL, Engines
 
 from jpaged import Engine, SamplingParams
 from jpaged.core.scheduler import Scheduler
-from jpaged.detokenizer import Detokenizer
-from jpaged.request_state import RequestState
+from jpaged.engine.request_state import RequestState
 from jpaged.runtime.model_runner import ModelRunner, StepHandle
+from jpaged.text.detokenizer import Detokenizer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
 QUESTION, ANSWER = "Count from 3 to 7", "\n3, 4, 5, 6, 7"

@@ -10,12 +10,12 @@ from jpaged import Engine, SamplingParams
 from jpaged.core import beam, groups
 from jpaged.core.beam import BeamSearch
 from jpaged.core.block_manager import BlockManager
-from jpaged.core.draft import StepDraft
-from jpaged.core.roster import Roster
+from jpaged.core.plan import PlanBuilder
 from jpaged.core.scheduler import Scheduler
-from jpaged.request_state import RequestState
+from jpaged.core.sequence_table import SequenceTable
+from jpaged.engine.request_state import RequestState
+from jpaged.engine.sample_state import SampleState
 from jpaged.runtime import rows
-from jpaged.sample_state import SampleState
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
 QUESTION, ANSWER = "Count from 3 to 7", "\n3, 4, 5, 6, 7"
@@ -81,9 +81,9 @@ FAULTS = {
     "scoring": (SampleState, "accept_scores", of_sample),
     "scoring the prompt": (RequestState, "accept_prompt_logprobs", of_state),
     "ending": (RequestState, "finish", of_state),
-    "placing": (StepDraft, "place", of_sequence),
+    "placing": (PlanBuilder, "place", of_sequence),
     "blocks": (BlockManager, "append", of_sequence),
-    "sharing": (BlockManager, "share_prefix", of_sequence),
+    "sharing": (BlockManager, "admit", of_sequence),
 }
 CALLED_ONCE = ("scoring the prompt", "ending", "sharing")
 MOMENTS = [(fault, after) for fault in FAULTS for after in range(1 if fault in CALLED_ONCE else 3)]
@@ -122,7 +122,7 @@ SEARCH_FAULTS = {
     "ranking": (beam, "_rank"),
     "collecting": (BeamSearch, "_collect"),
     "forking": (groups, "_share"),
-    "rows": (Roster, "fork_rows"),
+    "rows": (SequenceTable, "fork_rows"),
 }
 
 

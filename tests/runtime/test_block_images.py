@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
+from jpaged.compile.recipe import Recipe
+from jpaged.compile.recipes import swap_recipes
 from jpaged.core.plan import SwapIn, SwapOut
-from jpaged.runtime.recipe import Recipe
-from jpaged.runtime.recipes import swap_recipes
 from jpaged.runtime.steps import KVState, fork_rows_step
 from jpaged.runtime.swap import (
     MAX_STAGED_CHUNKS,

@@ -15,14 +15,14 @@ from jax import export
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from bench.common import SHAPES
-from jpaged.compile_worker import share_of
+from jpaged.compile.recipe import Recipe
+from jpaged.compile.recipes import Shapes, SplitModel, recipes
+from jpaged.compile.sizing import step_buckets
+from jpaged.compile.worker import share_of
 from jpaged.models.config import ModelConfig
 from jpaged.models.loader import model_shapes
-from jpaged.runtime.recipe import Recipe
-from jpaged.runtime.recipes import Shapes, SplitModel, recipes
+from jpaged.runtime.runtime_config import GPU_DEFAULTS, RuntimeConfig
 from jpaged.runtime.sampler import SCORED_GREEDY
-from jpaged.runtime_config import GPU_DEFAULTS, RuntimeConfig
-from jpaged.sizing import step_buckets
 from pallas_kernels import Backend, paged_prefill_hopper
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")

@@ -8,6 +8,9 @@ import jax
 import numpy as np
 import pytest
 
+from jpaged.compile.builder import compile_programs
+from jpaged.compile.recipes import Shapes, SplitModel
+from jpaged.compile.store import ProgramStore
 from jpaged.core.plan import ScheduledSequence, StepPlan, SwapIn, SwapOut
 from jpaged.core.request import Request, Sequence, StopCriteria
 from jpaged.models.config import ModelConfig
@@ -15,11 +18,8 @@ from jpaged.models.loader import load_model, model_shapes
 from jpaged.runtime import rows
 from jpaged.runtime.buckets import make_buckets
 from jpaged.runtime.model_runner import ModelRunner, StepResult
-from jpaged.runtime.program_store import ProgramStore
-from jpaged.runtime.programs import compile_programs
-from jpaged.runtime.recipes import Shapes, SplitModel
+from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.timing import measure_costs
-from jpaged.runtime_config import RuntimeConfig
 from jpaged.sampling_params import SamplingParams
 from pallas_kernels import Backend
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jpaged import Engine, EngineStats, PoolChanges, PoolWatch, SamplingParams
-from jpaged.core.watch import ChangedBlocks, TableChange
+from jpaged.observe.pool_changes import ChangedBlocks, TableChange
 from jpaged.serve.api_errors import ApiError, not_serving
 from jpaged.serve.dashboard import broadcast
 from jpaged.serve.dashboard.broadcast import MAX_UNREAD, MAX_VIEWERS, Broadcast

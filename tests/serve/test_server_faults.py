@@ -13,7 +13,7 @@ from serve_helpers import QUESTION, RawRequest, Server
 from jpaged import Engine
 from jpaged.core.block_manager import BlockManager
 from jpaged.core.scheduler import Scheduler
-from jpaged.request_state import RequestState
+from jpaged.engine.request_state import RequestState
 from jpaged.runtime import rows
 from jpaged.runtime.model_runner import ModelRunner
 from jpaged.serve.tokenizing import TokenizingWorkers
@@ -53,7 +53,7 @@ def failing(target: Callable[..., Any], after: int = 0) -> Callable[..., Any]:
 FAULTS = {
     "tokenising": (TokenizingWorkers, "do", 0),
     "queueing": (Scheduler, "add", 0),
-    "scheduling at first": (BlockManager, "share_prefix", 0),
+    "scheduling at first": (BlockManager, "admit", 0),
     "scheduling later": (BlockManager, "append", 1),
     "sampling": (rows, "encode_row", 0),
     "detokenising at first": (RequestState, "accept", 0),

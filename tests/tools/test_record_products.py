@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jpaged.recorded_products import Record, autotuning_folder, read_record
+from jpaged.compile.gemm_autotuning import Record, autotuning_folder, read_record
 from tools import record_products
 from tools.record_products import first_of_each_products, measure, results
 

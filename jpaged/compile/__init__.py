@@ -1,0 +1,1 @@
+"""What programs an engine needs, where they are kept, and who compiles them."""

@@ -1,0 +1,276 @@
+"""Every program a running engine can need, compiled before it serves.
+
+Programs are compiled ahead of time and called as compiled executables, so that nothing can compile
+while serving: a shape that was not foreseen is an error, not a pause.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed, wait
+from dataclasses import dataclass, field
+from functools import partial
+from queue import PriorityQueue
+from threading import Event
+from typing import Any, TypeVar
+
+from jpaged.compile.compiler import Compiler
+from jpaged.compile.recipe import Name, Recipe
+from jpaged.compile.recipes import (
+    Shapes,
+    SplitModel,
+    prefill_recipe,
+    recipes,
+    sample_recipe,
+)
+from jpaged.compile.shared_calls import SharedCalls
+from jpaged.compile.store import ProgramStore
+from jpaged.compile.thread_settings import ThreadSettings
+from jpaged.runtime.buckets import Buckets
+from jpaged.runtime.runtime_config import RuntimeConfig
+from jpaged.runtime.sampler import EVERYTHING, SamplerLevel
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Programs:
+    """Compiled programs, by shape where there are several; `jpaged.runtime.steps` says what each
+    does."""
+
+    decode: dict[int, Any]
+    decode_burst: dict[tuple[int, SamplerLevel], Any]
+    prefill: dict[tuple[int, int], Any]
+    sample: dict[tuple[int, SamplerLevel], Any]
+    prompt_logprobs: dict[int, Any]
+    load_rows: Any
+    load_bias: Any
+    copy_blocks: Any
+    fork_rows: Any
+    gather_blocks: dict[int, Any]
+    scatter_blocks: dict[int, Any]
+
+    @staticmethod
+    def of(compiled: dict[Name, Any]) -> "Programs":
+        """Sort compiled programs by kind."""
+
+        def kind(name: str) -> dict:
+            return {key: program for (own, key), program in compiled.items() if own == name}
+
+        return Programs(
+            decode=kind("decode"),
+            decode_burst=kind("decode_burst"),
+            prefill=kind("prefill"),
+            sample=kind("sample"),
+            prompt_logprobs=kind("prompt_logprobs"),
+            load_rows=compiled["load_rows", None],
+            load_bias=compiled["load_bias", None],
+            copy_blocks=compiled["copy_blocks", None],
+            fork_rows=compiled["fork_rows", None],
+            gather_blocks=kind("gather_blocks"),
+            scatter_blocks=kind("scatter_blocks"),
+        )
+
+
+@dataclass(order=True)
+class _Untraced:
+    """A recipe that waits to be traced; the least `place` is the next."""
+
+    place: tuple[bool, int]
+    recipe: Recipe = field(compare=False)
+    compiled: Future[Any] = field(default_factory=Future, compare=False)
+
+
+_MEASURERS = 32
+"""Threads that compile programs with products to measure, those that wait for another included."""
+
+
+class ProgramBuilder:
+    """Builds programs in the background; a context that leaves nothing running behind.
+
+    Tracing and lowering hold Python's lock, so one thread does both, in the order of adding, but
+    behind the models' programs, which take longest to compile, what has no part in the pool;
+    compiling does not, so many programs are compiled at once while that goes on. Of those with the
+    same matrix products one is compiled before the others begin: XLA measures the ways to compute a
+    product on the device, one at a time, and knows it from then on. All threads work under the
+    settings of JAX that hold where the builder is made.
+
+    Args:
+        threads: Compilations at once of programs without such products; the others, which mostly
+            wait for the device or each other, come on top.
+        store: Where earlier engines left what they traced and lowered.
+        progress: Called with (built so far, all) while somebody waits.
+        compiler: What compiles them.
+    """
+
+    def __init__(
+        self,
+        threads: int,
+        store: ProgramStore | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+        compiler: Compiler | None = None,
+    ):
+        self._store, self._progress = store, progress
+        self._compiler = compiler or Compiler()
+        self._settings = ThreadSettings()
+        self._tracer, self._compilers = ThreadPoolExecutor(1), ThreadPoolExecutor(threads)
+        self._measurers = ThreadPoolExecutor(_MEASURERS)
+        self._building: dict[Name, Future[Any]] = {}
+        self._untraced: PriorityQueue[_Untraced] = PriorityQueue()
+        self._first_with: dict[Any, Future[Any]] = {}  # by products; the tracer's own
+        self._may_compile = Event()
+        self._may_compile.set()
+
+    def __enter__(self) -> "ProgramBuilder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pools = self._tracer, self._compilers, self._measurers
+        for wait_for in (False, True):  # all are told before one is waited for
+            for pool in pools:
+                pool.shutdown(wait=wait_for, cancel_futures=True)
+
+    def add(self, recipes: Iterable[Recipe], *, behind: bool = False) -> None:
+        """Begin with these, unless their like was added before; `behind`: as long as none of those
+        added otherwise waits to be traced."""
+        for recipe in recipes:
+            if recipe.name not in self._building:
+                untraced = _Untraced((behind, len(self._building)), recipe)
+                self._building[recipe.name] = untraced.compiled
+                self._untraced.put(untraced)
+                self._submit(self._tracer, self._trace_next)
+
+    def built(self) -> Iterator[tuple[Name, Any]]:
+        """Each that was added, as soon as it is compiled."""
+        names = {compiled: name for name, compiled in self._building.items()}
+        for compiled in as_completed(names):
+            yield names[compiled], compiled.result()
+
+    def programs(self) -> Programs:
+        """Wait for all that were added."""
+        built = {}
+        for name, program in self.built():
+            built[name] = program
+            self._progress(len(built), len(self._building))
+        if self._store is not None:
+            self._store.prune()
+        return Programs.of(built)
+
+    def workspace(self, recipes: Iterable[Recipe], meanwhile: Callable[[], None]) -> int:
+        """Bytes of temporaries and fresh outputs of `recipes` as compiled, kept as a number.
+
+        If it is not yet, `meanwhile` is called. What that adds is traced and lowered behind them,
+        and compiled later: XLA compiles a Mosaic kernel only while the process compiles nothing
+        else, so `recipes` would wait for all of it.
+        """
+        drafts = [recipe.draft() for recipe in recipes]
+
+        def compute() -> int:
+            self._may_compile.clear()
+            try:
+                compiling = [
+                    self._submit(self._tracer, self._compile_draft, draft) for draft in drafts
+                ]
+                meanwhile()
+                return sum(_workspace(future.result().result()) for future in compiling)
+            finally:
+                self._may_compile.set()
+
+        if self._store is None:
+            return compute()
+        key = f"workspace of {[draft.key for draft in drafts]} {self._compiler.key}"
+        return self._store.number(key, compute)
+
+    def _submit(self, pool: ThreadPoolExecutor, work: Callable[..., T], *args: Any) -> Future[T]:
+        return pool.submit(self._settings.run, work, *args)
+
+    def _compile_draft(self, draft: Recipe) -> Future[Any]:
+        lowered = draft.lower()
+        return self._submit(self._compilers, self._compiler.compile, draft, lowered)
+
+    def _trace_next(self) -> None:
+        untraced = self._untraced.get()
+        try:
+            compiling = self._trace(untraced.recipe)
+        except BaseException as error:
+            untraced.compiled.set_exception(error)
+        else:
+            compiling.add_done_callback(partial(_pass_on, untraced.compiled))
+
+    def _trace(self, recipe: Recipe) -> Future[Any]:
+        lowered = lower(recipe, self._store)
+        if recipe.products is None:
+            return self._submit(self._compilers, self._compile, recipe, lowered)
+        first = self._first_with.get(recipe.products)
+        compiling = self._submit(self._measurers, self._compile, recipe, lowered, first)
+        self._first_with.setdefault(recipe.products, compiling)
+        return compiling
+
+    def _compile(self, recipe: Recipe, lowered: Any, first: Future[Any] | None = None) -> Any:
+        self._may_compile.wait()
+        wait([first] if first is not None else [])
+        return self._compiler.compile(recipe, lowered)
+
+
+def _pass_on(future: Future[Any], done: Future[Any]) -> None:
+    """Let a future end as another one has."""
+    error = CancelledError() if done.cancelled() else done.exception()
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(done.result())
+
+
+def lower(recipe: Recipe, store: ProgramStore | None) -> Any:
+    """With a store, what was exported is lowered in every start, the first one too: only so is it
+    the same to JAX's own cache."""
+    if store is None:
+        return recipe.lower()
+    exported = store.load(recipe.key)
+    if exported is None:
+        exported = recipe.exported()
+        store.save(recipe.key, exported)
+    return recipe.lower(exported)
+
+
+def compile_programs(
+    split: SplitModel,
+    shapes: Shapes,
+    config: RuntimeConfig,
+    buckets: Buckets,
+    *,
+    threads: int,
+    store: ProgramStore | None = None,
+) -> Programs:
+    """Compile everything, `threads` programs at a time.
+
+    Args:
+        split: The model.
+        shapes: Shapes of the device's arrays.
+        config: The runtime's numbers.
+        buckets: The steps' shapes.
+        threads: Compilations at once.
+        store: Where earlier engines left what they traced and lowered.
+    """
+    with ProgramBuilder(threads, store) as builder:
+        builder.add(recipes(split, shapes, config, buckets))
+        return builder.programs()
+
+
+def largest_step_recipes(
+    split: SplitModel, shapes: Shapes, config: RuntimeConfig, buckets: Buckets, shared: SharedCalls
+) -> tuple[Recipe, Recipe]:
+    """The forward and the sampling program that take the most memory beside what stays.
+
+    The pool's size does not enter it, so any `num_blocks` in `shapes` gives the same answer.
+    `shared` is as of `recipes`.
+    """
+    prefill = prefill_recipe(split, shapes, config, *max(buckets.prefill_shapes), shared)
+    sampling = sample_recipe(shapes, config, max(buckets.decode_seqs), EVERYTHING, shared)
+    return prefill, sampling
+
+
+def _workspace(compiled: Any) -> int:
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        return 0
+    fresh_outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return analysis.temp_size_in_bytes + fresh_outputs

@@ -1,0 +1,216 @@
+"""Lowered programs kept on disk, and found again without tracing them (docs/decisions/0008).
+
+A program is kept as `jax.export` serialises it, under a digest of all that it is made from: the
+code in memory that steps are traced from, the shapes, the model, the settings and versions of JAX,
+the device. Whatever cannot be read is traced again. What XLA makes of it is in JAX's own cache.
+"""
+
+import hashlib
+import inspect
+import marshal
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+from uuid import uuid4
+
+import flax
+import jax
+import jaxlib
+from jax import export
+
+MAX_BYTES = 256 * 2**20
+"""Of all programs in a folder; those not used for longest are deleted."""
+
+_TRACED = (
+    "jpaged.models",
+    "jpaged.runtime",
+    "jpaged.compile.recipe",
+    "jpaged.compile.recipes",
+    "jpaged.compile.shared_calls",
+    "pallas_kernels",
+)
+_SETTINGS = ("XLA_", "TF_", "TRITON_", "NVIDIA_")
+_DIGEST_BYTES = 32
+
+
+class ProgramStore:
+    """A folder of lowered programs.
+
+    Args:
+        folder: Where they are; made if it is not there.
+        made_from: What all programs of an engine depend on beside code, shapes and JAX; its `repr`
+            must tell one from another.
+        device: What they run on.
+    """
+
+    def __init__(self, folder: Path, made_from: Any, device: Any):
+        self._folder, self._keeps = folder, True
+        self._common = _digest(repr(made_from), _environment(device), _code_in_memory())
+
+    @property
+    def made_from(self) -> str:
+        """The digest of what all its programs depend on."""
+        return self._common.hex()
+
+    def has(self, key: str) -> bool:
+        """Whether there is a program under `key`, damaged or not."""
+        return self._path(key).is_file()
+
+    def load(self, key: str) -> export.Exported | None:
+        """The program kept under `key`, or None."""
+        payload = self._read(key)
+        if payload is None:
+            return None
+        try:
+            return export.deserialize(bytearray(payload))
+        except Exception as error:  # whatever a file of the right digest may still be
+            warnings.warn(f"a stored program is traced again: {error}", stacklevel=2)
+            return None
+
+    def save(self, key: str, exported: export.Exported) -> None:
+        """Keep a program; what cannot be kept is told once."""
+        if not self._keeps:
+            return
+        try:
+            self._write(key, bytes(exported.serialize()))
+        except Exception as error:  # some programs cannot be kept, some folders not be written
+            self._keeps = False
+            warnings.warn(f"programs are not kept: {error}", stacklevel=2)
+
+    def number(self, key: str, compute: Callable[[], int]) -> int:
+        """A number kept under `key`, computed if it is not."""
+        payload = self._read(key)
+        if payload is not None and payload.isdigit():
+            return int(payload)
+        value = compute()
+        with suppress(OSError):
+            self._write(key, str(value).encode())
+        return value
+
+    def prune(self, max_bytes: int = MAX_BYTES) -> None:
+        """Delete what was not used for longest until `max_bytes` are left."""
+        with suppress(OSError):  # another process may do the same
+            found = [(file.stat(), file) for file in self._folder.iterdir()]
+            excess = sum(stat.st_size for stat, _ in found) - max_bytes
+            for stat, file in sorted(found, key=lambda item: item[0].st_mtime):
+                if excess <= 0:
+                    break
+                file.unlink(missing_ok=True)
+                excess -= stat.st_size
+
+    def _path(self, key: str) -> Path:
+        return self._folder / _digest(self._common, key).hex()
+
+    def _read(self, key: str) -> bytes | None:
+        path = self._path(key)
+        try:
+            content = path.read_bytes()
+        except OSError:
+            return None
+        with suppress(OSError):  # others' folder may be for reading alone
+            os.utime(path)
+        digest, payload = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+        return payload if _digest(payload) == digest else None
+
+    def _write(self, key: str, payload: bytes) -> None:
+        write_whole(self._path(key), _digest(payload) + payload)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file, its folder made if it is not there, in one go: whoever reads it meanwhile, in
+    another process too, finds all of it or what was there before.
+
+    Raises:
+        OSError: it cannot be written; then nothing is left of it.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    draft = path.with_name(f".{uuid4().hex}")
+    try:
+        draft.write_bytes(content)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _digest(*parts: str | bytes) -> bytes:
+    hashed = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        hashed.update(len(data).to_bytes(8, "little") + data)
+    return hashed.digest()
+
+
+def traced_modules() -> list[str]:
+    """The modules in memory that steps are traced from, sorted."""
+    roots = tuple(f"{root}." for root in _TRACED)
+    return sorted(name for name in sys.modules if f"{name}.".startswith(roots))
+
+
+def settings() -> dict[str, Any]:
+    """JAX's settings as they hold in this thread, less what no program depends on: where it caches,
+    and how its client takes its share of the device; how large that is counts by itself."""
+    values = jax.config.values.items()
+    return {
+        name: getattr(jax.config, name, value)
+        for name, value in values
+        if "cache" not in name and name != "jax_pjrt_client_create_options"
+    }
+
+
+def device_bytes(device: Any) -> int | None:
+    """How much of the device JAX's client may use, where it says so; XLA schedules by it."""
+    return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def _environment(device: Any) -> str:
+    """Versions, settings and the device."""
+    variables = {k: v for k, v in os.environ.items() if k.startswith(_SETTINGS)}
+    versions = sys.version, jax.__version__, jaxlib.__version__, flax.__version__
+    client = device.client
+    # Some kernels have a program a core, and a device may be lent with fewer than its kind has.
+    cores = getattr(device, "core_count", None)
+    chip = client.platform, client.platform_version, device.device_kind, cores, device_bytes(device)
+    mesh = jax.sharding.get_abstract_mesh()
+    return repr((sorted(settings().items()), sorted(variables.items()), versions, chip, mesh))
+
+
+def _code_in_memory() -> bytes:
+    """A digest of the modules that steps are traced from: their files, and what they hold now,
+    where a function or number may have been replaced."""
+    modules = [sys.modules[name] for name in traced_modules()]
+    tables = sorted((Path(sys.modules["pallas_kernels"].__path__[0]) / "tuned").glob("*.json"))
+    files = [Path(module.__file__) for module in modules if module.__file__] + tables
+    parts = [part for module in modules for part in _module_parts(module)]
+    return _digest(*(file.read_bytes() for file in files), *parts)
+
+
+def _module_parts(module: ModuleType) -> Iterator[bytes]:
+    for name, value in sorted(vars(module).items()):
+        if name.startswith("__"):
+            continue
+        yield name.encode()
+        if inspect.isclass(value) and value.__module__ == module.__name__:
+            members = {k: v for k, v in vars(value).items() if not k.startswith("_abc_")}
+            for attribute, member in sorted(members.items()):
+                yield attribute.encode()
+                yield _value_part(member)
+        else:
+            yield _value_part(value)
+
+
+def _value_part(value: object) -> bytes:
+    """Functions by their code, plain values as they are, all else by its type."""
+    if isinstance(value, (staticmethod, classmethod)):
+        value = value.__func__
+    elif isinstance(value, property):
+        value = value.fget
+    function = inspect.unwrap(value) if callable(value) else value
+    if isinstance(function, FunctionType):
+        return marshal.dumps(function.__code__, 2)  # version 2 has no back references, which vary
+    plain = isinstance(value, (bool, int, float, str, bytes, type(None)))
+    return repr(value).encode() if plain else type(value).__name__.encode()

@@ -1,0 +1,224 @@
+"""The scheduler's books: its queues of requests, the table of their sequences, and their proofs."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import chain, pairwise, product
+
+from jpaged.core.block_manager import BlockManager
+from jpaged.core.block_pool import require
+from jpaged.core.plan import RowFork
+from jpaged.core.request import Request, RequestStatus, Sequence
+
+
+class RequestQueue:
+    """Requests by id, the lowest rank first.
+
+    A request that belongs at either end, as nearly all do, costs O(1); one that belongs in between
+    (it has a priority) costs a sort of a list that is sorted already.
+    """
+
+    def __init__(self):
+        self._requests: dict[str, Request] = {}
+        self._groups: dict[str, Request] = {}  # those of several sequences
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._requests
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests.values())
+
+    def __getitem__(self, request_id: str) -> Request:
+        return self._requests[request_id]
+
+    def get(self, request_id: str) -> Request | None:
+        """The request of that id, if it is in the queue."""
+        return self._requests.get(request_id)
+
+    @property
+    def first(self) -> Request:
+        """The request to serve first; StopIteration if there is none."""
+        return next(iter(self._requests.values()))
+
+    @property
+    def last(self) -> Request:
+        """The request to preempt first; StopIteration if there is none."""
+        return next(reversed(self._requests.values()))
+
+    @property
+    def num_seats(self) -> int:
+        """Sequences that all of its requests may have in a step."""
+        return len(self._requests) + sum(r.num_seats - 1 for r in self._groups.values())
+
+    def add(self, request: Request) -> None:
+        """Insert a request by its rank; its number of seats must not rise while it is queued."""
+        is_sorted = not self._requests or self.last.rank < request.rank
+        self._requests[request.request_id] = request
+        if request.num_seats > 1:
+            self._groups[request.request_id] = request
+        if not is_sorted:
+            by_rank = sorted(self._requests.values(), key=lambda r: r.rank)
+            self._requests = {r.request_id: r for r in by_rank}
+
+    def remove(self, request: Request) -> None:
+        """Take a request out; KeyError if it is not in the queue."""
+        del self._requests[request.request_id]
+        self._groups.pop(request.request_id, None)
+
+    def discard(self, request: Request) -> None:
+        """Take a request out if it is in the queue."""
+        self._requests.pop(request.request_id, None)
+        self._groups.pop(request.request_id, None)
+
+    def check_integrity(self) -> None:
+        """Prove the order, and the number of seats."""
+        num_seats = sum(request.num_seats for request in self)
+        require(self.num_seats == num_seats, f"{num_seats} seats taken, {self.num_seats} counted")
+        for earlier, later in pairwise(self):
+            require(
+                earlier.rank < later.rank,
+                f"{later.request_id!r} comes before {earlier.request_id!r} and is queued after it",
+            )
+
+
+class SequenceTable:
+    """All sequences from arrival until the last step that holds them is read, and the changes of
+    their device rows that the next plan carries.
+
+    Attributes:
+        known: All sequences by id.
+        draining: Those that have ended, but whose blocks steps in flight may still write.
+    """
+
+    def __init__(self, manager: BlockManager):
+        self.known: dict[int, Sequence] = {}
+        self.draining: dict[int, Sequence] = {}
+        self._manager = manager
+        self._released: list[int] = []
+        self._row_forks: dict[int, RowFork] = {}  # by the child's id
+
+    def add(self, sequence: Sequence) -> None:
+        """Register a sequence."""
+        self.known[sequence.seq_id] = sequence
+
+    def of(self, request: Request) -> list[Sequence]:
+        """All sequences of a request whose blocks have not all come back."""
+        return [sequence for sequence in self.known.values() if sequence.request is request]
+
+    def fork_rows(self, forks: Iterable[RowFork]) -> None:
+        """Give the children of parents that have rows a row too, with the next plan."""
+        for parent, child in forks:
+            if parent.is_placed:
+                self._row_forks[child.seq_id] = parent, child
+                child.is_placed = True
+
+    def release_row(self, sequence: Sequence) -> None:
+        """Take a sequence's row away, if it has one.
+
+        Children that no plan has forked from its row yet join like new sequences, with whole
+        tables.
+        """
+        for parent, child in list(self._row_forks.values()):
+            if parent is sequence:
+                del self._row_forks[child.seq_id]
+                child.is_placed = False
+        if self._row_forks.pop(sequence.seq_id, None) is None and sequence.is_placed:
+            self._released.append(sequence.seq_id)
+        sequence.is_placed = False
+
+    def take_row_changes(self) -> tuple[tuple[int, ...], tuple[RowFork, ...]]:
+        """Rows released and forked since the last call."""
+        if not (self._released or self._row_forks):
+            return (), ()
+        changes = tuple(self._released), tuple(self._row_forks.values())
+        self._released.clear()
+        self._row_forks.clear()
+        return changes
+
+    def retire(self, sequence: Sequence) -> None:
+        """End a sequence's membership; its blocks come back when no step in flight writes them.
+
+        A second call, for a sequence whose first call raised midway, completes it.
+        """
+        self.release_row(sequence)
+        if sequence.image_table:
+            sequence.image_table, sequence.num_computed_tokens = [], 0
+        self.draining[sequence.seq_id] = sequence
+        if not sequence.num_in_flight_steps:
+            self.free(sequence)
+
+    def free(self, sequence: Sequence) -> None:
+        """Free a draining sequence's blocks and forget it; other sequences are left alone."""
+        if self.draining.pop(sequence.seq_id, None) is not None:
+            self._manager.free(sequence)
+            sequence.num_computed_tokens = 0
+            del self.known[sequence.seq_id]
+
+    def num_returning_blocks(self) -> int:
+        """Blocks that only draining sequences hold."""
+        tables = (sequence.block_table for sequence in self.draining.values())
+        held, blocks = Counter(chain.from_iterable(tables)), self._manager.pool.blocks
+        return sum(blocks[block_id].ref_cnt == count for block_id, count in held.items())
+
+    def check_integrity(self, unfinished: Iterable[Request], num_in_flight_steps: int) -> None:
+        """Prove that the known sequences are just the live and the draining ones."""
+        live = [sequence for request in unfinished for sequence in request.live]
+        places = [*live, *self.draining.values()]
+        ids = {sequence.seq_id for sequence in places}
+        require(len(ids) == len(places), "a sequence is in two places")
+        require(ids == self.known.keys(), "a sequence is lost, or outlives its request")
+        require(all(s.finish_reason is None for s in live), "a sequence has ended and is live")
+        for sequence in places:
+            name, pending = f"sequence {sequence.seq_id}", sequence.num_pending_tokens
+            in_flight = sequence.num_in_flight_steps
+            require(
+                0 <= pending <= in_flight <= num_in_flight_steps,
+                f"{name} has {pending} tokens pending and {in_flight} steps in flight",
+            )
+        for sequence in self.draining.values():
+            name = f"sequence {sequence.seq_id}"
+            require(sequence.num_in_flight_steps > 0, f"{name} drains, and nothing is in flight")
+
+
+def check_queues(max_num_seqs: int, running: RequestQueue, waiting: RequestQueue) -> None:
+    """Raise IntegrityError unless the queues are in order and hold what their names say."""
+    running.check_integrity()
+    num_seqs = running.num_seats
+    require(num_seqs <= max_num_seqs, f"{num_seqs} sequences run, max_num_seqs={max_num_seqs}")
+    waiting.check_integrity()
+    for runner, waiter in product(running, waiting):
+        require(
+            runner.rank < waiter.rank or runner.priority > waiter.priority,
+            f"{waiter.request_id!r} came before {runner.request_id!r} and waits for it",
+        )
+    for request in running:
+        _check_running(request)
+    for request in waiting:
+        _check_waiting(request)
+
+
+def _check_running(request: Request) -> None:
+    name = f"running request {request.request_id!r}"
+    require(request.status is RequestStatus.RUNNING, f"{name} is {request.status}")
+    require(bool(request.live), f"{name} has no sequence")
+    require(len(request.live) <= request.num_seats, f"{name} has too many sequences")
+    for sequence in request.live:
+        computed, known = sequence.num_computed_tokens, sequence.num_tokens
+        has_more = computed < known or request.beam is not None
+        require(computed <= known and has_more, f"{name} has computed {computed} of {known} tokens")
+        require(known <= request.max_num_tokens, f"{name} outgrows {request.max_num_tokens}")
+        require(not sequence.image_table, f"{name} is in an image")
+
+
+def _check_waiting(request: Request) -> None:
+    name = f"waiting request {request.request_id!r}"
+    queued = (RequestStatus.WAITING, RequestStatus.PREEMPTED, RequestStatus.SWAPPED)
+    require(request.status in queued, f"{name} is {request.status}")
+    is_out = request.status is RequestStatus.SWAPPED
+    for sequence in request.live:
+        require(not sequence.block_table, f"{name} holds blocks")
+        require(not sequence.is_placed, f"{name} has a row")
+        require(is_out or not sequence.num_computed_tokens, f"{name} has computed tokens")
+        require(is_out or not sequence.image_table, f"{name} is in an image")

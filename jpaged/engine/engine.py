@@ -1,0 +1,315 @@
+"""The engine as its users meet it: requests in, tokens and text out."""
+
+import weakref
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from tqdm import tqdm
+
+from jpaged.config import EngineConfig
+from jpaged.core.plan import Goal
+from jpaged.engine.engine_accounts import EngineAccounts
+from jpaged.engine.generation import Driver
+from jpaged.engine.inputs import normalize_prompt, normalize_prompts, pair_params, pair_priorities
+from jpaged.engine.loop import EngineLoop
+from jpaged.engine.startup import EngineParts, build_parts
+from jpaged.outputs import RequestDelta, RequestOutput, TextDelta
+from jpaged.sampling_params import SamplingParams
+from jpaged.text.tokenizer import Tokenizer
+
+
+class Engine(EngineAccounts):
+    """Serves one model from a paged KV cache. Not thread-safe: one thread drives it.
+
+    What the process has once an engine is made, the engine among it, is frozen (`gc.freeze`): freed
+    as ever when nothing refers to it, but cycles in it are not looked for any more.
+
+    Args:
+        model: A local folder, a Hugging Face hub id, or None for the embedded model.
+        **options: The other fields of `EngineConfig`, by name.
+
+    Raises:
+        TypeError, ValueError: an option is unknown, out of range, or does not fit the model or
+            the device.
+    """
+
+    def __init__(self, model: str | Path | None = None, **options: Any):
+        config = EngineConfig.from_options(model, options)
+        self._assemble(config, build_parts(config))
+
+    @classmethod
+    def from_parts(cls, config: EngineConfig, parts: EngineParts) -> "Engine":
+        """An engine of the parts that `build_parts(config)` gave, perhaps with another scheduler in
+        place of theirs: one whose block manager allocates otherwise, for a comparison."""
+        engine = cls.__new__(cls)
+        engine._assemble(config, parts)
+        return engine
+
+    def _assemble(self, config: EngineConfig, parts: EngineParts) -> None:
+        self.config = config
+        self.runtime_config = parts.runtime_config
+        self.model_config = parts.model_config
+        self.folder = parts.folder
+        self.memory_account = parts.memory_account
+        self._loop = EngineLoop(parts.scheduler, parts.runner, self.config.loop_mode)
+        self._intake = parts.intake
+        self._driver = Driver(self._loop, self._intake)
+
+    def add_request(
+        self,
+        prompt: object,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> str:
+        """Queue a prompt; `step` brings its outputs.
+
+        Args:
+            prompt: A string, a list of token ids, or a dict with either and perhaps a "cache_salt".
+            params: How to sample; None stands for `SamplingParams()`.
+            request_id: Unique among unfinished requests; None makes one.
+            priority: Lower is served earlier and preempted later; other than 0 only with
+                scheduling_policy="priority".
+
+        Returns:
+            The request's id.
+
+        Raises:
+            TypeError, ValueError: the prompt or a parameter is not acceptable, or the request could
+                never fit; nothing is queued then.
+            RuntimeError: a step failed earlier.
+        """
+        given = normalize_prompt(prompt, vocab_size=self.vocab_size)
+        job = self._intake.make_job(given, pair_params(params, 1)[0], priority)
+        return self._driver.add(job, request_id, polled=True).request_id
+
+    def abort(self, request_id: str) -> None:
+        """End a request in any state and give its blocks back; an unknown id is no error.
+
+        No output of it follows. A step in flight that holds the request finishes first, and then
+        its blocks are free.
+        """
+        state = self._loop.requests.get(request_id)
+        if state is not None:
+            self._driver.abort(state)
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything left to do or to deliver."""
+        return self._loop.has_work or self._driver.has_news
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `advance` has anything left to do, delivered or not."""
+        return self._loop.has_work
+
+    def step(self) -> list[RequestOutput]:
+        """Advance by one step, or by a burst of them (`num_scheduler_steps`).
+
+        Returns:
+            The requests of `add_request` that got tokens or ended since the last call (a beam
+            search only at its end); empty in a turn that only fills the overlapped loop's pipeline.
+
+        Raises:
+            RuntimeError: a step failed, now or earlier.
+        """
+        self._driver.advance()
+        return self._driver.take_news()
+
+    def advance(self) -> None:
+        """`step` without its outputs: `take_deltas` brings what is new. Raises as `step`."""
+        self._driver.advance()
+
+    def take_deltas(self) -> list[RequestDelta]:
+        """What the requests of `add_request` grew by since the last call of this method.
+
+        Costs what the new tokens cost; `step` gives all of a request again. Use one of the two.
+        """
+        return self._driver.take_deltas()
+
+    # Whole generations
+
+    def generate(
+        self,
+        prompts: object,
+        params: SamplingParams | list[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+        priority: list[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts and wait for all of them.
+
+        Args:
+            prompts: One prompt or a list; each a string, a list of token ids, or a dict.
+            params: One for all, or one for each.
+            use_tqdm: Show a progress bar; None shows it for more than one prompt on a terminal.
+            priority: One for each prompt, as in `add_request`.
+
+        Returns:
+            One output a prompt, in the order of the prompts.
+
+        Raises:
+            TypeError, ValueError: a prompt or a parameter is not acceptable; none was started.
+            RuntimeError: a step failed.
+        """
+        given = normalize_prompts(prompts, vocab_size=self.vocab_size)
+        asked = pair_params(params, len(given)), pair_priorities(priority, len(given))
+        jobs = list(map(self._intake.make_job, given, *asked))
+        disable = None if use_tqdm is None and len(jobs) > 1 else not use_tqdm
+        with tqdm(total=len(jobs), desc="Generating", disable=disable, unit="req") as bar:
+            return self._driver.complete(jobs, Goal.THROUGHPUT, bar.update)
+
+    def beam_search(
+        self,
+        prompts: object,
+        *,
+        beam_width: int,
+        max_tokens: int = 16,
+        length_penalty: float = 1.0,
+        early_stopping: bool | Literal["never"] = False,
+        ignore_eos: bool = False,
+        n: int | None = None,
+        priority: list[int] | None = None,
+        use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:
+        """`generate` with a beam search for the most probable answers to each prompt.
+
+        Args:
+            prompts, priority, use_tqdm: As for `generate`.
+            beam_width: Beams of each search.
+            max_tokens, length_penalty, early_stopping, ignore_eos: As in `SamplingParams`.
+            n: Answers to return; None returns all `beam_width`.
+
+        Returns:
+            One output a prompt, its answers best first, each with its `score`.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as `generate`.
+        """
+        if beam_width is None:
+            raise TypeError("beam_width=None: give the number of beams, 1 or more")
+        params = SamplingParams(
+            n=beam_width if n is None else n,
+            beam_width=beam_width,
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+            max_tokens=max_tokens,
+            ignore_eos=ignore_eos,
+        )
+        return self.generate(prompts, params, priority=priority, use_tqdm=use_tqdm)
+
+    def stream(self, prompt: object, params: SamplingParams | None = None) -> Generator[TextDelta]:
+        """Complete one prompt, yielding its text as it grows; dropping the stream aborts it.
+
+        With n above 1 the samples' deltas come interleaved, each with its `index`; the stream ends
+        when every sample had its last one, which has a `finish_reason`.
+
+        Raises:
+            TypeError, ValueError: the prompt or a parameter is not acceptable (at once, not at the
+                first delta), or which answers are wanted is known only at the end (beam_width, or
+                best_of above n).
+            RuntimeError: a step failed.
+        """
+        given = normalize_prompt(prompt, vocab_size=self.vocab_size)
+        job = self._intake.make_job(given, pair_params(params, 1)[0])
+        job.params.check_streamable()
+        state = self._driver.add(job)
+        deltas = self._driver.deltas(state)
+        # A generator that was never started does not run its `finally`.
+        weakref.finalize(deltas, self._driver.abort, state)
+        return deltas
+
+    def chat(
+        self,
+        messages: list[Any],
+        params: SamplingParams | list[SamplingParams] | None = None,
+        *,
+        priority: list[int] | None = None,
+        use_tqdm: bool | None = None,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answer conversations, written out by the tokenizer's chat template.
+
+        Args:
+            messages: A list of {"role": ..., "content": ...}, or a list of such lists.
+            params, priority, use_tqdm: As for `generate`.
+            **template_options: As of `render_chat`.
+
+        Raises:
+            TypeError, ValueError: as `render_chat` and `generate`.
+        """
+        many = isinstance(messages, (list, tuple)) and messages and isinstance(messages[0], list)
+        conversations = messages if many else [messages]
+        prompts = [self.render_chat(c, **template_options) for c in conversations]
+        return self.generate(prompts, params, priority=priority, use_tqdm=use_tqdm)
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], **template_options: Any
+    ) -> list[int]:
+        """The token ids of a conversation, ready for the answer.
+
+        Args:
+            messages: Dicts with a `role` and a `content`.
+            **template_options: Passed to the chat template; but with `allow_special_tokens=True`
+                text of messages such as `<|im_end|>` becomes the special token, as which it can
+                end a message and begin another. Otherwise it is the text that it is.
+
+        Raises:
+            TypeError, ValueError: there is no tokenizer or no chat template, or a message is
+                malformed.
+        """
+        tokenizer = self._intake.need_tokenizer("chat")
+        return tokenizer.apply_chat_template(messages, **template_options)
+
+    # Prefixes
+
+    def pin_prefix(self, prompt: object) -> int:
+        """Compute the KV of a prompt's full blocks now and never evict it until it is unpinned.
+
+        Others run on meanwhile (`step` tells of them later), and can count on so much less room.
+
+        Args:
+            prompt: As for `add_request`; requests of its `cache_salt` that begin with it find it.
+
+        Returns:
+            The pin, for `unpin_prefix`.
+
+        Raises:
+            TypeError, ValueError: the prompt is not acceptable or fills no block, prefix caching is
+                off, or beside the pin an unfinished request could never run to its end.
+            RuntimeError: a step failed, or the prefix's hash is another's.
+        """
+        prefix = self._intake.whole_blocks(prompt, self.runtime_config.block_size)
+        return self._driver.pin(prefix)
+
+    def unpin_prefix(self, pin: int) -> None:
+        """Let a pinned prefix go; it stays cached until its blocks are needed.
+
+        Raises:
+            ValueError: there is no such pin.
+        """
+        self._loop.scheduler.block_manager.pins.unpin(pin)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes: no KV computed so far serves a request that comes later.
+
+        Raises:
+            ValueError: a prefix is pinned.
+        """
+        self._loop.scheduler.reset_prefix_cache()
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer; None with `skip_tokenizer_init`."""
+        return self._intake.tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits; every token id is below it."""
+        return self.runtime_config.vocab_size
+
+    def abort_all(self) -> None:
+        """Abort every request, wait for the device and forget undelivered outputs."""
+        self._driver.abort_all()

@@ -1,0 +1,323 @@
+"""Token ids to text as they come, and stop strings found on the way.
+
+Text can not be made token by token: a character may take several tokens, and some tokenizers
+write a word's leading space only if something stands before it. So the new tokens are decoded
+together with a few before them, and the text of those is cut off (the technique of Hugging Face's
+text-generation-inference). The cost of a token is that of decoding some twenty. Tokens of
+byte-level tokenizers are bytes, whatever stands before them: their text is made of these.
+"""
+
+import codecs
+from collections.abc import Callable, Sequence
+
+from jpaged.sampling_params import SamplingParams
+from jpaged.text.tokenizer import Decoder
+
+REPLACEMENT = "\ufffd"
+"""What decoders write for bytes that are no character, or not yet a whole one."""
+
+PROMPT_TAIL = 64
+"""Tokens of a prompt that matter to the text after it: the last of them that are not special. Some
+specials may sit between those; more than this is no text anyway."""
+
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+_MIN_CONTEXT = 4
+_MAX_CONTEXT = 16
+_MAX_WINDOW = 24
+_MAX_HELD_STEPS = 32
+_MAX_CHARACTER_TOKENS = 4  # UTF-8 has at most four bytes, and a token at least one
+
+
+class IncrementalDecoder:
+    """Turns a growing list of tokens to text, piece by piece.
+
+    The pieces, joined, are the text of all tokens as it reads after the prompt: decoding prompt
+    and output together gives the prompt's text and then this.
+    """
+
+    def __init__(
+        self, decoder: Decoder, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool
+    ):
+        self._decode = decoder.decode
+        self._skipped = decoder.special_token_ids if skip_special_tokens else frozenset()
+        tail = prompt_token_ids[-PROMPT_TAIL:]
+        # The last tokens, enough of them to decode what comes next rightly, and how many characters
+        # of their text were returned before (of the prompt's: all whole ones).
+        self._window, self._num_sent = self._start([i for i in tail if i not in self._skipped])
+        self._num_held_steps = 0
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Take new tokens and return the text that is certain now.
+
+        An incomplete character at the end stays back until it is complete. No character takes
+        `_MAX_HELD_STEPS` calls, so after them the bytes are taken to be none.
+        """
+        new = [token_id for token_id in token_ids if token_id not in self._skipped]
+        if not new:
+            return ""
+        if not self._num_held_steps and len(self._window) > _MAX_WINDOW:
+            self._shorten()
+        self._window += new
+        text = self._decode(self._window)
+        self._num_held_steps += 1
+        held = text.endswith(REPLACEMENT) or len(text) <= self._num_sent
+        if held and self._num_held_steps < _MAX_HELD_STEPS:
+            return self._send(text, len(text.rstrip(REPLACEMENT)))
+        return self._settle(text)
+
+    def flush(self) -> str:
+        """Return the text held back: no token will complete it."""
+        return self._settle(self._decode(self._window)) if self._num_held_steps else ""
+
+    def _settle(self, text: str) -> str:
+        """Return all the text that is left; what comes next starts a character of its own."""
+        self._num_held_steps = 0
+        return self._send(text, len(text))
+
+    def _shorten(self) -> None:
+        """All of the window's text was returned: keep what the next tokens need."""
+        self._window = self._context(self._window) or self._window[-_MAX_CONTEXT:]
+        self._num_sent = len(self._decode(self._window))
+
+    def _send(self, text: str, end: int) -> str:
+        start = self._num_sent
+        self._num_sent = max(start, end)
+        return text[start : self._num_sent]
+
+    def _context(self, token_ids: list[int]) -> list[int] | None:
+        """The shortest tail that starts with a whole character and has more than spaces."""
+        most = min(_MAX_CONTEXT, len(token_ids))
+        for size in range(min(_MIN_CONTEXT, most), most + 1):
+            text = self._decode(token_ids[-size:])
+            if REPLACEMENT not in text and text.strip():
+                return token_ids[-size:]
+        return None
+
+    def _start(self, prompt: list[int]) -> tuple[list[int], int]:
+        """The window and its whole characters, for a prompt that may end within a character."""
+        for num_cut in range(min(_MAX_CHARACTER_TOKENS, len(prompt))):
+            whole = prompt[: len(prompt) - num_cut]
+            context = self._context(whole)
+            if context is not None:
+                window = context + prompt[len(whole) :]
+                return window, max(len(self._decode(context)), self._num_whole(window))
+        window = prompt[-_MAX_CONTEXT:]
+        return window, self._num_whole(window)
+
+    def _num_whole(self, token_ids: list[int]) -> int:
+        return len(self._decode(token_ids).rstrip(REPLACEMENT))
+
+
+class ByteDecoder:
+    """An `IncrementalDecoder` for tokenizers whose tokens are bytes: a token costs its own bytes.
+
+    Args:
+        bytes_of: The bytes of a token.
+        skipped: Tokens that are no text.
+        prompt_token_ids: May end within a character, which the output then completes.
+    """
+
+    def __init__(
+        self,
+        bytes_of: Callable[[int], bytes],
+        skipped: frozenset[int],
+        prompt_token_ids: Sequence[int],
+    ):
+        self._bytes_of, self._skipped = bytes_of, skipped
+        self._utf8 = _Utf8Decoder("replace")
+        self.push(prompt_token_ids[-PROMPT_TAIL:])
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Take new tokens and return the text that is certain now."""
+        bytes_of, skipped = self._bytes_of, self._skipped
+        return self._utf8.decode(b"".join([bytes_of(i) for i in token_ids if i not in skipped]))
+
+    def flush(self) -> str:
+        """Return the text held back: no token will complete it."""
+        return self._utf8.decode(b"", final=True)
+
+
+def incremental_decoder(
+    decoder: Decoder, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool
+) -> IncrementalDecoder | ByteDecoder:
+    """The cheapest one that gives the decoder's text after the prompt's."""
+    bytes_of = getattr(decoder, "bytes_of", None)
+    if bytes_of is None:
+        return IncrementalDecoder(
+            decoder, prompt_token_ids, skip_special_tokens=skip_special_tokens
+        )
+    skipped = decoder.special_token_ids if skip_special_tokens else frozenset()
+    return ByteDecoder(bytes_of, skipped, prompt_token_ids)
+
+
+class StopChecker:
+    """Looks for stop strings in growing text and keeps back what may be the start of one.
+
+    The stop string whose end comes first wins (of several, the longest), so that the outcome does
+    not depend on how the text was split.
+
+    Attributes:
+        matched: The stop string that was found, or None.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include_stop: bool = False):
+        self.matched: str | None = None
+        self._stops = tuple(stops)
+        self._include_stop = include_stop
+        self._num_kept = max((len(stop) for stop in stops), default=1) - 1
+        self._tail = ""  # the last characters seen, as many as a stop string can begin before
+        self._num_held = 0  # of those, the last ones that were not released
+
+    def push(self, text: str, *, check: bool = True) -> str:
+        """Take new text and return what is released.
+
+        With `check` False a stop string that ends in this text does not count.
+        After a match everything further is dropped.
+        """
+        if self.matched is not None:
+            return ""
+        seen, buffer = len(self._tail), self._tail + text
+        start = seen - self._num_held
+        match = self._first_match(buffer, seen) if check else None
+        if match is not None:
+            begin, self.matched = match
+            end = begin + len(self.matched) if self._include_stop else begin
+            return buffer[start:end]
+        self._num_held = 0 if self._include_stop else self._longest_start(buffer)
+        self._tail = buffer[max(0, len(buffer) - self._num_kept) :]
+        return buffer[start : len(buffer) - self._num_held]
+
+    def flush(self) -> str:
+        """Return the text held back: no stop string will come of it."""
+        held = self._tail[len(self._tail) - self._num_held :]
+        self._num_held = 0
+        return "" if self.matched is not None else held
+
+    def _first_match(self, buffer: str, seen: int) -> tuple[int, str] | None:
+        """Where the stop string that ends first, after the first `seen` characters, begins."""
+        found = []
+        for stop in self._stops:
+            begin = buffer.find(stop, max(0, seen - len(stop) + 1))
+            if begin >= 0:
+                found.append((begin + len(stop), begin, stop))
+        return min(found)[1:] if found else None
+
+    def _longest_start(self, buffer: str) -> int:
+        """How many of the last characters may be the start of a stop string."""
+        for size in range(min(self._num_kept, len(buffer)), 0, -1):
+            tail = buffer[-size:]
+            if any(len(stop) > size and stop.startswith(tail) for stop in self._stops):
+                return size
+        return 0
+
+
+class Detokenizer:
+    """The text of one sequence as its tokens come.
+
+    Nothing is decoded until someone asks for text, and then all new tokens at once (with stop
+    strings each as it comes): a request that only wants the final text costs nothing while it waits
+    and runs.
+
+    Args:
+        decoder: The tokenizer; None (or `params.detokenize` False) makes all text empty.
+        prompt_token_ids: The tokens before the first output token.
+        params: The request's `stop`, `min_tokens`, `include_stop_str_in_output`,
+            `skip_special_tokens`, `detokenize`.
+
+    Raises:
+        ValueError: there are stop strings but no tokenizer to find them with.
+    """
+
+    def __init__(
+        self, decoder: Decoder | None, prompt_token_ids: Sequence[int], params: SamplingParams
+    ):
+        stops = params.stop_strings
+        if decoder is None and stops:
+            raise ValueError(
+                f"stop={params.stop!r} needs a tokenizer, and the engine has none: "
+                "use stop_token_ids, or make the engine without skip_tokenizer_init"
+            )
+        self._decoder = decoder if params.detokenize else None
+        self._skip_special_tokens = params.skip_special_tokens
+        self._prompt_tail = prompt_token_ids[-PROMPT_TAIL:]
+        self._checker = (
+            StopChecker(stops, include_stop=params.include_stop_str_in_output) if stops else None
+        )
+        self._include_stop = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        self._num_tokens = 0
+        self._pending: list[int] = []  # tokens that are not decoded yet
+        self._begun: IncrementalDecoder | ByteDecoder | None = None
+        self._pieces: list[str] = []  # the text so far
+        self._num_taken = 0  # pieces that take_delta returned
+
+    def append(self, token_ids: Sequence[int], *, ended_by_token: bool = False) -> str | None:
+        """Take new output tokens; return the stop string that their text completes, if any.
+
+        The text then ends before the stop string (or after it, with
+        `include_stop_str_in_output`), and further tokens change nothing. A stop string does not
+        count if one of the first `min_tokens` tokens completes it.
+
+        Args:
+            token_ids: The tokens sampled since the last call.
+            ended_by_token: The last of them is a stop token: it gets no text, unless
+                `include_stop_str_in_output`.
+        """
+        ids = list(token_ids)
+        if ended_by_token and not self._include_stop:
+            ids = ids[:-1]
+        if self._decoder is None:
+            return None
+        if self._checker is None:
+            self._pending += ids
+            return None
+        for token_id in ids:
+            self._check_token(token_id, self._checker)
+        return self._checker.matched
+
+    def take_delta(self) -> str:
+        """Return the text that is new and final since the last call."""
+        self._decode_pending()
+        new = self._pieces[self._num_taken :]
+        self._num_taken = len(self._pieces)
+        return "".join(new)
+
+    def finish(self) -> None:
+        """No token will follow: text that was held back is released. May be called again."""
+        self._decode_pending()
+        rest = "" if self._begun is None else self._begun.flush()
+        if self._checker is not None:
+            rest = self._checker.push(rest, check=False) + self._checker.flush()
+        self._add(rest)
+
+    @property
+    def text(self) -> str:
+        """All text so far, without what is held back; the whole text after `finish`."""
+        self._decode_pending()
+        whole = "".join(self._pieces)
+        if len(self._pieces) > 1 and self._num_taken == len(self._pieces):
+            self._pieces, self._num_taken = [whole], 1
+        return whole
+
+    def _check_token(self, token_id: int, checker: StopChecker) -> None:
+        self._num_tokens += 1
+        piece = self._decode([token_id])
+        self._add(checker.push(piece, check=self._num_tokens > self._min_tokens))
+
+    def _decode_pending(self) -> None:
+        if self._pending:
+            self._add(self._decode(self._pending))
+            self._pending.clear()
+
+    def _decode(self, token_ids: list[int]) -> str:
+        if self._decoder is None:
+            return ""
+        if self._begun is None:  # not before: to begin a text is to decode the prompt's end
+            self._begun = incremental_decoder(
+                self._decoder, self._prompt_tail, skip_special_tokens=self._skip_special_tokens
+            )
+        return self._begun.push(token_ids)
+
+    def _add(self, piece: str) -> None:
+        if piece:
+            self._pieces.append(piece)

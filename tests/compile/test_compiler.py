@@ -1,0 +1,215 @@
+"""What is measured of products that are not recorded, where, and how often."""
+
+import fcntl
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from bench.common import SHAPES
+from bench.startup import UNRECORDED
+from jpaged.compile import compiler
+from jpaged.compile.compiler import (
+    CUBLAS_MEASURED,
+    MEASURED_FROM,
+    NOTHING_MEASURED,
+    UnrecordedCompiler,
+    measure_products,
+)
+from jpaged.compile.recipe import Recipe
+from jpaged.models.config import ModelConfig
+from jpaged.models.loader import model_shapes
+from pallas_kernels import Backend
+
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 128,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_positions": 64,
+}
+SMALL = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+LLAMA = {**SHAPES["llama-3.1-8b"], **SMALL, "head_dim": 32, "intermediate_size": 96}
+QWEN2 = {**UNRECORDED["qwen2.5-1.5b"], **SMALL, "intermediate_size": 96}
+OPT = {**UNRECORDED["opt-13b"], **SMALL, "ffn_dim": 96, "word_embed_proj_dim": 32}
+
+
+def model_of(config: dict[str, Any]) -> Any:
+    return model_shapes(ModelConfig.from_hf(config), jnp.dtype(jnp.float32))
+
+
+class Lowered:
+    """Keeps the options it is compiled with."""
+
+    def __init__(self):
+        self.options: list[dict] = []
+
+    def compile(self, options: dict) -> str:
+        self.options.append(options)
+        return "program"
+
+
+def prefill(rows: int, seqs: int) -> Recipe:
+    return Recipe(("prefill", (rows, seqs)), print, products=("layers", rows))
+
+
+def decode(kind: str, rows: int) -> Recipe:
+    packed = jax.ShapeDtypeStruct((4, rows, 12) if kind == "decode_burst" else (rows, 12), "int32")
+    return Recipe((kind, rows), print, keywords={"packed": packed}, products=("layers", rows))
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """What is, and nothing is compiled for it."""
+    found: list[tuple[str, int]] = []
+    note = lambda model, part, rows, backend: found.append((part, rows))  # noqa: E731
+    monkeypatch.setattr(compiler, "measure_products", note)
+    return found
+
+
+@pytest.mark.parametrize("options", [CUBLAS_MEASURED, NOTHING_MEASURED])
+def test_the_compiler_knows_the_options(options: dict):
+    """It refuses those that it does not."""
+    shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    assert jax.jit(lambda x: x @ x).lower(shape).compile(options) is not None
+
+
+def test_only_products_of_many_rows_are_measured(measured: list, tmp_path: Path):
+    it, lowered = UnrecordedCompiler(model_of(GPT2), Backend.XLA, tmp_path), Lowered()
+    for recipe in (
+        Recipe(("sample", (256, 0)), print),
+        Recipe(("prompt_logprobs", 512), print, products=("head", 64)),
+        decode("decode", 8),
+        prefill(128, 8),
+    ):
+        assert it.compile(recipe, lowered) == "program"
+    assert measured == []
+    assert lowered.options == [NOTHING_MEASURED] * 4
+    assert it.compile(decode("decode_burst", MEASURED_FROM), lowered) == "program"
+    assert lowered.options[4:] == [CUBLAS_MEASURED]
+    assert measured == [("layer", MEASURED_FROM), ("head", MEASURED_FROM)]
+
+
+def test_each_number_of_rows_is_measured_once_by_all_who_share_the_folder(
+    measured: list, tmp_path: Path
+):
+    first, second = (UnrecordedCompiler(model_of(GPT2), Backend.XLA, tmp_path) for _ in range(2))
+    first.compile(prefill(512, 8), Lowered())
+    first.compile(prefill(512, 256), Lowered())
+    second.compile(prefill(512, 8), Lowered())
+    second.compile(prefill(1024, 256), Lowered())
+    assert measured == [("layer", 512), ("head", 8), ("head", 256), ("layer", 1024)]
+    UnrecordedCompiler(model_of(LLAMA), Backend.XLA, tmp_path).compile(prefill(512, 8), Lowered())
+    assert measured[4:] == [("layer", 512), ("head", 8)]
+
+
+def test_nothing_is_measured_apart_where_xla_keeps_nothing(measured: list):
+    lowered = Lowered()
+    UnrecordedCompiler(model_of(GPT2), Backend.XLA, None).compile(prefill(512, 8), lowered)
+    assert (measured, lowered.options) == ([], [CUBLAS_MEASURED])
+
+
+def test_a_folder_that_cannot_be_written_stops_nothing(measured: list, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    it = UnrecordedCompiler(model_of(GPT2), Backend.XLA, tmp_path / "file" / "folder")
+    assert it.compile(prefill(512, 8), Lowered()) == "program"
+    assert measured == [("layer", 512), ("head", 8)]
+    it.compile(prefill(512, 8), Lowered())  # nor is anything measured twice for want of a mark
+    assert measured == [("layer", 512), ("head", 8)]
+
+
+def test_what_another_device_measured_is_measured_again(
+    measured: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    UnrecordedCompiler(model_of(GPT2), Backend.XLA, tmp_path).compile(prefill(512, 8), Lowered())
+    client = SimpleNamespace(platform_version="another")
+    other = SimpleNamespace(device_kind=jax.local_devices()[0].device_kind, client=client)
+    monkeypatch.setattr(jax, "local_devices", lambda: [other])
+    UnrecordedCompiler(model_of(GPT2), Backend.XLA, tmp_path).compile(prefill(512, 8), Lowered())
+    assert measured == [("layer", 512), ("head", 8)] * 2
+
+
+HOLD = """
+import fcntl, sys
+lock = open(sys.argv[1], "w")
+fcntl.flock(lock, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_who_measures_waits_for_other_processes(measured: list, tmp_path: Path):
+    """Two at once would measure each other. One that is killed holds up nobody."""
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "measuring.lock")]
+    it, lowered = UnrecordedCompiler(model_of(GPT2), Backend.XLA, tmp_path), Lowered()
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        compiling = threading.Thread(target=it.compile, args=(prefill(512, 8), lowered))
+        compiling.start()
+        compiling.join(0.3)
+        assert (measured, lowered.options) == ([], [])
+        other.kill()
+        compiling.join(60)
+    assert lowered.options == [CUBLAS_MEASURED]
+    with (tmp_path / "measuring.lock").open("w") as lock:  # given back
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_who_never_ends_is_waited_for_only_so_long(
+    measured: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(compiler, "MAX_WAIT_S", 0.1)
+    it = UnrecordedCompiler(model_of(GPT2), Backend.XLA, tmp_path)
+    with (tmp_path / "measuring.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert it.compile(prefill(512, 8), Lowered()) == "program"
+    assert measured == [("layer", 512), ("head", 8)]
+
+
+@pytest.mark.parametrize(
+    ("config", "programs", "products"),
+    [(GPT2, 2, 4), (OPT, 2, 4), (LLAMA, 4, 4), (QWEN2, 4, 4)],
+    ids=["gpt2", "opt", "llama", "qwen2"],
+)
+def test_what_is_measured_are_a_layers_products(
+    config: dict, programs: int, products: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Queries, keys and values; output; both of the feed-forward; and apart from them the head."""
+    texts: list[str] = []
+
+    def compile_(self: Any, options: dict) -> None:
+        assert options == CUBLAS_MEASURED
+        texts.append(self.as_text())
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_)
+    model = model_of(config)
+    assert measure_products(model, "layer", 256, Backend.XLA) == programs
+    assert sum(text.count("stablehlo.dot_general") for text in texts) == products
+    assert all("tensor<256x" in text for text in texts)
+    assert measure_products(model, "head", 16, Backend.XLA) == 1
+    assert "tensor<16x128xf32>" in texts[-1]
+
+
+def test_products_that_are_not_xlas_are_not_measured(monkeypatch: pytest.MonkeyPatch):
+    class Foreign:
+        def lower(self, *_: Any) -> Any:
+            text = "stablehlo.custom_call @mosaic_gpu_v2"
+            return SimpleNamespace(as_text=lambda: text)
+
+    model = model_of(LLAMA)
+    monkeypatch.setattr(compiler.jax, "jit", lambda _: Foreign())
+    assert measure_products(model, "layer", 256, Backend.XLA) == 0

@@ -1,0 +1,161 @@
+"""Recorded products reach XLA's own cache, once, and nothing there is overwritten."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jaxlib
+import pytest
+
+from bench.common import SHAPES
+from jpaged.compile import gemm_autotuning
+from jpaged.compile.gemm_autotuning import (
+    Record,
+    read_record,
+    weights_digest,
+    write_record,
+)
+from tools.record_products import rows_measured
+
+DEVICE = SimpleNamespace(device_kind="NVIDIA H2/00 X")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, jax_settings: None) -> Path:
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(gemm_autotuning, "AUTOTUNING", tmp_path)
+    path = gemm_autotuning.recorded_products(DEVICE)
+    write_record(path, Record({"m": [8]}, {"version/two": b"faster", "version/one": b"\x80fast"}))
+    return path
+
+
+def test_the_name_tells_device_and_versions(recorded: Path, monkeypatch: pytest.MonkeyPatch):
+    assert recorded.name.startswith(f"NVIDIA_H2_00_X-{jaxlib.__version__}-")
+    versions = {"nvidia-cublas-cu12": "12.9", "nvidia-cublas": "13.1"}
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise gemm_autotuning.metadata.PackageNotFoundError
+        return versions[name]
+
+    monkeypatch.setattr(gemm_autotuning.metadata, "version", version)
+    assert gemm_autotuning.recorded_products(DEVICE).name.endswith("-13.1.json")
+    del versions["nvidia-cublas"]
+    assert gemm_autotuning.recorded_products(DEVICE).name.endswith("-12.9.json")
+
+
+def test_what_was_recorded_is_where_xla_looks(cache: Path, recorded: Path):
+    folder = gemm_autotuning.autotuning_folder(cache)
+    (folder / "version").mkdir(parents=True)
+    (folder / "version" / "two").write_bytes(b"own")
+    for _ in range(2):
+        assert gemm_autotuning.offer_recorded_products(DEVICE).rows == {"m": [8]}
+        files = {str(f.relative_to(folder)): f.read_bytes() for f in folder.glob("*/*")}
+        assert files == {"version/one": b"\x80fast", "version/two": b"own"}
+
+
+def test_without_a_record_or_a_cache_nothing_is_written(cache: Path, recorded: Path):
+    another = SimpleNamespace(device_kind="another")
+    assert gemm_autotuning.offer_recorded_products(another) == Record()
+    assert not cache.exists()
+    jax.config.update("jax_compilation_cache_dir", None)
+    gemm_autotuning.offer_recorded_products(DEVICE)
+    assert not cache.exists()
+
+
+def test_a_cache_that_is_no_folder_is_left_alone(
+    recorded: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(recorded.parent)
+    jax.config.update("jax_compilation_cache_dir", "gs://bucket")
+    gemm_autotuning.offer_recorded_products(DEVICE)
+    assert not (recorded.parent / "gs:").exists()
+
+
+def test_a_folder_that_cannot_be_written_stops_nothing(cache: Path, recorded: Path):
+    cache.write_text("a file")
+    assert gemm_autotuning.offer_recorded_products(DEVICE) == Record()
+    assert cache.read_text() == "a file"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"\xff",
+        b"[]",
+        b"{}",
+        b'{"rows": {}, "results": []}',
+        b'{"rows": {"m": 8}, "results": {}}',
+        b'{"rows": {"m": ["8"]}, "results": {}}',
+        *(
+            b'{"rows": {}, "results": {%s}}' % result
+            for result in (
+                b'"one": 1',
+                b'"one": "?"',
+                b'"../one": ""',
+                b'"/one": ""',
+                b'"a/../../one": ""',
+                b'"one\\u0000": ""',
+                b'"": ""',
+            )
+        ),
+    ],
+)
+def test_a_damaged_record_is_told_and_nothing_of_it_is_written(
+    content: bytes, cache: Path, recorded: Path
+):
+    recorded.write_bytes(content)
+    with pytest.warns(UserWarning, match=re.escape(str(recorded))):
+        gemm_autotuning.offer_recorded_products(DEVICE)
+    assert not cache.exists()
+
+
+def test_what_is_shipped_can_be_read():
+    records = [*gemm_autotuning.AUTOTUNING.iterdir()]
+    assert records
+    for path in records:
+        record = read_record(path)
+        assert all(record.results.values())
+        assert record.rows
+
+
+def test_a_model_is_measured_if_its_weights_and_all_rows_are():
+    def leaf(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    leaves = [leaf(8, 16), leaf(8)]
+    record = Record({weights_digest(leaves): [8, 16, 64]})
+    assert record.has(reversed(leaves), {8, 64})
+    assert not record.has(leaves, {8, 32})
+    assert not record.has([leaf(8, 16), leaf(8, dtype="float16")], {8})
+    assert not record.has([leaf(8, 32), leaf(8)], {8})
+    assert not Record().has(leaves, {8})
+
+
+def test_the_published_shapes_are_in_what_is_shipped():
+    """A start of theirs by default measures nothing, and has several processes compile."""
+    for path in gemm_autotuning.AUTOTUNING.iterdir():
+        record = read_record(path)
+        for shape in SHAPES:
+            for model, rows in rows_measured(shape).items():
+                assert record.rows[model] == rows
+
+
+def test_what_cannot_be_put_in_place_leaves_nothing_half_done(
+    cache: Path, recorded: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(*_: Any) -> None:
+        raise OSError("full")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    gemm_autotuning.offer_recorded_products(DEVICE)
+    assert not [file for file in cache.rglob("*") if file.is_file()]

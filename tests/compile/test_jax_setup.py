@@ -1,0 +1,127 @@
+"""What an engine's start sets in its process, and that it is as before afterwards."""
+
+import gc
+import re
+import weakref
+from pathlib import Path
+
+import jax
+import pytest
+
+from jpaged.compile.jax_setup import (
+    CLIENT_VARIABLE,
+    prepare_jax,
+    with_usable_cache,
+    without_collections,
+)
+from jpaged.config import EngineConfig
+
+
+class Node:
+    """Something that the collector walks."""
+
+    itself: "Node"
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_what_a_start_finds_and_makes_is_not_walked_again(enabled: bool):
+    """Unless the caller has switched the collector off, and so it stays."""
+    was_enabled = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        before = Node()
+        with without_collections():
+            assert not gc.isenabled()
+            made = Node()
+        assert gc.isenabled() is enabled
+        assert is_walked(before) is is_walked(made) is not enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
+
+
+def is_walked(node: Node) -> bool:
+    return any(it is node for it in gc.get_objects())
+
+
+def test_what_a_failed_start_makes_is_walked():
+    made: list[Node] = []
+
+    def fails() -> None:
+        with without_collections():
+            made.append(Node())
+            raise ValueError("at the start")
+
+    with pytest.raises(ValueError, match="at the start"):
+        fails()
+    assert gc.isenabled()
+    assert is_walked(made[0])
+
+
+def test_what_earlier_engines_left_is_collected():
+    node = Node()
+    node.itself = node  # as an engine that has failed
+    left = weakref.ref(node)
+    del node
+    with without_collections():
+        assert left() is None
+
+
+def options_after(theirs: object) -> object:
+    """Of JAX's client, as an engine of a quarter of the device leaves them."""
+    name = "jax_pjrt_client_create_options"
+    before = jax.config.values[name]
+    jax.config.update(name, theirs)
+    try:
+        prepare_jax(EngineConfig(gpu_memory_utilization=0.25, compilation_cache_dir=None))
+        return jax.config.values[name]
+    finally:
+        jax.config.update(name, before)
+
+
+@pytest.mark.parametrize("theirs", [{"memory_fraction": 0.5}, "memory_fraction:0.5"])
+def test_a_device_is_taken_as_the_caller_says(theirs: object):
+    """JAX's own option, where the caller has set it, is the whole of it."""
+    assert options_after(theirs) == theirs
+
+
+def test_launches_are_dispatched_from_a_thread_of_xlas(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(CLIENT_VARIABLE, raising=False)
+    assert options_after(None) == {"memory_fraction": 0.25, "use_tfrt_gpu_client": True}
+
+
+def test_jaxs_own_variable_says_which_client(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(CLIENT_VARIABLE, "0")
+    assert options_after(None) == {"memory_fraction": 0.25}
+
+
+def test_a_cache_that_can_be_written_to_is_made(tmp_path: Path):
+    config = EngineConfig(compilation_cache_dir=tmp_path / "a" / "b")
+    assert with_usable_cache(config) is config
+    assert [*tmp_path.rglob("*")] == [tmp_path / "a", tmp_path / "a" / "b"]
+    nowhere = EngineConfig(compilation_cache_dir=None)
+    assert with_usable_cache(nowhere) is nowhere
+
+
+@pytest.mark.parametrize("name", ["file", "file/folder", "a\0b", "a" * 300])
+def test_a_cache_that_cannot_be_is_refused_by_name(tmp_path: Path, name: str):
+    (tmp_path / "file").touch()
+    folder = tmp_path / name
+    words = re.escape(f"compilation_cache_dir={str(folder)!r} cannot be written to (")
+    with pytest.raises(ValueError, match=f"{words}.*: give a folder that can, or None"):
+        with_usable_cache(EngineConfig(compilation_cache_dir=folder))
+
+
+@pytest.mark.parametrize("home", [".", "a" * 300])
+def test_a_home_that_cannot_be_written_to_costs_the_cache_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str
+):
+    (tmp_path / ".cache").touch()
+    monkeypatch.setenv("HOME", str(tmp_path / home))
+    with pytest.warns(UserWarning, match=r"compilation_cache_dir='~/.*each start compiles all"):
+        assert with_usable_cache(EngineConfig()).compilation_cache_dir is None
+
+
+def test_what_a_cache_for_reading_alone_has_is_used():
+    config = EngineConfig(compilation_cache_dir="/proc/self")  # where nobody can make a file
+    with pytest.warns(UserWarning, match="'/proc/self' cannot be written to .*what it lacks"):
+        assert with_usable_cache(config) is config

@@ -1,0 +1,211 @@
+"""Lowered programs on disk: found again if nothing changed, traced again if anything did."""
+
+import functools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from jpaged.compile.builder import lower
+from jpaged.compile.recipe import Recipe
+from jpaged.compile.store import ProgramStore
+from pallas_kernels import tuning
+
+DEVICE = jax.local_devices()[0]
+
+
+@pytest.fixture
+def jax_cache(tmp_path: Path) -> Iterator[Path]:
+    """An empty one, for everything that is compiled."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path / "jax"),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    before = {name: jax.config.values[name] for name in settings}
+    _set_jax_cache(settings)
+    yield tmp_path / "jax"
+    _set_jax_cache(before)
+
+
+def _set_jax_cache(settings: dict[str, Any]) -> None:
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()  # it looks at its settings once
+
+
+def make_store(folder: Path, made_from: object = "a model") -> ProgramStore:
+    return ProgramStore(folder / "programs", made_from, DEVICE)
+
+
+def recipe(size: int = 4) -> Recipe:
+    def add(state, x):
+        return {"sum": state["a"] + x}
+
+    shape = jax.ShapeDtypeStruct((size,), jnp.float32)
+    return Recipe(("add", size), add, ({"a": shape}, shape), donate=("state",))
+
+
+def save(store: ProgramStore, made: Recipe) -> None:
+    store.save(made.key, made.exported())
+
+
+def test_a_stored_program_gives_the_same(tmp_path: Path):
+    save(make_store(tmp_path), recipe())
+    program: Any = recipe().compile(make_store(tmp_path).load(recipe().key))
+    a = jnp.arange(4, dtype=jnp.float32)
+    total = program({"a": a}, jnp.ones(4, jnp.float32))["sum"]
+    assert total.tolist() == [1, 2, 3, 4]
+    assert a.is_deleted()  # donated as before
+
+
+def test_a_second_start_traces_no_step_and_compiles_nothing(tmp_path: Path, jax_cache: Path):
+    traced = []
+
+    def start() -> Any:
+        def step(x):
+            traced.append(x)
+            return 3 * x
+
+        made = Recipe(("triple", None), step, (jax.ShapeDtypeStruct((5,), jnp.int32),))
+        program: Any = lower(made, make_store(tmp_path)).compile()
+        return program(jnp.arange(5, dtype=jnp.int32)).tolist()
+
+    first, files = start(), sorted(jax_cache.glob("jit_step-*-cache"))
+    assert (len(traced), len(files)) == (1, 1)
+    assert start() == first == [0, 3, 6, 9, 12]
+    assert (len(traced), sorted(jax_cache.glob("jit_step-*-cache"))) == (1, files)
+    for file in (tmp_path / "programs").iterdir():
+        file.write_bytes(b"damaged")
+    assert start() == first
+    assert (len(traced), sorted(jax_cache.glob("jit_step-*-cache"))) == (2, files)
+
+
+def test_other_shapes_and_models_are_other_programs(tmp_path: Path):
+    save(make_store(tmp_path), recipe())
+    assert make_store(tmp_path).load(recipe(8).key) is None
+    assert make_store(tmp_path, "another model").load(recipe().key) is None
+
+
+def test_a_replaced_function_or_setting_makes_other_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    save(make_store(tmp_path), recipe())
+    with monkeypatch.context() as patch:
+        original = tuning.product_parts
+        patch.setattr(tuning, "product_parts", lambda **sizes: 2 * original(**sizes))
+        assert make_store(tmp_path).load(recipe().key) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(tuning, "MIN_PART_DEPTH", 256)
+        assert make_store(tmp_path).load(recipe().key) is None
+    with monkeypatch.context() as patch:
+        patch.setenv("XLA_FLAGS", "--xla_example=1")
+        assert make_store(tmp_path).load(recipe().key) is None
+    with jax.default_matmul_precision("highest"):
+        assert make_store(tmp_path).load(recipe().key) is None
+    assert make_store(tmp_path).load(recipe().key) is not None
+
+
+def test_the_device_its_cores_and_the_share_of_it_make_other_programs(tmp_path: Path):
+    def store(**changes: Any) -> ProgramStore:
+        facts = {"client": DEVICE.client, "device_kind": "a GPU", "core_count": 132, "share": 7}
+        facts |= changes
+        stats = {"bytes_limit": facts.pop("share")}
+        device = SimpleNamespace(**facts, memory_stats=lambda: stats)
+        return ProgramStore(tmp_path, "a model", device)
+
+    save(store(), recipe())
+    assert store(core_count=66).load(recipe().key) is None
+    assert store(share=8).load(recipe().key) is None  # XLA schedules by it
+    assert store(device_kind="another GPU").load(recipe().key) is None
+    assert store().load(recipe().key) is not None
+
+
+CUTS = [slice(0, -7), slice(0, 0), slice(1, None)]
+
+
+@pytest.mark.parametrize("part", CUTS, ids=["no end", "nothing", "no beginning"])
+def test_a_file_that_lost_a_part_is_not_loaded(tmp_path: Path, part: slice):
+    save(make_store(tmp_path), recipe())
+    (file,) = (tmp_path / "programs").iterdir()
+    file.write_bytes(file.read_bytes()[part])
+    assert make_store(tmp_path).load(recipe().key) is None
+
+
+def test_a_whole_file_that_is_no_program_is_told_and_not_loaded(tmp_path: Path):
+    store = make_store(tmp_path)
+    store._write(recipe().key, b"no program")
+    with pytest.warns(UserWarning, match="traced again"):
+        assert store.load(recipe().key) is None
+
+
+def test_a_folder_that_cannot_be_written_is_told_once(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+):
+    (tmp_path / "programs").write_text("a file")
+    store = make_store(tmp_path)
+    for size in (4, 8):
+        save(store, recipe(size))
+    assert [str(warning.message)[:21] for warning in recwarn] == ["programs are not kept"]
+
+
+def test_a_folder_for_reading_alone_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save(make_store(tmp_path), recipe())
+
+    def refuse(*_: object) -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(os, "utime", refuse)
+    assert make_store(tmp_path).load(recipe().key) is not None
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save(make_store(tmp_path), recipe())
+
+    def refuse(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.warns(UserWarning, match="no space left"):
+        save(make_store(tmp_path), recipe(8))
+    assert len([*(tmp_path / "programs").iterdir()]) == 1
+
+
+def test_the_folder_is_its_owners_alone(tmp_path: Path):
+    save(make_store(tmp_path), recipe())
+    assert (tmp_path / "programs").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_number_is_computed_once(tmp_path: Path):
+    assert make_store(tmp_path).number("bytes", lambda: 42) == 42
+    unused = functools.partial(pytest.fail, "computed again")
+    assert make_store(tmp_path).number("bytes", unused) == 42
+    make_store(tmp_path)._write("bytes", b"no number")
+    assert make_store(tmp_path).number("bytes", lambda: 43) == 43
+
+
+def test_what_was_not_used_for_longest_goes_first(tmp_path: Path):
+    store = make_store(tmp_path)
+    for size in (4, 8, 16):
+        save(store, recipe(size))
+    assert store.load(recipe(4).key) is not None
+    files = sorted((tmp_path / "programs").iterdir(), key=lambda file: file.stat().st_mtime_ns)
+    store.prune(sum(file.stat().st_size for file in files) - 1)
+    assert store.load(recipe(8).key) is None
+    assert store.load(recipe(4).key) is not None
+    assert store.load(recipe(16).key) is not None
+
+
+def test_a_draft_is_compiled_whatever_the_cache_has(jax_cache: Path):
+    recipe(32).compile()
+    for count in (2, 3):
+        recipe(32).draft().compile()
+        assert len([*jax_cache.glob("*-cache")]) == count
+    a = jnp.zeros(32, jnp.float32)
+    recipe(32).draft().compile()({"a": a}, jnp.ones(32, jnp.float32))
+    assert a.is_deleted()  # donated as in the program itself

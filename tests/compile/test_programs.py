@@ -1,0 +1,245 @@
+"""In which order programs are built, whatever they are."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jpaged.compile.builder import ProgramBuilder
+from jpaged.compile.compiler import Compiler
+from jpaged.compile.recipe import Recipe
+from jpaged.compile.store import ProgramStore
+from jpaged.compile.thread_settings import ThreadSettings
+from jpaged.runtime.sampler import SamplerLevel
+
+ALWAYS = [(name, None) for name in ("load_rows", "load_bias", "copy_blocks", "fork_rows")]
+
+
+class FakeRecipe(Recipe):
+    """Its function is what compiling it does; `arguments` are the log where it says so, and what
+    lowering it does."""
+
+    def lower(self, exported: Any = None) -> Any:
+        label = f"{self.name[0]} {self.name[1]}"
+        said, trace = self.arguments
+        said.append(f"lower {label}")
+        trace()
+
+        def compile_() -> SimpleNamespace:
+            said.append(f"compile {label}")
+            self.function()
+            said.append(f"compiled {label}")
+            sizes = {"output_size_in_bytes": 7, "alias_size_in_bytes": 5, "temp_size_in_bytes": 40}
+            return SimpleNamespace(name=self.name, memory_analysis=lambda: SimpleNamespace(**sizes))
+
+        return SimpleNamespace(compile=compile_)
+
+    def draft(self) -> Recipe:
+        return replace(self, name=("draft", self.name[1]))
+
+    @property
+    def key(self) -> str:
+        return repr(self.name)
+
+
+class Log:
+    """Makes recipes that say when they are lowered and compiled."""
+
+    def __init__(self):
+        self.said: list[str] = []
+
+    def recipe(
+        self,
+        name: tuple,
+        products: Any = None,
+        work: Any = lambda: None,
+        trace: Any = lambda: None,
+    ) -> Recipe:
+        return FakeRecipe(name, work, (self.said, trace), products=products)
+
+    def at(self, what: str) -> int:
+        return self.said.index(what)
+
+
+def test_programs_are_sorted_by_kind_and_told():
+    log, told = Log(), []
+    names = [*ALWAYS, ("decode", 8), ("sample", (8, SamplerLevel.GREEDY))]
+    with ProgramBuilder(2, progress=lambda *counts: told.append(counts)) as builder:
+        builder.add(map(log.recipe, names))
+        builder.add([log.recipe(("decode", 8))])  # known
+        programs = builder.programs()
+    assert programs.decode[8].name == ("decode", 8)
+    assert set(programs.sample) == {(8, SamplerLevel.GREEDY)}
+    assert told == [(i + 1, 6) for i in range(6)]
+    assert log.said.count("lower decode 8") == 1
+
+
+def test_one_of_those_with_the_same_products_comes_first():
+    log, free = Log(), threading.Event()
+    recipes = [
+        log.recipe(("prefill", (8, 1)), ("layers", 1), work=free.wait),
+        log.recipe(("prefill", (8, 2)), ("layers", 1)),
+        log.recipe(("decode", 1), ("layers", 2)),
+    ]
+    with ProgramBuilder(1) as builder:
+        builder.add([*recipes, *map(log.recipe, ALWAYS)])
+        while "compiled fork_rows None" not in log.said or "compiled decode 1" not in log.said:
+            time.sleep(0.001)
+        assert "lower prefill (8, 2)" in log.said
+        assert "compile prefill (8, 2)" not in log.said
+        free.set()
+        builder.programs()
+    assert log.at("compiled prefill (8, 1)") < log.at("compile prefill (8, 2)")
+
+
+def test_each_is_told_as_soon_as_it_is_compiled_and_as_often_as_asked():
+    log, free = Log(), threading.Event()
+    with ProgramBuilder(2) as builder:
+        builder.add([log.recipe(("decode", 9), work=free.wait), log.recipe(("decode", 1))])
+        told = builder.built()
+        first, _ = next(told)
+        free.set()
+        assert [first, *(name for name, _ in told)] == [("decode", 1), ("decode", 9)]
+        assert len([*builder.built()]) == 2
+
+
+def test_drafts_are_compiled_while_the_rest_is_only_lowered():
+    log, free = Log(), threading.Event()
+    drafts = [log.recipe(("prefill", 1), work=free.wait), log.recipe(("sample", 1))]
+    others = [log.recipe(name) for name in ALWAYS]
+
+    def release() -> None:
+        while "lower fork_rows None" not in log.said:
+            time.sleep(0.001)
+        free.set()
+
+    watcher = threading.Thread(target=release)
+    watcher.start()
+    with ProgramBuilder(8) as builder:
+        assert builder.workspace(drafts, lambda: builder.add(others, behind=True)) == 2 * (
+            40 + 7 - 5
+        )
+        builder.programs()
+    watcher.join()
+    first_other = min(log.at(f"compile {kind} None") for kind, _ in ALWAYS)
+    assert log.at("compiled draft 1") < first_other
+
+
+def test_drafts_and_programs_have_the_same_compiler(tmp_path: Path):
+    """The pool's size rests on what drafts take, and is not that of another compiler."""
+    log = Log()
+
+    class Other(Compiler):
+        key = "other"
+
+        def compile(self, recipe: Recipe, lowered: Any) -> Any:
+            log.said.append(f"other {recipe.name[0]} {recipe.name[1]}")
+            return super().compile(recipe, lowered)
+
+    store = ProgramStore(tmp_path, None, jax.local_devices()[0])
+    for compiler in (Other(), None, Other()):
+        with ProgramBuilder(2, store, compiler=compiler) as builder:
+            builder.workspace([log.recipe(("prefill", 1))], lambda: None)
+    with ProgramBuilder(2, compiler=Other()) as builder:
+        builder.add(map(log.recipe, ALWAYS))
+        builder.programs()
+    assert log.said.count("compile draft 1") == 2
+    by_other = sorted(said for said in log.said if said.startswith("other"))
+    assert by_other == sorted(["other draft 1", *(f"other {kind} None" for kind, _ in ALWAYS)])
+
+
+def test_what_is_behind_is_traced_when_nothing_else_waits():
+    log, free = Log(), threading.Event()
+    with ProgramBuilder(2) as builder:
+        builder.add([log.recipe(("decode", 9), trace=free.wait)])
+        builder.add([log.recipe(("gather_blocks", i)) for i in range(2)], behind=True)
+        builder.add([log.recipe(("decode", i)) for i in range(2)])
+        builder.add(map(log.recipe, ALWAYS))
+        free.set()
+        builder.programs()
+    lowered = [said.removeprefix("lower ") for said in log.said if said.startswith("lower ")]
+    assert lowered[:3] == ["decode 9", "decode 0", "decode 1"]
+    assert lowered[-2:] == ["gather_blocks 0", "gather_blocks 1"]
+
+
+def test_a_failure_is_told_and_leaves_nothing_running():
+    def fail() -> None:
+        raise ValueError("does not compile")
+
+    log, before = Log(), threading.active_count()
+    recipes = [log.recipe(("prefill", i), ("layers", 1), work=fail) for i in range(3)]
+    with ProgramBuilder(2) as builder:
+        builder.add(recipes)
+        with pytest.raises(ValueError, match="does not compile"):
+            builder.workspace([log.recipe(("prefill", 9), work=fail)], lambda: None)
+        with pytest.raises(ValueError, match="does not compile"):
+            builder.programs()
+    assert threading.active_count() == before
+
+
+def test_who_leaves_in_the_middle_begins_nothing_more():
+    """A failure, or Ctrl-C, while drafts are made: what runs is waited for, and that is all."""
+    log, before = Log(), threading.active_count()
+    tracing, free = threading.Event(), threading.Event()
+
+    def trace() -> None:
+        tracing.set()
+        free.wait()
+
+    drafts = [log.recipe(("prefill", 1), trace=trace), log.recipe(("sample", 1))]
+    with ThreadPoolExecutor(2) as beside, ProgramBuilder(1) as builder:
+        others = list(map(log.recipe, ALWAYS))
+        begin_others = partial(builder.add, others, behind=True)
+        workspace = beside.submit(builder.workspace, drafts, begin_others)
+        tracing.wait()
+        beside.submit(lambda: (time.sleep(0.3), free.set()))
+    assert workspace.exception() is not None
+    assert log.said == ["lower draft 1"]
+    assert threading.active_count() == before
+
+
+class TracedRecipe(Recipe):
+    """Compiles to its text."""
+
+    def lower(self, exported: Any = None) -> Any:
+        text = super().lower(exported).as_text()
+        return SimpleNamespace(compile=lambda: text)
+
+
+@pytest.mark.parametrize(("setting", "is_highest"), [(None, False), ("highest", True)])
+def test_programs_are_traced_under_the_settings_of_whoever_makes_them(
+    setting: str | None, is_highest: bool
+):
+    shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    recipe = TracedRecipe(("decode", 8), lambda x: x @ x, (shape,))
+    with jax.default_matmul_precision(setting), ProgramBuilder(2) as builder:
+        builder.add([recipe, *map(Log().recipe, ALWAYS)])
+        text = builder.programs().decode[8]
+    assert ("HIGHEST" in text) is is_highest
+
+
+def test_who_works_for_another_thread_has_its_settings_and_then_its_own_again():
+    def look() -> tuple[bool, str | None, str | None]:
+        config: Any = jax.config
+        guard = config.jax_transfer_guard_host_to_device
+        return config.jax_debug_nans, config.jax_default_matmul_precision, guard
+
+    with (
+        jax.debug_nans(True),
+        jax.default_matmul_precision("float32"),
+        jax.transfer_guard_host_to_device("log"),
+    ):
+        settings, expected = ThreadSettings(), look()
+    assert expected == (True, "float32", "log") != look()
+    with ThreadPoolExecutor(1) as pool:
+        before = pool.submit(look).result()
+        assert pool.submit(settings.run, look).result() == expected
+        assert pool.submit(look).result() == before

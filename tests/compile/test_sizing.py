@@ -1,0 +1,88 @@
+"""What of a device is an engine's, and that it is found out while the model loads."""
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from jpaged.compile.recipes import SplitModel
+from jpaged.compile.sizing import Sizing
+from jpaged.config import EMBEDDED_MODEL, EngineConfig
+from jpaged.engine import startup
+from jpaged.models.config import ModelConfig
+from jpaged.models.loader import ModelPlan, model_shapes, read_config, resolve_checkpoint
+from jpaged.runtime.kv_cache import POOL_GRANULE
+
+MODEL = ModelConfig.from_hf(read_config(resolve_checkpoint(EMBEDDED_MODEL)))
+FLOAT32 = jnp.dtype(jnp.float32)
+
+
+def sizing(limit: int, held: int = 0, **options: Any) -> Sizing:
+    stats = {"bytes_limit": limit, "bytes_in_use": held}
+    device = SimpleNamespace(platform="cpu", device_kind="X", memory_stats=lambda: stats)
+    split = SplitModel.of(model_shapes(MODEL, FLOAT32))
+    made = Sizing(EngineConfig(**options), MODEL, split, FLOAT32, device)
+    stats["bytes_in_use"] = limit  # from then on it is this engine's
+    return made
+
+
+def test_the_pool_has_what_others_and_steps_leave():
+    limit, held, step = 2**30, 2**28, 2**20
+    runtime, account, shapes = sizing(limit, held).fit(step)
+    assert account.limit == limit - held
+    assert account.workspace >= 2 * step
+    per_block = account.kv_cache // runtime.num_blocks
+    assert 0 <= account.limit - account.total < per_block * POOL_GRANULE
+    assert shapes.kv.pool[0].k.shape[0] == runtime.num_blocks
+    less, _, _ = sizing(limit, held).fit(16 * step)
+    assert less.num_blocks < runtime.num_blocks
+
+
+@pytest.mark.parametrize(("max_num_seqs", "steps", "rows"), [(20, 64, 32), (256, 4, 256)])
+def test_the_steps_of_bursts_have_room_for_their_logits(max_num_seqs: int, steps: int, rows: int):
+    """They may be launched one by one, and as many again before the first was read."""
+    limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": 256}
+    none, some = (
+        sizing(2**31, num_scheduler_steps=n, **limits).fit(0)[1].workspace for n in (1, steps)
+    )
+    assert some - none == 2 * steps * rows * MODEL.vocab_size * FLOAT32.itemsize
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="does not fit in the device's memory"):
+        sizing(2**31, num_blocks=10**6).fit(0)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_the_pool_is_sized_while_the_model_loads(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+):
+    begun, before = threading.Event(), threading.active_count()
+
+    def workspace(*_: Any) -> int:
+        begun.set()
+        return 0
+
+    def load(*_: Any, **__: Any) -> None:
+        assert begun.wait(60)
+        raise error("while it is read")
+
+    monkeypatch.setattr(Sizing, "workspace", workspace)
+    monkeypatch.setattr(ModelPlan, "load", load)
+    with pytest.raises(error, match="while it is read"):
+        startup.build_parts(EngineConfig(compilation_cache_dir=None))
+    assert threading.active_count() == before
+
+
+def test_a_step_that_does_not_compile_ends_the_start(monkeypatch: pytest.MonkeyPatch):
+    before = threading.active_count()
+
+    def workspace(*_: Any) -> int:
+        raise RuntimeError("does not compile")
+
+    monkeypatch.setattr(Sizing, "workspace", workspace)
+    with pytest.raises(RuntimeError, match="does not compile"):
+        startup.build_parts(EngineConfig(compilation_cache_dir=None))
+    assert threading.active_count() == before

@@ -1,0 +1,68 @@
+"""Which share of a start's programs a worker compiles."""
+
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from start_helpers import FLOAT32, Start
+
+from jpaged.compile import worker
+from jpaged.compile.jax_setup import program_store
+from jpaged.compile.recipe import Recipe
+from jpaged.compile.worker import compile_share, share_of
+from jpaged.compile.workers import make_orders
+from jpaged.config import EMBEDDED_MODEL, EngineConfig
+from jpaged.models.config import ModelConfig
+from jpaged.models.loader import model_shapes, read_config
+
+
+def named(*names: tuple) -> list[Recipe]:
+    poolless = "sample", "prompt_logprobs"
+    return [Recipe(name, print, needs_pool=name[0] not in poolless) for name in names]
+
+
+def test_shares_are_all_programs_once_and_kernels_in_common_stay_together():
+    made = named(
+        ("decode", 8),
+        ("prefill", (64, 8)),
+        ("sample", (8, 0)),
+        ("prefill", (128, 8)),
+        ("prefill", (64, 256)),
+        ("sample", (8, 1)),
+        ("load_rows", None),
+    )
+    shares = [[recipe.name for recipe in share_of(made, i, 2)] for i in range(2)]
+    assert shares == [
+        [("sample", (8, 0)), ("sample", (8, 1)), ("prefill", (128, 8)), ("decode", 8)],
+        [("prefill", (64, 8)), ("prefill", (64, 256)), ("load_rows", None)],
+    ]
+
+
+class ReachedError(Exception):
+    """The worker is about to make programs."""
+
+
+def test_a_worker_knows_of_a_head_that_is_not_tied(
+    tmp_path: Path, jax_settings: None, monkeypatch: pytest.MonkeyPatch
+):
+    """The config says it is; the engine has found another in the checkpoint."""
+
+    def reach(*_: Any) -> None:
+        raise ReachedError
+
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    runtime, device = Start(tmp_path).runtime, jax.local_devices()[0]
+    said = ModelConfig.from_hf(read_config(EMBEDDED_MODEL))
+    found = replace(said, tie_word_embeddings=False)
+    store = program_store(tmp_path, found, model_shapes(found, FLOAT32), device)
+    config = EngineConfig(compilation_cache_dir=tmp_path, num_compile_workers=1)
+    make = partial(make_orders, config, EMBEDDED_MODEL, FLOAT32, device, store, recorded=False)
+    monkeypatch.setattr(worker, "recipes_without_pool", reach)
+    for tied, error in ((False, ReachedError), (None, ValueError), (True, ValueError)):
+        (order,) = make(tied=tied)
+        order = replace(order, limits=asdict(runtime))
+        with pytest.raises(error):
+            next(compile_share(order, lambda: runtime))

@@ -1,0 +1,286 @@
+"""Processes that compile for an engine's start: what they take on, refuse and leave behind."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import pytest
+from start_helpers import FLOAT32, Start, names
+
+from jpaged.compile import workers
+from jpaged.compile.worker import Order, runtime_of, share_of
+from jpaged.compile.workers import CompilePool, choose_workers, make_orders
+from jpaged.config import EMBEDDED_MODEL, EngineConfig
+
+GIB = 2**30
+
+
+@pytest.fixture
+def start(tmp_path: Path, jax_settings: None) -> Start:
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    return Start(tmp_path)
+
+
+def untold(*_: int) -> None:
+    """Progress that nobody wants."""
+
+
+def processes(pool: CompilePool) -> list[subprocess.Popen]:
+    return [worker.process for worker in pool._workers]
+
+
+ENGINE_START = """
+import json, sys
+from collections import Counter
+from dataclasses import replace
+import jax
+
+events = Counter()
+jax.monitoring.register_event_listener(lambda name, **_: events.update([name.split("/")[-1]]))
+from jpaged import Engine, SamplingParams, startup
+
+from jpaged.compile.workers import CompilePool
+
+
+def start_unsized(pool, limits):  # as on a GPU, where the pool is sized meanwhile
+    events.update(["start"])
+    return start(pool, replace(limits, num_blocks=0))
+
+
+start, CompilePool.start = CompilePool.start, start_unsized
+startup.nothing_to_measure = lambda *_: False  # as on a GPU
+engine = Engine(
+    max_num_seqs=2,
+    swap_space=0.001,
+    preemption_mode="swap",
+    verbose=True,
+    compilation_cache_dir=sys.argv[1],
+    num_compile_workers=2,
+)
+greedy = SamplingParams(temperature=0.0, max_tokens=8)
+text = engine.generate("Count from 1 to 20", greedy)[0].outputs[0].text
+print(json.dumps([text, *(events[it] for it in ("start", "cache_hits", "cache_misses"))]))
+"""
+
+
+@pytest.mark.slow
+def test_what_workers_compile_the_engine_finds(tmp_path: Path):
+    """In a process of its own: the tests' has code with checks in it, which workers have not."""
+    first, second = (
+        subprocess.run(
+            [sys.executable, "-c", ENGINE_START, str(tmp_path)],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=300,
+        )
+        for _ in range(2)
+    )
+    text, starts, hits, misses = json.loads(first.stdout)
+    (total,) = {int(n) for n in re.findall(r"compiled (\d+) of \1 programs", first.stderr)}
+    assert (starts, hits) == (1, total)
+    assert "has ended" not in first.stderr
+    assert json.loads(second.stdout) == [text, 0, total + misses, 0]
+
+
+def test_a_worker_that_would_make_other_programs_makes_none(start: Start):
+    """Here code has the tests' checks in it, which it has not in a worker."""
+    with start.pool() as pool:
+        assert pool.start(start.runtime)
+        found = names(pool.compiled(start.recipes, start.runtime, untold))
+    assert found == names(start.recipes)
+    assert sum("settings, code or share" in line for line in start.said) == 2
+    assert not any(start.store.has(recipe.key) for recipe in start.recipes)
+
+
+def test_what_a_lost_worker_had_is_compiled_here(start: Start):
+    with start.pool() as pool:
+        pool.start(start.runtime)
+        for process in processes(pool):
+            process.kill()
+        found = names(pool.compiled(start.recipes, start.runtime, untold))
+    assert found == names(start.recipes)
+
+
+def test_without_processes_all_is_compiled_here(start: Start, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with start.pool() as pool:
+        assert not pool.start(start.runtime)
+        assert len([*pool.compiled(start.recipes, start.runtime, untold)]) == len(start.recipes)
+    (said,) = start.said
+    assert "could be started" in said
+
+
+def test_without_threads_all_is_compiled_here(start: Start, monkeypatch: pytest.MonkeyPatch):
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    descriptors = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with start.pool() as pool:
+        assert not pool.start(start.runtime)
+        found = names(pool.compiled(start.recipes, start.runtime, untold))
+    assert found == names(start.recipes)
+    assert len(start.said) == 1
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_who_leaves_in_the_middle_leaves_no_process(start: Start):
+    with start.pool() as pool:
+        pool.start(start.runtime)
+        running = processes(pool)
+    assert [process.returncode for process in running] == [-9, -9]
+
+
+TELLS = """
+import os, sys
+os.write(int(sys.argv[1]), sys.argv[2].encode())
+"""
+
+
+def worker_that_tells(lines: str) -> Callable[[int], list[str]]:
+    return lambda pipe: [sys.executable, "-c", TELLS, str(pipe), lines]
+
+
+def test_what_a_worker_told_before_it_was_lost_is_not_compiled_again(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+):
+    done = [repr(recipe.name) for recipe in start.recipes[:2]]
+    lines = "".join(json.dumps({"compiled": name}) + "\n" for name in done)
+    told: list[int] = []
+    monkeypatch.setattr(workers, "worker_command", worker_that_tells(lines + '{"compi'))
+    with start.pool() as pool:
+        found = [*pool.compiled(start.recipes, start.runtime, lambda n, _: told.append(n))]
+    assert [repr(recipe.name) for recipe in found[:2]] == done
+    assert names(found) == names(start.recipes)
+    assert told == [*range(1, len(found) + 1)]
+
+
+def test_the_share_of_a_worker_that_ended_is_not_waited_for(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+):
+    """The others may take long: this one never says a word."""
+    commands = iter(
+        [worker_that_tells(""), lambda _: [sys.executable, "-c", "import sys; sys.stdin.read()"]]
+    )
+    monkeypatch.setattr(workers, "worker_command", lambda pipe: next(commands)(pipe))
+    first = share_of(start.recipes, 0, 2)
+    with start.pool() as pool:
+        pool.start(start.runtime)
+        found = pool.compiled(start.recipes, start.runtime, untold)
+        assert names(next(found) for _ in first) == names(first)
+
+
+@pytest.fixture(scope="module")
+def order_and_runtime(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    script = Path(__file__).parent.with_name("start_helpers.py")
+    told = subprocess.check_output([sys.executable, script, tmp_path_factory.mktemp("cache")])
+    return told.decode().splitlines(keepends=True)
+
+
+@pytest.mark.parametrize("lines", [0, 1, 2], ids=["no order", "no runtime", "at work"])
+def test_a_worker_ends_with_its_input(lines: int, order_and_runtime: list[str]):
+    """The engine's process may be gone for good, without a word."""
+    read, write = os.pipe()
+    with os.fdopen(read) as told:
+        try:
+            process = subprocess.run(
+                workers.worker_command(write),
+                input="".join(order_and_runtime[:lines]),
+                pass_fds=[write],
+                text=True,
+                timeout=60,
+                check=False,
+            )
+        finally:
+            os.close(write)
+        assert (told.read(), process.returncode) == ("", 1)
+
+
+def test_after_the_end_no_worker_is_started(start: Start):
+    """A thread may come to it late."""
+    with start.pool() as pool:
+        pass
+    assert not pool.start(start.runtime)
+    assert names(pool.compiled(start.recipes, start.runtime, untold)) == names(start.recipes)
+    assert processes(pool) == []
+
+
+@pytest.mark.parametrize(
+    ("platform", "processors", "reserved", "options", "recorded", "asked", "expected"),
+    [
+        ("gpu", 16, 126 * GIB, {"memory_fraction": 0.9}, True, None, 8),
+        ("gpu", 16, 126 * GIB, "memory_fraction:0.9;preallocate:true", True, None, 8),
+        ("gpu", 192, 126 * GIB, {"memory_fraction": 0.9}, True, None, 8),
+        ("gpu", 5, 126 * GIB, {"memory_fraction": 0.9}, True, None, 2),
+        ("gpu", 16, 126 * GIB, {"memory_fraction": 0.9}, True, 0, 0),
+        ("gpu", 16, 126 * GIB, {"memory_fraction": 0.9}, True, 3, 3),
+        ("gpu", 16, 22 * GIB, {"memory_fraction": 0.9}, True, None, 2),
+        ("gpu", 16, 126 * GIB, {"memory_fraction": 0.9}, False, None, 8),
+        ("gpu", 16, 72 * GIB, {"memory_fraction": 0.9}, False, None, 5),
+        ("gpu", 16, 24 * GIB, {"memory_fraction": 1.0}, True, None, 0),
+        ("gpu", 16, 24 * GIB, None, True, None, 0),
+        ("gpu", 16, None, {"memory_fraction": 0.9}, True, None, 0),
+        ("cpu", 16, None, {"memory_fraction": 0.9}, True, None, 0),
+    ],
+)
+def test_as_many_workers_as_processors_and_memory_allow(
+    platform: str,
+    processors: int,
+    reserved: int | None,
+    options: Any,
+    recorded: bool,
+    asked: int | None,
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
+    client_options: Callable[[Any], None],
+):
+    client_options(options)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(processors))
+    stats = {"bytes_limit": reserved} if reserved else None
+    device = SimpleNamespace(platform=platform, memory_stats=lambda: stats)
+    config = EngineConfig(num_compile_workers=asked)
+    assert choose_workers(config, device, recorded=recorded) == expected
+
+
+@pytest.fixture
+def client_options(jax_settings: None) -> Callable[[Any], None]:
+    return partial(jax.config.update, "jax_pjrt_client_create_options")
+
+
+def orders_of(start: Start) -> list[Order]:
+    config = EngineConfig(num_compile_workers=2)
+    device = jax.local_devices()[0]
+    return make_orders(config, EMBEDDED_MODEL, FLOAT32, device, start.store, recorded=True)
+
+
+def test_where_nothing_is_kept_there_is_no_worker(start: Start, monkeypatch: pytest.MonkeyPatch):
+    assert len(orders_of(start)) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda *_: False)
+        assert orders_of(start) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", None)
+        assert orders_of(start) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(start, "store", None)
+        assert orders_of(start) == []
+    jax.config.update("jax_compilation_cache_dir", None)
+    assert orders_of(start) == []
+
+
+def test_orders_and_numbers_are_fit_for_json(start: Start):
+    first, second = start.orders
+    assert (first.share, second.share, first.of) == (0, 1, 2)
+    assert Order(**json.loads(json.dumps(asdict(first)))) == first
+    assert runtime_of(json.loads(json.dumps(asdict(start.runtime)))) == start.runtime

@@ -1,0 +1,243 @@
+"""What a request's state makes of tokens: one part a sample, ranks, and a search's answers."""
+
+import copy
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jpaged.core.beam import BeamSearch, Hypothesis
+from jpaged.core.plan import Emitted
+from jpaged.core.request import FinishReason, Request, RequestStatus, StopCriteria
+from jpaged.engine.inputs import Prompt
+from jpaged.engine.request_state import RequestState
+from jpaged.engine.token_logprobs import TokenLogprobs
+from jpaged.observe.statistics import RequestMetrics
+from jpaged.outputs import Logprob
+from jpaged.runtime.model_runner import TokenScores
+from jpaged.sampling_params import SamplingParams
+
+EOS = 1
+
+
+class Letters:
+    """Token 65 is "A"; tokens below 32 are special."""
+
+    special_token_ids = frozenset(range(32))
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False) -> str:
+        ids = [i for i in token_ids if not (skip_special_tokens and i < 32)]
+        return "".join(f"<{i}>" if i < 32 else chr(i) for i in ids)
+
+
+def make(params: SamplingParams, tokenizer: Any = None) -> RequestState:
+    beam = None if params.beam_width is None else BeamSearch(params.beam_width)
+    tokenizer = Letters() if tokenizer is None else tokenizer
+    request = Request.from_prompt(
+        "r",
+        [97, 98],
+        StopCriteria(max_tokens=8),
+        seq_ids=itertools.count(),
+        num_samples=params.num_samples if beam is None else 1,
+        beam=beam,
+    )
+    metrics = RequestMetrics(arrival_time=0.0)
+    return RequestState(
+        request, params, Prompt("ab", [97, 98]), tokenizer, frozenset({EOS}), metrics
+    )
+
+
+def packed(facts: tuple[int, float, int], *top: tuple[int, float]) -> TokenScores:
+    """Of one token: itself, its log-probability and rank; the likeliest tokens and theirs."""
+    token_id, logprob, rank = facts
+    row = np.array([token_id, 0, rank, *(x for pair in top for x in pair)]).astype(np.int32)
+    row[[1, *range(4, len(row), 2)]] = np.array([logprob, *(x for _, x in top)], "f4").view("i4")
+    return TokenScores(row[None])
+
+
+def say(
+    state: RequestState, index: int, token_id: int, logprob: float = -1.0, reason: Any = None
+) -> bool:
+    sequence = state.request.sequences[index]
+    sequence.token_ids.append(token_id)
+    sequence.finish_reason = reason
+    scores = packed((token_id, logprob, 2), (90, -0.5), (token_id, logprob))
+    return state.accept(Emitted(sequence, state.request, token_id, reason), scores, 0)
+
+
+def test_each_sample_has_its_text_scores_and_end():
+    state = make(SamplingParams(n=2, logprobs=1, stop="XY"))
+    assert not say(state, 0, ord("A"), -0.25)
+    assert not say(state, 1, ord("X"), -1.0)
+    assert say(state, 1, ord("Y"), -2.0)
+    state.request.sequences[1].finish_reason = FinishReason.STOP  # the loop's part
+    assert not say(state, 0, ord("X"), -0.5)
+    first, second = state.output().outputs
+    assert (first.text, first.finish_reason, first.stop_reason) == ("A", None, None)
+    assert (second.text, second.finish_reason, second.stop_reason) == ("", "stop", "XY")
+    assert (first.cumulative_logprob, second.cumulative_logprob) == (-0.75, -3.0)
+    assert [list(found) for found in first.logprobs or ()] == [[65, 90], [88, 90]]
+    assert not say(state, 0, EOS, -0.5, FinishReason.STOP)
+    first, second = state.output().outputs
+    assert (first.text, first.stop_reason) == ("AX", None)  # what was held back is there at its end
+    assert first.token_ids == [65, 88, EOS]
+
+
+def test_the_best_so_far_come_first():
+    state = make(SamplingParams(n=2, best_of=3))
+    for index, logprob in enumerate((-2.0, -1.0, -3.0)):
+        say(state, index, ord("A") + index, logprob)
+    found = state.output().outputs
+    assert [(o.index, o.text, o.cumulative_logprob) for o in found] == [
+        (0, "B", -1.0),
+        (1, "A", -2.0),
+    ]
+    assert [o.logprobs for o in found] == [None, None]
+    say(state, 1, ord("Z"), -9.0)
+    assert [o.text for o in state.output().outputs] == ["A", "C"]
+
+
+def test_sums_are_told_only_where_asked():
+    state = make(SamplingParams(n=2))
+    say(state, 0, ord("A"))
+    assert [o.cumulative_logprob for o in state.output().outputs] == [None, None]
+
+
+def test_a_sample_tells_each_token_once_and_its_end():
+    state = make(SamplingParams(n=2))
+    first, second = state.samples
+    assert not first.has_news
+    say(state, 0, ord("A"))
+    say(state, 0, 40, reason=FinishReason.STOP)
+    assert first.has_news
+    assert not second.has_news
+    delta = first.take_delta("r")
+    assert (delta.text, delta.token_ids, delta.index) == ("A", (65, 40), 0)
+    assert (delta.finish_reason, delta.stop_reason) == ("stop", 40)
+    say(state, 1, ord("B"))
+    assert second.take_delta("r").index == 1
+    assert not second.has_news
+
+
+def search(*hypotheses: Hypothesis, n: int = 2) -> RequestState:
+    state = make(SamplingParams(n=n, beam_width=3))
+    beam = state.request.beam
+    assert beam is not None
+    beam.hypotheses.extend(hypotheses)
+    return state
+
+
+FOUND = (
+    Hypothesis((65, 66, EOS), -0.5, -0.25, is_ended=True),
+    Hypothesis((65, 40), -1.0, -0.5, is_ended=True),
+    Hypothesis((67, 68, 69), -3.0, -1.0, is_ended=False),
+)
+
+
+def test_a_search_has_no_answer_before_its_end():
+    state = search(*FOUND)
+    assert not state.samples
+    assert state.output().outputs == []
+
+
+@pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.LENGTH])
+def test_a_search_ends_with_its_best_answers(reason: FinishReason):
+    state = search(*FOUND, n=3)
+    state.request.status, state.request.finish_reason = RequestStatus.FINISHED, reason
+    state.finish()
+    for _ in range(2):
+        output = state.output()
+        assert output.finished
+        assert [(o.index, o.text, o.score) for o in output.outputs] == [
+            (0, "AB", -0.25),
+            (1, "A", -0.5),
+            (2, "CDE", -1.0),
+        ]
+        assert [o.finish_reason for o in output.outputs] == ["stop", "stop", "length"]
+        assert [o.stop_reason for o in output.outputs] == [None, 40, None]
+        assert [o.cumulative_logprob for o in output.outputs] == [-0.5, -1.0, -3.0]
+    assert [o.text for o in search_ended(n=1).output().outputs] == ["AB"]
+
+
+def search_ended(n: int) -> RequestState:
+    state = search(*FOUND, n=n)
+    state.request.status = RequestStatus.FINISHED
+    state.request.finish_reason = FinishReason.STOP
+    return state
+
+
+def test_an_aborted_search_has_none():
+    state = search(*FOUND)
+    state.request.status = RequestStatus.FINISHED
+    state.request.finish_reason = FinishReason.ABORT
+    assert state.output().outputs == []
+
+
+# --- log-probabilities -------------------------------------------------------------------------
+
+
+class Counting(Letters):
+    def __init__(self) -> None:
+        self.decoded: list[int] = []
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False) -> str:
+        self.decoded += token_ids
+        return super().decode(token_ids, skip_special_tokens)
+
+
+def test_scores_are_made_to_objects_when_they_are_read_and_once():
+    rows = [packed((65, -0.5, 3), (66, -0.25), (65, -0.5)), packed((66, -1.0, 1), (66, -1.0))]
+    tokenizer: Any = Counting()
+    whole = [TokenLogprobs(row.packed, tokenizer) for row in rows]
+    assert list(map(len, whole)) == [1, 1]
+    assert tokenizer.decoded == []
+    assert whole[0] == [{65: Logprob(-0.5, 3, "A"), 66: Logprob(-0.25, 1, "B")}]
+    assert [*whole[0][0]] == [65, 66]  # itself first
+    assert whole[1] == [{66: Logprob(-1.0, 1, "B")}]
+    assert whole[0][0] is whole[0][-1] is next(iter(whole[0]))
+    assert whole[0][1:] == []
+    assert sorted(tokenizer.decoded) == [65, 66, 66]
+    assert repr(whole[1]) == repr([{66: Logprob(-1.0, 1, "B")}])
+
+
+def test_scores_are_made_once_however_often_an_answer_that_grows_is_read():
+    tokenizer = Counting()
+    state = make(SamplingParams(logprobs=1, detokenize=False), tokenizer)
+    for _ in range(20):
+        say(state, 0, ord("A"), -0.25)
+        (answer,) = state.output().outputs
+        assert answer.logprobs is not None
+        assert answer.logprobs[-1][65].logprob == -0.25
+    assert len(tokenizer.decoded) == 2 * 20  # itself and one alternative, each token's once
+
+
+def test_scores_are_copied_as_a_list():
+    """What makes them stays where it is, also where another process gets the copy."""
+    scores = TokenLogprobs(packed((65, -0.5, 3), (66, -0.25)).packed, Counting())  # type: ignore
+    plain = [{65: Logprob(-0.5, 3, "A"), 66: Logprob(-0.25, 1, "B")}]
+    for copied in (copy.copy(scores), copy.deepcopy(scores), scores + plain[:0]):
+        assert type(copied) is list
+        assert copied == plain
+
+
+def test_an_answer_keeps_what_it_said_as_it_grows():
+    state = make(SamplingParams(logprobs=1))
+    say(state, 0, ord("A"), -0.25)
+    (before,) = state.output().outputs
+    say(state, 0, ord("C"), -0.75)
+    (after,) = state.output().outputs
+    assert before.logprobs is not None
+    assert after.logprobs is not None
+    assert [list(found) for found in before.logprobs] == [[65, 90]]
+    assert [found[token].logprob for found, token in zip(after.logprobs, b"AC", strict=True)] == [
+        -0.25,
+        -0.75,
+    ]
+
+
+def test_as_few_alternatives_as_the_vocabulary_has():
+    state = make(SamplingParams(logprobs=20))
+    say(state, 0, ord("A"))
+    (answer,) = state.output().outputs
+    assert [list(found) for found in answer.logprobs or ()] == [[65, 90]]

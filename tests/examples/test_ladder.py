@@ -1,0 +1,182 @@
+"""Every rung of the ladder gives what the one before gives, at the cost it states."""
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from examples.ladder import jpaged_kernels, rung_1_naive, rung_4_block_tables, rung_5_ragged
+from examples.ladder import workload as ladder
+from examples.ladder.__main__ import RUNGS
+from pallas_kernels import Backend
+
+MAX_LINES = 80
+JPAGED = [jpaged_kernels.rung_of(backend) for backend in (Backend.XLA, Backend.INTERPRET)]
+TITLES = [rung.TITLE for rung in RUNGS]
+
+
+@pytest.fixture(scope="module")
+def work() -> ladder.Workload:
+    return ladder.make_workload()
+
+
+@pytest.fixture(scope="module")
+def table(work) -> list[str]:
+    """What `python -m examples.ladder` prints; RuntimeError if a rung differs from another."""
+    return ladder.climb(*RUNGS, *JPAGED, work=work)
+
+
+def test_all_rungs_agree_and_print_their_numbers(table):
+    assert table[0] == ladder.HEADER
+    assert [line[: len(title)] for line, title in zip(table[1:], TITLES, strict=False)] == TITLES
+    assert [line.split("  ")[0] for line in table[1 + len(RUNGS) :]] == [
+        "jpaged's kernel, xla",
+        "jpaged's kernel, interpret",
+    ]
+
+
+def test_naive_attention_is_what_the_formula_says(work):
+    out = np.asarray(rung_1_naive.attend(*rung_1_naive.prepare(work)))
+    q, k, v = (np.asarray(x, np.float64) for x in (work.q, work.k, work.v))
+    start = 0
+    for length in work.lengths:
+        for row in range(start, start + length):
+            scores = np.einsum("nh,knh->nk", q[row], k[start : row + 1]) / ladder.HEAD_SIZE**0.5
+            weights = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
+            expected = np.einsum("nk,knh->nh", weights, v[start : row + 1])
+            np.testing.assert_allclose(out[row], expected, rtol=1e-4, atol=1e-5)
+        start += length
+
+
+def test_a_rung_that_differs_is_found_out(work):
+    def attend(*arguments):
+        return rung_1_naive.attend(*arguments).at[-1, 0, 0].add(1e-3)
+
+    wrong = SimpleNamespace(TITLE="wrong", attend=attend, prepare=rung_1_naive.prepare)
+    with pytest.raises(RuntimeError, match=r"wrong: differs from the rung before by 0\.001"):
+        ladder.climb(rung_1_naive, wrong, work=work)
+
+
+@pytest.mark.parametrize("rung", [*RUNGS, *JPAGED], ids=lambda rung: rung.TITLE)
+def test_slots_that_hold_no_token_do_not_count(work, rung: Any, monkeypatch):
+    with jax.default_matmul_precision("highest"):  # the programs that `table` compiled
+        out = rung.attend(*rung.prepare(work))
+        monkeypatch.setattr(ladder, "GARBAGE", -77.0)
+        np.testing.assert_array_equal(out, rung.attend(*rung.prepare(work)))
+
+
+def test_the_naive_rung_wastes_what_the_seed_says(work):
+    cost = rung_1_naive.cost(work)
+    assert f"{cost.waste:.0%}" == "67%"
+    assert cost.num_slots == 512
+    # Counted only where causality lets a query look, it is the same.
+    seen = sum(n * (n + 1) // 2 for n in work.lengths)
+    assert f"{1 - seen / (4 * 128 * 129 // 2):.0%}" == "67%"
+
+
+@pytest.mark.parametrize("rung", [RUNGS[0], *RUNGS[3:4]], ids=lambda rung: rung.TITLE)
+def test_the_flops_are_those_of_the_program(work, rung: ModuleType):
+    """Of rungs that are one program of plain JAX: all its products, loops counted."""
+    closed = jax.make_jaxpr(rung.attend)(*rung.prepare(work))
+    assert sum(flops(closed.jaxpr)) == rung.cost(work).num_flops
+
+
+def test_the_two_passes_multiply_keys_twice(work):
+    two, one = (RUNGS[i].cost(work) for i in (1, 2))
+    assert two.num_flops * 2 == one.num_flops * 3
+    assert two.bytes_read * 2 == one.bytes_read * 3
+    assert (two.calls, one.calls) == (30, 15)
+    assert two.waste == one.waste == 64 / 21632  # of the last sequence's 8 x 16 pairs
+
+
+def test_the_ragged_rung_counts_the_tiles_that_it_runs(work):
+    *_, tiles = rung_5_ragged.prepare(work)
+    steps = sum(-(-(int(at) + int(rows)) // ladder.BLOCK_SIZE) for _, _, at, rows in tiles)
+    assert rung_5_ragged.cost(work).num_pairs == steps * rung_5_ragged.TILE * ladder.BLOCK_SIZE
+    assert jpaged_kernels.tile_of(rung_5_ragged.attend, rung_5_ragged.prepare(work)) == (
+        rung_5_ragged.TILE,
+        ladder.BLOCK_SIZE,
+    )
+
+
+def test_a_ragged_tile_writes_its_own_rows_alone():
+    """A GPU runs tiles in any order; interpreted, a later one would mend what another spoilt."""
+    *arrays, tiles = rung_5_ragged.prepare(ladder.make_workload((9, 8, 20)))
+    in_order, reverse = (rung_5_ragged.attend(*arrays, each) for each in (tiles, tiles[::-1]))
+    np.testing.assert_array_equal(in_order, reverse)
+
+
+def test_the_ragged_kernel_lowers_for_a_gpu(work, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        function = jax.jit(inspect.unwrap(rung_5_ragged.attend))
+        traced = function.trace(*rung_5_ragged.prepare(work))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__gpu$xla.gpu.triton") == 1
+
+
+def test_blocks_lie_anywhere_and_belong_to_one_sequence(work):
+    tables = work.block_tables()
+    blocks = [block for table in tables for block in table]
+    assert sorted(blocks) == list(range(1, 16))
+    assert blocks != sorted(blocks)
+    *_, tables, _, _ = rung_4_block_tables.prepare(work)
+    assert tables.shape == (4, 8)
+    assert [(row == 0).sum() for row in tables] == [0, 4, 6, 7]
+
+
+@pytest.mark.parametrize("lengths", [(), (8, 0), (-1,)])
+def test_lengths_of_nothing_are_refused(lengths):
+    with pytest.raises(ValueError, match=r"lengths=.* must be positive"):
+        ladder.make_workload(lengths)
+
+
+def test_the_command_line_names_what_is_wrong(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["ladder", "--lengths", "12,x"])
+    with pytest.raises(SystemExit):
+        ladder.main(rung_1_naive)
+    assert "--lengths 12,x: give positive whole numbers, as 128,64,32,8" in capsys.readouterr().err
+
+
+def test_a_rung_runs_by_itself(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["ladder", "--lengths", "128,64,32,8"])
+    ladder.main(rung_1_naive, rung_4_block_tables)
+    header, first, second = capsys.readouterr().out.splitlines()
+    assert header == ladder.HEADER
+    assert first.startswith(rung_1_naive.TITLE)
+    assert second.startswith(rung_4_block_tables.TITLE)
+
+
+@pytest.mark.parametrize("rung", RUNGS, ids=TITLES)
+def test_a_rung_can_be_read_at_a_glance(rung: ModuleType):
+    lines = Path(str(rung.__file__)).read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= MAX_LINES
+
+
+def flops(jaxpr: Any, times: int = 1) -> Iterator[int]:
+    """Multiplications and additions of each matrix product of a program."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            depth = np.prod([equation.invars[0].aval.shape[axis] for axis in contracted])
+            yield times * 2 * int(depth) * equation.outvars[0].aval.size
+        inner = equation.params.get("jaxpr")
+        if inner is not None:
+            repeats = equation.params.get("length", 1)  # a scan's
+            yield from flops(getattr(inner, "jaxpr", inner), times * repeats)
+
+
+def test_products_inside_loops_count_as_often_as_they_run():
+    def function(x):
+        return jax.lax.scan(lambda carry, _: (carry @ x, None), x, length=3)[0]
+
+    closed = jax.make_jaxpr(function)(jnp.ones((4, 4)))
+    assert sum(flops(closed.jaxpr)) == 3 * 2 * 4 * 4 * 4

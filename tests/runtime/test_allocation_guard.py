@@ -1,0 +1,154 @@
+"""Where a step's buffers are, turn by turn, in a small model of XLA's allocator for GPUs."""
+
+import itertools
+import random
+from collections import deque
+from typing import NamedTuple
+
+import pytest
+
+from jpaged.runtime.allocation_guard import SIZES, find_places, make_places, pieces
+from jpaged.runtime.sampling_state import ROW_WIDTH
+
+TOTAL, VOCAB, TURNS = 8 * 2**30, 151_936, 60
+
+
+class Memory:
+    """Best fit in units of 256 bytes; a piece is split if at least twice as large as wanted, or if
+    128 MiB would be wasted; what is set free is joined with its free neighbours."""
+
+    def __init__(self, total: int):
+        self.free, self.used = {0: total}, {}
+
+    def allocate(self, num_bytes: int) -> int:
+        wanted = -(-num_bytes // 256) * 256
+        size, address = min((size, at) for at, size in self.free.items() if size >= wanted)
+        del self.free[address]
+        if size >= 2 * wanted or size - wanted >= 128 * 2**20:
+            self.free[address + wanted] = size - wanted
+            size = wanted
+        self.used[address] = size
+        return address
+
+    def release(self, address: int) -> None:
+        size = self.used.pop(address)
+        size += self.free.pop(address + size, 0)
+        before = [at for at, own in self.free.items() if at + own == address]
+        for at in before:
+            address, size = at, size + self.free.pop(at)
+        self.free[address] = size
+
+    def give_places(self) -> list[tuple[int, int]]:
+        """As `make_places` does; address and size of each."""
+        made = [(self.allocate(size), size) for size in pieces()]
+        places = [made[i] for i in find_places(made)]
+        for address, _ in places:
+            self.release(address)
+        return places
+
+
+def with_holes(rng: random.Random) -> Memory:
+    """What a start may leave: weights that stay, and holes of all sizes between them."""
+    memory = Memory(TOTAL)
+    made = [memory.allocate(256 * int(2 ** rng.uniform(0, 16))) for _ in range(120)]
+    for address in made:
+        if rng.random() < 0.5:
+            memory.release(address)
+    return memory
+
+
+class Seen(NamedTuple):
+    """Addresses of a step's buffers."""
+
+    logits: int
+    temporaries: tuple[int, int]
+    rows: int
+    positions: int
+
+
+class Steps:
+    """The allocations of an engine that is one step ahead of the device."""
+
+    def __init__(self, memory: Memory, num_rows: int, rng: random.Random):
+        self.memory, self.num_rows, self.rng = memory, num_rows, rng
+        self.uploads, self.tokens = [], deque()
+
+    def run(self) -> Seen:
+        allocate, release, rows = self.memory.allocate, self.memory.release, self.num_rows
+        self.uploads.append(allocate(rows * (6 + ROW_WIDTH) * 4))
+        self.copies_end()
+        outputs = [allocate(n * rows) for n in (VOCAB * 4, 4, 1, ROW_WIDTH * 4, 4)]
+        in_forward = allocate(30_000 * rows)
+        release(in_forward)
+        self.copies_end()
+        self.tokens.append(allocate(4 * rows))
+        in_sampling = allocate(VOCAB * 4 * rows + 1000)
+        release(in_sampling)
+        for address in outputs:
+            release(address)
+        if len(self.tokens) > 2:
+            release(self.tokens.popleft())
+        logits, own_rows, _, _, positions = outputs
+        return Seen(logits, (in_forward, in_sampling), own_rows, positions)
+
+    def copies_end(self) -> None:
+        """The callbacks of some uploads run, sooner or later: none waits for two turns."""
+        while self.uploads and (len(self.uploads) > 2 or self.rng.random() < 0.5):
+            self.memory.release(self.uploads.pop(0))
+
+
+@pytest.mark.parametrize("num_rows", [8, 48, 64, 256])
+def test_without_places_large_buffers_move(num_rows: int):
+    steps = Steps(Memory(TOTAL), num_rows, random.Random(0))
+    seen = [steps.run() for _ in range(TURNS)]
+    assert len({step.logits for step in seen}) > 1
+    assert len({step.temporaries for step in seen}) > 1
+
+
+@pytest.mark.parametrize("num_rows", [8, 48, 64, 256, 512])
+@pytest.mark.parametrize("seed", range(4))
+def test_with_places_nothing_that_attention_reads_moves(num_rows: int, seed: int):
+    rng = random.Random(seed)
+    memory = with_holes(rng) if seed else Memory(TOTAL)
+    memory.give_places()
+    steps = Steps(memory, num_rows, rng)
+    assert len({steps.run() for _ in range(TURNS)}) == 1
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_there_are_places_of_every_size_however_memory_looks(seed: int):
+    memory = with_holes(random.Random(seed)) if seed else Memory(TOTAL)
+    places = memory.give_places()
+    for size in SIZES:
+        assert sum(own == size for _, own in places) >= 8
+    assert all(memory.free[address] == size for address, size in places)  # joined with nothing
+
+
+def test_a_place_serves_what_is_above_its_half_and_is_whole_again():
+    memory = Memory(TOTAL)
+    places = dict(memory.give_places())
+    before = dict(memory.free)
+    for size in SIZES:
+        used = [memory.allocate(n) for n in (size, size // 2 + 1, size - 1) * 2]
+        assert {places[address] for address in used} == {size}
+        for address in used:
+            memory.release(address)
+        assert memory.free == before
+
+
+def test_only_what_lies_between_two_that_stay_is_a_place():
+    row = [(at, 256) for at in range(0, 256 * 6, 256)]
+    assert find_places(row) == {1, 3}
+    assert find_places(row[::-1]) == {4, 2}
+    apart = [(0, 256), (256, 256), (768, 256), (1024, 256), (1280, 512)]
+    assert find_places(apart) == {3}
+    assert find_places(row[:2]) == find_places([]) == set()
+
+
+def test_the_guards_are_what_stays():
+    """On a CPU, whose allocator is another: most pieces, at addresses of their own."""
+    guards = make_places()
+    assert len(pieces()) >= len(guards) >= len(pieces()) // 2
+    assert {guard.nbytes for guard in guards} == set(SIZES)
+    spans = sorted((guard.unsafe_buffer_pointer(), guard.nbytes) for guard in guards)
+    assert all(at + size <= after for (at, size), (after, _) in itertools.pairwise(spans))

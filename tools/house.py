@@ -1,0 +1,322 @@
+"""Counts the house: rooms, arrows, floors, circles, files, lines, and what one decode step calls.
+
+    python -m tools.house            # the counts, with the rules they follow
+    python -m tools.house --details  # and what was counted: arrows, upward imports, functions
+
+The rules, which it prints too:
+
+    room     a folder of `jpaged/` with all below it, `pallas_kernels/`, or a file loose in
+             `jpaged/` other than `__init__.py`
+    arrow    a pair of rooms of which one imports the other; imports in functions and under
+             TYPE_CHECKING count, a public name counts for the room it is in, and imports of
+             `jpaged/__init__.py`, which only tells where those are, do not count
+    floors   rooms in the longest chain of arrows (rooms that form a circle count as one floor)
+    circles  groups of rooms, and of files, that import each other round about at run time
+    upward   an import, of whatever kind, of a room on a higher floor by the order in `FLOORS`
+    lines    of Python, blank ones and comments too; the page is serve's static files
+    step     what `Engine.step` does for one greedy decode step of one request in the synchronous
+             loop, in which it neither ends nor takes a new block, the compiled programs replaced
+             by stubs: functions of the product that `sys.setprofile` sees called, each once
+             (comprehensions and generator expressions belong to the function that has them),
+             their modules, and calls that go from one module to another
+"""
+
+import argparse
+import ast
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = "jpaged", "pallas_kernels"
+
+FLOORS = (
+    ("pallas_kernels", "core", "version", "options"),
+    ("models", "sampling_params"),
+    ("config", "observe"),
+    ("outputs", "text"),
+    ("runtime",),
+    ("compile",),
+    ("engine",),
+    ("serve", "terminal"),
+    ("__main__",),
+)
+"""Rooms from the lowest floor to the highest; those of one floor may import each other, but not in
+a circle."""
+
+Graph = Mapping[str, set[str]]
+
+
+@dataclass(frozen=True)
+class Import:
+    """A module that imports another one; `typed`: for type checkers alone."""
+
+    importer: str
+    imported: str
+    typed: bool
+
+
+@dataclass
+class Step:
+    """What one decode step called."""
+
+    functions: set[CodeType] = field(default_factory=set)
+    modules: set[str] = field(default_factory=set)
+    num_calls: int = 0
+    num_changes: int = 0
+
+
+def module_files(root: Path = ROOT) -> dict[str, Path]:
+    """The product's modules and their files."""
+    files = sorted(file for name in PACKAGES for file in (root / name).rglob("*.py"))
+    return {_module_name(file.relative_to(root)): file for file in files}
+
+
+def _module_name(path: Path) -> str:
+    parts = path.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def find_imports(files: Mapping[str, Path]) -> set[Import]:
+    """Imports of one of the product's modules by another, by reading the code."""
+    found: set[Import] = set()
+    for module, file in files.items():
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        for node, typed in _import_nodes(tree, typed=False):
+            found |= {Import(module, name, typed) for name in _targets(node, files)}
+    return {it for it in found if it.importer != it.imported}
+
+
+def _import_nodes(tree: ast.AST, *, typed: bool) -> Iterator[tuple[ast.AST, bool]]:
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, (ast.Import, ast.ImportFrom)):
+            yield child, typed
+        test = child.test if isinstance(child, ast.If) else None
+        guarded = isinstance(test, ast.Name) and test.id == "TYPE_CHECKING"
+        yield from _import_nodes(child, typed=typed or guarded)
+
+
+def _targets(node: ast.AST, files: Mapping[str, Path]) -> Iterator[str]:
+    if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        for name in node.names:
+            whole = f"{node.module}.{name.name}"
+            home = (
+                _public_names(files["jpaged"]).get(name.name) if node.module == "jpaged" else None
+            )
+            target = whole if whole in files else home or node.module
+            if target in files:
+                yield target
+    elif isinstance(node, ast.Import):
+        yield from (name.name for name in node.names if name.name in files)
+
+
+@cache
+def _public_names(file: Path) -> dict[str, str]:
+    """Where the names are that `jpaged` itself has: its table `_HOME`."""
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOME":
+            return ast.literal_eval(node.value)
+    return {}
+
+
+def room_of(module: str) -> str | None:
+    """The room a module is in; None for `jpaged` itself."""
+    package, *inner = module.split(".")
+    if package != "jpaged":
+        return package
+    return inner[0] if inner else None
+
+
+def room_graph(imports: Iterable[Import], *, typed: bool) -> dict[str, set[str]]:
+    """Who imports whom, by rooms, with imports for type checkers or without."""
+    graph: dict[str, set[str]] = {}
+    for it in imports:
+        importer, imported = room_of(it.importer), room_of(it.imported)
+        if importer and imported and importer != imported and (typed or not it.typed):
+            graph.setdefault(importer, set()).add(imported)
+    return graph
+
+
+def file_graph(imports: Iterable[Import]) -> dict[str, set[str]]:
+    """Who imports whom at run time, by files."""
+    graph: dict[str, set[str]] = {}
+    for it in imports:
+        if not it.typed and it.importer not in PACKAGES and it.imported not in PACKAGES:
+            graph.setdefault(it.importer, set()).add(it.imported)
+    return graph
+
+
+def components(graph: Graph) -> list[frozenset[str]]:
+    """Groups of nodes that reach each other, single ones too, each after those it reaches."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[frozenset[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for target in sorted(graph.get(node, ())):
+            if target not in index:
+                visit(target)
+                low[node] = min(low[node], low[target])
+            elif target in stack:
+                low[node] = min(low[node], index[target])
+        if low[node] == index[node]:
+            at = stack.index(node)
+            found.append(frozenset(stack[at:]))
+            del stack[at:]
+
+    for node in sorted(set(graph).union(*graph.values())):
+        if node not in index:
+            visit(node)
+    return found
+
+
+def circles(graph: Graph) -> list[list[str]]:
+    """Groups of several nodes that reach each other."""
+    return [sorted(group) for group in components(graph) if len(group) > 1]
+
+
+def num_floors(graph: Graph) -> int:
+    """Nodes in the longest chain, those of a circle counted once."""
+    groups = components(graph)
+    group_of = {node: group for group in groups for node in group}
+    height: dict[frozenset[str], int] = {}
+    for group in groups:
+        below = {group_of[target] for node in group for target in graph.get(node, ())} - {group}
+        height[group] = 1 + max((height[it] for it in below), default=0)
+    return max(height.values(), default=0)
+
+
+def upward_imports(imports: Iterable[Import]) -> list[Import]:
+    """Imports of a room on a higher floor, or of one that `FLOORS` does not have."""
+    floor = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
+    found = []
+    for it in imports:
+        importer, imported = room_of(it.importer), room_of(it.imported)
+        known = importer in floor and imported in floor
+        if importer and imported and (not known or floor[imported] > floor[importer]):
+            found.append(it)
+    return sorted(found, key=lambda it: (it.importer, it.imported))
+
+
+def loose_files(root: Path = ROOT) -> list[str]:
+    """Files of Python loose in `jpaged/`, `__init__.py` too."""
+    return sorted(file.name for file in (root / "jpaged").glob("*.py"))
+
+
+def num_lines(files: Iterable[Path]) -> int:
+    """Lines of files."""
+    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+
+
+def page_files(root: Path = ROOT) -> list[Path]:
+    """The page's own files."""
+    return [file for file in (root / "jpaged/serve").rglob("static/*") if file.is_file()]
+
+
+def trace_step() -> Step:
+    """Run a greedy decode step with the device stubbed, and see what it calls."""
+    from bench.null_device import BLOCK_SIZE, Clock, make_host
+    from jpaged.config import LoopMode
+    from jpaged.engine.inputs import normalize_prompt
+    from jpaged.sampling_params import SamplingParams
+
+    host, prompt = make_host(1, Clock(), LoopMode.SYNCHRONOUS), list(range(BLOCK_SIZE + 1))
+    params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+    given = normalize_prompt(prompt, vocab_size=host.intake.vocab_size)
+    host.driver.add(host.intake.make_job(given, params), polled=True)
+
+    def advance() -> None:  # as `Engine.step`
+        host.driver.advance()
+        host.driver.take_news()
+
+    for _ in range(5):
+        advance()
+    step, files = Step(), {str(file): name for name, file in module_files().items()}
+
+    def watch(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        module = files.get(code.co_filename)
+        if event != "call" or module is None or _is_part(code):
+            return
+        caller = frame.f_back
+        while caller is not None and (
+            caller.f_code.co_filename not in files or _is_part(caller.f_code)
+        ):
+            caller = caller.f_back
+        step.functions.add(code)
+        step.modules.add(module)
+        step.num_calls += 1
+        step.num_changes += caller is None or files[caller.f_code.co_filename] != module
+
+    sys.setprofile(watch)
+    try:
+        advance()
+    finally:
+        sys.setprofile(None)
+    return step
+
+
+def _is_part(code: CodeType) -> bool:
+    return code.co_name in ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
+
+
+def main() -> None:
+    """Print the counts."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--details", action="store_true", help="tell what was counted")
+    details = parser.parse_args().details
+    files = module_files()
+    imports = find_imports(files)
+    graph, step = room_graph(imports, typed=True), trace_step()
+    running = room_graph(imports, typed=False)
+    rooms = sorted({room for module in files if (room := room_of(module))})
+    round_rooms, round_files = circles(running), circles(file_graph(imports))
+    upward = upward_imports(imports)
+    lines = {name: num_lines((ROOT / name).rglob("*.py")) for name in PACKAGES}
+    print(__doc__)
+    for what, count in (
+        ("rooms", len(rooms)),
+        ("arrows", sum(map(len, graph.values()))),
+        ("floors", num_floors(graph)),
+        ("circles of rooms", len(round_rooms)),
+        ("circles of files", len(round_files)),
+        ("upward imports", len(upward)),
+        ("files loose in jpaged/", len(loose_files())),
+        ("files of the product", len(files)),
+        ("lines of jpaged/", lines["jpaged"]),
+        ("lines of pallas_kernels/", lines["pallas_kernels"]),
+        ("lines of the page", num_lines(page_files())),
+        ("functions in a decode step", len(step.functions)),
+        ("modules in a decode step", len(step.modules)),
+        ("changes of module in a decode step", step.num_changes),
+        ("calls in a decode step", step.num_calls),
+    ):
+        print(f"{what:<36}{count:>8,}")
+    if details:
+        _print_details(graph, round_rooms + round_files, upward, step)
+
+
+def _print_details(graph: Graph, found: list[list[str]], upward: list[Import], step: Step) -> None:
+    for room in sorted(graph):
+        print(f"{room} -> {', '.join(sorted(graph[room]))}")
+    for group in found:
+        print("circle:", ", ".join(group))
+    for it in upward:
+        print(f"upward: {it.importer} imports {it.imported}")
+    by_file = Counter(Path(code.co_filename).relative_to(ROOT) for code in step.functions)
+    for file, count in sorted(by_file.items()):
+        own = (it for it in step.functions if Path(it.co_filename) == ROOT / file)
+        print(f"{file}: {count}: {', '.join(sorted(it.co_qualname for it in own))}")
+
+
+if __name__ == "__main__":
+    main()
