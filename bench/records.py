@@ -12,7 +12,14 @@ from tabulate import tabulate
 RESULTS = Path(__file__).parent / "results"
 
 
-def record(name: str, rows: list[dict], *, device: str | None = None, **more: object) -> Path:
+def record(
+    name: str,
+    rows: list[dict],
+    *,
+    device: str | None = None,
+    folder: Path = RESULTS,
+    **more: object,
+) -> Path:
     """Write a benchmark's rows with what they were measured on; returns the file.
 
     `device` names what was measured, for a benchmark whose own process leaves the device alone.
@@ -28,8 +35,8 @@ def record(name: str, rows: list[dict], *, device: str | None = None, **more: ob
         **more,
         "rows": rows,
     }
-    path = RESULTS / f"{name}_{kind}.json"
-    path.parent.mkdir(exist_ok=True)
+    path = folder / f"{name}_{kind}.json"
+    folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return path
 

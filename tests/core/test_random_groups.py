@@ -19,7 +19,6 @@ from jpaged.core.plan import Goal, StepPlan
 from jpaged.core.request import FinishReason, Request, RequestStatus, StopCriteria
 from jpaged.core.swap import PreemptionCosts, PreemptionMode, PressurePolicy
 
-SEEDS = 700
 LOST = (RequestStatus.PREEMPTED, RequestStatus.SWAPPED)
 COSTS = PreemptionCosts(((8, 1.0),), ((1, 0.1), (4, 0.9)))
 
@@ -53,7 +52,6 @@ EXPECTED = (
     "cache reset",
     "cache reset while swapped",
 )
-FEWEST = 10
 
 
 class Tally(Counter[str]):
@@ -216,13 +214,16 @@ class Work:
 
 
 @pytest.mark.slow
-def test_random_groups_under_pressure():
+@pytest.mark.parametrize(
+    ("num_seeds", "fewest"), [(200, 2), pytest.param(3000, 40, marks=pytest.mark.soak)]
+)
+def test_random_groups_under_pressure(num_seeds: int, fewest: int):
     tally = Tally()
-    for seed in range(SEEDS):
+    for seed in range(num_seeds):
         try:
             Work(seed, tally).run()
         except Exception as error:
             error.add_note(f"seed {seed}: Work({seed}, Tally()).run() repeats it")
             raise
-    rare = {event: tally[event] for event in EXPECTED if tally[event] < FEWEST}
+    rare = {event: tally[event] for event in EXPECTED if tally[event] < fewest}
     assert not rare, f"hardly ever happened: {rare}"

@@ -301,11 +301,18 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = pytest.mark.slow(SchedulerMachine.TestCase)
 TestSchedulerMachine.settings = settings(
-    max_examples=2_000,
+    max_examples=300,
     stateful_step_count=15,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
+
+
+@pytest.mark.soak
+class TestSchedulerForLong(SchedulerMachine.TestCase):
+    """The same work, long enough for what happens once in a thousand runs."""
+
+    settings = settings(TestSchedulerMachine.settings, max_examples=10_000)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])

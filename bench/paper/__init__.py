@@ -1,0 +1,1 @@
+"""The paper's evaluation: `python -m bench.paper --figure N`."""

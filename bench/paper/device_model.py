@@ -1,0 +1,459 @@
+"""How long a step takes: a model fitted to recorded GPU steps.
+
+A step of N rows (tokens, padded as the engine pads them) in L layers takes, in seconds,
+
+    step + L layer                                   launching it, and each layer's small kernels
+    + join(weight bytes / bandwidth, 2 weights N / rate)    products of the layers, and of the head
+    + keys' and values' bytes / kv_bandwidth         what rows of one token read
+    + 4 L heads head_size pairs / prefill_rate       attention of longer rows, by (query, key) pairs
+    + L N hidden element                             norms, activations, writes: all but products
+    + L mixed                                        where rows of both kinds are in one step
+
+with join(a, b) = (a^p + b^p)^(1/p): either bound alone where it is far above the other. The nine
+coefficients are fitted by least squares of the logarithm of modelled over recorded time, so that
+each point counts by its relative error. Two more tell what a transfer between device and host
+takes: `swap + bytes / swap_bandwidth`. All are those of blocks of 16 slots. Where steps of other
+block sizes were recorded, `kv_slowdown` tells by how much keys and values are read more slowly
+there, the median of those steps; where none were, the block size makes no difference.
+
+The data: `bench/results/step_times_<shape>_nvidia-h200.json`, which `bench.step_times` writes on an
+H200: the shape's own, or for a shape that has none OPT-13B's. Until then `recorded_steps.json` in
+this folder: what results and notes say of single steps, each with its source.
+`python -m bench.paper.device_model` prints every point with its error.
+
+Other GPUs are not measured. For them bandwidths and rates are the fitted ones times the ratio of
+the published peaks (`GPUS`), times are as fitted. Several GPUs hold a share of each layer each, and
+sum their parts twice a layer: `ALL_REDUCE_SECONDS`, and bytes over `nvlink` as a ring sends them.
+"""
+
+import argparse
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy.optimize import least_squares  # JAX depends on it
+from tabulate import tabulate
+
+RECORDED = Path(__file__).parent / "recorded_steps.json"
+RESULTS = Path(__file__).parent.parent / "results"
+MEASURED_SHAPE = "opt-13b"
+FITTED_GPU = "h200"
+BLOCK_SIZE = 16  # of the steps that coefficients are fitted to
+ITEM_BYTES = 2  # bfloat16 and float16
+ALL_REDUCE_SECONDS = 10e-6
+"""What a small all-reduce between GPUs of one host takes, an assumption; latency of NCCL's over
+NVLink as usually measured."""
+
+
+class StepWork(NamedTuple):
+    """What a step computes.
+
+    Attributes:
+        decode_seqs: Rows of one token.
+        context_tokens: Keys that those rows read, summed.
+        prompt_seqs: Longer rows.
+        prompt_tokens: Their tokens.
+        prompt_pairs: Their (query, key) pairs.
+        padded_tokens: Tokens that products compute, padding counted.
+        logits_rows: Rows of the head's product.
+    """
+
+    decode_seqs: int
+    context_tokens: int
+    prompt_seqs: int
+    prompt_tokens: int
+    prompt_pairs: int
+    padded_tokens: int
+    logits_rows: int
+
+
+class Gpu(NamedTuple):
+    """Published peaks: bytes a second of memory, dense bf16 or fp16 FLOP/s, bytes a second between
+    host and GPU and, one way, over NVLink."""
+
+    bandwidth: float
+    flops: float
+    pcie: float
+    nvlink: float
+
+
+GPUS = {
+    "h200": Gpu(4.8e12, 989e12, 64e9, 450e9),
+    "a100-40gb": Gpu(1.555e12, 312e12, 32e9, 300e9),
+    "a100-80gb": Gpu(2.039e12, 312e12, 32e9, 300e9),
+}
+
+
+class ModelShape(NamedTuple):
+    """A model's shape; `gated` feed-forwards have three products, others two."""
+
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    ffn: int
+    vocab: int
+    gated: bool = False
+
+    @property
+    def layer_params(self) -> int:
+        """Weights of a layer's products."""
+        heads = 2 * self.num_heads + 2 * self.num_kv_heads
+        return self.hidden * (heads * self.head_size + (2 + self.gated) * self.ffn)
+
+    @property
+    def head_params(self) -> int:
+        """Weights of the output head."""
+        return self.hidden * self.vocab
+
+    @property
+    def kv_bytes(self) -> int:
+        """K and V of one token in all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_size * ITEM_BYTES
+
+
+MODELS = {
+    "opt-13b": ModelShape(40, 5120, 40, 40, 128, 20480, 50272),
+    "opt-66b": ModelShape(64, 9216, 72, 72, 128, 36864, 50272),
+    "opt-175b": ModelShape(96, 12288, 96, 96, 128, 49152, 50272),
+    "llama-13b": ModelShape(40, 5120, 40, 40, 128, 13824, 32000, gated=True),
+    "llama-3.1-8b": ModelShape(32, 4096, 32, 8, 128, 14336, 128256, gated=True),
+    "qwen3-0.6b": ModelShape(28, 1024, 16, 8, 128, 3072, 151936, gated=True),
+    "qwen2.5-1.5b": ModelShape(28, 1536, 12, 2, 128, 8960, 151936, gated=True),
+    "qwen2.5-14b": ModelShape(48, 5120, 40, 8, 128, 13824, 152064, gated=True),
+}
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """What is fitted; times in seconds, bandwidths in bytes a second, rates in FLOP/s."""
+
+    step: float = 1e-4
+    layer: float = 1e-5
+    bandwidth: float = 4e12
+    rate: float = 7e14
+    joint: float = 2.0  # p of join
+    kv_bandwidth: float = 4e12
+    prefill_rate: float = 3e14
+    element: float = 1e-12  # seconds a row and unit of `hidden`
+    mixed: float = 0.0
+    swap: float = 1e-3
+    swap_bandwidth: float = 5e10
+    kv_slowdown: tuple[tuple[int, float], ...] = ()  # block size, factor
+
+    def slowdown(self, block_size: int) -> float:
+        """Factor of the time that reading keys and values takes; by the nearest recorded size."""
+        if block_size == BLOCK_SIZE or not self.kv_slowdown:
+            return 1.0
+        known = ((BLOCK_SIZE, 1.0), *self.kv_slowdown)
+        return min(known, key=lambda pair: abs(math.log2(pair[0] / block_size)))[1]
+
+
+LIMITS = {"bandwidth": 4.42e12, "kv_bandwidth": 4.42e12, "rate": 7.9e14, "prefill_rate": 6.6e14}
+"""What was measured of the chip itself: no step is faster. The data do not tell all coefficients
+apart (a higher rate of products and slower norms fit as well), and these keep each what it says."""
+
+_STEP_NAMES = [f.name for f in fields(Coefficients) if not f.name.startswith(("swap", "kv_slow"))]
+
+
+@dataclass(frozen=True)
+class DeviceModel:
+    """Times of one model's steps on a server.
+
+    Attributes:
+        name: Model and GPUs.
+        shape: The model's.
+        coefficients: Of one of the GPUs.
+        num_gpus: GPUs, each with its share of every layer.
+        nvlink: Bytes a second that a GPU sends to another.
+    """
+
+    name: str
+    shape: ModelShape
+    coefficients: Coefficients
+    num_gpus: int = 1
+    nvlink: float = math.inf
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of a block in all layers, on all GPUs together."""
+        return block_size * self.shape.kv_bytes
+
+    def step_seconds(self, work: StepWork, block_size: int = BLOCK_SIZE) -> float:
+        """Seconds of a step in a steady run."""
+        return self.busy_seconds(work, block_size) + self.coefficients.step
+
+    def kv_seconds(self, work: StepWork) -> float:
+        """Seconds of reading keys and values for rows of one token, in blocks of 16."""
+        num_bytes = work.context_tokens * self.shape.kv_bytes
+        return num_bytes / (self.coefficients.kv_bandwidth * self.num_gpus)
+
+    def busy_seconds(self, work: StepWork, block_size: int = BLOCK_SIZE) -> float:
+        """Seconds that the device is busy for a step."""
+        shape, by, gpus = self.shape, self.coefficients, self.num_gpus
+        rows, layers = work.padded_tokens, shape.num_layers
+        seconds = layers * by.layer + self._product(layers * shape.layer_params, rows)
+        seconds += self._product(shape.head_params, work.logits_rows)
+        seconds += self.kv_seconds(work) * by.slowdown(block_size)
+        pair_flops = 4 * layers * shape.num_heads * shape.head_size
+        seconds += work.prompt_pairs * pair_flops / (by.prefill_rate * gpus)
+        seconds += layers * rows * shape.hidden * by.element
+        if work.decode_seqs and work.prompt_seqs:
+            seconds += layers * by.mixed
+        if gpus > 1:
+            sent = 2 * (gpus - 1) / gpus * rows * shape.hidden * ITEM_BYTES
+            seconds += 2 * layers * (ALL_REDUCE_SECONDS + sent / self.nvlink)
+        return seconds
+
+    def _product(self, num_weights: int, rows: int) -> float:
+        by = self.coefficients
+        weights = num_weights / self.num_gpus
+        read, computed = ITEM_BYTES * weights / by.bandwidth, 2 * weights * rows / by.rate
+        return (read**by.joint + computed**by.joint) ** (1 / by.joint)
+
+    def decode_seconds(self, num_seqs: int, context: float) -> float:
+        """Of a step of `num_seqs` tokens, each after `context` others on average; not padded."""
+        rows = max(num_seqs, 8)
+        return self.step_seconds(StepWork(num_seqs, int(num_seqs * context), 0, 0, 0, rows, rows))
+
+    def prefill_seconds(self, lengths: Sequence[int]) -> float:
+        """Of a step that computes whole prompts; not padded."""
+        num_tokens, pairs = sum(lengths), sum(n * (n + 1) // 2 for n in lengths)
+        logits = max(len(lengths), 8)
+        return self.step_seconds(
+            StepWork(0, 0, len(lengths), num_tokens, pairs, max(num_tokens, 64), logits)
+        )
+
+    def swap_seconds(self, num_blocks: int, block_size: int) -> float:
+        """Of a transfer of blocks one way between device and host; each GPU sends its share.
+
+        The runner gathers blocks into one array first, so that what a transfer takes depends on
+        its bytes and not on the block size.
+        """
+        if not num_blocks:
+            return 0.0
+        by = self.coefficients
+        num_bytes = num_blocks * self.block_bytes(block_size)
+        return by.swap + num_bytes / (by.swap_bandwidth * self.num_gpus)
+
+
+def device_model(shape: str = "opt-13b", gpu: str = FITTED_GPU, num_gpus: int = 1) -> DeviceModel:
+    """The model of a server.
+
+    Args:
+        shape: A key of `MODELS`.
+        gpu: A key of `GPUS`.
+        num_gpus: How many of them hold the model.
+
+    Raises:
+        ValueError: there is no such shape or GPU, or no GPU at all.
+    """
+    for name, value, known in (("shape", shape, MODELS), ("gpu", gpu, GPUS)):
+        if value not in known:
+            raise ValueError(f"{name} {value!r} is unknown: give one of {', '.join(known)}")
+    if num_gpus < 1:
+        raise ValueError(f"num_gpus must be at least 1, got {num_gpus}")
+    by, here, there = fit(shape).coefficients, GPUS[FITTED_GPU], GPUS[gpu]
+    memory, compute = there.bandwidth / here.bandwidth, there.flops / here.flops
+    scaled = replace(
+        by,
+        bandwidth=by.bandwidth * memory,
+        kv_bandwidth=by.kv_bandwidth * memory,
+        element=by.element / memory,
+        rate=by.rate * compute,
+        prefill_rate=by.prefill_rate * compute,
+        swap_bandwidth=by.swap_bandwidth * there.pcie / here.pcie,
+    )
+    name = f"{shape} on {num_gpus} x {gpu}" if num_gpus > 1 else f"{shape} on {gpu}"
+    return DeviceModel(name, MODELS[shape], scaled, num_gpus, there.nvlink)
+
+
+# ---- the fit
+
+
+@dataclass(frozen=True)
+class FittedPoint:
+    """A recorded step or transfer beside what the model makes of it.
+
+    Attributes:
+        what: Model, kind and size.
+        recorded: Seconds.
+        modelled: Seconds.
+        source: Where it was recorded.
+    """
+
+    what: str
+    recorded: float
+    modelled: float
+    source: str
+
+    @property
+    def error(self) -> float:
+        """Of the modelled time, relative."""
+        return self.modelled / self.recorded - 1
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Coefficients of one GPU of `FITTED_GPU`'s kind, and each point they were fitted to."""
+
+    coefficients: Coefficients
+    points: tuple[FittedPoint, ...]
+
+    @property
+    def mean_error(self) -> float:
+        """Mean size of the points' relative errors."""
+        return float(np.mean([abs(point.error) for point in self.points]))
+
+
+@cache
+def fit(shape: str = MEASURED_SHAPE) -> Fit:
+    """Fit the coefficients for a shape to what was recorded on an H200.
+
+    Raises:
+        ValueError: a file of recorded steps is damaged; the message names it.
+    """
+    recorded = read_rows(RECORDED)
+    paths = [RESULTS / f"step_times_{name}_nvidia-h200.json" for name in (shape, MEASURED_SHAPE)]
+    path = next((path for path in paths if path.exists()), None)
+    if path is None:
+        return fit_rows(recorded)
+    rows = read_rows(path)
+    if not any(row["kind"] in _SWAP_KINDS for row in rows):
+        rows += [row for row in recorded if row["kind"] in _SWAP_KINDS]
+    return fit_rows(rows)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Recorded steps and transfers; those of kinds that are not modelled are left out."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        for row in rows:
+            row.setdefault("source", path.name)
+            if row["kind"] in _STEP_KINDS | _SWAP_KINDS and not row["seconds"] > 0:
+                raise ValueError(f"a row has seconds={row['seconds']}")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"the recorded steps in {path} cannot be read: {error!r}") from error
+    return [row for row in rows if row["kind"] in _STEP_KINDS | _SWAP_KINDS]
+
+
+_STEP_KINDS = {"decode", "prefill", "mixed"}
+_SWAP_KINDS = {"swap", "swap_out", "swap_in"}  # "swap": out and back in
+
+
+def fit_rows(rows: Iterable[Mapping[str, Any]]) -> Fit:
+    """Fit the coefficients to recorded rows: see `recorded_steps.json` for their fields.
+
+    Coefficients that no row tells of keep the defaults of `Coefficients`.
+    """
+    rows = list(rows)
+    steps = [row for row in rows if row["kind"] in _STEP_KINDS]
+    swaps = [row for row in rows if row["kind"] in _SWAP_KINDS]
+    by = Coefficients()
+    usual = [row for row in steps if row["block_size"] == BLOCK_SIZE]
+    if usual:
+        by = _fit(by, _names_for(usual), usual)
+        by = replace(by, kv_slowdown=_slowdowns(by, steps))
+    if swaps:
+        by = _fit(by, ["swap", "swap_bandwidth"], swaps)
+    points = [
+        FittedPoint(_describe(row), row["seconds"], _modelled(by, row), row["source"])
+        for row in rows
+    ]
+    return Fit(by, tuple(points))
+
+
+def _slowdowns(by: Coefficients, steps: list[Mapping[str, Any]]) -> tuple[tuple[int, float], ...]:
+    """Of each block size but the usual one: what steps take beyond the usual, by `kv_seconds`."""
+    found: dict[int, list[float]] = defaultdict(list)
+    for row in steps:
+        if row["block_size"] != BLOCK_SIZE and row["context_tokens"]:
+            seconds = _model_of(by, row).kv_seconds(_work_of(row))
+            found[row["block_size"]].append(1 + (row["seconds"] - _modelled(by, row)) / seconds)
+    return tuple((size, max(median(factors), 0.1)) for size, factors in sorted(found.items()))
+
+
+def _names_for(steps: list[Mapping[str, Any]]) -> list[str]:
+    has_mixed = any(row["kind"] == "mixed" for row in steps)
+    return [name for name in _STEP_NAMES if has_mixed or name != "mixed"]
+
+
+def _fit(start: Coefficients, names: list[str], rows: list[Mapping[str, Any]]) -> Coefficients:
+    """Coefficients are positive, so their logarithms are varied."""
+    first: dict[str, float] = asdict(start)
+    first["mixed"] = first["mixed"] or 1e-6
+
+    def at(logs: np.ndarray) -> Coefficients:
+        return replace(start, **dict(zip(names, np.exp(logs).tolist(), strict=True)))
+
+    def errors(logs: np.ndarray) -> list[float]:
+        by = at(logs)
+        return [math.log(_modelled(by, row) / row["seconds"]) for row in rows]
+
+    guess = np.array([math.log(first[name]) for name in names])
+    most = np.array([math.log(LIMITS.get(name, 1e3 * first[name])) for name in names])
+    bounds = guess - math.log(1e3), most
+    return at(least_squares(errors, np.minimum(guess, most - 0.01), bounds=bounds).x)
+
+
+def _modelled(by: Coefficients, row: Mapping[str, Any]) -> float:
+    model = _model_of(by, row)
+    if row["kind"] in _SWAP_KINDS:
+        ways = 2 if row["kind"] == "swap" else 1
+        return ways * model.swap_seconds(row["blocks"], row["block_size"])
+    seconds_of = model.busy_seconds if row.get("busy") else model.step_seconds
+    return seconds_of(_work_of(row), row["block_size"])
+
+
+def _model_of(by: Coefficients, row: Mapping[str, Any]) -> DeviceModel:
+    shape = MODELS[row["model"]]
+    layers = row.get("num_layers", shape.num_layers)
+    return DeviceModel("", shape._replace(num_layers=layers), by)
+
+
+def _work_of(row: Mapping[str, Any]) -> StepWork:
+    return StepWork(*(row[name] for name in StepWork._fields))
+
+
+def _describe(row: Mapping[str, Any]) -> str:
+    if row["kind"] in _SWAP_KINDS:
+        return f"{row['model']}: {row['kind']} of {row['blocks']} blocks"
+    layers = f", {row['num_layers']} layers" if "num_layers" in row else ""
+    layers += f", blocks of {row['block_size']}" if row["block_size"] != BLOCK_SIZE else ""
+    parts = []
+    if row["decode_seqs"]:
+        context = row["context_tokens"] // row["decode_seqs"]
+        parts.append(f"{row['decode_seqs']} x 1 after {context}")
+    if row["prompt_seqs"]:
+        parts.append(f"{row['prompt_seqs']} x {row['prompt_tokens'] // row['prompt_seqs']}")
+    rows = " and ".join(parts) or f"{row['padded_tokens']} empty rows"
+    return f"{row['model']}{layers}: {rows}{', busy' if row.get('busy') else ''}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="The device model's data, coefficients and errors."
+    )
+    parser.add_argument("--shape", choices=[*MODELS], default=MEASURED_SHAPE)
+    found = fit(parser.parse_args().shape)
+    columns = ("what", "recorded ms", "modelled ms", "error %", "source")
+    rows = [
+        (p.what, 1e3 * p.recorded, 1e3 * p.modelled, 100 * p.error, p.source) for p in found.points
+    ]
+    print(tabulate(rows, columns, floatfmt=",.3f"))
+    print()
+    print(tabulate(asdict(found.coefficients).items(), ("coefficient", "value"), floatfmt=".4g"))
+    worst = max(found.points, key=lambda point: abs(point.error))
+    print(f"\nmean error {100 * found.mean_error:.1f} %")
+    print(f"worst {100 * worst.error:+.1f} %: {worst.what}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""Serving a trace through the real engine, in real time, with any of the paper's allocators.
+
+The engine is jpaged's own but for its block manager. Its pool has as many slots as the paper's had,
+so that memory is the bottleneck as it was there; weights may be dummies, for tokens mean nothing
+and end tokens are ignored. What is measured is what `bench.paper.simulator` makes up, under the
+same names: see `Run` there. A step's time is that of the turn of the loop that launched it, which
+in a steady run is what the device takes.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.paper.allocators import make_manager
+from bench.paper.simulator import Run, Tally, Workload, stream_tokens
+from bench.paper.traces import Piece, TraceRequest
+from jpaged import Engine, SamplingParams
+from jpaged.config import EngineConfig
+from jpaged.core.plan import Goal, StepPlan
+from jpaged.core.request import Request
+from jpaged.core.scheduler import Scheduler
+from jpaged.engine.startup import build_parts
+from jpaged.outputs import RequestDelta
+
+
+class WatchedScheduler(Scheduler):
+    """Tells of its plans.
+
+    Attributes:
+        watch: Called with each plan as it is made.
+        requests: Those added and not taken off by who reads this.
+    """
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.watch: Callable[[StepPlan], None] | None = None
+        self.requests: dict[str, Request] = {}
+
+    def add(self, request: Request) -> None:
+        super().add(request)
+        self.requests[request.request_id] = request
+
+    def schedule(self, goal: Goal = Goal.LATENCY) -> StepPlan | None:
+        plan = super().schedule(goal)
+        if plan is not None and self.watch is not None:
+            self.watch(plan)
+        return plan
+
+
+@dataclass(frozen=True)
+class Server:
+    """An engine of one of `allocators.SYSTEMS`, for `run_on_engine`."""
+
+    system: str
+    engine: Engine
+    scheduler: WatchedScheduler
+    block_bytes: int
+
+
+def make_server(
+    system: str,
+    model: str | Path | None = None,
+    *,
+    num_slots: int,
+    block_size: int = 16,
+    prefix_caching: bool = False,
+    **options: Any,
+) -> Server:
+    """Start an engine.
+
+    Args:
+        system: One of `allocators.SYSTEMS`.
+        model: As for `Engine`.
+        num_slots: Tokens that the KV memory holds, the null block not counted.
+        block_size: Slots a block.
+        prefix_caching: Whether prompts that begin alike share blocks; only with "ours".
+        **options: Others of `Engine`'s.
+
+    Raises:
+        TypeError, ValueError: as `Engine` and `make_manager`.
+    """
+    config = EngineConfig.from_options(
+        model,
+        {
+            "num_blocks": 1 + num_slots // block_size,
+            "block_size": block_size,
+            "enable_prefix_caching": prefix_caching,
+            "skip_tokenizer_init": True,
+            **options,
+        },
+    )
+    parts = build_parts(config)
+    runtime, made = parts.runtime_config, parts.scheduler
+    manager = make_manager(
+        system,
+        runtime.num_blocks,
+        runtime.block_size,
+        runtime.max_model_len,
+        prefix_caching=prefix_caching,
+    )
+    scheduler = WatchedScheduler(made.config, manager, made.swap_space.policy)
+    engine = Engine.from_parts(config, dataclasses.replace(parts, scheduler=scheduler))
+    return Server(system, engine, scheduler, parts.memory_account.kv_cache // runtime.num_blocks)
+
+
+def run_on_engine(
+    server: Server,
+    trace: Sequence[TraceRequest],
+    *,
+    num_samples: int = 1,
+    beam_width: int | None = None,
+    give_up_at: float | None = None,
+) -> Run:
+    """Serve a trace as its requests arrive, in real time.
+
+    Args:
+        server: Idle; it can serve one trace after the other.
+        trace: Requests by arrival.
+        num_samples, beam_width, give_up_at: As for `simulate`.
+
+    Raises:
+        ValueError: a request can never be served.
+        RuntimeError: a request or a step failed.
+    """
+    prefix_caching = server.scheduler.block_manager.prefix_cache is not None
+    if prefix_caching:
+        server.engine.reset_prefix_cache()
+    vocab_size = server.engine.vocab_size
+    work = EngineWorkload(trace, server.system, num_samples, beam_width, vocab_size)
+    return _Replay(server, work, give_up_at).run()
+
+
+class EngineWorkload(Workload):
+    """A trace's requests as an engine takes them.
+
+    A conversation's next prompt has what the engine answered, as far as it has by then.
+    """
+
+    def __init__(
+        self,
+        trace: Sequence[TraceRequest],
+        system: str,
+        num_samples: int,
+        beam_width: int | None,
+        vocab_size: int,
+    ):
+        super().__init__(trace, system, num_samples, beam_width, True)
+        self._vocab_size = vocab_size
+        self._answers: dict[int, dict[int, int]] = {}  # by stream and place
+
+    def arrive(self, index: int) -> list[tuple[str, list[int], SamplingParams]]:
+        """What to ask the engine for when a request arrives: id, prompt, parameters."""
+        self.note_arrival(index)
+        max_tokens = self.trace[index].output_len
+        common: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": True}
+        num_samples = self.width // self.num_apart
+        if self.is_search:
+            params = SamplingParams(n=self.width, beam_width=self.width, temperature=0.0, **common)
+        else:
+            is_greedy = num_samples == 1
+            params = SamplingParams(
+                n=num_samples, temperature=0.0 if is_greedy else 1.0, seed=index, **common
+            )
+        prompt = self.prompt(index)
+        return [(f"{index}.{each}", prompt, params) for each in range(self.num_apart)]
+
+    def prompt(self, index: int) -> list[int]:
+        """Token ids, as many as the model knows."""
+        given = self.trace[index]
+        pieces = given.prompt or ((-1 - index, 0, given.prompt_len),)
+        return [token for piece in pieces for token in self._tokens(piece)]
+
+    def _tokens(self, piece: Piece) -> list[int]:
+        stream, start, stop = piece
+        tokens = [token % self._vocab_size for token in stream_tokens(stream, start, stop)]
+        answers = self._answers.get(stream)
+        if answers is None:
+            return tokens
+        places = range(start, stop)
+        return [answers.get(i, token) for i, token in zip(places, tokens, strict=True)]
+
+    def note_answer(self, index: int, num_before: int, token_ids: Sequence[int]) -> None:
+        """The request's first output grew, after so many tokens."""
+        pieces = self.trace[index].prompt
+        if pieces:
+            stream, _, stop = pieces[-1]
+            answers = self._answers.setdefault(stream, {})
+            answers.update(enumerate(token_ids, stop + num_before))
+
+
+class _Replay:
+    def __init__(self, server: Server, work: EngineWorkload, give_up_at: float | None):
+        self._server, self._work = server, work
+        self._give_up_at = math.inf if give_up_at is None else give_up_at
+        self._tally = Tally(server.scheduler, work.num_apart)
+        self._num_outputs = 0
+        self._num_answered: dict[int, int] = {}
+        self._start = time.monotonic()
+
+    @property
+    def _now(self) -> float:
+        return time.monotonic() - self._start
+
+    def run(self) -> Run:
+        scheduler = self._server.scheduler
+        scheduler.watch = self._tally.note
+        try:
+            self._serve()
+        finally:
+            scheduler.watch = None
+            scheduler.requests.clear()
+        return self._tally.run(
+            self._work,
+            now=self._now,
+            num_outputs=self._num_outputs,
+            block_bytes=self._server.block_bytes,
+        )
+
+    def _serve(self) -> None:
+        work, engine = self._work, self._server.engine
+        arrived, turned = 0, self._now
+        while work.num_open:
+            while arrived < len(work.trace) and work.trace[arrived].arrival <= self._now:
+                for request_id, prompt, params in work.arrive(arrived):
+                    engine.add_request(prompt, params, request_id=request_id)
+                arrived += 1
+            if not engine.has_work:
+                time.sleep(max(work.trace[arrived].arrival - self._now, 0.0))
+                turned = self._now
+                continue
+            engine.advance()
+            before, turned = turned, self._now
+            self._tally.spend(turned - before)
+            for delta in engine.take_deltas():
+                self._take(delta)
+            gives_up = (
+                self._give_up_at is not None and work.least_latency(turned) > self._give_up_at
+            )
+            if gives_up:
+                engine.abort_all()
+                break
+
+    def _take(self, delta: RequestDelta) -> None:
+        if delta.error is not None:
+            raise RuntimeError(f"request {delta.request_id} failed: {delta.error}")
+        work, index = self._work, int(delta.request_id.partition(".")[0])
+        num_before = self._num_answered.get(index, 0)
+        for answer in delta.deltas:
+            self._num_outputs += len(answer.token_ids)
+            if answer.index == 0:
+                work.note_answer(index, num_before, answer.token_ids)
+                self._num_answered[index] = num_before + len(answer.token_ids)
+        if delta.finished:
+            times = delta.metrics
+            if times is None or times.first_token_time is None or times.finished_time is None:
+                raise RuntimeError(f"request {delta.request_id} ended without its times")
+            work.note_first(index, times.first_token_time - self._start)
+            work.note_end(index, times.finished_time - self._start)
+            self._tally.note_end(self._server.scheduler.requests.pop(delta.request_id))

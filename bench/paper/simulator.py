@@ -1,0 +1,596 @@
+"""Serving a trace in simulated time: the real scheduler and allocators over modelled step times.
+
+What happens is what `jpaged.engine_loop` does in its overlapped loop, without a device: the step
+that is planned starts when the one before it has ended, and the host then reads the one before it,
+so a request that arrives is planned for with the next plan, and what a sequence held comes back a
+step after its last token. The host's own time is hidden behind the steps, but for what
+`Coefficients.step` has of it. Steps are padded to the engine's buckets. There are no bursts, which
+only models of under 5 GB of weights have.
+
+A transfer to host memory goes on beside later steps; a step waits for what comes back before it,
+since that is written to the pool. Transfers follow each other on one link.
+
+Orca and the FasterTransformer-like server share nothing: each sample or beam is a request of its
+own there, computes its prompt by itself, and the copying of beams is not charged, in their favour.
+Tokens are made up; the beams' candidates are those of `bench.synthetic_beams`.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import count, pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from bench.paper.allocators import OrcaMax, TokenStates, make_manager, token_states
+from bench.paper.device_model import DeviceModel, StepWork
+from bench.paper.traces import TraceRequest
+from bench.synthetic_beams import candidates_of
+from jpaged.core.beam import BeamSearch
+from jpaged.core.plan import StepPlan
+from jpaged.core.request import Candidates, Request, RequestStatus, StopCriteria
+from jpaged.core.request import Sequence as TokenSequence
+from jpaged.core.scheduler import Scheduler, SchedulerConfig
+from jpaged.core.swap import PreemptionMode, PressurePolicy
+from jpaged.observe.pool_report import memory_report
+from jpaged.runtime.buckets import Buckets, make_buckets, round_up
+
+MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, MAX_MODEL_LEN = 256, 2048, 2048
+STEPS_A_LOOK = 8
+"""Memory is looked at once in so many steps."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came of a trace.
+
+    Attributes:
+        system: One of `allocators.SYSTEMS`.
+        arrivals, first_tokens, finishes: Seconds since the trace began [R]; nan where it never
+            came. A request ends with the last of its sequences.
+        output_lens: Tokens of each output [R].
+        gave_up: Whether the run ended early, since the mean of the whole trace was certain to pass
+            `give_up_at`.
+        normalized_latency: Mean of (finish - arrival) / output tokens, seconds a token; of a run
+            that gave up a lower bound of it.
+        seconds: From the first arrival to the last token.
+        busy_seconds: Of those, what steps took.
+        num_steps: Steps.
+        num_output_tokens: Tokens of all samples; of a beam search those of all its beams.
+        num_prompt_tokens: Of the requests that arrived, each request's once.
+        num_computed_tokens: Tokens that steps computed.
+        num_recomputed_tokens: Those of them that had been computed before a preemption.
+        mean_batch: Requests in the batch, mean over the steps' time; of those that are served as
+            several, each counts for its part.
+        mean_batch_of_steps: The same, each step counting alike.
+        memory: "tokens", "reserved", "internal", "external" and "free": percent of all KV slots
+            (see `TokenStates`), mean over the time of steps while a request waits for memory, or,
+            where none ever does, of all steps.
+        allocated_waste: Percent of held slots without a token, mean over held slots and time.
+        waste_formula: What half a block for each sequence would be, percent of the same slots.
+        num_logical_blocks, num_physical_blocks: Blocks it would take not to share, and those held,
+            summed over the steps looked at.
+        num_preemptions: Times a request lost its memory.
+        swapped_bytes: Moved to and from host memory.
+        num_query_tokens, num_hit_tokens: Prompt tokens looked up in the prefix cache, and found.
+    """
+
+    system: str
+    arrivals: np.ndarray
+    first_tokens: np.ndarray
+    finishes: np.ndarray
+    output_lens: np.ndarray
+    gave_up: bool
+    normalized_latency: float
+    seconds: float
+    busy_seconds: float
+    num_steps: int
+    num_output_tokens: int
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    num_recomputed_tokens: int
+    mean_batch: float
+    mean_batch_of_steps: float
+    memory: dict[str, float]
+    allocated_waste: float
+    waste_formula: float
+    num_logical_blocks: int
+    num_physical_blocks: int
+    num_preemptions: int
+    swapped_bytes: int
+    num_query_tokens: int
+    num_hit_tokens: int
+
+    @property
+    def num_requests(self) -> int:
+        """Requests of the trace."""
+        return len(self.arrivals)
+
+    @property
+    def num_finished(self) -> int:
+        """Requests that were answered whole."""
+        return int(np.isfinite(self.finishes).sum())
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        """Tokens generated each second."""
+        return self.num_output_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def shared_savings(self) -> float:
+        """Percent of blocks saved by sharing."""
+        return 100 * (1 - self.num_physical_blocks / max(self.num_logical_blocks, 1))
+
+
+def simulate(
+    trace: Sequence[TraceRequest],
+    system: str,
+    device: DeviceModel,
+    *,
+    num_slots: int,
+    block_size: int = 16,
+    num_samples: int = 1,
+    beam_width: int | None = None,
+    prefix_caching: bool = False,
+    preemption: str = "recompute",
+    max_num_seqs: int = MAX_NUM_SEQS,
+    max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
+    max_model_len: int = MAX_MODEL_LEN,
+    give_up_at: float | None = None,
+) -> Run:
+    """Serve a trace in simulated time.
+
+    Args:
+        trace: Requests by arrival.
+        system: One of `allocators.SYSTEMS`.
+        device: Step times.
+        num_slots: Tokens that the KV memory holds, the null block not counted.
+        block_size: Slots a block; also the unit of contiguous ranges.
+        num_samples: Samples of each request.
+        beam_width: Each request is a beam search of this width instead.
+        prefix_caching: Whether prompts that begin alike share blocks; only with "ours".
+        preemption: "recompute", or "swap", with host memory for a whole pool; only "ours" preempts.
+        max_num_seqs: Most sequences in a step.
+        max_num_batched_tokens: Most tokens in a step.
+        max_model_len: Most tokens of a sequence.
+        give_up_at: A mean normalised latency, seconds a token. The run ends when the whole trace's
+            is certain to be higher.
+
+    Raises:
+        ValueError: an argument is out of range, the trace is not by arrival, or a request can
+            never be served.
+    """
+    if any(a.arrival > b.arrival for a, b in pairwise(trace)):
+        raise ValueError("trace must be in the order of arrival: sort it")
+    if beam_width is not None and num_samples != 1:
+        raise ValueError(f"num_samples={num_samples} with a beam search: give one of the two")
+    work = Workload(trace, system, num_samples, beam_width, prefix_caching)
+    num_blocks = 1 + num_slots // block_size
+    manager = make_manager(
+        system, num_blocks, block_size, max_model_len, prefix_caching=prefix_caching
+    )
+    mode = PreemptionMode(preemption)
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len),
+        manager,
+        PressurePolicy(mode, num_blocks if mode is PreemptionMode.SWAP else 0),
+    )
+    buckets = make_buckets(max_num_seqs, max_num_batched_tokens)
+    return _Simulation(work, scheduler, device, Padding(buckets), give_up_at).run()
+
+
+class Workload:
+    """A trace's requests as the scheduler takes them, and how far each of them has come.
+
+    Attributes:
+        trace: The requests.
+        system: Who serves them.
+        width: Samples or beams of each.
+        is_search: Whether they are beams of one request.
+        prefix_caching: Whether it matters which tokens outputs have.
+        first_tokens, finishes: Seconds [R], nan until it is so far.
+    """
+
+    def __init__(
+        self,
+        trace: Sequence[TraceRequest],
+        system: str,
+        num_samples: int = 1,
+        beam_width: int | None = None,
+        prefix_caching: bool = False,
+    ):
+        self.trace, self.system = trace, system
+        self.width = beam_width or num_samples
+        self.first_tokens = np.full(len(trace), math.nan)
+        self.finishes = np.full(len(trace), math.nan)
+        self.num_open = len(trace)
+        self.is_search = beam_width is not None and system == "ours"
+        self.prefix_caching = prefix_caching
+        self._seq_ids = count()
+        self._num_left = [0] * len(trace)
+        # For a lower bound of the mean: sums over finished, and over those that have arrived.
+        self._sum_finished = self._sum_weights = self._sum_arrivals = 0.0
+
+    @property
+    def num_apart(self) -> int:
+        """Requests that each request of the trace is served as."""
+        return 1 if self.system == "ours" else self.width
+
+    def requests(self, index: int) -> list[Request]:
+        """A request of the trace that arrives, as one, or as one for each sequence."""
+        self.note_arrival(index)
+        apart, stop = self.num_apart, StopCriteria(self.trace[index].output_len)
+        return [
+            Request.from_prompt(
+                f"{index}.{each}",
+                self.prompt(index),
+                stop,
+                seq_ids=self._seq_ids,
+                num_samples=1 if self.is_search else self.width // apart,
+                beam=BeamSearch(self.width) if self.is_search else None,
+            )
+            for each in range(apart)
+        ]
+
+    def prompt(self, index: int) -> list[int]:
+        """Token ids; they only matter where prefixes are looked for, or beams made up."""
+        given = self.trace[index]
+        if not given.prompt:
+            if self.prefix_caching or self.is_search:
+                return stream_tokens(-1 - index, 0, given.prompt_len)
+            return [1] * given.prompt_len
+        return [token for piece in given.prompt for token in stream_tokens(*piece)]
+
+    def outputs(self, index: int) -> list[int]:
+        """Tokens that follow the prompt in its last stream, as in a conversation's next round."""
+        given = self.trace[index]
+        stream, _, stop = given.prompt[-1] if given.prompt else (-1 - index, 0, given.prompt_len)
+        return stream_tokens(stream, stop, stop + given.output_len)
+
+    def note_arrival(self, index: int) -> None:
+        """The request is there."""
+        given = self.trace[index]
+        self._num_left[index] = self.num_apart
+        weight = 1 / given.output_len
+        self._sum_weights += weight
+        self._sum_arrivals += given.arrival * weight
+
+    def note_first(self, index: int, now: float) -> None:
+        """A first token came; that of the request if none came earlier."""
+        self.first_tokens[index] = np.fmin(self.first_tokens[index], now)
+
+    def note_end(self, index: int, now: float) -> None:
+        """One of the requests that a request of the trace is served as has ended."""
+        self._num_left[index] -= 1
+        if not self._num_left[index]:
+            given = self.trace[index]
+            self.finishes[index] = now
+            self.num_open -= 1
+            weight = 1 / given.output_len
+            self._sum_finished += (now - given.arrival) * weight
+            self._sum_weights -= weight
+            self._sum_arrivals -= given.arrival * weight
+
+    def least_latency(self, now: float) -> float:
+        """The whole trace's mean normalised latency, if all that have arrived ended now and all
+        others took no time."""
+        waited = now * self._sum_weights - self._sum_arrivals
+        return (self._sum_finished + max(waited, 0.0)) / max(len(self.trace), 1)
+
+
+def index_of(request: Request) -> int:
+    """Which request of the trace it is."""
+    return int(request.request_id.partition(".")[0])
+
+
+def stream_tokens(stream: int, start: int, stop: int) -> list[int]:
+    """Tokens of an endless made-up stream: 31-bit ids, another stream's are others."""
+    places = np.arange(start, stop, dtype=np.uint64) + np.uint64(1)
+    mixed = (places + np.uint64(stream % 2**40) * np.uint64(2**20)) * np.uint64(0x9E3779B97F4A7C15)
+    return (mixed >> np.uint64(33)).astype(np.int64).tolist()
+
+
+class Padding:
+    """What a plan computes, padded to the engine's buckets."""
+
+    def __init__(self, buckets: Buckets):
+        self._buckets = buckets
+        sizes = range(1, buckets.decode_seqs[-1] + 1)
+        self._decode = [0] + [round_up(buckets.decode_seqs, size) for size in sizes]
+        self._logits = [0] + [buckets.logits_rows(rows) for rows in self._decode[1:]]
+
+    def work_of(self, plan: StepPlan) -> StepWork:
+        """The step's work."""
+        scheduled = plan.scheduled
+        if plan.is_decode:
+            num_seqs = len(scheduled)
+            context = sum([row.start for row in scheduled]) + num_seqs
+            rows = self._decode[num_seqs]
+            return StepWork(num_seqs, context, 0, 0, 0, rows, self._logits[num_seqs])
+        decodes = context = prompts = tokens = pairs = 0
+        for row in scheduled:
+            if row.num_scheduled_tokens == 1:
+                decodes += 1
+                context += row.start + 1
+            else:
+                new = row.num_scheduled_tokens
+                prompts, tokens = prompts + 1, tokens + new
+                pairs += new * row.start + new * (new + 1) // 2
+        padded, logits = self._buckets.prefill_shape(plan.num_tokens, len(scheduled))
+        return StepWork(decodes, context, prompts, tokens, pairs, padded, logits)
+
+
+class _Look(NamedTuple):
+    """Slots at one moment: held ones, those of them without a token, half a block a sequence."""
+
+    is_full: bool
+    states: TokenStates
+    held: int
+    waste: int
+    half_blocks: float
+
+
+class Tally:
+    """What a scheduler's steps come to: means over their time, and sums.
+
+    Attributes:
+        seconds: What steps took.
+        num_steps: Steps.
+        num_computed: Tokens that they computed.
+        num_recomputed: Those of them that had been computed before a preemption.
+        num_preempted: Times a request lost its memory.
+        num_moved: Blocks moved to and from host memory.
+    """
+
+    def __init__(self, scheduler: Scheduler, num_apart: int = 1):
+        self._scheduler, self._num_apart = scheduler, num_apart
+        self.seconds = self._batch_seconds = self._batch_steps = 0.0
+        self.num_steps = self.num_computed = self.num_recomputed = 0
+        self.num_preempted = self.num_moved = 0
+        self.num_logical = self.num_physical = 0
+        self._looked = {True: np.zeros(5), False: np.zeros(5)}  # whether somebody waits for memory
+        self._waste = self._half_blocks = self._held = 0.0
+        self._since_look = self._running = 0.0
+        self._seen: _Look | None = None  # since `spend` was called last
+        # By sequence: the tokens that were computed in steps with prompts, and that were lost.
+        self._prompt_ends: dict[int, int] = {}
+        self._lost: dict[int, int] = {}
+
+    def note(self, plan: StepPlan) -> None:
+        """A step was planned a moment ago."""
+        self.num_moved += sum(len(order.block_ids) for order in plan.swap_outs)
+        self.num_moved += sum(len(order.places) for order in plan.swap_ins)
+        if not plan.is_decode:
+            self._note_prompts(plan)
+        if plan.preempted:
+            self._note_preempted(plan)
+        if not plan.scheduled:
+            return
+        self._running = self._scheduler.num_running / self._num_apart
+        self._batch_steps += self._running
+        self.num_steps += 1
+        self.num_computed += plan.num_tokens
+        if self.num_steps % STEPS_A_LOOK == 1:
+            self._seen = self._look()
+
+    def spend(self, seconds: float) -> None:
+        """The steps planned since the last call take so long together."""
+        self.seconds += seconds
+        self._batch_seconds += self._running * seconds
+        self._since_look += seconds
+        if self._seen is not None:
+            weight, seen = self._since_look, self._seen
+            self._looked[seen.is_full] += weight * np.array(seen.states)
+            self._held += weight * seen.held
+            self._waste += weight * seen.waste
+            self._half_blocks += weight * seen.half_blocks
+            self._since_look, self._seen = 0.0, None
+
+    def note_end(self, request: Request) -> None:
+        """The request is over."""
+        for sequence in request.sequences:
+            self._prompt_ends.pop(sequence.seq_id, None)
+
+    def _note_prompts(self, plan: StepPlan) -> None:
+        """Rows of decode steps compute what was never computed before."""
+        for sequence, start, num_tokens, _, _ in plan.scheduled:
+            seq_id, end = sequence.seq_id, start + num_tokens
+            lost = self._lost.get(seq_id, 0)
+            self.num_recomputed += max(min(end, lost) - start, 0)
+            if lost <= end:
+                self._lost.pop(seq_id, None)
+            self._prompt_ends[seq_id] = end
+
+    def _note_preempted(self, plan: StepPlan) -> None:
+        self.num_preempted += len(plan.preempted)
+        for request_id in plan.preempted:
+            request = self._scheduler.waiting.get(request_id)
+            if request is not None and request.status is RequestStatus.PREEMPTED:
+                for sequence in request.live:
+                    has_begun = sequence.num_tokens > sequence.num_prompt_tokens
+                    prompt_end = self._prompt_ends.get(sequence.seq_id, 0)
+                    reached = sequence.num_tokens - 1 if has_begun else prompt_end
+                    before = self._lost.get(sequence.seq_id, 0)
+                    self._lost[sequence.seq_id] = max(reached, before)
+
+    def _look(self) -> _Look:
+        scheduler = self._scheduler
+        limit = scheduler.config.max_num_seqs
+        is_full = bool(
+            scheduler.waiting
+            and scheduler.running.num_seats + scheduler.waiting.first.num_seats <= limit
+        )
+        report, manager = memory_report(scheduler), scheduler.block_manager
+        states = token_states(manager, report, is_full=is_full)
+        self.num_logical += report.num_logical_blocks
+        self.num_physical += report.num_physical_blocks
+        held = report.num_used_slots
+        if isinstance(manager, OrcaMax):
+            held = (manager.ranges.size - manager.ranges.num_free) * manager.block_size
+        num_holding = sum(bool(s.block_table) for s in scheduler.sequences.known.values())
+        half_blocks = num_holding * manager.block_size / 2
+        return _Look(is_full, states, held, held - report.num_token_slots, half_blocks)
+
+    def run(self, work: Workload, *, now: float, num_outputs: int, block_bytes: int) -> Run:
+        """What came of a trace, of which nothing happens after `now`."""
+        trace, cache = work.trace, self._scheduler.block_manager.prefix_cache
+        ends = work.finishes[np.isfinite(work.finishes)]
+        end = now if work.num_open or not len(ends) else float(ends.max())
+        held = max(self._held, 1e-12)
+        return Run(
+            system=work.system,
+            arrivals=np.array([request.arrival for request in trace]),
+            first_tokens=work.first_tokens,
+            finishes=work.finishes,
+            output_lens=np.array([request.output_len for request in trace]),
+            gave_up=work.num_open > 0,
+            normalized_latency=work.least_latency(now),
+            seconds=end - trace[0].arrival if trace else 0.0,
+            busy_seconds=self.seconds,
+            num_steps=self.num_steps,
+            num_output_tokens=num_outputs,
+            num_prompt_tokens=sum(r.prompt_len for r in trace if r.arrival <= now),
+            num_computed_tokens=self.num_computed,
+            num_recomputed_tokens=self.num_recomputed,
+            mean_batch=self._batch_seconds / max(self.seconds, 1e-12),
+            mean_batch_of_steps=self._batch_steps / max(self.num_steps, 1),
+            memory=self._memory(),
+            allocated_waste=100 * self._waste / held,
+            waste_formula=100 * self._half_blocks / held,
+            num_logical_blocks=self.num_logical,
+            num_physical_blocks=self.num_physical,
+            num_preemptions=self.num_preempted,
+            swapped_bytes=self.num_moved * block_bytes,
+            num_query_tokens=0 if cache is None else cache.num_query_tokens,
+            num_hit_tokens=0 if cache is None else cache.num_hit_tokens,
+        )
+
+    def _memory(self) -> dict[str, float]:
+        sums = self._looked[True] if self._looked[True].any() else self._looked[False]
+        shares = 100 * sums / max(sums.sum(), 1e-12)
+        return dict(zip(TokenStates._fields, shares.tolist(), strict=True))
+
+
+class _Simulation:
+    def __init__(
+        self,
+        work: Workload,
+        scheduler: Scheduler,
+        device: DeviceModel,
+        padding: Padding,
+        give_up_at: float | None,
+    ):
+        self._work, self._scheduler, self._device = work, scheduler, device
+        self._padding, self._give_up_at = padding, math.inf if give_up_at is None else give_up_at
+        self._tally = Tally(scheduler, work.num_apart)
+        self._now = self._device_free = self._link_free = 0.0
+        self._in_flight: deque[tuple[StepPlan, float]] = deque()
+        self._next = 0  # of the trace, to arrive
+        self._outputs: dict[int, list[int]] = {}
+        self._num_outputs = 0
+        self._any_tokens = np.zeros(scheduler.config.max_num_seqs, np.int64)
+
+    def run(self) -> Run:
+        work, scheduler, trace = self._work, self._scheduler, self._work.trace
+        while work.num_open:
+            self._arrive()
+            plan = scheduler.schedule()
+            if plan is not None:
+                _raise_faults(plan.failed)
+                self._launch(plan)
+            elif not self._in_flight:
+                if self._next == len(trace):
+                    raise RuntimeError(f"{work.num_open} requests are left, and none can run")
+                self._now = trace[self._next].arrival
+            num_ahead = 1 if plan is not None else 0
+            while len(self._in_flight) > num_ahead:
+                self._read()
+            if self._tally.num_steps % 64 == 0 and work.least_latency(self._now) > self._give_up_at:
+                break
+        size = self._device.block_bytes(scheduler.block_manager.block_size)
+        outputs = self._num_outputs
+        return self._tally.run(work, now=self._now, num_outputs=outputs, block_bytes=size)
+
+    def _arrive(self) -> None:
+        trace = self._work.trace
+        while self._next < len(trace) and trace[self._next].arrival <= self._now:
+            for request in self._work.requests(self._next):
+                self._scheduler.add(request)
+            if self._work.prefix_caching:
+                self._outputs[self._next] = self._work.outputs(self._next)
+            self._next += 1
+
+    def _launch(self, plan: StepPlan) -> None:
+        device, size = self._device, self._scheduler.block_manager.block_size
+        start = max(self._now, self._device_free)
+        for _, block_ids in plan.swap_outs:
+            self._link(start, len(block_ids))
+        work = self._padding.work_of(plan) if plan.scheduled else None
+        seconds = device.step_seconds(work, size) if work is not None else 0.0
+        if plan.block_copies:
+            seconds += (
+                2
+                * len(plan.block_copies)
+                * device.block_bytes(size)
+                / (device.coefficients.kv_bandwidth * device.num_gpus)
+            )
+        end = start + seconds
+        for _, places in plan.swap_ins:
+            end = max(end, self._link(start, len(places)))
+        self._device_free = end
+        self._in_flight.append((plan, end))
+        self._tally.note(plan)
+        if plan.scheduled:
+            self._tally.spend(end - start)
+
+    def _link(self, start: float, num_blocks: int) -> float:
+        """Queue a transfer; when it ends."""
+        size = self._scheduler.block_manager.block_size
+        self._link_free = max(self._link_free, start) + self._device.swap_seconds(num_blocks, size)
+        return self._link_free
+
+    def _read(self) -> None:
+        plan, end = self._in_flight.popleft()
+        self._now = max(self._now, end)
+        scheduled, work = plan.scheduled, self._work
+        sampled, candidates = self._any_tokens[: len(scheduled)], None
+        if self._outputs:
+            sampled = np.array([self._token(row.sequence) for row in scheduled], np.int64)
+        if work.is_search:
+            candidates = _candidates_for(plan, work.width)
+        news = self._scheduler.update(plan, sampled, candidates)
+        _raise_faults(news.failed)
+        for sequence, request, _, reason in news.emitted:
+            if sequence.num_output_tokens == 1:
+                work.note_first(index_of(request), self._now)
+            self._num_outputs += 1
+            if reason is not None and request.is_finished:
+                self._end(request)
+        for request in news.searched:
+            work.note_first(index_of(request), self._now)
+            self._num_outputs += work.width
+            if request.is_finished:
+                self._end(request)
+
+    def _end(self, request: Request) -> None:
+        index = index_of(request)
+        self._work.note_end(index, self._now)
+        self._outputs.pop(index, None)
+        self._tally.note_end(request)
+
+    def _token(self, sequence: TokenSequence) -> int:
+        outputs = self._outputs.get(index_of(sequence.request))
+        done = sequence.num_output_tokens
+        return outputs[done] if outputs is not None and done < len(outputs) else 1
+
+
+def _raise_faults(failed: Iterable[tuple[Request, Exception]]) -> None:
+    for request, error in failed:
+        raise ValueError(f"request {request.request_id} cannot be served: {error}") from error
+
+
+def _candidates_for(plan: StepPlan, width: int) -> Candidates:
+    hashes = [hash(tuple(row.sequence.token_ids)) % 2**64 for row in plan.scheduled]
+    return candidates_of(np.array(hashes, np.uint64), width)

@@ -1,0 +1,319 @@
+"""Requests as the paper's section 6 draws them: when they arrive and how long they are.
+
+Arrivals follow a Poisson process. The datasets are not shipped; lengths are log-normal with sigma
+1, right-skewed as in the paper's figure 11, and have its means:
+
+| lengths  | mean prompt | mean output |
+|----------|-------------|-------------|
+| sharegpt | 161.31      | 337.99      |
+| alpaca   | 19.31       | 58.45       |
+
+A prompt has 1 to 2,047 tokens and an output at least 1, at most what the prompt leaves of 2,048
+tokens, OPT's longest sequence. Clipping pulls a mean down, so each scale is solved for such that
+the mean AFTER clipping is the one above: that of the distribution; a trace of n requests has it
+within about 1.1 / sqrt(n) of itself. Prompt and output are independent.
+
+A seed gives the same requests at each rate: gaps are drawn for one request a second and divided
+by the rate. `from_file` takes lengths from a user's file in place of the distribution.
+"""
+
+import functools
+import itertools
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import NormalDist
+
+import numpy as np
+
+MAX_MODEL_LEN = 2048
+"""Tokens of OPT's longest sequence, prompt and output together."""
+
+SIGMA = 1.0
+"""Standard deviation of the logarithm of a length."""
+
+MEAN_LENGTHS = {"sharegpt": (161.31, 337.99), "alpaca": (19.31, 58.45)}
+"""Mean prompt and output tokens of each dataset, from figure 11."""
+
+NUM_PREFIX_TOKENS = {"1-shot": 80, "5-shot": 341}
+"""Tokens that all prompts of figure 16 share."""
+
+MEAN_TRANSLATION = (25.0, 30.0)
+"""Mean tokens of figure 16's own part of a prompt and of its output.
+
+The paper does not state them. A WMT16 English-German sentence has some 20 to 25 words, so these
+are a guess, and the figure's records say that they are.
+"""
+
+CHAT_PROMPT = CHAT_OUTPUT = 1024
+"""Most prompt and output tokens of a round of figure 17."""
+
+MEAN_ROUNDS, MEAN_PAUSE_S = 10, 30.0
+"""Mean rounds of a conversation and mean seconds from one round's arrival to the next's.
+
+The paper states neither; it says that most prompts have all 1,024 tokens. With ten rounds of
+ShareGPT-like lengths 77 % have.
+"""
+
+_WORD = re.compile(r"\w+|[^\w\s]")
+
+Piece = tuple[int, int, int]
+Lengths = tuple[np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """A request of a trace.
+
+    Attributes:
+        arrival: Seconds since the trace began.
+        prompt_len: Prompt tokens.
+        output_len: Tokens of each output; end tokens are ignored.
+        prompt: Which tokens the prompt has, for prefix caching: pieces `(stream, start, stop)` of
+            endless streams of tokens, equal where the pieces are. Empty: all are its own.
+    """
+
+    arrival: float
+    prompt_len: int
+    output_len: int
+    prompt: tuple[Piece, ...] = ()
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the lengths of a trace's requests come from.
+
+    Attributes:
+        name: For tables and files.
+        means: Mean prompt and output tokens after clipping.
+        draw: `draw(count, rng)` gives `count` prompt lengths and output lengths.
+    """
+
+    name: str
+    means: tuple[float, float]
+    draw: Callable[[int, np.random.Generator], Lengths]
+
+
+def of_dataset(name: str) -> Source:
+    """Lengths distributed as the paper's dataset `name`.
+
+    Raises:
+        ValueError: `name` is not a key of `MEAN_LENGTHS`.
+    """
+    if name not in MEAN_LENGTHS:
+        raise ValueError(f"lengths {name!r} are unknown; give one of {', '.join(MEAN_LENGTHS)}")
+    return log_normal(name, MEAN_LENGTHS[name])
+
+
+def log_normal(name: str, means: tuple[float, float], longest: int = MAX_MODEL_LEN) -> Source:
+    """Log-normal lengths of the given means after clipping; both together at most `longest`."""
+    scales = solve_scales(*means, longest)
+
+    def draw(count: int, rng: np.random.Generator) -> Lengths:
+        normal = rng.standard_normal((2, count))
+        prompts = _clip(scales[0] * np.exp(SIGMA * normal[0]), longest - 1)
+        return prompts, _clip(scales[1] * np.exp(SIGMA * normal[1]), longest - prompts)
+
+    return Source(name, means, draw)
+
+
+def from_file(path: str | Path, longest: int = MAX_MODEL_LEN) -> Source:
+    """Lengths of a JSON lines file, drawn with replacement.
+
+    Each line is an object with `prompt_len` and `output_len`, token counts, or with `prompt` and
+    `output`, texts, of which each word and each mark counts as a token: a tokenizer counts about
+    a quarter more. Longer sequences are clipped as drawn lengths are.
+
+    Raises:
+        ValueError: the file cannot be read, is empty, or a line is not such an object; the
+            message names the file and the line.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read the trace file {str(path)!r}: {error}") from error
+    pairs = [_pair(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
+    if not pairs:
+        raise ValueError(f"the trace file {str(path)!r} has no requests; give a line for each")
+    prompts, outputs = np.array(pairs).T
+    prompts = np.minimum(prompts, longest - 1)
+    outputs = np.minimum(outputs, longest - prompts)
+
+    def draw(count: int, rng: np.random.Generator) -> Lengths:
+        chosen = rng.integers(0, len(pairs), count)
+        return prompts[chosen], outputs[chosen]
+
+    return Source(path.stem, (float(prompts.mean()), float(outputs.mean())), draw)
+
+
+def poisson(source: Source, rate: float, seconds: float, seed: int) -> list[TraceRequest]:
+    """Requests that arrive within `seconds`, `rate` a second on average.
+
+    Raises:
+        ValueError: `rate` or `seconds` is not a positive number.
+    """
+    _check_positive(rate=rate, seconds=seconds)
+    arrivals = _arrivals(rate, seconds, np.random.default_rng([seed, 0]))
+    prompts, outputs = _lengths(source, len(arrivals), seed)
+    return list(map(TraceRequest, arrivals.tolist(), prompts, outputs))
+
+
+def with_prefix(trace: Sequence[TraceRequest], num_tokens: int) -> list[TraceRequest]:
+    """Each prompt after the same `num_tokens` tokens, for figure 16."""
+    return [
+        replace(
+            request,
+            prompt_len=num_tokens + request.prompt_len,
+            prompt=((0, 0, num_tokens), (own, 0, request.prompt_len)),
+        )
+        for own, request in enumerate(trace, 1)
+    ]
+
+
+def translation(kind: str, rate: float, seconds: float, seed: int) -> list[TraceRequest]:
+    """Figure 16: a shared prefix (`kind` is "1-shot" or "5-shot"), then a sentence to translate."""
+    num_tokens = NUM_PREFIX_TOKENS[kind]
+    source = log_normal("translation", MEAN_TRANSLATION, MAX_MODEL_LEN - num_tokens)
+    return with_prefix(poisson(source, rate, seconds, seed), num_tokens)
+
+
+def chat(
+    rate: float, seconds: float, seed: int, source: Source | None = None
+) -> list[TraceRequest]:
+    """Figure 17: rounds of conversations, `rate` rounds a second on average.
+
+    A round's prompt is all that was said and the new question, cut to its last `CHAT_PROMPT`
+    tokens; its answer has at most `CHAT_OUTPUT`. Conversations begin as a Poisson process and have
+    a geometric number of rounds, which follow each other after exponential pauses, whether or not
+    the answer is complete. Questions and answers have the lengths of `source`, ShareGPT's by
+    default. Conversations began before the trace does, so that it is stationary.
+
+    Raises:
+        ValueError: `rate` or `seconds` is not a positive number.
+    """
+    _check_positive(rate=rate, seconds=seconds)
+    source = source or of_dataset("sharegpt")
+    lead = 10 * MEAN_ROUNDS * MEAN_PAUSE_S  # all but e**-10 of older conversations have ended
+    rng = np.random.default_rng([seed, 2])
+    begins = _arrivals(rate / MEAN_ROUNDS, seconds + lead, np.random.default_rng([seed, 0])) - lead
+    rounds = rng.geometric(1 / MEAN_ROUNDS, len(begins))
+    pauses = iter(rng.exponential(MEAN_PAUSE_S, int(rounds.sum())))
+    lengths = zip(*_lengths(source, int(rounds.sum()), seed), strict=True)
+    found = []
+    for stream, (begin, count) in enumerate(zip(begins, rounds, strict=True)):
+        found += _conversation(stream, begin, list(itertools.islice(lengths, int(count))), pauses)
+    return sorted((r for r in found if 0 <= r.arrival < seconds), key=lambda r: r.arrival)
+
+
+def _conversation(
+    stream: int, begin: float, rounds: list[tuple[int, int]], pauses: Iterator[float]
+) -> Iterator[TraceRequest]:
+    said, arrival = 0, begin
+    for question, answer in rounds:
+        asked, answer = said + int(question), min(int(answer), CHAT_OUTPUT)
+        start = max(asked - CHAT_PROMPT, 0)
+        yield TraceRequest(float(arrival), asked - start, answer, ((stream, start, asked),))
+        said, arrival = asked + answer, arrival + next(pauses)
+
+
+@functools.cache
+def solve_scales(mean_prompt: float, mean_output: float, longest: int) -> tuple[float, float]:
+    """Medians of the log-normal distributions whose clipped means are those given.
+
+    Raises:
+        ValueError: a mean cannot be reached within `longest` tokens.
+    """
+    prompt = _bisect(lambda scale: _clipped_mean(scale, longest - 1), mean_prompt)
+    normal = NormalDist(math.log(prompt), SIGMA)
+    prompts = np.exp([normal.inv_cdf((i + 0.5) / 1000) for i in range(1000)])
+    left, counts = np.unique(longest - _clip(prompts, longest - 1), return_counts=True)
+    output = _bisect(
+        lambda scale: float(np.average([_clipped_mean(scale, n) for n in left], weights=counts)),
+        mean_output,
+    )
+    return prompt, output
+
+
+def _clipped_mean(scale: float, longest: float) -> float:
+    """Mean of min(X, longest) for a log-normal X of median `scale`."""
+    normal, at = NormalDist(), math.log(longest / scale) / SIGMA
+    below = scale * math.exp(SIGMA**2 / 2) * normal.cdf(at - SIGMA)
+    return below + longest * (1 - normal.cdf(at))
+
+
+def _bisect(mean_of: Callable[[float], float], wanted: float) -> float:
+    low, high = 1.0, 1e6
+    if not mean_of(low) < wanted < mean_of(high):
+        raise ValueError(
+            f"a mean of {wanted} tokens cannot be had; give one between {mean_of(low):.2f} and "
+            f"{mean_of(high):.2f}"
+        )
+    for _ in range(50):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if mean_of(middle) < wanted else (low, middle)
+    return low
+
+
+def _clip(lengths: np.ndarray, longest: int | np.ndarray) -> np.ndarray:
+    return np.clip(np.rint(lengths), 1, longest).astype(int)
+
+
+def _arrivals(rate: float, seconds: float, rng: np.random.Generator) -> np.ndarray:
+    """Times of a Poisson process within `seconds`; at another rate the same times, scaled."""
+    times = [0.0]
+    while times[-1] < rate * seconds:
+        times += (times[-1] + np.cumsum(rng.exponential(1.0, 1024))).tolist()
+    arrivals = np.array(times[1:]) / rate
+    return arrivals[arrivals < seconds]
+
+
+def _lengths(source: Source, count: int, seed: int) -> tuple[list[int], list[int]]:
+    """Drawn a thousand at a time, so that a longer trace begins with a shorter one's requests."""
+    rng = np.random.default_rng([seed, 1])
+    drawn = [source.draw(1024, rng) for _ in range(-(-count // 1024) or 1)]
+    prompts, outputs = (np.concatenate(part)[:count] for part in zip(*drawn, strict=True))
+    return prompts.tolist(), outputs.tolist()
+
+
+def _pair(line: str, where: str) -> tuple[int, int]:
+    try:
+        fields = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON ({error})") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{where}: an object is wanted, not {line[:60]!r}")
+    if "prompt_len" in fields or "output_len" in fields:
+        return _count(fields, "prompt_len", where), _count(fields, "output_len", where)
+    if "prompt" in fields or "output" in fields:
+        return _num_words(fields, "prompt", where), _num_words(fields, "output", where)
+    raise ValueError(f"{where}: neither prompt_len and output_len nor prompt and output are there")
+
+
+def _count(fields: dict, name: str, where: str) -> int:
+    value = fields.get(name)
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{where}: {name} must be an integer of at least 1, not {value!r}")
+    return value
+
+
+def _num_words(fields: dict, name: str, where: str) -> int:
+    value = fields.get(name)
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{where}: {name} must be a text that is not empty, not {value!r}")
+    return len(_WORD.findall(value))
+
+
+def _check_positive(**values: float) -> None:
+    for name, value in values.items():
+        if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+            raise ValueError(f"{name} must be a positive number, not {value!r}")
+
+
+def mean_lengths(trace: Iterable[TraceRequest]) -> tuple[float, float]:
+    """Mean prompt and output tokens."""
+    lengths = np.array([(request.prompt_len, request.output_len) for request in trace])
+    return float(lengths[:, 0].mean()), float(lengths[:, 1].mean())

@@ -1,0 +1,219 @@
+"""The buddy allocator against a naive one, and what the managers on it reserve and count."""
+
+from itertools import count
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.paper.allocators import (
+    SYSTEMS,
+    BuddyAllocator,
+    OrcaMax,
+    RequestLevel,
+    make_manager,
+    token_states,
+)
+from jpaged.core.block_pool import IntegrityError, OutOfBlocksError
+from jpaged.core.request import Request, StopCriteria
+from jpaged.core.scheduler import Scheduler, SchedulerConfig
+from jpaged.observe.pool_report import memory_report
+
+
+class NaiveBuddies:
+    """Knows which ranges are taken, and looks for free ones by trying all that there can be."""
+
+    def __init__(self, size: int):
+        self.size, self.taken = size, dict[int, int]()
+
+    def ranges(self, length: int) -> list[int]:
+        """Starts of all ranges of a length that lie in one of the arena's own."""
+        return [
+            start
+            for own, own_length in self.own_ranges()
+            if length <= own_length
+            for start in range(own, own + own_length, length)
+        ]
+
+    def own_ranges(self) -> list[tuple[int, int]]:
+        """The powers of two that add up to the arena, longest first."""
+        found, start = [], 0
+        for bit in reversed(range(self.size.bit_length())):
+            if self.size & 1 << bit:
+                found.append((start, 1 << bit))
+                start += 1 << bit
+        return found
+
+    def is_free(self, start: int, length: int) -> bool:
+        return all(start + length <= s or s + n <= start for s, n in self.taken.items())
+
+    def free_ranges(self) -> list[tuple[int, int]]:
+        """Free ranges that are not half of a free one."""
+        found, length = [], 1 << self.size.bit_length()
+        while length := length // 2:
+            for start in self.ranges(length):
+                is_inside = any(s <= start < s + n for s, n in found)
+                if self.is_free(start, length) and not is_inside:
+                    found.append((start, length))
+        return sorted(found)
+
+    def allocate(self, length: int) -> int | None:
+        rounded = next(n for n in (1 << i for i in range(12)) if n >= length)
+        fitting = [(n, start) for start, n in self.free_ranges() if n >= rounded]
+        if not fitting:
+            return None
+        _, start = min(fitting)
+        self.taken[start] = rounded
+        return start
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(1, 45),
+    moves=st.lists(st.tuples(st.booleans(), st.integers(0, 40)), min_size=20, max_size=60),
+)
+def test_buddies_split_and_join_as_a_naive_model_says(size: int, moves: list[tuple[bool, int]]):
+    buddies, naive, lengths = BuddyAllocator(size), NaiveBuddies(size), dict[int, int]()
+    assert buddies.longest == max(n for _, n in naive.own_ranges())
+    for is_taking, number in moves:
+        if is_taking:
+            length = 1 + number % 20 // (1 + number % 3)  # short ones more often
+            expected = naive.allocate(length)
+            assert buddies.fits(length) == (expected is not None)
+            if expected is None:
+                with pytest.raises(OutOfBlocksError):
+                    buddies.allocate(length)
+            else:
+                assert buddies.allocate(length) == expected
+                lengths[expected] = length
+        elif lengths:
+            start = sorted(lengths)[number % len(lengths)]
+            buddies.free(start, lengths.pop(start))
+            del naive.taken[start]
+        assert buddies.free_ranges() == naive.free_ranges()
+        assert buddies.num_free + sum(naive.taken.values()) == size
+    for start, length in lengths.items():
+        buddies.free(start, length)
+    assert buddies.free_ranges() == sorted(naive.own_ranges())
+
+
+BLOCK_SIZE, MAX_MODEL_LEN = 4, 64
+
+
+def make_scheduler(system: str, num_blocks: int = 65, max_num_seqs: int = 8) -> Scheduler:
+    config = SchedulerConfig(max_num_seqs, 128, MAX_MODEL_LEN)
+    manager = make_manager(system, num_blocks, BLOCK_SIZE, MAX_MODEL_LEN, prefix_caching=False)
+    return Scheduler(config, manager)
+
+
+def make_request(name: int, prompt: int, output: int) -> Request:
+    stop = StopCriteria(output)
+    return Request.from_prompt(str(name), [1] * prompt, stop, seq_ids=count(name))
+
+
+def step(scheduler: Scheduler) -> None:
+    plan = scheduler.schedule()
+    assert plan is not None
+    scheduler.check_integrity()
+    scheduler.update(plan, np.ones(len(plan.scheduled), np.int64))
+    scheduler.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("system", "reserved"),
+    [("orca_max", 64), ("orca_pow2", 10 + 16), ("orca_oracle", 10 + 9), ("fastertransformer", 64)],
+)
+def test_what_a_request_reserves(system: str, reserved: int):
+    scheduler = make_scheduler(system)
+    manager = scheduler.block_manager
+    scheduler.add(make_request(0, 10, 9))
+    step(scheduler)
+    assert isinstance(manager, OrcaMax)
+    (held,) = manager.reservations.values()
+    blocks = -(-reserved // BLOCK_SIZE)
+    assert (held.num_slots, held.num_blocks) == (reserved, blocks)
+    assert scheduler.unfinished[0].live[0].block_table == [1, 2, 3]
+    # 10 tokens computed; 18 of the 19 are ever computed.
+    rounded = held.num_rounded_blocks * BLOCK_SIZE
+    states = token_states(manager, memory_report(scheduler), is_full=False)
+    assert states == (10, 8, reserved - 18, rounded - reserved, 256 - rounded)
+
+
+def test_pow2_reserves_no_more_than_the_longest_sequence():
+    scheduler = make_scheduler("orca_pow2")
+    scheduler.add(make_request(0, 30, 33))
+    step(scheduler)
+    assert isinstance(scheduler.block_manager, OrcaMax)
+    assert scheduler.block_manager.reservations[0].num_slots == MAX_MODEL_LEN
+
+
+def test_ours_reserves_nothing():
+    scheduler = make_scheduler("ours")
+    scheduler.add(make_request(0, 10, 9))
+    step(scheduler)
+    report = memory_report(scheduler)
+    states = token_states(scheduler.block_manager, report, is_full=True)
+    assert states == (10, 2, 0, 256 - 12, 0)
+
+
+def test_a_batch_takes_nobody_in_until_all_of_it_has_ended():
+    scheduler = make_scheduler("fastertransformer", num_blocks=33)  # two ranges of 16 blocks
+    for name, output in enumerate((3, 6, 2)):
+        scheduler.add(make_request(name, 5, output))
+    running = []
+    while scheduler.has_unfinished:
+        step(scheduler)
+        running.append([request.request_id for request in scheduler.running])
+    both, second, third = ["0", "1"], ["1"], ["2"]
+    assert running == [both, both, second, second, second, [], third, []]
+    manager = scheduler.block_manager
+    assert isinstance(manager, RequestLevel)
+    assert manager.ranges.num_free == 32
+    assert not manager.reservations
+
+
+def test_a_batch_that_decodes_is_closed_though_there_is_room():
+    scheduler = make_scheduler("fastertransformer")  # four ranges
+    scheduler.add(make_request(0, 5, 4))
+    step(scheduler)
+    scheduler.add(make_request(1, 5, 1))
+    for num_waiting in (1, 1, 1, 0):
+        step(scheduler)
+        assert scheduler.num_waiting == num_waiting
+
+
+def test_the_proof_finds_a_table_outside_its_range():
+    scheduler = make_scheduler("orca_oracle")
+    scheduler.add(make_request(0, 10, 9))
+    step(scheduler)
+    manager = scheduler.block_manager
+    assert isinstance(manager, OrcaMax)
+    held = manager.reservations[0]
+    held.first_block += 8
+    with pytest.raises(IntegrityError):
+        scheduler.check_integrity()
+    held.first_block -= 8
+    manager.ranges.free(held.first_block - 1, 1)
+    with pytest.raises(IntegrityError, match="overlap"):
+        scheduler.check_integrity()
+
+
+def test_managers_refuse_what_they_cannot_do():
+    with pytest.raises(ValueError, match="no range of 16 blocks for max_model_len=64"):
+        make_manager("orca_max", 16, 4, 64, prefix_caching=False)
+    with pytest.raises(ValueError, match="'orca' is unknown: give one of fastertransformer"):
+        make_manager("orca", 65, 4, 64, prefix_caching=False)
+    for system in SYSTEMS:
+        if system != "ours":
+            with pytest.raises(ValueError, match="has no prefix cache"):
+                make_manager(system, 65, 4, 64, prefix_caching=True)
+    scheduler = make_scheduler("orca_max")
+    stop = StopCriteria(3)
+    request = Request.from_prompt("0", [1, 2], stop, seq_ids=count(), num_samples=2)
+    scheduler.add(request)
+    plan = scheduler.schedule()
+    assert plan is not None
+    ((failed, error),) = plan.failed
+    assert failed is request
+    assert "make each a request of its own" in str(error)

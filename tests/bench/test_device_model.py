@@ -1,0 +1,184 @@
+"""The device model: its fit, its data, and what it scales."""
+
+import json
+import math
+from dataclasses import asdict, replace
+from itertools import count, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.lengths import sharegpt_like_lengths
+from bench.paper import device_model as module
+from bench.paper.device_model import (
+    MODELS,
+    RECORDED,
+    Coefficients,
+    DeviceModel,
+    StepWork,
+    device_model,
+    fit,
+    fit_rows,
+    read_rows,
+)
+from bench.paper.simulator import Padding
+from jpaged.core.block_manager import BlockManager
+from jpaged.core.plan import Goal
+from jpaged.core.request import Request, StopCriteria
+from jpaged.core.scheduler import Scheduler, SchedulerConfig
+from jpaged.runtime.buckets import make_buckets
+
+TRUE = Coefficients(
+    step=2e-4,
+    layer=1.5e-5,
+    bandwidth=4e12,
+    rate=6e14,
+    joint=1.8,
+    kv_bandwidth=3.5e12,
+    prefill_rate=3e14,
+    element=2e-11,
+    mixed=5e-6,
+    swap=8e-4,
+    swap_bandwidth=4e10,
+)
+
+
+def row_of(kind: str, work: StepWork, seconds: float, block_size: int = 16) -> dict[str, Any]:
+    fields = {"model": "opt-13b", "kind": kind, "block_size": block_size, "seconds": seconds}
+    return {**work._asdict(), **fields, "blocks": 0, "source": "made up"}
+
+
+def made_up_rows() -> list[dict[str, Any]]:
+    model, rows = DeviceModel("", MODELS["opt-13b"], TRUE), []
+    for seqs, context in product((8, 32, 64, 128, 256), (64, 512, 1024)):
+        work = StepWork(seqs, seqs * context, 0, 0, 0, seqs, seqs)
+        rows.append(row_of("decode", work, model.step_seconds(work)))
+    for seqs, length in product((1, 2, 8), (64, 256, 1024)):
+        pairs, tokens = seqs * length * (length + 1) // 2, seqs * length
+        work = StepWork(0, 0, seqs, tokens, pairs, tokens, 8)
+        rows.append(row_of("prefill", work, model.step_seconds(work)))
+        work = StepWork(32, 32 * 512, seqs, tokens, pairs, 2 * tokens, 256)
+        rows.append(row_of("mixed", work, model.step_seconds(work)))
+    for blocks in (8, 64, 512):
+        seconds = model.swap_seconds(blocks, 16)
+        rows.append(row_of("swap_out", StepWork(0, 0, 0, 0, 0, 0, 0), seconds) | {"blocks": blocks})
+    return rows
+
+
+def test_the_fit_finds_what_made_the_data():
+    found = fit_rows(made_up_rows())
+    assert found.mean_error < 1e-3
+    assert max(abs(point.error) for point in found.points) < 0.01
+    for name, value in asdict(TRUE).items():
+        if name in ("bandwidth", "kv_bandwidth", "rate", "swap_bandwidth", "swap"):
+            assert asdict(found.coefficients)[name] == pytest.approx(value, rel=0.05), name
+
+
+def test_other_block_sizes_slow_reading_down():
+    rows, model = made_up_rows(), DeviceModel("", MODELS["opt-13b"], TRUE)
+    work = StepWork(32, 32 * 512, 0, 0, 0, 32, 32)
+    for size, factor in ((1, 3.0), (64, 0.9)):
+        seconds = model.step_seconds(work) + (factor - 1) * model.kv_seconds(work)
+        rows.append(row_of("decode", work, seconds, size))
+    by = fit_rows(rows).coefficients
+    assert [by.slowdown(size) for size in (1, 2, 8, 16, 32, 64, 256)] == pytest.approx(
+        [3.0, 3.0, 1.0, 1.0, 1.0, 0.9, 0.9], abs=0.02
+    )
+    fitted = replace(model, coefficients=by)
+    assert fitted.step_seconds(work, 1) == pytest.approx(rows[-2]["seconds"], rel=0.01)
+
+
+def test_the_recorded_steps_are_met():
+    """The data that ship, with the errors that the docs state."""
+    recorded = fit_rows(read_rows(RECORDED))
+    assert recorded.mean_error < 0.06
+    assert max(abs(point.error) for point in recorded.points) < 0.16
+    sources = {point.source for point in recorded.points}
+    assert all(("bench/" in source or "docs/" in source) for source in sources)
+
+
+@pytest.mark.parametrize(
+    ("shape", "case"), [("llama-3.1-8b", "A"), ("llama-3.1-8b", "B"), ("qwen3-0.6b", "B")]
+)
+def test_whole_runs_take_as_long_as_recorded(shape: str, case: str):
+    """Cases A and B of `bench.throughput`, which are no data of the fit."""
+    path = RECORDED.parent.parent / "results" / "throughput_nvidia-h200.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    (row,) = (row for row in rows if (row["case"], row["model"]) == (case, shape))
+    lengths = ([128] * 256, [128] * 256) if case == "A" else sharegpt_like_lengths(512)
+    modelled = generation_seconds(device_model(shape), *lengths)
+    assert modelled == pytest.approx(row["seconds"], rel=0.1)
+
+
+def generation_seconds(device: DeviceModel, prompts: Any, outputs: Any) -> float:
+    """Of `Engine.generate` with these lengths."""
+    scheduler = Scheduler(SchedulerConfig(256, 8192, 2048), BlockManager(40_000, 16))
+    padding, seq_ids = Padding(make_buckets(256, 8192)), count()
+    for name, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        stop = StopCriteria(int(output))
+        tokens = [1] * int(prompt)
+        scheduler.add(Request.from_prompt(str(name), tokens, stop, seq_ids=seq_ids))
+    seconds = 0.0
+    while (plan := scheduler.schedule(Goal.THROUGHPUT)) is not None:
+        seconds += device.step_seconds(padding.work_of(plan))
+        scheduler.update(plan, np.ones(len(plan.scheduled), np.int64))
+    return seconds
+
+
+def test_step_times_take_the_place_of_what_was_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    rows = made_up_rows()
+    (tmp_path / "step_times_opt-13b_nvidia-h200.json").write_text(json.dumps({"rows": rows}))
+    monkeypatch.setattr(module, "RESULTS", tmp_path)
+    fit.cache_clear()
+    try:
+        assert fit("opt-66b").coefficients == fit("opt-13b").coefficients
+        assert fit("opt-13b").mean_error < 1e-3
+        (tmp_path / "step_times_qwen3-0.6b_nvidia-h200.json").write_text("{}")
+        with pytest.raises(ValueError, match=r"step_times_qwen3-0.6b.*cannot be read: KeyError"):
+            fit("qwen3-0.6b")
+    finally:
+        fit.cache_clear()
+
+
+def test_other_gpus_are_scaled_by_their_peaks():
+    here, there = device_model("opt-13b"), device_model("opt-13b", "a100-40gb")
+    many, long = (32, 1000.0), [2048]
+    assert there.decode_seconds(*many) / here.decode_seconds(*many) == pytest.approx(
+        4.8 / 1.555, rel=0.1
+    )
+    assert there.prefill_seconds(long) / here.prefill_seconds(long) == pytest.approx(
+        989 / 312, rel=0.1
+    )
+    assert there.swap_seconds(1000, 16) > 1.9 * here.swap_seconds(1000, 16)
+    shared = device_model("opt-13b", "a100-40gb", 4)
+    assert 0.25 < shared.decode_seconds(*many) / there.decode_seconds(*many) < 0.4
+    assert shared.block_bytes(16) == here.block_bytes(16) == 16 * 2 * 40 * 5120 * 2
+
+
+def test_shapes_have_the_papers_sizes():
+    """Table 1: parameters, and slots in the memory that is left for them."""
+    for shape, weights, kv, slots in (
+        ("opt-13b", 26e9, 12, 15_700),
+        ("opt-66b", 132e9, 21, 9_700),
+        ("opt-175b", 346e9, 264, 60_100),
+    ):
+        model = MODELS[shape]
+        params = model.num_layers * model.layer_params + model.head_params
+        assert 2 * params == pytest.approx(weights, rel=0.02)
+        assert model.kv_bytes * slots == pytest.approx(
+            kv * 2**30, rel=0.02
+        )  # gigabytes are rounded
+
+
+def test_what_is_unknown_is_refused():
+    with pytest.raises(ValueError, match="shape 'opt' is unknown: give one of opt-13b"):
+        device_model("opt")
+    with pytest.raises(ValueError, match="gpu 'a100' is unknown: give one of h200"):
+        device_model("opt-13b", "a100")
+    with pytest.raises(ValueError, match="num_gpus must be at least 1, got 0"):
+        device_model("opt-13b", num_gpus=0)
+    assert math.isinf(DeviceModel("", MODELS["opt-13b"], TRUE).nvlink)

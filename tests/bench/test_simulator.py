@@ -1,0 +1,172 @@
+"""The simulator: no token and no second is lost or made, whatever serves the trace."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.paper import traces
+from bench.paper.allocators import SYSTEMS
+from bench.paper.device_model import MODELS, Coefficients, DeviceModel
+from bench.paper.simulator import Run, simulate
+from bench.paper.traces import TraceRequest
+
+STEP = 0.01
+DEVICE = DeviceModel(
+    "a hundredth of a second a step, and a millisecond a transfer",
+    MODELS["opt-13b"],
+    Coefficients(
+        step=STEP,
+        layer=0.0,
+        bandwidth=math.inf,
+        rate=math.inf,
+        kv_bandwidth=math.inf,
+        prefill_rate=math.inf,
+        element=0.0,
+        swap=1e-3,
+        swap_bandwidth=math.inf,
+    ),
+)
+SMALL: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "max_model_len": 256}
+
+
+def make_trace(rate: float, seconds: float = 20.0, seed: int = 0) -> list[TraceRequest]:
+    source = traces.log_normal("small", (20.0, 30.0), 128)
+    return traces.poisson(source, rate, seconds, seed)
+
+
+def num_tokens_once(run: Run, trace: list[TraceRequest], width: int, *, is_apart: bool) -> int:
+    """Tokens to compute if each is computed once: a sequence's last one never is. Samples share
+    all of their prompt but its last token."""
+    prompts = np.array([request.prompt_len for request in trace])
+    outputs = np.array([request.output_len for request in trace])
+    if is_apart:
+        return int(np.sum(width * (prompts + outputs - 1)))
+    return int(np.sum(prompts - 1 + width * outputs))
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{system: (system, {}) for system in SYSTEMS},
+    "small blocks": ("ours", {"block_size": 1}),
+    "swapped": ("ours", {"preemption": "swap"}),
+    "samples": ("ours", {"num_samples": 3}),
+    "samples swapped": ("ours", {"num_samples": 3, "preemption": "swap"}),
+    "samples, orca": ("orca_oracle", {"num_samples": 3}),
+    "beams, orca": ("orca_oracle", {"beam_width": 3}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_and_time_are_conserved(name: str):
+    system, options = CASES[name]
+    width = options.get("num_samples") or options.get("beam_width") or 1
+    trace = make_trace(60 / width, 5.0)
+    run = simulate(trace, system, DEVICE, num_slots=512, **SMALL, **options)
+    _check(run, trace, width)
+    once = num_tokens_once(run, trace, width, is_apart=system != "ours")
+    lost = run.num_computed_tokens - run.num_recomputed_tokens - once
+    assert lost == 0
+    has_preempted = system == "ours" and "swap" not in options.values()
+    assert (run.num_preemptions > 0) == (system == "ours")  # the pool is too small for the rate
+    assert (run.num_recomputed_tokens > 0) == has_preempted
+    assert (run.swapped_bytes > 0) == ("swap" in options.values())
+
+
+def _check(run: Run, trace: list[TraceRequest], width: int) -> None:
+    outputs = np.array([r.output_len for r in trace])
+    assert run.num_finished == run.num_requests == len(trace)
+    assert run.num_output_tokens == width * outputs.sum()
+    assert run.num_prompt_tokens == sum(r.prompt_len for r in trace)
+    assert np.all(run.first_tokens >= run.arrivals + STEP)
+    assert np.all(run.finishes - run.first_tokens >= STEP * (outputs - 1) - 1e-9)
+    latencies = (run.finishes - run.arrivals) / outputs
+    assert run.normalized_latency == pytest.approx(latencies.mean())
+    assert run.seconds == pytest.approx(run.finishes.max() - trace[0].arrival)
+    assert STEP * run.num_steps - 1e-9 <= run.busy_seconds <= run.seconds + 1e-9
+    assert sum(run.memory.values()) == pytest.approx(100)
+    assert min(run.memory.values()) >= 0
+    # Little's law: requests in the batch at a time are what each was there for.
+    most = (run.finishes - run.arrivals).sum() / run.busy_seconds
+    assert 0 < run.mean_batch <= most + 1e-9
+
+
+def test_beams_end_and_share():
+    trace = make_trace(3, 4)
+    run = simulate(trace, "ours", DEVICE, num_slots=1024, beam_width=3, **SMALL)
+    _check(run, trace, 3)
+    assert run.shared_savings > 20
+
+
+def test_a_request_alone_takes_its_steps():
+    trace = [TraceRequest(1.0, 300, 5), TraceRequest(9.0, 4, 1)]
+    options = SMALL | {"max_model_len": 512}
+    run = simulate(trace, "ours", DEVICE, num_slots=1024, **options)
+    # The first prompt takes two steps of at most 256 tokens; the next token is one step more.
+    assert run.first_tokens == pytest.approx([1 + 2 * STEP, 9 + STEP])
+    assert run.finishes == pytest.approx([1 + 6 * STEP, 9 + STEP])
+    assert (run.num_steps, run.busy_seconds) == (7, pytest.approx(7 * STEP))
+    assert run.normalized_latency == pytest.approx((6 * STEP / 5 + STEP) / 2)
+
+
+def test_who_arrives_waits_for_the_step_under_way_and_the_planned_one():
+    trace = [TraceRequest(0.0, 4, 40), TraceRequest(0.101, 4, 2)]
+    run = simulate(trace, "ours", DEVICE, num_slots=1024, **SMALL)
+    # At 0.101 a step runs until 0.11; the one after it is planned; the third computes the prompt.
+    assert run.first_tokens[1] == pytest.approx(0.13)
+
+
+def test_a_step_waits_for_what_comes_back_before_it():
+    trace, options = make_trace(40, 5.0), {"num_slots": 512, "preemption": "swap", **SMALL}
+    slow = replace(DEVICE, coefficients=replace(DEVICE.coefficients, swap=0.1))
+    fast, late = (simulate(trace, "ours", device, **options) for device in (DEVICE, slow))
+    assert late.num_preemptions > 0
+    assert late.busy_seconds > fast.busy_seconds + 0.1 * late.num_preemptions / 2
+
+
+def test_giving_up_is_certain_and_early():
+    trace = make_trace(60, 8)
+    options: dict[str, Any] = {"num_slots": 512, **SMALL}
+    whole = simulate(trace, "ours", DEVICE, **options)
+    just = whole.normalized_latency
+    assert not simulate(trace, "ours", DEVICE, give_up_at=1.001 * just, **options).gave_up
+    early = simulate(trace, "ours", DEVICE, give_up_at=just / 2, **options)
+    assert early.gave_up
+    assert just / 2 < early.normalized_latency < just
+    assert early.num_steps < whole.num_steps
+    assert np.isnan(early.finishes).any()
+
+
+def test_prefixes_are_found_across_requests_and_rounds():
+    shared = traces.with_prefix(make_trace(10, 5), 64)
+    options: dict[str, Any] = {"num_slots": 4096, **SMALL, "max_model_len": 512}
+    apart = simulate(shared, "ours", DEVICE, **options)
+    run = simulate(shared, "ours", DEVICE, prefix_caching=True, **options)
+    assert apart.num_hit_tokens == 0
+    assert run.num_hit_tokens >= 64 * (len(shared) - 3)  # those that arrive before one is computed
+    assert run.num_computed_tokens == apart.num_computed_tokens - run.num_hit_tokens
+    # The second round's prompt begins with the first one's, its answer, and goes on.
+    rounds = [TraceRequest(0.0, 40, 30, ((0, 0, 40),)), TraceRequest(9.0, 90, 2, ((0, 0, 90),))]
+    run = simulate(rounds, "ours", DEVICE, prefix_caching=True, **options)
+    assert run.num_hit_tokens == 64  # of 69 computed: four blocks of 16
+
+
+def test_the_more_is_reserved_the_fewer_run():
+    trace = make_trace(16, 8)
+    batches = [
+        simulate(trace, system, DEVICE, num_slots=1024, **SMALL).mean_batch_of_steps
+        for system in SYSTEMS
+    ]
+    assert batches == sorted(batches)
+    assert batches[1] <= 4  # ranges of 256 in 1,024 slots
+
+
+def test_what_cannot_be_served_is_refused():
+    trace = make_trace(1)
+    with pytest.raises(ValueError, match="trace must be in the order of arrival"):
+        simulate(trace[::-1], "ours", DEVICE, num_slots=1024, **SMALL)
+    with pytest.raises(ValueError, match="num_samples=2 with a beam search"):
+        simulate(trace, "ours", DEVICE, num_slots=1024, num_samples=2, beam_width=2, **SMALL)
+    with pytest.raises(ValueError, match="the pool has 4: raise num_blocks"):
+        simulate([TraceRequest(0.0, 60, 9)], "ours", DEVICE, num_slots=64, **SMALL)
