@@ -172,6 +172,7 @@ def test_flags_reach_engine_and_sampling():
         "--kv-cache-memory-bytes 1.5G --gpu-memory-utilization 0.5 --max-model-len 64 "
         "--max-num-seqs 2 --max-num-batched-tokens 32 --no-overlap --quiet "
         "--no-enable-prefix-caching --preemption-mode auto --swap-space 1.5 "
+        "--num-scheduler-steps 4 --num-compile-workers 0 --scheduling-policy priority "
         "--temperature 0.5 --top-p 0.9 --top-k 5 --min-p 0.1 --seed 3 --max-tokens 4 "
         "--stop A --stop B --ignore-eos"
     )
@@ -191,6 +192,9 @@ def test_flags_reach_engine_and_sampling():
         "enable_prefix_caching": False,
         "preemption_mode": "auto",
         "swap_space": 1.5,
+        "num_scheduler_steps": 4,
+        "num_compile_workers": 0,
+        "scheduling_policy": "priority",
         "verbose": False,
     }
     assert engine.params == SamplingParams(
