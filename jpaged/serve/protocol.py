@@ -206,6 +206,15 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     ] = True
     suffix: Annotated[Literal[""], Meta(description="this model fills no gaps")] | None = None
 
+    def __post_init__(self) -> None:
+        """Raise ApiError for a mixed list; here, since bodies are read in a thread."""
+        if not isinstance(self.prompt, str):
+            is_ids, kinds = type(self.prompt[0]) is int, set(map(type, self.prompt))
+            if kinds != {int} if is_ids else int in kinds:
+                odd = next(i for i, it in enumerate(self.prompt) if (type(it) is int) != is_ids)
+                what = "a token id" if is_ids else "a string or an array of token ids"
+                _refuse(f"prompt[{odd}]", self.prompt[odd], f"must be {what}, like those before it")
+
     @property
     def prompts(self) -> list[Prompt]:
         """The prompts, in a list also if it is one."""
@@ -215,12 +224,6 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     def check(self, limits: Limits) -> None:
         """Raise ApiError for fields that contradict each other or exceed the server's limits."""
         super().check(limits)
-        if not isinstance(self.prompt, str):
-            is_ids, kinds = type(self.prompt[0]) is int, set(map(type, self.prompt))
-            if kinds != {int} if is_ids else int in kinds:
-                odd = next(i for i, it in enumerate(self.prompt) if (type(it) is int) != is_ids)
-                what = "a token id" if is_ids else "a string or an array of token ids"
-                _refuse(f"prompt[{odd}]", self.prompt[odd], f"must be {what}, like those before it")
         if len(self.prompts) > limits.max_prompts:
             what = (
                 f"prompt has {len(self.prompts)} entries: at most {limits.max_prompts} are allowed"
