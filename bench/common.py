@@ -3,7 +3,8 @@
 import argparse
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,52 @@ SHAPES: dict[str, dict] = {
     },
 }
 
+_QWEN2_5 = {
+    "model_type": "qwen2",
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+}
+UNRECORDED: dict[str, dict] = {
+    "qwen2.5-1.5b": {
+        **_QWEN2_5,
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "qwen2.5-14b": {
+        **_QWEN2_5,
+        "vocab_size": 152064,
+        "hidden_size": 5120,
+        "intermediate_size": 13824,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+    },
+    "opt-13b": {
+        "model_type": "opt",
+        "vocab_size": 50272,
+        "hidden_size": 5120,
+        "word_embed_proj_dim": 5120,
+        "ffn_dim": 20480,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "max_position_embeddings": 2048,
+        "do_layer_norm_before": True,
+        "activation_function": "relu",
+        "torch_dtype": "bfloat16",
+    },
+}
+"""Shapes whose products are not in what ships of XLA's measurements."""
+
+ALL_SHAPES = {**SHAPES, **UNRECORDED}
 
 # How vLLM's figures were taken. The prompts are random, so a prefix cache finds nothing.
 AS_VLLM = {"max_model_len": 2048, "max_num_seqs": 256, "enable_prefix_caching": False}
@@ -70,10 +117,21 @@ AS_VLLM = {"max_model_len": 2048, "max_num_seqs": 256, "enable_prefix_caching": 
 
 def make_engine(shape: str, **options) -> Engine:
     """An engine of a published shape with random weights; no checkpoint is needed."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape]), encoding="utf-8")
+    with shape_folder(shape) as folder:
         dummy = {"load_format": "dummy", "skip_tokenizer_init": True}
-        return Engine(folder, **dummy, **AS_VLLM, **options)
+        return Engine(folder, **dummy, **(AS_VLLM | options))
+
+
+@contextmanager
+def shape_folder(shape: str | None) -> Iterator[Path | None]:
+    """A folder with a shape's `config.json`, while the context lasts; None for no shape."""
+    if shape is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "config.json")
+        path.write_text(json.dumps(ALL_SHAPES[shape]), encoding="utf-8")
+        yield path.parent
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:

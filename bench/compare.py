@@ -15,6 +15,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 SETTINGS = {"batch", "blocks", "chunks", "context", "requests", "threads", "width", "tokens"}
+SETTINGS |= {"block_size", "decode_seqs", "prompt_seqs", "prompt_tokens"}
 """Numbers that tell rows apart, as names do."""
 
 MARKS = {"vllm", "vllm_prefill", "to_reach", "to_reach_prefill", "paper"}

@@ -98,7 +98,7 @@ SAMPLE_SHAPE, SAMPLE_MARK = (64, 151936), 150.0  # microseconds
 TRUNCATIONS = [{"top_p": 0.9}, {"top_k": 20, "top_p": 0.95}, {}]
 
 
-def build(case, seed=0, *, contiguous=False, least_blocks=0):
+def build(case, seed=0, *, contiguous=False, least_blocks=0, max_pools=None):
     """(queries, pools, tables and lengths) of random values; block tables shuffled, or not."""
     width = -(-case.seq_len // case.block_size)
     num_blocks = max(case.batch * width, least_blocks) + 1
@@ -109,6 +109,7 @@ def build(case, seed=0, *, contiguous=False, least_blocks=0):
     lens = jnp.full((case.batch,), case.seq_len, jnp.int32)
     starts = jnp.arange(case.batch + 1, dtype=jnp.int32) * case.tokens
     num_pools = max(1, -(-CACHE_BYTES // case.num_bytes)) if not case.tokens else 1
+    num_pools = min(num_pools, max_pools or num_pools)
     num_calls = max(num_pools, 4 if case.tokens else 32)
     keys = iter(jax.random.split(jax.random.key(seed), num_calls + 2 * num_pools))
     rows = case.batch * max(1, case.tokens)

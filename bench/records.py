@@ -24,7 +24,6 @@ def record(
 
     `device` names what was measured, for a benchmark whose own process leaves the device alone.
     """
-    kind = (device or jax.local_devices()[0].device_kind).replace(" ", "-").lower()
     document = {
         "benchmark": name,
         "device": device or jax.local_devices()[0].device_kind,
@@ -35,10 +34,16 @@ def record(
         **more,
         "rows": rows,
     }
-    path = folder / f"{name}_{kind}.json"
+    path = result_path(name, device, folder)
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return path
+
+
+def result_path(name: str, device: str | None = None, folder: Path = RESULTS) -> Path:
+    """Where `record` writes."""
+    kind = (device or jax.local_devices()[0].device_kind).replace(" ", "-").lower()
+    return folder / f"{name}_{kind}.json"
 
 
 def print_table(rows: list[dict]) -> None:

@@ -23,7 +23,7 @@ import threading
 import time
 from pathlib import Path
 
-from bench.common import AS_VLLM, SHAPES
+from bench.common import ALL_SHAPES, AS_VLLM, SHAPES, UNRECORDED
 from bench.compare import parse_arguments
 from bench.records import print_table, record
 
@@ -35,51 +35,6 @@ VLLM = {"qwen3-0.6b": 49, "llama-3.1-8b": 50}
 TO_REACH = {"cold": 40, "warm": 10}
 TO_REACH_UNRECORDED = {"cold": 45, "warm": 10}
 TO_REACH_EMBEDDED = {"cold": 10, "warm": 10}
-
-_QWEN2_5 = {
-    "model_type": "qwen2",
-    "vocab_size": 151936,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "hidden_act": "silu",
-    "torch_dtype": "bfloat16",
-}
-UNRECORDED: dict[str, dict] = {
-    "qwen2.5-1.5b": {
-        **_QWEN2_5,
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-    },
-    "qwen2.5-14b": {
-        **_QWEN2_5,
-        "vocab_size": 152064,
-        "hidden_size": 5120,
-        "intermediate_size": 13824,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": False,
-    },
-    "opt-13b": {
-        "model_type": "opt",
-        "vocab_size": 50272,
-        "hidden_size": 5120,
-        "word_embed_proj_dim": 5120,
-        "ffn_dim": 20480,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 40,
-        "max_position_embeddings": 2048,
-        "do_layer_norm_before": True,
-        "activation_function": "relu",
-        "torch_dtype": "bfloat16",
-    },
-}
-"""Shapes whose products no record has."""
 
 PHASES = {
     "imports": "imports",
@@ -110,7 +65,7 @@ def command(model: str, folder: Path, cache: Path) -> list[str]:
     """What a start runs; its files lie in `folder`, compiled programs in `cache`."""
     if model == EMBEDDED:
         return [sys.executable, "-m", "jpaged", "--compilation-cache-dir", str(cache), PROMPT]
-    config = {**SHAPES, **UNRECORDED}[model]
+    config = ALL_SHAPES[model]
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     options = {"model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True}
     options |= {"compilation_cache_dir": str(cache), "verbose": True}
@@ -200,7 +155,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    models = [*SHAPES, *UNRECORDED, EMBEDDED]
+    models = [*ALL_SHAPES, EMBEDDED]
     parser.add_argument("--model", choices=models, nargs="+", default=[*SHAPES])
     parser.add_argument("--repeats", type=int, default=3, help="warm starts")
     parser.add_argument("--cache-dir", type=Path, help="keep what is compiled here, by model")

@@ -131,13 +131,15 @@ def measure_ways(
     return rows
 
 
-def make_runner(model: ModelConfig, dtype: Any, sizes: Sizes) -> tuple[ModelRunner, Any, Buckets]:
+def make_runner(
+    model: ModelConfig, dtype: Any, sizes: Sizes, block_size: int = BLOCK_SIZE
+) -> tuple[ModelRunner, Any, Buckets]:
     """The engine's device side with random weights, and few buckets."""
     with tempfile.TemporaryDirectory() as folder:
         split = SplitModel.of(load_model(folder, model, dtype=dtype, load_format="dummy"))
-    largest = -(-sizes.max_model_len // BLOCK_SIZE)
+    largest = -(-sizes.max_model_len // block_size)
     config = RuntimeConfig(
-        block_size=BLOCK_SIZE,
+        block_size=block_size,
         num_blocks=2 * largest + 1,
         max_model_len=sizes.max_model_len,
         max_num_seqs=sizes.num_seqs,

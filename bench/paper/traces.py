@@ -197,7 +197,7 @@ def chat(
     """
     _check_positive(rate=rate, seconds=seconds)
     source = source or of_dataset("sharegpt")
-    lead = 10 * MEAN_ROUNDS * MEAN_PAUSE_S  # all but e**-10 of older conversations have ended
+    lead = 5 * MEAN_ROUNDS * MEAN_PAUSE_S  # of older conversations all but e**-5 have ended
     rng = np.random.default_rng([seed, 2])
     begins = _arrivals(rate / MEAN_ROUNDS, seconds + lead, np.random.default_rng([seed, 0])) - lead
     rounds = rng.geometric(1 / MEAN_ROUNDS, len(begins))

@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 import pytest
 
-from bench.startup import UNRECORDED, phases, row
+from bench.common import UNRECORDED
+from bench.startup import phases, row
 from jpaged.compile.gemm_autotuning import AUTOTUNING, read_record
 from jpaged.compile.recipes import SplitModel
 from jpaged.models.config import ModelConfig

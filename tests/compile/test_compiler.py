@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from bench.common import SHAPES
-from bench.startup import UNRECORDED
+from bench.common import SHAPES, UNRECORDED
 from jpaged.compile import compiler
 from jpaged.compile.compiler import (
     CUBLAS_MEASURED,

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 
 _NEED_TORCH = (
     "test_config.py",
+    "test_contiguous_parity.py",
     "test_load_families.py",
     "test_modules.py",
     "test_parity.py",

@@ -1,0 +1,299 @@
+"""Greedy decoding with a contiguous KV cache, as one writes it in JAX without paging.
+
+Each of B slots has a slab of so many token places in every layer's K and V.
+
+    static   a batch is computed until its last sequence ends; then the next one takes the slots.
+             Its slabs are as wide as its longest sequence needs, rounded up to one of `widths`
+    slabs    iteration-level: before each step waiting sequences take the slots that became free;
+             a slab has room for `max_len` (as in JetStream, and in Orca with max_len reserved)
+
+Prompts are padded to a length bucket and computed several at once. Tokens stay on the device and
+feed the next step there; the host reads them late. `bench.contiguous_steps` has the two programs.
+"""
+
+import argparse
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.common import ALL_SHAPES, random_prompts, shape_folder
+from bench.contiguous_steps import MIN_ROWS, Model
+from bench.records import print_table
+from bench.throughput import lengths_of
+from jpaged.config import EMBEDDED_MODEL
+from jpaged.models.checkpoint import read_config, read_generation_config, resolve_checkpoint
+from jpaged.models.config import ModelConfig
+from jpaged.models.loader import plan_model
+
+BATCHINGS = ("static", "slabs")
+SMALLEST_BUCKET = 64  # places a prompt is padded to; then powers of two
+WIDTHS = (256, 512, 1024)  # of static batches, below max_len
+READ_BEHIND = 2  # launches in flight before the oldest one's tokens are read
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt; its `tokens` are complete once `Decoder.step` returned it."""
+
+    prompt: list[int]
+    max_tokens: int
+    ignore_eos: bool = True
+    tokens: list[int] = field(default_factory=list)
+    num_launched: int = 0
+    ended: bool = False
+
+
+class Decoder:
+    """Serves requests in the order of arrival, `num_slots` at a time.
+
+    Args:
+        model: What decodes.
+        batching: "static" or "slabs".
+        num_slots: Sequences at a time; the cache has `MIN_ROWS` slots at least.
+        max_len: Most tokens of a sequence, prompt and output; the width of a slab.
+        widths: Widths below that which a static batch may have instead.
+        launch_steps: Decode steps of a launch, 1 among them; none (static: not all) ends within.
+        arrivals: Requests may come at any time: slabs, while one is free, decode step by step.
+        max_batched_tokens: Most places of a prefill, unless a single prompt has more.
+        eos_token_ids: Tokens that end a sequence, as the last of its output.
+
+    Raises:
+        ValueError: an argument is out of its range; the message names it.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        batching: str,
+        *,
+        num_slots: int,
+        max_len: int,
+        widths: Sequence[int] = (),
+        launch_steps: Sequence[int] = (1, 4, 16),
+        arrivals: bool = False,
+        max_batched_tokens: int = 8192,
+        eos_token_ids: Iterable[int] = (),
+    ):
+        positions = model.config.max_position_embeddings
+        check(batching in BATCHINGS, "batching", batching, f"be one of {BATCHINGS}")
+        check(num_slots >= 1, "num_slots", num_slots, "be 1 or more")
+        check(2 <= max_len <= positions, "max_len", max_len, f"be 2 to the model's {positions}")
+        check(1 in launch_steps, "launch_steps", launch_steps, "have 1 among them")
+        below = {width for width in widths if width < max_len} if batching == "static" else ()
+        self.model, self.batching, self.widths = model, batching, (*sorted(below), max_len)
+        self.launch_steps, self.eos = sorted(launch_steps), frozenset(eos_token_ids)
+        self.num_slots, self.arrivals = num_slots, arrivals and batching == "slabs"
+        self._most_places, self.num_unfinished = max_batched_tokens, 0
+        self.waiting: deque[Request] = deque()
+        self.running: dict[int, Request] = {}  # by slot
+        self._unread: deque[tuple[jax.Array, list[tuple[int, Request]]]] = deque()
+        self._rows = max(num_slots, MIN_ROWS)
+        self._cache, self.width = model.empty(self._rows, max_len), max_len  # of the batch now
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            ValueError: it can never be served; the message says what to change.
+        """
+        vocab_size, room = self.model.config.vocab_size, self.widths[-1] - len(request.prompt)
+        unknown = [token for token in request.prompt if not 0 <= token < vocab_size]
+        check(bool(request.prompt), "prompt", request.prompt, "have a token")
+        check(not unknown, "prompt", unknown, f"have tokens from 0 to {vocab_size - 1}")
+        wanted = f"be 1 to {room}: max_len={self.widths[-1]} holds prompt and output"
+        check(1 <= request.max_tokens <= room, "max_tokens", request.max_tokens, wanted)
+        self.waiting.append(request)
+        self.num_unfinished += 1
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences that were given a slot and have not ended, as far as the host has read."""
+        return self.num_unfinished - len(self.waiting)
+
+    def step(self) -> list[Request]:
+        """Fill the slots, launch, and read all but the newest launches; returns who ended there."""
+        if self.waiting and (self.batching == "slabs" or not self.running):
+            self._admit()
+        if self.running:
+            self._launch()
+        ended: list[Request] = []
+        while len(self._unread) > (READ_BEHIND if self.running or self.waiting else 0):
+            ended += self._read()
+        return ended
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], ignore_eos: bool = True
+    ) -> list[list[int]]:
+        """Complete prompts; the tokens of each. A static batch is made of the longest there are."""
+        given = zip(map(list, prompts), max_tokens, strict=True)
+        requests = [Request(prompt, most, ignore_eos) for prompt, most in given]
+        longest_first = self.batching == "static"
+        for request in sorted(requests, key=lambda each: -each.max_tokens * longest_first):
+            self.add(request)
+        while self.num_unfinished:
+            self.step()
+        return [request.tokens for request in requests]
+
+    def clear(self) -> None:
+        """Forget all requests; their slots are free."""
+        self.waiting.clear()
+        self.running.clear()
+        self._unread.clear()
+        self.num_unfinished = 0
+        jax.block_until_ready(self._cache)
+
+    def warm_up(self, longest_prompt: int | None = None) -> None:
+        """Compile every program that prompts up to a length can need."""
+        shapes = set()
+        for width in self.widths:
+            top = bucket(min(longest_prompt or width, width), width)
+            lengths = {bucket(length, width) for length in range(1, top + 1)}
+            shapes |= {(width, n, length) for length in lengths for n in self._counts(length)}
+            shapes |= {(width, steps) for steps in self.launch_steps}
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda shape: self.model.program(self._rows, *shape), sorted(shapes)))
+
+    def _counts(self, length: int) -> list[int]:
+        """How many prompts of a bucket a prefill may have: powers of 4, and the most."""
+        most = min(max(self._most_places // length, 1), self.num_slots)
+        return [n for n in (4**i for i in range(8)) if n < most] + [most]
+
+    def _admit(self) -> None:
+        """Give free slots to the waiting, and compute their prompts, those of a bucket together."""
+        free = [slot for slot in range(self.num_slots) if slot not in self.running]
+        taken = [(slot, self.waiting.popleft()) for slot in free[: len(self.waiting)]]
+        if self.batching == "static":
+            needed = max(len(request.prompt) + request.max_tokens for _, request in taken)
+            width = min(width for width in self.widths if width >= needed)
+            if width != self.width:
+                self._cache, self.width = None, width  # its memory first
+                self._cache = self.model.empty(self._rows, width)
+        self.running.update(taken)
+        taken.sort(key=lambda pair: len(pair[1].prompt))
+        for length, found in groupby(taken, lambda pair: bucket(len(pair[1].prompt), self.width)):
+            group, counts = list(found), self._counts(length)
+            for first in range(0, len(group), counts[-1]):
+                self._prefill(group[first : first + counts[-1]], length, counts)
+
+    def _prefill(self, group: list[tuple[int, Request]], length: int, counts: list[int]) -> None:
+        n = min(count for count in counts if count >= len(group))
+        prompts, lens = np.zeros((n, length), np.int32), np.ones(n, np.int32)
+        slots = self._rows + np.arange(n, dtype=np.int32)
+        for row, (slot, request) in enumerate(group):
+            lens[row], slots[row] = len(request.prompt), slot
+            prompts[row, : lens[row]] = request.prompt
+        run = self.model.program(self._rows, self.width, n, length)
+        self._cache, tokens = run(self.model.leaves, self._cache, prompts, lens, slots)
+        self._launched(tokens[None], list(enumerate(request for _, request in group)), 1)
+
+    def _launch(self) -> None:
+        """Decode as many steps as are sure to be wanted by all (static: by one)."""
+        wanted = [request.max_tokens - request.num_launched for request in self.running.values()]
+        known = max(wanted) if self.batching == "static" else min(wanted)
+        if self.arrivals and len(self.running) < self.num_slots:
+            known = 1
+        steps = max(steps for steps in self.launch_steps if steps <= known)
+        stops = np.zeros(self._rows, np.int32)
+        for slot, request in self.running.items():
+            stops[slot] = len(request.prompt) + request.max_tokens - 1
+        run = self.model.program(self._rows, self.width, steps)
+        self._cache, tokens = run(self.model.leaves, self._cache, stops)
+        self._launched(tokens, list(self.running.items()), steps)
+
+    def _launched(
+        self, tokens: jax.Array, columns: list[tuple[int, Request]], num_steps: int
+    ) -> None:
+        """Note whose tokens [num_steps, ...] hold; who needs no more leaves its slot."""
+        tokens.copy_to_host_async()
+        self._unread.append((tokens, columns))
+        for _, request in columns:
+            request.num_launched += num_steps
+        self._leave(lambda request: request.num_launched >= request.max_tokens)
+
+    def _read(self) -> list[Request]:
+        """The tokens of the oldest launch; returns the requests that ended with them."""
+        tokens, columns = self._unread.popleft()
+        found, ended = np.asarray(tokens).T.tolist(), []
+        for column, request in columns:
+            for token in found[column]:
+                if not request.ended:
+                    request.tokens.append(token)
+                    at_end = token in self.eos and not request.ignore_eos
+                    request.ended = at_end or len(request.tokens) == request.max_tokens
+                    ended += [request] * request.ended
+        self._leave(lambda request: request.ended)
+        self.num_unfinished -= len(ended)
+        return ended
+
+    def _leave(self, leaves: Callable[[Request], bool]) -> None:
+        kept = {slot: request for slot, request in self.running.items() if not leaves(request)}
+        self.running = kept
+
+
+def bucket(length: int, most: int) -> int:
+    """The places that a prompt is padded to."""
+    return min(max(1 << (int(length) - 1).bit_length(), SMALLEST_BUCKET), most)
+
+
+def check(holds: bool, name: str, value: object, wanted: str) -> None:
+    """Refuse an argument."""
+    if not holds:
+        raise ValueError(f"{name}={value!r} must {wanted}")
+
+
+def load(
+    folder: str | Path = EMBEDDED_MODEL, *, load_format: str = "auto", seed: int = 0
+) -> tuple[Model, frozenset[int]]:
+    """A model and its end tokens; weights and dtype are an `Engine`'s with the same arguments.
+
+    Raises:
+        ValueError: the checkpoint cannot be loaded.
+    """
+    folder = resolve_checkpoint(folder)
+    config = ModelConfig.from_hf(read_config(folder))
+    on_cpu = jax.default_backend() == "cpu"
+    dtype = jnp.dtype("float32" if on_cpu else config.checkpoint_dtype or "bfloat16")
+    model = plan_model(folder, config, dtype=dtype, load_format=load_format, seed=seed).load()
+    listed = read_generation_config(folder).get("eos_token_id", [])
+    more = listed if isinstance(listed, list) else [listed]
+    return Model(model), frozenset({*config.eos_token_ids, *more})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default=EMBEDDED_MODEL, help="folder (the embedded model)")
+    parser.add_argument("--shape", choices=[*ALL_SHAPES], help="random weights of this shape")
+    parser.add_argument("--batching", choices=BATCHINGS, nargs="+", default=[*BATCHINGS])
+    parser.add_argument("--num-slots", type=int, default=256)
+    parser.add_argument("--max-len", type=int, default=2048)
+    parser.add_argument("--case", choices=["A", "B"], default="A", help="as of bench.throughput")
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the requests")
+    args = parser.parse_args()
+    with shape_folder(args.shape) as folder:
+        model, eos = load(folder or args.model, load_format="dummy" if args.shape else "auto")
+    prompt_lens, output_lens = lengths_of(args.case, args.scale)
+    prompts = random_prompts(prompt_lens.tolist(), model.config.vocab_size)
+    rows = []
+    for batching in args.batching:
+        sizes = {"num_slots": args.num_slots, "max_len": args.max_len, "widths": WIDTHS}
+        decoder = Decoder(model, batching, eos_token_ids=eos, **sizes)
+        decoder.warm_up(max(prompt_lens))
+        start = time.perf_counter()
+        tokens = decoder.generate(prompts, output_lens.tolist())
+        speed = sum(map(len, tokens)) / (time.perf_counter() - start)
+        rows.append({"batching": batching, "case": args.case, "output_tokens_per_s": speed})
+    print_table(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""A model over a contiguous KV cache: `prefill` and `decode`, the programs of `bench.contiguous`.
+
+Each of B slots has a slab of `width` places in every layer's K and V [B, width, K, H]. Weights,
+projections, norms and feed-forwards are jpaged's own, its fused kernels included; attention is
+cuDNN's where a GPU has it for the dtype and head size, else XLA's.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jpaged.models.config import ModelConfig
+from jpaged.models.decoder_layer import add_norm
+from jpaged.models.rope import rope_angles
+from pallas_kernels import rms_norm, select_backend, sum_parts
+
+MIN_ROWS = 8
+"""XLA reads the weights of a product of fewer rows at a fifth of the bandwidth."""
+
+PUT: dict[str, Any] = {"mode": "drop", "unique_indices": True}
+"""Of writes to slots; one out of range is written nowhere."""
+
+
+class Cache(NamedTuple):
+    """What the programs own and update in place: K and V of each layer [B, width, K, H], the token
+    each slot sampled last [B], not in the cache yet, and each slot's filled places [B]."""
+
+    layers: tuple[tuple[jax.Array, jax.Array], ...]
+    tokens: jax.Array
+    lens: jax.Array
+
+
+def prefill(bind: Callable, leaves: list, cache: Cache, prompts, lens, slots):
+    """Compute prompts [n, T] of `lens` [n] tokens and put them in `slots` [n], out of range where
+    a row is padding. Returns the cache and the first token of each [n]."""
+    model, (n, length) = bind(leaves), prompts.shape
+    positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), n)
+    hidden, layers = forward(model, prompts.reshape(-1), positions, cache, slots)
+    last = hidden.reshape(n, length, -1)[jnp.arange(n), lens - 1]
+    tokens = choose(model, jnp.pad(last, ((0, max(MIN_ROWS - n, 0)), (0, 0))))[:n]
+    own, filled = cache.tokens.at[slots].set(tokens, **PUT), cache.lens.at[slots].set(lens, **PUT)
+    return Cache(layers, own, filled), tokens
+
+
+def decode(bind: Callable, leaves: list, cache: Cache, stops, num_steps: int):
+    """Decode `num_steps` tokens of every slot [num_steps, B]. A slot with `stops` [B] places filled
+    (0 if it is idle) stands still, and its tokens mean nothing."""
+    model = bind(leaves)
+
+    def step(cache: Cache, _):
+        hidden, layers = forward(model, cache.tokens, cache.lens, cache, None)
+        tokens = choose(model, hidden)
+        return Cache(layers, tokens, jnp.minimum(cache.lens + 1, stops)), tokens
+
+    return lax.scan(step, cache, length=num_steps)
+
+
+def choose(model: Any, hidden: jax.Array) -> jax.Array:
+    """The most probable token after each row."""
+    return jnp.argmax(model.logits(hidden), axis=-1).astype(jnp.int32)
+
+
+# What is used of jpaged's models: embedding, the parts of layers, norms, logits.
+
+
+def forward(model: Any, tokens, positions, cache: Cache, slots):
+    """The hidden states after the final norm, and K and V of every layer."""
+    config, backend, angles = model.config, select_backend(jax.default_backend()), None
+    hidden, update, layers = model.embed_tokens(tokens, positions), None, []
+    if config.rope is not None:
+        angles = rope_angles(positions, config.rope, config.head_size)
+    for layer, kv in zip(model.layers, cache.layers, strict=True):
+        given = hidden, update, kv, slots, cache.lens, angles
+        hidden, update, kv = run_layer(*nnx.split(layer), backend, *given)
+        layers.append(kv)
+    if model.final_norm is not None:
+        hidden, _ = add_norm(model.final_norm, hidden, update, backend)
+    elif update is not None:
+        hidden += sum_parts(update, hidden.dtype)
+    return hidden, tuple(layers)
+
+
+@partial(jax.jit, static_argnums=(0, 2))  # so that layers alike are traced once
+def run_layer(definition, parameters, backend, hidden, update, kv, slots, lens, angles):
+    """One layer; the residual stream is hidden + sum(update)."""
+    layer: Any = nnx.merge(definition, parameters)
+    attend = partial(attention, layer.attention, slots=slots, lens=lens, angles=angles)
+    if layer.pre_norm:
+        x, hidden = add_norm(layer.attention_norm, hidden, update, backend)
+        update, kv = attend(x, kv, backend)
+        x, hidden = add_norm(layer.mlp_norm, hidden, update, backend)
+        return hidden, layer.mlp(x, backend), kv
+    update, kv = attend(hidden, kv, backend)
+    hidden = layer.attention_norm(hidden + sum_parts(update, hidden.dtype))
+    return layer.mlp_norm(hidden + sum_parts(layer.mlp(hidden, backend), hidden.dtype)), None, kv
+
+
+def attention(part: Any, x, kv, backend, *, slots, lens, angles):
+    """From rows x to the update of the residual stream, in parts to be summed; and K and V."""
+    heads, norms = sum_parts(part.qkv(x, backend), x.dtype), part.head_norms()
+    ends = heads.shape[1] - 2 * kv[0].shape[2], heads.shape[1] - kv[0].shape[2]
+    q, k, v = jnp.split(heads, ends, axis=1)
+    if norms is not None:
+        q, k = rms_norm(q, norms.q, eps=norms.eps), rms_norm(k, norms.k, eps=norms.eps)
+    if angles is not None:
+        q, k = rotate(q, angles), rotate(k, angles)
+    options = {"scale": part.scale, "implementation": implementation(q)}
+    attend = attend_cache if slots is None else attend_prompts
+    out, kv = attend(q, k, v, kv, lens if slots is None else slots, part.sliding_window, options)
+    return part.output(out.reshape(q.shape), backend), kv
+
+
+def attend_prompts(q, k, v, kv, slots, window: int | None, options: dict):
+    """Each prompt to itself; what pads it stands behind all that its tokens see."""
+    q, k, v = (x.reshape(slots.shape[0], -1, *x.shape[1:]) for x in (q, k, v))
+    options["local_window_size"] = None if window is None else (window - 1, 0)
+    places = slots, slice(q.shape[1])
+    kv = kv[0].at[places].set(k, **PUT), kv[1].at[places].set(v, **PUT)
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, **options), kv
+
+
+def attend_cache(q, k, v, kv, lens, window: int | None, options: dict):
+    """One token a slot, put in the cache first, to the slot's own places."""
+    places = jnp.arange(q.shape[0], dtype=jnp.int32), lens
+    kv = kv[0].at[places].set(k, **PUT), kv[1].at[places].set(v, **PUT)
+    if window is None:
+        options["key_value_seq_lengths"] = lens + 1
+    else:
+        keys, last = jnp.arange(kv[0].shape[1], dtype=jnp.int32)[None], lens[:, None]
+        options["mask"] = ((keys <= last) & (keys > last - window))[:, None, None]
+    return jax.nn.dot_product_attention(q[:, None], *kv, **options), kv
+
+
+def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotary embedding of heads [T, heads, H] in the halves layout, in float32."""
+    cos, sin = (angle[:, None, :] for angle in angles)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = first * cos - second * sin, second * cos + first * sin
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+
+
+def implementation(q: jax.Array) -> str:
+    """Of attention: cuDNN's where it takes the dtype and the head size, else XLA's."""
+    fits = q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
+    return "cudnn" if fits and jax.default_backend() == "gpu" else "xla"
+
+
+class Model:
+    """A model of jpaged with its two programs, each compiled once for a shape."""
+
+    def __init__(self, model: Any):
+        definition, state = nnx.split(model)
+        self.leaves, tree = jax.tree.flatten(state)
+        self.config: ModelConfig = model.config
+
+        def bind(leaves: list) -> Any:
+            return nnx.merge(definition, jax.tree.unflatten(tree, leaves))
+
+        self._prefill = jax.jit(partial(prefill, bind), donate_argnums=1)
+        self._decode = jax.jit(partial(decode, bind), donate_argnums=1, static_argnums=3)
+        self.program: Callable = cache(self._compile)
+
+    def empty(self, num_slots: int, width: int) -> Cache:
+        """A cache without a token in it."""
+        shape = num_slots, width, self.config.num_kv_heads, self.config.head_size
+        zeros, none = partial(jnp.zeros, shape, self.leaves[0].dtype), partial(jnp.zeros, num_slots)
+        layers = tuple((zeros(), zeros()) for _ in range(self.config.num_layers))
+        return Cache(layers, none(dtype=jnp.int32), none(dtype=jnp.int32))
+
+    def _compile(self, num_slots: int, width: int, *shape: int) -> Callable:
+        """`prefill` of prompts of shape (n, T), `decode` of (num_steps,)."""
+        held = jax.eval_shape(partial(self.empty, num_slots, width))
+        if len(shape) == 1:
+            return self._decode.lower(self.leaves, held, held.lens, *shape).compile()
+        prompts, row = (jax.ShapeDtypeStruct(axes, jnp.int32) for axes in (shape, shape[:1]))
+        return self._prefill.lower(self.leaves, held, prompts, row, row).compile()

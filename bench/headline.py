@@ -1,0 +1,273 @@
+"""Requests a second that each system sustains with the same KV memory (`python -m bench.headline`).
+
+jpaged's engine, the same engine with each of the paper's other allocators, and the contiguous
+decoder of `bench.contiguous` with static batches and with a slab a slot, on a device, in real time.
+Lengths, arrivals and what counts as sustained are those of `bench.paper.traces` and
+`bench.paper.measures`: log-normal lengths, Poisson arrivals, and the highest rate whose mean
+normalised latency stays under ten times that of requests served one at a time by our engine. Every
+seed is searched by bisection; the median of the seeds is reported, and their range.
+
+OPT-13B's shape with random weights and 12 GB of KV memory, as the paper had it. A system's rows
+replace its own in `results/headline_<device>.json`: `--system` runs some of them.
+"""
+
+import argparse
+import dataclasses
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bench.common import ALL_SHAPES, shape_folder
+from bench.compare import parse_arguments
+from bench.contiguous import Decoder, Request, load
+from bench.paper import traces
+from bench.paper.allocators import SYSTEMS
+from bench.paper.engine_run import EngineWorkload, make_server, run_on_engine
+from bench.paper.measures import Settings, search
+from bench.paper.published import SERVERS
+from bench.paper.traces import MAX_MODEL_LEN, Source, TraceRequest
+from bench.records import print_table, record, result_path
+from jpaged.config import EMBEDDED_MODEL
+
+CONTIGUOUS = {"contiguous_static": "static", "contiguous_slabs": "slabs"}
+"""System: batching of `bench.contiguous`."""
+
+ALL_SYSTEMS = ("ours", *(system for system in SYSTEMS if system != "ours"), *CONTIGUOUS)
+LENGTHS = tuple(traces.MEAN_LENGTHS)
+MARKS = {"orca_max": 2.7, "orca_oracle": 1.7}
+"""Of our sustained rate over the system's, on ShareGPT-like lengths."""
+
+MAX_BATCHED_TOKENS = 2048
+SATURATING = 5.0
+"""Requests for each second of a trace that are there from the start, to see what can be served."""
+
+GIVE_UP = 4.0
+"""Times the threshold, from which a run's latency need not be known."""
+
+
+class Served(NamedTuple):
+    """What came of a trace; as the fields of `bench.paper.simulator.Run` of these names."""
+
+    normalized_latency: float
+    output_tokens_per_s: float
+    mean_batch: float
+    seconds: float
+    gave_up: bool
+
+
+Serve = Callable[[Sequence[TraceRequest], float | None], Served]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What is served, with what.
+
+    Attributes:
+        shape: The model's; None for the embedded model.
+        num_slots: Tokens that the KV memory holds.
+        max_model_len: Most tokens of a sequence.
+        max_num_seqs: Most sequences in a batch, where memory does not end it first.
+        seconds: Of a trace. The same for all systems: where requests come faster than they are
+            served the queue, and so the latency, grows with it.
+        num_alone: Requests that are served one at a time, for the threshold.
+    """
+
+    shape: str | None = "opt-13b"
+    num_slots: int = SERVERS["13b"].num_slots
+    max_model_len: int = MAX_MODEL_LEN
+    max_num_seqs: int = 256
+    seconds: float = 120.0
+    num_alone: int = 16
+
+
+QUICK = Sizes(None, 512, 128, 8, 1.0, 2)
+QUICK_SETTINGS = Settings(seeds=(0,), tolerance=1.0)
+
+
+def run_on_decoder(
+    decoder: Decoder, trace: Sequence[TraceRequest], give_up_at: float | None = None
+) -> Served:
+    """Serve a trace with the contiguous decoder as its requests arrive, in real time; as
+    `bench.paper.engine_run.run_on_engine` does with an engine."""
+    work = EngineWorkload(trace, "contiguous", 1, None, decoder.model.config.vocab_size)
+    given = [Request(work.prompt(i), trace[i].output_len) for i in range(len(trace))]
+    places = {id(request): i for i, request in enumerate(given)}
+    arrived, batch_seconds, busy, start = 0, 0.0, 0.0, time.monotonic()
+    gave_up, now = False, 0.0
+    while work.num_open and not gave_up:
+        before, now = now, time.monotonic() - start
+        while arrived < len(trace) and trace[arrived].arrival <= now:
+            work.note_arrival(arrived)
+            decoder.add(given[arrived])
+            arrived += 1
+        if not decoder.num_unfinished:
+            time.sleep(max(trace[arrived].arrival - now, 0.0))
+            now = time.monotonic() - start
+            continue
+        batch_seconds += decoder.batch_size * (now - before)
+        busy += now - before
+        for request in decoder.step():
+            work.note_end(places[id(request)], time.monotonic() - start)
+        gave_up = give_up_at is not None and work.least_latency(now) > give_up_at
+    seconds = time.monotonic() - start - trace[0].arrival
+    decoder.clear()
+    num_tokens = sum(len(request.tokens) for request in given)
+    waits = work.finishes - np.array([request.arrival for request in trace])
+    latency = float(np.mean(waits / [request.output_len for request in trace]))
+    return Served(
+        normalized_latency=work.least_latency(now) if gave_up else latency,
+        output_tokens_per_s=num_tokens / seconds,
+        mean_batch=batch_seconds / max(busy, 1e-9),
+        seconds=seconds,
+        gave_up=gave_up,
+    )
+
+
+def start_system(system: str, sizes: Sizes) -> Serve:
+    """A system with the sizes' KV memory, compiled and ready."""
+    dummy: dict[str, Any] = {} if sizes.shape is None else {"load_format": "dummy"}
+    with ExitStack() as stack:
+        folder = stack.enter_context(shape_folder(sizes.shape))
+        if system not in CONTIGUOUS:
+            server = make_server(
+                system,
+                folder,
+                num_slots=sizes.num_slots,
+                max_model_len=sizes.max_model_len,
+                max_num_seqs=sizes.max_num_seqs,
+                max_num_batched_tokens=MAX_BATCHED_TOKENS,
+                **dummy,
+            )
+            return lambda trace, limit: _served(run_on_engine(server, trace, give_up_at=limit))
+        model, _ = load(folder or EMBEDDED_MODEL, **dummy)
+    decoder = Decoder(
+        model,
+        CONTIGUOUS[system],
+        num_slots=max(sizes.num_slots // sizes.max_model_len, 1),
+        max_len=sizes.max_model_len,
+        max_batched_tokens=MAX_BATCHED_TOKENS,
+        arrivals=True,
+    )
+    decoder.warm_up()
+    return partial(run_on_decoder, decoder)
+
+
+def _served(run) -> Served:
+    return Served(*(getattr(run, name) for name in Served._fields))
+
+
+def make_trace(source: Source, sizes: Sizes, rate: float, seed: int) -> list[TraceRequest]:
+    """Requests that arrive at a rate, for as long as the sizes say."""
+    return traces.poisson(source, rate, sizes.seconds, seed)
+
+
+def latency_alone(serve: Serve, source: Source, sizes: Sizes) -> float:
+    """The mean normalised latency of requests that are served one at a time, seconds a token."""
+    first = traces.poisson(source, 1.0, 10.0 * sizes.num_alone, seed=0)[: sizes.num_alone]
+    alone = (serve([dataclasses.replace(request, arrival=0.0)], None) for request in first)
+    return statistics.mean(served.normalized_latency for served in alone)
+
+
+def sustained(
+    serve: Serve, source: Source, sizes: Sizes, threshold: float, settings: Settings
+) -> dict:
+    """The highest rates under the threshold, one a seed, and what is served at the median one."""
+    burst = make_trace(source, sizes, SATURATING, settings.seeds[0])
+    full = serve([dataclasses.replace(request, arrival=0.0) for request in burst], None)
+    rates, tried = [], {}
+    for seed in settings.seeds:
+
+        def latency_at(rate: float, seed: int = seed) -> float:
+            found = serve(make_trace(source, sizes, rate, seed), GIVE_UP * threshold)
+            print(f"  seed {seed}, {rate:.3g} requests/s: {found}", flush=True)
+            tried[seed, rate] = found
+            return found.normalized_latency
+
+        guess = statistics.median(rates) if rates else len(burst) / full.seconds
+        step = 1 + settings.tolerance * (1 if rates else 8)
+        rates.append(search(latency_at, threshold, guess, step, settings.tolerance)[0])
+    median = statistics.median_low(rates)
+    at = tried[settings.seeds[rates.index(median)], median]
+    return {
+        "sustained_per_s": median,
+        "lowest": min(rates),
+        "highest": max(rates),
+        "output_tokens_per_s": at.output_tokens_per_s,
+        "sequences": at.mean_batch,
+        "saturated_tokens_per_s": full.output_tokens_per_s,
+        "saturated_sequences": full.mean_batch,
+        "threshold_s": threshold,
+    }
+
+
+def with_ratios(rows: list[dict]) -> list[dict]:
+    """The rows, each with how many times its rate ours is, and the mark for that."""
+    ours = {row["lengths"]: row["sustained_per_s"] for row in rows if row["system"] == "ours"}
+    found = []
+    for row in rows:
+        ratio = ours[row["lengths"]] / row["sustained_per_s"] if row["lengths"] in ours else None
+        mark = MARKS.get(row["system"]) if row["lengths"] == "sharegpt" else None
+        found.append({**row, "ours_over_it": ratio, "to_reach": mark})
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--system", choices=ALL_SYSTEMS, nargs="+", default=[*ALL_SYSTEMS])
+    parser.add_argument("--lengths", choices=LENGTHS, nargs="+", default=[*LENGTHS])
+    parser.add_argument("--shape", choices=[*ALL_SHAPES], default=Sizes().shape)
+    parser.add_argument("--seconds", type=float, default=Sizes().seconds, help="of a trace")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[*Settings().seeds])
+    parser.add_argument("--tolerance", type=float, default=Settings().tolerance)
+    parser.add_argument("--quick", action="store_true", help="few short requests, on any device")
+    parser.add_argument("--output", type=Path, help="folder of the JSON (bench/results)")
+    args = parse_arguments(parser)
+    sizes = dataclasses.replace(Sizes(), shape=args.shape, seconds=args.seconds)
+    settings = Settings(seeds=tuple(args.seeds), tolerance=args.tolerance)
+    if args.quick:
+        sizes, settings = QUICK, QUICK_SETTINGS
+    where = {} if args.output is None else {"folder": args.output}
+    path = result_path("headline", **where)
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    sources = {name: _source(name, sizes) for name in args.lengths}
+    known = {row["lengths"]: row["threshold_s"] for row in rows if row["system"] == "ours"}
+    order = sorted(args.system, key=lambda system: system != "ours")
+    missing = [name for name in sources if name not in known and order[0] != "ours"]
+    if missing:
+        parser.error(f"--system ours first: it sets the threshold of {', '.join(missing)}")
+    for system in order:
+        print(f"{system}: starting", flush=True)
+        serve = start_system(system, sizes)
+        for name, source in sources.items():
+            if system == "ours":
+                known[name] = settings.latency_factor * latency_alone(serve, source, sizes)
+            figures = sustained(serve, source, sizes, known[name], settings)
+            label = {"lengths": name, "system": system}
+            rows = [row for row in rows if not label.items() <= row.items()] + [label | figures]
+            rows = with_ratios(rows)
+            record("headline", rows, seeds=args.seeds, **dataclasses.asdict(sizes), **where)
+        del serve
+        gc.collect()
+    print_table(rows)
+    print(path)
+
+
+def _source(name: str, sizes: Sizes) -> Source:
+    if sizes.max_model_len == MAX_MODEL_LEN:
+        return traces.of_dataset(name)
+    means = [mean / 20 for mean in traces.MEAN_LENGTHS[name]]
+    return traces.log_normal(name, (means[0] + 1, means[1] + 1), sizes.max_model_len)
+
+
+if __name__ == "__main__":
+    main()

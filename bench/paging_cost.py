@@ -1,0 +1,180 @@
+"""What paging costs when memory is plenty (`python -m bench.paging_cost`).
+
+The same requests, end to end, through jpaged's engine and through the contiguous decoder of
+`bench.contiguous`, with room for all of them in both:
+
+    A   256 requests, 128 tokens in and 128 out
+    B   512 requests with ShareGPT-like lengths (not alike: a static batch waits for its longest)
+    D   64 requests, 1,024 tokens in and 128 out
+
+The decoder knows how long outputs get: its static batches are of requests alike, in slabs as narrow
+as they allow. Paging costs the engine's seconds over those of the faster of the two batchings. The
+systems are made in turn, in as many rounds as asked for, so that a device that changes its pace
+shows; of all runs the median counts. The engine is used as it comes, whatever else it does better.
+"""
+
+import argparse
+import gc
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bench.common import ALL_SHAPES, make_engine, random_prompts, shape_folder
+from bench.compare import parse_arguments
+from bench.contiguous import BATCHINGS, WIDTHS, Decoder, load
+from bench.records import print_table, record
+from bench.throughput import lengths_of
+from jpaged import Engine, SamplingParams
+from jpaged.config import EMBEDDED_MODEL
+
+CASES = ("A", "B", "D")
+MARK = 0.02
+"""At most so much longer than the contiguous decoder."""
+
+EMBEDDED = "embedded"
+Tokens = list[list[int]]
+
+
+class Work(NamedTuple):
+    """Requests of a run: prompts, and the tokens that each is to be answered with."""
+
+    prompts: Tokens
+    outputs: list[int]
+
+
+def work_of(case: str, scale: float, vocab_size: int, max_len: int, seed: int) -> Work:
+    """A case's requests, or the first of them, as long as `max_len` allows; each seed has prompts
+    of its own."""
+    if case == "D":
+        count = max(round(64 * scale), 1)
+        prompts, outputs = np.full(count, 1024), np.full(count, 128)
+    else:
+        prompts, outputs = lengths_of(case, scale)
+    prompts = np.minimum(prompts, max_len // 2)
+    outputs = np.minimum(outputs, max_len - prompts)
+    return Work(random_prompts(prompts.tolist(), vocab_size, seed), outputs.tolist())
+
+
+def systems(shape: str, num_seqs: int, max_len: int) -> Iterator[tuple[str, Callable]]:
+    """One system after the other, ready to run, by name; give each one up before the next."""
+    engine = _engine(shape, num_seqs, max_len)
+
+    def by_engine(work: Work) -> Tokens:
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True, detokenize=False)
+            for most in work.outputs
+        ]
+        found = engine.generate(work.prompts, params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in found]
+
+    yield "engine", by_engine
+    del engine, by_engine
+    gc.collect()
+    with shape_folder(None if shape == EMBEDDED else shape) as folder:
+        dummy: dict[str, Any] = {} if folder is None else {"load_format": "dummy"}
+        model, _ = load(folder or EMBEDDED_MODEL, **dummy)
+    for batching in BATCHINGS:
+        sizes: dict[str, Any] = {"num_slots": num_seqs, "max_len": max_len, "widths": WIDTHS}
+        decoder = Decoder(model, batching, **sizes)
+        decoder.warm_up(max_len // 2)
+        yield batching, lambda work, decoder=decoder: decoder.generate(*work)
+        del decoder
+        gc.collect()
+
+
+def _engine(shape: str, num_seqs: int, max_len: int) -> Engine:
+    options: dict[str, Any] = {"max_num_seqs": num_seqs, "max_model_len": max_len}
+    if shape != EMBEDDED:
+        return make_engine(shape, **options)
+    return Engine(skip_tokenizer_init=True, enable_prefix_caching=False, **options)
+
+
+def measure(
+    shape: str,
+    cases: Sequence[str],
+    *,
+    scale: float = 1.0,
+    rounds: int = 2,
+    repeats: int = 3,
+    num_seqs: int = 256,
+    max_len: int = 2048,
+) -> list[dict]:
+    """A row a case: the median seconds of each system, and what paging costs.
+
+    Raises:
+        ValueError: a system gave an answer of another length than asked for.
+    """
+    vocab_size = _vocab_size(shape)
+    seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
+    answers: dict[tuple[str, str], Tokens] = {}
+    for _ in range(rounds):
+        for name, run in systems(shape, num_seqs, max_len):
+            for case in cases:
+                for seed in range(repeats + 1):
+                    work = work_of(case, scale, vocab_size, max_len, seed)
+                    start = time.perf_counter()
+                    tokens = run(work)
+                    if seed > 0:  # the first warms up
+                        seconds[case, name].append(time.perf_counter() - start)
+                    if list(map(len, tokens)) != work.outputs:
+                        raise ValueError(f"{name}: answers of case {case} are not as long as asked")
+                answers[case, name] = tokens
+            del run
+    return [_row(shape, case, seconds, answers) for case in cases]
+
+
+def _row(shape: str, case: str, seconds: dict, answers: dict) -> dict:
+    medians = {name: statistics.median(seconds[case, name]) for name in ("engine", *BATCHINGS)}
+    best = min(BATCHINGS, key=lambda name: medians[name])
+    theirs = answers[case, "engine"]
+    same = [a == b for a, b in zip(theirs, answers[case, best], strict=True)]
+    engine_times = seconds[case, "engine"]
+    return {
+        "case": case,
+        "model": shape,
+        "engine_s": medians["engine"],
+        **{f"{name}_s": medians[name] for name in BATCHINGS},
+        "engine_slowest_s": max(engine_times),
+        "engine_fastest_s": min(engine_times),
+        "output_tokens_per_s": sum(map(len, theirs)) / medians["engine"],
+        "faster_batching": best,
+        "paging_costs": medians["engine"] / medians[best] - 1,
+        "to_reach": MARK,
+        "same_answers": sum(same) / len(same),
+    }
+
+
+def _vocab_size(shape: str) -> int:
+    if shape != EMBEDDED:
+        return ALL_SHAPES[shape]["vocab_size"]
+    return 256  # of the embedded model's 264 the bytes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    shapes = [*ALL_SHAPES, EMBEDDED]
+    parser.add_argument("--model", choices=shapes, nargs="+", default=["qwen3-0.6b"])
+    parser.add_argument("--case", choices=CASES, nargs="+", default=[*CASES])
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the requests to run")
+    parser.add_argument("--rounds", type=int, default=2, help="times each system is made")
+    parser.add_argument("--repeats", type=int, default=3, help="runs a round, after one to warm up")
+    parser.add_argument("--num-seqs", type=int, default=256, help="sequences in a batch")
+    parser.add_argument("--max-len", type=int, default=2048, help="tokens of a sequence")
+    args = parse_arguments(parser)
+    sizes: dict[str, Any] = {"rounds": args.rounds, "repeats": args.repeats}
+    limits: dict[str, Any] = {"num_seqs": args.num_seqs, "max_len": args.max_len}
+    rows = []
+    for model in args.model:
+        rows += measure(model, args.case, scale=args.scale, **sizes, **limits)
+    print_table(rows)
+    print(record("paging_cost", rows, scale=args.scale, **sizes, **limits))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""The paper's evaluation, beside the baselines that it built.
+
+    python -m bench.paper --figure 12               one figure, simulated on a CPU
+    python -m bench.paper --figure all --quick      all of them at a tiny size, to see that they run
+    python -m bench.paper --figure 13 --device      the real engine, on this machine's GPU
+
+Each figure prints a table (the paper's value, ours, their ratio) and writes JSON and a picture.
+
+--simulate runs the real scheduler, block manager and allocators over a device model of step times,
+fitted to steps recorded on a GPU (`python -m bench.paper.device_model` shows the fit). --device
+replays shorter traces in real time on the engine with OPT-13B's shape and random weights, its KV
+memory limited to the paper's 15.7 K slots. `bench/paper/measures.py` defines what is measured,
+`bench/paper/traces.py` the requests.
+"""
+
+import argparse
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+from bench.paper import report, traces
+from bench.paper.measures import FIXED_FRACTION, Settings
+from bench.paper.report import Figure
+
+FIGURES = {
+    "table1": "figures_memory:table_1",
+    "1": "figures_memory:figure_1",
+    "2": "figures_memory:figure_2",
+    "11": "figures_memory:figure_11",
+    "12": "figures_serving:figure_12",
+    "13": "figures_memory:figure_13",
+    "14": "figures_serving:figure_14",
+    "15": "figures_memory:figure_15",
+    "16": "figures_serving:figure_16",
+    "17": "figures_serving:figure_17",
+    "18a": "figures_ablation:figure_18a",
+    "18b": "figures_ablation:figure_18b",
+    "19a": "figures_ablation:figure_19a",
+    "19b": "figures_ablation:figure_19b",
+}
+
+QUICK = {
+    "seconds": 3.0,
+    "saturation": 40,
+    "seeds": (0,),
+    "latency_factor": 3.0,
+    "tolerance": 0.5,
+    "fractions": (0.5,),
+}
+DEVICE = {"seconds": 120.0, "saturation": 300, "tolerance": 0.05}
+
+
+def make(number: str, settings: Settings) -> Figure:
+    """The figure of that number."""
+    module, function = FIGURES[number].split(":")
+    maker: Callable[[Settings], Figure] = getattr(import_module(f"bench.paper.{module}"), function)
+    return maker(settings)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.paper",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--figure", nargs="+", required=True, metavar="N", help=f"all, or of {', '.join(FIGURES)}"
+    )
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--simulate", action="store_true", help="a device model (default)")
+    how.add_argument("--device", action="store_true", help="the engine on this machine's device")
+    parser.add_argument("--quick", action="store_true", help="tiny, to see that it runs")
+    parser.add_argument("--seconds", type=_positive, help="length of a trace (3600, device 120)")
+    parser.add_argument("--seeds", type=_seeds, metavar="0,1,2", help="of the traces")
+    parser.add_argument("--processes", type=_count, help="runs at a time (the machine's cores)")
+    for name in traces.MEAN_LENGTHS:
+        parser.add_argument(
+            f"--{name}", metavar="FILE", help=f"JSON lines with lengths in place of {name}'s"
+        )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR",
+        help="of JSON and pictures (bench/results and docs/paper; with --quick a new folder)",
+    )  # fmt: skip
+    parser.add_argument("--no-pictures", action="store_true", help="tables and JSON only")
+    return parser
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """What the command line asks for.
+
+    Raises:
+        ValueError: a figure is unknown, or a file of lengths is refused.
+    """
+    unknown = [number for number in args.figure if number not in (*FIGURES, "all")]
+    if unknown:
+        known = ", ".join(("all", *FIGURES))
+        raise ValueError(f"--figure {' '.join(unknown)}: not a figure; give of {known}")
+    files = {name: getattr(args, name) for name in traces.MEAN_LENGTHS}
+    given = {name: path for name, path in files.items() if path is not None}
+    for path in given.values():
+        traces.from_file(path)
+    options = (DEVICE if args.device else {}) | (QUICK if args.quick else {})
+    asked = {"seconds": args.seconds, "seeds": args.seeds, "processes": args.processes}
+    options |= {name: value for name, value in asked.items() if value is not None}
+    return Settings(
+        how="measured" if args.device else "simulated",
+        quick=args.quick,
+        files=tuple(given.items()),
+        **{"processes": os.cpu_count() or 1, **options},
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    try:
+        settings = settings_of(args)
+        if not args.no_pictures:
+            report.require_matplotlib()
+    except ValueError as error:
+        parser.error(str(error))
+    out = args.out
+    if out is None and args.quick:
+        out = Path(tempfile.mkdtemp(prefix="jpaged-paper-"))
+    numbers = [*FIGURES] if "all" in args.figure else list(dict.fromkeys(args.figure))
+    for number in numbers:
+        start = time.perf_counter()
+        figure = make(number, settings)
+        took = round(time.perf_counter() - start, 1)
+        facts = {
+            "how": settings.how,
+            "settings": settings,
+            "fixed_fraction": FIXED_FRACTION,
+            "took_s": took,
+        }
+        report.show(figure, out=out, pictures=not args.no_pictures, facts=facts)
+        print(f"  {took} s", flush=True)
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a positive number of seconds, not {text!r}")
+    return value
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, not {text!r}")
+    return int(text)
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    try:
+        seeds = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        seeds = (-1,)
+    if min(seeds) < 0:
+        raise argparse.ArgumentTypeError(
+            f"must be integers of at least 0 with commas between, not {text!r}"
+        )
+    return seeds
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""Figures 12, 14, 16 and 17: normalised latency against request rate, and the rates sustained."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from bench.paper import report, traces
+from bench.paper.measures import Case, Settings, Sustained, device_of, sustain_all
+from bench.paper.published import (
+    BASIC_RATIO,
+    BEAM_6_RATIO,
+    CHAT_RATIO,
+    LABELS,
+    ORCAS,
+    PREFIX_RATIOS,
+    SERVERS,
+    SUSTAINED_RATIOS,
+    SYSTEMS,
+    WIDTHS,
+)
+from bench.paper.report import COLOURS, Figure, compared
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Canvas
+
+WITH_CACHE = "ours, prefix caching"
+COLOURS[WITH_CACHE] = "#56b4e9"
+LABELS[WITH_CACHE] = "jpaged, prefix caching"
+
+QUICK_PANELS = (("sharegpt", "13b"), ("sharegpt", "175b"), ("alpaca", "13b"))
+"""Of figure 12, in a quick run."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One plot of a figure.
+
+    Attributes:
+        title: Above it.
+        cases: By system, or a name of `LABELS`; "ours" is among them.
+        paper: What the paper says of our rate over another system's: a number or a range.
+    """
+
+    title: str
+    cases: dict[str, Case]
+    paper: dict[str, Any]
+
+
+def figure_12(settings: Settings) -> Figure:
+    """One sample a request: three sizes of OPT on both datasets."""
+    panels = []
+    is_simulated = settings.how == "simulated"
+    servers = SERVERS if is_simulated else {"13b": SERVERS["13b"]}
+    for workload, name in (("sharegpt", "ShareGPT"), ("alpaca", "Alpaca")):
+        for server, shape in servers.items():
+            if settings.quick and (workload, server) not in QUICK_PANELS:
+                continue
+            cases = {system: Case(workload, system, server) for system in SYSTEMS}
+            paper = SUSTAINED_RATIOS if workload == "sharegpt" else {}
+            if (workload, server) == ("alpaca", "13b"):
+                paper = {"orca_oracle": BASIC_RATIO}
+            panels.append(Panel(f"{shape.model}, {name}", cases, paper))
+    return _rates(
+        "12",
+        "normalised latency against request rate, one sample a request",
+        panels,
+        settings,
+        "the paper's ranges are over its three models; 1.3 is section 6.3's",
+        *(("66B and 175B: modelled on the paper's 4 x A100 and 8 x A100-80GB",) * is_simulated),
+    )
+
+
+def figure_14(settings: Settings) -> Figure:
+    """Several samples and beams of each request, OPT-13B on Alpaca."""
+    systems = ("orca_oracle", "ours") if settings.quick else (*ORCAS, "ours")
+    panels = []
+    for is_beam, name in ((False, "parallel sampling"), (True, "beam search")):
+        for width in WIDTHS[:1] if settings.quick else WIDTHS:
+            cases = {
+                system: Case("alpaca", system, width=width, is_beam=is_beam) for system in systems
+            }
+            paper = {"orca_oracle": BEAM_6_RATIO} if is_beam and width == 6 else {}
+            panels.append(Panel(f"{name}, {width}", cases, paper))
+    return _rates("14", "parallel sampling and beam search, OPT-13B, Alpaca", panels, settings)
+
+
+def figure_16(settings: Settings) -> Figure:
+    """Translations after a shared prefix, LLaMA-13B, whose KV slots are as large as OPT-13B's."""
+    panels = []
+    for kind, num_tokens in traces.NUM_PREFIX_TOKENS.items():
+        cases = {
+            "orca_oracle": Case(kind, "orca_oracle"),
+            "ours": Case(kind, "ours", prefix_caching=True),
+        }
+        title = f"{kind}, {num_tokens} tokens shared"
+        panels.append(Panel(title, cases, {"orca_oracle": PREFIX_RATIOS[kind]}))
+    prompt, output = traces.MEAN_TRANSLATION
+    note = (
+        f"the paper does not state WMT16's lengths: {prompt:g} prompt tokens of its own and "
+        f"{output:g} output tokens are assumed here"
+    )
+    return _rates("16", "prompts that share a prefix, LLaMA-13B", panels, settings, note)
+
+
+def figure_17(settings: Settings) -> Figure:
+    """A chatbot: nothing kept between rounds, as in the paper, and again with prefix caching."""
+    cases = {system: Case("chat", system) for system in (*ORCAS, "ours")}
+    cases[WITH_CACHE] = Case("chat", "ours", prefix_caching=True)
+    panels = [Panel("chatbot, OPT-13B", cases, dict.fromkeys(ORCAS, CHAT_RATIO))]
+    note = (
+        "prompts are cut to their last 1,024 tokens; from then on a round's prompt does not begin "
+        "as the last one's did, so prefix caching finds only the first rounds' history"
+    )
+    return _rates("17", "chatbot, prompts of up to 1,024 tokens", panels, settings, note)
+
+
+def _rates(
+    number: str, title: str, panels: Sequence[Panel], settings: Settings, *notes: str
+) -> Figure:
+    """A figure of panels with a curve for each system."""
+    cases = list(dict.fromkeys(case for panel in panels for case in panel.cases.values()))
+    found = sustain_all(cases, settings)
+    rows, facts = [], []
+    for panel in panels:
+        rows += _rows(panel, found)
+        facts.append(
+            {
+                "panel": panel.title,
+                "systems": {name: found[case] for name, case in panel.cases.items()},
+            }
+        )
+    notes = (
+        "rate: requests a second with a mean normalised latency under "
+        f"{settings.latency_factor:g} times that of a request alone; traces of "
+        f"{settings.seconds:g} s; median of seeds {', '.join(map(str, settings.seeds))}",
+        *notes,
+    )
+
+    def draw(canvas: "Canvas") -> None:
+        columns = min(len(panels), 3)
+        grid = canvas.subplots(-(-len(panels) // columns), columns, squeeze=False)
+        for axes, panel in zip(grid.flat, panels, strict=True):
+            curves = {name: found[case].curve for name, case in panel.cases.items()}
+            threshold = found[panel.cases["ours"]].threshold
+            report.draw_curves(axes, curves, title=panel.title, threshold=threshold)
+        for axes in grid[:, 0]:
+            axes.set_ylabel("normalised latency, s/token")
+        report.legend_above(canvas, grid.flat[0])
+        where = device_of(settings)
+        if number == "12" and settings.how == "simulated":
+            where += " (13B), modelled 4 x A100 (66B) and 8 x A100-80GB (175B)"
+        report.footnote(canvas, f"{where}; dashed: latency up to which a rate counts as sustained")
+
+    columns = min(len(panels), 3)
+    size = (3.1 * max(columns, 2), 2.5 * -(-len(panels) // columns) + 0.6)
+    device = device_of(settings)
+    return Figure(number, title, rows, {"panels": facts}, draw, size, notes, device)
+
+
+def _rows(panel: Panel, found: dict[Case, Sustained]) -> list[dict[str, Any]]:
+    """Each system's sustained rate, and ours over it beside the paper's ratio."""
+    ours = found[panel.cases["ours"]]
+    rows = []
+    for name, case in panel.cases.items():
+        rate = found[case]
+        row = {
+            "panel": panel.title,
+            "system": LABELS[name],
+            "req/s": rate.rate,
+            "seeds": f"{rate.low:.3g} to {rate.high:.3g}",
+        }
+        if name == "ours":
+            row |= {"jpaged over it": None, "paper": None, "ratio": None}
+        else:
+            cells = compared(panel.paper.get(name), ours.rate / rate.rate)
+            row |= {"jpaged over it": cells["ours"], "paper": cells["paper"]}
+            row["ratio"] = cells["ratio"]
+        rows.append(row)
+    return rows

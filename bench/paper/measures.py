@@ -1,0 +1,414 @@
+"""What is measured, and how it is decided. Written before the first run, and not changed since.
+
+*Normalised latency*: the mean over a trace's requests of (end - arrival) / output tokens, seconds a
+token, as the paper has it (section 6.1). The end is when the last token of the last of a request's
+sequences is read. With several samples or beams the tokens are those of one of them.
+
+*Sustained rate*: the highest request rate at which the mean normalised latency stays under
+`Settings.latency_factor` times that of requests served one at a time: same lengths, same device,
+our own system for all systems alike. The factor is 10. Alone, OPT-13B takes about 0.01 s a token
+on an H200, so ten times that is 0.1 s a token, which is still faster than people read; and there
+most of a request's latency is spent in the queue, so the curve is nearly vertical and another
+factor would give nearly the same rate: `Sustained.sensitivity` has the rates for factors of 5 and
+20. The rate is found by bisection to `Settings.tolerance` for each seed; the median of three seeds
+is reported, the lowest and the highest beside it.
+
+*Where the paper fixes a rate* (figures 13, 18b, 19b) ours is `FIXED_FRACTION` of our system's
+sustained rate on these lengths, and both rates are printed. The paper's text does not say what
+vLLM sustains, so the paper's own fraction is not known exactly; its ratios say that its rate
+saturates every Orca system and not vLLM, which 0.9 does here.
+"""
+
+import dataclasses
+import gc
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache, partial
+from multiprocessing import get_context
+from typing import Any, TypeVar
+
+from bench.paper import traces
+from bench.paper.device_model import DeviceModel, device_model
+from bench.paper.published import SERVERS
+from bench.paper.simulator import Run, simulate
+from bench.paper.traces import Source, TraceRequest
+
+FIXED_FRACTION = 0.9
+
+GPUS = {"13b": ("h200", 1), "66b": ("a100-40gb", 4), "175b": ("a100-80gb", 8)}
+"""GPUs of each server of table 1 here: a measured one, and the paper's."""
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A system under a workload, whatever the rate.
+
+    Attributes:
+        workload: "sharegpt", "alpaca", "chat", "1-shot" or "5-shot".
+        system: A key of `published.LABELS`.
+        server: A key of `published.SERVERS`.
+        block_size: Token slots in a block of our system.
+        width: Samples or beams of each request.
+        is_beam: Whether they are beams.
+        prefix_caching: Whether prompts that begin alike share blocks.
+        preemption: "recompute" or "swap".
+        max_num_seqs: Most sequences in a batch.
+    """
+
+    workload: str
+    system: str = "ours"
+    server: str = "13b"
+    block_size: int = 16
+    width: int = 1
+    is_beam: bool = False
+    prefix_caching: bool = False
+    preemption: str = "recompute"
+    max_num_seqs: int = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What one run came to; `Run` of `bench.paper.simulator` has the definitions.
+
+    Attributes:
+        rate: Requests a second that arrived.
+        latency: Mean normalised latency, seconds a token; a lower bound if the run was given up.
+        gave_up: Whether the run ended as soon as its latency was certain to be far too high.
+        output_tokens_per_s: Tokens generated each second.
+        batch: Requests in a batch, mean over time.
+        memory: Shares of the KV slots under pressure, percent, mean over time: "tokens",
+            "reserved", "internal", "external", "free".
+        waste: Slots without a token of those in held blocks or ranges, percent, mean over time.
+        waste_formula: Half a block a sequence, of the same slots, percent.
+        saved: Blocks saved by sharing, percent.
+        hit: Prompt tokens found in the prefix cache, percent.
+        num_preemptions: Times a request gave its memory back before it was done.
+        num_requests: Of the trace.
+        seconds: From the first arrival to the last end.
+    """
+
+    rate: float
+    latency: float
+    gave_up: bool
+    output_tokens_per_s: float
+    batch: float
+    memory: dict[str, float]
+    waste: float
+    waste_formula: float
+    saved: float
+    hit: float
+    num_preemptions: int
+    num_requests: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Sustained:
+    """What `sustain` found.
+
+    Attributes:
+        rate: Requests a second, the median of all seeds.
+        low, high: The least and the greatest of them.
+        threshold: Seconds a token that the rate stays under.
+        curve: Pairs of rate and normalised latency of the first seed, by rate.
+        sensitivity: Rates, read off that curve, with half and twice the threshold.
+    """
+
+    rate: float
+    low: float
+    high: float
+    threshold: float
+    curve: tuple[tuple[float, float], ...]
+    sensitivity: tuple[float | None, float | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How much is run.
+
+    Attributes:
+        how: "simulated" or "measured".
+        quick: Whether this is only to see that it runs.
+        seconds: Length of a trace.
+        saturation: Requests that tell how many a second can be served.
+        seeds: Of the traces.
+        latency_factor: Of the sustained rate.
+        tolerance: Relative width at which a bisection ends.
+        fractions: Rates of a curve, of the sustained one.
+        processes: Runs at a time.
+        files: Pairs of dataset and the user's file that replaces it.
+    """
+
+    how: str = "simulated"
+    quick: bool = False
+    seconds: float = 3600.0
+    saturation: int = 2000
+    seeds: tuple[int, ...] = (0, 1, 2)
+    latency_factor: float = 10.0
+    tolerance: float = 0.03
+    fractions: tuple[float, ...] = (0.25, 0.5, 0.75, 0.9)
+    processes: int = 2
+    files: tuple[tuple[str, str], ...] = ()
+
+
+@cache
+def source_of(workload: str, settings: Settings) -> Source:
+    """Lengths of a dataset: the paper's, or the user's file."""
+    files = dict(settings.files)
+    return traces.from_file(files[workload]) if workload in files else traces.of_dataset(workload)
+
+
+def make_trace(
+    workload: str, rate: float, seconds: float, seed: int, settings: Settings
+) -> list[TraceRequest]:
+    """The requests of a workload."""
+    if workload in traces.NUM_PREFIX_TOKENS:
+        return traces.translation(workload, rate, seconds, seed)
+    if workload == "chat":
+        return traces.chat(rate, seconds, seed, source_of("sharegpt", settings))
+    return traces.poisson(source_of(workload, settings), rate, seconds, seed)
+
+
+def shape_of(case: Case) -> str:
+    """The model's shape: translations are LLaMA-13B's, as in the paper; all else is OPT's."""
+    is_translation = case.workload in traces.NUM_PREFIX_TOKENS
+    return "llama-13b" if is_translation else f"opt-{case.server}"
+
+
+def device_of(settings: Settings) -> str:
+    """What the times of OPT-13B are of, as `Figure.device` has it."""
+    if settings.how == "simulated":
+        return "simulated NVIDIA H200"
+    import jax
+
+    return jax.local_devices()[0].device_kind
+
+
+def run(
+    case: Case, rate: float, seed: int, settings: Settings, give_up_at: float | None
+) -> Outcome:
+    """Serve a trace of the case's workload."""
+    trace = make_trace(case.workload, rate, settings.seconds, seed, settings)
+    return _outcome(_serve(case, trace, settings, give_up_at), rate)
+
+
+def saturate(case: Case, settings: Settings) -> Outcome:
+    """Serve `settings.saturation` requests that are all there from the start."""
+    trace = make_trace(case.workload, 10.0, settings.saturation / 10, settings.seeds[0], settings)
+    served = _serve(case, [dataclasses.replace(r, arrival=0.0) for r in trace], settings, None)
+    return _outcome(served, served.num_finished / served.seconds)
+
+
+def modelled_recovery(num_tokens: int, block_size: int) -> tuple[float, float]:
+    """Seconds to compute a preempted sequence of OPT-13B again, and to swap it out and in."""
+    device = _device("opt-13b", "13b")
+    one_way = device.swap_seconds(-(-num_tokens // block_size), block_size)
+    return device.prefill_seconds([num_tokens]), 2 * one_way
+
+
+@cache
+def _latency_alone(case: Case, settings: Settings) -> float:
+    count = 10 if settings.quick else 200
+    trace = make_trace(case.workload, 10.0, count / 10, settings.seeds[0], settings)
+    # Simulated time costs nothing; on a device a few requests may overlap.
+    gap = 1e4 if settings.how == "simulated" else 1.0
+    spread = [dataclasses.replace(r, arrival=gap * i) for i, r in enumerate(trace)]
+    return _serve(case, spread, settings, None).normalized_latency
+
+
+def _latency(case: Case, seed: int, settings: Settings, threshold: float, rate: float) -> float:
+    return run(case, rate, seed, settings, give_up_at=4 * threshold).latency
+
+
+def _serve(
+    case: Case, trace: Sequence[TraceRequest], settings: Settings, give_up_at: float | None
+) -> Run:
+    group = {
+        "num_samples": 1 if case.is_beam else case.width,
+        "beam_width": case.width if case.is_beam else None,
+        "give_up_at": give_up_at,
+    }
+    if settings.how != "simulated":
+        return _serve_on_device(case, trace, settings, group)
+    return simulate(
+        trace,
+        case.system,
+        _device(shape_of(case), case.server),
+        num_slots=SERVERS[case.server].num_slots,
+        block_size=case.block_size,
+        prefix_caching=case.prefix_caching,
+        preemption=case.preemption,
+        max_num_seqs=case.max_num_seqs,
+        **group,
+    )
+
+
+def run_all(function: Callable[[T], R], jobs: Sequence[T], settings: Settings) -> list[R]:
+    """The function of each job, in order, `settings.processes` at a time."""
+    if settings.processes == 1 or len(jobs) < 2 or settings.how != "simulated":
+        return [function(job) for job in jobs]
+    with ProcessPoolExecutor(settings.processes, get_context("spawn")) as pool:
+        return list(pool.map(function, jobs))
+
+
+def sustain_all(cases: Sequence[Case], settings: Settings) -> dict[Case, Sustained]:
+    """The sustained rate of each case; what several figures ask for is found once."""
+    left = [case for case in dict.fromkeys(cases) if (case, settings) not in _sustained]
+    found = run_all(partial(sustain, settings=settings), left, settings)
+    _sustained.update(((case, settings), rate) for case, rate in zip(left, found, strict=True))
+    return {case: _sustained[case, settings] for case in cases}
+
+
+_sustained: dict[tuple[Case, Settings], Sustained] = {}
+
+
+def run_cases(jobs: Sequence[tuple[Case, float]], settings: Settings) -> list[Outcome]:
+    """Each case at its rate, with the first seed."""
+    return run_all(partial(_run_first_seed, settings=settings), jobs, settings)
+
+
+def _run_first_seed(job: tuple[Case, float], settings: Settings) -> Outcome:
+    case, rate = job
+    return run(case, rate, settings.seeds[0], settings, None)
+
+
+def saturate_all(cases: Sequence[Case], settings: Settings) -> list[Outcome]:
+    """Each case with all requests there from the start."""
+    return run_all(partial(saturate, settings=settings), cases, settings)
+
+
+def threshold_of(case: Case, settings: Settings) -> float:
+    """Seconds a token under which a rate of this case's workload counts as sustained."""
+    plain = Case(case.workload, server=case.server, width=case.width, is_beam=case.is_beam)
+    return settings.latency_factor * _latency_alone(plain, settings)
+
+
+def sustain(case: Case, settings: Settings) -> Sustained:
+    """The highest rate that the case sustains."""
+    threshold = threshold_of(case, settings)
+    curve: dict[float, float] = {}
+    rates = []
+    for seed in settings.seeds:
+        latency_at = partial(_latency, case, seed, settings, threshold)
+        guess = statistics.median(rates) if rates else saturate(case, settings).rate
+        step = 1 + settings.tolerance * (1 if rates else 8)
+        rate, points = search(latency_at, threshold, guess, step, settings.tolerance)
+        rates.append(rate)
+        curve = curve or points
+    first = rates[0]
+    for fraction in settings.fractions:
+        rate = fraction * first
+        curve[rate] = _latency(case, settings.seeds[0], settings, threshold, rate)
+    pairs = tuple(sorted(curve.items()))
+    return Sustained(
+        rate=statistics.median(rates),
+        low=min(rates),
+        high=max(rates),
+        threshold=threshold,
+        curve=pairs,
+        sensitivity=(crossing(pairs, threshold / 2), crossing(pairs, threshold * 2)),
+    )
+
+
+def search(
+    latency_at: Callable[[float], float],
+    threshold: float,
+    guess: float,
+    step: float,
+    tolerance: float,
+) -> tuple[float, dict[float, float]]:
+    """The highest rate whose latency is under the threshold, and all rates tried.
+
+    From `guess` the rate goes up or down by the factor `step` until one is under the threshold and
+    the next is not; bisection then halves the bracket until its ends are within `tolerance`.
+
+    Raises:
+        ValueError: no rate within 40 steps is on the other side of the threshold.
+    """
+    tried = {guess: latency_at(guess)}
+    up = tried[guess] < threshold
+    low = high = guess
+    for _ in range(40):
+        if up:
+            low, high = high, high * step
+        else:
+            low, high = low / step, low
+        rate = high if up else low
+        tried[rate] = latency_at(rate)
+        if (tried[rate] < threshold) != up:
+            break
+    else:
+        raise ValueError(f"the latency never crosses {threshold:.3g} s a token, from {guess:.3g}/s")
+    while high > low * (1 + tolerance):
+        middle = math.sqrt(low * high)
+        tried[middle] = latency_at(middle)
+        low, high = (middle, high) if tried[middle] < threshold else (low, middle)
+    return low, tried
+
+
+def crossing(curve: Iterable[tuple[float, float]], level: float) -> float | None:
+    """The rate at which a curve first rises above a level, between its points; None if never."""
+    before: tuple[float, float] | None = None
+    for rate, latency in curve:
+        if latency >= level:
+            if before is None:
+                return None
+            share = (math.log(level) - math.log(before[1])) / math.log(latency / before[1])
+            return before[0] + share * (rate - before[0])
+        before = (rate, latency)
+    return None
+
+
+@cache
+def _device(shape: str, server: str) -> DeviceModel:
+    """OPT-13B and LLaMA-13B on the GPU that was measured, larger models on the paper's."""
+    gpu, num_gpus = GPUS[server]
+    return device_model(shape, gpu, num_gpus)
+
+
+def _outcome(served: Run, rate: float) -> Outcome:
+    return Outcome(
+        rate=rate,
+        latency=served.normalized_latency,
+        gave_up=served.gave_up,
+        output_tokens_per_s=served.output_tokens_per_s,
+        batch=served.mean_batch,
+        memory=served.memory,
+        waste=served.allocated_waste,
+        waste_formula=served.waste_formula,
+        saved=served.shared_savings,
+        hit=100 * served.num_hit_tokens / max(served.num_query_tokens, 1),
+        num_preemptions=served.num_preemptions,
+        num_requests=served.num_requests,
+        seconds=served.seconds,
+    )
+
+
+_engines: dict[Case, Any] = {}
+"""The last engine, with the case that it was made for: a GPU has room for one."""
+
+
+def _serve_on_device(
+    case: Case, trace: Sequence[TraceRequest], settings: Settings, group: dict[str, Any]
+) -> Run:
+    from bench.paper.engine_run import make_engine, run_on_engine
+
+    kind = dataclasses.replace(case, workload="", width=1, is_beam=False)
+    if kind not in _engines:
+        _engines.clear()
+        gc.collect()
+        _engines[kind] = make_engine(
+            case.system,
+            None if settings.quick else shape_of(case),
+            num_slots=SERVERS[case.server].num_slots,
+            block_size=case.block_size,
+            enable_prefix_caching=case.prefix_caching,
+            preemption_mode=case.preemption,
+            max_num_seqs=case.max_num_seqs,
+        )
+    return run_on_engine(_engines[kind], trace, **group)

@@ -1,0 +1,288 @@
+"""How long steps take on this device (`python -m bench.step_times --shape opt-13b`).
+
+Steps of a shape with random weights, each kind in a steady run of the engine's overlapped loop:
+
+    decode       rows x context, as far as they fit in the pool
+    prefill      prompts x tokens, computed whole in one step
+    mixed        decode rows beside prompts
+    copy_blocks  blocks copied within the pool
+    swap_out, swap_in   blocks to host memory and back, until they are there
+
+The rows go to `results/step_times_<shape>_<device>.json`, from which the device model of
+`bench.paper` is fitted. Another run replaces the rows of its own kinds and block size, and keeps
+the others: `--block-size 64 --kinds decode swap` adds those.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from bench.common import ALL_SHAPES, make_engine, random_prompts
+from bench.compare import parse_arguments
+from bench.records import print_table, record, result_path
+from jpaged import Engine, SamplingParams
+from jpaged.compile.sizing import step_buckets
+from jpaged.core.plan import StepPlan, SwapIn, SwapOut
+from jpaged.runtime.buckets import round_up
+
+KINDS = ("decode", "prefill", "mixed", "copy", "swap")
+WARM_TURNS = 4  # before the clock: the loop is a step ahead by then
+COPIES_IN_A_ROW = 8
+_IMAGE = -1
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured.
+
+    Attributes:
+        decode: Rows and the context of each, in tokens.
+        prefill: Prompts and the tokens of each.
+        mixed: Decode rows, their context, prompts, the tokens of each.
+        copy, swap: Blocks at a time.
+        decode_steps, prefill_steps: Steps timed.
+        repeats: Of copies and swaps; the median counts.
+    """
+
+    decode: tuple[tuple[int, int], ...]
+    prefill: tuple[tuple[int, int], ...]
+    mixed: tuple[tuple[int, int, int, int], ...]
+    copy: tuple[int, ...] = (8, 64)
+    swap: tuple[int, ...] = (16, 64, 128)
+    decode_steps: int = 30
+    prefill_steps: int = 10
+    repeats: int = 5
+
+
+FULL = Sizes(
+    decode=tuple(
+        (rows, context)
+        for context in (64, 256, 512, 1024)
+        for rows in (1, 8, 32, 64, 128, 192, 256)
+    ),
+    prefill=((1, 64), (1, 256), (32, 20), (8, 256), (1, 1024), (2, 1023), (1, 2047)),
+    mixed=((32, 512, 1, 128), (32, 512, 1, 512), (32, 512, 4, 256)),
+)
+ONE_CONTEXT = Sizes(decode=((32, 512),), prefill=(), mixed=())
+"""Of block sizes but 16."""
+QUICK = Sizes(
+    decode=((1, 48), (8, 48)),
+    prefill=((1, 40), (4, 10)),
+    mixed=((4, 40, 1, 20),),
+    copy=(3,),
+    swap=(3,),
+    decode_steps=6,
+    prefill_steps=4,
+    repeats=2,
+)
+
+
+def time_decode(engine: Engine, rows: int, context: int, num_steps: int) -> dict | None:
+    """A decode step of `rows` sequences of about `context` tokens; None where they do not fit."""
+    tokens = _start_decoding(engine, rows, context, num_steps)
+    if tokens is None:
+        return None
+    seconds = _time_turns(engine, num_steps, lambda: None)
+    buckets = step_buckets(engine.runtime_config)
+    padded = round_up(buckets.decode_seqs, rows)
+    return {
+        **_row(engine, "decode", seconds, num_steps),
+        "decode_seqs": rows,
+        "context_tokens": tokens + rows * (WARM_TURNS + num_steps // 2),
+        "padded_tokens": padded,
+        "logits_rows": buckets.logits_rows(padded),
+    }
+
+
+def time_prompts(
+    engine: Engine, prompts: int, length: int, num_steps: int, rows: int = 0, context: int = 0
+) -> dict | None:
+    """A step of whole prompts, beside `rows` sequences that decode; None where they do not fit."""
+    num_tokens, config = prompts * length + rows, engine.runtime_config
+    room = (config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len - 1)
+    if any(
+        wanted > most
+        for wanted, most in zip((num_tokens, prompts + rows, length), room, strict=True)
+    ):
+        return None
+    tokens = _start_decoding(engine, rows, context, num_steps) if rows else 0
+    if tokens is None:
+        return None
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+    lengths = [length] * (prompts * (num_steps + WARM_TURNS))
+    given = iter(random_prompts(lengths, engine.vocab_size, seed=1))
+
+    def add() -> None:
+        for _ in range(prompts):
+            engine.add_request(next(given), params)
+
+    seconds = _time_turns(engine, num_steps, add)
+    padded, seqs = step_buckets(config).prefill_shape(num_tokens, prompts + rows)
+    return {
+        **_row(engine, "mixed" if rows else "prefill", seconds, num_steps),
+        "decode_seqs": rows,
+        "context_tokens": tokens + rows * (WARM_TURNS + num_steps // 2),
+        "prompt_seqs": prompts,
+        "prompt_tokens": prompts * length,
+        "prompt_pairs": prompts * length * (length + 1) // 2,
+        "padded_tokens": padded,
+        "logits_rows": seqs,
+    }
+
+
+def time_copies(engine: Engine, blocks: int, repeats: int) -> dict:
+    """Copies of so many blocks in one launch, launches back to back."""
+    pairs = tuple((1 + i, 1 + blocks + i) for i in range(blocks))
+    plans = [StepPlan(step_id=-1, scheduled=(), block_copies=pairs)] * COPIES_IN_A_ROW
+    times = [_time_plans(engine, plans) / COPIES_IN_A_ROW for _ in range(repeats + 1)][1:]
+    return _row(engine, "copy_blocks", statistics.median(times), repeats) | {"blocks": blocks}
+
+
+def time_swaps(engine: Engine, blocks: int, repeats: int) -> list[dict]:
+    """Blocks to host memory, and back, until they are there; no rows where it holds fewer."""
+    if engine.runtime_config.num_host_blocks < blocks:
+        return []
+    out = SwapOut(_IMAGE, tuple(range(1, 1 + blocks)))
+    back = SwapIn(_IMAGE, tuple((entry, 1 + entry) for entry in range(blocks)))
+    plans = {
+        "swap_out": StepPlan(step_id=-1, scheduled=(), swap_outs=(out,)),
+        "swap_in": StepPlan(step_id=-1, scheduled=(), swap_ins=(back,)),
+    }
+    times: dict[str, list[float]] = {kind: [] for kind in plans}
+    for _ in range(repeats + 1):
+        for kind, plan in plans.items():
+            times[kind].append(_time_plans(engine, [plan]))
+    return [
+        _row(engine, kind, statistics.median(found[1:]), repeats) | {"blocks": blocks}
+        for kind, found in times.items()
+    ]
+
+
+def _time_plans(engine: Engine, plans: list[StepPlan]) -> float:
+    """Seconds until the device has done what the plans move. No request may be unfinished: blocks
+    are taken as they come."""
+    runner = engine._loop._runner
+    runner.wait()
+    start = time.perf_counter()
+    for plan in plans:
+        runner.launch(plan, {})
+    runner.wait()
+    return time.perf_counter() - start
+
+
+def measure(engine: Engine, sizes: Sizes, kinds: Sequence[str] = KINDS) -> Iterator[dict]:
+    """A row for each point of the wanted kinds that fits, as it is measured."""
+    steps = sizes.decode_steps, sizes.prefill_steps
+    points: dict[str, Iterator[dict | None]] = {
+        "decode": (time_decode(engine, *point, steps[0]) for point in sizes.decode),
+        "prefill": (time_prompts(engine, *point, steps[1]) for point in sizes.prefill),
+        "mixed": (
+            time_prompts(engine, prompts, length, steps[1], rows, context)
+            for rows, context, prompts, length in sizes.mixed
+        ),
+        "copy": (time_copies(engine, blocks, sizes.repeats) for blocks in sizes.copy),
+        "swap": chain.from_iterable(
+            time_swaps(engine, blocks, sizes.repeats) for blocks in sizes.swap
+        ),
+    }
+    for kind in kinds:
+        yield from (row for row in points[kind] if row is not None)
+
+
+def _start_decoding(engine: Engine, rows: int, context: int, num_steps: int) -> int | None:
+    """Have `rows` sequences decode that will have about `context` tokens each half-way through the
+    timed steps. Returns their tokens together; None, with nothing started, if they do not fit."""
+    config, before = engine.runtime_config, engine.stats()
+    length = max(context - num_steps // 2 - 2 * WARM_TURNS, 1)
+    prefills = -(-rows * length // max(config.max_num_batched_tokens - rows, 1))
+    most = 2 * prefills + 4 * WARM_TURNS + num_steps
+    blocks = rows * -(-(length + most) // config.block_size)
+    fits = blocks <= before.num_free_blocks and length + most <= config.max_model_len
+    if rows > config.max_num_seqs or not fits:
+        return None
+    params = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True, detokenize=False)
+    for prompt in random_prompts([length] * rows, engine.vocab_size):
+        engine.add_request(prompt, params)
+    steady, generated = 0, before.num_generated_tokens
+    while steady < WARM_TURNS:
+        engine.advance()
+        now = engine.stats().num_generated_tokens
+        steady, generated = steady + 1 if now - generated == rows else 0, now
+    return rows * length + generated - before.num_generated_tokens
+
+
+def _time_turns(engine: Engine, num_steps: int, add: Callable[[], None]) -> float:
+    """Seconds a step, `add` called before each; the engine has no request afterwards.
+
+    Raises:
+        RuntimeError: the turns were not steps of the same kind.
+    """
+    for _ in range(WARM_TURNS):
+        add()
+        engine.advance()
+    before, start = engine.stats(), time.perf_counter()
+    for _ in range(num_steps):
+        add()
+        engine.advance()
+    seconds, after = time.perf_counter() - start, engine.stats()
+    engine.abort_all()
+    steps = after.num_steps - before.num_steps
+    preempted = after.num_preemptions - before.num_preemptions
+    if steps != num_steps or preempted or after.num_waiting:
+        raise RuntimeError(
+            f"{num_steps} turns had {steps} steps, {preempted} preemptions and left "
+            f"{after.num_waiting} requests waiting: these steps are not alike"
+        )
+    return seconds / num_steps
+
+
+def _row(engine: Engine, kind: str, seconds: float, steps: int) -> dict:
+    """A row with everything a kind may leave out."""
+    counts = ("decode_seqs", "context_tokens", "prompt_seqs", "prompt_tokens", "prompt_pairs")
+    zeros = dict.fromkeys((*counts, "padded_tokens", "logits_rows", "blocks"), 0)
+    block_size = engine.runtime_config.block_size
+    return {"kind": kind, "block_size": block_size, **zeros, "seconds": seconds, "steps": steps}
+
+
+def merged(old: Sequence[dict], new: Sequence[dict]) -> list[dict]:
+    """The new rows, and the old ones of other kinds or block sizes."""
+    replaced = {(row["kind"], row["block_size"]) for row in new}
+    kept = [row for row in old if (row["kind"], row["block_size"]) not in replaced]
+    return [*kept, *new]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=[*ALL_SHAPES], default="opt-13b")
+    parser.add_argument("--kinds", choices=KINDS, nargs="+", default=[*KINDS])
+    parser.add_argument("--block-size", type=int, default=16, help="but 16: fewer points")
+    parser.add_argument("--swap-space", type=float, default=2.0, help="GiB of host memory")
+    parser.add_argument("--quick", action="store_true", help="a few points of few steps")
+    args = parse_arguments(parser)
+    options = {"block_size": args.block_size, "max_num_batched_tokens": 2048}
+    if "swap" in args.kinds:
+        options |= {"preemption_mode": "swap", "swap_space": args.swap_space}
+    start = time.perf_counter()
+    # A burst is several steps in one launch; the device model has steps.
+    engine = make_engine(args.shape, num_scheduler_steps=1, verbose=True, **options)
+    print(f"engine ready in {time.perf_counter() - start:.1f} s", flush=True)
+    sizes = QUICK if args.quick else FULL if args.block_size == 16 else ONE_CONTEXT
+    rows = []
+    for row in measure(engine, sizes, args.kinds):
+        rows.append({"model": args.shape, **row})
+        print(json.dumps(rows[-1]), flush=True)
+    print_table(rows)
+    name = f"step_times_{args.shape}"
+    path = result_path(name)
+    old = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    print(record(name, merged(old, rows), seconds=time.perf_counter() - start))
+
+
+if __name__ == "__main__":
+    main()

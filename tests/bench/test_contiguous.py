@@ -1,0 +1,223 @@
+"""The contiguous decoder gives the engine's tokens, from slots that it uses again and again."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from bench.common import random_prompts
+from bench.contiguous import BATCHINGS, Decoder, Request, load
+from bench.contiguous_steps import Model
+from jpaged import Engine, SamplingParams
+
+TINY = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "eos_token_id": 1,
+    "tie_word_embeddings": False,
+}
+GATED = {"intermediate_size": 48, "num_key_value_heads": 2, "hidden_act": "silu"}
+SLIDING = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "opt, norms last": {
+        "model_type": "opt",
+        "ffn_dim": 96,
+        "do_layer_norm_before": False,
+        "word_embed_proj_dim": 32,
+    },
+    "qwen3, windows": {"model_type": "qwen3", "rms_norm_eps": 1e-6, "head_dim": 32}
+    | GATED
+    | SLIDING,
+}
+ENGINE = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 128}
+ONE_PREFILL: dict[str, Any] = {"num_slots": 8, "max_len": 128, "max_batched_tokens": 64}
+"""One prefill program for prompts up to 64 tokens."""
+
+
+@pytest.fixture(autouse=True)
+def quick_to_compile() -> None:
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """For what does not depend on the model."""
+    folder = tmp_path_factory.mktemp("tiny")
+    small = {"model_type": "gpt2", "num_hidden_layers": 1, "hidden_size": 16, "vocab_size": 512}
+    (folder / "config.json").write_text(json.dumps(TINY | small))
+    return load(folder, load_format="dummy")[0]
+
+
+def greedy(engine: Engine, prompts: list[list[int]], most: list[int], **more: Any) -> list:
+    params = [SamplingParams(temperature=0.0, max_tokens=m, **more) for m in most]
+    return [list(o.outputs[0].token_ids) for o in engine.generate(prompts, params, use_tqdm=False)]
+
+
+def requests(vocab_size: int, count: int = 20) -> tuple[list[list[int]], list[int]]:
+    rng = np.random.RandomState(0)
+    lens, most = rng.randint(1, 65, count), rng.randint(1, 60, count)
+    return random_prompts(lens.tolist(), vocab_size), most.tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_tokens_are_the_engines(
+    family: str, kept_engines: Callable[..., Engine], tmp_path: Path
+):
+    (tmp_path / "config.json").write_text(json.dumps(TINY | FAMILIES[family]))
+    dummy = {"load_format": "dummy", "skip_tokenizer_init": True, "num_blocks": 129}
+    engine = kept_engines(tmp_path, **dummy, **ENGINE)
+    prompts, most = requests(97)
+    expected = greedy(engine, prompts, most)
+    assert any(
+        tokens[-1] == 1 and len(tokens) < m for tokens, m in zip(expected, most, strict=True)
+    )
+    model, eos = load(tmp_path, load_format="dummy")
+    for batching in BATCHINGS:
+        decoder = Decoder(model, batching, eos_token_ids=eos, launch_steps=(1,), **ONE_PREFILL)
+        assert decoder.generate(prompts, most, ignore_eos=False) == expected
+
+
+def test_the_embedded_models_tokens_are_the_engines(
+    kept_engines: Callable[..., Engine],
+):
+    """With launches of several steps."""
+    engine = kept_engines(
+        skip_tokenizer_init=True, num_blocks=129, **ENGINE | {"max_model_len": 256}
+    )
+    prompts, most = requests(engine.vocab_size)
+    expected = greedy(engine, prompts, most, ignore_eos=True)
+    model, _ = load()
+    for batching in BATCHINGS:
+        decoder = Decoder(model, batching, launch_steps=(1, 4), **ONE_PREFILL)
+        assert decoder.generate(prompts, most) == expected
+
+
+def drive(decoder: Decoder, given: list[Request]) -> Iterator[list[Request]]:
+    """Who ended, turn by turn; slots are never more than there are, nor shared."""
+    for request in given:
+        decoder.add(request)
+    while decoder.num_unfinished:
+        yield decoder.step()
+        assert len(decoder.running) <= decoder.num_slots
+        assert decoder.batch_size == decoder.num_unfinished - len(decoder.waiting)
+        assert len(set(map(id, decoder.running.values()))) == len(decoder.running)
+
+
+@pytest.mark.parametrize("batching", BATCHINGS)
+def test_slots_are_used_again(batching: str, tiny: Model):
+    """At once as slabs; in static batches when the longest of the batch has ended."""
+    decoder = Decoder(tiny, batching, launch_steps=(1,), **ONE_PREFILL)
+    given = [Request([65 + i], 40 if i == 0 else 3) for i in range(20)]
+    turns = list(drive(decoder, given))
+    place = {id(request): turn for turn, ended in enumerate(turns) for request in ended}
+    assert len(place) == 20
+    assert [len(request.tokens) for request in given] == [40] + 19 * [3]
+    later = [place[id(request)] > place[id(given[0])] for request in given[8:]]
+    assert all(later) if batching == "static" else not any(later)
+
+
+def test_a_static_batch_has_the_width_of_its_longest(tiny: Model):
+    options: dict[str, Any] = ONE_PREFILL | {"launch_steps": (1,)}
+    decoder = Decoder(tiny, "static", widths=(96, 64, 512), **options)
+    widths = Counter()
+    for most in (60, 100):
+        for _ in drive(decoder, [Request([65, 66], most), Request([65], 3)]):
+            widths[decoder.width] += 1
+    assert set(widths) == {64, 128}
+    assert [*decoder.widths] == [64, 96, 128]
+    assert Decoder(tiny, "slabs", widths=(64, 96), **ONE_PREFILL).widths == (128,)
+
+
+def test_a_slot_stands_still_where_it_stops(tiny: Model):
+    """Idle ones at 0, so that they have attention read one key."""
+    stops = np.array([0, 2, 9, 0, 0, 0, 0, 0], np.int32)
+    cache, tokens = tiny.program(8, 128, 4)(tiny.leaves, tiny.empty(8, 128), stops)
+    assert cache.lens.tolist() == [0, 2, 4, 0, 0, 0, 0, 0]
+    assert tokens.shape == (4, 8)
+
+
+def test_few_slots_are_all_that_are_used(tiny: Model):
+    """Though the arrays have more; and what was cleared leaves nothing behind."""
+    prompts, most = requests(512, 6)
+    expected = Decoder(tiny, "slabs", launch_steps=(1,), **ONE_PREFILL).generate(prompts, most)
+    few: dict[str, Any] = ONE_PREFILL | {"num_slots": 2}
+    decoder = Decoder(tiny, "slabs", launch_steps=(1,), **few)
+    for turn, _ in enumerate(drive(decoder, [Request([7], 50), Request([8], 50), Request([9], 9)])):
+        if turn == 5:
+            assert len(decoder.running) == 2
+            decoder.clear()
+            assert not decoder.num_unfinished
+    assert decoder.generate(prompts, most) == expected
+
+
+def test_where_requests_may_arrive_steps_are_launched_one_by_one(tiny: Model):
+    """While a slot is free for them."""
+    sizes: list[int] = []
+    for count in (7, 8):
+        decoder = Decoder(tiny, "slabs", launch_steps=(1, 4), arrivals=True, **ONE_PREFILL)
+        given = [Request([65], 9) for _ in range(count)]
+        sizes.append(len(list(drive(decoder, given))))
+    assert sizes[1] < sizes[0]
+
+
+def test_an_end_token_frees_its_slot(tiny: Model):
+    """Of what the model says to a prompt, the third token is taken for the end."""
+    prompt = [65, 66, 67]
+    options: dict[str, Any] = ONE_PREFILL | {"launch_steps": (1,)}
+    (whole,) = Decoder(tiny, "slabs", **options).generate([prompt], [30])
+    end = next(token for token in whole if whole.index(token) > 1)
+    for batching in BATCHINGS:
+        decoder = Decoder(tiny, batching, eos_token_ids=[end], **options)
+        given = [Request(prompt, 30, ignore_eos=False) for _ in range(12)]
+        turns = list(drive(decoder, given))
+        assert all(request.tokens == whole[: whole.index(end) + 1] for request in given)
+        assert len(turns) < 2 * (whole.index(end) + 5)
+        assert not decoder.running
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "name"),
+    [([], 4, "prompt"), ([512], 4, "prompt"), ([65], 0, "max_tokens"), ([65], 128, "max_tokens")],
+)
+def test_a_request_that_never_fits_is_refused(
+    prompt: list[int], max_tokens: int, name: str, tiny: Model
+):
+    decoder = Decoder(tiny, "static", **ONE_PREFILL)
+    with pytest.raises(ValueError, match=rf"^{name}="):
+        decoder.add(Request(prompt, max_tokens))
+    assert not decoder.num_unfinished
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("batching", "paged"), ("num_slots", 0), ("max_len", 4096), ("launch_steps", (4,))],
+)
+def test_arguments_are_checked(name: str, value: Any, tiny: Model):
+    options: dict[str, Any] = {"batching": "slabs", **ONE_PREFILL, name: value}
+    with pytest.raises(ValueError, match=rf"^{name}="):
+        Decoder(tiny, **options)
+
+
+def test_all_that_a_generation_needs_is_compiled_before(tiny: Model):
+    model: Any = Model.__new__(Model)
+    model.__dict__.update(tiny.__dict__)
+    decoder = Decoder(model, "static", widths=(64,), launch_steps=(1, 4), **ONE_PREFILL)
+    compiled = Counter()
+
+    def program(*shape: int) -> Any:
+        compiled[shape] += 1
+        return tiny.program(*shape)
+
+    model.program = program
+    decoder.warm_up(64)
+    warm = set(compiled)
+    decoder.generate(*requests(512, 10))
+    assert set(compiled) == warm

@@ -1,0 +1,109 @@
+"""The headline's search, the contiguous decoder under arrivals, and what paging is said to cost."""
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from bench import headline, paging_cost
+from bench.contiguous import Decoder, load
+from bench.contiguous_steps import Model
+from bench.headline import QUICK, Served, run_on_decoder, sustained, with_ratios
+from bench.paper import traces
+from bench.paper.measures import Settings
+from bench.paper.traces import TraceRequest
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    folder = tmp_path_factory.mktemp("tiny")
+    small = {"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 128}
+    (folder / "config.json").write_text(json.dumps(small | {"n_positions": 128}))
+    return load(folder, load_format="dummy")[0]
+
+
+@pytest.mark.parametrize("batching", ["static", "slabs"])
+def test_a_trace_is_served_as_it_arrives(batching: str, tiny: Model):
+    options = {"num_slots": 2, "max_len": 128, "max_batched_tokens": 64, "launch_steps": (1,)}
+    decoder = Decoder(tiny, batching, arrivals=True, **options)
+    decoder.generate([[1]], [2])  # compiles
+    trace = [TraceRequest(arrival, 3, 10) for arrival in (0.0, 0.01, 0.2)]
+    start = time.monotonic()
+    served = run_on_decoder(decoder, trace)
+    took = time.monotonic() - start
+    assert 0.2 < served.seconds <= took
+    assert served.output_tokens_per_s == pytest.approx(30 / served.seconds)
+    assert 0 < served.normalized_latency <= took / 10
+    assert 0.5 < served.mean_batch <= 2
+    assert not served.gave_up
+    assert decoder.num_unfinished == 0
+
+
+def test_a_hopeless_trace_is_given_up(tiny: Model):
+    options = {"num_slots": 1, "max_len": 128, "max_batched_tokens": 64, "launch_steps": (1,)}
+    decoder = Decoder(tiny, "slabs", arrivals=True, **options)
+    trace = [TraceRequest(0.0, 3, 100) for _ in range(50)]
+    served = run_on_decoder(decoder, trace, give_up_at=1e-5)
+    assert served.gave_up
+    assert served.normalized_latency > 1e-5
+    assert decoder.num_unfinished == 0
+
+
+def test_the_sustained_rate_is_the_knee_of_each_seed():
+    """Of a system whose latency jumps at 10 requests a second."""
+
+    def serve(trace: Sequence[TraceRequest], give_up_at: float | None) -> Served:
+        seconds = 20.0 if give_up_at is None else trace[-1].arrival
+        rate = len(trace) / seconds
+        return Served(0.1 if rate < 10 else 0.9, 10 * rate, rate / 2, seconds, gave_up=rate >= 10)
+
+    settings = Settings(seeds=(0, 1, 2), tolerance=0.02)
+    sizes = headline.dataclasses.replace(QUICK, seconds=100.0)
+    source = traces.of_dataset("alpaca")
+    row = sustained(serve, source, sizes, 0.2, settings)
+    assert 9 < row["lowest"] <= row["sustained_per_s"] <= row["highest"] < 11
+    assert row["output_tokens_per_s"] == pytest.approx(20 * row["sequences"])
+    assert row["threshold_s"] == 0.2
+
+
+def test_ratios_are_of_the_same_lengths():
+    rows = [
+        {"lengths": "sharegpt", "system": "ours", "sustained_per_s": 6.0},
+        {"lengths": "sharegpt", "system": "orca_max", "sustained_per_s": 2.0},
+        {"lengths": "alpaca", "system": "orca_max", "sustained_per_s": 3.0},
+    ]
+    found = with_ratios(rows)
+    assert [row["ours_over_it"] for row in found] == [1.0, 3.0, None]
+    assert [row["to_reach"] for row in found] == [None, 2.7, None]
+
+
+def test_what_paging_costs_is_against_the_faster_batching():
+    seconds = {("A", "engine"): [3.3, 3.0], ("A", "static"): [4.0], ("A", "slabs"): [3.0]}
+    answers = {("A", "engine"): [[1, 2], [3]], ("A", "slabs"): [[1, 2], [4]], ("A", "static"): []}
+    row = paging_cost._row("embedded", "A", seconds, answers)
+    assert row["faster_batching"] == "slabs"
+    assert row["paging_costs"] == pytest.approx(0.05)
+    assert row["same_answers"] == 0.5
+    assert (row["engine_slowest_s"], row["engine_fastest_s"]) == (3.3, 3.0)
+
+
+@pytest.mark.parametrize("case", paging_cost.CASES)
+def test_a_cases_requests_fit(case: str):
+    work = paging_cost.work_of(case, 0.1, 100, 512, seed=0)
+    assert len(work.prompts) == len(work.outputs) > 0
+    assert all(
+        len(p) + m <= 512 and m >= 1 for p, m in zip(work.prompts, work.outputs, strict=True)
+    )
+
+
+def test_a_system_that_is_not_ours_needs_ours_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Which sets the threshold."""
+    given = ["--quick", "--system", "orca_max", "--lengths", "alpaca", "--output", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["headline", *given])
+    with pytest.raises(SystemExit):
+        headline.main()
+    assert "--system ours first" in capsys.readouterr().err

@@ -1,0 +1,38 @@
+"""The contiguous decoder's greedy tokens are those of `transformers`, for every family."""
+
+import numpy as np
+import pytest
+import torch
+from hf_models import ours, reference
+
+from bench.contiguous import BATCHINGS, Decoder
+from bench.contiguous_steps import Model
+
+NUM_REQUESTS, MAX_TOKENS = 11, 12
+CASES = ("gpt2", "opt-350m", "llama3-biases", "mistral-window", "qwen2-layer-types", "qwen3-biases")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_tokens_are_those_of_transformers(case: str):
+    """Of the tokens chosen each is the most probable after those before it."""
+    rng, model = np.random.RandomState(3), Model(ours(case))
+    prompts = [rng.randint(2, 97, n).tolist() for n in rng.randint(1, 60, NUM_REQUESTS)]
+    most = rng.randint(1, MAX_TOKENS + 1, NUM_REQUESTS).tolist()
+    sizes = {"num_slots": 8, "max_len": 128, "max_batched_tokens": 64, "launch_steps": (1,)}
+    answers = [Decoder(model, batching, **sizes).generate(prompts, most) for batching in BATCHINGS]
+    assert answers[0] == answers[1]
+    for prompt, tokens, count in zip(prompts, answers[0], most, strict=True):
+        assert len(tokens) == count
+        with torch.no_grad():
+            logits = reference(case)(torch.tensor([prompt + tokens])).logits[0].numpy()
+        assert tokens == logits.argmax(-1)[len(prompt) - 1 : -1].tolist()
+
+
+def test_a_step_does_not_copy_the_cache():
+    """It is donated, in a launch of several steps too."""
+    model = Model(ours("qwen3"))
+    text = model.program(8, 112, 4).as_text()
+    k = model.empty(8, 112).layers[0][0]
+    shape = f"f32[{','.join(map(str, k.shape))}]"
+    assert shape in text
+    assert f"{shape} copy(" not in text.replace("{3,2,1,0}", "")
