@@ -1,30 +1,23 @@
 """What the caller asks of an engine, checked: `EngineConfig`."""
 
 import difflib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from jpaged.core.swap import PreemptionMode
-from jpaged.option_checks import (
-    check_choice,
-    check_count,
-    check_flag,
-    check_most,
-    check_pool,
-    check_swap_space,
-    check_utilization,
-    default_swap_space,
-    is_int,
-)
+from jpaged.options import Options, choice, integer, number, option, switch
 
 EMBEDDED_MODEL = Path(__file__).parent / "assets" / "tiny"
 """The folder of the small trained model that ships with the package."""
 
 COMPILATION_CACHE = "~/.cache/jpaged/compiled"
 """Where compiled programs are kept unless the caller says otherwise."""
+
+MAX_BLOCK_SIZE = 256
+"""As `pallas_kernels.checks` has it, which imports JAX."""
 
 MAX_SCHEDULER_STEPS = 64
 
@@ -38,6 +31,13 @@ MAX_BATCHED_TOKENS = 2**18
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 SCHEDULING_POLICIES = ("fcfs", "priority")
+PREEMPTION_MODES = ("recompute", "swap", "auto")
+
+_MODEL, _CACHE, _STEPS = "the model", "the paged KV cache", "the steps"
+_SIZES = "a start compiles steps of every size up to it"
+_SEQS = f"an integer, at most {MAX_NUM_SEQS}, for {_SIZES}; more requests wait their turn"
+_TOKENS = f"an integer, at most {MAX_BATCHED_TOKENS}, for {_SIZES}; longer prompts go in chunks"
+_BURST = f"an integer, at most {MAX_SCHEDULER_STEPS}: a new request waits for that many, and twice"
 
 
 class LoopMode(StrEnum):
@@ -48,7 +48,7 @@ class LoopMode(StrEnum):
 
 
 @dataclass(frozen=True)
-class EngineConfig:
+class EngineConfig(Options):
     """What the caller asks of an `Engine`; names and meanings are vLLM's.
 
     None means: let the engine choose from the model and the device.
@@ -76,7 +76,7 @@ class EngineConfig:
             first: others wait as long as such requests come.
         load_format: "auto" or "safetensors" read the checkpoint; "dummy" makes random weights.
         skip_tokenizer_init: Token ids in, token ids out; no tokenizer is loaded.
-        seed: Of the dummy weights and of requests that bring no seed.
+        seed: Seeds random weights, and requests that bring no seed.
         async_scheduling: Let the host run one step behind the device (the overlapped loop).
         num_scheduler_steps: Decode steps launched as one program while at most 32 sequences run,
             none wait and none needs penalties, biases, log-probabilities or beams; in `generate`,
@@ -84,7 +84,7 @@ class EngineConfig:
             only. A short step then does not wait for the host, and tokens come in bursts. None is 4
             on a GPU for models of up to 5 GB, and else 1, which is never.
         compilation_cache_dir: Where compiled programs are kept, which makes a second start fast;
-            None for nowhere. Whoever can write there can run code in this process. It is JAX's
+            None for nowhere. Others who can write there can run code in this process. It is JAX's
             persistent compilation cache too, unless one was set before, by JAX's own configuration
             or an earlier engine.
         num_compile_workers: Processes that compile beside the engine's own at a start that has much
@@ -94,59 +94,149 @@ class EngineConfig:
         verbose: Show loading, memory account and compilation on stderr.
 
     Raises:
-        ValueError: a value is out of its range; the message names it and the remedy.
+        TypeError, ValueError: a value is not what it may be; the message names it and the remedy.
     """
 
-    model: str | Path | None = None
-    dtype: str = "auto"
-    block_size: int = 16
-    num_blocks: int | None = None
-    kv_cache_memory_bytes: int | None = None
-    gpu_memory_utilization: float = 0.9
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    enable_prefix_caching: bool = True
-    preemption_mode: str = "recompute"
-    swap_space: float | None = None
-    scheduling_policy: str = "fcfs"
-    load_format: str = "auto"
-    skip_tokenizer_init: bool = False
-    seed: int = 0
-    async_scheduling: bool = True
-    num_scheduler_steps: int | None = None
-    compilation_cache_dir: str | Path | None = COMPILATION_CACHE
-    num_compile_workers: int | None = None
-    verbose: bool = False
+    model: str | Path | None = option(
+        None,
+        metavar="FOLDER_OR_ID",
+        help="a folder, or a hub id such as Qwen/Qwen3-0.6B; unset: the model that is built in",
+        group=_MODEL,
+    )
+    dtype: str = choice("auto", DTYPES, help="of weights and KV cache", group=_MODEL)
+    block_size: int = integer(
+        16,
+        low=1,
+        high=MAX_BLOCK_SIZE,
+        what=f"an integer from 1 to {MAX_BLOCK_SIZE}; use 16",
+        help=f"tokens in a KV block, 1 to {MAX_BLOCK_SIZE}",
+        group=_CACHE,
+    )
+    num_blocks: int | None = integer(
+        None,
+        low=2,
+        what="an integer, 2 or more (block 0 is the null block and holds no tokens)",
+        help="KV blocks in the pool; unset: what fits",
+        group=_CACHE,
+    )
+    kv_cache_memory_bytes: int | None = integer(
+        None,
+        low=1,
+        unit="bytes",
+        metavar="BYTES",
+        help="or their bytes: 800M, 20G",
+        group=_CACHE,
+    )
+    gpu_memory_utilization: float = number(
+        0.9,
+        "above 0 and at most 1; use 0.9",
+        above=0.0,
+        high=1.0,
+        metavar="F",
+        help="or the share of the device's memory to use in all",
+        group=_CACHE,
+    )
+    max_model_len: int | None = integer(
+        None,
+        low=2,  # a token of the prompt, and one of the answer
+        help="most tokens of prompt and answer; unset: what model and pool have",
+        group=_MODEL,
+    )
+    max_num_seqs: int | None = integer(
+        None,
+        low=1,
+        high=MAX_NUM_SEQS,
+        what=_SEQS,
+        help="most sequences in a step",
+        group=_STEPS,
+    )
+    max_num_batched_tokens: int | None = integer(
+        None,
+        low=1,
+        high=MAX_BATCHED_TOKENS,
+        what=_TOKENS,
+        help="most tokens in a step",
+        group=_STEPS,
+    )
+    enable_prefix_caching: bool = switch(True, help="share the KV of common prefixes", group=_CACHE)
+    preemption_mode: str = choice(
+        "recompute",
+        PREEMPTION_MODES,
+        help="of KV that must make room",
+        group=_CACHE,
+    )
+    swap_space: float | None = number(
+        None,
+        "of GiB, 0 or more; use 4",
+        low=0.0,
+        metavar="GIB",
+        help="host memory for swapped KV; unset: 4, or half of the machine's if that is less",
+        group=_CACHE,
+    )
+    scheduling_policy: str = choice(
+        "fcfs",
+        SCHEDULING_POLICIES,
+        help="who is served first: in order of arrival, or of priority, lower numbers first",
+        group=_STEPS,
+    )
+    load_format: str = choice("auto", LOAD_FORMATS, help="dummy makes random weights", group=_MODEL)
+    skip_tokenizer_init: bool = switch(False)
+    seed: int = integer(
+        0,
+        low=0,
+        high=2**63 - 1,
+        what="an integer from 0 to 2**63 - 1",
+        help="of requests that bring none, and of random weights",
+        group=_MODEL,
+    )
+    async_scheduling: bool = switch(
+        True,
+        names=("--async-scheduling", "--overlap"),
+        help="the host plans ahead of the device",
+        group=_STEPS,
+    )
+    num_scheduler_steps: int | None = integer(
+        None,
+        low=1,
+        high=MAX_SCHEDULER_STEPS,
+        what=_BURST,
+        help="decode steps in one launch while few requests run; 1: never; "
+        "unset: 4 on a GPU for small models",
+        group=_STEPS,
+    )
+    compilation_cache_dir: str | Path | None = option(
+        COMPILATION_CACHE, metavar="FOLDER", help="where compiled programs are kept", group=_STEPS
+    )
+    num_compile_workers: int | None = integer(
+        None,
+        low=0,
+        help="processes that compile beside the engine's at a first start; 0: none; "
+        "unset: what suits the machine",
+        group=_STEPS,
+    )
+    verbose: bool = switch(False)
 
     def __post_init__(self):
-        check_choice("dtype", self.dtype, DTYPES)
-        check_choice("load_format", self.load_format, LOAD_FORMATS)
-        check_choice("preemption_mode", self.preemption_mode, tuple(PreemptionMode))
-        check_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
-        counts = ("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes")
-        for name in (*counts, "num_scheduler_steps"):
-            check_count(name, getattr(self, name), 1)
-        if (self.num_scheduler_steps or 1) > MAX_SCHEDULER_STEPS:
+        super().__post_init__()
+        if self.num_blocks is not None and self.kv_cache_memory_bytes is not None:
+            raise ValueError("give num_blocks or kv_cache_memory_bytes, not both")
+        self._check_swap_space()
+
+    def _check_swap_space(self) -> None:
+        """Raise ValueError for more GiB than the machine has, or too few for the mode."""
+        if self.swap_space is None:
+            return
+        present = physical_memory_bytes() / 2**30
+        if self.swap_space > present:
             raise ValueError(
-                f"num_scheduler_steps={self.num_scheduler_steps} is more than "
-                f"{MAX_SCHEDULER_STEPS}: whoever arrives would wait for that many steps, and twice"
+                f"swap_space={self.swap_space} GiB is more than this machine's {present:.1f} GiB "
+                "of memory; lower it"
             )
-        check_most("max_num_seqs", self.max_num_seqs, MAX_NUM_SEQS, "more requests wait their turn")
-        remedy = "longer prompts are prefilled in chunks"
-        check_most(
-            "max_num_batched_tokens", self.max_num_batched_tokens, MAX_BATCHED_TOKENS, remedy
-        )
-        check_count("num_compile_workers", self.num_compile_workers, 0)
-        check_count("max_model_len", self.max_model_len, 2)  # a prompt token and an output token
-        flags = ("async_scheduling", "enable_prefix_caching", "skip_tokenizer_init", "verbose")
-        for name in flags:
-            check_flag(name, getattr(self, name))
-        check_pool(self.block_size, self.num_blocks, self.kv_cache_memory_bytes)
-        check_utilization(self.gpu_memory_utilization)
-        check_swap_space(self.swap_space, self.preemption_mode)
-        if not is_int(self.seed) or not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed={self.seed!r} must be an integer from 0 to 2**63 - 1")
+        if self.preemption_mode == "swap" and not self.swap_space:
+            raise ValueError(
+                f"swap_space={self.swap_space} leaves preemption_mode='swap' no memory to swap to; "
+                "give some GiB, or use preemption_mode='recompute'"
+            )
 
     @classmethod
     def from_options(cls, model: str | Path | None, options: Mapping[str, Any]) -> "EngineConfig":
@@ -174,12 +264,18 @@ class EngineConfig:
 
     def host_blocks(self, bytes_per_block: int) -> int:
         """Blocks that fit in `swap_space`; 0 if `preemption_mode` never swaps."""
-        if self.preemption_mode == PreemptionMode.RECOMPUTE:
+        if self.preemption_mode == "recompute":
             return 0
-        swap_space = default_swap_space() if self.swap_space is None else self.swap_space
+        default = min(4.0, physical_memory_bytes() / 2**31)
+        swap_space = default if self.swap_space is None else self.swap_space
         return int(swap_space * 2**30) // bytes_per_block
 
     @property
     def tokenizer_needed(self) -> bool:
         """Whether text goes in and out."""
         return not self.skip_tokenizer_init
+
+
+def physical_memory_bytes() -> int:
+    """The memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

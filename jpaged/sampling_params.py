@@ -3,28 +3,99 @@
 The names and defaults are vLLM's, since users know them. Nothing here imports JAX.
 """
 
+import heapq
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal, no_type_check
+from typing import Any, Literal, no_type_check
 
-from jpaged.sampling_checks import (
-    check_beam,
-    check_bool,
-    check_choice,
-    check_ids_below,
-    check_length,
-    check_samples,
-    check_stops,
-    check_tokens,
-)
+from jpaged.options import Options, check_float, check_int, integer, number, option, switch
 
 MAX_LOGPROBS = 20
 """The most log-probabilities a token that an engine gives unless it is told otherwise."""
 
+MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1
+
+_CHOICE = "how tokens are chosen"
+_NOT_FOR_BEAMS: Mapping[str, tuple[Any, ...]] = {
+    "best_of": (None,),
+    "temperature": (1.0, 0.0),
+    "top_p": (1.0,),
+    "top_k": (0, -1),
+    "min_p": (0.0,),
+    "repetition_penalty": (1.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "min_tokens": (0,),
+    "logit_bias": (None, {}),
+    "allowed_token_ids": (None,),
+    "stop": (None, [], (), set(), frozenset()),
+    "logprobs": (None,),
+}
+"""What a beam search has no use for, and the values that ask nothing of it; the first is told."""
+
+
+def _check_early_stopping(name: str, value: object) -> None:
+    if not isinstance(value, bool) and value != "never":
+        raise ValueError(f'{name}={value!r} must be False, True or "never"')
+
+
+def _check_stop(name: str, value: object) -> None:
+    if not isinstance(value, str | list | tuple | set | frozenset | None):
+        raise TypeError(f"{name}={value!r} must be a string or a list of strings")
+    for text in (value,) if isinstance(value, str) else value or ():
+        if not isinstance(text, str):
+            raise TypeError(f"{name}={value!r} must hold strings only, not {text!r}")
+        if not text:
+            raise ValueError(f"{name}={value!r} has an empty string: leave it out")
+
+
+def _check_ids(name: str, ids: object) -> None:
+    if ids is None:
+        return
+    if not isinstance(ids, list | tuple | set | frozenset):
+        raise TypeError(f"{name}={ids!r} must be a list of token ids")
+    if set(map(type, ids)) <= {int} and (not ids or min(ids) >= 0):  # in C for the usual case
+        return
+    for token_id in ids:
+        check_int(f"token id in {name}", token_id, low=0, what="an integer, 0 or more")
+
+
+def _check_allowed_ids(name: str, ids: object) -> None:
+    _check_ids(name, ids)
+    if ids is not None and not ids:
+        raise ValueError(f"{name}=[] allows no token at all: name some, or pass None for all")
+
+
+def _check_bias(name: str, biases: object) -> None:
+    if biases is None:
+        return
+    if not isinstance(biases, Mapping):
+        raise TypeError(f"{name}={biases!r} must map token ids to numbers")
+    _check_ids(name, list(biases))
+    for token_id, bias in biases.items():
+        check_float(f"{name}[{token_id}]", bias, "from -100 to 100", low=-100.0, high=100.0)
+
+
+def _check_ids_below(name: str, ids: Collection[int], vocab_size: int) -> None:
+    """Raise ValueError unless the model has these tokens."""
+    if ids and max(ids) >= vocab_size:
+        unknown = heapq.nsmallest(5, (token_id for token_id in ids if token_id >= vocab_size))
+        raise ValueError(
+            f"{name} names token ids {unknown} that the model does not have: "
+            f"ids go from 0 to {vocab_size - 1}"
+        )
+
+
+def _shown(value: object) -> str:
+    """As code, but of a long collection its length alone."""
+    if isinstance(value, Collection) and not isinstance(value, str) and len(value) > 20:
+        return f"({len(value)} values)"
+    return repr(value)
+
 
 @no_type_check  # it checks itself, with messages for people: `temperature=0` is as good as 0.0
 @dataclass(frozen=True)
-class SamplingParams:
+class SamplingParams(Options):
     """How the tokens of one request are chosen and when it ends.
 
     Args:
@@ -67,46 +138,119 @@ class SamplingParams:
         TypeError, ValueError: naming the parameter, its value and what it may be.
     """
 
-    n: int = 1
-    best_of: int | None = None
-    beam_width: int | None = None
-    length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] = False
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int | None = None
-    stop: str | Collection[str] | None = None
-    stop_token_ids: Collection[int] | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    logit_bias: Mapping[int, float] | None = None
-    allowed_token_ids: Collection[int] | None = None
-    skip_special_tokens: bool = True
-    detokenize: bool = True
+    n: int = integer(1, low=1, help="answers; stderr names each", group=_CHOICE)
+    best_of: int | None = integer(
+        None, low=1, metavar="M", help="of M samples show the N likeliest", group=_CHOICE
+    )
+    beam_width: int | None = integer(
+        None, low=1, metavar="K", help="search with K beams, show the N best", group=_CHOICE
+    )
+    length_penalty: float = number(
+        1.0, "but neither NaN nor infinite", metavar="A", help="of beams", group=_CHOICE
+    )
+    early_stopping: bool | Literal["never"] = option(
+        False,
+        _check_early_stopping,
+        help="end a search with its K-th answer",
+        shown="",
+        group=_CHOICE,
+    )
+    temperature: float = number(
+        1.0, "at least 0", low=0.0, metavar="T", help="0: the likeliest tokens", group=_CHOICE
+    )
+    top_p: float = number(
+        1.0,
+        "above 0 and at most 1",
+        above=0.0,
+        high=1.0,
+        metavar="P",
+        help="keep the top tokens of this mass",
+        group=_CHOICE,
+    )
+    top_k: int = integer(
+        0,
+        low=-1,
+        what="a count, or 0 or -1 to keep all tokens",
+        metavar="K",
+        help="keep the K likeliest; 0: all",
+        group=_CHOICE,
+    )
+    min_p: float = number(
+        0.0,
+        "from 0 to 1",
+        low=0.0,
+        high=1.0,
+        metavar="P",
+        help="keep tokens over P x the top one",
+        group=_CHOICE,
+    )
+    repetition_penalty: float = number(
+        1.0,
+        "above 0",
+        above=0.0,
+        metavar="R",
+        help="over 1: discourage tokens of prompt and answer",
+        group=_CHOICE,
+    )
+    presence_penalty: float = number(
+        0.0,
+        "from -2 to 2",
+        low=-2.0,
+        high=2.0,
+        metavar="R",
+        help="taken off the logit of tokens that the answer has",
+        group=_CHOICE,
+    )
+    frequency_penalty: float = number(
+        0.0,
+        "from -2 to 2",
+        low=-2.0,
+        high=2.0,
+        metavar="R",
+        help="taken off as often as the answer has the token",
+        group=_CHOICE,
+    )
+    seed: int | None = integer(
+        None,
+        low=MIN_SEED,
+        high=MAX_SEED,
+        what="a 64-bit integer",
+        help="the same N gives the same answer",
+        group=_CHOICE,
+    )
+    stop: str | Collection[str] | None = option(
+        None,
+        _check_stop,
+        metavar="TEXT",
+        action="append",
+        help="end before TEXT; may be repeated",
+        group=_CHOICE,
+    )
+    stop_token_ids: Collection[int] | None = option(None, _check_ids)
+    include_stop_str_in_output: bool = switch(False)
+    ignore_eos: bool = switch(False, help="go on past the model's end token", group=_CHOICE)
+    max_tokens: int | None = integer(16, low=1, none=True, help="longest answer", group=_CHOICE)
+    min_tokens: int = integer(0, low=0, help="shortest answer", group=_CHOICE)
+    logprobs: int | None = integer(None, low=0)
+    prompt_logprobs: int | None = integer(None, low=0)
+    logit_bias: Mapping[int, float] | None = option(None, _check_bias)
+    allowed_token_ids: Collection[int] | None = option(None, _check_allowed_ids)
+    skip_special_tokens: bool = switch(True)
+    detokenize: bool = switch(True)
 
     def __post_init__(self) -> None:
-        check_choice(self)
-        check_samples(self)
-        check_length(self)
-        check_stops(self)
-        check_tokens(self)
-        for name in (
-            "include_stop_str_in_output",
-            "ignore_eos",
-            "skip_special_tokens",
-            "detokenize",
-        ):
-            check_bool(name, getattr(self, name))
-        check_beam(self)
+        super().__post_init__()
+        self._check_samples()
+        self._check_beams()
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}: "
+                "lower min_tokens or raise max_tokens"
+            )
+        if self.stop and not self.detokenize:
+            raise ValueError(
+                f"stop={self.stop!r} needs the text: leave detokenize on or use stop_token_ids"
+            )
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -172,7 +316,7 @@ class SamplingParams:
             ValueError: naming the parameter, its value and what it may be.
         """
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            check_ids_below(name, getattr(self, name) or (), vocab_size)
+            _check_ids_below(name, getattr(self, name) or (), vocab_size)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None and value > max_logprobs:
@@ -217,6 +361,43 @@ class SamplingParams:
         """The tokens that end the output: stop_token_ids and, unless ignored, the model's own."""
         own = () if self.ignore_eos else eos_token_ids
         return frozenset(self.stop_token_ids or ()) | frozenset(own)
+
+    def _check_samples(self) -> None:
+        if self.best_of is not None and self.best_of < self.n:
+            raise ValueError(
+                f"best_of={self.best_of} is less than n={self.n}: the n returned are taken "
+                "from best_of samples, so raise best_of or lower n"
+            )
+        if self.temperature == 0 and self.beam_width is None and self.num_samples > 1:
+            name = "n" if self.best_of is None else "best_of"
+            raise ValueError(
+                f"{name}={self.num_samples} with temperature=0 gives the same answer each time: "
+                f"leave {name} at 1, raise temperature, or search with beam_width"
+            )
+
+    def _check_beams(self) -> None:
+        """What a beam search takes, and what is its alone."""
+        if self.beam_width is None:
+            for name, unset in (("length_penalty", 1.0), ("early_stopping", False)):
+                if getattr(self, name) != unset:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)!r} is for beam search: set beam_width, or "
+                        f"leave {name} at {unset}"
+                    )
+            return
+        if self.n > self.beam_width:
+            raise ValueError(
+                f"n={self.n} is more than beam_width={self.beam_width}, which is how many answers "
+                "a search has: lower n or raise beam_width"
+            )
+        for name, unset in _NOT_FOR_BEAMS.items():
+            value = getattr(self, name)
+            if not any(value == each for each in unset):
+                raise ValueError(
+                    f"{name}={_shown(value)} cannot go with beam_width={self.beam_width}, for a "
+                    f"search takes the most probable answers: leave {name} at {unset[0]}, or "
+                    "sample without beam_width"
+                )
 
     def _check_leaves_a_token(self, eos_token_ids: Collection[int]) -> None:
         if self.allowed_token_ids is None:

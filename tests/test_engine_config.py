@@ -3,9 +3,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from jpaged import option_checks
+from jpaged import config as config_module
 from jpaged.compile.sizing import platform_defaults
-from jpaged.config import EngineConfig
+from jpaged.config import PREEMPTION_MODES, EngineConfig
+from jpaged.core.swap import PreemptionMode
 from jpaged.engine.startup import describe_memory
 from jpaged.observe.statistics import MemoryAccount
 from jpaged.runtime.runtime_config import (
@@ -38,40 +39,48 @@ def resolved(
     [
         ("dtype", "int8", "dtype='int8' is not supported; choose one of auto, float32"),
         ("load_format", "pt", "load_format='pt' is not supported"),
-        ("block_size", 0, "block_size=0 is not an integer from 1 to 256; use 16"),
+        (
+            "block_size",
+            0,
+            "block_size=0 is out of range: .* an integer from 1 to 256; use 16",
+        ),
         ("block_size", 257, "block_size=257"),
         ("block_size", 16.0, "block_size=16.0"),
         ("block_size", True, "block_size=True"),
-        ("num_blocks", 1, "num_blocks=1 must be an integer of at least 2"),
+        ("num_blocks", 1, "num_blocks=1 is out of range: it must be an integer, 2 or more"),
         ("num_blocks", True, "num_blocks=True"),
-        ("max_num_seqs", 0, "max_num_seqs=0 must be an integer of at least 1"),
-        ("max_num_seqs", 2049, r"max_num_seqs=2049 is more than 2048: .* give at most 2048"),
-        ("max_num_batched_tokens", 2**18 + 1, "max_num_batched_tokens=262145 is more than 262144"),
-        ("max_model_len", 1, "max_model_len=1 must be an integer of at least 2"),
+        ("max_num_seqs", 0, "max_num_seqs=0 is out of range: it must be an integer"),
+        (
+            "max_num_seqs",
+            2049,
+            r"max_num_seqs=2049 is out of range: .* at most 2048",
+        ),
+        ("max_num_batched_tokens", 2**18 + 1, "max_num_batched_tokens=262145 .* at most 262144"),
+        ("max_model_len", 1, "max_model_len=1 .* an integer, 2 or more"),
         ("max_num_batched_tokens", True, "max_num_batched_tokens=True"),
-        ("num_scheduler_steps", 0, "num_scheduler_steps=0 must be an integer of at least 1"),
-        ("num_scheduler_steps", 65, "num_scheduler_steps=65 is more than 64"),
+        ("num_scheduler_steps", 0, "num_scheduler_steps=0 is out of range"),
+        ("num_scheduler_steps", 65, "num_scheduler_steps=65 .* at most 64"),
         ("kv_cache_memory_bytes", 0, "kv_cache_memory_bytes=0"),
-        ("gpu_memory_utilization", 0.0, "gpu_memory_utilization=0.0 must be above 0"),
+        ("gpu_memory_utilization", 0.0, "gpu_memory_utilization=0.0 .* must be a number above 0"),
         ("gpu_memory_utilization", float("nan"), "gpu_memory_utilization=nan"),
         ("seed", -1, "seed=-1"),
         ("preemption_mode", "drop", "preemption_mode='drop' .* one of recompute, swap, auto"),
         ("scheduling_policy", "lifo", "scheduling_policy='lifo' .* one of fcfs, priority"),
-        ("swap_space", -1, "swap_space=-1 must be a number of GiB, 0 or more"),
-        ("swap_space", float("nan"), "swap_space=nan must be a number"),
-        ("swap_space", "4", "swap_space='4' must be a number"),
-        ("swap_space", True, "swap_space=True must be a number"),
+        ("swap_space", -1, "swap_space=-1 .* must be a number of GiB, 0 or more"),
+        ("swap_space", float("nan"), "swap_space=nan .* must be a number"),
+        ("swap_space", "4", "swap_space='4' .* must be a number"),
+        ("swap_space", True, "swap_space=True .* must be a number"),
         ("swap_space", 1e9, r"swap_space=.* more than this machine's \d+\.\d GiB of memory; lower"),
-        ("swap_space", float("inf"), "swap_space=inf GiB is more than"),
+        ("swap_space", float("inf"), "swap_space=inf is out of range"),
     ],
 )
 def test_a_bad_option_is_refused_by_name(option: str, value: object, message: str):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         EngineConfig(**{option: value})  # pyright: ignore[reportArgumentType]
 
 
 def test_blocks_have_the_sizes_that_the_kernels_take():
-    assert option_checks.MAX_BLOCK_SIZE == checks.MAX_BLOCK_SIZE
+    assert config_module.MAX_BLOCK_SIZE == checks.MAX_BLOCK_SIZE
     for size in (1, 2, 7, 16, 256):
         assert EngineConfig(block_size=size).block_size == size
 
@@ -82,6 +91,10 @@ def test_blocks_have_the_sizes_that_the_kernels_take():
 def test_a_switch_is_true_or_false(option: str):
     with pytest.raises(TypeError, match=f"{option}=1 must be True or False"):
         EngineConfig(**{option: 1})  # pyright: ignore[reportArgumentType]
+
+
+def test_the_modes_are_the_schedulers():
+    assert tuple(PreemptionMode) == PREEMPTION_MODES
 
 
 def test_the_pool_is_given_one_way_only():
@@ -175,7 +188,7 @@ def test_host_memory_is_told_apart_from_the_devices():
 
 
 def test_a_small_machine_swaps_less_by_default(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(option_checks, "physical_memory_bytes", lambda: 2 * 2**30)
+    monkeypatch.setattr(config_module, "physical_memory_bytes", lambda: 2 * 2**30)
     assert EngineConfig(preemption_mode="swap").host_blocks(2**20) == 1024
     with pytest.raises(ValueError, match=r"swap_space=4 GiB is more than this machine's 2.0 GiB"):
         EngineConfig(swap_space=4)

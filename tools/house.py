@@ -35,8 +35,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = "jpaged", "pallas_kernels"
 
 FLOORS = (
-    ("pallas_kernels", "core", "option_checks"),
-    ("models", "sampling_params", "sampling_checks"),
+    ("pallas_kernels", "core", "options"),
+    ("models", "sampling_params"),
     ("config", "observe", "text"),
     ("outputs", "runtime"),
     ("compile",),

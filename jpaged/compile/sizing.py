@@ -9,10 +9,9 @@ import jax.numpy as jnp
 
 from jpaged.compile.builder import ProgramBuilder, largest_step_recipes
 from jpaged.compile.recipes import SharedCalls, recipes_without_pool
-from jpaged.config import EngineConfig
+from jpaged.config import EngineConfig, physical_memory_bytes
 from jpaged.models.config import ModelConfig
 from jpaged.observe.statistics import MemoryAccount
-from jpaged.option_checks import physical_memory_bytes
 from jpaged.runtime.buckets import step_buckets
 from jpaged.runtime.kv_cache import MAX_BLOCKS, block_bytes, fit_blocks, tree_bytes
 from jpaged.runtime.programs import Shapes, SplitModel

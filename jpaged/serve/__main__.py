@@ -16,8 +16,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     # Loading these takes a while, in which a signal may come already.
-    from jpaged.serve.flags import read_flags
     from jpaged.serve.lifecycle import run_server
+    from jpaged.serve.options import read_flags
 
     return run_server(read_flags(argv))
 

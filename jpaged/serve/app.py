@@ -1,4 +1,4 @@
-"""The routes, and what surrounds them."""
+"""The routes, what surrounds them, and `/openapi.json`, which is made of the same structs."""
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
@@ -9,13 +9,12 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jpaged import __version__
-from jpaged.serve.auth import KeyGuard, client_of
-from jpaged.serve.bodies import BodyBudget
-from jpaged.serve.chat import Chat
-from jpaged.serve.completions import Completion
+from jpaged.serve.access import OPEN_PATHS, HostGuard, KeyGuard, client_of
+from jpaged.serve.answers import Chat, Completion, Generation
+from jpaged.serve.api_errors import ApiError
+from jpaged.serve.bodies import BodyBudget, BodyReader
 from jpaged.serve.connections import SurplusGuard
-from jpaged.serve.dashboard import dashboard_routes
-from jpaged.serve.errors import ApiError
+from jpaged.serve.dashboard.broadcast import dashboard_routes
 from jpaged.serve.exchange import (
     Exchange,
     as_api_error,
@@ -23,22 +22,112 @@ from jpaged.serve.exchange import (
     json_answer,
     large_json,
 )
-from jpaged.serve.generation import Generation
-from jpaged.serve.hosts import HostGuard
-from jpaged.serve.json_body import BodyReader
 from jpaged.serve.metrics import CONTENT_TYPE
-from jpaged.serve.openapi import openapi
-from jpaged.serve.protocol.chat import ChatRequest
-from jpaged.serve.protocol.completions import CompletionRequest
-from jpaged.serve.protocol.record import read_record
-from jpaged.serve.protocol.sampling import SamplingFields
-from jpaged.serve.protocol.tokens import DetokenizeRequest, TokenizeRequest
+from jpaged.serve.protocol import (
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    SamplingFields,
+    TokenizeRequest,
+    components,
+    read,
+)
 from jpaged.serve.serving import Serving, new_id
 
-T = TypeVar("T")
+_BODIES: dict[str, tuple[type, str]] = {
+    "/v1/completions": (CompletionRequest, "Complete prompts."),
+    "/v1/chat/completions": (ChatRequest, "Answer a conversation."),
+    "/tokenize": (TokenizeRequest, "The token ids of a text or a conversation."),
+    "/detokenize": (DetokenizeRequest, "The text of token ids."),
+}
+_READS = {
+    "/v1/models": "What the model may be called.",
+    "/health": "200 as long as the engine's loop goes round, else 503.",
+    "/ready": "200 as long as new requests are welcome, else 503.",
+    "/ping": "The same as /health.",
+    "/version": "jpaged's version.",
+    "/load": "Requests in flight.",
+    "/metrics": "Figures for Prometheus, with vLLM's names.",
+    "/openapi.json": "This.",
+}
+_STREAMED = ("/v1/completions", "/v1/chat/completions")
+_ERRORS = {
+    "400": "A field is not acceptable; `param` names it.",
+    "403": "The Host is not one that this server has (`--allowed-hosts`).",
+    "404": "There is no such model.",
+    "413": "The body is too large.",
+    "415": "The body is not said to be JSON.",
+    "429": "This client has its share in flight; Retry-After says when to come back.",
+    "500": "The request failed on the server.",
+    "503": "The server is full, starts, hangs or shuts down; Retry-After says when to come back.",
+}
+_DENIED = {"401": "The API key is missing or wrong."}
+_NULLABLE_TEXT = {"type": ["string", "null"]}
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": _NULLABLE_TEXT,
+                "code": _NULLABLE_TEXT,
+            },
+        }
+    },
+}
+
+T = TypeVar("T", bound=Body)
 
 _OTHER_VALUES = 64 * 1024
-"""Values that a body may have beside the token ids of a prompt."""
+"""Values that a body may have in addition to the token ids of a prompt."""
+
+
+def openapi() -> dict[str, Any]:
+    """The API, as OpenAPI 3.1 has it."""
+    reads = {path: {"get": _operation(path, meaning)} for path, meaning in _READS.items()}
+    posts = {path: {"post": _post(path)} for path in _BODIES}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "jpaged", "version": __version__},
+        "paths": posts | reads,
+        "components": {
+            "schemas": components(*(body for body, _ in _BODIES.values())) | {"Error": _ERROR},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _post(path: str) -> dict[str, Any]:
+    record, meaning = _BODIES[path]
+    schema = {"$ref": f"#/components/schemas/{record.__name__}"}
+    body = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return _operation(path, meaning, _ERRORS) | {"requestBody": body}
+
+
+def _operation(path: str, meaning: str, errors: dict[str, str] | None = None) -> dict[str, Any]:
+    told = dict(errors or {"503": _ERRORS["503"]})
+    told |= {} if path in OPEN_PATHS else _DENIED
+    answers = {status: _error(text) for status, text in told.items()}
+    return {"summary": meaning, "responses": {"200": _success(path), **answers}}
+
+
+def _success(path: str) -> dict[str, Any]:
+    if path in OPEN_PATHS:
+        return {"description": "Yes."}
+    kinds = ["text/plain"] if path == "/metrics" else ["application/json"]
+    kinds += ["text/event-stream"] if path in _STREAMED else []
+    return {"description": "The answer.", "content": {kind: {} for kind in kinds}}
+
+
+def _error(meaning: str) -> dict[str, Any]:
+    schema = {"$ref": "#/components/schemas/Error"}
+    return {"description": meaning, "content": {"application/json": {"schema": schema}}}
 
 
 def make_app(serving: Serving) -> ASGIApp:
@@ -97,7 +186,7 @@ class Shell:
 
 
 class Endpoints:
-    """What is behind the routes."""
+    """The endpoints."""
 
     def __init__(self, serving: Serving):
         self._serving = serving
@@ -134,13 +223,13 @@ class Endpoints:
     async def _read(self, request: Request, record: type[T]) -> T:
         """The record in a body, which may always name as many token ids as the model takes."""
         serving = self._serving
-        longest = serving.texts.max_model_len + _OTHER_VALUES
+        longest = serving.tokenizing.max_model_len + _OTHER_VALUES
         most = max(serving.config.limits.max_body_values, longest)
-        return await self._bodies.read(request, lambda value: read_record(record, value), most)
+        return await self._bodies.read(request, lambda value: read(record, value), most)
 
     async def tokenize(self, request: Request) -> Response:
         """`/tokenize`: the token ids of a text or a conversation."""
-        serving, texts = self._serving, self._serving.texts
+        serving, tokenizing = self._serving, self._serving.tokenizing
         asked = await self._read(request, TokenizeRequest)
         serving.model_name(asked.model)
         asked.check()
@@ -148,13 +237,13 @@ class Endpoints:
             asked.check_template(serving.config.template_variables)
 
         async def told() -> dict[str, Any]:
-            ids, strings = await texts.tokenized(
+            ids, strings = await tokenizing.tokenized(
                 asked.prompt or "" if asked.messages is None else asked.messages,
                 asked.template_options,
                 add_special_tokens=asked.add_special_tokens,
                 strings=asked.return_token_strs,
             )
-            count = {"count": len(ids), "max_model_len": texts.max_model_len}
+            count = {"count": len(ids), "max_model_len": tokenizing.max_model_len}
             return {**count, "tokens": ids, "token_strs": strings}
 
         return self._told(request, told)
@@ -166,7 +255,7 @@ class Endpoints:
         serving.model_name(asked.model)
 
         async def told() -> dict[str, Any]:
-            return {"prompt": await serving.texts.decode(asked.tokens)}
+            return {"prompt": await serving.tokenizing.decode(asked.tokens)}
 
         return self._told(request, told)
 
@@ -176,9 +265,9 @@ class Endpoints:
         client = client_of(request.scope, keyed=bool(serving.config.api_keys))
 
         async def piece() -> AsyncGenerator[bytes, None]:
-            with serving.admission.admit(client, 0):
+            with serving.in_flight.admit(client, 0):
                 answer = await told()
-                yield await serving.beside(lambda: large_json(answer))
+                yield await serving.in_thread(lambda: large_json(answer))
 
         stall = serving.config.limits.stall_timeout
         return Exchange(piece(), streams=False, stall_timeout=stall)
@@ -226,7 +315,7 @@ class Endpoints:
             "owned_by": "jpaged",
             "root": self._serving.config.model_names[0],
             "parent": None,
-            "max_model_len": self._serving.texts.max_model_len,
+            "max_model_len": self._serving.tokenizing.max_model_len,
         }
 
 

@@ -1,4 +1,4 @@
-"""Connections: uvicorn's, with bounds on how many there are and on how long they dawdle.
+"""Connections: uvicorn's, with bounds on their number and on how slow a client may be.
 
 A connection is in one of these states, and each ends by itself:
 
@@ -22,10 +22,10 @@ import h11
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
-from jpaged.serve.auth import OPEN_PATHS
-from jpaged.serve.errors import ApiError, not_serving
+from jpaged.serve.access import OPEN_PATHS
+from jpaged.serve.api_errors import ApiError, not_serving
 from jpaged.serve.exchange import error_answer, json_bytes
-from jpaged.serve.limits import Limits
+from jpaged.serve.options import Limits
 
 HEADER_TIMEOUT = 20.0
 """Seconds for a request's line and headers to arrive, from the connection or its first byte.
@@ -38,7 +38,7 @@ HALF_CLOSED_TIME = 1.0
 """Seconds for the answer to a client that sends no more, before it is asked whether it reads."""
 
 NUM_SPARE = 64
-"""Connections beyond the limit that still get an answer, so that whoever watches the server can."""
+"""Connections beyond the limit that still get an answer, such as health checks."""
 
 OUT_OF_FILES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 """Errors of `accept` that last until connections are closed."""
@@ -58,11 +58,11 @@ def bounded_by(limits: Limits, num_spare: int = NUM_SPARE) -> type["BoundedProto
 
 
 class BoundedProtocol(H11Protocol):
-    """A connection, which hangs up on who dawdles.
+    """A connection that closes itself when its client is too slow.
 
-    Who comes when there are `limits.max_connections` connections is known as surplus to
-    `SurplusGuard`. When there are `num_spare` of those too, whoever of them was silent for longest
-    makes room. uvicorn itself would refuse everybody, health checks and those who have been there
+    A client that comes when there are `limits.max_connections` connections is known as surplus to
+    `SurplusGuard`. When there are `num_spare` of those too, the one that was silent for longest is
+    closed. uvicorn itself would refuse everybody, health checks and those who have been there
     for long too, in plain text.
 
     Attributes:
@@ -247,7 +247,7 @@ class StrictConnection(h11.Connection):
     - An answer to a request whose body is not in says that the connection will be closed.
 
     Args:
-        max_header_bytes: Of a request's line and headers together.
+        max_header_bytes: Most bytes of a request's line and headers together.
     """
 
     def __init__(self, max_header_bytes: int):
@@ -342,7 +342,7 @@ class Listener(socket.socket):
         self.at_a_time = self._num_left = _AT_A_TIME
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """As sockets do, but now and then it says that nobody waits."""
+        """As sockets do, but now and then it reports that no connection waits."""
         if not self._num_left:
             self._num_left = self.at_a_time
             raise BlockingIOError
@@ -355,7 +355,7 @@ class Listener(socket.socket):
 
 
 class _Hold:
-    """A transport that somebody else closes."""
+    """A transport whose `close` the protocol decides."""
 
     def __init__(
         self, transport: asyncio.Transport, close: Callable[[], None], lingers: Callable[[], bool]

@@ -1,4 +1,4 @@
-"""An answer on its way to the client: sent as it is made, and dropped when nobody wants it."""
+"""An answer on its way to the client: sent as it is made, dropped when the client goes."""
 
 import asyncio
 import sys
@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from jpaged.serve.errors import ApiError, failed
+from jpaged.serve.api_errors import ApiError, failed
 
 _encoder = msgspec.json.Encoder()
 
@@ -23,7 +23,7 @@ _ARRAY_PIECE = 256
 """Items that are encoded in one go: numbers, texts of tokens, or their candidates."""
 
 _DEEPEST = 4
-"""Where arrays of an answer are at most: in its choices' log-probabilities."""
+"""Depth of the deepest long arrays: those of the choices' log-probabilities."""
 
 DONE = b"data: [DONE]\n\n"
 """Ends a stream of events."""
@@ -35,9 +35,9 @@ def json_bytes(value: Any) -> bytes:
 
 
 def large_json(value: Any) -> bytes:
-    """The value as JSON, for threads beside the event loop: nothing takes the interpreter for long.
+    """The value as JSON, for a thread: no single call holds the interpreter for long.
 
-    Texts, arrays and what has them near its top are encoded in pieces.
+    Tokenizing, arrays and what has them near its top are encoded in pieces.
     """
     return b"".join(_pieces(value, _DEEPEST))
 
@@ -176,7 +176,7 @@ class StalledClientError(Exception):
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """The error for the client; one that nobody foresaw goes to the log."""
+    """The error for the client; an unforeseen one also goes to the log."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):  # a route's: the method is not one of its own

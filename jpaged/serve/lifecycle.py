@@ -16,16 +16,15 @@ from typing import Any
 import uvicorn
 
 from jpaged import Tokenizer
+from jpaged.serve.access import is_loopback
+from jpaged.serve.api_errors import say
 from jpaged.serve.app import make_app
-from jpaged.serve.client import EngineClient
 from jpaged.serve.connections import NUM_SPARE, OUT_OF_FILES, Listener, bounded_by
-from jpaged.serve.engine_process import EngineProcess
-from jpaged.serve.errors import say
-from jpaged.serve.flags import Flags
-from jpaged.serve.hosts import host_name, is_loopback
+from jpaged.serve.engine_client import EngineClient, EngineProcess
+from jpaged.serve.options import Flags, host_name
 from jpaged.serve.serving import Serving
-from jpaged.serve.text_process import TextProcess, TextSettings
-from jpaged.serve.texts import Texts
+from jpaged.serve.tokenizing import Tokenizing
+from jpaged.serve.tokenizing_process import TokenizingProcess, TokenizingSettings
 
 _KEEP_ALIVE = 75
 """Seconds for an idle connection: more than clients keep theirs, lest they use one just closed."""
@@ -34,11 +33,11 @@ _LONGEST_LINE = 1000
 """Characters of an error at the start."""
 
 _OTHER_FILES = 128
-"""Files that are open beside the connections."""
+"""Open files that are no connections."""
 
 _SWITCH_INTERVAL = 2e-5
-"""Seconds that a thread beside the event loop keeps the interpreter from it, each time: the loop
-gives it up several times a token."""
+"""Seconds that a thread keeps the interpreter from the event loop each time, and the loop yields it
+several times a token."""
 
 _LAST_WORDS = 5
 """Seconds for connections to close once there is nothing more to say."""
@@ -47,9 +46,10 @@ _LAST_WORDS = 5
 def run_server(flags: Flags) -> int:
     """Serve until a signal; gives the exit code."""
     try:
-        sock = listen(flags.host, flags.port)
+        sock = listen(flags.serve.host, flags.serve.port)
     except (OSError, ValueError) as error:  # ValueError: a host that is no name
-        where, why = f"{flags.host}:{flags.port}", getattr(error, "strerror", None) or error
+        where = f"{flags.serve.host}:{flags.serve.port}"
+        why = getattr(error, "strerror", None) or error
         say(f"cannot listen at {where} ({why}): use another --port or --host")
         return 1
     sys.setswitchinterval(_SWITCH_INTERVAL)
@@ -65,8 +65,8 @@ async def _serve(flags: Flags, sock: Listener) -> int:
     limits = replace(limits, max_connections=most)
     hosts = hosts_served(flags, sock.getsockname()[0])
     serving = Serving(replace(flags.serve, limits=limits, allowed_hosts=hosts))
-    http = HttpServer(_uvicorn_config(serving, flags.log_requests, num_spare))
-    life = Life(serving, http, flags.shutdown_timeout)
+    http = HttpServer(_uvicorn_config(serving, flags.serve.log_requests, num_spare))
+    life = Life(serving, http, flags.serve.shutdown_timeout)
     life.watch_signals()
     asyncio.get_running_loop().set_exception_handler(Complaints().hear)
     talking = asyncio.create_task(http.serve([sock]))
@@ -81,7 +81,7 @@ class HttpServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Nothing: `Life` has them."""
+        """Capture none: `Life` handles them."""
         yield
 
 
@@ -102,12 +102,12 @@ class Life:
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self, options: Mapping[str, Any], address: str) -> int:
-        """Open the door once there is an `Engine(**options)`; the exit code, if all ends well."""
+        """Make an `Engine(**options)` and serve with it; gives the exit code."""
         try:
             process = self._process = await EngineProcess.start(options)
             if self._ending is not None:  # it did not know of the process
                 process.kill()
-            await open_door(self._serving, process.client)
+            await start_serving(self._serving, process.client)
         except Exception as error:
             if self._ending is not None:
                 return 0
@@ -120,12 +120,12 @@ class Life:
         return 0
 
     async def end_engine(self) -> None:
-        """The last that is done: have the engine's process end."""
+        """End the engine's process, last of all."""
         if self._process is not None:
             await self._process.stop()
 
     async def _tell_of_death(self, process: EngineProcess) -> None:
-        """What is wrong when health is red; the server stays up to say so."""
+        """Log why the engine died; the server stays up, its health red."""
         await process.client.died.wait()
         if self._ending is None:
             why = await self._why(RuntimeError(process.client.death))
@@ -154,7 +154,7 @@ class Life:
 
     async def _end(self) -> None:
         serving = self._serving
-        serving.close_door()
+        serving.stop_admitting()
         try:
             async with asyncio.timeout(self._shutdown_timeout):
                 while serving.num_requests:
@@ -167,10 +167,10 @@ class Life:
             self._process.kill()
 
 
-async def open_door(
+async def start_serving(
     serving: Serving,
     client: EngineClient,
-    text_process: Callable[[TextSettings], TextProcess] = TextProcess,
+    text_process: Callable[[TokenizingSettings], TokenizingProcess] = TokenizingProcess,
 ) -> None:
     """Serve with an engine, once it is made.
 
@@ -185,7 +185,7 @@ async def open_door(
     config = serving.config
     info = await client.ready()
     process = text_process(
-        TextSettings(
+        TokenizingSettings(
             folder=str(info.folder),
             chat_template=config.chat_template,
             allow_special_tokens=config.allow_special_tokens,
@@ -193,7 +193,7 @@ async def open_door(
     )
     tokenizer = await asyncio.to_thread(Tokenizer.from_folder, Path(info.folder))
     await asyncio.to_thread(process.wait_ready)
-    texts = Texts(
+    texts = Tokenizing(
         tokenizer,
         process,
         vocab_size=info.vocab_size,
@@ -251,16 +251,16 @@ def hosts_served(flags: Flags, address: str) -> tuple[str, ...] | None:
     page of a stranger's, whose name has been made to lead here (DNS rebinding).
 
     Returns:
-        Names besides this machine's own; None for any.
+        Names in addition to this machine's own; None for any.
     """
     given = flags.serve.allowed_hosts
     if given is None and (flags.serve.api_keys or not is_loopback(address)):
         return None
-    return (*(given or ()), host_name(flags.host))
+    return (*(given or ()), host_name(flags.serve.host))
 
 
 class Complaints:
-    """What asyncio complains of goes to its log, but running out of files is said once."""
+    """Logs what asyncio reports; running out of files is logged once."""
 
     def __init__(self) -> None:
         self._is_said = False
@@ -288,7 +288,7 @@ def listen(host: str, port: int) -> Listener:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
-        sock.listen()  # only now it is sure that nobody else does
+        sock.listen()  # an address in use is noticed only now
     except (OSError, ValueError):
         sock.close()
         raise

@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from jpaged import EngineStats, RequestDelta, RequestMetrics
-from jpaged.serve.run import Job
+from jpaged.serve.messages import EngineRequest
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -87,7 +87,7 @@ class Metrics:
     Args:
         model_name: Their label.
         max_model_len: Most tokens of a sequence.
-        block_size, num_blocks: Of the pool.
+        block_size, num_blocks: The pool's.
     """
 
     def __init__(self, model_name: str, *, max_model_len: int, block_size: int, num_blocks: int):
@@ -156,19 +156,19 @@ class Metrics:
         self._engine.stats = stats
         return generate_latest(self._registry)
 
-    def meter(self, job: Job) -> "Meter":
+    def meter(self, request: EngineRequest) -> "Meter":
         """Measures a new request."""
-        return Meter(self, job)
+        return Meter(self, request)
 
-    def ended(self, job: Job, reason: str, num_tokens: int, longest: int) -> None:
+    def ended(self, request: EngineRequest, reason: str, num_tokens: int, longest: int) -> None:
         """A request ended, after so many tokens, of its longest answer so many."""
         self._success.labels(**self._labels, finished_reason=reason).inc()
-        self.prompt_length.observe(len(job.prompt_token_ids))
+        self.prompt_length.observe(len(request.prompt_token_ids))
         self.answer_length.observe(num_tokens)
         self.longest_answer.observe(longest)
-        self.asked_answers.observe(job.params.n)
-        if job.params.max_tokens is not None:
-            self.asked_length.observe(job.params.max_tokens)
+        self.asked_answers.observe(request.params.n)
+        if request.params.max_tokens is not None:
+            self.asked_length.observe(request.params.max_tokens)
 
     def _describe(self, **facts: int) -> None:
         labels = self._labels | {name: str(value) for name, value in facts.items()}
@@ -192,8 +192,8 @@ class Metrics:
 class Meter:
     """Measures one request from its start to its end."""
 
-    def __init__(self, metrics: Metrics, job: Job):
-        self._metrics, self._job = metrics, job
+    def __init__(self, metrics: Metrics, request: EngineRequest):
+        self._metrics, self._job = metrics, request
         self._started = self._last = time.monotonic()
         self._num_tokens = 0
         self._by_answer = Tallied[int]()
@@ -214,7 +214,7 @@ class Meter:
                 self._note_times(delta.metrics)
 
     def end(self, reason: str) -> None:
-        """The request is over; only the first word on that counts, and none if it was refused."""
+        """Count the end of the request, once; a refused request is not counted."""
         if self._is_over or reason == "refused":
             return
         self._is_over = True
@@ -278,7 +278,7 @@ class _EveryToken(Collector):
 
 
 class _EngineFigures(Collector):
-    """The engine's figures, as they were told of last."""
+    """The engine's latest figures."""
 
     def __init__(self, labels: dict[str, str]):
         self.stats: EngineStats | None = None

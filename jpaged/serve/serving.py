@@ -8,18 +8,16 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeVar
 
-from jpaged.serve.admission import Admission
-from jpaged.serve.client import EngineClient
-from jpaged.serve.errors import ApiError, not_serving
-from jpaged.serve.frames import Ready
-from jpaged.serve.limits import Limits
+from jpaged.serve.access import InFlight
+from jpaged.serve.api_errors import ApiError, not_serving
+from jpaged.serve.engine_client import EngineClient, News, Run
+from jpaged.serve.messages import EngineRequest, Ready
 from jpaged.serve.metrics import Metrics
-from jpaged.serve.run import Job, News, Run
-from jpaged.serve.texts import Texts
+from jpaged.serve.options import ServeConfig
+from jpaged.serve.tokenizing import Tokenizing
 
 T = TypeVar("T")
 
@@ -30,36 +28,6 @@ class Phase(Enum):
     STARTING = "starting"
     SERVING = "serving"
     DRAINING = "draining"
-
-
-@dataclass(frozen=True)
-class ServeConfig:
-    """How the server presents itself.
-
-    Attributes:
-        model_names: What clients may call the model; the first is what the server calls it.
-        api_keys: Of which each request needs one; none: no request needs any.
-        share_prefix_cache_across_keys: Whether the requests of one key find what those of another
-            left in the prefix cache, and so can tell what they asked.
-        allowed_hosts: What requests may give as the Host beside this machine's names; None: any.
-        limits: What clients may ask for.
-        chat_template: To use instead of the model's.
-        template_variables: What clients may set of a template.
-        allow_special_tokens: Whether text of messages may become special tokens.
-        dashboard: Whether there is a picture of the memory at `/`.
-        dashboard_text: Whether it shows what is asked and answered.
-    """
-
-    model_names: tuple[str, ...] = ("jpaged-tiny",)
-    api_keys: tuple[str, ...] = ()
-    share_prefix_cache_across_keys: bool = False
-    allowed_hosts: tuple[str, ...] | None = None
-    limits: Limits = field(default_factory=Limits)
-    chat_template: str | None = None
-    template_variables: frozenset[str] = frozenset({"enable_thinking", "thinking"})
-    allow_special_tokens: bool = False
-    dashboard: bool = True
-    dashboard_text: bool = False
 
 
 class Serving:
@@ -77,15 +45,15 @@ class Serving:
         self.started = int(time.time())
         self._salt_secret = secrets.token_bytes(32)
         self._engine: EngineClient | None = None
-        self._texts: Texts | None = None
+        self._tokenizing: Tokenizing | None = None
         self._metrics: Metrics | None = None
-        self._admission: Admission | None = None
+        self._in_flight: InFlight | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="answer")
 
-    def open(self, engine: EngineClient, texts: Texts, info: Ready) -> None:
-        """Serve with this engine from now on, unless the door was closed before it was opened."""
-        self._engine, self._texts = engine, texts
-        self._admission = Admission(self.config.limits, info.max_num_seqs)
+    def open(self, engine: EngineClient, tokenizing: Tokenizing, info: Ready) -> None:
+        """Serve with this engine from now on, unless a signal has ended it before."""
+        self._engine, self._tokenizing = engine, tokenizing
+        self._in_flight = InFlight(self.config.limits, info.max_num_seqs)
         self._metrics = Metrics(
             self.config.model_names[0],
             max_model_len=info.max_model_len,
@@ -93,7 +61,7 @@ class Serving:
             num_blocks=info.num_blocks,
         )
         if self.phase is Phase.DRAINING:
-            self._admission.is_open = False
+            self._in_flight.is_open = False
         else:
             self.phase = Phase.SERVING
 
@@ -105,11 +73,11 @@ class Serving:
         return self._engine
 
     @property
-    def texts(self) -> Texts:
+    def tokenizing(self) -> Tokenizing:
         """The tokenizer's; ApiError while there is none."""
-        if self._texts is None:
+        if self._tokenizing is None:
             raise not_serving("the server is starting")
-        return self._texts
+        return self._tokenizing
 
     @property
     def metrics(self) -> Metrics:
@@ -119,16 +87,16 @@ class Serving:
         return self._metrics
 
     @property
-    def admission(self) -> Admission:
-        """The door; ApiError while there is none."""
-        if self._admission is None:
+    def in_flight(self) -> InFlight:
+        """The requests in flight; ApiError while there is none."""
+        if self._in_flight is None:
             raise not_serving("the server is starting")
-        return self._admission
+        return self._in_flight
 
     @property
     def num_requests(self) -> int:
         """Requests in flight."""
-        return 0 if self._admission is None else self._admission.num_requests
+        return 0 if self._in_flight is None else self._in_flight.num_requests
 
     @property
     def is_healthy(self) -> bool:
@@ -153,15 +121,15 @@ class Serving:
         if not self.is_healthy:
             raise not_serving("the engine does not respond: ask another server, or try again later")
 
-    async def beside(self, work: Callable[[], T]) -> T:
-        """What `work`, which takes long, makes in a thread: one after the other."""
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Run `work`, which takes long, in the one thread there is for that; gives its result."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    def close_door(self) -> None:
-        """Admit nobody any more; who is in may finish."""
+    def stop_admitting(self) -> None:
+        """Admit no more requests; those in flight go on."""
         self.phase = Phase.DRAINING
-        if self._admission is not None:
-            self._admission.is_open = False
+        if self._in_flight is not None:
+            self._in_flight.is_open = False
 
     def model_name(self, asked: str | None) -> str:
         """The model's name, as the client calls it.
@@ -176,8 +144,8 @@ class Serving:
         raise ApiError(404, message, "model", code="model_not_found")
 
     def cache_salt(self, client: str, asked: str | None) -> str | None:
-        """Under which salt a client's prompts are cached: where each key has a cache of its own,
-        one that only this key gives, and nobody can lead back to it.
+        """The salt of a client's prompts in the prefix cache. Where each key has a cache of its
+        own the salt is made of the key, which cannot be found from it.
 
         Args:
             client: As `client_of` has it.
@@ -191,15 +159,15 @@ class Serving:
         return own + (asked or "")
 
     @asynccontextmanager
-    async def run(self, jobs: Sequence[Job]) -> AsyncIterator[Run]:
+    async def run(self, requests: Sequence[EngineRequest]) -> AsyncIterator[Run]:
         """`EngineClient.run` within the limits of time."""
         limits, loop = self.config.limits, asyncio.get_running_loop()
-        meters = [self.metrics.meter(job) for job in jobs]
+        meters = [self.metrics.meter(request) for request in requests]
 
         def watch(news: News) -> None:
             meters[news.index].note(news.delta)
 
-        async with self.engine.run(jobs, watch) as run:
+        async with self.engine.run(requests, watch) as run:
             timers = [
                 loop.call_later(limits.queue_timeout, _expire_in_queue, run),
                 loop.call_later(limits.request_timeout, _expire, run),

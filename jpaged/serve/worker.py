@@ -1,9 +1,9 @@
 """The engine's process: takes commands, steps, tells what is new.
 
-It runs beside the HTTP process, so that HTTP never takes the interpreter from a step, and tells
-its news in one frame a step, the log-probabilities of a long prompt in parts, one a step. While the
-other side does not read, steps go on and what is new waits in the engine, where a request's news is
-one entry however much it grows.
+It runs beside the HTTP process, so that HTTP never takes the interpreter from a step, and sends
+one message a step with the news of all requests; the log-probabilities of a long prompt go in
+parts, one a step. While the other side does not read, steps go on and the news wait in the engine,
+where those of a request are one entry however much it grows.
 """
 
 import os
@@ -18,22 +18,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jpaged import Engine, RequestDelta, SamplingParams
-from jpaged.serve.camera import Camera
-from jpaged.serve.errors import say
-from jpaged.serve.frames import (
+from jpaged import Engine, RequestDelta
+from jpaged.serve.api_errors import say
+from jpaged.serve.dashboard.sampler import PoolSampler
+from jpaged.serve.framing import Link
+from jpaged.serve.messages import (
     Abort,
-    Add,
-    AskFrames,
+    AskPoolFrames,
     Command,
     Died,
+    EngineRequest,
     Ready,
     Refused,
+    Report,
     Start,
     Stop,
     Turn,
+    command_of,
+    encode,
 )
-from jpaged.serve.link import Link
 
 IDLE_BEAT = 0.5
 """Seconds between two signs of life of an engine that has nothing to do."""
@@ -47,12 +50,12 @@ _PARENT_CHECK = 1.0  # seconds
 
 
 class Worker:
-    """Drives one engine for whoever is at the other end of a link."""
+    """Runs one engine for the process at the other end of a link."""
 
     def __init__(self, engine: Engine, link: Link):
         self._engine = engine
         self._link = link
-        self._camera = Camera(engine)
+        self._sampler = PoolSampler(engine)
         self._turn = 0
         self._stopped = False
         self._stats_due = 0.0
@@ -64,14 +67,14 @@ class Worker:
         Raises:
             RuntimeError: a step failed. The other side knows.
         """
-        self._link.send(_description(self._engine))
+        self._send(_description(self._engine))
         try:
             while not self._stopped:
                 self._go_round()
         except EOFError:
             pass
         except Exception as error:
-            self._link.send(Died(f"{type(error).__name__}: {error}"))
+            self._send(Died(f"{type(error).__name__}: {error}"))
             raise
         finally:
             self._engine.abort_all()
@@ -82,22 +85,29 @@ class Worker:
         self._take_commands()
         if self._engine.has_work:
             self._engine.advance()
-            self._camera.see()
+            self._sampler.after_step()
         self._turn += 1
         if self._link.is_clear:
             self._tell()
 
+    def _send(self, report: Report) -> None:
+        self._link.send(encode(report))
+
+    def _receive(self, timeout: float) -> Command | None:
+        message = self._link.receive(timeout)
+        return None if message is None else command_of(message)
+
     def _take_commands(self) -> None:
-        """Obey those who wait; beside requests that run not all of many, whose steps wait."""
+        """Run the commands that wait; only some of many while requests run, whose steps wait."""
         busy = self._engine.has_work
         can_tell = self._parts and self._link.is_clear
-        command = self._link.receive(0.0 if busy or can_tell else IDLE_BEAT)
+        command = self._receive(0.0 if busy or can_tell else IDLE_BEAT)
         end = time.monotonic() + _COMMANDS_TIME
         while command is not None:
             self._obey(command)
             if self._stopped or (busy and time.monotonic() > end):
                 break
-            command = self._link.receive(0.0)
+            command = self._receive(0.0)
 
     def _tell(self) -> None:
         news, now = self._engine.take_deltas(), time.monotonic()
@@ -110,10 +120,10 @@ class Worker:
         if idle or now >= self._stats_due:
             stats, self._stats_due = self._engine.stats(), now + _STATS_EVERY
         if news or stats is not None:
-            self._link.send(Turn(self._turn, news, stats))
+            self._send(Turn(self._turn, news, stats))
 
     def _parted(self, news: list[RequestDelta]) -> list[RequestDelta]:
-        """What to tell now: of what takes either side long one part, in each request's order."""
+        """The news to send now, in each request's order; of long ones, one part."""
         told = []
         for delta in news:
             if len(delta.prompt_logprobs or ()) > PART or delta.request_id in self._parts:
@@ -131,32 +141,30 @@ class Worker:
 
     def _obey(self, command: Command) -> None:
         match command:
-            case Add():
+            case EngineRequest():
                 self._add(command)
             case Abort():
                 for request_id in command.request_ids:
                     self._parts.pop(request_id, None)
                     self._engine.abort(request_id)
-            case AskFrames():
-                self._link.send(self._camera.fetch(command.epoch, command.tokens))
+            case AskPoolFrames():
+                self._send(self._sampler.fetch(command.epoch, command.tokens))
             case Stop():
                 self._stopped = True
 
-    def _add(self, command: Add) -> None:
+    def _add(self, request: EngineRequest) -> None:
         prompt = {
-            "prompt_token_ids": command.prompt_token_ids,
-            "cache_salt": command.cache_salt,
+            "prompt_token_ids": request.prompt_token_ids,
+            "cache_salt": request.cache_salt,
         }
+        name, priority = request.request_id, request.priority
         try:
-            params = SamplingParams(**command.params)
-            self._engine.add_request(
-                prompt, params, request_id=command.request_id, priority=command.priority
-            )
+            self._engine.add_request(prompt, request.params, request_id=name, priority=priority)
         except (TypeError, ValueError) as error:
-            self._link.send(Refused(command.request_id, str(error)))
+            self._send(Refused(name, str(error)))
         except Exception as error:  # of this request; if a step failed, the next one says so
-            say(f"{command.request_id}: {error!r}")
-            self._link.send(Refused(command.request_id, "the request failed", is_fault=True))
+            say(f"{name}: {error!r}")
+            self._send(Refused(name, "the request failed", is_fault=True))
 
 
 def _parts_of(delta: RequestDelta) -> Iterator[RequestDelta]:
@@ -190,7 +198,7 @@ def serve_engine(sock: socket.socket) -> int:
     except EOFError:
         return 1
     except Exception as error:
-        link.send(Died(why_not(error)))
+        link.send(encode(Died(why_not(error))))
         link.close()
         return 1
     try:
@@ -202,7 +210,7 @@ def serve_engine(sock: socket.socket) -> int:
 
 
 def why_not(error: Exception) -> str:
-    """Why there is no engine, for whoever asked for one; what nobody foresaw goes to the log."""
+    """Why no engine was made, in one line; an unforeseen error also goes to the log."""
     words = str(error)
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in words:
         remedy = "lower --gpu-memory-utilization, --kv-cache-memory-bytes or --max-num-seqs"
@@ -215,8 +223,8 @@ def why_not(error: Exception) -> str:
 
 def _options(link: Link) -> dict[str, Any]:
     while True:
-        command = link.receive(IDLE_BEAT)
-        if isinstance(command, Start):
+        message = link.receive(IDLE_BEAT)
+        if message is not None and isinstance(command := command_of(message), Start):
             return command.options
 
 

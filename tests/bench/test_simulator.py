@@ -101,7 +101,7 @@ def test_beams_end_and_share():
 
 def test_a_request_alone_takes_its_steps():
     trace = [TraceRequest(1.0, 300, 5), TraceRequest(9.0, 4, 1)]
-    options = SMALL | {"max_model_len": 512}
+    options: dict[str, Any] = SMALL | {"max_model_len": 512}
     run = simulate(trace, "ours", DEVICE, num_slots=1024, **options)
     # The first prompt takes two steps of at most 256 tokens; the next token is one step more.
     assert run.first_tokens == pytest.approx([1 + 2 * STEP, 9 + STEP])

@@ -72,7 +72,7 @@ def _texts(schema: Schema, _: Schema) -> st.SearchStrategy[str]:
 
 def _arrays(schema: Schema, whole: Schema) -> st.SearchStrategy[list[Any]]:
     least, most = schema.get("minItems", 0), min(schema.get("maxItems", _LONGEST), _LONGEST)
-    return st.lists(values_of(schema["items"], whole), min_size=least, max_size=most)
+    return st.lists(values_of(schema.get("items", {}), whole), min_size=least, max_size=most)
 
 
 def _objects(schema: Schema, whole: Schema) -> st.SearchStrategy[dict[str, Any]]:

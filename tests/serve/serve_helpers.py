@@ -18,12 +18,12 @@ from starlette.types import ASGIApp
 
 from jpaged import Engine
 from jpaged.serve.app import make_app
-from jpaged.serve.client import EngineClient
-from jpaged.serve.lifecycle import open_door
-from jpaged.serve.limits import Limits
-from jpaged.serve.link import Link
-from jpaged.serve.serving import ServeConfig, Serving
-from jpaged.serve.text_process import TextProcess, TextSettings
+from jpaged.serve.engine_client import EngineClient
+from jpaged.serve.framing import Link
+from jpaged.serve.lifecycle import start_serving
+from jpaged.serve.options import Limits, ServeConfig
+from jpaged.serve.serving import Serving
+from jpaged.serve.tokenizing_process import TokenizingProcess, TokenizingSettings
 from jpaged.serve.worker import Worker
 
 SMALL: dict[str, Any] = {
@@ -92,13 +92,13 @@ class Servers:
         self.started: list[Server] = []
 
     async def start(self, engine: Engine, **config: Any) -> Server:
+        limits = Limits(**config.pop("limits", {}))
+        serving = Serving(replace(ServeConfig(limits=limits), **config))
         ours, theirs = socket.socketpair()
         worker = threading.Thread(target=run_worker, args=(engine, theirs), daemon=True)
         worker.start()
-        limits = Limits(**config.pop("limits", {}))
-        serving = Serving(replace(ServeConfig(limits=limits), **config))
         client = await EngineClient.connect(ours)
-        await open_door(serving, client, kept_text_process)
+        await start_serving(serving, client, kept_tokenizing_process)
         app = make_app(serving)
         http = httpx.AsyncClient(
             transport=httpx.ASGITransport(app), base_url="http://jpaged", timeout=60
@@ -113,15 +113,15 @@ class Servers:
                 await server.idle()
             await server.http.aclose()
             await server.serving.engine.stop()
-            server.serving.texts.close()
+            server.serving.tokenizing.close()
             await asyncio.to_thread(server.worker.join, 10)
             assert not server.worker.is_alive()
 
 
 @functools.cache
-def kept_text_process(settings: TextSettings) -> TextProcess:
+def kept_tokenizing_process(settings: TokenizingSettings) -> TokenizingProcess:
     """Servers of the same settings share one, for it takes a second to start."""
-    process = TextProcess(settings)
+    process = TokenizingProcess(settings)
     atexit.register(process.close)
     return process
 

@@ -11,8 +11,8 @@ import pytest
 from browsing import find_browser, serving
 
 from jpaged import Engine, SamplingParams
-from jpaged.serve.camera import Camera
-from jpaged.serve.picture import PictureState
+from jpaged.serve.dashboard.codec import PoolState
+from jpaged.serve.dashboard.sampler import PoolSampler
 
 pytestmark = pytest.mark.slow
 KEY = "open-sesame-42"
@@ -470,8 +470,8 @@ def test_a_hundred_thousand_blocks(pages: Pages, record_property: Callable):
 def test_the_page_and_python_agree_on_frames(pages: Pages, engines: Callable[..., Engine]):
     """Samples, beams, ends and swaps in a pool that is too small for them."""
     engine = engines(num_blocks=21, preemption_mode="swap", swap_space=0.002)
-    camera, state = Camera(engine, clock=lambda: 0.0, work_clock=lambda: 0.0), PictureState(21)
-    frames = camera.fetch().frames
+    sampler, state = PoolSampler(engine, clock=lambda: 0.0, work_clock=lambda: 0.0), PoolState(21)
+    frames = sampler.fetch().frames
     for i in range(6):
         kinds = ({"n": 3, "temperature": 2.0}, {"beam_width": 3, "n": 3}, {"temperature": 0.0})
         params = SamplingParams(max_tokens=60, ignore_eos=True, **kinds[i % 3])  # pyright: ignore
@@ -479,12 +479,12 @@ def test_the_page_and_python_agree_on_frames(pages: Pages, engines: Callable[...
     rounds = 0
     while engine.has_unfinished_requests:
         engine.step()
-        camera.see()
+        sampler.after_step()
         rounds += 1
         if rounds == 30:
             engine.abort("r2")
         if rounds % 16 == 0 or not engine.has_unfinished_requests:
-            frames += camera.fetch(1).frames
+            frames += sampler.fetch(1).frames
     assert engine.stats().num_swapped_out_blocks > 0
     page = opened(pages)
     seen = page.evaluate(REPLAY, frames)

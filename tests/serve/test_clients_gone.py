@@ -185,7 +185,7 @@ def test_a_reader_that_never_reads_is_dropped(serve: Run, slow: Any, engine: Eng
 
 
 def test_too_much_left_unread_is_aborted(serve: Run, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("jpaged.serve.run.MAX_UNREAD", 20)
+    monkeypatch.setattr("jpaged.serve.engine_client.MAX_UNREAD", 20)
 
     async def scenario(server: Server) -> None:
         before = server.engine.stats().num_generated_tokens

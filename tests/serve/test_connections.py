@@ -20,11 +20,11 @@ from server_process import ServerProcess
 from starlette.responses import PlainTextResponse
 
 from jpaged.serve import connections
-from jpaged.serve.auth import OPEN_PATHS
+from jpaged.serve.access import OPEN_PATHS
 from jpaged.serve.connections import SurplusGuard, bounded_by
 from jpaged.serve.exchange import while_connected
 from jpaged.serve.lifecycle import Complaints, HttpServer, allow_connections, listen
-from jpaged.serve.limits import Limits
+from jpaged.serve.options import Limits
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], object]
 STANDARD = Limits()

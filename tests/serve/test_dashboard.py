@@ -10,10 +10,11 @@ from browsing import find_browser
 from serve_helpers import basic
 
 from jpaged.serve.app import make_app
-from jpaged.serve.dashboard import PAGE_PATHS
-from jpaged.serve.serving import ServeConfig, Serving
+from jpaged.serve.dashboard.broadcast import PAGE_PATHS
+from jpaged.serve.options import ServeConfig
+from jpaged.serve.serving import Serving
 
-STATIC = files("jpaged.serve").joinpath("static")
+STATIC = files("jpaged.serve.dashboard").joinpath("static")
 
 
 def get(path: str, headers: dict[str, str] | None = None, **config) -> httpx.Response:

@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 
-from jpaged.serve.flags import build_parser, read_flags
-from jpaged.serve.limits import Limits
+from jpaged.serve.options import Limits, build_parser, read_flags
 
 
 def test_nothing_serves_the_embedded_model_to_this_machine_alone():
     flags = read_flags([])
-    assert (flags.host, flags.port) == ("127.0.0.1", 8000)
+    assert (flags.serve.host, flags.serve.port) == ("127.0.0.1", 8000)
     assert flags.engine == {"verbose": True}
     assert flags.serve.model_names == ("jpaged-tiny",)
     assert flags.serve.api_keys == ()
@@ -58,7 +57,7 @@ def test_what_vllms_users_write():
     assert flags.serve.api_keys == ("a", "b")
     assert flags.serve.share_prefix_cache_across_keys
     assert flags.serve.limits.max_num_queued_reqs == 5
-    assert flags.shutdown_timeout == 60
+    assert flags.serve.shutdown_timeout == 60
 
 
 def test_a_model_without_a_flag_and_keys_one_by_one():
@@ -81,7 +80,7 @@ def test_a_template_of_ones_own(tmp_path: Path):
         ["--chat-template", str(path), "--allowed-chat-template-kwargs", "mood", "tone"]
     )
     assert flags.serve.chat_template == "{{ messages }}"
-    assert flags.serve.template_variables == {"mood", "tone"}
+    assert flags.serve.template_variables == ("mood", "tone")
 
 
 @pytest.mark.parametrize(
@@ -96,12 +95,12 @@ def test_a_template_of_ones_own(tmp_path: Path):
         (["--shutdown-timeout", "soon"], ["--shutdown-timeout", "such as 30"]),
         (["--max-body-bytes", "big"], ["--max-body-bytes", "800M"]),
         (["--kv-cache-memory-bytes", "1G", "--num-blocks", "9"], ["not both"]),
-        (["--chat-template", "/no/such"], ["--chat-template /no/such", "No such file", "Jinja"]),
-        (["--chat-template", "/"], ["--chat-template /", "no regular file", "Jinja template"]),
-        (["--chat-template", "/dev/zero"], ["--chat-template /dev/zero", "no regular file"]),
-        (["--chat-template", "a" * 999], ["--chat-template aaa", "too long"]),
+        (["--chat-template", "/no/such"], ["--chat-template", "/no/such", "No such file", "Jinja"]),
+        (["--chat-template", "/"], ["--chat-template: / ", "no regular file", "Jinja template"]),
+        (["--chat-template", "/dev/zero"], ["--chat-template: /dev/zero", "no regular file"]),
+        (["--chat-template", "a" * 999], ["--chat-template: aaa", "too long"]),
         (["--chat-template", sys.executable], ["--chat-template", "utf-8", "Jinja template"]),
-        (["--max-num-seqs", "100000"], ["--max-num-seqs 100000 is more than 2048", "at most 2048"]),
+        (["--max-num-seqs", "100000"], ["--max-num-seqs 100000 is out of range", "at most 2048"]),
         (["a", "--model", "b"], ["two models"]),
         (["--api-key", ""], ["--api-key is empty"]),
         (["--api-key", "good", "schlüssel"], ["--api-key (number 2)", "printable ASCII"]),
@@ -122,10 +121,10 @@ def test_a_template_of_ones_own(tmp_path: Path):
         (["--max-connections", "0"], ["--max-connections", "1 or more"]),
         (["--max-num-client-reqs", "0"], ["--max-num-client-reqs", "1 or more"]),
         (["--max-body-bytes", "0"], ["--max-body-bytes", "800M"]),
-        (["--queue-timeout", "0"], ["--queue-timeout", "more than 0 seconds"]),
-        (["--request-timeout", "0.0"], ["--request-timeout", "more than 0 seconds"]),
-        (["--stall-timeout", "0"], ["--stall-timeout", "more than 0 seconds"]),
-        (["--health-timeout", "0"], ["--health-timeout", "more than 0 seconds"]),
+        (["--queue-timeout", "0"], ["--queue-timeout", "seconds above 0"]),
+        (["--request-timeout", "0.0"], ["--request-timeout", "seconds above 0"]),
+        (["--stall-timeout", "0"], ["--stall-timeout", "seconds above 0"]),
+        (["--health-timeout", "0"], ["--health-timeout", "seconds above 0"]),
         (["--allowed-hosts", ""], ["--allowed-hosts", "llm.example.com"]),
         (["--allowed-hosts", "http://a"], ["--allowed-hosts", "llm.example.com"]),
     ],
@@ -145,7 +144,7 @@ def test_mistakes_name_the_flag_and_the_remedy(
 def test_what_may_be_nothing():
     flags = read_flags(["--max-num-queued-reqs", "0", "--shutdown-timeout", "0"])
     assert flags.serve.limits.max_num_queued_reqs == 0
-    assert flags.shutdown_timeout == 0
+    assert flags.serve.shutdown_timeout == 0
 
 
 def test_the_help_teaches():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from schema_strategies import ANYTHING, values_of
 from serve_helpers import Server
 
-from jpaged.serve.openapi import openapi
+from jpaged.serve.app import openapi
 
 pytestmark = pytest.mark.slow
 

@@ -5,9 +5,8 @@ from collections.abc import Callable
 import pytest
 from serve_helpers import QUESTION, Server
 
-from jpaged.serve.flags import read_flags
-from jpaged.serve.hosts import host_name
 from jpaged.serve.lifecycle import hosts_served
+from jpaged.serve.options import host_name, read_flags
 
 Run = Callable[..., None]
 OWN = (

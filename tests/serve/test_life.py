@@ -14,8 +14,8 @@ import httpx
 import pytest
 from server_process import ARGUMENTS, ServerProcess
 
-from jpaged.serve.flags import read_flags
 from jpaged.serve.lifecycle import run_server
+from jpaged.serve.options import read_flags
 from jpaged.serve.worker import why_not
 
 pytestmark = pytest.mark.slow
@@ -207,18 +207,18 @@ def test_why_there_is_no_engine(error: Exception, words: str, capsys: pytest.Cap
 
 # A signal that finds the process at a certain place, since it sends it to itself there.
 BEFORE_IT_LISTENS = """
-from jpaged.serve import __main__, flags
-flags.read_flags = lambda argv: os.kill(os.getpid(), signal.{name})
+from jpaged.serve import __main__, options
+options.read_flags = lambda argv: os.kill(os.getpid(), signal.{name})
 __main__.main([])
 """
 BEFORE_THERE_IS_AN_ENGINE = """
-from jpaged.serve import __main__, engine_process
-start = engine_process.EngineProcess.start.__func__
+from jpaged.serve import __main__, engine_client
+start = engine_client.EngineProcess.start.__func__
 async def interrupted(cls, options):
     os.kill(os.getpid(), signal.{name})
     await asyncio.sleep(0.1)
     return await start(cls, options)
-engine_process.EngineProcess.start = classmethod(interrupted)
+engine_client.EngineProcess.start = classmethod(interrupted)
 sys.exit(__main__.main(["--port", "0"]))
 """
 

@@ -77,9 +77,12 @@ def test_many_streams_and_clients_that_go(serve: Run):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_thousand_streams_for_a_minute(compilation_cache: Path):
+@pytest.mark.parametrize(
+    ("num_clients", "seconds"), [(150, 5), pytest.param(1000, 60, marks=pytest.mark.soak)]
+)
+def test_streams_that_never_end(compilation_cache: Path, num_clients: int, seconds: int):
     server = ServerProcess(compilation_cache, "--no-log-requests")
-    end = time.monotonic() + 60
+    end = time.monotonic() + seconds
     survivors: list[tuple[bytes, str]] = []
     num_left = 0
 
@@ -88,7 +91,7 @@ def test_a_thousand_streams_for_a_minute(compilation_cache: Path):
         pick = random.Random(number)
         while time.monotonic() < end:
             asked, answer = question(pick.randrange(90))
-            patience = pick.uniform(0, 20) if pick.random() < 0.3 else 1e6
+            patience = pick.uniform(0, seconds / 3) if pick.random() < 0.3 else 1e6
             started, body = time.monotonic(), b""
             async with http.stream("POST", f"{server.url}{PATH}", json=asked) as got:
                 assert got.status_code == 200, await got.aread()
@@ -105,13 +108,13 @@ def test_a_thousand_streams_for_a_minute(compilation_cache: Path):
     async def all_clients() -> None:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(timeout=300, limits=limits) as http:
-            await asyncio.gather(*(client(http, number) for number in range(1000)))
+            await asyncio.gather(*(client(http, number) for number in range(num_clients)))
 
     try:
         asyncio.run(all_clients())
         check_streams(survivors)
-        assert len(survivors) > 1000
-        assert num_left > 50
+        assert len(survivors) > num_clients / 2
+        assert num_left > num_clients / 20
         for _ in range(100):
             figures = httpx.get(f"{server.url}/metrics").text
             if 'kv_cache_usage_perc{engine="0",model_name="jpaged-tiny"} 0.0' in figures:

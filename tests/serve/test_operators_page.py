@@ -6,12 +6,12 @@ from pathlib import Path
 
 from bench.serving import build_parser as bench_parser
 from jpaged import EngineStats, SamplingParams
-from jpaged.serve.auth import OPEN_PATHS
-from jpaged.serve.client import Job
+from jpaged.serve.access import OPEN_PATHS
 from jpaged.serve.connections import NUM_SPARE
-from jpaged.serve.flags import build_parser
+from jpaged.serve.dashboard.broadcast import MAX_VIEWERS
+from jpaged.serve.messages import EngineRequest
 from jpaged.serve.metrics import Metrics
-from jpaged.serve.picture_hub import MAX_VIEWERS
+from jpaged.serve.options import build_parser
 
 PAGE = (Path(__file__).parents[2] / "docs" / "operators.md").read_text(encoding="utf-8")
 TOLD_BY_ITSELF = {"--help", "--version"}
@@ -31,7 +31,7 @@ def test_every_flag_is_told_of_and_exists():
 def test_every_metric_exists():
     stats = EngineStats(16, 8, 8, 0)
     metrics = Metrics("m", max_model_len=64, block_size=16, num_blocks=9)
-    metrics.ended(Job("r", [1], SamplingParams(max_tokens=2)), "stop", 1, 1)
+    metrics.ended(EngineRequest("r", [1], SamplingParams(max_tokens=2)), "stop", 1, 1)
     text = metrics.text(stats).decode()
     told = set(re.findall(r"`((?:vllm|jpaged):\w+)`", PAGE))
     assert len(told) > 15

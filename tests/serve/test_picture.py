@@ -10,12 +10,11 @@ import pytest
 
 from jpaged import Engine, EngineStats, PoolChanges, PoolWatch, SamplingParams
 from jpaged.observe.pool_changes import ChangedBlocks, TableChange
-from jpaged.serve import picture_hub
-from jpaged.serve.camera import MAX_FRAMES, PATIENCE, Camera
-from jpaged.serve.errors import ApiError, not_serving
-from jpaged.serve.frames import Frames
-from jpaged.serve.picture import (
-    PictureState,
+from jpaged.serve.api_errors import ApiError, not_serving
+from jpaged.serve.dashboard import broadcast
+from jpaged.serve.dashboard.broadcast import MAX_UNREAD, MAX_VIEWERS, Broadcast
+from jpaged.serve.dashboard.codec import (
+    PoolState,
     encode,
     expand_ranges,
     expand_runs,
@@ -25,7 +24,8 @@ from jpaged.serve.picture import (
     runs_of,
     unpack,
 )
-from jpaged.serve.picture_hub import MAX_UNREAD, MAX_VIEWERS, PictureHub
+from jpaged.serve.dashboard.sampler import MAX_FRAMES, PATIENCE, PoolSampler
+from jpaged.serve.messages import PoolFrames
 
 # Numbers
 
@@ -60,7 +60,7 @@ def table(seq_id: int, computed: int, kept: int, *new: int, host: int = 0) -> Ta
 
 
 def test_frames_add_up():
-    state = PictureState(9)
+    state = PoolState(9)
     changes = [
         PoolChanges(
             ChangedBlocks([1, 2], [2, 1], [77, 0]),
@@ -90,7 +90,7 @@ def test_frames_add_up():
 
 
 def test_a_snapshot_leads_to_the_same_state():
-    state, copy = PictureState(9), PictureState(9)
+    state, copy = PoolState(9), PoolState(9)
     change = PoolChanges(
         ChangedBlocks([2, 4], [-1, 1], [0, 9]), tables=[table(5, 6, 0, 4)], pinned=[4]
     )
@@ -108,8 +108,8 @@ def test_text_is_left_out_unless_wanted():
 
 
 def test_texts_are_bounded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("jpaged.serve.picture.MAX_TEXTS", 2)
-    state = PictureState(9)
+    monkeypatch.setattr("jpaged.serve.dashboard.codec.MAX_TEXTS", 2)
+    state = PoolState(9)
     for block in (1, 2, 1, 3):
         state.apply(for_viewers(encode(PoolChanges(tokens={block: [65]}), 0), chr))
     assert [*state.text] == ["1", "3"]
@@ -117,7 +117,7 @@ def test_texts_are_bounded(monkeypatch: pytest.MonkeyPatch):
 
 def test_text_goes_with_the_block():
     """Whoever begins to watch is not told what a block held before somebody else took it."""
-    state = PictureState(9)
+    state = PoolState(9)
     first = PoolChanges(
         ChangedBlocks([1, 2, 3], [1, 1, -1], [7, 8, 9]), tokens={i: [64 + i] for i in (1, 2, 3)}
     )
@@ -138,7 +138,7 @@ def test_a_large_pool_is_cheap():
         ChangedBlocks(range(1, num_blocks + 1), [1] * num_blocks, hashes),
         tables=[table(s, 6240, 0, *ids[s * 390 : (s + 1) * 390].tolist()) for s in range(256)],
     )
-    state = PictureState(num_blocks + 1)
+    state = PoolState(num_blocks + 1)
     state.apply(encode(changes, 0))
     start = time.perf_counter()
     size = len(json.dumps(state.snapshot()))
@@ -148,7 +148,7 @@ def test_a_large_pool_is_cheap():
     assert len(json.dumps(encode(one, 1))) < 4_000
 
 
-# The camera
+# The sampler
 
 
 class Clock:
@@ -159,20 +159,20 @@ class Clock:
         return self.now
 
 
-def run(engine: Engine, camera: Camera, prompt: str = "Count from 1 to 9", **params) -> None:
+def run(engine: Engine, sampler: PoolSampler, prompt: str = "Count from 1 to 9", **params) -> None:
     engine.add_request(prompt, SamplingParams(**{"temperature": 0.0, **params}))
     while engine.has_unfinished_requests:
         engine.step()
-        camera.see()
+        sampler.after_step()
 
 
-def test_a_camera_shows_every_step(engine: Engine):
-    camera, state = Camera(engine, clock=Clock(), work_clock=Clock()), PictureState(129)
-    first = camera.fetch(tokens=True)
+def test_a_sampler_shows_every_step(engine: Engine):
+    sampler, state = PoolSampler(engine, clock=Clock(), work_clock=Clock()), PoolState(129)
+    first = sampler.fetch(tokens=True)
     for frame in first.frames:
         state.apply(frame)
-    run(engine, camera, max_tokens=24, ignore_eos=True)
-    last = camera.fetch(first.epoch)
+    run(engine, sampler, max_tokens=24, ignore_eos=True)
+    last = sampler.fetch(first.epoch)
     assert last.epoch == first.epoch
     assert len(last.frames) > 24
     used = set()
@@ -188,12 +188,12 @@ def test_a_camera_shows_every_step(engine: Engine):
 
 
 @pytest.mark.parametrize("kind", [{"n": 3, "temperature": 2.0}, {"n": 3, "beam_width": 3}])
-def test_a_camera_tells_of_every_copy(engine: Engine, kind: dict):
-    camera = Camera(engine, clock=Clock(), work_clock=Clock())
-    epoch, before = camera.fetch().epoch, engine.stats().num_block_copies
-    run(engine, camera, prompt="Count", max_tokens=40, ignore_eos=True, **kind)
+def test_a_sampler_tells_of_every_copy(engine: Engine, kind: dict):
+    sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
+    epoch, before = sampler.fetch().epoch, engine.stats().num_block_copies
+    run(engine, sampler, prompt="Count", max_tokens=40, ignore_eos=True, **kind)
     pairs, counts = [], np.zeros(129, np.int64)
-    for frame in camera.fetch(epoch).frames:
+    for frame in sampler.fetch(epoch).frames:
         counts[expand_ranges(frame["ids"])] = expand_runs(frame["counts"])
         copies = frame.get("copies", [])
         pairs += zip(copies[::2], copies[1::2], strict=True)
@@ -201,11 +201,11 @@ def test_a_camera_tells_of_every_copy(engine: Engine, kind: dict):
     assert len(pairs) == engine.stats().num_block_copies - before >= 2
 
 
-def test_a_camera_tells_no_tokens_unless_asked(engine: Engine):
-    camera = Camera(engine, clock=Clock(), work_clock=Clock())
-    epoch = camera.fetch().epoch
-    run(engine, camera, max_tokens=4)
-    assert not any("tokens" in frame for frame in camera.fetch(epoch).frames)
+def test_a_sampler_tells_no_tokens_unless_asked(engine: Engine):
+    sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
+    epoch = sampler.fetch().epoch
+    run(engine, sampler, max_tokens=4)
+    assert not any("tokens" in frame for frame in sampler.fetch(epoch).frames)
 
 
 class Looks(Clock):
@@ -220,109 +220,109 @@ class Looks(Clock):
         return self.now
 
 
-def test_a_camera_takes_a_small_share_of_the_time(engine: Engine):
+def test_a_sampler_takes_a_small_share_of_the_time(engine: Engine):
     clock = Clock()
-    clock.now = 1000.0  # what was before the camera saves nothing up
-    camera = Camera(engine, clock=clock, work_clock=Looks(1.0))
-    epoch = camera.fetch().epoch
-    run(engine, camera, max_tokens=8, ignore_eos=True)
-    assert len(camera.fetch(epoch).frames) == 1  # all the rest waits for the next question
+    clock.now = 1000.0  # what was before the sampler saves nothing up
+    sampler = PoolSampler(engine, clock=clock, work_clock=Looks(1.0))
+    epoch = sampler.fetch().epoch
+    run(engine, sampler, max_tokens=8, ignore_eos=True)
+    assert len(sampler.fetch(epoch).frames) == 1  # all the rest waits for the next question
 
 
-def test_a_camera_saves_up_the_time_for_looks_at_a_request_that_comes_by_itself(engine: Engine):
+def test_a_sampler_saves_up_the_time_for_looks_at_a_request_that_comes_by_itself(engine: Engine):
     """Looks take a tenth of a step, so that five times too many are wanted."""
     clock = Clock()
-    camera = Camera(engine, clock=clock, work_clock=Looks(0.001))
-    epoch = camera.fetch().epoch
+    sampler = PoolSampler(engine, clock=clock, work_clock=Looks(0.001))
+    epoch = sampler.fetch().epoch
     clock.now = 2.0  # long enough for all that can be saved: 20 looks
     engine.add_request("Count", SamplingParams(max_tokens=100, ignore_eos=True))
     while engine.has_unfinished_requests:
         engine.step()
-        camera.see()
+        sampler.after_step()
         clock.now += 0.01
-    steps = [frame["step"] for frame in camera.fetch(epoch).frames]
+    steps = [frame["step"] for frame in sampler.fetch(epoch).frames]
     assert steps[:20] == list(range(steps[0], steps[0] + 20))
     assert np.mean(np.diff(steps[30:-1])) == pytest.approx(5, abs=0.5)
 
 
-def test_fetches_do_not_blind_the_camera(engine: Engine):
+def test_fetches_do_not_blind_the_sampler(engine: Engine):
     """They look whatever was saved, again and again, which takes ten times what is allowed."""
     clock = Clock()
-    camera = Camera(engine, clock=clock, work_clock=Looks(0.02))
-    epoch = camera.fetch().epoch
+    sampler = PoolSampler(engine, clock=clock, work_clock=Looks(0.02))
+    epoch = sampler.fetch().epoch
     for _ in range(50):
         clock.now += 0.1
-        camera.fetch(epoch)
+        sampler.fetch(epoch)
     clock.now += 1.1
-    run(engine, camera, max_tokens=8, ignore_eos=True)
-    assert len(camera.fetch(epoch).frames) > 1
+    run(engine, sampler, max_tokens=8, ignore_eos=True)
+    assert len(sampler.fetch(epoch).frames) > 1
 
 
 def test_unfetched_frames_are_merged(engine: Engine):
-    camera = Camera(engine, clock=Clock(), work_clock=Clock())
-    epoch = camera.fetch().epoch
+    sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
+    epoch = sampler.fetch().epoch
     for _ in range(4):
-        run(engine, camera, max_tokens=90, ignore_eos=True)
-    assert len(camera.fetch(epoch).frames) == MAX_FRAMES + 1
+        run(engine, sampler, max_tokens=90, ignore_eos=True)
+    assert len(sampler.fetch(epoch).frames) == MAX_FRAMES + 1
 
 
-def test_a_camera_that_fails_stops_and_the_engine_goes_on(
+def test_a_sampler_that_fails_stops_and_the_engine_goes_on(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
-    camera = Camera(engine, clock=Clock(), work_clock=Clock())
-    epoch = camera.fetch().epoch
+    sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
+    epoch = sampler.fetch().epoch
     with monkeypatch.context() as patch:
         patch.setattr(PoolWatch, "look", lambda self: 1 / 0)
-        run(engine, camera, max_tokens=2)
+        run(engine, sampler, max_tokens=2)
     assert "ZeroDivisionError" in capsys.readouterr().err
-    told = camera.fetch(epoch)
+    told = sampler.fetch(epoch)
     assert (told.failed, told.frames) == (True, [])
-    anew = camera.fetch(epoch)
+    anew = sampler.fetch(epoch)
     assert (anew.failed, anew.epoch, len(anew.frames)) == (False, epoch + 1, 1)
 
 
-def test_a_camera_stops_when_nobody_asks(engine: Engine):
+def test_a_sampler_stops_when_nobody_asks(engine: Engine):
     clock = Clock()
-    camera = Camera(engine, clock=clock, work_clock=clock)
-    first = camera.fetch()
+    sampler = PoolSampler(engine, clock=clock, work_clock=clock)
+    first = sampler.fetch()
     clock.now += PATIENCE + 1
-    run(engine, camera, max_tokens=2)
-    again = camera.fetch(first.epoch)
+    run(engine, sampler, max_tokens=2)
+    again = sampler.fetch(first.epoch)
     assert again.epoch == first.epoch + 1  # anew, with all there is
     assert len(again.frames) == 1
-    camera.stop()
-    camera.stop()
+    sampler.stop()
+    sampler.stop()
 
 
 # The hub
 
 
-def shots(*changes: PoolChanges, epoch: int = 1, steps: int = 0) -> Frames:
+def shots(*changes: PoolChanges, epoch: int = 1, steps: int = 0) -> PoolFrames:
     stats = EngineStats(16, 8, 8, 0, num_steps=steps)
-    return Frames(epoch, [encode(change, i) for i, change in enumerate(changes)], stats)
+    return PoolFrames(epoch, [encode(change, i) for i, change in enumerate(changes)], stats)
 
 
 class Source:
     """Gives what it was given, one a question, and then nothing new; or fails."""
 
-    def __init__(self, *answers: Frames, fails: bool = False):
+    def __init__(self, *answers: PoolFrames, fails: bool = False):
         self.answers = list(answers)
         self.fails = fails
         self.num_asked = 0
         self.is_over = False
 
-    async def fetch(self, epoch: int) -> Frames:
+    async def fetch(self, epoch: int) -> PoolFrames:
         self.num_asked += 1
         if len(self.answers) > 1:
             return self.answers.pop(0)
         if self.fails:
             raise not_serving("the engine is not running")
-        return Frames(self.answers[0].epoch, [], self.answers[0].stats)
+        return PoolFrames(self.answers[0].epoch, [], self.answers[0].stats)
 
 
-def hub_of(source: Source) -> PictureHub:
+def hub_of(source: Source) -> Broadcast:
     description = {"num_blocks": 9, "block_size": 16}
-    return PictureHub(source.fetch, description, is_over=lambda: source.is_over, interval=0.001)
+    return Broadcast(source.fetch, description, is_over=lambda: source.is_over, interval=0.001)
 
 
 def parse(event: bytes) -> tuple[str, dict]:
@@ -377,9 +377,9 @@ def test_streams_fail_with_the_engine():
     asyncio.run(watch())
 
 
-def test_streams_fail_with_the_camera():
+def test_streams_fail_with_the_sampler():
     async def watch() -> None:
-        bad = Frames(1, [], EngineStats(16, 8, 8, 0), failed=True)
+        bad = PoolFrames(1, [], EngineStats(16, 8, 8, 0), failed=True)
         hub = hub_of(Source(shots(BLOCK), bad, shots(epoch=2)))
         async with aclosing(hub.watch()) as events:
             await anext(events)
@@ -424,7 +424,7 @@ def test_a_slow_viewer_gets_a_snapshot_in_place_of_what_it_missed():
     asyncio.run(watch())
 
 
-def test_a_camera_that_began_anew_gives_a_snapshot():
+def test_a_sampler_that_began_anew_gives_a_snapshot():
     async def watch() -> None:
         hub = hub_of(Source(shots(BLOCK), shots(FREED, epoch=2), shots(epoch=2)))
         async with aclosing(hub.watch()) as events:
@@ -438,7 +438,7 @@ def test_an_empty_pool_that_began_anew_is_shown_too():
     """Nothing is held, and the figures are the same: there is nothing to tell but that."""
 
     async def watch() -> None:
-        hub = hub_of(Source(shots(BLOCK), shots(), Frames(2, [], shots().stats)))
+        hub = hub_of(Source(shots(BLOCK), shots(), PoolFrames(2, [], shots().stats)))
         async with aclosing(hub.watch()) as events:
             assert parse(await anext(events))[1]["frame"]["ids"] == [3, 1]
             name, snapshot = parse(await asyncio.wait_for(anext(events), 1))
@@ -447,16 +447,16 @@ def test_an_empty_pool_that_began_anew_is_shown_too():
     asyncio.run(watch())
 
 
-def test_after_a_fault_in_the_hub_the_camera_begins_anew():
+def test_after_a_fault_in_the_hub_the_sampler_begins_anew():
     """The frames it was about to take are lost: what comes after them does not fit."""
     asked = []
 
-    async def fetch(epoch: int) -> Frames:
+    async def fetch(epoch: int) -> PoolFrames:
         asked.append(epoch)
         return shots(PoolChanges(tokens={1: [0]}), steps=len(asked))
 
     async def watch() -> None:
-        hub = PictureHub(fetch, {"num_blocks": 9}, lambda token: str(1 // token), interval=0.001)
+        hub = Broadcast(fetch, {"num_blocks": 9}, lambda token: str(1 // token), interval=0.001)
         for _ in range(2):
             with pytest.raises(ZeroDivisionError):
                 await anext(hub.watch())
@@ -478,7 +478,7 @@ def test_too_many_viewers_are_refused():
 
 
 def test_silence_is_broken_by_a_heartbeat(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(picture_hub, "HEARTBEAT", 0.01)
+    monkeypatch.setattr(broadcast, "HEARTBEAT", 0.01)
 
     async def watch() -> None:
         async with aclosing(hub_of(Source(shots())).watch()) as events:

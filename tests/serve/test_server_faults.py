@@ -16,7 +16,7 @@ from jpaged.core.scheduler import Scheduler
 from jpaged.engine.request_state import RequestState
 from jpaged.runtime import batch
 from jpaged.runtime.model_runner import ModelRunner
-from jpaged.serve.text_pool import TextPool
+from jpaged.serve.tokenizing import TokenizingWorkers
 
 Run = Callable[..., None]
 PATH = "/v1/completions"
@@ -51,7 +51,7 @@ def failing(target: Callable[..., Any], after: int = 0) -> Callable[..., Any]:
 
 
 FAULTS = {
-    "tokenising": (TextPool, "do", 0),
+    "tokenising": (TokenizingWorkers, "do", 0),
     "queueing": (Scheduler, "add", 0),
     "scheduling at first": (BlockManager, "admit", 0),
     "scheduling later": (BlockManager, "append", 1),

@@ -12,8 +12,9 @@ import pytest
 from serve_helpers import QUESTION, RawRequest, Server, basic, bearer
 
 from jpaged import Engine
-from jpaged.serve.errors import ApiError
-from jpaged.serve.serving import ServeConfig, Serving
+from jpaged.serve.api_errors import ApiError
+from jpaged.serve.options import ServeConfig
+from jpaged.serve.serving import Serving
 
 Run = Callable[..., None]
 PATH = "/v1/completions"
@@ -305,7 +306,7 @@ def test_draining(serve: Run):
         cut = asyncio.create_task(server.complete(**LONG, n=2))
         streamed = RawRequest(server.app, PATH, {**LONG, "stream": True})
         await streamed.read_some()
-        server.serving.close_door()
+        server.serving.stop_admitting()
         assert (await server.http.get("/health")).status_code == 200
         assert (await server.http.get("/ready")).status_code == 503
         refused = await server.http.post(PATH, json=asked)
@@ -333,11 +334,11 @@ def test_a_door_that_was_closed_before_it_was_opened(serve: Run):
     async def scenario(server: Server) -> None:
         serving = server.serving
         late = Serving(serving.config)
-        late.close_door()
+        late.stop_admitting()
         info = await serving.engine.ready()
-        late.open(serving.engine, serving.texts, info)
+        late.open(serving.engine, serving.tokenizing, info)
         assert not late.is_ready
-        with pytest.raises(ApiError, match="shutting down"), late.admission.admit("a", 1):
+        with pytest.raises(ApiError, match="shutting down"), late.in_flight.admit("a", 1):
             pass
 
     serve(scenario)

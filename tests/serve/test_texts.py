@@ -13,12 +13,17 @@ from typing import Any
 
 import msgspec
 import pytest
-from serve_helpers import RawRequest, Server, kept_text_process
+from serve_helpers import RawRequest, Server, kept_tokenizing_process
 
 import jpaged
-from jpaged.serve import text_pool
-from jpaged.serve.text_pool import MAX_SHORT, TextPool
-from jpaged.serve.text_process import Order, TextProcess, TextSettings, TextWorker
+from jpaged.serve import tokenizing
+from jpaged.serve.tokenizing import MAX_SHORT, TokenizingWorkers
+from jpaged.serve.tokenizing_process import (
+    Order,
+    OrderRunner,
+    TokenizingProcess,
+    TokenizingSettings,
+)
 
 Run = Callable[..., None]
 CHAT, TINY = "/v1/chat/completions", Path(jpaged.__file__).parent / "assets" / "tiny"
@@ -183,7 +188,7 @@ def test_special_tokens_in_messages(serve: Run, allowed: bool):
 def test_a_text_process_that_is_killed_is_started_anew(serve: Run):
     async def scenario(server: Server) -> None:
         await server.canary()
-        process = kept_text_process(TextSettings(str(TINY)))
+        process = kept_tokenizing_process(TokenizingSettings(str(TINY)))
         seen = process.num_starts
         os.killpg(process.pid, signal.SIGKILL)
         await server.canary()
@@ -197,12 +202,12 @@ def test_orders_that_a_killed_process_had_are_done_by_the_next():
     """Whatever both lanes do meanwhile: none is blamed for it, and none gets in the way of it."""
 
     async def scenario() -> None:
-        process = TextProcess(TextSettings(str(TINY)))
-        pool = TextPool(process, 60)
+        process = TokenizingProcess(TokenizingSettings(str(TINY)))
+        pool = TokenizingWorkers(process, 60)
         try:
             await pool.do(Order("warm"))
-            for _ in range(3):
-                texts = ["a" * 10**6, *("b" * size for size in range(1, 200))]
+            for _ in range(2):
+                texts = ["a" * 4 * 10**5, *("b" * size for size in range(1, 200))]
                 orders = [asyncio.create_task(pool.do(Order(text))) for text in texts]
                 await asyncio.sleep(0.02)
                 os.killpg(process.pid, signal.SIGKILL)
@@ -220,11 +225,11 @@ def test_a_fork_that_ends_before_its_process_does_is_not_blamed():
     """The system ends a group of processes one by one."""
 
     async def scenario() -> None:
-        process = TextProcess(TextSettings(str(TINY)))
-        pool = TextPool(process, 60)
+        process = TokenizingProcess(TokenizingSettings(str(TINY)))
+        pool = TokenizingWorkers(process, 60)
         try:
             await pool.do(Order("warm"))
-            orders = [asyncio.create_task(pool.do(Order(letter * 10**6))) for letter in "ab"]
+            orders = [asyncio.create_task(pool.do(Order(letter * 4 * 10**5))) for letter in "ab"]
             await asyncio.sleep(0.05)
             os.kill(process.pid, signal.SIGSTOP)
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
@@ -233,7 +238,7 @@ def test_a_fork_that_ends_before_its_process_does_is_not_blamed():
             await asyncio.sleep(0.1)
             os.killpg(process.pid, signal.SIGKILL)
             for done in await asyncio.gather(*orders):
-                assert (done.refused, len(done.token_ids)) == (None, 10**6)
+                assert (done.refused, len(done.token_ids)) == (None, 4 * 10**5)
             assert process.num_starts == 2
         finally:
             pool.close()
@@ -244,12 +249,12 @@ def test_a_fork_that_ends_before_its_process_does_is_not_blamed():
 
 def test_a_lane_goes_on_whatever_happens(monkeypatch: pytest.MonkeyPatch):
     async def scenario() -> None:
-        pool = TextPool(kept_text_process(TextSettings(str(TINY))), 60)
-        broken = text_pool._decoder
-        monkeypatch.setattr(text_pool, "_decoder", msgspec.msgpack.Decoder(int))
+        pool = TokenizingWorkers(kept_tokenizing_process(TokenizingSettings(str(TINY))), 60)
+        broken = tokenizing._decoder
+        monkeypatch.setattr(tokenizing, "_decoder", msgspec.msgpack.Decoder(int))
         with pytest.raises(msgspec.ValidationError):
             await pool.do(Order("a"))
-        monkeypatch.setattr(text_pool, "_decoder", broken)
+        monkeypatch.setattr(tokenizing, "_decoder", broken)
         async with asyncio.timeout(20):
             assert len((await pool.do(Order("abc"))).token_ids) == 3
         pool.close()
@@ -261,7 +266,7 @@ def test_short_texts_first_and_long_ones_in_turn():
     """Of an order that nobody waits for any more nothing is done."""
 
     async def scenario() -> None:
-        pool = TextPool(kept_text_process(TextSettings(str(TINY))), 60)
+        pool = TokenizingWorkers(kept_tokenizing_process(TokenizingSettings(str(TINY))), 60)
         done = list[str]()
 
         async def tokenise(text: str) -> None:
@@ -269,9 +274,9 @@ def test_short_texts_first_and_long_ones_in_turn():
             assert len(answer.token_ids) == len(text)
             done.append(text[0])
 
-        long = [asyncio.create_task(tokenise(name * 10**6)) for name in "abc"]
+        long = [asyncio.create_task(tokenise(name * 3 * 10**5)) for name in "abc"]
         dropped = asyncio.create_task(tokenise("x" * 10**7))
-        last = asyncio.create_task(tokenise("d" * 10**6))
+        last = asyncio.create_task(tokenise("d" * 3 * 10**5))
         await asyncio.sleep(0.01)
         dropped.cancel()
         short = [asyncio.create_task(tokenise(name * 10)) for name in "12345678"]
@@ -286,8 +291,8 @@ def test_short_texts_first_and_long_ones_in_turn():
 
 PARENT = """
 import os, sys, time
-from jpaged.serve.text_process import *
-process = TextProcess(TextSettings(sys.argv[1], chat_template="{{ 10 ** 10 ** 9 }}"))
+from jpaged.serve.tokenizing_process import *
+process = TokenizingProcess(TokenizingSettings(sys.argv[1], chat_template="{{ 10 ** 10 ** 9 }}"))
 process.wait_ready()
 (_, idle), (_, busy) = process.fork(), process.fork()
 order = Order(messages=[{"role": "user", "content": "a"}])
@@ -329,14 +334,14 @@ def test_what_goes_wrong_in_a_fork_is_told(monkeypatch: pytest.MonkeyPatch):
     def fail(*_: Any, **options: Any) -> None:
         raise KeyError("vocabulary")
 
-    worker = TextWorker(TextSettings(str(TINY)))
+    worker = OrderRunner(TokenizingSettings(str(TINY)))
     monkeypatch.setattr(jpaged.Tokenizer, "encode", fail)
     assert worker.do(Order("a")).failed == "KeyError('vocabulary')"
     assert worker.do(Order(token_ids=[97])).text == "a"
 
 
 def test_no_tokenizer(tmp_path: Path):
-    process = TextProcess(TextSettings(str(tmp_path)))
+    process = TokenizingProcess(TokenizingSettings(str(tmp_path)))
     try:
         with pytest.raises(ValueError, match="no tokenizer could be loaded"):
             process.wait_ready()

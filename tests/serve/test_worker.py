@@ -12,23 +12,22 @@ from typing import Any
 import pytest
 from serve_helpers import ANSWER, QUESTION, run_worker
 
-from jpaged import Engine
+from jpaged import Engine, SamplingParams
 from jpaged.serve import worker
-from jpaged.serve.client import EngineClient
-from jpaged.serve.frames import (
-    HEADER,
+from jpaged.serve.engine_client import EngineClient
+from jpaged.serve.framing import Link, framed, receive, send
+from jpaged.serve.messages import (
     Abort,
-    Add,
     Command,
+    EngineRequest,
     Ready,
     Refused,
     Report,
     Stop,
     Turn,
-    frame_of,
+    encode,
     report_of,
 )
-from jpaged.serve.link import Link
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 64}
 
@@ -39,14 +38,14 @@ class Line:
     def __init__(self, sock: socket.socket):
         sock.settimeout(20)
         self.sock = sock
-        self._file = sock.makefile("rb")
 
     def send(self, command: Command) -> None:
-        self.sock.sendall(frame_of(command))
+        send(self.sock, encode(command))
 
     def receive(self) -> Report:
-        (size,) = HEADER.unpack(self._file.read(HEADER.size))
-        return report_of(self._file.read(size))
+        message = receive(self.sock)
+        assert message is not None
+        return report_of(bytes(message))
 
     def deltas(self, request_id: str) -> Iterator[Any]:
         """The deltas of a request, to its end."""
@@ -59,7 +58,6 @@ class Line:
                         return
 
     def close(self) -> None:
-        self._file.close()
         self.sock.close()
 
 
@@ -79,8 +77,8 @@ def line(engine: Engine) -> Iterator[Line]:
     engine.check_integrity()
 
 
-def add(name: str, prompt: str = QUESTION, **params: Any) -> Add:
-    return Add(name, list(prompt.encode()), {**GREEDY, **params})
+def add(name: str, prompt: str = QUESTION, **params: Any) -> EngineRequest:
+    return EngineRequest(name, list(prompt.encode()), SamplingParams(**{**GREEDY, **params}))
 
 
 def text_of(deltas: list[Any]) -> str:
@@ -103,7 +101,7 @@ def test_idle_turns_are_told_of(line: Line):
 
 
 def test_a_refusal(line: Line):
-    line.send(add("a", max_tokens=0))
+    line.send(add("a", n=9, temperature=1.0))
     line.send(add("b", beam_width=99))
     line.send(add("c"))
     refused = {}
@@ -111,7 +109,7 @@ def test_a_refusal(line: Line):
         report = line.receive()
         if isinstance(report, Refused):
             refused[report.request_id] = report.message
-    assert "max_tokens=0" in refused["a"]
+    assert "n=9" in refused["a"]
     assert "beam_width=99" in refused["b"]
     line.send(add("d"))
     assert text_of(list(line.deltas("d"))) == ANSWER
@@ -188,10 +186,10 @@ def test_an_abort_and_a_stop(line: Line, engine: Engine):
 
 def test_a_line_that_breaks_in_the_middle_of_a_command(line: Line, engine: Engine):
     line.send(add("a", "Hello", max_tokens=200, ignore_eos=True))
-    line.sock.sendall(frame_of(add("b"))[:10])
+    line.sock.sendall(framed(encode(add("b")))[:10])
 
 
-def test_a_frame_of_nonsense_ends_the_worker():
+def test_a_message_of_nonsense_ends_the_worker():
     ours, theirs = socket.socketpair()
     link = Link(theirs)
     ours.sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -201,7 +199,7 @@ def test_a_frame_of_nonsense_ends_the_worker():
     ours.close()
 
 
-MODULES = "import jpaged.serve.app, jpaged.serve.flags, jpaged.serve.lifecycle, sys;"
+MODULES = "import jpaged.serve.app, jpaged.serve.options, jpaged.serve.lifecycle, sys;"
 
 
 @pytest.mark.parametrize("package", ["jax", "transformers", "torch"])
@@ -216,7 +214,7 @@ def test_words_that_cannot_be_understood_end_all_that_waits():
         ours, theirs = socket.socketpair()
         with theirs:
             client = await EngineClient.connect(ours)
-            theirs.sendall(HEADER.pack(1) + b"\xc1")  # MessagePack has no such byte
+            send(theirs, b"\xc1")  # MessagePack has no such byte
             with pytest.raises(RuntimeError, match="cannot be understood"):
                 await asyncio.wait_for(client.ready(), 5)
             await client.stop()

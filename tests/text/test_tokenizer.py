@@ -270,7 +270,7 @@ def test_loading_imports_neither_jax_nor_torch_and_says_nothing(tmp_path: Path):
         "u.find_spec = lambda name, *a: None if name == 'torch' else find(name, *a)\n"
         "import jpaged.text.detokenizer, jpaged.engine.preprocessing\n"
         "import jpaged.outputs, jpaged.terminal\n"
-        "import jpaged.serve.text_process\n"
+        "import jpaged.serve.tokenizing_process\n"
         "from jpaged.text.tokenizer import Tokenizer\n"
         f"Tokenizer.from_folder({str(folder)!r}).encode('hello')\n"
         "assert not {'jax', 'torch'} & set(sys.modules)\n"

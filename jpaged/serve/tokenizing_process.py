@@ -1,7 +1,7 @@
-"""`python -m jpaged.serve.text_process FD`: the process whose forks tokenise.
+"""`python -m jpaged.serve.tokenizing_process FD`: the process whose forks tokenise.
 
 It loads the tokenizer once and forks whenever the server wants a fork, which takes milliseconds; so
-the server ends one as soon as nobody wants what it does, or it takes too long. It has no threads
+the server ends a fork as soon as its work is not wanted, or takes too long. It has no threads
 and no JAX. All of them end when the server does, however that ends.
 """
 
@@ -23,26 +23,26 @@ import jinja2
 import msgspec
 
 from jpaged import Tokenizer
+from jpaged.serve.framing import receive, send
 
 MIB = 2**20
 
 WORK = "the chat template, or tokenising,"
-"""What takes too much, in errors."""
+"""Names the work in errors."""
 
-_LENGTH = struct.Struct("!I")
 _NUMBER = struct.Struct("!Qd")
-"""Of a fork, and the processor's seconds that an order may take it."""
+"""A fork's number, and the CPU seconds that an order may take."""
 
 
-class TextSettings(msgspec.Struct, frozen=True):
-    """What forks are to know.
+class TokenizingSettings(msgspec.Struct, frozen=True):
+    """What forks need.
 
     Attributes:
         folder: The checkpoint's.
         chat_template: To use instead of the model's.
         allow_special_tokens: Whether text of messages may become special tokens.
         max_characters: Of what a chat template may write.
-        max_memory: Bytes that one fork may take beside what it shares with the others.
+        max_memory: Bytes that one fork may take in addition to what all share.
     """
 
     folder: str
@@ -77,16 +77,16 @@ class Order(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Done(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What came of it.
+    """The result of an order.
 
     Attributes:
-        token_ids: Of the text.
-        text: Of the tokens.
+        token_ids: The text's tokens.
+        text: The tokens' text.
         strings: The text of each token.
-        is_longer: Nothing: there are more tokens than are wanted.
-        refused: Nothing: what is wrong with the order.
-        mistake: Nothing: where the chat template is no template.
-        failed: Nothing: what went wrong here.
+        is_longer: No result: there are more tokens than `most`.
+        refused: No result: what is wrong with the order.
+        mistake: No result: where the chat template's syntax is wrong.
+        failed: No result: an unforeseen error.
     """
 
     token_ids: list[int] = []
@@ -98,15 +98,15 @@ class Done(msgspec.Struct, frozen=True, omit_defaults=True):
     failed: str | None = None
 
 
-class TextProcess:
+class TokenizingProcess:
     """The process, as the server sees it.
 
     Attributes:
-        settings: What it is to know.
+        settings: What its forks need.
         num_starts: How often it was started.
     """
 
-    def __init__(self, settings: TextSettings):
+    def __init__(self, settings: TokenizingSettings):
         self.settings = settings
         self.num_starts = 0
         self._is_closed = True
@@ -188,7 +188,7 @@ class TextProcess:
         control, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-m", "jpaged.serve.text_process", str(theirs.fileno())],
+                [sys.executable, "-m", "jpaged.serve.tokenizing_process", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 process_group=0,  # Ctrl-C is the server's; and all forks can be ended at once
@@ -209,9 +209,9 @@ def main(fd: int) -> int:
     frame = receive(control)
     if frame is None:
         return 1
-    settings = msgspec.msgpack.decode(frame, type=TextSettings)
+    settings = msgspec.msgpack.decode(frame, type=TokenizingSettings)
     try:
-        worker = TextWorker(settings)
+        worker = OrderRunner(settings)
     except ValueError as error:
         send(control, msgspec.msgpack.encode(str(error)))
         return 1
@@ -236,7 +236,7 @@ def main(fd: int) -> int:
             try:
                 _limit_memory(settings.max_memory)
                 _obey(socket.socket(fileno=fds[0]), worker, most_seconds)
-            except BrokenPipeError:  # nobody waits for it any more
+            except BrokenPipeError:  # its client has gone
                 pass
             except Exception:
                 traceback.print_exc()
@@ -244,8 +244,8 @@ def main(fd: int) -> int:
                 os._exit(0)
 
 
-def _obey(line: socket.socket, worker: "TextWorker", most_seconds: float) -> None:
-    """A fork's life: orders until nobody gives any."""
+def _obey(line: socket.socket, worker: "OrderRunner", most_seconds: float) -> None:
+    """Run the orders that come over `line`, until it is closed."""
     decoder = msgspec.msgpack.Decoder(Order)
     while (frame := receive(line)) is not None:
         signal.setitimer(signal.ITIMER_PROF, most_seconds)  # at whose end the system ends it
@@ -269,7 +269,7 @@ def _limit(what: int, most: int) -> None:
     resource.setrlimit(what, (most, hard))
 
 
-class TextWorker:
+class OrderRunner:
     """Does orders.
 
     Args:
@@ -279,13 +279,13 @@ class TextWorker:
         ValueError: the folder has no tokenizer.
     """
 
-    def __init__(self, settings: TextSettings):
+    def __init__(self, settings: TokenizingSettings):
         self._settings = settings
         self._tokenizer = Tokenizer.from_folder(Path(settings.folder))
         self._tokenizer.prepare()
 
     def do(self, order: Order) -> Done:
-        """What comes of an order; nothing is raised."""
+        """The result of an order; no exception leaves it."""
         try:
             if order.token_ids is not None:
                 return Done(text=self._tokenizer.decode(order.token_ids))
@@ -326,29 +326,6 @@ class TextWorker:
             ids = tokenizer.encode(text, add_special_tokens=special, last=order.last)
         strings = [tokenizer.decode([each]) for each in ids] if order.strings else None
         return Done(token_ids=ids, strings=strings)
-
-
-def send(sock: socket.socket, data: bytes) -> None:
-    """Send a frame."""
-    sock.sendall(_LENGTH.pack(len(data)))
-    sock.sendall(data)
-
-
-def receive(sock: socket.socket) -> bytearray | None:
-    """The next frame; None at the end."""
-    head = _receive(sock, _LENGTH.size)
-    return None if head is None else _receive(sock, _LENGTH.unpack(head)[0])
-
-
-def _receive(sock: socket.socket, size: int) -> bytearray | None:
-    data = bytearray(size)
-    view, got = memoryview(data), 0
-    while got < size:
-        num = sock.recv_into(view[got:])
-        if not num:
-            return None
-        got += num
-    return data
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ _TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 
 
 class ApiError(Exception):
-    """An answer that is none.
+    """An error that is the answer to a request.
 
     Args:
         status: The HTTP status.
@@ -16,8 +16,8 @@ class ApiError(Exception):
         param: The field at fault.
         code: A word for programs.
         retry_after: Seconds after which to try again.
-        challenge: Of a 401, which credentials would do (`WWW-Authenticate`).
-        allow: Of a 405, which methods would do.
+        challenge: Credentials that a 401 asks for (`WWW-Authenticate`).
+        allow: Methods that a 405 offers.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ def too_long(param: str, message: str) -> ApiError:
 
 
 def refusal(message: str) -> ApiError:
-    """The engine's own words about a parameter, which begin with its name: NAME=VALUE ..."""
+    """An error of the engine about a parameter, whose message begins with NAME=VALUE."""
     name = message.partition("=")[0].partition("[")[0]
     return ApiError(400, message, name if name.isidentifier() else None)
 
 
 def failed() -> ApiError:
-    """Something broke here; what, is in the log."""
+    """The server failed; the log has the cause."""
     return ApiError(500, "the request failed on the server, whose log says why")
 
 
@@ -89,6 +89,6 @@ def not_serving(message: str, retry_after: int = 5) -> ApiError:
 
 
 def say(text: str) -> None:
-    """A line in the log; where nobody reads it any more, the server goes on."""
+    """Write a line to the log; a log that is closed does not end the server."""
     with suppress(OSError):
         print(f"jpaged: {text}", file=sys.stderr, flush=True)

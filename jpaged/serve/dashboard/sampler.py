@@ -1,11 +1,10 @@
-"""Takes the frames of the picture, beside the engine that they show.
+"""Samples what the dashboard shows, beside the engine's steps.
 
-A camera stands idle until somebody asks for frames. Then it looks after steps, as often as a small
+A sampler stands idle until frames are asked for. Then it samples after steps, as often as a small
 share of the time allows. What an idle engine leaves of that share is saved up: a request that comes
-by itself is seen after each of its steps, so that every block can be watched as it is taken,
-shared, copied and given back; an engine with much to do is seen after some. Frames that nobody
-fetched are merged. A camera that nobody asks any more stops; so does one that fails, and the engine
-goes on.
+by itself is sampled after each of its steps, so that every block can be watched as it is taken,
+shared, copied and given back; a busy engine is sampled after some. PoolFrames that were not fetched
+are merged. A sampler stops when it is not asked any more, and when it fails; the engine goes on.
 """
 
 import sys
@@ -14,32 +13,32 @@ import traceback
 from collections.abc import Callable
 
 from jpaged import Engine, PoolWatch
-from jpaged.serve.frames import Frames
-from jpaged.serve.picture import Frame, encode
+from jpaged.serve.dashboard.codec import Frame, encode
+from jpaged.serve.messages import PoolFrames
 
 MOST_TIME = 0.02
-"""Share of the time that looks after steps may take."""
+"""Share of the time that samples after steps may take."""
 
 MOST_SAVED = 1.0 * MOST_TIME
-"""Seconds of looking that can be saved up: what an idle second allows."""
+"""Seconds of sampling that can be saved up: what an idle second allows."""
 
 MAX_FRAMES = 256
-"""Frames kept until they are fetched; what follows comes as one."""
+"""PoolFrames kept until they are fetched; what follows comes as one."""
 
 PATIENCE = 5.0
-"""Seconds without anybody fetching after which a camera stops."""
+"""Seconds without a fetch after which a sampler stops."""
 
 NUM_TOKEN_BLOCKS = 200
 """Blocks whose tokens one frame tells at most."""
 
 
-class Camera:
-    """Takes frames of an engine's pool, in the engine's thread.
+class PoolSampler:
+    """Samples an engine's pool, in the engine's thread.
 
     Args:
         engine: What to look at.
         clock: Seconds.
-        work_clock: Seconds that this thread computed: to wait for a processor is not to look.
+        work_clock: CPU seconds of this thread, which waiting for a processor does not add to.
     """
 
     def __init__(
@@ -57,8 +56,8 @@ class Camera:
         self._last_fetch = 0.0
         self._saved, self._last_saved = MOST_SAVED, clock()
 
-    def see(self) -> None:
-        """Look, if it is time to; call it after each step."""
+    def after_step(self) -> None:
+        """Sample, if it is time to; to be called after each step."""
         self._num_steps += 1
         if self._watch is None:
             return
@@ -68,24 +67,24 @@ class Camera:
             return
         self._save_up(now)
         if self._saved > 0 and len(self._frames) < MAX_FRAMES:
-            self._look(self._watch)
+            self._sample(self._watch)
 
-    def fetch(self, epoch: int = 0, tokens: bool = False) -> Frames:
-        """The frames since the last call; the first call starts the camera, as does the first one
+    def fetch(self, epoch: int = 0, tokens: bool = False) -> PoolFrames:
+        """The frames since the last call; the first call starts the sampler, as does the first one
         after it failed.
 
         Args:
-            epoch: The one of the last answer. If it is not the camera's, it starts anew, and the
+            epoch: The one of the last answer. If it is not the sampler's, it starts anew, and the
                 first frame shows all there is.
-            tokens: Whether the frames of a camera that starts shall tell the blocks' tokens.
+            tokens: Whether the frames of a sampler that starts shall tell the blocks' tokens.
         """
         self._last_fetch = self._clock()
         if not self._has_failed:
             watch = self._watch if epoch == self._epoch else None
-            self._look(watch or self._start(tokens))
+            self._sample(watch or self._start(tokens))
         frames, self._frames = self._frames, []
         failed, self._has_failed = self._has_failed, False
-        return Frames(self._epoch, frames, self._engine.stats(), failed)
+        return PoolFrames(self._epoch, frames, self._engine.stats(), failed)
 
     def _start(self, tokens: bool) -> PoolWatch:
         self.stop()
@@ -94,7 +93,7 @@ class Camera:
         return self._watch
 
     def stop(self) -> None:
-        """Look no more until the next `fetch`."""
+        """Take no samples until the next `fetch`."""
         if self._watch is not None:
             self._watch.close()
         self._watch, self._frames = None, []
@@ -103,7 +102,7 @@ class Camera:
         self._saved = min(MOST_SAVED, self._saved + (now - self._last_saved) * MOST_TIME)
         self._last_saved = now
 
-    def _look(self, watch: PoolWatch) -> None:
+    def _sample(self, watch: PoolWatch) -> None:
         started = self._work_clock()
         try:
             changes = watch.look()
@@ -113,5 +112,5 @@ class Camera:
             traceback.print_exception(error, file=sys.stderr)
             self.stop()
             self._has_failed = True
-        # A fetch looks whatever was saved: the debt is never more than one look's.
+        # A fetch samples whatever was saved: the debt is never more than one sample's.
         self._saved = max(self._saved, 0.0) - (self._work_clock() - started)

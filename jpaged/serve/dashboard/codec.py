@@ -1,4 +1,4 @@
-"""The picture of the paged memory on the wire: frames, and the state they add up to.
+"""The dashboard's paged memory on the wire: frames, and the state they add up to.
 
 A frame is what changed since the frame before it, plain enough for JSON:
 
@@ -35,7 +35,7 @@ from jpaged import PoolChanges
 Frame = dict[str, Any]
 
 MAX_TEXTS = 10_000
-"""Blocks whose text a state keeps for those who begin to watch later; the oldest go."""
+"""Blocks whose text a state keeps for later viewers; the oldest are dropped."""
 
 
 def encode(changes: PoolChanges, step: int) -> Frame:
@@ -71,15 +71,15 @@ def encode(changes: PoolChanges, step: int) -> Frame:
 
 
 def for_viewers(frame: Frame, word: Callable[[int], str] | None = None) -> Frame:
-    """The frame with the text of its tokens, `word` of each; with None, of which nobody is told."""
+    """The frame for viewers: with the text of its tokens, `word` of each, or without any."""
     shown = {name: part for name, part in frame.items() if name != "tokens"}
     if word is not None and "tokens" in frame:
         shown["text"] = {block: [*map(word, ids)] for block, ids in frame["tokens"].items()}
     return shown
 
 
-class PictureState:
-    """What all frames so far add up to, kept for those who begin to watch, or lag.
+class PoolState:
+    """What all frames so far add up to, kept for viewers that begin, or lag.
 
     Args:
         num_blocks: Blocks of the pool, the null block counted.

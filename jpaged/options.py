@@ -1,0 +1,285 @@
+"""Options, each declared once: its default, what it may be, its flag and that flag's help.
+
+    @dataclass(frozen=True)
+    class Config(Options):
+        block_size: int = integer(16, low=1, help="tokens in a block")
+
+Making a `Config` checks every field; `add_flags` gives a command line `--block-size`, and
+`given_options` reads what was given. Every error names the option, its value and what it may be.
+"""
+
+import argparse
+import math
+import numbers
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Any, cast
+
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclass(frozen=True)
+class Flag:
+    """How a command line has an option.
+
+    Attributes:
+        help: For `--help`; empty: the option is no flag. The default follows it in brackets.
+        metavar: What stands for the value.
+        names: With dashes; none: the option's own name. A switch has a `--no-` form of each.
+        group: The heading under which `--help` has it.
+        nargs, action: As argparse has them; several values make a list.
+        parse: Reads a value; ValueError or argparse.ArgumentTypeError if it is none.
+        shown: The default as people write it; None: as Python does.
+    """
+
+    help: str = ""
+    metavar: str | None = None
+    names: tuple[str, ...] = ()
+    group: str = ""
+    nargs: str | None = None
+    action: str | None = None
+    parse: Callable[[str], Any] = str
+    shown: str | None = None
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a dataclass.
+
+    Attributes:
+        check: Raises TypeError or ValueError for (its name, a value that it may not have).
+        flag: How a command line has it.
+    """
+
+    check: Callable[[str, Any], None]
+    flag: Flag
+
+
+class Options:
+    """The base of dataclasses whose fields are made by the functions below: checks the fields.
+
+    Raises:
+        TypeError, ValueError: naming the option, its value and what it may be.
+    """
+
+    def __post_init__(self) -> None:
+        for name, (default, option) in _options(type(self)).items():
+            value = getattr(self, name)
+            if value is not default:
+                option.check(name, value)
+
+
+def integer(
+    default: int | None,
+    *,
+    low: int,
+    high: int | None = None,
+    what: str = "",
+    none: bool = False,
+    unit: str = "",
+    metavar: str = "N",
+    **flag: Any,
+) -> Any:
+    """A field for an integer.
+
+    Args:
+        default: With None, None may be given too.
+        low, high: Its bounds.
+        what: What it must be, for errors.
+        none: Whether None may be given though it is not the default.
+        unit: "bytes" lets the flag take 800M and 20G.
+        metavar: As of `Flag`.
+        **flag: The rest of `Flag`.
+    """
+    what = what or f"an integer, {low} or more"
+
+    def check(name: str, value: object) -> None:
+        if value is not None or not (none or default is None):
+            check_int(name, value, low=low, high=high, what=what)
+
+    parse = num_bytes if unit == "bytes" else _parser_of(int, what)
+    shown = _bytes_as_text(default) if unit == "bytes" and default else None
+    return option(default, check, metavar=metavar, parse=parse, **{"shown": shown} | flag)
+
+
+def number(
+    default: float | None,
+    what: str,
+    *,
+    low: float = -math.inf,
+    above: float = -math.inf,
+    high: float = math.inf,
+    unit: str = "",
+    **flag: Any,
+) -> Any:
+    """A field for a finite number; `what` says after "a number" which, else as of `integer`."""
+
+    def check(name: str, value: object) -> None:
+        if value is not None or default is not None:
+            check_float(name, value, what, low=low, above=above, high=high)
+
+    parse = _parser_of(float, f"a number {what}")
+    shown = None if default is None else f"{default:g} {unit}".strip()
+    return option(default, check, parse=parse, **{"shown": shown} | flag)
+
+
+def switch(default: bool, **flag: Any) -> Any:
+    """A field for True or False. The flag of one that is off turns it on; of one that is on, it has
+    a `--no-` form that turns it off."""
+    return option(default, check_bool, **{"shown": "on" if default else ""} | flag)
+
+
+def choice(default: str, choices: Collection[str], **flag: Any) -> Any:
+    """A field for one of some words."""
+
+    def check(name: str, value: object) -> None:
+        if value not in choices:
+            known = ", ".join(choices)
+            raise ValueError(f"{name}={value!r} is not supported; choose one of {known}")
+
+    return option(default, check, **{"metavar": f"{{{','.join(choices)}}}"} | flag)
+
+
+def option(
+    default: Any, check: Callable[[str, Any], None] = lambda name, value: None, **flag: Any
+) -> Any:
+    """A field that `check` checks, as of `Option`; `flag` has what `Flag` has."""
+    own = Option(check, Flag(**flag))
+    return field(default=default, metadata={"option": own})
+
+
+@cache
+def _options(options: type[Options]) -> dict[str, tuple[Any, Option]]:
+    """By name each option's default and what it is."""
+    declared = [f for f in fields(cast(Any, options)) if "option" in f.metadata]
+    return {f.name: (f.default, f.metadata["option"]) for f in declared}
+
+
+def add_flags(
+    parser: argparse.ArgumentParser,
+    options: type[Options],
+    defaults: Mapping[str, Any] | None = None,
+    leave_out: Collection[str] = (),
+) -> None:
+    """Add a flag for every option that has help.
+
+    Args:
+        parser: Gets the flags, under the headings of their groups.
+        options: A dataclass.
+        defaults: Defaults of this command line, where they are not the dataclass's.
+        leave_out: Options that are no flags of this command line.
+    """
+    groups: dict[str, Any] = {}
+    for name, (default, own) in _options(options).items():
+        flag = own.flag
+        if not flag.help or name in leave_out:
+            continue
+        if flag.group not in groups:
+            groups[flag.group] = parser.add_argument_group(flag.group)
+        ours = (defaults or {}).get(name, default)
+        shown = flag.shown if ours is default else f"{ours:g}"
+        groups[flag.group].add_argument(
+            *(flag.names or (f"--{name.replace('_', '-')}",)),
+            dest=name,
+            default=argparse.SUPPRESS,
+            help=flag.help + _default_told(default if ours is default else ours, shown),
+            **_how_it_is_read(flag, default),
+        )
+
+
+def _how_it_is_read(flag: Flag, default: Any) -> dict[str, Any]:
+    if default is True:
+        return {"action": argparse.BooleanOptionalAction}
+    if default is False:
+        return {"action": "store_true"}
+    known = {"metavar": flag.metavar, "nargs": flag.nargs, "action": flag.action}
+    return {"type": flag.parse} | {name: own for name, own in known.items() if own is not None}
+
+
+def _default_told(default: Any, shown: str | None) -> str:
+    shown = ("" if default in (None, ()) else str(default)) if shown is None else shown
+    return f" ({shown.replace('%', '%%')})" if shown else ""
+
+
+def given_options(
+    args: argparse.Namespace, options: type[Options], leave_out: Collection[str] = ()
+) -> dict[str, Any]:
+    """The options of a dataclass that were given as flags."""
+    names = [name for name in _options(options) if hasattr(args, name) and name not in leave_out]
+    return {name: getattr(args, name) for name in names}
+
+
+def with_flag_names(message: str) -> str:
+    """An error of an option as the command line has it: "block_size=7 ..." names `--block-size`."""
+    name, equals, rest = message.partition("=")
+    is_option = equals and name.replace("_", "").isalpha()
+    return f"--{name.replace('_', '-')} {rest.lstrip()}" if is_option else message
+
+
+def num_bytes(text: str) -> int:
+    """A number of bytes: '123456', '800M', '20G' (powers of 1024)."""
+    unit = _UNITS.get(text[-1:].upper())
+    try:
+        number = int(float(text[:-1]) * unit) if unit else int(text)
+    except (ValueError, OverflowError):
+        number = -1
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes, such as 800M or 20G")
+    return number
+
+
+def _bytes_as_text(number: int) -> str:
+    fitting = [(unit, size) for unit, size in _UNITS.items() if not number % size]
+    return f"{number // fitting[-1][1]}{fitting[-1][0]}" if fitting else str(number)
+
+
+def _parser_of(kind: type, what: str) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
+
+    return parse
+
+
+# Checks: each error names the option, its value and what it may be.
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raise TypeError unless it is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} must be True or False")
+
+
+def check_int(
+    name: str, value: object, *, low: int, high: int | None = None, what: str = ""
+) -> None:
+    """Raise TypeError unless it is an integer (no bool), ValueError unless within the bounds."""
+    what = what or f"an integer, {low} or more"
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}: it must be {what}")
+    if int(value) < low or (high is not None and int(value) > high):
+        raise ValueError(f"{name}={value} is out of range: it must be {what}")
+
+
+def check_float(
+    name: str,
+    value: object,
+    what: str,
+    *,
+    low: float = -math.inf,
+    above: float = -math.inf,
+    high: float = math.inf,
+) -> None:
+    """Raise TypeError unless it is a number, ValueError unless finite and within the bounds."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        kind = type(value).__name__
+        raise TypeError(f"{name}={value!r} is a {kind}: it must be a number {what}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number) or not low <= number <= high or number <= above:
+        raise ValueError(f"{name}={value} is out of range: it must be a number {what}")

@@ -1,0 +1,138 @@
+"""The messages between the HTTP process and the engine's process, in MessagePack.
+
+Nothing is pickled.
+"""
+
+from typing import Any
+
+import msgspec
+
+from jpaged import EngineStats, RequestDelta, SamplingParams
+
+
+class Start(msgspec.Struct, tag=True):
+    """Make the engine: `Engine(**options)`. The first message of all."""
+
+    options: dict[str, Any]
+
+
+class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
+    """A tokenised prompt, and what to do with it: both processes know a request as this.
+
+    Attributes:
+        request_id: Its name.
+        prompt_token_ids: The prompt.
+        params: How tokens are chosen.
+        priority: Lower numbers are served first, where the engine heeds them.
+        cache_salt: Its blocks are shared with requests of the same salt only.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+class Abort(msgspec.Struct, tag=True):
+    """End requests in any state; nothing more is told of them."""
+
+    request_ids: list[str]
+
+
+class AskPoolFrames(msgspec.Struct, tag=True):
+    """Ask for `PoolFrames`: those after an `epoch`'s last ones, with their tokens or without."""
+
+    epoch: int
+    tokens: bool
+
+
+class Stop(msgspec.Struct, tag=True):
+    """End the process, whatever runs."""
+
+
+class Ready(msgspec.Struct, tag=True):
+    """The engine is made. This is what the server needs to know of it.
+
+    Attributes:
+        folder: The checkpoint's.
+        vocab_size: Every token id is below it.
+        max_model_len: Most tokens of a sequence.
+        max_num_seqs: Most sequences in a step.
+        block_size, num_blocks: The pool's, the null block included.
+    """
+
+    folder: str
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    block_size: int
+    num_blocks: int
+
+
+class Died(msgspec.Struct, tag=True):
+    """The engine could not be made, or failed; nothing follows. `reason` is for the log."""
+
+    reason: str
+
+
+class Refused(msgspec.Struct, tag=True):
+    """The engine refuses a request; with `is_fault` because of a failure of its own."""
+
+    request_id: str
+    message: str
+    is_fault: bool = False
+
+
+class Turn(msgspec.Struct, tag=True):
+    """A turn of the loop.
+
+    Attributes:
+        number: Turns so far.
+        news: What requests grew by since the last `Turn`; the log-probabilities of a long prompt
+            come in parts.
+        stats: The engine's figures, sent a few times a second.
+    """
+
+    number: int
+    news: list[RequestDelta]
+    stats: EngineStats | None = None
+
+
+class PoolFrames(msgspec.Struct, tag=True):
+    """What changed in the pool since the last question, for the dashboard.
+
+    Attributes:
+        epoch: Number of the sampler's start: after a new start the first frame shows all.
+        frames: As `dashboard.codec.encode` makes them.
+        stats: As `Engine.stats()` gives them, now.
+        failed: Whether the sampler failed since, and said why in the log.
+    """
+
+    epoch: int
+    frames: list[dict[str, Any]]
+    stats: EngineStats
+    failed: bool = False
+
+
+Command = Start | EngineRequest | Abort | AskPoolFrames | Stop
+Report = Ready | Died | Refused | Turn | PoolFrames
+
+_encoder = msgspec.msgpack.Encoder()
+_command_decoder = msgspec.msgpack.Decoder(Command)
+_report_decoder = msgspec.msgpack.Decoder(Report)
+
+
+def encode(message: Command | Report) -> bytes:
+    """The message in MessagePack."""
+    return _encoder.encode(message)
+
+
+def command_of(message: bytes) -> Command:
+    """The command in a message; msgspec.ValidationError if there is none."""
+    return _command_decoder.decode(message)
+
+
+def report_of(message: bytes) -> Report:
+    """The report in a message; msgspec.ValidationError if there is none."""
+    return _report_decoder.decode(message)

@@ -1,0 +1,363 @@
+"""The server's options and its command line, whose flags have the names of `vllm serve`'s."""
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jpaged import EngineConfig, __version__, options
+
+_DESCRIPTION = """\
+Serve a language model over OpenAI's HTTP API, its KV cache paged.
+
+With no argument: the small model that comes with jpaged, on http://127.0.0.1:8000, for this machine
+only. Look at http://127.0.0.1:8000/ to see the blocks, or ask:
+
+  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
+       -d '{"prompt": "Count from 1 to 20", "max_tokens": 100, "temperature": 0}'
+"""
+_EXAMPLES = """\
+examples:
+  python -m jpaged.serve --model Qwen/Qwen3-0.6B --port 9000
+  python -m jpaged.serve --model ./llama --served-model-name llama --host 0.0.0.0 --api-key SECRET
+  python -m jpaged.serve --preemption-mode auto --swap-space 16 --scheduling-policy priority
+
+SIGTERM or Ctrl-C: no new requests, those in flight end within --shutdown-timeout; a second signal
+ends the server at once.
+"""
+_EMBEDDED_NAME = "jpaged-tiny"
+_SERVER, _LIMITS = "the server", "limits (what is refused, and when)"
+_MIB = 2**20
+_WITH_PORT = re.compile(r"(?:\[([^][]+)\]|([^][:]*))(?::[0-9]*)?")
+
+
+def _count(default: int | None, help: str, *, low: int = 1) -> Any:
+    what = "an integer, 1 or more, such as 100" if low else "a count, such as 100"
+    return options.integer(default, low=low, what=what, help=help, group=_LIMITS)
+
+
+def _size(default: int, help: str) -> Any:
+    what = "a number of bytes, such as 800M or 20G"
+    return options.integer(
+        default, low=1, what=what, unit="bytes", metavar="BYTES", help=help, group=_LIMITS
+    )
+
+
+def _seconds(default: float, help: str, *, group: str = _LIMITS) -> Any:
+    what = "of seconds above 0, such as 30"
+    return options.number(
+        default, what, above=0, high=1e9, unit="s", metavar="S", help=help, group=group
+    )
+
+
+def _check_host(name: str, host: str) -> None:
+    if not host.strip():
+        raise ValueError(
+            f"{name}= is empty: give the address to listen at, 127.0.0.1 for this machine only or "
+            "0.0.0.0 for all that can reach it"
+        )
+
+
+def _check_keys(name: str, keys: Sequence[str]) -> None:
+    """Raise ValueError unless a header can bring each key; words name it by its number alone."""
+    for number, key in enumerate(keys, 1):
+        if not key:
+            raise ValueError("api_key= is empty, and so is no secret: give a key, or leave it out")
+        if key != key.strip() or not (key.isascii() and key.isprintable()):
+            raise ValueError(
+                f"api_key= (number {number}) could never match: a key has printable ASCII "
+                "characters alone, and no space before or after them"
+            )
+
+
+def _check_names(name: str, names: Sequence[str]) -> None:
+    """Raise ValueError unless clients can write, and logs and metrics show, each name."""
+    for number, each in enumerate(names, 1):
+        if not each or each != each.strip() or not each.isprintable():
+            raise ValueError(
+                f"served_model_name= (number {number}) is {each!r}: give a name of printable "
+                "characters, with no space before or after it"
+            )
+
+
+def _read_host(text: str) -> str:
+    name = host_name(text)
+    if not name or not text.isprintable() or any(char in text for char in "/@ "):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a host name, such as llm.example.com, or * for any"
+        )
+    return name
+
+
+def _read_template(given: str) -> str:
+    path = Path(given)
+    try:
+        if path.exists() and not path.is_file():
+            raise ValueError("no regular file")
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        message = f"{given} cannot be read ({why}): give a file with a Jinja template"
+        raise argparse.ArgumentTypeError(message) from error
+
+
+@dataclass(frozen=True)
+class Limits(options.Options):
+    """Bounds on what clients may send and ask, and for how long.
+
+    Attributes:
+        max_body_bytes: Bytes of a body.
+        max_body_values: JSON values in a body; strings, fractions, arrays and objects count as
+            four. A prompt of the model's longest context may always be given as token ids.
+        max_total_body_bytes: Bytes of the bodies of all requests in flight.
+        max_header_bytes: Bytes of a request's line and headers.
+        max_num_queued_reqs: Sequences that may wait for a place in the batch.
+        max_num_client_reqs: Requests that one client (an API key, or an address where there is no
+            key) may have at a time; None for no bound of its own.
+        max_prompts: Prompts in a request.
+        max_n: Answers to a prompt, `best_of` and beams too.
+        max_connections: Open connections, as far as the system permits as many files.
+        body_timeout: Seconds for a body to arrive, from the end of its headers.
+        queue_timeout: Seconds until the first token.
+        request_timeout: Seconds for a request in all.
+        stall_timeout: Seconds that a client may leave an answer unread.
+        text_timeout: Seconds for a text to be tokenised, or for a conversation to be written out by
+            its template and tokenised.
+        health_timeout: Seconds without a turn of the loop after which the engine counts as dead.
+    """
+
+    max_num_queued_reqs: int = _count(
+        1024, "503 for a request that would wait behind so many sequences", low=0
+    )
+    max_num_client_reqs: int | None = _count(
+        None, "429 for a client (an API key; without keys an address) with so many in flight"
+    )
+    max_body_bytes: int = _size(8 * _MIB, "413 for a larger body")
+    max_body_values: int = _count(
+        256 * 1024,
+        "400 for a body of more JSON values; strings, fractions, arrays and objects are four; "
+        "a prompt of --max-model-len token ids is always taken",
+        low=0,
+    )
+    max_total_body_bytes: int = _size(
+        1024 * _MIB, "503 when the bodies of all requests in flight would be larger together"
+    )
+    max_header_bytes: int = options.integer(32 * 1024, low=1)
+    max_prompts: int = _count(256, "prompts in a request")
+    max_n: int = _count(64, "answers to a prompt: n, best_of, beams")
+    max_connections: int = _count(4096, "open connections")
+    body_timeout: float = options.number(30.0, "of seconds above 0", above=0)
+    queue_timeout: float = _seconds(600.0, "until the first token")
+    request_timeout: float = _seconds(3600.0, "for a request in all")
+    stall_timeout: float = _seconds(60.0, "that a client may leave an answer unread")
+    text_timeout: float = _seconds(10.0, "to tokenise a prompt, its chat template included")
+    health_timeout: float = _seconds(30.0, "without a turn of the loop until /health is red")
+
+
+@dataclass(frozen=True)
+class ServeConfig(options.Options):
+    """How the server presents itself.
+
+    Attributes:
+        host, port: Where it listens.
+        model_names: What clients may call the model; the first is what the server calls it.
+        api_keys: Each request needs one of them; empty: no request needs any.
+        share_prefix_cache_across_keys: Whether the requests of one key find what those of another
+            left in the prefix cache, and so can tell what they asked.
+        allowed_hosts: Hosts that requests may name, in addition to this machine's own; None: any.
+        limits: What clients may ask for.
+        chat_template: To use instead of the model's.
+        template_variables: Variables of a template that clients may set.
+        allow_special_tokens: Whether text of messages may become special tokens.
+        dashboard: Whether there is a picture of the memory at `/`.
+        dashboard_text: Whether it shows what is asked and answered.
+        shutdown_timeout: Seconds for requests in flight to end.
+        log_requests: Whether each request is a line of the log.
+        tensor_parallel_size: Devices.
+    """
+
+    host: str = options.option(
+        "127.0.0.1",
+        _check_host,
+        metavar="HOST",
+        help="address to listen at; 127.0.0.1: this machine only",
+        group=_SERVER,
+    )
+    port: int = options.integer(
+        8000,
+        low=0,
+        high=2**16 - 1,
+        what="a port, 0 to 65535",
+        metavar="PORT",
+        help="port to listen at; 0: a free one",
+        group=_SERVER,
+    )
+    api_keys: tuple[str, ...] = options.option(
+        (),
+        _check_keys,
+        names=("--api-key",),
+        nargs="+",
+        action="extend",
+        metavar="KEY",
+        help="requests need one of these",
+        group=_SERVER,
+    )
+    share_prefix_cache_across_keys: bool = options.switch(
+        False,
+        help="let keys find each other's cached prefixes, and so tell what the others asked",
+        group=_SERVER,
+    )
+    allowed_hosts: tuple[str, ...] | None = options.option(
+        None,
+        parse=_read_host,
+        nargs="+",
+        action="extend",
+        metavar="NAME",
+        help="names besides this machine's own by which it may be asked, * for any; unset: any "
+        "with --api-key or where others can reach the --host, else none",
+        group=_SERVER,
+    )
+    model_names: tuple[str, ...] = options.option(
+        (_EMBEDDED_NAME,),
+        _check_names,
+        names=("--served-model-name",),
+        nargs="+",
+        action="extend",
+        metavar="NAME",
+        help="what clients may call the model; one or several; unset: as --model",
+        shown="",
+        group=_SERVER,
+    )
+    shutdown_timeout: float = options.number(
+        30.0,
+        "of seconds, such as 30",
+        low=0,
+        high=1e9,
+        unit="s",
+        metavar="S",
+        help="to drain",
+        group=_SERVER,
+    )
+    chat_template: str | None = options.option(
+        None,
+        parse=_read_template,
+        metavar="FILE",
+        help="a Jinja template instead of the model's",
+        group=_SERVER,
+    )
+    template_variables: tuple[str, ...] = options.option(
+        ("enable_thinking", "thinking"),
+        names=("--allowed-chat-template-kwargs",),
+        nargs="*",
+        metavar="NAME",
+        help="what clients may set of the template",
+        shown="enable_thinking thinking",
+        group=_SERVER,
+    )
+    allow_special_tokens: bool = options.switch(
+        False,
+        names=("--allow-special-tokens-in-messages",),
+        help="text such as <|im_end|> in a message is the token, as which it can end the message",
+        group=_SERVER,
+    )
+    dashboard: bool = options.switch(True, help="a picture of the memory at /", group=_SERVER)
+    dashboard_text: bool = options.switch(
+        False,
+        names=("--dashboard-show-text",),
+        help="prompts and answers in the picture",
+        group=_SERVER,
+    )
+    log_requests: bool = options.switch(
+        True, help="a line in the log for each request", group=_SERVER
+    )
+    tensor_parallel_size: int = options.integer(
+        1,
+        low=1,
+        high=1,
+        what="1, since one device a server is what there is so far: leave it at 1",
+        help="devices; 1 so far",
+        group=_SERVER,
+    )
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What the command line asks.
+
+    Attributes:
+        engine: Options of `Engine`.
+        serve: How to present it.
+    """
+
+    engine: dict[str, Any]
+    serve: ServeConfig
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line, with its help."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jpaged.serve",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
+    parser.add_argument("--version", action="version", version=f"jpaged {__version__}")
+    for declared in (ServeConfig, Limits, EngineConfig):
+        options.add_flags(parser, declared)
+    return parser
+
+
+def read_flags(argv: Sequence[str] | None = None) -> Flags:
+    """The command line `argv` (default: the process's); mistakes end the process with code 2."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    try:
+        return _flags(args)
+    except (TypeError, ValueError) as error:
+        parser.error(options.with_flag_names(str(error)))
+
+
+def _flags(args: argparse.Namespace) -> Flags:
+    engine = options.given_options(args, EngineConfig)
+    model = engine.get("model", args.model_tag)
+    if args.model_tag not in (None, model):
+        raise ValueError(f"two models are named: {args.model_tag} and --model {model}")
+    if model is not None:
+        if not model.strip():
+            raise ValueError(
+                "model= is empty: give a folder or a hub id, or leave it out for the embedded model"
+            )
+        engine["model"] = model
+    EngineConfig(**engine)
+    limits = Limits(**options.given_options(args, Limits))
+    if limits.max_total_body_bytes < limits.max_body_bytes:
+        raise ValueError(
+            f"max_total_body_bytes={limits.max_total_body_bytes} is less than --max-body-bytes "
+            f"{limits.max_body_bytes}, which one body may have: raise it"
+        )
+    given = options.given_options(args, ServeConfig)
+    own: dict[str, Any] = {
+        name: tuple(it) if isinstance(it, list) else it for name, it in given.items()
+    }
+    own.setdefault("model_names", (_name_of(model),))
+    return Flags(engine | {"verbose": True}, ServeConfig(**own, limits=limits))
+
+
+def _name_of(model: str | None) -> str:
+    """What clients call a model: a hub id as it is, of a folder the last part of its path."""
+    if model is None:
+        return _EMBEDDED_NAME
+    path = Path(model)
+    return path.resolve().name if path.is_dir() or path.is_absolute() else model
+
+
+def host_name(host: str) -> str:
+    """A Host without its port, as it is compared: 'Example.com:80' is 'example.com'."""
+    host = host.strip().lower()
+    found = _WITH_PORT.fullmatch(host)
+    return (found[1] or found[2] if found else host).removesuffix(".")

@@ -1,0 +1,570 @@
+"""What requests may ask: OpenAI's fields, and vLLM's for what OpenAI does not have.
+
+Each body is a `msgspec.Struct` whose annotations hold the types and bounds of its fields; msgspec
+checks them, and writes the published JSON schema. `read` adds what msgspec does not have: null and
+a missing field mean the default, an unknown field is refused with the name it is near to, and
+errors name the field's path, its value and what it must be.
+"""
+
+import difflib
+import re
+from collections.abc import Collection, Iterator
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, cast, get_args, get_origin
+
+import msgspec
+from msgspec import Meta
+
+from jpaged import SamplingParams
+from jpaged.serve.api_errors import ApiError, bad_field, refusal
+from jpaged.serve.options import Limits
+
+T = TypeVar("T", bound="Body")
+Schema = dict[str, Any]
+Prompt = str | list[int]
+
+MAX_LOGPROBS = 20
+MAX_TOKEN_IDS = 4096
+_INT64 = 2**63
+
+Id = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Ids = Annotated[list[Id], Meta(max_length=MAX_TOKEN_IDS)]
+Text = Annotated[str, Meta(min_length=1)]
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+NumAnswers = Annotated[int, Meta(ge=1, le=2**16)]
+NumTop = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Stop = Annotated[str, Meta(min_length=1, max_length=1024)]
+Name = Annotated[str, Meta(max_length=1000)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+IdAsText = Annotated[str, Meta(pattern="^(0|[1-9][0-9]{0,8})$")]
+Scalar = Annotated[str, Meta(max_length=1000)] | bool | int | float
+Variables = Annotated[dict[str, Scalar], Meta(max_length=32)]
+Ignored = Annotated[Any, Meta(description="accepted, and without effect here")]
+
+_NO_TOOLS = "tools are not supported"
+_NO_CALLS = "tool calls are not supported: send the conversation without them"
+_CONTENT_ALONE = "messages have their content alone"
+_TEXT_ONLY = "text is all that goes in and out"
+_NO_TEMPLATES = "templates come from the server alone"
+NoTools = Annotated[list[Any], Meta(max_length=0, description=_NO_TOOLS)]
+NoCalls = Annotated[list[Any], Meta(max_length=0, description=_NO_CALLS)]
+NoTemplate = Annotated[Literal[""], Meta(description=_NO_TEMPLATES)]
+
+
+class Body(msgspec.Struct, frozen=True, kw_only=True):
+    """A JSON object. A default that is not null stands for null too."""
+
+    drops_unknown_nulls: ClassVar[bool] = False
+    """Whether a field that it does not have may be null, which asks for nothing."""
+
+
+class StreamOptions(Body, frozen=True, kw_only=True):
+    """What a stream has in addition to the answer."""
+
+    include_usage: Annotated[bool, Meta(description="a last chunk with the token counts")] = False
+    continuous_usage_stats: Annotated[bool, Meta(description="token counts in every chunk")] = False
+    include_obfuscation: Ignored = None
+
+
+class SamplingFields(Body, frozen=True, kw_only=True):
+    """The fields that completions and chats have in common."""
+
+    model: (
+        Annotated[Name, Meta(description="one of /v1/models; nothing means the first")] | None
+    ) = None
+    n: Annotated[NumAnswers, Meta(description="answers to each prompt")] = 1
+    best_of: (
+        Annotated[NumAnswers, Meta(description="sample so many, return the n likeliest")] | None
+    ) = None
+    temperature: (
+        Annotated[float, Meta(ge=0, le=1e6, description="0 takes the likeliest token")] | None
+    ) = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1, description="0 or -1 keep all tokens")] = 0
+    min_p: Share = 0.0
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
+    seed: Annotated[int, Meta(ge=-_INT64, le=_INT64 - 1)] | None = None
+    stop: Stop | Annotated[list[Stop], Meta(max_length=16)] | None = None
+    stop_token_ids: Ids | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: Annotated[bool, Meta(description="go on past the model's own end token")] = False
+    min_tokens: Count = 0
+    logit_bias: Annotated[dict[IdAsText, Bias], Meta(max_length=MAX_TOKEN_IDS)] | None = None
+    allowed_token_ids: Annotated[list[Id], Meta(max_length=2**20)] | None = None
+    prompt_logprobs: NumTop | None = None
+    skip_special_tokens: bool = True
+    use_beam_search: Annotated[
+        bool, Meta(description="search with beam_width (else best_of, n) beams")
+    ] = False
+    beam_width: NumAnswers | None = None
+    length_penalty: Annotated[float, Meta(ge=-1e6, le=1e6, description="of beams")] = 1.0
+    early_stopping: bool | Literal["never"] = False
+    stream: Annotated[bool, Meta(description="server-sent events")] = False
+    stream_options: StreamOptions | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31, description="lower is served earlier")] = 0
+    cache_salt: (
+        Annotated[
+            str,
+            Meta(
+                min_length=1,
+                max_length=1000,
+                description="prompts share cached prefixes only with others of their salt",
+            ),
+        ]
+        | None
+    ) = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: Annotated[bool, Meta(description='in logprobs: "token_id:17"')] = (
+        False
+    )
+    truncate_prompt_tokens: (
+        Annotated[
+            int,
+            Meta(
+                ge=-1,
+                le=2**31 - 1,
+                description="keep the last so many; -1: as many as the model takes",
+            ),
+        ]
+        | None
+    ) = None
+    spaces_between_special_tokens: Ignored = None
+    request_id: Ignored = None
+    user: Ignored = None
+    metadata: Ignored = None
+    store: Ignored = None
+    service_tier: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+
+    @property
+    def options(self) -> StreamOptions:
+        """What a stream has in addition to the answer."""
+        return self.stream_options or StreamOptions()
+
+    def check(self, limits: Limits) -> None:
+        """Raise ApiError for fields that contradict each other or exceed the server's limits."""
+        if self.stream_options is not None and not self.stream:
+            raise bad_field("stream_options", "stream_options is for stream=true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise bad_field("prompt_logprobs", "prompt_logprobs cannot be streamed")
+        if self.truncate_prompt_tokens == 0:
+            raise bad_field("truncate_prompt_tokens", "truncate_prompt_tokens=0 leaves no prompt")
+        for name in ("n", "best_of", "beam_width"):
+            if (getattr(self, name) or 1) > limits.max_n:
+                raise bad_field(name, f"{name}={getattr(self, name)}: at most {limits.max_n} here")
+
+    def sampling_params(self, max_tokens: int | None, **others: Any) -> SamplingParams:
+        """What is asked of the sampler.
+
+        Args:
+            max_tokens: As the engine shall take it.
+            **others: Parameters that the endpoints write differently.
+
+        Raises:
+            ApiError: parameters that do not go together.
+        """
+        width = self.beam_width
+        if self.use_beam_search:
+            width = width or self.best_of or self.n
+        asked: dict[str, Any] = {name: getattr(self, name) for name in _SAMPLING}
+        asked["beam_width"] = width
+        asked["best_of"] = None if width else self.best_of
+        asked["temperature"] = 1.0 if self.temperature is None else self.temperature
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            asked[name] = asked[name] and list(dict.fromkeys(asked[name]))
+        if self.logit_bias is not None:
+            asked["logit_bias"] = {int(token_id): it for token_id, it in self.logit_bias.items()}
+        try:
+            return SamplingParams(**(asked | others), max_tokens=max_tokens)
+        except (TypeError, ValueError) as error:
+            raise refusal(str(error)) from None
+
+
+_SAMPLING = sorted(set(SamplingFields.__struct_fields__) & set(SamplingParams.__dataclass_fields__))
+"""Parameters that have one name here and there."""
+
+
+class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
+    """The fields of `/v1/completions`."""
+
+    prompt: (
+        Text
+        | Annotated[list[Text | Id | Annotated[list[Id], Meta(min_length=1)]], Meta(min_length=1)]
+    )
+    max_tokens: Annotated[Count, Meta(description="0 only with echo")] = 16
+    echo: Annotated[bool, Meta(description="the prompt comes before the answer")] = False
+    logprobs: NumTop | None = None
+    add_special_tokens: Annotated[
+        bool, Meta(description="such as the token that begins a text")
+    ] = True
+    suffix: Annotated[Literal[""], Meta(description="this model fills no gaps")] | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ApiError for a mixed list; here, since bodies are read in a thread."""
+        if not isinstance(self.prompt, str):
+            is_ids, kinds = type(self.prompt[0]) is int, set(map(type, self.prompt))
+            if kinds != {int} if is_ids else int in kinds:
+                odd = next(i for i, it in enumerate(self.prompt) if (type(it) is int) != is_ids)
+                what = "a token id" if is_ids else "a string or an array of token ids"
+                _refuse(f"prompt[{odd}]", self.prompt[odd], f"must be {what}, like those before it")
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """The prompts, in a list also if it is one."""
+        is_one = isinstance(self.prompt, str) or type(self.prompt[0]) is int
+        return cast(list[Prompt], [self.prompt] if is_one else self.prompt)
+
+    def check(self, limits: Limits) -> None:
+        """Raise ApiError for fields that contradict each other or exceed the server's limits."""
+        super().check(limits)
+        if len(self.prompts) > limits.max_prompts:
+            what = (
+                f"prompt has {len(self.prompts)} entries: at most {limits.max_prompts} are allowed"
+            )
+            raise bad_field("prompt", what)
+        if not self.max_tokens and not self.echo:
+            raise bad_field("max_tokens", "max_tokens=0 makes no answer: only echo=true allows it")
+
+
+class TextPart(Body, frozen=True, kw_only=True):
+    """A piece of a message."""
+
+    type: Annotated[
+        Literal["text"], Meta(description=f"{_TEXT_ONLY}, and nothing is fetched from anywhere")
+    ]
+    text: str
+
+
+class Message(Body, frozen=True, kw_only=True):
+    """One message of a conversation, such as an answer that is sent back as it came."""
+
+    drops_unknown_nulls: ClassVar[bool] = True
+    tool_calls: NoCalls | None = None  # before the content, which such a message may not have
+    function_call: Annotated[None, Meta(description=_NO_CALLS)] = None
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Meta(max_length=256)]
+    name: Ignored = None
+    tool_call_id: Ignored = None
+    refusal: Annotated[Literal[""], Meta(description=_CONTENT_ALONE)] | None = None
+    annotations: Annotated[list[Any], Meta(max_length=0, description=_CONTENT_ALONE)] | None = None
+
+    def as_dict(self) -> dict[str, str]:
+        """As templates take it; parts of a text are joined by line breaks."""
+        if isinstance(self.content, str):
+            return {"role": self.role, "content": self.content}
+        return {"role": self.role, "content": "\n".join(part.text for part in self.content)}
+
+
+Messages = Annotated[list[Message], Meta(min_length=1, max_length=4096)]
+
+
+class Template:
+    """How a conversation is written out: what bodies with messages have in common."""
+
+    __slots__ = ()
+    add_generation_prompt: bool
+    continue_final_message: bool
+    chat_template_kwargs: dict[str, Any] | None
+
+    def check_template(self, allowed: Collection[str]) -> None:
+        """Raise ApiError for variables that are not `allowed`, and for contradictions."""
+        for name in self.chat_template_kwargs or {}:
+            if name not in allowed:
+                known = ", ".join(sorted(allowed)) or "none"
+                what = f"chat_template_kwargs has {name[:60]!r}; allowed here: {known}"
+                raise bad_field("chat_template_kwargs", what)
+        if self.continue_final_message and self.add_generation_prompt:
+            what = "continue_final_message=true needs add_generation_prompt=false"
+            raise bad_field("continue_final_message", what)
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """For the template."""
+        return {
+            **(self.chat_template_kwargs or {}),
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
+        }
+
+
+OpensAnswer = Annotated[bool, Meta(description="open the assistant's answer")]
+GoesOn = Annotated[bool, Meta(description="go on with the last message")]
+
+
+class ResponseFormat(Body, frozen=True, kw_only=True):
+    """The form of the answer."""
+
+    type: Annotated[Literal["text"], Meta(description="answers are free text")]
+
+
+class ChatRequest(SamplingFields, Template, frozen=True, kw_only=True):
+    """The fields of `/v1/chat/completions`."""
+
+    messages: Messages
+    max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None
+    logprobs: bool = False
+    top_logprobs: NumTop | None = None
+    add_special_tokens: Annotated[bool, Meta(extra_json_schema={"enum": [False]})] = False
+    response_format: ResponseFormat | None = None
+    modalities: (
+        Annotated[
+            list[Annotated[Literal["text"], Meta(description=_TEXT_ONLY)]], Meta(max_length=1)
+        ]
+        | None
+    ) = None
+    tools: NoTools | None = None
+    tool_choice: Annotated[Literal["none", "auto"], Meta(description=_NO_TOOLS)] | None = None
+    parallel_tool_calls: Ignored = None
+    add_generation_prompt: OpensAnswer = True
+    continue_final_message: GoesOn = False
+    chat_template_kwargs: Variables | None = None
+    chat_template: NoTemplate | None = None
+
+    def check(self, limits: Limits) -> None:
+        """Raise ApiError for fields that contradict each other or exceed the server's limits."""
+        super().check(limits)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise bad_field("top_logprobs", "top_logprobs needs logprobs=true")
+        if self.add_special_tokens:
+            what = "add_special_tokens=true must be false: the template writes its own"
+            raise bad_field("add_special_tokens", what)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Candidates told of for each token."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of an answer at most; None for as many as fit."""
+        if self.max_completion_tokens is not None:
+            return self.max_completion_tokens
+        return self.max_tokens
+
+
+class TokenizeRequest(Body, Template, frozen=True, kw_only=True):
+    """The fields of `/tokenize`: a prompt or messages."""
+
+    model: Name | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: Annotated[bool, Meta(description="of a prompt")] = True
+    return_token_strs: bool = False
+    add_generation_prompt: OpensAnswer = True
+    continue_final_message: GoesOn = False
+    chat_template_kwargs: Variables | None = None
+    chat_template: NoTemplate | None = None
+
+    def check(self) -> None:
+        """Raise ApiError unless there is just one thing to tokenise."""
+        if (self.prompt is None) == (self.messages is None):
+            raise bad_field("prompt", "give either prompt or messages")
+
+
+class DetokenizeRequest(Body, frozen=True, kw_only=True):
+    """The fields of `/detokenize`."""
+
+    model: Name | None = None
+    tokens: Annotated[list[Id], Meta(max_length=2**20)]
+
+
+# From JSON to a body.
+
+
+def read(body: type[T], value: Any) -> T:
+    """A `body` of a JSON value.
+
+    Raises:
+        ApiError: 400: it is no object, or a field is missing, unknown or not acceptable.
+    """
+    try:
+        return msgspec.convert(_known(body, value, ""), body)
+    except msgspec.ValidationError as error:
+        raise _explained(body, value, str(error)) from None
+
+
+def _known(body: type[Body], value: Any, path: str) -> Any:
+    """The value without nulls that stand for a default; ApiError for a field that is unknown."""
+    if not isinstance(value, dict):
+        return value
+    fields, kept = _fields(body), {}
+    for name, item in value.items():
+        if name not in fields and not (item is None and body.drops_unknown_nulls):
+            _refuse_unknown(name, path, list(fields))
+        if item is None:
+            continue
+        inner, is_word = fields[name]
+        if inner is not None:
+            own_path = f"{path}.{name}" if path else name
+            if isinstance(item, list):
+                item = [_known(inner, it, f"{own_path}[{i}]") for i, it in enumerate(item)]
+            else:
+                item = _known(inner, item, own_path)
+        elif is_word:
+            item = _shortened(item)
+        kept[name] = item
+    return kept
+
+
+def _shortened(item: Any) -> Any:
+    """What should be a word: msgspec would quote it whole, holding the interpreter meanwhile."""
+    if isinstance(item, list):
+        return [_shortened(it) for it in item[:_LONGEST]]
+    return item[:_LONGEST] if isinstance(item, str) else item
+
+
+@cache
+def _fields(body: type[Body]) -> dict[str, tuple[type[Body] | None, bool]]:
+    """By field: the body that its value is, or its items are; whether it is one of some words."""
+
+    def leaves(hint: Any) -> Iterator[Any]:
+        if get_origin(hint) is Literal or not get_args(hint):
+            yield get_origin(hint) or hint
+        for each in get_args(hint) if get_origin(hint) is not Literal else ():
+            yield from leaves(each)
+
+    found = {field.name: list(leaves(field.type)) for field in msgspec.structs.fields(body)}
+    inner = {
+        name: next((it for it in own if isinstance(it, type) and issubclass(it, Body)), None)
+        for name, own in found.items()
+    }
+    return {name: (inner[name], Literal in own) for name, own in found.items()}
+
+
+def _refuse_unknown(name: str, path: str, known: list[str]) -> NoReturn:
+    shown = repr(name if len(name) <= 60 else name[:57] + "...")
+    near = difflib.get_close_matches(name[:60], known, 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    where, start = (f" of {path}", f"{path}.") if path else ("", "")
+    raise bad_field(start + name[:60], f"unknown or unsupported field {shown}{where}{hint}")
+
+
+# What an error says: msgspec tells where, the schema what must be there.
+
+_WHERE = re.compile(r" - at `(?P<key>key` in `)?\$(?P<path>[^`]*)`$")
+_LONGEST = 500
+_STEP = re.compile(r"\.(\w+)|\[(\d+)\]|(\[\.\.\.\])")
+_MISSING = re.compile(r"missing required field `(\w+)`")
+
+
+def _explained(body: type[Body], value: Any, message: str) -> ApiError:
+    """The error for what msgspec says of a value."""
+    found = _WHERE.search(message[-_LONGEST:])  # it may begin with the value, of megabytes
+    path, schema = "", components(body)[body.__name__]
+    for name, index, _ in _STEP.findall(found["path"] if found else ""):
+        if name:
+            value, schema = value[name], _with(schema, "properties")[name]
+            path += f".{name}" if path else name
+        elif index:
+            value, schema = value[int(index)], _with(schema, "items")
+            path += f"[{index}]"
+        else:  # msgspec does not say which item of an object it is
+            schema = _with(schema, "additionalProperties")
+            key = next(key for key, item in value.items() if not _accepts(schema, item))
+            value = value[key]
+            path += f".{key[:60]}"
+    if missing := _MISSING.search(message[:_LONGEST]):
+        path += f".{missing[1]}" if path else missing[1]
+        return bad_field(path, f"{path} is missing: it is required")
+    if found and found["key"]:
+        key = next(key for key in value if not re.fullmatch(get_args(IdAsText)[1].pattern, key))
+        return bad_field(path, f"{path} has the key {_shown(key)}, which is no token id")
+    what = _must_be(_resolved(schema))
+    return bad_field(path or None, f"{path or 'the body'}={_shown(value)} must be {what}")
+
+
+def _accepts(schema: Schema, item: Any) -> bool:
+    """Whether an item of one of the two fields that are objects of scalars is acceptable."""
+    try:
+        msgspec.convert(item, Bias if schema.get("type") == "number" else Scalar)
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
+@cache
+def components(*bodies: type[Body]) -> dict[str, Schema]:
+    """The JSON schemas of bodies, and of those within them, by name."""
+    template = "#/components/schemas/{name}"
+    _, schemas = msgspec.json.schema_components(bodies, ref_template=template)
+    for name, schema in schemas.items():
+        others = {"type": "null"} if globals()[name].drops_unknown_nulls else False
+        schema["additionalProperties"] = others
+        fields = schema["properties"]
+        for field, own in fields.items():
+            if own.get("default") is not None:  # null stands for it
+                told = {key: own.pop(key) for key in ("default", "description") if key in own}
+                fields[field] = {"anyOf": [own, {"type": "null"}], **told}
+    return schemas
+
+
+def _resolved(schema: Schema) -> Schema:
+    """The schema itself, where it refers to a body's."""
+    if "$ref" not in schema:
+        return schema
+    name = schema["$ref"].rpartition("/")[2]
+    return components(globals()[name])[name]
+
+
+def _with(schema: Schema, part: str) -> Schema:
+    """A part of that alternative of a schema which has it."""
+    kinds = map(_resolved, schema.get("anyOf", [schema]))
+    return next(each[part] for each in kinds if part in each)
+
+
+def _must_be(schema: Schema) -> str:
+    """In words what a schema accepts."""
+    note = f" ({schema['description']})" if "description" in schema else ""
+    if "anyOf" in schema:
+        kinds = [_must_be(_resolved(it)) for it in schema["anyOf"] if it.get("type") != "null"]
+        return " or ".join(kinds) + note
+    if schema.get("maxItems") == 0 or schema.get("enum") == [""] or schema.get("type") == "null":
+        return "left out" + note
+    if "enum" in schema:
+        return " or ".join(map(_shown, schema["enum"])) + note
+    words, counted = _KINDS[schema["type"]]
+    if "maximum" in schema:  # as all numbers here
+        start = "above" if "exclusiveMinimum" in schema else "from"
+        low = schema.get("minimum", schema.get("exclusiveMinimum"))
+        words += f" {start} {_shown(low)} to {_shown(schema['maximum'])}"
+    least, most = (next((schema[each] for each in names if each in schema), 0) for names in _SIZES)
+    if least or most:
+        words += f" of {least} to {most} {counted}" if most else f" of at least {least} {counted}"
+    return words + note
+
+
+_KINDS = {
+    "boolean": ("true or false", ""),
+    "integer": ("an integer", ""),
+    "number": ("a number", ""),
+    "string": ("a string", "characters"),
+    "array": ("an array", "items"),
+    "object": ("an object", "fields"),
+}
+_SIZES = (("minLength", "minItems"), ("maxLength", "maxItems", "maxProperties"))
+
+
+def _refuse(path: str, value: Any, what: str) -> NoReturn:
+    raise bad_field(path, f"{path}={_shown(value)} {what}")
+
+
+def _shown(value: Any) -> str:
+    """A JSON value in an error, shortened."""
+    if isinstance(value, (dict, list)):
+        return f"({'object' if isinstance(value, dict) else 'array'} of {len(value)})"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int) and abs(value) > 10**30:
+        return "(a huge integer)"
+    if isinstance(value, float):
+        return f"{value:g}"
+    text = repr(value[:60] if isinstance(value, str) else value)
+    return text if len(text) <= 60 else text[:57] + "..."

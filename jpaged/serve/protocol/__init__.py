@@ -1,1 +1,0 @@
-"""What requests may ask: each field is declared once; reading, checks and schema come of that."""

@@ -1,0 +1,418 @@
+"""Text to tokens and back, in forks of a process of its own.
+
+Short texts never wait for long ones, and a fork whose work no client waits for is ended.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from jpaged import Tokenizer
+from jpaged.serve.api_errors import ApiError, bad_field, failed, say, too_long
+from jpaged.serve.framing import framed, read
+from jpaged.serve.protocol import Message
+from jpaged.serve.tokenizing_process import MIB, WORK, Done, Order, TokenizingProcess
+
+_MOST_COUNTED = 65536
+"""Tokens that `/tokenize` always counts, however short the model's context is."""
+
+MAX_SHORT = 16 * 1024
+"""Bytes of an order up to which it is for the lane of short ones: tens of milliseconds."""
+
+_QUICK = 0.25
+"""CPU seconds after which an order counts as long, whatever its size."""
+
+_MAX_TRIES = 4
+"""Tries of an order whose fork turns out to have ended before."""
+
+_encoder = msgspec.msgpack.Encoder()
+
+_decoder = msgspec.msgpack.Decoder(Done)
+
+_PROBE = _encoder.encode(Order(token_ids=[]))
+
+
+class Tokenizing:
+    """Tokenises for the server.
+
+    Args:
+        tokenizer: The model's, for the text of single tokens.
+        process: Encodes and decodes texts.
+        vocab_size: Every token id of the model is below it.
+        max_model_len: Most tokens of a sequence.
+        text_timeout: Seconds for one text or conversation.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        process: TokenizingProcess,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        text_timeout: float = 10.0,
+    ):
+        self.max_model_len = max_model_len
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._longest = max(map(len, tokenizer.hf_tokenizer.get_vocab()))  # of all tokens' texts
+        self._pool = TokenizingWorkers(process, text_timeout)
+
+    async def check_template(self) -> None:
+        """Raise ValueError if the server's template is none; some messages it may well refuse."""
+        done = await self._pool.do(Order(messages=[{"role": "user", "content": "a"}]))
+        if done.mistake is not None:
+            raise ValueError(f"--chat-template is no Jinja template ({done.mistake})")
+
+    async def encode(
+        self,
+        prompt: str | list[int],
+        path: str,
+        *,
+        add_special_tokens: bool = True,
+        last: int | None = None,
+    ) -> list[int]:
+        """A prompt's token ids, which are checked if they are given.
+
+        Args:
+            prompt: Text or ids.
+            path: What errors call it.
+            add_special_tokens: Such as the one that begins a text.
+            last: Only so many at the end are wanted, of a text that may be too long.
+
+        Raises:
+            ApiError: the model does not have one of them, or the text is too long for it.
+        """
+        if isinstance(prompt, list):
+            return self._known(prompt, path)
+        self._check_length(len(prompt), path, last)
+        order = Order(prompt, add_special_tokens, last=last, most=self.max_model_len)
+        return (await self._done(order, path)).token_ids
+
+    async def render(
+        self,
+        messages: Sequence[Message],
+        options: dict[str, Any],
+        path: str = "messages",
+        *,
+        last: int | None = None,
+    ) -> list[int]:
+        """The token ids of a conversation; `last` as of `encode`.
+
+        Raises:
+            ApiError: there is no template, it refuses the messages, or they are too long.
+        """
+        written = [message.as_dict() for message in messages]
+        self._check_length(_num_characters(written), path, last)
+        order = Order(messages=written, options=options, last=last, most=self.max_model_len)
+        return (await self._done(order, path)).token_ids
+
+    async def tokenized(
+        self,
+        prompt: str | Sequence[Message],
+        options: dict[str, Any],
+        *,
+        add_special_tokens: bool = True,
+        strings: bool = False,
+    ) -> tuple[list[int], list[str] | None]:
+        """The token ids of a text or a conversation, which may be longer than the model's context,
+        and if asked each token's text.
+
+        Raises:
+            ApiError: as of `encode` and `render`.
+        """
+        most = max(4 * self.max_model_len, _MOST_COUNTED)
+        if isinstance(prompt, str):
+            path, num_characters = "prompt", len(prompt)
+            order = Order(prompt, add_special_tokens, most=most, strings=strings)
+        else:
+            path, written = "messages", [message.as_dict() for message in prompt]
+            num_characters = _num_characters(written)
+            order = Order(messages=written, options=options, most=most, strings=strings)
+        self._check_length(num_characters, path, None)
+        done = await self._done(order, path)
+        return done.token_ids, done.strings
+
+    async def decode(self, token_ids: list[int]) -> str:
+        """The text of tokens.
+
+        Raises:
+            ApiError: the model does not have one of them.
+        """
+        known = self._known(token_ids, "tokens")
+        return (await self._done(Order(token_ids=known), "tokens")).text
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token alone."""
+        return self._tokenizer.decode([token_id])
+
+    def num_kept(self, max_tokens: int | None, keep: int | None) -> int | None:
+        """How many tokens of a prompt's end are wanted; None for all.
+
+        Args:
+            max_tokens: As of `fitted`.
+            keep: As of `fitted`.
+        """
+        if keep is None:
+            return None
+        room = self._room(max_tokens)
+        return max(min(room if keep == -1 else keep, self.max_model_len), 1)
+
+    def fitted(
+        self, token_ids: list[int], path: str, max_tokens: int | None, keep: int | None
+    ) -> list[int]:
+        """A prompt that fits the model together with an answer.
+
+        Args:
+            token_ids: The prompt.
+            path: What errors call it.
+            max_tokens: The answer's; None for as many as there is room for, at least one.
+            keep: Cut the prompt to its last so many tokens; -1: to what there is room for.
+
+        Raises:
+            ApiError: it does not fit.
+        """
+        room = self._room(max_tokens)
+        if keep is not None:
+            token_ids = token_ids[-(room if keep == -1 else keep) :] if room > 0 else token_ids
+        if not token_ids:
+            raise bad_field(path, f"{path} has no tokens: give at least one")
+        if len(token_ids) >= self.max_model_len:
+            raise self._too_long(path, f"{len(token_ids)} tokens")
+        if len(token_ids) > room:
+            raise too_long(
+                "max_tokens",
+                f"max_tokens={max_tokens} and the {len(token_ids)} tokens of {path} are more than "
+                f"this model's maximum context length of {self.max_model_len} tokens: lower "
+                f"max_tokens to {self.max_model_len - len(token_ids)}, or shorten the prompt",
+            )
+        return token_ids
+
+    def close(self) -> None:
+        """Drop what is under way."""
+        self._pool.close()
+
+    def _room(self, max_tokens: int | None) -> int:
+        """Tokens that a prompt may have with an answer of so many, at least one."""
+        return self.max_model_len - max(max_tokens or 0, 1)
+
+    async def _done(self, order: Order, path: str) -> Done:
+        try:
+            done = await self._pool.do(order)
+        except OverflowError:
+            done = Done(refused=f"{path} has a number that is too large for a chat template")
+        except (OSError, RuntimeError, ValueError) as error:
+            done = Done(failed=repr(error))
+        if done.failed is not None:
+            say(f"tokenising failed: {done.failed}")
+            raise failed()
+        if done.refused is not None:
+            raise bad_field(path, done.refused)
+        if done.is_longer:
+            raise self._too_long(path, f"more than {order.most} tokens")
+        return done
+
+    def _check_length(self, num_characters: int, path: str, last: int | None) -> None:
+        if last is None and num_characters > self.max_model_len * self._longest:
+            raise self._too_long(path, f"{num_characters} characters")
+
+    def _known(self, token_ids: list[int], path: str) -> list[int]:
+        if token_ids and max(token_ids) >= self._vocab_size:
+            worst = max(token_ids)
+            known = f"known are 0 to {self._vocab_size - 1}"
+            raise bad_field(path, f"{path} has the token id {worst}, which is unknown; {known}")
+        return token_ids
+
+    def _too_long(self, path: str, length: str) -> ApiError:
+        return too_long(
+            path,
+            f"{path} has {length}, too many for this model's maximum context length of "
+            f"{self.max_model_len} tokens, the answer's included: shorten it",
+        )
+
+
+def _num_characters(messages: list[dict[str, str]]) -> int:
+    return sum(len(message["content"]) for message in messages)
+
+
+class TokenizingWorkers:
+    """Two forks of the tokenizing process, and what they have to do.
+
+    One does short orders and gives up what turns out not to be short. The other does long ones, and
+    short ones while there are none; both in the order of their arrival. An order whose client has
+    gone is dropped; the fork that works on it ends, and a new one takes its place.
+
+    Args:
+        process: The tokenizing process; it may be another pool's too.
+        seconds: For one order.
+    """
+
+    def __init__(self, process: TokenizingProcess, seconds: float):
+        self._process, self._seconds = process, seconds
+        self._short: deque[_Piece] = deque()
+        self._long: deque[_Piece] = deque()
+        self._changed = asyncio.Event()
+        self._lanes = [asyncio.create_task(self._work(takes_long=it)) for it in (False, True)]
+
+    async def do(self, order: Order) -> Done:
+        """The result of an order.
+
+        Raises:
+            OSError, RuntimeError, ValueError: there is no process for it.
+        """
+        data = _encoder.encode(order)
+        answer = asyncio.get_running_loop().create_future()
+        piece = _Piece(data, answer)
+        (self._short if len(data) <= MAX_SHORT else self._long).append(piece)
+        self._changed.set()
+        return await answer
+
+    def close(self) -> None:
+        """End the forks and drop what is to be done."""
+        for lane in self._lanes:
+            lane.cancel()
+
+    async def _work(self, *, takes_long: bool) -> None:
+        fork: _Fork | None = None
+        try:
+            while True:
+                piece = await self._next(takes_long=takes_long)
+                try:
+                    fork = fork or await _Fork.make(self._process, 0 if takes_long else _QUICK)
+                    done = await fork.do(piece, self._seconds)
+                except Exception as error:  # whatever it is, the lane goes on
+                    is_lost = False
+                    if fork is not None:
+                        fork.end()
+                        is_lost = isinstance(error, EOFError) and await fork.is_lost(self._seconds)
+                        fork = None
+                    self._give_up(piece, error, was_short=not takes_long, is_lost=is_lost)
+                else:
+                    if not piece.answer.done():
+                        piece.answer.set_result(done)
+        finally:
+            if fork is not None:
+                fork.end()
+
+    async def _next(self, *, takes_long: bool) -> "_Piece":
+        while True:
+            while takes_long and self._long:
+                if not (piece := self._long.popleft()).answer.done():
+                    return piece
+            while self._short:
+                if not (piece := self._short.popleft()).answer.done():
+                    return piece
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _give_up(
+        self, piece: "_Piece", error: Exception, *, was_short: bool, is_lost: bool
+    ) -> None:
+        """Try again elsewhere, or say why not."""
+        if piece.answer.done():
+            return
+        piece.num_tries += 1
+        # The system ended a short order's fork: it is a long one. Or the fork was gone before it
+        # had read the order, or went with the whole process: another one may do it.
+        is_to_blame = not (is_lost or isinstance(error, ConnectionError))
+        if (was_short and isinstance(error, EOFError)) or (
+            not is_to_blame and piece.num_tries < _MAX_TRIES
+        ):
+            self._long.append(piece)
+            self._changed.set()
+            return
+        if not is_to_blame:
+            error = RuntimeError(f"the process that tokenises ended {piece.num_tries} times")
+        if isinstance(error, TimeoutError):
+            words = f"took longer than the limit of {self._seconds:g} seconds"
+        elif isinstance(error, EOFError):  # what is not Python's ends when memory does
+            most = self._process.settings.max_memory // MIB
+            words = f"took more than the limit of {most} MiB of memory"
+        else:
+            piece.answer.set_exception(error)
+            return
+        piece.answer.set_result(Done(refused=f"{WORK} {words}: send less"))
+
+
+@dataclass(eq=False)
+class _Piece:
+    """An order that waits or is worked on."""
+
+    data: bytes
+    answer: asyncio.Future[Done]
+    num_tries: int = 0
+
+
+class _Fork:
+    """A fork of the tokenizing process, and the line to it."""
+
+    def __init__(
+        self,
+        process: TokenizingProcess,
+        number: int,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ):
+        self._process, self._number, self._seen = process, number, process.num_starts
+        self._reader, self._writer = reader, writer
+
+    @classmethod
+    async def make(cls, process: TokenizingProcess, most_seconds: float) -> "_Fork":
+        seen = process.num_starts
+        try:
+            number, sock = process.fork(most_seconds)
+        except ConnectionError:
+            await asyncio.to_thread(process.revive, seen)
+            number, sock = process.fork(most_seconds)
+        return cls(process, number, *await asyncio.open_unix_connection(sock=sock))
+
+    async def is_lost(self, seconds: float) -> bool:
+        """Whether it, having ended, did so together with the process: no new fork answers.
+
+        The system may still be ending the process when a fork's end is seen, so only an answer
+        tells that it lives.
+        """
+        try:
+            number, sock = self._process.fork()
+            probe = _Fork(self._process, number, *await asyncio.open_unix_connection(sock=sock))
+            try:
+                unused = asyncio.get_running_loop().create_future()
+                await probe.do(_Piece(_PROBE, unused), seconds)
+            finally:
+                probe.end()
+        except (OSError, EOFError):
+            return True
+        return self._process.num_starts != self._seen
+
+    async def do(self, piece: _Piece, seconds: float) -> Done:
+        """The result of a piece.
+
+        Raises:
+            TimeoutError: it took too long, or its client has gone.
+            OSError, EOFError: the fork has ended.
+        """
+        self._writer.write(framed(piece.data))
+        reply = asyncio.create_task(self._reply())
+        try:
+            first = asyncio.FIRST_COMPLETED
+            await asyncio.wait({reply, piece.answer}, timeout=seconds, return_when=first)
+            if not reply.done():
+                raise TimeoutError
+            return reply.result()
+        finally:
+            reply.cancel()
+            with suppress(asyncio.CancelledError, OSError, EOFError):
+                await reply
+
+    def end(self) -> None:
+        """End it, whatever it does."""
+        self._writer.close()
+        self._process.end_fork(self._number)
+
+    async def _reply(self) -> Done:
+        return _decoder.decode(await read(self._reader))
