@@ -251,17 +251,16 @@ class RequestLevel(OrcaMax):
     """A FasterTransformer-like server: batches of requests, one after the other.
 
     A batch takes in those that wait when the one before has ended whole, as many as reservations
-    of `max_model_len` fit; it closes when one of its sequences decodes. Ranges of those that end
-    stay taken until the batch is over.
+    of `max_model_len` fit. Their prompts may take several steps; the batch closes when all of its
+    sequences decode. Ranges of those that end stay taken until the batch is over.
     """
 
     def can_admit(self, first: Sequence, num_blocks: int) -> bool:
         """Whether the batch is still open and has room."""
         if first.seq_id in self.reservations:
             return True
-        return not any(map(_has_begun, self.reservations.values())) and super().can_admit(
-            first, num_blocks
-        )
+        is_closed = bool(self.reservations) and all(map(_has_begun, self.reservations.values()))
+        return not is_closed and super().can_admit(first, num_blocks)
 
     def free(self, sequence: Sequence) -> None:
         """Give the blocks back; the ranges with the batch's last one."""

@@ -90,7 +90,7 @@ def figure_1(settings: Settings) -> Figure:
     rows, curves = [], {}
     for system in systems:
         curves[system] = [
-            (found[case].batch, _held(found[case].memory), found[case].output_tokens_per_s)
+            (found[case].batch, found[case].held, found[case].output_tokens_per_s)
             for case in jobs
             if case.system == system
         ]
@@ -118,10 +118,6 @@ def figure_1(settings: Settings) -> Figure:
     title = "memory and throughput against batch size, OPT-13B, ShareGPT"
     device = device_of(settings)
     return Figure("1", title, rows, {"gain": gain}, draw, (5.2, 4.6), (note,), device)
-
-
-def _held(memory: dict[str, float]) -> float:
-    return memory["tokens"] + memory["reserved"] + memory["internal"]
 
 
 def figure_2(settings: Settings) -> Figure:

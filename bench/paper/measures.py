@@ -86,6 +86,7 @@ class Outcome:
         batch: Requests in a batch, mean over time.
         memory: Shares of the KV slots under pressure, percent, mean over time: "tokens",
             "reserved", "internal", "external", "free".
+        held: Of the KV slots, what requests hold, percent, mean over the time of all steps.
         waste: Slots without a token of those in held blocks or ranges, percent, mean over time.
         waste_formula: Half a block a sequence, of the same slots, percent.
         saved: Blocks saved by sharing, percent.
@@ -101,6 +102,7 @@ class Outcome:
     output_tokens_per_s: float
     batch: float
     memory: dict[str, float]
+    held: float
     waste: float
     waste_formula: float
     saved: float
@@ -227,8 +229,8 @@ def _latency_alone(case: Case, settings: Settings) -> float:
     return _serve(case, spread, settings, None).normalized_latency
 
 
-def _latency(case: Case, seed: int, settings: Settings, threshold: float, rate: float) -> float:
-    return run(case, rate, seed, settings, give_up_at=4 * threshold).latency
+def _latency(case: Case, seed: int, settings: Settings, give_up_at: float, rate: float) -> float:
+    return run(case, rate, seed, settings, give_up_at).latency
 
 
 def _serve(
@@ -385,6 +387,7 @@ def _outcome(served: Run, rate: float) -> Outcome:
         output_tokens_per_s=served.output_tokens_per_s,
         batch=served.mean_batch,
         memory=served.memory,
+        held=served.memory_held,
         waste=served.allocated_waste,
         waste_formula=served.waste_formula,
         saved=served.shared_savings,

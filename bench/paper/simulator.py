@@ -68,6 +68,7 @@ class Run:
         memory: "tokens", "reserved", "internal", "external" and "free": percent of all KV slots
             (see `TokenStates`), mean over the time of steps while a request waits for memory, or,
             where none ever does, of all steps.
+        memory_held: Percent of all KV slots that requests hold, mean over the time of all steps.
         allocated_waste: Percent of held slots without a token, mean over held slots and time.
         waste_formula: What half a block for each sequence would be, percent of the same slots.
         num_logical_blocks, num_physical_blocks: Blocks it would take not to share, and those held,
@@ -94,6 +95,7 @@ class Run:
     mean_batch: float
     mean_batch_of_steps: float
     memory: dict[str, float]
+    memory_held: float
     allocated_waste: float
     waste_formula: float
     num_logical_blocks: int
@@ -457,6 +459,7 @@ class Tally:
             mean_batch=self._batch_seconds / max(self.seconds, 1e-12),
             mean_batch_of_steps=self._batch_steps / max(self.num_steps, 1),
             memory=self._memory(),
+            memory_held=100 * self._held / max(sum(map(np.sum, self._looked.values())), 1e-12),
             allocated_waste=100 * self._waste / held,
             waste_formula=100 * self._half_blocks / held,
             num_logical_blocks=self.num_logical,

@@ -183,6 +183,18 @@ def test_a_batch_that_decodes_is_closed_though_there_is_room():
         assert scheduler.num_waiting == num_waiting
 
 
+def test_a_batch_fills_the_memory_though_its_prompts_take_several_steps():
+    scheduler = make_scheduler("fastertransformer")  # four ranges, 128 tokens a step
+    for name in range(5):
+        scheduler.add(make_request(name, 50, 9))
+    running = []
+    for _ in range(4):
+        step(scheduler)
+        running.append(scheduler.num_running)
+    assert running == [3, 4, 4, 4]
+    assert scheduler.num_waiting == 1
+
+
 def test_the_proof_finds_a_table_outside_its_range():
     scheduler = make_scheduler("orca_oracle")
     scheduler.add(make_request(0, 10, 9))

@@ -87,6 +87,7 @@ def _check(run: Run, trace: list[TraceRequest], width: int) -> None:
     assert STEP * run.num_steps - 1e-9 <= run.busy_seconds <= run.seconds + 1e-9
     assert sum(run.memory.values()) == pytest.approx(100)
     assert min(run.memory.values()) >= 0
+    assert 0 < run.memory_held <= 100 + 1e-9
     # Little's law: requests in the batch at a time are what each was there for.
     most = (run.finishes - run.arrivals).sum() / run.busy_seconds
     assert 0 < run.mean_batch <= most + 1e-9
@@ -108,6 +109,22 @@ def test_a_request_alone_takes_its_steps():
     assert run.finishes == pytest.approx([1 + 6 * STEP, 9 + STEP])
     assert (run.num_steps, run.busy_seconds) == (7, pytest.approx(7 * STEP))
     assert run.normalized_latency == pytest.approx((6 * STEP / 5 + STEP) / 2)
+
+
+@pytest.mark.parametrize("system", ["ours", "orca_max"])
+def test_memory_held_is_a_mean_over_the_time_of_all_steps(system: str):
+    """Also of those at which nobody waits for memory, but not of the time between requests."""
+    trace = [TraceRequest(at, 16, 193) for at in (0.0, 0.0, 1000.0)]
+    options = SMALL | {"max_num_seqs": 1, "num_slots": 512}
+    run = simulate(trace, system, DEVICE, **options)
+    if system == "orca_max":
+        assert run.memory_held == pytest.approx(50)  # one range of 256
+        assert run.memory["free"] == pytest.approx(50)
+    else:
+        # A step of 16 tokens and 192 of one each: 1 to 13 blocks of 32, looked at every 8 steps.
+        assert run.memory_held == pytest.approx(100 * 7 / 32, rel=0.1)
+        assert run.memory_held == pytest.approx(100 - run.memory["free"])
+    assert run.seconds > 1000
 
 
 def test_who_arrives_waits_for_the_step_under_way_and_the_planned_one():
