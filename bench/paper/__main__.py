@@ -28,6 +28,7 @@ from typing import Any
 from bench.paper import report, traces
 from bench.paper.device_model import fit
 from bench.paper.measures import FIXED_FRACTION, Settings
+from bench.paper.published import SERVERS
 from bench.paper.report import Figure
 
 FIGURES = {
@@ -89,6 +90,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="tiny, to see that it runs")
     parser.add_argument("--seconds", type=_positive, help="length of a trace (3600, device 120)")
     parser.add_argument("--seeds", type=_seeds, metavar="0,1,2", help="of the traces")
+    parser.add_argument(
+        "--models", nargs="+", choices=[*SERVERS], help="sizes of OPT in figure 12 (all)"
+    )
     parser.add_argument("--processes", type=_count, help="runs at a time (the machine's cores)")
     for name in traces.MEAN_LENGTHS:
         parser.add_argument(
@@ -116,12 +120,18 @@ def settings_of(args: argparse.Namespace) -> Settings:
         raise ValueError(
             f"--figure {AGREEMENT} compares a device with its simulation: add --device"
         )
+    if args.models is not None and "13b" not in args.models and (args.device or args.quick):
+        raise ValueError(
+            f"--models {' '.join(args.models)}: only 13b runs with --device, and --quick wants it"
+        )
     files = {name: getattr(args, name) for name in traces.MEAN_LENGTHS}
     given = {name: path for name, path in files.items() if path is not None}
     for path in given.values():
         traces.from_file(path)
     options = (DEVICE if args.device else {}) | (QUICK if args.quick else {})
     asked = {"seconds": args.seconds, "seeds": args.seeds, "processes": args.processes}
+    if args.models is not None:
+        asked["models"] = tuple(args.models)
     options |= {name: value for name, value in asked.items() if value is not None}
     return Settings(
         how="measured" if args.device else "simulated",
@@ -154,7 +164,7 @@ def main(argv: list[str] | None = None) -> None:
             "how": settings.how,
             "settings": settings,
             "fixed_fraction": FIXED_FRACTION,
-            "device_model": None if args.device else _fit_facts(),
+            "device_model": _fit_facts() if figure.device.startswith("simulated") else None,
             "took_s": took,
         }
         report.show(figure, out=out, pictures=not args.no_pictures, facts=facts)

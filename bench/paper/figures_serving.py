@@ -1,6 +1,7 @@
 """Figures 12, 14, 16 and 17: normalised latency against request rate, and the rates sustained."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from bench.paper.measures import (
     Settings,
     Sustained,
     device_of,
+    most_excess,
     run_cases,
     sustain_all,
 )
@@ -68,7 +70,9 @@ def figure_12(settings: Settings) -> Figure:
     """One sample a request: three sizes of OPT on both datasets."""
     panels = []
     is_simulated = settings.how == "simulated"
-    servers = SERVERS if is_simulated else {"13b": SERVERS["13b"]}
+    names = [name for name in settings.models if is_simulated or name == "13b"]
+    servers = {name: SERVERS[name] for name in names}
+    is_larger = is_simulated and names != ["13b"]
     for workload, name in (("sharegpt", "ShareGPT"), ("alpaca", "Alpaca")):
         for server, shape in servers.items():
             if settings.quick and (workload, server) not in QUICK_PANELS:
@@ -84,7 +88,7 @@ def figure_12(settings: Settings) -> Figure:
         panels,
         settings,
         "the paper's ranges are over its three models; 1.3 is section 6.3's",
-        *(("66B and 175B: modelled on the paper's 4 x A100 and 8 x A100-80GB",) * is_simulated),
+        *(("66B and 175B: modelled on the paper's 4 x A100 and 8 x A100-80GB",) * is_larger),
     )
 
 
@@ -186,6 +190,7 @@ def _rates(
         "rate: requests a second with a mean normalised latency under "
         f"{settings.latency_factor:g} times that of a request alone; traces of "
         f"{settings.seconds:g} s; median of seeds {', '.join(map(str, settings.seeds))}",
+        _excess_note(panels, found, settings),
         *notes,
     )
 
@@ -200,7 +205,7 @@ def _rates(
             axes.set_ylabel("normalised latency, s/token")
         report.legend_above(canvas, grid.flat[0])
         where = device_of(settings)
-        if number == "12" and settings.how == "simulated":
+        if any(panel.cases["ours"].server != "13b" for panel in panels):
             where += " (13B), modelled 4 x A100 (66B) and 8 x A100-80GB (175B)"
         report.footnote(canvas, f"{where}; dashed: latency up to which a rate counts as sustained")
 
@@ -208,6 +213,22 @@ def _rates(
     size = (3.1 * max(columns, 2), 2.5 * -(-len(panels) // columns) + 0.6)
     device = device_of(settings)
     return Figure(number, title, rows, {"panels": facts}, draw, size, notes, device)
+
+
+def _excess_note(panels: Sequence[Panel], found: dict[Case, Sustained], settings: Settings) -> str:
+    """How far traces of this length let rates be too high, for each of the panels."""
+    cases = {panel.title: panel.cases["ours"] for panel in panels}
+    excess = {
+        title: most_excess(case, found[case].threshold, settings) for title, case in cases.items()
+    }
+    parts = [
+        f"{title}: {f'{percent:.1f} %' if math.isfinite(percent) else 'without bound'}"
+        for title, percent in excess.items()
+    ]
+    return (
+        "a queue needs time to grow, so with traces of this length rates of all systems can be "
+        f"above what could be served for ever, by up to about: {', '.join(parts)}"
+    )
 
 
 def _rows(panel: Panel, found: dict[Case, Sustained]) -> list[dict[str, Any]]:

@@ -115,7 +115,7 @@ def test_a_request_alone_takes_its_steps():
 def test_memory_held_is_a_mean_over_the_time_of_all_steps(system: str):
     """Also of those at which nobody waits for memory, but not of the time between requests."""
     trace = [TraceRequest(at, 16, 193) for at in (0.0, 0.0, 1000.0)]
-    options = SMALL | {"max_num_seqs": 1, "num_slots": 512}
+    options: dict[str, Any] = SMALL | {"max_num_seqs": 1, "num_slots": 512}
     run = simulate(trace, system, DEVICE, **options)
     if system == "orca_max":
         assert run.memory_held == pytest.approx(50)  # one range of 256
