@@ -183,8 +183,10 @@ def _recorded(document: dict) -> str:
     if (BENCHMARKS.parent / picture).is_file():
         lines += [f"![{document['title']}]({picture})", ""]
     names = dict.fromkeys(name for row in document["rows"] for name in row)
-    rows = [{name: row.get(name) for name in names} for row in document["rows"]]
-    lines += [tabulate(rows, headers="keys", tablefmt="github", floatfmt=",.3g"), ""]
+    rows = [{name: _cell(row.get(name)) for name in names} for row in document["rows"]]
+    # Cells are texts by now, which tabulate would read as numbers again.
+    table = tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
+    lines += [table, ""]
     lines += [f"- {note}" for note in document["notes"]]
     seeds = ", ".join(map(str, how["seeds"]))
     date, took = document["date"][:10], document["took_s"]
@@ -193,12 +195,20 @@ def _recorded(document: dict) -> str:
         f"{document['commit']}, {date}, took {took:,.0f} s; Python {document['python']}, JAX "
         f"{document['jax']}"
     )
-    if model := document.get("device_model"):
+    model = document.get("device_model")
+    if model and document["device"] != "no device":
         lines.append(
             f"- step times: fitted to {model['num_points']} recorded points, mean error "
             f"{model['mean_error_%']:.1f} %, worst {model['worst_error_%']:+.1f} %"
         )
     return "\n".join(lines)
+
+
+def _cell(value: object) -> str:
+    """Three digits, and all of a number's before its point."""
+    if not isinstance(value, float):
+        return "" if value is None else str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def main() -> None:
