@@ -327,16 +327,20 @@ def sustain(case: Case, settings: Settings) -> Sustained:
     )
 
 
-def most_excess(case: Case, threshold: float, settings: Settings) -> float:
+def most_excess(trace: Sequence[TraceRequest], threshold: float, seconds: float) -> float:
     """About how far a sustained rate can be above what could be served for ever, percent.
 
     At a rate r above the highest that is served, c, requests of a trace of T seconds wait
     (1 - c / r) T / 2 on average, and what that adds to their mean normalised latency is under the
     threshold: 1 - c / r < 2 threshold / (T x mean of 1 / output tokens).
+
+    Args:
+        trace: Requests with the output lengths that are served.
+        threshold: Of the normalised latency, seconds a token.
+        seconds: Length of the traces that were served.
     """
-    trace = make_trace(case.workload, 10.0, 200.0, settings.seeds[0], settings)
     inverse = statistics.mean(1 / request.output_len for request in trace)
-    share = 2 * threshold / (settings.seconds * inverse)
+    share = 2 * threshold / (seconds * inverse)
     return 100 * share / (1 - share) if share < 1 else math.inf
 
 
