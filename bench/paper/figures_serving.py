@@ -204,7 +204,7 @@ def _rates(
             report.draw_curves(axes, curves, title=panel.title, threshold=threshold)
         for axes in grid[:, 0]:
             axes.set_ylabel("normalised latency, s/token")
-        report.legend_above(canvas, grid.flat[0])
+        report.legend_above(canvas, grid.flat[0], 5 if columns == 3 else 3)
         where = device_of(settings)
         if any(panel.cases["ours"].server != "13b" for panel in panels):
             where += " (13B), modelled 4 x A100 (66B) and 8 x A100-80GB (175B)"
