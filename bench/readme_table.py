@@ -177,7 +177,6 @@ def _figure(number: str) -> str:
 
 def _recorded(document: dict) -> str:
     """One recorded figure: its picture, its table, its notes."""
-    how = document["settings"]
     picture = f"paper/{picture_name(document['figure'], document['device'])}"
     lines = []
     if (BENCHMARKS.parent / picture).is_file():
@@ -188,12 +187,10 @@ def _recorded(document: dict) -> str:
     table = tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
     lines += [table, ""]
     lines += [f"- {note}" for note in document["notes"]]
-    seeds = ", ".join(map(str, how["seeds"]))
     date, took = document["date"][:10], document["took_s"]
     lines.append(
-        f"- {document['device']}; traces of {how['seconds']:g} s, seeds {seeds}; commit "
-        f"{document['commit']}, {date}, took {took:,.0f} s; Python {document['python']}, JAX "
-        f"{document['jax']}"
+        f"- {document['device']}{_requests_of(document)}; commit {document['commit']}, {date}, "
+        f"took {took:,.0f} s; Python {document['python']}, JAX {document['jax']}"
     )
     model = document.get("device_model")
     if model and document["device"] != "no device":
@@ -202,6 +199,16 @@ def _recorded(document: dict) -> str:
             f"{model['mean_error_%']:.1f} %, worst {model['worst_error_%']:+.1f} %"
         )
     return "\n".join(lines)
+
+
+def _requests_of(document: dict) -> str:
+    """Which requests were served."""
+    how, number = document["settings"], document["figure"]
+    if document["device"] == "no device" or number in ("18a", "19a"):
+        return ""
+    if number in ("1", "2", "15"):
+        return f"; all requests there from the start, seed {how['seeds'][0]}"
+    return f"; traces of {how['seconds']:g} s, seeds {', '.join(map(str, how['seeds']))}"
 
 
 def _cell(value: object) -> str:

@@ -1,5 +1,6 @@
 """The README shows what was measured."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,15 @@ def test_a_recorded_figure_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr(readme_table, "RESULTS", tmp_path)
     cli.main(["--figure", "table1", "--no-pictures", "--seeds", "7", "--out", str(tmp_path)])
     page = render_benchmarks("<!-- figure table1 -->\n<!-- end of figure table1 -->")
-    assert "| OPT-13B  | KV cache slots" in page
-    assert "traces of 3600 s, seeds 7; commit " in page
+    assert "| OPT-13B  | KV cache slots | 15700   | 15,729 | 1 " in page
+    assert "- no device; commit " in page
+    assert "step times" not in page
+    path = tmp_path / "paper_table1_no-device.json"
+    document = json.loads(path.read_text(encoding="utf-8"))
+    document |= {"figure": "12", "device": "simulated NVIDIA H200"}
+    path.write_text(json.dumps(document), encoding="utf-8")
+    page = render_benchmarks("<!-- figure table1 -->\n<!-- end of figure table1 -->")
+    assert "- simulated NVIDIA H200; traces of 3600 s, seeds 7; commit " in page
 
 
 def test_only_what_is_between_the_markers_changes():
