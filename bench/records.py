@@ -17,7 +17,7 @@ def record(
     rows: list[dict],
     *,
     device: str | None = None,
-    folder: Path = RESULTS,
+    folder: Path | None = None,
     **more: object,
 ) -> Path:
     """Write a benchmark's rows with what they were measured on; returns the file.
@@ -35,15 +35,15 @@ def record(
         "rows": rows,
     }
     path = result_path(name, device, folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return path
 
 
-def result_path(name: str, device: str | None = None, folder: Path = RESULTS) -> Path:
+def result_path(name: str, device: str | None = None, folder: Path | None = None) -> Path:
     """Where `record` writes."""
     kind = (device or jax.local_devices()[0].device_kind).replace(" ", "-").lower()
-    return folder / f"{name}_{kind}.json"
+    return (folder or RESULTS) / f"{name}_{kind}.json"
 
 
 def print_table(rows: list[dict]) -> None:

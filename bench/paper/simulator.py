@@ -1,6 +1,6 @@
 """Serving a trace in simulated time: the real scheduler and allocators over modelled step times.
 
-What happens is what `jpaged.engine_loop` does in its overlapped loop, without a device: the step
+What happens is what `jpaged.engine.loop` does in its overlapped loop, without a device: the step
 that is planned starts when the one before it has ended, and the host then reads the one before it,
 so a request that arrives is planned for with the next plan, and what a sequence held comes back a
 step after its last token. The host's own time is hidden behind the steps, but for what

@@ -53,9 +53,6 @@ def _manager(name: str) -> Any:
     return getattr(jax, name.removeprefix("jax_"), None)
 
 
-T = TypeVar("T")
-
-
 @dataclass(order=True)
 class _Untraced:
     """A recipe that waits to be traced; the least `place` is the next."""

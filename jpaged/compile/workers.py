@@ -169,7 +169,11 @@ def _take_over(order: Order) -> None:
 
 
 def main(pipe: int) -> None:
-    """Obey the parent at the other end of the standard input; tell it by `pipe`. Never returns."""
+    """Compile what the parent orders, and tell it by `pipe` of each program that is done, which is
+    in both caches by then. Never returns.
+
+    Standard input brings two lines of JSON: an `Order`, and later the runtime's numbers.
+    """
     os.set_inheritable(pipe, False)  # or a compiler that XLA starts would hold it open
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever the parent does with it
     os.nice(_NICENESS)

@@ -63,7 +63,8 @@ class BlockManager:
 
     def can_admit(self, first: Sequence, num_blocks: int) -> bool:
         """Whether a waiting group fits. `first` is its first sequence; it needs `num_blocks` free
-        blocks to compute the tokens it has, those that must stay free counted."""
+        blocks to compute the tokens it has, those that must stay free counted. After a no, a yes
+        may come only when a block was freed: admission asks again then."""
         return num_blocks <= self.num_free_blocks
 
     def admit(self, first: Sequence, prefix: Collection[KVBlock] = ()) -> None:

@@ -29,6 +29,7 @@ from jpaged.observe.pool_report import (
     memory_report,
 )
 from jpaged.observe.statistics import EngineStats
+from jpaged.options import check_int
 from jpaged.outputs import RequestDelta, RequestOutput, TextDelta
 from jpaged.sampling_params import SamplingParams
 from jpaged.text.tokenizer import Tokenizer
@@ -206,6 +207,7 @@ class Engine:
         """
         if beam_width is None:
             raise TypeError("beam_width=None: give the number of beams, 1 or more")
+        check_int("beam_width", beam_width, low=1)  # before `n`, which it also stands for
         params = SamplingParams(
             n=beam_width if n is None else n,
             beam_width=beam_width,

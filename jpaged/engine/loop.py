@@ -66,7 +66,7 @@ class LoopCounts:
 
     def note_plan(self, plan: StepPlan, manager: BlockManager) -> None:
         """Count a step that is launched now."""
-        self.steps += 1
+        self.steps += bool(plan.scheduled or plan.moves_blocks)  # others only tell of faults
         if num_tokens := plan.num_new_tokens:
             self.step_tokens += num_tokens
             self.steps_by_size[bisect_left(EngineStats.STEP_SIZES, num_tokens)] += 1

@@ -58,7 +58,10 @@ def normalize_prompts(prompts: object, *, vocab_size: int | None = None) -> list
 def normalize_prompt(
     prompt: object, *, name: str = "prompt", vocab_size: int | None = None
 ) -> Prompt:
-    """Bring one prompt to a `Prompt`; errors call it `name`. Raises as `normalize_prompts`."""
+    """Bring one prompt to a `Prompt`; errors call it `name`. Raises as `normalize_prompts`.
+
+    A mapping may have both a text and token ids: the ids are used, the text is reported back.
+    """
     prompt = _untangle(prompt)
     if isinstance(prompt, Mapping):
         return _from_mapping(prompt, name, vocab_size)

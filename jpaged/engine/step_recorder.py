@@ -51,8 +51,13 @@ class StepRecorder:
     ):
         self.launches: list[Launch] = []
         self._runner, self._before = runner, before
+        self._replaced: dict[str, Any] | None = None  # None while it is closed
+        self._launch: Any = None
 
     def __enter__(self) -> "StepRecorder":
+        """Begin to record; RuntimeError if it is open already."""
+        if self._replaced is not None:
+            raise RuntimeError("this recorder is open already: make another one")
         runner = self._runner
         self._replaced = {name: vars(runner)[name] for name in _REPLACED if name in vars(runner)}
         launch, launch_burst = runner.launch, runner.launch_burst
@@ -67,12 +72,19 @@ class StepRecorder:
             return launch_burst(plans, sampling)
 
         runner.launch, runner.launch_burst = recorded, recorded_burst
+        self._launch = recorded
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Record no longer; RuntimeError if another recorder was opened since and is open."""
+        if self._replaced is None:
+            return
+        if self._runner.launch is not self._launch:
+            raise RuntimeError("another recorder was opened since: close that one first")
         for name in _REPLACED:
             delattr(self._runner, name)  # methods of the class are found again
         vars(self._runner).update(self._replaced)
+        self._replaced = None
 
     def _note_plans(self, plans: Sequence[StepPlan]) -> None:
         self._before(plans)

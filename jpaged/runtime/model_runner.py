@@ -128,7 +128,7 @@ class ModelRunner:
     def fits_burst(self, plan: StepPlan, goal: Goal) -> bool:
         """Whether a burst may hold the plan: a decode step of as many sequences as the goal allows,
         with nothing else to do, that a burst's levels serve and no search of beams waits for."""
-        if not plan.is_decode or plan.moves_blocks or plan.row_forks:
+        if not (plan.scheduled and plan.is_decode) or plan.moves_blocks or plan.row_forks:
             return False
         if not self._buckets.has_burst(len(plan.scheduled), goal):
             return False
@@ -160,7 +160,7 @@ class ModelRunner:
         if plan.is_decode:
             logits, inputs = self._run_decode(scheduled, rows, *self._decode_sizes[len(rows)])
             sampled = _on_its_way(self._sample(logits, inputs, level), level)
-            return StepHandle(plan, sampled, {}, places)
+            return StepHandle(plan, sampled, {}, places, faults=self._take_faults())
         shape = self._buckets.prefill_shape(plan.num_tokens, len(rows))
         logits, hidden, inputs = self._run_prefill(scheduled, rows, *shape)
         sampled = _on_its_way(self._sample(logits, inputs, level), level)

@@ -37,7 +37,7 @@ BURST_LEVELS = (SCORED_GREEDY, SamplerLevel.TRUNCATED)
 class SplitModel:
     """A model taken apart once: its definition, and its parameters as a flat tuple.
 
-    Steps take the flat leaves, so that a launch costs no traversal in Python (design decision 11).
+    Steps take the flat leaves, so that a launch costs no traversal in Python.
     """
 
     definition: nnx.GraphDef

@@ -33,7 +33,7 @@ ROW_WIDTH = _ROW.size // 4
 
 LOADED_ROWS, LOADED_TOKENS = 64, 5376
 """Rows, N, and tokens, E, that one launch of `load_rows` takes: 64 KiB, a place that launches
-leave where it is (`small_buffers`)."""
+leave where it is (`allocation_guard`)."""
 
 # A float32 keeps its own bits in these bounds through a division, and never becomes 0 or inf.
 _SMALLEST, _LARGEST = 1e-30, 1e30
@@ -247,7 +247,8 @@ def adjustments_of(
 
 class SamplerLevel(IntFlag):
     """What a sample step does for rows that ask for it; each needs none of the others, but that
-    only drawn tokens are truncated."""
+    only drawn tokens are truncated. A level changes no token of a row that needs less of it, so a
+    batch may be served by a higher one than it needs."""
 
     GREEDY = 0
     """Rows with a temperature of 0."""
@@ -303,6 +304,10 @@ def sample(
     shared: Callable | None = None,
 ) -> Sampled:
     """Chooses a token for each row of the batch.
+
+    The order is vLLM's: biases and forbidden tokens, penalties, temperature, min-p, top-k, top-p.
+    A token depends on its own row's logits, parameters, seed and position alone, so a seeded
+    request gives the same tokens whatever shares its batch.
 
     Args:
         logits: the model's, unchanged.

@@ -222,6 +222,8 @@ class EngineClient:
                 self.runs[request.request_id] = run
                 if self._send(request) > _LARGE_MESSAGE:
                     await asyncio.sleep(0)  # others have events to send
+                if run.is_over:  # one was refused
+                    break
             yield run
         finally:
             for request in requests:

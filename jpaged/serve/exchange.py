@@ -37,7 +37,7 @@ def json_bytes(value: Any) -> bytes:
 def large_json(value: Any) -> bytes:
     """The value as JSON, for a thread: no single call holds the interpreter for long.
 
-    Tokenizing, arrays and what has them near its top are encoded in pieces.
+    Texts, arrays and what has them near its top are encoded in pieces.
     """
     return b"".join(_pieces(value, _DEEPEST))
 

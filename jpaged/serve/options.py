@@ -35,7 +35,7 @@ _WITH_PORT = re.compile(r"(?:\[([^][]+)\]|([^][:]*))(?::[0-9]*)?")
 
 def _count(default: int | None, help: str, *, low: int = 1) -> Any:
     what = "an integer, 1 or more, such as 100" if low else "a count, such as 100"
-    return options.integer(default, low=low, what=what, help=help, group=_LIMITS)
+    return options.integer(default, low=low, high=10**9, what=what, help=help, group=_LIMITS)
 
 
 def _size(default: int, help: str) -> Any:
@@ -318,7 +318,7 @@ def read_flags(argv: Sequence[str] | None = None) -> Flags:
     args = parser.parse_args(argv)
     try:
         return _flags(args)
-    except (TypeError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         parser.error(options.with_flag_names(str(error)))
 
 

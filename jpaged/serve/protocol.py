@@ -39,7 +39,7 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Stop = Annotated[str, Meta(min_length=1, max_length=1024)]
 Name = Annotated[str, Meta(max_length=1000)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
-IdAsText = Annotated[str, Meta(pattern="^(0|[1-9][0-9]{0,8})$")]
+IdAsText = Annotated[str, Meta(pattern=r"^(0|[1-9][0-9]{0,8})(?!\n)$")]
 Scalar = Annotated[str, Meta(max_length=1000)] | bool | int | float
 Variables = Annotated[dict[str, Scalar], Meta(max_length=32)]
 Ignored = Annotated[Any, Meta(description="accepted, and without effect here")]
@@ -401,13 +401,13 @@ def _known(body: type[Body], value: Any, path: str) -> Any:
             _refuse_unknown(name, path, list(fields))
         if item is None:
             continue
-        inner, is_word = fields[name]
+        inner, in_list, is_word = fields[name]
         if inner is not None:
             own_path = f"{path}.{name}" if path else name
-            if isinstance(item, list):
-                item = [_known(inner, it, f"{own_path}[{i}]") for i, it in enumerate(item)]
-            else:
+            if not in_list:
                 item = _known(inner, item, own_path)
+            elif isinstance(item, list):
+                item = [_known(inner, it, f"{own_path}[{i}]") for i, it in enumerate(item)]
         elif is_word:
             item = _shortened(item)
         kept[name] = item
@@ -422,21 +422,25 @@ def _shortened(item: Any) -> Any:
 
 
 @cache
-def _fields(body: type[Body]) -> dict[str, tuple[type[Body] | None, bool]]:
-    """By field: the body that its value is, or its items are; whether it is one of some words."""
+def _fields(body: type[Body]) -> dict[str, tuple[type[Body] | None, bool, bool]]:
+    """By field: the body that its value is, or that its items are; which of the two; whether it is
+    one of some words."""
 
-    def leaves(hint: Any) -> Iterator[Any]:
-        if get_origin(hint) is Literal or not get_args(hint):
-            yield get_origin(hint) or hint
-        for each in get_args(hint) if get_origin(hint) is not Literal else ():
-            yield from leaves(each)
+    def leaves(hint: Any, in_list: bool = False) -> Iterator[tuple[Any, bool]]:
+        kind, inner = get_origin(hint), get_args(hint)
+        if kind is Literal or not inner:
+            yield kind or hint, in_list
+            return
+        for each in inner:
+            yield from leaves(each, in_list or kind is list)
 
-    found = {field.name: list(leaves(field.type)) for field in msgspec.structs.fields(body)}
-    inner = {
-        name: next((it for it in own if isinstance(it, type) and issubclass(it, Body)), None)
-        for name, own in found.items()
-    }
-    return {name: (inner[name], Literal in own) for name, own in found.items()}
+    found = {}
+    for field in msgspec.structs.fields(body):
+        own = list(leaves(field.type))
+        bodies = (it for it in own if isinstance(it[0], type) and issubclass(it[0], Body))
+        inner, in_list = next(bodies, (None, False))
+        found[field.name] = inner, in_list, any(kind is Literal for kind, _ in own)
+    return found
 
 
 def _refuse_unknown(name: str, path: str, known: list[str]) -> NoReturn:
@@ -522,7 +526,9 @@ def _with(schema: Schema, part: str) -> Schema:
 
 def _must_be(schema: Schema) -> str:
     """In words what a schema accepts."""
-    note = f" ({schema['description']})" if "description" in schema else ""
+    # A body's own description says what it is, not what it must be.
+    has_note = "description" in schema and "properties" not in schema
+    note = f" ({schema['description']})" if has_note else ""
     if "anyOf" in schema:
         kinds = [_must_be(_resolved(it)) for it in schema["anyOf"] if it.get("type") != "null"]
         return " or ".join(kinds) + note
@@ -534,11 +540,15 @@ def _must_be(schema: Schema) -> str:
     if "maximum" in schema:  # as all numbers here
         start = "above" if "exclusiveMinimum" in schema else "from"
         low = schema.get("minimum", schema.get("exclusiveMinimum"))
-        words += f" {start} {_shown(low)} to {_shown(schema['maximum'])}"
+        words += f" {start} {_bound(low)} to {_bound(schema['maximum'])}"
     least, most = (next((schema[each] for each in names if each in schema), 0) for names in _SIZES)
     if least or most:
         words += f" of {least} to {most} {counted}" if most else f" of at least {least} {counted}"
     return words + note
+
+
+def _bound(number: Any) -> str:
+    return f"{number:g}" if isinstance(number, float) else str(number)
 
 
 _KINDS = {
@@ -564,7 +574,5 @@ def _shown(value: Any) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, int) and abs(value) > 10**30:
         return "(a huge integer)"
-    if isinstance(value, float):
-        return f"{value:g}"
     text = repr(value[:60] if isinstance(value, str) else value)
     return text if len(text) <= 60 else text[:57] + "..."

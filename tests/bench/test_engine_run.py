@@ -120,7 +120,8 @@ class ModelledRunner:
 
 class ModelledHandle:
     def __init__(self, handle: Any, clock: Clock, end: float):
-        self.plan, self._handle, self._clock, self._end = handle.plan, handle, clock, end
+        self.plan, self.faults, self._handle = handle.plan, handle.faults, handle
+        self._clock, self._end = clock, end
 
     def read(self) -> Any:
         self._clock.now = max(self._clock.now, self._end)

@@ -117,6 +117,27 @@ def test_a_fault_ends_one_request_and_no_other(
     assert engine.generate(QUESTION, GREEDY)[0].outputs[0].text == ANSWER
 
 
+def test_a_fault_of_a_sample_that_forks_ends_its_request(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    """Its row is given by a decode plan, which forks it from the first sample's."""
+    encode = batch.encode_row
+
+    def fails_for_the_second(params: SamplingParams, seed: int) -> Any:
+        if seed == 8:
+            raise KeyError("injected")
+        return encode(params, seed)
+
+    monkeypatch.setattr(batch, "encode_row", fails_for_the_second)
+    params = SamplingParams(n=2, seed=7, temperature=1.0, max_tokens=12, ignore_eos=True)
+    engine.add_request(QUESTION, params, request_id="victim")
+    other = engine.add_request(QUESTION, GREEDY)
+    last = run(engine)
+    assert {each.finish_reason for each in last["victim"].outputs} == {"error"}
+    assert last[other].outputs[0].text == ANSWER
+    engine.check_integrity()
+
+
 SEARCH_FAULTS = {
     "ranking": (beam, "_rank"),
     "collecting": (BeamSearch, "_collect"),

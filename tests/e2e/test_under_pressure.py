@@ -64,7 +64,8 @@ def answers_alone(engine: Engine, examples: list[Example], known: dict[int, list
 @pytest.mark.parametrize(
     ("mode", "options", "count"),
     [
-        ("auto", {}, NUM_REQUESTS),
+        ("auto", {}, 200),
+        pytest.param("auto", {}, NUM_REQUESTS, marks=pytest.mark.soak),
         ("swap", {"swap_space": 0.001}, 120),
         ("recompute", {"async_scheduling": False}, 120),
         ("swap", {"enable_prefix_caching": False}, 120),

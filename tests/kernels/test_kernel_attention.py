@@ -195,8 +195,14 @@ RIDERS = ((1, 1), (300, 1), (16, 1), (2, 1), (17, 1), (130, 1), (33, 1))
 CHUNKS = ((90, 12), (5, 5), (60, 1), (70, 70), (0, 0), (0, 0))
 
 
-@pytest.mark.parametrize("padding", [0, 40])
-@pytest.mark.parametrize("lens", [RIDERS + CHUNKS, 5 * RIDERS + CHUNKS, 2 * RIDERS], ids=len)
+@pytest.mark.parametrize(
+    ("lens", "padding"),
+    [(RIDERS + CHUNKS, 0), (5 * RIDERS + CHUNKS, 40), (2 * RIDERS, 0)]
+    + [
+        pytest.param(*it, marks=pytest.mark.soak)
+        for it in ((RIDERS + CHUNKS, 40), (5 * RIDERS + CHUNKS, 0), (2 * RIDERS, 40))
+    ],
+)
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 def test_decode_rows_that_ride_along(backend, lens, padding):
     require(backend)
@@ -253,8 +259,14 @@ def test_a_window_begins_with_the_last_key_of_a_tile(op, backend):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("splits", [1, 2, 3, 16])
-@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(
+    ("splits", "window"),
+    [(1, None), (2, 40), (3, None), (16, 40)]
+    + [
+        pytest.param(*it, marks=pytest.mark.soak)
+        for it in ((1, 40), (2, None), (3, 40), (16, None))
+    ],
+)
 def test_split_counts(splits, window, interpret):
     """More splits than tiles, uneven shares and empty splits give the same result."""
     require(Backend.INTERPRET if interpret else Backend.TRITON)
@@ -406,8 +418,14 @@ def test_the_plan_covers_every_tile_once(percent, splits):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("splits", [1, 2, 16])
-@pytest.mark.parametrize(("window", "heads"), [(None, (4, 2)), (40, (11, 1))])
+@pytest.mark.parametrize(
+    ("splits", "window", "heads"),
+    [(1, None, (4, 2)), (2, 40, (11, 1)), (16, None, (4, 2))]
+    + [
+        pytest.param(*it, marks=pytest.mark.soak)
+        for it in ((1, 40, (11, 1)), (2, None, (4, 2)), (16, 40, (11, 1)))
+    ],
+)
 def test_rope_decode_split_counts(splits, window, heads, interpret):
     """The last split has the new token, be it alone; who merges leaves the counters at zero."""
     require(Backend.INTERPRET if interpret else Backend.TRITON)

@@ -119,6 +119,7 @@ def _operations(dtype, head_size, block_size=S):
 
 # Every kind of head size: far under a tensor core's factor, no power of two, the widest.
 HEAD_SIZES = (2, 8, 12, 16, 24, 32, 40, 64, 80, 96, 128, 200, 256)
+OFTEN = (2, 24, 64, 128, 200)  # the others in a nightly run
 DTYPES = {"f32": F32, "bf16": BF16, "f16": F16}
 LOWERED = {
     f"{name}-{size}": (dtype, size)
@@ -128,7 +129,14 @@ LOWERED = {
 }
 
 
-@pytest.mark.parametrize(("dtype", "head_size"), LOWERED.values(), ids=LOWERED)
+@pytest.mark.parametrize(
+    ("dtype", "head_size"),
+    [
+        pytest.param(*each, marks=[] if each[1] in OFTEN else pytest.mark.soak)
+        for each in LOWERED.values()
+    ],
+    ids=LOWERED,
+)
 def test_lowers_to_one_kernel_an_op(dtype, head_size):
     for name, (function, arguments) in _operations(dtype, head_size).items():
         calls = re.findall(KERNEL_CALL, _lowered(function, *arguments))
@@ -137,7 +145,10 @@ def test_lowers_to_one_kernel_an_op(dtype, head_size):
         assert sorted(calls) == expected.get(name, ["triton"]), name  # called functions come last
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 4, 7, 8, 32, 64, 128, 256])
+@pytest.mark.parametrize(
+    "block_size",
+    [1, 7, 8, 256, *(pytest.param(size, marks=pytest.mark.soak) for size in (2, 4, 32, 64, 128))],
+)
 def test_blocks_of_every_size_lower(block_size):
     """Hopper's own prefill takes those that its copies can be made of."""
     copied = "mosaic_gpu" if block_size >= 8 else "triton"
@@ -150,7 +161,9 @@ def test_blocks_of_every_size_lower(block_size):
         assert re.findall(KERNEL_CALL, _lowered(function, *arguments)) == [kernel], name
 
 
-@pytest.mark.parametrize("block_size", [8, 16, 256])
+@pytest.mark.parametrize(
+    "block_size", [16, *(pytest.param(size, marks=pytest.mark.soak) for size in (8, 256))]
+)
 @pytest.mark.parametrize("heads", [(1, 1), (6, 2), (12, 2), (32, 8), (16, 1), (40, 2), (32, 1)])
 def test_hoppers_prefill_lowers_for_groups_and_blocks(heads, block_size):
     kv = LayerKV(*(_floats(BF16, P, block_size, heads[1], 128) for _ in range(2)))

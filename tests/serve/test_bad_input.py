@@ -126,6 +126,8 @@ COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {"1": 101}}, "logit_bias.1"),
     ({"logit_bias": {"1": True}}, "logit_bias.1"),
     ({"logit_bias": {"1": 1, "01": 2}}, "logit_bias"),
+    ({"logit_bias": {"1": 1, "1\n": 2}}, "logit_bias"),
+    ({"stream_options": [{"x": 1}]}, "stream_options"),
     ({"logit_bias": {"٣": 1}}, "logit_bias"),
     ({"logit_bias": [1]}, "logit_bias"),
     ({"logprobs": 21}, "logprobs"),

@@ -88,6 +88,8 @@ def test_a_template_of_ones_own(tmp_path: Path):
     [
         (["--block-size", "257"], ["--block-size", "from 1 to 256"]),
         (["--dtype", "int4"], ["--dtype", "choose one of"]),
+        (["--model", "a" * 300], ["File name too long"]),
+        (["--max-connections", "99999999999999"], ["--max-connections", "an integer"]),
         (["--gpu-memory-utilization", "2"], ["--gpu-memory-utilization", "use 0.9"]),
         (["--tensor-parallel-size", "2"], ["--tensor-parallel-size", "leave it at 1"]),
         (["--port", "70000"], ["--port", "65535"]),

@@ -3,8 +3,8 @@
 A sampler stands idle until frames are asked for. Then it samples after steps, as often as a small
 share of the time allows. What an idle engine leaves of that share is saved up: a request that comes
 by itself is sampled after each of its steps, so that every block can be watched as it is taken,
-shared, copied and given back; a busy engine is sampled after some. PoolFrames that were not fetched
-are merged. A sampler stops when it is not asked any more, and when it fails; the engine goes on.
+shared, copied and given back; a busy engine is sampled after some. Frames that were not fetched are
+merged. A sampler stops when it is not asked any more, and when it fails; the engine goes on.
 """
 
 import sys
@@ -23,7 +23,7 @@ MOST_SAVED = 1.0 * MOST_TIME
 """Seconds of sampling that can be saved up: what an idle second allows."""
 
 MAX_FRAMES = 256
-"""PoolFrames kept until they are fetched; what follows comes as one."""
+"""Frames kept until they are fetched; what follows comes as one."""
 
 PATIENCE = 5.0
 """Seconds without a fetch after which a sampler stops."""

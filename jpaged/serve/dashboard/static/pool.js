@@ -1,5 +1,5 @@
 // The pool as the frames tell it: which block is held how often, by whom, and how full it is.
-// The form of a frame is documented in picture.py.
+// The form of a frame is documented in dashboard/codec.py.
 
 export const CACHED = -1;
 
