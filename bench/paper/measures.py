@@ -1,4 +1,5 @@
-"""What is measured, and how it is decided. Written before the first run, and not changed since.
+"""What is measured, and how it is decided. The rules were written before the first run and have
+not changed since.
 
 *Normalised latency*: the mean over a trace's requests of (end - arrival) / output tokens, seconds a
 token, as the paper has it (section 6.1). The end is when the last token of the last of a request's
