@@ -206,7 +206,7 @@ def _requests_of(document: dict) -> str:
     how, number = document["settings"], document["figure"]
     if document["device"] == "no device" or number in ("18a", "19a"):
         return ""
-    if number in ("1", "2", "15"):
+    if number in ("1", "2"):
         return f"; all requests there from the start, seed {how['seeds'][0]}"
     return f"; traces of {how['seconds']:g} s, seeds {', '.join(map(str, how['seeds']))}"
 
