@@ -445,7 +445,7 @@ def _serve_on_device(
                 load_format="dummy",
                 max_model_len=MAX_MODEL_LEN,
                 preemption_mode=case.preemption,
-                max_num_seqs=32 if settings.quick else case.max_num_seqs,
+                max_num_seqs=min(case.max_num_seqs, 32) if settings.quick else case.max_num_seqs,
             )
     return run_on_engine(_servers[kind], trace, **group)
 
