@@ -204,10 +204,14 @@ def _recorded(document: dict) -> str:
 def _requests_of(document: dict) -> str:
     """Which requests were served."""
     how, number = document["settings"], document["figure"]
+    seed = f"seed {how['seeds'][0]}"
     if document["device"] == "no device" or number in ("18a", "19a"):
         return ""
     if number in ("1", "2"):
-        return f"; all requests there from the start, seed {how['seeds'][0]}"
+        return f"; all requests there from the start, {seed}"
+    if number == "15":
+        least = how["least_requests"]
+        return f"; traces of {how['seconds']:g} s and {least} requests at least, {seed}"
     return f"; traces of {how['seconds']:g} s, seeds {', '.join(map(str, how['seeds']))}"
 
 
