@@ -78,9 +78,12 @@ def test_many_streams_and_clients_that_go(serve: Run):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("num_clients", "seconds"), [(150, 5), pytest.param(1000, 60, marks=pytest.mark.soak)]
+    ("num_clients", "seconds", "fewest"),
+    [(150, 5, 75), pytest.param(1000, 60, 1000, marks=pytest.mark.soak)],
 )
-def test_streams_that_never_end(compilation_cache: Path, num_clients: int, seconds: int):
+def test_streams_that_never_end(
+    compilation_cache: Path, num_clients: int, seconds: int, fewest: int
+):
     server = ServerProcess(compilation_cache, "--no-log-requests")
     end = time.monotonic() + seconds
     survivors: list[tuple[bytes, str]] = []
@@ -113,7 +116,7 @@ def test_streams_that_never_end(compilation_cache: Path, num_clients: int, secon
     try:
         asyncio.run(all_clients())
         check_streams(survivors)
-        assert len(survivors) > num_clients / 2
+        assert len(survivors) > fewest
         assert num_left > num_clients / 20
         for _ in range(100):
             figures = httpx.get(f"{server.url}/metrics").text

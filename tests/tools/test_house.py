@@ -28,8 +28,7 @@ def test_no_rooms_import_each_other_round_about(imports: set[house.Import]):
 
 
 def test_no_files_import_each_other_round_about(imports: set[house.Import]):
-    outside = {it for it in imports if house.room_of(it.importer) != "models"}
-    assert house.circles(house.file_graph(outside)) == []
+    assert house.circles(house.file_graph(imports)) == []
 
 
 def test_nothing_looks_upwards(imports: set[house.Import]):
