@@ -50,9 +50,9 @@ class _Refusal(NamedTuple):
 class Admission:
     """Tells whether the head of the line may join, and remembers a refusal.
 
-    While the head waits, nobody passes it, so free blocks only become fewer until one is freed, and
-    its prefix grows only by the block right after it. A refused head thus costs a step one look at
-    that block, however long its prompt is.
+    While the head waits, no request passes it, so free blocks only become fewer until one is freed,
+    and its prefix grows only by the block right after it. A refused head thus costs a step one look
+    at that block, however long its prompt is.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Admission:
     ) -> bool:
         """Whether what is left of prompts that were begun, and those of new lone sequences at the
         head of the line, nothing of which is cached, come to so many tokens; with seats and blocks
-        for all of them, and one for each that runs, so that nobody soon gives way for their sake.
+        for all of them, and one for each that runs, so that no request is soon preempted for them.
         """
         if not begun and not self.is_worth_a_step(len(waiting)):
             return False
@@ -190,7 +190,7 @@ def _max_prefix_tokens(request: Request) -> int:
 
 
 def _num_blocks_of_others(manager: BlockManager, request: Request) -> int:
-    """Blocks that all but the first sequence need beside the stem's."""
+    """Blocks that all but the first sequence need in addition to the stem's."""
     num_shared = request.num_stem_tokens // manager.block_size
     others = request.live[1:]
     return sum(manager.num_blocks_for(len(s.token_ids)) - num_shared for s in others)
@@ -266,7 +266,7 @@ def check_pin_fits(
 
 
 def _num_needed_blocks(manager: BlockManager, request: Request, max_num_tokens: int) -> int:
-    """Blocks that the request needs at most beside the pinned ones.
+    """Blocks that the request needs at most in addition to the pinned ones.
 
     The last token of a sequence is never fed back, so it needs no slot. The sequences of a group
     share the prompt's full blocks, whatever befalls them (samples compute its last token each), and

@@ -97,7 +97,7 @@ class BlockManager:
 
     def has_slot(self, sequence: Sequence) -> bool:
         """Whether the sequence's next token takes no free block, as `num_new_blocks` of one tells:
-        its last block is partly filled and nobody else's."""
+        its last block is partly filled, and no other sequence holds it."""
         if sequence.num_computed_tokens % self.block_size == 0:
             return False
         return self.pool.blocks[sequence.block_table[-1]].ref_cnt == 1

@@ -186,12 +186,12 @@ class BlockPool:
         return block_ids
 
     def note(self, block_ids: Collection[int]) -> None:
-        """Tell whoever watches that these blocks change."""
+        """Note in every journal that these blocks change."""
         for journal in self.journals:
             journal.update(block_ids)
 
     def note_copy(self, source: int, target: int) -> None:
-        """Tell whoever watches that one block is to be a copy of another."""
+        """Note in every copy journal that one block is to be a copy of another."""
         for journal in self.copy_journals:
             journal[target] = source
 

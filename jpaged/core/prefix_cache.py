@@ -3,10 +3,10 @@
 The KV of a token depends on all tokens before it, so a full block's content is named by its token
 ids and by the *content* of the block before it. Each content gets a number of its own the first
 time it is registered, never given again; that number, not a block id, is what a following block
-remembers. A block that was evicted and filled with something else thus vouches for nobody.
+remembers. A block that was evicted and filled with something else thus vouches for no other block.
 
 A chained xxhash finds candidates; every hit is then compared in full (`BlockContent.key`), so that
-a collision is a miss and nobody ever reads another prompt's KV.
+a collision is a miss and no request ever reads another prompt's KV.
 """
 
 import secrets
@@ -32,7 +32,7 @@ class PrefixCache:
     """An index of full blocks by content; the pool decides which of them live.
 
     `block_size` is the pool's. `digest` maps a key to its hash; None for xxh3_64 with a random seed
-    of this process, so that nobody outside can prepare collisions.
+    of this process, so that no client can prepare collisions.
 
     Attributes:
         num_query_tokens: Tokens of sequences that asked for their prefix on joining the batch.

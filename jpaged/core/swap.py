@@ -203,7 +203,7 @@ class SwapSpace:
         self._ins.append(SwapIn(image_id, tuple(zip(copied, fresh, strict=True))))
 
     def drop(self, request: Request) -> None:
-        """The group ended; if it was out, nobody wants its image."""
+        """The group ended; if it was out, its image is dropped."""
         if request.image is None:
             return
         image_id = self._forget(request)

@@ -132,7 +132,7 @@ def resolve_checkpoint(model: str | Path) -> Path:
 
 
 def _refuse_endless(folder: Path) -> None:
-    """Whoever reads a FIFO, a socket or a device waits for ever, or reads for ever."""
+    """Refuse a FIFO, a socket or a device, of which reading may wait for ever or never end."""
     for path in sorted(folder.iterdir()):
         is_read = path.name.endswith(_READ_SUFFIXES) and path.exists()
         if is_read and not (path.is_file() or path.is_dir()):

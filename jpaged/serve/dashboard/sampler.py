@@ -1,4 +1,4 @@
-"""Samples what the dashboard shows, beside the engine's steps.
+"""Samples what the dashboard shows, between the engine's steps.
 
 A sampler stands idle until frames are asked for. Then it samples after steps, as often as a small
 share of the time allows. What an idle engine leaves of that share is saved up: a request that comes
