@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 
@@ -30,20 +30,6 @@ _BYTES_A_TOKEN = 8
 
 _SOME = 4096
 """Characters or bytes that cost nothing."""
-
-
-@runtime_checkable
-class Decoder(Protocol):
-    """The part of a tokenizer that makes text; all that the detokenizer knows of one."""
-
-    @property
-    def special_token_ids(self) -> frozenset[int]:
-        """The tokens that `skip_special_tokens` leaves out."""
-        ...
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of the tokens."""
-        ...
 
 
 class Tokenizer:
