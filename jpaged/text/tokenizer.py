@@ -125,23 +125,10 @@ class Tokenizer:
         return self.hf_tokenizer.chat_template is not None
 
     def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        chat_template: str | None = None,
-        allow_special_tokens: bool = False,
-        **template_variables: Any,
+        self, messages: Sequence[Mapping[str, Any]], **options: Any
     ) -> list[int]:
-        """The token ids of a conversation: `encode_chat` of `write_chat`."""
-        chat = self.write_chat(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            chat_template=chat_template,
-            allow_special_tokens=allow_special_tokens,
-            **template_variables,
-        )
-        return self.encode_chat(chat)
+        """The token ids of a conversation; options, errors and the rest as of `write_chat`."""
+        return self.encode_chat(self.write_chat(messages, **options))
 
     def write_chat(
         self,
@@ -381,22 +368,15 @@ def _bounded_output(template: jinja2.Template, most: int | None) -> Iterator[Non
 
 def _tokenizer_class(folder: Path) -> Any:
     """AutoTokenizer, or the class it would pick where that is plain: importing it takes half."""
-    with _no_torch_advice():
-        if _declared_class(folder) in _AS_SERIALISED and (folder / "tokenizer.json").is_file():
-            from transformers import PreTrainedTokenizerFast
-
-            return PreTrainedTokenizerFast
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer
-
-
-def _declared_class(folder: Path) -> str | None:
     path = folder / "tokenizer_config.json"
-    if not path.is_file():
-        return None
-    config = json.loads(path.read_text(encoding="utf-8"))
-    return None if "auto_map" in config else config.get("tokenizer_class")
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    is_plain = config.get("tokenizer_class") in _AS_SERIALISED and "auto_map" not in config
+    with _no_torch_advice():
+        import transformers
+
+        if is_plain and (folder / "tokenizer.json").is_file():
+            return transformers.PreTrainedTokenizerFast
+        return transformers.AutoTokenizer
 
 
 @contextlib.contextmanager
