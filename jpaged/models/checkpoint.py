@@ -5,7 +5,7 @@ by which tensors become parameters.
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -36,7 +36,6 @@ _DOWNLOADED = [
 ]
 _NOT_DOWNLOADED = ["*/*", "consolidated*.safetensors", "adapter_*"]
 _MAX_NAMED = 10
-
 
 _READ_SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja", ".tiktoken")
 """Of the files that are read of a checkpoint, here and by its tokenizer's class."""
@@ -271,24 +270,17 @@ def _read_indexed(folder: Path) -> list[TensorInfo]:
             f"{index} names shards that are missing: {named_list(absent)}; fetch them again."
         )
     tensors = [tensor for name in shards for tensor in _read_header(folder / name)]
-    _check_against_index(index, shard_of, tensors)
-    return tensors
-
-
-def _check_against_index(
-    index: Path, shard_of: Mapping[str, str], tensors: list[TensorInfo]
-) -> None:
-    held = {(tensor.name, tensor.file.name) for tensor in tensors}
-    indexed = set(shard_of.items())
+    held, indexed = {(it.name, it.file.name) for it in tensors}, set(shard_of.items())
     problems = []
-    if absent := sorted(indexed - held):
-        listed = named_list([f"{name} in {shard}" for name, shard in absent])
-        problems.append(f"{len(absent)} tensors of the index are not in their shard: {listed}")
-    if extra := sorted(held - indexed):
-        listed = named_list([f"{name} in {shard}" for name, shard in extra])
-        problems.append(f"{len(extra)} tensors of the shards are not in the index: {listed}")
+    for what, pairs in (
+        ("tensors of the index are not in their shard", indexed - held),
+        ("tensors of the shards are not in the index", held - indexed),
+    ):
+        listed = named_list([f"{name} in {shard}" for name, shard in sorted(pairs)])
+        problems += [f"{len(pairs)} {what}: {listed}"] if pairs else []
     if problems:
-        raise CheckpointError(f"{index} and its shards disagree: " + "; ".join(problems) + ".")
+        raise CheckpointError(f"{index} and its shards disagree: {'; '.join(problems)}.")
+    return tensors
 
 
 def _read_header(file: Path) -> list[TensorInfo]:

@@ -43,7 +43,6 @@ from jpaged.models.registry import weight_rules
 __all__ = [
     "CheckpointError",
     "ModelPlan",
-    "load_model",
     "plan_model",
     "read_config",
     "resolve_checkpoint",
@@ -105,19 +104,6 @@ class ModelPlan:
         flat = nnx.to_flat_state(state)
         filled = [(path, leaf.replace(arrays[_name_of(path)])) for path, leaf in flat]
         return nnx.merge(graphdef, nnx.from_flat_state(filled))
-
-
-def load_model(
-    folder: str | Path,
-    config: ModelConfig,
-    *,
-    dtype: DTypeLike,
-    load_format: str = "auto",
-    seed: int = 0,
-) -> nnx.Module:
-    """What `plan_model` plans, with its parameters on the default device; raises as that does."""
-    plan = plan_model(folder, config, dtype=dtype, load_format=load_format, seed=seed)
-    return plan.load()
 
 
 def plan_model(

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from jpaged.models import loader
 from jpaged.models.checkpoint import CheckpointError, WeightRule, WeightRules
-from jpaged.models.loader import load_model
+from jpaged.models.loader import plan_model
 from jpaged.models.registry import read_model_config
 
 V, D, N, K, H, F = 11, 6, 4, 2, 8, 7
@@ -121,7 +121,7 @@ def parameters(model):
 
 
 def load(folder, dtype=jnp.float32, **options):
-    return parameters(load_model(folder, CONFIG, dtype=dtype, **options))
+    return parameters(plan_model(folder, CONFIG, dtype=dtype, **options).load())
 
 
 @pytest.mark.parametrize("slab_bytes", [loader.SLAB_BYTES, 40, 1])
