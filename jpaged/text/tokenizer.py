@@ -419,7 +419,9 @@ def _bytes_function(hf_tokenizer: Any) -> Callable[[int], bytes] | None:
     backend = getattr(hf_tokenizer, "backend_tokenizer", None)
     if backend is None or type(backend.decoder).__name__ != "ByteLevel":
         return None
-    byte_of = _byte_alphabet()
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    byte_of = {letter: bytes([byte]) for byte, letter in bytes_to_unicode().items()}
 
     @functools.cache
     def bytes_of(token_id: int) -> bytes:
@@ -428,14 +430,6 @@ def _bytes_function(hf_tokenizer: Any) -> Callable[[int], bytes] | None:
         return token.encode() if None in own else b"".join(own)  # type: ignore[arg-type]
 
     return bytes_of
-
-
-def _byte_alphabet() -> dict[str, bytes]:
-    """GPT-2's: a printable byte is its own character, the others follow from U+0100 on."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {chr(byte): bytes([byte]) for byte in printable}
-    return alphabet | {chr(256 + n): bytes([byte]) for n, byte in enumerate(others)}
 
 
 _REACH = 16384
