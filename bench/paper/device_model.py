@@ -18,7 +18,7 @@ there, the median of those steps; where none were, the block size makes no diffe
 
 The data: `bench/results/step_times_<shape>_nvidia-h200.json`, which `bench.step_times` writes on an
 H200: the shape's own, or for a shape that has none OPT-13B's. Until then `recorded_steps.json` in
-this folder: what results and notes say of single steps, each with its source.
+this folder: what results and docs say of single steps, each with its source.
 `python -m bench.paper.device_model` prints every point with its error.
 
 Other GPUs are not measured. For them bandwidths and rates are the fitted ones times the ratio of
