@@ -7,7 +7,7 @@ step after its last token. The host's own time is hidden behind the steps, but f
 `Coefficients.step` has of it. Steps are padded to the engine's buckets. There are no bursts, which
 only models of under 5 GB of weights have.
 
-A transfer to host memory goes on beside later steps; a step waits for what comes back before it,
+A transfer to host memory overlaps with later steps; a step waits for what comes back before it,
 since that is written to the pool. Transfers follow each other on one link.
 
 Orca and the FasterTransformer-like server share nothing: each sample or beam is a request of its

@@ -492,10 +492,10 @@ def test_absolute_targets(target: bytes, expected: bytes):
 
 
 class Slow:
-    """Answers after a while, unless nobody waits any more.
+    """Answers after a while, unless the client waits no more.
 
     Attributes:
-        num_asked, num_gone: How often it was asked, and how often nobody waited any more.
+        num_asked, num_gone: How often it was asked, and how often the client waited no more.
     """
 
     def __init__(self, seconds: float):

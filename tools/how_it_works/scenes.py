@@ -30,7 +30,7 @@ Script = Callable[[tuple[str, ...]], Sequence[tuple[str, float]]]
 
 @dataclass(frozen=True)
 class Table:
-    """A sequence: its request, its place among the request's samples, its block table."""
+    """A sequence: its request, its index among the request's samples, its block table."""
 
     request_id: str
     index: int
