@@ -102,7 +102,7 @@ def fits(
     group: int | BeamSearch = 1,
     num_shared: int = 0,
 ) -> bool:
-    """Which requests may be refused, by a second rule; `num_shared` pinned blocks are there."""
+    """Who may be refused, said once more; `num_shared` pinned blocks are there already."""
     manager = scheduler.block_manager
     if not 1 <= len(prompt) < scheduler.config.max_model_len:
         return False
@@ -229,7 +229,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.driver.scheduler.block_manager.prefix_cache)
     @rule(prompt=prompts, salt=salts)
     def pin(self, prompt: list[int], salt: str | None):
-        """Any part of a prefix that is there may be pinned, as long as every request still fits."""
+        """Whatever of a prefix is there may be pinned, as long as everybody still fits."""
         scheduler = self.driver.scheduler
         manager = scheduler.block_manager
         most = len(prompt) // manager.block_size
