@@ -119,7 +119,7 @@ class Decoder:
         return self.num_unfinished - len(self.waiting)
 
     def step(self) -> list[Request]:
-        """Fill the slots, launch, and read all but the newest launches; returns who ended there."""
+        """Fill the slots, launch, and read all but the newest launches; returns the ended requests."""
         if self.waiting and (self.batching == "slabs" or not self.running):
             self._admit()
         if self.running:
@@ -211,7 +211,7 @@ class Decoder:
     def _launched(
         self, tokens: jax.Array, columns: list[tuple[int, Request]], num_steps: int
     ) -> None:
-        """Note whose tokens [num_steps, ...] hold; who needs no more leaves its slot."""
+        """Note the requests whose tokens [num_steps, ...] hold; complete ones leave their slots."""
         tokens.copy_to_host_async()
         self._unread.append((tokens, columns))
         for _, request in columns:

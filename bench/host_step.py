@@ -4,7 +4,7 @@ The engine's own scheduler, loop and runner serve 256 sequences, but the program
 give back arrays made beforehand. So the figures hold no launch and no waiting: what is left has to
 overlap with the device's work. Microseconds a step, the median over the steps:
 
-    schedule    who computes what, block tables
+    schedule    what each sequence computes, block tables
     rows        which row of the device's arrays each sequence has
     pack        the step's inputs in one array
     dispatch    calling the programs: two stubs

@@ -310,7 +310,7 @@ class TokenStates(NamedTuple):
 
     Attributes:
         tokens: Hold the KV of a token.
-        reserved: Will be filled by those who hold them.
+        reserved: Will be filled by their holders.
         internal: Held, and never filled: reserved for more than there will be, or the rest of a
             last block.
         external: What the buddy allocator adds to a reservation; and free slots while a request

@@ -188,7 +188,7 @@ class Workload:
 
     Attributes:
         trace: The requests.
-        system: Who serves them.
+        system: What serves them.
         width: Samples or beams of each.
         is_search: Whether they are beams of one request.
         prefix_caching: Whether it matters which tokens outputs have.
@@ -352,7 +352,7 @@ class Tally:
         self.num_steps = self.num_computed = self.num_recomputed = 0
         self.num_preempted = self.num_moved = 0
         self.num_logical = self.num_physical = 0
-        self._looked = {True: np.zeros(5), False: np.zeros(5)}  # whether somebody waits for memory
+        self._looked = {True: np.zeros(5), False: np.zeros(5)}  # whether a request waits for memory
         self._waste = self._half_blocks = self._held = 0.0
         self._since_look = self._running = 0.0
         self._seen: _Look | None = None  # since `spend` was called last

@@ -14,7 +14,7 @@ from jpaged.core.swap import PreemptionMode, PressurePolicy
     ("goal", "joined"), [(Goal.LATENCY, [1, 1, 1]), (Goal.THROUGHPUT, [0, 2, 1])]
 )
 def test_those_who_wait_join_several_at_a_time(goal: Goal, joined: list[int]):
-    """Two, of 64 seats; or all who wait, if they are fewer."""
+    """Two, of 64 seats; or all that wait, if they are fewer."""
     scheduler = make_scheduler(300, max_num_seqs=64, max_num_batched_tokens=256)
     driver = Driver(scheduler, goal=goal)
     for i in range(64 + 3):
@@ -89,7 +89,7 @@ def test_where_priorities_count_all_decode_in_every_step():
     [
         ({}, {1: 2, 2: 6, 3: 2}),
         ({"max_num_seqs": 3}, {0: 1, 1: 2, 2: 6}),  # no seat for the one who would fill it
-        # 3 are taken, 5 are needed, and 2 for those who run.
+        # 3 are taken, 5 are needed, and 2 for those that run.
         ({"num_blocks": 1 + 10}, {1: 2, 2: 6, 3: 2}),
         ({"num_blocks": 1 + 9}, {0: 1, 1: 2, 2: 6, 3: 1}),
     ],

@@ -1,4 +1,4 @@
-"""Several decode steps in one launch: the same answers, and who comes meanwhile is not kept out."""
+"""Several decode steps in one launch: the same answers, and arriving requests are not kept out."""
 
 import random
 from collections.abc import Iterator, Sequence

@@ -501,7 +501,7 @@ def test_the_page_and_python_agree_on_frames(pages: Pages, engines: Callable[...
         assert (shown["numLogical"], shown["numUsed"]) == (len(held), len(set(held)))
         ends = {t[-1][-1]: -t[5] % 16 for t in state.tables.values() if len(t[-1])}
         assert shown["numWasted"] == sum(ends.values())
-        for block in set(held):  # in the colour of one who holds it
+        for block in set(held):  # in the colour of a request that holds it
             holders = {table[1] for table in state.tables.values() if block in table[-1]}
             assert shown["owners"][block] in holders
 

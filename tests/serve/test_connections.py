@@ -123,7 +123,7 @@ def test_too_many_connections():
                     port, REQUEST.replace(b"/ ", path.encode() + b" ") + b"\r\n"
                 )
                 assert answer.endswith(b"yes")
-            for reader, writer in early:  # who was there first is served
+            for reader, writer in early:  # those that came first are served
                 writer.write(REQUEST + b"Connection: close\r\n\r\n")
                 assert (await reader.read()).endswith(b"yes")
                 writer.close()

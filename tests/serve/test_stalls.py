@@ -165,7 +165,7 @@ class Stream:
         connection = HTTPConnection(self._host, timeout=60)
         try:
             while not self._stopped:
-                last = None  # how long the first event takes depends on who is in line
+                last = None  # how long the first event takes depends on what is in line
                 answer = post(connection, COMPLETIONS, json.dumps(asked).encode())
                 assert answer.status == 200
                 for line in answer:

@@ -301,7 +301,7 @@ def shared_prefix() -> tuple[Snapshot, list[int]]:
 
 @dataclass(frozen=True)
 class Turn:
-    """One step: tokens computed by each request, who was preempted for it, blocks left free."""
+    """One step: tokens computed by each request, requests preempted for it, blocks left free."""
 
     num_tokens: dict[str, int]
     preempted: tuple[str, ...]
