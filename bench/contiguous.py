@@ -119,7 +119,7 @@ class Decoder:
         return self.num_unfinished - len(self.waiting)
 
     def step(self) -> list[Request]:
-        """Fill the slots, launch, and read all but the newest launches; returns the ended requests."""
+        """Fill the slots, launch, read all but the newest launches; returns the ended requests."""
         if self.waiting and (self.batching == "slabs" or not self.running):
             self._admit()
         if self.running:
