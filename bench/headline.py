@@ -45,7 +45,7 @@ CONTIGUOUS = {"contiguous_static": "static", "contiguous_slabs": "slabs"}
 ALL_SYSTEMS = ("ours", *(system for system in SYSTEMS if system != "ours"), *CONTIGUOUS)
 LENGTHS = tuple(traces.MEAN_LENGTHS)
 MARKS = {"orca_max": 2.7, "orca_oracle": 1.7}
-"""Of our sustained rate over the system's, on ShareGPT-like lengths."""
+"""Ratios to reach of our sustained rate over the system's, on ShareGPT-like lengths."""
 
 MAX_BATCHED_TOKENS = 2048
 SATURATING = 5.0
