@@ -87,23 +87,13 @@ def _plan(weights, num_tokens, backend):
 
 def check_fused_layer(attended, hidden, weights, num_rows, exchange, eps):
     """A layer's weights that fit each other and the rows."""
-    checks.check_float("hidden", hidden, 2, "[T, D]")
-    checks.check_rank("attended", attended, 2, "[T, C]")
+    sizes = checks.check_array("hidden", hidden, "[T, D]")
+    sizes |= checks.check_array("attended", attended, "[T, C]", hidden.dtype, **sizes)
     axes = ("[C, D]", "[D]", "[D, 2, F]", "[F, D]", "[D]", "[D, Q]")
     for name, weight, axis in zip(weights._fields, weights, axes, strict=True):
-        checks.check_rank(f"weights.{name}", weight, axis.count(",") + 1, axis)
-        checks.check_dtype(f"weights.{name}", weight, hidden.dtype, "hidden's dtype; cast it first")
-    rows, size = hidden.shape
-    depth, inner, width = attended.shape[1], weights.down.shape[0], weights.next_qkv.shape[1]
-    checks.check_dtype("attended", attended, hidden.dtype, "hidden's dtype; cast it first")
-    checks.check_shape("attended", attended, (rows, depth), "one row for each of hidden's")
-    shapes = ((depth, size), (size,), (size, 2, inner), (inner, size), (size,), (size, width))
-    for name, weight, shape in zip(weights._fields, weights, shapes, strict=True):
-        checks.check_shape(
-            f"weights.{name}", weight, shape, "the widths that the other arrays have"
-        )
-    checks.check_int32("num_rows", num_rows, 0, "[]")
-    checks.check_int32("exchange", exchange, 1, "[W]")
+        sizes |= checks.check_array(f"weights.{name}", weight, axis, hidden.dtype, **sizes)
+    checks.check_array("num_rows", num_rows, "[]", jnp.int32)
+    checks.check_array("exchange", exchange, "[W]", jnp.int32)
     checks.check_eps("eps", eps)
 
 
