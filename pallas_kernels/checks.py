@@ -30,9 +30,8 @@ def check_array(name, array, axes, dtypes=FLOATS, **sizes):
     found = dict(zip(names, array.shape, strict=False))
     if array.ndim != len(names) or any(known.get(axis, n) != n for axis, n in found.items()):
         given = ", ".join(f"{axis} = {n}" for axis, n in sizes.items() if axis in names)
-        raise ValueError(
-            f"{name} has shape {tuple(array.shape)}; it must be {axes}" + f" with {given}" * bool(given)
-        )
+        wanted = f"{axes} with {given}" if given else axes
+        raise ValueError(f"{name} has shape {tuple(array.shape)}; it must be {wanted}")
     dtypes = dtypes if dtypes is None or isinstance(dtypes, tuple) else (dtypes,)
     if dtypes is not None and array.dtype not in dtypes:
         wanted = " or ".join(dict.fromkeys(jnp.dtype(dtype).name for dtype in dtypes))

@@ -28,10 +28,14 @@ _WARP = 32
 _DYNAMIC = -(1 << 31)  # "the index is an operand", in LLVM's address computation
 
 
+# Tiles of 8 rows of 128 bytes, as tensor cores and the copy engine want them; here of 2-byte types.
+SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+
 def swizzled(shape, dtype):
-    """Shared memory in tiles of 8 rows of 128 bytes, as tensor cores and the copy engine want."""
-    transforms = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize))
-    return plgpu.SMEM(shape, dtype, transforms=(transforms, plgpu.SwizzleTransform(128)))
+    """Shared memory in swizzled tiles of 8 rows of 128 bytes."""
+    tiles = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=(tiles, SWIZZLED[1]))
 
 
 class Value:

@@ -168,9 +168,8 @@ def _prefill(q, kv, block_tables, query_start_loc, seq_lens, options, backend, s
         "device_kind": device_kind(backend),
     }
     plain = options["soft_cap"] is None and options["sliding_window"] is None
-    hopper = tuning.hopper_prefill_config(block_size=kv.k.shape[1], plain=plain, **facts)
-    if hopper is not None:
-        launch = {"scale": options["scale"], "config": hopper, "shared": shared}
+    if tuning.runs_hopper_prefill(block_size=kv.k.shape[1], plain=plain, **facts):
+        launch = {"scale": options["scale"], "shared": shared}
         return prefill_hopper.paged_prefill_attention(*arrays, **launch)
     facts["group"] = q.shape[1] // kv.k.shape[2]
     config = tuning.prefill_config(num_tokens=q.shape[0], batch=seq_lens.shape[0], **facts)

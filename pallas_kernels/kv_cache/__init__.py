@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels import checks
-from pallas_kernels.kv_cache import triton, tuning, xla
+from pallas_kernels.kv_cache import triton, xla
 from pallas_kernels.tuning import device_kind
 from pallas_kernels.types import Backend, HeadNorms, LayerKV
 
@@ -76,9 +76,8 @@ def rope_write_kv(
     backend = Backend(backend)
     if backend is Backend.XLA or not qkv.size:
         return xla.rope_write_kv(qkv, kv, slot_mapping, angles, norms, dtype=dtype)
-    config = tuning.rope_config(
-        head_size=qkv.shape[3], itemsize=qkv.dtype.itemsize, device_kind=device_kind(backend)
-    )
+    facts = {"head_size": qkv.shape[3], "itemsize": qkv.dtype.itemsize}
+    config = triton.rope_config(**facts, device_kind=device_kind(backend))
     interpret = backend is Backend.INTERPRET
     return triton.rope_write_kv(
         qkv, kv, slot_mapping, angles, norms, dtype=dtype, config=config, interpret=interpret
@@ -111,7 +110,7 @@ def copy_blocks(
 
 def _launch(op, kv, backend):
     facts = {"head_size": kv.k.shape[3], "itemsize": kv.k.dtype.itemsize}
-    config = tuning.move_config(op, **facts, device_kind=device_kind(backend))
+    config = triton.move_config(op, **facts, device_kind=device_kind(backend))
     return {"config": config, "interpret": backend is Backend.INTERPRET}
 
 

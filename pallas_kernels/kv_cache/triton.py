@@ -20,6 +20,7 @@ copy_blocks     grid (pair, chunk of a block, array); `array` runs over the K an
                 Pairs are independent (the public entry demands it): programs need no order.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -28,8 +29,35 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.kv_cache.tuning import MoveConfig, RopeConfig
+from pallas_kernels import tuning
 from pallas_kernels.types import LayerKV
+
+
+@dataclasses.dataclass(frozen=True)
+class MoveConfig:
+    """Of a write or a copy: elements a program moves, warps."""
+
+    chunk: int = 2048
+    num_warps: int = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Of a write after rotation: rows (heads of tokens; a power of two) a program, warps."""
+
+    tile_rows: int
+    num_warps: int = 4
+
+
+def move_config(op: str, *, head_size: int, itemsize: int, device_kind: str = "") -> MoveConfig:
+    """For `op`, "write" or "copy": 2,048 elements a program keep any GPU's memory busy."""
+    return tuning.tuned(op, head_size, itemsize, device_kind, MoveConfig())
+
+
+def rope_config(*, head_size: int, itemsize: int, device_kind: str = "") -> RopeConfig:
+    """Whole heads of 1,024 elements in all: eight a thread, a 16-byte load in bfloat16."""
+    config = RopeConfig(max(1, 1024 // pl.next_power_of_2(head_size)))
+    return tuning.tuned("rope_write", head_size, itemsize, device_kind, config)
 
 
 def write_kv(kv, k, v, slot_mapping, *, config: MoveConfig, interpret: bool):

@@ -7,10 +7,10 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels import checks
 from pallas_kernels.gemm.xla import gate_up, gated_silu, split_k_gemm
 from pallas_kernels.hopper_ops import EMPTY
-from pallas_kernels.layer import hopper, tuning
+from pallas_kernels.layer import hopper
 from pallas_kernels.norm import add_rms_norm
 from pallas_kernels.tuning import device_kind, num_cores
-from pallas_kernels.types import Backend, LayerSizes, LayerWeights
+from pallas_kernels.types import Backend, LayerWeights
 
 
 def new_exchange(
@@ -25,7 +25,7 @@ def new_exchange(
     plan = _plan(weights, num_tokens, Backend(backend))
     if plan is None:
         return None
-    return jnp.full((plan[0].words,), EMPTY, jnp.int32)
+    return jnp.full((plan.words,), EMPTY, jnp.int32)
 
 
 def fused_layer(
@@ -65,24 +65,26 @@ def fused_layer(
     plan = _plan(weights, hidden.shape[0], Backend(backend))
     if plan is None:
         return *op_by_op(attended, hidden, weights, eps=eps), exchange
-    if exchange.shape != (plan[0].words,):
+    if exchange.shape != (plan.words,):
         raise ValueError(
-            f"exchange has {exchange.shape[0]} words, this layer needs {plan[0].words}: "
+            f"exchange has {exchange.shape[0]} words, this layer needs {plan.words}: "
             "make it by new_exchange, with this layer's weights and rows"
         )
-    return hopper.fused_layer(
-        attended, hidden, weights, num_rows, exchange, eps=eps, plan=plan[0], config=plan[1]
-    )
+    return hopper.fused_layer(attended, hidden, weights, num_rows, exchange, eps=eps, plan=plan)
 
 
 def _plan(weights, num_tokens, backend):
-    """The Hopper kernel's plan and config, or None."""
+    """The Hopper kernel's plan, or None."""
     if jax.__version_info__ < (0, 11):  # whose Mosaic GPU kernels have no mutable arguments
         return None
-    sizes, dtype = LayerSizes.of(weights), weights.output.dtype.name
-    facts = {"device_kind": device_kind(backend), "num_cores": num_cores(backend)}
-    config = tuning.fused_layer_config(sizes, num_tokens=num_tokens, dtype=dtype, **facts)
-    return None if config is None else (hopper.Plan(sizes, config.num_programs), config)
+    (attended, hidden), inner = weights.output.shape, weights.down.shape[0]
+    return hopper.layer_plan(
+        hopper.LayerSizes(hidden, attended, inner, weights.next_qkv.shape[1]),
+        num_tokens=num_tokens,
+        dtype=weights.output.dtype.name,
+        num_cores=num_cores(backend),
+        device_kind=device_kind(backend),
+    )
 
 
 def check_fused_layer(attended, hidden, weights, num_rows, exchange, eps):

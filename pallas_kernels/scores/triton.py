@@ -19,7 +19,6 @@ float32 [B, chunks], and where a token is to be chosen its key and id int32 [B, 
 that are not wanted the first three are undefined.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -38,20 +37,11 @@ from pallas_kernels.scores.adjustments import (
     adjust_tile,
 )
 
-BLOCK = 128
-"""Tokens that share a key."""
+BLOCK = 128  # tokens that share a key
+CHUNK = 4096  # tokens of a program of the scan
+RANK_TILE = 4096  # tokens a turn of a rank that is counted
+NUM_WARPS = 4  # of either launch
 _NONE, _MOST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
-
-
-@dataclasses.dataclass(frozen=True)
-class ScoresConfig:
-    """Tokens a program, warps of either launch, tokens a turn of a rank that is
-    counted; powers of two."""
-
-    chunk: int = 4096
-    scan_warps: int = 4
-    finish_warps: int = 4
-    rank_tile: int = 4096
 
 
 def token_scores(
@@ -62,22 +52,20 @@ def token_scores(
     *,
     adjustments: Adjustments | None = None,
     interpret: bool,
-    config: ScoresConfig = ScoresConfig(),
 ):
     """As the public `token_scores`, or `greedy_scores` where `token_ids` is None; of at least one
     token, and a `count` of at least 1."""
     batch, width = logits.shape
-    chunks = pl.cdiv(width, config.chunk)
-    blocks = chunks * (config.chunk // BLOCK)
-    facts = {"width": width, "count": count, "chunks": chunks, "config": config}
-    facts["chooses"] = token_ids is None
+    chunks = pl.cdiv(width, CHUNK)
+    blocks = chunks * (CHUNK // BLOCK)
+    facts = {"width": width, "count": count, "chunks": chunks, "chooses": token_ids is None}
 
-    def launch(kernel, name, grid, out_shape, num_warps, *arrays):
+    def launch(kernel, name, grid, out_shape, *arrays):
         return pl.pallas_call(
             functools.partial(kernel, **facts),
             out_shape=out_shape,
             grid=grid,
-            compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
+            compiler_params=plgpu.CompilerParams(num_warps=NUM_WARPS, num_stages=1),
             interpret=interpret,
             name=name,
         )(*arrays)
@@ -85,22 +73,16 @@ def token_scores(
     def shape(columns, dtype):
         return jax.ShapeDtypeStruct((batch, columns), dtype)
 
-    scanned = (
-        shape(blocks, jnp.int32),
-        shape(chunks, jnp.float32),
-        shape(chunks, jnp.float32),
-    )
+    scanned = shape(blocks, jnp.int32), *(shape(chunks, jnp.float32),) * 2
     if token_ids is None:
         scanned += (shape(chunks, jnp.int32),) * 2
     wanted = wanted.astype(jnp.int32)
     state = () if adjustments is None else adjustments
-    grid, warps = (chunks, batch), config.scan_warps
-    found = launch(_scan, "token_scores_scan", grid, scanned, warps, logits, wanted, *state)
+    found = launch(_scan, "token_scores_scan", (chunks, batch), scanned, logits, wanted, *state)
     if token_ids is not None:
         found = *found, token_ids
     packed = shape(NUM_FACTS + 2 * count, jnp.int32)
-    warps = config.finish_warps
-    return launch(_finish, "token_scores_finish", (batch,), packed, warps, logits, wanted, *found)
+    return launch(_finish, "token_scores_finish", (batch,), packed, logits, wanted, *found)
 
 
 def _key(logits):
@@ -127,14 +109,14 @@ def _load(ref, row, columns, width, other=-jnp.inf):
     return plgpu.load(ref.at[index], mask=live, other=other), live
 
 
-def _scan(logits_ref, wanted_ref, *refs, width, count, chunks, chooses, config):
+def _scan(logits_ref, wanted_ref, *refs, width, count, chunks, chooses):
     keys_ref, largest_ref, sums_ref, *chosen_refs = refs[-5 if chooses else -3 :]
     state_refs = refs[: -5 if chooses else -3]
     chunk, row = pl.program_id(0), pl.program_id(1)
     is_wanted = wanted_ref[row] != 0
-    shape = config.chunk // BLOCK, BLOCK
+    shape = CHUNK // BLOCK, BLOCK
     block = lax.broadcasted_iota(jnp.int32, shape, 0)
-    columns = chunk * config.chunk + block * BLOCK + lax.broadcasted_iota(jnp.int32, shape, 1)
+    columns = chunk * CHUNK + block * BLOCK + lax.broadcasted_iota(jnp.int32, shape, 1)
 
     def choose(logits, live):
         x = _adjusted(logits, state_refs, row, columns, width) if state_refs else logits
@@ -214,7 +196,6 @@ def _finish(
     count,
     chunks,
     chooses,
-    config,
 ):
     *token_refs, out_ref = refs
     row = pl.program_id(0)
@@ -227,7 +208,7 @@ def _finish(
         chosen = logits_ref[row, jnp.clip(token, 0, width - 1)]
         out_ref[row, 1] = lax.bitcast_convert_type(chosen - log_total, jnp.int32)
 
-        blocks = chunks * (config.chunk // BLOCK)
+        blocks = chunks * (CHUNK // BLOCK)
         block = jnp.arange(pl.next_power_of_2(blocks), dtype=jnp.int32)
         index = jnp.full_like(block, row), block
         keys = plgpu.load(keys_ref.at[index], mask=block < blocks, other=_NONE)
@@ -261,13 +242,12 @@ def _finish(
 
         @pl.when(~is_among)
         def _():
-            tile = config.rank_tile
-            offset = jnp.arange(tile, dtype=jnp.int32)
+            offset = jnp.arange(RANK_TILE, dtype=jnp.int32)
 
             def fold(turn, reached):
-                logits, live = _load(logits_ref, row, turn * tile + offset, width)
+                logits, live = _load(logits_ref, row, turn * RANK_TILE + offset, width)
                 return reached + (live & (logits >= chosen)).astype(jnp.int32)
 
-            zeros = jnp.zeros(tile, jnp.int32)
-            reached = lax.fori_loop(0, pl.cdiv(width, tile), fold, zeros)
+            zeros = jnp.zeros(RANK_TILE, jnp.int32)
+            reached = lax.fori_loop(0, pl.cdiv(width, RANK_TILE), fold, zeros)
             out_ref[row, 2] = jnp.sum(reached)

@@ -16,7 +16,6 @@ leaves at once. Sums are of float32 in an order that only the vocabulary's size 
 row's threshold never depends on the batch; more tokens never sum to less.
 """
 
-import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -28,31 +27,16 @@ from jax.experimental.pallas import triton as plgpu
 
 NUM_TRIALS = 8
 NUM_PASSES = 3
+# Tokens, all powers of two but a chunk, which is a whole number of turns of LOADS loads of either
+# kind: of a program; of a load; of a load that is packed; collected of a strip at most.
+CHUNK, TILE, PACKED_TILE, CAPACITY = 10240, 256, 512, 128
+LOADS = 4  # in flight
 NUM_STRIPS = 4  # of a chunk when its tokens are packed, one a warp: warps need not wait for others
 WHOLE_TILE = 4096  # a load where a program of 16 warps reads its whole row: fewer turns to wait in
 # Bits below the top one: a token there is 2**-23 times as probable, and so on. The first trial is
 # minus infinity, which everything reaches.
 _FIRST_TRIALS = (23.0, 16.0, 11.5, 8.0, 5.75, 4.0, 2.0)
 _LOWEST_TRIAL = 184.0
-
-
-@dataclasses.dataclass(frozen=True)
-class TruncationConfig:
-    """Tokens a program, a load, a load that is packed; loads in flight; tokens
-    collected of a strip.
-
-    Loads and what is collected are powers of two; a chunk is a whole number of turns of either.
-    """
-
-    chunk: int = 10240
-    tile: int = 256
-    packed_tile: int = 512
-    loads: int = 4
-    capacity: int = 128
-
-    def num_turns(self, tile: int) -> int:
-        """Of a program's loop with loads of `tile`."""
-        return self.chunk // (tile * self.loads)
 
 
 class _Row(NamedTuple):
@@ -82,9 +66,7 @@ class _Bracket(NamedTuple):
     above: jax.Array
 
 
-def truncation_threshold(
-    logits, rows, top_k, *, interpret: bool, config: TruncationConfig = TruncationConfig()
-):
+def truncation_threshold(logits, rows, top_k, *, interpret: bool):
     """The least logit that top-k and top-p keep.
 
     Args:
@@ -92,20 +74,19 @@ def truncation_threshold(
         rows: float32 [B, 4]: the row's largest logit, log2(e) / temperature, log2(min_p), top_p.
         top_k: int32 [B]; 0 is off.
         interpret: run in the interpreter.
-        config: launch parameters.
 
     Returns:
         float32 [B]; minus infinity where neither is on.
     """
     batch, width = logits.shape
-    chunks = pl.cdiv(width, config.chunk)
+    chunks = pl.cdiv(width, CHUNK)
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     brackets, trials = shape((batch, 4)), shape((batch, NUM_TRIALS))
     narrowed = brackets, trials, shape((batch, chunks, NUM_TRIALS))
 
     def launch(kernel, name, grid, out_shape, num_warps, *arrays):
         return pl.pallas_call(
-            functools.partial(kernel, width=width, chunks=chunks, config=config),
+            functools.partial(kernel, width=width, chunks=chunks),
             out_shape=out_shape,
             grid=grid,
             compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
@@ -119,7 +100,7 @@ def truncation_threshold(
         state = launch(narrow, "truncation_narrow", grid, narrowed, 4, *state)
     collected = (
         brackets,
-        shape((batch, chunks * NUM_STRIPS * config.capacity)),
+        shape((batch, chunks * NUM_STRIPS * CAPACITY)),
         jax.ShapeDtypeStruct((batch, chunks * NUM_STRIPS), jnp.int32),
     )
     state = launch(_collect, "truncation_collect", grid, collected, 4, *state)
@@ -147,13 +128,10 @@ def _load_logits(logits_ref, row, start, size, end):
     return plgpu.load(logits_ref.at[index], mask=live, other=-jnp.inf), live
 
 
-def _load_turn(logits_ref, row, chunk, turn, end, config):
+def _load_turn(logits_ref, row, chunk, turn, end):
     """The tiles of a turn, all on their way before the first is used."""
-    start = chunk * config.chunk + turn * (config.tile * config.loads)
-    return [
-        _load_logits(logits_ref, row, start + i * config.tile, config.tile, end)
-        for i in range(config.loads)
-    ]
+    start = chunk * CHUNK + turn * (TILE * LOADS)
+    return [_load_logits(logits_ref, row, start + i * TILE, TILE, end) for i in range(LOADS)]
 
 
 def _first_trials(row):
@@ -202,7 +180,7 @@ def _store_all(ref, row_index, values):
         ref[row_index, i] = value
 
 
-def _narrow(logits_ref, rows_ref, top_k_ref, *refs, step, width, chunks, config):
+def _narrow(logits_ref, rows_ref, top_k_ref, *refs, step, width, chunks):
     *state_refs, brackets_ref, trials_ref, sums_ref = refs
     chunk, row_index = pl.program_id(0), pl.program_id(1)
     row = _row(rows_ref, top_k_ref, row_index)
@@ -214,7 +192,7 @@ def _narrow(logits_ref, rows_ref, top_k_ref, *refs, step, width, chunks, config)
 
         def measure(by_count):
             def fold(turn, totals):
-                for logits, live in _load_turn(logits_ref, row_index, chunk, turn, width, config):
+                for logits, live in _load_turn(logits_ref, row_index, chunk, turn, width):
                     values = live.astype(jnp.float32) if by_count else _weights(row, logits)
                     totals = [
                         total + jnp.where(logits >= trial, values, jnp.float32(0))
@@ -222,8 +200,8 @@ def _narrow(logits_ref, rows_ref, top_k_ref, *refs, step, width, chunks, config)
                     ]
                 return totals
 
-            zeros = [jnp.zeros(config.tile, jnp.float32) for _ in trials]
-            totals = lax.fori_loop(0, config.num_turns(config.tile), fold, zeros)
+            zeros = [jnp.zeros(TILE, jnp.float32) for _ in trials]
+            totals = lax.fori_loop(0, CHUNK // (TILE * LOADS), fold, zeros)
             for i, total in enumerate(totals):
                 sums_ref[row_index, chunk, i] = jnp.sum(total)
 
@@ -243,7 +221,7 @@ def _narrow(logits_ref, rows_ref, top_k_ref, *refs, step, width, chunks, config)
                 _store_all(brackets_ref, row_index, bracket)
 
 
-def _collect(logits_ref, rows_ref, top_k_ref, *refs, width, chunks, config):
+def _collect(logits_ref, rows_ref, top_k_ref, *refs, width, chunks):
     *state_refs, brackets_ref, collected_ref, counts_ref = refs
     chunk, row_index = pl.program_id(0), pl.program_id(1)
     row = _row(rows_ref, top_k_ref, row_index)
@@ -254,31 +232,31 @@ def _collect(logits_ref, rows_ref, top_k_ref, *refs, width, chunks, config):
         # top-p may still cut among what top-k keeps, so a top-k needs all of it.
         high = jnp.where(row.by_count, jnp.float32(jnp.inf), bracket.high)
 
-        shape = NUM_STRIPS, config.packed_tile // NUM_STRIPS
+        shape = NUM_STRIPS, PACKED_TILE // NUM_STRIPS
         strip = chunk * NUM_STRIPS + lax.broadcasted_iota(jnp.int32, shape, 0)
         column = lax.broadcasted_iota(jnp.int32, strip.shape, 1)
 
         def load(turn, i):
-            start = (turn * config.loads + i) * strip.shape[1]
-            columns = strip * (config.chunk // NUM_STRIPS) + start + column
+            start = (turn * LOADS + i) * strip.shape[1]
+            columns = strip * (CHUNK // NUM_STRIPS) + start + column
             live = columns < width
             index = jnp.full_like(columns, row_index), columns
             return plgpu.load(logits_ref.at[index], mask=live, other=-jnp.inf), live
 
         def pack(turn, counts):
-            for logits, live in [load(turn, i) for i in range(config.loads)]:
+            for logits, live in [load(turn, i) for i in range(LOADS)]:
                 # Infinite logits included: below an infinite `high` lies everything.
                 wanted = live & (logits >= bracket.low) & ((logits < high) | jnp.isinf(high))
                 offset = counts[:, None] + jnp.cumsum(wanted.astype(jnp.int32), axis=1) - 1
-                fits = wanted & (offset < config.capacity)
-                place = jnp.where(fits, strip * config.capacity + offset, collected_ref.shape[1])
+                fits = wanted & (offset < CAPACITY)
+                place = jnp.where(fits, strip * CAPACITY + offset, collected_ref.shape[1])
                 index = jnp.full_like(place, row_index), place
                 plgpu.store(collected_ref.at[index], logits, mask=fits)
                 counts = counts + jnp.sum(wanted.astype(jnp.int32), axis=1)
             return counts
 
         begin = jnp.zeros(NUM_STRIPS, jnp.int32)
-        counts = lax.fori_loop(0, config.num_turns(config.packed_tile), pack, begin)
+        counts = lax.fori_loop(0, CHUNK // (PACKED_TILE * LOADS), pack, begin)
         own = chunk * NUM_STRIPS + jnp.arange(NUM_STRIPS, dtype=jnp.int32)
         plgpu.store(counts_ref.at[jnp.full_like(own, row_index), own], counts)
         pl.when(chunk == 0)(lambda: _store_all(brackets_ref, row_index, bracket))
@@ -295,7 +273,6 @@ def _settle(
     *,
     width,
     chunks,
-    config,
 ):
     row_index = pl.program_id(0)
     row = _row(rows_ref, top_k_ref, row_index)
@@ -304,19 +281,19 @@ def _settle(
     index = jnp.full_like(strip, row_index), strip
     inside = strip < chunks * NUM_STRIPS
     counts = plgpu.load(counts_ref.at[index], mask=row.active & inside, other=0)
-    fits = jnp.max(counts) <= config.capacity
+    fits = jnp.max(counts) <= CAPACITY
 
     def store(measure, base):
         threshold_ref[row_index] = _threshold(row, bracket, measure, base)
 
     @pl.when(row.active & fits)
     def _():
-        place = jnp.arange(strip.shape[0] * config.capacity, dtype=jnp.int32)
-        owner = lax.div(place, jnp.int32(config.capacity))
+        place = jnp.arange(strip.shape[0] * CAPACITY, dtype=jnp.int32)
+        owner = lax.div(place, jnp.int32(CAPACITY))
         index = jnp.full_like(place, row_index), owner
         inside = owner < chunks * NUM_STRIPS
         count = plgpu.load(counts_ref.at[index], mask=inside, other=0)
-        live = inside & (lax.rem(place, jnp.int32(config.capacity)) < count)
+        live = inside & (lax.rem(place, jnp.int32(CAPACITY)) < count)
         index = jnp.full_like(place, row_index), place
         logits = plgpu.load(collected_ref.at[index], mask=live, other=-jnp.inf)
 

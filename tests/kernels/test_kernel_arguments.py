@@ -103,7 +103,7 @@ def test_decode_wants_one_row_a_sequence():
 
 
 def test_prefill_wants_one_more_start():
-    with pytest.raises(ValueError, match=r"query_start_loc has shape \(3,\); .* \[B \+ 1\] with B \+ 1 = 4"):
+    with pytest.raises(ValueError, match=r"query_start_loc has shape \(3,\); .* with B \+ 1 = 4"):
         attention.check_prefill(_ints(3), _ints(3))
 
 
@@ -186,7 +186,7 @@ def test_a_gate_wants_another_factor():
         check(jnp.zeros((3, 1, 64), BF16))
     with pytest.raises(ValueError, match=r"gate_up has shape \(3, 64\)"):
         check(jnp.zeros((3, 64), BF16))
-    with pytest.raises(TypeError, match="int32; it must be bfloat16 or float16 or float32: cast it"):
+    with pytest.raises(TypeError, match="int32; it must be bfloat16 or float16 or float32: "):
         check(_ints(3, 2, 64))
 
 

@@ -375,17 +375,16 @@ def test_a_second_tile_comes_before_a_second_turn_of_merging():
 
 def _spec(config, group):
     """Of 8 KV heads of 128, block tables of 128 entries."""
-    return decode_triton._Spec(
-        None,
-        1.0,
-        None,
-        None,
-        config,
-        group=group,
+    return decode_triton.Spec(
+        num_heads=8 * group,
         num_kv_heads=8,
         head_size=128,
         block_size=16,
         table_width=128,
+        scale=1.0,
+        soft_cap=None,
+        sliding_window=None,
+        config=config,
         interpret=True,
     )
 
@@ -432,10 +431,8 @@ def test_rope_decode_split_counts(splits, window, heads, interpret):
     lens = (*LONG, (33, 1), (64, 1), (65, 1), (1, 1))
     case = Case(F32, 32, 16, heads, lens, sliding_window=window)
     arrays, norms = _with_new_tokens(case, 1, True)
-    for min_tiles, programs, percent in ((1, 528, None), (3, 6, None), (1, 528, 100)):
-        config = DecodeConfig(
-            32, splits, min_tiles=min_tiles, target_programs=programs, share_percent=percent
-        )
+    for programs, percent in ((528, None), (6, None), (528, 100)):
+        config = DecodeConfig(32, splits, target_programs=programs, share_percent=percent)
         run = partial(
             decode_triton.rope_decode_attention,
             norms=norms,

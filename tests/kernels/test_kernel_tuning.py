@@ -12,7 +12,7 @@ from pallas_kernels.attention import tuning as attention_tuning
 from pallas_kernels.attention.tile_ops import tile_width
 from pallas_kernels.gemm import tuning as gemm_tuning
 from pallas_kernels.gemm.tuning import Gemm
-from pallas_kernels.kv_cache import tuning as kv_cache_tuning
+from pallas_kernels.kv_cache import triton as kv_cache_triton
 from pallas_kernels.norm.triton import norm_config
 
 
@@ -117,24 +117,20 @@ def test_many_programs_have_few_warps():
 
 def test_hoppers_prefill_is_for_hopper_and_what_it_can():
     facts = {"head_size": 128, "block_size": 16, "itemsize": 2, "plain": True}
-    choose = partial(attention_tuning.hopper_prefill_config, **facts)
+    runs = partial(attention_tuning.runs_hopper_prefill, **facts)
     for name in ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA GH200 480GB"):
-        assert choose(device_kind=name) == attention_tuning.HopperPrefillConfig()
-    assert choose(device_kind="NVIDIA A100-SXM4-80GB") is None
-    assert choose(device_kind="") is None
+        assert runs(device_kind=name)
+    assert not runs(device_kind="NVIDIA A100-SXM4-80GB")
+    assert not runs(device_kind="")
     others = {"head_size": 64, "block_size": 48, "itemsize": 4, "plain": False}
     for name, value in others.items():
-        assert choose(device_kind="NVIDIA H200", **{name: value}) is None
+        assert not runs(device_kind="NVIDIA H200", **{name: value})
 
 
 def test_hoppers_prefill_is_for_blocks_that_tiles_are_made_of_or_cut_from():
     facts = {"head_size": 128, "itemsize": 2, "plain": True, "device_kind": "NVIDIA H200"}
     sizes = [1, 2, 4, 7, 8, 16, 24, 32, 64, 96, 128, 136, 192, 256]
-    taken = [
-        s
-        for s in sizes
-        if attention_tuning.hopper_prefill_config(block_size=s, **facts) is not None
-    ]
+    taken = [s for s in sizes if attention_tuning.runs_hopper_prefill(block_size=s, **facts)]
     assert taken == [8, 16, 32, 64, 128, 256]
 
 
@@ -277,8 +273,8 @@ def some_gpus_table(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("some_gpus_table")
 def test_a_table_overrides_fields():
     facts = {"head_size": 128, "itemsize": 2, "device_kind": "Some GPU"}
-    assert kv_cache_tuning.move_config("write", **facts).chunk == 512
-    assert kv_cache_tuning.move_config("copy", **facts).chunk == kv_cache_tuning.MoveConfig().chunk
+    assert kv_cache_triton.move_config("write", **facts).chunk == 512
+    assert kv_cache_triton.move_config("copy", **facts).chunk == kv_cache_triton.MoveConfig().chunk
     assert _decode(device_kind="Some GPU").tile_tokens == 32
     assert _decode(device_kind="Some GPU", head_size=64).tile_tokens == 64
     assert _decode(device_kind="Other GPU").tile_tokens == 64
