@@ -27,11 +27,12 @@ from jax.experimental.pallas import triton as plgpu
 
 NUM_TRIALS = 8
 NUM_PASSES = 3
-# Tokens, all powers of two but a chunk, which is a whole number of turns of LOADS loads of either
-# kind: of a program; of a load; of a load that is packed; collected of a strip at most.
-CHUNK, TILE, PACKED_TILE, CAPACITY = 10240, 256, 512, 128
+CHUNK = 10240  # tokens of a program: a whole number of turns of LOADS tiles of either kind
 LOADS = 4  # in flight
+TILE = 256  # tokens of a load that is measured
+PACKED_TILE = 512  # of one that is packed
 NUM_STRIPS = 4  # of a chunk when its tokens are packed, one a warp: warps need not wait for others
+CAPACITY = 128  # tokens collected of a strip at most
 WHOLE_TILE = 4096  # a load where a program of 16 warps reads its whole row: fewer turns to wait in
 # Bits below the top one: a token there is 2**-23 times as probable, and so on. The first trial is
 # minus infinity, which everything reaches.
