@@ -349,8 +349,8 @@ def _merge(partials, out_ref, first_partial, first_row, num_splits, spec):
     def some(turn, _):
         first_head = turn * heads
 
-        def fold(part, carry):
-            first = part * at_once
+        def fold(index, carry):
+            first = index * at_once
             rows = first_partial + first_head + first * spec.num_heads
             live = num_splits - first, spec.group - first_head
             return _fold_partials(partials, rows, live, carry, spec)
@@ -408,7 +408,7 @@ def _weights(maxima, axis):
 def _joined(one, other):
     """Two (max, sum, out) of the same heads as one."""
     top = jnp.maximum(one[0], other[0])
-    weight, more = (jnp.exp2(part[0] - top) for part in (one, other))
+    weight, more = (jnp.exp2(each[0] - top) for each in (one, other))
     return top, one[1] * weight + other[1] * more, one[2] * weight + other[2] * more
 
 

@@ -214,54 +214,54 @@ def _kernel(
         size = min(block_size, TILE)
         copies = TILE // size
 
-        def load_q(index, fields, part):
-            slot = stage_of(index)
-            pl.when(index >= NUM_STAGES)(lambda: plgpu.barrier_wait(q_empty.at[slot]))
+        def load_q(index, fields, half):
+            stage = stage_of(index)
+            pl.when(index >= NUM_STAGES)(lambda: plgpu.barrier_wait(q_empty.at[stage]))
             head_set, _, first_row = fields[:3]
             for member in range(members):
 
-                @pl.when(part == member % 2)
+                @pl.when(half == member % 2)
                 def _copy(member=member):
                     columns = pl.ds(column_of(head_set, member), head_size)
                     plgpu.copy_gmem_to_smem(
                         q_ref.at[pl.ds(first_row, window), columns],
-                        q_smem.at[slot, pl.ds(member * window, window)],
-                        q_full.at[slot],
+                        q_smem.at[stage, pl.ds(member * window, window)],
+                        q_full.at[stage],
                     )
 
-        def load_all(ref, smem, full, empty, part, with_q):
+        def load_all(ref, smem, full, empty, half, with_q):
             def load_tile(index, step, fields):
-                slot = stage_of(step)
+                stage = stage_of(step)
                 table, seq_len = fields[1], fields[6]
                 kv_head = lax.div(fields[0], jnp.int32(sets_a_group))
                 rows = []
                 for i in range(-(-copies // 2)):
-                    position = index * TILE + (i * 2 + part) * size
+                    position = index * TILE + (i * 2 + half) * size
                     entry = table + lax.div(position, jnp.int32(block_size))
                     row = numbers_ref[jnp.minimum(entry, numbers_ref.shape[0] - 1)] * block_size
                     if block_size > TILE:  # a block has several key tiles
                         row += lax.rem(position, jnp.int32(block_size))
                     # Outside the pool, the copy engine fills in zeros.
                     rows.append(jnp.where(position < seq_len, row, ref.shape[0]))
-                pl.when(step >= NUM_STAGES)(lambda: plgpu.barrier_wait(empty.at[slot]))
+                pl.when(step >= NUM_STAGES)(lambda: plgpu.barrier_wait(empty.at[stage]))
                 for i, row in enumerate(rows):
 
                     def copy(i=i, row=row):
                         plgpu.copy_gmem_to_smem(
                             ref.at[pl.ds(row, size), pl.ds(kv_head * head_size, head_size)],
-                            smem.at[slot, pl.ds((i * 2 + part) * size, size)],
-                            full.at[slot],
+                            smem.at[stage, pl.ds((i * 2 + half) * size, size)],
+                            full.at[stage],
                         )
 
                     if copies == 1:
-                        pl.when(part == 0)(copy)
+                        pl.when(half == 0)(copy)
                     else:
                         copy()
 
             def load_item(index, step):
                 fields = item_fields(index)
                 if with_q:
-                    load_q(index, fields, part)
+                    load_q(index, fields, half)
                 # Past the last item, one key tile that the last GEMMs ask for.
                 steps = jnp.where(index < num_rounds, num_steps(fields), 1)
 
@@ -275,10 +275,10 @@ def _kernel(
 
         @plgpu.warp_map
         def _warp(warp):
-            part = lax.rem(warp, jnp.int32(2))
+            half = lax.rem(warp, jnp.int32(2))
             keys, values = (k_ref, k_smem, k_full, k_empty), (v_ref, v_smem, v_full, v_empty)
-            pl.when(warp < 2)(lambda: load_all(*keys, part, with_q=False))
-            pl.when(warp >= 2)(lambda: load_all(*values, part, with_q=True))
+            pl.when(warp < 2)(lambda: load_all(*keys, half, with_q=False))
+            pl.when(warp >= 2)(lambda: load_all(*values, half, with_q=True))
 
     @pl.when((warp_group < 2) & (num_rounds > 0))
     def _compute():
@@ -296,8 +296,8 @@ def _kernel(
             layout = plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
             return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
 
-        def my_q(slot):
-            return q_smem.at[slot, pl.ds(pl.multiple_of(first, HALF), HALF)]
+        def my_q(stage):
+            return q_smem.at[stage, pl.ds(pl.multiple_of(first, HALF), HALF)]
 
         def softmax(scores, reference, row_sum, shift):
             """Weights in float32, reference and sums after them, and whether any reference grew.
@@ -323,26 +323,26 @@ def _kernel(
             weights = jnp.exp2(scores * factor - shifts)
             return weights, reference, functools.reduce(jnp.add, _strips(weights), row_sum), grew
 
-        def fold(carry, step, q_slot, shift):
+        def fold(carry, step, q_stage, shift):
             """out + weights . values of this step; the next step's weights, reference and sums."""
             weights, reference, row_sum, out = carry
-            value_slot, key_slot = stage_of(step), stage_of(step + 1)
+            value_stage, key_stage = stage_of(step), stage_of(step + 1)
 
             def issue(refs):
                 out_acc, scores_acc, *results = refs
-                plgpu.wgmma(scores_acc, my_q(q_slot), k_smem.at[key_slot].transpose((1, 0)))
-                plgpu.wgmma(out_acc, weights, v_smem.at[value_slot])
+                plgpu.wgmma(scores_acc, my_q(q_stage), k_smem.at[key_stage].transpose((1, 0)))
+                plgpu.wgmma(out_acc, weights, v_smem.at[value_stage])
                 scores = plgpu.wgmma_accumulator_load(scores_acc, wait_n=1)
-                plgpu.barrier_arrive(k_empty.at[key_slot])
+                plgpu.barrier_arrive(k_empty.at[key_stage])
                 following = softmax(scores, reference, row_sum, shift)
                 for ref, result in zip(results, following, strict=True):
                     ref[...] = result
                 _have_computed(following[2])
                 plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(v_empty.at[value_slot])
+                plgpu.barrier_arrive(v_empty.at[value_stage])
 
-            plgpu.barrier_wait(v_full.at[value_slot])
-            plgpu.barrier_wait(k_full.at[key_slot])
+            plgpu.barrier_wait(v_full.at[value_stage])
+            plgpu.barrier_wait(k_full.at[key_stage])
             no_scores = wgmma_zeros(HALF, TILE)
             start = plgpu.ACC.init(out), plgpu.ACC.init(no_scores)
             ends: Any = pl.run_state(issue)((*start, no_scores, reference, row_sum, jnp.int32(0)))
@@ -354,26 +354,26 @@ def _kernel(
             out = lax.cond(grew != 0, rescaled, lambda out: out, out)
             return weights.astype(q_ref.dtype), grown, row_sum, out
 
-        def last_gemms(weights, out, step, q_slot):
+        def last_gemms(weights, out, step, q_stage):
             """out + weights . values of a tile's last step, and the next tile's first scores."""
-            value_slot, key_slot = stage_of(step), stage_of(step + 1)
+            value_stage, key_stage = stage_of(step), stage_of(step + 1)
 
             def issue(refs):
                 out_acc, scores_acc = refs
-                plgpu.wgmma(out_acc, weights, v_smem.at[value_slot])
-                plgpu.wgmma(scores_acc, my_q(q_slot), k_smem.at[key_slot].transpose((1, 0)))
+                plgpu.wgmma(out_acc, weights, v_smem.at[value_stage])
+                plgpu.wgmma(scores_acc, my_q(q_stage), k_smem.at[key_stage].transpose((1, 0)))
                 plgpu.wgmma_wait(1)
-                plgpu.barrier_arrive(v_empty.at[value_slot])
+                plgpu.barrier_arrive(v_empty.at[value_stage])
                 plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(k_empty.at[key_slot])
+                plgpu.barrier_arrive(k_empty.at[key_stage])
 
-            plgpu.barrier_wait(k_full.at[key_slot])
+            plgpu.barrier_wait(k_full.at[key_stage])
             ends: Any = pl.run_state(issue)(
                 (plgpu.ACC.init(out), plgpu.ACC.init(wgmma_zeros(HALF, TILE)))
             )
             return ends
 
-        def clean_values(slot, live, seq_len):
+        def clean_values(stage, live, seq_len):
             """Zero the rows from `live` on where the sequence ends inside a block.
 
             Both warpgroups write the same values, so neither waits for the other.
@@ -382,7 +382,7 @@ def _kernel(
             @pl.when((live < TILE) & (lax.rem(seq_len, jnp.int32(block_size)) != 0))
             def _clean():
                 for start in range(0, TILE, HALF):
-                    rows = v_smem.at[slot, pl.ds(start, HALF)]
+                    rows = v_smem.at[stage, pl.ds(start, HALF)]
                     row = plgpu.layout_cast(
                         lax.broadcasted_iota(jnp.int32, (HALF, head_size), 0), plgpu.Layout.WGMMA
                     )
@@ -393,14 +393,14 @@ def _kernel(
         def compute_item(index, carry):
             scores, step, fields = carry
             head_set, _, first_row, first_position, begin, end, seq_len = fields
-            q_slot = stage_of(index)
+            q_stage = stage_of(index)
             last = num_steps(fields) - 1
             full = lax.div(jnp.maximum(first_position + begin + 1, 0), jnp.int32(TILE))
             full = jnp.minimum(full, last)
 
             def fold_next(i, carry, masked):
                 shift = first_position - (i + 1) * TILE if masked else None
-                return fold(carry, step + i, q_slot, shift)
+                return fold(carry, step + i, q_stage, shift)
 
             reference = plgpu.layout_cast(
                 jnp.full((HALF,), MASKED, jnp.float32), plgpu.Layout.WGMMA.reduce(1)
@@ -413,7 +413,7 @@ def _kernel(
             carry = lax.fori_loop(full, last, functools.partial(fold_next, masked=True), carry)
 
             # The last key tile; the scores that follow belong to the next item.
-            plgpu.barrier_arrive(q_empty.at[q_slot])
+            plgpu.barrier_arrive(q_empty.at[q_stage])
             next_fields = item_fields(index + 1)
             weights, _, sums, out = carry
             inverse = lax.broadcast_in_dim(1 / jnp.sum(sums, axis=1), out.shape, [0])
@@ -421,8 +421,8 @@ def _kernel(
             plgpu.barrier_wait(v_full.at[stage_of(step)])
             clean_values(stage_of(step), seq_len - last * TILE, seq_len)
 
-            plgpu.barrier_wait(q_full.at[1 - q_slot])
-            out, scores = last_gemms(weights, out, step, 1 - q_slot)
+            plgpu.barrier_wait(q_full.at[1 - q_stage])
+            out, scores = last_gemms(weights, out, step, 1 - q_stage)
             store((out * inverse).astype(q_ref.dtype), head_set, first_row, begin, end)
             return scores, step + 1, next_fields
 
@@ -468,7 +468,7 @@ def _kernel(
 
 
 def _strips(array):
-    """Of the columns; each thread has the same places in all of them."""
+    """Of the columns; each thread has the same elements of all of them."""
     return [array[:, i : i + _STRIP] for i in range(0, array.shape[1], _STRIP)]
 
 
@@ -480,8 +480,8 @@ def _in_pairs(operation, arrays):
 
 
 def _any_positive(array):
-    """1 in warps with a positive number in an array [HALF, _STRIP], else 0. Whoever decides by it
-    may not wait for other warps.
+    """1 in warps with a positive number in an array [HALF, _STRIP], else 0. What a warp
+    does by it may not wait for other warps.
 
     Rows that are not the tile's own may have NaN; these are passed over, since a thread has two
     rows, and the other one may be its own.

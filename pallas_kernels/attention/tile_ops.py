@@ -125,10 +125,10 @@ def scores_of_one(q, key, spec):
     return _scaled(jnp.sum(products, axis=1), spec)
 
 
-def _scaled(product, spec):
+def _scaled(dots, spec):
     if spec.soft_cap is None:
-        return product * jnp.float32(spec.scale * _LOG2_E)
-    capped = jnp.tanh(product * jnp.float32(spec.scale / spec.soft_cap))
+        return dots * jnp.float32(spec.scale * _LOG2_E)
+    capped = jnp.tanh(dots * jnp.float32(spec.scale / spec.soft_cap))
     return capped * jnp.float32(spec.soft_cap * _LOG2_E)
 
 

@@ -70,7 +70,7 @@ def decode_config(
 
 
 def takes_decode_rows_apart(*, num_tokens: int, batch: int) -> bool:
-    """Whether a ragged batch launches decode attention besides, for its one-token sequences.
+    """Whether a ragged batch launches decode attention as well, for its one-token sequences.
 
     One of them fills a tile of its own in prefill attention, and reads its keys at half the speed.
     In the smallest bucket a launch more costs as much as it saves.

@@ -71,7 +71,7 @@ def _few_rows(x, weight, *, gated, config):
         functools.partial(_few_rows_kernel, split_depth=split_depth),
         out_type=jax.ShapeDtypeStruct((config.num_splits, rows, width), out_dtype),
         grid=(config.num_splits, rows // config.tile_rows, width // (num_consumers * TILE)),
-        grid_names=("part", "row_tile", "column_tile"),
+        grid_names=("split", "row_tile", "column_tile"),
         num_threads=num_consumers + 1,
         thread_name="warp_group",
         scratch_types={
@@ -94,7 +94,7 @@ def _few_rows(x, weight, *, gated, config):
 def _few_rows_kernel(
     x_ref, weight_ref, out_ref, *, x_smem, weight_smem, out_smem, full, empty, split_depth
 ):
-    warp_group, split = lax.axis_index("warp_group"), lax.axis_index("part")
+    warp_group, split = lax.axis_index("warp_group"), lax.axis_index("split")
     (num_stages, num_factors, num_consumers), tile_rows = weight_smem.shape[:3], out_smem.shape[1]
     rows = pl.ds(lax.axis_index("row_tile") * tile_rows, tile_rows)
     num_steps, width = split_depth // TILE, out_ref.shape[2]
@@ -260,7 +260,7 @@ def _add_steps(num_steps, stage_of, operands, full, empty, *sums):
 def _check_fits(sizes, tile, num_stages, reuses):
     """Refuse rows, depth and width that are not whole tiles, and, where stages are used again, one
     of them: it is free once the next one's GEMM is begun."""
-    if any(size % part for size, part in zip(sizes, tile, strict=True)):
+    if any(size % unit for size, unit in zip(sizes, tile, strict=True)):
         raise ValueError(
             f"rows, depth and width are {sizes}; they must be whole tiles of {tile}: call the "
             "public entry, which chooses a kernel that fits"

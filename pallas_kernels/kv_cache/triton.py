@@ -203,8 +203,8 @@ def _load_weights(ref):
     half = ref.shape[0] // 2
     columns = jnp.arange(pl.next_power_of_2(half), dtype=jnp.int32)
     inside = columns < half
-    parts = (plgpu.load(ref.at[columns + start], mask=inside, other=0) for start in (0, half))
-    return [part.astype(jnp.float32) for part in parts]
+    halves = (plgpu.load(ref.at[columns + start], mask=inside, other=0) for start in (0, half))
+    return [each.astype(jnp.float32) for each in halves]
 
 
 def _load_angles(ref, token, live):

@@ -243,7 +243,7 @@ def _kernel(
     program, warp_group = lax.axis_index("program"), lax.axis_index("warp_group")
     num_stages, inner = plan.num_stages, plan.sizes.inner
 
-    def slot_of(step):
+    def stage_of(step):
         return lax.rem(step, jnp.int32(num_stages))
 
     def num_units(gemm):
@@ -253,10 +253,10 @@ def _kernel(
     def load_unit(which, gemm, weight, index, step):
         unit = program * gemm.most_units + index
         block, chunk = (op(unit, jnp.int32(gemm.chunks)) for op in (lax.div, lax.rem))
-        slot = slot_of(step)
-        pl.when(step >= num_stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
+        stage = stage_of(step)
+        pl.when(step >= num_stages)(lambda: plgpu.barrier_wait(empty.at[stage]))
         waited = step - _IN_FLIGHT
-        pl.when(waited >= 0)(lambda: plgpu.barrier_wait(full.at[slot_of(waited)]))
+        pl.when(waited >= 0)(lambda: plgpu.barrier_wait(full.at[stage_of(waited)]))
         for half in range(2):
             row, column = chunk * gemm.depth, block * 64
             if which == _GATE_UP:
@@ -264,7 +264,7 @@ def _kernel(
             else:
                 row += half * 64
             source = weight.at[pl.ds(row, 64), pl.ds(column, 64)]
-            plgpu.copy_gmem_to_smem(source, ring.at[slot, half], full.at[slot])
+            plgpu.copy_gmem_to_smem(source, ring.at[stage, half], full.at[stage])
         return step + 1
 
     @pl.when(warp_group == _WARP_GROUPS)
@@ -284,28 +284,28 @@ def _kernel(
     def multiply(gemm, start, stop, step):
         """Sums of the units start to stop, the first of which is number `step` of the ring."""
         pair, half = lax.div(warp_group, 2), lax.rem(warp_group, 2)
-        # A pair's units lie in slots of its own, since it must wait for every use of a slot.
+        # A pair's units lie in stages of its own, since it must wait for every use of a stage.
         first = step + lax.rem(pair - lax.rem(step, jnp.int32(_PAIRS)) + _PAIRS, jnp.int32(_PAIRS))
         count = lax.div(step + stop - start - first + (_PAIRS - 1), jnp.int32(_PAIRS))
 
         def run(acc):
             def unit(turn, _):
                 number = first + turn * _PAIRS
-                slot = slot_of(number)
-                plgpu.barrier_wait(full.at[slot])
+                stage = stage_of(number)
+                plgpu.barrier_wait(full.at[stage])
                 column = (start + number - step) * gemm.depth
                 if gemm.depth == 128:
                     column += half * 64
                 rows = rows_smem.at[:, pl.ds(pl.multiple_of(column, 64), 64)]
-                plgpu.wgmma(acc, ring.at[slot, half].transpose((1, 0)), rows.transpose((1, 0)))
+                plgpu.wgmma(acc, ring.at[stage, half].transpose((1, 0)), rows.transpose((1, 0)))
                 plgpu.wgmma_wait(1)
-                before = slot_of(number - _PAIRS)
+                before = stage_of(number - _PAIRS)
                 pl.when(turn > 0)(lambda: plgpu.barrier_arrive(empty.at[before]))
                 return _
 
             lax.fori_loop(0, count, unit, jnp.int32(0))
             plgpu.wgmma_wait(0)
-            last = slot_of(first + (count - 1) * _PAIRS)
+            last = stage_of(first + (count - 1) * _PAIRS)
             pl.when(count > 0)(lambda: plgpu.barrier_arrive(empty.at[last]))
             return acc[...]
 
@@ -481,8 +481,7 @@ class _Task:
         gemm = self.plan.gemms[which]
         block, within = self.column // 64, self.column % 64
         first, last = gemm.first_program(block), gemm.last_program(block)
-        for part in range(gemm.most_partials):
-            program = first + part
+        for program in (first + i for i in range(gemm.most_partials)):
             segment = block - (program * gemm.most_units) // gemm.chunks
             number = program * gemm.most_segments + segment
             at = number * (_PARTIAL * sides) + self.row * 64 + within
@@ -595,9 +594,9 @@ def _flush(plan, which, acc, count, segment, sums, scales, target):
                 if which == _QKV:
                     block = (program * gemm.most_units) // gemm.chunks + segment
                     value = value * ops.load_shared(ops.offset(scales, r + ROWS, 4))
-                    part = program - gemm.first_program(block)
+                    partial = program - gemm.first_program(block)
                     last = program.is_(gemm.last_program(block))
-                    at = (part * ROWS + r) * plan.sizes.qkv + block * 64 + c
+                    at = (partial * ROWS + r) * plan.sizes.qkv + block * 64 + c
                 else:
                     number = program * gemm.most_segments + segment
                     at = number * (_PARTIAL * sides) + warp_group * _PARTIAL + r * 64 + c
@@ -605,7 +604,7 @@ def _flush(plan, which, acc, count, segment, sums, scales, target):
                 ops.store("global", ops.offset(target, at, 4), [ops.not_empty(value)])
                 if which == _QKV:  # column blocks that fewer programs share
                     for extra in range(1, gemm.most_partials):
-                        unused = (part + extra < gemm.most_partials) & last
+                        unused = (partial + extra < gemm.most_partials) & last
                         with ops.when(unused):
                             zero = ops.offset(target, at + extra * (ROWS * plan.sizes.qkv), 4)
                             ops.store("global", zero, [value * 0.0])

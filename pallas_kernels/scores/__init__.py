@@ -17,7 +17,7 @@ def adjusted_logits(
 ) -> Float32[Array, "B V"]:
     """The logits after biases, forbidden tokens and penalties, in the rows that are adjusted.
 
-    On a GPU plain XLA, which makes it part of what reads it.
+    On a GPU plain XLA, which fuses it with what reads it.
 
     Raises:
         ValueError: shapes that do not fit.

@@ -214,7 +214,7 @@ def _finish(
         keys = plgpu.load(keys_ref.at[index], mask=block < blocks, other=_NONE)
         lane = jnp.arange(BLOCK, dtype=jnp.int32)
 
-        def extract(place, carry):
+        def extract(rank, carry):
             keys, last_key, last_token, num_reached = carry
             highest = jnp.max(keys)
             first = jnp.min(jnp.where(keys == highest, block, jnp.int32(blocks - 1)))
@@ -227,8 +227,8 @@ def _finish(
             next_token = jnp.min(jnp.where(found, columns, jnp.int32(width - 1)))
             rest = jnp.max(jnp.where(columns == next_token, jnp.int32(_NONE), own))
             logit = _logit(highest)
-            out_ref[row, NUM_FACTS + 2 * place] = next_token
-            out_ref[row, NUM_FACTS + 2 * place + 1] = lax.bitcast_convert_type(
+            out_ref[row, NUM_FACTS + 2 * rank] = next_token
+            out_ref[row, NUM_FACTS + 2 * rank + 1] = lax.bitcast_convert_type(
                 logit - log_total, jnp.int32
             )
             keys = jnp.where(block == first, rest, keys)

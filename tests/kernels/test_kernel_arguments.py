@@ -162,7 +162,7 @@ def test_rope_decode_wants_one_token_a_sequence():
         check(window=0)
 
 
-def test_norms_and_products_want_equal_shapes():
+def test_norms_and_gemms_want_equal_shapes():
     rows, weight = jnp.zeros((3, 64), F32), jnp.zeros(64, F32)
     norm.check_add_norm(rows, rows[None], weight, 1e-6)
     with pytest.raises(ValueError, match="update has shape"):
@@ -190,7 +190,7 @@ def test_a_gate_wants_another_factor():
         check(_ints(3, 2, 64))
 
 
-def test_a_gated_product_wants_two_factors_of_its_depth():
+def test_a_gated_gemm_wants_two_factors_of_its_depth():
     rows = jnp.zeros((3, 64), BF16)
     gemm.check_gated_gemm(rows, jnp.zeros((64, 2, 8), BF16))
     with pytest.raises(ValueError, match=r"weight has shape \(64, 16\)"):

@@ -1,4 +1,4 @@
-"""From one attention to the next in one op: results, the programs' shares, where it runs."""
+"""The fused layer, from one attention to the next: results, the programs' shares, where it runs."""
 
 import re
 from contextlib import nullcontext
@@ -91,7 +91,7 @@ def test_as_exact_as_the_ops_one_by_one(sizes, num_rows, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_row_sees_another(backend):
-    """A row of NaN or infinity ruins itself alone, and nobody waits for it for ever."""
+    """A row of NaN or infinity ruins itself alone, and no program waits for it for ever."""
     require(backend)
     attended, hidden, weights = layer(SMALL, BF16)
     run = jax.jit(partial(two_layers, backend=backend))
@@ -119,29 +119,29 @@ def test_other_dtypes_run_op_by_op(dtype):
 @pytest.mark.parametrize("num_programs", [78, 114, 132])
 @pytest.mark.parametrize("sizes", [SMALL, ODD, QWEN, WIDE])
 def test_programs_share_all_units(sizes, num_programs):
-    """Each unit has one program, each part one place, and readers look where writers write."""
+    """Each unit has one program, each partial one region, where its readers look."""
     plan = hopper.Plan(sizes, num_programs, num_stages=12)
     ends = [*plan.regions.values()][1:]
     assert plan.words == ends[-1]
     assert plan.words % 4 == 0
     for which, gemm in enumerate(plan.gemms):
         sides = 2 if which == 1 else 1
-        places, parts = set(), {block: set() for block in range(gemm.blocks)}
+        regions, partials = set(), {block: set() for block in range(gemm.blocks)}
         most, chunks, segments = gemm.most_units, gemm.chunks, gemm.most_segments
         for unit in range(gemm.blocks * chunks):
             program, block = unit // most, unit // chunks
             segment = block - program * most // chunks
             assert program < num_programs
             assert segment < segments
-            parts[block].add(program)
-            places.add((program * segments + segment) * sides)
-        for block, programs in parts.items():
+            partials[block].add(program)
+            regions.add((program * segments + segment) * sides)
+        for block, programs in partials.items():
             first, last = gemm.first_program(block), gemm.last_program(block)
             assert programs == set(range(first, last + 1))
             assert len(programs) <= gemm.most_partials
         if which < 3:
             size = ends[which] - plan.regions[which]
-            assert (max(places) + sides) * ROWS * 64 <= size
+            assert (max(regions) + sides) * ROWS * 64 <= size
 
 
 @pytest.mark.parametrize("sizes", [SMALL, ODD, QWEN, WIDE])
