@@ -58,11 +58,10 @@ def token_scores(
     batch, width = logits.shape
     chunks = pl.cdiv(width, CHUNK)
     blocks = chunks * (CHUNK // BLOCK)
-    facts = {"width": width, "count": count, "chunks": chunks, "chooses": token_ids is None}
 
     def launch(kernel, name, grid, out_shape, *arrays):
         return pl.pallas_call(
-            functools.partial(kernel, **facts),
+            functools.partial(kernel, chooses=token_ids is None),
             out_shape=out_shape,
             grid=grid,
             compiler_params=plgpu.CompilerParams(num_warps=NUM_WARPS, num_stages=1),
@@ -102,16 +101,17 @@ def _choice_key(x):
     return jnp.where(x != x, jnp.int32(_MOST), _key(jnp.where(x == 0, jnp.float32(0), x)))
 
 
-def _load(ref, row, columns, width, other=-jnp.inf):
+def _load(ref, row, columns, other=-jnp.inf):
     """A row's values in some columns, and which of these there are."""
-    live = columns < width
+    live = columns < ref.shape[1]
     index = jnp.full_like(columns, row), columns
     return plgpu.load(ref.at[index], mask=live, other=other), live
 
 
-def _scan(logits_ref, wanted_ref, *refs, width, count, chunks, chooses):
-    keys_ref, largest_ref, sums_ref, *chosen_refs = refs[-5 if chooses else -3 :]
-    state_refs = refs[: -5 if chooses else -3]
+def _scan(logits_ref, wanted_ref, *refs, chooses):
+    width, num_outputs = logits_ref.shape[1], 5 if chooses else 3
+    state_refs, refs = refs[:-num_outputs], refs[-num_outputs:]
+    keys_ref, largest_ref, sums_ref, *chosen_refs = refs
     chunk, row = pl.program_id(0), pl.program_id(1)
     is_wanted = wanted_ref[row] != 0
     shape = CHUNK // BLOCK, BLOCK
@@ -119,7 +119,7 @@ def _scan(logits_ref, wanted_ref, *refs, width, count, chunks, chooses):
     columns = chunk * CHUNK + block * BLOCK + lax.broadcasted_iota(jnp.int32, shape, 1)
 
     def choose(logits, live):
-        x = _adjusted(logits, state_refs, row, columns, width) if state_refs else logits
+        x = _adjusted(logits, state_refs, row, columns) if state_refs else logits
         keys = jnp.where(live, _choice_key(x), jnp.int32(_NONE))
         highest = jnp.max(keys)
         best_ref, token_ref = chosen_refs
@@ -136,35 +136,40 @@ def _scan(logits_ref, wanted_ref, *refs, width, count, chunks, chooses):
         sums_ref[row, chunk] = jnp.sum(jnp.exp(logits - base))
 
     if chooses:
-        logits, live = _load(logits_ref, row, columns, width)
+        logits, live = _load(logits_ref, row, columns)
         choose(logits, live)
         pl.when(is_wanted)(lambda: measure(logits, live))
     else:
-        pl.when(is_wanted)(lambda: measure(*_load(logits_ref, row, columns, width)))
+        pl.when(is_wanted)(lambda: measure(*_load(logits_ref, row, columns)))
 
 
-def _adjusted(logits, state_refs, row, columns, width):
+def _adjusted(logits, state_refs, row, columns):
     words_ref, biases_ref, rows_ref, kinds_ref, penalties_ref = state_refs
     kind, own = kinds_ref[row], rows_ref[row]
 
     def adjust():
         biases = lax.cond(
             (kind & BIASED) != 0,
-            lambda: _load(biases_ref, own, columns, width, 0)[0],
+            lambda: _load(biases_ref, own, columns, 0)[0],
             lambda: jnp.zeros_like(logits),
         )
-        words, _ = _load(words_ref, own, columns, width, 0)
+        words, _ = _load(words_ref, own, columns, 0)
         penalties = (penalties_ref[row, i] for i in range(3))
         return adjust_tile(logits, words, biases, (kind & EARLY) != 0, *penalties)
 
     return lax.cond((kind & ADJUSTS) != 0, adjust, lambda: logits)
 
 
-def _chosen(refs, row, chunks, width):
+def _whole_row(row, ref):
+    """Indices of its columns, rounded up to a power of two, and which of them there are."""
+    column = jnp.arange(pl.next_power_of_2(ref.shape[1]), dtype=jnp.int32)
+    return (jnp.full_like(column, row), column), column < ref.shape[1]
+
+
+def _chosen(refs, row, width):
     """The row's token; -1 if the highest logit is not finite."""
     best_ref, token_ref = refs
-    chunk = jnp.arange(pl.next_power_of_2(chunks), dtype=jnp.int32)
-    index, inside = (jnp.full_like(chunk, row), chunk), chunk < chunks
+    index, inside = _whole_row(row, best_ref)
     keys = plgpu.load(best_ref.at[index], mask=inside, other=_NONE)
     tokens = plgpu.load(token_ref.at[index], mask=inside, other=width - 1)
     highest = jnp.max(keys)
@@ -174,10 +179,9 @@ def _chosen(refs, row, chunks, width):
     return jnp.where(is_finite, token, jnp.int32(-1))
 
 
-def _log_total(largest_ref, sums_ref, row, chunks):
+def _log_total(largest_ref, sums_ref, row):
     """The logarithm of the sum of a row's exponentials."""
-    chunk = jnp.arange(pl.next_power_of_2(chunks), dtype=jnp.int32)
-    index, inside = (jnp.full_like(chunk, row), chunk), chunk < chunks
+    index, inside = _whole_row(row, sums_ref)
     largest = plgpu.load(largest_ref.at[index], mask=inside, other=-jnp.inf)
     sums = plgpu.load(sums_ref.at[index], mask=inside, other=0)
     whole = jnp.max(largest)
@@ -185,33 +189,21 @@ def _log_total(largest_ref, sums_ref, row, chunks):
     return whole + jnp.log(jnp.sum(sums * shares))
 
 
-def _finish(
-    logits_ref,
-    wanted_ref,
-    keys_ref,
-    largest_ref,
-    sums_ref,
-    *refs,
-    width,
-    count,
-    chunks,
-    chooses,
-):
+def _finish(logits_ref, wanted_ref, keys_ref, largest_ref, sums_ref, *refs, chooses):
     *token_refs, out_ref = refs
-    row = pl.program_id(0)
-    token = _chosen(token_refs, row, chunks, width) if chooses else token_refs[0][row]
+    row, width = pl.program_id(0), logits_ref.shape[1]
+    token = _chosen(token_refs, row, width) if chooses else token_refs[0][row]
     out_ref[row, 0] = token
 
     @pl.when(wanted_ref[row] != 0)
     def _():
-        log_total = _log_total(largest_ref, sums_ref, row, chunks)
+        log_total = _log_total(largest_ref, sums_ref, row)
         chosen = logits_ref[row, jnp.clip(token, 0, width - 1)]
         out_ref[row, 1] = lax.bitcast_convert_type(chosen - log_total, jnp.int32)
 
-        blocks = chunks * (CHUNK // BLOCK)
-        block = jnp.arange(pl.next_power_of_2(blocks), dtype=jnp.int32)
-        index = jnp.full_like(block, row), block
-        keys = plgpu.load(keys_ref.at[index], mask=block < blocks, other=_NONE)
+        blocks, count = keys_ref.shape[1], (out_ref.shape[1] - NUM_FACTS) // 2
+        index, inside = _whole_row(row, keys_ref)
+        keys, block = plgpu.load(keys_ref.at[index], mask=inside, other=_NONE), index[1]
         lane = jnp.arange(BLOCK, dtype=jnp.int32)
 
         def extract(rank, carry):
@@ -219,7 +211,7 @@ def _finish(
             highest = jnp.max(keys)
             first = jnp.min(jnp.where(keys == highest, block, jnp.int32(blocks - 1)))
             columns = first * BLOCK + lane
-            logits, live = _load(logits_ref, row, columns, width)
+            logits, live = _load(logits_ref, row, columns)
             own = _key(logits)
             left = live & ((own < last_key) | ((own == last_key) & (columns > last_token)))
             own = jnp.where(left, own, jnp.int32(_NONE))
@@ -245,7 +237,7 @@ def _finish(
             offset = jnp.arange(RANK_TILE, dtype=jnp.int32)
 
             def fold(turn, reached):
-                logits, live = _load(logits_ref, row, turn * RANK_TILE + offset, width)
+                logits, live = _load(logits_ref, row, turn * RANK_TILE + offset)
                 return reached + (live & (logits >= chosen)).astype(jnp.int32)
 
             zeros = jnp.zeros(RANK_TILE, jnp.int32)

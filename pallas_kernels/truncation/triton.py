@@ -87,7 +87,7 @@ def truncation_threshold(logits, rows, top_k, *, interpret: bool):
 
     def launch(kernel, name, grid, out_shape, num_warps, *arrays):
         return pl.pallas_call(
-            functools.partial(kernel, width=width, chunks=chunks),
+            kernel,
             out_shape=out_shape,
             grid=grid,
             compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
@@ -121,18 +121,18 @@ def _weights(row, logits):
     return jnp.where(relative >= row.log2_min_p, jnp.exp2(relative), jnp.float32(0))
 
 
-def _load_logits(logits_ref, row, start, size, end):
-    """[size] logits from `start`, and which of them are before `end`."""
+def _load_logits(logits_ref, row, start, size):
+    """[size] logits from `start`, and which of them there are."""
     columns = start + jnp.arange(size, dtype=jnp.int32)
-    live = columns < end
+    live = columns < logits_ref.shape[1]
     index = jnp.full_like(columns, row), columns
     return plgpu.load(logits_ref.at[index], mask=live, other=-jnp.inf), live
 
 
-def _load_turn(logits_ref, row, chunk, turn, end):
+def _load_turn(logits_ref, row, chunk, turn):
     """The tiles of a turn, all on their way before the first is used."""
     start = chunk * CHUNK + turn * (TILE * LOADS)
-    return [_load_logits(logits_ref, row, start + i * TILE, TILE, end) for i in range(LOADS)]
+    return [_load_logits(logits_ref, row, start + i * TILE, TILE) for i in range(LOADS)]
 
 
 def _first_trials(row):
@@ -150,7 +150,7 @@ def _later_trials(row, bracket):
     return [bracket.low, *(jnp.clip(t, bracket.low, bracket.high) for t in inner)]
 
 
-def _load_bracket(row, refs, row_index, chunks, step):
+def _load_bracket(row, refs, row_index, step):
     """The bracket that the launches before launch `step` leave; `refs` are the last one's."""
     # What is wanted of a top-p is known once the first trial has measured all.
     before = _Bracket(*map(jnp.float32, (-jnp.inf, jnp.inf, 0.0, 0.0)))
@@ -161,6 +161,7 @@ def _load_bracket(row, refs, row_index, chunks, step):
         before = _Bracket(*(brackets_ref[row_index, i] for i in range(4)))
     trial = jnp.arange(NUM_TRIALS, dtype=jnp.int32)
     trials = plgpu.load(trials_ref.at[jnp.full_like(trial, row_index), trial])
+    chunks = sums_ref.shape[1]
     shape = NUM_TRIALS, pl.next_power_of_2(chunks)
     chunk = lax.broadcasted_iota(jnp.int32, shape, 1)
     index = jnp.full_like(chunk, row_index), chunk, lax.broadcasted_iota(jnp.int32, shape, 0)
@@ -181,19 +182,19 @@ def _store_all(ref, row_index, values):
         ref[row_index, i] = value
 
 
-def _narrow(logits_ref, rows_ref, top_k_ref, *refs, step, width, chunks):
+def _narrow(logits_ref, rows_ref, top_k_ref, *refs, step):
     *state_refs, brackets_ref, trials_ref, sums_ref = refs
     chunk, row_index = pl.program_id(0), pl.program_id(1)
     row = _row(rows_ref, top_k_ref, row_index)
 
     @pl.when(row.active)
     def _():
-        bracket = _load_bracket(row, state_refs, row_index, chunks, step)
+        bracket = _load_bracket(row, state_refs, row_index, step)
         trials = _later_trials(row, bracket) if step else _first_trials(row)
 
         def measure(by_count):
             def fold(turn, totals):
-                for logits, live in _load_turn(logits_ref, row_index, chunk, turn, width):
+                for logits, live in _load_turn(logits_ref, row_index, chunk, turn):
                     values = live.astype(jnp.float32) if by_count else _weights(row, logits)
                     totals = [
                         total + jnp.where(logits >= trial, values, jnp.float32(0))
@@ -222,14 +223,14 @@ def _narrow(logits_ref, rows_ref, top_k_ref, *refs, step, width, chunks):
                 _store_all(brackets_ref, row_index, bracket)
 
 
-def _collect(logits_ref, rows_ref, top_k_ref, *refs, width, chunks):
+def _collect(logits_ref, rows_ref, top_k_ref, *refs):
     *state_refs, brackets_ref, collected_ref, counts_ref = refs
     chunk, row_index = pl.program_id(0), pl.program_id(1)
     row = _row(rows_ref, top_k_ref, row_index)
 
     @pl.when(row.active)
     def _():
-        bracket = _load_bracket(row, state_refs, row_index, chunks, NUM_PASSES)
+        bracket = _load_bracket(row, state_refs, row_index, NUM_PASSES)
         # top-p may still cut among what top-k keeps, so a top-k needs all of it.
         high = jnp.where(row.by_count, jnp.float32(jnp.inf), bracket.high)
 
@@ -240,7 +241,7 @@ def _collect(logits_ref, rows_ref, top_k_ref, *refs, width, chunks):
         def load(turn, i):
             start = (turn * LOADS + i) * strip.shape[1]
             columns = strip * (CHUNK // NUM_STRIPS) + start + column
-            live = columns < width
+            live = columns < logits_ref.shape[1]
             index = jnp.full_like(columns, row_index), columns
             return plgpu.load(logits_ref.at[index], mask=live, other=-jnp.inf), live
 
@@ -264,23 +265,15 @@ def _collect(logits_ref, rows_ref, top_k_ref, *refs, width, chunks):
 
 
 def _settle(
-    logits_ref,
-    rows_ref,
-    top_k_ref,
-    brackets_ref,
-    collected_ref,
-    counts_ref,
-    threshold_ref,
-    *,
-    width,
-    chunks,
+    logits_ref, rows_ref, top_k_ref, brackets_ref, collected_ref, counts_ref, threshold_ref
 ):
     row_index = pl.program_id(0)
     row = _row(rows_ref, top_k_ref, row_index)
     bracket = _Bracket(*(brackets_ref[row_index, i] for i in range(4)))
-    strip = jnp.arange(pl.next_power_of_2(chunks * NUM_STRIPS), dtype=jnp.int32)
+    strips = counts_ref.shape[1]
+    strip = jnp.arange(pl.next_power_of_2(strips), dtype=jnp.int32)
     index = jnp.full_like(strip, row_index), strip
-    inside = strip < chunks * NUM_STRIPS
+    inside = strip < strips
     counts = plgpu.load(counts_ref.at[index], mask=row.active & inside, other=0)
     fits = jnp.max(counts) <= CAPACITY
 
@@ -292,7 +285,7 @@ def _settle(
         place = jnp.arange(strip.shape[0] * CAPACITY, dtype=jnp.int32)
         owner = lax.div(place, jnp.int32(CAPACITY))
         index = jnp.full_like(place, row_index), owner
-        inside = owner < chunks * NUM_STRIPS
+        inside = owner < strips
         count = plgpu.load(counts_ref.at[index], mask=inside, other=0)
         live = inside & (lax.rem(place, jnp.int32(CAPACITY)) < count)
         index = jnp.full_like(place, row_index), place
@@ -308,11 +301,11 @@ def _settle(
         def measure(values):
             def fold(tile, total):
                 start = tile * WHOLE_TILE
-                logits, live = _load_logits(logits_ref, row_index, start, WHOLE_TILE, width)
+                logits, live = _load_logits(logits_ref, row_index, start, WHOLE_TILE)
                 return total + jnp.where(live, values(logits), jnp.float32(0))
 
             zeros = jnp.zeros(WHOLE_TILE, jnp.float32)
-            return jnp.sum(lax.fori_loop(0, pl.cdiv(width, WHOLE_TILE), fold, zeros))
+            return jnp.sum(lax.fori_loop(0, pl.cdiv(logits_ref.shape[1], WHOLE_TILE), fold, zeros))
 
         store(measure, jnp.float32(0))
 
