@@ -162,7 +162,7 @@ class Plan:
 def layer_plan(
     sizes: LayerSizes, *, num_tokens: int, dtype: str, num_cores: int | None, device_kind: str = ""
 ) -> Plan | None:
-    """Where this kernel runs; None where the ops it stands for do (times: bench/NOTES.md).
+    """Where this kernel runs; None where the ops it stands for do. Times: docs/kernels/layer.md.
 
     Args:
         sizes: Widths of the layer.
