@@ -33,7 +33,7 @@ from jpaged.compile.builder import compile_programs
 from jpaged.core.plan import ScheduledSequence, StepPlan, SwapIn, SwapOut
 from jpaged.core.request import Request, StopCriteria
 from jpaged.models.config import ModelConfig
-from jpaged.models.loader import load_model
+from jpaged.models.loader import plan_model
 from jpaged.models.registry import read_model_config
 from jpaged.runtime.buckets import Buckets
 from jpaged.runtime.kv_cache import make_pool
@@ -137,7 +137,7 @@ def make_runner(
 ) -> tuple[ModelRunner, Any, Buckets]:
     """The engine's device side with random weights, and few buckets."""
     with tempfile.TemporaryDirectory() as folder:
-        split = SplitModel.of(load_model(folder, model, dtype=dtype, load_format="dummy"))
+        split = SplitModel.of(plan_model(folder, model, dtype=dtype, load_format="dummy").load())
     largest = -(-sizes.max_model_len // block_size)
     config = RuntimeConfig(
         block_size=block_size,

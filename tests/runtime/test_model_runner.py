@@ -12,7 +12,7 @@ from jpaged.compile.builder import compile_programs
 from jpaged.compile.store import ProgramStore
 from jpaged.core.plan import ScheduledSequence, StepPlan, SwapIn, SwapOut
 from jpaged.core.request import Request, Sequence, StopCriteria
-from jpaged.models.loader import load_model, model_shapes
+from jpaged.models.loader import model_shapes, plan_model
 from jpaged.models.registry import read_model_config
 from jpaged.runtime import batch
 from jpaged.runtime.buckets import make_buckets
@@ -58,7 +58,7 @@ MODEL = {
 def shared_runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     model = read_model_config(MODEL)
     folder = tmp_path_factory.mktemp("none")
-    loaded = load_model(folder, model, dtype=jax.numpy.float32, load_format="dummy", seed=3)
+    loaded = plan_model(folder, model, dtype=jax.numpy.float32, load_format="dummy", seed=3).load()
     split = SplitModel.of(loaded)
     shapes = Shapes.of(split, model, CONFIG, jax.numpy.float32)
     store = ProgramStore(folder, model, jax.local_devices()[0])
