@@ -10,14 +10,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jpaged.compile.recipes import Recipe, recipes
+from jpaged.compile.recipes import Recipe, Recipes
 from jpaged.compile.sizing import Sizing
 from jpaged.compile.store import program_store
 from jpaged.compile.workers import CompilePool, make_orders
 from jpaged.config import EMBEDDED_MODEL, EngineConfig
 from jpaged.models.loader import model_shapes, read_config
 from jpaged.models.registry import read_model_config
-from jpaged.runtime.buckets import step_buckets
 from jpaged.runtime.programs import SplitModel
 
 FLOAT32 = jnp.dtype(jnp.float32)
@@ -38,7 +37,7 @@ class Start:
         assert store is not None
         split, self.store, self.said = SplitModel.of(draft), store, list[str]()
         self.runtime, _, shapes = Sizing(config, model, split, FLOAT32, device).fit(0)
-        self.recipes = [*recipes(split, shapes, self.runtime, step_buckets(self.runtime))]
+        self.recipes = [*Recipes(split, shapes, self.runtime)]
         self.orders = make_orders(config, EMBEDDED_MODEL, FLOAT32, device, store, recorded=True)
 
     def pool(self) -> CompilePool:

@@ -83,25 +83,24 @@ def pack_decode(
     *,
     sampling_table: np.ndarray,
     batch_size: int,
-    padding_row: int,
-    max_blocks_per_seq: int,
+    max_blocks: int,
 ) -> np.ndarray:
     """Pack a decode step.
 
     Args:
         scheduled: The plan's sequences, each with one token and at most one new block.
         rows: int [len(scheduled)], each sequence's device row.
-        sampling_table: int32 [R, W], each row's encoded sampling parameters.
+        sampling_table: int32 [R, W], each row's encoded sampling parameters; the last is the
+            padding's.
         batch_size: How many rows to pad to.
-        padding_row: The row of padded entries.
-        max_blocks_per_seq: An index past the block table, for "no new block".
+        max_blocks: Entries of a block table (M); as an index it means "no new block".
 
     Returns:
         int32 [batch_size, 6 + W].
     """
     packed = np.zeros((batch_size, _HEADER + ROW_WIDTH), np.int32)
-    packed[:, 1] = padding_row
-    packed[:, 3] = max_blocks_per_seq
+    packed[:, 1] = len(sampling_table) - 1  # the padding's row
+    packed[:, 3] = max_blocks
     n = len(scheduled)
     tokens, seq_lens, counted = [LAST_TOKEN] * n, [0] * n, [False] * n
     for i, (sequence, start, _, samples, block_updates) in enumerate(scheduled):
@@ -131,18 +130,16 @@ def pack_prefill(
     sampling_table: np.ndarray,
     num_tokens: int,
     batch_size: int,
-    padding_row: int,
-    max_blocks_per_seq: int,
+    max_blocks: int,
 ) -> np.ndarray:
     """Pack a ragged step; see `pack_decode` for the arguments.
 
     Returns:
-        int32 [num_tokens + batch_size * (6 + W + max_blocks_per_seq)].
+        int32 [num_tokens + batch_size * (6 + W + max_blocks)].
     """
-    shape = prefill_packed_shape(num_tokens, batch_size, max_blocks_per_seq)
-    packed = np.zeros(shape, np.int32)
+    packed = np.zeros(prefill_packed_shape(num_tokens, batch_size, max_blocks), np.int32)
     tokens, per_seq, tables = _split_prefill(packed, num_tokens, batch_size)
-    per_seq[:, 0] = padding_row
+    per_seq[:, 0] = len(sampling_table) - 1
     at = 0
     for i, item in enumerate(scheduled):
         n, sequence = item.num_scheduled_tokens, item.sequence

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Float, Int32
 
 from jpaged.core.plan import SwapIn, SwapOut
@@ -102,22 +101,14 @@ def cut(num_blocks: int, sizes: Collection[int]) -> Iterator[int]:
 
 
 def to_host(blocks: jax.Array) -> jax.Array:
-    """Start a transfer to the host; the array that comes back is ready when it has arrived."""
-    return jax.device_put(blocks, _host_sharding(next(iter(blocks.devices()))))
+    """Start a transfer to memory of the host that the device copies to and from by itself; the
+    array that comes back is ready when it has arrived."""
+    return jax.device_put(blocks, blocks.sharding.with_memory_kind("pinned_host"))
 
 
-def to_device(blocks: jax.Array, device: Any) -> jax.Array:
+def to_device(blocks: jax.Array) -> jax.Array:
     """Start a transfer back to the device."""
-    return jax.device_put(blocks, SingleDeviceSharding(device))
-
-
-def _host_sharding(device: Any) -> SingleDeviceSharding:
-    """Pinned memory, which the device copies to and from by itself, or what comes nearest."""
-    kinds = {memory.kind for memory in device.addressable_memories()}
-    for kind in ("pinned_host", "unpinned_host"):
-        if kind in kinds:
-            return SingleDeviceSharding(device, memory_kind=kind)
-    return SingleDeviceSharding(jax.devices("cpu")[0])
+    return jax.device_put(blocks, blocks.sharding.with_memory_kind("device"))
 
 
 class Chunk(NamedTuple):
@@ -149,15 +140,9 @@ class BlockImages:
         self._gather, self._scatter = gather, scatter
         self._images: dict[int, list[Chunk]] = {}
         self._moving: deque[Any] = deque()
-        self._device = jax.local_devices()[0]
 
     def __len__(self) -> int:
         return len(self._images)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Blocks of a chunk, ascending; none where swapping is off."""
-        return tuple(sorted(self._gather))
 
     def drop(self, image_id: int) -> None:
         """Forget an image; its memory is free once its transfer is done."""
@@ -191,7 +176,7 @@ class BlockImages:
         ]
         self._forget_arrived()
         for arrival in arrivals[: max(MAX_STAGED_CHUNKS - len(self._moving), 0)]:
-            arrival.staged = to_device(arrival.chunk.blocks, self._device)
+            arrival.staged = to_device(arrival.chunk.blocks)
         return arrivals
 
     def place(self, state: KVState, arrivals: Iterable[Arrival]) -> KVState:
@@ -200,7 +185,7 @@ class BlockImages:
             blocks, ids = arrival.staged, arrival.block_ids
             if blocks is None:
                 self._make_room()
-                blocks = to_device(arrival.chunk.blocks, self._device)
+                blocks = to_device(arrival.chunk.blocks)
             num_blocks = state.pool[0].k.shape[0]
             beyond = np.arange(num_blocks, num_blocks + len(ids), dtype=np.int32)
             state, done = self._scatter[len(ids)](state, np.where(ids < 0, beyond, ids), blocks)
