@@ -1,14 +1,14 @@
 """As much of an engine's start as there is before it compiles; `python start_helpers.py FOLDER`
 tells the first worker's order and the numbers of the runtime."""
 
-import json
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import msgspec
 
 from jpaged.compile.recipes import Recipe, Recipes
 from jpaged.compile.sizing import Sizing
@@ -52,6 +52,6 @@ def names(made: Iterable[Recipe]) -> list[str]:
 if __name__ == "__main__":
     jax.config.update("jax_compilation_cache_dir", sys.argv[1])
     started = Start(Path(sys.argv[1]))
-    order = replace(started.orders[0], limits=asdict(started.runtime))
+    order = replace(started.orders[0], limits=started.runtime)
     for record in (order, started.runtime):
-        print(json.dumps(asdict(record)))
+        print(msgspec.json.encode(record).decode())

@@ -14,17 +14,18 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import msgspec
 
 from jpaged.compile.builder import ProgramBuilder
 from jpaged.compile.gemm_autotuning import make_compiler
@@ -35,7 +36,6 @@ from jpaged.models.loader import model_shapes, read_config
 from jpaged.models.registry import read_model_config
 from jpaged.runtime.programs import Name, Shapes, SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig
-from pallas_kernels import Backend
 
 _NICENESS = 5
 """Behind the engine's own process, which loads the model and sizes the pool meanwhile."""
@@ -67,7 +67,7 @@ class Order:
         tied: Whether the output head is the embedding; None: as config.json says.
         share, of: Which share of the programs, of how many.
         threads: Compilations at once.
-        limits: Fields of `RuntimeConfig`, the pool's size not settled.
+        limits: The runtime's numbers, the pool's size not settled; set when a worker is started.
         recorded: Whether XLA has nothing left to measure of the products: it is recorded, or the
             device is a CPU.
     """
@@ -83,13 +83,8 @@ class Order:
     share: int = 0
     of: int = 1
     threads: int = 1
-    limits: dict[str, Any] = field(default_factory=dict)
+    limits: RuntimeConfig | None = None
     recorded: bool = True
-
-
-def runtime_of(numbers: Mapping[str, Any]) -> RuntimeConfig:
-    """A `RuntimeConfig` from JSON."""
-    return RuntimeConfig(**{**numbers, "backend": Backend(numbers["backend"])})
 
 
 def share_of(made: Iterable[Recipe], share: int, of: int) -> list[Recipe]:
@@ -140,7 +135,7 @@ def compile_share(order: Order, wait_for_runtime: Callable[[], RuntimeConfig]) -
     store = program_store(order.cache, model_config, draft, device)
     if store is None or store.made_from != order.made_from:
         raise ValueError("settings, code or share of the device are not the engine's process's")
-    split, limits = SplitModel.of(draft), runtime_of(order.limits)
+    split, limits = SplitModel.of(draft), cast(RuntimeConfig, order.limits)
     shared = SharedCalls(limits.backend)
 
     def made(runtime: RuntimeConfig) -> Recipes:
@@ -182,8 +177,12 @@ def main() -> None:
     with os.fdopen(os.dup(1), "w", buffering=1) as told:  # which no compiler of XLA's inherits
         os.dup2(2, 1)
         try:
-            order = Order(**json.loads(lines.get()))
-            for name in compile_share(order, lambda: runtime_of(json.loads(lines.get()))):
+            order = msgspec.json.decode(lines.get(), type=Order)
+
+            def wait_for_runtime() -> RuntimeConfig:
+                return msgspec.json.decode(lines.get(), type=RuntimeConfig)
+
+            for name in compile_share(order, wait_for_runtime):
                 print(json.dumps({"compiled": repr(name)}), file=told)
         except Exception as error:
             code = 1
@@ -317,7 +316,7 @@ class CompilePool:
         with self._starting:
             try:
                 for order in () if self._closed else self._orders:
-                    self._start_one(replace(order, limits=asdict(limits)))
+                    self._start_one(replace(order, limits=limits))
             except (OSError, RuntimeError) as error:  # no more processes, or threads
                 self._say(f"no process to compile in could be started: {error}")
         return bool(self.processes)
@@ -335,7 +334,7 @@ class CompilePool:
         if not self._tried and self._is_cold(needed):
             self.start(runtime)
         for process in self.processes:
-            _send(process, asdict(runtime))
+            _send(process, runtime)
         waiting = {repr(recipe.name): recipe for recipe in needed}
         for name in self._names_told(needed):
             if name in waiting:
@@ -361,7 +360,7 @@ class CompilePool:
                 process.kill()
             raise
         self.processes.append(process)
-        _send(process, asdict(order))
+        _send(process, order)
 
     def _listen(self, share: int, process: subprocess.Popen[str]) -> None:
         try:
@@ -397,9 +396,10 @@ def worker_command() -> list[str]:
     return [sys.executable, "-P", "-c", _WORKER, json.dumps(path)]
 
 
-def _send(process: subprocess.Popen[str], line: dict[str, Any]) -> None:
+def _send(process: subprocess.Popen[str], record: Order | RuntimeConfig) -> None:
+    line = msgspec.json.encode(record, enc_hook=operator.index).decode()
     with suppress(OSError, ValueError):  # it has ended, and the listener says so
-        print(json.dumps(line, default=operator.index), file=process.stdin, flush=True)
+        print(line, file=process.stdin, flush=True)
 
 
 def _processors() -> int:

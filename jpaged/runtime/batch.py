@@ -174,27 +174,6 @@ def _split_prefill(packed, num_tokens: int, batch_size: int):
     )
 
 
-class RowSampling(NamedTuple):
-    """How a row is sampled: its parameters, int32 [W], and what they need of a step."""
-
-    encoded: np.ndarray
-    level: SamplerLevel
-
-    @classmethod
-    def of(cls, params: SamplingParams, seed: int) -> "RowSampling":
-        """Of one of a request's samples.
-
-        Args:
-            params: How the request is sampled.
-            seed: The sample's own, which `params` tells only for the first.
-        """
-        return cls(encode_row(params, seed), required_level(params))
-
-
-UNWANTED = RowSampling(PADDING_PARAMS, SamplerLevel.GREEDY)
-"""Of a sequence that is in a step, but of which nothing is wanted any more."""
-
-
 class RowTable:
     """Device rows handed to running sequences; the last row is for padding and never handed out.
 
@@ -211,8 +190,8 @@ class RowTable:
     def __contains__(self, seq_id: int) -> bool:
         return seq_id in self._row_of
 
-    def assign(self, seq_id: int, sampling: RowSampling) -> int:
-        """Give a sequence that enters the batch a row.
+    def assign(self, seq_id: int) -> int:
+        """Give a sequence that enters the batch a row, of which nothing is wanted until `sample`.
 
         Raises:
             ValueError: it has a row already.
@@ -220,8 +199,12 @@ class RowTable:
         if seq_id in self._row_of:
             raise ValueError(f"sequence {seq_id} has device row {self._row_of[seq_id]} already")
         row = self._row_of[seq_id] = self._free.pop()
-        self.sampling[row], self._levels[row] = sampling
+        self.sampling[row], self._levels[row] = PADDING_PARAMS, SamplerLevel.GREEDY
         return row
+
+    def sample(self, row: int, params: SamplingParams, seed: int) -> None:
+        """Sample a row's sequence as its request wants, by a seed of its own."""
+        self.sampling[row], self._levels[row] = encode_row(params, seed), required_level(params)
 
     def row(self, seq_id: int) -> int:
         """The row of a sequence that has one."""

@@ -14,14 +14,7 @@ import numpy as np
 from jpaged.core.plan import Goal, ScheduledSequence, StepPlan
 from jpaged.core.request import Request, Sequence
 from jpaged.runtime.allocation_guard import make_places
-from jpaged.runtime.batch import (
-    UNWANTED,
-    RowSampling,
-    RowTable,
-    device_order,
-    pack_decode,
-    pack_prefill,
-)
+from jpaged.runtime.batch import RowTable, device_order, pack_decode, pack_prefill
 from jpaged.runtime.buckets import round_up
 from jpaged.runtime.programs import (
     BLOCK_COPIES_CHUNK,
@@ -72,10 +65,10 @@ class ModelRunner:
         self._leaves = split.leaves
         self.burst_steps = config.num_scheduler_steps
         self._config, self._buckets = config, config.buckets
-        buckets = config.buckets
         # For each number of sequences the bucket of their decode step, and the rows of its logits.
-        sizes = [round_up(buckets.decode_seqs, n) for n in range(buckets.decode_seqs[-1] + 1)]
-        self._decode_sizes = [(size, buckets.logits_rows(size)) for size in sizes]
+        seqs = self._buckets.decode_seqs
+        sizes = [round_up(seqs, n) for n in range(seqs[-1] + 1)]
+        self._decode_sizes = [(size, self._buckets.logits_rows(size)) for size in sizes]
         # For each level that rows may need the compiled one that serves it.
         self._served_by = {
             level: next(own for own in sampler_levels(config) if own.covers(level))
@@ -91,9 +84,9 @@ class ModelRunner:
         self._new_marks: dict[int, RowMarks] = {}  # of rows given in the plan being launched
         swaps = (of_kind(programs, kind) for kind in ("gather_blocks", "scatter_blocks"))
         self._images = BlockImages(*swaps)
-        self._kv, self._last_tokens, self._sampling_state = _zeros(
-            (shapes.kv, shapes.last_tokens, shapes.sampling)
-        )
+        state = shapes.kv, shapes.last_tokens, shapes.sampling
+        zeros = jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), state))
+        self._kv, self._last_tokens, self._sampling_state = zeros()
         # Behind all that stays, before any step: where its small buffers go. Held, never read.
         self._guards = make_places() if config.backend is Backend.TRITON else []
 
@@ -112,9 +105,9 @@ class ModelRunner:
         if plan.block_copies:
             self._move("copy_blocks", plan.block_copies, BLOCK_COPIES_CHUNK, 0)
         # What comes back travels while the step runs.
-        arrivals = self._images.fetch(plan.swap_ins) if plan.swap_ins else []
+        arrivals = self._images.fetch(plan.swap_ins) if plan.swap_ins else None
         handle = self._launch_step(plan, sampling)
-        if arrivals:
+        if arrivals is not None:
             self._kv = self._images.place(self._kv, arrivals)
         return handle
 
@@ -233,20 +226,9 @@ class ModelRunner:
         self._move("fork_rows", pairs, self._config.num_rows, self._config.padding_row)
 
     def _give_row(self, sequence: Sequence, sampling: SamplingOf) -> int:
-        own, marks, bias = self._sampling_of(sequence, sampling(sequence.request))
-        row = self._rows.assign(sequence.seq_id, own)
-        if marks is not None:
-            self._new_marks[row] = marks
-        if bias is not None:
-            load_bias = self.programs["load_bias", None]
-            self._sampling_state = load_bias(self._sampling_state, np.int32(row), bias)
-        return row
-
-    def _sampling_of(
-        self, sequence: Sequence, params: SamplingParams
-    ) -> tuple[RowSampling, RowMarks | None, np.ndarray | None]:
-        """What is made of a request's own parameters, before anything is launched: what fails here
-        is its own."""
+        """Give a row to a sequence that joins the batch. What is made of its request's parameters
+        comes before anything is launched: what fails there is the request's own."""
+        params, row = sampling(sequence.request), self._rows.assign(sequence.seq_id)
         marks = bias = None
         try:
             if params.adjusts_logits:  # all its tokens are known: none is in flight when it joins
@@ -254,10 +236,16 @@ class ModelRunner:
                 marks = RowMarks.of(sequence.token_ids, sequence.num_prompt_tokens, ending)
             if params.biases_logits:
                 bias = bias_row(params, self._config.vocab_size)
-            return RowSampling.of(params, sequence.seed), marks, bias
+            self._rows.sample(row, params, sequence.seed)
         except Exception as error:
             self._faults.append((sequence.request, error))
-            return UNWANTED, None, None
+            return row
+        if marks is not None:
+            self._new_marks[row] = marks
+        if bias is not None:
+            load_bias = self.programs["load_bias", None]
+            self._sampling_state = load_bias(self._sampling_state, np.int32(row), bias)
+        return row
 
     def _run_burst(self, packed: np.ndarray, level: SamplerLevel) -> Sampled:
         level = next(own for own in BURST_LEVELS if own.covers(level))
@@ -311,8 +299,3 @@ def _on_its_way(sampled: Sampled, level: SamplerLevel) -> Sampled:
     wanted = sampled.token_ids if sampled.scores is None else sampled.scores
     wanted.copy_to_host_async()
     return sampled
-
-
-def _zeros(shapes):
-    """Arrays of zeros made on the device, in one program."""
-    return jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes))()

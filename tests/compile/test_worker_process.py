@@ -1,6 +1,6 @@
 """Which share of a start's programs a worker compiles."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,6 @@ def test_a_worker_knows_of_a_head_that_is_not_tied(
     monkeypatch.setattr(workers, "share_of", reach)
     for tied, error in ((False, ReachedError), (None, ValueError), (True, ValueError)):
         (order,) = make(tied=tied)
-        order = replace(order, limits=asdict(runtime))
+        order = replace(order, limits=runtime)
         with pytest.raises(error):
             next(compile_share(order, lambda: runtime))

@@ -7,13 +7,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import jax
+import msgspec
 import pytest
 from start_helpers import FLOAT32, Start, names
 
@@ -22,7 +23,6 @@ from jpaged.compile.workers import (
     Order,
     choose_workers,
     make_orders,
-    runtime_of,
     share_of,
 )
 from jpaged.config import EMBEDDED_MODEL, EngineConfig
@@ -272,5 +272,5 @@ def test_where_nothing_is_kept_there_is_no_worker(start: Start, monkeypatch: pyt
 def test_orders_and_numbers_are_fit_for_json(start: Start):
     first, second = start.orders
     assert (first.share, second.share, first.of) == (0, 1, 2)
-    assert Order(**json.loads(json.dumps(asdict(first)))) == first
-    assert runtime_of(json.loads(json.dumps(asdict(start.runtime)))) == start.runtime
+    for record in (replace(first, limits=start.runtime), start.runtime):
+        assert msgspec.json.decode(msgspec.json.encode(record), type=type(record)) == record
