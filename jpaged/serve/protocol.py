@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, cast, g
 import msgspec
 from msgspec import Meta
 
-from jpaged import SamplingParams
+from jpaged import SamplingParams, options
 from jpaged.serve.api_errors import ApiError, bad_field, refusal
 from jpaged.serve.options import Limits
 
@@ -23,22 +23,35 @@ T = TypeVar("T", bound="Body")
 Schema = dict[str, Any]
 Prompt = str | list[int]
 
-MAX_LOGPROBS = 20
 MAX_TOKEN_IDS = 4096
-_INT64 = 2**63
+_INT31, _INT64 = 2**31 - 1, 2**63 - 1
+_LARGEST = 1e6
+"""The largest number with a fraction, where `SamplingParams` has no bound."""
 
-Id = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+_SAMPLING = options.options_of(SamplingParams)
+
+
+def _bounds(parameter: str, description: str | None = None) -> Meta:
+    """The bounds that `SamplingParams` declares, and where it has none, those of a server."""
+    own: Any = _SAMPLING[parameter][1]
+    if own.kind is bool:
+        return Meta(description=description)
+    if own.kind is int:
+        high = min(own.high or own.served_high or _INT31, _INT64)
+        return Meta(ge=own.low, le=high, description=description)
+    high = _LARGEST if own.high is None else own.high
+    if own.above is not None:
+        return Meta(gt=own.above, le=high, description=description)
+    return Meta(ge=-_LARGEST if own.low is None else own.low, le=high, description=description)
+
+
+Id = Annotated[int, Meta(ge=0, le=_INT31)]
 Ids = Annotated[list[Id], Meta(max_length=MAX_TOKEN_IDS)]
 Text = Annotated[str, Meta(min_length=1)]
-Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-NumAnswers = Annotated[int, Meta(ge=1, le=2**16)]
-NumTop = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
-Share = Annotated[float, Meta(ge=0, le=1)]
+NumTop = Annotated[int, _bounds("logprobs")]
 Stop = Annotated[str, Meta(min_length=1, max_length=1024)]
 Name = Annotated[str, Meta(max_length=1000)]
-Bias = Annotated[float, Meta(ge=-100, le=100)]
+Bias = Annotated[float, _bounds("logit_bias")]
 IdAsText = Annotated[str, Meta(pattern=r"^(0|[1-9][0-9]{0,8})(?!\n)$")]
 Scalar = Annotated[str, Meta(max_length=1000)] | bool | int | float
 Variables = Annotated[dict[str, Scalar], Meta(max_length=32)]
@@ -69,40 +82,44 @@ class StreamOptions(Body, frozen=True, kw_only=True):
     include_obfuscation: Ignored = None
 
 
-class SamplingFields(Body, frozen=True, kw_only=True):
-    """The fields that completions and chats have in common."""
+_OWN_FORMS = {"max_tokens", "logprobs", "detokenize"}
+"""Parameters that each endpoint has in a form of its own, or that are none over HTTP."""
+
+_DESCRIPTIONS = {
+    "n": "answers to each prompt",
+    "best_of": "sample so many, return the n likeliest",
+    "temperature": "0 takes the likeliest token",
+    "top_k": "0 or -1 keep all tokens",
+    "ignore_eos": "go on past the model's own end token",
+    "length_penalty": "of beams",
+}
+
+
+def _numbers_and_switches() -> Iterator[tuple[str, Any, Any]]:
+    """Name, type and default of the parameters that are the same over HTTP."""
+    for name, (default, own) in _SAMPLING.items():
+        if own.kind is not None and name not in _OWN_FORMS:
+            hint: Any = Annotated[own.kind, _bounds(name, _DESCRIPTIONS.get(name))]
+            yield name, hint | None if default is None else hint, default
+
+
+_Sampling: Any = msgspec.defstruct("_Sampling", _numbers_and_switches(), frozen=True, kw_only=True)
+
+
+class SamplingFields(Body, _Sampling, frozen=True, kw_only=True):
+    """The fields that completions and chats have in common: parameters of the sampler, of which
+    numbers and switches are as `SamplingParams` declares them, and what else is asked."""
 
     model: (
         Annotated[Name, Meta(description="one of /v1/models; nothing means the first")] | None
     ) = None
-    n: Annotated[NumAnswers, Meta(description="answers to each prompt")] = 1
-    best_of: (
-        Annotated[NumAnswers, Meta(description="sample so many, return the n likeliest")] | None
-    ) = None
-    temperature: (
-        Annotated[float, Meta(ge=0, le=1e6, description="0 takes the likeliest token")] | None
-    ) = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1, description="0 or -1 keep all tokens")] = 0
-    min_p: Share = 0.0
-    frequency_penalty: Penalty = 0.0
-    presence_penalty: Penalty = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
-    seed: Annotated[int, Meta(ge=-_INT64, le=_INT64 - 1)] | None = None
     stop: Stop | Annotated[list[Stop], Meta(max_length=16)] | None = None
     stop_token_ids: Ids | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: Annotated[bool, Meta(description="go on past the model's own end token")] = False
-    min_tokens: Count = 0
     logit_bias: Annotated[dict[IdAsText, Bias], Meta(max_length=MAX_TOKEN_IDS)] | None = None
     allowed_token_ids: Annotated[list[Id], Meta(max_length=2**20)] | None = None
-    prompt_logprobs: NumTop | None = None
-    skip_special_tokens: bool = True
     use_beam_search: Annotated[
         bool, Meta(description="search with beam_width (else best_of, n) beams")
     ] = False
-    beam_width: NumAnswers | None = None
-    length_penalty: Annotated[float, Meta(ge=-1e6, le=1e6, description="of beams")] = 1.0
     early_stopping: bool | Literal["never"] = False
     stream: Annotated[bool, Meta(description="server-sent events")] = False
     stream_options: StreamOptions | None = None
@@ -127,7 +144,7 @@ class SamplingFields(Body, frozen=True, kw_only=True):
             int,
             Meta(
                 ge=-1,
-                le=2**31 - 1,
+                le=_INT31,
                 description="keep the last so many; -1: as many as the model takes",
             ),
         ]
@@ -173,10 +190,9 @@ class SamplingFields(Body, frozen=True, kw_only=True):
         width = self.beam_width
         if self.use_beam_search:
             width = width or self.best_of or self.n
-        asked: dict[str, Any] = {name: getattr(self, name) for name in _SAMPLING}
+        asked: dict[str, Any] = {name: getattr(self, name) for name in _SAME_NAMES}
         asked["beam_width"] = width
         asked["best_of"] = None if width else self.best_of
-        asked["temperature"] = 1.0 if self.temperature is None else self.temperature
         for name in ("stop_token_ids", "allowed_token_ids"):
             asked[name] = asked[name] and list(dict.fromkeys(asked[name]))
         if self.logit_bias is not None:
@@ -187,7 +203,7 @@ class SamplingFields(Body, frozen=True, kw_only=True):
             raise refusal(str(error)) from None
 
 
-_SAMPLING = sorted(set(SamplingFields.__struct_fields__) & set(SamplingParams.__dataclass_fields__))
+_SAME_NAMES = sorted({*SamplingFields.__struct_fields__} & {*_SAMPLING})
 """Parameters that have one name here and there."""
 
 
@@ -198,7 +214,7 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
         Text
         | Annotated[list[Text | Id | Annotated[list[Id], Meta(min_length=1)]], Meta(min_length=1)]
     )
-    max_tokens: Annotated[Count, Meta(description="0 only with echo")] = 16
+    max_tokens: Annotated[int, Meta(ge=0, le=_INT31, description="0 only with echo")] = 16
     echo: Annotated[bool, Meta(description="the prompt comes before the answer")] = False
     logprobs: NumTop | None = None
     add_special_tokens: Annotated[
@@ -308,8 +324,8 @@ class ChatRequest(SamplingFields, Template, frozen=True, kw_only=True):
     """The fields of `/v1/chat/completions`."""
 
     messages: Messages
-    max_tokens: Positive | None = None
-    max_completion_tokens: Positive | None = None
+    max_tokens: Annotated[int, _bounds("max_tokens")] | None = None
+    max_completion_tokens: Annotated[int, _bounds("max_tokens")] | None = None
     logprobs: bool = False
     top_logprobs: NumTop | None = None
     add_special_tokens: Annotated[bool, Meta(extra_json_schema={"enum": [False]})] = False
