@@ -34,6 +34,7 @@ from jpaged.serve.protocol import (
     read,
 )
 from jpaged.serve.serving import Serving, new_id
+from jpaged.serve.tokenizing_process import Order
 
 _BODIES: dict[str, tuple[type, str]] = {
     "/v1/completions": (CompletionRequest, "Complete prompts."),
@@ -237,14 +238,21 @@ class Endpoints:
             asked.check_template(serving.config.template_variables)
 
         async def told() -> dict[str, Any]:
-            ids, strings = await tokenizing.tokenized(
-                asked.prompt or "" if asked.messages is None else asked.messages,
-                asked.template_options,
-                add_special_tokens=asked.add_special_tokens,
-                strings=asked.return_token_strs,
-            )
-            count = {"count": len(ids), "max_model_len": tokenizing.max_model_len}
-            return {**count, "tokens": ids, "token_strs": strings}
+            strings = asked.return_token_strs
+            if asked.messages is None:
+                order = Order(asked.prompt or "", asked.add_special_tokens, strings=strings)
+                done = await tokenizing.tokenized(order, "prompt")
+            else:
+                order = Order(
+                    messages=asked.conversation, options=asked.template_options, strings=strings
+                )
+                done = await tokenizing.tokenized(order, "messages")
+            return {
+                "count": len(done.token_ids),
+                "max_model_len": tokenizing.max_model_len,
+                "tokens": done.token_ids,
+                "token_strs": done.strings,
+            }
 
         return self._told(request, told)
 

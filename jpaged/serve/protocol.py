@@ -165,6 +165,11 @@ class SamplingFields(Body, _Sampling, frozen=True, kw_only=True):
         """What a stream has in addition to the answer."""
         return self.stream_options or StreamOptions()
 
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that may run for it at a time."""
+        return max(self.n, self.best_of or 0, self.beam_width or 0)
+
     def check(self, limits: Limits) -> None:
         """Raise ApiError for fields that contradict each other or exceed the server's limits."""
         if self.stream_options is not None and not self.stream:
@@ -237,6 +242,11 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
         is_one = isinstance(self.prompt, str) or type(self.prompt[0]) is int
         return cast(list[Prompt], [self.prompt] if is_one else self.prompt)
 
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that may run for it at a time."""
+        return super().num_sequences * len(self.prompts)
+
     def check(self, limits: Limits) -> None:
         """Raise ApiError for fields that contradict each other or exceed the server's limits."""
         super().check(limits)
@@ -271,12 +281,6 @@ class Message(Body, frozen=True, kw_only=True):
     refusal: Annotated[Literal[""], Meta(description=_CONTENT_ALONE)] | None = None
     annotations: Annotated[list[Any], Meta(max_length=0, description=_CONTENT_ALONE)] | None = None
 
-    def as_dict(self) -> dict[str, str]:
-        """As templates take it; parts of a text are joined by line breaks."""
-        if isinstance(self.content, str):
-            return {"role": self.role, "content": self.content}
-        return {"role": self.role, "content": "\n".join(part.text for part in self.content)}
-
 
 Messages = Annotated[list[Message], Meta(min_length=1, max_length=4096)]
 
@@ -285,6 +289,7 @@ class Template:
     """How a conversation is written out: what bodies with messages have in common."""
 
     __slots__ = ()
+    messages: list[Message] | None
     add_generation_prompt: bool
     continue_final_message: bool
     chat_template_kwargs: dict[str, Any] | None
@@ -299,6 +304,20 @@ class Template:
         if self.continue_final_message and self.add_generation_prompt:
             what = "continue_final_message=true needs add_generation_prompt=false"
             raise bad_field("continue_final_message", what)
+
+    @property
+    def conversation(self) -> list[dict[str, str]]:
+        """The messages as templates take them; parts of a text are joined by line breaks."""
+
+        return [
+            {
+                "role": each.role,
+                "content": each.content
+                if isinstance(each.content, str)
+                else "\n".join(part.text for part in each.content),
+            }
+            for each in self.messages or ()
+        ]
 
     @property
     def template_options(self) -> dict[str, Any]:
