@@ -4,7 +4,6 @@ import asyncio
 import hmac
 import secrets
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -68,30 +67,22 @@ class Serving:
     @property
     def engine(self) -> EngineClient:
         """The engine's client; ApiError while there is none."""
-        if self._engine is None:
-            raise not_serving("the server is starting")
-        return self._engine
+        return _opened(self._engine)
 
     @property
     def tokenizing(self) -> Tokenizing:
         """The tokenizer's; ApiError while there is none."""
-        if self._tokenizing is None:
-            raise not_serving("the server is starting")
-        return self._tokenizing
+        return _opened(self._tokenizing)
 
     @property
     def metrics(self) -> Metrics:
         """The figures; ApiError while there are none."""
-        if self._metrics is None:
-            raise not_serving("the server is starting")
-        return self._metrics
+        return _opened(self._metrics)
 
     @property
     def in_flight(self) -> InFlight:
-        """The requests in flight; ApiError while there is none."""
-        if self._in_flight is None:
-            raise not_serving("the server is starting")
-        return self._in_flight
+        """The requests in flight; ApiError while none can be."""
+        return _opened(self._in_flight)
 
     @property
     def num_requests(self) -> int:
@@ -103,7 +94,7 @@ class Serving:
         """Whether the engine's loop goes round."""
         if self._engine is None or not self._engine.is_ready:
             return False
-        return time.monotonic() - self._engine.pulse.seen < self.config.limits.health_timeout
+        return time.monotonic() - self._engine.seen < self.config.limits.health_timeout
 
     @property
     def is_ready(self) -> bool:
@@ -181,9 +172,10 @@ class Serving:
                     meter.end(run.why_ended)
 
 
-def new_id(kind: str) -> str:
-    """A name for a request."""
-    return f"{kind}-{uuid.uuid4().hex}"
+def _opened(part: T | None) -> T:
+    if part is None:
+        raise not_serving("the server is starting")
+    return part
 
 
 def _expire_in_queue(run: Run) -> None:
