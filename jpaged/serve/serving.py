@@ -14,7 +14,7 @@ from jpaged.serve.access import InFlight
 from jpaged.serve.api_errors import ApiError, not_serving
 from jpaged.serve.engine_client import EngineClient, News, Run
 from jpaged.serve.messages import EngineRequest, Ready
-from jpaged.serve.metrics import Metrics
+from jpaged.serve.metrics import Meter, Metrics
 from jpaged.serve.options import ServeConfig
 from jpaged.serve.tokenizing import Tokenizing
 
@@ -153,7 +153,7 @@ class Serving:
     async def run(self, requests: Sequence[EngineRequest]) -> AsyncIterator[Run]:
         """`EngineClient.run` within the limits of time."""
         limits, loop = self.config.limits, asyncio.get_running_loop()
-        meters = [self.metrics.meter(request) for request in requests]
+        meters = [Meter(self.metrics, request) for request in requests]
 
         def watch(news: News) -> None:
             meters[news.index].note(news.delta)
