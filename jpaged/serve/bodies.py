@@ -1,14 +1,13 @@
 """Requests' bodies: bounded as they arrive, counted before they are built, and JSON of one meaning.
 
-What another client is sent must not wait for a body. So the values of a large body are counted
-before any of them is built, and it is parsed in a thread of its own: no call into C holds
-the interpreter for long, and Python code gives way.
+What another client is sent must not wait for a body. So its values are counted before any of them
+is built, and a large one is parsed in a thread of its own: no call into C holds the interpreter for
+long, and Python code gives way.
 """
 
 import asyncio
 import json
 import math
-import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -41,16 +40,11 @@ _DIGITS = 64
 _EXACT = 2**53
 """Below it a float is one integer."""
 
-_MANY_DIGITS = re.compile(rb"[0-9]{%d}" % _DIGITS)
-
 _PLAIN = frozenset({int, float, bool, str, type(None)})
 
 _WEIGHTS = np.zeros(256, np.uint8)
-
 _WEIGHTS[list(b",:")] = 1
-
 _WEIGHTS[list(b'".')] = 3
-
 _WEIGHTS[list(b"[{")] = 4  # with the first value in it, whose like the others have a comma for
 
 
@@ -131,10 +125,7 @@ def parse_json(body: bytes, max_values: int) -> Any:
         ApiError: it has more values; it is no JSON in UTF-8, has NaN or an infinity, names a key
             twice, is nested too deep, or has a lone surrogate.
     """
-    # A small body cannot have too many values, and its colons tell its names, but those in strings.
-    is_small = len(body) <= _AT_ONCE and 4 * len(body) < max_values
-    is_counted = not is_small or _MANY_DIGITS.search(body) is not None
-    num_names = _count(body, max_values) if is_counted else body.count(b":")
+    num_names = _count(body, max_values)
     try:
         value = _decoder.decode(body)
     except UnicodeDecodeError:
@@ -143,8 +134,7 @@ def parse_json(body: bytes, max_values: int) -> Any:
         raise _too_deep() from None
     except msgspec.DecodeError as error:
         raise _no_json(str(error).removeprefix("JSON is malformed: ")) from None
-    num_built = _num_names(value)
-    if num_built < num_names and (is_counted or num_built < _count(body, max_values)):
+    if _num_names(value) < num_names:
         raise _named_twice(body)
     return value
 
