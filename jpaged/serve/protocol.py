@@ -45,6 +45,11 @@ def _bounds(parameter: str, description: str | None = None) -> Meta:
     return Meta(ge=-_LARGEST if own.low is None else own.low, le=high, description=description)
 
 
+_WHICH_MODEL = "one of /v1/models; nothing means the first"
+_HOW_MANY_BEAMS = "search with beam_width (else best_of, n) beams"
+_WHO_SHARES = "prompts share cached prefixes only with others of their salt"
+_WHAT_IS_KEPT = "keep the last so many; -1: as many as the model takes"
+
 Id = Annotated[int, Meta(ge=0, le=_INT31)]
 Ids = Annotated[list[Id], Meta(max_length=MAX_TOKEN_IDS)]
 Text = Annotated[str, Meta(min_length=1)]
@@ -52,6 +57,9 @@ NumTop = Annotated[int, _bounds("logprobs")]
 Stop = Annotated[str, Meta(min_length=1, max_length=1024)]
 Name = Annotated[str, Meta(max_length=1000)]
 Bias = Annotated[float, _bounds("logit_bias")]
+Salt = Annotated[str, Meta(min_length=1, max_length=1000, description=_WHO_SHARES)]
+NumKept = Annotated[int, Meta(ge=-1, le=_INT31, description=_WHAT_IS_KEPT)]
+AsIds = Annotated[bool, Meta(description='in logprobs: "token_id:17"')]
 IdAsText = Annotated[str, Meta(pattern=r"^(0|[1-9][0-9]{0,8})(?!\n)$")]
 Scalar = Annotated[str, Meta(max_length=1000)] | bool | int | float
 Variables = Annotated[dict[str, Scalar], Meta(max_length=32)]
@@ -82,6 +90,10 @@ class StreamOptions(Body, frozen=True, kw_only=True):
     include_obfuscation: Ignored = None
 
 
+_IGNORED = (
+    *("metadata", "prompt_cache_key", "prompt_cache_retention", "request_id", "safety_identifier"),
+    *("service_tier", "spaces_between_special_tokens", "store", "user"),
+)
 _OWN_FORMS = {"max_tokens", "logprobs", "detokenize"}
 """Parameters that each endpoint has in a form of its own, or that are none over HTTP."""
 
@@ -95,70 +107,37 @@ _DESCRIPTIONS = {
 }
 
 
-def _numbers_and_switches() -> Iterator[tuple[str, Any, Any]]:
-    """Name, type and default of the parameters that are the same over HTTP."""
+def _plain_fields() -> Iterator[tuple[str, Any, Any]]:
+    """Name, type and default of what is ignored, and of parameters that HTTP has as they are."""
+    for name in _IGNORED:
+        yield name, Ignored, None
     for name, (default, own) in _SAMPLING.items():
         if own.kind is not None and name not in _OWN_FORMS:
             hint: Any = Annotated[own.kind, _bounds(name, _DESCRIPTIONS.get(name))]
             yield name, hint | None if default is None else hint, default
 
 
-_Sampling: Any = msgspec.defstruct("_Sampling", _numbers_and_switches(), frozen=True, kw_only=True)
+_Plain: Any = msgspec.defstruct("_Plain", _plain_fields(), frozen=True, kw_only=True)
 
 
-class SamplingFields(Body, _Sampling, frozen=True, kw_only=True):
+class SamplingFields(Body, _Plain, frozen=True, kw_only=True):
     """The fields that completions and chats have in common: parameters of the sampler, of which
     numbers and switches are as `SamplingParams` declares them, and what else is asked."""
 
-    model: (
-        Annotated[Name, Meta(description="one of /v1/models; nothing means the first")] | None
-    ) = None
+    model: Annotated[Name, Meta(description=_WHICH_MODEL)] | None = None
     stop: Stop | Annotated[list[Stop], Meta(max_length=16)] | None = None
     stop_token_ids: Ids | None = None
     logit_bias: Annotated[dict[IdAsText, Bias], Meta(max_length=MAX_TOKEN_IDS)] | None = None
     allowed_token_ids: Annotated[list[Id], Meta(max_length=2**20)] | None = None
-    use_beam_search: Annotated[
-        bool, Meta(description="search with beam_width (else best_of, n) beams")
-    ] = False
+    use_beam_search: Annotated[bool, Meta(description=_HOW_MANY_BEAMS)] = False
     early_stopping: bool | Literal["never"] = False
     stream: Annotated[bool, Meta(description="server-sent events")] = False
     stream_options: StreamOptions | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31, description="lower is served earlier")] = 0
-    cache_salt: (
-        Annotated[
-            str,
-            Meta(
-                min_length=1,
-                max_length=1000,
-                description="prompts share cached prefixes only with others of their salt",
-            ),
-        ]
-        | None
-    ) = None
+    cache_salt: Salt | None = None
     return_token_ids: bool = False
-    return_tokens_as_token_ids: Annotated[bool, Meta(description='in logprobs: "token_id:17"')] = (
-        False
-    )
-    truncate_prompt_tokens: (
-        Annotated[
-            int,
-            Meta(
-                ge=-1,
-                le=_INT31,
-                description="keep the last so many; -1: as many as the model takes",
-            ),
-        ]
-        | None
-    ) = None
-    spaces_between_special_tokens: Ignored = None
-    request_id: Ignored = None
-    user: Ignored = None
-    metadata: Ignored = None
-    store: Ignored = None
-    service_tier: Ignored = None
-    safety_identifier: Ignored = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_retention: Ignored = None
+    return_tokens_as_token_ids: AsIds = False
+    truncate_prompt_tokens: NumKept | None = None
 
     @property
     def options(self) -> StreamOptions:
@@ -209,7 +188,7 @@ class SamplingFields(Body, _Sampling, frozen=True, kw_only=True):
 
 
 _SAME_NAMES = sorted({*SamplingFields.__struct_fields__} & {*_SAMPLING})
-"""Parameters that have one name here and there."""
+"""Parameters that all requests have under their own names."""
 
 
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
@@ -281,6 +260,13 @@ class Message(Body, frozen=True, kw_only=True):
     refusal: Annotated[Literal[""], Meta(description=_CONTENT_ALONE)] | None = None
     annotations: Annotated[list[Any], Meta(max_length=0, description=_CONTENT_ALONE)] | None = None
 
+    @property
+    def text(self) -> str:
+        """The content; its parts are joined by line breaks."""
+        if isinstance(self.content, str):
+            return self.content
+        return "\n".join(part.text for part in self.content)
+
 
 Messages = Annotated[list[Message], Meta(min_length=1, max_length=4096)]
 
@@ -307,17 +293,8 @@ class Template:
 
     @property
     def conversation(self) -> list[dict[str, str]]:
-        """The messages as templates take them; parts of a text are joined by line breaks."""
-
-        return [
-            {
-                "role": each.role,
-                "content": each.content
-                if isinstance(each.content, str)
-                else "\n".join(part.text for part in each.content),
-            }
-            for each in self.messages or ()
-        ]
+        """The messages as templates take them."""
+        return [{"role": each.role, "content": each.text} for each in self.messages or ()]
 
     @property
     def template_options(self) -> dict[str, Any]:
