@@ -89,9 +89,10 @@ class Access:
         if self._has_page and (path == "/" or path.startswith("/picture/")):
             message = "give any user name, and a valid API key as the password"
             challenge = 'Basic realm="jpaged", charset="UTF-8"'
-            return ApiError(401, message, code=INVALID_KEY, challenge=challenge)
-        message = "give a valid API key: Authorization: Bearer KEY"
-        return ApiError(401, message, code=INVALID_KEY, challenge="Bearer")
+        else:
+            message, challenge = "give a valid API key: Authorization: Bearer KEY", "Bearer"
+        headers = {"WWW-Authenticate": challenge}
+        return ApiError(401, message, code=INVALID_KEY, headers=headers)
 
 
 def client_of(scope: Scope, *, keyed: bool) -> str:
@@ -191,7 +192,9 @@ class InFlight:
         share = self._limits.max_num_client_reqs
         if share is not None and self._of_client[client] >= share:
             message = f"this client has {share} requests in flight already: wait for one to end"
-            raise ApiError(429, message, code="rate_limit_exceeded", retry_after=_RETRY_AFTER)
+            raise ApiError(
+                429, message, code="rate_limit_exceeded", headers={"Retry-After": str(_RETRY_AFTER)}
+            )
         most = self._max_num_seqs + self._limits.max_num_queued_reqs
         if num_sequences > most:
             message = f"{num_sequences} sequences are asked for at once: {most} at most, here"
