@@ -154,12 +154,10 @@ class InFlight:
 
     Attributes:
         num_requests: HTTP requests that were admitted and are not over.
-        is_open: Whether requests are admitted at all.
     """
 
     def __init__(self, limits: Limits, max_num_seqs: int):
         self.num_requests = 0
-        self.is_open = True
         self._limits = limits
         self._max_num_seqs = max_num_seqs
         self._num_sequences = 0
@@ -170,8 +168,8 @@ class InFlight:
         """Take in a request that may run so many sequences, for as long as the block lasts.
 
         Raises:
-            ApiError: 503 if the server drains or its queue is full, 429 if the client has its
-                share, 400 if it asks for more than the queue holds.
+            ApiError: 503 if the queue is full, 429 if the client has its share, 400 if it asks for
+                more than the queue holds.
         """
         self._check(client, num_sequences)
         self.num_requests += 1
@@ -187,8 +185,6 @@ class InFlight:
                 del self._of_client[client]
 
     def _check(self, client: str, num_sequences: int) -> None:
-        if not self.is_open:
-            raise not_serving("the server is shutting down")
         share = self._limits.max_num_client_reqs
         if share is not None and self._of_client[client] >= share:
             message = f"this client has {share} requests in flight already: wait for one to end"

@@ -98,7 +98,7 @@ class Generation(ABC):
             ApiError: the request is not acceptable, or failed.
         """
         asked, serving = self._asked, self._serving
-        with serving.in_flight.admit(self._client, asked.num_sequences):
+        with serving.admit(self._client, asked.num_sequences):
             try:
                 async with asyncio.timeout(serving.config.limits.queue_timeout):
                     requests = await self._requests()

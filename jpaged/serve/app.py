@@ -258,7 +258,7 @@ class App:
         serving, client = self._serving, self._client_of(request)
 
         async def piece() -> AsyncGenerator[bytes, None]:
-            with serving.in_flight.admit(client, 0):
+            with serving.admit(client, 0):
                 answer = await make()
                 yield await serving.in_thread(lambda: large_json(answer))
 

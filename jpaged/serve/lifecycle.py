@@ -182,22 +182,11 @@ async def start_serving(
     """
     config = serving.config
     info = await client.ready()
-    process = text_process(
-        TokenizingSettings(
-            folder=str(info.folder),
-            chat_template=config.chat_template,
-            allow_special_tokens=config.allow_special_tokens,
-        )
-    )
+    template, may_be_special = config.chat_template, config.allow_special_tokens
+    process = text_process(TokenizingSettings(info.folder, template, may_be_special))
     tokenizer = await asyncio.to_thread(Tokenizer.from_folder, Path(info.folder))
     await asyncio.to_thread(process.wait_ready)
-    texts = Tokenizing(
-        tokenizer,
-        process,
-        vocab_size=info.vocab_size,
-        max_model_len=info.max_model_len,
-        text_timeout=config.limits.text_timeout,
-    )
+    texts = Tokenizing(tokenizer, process, info, config.limits.text_timeout)
     if config.chat_template is not None:
         await texts.check_template()
     serving.open(client, texts, info)

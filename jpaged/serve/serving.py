@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from enum import Enum
 from typing import TypeVar
 
@@ -59,9 +59,7 @@ class Serving:
             block_size=info.block_size,
             num_blocks=info.num_blocks,
         )
-        if self.phase is Phase.DRAINING:
-            self._in_flight.is_open = False
-        else:
+        if self.phase is Phase.STARTING:
             self.phase = Phase.SERVING
 
     @property
@@ -78,11 +76,6 @@ class Serving:
     def metrics(self) -> Metrics:
         """The figures; ApiError while there are none."""
         return _opened(self._metrics)
-
-    @property
-    def in_flight(self) -> InFlight:
-        """The requests in flight; ApiError while none can be."""
-        return _opened(self._in_flight)
 
     @property
     def num_requests(self) -> int:
@@ -119,8 +112,17 @@ class Serving:
     def stop_admitting(self) -> None:
         """Admit no more requests; those in flight go on."""
         self.phase = Phase.DRAINING
-        if self._in_flight is not None:
-            self._in_flight.is_open = False
+
+    def admit(self, client: str, num_sequences: int) -> AbstractContextManager[None]:
+        """Takes in a request for as long as the block lasts, as of `InFlight`.
+
+        Raises:
+            ApiError: 503: the server starts or drains; on entry as of `InFlight.admit`.
+        """
+        in_flight = _opened(self._in_flight)
+        if self.phase is Phase.DRAINING:
+            raise not_serving("the server is shutting down")
+        return in_flight.admit(client, num_sequences)
 
     def model_name(self, asked: str | None) -> str:
         """The model's name, as the client calls it.

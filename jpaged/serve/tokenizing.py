@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from jpaged import Tokenizer
 from jpaged.serve.api_errors import ApiError, bad_field, failed, say, too_long
 from jpaged.serve.framing import framed, read
+from jpaged.serve.messages import Ready
 from jpaged.serve.tokenizing_process import MIB, WORK, Done, Order, TokenizingProcess
 
 _MOST_COUNTED = 65536
@@ -41,23 +42,15 @@ class Tokenizing:
     Args:
         tokenizer: The model's, for the text of single tokens.
         process: Encodes and decodes texts.
-        vocab_size: Every token id of the model is below it.
-        max_model_len: Most tokens of a sequence.
+        info: What the engine says of the model.
         text_timeout: Seconds for one text or conversation.
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        process: TokenizingProcess,
-        *,
-        vocab_size: int,
-        max_model_len: int,
-        text_timeout: float = 10.0,
+        self, tokenizer: Tokenizer, process: TokenizingProcess, info: Ready, text_timeout: float
     ):
-        self.max_model_len = max_model_len
+        self.max_model_len, self._vocab_size = info.max_model_len, info.vocab_size
         self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
         self._longest = max(map(len, tokenizer.hf_tokenizer.get_vocab()))  # of all tokens' texts
         self._pool = TokenizingWorkers(process, text_timeout)
 
