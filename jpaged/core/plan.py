@@ -4,8 +4,6 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
-import numpy as np
-
 from jpaged.core.block_manager import BlockChanges
 from jpaged.core.request import FinishReason, Request, Sequence
 
@@ -121,19 +119,6 @@ class StepPlan:
         """Whether it copies blocks, or swaps or drops images."""
         return bool(self.block_copies or self.dropped or self.swap_outs or self.swap_ins)
 
-    def check_update(self, sampled: np.ndarray, num_updated: int, num_planned: int) -> None:
-        """Raise ValueError unless this plan is the next to be read, and `sampled` is its result."""
-        if not num_updated == self.step_id < num_planned:
-            raise ValueError(
-                f"plan of step {self.step_id} is out of order: step {num_updated} is the "
-                "next to update"
-            )
-        if sampled.shape != (len(self.scheduled),):
-            raise ValueError(
-                f"sampled must have one token for each of {len(self.scheduled)} scheduled "
-                f"sequences, got shape {sampled.shape}"
-            )
-
 
 def _is_decode_row(row: ScheduledSequence) -> bool:
     return row.start >= row.sequence.num_admitted_tokens and len(row.block_updates) <= 1
@@ -168,12 +153,14 @@ class PlanBuilder:
         block_copies: (source, destination) of the copies on write.
         has_preempted: Whether a request was preempted for this step.
         is_starved: Whether a request waits for blocks that steps in flight still hold.
+        faults: The requests for which planning failed, each with its first error.
     """
 
     __slots__ = (
         "_limit",
         "block_copies",
         "budget",
+        "faults",
         "goal",
         "has_preempted",
         "is_starved",
@@ -188,6 +175,7 @@ class PlanBuilder:
         self.joined: set[Sequence] = set()
         self.block_copies: list[tuple[int, int]] = []
         self.has_preempted = self.is_starved = False
+        self.faults: dict[Request, Exception] = {}
 
     @property
     def has_prompts(self) -> bool:
@@ -207,15 +195,6 @@ class PlanBuilder:
             self.block_copies.extend(changes.copies)
         row = ScheduledSequence(sequence, start, num_tokens, samples, changes.updates)
         self.scheduled.append(row)
-
-    def place_next(self, sequence: Sequence) -> None:
-        """`place` for the one token that a sequence has left to compute, in a slot it has."""
-        start = sequence.num_computed_tokens
-        sequence.num_computed_tokens = start + 1
-        sequence.num_pending_tokens += 1
-        sequence.num_in_flight_steps += 1
-        self.budget -= 1
-        self.scheduled.append(make_tuple(ScheduledSequence, (sequence, start, 1, True, ())))
 
     def drop(self, request: Request) -> None:
         """Take a request's sequences out again; the request is to end at once."""

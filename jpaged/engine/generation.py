@@ -6,7 +6,6 @@ advanced.
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 
-from jpaged.core.admission import check_pin_fits
 from jpaged.core.plan import Goal
 from jpaged.engine.loop import EngineLoop, deferred_interrupts
 from jpaged.engine.preprocessing import PIN_PARAMS, CheckedRequest, Preprocessor, Prompt
@@ -154,15 +153,7 @@ class Generation:
     def _pin_cached(self, prefix: Prompt) -> int | None:
         """Hold the blocks if all are cached; None, with nothing changed, if not."""
         self._loop.check_alive()
-        scheduler = self._loop.scheduler
-        manager, tokens = scheduler.block_manager, prefix.token_ids or []
-        if manager.prefix_cache is None:
-            raise ValueError("pin_prefix needs enable_prefix_caching=True")
-        num_blocks = len(tokens) // manager.block_size
-        found = manager.prefix_cache.find_chain(tokens, num_blocks, prefix.cache_salt)
-        num_new = num_blocks - manager.pins.num_pinned(found)
-        check_pin_fits(manager, num_new, scheduler.unfinished)
-        return manager.pins.pin(found) if len(found) == num_blocks else None
+        return self._loop.scheduler.pin_prefix(prefix.token_ids or [], prefix.cache_salt)
 
     def _make_state(self, asked: CheckedRequest, request_id: str | None = None) -> RequestState:
         preprocessor, in_use = self._preprocessor, self._loop.requests

@@ -90,8 +90,8 @@ def engine_stats(scheduler: Scheduler, counts: LoopCounts) -> EngineStats:
         num_free_blocks=manager.num_free_blocks,
         peak_used_blocks=counts.peak_used_blocks,
         num_waste_slots=num_waste_slots(scheduler),
-        num_running=scheduler.num_running,
-        num_waiting=scheduler.num_waiting,
+        num_running=len(scheduler.running),
+        num_waiting=len(scheduler.waiting),
         num_swapped=scheduler.num_swapped,
         num_preemptions=counts.preemptions,
         num_prompt_tokens=counts.prompt_tokens,
@@ -223,7 +223,7 @@ class EngineLoop:
             plans.append(plan)
             if len(plans) == self._runner.burst_steps:
                 break
-            others_wait = goal is Goal.LATENCY and self.scheduler.num_waiting
+            others_wait = goal is Goal.LATENCY and self.scheduler.waiting
             if others_wait or not self._runner.fits_burst(plan, goal):
                 break
         return plans
