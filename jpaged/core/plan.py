@@ -142,45 +142,27 @@ class StepNews(NamedTuple):
     failed: list[tuple[Request, Exception]]
 
 
+@dataclass(slots=True, eq=False)
 class PlanBuilder:
-    """Collects a step's sequences until its budget of tokens is spent.
+    """Collects a step's sequences until its budget of tokens is spent."""
 
-    Attributes:
-        budget: Tokens left.
-        goal: What the step is to favour.
-        scheduled: The sequences placed so far.
-        joined: Those of them that get a device row with this step.
-        block_copies: (source, destination) of the copies on write.
-        has_preempted: Whether a request was preempted for this step.
-        is_starved: Whether a request waits for blocks that steps in flight still hold.
-        faults: The requests for which planning failed, each with its first error.
-    """
+    max_num_tokens: int
+    goal: Goal
+    budget: int = field(init=False)  # tokens left
+    scheduled: list[ScheduledSequence] = field(default_factory=list)
+    joined: set[Sequence] = field(default_factory=set)  # those that get a row with this step
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
+    has_preempted: bool = False
+    is_starved: bool = False  # a request waits for blocks that steps in flight still hold
+    faults: dict[Request, Exception] = field(default_factory=dict)  # of planning, the first each
 
-    __slots__ = (
-        "_limit",
-        "block_copies",
-        "budget",
-        "faults",
-        "goal",
-        "has_preempted",
-        "is_starved",
-        "joined",
-        "scheduled",
-    )
-
-    def __init__(self, budget: int, goal: Goal):
-        self._limit = self.budget = budget
-        self.goal = goal
-        self.scheduled: list[ScheduledSequence] = []
-        self.joined: set[Sequence] = set()
-        self.block_copies: list[tuple[int, int]] = []
-        self.has_preempted = self.is_starved = False
-        self.faults: dict[Request, Exception] = {}
+    def __post_init__(self):
+        self.budget = self.max_num_tokens
 
     @property
     def has_prompts(self) -> bool:
         """Whether a sequence computes more than one token."""
-        return self._limit - self.budget > len(self.scheduled)
+        return self.max_num_tokens - self.budget > len(self.scheduled)
 
     def place(self, sequence: Sequence, num_tokens: int, changes: BlockChanges) -> None:
         """Give `sequence`, which has blocks for them, `num_tokens` of the step."""

@@ -163,7 +163,12 @@ class Scheduler:
         if self.config.by_priority and self.waiting:
             self._preempt_for_urgent(step)
         self._continue_running(step)
-        if not step.has_preempted and self.waiting and self._may_join(step):
+        takes_prompts = goal is Goal.LATENCY or step.has_prompts
+        if (
+            self.waiting
+            and not step.has_preempted
+            and (takes_prompts or self._admission.is_worth_a_step(len(self.waiting)))
+        ):
             self._admit_waiting(step)
         if step.faults:
             self._end_unplanned(step)
@@ -412,12 +417,6 @@ class Scheduler:
                 self._preempt_last()
         except Exception as error:
             step.faults.setdefault(head, error)
-
-    def _may_join(self, step: PlanBuilder) -> bool:
-        """Whether the step is one for waiting requests: for throughput not every one is."""
-        if step.goal is Goal.LATENCY or step.has_prompts:
-            return True
-        return self._admission.is_worth_a_step(len(self.waiting))
 
     def _admit_waiting(self, step: PlanBuilder, before: Request | None = None) -> None:
         """Let the first waiting request join as long as it may; with `before`, a running request,

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from jpaged.core.beam import Hypothesis
+from jpaged.core.beam import BeamSearch, Hypothesis
 from jpaged.core.plan import Emitted, ScheduledSequence
 from jpaged.core.request import FinishReason, Request, Sequence
-from jpaged.engine.preprocessing import Prompt
 from jpaged.observe.statistics import RequestMetrics
 from jpaged.outputs import CompletionOutput, Logprob, RequestDelta, RequestOutput, TextDelta
 from jpaged.runtime.model_runner import TokenScores
@@ -101,54 +100,25 @@ def _candidates(
     return found
 
 
+@dataclass(slots=True, eq=False)
 class SampleState:
-    """One of a request's samples from its first token to its last output.
+    """One of a request's samples from its first token to its last output; see `RequestState`."""
 
-    Args:
-        sequence: The scheduler's view.
-        params: The request's.
-        tokenizer: None without one.
-        eos_token_ids: The model's own end tokens.
+    sequence: Sequence
+    params: SamplingParams
+    tokenizer: Tokenizer | None
+    eos_token_ids: frozenset[int]
+    cumulative_logprob: float = 0.0  # of its tokens, as far as log-probabilities were read
+    _detokenizer: Detokenizer = field(init=False)
+    _scores: bytearray = field(default_factory=bytearray)  # a row a token, if they are asked for
+    _scores_width: int = 4 * NUM_FACTS  # of these rows, in bytes
+    _made_logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # of the first rows
+    _stop_string: str | None = None
+    _num_read: int = 0  # output tokens that the detokenizer has
+    _num_sent: int = 0  # output tokens that a delta told of
 
-    Attributes:
-        sequence: The scheduler's view.
-        cumulative_logprob: Of its tokens, as far as log-probabilities were read.
-    """
-
-    __slots__ = (
-        "_detokenizer",
-        "_eos_token_ids",
-        "_made_logprobs",
-        "_num_logprobs",
-        "_num_read",
-        "_num_sent",
-        "_scores",
-        "_scores_width",
-        "_stop_string",
-        "_tokenizer",
-        "cumulative_logprob",
-        "sequence",
-    )
-
-    def __init__(
-        self,
-        sequence: Sequence,
-        params: SamplingParams,
-        tokenizer: Tokenizer | None,
-        eos_token_ids: frozenset[int],
-    ):
-        self.sequence = sequence
-        self.cumulative_logprob = 0.0
-        self._detokenizer = Detokenizer(tokenizer, sequence.token_ids, params)
-        self._tokenizer = tokenizer
-        self._eos_token_ids = eos_token_ids
-        self._num_logprobs = params.logprobs
-        self._scores = bytearray()  # of each token a row, if they are asked for
-        self._made_logprobs: list[dict[int, Logprob]] = []  # of the first of these rows
-        self._scores_width = 4 * NUM_FACTS  # of these rows, in bytes
-        self._stop_string: str | None = None
-        self._num_read = 0  # output tokens that the detokenizer has
-        self._num_sent = 0  # output tokens that a delta told of
+    def __post_init__(self):
+        self._detokenizer = Detokenizer(self.tokenizer, self.sequence.token_ids, self.params)
 
     def accept(self, reason: FinishReason | None) -> bool:
         """Take in the sequence's newest token, and why it ended the sample if it did.
@@ -167,8 +137,8 @@ class SampleState:
     def accept_scores(self, scores: TokenScores, index: int) -> None:
         """Take in how likely the newest token was: row `index` of `scores`."""
         self.cumulative_logprob += scores.logprob_list[index]
-        if self._num_logprobs is not None:
-            row = scores.row_bytes(index, self._num_logprobs)
+        if self.params.logprobs is not None:
+            row = scores.row_bytes(index, self.params.logprobs)
             self._scores += row
             self._scores_width = len(row)
 
@@ -184,7 +154,7 @@ class SampleState:
             index: Its place among the answers.
             is_ranked: Whether the sum of its log-probabilities decides that.
         """
-        asked = self._num_logprobs is not None
+        asked = self.params.logprobs is not None
         self._read_tokens()
         return CompletionOutput(
             index=index,
@@ -213,7 +183,7 @@ class SampleState:
             token_ids=token_ids,
             finish_reason=sequence.finish_reason,
             stop_reason=self._stop_reason(),
-            logprobs=list(self._logprobs(start)) if self._num_logprobs is not None else None,
+            logprobs=list(self._logprobs(start)) if self.params.logprobs is not None else None,
             request_id=request_id,
             index=sequence.index,
         )
@@ -230,41 +200,14 @@ class SampleState:
         width = self._scores_width
         copied = np.frombuffer(bytes(self._scores[start * width :]), np.int32)
         made = self._made_logprobs if start == 0 else None
-        return TokenLogprobs(copied.reshape(-1, width // 4), self._tokenizer, made)
+        return TokenLogprobs(copied.reshape(-1, width // 4), self.tokenizer, made)
 
     def _stop_reason(self) -> str | int | None:
         if self._stop_string is not None:
             return self._stop_string
         if self.sequence.finish_reason is not FinishReason.STOP:
             return None
-        return _stop_token(self.sequence.token_ids, self._eos_token_ids)
-
-
-def hypothesis_output(
-    index: int,
-    found: Hypothesis,
-    detokenizer: Detokenizer,
-    eos_token_ids: frozenset[int],
-) -> CompletionOutput:
-    """A beam search's answer as the caller sees it.
-
-    Args:
-        index: Its place among the answers.
-        found: The answer.
-        detokenizer: One that has seen the prompt only.
-        eos_token_ids: The model's own end tokens.
-    """
-    detokenizer.append(found.output_token_ids, ended_by_token=found.is_ended)
-    detokenizer.finish()
-    return CompletionOutput(
-        index=index,
-        text=detokenizer.text,
-        token_ids=list(found.output_token_ids),
-        cumulative_logprob=found.cumulative_logprob,
-        finish_reason=FinishReason.STOP if found.is_ended else FinishReason.LENGTH,
-        stop_reason=_stop_token(found.output_token_ids, eos_token_ids) if found.is_ended else None,
-        score=found.score,
-    )
+        return _stop_token(self.sequence.token_ids, self.eos_token_ids)
 
 
 def _stop_token(token_ids: SequenceOf[int], eos_token_ids: frozenset[int]) -> int | None:
@@ -278,7 +221,8 @@ class RequestState:
     Attributes:
         request: The scheduler's view.
         params: As the caller gave them.
-        prompt: As the caller gave it, tokenised.
+        prompt: Its text, if the caller gave one.
+        prompt_token_ids: Its tokens.
         tokenizer: None without one.
         eos_token_ids: The model's own end tokens.
         metrics: When things happened.
@@ -291,10 +235,11 @@ class RequestState:
 
     request: Request
     params: SamplingParams
-    prompt: Prompt
+    prompt: str | None
+    prompt_token_ids: list[int]
     tokenizer: Tokenizer | None
     eos_token_ids: frozenset[int]
-    metrics: RequestMetrics
+    metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(time.monotonic()))
     polled: bool = False
     is_quiet: bool = False
     error: BaseException | None = None
@@ -307,10 +252,8 @@ class RequestState:
 
     def __post_init__(self) -> None:
         sequences = self.request.sequences if self.request.beam is None else ()
-        self.samples = [
-            SampleState(sequence, self.params, self.tokenizer, self.eos_token_ids)
-            for sequence in sequences
-        ]
+        shared = self.params, self.tokenizer, self.eos_token_ids
+        self.samples = [SampleState(sequence, *shared) for sequence in sequences]
         self._growing = list(self.samples)
         self._has_stops, self._is_ranked = bool(self.params.stop_strings), self.params.is_ranked
 
@@ -366,6 +309,11 @@ class RequestState:
             for sequence in self.request.sequences:
                 sequence.finish_reason = FinishReason.ERROR
 
+    def raise_fault(self) -> None:
+        """Raise RuntimeError if the request failed."""
+        if self.error is not None:
+            raise RuntimeError(f"request {self.request_id!r} failed") from self.error
+
     def finish(self) -> None:
         """Nothing more will come: release what was held back."""
         self.metrics.finished_time = time.monotonic()
@@ -377,12 +325,10 @@ class RequestState:
         request = self.request
         return RequestOutput(
             request_id=request.request_id,
-            prompt=self.prompt.text,
-            prompt_token_ids=self.prompt.token_ids or (),
-            prompt_logprobs=(
-                None if self.params.prompt_logprobs is None else self._own_prompt_logprobs()
-            ),
-            outputs=self._outputs() if request.beam is None else self._found(),
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            prompt_logprobs=self._own_prompt_logprobs(),
+            outputs=self._outputs() if request.beam is None else self._found(request.beam),
             finished=request.is_finished,
             num_cached_tokens=request.sequences[0].num_cached_tokens or 0,
             metrics=replace(self.metrics),
@@ -392,7 +338,7 @@ class RequestState:
         """What is new since the last call; the cost is that of the new tokens."""
         return RequestDelta(
             request_id=self.request_id,
-            deltas=self._grown() if self.params.is_streamable else self._whole(),
+            deltas=self._deltas(),
             finished=self.request.is_finished,
             prompt_logprobs=self._take_prompt_logprobs(),
             num_cached_tokens=self.request.sequences[0].num_cached_tokens or 0,
@@ -400,17 +346,15 @@ class RequestState:
             error=None if self.error is None else str(self.error) or type(self.error).__name__,
         )
 
-    def _grown(self) -> list[TextDelta]:
+    def _deltas(self) -> list[TextDelta]:
+        """What the answers grew by, or all of them once it is known which they are."""
+        if not self.params.is_streamable:
+            answers = self.output().outputs if self.request.is_finished else ()
+            return [TextDelta.of(self.request_id, answer) for answer in answers]
         news = [s.take_delta(self.request_id) for s in self._growing if s.has_news]
         if any(delta.finished for delta in news):
             self._growing = [s for s in self._growing if s.sequence.finish_reason is None]
         return news
-
-    def _whole(self) -> list[TextDelta]:
-        """The answers, once it is known which they are."""
-        if not self.request.is_finished:
-            return []
-        return [TextDelta.of(self.request_id, answer) for answer in self.output().outputs]
 
     def _take_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         if self._told_prompt or self.metrics.first_token_time is None:
@@ -425,23 +369,27 @@ class RequestState:
             chosen = sorted(chosen, key=lambda sample: -sample.cumulative_logprob)[: self.params.n]
         return [sample.output(i, is_ranked=is_ranked) for i, sample in enumerate(chosen)]
 
-    def _found(self) -> list[CompletionOutput]:
-        """A beam search's best answers; none before its end, or if it was aborted."""
-        beam, ids = self.request.beam, self.prompt.token_ids or []
-        if beam is None or not self.is_found:
+    def _found(self, search: BeamSearch) -> list[CompletionOutput]:
+        """A beam search's best answers; none before its end, or if it did not come to it."""
+        if self.request.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return []
-        return [
-            hypothesis_output(
-                i, found, Detokenizer(self.tokenizer, ids, self.params), self.eos_token_ids
-            )
-            for i, found in enumerate(beam.hypotheses[: self.params.n])
-        ]
+        best = search.hypotheses[: self.params.n]
+        return [self._found_output(i, found) for i, found in enumerate(best)]
 
-    @property
-    def is_found(self) -> bool:
-        """Whether it is a beam search that came to its own end."""
-        reason = self.request.finish_reason
-        return self.request.beam is not None and reason in ("stop", "length")
+    def _found_output(self, index: int, found: Hypothesis) -> CompletionOutput:
+        token_ids = found.output_token_ids
+        detokenizer = Detokenizer(self.tokenizer, self.prompt_token_ids, self.params)
+        detokenizer.append(token_ids, ended_by_token=found.is_ended)
+        detokenizer.finish()
+        return CompletionOutput(
+            index=index,
+            text=detokenizer.text,
+            token_ids=list(token_ids),
+            cumulative_logprob=found.cumulative_logprob,
+            finish_reason=FinishReason.STOP if found.is_ended else FinishReason.LENGTH,
+            stop_reason=_stop_token(token_ids, self.eos_token_ids) if found.is_ended else None,
+            score=found.score,
+        )
 
     def _own_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         if self.params.prompt_logprobs is None:
