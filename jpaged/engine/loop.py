@@ -176,7 +176,16 @@ class EngineLoop:
         self.check_alive()
         with self._undisturbed():
             for state in states:
-                self._add(state)
+                request = state.request
+                try:
+                    self.scheduler.add(request)
+                except (TypeError, ValueError):  # refused: nothing is changed
+                    raise
+                except Exception:
+                    self.scheduler.abort(request.request_id)
+                    raise
+                self.requests[request.request_id] = state
+                self.counts.num_prompt_tokens += request.sequences[0].num_prompt_tokens
 
     def abort(self, state: RequestState) -> None:
         """End a request in any state; one that has ended, or was never added, is left as it is."""
@@ -189,18 +198,6 @@ class EngineLoop:
             self.scheduler.abort(state.request_id)
             self._retire(state)
             self.undelivered.pop(state, None)
-
-    def _add(self, state: RequestState) -> None:
-        request = state.request
-        try:
-            self.scheduler.add(request)
-        except (TypeError, ValueError):  # refused: nothing is changed
-            raise
-        except Exception:
-            self.scheduler.abort(request.request_id)
-            raise
-        self.requests[request.request_id] = state
-        self.counts.num_prompt_tokens += request.sequences[0].num_prompt_tokens
 
     def _schedule(self, goal: Goal) -> list[StepPlan]:
         """What to launch now: the next step, or several while they fit a burst.
@@ -291,7 +288,8 @@ class EngineLoop:
         """Tell requests of those of their tokens that they must hear of; the requests."""
         told: dict[RequestState, None] = {}
         requests = self.requests
-        rows = {} if scores is None else _rows_of(plan)
+        scored = () if scores is None else plan.scheduled
+        rows = {item.sequence.seq_id: row for row, item in enumerate(scored)}
         for token in emitted:
             sequence, request, _, reason = token
             state = requests[request.request_id]
@@ -314,9 +312,7 @@ class EngineLoop:
             state.note_first_token()
             if request.is_finished and request.beam is not None:
                 found = request.beam.hypotheses[: state.params.n]
-                self.counts.num_generated_tokens += sum(
-                    len(each.output_token_ids) for each in found
-                )
+                self.counts.num_generated_tokens += sum(len(h.output_token_ids) for h in found)
                 over[state] = None
         return over
 
@@ -369,7 +365,3 @@ class EngineLoop:
                 self._is_busy = False
             while self._dropped:
                 self.abort(self._dropped.pop())
-
-
-def _rows_of(plan: StepPlan) -> dict[int, int]:
-    return {item.sequence.seq_id: row for row, item in enumerate(plan.scheduled)}

@@ -3,7 +3,7 @@
 import itertools
 from array import array
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -181,7 +181,10 @@ def _checked_ids(ids: object, name: str, vocab_size: int | None) -> list[int]:
     limit = vocab_size or float("inf")
     if not _all_below(limit, ids):
         position = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < limit)
-        raise ValueError(_out_of_range(name, position, ids[position], vocab_size))
+        known = f"known are 0 to {vocab_size - 1}" if vocab_size else "ids start at 0"
+        raise ValueError(
+            f"{name}: the token id {ids[position]} at position {position} is unknown; {known}"
+        )
     return ids.copy()
 
 
@@ -203,11 +206,6 @@ def _checked_id(token_id: object, name: str, position: int) -> int:
     return int(token_id)
 
 
-def _out_of_range(name: str, position: int, token_id: int, vocab_size: int | None) -> str:
-    known = f"known are 0 to {vocab_size - 1}" if vocab_size else "ids start at 0"
-    return f"{name}: the token id {token_id} at position {position} is unknown; {known}"
-
-
 def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
@@ -219,10 +217,11 @@ PIN_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, deto
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # odd, so that no two requests of an engine share a seed
 
 
+@dataclass(eq=False)
 class Preprocessor:
     """Checks requests against an engine's model and limits.
 
-    Args:
+    Attributes:
         tokenizer: None where only token ids go in and out.
         vocab_size: Every token id is below it.
         max_model_len: Most tokens of a sequence.
@@ -231,25 +230,16 @@ class Preprocessor:
         seed: Of requests that bring none.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        *,
-        vocab_size: int,
-        max_model_len: int,
-        max_num_seqs: int,
-        eos_token_ids: frozenset[int],
-        seed: int,
-    ):
-        self.tokenizer = tokenizer
-        self.vocab_size = vocab_size
-        self._max_model_len = max_model_len
-        self._max_num_seqs = max_num_seqs
-        self.eos_token_ids = eos_token_ids
-        self._seed = seed
-        self._arrivals = itertools.count()
-        self._seq_ids = itertools.count()
-        self._names = itertools.count()
+    tokenizer: Tokenizer | None
+    _: KW_ONLY
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    eos_token_ids: frozenset[int]
+    seed: int
+
+    def __post_init__(self):
+        self._arrivals, self._seq_ids, self._names = (itertools.count() for _ in range(3))
 
     def tokenize(self, prompt: Prompt) -> Prompt:
         """The prompt with its token ids.
@@ -317,25 +307,33 @@ class Preprocessor:
             self.vocab_size,
             MAX_LOGPROBS,
             self.eos_token_ids,
-            max_num_seqs=self._max_num_seqs,
-            max_model_len=self._max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_model_len=self.max_model_len,
         )
         if params.stop_strings:
             self.need_tokenizer(f"stop={params.stop!r}")
         prompt = self.tokenize(prompt)
         token_ids, endings = prompt.token_ids or [], params.ending_ids(self.eos_token_ids)
+        search = None
+        if params.beam_width is not None:
+            search = BeamSearch(
+                params.beam_width,
+                length_penalty=params.length_penalty,
+                early_stopping=params.early_stopping,
+                end_token_ids=endings,
+            )
         request = Request.from_prompt(
             self._name(request_id, ids_in_use),
             token_ids,
             StopCriteria(
-                max_tokens=params.max_tokens or self._max_model_len,
+                max_tokens=params.max_tokens or self.max_model_len,
                 min_tokens=params.min_tokens,
                 stop_token_ids=endings,
             ),
             seq_ids=self._seq_ids,
-            num_samples=params.num_samples if params.beam_width is None else 1,
+            num_samples=params.num_samples if search is None else 1,
             seed=self._seed_of(params),
-            beam=_make_search(params, endings),
+            beam=search,
             priority=checked_priority(priority),
             cache_salt=prompt.cache_salt,
             # Each position must be computed to be scored.
@@ -359,15 +357,4 @@ class Preprocessor:
         arrival = next(self._arrivals)
         if params.seed is not None:
             return int(params.seed)  # a numpy integer would overflow
-        return self._seed + (arrival + 1) * _SEED_STRIDE
-
-
-def _make_search(params: SamplingParams, end_token_ids: frozenset[int]) -> BeamSearch | None:
-    if params.beam_width is None:
-        return None
-    return BeamSearch(
-        params.beam_width,
-        length_penalty=params.length_penalty,
-        early_stopping=params.early_stopping,
-        end_token_ids=end_token_ids,
-    )
+        return self.seed + (arrival + 1) * _SEED_STRIDE

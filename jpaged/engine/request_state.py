@@ -76,28 +76,20 @@ class TokenLogprobs(SequenceOf[dict[int, Logprob]]):
         token_ids = [[row[0], *row[NUM_FACTS::2]] for row in scores.tolist()]
         floats = scores.view(np.float32).tolist()
         logprobs = [[row[1], *row[NUM_FACTS + 1 :: 2]] for row in floats]
-        texts = self._texts({token_id for row in token_ids for token_id in row})
-        rows = zip(token_ids, logprobs, scores[:, 2].tolist(), strict=True)
-        return [_candidates(*row, texts) for row in rows]
-
-    def _texts(self, token_ids: set[int]) -> dict[int, str]:
-        """Each token's text alone, if there is a tokenizer."""
-        if self._tokenizer is None:
-            return {}
-        decode = self._tokenizer.decode
-        return {token_id: decode([token_id], skip_special_tokens=False) for token_id in token_ids}
-
-
-def _candidates(
-    token_ids: list[int], logprobs: list[float], rank: int, texts: dict[int, str]
-) -> dict[int, Logprob]:
-    """The token itself, whose rank is given, and then the likeliest ones."""
-    first, *others = token_ids
-    found = {first: Logprob(logprobs[0], rank, texts.get(first))}
-    for place, token_id in enumerate(others, start=1):
-        if token_id != first:
-            found[token_id] = Logprob(logprobs[place], place, texts.get(token_id))
-    return found
+        texts: dict[int, str] = {}
+        if self._tokenizer is not None:
+            for token_id in {token_id for row in token_ids for token_id in row}:
+                texts[token_id] = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        entries = []
+        for (own, *likeliest), (own_logprob, *others), rank in zip(
+            token_ids, logprobs, scores[:, 2].tolist(), strict=True
+        ):
+            found = {own: Logprob(own_logprob, rank, texts.get(own))}
+            for place, (token_id, logprob) in enumerate(zip(likeliest, others, strict=True), 1):
+                if token_id != own:
+                    found[token_id] = Logprob(logprob, place, texts.get(token_id))
+            entries.append(found)
+        return entries
 
 
 @dataclass(slots=True, eq=False)
