@@ -68,7 +68,6 @@ class Scheduler:
         self.sequences = SequenceTable(block_manager)
         self._admission = Admission(config, block_manager, self.swap_space, self.running)
         self._num_arrived = self._num_planned = self._num_updated = 0
-        self._num_broken = 0  # requests that failed for a fault in their handling
         self._preempted: list[str] = []  # since the last plan
         self._failed: list[tuple[Request, Exception]] = []  # since the last plan or update
 
@@ -223,7 +222,6 @@ class Scheduler:
         self._num_updated += 1
         emitted: list[Emitted] = []
         offered: list[tuple[Sequence, int]] = []
-        num_broken = self._num_broken
         manager, sequences = self.block_manager, self.sequences
         caches, block_size = manager.prefix_cache is not None, manager.block_size
         if len(sampled) and sampled.min() < 0:
@@ -247,9 +245,9 @@ class Scheduler:
             except Exception as error:
                 self._fail(request, error)
         searched = self._search(offered, candidates) if offered else []
-        if self._num_broken > num_broken:
-            self.check_integrity()  # damage to what all share is not one request's own
         failed, self._failed = self._failed, []
+        if not all(isinstance(error, NoTokenError) for _, error in failed):
+            self.check_integrity()  # damage to what all share is not one request's own
         return StepNews(emitted, searched, failed)
 
     def check_integrity(self) -> None:
@@ -270,8 +268,8 @@ class Scheduler:
         """Pin the blocks of a prefix, `token_ids` of whole blocks, if all are cached: the pin's
         number, or None with nothing changed.
 
-        ValueError if nothing is cached at all, or an unfinished request could not run to its end
-        in the blocks that the pin leaves.
+        ValueError if there is no prefix cache, or an unfinished request could not run to its end in
+        the blocks that the pin leaves.
         """
         manager, cache = self.block_manager, self.block_manager.prefix_cache
         if cache is None:
@@ -478,26 +476,24 @@ class Scheduler:
     def _search(
         self, offered: list[tuple[Sequence, int]], candidates: Candidates | None
     ) -> list[Request]:
-        """Give beams their rows of `candidates`; the beam searches that then took a step."""
+        """Give beams their rows of `candidates`; the beam searches that then took a step, since all
+        their beams were read."""
         if candidates is None:
             raise ValueError("candidates=None: a step with a beam search is read with candidates")
         for beam, row in offered:
             beam.candidates = Candidates(candidates.token_ids[row], candidates.logprobs[row])
-        requests = dict.fromkeys(beam.request for beam, _ in offered)
-        return [request for request in requests if self._search_on(request)]
-
-    def _search_on(self, request: Request) -> bool:
-        """Let a beam search take a step, if all its beams were read."""
-        if request.is_finished or not all(map(is_ready, request.live)):
-            return False
-        try:
-            reason = search_on(self.block_manager, self.sequences, request)
-            if reason is not None:
-                self._end(request, reason)
-        except Exception as error:
-            self._fail(request, error)
-            return False
-        return True
+        searched = []
+        for request in dict.fromkeys(beam.request for beam, _ in offered):
+            if request.is_finished or not all(map(is_ready, request.live)):
+                continue
+            try:
+                reason = search_on(self.block_manager, self.sequences, request)
+                if reason is not None:
+                    self._end(request, reason)
+                searched.append(request)
+            except Exception as error:
+                self._fail(request, error)
+        return searched
 
     # ---- finishing
 
@@ -516,7 +512,6 @@ class Scheduler:
         """End a request with an error, wherever its handling stopped: perhaps with beams half
         forked or pruned, or in the middle of ending."""
         self._failed.append((request, error))
-        self._num_broken += not isinstance(error, NoTokenError)
         request.live = self.sequences.of(request)
         for sequence in request.live:
             sequence.num_chained_blocks = CHAIN_ENDED  # its blocks must serve no other sequence

@@ -167,13 +167,9 @@ class Engine:
         request_id: str | None = None,
     ) -> RequestState:
         given = normalize_prompt(prompt, vocab_size=self.vocab_size)
-        return self._preprocessor.make_state(
-            given,
-            pair_params(params, 1)[0],
-            priority,
-            request_id=request_id,
-            ids_in_use=self._loop.requests,
-        )
+        (own,), in_use = pair_params(params, 1), self._loop.requests
+        make = self._preprocessor.make_state
+        return make(given, own, priority, request_id=request_id, ids_in_use=in_use)
 
     # Whole generations
 
@@ -447,17 +443,12 @@ class Engine:
 
 def _deltas(loop: EngineLoop, state: RequestState) -> Generator[TextDelta, None, None]:
     """A request's answers as they grow, each to its last delta; closing it early aborts it."""
-    growing = state.samples
     try:
-        while growing:
-            news = [sample for sample in growing if sample.has_news]
+        while state.growing:
+            news = state.take_growth()
             if not news:  # others may have advanced it meanwhile
                 loop.advance(Goal.LATENCY)
-            for sample in news:
-                delta = sample.take_delta(state.request_id)
-                if delta.finished:
-                    growing = [other for other in growing if other is not sample]
-                yield delta
+            yield from news
         state.raise_fault()
     finally:
         loop.abort(state)

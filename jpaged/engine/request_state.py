@@ -223,6 +223,7 @@ class RequestState:
         error: Why it failed.
         samples: In the order of their numbers; none for a beam search, whose answers are known only
             at its end.
+        growing: Those whose last delta was not taken.
     """
 
     request: Request
@@ -236,9 +237,9 @@ class RequestState:
     is_quiet: bool = False
     error: BaseException | None = None
     samples: list[SampleState] = field(init=False)
+    growing: list[SampleState] = field(init=False)
     _has_stops: bool = field(init=False)
     _is_ranked: bool = field(init=False)
-    _growing: list[SampleState] = field(init=False)
     _told_prompt: bool = False
     _prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
 
@@ -246,7 +247,7 @@ class RequestState:
         sequences = self.request.sequences if self.request.beam is None else ()
         shared = self.params, self.tokenizer, self.eos_token_ids
         self.samples = [SampleState(sequence, *shared) for sequence in sequences]
-        self._growing = list(self.samples)
+        self.growing = list(self.samples)
         self._has_stops, self._is_ranked = bool(self.params.stop_strings), self.params.is_ranked
 
     @property
@@ -330,7 +331,7 @@ class RequestState:
         """What is new since the last call; the cost is that of the new tokens."""
         return RequestDelta(
             request_id=self.request_id,
-            deltas=self._deltas(),
+            deltas=self.take_growth() if self.params.is_streamable else self._whole(),
             finished=self.request.is_finished,
             prompt_logprobs=self._take_prompt_logprobs(),
             num_cached_tokens=self.request.sequences[0].num_cached_tokens or 0,
@@ -338,15 +339,17 @@ class RequestState:
             error=None if self.error is None else str(self.error) or type(self.error).__name__,
         )
 
-    def _deltas(self) -> list[TextDelta]:
-        """What the answers grew by, or all of them once it is known which they are."""
-        if not self.params.is_streamable:
-            answers = self.output().outputs if self.request.is_finished else ()
-            return [TextDelta.of(self.request_id, answer) for answer in answers]
-        news = [s.take_delta(self.request_id) for s in self._growing if s.has_news]
+    def take_growth(self) -> list[TextDelta]:
+        """What the samples grew by since the last call, at most one delta each."""
+        news = [s.take_delta(self.request_id) for s in self.growing if s.has_news]
         if any(delta.finished for delta in news):
-            self._growing = [s for s in self._growing if s.sequence.finish_reason is None]
+            self.growing = [s for s in self.growing if s.sequence.finish_reason is None]
         return news
+
+    def _whole(self) -> list[TextDelta]:
+        """The answers, once it is known which they are."""
+        answers = self.output().outputs if self.request.is_finished else ()
+        return [TextDelta.of(self.request_id, answer) for answer in answers]
 
     def _take_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         if self._told_prompt or self.metrics.first_token_time is None:
