@@ -22,6 +22,7 @@ class Letters:
     """Token 65 is "A"; tokens below 32 are special."""
 
     special_token_ids = frozenset(range(32))
+    bytes_of = None
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False) -> str:
         ids = [i for i in token_ids if not (skip_special_tokens and i < 32)]
