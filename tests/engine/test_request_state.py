@@ -10,9 +10,7 @@ import pytest
 from jpaged.core.beam import BeamSearch, Hypothesis
 from jpaged.core.plan import Emitted
 from jpaged.core.request import FinishReason, Request, RequestStatus, StopCriteria
-from jpaged.engine.preprocessing import Prompt
 from jpaged.engine.request_state import RequestState, TokenLogprobs
-from jpaged.observe.statistics import RequestMetrics
 from jpaged.outputs import Logprob
 from jpaged.runtime.model_runner import TokenScores
 from jpaged.sampling_params import SamplingParams
@@ -42,10 +40,7 @@ def make(params: SamplingParams, tokenizer: Any = None) -> RequestState:
         num_samples=params.num_samples if beam is None else 1,
         beam=beam,
     )
-    metrics = RequestMetrics(arrival_time=0.0)
-    return RequestState(
-        request, params, Prompt("ab", [97, 98]), tokenizer, frozenset({EOS}), metrics
-    )
+    return RequestState(request, params, "ab", [97, 98], tokenizer, frozenset({EOS}))
 
 
 def packed(facts: tuple[int, float, int], *top: tuple[int, float]) -> TokenScores:
