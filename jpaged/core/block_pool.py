@@ -1,6 +1,6 @@
 """The pool of KV blocks: who is free, who is in use, and how often."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
@@ -109,19 +109,19 @@ class FreeBlockQueue:
             yield block
             block = block.next_free
 
-    def check_integrity(self, limit: int) -> None:
-        """Prove that the links, both ways, hold `num_blocks` <= `limit` distinct blocks."""
-        forward = [block.block_id for block in islice(self, limit + 1)]
-        backward = [block.block_id for block in islice(self._backward(), limit + 1)]
-        require(len(set(forward)) == len(forward), "a block is queued twice")
-        require(forward == backward[::-1], "the free queue's links disagree")
-        require(len(forward) == self.num_blocks, f"{len(forward)} blocks queued, not counted so")
-
-    def _backward(self) -> Iterator[KVBlock]:
+    def __reversed__(self) -> Iterator[KVBlock]:
         block = self._end.prev_free
         while block is not None and block is not self._end:
             yield block
             block = block.prev_free
+
+    def check_integrity(self, limit: int) -> None:
+        """Prove that the links, both ways, hold `num_blocks` <= `limit` distinct blocks."""
+        forward = [block.block_id for block in islice(self, limit + 1)]
+        backward = [block.block_id for block in islice(reversed(self), limit + 1)]
+        require(len(set(forward)) == len(forward), "a block is queued twice")
+        require(forward == backward[::-1], "the free queue's links disagree")
+        require(len(forward) == self.num_blocks, f"{len(forward)} blocks queued, not counted so")
 
 
 class BlockCensus(NamedTuple):
@@ -145,8 +145,6 @@ class BlockPool:
     Attributes:
         num_cached_blocks: Free blocks whose content may still serve a prefix hit.
         num_freed: Times a block lost its last reference, since the start.
-        journals: Sets that take the ids of all blocks that change; see `observe/pool_changes.py`.
-        copy_journals: Dicts that take, by the id of each block that is to be a copy, its source.
     """
 
     def __init__(self, num_blocks: int, evict: Callable[[KVBlock], None] | None = None):
@@ -157,8 +155,6 @@ class BlockPool:
         self.blocks = [KVBlock(block_id) for block_id in range(num_blocks)]
         self.free_block_queue = FreeBlockQueue(self.blocks[1:])
         self.num_cached_blocks = self.num_freed = 0
-        self.journals: list[set[int]] = []
-        self.copy_journals: list[dict[int, int]] = []
         self._evict = evict
 
     @property
@@ -181,34 +177,19 @@ class BlockPool:
             if block.content is not None and self._evict is not None:
                 self.num_cached_blocks -= 1
                 self._evict(block)
-        block_ids = [block.block_id for block in taken]
-        self.note(block_ids)
-        return block_ids
-
-    def note(self, block_ids: Collection[int]) -> None:
-        """Note in every journal that these blocks change."""
-        for journal in self.journals:
-            journal.update(block_ids)
-
-    def note_copy(self, source: int, target: int) -> None:
-        """Note in every copy journal that one block is to be a copy of another."""
-        for journal in self.copy_journals:
-            journal[target] = source
+        return [block.block_id for block in taken]
 
     def touch(self, block_ids: Iterable[int]) -> None:
         """Add a reference to each block, taking it out of the free queue if it lies there."""
-        block_ids = list(block_ids)
         for block_id in block_ids:
             block = self._handed_out(block_id)
             if block.ref_cnt == 0:
                 self.free_block_queue.remove(block)
                 self.num_cached_blocks -= block.content is not None
             block.ref_cnt += 1
-        self.note(block_ids)
 
     def free(self, block_ids: Iterable[int]) -> None:
         """Drop a reference to each block; those without any queue up in the order given."""
-        block_ids = list(block_ids)
         for block_id in block_ids:
             block = self._handed_out(block_id)
             if block.ref_cnt == 0:
@@ -218,7 +199,6 @@ class BlockPool:
                 self.free_block_queue.append(block)
                 self.num_cached_blocks += block.content is not None
                 self.num_freed += 1
-        self.note(block_ids)
 
     def _handed_out(self, block_id: int) -> KVBlock:
         if not 0 < block_id < len(self.blocks):

@@ -225,7 +225,7 @@ def test_a_sampler_takes_a_small_share_of_the_time(engine: Engine):
     clock.now = 1000.0  # what was before the sampler saves nothing up
     sampler = PoolSampler(engine, clock=clock, work_clock=Looks(1.0))
     epoch = sampler.fetch().epoch
-    run(engine, sampler, max_tokens=8, ignore_eos=True)
+    run(engine, sampler, prompt="A prompt of its own fills a block", max_tokens=8)
     assert len(sampler.fetch(epoch).frames) == 1  # all the rest waits for the next question
 
 
