@@ -4,48 +4,28 @@ import pytest
 from core_driver import make_request, make_scheduler
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant
+from pool_replica import PoolReplica
 from test_accounts import driver_of
 from test_random_groups import Tally, Work
 from test_scheduler_machine import SchedulerMachine
 
 from jpaged.core.scheduler import Scheduler
 from jpaged.core.swap import PreemptionMode, PressurePolicy
-from jpaged.observe.pool_changes import CACHED, PoolChanges, PoolWatch, TableChange
+from jpaged.observe.pool_changes import CACHED, PoolChanges, PoolWatch
 from jpaged.observe.pool_report import BlockState, block_map
 
 
-class Replica:
-    """What somebody who only sees the changes knows."""
+class Replica(PoolReplica):
+    """Kept up to date by the looks of a watch."""
 
     def __init__(self, scheduler: Scheduler, num_token_blocks: int = 10**6):
+        super().__init__()
         self.scheduler = scheduler
         self.watch = PoolWatch(scheduler, num_token_blocks)
-        self.counts: dict[int, int] = {}
-        self.hashes: dict[int, int] = {}
-        self.tables: dict[int, list[int]] = {}
-        self.sequences: dict[int, TableChange] = {}
-        self.computed: dict[int, int] = {}
-        self.images: list[tuple[str, int]] = []
-        self.pinned: list[int] = []
-        self.tokens: dict[int, list[int]] = {}
 
     def look(self) -> PoolChanges:
         changes = self.watch.look()
-        block_ids, counts, hashes = changes.blocks
-        self.counts.update(zip(block_ids, counts, strict=True))
-        self.hashes.update(zip(block_ids, hashes, strict=True))
-        for seq_id in changes.gone:
-            del self.tables[seq_id], self.computed[seq_id], self.sequences[seq_id]
-        for change in changes.tables:
-            kept = self.tables.get(change.seq_id, [])[: change.num_kept]
-            assert len(kept) == change.num_kept
-            self.tables[change.seq_id] = [*kept, *change.new_blocks]
-            self.sequences[change.seq_id] = change
-            self.computed[change.seq_id] = change.num_computed_tokens
-        self.computed.update(changes.grown)
-        self.images = self.images if changes.images is None else changes.images
-        self.pinned = self.pinned if changes.pinned is None else changes.pinned
-        self.tokens.update(changes.tokens)
+        self.take(changes)
         return changes
 
     def check(self) -> None:
