@@ -6,7 +6,7 @@ it: a block that changed is found where it is now, at the free queue's tail or i
 pin that changed or went.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from struct import unpack_from
 from typing import NamedTuple
@@ -128,8 +128,8 @@ class PoolWatch:
         self._watches = [] if watches is None else watches
         self._watches.append(self)
         self._known: dict[int, _Known] = {}
-        self._told: list[tuple[int, int]]  # of each block its count and hash
-        self._told = [(0, 0)] * len(self._pool.blocks)
+        num_blocks = len(self._pool.blocks)
+        self._counts, self._hashes = [0] * num_blocks, [0] * num_blocks  # of each block, as told
         self._num_freed, self._num_clears = 0, -1  # at first all blocks may have changed
         self._pins_made_and_held = 0, 0
         self._pinned: list[int] = []
@@ -149,12 +149,11 @@ class PoolWatch:
 
     def look(self) -> PoolChanges:
         """What changed since the last look; at the first, all there is."""
-        copies, self._copies = self._copies, {}
         maybe_changed = self._freed_blocks()
-        pinned = self._new_pins(maybe_changed)
-        changes = PoolChanges(images=self._new_images(), pinned=pinned, copies=copies)
+        changes = PoolChanges(images=self._new_images(), pinned=self._new_pins(maybe_changed))
         self._look_at_sequences(changes, maybe_changed)
-        self._look_at_blocks(changes.blocks, maybe_changed)
+        copies, self._copies = self._copies, {}
+        changes = replace(changes, blocks=self._changed_blocks(maybe_changed), copies=copies)
         self._tell_tokens(changes)
         return changes
 
@@ -216,20 +215,20 @@ class PoolWatch:
         known.num_computed, known.status = num_computed, status
         known.num_host_blocks = num_host_blocks
 
-    def _look_at_blocks(self, changed: ChangedBlocks, maybe_changed: set[int]) -> None:
+    def _changed_blocks(self, maybe_changed: set[int]) -> ChangedBlocks:
+        counts, hashes = self._counts, self._hashes
+        changed: list[int] = []
         for block_id in sorted(maybe_changed):
             block = self._pool.blocks[block_id]
-            content, now = block.content, (block.ref_cnt, 0)
+            content, count, known_hash = block.content, block.ref_cnt, 0
             if content is not None:
-                now = block.ref_cnt or CACHED, content.digest & 0xFFFFFFFF
-            if now == self._told[block_id]:
-                continue
-            self._told[block_id] = now
-            changed.block_ids.append(block_id)
-            changed.counts.append(now[0])
-            changed.content_hashes.append(now[1])
-            if content is not None and self._num_token_blocks:
-                self._untold[block_id] = None
+                count, known_hash = count or CACHED, content.digest & 0xFFFFFFFF
+            if count != counts[block_id] or known_hash != hashes[block_id]:
+                counts[block_id], hashes[block_id] = count, known_hash
+                changed.append(block_id)
+                if content is not None and self._num_token_blocks:
+                    self._untold[block_id] = None
+        return ChangedBlocks(changed, [counts[i] for i in changed], [hashes[i] for i in changed])
 
     def _note_tokens(self, known: _Known, sequence: Sequence, num_kept: int) -> None:
         size = self._scheduler.block_manager.block_size

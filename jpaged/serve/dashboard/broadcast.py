@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jpaged import EngineStats
+from jpaged import EngineStats, PoolChanges
 from jpaged.serve.api_errors import ApiError, failed, not_serving
 from jpaged.serve.exchange import Exchange
 from jpaged.serve.messages import PoolFrame, PoolFrames
@@ -179,6 +179,9 @@ class Broadcast:
         if news.failed:
             raise failed()
         frames = [self._for_viewers(frame) for frame in news.frames]
+        snapshot = None if news.snapshot is None else self._for_viewers(news.snapshot)
+        if snapshot is not None and snapshot.text:  # frames tell no more of what a snapshot told
+            frames.append(PoolFrame(snapshot.step, PoolChanges(), snapshot.text))
         if news.epoch != self._epoch:  # frames were lost
             self._epoch = news.epoch
             for viewer in self._viewers:
@@ -189,13 +192,12 @@ class Broadcast:
             message = _event("frames", {"frames": frames, "stats": news.stats})
             for viewer in self._viewers:
                 viewer.offer(message)
-        if news.snapshot is not None:
-            frame = self._for_viewers(news.snapshot)
-            content = {"pool": self._description, "frame": frame, "stats": news.stats}
-            snapshot = _event("snapshot", content)
+        if snapshot is not None:
+            content = {"pool": self._description, "frame": snapshot, "stats": news.stats}
+            message = _event("snapshot", content)
             for viewer in self._viewers:
                 if viewer.wants_snapshot:
-                    viewer.begin(snapshot)
+                    viewer.begin(message)
 
     def _for_viewers(self, frame: PoolFrame) -> PoolFrame:
         """The frame with the text of its tokens, where text is shown, and never with the tokens."""

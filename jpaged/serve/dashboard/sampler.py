@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 
-from jpaged import Engine, PoolChanges, PoolWatch
+from jpaged import Engine, PoolWatch
 from jpaged.serve.messages import PoolFrame, PoolFrames
 
 MOST_TIME = 0.02
@@ -110,14 +110,11 @@ class PoolSampler:
         started = self._work_clock()
         self.stop()
         self._watch = self._engine.watch_pool(NUM_TOKEN_BLOCKS if tokens else 0)
-        frame = self._look(self._watch)
-        if frame is not None and frame.changes.tokens:  # those who need no snapshot may miss them
-            told = PoolChanges(tokens=frame.changes.tokens)
-            self._frames.append(PoolFrame(self._num_steps, told))
+        snapshot = self._look(self._watch)
         taken = self._work_clock() - started
         self._saved -= taken
         self._snapshot_due = self._last_fetch + taken / MOST_TIME
-        return frame
+        return snapshot
 
     def _look(self, watch: PoolWatch) -> PoolFrame | None:
         """What changed since the last look; None if that fails."""
