@@ -115,10 +115,11 @@ def _targets(node: ast.AST, files: Mapping[str, Path]) -> Iterator[str]:
 
 @cache
 def _public_names(file: Path) -> dict[str, str]:
-    """Where the names are that `jpaged` itself has: its table `_HOME`."""
+    """Where the names are that `jpaged` itself has: its table `_NAMES`."""
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOME":
-            return ast.literal_eval(node.value)
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_NAMES":
+            table = ast.literal_eval(node.value)
+            return {name: module for module, names in table.items() for name in names}
     return {}
 
 
@@ -131,7 +132,7 @@ def room_of(module: str) -> str | None:
 
 
 def room_graph(imports: Iterable[Import], *, typed: bool) -> dict[str, set[str]]:
-    """Who imports whom, by rooms, with imports for type checkers or without."""
+    """Which rooms each room imports, with imports for type checkers or without."""
     graph: dict[str, set[str]] = {}
     for it in imports:
         importer, imported = room_of(it.importer), room_of(it.imported)
@@ -141,7 +142,7 @@ def room_graph(imports: Iterable[Import], *, typed: bool) -> dict[str, set[str]]
 
 
 def file_graph(imports: Iterable[Import]) -> dict[str, set[str]]:
-    """Who imports whom at run time, by files."""
+    """Which files each file imports at run time."""
     graph: dict[str, set[str]] = {}
     for it in imports:
         if not it.typed and it.importer not in PACKAGES and it.imported not in PACKAGES:

@@ -1,18 +1,19 @@
 """Records what XLA measures while it compiles the programs of published shapes on the GPU at hand
 (`python -m tools.record_products`).
 
-XLA tries ways to compute each matrix product and fusion on the device, which is most of a cold
-start, and measures the worse the more is compiled at once. Here programs with products are compiled
-one by one; then an engine of the shape starts in one process, for all the rest: the products are in
+XLA tries ways to compute each GEMM and fusion on the device, which is most of a cold
+start, and measures the worse the more is compiled at once. Here programs with GEMMs are compiled
+one by one; then an engine of the shape starts in one process, for all the rest: the GEMMs are in
 the record by then, without which it would measure nothing. What XLA then knows replaces what
 `jpaged/assets/autotuning/` has for such a device and these versions of XLA and cuBLAS, where
 `jpaged.compile.gemm_autotuning` finds it for an engine's start. Nothing else looks at it.
 """
 
 import argparse
+import json
 import tempfile
 import time
-from collections.abc import Iterable
+from base64 import b64encode
 from pathlib import Path
 
 import jax
@@ -20,32 +21,31 @@ import jax.numpy as jnp
 
 from bench.common import AS_VLLM, SHAPES, make_engine
 from jpaged.compile.gemm_autotuning import (
+    NO_RECORD,
     Record,
     autotuning_folder,
     read_record,
     recorded_products,
     weights_digest,
-    write_record,
 )
-from jpaged.compile.recipes import Recipe, recipes
+from jpaged.compile.recipes import Recipe, Recipes
+from jpaged.compile.sizing import GPU_DEFAULTS, resolve_limits, with_pool
 from jpaged.compile.store import prepare_jax
 from jpaged.config import EngineConfig
 from jpaged.models.loader import model_shapes
 from jpaged.models.registry import read_model_config
-from jpaged.runtime.buckets import step_buckets
 from jpaged.runtime.programs import Shapes, SplitModel
-from jpaged.runtime.runtime_config import GPU_DEFAULTS, resolve_limits, with_pool
 from pallas_kernels import Backend, select_backend
 
 DTYPE = jnp.dtype(jnp.bfloat16)
 NUM_BLOCKS = 4096
-"""Of the pool; it has no part in any product."""
+"""The size of the pool; no GEMM depends on it."""
 
 _RESULTS = (".pb", ".textproto")
-"""What XLA names a measurement's file; beside them may be what a stopped process left half done."""
+"""What XLA names a measurement's file; next to them may be what a stopped process left."""
 
 
-def all_recipes(shape: str) -> Iterable[Recipe]:
+def all_recipes(shape: str) -> Recipes:
     """What an engine of the shape compiles, with nothing allocated."""
     model = read_model_config(SHAPES[shape])
     config = EngineConfig(**AS_VLLM)
@@ -58,12 +58,11 @@ def all_recipes(shape: str) -> Iterable[Recipe]:
     )
     runtime = with_pool(limits, NUM_BLOCKS, config)
     split = SplitModel.of(model_shapes(model, DTYPE))
-    shapes = Shapes.of(split, model, runtime, DTYPE)
-    return recipes(split, shapes, runtime, step_buckets(limits))
+    return Recipes(split, Shapes.of(model, runtime, DTYPE), runtime)
 
 
 def first_of_each_products(shape: str) -> list[Recipe]:
-    """One program for each kind of products."""
+    """One program for each kind of GEMMs."""
     chosen: dict[object, Recipe] = {}
     for recipe in all_recipes(shape):
         if recipe.products is not None:
@@ -72,14 +71,14 @@ def first_of_each_products(shape: str) -> list[Recipe]:
 
 
 def rows_measured(shape: str) -> dict[str, list[int]]:
-    """Rows of the products of its programs, by the digest of its weights."""
+    """Rows of the GEMMs of its programs, by the digest of its weights."""
     rows = {recipe.products[1] for recipe in all_recipes(shape) if recipe.products is not None}
     model = model_shapes(read_model_config(SHAPES[shape]), DTYPE)
     return {weights_digest(SplitModel.of(model).leaves): sorted(rows)}
 
 
 def measure(shape: str, cache: str, path: Path, record: Record) -> Record:
-    """Let XLA measure: products in quiet, all else as an engine starts.
+    """Let XLA measure: GEMMs one by one, all else as an engine starts.
 
     Returns:
         `record` with what was measured, as it is in `path` then.
@@ -114,6 +113,17 @@ def results(cache: Path) -> dict[str, bytes]:
     return {file.relative_to(folder).as_posix(): file.read_bytes() for file in files}
 
 
+def write_record(path: Path, record: Record) -> None:
+    """Write a record, a line an entry."""
+    results = {name: b64encode(record.results[name]).decode() for name in sorted(record.results)}
+    rows = "".join(f"\n{json.dumps(m)}: {json.dumps(record.rows[m])}," for m in sorted(record.rows))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        f'{{"rows": {{{rows.rstrip(",")}\n}},\n"results": {json.dumps(results, indent=0)}}}\n',
+        encoding="utf-8",
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -126,7 +136,7 @@ def main() -> None:
         if select_backend(jax.default_backend()) is not Backend.TRITON:
             raise SystemExit(f"needs an NVIDIA GPU; JAX sees {jax.default_backend()!r} only")
         path = recorded_products(jax.local_devices()[0])
-        record = read_record(path) if args.add and path.is_file() else Record()
+        record = read_record(path) if args.add and path.is_file() else NO_RECORD
         for shape in args.model:
             record = measure(shape, cache, path, record)
     print(f"{path}: {len(record.results)} measurements, {path.stat().st_size / 1e6:.2f} MB")

@@ -3,7 +3,6 @@
 import gc
 import json
 from collections import deque
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -119,9 +118,10 @@ def test_no_step_copies_the_pool(engines: Engines):
     engine = engines(dtype="bfloat16")
     shape = engine._loop._runner._kv.pool[0].k.shape
     pattern = f"bf16[{','.join(map(str, shape))}]"
-    programs = engine._loop._runner.programs
-    steps = programs.decode, programs.decode_burst, programs.prefill
-    for program in chain.from_iterable(kind.values() for kind in steps):
+    programs = engine._loop._runner.programs.items()
+    for program in (
+        it for (kind, _), it in programs if kind in ("decode", "decode_burst", "prefill")
+    ):
         text = program.as_text()
         assert pattern in text
         copies = [line for line in text.splitlines() if pattern in line and " copy(" in line]
@@ -129,7 +129,7 @@ def test_no_step_copies_the_pool(engines: Engines):
 
 
 def test_heads_of_128_in_bfloat16(engines: Engines, tmp_path: Path):
-    """The sizes that a GPU's own prefill kernel is for, in every bucket, beside float32."""
+    """The sizes that a GPU's own prefill kernel is for, in every bucket, compared with float32."""
     (tmp_path / "config.json").write_text(json.dumps(WIDE), encoding="utf-8")
     options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 512}
     options |= {"num_blocks": 400, "max_num_seqs": 40, "max_num_batched_tokens": 512}

@@ -555,7 +555,7 @@ LARGE_POOL = """async () => {
 
 def test_a_server_with_a_key_asks_for_it(pages: Pages, compilation_cache: Path):
     with serving(compilation_cache, "--api-key", KEY) as address:
-        with pytest.raises(Exception, match="INVALID_AUTH"):  # nobody is there to be asked
+        with pytest.raises(Exception, match="INVALID_AUTH"):  # there is no user to ask
             pages(address=address)
         known = {"username": "anybody", "password": KEY}
         page = opened(pages, "0", address=address, http_credentials=known)

@@ -314,7 +314,7 @@ def test_a_viewer_gets_a_snapshot_and_then_frames():
         source = Source(shots(BLOCK), shots(FREED, steps=1), shots(steps=1))
         hub = hub_of(source)
         async with aclosing(hub.watch()) as events, aclosing(hub.watch()) as late:
-            assert source.num_asked == 0  # nobody watches
+            assert source.num_asked == 0  # without viewers
             name, snapshot = parse(await anext(events))
             assert (name, snapshot["pool"]["num_blocks"]) == ("snapshot", 9)
             assert held_blocks(snapshot) == [3]
@@ -360,7 +360,7 @@ def test_streams_fail_with_the_sampler():
             await anext(events)
             with pytest.raises(ApiError, match="log"):
                 await anext(events)
-        async with aclosing(hub.watch()) as events:  # whoever comes again sees it all
+        async with aclosing(hub.watch()) as events:  # a viewer that comes again sees it all
             assert parse(await anext(events))[0] == "snapshot"
 
     asyncio.run(watch())
