@@ -166,7 +166,7 @@ class PoolWatch:
         if num_clears != self._num_clears:
             self._num_clears = num_clears
             return set(range(1, len(pool.blocks)))
-        return {block.block_id for block in islice(reversed(pool.free_block_queue), num_freed)}
+        return set(islice(reversed(pool.free_block_queue), num_freed))
 
     def _new_pins(self, maybe_changed: set[int]) -> list[int] | None:
         pins = self._scheduler.block_manager.pins

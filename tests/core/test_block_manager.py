@@ -20,7 +20,7 @@ def grow(manager: BlockManager, sequence: Sequence, num_tokens: int) -> BlockCha
 
 
 def queue_of(manager: BlockManager) -> list[int]:
-    return [block.block_id for block in manager.pool.free_block_queue]
+    return list(manager.pool.free_block_queue)
 
 
 def test_append_gives_just_the_blocks_needed():
