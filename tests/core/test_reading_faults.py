@@ -195,5 +195,8 @@ def test_damage_to_the_books_is_nobodys_own():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BlockManager, "fork", lose_a_block)
-        with pytest.raises(IntegrityError):
-            driver.run()
+        plan = driver.scheduler.schedule()
+        assert plan is not None
+        result = driver.device.launch(plan)
+        with pytest.raises(IntegrityError):  # by the scheduler itself
+            driver.scheduler.update(plan, *result)
