@@ -24,7 +24,7 @@ LOWEST = -9999.0
 
 Body = dict[str, Any]
 
-_MANY_TOKENS = 128
+MANY_TOKENS = 128
 """Tokens with candidates, up to twenty each, above which an answer is encoded in a thread."""
 
 _VERY_MANY_TOKENS = 64 * 1024
@@ -323,7 +323,7 @@ class Generation(ABC):
             return encode(body | {"usage": usage})
 
         has_scores = bool(tally.prompt_logprobs) or any(each.logprobs for each in answers)
-        if usage["total_tokens"] <= (_MANY_TOKENS if has_scores else _VERY_MANY_TOKENS):
+        if usage["total_tokens"] <= (MANY_TOKENS if has_scores else _VERY_MANY_TOKENS):
             return write(json_bytes)
         return await self.serving.in_thread(lambda: write(large_json))
 
@@ -332,7 +332,7 @@ class Generation(ABC):
         begun = {(each.index, delta.index) for each in news for delta in each.delta.deltas}
         begun -= self._begun
         self._begun |= begun
-        return any(len(tally.prompts[index]) > _MANY_TOKENS for index, _ in begun)
+        return any(len(tally.prompts[index]) > MANY_TOKENS for index, _ in begun)
 
     def _events(
         self,

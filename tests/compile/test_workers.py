@@ -19,7 +19,6 @@ from start_helpers import FLOAT32, Start, names
 
 from jpaged.compile import workers
 from jpaged.compile.workers import (
-    CompilePool,
     Order,
     choose_workers,
     make_orders,
@@ -41,8 +40,18 @@ def untold(*_: int) -> None:
     """Progress that nobody wants."""
 
 
-def processes(pool: CompilePool) -> list[subprocess.Popen]:
-    return [worker.process for worker in pool._workers]
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen]:
+    """Those that are started."""
+    started: list[subprocess.Popen] = []
+
+    class Noted(subprocess.Popen):
+        def __init__(self, *args: Any, **options: Any):
+            super().__init__(*args, **options)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Noted)
+    return started
 
 
 ENGINE_START = """
@@ -109,10 +118,10 @@ def test_a_worker_that_would_make_other_programs_makes_none(start: Start):
     assert not any(start.store.has(recipe.key) for recipe in start.recipes)
 
 
-def test_what_a_lost_worker_had_is_compiled_here(start: Start):
+def test_what_a_lost_worker_had_is_compiled_here(start: Start, processes: list[subprocess.Popen]):
     with start.pool() as pool:
         pool.start(start.runtime)
-        for process in processes(pool):
+        for process in processes:
             process.kill()
         found = names(pool.compiled(start.recipes, start.runtime, untold))
     assert found == names(start.recipes)
@@ -141,11 +150,12 @@ def test_without_threads_all_is_compiled_here(start: Start, monkeypatch: pytest.
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-def test_who_leaves_in_the_middle_leaves_no_process(start: Start):
+def test_who_leaves_in_the_middle_leaves_no_process(
+    start: Start, processes: list[subprocess.Popen]
+):
     with start.pool() as pool:
         pool.start(start.runtime)
-        running = processes(pool)
-    assert [process.returncode for process in running] == [-9, -9]
+    assert [process.returncode for process in processes] == [-9, -9]
 
 
 TELLS = """
@@ -213,13 +223,13 @@ def test_a_worker_ends_with_its_input(lines: int, order_and_runtime: list[str]):
         assert (told.read(), process.returncode) == ("", 1)
 
 
-def test_after_the_end_no_worker_is_started(start: Start):
+def test_after_the_end_no_worker_is_started(start: Start, processes: list[subprocess.Popen]):
     """A thread may come to it late."""
     with start.pool() as pool:
         pass
     assert not pool.start(start.runtime)
     assert names(pool.compiled(start.recipes, start.runtime, untold)) == names(start.recipes)
-    assert processes(pool) == []
+    assert processes == []
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,13 @@ class Driver:
         assert plan.num_tokens == sum(tokens) <= config.max_num_batched_tokens
         assert len({row.sequence.seq_id for row in plan.scheduled}) == len(tokens)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget what is cached; no free block has it, unless the next plan still copies some."""
+        self.scheduler.reset_prefix_cache()
+        images = [it.image for it in self.scheduler.unfinished if it.image is not None]
+        if all(it.image_id in self.device.images for it in images):
+            self.device.spoil(self.scheduler.block_manager.pool)
+
     def run(self, max_steps: int = 10_000) -> None:
         """Step until all is done and read, then check streams and census."""
         for _ in range(max_steps):

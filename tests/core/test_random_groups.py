@@ -202,11 +202,9 @@ class Work:
 
     def reset(self) -> None:
         scheduler = self.driver.scheduler
-        scheduler.reset_prefix_cache()
         self.tally["cache reset"] += 1
         self.tally["cache reset while swapped"] += scheduler.num_swapped > 0
-        if not scheduler.swap_space._outs:  # free blocks that the next plan still copies
-            self.driver.device.spoil(scheduler.block_manager.pool)
+        self.driver.reset_prefix_cache()
 
     def read(self) -> None:
         if self.driver.in_flight:

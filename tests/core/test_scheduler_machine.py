@@ -141,7 +141,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(self, limits: dict, lag: int, burst: int, goal: Goal, seats_per_free_seat: int):
         self.driver = Driver(make_scheduler(**limits), lag, burst, goal)
         # Of so few seats as here all would join at once.
-        self.patch = patch.object(admission, "_SEATS_PER_FREE_SEAT", seats_per_free_seat)
+        self.patch = patch.object(admission, "SEATS_PER_FREE_SEAT", seats_per_free_seat)
         self.patch.start()
         self.turn = Turn(self.driver)
         self.num_added = 0
@@ -162,12 +162,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def reset(self):
-        scheduler = self.driver.scheduler
-        if scheduler.block_manager.pins:
-            return
-        scheduler.reset_prefix_cache()
-        if not scheduler.swap_space._outs:  # free blocks that the next plan still copies
-            self.driver.device.spoil(scheduler.block_manager.pool)
+        if not self.driver.scheduler.block_manager.pins:
+            self.driver.reset_prefix_cache()
 
     def add(self, arrival: tuple):
         self.num_added += 1

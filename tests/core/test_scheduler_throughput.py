@@ -167,7 +167,7 @@ def test_for_one_who_comes_back_nobody_waits(policy: PressurePolicy | None):
 @pytest.fixture
 def two_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many seats must be free for a step with prompts."""
-    monkeypatch.setattr(admission, "_SEATS_PER_FREE_SEAT", 2)
+    monkeypatch.setattr(admission, "SEATS_PER_FREE_SEAT", 2)
 
 
 @pytest.mark.usefixtures("two_of_four")

@@ -7,7 +7,6 @@ import pytest
 from e2e_options import LOOPS, Engines
 
 from jpaged import Engine, SamplingParams
-from jpaged.core import beam, groups
 from jpaged.core.beam import BeamSearch
 from jpaged.core.block_manager import BlockManager
 from jpaged.core.plan import PlanBuilder
@@ -139,9 +138,8 @@ def test_a_fault_of_a_sample_that_forks_ends_its_request(
 
 
 SEARCH_FAULTS = {
-    "ranking": (beam, "_rank"),
-    "collecting": (BeamSearch, "_collect"),
-    "forking": (groups, "_share"),
+    "advancing": (BeamSearch, "advance"),
+    "forking": (BlockManager, "fork"),
     "rows": (SequenceTable, "fork_rows"),
 }
 
