@@ -33,8 +33,12 @@ def launched(engine: Engine) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize(
     ("num_blocks", "max_num_seqs"),
-    [(129, 8), (25, 8), (300, 20), (60, 20)],
-    ids=["few", "few-tight", "more", "more-tight"],
+    [
+        pytest.param(129, 8, marks=pytest.mark.soak, id="few"),
+        pytest.param(25, 8, id="few-tight"),
+        pytest.param(300, 20, marks=pytest.mark.soak, id="more"),
+        pytest.param(60, 20, id="more-tight"),
+    ],
 )
 def test_every_answer_is_that_of_single_steps(engines: Engines, num_blocks: int, max_num_seqs: int):
     """All kinds of decoding, whole batches and each request alone."""
