@@ -26,7 +26,7 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 8192,
 }
 PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.2, "repetition_penalty": 1.1}
-"""Of `--penalties`."""
+"""The parameters that `--penalties` sets."""
 
 SHAPES: dict[str, dict] = {
     "qwen3-0.6b": {
@@ -121,7 +121,7 @@ UNRECORDED: dict[str, dict] = {
         "torch_dtype": "bfloat16",
     },
 }
-"""Shapes whose products are not in what ships of XLA's measurements."""
+"""Shapes whose GEMMs are not in XLA's measurements that ship."""
 
 ALL_SHAPES = {**SHAPES, **UNRECORDED}
 
@@ -172,7 +172,7 @@ class Floor:
     Attributes:
         weight_bytes: Read once a decode step (the token embedding is gathered, not read).
         kv_bytes_per_token: K and V of one token in all layers.
-        flops_per_token: Of one token's matrix products, the output head left out.
+        flops_per_token: Of one token's GEMMs, the output head left out.
         head_flops: Of the output head for one token.
         flops_per_pair: Of attention, for each query token and key it sees.
     """

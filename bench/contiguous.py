@@ -1,6 +1,6 @@
 """Greedy decoding with a contiguous KV cache, as one writes it in JAX without paging.
 
-Each of B slots has a slab of so many token places in every layer's K and V.
+Each of B slots has a slab of so many token slots in every layer's K and V.
 
     static   a batch is computed until its last sequence ends; then the next one takes the slots.
              Its slabs are as wide as its longest sequence needs, rounded up to one of `widths`
@@ -34,7 +34,7 @@ from jpaged.models.loader import plan_model
 from jpaged.models.registry import read_model_config
 
 BATCHINGS = ("static", "slabs")
-SMALLEST_BUCKET = 64  # places a prompt is padded to; then powers of two
+SMALLEST_BUCKET = 64  # tokens a prompt is padded to; then powers of two
 WIDTHS = (256, 512, 1024)  # of static batches, below max_len
 READ_BEHIND = 2  # launches in flight before the oldest one's tokens are read
 
@@ -62,7 +62,7 @@ class Decoder:
         widths: Widths below that which a static batch may have instead.
         launch_steps: Decode steps of a launch, 1 among them; none (static: not all) ends within.
         arrivals: Requests may come at any time: slabs, while one is free, decode step by step.
-        max_batched_tokens: Most places of a prefill, unless a single prompt has more.
+        max_batched_tokens: Most padded tokens of a prefill, unless a single prompt has more.
         eos_token_ids: Tokens that end a sequence, as the last of its output.
 
     Raises:
@@ -119,7 +119,7 @@ class Decoder:
         return self.num_unfinished - len(self.waiting)
 
     def step(self) -> list[Request]:
-        """Fill the slots, launch, and read all but the newest launches; returns who ended there."""
+        """Fill the slots, launch, read all but the newest launches; returns the ended requests."""
         if self.waiting and (self.batching == "slabs" or not self.running):
             self._admit()
         if self.running:
@@ -211,7 +211,7 @@ class Decoder:
     def _launched(
         self, tokens: jax.Array, columns: list[tuple[int, Request]], num_steps: int
     ) -> None:
-        """Note whose tokens [num_steps, ...] hold; who needs no more leaves its slot."""
+        """Note the requests whose tokens [num_steps, ...] hold; complete ones leave their slots."""
         tokens.copy_to_host_async()
         self._unread.append((tokens, columns))
         for _, request in columns:
@@ -239,7 +239,7 @@ class Decoder:
 
 
 def bucket(length: int, most: int) -> int:
-    """The places that a prompt is padded to."""
+    """The tokens that a prompt is padded to."""
     return min(max(1 << (int(length) - 1).bit_length(), SMALLEST_BUCKET), most)
 
 

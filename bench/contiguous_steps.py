@@ -1,8 +1,8 @@
 """A model over a contiguous KV cache: `prefill` and `decode`, the programs of `bench.contiguous`.
 
-Each of B slots has a slab of `width` places in every layer's K and V [B, width, K, H]. Weights,
-projections, norms and feed-forwards are jpaged's own, its fused kernels included; attention is
-cuDNN's where a GPU has it for the dtype and head size, else XLA's.
+Each of B slots has a slab of `width` token slots in every layer's K and V [B, width, K, H].
+Weights, projections, norms and feed-forwards are jpaged's own, its fused kernels included;
+attention is cuDNN's where a GPU has it for the dtype and head size, else XLA's.
 """
 
 from collections.abc import Callable
@@ -20,10 +20,10 @@ from jpaged.models.norm import add_norm, norm_update
 from pallas_kernels import rms_norm, select_backend, sum_partials
 
 MIN_ROWS = 8
-"""XLA reads the weights of a product of fewer rows at a fifth of the bandwidth."""
+"""XLA reads the weights of a GEMM of fewer rows at a fifth of the bandwidth."""
 
 PUT: dict[str, Any] = {"mode": "drop", "unique_indices": True}
-"""Of writes to slots; one out of range is written nowhere."""
+"""Options of writes to slots; one out of range is dropped."""
 
 
 class Cache(NamedTuple):
@@ -104,7 +104,7 @@ def run_layer(definition, parameters, backend, hidden, update, kv, slots, lens, 
 
 
 def attention(part: Any, x, kv, backend, *, slots, lens, angles):
-    """From rows x to the update of the residual stream, in parts to be summed; and K and V."""
+    """From rows x to the update of the residual stream, as partials to be summed; and K and V."""
     heads, norms = sum_partials(part.qkv(x, backend), x.dtype), part.head_norms()
     ends = heads.shape[1] - 2 * kv[0].shape[2], heads.shape[1] - kv[0].shape[2]
     q, k, v = jnp.split(heads, ends, axis=1)
@@ -130,7 +130,7 @@ def attend_prompts(q, k, v, kv, slots, window: int | None, options: dict):
 
 
 def attend_cache(q, k, v, kv, lens, window: int | None, options: dict):
-    """One token a slot, put in the cache first, to the slot's own places."""
+    """One token a slot, put in the cache first, attending to the slot's own tokens."""
     places = jnp.arange(q.shape[0], dtype=jnp.int32), lens
     kv = kv[0].at[places].set(k, **PUT), kv[1].at[places].set(v, **PUT)
     if window is None:
@@ -150,7 +150,7 @@ def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 
 def implementation(q: jax.Array) -> str:
-    """Of attention: cuDNN's where it takes the dtype and the head size, else XLA's."""
+    """Which attention runs: cuDNN's where it takes the dtype and the head size, else XLA's."""
     fits = q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
     return "cudnn" if fits and jax.default_backend() == "gpu" else "xla"
 

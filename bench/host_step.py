@@ -2,16 +2,16 @@
 
 The engine's own scheduler, loop and runner serve 256 sequences, but the programs are stubs that
 give back arrays made beforehand. So the figures hold no launch and no waiting: what is left has to
-fit beside the device's work. Microseconds a step, the median over the steps:
+overlap with the device's work. Microseconds a step, the median over the steps:
 
-    schedule    who computes what, block tables
+    schedule    what each sequence computes, block tables
     rows        which row of the device's arrays each sequence has
     pack        the step's inputs in one array
     dispatch    calling the programs: two stubs
     launch      the rest of the launch
     consume     reading the tokens
     update      tokens into sequences, stops, blocks
-    outputs     the engine's own books: times, texts
+    outputs     the engine's own records: times, texts
     total       a turn of the loop
 
 And what no step of the device hides of a generation of as many requests, 128 tokens in and out, in
@@ -43,7 +43,7 @@ from jpaged.engine.preprocessing import normalize_prompt, normalize_prompts
 from jpaged.runtime import model_runner
 from jpaged.runtime.model_runner import StepHandle
 
-# Of a step of case A at the figure to reach: 256 sequences at 80,000 tokens a second.
+# A step of case A at the figure to reach: 256 sequences at 80,000 tokens a second.
 STEP_TO_REACH_US = 256 / 80_000 * 1e6
 NUM_PROMPT_TOKENS = NUM_OUTPUT_TOKENS = 128
 NOTHING: Mapping[str, Any] = MappingProxyType({})

@@ -1,4 +1,4 @@
-"""Times the kernels on this machine's GPU and prints them beside their marks.
+"""Times the kernels on this machine's GPU and prints them with their marks.
 
     python -m bench.kernels [--repeats 7] [--sweep]
 
@@ -187,7 +187,7 @@ def sweep(backend, repeats):
 
 
 def _beside_neighbours(cases, seconds):
-    """A row a case: its share of the floor, and that over the mean of those beside it."""
+    """A row a case: its share of the floor, and that over the mean of the other cases'."""
     shares = [case.flops / FLOPS_PER_SECOND / own for case, own in zip(cases, seconds, strict=True)]
     for index, (case, own, share) in enumerate(zip(cases, seconds, shares, strict=True)):
         ratio = share / statistics.mean(shares[max(index - 1, 0) : index] + shares[index + 1 :][:1])

@@ -36,7 +36,7 @@ def timed(engine: Engine, prompts: list[list[int]], max_tokens: int) -> float:
 
 
 def measure(engine: Engine, shape: str, case: str, repeats: int) -> dict:
-    """Median times of a case beside the floor; every generation has prompts of its own."""
+    """Median times of a case with the floor; every generation has prompts of its own."""
     count, prompt_len, output_len = CASES[case]
     seeds = itertools.count()
 

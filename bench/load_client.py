@@ -34,7 +34,7 @@ class Target(msgspec.Struct, frozen=True):
 
     @property
     def headers(self) -> dict[str, str]:
-        """What requests bring beside their content."""
+        """What requests bring besides their content."""
         return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
 
 

@@ -1,4 +1,4 @@
-"""What an engine has beside its device, with programs that compute nothing."""
+"""An engine without its device: its programs compute nothing."""
 
 import time
 from collections import defaultdict
@@ -65,7 +65,7 @@ class Clock:
 
 
 class Host(NamedTuple):
-    """What an engine has beside its device."""
+    """What an engine has besides its device."""
 
     loop: EngineLoop
     preprocessor: Preprocessor

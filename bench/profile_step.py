@@ -3,8 +3,8 @@
 Runs the engine until all requests decode, traces some steps with JAX's profiler, and prints for
 each kernel its launches and time a step; then how long the device worked and waited in a step, and
 how long the host was busy with one. With `--prefill` the same of the steps that compute the
-requests' prompts. Greedy, random weights, bfloat16. The steps are those of requests that somebody
-waits for: `Engine.generate` has bursts where these have none.
+requests' prompts. Greedy, random weights, bfloat16. The steps are those of requests whose tokens
+are waited for: `Engine.generate` has bursts where these have none.
 
 A kernel's name is the compiler's, without its numbers: fusions of one shape share a line.
 """

@@ -21,7 +21,7 @@ BEGIN, END = "<!-- figures: written by bench/readme_table.py -->", "<!-- end of 
 PAPER_BEGIN = "<!-- the paper's figure 12: written by bench/readme_table.py -->"
 PAPER_END = "<!-- end of the paper's figure 12 -->"
 FIGURE = re.compile(r"<!-- figure (\w+) -->\n.*?<!-- end of figure \1 -->", re.DOTALL)
-"""Of docs/benchmarks.md; the figure's number as `python -m bench.paper --figure` takes it."""
+"""A figure of docs/benchmarks.md; its number as `python -m bench.paper --figure` takes it."""
 
 DEVICE = "nvidia-h200"
 

@@ -12,6 +12,20 @@ from tabulate import tabulate
 RESULTS = Path(__file__).parent / "results"
 
 
+def _commit() -> str:
+    found = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parent,
+    )
+    return found.stdout.strip() or "unknown"
+
+
+COMMIT = _commit()  # of the code that runs, which may be committed anew before a long run ends
+
+
 def record(
     name: str,
     rows: list[dict],
@@ -29,7 +43,7 @@ def record(
         "device": device or jax.local_devices()[0].device_kind,
         "jax": jax.__version__,
         "python": platform.python_version(),
-        "commit": _commit(),
+        "commit": COMMIT,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **more,
         "rows": rows,
@@ -49,14 +63,3 @@ def result_path(name: str, device: str | None = None, folder: Path | None = None
 def print_table(rows: list[dict]) -> None:
     """Rows as an aligned table; the keys of the first are the columns."""
     print(tabulate(rows, headers="keys", floatfmt=",.4g", missingval="-"))
-
-
-def _commit() -> str:
-    found = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parent,
-    )
-    return found.stdout.strip() or "unknown"

@@ -112,7 +112,7 @@ def merged(reports: Sequence[Report]) -> list[Answer]:
 
 
 def warn(text: str) -> None:
-    """A line beside the table."""
+    """A line next to the table."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -143,7 +143,7 @@ def measure(model: str, repeats: int, kept: Path | None = None) -> list[dict]:
 
 
 def row(kind: str, model: str, figures: dict) -> dict:
-    """A start's figures beside what they are to be."""
+    """A start's figures with what they are to be."""
     own = {EMBEDDED: TO_REACH_EMBEDDED, **dict.fromkeys(UNRECORDED, TO_REACH_UNRECORDED)}
     limit = own.get(model, TO_REACH)[kind]
     seconds = figures["first_token_s"]

@@ -4,7 +4,7 @@ Steps of a shape with random weights, each kind in a steady run of the engine's 
 
     decode       rows x context, as far as they fit in the pool
     prefill      prompts x tokens, computed whole in one step
-    mixed        decode rows beside prompts
+    mixed        decode rows and prompts in one step
     copy_blocks  blocks copied within the pool
     swap_out, swap_in   blocks to host memory and back, until they are there
 
@@ -68,7 +68,7 @@ FULL = Sizes(
     mixed=((32, 512, 1, 128), (32, 512, 1, 512), (32, 512, 4, 256)),
 )
 ONE_CONTEXT = Sizes(decode=((32, 512),), prefill=(), mixed=())
-"""Of block sizes but 16."""
+"""What is timed with block sizes other than 16."""
 QUICK = Sizes(
     decode=((1, 48), (8, 48)),
     prefill=((1, 40), (4, 10)),
@@ -101,7 +101,7 @@ def time_decode(engine: Engine, rows: int, context: int, num_steps: int) -> dict
 def time_prompts(
     engine: Engine, prompts: int, length: int, num_steps: int, rows: int = 0, context: int = 0
 ) -> dict | None:
-    """A step of whole prompts, beside `rows` sequences that decode; None where they do not fit."""
+    """A step of whole prompts and `rows` sequences that decode; None where they do not fit."""
     num_tokens, config = prompts * length + rows, engine.runtime_config
     room = (config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len - 1)
     if any(

@@ -1,6 +1,6 @@
 """Swap to host memory: bandwidth, and swap against recompute (`python -m bench.swap`).
 
-Part 1, `ways`: groups of blocks out and back, by every way that JAX offers, beside the driver's
+Part 1, `ways`: groups of blocks out and back, by every way that JAX offers, and the driver's
 own copy between the device and pinned memory of the same size. GB/s count the group's own bytes;
 gather and scatter are in the time, and so is the padding of chunks. `first` is a first transfer of
 that size, for which host memory is not pinned yet.

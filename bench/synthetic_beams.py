@@ -4,7 +4,7 @@ After each context (all of a sequence's tokens, hashed) the next token's probabi
 law over `VOCAB_SIZE` tokens in an order that the hash decides. The law's exponent is the context's
 own, too, uniform between `EXPONENTS`: some contexts leave nearly everything open (the likeliest
 token has a probability of 9 %), others little (83 %), as text does. The exponents are a guess, not
-fitted to anybody's savings, which depend on them: the surer the model, the longer its beams stay
+fitted to measured savings, which depend on them: the surer the model, the longer its beams stay
 apart. From 2 to 4 in place of 1 to 3, beams of Alpaca-like lengths save a third to two fifths less.
 """
 

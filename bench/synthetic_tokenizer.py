@@ -1,4 +1,4 @@
-"""A tokenizer of any size for models with random weights: byte-level, of words nobody speaks."""
+"""A tokenizer of any size for models with random weights: byte-level, of made-up words."""
 
 from pathlib import Path
 

@@ -57,7 +57,7 @@ def measure(
     seed: int = 0,
     sampling: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict:
-    """Serve a case once and report its throughput beside the floor; `sampling` is of all."""
+    """Serve a case once and report its throughput and the floor; `sampling` is of all."""
     prompt_lens, output_lens = lengths_of(case, scale)
     prompts = random_prompts(prompt_lens.tolist(), engine.vocab_size, seed)
     params = [

@@ -2,8 +2,8 @@
 
 As many sequences as an engine takes, each up to its longest, with penalties, top-p and
 log-probabilities of every token, in the largest prefill steps there are; some want their prompt's
-log-probabilities too. The engine's account beside what the device says of itself: JAX's allocator,
-and the driver, who counts its own context, kernels and graphs as well.
+log-probabilities too. The engine's account is compared with what the device says of itself: JAX's
+allocator, and the driver, which counts its own context, kernels and graphs as well.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def run(engine: Engine) -> float:
 
 
 def driver_bytes() -> tuple[int | None, int | None]:
-    """Of the first GPU: in use and in all, as `nvidia-smi` has it; None where there is none."""
+    """The first GPU's bytes in use and in all, as `nvidia-smi` has it; None where there is none."""
     query = ["nvidia-smi", "--query-gpu=memory.used,memory.total", "--format=csv,noheader,nounits"]
     try:
         told = subprocess.run(query, capture_output=True, text=True, check=True).stdout
@@ -68,7 +68,7 @@ def driver_bytes() -> tuple[int | None, int | None]:
 
 
 def row(model: str, engine: Engine, seconds: float) -> dict:
-    """The account in MiB beside what the device says, and by what share they are apart."""
+    """The account in MiB with what the device says, and by what share they are apart."""
     account, stats = engine.memory_account, jax.local_devices()[0].memory_stats()
     used, total = driver_bytes()
     return {

@@ -46,7 +46,7 @@ class Start:
 
 
 def names(made: Iterable[Recipe]) -> list[str]:
-    """Of programs, sorted."""
+    """Names of programs, sorted."""
     return sorted(repr(recipe.name) for recipe in made)
 
 

@@ -94,6 +94,6 @@ def test_a_file_that_is_no_json_object_is_named(folder: Path, name: str, content
 
 
 def test_end_tokens_that_no_logits_have_are_left_out():
-    """`min_tokens` forbids the end tokens by their places in the logits."""
+    """`min_tokens` forbids the end tokens by their indices in the logits."""
     model: Any = SimpleNamespace(eos_token_ids=(258, 10**30), vocab_size=264)
     assert end_token_ids(model, {"eos_token_id": [256, 264, -1, "x"]}, None) == {258, 256}

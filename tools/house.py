@@ -133,7 +133,7 @@ def room_of(module: str) -> str | None:
 
 
 def room_graph(imports: Iterable[Import], *, typed: bool) -> dict[str, set[str]]:
-    """Who imports whom, by rooms, with imports for type checkers or without."""
+    """Which rooms each room imports, with imports for type checkers or without."""
     graph: dict[str, set[str]] = {}
     for it in imports:
         importer, imported = room_of(it.importer), room_of(it.imported)
@@ -143,7 +143,7 @@ def room_graph(imports: Iterable[Import], *, typed: bool) -> dict[str, set[str]]
 
 
 def file_graph(imports: Iterable[Import]) -> dict[str, set[str]]:
-    """Who imports whom at run time, by files."""
+    """Which files each file imports at run time."""
     graph: dict[str, set[str]] = {}
     for it in imports:
         if not it.typed and it.importer not in PACKAGES and it.imported not in PACKAGES:

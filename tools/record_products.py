@@ -1,9 +1,9 @@
 """Records what XLA measures while it compiles the programs of published shapes on the GPU at hand
 (`python -m tools.record_products`).
 
-XLA tries ways to compute each matrix product and fusion on the device, which is most of a cold
-start, and measures the worse the more is compiled at once. Here programs with products are compiled
-one by one; then an engine of the shape starts in one process, for all the rest: the products are in
+XLA tries ways to compute each GEMM and fusion on the device, which is most of a cold
+start, and measures the worse the more is compiled at once. Here programs with GEMMs are compiled
+one by one; then an engine of the shape starts in one process, for all the rest: the GEMMs are in
 the record by then, without which it would measure nothing. What XLA then knows replaces what
 `jpaged/assets/autotuning/` has for such a device and these versions of XLA and cuBLAS, where
 `jpaged.compile.gemm_autotuning` finds it for an engine's start. Nothing else looks at it.
@@ -39,10 +39,10 @@ from pallas_kernels import Backend, select_backend
 
 DTYPE = jnp.dtype(jnp.bfloat16)
 NUM_BLOCKS = 4096
-"""Of the pool; it has no part in any product."""
+"""The size of the pool; no GEMM depends on it."""
 
 _RESULTS = (".pb", ".textproto")
-"""What XLA names a measurement's file; beside them may be what a stopped process left half done."""
+"""What XLA names a measurement's file; next to them may be what a stopped process left."""
 
 
 def all_recipes(shape: str) -> Iterable[Recipe]:
@@ -63,7 +63,7 @@ def all_recipes(shape: str) -> Iterable[Recipe]:
 
 
 def first_of_each_products(shape: str) -> list[Recipe]:
-    """One program for each kind of products."""
+    """One program for each kind of GEMMs."""
     chosen: dict[object, Recipe] = {}
     for recipe in all_recipes(shape):
         if recipe.products is not None:
@@ -72,14 +72,14 @@ def first_of_each_products(shape: str) -> list[Recipe]:
 
 
 def rows_measured(shape: str) -> dict[str, list[int]]:
-    """Rows of the products of its programs, by the digest of its weights."""
+    """Rows of the GEMMs of its programs, by the digest of its weights."""
     rows = {recipe.products[1] for recipe in all_recipes(shape) if recipe.products is not None}
     model = model_shapes(read_model_config(SHAPES[shape]), DTYPE)
     return {weights_digest(SplitModel.of(model).leaves): sorted(rows)}
 
 
 def measure(shape: str, cache: str, path: Path, record: Record) -> Record:
-    """Let XLA measure: products in quiet, all else as an engine starts.
+    """Let XLA measure: GEMMs one by one, all else as an engine starts.
 
     Returns:
         `record` with what was measured, as it is in `path` then.

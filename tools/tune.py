@@ -26,7 +26,7 @@ from tools.tune_programs import Override
 from tools.tune_sweep import Outcome, sweep
 
 TABLES = Path(tuning.__file__).parent / "tuned"
-SWEPT = "swept"  # beside the ops, for people to read
+SWEPT = "swept"  # next to the ops, for people to read
 
 
 def candidates(op: Op) -> list[Override]:

@@ -1,4 +1,4 @@
-"""The paper's evaluation, beside the baselines that it built.
+"""The paper's evaluation, with the baselines that it built.
 
     python -m bench.paper --figure 12               one figure, simulated on a CPU
     python -m bench.paper --figure all --quick      all of them at a tiny size, to see that they run

@@ -1,4 +1,4 @@
-"""The allocators that the PagedAttention paper compares with, in the place of the block manager.
+"""The allocators that the PagedAttention paper compares with, each in the block manager's role.
 
 Section 6.1: Orca reserves a contiguous range of slots for a request when it joins the batch, found
 by a buddy allocator, and the range is as long as
@@ -7,8 +7,8 @@ by a buddy allocator, and the range is as long as
     Orca (Pow2)    the prompt and the output's length, rounded up to a power of two
     Orca (Oracle)  the prompt and the output's true length
 
-A FasterTransformer-like server reserves as Orca (Max) does, and lets nobody join until the whole
-batch has ended; whoever ends earlier keeps its place until then.
+A FasterTransformer-like server reserves as Orca (Max) does, and admits no request until the whole
+batch has ended; a request that ends earlier keeps its range until then.
 
 Each is a `BlockManager`, so that scheduler, engine and kernels are the same for all: a range is a
 run of consecutive block ids, and a block table holds as many of them as computed tokens fill. The
@@ -30,7 +30,7 @@ from jpaged.observe.pool_report import MemoryReport
 
 
 class BuddyAllocator:
-    """Ranges of 1, 2, 4 ... places among `size` ones; a range starts at a multiple of its length.
+    """Ranges of 1, 2, 4 ... blocks among `size`; a range starts at a multiple of its length.
 
     A range is split in halves until it is as short as wanted, and joined with its other half (its
     buddy) when both are free. Of the free ranges of a length the one with the lowest start is
@@ -55,7 +55,7 @@ class BuddyAllocator:
 
     @property
     def num_free(self) -> int:
-        """Free places."""
+        """Free blocks."""
         return sum(len(starts) << order for order, starts in enumerate(self._free))
 
     def free_ranges(self) -> list[tuple[int, int]]:
@@ -65,11 +65,11 @@ class BuddyAllocator:
         )
 
     def fits(self, length: int) -> bool:
-        """Whether a range of `length` places, rounded up to a power of two, can be had."""
+        """Whether a range of `length` blocks, rounded up to a power of two, is free."""
         return any(self._free[_order_of(length) :])
 
     def allocate(self, length: int) -> int:
-        """Take a range of `length` places, rounded up to a power of two; gives its start.
+        """Take a range of `length` blocks, rounded up to a power of two; gives its start.
 
         Raises:
             OutOfBlocksError: no range is long enough.
@@ -203,7 +203,7 @@ class OrcaMax(BlockManager):
         self, sequence: Sequence, block_table: list[int], prefix: Collection[KVBlock]
     ) -> None:
         """Refused: nothing is swapped."""
-        raise ValueError("a contiguous allocator gives nobody blocks of another's choice")
+        raise ValueError("a contiguous allocator gives ranges, not single blocks")
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Prove besides that ranges cover all blocks, each once, and tables lie in theirs."""
@@ -310,12 +310,12 @@ class TokenStates(NamedTuple):
 
     Attributes:
         tokens: Hold the KV of a token.
-        reserved: Will be filled by those who hold them.
+        reserved: Will be filled by their holders.
         internal: Held, and never filled: reserved for more than there will be, or the rest of a
             last block.
         external: What the buddy allocator adds to a reservation; and free slots while a request
             waits that does not fit in them.
-        free: Nobody waits for them.
+        free: No request waits for them.
     """
 
     tokens: int

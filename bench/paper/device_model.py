@@ -3,10 +3,10 @@
 A step of N rows (tokens, padded as the engine pads them) in L layers takes, in seconds,
 
     step + L layer                                   launching it, and each layer's small kernels
-    + join(weight bytes / bandwidth, 2 weights N / rate)    products of the layers, and of the head
+    + join(weight bytes / bandwidth, 2 weights N / rate)    GEMMs of the layers, and of the head
     + keys' and values' bytes / kv_bandwidth         what rows of one token read
     + 4 L heads head_size pairs / prefill_rate       attention of longer rows, by (query, key) pairs
-    + L N hidden element                             norms, activations, writes: all but products
+    + L N hidden element                             norms, activations, writes: all but GEMMs
     + L mixed                                        where rows of both kinds are in one step
 
 with join(a, b) = (a^p + b^p)^(1/p): either bound alone where it is far above the other. The nine
@@ -18,12 +18,13 @@ there, the median of those steps; where none were, the block size makes no diffe
 
 The data: `bench/results/step_times_<shape>_nvidia-h200.json`, which `bench.step_times` writes on an
 H200: the shape's own, or for a shape that has none OPT-13B's. Until then `recorded_steps.json` in
-this folder: what results and notes say of single steps, each with its source.
+this folder: what results and docs say of single steps, each with its source.
 `python -m bench.paper.device_model` prints every point with its error.
 
 Other GPUs are not measured. For them bandwidths and rates are the fitted ones times the ratio of
 the published peaks (`GPUS`), times are as fitted. Several GPUs hold a share of each layer each, and
-sum their parts twice a layer: `ALL_REDUCE_SECONDS`, and bytes over `nvlink` as a ring sends them.
+sum their partials twice a layer: `ALL_REDUCE_SECONDS`, and bytes over `nvlink` as a ring sends
+them.
 """
 
 import argparse
@@ -61,8 +62,8 @@ class StepWork(NamedTuple):
         prompt_seqs: Longer rows.
         prompt_tokens: Their tokens.
         prompt_pairs: Their (query, key) pairs.
-        padded_tokens: Tokens that products compute, padding counted.
-        logits_rows: Rows of the head's product.
+        padded_tokens: Tokens that GEMMs compute, padding counted.
+        logits_rows: Rows of the head's GEMM.
     """
 
     decode_seqs: int
@@ -92,7 +93,7 @@ GPUS = {
 
 
 class ModelShape(NamedTuple):
-    """A model's shape; `gated` feed-forwards have three products, others two."""
+    """A model's shape; `gated` feed-forwards have three GEMMs, others two."""
 
     num_layers: int
     hidden: int
@@ -105,7 +106,7 @@ class ModelShape(NamedTuple):
 
     @property
     def layer_params(self) -> int:
-        """Weights of a layer's products."""
+        """Weights of a layer's GEMMs."""
         heads = 2 * self.num_heads + 2 * self.num_kv_heads
         return self.hidden * (heads * self.head_size + (2 + self.gated) * self.ffn)
 
@@ -159,7 +160,7 @@ class Coefficients:
 
 LIMITS = {"bandwidth": 4.42e12, "kv_bandwidth": 4.42e12, "rate": 7.9e14, "prefill_rate": 6.6e14}
 """What was measured of the chip itself: no step is faster. The data do not tell all coefficients
-apart (a higher rate of products and slower norms fit as well), and these keep each what it says."""
+apart (a higher rate of GEMMs and slower norms fit as well), and these keep each what it says."""
 
 _STEP_NAMES = [f.name for f in fields(Coefficients) if not f.name.startswith(("swap", "kv_slow"))]
 
@@ -219,12 +220,12 @@ class DeviceModel:
         return (read**by.joint + computed**by.joint) ** (1 / by.joint)
 
     def decode_seconds(self, num_seqs: int, context: float) -> float:
-        """Of a step of `num_seqs` tokens, each after `context` others on average; not padded."""
+        """Seconds of an unpadded step of `num_seqs` tokens, each after `context` others."""
         rows = max(num_seqs, 8)
         return self.step_seconds(StepWork(num_seqs, int(num_seqs * context), 0, 0, 0, rows, rows))
 
     def prefill_seconds(self, lengths: Sequence[int]) -> float:
-        """Of a step that computes whole prompts; not padded."""
+        """Seconds of a step that computes whole prompts; not padded."""
         num_tokens, pairs = sum(lengths), sum(n * (n + 1) // 2 for n in lengths)
         logits = max(len(lengths), 8)
         return self.step_seconds(
@@ -232,7 +233,7 @@ class DeviceModel:
         )
 
     def swap_seconds(self, num_blocks: int, block_size: int) -> float:
-        """Of a transfer of blocks one way between device and host; each GPU sends its share.
+        """Seconds of a transfer of blocks between device and host; each GPU sends its share.
 
         The runner gathers blocks into one array first, so that what a transfer takes depends on
         its bytes and not on the block size.
@@ -280,7 +281,7 @@ def device_model(shape: str = "opt-13b", gpu: str = FITTED_GPU, num_gpus: int = 
 
 @dataclass(frozen=True)
 class FittedPoint:
-    """A recorded step or transfer beside what the model makes of it.
+    """A recorded step or transfer, and the model's time for it.
 
     Attributes:
         what: Model, kind and size.
@@ -296,7 +297,7 @@ class FittedPoint:
 
     @property
     def error(self) -> float:
-        """Of the modelled time, relative."""
+        """The modelled time's relative error."""
         return self.modelled / self.recorded - 1
 
 
@@ -371,7 +372,7 @@ def fit_rows(rows: Iterable[Mapping[str, Any]]) -> Fit:
 
 
 def _slowdowns(by: Coefficients, steps: list[Mapping[str, Any]]) -> tuple[tuple[int, float], ...]:
-    """Of each block size but the usual one: what steps take beyond the usual, by `kv_seconds`."""
+    """Each unusual block size, and what its steps take beyond the usual, by `kv_seconds`."""
     found: dict[int, list[float]] = defaultdict(list)
     for row in steps:
         if row["block_size"] != BLOCK_SIZE and row["context_tokens"]:

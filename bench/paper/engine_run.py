@@ -32,7 +32,7 @@ class WatchedScheduler(Scheduler):
 
     Attributes:
         watch: Called with each plan as it is made.
-        requests: Those added and not taken off by who reads this.
+        requests: Those added and not yet taken off by the reader.
     """
 
     def __init__(self, *args: Any):

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
 LONGER_CONTEXTS = (512, 1024, 2048)
-"""Beside the paper's, since today's prompts are longer."""
+"""Shown with the paper's, since today's prompts are longer."""
 
 RECOVERED_TOKENS = 1024
-"""Of a preempted sequence in figure 19a. The paper does not state its own."""
+"""Tokens of a preempted sequence in figure 19a. The paper does not state its own."""
 
 QUICK_BLOCK_SIZES = (1, 16, 256)
 RECOVERY_COLOURS = {"recompute": "#0072b2", "swap": "#d55e00"}

@@ -38,8 +38,9 @@ DATASETS = ("sharegpt", "alpaca")
 TITLES = {"sharegpt": "ShareGPT-like", "alpaca": "Alpaca-like"}
 MOST_WASTE_PERCENT = 4.0
 SHARING_FRACTION = 0.3
-"""Of the rate that saturates, for figure 15. Under pressure, groups that just joined, of which all
-but a few tokens are shared, are preempted and join again: sharing would look larger by half."""
+"""Share of the rate that saturates, for figure 15. Under pressure, groups that just joined, of
+which all but a few tokens are shared, are preempted and join again: sharing would look larger by
+half."""
 
 SHARES = {"tokens": "#0072b2", "reserved": "#56b4e9", "internal": "#e69f00", "external": "#d9d9d9"}
 SHARE_LABELS = {
@@ -80,7 +81,7 @@ def table_1(settings: Settings) -> Figure:
 
 
 def _num_parameters(server: Server) -> int:
-    """Of an OPT decoder: embeddings, then attention, the feed-forward net and norms a layer."""
+    """Parameters of an OPT decoder: embeddings, then attention, feed-forward and norms a layer."""
     width = server.hidden_size
     return (50272 + 2050) * width + server.num_layers * (12 * width**2 + 13 * width) + 2 * width
 

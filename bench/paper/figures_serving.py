@@ -39,7 +39,7 @@ COLOURS[WITH_CACHE] = "#56b4e9"
 LABELS[WITH_CACHE] = "jpaged, prefix caching"
 
 QUICK_PANELS = (("sharegpt", "13b"), ("sharegpt", "175b"), ("alpaca", "13b"))
-"""Of figure 12, in a quick run."""
+"""Panels of figure 12 in a quick run."""
 
 POINTS = (0.7, 1.0, 1.1)
 """Rates of `agreement`, of the sustained one: below, at and above the knee."""
@@ -235,7 +235,7 @@ def _excess_note(panels: Sequence[Panel], found: dict[Case, Sustained], settings
 
 
 def _rows(panel: Panel, found: dict[Case, Sustained]) -> list[dict[str, Any]]:
-    """Each system's sustained rate, and ours over it beside the paper's ratio."""
+    """Each system's sustained rate, and ours over it with the paper's ratio."""
     ours = found[panel.cases["ours"]]
     rows = []
     for name, case in panel.cases.items():

@@ -197,7 +197,7 @@ def draw_bars(
     colours: Mapping[str, str],
     number: str = "{:.1f}",
 ) -> None:
-    """Groups of bars beside each other, each with its number; a None has no bar."""
+    """Groups of bars side by side, each with its number; a None has no bar."""
     width = 0.8 / len(series)
     for place, (name, values) in enumerate(series.items()):
         at = [i + (place - (len(series) - 1) / 2) * width for i in range(len(groups))]

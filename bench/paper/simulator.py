@@ -7,7 +7,7 @@ step after its last token. The host's own time is hidden behind the steps, but f
 `Coefficients.step` has of it. Steps are padded to the engine's buckets. There are no bursts, which
 only models of under 5 GB of weights have.
 
-A transfer to host memory goes on beside later steps; a step waits for what comes back before it,
+A transfer to host memory overlaps with later steps; a step waits for what comes back before it,
 since that is written to the pool. Transfers follow each other on one link.
 
 Orca and the FasterTransformer-like server share nothing: each sample or beam is a request of its
@@ -188,7 +188,7 @@ class Workload:
 
     Attributes:
         trace: The requests.
-        system: Who serves them.
+        system: What serves them.
         width: Samples or beams of each.
         is_search: Whether they are beams of one request.
         prefix_caching: Whether it matters which tokens outputs have.
@@ -352,7 +352,7 @@ class Tally:
         self.num_steps = self.num_computed = self.num_recomputed = 0
         self.num_preempted = self.num_moved = 0
         self.num_logical = self.num_physical = 0
-        self._looked = {True: np.zeros(5), False: np.zeros(5)}  # whether somebody waits for memory
+        self._looked = {True: np.zeros(5), False: np.zeros(5)}  # whether a request waits for memory
         self._waste = self._half_blocks = self._held = 0.0
         self._since_look = self._running = 0.0
         self._seen: _Look | None = None  # since `spend` was called last

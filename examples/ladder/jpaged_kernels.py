@@ -50,13 +50,13 @@ def prepare(work: Workload):
 
 def tile_of(function, arguments) -> tuple[int, int]:
     """Queries and keys of a tile: the sides of the weights that a traced kernel multiplies by the
-    values, which is the last product in it."""
+    values, which is the last GEMM in it."""
     *_, last = products(jax.make_jaxpr(function)(*arguments).jaxpr)
     return last[-2], last[-1]
 
 
 def products(jaxpr: Any) -> Iterator[tuple[int, ...]]:
-    """The left shape of each matrix product of a program, in order; loops and calls looked into."""
+    """The left shape of each GEMM of a program, in order; loops and calls looked into."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             yield equation.invars[0].aval.shape

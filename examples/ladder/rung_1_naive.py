@@ -23,7 +23,7 @@ TITLE = "1 naive, contiguous cache"
 
 
 def prepare(work: Workload):
-    """Queries, and the contiguous cache; which places of the rectangle hold tokens."""
+    """Queries, and the contiguous cache; which positions of the rectangle hold tokens."""
     arrays = (work.padded(x) for x in (work.q, work.k, work.v))
     return *arrays, work.sequence, work.position
 

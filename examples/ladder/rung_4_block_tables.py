@@ -23,7 +23,7 @@ TITLE = "4 batched through block tables"
 
 
 def prepare(work: Workload):
-    """Padded queries, the pool, the block tables [B, M] (0 past a sequence's end), the places."""
+    """Padded queries, the pool, the block tables [B, M] (0 past a sequence's end), positions."""
     width = max(map(len, tables := work.block_tables()))
     tables = np.array([table + [0] * (width - len(table)) for table in tables])
     pools = work.pool(work.k), work.pool(work.v)

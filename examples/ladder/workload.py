@@ -97,8 +97,8 @@ class Cost(NamedTuple):
 
 
 def tiled_cost(work: Workload, num_rows: int, num_keys: int) -> Cost:
-    """Of a kernel whose programs take `num_rows` queries of one sequence and loop over `num_keys`
-    keys at a time, up to the tile's own last token."""
+    """The cost of a kernel whose programs take `num_rows` queries of one sequence and loop over
+    `num_keys` keys at a time, up to the tile's own last token."""
     keys_computed = keys_seen = num_padding_pairs = 0
     for length in work.lengths:
         for start in range(0, length, num_rows):

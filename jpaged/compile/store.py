@@ -254,7 +254,7 @@ def prepare_jax(config: EngineConfig) -> None:
     Once a device is in use its reservation stays, and the memory account starts from it. The client
     that dispatches from a thread of its own is asked for, unless JAX's own variable says which: a
     small model's device waits for the engine's thread, and a launch takes that thread 1.0 ms with
-    this client and 1.25 to 1.8 with the other (Qwen3-0.6B, 256 sequences: bench/NOTES.md).
+    this client and 1.25 to 1.8 with the other (Qwen3-0.6B, 256 sequences: docs/performance.md).
     """
     if jax.config.values["jax_pjrt_client_create_options"] is None:
         options: dict[str, Any] = {"memory_fraction": float(config.gpu_memory_utilization)}

@@ -47,7 +47,7 @@ _SECONDS = {
     "sample": (1.0, 0.0),
 }
 """What a processor takes to compile a program of a kind, and once more what those that stay
-together have in common (Qwen3-0.6B, H200: bench/NOTES.md). Shares are made equal by it."""
+together have in common (Qwen3-0.6B, H200: docs/startup.md). Shares are made equal by it."""
 
 _SECONDS_OF_OTHERS = 0.5, 0.0
 

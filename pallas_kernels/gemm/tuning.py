@@ -1,7 +1,7 @@
 """Which GEMM runs where, in how many splits, and with which launch parameters.
 
 They see static facts only. None means that what runs on every GPU is the faster one there, or the
-only one. Times on an H200: bench/NOTES.md.
+only one. Times on an H200: docs/kernels/gemm.md.
 """
 
 import dataclasses

@@ -18,7 +18,9 @@ class FusedLayerConfig:
 def fused_layer_config(
     sizes: LayerSizes, *, num_tokens: int, dtype: str, num_cores: int | None, device_kind: str = ""
 ) -> FusedLayerConfig | None:
-    """Where hopper.py runs; None where the ops it stands for do. Times on an H200: bench/NOTES.md.
+    """Where hopper.py runs; None where the ops it stands for do.
+
+    Times on an H200: docs/kernels/layer.md.
 
     Args:
         sizes: Widths of the layer.

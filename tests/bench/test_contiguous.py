@@ -101,7 +101,7 @@ def test_the_embedded_models_tokens_are_the_engines(
 
 
 def drive(decoder: Decoder, given: list[Request]) -> Iterator[list[Request]]:
-    """Who ended, turn by turn; slots are never more than there are, nor shared."""
+    """Requests that ended, turn by turn; slots are never more than there are, nor shared."""
     for request in given:
         decoder.add(request)
     while decoder.num_unfinished:
@@ -169,7 +169,7 @@ def test_where_requests_may_arrive_steps_are_launched_one_by_one(tiny: Model):
 
 
 def test_an_end_token_frees_its_slot(tiny: Model):
-    """Of what the model says to a prompt, the third token is taken for the end."""
+    """The third token of the model's answer to a prompt is taken for the end."""
     prompt = [65, 66, 67]
     options: dict[str, Any] = ONE_PREFILL | {"launch_steps": (1,)}
     (whole,) = Decoder(tiny, "slabs", **options).generate([prompt], [30])

@@ -113,7 +113,7 @@ def test_whole_runs_take_as_long_as_recorded(shape: str, case: str):
 
 
 def generation_seconds(device: DeviceModel, prompts: Any, outputs: Any) -> float:
-    """Of `Engine.generate` with these lengths."""
+    """Seconds of `Engine.generate` with these lengths."""
     scheduler = Scheduler(SchedulerConfig(256, 8192, 2048), BlockManager(40_000, 16))
     padding, seq_ids = Padding(make_buckets(256, 8192)), count()
     for name, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):

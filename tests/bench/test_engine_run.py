@@ -140,7 +140,7 @@ def test_the_simulator_foresees_the_engine(
     clock = Clock(time.monotonic())
 
     def build_modelled(config: EngineConfig) -> EngineParts:
-        """Of the pool's blocks, as many as in the other tests, the scheduler knows but 20."""
+        """The pool has as many blocks as in the other tests; the scheduler knows 20 of them."""
         parts = build_parts(config)
         few = dataclasses.replace(parts.runtime_config, num_blocks=21)
         runner = ModelledRunner(parts.runner, clock)

@@ -52,7 +52,7 @@ def test_a_hopeless_trace_is_given_up(tiny: Model):
 
 
 def test_the_sustained_rate_is_the_knee_of_each_seed():
-    """Of a system whose latency jumps at 10 requests a second."""
+    """The system's latency jumps at 10 requests a second."""
 
     def serve(trace: Sequence[TraceRequest], give_up_at: float | None) -> Served:
         seconds = 20.0 if give_up_at is None else trace[-1].arrival

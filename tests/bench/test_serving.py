@@ -59,7 +59,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 async def serving_with(handler: Handler, ask: Callable[[Target], Awaitable[Any]]) -> Any:
-    """What `ask` gives beside a server that answers everything with `handler`."""
+    """What `ask` gives against a server that answers everything with `handler`."""
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", handler)
     async with TestServer(app) as server:

@@ -113,7 +113,7 @@ def test_a_request_alone_takes_its_steps():
 
 @pytest.mark.parametrize("system", ["ours", "orca_max"])
 def test_memory_held_is_a_mean_over_the_time_of_all_steps(system: str):
-    """Also of those at which nobody waits for memory, but not of the time between requests."""
+    """Also of those at which no request waits for memory, but not of the time between requests."""
     trace = [TraceRequest(at, 16, 193) for at in (0.0, 0.0, 1000.0)]
     options: dict[str, Any] = SMALL | {"max_num_seqs": 1, "num_slots": 512}
     run = simulate(trace, system, DEVICE, **options)

@@ -73,7 +73,7 @@ def test_the_context_is_what_the_steps_read(engine: Engine, monkeypatch: pytest.
 
 
 def test_steps_that_are_not_alike_are_no_figure(engine: Engine):
-    """Others wait for a place in them."""
+    """Others wait for a seat in them."""
     for _ in range(engine.runtime_config.max_num_seqs + 1):
         engine.add_request([65] * 60)
     with pytest.raises(RuntimeError, match="not alike"):

@@ -1,4 +1,4 @@
-"""What is measured of products that are not recorded, where, and how often."""
+"""What is measured of GEMMs that are not recorded, where, and how often."""
 
 import fcntl
 import subprocess
@@ -151,7 +151,7 @@ sys.stdin.read()
 
 
 def test_who_measures_waits_for_other_processes(measured: list, tmp_path: Path):
-    """Two at once would measure each other. One that is killed holds up nobody."""
+    """Two at once would measure each other. One that is killed holds up none."""
     command = [sys.executable, "-c", HOLD, str(tmp_path / "measuring.lock")]
     it, lowered = UnrecordedCompiler(model_of(GPT2), Backend.XLA, tmp_path), Lowered()
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:

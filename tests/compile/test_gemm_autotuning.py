@@ -1,4 +1,4 @@
-"""Recorded products reach XLA's own cache, once, and nothing there is overwritten."""
+"""Recorded GEMM measurements reach XLA's own cache, once, and nothing there is overwritten."""
 
 import re
 from pathlib import Path

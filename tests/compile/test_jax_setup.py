@@ -63,7 +63,7 @@ def test_what_earlier_engines_left_is_collected():
 
 
 def options_after(theirs: object) -> object:
-    """Of JAX's client, as an engine of a quarter of the device leaves them."""
+    """Options of JAX's client, as an engine of a quarter of the device leaves them."""
     name = "jax_pjrt_client_create_options"
     before = jax.config.values[name]
     jax.config.update(name, theirs)
@@ -118,6 +118,6 @@ def test_a_home_that_cannot_be_written_to_costs_the_cache_alone(
 
 
 def test_what_a_cache_for_reading_alone_has_is_used():
-    config = EngineConfig(compilation_cache_dir="/proc/self")  # where nobody can make a file
+    config = EngineConfig(compilation_cache_dir="/proc/self")  # where no file can be made
     with pytest.warns(UserWarning, match="'/proc/self' cannot be written to .*what it lacks"):
         assert with_usable_cache(config) is config

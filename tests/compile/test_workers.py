@@ -37,7 +37,7 @@ def start(tmp_path: Path, jax_settings: None) -> Start:
 
 
 def untold(*_: int) -> None:
-    """Progress that nobody wants."""
+    """Progress that is not wanted."""
 
 
 @pytest.fixture

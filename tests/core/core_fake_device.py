@@ -205,7 +205,7 @@ class FakeDevice:
 
 
 def _offers(plan: StepPlan) -> Candidates | None:
-    """The likeliest tokens after each row, if anybody asks."""
+    """The likeliest tokens after each row, if they are asked for."""
     if all(row.sequence.request.beam is None for row in plan.scheduled):
         return None
     rows = [candidates_of(row.sequence.token_ids) for row in plan.scheduled]

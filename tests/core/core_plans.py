@@ -1,4 +1,4 @@
-"""Short views of plans and books, for tests that spell out literal values."""
+"""Short views of plans and block tables, for tests that spell out literal values."""
 
 from core_driver import Driver
 

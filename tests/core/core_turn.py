@@ -1,4 +1,4 @@
-"""A bound on everybody's wait."""
+"""A bound on every request's wait."""
 
 import math
 
@@ -9,7 +9,7 @@ from jpaged.core.request import Request, RequestStatus
 
 
 class Turn:
-    """Bounds the wait of whoever is first in line: the next one is then bounded too.
+    """Bounds the wait of the first in line: the next one's is then bounded too.
 
     For throughput that first one waits, too, while the prompts of others fill the steps. Those do
     not count: as long as they do the line becomes shorter.
@@ -33,8 +33,8 @@ class Turn:
         assert first is None or self.steps_left >= 0, f"{first.request_id} starves"
 
     def _fills_up_with_others(self, plan: StepPlan) -> bool:
-        """Whether the step is as full as can be of prompts, and nobody decodes, the first in line
-        neither."""
+        """Whether the step is as full as can be of prompts, and no sequence decodes, not even the
+        first in line."""
         is_full = plan.num_tokens == self.driver.scheduler.config.max_num_batched_tokens
         of_first = any(row.sequence.request is self.first for row in plan.scheduled)
         # The one before the others was begun: what it computes again may be past its prompt.

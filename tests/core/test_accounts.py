@@ -1,4 +1,4 @@
-"""The accounts against the pool's own books, counted another way."""
+"""The accounts against the pool's own state, counted another way."""
 
 from collections import Counter
 from dataclasses import FrozenInstanceError

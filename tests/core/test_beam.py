@@ -1,4 +1,4 @@
-"""Beam search: small cases by hand. Beside transformers: test_beam_transformers.py."""
+"""Beam search: small cases by hand. test_beam_transformers.py compares with transformers."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Beam search beside transformers' own: equal answers, equal scores."""
+"""Beam search compared with transformers' own: equal answers, equal scores."""
 
 import functools
 import itertools

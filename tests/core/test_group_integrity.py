@@ -1,4 +1,4 @@
-"""check_integrity finds damage in the books of groups, rows and images."""
+"""check_integrity finds damage in the records of groups, rows and images."""
 
 from collections.abc import Callable
 

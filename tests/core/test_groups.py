@@ -30,7 +30,7 @@ def test_the_prompt_is_computed_once_and_its_last_block_copied_for_all_but_the_l
 
 
 def test_many_groups_fork_in_one_step():
-    """However many copies that takes, all are made before anybody writes."""
+    """However many copies that takes, all are made before any sequence writes."""
     driver = Driver(make_scheduler(300, 4, max_num_seqs=144, max_num_batched_tokens=144))
     for name in "123456789":
         driver.add(make_request(name, 3, max_tokens=3, seq_id=16 * int(name), n=16))
@@ -78,7 +78,7 @@ def test_samples_of_a_cached_prompt_join_with_whole_tables():
     driver.add(make_request("1", list(range(9)), max_tokens=1))
     driver.run()
     driver.add(make_request("2", list(range(9)), max_tokens=2, seq_id=10, n=2))
-    plan = the(driver.step())  # nobody has a row to fork from
+    plan = the(driver.step())  # no sequence has a row to fork from
     assert forks(plan) == []
     assert shape(plan) == [(10, 8, 1, True), (11, 8, 1, True)]
     assert updates(plan) == [((0, 1), (1, 2), (2, 4)), ((0, 1), (1, 2), (2, 5))]

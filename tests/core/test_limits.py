@@ -1,4 +1,5 @@
-"""Who is refused: the bound is exact, for whoever fits runs to the end, whatever befalls it."""
+"""Which requests are refused: the bound is exact, for one that fits runs to its end however often
+it is preempted."""
 
 import pytest
 from core_driver import Driver, make_request, make_scheduler

@@ -1,4 +1,4 @@
-"""What goes wrong in planning for one request ends that request, and leaves the books in order."""
+"""What goes wrong in planning for one request ends that request alone: the state stays intact."""
 
 from collections import Counter
 from typing import Any

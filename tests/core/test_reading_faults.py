@@ -1,5 +1,5 @@
 """What goes wrong in reading a step for one request, its beam search's step too, ends that request,
-and leaves the books in order."""
+and leaves the scheduler's state intact."""
 
 import random
 from collections import Counter

@@ -1,5 +1,5 @@
 """The scheduler with each of the paper's allocators, under random load on the fake device: keys and
-values are where they belong, everybody ends, and nobody is preempted."""
+values are where they belong, every request ends, and none is preempted."""
 
 import random
 from itertools import count

@@ -258,7 +258,7 @@ def test_a_preempted_request_waits_for_its_pending_token_even_if_there_is_room()
 def test_the_short_way_plans_what_the_long_way_does(
     monkeypatch: pytest.MonkeyPatch, seed: int, lag: int
 ):
-    """Of lone sequences that decode; beside samples, beams, preempted and cached ones."""
+    """Plans of lone sequences that decode, with samples, beams, preempted and cached ones."""
     short_way = Scheduler._decode_on
     taken: list[bool] = []
 

@@ -1,4 +1,4 @@
-"""The scheduler with a prefix cache: when blocks are registered, who joins with which prefix."""
+"""The scheduler with a prefix cache: when blocks register, with which prefix requests join."""
 
 import pytest
 from core_driver import Driver, make_request, make_scheduler

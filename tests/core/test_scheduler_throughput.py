@@ -14,7 +14,7 @@ from jpaged.core.swap import PreemptionMode, PressurePolicy
     ("goal", "joined"), [(Goal.LATENCY, [1, 1, 1]), (Goal.THROUGHPUT, [0, 2, 1])]
 )
 def test_those_who_wait_join_several_at_a_time(goal: Goal, joined: list[int]):
-    """Two, of 64 seats; or all who wait, if they are fewer."""
+    """Two, of 64 seats; or all that wait, if they are fewer."""
     scheduler = make_scheduler(300, max_num_seqs=64, max_num_batched_tokens=256)
     driver = Driver(scheduler, goal=goal)
     for i in range(64 + 3):
@@ -42,7 +42,7 @@ def tokens_by_sequence(driver: Driver, num_steps: int) -> list[dict[int, int]]:
 
 
 def test_nobody_decodes_beside_prompts_that_fill_the_step():
-    """A prompt that was begun goes on; what no longer fills a step is computed beside decoding."""
+    """A prompt that was begun goes on; what no longer fills a step is computed with decoding."""
     scheduler = make_scheduler(30, max_num_seqs=6, max_num_batched_tokens=10)
     driver = driver_of(scheduler, [6, 6, 6, 6, 6], max_tokens=3)
     assert [shape(driver.step()) for _ in range(5)] == [
@@ -89,7 +89,7 @@ def test_where_priorities_count_all_decode_in_every_step():
     [
         ({}, {1: 2, 2: 6, 3: 2}),
         ({"max_num_seqs": 3}, {0: 1, 1: 2, 2: 6}),  # no seat for the one who would fill it
-        # 3 are taken, 5 are needed, and 2 for those who run.
+        # 3 are taken, 5 are needed, and 2 for those that run.
         ({"num_blocks": 1 + 10}, {1: 2, 2: 6, 3: 2}),
         ({"num_blocks": 1 + 9}, {0: 1, 1: 2, 2: 6, 3: 1}),
     ],
@@ -102,7 +102,7 @@ def test_prompts_fill_a_step_only_with_seats_and_blocks_for_all(limits: dict, se
 
 
 def test_samples_of_one_prompt_fill_no_step():
-    """Who comes after them is not looked at, for nobody is passed."""
+    """Later requests are not looked at, for none is passed."""
     driver = driver_of(make_scheduler(30, max_num_seqs=8, max_num_batched_tokens=10), [10])
     driver.add(make_request("1", 6, seq_id=100, n=2))
     driver.add(make_request("2", 6, seq_id=200))
@@ -121,7 +121,7 @@ def test_a_group_whose_prompt_was_begun_is_not_passed():
 
 
 def test_what_is_cached_fills_no_step():
-    """But beside it nobody waits."""
+    """Running sequences decode in the same steps."""
     scheduler = make_scheduler(30, max_num_batched_tokens=10, digest="xxh3")
     driver = driver_of(scheduler, [])
     prompt = [7] * 9
@@ -151,7 +151,7 @@ def test_a_prompt_that_fits_one_block_finds_nothing():
 
 @pytest.mark.parametrize("policy", [None, PressurePolicy(PreemptionMode.SWAP, num_host_blocks=8)])
 def test_for_one_who_comes_back_nobody_waits(policy: PressurePolicy | None):
-    """Nor for who stands behind."""
+    """No sequence waits for the requests behind it either."""
     driver = driver_of(make_scheduler(1 + 12, max_num_batched_tokens=10, pressure=policy), [])
     for name, prompt_len, max_tokens in (("0", 3, 20), ("1", 25, 7), ("2", 11, 9)):
         driver.add(make_request(name, prompt_len, max_tokens))

@@ -21,7 +21,7 @@ def test_a_sequence_goes_out_and_comes_back():
     assert (tables(driver, "2"), driver.scheduler.swap_space.num_used_blocks) == ([[]], 2)
     driver.step()
     assert driver.requests["1"].is_finished
-    plan = the(driver.step())  # nobody computes while the blocks travel
+    plan = the(driver.step())  # no sequence computes while the blocks travel
     assert (shape(plan), plan.num_tokens) == ([], 0)
     assert plan.swap_ins == ((1, ((0, 3), (1, 5))),)
     assert driver.scheduler.swap_space.num_used_blocks == 0

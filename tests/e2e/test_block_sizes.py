@@ -9,7 +9,7 @@ from e2e_options import Engines
 from jpaged import SamplingParams
 
 NUM_SLOTS = {1: 420, 2: 420, 256: 1024}
-"""Of a pool that is too small for all at once."""
+"""Slots of a pool that is too small for all requests at once."""
 
 SHAPE: dict[str, Any] = {"max_model_len": 320, "max_num_seqs": 8}
 

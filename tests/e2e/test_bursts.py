@@ -1,4 +1,4 @@
-"""Several decode steps in one launch: the same answers, and who comes meanwhile is not kept out."""
+"""Several decode steps in one launch: the same answers, and arriving requests are not kept out."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -182,7 +182,7 @@ def many(engines: Engines) -> Iterator[StepRecorder]:
 
 
 def shapes_of(steps: StepRecorder) -> list[tuple[int, ...]]:
-    """Of each burst: its batch size, and the sequences of its steps."""
+    """Each burst's batch size, and the sequences of its steps."""
     return [
         (size, *(len(plan.scheduled) for plan in launch.plans))
         for launch in steps.launches
@@ -235,7 +235,7 @@ def test_a_burst_samples_at_the_level_of_any_of_its_steps(engine: Engine, launch
 
 
 def test_while_somebody_waits_there_are_no_bursts(engine: Engine, launched: list[int]):
-    """So that the place of who ends is taken at once; in a whole generation it may wait."""
+    """A freed seat is taken at once; in a whole generation it may stay empty for a while."""
     short, long = (SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (10, 40))
     prompts, kinds = ["2 + 3 ="] * 9, [short] + [long] * 8
     for prompt, own in zip(prompts, kinds, strict=True):

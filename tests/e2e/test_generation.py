@@ -195,7 +195,7 @@ def test_only_allowed_tokens_come(engines: Engines, qwen_folder: Path):
     bound, unbound = tokens(engine, [[4, 5], [4, 5]], [params, free])
     assert set(bound) <= {3, 50, 90}
     assert not set(unbound) <= {3, 50, 90}
-    # The row that the bound request leaves behind binds nobody else.
+    # The row that the bound request leaves behind binds no other request.
     again = [greedy(10, logprobs=0)] * 8
     assert len({tuple(t) for t in tokens(engine, [[4, 5]] * 8, again)}) == 1
 

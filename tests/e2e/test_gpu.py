@@ -131,7 +131,7 @@ def test_no_step_copies_the_pool(engines: Engines):
 
 
 def test_heads_of_128_in_bfloat16(engines: Engines, tmp_path: Path):
-    """The sizes that a GPU's own prefill kernel is for, in every bucket, beside float32."""
+    """The sizes that a GPU's own prefill kernel is for, in every bucket, compared with float32."""
     (tmp_path / "config.json").write_text(json.dumps(WIDE), encoding="utf-8")
     options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 512}
     options |= {"num_blocks": 400, "max_num_seqs": 40, "max_num_batched_tokens": 512}

@@ -1,4 +1,4 @@
-"""Models of every kind of head size beside `transformers`: those of the tiny random checkpoints
+"""Models of all kinds of head size against `transformers`: those of the tiny random checkpoints
 that tests everywhere use, odd ones, and others that are no power of two."""
 
 from collections.abc import Callable

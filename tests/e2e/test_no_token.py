@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 SICK, VOCAB_SIZE = 96, 97
-"""The token whose embedding is NaN; its logit is low, so that nobody samples it by chance."""
+"""The token whose embedding is NaN; its logit is low, so that no request samples it by chance."""
 
 HEALTHY: dict[str, tuple[list[int], SamplingParams]] = {
     "greedy": ([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=20)),

@@ -1,4 +1,4 @@
-"""Prefix caching end to end: nobody's tokens change, and what is shared is counted to the token."""
+"""Prefix caching end to end: tokens do not change, and what is shared is counted to the token."""
 
 import random
 from typing import Any

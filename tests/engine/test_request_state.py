@@ -48,7 +48,7 @@ def make(params: SamplingParams, tokenizer: Any = None) -> RequestState:
 
 
 def packed(facts: tuple[int, float, int], *top: tuple[int, float]) -> TokenScores:
-    """Of one token: itself, its log-probability and rank; the likeliest tokens and theirs."""
+    """A token, its log-probability and rank; the likeliest tokens and theirs."""
     token_id, logprob, rank = facts
     row = np.array([token_id, 0, rank, *(x for pair in top for x in pair)]).astype(np.int32)
     row[[1, *range(4, len(row), 2)]] = np.array([logprob, *(x for _, x in top)], "f4").view("i4")

@@ -83,7 +83,7 @@ def test_the_naive_rung_wastes_what_the_seed_says(work):
 
 @pytest.mark.parametrize("rung", [RUNGS[0], *RUNGS[3:4]], ids=lambda rung: rung.TITLE)
 def test_the_flops_are_those_of_the_program(work, rung: ModuleType):
-    """Of rungs that are one program of plain JAX: all its products, loops counted."""
+    """All matrix multiplications of a rung that is one program of plain JAX, loops counted."""
     closed = jax.make_jaxpr(rung.attend)(*rung.prepare(work))
     assert sum(flops(closed.jaxpr)) == rung.cost(work).num_flops
 
@@ -162,7 +162,7 @@ def test_a_rung_can_be_read_at_a_glance(rung: ModuleType):
 
 
 def flops(jaxpr: Any, times: int = 1) -> Iterator[int]:
-    """Multiplications and additions of each matrix product of a program."""
+    """Multiplications and additions of each matrix multiplication of a program."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]

@@ -27,7 +27,7 @@ def paged_step(graphdef, state, token_ids, positions, pool, attention):
 
 
 def poisoned_pool(model: Decoder, dtype) -> tuple[LayerKV, ...]:
-    """A pool of NaN: whatever reads a slot that nobody wrote shows it."""
+    """A pool of NaN: a read of a slot that was never written shows."""
     config = model.config
     shape = (NUM_BLOCKS, BLOCK_SIZE, config.num_kv_heads, config.head_size)
     make = partial(jnp.full, shape, jnp.nan, dtype)

@@ -129,7 +129,7 @@ NAMES = ("config.json", "generation_config.json", "model.safetensors", "model-1.
 @pytest.mark.parametrize("name", NAMES)
 def test_what_might_never_end_is_not_read(tmp_path, name):
     """Opening a FIFO waits for somebody to write to it; reading a device may never end."""
-    (tmp_path / "cache.sock").symlink_to("/dev/zero")  # nobody reads it
+    (tmp_path / "cache.sock").symlink_to("/dev/zero")  # never read
     assert resolve_checkpoint(tmp_path) == tmp_path
     os.mkfifo(tmp_path / name)
     with pytest.raises(CheckpointError, match=rf"/{name} is a FIFO, a socket or a device, no reg"):

@@ -14,7 +14,7 @@ CASES = ("gpt2", "opt-350m", "llama3-biases", "mistral-window", "qwen2-layer-typ
 
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_tokens_are_those_of_transformers(case: str):
-    """Of the tokens chosen each is the most probable after those before it."""
+    """Each chosen token is the most probable after those before it."""
     rng, model = np.random.RandomState(3), Model(ours(case))
     prompts = [rng.randint(2, 97, n).tolist() for n in rng.randint(1, 60, NUM_REQUESTS)]
     most = rng.randint(1, MAX_TOKENS + 1, NUM_REQUESTS).tolist()

@@ -1,4 +1,4 @@
-"""What is Gemma 3's own, beside `transformers`; whole models are in test_parity.py."""
+"""What is Gemma 3's own, compared with `transformers`; whole models are in test_parity.py."""
 
 from functools import partial
 from pathlib import Path

@@ -81,7 +81,7 @@ def operations(jaxpr):
 
 @pytest.mark.parametrize("case", [*CONFIGS])
 def test_kernels_of_a_layer(case):
-    """Eight: three of ours, four products, the activation, ours as well if it is wide."""
+    """Eight: three of ours, four GEMMs, the activation, ours as well if it is wide."""
     ours = KERNELS | ({"gated_silu": 1} if case.endswith(str(WIDE)) else {})
     free = FREE if "gated_silu" in ours else FREE | ACTIVATION
     for index, layer in enumerate(layers_of_a_step(case, rows=8)):
@@ -98,7 +98,7 @@ def test_kernels_of_a_layer(case):
 
 
 def test_kernels_of_a_gemma3_layer():
-    """The norms after attention and feed-forward are XLA's, with the products' partials."""
+    """The norms after attention and feed-forward are XLA's, with the GEMMs' partials."""
     for index, layer in enumerate(layers_of_a_step("gemma3", rows=8)):
         counts = Counter(operations(layer))
         norms = counts["kernel add_rms_norm"]
@@ -152,7 +152,7 @@ def test_products_with_a_bias_are_the_kernels_that_others_are():
 
 
 def test_a_bias_is_added_as_a_row_which_a_product_takes_in():
-    """Of heads apart XLA wrote it out for all rows first: 2 % of a step of 2,048 tokens."""
+    """With separate heads XLA wrote it out for all rows first: 2 % of a step of 2,048 tokens."""
     added = re.findall(r"stablehlo\.add .*? : tensor<(\S+)xbf16>", lowered_opt_layer(2048))
     assert added.count("2048x3072") == 1
     assert sorted({*added}) == ["2048x1024", "2048x3072", "2048x4096"]

@@ -1,4 +1,4 @@
-"""Blocks out to host memory and back: the same bytes, in the places asked for, nothing else."""
+"""Blocks out to host memory and back: the same bytes, in the blocks asked for, nothing else."""
 
 from typing import Any
 

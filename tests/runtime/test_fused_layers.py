@@ -102,7 +102,7 @@ def test_only_plain_gated_layers_are_linked(family, changes, linked):
 
 
 def test_a_chain_is_one_kernel_a_link():
-    """Of four products a layer, the first layer's qkv and the last one's other three are left."""
+    """Of four GEMMs a layer, the first layer's qkv and the last one's other three are left."""
     definition, state, config = make_model("qwen3", jnp.bfloat16)
     pool = make_pool(config, jnp.bfloat16)
     run = jax.jit(partial(step, definition, backend=Backend.TRITON))
@@ -112,7 +112,7 @@ def test_a_chain_is_one_kernel_a_link():
     kernels = text.count("custom_call @mosaic_gpu")
     links, layers = text.count("call @_run_link"), text.count("call @_run_layer")
     if jax.__version_info__ < (0, 11):  # no kernel with mutable arguments
-        # Products as lowered: once, since those of all layers are alike.
+        # GEMMs as lowered: once, since those of all layers are alike.
         assert (kernels, links, layers, products) == (4, 0, config.num_layers, 0)
     else:
         num_links = config.num_layers - 1

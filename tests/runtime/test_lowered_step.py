@@ -32,9 +32,9 @@ HOPPER_KERNEL = "stablehlo.custom_call @mosaic_gpu"
 NUM_LAYERS = 4
 
 # Ours: norm and sum twice, attention with all before it, the activation of a wide model. The
-# compiler's: four products, the activation of a narrow one. Eight in all.
+# compiler's: four GEMMs, the activation of a narrow one. Eight in all.
 KERNELS_A_LAYER, PRODUCTS_A_LAYER = 4, 4
-# The first layer adds nothing before its norm; the last norm adds. The output head is a product.
+# The first layer adds nothing before its norm; the last norm adds. The output head is a GEMM.
 KERNELS_BESIDE, PRODUCTS_BESIDE = 0, 1
 NUM_PROGRAMS = 79
 # The greedy choice, with its adjustments and scores.
@@ -76,7 +76,7 @@ def lowered(recipe: Recipe, step: Any) -> str:
 
 
 def launches(text: str) -> Counter:
-    """Kernels and products of the main function, those of what it calls included."""
+    """Kernels and GEMMs of the main function, those of what it calls included."""
     bodies = dict(
         re.findall(r"func\.func (?:public|private) @(\S+?)\((.*?)\n  \}", text, re.DOTALL)
     )
@@ -111,7 +111,7 @@ def test_a_burst_has_its_step_once_and_samples_it(rows: int):
 
 @pytest.mark.parametrize("shape", [*SHAPES])
 def test_a_mixed_step_launches_decode_attention_once_a_layer_more(shape: str):
-    """Of few sequences it launches none: prefill attention then has the decode rows too."""
+    """With few sequences it launches none: prefill attention then has the decode rows too."""
     kernels = [launches(step(shape, "prefill", (512, seqs))) for seqs in (8, 256)]
     assert [counted[HOPPER_KERNEL] for counted in kernels] == [NUM_LAYERS] * 2
     few, many = (counted[KERNEL] for counted in kernels)
@@ -175,7 +175,7 @@ def test_every_kind_of_program_can_be_kept():
 
 
 def test_no_sampler_sorts():
-    """Nor does what scores prompts: a sort of the vocabulary takes as long as a decode step."""
+    """Nor does the program that scores prompts: a sort takes as long as a decode step."""
     made = all_recipes("qwen3-0.6b", 1)
     names = [name for name in made if name[0] == "sample" and name[1][0] == 8]
     names.append(next(name for name in made if name[0] == "prompt_logprobs"))
@@ -241,7 +241,7 @@ def test_no_more_programs_than_recorded():
 
 
 def test_each_worker_has_something_to_begin_with_and_no_two_bursts():
-    """Of those that compile for a start; a size of bursts takes longest."""
+    """Shares of the workers that compile for a start; a size of bursts takes longest."""
     made = [*all_recipes("qwen3-0.6b", 1).values()]
     shares = [share_of(made, i, 8) for i in range(8)]
     assert Counter(it.name for share in shares for it in share) == Counter(it.name for it in made)

@@ -320,7 +320,7 @@ def test_a_swapped_out_sequence_goes_on_where_it_was(driver: Driver):
         block_copies=((6, 2),),
     )
     other.token_ids.append(int(seen[0, 0]))
-    # It comes back in the other order, beside a decode step of the sequence that took its place.
+    # It comes back in the other order, during a decode step of the sequence that took its place.
     expected = outputs_alone(driver, GREEDY, range(20, 40), 3)
     check_same(driver.decode(other, swap_ins=(SwapIn(7, ((0, 12), (1, 11))),)), expected[1])
     victim.block_table = [12, 11]

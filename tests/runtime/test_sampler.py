@@ -56,7 +56,7 @@ _PARAMS = [
 
 
 def _params_at(level):
-    """Those that the level serves, or greedy ones in their place."""
+    """Those that the level serves, or greedy ones instead."""
     return [one if level.covers(required_level(one)) else _PARAMS[0] for one in _PARAMS]
 
 

@@ -58,7 +58,7 @@ class Server:
         assert body["choices"][0]["finish_reason"] == "stop"
 
     async def idle(self, seconds: float = 30.0) -> None:
-        """Wait until nothing is in flight and all blocks are back; the books are in order.
+        """Wait until nothing is in flight and all blocks are back; the accounts agree.
 
         The engine's thread may be in the middle of a change, so that only what lasts is a fault.
         """

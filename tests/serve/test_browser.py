@@ -501,7 +501,7 @@ def test_the_page_and_python_agree_on_frames(pages: Pages, engines: Callable[...
         assert (shown["numLogical"], shown["numUsed"]) == (len(held), len(set(held)))
         ends = {t[-1][-1]: -t[5] % 16 for t in state.tables.values() if len(t[-1])}
         assert shown["numWasted"] == sum(ends.values())
-        for block in set(held):  # in the colour of one who holds it
+        for block in set(held):  # in the colour of a request that holds it
             holders = {table[1] for table in state.tables.values() if block in table[-1]}
             assert shown["owners"][block] in holders
 
@@ -551,7 +551,7 @@ LARGE_POOL = """async () => {
 
 def test_a_server_with_a_key_asks_for_it(pages: Pages, compilation_cache: Path):
     with serving(compilation_cache, "--api-key", KEY) as address:
-        with pytest.raises(Exception, match="INVALID_AUTH"):  # nobody is there to be asked
+        with pytest.raises(Exception, match="INVALID_AUTH"):  # there is no user to ask
             pages(address=address)
         known = {"username": "anybody", "password": KEY}
         page = opened(pages, "0", address=address, http_credentials=known)

@@ -123,7 +123,7 @@ def test_too_many_connections():
                     port, REQUEST.replace(b"/ ", path.encode() + b" ") + b"\r\n"
                 )
                 assert answer.endswith(b"yes")
-            for reader, writer in early:  # who was there first is served
+            for reader, writer in early:  # those that came first are served
                 writer.write(REQUEST + b"Connection: close\r\n\r\n")
                 assert (await reader.read()).endswith(b"yes")
                 writer.close()
@@ -492,10 +492,10 @@ def test_absolute_targets(target: bytes, expected: bytes):
 
 
 class Slow:
-    """Answers after a while, unless nobody waits any more.
+    """Answers after a while, unless the client waits no more.
 
     Attributes:
-        num_asked, num_gone: How often it was asked, and how often nobody waited any more.
+        num_asked, num_gone: How often it was asked, and how often the client waited no more.
     """
 
     def __init__(self, seconds: float):

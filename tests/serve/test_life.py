@@ -205,7 +205,7 @@ def test_why_there_is_no_engine(error: Exception, words: str, capsys: pytest.Cap
     assert ("KeyError" in capsys.readouterr().err) == isinstance(error, KeyError)
 
 
-# A signal that finds the process at a certain place, since it sends it to itself there.
+# A signal that finds the process at a certain line, since it sends it to itself there.
 BEFORE_IT_LISTENS = """
 from jpaged.serve import __main__, options
 options.read_flags = lambda argv: os.kill(os.getpid(), signal.{name})

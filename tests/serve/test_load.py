@@ -59,7 +59,7 @@ def test_many_streams_and_clients_that_go(serve: Run):
         leaves, waits = number % 3 == 0, pick.random() < 0.7
         request = RawRequest(server.app, PATH, asked)
         if leaves:
-            if waits:  # for a place, or for its first token
+            if waits:  # for a seat, or for its first token
                 await asyncio.wait({request.task}, timeout=pick.uniform(0, 0.5))
             request.leave()
         await request.task

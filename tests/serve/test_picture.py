@@ -116,7 +116,7 @@ def test_texts_are_bounded(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_text_goes_with_the_block():
-    """Whoever begins to watch is not told what a block held before somebody else took it."""
+    """A new viewer is not told what a block held before another request took it."""
     state = PoolState(9)
     first = PoolChanges(
         ChangedBlocks([1, 2, 3], [1, 1, -1], [7, 8, 9]), tokens={i: [64 + i] for i in (1, 2, 3)}
@@ -339,7 +339,7 @@ def test_a_viewer_gets_a_snapshot_and_then_frames():
         source = Source(shots(BLOCK), shots(FREED, steps=1), shots(steps=1))
         hub = hub_of(source)
         async with aclosing(hub.watch()) as events, aclosing(hub.watch()) as late:
-            assert source.num_asked == 0  # nobody watches
+            assert source.num_asked == 0  # without viewers
             name, snapshot = parse(await anext(events))
             assert (name, snapshot["pool"]["num_blocks"]) == ("snapshot", 9)
             assert snapshot["frame"]["ids"] == [3, 1]
@@ -385,7 +385,7 @@ def test_streams_fail_with_the_sampler():
             await anext(events)
             with pytest.raises(ApiError, match="log"):
                 await anext(events)
-        async with aclosing(hub.watch()) as events:  # whoever comes again sees it all
+        async with aclosing(hub.watch()) as events:  # a viewer that comes again sees it all
             assert parse(await anext(events))[0] == "snapshot"
 
     asyncio.run(watch())

@@ -1,4 +1,4 @@
-"""One request's failure is its own; the engine's is told to everybody."""
+"""One request's failure is its own; the engine's is told to all."""
 
 import asyncio
 import contextlib

@@ -58,7 +58,7 @@ def test_with_keys_all_is_denied_without_one(serve: Run):
 
 @pytest.fixture
 def salts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
-    """Of the prompts that reach the engine."""
+    """The salts of the prompts that reach the engine."""
     found: list[str | None] = []
     add = engine.add_request
 
@@ -87,7 +87,7 @@ def test_no_key_can_tell_what_another_asked(serve: Run, salts: list[str | None])
             assert await cached(server, headers) == 32
             assert await cached(server, headers, cache_salt="a") == 0
             assert await cached(server, headers, cache_salt="a") == 32
-        # A user name beside the key is no key of its own.
+        # A user name given with the key is no key of its own.
         page = {"Sec-Fetch-Site": "same-origin"}
         assert await cached(server, basic("anybody", "key-one") | page) == 32
         of_one = salts[0]

@@ -16,10 +16,10 @@ LARGEST = 8 * 2**20
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 
 LONGEST_GAP = 0.05
-"""Seconds, beside what the same machine shows while nothing hostile is sent."""
+"""Seconds, in addition to what the same machine shows while nothing hostile is sent."""
 
 TRIES = 8
-"""A machine shared with others stops anybody now and then; the server's stalls come each time."""
+"""A shared machine stops any process now and then; the server's own stalls come each time."""
 
 
 def filled(start: str, item: str, end: str, most: int = 10**9) -> bytes:
@@ -165,7 +165,7 @@ class Stream:
         connection = HTTPConnection(self._host, timeout=60)
         try:
             while not self._stopped:
-                last = None  # how long the first event takes depends on who is in line
+                last = None  # how long the first event takes depends on what is in line
                 answer = post(connection, COMPLETIONS, json.dumps(asked).encode())
                 assert answer.status == 200
                 for line in answer:
@@ -212,7 +212,7 @@ def longest_gap(stream: Stream, attack: Callable[[], object]) -> float:
 
 
 def lasting_gap(stream: Stream, attack: Callable[[], object], allowed: float) -> float:
-    """The longest gap beside an attack, if it is longer than allowed each time."""
+    """The longest gap during an attack, if it is longer than allowed each time."""
     found = 1e9
     for _ in range(TRIES):
         found = min(found, longest_gap(stream, attack))

@@ -1,5 +1,5 @@
-"""Tokenising and templates beside the server: bounded, ended when nobody wants them, in nobody's
-way."""
+"""Tokenising and templates next to the server: bounded, ended when no client waits, and never in
+another request's way."""
 
 import asyncio
 import os
@@ -78,7 +78,7 @@ def test_a_template_that_goes_wrong_is_an_error_of_its_request(
 
 
 def test_nobody_waits_while_templates_compute(serve: Run):
-    """Nor after those who asked for it have gone."""
+    """No other client waits, also not after the clients that asked have left."""
 
     async def scenario(server: Server) -> None:
         await server.canary()
@@ -105,7 +105,7 @@ def test_nobody_waits_while_templates_compute(serve: Run):
 
 
 def test_what_is_only_counted_is_dropped_with_its_client_too(serve: Run):
-    """And is one of its requests in flight."""
+    """It counts as one of the client's requests in flight."""
 
     async def scenario(server: Server) -> None:
         asked = {"messages": chat("endless")["messages"]}
@@ -181,7 +181,8 @@ def test_special_tokens_in_messages(serve: Run, allowed: bool):
             assert "".join(map(chr, filter(lambda i: i < 256, ids))).count("<|im_end|>") == 1
         answer = await server.http.post(CHAT, json=chat(forged, return_token_ids=True))
         assert answer.json()["prompt_token_ids"] == await ids_of(messages=messages)
-        assert (await ids_of(prompt=forged)).count(end) == 1  # whoever writes a prompt writes all
+        # Outside messages special tokens are what the prompt's author wrote.
+        assert (await ids_of(prompt=forged)).count(end) == 1
 
     serve(scenario, allow_special_tokens=allowed)
 
@@ -268,7 +269,7 @@ def test_a_lane_goes_on_whatever_happens(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_short_texts_first_and_long_ones_in_turn():
-    """Of an order that nobody waits for any more nothing is done."""
+    """An order that no client waits for any more is dropped."""
 
     async def scenario() -> None:
         pool = TokenizingWorkers(kept_tokenizing_process(TokenizingSettings(str(TINY))), 60)

@@ -116,7 +116,7 @@ def test_all_else_is_tokenised_as_without_the_forged_one(make: Make):
 
 @pytest.mark.parametrize("make", TOKENIZERS)
 def test_the_end_of_a_conversation(make: Make):
-    """Of a long one too, with special tokens in the text or without."""
+    """It holds for a long one too, with special tokens in the text or without."""
     tokenizer = make()
     for text in ("the end of the world ", f"the end{tokenizer.hf_tokenizer.eos_token} of it "):
         messages = [user(text * n) for n in (2000, 3, 3000)]

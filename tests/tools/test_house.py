@@ -15,7 +15,7 @@ def imports() -> set[house.Import]:
 
 
 def plant(root: Path, files: dict[str, str]) -> set[house.Import]:
-    """The imports of a product of these files."""
+    """The imports of a package of these files."""
     for name, code in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -137,7 +137,7 @@ def beam_search() -> str:
 
 
 def steps() -> str:
-    """Who computes how much in each step, and who gives way."""
+    """What each request computes in each step, and which is preempted."""
     turns, num_blocks = scenes.pressing()
     cell, left, kinds = 74, 116, {"A": "a", "B": "b", "C": "c"}
     right = left + len(turns) * cell
@@ -301,7 +301,7 @@ def _tree(
     before: Snapshot, after: Snapshot, first_y: float, leaf_gap: float, child_gap: float
 ) -> dict[int, float]:
     """The height of each block in a picture of beams that fork: leaves of `before` apart, what they
-    share between them, and new blocks of `after` beside their parents."""
+    share between them, and new blocks of `after` next to their parents."""
     order = [b for table in before.tables for b in table.block_table]
     paths = sorted((t.block_table for t in before.tables), key=lambda p: [*map(order.index, p)])
     ys = {path[-1]: first_y + rank * leaf_gap for rank, path in enumerate(paths)}

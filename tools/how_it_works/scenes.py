@@ -30,7 +30,7 @@ Script = Callable[[tuple[str, ...]], Sequence[tuple[str, float]]]
 
 @dataclass(frozen=True)
 class Table:
-    """A sequence: its request, its place among the request's samples, its block table."""
+    """A sequence: its request, its index among the request's samples, its block table."""
 
     request_id: str
     index: int
@@ -301,7 +301,7 @@ def shared_prefix() -> tuple[Snapshot, list[int]]:
 
 @dataclass(frozen=True)
 class Turn:
-    """One step: tokens computed by each request, who was preempted for it, blocks left free."""
+    """One step: tokens computed by each request, requests preempted for it, blocks left free."""
 
     num_tokens: dict[str, int]
     preempted: tuple[str, ...]

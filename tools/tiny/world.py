@@ -118,7 +118,7 @@ def _difference(rng: random.Random, words: bool) -> Draft:
 
 
 def _product(rng: random.Random, words: bool, largest: int) -> Draft:
-    """Of two numbers of the times table, or of one digit and up to three digits."""
+    """A product of two numbers of the times table, or of one digit and up to three digits."""
     a = b = largest
     while a * b > largest:
         in_table = rng.random() < 0.15
