@@ -67,12 +67,6 @@ def make_request(
     )
 
 
-def shape(plan: StepPlan | None) -> list[tuple[int, int, int, bool]]:
-    """(sequence, start, tokens, samples) of each row."""
-    assert plan is not None
-    return [(r.sequence.seq_id, r.start, r.num_scheduled_tokens, r.samples) for r in plan.scheduled]
-
-
 class Driver:
     """`lag` bursts of steps are planned before the oldest is read: 0 is the synchronous loop."""
 

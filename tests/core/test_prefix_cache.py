@@ -2,6 +2,7 @@
 
 import pytest
 from core_driver import DIGESTS
+from core_plans import queue_of
 
 from jpaged.core.block_manager import BlockManager
 from jpaged.core.block_pool import BlockCensus, IntegrityError, OutOfBlocksError
@@ -38,10 +39,6 @@ def join(
 def hits(manager: BlockManager, token_ids: list[int], salt: str | None = None) -> list[int]:
     found = manager.find_prefix(Sequence(99, token_ids, len(token_ids), cache_salt=salt))
     return [block.block_id for block in found]
-
-
-def queue_of(manager: BlockManager) -> list[int]:
-    return [block.block_id for block in manager.pool.free_block_queue]
 
 
 def free(manager: BlockManager, *sequences: Sequence) -> None:

@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import pytest
 from core_driver import DIGESTS, Driver, fresh_search, make_scheduler
+from core_swapped import COSTS
 from core_turn import Turn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -18,7 +19,7 @@ from jpaged.core.beam import BeamSearch
 from jpaged.core.plan import Goal
 from jpaged.core.request import FinishReason, Request, Sequence, StopCriteria
 from jpaged.core.scheduler import Scheduler
-from jpaged.core.swap import PreemptionCosts, PreemptionMode, PressurePolicy
+from jpaged.core.swap import PreemptionMode, PressurePolicy
 
 
 @st.composite
@@ -57,7 +58,6 @@ def searches(draw: Callable) -> BeamSearch:
 
 
 # Swapping pays for some lengths and not for others.
-COSTS = PreemptionCosts(((8, 1.0),), ((1, 0.1), (4, 0.9)))
 pressures = st.none() | st.builds(
     PressurePolicy,
     st.sampled_from(PreemptionMode),

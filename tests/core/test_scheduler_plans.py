@@ -4,7 +4,8 @@ import random
 from typing import Any
 
 import pytest
-from core_driver import Driver, make_request, make_scheduler, shape
+from core_driver import Driver, make_request, make_scheduler
+from core_plans import shape
 
 from jpaged.core.beam import BeamSearch
 from jpaged.core.plan import StepPlan

@@ -1,7 +1,8 @@
 """What the scheduler plans where only the end of all counts."""
 
 import pytest
-from core_driver import Driver, make_request, make_scheduler, shape
+from core_driver import Driver, make_request, make_scheduler
+from core_plans import shape
 
 from jpaged.core import admission
 from jpaged.core.plan import Goal

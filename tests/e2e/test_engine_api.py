@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import pytest
-from e2e_options import LOOPS, SMALL, Engines
+from e2e_options import ANSWER, GREEDY, QUESTION, SMALL, Engines, run
 
 from jpaged import Engine, SamplingParams
 from jpaged.core.block_pool import KVBlock
@@ -18,14 +18,6 @@ from jpaged.engine.request_state import RequestState
 from jpaged.runtime.model_runner import ModelRunner, StepHandle
 from jpaged.text.detokenizer import ByteDecoder
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
-QUESTION, ANSWER = "Count from 3 to 7", "\n3, 4, 5, 6, 7"
-
-
-@pytest.fixture(params=[*LOOPS])
-def engine(engines: Engines, request: pytest.FixtureRequest) -> Engine:
-    return engines(**LOOPS[request.param])
-
 
 def tokenizer(engine: Engine) -> Any:
     return engine.tokenizer
@@ -33,14 +25,6 @@ def tokenizer(engine: Engine) -> Any:
 
 def text(output: Any) -> str:
     return output.outputs[0].text
-
-
-def run(engine: Engine) -> dict[str, Any]:
-    """Step to the end; the last output of each request."""
-    last = {}
-    while engine.has_unfinished_requests:
-        last.update((output.request_id, output) for output in engine.step())
-    return last
 
 
 def test_text_in_text_out(engine: Engine):

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from e2e_options import LOOPS, Engines
+from e2e_options import ANSWER, GREEDY, QUESTION, run
 
 from jpaged import Engine, SamplingParams
 from jpaged.core.beam import BeamSearch
@@ -14,22 +14,6 @@ from jpaged.core.scheduler import Scheduler
 from jpaged.core.sequence_table import SequenceTable
 from jpaged.engine.request_state import RequestState, SampleState
 from jpaged.runtime import batch
-
-GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
-QUESTION, ANSWER = "Count from 3 to 7", "\n3, 4, 5, 6, 7"
-
-
-@pytest.fixture(params=[*LOOPS])
-def engine(engines: Engines, request: pytest.FixtureRequest) -> Engine:
-    return engines(**LOOPS[request.param])
-
-
-def run(engine: Engine) -> dict[str, Any]:
-    """Step to the end; the last output of each request."""
-    last = {}
-    while engine.has_unfinished_requests:
-        last.update((output.request_id, output) for output in engine.step())
-    return last
 
 
 def failing(target: Callable[..., Any], is_victim: Callable[..., bool], after: int) -> Any:
