@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -20,9 +20,8 @@ from jpaged.engine.loop import EngineLoop
 from jpaged.engine.preprocessing import Preprocessor
 from jpaged.models.decoder import Decoder
 from jpaged.models.registry import read_model_config
-from jpaged.runtime.buckets import Buckets, make_buckets
 from jpaged.runtime.model_runner import ModelRunner
-from jpaged.runtime.programs import Programs, Shapes, SplitModel, sampler_levels
+from jpaged.runtime.programs import Name, Programs, Shapes, SplitModel, sampler_levels
 from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.sampler import Sampled
 from jpaged.sampling_params import MAX_LOGPROBS
@@ -102,10 +101,8 @@ def make_runner(runtime: RuntimeConfig, clock: Clock) -> ModelRunner:
     tiny = read_model_config({**SHAPES[SHAPE], "num_hidden_layers": 1, "head_dim": 2})
     dtype = np.dtype(np.float32)
     split = SplitModel.of(nnx.eval_shape(lambda: Decoder(tiny, dtype=dtype)))
-    shapes = Shapes.of(split, tiny, runtime, dtype)
-    buckets = make_buckets(runtime.max_num_seqs, BUDGET)
-    programs = null_programs(runtime, buckets, clock)
-    runner = ModelRunner(split, shapes, runtime, buckets, programs)
+    shapes = Shapes.of(tiny, runtime, dtype)
+    runner = ModelRunner(split, shapes, runtime, null_programs(runtime, clock))
     runner.launch = clock.timed("launch", runner.launch)
     rows = runner._rows
     for name in ("rows", "level", "assign", "release"):
@@ -113,28 +110,25 @@ def make_runner(runtime: RuntimeConfig, clock: Clock) -> ModelRunner:
     return runner
 
 
-def null_programs(runtime: RuntimeConfig, buckets: Buckets, clock: "Clock") -> Programs:
+def null_programs(runtime: RuntimeConfig, clock: "Clock") -> Programs:
     """Programs that compute nothing; calling one counts as "dispatch"."""
-    shapes = buckets.prefill_shapes
+    buckets, programs = runtime.buckets, dict[Name, Callable[..., Any]]()
 
-    def stubs(run: Callable, keys: Iterable, size_of: Callable[[Any], Any]) -> dict:
-        return {key: clock.timed("dispatch", partial(run, size_of(key))) for key in keys}
+    def stub(kind: str, key: Any, run: Callable, size: Any) -> None:
+        programs[kind, key] = clock.timed("dispatch", partial(run, size))
 
-    sampled = {size: _sampled(size) for size in buckets.sample_seqs}
-    levels = [(size, level) for size in sampled for level in sampler_levels(runtime)]
-    return Programs(
-        decode_burst={},
-        decode=stubs(_decode, buckets.decode_seqs, buckets.logits_rows),
-        prefill=stubs(_prefill, shapes, lambda shape: shape),
-        sample=stubs(_sample, levels, lambda key: sampled[key[0]]),
-        prompt_logprobs={},
-        load_rows=_keep,
-        load_bias=_keep,
-        copy_blocks=_keep,
-        fork_rows=_keep,
-        gather_blocks={},
-        scatter_blocks={},
-    )
+    for seqs in buckets.decode_seqs:
+        stub("decode", seqs, _decode, buckets.logits_rows(seqs))
+    for shape in buckets.prefill_shapes:
+        stub("prefill", shape, _prefill, shape)
+        programs["prompt_logprobs", shape[0]] = _keep
+    for seqs in buckets.sample_seqs:
+        sampled = _sampled(seqs)
+        for level in sampler_levels(runtime):
+            stub("sample", (seqs, level), _sample, sampled)
+    for kind in ("load_rows", "load_bias", "copy_blocks", "fork_rows"):
+        programs[kind, None] = _keep
+    return programs
 
 
 def _decode(seqs: int, leaves: Any, *, state: Any, **inputs: Any) -> tuple:

@@ -25,7 +25,6 @@ from bench.common import ALL_SHAPES, make_engine, random_prompts
 from bench.compare import parse_arguments
 from bench.records import print_table, record, result_path
 from jpaged import Engine, SamplingParams
-from jpaged.compile.sizing import step_buckets
 from jpaged.core.plan import StepPlan, SwapIn, SwapOut
 from jpaged.runtime.buckets import round_up
 
@@ -87,7 +86,7 @@ def time_decode(engine: Engine, rows: int, context: int, num_steps: int) -> dict
     if tokens is None:
         return None
     seconds = time_turns(engine, num_steps, lambda: None)
-    buckets = step_buckets(engine.runtime_config)
+    buckets = engine.runtime_config.buckets
     padded = round_up(buckets.decode_seqs, rows)
     return {
         **_row(engine, "decode", seconds, num_steps),
@@ -121,7 +120,7 @@ def time_prompts(
             engine.add_request(next(given), params)
 
     seconds = time_turns(engine, num_steps, add)
-    padded, seqs = step_buckets(config).prefill_shape(num_tokens, prompts + rows)
+    padded, seqs = config.buckets.prefill_shape(num_tokens, prompts + rows)
     return {
         **_row(engine, "mixed" if rows else "prefill", seconds, num_steps),
         "decode_seqs": rows,

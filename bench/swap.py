@@ -29,13 +29,13 @@ from bench.compare import parse_arguments
 from bench.pinned_copy import pinned_copy_seconds
 from bench.records import print_table, record
 from bench.swap_ways import WAYS, Plain, Way
-from jpaged.compile.builder import compile_programs
+from jpaged.compile.builder import ProgramBuilder
+from jpaged.compile.recipes import Recipes
 from jpaged.core.plan import ScheduledSequence, StepPlan, SwapIn, SwapOut
 from jpaged.core.request import Request, StopCriteria
 from jpaged.models.config import ModelConfig
-from jpaged.models.loader import load_model
+from jpaged.models.loader import plan_model
 from jpaged.models.registry import read_model_config
-from jpaged.runtime.buckets import Buckets
 from jpaged.runtime.kv_cache import make_pool
 from jpaged.runtime.model_runner import ModelRunner
 from jpaged.runtime.programs import Shapes, SplitModel
@@ -134,10 +134,10 @@ def measure_ways(
 
 def make_runner(
     model: ModelConfig, dtype: Any, sizes: Sizes, block_size: int = BLOCK_SIZE
-) -> tuple[ModelRunner, Any, Buckets]:
-    """The engine's device side with random weights, and few buckets."""
+) -> tuple[ModelRunner, RuntimeConfig]:
+    """The engine's device side with random weights."""
     with tempfile.TemporaryDirectory() as folder:
-        split = SplitModel.of(load_model(folder, model, dtype=dtype, load_format="dummy"))
+        split = SplitModel.of(plan_model(folder, model, dtype=dtype, load_format="dummy").load())
     largest = -(-sizes.max_model_len // block_size)
     config = RuntimeConfig(
         block_size=block_size,
@@ -149,19 +149,18 @@ def make_runner(
         backend=select_backend(jax.default_backend()),
         num_host_blocks=largest,
     )
-    prefills = tuple((tokens, sizes.num_seqs) for tokens in sizes.prefill_tokens)
-    buckets = Buckets((sizes.num_seqs,), prefills)
-    shapes = Shapes.of(split, model, config, dtype)
-    programs = compile_programs(split, shapes, config, buckets, threads=16)
-    runner = ModelRunner(split, shapes, config, buckets, programs)
+    shapes = Shapes.of(model, config, dtype)
+    with ProgramBuilder(16) as builder:
+        builder.add(Recipes(split, shapes, config))
+        runner = ModelRunner(split, shapes, config, builder.programs())
     runner.warm_up()
-    return runner, config, buckets
+    return runner, config
 
 
 def measure_lengths(shape: str, parts: tuple, sizes: Sizes) -> list[dict]:
     """Recompute against swap by context length."""
-    runner, config, buckets = parts
-    costs = measure_costs(runner, config, buckets)
+    runner, config = parts
+    costs = measure_costs(runner, config)
     rows, tokens = [], min(256, sizes.max_model_len)
     while tokens <= sizes.max_model_len:
         blocks = tokens // BLOCK_SIZE

@@ -38,7 +38,7 @@ class Way:
 
     def back(self, state: KVState, ids: np.ndarray, image: Any) -> KVState:
         """Start the way back of one chunk."""
-        return self.scatter(state, ids, to_device(image, self.device))[0]
+        return self.scatter(state, ids, to_device(image))[0]
 
 
 class OutShardings(Way):
@@ -121,7 +121,7 @@ class Plain(Way):
         return to_host(self.gathered[len(ids)])
 
     def back(self, state: KVState, ids: np.ndarray, image: Any) -> KVState:
-        jax.block_until_ready(to_device(image, self.device))
+        jax.block_until_ready(to_device(image))
         return state
 
 

@@ -19,25 +19,17 @@ if TYPE_CHECKING:
     from jpaged.sampling_params import SamplingParams
     from jpaged.text.tokenizer import Tokenizer
 
-_HOME = {
-    "BlockInfo": "jpaged.observe.pool_report",
-    "BlockState": "jpaged.observe.pool_report",
-    "CompletionOutput": "jpaged.outputs",
-    "Engine": "jpaged.engine.engine",
-    "EngineConfig": "jpaged.config",
-    "EngineStats": "jpaged.observe.statistics",
-    "Logprob": "jpaged.outputs",
-    "MemoryReport": "jpaged.observe.pool_report",
-    "PoolChanges": "jpaged.observe.pool_changes",
-    "PoolWatch": "jpaged.observe.pool_changes",
-    "RequestDelta": "jpaged.outputs",
-    "RequestMetrics": "jpaged.observe.statistics",
-    "RequestOutput": "jpaged.outputs",
-    "SamplingParams": "jpaged.sampling_params",
-    "SequenceInfo": "jpaged.observe.pool_report",
-    "TextDelta": "jpaged.outputs",
-    "Tokenizer": "jpaged.text.tokenizer",
+_NAMES = {
+    "jpaged.config": ("EngineConfig",),
+    "jpaged.engine.engine": ("Engine",),
+    "jpaged.observe.pool_changes": ("PoolChanges", "PoolWatch"),
+    "jpaged.observe.pool_report": ("BlockInfo", "BlockState", "MemoryReport", "SequenceInfo"),
+    "jpaged.observe.statistics": ("EngineStats", "RequestMetrics"),
+    "jpaged.outputs": ("CompletionOutput", "Logprob", "RequestDelta", "RequestOutput", "TextDelta"),
+    "jpaged.sampling_params": ("SamplingParams",),
+    "jpaged.text.tokenizer": ("Tokenizer",),
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "BlockInfo",

@@ -14,25 +14,35 @@ import numbers
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclass(frozen=True)
-class Flag:
-    """How a command line has an option.
+class Option:
+    """An option of a dataclass: what it may be, and how a command line has it.
 
     Attributes:
+        check: Raises TypeError or ValueError for (its name, a value that it may not have).
+        kind: The type of a number or a switch; None of other options.
+        low, above, high: Bounds of a number, or of the numbers in it; the second is excluded.
+        served_high: The highest number that a server takes, where `high` is none.
         help: For `--help`; empty: the option is no flag. The default follows it in brackets.
         metavar: What stands for the value.
         names: With dashes; none: the option's own name. A switch has a `--no-` form of each.
-        group: The heading under which `--help` has it.
+        group: The heading under which `--help` has it; empty: that of all of the dataclass.
         nargs, action: As argparse has them; several values make a list.
         parse: Reads a value; ValueError or argparse.ArgumentTypeError if it is none.
         shown: The default as people write it; None: as Python does.
     """
 
+    check: Callable[[str, Any], None]
+    kind: type | None = None
+    low: float | None = None
+    above: float | None = None
+    high: float | None = None
+    served_high: float | None = None
     help: str = ""
     metavar: str | None = None
     names: tuple[str, ...] = ()
@@ -43,19 +53,6 @@ class Flag:
     shown: str | None = None
 
 
-@dataclass(frozen=True)
-class Option:
-    """An option of a dataclass.
-
-    Attributes:
-        check: Raises TypeError or ValueError for (its name, a value that it may not have).
-        flag: How a command line has it.
-    """
-
-    check: Callable[[str, Any], None]
-    flag: Flag
-
-
 class Options:
     """The base of dataclasses whose fields are made by the functions below: checks the fields.
 
@@ -63,8 +60,13 @@ class Options:
         TypeError, ValueError: naming the option, its value and what it may be.
     """
 
+    _group: ClassVar[str] = ""
+
+    def __init_subclass__(cls, group: str = "") -> None:
+        cls._group = group
+
     def __post_init__(self) -> None:
-        for name, (default, option) in _options(type(self)).items():
+        for name, (default, option) in options_of(type(self)).items():
             value = getattr(self, name)
             if value is not default:
                 option.check(name, value)
@@ -79,7 +81,7 @@ def integer(
     none: bool = False,
     unit: str = "",
     metavar: str = "N",
-    **flag: Any,
+    **others: Any,
 ) -> Any:
     """A field for an integer.
 
@@ -89,8 +91,8 @@ def integer(
         what: What it must be, for errors.
         none: Whether None may be given though it is not the default.
         unit: "bytes" lets the flag take 800M and 20G.
-        metavar: As of `Flag`.
-        **flag: The rest of `Flag`.
+        metavar: As of `Option`.
+        **others: The rest of `Option`.
     """
     what = what or f"an integer, {low} or more"
 
@@ -100,37 +102,48 @@ def integer(
 
     parse = num_bytes if unit == "bytes" else _parser_of(int, what)
     shown = _bytes_as_text(default) if unit == "bytes" and default else None
-    return option(default, check, metavar=metavar, parse=parse, **{"shown": shown} | flag)
+    own = {"kind": int, "low": low, "high": high, "parse": parse, "shown": shown}
+    return option(default, check, metavar=metavar, **own | others)
 
 
 def number(
     default: float | None,
-    what: str,
+    what: str = "",
     *,
-    low: float = -math.inf,
-    above: float = -math.inf,
-    high: float = math.inf,
+    low: float | None = None,
+    above: float | None = None,
+    high: float | None = None,
     unit: str = "",
-    **flag: Any,
+    **others: Any,
 ) -> Any:
     """A field for a finite number; `what` says after "a number" which, else as of `integer`."""
+    what = what or _range(low, above, high)
 
     def check(name: str, value: object) -> None:
         if value is not None or default is not None:
             check_float(name, value, what, low=low, above=above, high=high)
 
+    bounds = {"kind": float, "low": low, "above": above, "high": high}
     parse = _parser_of(float, f"a number {what}")
     shown = None if default is None else f"{default:g} {unit}".strip()
-    return option(default, check, parse=parse, **{"shown": shown} | flag)
+    return option(default, check, **bounds | {"parse": parse, "shown": shown} | others)
 
 
-def switch(default: bool, **flag: Any) -> Any:
+def _range(low: float | None, above: float | None, high: float | None) -> str:
+    """The bounds in words, after "a number"."""
+    if high is None:
+        least = "but neither NaN nor infinite" if low is None else f"at least {low}"
+        return least if above is None else f"above {above}"
+    return f"from {low} to {high}" if above is None else f"above {above} and at most {high}"
+
+
+def switch(default: bool, **others: Any) -> Any:
     """A field for True or False. The flag of one that is off turns it on; of one that is on, it has
     a `--no-` form that turns it off."""
-    return option(default, check_bool, **{"shown": "on" if default else ""} | flag)
+    return option(default, check_bool, kind=bool, shown="on" if default else "", **others)
 
 
-def choice(default: str, choices: Collection[str], **flag: Any) -> Any:
+def choice(default: str, choices: Collection[str], **others: Any) -> Any:
     """A field for one of some words."""
 
     def check(name: str, value: object) -> None:
@@ -138,19 +151,18 @@ def choice(default: str, choices: Collection[str], **flag: Any) -> Any:
             known = ", ".join(choices)
             raise ValueError(f"{name}={value!r} is not supported; choose one of {known}")
 
-    return option(default, check, **{"metavar": f"{{{','.join(choices)}}}"} | flag)
+    return option(default, check, metavar=f"{{{','.join(choices)}}}", **others)
 
 
 def option(
-    default: Any, check: Callable[[str, Any], None] = lambda name, value: None, **flag: Any
+    default: Any, check: Callable[[str, Any], None] = lambda name, value: None, **others: Any
 ) -> Any:
-    """A field that `check` checks, as of `Option`; `flag` has what `Flag` has."""
-    own = Option(check, Flag(**flag))
-    return field(default=default, metadata={"option": own})
+    """A field that `check` checks; `others` has the rest of `Option`."""
+    return field(default=default, metadata={"option": Option(check, **others)})
 
 
 @cache
-def _options(options: type[Options]) -> dict[str, tuple[Any, Option]]:
+def options_of(options: type[Options]) -> dict[str, tuple[Any, Option]]:
     """By name each option's default and what it is."""
     declared = [f for f in fields(cast(Any, options)) if "option" in f.metadata]
     return {f.name: (f.default, f.metadata["option"]) for f in declared}
@@ -171,30 +183,30 @@ def add_flags(
         leave_out: Options that are no flags of this command line.
     """
     groups: dict[str, Any] = {}
-    for name, (default, own) in _options(options).items():
-        flag = own.flag
-        if not flag.help or name in leave_out:
+    for name, (default, own) in options_of(options).items():
+        if not own.help or name in leave_out:
             continue
-        if flag.group not in groups:
-            groups[flag.group] = parser.add_argument_group(flag.group)
+        group = own.group or options._group
+        if group not in groups:
+            groups[group] = parser.add_argument_group(group)
         ours = (defaults or {}).get(name, default)
-        shown = flag.shown if ours is default else f"{ours:g}"
-        groups[flag.group].add_argument(
-            *(flag.names or (f"--{name.replace('_', '-')}",)),
+        shown = own.shown if ours is default else f"{ours:g}"
+        groups[group].add_argument(
+            *(own.names or (f"--{name.replace('_', '-')}",)),
             dest=name,
             default=argparse.SUPPRESS,
-            help=flag.help + _default_told(default if ours is default else ours, shown),
-            **_how_it_is_read(flag, default),
+            help=own.help + _default_told(ours, shown),
+            **_how_it_is_read(own, default),
         )
 
 
-def _how_it_is_read(flag: Flag, default: Any) -> dict[str, Any]:
+def _how_it_is_read(own: Option, default: Any) -> dict[str, Any]:
     if default is True:
         return {"action": argparse.BooleanOptionalAction}
     if default is False:
         return {"action": "store_true"}
-    known = {"metavar": flag.metavar, "nargs": flag.nargs, "action": flag.action}
-    return {"type": flag.parse} | {name: own for name, own in known.items() if own is not None}
+    known = {"metavar": own.metavar, "nargs": own.nargs, "action": own.action}
+    return {"type": own.parse} | {name: it for name, it in known.items() if it is not None}
 
 
 def _default_told(default: Any, shown: str | None) -> str:
@@ -206,7 +218,7 @@ def given_options(
     args: argparse.Namespace, options: type[Options], leave_out: Collection[str] = ()
 ) -> dict[str, Any]:
     """The options of a dataclass that were given as flags."""
-    names = [name for name in _options(options) if hasattr(args, name) and name not in leave_out]
+    names = [name for name in options_of(options) if hasattr(args, name) and name not in leave_out]
     return {name: getattr(args, name) for name in names}
 
 
@@ -269,9 +281,9 @@ def check_float(
     value: object,
     what: str,
     *,
-    low: float = -math.inf,
-    above: float = -math.inf,
-    high: float = math.inf,
+    low: float | None = None,
+    above: float | None = None,
+    high: float | None = None,
 ) -> None:
     """Raise TypeError unless it is a number, ValueError unless finite and within the bounds."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -281,5 +293,10 @@ def check_float(
         number = float(value)
     except OverflowError:
         number = math.inf
-    if not math.isfinite(number) or not low <= number <= high or number <= above:
+    is_within = (
+        (low is None or number >= low)
+        and (above is None or number > above)
+        and (high is None or number <= high)
+    )
+    if not (math.isfinite(number) and is_within):
         raise ValueError(f"{name}={value} is out of range: it must be a number {what}")

@@ -13,9 +13,11 @@ from jpaged.options import Options, check_float, check_int, integer, number, opt
 MAX_LOGPROBS = 20
 """The most log-probabilities a token that an engine gives unless it is told otherwise."""
 
-MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1
+_MOST_SEQUENCES = 2**16
+"""The most answers or beams that a server reads; what an engine takes is less, and its own."""
 
-_CHOICE = "how tokens are chosen"
+_BIAS = 100
+
 _NOT_FOR_BEAMS: Mapping[str, tuple[Any, ...]] = {
     "best_of": (None,),
     "temperature": (1.0, 0.0),
@@ -73,7 +75,7 @@ def _check_bias(name: str, biases: object) -> None:
         raise TypeError(f"{name}={biases!r} must map token ids to numbers")
     _check_ids(name, list(biases))
     for token_id, bias in biases.items():
-        check_float(f"{name}[{token_id}]", bias, "from -100 to 100", low=-100.0, high=100.0)
+        check_float(f"{name}[{token_id}]", bias, "from -100 to 100", low=-_BIAS, high=_BIAS)
 
 
 def _check_ids_below(name: str, ids: Collection[int], vocab_size: int) -> None:
@@ -95,7 +97,7 @@ def _shown(value: object) -> str:
 
 @no_type_check  # it checks itself, with messages for people: `temperature=0` is as good as 0.0
 @dataclass(frozen=True)
-class SamplingParams(Options):
+class SamplingParams(Options, group="how tokens are chosen"):
     """How the tokens of one request are chosen and when it ends.
 
     Args:
@@ -138,34 +140,28 @@ class SamplingParams(Options):
         TypeError, ValueError: naming the parameter, its value and what it may be.
     """
 
-    n: int = integer(1, low=1, help="answers; stderr names each", group=_CHOICE)
+    n: int = integer(1, low=1, served_high=_MOST_SEQUENCES, help="answers; stderr names each")
     best_of: int | None = integer(
-        None, low=1, metavar="M", help="of M samples show the N likeliest", group=_CHOICE
+        None,
+        low=1,
+        served_high=_MOST_SEQUENCES,
+        metavar="M",
+        help="of M samples show the N likeliest",
     )
     beam_width: int | None = integer(
-        None, low=1, metavar="K", help="search with K beams, show the N best", group=_CHOICE
+        None,
+        low=1,
+        served_high=_MOST_SEQUENCES,
+        metavar="K",
+        help="search with K beams, show the N best",
     )
-    length_penalty: float = number(
-        1.0, "but neither NaN nor infinite", metavar="A", help="of beams", group=_CHOICE
-    )
+    length_penalty: float = number(1.0, metavar="A", help="of beams")
     early_stopping: bool | Literal["never"] = option(
-        False,
-        _check_early_stopping,
-        help="end a search with its K-th answer",
-        shown="",
-        group=_CHOICE,
+        False, _check_early_stopping, help="end a search with its K-th answer", shown=""
     )
-    temperature: float = number(
-        1.0, "at least 0", low=0.0, metavar="T", help="0: the likeliest tokens", group=_CHOICE
-    )
+    temperature: float = number(1.0, low=0, metavar="T", help="0: the likeliest tokens")
     top_p: float = number(
-        1.0,
-        "above 0 and at most 1",
-        above=0.0,
-        high=1.0,
-        metavar="P",
-        help="keep the top tokens of this mass",
-        group=_CHOICE,
+        1.0, above=0, high=1, metavar="P", help="keep the top tokens of this mass"
     )
     top_k: int = integer(
         0,
@@ -173,67 +169,35 @@ class SamplingParams(Options):
         what="a count, or 0 or -1 to keep all tokens",
         metavar="K",
         help="keep the K likeliest; 0: all",
-        group=_CHOICE,
     )
-    min_p: float = number(
-        0.0,
-        "from 0 to 1",
-        low=0.0,
-        high=1.0,
-        metavar="P",
-        help="keep tokens over P x the top one",
-        group=_CHOICE,
-    )
+    min_p: float = number(0.0, low=0, high=1, metavar="P", help="keep tokens over P x the top one")
     repetition_penalty: float = number(
-        1.0,
-        "above 0",
-        above=0.0,
-        metavar="R",
-        help="over 1: discourage tokens of prompt and answer",
-        group=_CHOICE,
+        1.0, above=0, metavar="R", help="over 1: discourage tokens of prompt and answer"
     )
     presence_penalty: float = number(
-        0.0,
-        "from -2 to 2",
-        low=-2.0,
-        high=2.0,
-        metavar="R",
-        help="taken off the logit of tokens that the answer has",
-        group=_CHOICE,
+        0.0, low=-2, high=2, metavar="R", help="taken off the logit of tokens that the answer has"
     )
     frequency_penalty: float = number(
-        0.0,
-        "from -2 to 2",
-        low=-2.0,
-        high=2.0,
-        metavar="R",
-        help="taken off as often as the answer has the token",
-        group=_CHOICE,
+        0.0, low=-2, high=2, metavar="R", help="taken off as often as the answer has the token"
     )
     seed: int | None = integer(
         None,
-        low=MIN_SEED,
-        high=MAX_SEED,
+        low=-(2**63),
+        high=2**64 - 1,
         what="a 64-bit integer",
         help="the same N gives the same answer",
-        group=_CHOICE,
     )
     stop: str | Collection[str] | None = option(
-        None,
-        _check_stop,
-        metavar="TEXT",
-        action="append",
-        help="end before TEXT; may be repeated",
-        group=_CHOICE,
+        None, _check_stop, metavar="TEXT", action="append", help="end before TEXT; may be repeated"
     )
     stop_token_ids: Collection[int] | None = option(None, _check_ids)
     include_stop_str_in_output: bool = switch(False)
-    ignore_eos: bool = switch(False, help="go on past the model's end token", group=_CHOICE)
-    max_tokens: int | None = integer(16, low=1, none=True, help="longest answer", group=_CHOICE)
-    min_tokens: int = integer(0, low=0, help="shortest answer", group=_CHOICE)
-    logprobs: int | None = integer(None, low=0)
-    prompt_logprobs: int | None = integer(None, low=0)
-    logit_bias: Mapping[int, float] | None = option(None, _check_bias)
+    ignore_eos: bool = switch(False, help="go on past the model's end token")
+    max_tokens: int | None = integer(16, low=1, none=True, help="longest answer")
+    min_tokens: int = integer(0, low=0, help="shortest answer")
+    logprobs: int | None = integer(None, low=0, served_high=MAX_LOGPROBS)
+    prompt_logprobs: int | None = integer(None, low=0, served_high=MAX_LOGPROBS)
+    logit_bias: Mapping[int, float] | None = option(None, _check_bias, low=-_BIAS, high=_BIAS)
     allowed_token_ids: Collection[int] | None = option(None, _check_allowed_ids)
     skip_special_tokens: bool = switch(True)
     detokenize: bool = switch(True)
@@ -329,8 +293,11 @@ class SamplingParams(Options):
             self._check_candidates(max_logprobs, eos_token_ids)
         if max_num_seqs is not None:
             self._check_seats(max_num_seqs)
-        if max_model_len is not None and self.max_tokens is None:
-            self._check_can_end(max_model_len)
+        most = None if self.max_tokens is not None else max_model_len
+        if most is not None and self.min_tokens > most:
+            raise ValueError(
+                f"min_tokens={self.min_tokens} is more than max_model_len={most}: lower it"
+            )
 
     @property
     def is_streamable(self) -> bool:
@@ -408,12 +375,6 @@ class SamplingParams(Options):
                 f"min_tokens={self.min_tokens} forbids every one of the allowed_token_ids="
                 f"{list(self.allowed_token_ids)[:20]}, which all end the output: allow another "
                 "token or leave min_tokens at 0"
-            )
-
-    def _check_can_end(self, max_model_len: int) -> None:
-        if self.min_tokens > max_model_len:
-            raise ValueError(
-                f"min_tokens={self.min_tokens} is more than max_model_len={max_model_len}: lower it"
             )
 
     def _check_seats(self, max_num_seqs: int) -> None:

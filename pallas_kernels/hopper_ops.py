@@ -28,10 +28,24 @@ _WARP = 32
 _DYNAMIC = -(1 << 31)  # "the index is an operand", in LLVM's address computation
 
 
+# Tiles of 8 rows of 128 bytes, as tensor cores and the copy engine want them; here of 2-byte types.
+SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+
 def swizzled(shape, dtype):
-    """Shared memory in tiles of 8 rows of 128 bytes, as tensor cores and the copy engine want."""
-    transforms = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize))
-    return plgpu.SMEM(shape, dtype, transforms=(transforms, plgpu.SwizzleTransform(128)))
+    """Shared memory in swizzled tiles of 8 rows of 128 bytes."""
+    tiles = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=(tiles, SWIZZLED[1]))
+
+
+def _operator(of_ints: Any, of_floats: Any = None):
+    """A method of `Value`."""
+
+    def apply(self, other):
+        operation = of_floats if self.is_float else of_ints
+        return Value(operation(self.ir, self.constant(other)))
+
+    return apply
 
 
 class Value:
@@ -40,59 +54,29 @@ class Value:
     def __init__(self, value: Any):
         self.ir = value
 
-    def _other(self, other):
-        if isinstance(other, Value):
-            return other.ir
-        number = float(other) if self._is_float else int(other)
-        return arith.constant(self.ir.type, number)
-
     @property
-    def _is_float(self):
+    def is_float(self):
+        """Whether it is a float32, not an int32."""
         return isinstance(self.ir.type, ir.FloatType)
 
-    def _compare(self, predicate, other):
-        return Value(arith.cmpi(predicate, self.ir, self._other(other)))
+    def constant(self, other):
+        """The other operand as MLIR has it, a Python number in this one's type."""
+        if isinstance(other, Value):
+            return other.ir
+        return arith.constant(self.ir.type, float(other) if self.is_float else int(other))
 
-    def __add__(self, other):
-        operation = arith.addf if self._is_float else arith.addi
-        return Value(operation(self.ir, self._other(other)))
-
-    def __sub__(self, other):
-        operation = arith.subf if self._is_float else arith.subi
-        return Value(operation(self.ir, self._other(other)))
-
-    def __mul__(self, other):
-        operation = arith.mulf if self._is_float else arith.muli
-        return Value(operation(self.ir, self._other(other)))
-
-    def __floordiv__(self, other):  # of numbers that are not negative
-        return Value(arith.divui(self.ir, self._other(other)))
-
-    def __mod__(self, other):
-        return Value(arith.remui(self.ir, self._other(other)))
-
-    def __and__(self, other):
-        return Value(arith.andi(self.ir, self._other(other)))
-
-    def __xor__(self, other):
-        return Value(arith.xori(self.ir, self._other(other)))
-
-    def maximum(self, other):
-        """Of two float32; of one, if the other is NaN."""
-        return Value(arith.maxnumf(self.ir, self._other(other)))
-
-    def __lt__(self, other):
-        return self._compare(arith.CmpIPredicate.slt, other)
-
-    def __le__(self, other):
-        return self._compare(arith.CmpIPredicate.sle, other)
-
-    def __ge__(self, other):
-        return self._compare(arith.CmpIPredicate.sge, other)
-
-    def is_(self, other):
-        """Equality; `==` would have to answer at once."""
-        return self._compare(arith.CmpIPredicate.eq, other)
+    __add__ = _operator(arith.addi, arith.addf)
+    __sub__ = _operator(arith.subi, arith.subf)
+    __mul__ = _operator(arith.muli, arith.mulf)
+    __floordiv__ = _operator(arith.divui)  # of numbers that are not negative, as the next
+    __mod__ = _operator(arith.remui)
+    __and__ = _operator(arith.andi)
+    __xor__ = _operator(arith.xori)
+    __lt__ = _operator(functools.partial(arith.cmpi, arith.CmpIPredicate.slt))
+    __le__ = _operator(functools.partial(arith.cmpi, arith.CmpIPredicate.sle))
+    __ge__ = _operator(functools.partial(arith.cmpi, arith.CmpIPredicate.sge))
+    is_ = _operator(functools.partial(arith.cmpi, arith.CmpIPredicate.eq))  # `==` answers at once
+    maximum = _operator(None, arith.maxnumf)  # of two float32; of one, if the other is NaN
 
 
 class Words(NamedTuple):
@@ -250,7 +234,7 @@ def load_shared(address: Value) -> Value:
 
 def as_int(value: Value) -> Value:
     """The same bits."""
-    return Value(arith.bitcast(int32(), value.ir)) if value._is_float else value
+    return Value(arith.bitcast(int32(), value.ir)) if value.is_float else value
 
 
 def as_float(words: list[Value]) -> list[Value]:

@@ -44,11 +44,6 @@ def _device(backend):
     return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
 
 
-def power_of_two(value):
-    """The least power of two that is no less."""
-    return 1 << (value - 1).bit_length()
-
-
 def tuned(op, head_size, itemsize, device_kind, config):
     """Override the heuristic's choice by the device's table."""
     entry = _table(device_kind).get(op, {}).get(f"head_size={head_size},itemsize={itemsize}", {})

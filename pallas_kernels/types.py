@@ -53,19 +53,3 @@ class LayerWeights(NamedTuple):
     down: Float[Array, "F D"]
     next_norm: Float[Array, "D"]
     next_qkv: Float[Array, "D Q"]
-
-
-class LayerSizes(NamedTuple):
-    """Widths of `LayerWeights`: the stream (D), all heads (C), the feed-forward (F), and the next
-    layer's queries, keys and values together (Q)."""
-
-    hidden: int
-    attended: int
-    inner: int
-    qkv: int
-
-    @classmethod
-    def of(cls, weights: LayerWeights) -> "LayerSizes":
-        """As the matrices have them."""
-        attended, hidden = weights.output.shape
-        return cls(hidden, attended, weights.down.shape[0], weights.next_qkv.shape[1])

@@ -1,23 +1,22 @@
 """As much of an engine's start as there is before it compiles; `python start_helpers.py FOLDER`
 tells the first worker's order and the numbers of the runtime."""
 
-import json
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import msgspec
 
-from jpaged.compile.recipes import Recipe, recipes
+from jpaged.compile.recipes import Recipe, Recipes
 from jpaged.compile.sizing import Sizing
 from jpaged.compile.store import program_store
 from jpaged.compile.workers import CompilePool, make_orders
 from jpaged.config import EMBEDDED_MODEL, EngineConfig
 from jpaged.models.loader import model_shapes, read_config
 from jpaged.models.registry import read_model_config
-from jpaged.runtime.buckets import step_buckets
 from jpaged.runtime.programs import SplitModel
 
 FLOAT32 = jnp.dtype(jnp.float32)
@@ -38,7 +37,7 @@ class Start:
         assert store is not None
         split, self.store, self.said = SplitModel.of(draft), store, list[str]()
         self.runtime, _, shapes = Sizing(config, model, split, FLOAT32, device).fit(0)
-        self.recipes = [*recipes(split, shapes, self.runtime, step_buckets(self.runtime))]
+        self.recipes = [*Recipes(split, shapes, self.runtime)]
         self.orders = make_orders(config, EMBEDDED_MODEL, FLOAT32, device, store, recorded=True)
 
     def pool(self) -> CompilePool:
@@ -53,6 +52,6 @@ def names(made: Iterable[Recipe]) -> list[str]:
 if __name__ == "__main__":
     jax.config.update("jax_compilation_cache_dir", sys.argv[1])
     started = Start(Path(sys.argv[1]))
-    order = replace(started.orders[0], limits=asdict(started.runtime))
+    order = replace(started.orders[0], limits=started.runtime)
     for record in (order, started.runtime):
-        print(json.dumps(asdict(record)))
+        print(msgspec.json.encode(record).decode())

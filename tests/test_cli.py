@@ -16,7 +16,7 @@ from jpaged.__main__ import build_parser, main
 from jpaged.config import EngineConfig
 from jpaged.observe.pool_report import BlockInfo, BlockState, MemoryReport
 from jpaged.observe.statistics import EngineStats
-from jpaged.outputs import CompletionOutput, RequestOutput, TextDelta
+from jpaged.outputs import RequestDelta, TextDelta
 from jpaged.sampling_params import SamplingParams
 
 PIECES = ["Hé", "", "llo ", "wörld"]
@@ -33,62 +33,58 @@ class FakeEngine:
         self.prompts: list[Any] = []
         self.params: SamplingParams | None = None
         self.aborted = self.is_shut_down = False
-        self.num_tokens = self.steps_left = 0
+        self.num_tokens = 0
+        self.news: list[RequestDelta] = []
         FakeEngine.made.append(self)
 
     def render_chat(self, messages: list[dict[str, str]]) -> list[int]:
         self.prompts.append(messages)
         return [1, 2, 3]
 
-    def stream(self, prompt: Any, params: SamplingParams) -> Iterator[TextDelta]:
-        self.prompts.append(prompt)
-        self.params = params
-        return self._samples(params.n) if params.n > 1 else self._deltas()
-
     def add_request(self, prompt: Any, params: SamplingParams) -> str:
         self.prompts.append(prompt)
         self.params = params
-        self.steps_left = 3
-        self.aborted = True
-        return "search"
+        steps = self._search if params.beam_width else self._samples if params.n > 1 else self._one
+        self.steps = list(steps(params.n))
+        self.num_steps = len(self.steps)
+        self.news.append(RequestDelta("of before", [TextDelta("late", index=9)], finished=True))
+        return "asked"
 
-    @property
-    def has_unfinished_requests(self) -> bool:
-        return self.steps_left > 0
+    def advance(self) -> None:
+        FakeEngine.script(self, self.num_steps - len(self.steps))
+        self.num_tokens += 1
+        deltas = self.steps.pop(0)
+        self.news.append(RequestDelta("asked", deltas, finished=not self.steps))
 
-    def step(self) -> list[RequestOutput]:
-        FakeEngine.script(self, 3 - self.steps_left)
-        self.steps_left -= 1
-        if self.steps_left or self.params is None:
-            return []
-        self.num_tokens = 4
-        found = [
-            CompletionOutput(i, f"found {i}", [5, 6], finish_reason="stop")
-            for i in range(self.params.n)
-        ]
-        return [RequestOutput("search", None, [1], None, found, finished=True)]
+    def take_deltas(self) -> list[RequestDelta]:
+        news, self.news = self.news, []
+        return news
 
     def abort(self, request_id: str) -> None:
-        assert request_id == "search"
-        self.aborted = self.steps_left > 0
-        self.steps_left = 0
+        assert request_id == "asked"
+        self.aborted = bool(self.steps)
 
-    def _samples(self, count: int) -> Iterator[TextDelta]:
+    def _search(self, count: int) -> list[list[TextDelta]]:
+        """Three steps, and all answers with the last."""
+        found = [TextDelta(f"found {i}", (5, 6), "stop", index=i) for i in range(count)]
+        return [[], [], found]
+
+    def _samples(self, count: int) -> Iterator[list[TextDelta]]:
         """Sample i says its number count + 1 - i times: the last ones end first."""
         for turn in range(count + 1):
-            for i in range(count):
-                if turn <= count - i:
-                    reason = "stop" if turn == count - i else None
-                    yield TextDelta(f"{i}", (i,), finish_reason=reason, index=i)
+            yield [
+                TextDelta(f"{i}", (i,), "stop" if turn == count - i else None, index=i)
+                for i in range(count)
+                if turn <= count - i
+            ]
 
-    def _deltas(self) -> Iterator[TextDelta]:
-        self.aborted = True
-        for i, piece in enumerate(PIECES):
-            FakeEngine.script(self, i)
-            self.num_tokens += 1
-            last = i == len(PIECES) - 1
-            yield TextDelta(piece, (i,), finish_reason="stop" if last else None)
-        self.aborted = False
+    def _one(self, _: int) -> list[list[TextDelta]]:
+        """`PIECES`, one a step."""
+        last = len(PIECES) - 1
+        return [
+            [TextDelta(piece, (i,), "stop" if i == last else None)]
+            for i, piece in enumerate(PIECES)
+        ]
 
     def stats(self) -> EngineStats:
         running = int(0 < self.num_tokens < len(PIECES))
@@ -339,6 +335,16 @@ def test_an_error_of_the_engine_is_one_line(
     assert FakeEngine.made[0].is_shut_down
     with pytest.raises(ValueError, match="does"):
         main(["Hi", "--traceback"])
+
+
+def test_a_request_that_fails_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    last = TextDelta("", finish_reason="error")
+    failed = RequestDelta("asked", [last], finished=True, error="no memory")
+    monkeypatch.setattr(FakeEngine, "take_deltas", lambda _: [failed])
+    assert main(["Hi"]) == 1
+    assert capsys.readouterr() == ("", "error: the request failed: no memory\n")
 
 
 def test_an_error_before_the_first_text_leaves_stdout_empty(

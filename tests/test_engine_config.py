@@ -4,19 +4,19 @@ from types import SimpleNamespace
 import pytest
 
 from jpaged import config as config_module
-from jpaged.compile.sizing import platform_defaults
-from jpaged.config import PREEMPTION_MODES, EngineConfig
-from jpaged.core.swap import PreemptionMode
-from jpaged.engine.startup import describe_memory
-from jpaged.observe.statistics import MemoryAccount
-from jpaged.runtime.runtime_config import (
+from jpaged.compile.sizing import (
     CPU_DEFAULTS,
     PlatformDefaults,
-    RuntimeConfig,
+    platform_defaults,
     resolve_limits,
     with_pool,
     with_swap,
 )
+from jpaged.config import PREEMPTION_MODES, EngineConfig
+from jpaged.core.swap import PreemptionMode
+from jpaged.engine.startup import describe_memory
+from jpaged.observe.statistics import MemoryAccount
+from jpaged.runtime.runtime_config import RuntimeConfig
 from pallas_kernels import Backend, checks
 
 

@@ -10,9 +10,10 @@ the record by then, without which it would measure nothing. What XLA then knows 
 """
 
 import argparse
+import json
 import tempfile
 import time
-from collections.abc import Iterable
+from base64 import b64encode
 from pathlib import Path
 
 import jax
@@ -20,21 +21,20 @@ import jax.numpy as jnp
 
 from bench.common import AS_VLLM, SHAPES, make_engine
 from jpaged.compile.gemm_autotuning import (
+    NO_RECORD,
     Record,
     autotuning_folder,
     read_record,
     recorded_products,
     weights_digest,
-    write_record,
 )
-from jpaged.compile.recipes import Recipe, recipes
+from jpaged.compile.recipes import Recipe, Recipes
+from jpaged.compile.sizing import GPU_DEFAULTS, resolve_limits, with_pool
 from jpaged.compile.store import prepare_jax
 from jpaged.config import EngineConfig
 from jpaged.models.loader import model_shapes
 from jpaged.models.registry import read_model_config
-from jpaged.runtime.buckets import step_buckets
 from jpaged.runtime.programs import Shapes, SplitModel
-from jpaged.runtime.runtime_config import GPU_DEFAULTS, resolve_limits, with_pool
 from pallas_kernels import Backend, select_backend
 
 DTYPE = jnp.dtype(jnp.bfloat16)
@@ -45,7 +45,7 @@ _RESULTS = (".pb", ".textproto")
 """What XLA names a measurement's file; next to them may be what a stopped process left."""
 
 
-def all_recipes(shape: str) -> Iterable[Recipe]:
+def all_recipes(shape: str) -> Recipes:
     """What an engine of the shape compiles, with nothing allocated."""
     model = read_model_config(SHAPES[shape])
     config = EngineConfig(**AS_VLLM)
@@ -58,8 +58,7 @@ def all_recipes(shape: str) -> Iterable[Recipe]:
     )
     runtime = with_pool(limits, NUM_BLOCKS, config)
     split = SplitModel.of(model_shapes(model, DTYPE))
-    shapes = Shapes.of(split, model, runtime, DTYPE)
-    return recipes(split, shapes, runtime, step_buckets(limits))
+    return Recipes(split, Shapes.of(model, runtime, DTYPE), runtime)
 
 
 def first_of_each_products(shape: str) -> list[Recipe]:
@@ -114,6 +113,17 @@ def results(cache: Path) -> dict[str, bytes]:
     return {file.relative_to(folder).as_posix(): file.read_bytes() for file in files}
 
 
+def write_record(path: Path, record: Record) -> None:
+    """Write a record, a line an entry."""
+    results = {name: b64encode(record.results[name]).decode() for name in sorted(record.results)}
+    rows = "".join(f"\n{json.dumps(m)}: {json.dumps(record.rows[m])}," for m in sorted(record.rows))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        f'{{"rows": {{{rows.rstrip(",")}\n}},\n"results": {json.dumps(results, indent=0)}}}\n',
+        encoding="utf-8",
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -126,7 +136,7 @@ def main() -> None:
         if select_backend(jax.default_backend()) is not Backend.TRITON:
             raise SystemExit(f"needs an NVIDIA GPU; JAX sees {jax.default_backend()!r} only")
         path = recorded_products(jax.local_devices()[0])
-        record = read_record(path) if args.add and path.is_file() else Record()
+        record = read_record(path) if args.add and path.is_file() else NO_RECORD
         for shape in args.model:
             record = measure(shape, cache, path, record)
     print(f"{path}: {len(record.results)} measurements, {path.stat().st_size / 1e6:.2f} MB")

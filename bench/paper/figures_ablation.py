@@ -247,8 +247,8 @@ def _recovery_seconds(size: int, settings: Settings) -> tuple[float, float]:
     sizes = swap.Sizes((), (num_tokens,), 2 * num_tokens, 8, num_tokens, 7)
     fields = swap.TINY if settings.quick else ALL_SHAPES["opt-13b"]
     dtype = jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    runner, config, buckets = swap.make_runner(read_model_config(fields), dtype, sizes, size)
-    costs = measure_costs(runner, config, buckets)
+    runner, config = swap.make_runner(read_model_config(fields), dtype, sizes, size)
+    costs = measure_costs(runner, config)
     swaps = [time_swap(runner, -(-num_tokens // size)) for _ in range(sizes.repeats)]
     return costs.recompute(num_tokens), statistics.median(swaps)
 

@@ -7,21 +7,15 @@ while serving: a shape that was not foreseen is an error, not a pause.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import partial
-from queue import PriorityQueue
 from threading import Event
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 
 from jpaged.compile.gemm_autotuning import Compiler
-from jpaged.compile.recipes import Recipe, SharedCalls, prefill_recipe, recipes, sample_recipe
+from jpaged.compile.recipes import Recipe
 from jpaged.compile.store import ProgramStore
-from jpaged.runtime.buckets import Buckets
-from jpaged.runtime.programs import Name, Programs, Shapes, SplitModel
-from jpaged.runtime.runtime_config import RuntimeConfig
-from jpaged.runtime.sampler import EVERYTHING
+from jpaged.runtime.programs import Name, Programs
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -53,15 +47,6 @@ def _manager(name: str) -> Any:
     return getattr(jax, name.removeprefix("jax_"), None)
 
 
-@dataclass(order=True)
-class _Untraced:
-    """A recipe that waits to be traced; the least `place` is the next."""
-
-    place: tuple[bool, int]
-    recipe: Recipe = field(compare=False)
-    compiled: Future[Any] = field(default_factory=Future, compare=False)
-
-
 _MEASURERS = 32
 """Threads that compile programs with products to measure, those that wait for another included."""
 
@@ -69,8 +54,7 @@ _MEASURERS = 32
 class ProgramBuilder:
     """Builds programs in the background; a context that leaves nothing running behind.
 
-    Tracing and lowering hold Python's lock, so one thread does both, in the order of adding, but
-    behind the models' programs, which take longest to compile, what has no part in the pool;
+    Tracing and lowering hold Python's lock, so one thread does both, in the order of adding;
     compiling does not, so many programs are compiled at once while that goes on. Of those with the
     same matrix products one is compiled before the others begin: XLA measures the ways to compute a
     product on the device, one at a time, and knows it from then on. All threads work under the
@@ -97,8 +81,8 @@ class ProgramBuilder:
         self._tracer, self._compilers = ThreadPoolExecutor(1), ThreadPoolExecutor(threads)
         self._measurers = ThreadPoolExecutor(_MEASURERS)
         self._building: dict[Name, Future[Any]] = {}
-        self._untraced: PriorityQueue[_Untraced] = PriorityQueue()
-        self._first_with: dict[Any, Future[Any]] = {}  # by products; the tracer's own
+        self._with: dict[Any, list[Future[Any]]] = {}  # by products
+        self._left = False
         self._may_compile = Event()
         self._may_compile.set()
 
@@ -106,20 +90,24 @@ class ProgramBuilder:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._left = True
         pools = self._tracer, self._compilers, self._measurers
         for wait_for in (False, True):  # all are told before one is waited for
             for pool in pools:
                 pool.shutdown(wait=wait_for, cancel_futures=True)
 
-    def add(self, recipes: Iterable[Recipe], *, behind: bool = False) -> None:
-        """Begin with these, unless their like was added before; `behind`: as long as none of those
-        added otherwise waits to be traced."""
+    def add(self, recipes: Iterable[Recipe]) -> None:
+        """Begin with these, unless their like was added before."""
         for recipe in recipes:
-            if recipe.name not in self._building:
-                untraced = _Untraced((behind, len(self._building)), recipe)
-                self._building[recipe.name] = untraced.compiled
-                self._untraced.put(untraced)
-                self._submit(self._tracer, self._trace_next)
+            if recipe.name in self._building:
+                continue
+            traced = self._submit(self._tracer, lower, recipe, self._store)
+            pool, first = self._compilers, []
+            if recipe.products is not None:
+                pool, first = self._measurers, self._with.setdefault(recipe.products, [])
+            compiled = self._submit(pool, self._compile_later, recipe, traced, *first[:1])
+            first.append(compiled)
+            self._building[recipe.name] = compiled
 
     def built(self) -> Iterator[tuple[Name, Any]]:
         """Each that was added, as soon as it is compiled."""
@@ -135,7 +123,7 @@ class ProgramBuilder:
             self._progress(len(built), len(self._building))
         if self._store is not None:
             self._store.prune()
-        return Programs.of(built)
+        return built
 
     def workspace(self, recipes: Iterable[Recipe], meanwhile: Callable[[], None]) -> int:
         """Bytes of temporaries and fresh outputs of `recipes` as compiled, kept as a number.
@@ -149,11 +137,9 @@ class ProgramBuilder:
         def compute() -> int:
             self._may_compile.clear()
             try:
-                compiling = [
-                    self._submit(self._tracer, self._compile_draft, draft) for draft in drafts
-                ]
+                compiling = [self._draft(draft) for draft in drafts]
                 meanwhile()
-                return sum(_workspace(future.result().result()) for future in compiling)
+                return sum(_workspace(future.result()) for future in compiling)
             finally:
                 self._may_compile.set()
 
@@ -165,41 +151,21 @@ class ProgramBuilder:
     def _submit(self, pool: ThreadPoolExecutor, work: Callable[..., T], *args: Any) -> Future[T]:
         return pool.submit(self._settings.run, work, *args)
 
-    def _compile_draft(self, draft: Recipe) -> Future[Any]:
-        lowered = draft.lower()
-        return self._submit(self._compilers, self._compiler.compile, draft, lowered)
+    def _draft(self, draft: Recipe) -> Future[Any]:
+        traced = self._submit(self._tracer, draft.lower)
+        return self._submit(self._measurers, self._compile, draft, traced)
 
-    def _trace_next(self) -> None:
-        untraced = self._untraced.get()
-        try:
-            compiling = self._trace(untraced.recipe)
-        except BaseException as error:
-            untraced.compiled.set_exception(error)
-        else:
-            compiling.add_done_callback(partial(_pass_on, untraced.compiled))
-
-    def _trace(self, recipe: Recipe) -> Future[Any]:
-        lowered = lower(recipe, self._store)
-        if recipe.products is None:
-            return self._submit(self._compilers, self._compile, recipe, lowered)
-        first = self._first_with.get(recipe.products)
-        compiling = self._submit(self._measurers, self._compile, recipe, lowered, first)
-        self._first_with.setdefault(recipe.products, compiling)
-        return compiling
-
-    def _compile(self, recipe: Recipe, lowered: Any, first: Future[Any] | None = None) -> Any:
-        self._may_compile.wait()
-        wait([first] if first is not None else [])
+    def _compile(self, recipe: Recipe, traced: Future[Any], *first: Future[Any]) -> Any:
+        """Compile it when it is traced and `first` is compiled."""
+        lowered = traced.result()
+        wait(first)
+        if self._left:
+            raise CancelledError
         return self._compiler.compile(recipe, lowered)
 
-
-def _pass_on(future: Future[Any], done: Future[Any]) -> None:
-    """Let a future end as another one has."""
-    error = CancelledError() if done.cancelled() else done.exception()
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(done.result())
+    def _compile_later(self, *arguments: Any) -> Any:
+        self._may_compile.wait()
+        return self._compile(*arguments)
 
 
 def lower(recipe: Recipe, store: ProgramStore | None) -> Any:
@@ -212,43 +178,6 @@ def lower(recipe: Recipe, store: ProgramStore | None) -> Any:
         exported = recipe.exported()
         store.save(recipe.key, exported)
     return recipe.lower(exported)
-
-
-def compile_programs(
-    split: SplitModel,
-    shapes: Shapes,
-    config: RuntimeConfig,
-    buckets: Buckets,
-    *,
-    threads: int,
-    store: ProgramStore | None = None,
-) -> Programs:
-    """Compile everything, `threads` programs at a time.
-
-    Args:
-        split: The model.
-        shapes: Shapes of the device's arrays.
-        config: The runtime's numbers.
-        buckets: The steps' shapes.
-        threads: Compilations at once.
-        store: Where earlier engines left what they traced and lowered.
-    """
-    with ProgramBuilder(threads, store) as builder:
-        builder.add(recipes(split, shapes, config, buckets))
-        return builder.programs()
-
-
-def largest_step_recipes(
-    split: SplitModel, shapes: Shapes, config: RuntimeConfig, buckets: Buckets, shared: SharedCalls
-) -> tuple[Recipe, Recipe]:
-    """The forward and the sampling program that take the most memory on top of what stays.
-
-    The pool's size does not enter it, so any `num_blocks` in `shapes` gives the same answer.
-    `shared` is as of `recipes`.
-    """
-    prefill = prefill_recipe(split, shapes, config, *max(buckets.prefill_shapes), shared)
-    sampling = sample_recipe(shapes, config, max(buckets.decode_seqs), EVERYTHING, shared)
-    return prefill, sampling
 
 
 def _workspace(compiled: Any) -> int:

@@ -11,13 +11,12 @@ import jax.numpy as jnp
 
 from jpaged.compile.builder import ProgramBuilder, ThreadSettings
 from jpaged.compile.gemm_autotuning import make_compiler, offer_recorded_products
-from jpaged.compile.recipes import SharedCalls, recipes
+from jpaged.compile.recipes import Recipes, SharedCalls
 from jpaged.compile.sizing import Sized, Sizing
 from jpaged.compile.store import prepare_jax, program_store, with_usable_cache
 from jpaged.compile.workers import CompilePool, make_orders
 from jpaged.config import EngineConfig
 from jpaged.models.loader import ModelPlan
-from jpaged.runtime.buckets import step_buckets
 from jpaged.runtime.programs import Programs, SplitModel
 from pallas_kernels import select_backend
 
@@ -53,11 +52,11 @@ class Compilation:
         model, backend = plan.config, select_backend(device.platform)
         self._split, self._shared = SplitModel.of(plan.shapes), SharedCalls(backend)
         self._sizing = Sizing(config, model, self._split, dtype, device)
-        self._progress = _Progress(say)
+        self._say, self._told = say, 0
         store = program_store(config.compilation_cache_dir, model, plan.shapes, device)
         recorded = nothing_to_measure(device, self._split, self._sizing)
         compiler = make_compiler(plan.shapes, backend, recorded=recorded)
-        self._builder = ProgramBuilder(os.cpu_count() or 1, store, self._progress, compiler)
+        self._builder = ProgramBuilder(os.cpu_count() or 1, store, self._tell_progress, compiler)
         tied = model.tie_word_embeddings
         orders = make_orders(config, folder, dtype, device, store, recorded=recorded, tied=tied)
         self._workers = CompilePool(orders, store, say, verbose=config.verbose)
@@ -97,8 +96,14 @@ class Compilation:
 
     def _add_programs(self) -> None:
         runtime, _, shapes = self.sized()
-        needed = recipes(self._split, shapes, runtime, step_buckets(runtime), self._shared)
-        self._builder.add(self._workers.compiled(needed, runtime, self._progress))
+        needed = [*Recipes(self._split, shapes, runtime, self._shared)]
+        self._builder.add(self._workers.compiled(needed, runtime, self._tell_progress))
+
+    def _tell_progress(self, done: int, total: int) -> None:
+        """How many programs are compiled, now and then, and never less than before."""
+        if done > self._told and (done == total or done % 10 == 0):
+            self._told = done
+            self._say(f"compiled {done} of {total} programs")
 
 
 def nothing_to_measure(device: Any, split: SplitModel, sizing: Sizing) -> bool:
@@ -106,15 +111,3 @@ def nothing_to_measure(device: Any, split: SplitModel, sizing: Sizing) -> bool:
     to it first."""
     record = offer_recorded_products(device)
     return device.platform == "cpu" or record.has(split.leaves, sizing.step_rows)
-
-
-class _Progress:
-    """Tells how many programs are compiled, now and then, and never less than before."""
-
-    def __init__(self, say: Callable[[str], None]):
-        self._say, self._told = say, 0
-
-    def __call__(self, done: int, total: int) -> None:
-        if done > self._told and (done == total or done % 10 == 0):
-            self._told = done
-            self._say(f"compiled {done} of {total} programs")

@@ -13,21 +13,19 @@ the fastest by itself (docs/decisions/0013). All other fusions are XLA's native 
 
 import fcntl
 import hashlib
-import json
 import threading
 import time
 import warnings
-from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jaxlib
+import msgspec
 from flax import nnx
 
 from jpaged.compile.recipes import Recipe
@@ -85,19 +83,20 @@ class UnrecordedCompiler(Compiler):
         self._backend, self._folder = backend, folder
         self._model, self._lock = model, threading.Lock()
         self._measured: set[Path] = set()  # here or by others; a folder may not keep marks
-        facts = [(leaf.shape, jnp.dtype(leaf.dtype).name) for leaf in SplitModel.of(model).leaves]
         device = jax.local_devices()[0]
         where = device.device_kind, device.client.platform_version
-        text = repr((facts, backend, jax.__version__, jaxlib.__version__, where))
-        self._digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        facts = weights_digest(SplitModel.of(model).leaves), backend
+        self._digest = _digest(facts, jax.__version__, jaxlib.__version__, where)
 
     def compile(self, recipe: Recipe, lowered: Any) -> Any:
         """The program; its products are measured first, if they are to be and were not yet."""
-        rows = _rows(recipe)
+        _, rows = recipe.products or ("none", 0)
         if rows < MEASURED_FROM:
             return lowered.compile(NOTHING_MEASURED)
+        kind, key = recipe.name
+        logits_rows = key[1] if kind == "prefill" else recipe.keywords["packed"].shape[-2]
         self._measure("layer", rows)
-        self._measure("head", _logits_rows(recipe))
+        self._measure("head", logits_rows)
         return lowered.compile(CUBLAS_MEASURED)
 
     def _measure(self, part: str, rows: int) -> None:
@@ -122,12 +121,13 @@ def measure_products(model: Any, part: str, rows: int, backend: Backend) -> int:
     Returns:
         How many programs were compiled for it.
     """
-    steps = _head_steps(model) if part == "head" else _layer_steps(model, backend)
+    head = model.head, lambda it, x: it.logits(x), [(model.config.embedding_size,)]
+    steps = [head] if part == "head" else _layer_steps(model, backend)
     num_compiled = 0
     for module, step, widths in steps:
         split = SplitModel.of(module)
         inputs = [jax.ShapeDtypeStruct((rows, *width), model.dtype) for width in widths]
-        lowered = jax.jit(_bound(split, step)).lower(split.leaves, *inputs)
+        lowered = jax.jit(split.bind(step)).lower(split.leaves, *inputs)
         if "stablehlo.dot" in lowered.as_text():  # not those of own kernels
             lowered.compile(CUBLAS_MEASURED)
             num_compiled += 1
@@ -159,30 +159,6 @@ def _after_attention(layer: DecoderLayer, hidden: Any, heads: Any, backend: Back
     return layer.attention_norm.add(hidden, layer.mlp(rows, backend), backend)
 
 
-def _head_steps(model: Any) -> Iterator[Step]:
-    yield model.head, lambda it, x: it.logits(x), [(model.config.embedding_size,)]
-
-
-def _bound(split: SplitModel, step: Callable[..., Any]) -> Callable[..., Any]:
-    def measured_products(leaves, *inputs):
-        module = nnx.merge(split.definition, jax.tree.unflatten(split.treedef, leaves))
-        return step(module, *inputs)
-
-    return measured_products
-
-
-def _rows(recipe: Recipe) -> int:
-    return 0 if recipe.products is None else recipe.products[1]
-
-
-def _logits_rows(recipe: Recipe) -> int:
-    """Rows of the logits that a forward program leaves."""
-    kind, key = recipe.name
-    if kind == "prefill":
-        return key[1]
-    return recipe.keywords["packed"].shape[-2]
-
-
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """While no other process that shares the folder is here; after `MAX_WAIT_S`, or where the
@@ -195,36 +171,32 @@ def _alone(folder: Path) -> Iterator[None]:
         return
     with lock:
         until = time.monotonic() + MAX_WAIT_S
-        while not _locked(lock) and time.monotonic() < until:
-            time.sleep(0.02)
+        with suppress(OSError):  # there may be no such lock here
+            while time.monotonic() < until:
+                with suppress(BlockingIOError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                time.sleep(0.02)
         yield  # closing the file gives the lock back
 
 
-def _locked(lock: IO[str]) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # not to be had here
-        return True
-    return True
-
-
-@dataclass(frozen=True)
-class Record:
+class Record(msgspec.Struct, frozen=True):
     """What was measured.
 
     Attributes:
         rows: By the digest of a model's weights: rows of its products.
-        results: XLA's files, by their paths in its folder of them.
+        results: XLA's files, by their paths in its folder of them; in JSON in base 64.
     """
 
-    rows: Mapping[str, list[int]] = field(default_factory=dict)
-    results: Mapping[str, bytes] = field(default_factory=dict)
+    rows: dict[str, list[int]]
+    results: dict[str, bytes]
 
     def has(self, leaves: Iterable[Any], rows: Iterable[int]) -> bool:
         """Whether a model with such weights has nothing left to measure in steps of such rows."""
         return set(rows) <= set(self.rows.get(weights_digest(leaves), ()))
+
+
+NO_RECORD = Record({}, {})
 
 
 def make_compiler(model: nnx.Module, backend: Backend, *, recorded: bool) -> Compiler:
@@ -245,8 +217,11 @@ def make_compiler(model: nnx.Module, backend: Backend, *, recorded: bool) -> Com
 
 def weights_digest(leaves: Iterable[Any]) -> str:
     """Of the shapes and dtypes of a model's weights, which decide what its products are."""
-    facts = sorted((leaf.shape, jax.numpy.dtype(leaf.dtype).name) for leaf in leaves)
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+    return _digest(*sorted((leaf.shape, jnp.dtype(leaf.dtype).name) for leaf in leaves))
+
+
+def _digest(*facts: Any) -> str:
+    return hashlib.sha256(repr([*facts]).encode()).hexdigest()[:16]
 
 
 def offer_recorded_products(device: Any) -> Record:
@@ -261,19 +236,19 @@ def offer_recorded_products(device: Any) -> Record:
     """
     cache, path = jax.config.values["jax_compilation_cache_dir"], recorded_products(device)
     if cache is None or "://" in cache or not path.is_file():
-        return Record()
+        return NO_RECORD
     try:
         record = read_record(path)
     except (OSError, ValueError) as error:  # XLA measures then
         warnings.warn(f"{path} is not used: {error}", stacklevel=2)
-        return Record()
+        return NO_RECORD
     folder = autotuning_folder(Path(cache))
     try:
         for name, result in record.results.items():
             if not (folder / name).exists():
                 write_whole(folder / name, result)
     except OSError:  # for reading alone, or full
-        return Record()
+        return NO_RECORD
     return record
 
 
@@ -284,47 +259,12 @@ def read_record(path: Path) -> Record:
         OSError: it cannot be read.
         ValueError: it is damaged, or names what is not in XLA's folder.
     """
-    record = json.loads(path.read_text(encoding="utf-8"))
-    rows, results = (_objects(record, name) for name in ("rows", "results"))
-    decoded = {_checked_name(name): _decoded(name, result) for name, result in results.items()}
-    return Record({model: _integers(model, own) for model, own in rows.items()}, decoded)
-
-
-def write_record(path: Path, record: Record) -> None:
-    """Write a record, a line an entry."""
-    results = {name: b64encode(record.results[name]).decode() for name in sorted(record.results)}
-    rows = "".join(f"\n{json.dumps(m)}: {json.dumps(record.rows[m])}," for m in sorted(record.rows))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        f'{{"rows": {{{rows.rstrip(",")}\n}},\n"results": {json.dumps(results, indent=0)}}}\n',
-        encoding="utf-8",
-    )
-
-
-def _objects(record: object, name: str) -> dict[str, Any]:
-    found = record.get(name) if isinstance(record, dict) else None
-    if not isinstance(found, dict):
-        raise ValueError(f"no {name!r} where they should be")
-    return found
-
-
-def _integers(model: str, rows: object) -> list[int]:
-    if not isinstance(rows, list) or not all(type(n) is int for n in rows):
-        raise ValueError(f"rows of {model!r} are {rows!r}; a list of integers should be there")
-    return rows
-
-
-def _checked_name(name: str) -> str:
-    parts = PurePosixPath(name).parts
-    if not parts or not name.isprintable() or not {"/", ".."}.isdisjoint(parts):
-        raise ValueError(f"{name!r} is no file in a folder")
-    return name
-
-
-def _decoded(name: str, result: object) -> bytes:
-    if not isinstance(result, str):
-        raise ValueError(f"{name!r} is a {type(result).__name__}; text in base 64 should be there")
-    return b64decode(result, validate=True)
+    record = msgspec.json.decode(path.read_bytes(), type=Record)
+    for name in record.results:
+        parts = PurePosixPath(name).parts
+        if not parts or not name.isprintable() or not {"/", ".."}.isdisjoint(parts):
+            raise ValueError(f"{name!r} is no file in a folder")
+    return record
 
 
 def recorded_products(device: Any) -> Path:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import export
 
 from jpaged.runtime.batch import decode_packed_shape, prefill_packed_shape
-from jpaged.runtime.buckets import Buckets
+from jpaged.runtime.kv_cache import KVState
 from jpaged.runtime.programs import (
     BLOCK_COPIES_CHUNK,
     BURST_LEVELS,
@@ -19,10 +19,12 @@ from jpaged.runtime.programs import (
     Name,
     Shapes,
     SplitModel,
+    int32,
     sampler_levels,
 )
 from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.sampler import (
+    EVERYTHING,
     LOADED_ROWS,
     LOADED_TOKENS,
     ROW_WIDTH,
@@ -33,7 +35,6 @@ from jpaged.runtime.sampler import (
     load_rows,
 )
 from jpaged.runtime.steps import (
-    KVState,
     SampleInputs,
     copy_blocks_step,
     decode_burst_step,
@@ -93,23 +94,21 @@ class Recipe:
     def draft(self) -> "Recipe":
         """The same under a name that no other program has, for looking at what the compiler makes
         of it: JAX's cache has nothing of that name, and programs from there may not tell all."""
-
-        @wraps(self.function)  # arguments are donated by name
-        def run(*arguments, **keywords):
-            return self.function(*arguments, **keywords)
-
-        run.__name__ = f"draft_{uuid4().hex}"
-        return replace(self, function=run)
+        return self._calling(self.function, f"draft_{uuid4().hex}")
 
     def call(self, exported: export.Exported) -> Any:
         """The step, jitted, as it was exported."""
+        return self._calling(exported.call, exported.fun_name).step
+
+    def _calling(self, function: Callable, name: str) -> "Recipe":
+        """The same of another function and name."""
 
         @wraps(self.function)  # arguments are donated by name
         def run(*arguments, **keywords):
-            return exported.call(*arguments, **keywords)
+            return function(*arguments, **keywords)
 
-        run.__name__ = exported.fun_name  # that of a partial is hidden
-        return jax.jit(run, donate_argnames=self.donate)
+        run.__name__ = name
+        return replace(self, function=run)
 
     @property
     def key(self) -> str:
@@ -147,7 +146,7 @@ class SharedCalls:
         return self._lowered[key].call(*arrays, **named)
 
 
-def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:
+def _shape(array: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
@@ -155,169 +154,138 @@ for _kind in (KVState, LayerKV, SampleInputs, Sampled, SamplingState):
     export.register_namedtuple_serialization(_kind, serialized_name=f"jpaged.{_kind.__name__}")
 
 
-def recipes(
-    split: SplitModel,
-    shapes: Shapes,
-    config: RuntimeConfig,
-    buckets: Buckets,
-    shared: SharedCalls | None = None,
-) -> Iterator[Recipe]:
-    """Everything to compile; of programs with the same products, the one that has the most to
-    measure comes first. A decode step comes before its bursts, which wait for it, and the smallest
-    before all: the Mosaic kernel it may have is compiled only while nothing else is. `shared`
-    calls what they have in common: one of their own unless given."""
-    shared = shared or SharedCalls(config.backend)
-    smallest, *larger = buckets.decode_seqs
-    for seqs in (smallest, *reversed(larger)):
-        yield _decode(split, shapes, config, seqs, buckets.logits_rows(seqs))
-        if seqs in buckets.burst_seqs:
-            for level in BURST_LEVELS:
-                yield _decode_burst(split, shapes, config, seqs, level, shared)
-    most = buckets.prefill_seqs[-1]
-    for tokens, seqs in sorted(buckets.prefill_shapes, key=lambda it: (it[1] != most, -it[0])):
-        yield prefill_recipe(split, shapes, config, tokens, seqs, shared)
-    yield from recipes_without_pool(split, shapes, config, buckets, shared)
-    yield _load_rows(shapes)
-    yield _load_bias(shapes, config)
-    yield _copy_blocks(shapes, config)
-    yield _fork_rows(shapes, config)
-    for size in chunk_sizes(shapes.kv.pool, config.num_host_blocks):
-        yield from swap_recipes(shapes.kv, size)
+class Recipes:
+    """Everything that an engine compiles.
 
+    Args:
+        split: The model.
+        shapes: Shapes of the device's arrays.
+        config: The runtime's numbers.
+        shared: Calls what programs have in common.
+    """
 
-def recipes_without_pool(
-    split: SplitModel,
-    shapes: Shapes,
-    config: RuntimeConfig,
-    buckets: Buckets,
-    shared: SharedCalls,
-) -> Iterator[Recipe]:
-    """Those of `recipes` that are the same whatever the pool's size."""
-    for tokens in buckets.prefill_tokens:
-        yield _prompt_logprobs(split, shapes, config, tokens)
-    for seqs in buckets.sample_seqs:
-        for level in reversed(sampler_levels(config)):
-            yield sample_recipe(shapes, config, seqs, level, shared)
+    def __init__(
+        self,
+        split: SplitModel,
+        shapes: Shapes,
+        config: RuntimeConfig,
+        shared: SharedCalls | None = None,
+    ):
+        self._split, self._shapes, self._config = split, shapes, config
+        self._leaves = tuple(map(_shape, split.leaves))
+        self._backend = {"backend": config.backend}
+        self._shared = {"shared": shared or SharedCalls(config.backend)}
 
+    def __iter__(self) -> Iterator[Recipe]:
+        """Of programs with the same products, the one that has the most to measure comes first. A
+        decode step comes before its bursts, which wait for it, and the smallest before all: the
+        Mosaic kernel it may have is compiled only while nothing else is."""
+        buckets, shapes, config = self._config.buckets, self._shapes, self._config
+        smallest, *larger = buckets.decode_seqs
+        for seqs in (smallest, *reversed(larger)):
+            yield self._decode(seqs, buckets.logits_rows(seqs))
+            if seqs in buckets.burst_seqs:
+                for level in BURST_LEVELS:
+                    yield self._decode_burst(seqs, level)
+        most = buckets.prefill_seqs[-1]
+        for shape in sorted(buckets.prefill_shapes, key=lambda it: (it[1] != most, -it[0])):
+            yield self._prefill(*shape)
+        yield from self.without_pool()
+        state, kv, rows = shapes.sampling, shapes.kv, int32(config.num_rows)
+        loaded = int32(2 * LOADED_ROWS + 3 * LOADED_TOKENS)
+        bias = jax.ShapeDtypeStruct((config.vocab_size,), jnp.float32)
+        pairs = int32(BLOCK_COPIES_CHUNK)
+        copy_blocks = partial(copy_blocks_step, **self._backend)
+        for name, step, arguments in (
+            ("load_rows", load_rows, (state, loaded)),
+            ("load_bias", load_bias, (state, int32(), bias)),
+            ("copy_blocks", copy_blocks, (kv, pairs, pairs)),
+            ("fork_rows", fork_rows_step, (kv, rows, rows)),
+        ):
+            yield Recipe((name, None), step, arguments, donate=("state",))
+        for size in chunk_sizes(kv.pool, config.num_host_blocks):
+            yield from swap_recipes(kv, size)
 
-def _decode(
-    split: SplitModel, shapes: Shapes, config: RuntimeConfig, seqs: int, rows: int
-) -> Recipe:
-    step = split.bind(decode_step, batch_size=seqs, backend=config.backend)
-    packed = _int32(*decode_packed_shape(rows))
-    keywords = {"state": shapes.kv, "last_tokens": shapes.last_tokens, "packed": packed}
-    name, products = ("decode", seqs), _products(config, seqs)
-    return Recipe(name, step, (shapes.leaves,), keywords, ("state",), products)
+    def without_pool(self) -> Iterator[Recipe]:
+        """Those that are the same whatever the pool's size."""
+        for tokens in self._config.buckets.prefill_tokens:
+            yield self._prompt_logprobs(tokens)
+        for seqs in self._config.buckets.sample_seqs:
+            for level in reversed(sampler_levels(self._config)):
+                yield self._sample(seqs, level)
 
+    def largest(self) -> tuple[Recipe, Recipe]:
+        """The forward and the sampling program that take the most memory on top of what stays. The
+        pool's size does not enter it, so any `num_blocks` gives the same answer."""
+        buckets = self._config.buckets
+        prefill = self._prefill(*max(buckets.prefill_shapes))
+        return prefill, self._sample(max(buckets.decode_seqs), EVERYTHING)
 
-def _decode_burst(
-    split: SplitModel,
-    shapes: Shapes,
-    config: RuntimeConfig,
-    seqs: int,
-    level: SamplerLevel,
-    shared: SharedCalls,
-) -> Recipe:
-    options = {"level": level, "backend": config.backend, "max_logprobs": MAX_LOGPROBS}
-    step = split.bind(decode_burst_step, shared=shared, **options)
-    packed = _int32(config.num_scheduler_steps, *decode_packed_shape(seqs))
-    keywords = {"state": shapes.kv, "last_tokens": shapes.last_tokens, "packed": packed}
-    keywords["sampling"] = _state_at(level, shapes)
-    name, products = ("decode_burst", (seqs, level)), _products(config, seqs)
-    donate = "state", "last_tokens", "sampling"
-    return Recipe(name, step, (shapes.leaves,), keywords, donate, products)
+    def _decode(self, seqs: int, rows: int) -> Recipe:
+        step = self._split.bind(decode_step, batch_size=seqs, **self._backend)
+        keywords = self._forward(decode_packed_shape(rows))
+        return self._of_layers(("decode", seqs), step, keywords, ("state",), seqs)
 
+    def _decode_burst(self, seqs: int, level: SamplerLevel) -> Recipe:
+        step = self._split.bind(decode_burst_step, **self._sampling(level))
+        keywords = self._forward((self._config.num_scheduler_steps, *decode_packed_shape(seqs)))
+        keywords["sampling"] = self._state_at(level)
+        donate = "state", "last_tokens", "sampling"
+        return self._of_layers(("decode_burst", (seqs, level)), step, keywords, donate, seqs)
 
-def _state_at(level: SamplerLevel, shapes: Shapes) -> SamplingState | None:
-    return shapes.sampling if SamplerLevel.ADJUSTED in level else None
+    def _prefill(self, tokens: int, seqs: int) -> Recipe:
+        options = {**self._backend, **self._shared}
+        step = self._split.bind(prefill_step, num_tokens=tokens, batch_size=seqs, **options)
+        packed = prefill_packed_shape(tokens, seqs, self._config.max_blocks_per_seq)
+        keywords = self._forward(packed)
+        return self._of_layers(("prefill", (tokens, seqs)), step, keywords, ("state",), tokens)
 
+    def _prompt_logprobs(self, tokens: int) -> Recipe:
+        options = {"max_logprobs": MAX_LOGPROBS, **self._backend}
+        step = self._split.bind(prompt_logprobs_step, **options)
+        width, chunk = self._shapes.hidden, int32(PROMPT_LOGPROBS_CHUNK)
+        hidden = jax.ShapeDtypeStruct((tokens, *width.shape), width.dtype)
+        keywords = {"hidden": hidden, "indices": chunk, "targets": chunk}
+        products = self._products("head", PROMPT_LOGPROBS_CHUNK)
+        name = "prompt_logprobs", tokens
+        return Recipe(name, step, (self._leaves,), keywords, products=products, needs_pool=False)
 
-def prefill_recipe(
-    split: SplitModel,
-    shapes: Shapes,
-    config: RuntimeConfig,
-    tokens: int,
-    seqs: int,
-    shared: SharedCalls,
-) -> Recipe:
-    """`prefill_step` of a bucket."""
-    options = {"backend": config.backend, "shared": shared}
-    step = split.bind(prefill_step, num_tokens=tokens, batch_size=seqs, **options)
-    packed = _int32(*prefill_packed_shape(tokens, seqs, config.max_blocks_per_seq))
-    keywords = {"state": shapes.kv, "last_tokens": shapes.last_tokens, "packed": packed}
-    name, products = ("prefill", (tokens, seqs)), _products(config, tokens)
-    return Recipe(name, step, (shapes.leaves,), keywords, ("state",), products)
+    def _sample(self, seqs: int, level: SamplerLevel) -> Recipe:
+        step = partial(sample_step, **self._sampling(level))
+        counted = jax.ShapeDtypeStruct((seqs,), jnp.bool_)
+        inputs = SampleInputs._make([int32(seqs), counted, int32(seqs, ROW_WIDTH), int32(seqs)])
+        logits = jax.ShapeDtypeStruct((seqs, self._config.vocab_size), jnp.float32)
+        state = self._state_at(level)
+        keywords = {"last_tokens": self._shapes.last_tokens, "sampling": state}
+        name, donate = ("sample", (seqs, level)), ("last_tokens", "sampling")
+        return Recipe(name, step, (logits, inputs), keywords, donate, needs_pool=False)
 
+    def _forward(self, packed: tuple[int, ...]) -> dict[str, Any]:
+        """What all forward programs take."""
+        shapes = self._shapes
+        return {"state": shapes.kv, "last_tokens": shapes.last_tokens, "packed": int32(*packed)}
 
-def _products(config: RuntimeConfig, rows: int) -> tuple[str, int] | None:
-    """Those of all layers; nothing where the compiler measures nothing."""
-    return None if config.backend is Backend.XLA else ("layers", rows)
+    def _of_layers(
+        self, name: Name, step: Callable, keywords: dict, donate: tuple[str, ...], rows: int
+    ) -> Recipe:
+        products = self._products("layers", rows)
+        return Recipe(name, step, (self._leaves,), keywords, donate, products)
 
+    def _products(self, part: str, rows: int) -> tuple[str, int] | None:
+        """Nothing where the compiler measures nothing."""
+        return None if self._config.backend is Backend.XLA else (part, rows)
 
-def _prompt_logprobs(
-    split: SplitModel, shapes: Shapes, config: RuntimeConfig, tokens: int
-) -> Recipe:
-    options = {"max_logprobs": MAX_LOGPROBS, "backend": config.backend}
-    step = split.bind(prompt_logprobs_step, **options)
-    hidden = jax.ShapeDtypeStruct((tokens, *shapes.hidden.shape), shapes.hidden.dtype)
-    chunk = _int32(PROMPT_LOGPROBS_CHUNK)
-    keywords = {"hidden": hidden, "indices": chunk, "targets": chunk}
-    name = "prompt_logprobs", tokens
-    products = None if config.backend is Backend.XLA else ("head", PROMPT_LOGPROBS_CHUNK)
-    leaves = (shapes.leaves,)
-    return Recipe(name, step, leaves, keywords, products=products, needs_pool=False)
+    def _sampling(self, level: SamplerLevel) -> dict[str, Any]:
+        return {"level": level, "max_logprobs": MAX_LOGPROBS, **self._backend, **self._shared}
 
-
-def sample_recipe(
-    shapes: Shapes,
-    config: RuntimeConfig,
-    seqs: int,
-    level: SamplerLevel,
-    shared: SharedCalls,
-) -> Recipe:
-    """`sample_step` of a bucket and a level."""
-    options = {"level": level, "backend": config.backend, "max_logprobs": MAX_LOGPROBS}
-    step = partial(sample_step, shared=shared, **options)
-    counted = jax.ShapeDtypeStruct((seqs,), jnp.bool_)
-    inputs = SampleInputs._make([_int32(seqs), counted, _int32(seqs, ROW_WIDTH), _int32(seqs)])
-    logits = jax.ShapeDtypeStruct((seqs, config.vocab_size), jnp.float32)
-    keywords = {"last_tokens": shapes.last_tokens, "sampling": _state_at(level, shapes)}
-    name, donate = ("sample", (seqs, level)), ("last_tokens", "sampling")
-    return Recipe(name, step, (logits, inputs), keywords, donate, needs_pool=False)
-
-
-def _load_rows(shapes: Shapes) -> Recipe:
-    packed = _int32(2 * LOADED_ROWS + 3 * LOADED_TOKENS)
-    return Recipe(("load_rows", None), load_rows, (shapes.sampling, packed), donate=("state",))
-
-
-def _load_bias(shapes: Shapes, config: RuntimeConfig) -> Recipe:
-    bias = jax.ShapeDtypeStruct((config.vocab_size,), jnp.float32)
-    arguments = (shapes.sampling, _int32(), bias)
-    return Recipe(("load_bias", None), load_bias, arguments, donate=("state",))
-
-
-def _copy_blocks(shapes: Shapes, config: RuntimeConfig) -> Recipe:
-    pairs = _int32(BLOCK_COPIES_CHUNK)
-    step = partial(copy_blocks_step, backend=config.backend)
-    return Recipe(("copy_blocks", None), step, (shapes.kv, pairs, pairs), donate=("state",))
-
-
-def _fork_rows(shapes: Shapes, config: RuntimeConfig) -> Recipe:
-    rows = _int32(config.num_rows)
-    arguments = (shapes.kv, rows, rows)
-    return Recipe(("fork_rows", None), fork_rows_step, arguments, donate=("state",))
+    def _state_at(self, level: SamplerLevel) -> SamplingState | None:
+        return self._shapes.sampling if SamplerLevel.ADJUSTED in level else None
 
 
 def swap_recipes(state: KVState, size: int) -> tuple[Recipe, Recipe]:
     """`gather_blocks_step` and `scatter_blocks_step` for `size` blocks."""
-    ids = _int32(size)
+    ids = int32(size)
     blocks = jax.eval_shape(gather_blocks_step, state.pool, ids)
     gather = Recipe(("gather_blocks", size), gather_blocks_step, (state.pool, ids))
-    arguments = (state, ids, blocks)
-    name = ("scatter_blocks", size)
+    name, arguments = ("scatter_blocks", size), (state, ids, blocks)
     return gather, Recipe(name, scatter_blocks_step, arguments, donate=("state",))
-
-
-def _int32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)

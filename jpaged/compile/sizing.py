@@ -1,33 +1,24 @@
 """How much of the device is for what: weights, sampling, a step's workspace, the pool."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
-from jpaged.compile.builder import ProgramBuilder, largest_step_recipes
-from jpaged.compile.recipes import SharedCalls, recipes_without_pool
-from jpaged.config import EngineConfig, physical_memory_bytes
+from jpaged.compile.builder import ProgramBuilder
+from jpaged.compile.recipes import Recipes, SharedCalls
+from jpaged.config import EngineConfig, LoopMode, physical_memory_bytes
+from jpaged.core.swap import PreemptionMode
 from jpaged.models.config import ModelConfig
 from jpaged.observe.statistics import MemoryAccount
-from jpaged.runtime.buckets import step_buckets
-from jpaged.runtime.kv_cache import MAX_BLOCKS, block_bytes, fit_blocks, tree_bytes
+from jpaged.runtime.kv_cache import block_bytes
 from jpaged.runtime.programs import Shapes, SplitModel
-from jpaged.runtime.runtime_config import (
-    BURST_WEIGHT_BYTES,
-    CPU_DEFAULTS,
-    CPU_KV_CACHE_BYTES,
-    GPU_DEFAULTS,
-    PlatformDefaults,
-    RuntimeConfig,
-    resolve_limits,
-    with_pool,
-    with_swap,
-)
+from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.swap import staging_bytes
-from pallas_kernels import select_backend
+from pallas_kernels import Backend, select_backend
 
 _DRAFT_BLOCKS = 2
 """Blocks of the pool with which the largest step's workspace is measured; they do not enter it."""
@@ -39,6 +30,36 @@ places for these with their guards (`jpaged.runtime.allocation_guard`), and the 
 _STEPS_IN_FLIGHT = 2
 """Large steps whose workspaces can exist at once: the one that runs and the one launched behind it.
 Steps that a burst would have may be more; they decode, and their logits are counted."""
+
+POOL_GRANULE = 64
+"""Blocks by which pools sized to the device differ, so that nearly equal free memory finds the same
+compiled programs."""
+
+MAX_BLOCKS = 2**18
+"""Most blocks of a pool sized to the device: of a tiny model more would fit than a host can use."""
+
+
+@dataclass(frozen=True)
+class PlatformDefaults:
+    """What `None` stands for on a kind of device."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    few_programs: bool = False
+    num_scheduler_steps: int = 1
+
+
+BURST_WEIGHT_BYTES = 5 * 10**9
+"""Of the weights that an H200 reads, at 4 TB/s, in the 1.3 ms that its host takes to launch a step:
+larger models have no bursts unless they are asked for."""
+
+# The host takes about 1.3 ms to launch a step, and a small model's device as little as 0.7.
+GPU_DEFAULTS = PlatformDefaults(256, 8192, 32768, num_scheduler_steps=4)
+# A CPU compiles each bucket on few cores, and has no memory of its own to fill: keep both small.
+# Its matrix products gain little from more than 64 rows, so that one bucket of prefill is enough.
+CPU_DEFAULTS = PlatformDefaults(16, 64, 4096, few_programs=True)
+CPU_KV_CACHE_BYTES = 256 * 2**20
 
 
 class Sized(NamedTuple):
@@ -75,8 +96,13 @@ class Sizing:
     ):
         self._config, self._model, self._split, self._dtype = config, model, split, dtype
         self._limit = _memory_limit(device)
-        self._weights = tree_bytes(split.leaves)
-        self._check_weights()
+        self._weights = _tree_bytes(split.leaves)
+        if self._weights > self._most:  # before a byte of them is there
+            raise ValueError(
+                f"the model's weights take {self._weights / 2**30:,.1f} GiB as {dtype.name}, "
+                f"and {self._whose} memory is {self._most / 2**30:,.1f} GiB: take a smaller model "
+                f"or dtype; config.json says {model.sizes}"
+            )
         limits = resolve_limits(
             config,
             model_max_len=model.max_position_embeddings,
@@ -91,7 +117,7 @@ class Sizing:
     @property
     def step_rows(self) -> set[int]:
         """Rows that the products of steps have."""
-        buckets = step_buckets(self._limits)
+        buckets = self._limits.buckets
         return {*buckets.decode_seqs, *buckets.prefill_tokens}
 
     def workspace(
@@ -103,18 +129,17 @@ class Sizing:
         """Bytes of the largest step's temporaries; 0 where they are not worth a compilation.
 
         If it has to be compiled, programs that have no part in the pool are begun meanwhile: by
-        `begin_elsewhere` unless it says no, else by the builder. `shared` is as of `recipes`.
+        `begin_elsewhere` unless it says no, else by the builder. `shared` is as of `Recipes`.
         """
         if self._limit is None:  # a CPU step's
             return 0
-        limits = self._limits
-        step = self._split, self._draft_shapes, limits, step_buckets(limits), shared
+        recipes = Recipes(self._split, self._draft_shapes, self._limits, shared)
 
         def meanwhile() -> None:
-            if not begin_elsewhere(limits):
-                builder.add(recipes_without_pool(*step), behind=True)
+            if not begin_elsewhere(self._limits):
+                builder.add(recipes.without_pool())
 
-        return builder.workspace(largest_step_recipes(*step), meanwhile)
+        return builder.workspace(recipes.largest(), meanwhile)
 
     def fit(self, workspace: int) -> Sized:
         """The numbers, the memory, and the shapes of what lives on the device.
@@ -124,7 +149,7 @@ class Sizing:
         """
         config = self._config
         account = self._account_without_pool(workspace)
-        num_blocks = _choose_num_blocks(config, self._limits, account, self._per_block)
+        num_blocks = self._choose_num_blocks(account)
         runtime = with_pool(self._limits, num_blocks, config)
         runtime = with_swap(runtime, config, self._per_block)
         account = replace(
@@ -140,7 +165,7 @@ class Sizing:
                 + "\nlower num_blocks, kv_cache_memory_bytes, max_num_batched_tokens or "
                 "max_num_seqs, or raise gpu_memory_utilization"
             )
-        shapes = Shapes.of(self._split, self._model, runtime, self._dtype)
+        shapes = Shapes.of(self._model, runtime, self._dtype)
         return Sized(runtime, account, shapes)
 
     @property
@@ -152,34 +177,47 @@ class Sizing:
     def _whose(self) -> str:
         return "this machine's" if self._limit is None else "the device's"
 
-    def _check_weights(self) -> None:
-        """Before a byte of them is there."""
-        if self._weights > self._most:
-            raise ValueError(
-                f"the model's weights take {self._weights / 2**30:,.1f} GiB as {self._dtype.name}, "
-                f"and {self._whose} memory is {self._most / 2**30:,.1f} GiB: take a smaller model "
-                f"or dtype; config.json says {self._model.sizes}"
-            )
-
     @cached_property
     def _draft_shapes(self) -> Shapes:
         limits = replace(self._limits, num_blocks=_DRAFT_BLOCKS)
-        return Shapes.of(self._split, self._model, limits, self._dtype)
+        return Shapes.of(self._model, limits, self._dtype)
 
     def _account_without_pool(self, one_step: int) -> MemoryAccount:
         shapes, workspace = self._draft_shapes, 0
         if self._limit is not None:
-            large = max(one_step, _burst_logits_bytes(self._limits))
+            large = max(one_step, self._burst_logits_bytes())
             workspace = _STEPS_IN_FLIGHT * large + _SMALL_ARRAYS
             workspace += staging_bytes(shapes.kv.pool, self._limits.num_host_blocks)
-        sampling = tree_bytes((shapes.sampling, shapes.last_tokens, shapes.kv.block_tables))
+        sampling = _tree_bytes((shapes.sampling, shapes.last_tokens, shapes.kv.block_tables))
         return MemoryAccount(self._weights, sampling, workspace, 0, self._limit)
 
+    def _burst_logits_bytes(self) -> int:
+        """Of the steps that would be one burst, launched one by one."""
+        limits = self._limits
+        rows = limits.num_scheduler_steps * max(limits.buckets.burst_seqs, default=0)
+        return rows * limits.vocab_size * jnp.dtype(jnp.float32).itemsize
 
-def _burst_logits_bytes(limits: RuntimeConfig) -> int:
-    """Of the steps that would be one burst, launched one by one."""
-    rows = limits.num_scheduler_steps * max(step_buckets(limits).burst_seqs, default=0)
-    return rows * limits.vocab_size * jnp.dtype(jnp.float32).itemsize
+    def _choose_num_blocks(self, account: MemoryAccount) -> int:
+        """As many blocks as asked for, or as fit."""
+        config, limits = self._config, self._limits
+        if config.num_blocks is not None:
+            return config.num_blocks
+        if config.kv_cache_memory_bytes is not None:
+            return self._fit_blocks(config.kv_cache_memory_bytes)
+        if account.limit is not None:
+            return min(self._fit_blocks(account.limit - account.total), MAX_BLOCKS)
+        # Memory that belongs to everybody: no more than the sequences can use.
+        useful = limits.max_num_seqs * limits.max_blocks_per_seq + 1
+        return min(self._fit_blocks(CPU_KV_CACHE_BYTES), useful)
+
+    def _fit_blocks(self, available: int) -> int:
+        """How many fit in so many bytes, rounded down to whole granules if there are any."""
+        blocks = max(available, 0) // self._per_block
+        return blocks // POOL_GRANULE * POOL_GRANULE if blocks > POOL_GRANULE else blocks
+
+
+def _tree_bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def platform_defaults(device: Any, weights: int) -> PlatformDefaults:
@@ -199,16 +237,93 @@ def _memory_limit(device: Any) -> int | None:
     return stats["bytes_limit"] - stats["bytes_in_use"]
 
 
-def _choose_num_blocks(
-    config: EngineConfig, limits: RuntimeConfig, account: MemoryAccount, per_block: int
-) -> int:
-    """As many blocks as asked for, or as fit."""
-    if config.num_blocks is not None:
-        return config.num_blocks
-    if config.kv_cache_memory_bytes is not None:
-        return fit_blocks(config.kv_cache_memory_bytes, per_block)
-    if account.limit is not None:
-        return min(fit_blocks(account.limit - account.total, per_block), MAX_BLOCKS)
-    # Memory that belongs to everybody: no more than the sequences can use.
-    useful = limits.max_num_seqs * limits.max_blocks_per_seq + 1
-    return min(fit_blocks(CPU_KV_CACHE_BYTES, per_block), useful)
+def resolve_limits(
+    config: EngineConfig,
+    *,
+    model_max_len: int,
+    vocab_size: int,
+    backend: Backend,
+    defaults: PlatformDefaults,
+) -> RuntimeConfig:
+    """Settle every number but the pool's size, which is left at 0.
+
+    Args:
+        config: The caller's wishes.
+        model_max_len: Positions the model knows.
+        vocab_size: Width of the logits.
+        backend: The kernels' implementation.
+        defaults: What None stands for on this device.
+
+    Raises:
+        ValueError: the wishes contradict each other or the model.
+    """
+    if config.max_model_len is not None and config.max_model_len > model_max_len:
+        raise ValueError(
+            f"max_model_len={config.max_model_len} is more than the {model_max_len} positions of "
+            f"the model; give at most {model_max_len}"
+        )
+    burst = config.num_scheduler_steps or defaults.num_scheduler_steps
+    if config.loop_mode is LoopMode.SYNCHRONOUS:
+        burst = 1
+    asked_budget = config.max_num_batched_tokens or defaults.max_num_seqs
+    max_num_seqs = config.max_num_seqs or min(defaults.max_num_seqs, asked_budget)
+    budget = config.max_num_batched_tokens or max(defaults.max_num_batched_tokens, max_num_seqs)
+    if budget < max_num_seqs:
+        raise ValueError(
+            f"max_num_batched_tokens={budget} is less than max_num_seqs={max_num_seqs}: a step "
+            "must have room for one token of every sequence; raise the first or lower the second"
+        )
+    return RuntimeConfig(
+        block_size=config.block_size,
+        num_blocks=0,
+        max_model_len=config.max_model_len or min(model_max_len, defaults.max_model_len),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        vocab_size=vocab_size,
+        backend=backend,
+        few_programs=defaults.few_programs,
+        num_scheduler_steps=burst,
+    )
+
+
+def with_pool(limits: RuntimeConfig, num_blocks: int, config: EngineConfig) -> RuntimeConfig:
+    """Settle the pool's size: a sequence of `max_model_len` must fit alone, or it might never run.
+
+    Args:
+        limits: From `resolve_limits`.
+        num_blocks: Blocks of the pool, the null block included.
+        config: The caller's wishes; a `max_model_len` asked for is not shortened silently.
+
+    Raises:
+        ValueError: the pool is too small.
+    """
+    capacity = (num_blocks - 1) * limits.block_size
+    if capacity < 1:
+        raise ValueError(
+            "no KV block fits in the memory left: raise gpu_memory_utilization or "
+            "kv_cache_memory_bytes, or lower max_num_batched_tokens or max_num_seqs"
+        )
+    if config.max_model_len is not None and config.max_model_len > capacity:
+        raise ValueError(
+            f"max_model_len={config.max_model_len} tokens do not fit in the KV pool of "
+            f"{num_blocks - 1} blocks of {limits.block_size} ({capacity} tokens); lower "
+            f"max_model_len to {capacity} or give the pool more (num_blocks, "
+            "kv_cache_memory_bytes, gpu_memory_utilization)"
+        )
+    max_model_len = min(limits.max_model_len, capacity)
+    return replace(limits, num_blocks=num_blocks, max_model_len=max_model_len)
+
+
+def with_swap(runtime: RuntimeConfig, config: EngineConfig, bytes_per_block: int) -> RuntimeConfig:
+    """Settle how many blocks host memory holds: what fits, and no more than the pool has.
+
+    Raises:
+        ValueError: not one fits, and the caller asked for swap.
+    """
+    num_host_blocks = min(config.host_blocks(bytes_per_block), runtime.num_blocks - 1)
+    if not num_host_blocks and config.preemption_mode == PreemptionMode.SWAP:
+        raise ValueError(
+            f"swap_space={config.swap_space!r} GiB does not hold a block of {bytes_per_block:,} "
+            "bytes; give more, or use preemption_mode='recompute'"
+        )
+    return replace(runtime, num_host_blocks=num_host_blocks)

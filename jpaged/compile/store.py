@@ -35,6 +35,7 @@ MAX_BYTES = 256 * 2**20
 
 _TRACED = ("jpaged.models", "jpaged.runtime", "jpaged.compile.recipes", "pallas_kernels")
 _SETTINGS = ("XLA_", "TF_", "TRITON_", "NVIDIA_")
+_CACHES = ("_abc_", "__msgspec_")  # which others leave in classes
 _DIGEST_BYTES = 32
 
 
@@ -195,10 +196,10 @@ def _module_parts(module: ModuleType) -> Iterator[bytes]:
             continue
         yield name.encode()
         if inspect.isclass(value) and value.__module__ == module.__name__:
-            members = {k: v for k, v in vars(value).items() if not k.startswith("_abc_")}
-            for attribute, member in sorted(members.items()):
-                yield attribute.encode()
-                yield _value_part(member)
+            for attribute, member in sorted(vars(value).items()):
+                if not attribute.startswith(_CACHES):
+                    yield attribute.encode()
+                    yield _value_part(member)
         else:
             yield _value_part(value)
 

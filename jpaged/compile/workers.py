@@ -14,28 +14,28 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import msgspec
 
 from jpaged.compile.builder import ProgramBuilder
 from jpaged.compile.gemm_autotuning import make_compiler
-from jpaged.compile.recipes import Recipe, SharedCalls, recipes, recipes_without_pool
+from jpaged.compile.recipes import Recipe, Recipes, SharedCalls
 from jpaged.compile.store import ProgramStore, device_bytes, program_store, settings, traced_modules
 from jpaged.config import EngineConfig
 from jpaged.models.loader import model_shapes, read_config
 from jpaged.models.registry import read_model_config
-from jpaged.runtime.buckets import step_buckets
 from jpaged.runtime.programs import Name, Shapes, SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig
-from pallas_kernels import Backend
 
 _NICENESS = 5
 """Behind the engine's own process, which loads the model and sizes the pool meanwhile."""
@@ -67,7 +67,7 @@ class Order:
         tied: Whether the output head is the embedding; None: as config.json says.
         share, of: Which share of the programs, of how many.
         threads: Compilations at once.
-        limits: Fields of `RuntimeConfig`, the pool's size not settled.
+        limits: The runtime's numbers, the pool's size not settled; set when a worker is started.
         recorded: Whether XLA has nothing left to measure of the products: it is recorded, or the
             device is a CPU.
     """
@@ -83,13 +83,8 @@ class Order:
     share: int = 0
     of: int = 1
     threads: int = 1
-    limits: dict[str, Any] = field(default_factory=dict)
+    limits: RuntimeConfig | None = None
     recorded: bool = True
-
-
-def runtime_of(numbers: Mapping[str, Any]) -> RuntimeConfig:
-    """A `RuntimeConfig` from JSON."""
-    return RuntimeConfig(**{**numbers, "backend": Backend(numbers["backend"])})
 
 
 def share_of(made: Iterable[Recipe], share: int, of: int) -> list[Recipe]:
@@ -140,18 +135,16 @@ def compile_share(order: Order, wait_for_runtime: Callable[[], RuntimeConfig]) -
     store = program_store(order.cache, model_config, draft, device)
     if store is None or store.made_from != order.made_from:
         raise ValueError("settings, code or share of the device are not the engine's process's")
-    split, limits = SplitModel.of(draft), runtime_of(order.limits)
+    split, limits = SplitModel.of(draft), cast(RuntimeConfig, order.limits)
     shared = SharedCalls(limits.backend)
 
-    def own(recipes_of: Callable[..., Iterable[Recipe]], runtime: RuntimeConfig) -> list[Recipe]:
-        shapes = Shapes.of(split, model_config, runtime, dtype)
-        made = recipes_of(split, shapes, runtime, step_buckets(runtime), shared)
-        return share_of(made, order.share, order.of)
+    def made(runtime: RuntimeConfig) -> Recipes:
+        return Recipes(split, Shapes.of(model_config, runtime, dtype), runtime, shared)
 
     compiler = make_compiler(draft, limits.backend, recorded=order.recorded)
     with ProgramBuilder(order.threads, store, compiler=compiler) as builder:
-        builder.add(own(recipes_without_pool, limits))
-        builder.add(own(recipes, wait_for_runtime()))
+        builder.add(share_of(made(limits).without_pool(), order.share, order.of))
+        builder.add(share_of(made(wait_for_runtime()), order.share, order.of))
         for name, _ in builder.built():
             yield name
 
@@ -168,23 +161,28 @@ def _take_over(order: Order) -> None:
         import_module(module)
 
 
-def main(pipe: int) -> None:
-    """Compile what the parent orders, and tell it by `pipe` of each program that is done, which is
-    in both caches by then. Never returns.
+def main() -> None:
+    """Compile what the parent orders, and tell it of each program that is done, which is in both
+    caches by then. Never returns.
 
-    Standard input brings two lines of JSON: an `Order`, and later the runtime's numbers.
+    Standard input brings two lines of JSON: an `Order`, and later the runtime's numbers. Standard
+    output is for what is told; all else that is written there goes to standard error.
     """
-    os.set_inheritable(pipe, False)  # or a compiler that XLA starts would hold it open
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever the parent does with it
     os.nice(_NICENESS)
     gc.disable()  # tracing makes millions of objects, and the process ends with them
     lines: SimpleQueue[str] = SimpleQueue()
     threading.Thread(target=_read, args=(lines,), daemon=True).start()
     code = 0
-    with os.fdopen(pipe, "w", buffering=1) as told:
+    with os.fdopen(os.dup(1), "w", buffering=1) as told:  # which no compiler of XLA's inherits
+        os.dup2(2, 1)
         try:
-            order = Order(**json.loads(lines.get()))
-            for name in compile_share(order, lambda: runtime_of(json.loads(lines.get()))):
+            order = msgspec.json.decode(lines.get(), type=Order)
+
+            def wait_for_runtime() -> RuntimeConfig:
+                return msgspec.json.decode(lines.get(), type=RuntimeConfig)
+
+            for name in compile_share(order, wait_for_runtime):
                 print(json.dumps({"compiled": repr(name)}), file=told)
         except Exception as error:
             code = 1
@@ -212,19 +210,13 @@ import json, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this
 sys.path[:] = json.loads(sys.argv[1])
 from jpaged.compile.workers import main
-main(int(sys.argv[2]))
+main()
 """
 
 
 def choose_workers(config: EngineConfig, device: Any, *, recorded: bool) -> int:
-    """How many processes compile in addition to the engine's own.
-
-    Args:
-        config: The caller's wishes.
-        device: What the engine runs on.
-        recorded: As of `make_compiler`; if not, each worker measures some products itself, and
-            needs room for their factors.
-    """
+    """How many processes compile in addition to the engine's own. Unless products are `recorded`
+    (see `Order`), each measures some itself, and needs room for their factors."""
     if config.num_compile_workers is not None:
         return config.num_compile_workers
     if device.platform == "cpu":
@@ -248,20 +240,14 @@ def make_orders(
     recorded: bool,
     tied: bool | None = None,
 ) -> list[Order]:
-    """One for each worker, to make the programs that this thread would right after its store.
+    """One for each worker, to make the programs that this thread would right after its store; none
+    where what workers compile would not be found, or no Python is to be had.
 
     Args:
         config: The caller's wishes.
-        folder: The checkpoint's.
-        dtype: Of weights and pool.
         device: What the engine runs on.
         store: Where workers leave what they lower, and the engine finds it.
-        recorded: Whether XLA has nothing left to measure of the products: it is recorded, or the
-            device is a CPU.
-        tied: Whether the output head is the embedding; None: as config.json says.
-
-    Returns:
-        None at all where what workers compile would not be found, or no Python is to be had.
+        folder, dtype, recorded, tied: As of `Order`.
     """
     num_workers = choose_workers(config, device, recorded=recorded)
     is_frozen = getattr(sys, "frozen", False)  # then that is the caller's own program
@@ -283,14 +269,11 @@ def make_orders(
     return [replace(whole, share=share) for share in range(num_workers)]
 
 
-@dataclass(frozen=True)
-class _Worker:
-    process: subprocess.Popen[str]
-    listener: threading.Thread
-
-
 class CompilePool:
     """Workers that compile an engine's programs; a context that leaves no process behind.
+
+    Attributes:
+        processes: Those that were started, one an order.
 
     Args:
         orders: One a worker; without any, all is left to the engine's own process.
@@ -307,10 +290,11 @@ class CompilePool:
         *,
         verbose: bool = False,
     ):
+        self.processes: list[subprocess.Popen[str]] = []
         self._orders, self._store, self._say = orders, store, say
         self._errors = None if verbose else subprocess.DEVNULL
-        self._tried, self._workers = False, list[_Worker]()
-        self._starting, self._closed = threading.Lock(), False
+        self._tried, self._starting, self._closed = False, threading.Lock(), False
+        self._listeners = ThreadPoolExecutor(len(orders) or 1)
         self._told: SimpleQueue[tuple[int, dict[str, str] | None]] = SimpleQueue()
 
     def __enter__(self) -> "CompilePool":
@@ -319,42 +303,38 @@ class CompilePool:
     def __exit__(self, *_: object) -> None:
         with self._starting:  # another thread may be at it; there are no more after this
             self._closed = True
-        for worker in self._workers:
-            worker.process.kill()
-        for worker in self._workers:
-            worker.listener.join()
-            with suppress(OSError), worker.process:  # waits, and closes what leads there
+        for process in self.processes:
+            process.kill()
+        self._listeners.shutdown()
+        for process in self.processes:
+            with suppress(OSError), process:  # waits, and closes what leads there
                 pass
 
     def start(self, limits: RuntimeConfig) -> bool:
         """Begin with the programs that have no part in the pool; False if there are no workers."""
         self._tried = True
         with self._starting:
-            if self._closed:
-                return False
-            for order in self._orders:
-                try:
-                    self._start_one(replace(order, limits=asdict(limits)))
-                except (OSError, RuntimeError) as error:  # no more processes, or threads
-                    self._say(f"no process to compile in could be started: {error}")
-                    break
-        return bool(self._workers)
+            try:
+                for order in () if self._closed else self._orders:
+                    self._start_one(replace(order, limits=limits))
+            except (OSError, RuntimeError) as error:  # no more processes, or threads
+                self._say(f"no process to compile in could be started: {error}")
+        return bool(self.processes)
 
     def compiled(
         self,
-        recipes: Iterable[Recipe],
+        needed: Sequence[Recipe],
         runtime: RuntimeConfig,
         progress: Callable[[int, int], None],
     ) -> Iterator[Recipe]:
-        """All of `recipes`, each when a worker has compiled it, or when none will.
+        """All of `needed`, each when a worker has compiled it, or when none will.
 
         Workers that were not started are now if there is much to do.
         """
-        needed = list(recipes)
         if not self._tried and self._is_cold(needed):
             self.start(runtime)
-        for worker in self._workers:
-            _send(worker.process, asdict(runtime))
+        for process in self.processes:
+            _send(process, runtime)
         waiting = {repr(recipe.name): recipe for recipe in needed}
         for name in self._names_told(needed):
             if name in waiting:
@@ -369,43 +349,31 @@ class CompilePool:
         return len(missing) > len(self._orders)
 
     def _start_one(self, order: Order) -> None:
-        pipe, theirs = os.pipe()
-        listener = threading.Thread(target=self._listen, args=(order.share, pipe), daemon=True)
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(
+            worker_command(), stdin=pipe, stdout=pipe, stderr=self._errors, text=True
+        )
         try:
-            process = subprocess.Popen(
-                worker_command(theirs),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=self._errors,
-                pass_fds=[theirs],
-                text=True,
-            )
-        except OSError:
-            os.close(pipe)
-            raise
-        finally:
-            os.close(theirs)
-        try:
-            listener.start()
+            self._listeners.submit(self._listen, order.share, process)
         except RuntimeError:
-            os.close(pipe)
-            process.kill()
-            process.communicate()
+            with process:
+                process.kill()
             raise
-        self._workers.append(_Worker(process, listener))
-        _send(process, asdict(order))
+        self.processes.append(process)
+        _send(process, order)
 
-    def _listen(self, share: int, pipe: int) -> None:
+    def _listen(self, share: int, process: subprocess.Popen[str]) -> None:
         try:
-            with suppress(ValueError), os.fdopen(pipe) as told:  # a line may be cut short
-                for line in told:
-                    self._told.put((share, json.loads(line)))
+            for line in process.stdout or ():
+                self._told.put((share, json.loads(line)))
+        except ValueError:  # a line was cut short
+            pass
         finally:
             self._told.put((share, None))
 
     def _names_told(self, needed: Sequence[Recipe]) -> Iterator[str]:
         """As workers tell them, and of a share all when its worker has ended or was not started."""
-        running = len(self._workers)
+        running = len(self.processes)
         for order in self._orders[running:] if running else ():
             yield from self._left(order.share, needed)
         while running:
@@ -422,15 +390,16 @@ class CompilePool:
         return (repr(recipe.name) for recipe in share_of(needed, share, len(self._orders)))
 
 
-def worker_command(pipe: int) -> list[str]:
-    """A worker's command line: it finds modules where this process does, and tells by `pipe`."""
+def worker_command() -> list[str]:
+    """A worker's command line: it finds modules where this process does."""
     path = [entry for entry in sys.path if isinstance(entry, str)]
-    return [sys.executable, "-P", "-c", _WORKER, json.dumps(path), str(pipe)]
+    return [sys.executable, "-P", "-c", _WORKER, json.dumps(path)]
 
 
-def _send(process: subprocess.Popen[str], line: dict[str, Any]) -> None:
+def _send(process: subprocess.Popen[str], record: Order | RuntimeConfig) -> None:
+    line = msgspec.json.encode(record, enc_hook=operator.index).decode()
     with suppress(OSError, ValueError):  # it has ended, and the listener says so
-        print(json.dumps(line, default=operator.index), file=process.stdin, flush=True)
+        print(line, file=process.stdin, flush=True)
 
 
 def _processors() -> int:

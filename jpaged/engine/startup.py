@@ -25,7 +25,6 @@ from jpaged.models.config import ModelConfig, refuse_head_size
 from jpaged.models.loader import ModelPlan, plan_model
 from jpaged.models.registry import read_model_config
 from jpaged.observe.statistics import MemoryAccount
-from jpaged.runtime.buckets import step_buckets
 from jpaged.runtime.model_runner import ModelRunner
 from jpaged.runtime.programs import SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig
@@ -94,8 +93,7 @@ def _build_parts(config: EngineConfig) -> EngineParts:
         with log.phase("compiling"):
             programs = compilation.programs()
     with log.phase("warming up"):
-        buckets = step_buckets(runtime)
-        runner = ModelRunner(loaded.split, shapes, runtime, buckets, programs, loaded.eos)
+        runner = ModelRunner(loaded.split, shapes, runtime, programs, loaded.eos)
         runner.warm_up()
     for line in account.beside(device.memory_stats() or {}):
         log.say(line)
@@ -201,7 +199,7 @@ def _choose_pressure(
     if mode is not PreemptionMode.AUTO:
         return PressurePolicy(mode, runtime.num_host_blocks)
     with log.phase("measuring the cost of preemption"):
-        costs = measure_costs(runner, runtime, step_buckets(runtime))
+        costs = measure_costs(runner, runtime)
     return PressurePolicy(mode, runtime.num_host_blocks, costs)
 
 

@@ -61,7 +61,8 @@ class StepRecorder:
         runner = self._runner
         self._replaced = {name: vars(runner)[name] for name in _REPLACED if name in vars(runner)}
         launch, launch_burst = runner.launch, runner.launch_burst
-        runner.programs = runner.programs.noted(self._note_program)
+        programs = runner.programs.items()
+        runner.programs = {name: self._noted(name, program) for name, program in programs}
 
         def recorded(plan: StepPlan, sampling: Any) -> StepHandle:
             self._note_plans([plan])
@@ -90,6 +91,10 @@ class StepRecorder:
         self._before(plans)
         self.launches.append(Launch(tuple(plans)))
 
-    def _note_program(self, name: Name) -> None:
-        if self.launches:
-            self.launches[-1].programs.append(name)
+    def _noted(self, name: Name, program: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **keywords: Any) -> Any:
+            if self.launches:
+                self.launches[-1].programs.append(name)
+            return program(*arguments, **keywords)
+
+        return run

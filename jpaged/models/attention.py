@@ -60,10 +60,8 @@ class AttentionInputs:
     @classmethod
     def tree_unflatten(cls, static, arrays):
         """Skips `__init__`, since JAX also builds trees of placeholders."""
-        self = object.__new__(cls)
-        names, values = (*cls._ARRAYS, "backend", "shared"), (*arrays, *static)
-        for name, value in zip(names, values, strict=True):
-            object.__setattr__(self, name, value)
+        self, names = object.__new__(cls), (*cls._ARRAYS, "backend", "shared")
+        vars(self).update(zip(names, (*arrays, *static), strict=True))
         return self
 
 

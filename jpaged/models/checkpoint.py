@@ -5,8 +5,9 @@ by which tensors become parameters.
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -36,7 +37,6 @@ _DOWNLOADED = [
 _NOT_DOWNLOADED = ["*/*", "consolidated*.safetensors", "adapter_*"]
 _MAX_NAMED = 10
 
-
 _READ_SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja", ".tiktoken")
 """Of the files that are read of a checkpoint, here and by its tokenizer's class."""
 
@@ -57,16 +57,15 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class WeightRule:
-    """Where one kind of checkpoint tensor goes.
+    """Where one tensor of a checkpoint goes.
 
     A parameter's path is the dotted path of its `nnx.Param` in the model, such as
     `layers.0.attention.qkv.weight`. Several rules may fill one (fused) parameter, a piece each.
 
     Attributes:
-        pattern: regular expression that must match the whole of a checkpoint tensor's name.
-        target: path of the parameter, with references to the pattern's groups
-            (`r"layers.\\1.attention.qkv.weight"`). None: the tensor is known and not needed, such
-            as a causal-mask buffer or the copy of a tied output head.
+        source: the tensor's name, without the prefix of the `WeightRules`.
+        target: path of the parameter. None: the tensor is known and not needed, such as the copy of
+            a tied output head.
         shape: the piece's shape in the parameter's layout; None for the parameter's whole shape.
         file_axes: for each axis of the tensor in the file, the axes of the piece that it joins,
             the slowest first: ((1, 2), (0,)) where a piece [D, heads, H] lies as [heads * H, D].
@@ -76,13 +75,40 @@ class WeightRule:
         add: a number added to every value once it has the parameter's dtype.
     """
 
-    pattern: str
+    source: str
     target: str | None
     shape: tuple[int, ...] | None = None
     file_axes: tuple[tuple[int, ...], ...] | None = None
     axis: int = 0
     start: int = 0
     add: float = 0.0
+
+
+@dataclass(frozen=True)
+class WeightRules:
+    """Where the tensors of a model's checkpoints go.
+
+    Attributes:
+        rules: one for each tensor.
+        prefix: regular expression of what may stand before the names.
+        unneeded: regular expression of the names, without prefix, of more tensors that are known
+            and not needed, such as causal-mask buffers.
+    """
+
+    rules: Sequence[WeightRule]
+    prefix: str = ""
+    unneeded: str = ""
+
+    def find(self, name: str) -> WeightRule | None:
+        """The rule of the tensor of that name; None if it is unknown."""
+        source = re.sub(f"^(?:{self.prefix})", "", name)
+        if self.unneeded and re.fullmatch(self.unneeded, source):
+            return WeightRule(source, None)
+        return self._by_source.get(source)
+
+    @cached_property
+    def _by_source(self) -> dict[str, WeightRule]:
+        return {rule.source: rule for rule in self.rules}
 
 
 def open_tensors(file: Path) -> safe_open:
@@ -244,24 +270,17 @@ def _read_indexed(folder: Path) -> list[TensorInfo]:
             f"{index} names shards that are missing: {named_list(absent)}; fetch them again."
         )
     tensors = [tensor for name in shards for tensor in _read_header(folder / name)]
-    _check_against_index(index, shard_of, tensors)
-    return tensors
-
-
-def _check_against_index(
-    index: Path, shard_of: Mapping[str, str], tensors: list[TensorInfo]
-) -> None:
-    held = {(tensor.name, tensor.file.name) for tensor in tensors}
-    indexed = set(shard_of.items())
+    held, indexed = {(it.name, it.file.name) for it in tensors}, set(shard_of.items())
     problems = []
-    if absent := sorted(indexed - held):
-        listed = named_list([f"{name} in {shard}" for name, shard in absent])
-        problems.append(f"{len(absent)} tensors of the index are not in their shard: {listed}")
-    if extra := sorted(held - indexed):
-        listed = named_list([f"{name} in {shard}" for name, shard in extra])
-        problems.append(f"{len(extra)} tensors of the shards are not in the index: {listed}")
+    for what, pairs in (
+        ("tensors of the index are not in their shard", indexed - held),
+        ("tensors of the shards are not in the index", held - indexed),
+    ):
+        listed = named_list([f"{name} in {shard}" for name, shard in sorted(pairs)])
+        problems += [f"{len(pairs)} {what}: {listed}"] if pairs else []
     if problems:
-        raise CheckpointError(f"{index} and its shards disagree: " + "; ".join(problems) + ".")
+        raise CheckpointError(f"{index} and its shards disagree: {'; '.join(problems)}.")
+    return tensors
 
 
 def _read_header(file: Path) -> list[TensorInfo]:

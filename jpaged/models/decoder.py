@@ -4,7 +4,6 @@ What differs between families is in `ModelConfig`, and the names of their checkp
 their weight rules.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -208,7 +207,7 @@ class Decoder(nnx.Module):
 
 def layer_rules(
     config: ModelConfig,
-    prefix: str,
+    layers: str,
     names: Mapping[str, str | Sequence[str]],
     *,
     transposed: bool = True,
@@ -217,30 +216,31 @@ def layer_rules(
 
     Args:
         config: the model's.
-        prefix: pattern of what comes before a layer's names; its only group is the layer's number.
-        names: of every projection and norm by its path in `DecoderLayer`, the name in the
-            checkpoint; several for a projection whose parts lie apart there.
+        layers: what the list of layers is called there.
+        names: of every projection and norm by its path in `DecoderLayer`, the name in a layer
+            there; several for a projection whose parts lie apart.
         transposed: as of `linear_rules`.
     """
-    rules: list[WeightRule] = []
-    for path, own in names.items():
-        sources = [prefix + re.escape(name) for name in ([own] if isinstance(own, str) else own)]
-        target, projection = rf"layers.\1.{path}", config.projections.get(path)
-        if projection is None:
-            rules += norm_rules(config, sources[0], target)
-        else:
-            rules += linear_rules(projection, sources, target, transposed=transposed)
+    projections, rules = config.projections, list[WeightRule]()
+    for index in range(config.num_layers):
+        for path, own in names.items():
+            own = [own] if isinstance(own, str) else own
+            sources = [f"{layers}.{index}.{name}" for name in own]
+            target = f"layers.{index}.{path}"
+            if path in projections:
+                rules += linear_rules(projections[path], sources, target, transposed=transposed)
+            else:
+                rules += norm_rules(config, sources[0], target)
     return rules
 
 
 def norm_rules(config: ModelConfig, source: str, target: str) -> list[WeightRule]:
-    """How a norm comes from a checkpoint, where it is called `source`, a pattern."""
+    """How a norm comes from a checkpoint, where it is called `source`."""
     add = 1.0 if config.norm == "offset_rms" else 0.0
-    weight = WeightRule(source + r"\.weight", target + ".weight", add=add)
-    return [weight, WeightRule(source + r"\.bias", target + ".bias")]
+    weight = WeightRule(source + ".weight", target + ".weight", add=add)
+    return [weight, WeightRule(source + ".bias", target + ".bias")]
 
 
-def head_rule(config: ModelConfig, prefix: str = "") -> WeightRule:
+def head_rule(config: ModelConfig) -> WeightRule:
     """The output head; a tied one may be stored as a copy of the embedding, which is ignored."""
-    target = None if config.tie_word_embeddings else "lm_head.weight"
-    return WeightRule(prefix + r"lm_head\.weight", target)
+    return WeightRule("lm_head.weight", None if config.tie_word_embeddings else "lm_head.weight")

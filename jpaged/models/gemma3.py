@@ -5,7 +5,7 @@ rope table of its own; norms before and after each part, stored as their scales 
 from dataclasses import replace
 
 from jpaged.models import config as read
-from jpaged.models.checkpoint import WeightRule
+from jpaged.models.checkpoint import WeightRules
 from jpaged.models.config import Fields, LayerConfig, ModelConfig, RopeConfig
 from jpaged.models.llama import NAMES, weight_rules
 from jpaged.models.qwen import QK_NORMS
@@ -25,8 +25,8 @@ _NORMS = {
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_out_norm": "post_feedforward_layernorm",
 }
-_ROOT = r"(?:language_model\.)?(?:model\.)?(?:language_model\.)?"
-_IMAGES = r"(?:model\.)?(?:vision_tower|multi_modal_projector)\..*"
+_PREFIX = r"(?:language_model\.)?(?:model\.)?(?:language_model\.)?"
+_IMAGES = r"(?:vision_tower|multi_modal_projector)\..*"
 
 
 def describe_text(fields: Fields) -> ModelConfig:
@@ -73,7 +73,7 @@ def describe(fields: Fields) -> ModelConfig:
     return model
 
 
-def weight_rules_gemma3(config: ModelConfig) -> list[WeightRule]:
+def weight_rules_gemma3(config: ModelConfig) -> WeightRules:
     """LLaMA's with two more norms a layer; the weights that see images are not needed."""
-    rules = weight_rules(config, NAMES | QK_NORMS | _NORMS, _ROOT, r"(?:language_model\.)?")
-    return [*rules, WeightRule(_IMAGES, None)]
+    rules = weight_rules(config, NAMES | QK_NORMS | _NORMS)
+    return replace(rules, prefix=_PREFIX, unneeded=_IMAGES)

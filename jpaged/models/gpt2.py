@@ -1,6 +1,6 @@
 """GPT-2 (Radford et al. 2019): learned positions, LayerNorm before each part, GELU."""
 
-from jpaged.models.checkpoint import WeightRule
+from jpaged.models.checkpoint import WeightRule, WeightRules
 from jpaged.models.config import (
     ACTIVATIONS,
     Fields,
@@ -44,15 +44,14 @@ def describe(fields: Fields) -> ModelConfig:
     )
 
 
-def weight_rules(config: ModelConfig) -> list[WeightRule]:
+def weight_rules(config: ModelConfig) -> WeightRules:
     """Linear weights lie as [in, out] in the checkpoint already, and q, k, v are fused."""
-    root = r"(?:transformer\.)?"
-    layer = root + r"h\.(\d+)\."
-    return [
-        WeightRule(root + r"wte\.weight", "embed.weight"),
-        WeightRule(root + r"wpe\.weight", "position_embedding.weight"),
-        *layer_rules(config, layer, _NAMES, transposed=False),
-        WeightRule(layer + r"attn\.(?:masked_)?bias", None),  # causal-mask buffers
-        *norm_rules(config, root + "ln_f", "final_norm"),
+    rules = [
+        WeightRule("wte.weight", "embed.weight"),
+        WeightRule("wpe.weight", "position_embedding.weight"),
+        *layer_rules(config, "h", _NAMES, transposed=False),
+        *norm_rules(config, "ln_f", "final_norm"),
         head_rule(config),
     ]
+    causal_masks = r"h\.\d+\.attn\.(?:masked_)?bias"
+    return WeightRules(rules, r"transformer\.", causal_masks)

@@ -64,7 +64,7 @@ class Plain:
         file_axes = (outputs, inputs) if transposed else (inputs, outputs)
         return [
             WeightRule(
-                source + r"\.weight",
+                source + ".weight",
                 target + ".weight",
                 (*projection.inputs, size, *projection.width),
                 file_axes,
@@ -166,8 +166,8 @@ def linear_rules(
 
     Args:
         projection: the projection.
-        sources: patterns of its names there, without ".weight": one of each part, in order, or one
-            of all parts that are fused there as well.
+        sources: its names there, without ".weight": one of each part, in order, or one of all
+            parts that are fused there as well.
         target: path of the `Linear`.
         transposed: weights lie as [out, in] in the checkpoint, not as [in, out].
     """
@@ -175,7 +175,7 @@ def linear_rules(
     size = len(projection.outputs)
     biases = [
         WeightRule(
-            source + r"\.bias",
+            source + ".bias",
             target + ".bias",
             (length, *projection.width),
             (tuple(range(size)),),

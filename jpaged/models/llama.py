@@ -4,7 +4,7 @@ rotary positions, RMSNorm, grouped heads, a gated feed-forward.
 
 from collections.abc import Mapping, Sequence
 
-from jpaged.models.checkpoint import WeightRule
+from jpaged.models.checkpoint import WeightRule, WeightRules
 from jpaged.models.config import (
     REQUIRED,
     Fields,
@@ -59,24 +59,18 @@ def describe_mistral(fields: Fields) -> ModelConfig:
 
 
 def weight_rules(
-    config: ModelConfig,
-    names: Mapping[str, str | Sequence[str]] = NAMES,
-    root: str = r"(?:model\.)?",
-    head: str = "",
-) -> list[WeightRule]:
+    config: ModelConfig, names: Mapping[str, str | Sequence[str]] = NAMES
+) -> WeightRules:
     """Linear weights lie as [out, in] in the checkpoint; q, k, v and gate, up apart.
 
     Args:
         config: the model's.
         names: as of `layer_rules`.
-        root: pattern of what comes before the names of embedding, layers and last norm.
-        head: the same of the output head.
     """
-    layer = root + r"layers\.(\d+)\."
-    return [
-        WeightRule(root + r"embed_tokens\.weight", "embed.weight"),
-        *layer_rules(config, layer, names),
-        WeightRule(layer + r"self_attn\.rotary_emb\.inv_freq", None),
-        *norm_rules(config, root + "norm", "final_norm"),
-        head_rule(config, head),
+    rules = [
+        WeightRule("embed_tokens.weight", "embed.weight"),
+        *layer_rules(config, "layers", names),
+        *norm_rules(config, "norm", "final_norm"),
+        head_rule(config),
     ]
+    return WeightRules(rules, r"model\.", r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq")

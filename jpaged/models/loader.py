@@ -10,7 +10,6 @@ does: a head of other values is kept, and the model is not tied.
 """
 
 import math
-import re
 import warnings
 import zlib
 from collections import defaultdict
@@ -30,6 +29,7 @@ from jpaged.models.checkpoint import (
     CheckpointError,
     TensorInfo,
     WeightRule,
+    WeightRules,
     named_list,
     open_tensors,
     read_config,
@@ -43,7 +43,6 @@ from jpaged.models.registry import weight_rules
 __all__ = [
     "CheckpointError",
     "ModelPlan",
-    "load_model",
     "plan_model",
     "read_config",
     "resolve_checkpoint",
@@ -107,19 +106,6 @@ class ModelPlan:
         return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
 
-def load_model(
-    folder: str | Path,
-    config: ModelConfig,
-    *,
-    dtype: DTypeLike,
-    load_format: str = "auto",
-    seed: int = 0,
-) -> nnx.Module:
-    """What `plan_model` plans, with its parameters on the default device; raises as that does."""
-    plan = plan_model(folder, config, dtype=dtype, load_format=load_format, seed=seed)
-    return plan.load()
-
-
 def plan_model(
     folder: str | Path,
     config: ModelConfig,
@@ -163,55 +149,53 @@ def plan_model(
 
 def _check_num_layers(config: ModelConfig, tensors: Iterable[TensorInfo]) -> None:
     """Before anything is made for each of the config's layers."""
-    rules = [rule for rule in weight_rules(config) if (rule.target or "").startswith(r"layers.\1.")]
-    pattern = _any_of(rules)
-    matches = filter(None, (pattern.fullmatch(tensor.name) for tensor in tensors))
-    found = {int(next(filter(None, match.groups()))) for match in matches}
-    if found and max(found) + 1 < config.num_layers:
+    found = _found(tensors, weight_rules(config))
+    layers = [int(path.split(".")[1]) for path in found if path.startswith("layers.")]
+    if layers and max(layers) + 1 < config.num_layers:
         raise CheckpointError(
             f"config.json says num_hidden_layers={config.num_layers}, but the checkpoint has "
-            f"{max(found) + 1} layers: fetch both again, from one place."
+            f"{max(layers) + 1} layers: fetch both again, from one place."
         )
+
+
+def _found(tensors: Iterable[TensorInfo], rules: WeightRules) -> dict[str, TensorInfo]:
+    """The tensors that have a place, by their parameters' paths; of a fused one the last."""
+    return {
+        rule.target: tensor
+        for tensor in tensors
+        if (rule := rules.find(tensor.name)) and rule.target
+    }
 
 
 def _settle_head(
     config: ModelConfig, tensors: Sequence[TensorInfo], dtype: np.dtype
-) -> tuple[ModelConfig, Sequence[WeightRule]]:
+) -> tuple[ModelConfig, WeightRules]:
     """Whether the output head is tied, and the rules that go with that.
 
     As in transformers, a head that the file holds beside the embedding is tied to it only if both
     are the same in the dtype they are loaded in; and one that it holds instead is the embedding.
     """
-    tied, untied = weight_rules(config), weight_rules(replace(config, tie_word_embeddings=False))
+    rules = weight_rules(config)
     if not config.tie_word_embeddings:
-        return config, untied
-    head_rule = next(rule for rule in untied if rule.target == "lm_head.weight")
-    embed_rules = [rule for rule in untied if rule.target == "embed.weight"]
-    head = _first_match(tensors, [head_rule])
-    embed = _first_match(tensors, embed_rules)
+        return config, rules
+    untied = replace(config, tie_word_embeddings=False)
+    found = _found(tensors, weight_rules(untied))
+    head, embed = found.get("lm_head.weight"), found.get("embed.weight")
     if head is None:
-        return config, tied
+        return config, rules
     if embed is None:
-        others = [rule for rule in tied if rule.pattern != head_rule.pattern]
-        return config, [*others, replace(head_rule, target="embed.weight")]
+        others = [rule for rule in rules.rules if rule.target not in (None, "embed.weight")]
+        as_embedding = WeightRule("lm_head.weight", "embed.weight")
+        return config, replace(rules, rules=[*others, as_embedding])
     if _are_equal(head, embed, dtype):
-        return config, tied
+        return config, rules
     warnings.warn(
         f"config.json ties {head.name} to {embed.name} (tie_word_embeddings), but the checkpoint "
         "holds both with different values: the head is not tied. If that is right, set "
         "tie_word_embeddings to false in config.json.",
         stacklevel=2,
     )
-    return replace(config, tie_word_embeddings=False), untied
-
-
-def _first_match(tensors: Iterable[TensorInfo], rules: Sequence[WeightRule]) -> TensorInfo | None:
-    pattern = _any_of(rules)
-    return next((tensor for tensor in tensors if pattern.fullmatch(tensor.name)), None)
-
-
-def _any_of(rules: Sequence[WeightRule]) -> re.Pattern[str]:
-    return re.compile("|".join(f"(?:{rule.pattern})" for rule in rules))
+    return untied, weight_rules(untied)
 
 
 def _are_equal(one: TensorInfo, other: TensorInfo, dtype: np.dtype) -> bool:
@@ -248,12 +232,12 @@ def model_shapes(config: ModelConfig, dtype: DTypeLike) -> nnx.Module:
     return nnx.eval_shape(lambda: Decoder(config, dtype=dtype))
 
 
-Problems = defaultdict[str, list[str]]
+Problems = dict[str, list[str]]
 """What is wrong with a checkpoint, by kind, so that one error names all of it."""
 
 
 def plan_weights(
-    tensors: Sequence[TensorInfo], rules: Sequence[WeightRule], specs: Specs
+    tensors: Sequence[TensorInfo], rules: WeightRules, specs: Specs
 ) -> list[Placement]:
     """Give every tensor its place and prove that every parameter is filled exactly once.
 
@@ -261,114 +245,66 @@ def plan_weights(
 
     Args:
         tensors: all tensors of the checkpoint.
-        rules: the family's rules.
+        rules: the family's.
         specs: shape and dtype of each parameter by path.
 
     Raises:
-        CheckpointError: unknown tensors, missing parameters, wrong shapes or dtypes, a tensor that
-            two rules match, a place filled twice, a fused parameter with a missing piece. One
-            error tells all of them.
+        CheckpointError: unknown tensors, missing parameters, wrong shapes or dtypes, a place filled
+            twice, a fused parameter with a missing piece. One error tells all of them.
     """
     problems: Problems = defaultdict(list)
     placements: list[Placement] = []
-    pieces: dict[str, list[Placement]] = defaultdict(list)
-    faulty: set[str] = set()  # parameters a wrong tensor was meant for: not missing as well
-    compiled = [(re.compile(rule.pattern), rule) for rule in rules]
+    names: dict[WeightRule, list[str]] = defaultdict(list)  # of the tensors of each rule
     for tensor in tensors:
-        rule, path = _find_target(tensor, compiled, specs, problems)
-        if rule is None or path is None:
+        rule = rules.find(tensor.name)
+        if rule is None:
+            problems["unknown tensors"].append(tensor.name)
+        elif rule.target is None:
             continue
-        if placement := _place(tensor, rule, path, specs[path].shape, problems):
-            placements.append(placement)
-            pieces[path].append(placement)
+        elif rule.target not in specs:
+            unknown = f"{tensor.name} (the model has no {rule.target})"
+            problems["unknown tensors"].append(unknown)
         else:
-            faulty.add(path)
-    for path in [path for path in specs if path not in faulty]:
-        _check_filled(path, specs[path].shape, pieces[path], rules, problems)
+            names[rule].append(tensor.name)
+            whole = specs[rule.target].shape
+            placements.append(_place(tensor, rule, rule.target, whole, problems))
+    pieces: dict[str, list[WeightRule]] = {path: [] for path in specs}
+    for rule in rules.rules:
+        if rule.target in pieces:
+            pieces[rule.target].append(rule)
+    for path, own in pieces.items():
+        whole = specs[path].shape
+        lacking = [rule.source for rule in own if rule not in names]
+        sources = " and ".join(lacking) or "no rule"
+        if len(lacking) == len(own):
+            problems["missing parameters"].append(f"{path} (comes from {sources})")
+        elif lacking or sum((rule.shape or whole)[rule.axis] for rule in own) < whole[own[0].axis]:
+            problem = f"{path} along axis {own[0].axis} (lacks {sources})"
+            problems["parameters with a missing piece"].append(problem)
+    for rule, twice in names.items():
+        if len(twice) > 1:
+            problems["parameters filled twice"].append(f"{rule.target} by {' and '.join(twice)}")
     if problems:
         kinds = (f"{kind} ({len(it)}): {named_list(it)}" for kind, it in problems.items())
         raise CheckpointError(f"The checkpoint does not fit the model. {'; '.join(kinds)}.")
     return placements
 
 
-def _find_target(
-    tensor: TensorInfo,
-    compiled: Sequence[tuple[re.Pattern[str], WeightRule]],
-    specs: Specs,
-    problems: Problems,
-) -> tuple[WeightRule, str] | tuple[None, None]:
-    """The tensor's rule and the path of its parameter; None: to be ignored, or reported."""
-    name = tensor.name
-    matches = [(match, rule) for regex, rule in compiled if (match := regex.fullmatch(name))]
-    if len(matches) > 1:
-        patterns = " and ".join(rule.pattern for _, rule in matches)
-        problems["tensors matched by two rules"].append(f"{name} by {patterns}")
-        return None, None
-    if not matches:
-        problems["unknown tensors"].append(name)
-        return None, None
-    match, rule = matches[0]
-    path = None if rule.target is None else match.expand(rule.target)
-    if path is None:
-        return None, None
-    if path not in specs:
-        problems["unknown tensors"].append(f"{name} (the model has no {path})")
-        return None, None
-    return rule, path
-
-
 def _place(
     tensor: TensorInfo, rule: WeightRule, path: str, whole: tuple[int, ...], problems: Problems
-) -> Placement | None:
-    """The tensor's place in its parameter; None: its dtype or shape is wrong and was reported."""
-    if tensor.dtype not in SUPPORTED_DTYPES:
-        supported = ", ".join(SUPPORTED_DTYPES)
-        problems["wrong dtypes"].append(
-            f"{tensor.name} is {tensor.dtype}, supported are {supported}"
-        )
-        return None
+) -> Placement:
+    """The tensor's place in its parameter, of the shape `whole`; wrong dtypes and shapes are
+    reported."""
     shape = whole if rule.shape is None else rule.shape
-    file_axes = rule.file_axes or tuple((axis,) for axis in range(len(shape)))
+    file_axes = rule.file_axes or [(axis,) for axis in range(len(shape))]
     wanted = tuple(math.prod(shape[axis] for axis in axes) for axes in file_axes)
-    if tensor.shape == wanted:
-        return Placement(tensor, rule, path, shape, tuple(axis for it in file_axes for axis in it))
-    listed = f"{tensor.name} {list(tensor.shape)} should be {list(wanted)} for {path} {list(whole)}"
-    problems["wrong shapes"].append(listed)
-    return None
-
-
-def _check_filled(
-    path: str,
-    shape: tuple[int, ...],
-    pieces: Sequence[Placement],
-    rules: Sequence[WeightRule],
-    problems: Problems,
-) -> None:
-    """Report a parameter that its pieces leave partly empty or fill twice."""
-    if not pieces:
-        sources = _unused_patterns(path, rules, pieces) or "no rule"
-        problems["missing parameters"].append(f"{path} (comes from {sources})")
-        return
-    axis, starts = pieces[0].rule.axis, {piece.rule.start for piece in pieces}
-    if len(starts) < len(pieces):
-        names = " and ".join(piece.tensor.name for piece in pieces)
-        problems["parameters filled twice"].append(f"{path} by {names}")
-    elif sum(piece.shape[axis] for piece in pieces) < shape[axis]:
-        lacking = f"{path} along axis {axis} (lacks {_unused_patterns(path, rules, pieces)})"
-        problems["parameters with a missing piece"].append(lacking)
-
-
-def _unused_patterns(path: str, rules: Sequence[WeightRule], pieces: Sequence[Placement]) -> str:
-    """The patterns of the rules that could fill the parameter and did not."""
-    used = {piece.rule.pattern for piece in pieces}
-
-    def can_fill(rule: WeightRule) -> bool:
-        literal = re.split(r"\\\d+|\\g<\w+>", rule.target or "")
-        return bool(re.fullmatch(".+".join(map(re.escape, literal)), path))
-
-    return " and ".join(
-        rule.pattern for rule in rules if can_fill(rule) and rule.pattern not in used
-    )
+    if tensor.dtype not in SUPPORTED_DTYPES:
+        problem = f"{tensor.name} is {tensor.dtype}, supported are {', '.join(SUPPORTED_DTYPES)}"
+        problems["wrong dtypes"].append(problem)
+    elif tensor.shape != wanted:
+        problem = f"{tensor.name} {list(tensor.shape)} should be {list(wanted)}"
+        problems["wrong shapes"].append(f"{problem} for {path} {list(whole)}")
+    return Placement(tensor, rule, path, shape, tuple(axis for axes in file_axes for axis in axes))
 
 
 def _read_arrays(placements: Iterable[Placement], specs: Specs) -> dict[str, jax.Array]:

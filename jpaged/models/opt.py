@@ -2,7 +2,7 @@
 projections between the widths of embedding and layers.
 """
 
-from jpaged.models.checkpoint import WeightRule
+from jpaged.models.checkpoint import WeightRule, WeightRules
 from jpaged.models.config import (
     ACTIVATIONS,
     Fields,
@@ -52,15 +52,16 @@ def describe(fields: Fields) -> ModelConfig:
     )
 
 
-def weight_rules(config: ModelConfig) -> list[WeightRule]:
+def weight_rules(config: ModelConfig) -> WeightRules:
     """Linear weights lie as [out, in] in the checkpoint; q, k, v apart."""
-    root, has = r"(?:model\.)?decoder\.", config.projections
+    has = config.projections
     ends = [name for name in ("project_in", "project_out") if name in has]
-    return [
-        WeightRule(root + r"embed_tokens\.weight", "embed.weight"),
-        WeightRule(root + r"embed_positions\.weight", "position_embedding.weight"),
-        *(rule for name in ends for rule in linear_rules(has[name], [root + name], name)),
-        *layer_rules(config, root + r"layers\.(\d+)\.", _NAMES),
-        *norm_rules(config, root + "final_layer_norm", "final_norm"),
+    rules = [
+        WeightRule("decoder.embed_tokens.weight", "embed.weight"),
+        WeightRule("decoder.embed_positions.weight", "position_embedding.weight"),
+        *(rule for name in ends for rule in linear_rules(has[name], [f"decoder.{name}"], name)),
+        *layer_rules(config, "decoder.layers", _NAMES),
+        *norm_rules(config, "decoder.final_layer_norm", "final_norm"),
         head_rule(config),
     ]
+    return WeightRules(rules, r"model\.")

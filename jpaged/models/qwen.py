@@ -2,7 +2,7 @@
 with biases on q, k and v (Qwen2), or with an RMSNorm on each query and key head (Qwen3).
 """
 
-from jpaged.models.checkpoint import WeightRule
+from jpaged.models.checkpoint import WeightRules
 from jpaged.models.config import (
     REQUIRED,
     Fields,
@@ -51,6 +51,6 @@ def _windows(fields: Fields) -> tuple[int | None, ...]:
     return read_windows(fields, window, kinds)
 
 
-def weight_rules_qwen3(config: ModelConfig) -> list[WeightRule]:
+def weight_rules_qwen3(config: ModelConfig) -> WeightRules:
     """LLaMA's, and the norms of the heads."""
     return weight_rules(config, NAMES | QK_NORMS)

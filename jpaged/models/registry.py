@@ -1,10 +1,10 @@
 """Which family describes and loads which `model_type`: a new one is a file and a line here."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jpaged.models import gemma3, gpt2, llama, opt, qwen
-from jpaged.models.checkpoint import WeightRule
+from jpaged.models.checkpoint import WeightRules
 from jpaged.models.config import Fields, ModelConfig
 
 
@@ -12,7 +12,7 @@ class Family(NamedTuple):
     """A family: how its config is read, and where each tensor of its checkpoints goes."""
 
     describe: Callable[[Fields], ModelConfig]
-    weight_rules: Callable[[ModelConfig], Sequence[WeightRule]]
+    weight_rules: Callable[[ModelConfig], WeightRules]
 
 
 _FAMILIES = {
@@ -44,6 +44,6 @@ def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
     return model
 
 
-def weight_rules(config: ModelConfig) -> Sequence[WeightRule]:
-    """Where each tensor of the model's checkpoints goes."""
+def weight_rules(config: ModelConfig) -> WeightRules:
+    """Where the tensors of the model's checkpoints go."""
     return _FAMILIES[config.model_type].weight_rules(config)

@@ -83,25 +83,24 @@ def pack_decode(
     *,
     sampling_table: np.ndarray,
     batch_size: int,
-    padding_row: int,
-    max_blocks_per_seq: int,
+    max_blocks: int,
 ) -> np.ndarray:
     """Pack a decode step.
 
     Args:
         scheduled: The plan's sequences, each with one token and at most one new block.
         rows: int [len(scheduled)], each sequence's device row.
-        sampling_table: int32 [R, W], each row's encoded sampling parameters.
+        sampling_table: int32 [R, W], each row's encoded sampling parameters; the last is the
+            padding's.
         batch_size: How many rows to pad to.
-        padding_row: The row of padded entries.
-        max_blocks_per_seq: An index past the block table, for "no new block".
+        max_blocks: Entries of a block table (M); as an index it means "no new block".
 
     Returns:
         int32 [batch_size, 6 + W].
     """
     packed = np.zeros((batch_size, _HEADER + ROW_WIDTH), np.int32)
-    packed[:, 1] = padding_row
-    packed[:, 3] = max_blocks_per_seq
+    packed[:, 1] = len(sampling_table) - 1  # the padding's row
+    packed[:, 3] = max_blocks
     n = len(scheduled)
     tokens, seq_lens, counted = [LAST_TOKEN] * n, [0] * n, [False] * n
     for i, (sequence, start, _, samples, block_updates) in enumerate(scheduled):
@@ -131,18 +130,16 @@ def pack_prefill(
     sampling_table: np.ndarray,
     num_tokens: int,
     batch_size: int,
-    padding_row: int,
-    max_blocks_per_seq: int,
+    max_blocks: int,
 ) -> np.ndarray:
     """Pack a ragged step; see `pack_decode` for the arguments.
 
     Returns:
-        int32 [num_tokens + batch_size * (6 + W + max_blocks_per_seq)].
+        int32 [num_tokens + batch_size * (6 + W + max_blocks)].
     """
-    shape = prefill_packed_shape(num_tokens, batch_size, max_blocks_per_seq)
-    packed = np.zeros(shape, np.int32)
+    packed = np.zeros(prefill_packed_shape(num_tokens, batch_size, max_blocks), np.int32)
     tokens, per_seq, tables = _split_prefill(packed, num_tokens, batch_size)
-    per_seq[:, 0] = padding_row
+    per_seq[:, 0] = len(sampling_table) - 1
     at = 0
     for i, item in enumerate(scheduled):
         n, sequence = item.num_scheduled_tokens, item.sequence
@@ -177,27 +174,6 @@ def _split_prefill(packed, num_tokens: int, batch_size: int):
     )
 
 
-class RowSampling(NamedTuple):
-    """How a row is sampled: its parameters, int32 [W], and what they need of a step."""
-
-    encoded: np.ndarray
-    level: SamplerLevel
-
-    @classmethod
-    def of(cls, params: SamplingParams, seed: int) -> "RowSampling":
-        """Of one of a request's samples.
-
-        Args:
-            params: How the request is sampled.
-            seed: The sample's own, which `params` tells only for the first.
-        """
-        return cls(encode_row(params, seed), required_level(params))
-
-
-UNWANTED = RowSampling(PADDING_PARAMS, SamplerLevel.GREEDY)
-"""Of a sequence that is in a step, but of which nothing is wanted any more."""
-
-
 class RowTable:
     """Device rows handed to running sequences; the last row is for padding and never handed out.
 
@@ -214,8 +190,8 @@ class RowTable:
     def __contains__(self, seq_id: int) -> bool:
         return seq_id in self._row_of
 
-    def assign(self, seq_id: int, sampling: RowSampling) -> int:
-        """Give a sequence that enters the batch a row.
+    def assign(self, seq_id: int) -> int:
+        """Give a sequence that enters the batch a row, of which nothing is wanted until `sample`.
 
         Raises:
             ValueError: it has a row already.
@@ -223,8 +199,12 @@ class RowTable:
         if seq_id in self._row_of:
             raise ValueError(f"sequence {seq_id} has device row {self._row_of[seq_id]} already")
         row = self._row_of[seq_id] = self._free.pop()
-        self.sampling[row], self._levels[row] = sampling
+        self.sampling[row], self._levels[row] = PADDING_PARAMS, SamplerLevel.GREEDY
         return row
+
+    def sample(self, row: int, params: SamplingParams, seed: int) -> None:
+        """Sample a row's sequence as its request wants, by a seed of its own."""
+        self.sampling[row], self._levels[row] = encode_row(params, seed), required_level(params)
 
     def row(self, seq_id: int) -> int:
         """The row of a sequence that has one."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from jpaged.core.plan import Goal
-from jpaged.runtime.runtime_config import RuntimeConfig
 
 MIN_SEQS = 8
 MIN_TOKENS = 64
@@ -107,12 +106,6 @@ def make_buckets(
     tokens = _upto(max_num_batched_tokens, MIN_TOKENS, following)
     prefill_shapes = tuple(_prefill_shapes(tokens, decode_seqs[0], decode_seqs[-1]))
     return Buckets(decode_seqs, prefill_shapes, _burst_sizes(decode_seqs, burst_steps))
-
-
-def step_buckets(runtime: RuntimeConfig) -> Buckets:
-    """The shapes of its steps."""
-    limits = runtime.max_num_seqs, runtime.max_num_batched_tokens
-    return make_buckets(*limits, few=runtime.few_programs, burst_steps=runtime.num_scheduler_steps)
 
 
 def _burst_sizes(decode_seqs: tuple[int, ...], num_steps: int) -> tuple[int, ...]:

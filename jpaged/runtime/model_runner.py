@@ -14,29 +14,18 @@ import numpy as np
 from jpaged.core.plan import Goal, ScheduledSequence, StepPlan
 from jpaged.core.request import Request, Sequence
 from jpaged.runtime.allocation_guard import make_places
-from jpaged.runtime.batch import (
-    UNWANTED,
-    RowSampling,
-    RowTable,
-    device_order,
-    pack_decode,
-    pack_prefill,
-)
-from jpaged.runtime.buckets import Buckets, round_up
+from jpaged.runtime.batch import RowTable, device_order, pack_decode, pack_prefill
+from jpaged.runtime.buckets import round_up
 from jpaged.runtime.programs import (
     BLOCK_COPIES_CHUNK,
     BURST_LEVELS,
     Programs,
     Shapes,
     SplitModel,
+    of_kind,
     sampler_levels,
 )
-from jpaged.runtime.results import (
-    StepHandle,
-    StepResult,
-    TokenScores,
-    score_prompts,
-)
+from jpaged.runtime.results import StepHandle, StepResult, TokenScores, score_prompts
 from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.sampler import EVERYTHING, RowMarks, Sampled, SamplerLevel, bias_row, pack_marks
 from jpaged.runtime.swap import BlockImages
@@ -61,7 +50,6 @@ class ModelRunner:
         split: The model.
         shapes: Shapes of the device's arrays, which are made here.
         config: The runtime's numbers.
-        buckets: The steps' shapes.
         programs: Compiled for exactly these.
         eos_token_ids: The model's own end tokens, which `min_tokens` forbids at first.
     """
@@ -71,18 +59,16 @@ class ModelRunner:
         split: SplitModel,
         shapes: Shapes,
         config: RuntimeConfig,
-        buckets: Buckets,
         programs: Programs,
         eos_token_ids: Collection[int] = (),
     ):
         self._leaves = split.leaves
         self.burst_steps = config.num_scheduler_steps
-        self._config = config
-        self._buckets = buckets
-        self._padding_row = config.padding_row
+        self._config, self._buckets = config, config.buckets
         # For each number of sequences the bucket of their decode step, and the rows of its logits.
-        sizes = [round_up(buckets.decode_seqs, n) for n in range(buckets.decode_seqs[-1] + 1)]
-        self._decode_sizes = [(size, buckets.logits_rows(size)) for size in sizes]
+        seqs = self._buckets.decode_seqs
+        sizes = [round_up(seqs, n) for n in range(seqs[-1] + 1)]
+        self._decode_sizes = [(size, self._buckets.logits_rows(size)) for size in sizes]
         # For each level that rows may need the compiled one that serves it.
         self._served_by = {
             level: next(own for own in sampler_levels(config) if own.covers(level))
@@ -91,16 +77,16 @@ class ModelRunner:
         self.programs = programs
         self._eos_token_ids = eos_token_ids
         self._rows = RowTable(config.num_rows)
-        padding = {"padding_row": config.padding_row, "sampling_table": self._rows.sampling}
-        padding["max_blocks_per_seq"] = config.max_blocks_per_seq
+        padding = {"sampling_table": self._rows.sampling, "max_blocks": config.max_blocks_per_seq}
         self._pack_decode = partial(pack_decode, **padding)
         self._pack_prefill = partial(pack_prefill, **padding)
         self._faults: list[Fault] = []  # of the plan being launched
         self._new_marks: dict[int, RowMarks] = {}  # of rows given in the plan being launched
-        self._images = BlockImages(programs.gather_blocks, programs.scatter_blocks)
-        self._kv, self._last_tokens, self._sampling_state = _zeros(
-            (shapes.kv, shapes.last_tokens, shapes.sampling)
-        )
+        swaps = (of_kind(programs, kind) for kind in ("gather_blocks", "scatter_blocks"))
+        self._images = BlockImages(*swaps)
+        state = shapes.kv, shapes.last_tokens, shapes.sampling
+        zeros = jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), state))
+        self._kv, self._last_tokens, self._sampling_state = zeros()
         # Behind all that stays, before any step: where its small buffers go. Held, never read.
         self._guards = make_places() if config.backend is Backend.TRITON else []
 
@@ -117,11 +103,11 @@ class ModelRunner:
         for order in plan.swap_outs:
             self._images.swap_out(self._kv.pool, order)
         if plan.block_copies:
-            self._move(self.programs.copy_blocks, plan.block_copies, BLOCK_COPIES_CHUNK, 0)
+            self._move("copy_blocks", plan.block_copies, BLOCK_COPIES_CHUNK, 0)
         # What comes back travels while the step runs.
-        arrivals = self._images.fetch(plan.swap_ins) if plan.swap_ins else []
+        arrivals = self._images.fetch(plan.swap_ins) if plan.swap_ins else None
         handle = self._launch_step(plan, sampling)
-        if arrivals:
+        if arrivals is not None:
             self._kv = self._images.place(self._kv, arrivals)
         return handle
 
@@ -156,25 +142,24 @@ class ModelRunner:
         if not plan.scheduled:
             return StepHandle(plan, None, {}, np.zeros(0, np.int64), faults=self._take_faults())
         places, scheduled, rows = self._in_order(plan)
-        level = self._rows.level(rows)
+        level, hidden, scores = self._rows.level(rows), None, {}
         if plan.is_decode:
             logits, inputs = self._run_decode(scheduled, rows, *self._decode_sizes[len(rows)])
-            sampled = _on_its_way(self._sample(logits, inputs, level), level)
-            return StepHandle(plan, sampled, {}, places, faults=self._take_faults())
-        shape = self._buckets.prefill_shape(plan.num_tokens, len(rows))
-        logits, hidden, inputs = self._run_prefill(scheduled, rows, *shape)
+        else:
+            shape = self._buckets.prefill_shape(plan.num_tokens, len(rows))
+            logits, hidden, inputs = self._run_prefill(scheduled, rows, *shape)
         sampled = _on_its_way(self._sample(logits, inputs, level), level)
-        scores = score_prompts(scheduled, sampling, partial(self._score, hidden))
+        if hidden is not None:
+            program = self.programs["prompt_logprobs", hidden.shape[0]]
+            scores = score_prompts(
+                scheduled, sampling, partial(program, self._leaves, hidden=hidden)
+            )
         return StepHandle(plan, sampled, scores, places, faults=self._take_faults())
 
     def _take_faults(self) -> tuple[Fault, ...]:
         faults = tuple(self._faults)
         self._faults.clear()
         return faults
-
-    def _score(self, hidden, indices: np.ndarray, targets: np.ndarray) -> jax.Array:
-        program = self.programs.prompt_logprobs[hidden.shape[0]]
-        return program(self._leaves, hidden=hidden, indices=indices, targets=targets)
 
     def _in_order(self, plan: StepPlan) -> tuple[np.ndarray, Scheduled, np.ndarray]:
         """Where the device has each of the plan's sequences; they as it has them; their rows."""
@@ -184,11 +169,6 @@ class ModelRunner:
             scheduled, places = tuple([scheduled[i] for i in order.tolist()]), np.argsort(order)
         return places, scheduled, self._rows.rows(scheduled)
 
-    @property
-    def swap_sizes(self) -> tuple[int, ...]:
-        """Blocks that one transfer to or from the host can have, ascending; none without swap."""
-        return self._images.sizes
-
     def wait(self) -> None:
         """Wait until all that was launched is done, images included."""
         self._images.wait()
@@ -196,40 +176,30 @@ class ModelRunner:
 
     def warm_up(self) -> None:
         """Run every program on padding alone, twice: a GPU records its launches the first time."""
-        padding: Scheduled = ()
-        none = np.zeros(0, np.int32)
+        none = (), np.zeros(0, np.int32)
         for _ in range(2):
-            for size in self.programs.decode:
-                logits, inputs = self._run_decode(
-                    padding, none, size, self._buckets.logits_rows(size)
+            for size in of_kind(self.programs, "decode"):
+                step = self._run_decode(*none, size, self._buckets.logits_rows(size))
+                for level in sampler_levels(self._config):
+                    # One at a time: the memory account counts the steps of the loop, not a queue.
+                    jax.block_until_ready(self._sample(*step, level))
+            for size, level in of_kind(self.programs, "decode_burst"):
+                padding = self._pack_decode(*none, batch_size=size)
+                jax.block_until_ready(
+                    self._run_burst(np.stack([padding] * self.burst_steps), level)
                 )
-                self._sample_all_levels(logits, inputs)
-            self._warm_up_bursts()
-            for shape in self.programs.prefill:
-                logits, _, inputs = self._run_prefill(padding, none, *shape)
+            for shape in of_kind(self.programs, "prefill"):
+                logits, _, inputs = self._run_prefill(*none, *shape)
                 jax.block_until_ready(self._sample(logits, inputs, SamplerLevel.GREEDY))
         self._kv = self._images.warm_up(self._kv, self._config.num_host_blocks)
 
-    def _warm_up_bursts(self) -> None:
-        for seqs, level in self.programs.decode_burst:
-            padding = self._pack_decode((), np.zeros(0, np.int32), batch_size=seqs)
-            jax.block_until_ready(self._run_burst(np.stack([padding] * self.burst_steps), level))
-
-    def _sample_all_levels(self, logits, inputs) -> None:
-        for level in sampler_levels(self._config):
-            sampled = self._sample(logits, inputs, level)
-            # One at a time: the memory account counts the steps of the loop, not a queue of them.
-            jax.block_until_ready(sampled)
-
-    def _move(
-        self, program: Callable, pairs: Collection[tuple[int, int]], size: int, null: int
-    ) -> None:
+    def _move(self, kind: str, pairs: Collection[tuple[int, int]], size: int, null: int) -> None:
         """Launch a program over (source, target) pairs, `size` at a time, filled with `null`."""
         moves = np.array(list(pairs), np.int32).reshape(-1, 2)
         for at in range(0, len(moves), size):
             filled = np.full((2, size), null, np.int32)
             filled[:, : len(moves) - at] = moves[at : at + size].T
-            self._kv = program(self._kv, *filled)
+            self._kv = self.programs[kind, None](self._kv, *filled)
 
     def _update_rows(self, plan: StepPlan, sampling: SamplingOf) -> None:
         for seq_id in plan.released:
@@ -242,8 +212,10 @@ class ModelRunner:
                     self._give_row(item.sequence, sampling)
         if self._new_marks:
             marks, self._new_marks = self._new_marks, {}
-            for packed in pack_marks(marks, self._padding_row, self._config.vocab_size):
-                self._sampling_state = self.programs.load_rows(self._sampling_state, packed)
+            for packed in pack_marks(marks, self._config.padding_row, self._config.vocab_size):
+                self._sampling_state = self.programs["load_rows", None](
+                    self._sampling_state, packed
+                )
 
     def _fork_rows(self, plan: StepPlan, sampling: SamplingOf) -> None:
         sources: dict[int, int] = {}  # of rows forked in this plan: all are read before any write
@@ -251,43 +223,35 @@ class ModelRunner:
             source = self._rows.row(parent.seq_id)
             sources[self._give_row(child, sampling)] = sources.get(source, source)
         pairs = [(source, row) for row, source in sources.items()]
-        program, padding = self.programs.fork_rows, self._padding_row
-        self._move(program, pairs, self._config.num_rows, padding)
+        self._move("fork_rows", pairs, self._config.num_rows, self._config.padding_row)
 
     def _give_row(self, sequence: Sequence, sampling: SamplingOf) -> int:
-        own, marks, bias = self._sampling_of(sequence, sampling(sequence.request))
-        row = self._rows.assign(sequence.seq_id, own)
+        """Give a row to a sequence that joins the batch. What is made of its request's parameters
+        comes before anything is launched: what fails there is the request's own."""
+        params, row = sampling(sequence.request), self._rows.assign(sequence.seq_id)
+        marks = bias = None
+        try:
+            if params.adjusts_logits:  # all its tokens are known: none is in flight when it joins
+                ending = params.first_forbidden_ids(self._eos_token_ids)
+                marks = RowMarks.of(sequence.token_ids, sequence.num_prompt_tokens, ending)
+            if params.biases_logits:
+                bias = bias_row(params, self._config.vocab_size)
+            self._rows.sample(row, params, sequence.seed)
+        except Exception as error:
+            self._faults.append((sequence.request, error))
+            return row
         if marks is not None:
             self._new_marks[row] = marks
         if bias is not None:
-            load_bias = self.programs.load_bias
+            load_bias = self.programs["load_bias", None]
             self._sampling_state = load_bias(self._sampling_state, np.int32(row), bias)
         return row
-
-    def _sampling_of(
-        self, sequence: Sequence, params: SamplingParams
-    ) -> tuple[RowSampling, RowMarks | None, np.ndarray | None]:
-        """What is made of a request's own parameters, before anything is launched: what fails here
-        is its own."""
-        try:
-            marks = self._marks_of(sequence, params) if params.adjusts_logits else None
-            bias = bias_row(params, self._config.vocab_size) if params.biases_logits else None
-            return RowSampling.of(params, sequence.seed), marks, bias
-        except Exception as error:
-            self._faults.append((sequence.request, error))
-            return UNWANTED, None, None
-
-    def _marks_of(self, sequence: Sequence, params: SamplingParams) -> RowMarks:
-        """All its tokens are known: a sequence joins the batch only when none is in flight."""
-        ending = params.first_forbidden_ids(self._eos_token_ids)
-        return RowMarks.of(sequence.token_ids, sequence.num_prompt_tokens, ending)
 
     def _run_burst(self, packed: np.ndarray, level: SamplerLevel) -> Sampled:
         level = next(own for own in BURST_LEVELS if own.covers(level))
         adjusted = SamplerLevel.ADJUSTED in level
-        sampled, self._last_tokens, state, self._kv = self.programs.decode_burst[
-            packed.shape[1], level
-        ](
+        program = self.programs["decode_burst", (packed.shape[1], level)]
+        sampled, self._last_tokens, state, self._kv = program(
             self._leaves,
             state=self._kv,
             last_tokens=self._last_tokens,
@@ -300,14 +264,14 @@ class ModelRunner:
 
     def _run_decode(self, scheduled: Scheduled, rows: np.ndarray, size: int, num_rows: int):
         packed = self._pack_decode(scheduled, rows, batch_size=num_rows)
-        logits, inputs, self._kv = self.programs.decode[size](
+        logits, inputs, self._kv = self.programs["decode", size](
             self._leaves, state=self._kv, last_tokens=self._last_tokens, packed=packed
         )
         return logits, inputs
 
     def _run_prefill(self, scheduled: Scheduled, rows: np.ndarray, tokens: int, size: int):
         packed = self._pack_prefill(scheduled, rows, num_tokens=tokens, batch_size=size)
-        logits, hidden, inputs, self._kv = self.programs.prefill[tokens, size](
+        logits, hidden, inputs, self._kv = self.programs["prefill", (tokens, size)](
             self._leaves, state=self._kv, last_tokens=self._last_tokens, packed=packed
         )
         return logits, hidden, inputs
@@ -315,7 +279,8 @@ class ModelRunner:
     def _sample(self, logits, inputs, level: SamplerLevel) -> Sampled:
         level = self._served_by[level]
         adjusted = SamplerLevel.ADJUSTED in level
-        sampled, self._last_tokens, state = self.programs.sample[logits.shape[0], level](
+        program = self.programs["sample", (logits.shape[0], level)]
+        sampled, self._last_tokens, state = program(
             logits,
             inputs,
             last_tokens=self._last_tokens,
@@ -334,8 +299,3 @@ def _on_its_way(sampled: Sampled, level: SamplerLevel) -> Sampled:
     wanted = sampled.token_ids if sampled.scores is None else sampled.scores
     wanted.copy_to_host_async()
     return sampled
-
-
-def _zeros(shapes):
-    """Arrays of zeros made on the device, in one program."""
-    return jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes))()

@@ -87,6 +87,10 @@ class StepResult:
         return None if scores is None else Candidates(scores.top_token_ids, scores.top_logprobs)
 
 
+PromptScores = dict[int, tuple[int, list[jax.Array]]]
+"""seq_id -> how many of its prompt tokens a step scores, and their scores by chunks."""
+
+
 @dataclass(frozen=True)
 class StepHandle:
     """A launched step whose results are on their way to the host.
@@ -100,7 +104,7 @@ class StepHandle:
 
     plan: StepPlan
     sampled: Sampled | None
-    prompt_logprobs: dict[int, list[jax.Array]]
+    prompt_logprobs: PromptScores
     places: np.ndarray
     index: tuple[int, ...] = ()
     faults: tuple[tuple[Request, Exception], ...] = ()
@@ -114,66 +118,36 @@ class StepHandle:
         else:
             scores = TokenScores(np.asarray(self.sampled.scores)[self.index][self.places])
             tokens = np.ascontiguousarray(scores.packed[:, 0])
-        return StepResult(
-            tokens, scores, self._read_prompt_logprobs() if self.prompt_logprobs else {}
-        )
-
-    def _read_prompt_logprobs(self) -> dict[int, TokenScores]:
-        wanted = {}
-        for seq_id, chunks in self.prompt_logprobs.items():
-            count = num_scored_prompt_tokens(self._scheduled(seq_id))
-            whole = np.concatenate([np.asarray(chunk) for chunk in chunks])
-            wanted[seq_id] = TokenScores(whole[:count])
-        return wanted
-
-    def _scheduled(self, seq_id: int) -> ScheduledSequence:
-        return next(s for s in self.plan.scheduled if s.sequence.seq_id == seq_id)
-
-
-def num_scored_prompt_tokens(item: ScheduledSequence) -> int:
-    """How many prompt tokens a scheduled chunk predicts: those right after its positions."""
-    end = min(item.start + item.num_scheduled_tokens, item.sequence.num_prompt_tokens - 1)
-    return max(end - item.start, 0)
-
-
-Score = Callable[..., jax.Array]
-"""`jpaged.runtime.steps.prompt_logprobs_step` of the step's hidden states."""
+        prompts = {
+            seq_id: TokenScores(np.concatenate([np.asarray(chunk) for chunk in chunks])[:count])
+            for seq_id, (count, chunks) in self.prompt_logprobs.items()
+        }
+        return StepResult(tokens, scores, prompts)
 
 
 def score_prompts(
     scheduled: tuple[ScheduledSequence, ...],
     sampling: Callable[[Request], SamplingParams],
-    score: Score,
-) -> dict[int, list[jax.Array]]:
-    """Launch the scoring of a ragged step's prompt tokens.
+    score: Callable[..., jax.Array],
+) -> PromptScores:
+    """Launch the scoring of the prompt tokens that a ragged step predicts: those right after its
+    positions.
 
     Args:
         scheduled: The step's sequences in the order in which their tokens are flattened.
         sampling: Tells how a request is sampled; those with `prompt_logprobs` ask.
-        score: Called with `indices` and `targets`, int32 [PROMPT_LOGPROBS_CHUNK] each.
-
-    Returns:
-        seq_id -> what `score` gave for its chunks.
+        score: `jpaged.runtime.steps.prompt_logprobs_step` of the step's hidden states; called with
+            `indices` and `targets`, int32 [PROMPT_LOGPROBS_CHUNK] each.
     """
-    scored, offset = {}, 0
-    for item in scheduled:
-        wanted = sampling(item.sequence.request).prompt_logprobs is not None
-        count = num_scored_prompt_tokens(item) if wanted else 0
-        if count:
-            scored[item.sequence.seq_id] = _score_chunks(item, offset, count, score)
-        offset += item.num_scheduled_tokens
+    scored, offset, size = {}, 0, PROMPT_LOGPROBS_CHUNK
+    for sequence, start, num_tokens, *_ in scheduled:
+        wanted = sampling(sequence.request).prompt_logprobs is not None
+        count = min(num_tokens, sequence.num_prompt_tokens - 1 - start)
+        if wanted and count > 0:
+            indices, targets = np.zeros((2, -(-count // size) * size), np.int32)
+            indices[:count] = np.arange(offset, offset + count)
+            targets[:count] = sequence.token_ids[start + 1 : start + 1 + count]
+            chunks = zip(indices.reshape(-1, size), targets.reshape(-1, size), strict=True)
+            scored[sequence.seq_id] = count, [score(indices=i, targets=t) for i, t in chunks]
+        offset += num_tokens
     return scored
-
-
-def _score_chunks(
-    item: ScheduledSequence, offset: int, count: int, score: Score
-) -> list[jax.Array]:
-    chunks, size = [], PROMPT_LOGPROBS_CHUNK
-    for at in range(0, count, size):
-        n = min(size, count - at)
-        indices, targets = np.zeros(size, np.int32), np.zeros(size, np.int32)
-        indices[:n] = np.arange(offset + at, offset + at + n)
-        first = item.start + at + 1
-        targets[:n] = item.sequence.token_ids[first : first + n]
-        chunks.append(score(indices=indices, targets=targets))
-    return chunks

@@ -6,15 +6,17 @@ model compiles once a shape and not once a shape and sampling level (docs/decisi
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jpaged.models.attention import AttentionInputs
+from jpaged.models.decoder import Decoder
 from jpaged.runtime.batch import DecodeBatch, query_start_loc, unpack_decode, unpack_prefill
 from jpaged.runtime.fused_layers import run_layers
+from jpaged.runtime.kv_cache import KVState
 from jpaged.runtime.sampler import (
     Sampled,
     SamplerLevel,
@@ -23,14 +25,7 @@ from jpaged.runtime.sampler import (
     record_tokens,
     sample,
 )
-from pallas_kernels import Backend, LayerKV, copy_blocks, token_scores
-
-
-class KVState(NamedTuple):
-    """What the forward programs own and update in place."""
-
-    pool: tuple[LayerKV, ...]
-    block_tables: Int32[Array, "R M"]
+from pallas_kernels import Backend, copy_blocks, token_scores
 
 
 class SampleInputs(NamedTuple):
@@ -50,28 +45,8 @@ class SampleInputs(NamedTuple):
     positions: Int32[Array, "B"]
 
 
-@runtime_checkable
-class BoundModel(Protocol):
-    """A model with its parameters in place."""
-
-    def __call__(
-        self,
-        token_ids: Int32[Array, "T"],
-        positions: Int32[Array, "T"],
-        pool: tuple[LayerKV, ...],
-        attention: AttentionInputs,
-        run_layers: Callable,
-    ) -> tuple[Float[Array, "T D"], tuple[LayerKV, ...]]:
-        """Hidden states after the final norm, and the updated pool."""
-        ...
-
-    def logits(self, hidden: Float[Array, "C D"]) -> Float32[Array, "C V"]:
-        """Scores of every token."""
-        ...
-
-
 def decode_step(
-    model: BoundModel,
+    model: Decoder,
     state: KVState,
     last_tokens: Int32[Array, "R"],
     packed: Int32[Array, "G C"],
@@ -116,7 +91,7 @@ def decode_step(
 
 
 def prefill_step(
-    model: BoundModel,
+    model: Decoder,
     state: KVState,
     last_tokens: Int32[Array, "R"],
     packed: Int32[Array, "X"],
@@ -160,7 +135,7 @@ def prefill_step(
 
 
 def decode_burst_step(
-    model: BoundModel,
+    model: Decoder,
     state: KVState,
     last_tokens: Int32[Array, "R"],
     sampling: SamplingState | None,
@@ -230,7 +205,7 @@ def sample_step(
 
 
 def prompt_logprobs_step(
-    model: BoundModel,
+    model: Decoder,
     hidden: Float[Array, "T D"],
     indices: Int32[Array, "C"],
     targets: Int32[Array, "C"],

@@ -11,13 +11,11 @@ lie on the device at once: the memory account has room for these.
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Float, Int32
 
 from jpaged.core.plan import SwapIn, SwapOut
@@ -102,22 +100,14 @@ def cut(num_blocks: int, sizes: Collection[int]) -> Iterator[int]:
 
 
 def to_host(blocks: jax.Array) -> jax.Array:
-    """Start a transfer to the host; the array that comes back is ready when it has arrived."""
-    return jax.device_put(blocks, _host_sharding(next(iter(blocks.devices()))))
+    """Start a transfer to memory of the host that the device copies to and from by itself; the
+    array that comes back is ready when it has arrived."""
+    return jax.device_put(blocks, blocks.sharding.with_memory_kind("pinned_host"))
 
 
-def to_device(blocks: jax.Array, device: Any) -> jax.Array:
+def to_device(blocks: jax.Array) -> jax.Array:
     """Start a transfer back to the device."""
-    return jax.device_put(blocks, SingleDeviceSharding(device))
-
-
-def _host_sharding(device: Any) -> SingleDeviceSharding:
-    """Pinned memory, which the device copies to and from by itself, or what comes nearest."""
-    kinds = {memory.kind for memory in device.addressable_memories()}
-    for kind in ("pinned_host", "unpinned_host"):
-        if kind in kinds:
-            return SingleDeviceSharding(device, memory_kind=kind)
-    return SingleDeviceSharding(jax.devices("cpu")[0])
+    return jax.device_put(blocks, blocks.sharding.with_memory_kind("device"))
 
 
 class Chunk(NamedTuple):
@@ -128,13 +118,13 @@ class Chunk(NamedTuple):
     blocks: jax.Array
 
 
-@dataclass
-class Arrival:
-    """A chunk on its way back, and where its blocks go; `staged` once its transfer has begun."""
+class Arrival(NamedTuple):
+    """A chunk on its way back, and where its blocks go."""
 
-    chunk: Chunk
     block_ids: np.ndarray
-    staged: jax.Array | None = None
+    blocks: jax.Array
+    is_staged: bool
+    """Whether its transfer has begun: `blocks` are on the device then."""
 
 
 class BlockImages:
@@ -149,15 +139,9 @@ class BlockImages:
         self._gather, self._scatter = gather, scatter
         self._images: dict[int, list[Chunk]] = {}
         self._moving: deque[Any] = deque()
-        self._device = jax.local_devices()[0]
 
     def __len__(self) -> int:
         return len(self._images)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Blocks of a chunk, ascending; none where swapping is off."""
-        return tuple(sorted(self._gather))
 
     def drop(self, image_id: int) -> None:
         """Forget an image; its memory is free once its transfer is done."""
@@ -184,28 +168,29 @@ class BlockImages:
             first += size
         self._images[order.image_id] = chunks
 
-    def fetch(self, orders: Iterable[SwapIn]) -> list[Arrival]:
+    def fetch(self, orders: Iterable[SwapIn]) -> deque[Arrival]:
         """Start bringing images back, as far as there is room without waiting; they are dropped."""
-        arrivals = [
-            a for order in orders for a in _arrivals(self._images.pop(order.image_id), order)
-        ]
         self._forget_arrived()
-        for arrival in arrivals[: max(MAX_STAGED_CHUNKS - len(self._moving), 0)]:
-            arrival.staged = to_device(arrival.chunk.blocks, self._device)
+        room, arrivals = MAX_STAGED_CHUNKS - len(self._moving), deque[Arrival]()
+        for order in orders:
+            for chunk, ids in _wanted(self._images.pop(order.image_id), order):
+                is_staged = len(arrivals) < room
+                blocks = to_device(chunk.blocks) if is_staged else chunk.blocks
+                arrivals.append(Arrival(ids, blocks, is_staged))
         return arrivals
 
-    def place(self, state: KVState, arrivals: Iterable[Arrival]) -> KVState:
-        """Write fetched blocks to their places in the pool, at this point of the launch order."""
-        for arrival in arrivals:
-            blocks, ids = arrival.staged, arrival.block_ids
-            if blocks is None:
+    def place(self, state: KVState, arrivals: deque[Arrival]) -> KVState:
+        """Write fetched blocks to their places in the pool, at this point of the launch order; of
+        `arrivals` nothing is left, so that no chunk stays on the device."""
+        num_blocks = state.pool[0].k.shape[0]
+        while arrivals:
+            ids, blocks, is_staged = arrivals.popleft()
+            if not is_staged:
                 self._make_room()
-                blocks = to_device(arrival.chunk.blocks, self._device)
-            num_blocks = state.pool[0].k.shape[0]
+                blocks = to_device(blocks)
             beyond = np.arange(num_blocks, num_blocks + len(ids), dtype=np.int32)
             state, done = self._scatter[len(ids)](state, np.where(ids < 0, beyond, ids), blocks)
             self._moving.append(done)
-            arrival.staged = None
         return state
 
     def wait(self) -> None:
@@ -247,7 +232,7 @@ class BlockImages:
             self._moving.popleft()
 
 
-def _arrivals(chunks: list[Chunk], order: SwapIn) -> Iterator[Arrival]:
+def _wanted(chunks: list[Chunk], order: SwapIn) -> Iterator[tuple[Chunk, np.ndarray]]:
     """The chunks of an image that hold wanted entries, with the places of these; -1 elsewhere."""
     for chunk in chunks:
         ids = np.full(chunk.size, -1, np.int32)
@@ -255,4 +240,4 @@ def _arrivals(chunks: list[Chunk], order: SwapIn) -> Iterator[Arrival]:
             if chunk.first <= entry < chunk.first + chunk.size:
                 ids[entry - chunk.first] = block_id
         if (ids >= 0).any():
-            yield Arrival(chunk, ids)
+            yield chunk, ids

@@ -3,12 +3,13 @@
 import itertools
 import time
 from collections.abc import Callable
+from typing import Any
 
 from jpaged.core.plan import ScheduledSequence, StepPlan, SwapIn, SwapOut
 from jpaged.core.request import Request, StopCriteria
 from jpaged.core.swap import PreemptionCosts
-from jpaged.runtime.buckets import Buckets
 from jpaged.runtime.model_runner import ModelRunner
+from jpaged.runtime.programs import of_kind
 from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.swap import MAX_STAGED_CHUNKS
 from jpaged.sampling_params import SamplingParams
@@ -17,25 +18,20 @@ _REPEATS = 3
 _IMAGE = -1
 
 
-def measure_costs(runner: ModelRunner, config: RuntimeConfig, buckets: Buckets) -> PreemptionCosts:
+def measure_costs(runner: ModelRunner, config: RuntimeConfig) -> PreemptionCosts:
     """Time every prefill bucket and every size of swap; all of it touches the null block only.
 
     Args:
         runner: Warmed up, and idle.
         config: Its configuration, with host blocks to swap to.
-        buckets: Its steps' shapes.
     """
-    sizes = buckets.prefill_tokens
-    prefill = [(n, _best(lambda n=n: time_prefill(runner, config, n))) for n in sizes]
-    blocks = _swap_sizes(runner.swap_sizes, config.num_host_blocks)
-    swaps = [(n, _best(lambda n=n: time_swap(runner, n) / 2)) for n in blocks]
+    # Every size of a chunk, and as many of the largest as are on their way at once.
+    chunks = sorted(of_kind(runner.programs, "gather_blocks"))
+    most = min(MAX_STAGED_CHUNKS * chunks[-1], config.num_host_blocks)
+    blocks = sorted({*chunks, max(most, chunks[-1])})
+    prefill = [(n, _best(time_prefill, runner, config, n)) for n in config.buckets.prefill_tokens]
+    swaps = [(n, _best(time_swap, runner, n) / 2) for n in blocks]
     return PreemptionCosts(tuple(prefill), tuple(swaps))
-
-
-def _swap_sizes(chunks: tuple[int, ...], num_host_blocks: int) -> tuple[int, ...]:
-    """Every chunk, and as many of the largest as are on their way at once."""
-    most = min(MAX_STAGED_CHUNKS * max(chunks, default=0), num_host_blocks)
-    return (*chunks, most) if most > max(chunks, default=0) else chunks
 
 
 def time_prefill(runner: ModelRunner, config: RuntimeConfig, num_tokens: int) -> float:
@@ -89,5 +85,5 @@ def _requests(config: RuntimeConfig, num_tokens: int) -> list[Request]:
     return requests
 
 
-def _best(measure: Callable[[], float]) -> float:
-    return min(measure() for _ in range(_REPEATS))
+def _best(measure: Callable[..., float], *arguments: Any) -> float:
+    return min(measure(*arguments) for _ in range(_REPEATS))

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
 from jpaged.serve.api_errors import ApiError, bad_field, not_serving
 from jpaged.serve.options import Limits, host_name
@@ -38,31 +38,43 @@ ANY_HOST = "*"
 _RETRY_AFTER = 1  # seconds
 
 
-class KeyGuard:
-    """Lets requests pass that bring a key, or go where none is needed. All else is denied.
+class Access:
+    """Lets requests pass by the Host that they name and the key that they bring.
+
+    Hosts are this machine's own, with any port, and those allowed. A request that names none
+    passes too: browsers always do.
 
     Args:
-        app: What is behind it.
         keys: One of these is needed; none: nothing is.
+        hosts: Names in addition to this machine's own, as of `host_name`; `ANY_HOST` stands for
+            all, and so does None.
         has_page: Whether browsers have something to open at `/`, and so may use Basic.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], *, has_page: bool = False):
-        self._app = app
-        self._has_page = has_page
+    def __init__(self, keys: Sequence[str], hosts: Sequence[str] | None, *, has_page: bool):
         self._digests = [_digest(key) for key in keys]
+        self._hosts = None if hosts is None or ANY_HOST in hosts else frozenset(hosts)
+        self._has_page = has_page
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, as ASGI has it.
+    def check(self, scope: Scope) -> None:
+        """Let a request pass, or not.
 
         Raises:
-            ApiError: 401 without a key, 403 with one that a browser was made to send.
+            ApiError: 403 for another Host, 401 without a key where one is needed, 403 with one that
+                a browser was made to send.
         """
+        self._check_host(Headers(scope=scope).get("host", ""))
         if self._digests and scope["path"] not in OPEN_PATHS:
-            self._check(scope)
-        await self._app(scope, receive, send)
+            self._check_key(scope)
 
-    def _check(self, scope: Scope) -> None:
+    def _check_host(self, given: str) -> None:
+        name = host_name(given)
+        is_own = name in ("", "localhost") or is_loopback(name)
+        if not (self._hosts is None or is_own or name in self._hosts):
+            message = f"the Host {given[:100]!r} is not served here"
+            raise ApiError(403, f"{message}: start the server with --allowed-hosts {name[:100]}")
+
+    def _check_key(self, scope: Scope) -> None:
         kind, key = _credentials(scope)
         digest = _digest(key)
         # All of them are compared, so that the time tells nothing.
@@ -77,9 +89,10 @@ class KeyGuard:
         if self._has_page and (path == "/" or path.startswith("/picture/")):
             message = "give any user name, and a valid API key as the password"
             challenge = 'Basic realm="jpaged", charset="UTF-8"'
-            return ApiError(401, message, code=INVALID_KEY, challenge=challenge)
-        message = "give a valid API key: Authorization: Bearer KEY"
-        return ApiError(401, message, code=INVALID_KEY, challenge="Bearer")
+        else:
+            message, challenge = "give a valid API key: Authorization: Bearer KEY", "Bearer"
+        headers = {"WWW-Authenticate": challenge}
+        return ApiError(401, message, code=INVALID_KEY, headers=headers)
 
 
 def client_of(scope: Scope, *, keyed: bool) -> str:
@@ -127,38 +140,6 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-class HostGuard:
-    """Lets requests pass whose Host is this machine's own, with any port, or one of those allowed.
-
-    One that names no Host passes too: browsers always do.
-
-    Args:
-        app: What is behind it.
-        allowed: Names, as of `host_name`; `ANY_HOST` stands for all.
-    """
-
-    def __init__(self, app: ASGIApp, allowed: Sequence[str]):
-        self._app = app
-        self._allowed = frozenset(allowed)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, as ASGI has it.
-
-        Raises:
-            ApiError: 403 for another Host.
-        """
-        given = Headers(scope=scope).get("host", "")
-        name = host_name(given)
-        if not self._serves(name):
-            message = f"the Host {given[:100]!r} is not served here"
-            raise ApiError(403, f"{message}: start the server with --allowed-hosts {name[:100]}")
-        await self._app(scope, receive, send)
-
-    def _serves(self, name: str) -> bool:
-        own = name in ("", "localhost") or is_loopback(name)
-        return own or name in self._allowed or ANY_HOST in self._allowed
-
-
 def is_loopback(name: str) -> bool:
     """Whether the name is an address of this machine that others cannot reach."""
     try:
@@ -173,12 +154,10 @@ class InFlight:
 
     Attributes:
         num_requests: HTTP requests that were admitted and are not over.
-        is_open: Whether requests are admitted at all.
     """
 
     def __init__(self, limits: Limits, max_num_seqs: int):
         self.num_requests = 0
-        self.is_open = True
         self._limits = limits
         self._max_num_seqs = max_num_seqs
         self._num_sequences = 0
@@ -189,8 +168,8 @@ class InFlight:
         """Take in a request that may run so many sequences, for as long as the block lasts.
 
         Raises:
-            ApiError: 503 if the server drains or its queue is full, 429 if the client has its
-                share, 400 if it asks for more than the queue holds.
+            ApiError: 503 if the queue is full, 429 if the client has its share, 400 if it asks for
+                more than the queue holds.
         """
         self._check(client, num_sequences)
         self.num_requests += 1
@@ -206,12 +185,12 @@ class InFlight:
                 del self._of_client[client]
 
     def _check(self, client: str, num_sequences: int) -> None:
-        if not self.is_open:
-            raise not_serving("the server is shutting down")
         share = self._limits.max_num_client_reqs
         if share is not None and self._of_client[client] >= share:
             message = f"this client has {share} requests in flight already: wait for one to end"
-            raise ApiError(429, message, code="rate_limit_exceeded", retry_after=_RETRY_AFTER)
+            raise ApiError(
+                429, message, code="rate_limit_exceeded", headers={"Retry-After": str(_RETRY_AFTER)}
+            )
         most = self._max_num_seqs + self._limits.max_num_queued_reqs
         if num_sequences > most:
             message = f"{num_sequences} sequences are asked for at once: {most} at most, here"

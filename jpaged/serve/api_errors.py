@@ -1,6 +1,7 @@
 """Errors as OpenAI's clients know them."""
 
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -15,9 +16,7 @@ class ApiError(Exception):
         message: For people; names the field, never a path of this machine.
         param: The field at fault.
         code: A word for programs.
-        retry_after: Seconds after which to try again.
-        challenge: Credentials that a 401 asks for (`WWW-Authenticate`).
-        allow: Methods that a 405 offers.
+        headers: Of the answer, such as Retry-After.
     """
 
     def __init__(
@@ -27,17 +26,13 @@ class ApiError(Exception):
         param: str | None = None,
         *,
         code: str | None = None,
-        retry_after: int | None = None,
-        challenge: str | None = None,
-        allow: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ):
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
-        self.retry_after = retry_after
-        self.challenge = challenge
-        self.allow = allow
+        self.headers = headers
 
     @property
     def body(self) -> dict[str, Any]:
@@ -50,16 +45,6 @@ class ApiError(Exception):
                 "code": self.code,
             }
         }
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Headers that belong to the error."""
-        headers = {
-            "Retry-After": self.retry_after,
-            "WWW-Authenticate": self.challenge,
-            "Allow": self.allow,
-        }
-        return {name: str(value) for name, value in headers.items() if value is not None}
 
 
 def bad_field(param: str | None, message: str, code: str | None = None) -> ApiError:
@@ -85,7 +70,7 @@ def failed() -> ApiError:
 
 def not_serving(message: str, retry_after: int = 5) -> ApiError:
     """The server cannot take or finish a request now."""
-    return ApiError(503, message, retry_after=retry_after)
+    return ApiError(503, message, headers={"Retry-After": str(retry_after)})
 
 
 def say(text: str) -> None:

@@ -1,18 +1,19 @@
 """The routes, what surrounds them, and `/openapi.json`, which is made of the same structs."""
 
+import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jpaged import __version__
-from jpaged.serve.access import OPEN_PATHS, HostGuard, KeyGuard, client_of
+from jpaged.serve.access import OPEN_PATHS, Access, client_of
 from jpaged.serve.answers import Chat, Completion, Generation
 from jpaged.serve.api_errors import ApiError
-from jpaged.serve.bodies import BodyBudget, BodyReader
+from jpaged.serve.bodies import BodyReader
 from jpaged.serve.connections import SurplusGuard
 from jpaged.serve.dashboard.broadcast import dashboard_routes
 from jpaged.serve.exchange import (
@@ -33,7 +34,8 @@ from jpaged.serve.protocol import (
     components,
     read,
 )
-from jpaged.serve.serving import Serving, new_id
+from jpaged.serve.serving import Serving
+from jpaged.serve.tokenizing_process import Order
 
 _BODIES: dict[str, tuple[type, str]] = {
     "/v1/completions": (CompletionRequest, "Complete prompts."),
@@ -131,45 +133,42 @@ def _error(meaning: str) -> dict[str, Any]:
 
 
 def make_app(serving: Serving) -> ASGIApp:
-    """The application: routes behind the keys, every failure an answer."""
-    endpoints = Endpoints(serving)
-    routes = [
-        Route("/v1/completions", endpoints.completions, methods=["POST"]),
-        Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
-        Route("/v1/models", endpoints.models, methods=["GET"]),
-        Route("/v1/models/{name:path}", endpoints.one_model, methods=["GET"]),
-        Route("/tokenize", endpoints.tokenize, methods=["POST"]),
-        Route("/detokenize", endpoints.detokenize, methods=["POST"]),
-        Route("/health", endpoints.health, methods=["GET"]),
-        Route("/ready", endpoints.ready, methods=["GET"]),
-        Route("/ping", endpoints.health, methods=["GET", "POST"]),
-        Route("/version", endpoints.version, methods=["GET"]),
-        Route("/load", endpoints.load, methods=["GET"]),
-        Route("/metrics", endpoints.metrics, methods=["GET"]),
-        Route("/openapi.json", endpoints.openapi, methods=["GET"]),
-    ]
-    config = serving.config
-    if config.dashboard:
-        routes += dashboard_routes(serving)
-    router = Router(routes, redirect_slashes=False, default=_nowhere)
-    budget = BodyBudget(router, config.limits.max_total_body_bytes)
-    guard = KeyGuard(budget, config.api_keys, has_page=config.dashboard)
-    if config.allowed_hosts is not None:
-        guard = HostGuard(guard, config.allowed_hosts)
-    return SurplusGuard(Shell(guard))
+    """The application: endpoints behind Hosts and keys, every failure an answer."""
+    return SurplusGuard(App(serving))
 
 
-class Shell:
-    """The outermost layer: whatever fails inside is answered in OpenAI's shape."""
+class App:
+    """The endpoints, and what surrounds them."""
 
-    def __init__(self, app: ASGIApp):
-        self._app = app
+    def __init__(self, serving: Serving):
+        self._serving = serving
+        config = serving.config
+        self._access = Access(config.api_keys, config.allowed_hosts, has_page=config.dashboard)
+        self._bodies = BodyReader(config.limits)
+        routes = [
+            Route("/v1/completions", self._completions, methods=["POST"]),
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/models", self._models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self._one_model, methods=["GET"]),
+            Route("/tokenize", self._tokenize, methods=["POST"]),
+            Route("/detokenize", self._detokenize, methods=["POST"]),
+            Route("/health", self._health, methods=["GET"]),
+            Route("/ready", self._ready, methods=["GET"]),
+            Route("/ping", self._health, methods=["GET", "POST"]),
+            Route("/version", self._version, methods=["GET"]),
+            Route("/load", self._load, methods=["GET"]),
+            Route("/metrics", self._metrics, methods=["GET"]),
+            Route("/openapi.json", self._openapi, methods=["GET"]),
+        ]
+        if config.dashboard:
+            routes += dashboard_routes(serving)
+        self._router = Router(routes, redirect_slashes=False, default=_nowhere)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on; answer what is raised before an answer began."""
+        """Answer, as ASGI has it; what is raised before an answer began in OpenAI's shape."""
         started = False
 
-        async def watched(message) -> None:
+        async def watched(message: Message) -> None:
             nonlocal started
             started = started or message["type"] == "http.response.start"
             await send(message)
@@ -177,27 +176,20 @@ class Shell:
         if scope["type"] != "http":
             return
         try:
-            # With an app in the scope, routes raise what they refuse, as every other layer does.
-            await self._app({**scope, "app": self}, receive, watched)
+            self._access.check(scope)
+            # With an app in the scope, routes raise what they refuse, as all here does.
+            scope = {**scope, "app": self}
+            with self._bodies.held_for(scope):
+                await self._router(scope, receive, watched)
         except Exception as error:
             if started:
                 raise
             await error_answer(as_api_error(error))(scope, receive, send)
 
-
-class Endpoints:
-    """The endpoints."""
-
-    def __init__(self, serving: Serving):
-        self._serving = serving
-        self._bodies = BodyReader(serving.config.limits)
-
-    async def completions(self, request: Request) -> Response:
-        """`/v1/completions`."""
+    async def _completions(self, request: Request) -> Response:
         return await self._generate(request, CompletionRequest, Completion, "cmpl")
 
-    async def chat(self, request: Request) -> Response:
-        """`/v1/chat/completions`."""
+    async def _chat(self, request: Request) -> Response:
         return await self._generate(request, ChatRequest, Chat, "chatcmpl")
 
     async def _generate(
@@ -215,10 +207,44 @@ class Endpoints:
         asked.check(config.limits)
         if isinstance(asked, ChatRequest):
             asked.check_template(config.template_variables)
-        client = client_of(request.scope, keyed=bool(config.api_keys))
-        made = generation(serving, asked, new_id(kind), model, client)
+        request_id, client = f"{kind}-{uuid.uuid4().hex}", self._client_of(request)
+        made = generation(serving, asked, request_id, model, client)
         stall = config.limits.stall_timeout
         return Exchange(made.pieces(), streams=asked.stream, stall_timeout=stall)
+
+    async def _tokenize(self, request: Request) -> Response:
+        serving, tokenizing = self._serving, self._serving.tokenizing
+        asked = await self._read(request, TokenizeRequest)
+        serving.model_name(asked.model)
+        asked.check()
+        strings = asked.return_token_strs
+        if asked.messages is None:
+            path, order = "prompt", Order(asked.prompt, asked.add_special_tokens, strings=strings)
+        else:
+            asked.check_template(serving.config.template_variables)
+            told, options = asked.conversation, asked.template_options
+            path, order = "messages", Order(messages=told, options=options, strings=strings)
+
+        async def answer() -> dict[str, Any]:
+            done = await tokenizing.tokenized(order, path)
+            return {
+                "count": len(done.token_ids),
+                "max_model_len": tokenizing.max_model_len,
+                "tokens": done.token_ids,
+                "token_strs": done.strings,
+            }
+
+        return self._made(request, answer)
+
+    async def _detokenize(self, request: Request) -> Response:
+        serving = self._serving
+        asked = await self._read(request, DetokenizeRequest)
+        serving.model_name(asked.model)
+
+        async def answer() -> dict[str, Any]:
+            return {"prompt": await serving.tokenizing.decode(asked.tokens)}
+
+        return self._made(request, answer)
 
     async def _read(self, request: Request, record: type[T]) -> T:
         """The record in a body, which may always name as many token ids as the model takes."""
@@ -227,87 +253,49 @@ class Endpoints:
         most = max(serving.config.limits.max_body_values, longest)
         return await self._bodies.read(request, lambda value: read(record, value), most)
 
-    async def tokenize(self, request: Request) -> Response:
-        """`/tokenize`: the token ids of a text or a conversation."""
-        serving, tokenizing = self._serving, self._serving.tokenizing
-        asked = await self._read(request, TokenizeRequest)
-        serving.model_name(asked.model)
-        asked.check()
-        if asked.messages is not None:
-            asked.check_template(serving.config.template_variables)
-
-        async def told() -> dict[str, Any]:
-            ids, strings = await tokenizing.tokenized(
-                asked.prompt or "" if asked.messages is None else asked.messages,
-                asked.template_options,
-                add_special_tokens=asked.add_special_tokens,
-                strings=asked.return_token_strs,
-            )
-            count = {"count": len(ids), "max_model_len": tokenizing.max_model_len}
-            return {**count, "tokens": ids, "token_strs": strings}
-
-        return self._told(request, told)
-
-    async def detokenize(self, request: Request) -> Response:
-        """`/detokenize`: the text of token ids."""
-        serving = self._serving
-        asked = await self._read(request, DetokenizeRequest)
-        serving.model_name(asked.model)
-
-        async def told() -> dict[str, Any]:
-            return {"prompt": await serving.tokenizing.decode(asked.tokens)}
-
-        return self._told(request, told)
-
-    def _told(self, request: Request, told: Callable[[], Awaitable[dict[str, Any]]]) -> Response:
+    def _made(self, request: Request, make: Callable[[], Awaitable[dict[str, Any]]]) -> Response:
         """An answer that is made while its client waits: one of the client's requests in flight."""
-        serving = self._serving
-        client = client_of(request.scope, keyed=bool(serving.config.api_keys))
+        serving, client = self._serving, self._client_of(request)
 
         async def piece() -> AsyncGenerator[bytes, None]:
-            with serving.in_flight.admit(client, 0):
-                answer = await told()
+            with serving.admit(client, 0):
+                answer = await make()
                 yield await serving.in_thread(lambda: large_json(answer))
 
         stall = serving.config.limits.stall_timeout
         return Exchange(piece(), streams=False, stall_timeout=stall)
 
-    async def models(self, request: Request) -> Response:
-        """`/v1/models`: what the model may be called."""
+    def _client_of(self, request: Request) -> str:
+        return client_of(request.scope, keyed=bool(self._serving.config.api_keys))
+
+    async def _models(self, request: Request) -> Response:
         names = self._serving.config.model_names
         return json_answer({"object": "list", "data": [self._card(name) for name in names]})
 
-    async def one_model(self, request: Request) -> Response:
-        """`/v1/models/NAME`."""
+    async def _one_model(self, request: Request) -> Response:
         return json_answer(self._card(self._serving.model_name(request.path_params["name"])))
 
-    async def health(self, request: Request) -> Response:
-        """`/health`: 200 as long as the engine's loop goes round."""
+    async def _health(self, request: Request) -> Response:
         return Response(status_code=200 if self._serving.is_healthy else 503)
 
-    async def ready(self, request: Request) -> Response:
-        """`/ready`: 200 as long as new requests are welcome."""
+    async def _ready(self, request: Request) -> Response:
         return Response(status_code=200 if self._serving.is_ready else 503)
 
-    async def version(self, request: Request) -> Response:
-        """`/version`: jpaged's."""
+    async def _version(self, request: Request) -> Response:
         return json_answer({"version": __version__})
 
-    async def load(self, request: Request) -> Response:
-        """`/load`: requests in flight."""
+    async def _load(self, request: Request) -> Response:
         return json_answer({"server_load": self._serving.num_requests})
 
-    async def metrics(self, request: Request) -> Response:
-        """`/metrics`: figures for Prometheus."""
+    async def _metrics(self, request: Request) -> Response:
         serving = self._serving
-        text = serving.metrics.text(serving.engine.pulse.stats)
+        text = serving.metrics.text(serving.engine.stats)
         return Response(text, headers={"Content-Type": CONTENT_TYPE})
 
-    async def openapi(self, request: Request) -> Response:
-        """`/openapi.json`: the API, for programs."""
+    async def _openapi(self, request: Request) -> Response:
         return json_answer(openapi())
 
-    def _card(self, name: str) -> dict:
+    def _card(self, name: str) -> dict[str, Any]:
         return {
             "id": name,
             "object": "model",

@@ -1,27 +1,27 @@
 """Requests' bodies: bounded as they arrive, counted before they are built, and JSON of one meaning.
 
-What another client is sent must not wait for a body. So the values of a large body are counted
-before any of them is built, and it is parsed in a thread of its own: no call into C holds
-the interpreter for long, and Python code gives way.
+What another client is sent must not wait for a body. So its values are counted before any of them
+is built, and a large one is parsed in a thread of its own: no call into C holds the interpreter for
+long, and Python code gives way.
 """
 
 import asyncio
 import json
 import math
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
 from jpaged.serve.api_errors import ApiError, not_serving
 from jpaged.serve.options import Limits
 
-_HOLD = "jpaged.hold"
+_HELD = "jpaged.held"
 
 T = TypeVar("T")
 
@@ -40,64 +40,33 @@ _DIGITS = 64
 _EXACT = 2**53
 """Below it a float is one integer."""
 
-_MANY_DIGITS = re.compile(rb"[0-9]{%d}" % _DIGITS)
-
 _PLAIN = frozenset({int, float, bool, str, type(None)})
 
 _WEIGHTS = np.zeros(256, np.uint8)
-
 _WEIGHTS[list(b",:")] = 1
-
 _WEIGHTS[list(b'".')] = 3
-
 _WEIGHTS[list(b"[{")] = 4  # with the first value in it, whose like the others have a comma for
 
 
-class BodyBudget:
-    """Bounds the bytes of bodies that are held at a time, from their arrival until the answers.
-
-    Args:
-        app: The next application; it says with `hold` what it keeps.
-        most: Bytes of all requests together.
-    """
-
-    def __init__(self, app: ASGIApp, most: int):
-        self._app = app
-        self._most = most
-        self._held = 0
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, and count until the request is over."""
-        own = 0
-
-        def hold(num_bytes: int) -> None:
-            nonlocal own
-            if self._held + num_bytes > self._most:
-                raise not_serving("too much is being asked at the moment: try again later")
-            self._held += num_bytes
-            own += num_bytes
-
-        try:
-            await self._app({**scope, _HOLD: hold}, receive, send)
-        finally:
-            self._held -= own
-
-
-def hold(scope: Scope, num_bytes: int) -> None:
-    """Keep so many more bytes until the request of `scope` is over.
-
-    Raises:
-        ApiError: 503: others keep too many.
-    """
-    scope[_HOLD](num_bytes)
-
-
 class BodyReader:
-    """Reads the bodies of requests, large ones one at a time in a thread of its own."""
+    """Reads the bodies of requests, large ones one at a time in a thread of its own.
+
+    All that are held, from their arrival until the answers, are bounded together.
+    """
 
     def __init__(self, limits: Limits):
         self._limits = limits
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="body")
+        self._num_held = 0
+
+    @contextmanager
+    def held_for(self, scope: Scope) -> Iterator[None]:
+        """Holds the body that is read for a request as long as the block lasts."""
+        scope[_HELD] = 0
+        try:
+            yield
+        finally:
+            self._num_held -= scope[_HELD]
 
     async def read(self, request: Request, make: Callable[[Any], T], max_values: int) -> T:
         """What `make` makes of the JSON value in the body; it runs in any thread.
@@ -109,41 +78,39 @@ class BodyReader:
 
         Raises:
             ApiError: 413 if the body is too large, 503 if all bodies are, 400 if it has too many
-                values, is no JSON, or ambiguous; what `make` raises.
+                values, is no JSON, or ambiguous, or does not come, 415 if it is not said to be
+                JSON; what `make` raises.
         """
-        body = await read_body(request, self._limits)
+        body = await self._body(request)
         if len(body) <= _AT_ONCE:
             return make(parse_json(body, max_values))
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, lambda: make(parse_json(body, max_values)))
 
-
-async def read_body(request: Request, limits: Limits) -> bytes:
-    """The body.
-
-    Raises:
-        ApiError: it is too large, is not said to be JSON, or does not come.
-    """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # also what a page of another site could send unasked
-        raise ApiError(415, "send JSON, with the header Content-Type: application/json")
-    most = limits.max_body_bytes
-    declared = request.headers.get("content-length", "0")
-    if declared.isdecimal() and int(declared[:20]) > most:
-        raise _too_large(most)
-    body = bytearray()
-    try:
-        async with asyncio.timeout(limits.body_timeout):
-            async for chunk in request.stream():
-                if len(body) + len(chunk) > most:
-                    raise _too_large(most)
-                hold(request.scope, len(chunk))
-                body += chunk
-    except TimeoutError:
-        raise ApiError(400, "the body did not arrive in time") from None
-    except ClientDisconnect:
-        raise ApiError(400, "the client is gone") from None
-    return bytes(body)
+    async def _body(self, request: Request) -> bytes:
+        limits, most = self._limits, self._limits.max_body_bytes
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # also what a page of another site could send unasked
+            raise ApiError(415, "send JSON, with the header Content-Type: application/json")
+        declared = request.headers.get("content-length", "0")
+        if declared.isdecimal() and int(declared[:20]) > most:
+            raise _too_large(most)
+        body = bytearray()
+        try:
+            async with asyncio.timeout(limits.body_timeout):
+                async for chunk in request.stream():
+                    if len(body) + len(chunk) > most:
+                        raise _too_large(most)
+                    if self._num_held + len(chunk) > limits.max_total_body_bytes:
+                        raise not_serving("too much is being asked at the moment: try again later")
+                    self._num_held += len(chunk)
+                    request.scope[_HELD] += len(chunk)
+                    body += chunk
+        except TimeoutError:
+            raise ApiError(400, "the body did not arrive in time") from None
+        except ClientDisconnect:
+            raise ApiError(400, "the client is gone") from None
+        return bytes(body)
 
 
 def parse_json(body: bytes, max_values: int) -> Any:
@@ -158,10 +125,7 @@ def parse_json(body: bytes, max_values: int) -> Any:
         ApiError: it has more values; it is no JSON in UTF-8, has NaN or an infinity, names a key
             twice, is nested too deep, or has a lone surrogate.
     """
-    # A small body cannot have too many values, and its colons tell its names, but those in strings.
-    is_small = len(body) <= _AT_ONCE and 4 * len(body) < max_values
-    is_counted = not is_small or _MANY_DIGITS.search(body) is not None
-    num_names = _count(body, max_values) if is_counted else body.count(b":")
+    num_names = _count(body, max_values)
     try:
         value = _decoder.decode(body)
     except UnicodeDecodeError:
@@ -170,8 +134,7 @@ def parse_json(body: bytes, max_values: int) -> Any:
         raise _too_deep() from None
     except msgspec.DecodeError as error:
         raise _no_json(str(error).removeprefix("JSON is malformed: ")) from None
-    num_built = _num_names(value)
-    if num_built < num_names and (is_counted or num_built < _count(body, max_values)):
+    if _num_names(value) < num_names:
         raise _named_twice(body)
     return value
 

@@ -2,7 +2,7 @@
 
     client = await EngineClient.connect(sock, options)
     info = await client.ready()
-    async with client.run([EngineRequest(...), ...]) as run:
+    async with client.run([EngineRequest(...), ...], on_news) as run:
         async for news in run:      # lists of (index of the request, `RequestDelta`)
             ...
 
@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jpaged import EngineStats, RequestDelta
@@ -53,10 +52,6 @@ class News(NamedTuple):
     delta: RequestDelta
 
 
-OnNews = Callable[[News], None]
-"""Called with all news as they come, read or not."""
-
-
 class Run:
     """The news of some requests as they come: an asynchronous iterator of lists of `News`.
 
@@ -70,7 +65,7 @@ class Run:
         self,
         requests: Sequence[EngineRequest],
         abort: Callable[[list[str]], None],
-        on_news: OnNews | None = None,
+        on_news: Callable[[News], None],
     ):
         self.has_started = False
         self._abort = abort
@@ -121,8 +116,7 @@ class Run:
             return
         news = News(index, delta)
         self._unread.append(news)
-        if self._on_news is not None:
-            self._on_news(news)
+        self._on_news(news)
         if delta.finished:
             del self._left[delta.request_id]
             if delta.error is not None:
@@ -142,37 +136,19 @@ class Run:
             self.put(RequestDelta(request_id, [], finished=True))
 
 
-@dataclass
-class Pulse:
-    """When the loop was last seen to go round, and its figures then.
-
-    Attributes:
-        turn: How often it had.
-        seen: When, in seconds of `time.monotonic()`.
-        stats: The engine's figures, as of late.
-    """
-
-    turn: int = -1
-    seen: float = field(default_factory=time.monotonic)
-    stats: EngineStats | None = None
-
-    def note(self, turn: Turn) -> None:
-        """The loop went round."""
-        self.turn, self.seen = turn.number, time.monotonic()
-        self.stats = turn.stats or self.stats
-
-
 class EngineClient:
     """Speaks with a `Worker` over a socket.
 
     Attributes:
-        pulse: Signs of life.
+        seen: When the loop was last seen to go round, in seconds of `time.monotonic()`.
+        stats: The engine's figures, as of late; None before the first.
         death: Why the engine is gone, for the log; None while it lives.
         runs: By request id, the run that gets its news.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
-        self.pulse = Pulse()
+        self.seen = time.monotonic()
+        self.stats: EngineStats | None = None
         self.death: str | None = None
         self.runs: dict[str, Run] = {}
         self._writer = writer
@@ -207,9 +183,13 @@ class EngineClient:
 
     @asynccontextmanager
     async def run(
-        self, requests: Sequence[EngineRequest], on_news: OnNews | None = None
+        self, requests: Sequence[EngineRequest], on_news: Callable[[News], None]
     ) -> AsyncIterator[Run]:
         """Put requests to the engine; what is not over at the end of the block is aborted.
+
+        Args:
+            requests: Each of its own name.
+            on_news: Called with all news as they come, read or not.
 
         Raises:
             ApiError: there is no engine to put them to.
@@ -286,7 +266,7 @@ class EngineClient:
     def _take(self, report: Report) -> None:
         match report:
             case Turn():
-                self.pulse.note(report)
+                self.seen, self.stats = time.monotonic(), report.stats or self.stats
                 for delta in report.news:
                     if delta.request_id in self.runs:
                         self.runs[delta.request_id].put(delta)

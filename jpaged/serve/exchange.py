@@ -3,7 +3,7 @@
 import asyncio
 import sys
 import traceback
-from collections.abc import AsyncGenerator, Awaitable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -14,7 +14,8 @@ from starlette.types import Receive, Scope, Send
 
 from jpaged.serve.api_errors import ApiError, failed
 
-_encoder = msgspec.json.Encoder()
+json_bytes = msgspec.json.Encoder().encode
+"""The value as JSON."""
 
 _TEXT_PIECE = 256 * 1024
 """Characters that are encoded in one go."""
@@ -29,11 +30,6 @@ DONE = b"data: [DONE]\n\n"
 """Ends a stream of events."""
 
 
-def json_bytes(value: Any) -> bytes:
-    """The value as JSON."""
-    return _encoder.encode(value)
-
-
 def large_json(value: Any) -> bytes:
     """The value as JSON, for a thread: no single call holds the interpreter for long.
 
@@ -46,17 +42,17 @@ def _pieces(value: Any, depth: int) -> Iterator[bytes]:
     if isinstance(value, str) and len(value) > _TEXT_PIECE:
         yield b'"'
         for at in range(0, len(value), _TEXT_PIECE):
-            yield _encoder.encode(value[at : at + _TEXT_PIECE])[1:-1]
+            yield json_bytes(value[at : at + _TEXT_PIECE])[1:-1]
         yield b'"'
     elif isinstance(value, dict) and value and depth:
         for i, (name, item) in enumerate(value.items()):
-            yield b"%b%b:" % (b"," if i else b"{", _encoder.encode(name))
+            yield b"%b%b:" % (b"," if i else b"{", json_bytes(name))
             yield from _pieces(item, depth - 1)
         yield b"}"
     elif isinstance(value, list) and len(value) > _ARRAY_PIECE:
         for at in range(0, len(value), _ARRAY_PIECE):
             yield b"," if at else b"["
-            yield _encoder.encode(value[at : at + _ARRAY_PIECE])[1:-1]
+            yield json_bytes(value[at : at + _ARRAY_PIECE])[1:-1]
         yield b"]"
     elif isinstance(value, list) and value and depth:
         for i, item in enumerate(value):
@@ -64,15 +60,17 @@ def _pieces(value: Any, depth: int) -> Iterator[bytes]:
             yield from _pieces(item, depth - 1)
         yield b"]"
     else:
-        yield _encoder.encode(value)
+        yield json_bytes(value)
 
 
 def event(value: Any) -> bytes:
     """The value as a server-sent event."""
-    return b"data: " + _encoder.encode(value) + b"\n\n"
+    return b"data: " + json_bytes(value) + b"\n\n"
 
 
-def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def json_answer(
+    value: Any, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
     """A whole answer in JSON."""
     return Response(json_bytes(value), status, headers, media_type="application/json")
 
@@ -181,7 +179,7 @@ def as_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, HTTPException):  # a route's: the method is not one of its own
         message = f"{error.detail}: /openapi.json lists what there is"
-        return ApiError(error.status_code, message, allow=(error.headers or {}).get("Allow"))
+        return ApiError(error.status_code, message, headers=error.headers)
     traceback.print_exception(error, file=sys.stderr)
     return failed()
 

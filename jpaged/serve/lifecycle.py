@@ -65,8 +65,8 @@ async def _serve(flags: Flags, sock: Listener) -> int:
     limits = replace(limits, max_connections=most)
     hosts = hosts_served(flags, sock.getsockname()[0])
     serving = Serving(replace(flags.serve, limits=limits, allowed_hosts=hosts))
-    http = HttpServer(_uvicorn_config(serving, flags.serve.log_requests, num_spare))
-    life = Life(serving, http, flags.serve.shutdown_timeout)
+    http = HttpServer(_uvicorn_config(serving, num_spare))
+    life = Life(serving, http)
     life.watch_signals()
     asyncio.get_running_loop().set_exception_handler(Complaints().hear)
     talking = asyncio.create_task(http.serve([sock]))
@@ -91,12 +91,10 @@ class Life:
     Args:
         serving: Its state.
         http: What listens.
-        shutdown_timeout: Seconds for requests in flight to end.
     """
 
-    def __init__(self, serving: Serving, http: HttpServer, shutdown_timeout: float):
+    def __init__(self, serving: Serving, http: HttpServer):
         self._serving, self._http = serving, http
-        self._shutdown_timeout = shutdown_timeout
         self._process: EngineProcess | None = None
         self._ending: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -156,7 +154,7 @@ class Life:
         serving = self._serving
         serving.stop_admitting()
         try:
-            async with asyncio.timeout(self._shutdown_timeout):
+            async with asyncio.timeout(serving.config.shutdown_timeout):
                 while serving.num_requests:
                     await asyncio.sleep(0.02)
         except TimeoutError:
@@ -184,28 +182,18 @@ async def start_serving(
     """
     config = serving.config
     info = await client.ready()
-    process = text_process(
-        TokenizingSettings(
-            folder=str(info.folder),
-            chat_template=config.chat_template,
-            allow_special_tokens=config.allow_special_tokens,
-        )
-    )
+    template, may_be_special = config.chat_template, config.allow_special_tokens
+    process = text_process(TokenizingSettings(info.folder, template, may_be_special))
     tokenizer = await asyncio.to_thread(Tokenizer.from_folder, Path(info.folder))
     await asyncio.to_thread(process.wait_ready)
-    texts = Tokenizing(
-        tokenizer,
-        process,
-        vocab_size=info.vocab_size,
-        max_model_len=info.max_model_len,
-        text_timeout=config.limits.text_timeout,
-    )
+    texts = Tokenizing(tokenizer, process, info, config.limits.text_timeout)
     if config.chat_template is not None:
         await texts.check_template()
     serving.open(client, texts, info)
 
 
-def _uvicorn_config(serving: Serving, log_requests: bool, num_spare: int) -> uvicorn.Config:
+def _uvicorn_config(serving: Serving, num_spare: int) -> uvicorn.Config:
+    log_requests = serving.config.log_requests
     return uvicorn.Config(
         make_app(serving),
         http=bounded_by(serving.config.limits, num_spare),

@@ -3,6 +3,7 @@
 Nothing is pickled.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -88,13 +89,11 @@ class Turn(msgspec.Struct, tag=True):
     """A turn of the loop.
 
     Attributes:
-        number: Turns so far.
         news: What requests grew by since the last `Turn`; the log-probabilities of a long prompt
             come in parts.
         stats: The engine's figures, sent a few times a second.
     """
 
-    number: int
     news: list[RequestDelta]
     stats: EngineStats | None = None
 
@@ -118,21 +117,11 @@ class PoolFrames(msgspec.Struct, tag=True):
 Command = Start | EngineRequest | Abort | AskPoolFrames | Stop
 Report = Ready | Died | Refused | Turn | PoolFrames
 
-_encoder = msgspec.msgpack.Encoder()
-_command_decoder = msgspec.msgpack.Decoder(Command)
-_report_decoder = msgspec.msgpack.Decoder(Report)
+encode: Callable[[Command | Report], bytes] = msgspec.msgpack.Encoder().encode
+"""The message in MessagePack."""
 
+command_of: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode
+"""The command in a message; msgspec.ValidationError if there is none."""
 
-def encode(message: Command | Report) -> bytes:
-    """The message in MessagePack."""
-    return _encoder.encode(message)
-
-
-def command_of(message: bytes) -> Command:
-    """The command in a message; msgspec.ValidationError if there is none."""
-    return _command_decoder.decode(message)
-
-
-def report_of(message: bytes) -> Report:
-    """The report in a message; msgspec.ValidationError if there is none."""
-    return _report_decoder.decode(message)
+report_of: Callable[[bytes], Report] = msgspec.msgpack.Decoder(Report).decode
+"""The report in a message; msgspec.ValidationError if there is none."""

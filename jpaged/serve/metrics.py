@@ -8,7 +8,7 @@ import math
 import time
 from bisect import bisect_left
 from collections import Counter as Tallied
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -42,42 +42,39 @@ _OF_REQUESTS = (
 _ANSWERS = (1, 2, 5, 10, 20)
 
 _GAUGES = {
-    "vllm:num_requests_running": ("Requests in the batch.", lambda s: s.num_running),
-    "vllm:num_requests_waiting": ("Requests waiting for a place.", lambda s: s.num_waiting),
-    "vllm:num_requests_swapped": (
-        "Waiting requests with KV in host memory.",
-        lambda s: s.num_swapped,
-    ),
-    "vllm:kv_cache_usage_perc": (
-        "Share of the KV blocks in use, 0 to 1.",
-        lambda s: s.kv_cache_usage,
-    ),
-    "jpaged:kv_cache_waste_perc": (
-        "Share of held slots without a token, 0 to 1.",
-        lambda s: s.waste,
-    ),
-    "jpaged:kv_cache_cached_blocks": (
-        "Free blocks kept for a prefix.",
-        lambda s: s.num_cached_blocks,
-    ),
+    "vllm:num_requests_running": ("Requests in the batch.", "num_running"),
+    "vllm:num_requests_waiting": ("Requests waiting for a place.", "num_waiting"),
+    "vllm:num_requests_swapped": ("Waiting requests with KV in host memory.", "num_swapped"),
+    "vllm:kv_cache_usage_perc": ("Share of the KV blocks in use, 0 to 1.", "kv_cache_usage"),
+    "jpaged:kv_cache_waste_perc": ("Share of held slots without a token, 0 to 1.", "waste"),
+    "jpaged:kv_cache_cached_blocks": ("Free blocks kept for a prefix.", "num_cached_blocks"),
 }
 _COUNTERS = {
-    "vllm:prefix_cache_queries": (
-        "Tokens looked up in the prefix cache.",
-        lambda s: s.prefix_cache_queries,
-    ),
-    "vllm:prefix_cache_hits": (
-        "Prompt tokens found in the prefix cache.",
-        lambda s: s.prefix_cache_hits,
-    ),
-    "vllm:num_preemptions": ("Times a request lost its blocks.", lambda s: s.num_preemptions),
-    "jpaged:block_copies": ("Blocks copied on write.", lambda s: s.num_block_copies),
-    "jpaged:swapped_out_blocks": ("Blocks to host memory.", lambda s: s.num_swapped_out_blocks),
-    "jpaged:swapped_in_blocks": (
-        "Blocks back from host memory.",
-        lambda s: s.num_swapped_in_blocks,
-    ),
-    "jpaged:steps": ("Steps launched.", lambda s: s.num_steps),
+    "vllm:prefix_cache_queries": ("Tokens looked up in the prefix cache.", "prefix_cache_queries"),
+    "vllm:prefix_cache_hits": ("Prompt tokens found in the prefix cache.", "prefix_cache_hits"),
+    "vllm:num_preemptions": ("Times a request lost its blocks.", "num_preemptions"),
+    "jpaged:block_copies": ("Blocks copied on write.", "num_block_copies"),
+    "jpaged:swapped_out_blocks": ("Blocks to host memory.", "num_swapped_out_blocks"),
+    "jpaged:swapped_in_blocks": ("Blocks back from host memory.", "num_swapped_in_blocks"),
+    "jpaged:steps": ("Steps launched.", "num_steps"),
+}
+
+_TIMES = {
+    "time_to_first_token": ("From a request's arrival to its first token.", _FIRST_TOKEN),
+    "inter_token_latency": ("Between two tokens of a request.", _BETWEEN_TOKENS),
+    "request_time_per_output_token": ("A request's mean between tokens.", _BETWEEN_TOKENS),
+    "e2e_request_latency": ("Of a request in all.", _OF_REQUESTS),
+    "request_queue_time": ("Waiting for the first step.", _OF_REQUESTS),
+    "request_prefill_time": ("From a request's first step to its first token.", _OF_REQUESTS),
+    "request_decode_time": ("From a request's first token to its last.", _OF_REQUESTS),
+    "request_inference_time": ("From a request's first step to its last token.", _OF_REQUESTS),
+}
+_SIZES = {
+    "request_prompt_tokens": "Tokens of a prompt.",
+    "request_generation_tokens": "Tokens of all answers to a prompt.",
+    "request_max_num_generation_tokens": "Tokens of the longest answer to a prompt.",
+    "request_params_max_tokens": "max_tokens that requests ask for.",
+    "request_params_n": "n that requests ask for.",
 }
 
 
@@ -95,7 +92,9 @@ class Metrics:
         self._labels = {"model_name": model_name, "engine": "0"}
         self._engine = _EngineFigures(self._labels)
         self._registry.register(self._engine)
-        self._describe(block_size=block_size, num_gpu_blocks=num_blocks)
+        pool = self._labels | {"block_size": str(block_size), "num_gpu_blocks": str(num_blocks)}
+        info = Gauge("vllm:cache_config_info", "The pool.", [*pool], registry=self._registry)
+        info.labels(**pool).set(1)
         self.prompt_tokens = self._count("vllm:prompt_tokens", "Tokens of prompts.")
         self.cached_tokens = self._count(
             "vllm:prompt_tokens_cached", "Prompt tokens whose KV the prefix cache had."
@@ -107,45 +106,13 @@ class Metrics:
             [*self._labels, "finished_reason"],
             registry=self._registry,
         )
+        self._histograms: dict[str, Histogram | _EveryToken] = {}
+        for name, (meaning, buckets) in _TIMES.items():
+            self._add_histogram(name, f"{name}_seconds", f"Seconds. {meaning}", buckets)
         lengths = _one_two_five(max_model_len)
-        times = self._times
-        self.first_token = times(
-            "time_to_first_token", "From a request's arrival to its first token.", _FIRST_TOKEN
-        )
-        self.between_tokens = _EveryToken(
-            "vllm:inter_token_latency_seconds",
-            "Seconds. Between two tokens of a request.",
-            _BETWEEN_TOKENS,
-            self._labels,
-        )
-        self._registry.register(self.between_tokens)
-        self.a_token = times(
-            "request_time_per_output_token", "A request's mean between tokens.", _BETWEEN_TOKENS
-        )
-        self.whole = times("e2e_request_latency", "Of a request in all.", _OF_REQUESTS)
-        self.queue = times("request_queue_time", "Waiting for the first step.", _OF_REQUESTS)
-        self.prefill = times(
-            "request_prefill_time", "From a request's first step to its first token.", _OF_REQUESTS
-        )
-        self.decode = times(
-            "request_decode_time", "From a request's first token to its last.", _OF_REQUESTS
-        )
-        self.inference = times(
-            "request_inference_time", "From a request's first step to its last token.", _OF_REQUESTS
-        )
-        self.prompt_length = self._sizes("request_prompt_tokens", "Tokens of a prompt.", lengths)
-        self.answer_length = self._sizes(
-            "request_generation_tokens", "Tokens of all answers to a prompt.", lengths
-        )
-        self.longest_answer = self._sizes(
-            "request_max_num_generation_tokens",
-            "Tokens of the longest answer to a prompt.",
-            lengths,
-        )
-        self.asked_length = self._sizes(
-            "request_params_max_tokens", "max_tokens that requests ask for.", lengths
-        )
-        self.asked_answers = self._sizes("request_params_n", "n that requests ask for.", _ANSWERS)
+        for name, meaning in _SIZES.items():
+            buckets = _ANSWERS if name == "request_params_n" else lengths
+            self._add_histogram(name, name, meaning, buckets)
 
     def text(self, stats: EngineStats | None) -> bytes:
         """All of them in Prometheus's text format.
@@ -156,44 +123,39 @@ class Metrics:
         self._engine.stats = stats
         return generate_latest(self._registry)
 
-    def meter(self, request: EngineRequest) -> "Meter":
-        """Measures a new request."""
-        return Meter(self, request)
+    def observe(self, name: str, value: float) -> None:
+        """Count a value of a histogram."""
+        self._histograms[name].observe(value)
 
     def ended(self, request: EngineRequest, reason: str, num_tokens: int, longest: int) -> None:
         """A request ended, after so many tokens, of its longest answer so many."""
         self._success.labels(**self._labels, finished_reason=reason).inc()
-        self.prompt_length.observe(len(request.prompt_token_ids))
-        self.answer_length.observe(num_tokens)
-        self.longest_answer.observe(longest)
-        self.asked_answers.observe(request.params.n)
+        self.observe("request_prompt_tokens", len(request.prompt_token_ids))
+        self.observe("request_generation_tokens", num_tokens)
+        self.observe("request_max_num_generation_tokens", longest)
+        self.observe("request_params_n", request.params.n)
         if request.params.max_tokens is not None:
-            self.asked_length.observe(request.params.max_tokens)
-
-    def _describe(self, **facts: int) -> None:
-        labels = self._labels | {name: str(value) for name, value in facts.items()}
-        info = Gauge("vllm:cache_config_info", "The pool.", [*labels], registry=self._registry)
-        info.labels(**labels).set(1)
+            self.observe("request_params_max_tokens", request.params.max_tokens)
 
     def _count(self, name: str, meaning: str) -> Counter:
         counter = Counter(name, meaning, [*self._labels], registry=self._registry)
         return counter.labels(**self._labels)
 
-    def _times(self, name: str, meaning: str, buckets: tuple[float, ...]) -> Histogram:
-        return self._sizes(f"{name}_seconds", f"Seconds. {meaning}", buckets)
-
-    def _sizes(self, name: str, meaning: str, buckets: tuple[float, ...]) -> Histogram:
-        histogram = Histogram(
-            f"vllm:{name}", meaning, [*self._labels], buckets=buckets, registry=self._registry
-        )
-        return histogram.labels(**self._labels)
+    def _add_histogram(self, key: str, name: str, meaning: str, buckets: Sequence[float]) -> None:
+        name, labels = f"vllm:{name}", self._labels
+        if key == "inter_token_latency":
+            own = self._histograms[key] = _EveryToken(name, meaning, buckets, labels)
+            self._registry.register(own)
+        else:
+            made = Histogram(name, meaning, [*labels], buckets=buckets, registry=self._registry)
+            self._histograms[key] = made.labels(**labels)
 
 
 class Meter:
     """Measures one request from its start to its end."""
 
     def __init__(self, metrics: Metrics, request: EngineRequest):
-        self._metrics, self._job = metrics, request
+        self._metrics, self._request = metrics, request
         self._started = self._last = time.monotonic()
         self._num_tokens = 0
         self._by_answer = Tallied[int]()
@@ -219,16 +181,16 @@ class Meter:
             return
         self._is_over = True
         longest = max(self._by_answer.values(), default=0)
-        self._metrics.ended(self._job, reason, self._num_tokens, longest)
-        self._metrics.whole.observe(time.monotonic() - self._started)
+        self._metrics.ended(self._request, reason, self._num_tokens, longest)
+        self._metrics.observe("e2e_request_latency", time.monotonic() - self._started)
 
     def _note_tokens(self, num_tokens: int, num_cached: int) -> None:
         now, metrics = time.monotonic(), self._metrics
         if self._num_tokens:
-            metrics.between_tokens.observe((now - self._last) / num_tokens)
+            metrics.observe("inter_token_latency", (now - self._last) / num_tokens)
         else:
-            metrics.first_token.observe(now - self._started)
-            metrics.prompt_tokens.inc(len(self._job.prompt_token_ids))
+            metrics.observe("time_to_first_token", now - self._started)
+            metrics.prompt_tokens.inc(len(self._request.prompt_token_ids))
             metrics.cached_tokens.inc(num_cached)
         self._last = now
         self._num_tokens += num_tokens
@@ -236,20 +198,16 @@ class Meter:
 
     def _note_times(self, times: RequestMetrics) -> None:
         """The engine's own times: both processes read one clock."""
-        metrics = self._metrics
-        scheduled, first, last = (
-            times.first_scheduled_time,
-            times.first_token_time,
-            times.finished_time,
-        )
+        scheduled, first = times.first_scheduled_time, times.first_token_time
+        last, observe = times.finished_time, self._metrics.observe
         if scheduled is None or first is None or last is None:
             return
-        metrics.queue.observe(scheduled - times.arrival_time)
-        metrics.prefill.observe(first - scheduled)
-        metrics.decode.observe(last - first)
-        metrics.inference.observe(last - scheduled)
+        observe("request_queue_time", scheduled - times.arrival_time)
+        observe("request_prefill_time", first - scheduled)
+        observe("request_decode_time", last - first)
+        observe("request_inference_time", last - scheduled)
         if self._num_tokens > 1:
-            metrics.a_token.observe((last - first) / (self._num_tokens - 1))
+            observe("request_time_per_output_token", (last - first) / (self._num_tokens - 1))
 
 
 class _EveryToken(Collector):
@@ -258,7 +216,7 @@ class _EveryToken(Collector):
     For one thread.
     """
 
-    def __init__(self, name: str, meaning: str, buckets: tuple[float, ...], labels: dict[str, str]):
+    def __init__(self, name: str, meaning: str, buckets: Sequence[float], labels: dict[str, str]):
         self._name, self._meaning, self._labels = name, meaning, labels
         self._bounds = [*buckets, math.inf]
         self._counts = [0] * len(self._bounds)
@@ -289,9 +247,9 @@ class _EngineFigures(Collector):
         if self.stats is None:
             return
         for kind, figures in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
-            for name, (meaning, read) in figures.items():
+            for name, (meaning, attribute) in figures.items():
                 family: Any = kind(name, meaning, labels=[*self._labels])
-                family.add_metric([*self._labels.values()], read(self.stats))
+                family.add_metric([*self._labels.values()], getattr(self.stats, attribute))
                 yield family
         yield self._waiting(self.stats)
         yield self._steps(self.stats)

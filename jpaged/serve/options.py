@@ -28,28 +28,23 @@ SIGTERM or Ctrl-C: no new requests, those in flight end within --shutdown-timeou
 ends the server at once.
 """
 _EMBEDDED_NAME = "jpaged-tiny"
-_SERVER, _LIMITS = "the server", "limits (what is refused, and when)"
 _MIB = 2**20
 _WITH_PORT = re.compile(r"(?:\[([^][]+)\]|([^][:]*))(?::[0-9]*)?")
 
 
 def _count(default: int | None, help: str, *, low: int = 1) -> Any:
     what = "an integer, 1 or more, such as 100" if low else "a count, such as 100"
-    return options.integer(default, low=low, high=10**9, what=what, help=help, group=_LIMITS)
+    return options.integer(default, low=low, high=10**9, what=what, help=help)
 
 
 def _size(default: int, help: str) -> Any:
     what = "a number of bytes, such as 800M or 20G"
-    return options.integer(
-        default, low=1, what=what, unit="bytes", metavar="BYTES", help=help, group=_LIMITS
-    )
+    return options.integer(default, low=1, what=what, unit="bytes", metavar="BYTES", help=help)
 
 
-def _seconds(default: float, help: str, *, group: str = _LIMITS) -> Any:
+def _seconds(default: float, help: str) -> Any:
     what = "of seconds above 0, such as 30"
-    return options.number(
-        default, what, above=0, high=1e9, unit="s", metavar="S", help=help, group=group
-    )
+    return options.number(default, what, above=0, high=1e9, unit="s", metavar="S", help=help)
 
 
 def _check_host(name: str, host: str) -> None:
@@ -104,28 +99,11 @@ def _read_template(given: str) -> str:
 
 
 @dataclass(frozen=True)
-class Limits(options.Options):
-    """Bounds on what clients may send and ask, and for how long.
+class Limits(options.Options, group="limits (what is refused, and when)"):
+    """Bounds on what clients may send and ask, and for how long, as the help of each says.
 
-    Attributes:
-        max_body_bytes: Bytes of a body.
-        max_body_values: JSON values in a body; strings, fractions, arrays and objects count as
-            four. A prompt of the model's longest context may always be given as token ids.
-        max_total_body_bytes: Bytes of the bodies of all requests in flight.
-        max_header_bytes: Bytes of a request's line and headers.
-        max_num_queued_reqs: Sequences that may wait for a place in the batch.
-        max_num_client_reqs: Requests that one client (an API key, or an address where there is no
-            key) may have at a time; None for no bound of its own.
-        max_prompts: Prompts in a request.
-        max_n: Answers to a prompt, `best_of` and beams too.
-        max_connections: Open connections, as far as the system permits as many files.
-        body_timeout: Seconds for a body to arrive, from the end of its headers.
-        queue_timeout: Seconds until the first token.
-        request_timeout: Seconds for a request in all.
-        stall_timeout: Seconds that a client may leave an answer unread.
-        text_timeout: Seconds for a text to be tokenised, or for a conversation to be written out by
-            its template and tokenised.
-        health_timeout: Seconds without a turn of the loop after which the engine counts as dead.
+    Without a flag are `max_header_bytes`, of a request's line and headers, and `body_timeout`, the
+    seconds for a body to arrive from the end of its headers on.
     """
 
     max_num_queued_reqs: int = _count(
@@ -157,25 +135,13 @@ class Limits(options.Options):
 
 
 @dataclass(frozen=True)
-class ServeConfig(options.Options):
-    """How the server presents itself.
+class ServeConfig(options.Options, group="the server"):
+    """How the server presents itself, as the help of each option says.
 
     Attributes:
-        host, port: Where it listens.
         model_names: What clients may call the model; the first is what the server calls it.
-        api_keys: Each request needs one of them; empty: no request needs any.
-        share_prefix_cache_across_keys: Whether the requests of one key find what those of another
-            left in the prefix cache, and so can tell what they asked.
-        allowed_hosts: Hosts that requests may name, in addition to this machine's own; None: any.
-        limits: What clients may ask for.
-        chat_template: To use instead of the model's.
         template_variables: Variables of a template that clients may set.
-        allow_special_tokens: Whether text of messages may become special tokens.
-        dashboard: Whether there is a picture of the memory at `/`.
-        dashboard_text: Whether it shows what is asked and answered.
-        shutdown_timeout: Seconds for requests in flight to end.
-        log_requests: Whether each request is a line of the log.
-        tensor_parallel_size: Devices.
+        limits: What clients may ask for.
     """
 
     host: str = options.option(
@@ -183,7 +149,6 @@ class ServeConfig(options.Options):
         _check_host,
         metavar="HOST",
         help="address to listen at; 127.0.0.1: this machine only",
-        group=_SERVER,
     )
     port: int = options.integer(
         8000,
@@ -192,7 +157,6 @@ class ServeConfig(options.Options):
         what="a port, 0 to 65535",
         metavar="PORT",
         help="port to listen at; 0: a free one",
-        group=_SERVER,
     )
     api_keys: tuple[str, ...] = options.option(
         (),
@@ -202,12 +166,9 @@ class ServeConfig(options.Options):
         action="extend",
         metavar="KEY",
         help="requests need one of these",
-        group=_SERVER,
     )
     share_prefix_cache_across_keys: bool = options.switch(
-        False,
-        help="let keys find each other's cached prefixes, and so tell what the others asked",
-        group=_SERVER,
+        False, help="let keys find each other's cached prefixes, and so tell what the others asked"
     )
     allowed_hosts: tuple[str, ...] | None = options.option(
         None,
@@ -217,7 +178,6 @@ class ServeConfig(options.Options):
         metavar="NAME",
         help="names besides this machine's own by which it may be asked, * for any; unset: any "
         "with --api-key or where others can reach the --host, else none",
-        group=_SERVER,
     )
     model_names: tuple[str, ...] = options.option(
         (_EMBEDDED_NAME,),
@@ -228,24 +188,12 @@ class ServeConfig(options.Options):
         metavar="NAME",
         help="what clients may call the model; one or several; unset: as --model",
         shown="",
-        group=_SERVER,
     )
     shutdown_timeout: float = options.number(
-        30.0,
-        "of seconds, such as 30",
-        low=0,
-        high=1e9,
-        unit="s",
-        metavar="S",
-        help="to drain",
-        group=_SERVER,
+        30.0, "of seconds, such as 30", low=0, high=1e9, unit="s", metavar="S", help="to drain"
     )
     chat_template: str | None = options.option(
-        None,
-        parse=_read_template,
-        metavar="FILE",
-        help="a Jinja template instead of the model's",
-        group=_SERVER,
+        None, parse=_read_template, metavar="FILE", help="a Jinja template instead of the model's"
     )
     template_variables: tuple[str, ...] = options.option(
         ("enable_thinking", "thinking"),
@@ -254,31 +202,23 @@ class ServeConfig(options.Options):
         metavar="NAME",
         help="what clients may set of the template",
         shown="enable_thinking thinking",
-        group=_SERVER,
     )
     allow_special_tokens: bool = options.switch(
         False,
         names=("--allow-special-tokens-in-messages",),
         help="text such as <|im_end|> in a message is the token, as which it can end the message",
-        group=_SERVER,
     )
-    dashboard: bool = options.switch(True, help="a picture of the memory at /", group=_SERVER)
+    dashboard: bool = options.switch(True, help="a picture of the memory at /")
     dashboard_text: bool = options.switch(
-        False,
-        names=("--dashboard-show-text",),
-        help="prompts and answers in the picture",
-        group=_SERVER,
+        False, names=("--dashboard-show-text",), help="prompts and answers in the picture"
     )
-    log_requests: bool = options.switch(
-        True, help="a line in the log for each request", group=_SERVER
-    )
+    log_requests: bool = options.switch(True, help="a line in the log for each request")
     tensor_parallel_size: int = options.integer(
         1,
         low=1,
         high=1,
         what="1, since one device a server is what there is so far: leave it at 1",
         help="devices; 1 so far",
-        group=_SERVER,
     )
     limits: Limits = field(default_factory=Limits)
 

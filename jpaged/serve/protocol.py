@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, cast, g
 import msgspec
 from msgspec import Meta
 
-from jpaged import SamplingParams
+from jpaged import SamplingParams, options
 from jpaged.serve.api_errors import ApiError, bad_field, refusal
 from jpaged.serve.options import Limits
 
@@ -23,22 +23,43 @@ T = TypeVar("T", bound="Body")
 Schema = dict[str, Any]
 Prompt = str | list[int]
 
-MAX_LOGPROBS = 20
 MAX_TOKEN_IDS = 4096
-_INT64 = 2**63
+_INT31, _INT64 = 2**31 - 1, 2**63 - 1
+_LARGEST = 1e6
+"""The largest number with a fraction, where `SamplingParams` has no bound."""
 
-Id = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+_SAMPLING = options.options_of(SamplingParams)
+
+
+def _bounds(parameter: str, description: str | None = None) -> Meta:
+    """The bounds that `SamplingParams` declares, and where it has none, those of a server."""
+    own: Any = _SAMPLING[parameter][1]
+    if own.kind is bool:
+        return Meta(description=description)
+    if own.kind is int:
+        high = min(own.high or own.served_high or _INT31, _INT64)
+        return Meta(ge=own.low, le=high, description=description)
+    high = _LARGEST if own.high is None else own.high
+    if own.above is not None:
+        return Meta(gt=own.above, le=high, description=description)
+    return Meta(ge=-_LARGEST if own.low is None else own.low, le=high, description=description)
+
+
+_WHICH_MODEL = "one of /v1/models; nothing means the first"
+_HOW_MANY_BEAMS = "search with beam_width (else best_of, n) beams"
+_WHO_SHARES = "prompts share cached prefixes only with others of their salt"
+_WHAT_IS_KEPT = "keep the last so many; -1: as many as the model takes"
+
+Id = Annotated[int, Meta(ge=0, le=_INT31)]
 Ids = Annotated[list[Id], Meta(max_length=MAX_TOKEN_IDS)]
 Text = Annotated[str, Meta(min_length=1)]
-Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-NumAnswers = Annotated[int, Meta(ge=1, le=2**16)]
-NumTop = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
-Share = Annotated[float, Meta(ge=0, le=1)]
+NumTop = Annotated[int, _bounds("logprobs")]
 Stop = Annotated[str, Meta(min_length=1, max_length=1024)]
 Name = Annotated[str, Meta(max_length=1000)]
-Bias = Annotated[float, Meta(ge=-100, le=100)]
+Bias = Annotated[float, _bounds("logit_bias")]
+Salt = Annotated[str, Meta(min_length=1, max_length=1000, description=_WHO_SHARES)]
+NumKept = Annotated[int, Meta(ge=-1, le=_INT31, description=_WHAT_IS_KEPT)]
+AsIds = Annotated[bool, Meta(description='in logprobs: "token_id:17"')]
 IdAsText = Annotated[str, Meta(pattern=r"^(0|[1-9][0-9]{0,8})(?!\n)$")]
 Scalar = Annotated[str, Meta(max_length=1000)] | bool | int | float
 Variables = Annotated[dict[str, Scalar], Meta(max_length=32)]
@@ -69,84 +90,64 @@ class StreamOptions(Body, frozen=True, kw_only=True):
     include_obfuscation: Ignored = None
 
 
-class SamplingFields(Body, frozen=True, kw_only=True):
-    """The fields that completions and chats have in common."""
+_IGNORED = (
+    *("metadata", "prompt_cache_key", "prompt_cache_retention", "request_id", "safety_identifier"),
+    *("service_tier", "spaces_between_special_tokens", "store", "user"),
+)
+_OWN_FORMS = {"max_tokens", "logprobs", "detokenize"}
+"""Parameters that each endpoint has in a form of its own, or that are none over HTTP."""
 
-    model: (
-        Annotated[Name, Meta(description="one of /v1/models; nothing means the first")] | None
-    ) = None
-    n: Annotated[NumAnswers, Meta(description="answers to each prompt")] = 1
-    best_of: (
-        Annotated[NumAnswers, Meta(description="sample so many, return the n likeliest")] | None
-    ) = None
-    temperature: (
-        Annotated[float, Meta(ge=0, le=1e6, description="0 takes the likeliest token")] | None
-    ) = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1, description="0 or -1 keep all tokens")] = 0
-    min_p: Share = 0.0
-    frequency_penalty: Penalty = 0.0
-    presence_penalty: Penalty = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
-    seed: Annotated[int, Meta(ge=-_INT64, le=_INT64 - 1)] | None = None
+_DESCRIPTIONS = {
+    "n": "answers to each prompt",
+    "best_of": "sample so many, return the n likeliest",
+    "temperature": "0 takes the likeliest token",
+    "top_k": "0 or -1 keep all tokens",
+    "ignore_eos": "go on past the model's own end token",
+    "length_penalty": "of beams",
+}
+
+
+def _plain_fields() -> Iterator[tuple[str, Any, Any]]:
+    """Name, type and default of what is ignored, and of parameters that HTTP has as they are."""
+    for name in _IGNORED:
+        yield name, Ignored, None
+    for name, (default, own) in _SAMPLING.items():
+        if own.kind is not None and name not in _OWN_FORMS:
+            hint: Any = Annotated[own.kind, _bounds(name, _DESCRIPTIONS.get(name))]
+            yield name, hint | None if default is None else hint, default
+
+
+_Plain: Any = msgspec.defstruct("_Plain", _plain_fields(), frozen=True, kw_only=True)
+
+
+class SamplingFields(Body, _Plain, frozen=True, kw_only=True):
+    """The fields that completions and chats have in common: parameters of the sampler, of which
+    numbers and switches are as `SamplingParams` declares them, and what else is asked."""
+
+    model: Annotated[Name, Meta(description=_WHICH_MODEL)] | None = None
     stop: Stop | Annotated[list[Stop], Meta(max_length=16)] | None = None
     stop_token_ids: Ids | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: Annotated[bool, Meta(description="go on past the model's own end token")] = False
-    min_tokens: Count = 0
     logit_bias: Annotated[dict[IdAsText, Bias], Meta(max_length=MAX_TOKEN_IDS)] | None = None
     allowed_token_ids: Annotated[list[Id], Meta(max_length=2**20)] | None = None
-    prompt_logprobs: NumTop | None = None
-    skip_special_tokens: bool = True
-    use_beam_search: Annotated[
-        bool, Meta(description="search with beam_width (else best_of, n) beams")
-    ] = False
-    beam_width: NumAnswers | None = None
-    length_penalty: Annotated[float, Meta(ge=-1e6, le=1e6, description="of beams")] = 1.0
+    use_beam_search: Annotated[bool, Meta(description=_HOW_MANY_BEAMS)] = False
     early_stopping: bool | Literal["never"] = False
     stream: Annotated[bool, Meta(description="server-sent events")] = False
     stream_options: StreamOptions | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31, description="lower is served earlier")] = 0
-    cache_salt: (
-        Annotated[
-            str,
-            Meta(
-                min_length=1,
-                max_length=1000,
-                description="prompts share cached prefixes only with others of their salt",
-            ),
-        ]
-        | None
-    ) = None
+    cache_salt: Salt | None = None
     return_token_ids: bool = False
-    return_tokens_as_token_ids: Annotated[bool, Meta(description='in logprobs: "token_id:17"')] = (
-        False
-    )
-    truncate_prompt_tokens: (
-        Annotated[
-            int,
-            Meta(
-                ge=-1,
-                le=2**31 - 1,
-                description="keep the last so many; -1: as many as the model takes",
-            ),
-        ]
-        | None
-    ) = None
-    spaces_between_special_tokens: Ignored = None
-    request_id: Ignored = None
-    user: Ignored = None
-    metadata: Ignored = None
-    store: Ignored = None
-    service_tier: Ignored = None
-    safety_identifier: Ignored = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_retention: Ignored = None
+    return_tokens_as_token_ids: AsIds = False
+    truncate_prompt_tokens: NumKept | None = None
 
     @property
     def options(self) -> StreamOptions:
         """What a stream has in addition to the answer."""
         return self.stream_options or StreamOptions()
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that may run for it at a time."""
+        return max(self.n, self.best_of or 0, self.beam_width or 0)
 
     def check(self, limits: Limits) -> None:
         """Raise ApiError for fields that contradict each other or exceed the server's limits."""
@@ -173,10 +174,9 @@ class SamplingFields(Body, frozen=True, kw_only=True):
         width = self.beam_width
         if self.use_beam_search:
             width = width or self.best_of or self.n
-        asked: dict[str, Any] = {name: getattr(self, name) for name in _SAMPLING}
+        asked: dict[str, Any] = {name: getattr(self, name) for name in _SAME_NAMES}
         asked["beam_width"] = width
         asked["best_of"] = None if width else self.best_of
-        asked["temperature"] = 1.0 if self.temperature is None else self.temperature
         for name in ("stop_token_ids", "allowed_token_ids"):
             asked[name] = asked[name] and list(dict.fromkeys(asked[name]))
         if self.logit_bias is not None:
@@ -187,8 +187,8 @@ class SamplingFields(Body, frozen=True, kw_only=True):
             raise refusal(str(error)) from None
 
 
-_SAMPLING = sorted(set(SamplingFields.__struct_fields__) & set(SamplingParams.__dataclass_fields__))
-"""Parameters that have one name here and there."""
+_SAME_NAMES = sorted({*SamplingFields.__struct_fields__} & {*_SAMPLING})
+"""Parameters that all requests have under their own names."""
 
 
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
@@ -198,7 +198,7 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
         Text
         | Annotated[list[Text | Id | Annotated[list[Id], Meta(min_length=1)]], Meta(min_length=1)]
     )
-    max_tokens: Annotated[Count, Meta(description="0 only with echo")] = 16
+    max_tokens: Annotated[int, Meta(ge=0, le=_INT31, description="0 only with echo")] = 16
     echo: Annotated[bool, Meta(description="the prompt comes before the answer")] = False
     logprobs: NumTop | None = None
     add_special_tokens: Annotated[
@@ -220,6 +220,11 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
         """The prompts, in a list also if it is one."""
         is_one = isinstance(self.prompt, str) or type(self.prompt[0]) is int
         return cast(list[Prompt], [self.prompt] if is_one else self.prompt)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that may run for it at a time."""
+        return super().num_sequences * len(self.prompts)
 
     def check(self, limits: Limits) -> None:
         """Raise ApiError for fields that contradict each other or exceed the server's limits."""
@@ -255,11 +260,12 @@ class Message(Body, frozen=True, kw_only=True):
     refusal: Annotated[Literal[""], Meta(description=_CONTENT_ALONE)] | None = None
     annotations: Annotated[list[Any], Meta(max_length=0, description=_CONTENT_ALONE)] | None = None
 
-    def as_dict(self) -> dict[str, str]:
-        """As templates take it; parts of a text are joined by line breaks."""
+    @property
+    def text(self) -> str:
+        """The content; its parts are joined by line breaks."""
         if isinstance(self.content, str):
-            return {"role": self.role, "content": self.content}
-        return {"role": self.role, "content": "\n".join(part.text for part in self.content)}
+            return self.content
+        return "\n".join(part.text for part in self.content)
 
 
 Messages = Annotated[list[Message], Meta(min_length=1, max_length=4096)]
@@ -269,6 +275,7 @@ class Template:
     """How a conversation is written out: what bodies with messages have in common."""
 
     __slots__ = ()
+    messages: list[Message] | None
     add_generation_prompt: bool
     continue_final_message: bool
     chat_template_kwargs: dict[str, Any] | None
@@ -283,6 +290,11 @@ class Template:
         if self.continue_final_message and self.add_generation_prompt:
             what = "continue_final_message=true needs add_generation_prompt=false"
             raise bad_field("continue_final_message", what)
+
+    @property
+    def conversation(self) -> list[dict[str, str]]:
+        """The messages as templates take them."""
+        return [{"role": each.role, "content": each.text} for each in self.messages or ()]
 
     @property
     def template_options(self) -> dict[str, Any]:
@@ -308,8 +320,8 @@ class ChatRequest(SamplingFields, Template, frozen=True, kw_only=True):
     """The fields of `/v1/chat/completions`."""
 
     messages: Messages
-    max_tokens: Positive | None = None
-    max_completion_tokens: Positive | None = None
+    max_tokens: Annotated[int, _bounds("max_tokens")] | None = None
+    max_completion_tokens: Annotated[int, _bounds("max_tokens")] | None = None
     logprobs: bool = False
     top_logprobs: NumTop | None = None
     add_special_tokens: Annotated[bool, Meta(extra_json_schema={"enum": [False]})] = False

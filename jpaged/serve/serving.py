@@ -4,10 +4,9 @@ import asyncio
 import hmac
 import secrets
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from enum import Enum
 from typing import TypeVar
 
@@ -15,7 +14,7 @@ from jpaged.serve.access import InFlight
 from jpaged.serve.api_errors import ApiError, not_serving
 from jpaged.serve.engine_client import EngineClient, News, Run
 from jpaged.serve.messages import EngineRequest, Ready
-from jpaged.serve.metrics import Metrics
+from jpaged.serve.metrics import Meter, Metrics
 from jpaged.serve.options import ServeConfig
 from jpaged.serve.tokenizing import Tokenizing
 
@@ -60,38 +59,23 @@ class Serving:
             block_size=info.block_size,
             num_blocks=info.num_blocks,
         )
-        if self.phase is Phase.DRAINING:
-            self._in_flight.is_open = False
-        else:
+        if self.phase is Phase.STARTING:
             self.phase = Phase.SERVING
 
     @property
     def engine(self) -> EngineClient:
         """The engine's client; ApiError while there is none."""
-        if self._engine is None:
-            raise not_serving("the server is starting")
-        return self._engine
+        return _opened(self._engine)
 
     @property
     def tokenizing(self) -> Tokenizing:
         """The tokenizer's; ApiError while there is none."""
-        if self._tokenizing is None:
-            raise not_serving("the server is starting")
-        return self._tokenizing
+        return _opened(self._tokenizing)
 
     @property
     def metrics(self) -> Metrics:
         """The figures; ApiError while there are none."""
-        if self._metrics is None:
-            raise not_serving("the server is starting")
-        return self._metrics
-
-    @property
-    def in_flight(self) -> InFlight:
-        """The requests in flight; ApiError while there is none."""
-        if self._in_flight is None:
-            raise not_serving("the server is starting")
-        return self._in_flight
+        return _opened(self._metrics)
 
     @property
     def num_requests(self) -> int:
@@ -103,7 +87,7 @@ class Serving:
         """Whether the engine's loop goes round."""
         if self._engine is None or not self._engine.is_ready:
             return False
-        return time.monotonic() - self._engine.pulse.seen < self.config.limits.health_timeout
+        return time.monotonic() - self._engine.seen < self.config.limits.health_timeout
 
     @property
     def is_ready(self) -> bool:
@@ -128,8 +112,17 @@ class Serving:
     def stop_admitting(self) -> None:
         """Admit no more requests; those in flight go on."""
         self.phase = Phase.DRAINING
-        if self._in_flight is not None:
-            self._in_flight.is_open = False
+
+    def admit(self, client: str, num_sequences: int) -> AbstractContextManager[None]:
+        """Takes in a request for as long as the block lasts, as of `InFlight`.
+
+        Raises:
+            ApiError: 503: the server starts or drains; on entry as of `InFlight.admit`.
+        """
+        in_flight = _opened(self._in_flight)
+        if self.phase is Phase.DRAINING:
+            raise not_serving("the server is shutting down")
+        return in_flight.admit(client, num_sequences)
 
     def model_name(self, asked: str | None) -> str:
         """The model's name, as the client calls it.
@@ -162,7 +155,7 @@ class Serving:
     async def run(self, requests: Sequence[EngineRequest]) -> AsyncIterator[Run]:
         """`EngineClient.run` within the limits of time."""
         limits, loop = self.config.limits, asyncio.get_running_loop()
-        meters = [self.metrics.meter(request) for request in requests]
+        meters = [Meter(self.metrics, request) for request in requests]
 
         def watch(news: News) -> None:
             meters[news.index].note(news.delta)
@@ -181,9 +174,10 @@ class Serving:
                     meter.end(run.why_ended)
 
 
-def new_id(kind: str) -> str:
-    """A name for a request."""
-    return f"{kind}-{uuid.uuid4().hex}"
+def _opened(part: T | None) -> T:
+    if part is None:
+        raise not_serving("the server is starting")
+    return part
 
 
 def _expire_in_queue(run: Run) -> None:

@@ -5,17 +5,16 @@ Short texts never wait for long ones, and a fork whose work no client waits for 
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from jpaged import Tokenizer
 from jpaged.serve.api_errors import ApiError, bad_field, failed, say, too_long
 from jpaged.serve.framing import framed, read
-from jpaged.serve.protocol import Message
+from jpaged.serve.messages import Ready
 from jpaged.serve.tokenizing_process import MIB, WORK, Done, Order, TokenizingProcess
 
 _MOST_COUNTED = 65536
@@ -43,23 +42,15 @@ class Tokenizing:
     Args:
         tokenizer: The model's, for the text of single tokens.
         process: Encodes and decodes texts.
-        vocab_size: Every token id of the model is below it.
-        max_model_len: Most tokens of a sequence.
+        info: What the engine says of the model.
         text_timeout: Seconds for one text or conversation.
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        process: TokenizingProcess,
-        *,
-        vocab_size: int,
-        max_model_len: int,
-        text_timeout: float = 10.0,
+        self, tokenizer: Tokenizer, process: TokenizingProcess, info: Ready, text_timeout: float
     ):
-        self.max_model_len = max_model_len
+        self.max_model_len, self._vocab_size = info.max_model_len, info.vocab_size
         self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
         self._longest = max(map(len, tokenizer.hf_tokenizer.get_vocab()))  # of all tokens' texts
         self._pool = TokenizingWorkers(process, text_timeout)
 
@@ -69,74 +60,51 @@ class Tokenizing:
         if done.mistake is not None:
             raise ValueError(f"--chat-template is no Jinja template ({done.mistake})")
 
-    async def encode(
-        self,
-        prompt: str | list[int],
-        path: str,
-        *,
-        add_special_tokens: bool = True,
-        last: int | None = None,
+    async def prompt_ids(
+        self, prompt: list[int] | Order, path: str, max_tokens: int | None, keep: int | None
     ) -> list[int]:
-        """A prompt's token ids, which are checked if they are given.
+        """The token ids of a prompt that fits the model together with an answer.
 
         Args:
-            prompt: Text or ids.
+            prompt: Token ids, or what to tokenise.
             path: What errors call it.
-            add_special_tokens: Such as the one that begins a text.
-            last: Only so many at the end are wanted, of a text that may be too long.
+            max_tokens: The answer's; None for as many as there is room for, at least one.
+            keep: Cut the prompt to its last so many tokens; -1: to what there is room for.
 
         Raises:
-            ApiError: the model does not have one of them, or the text is too long for it.
+            ApiError: it is not acceptable, or does not fit.
         """
+        most = self.max_model_len
+        room = most - max(max_tokens or 0, 1)
+        kept = None if keep is None else room if keep == -1 else keep
         if isinstance(prompt, list):
-            return self._known(prompt, path)
-        self._check_length(len(prompt), path, last)
-        order = Order(prompt, add_special_tokens, last=last, most=self.max_model_len)
-        return (await self._done(order, path)).token_ids
+            ids = self._known(prompt, path)
+        else:
+            last = None if kept is None else max(min(kept, most), 1)
+            ids = (await self._done(replace(prompt, last=last, most=most), path)).token_ids
+        if kept is not None and room > 0:
+            ids = ids[-kept:]
+        if not ids:
+            raise bad_field(path, f"{path} has no tokens: give at least one")
+        if len(ids) >= most:
+            raise self._too_long(path, f"{len(ids)} tokens")
+        if len(ids) > room:
+            raise too_long(
+                "max_tokens",
+                f"max_tokens={max_tokens} and the {len(ids)} tokens of {path} are more than "
+                f"this model's maximum context length of {most} tokens: lower "
+                f"max_tokens to {most - len(ids)}, or shorten the prompt",
+            )
+        return ids
 
-    async def render(
-        self,
-        messages: Sequence[Message],
-        options: dict[str, Any],
-        path: str = "messages",
-        *,
-        last: int | None = None,
-    ) -> list[int]:
-        """The token ids of a conversation; `last` as of `encode`.
-
-        Raises:
-            ApiError: there is no template, it refuses the messages, or they are too long.
-        """
-        written = [message.as_dict() for message in messages]
-        self._check_length(_num_characters(written), path, last)
-        order = Order(messages=written, options=options, last=last, most=self.max_model_len)
-        return (await self._done(order, path)).token_ids
-
-    async def tokenized(
-        self,
-        prompt: str | Sequence[Message],
-        options: dict[str, Any],
-        *,
-        add_special_tokens: bool = True,
-        strings: bool = False,
-    ) -> tuple[list[int], list[str] | None]:
-        """The token ids of a text or a conversation, which may be longer than the model's context,
-        and if asked each token's text.
+    async def tokenized(self, order: Order, path: str) -> Done:
+        """The tokens of a text or a conversation, which may be longer than the model's context.
 
         Raises:
-            ApiError: as of `encode` and `render`.
+            ApiError: it is not acceptable.
         """
         most = max(4 * self.max_model_len, _MOST_COUNTED)
-        if isinstance(prompt, str):
-            path, num_characters = "prompt", len(prompt)
-            order = Order(prompt, add_special_tokens, most=most, strings=strings)
-        else:
-            path, written = "messages", [message.as_dict() for message in prompt]
-            num_characters = _num_characters(written)
-            order = Order(messages=written, options=options, most=most, strings=strings)
-        self._check_length(num_characters, path, None)
-        done = await self._done(order, path)
-        return done.token_ids, done.strings
+        return await self._done(replace(order, most=most), path)
 
     async def decode(self, token_ids: list[int]) -> str:
         """The text of tokens.
@@ -151,57 +119,16 @@ class Tokenizing:
         """The text of one token alone."""
         return self._tokenizer.decode([token_id])
 
-    def num_kept(self, max_tokens: int | None, keep: int | None) -> int | None:
-        """How many tokens of a prompt's end are wanted; None for all.
-
-        Args:
-            max_tokens: As of `fitted`.
-            keep: As of `fitted`.
-        """
-        if keep is None:
-            return None
-        room = self._room(max_tokens)
-        return max(min(room if keep == -1 else keep, self.max_model_len), 1)
-
-    def fitted(
-        self, token_ids: list[int], path: str, max_tokens: int | None, keep: int | None
-    ) -> list[int]:
-        """A prompt that fits the model together with an answer.
-
-        Args:
-            token_ids: The prompt.
-            path: What errors call it.
-            max_tokens: The answer's; None for as many as there is room for, at least one.
-            keep: Cut the prompt to its last so many tokens; -1: to what there is room for.
-
-        Raises:
-            ApiError: it does not fit.
-        """
-        room = self._room(max_tokens)
-        if keep is not None:
-            token_ids = token_ids[-(room if keep == -1 else keep) :] if room > 0 else token_ids
-        if not token_ids:
-            raise bad_field(path, f"{path} has no tokens: give at least one")
-        if len(token_ids) >= self.max_model_len:
-            raise self._too_long(path, f"{len(token_ids)} tokens")
-        if len(token_ids) > room:
-            raise too_long(
-                "max_tokens",
-                f"max_tokens={max_tokens} and the {len(token_ids)} tokens of {path} are more than "
-                f"this model's maximum context length of {self.max_model_len} tokens: lower "
-                f"max_tokens to {self.max_model_len - len(token_ids)}, or shorten the prompt",
-            )
-        return token_ids
-
     def close(self) -> None:
         """Drop what is under way."""
         self._pool.close()
 
-    def _room(self, max_tokens: int | None) -> int:
-        """Tokens that a prompt may have with an answer of so many, at least one."""
-        return self.max_model_len - max(max_tokens or 0, 1)
-
     async def _done(self, order: Order, path: str) -> Done:
+        """The result of an order, which is refused here if it has too many characters."""
+        texts = [each["content"] for each in order.messages or ()] or [order.text or ""]
+        num_characters = sum(map(len, texts))
+        if order.last is None and num_characters > self.max_model_len * self._longest:
+            raise self._too_long(path, f"{num_characters} characters")
         try:
             done = await self._pool.do(order)
         except OverflowError:
@@ -217,13 +144,8 @@ class Tokenizing:
             raise self._too_long(path, f"more than {order.most} tokens")
         return done
 
-    def _check_length(self, num_characters: int, path: str, last: int | None) -> None:
-        if last is None and num_characters > self.max_model_len * self._longest:
-            raise self._too_long(path, f"{num_characters} characters")
-
     def _known(self, token_ids: list[int], path: str) -> list[int]:
-        if token_ids and max(token_ids) >= self._vocab_size:
-            worst = max(token_ids)
+        if token_ids and (worst := max(token_ids)) >= self._vocab_size:
             known = f"known are 0 to {self._vocab_size - 1}"
             raise bad_field(path, f"{path} has the token id {worst}, which is unknown; {known}")
         return token_ids
@@ -234,10 +156,6 @@ class Tokenizing:
             f"{path} has {length}, too many for this model's maximum context length of "
             f"{self.max_model_len} tokens, the answer's included: shorten it",
         )
-
-
-def _num_characters(messages: list[dict[str, str]]) -> int:
-    return sum(len(message["content"]) for message in messages)
 
 
 class TokenizingWorkers:

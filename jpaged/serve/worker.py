@@ -56,7 +56,6 @@ class Worker:
         self._engine = engine
         self._link = link
         self._sampler = PoolSampler(engine)
-        self._turn = 0
         self._stopped = False
         self._stats_due = 0.0
         self._parts: dict[str, deque[RequestDelta]] = {}  # what a request's news are told in
@@ -86,7 +85,6 @@ class Worker:
         if self._engine.has_work:
             self._engine.advance()
             self._sampler.after_step()
-        self._turn += 1
         if self._link.is_clear:
             self._tell()
 
@@ -120,7 +118,7 @@ class Worker:
         if idle or now >= self._stats_due:
             stats, self._stats_due = self._engine.stats(), now + _STATS_EVERY
         if news or stats is not None:
-            self._send(Turn(self._turn, news, stats))
+            self._send(Turn(news, stats))
 
     def _parted(self, news: list[RequestDelta]) -> list[RequestDelta]:
         """The news to send now, in each request's order; of long ones, one part."""
@@ -153,13 +151,12 @@ class Worker:
                 self._stopped = True
 
     def _add(self, request: EngineRequest) -> None:
-        prompt = {
-            "prompt_token_ids": request.prompt_token_ids,
-            "cache_salt": request.cache_salt,
-        }
-        name, priority = request.request_id, request.priority
+        name, ids, salt = request.request_id, request.prompt_token_ids, request.cache_salt
+        prompt = {"prompt_token_ids": ids, "cache_salt": salt}
         try:
-            self._engine.add_request(prompt, request.params, request_id=name, priority=priority)
+            self._engine.add_request(
+                prompt, request.params, request_id=name, priority=request.priority
+            )
         except (TypeError, ValueError) as error:
             self._send(Refused(name, str(error)))
         except Exception as error:  # of this request; if a step failed, the next one says so

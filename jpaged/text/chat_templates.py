@@ -1,8 +1,9 @@
 """Special tokens in the text of messages: found, kept apart from the template's own, and written
 as the plain text that they are."""
 
+import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -76,26 +77,23 @@ class SpecialText:
             variables: More of the template's variables.
             is_disguised: Whether a text that is not known here for one becomes a special token.
         """
-        marks = _Marks(_strings([messages, variables]))
-        edges, wholes = 0, 0
+        marks = _Marks([messages, variables])
+        num_wholes = 0
 
-        def mark(text: str, *, is_role: bool = False) -> str:
-            nonlocal edges, wholes
+        def mark(text: str, key: str) -> str:
+            nonlocal num_wholes
             if is_disguised is not None and is_disguised(text):
-                wholes += 1
+                num_wholes += 1
                 return marks.mark(text)
             marked, found = self._whole.subn(lambda match: marks.mark(match[0]), text)
-            wholes += found
-            if is_role or (spans := self._edges(marked)) is None:
-                return marked
-            edges += 1
-            return _replaced(marked, spans, marks)
+            num_wholes += found
+            return marked if key == "role" else self._mark_edges(marked, marks)
 
         marked = _mapped(messages, mark), _mapped(variables, mark)
-        if not edges and not wholes:
+        if not marks.text_of:
             return ChatText(render(messages, variables))
         apart = render(*marked)
-        if not wholes:
+        if not num_wholes:
             text = render(messages, variables)
             if self._whole.findall(text) == self._whole.findall(apart):
                 return ChatText(text)
@@ -106,53 +104,53 @@ class SpecialText:
         """How many special tokens a text has."""
         return sum(1 for _ in self._whole.finditer(text))
 
-    def _edges(self, text: str) -> tuple[tuple[int, int], ...] | None:
-        """Where a text begins with the end of a special token, and ends with the beginning of one;
-        blanks, which templates strip, aside."""
-        start, end = len(text) - len(text.lstrip()), len(text.rstrip())
-        if start >= end:
-            return None
-        most = min(self._longest - 1, end - start)
-        if most == end - start and any(text[start:end] in special for special in self._texts):
-            return ((start, end),)
-        tail = next((i for i in range(most, 0, -1) if text[start : start + i] in self._tails), 0)
-        head = next((i for i in range(most, 0, -1) if text[end - i : end] in self._heads), 0)
-        if tail + head > end - start:
-            return ((start, end),)
-        spans = (start, start + tail), (end - head, end)
-        return tuple(span for span in spans if span[0] < span[1]) or None
+    def _mark_edges(self, text: str, marks: "_Marks") -> str:
+        """Mark the end of a special token that a text begins with, and the beginning of one that it
+        ends with; blanks, which templates strip, aside."""
+        inner = text.strip()
+        if not inner:
+            return text
+        most, size = min(self._longest - 1, len(inner)), len(inner)
+        tail = next((i for i in range(most, 0, -1) if inner[:i] in self._tails), 0)
+        head = next((i for i in range(most, 0, -1) if inner[size - i :] in self._heads), 0)
+        if tail + head > size or any(inner in special for special in self._texts):
+            tail, head = size, 0
+        start = len(text) - len(text.lstrip())
+        cuts = (0, start, start + tail, start + size - head, start + size, len(text))
+        before, first, middle, last, after = (text[i:j] for i, j in itertools.pairwise(cuts))
+        first, last = (marks.mark(part) if part else "" for part in (first, last))
+        return f"{before}{first}{middle}{last}{after}"
 
 
 class _Marks:
-    """Characters that stand for texts; none of them is in the conversation itself."""
+    """Characters that stand for texts; none of them is in the conversation itself.
 
-    def __init__(self, strings: Iterable[str]):
-        self._strings = strings
+    Attributes:
+        text_of: What they stand for, by their code points.
+    """
+
+    def __init__(self, conversation: object):
+        self.text_of: dict[int, str] = {}
+        self._conversation = conversation
         self._free: Iterator[int] | None = None
-        self._text_of: dict[int, str] = {}
         self._mark_of: dict[str, str] = {}
 
     def mark(self, text: str) -> str:
         """The character that stands for a text, in which others may be restored."""
         if text not in self._mark_of:
             if self._free is None:
-                taken = {ord(letter) for string in self._strings for letter in set(string)}
-                self._free = (point for point in _PRIVATE if point not in taken)
+                taken = set[str]()
+                _mapped(self._conversation, lambda text, _: taken.update(text))
+                self._free = (point for point in _PRIVATE if chr(point) not in taken)
             point = next(self._free, None)
             if point is None:
                 raise ValueError("the messages have more special tokens than can be told apart")
-            self._text_of[point], self._mark_of[text] = self.restored(text), chr(point)
+            self.text_of[point], self._mark_of[text] = self.restored(text), chr(point)
         return self._mark_of[text]
 
     def restored(self, text: str) -> str:
         """A text with what the marks in it stand for."""
-        return text.translate(self._text_of) if self._text_of else text
-
-
-def _replaced(text: str, spans: Sequence[tuple[int, int]], marks: _Marks) -> str:
-    for start, end in reversed(spans):
-        text = text[:start] + marks.mark(text[start:end]) + text[end:]
-    return text
+        return text.translate(self.text_of)
 
 
 def _any_of(patterns: Iterable[str]) -> re.Pattern[str]:
@@ -165,29 +163,12 @@ def _with_blanks(special: Special) -> str:
     return f"{before}{re.escape(special.text)}{after}"
 
 
-def _strings(value: Any) -> Iterator[str]:
-    """All strings in a value, keys aside."""
+def _mapped(value: Any, change: Callable[[str, str], Any], key: str = "") -> Any:
+    """The value with all its strings changed, keys aside; `change` is told the key of a string."""
     if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _strings(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _strings(item)
-
-
-def _mapped(value: Any, change: Callable[..., str]) -> Any:
-    """The value with all its strings changed, keys aside."""
-    if isinstance(value, str):
-        return change(value)
+        return change(value, key)
     if isinstance(value, Mapping):
-        return {
-            key: change(item, is_role=True)
-            if key == "role" and isinstance(item, str)
-            else _mapped(item, change)
-            for key, item in value.items()
-        }
+        return {own: _mapped(item, change, own) for own, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_mapped(item, change) for item in value]
     return value

@@ -11,7 +11,7 @@ import codecs
 from collections.abc import Callable, Sequence
 
 from jpaged.sampling_params import SamplingParams
-from jpaged.text.tokenizer import Decoder
+from jpaged.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
 """What decoders write for bytes that are no character, or not yet a whole one."""
@@ -28,22 +28,29 @@ _MAX_HELD_STEPS = 32
 _MAX_CHARACTER_TOKENS = 4  # UTF-8 has at most four bytes, and a token at least one
 
 
-class IncrementalDecoder:
+class WindowDecoder:
     """Turns a growing list of tokens to text, piece by piece.
 
     The pieces, joined, are the text of all tokens as it reads after the prompt: decoding prompt
     and output together gives the prompt's text and then this.
+
+    Args:
+        decode: The text of tokens.
+        prompt_token_ids: May end within a character.
+        skipped: Tokens that are no text.
     """
 
     def __init__(
-        self, decoder: Decoder, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool
+        self,
+        decode: Callable[[Sequence[int]], str],
+        prompt_token_ids: Sequence[int],
+        skipped: frozenset[int],
     ):
-        self._decode = decoder.decode
-        self._skipped = decoder.special_token_ids if skip_special_tokens else frozenset()
+        self._decode, self._skipped = decode, skipped
         tail = prompt_token_ids[-PROMPT_TAIL:]
         # The last tokens, enough of them to decode what comes next rightly, and how many characters
         # of their text were returned before (of the prompt's: all whole ones).
-        self._window, self._num_sent = self._start([i for i in tail if i not in self._skipped])
+        self._window, self._num_sent = self._start([i for i in tail if i not in skipped])
         self._num_held_steps = 0
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -55,34 +62,25 @@ class IncrementalDecoder:
         new = [token_id for token_id in token_ids if token_id not in self._skipped]
         if not new:
             return ""
-        if not self._num_held_steps and len(self._window) > _MAX_WINDOW:
-            self._shorten()
+        if not self._num_held_steps and len(self._window) > _MAX_WINDOW:  # all text was returned
+            self._window = self._context(self._window) or self._window[-_MAX_CONTEXT:]
+            self._num_sent = len(self._decode(self._window))
         self._window += new
         text = self._decode(self._window)
         self._num_held_steps += 1
         held = text.endswith(REPLACEMENT) or len(text) <= self._num_sent
         if held and self._num_held_steps < _MAX_HELD_STEPS:
-            return self._send(text, len(text.rstrip(REPLACEMENT)))
-        return self._settle(text)
+            return self._send(text.rstrip(REPLACEMENT))
+        self._num_held_steps = 0
+        return self._send(text)
 
     def flush(self) -> str:
         """Return the text held back: no token will complete it."""
-        return self._settle(self._decode(self._window)) if self._num_held_steps else ""
+        return self._send(self._decode(self._window)) if self._num_held_steps else ""
 
-    def _settle(self, text: str) -> str:
-        """Return all the text that is left; what comes next starts a character of its own."""
-        self._num_held_steps = 0
-        return self._send(text, len(text))
-
-    def _shorten(self) -> None:
-        """All of the window's text was returned: keep what the next tokens need."""
-        self._window = self._context(self._window) or self._window[-_MAX_CONTEXT:]
-        self._num_sent = len(self._decode(self._window))
-
-    def _send(self, text: str, end: int) -> str:
-        start = self._num_sent
-        self._num_sent = max(start, end)
-        return text[start : self._num_sent]
+    def _send(self, text: str) -> str:
+        start, self._num_sent = self._num_sent, max(self._num_sent, len(text))
+        return text[start:]
 
     def _context(self, token_ids: list[int]) -> list[int] | None:
         """The shortest tail that starts with a whole character and has more than spaces."""
@@ -95,33 +93,22 @@ class IncrementalDecoder:
 
     def _start(self, prompt: list[int]) -> tuple[list[int], int]:
         """The window and its whole characters, for a prompt that may end within a character."""
-        for num_cut in range(min(_MAX_CHARACTER_TOKENS, len(prompt))):
-            whole = prompt[: len(prompt) - num_cut]
-            context = self._context(whole)
-            if context is not None:
-                window = context + prompt[len(whole) :]
-                return window, max(len(self._decode(context)), self._num_whole(window))
-        window = prompt[-_MAX_CONTEXT:]
-        return window, self._num_whole(window)
-
-    def _num_whole(self, token_ids: list[int]) -> int:
-        return len(self._decode(token_ids).rstrip(REPLACEMENT))
+        window, num_sent = prompt[-_MAX_CONTEXT:], 0
+        for end in range(len(prompt), max(len(prompt) - _MAX_CHARACTER_TOKENS, 0), -1):
+            if context := self._context(prompt[:end]):
+                window, num_sent = context + prompt[end:], len(self._decode(context))
+                break
+        return window, max(num_sent, len(self._decode(window).rstrip(REPLACEMENT)))
 
 
 class ByteDecoder:
-    """An `IncrementalDecoder` for tokenizers whose tokens are bytes: a token costs its own bytes.
-
-    Args:
-        bytes_of: The bytes of a token.
-        skipped: Tokens that are no text.
-        prompt_token_ids: May end within a character, which the output then completes.
-    """
+    """A `WindowDecoder` for tokenizers whose tokens are bytes: a token costs its own bytes."""
 
     def __init__(
         self,
         bytes_of: Callable[[int], bytes],
-        skipped: frozenset[int],
         prompt_token_ids: Sequence[int],
+        skipped: frozenset[int],
     ):
         self._bytes_of, self._skipped = bytes_of, skipped
         self._utf8 = _Utf8Decoder("replace")
@@ -138,16 +125,13 @@ class ByteDecoder:
 
 
 def incremental_decoder(
-    decoder: Decoder, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool
-) -> IncrementalDecoder | ByteDecoder:
-    """The cheapest one that gives the decoder's text after the prompt's."""
-    bytes_of = getattr(decoder, "bytes_of", None)
-    if bytes_of is None:
-        return IncrementalDecoder(
-            decoder, prompt_token_ids, skip_special_tokens=skip_special_tokens
-        )
-    skipped = decoder.special_token_ids if skip_special_tokens else frozenset()
-    return ByteDecoder(bytes_of, skipped, prompt_token_ids)
+    tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool
+) -> WindowDecoder | ByteDecoder:
+    """The cheapest one that gives the tokenizer's text after the prompt's."""
+    skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
+    if tokenizer.bytes_of is None:
+        return WindowDecoder(tokenizer.decode, prompt_token_ids, skipped)
+    return ByteDecoder(tokenizer.bytes_of, prompt_token_ids, skipped)
 
 
 class StopChecker:
@@ -164,9 +148,8 @@ class StopChecker:
         self.matched: str | None = None
         self._stops = tuple(stops)
         self._include_stop = include_stop
-        self._num_kept = max((len(stop) for stop in stops), default=1) - 1
-        self._tail = ""  # the last characters seen, as many as a stop string can begin before
-        self._num_held = 0  # of those, the last ones that were not released
+        self._longest = max(map(len, stops), default=1)
+        self._start = ""  # the last characters seen, if they may be the start of a stop string
 
     def push(self, text: str, *, check: bool = True) -> str:
         """Take new text and return what is released.
@@ -176,39 +159,36 @@ class StopChecker:
         """
         if self.matched is not None:
             return ""
-        seen, buffer = len(self._tail), self._tail + text
-        start = seen - self._num_held
+        seen, buffer = len(self._start), self._start + text
+        released = seen if self._include_stop else 0
         match = self._first_match(buffer, seen) if check else None
         if match is not None:
-            begin, self.matched = match
-            end = begin + len(self.matched) if self._include_stop else begin
-            return buffer[start:end]
-        self._num_held = 0 if self._include_stop else self._longest_start(buffer)
-        self._tail = buffer[max(0, len(buffer) - self._num_kept) :]
-        return buffer[start : len(buffer) - self._num_held]
+            end, self.matched = match
+            return buffer[released : end if self._include_stop else end - len(self.matched)]
+        self._start = self._longest_start(buffer)
+        return buffer[released : len(buffer) - (0 if self._include_stop else len(self._start))]
 
     def flush(self) -> str:
         """Return the text held back: no stop string will come of it."""
-        held = self._tail[len(self._tail) - self._num_held :]
-        self._num_held = 0
-        return "" if self.matched is not None else held
+        held, self._start = self._start, ""
+        return "" if self._include_stop or self.matched is not None else held
 
     def _first_match(self, buffer: str, seen: int) -> tuple[int, str] | None:
-        """Where the stop string that ends first, after the first `seen` characters, begins."""
+        """Where the stop string that ends first, after the first `seen` characters, ends."""
         found = []
         for stop in self._stops:
             begin = buffer.find(stop, max(0, seen - len(stop) + 1))
             if begin >= 0:
                 found.append((begin + len(stop), begin, stop))
-        return min(found)[1:] if found else None
+        return (min(found)[0], min(found)[2]) if found else None
 
-    def _longest_start(self, buffer: str) -> int:
-        """How many of the last characters may be the start of a stop string."""
-        for size in range(min(self._num_kept, len(buffer)), 0, -1):
-            tail = buffer[-size:]
-            if any(len(stop) > size and stop.startswith(tail) for stop in self._stops):
-                return size
-        return 0
+    def _longest_start(self, buffer: str) -> str:
+        """The longest end of the text that may be the start of a stop string."""
+        for begin in range(max(0, len(buffer) - self._longest + 1), len(buffer)):
+            tail = buffer[begin:]
+            if any(len(stop) > len(tail) and stop.startswith(tail) for stop in self._stops):
+                return tail
+        return ""
 
 
 class Detokenizer:
@@ -219,7 +199,7 @@ class Detokenizer:
     and runs.
 
     Args:
-        decoder: The tokenizer; None (or `params.detokenize` False) makes all text empty.
+        tokenizer: None (or `params.detokenize` False) makes all text empty.
         prompt_token_ids: The tokens before the first output token.
         params: The request's `stop`, `min_tokens`, `include_stop_str_in_output`,
             `skip_special_tokens`, `detokenize`.
@@ -229,25 +209,22 @@ class Detokenizer:
     """
 
     def __init__(
-        self, decoder: Decoder | None, prompt_token_ids: Sequence[int], params: SamplingParams
+        self, tokenizer: Tokenizer | None, prompt_token_ids: Sequence[int], params: SamplingParams
     ):
         stops = params.stop_strings
-        if decoder is None and stops:
+        if tokenizer is None and stops:
             raise ValueError(
                 f"stop={params.stop!r} needs a tokenizer, and the engine has none: "
                 "use stop_token_ids, or make the engine without skip_tokenizer_init"
             )
-        self._decoder = decoder if params.detokenize else None
-        self._skip_special_tokens = params.skip_special_tokens
+        self._tokenizer = tokenizer if params.detokenize else None
         self._prompt_tail = prompt_token_ids[-PROMPT_TAIL:]
-        self._checker = (
-            StopChecker(stops, include_stop=params.include_stop_str_in_output) if stops else None
-        )
+        self._params = params
         self._include_stop = params.include_stop_str_in_output
-        self._min_tokens = params.min_tokens
+        self._checker = StopChecker(stops, include_stop=self._include_stop) if stops else None
         self._num_tokens = 0
         self._pending: list[int] = []  # tokens that are not decoded yet
-        self._begun: IncrementalDecoder | ByteDecoder | None = None
+        self._decoder: WindowDecoder | ByteDecoder | None = None
         self._pieces: list[str] = []  # the text so far
         self._num_taken = 0  # pieces that take_delta returned
 
@@ -263,16 +240,17 @@ class Detokenizer:
             ended_by_token: The last of them is a stop token: it gets no text, unless
                 `include_stop_str_in_output`.
         """
-        ids = list(token_ids)
-        if ended_by_token and not self._include_stop:
-            ids = ids[:-1]
-        if self._decoder is None:
+        if self._tokenizer is None:
             return None
+        ids = token_ids[:-1] if ended_by_token and not self._include_stop else token_ids
         if self._checker is None:
             self._pending += ids
             return None
         for token_id in ids:
-            self._check_token(token_id, self._checker)
+            self._num_tokens += 1
+            piece = self._decode(self._tokenizer, [token_id])
+            can_stop = self._num_tokens > self._params.min_tokens
+            self._add(self._checker.push(piece, check=can_stop))
         return self._checker.matched
 
     def take_delta(self) -> str:
@@ -285,7 +263,7 @@ class Detokenizer:
     def finish(self) -> None:
         """No token will follow: text that was held back is released. May be called again."""
         self._decode_pending()
-        rest = "" if self._begun is None else self._begun.flush()
+        rest = "" if self._decoder is None else self._decoder.flush()
         if self._checker is not None:
             rest = self._checker.push(rest, check=False) + self._checker.flush()
         self._add(rest)
@@ -293,31 +271,23 @@ class Detokenizer:
     @property
     def text(self) -> str:
         """All text so far, without what is held back; the whole text after `finish`."""
-        if self._pending:
-            self._decode_pending()
+        self._decode_pending()
         whole = "".join(self._pieces)
         if len(self._pieces) > 1 and self._num_taken == len(self._pieces):
             self._pieces, self._num_taken = [whole], 1
         return whole
 
-    def _check_token(self, token_id: int, checker: StopChecker) -> None:
-        self._num_tokens += 1
-        piece = self._decode([token_id])
-        self._add(checker.push(piece, check=self._num_tokens > self._min_tokens))
-
     def _decode_pending(self) -> None:
-        if self._pending:
-            self._add(self._decode(self._pending))
+        if self._pending and self._tokenizer is not None:
+            self._add(self._decode(self._tokenizer, self._pending))
             self._pending.clear()
 
-    def _decode(self, token_ids: list[int]) -> str:
-        if self._decoder is None:
-            return ""
-        if self._begun is None:  # not before: to begin a text is to decode the prompt's end
-            self._begun = incremental_decoder(
-                self._decoder, self._prompt_tail, skip_special_tokens=self._skip_special_tokens
-            )
-        return self._begun.push(token_ids)
+    def _decode(self, tokenizer: Tokenizer, token_ids: list[int]) -> str:
+        if self._decoder is None:  # not before: to begin a text is to decode the prompt's end
+            skips = self._params.skip_special_tokens
+            tail = self._prompt_tail
+            self._decoder = incremental_decoder(tokenizer, tail, skip_special_tokens=skips)
+        return self._decoder.push(token_ids)
 
     def _add(self, piece: str) -> None:
         if piece:

@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 
@@ -30,20 +30,6 @@ _BYTES_A_TOKEN = 8
 
 _SOME = 4096
 """Characters or bytes that cost nothing."""
-
-
-@runtime_checkable
-class Decoder(Protocol):
-    """The part of a tokenizer that makes text; all that the detokenizer knows of one."""
-
-    @property
-    def special_token_ids(self) -> frozenset[int]:
-        """The tokens that `skip_special_tokens` leaves out."""
-        ...
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of the tokens."""
-        ...
 
 
 class Tokenizer:
@@ -139,23 +125,10 @@ class Tokenizer:
         return self.hf_tokenizer.chat_template is not None
 
     def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        chat_template: str | None = None,
-        allow_special_tokens: bool = False,
-        **template_variables: Any,
+        self, messages: Sequence[Mapping[str, Any]], **options: Any
     ) -> list[int]:
-        """The token ids of a conversation: `encode_chat` of `write_chat`."""
-        chat = self.write_chat(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            chat_template=chat_template,
-            allow_special_tokens=allow_special_tokens,
-            **template_variables,
-        )
-        return self.encode_chat(chat)
+        """The token ids of a conversation; options, errors and the rest as of `write_chat`."""
+        return self.encode_chat(self.write_chat(messages, **options))
 
     def write_chat(
         self,
@@ -395,22 +368,15 @@ def _bounded_output(template: jinja2.Template, most: int | None) -> Iterator[Non
 
 def _tokenizer_class(folder: Path) -> Any:
     """AutoTokenizer, or the class it would pick where that is plain: importing it takes half."""
-    with _no_torch_advice():
-        if _declared_class(folder) in _AS_SERIALISED and (folder / "tokenizer.json").is_file():
-            from transformers import PreTrainedTokenizerFast
-
-            return PreTrainedTokenizerFast
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer
-
-
-def _declared_class(folder: Path) -> str | None:
     path = folder / "tokenizer_config.json"
-    if not path.is_file():
-        return None
-    config = json.loads(path.read_text(encoding="utf-8"))
-    return None if "auto_map" in config else config.get("tokenizer_class")
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    is_plain = config.get("tokenizer_class") in _AS_SERIALISED and "auto_map" not in config
+    with _no_torch_advice():
+        import transformers
+
+        if is_plain and (folder / "tokenizer.json").is_file():
+            return transformers.PreTrainedTokenizerFast
+        return transformers.AutoTokenizer
 
 
 @contextlib.contextmanager
@@ -453,7 +419,9 @@ def _bytes_function(hf_tokenizer: Any) -> Callable[[int], bytes] | None:
     backend = getattr(hf_tokenizer, "backend_tokenizer", None)
     if backend is None or type(backend.decoder).__name__ != "ByteLevel":
         return None
-    byte_of = _byte_alphabet()
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    byte_of = {letter: bytes([byte]) for byte, letter in bytes_to_unicode().items()}
 
     @functools.cache
     def bytes_of(token_id: int) -> bytes:
@@ -462,14 +430,6 @@ def _bytes_function(hf_tokenizer: Any) -> Callable[[int], bytes] | None:
         return token.encode() if None in own else b"".join(own)  # type: ignore[arg-type]
 
     return bytes_of
-
-
-def _byte_alphabet() -> dict[str, bytes]:
-    """GPT-2's: a printable byte is its own character, the others follow from U+0100 on."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {chr(byte): bytes([byte]) for byte in printable}
-    return alphabet | {chr(256 + n): bytes([byte]) for n, byte in enumerate(others)}
 
 
 _REACH = 16384

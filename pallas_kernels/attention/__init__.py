@@ -8,13 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels import checks
-from pallas_kernels.attention import (
-    decode_triton,
-    prefill_hopper,
-    prefill_triton,
-    tuning,
-    xla,
-)
+from pallas_kernels.attention import decode_triton, prefill_hopper, prefill_triton, tuning, xla
 from pallas_kernels.attention.tiles import decode_rows_apart
 from pallas_kernels.kv_cache import check_rope
 from pallas_kernels.tuning import device_kind
@@ -53,10 +47,9 @@ def paged_decode_attention(
         TypeError: dtypes that differ or are not bfloat16, float16 or float32.
     """
     backend = Backend(backend)
-    scalars = (scale, soft_cap, sliding_window)
-    check_attention(q, kv, block_tables, seq_lens, backend, scalars)
-    check_decode(q, block_tables)
     options = {"scale": scale, "soft_cap": soft_cap, "sliding_window": sliding_window}
+    check_attention(q, kv, block_tables, seq_lens, backend, **options)
+    check_decode(q, block_tables)
     if backend is Backend.XLA or not q.size:
         return xla.paged_decode_attention(q, kv, block_tables, seq_lens, **options)
     return _decode(q, kv, block_tables, seq_lens, options, backend)
@@ -97,11 +90,10 @@ def rope_decode_attention(
         TypeError: dtypes other than bfloat16, float16 or float32; angles not float32.
     """
     dtype = jnp.dtype(qkv.dtype if dtype is None else dtype)
-    scalars = (scale, soft_cap, sliding_window)
     backend = Backend(backend)
     arrays = (qkv, kv, block_tables, seq_lens, angles, norms)
-    check_rope_decode(*arrays, dtype, backend, scalars)
     options = {"scale": scale, "soft_cap": soft_cap, "sliding_window": sliding_window}
+    check_rope_decode(*arrays, dtype, backend, **options)
     if backend is Backend.XLA or not qkv.size:
         return xla.rope_decode_attention(*arrays, dtype=dtype, **options)
     config = _decode_config(kv, block_tables, backend)
@@ -149,10 +141,9 @@ def paged_prefill_attention(
         TypeError: dtypes that differ or are not bfloat16, float16 or float32.
     """
     backend = Backend(backend)
-    scalars = (scale, soft_cap, sliding_window)
-    check_attention(q, kv, block_tables, seq_lens, backend, scalars)
-    check_prefill(query_start_loc, seq_lens)
     options = {"scale": scale, "soft_cap": soft_cap, "sliding_window": sliding_window}
+    check_attention(q, kv, block_tables, seq_lens, backend, **options)
+    check_prefill(query_start_loc, seq_lens)
     if backend is Backend.XLA or not q.size:
         arrays = (q, kv, block_tables, query_start_loc, seq_lens)
         return xla.paged_prefill_attention(*arrays, **options)
@@ -177,9 +168,8 @@ def _prefill(q, kv, block_tables, query_start_loc, seq_lens, options, backend, s
         "device_kind": device_kind(backend),
     }
     plain = options["soft_cap"] is None and options["sliding_window"] is None
-    hopper = tuning.hopper_prefill_config(block_size=kv.k.shape[1], plain=plain, **facts)
-    if hopper is not None:
-        launch = {"scale": options["scale"], "config": hopper, "shared": shared}
+    if tuning.runs_hopper_prefill(block_size=kv.k.shape[1], plain=plain, **facts):
+        launch = {"scale": options["scale"], "shared": shared}
         return prefill_hopper.paged_prefill_attention(*arrays, **launch)
     facts["group"] = q.shape[1] // kv.k.shape[2]
     config = tuning.prefill_config(num_tokens=q.shape[0], batch=seq_lens.shape[0], **facts)
@@ -198,13 +188,11 @@ def _decode_config(kv, block_tables, backend):
     )
 
 
-def check_attention(q, kv, block_tables, seq_lens, backend, scalars):
-    """What decode and prefill attention have in common; `scalars` are scale, soft cap and sliding
-    window."""
-    _check_attended(kv, backend)
+def check_attention(q, kv, block_tables, seq_lens, backend, *, scale, soft_cap, sliding_window):
+    """What decode and prefill attention have in common."""
+    check_attended(kv, block_tables, seq_lens, backend, scale, soft_cap, sliding_window)
     num_kv_heads, head_size = kv.k.shape[2:]
-    checks.check_rank("q", q, 3, "[rows, N, H]")
-    checks.check_dtype("q", q, kv.k.dtype, "the pool's dtype; cast it first")
+    checks.check_array("q", q, "[rows, N, H]", kv.k.dtype)
     if q.shape[2] != head_size:
         raise ValueError(
             f"q has head size {q.shape[2]} and the pool {head_size}; they must be equal"
@@ -213,8 +201,6 @@ def check_attention(q, kv, block_tables, seq_lens, backend, scalars):
         raise ValueError(
             f"q has {q.shape[1]} query heads, not a multiple of the pool's {num_kv_heads} KV heads"
         )
-    _check_sequences(block_tables, seq_lens)
-    _check_scalars(*scalars)
     if q.shape[0] and not block_tables.shape[0]:
         raise ValueError(f"block_tables has no rows for q's {q.shape[0]}; give one row a sequence")
 
@@ -230,40 +216,27 @@ def check_decode(q, block_tables):
 
 def check_prefill(query_start_loc, seq_lens):
     """One more start than there are sequences."""
-    checks.check_int32("query_start_loc", query_start_loc, 1, "[B + 1]")
-    want = (seq_lens.shape[0] + 1,)
-    checks.check_shape("query_start_loc", query_start_loc, want, "one entry more than seq_lens")
+    sizes = {"B + 1": seq_lens.shape[0] + 1}
+    checks.check_array("query_start_loc", query_start_loc, "[B + 1]", jnp.int32, **sizes)
 
 
-def check_rope_decode(qkv, kv, block_tables, seq_lens, angles, norms, dtype, backend, scalars):
-    """The same of one token a sequence; `scalars` as of `check_attention`."""
-    _check_attended(kv, backend)
+def check_rope_decode(qkv, kv, block_tables, seq_lens, angles, norms, dtype, backend, **scalars):
+    """Fused projections of one token a sequence."""
+    check_attended(kv, block_tables, seq_lens, backend, **scalars)
     check_rope(qkv, kv, angles, norms, dtype)
-    _check_sequences(block_tables, seq_lens)
-    checks.check_shape(
-        "seq_lens", seq_lens, qkv.shape[1:2], "one token a sequence, qkv's second axis"
-    )
-    _check_scalars(*scalars)
+    checks.check_array("seq_lens", seq_lens, "[B]", jnp.int32, B=qkv.shape[1])
 
 
-def _check_attended(kv, backend):
-    """The same, and heads that the back end's attention takes."""
-    checks.check_pool(kv)
-    head_size, most = kv.k.shape[3], backend.max_head_size
+def check_attended(kv, block_tables, seq_lens, backend, scale, soft_cap, sliding_window):
+    """A pool whose heads the back end's attention takes, its sequences, and the scores' numbers."""
+    head_size, most = checks.check_pool(kv)["H"], backend.max_head_size
     if most is not None and head_size > most:
         raise ValueError(
             f"head size {head_size} (kv.k.shape[3]) must be from 1 to {most} for the back end "
             f"{backend.value!r}; 'xla' takes any"
         )
-
-
-def _check_sequences(block_tables, seq_lens):
-    checks.check_int32("block_tables", block_tables, 2, "[B, M]")
-    checks.check_int32("seq_lens", seq_lens, 1, "[B]")
-    checks.check_shape("seq_lens", seq_lens, block_tables.shape[:1], "block_tables' first axis")
-
-
-def _check_scalars(scale, soft_cap, sliding_window):
+    sizes = checks.check_array("block_tables", block_tables, "[B, M]", jnp.int32)
+    checks.check_array("seq_lens", seq_lens, "[B]", jnp.int32, **sizes)
     if not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"scale is {scale}; it must be positive and finite, as 1 / sqrt(H)")
     if soft_cap is not None and not (math.isfinite(soft_cap) and soft_cap > 0):

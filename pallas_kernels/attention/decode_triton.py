@@ -55,48 +55,28 @@ _MERGED_HEADS = 4
 _MERGED_REGISTERS = 64
 
 
-@dataclasses.dataclass(frozen=True)
-class Front:
-    """Of the projection: heads, split-K partials, the eps of heads' norms, the dtype rounded to."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spec(tile_ops.Attention):
+    """What a program knows when it is compiled.
 
-    num_heads: int
-    num_kv_heads: int
-    num_partials: int
-    eps: float | None
-    dtype: Any
+    Attributes:
+        in_place: The result is written into the one that `into` was.
+        num_partials: Of the fused projection that has the new tokens; 0: queries are given.
+        eps: Of the norms of the projection's heads; None: there are none.
+        dtype: That the projection is rounded to.
+    """
 
-    @property
-    def group(self) -> int:
-        """Query heads a KV head."""
-        return self.num_heads // self.num_kv_heads
-
-
-@dataclasses.dataclass(frozen=True)
-class _Spec:
-    """What a program knows when it is compiled."""
-
-    front: Front | None
-    scale: float
-    soft_cap: float | None
-    sliding_window: int | None
     config: DecodeConfig
-    group: int
-    num_kv_heads: int
-    head_size: int
-    block_size: int
-    table_width: int
     interpret: bool
     in_place: bool = False
+    num_partials: int = 0
+    eps: float | None = None
+    dtype: Any = None
 
     @property
     def num_new(self) -> int:
         """Tokens of a sequence that are not in the pool."""
-        return 0 if self.front is None else 1
-
-    @property
-    def num_heads(self) -> int:
-        """Query heads in all."""
-        return self.group * self.num_kv_heads
+        return min(self.num_partials, 1)
 
     @property
     def num_rows(self) -> int:
@@ -121,73 +101,23 @@ class _Spec:
         return max(1, min(room, pl.next_power_of_2(self.config.num_splits)))
 
 
-def paged_decode_attention(
-    q,
-    kv,
-    block_tables,
-    seq_lens,
-    *,
-    scale,
-    soft_cap,
-    sliding_window,
-    config: DecodeConfig,
-    interpret: bool,
-    into=None,
-):
-    """See the public entry of the same name."""
-    spec = _Spec(
-        None,
-        scale,
-        soft_cap,
-        sliding_window,
-        config,
-        group=q.shape[1] // kv.k.shape[2],
-        num_kv_heads=kv.k.shape[2],
-        head_size=kv.k.shape[3],
-        block_size=kv.k.shape[1],
-        table_width=block_tables.shape[1],
-        interpret=interpret,
-        in_place=into is not None,
-    )
+def paged_decode_attention(q, kv, block_tables, seq_lens, *, into=None, **options):
+    """See the public entry of the same name; `options` are fields of `Spec`."""
+    in_place = into is not None
+    spec = Spec.of(q.shape[1], kv, block_tables, in_place=in_place, **options)
     rows = q.reshape(-1, q.shape[2])
     inputs = (rows,) if into is None else (rows, into.reshape(rows.shape))
     out, *_ = _launch(spec, inputs, kv, block_tables, seq_lens, rows)
     return out.reshape(q.shape)
 
 
-def rope_decode_attention(
-    qkv,
-    kv,
-    block_tables,
-    seq_lens,
-    angles,
-    norms,
-    *,
-    dtype,
-    scale,
-    soft_cap,
-    sliding_window,
-    config: DecodeConfig,
-    interpret: bool,
-):
-    """See the public entry of the same name."""
+def rope_decode_attention(qkv, kv, block_tables, seq_lens, angles, norms, *, dtype, **options):
+    """See the public entry of the same name; `options` are fields of `Spec`."""
     num_partials, batch, total_heads, head_size = qkv.shape
-    num_kv_heads = kv.k.shape[2]
-    num_heads = total_heads - 2 * num_kv_heads
-    spec = _Spec(
-        Front(num_heads, num_kv_heads, num_partials, None if norms is None else norms.eps, dtype),
-        scale,
-        soft_cap,
-        sliding_window,
-        config,
-        group=num_heads // num_kv_heads,
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
-        block_size=kv.k.shape[1],
-        table_width=block_tables.shape[1],
-        interpret=interpret,
-    )
-    weights = () if norms is None else (norms.q, norms.k)
+    num_heads = total_heads - 2 * kv.k.shape[2]
+    eps, weights = (None, ()) if norms is None else (norms.eps, (norms.q, norms.k))
+    new = {"num_partials": num_partials, "eps": eps, "dtype": dtype}
+    spec = Spec.of(num_heads, kv, block_tables, **new, **options)
     inputs = (qkv.reshape(-1, head_size), *angles, *weights)
     rows = jax.ShapeDtypeStruct((batch * num_heads, head_size), dtype)
     out, k, v, *_ = _launch(spec, inputs, kv, block_tables, seq_lens, rows)
@@ -211,7 +141,7 @@ def _launch(spec, inputs, kv, block_tables, seq_lens, rows):
         aliases[len(pools) + 1 + len(inputs)] = 0
     call = pl.pallas_call(
         functools.partial(_kernel, spec=spec, num_inputs=len(inputs)),
-        out_shape=[_like(array) for array in (rows, *new_pools)] + scratch,
+        out_shape=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (rows, *new_pools, *scratch)],
         grid=(spec.num_kv_heads, plan.shape[0]),
         input_output_aliases=aliases,
         compiler_params=plgpu.CompilerParams(
@@ -221,10 +151,6 @@ def _launch(spec, inputs, kv, block_tables, seq_lens, rows):
         name="paged_decode_attention",
     )
     return call(*pools, block_tables.reshape(-1), plan, *inputs, *counters)
-
-
-def _like(array):
-    return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
 class _Item(NamedTuple):
@@ -295,7 +221,7 @@ def _even_share(tiles, spec):
 def _least_share(tiles, spec):
     """Tiles of a split, of sequences with so many: a second one before merging takes a turn more,
     which takes longer than a tile."""
-    least = jnp.maximum(pl.cdiv(tiles, spec.config.num_splits), spec.config.min_tiles)
+    least = jnp.maximum(pl.cdiv(tiles, spec.config.num_splits), 1)
     return jnp.maximum(least, jnp.minimum(pl.cdiv(tiles, spec.merged_splits), 2))
 
 
@@ -338,31 +264,23 @@ def _kernel(k_ref, v_ref, tables_ref, plan_ref, *refs, spec, num_inputs):
         visible = live
         if spec.sliding_window is not None:
             visible &= positions >= seq_len - spec.sliding_window
-        rows = tile_ops.pool_rows(
-            tables_ref,
-            item.sequence * spec.table_width,
-            positions,
-            live,
-            block_size=spec.block_size,
-            num_kv_heads=spec.num_kv_heads,
-            head=head,
-        )
-        keys = tile_ops.load_rows(k_ref, rows, head_size, live)
-        mask = jnp.broadcast_to(visible[None, :], (spec.num_rows, config.tile_tokens))
-        scores = tile_ops.scores(q, keys, mask, scale=spec.scale, soft_cap=spec.soft_cap)
-        values = tile_ops.load_rows(v_ref, rows, head_size, live)
-        return tile_ops.softmax_fold(carry, scores, values)
+
+        def mask():
+            return jnp.broadcast_to(visible[None, :], (spec.num_rows, config.tile_tokens))
+
+        refs = k_ref, v_ref, tables_ref
+        return tile_ops.fold_keys(carry, q, refs, item.sequence, head, positions, live, mask, spec)
 
     def begin():
-        if spec.front is None:
+        if not spec.num_new:
             q = tile_ops.load_rows(inputs[0], first_row + group_head, head_size, live_rows)
             return q, tile_ops.softmax_start(spec.num_rows, head_size)
         owns_new = (item.split == item.num_splits - 1) & (seq_len > 0)
-        q, k, v = _new_token(spec.front, inputs, item.sequence, head, owns_new, k_ref.dtype)
+        q, k, v = _new_token(spec, inputs, item.sequence, head, owns_new, k_ref.dtype)
         slot = (item.slot * spec.num_kv_heads + head)[None]
         for ref, new in zip(pool_refs, (k, v), strict=True):
             tile_ops.store_rows(ref, slot, head_size, new, owns_new[None])
-        score = tile_ops.scores_of_one(q, k, scale=spec.scale, soft_cap=spec.soft_cap)
+        score = tile_ops.scores_of_one(q, k, spec)
         q, score = (tile_ops.repeat_rows(x, spec.repeats) for x in (q, score))
         return q, tile_ops.softmax_start_from(score, v, owns_new)
 
@@ -431,8 +349,8 @@ def _merge(partials, out_ref, first_partial, first_row, num_splits, spec):
     def some(turn, _):
         first_head = turn * heads
 
-        def fold(part, carry):
-            first = part * at_once
+        def fold(index, carry):
+            first = index * at_once
             rows = first_partial + first_head + first * spec.num_heads
             live = num_splits - first, spec.group - first_head
             return _fold_partials(partials, rows, live, carry, spec)
@@ -490,18 +408,18 @@ def _weights(maxima, axis):
 def _joined(one, other):
     """Two (max, sum, out) of the same heads as one."""
     top = jnp.maximum(one[0], other[0])
-    weight, more = (jnp.exp2(part[0] - top) for part in (one, other))
+    weight, more = (jnp.exp2(each[0] - top) for each in (one, other))
     return top, one[1] * weight + other[1] * more, one[2] * weight + other[2] * more
 
 
 # --- the new token -----------------------------------------------------------------------------
 
 
-def _new_token(front: Front, refs, sequence, kv_head, with_key, pool_dtype):
-    """What one KV head has of a sequence's new token, in a kernel.
+def _new_token(spec, refs, sequence, kv_head, with_key, pool_dtype):
+    """What one KV head has of a sequence's new token.
 
     Args:
-        front: What is known when it is compiled.
+        spec: What is known when it is compiled.
         refs: The projection's heads [partials * B * (N + 2K), H], cosines and sines [B, H / 2], and
             where heads are normalized the weights [H] of queries and keys.
         sequence, kv_head: Whose; traced.
@@ -513,30 +431,30 @@ def _new_token(front: Front, refs, sequence, kv_head, with_key, pool_dtype):
     """
     heads_ref, cos_ref, sin_ref, *weight_refs = refs
     own, exchanged, angle = _columns(heads_ref.shape[1])
-    head = jnp.arange(pl.next_power_of_2(front.group), dtype=jnp.int32)
-    first = sequence * (front.num_heads + 2 * front.num_kv_heads)
-    queries = first + kv_head * front.group + head
-    key = jnp.broadcast_to(first + front.num_heads + kv_head, (1,))
-    live = head < front.group, jnp.broadcast_to(with_key, (1,))
+    head = jnp.arange(pl.next_power_of_2(spec.group), dtype=jnp.int32)
+    first = sequence * (spec.num_heads + 2 * spec.num_kv_heads)
+    queries = first + kv_head * spec.group + head
+    key = jnp.broadcast_to(first + spec.num_heads + kv_head, (1,))
+    live = head < spec.group, jnp.broadcast_to(with_key, (1,))
 
     def load(rows, live, columns):
-        return _load_partials(heads_ref, rows, live, columns, front.num_partials)
+        return _load_partials(heads_ref, rows, live, columns, spec.num_partials)
 
     loaded = [
         [load(rows, mask, columns) for columns in (own, exchanged)]
         for rows, mask in zip((queries, key), live, strict=True)
     ]
-    value = load(key + front.num_kv_heads, live[1], own)
+    value = load(key + spec.num_kv_heads, live[1], own)
     cos, sin = (_load_row(ref, sequence, angle) for ref in (cos_ref, sin_ref))
     sin = jnp.where(own < heads_ref.shape[1] // 2, -sin, sin)
     weights = [[_load_weight(ref, columns) for columns in (own, exchanged)] for ref in weight_refs]
 
     q, k = (
-        _rotated(halves, weights[index] if weights else None, cos, sin, front, heads_ref.shape[1])
+        _rotated(halves, weights[index] if weights else None, cos, sin, spec)
         for index, halves in enumerate(loaded)
     )
-    value = _sum(value, front.dtype)
-    return tuple(x.astype(front.dtype).astype(pool_dtype) for x in (q, k, value))
+    value = _sum(value, spec.dtype)
+    return tuple(x.astype(spec.dtype).astype(pool_dtype) for x in (q, k, value))
 
 
 def _columns(size):
@@ -573,13 +491,13 @@ def _sum(partials, dtype):
     return _rounded(functools.reduce(jnp.add, partials), dtype)
 
 
-def _rotated(halves, weights, cos, sin, front, size):
-    own, exchanged = (_sum(partials, front.dtype) for partials in halves)
+def _rotated(halves, weights, cos, sin, spec):
+    own, exchanged = (_sum(partials, spec.dtype) for partials in halves)
     if weights is not None:
         squares = jnp.sum(own * own, axis=1)
-        scale = lax.rsqrt(squares / jnp.float32(size) + jnp.float32(front.eps))[:, None]
+        scale = lax.rsqrt(squares / jnp.float32(spec.head_size) + jnp.float32(spec.eps))[:, None]
         own, exchanged = (
-            _rounded(half * scale * weight[None, :], front.dtype)
+            _rounded(half * scale * weight[None, :], spec.dtype)
             for half, weight in zip((own, exchanged), weights, strict=True)
         )
     return own * cos[None, :] + exchanged * sin[None, :]

@@ -27,7 +27,7 @@ FlashAttention-3 (arXiv:2407.08608) over paged keys (arXiv:2309.06180).
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,12 +39,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import hopper_ops as ops
 from pallas_kernels.attention.tile_ops import MASKED
 from pallas_kernels.attention.tiles import window_map
-from pallas_kernels.attention.tuning import HopperPrefillConfig
+from pallas_kernels.attention.tuning import KEY_TILE as TILE
+from pallas_kernels.attention.tuning import NUM_CORES as NUM_PROGRAMS
 
 ROWS = 128  # matrix rows of a tile
 HALF = ROWS // 2  # of one consumer warpgroup
+NUM_STAGES = 2  # tiles of keys, and of values, in flight
 _LOG2_E = math.log2(math.e)
-_TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 # Rows one by one, so that any number of them can be copied out.
 _ROW_TRANSFORMS = (plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128))
 _STRIP = 8  # columns of the least array with the layout of GEMMs
@@ -53,21 +54,23 @@ _FIELDS = 8  # int32 numbers a tile, and before the first tile's
 _MIN_NUMBERS = 2**16  # of 256 sequences with 128 blocks each
 
 
-def paged_prefill_attention(
-    q,
-    kv,
-    block_tables,
-    query_start_loc,
-    seq_lens,
-    *,
-    scale,
-    config: HopperPrefillConfig,
-    shared=None,
-):
+class _Spec(NamedTuple):
+    """What a program knows when it is compiled; `members` are the query heads of a tile."""
+
+    scale: float
+    group: int
+    members: int
+    num_kv_heads: int
+    head_size: int
+    block_size: int
+
+
+def paged_prefill_attention(q, kv, block_tables, query_start_loc, seq_lens, *, scale, shared=None):
     """See the public entry of the same name; no soft cap and no window."""
-    num_tokens, num_heads, head_size = q.shape
-    num_kv_heads = kv.k.shape[2]
-    members = heads_a_tile(num_heads // num_kv_heads, num_tokens)
+    (num_tokens, num_heads, head_size), (_, block_size, num_kv_heads, _) = q.shape, kv.k.shape
+    group = num_heads // num_kv_heads
+    members = heads_a_tile(group, num_tokens)
+    spec = _Spec(scale, group, members, num_kv_heads, head_size, block_size)
     window = ROWS // members
     # Windows are whole tiles of q: the padding costs a copy, which a step's bucket never needs.
     num_rows = -(-num_tokens // window) * window
@@ -76,61 +79,41 @@ def paged_prefill_attention(
     )
     numbers = _numbers(block_tables, query_start_loc, seq_lens, num_rows, window)
     k, v = (pool.reshape(-1, num_kv_heads * head_size) for pool in kv)
-    sizes = {
-        "group": num_heads // num_kv_heads,
-        "members": members,
-        "num_kv_heads": num_kv_heads,
-        "block_size": kv.k.shape[1],
-    }
-    rows = padded.reshape(num_rows, -1)
-    attend = functools.partial(_attend, scale=scale, **sizes, config=config)
-    arrays = (rows, k, v, numbers)
+    arrays = (padded.reshape(num_rows, -1), k, v, numbers)
+    attend = functools.partial(_attend, spec=spec)
     out = attend(*arrays) if shared is None else shared(attend, *arrays)
     return out[:num_tokens].reshape(q.shape)
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("scale", "group", "members", "num_kv_heads", "block_size", "config"),
-)
-def _attend(q, k, v, numbers, *, scale, group, members, num_kv_heads, block_size, config):
+@functools.partial(jax.jit, static_argnames="spec")
+def _attend(q, k, v, numbers, *, spec):
     """The kernel over rows of all heads; inside a step's jit it is traced and lowered once."""
-    head_size = k.shape[1] // num_kv_heads
-    body = functools.partial(
-        _kernel,
-        scale=scale,
-        group=group,
-        members=members,
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
-        block_size=block_size,
-        config=config,
-    )
-    tile = config.tile_tokens
-    k_stages, v_stages = config.num_key_stages, config.num_value_stages
-    copies = max(1, tile // block_size)
+    copies = max(1, TILE // spec.block_size)
 
-    def scratch(*shape, transforms=_TRANSFORMS):
+    def scratch(*shape, transforms=ops.SWIZZLED):
         return plgpu.SMEM(shape, q.dtype, transforms=transforms)
 
+    def barriers(num_arrivals):
+        return plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=NUM_STAGES)
+
     call = plgpu.kernel(
-        body,
+        functools.partial(_kernel, spec=spec),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        grid=(config.num_programs,),
+        grid=(NUM_PROGRAMS,),
         grid_names=("program",),
         num_threads=3,
         thread_name="warp_group",
         scratch_types={
-            "q_smem": scratch(2, ROWS, head_size),
-            "k_smem": scratch(k_stages, tile, head_size),
-            "v_smem": scratch(v_stages, tile, head_size),
-            "out_smem": scratch(2, HALF, head_size, transforms=_ROW_TRANSFORMS),
-            "q_full": plgpu.Barrier(num_arrivals=members, num_barriers=2),
-            "k_full": plgpu.Barrier(num_arrivals=copies, num_barriers=k_stages),
-            "v_full": plgpu.Barrier(num_arrivals=copies, num_barriers=v_stages),
-            "q_empty": plgpu.Barrier(num_arrivals=2, num_barriers=2),
-            "k_empty": plgpu.Barrier(num_arrivals=2, num_barriers=k_stages),
-            "v_empty": plgpu.Barrier(num_arrivals=2, num_barriers=v_stages),
+            "q_smem": scratch(NUM_STAGES, ROWS, spec.head_size),
+            "k_smem": scratch(NUM_STAGES, TILE, spec.head_size),
+            "v_smem": scratch(NUM_STAGES, TILE, spec.head_size),
+            "out_smem": scratch(2, HALF, spec.head_size, transforms=_ROW_TRANSFORMS),
+            "q_full": barriers(spec.members),
+            "k_full": barriers(copies),
+            "v_full": barriers(copies),
+            "q_empty": barriers(2),
+            "k_empty": barriers(2),
+            "v_empty": barriers(2),
         },
         compiler_params=ops.COMPILER_PARAMS,
         kernel_name="paged_prefill_attention_hopper",
@@ -194,28 +177,21 @@ def _kernel(
     q_empty,
     k_empty,
     v_empty,
-    scale,
-    group,
-    members,
-    num_kv_heads,
-    head_size,
-    block_size,
-    config,
+    spec,
 ):
-    tile, window = config.tile_tokens, ROWS // members
-    k_stages, v_stages = config.num_key_stages, config.num_value_stages
-    program, num_programs = lax.axis_index("program"), config.num_programs
-    warp_group = lax.axis_index("warp_group")
+    scale, group, members, num_kv_heads, head_size, block_size = spec
+    window = ROWS // members
+    program, warp_group = lax.axis_index("program"), lax.axis_index("warp_group")
     num_tiles = numbers_ref[0]
     sets_a_group = -(-group // members)
     num_sets = num_kv_heads * sets_a_group
     num_items = num_tiles * num_sets
-    num_rounds = lax.div(num_items - program + (num_programs - 1), jnp.int32(num_programs))
+    num_rounds = lax.div(num_items - program + (NUM_PROGRAMS - 1), jnp.int32(NUM_PROGRAMS))
 
     def item_fields(turn_index):
         """Of this program's item: set of heads, then the tile's fields. Past the last, the last."""
         index = jnp.minimum(turn_index, num_rounds - 1)
-        item = index * num_programs + program
+        item = index * NUM_PROGRAMS + program
         tile_index = num_tiles - 1 - lax.div(item, jnp.int32(num_sets))
         head_set = lax.rem(item, jnp.int32(num_sets))
         return head_set, *(numbers_ref[(tile_index + 1) * _FIELDS + f] for f in range(6))
@@ -227,68 +203,65 @@ def _kernel(
         return (kv_head * group + jnp.minimum(own, group - 1)) * head_size
 
     def num_steps(fields):
-        return lax.div(fields[3] + fields[5] + (tile - 1), jnp.int32(tile))
+        return lax.div(fields[3] + fields[5] + (TILE - 1), jnp.int32(TILE))
 
-    def k_slot(step):
-        return lax.rem(step, jnp.int32(k_stages))
-
-    def v_slot(step):
-        return lax.rem(step, jnp.int32(v_stages))
+    def stage_of(step):
+        return lax.rem(step, jnp.int32(NUM_STAGES))
 
     @pl.when((warp_group == 2) & (num_rounds > 0))
     def _load():
         plgpu.set_max_registers(24, action="decrease")
-        size = min(block_size, tile)
-        copies = tile // size
+        size = min(block_size, TILE)
+        copies = TILE // size
 
-        def load_q(index, fields, part):
-            slot = lax.rem(index, jnp.int32(2))
-            pl.when(index >= 2)(lambda: plgpu.barrier_wait(q_empty.at[slot]))
+        def load_q(index, fields, half):
+            stage = stage_of(index)
+            pl.when(index >= NUM_STAGES)(lambda: plgpu.barrier_wait(q_empty.at[stage]))
             head_set, _, first_row = fields[:3]
             for member in range(members):
 
-                @pl.when(part == member % 2)
+                @pl.when(half == member % 2)
                 def _copy(member=member):
                     columns = pl.ds(column_of(head_set, member), head_size)
                     plgpu.copy_gmem_to_smem(
                         q_ref.at[pl.ds(first_row, window), columns],
-                        q_smem.at[slot, pl.ds(member * window, window)],
-                        q_full.at[slot],
+                        q_smem.at[stage, pl.ds(member * window, window)],
+                        q_full.at[stage],
                     )
 
-        def load_all(ref, smem, full, empty, slot_of, stages, part, with_q):
+        def load_all(ref, smem, full, empty, half, with_q):
             def load_tile(index, step, fields):
-                slot = slot_of(step)
+                stage = stage_of(step)
                 table, seq_len = fields[1], fields[6]
                 kv_head = lax.div(fields[0], jnp.int32(sets_a_group))
                 rows = []
                 for i in range(-(-copies // 2)):
-                    position = index * tile + (i * 2 + part) * size
+                    position = index * TILE + (i * 2 + half) * size
                     entry = table + lax.div(position, jnp.int32(block_size))
                     row = numbers_ref[jnp.minimum(entry, numbers_ref.shape[0] - 1)] * block_size
-                    if block_size > tile:  # a block has several key tiles
+                    if block_size > TILE:  # a block has several key tiles
                         row += lax.rem(position, jnp.int32(block_size))
                     # Outside the pool, the copy engine fills in zeros.
                     rows.append(jnp.where(position < seq_len, row, ref.shape[0]))
-                pl.when(step >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
+                pl.when(step >= NUM_STAGES)(lambda: plgpu.barrier_wait(empty.at[stage]))
                 for i, row in enumerate(rows):
 
                     def copy(i=i, row=row):
                         plgpu.copy_gmem_to_smem(
                             ref.at[pl.ds(row, size), pl.ds(kv_head * head_size, head_size)],
-                            smem.at[slot, pl.ds((i * 2 + part) * size, size)],
-                            full.at[slot],
+                            smem.at[stage, pl.ds((i * 2 + half) * size, size)],
+                            full.at[stage],
                         )
 
                     if copies == 1:
-                        pl.when(part == 0)(copy)
+                        pl.when(half == 0)(copy)
                     else:
                         copy()
 
             def load_item(index, step):
                 fields = item_fields(index)
                 if with_q:
-                    load_q(index, fields, part)
+                    load_q(index, fields, half)
                 # Past the last item, one key tile that the last GEMMs ask for.
                 steps = jnp.where(index < num_rounds, num_steps(fields), 1)
 
@@ -302,21 +275,20 @@ def _kernel(
 
         @plgpu.warp_map
         def _warp(warp):
-            part = lax.rem(warp, jnp.int32(2))
-            keys = k_ref, k_smem, k_full, k_empty, k_slot, k_stages, part, False
-            values = v_ref, v_smem, v_full, v_empty, v_slot, v_stages, part, True
-            pl.when(warp < 2)(lambda: load_all(*keys))
-            pl.when(warp >= 2)(lambda: load_all(*values))
+            half = lax.rem(warp, jnp.int32(2))
+            keys, values = (k_ref, k_smem, k_full, k_empty), (v_ref, v_smem, v_full, v_empty)
+            pl.when(warp < 2)(lambda: load_all(*keys, half, with_q=False))
+            pl.when(warp >= 2)(lambda: load_all(*values, half, with_q=True))
 
     @pl.when((warp_group < 2) & (num_rounds > 0))
     def _compute():
         plgpu.set_max_registers(240, action="increase")
         first = warp_group * HALF
         matrix_row = plgpu.layout_cast(
-            lax.broadcasted_iota(jnp.int32, (HALF, tile), 0), plgpu.Layout.WGMMA
+            lax.broadcasted_iota(jnp.int32, (HALF, TILE), 0), plgpu.Layout.WGMMA
         )
         matrix_column = plgpu.layout_cast(
-            lax.broadcasted_iota(jnp.int32, (HALF, tile), 1), plgpu.Layout.WGMMA
+            lax.broadcasted_iota(jnp.int32, (HALF, TILE), 1), plgpu.Layout.WGMMA
         )
         my_out = out_smem.at[warp_group]
 
@@ -324,8 +296,8 @@ def _kernel(
             layout = plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
             return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
 
-        def my_q(slot):
-            return q_smem.at[slot, pl.ds(pl.multiple_of(first, HALF), HALF)]
+        def my_q(stage):
+            return q_smem.at[stage, pl.ds(pl.multiple_of(first, HALF), HALF)]
 
         def softmax(scores, reference, row_sum, shift):
             """Weights in float32, reference and sums after them, and whether any reference grew.
@@ -351,27 +323,27 @@ def _kernel(
             weights = jnp.exp2(scores * factor - shifts)
             return weights, reference, functools.reduce(jnp.add, _strips(weights), row_sum), grew
 
-        def fold(carry, step, q_slot, shift):
+        def fold(carry, step, q_stage, shift):
             """out + weights . values of this step; the next step's weights, reference and sums."""
             weights, reference, row_sum, out = carry
-            value_slot, key_slot = v_slot(step), k_slot(step + 1)
+            value_stage, key_stage = stage_of(step), stage_of(step + 1)
 
             def issue(refs):
                 out_acc, scores_acc, *results = refs
-                plgpu.wgmma(scores_acc, my_q(q_slot), k_smem.at[key_slot].transpose((1, 0)))
-                plgpu.wgmma(out_acc, weights, v_smem.at[value_slot])
+                plgpu.wgmma(scores_acc, my_q(q_stage), k_smem.at[key_stage].transpose((1, 0)))
+                plgpu.wgmma(out_acc, weights, v_smem.at[value_stage])
                 scores = plgpu.wgmma_accumulator_load(scores_acc, wait_n=1)
-                plgpu.barrier_arrive(k_empty.at[key_slot])
+                plgpu.barrier_arrive(k_empty.at[key_stage])
                 following = softmax(scores, reference, row_sum, shift)
                 for ref, result in zip(results, following, strict=True):
                     ref[...] = result
                 _have_computed(following[2])
                 plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(v_empty.at[value_slot])
+                plgpu.barrier_arrive(v_empty.at[value_stage])
 
-            plgpu.barrier_wait(v_full.at[value_slot])
-            plgpu.barrier_wait(k_full.at[key_slot])
-            no_scores = wgmma_zeros(HALF, tile)
+            plgpu.barrier_wait(v_full.at[value_stage])
+            plgpu.barrier_wait(k_full.at[key_stage])
+            no_scores = wgmma_zeros(HALF, TILE)
             start = plgpu.ACC.init(out), plgpu.ACC.init(no_scores)
             ends: Any = pl.run_state(issue)((*start, no_scores, reference, row_sum, jnp.int32(0)))
             out, _, weights, grown, row_sum, grew = ends  # arrays, not references as its type says
@@ -382,35 +354,35 @@ def _kernel(
             out = lax.cond(grew != 0, rescaled, lambda out: out, out)
             return weights.astype(q_ref.dtype), grown, row_sum, out
 
-        def last_gemms(weights, out, step, q_slot):
+        def last_gemms(weights, out, step, q_stage):
             """out + weights . values of a tile's last step, and the next tile's first scores."""
-            value_slot, key_slot = v_slot(step), k_slot(step + 1)
+            value_stage, key_stage = stage_of(step), stage_of(step + 1)
 
             def issue(refs):
                 out_acc, scores_acc = refs
-                plgpu.wgmma(out_acc, weights, v_smem.at[value_slot])
-                plgpu.wgmma(scores_acc, my_q(q_slot), k_smem.at[key_slot].transpose((1, 0)))
+                plgpu.wgmma(out_acc, weights, v_smem.at[value_stage])
+                plgpu.wgmma(scores_acc, my_q(q_stage), k_smem.at[key_stage].transpose((1, 0)))
                 plgpu.wgmma_wait(1)
-                plgpu.barrier_arrive(v_empty.at[value_slot])
+                plgpu.barrier_arrive(v_empty.at[value_stage])
                 plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(k_empty.at[key_slot])
+                plgpu.barrier_arrive(k_empty.at[key_stage])
 
-            plgpu.barrier_wait(k_full.at[key_slot])
+            plgpu.barrier_wait(k_full.at[key_stage])
             ends: Any = pl.run_state(issue)(
-                (plgpu.ACC.init(out), plgpu.ACC.init(wgmma_zeros(HALF, tile)))
+                (plgpu.ACC.init(out), plgpu.ACC.init(wgmma_zeros(HALF, TILE)))
             )
             return ends
 
-        def clean_values(slot, live, seq_len):
+        def clean_values(stage, live, seq_len):
             """Zero the rows from `live` on where the sequence ends inside a block.
 
             Both warpgroups write the same values, so neither waits for the other.
             """
 
-            @pl.when((live < tile) & (lax.rem(seq_len, jnp.int32(block_size)) != 0))
+            @pl.when((live < TILE) & (lax.rem(seq_len, jnp.int32(block_size)) != 0))
             def _clean():
-                for start in range(0, tile, HALF):
-                    rows = v_smem.at[slot, pl.ds(start, HALF)]
+                for start in range(0, TILE, HALF):
+                    rows = v_smem.at[stage, pl.ds(start, HALF)]
                     row = plgpu.layout_cast(
                         lax.broadcasted_iota(jnp.int32, (HALF, head_size), 0), plgpu.Layout.WGMMA
                     )
@@ -421,14 +393,14 @@ def _kernel(
         def compute_item(index, carry):
             scores, step, fields = carry
             head_set, _, first_row, first_position, begin, end, seq_len = fields
-            q_slot = lax.rem(index, jnp.int32(2))
+            q_stage = stage_of(index)
             last = num_steps(fields) - 1
-            full = lax.div(jnp.maximum(first_position + begin + 1, 0), jnp.int32(tile))
+            full = lax.div(jnp.maximum(first_position + begin + 1, 0), jnp.int32(TILE))
             full = jnp.minimum(full, last)
 
             def fold_next(i, carry, masked):
-                shift = first_position - (i + 1) * tile if masked else None
-                return fold(carry, step + i, q_slot, shift)
+                shift = first_position - (i + 1) * TILE if masked else None
+                return fold(carry, step + i, q_stage, shift)
 
             reference = plgpu.layout_cast(
                 jnp.full((HALF,), MASKED, jnp.float32), plgpu.Layout.WGMMA.reduce(1)
@@ -441,16 +413,16 @@ def _kernel(
             carry = lax.fori_loop(full, last, functools.partial(fold_next, masked=True), carry)
 
             # The last key tile; the scores that follow belong to the next item.
-            plgpu.barrier_arrive(q_empty.at[q_slot])
+            plgpu.barrier_arrive(q_empty.at[q_stage])
             next_fields = item_fields(index + 1)
             weights, _, sums, out = carry
             inverse = lax.broadcast_in_dim(1 / jnp.sum(sums, axis=1), out.shape, [0])
             step = step + last
-            plgpu.barrier_wait(v_full.at[v_slot(step)])
-            clean_values(v_slot(step), seq_len - last * tile, seq_len)
+            plgpu.barrier_wait(v_full.at[stage_of(step)])
+            clean_values(stage_of(step), seq_len - last * TILE, seq_len)
 
-            plgpu.barrier_wait(q_full.at[1 - q_slot])
-            out, scores = last_gemms(weights, out, step, 1 - q_slot)
+            plgpu.barrier_wait(q_full.at[1 - q_stage])
+            out, scores = last_gemms(weights, out, step, 1 - q_stage)
             store((out * inverse).astype(q_ref.dtype), head_set, first_row, begin, end)
             return scores, step + 1, next_fields
 
@@ -487,16 +459,16 @@ def _kernel(
             plgpu.wgmma(acc, my_q(0), k_smem.at[0].transpose((1, 0)))
             return acc[...]
 
-        scores = pl.run_scoped(first_scores, plgpu.ACC((HALF, tile), jnp.float32))
+        scores = pl.run_scoped(first_scores, plgpu.ACC((HALF, TILE), jnp.float32))
         plgpu.barrier_arrive(k_empty.at[0])
         carry = scores, jnp.int32(0), fields
         _, step, _ = lax.fori_loop(0, num_rounds, compute_item, carry)
-        plgpu.barrier_wait(v_full.at[v_slot(step)])  # no copy outlives the program
+        plgpu.barrier_wait(v_full.at[stage_of(step)])  # no copy outlives the program
         plgpu.wait_smem_to_gmem(0)
 
 
 def _strips(array):
-    """Of the columns; each thread has the same places in all of them."""
+    """Of the columns; each thread has the same elements of all of them."""
     return [array[:, i : i + _STRIP] for i in range(0, array.shape[1], _STRIP)]
 
 
@@ -508,8 +480,8 @@ def _in_pairs(operation, arrays):
 
 
 def _any_positive(array):
-    """1 in warps with a positive number in an array [HALF, _STRIP], else 0. Whoever decides by it
-    may not wait for other warps.
+    """1 in warps with a positive number in an array [HALF, _STRIP], else 0. What a warp
+    does by it may not wait for other warps.
 
     Rows that are not the tile's own may have NaN; these are passed over, since a thread has two
     rows, and the other one may be its own.

@@ -35,34 +35,19 @@ def paged_prefill_attention(
     query_start_loc,
     seq_lens,
     *,
-    scale,
-    soft_cap,
-    sliding_window,
     config: PrefillConfig,
     interpret: bool,
+    **options,
 ):
     """See the public entry of the same name."""
     num_tokens, num_heads, head_size = q.shape
-    num_kv_heads = kv.k.shape[2]
-    group = num_heads // num_kv_heads
-    tile_size = max(1, config.tile_rows // pl.next_power_of_2(group))
+    spec = tile_ops.Attention.of(num_heads, kv, block_tables, **options)
+    tile_size = max(1, config.tile_rows // pl.next_power_of_2(spec.group))
     tiles = jnp.stack(tile_map(seq_lens, query_start_loc, num_tokens, tile_size))
-    kernel = functools.partial(
-        _kernel,
-        scale=scale,
-        soft_cap=soft_cap,
-        sliding_window=sliding_window,
-        tile_size=tile_size,
-        tile_tokens=config.tile_tokens,
-        group=group,
-        num_kv_heads=num_kv_heads,
-        block_size=kv.k.shape[1],
-        table_width=block_tables.shape[1],
-    )
     call = pl.pallas_call(
-        kernel,
+        functools.partial(_kernel, tile_size=tile_size, tile_tokens=config.tile_tokens, spec=spec),
         out_shape=jax.ShapeDtypeStruct((num_tokens * num_heads, head_size), q.dtype),
-        grid=(num_kv_heads, tiles.shape[1]),
+        grid=(spec.num_kv_heads, tiles.shape[1]),
         compiler_params=plgpu.CompilerParams(
             num_warps=config.num_warps, num_stages=config.num_stages
         ),
@@ -73,26 +58,9 @@ def paged_prefill_attention(
     return call(q.reshape(-1, head_size), k, v, block_tables.reshape(-1), tiles).reshape(q.shape)
 
 
-def _kernel(
-    q_ref,
-    k_ref,
-    v_ref,
-    tables_ref,
-    tiles_ref,
-    out_ref,
-    *,
-    scale,
-    soft_cap,
-    sliding_window,
-    tile_size,
-    tile_tokens,
-    group,
-    num_kv_heads,
-    block_size,
-    table_width,
-):
+def _kernel(q_ref, k_ref, v_ref, tables_ref, tiles_ref, out_ref, *, tile_size, tile_tokens, spec):
     head, tile = pl.program_id(0), pl.num_programs(1) - 1 - pl.program_id(1)
-    head_size = q_ref.shape[1]
+    head_size, group, sliding_window = spec.head_size, spec.group, spec.sliding_window
     sequence, first_row, first_position, num_rows, num_keys = (
         tiles_ref[field, tile] for field in range(5)
     )
@@ -100,26 +68,18 @@ def _kernel(
     row = jnp.arange(tile_size * padded_group, dtype=jnp.int32)
     token, member = row // padded_group, row % padded_group
     mine = (token < num_rows) & (member < group)
-    q_rows = ((first_row + token) * num_kv_heads + head) * group + member
+    q_rows = ((first_row + token) * spec.num_kv_heads + head) * group + member
     q = tile_ops.load_rows(q_ref, q_rows, head_size, mine)
 
     def fold(index, carry, masked):
         positions = index * tile_tokens + jnp.arange(tile_tokens, dtype=jnp.int32)
         live = positions < num_keys if masked else None
-        rows = tile_ops.pool_rows(
-            tables_ref,
-            sequence * table_width,
-            positions,
-            live,
-            block_size=block_size,
-            num_kv_heads=num_kv_heads,
-            head=head,
-        )
-        keys = tile_ops.load_rows(k_ref, rows, head_size, live)
-        mask = _visible(positions, first_position + token, sliding_window) if masked else None
-        scores = tile_ops.scores(q, keys, mask, scale=scale, soft_cap=soft_cap)
-        values = tile_ops.load_rows(v_ref, rows, head_size, live)
-        return tile_ops.softmax_fold(carry, scores, values)
+
+        def mask():
+            return _visible(positions, first_position + token, sliding_window) if masked else None
+
+        refs = k_ref, v_ref, tables_ref
+        return tile_ops.fold_keys(carry, q, refs, sequence, head, positions, live, mask, spec)
 
     start, full, stop = _key_tiles(first_position, num_keys, tile_tokens, sliding_window)
     carry = tile_ops.softmax_start(row.shape[0], head_size)

@@ -1,4 +1,10 @@
-"""Pieces that the attention kernels share, all on values in registers.
+"""What the Triton attention kernels share, all on values in registers: `fold_keys` is the body of
+their loops over tiles of keys.
+
+    rows   = block_table[position // S] * S + position % S     of the pool, one gather
+    k, v   = pool rows
+    scores = q . k, scaled, capped, masked                      in units of log2 e
+    max, sum, out = online softmax, in exp2
 
 Arrays are seen as matrices of rows of H elements (a free reshape outside the kernel): q's row is
 token * N + head, the pool's is (block * S + offset) * K + KV head. Tiles have power-of-two sides,
@@ -7,6 +13,7 @@ number instead of -inf, so that a row with no key yet needs no special case: wha
 meanwhile is scaled by exp2(MASKED - score) = 0 as soon as it sees its first key.
 """
 
+import dataclasses
 import math
 
 import jax.numpy as jnp
@@ -17,6 +24,38 @@ from jax.experimental.pallas import triton as plgpu
 MASKED = -1e30
 _LOG2_E = math.log2(math.e)
 _MIN_WIDTH = 16  # of either factor of a tensor core's GEMM
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attention:
+    """What a program knows when it is compiled."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    block_size: int
+    table_width: int
+    scale: float
+    soft_cap: float | None
+    sliding_window: int | None
+
+    @classmethod
+    def of(cls, num_heads, kv, block_tables, **more):
+        """Of `num_heads` query heads over a pool."""
+        _, block_size, num_kv_heads, head_size = kv.k.shape
+        return cls(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            block_size=block_size,
+            table_width=block_tables.shape[1],
+            **more,
+        )
+
+    @property
+    def group(self) -> int:
+        """Query heads a KV head."""
+        return self.num_heads // self.num_kv_heads
 
 
 def tile_width(head_size):
@@ -49,36 +88,48 @@ def repeat_rows(x, repeats):
     return lax.broadcast_in_dim(x, shape, axes).reshape(-1, *x.shape[1:])
 
 
-def pool_rows(tables_ref, first_entry, positions, live, *, block_size, num_kv_heads, head):
-    """Pool rows of the keys at `positions`; `first_entry` is where the block table starts."""
-    size = jnp.int32(block_size)
+def fold_keys(carry, q, refs, sequence, head, positions, live, mask, spec):
+    """Fold one tile of a sequence's keys into the running (max, sum, output).
+
+    Args:
+        carry: of `softmax_start`.
+        q: [rows, H].
+        refs: the keys' and the values' matrix, and the block tables [B * M].
+        sequence, head: whose keys.
+        positions: of the keys.
+        live: which of them there are; None: all. The others are loaded as zeros.
+        mask: called for which of them each row sees, [rows, keys], or None: all.
+        spec: an `Attention`.
+    """
+    k_ref, v_ref, tables_ref = refs
+    size = jnp.int32(spec.block_size)
     # Not // and %: they also handle negative numbers, which costs instructions.
-    entries = first_entry + lax.div(positions, size)
+    entries = sequence * spec.table_width + lax.div(positions, size)
     if live is None:
         blocks = plgpu.load(tables_ref.at[entries])
     else:
         blocks = plgpu.load(tables_ref.at[entries], mask=live, other=0)
-    return (blocks * size + lax.rem(positions, size)) * num_kv_heads + head
+    rows = (blocks * size + lax.rem(positions, size)) * spec.num_kv_heads + head
+    keys = load_rows(k_ref, rows, spec.head_size, live)
+    visible = mask()
+    scores = _scaled(plgpu.dot(q, keys.T, precision=lax.Precision.HIGHEST), spec)
+    if visible is not None:
+        scores = jnp.where(visible, scores, jnp.float32(MASKED))
+    values = load_rows(v_ref, rows, spec.head_size, live)
+    return _softmax_fold(carry, scores, values)
 
 
-def scores(q, keys, mask, *, scale, soft_cap):
-    """q . keys in units of log2 e, float32 [rows, keys]; mask (or None) is of that shape."""
-    product = plgpu.dot(q, keys.T, precision=lax.Precision.HIGHEST)
-    result = _scaled(product, scale, soft_cap)
-    return result if mask is None else jnp.where(mask, result, jnp.float32(MASKED))
-
-
-def scores_of_one(q, key, *, scale, soft_cap):
-    """The same for one key [1, H]: float32 [rows]."""
+def scores_of_one(q, key, spec):
+    """Scores of one key [1, H], in units of log2 e: float32 [rows]."""
     products = q.astype(jnp.float32) * key.astype(jnp.float32)
-    return _scaled(jnp.sum(products, axis=1), scale, soft_cap)
+    return _scaled(jnp.sum(products, axis=1), spec)
 
 
-def _scaled(product, scale, soft_cap):
-    if soft_cap is None:
-        return product * jnp.float32(scale * _LOG2_E)
-    capped = jnp.tanh(product * jnp.float32(scale / soft_cap))
-    return capped * jnp.float32(soft_cap * _LOG2_E)
+def _scaled(dots, spec):
+    if spec.soft_cap is None:
+        return dots * jnp.float32(spec.scale * _LOG2_E)
+    capped = jnp.tanh(dots * jnp.float32(spec.scale / spec.soft_cap))
+    return capped * jnp.float32(spec.soft_cap * _LOG2_E)
 
 
 def softmax_start(num_rows, head_size):
@@ -97,12 +148,11 @@ def softmax_start_from(score, value, seen):
     return jnp.where(seen, score, jnp.full_like(score, MASKED)), row_sum, out
 
 
-def softmax_fold(carry, tile_scores, values):
-    """Fold one tile of keys into the running (max, sum, output)."""
+def _softmax_fold(carry, scores, values):
     row_max, row_sum, out = carry
-    new_max = jnp.maximum(row_max, jnp.max(tile_scores, axis=1))
+    new_max = jnp.maximum(row_max, jnp.max(scores, axis=1))
     rescale = jnp.exp2(row_max - new_max)
-    weights = jnp.exp2(tile_scores - new_max[:, None])
+    weights = jnp.exp2(scores - new_max[:, None])
     row_sum = row_sum * rescale + jnp.sum(weights, axis=1)
     update = plgpu.dot(weights.astype(values.dtype), values, precision=lax.Precision.HIGHEST)
     return new_max, row_sum, out * rescale[:, None] + update

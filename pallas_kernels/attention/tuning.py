@@ -2,16 +2,20 @@
 
 import dataclasses
 
+from jax.experimental import pallas as pl
+
 from pallas_kernels import tuning
-from pallas_kernels.tuning import is_hopper, power_of_two
+from pallas_kernels.tuning import is_hopper
 
 SMALL_BATCH = 8  # rows that mostly stand for fewer sequences
+NUM_CORES = 132  # SMs of the GPU that the numbers were found on
+KEY_TILE = 128  # keys a tile of prefill_hopper.py
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-    """Of decode_triton.py: keys a tile, most splits of a sequence, warps, pipeline stages, the
-    programs that the splits in use should come to, and the least tiles that are worth a split.
+    """Of decode_triton.py: keys a tile, most splits of a sequence, warps, pipeline stages, and the
+    programs that the splits in use should come to.
 
     Where there are sequences enough, `share_percent` of their mean length is what a split should
     have, in place of an even share of `target_programs`: only the longer ones are split.
@@ -21,8 +25,7 @@ class DecodeConfig:
     num_splits: int
     num_warps: int = 4
     num_stages: int = 2
-    target_programs: int = 528
-    min_tiles: int = 1
+    target_programs: int = 4 * NUM_CORES
     share_percent: int | None = None
 
 
@@ -36,16 +39,6 @@ class PrefillConfig:
     num_stages: int
 
 
-@dataclasses.dataclass(frozen=True)
-class HopperPrefillConfig:
-    """Of prefill_hopper.py: keys a tile, tiles of keys in flight, programs (one an SM)."""
-
-    tile_tokens: int = 128
-    num_key_stages: int = 2
-    num_value_stages: int = 2
-    num_programs: int = 132
-
-
 def decode_config(
     *,
     batch: int,
@@ -53,17 +46,16 @@ def decode_config(
     head_size: int,
     itemsize: int,
     max_context: int,
-    num_cores: int = 132,
     device_kind: str = "",
 ) -> DecodeConfig:
-    """For `batch` sequences of at most `max_context` tokens on a GPU of `num_cores` SMs."""
+    """For `batch` sequences of at most `max_context` tokens."""
     tile = _key_tile(head_size, itemsize)
     # About two programs an SM keep the memory busy; a split should have a tile of its own to read.
     # The smallest bucket may hold a lone sequence; splits that it does not use cost little.
     rows = 1 if batch <= SMALL_BATCH else batch
-    wanted = power_of_two(-(-2 * num_cores // (rows * num_kv_heads)))
+    wanted = pl.next_power_of_2(-(-2 * NUM_CORES // (rows * num_kv_heads)))
     programs, many = batch * num_kv_heads, wanted == 1
-    if many and programs > 12 * num_cores:  # an SM has more at once if their tiles are small
+    if many and programs > 12 * NUM_CORES:  # an SM has more at once if their tiles are small
         tile = min(tile, 32)
     # A long sequence among short ones may have more splits than all could have.
     splits = max(1, min(max(wanted, 8), 32, -(-max_context // tile)))
@@ -72,14 +64,13 @@ def decode_config(
         splits,
         # Of many programs the warps have less to wait for.
         num_warps=2 if itemsize <= 2 and (many or splits == 1) else 4,
-        target_programs=4 * num_cores,
-        share_percent=(110 if programs <= 4 * num_cores else 150) if many else None,
+        share_percent=(110 if programs <= 4 * NUM_CORES else 150) if many else None,
     )
     return tuning.tuned("decode", head_size, itemsize, device_kind, config)
 
 
 def takes_decode_rows_apart(*, num_tokens: int, batch: int) -> bool:
-    """Whether a ragged batch launches decode attention besides, for its one-token sequences.
+    """Whether a ragged batch launches decode attention as well, for its one-token sequences.
 
     One of them fills a tile of its own in prefill attention, and reads its keys at half the speed.
     In the smallest bucket a launch more costs as much as it saves.
@@ -101,9 +92,9 @@ def prefill_config(
     Two warp groups of 128 rows each are the fastest on long sequences, as far as registers hold
     the float32 output; short sequences waste less of a small tile.
     """
-    group_rows = power_of_two(group)
+    group_rows = pl.next_power_of_2(group)
     key_tile = _key_tile(head_size, itemsize)
-    row_bytes = power_of_two(head_size) * itemsize
+    row_bytes = pl.next_power_of_2(head_size) * itemsize
     if num_tokens // batch * group_rows < 2048 or row_bytes > 512 or itemsize > 2:
         config = PrefillConfig(max(64, group_rows), min(32, key_tile), num_warps=4, num_stages=2)
     else:
@@ -114,18 +105,13 @@ def prefill_config(
 
 def _key_tile(head_size, itemsize):
     """Keys a tile: 16 KiB of keys, from 16 to 64; more spills or starves the pipeline."""
-    return max(16, min(64, 16384 // (power_of_two(head_size) * itemsize)))
+    return max(16, min(64, 16384 // (pl.next_power_of_2(head_size) * itemsize)))
 
 
-def hopper_prefill_config(
-    *,
-    head_size: int,
-    block_size: int,
-    itemsize: int,
-    plain: bool,
-    device_kind: str = "",
-) -> HopperPrefillConfig | None:
-    """Where prefill_hopper.py runs; None where the Triton kernel does.
+def runs_hopper_prefill(
+    *, head_size: int, block_size: int, itemsize: int, plain: bool, device_kind: str = ""
+) -> bool:
+    """Whether prefill_hopper.py runs; else the Triton kernel does.
 
     Its copies are of whole blocks, or of a block's part of a tile where the block is longer, and of
     8 rows at least, which is a tile of shared memory. The Triton kernel loads the keys of a tile by
@@ -138,8 +124,5 @@ def hopper_prefill_config(
         plain: Neither a soft cap nor a sliding window.
         device_kind: The GPU's name.
     """
-    config = HopperPrefillConfig()
-    fits = head_size == 128 and itemsize == 2
-    tile = config.tile_tokens
-    whole = block_size >= 8 and (tile % block_size == 0 or block_size % tile == 0)
-    return config if is_hopper(device_kind) and fits and whole and plain else None
+    whole = block_size >= 8 and (KEY_TILE % block_size == 0 or block_size % KEY_TILE == 0)
+    return is_hopper(device_kind) and head_size == 128 and itemsize == 2 and whole and plain

@@ -1,11 +1,11 @@
 """GEMMs of a step's rows by a weight: split along the depth, or gated, with the activation."""
 
 import jax
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels import checks
 from pallas_kernels.gemm import hopper, triton, tuning, xla
+from pallas_kernels.gemm.xla import sum_partials as sum_partials
 from pallas_kernels.tuning import device_kind, num_cores
 from pallas_kernels.types import Backend
 
@@ -66,19 +66,12 @@ def gated_silu(gate_up: Float[Array, "T 2 F"], *, backend: Backend) -> Float[Arr
         ValueError: a shape other than [T, 2, F].
         TypeError: a dtype other than bfloat16, float16 or float32.
     """
-    check_gated(gate_up)
+    checks.check_array("gate_up", gate_up, "[T, 2, F]")
     backend = Backend(backend)
     config = tuning.gated_config(num_tokens=gate_up.shape[0], size=gate_up.shape[2])
     if backend is Backend.XLA or not gate_up.size or config is None:
         return xla.gated_silu(gate_up)
     return triton.gated_silu(gate_up, config=config, interpret=backend is Backend.INTERPRET)
-
-
-def sum_partials(
-    partials: Float[Array, "partials *axes"], dtype: DTypeLike
-) -> Float[Array, "*axes"]:
-    """The sum of split-K partials, added in float32."""
-    return xla.sum_partials(partials, dtype)
 
 
 def _gemm(x: jax.Array, weight: jax.Array, backend: Backend) -> tuning.Gemm:
@@ -96,23 +89,11 @@ def _gemm(x: jax.Array, weight: jax.Array, backend: Backend) -> tuning.Gemm:
 
 def check_gemm(x, weight):
     """Two matrices of one dtype that can be multiplied."""
-    checks.check_float("x", x, 2, "[T, C]")
-    checks.check_rank("weight", weight, 2, "[C, D]")
-    checks.check_shape("weight", weight, (x.shape[1], weight.shape[1]), "x's columns first")
-    checks.check_dtype("weight", weight, x.dtype, "x's dtype; cast it first")
+    sizes = checks.check_array("x", x, "[T, C]")
+    checks.check_array("weight", weight, "[C, D]", x.dtype, **sizes)
 
 
 def check_gated_gemm(x, weight):
     """A row's depth is the weight's, which has two factors."""
-    checks.check_float("x", x, 2, "[T, D]")
-    checks.check_rank("weight", weight, 3, "[D, 2, F]")
-    want = (x.shape[1], 2, weight.shape[2])
-    checks.check_shape("weight", weight, want, "x's columns first, gate and up")
-    checks.check_dtype("weight", weight, x.dtype, "x's dtype; cast it first")
-
-
-def check_gated(gate_up):
-    """Rows of a gate and as many other factors."""
-    checks.check_float("gate_up", gate_up, 3, "[T, 2, F]")
-    want = (gate_up.shape[0], 2, gate_up.shape[2])
-    checks.check_shape("gate_up", gate_up, want, "gate and up")
+    sizes = checks.check_array("x", x, "[T, D]")
+    checks.check_array("weight", weight, "[D, 2, F]", x.dtype, **sizes)

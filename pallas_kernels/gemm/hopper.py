@@ -33,12 +33,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import hopper_ops as ops
 from pallas_kernels.gemm.tuning import FewRowsConfig, ManyRowsConfig
 
-TILE = 64  # depth of a stage, the widest swizzle; columns of a consumer of few rows
-ROWS = 64  # of a consumer of many
-NUM_CONSUMERS = 2  # of many rows
+TILE = 64  # the widest swizzle: depth of a stage, columns written at once; columns of a consumer
+# of few rows. The others are of many rows:
+ROWS = 64  # of a consumer
+NUM_CONSUMERS = 2
 NUM_FACTORS = 2
-COLUMNS = 128  # of a tile of many rows, of each factor
-CHUNK = 64  # columns written at once, the widest swizzle again
+COLUMNS = 128  # of a tile, of each factor
 TILES_ABREAST = 8  # rows of tiles taken column by column
 
 
@@ -71,7 +71,7 @@ def _few_rows(x, weight, *, gated, config):
         functools.partial(_few_rows_kernel, split_depth=split_depth),
         out_type=jax.ShapeDtypeStruct((config.num_splits, rows, width), out_dtype),
         grid=(config.num_splits, rows // config.tile_rows, width // (num_consumers * TILE)),
-        grid_names=("part", "row_tile", "column_tile"),
+        grid_names=("split", "row_tile", "column_tile"),
         num_threads=num_consumers + 1,
         thread_name="warp_group",
         scratch_types={
@@ -94,7 +94,7 @@ def _few_rows(x, weight, *, gated, config):
 def _few_rows_kernel(
     x_ref, weight_ref, out_ref, *, x_smem, weight_smem, out_smem, full, empty, split_depth
 ):
-    warp_group, split = lax.axis_index("warp_group"), lax.axis_index("part")
+    warp_group, split = lax.axis_index("warp_group"), lax.axis_index("split")
     (num_stages, num_factors, num_consumers), tile_rows = weight_smem.shape[:3], out_smem.shape[1]
     rows = pl.ds(lax.axis_index("row_tile") * tile_rows, tile_rows)
     num_steps, width = split_depth // TILE, out_ref.shape[2]
@@ -122,21 +122,12 @@ def _few_rows_kernel(
 
     @pl.when(warp_group < num_consumers)
     def _compute():
-        def add_all(*sums):
-            def add(step, _):
-                stage = stage_of(step)
-                plgpu.barrier_wait(full.at[stage])
-                x_tile = x_smem.at[stage].transpose((1, 0))
-                for factor, own_sums in enumerate(sums):
-                    columns = weight_smem.at[stage, factor, warp_group].transpose((1, 0))
-                    plgpu.wgmma(own_sums, columns, x_tile)
-                plgpu.wgmma_wait(num_factors)  # the step before is done
-                previous = stage_of(step + (num_stages - 1))
-                pl.when(step > 0)(lambda: plgpu.barrier_arrive(empty.at[previous]))
+        def operands(stage):
+            weights = [weight_smem.at[stage, f, warp_group] for f in range(num_factors)]
+            x_tile = x_smem.at[stage].transpose((1, 0))
+            return [(weight.transpose((1, 0)), x_tile) for weight in weights]
 
-            lax.fori_loop(0, num_steps, add, None)
-            return [own_sums[...] for own_sums in sums]
-
+        add_all = functools.partial(_add_steps, num_steps, stage_of, operands, full, empty)
         accumulator = plgpu.ACC((TILE, tile_rows), jnp.float32)
         result, *up = pl.run_scoped(add_all, *[accumulator] * num_factors)
         if up:  # silu(gate) * up, the gate finite
@@ -164,7 +155,7 @@ def _many_rows(x, weight, *, config):
         scratch_types={
             "x_smem": ops.swizzled((num_stages, NUM_CONSUMERS * ROWS, TILE), x.dtype),
             "weight_smem": ops.swizzled((num_stages, NUM_FACTORS, TILE, COLUMNS), x.dtype),
-            "out_smem": ops.swizzled((NUM_CONSUMERS, COLUMNS // CHUNK, ROWS, CHUNK), x.dtype),
+            "out_smem": ops.swizzled((NUM_CONSUMERS, COLUMNS // TILE, ROWS, TILE), x.dtype),
             "full": plgpu.Barrier(num_arrivals=1 + NUM_FACTORS, num_barriers=num_stages),
             "empty": plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=num_stages),
         },
@@ -219,19 +210,13 @@ def _many_rows_kernel(
     def _compute():
         plgpu.set_max_registers(232, action="increase")
 
-        def add_all(turn, *sums):
-            def add(step, _):
-                stage = stage_of(turn, step)
-                plgpu.barrier_wait(full.at[stage])
-                x_tile = x_smem.at[stage, pl.ds(warp_group * ROWS, ROWS)]
-                for factor, own_sums in enumerate(sums):
-                    plgpu.wgmma(own_sums, x_tile, weight_smem.at[stage, factor])
-                plgpu.wgmma_wait(NUM_FACTORS)  # the step before is done
-                previous = stage_of(turn, step + (num_stages - 1))
-                pl.when(step > 0)(lambda: plgpu.barrier_arrive(empty.at[previous]))
+        def operands(stage):
+            x_tile = x_smem.at[stage, pl.ds(warp_group * ROWS, ROWS)]
+            return [(x_tile, weight_smem.at[stage, factor]) for factor in range(NUM_FACTORS)]
 
-            lax.fori_loop(0, num_steps, add, None)
-            results = [own_sums[...] for own_sums in sums]
+        def add_all(turn, *sums):
+            own_stage = functools.partial(stage_of, turn)
+            results = _add_steps(num_steps, own_stage, operands, full, empty, *sums)
             plgpu.barrier_arrive(empty.at[stage_of(turn, num_steps - 1)])
             return results
 
@@ -244,21 +229,38 @@ def _many_rows_kernel(
             row, column = tile_of(turn)
             rows = pl.ds(row + warp_group * ROWS, ROWS)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
-            for chunk in range(COLUMNS // CHUNK):
+            for chunk in range(COLUMNS // TILE):
                 own_out = out_smem.at[warp_group, chunk]
-                own_out[...] = activated[:, chunk * CHUNK : (chunk + 1) * CHUNK]
+                own_out[...] = activated[:, chunk * TILE : (chunk + 1) * TILE]
                 plgpu.commit_smem()
-                target = out_ref.at[rows, pl.ds(column + chunk * CHUNK, CHUNK)]
+                target = out_ref.at[rows, pl.ds(column + chunk * TILE, TILE)]
                 plgpu.copy_smem_to_gmem(own_out, target)
 
         lax.fori_loop(0, num_turns, compute_tile, None)
         plgpu.wait_smem_to_gmem(0)
 
 
+def _add_steps(num_steps, stage_of, operands, full, empty, *sums):
+    """The values of accumulators after all steps of the depth; the last step's stage stays full."""
+    num_stages = full.shape[0]
+
+    def add(step, _):
+        stage = stage_of(step)
+        plgpu.barrier_wait(full.at[stage])
+        for own_sums, factors in zip(sums, operands(stage), strict=True):
+            plgpu.wgmma(own_sums, *factors)
+        plgpu.wgmma_wait(len(sums))  # the step before is done
+        previous = stage_of(step + (num_stages - 1))
+        pl.when(step > 0)(lambda: plgpu.barrier_arrive(empty.at[previous]))
+
+    lax.fori_loop(0, num_steps, add, None)
+    return [own_sums[...] for own_sums in sums]
+
+
 def _check_fits(sizes, tile, num_stages, reuses):
     """Refuse rows, depth and width that are not whole tiles, and, where stages are used again, one
     of them: it is free once the next one's GEMM is begun."""
-    if any(size % part for size, part in zip(sizes, tile, strict=True)):
+    if any(size % unit for size, unit in zip(sizes, tile, strict=True)):
         raise ValueError(
             f"rows, depth and width are {sizes}; they must be whole tiles of {tile}: call the "
             "public entry, which chooses a kernel that fits"

@@ -45,5 +45,5 @@ def _kernel(gate_up_ref, out_ref, *, tile):
 
     up, gate = load(1), load(0)  # what is needed first comes last: both are on their way by then
     power = jnp.exp2(gate * jnp.float32(-math.log2(math.e)))
-    product = gate / (jnp.float32(1) + power) * up
-    plgpu.store(out_ref.at[row, columns], product.astype(out_ref.dtype), mask=inside)
+    activated = gate / (jnp.float32(1) + power) * up
+    plgpu.store(out_ref.at[row, columns], activated.astype(out_ref.dtype), mask=inside)

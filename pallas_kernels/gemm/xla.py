@@ -3,10 +3,14 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
 
-def sum_partials(partials, dtype):
-    """See the public entry of the same name."""
+def sum_partials(
+    partials: Float[Array, "partials *axes"], dtype: DTypeLike
+) -> Float[Array, "*axes"]:
+    """The sum of split-K partials, added in float32."""
     one = partials.shape[0] == 1
     total = partials[0] if one else jnp.sum(partials.astype(jnp.float32), axis=0)
     return total.astype(dtype)

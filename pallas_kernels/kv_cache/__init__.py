@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels import checks
-from pallas_kernels.kv_cache import triton, tuning, xla
+from pallas_kernels.kv_cache import triton, xla
 from pallas_kernels.tuning import device_kind
 from pallas_kernels.types import Backend, HeadNorms, LayerKV
 
@@ -76,9 +76,8 @@ def rope_write_kv(
     backend = Backend(backend)
     if backend is Backend.XLA or not qkv.size:
         return xla.rope_write_kv(qkv, kv, slot_mapping, angles, norms, dtype=dtype)
-    config = tuning.rope_config(
-        head_size=qkv.shape[3], itemsize=qkv.dtype.itemsize, device_kind=device_kind(backend)
-    )
+    facts = {"head_size": qkv.shape[3], "itemsize": qkv.dtype.itemsize}
+    config = triton.rope_config(**facts, device_kind=device_kind(backend))
     interpret = backend is Backend.INTERPRET
     return triton.rope_write_kv(
         qkv, kv, slot_mapping, angles, norms, dtype=dtype, config=config, interpret=interpret
@@ -111,35 +110,32 @@ def copy_blocks(
 
 def _launch(op, kv, backend):
     facts = {"head_size": kv.k.shape[3], "itemsize": kv.k.dtype.itemsize}
-    config = tuning.move_config(op, **facts, device_kind=device_kind(backend))
+    config = triton.move_config(op, **facts, device_kind=device_kind(backend))
     return {"config": config, "interpret": backend is Backend.INTERPRET}
 
 
 def check_write(kv, k, v, slot_mapping):
     """New keys and values fit the pool's rows."""
-    checks.check_pool(kv)
-    checks.check_int32("slot_mapping", slot_mapping, 1, "[T]")
-    want = (*slot_mapping.shape, *kv.k.shape[2:])
-    for name, array in (("k", k), ("v", v)):
-        checks.check_shape(
-            name, array, want, "[tokens of slot_mapping, pool's KV heads, head size]"
-        )
-        checks.check_dtype(name, array, kv.k.dtype, "the pool's dtype; cast it first")
+    pool = checks.check_pool(kv)
+    sizes = {"K": pool["K"], "H": pool["H"]}
+    sizes |= checks.check_array("slot_mapping", slot_mapping, "[T]", jnp.int32)
+    checks.check_array("k", k, "[T, K, H]", kv.k.dtype, **sizes)
+    checks.check_array("v", v, "[T, K, H]", kv.k.dtype, **sizes)
 
 
 def check_rope_write(qkv, kv, slot_mapping, angles, norms, dtype):
-    """Fused projections hold the pool's heads and at least one query head for each."""
+    """What `check_rope` demands, and a slot for each token."""
     check_rope(qkv, kv, angles, norms, dtype)
-    checks.check_int32("slot_mapping", slot_mapping, 1, "[T]")
-    checks.check_shape("slot_mapping", slot_mapping, qkv.shape[1:2], "qkv's tokens")
+    checks.check_array("slot_mapping", slot_mapping, "[T]", jnp.int32, T=qkv.shape[1])
 
 
 def check_rope(qkv, kv, angles, norms, dtype):
-    """Fused projections, angles and norms that fit the pool and each other."""
-    checks.check_pool(kv)
-    num_kv_heads, head_size = kv.k.shape[2:]
-    checks.check_partials("qkv", qkv, 4, "[partials, T, N + 2K, H]", dtype)
-    num_heads = qkv.shape[2] - 2 * num_kv_heads
+    """Fused projections hold the pool's heads and at least one query head for each; angles and
+    norms fit them."""
+    pool = checks.check_pool(kv)
+    num_kv_heads, head_size = pool["K"], pool["H"]
+    checks.check_partials("qkv", qkv, "[partials, T, N + 2K, H]", dtype)
+    num_tokens, num_heads = qkv.shape[1], qkv.shape[2] - 2 * num_kv_heads
     if head_size % 2:
         raise ValueError(
             f"head size {head_size} (kv.k.shape[3]) must be even: channels are rotated in pairs"
@@ -154,12 +150,11 @@ def check_rope(qkv, kv, angles, norms, dtype):
             "twice as many and a multiple of them for the queries"
         )
     for name, angle in zip(("angles[0]", "angles[1]"), angles or (), strict=angles is not None):
-        checks.check_shape(name, angle, (qkv.shape[1], head_size // 2), "[T, H / 2]")
-        checks.check_dtype(name, angle, jnp.float32, "rotations are float32")
+        sizes = {"T": num_tokens, "H / 2": head_size // 2}
+        checks.check_array(name, angle, "[T, H / 2]", jnp.float32, **sizes)
     if norms is not None:
         for name, weight in (("norms.q", norms.q), ("norms.k", norms.k)):
-            checks.check_shape(name, weight, (head_size,), "[H]")
-            checks.check_scale(name, weight, dtype, "the queries' dtype")
+            checks.check_array(name, weight, "[H]", (dtype, jnp.float32), H=head_size)
         checks.check_eps("norms.eps", norms.eps)
 
 
@@ -167,10 +162,9 @@ def check_copy(pool, src, dst):
     """Every layer has the same pool shape, every source a destination."""
     if not pool:
         raise ValueError("pool has no layers; pass one LayerKV a layer")
-    for index, layer in enumerate(pool):
-        checks.check_pool(layer, f"pool[{index}]")
-        checks.check_shape(f"pool[{index}].k", layer.k, pool[0].k.shape, "pool[0].k's shape")
-        checks.check_dtype(f"pool[{index}].k", layer.k, pool[0].k.dtype, "pool[0].k's dtype")
-    checks.check_int32("src", src, 1, "[C]")
-    checks.check_int32("dst", dst, 1, "[C]")
-    checks.check_shape("dst", dst, src.shape, "src's shape")
+    sizes = checks.check_pool(pool[0], "pool[0]")
+    for index, layer in enumerate(pool[1:], 1):
+        checks.check_array(f"pool[{index}].k", layer.k, "[P, S, K, H]", pool[0].k.dtype, **sizes)
+        checks.check_array(f"pool[{index}].v", layer.v, "[P, S, K, H]", pool[0].k.dtype, **sizes)
+    sizes = checks.check_array("src", src, "[C]", jnp.int32)
+    checks.check_array("dst", dst, "[C]", jnp.int32, **sizes)

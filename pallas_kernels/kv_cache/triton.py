@@ -20,6 +20,7 @@ copy_blocks     grid (pair, chunk of a block, array); `array` runs over the K an
                 Pairs are independent (the public entry demands it): programs need no order.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -28,8 +29,35 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.kv_cache.tuning import MoveConfig, RopeConfig
+from pallas_kernels import tuning
 from pallas_kernels.types import LayerKV
+
+
+@dataclasses.dataclass(frozen=True)
+class MoveConfig:
+    """Of a write or a copy: elements a program moves, warps."""
+
+    chunk: int = 2048
+    num_warps: int = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Of a write after rotation: rows (heads of tokens; a power of two) a program, warps."""
+
+    tile_rows: int
+    num_warps: int = 4
+
+
+def move_config(op: str, *, head_size: int, itemsize: int, device_kind: str = "") -> MoveConfig:
+    """For `op`, "write" or "copy": 2,048 elements a program keep any GPU's memory busy."""
+    return tuning.tuned(op, head_size, itemsize, device_kind, MoveConfig())
+
+
+def rope_config(*, head_size: int, itemsize: int, device_kind: str = "") -> RopeConfig:
+    """Whole heads of 1,024 elements in all: eight a thread, a 16-byte load in bfloat16."""
+    config = RopeConfig(max(1, 1024 // pl.next_power_of_2(head_size)))
+    return tuning.tuned("rope_write", head_size, itemsize, device_kind, config)
 
 
 def write_kv(kv, k, v, slot_mapping, *, config: MoveConfig, interpret: bool):
@@ -67,7 +95,7 @@ def rope_write_kv(
     qkv, kv, slot_mapping, angles, norms, *, dtype, config: RopeConfig, interpret: bool
 ):
     """See the public entry of the same name."""
-    num_partials, num_tokens, total_heads, head_size = qkv.shape
+    _, num_tokens, total_heads, head_size = qkv.shape
     num_kv_heads = kv.k.shape[2]
     num_heads = total_heads - 2 * num_kv_heads
     # What divides the KV heads divides the query heads too, so that a tile's are of one kind.
@@ -78,11 +106,8 @@ def rope_write_kv(
     call = pl.pallas_call(
         functools.partial(
             _rope_write_kernel,
-            num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            num_partials=num_partials,
             tile=(tile_tokens, tile_heads),
-            rotates=angles is not None,
             eps=None if norms is None else norms.eps,
         ),
         out_shape=[q_shape, *(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools)],
@@ -99,33 +124,22 @@ def rope_write_kv(
     return q.reshape(shape), LayerKV(k.reshape(kv.k.shape), v.reshape(kv.v.shape))
 
 
-def _rope_write_kernel(
-    _,
-    __,
-    qkv_ref,
-    slots_ref,
-    *refs,
-    num_heads,
-    num_kv_heads,
-    num_partials,
-    tile,
-    rotates,
-    eps,
-):
+def _rope_write_kernel(_, __, qkv_ref, slots_ref, *refs, num_kv_heads, tile, eps):
     *given, q_ref, k_ref, v_ref = refs
-    angle_refs, weight_refs = (given[:2], given[2:]) if rotates else ([], given)
-    tile_tokens, tile_heads = tile
-    num_tokens, total_heads = slots_ref.shape[0], num_heads + 2 * num_kv_heads
+    num_weights = 0 if eps is None else 2
+    angle_refs, weight_refs = given[: len(given) - num_weights], given[len(given) - num_weights :]
+    (tile_tokens, tile_heads), num_tokens = tile, slots_ref.shape[0]
+    num_heads = q_ref.shape[0] // num_tokens
+    total_heads = num_heads + 2 * num_kv_heads
     own_row = jnp.arange(tile_tokens * tile_heads, dtype=jnp.int32)
     token = pl.program_id(0) * tile_tokens + own_row // tile_heads
     first_head = pl.program_id(1) * tile_heads
     head = first_head + own_row % tile_heads
     live = token < num_tokens
     rows = token * total_heads + head
-    partial_rows = num_tokens * total_heads
     partials = [
-        _load_halves(qkv_ref, rows + partial * partial_rows, live)
-        for partial in range(num_partials)
+        _load_halves(qkv_ref, rows + first_row, live)
+        for first_row in range(0, qkv_ref.shape[0], num_tokens * total_heads)
     ]
     sums = (functools.reduce(jnp.add, same_half) for same_half in zip(*partials, strict=True))
     halves = [half.astype(q_ref.dtype) for half in sums]
@@ -133,7 +147,7 @@ def _rope_write_kernel(
     def rotated(weight_ref):
         own = [half.astype(jnp.float32) for half in halves]
         first, second = own if weight_ref is None else _normalize(own, weight_ref, q_ref, eps)
-        if not rotates:
+        if not angle_refs:
             return first, second
         cos, sin = (_load_angles(ref, token, live) for ref in angle_refs)
         return first * cos - second * sin, second * cos + first * sin
@@ -175,8 +189,8 @@ def _load_weights(ref):
     half = ref.shape[0] // 2
     columns = jnp.arange(pl.next_power_of_2(half), dtype=jnp.int32)
     inside = columns < half
-    parts = (plgpu.load(ref.at[columns + start], mask=inside, other=0) for start in (0, half))
-    return [part.astype(jnp.float32) for part in parts]
+    halves = (plgpu.load(ref.at[columns + start], mask=inside, other=0) for start in (0, half))
+    return [each.astype(jnp.float32) for each in halves]
 
 
 def _load_angles(ref, token, live):

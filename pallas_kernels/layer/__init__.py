@@ -7,10 +7,10 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels import checks
 from pallas_kernels.gemm.xla import gate_up, gated_silu, split_k_gemm
 from pallas_kernels.hopper_ops import EMPTY
-from pallas_kernels.layer import hopper, tuning
+from pallas_kernels.layer import hopper
 from pallas_kernels.norm import add_rms_norm
 from pallas_kernels.tuning import device_kind, num_cores
-from pallas_kernels.types import Backend, LayerSizes, LayerWeights
+from pallas_kernels.types import Backend, LayerWeights
 
 
 def new_exchange(
@@ -25,7 +25,7 @@ def new_exchange(
     plan = _plan(weights, num_tokens, Backend(backend))
     if plan is None:
         return None
-    return jnp.full((plan[0].words,), EMPTY, jnp.int32)
+    return jnp.full((plan.words,), EMPTY, jnp.int32)
 
 
 def fused_layer(
@@ -65,45 +65,37 @@ def fused_layer(
     plan = _plan(weights, hidden.shape[0], Backend(backend))
     if plan is None:
         return *op_by_op(attended, hidden, weights, eps=eps), exchange
-    if exchange.shape != (plan[0].words,):
+    if exchange.shape != (plan.words,):
         raise ValueError(
-            f"exchange has {exchange.shape[0]} words, this layer needs {plan[0].words}: "
+            f"exchange has {exchange.shape[0]} words, this layer needs {plan.words}: "
             "make it by new_exchange, with this layer's weights and rows"
         )
-    return hopper.fused_layer(
-        attended, hidden, weights, num_rows, exchange, eps=eps, plan=plan[0], config=plan[1]
-    )
+    return hopper.fused_layer(attended, hidden, weights, num_rows, exchange, eps=eps, plan=plan)
 
 
 def _plan(weights, num_tokens, backend):
-    """The Hopper kernel's plan and config, or None."""
+    """The Hopper kernel's plan, or None."""
     if jax.__version_info__ < (0, 11):  # whose Mosaic GPU kernels have no mutable arguments
         return None
-    sizes, dtype = LayerSizes.of(weights), weights.output.dtype.name
-    facts = {"device_kind": device_kind(backend), "num_cores": num_cores(backend)}
-    config = tuning.fused_layer_config(sizes, num_tokens=num_tokens, dtype=dtype, **facts)
-    return None if config is None else (hopper.Plan(sizes, config.num_programs), config)
+    (attended, hidden), inner = weights.output.shape, weights.down.shape[0]
+    return hopper.layer_plan(
+        hopper.LayerSizes(hidden, attended, inner, weights.next_qkv.shape[1]),
+        num_tokens=num_tokens,
+        dtype=weights.output.dtype.name,
+        num_cores=num_cores(backend),
+        device_kind=device_kind(backend),
+    )
 
 
 def check_fused_layer(attended, hidden, weights, num_rows, exchange, eps):
     """A layer's weights that fit each other and the rows."""
-    checks.check_float("hidden", hidden, 2, "[T, D]")
-    checks.check_rank("attended", attended, 2, "[T, C]")
+    sizes = checks.check_array("hidden", hidden, "[T, D]")
+    sizes |= checks.check_array("attended", attended, "[T, C]", hidden.dtype, **sizes)
     axes = ("[C, D]", "[D]", "[D, 2, F]", "[F, D]", "[D]", "[D, Q]")
     for name, weight, axis in zip(weights._fields, weights, axes, strict=True):
-        checks.check_rank(f"weights.{name}", weight, axis.count(",") + 1, axis)
-        checks.check_dtype(f"weights.{name}", weight, hidden.dtype, "hidden's dtype; cast it first")
-    rows, size = hidden.shape
-    depth, inner, width = attended.shape[1], weights.down.shape[0], weights.next_qkv.shape[1]
-    checks.check_dtype("attended", attended, hidden.dtype, "hidden's dtype; cast it first")
-    checks.check_shape("attended", attended, (rows, depth), "one row for each of hidden's")
-    shapes = ((depth, size), (size,), (size, 2, inner), (inner, size), (size,), (size, width))
-    for name, weight, shape in zip(weights._fields, weights, shapes, strict=True):
-        checks.check_shape(
-            f"weights.{name}", weight, shape, "the widths that the other arrays have"
-        )
-    checks.check_int32("num_rows", num_rows, 0, "[]")
-    checks.check_int32("exchange", exchange, 1, "[W]")
+        sizes |= checks.check_array(f"weights.{name}", weight, axis, hidden.dtype, **sizes)
+    checks.check_array("num_rows", num_rows, "[]", jnp.int32)
+    checks.check_array("exchange", exchange, "[W]", jnp.int32)
     checks.check_eps("eps", eps)
 
 

@@ -10,7 +10,7 @@ to (p + 1) * U - 1 of each of the four GEMMs, column block by column block:
 
     loader        one warp; copies the units of all GEMMs, in order, into a ring of pipeline
                   stages in shared memory. Weights depend on nothing, so it runs ahead into the
-                  next GEMMs. Only `num_in_flight` copies are under way at a time: more would queue
+                  next GEMMs. Only `_IN_FLIGHT` copies are under way at a time: more would queue
                   up in front of the exchanged words, whose latency is what bounds the small models.
     consumers     four warpgroups; for each GEMM
                     gather    the unit's rows of activations: partials of the GEMM before, summed
@@ -32,6 +32,7 @@ alone on its stream; two such launches on two streams of one device could wait f
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,20 +42,29 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper_ops as ops
 from pallas_kernels.hopper_ops import Value, Words
-from pallas_kernels.layer.tuning import FusedLayerConfig
-from pallas_kernels.types import LayerSizes
+from pallas_kernels.tuning import MAX_SHARED_BYTES, is_hopper
 
 ROWS = 8
 _WARP_GROUPS = 4  # that compute
 _THREADS = 128 * _WARP_GROUPS
 _WARPS = 4 * _WARP_GROUPS
 _PAIRS = _WARP_GROUPS // 2  # of warpgroups; a pair takes a unit
-_TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-_PARTIAL = ROWS * 64  # words of a part
+_IN_FLIGHT = 3  # copies of units under way: few delay the programs' exchange less
+_PARTIAL = ROWS * 64  # words of a split-K partial of 64 columns
 _OUTPUT, _GATE_UP, _DOWN, _QKV = range(4)
 _COMPUTE, _SCALES = 8, 9  # named barriers; those below are Mosaic GPU's
 _INDEX = plgpu.Layout.WG_SPLAT(())
 _REF = plgpu.RefType()
+
+
+class LayerSizes(NamedTuple):
+    """Widths: the residual stream, all heads, the feed-forward, the next layer's queries, keys and
+    values together."""
+
+    hidden: int
+    attended: int
+    inner: int
+    qkv: int
 
 
 @dataclass(frozen=True)
@@ -93,10 +103,17 @@ class Gemm:
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes, shares, and where the exchange memory holds what (offsets in words)."""
+    """Sizes, shares, and where the exchange memory holds what (offsets in words).
+
+    Attributes:
+        sizes: Widths of the layer.
+        num_programs: One an SM.
+        num_stages: Of the ring of a program's pipeline, each a unit of 16 KiB.
+    """
 
     sizes: LayerSizes
     num_programs: int
+    num_stages: int
 
     @functools.cached_property
     def gemms(self) -> tuple[Gemm, ...]:
@@ -115,7 +132,7 @@ class Plan:
 
     @functools.cached_property
     def regions(self) -> dict[int | str, int]:
-        """Parts by gemm; the stream after the first sum; its and the last stream's squares."""
+        """Partials by GEMM; the stream after the first sum; its and the last stream's squares."""
         output, gate_up, down, qkv = self.gemms
         sizes = {
             _OUTPUT: self.num_programs * output.most_segments * _PARTIAL,
@@ -142,56 +159,61 @@ class Plan:
         return max(gemm.most_units * gemm.depth for gemm in self.gemms)
 
 
-def smem_bytes(plan: Plan, num_stages: int) -> int:
-    """Shared memory of a program, its barriers and alignment included."""
-    ring = num_stages * 2 * 64 * 64 * 2
-    return ring + plan.activation_columns * ROWS * 2 + (_WARP_GROUPS - 1) * _PARTIAL * 4 + 2048
+def layer_plan(
+    sizes: LayerSizes, *, num_tokens: int, dtype: str, num_cores: int | None, device_kind: str = ""
+) -> Plan | None:
+    """Where this kernel runs; None where the ops it stands for do. Times: docs/kernels/layer.md.
+
+    Args:
+        sizes: Widths of the layer.
+        num_tokens: Rows of the step's bucket.
+        dtype: Name of the activations' and weights' dtype.
+        num_cores: SMs of the GPU; None where it is not known.
+        device_kind: The GPU's name.
+    """
+    whole = all(size % 128 == 0 for size in sizes)
+    # Readers sum the partials: with eight real rows that costs a wide model more than it saves.
+    narrow = sizes.hidden < 2048
+    fits = whole and narrow and num_tokens == ROWS and dtype == "bfloat16"
+    if not (is_hopper(device_kind) and num_cores and fits):
+        return None
+    units = -(-sizes.hidden * max(sizes[1:]) // (num_cores * 8192))  # of a program, at most
+    room = MAX_SHARED_BYTES - 8192 - (units + 1) * 128 * 8 * 2
+    num_stages = min(12, room // 16384 // 2 * 2)
+    return Plan(sizes, num_cores, num_stages) if num_stages >= 4 else None
 
 
-def fused_layer(
-    attended, hidden, weights, num_rows, exchange, *, eps, plan: Plan, config: FusedLayerConfig
-):
+def fused_layer(attended, hidden, weights, num_rows, exchange, *, eps, plan: Plan):
     """See the public entry of the same name; exactly 8 rows."""
-    sizes = plan.sizes
-
-    def scratch(*shape):
-        return plgpu.SMEM(shape, hidden.dtype, transforms=_TRANSFORMS)
-
-    def barriers():
-        return plgpu.Barrier(num_arrivals=2, num_barriers=config.num_stages)
-
+    sizes, dtype = plan.sizes, hidden.dtype
+    barriers = plgpu.Barrier(num_arrivals=2, num_barriers=plan.num_stages)
     call = plgpu.kernel(
-        functools.partial(_kernel, plan=plan, eps=eps, config=config),
+        functools.partial(_kernel, plan=plan, eps=eps),
         out_type=(
             jax.ShapeDtypeStruct(hidden.shape, hidden.dtype),
             jax.ShapeDtypeStruct((plan.gemms[_QKV].most_partials, ROWS, sizes.qkv), jnp.float32),
             jax.ShapeDtypeStruct(exchange.shape, exchange.dtype),
         ),
-        grid=(config.num_programs,),
+        grid=(plan.num_programs,),
         grid_names=("program",),
         num_threads=_WARP_GROUPS + 1,
         thread_name="warp_group",
         scratch_types={
-            "rows_smem": scratch(ROWS, plan.activation_columns),
-            "ring": scratch(config.num_stages, 2, 64, 64),
+            "rows_smem": ops.swizzled((ROWS, plan.activation_columns), dtype),
+            "ring": ops.swizzled((plan.num_stages, 2, 64, 64), dtype),
             "sums": plgpu.SMEM(((_WARP_GROUPS - 1) * _PARTIAL,), jnp.float32),
             "scales": plgpu.SMEM((2 * ROWS,), jnp.float32),
-            "full": barriers(),
-            "empty": barriers(),
+            "full": barriers,
+            "empty": barriers,
         },
         compiler_params=ops.COMPILER_PARAMS,
         kernel_name="fused_layer",
     )
-    matrices = (
-        weights.output,
-        weights.gate_up.reshape(sizes.hidden, -1),
-        weights.down,
-        weights.next_qkv,
-    )
-    norms = weights.norm, weights.next_norm
+    output, norm, gate_up, down, next_norm, next_qkv = weights
+    matrices = output, gate_up.reshape(sizes.hidden, -1), down, next_qkv
     # The launch stores into its exchange memory as well, so it takes that as a mutable array.
-    arrays = attended, hidden, *norms, *matrices, num_rows.reshape(1), jax.new_ref(exchange)
-    return call(*arrays)
+    memory = jax.new_ref(exchange)
+    return call(attended, hidden, norm, next_norm, *matrices, num_rows.reshape(1), memory)
 
 
 def _kernel(
@@ -217,12 +239,11 @@ def _kernel(
     empty,
     plan,
     eps,
-    config,
 ):
     program, warp_group = lax.axis_index("program"), lax.axis_index("warp_group")
-    num_stages, inner = config.num_stages, plan.sizes.inner
+    num_stages, inner = plan.num_stages, plan.sizes.inner
 
-    def slot_of(step):
+    def stage_of(step):
         return lax.rem(step, jnp.int32(num_stages))
 
     def num_units(gemm):
@@ -232,10 +253,10 @@ def _kernel(
     def load_unit(which, gemm, weight, index, step):
         unit = program * gemm.most_units + index
         block, chunk = (op(unit, jnp.int32(gemm.chunks)) for op in (lax.div, lax.rem))
-        slot = slot_of(step)
-        pl.when(step >= num_stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
-        waited = step - config.num_in_flight
-        pl.when(waited >= 0)(lambda: plgpu.barrier_wait(full.at[slot_of(waited)]))
+        stage = stage_of(step)
+        pl.when(step >= num_stages)(lambda: plgpu.barrier_wait(empty.at[stage]))
+        waited = step - _IN_FLIGHT
+        pl.when(waited >= 0)(lambda: plgpu.barrier_wait(full.at[stage_of(waited)]))
         for half in range(2):
             row, column = chunk * gemm.depth, block * 64
             if which == _GATE_UP:
@@ -243,7 +264,7 @@ def _kernel(
             else:
                 row += half * 64
             source = weight.at[pl.ds(row, 64), pl.ds(column, 64)]
-            plgpu.copy_gmem_to_smem(source, ring.at[slot, half], full.at[slot])
+            plgpu.copy_gmem_to_smem(source, ring.at[stage, half], full.at[stage])
         return step + 1
 
     @pl.when(warp_group == _WARP_GROUPS)
@@ -263,28 +284,28 @@ def _kernel(
     def multiply(gemm, start, stop, step):
         """Sums of the units start to stop, the first of which is number `step` of the ring."""
         pair, half = lax.div(warp_group, 2), lax.rem(warp_group, 2)
-        # A pair's units lie in slots of its own, since it must wait for every use of a slot.
+        # A pair's units lie in stages of its own, since it must wait for every use of a stage.
         first = step + lax.rem(pair - lax.rem(step, jnp.int32(_PAIRS)) + _PAIRS, jnp.int32(_PAIRS))
         count = lax.div(step + stop - start - first + (_PAIRS - 1), jnp.int32(_PAIRS))
 
         def run(acc):
             def unit(turn, _):
                 number = first + turn * _PAIRS
-                slot = slot_of(number)
-                plgpu.barrier_wait(full.at[slot])
+                stage = stage_of(number)
+                plgpu.barrier_wait(full.at[stage])
                 column = (start + number - step) * gemm.depth
                 if gemm.depth == 128:
                     column += half * 64
                 rows = rows_smem.at[:, pl.ds(pl.multiple_of(column, 64), 64)]
-                plgpu.wgmma(acc, ring.at[slot, half].transpose((1, 0)), rows.transpose((1, 0)))
+                plgpu.wgmma(acc, ring.at[stage, half].transpose((1, 0)), rows.transpose((1, 0)))
                 plgpu.wgmma_wait(1)
-                before = slot_of(number - _PAIRS)
+                before = stage_of(number - _PAIRS)
                 pl.when(turn > 0)(lambda: plgpu.barrier_arrive(empty.at[before]))
                 return _
 
             lax.fori_loop(0, count, unit, jnp.int32(0))
             plgpu.wgmma_wait(0)
-            last = slot_of(first + (count - 1) * _PAIRS)
+            last = stage_of(first + (count - 1) * _PAIRS)
             pl.when(count > 0)(lambda: plgpu.barrier_arrive(empty.at[last]))
             return acc[...]
 
@@ -424,7 +445,7 @@ def _gather(plan, eps, which, count, units, exchange, rows_smem, given):
         ops.ptx("fence.proxy.async.shared::cta;")  # the tensor cores read what was stored
         _wait_for_consumers()
 
-    kinds = (_INDEX, _INDEX, _REF, plgpu.RefType(_TRANSFORMS), *(_REF for _ in given))
+    kinds = (_INDEX, _INDEX, _REF, plgpu.RefType(ops.SWIZZLED), *(_REF for _ in given))
     _inline(body, count, units, exchange, rows_smem, *given.values(), kinds=kinds)
 
 
@@ -460,8 +481,7 @@ class _Task:
         gemm = self.plan.gemms[which]
         block, within = self.column // 64, self.column % 64
         first, last = gemm.first_program(block), gemm.last_program(block)
-        for part in range(gemm.most_partials):
-            program = first + part
+        for program in (first + i for i in range(gemm.most_partials)):
             segment = block - (program * gemm.most_units) // gemm.chunks
             number = program * gemm.most_segments + segment
             at = number * (_PARTIAL * sides) + self.row * 64 + within
@@ -547,12 +567,12 @@ class _Task:
 
 
 def _totals(partials):
-    """Sums of the partials, number by number, from the first part to the last."""
+    """Sums of the partials, number by number, from the first to the last."""
     return [ops.total(list(column)) for column in zip(*map(ops.as_float, partials), strict=True)]
 
 
 def _flush(plan, which, acc, count, segment, sums, scales, target):
-    """A program's part of a column block: the warpgroups' sums, rows below `count`."""
+    """Stores a program's partial of a column block: the warpgroups' sums, rows below `count`."""
     gemm, sides = plan.gemms[which], 2 if which == _GATE_UP else 1
 
     def body(mine, count, segment, sums, scales, target):
@@ -574,9 +594,9 @@ def _flush(plan, which, acc, count, segment, sums, scales, target):
                 if which == _QKV:
                     block = (program * gemm.most_units) // gemm.chunks + segment
                     value = value * ops.load_shared(ops.offset(scales, r + ROWS, 4))
-                    part = program - gemm.first_program(block)
+                    partial = program - gemm.first_program(block)
                     last = program.is_(gemm.last_program(block))
-                    at = (part * ROWS + r) * plan.sizes.qkv + block * 64 + c
+                    at = (partial * ROWS + r) * plan.sizes.qkv + block * 64 + c
                 else:
                     number = program * gemm.most_segments + segment
                     at = number * (_PARTIAL * sides) + warp_group * _PARTIAL + r * 64 + c
@@ -584,7 +604,7 @@ def _flush(plan, which, acc, count, segment, sums, scales, target):
                 ops.store("global", ops.offset(target, at, 4), [ops.not_empty(value)])
                 if which == _QKV:  # column blocks that fewer programs share
                     for extra in range(1, gemm.most_partials):
-                        unused = (part + extra < gemm.most_partials) & last
+                        unused = (partial + extra < gemm.most_partials) & last
                         with ops.when(unused):
                             zero = ops.offset(target, at + extra * (ROWS * plan.sizes.qkv), 4)
                             ops.store("global", zero, [value * 0.0])

@@ -52,10 +52,7 @@ def add_rms_norm(
 
 def check_add_norm(hidden, update, weight, eps):
     """Rows of one shape and dtype, and a weight a column."""
-    checks.check_float("hidden", hidden, 2, "[T, D]")
-    checks.check_partials("update", update, 3, "[partials, T, D]", hidden.dtype)
-    want = (update.shape[0], *hidden.shape)
-    checks.check_shape("update", update, want, "hidden's shape after the partials")
-    checks.check_shape("weight", weight, hidden.shape[1:], "[D]")
-    checks.check_scale("weight", weight, hidden.dtype, "hidden's dtype")
+    sizes = checks.check_array("hidden", hidden, "[T, D]")
+    checks.check_partials("update", update, "[partials, T, D]", hidden.dtype, **sizes)
+    checks.check_array("weight", weight, "[D]", (hidden.dtype, jnp.float32), **sizes)
     checks.check_eps("eps", eps)

@@ -20,8 +20,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.tuning import power_of_two
-
 
 @dataclasses.dataclass(frozen=True)
 class NormConfig:
@@ -34,7 +32,7 @@ class NormConfig:
 def norm_config(*, size: int, itemsize: int) -> NormConfig:
     """For rows of `size` and an update of `itemsize` bytes an element: 16 bytes a thread."""
     elements = 32 * 16 // itemsize  # a warp
-    tile = max(elements, min(32 * elements, power_of_two(size)))
+    tile = max(elements, min(32 * elements, pl.next_power_of_2(size)))
     return NormConfig(tile, num_warps=tile // elements)
 
 

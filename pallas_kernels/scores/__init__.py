@@ -1,5 +1,6 @@
 """The greedy choice and how probable tokens are, of logits after their adjustments."""
 
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
 from pallas_kernels import checks
@@ -16,7 +17,7 @@ def adjusted_logits(
 ) -> Float32[Array, "B V"]:
     """The logits after biases, forbidden tokens and penalties, in the rows that are adjusted.
 
-    On a GPU plain XLA, which makes it part of what reads it.
+    On a GPU plain XLA, which fuses it with what reads it.
 
     Raises:
         ValueError: shapes that do not fit.
@@ -100,26 +101,21 @@ def token_scores(
 
 def check_adjustments(logits, adjustments):
     """A matrix of logits, and adjustments of its rows and tokens."""
-    checks.check_logits(logits)
+    sizes = checks.check_array("logits", logits, "[B, V]", jnp.float32)
     if adjustments is None:
         return
-    batch, width = logits.shape
-    state = adjustments.words.shape[0], width
-    checks.check_int32("words", adjustments.words, 2, "[R, V]")
-    checks.check_shape("words", adjustments.words, state, "a word for each token")
-    checks.check_shape("biases", adjustments.biases, state, "as the words")
-    for name in ("rows", "kinds"):
-        checks.check_int32(name, getattr(adjustments, name), 1, "[B]")
-        checks.check_shape(name, getattr(adjustments, name), (batch,), "one a row of logits")
-    checks.check_shape("penalties", adjustments.penalties, (batch, 3), "three a row of logits")
+    sizes |= checks.check_array("words", adjustments.words, "[R, V]", jnp.int32, **sizes)
+    checks.check_array("biases", adjustments.biases, "[R, V]", None, **sizes)
+    checks.check_array("rows", adjustments.rows, "[B]", jnp.int32, **sizes)
+    checks.check_array("kinds", adjustments.kinds, "[B]", jnp.int32, **sizes)
+    checks.check_array("penalties", adjustments.penalties, "[B, 3]", None, **sizes)
 
 
 def check_scores(logits, token_ids, wanted, count):
     """A matrix of logits, and a mark a row; a token, too, unless it is None."""
-    checks.check_logits(logits)
+    sizes = checks.check_array("logits", logits, "[T, V]", jnp.float32)
     if token_ids is not None:
-        checks.check_int32("token_ids", token_ids, 1, "[T]")
-        checks.check_shape("token_ids", token_ids, logits.shape[:1], "one a row of logits")
-    checks.check_shape("wanted", wanted, logits.shape[:1], "one a row of logits")
+        checks.check_array("token_ids", token_ids, "[T]", jnp.int32, **sizes)
+    checks.check_array("wanted", wanted, "[T]", None, **sizes)
     if count < 0:
         raise ValueError(f"count={count} is negative: 0 asks for no other tokens")

@@ -19,7 +19,6 @@ float32 [B, chunks], and where a token is to be chosen its key and id int32 [B, 
 that are not wanted the first three are undefined.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -38,20 +37,11 @@ from pallas_kernels.scores.adjustments import (
     adjust_tile,
 )
 
-BLOCK = 128
-"""Tokens that share a key."""
+BLOCK = 128  # tokens that share a key
+CHUNK = 4096  # tokens of a program of the scan
+RANK_TILE = 4096  # tokens a turn of a rank that is counted
+NUM_WARPS = 4  # of either launch
 _NONE, _MOST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
-
-
-@dataclasses.dataclass(frozen=True)
-class ScoresConfig:
-    """Tokens a program, warps of either launch, tokens a turn of a rank that is
-    counted; powers of two."""
-
-    chunk: int = 4096
-    scan_warps: int = 4
-    finish_warps: int = 4
-    rank_tile: int = 4096
 
 
 def token_scores(
@@ -62,22 +52,19 @@ def token_scores(
     *,
     adjustments: Adjustments | None = None,
     interpret: bool,
-    config: ScoresConfig = ScoresConfig(),
 ):
     """As the public `token_scores`, or `greedy_scores` where `token_ids` is None; of at least one
     token, and a `count` of at least 1."""
     batch, width = logits.shape
-    chunks = pl.cdiv(width, config.chunk)
-    blocks = chunks * (config.chunk // BLOCK)
-    facts = {"width": width, "count": count, "chunks": chunks, "config": config}
-    facts["chooses"] = token_ids is None
+    chunks = pl.cdiv(width, CHUNK)
+    blocks = chunks * (CHUNK // BLOCK)
 
-    def launch(kernel, name, grid, out_shape, num_warps, *arrays):
+    def launch(kernel, name, grid, out_shape, *arrays):
         return pl.pallas_call(
-            functools.partial(kernel, **facts),
+            functools.partial(kernel, chooses=token_ids is None),
             out_shape=out_shape,
             grid=grid,
-            compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
+            compiler_params=plgpu.CompilerParams(num_warps=NUM_WARPS, num_stages=1),
             interpret=interpret,
             name=name,
         )(*arrays)
@@ -85,22 +72,16 @@ def token_scores(
     def shape(columns, dtype):
         return jax.ShapeDtypeStruct((batch, columns), dtype)
 
-    scanned = (
-        shape(blocks, jnp.int32),
-        shape(chunks, jnp.float32),
-        shape(chunks, jnp.float32),
-    )
+    scanned = shape(blocks, jnp.int32), *(shape(chunks, jnp.float32),) * 2
     if token_ids is None:
         scanned += (shape(chunks, jnp.int32),) * 2
     wanted = wanted.astype(jnp.int32)
     state = () if adjustments is None else adjustments
-    grid, warps = (chunks, batch), config.scan_warps
-    found = launch(_scan, "token_scores_scan", grid, scanned, warps, logits, wanted, *state)
+    found = launch(_scan, "token_scores_scan", (chunks, batch), scanned, logits, wanted, *state)
     if token_ids is not None:
         found = *found, token_ids
     packed = shape(NUM_FACTS + 2 * count, jnp.int32)
-    warps = config.finish_warps
-    return launch(_finish, "token_scores_finish", (batch,), packed, warps, logits, wanted, *found)
+    return launch(_finish, "token_scores_finish", (batch,), packed, logits, wanted, *found)
 
 
 def _key(logits):
@@ -120,24 +101,25 @@ def _choice_key(x):
     return jnp.where(x != x, jnp.int32(_MOST), _key(jnp.where(x == 0, jnp.float32(0), x)))
 
 
-def _load(ref, row, columns, width, other=-jnp.inf):
+def _load(ref, row, columns, other=-jnp.inf):
     """A row's values in some columns, and which of these there are."""
-    live = columns < width
+    live = columns < ref.shape[1]
     index = jnp.full_like(columns, row), columns
     return plgpu.load(ref.at[index], mask=live, other=other), live
 
 
-def _scan(logits_ref, wanted_ref, *refs, width, count, chunks, chooses, config):
-    keys_ref, largest_ref, sums_ref, *chosen_refs = refs[-5 if chooses else -3 :]
-    state_refs = refs[: -5 if chooses else -3]
+def _scan(logits_ref, wanted_ref, *refs, chooses):
+    width, num_outputs = logits_ref.shape[1], 5 if chooses else 3
+    state_refs, refs = refs[:-num_outputs], refs[-num_outputs:]
+    keys_ref, largest_ref, sums_ref, *chosen_refs = refs
     chunk, row = pl.program_id(0), pl.program_id(1)
     is_wanted = wanted_ref[row] != 0
-    shape = config.chunk // BLOCK, BLOCK
+    shape = CHUNK // BLOCK, BLOCK
     block = lax.broadcasted_iota(jnp.int32, shape, 0)
-    columns = chunk * config.chunk + block * BLOCK + lax.broadcasted_iota(jnp.int32, shape, 1)
+    columns = chunk * CHUNK + block * BLOCK + lax.broadcasted_iota(jnp.int32, shape, 1)
 
     def choose(logits, live):
-        x = _adjusted(logits, state_refs, row, columns, width) if state_refs else logits
+        x = _adjusted(logits, state_refs, row, columns) if state_refs else logits
         keys = jnp.where(live, _choice_key(x), jnp.int32(_NONE))
         highest = jnp.max(keys)
         best_ref, token_ref = chosen_refs
@@ -154,35 +136,40 @@ def _scan(logits_ref, wanted_ref, *refs, width, count, chunks, chooses, config):
         sums_ref[row, chunk] = jnp.sum(jnp.exp(logits - base))
 
     if chooses:
-        logits, live = _load(logits_ref, row, columns, width)
+        logits, live = _load(logits_ref, row, columns)
         choose(logits, live)
         pl.when(is_wanted)(lambda: measure(logits, live))
     else:
-        pl.when(is_wanted)(lambda: measure(*_load(logits_ref, row, columns, width)))
+        pl.when(is_wanted)(lambda: measure(*_load(logits_ref, row, columns)))
 
 
-def _adjusted(logits, state_refs, row, columns, width):
+def _adjusted(logits, state_refs, row, columns):
     words_ref, biases_ref, rows_ref, kinds_ref, penalties_ref = state_refs
     kind, own = kinds_ref[row], rows_ref[row]
 
     def adjust():
         biases = lax.cond(
             (kind & BIASED) != 0,
-            lambda: _load(biases_ref, own, columns, width, 0)[0],
+            lambda: _load(biases_ref, own, columns, 0)[0],
             lambda: jnp.zeros_like(logits),
         )
-        words, _ = _load(words_ref, own, columns, width, 0)
+        words, _ = _load(words_ref, own, columns, 0)
         penalties = (penalties_ref[row, i] for i in range(3))
         return adjust_tile(logits, words, biases, (kind & EARLY) != 0, *penalties)
 
     return lax.cond((kind & ADJUSTS) != 0, adjust, lambda: logits)
 
 
-def _chosen(refs, row, chunks, width):
+def _whole_row(row, ref):
+    """Indices of its columns, rounded up to a power of two, and which of them there are."""
+    column = jnp.arange(pl.next_power_of_2(ref.shape[1]), dtype=jnp.int32)
+    return (jnp.full_like(column, row), column), column < ref.shape[1]
+
+
+def _chosen(refs, row, width):
     """The row's token; -1 if the highest logit is not finite."""
     best_ref, token_ref = refs
-    chunk = jnp.arange(pl.next_power_of_2(chunks), dtype=jnp.int32)
-    index, inside = (jnp.full_like(chunk, row), chunk), chunk < chunks
+    index, inside = _whole_row(row, best_ref)
     keys = plgpu.load(best_ref.at[index], mask=inside, other=_NONE)
     tokens = plgpu.load(token_ref.at[index], mask=inside, other=width - 1)
     highest = jnp.max(keys)
@@ -192,10 +179,9 @@ def _chosen(refs, row, chunks, width):
     return jnp.where(is_finite, token, jnp.int32(-1))
 
 
-def _log_total(largest_ref, sums_ref, row, chunks):
+def _log_total(largest_ref, sums_ref, row):
     """The logarithm of the sum of a row's exponentials."""
-    chunk = jnp.arange(pl.next_power_of_2(chunks), dtype=jnp.int32)
-    index, inside = (jnp.full_like(chunk, row), chunk), chunk < chunks
+    index, inside = _whole_row(row, sums_ref)
     largest = plgpu.load(largest_ref.at[index], mask=inside, other=-jnp.inf)
     sums = plgpu.load(sums_ref.at[index], mask=inside, other=0)
     whole = jnp.max(largest)
@@ -203,42 +189,29 @@ def _log_total(largest_ref, sums_ref, row, chunks):
     return whole + jnp.log(jnp.sum(sums * shares))
 
 
-def _finish(
-    logits_ref,
-    wanted_ref,
-    keys_ref,
-    largest_ref,
-    sums_ref,
-    *refs,
-    width,
-    count,
-    chunks,
-    chooses,
-    config,
-):
+def _finish(logits_ref, wanted_ref, keys_ref, largest_ref, sums_ref, *refs, chooses):
     *token_refs, out_ref = refs
-    row = pl.program_id(0)
-    token = _chosen(token_refs, row, chunks, width) if chooses else token_refs[0][row]
+    row, width = pl.program_id(0), logits_ref.shape[1]
+    token = _chosen(token_refs, row, width) if chooses else token_refs[0][row]
     out_ref[row, 0] = token
 
     @pl.when(wanted_ref[row] != 0)
     def _():
-        log_total = _log_total(largest_ref, sums_ref, row, chunks)
+        log_total = _log_total(largest_ref, sums_ref, row)
         chosen = logits_ref[row, jnp.clip(token, 0, width - 1)]
         out_ref[row, 1] = lax.bitcast_convert_type(chosen - log_total, jnp.int32)
 
-        blocks = chunks * (config.chunk // BLOCK)
-        block = jnp.arange(pl.next_power_of_2(blocks), dtype=jnp.int32)
-        index = jnp.full_like(block, row), block
-        keys = plgpu.load(keys_ref.at[index], mask=block < blocks, other=_NONE)
+        blocks, count = keys_ref.shape[1], (out_ref.shape[1] - NUM_FACTS) // 2
+        index, inside = _whole_row(row, keys_ref)
+        keys, block = plgpu.load(keys_ref.at[index], mask=inside, other=_NONE), index[1]
         lane = jnp.arange(BLOCK, dtype=jnp.int32)
 
-        def extract(place, carry):
+        def extract(rank, carry):
             keys, last_key, last_token, num_reached = carry
             highest = jnp.max(keys)
             first = jnp.min(jnp.where(keys == highest, block, jnp.int32(blocks - 1)))
             columns = first * BLOCK + lane
-            logits, live = _load(logits_ref, row, columns, width)
+            logits, live = _load(logits_ref, row, columns)
             own = _key(logits)
             left = live & ((own < last_key) | ((own == last_key) & (columns > last_token)))
             own = jnp.where(left, own, jnp.int32(_NONE))
@@ -246,8 +219,8 @@ def _finish(
             next_token = jnp.min(jnp.where(found, columns, jnp.int32(width - 1)))
             rest = jnp.max(jnp.where(columns == next_token, jnp.int32(_NONE), own))
             logit = _logit(highest)
-            out_ref[row, NUM_FACTS + 2 * place] = next_token
-            out_ref[row, NUM_FACTS + 2 * place + 1] = lax.bitcast_convert_type(
+            out_ref[row, NUM_FACTS + 2 * rank] = next_token
+            out_ref[row, NUM_FACTS + 2 * rank + 1] = lax.bitcast_convert_type(
                 logit - log_total, jnp.int32
             )
             keys = jnp.where(block == first, rest, keys)
@@ -261,13 +234,12 @@ def _finish(
 
         @pl.when(~is_among)
         def _():
-            tile = config.rank_tile
-            offset = jnp.arange(tile, dtype=jnp.int32)
+            offset = jnp.arange(RANK_TILE, dtype=jnp.int32)
 
             def fold(turn, reached):
-                logits, live = _load(logits_ref, row, turn * tile + offset, width)
+                logits, live = _load(logits_ref, row, turn * RANK_TILE + offset)
                 return reached + (live & (logits >= chosen)).astype(jnp.int32)
 
-            zeros = jnp.zeros(tile, jnp.int32)
-            reached = lax.fori_loop(0, pl.cdiv(width, tile), fold, zeros)
+            zeros = jnp.zeros(RANK_TILE, jnp.int32)
+            reached = lax.fori_loop(0, pl.cdiv(width, RANK_TILE), fold, zeros)
             out_ref[row, 2] = jnp.sum(reached)

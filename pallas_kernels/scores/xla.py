@@ -1,8 +1,5 @@
 """Greedy choice and the scores of tokens in plain XLA."""
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
@@ -44,12 +41,9 @@ def greedy_scores(
 def adjusted_logits(
     logits: Float32[Array, "B V"], adjustments: Adjustments
 ) -> Float32[Array, "B V"]:
-    """As the public `adjusted_logits`."""
-    return _if_any_adjusts(adjustments, lambda: all_adjusted(logits, adjustments), lambda: logits)
-
-
-def _if_any_adjusts(adjustments: Adjustments, then: Callable, otherwise: Callable) -> Any:
-    return jax.lax.cond(((adjustments.kinds & ADJUSTS) != 0).any(), then, otherwise)
+    """As the public `adjusted_logits`; next to nothing where no row is adjusted."""
+    adjusts = ((adjustments.kinds & ADJUSTS) != 0).any()
+    return jax.lax.cond(adjusts, lambda: all_adjusted(logits, adjustments), lambda: logits)
 
 
 def token_scores(
@@ -66,7 +60,8 @@ def token_scores(
         chosen = jnp.take_along_axis(logits, known[:, None], axis=1)
         values, ids = jax.lax.top_k(logits, count)
         top = jnp.stack([ids.astype(jnp.int32), _bits(values - total[:, None])], axis=2)
-        facts = token_ids, _bits(chosen[:, 0] - total), _ranks(logits, chosen)
+        logprobs = _bits(chosen[:, 0] - total)
+        facts = token_ids, logprobs, (logits >= chosen).sum(axis=1, dtype=jnp.int32)
         return jnp.concatenate([jnp.stack(facts, axis=1), top.reshape(len(ids), -1)], axis=1)
 
     def skip() -> Int32[Array, "T W"]:
@@ -74,10 +69,6 @@ def token_scores(
         return empty.at[:, 0].set(token_ids)
 
     return jax.lax.cond(wanted.any(), score, skip)
-
-
-def _ranks(logits: Float32[Array, "T V"], chosen: Float32[Array, "T 1"]) -> Int32[Array, "T"]:
-    return (logits >= chosen).sum(axis=1, dtype=jnp.int32)
 
 
 def _bits(x: Float32[Array, "*axes"]) -> Int32[Array, "*axes"]:

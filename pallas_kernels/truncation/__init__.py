@@ -61,10 +61,8 @@ def truncation_mask(
 
 def check_truncation(logits, temperature, min_p, top_k, top_p):
     """A matrix of logits, and a number a row."""
-    checks.check_logits(logits)
+    sizes = checks.check_array("logits", logits, "[B, V]", jnp.float32)
     rows = {"temperature": temperature, "min_p": min_p, "top_p": top_p}
     for name, array in rows.items():
-        checks.check_shape(name, array, logits.shape[:1], "one a row of logits")
-        checks.check_dtype(name, array, jnp.float32, "as the logits; cast it first")
-    checks.check_int32("top_k", top_k, 1, "[B]")
-    checks.check_shape("top_k", top_k, logits.shape[:1], "one a row of logits")
+        checks.check_array(name, array, "[B]", jnp.float32, **sizes)
+    checks.check_array("top_k", top_k, "[B]", jnp.int32, **sizes)

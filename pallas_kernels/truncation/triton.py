@@ -16,7 +16,6 @@ leaves at once. Sums are of float32 in an order that only the vocabulary's size 
 row's threshold never depends on the batch; more tokens never sum to less.
 """
 
-import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -28,31 +27,17 @@ from jax.experimental.pallas import triton as plgpu
 
 NUM_TRIALS = 8
 NUM_PASSES = 3
+CHUNK = 10240  # tokens of a program: a whole number of turns of LOADS tiles of either kind
+LOADS = 4  # in flight
+TILE = 256  # tokens of a load that is measured
+PACKED_TILE = 512  # of one that is packed
 NUM_STRIPS = 4  # of a chunk when its tokens are packed, one a warp: warps need not wait for others
+CAPACITY = 128  # tokens collected of a strip at most
 WHOLE_TILE = 4096  # a load where a program of 16 warps reads its whole row: fewer turns to wait in
 # Bits below the top one: a token there is 2**-23 times as probable, and so on. The first trial is
 # minus infinity, which everything reaches.
 _FIRST_TRIALS = (23.0, 16.0, 11.5, 8.0, 5.75, 4.0, 2.0)
 _LOWEST_TRIAL = 184.0
-
-
-@dataclasses.dataclass(frozen=True)
-class TruncationConfig:
-    """Tokens a program, a load, a load that is packed; loads in flight; tokens
-    collected of a strip.
-
-    Loads and what is collected are powers of two; a chunk is a whole number of turns of either.
-    """
-
-    chunk: int = 10240
-    tile: int = 256
-    packed_tile: int = 512
-    loads: int = 4
-    capacity: int = 128
-
-    def num_turns(self, tile: int) -> int:
-        """Of a program's loop with loads of `tile`."""
-        return self.chunk // (tile * self.loads)
 
 
 class _Row(NamedTuple):
@@ -82,9 +67,7 @@ class _Bracket(NamedTuple):
     above: jax.Array
 
 
-def truncation_threshold(
-    logits, rows, top_k, *, interpret: bool, config: TruncationConfig = TruncationConfig()
-):
+def truncation_threshold(logits, rows, top_k, *, interpret: bool):
     """The least logit that top-k and top-p keep.
 
     Args:
@@ -92,20 +75,19 @@ def truncation_threshold(
         rows: float32 [B, 4]: the row's largest logit, log2(e) / temperature, log2(min_p), top_p.
         top_k: int32 [B]; 0 is off.
         interpret: run in the interpreter.
-        config: launch parameters.
 
     Returns:
         float32 [B]; minus infinity where neither is on.
     """
     batch, width = logits.shape
-    chunks = pl.cdiv(width, config.chunk)
+    chunks = pl.cdiv(width, CHUNK)
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     brackets, trials = shape((batch, 4)), shape((batch, NUM_TRIALS))
     narrowed = brackets, trials, shape((batch, chunks, NUM_TRIALS))
 
     def launch(kernel, name, grid, out_shape, num_warps, *arrays):
         return pl.pallas_call(
-            functools.partial(kernel, width=width, chunks=chunks, config=config),
+            kernel,
             out_shape=out_shape,
             grid=grid,
             compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
@@ -119,7 +101,7 @@ def truncation_threshold(
         state = launch(narrow, "truncation_narrow", grid, narrowed, 4, *state)
     collected = (
         brackets,
-        shape((batch, chunks * NUM_STRIPS * config.capacity)),
+        shape((batch, chunks * NUM_STRIPS * CAPACITY)),
         jax.ShapeDtypeStruct((batch, chunks * NUM_STRIPS), jnp.int32),
     )
     state = launch(_collect, "truncation_collect", grid, collected, 4, *state)
@@ -139,21 +121,18 @@ def _weights(row, logits):
     return jnp.where(relative >= row.log2_min_p, jnp.exp2(relative), jnp.float32(0))
 
 
-def _load_logits(logits_ref, row, start, size, end):
-    """[size] logits from `start`, and which of them are before `end`."""
+def _load_logits(logits_ref, row, start, size):
+    """[size] logits from `start`, and which of them there are."""
     columns = start + jnp.arange(size, dtype=jnp.int32)
-    live = columns < end
+    live = columns < logits_ref.shape[1]
     index = jnp.full_like(columns, row), columns
     return plgpu.load(logits_ref.at[index], mask=live, other=-jnp.inf), live
 
 
-def _load_turn(logits_ref, row, chunk, turn, end, config):
+def _load_turn(logits_ref, row, chunk, turn):
     """The tiles of a turn, all on their way before the first is used."""
-    start = chunk * config.chunk + turn * (config.tile * config.loads)
-    return [
-        _load_logits(logits_ref, row, start + i * config.tile, config.tile, end)
-        for i in range(config.loads)
-    ]
+    start = chunk * CHUNK + turn * (TILE * LOADS)
+    return [_load_logits(logits_ref, row, start + i * TILE, TILE) for i in range(LOADS)]
 
 
 def _first_trials(row):
@@ -171,7 +150,7 @@ def _later_trials(row, bracket):
     return [bracket.low, *(jnp.clip(t, bracket.low, bracket.high) for t in inner)]
 
 
-def _load_bracket(row, refs, row_index, chunks, step):
+def _load_bracket(row, refs, row_index, step):
     """The bracket that the launches before launch `step` leave; `refs` are the last one's."""
     # What is wanted of a top-p is known once the first trial has measured all.
     before = _Bracket(*map(jnp.float32, (-jnp.inf, jnp.inf, 0.0, 0.0)))
@@ -182,6 +161,7 @@ def _load_bracket(row, refs, row_index, chunks, step):
         before = _Bracket(*(brackets_ref[row_index, i] for i in range(4)))
     trial = jnp.arange(NUM_TRIALS, dtype=jnp.int32)
     trials = plgpu.load(trials_ref.at[jnp.full_like(trial, row_index), trial])
+    chunks = sums_ref.shape[1]
     shape = NUM_TRIALS, pl.next_power_of_2(chunks)
     chunk = lax.broadcasted_iota(jnp.int32, shape, 1)
     index = jnp.full_like(chunk, row_index), chunk, lax.broadcasted_iota(jnp.int32, shape, 0)
@@ -202,19 +182,19 @@ def _store_all(ref, row_index, values):
         ref[row_index, i] = value
 
 
-def _narrow(logits_ref, rows_ref, top_k_ref, *refs, step, width, chunks, config):
+def _narrow(logits_ref, rows_ref, top_k_ref, *refs, step):
     *state_refs, brackets_ref, trials_ref, sums_ref = refs
     chunk, row_index = pl.program_id(0), pl.program_id(1)
     row = _row(rows_ref, top_k_ref, row_index)
 
     @pl.when(row.active)
     def _():
-        bracket = _load_bracket(row, state_refs, row_index, chunks, step)
+        bracket = _load_bracket(row, state_refs, row_index, step)
         trials = _later_trials(row, bracket) if step else _first_trials(row)
 
         def measure(by_count):
             def fold(turn, totals):
-                for logits, live in _load_turn(logits_ref, row_index, chunk, turn, width, config):
+                for logits, live in _load_turn(logits_ref, row_index, chunk, turn):
                     values = live.astype(jnp.float32) if by_count else _weights(row, logits)
                     totals = [
                         total + jnp.where(logits >= trial, values, jnp.float32(0))
@@ -222,8 +202,8 @@ def _narrow(logits_ref, rows_ref, top_k_ref, *refs, step, width, chunks, config)
                     ]
                 return totals
 
-            zeros = [jnp.zeros(config.tile, jnp.float32) for _ in trials]
-            totals = lax.fori_loop(0, config.num_turns(config.tile), fold, zeros)
+            zeros = [jnp.zeros(TILE, jnp.float32) for _ in trials]
+            totals = lax.fori_loop(0, CHUNK // (TILE * LOADS), fold, zeros)
             for i, total in enumerate(totals):
                 sums_ref[row_index, chunk, i] = jnp.sum(total)
 
@@ -243,80 +223,71 @@ def _narrow(logits_ref, rows_ref, top_k_ref, *refs, step, width, chunks, config)
                 _store_all(brackets_ref, row_index, bracket)
 
 
-def _collect(logits_ref, rows_ref, top_k_ref, *refs, width, chunks, config):
+def _collect(logits_ref, rows_ref, top_k_ref, *refs):
     *state_refs, brackets_ref, collected_ref, counts_ref = refs
     chunk, row_index = pl.program_id(0), pl.program_id(1)
     row = _row(rows_ref, top_k_ref, row_index)
 
     @pl.when(row.active)
     def _():
-        bracket = _load_bracket(row, state_refs, row_index, chunks, NUM_PASSES)
+        bracket = _load_bracket(row, state_refs, row_index, NUM_PASSES)
         # top-p may still cut among what top-k keeps, so a top-k needs all of it.
         high = jnp.where(row.by_count, jnp.float32(jnp.inf), bracket.high)
 
-        shape = NUM_STRIPS, config.packed_tile // NUM_STRIPS
+        shape = NUM_STRIPS, PACKED_TILE // NUM_STRIPS
         strip = chunk * NUM_STRIPS + lax.broadcasted_iota(jnp.int32, shape, 0)
         column = lax.broadcasted_iota(jnp.int32, strip.shape, 1)
 
         def load(turn, i):
-            start = (turn * config.loads + i) * strip.shape[1]
-            columns = strip * (config.chunk // NUM_STRIPS) + start + column
-            live = columns < width
+            start = (turn * LOADS + i) * strip.shape[1]
+            columns = strip * (CHUNK // NUM_STRIPS) + start + column
+            live = columns < logits_ref.shape[1]
             index = jnp.full_like(columns, row_index), columns
             return plgpu.load(logits_ref.at[index], mask=live, other=-jnp.inf), live
 
         def pack(turn, counts):
-            for logits, live in [load(turn, i) for i in range(config.loads)]:
+            for logits, live in [load(turn, i) for i in range(LOADS)]:
                 # Infinite logits included: below an infinite `high` lies everything.
                 wanted = live & (logits >= bracket.low) & ((logits < high) | jnp.isinf(high))
                 offset = counts[:, None] + jnp.cumsum(wanted.astype(jnp.int32), axis=1) - 1
-                fits = wanted & (offset < config.capacity)
-                place = jnp.where(fits, strip * config.capacity + offset, collected_ref.shape[1])
+                fits = wanted & (offset < CAPACITY)
+                place = jnp.where(fits, strip * CAPACITY + offset, collected_ref.shape[1])
                 index = jnp.full_like(place, row_index), place
                 plgpu.store(collected_ref.at[index], logits, mask=fits)
                 counts = counts + jnp.sum(wanted.astype(jnp.int32), axis=1)
             return counts
 
         begin = jnp.zeros(NUM_STRIPS, jnp.int32)
-        counts = lax.fori_loop(0, config.num_turns(config.packed_tile), pack, begin)
+        counts = lax.fori_loop(0, CHUNK // (PACKED_TILE * LOADS), pack, begin)
         own = chunk * NUM_STRIPS + jnp.arange(NUM_STRIPS, dtype=jnp.int32)
         plgpu.store(counts_ref.at[jnp.full_like(own, row_index), own], counts)
         pl.when(chunk == 0)(lambda: _store_all(brackets_ref, row_index, bracket))
 
 
 def _settle(
-    logits_ref,
-    rows_ref,
-    top_k_ref,
-    brackets_ref,
-    collected_ref,
-    counts_ref,
-    threshold_ref,
-    *,
-    width,
-    chunks,
-    config,
+    logits_ref, rows_ref, top_k_ref, brackets_ref, collected_ref, counts_ref, threshold_ref
 ):
     row_index = pl.program_id(0)
     row = _row(rows_ref, top_k_ref, row_index)
     bracket = _Bracket(*(brackets_ref[row_index, i] for i in range(4)))
-    strip = jnp.arange(pl.next_power_of_2(chunks * NUM_STRIPS), dtype=jnp.int32)
+    strips = counts_ref.shape[1]
+    strip = jnp.arange(pl.next_power_of_2(strips), dtype=jnp.int32)
     index = jnp.full_like(strip, row_index), strip
-    inside = strip < chunks * NUM_STRIPS
+    inside = strip < strips
     counts = plgpu.load(counts_ref.at[index], mask=row.active & inside, other=0)
-    fits = jnp.max(counts) <= config.capacity
+    fits = jnp.max(counts) <= CAPACITY
 
     def store(measure, base):
         threshold_ref[row_index] = _threshold(row, bracket, measure, base)
 
     @pl.when(row.active & fits)
     def _():
-        place = jnp.arange(strip.shape[0] * config.capacity, dtype=jnp.int32)
-        owner = lax.div(place, jnp.int32(config.capacity))
+        place = jnp.arange(strip.shape[0] * CAPACITY, dtype=jnp.int32)
+        owner = lax.div(place, jnp.int32(CAPACITY))
         index = jnp.full_like(place, row_index), owner
-        inside = owner < chunks * NUM_STRIPS
+        inside = owner < strips
         count = plgpu.load(counts_ref.at[index], mask=inside, other=0)
-        live = inside & (lax.rem(place, jnp.int32(config.capacity)) < count)
+        live = inside & (lax.rem(place, jnp.int32(CAPACITY)) < count)
         index = jnp.full_like(place, row_index), place
         logits = plgpu.load(collected_ref.at[index], mask=live, other=-jnp.inf)
 
@@ -330,11 +301,11 @@ def _settle(
         def measure(values):
             def fold(tile, total):
                 start = tile * WHOLE_TILE
-                logits, live = _load_logits(logits_ref, row_index, start, WHOLE_TILE, width)
+                logits, live = _load_logits(logits_ref, row_index, start, WHOLE_TILE)
                 return total + jnp.where(live, values(logits), jnp.float32(0))
 
             zeros = jnp.zeros(WHOLE_TILE, jnp.float32)
-            return jnp.sum(lax.fori_loop(0, pl.cdiv(width, WHOLE_TILE), fold, zeros))
+            return jnp.sum(lax.fori_loop(0, pl.cdiv(logits_ref.shape[1], WHOLE_TILE), fold, zeros))
 
         store(measure, jnp.float32(0))
 

@@ -12,12 +12,12 @@ import pytest
 from bench.common import SHAPES
 from jpaged.compile import gemm_autotuning
 from jpaged.compile.gemm_autotuning import (
+    NO_RECORD,
     Record,
     read_record,
     weights_digest,
-    write_record,
 )
-from tools.record_products import rows_measured
+from tools.record_products import rows_measured, write_record
 
 DEVICE = SimpleNamespace(device_kind="NVIDIA H2/00 X")
 
@@ -63,7 +63,7 @@ def test_what_was_recorded_is_where_xla_looks(cache: Path, recorded: Path):
 
 def test_without_a_record_or_a_cache_nothing_is_written(cache: Path, recorded: Path):
     another = SimpleNamespace(device_kind="another")
-    assert gemm_autotuning.offer_recorded_products(another) == Record()
+    assert gemm_autotuning.offer_recorded_products(another) == NO_RECORD
     assert not cache.exists()
     jax.config.update("jax_compilation_cache_dir", None)
     gemm_autotuning.offer_recorded_products(DEVICE)
@@ -81,7 +81,7 @@ def test_a_cache_that_is_no_folder_is_left_alone(
 
 def test_a_folder_that_cannot_be_written_stops_nothing(cache: Path, recorded: Path):
     cache.write_text("a file")
-    assert gemm_autotuning.offer_recorded_products(DEVICE) == Record()
+    assert gemm_autotuning.offer_recorded_products(DEVICE) == NO_RECORD
     assert cache.read_text() == "a file"
 
 
@@ -133,12 +133,12 @@ def test_a_model_is_measured_if_its_weights_and_all_rows_are():
         return jax.ShapeDtypeStruct(shape, dtype)
 
     leaves = [leaf(8, 16), leaf(8)]
-    record = Record({weights_digest(leaves): [8, 16, 64]})
+    record = Record({weights_digest(leaves): [8, 16, 64]}, {})
     assert record.has(reversed(leaves), {8, 64})
     assert not record.has(leaves, {8, 32})
     assert not record.has([leaf(8, 16), leaf(8, dtype="float16")], {8})
     assert not record.has([leaf(8, 32), leaf(8)], {8})
-    assert not Record().has(leaves, {8})
+    assert not NO_RECORD.has(leaves, {8})
 
 
 def test_the_published_shapes_are_in_what_is_shipped():

@@ -4,7 +4,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,15 +67,14 @@ class Log:
         return self.said.index(what)
 
 
-def test_programs_are_sorted_by_kind_and_told():
+def test_programs_are_told_and_found_by_name():
     log, told = Log(), []
     names = [*ALWAYS, ("decode", 8), ("sample", (8, SamplerLevel.GREEDY))]
     with ProgramBuilder(2, progress=lambda *counts: told.append(counts)) as builder:
         builder.add(map(log.recipe, names))
         builder.add([log.recipe(("decode", 8))])  # known
         programs = builder.programs()
-    assert programs.decode[8].name == ("decode", 8)
-    assert set(programs.sample) == {(8, SamplerLevel.GREEDY)}
+    assert {program.name for program in programs.values()} == {*programs} == {*names}
     assert told == [(i + 1, 6) for i in range(6)]
     assert log.said.count("lower decode 8") == 1
 
@@ -123,9 +121,7 @@ def test_drafts_are_compiled_while_the_rest_is_only_lowered():
     watcher = threading.Thread(target=release)
     watcher.start()
     with ProgramBuilder(8) as builder:
-        assert builder.workspace(drafts, lambda: builder.add(others, behind=True)) == 2 * (
-            40 + 7 - 5
-        )
+        assert builder.workspace(drafts, lambda: builder.add(others)) == 2 * (40 + 7 - 5)
         builder.programs()
     watcher.join()
     first_other = min(log.at(f"compile {kind} None") for kind, _ in ALWAYS)
@@ -155,20 +151,6 @@ def test_drafts_and_programs_have_the_same_compiler(tmp_path: Path):
     assert by_other == sorted(["other draft 1", *(f"other {kind} None" for kind, _ in ALWAYS)])
 
 
-def test_what_is_behind_is_traced_when_nothing_else_waits():
-    log, free = Log(), threading.Event()
-    with ProgramBuilder(2) as builder:
-        builder.add([log.recipe(("decode", 9), trace=free.wait)])
-        builder.add([log.recipe(("gather_blocks", i)) for i in range(2)], behind=True)
-        builder.add([log.recipe(("decode", i)) for i in range(2)])
-        builder.add(map(log.recipe, ALWAYS))
-        free.set()
-        builder.programs()
-    lowered = [said.removeprefix("lower ") for said in log.said if said.startswith("lower ")]
-    assert lowered[:3] == ["decode 9", "decode 0", "decode 1"]
-    assert lowered[-2:] == ["gather_blocks 0", "gather_blocks 1"]
-
-
 def test_a_failure_is_told_and_leaves_nothing_running():
     def fail() -> None:
         raise ValueError("does not compile")
@@ -196,8 +178,7 @@ def test_who_leaves_in_the_middle_begins_nothing_more():
     drafts = [log.recipe(("prefill", 1), trace=trace), log.recipe(("sample", 1))]
     with ThreadPoolExecutor(2) as beside, ProgramBuilder(1) as builder:
         others = list(map(log.recipe, ALWAYS))
-        begin_others = partial(builder.add, others, behind=True)
-        workspace = beside.submit(builder.workspace, drafts, begin_others)
+        workspace = beside.submit(builder.workspace, drafts, lambda: builder.add(others))
         tracing.wait()
         beside.submit(lambda: (time.sleep(0.3), free.set()))
     assert workspace.exception() is not None
@@ -221,7 +202,7 @@ def test_programs_are_traced_under_the_settings_of_whoever_makes_them(
     recipe = TracedRecipe(("decode", 8), lambda x: x @ x, (shape,))
     with jax.default_matmul_precision(setting), ProgramBuilder(2) as builder:
         builder.add([recipe, *map(Log().recipe, ALWAYS)])
-        text = builder.programs().decode[8]
+        text = builder.programs()["decode", 8]
     assert ("HIGHEST" in text) is is_highest
 
 

@@ -7,12 +7,11 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from jpaged.compile.sizing import Sizing
+from jpaged.compile.sizing import POOL_GRANULE, Sizing
 from jpaged.config import EMBEDDED_MODEL, EngineConfig
 from jpaged.engine import startup
 from jpaged.models.loader import ModelPlan, model_shapes, read_config, resolve_checkpoint
 from jpaged.models.registry import read_model_config
-from jpaged.runtime.kv_cache import POOL_GRANULE
 from jpaged.runtime.programs import SplitModel
 
 MODEL = read_model_config(read_config(resolve_checkpoint(EMBEDDED_MODEL)))

@@ -1,6 +1,6 @@
 """Which share of a start's programs a worker compiles."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,9 +59,9 @@ def test_a_worker_knows_of_a_head_that_is_not_tied(
     store = program_store(tmp_path, found, model_shapes(found, FLOAT32), device)
     config = EngineConfig(compilation_cache_dir=tmp_path, num_compile_workers=1)
     make = partial(make_orders, config, EMBEDDED_MODEL, FLOAT32, device, store, recorded=False)
-    monkeypatch.setattr(workers, "recipes_without_pool", reach)
+    monkeypatch.setattr(workers, "share_of", reach)
     for tied, error in ((False, ReachedError), (None, ValueError), (True, ValueError)):
         (order,) = make(tied=tied)
-        order = replace(order, limits=asdict(runtime))
+        order = replace(order, limits=runtime)
         with pytest.raises(error):
             next(compile_share(order, lambda: runtime))

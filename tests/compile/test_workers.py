@@ -7,13 +7,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import jax
+import msgspec
 import pytest
 from start_helpers import FLOAT32, Start, names
 
@@ -22,7 +23,6 @@ from jpaged.compile.workers import (
     Order,
     choose_workers,
     make_orders,
-    runtime_of,
     share_of,
 )
 from jpaged.config import EMBEDDED_MODEL, EngineConfig
@@ -38,20 +38,6 @@ def start(tmp_path: Path, jax_settings: None) -> Start:
 
 def untold(*_: int) -> None:
     """Progress that is not wanted."""
-
-
-@pytest.fixture
-def processes(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen]:
-    """Those that are started."""
-    started: list[subprocess.Popen] = []
-
-    class Noted(subprocess.Popen):
-        def __init__(self, *args: Any, **options: Any):
-            super().__init__(*args, **options)
-            started.append(self)
-
-    monkeypatch.setattr(subprocess, "Popen", Noted)
-    return started
 
 
 ENGINE_START = """
@@ -118,10 +104,10 @@ def test_a_worker_that_would_make_other_programs_makes_none(start: Start):
     assert not any(start.store.has(recipe.key) for recipe in start.recipes)
 
 
-def test_what_a_lost_worker_had_is_compiled_here(start: Start, processes: list[subprocess.Popen]):
+def test_what_a_lost_worker_had_is_compiled_here(start: Start):
     with start.pool() as pool:
         pool.start(start.runtime)
-        for process in processes:
+        for process in pool.processes:
             process.kill()
         found = names(pool.compiled(start.recipes, start.runtime, untold))
     assert found == names(start.recipes)
@@ -150,22 +136,15 @@ def test_without_threads_all_is_compiled_here(start: Start, monkeypatch: pytest.
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-def test_who_leaves_in_the_middle_leaves_no_process(
-    start: Start, processes: list[subprocess.Popen]
-):
+def test_who_leaves_in_the_middle_leaves_no_process(start: Start):
     with start.pool() as pool:
         pool.start(start.runtime)
-    assert [process.returncode for process in processes] == [-9, -9]
+        running = pool.processes
+    assert [process.returncode for process in running] == [-9, -9]
 
 
-TELLS = """
-import os, sys
-os.write(int(sys.argv[1]), sys.argv[2].encode())
-"""
-
-
-def worker_that_tells(lines: str) -> Callable[[int], list[str]]:
-    return lambda pipe: [sys.executable, "-c", TELLS, str(pipe), lines]
+def worker_that_tells(lines: str) -> list[str]:
+    return [sys.executable, "-c", "import sys; sys.stdout.write(sys.argv[1])", lines]
 
 
 def test_what_a_worker_told_before_it_was_lost_is_not_compiled_again(
@@ -174,7 +153,8 @@ def test_what_a_worker_told_before_it_was_lost_is_not_compiled_again(
     done = [repr(recipe.name) for recipe in start.recipes[:2]]
     lines = "".join(json.dumps({"compiled": name}) + "\n" for name in done)
     told: list[int] = []
-    monkeypatch.setattr(workers, "worker_command", worker_that_tells(lines + '{"compi'))
+    command = worker_that_tells(lines + '{"compi')
+    monkeypatch.setattr(workers, "worker_command", lambda: command)
     with start.pool() as pool:
         found = [*pool.compiled(start.recipes, start.runtime, lambda n, _: told.append(n))]
     assert [repr(recipe.name) for recipe in found[:2]] == done
@@ -186,10 +166,9 @@ def test_the_share_of_a_worker_that_ended_is_not_waited_for(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ):
     """The others may take long: this one never says a word."""
-    commands = iter(
-        [worker_that_tells(""), lambda _: [sys.executable, "-c", "import sys; sys.stdin.read()"]]
-    )
-    monkeypatch.setattr(workers, "worker_command", lambda pipe: next(commands)(pipe))
+    silent = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    commands = iter([worker_that_tells(""), silent])
+    monkeypatch.setattr(workers, "worker_command", lambda: next(commands))
     first = share_of(start.recipes, 0, 2)
     with start.pool() as pool:
         pool.start(start.runtime)
@@ -207,29 +186,24 @@ def order_and_runtime(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.mark.parametrize("lines", [0, 1, 2], ids=["no order", "no runtime", "at work"])
 def test_a_worker_ends_with_its_input(lines: int, order_and_runtime: list[str]):
     """The engine's process may be gone for good, without a word."""
-    read, write = os.pipe()
-    with os.fdopen(read) as told:
-        try:
-            process = subprocess.run(
-                workers.worker_command(write),
-                input="".join(order_and_runtime[:lines]),
-                pass_fds=[write],
-                text=True,
-                timeout=60,
-                check=False,
-            )
-        finally:
-            os.close(write)
-        assert (told.read(), process.returncode) == ("", 1)
+    process = subprocess.run(
+        workers.worker_command(),
+        input="".join(order_and_runtime[:lines]),
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (process.stdout, process.returncode) == ("", 1)
 
 
-def test_after_the_end_no_worker_is_started(start: Start, processes: list[subprocess.Popen]):
+def test_after_the_end_no_worker_is_started(start: Start):
     """A thread may come to it late."""
     with start.pool() as pool:
         pass
     assert not pool.start(start.runtime)
     assert names(pool.compiled(start.recipes, start.runtime, untold)) == names(start.recipes)
-    assert processes == []
+    assert pool.processes == []
 
 
 @pytest.mark.parametrize(
@@ -298,5 +272,5 @@ def test_where_nothing_is_kept_there_is_no_worker(start: Start, monkeypatch: pyt
 def test_orders_and_numbers_are_fit_for_json(start: Start):
     first, second = start.orders
     assert (first.share, second.share, first.of) == (0, 1, 2)
-    assert Order(**json.loads(json.dumps(asdict(first)))) == first
-    assert runtime_of(json.loads(json.dumps(asdict(start.runtime)))) == start.runtime
+    for record in (replace(first, limits=start.runtime), start.runtime):
+        assert msgspec.json.decode(msgspec.json.encode(record), type=type(record)) == record

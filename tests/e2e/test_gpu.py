@@ -3,7 +3,6 @@
 import gc
 import json
 from collections import deque
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -121,9 +120,10 @@ def test_no_step_copies_the_pool(engines: Engines):
     model, runtime = engine.model_config, engine.runtime_config
     shape = runtime.num_blocks, runtime.block_size, model.num_kv_heads, model.head_size
     pattern = f"bf16[{','.join(map(str, shape))}]"
-    programs = engine._runner.programs
-    steps = programs.decode, programs.decode_burst, programs.prefill
-    for program in chain.from_iterable(kind.values() for kind in steps):
+    programs = engine._runner.programs.items()
+    for program in (
+        it for (kind, _), it in programs if kind in ("decode", "decode_burst", "prefill")
+    ):
         text = program.as_text()
         assert pattern in text
         copies = [line for line in text.splitlines() if pattern in line and " copy(" in line]

@@ -1,5 +1,7 @@
 """Wrong arguments raise before anything is traced, with the parameter, the value and the remedy."""
 
+from functools import partial
+
 import jax.numpy as jnp
 import pytest
 from kernel_cases import BF16, F32
@@ -9,6 +11,7 @@ from pallas_kernels import (
     HeadNorms,
     LayerKV,
     attention,
+    checks,
     gemm,
     kv_cache,
     norm,
@@ -42,7 +45,9 @@ def _attention(
         _ints(3, 5) if tables is None else tables,
         _ints(3) if lens is None else lens,
         backend,
-        (scale, cap, window),
+        scale=scale,
+        soft_cap=cap,
+        sliding_window=window,
     )
 
 
@@ -98,7 +103,7 @@ def test_decode_wants_one_row_a_sequence():
 
 
 def test_prefill_wants_one_more_start():
-    with pytest.raises(ValueError, match=r"query_start_loc has shape \(3,\); it must be \(4,\)"):
+    with pytest.raises(ValueError, match=r"query_start_loc has shape \(3,\); .* with B \+ 1 = 4"):
         attention.check_prefill(_ints(3), _ints(3))
 
 
@@ -141,22 +146,23 @@ def test_rope_decode_wants_one_token_a_sequence():
 
     tables, lens = _ints(3, 5), _ints(3)
 
-    def check(qkv=qkv, lens=lens, scalars=(0.1, None, None)):
+    def check(qkv=qkv, lens=lens, window=None):
         arrays = (qkv, _pool(), tables, lens, (angle[: qkv.shape[1]],) * 2, None)
-        attention.check_rope_decode(*arrays, qkv.dtype, Backend.TRITON, scalars)
+        scalars = {"scale": 0.1, "soft_cap": None, "sliding_window": window}
+        attention.check_rope_decode(*arrays, qkv.dtype, Backend.TRITON, **scalars)
 
     check()
-    with pytest.raises(ValueError, match=r"seq_lens has shape \(3,\); it must be \(2,\)"):
+    with pytest.raises(ValueError, match=r"seq_lens has shape \(3,\); it must be \[B\] with B = 2"):
         check(qkv=qkv[:, :2])
-    with pytest.raises(ValueError, match="block_tables' first axis"):
+    with pytest.raises(ValueError, match=r"seq_lens has shape \(2,\); it must be \[B\] with B = 3"):
         check(lens=lens[:2])
     with pytest.raises(ValueError, match="qkv has 7 heads"):
         check(qkv=qkv[:, :, :7])
     with pytest.raises(ValueError, match="sliding_window is 0"):
-        check(scalars=(0.1, None, 0))
+        check(window=0)
 
 
-def test_norms_and_products_want_equal_shapes():
+def test_norms_and_gemms_want_equal_shapes():
     rows, weight = jnp.zeros((3, 64), F32), jnp.zeros(64, F32)
     norm.check_add_norm(rows, rows[None], weight, 1e-6)
     with pytest.raises(ValueError, match="update has shape"):
@@ -174,21 +180,22 @@ def test_norms_and_products_want_equal_shapes():
 
 
 def test_a_gate_wants_another_factor():
-    gemm.check_gated(jnp.zeros((3, 2, 64), BF16))
-    with pytest.raises(ValueError, match=r"shape \(3, 1, 64\); it must be \(3, 2, 64\)"):
-        gemm.check_gated(jnp.zeros((3, 1, 64), BF16))
+    check = partial(checks.check_array, "gate_up", axes="[T, 2, F]")
+    assert check(jnp.zeros((3, 2, 64), BF16)) == {"T": 3, "2": 2, "F": 64}
+    with pytest.raises(ValueError, match=r"shape \(3, 1, 64\); it must be \[T, 2, F\]"):
+        check(jnp.zeros((3, 1, 64), BF16))
     with pytest.raises(ValueError, match=r"gate_up has shape \(3, 64\)"):
-        gemm.check_gated(jnp.zeros((3, 64), BF16))
-    with pytest.raises(TypeError, match="gate_up has dtype int32"):
-        gemm.check_gated(_ints(3, 2, 64))
+        check(jnp.zeros((3, 64), BF16))
+    with pytest.raises(TypeError, match="int32; it must be bfloat16 or float16 or float32: "):
+        check(_ints(3, 2, 64))
 
 
-def test_a_gated_product_wants_two_factors_of_its_depth():
+def test_a_gated_gemm_wants_two_factors_of_its_depth():
     rows = jnp.zeros((3, 64), BF16)
     gemm.check_gated_gemm(rows, jnp.zeros((64, 2, 8), BF16))
     with pytest.raises(ValueError, match=r"weight has shape \(64, 16\)"):
         gemm.check_gated_gemm(rows, jnp.zeros((64, 16), BF16))
-    with pytest.raises(ValueError, match=r"shape \(32, 2, 8\); it must be \(64, 2, 8\)"):
+    with pytest.raises(ValueError, match=r"shape \(32, 2, 8\); it must be \[D, 2, F\] with D = 64"):
         gemm.check_gated_gemm(rows, jnp.zeros((32, 2, 8), BF16))
     with pytest.raises(TypeError, match="weight has dtype float32"):
         gemm.check_gated_gemm(rows, jnp.zeros((64, 2, 8), F32))

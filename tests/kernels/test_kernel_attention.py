@@ -36,7 +36,7 @@ from tests.reference import kernels as reference
 
 HEADS = {"mha": (2, 2), "gqa": (6, 2), "mqa": (4, 1), "wide": (20, 1)}
 
-# Every dtype, head size, block size and head grouping, windows and caps; not their product.
+# Every dtype, head size, block size and head grouping, windows and caps; not all combinations.
 CASES = [
     Case(F32, 32, 8, HEADS["mha"]),
     Case(BF16, 64, 16, HEADS["gqa"]),
@@ -106,7 +106,7 @@ def test_decode_matches_reference(case, backend):
     assert_close(got, lambda dtype: plain(dtype=dtype), case.dtype)
 
 
-def _with_new_tokens(case, num_parts, with_norms):
+def _with_new_tokens(case, num_partials, with_norms):
     """Arguments of `rope_decode_attention`: the slots of the sequences' last tokens are NaN."""
     batch, rng = build(case), np.random.default_rng(8)
     (num_heads, num_kv_heads), size = case.heads, case.head_size
@@ -115,9 +115,9 @@ def _with_new_tokens(case, num_parts, with_norms):
     block = np.asarray(batch.block_tables)[np.arange(len(lens)), position // case.block_size]
     block = np.where(lens > 0, block, 0)
     kv = LayerKV(*(p.at[block, position % case.block_size].set(jnp.nan) for p in batch.kv))
-    shape = (num_parts, len(lens), num_heads + 2 * num_kv_heads, size)
-    parts = rng.standard_normal(shape) / num_parts**0.5  # whose sum is as large as the pool's rows
-    qkv = jnp.asarray(parts, case.dtype if num_parts == 1 else F32)
+    shape = (num_partials, len(lens), num_heads + 2 * num_kv_heads, size)
+    partials = rng.standard_normal(shape) / num_partials**0.5  # their sum as large as the pool's
+    qkv = jnp.asarray(partials, case.dtype if num_partials == 1 else F32)
     turns = rng.uniform(-9, 9, (len(lens), size // 2)).astype(np.float32)
     q_weight, k_weight = (jnp.asarray(rng.standard_normal(size), case.dtype) for _ in range(2))
     norms = HeadNorms(q_weight, k_weight, 1e-3) if with_norms else None
@@ -327,7 +327,7 @@ STRESSED = [
 def test_splits_give_the_same_bits_in_every_run(lens, op):
     """50 runs of four launches with queries of their own, whose splits pass through one scratch.
 
-    What one program stores another one merges, told by nothing but a counter: were a part read
+    What one program stores another one merges, told by nothing but a counter: were a partial read
     before it is there, it would be another launch's.
     """
     require(Backend.TRITON)
@@ -375,17 +375,16 @@ def test_a_second_tile_comes_before_a_second_turn_of_merging():
 
 def _spec(config, group):
     """Of 8 KV heads of 128, block tables of 128 entries."""
-    return decode_triton._Spec(
-        None,
-        1.0,
-        None,
-        None,
-        config,
-        group=group,
+    return decode_triton.Spec(
+        num_heads=8 * group,
         num_kv_heads=8,
         head_size=128,
         block_size=16,
         table_width=128,
+        scale=1.0,
+        soft_cap=None,
+        sliding_window=None,
+        config=config,
         interpret=True,
     )
 
@@ -432,10 +431,8 @@ def test_rope_decode_split_counts(splits, window, heads, interpret):
     lens = (*LONG, (33, 1), (64, 1), (65, 1), (1, 1))
     case = Case(F32, 32, 16, heads, lens, sliding_window=window)
     arrays, norms = _with_new_tokens(case, 1, True)
-    for min_tiles, programs, percent in ((1, 528, None), (3, 6, None), (1, 528, 100)):
-        config = DecodeConfig(
-            32, splits, min_tiles=min_tiles, target_programs=programs, share_percent=percent
-        )
+    for programs, percent in ((528, None), (6, None), (528, 100)):
+        config = DecodeConfig(32, splits, target_programs=programs, share_percent=percent)
         run = partial(
             decode_triton.rope_decode_attention,
             norms=norms,

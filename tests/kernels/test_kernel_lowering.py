@@ -176,7 +176,7 @@ def test_hoppers_prefill_lowers_for_groups_and_blocks(heads, block_size):
     ("rows", "width"), [(8, 3072), (24, 3072), (64, 3072), (96, 3072), (192, 3072), (256, 6144)]
 )
 @pytest.mark.parametrize("function", [split_k_gemm, gated_gemm])
-def test_products_of_few_rows_are_hoppers_own(function, rows, width):
+def test_gemms_of_few_rows_are_hoppers_own(function, rows, width):
     weight = (640, width) if function is split_k_gemm else (640, 2, width)
     for device, expected in ((H200, []), (WHOLE_H200, ["mosaic_gpu"])):
         run = partial(function, backend=Backend.TRITON)
@@ -193,7 +193,7 @@ def test_products_of_few_rows_are_hoppers_own(function, rows, width):
         (8192, 14336, "gated_gemm_hopper"),
     ],
 )
-def test_gated_products_of_many_rows_are_hoppers_own(rows, width, kernel):
+def test_gated_gemms_of_many_rows_are_hoppers_own(rows, width, kernel):
     arguments = _floats(BF16, rows, 1024), _floats(BF16, 1024, 2, width)
     run = partial(gated_gemm, backend=Backend.TRITON)
     text = _lowered(run, *arguments, device=WHOLE_H200)

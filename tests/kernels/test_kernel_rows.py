@@ -1,4 +1,4 @@
-"""What stands between a layer's products: heads normalized, rotated and stored; residual norms."""
+"""What stands between a layer's GEMMs: heads normalized, rotated and stored; residual norms."""
 
 from functools import partial
 
@@ -106,7 +106,7 @@ def test_rope_write_kv(dtype, block_size, heads, head_size, norms, backend):
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("dtype", "block_size", "heads", "head_size", "norms"), SHAPES[:7])
 def test_write_without_rotation(dtype, block_size, heads, head_size, norms, backend):
-    """Of parts, where there is more than one, the sum."""
+    """Of split-K partials, where there is more than one, the sum."""
     require(backend)
     (qkv, kv, slots, _), norms = _case(dtype, block_size, heads, head_size, norms, dtype)
     run = jax.jit(partial(rope_write_kv, norms=norms, dtype=dtype, backend=backend))
@@ -246,17 +246,17 @@ def test_far_gates_shut_or_open(backend):
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 def test_parts_are_summed_and_rounded_first(backend):
-    """A product in float32 parts gives what its rounded sum gives."""
+    """A GEMM in float32 partials gives what its rounded sum gives."""
     require(backend)
     rng = np.random.default_rng(5)
     arrays, norms = _case(BF16, 8, (6, 2), 64, True, BF16)
-    parts = jnp.asarray(rng.standard_normal((4, *arrays[0].shape[1:])), F32)
-    whole = sum_partials(parts, BF16)
+    partials = jnp.asarray(rng.standard_normal((4, *arrays[0].shape[1:])), F32)
+    whole = sum_partials(partials, BF16)
     rope = jax.jit(partial(rope_write_kv, norms=norms, dtype=BF16, backend=backend))
-    got, want = rope(parts, *arrays[1:]), rope(whole[None], *arrays[1:])
+    got, want = rope(partials, *arrays[1:]), rope(whole[None], *arrays[1:])
     norm = jax.jit(partial(add_rms_norm, eps=EPS, backend=backend))
-    hidden, weight = parts[0, :, 0].astype(BF16), jnp.linspace(-1, 1, 64, dtype=BF16)
-    got += norm(hidden, parts[:, :, 1], weight)
+    hidden, weight = partials[0, :, 0].astype(BF16), jnp.linspace(-1, 1, 64, dtype=BF16)
+    got += norm(hidden, partials[:, :, 1], weight)
     want += norm(hidden, whole[None, :, 1], weight)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert a.dtype == b.dtype == BF16
@@ -265,7 +265,7 @@ def test_parts_are_summed_and_rounded_first(backend):
 
 # Rows, depth, width: some that Hopper's own kernel takes, in one tile of rows and in two, with 128
 # columns a program and more steps than fit its ring (the wide one); and some that it does not.
-PRODUCTS = [
+GEMMS = [
     (8, 1024, 64),
     (24, 192, 128),
     (64, 2048, 256),
@@ -284,41 +284,41 @@ def _factors(seed, x_shape, weight_shape, dtype):
     return x, weight * jnp.asarray(x_shape[1] ** -0.5, dtype)
 
 
-def _assert_product(got, exact, depth, dtype):
+def _assert_gemm(got, exact, depth, dtype):
     """Rounded to `dtype`, and before that a sum of `depth` products in float32."""
     allowed = 8 * float(jnp.finfo(dtype).eps) + 4 * depth**0.5 * float(jnp.finfo(F32).eps)
     assert np.abs(np.asarray(got, np.float64) - exact).max() <= allowed * np.abs(exact).max()
 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("rows", "depth", "width", "dtype"), _with_dtypes(*PRODUCTS))
-def test_product_parts(rows, depth, width, dtype, backend):
-    """Parts or none, the sum is the product."""
+@pytest.mark.parametrize(("rows", "depth", "width", "dtype"), _with_dtypes(*GEMMS))
+def test_split_k_gemm(rows, depth, width, dtype, backend):
+    """Split or not, the sum is the GEMM's result."""
     require(backend)
     x, weight = _factors(6, (rows, depth), (depth, width), dtype)
-    parts = jax.jit(partial(split_k_gemm, backend=backend))(x, weight)
-    assert parts.dtype == (dtype if len(parts) == 1 else F32)
-    assert len(parts) == 1 or (backend is not Backend.XLA and dtype != F32)
-    if backend is Backend.INTERPRET and dtype != F32:  # XLA's product, in the parts of any GPU
-        assert len(parts) == {8: 4, 64: 8, 300: 1}.get(rows, len(parts))
+    partials = jax.jit(partial(split_k_gemm, backend=backend))(x, weight)
+    assert partials.dtype == (dtype if len(partials) == 1 else F32)
+    assert len(partials) == 1 or (backend is not Backend.XLA and dtype != F32)
+    if backend is Backend.INTERPRET and dtype != F32:  # XLA's GEMM, in the splits of any GPU
+        assert len(partials) == {8: 4, 64: 8, 300: 1}.get(rows, len(partials))
     exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64)
-    _assert_product(sum_partials(parts, F32), exact, depth, parts.dtype)
+    _assert_gemm(sum_partials(partials, F32), exact, depth, partials.dtype)
 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("rows", "depth", "width", "dtype"), _with_dtypes(*PRODUCTS))
-def test_gated_product(rows, depth, width, dtype, backend):
+@pytest.mark.parametrize(("rows", "depth", "width", "dtype"), _with_dtypes(*GEMMS))
+def test_gated_gemm(rows, depth, width, dtype, backend):
     require(backend)
     x, weight = _factors(8, (rows, depth), (depth, 2, width), dtype)
     out = jax.jit(partial(gated_gemm, backend=backend))(x, weight)
     assert (out.shape, out.dtype) == ((rows, width), dtype)
     exact = reference.gated_gemm(x, weight)
-    _assert_product(out, exact, depth, dtype)
+    _assert_gemm(out, exact, depth, dtype)
 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 @pytest.mark.parametrize("rows", [8, pytest.param(2048, marks=pytest.mark.gpu)])
-def test_a_products_gate_is_shut_whatever_it_shuts(rows, backend):
+def test_a_gate_is_shut_whatever_it_shuts(rows, backend):
     """Gate times up is infinite, and so is exp(-gate)."""
     require(backend)
     x = jnp.zeros((rows, 64), BF16).at[:, 0].set(1)
@@ -329,39 +329,39 @@ def test_a_products_gate_is_shut_whatever_it_shuts(rows, backend):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [8, 64, 96, 128])
-def test_a_product_by_a_large_weight(rows):
-    """A program has all rows, and more steps of the depth than places."""
+def test_a_gemm_by_a_large_weight(rows):
+    """A program has all rows, and more steps of the depth than stages."""
     require(Backend.TRITON)
     x, weight = _factors(10, (rows, 2304), (2304, 4224), BF16)
-    parts = jax.jit(partial(split_k_gemm, backend=Backend.TRITON))(x, weight)
+    partials = jax.jit(partial(split_k_gemm, backend=Backend.TRITON))(x, weight)
     exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64)
-    _assert_product(sum_partials(parts, F32), exact, 2304, parts.dtype)
+    _assert_gemm(sum_partials(partials, F32), exact, 2304, partials.dtype)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [8, 64, 128])
-def test_a_gated_product_by_a_large_weight(rows):
-    """With 128 columns a program, on GPUs of 130 SMs and more; XLA's product on others."""
+def test_a_gated_gemm_by_a_large_weight(rows):
+    """With 128 columns a program, on GPUs of 130 SMs and more; XLA's GEMM on others."""
     require(Backend.TRITON)
     x, weight = _factors(11, (rows, 1280), (1280, 2, 16640), BF16)
     out = jax.jit(partial(gated_gemm, backend=Backend.TRITON))(x, weight)
-    _assert_product(out, reference.gated_gemm(x, weight), 1280, BF16)
+    _assert_gemm(out, reference.gated_gemm(x, weight), 1280, BF16)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize(("rows", "width"), [(256, 14336), (384, 14336), (2048, 3072)])
-def test_a_gated_product_of_many_rows(rows, width, dtype):
+def test_a_gated_gemm_of_many_rows(rows, width, dtype):
     """In tiles that the programs of a GPU of 132 SMs have two or three of; XLA's on others."""
     require(Backend.TRITON)
     x, weight = _factors(12, (rows, 1088), (1088, 2, width), dtype)
     out = jax.jit(partial(gated_gemm, backend=Backend.TRITON))(x, weight)
-    _assert_product(out, reference.gated_gemm(x, weight), 1088, dtype)
+    _assert_gemm(out, reference.gated_gemm(x, weight), 1088, dtype)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [8, 64, 256, 2048])
-def test_products_give_the_same_bits_again(rows):
+def test_gemms_give_the_same_bits_again(rows):
     """Whatever ran on the device before: nothing is left out, or read before it is there."""
     require(Backend.TRITON)
     x, weight = _factors(9, (rows, 1024), (1024, 2, 3072), BF16)
@@ -373,7 +373,7 @@ def test_products_give_the_same_bits_again(rows):
 
     first = jax.tree.map(np.asarray, run(x, weight))
     exact = reference.gated_gemm(x, weight)
-    _assert_product(first[0], exact, 1024, BF16)
+    _assert_gemm(first[0], exact, 1024, BF16)
     for turn in range(50):
         run(x * jnp.asarray(turn, BF16), weight)
         for one, other in zip(first, run(x, weight), strict=True):

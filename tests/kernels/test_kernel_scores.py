@@ -113,7 +113,7 @@ def test_the_order_is_top_ks_whatever_the_row_holds(backend):
 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-def test_every_row_says_its_token_and_wanted_ones_are_alike_whoever_else_is_wanted(backend):
+def test_every_row_says_its_token_and_wanted_ones_are_alike_whichever_others_are_wanted(backend):
     logits, tokens = _logits(4099), [9, -1, 5000, 4098]
     whole = _scored(logits, tokens, 5, backend)
     for wanted in ([True, False, False, True], [False] * B):

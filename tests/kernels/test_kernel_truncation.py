@@ -170,7 +170,7 @@ def test_the_edge_of_top_p_does_not_move_with_the_batch(backend):
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_row_that_overflowed_ruins_itself_alone(bad, backend):
-    """And nobody searches in it for ever."""
+    """And the search in it ends."""
     logits = np.random.RandomState(2).randn(B, 300).astype(np.float32)
     for one in ({"top_p": 0.7}, {"top_k": 9}, {"top_k": 9, "top_p": 0.7, "min_p": 0.01}):
         clean = _kept(logits, [one] * B, backend)

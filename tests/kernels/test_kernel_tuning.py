@@ -12,7 +12,7 @@ from pallas_kernels.attention import tuning as attention_tuning
 from pallas_kernels.attention.tile_ops import tile_width
 from pallas_kernels.gemm import tuning as gemm_tuning
 from pallas_kernels.gemm.tuning import Gemm
-from pallas_kernels.kv_cache import tuning as kv_cache_tuning
+from pallas_kernels.kv_cache import triton as kv_cache_triton
 from pallas_kernels.norm.triton import norm_config
 
 
@@ -69,7 +69,7 @@ def test_a_norms_threads_load_sixteen_bytes_each(itemsize):
         config = norm_config(size=size, itemsize=itemsize)
         assert config.tile * itemsize == 16 * 32 * config.num_warps
         assert 1 <= config.num_warps <= 32
-        # One load has the whole row, and less than as much beside it, unless it takes every warp.
+        # One load has the whole row, and less than as much more, unless it takes every warp.
         assert size <= config.tile < 2 * max(size, 32 * 16 // itemsize) or config.num_warps == 32
 
 
@@ -80,7 +80,7 @@ def test_few_gates_have_twice_the_threads():
     assert many == gemm_tuning.GatedConfig(1024, num_warps=4)
 
 
-def test_the_activation_of_products_that_xla_splits_stays_with_them():
+def test_the_activation_of_gemms_that_xla_splits_stays_with_them():
     sizes = {rows: [3072, 14336] for rows in (8, 256, 512)}
     ours = {
         rows: [gemm_tuning.gated_config(num_tokens=rows, size=size) is not None for size in both]
@@ -89,7 +89,7 @@ def test_the_activation_of_products_that_xla_splits_stays_with_them():
     assert ours == {8: [False, True], 256: [False, True], 512: [True, True]}
 
 
-MEASURED_PARTS = {  # of qkv, o, gate and up, down: of Qwen3-0.6B, then of Llama-3.1-8B
+MEASURED_SPLITS = {  # of qkv, o, gate and up, down: of Qwen3-0.6B, then of Llama-3.1-8B
     8: ([4, 4, 1, 4], [2, 8, 1, 8]),
     64: ([4, 8, 1, 8], [2, 8, 1, 8]),
     128: ([2, 4, 1, 4], [1, 1, 1, 1]),
@@ -98,15 +98,15 @@ MEASURED_PARTS = {  # of qkv, o, gate and up, down: of Qwen3-0.6B, then of Llama
 }
 
 
-@pytest.mark.parametrize("rows", [*MEASURED_PARTS])
-def test_products_are_split_where_that_was_measured_to_pay(rows):
-    def parts(depth, width, itemsize=2):
+@pytest.mark.parametrize("rows", [*MEASURED_SPLITS])
+def test_gemms_are_split_where_that_was_measured_to_pay(rows):
+    def splits(depth, width, itemsize=2):
         return gemm_tuning.num_splits(Gemm(rows, depth, width, itemsize))
 
-    small = [parts(1024, 4096), parts(2048, 1024), parts(1024, 6144), parts(3072, 1024)]
-    large = [parts(4096, 6144), parts(4096, 4096), parts(4096, 28672), parts(14336, 4096)]
-    assert (small, large) == MEASURED_PARTS[rows]
-    assert parts(14336, 4096, itemsize=4) == 1
+    small = [splits(1024, 4096), splits(2048, 1024), splits(1024, 6144), splits(3072, 1024)]
+    large = [splits(4096, 6144), splits(4096, 4096), splits(4096, 28672), splits(14336, 4096)]
+    assert (small, large) == MEASURED_SPLITS[rows]
+    assert splits(14336, 4096, itemsize=4) == 1
 
 
 def test_many_programs_have_few_warps():
@@ -117,68 +117,64 @@ def test_many_programs_have_few_warps():
 
 def test_hoppers_prefill_is_for_hopper_and_what_it_can():
     facts = {"head_size": 128, "block_size": 16, "itemsize": 2, "plain": True}
-    choose = partial(attention_tuning.hopper_prefill_config, **facts)
+    runs = partial(attention_tuning.runs_hopper_prefill, **facts)
     for name in ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA GH200 480GB"):
-        assert choose(device_kind=name) == attention_tuning.HopperPrefillConfig()
-    assert choose(device_kind="NVIDIA A100-SXM4-80GB") is None
-    assert choose(device_kind="") is None
+        assert runs(device_kind=name)
+    assert not runs(device_kind="NVIDIA A100-SXM4-80GB")
+    assert not runs(device_kind="")
     others = {"head_size": 64, "block_size": 48, "itemsize": 4, "plain": False}
     for name, value in others.items():
-        assert choose(device_kind="NVIDIA H200", **{name: value}) is None
+        assert not runs(device_kind="NVIDIA H200", **{name: value})
 
 
 def test_hoppers_prefill_is_for_blocks_that_tiles_are_made_of_or_cut_from():
     facts = {"head_size": 128, "itemsize": 2, "plain": True, "device_kind": "NVIDIA H200"}
     sizes = [1, 2, 4, 7, 8, 16, 24, 32, 64, 96, 128, 136, 192, 256]
-    taken = [
-        s
-        for s in sizes
-        if attention_tuning.hopper_prefill_config(block_size=s, **facts) is not None
-    ]
+    taken = [s for s in sizes if attention_tuning.runs_hopper_prefill(block_size=s, **facts)]
     assert taken == [8, 16, 32, 64, 128, 256]
 
 
-def _product(rows, depth, width, **changes) -> Any:
+def _few_rows(rows, depth, width, **changes) -> Any:
     facts = {"itemsize": 2, "num_cores": 132, "device_kind": "NVIDIA H200"}
     return gemm_tuning.few_rows_config(Gemm(rows, depth, width, **(facts | changes)))
 
 
-def test_hoppers_products_give_each_sm_a_program_at_most():
-    parts = {
-        rows: [_product(rows, *shape).num_splits for shape in ((1024, 4096), (2048, 1024))]
+def test_hoppers_gemms_give_each_sm_a_program_at_most():
+    splits = {
+        rows: [_few_rows(rows, *shape).num_splits for shape in ((1024, 4096), (2048, 1024))]
         for rows in (8, 64, 96, 128, 192, 256)
     }
     few, many = [2, 8], [1, 4]
-    assert parts == {8: few, 64: few, 96: many, 128: many, 192: many, 256: many}
-    tiles = [_product(rows, 1024, 4096).tile_rows for rows in (8, 64, 96, 128, 192, 256)]
+    assert splits == {8: few, 64: few, 96: many, 128: many, 192: many, 256: many}
+    tiles = [_few_rows(rows, 1024, 4096).tile_rows for rows in (8, 64, 96, 128, 192, 256)]
     assert tiles == [8, 64, 48, 64, 96, 128]
-    assert _product(128, 1024, 6144).tile_rows == 128  # 96 programs: in two they would be too many
-    assert _product(64, 320, 1024).num_splits == 1  # five steps: no two parts
-    assert _product(64, 512, 64).num_splits == 4  # each at least 128 deep
+    assert _few_rows(128, 1024, 6144).tile_rows == 128  # 96 programs: in two they would be too many
+    assert _few_rows(64, 320, 1024).num_splits == 1  # five steps: no two splits
+    assert _few_rows(64, 512, 64).num_splits == 4  # each at least 128 deep
 
 
-def test_hoppers_products_stream_a_large_weight_once():
+def test_hoppers_gemms_stream_a_large_weight_once():
     for rows in (8, 64, 96, 128):
-        config = _product(rows, 14336, 4096)
+        config = _few_rows(rows, 14336, 4096)
         assert (config.tile_rows, config.num_splits) == (rows, 2)
-    assert _product(64, 4096, 14336, num_factors=2).tile_rows == 64
+    assert _few_rows(64, 4096, 14336, num_factors=2).tile_rows == 64
 
 
-def test_hoppers_products_do_not_run_far_ahead_of_a_large_weight():
+def test_hoppers_gemms_do_not_run_far_ahead_of_a_large_weight():
     for rows in (8, 64, 128):
-        assert _product(rows, 14336, 4096).num_stages == 8  # 128 programs
-    assert _product(8, 4096, 6144).num_stages == 10  # 96 programs: a quarter of the SMs is idle
+        assert _few_rows(rows, 14336, 4096).num_stages == 8  # 128 programs
+    assert _few_rows(8, 4096, 6144).num_stages == 10  # 96 programs: a quarter of the SMs is idle
     for rows in (8, 64, 128):
-        assert _product(rows, 4096, 14336, num_factors=2).num_stages == 4  # 112 programs
-    assert _product(256, 1024, 3072, num_factors=2).num_stages == 6  # of two tiles, one weight
+        assert _few_rows(rows, 4096, 14336, num_factors=2).num_stages == 4  # 112 programs
+    assert _few_rows(256, 1024, 3072, num_factors=2).num_stages == 6  # of two tiles, one weight
 
 
-def test_hoppers_products_are_at_most_one_program_an_sm_and_fit_it():
+def test_hoppers_gemms_are_at_most_one_program_an_sm_and_fit_it():
     taken = 0
     for rows, depth, width, factors, cores in itertools.product(
         range(8, 257, 8), (1024, 8192), (64, 1024, 8448, 8512, 14336, 16896), (1, 2), (78, 132)
     ):
-        config = _product(rows, depth, width, num_factors=factors, num_cores=cores)
+        config = _few_rows(rows, depth, width, num_factors=factors, num_cores=cores)
         if config is None:
             continue
         taken += 1
@@ -191,21 +187,21 @@ def test_hoppers_products_are_at_most_one_program_an_sm_and_fit_it():
     assert taken > 200
 
 
-def test_hoppers_products_read_few_rows_seldom():
+def test_hoppers_gemms_read_few_rows_seldom():
     """Each program reads all of its rows, so it has twice the columns where SMs are too few."""
-    assert _product(64, 1024, 8448).num_consumers == 1
-    assert _product(64, 1024, 8576).num_consumers == 2
-    assert _product(64, 1024, 8512) is None  # 133 tiles: no two of them for every program
-    assert _product(256, 1024, 6144) == gemm_tuning.FewRowsConfig(1, 128, 2, 6)
-    assert _product(64, 4096, 16896).num_consumers == 2
-    assert _product(64, 4096, 17408) is None  # 136 programs even so
+    assert _few_rows(64, 1024, 8448).num_consumers == 1
+    assert _few_rows(64, 1024, 8576).num_consumers == 2
+    assert _few_rows(64, 1024, 8512) is None  # 133 tiles: no two of them for every program
+    assert _few_rows(256, 1024, 6144) == gemm_tuning.FewRowsConfig(1, 128, 2, 6)
+    assert _few_rows(64, 4096, 16896).num_consumers == 2
+    assert _few_rows(64, 4096, 17408) is None  # 136 programs even so
 
 
-def test_hoppers_products_are_for_hopper_and_few_rows():
-    assert _product(64, 1024, 4096) is not None
+def test_hoppers_gemms_are_for_hopper_and_few_rows():
+    assert _few_rows(64, 1024, 4096) is not None
     others = {"device_kind": "NVIDIA A100", "num_cores": None, "itemsize": 4}
     for name, value in others.items():
-        assert _product(64, 1024, 4096, **{name: value}) is None
+        assert _few_rows(64, 1024, 4096, **{name: value}) is None
     for rows, depth, width in (
         (0, 1024, 4096),
         (12, 1024, 4096),
@@ -218,9 +214,9 @@ def test_hoppers_products_are_for_hopper_and_few_rows():
         (64, 1024, 0),
         (64, 0, 0),
     ):
-        assert _product(rows, depth, width) is None
-    assert _product(64, 1024, 3072, num_factors=2).num_splits == 1
-    assert _product(192, 2048, 4096, num_factors=2) is None  # the two together are large
+        assert _few_rows(rows, depth, width) is None
+    assert _few_rows(64, 1024, 3072, num_factors=2).num_splits == 1
+    assert _few_rows(192, 2048, 4096, num_factors=2) is None  # the two together are large
 
 
 def _gated_gemm(rows, depth, width, **changes) -> Any:
@@ -228,7 +224,7 @@ def _gated_gemm(rows, depth, width, **changes) -> Any:
     return gemm_tuning.many_rows_config(Gemm(rows, depth, width, num_factors=2, **facts))
 
 
-def test_hoppers_gated_products_of_many_rows_keep_the_sms_at_work():
+def test_hoppers_gated_gemms_of_many_rows_keep_the_sms_at_work():
     counts = (128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
     wide, narrow = (
         [rows for rows in counts if _gated_gemm(rows, *shape)]
@@ -238,7 +234,7 @@ def test_hoppers_gated_products_of_many_rows_keep_the_sms_at_work():
     assert narrow == [2048, 3072, 4096, 6144, 8192]  # not 24 tiles, 48, 72, 96, 144, 192 and 288
 
 
-def test_hoppers_gated_products_of_many_rows_are_for_hopper_and_whole_tiles():
+def test_hoppers_gated_gemms_of_many_rows_are_for_hopper_and_whole_tiles():
     config = _gated_gemm(256, 4096, 14336)
     assert config == gemm_tuning.ManyRowsConfig(num_stages=4, num_programs=132)
     step, out = (128 + 2 * 128) * 64 * 2, 128 * 128 * 2
@@ -257,7 +253,7 @@ def test_hoppers_gated_products_of_many_rows_are_for_hopper_and_whole_tiles():
         assert _gated_gemm(rows, depth, width) is None
 
 
-def test_parts_divide_the_depth():
+def test_splits_divide_the_depth():
     for depth in (32, 80, 768, 2560):
         count = gemm_tuning.num_splits(Gemm(8, depth, 1024, itemsize=2))
         assert depth % count == 0
@@ -276,8 +272,8 @@ def gpu(tmp_path, monkeypatch):
 
 def test_a_table_overrides_fields(gpu):
     facts = {"head_size": 128, "itemsize": 2, "device_kind": gpu}
-    assert kv_cache_tuning.move_config("write", **facts).chunk == 512
-    assert kv_cache_tuning.move_config("copy", **facts).chunk == kv_cache_tuning.MoveConfig().chunk
+    assert kv_cache_triton.move_config("write", **facts).chunk == 512
+    assert kv_cache_triton.move_config("copy", **facts).chunk == kv_cache_triton.MoveConfig().chunk
     assert _decode(device_kind=gpu).tile_tokens == 32
     assert _decode(device_kind=gpu, head_size=64).tile_tokens == 64
     assert _decode(device_kind="Other GPU").tile_tokens == 64

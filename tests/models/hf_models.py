@@ -1,7 +1,6 @@
 """Tiny random `transformers` models, one a case, and the same weights in ours."""
 
 import functools
-import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -160,14 +159,14 @@ def build(
     has comes from there, by the last name of its path."""
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, dtype=dtype)))
     flat = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
+    rules = weight_rules(config)
     arrays = {name: np.full(leaf.shape, np.nan, np.float32) for name, (_, leaf) in flat.items()}
     for name, tensor in tensors.items():
-        (rule,) = [r for r in weight_rules(config) if re.fullmatch(r.pattern, name)]
+        rule = rules.find(name)
+        assert rule is not None
         if rule.target is None:
             continue
-        match = re.fullmatch(rule.pattern, name)
-        assert match is not None
-        whole, piece = arrays[match.expand(rule.target)], tensor
+        whole, piece = arrays[rule.target], tensor
         if rule.shape is not None and rule.file_axes is not None:
             order = [axis for axes in rule.file_axes for axis in axes]
             in_file = tensor.reshape([rule.shape[axis] for axis in order])

@@ -60,7 +60,7 @@ def measure(folder: Path, *, naive: bool) -> float:
     files = sorted(folder.glob("*.safetensors"))
     before = status_bytes("VmRSS")
     held = [load_file(file) for file in files] if naive else []
-    model = loader.load_model(folder, config, dtype=jnp.bfloat16)
+    model = loader.plan_model(folder, config, dtype=jnp.bfloat16).load()
     assert "torch" not in sys.modules
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
     assert len(held) in (0, len(files))

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from transformers.models.gemma3 import modeling_gemma3
 
 from jpaged.models.checkpoint import CheckpointError, read_config
-from jpaged.models.loader import load_model
+from jpaged.models.loader import plan_model
 from jpaged.models.norm import RMSNorm
 from jpaged.models.registry import read_model_config
 from pallas_kernels import Backend
@@ -99,7 +99,7 @@ def test_the_text_of_a_checkpoint_that_takes_images(tmp_path: Path):
     tensors, loaded = load_file(file), []
     for prefix in (None, "model.language_model.", "language_model.model."):
         save_file({renamed(name, prefix): tensor for name, tensor in tensors.items()}, file)
-        loaded.append(load_model(tmp_path, config, dtype=jnp.float32))
+        loaded.append(plan_model(tmp_path, config, dtype=jnp.float32).load())
     with torch.no_grad():
         expected = theirs(torch.tensor([TOKENS])).logits[0].numpy()
     np.testing.assert_allclose(logits_of(loaded[0]), expected, atol=1e-4)
@@ -109,7 +109,7 @@ def test_the_text_of_a_checkpoint_that_takes_images(tmp_path: Path):
         np.testing.assert_array_equal(leaves[2], leaves[0])
     save_file(tensors | {"vision_tower_too": np.ones(1, np.float32)}, file)
     with pytest.raises(CheckpointError, match=r"unknown tensors \(1\): vision_tower_too"):
-        load_model(tmp_path, config, dtype=jnp.float32)
+        plan_model(tmp_path, config, dtype=jnp.float32)
 
 
 def renamed(name: str, prefix: str | None) -> str:

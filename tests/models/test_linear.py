@@ -48,9 +48,7 @@ class Turned(Plain):
         ]
         file_axes = ((0,), (1,)) if transposed else ((1,), (0,))
         return [
-            WeightRule(
-                source + r"\.weight", target + ".turned", (size, size_in), file_axes, 0, start
-            )
+            WeightRule(source + ".weight", target + ".turned", (size, size_in), file_axes, 0, start)
             for source, start, size in placed
         ]
 

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from jpaged.models import loader
 from jpaged.models.checkpoint import CheckpointError, read_config, read_tensors
 from jpaged.models.decoder import Decoder
-from jpaged.models.loader import load_model, plan_weights
+from jpaged.models.loader import plan_model, plan_weights
 from jpaged.models.registry import read_model_config, weight_rules
 
 GPT2 = {
@@ -69,7 +69,8 @@ def make_checkpoint(folder, hf_config, max_shard_size="5GB"):
 
 
 def load(folder, dtype=jnp.float32):
-    model = load_model(folder, read_model_config(read_config(folder)), dtype=dtype)
+    config = read_model_config(read_config(folder))
+    model = plan_model(folder, config, dtype=dtype).load()
     flat = nnx.to_flat_state(nnx.state(model))
     return {".".join(map(str, path)): np.asarray(leaf.get_value()) for path, leaf in flat}
 
@@ -146,7 +147,7 @@ def test_more_layers_than_the_checkpoint_has_are_refused_before_they_are_made(
     config = read_model_config(read_config(tmp_path) | {field: 1000})
     monkeypatch.setattr(loader, "model_shapes", lambda *_: pytest.fail("layers were made"))
     with pytest.raises(CheckpointError, match=r"num_hidden_layers=1000, .* has 2 layers"):
-        load_model(tmp_path, config, dtype=jnp.float32)
+        plan_model(tmp_path, config, dtype=jnp.float32)
 
 
 def test_a_bfloat16_checkpoint_is_kept(tmp_path):

@@ -1,5 +1,7 @@
 """Loading into a small model with every kind of layout: values, strictness, dtypes."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -9,8 +11,8 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from jpaged.models import loader
-from jpaged.models.checkpoint import CheckpointError, WeightRule
-from jpaged.models.loader import load_model
+from jpaged.models.checkpoint import CheckpointError, WeightRule, WeightRules
+from jpaged.models.loader import plan_model
 from jpaged.models.registry import read_model_config
 
 V, D, N, K, H, F = 11, 6, 4, 2, 8, 7
@@ -53,22 +55,23 @@ class Model(nnx.Module):
 
 
 def model_rules(config=CONFIG):
-    def piece(name, target, *place):
-        return WeightRule(rf"layers\.(\d+)\.{name}", rf"layers.\1.{target}", *place)
-
     rules = [
         WeightRule("embed", "embedding"),
         WeightRule("lm_head", "head", (D, V), ((1,), (0,))),
-        WeightRule(r"layers\.\d+\.mask", None),
-        WeightRule(r"layers\.(\d+)\.norm", r"layers.\1.norm", add=0.5),
-        piece("o", "output", (N, H, D), ((2,), (0, 1))),
     ]
-    for name, heads, start in (("q", N, 0), ("k", K, N), ("v", K, N + K)):
-        rules.append(piece(name, "qkv", (D, heads, H), ((1, 2), (0,)), 1, start))
-        rules.append(piece(rf"{name}_bias", "qkv_bias", (heads, H), ((0, 1),), 0, start))
-    for start, name in enumerate(("gate", "up")):
-        rules.append(piece(name, "gate_up", (D, 1, F), ((1, 2), (0,)), 1, start))
-    return rules
+    for i in range(config.num_layers):
+
+        def piece(name, target, *place, i=i):
+            rules.append(WeightRule(f"layers.{i}.{name}", f"layers.{i}.{target}", *place))
+
+        rules.append(WeightRule(f"layers.{i}.norm", f"layers.{i}.norm", add=0.5))
+        piece("o", "output", (N, H, D), ((2,), (0, 1)))
+        for name, heads, start in (("q", N, 0), ("k", K, N), ("v", K, N + K)):
+            piece(name, "qkv", (D, heads, H), ((1, 2), (0,)), 1, start)
+            piece(f"{name}_bias", "qkv_bias", (heads, H), ((0, 1),), 0, start)
+        for start, name in enumerate(("gate", "up")):
+            piece(name, "gate_up", (D, 1, F), ((1, 2), (0,)), 1, start)
+    return WeightRules(rules, "model_", r"layers\.\d+\.mask")
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +121,7 @@ def parameters(model):
 
 
 def load(folder, dtype=jnp.float32, **options):
-    return parameters(load_model(folder, CONFIG, dtype=dtype, **options))
+    return parameters(plan_model(folder, CONFIG, dtype=dtype, **options).load())
 
 
 @pytest.mark.parametrize("slab_bytes", [loader.SLAB_BYTES, 40, 1])
@@ -172,7 +175,7 @@ def changed(name, tensor):
     ("tensors", "complaint"),
     [
         (changed("extra", np.ones(1)), r"unknown tensors \(1\): extra\."),
-        (changed("layers.2.norm", np.ones(D)), r"unknown.*layers\.2\.norm \(the model has no"),
+        (changed("layers.2.norm", np.ones(D)), r"unknown tensors \(1\): layers\.2\.norm\."),
         (without("embed"), r"missing parameters \(1\): embedding \(comes from embed\)"),
         (without("layers.1.norm"), r"missing parameters \(1\): layers\.1\.norm"),
         (without("layers.1.k"), r"missing piece \(1\): layers\.1\.qkv along axis 1 .*\.k\)"),
@@ -209,21 +212,44 @@ def test_all_problems_are_told_at_once_the_long_lists_cut(tmp_path):
     assert "layers.0.gate_up" in message
 
 
-def with_rules(monkeypatch, *extra):
-    monkeypatch.setattr(loader, "weight_rules", lambda config: [*model_rules(), *extra])
-
-
-def test_a_tensor_that_two_rules_match_is_refused(tmp_path, monkeypatch):
-    with_rules(monkeypatch, WeightRule("emb.*", "embedding"))
-    save(tmp_path, make_tensors())
-    with pytest.raises(CheckpointError, match=r"two rules \(1\): embed by embed and emb\.\*"):
+def test_a_tensor_whose_parameter_the_model_lacks_is_refused(tmp_path, monkeypatch):
+    rules = model_rules()
+    more = replace(rules, rules=[*rules.rules, WeightRule("wpe", "positions")])
+    monkeypatch.setattr(loader, "weight_rules", lambda config: more)
+    save(tmp_path, changed("wpe", np.ones((V, D), np.float32)))
+    with pytest.raises(CheckpointError, match=r"unknown.*: wpe \(the model has no positions\)"):
         load(tmp_path)
 
 
-def test_two_tensors_for_one_place_are_refused(tmp_path, monkeypatch):
-    with_rules(monkeypatch, WeightRule("wte", "embedding"))
-    save(tmp_path, changed("wte", np.ones((V, D), np.float32)))
-    with pytest.raises(CheckpointError, match=r"filled twice \(1\): embedding by embed and wte"):
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        ("layers.0.k", r"missing piece \(1\): layers\.0\.qkv along axis 1 \(lacks no rule"),
+        ("embed", r"missing parameters \(1\): embedding \(comes from no rule"),
+    ],
+)
+def test_rules_that_leave_a_place_empty_are_refused(tmp_path, monkeypatch, source, complaint):
+    rules = model_rules()
+    fewer = replace(rules, rules=[rule for rule in rules.rules if rule.source != source])
+    monkeypatch.setattr(loader, "weight_rules", lambda config: fewer)
+    save(tmp_path, without(source))
+    with pytest.raises(CheckpointError, match=complaint):
+        load(tmp_path)
+
+
+def test_two_rules_of_one_name_are_refused(tmp_path, monkeypatch):
+    rules = model_rules()
+    more = [WeightRule("embed", "head"), *rules.rules]
+    monkeypatch.setattr(loader, "weight_rules", lambda config: replace(rules, rules=more))
+    save(tmp_path, make_tensors())
+    with pytest.raises(CheckpointError, match=r"missing piece \(1\): head .*\(lacks embed\)"):
+        load(tmp_path)
+
+
+def test_two_tensors_for_one_place_are_refused(tmp_path):
+    save(tmp_path, changed("model_embed", np.ones((V, D), np.float32)))
+    message = r"filled twice \(1\): embedding by embed and model_embed"
+    with pytest.raises(CheckpointError, match=message):
         load(tmp_path)
 
 

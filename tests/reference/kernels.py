@@ -104,7 +104,7 @@ def rope_decode_attention(
 
 
 def add_rms_norm(hidden, update, weight, *, eps, dtype=np.float64):
-    """The normalized rows of hidden + the sum of update's parts, and that sum."""
+    """The normalized rows of hidden + the sum of update's partials, and that sum."""
     total = np.asarray(hidden).astype(dtype) + np.asarray(update).astype(dtype).sum(axis=0)
     normed = np.zeros_like(total)
     for t, row in enumerate(total):

@@ -30,8 +30,7 @@ def test_a_decode_batch_comes_out_as_it_went_in():
         np.array([3, 0]),
         sampling_table=SAMPLING,
         batch_size=8,
-        padding_row=R - 1,
-        max_blocks_per_seq=M,
+        max_blocks=M,
     )
     batch = unpack_decode(jnp.asarray(packed))
     assert batch.tokens.tolist()[:3] == [7, LAST_TOKEN, 0]
@@ -53,8 +52,7 @@ def test_a_ragged_batch_comes_out_as_it_went_in():
         sampling_table=SAMPLING,
         num_tokens=16,
         batch_size=8,
-        padding_row=R - 1,
-        max_blocks_per_seq=M,
+        max_blocks=M,
     )
     batch = unpack_prefill(jnp.asarray(packed), num_tokens=16, batch_size=8)
     assert batch.tokens.tolist()[:5] == [2, 3, 4, LAST_TOKEN, 0]

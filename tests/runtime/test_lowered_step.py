@@ -15,13 +15,13 @@ from jax import export
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from bench.common import SHAPES
-from jpaged.compile.recipes import Recipe, recipes
+from jpaged.compile.recipes import Recipe, Recipes
+from jpaged.compile.sizing import GPU_DEFAULTS
 from jpaged.compile.workers import share_of
 from jpaged.models.loader import model_shapes
 from jpaged.models.registry import read_model_config
-from jpaged.runtime.buckets import step_buckets
 from jpaged.runtime.programs import Shapes, SplitModel
-from jpaged.runtime.runtime_config import GPU_DEFAULTS, RuntimeConfig
+from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.sampler import SCORED_GREEDY
 from pallas_kernels import Backend
 from pallas_kernels.attention import prefill_hopper
@@ -57,9 +57,8 @@ def all_recipes(shape: str, num_layers: int) -> dict[Any, Recipe]:
         num_scheduler_steps=GPU_DEFAULTS.num_scheduler_steps,
     )
     split = SplitModel.of(model_shapes(config, jnp.bfloat16))
-    shapes = Shapes.of(split, config, runtime, jnp.dtype(jnp.bfloat16))
-    made = recipes(split, shapes, runtime, step_buckets(runtime))
-    return {recipe.name: recipe for recipe in made}
+    shapes = Shapes.of(config, runtime, jnp.dtype(jnp.bfloat16))
+    return {recipe.name: recipe for recipe in Recipes(split, shapes, runtime)}
 
 
 @cache

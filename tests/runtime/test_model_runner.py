@@ -8,14 +8,14 @@ import jax
 import numpy as np
 import pytest
 
-from jpaged.compile.builder import compile_programs
+from jpaged.compile.builder import ProgramBuilder
+from jpaged.compile.recipes import Recipes
 from jpaged.compile.store import ProgramStore
 from jpaged.core.plan import ScheduledSequence, StepPlan, SwapIn, SwapOut
 from jpaged.core.request import Request, Sequence, StopCriteria
-from jpaged.models.loader import load_model, model_shapes
+from jpaged.models.loader import model_shapes, plan_model
 from jpaged.models.registry import read_model_config
 from jpaged.runtime import batch, model_runner
-from jpaged.runtime.buckets import make_buckets
 from jpaged.runtime.model_runner import ModelRunner, StepResult
 from jpaged.runtime.programs import Shapes, SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig
@@ -37,7 +37,6 @@ CONFIG = RuntimeConfig(
     backend=Backend.XLA,
     num_host_blocks=20,
 )
-BUCKETS = make_buckets(8, 64)
 MODEL = {
     "model_type": "llama",
     "vocab_size": 96,
@@ -58,15 +57,16 @@ MODEL = {
 def shared_runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     model = read_model_config(MODEL)
     folder = tmp_path_factory.mktemp("none")
-    loaded = load_model(folder, model, dtype=jax.numpy.float32, load_format="dummy", seed=3)
+    loaded = plan_model(folder, model, dtype=jax.numpy.float32, load_format="dummy", seed=3).load()
     split = SplitModel.of(loaded)
-    shapes = Shapes.of(split, model, CONFIG, jax.numpy.float32)
+    shapes = Shapes.of(model, CONFIG, jax.numpy.float32)
     store = ProgramStore(folder, model, jax.local_devices()[0])
-    compile_programs(split, shapes, CONFIG, BUCKETS, threads=2, store=store)
     # Loaded, as every engine but the first has them: without a tree nothing can be traced.
-    stored = replace(split, treedef=None)
-    programs = compile_programs(stored, shapes, CONFIG, BUCKETS, threads=2, store=store)
-    runner = ModelRunner(split, shapes, CONFIG, BUCKETS, programs)
+    for traced in (split, replace(split, treedef=None)):
+        with ProgramBuilder(2, store) as builder:
+            builder.add(Recipes(traced, shapes, CONFIG))
+            programs = builder.programs()
+    runner = ModelRunner(split, shapes, CONFIG, programs)
     runner.warm_up()
     return runner
 
@@ -274,11 +274,11 @@ def test_rows_that_join_together_are_loaded_by_one_launch(
     programs, launched = driver.runner.programs, []
 
     def counted(name: str):
-        run = getattr(programs, name)
+        run = programs[name, None]
         return lambda *arguments: launched.append(name) or run(*arguments)
 
-    both = {name: counted(name) for name in ("load_rows", "load_bias")}
-    monkeypatch.setattr(driver.runner, "programs", replace(programs, **both))
+    both = {(name, None): counted(name) for name in ("load_rows", "load_bias")}
+    monkeypatch.setattr(driver.runner, "programs", {**programs, **both})
     kinds = [{"presence_penalty": 1.0}, {"min_tokens": 2}, {"logit_bias": {3: 1.0}}, {}]
     sequences = [
         driver.request(SamplingParams(temperature=0.0, **kind), PROMPT[:3]).sequences[0]
@@ -377,11 +377,11 @@ def test_costs_are_measured(driver: Driver):
     """In the null block, whatever others have computed, and with rows that are given back."""
     (sequence,) = driver.request(GREEDY, PROMPT).sequences
     driver.prefill(sequence, [1, 2])
-    costs = measure_costs(driver.runner, CONFIG, BUCKETS)
+    costs = measure_costs(driver.runner, CONFIG)
     assert [tokens for tokens, _ in costs.prefill_seconds] == [64]
     assert [blocks for blocks, _ in costs.swap_seconds] == [8, 16, 32]
     assert all(seconds > 0 for _, seconds in costs.prefill_seconds + costs.swap_seconds)
-    roomy = measure_costs(driver.runner, replace(CONFIG, num_host_blocks=100), BUCKETS)
+    roomy = measure_costs(driver.runner, replace(CONFIG, num_host_blocks=100))
     assert [blocks for blocks, _ in roomy.swap_seconds] == [8, 16, 32, 100]
     for block in range(3, 2 + CONFIG.max_num_seqs):
         driver.prefill(driver.request(GREEDY, [block]).sequences[0], [block])
@@ -438,6 +438,6 @@ def test_only_on_a_gpu_small_buffers_have_places(
     monkeypatch.setattr(model_runner, "make_places", lambda: made.append(backend) or made)
     model, dtype = read_model_config(MODEL), jax.numpy.dtype(jax.numpy.float32)
     split, config = SplitModel.of(model_shapes(model, dtype)), replace(CONFIG, backend=backend)
-    shapes = Shapes.of(split, model, config, dtype)
-    ModelRunner(split, shapes, config, BUCKETS, shared_runner.programs)
+    shapes = Shapes.of(model, config, dtype)
+    ModelRunner(split, shapes, config, shared_runner.programs)
     assert len(made) == held

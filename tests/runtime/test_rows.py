@@ -1,38 +1,39 @@
 import numpy as np
 import pytest
 
-from jpaged.runtime.batch import RowSampling, RowTable
+from jpaged.runtime.batch import RowTable
 from jpaged.runtime.sampler import PADDING_PARAMS, SamplerLevel
 from jpaged.sampling_params import SamplingParams
-
-GREEDY = RowSampling.of(SamplingParams(temperature=0.0), seed=0)
 
 
 def test_the_padding_row_is_never_handed_out():
     table = RowTable(3)
-    rows = {table.assign(seq_id, GREEDY) for seq_id in (10, 11)}
+    rows = {table.assign(seq_id) for seq_id in (10, 11)}
     assert rows == {0, 1}
     assert np.array_equal(table.sampling[2], PADDING_PARAMS)
 
 
 def test_a_released_row_serves_again():
     table = RowTable(2)
-    assert table.assign(10, GREEDY) == 0
+    assert table.assign(10) == 0
     table.release(10)
     assert 10 not in table
-    assert table.assign(11, GREEDY) == 0
+    assert table.assign(11) == 0
 
 
 def test_a_sequence_gets_one_row():
     table = RowTable(3)
-    table.assign(10, GREEDY)
+    table.assign(10)
     with pytest.raises(ValueError, match="sequence 10 has device row"):
-        table.assign(10, GREEDY)
+        table.assign(10)
 
 
 def test_a_batch_samples_at_its_highest_level():
     table = RowTable(4)
-    greedy = table.assign(1, GREEDY)
-    random = table.assign(2, RowSampling.of(SamplingParams(temperature=0.5), seed=0))
+    greedy = table.assign(1)
+    random = table.assign(2)
+    table.sample(random, SamplingParams(temperature=0.5), seed=0)
     assert table.level(np.array([greedy])) == SamplerLevel.GREEDY
     assert table.level(np.array([greedy, random])) == SamplerLevel.RANDOM
+    table.release(2)
+    assert table.level(np.array([table.assign(3)])) == SamplerLevel.GREEDY

@@ -89,7 +89,7 @@ def test_large_answers_of_many_pieces():
 
 @pytest.mark.parametrize("size", [0, 20_000])
 def test_names_told_apart_from_colons_in_strings(size: int):
-    """Of small bodies, whose colons are looked at only where they are more than the names, too."""
+    """In bodies that are read in the event loop, and in large ones."""
     more = ["a" * size]
     body = {"a": "b:c", "d": {"e:": ["f: g", {"h": 1}]}, "more": more}
     assert parse_json(json.dumps(body).encode(), 10**6) == body

@@ -158,7 +158,7 @@ def test_the_histogram_of_every_token_is_prometheus_own():
     name, meaning = "vllm:inter_token_latency_seconds", "Seconds. Between two tokens of a request."
     theirs = Histogram(name, meaning, [*labels], buckets=bounds, registry=registry)
     for seconds in (0.0, 0.01, 0.011, 0.5, 3.0, 80.0, 90.0):
-        own.between_tokens.observe(seconds)
+        own.observe("inter_token_latency", seconds)
         theirs.labels(**labels).observe(seconds)
 
     def lines(text: bytes) -> list[str]:

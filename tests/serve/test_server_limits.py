@@ -338,7 +338,7 @@ def test_a_door_that_was_closed_before_it_was_opened(serve: Run):
         info = await serving.engine.ready()
         late.open(serving.engine, serving.tokenizing, info)
         assert not late.is_ready
-        with pytest.raises(ApiError, match="shutting down"), late.in_flight.admit("a", 1):
+        with pytest.raises(ApiError, match="shutting down"), late.admit("a", 1):
             pass
 
     serve(scenario)

@@ -15,8 +15,8 @@ from jpaged.sampling_params import SamplingParams
 from jpaged.text.detokenizer import (
     ByteDecoder,
     Detokenizer,
-    IncrementalDecoder,
     StopChecker,
+    WindowDecoder,
     incremental_decoder,
 )
 from jpaged.text.tokenizer import Tokenizer
@@ -144,6 +144,8 @@ def test_leading_space_of_a_word():
 
 
 class CountingDecoder:
+    bytes_of = None
+
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
         self.special_token_ids = tokenizer.special_token_ids
@@ -158,13 +160,13 @@ class CountingDecoder:
 @pytest.mark.parametrize("kind", ["text", "garbage", "special"])
 def test_cost_of_a_token_does_not_grow(make: Any, kind: str):
     tokenizer = make()
-    counting = CountingDecoder(tokenizer)
+    counting: Any = CountingDecoder(tokenizer)
     ids = {
         "text": tokenizer.encode("hello 世界, the end of 😀 the world. " * 20),
         "garbage": tokenizer.encode("🦜")[-2:-1] * 500,
         "special": [tokenizer.eos_token_id] * 500,
     }[kind]
-    decoder = IncrementalDecoder(counting, ids * 3, skip_special_tokens=True)
+    decoder = WindowDecoder(counting.decode, ids * 3, tokenizer.special_token_ids)
     text = "".join([decoder.push([i]) for i in ids]) + decoder.flush()
     assert max(counting.sizes, default=0) <= 64
     assert sum(counting.sizes) <= 45 * len(ids)
@@ -213,7 +215,7 @@ def test_a_token_of_a_byte_level_tokenizer_costs_its_own_bytes(monkeypatch: pyte
 
 
 def test_nothing_is_decoded_until_text_is_asked_for():
-    counting = CountingDecoder(byte_level())
+    counting: Any = CountingDecoder(byte_level())
     ids = byte_level().encode(CORPUS[0])
     detokenizer = Detokenizer(counting, ids, params())
     for i in ids:
@@ -331,6 +333,22 @@ def test_the_start_of_a_stop_string_is_released_when_nothing_follows():
     deltas, detokenizer = stream(tokenizer, [], [tokenizer.encode("say STO")], stop="STOP")
     assert deltas == ["say ", "STO"]
     assert detokenizer.text == "say STO"
+
+
+def test_what_was_released_is_not_released_again():
+    detokenizer = Detokenizer(byte_level(), [], params(stop="STOP"))
+    detokenizer.append(byte_level().encode("say STO"))
+    detokenizer.finish()
+    detokenizer.finish()
+    assert detokenizer.text == "say STO"
+
+
+def test_a_prompt_of_broken_bytes_and_text_is_not_repeated():
+    """A byte of a character that was never completed, and then a letter."""
+    tokenizer = metaspace()
+    broken, letter = tokenizer.encode("🦜")[-1], tokenizer.encode("d")[-1]
+    prompt = [*tokenizer.encode("hello world"), broken, letter]
+    assert stream(tokenizer, prompt, [tokenizer.encode("!")[-1:]])[1].text == "!"
 
 
 def test_stop_strings_wait_for_min_tokens():

@@ -12,7 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels import Backend, tuning
 from pallas_kernels.attention import tuning as attention_tuning
-from pallas_kernels.kv_cache import tuning as kv_cache_tuning
+from pallas_kernels.kv_cache import triton as kv_cache_triton
 from tools.tune import best, candidates, merge, path_of, write
 from tools.tune_cases import OPS, Op
 from tools.tune_programs import Override, using
@@ -53,9 +53,9 @@ def test_candidates_are_entries_that_tuning_can_read(name: str):
         "prefill": lambda: attention_tuning.prefill_config(
             num_tokens=64, batch=8, group=4, **facts
         ),
-        "write": lambda: kv_cache_tuning.move_config("write", **facts),
-        "copy": lambda: kv_cache_tuning.move_config("copy", **facts),
-        "rope_write": lambda: kv_cache_tuning.rope_config(**facts),
+        "write": lambda: kv_cache_triton.move_config("write", **facts),
+        "copy": lambda: kv_cache_triton.move_config("copy", **facts),
+        "rope_write": lambda: kv_cache_triton.rope_config(**facts),
     }
     for override in tried:
         with using(op, override) as chosen:
@@ -67,12 +67,12 @@ def test_candidates_are_entries_that_tuning_can_read(name: str):
 def test_an_entry_is_for_its_op_and_sizes_alone():
     with using(OPS["write"](128, "bfloat16"), {"chunk": 512}) as chosen:
         assert (
-            kv_cache_tuning.move_config("copy", head_size=128, itemsize=2)
-            == kv_cache_tuning.MoveConfig()
+            kv_cache_triton.move_config("copy", head_size=128, itemsize=2)
+            == kv_cache_triton.MoveConfig()
         )
         assert (
-            kv_cache_tuning.move_config("write", head_size=64, itemsize=2)
-            == kv_cache_tuning.MoveConfig()
+            kv_cache_triton.move_config("write", head_size=64, itemsize=2)
+            == kv_cache_triton.MoveConfig()
         )
         assert chosen == []
 
@@ -145,8 +145,8 @@ def test_a_table_keeps_other_entries_and_is_what_tuning_reads(
     write(path_of(gpu, tmp_path / "tuned"), table)
     monkeypatch.setattr(tuning.resources, "files", lambda _: tmp_path)
     facts = {"head_size": 128, "itemsize": 2, "device_kind": gpu}
-    assert kv_cache_tuning.move_config("write", **facts).chunk == 512
-    assert kv_cache_tuning.move_config("copy", **facts) == kv_cache_tuning.MoveConfig()
+    assert kv_cache_triton.move_config("write", **facts).chunk == 512
+    assert kv_cache_triton.move_config("copy", **facts) == kv_cache_triton.MoveConfig()
 
 
 def test_a_table_says_what_was_swept_though_the_heuristic_stays(
@@ -164,4 +164,4 @@ def test_a_table_says_what_was_swept_though_the_heuristic_stays(
     write(path_of(gpu, tmp_path / "tuned"), table)
     monkeypatch.setattr(tuning.resources, "files", lambda _: tmp_path)
     facts = {"head_size": 128, "itemsize": 2, "device_kind": gpu}
-    assert kv_cache_tuning.move_config("write", **facts) == kv_cache_tuning.MoveConfig()
+    assert kv_cache_triton.move_config("write", **facts) == kv_cache_triton.MoveConfig()

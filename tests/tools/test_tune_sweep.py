@@ -10,18 +10,18 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import Backend
-from pallas_kernels.kv_cache import tuning
+from pallas_kernels.kv_cache import triton
 from tools.tune_cases import Case, Op
 from tools.tune_programs import Inputs, compile_all, lower_loop, num_calls, seconds_a_call
 from tools.tune_sweep import Outcome, compare_results, sweep
 
 DOES_NOT_LOWER, DOES_NOT_COMPILE, IS_WRONG, FAILS_LATE = 1, 2, 3, 4
-HEURISTIC = tuning.MoveConfig().chunk
+HEURISTIC = triton.MoveConfig().chunk
 
 
 def _doubled(x):
     """2 x, in one more way for each chunk, or not at all."""
-    chunk = tuning.move_config("write", head_size=8, itemsize=4).chunk
+    chunk = triton.move_config("write", head_size=8, itemsize=4).chunk
     if chunk == DOES_NOT_LOWER:
         raise NotImplementedError("no such tile\nand more")
     if chunk == DOES_NOT_COMPILE:

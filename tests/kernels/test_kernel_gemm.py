@@ -50,8 +50,8 @@ def races_raise():
 def test_each_partial_is_a_gemm(rows, depth, config):
     rng = np.random.default_rng(0)
     x, weight = (jnp.asarray(rng.standard_normal(s), BF16) for s in ((rows, depth), (depth, 256)))
-    parts = hopper.split_k_gemm(x, weight, config=config)
-    assert parts.dtype == (BF16 if config.num_splits == 1 else F32)
+    partials = hopper.split_k_gemm(x, weight, config=config)
+    assert partials.dtype == (BF16 if config.num_splits == 1 else F32)
     columns, deep = (
         np.asarray(array, np.float64).reshape(shape)
         for array, shape in (
@@ -60,15 +60,15 @@ def test_each_partial_is_a_gemm(rows, depth, config):
         )
     )
     exact = np.einsum("rpd,pdw->prw", columns, deep)
-    tolerance = float(jnp.finfo(parts.dtype).eps) * 64
-    np.testing.assert_allclose(np.asarray(parts, np.float64), exact, rtol=0.01, atol=tolerance)
+    tolerance = float(jnp.finfo(partials.dtype).eps) * 64
+    np.testing.assert_allclose(np.asarray(partials, np.float64), exact, rtol=0.01, atol=tolerance)
 
 
 @pytest.mark.usefixtures("races_raise")
 @pytest.mark.parametrize(
     ("rows", "depth", "config"), [case for case in CASES if case[2].num_splits == 1]
 )
-def test_a_gated_product_is_activated(rows, depth, config):
+def test_a_gated_gemm_is_activated(rows, depth, config):
     x, weight = _gated_case(rows, depth, 256)
     _assert_gated(hopper.gated_gemm_of_few(x, weight, config=config), x, weight)
 
@@ -80,7 +80,7 @@ def test_a_gated_product_is_activated(rows, depth, config):
     ("rows", "depth", "width", "stages", "programs"),
     [(128, 64, 128, 2, 1), (256, 320, 384, 3, 4), (1280, 64, 256, 4, 3), (384, 192, 256, 4, 8)],
 )
-def test_a_gated_product_of_many_rows(rows, depth, width, stages, programs):
+def test_a_gated_gemm_of_many_rows(rows, depth, width, stages, programs):
     x, weight = _gated_case(rows, depth, width)
     out = hopper.gated_gemm_of_many(x, weight, config=ManyRowsConfig(stages, programs))
     _assert_gated(out, x, weight)

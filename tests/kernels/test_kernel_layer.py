@@ -1,4 +1,4 @@
-"""From one attention to the next in one op: results, the programs' shares, where it runs."""
+"""The fused layer, from one attention to the next: results, the programs' shares, where it runs."""
 
 import re
 from contextlib import nullcontext
@@ -19,9 +19,8 @@ from pallas_kernels import (
 )
 from pallas_kernels import layer as layer_op
 from pallas_kernels.layer import hopper
-from pallas_kernels.layer import tuning as layer_tuning
+from pallas_kernels.layer.hopper import LayerSizes
 from pallas_kernels.tuning import MAX_SHARED_BYTES
-from pallas_kernels.types import LayerSizes
 from tests.reference import kernels as reference
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
@@ -92,7 +91,7 @@ def test_as_exact_as_the_ops_one_by_one(sizes, num_rows, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_row_sees_another(backend):
-    """A row of NaN or infinity ruins itself alone, and nobody waits for it for ever."""
+    """A row of NaN or infinity ruins itself alone, and no program waits for it for ever."""
     require(backend)
     attended, hidden, weights = layer(SMALL, BF16)
     run = jax.jit(partial(two_layers, backend=backend))
@@ -120,51 +119,52 @@ def test_other_dtypes_run_op_by_op(dtype):
 @pytest.mark.parametrize("num_programs", [78, 114, 132])
 @pytest.mark.parametrize("sizes", [SMALL, ODD, QWEN, WIDE])
 def test_programs_share_all_units(sizes, num_programs):
-    """Each unit has one program, each part one place, and readers look where writers write."""
-    plan = hopper.Plan(sizes, num_programs)
+    """Each unit has one program, each partial one region, where its readers look."""
+    plan = hopper.Plan(sizes, num_programs, num_stages=12)
     ends = [*plan.regions.values()][1:]
     assert plan.words == ends[-1]
     assert plan.words % 4 == 0
     for which, gemm in enumerate(plan.gemms):
         sides = 2 if which == 1 else 1
-        places, parts = set(), {block: set() for block in range(gemm.blocks)}
+        regions, partials = set(), {block: set() for block in range(gemm.blocks)}
         most, chunks, segments = gemm.most_units, gemm.chunks, gemm.most_segments
         for unit in range(gemm.blocks * chunks):
             program, block = unit // most, unit // chunks
             segment = block - program * most // chunks
             assert program < num_programs
             assert segment < segments
-            parts[block].add(program)
-            places.add((program * segments + segment) * sides)
-        for block, programs in parts.items():
+            partials[block].add(program)
+            regions.add((program * segments + segment) * sides)
+        for block, programs in partials.items():
             first, last = gemm.first_program(block), gemm.last_program(block)
             assert programs == set(range(first, last + 1))
             assert len(programs) <= gemm.most_partials
         if which < 3:
             size = ends[which] - plan.regions[which]
-            assert (max(places) + sides) * ROWS * 64 <= size
+            assert (max(regions) + sides) * ROWS * 64 <= size
 
 
 @pytest.mark.parametrize("sizes", [SMALL, ODD, QWEN, WIDE])
 @pytest.mark.parametrize("num_cores", [78, 132])
 def test_one_program_fills_a_multiprocessor(sizes, num_cores):
     """More than half of the shared memory, so that none shares one, and no more than all."""
-    config = choose(sizes=sizes, num_cores=num_cores)
-    assert config is not None
-    plan = hopper.Plan(sizes, num_cores)
-    assert config.num_programs == num_cores
-    size = hopper.smem_bytes(plan, config.num_stages)
+    plan = choose(sizes=sizes, num_cores=num_cores)
+    assert plan is not None
+    assert plan.num_programs == num_cores
+    ring, rows = plan.num_stages * 2 * 64 * 64 * 2, plan.activation_columns * ROWS * 2
+    barriers_and_alignment, sums = 2048, 3 * ROWS * 64 * 4  # of three of the warpgroups
+    size = ring + rows + sums + barriers_and_alignment
     assert MAX_SHARED_BYTES / 2 < size <= MAX_SHARED_BYTES
 
 
 def choose(**changes):
     facts = {"num_tokens": 8, "dtype": "bfloat16", "num_cores": 132, "device_kind": "NVIDIA H200"}
     facts |= {"sizes": QWEN} | changes
-    return layer_tuning.fused_layer_config(facts.pop("sizes"), **facts)
+    return hopper.layer_plan(facts.pop("sizes"), **facts)
 
 
 def test_it_is_for_hopper_and_small_steps():
-    assert choose() == layer_tuning.FusedLayerConfig(132, num_stages=12, num_in_flight=3)
+    assert choose() == hopper.Plan(QWEN, 132, num_stages=12)
     for change in (
         {"num_tokens": 16},
         {"dtype": "float16"},
