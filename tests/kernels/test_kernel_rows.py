@@ -49,11 +49,12 @@ NUM_BLOCKS = 5
 
 def _with_dtypes(*shapes):
     """Each shape in one dtype and the first in all; every pair on a GPU, where it costs little."""
-    dtypes = F32, BF16, F16
+    dtypes, cases = (F32, BF16, F16), []
     for i, shape in enumerate(shapes):
         for j, dtype in enumerate(dtypes):
             marks = [pytest.mark.soak] if i and i % len(dtypes) != j else []
-            yield pytest.param(*shape, dtype, marks=marks)
+            cases.append(pytest.param(*shape, dtype, marks=marks))
+    return cases
 
 
 def _case(dtype, block_size, heads, head_size, with_norms, pool_dtype):
