@@ -35,11 +35,10 @@ import numpy as np
 
 from bench.common import SHAPES, add_sampling_options, random_prompts, sampling_options
 from bench.compare import parse_arguments
-from bench.null_device import SHAPE, Clock, Host, make_host
+from bench.null_device import SHAPE, Clock, make_engine, runtime_of
 from bench.records import print_table, record
-from jpaged import RequestOutput, SamplingParams
-from jpaged.core.plan import Goal
-from jpaged.engine.preprocessing import normalize_prompt, normalize_prompts
+from jpaged import SamplingParams
+from jpaged.engine import engine as engine_module
 from jpaged.runtime import model_runner
 from jpaged.runtime.model_runner import StepHandle
 
@@ -68,20 +67,19 @@ def measure(
     model_runner.pack_decode = clock.timed("pack", model_runner.pack_decode)
     StepHandle.read = clock.timed("consume", StepHandle.read)
     try:
-        loop, preprocessor, generation = make_host(num_seqs, clock)
+        engine = make_engine(runtime_of(num_seqs), clock)
         params = make_params(num_steps + 200, sampling)
-        for prompt in make_prompts(num_seqs):
-            given = normalize_prompt(prompt, vocab_size=preprocessor.vocab_size)
-            generation.add(preprocessor.check(given, params))
-        advance = clock.timed("outputs", loop.advance)
+        streams = [engine.stream(prompt, params) for prompt in make_prompts(num_seqs)]
+        advance = clock.timed("outputs", engine.advance)
         # All prompts are computed, and some steps decoded, before any counts.
-        while loop.counts.generated_tokens < warm * num_seqs:
-            loop.advance(Goal.LATENCY)
+        while engine.stats().num_generated_tokens < warm * num_seqs:
+            engine.advance()
         steps = []
         for _ in range(num_steps):
             clock.take()
-            advance(Goal.LATENCY)
+            advance()
             steps.append(clock.take())
+        del streams
     finally:
         model_runner.pack_decode, StepHandle.read = original
     parts = {part: [1e6 * step.get(part, 0.0) for step in steps] for part in steps[0]}
@@ -97,39 +95,32 @@ def measure_ends(
     num_seqs: int, num_times: int, sampling: Mapping[str, Any] = NOTHING
 ) -> dict[str, float]:
     """Median milliseconds of a generation that its steps do not hide, by part."""
-    host, prompts = make_host(num_seqs, Clock()), make_prompts(num_seqs)
+    engine, prompts = make_engine(runtime_of(num_seqs), Clock()), make_prompts(num_seqs)
     marks: list[float] = []
-    host.loop.advance = _marked(host.loop.advance, marks)
+    loop, normalize = engine._loop, engine_module.normalize_prompts
+    loop.advance = _marked(loop.advance, marks)
+    engine_module.normalize_prompts = _marked(normalize, marks)
     params = [make_params(NUM_OUTPUT_TOKENS, sampling) for _ in prompts]
     taken = []
-    for _ in range(num_times):
-        _generate(host, prompts, params, marks)
-        taken.append([*np.diff(marks[:4]), marks[-1] - marks[-2]])
-        marks.clear()
+    try:
+        for _ in range(num_times):
+            engine.generate(prompts, params, use_tqdm=False)
+            marks.append(time.perf_counter())
+            taken.append([*np.diff(marks[:4]), marks[-1] - marks[-2]])
+            marks.clear()
+    finally:
+        engine_module.normalize_prompts = normalize
     return dict(zip(ENDS, 1e3 * np.median(taken, axis=0), strict=True))
 
 
 def _marked(function: Callable[..., Any], marks: list[float]) -> Callable[..., Any]:
-    def run(*args: Any) -> Any:
+    def run(*args: Any, **options: Any) -> Any:
         marks.append(time.perf_counter())
-        result = function(*args)
+        result = function(*args, **options)
         marks.append(time.perf_counter())
         return result
 
     return run
-
-
-def _generate(
-    host: Host, prompts: object, params: list[SamplingParams], marks: list[float]
-) -> list[RequestOutput]:
-    """As `Engine.generate`; marks the start, the end of the checks, and the end."""
-    marks.append(time.perf_counter())
-    checked = normalize_prompts(prompts, vocab_size=host.preprocessor.vocab_size)
-    marks.append(time.perf_counter())
-    jobs = list(map(host.preprocessor.check, checked, params))
-    outputs = host.generation.complete(jobs, Goal.THROUGHPUT)
-    marks.append(time.perf_counter())
-    return outputs
 
 
 ENDS = ("checks", "adding", "first step", "answers")

@@ -4,22 +4,25 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial, wraps
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from bench.common import SHAPES
-from jpaged.config import LoopMode
+from jpaged.config import EngineConfig, LoopMode
 from jpaged.core.block_manager import BlockManager
 from jpaged.core.scheduler import Scheduler, SchedulerConfig
-from jpaged.engine.generation import Generation
-from jpaged.engine.loop import EngineLoop
+from jpaged.engine.engine import Engine
 from jpaged.engine.preprocessing import Preprocessor
+from jpaged.engine.startup import EngineParts
+from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder
 from jpaged.models.registry import read_model_config
+from jpaged.observe.statistics import MemoryAccount
 from jpaged.runtime.model_runner import ModelRunner
 from jpaged.runtime.programs import Name, Programs, Shapes, SplitModel, sampler_levels
 from jpaged.runtime.runtime_config import RuntimeConfig
@@ -63,17 +66,9 @@ class Clock:
         return taken
 
 
-class Host(NamedTuple):
-    """What an engine has besides its device."""
-
-    loop: EngineLoop
-    preprocessor: Preprocessor
-    generation: Generation
-
-
-def make_host(num_seqs: int, clock: Clock, mode: LoopMode = LoopMode.OVERLAPPED) -> Host:
-    """A loop over null programs, timed, that runs `num_seqs` requests at once."""
-    runtime = RuntimeConfig(
+def runtime_of(num_seqs: int) -> RuntimeConfig:
+    """For `num_seqs` requests at once."""
+    return RuntimeConfig(
         block_size=BLOCK_SIZE,
         num_blocks=num_seqs * MAX_MODEL_LEN // BLOCK_SIZE + 1,
         max_model_len=MAX_MODEL_LEN,
@@ -82,24 +77,47 @@ def make_host(num_seqs: int, clock: Clock, mode: LoopMode = LoopMode.OVERLAPPED)
         vocab_size=SHAPES[SHAPE]["vocab_size"],
         backend=Backend.XLA,
     )
-    scheduler = Scheduler(
-        SchedulerConfig(num_seqs, BUDGET, MAX_MODEL_LEN),
-        BlockManager(runtime.num_blocks, BLOCK_SIZE),
+
+
+def make_engine(
+    runtime: RuntimeConfig, clock: Clock, mode: LoopMode = LoopMode.OVERLAPPED
+) -> Engine:
+    """An engine over null programs, timed; it takes and gives token ids."""
+    limits = SchedulerConfig(
+        runtime.max_num_seqs, runtime.max_num_batched_tokens, runtime.max_model_len
     )
-    loop = EngineLoop(scheduler, make_runner(runtime, clock), mode)
+    scheduler = Scheduler(limits, BlockManager(runtime.num_blocks, runtime.block_size))
+    parts = EngineParts(
+        folder=Path(),
+        preprocessor=Preprocessor(
+            None,
+            vocab_size=runtime.vocab_size,
+            max_model_len=runtime.max_model_len,
+            max_num_seqs=runtime.max_num_seqs,
+            eos_token_ids=frozenset(),
+            seed=0,
+        ),
+        model_config=tiny_model(),
+        runtime_config=runtime,
+        memory_account=MemoryAccount(0, 0, 0, 0, None),
+        scheduler=scheduler,
+        runner=make_runner(runtime, clock),
+    )
+    config = EngineConfig(async_scheduling=mode is LoopMode.OVERLAPPED, skip_tokenizer_init=True)
+    engine = Engine.from_parts(config, parts)
     scheduler.schedule = clock.timed("schedule", scheduler.schedule)
     scheduler.update = clock.timed("update", scheduler.update)
-    limits = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": num_seqs}
-    preprocessor = Preprocessor(
-        None, vocab_size=runtime.vocab_size, eos_token_ids=frozenset(), seed=0, **limits
-    )
-    return Host(loop, preprocessor, Generation(loop, preprocessor))
+    return engine
+
+
+def tiny_model() -> ModelConfig:
+    """Of the shape's vocabulary, with next to no arrays."""
+    return read_model_config({**SHAPES[SHAPE], "num_hidden_layers": 1, "head_dim": 2})
 
 
 def make_runner(runtime: RuntimeConfig, clock: Clock) -> ModelRunner:
     """The engine's runner with null programs and next to no arrays."""
-    tiny = read_model_config({**SHAPES[SHAPE], "num_hidden_layers": 1, "head_dim": 2})
-    dtype = np.dtype(np.float32)
+    tiny, dtype = tiny_model(), np.dtype(np.float32)
     split = SplitModel.of(nnx.eval_shape(lambda: Decoder(tiny, dtype=dtype)))
     shapes = Shapes.of(tiny, runtime, dtype)
     runner = ModelRunner(split, shapes, runtime, null_programs(runtime, clock))

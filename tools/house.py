@@ -261,22 +261,15 @@ def page_files(root: Path = ROOT) -> list[Path]:
 
 def trace_step() -> Step:
     """Run a greedy decode step with the device stubbed, and see what it calls."""
-    from bench.null_device import BLOCK_SIZE, Clock, make_host
+    from bench.null_device import BLOCK_SIZE, Clock, make_engine, runtime_of
     from jpaged.config import LoopMode
-    from jpaged.engine.preprocessing import normalize_prompt
     from jpaged.sampling_params import SamplingParams
 
-    host, prompt = make_host(1, Clock(), LoopMode.SYNCHRONOUS), list(range(BLOCK_SIZE + 1))
+    engine = make_engine(runtime_of(1), Clock(), LoopMode.SYNCHRONOUS)
     params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
-    given = normalize_prompt(prompt, vocab_size=host.preprocessor.vocab_size)
-    host.generation.add(host.preprocessor.check(given, params), polled=True)
-
-    def advance() -> None:  # as `Engine.step`
-        host.generation.advance()
-        host.generation.take_news()
-
+    engine.add_request(list(range(BLOCK_SIZE + 1)), params)
     for _ in range(5):
-        advance()
+        engine.step()
     step, files = Step(), {str(file): name for name, file in module_files().items()}
 
     def watch(frame: FrameType, event: str, _: object) -> None:
@@ -296,7 +289,7 @@ def trace_step() -> Step:
 
     sys.setprofile(watch)
     try:
-        advance()
+        engine.step()
     finally:
         sys.setprofile(None)
     return step

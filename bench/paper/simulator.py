@@ -370,7 +370,7 @@ class Tally:
             self._note_preempted(plan)
         if not plan.scheduled:
             return
-        self._running = self._scheduler.num_running / self._num_apart
+        self._running = len(self._scheduler.running) / self._num_apart
         self._batch_steps += self._running
         self.num_steps += 1
         self.num_computed += plan.num_tokens

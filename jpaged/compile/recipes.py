@@ -223,22 +223,27 @@ class Recipes:
 
     def _decode(self, seqs: int, rows: int) -> Recipe:
         step = self._split.bind(decode_step, batch_size=seqs, **self._backend)
-        keywords = self._forward(decode_packed_shape(rows))
-        return self._of_layers(("decode", seqs), step, keywords, ("state",), seqs)
+        return self._forward(("decode", seqs), step, decode_packed_shape(rows), seqs)
 
     def _decode_burst(self, seqs: int, level: SamplerLevel) -> Recipe:
         step = self._split.bind(decode_burst_step, **self._sampling(level))
-        keywords = self._forward((self._config.num_scheduler_steps, *decode_packed_shape(seqs)))
-        keywords["sampling"] = self._state_at(level)
-        donate = "state", "last_tokens", "sampling"
-        return self._of_layers(("decode_burst", (seqs, level)), step, keywords, donate, seqs)
+        packed = self._config.num_scheduler_steps, *decode_packed_shape(seqs)
+        burst = self._forward(("decode_burst", (seqs, level)), step, packed, seqs)
+        keywords = {**burst.keywords, "sampling": self._state_at(level)}
+        return replace(burst, keywords=keywords, donate=("state", "last_tokens", "sampling"))
 
     def _prefill(self, tokens: int, seqs: int) -> Recipe:
         options = {**self._backend, **self._shared}
         step = self._split.bind(prefill_step, num_tokens=tokens, batch_size=seqs, **options)
         packed = prefill_packed_shape(tokens, seqs, self._config.max_blocks_per_seq)
-        keywords = self._forward(packed)
-        return self._of_layers(("prefill", (tokens, seqs)), step, keywords, ("state",), tokens)
+        return self._forward(("prefill", (tokens, seqs)), step, packed, tokens)
+
+    def _forward(self, name: Name, step: Callable, packed: tuple[int, ...], rows: int) -> Recipe:
+        """A program of all layers, whose products have `rows` rows."""
+        kv, last_tokens = self._shapes.kv, self._shapes.last_tokens
+        keywords = {"state": kv, "last_tokens": last_tokens, "packed": int32(*packed)}
+        products = self._products("layers", rows)
+        return Recipe(name, step, (self._leaves,), keywords, ("state",), products)
 
     def _prompt_logprobs(self, tokens: int) -> Recipe:
         options = {"max_logprobs": MAX_LOGPROBS, **self._backend}
@@ -259,17 +264,6 @@ class Recipes:
         keywords = {"last_tokens": self._shapes.last_tokens, "sampling": state}
         name, donate = ("sample", (seqs, level)), ("last_tokens", "sampling")
         return Recipe(name, step, (logits, inputs), keywords, donate, needs_pool=False)
-
-    def _forward(self, packed: tuple[int, ...]) -> dict[str, Any]:
-        """What all forward programs take."""
-        shapes = self._shapes
-        return {"state": shapes.kv, "last_tokens": shapes.last_tokens, "packed": int32(*packed)}
-
-    def _of_layers(
-        self, name: Name, step: Callable, keywords: dict, donate: tuple[str, ...], rows: int
-    ) -> Recipe:
-        products = self._products("layers", rows)
-        return Recipe(name, step, (self._leaves,), keywords, donate, products)
 
     def _products(self, part: str, rows: int) -> tuple[str, int] | None:
         """Nothing where the compiler measures nothing."""

@@ -8,7 +8,7 @@ rounds otherwise may rank two close beams the other way round.
 import math
 import numbers
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -38,6 +38,7 @@ class Hypothesis:
     is_ended: bool
 
 
+@dataclass(eq=False)
 class BeamSearch:
     """The state of one search for the `width` best answers.
 
@@ -47,35 +48,31 @@ class BeamSearch:
     if `length_penalty` is positive, for that raises the scores of long answers. A search of width
     1 is greedy search, as in transformers, and is over at its first end token.
 
+    `hypotheses` are the complete answers so far, best first, `width` at most. At the end there are
+    fewer only if the vocabulary (of finite log-probabilities) was too small for more; transformers
+    fills the list with made-up answers of score -1e9 then.
+
     Raises ValueError for a width below 1, a length_penalty that is not finite, and any other
     early_stopping.
     """
 
-    def __init__(
-        self,
-        width: int,
-        *,
-        length_penalty: float = 1.0,
-        early_stopping: bool | Literal["never"] = False,
-        end_token_ids: frozenset[int] = frozenset(),
-    ):
-        _check_options(width, length_penalty, early_stopping)
-        self.width = int(width)
-        self.length_penalty = float(length_penalty)
-        self.early_stopping: bool | Literal["never"] = early_stopping
-        self.end_token_ids = frozenset(end_token_ids)
-        self.hypotheses: list[Hypothesis] = []
-        """The complete answers so far, best first, `width` at most.
+    width: int
+    _: KW_ONLY
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    end_token_ids: frozenset[int] = frozenset()
+    hypotheses: list[Hypothesis] = field(default_factory=list, init=False, repr=False)
 
-        At the end there are fewer only if the vocabulary (of finite log-probabilities) was too
-        small for more; transformers fills the list with made-up answers of score -1e9 then.
-        """
-
-    def __repr__(self) -> str:
-        return (
-            f"BeamSearch({self.width}, length_penalty={self.length_penalty}, "
-            f"early_stopping={self.early_stopping!r})"
-        )
+    def __post_init__(self):
+        width, penalty = self.width, self.length_penalty
+        if not isinstance(width, numbers.Integral) or isinstance(width, bool) or width < 1:
+            raise ValueError(f"width={width!r} must be an integer of at least 1")
+        if not isinstance(penalty, numbers.Real) or not math.isfinite(penalty):
+            raise ValueError(f"length_penalty={penalty!r} must be a finite number")
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise ValueError(
+                f'early_stopping={self.early_stopping!r} must be True, False or "never"'
+            )
 
     @property
     def num_candidates(self) -> int:
@@ -168,15 +165,6 @@ def _rank(
     parents = order // totals.shape[1]
     columns = (parents, np.ravel(token_ids)[order], totals.ravel()[order])
     return list(map(Continuation, *(column.tolist() for column in columns)))
-
-
-def _check_options(width: int, length_penalty: float, early_stopping: object) -> None:
-    if not isinstance(width, numbers.Integral) or isinstance(width, bool) or width < 1:
-        raise ValueError(f"width={width!r} must be an integer of at least 1")
-    if not isinstance(length_penalty, numbers.Real) or not math.isfinite(length_penalty):
-        raise ValueError(f"length_penalty={length_penalty!r} must be a finite number")
-    if not isinstance(early_stopping, bool) and early_stopping != "never":
-        raise ValueError(f'early_stopping={early_stopping!r} must be True, False or "never"')
 
 
 def _check_beams(

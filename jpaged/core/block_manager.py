@@ -27,6 +27,20 @@ class BlockChanges(NamedTuple):
 NO_CHANGES = BlockChanges()
 
 
+class Fit(NamedTuple):
+    """What a waiting group finds of its own in the pool, and what it takes besides.
+
+    Attributes:
+        hits: The cached blocks that its live sequences begin with: of all if they were swapped out,
+            else of the first, from which the others fork.
+        num_needed_blocks: Free blocks it takes to compute all its tokens, the cached ones that are
+            free counted.
+    """
+
+    hits: list[list[KVBlock]]
+    num_needed_blocks: int
+
+
 class BlockManager:
     """Gives sequences just the blocks that their computed tokens fill: under one block is waste.
 
@@ -117,6 +131,11 @@ class BlockManager:
         copies = (min(count, blocks[b].ref_cnt - 1) for b, count in writers.items())
         return num_blocks + sum(copies)
 
+    def num_blocks_only_of(self, sequences: Iterable[Sequence]) -> int:
+        """Blocks that become free if all of these sequences give theirs back."""
+        held = Counter(block_id for sequence in sequences for block_id in sequence.block_table)
+        return sum(self.pool.blocks[b].ref_cnt == count for b, count in held.items())
+
     def append(self, sequence: Sequence, num_tokens: int) -> BlockChanges:
         """Give the sequence writable slots for its next `num_tokens` tokens.
 
@@ -173,10 +192,6 @@ class BlockManager:
         most = (len(tokens) - 1 if max_tokens is None else max_tokens) // self.block_size
         return self.prefix_cache.find_chain(tokens, most, sequence.cache_salt)
 
-    def find_computed(self, sequence: Sequence) -> list[KVBlock]:
-        """Blocks that hold what a swapped-out sequence had computed, as far as they are known."""
-        return self.find_prefix(sequence, sequence.num_computed_tokens)
-
     def num_shared_with_pins(self, sequence: Sequence) -> int:
         """Pinned blocks that the sequence holds, or is sure to find when it joins the batch: they
         are cached as long as they are pinned, and found before others of the same content."""
@@ -184,9 +199,9 @@ class BlockManager:
             return 0
         if sequence.block_table:
             return sum(block_id in self.pins.holders for block_id in sequence.block_table)
-        is_out = bool(sequence.image_table)  # what it has not computed yet, it will compute itself
-        found = self.find_computed(sequence) if is_out else self.find_prefix(sequence)
-        return self.pins.num_pinned(found)
+        # What a swapped-out sequence has not computed yet, it will compute itself.
+        most = sequence.num_computed_tokens if sequence.image_table else None
+        return self.pins.num_pinned(self.find_prefix(sequence, most))
 
     def can_extend(self, contents: list[BlockContent], sequence: Sequence, max_tokens: int) -> bool:
         """Whether the prefix of these contents, found earlier by `find_prefix`, is longer by now.
@@ -255,13 +270,10 @@ class BlockManager:
             needed -= len(sequence.image_table)
         is_sound = len(set(table)) == len(table) == needed and NULL_BLOCK_ID not in table
         require(is_sound, f"sequence {sequence.seq_id} needs {needed} blocks and holds {table}")
-        if self.prefix_cache is not None:
-            self._check_contents(self.prefix_cache, sequence)
-
-    def _check_contents(self, cache: PrefixCache, sequence: Sequence) -> None:
-        size = self.block_size
-        for index, block_id in enumerate(sequence.block_table):
+        cache, size = self.prefix_cache, self.block_size
+        for index, block_id in enumerate(table):
             own = sequence.token_ids[index * size : (index + 1) * size]
             block = self.pool.blocks[block_id]
-            is_own = block.content is None or cache.holds(block, own, sequence.cache_salt)
-            require(is_own, f"sequence {sequence.seq_id} holds {block} with other content")
+            salt = sequence.cache_salt
+            is_own = cache is None or block.content is None or cache.holds(block, own, salt)
+            require(is_own, f"sequence {sequence.seq_id} holds block {block_id} of other content")

@@ -1,8 +1,8 @@
 """The pool of KV blocks: who is free, who is in use, and how often."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import NamedTuple
 
 NULL_BLOCK_ID = 0
@@ -38,90 +38,20 @@ class BlockContent:
         return next(iter(self.blocks.values()))
 
 
+@dataclass(slots=True, eq=False)
 class KVBlock:
-    """One block's books: its reference count, its place in the free queue, its content.
+    """One block's books. `content` is set while the prefix cache may serve its KV to others."""
 
-    `content` is set while the prefix cache may serve the block's KV to others.
-    """
-
-    __slots__ = ("block_id", "content", "next_free", "prev_free", "ref_cnt")
-
-    def __init__(self, block_id: int):
-        self.block_id = block_id
-        self.ref_cnt = 0
-        self.content: BlockContent | None = None
-        self.prev_free: KVBlock | None = None
-        self.next_free: KVBlock | None = None
-
-    def __repr__(self) -> str:
-        return f"KVBlock({self.block_id}, ref_cnt={self.ref_cnt})"
+    block_id: int
+    ref_cnt: int = 0
+    content: BlockContent | None = None
 
 
 def registered_content(block: KVBlock) -> BlockContent:
     """The content of a block that the prefix cache knows; IntegrityError if it does not."""
     if block.content is None:
-        raise IntegrityError(f"{block} is not registered")
+        raise IntegrityError(f"block {block.block_id} is not registered")
     return block.content
-
-
-class FreeBlockQueue:
-    """Free blocks from the least to the most recently used: a doubly linked list.
-
-    The links lie in the blocks themselves, so that taking a block out of the middle (a prefix hit
-    on a freed block) costs no search and no memory. A sentinel closes the ring: no end is special.
-    """
-
-    def __init__(self, blocks: Iterable[KVBlock]):
-        self.num_blocks = 0
-        self._end = end = KVBlock(-1)
-        end.prev_free = end.next_free = end
-        for block in blocks:
-            self.append(block)
-
-    def append(self, block: KVBlock) -> None:
-        """Put a block at the tail, to be taken last."""
-        end = self._end
-        last = end.prev_free
-        block.prev_free, block.next_free = last, end
-        last.next_free = end.prev_free = block  # pyright: ignore[reportOptionalMemberAccess]
-        self.num_blocks += 1
-
-    def remove(self, block: KVBlock) -> None:
-        """Take a block out of wherever it stands; IntegrityError if it stands nowhere."""
-        before, after = block.prev_free, block.next_free
-        if before is None or after is None:
-            raise IntegrityError(f"block {block.block_id} is not in the free queue")
-        before.next_free, after.prev_free = after, before
-        block.prev_free = block.next_free = None
-        self.num_blocks -= 1
-
-    def popleft(self) -> KVBlock:
-        """Take the least recently used block; OutOfBlocksError if there is none."""
-        block = self._end.next_free
-        if block is None or block is self._end:
-            raise OutOfBlocksError("the free block queue is empty")
-        self.remove(block)
-        return block
-
-    def __iter__(self) -> Iterator[KVBlock]:
-        block = self._end.next_free
-        while block is not None and block is not self._end:
-            yield block
-            block = block.next_free
-
-    def check_integrity(self, limit: int) -> None:
-        """Prove that the links, both ways, hold `num_blocks` <= `limit` distinct blocks."""
-        forward = [block.block_id for block in islice(self, limit + 1)]
-        backward = [block.block_id for block in islice(self._backward(), limit + 1)]
-        require(len(set(forward)) == len(forward), "a block is queued twice")
-        require(forward == backward[::-1], "the free queue's links disagree")
-        require(len(forward) == self.num_blocks, f"{len(forward)} blocks queued, not counted so")
-
-    def _backward(self) -> Iterator[KVBlock]:
-        block = self._end.prev_free
-        while block is not None and block is not self._end:
-            yield block
-            block = block.prev_free
 
 
 class BlockCensus(NamedTuple):
@@ -143,6 +73,9 @@ class BlockPool:
     keeps its content until it is handed out; `evict` is then told to forget it.
 
     Attributes:
+        blocks: All of them, by id.
+        free_block_queue: The free ones by id, the least recently used first. A prefix hit takes a
+            block out of the middle.
         num_cached_blocks: Free blocks whose content may still serve a prefix hit.
         num_freed: Times a block lost its last reference, since the start.
         journals: Sets that take the ids of all blocks that change; see `observe/pool_changes.py`.
@@ -155,7 +88,7 @@ class BlockPool:
                 f"num_blocks must be at least 2 (block 0 is the null block), got {num_blocks}"
             )
         self.blocks = [KVBlock(block_id) for block_id in range(num_blocks)]
-        self.free_block_queue = FreeBlockQueue(self.blocks[1:])
+        self.free_block_queue = OrderedDict((b.block_id, b) for b in self.blocks[1:])
         self.num_cached_blocks = self.num_freed = 0
         self.journals: list[set[int]] = []
         self.copy_journals: list[dict[int, int]] = []
@@ -169,19 +102,20 @@ class BlockPool:
     @property
     def num_free_blocks(self) -> int:
         """Blocks that can be handed out now."""
-        return self.free_block_queue.num_blocks
+        return len(self.free_block_queue)
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Hand out the least recently used free blocks; OutOfBlocksError if too few are free."""
         if num_blocks > self.num_free_blocks:
             raise OutOfBlocksError(f"{num_blocks} blocks wanted, {self.num_free_blocks} free")
-        taken = [self.free_block_queue.popleft() for _ in range(num_blocks)]
-        for block in taken:
+        block_ids = []
+        for _ in range(num_blocks):
+            block_id, block = self.free_block_queue.popitem(last=False)
             block.ref_cnt = 1
             if block.content is not None and self._evict is not None:
                 self.num_cached_blocks -= 1
                 self._evict(block)
-        block_ids = [block.block_id for block in taken]
+            block_ids.append(block_id)
         self.note(block_ids)
         return block_ids
 
@@ -201,7 +135,7 @@ class BlockPool:
         for block_id in block_ids:
             block = self._handed_out(block_id)
             if block.ref_cnt == 0:
-                self.free_block_queue.remove(block)
+                del self.free_block_queue[block_id]
                 self.num_cached_blocks -= block.content is not None
             block.ref_cnt += 1
         self.note(block_ids)
@@ -215,7 +149,7 @@ class BlockPool:
                 raise IntegrityError(f"block {block_id} is freed twice")
             block.ref_cnt -= 1
             if block.ref_cnt == 0:
-                self.free_block_queue.append(block)
+                self.free_block_queue[block_id] = block
                 self.num_cached_blocks += block.content is not None
                 self.num_freed += 1
         self.note(block_ids)
@@ -227,20 +161,18 @@ class BlockPool:
 
     def census(self) -> BlockCensus:
         """Count the blocks by looking at each (O(blocks): for reports and checks)."""
-        cached = sum(block.content is not None for block in self.free_block_queue)
+        cached = sum(block.content is not None for block in self.free_block_queue.values())
         used = sum(block.ref_cnt > 0 for block in self.blocks[1:])
-        free = self.free_block_queue.num_blocks - cached
+        free = len(self.free_block_queue) - cached
         return BlockCensus(free, used, cached, self.num_usable_blocks)
 
     def check_integrity(self) -> None:
         """Prove that every block but the null block is either queued or referenced, not both."""
-        self.free_block_queue.check_integrity(self.num_usable_blocks)
-        queued = {block.block_id for block in self.free_block_queue}
+        queued = {block.block_id for block in self.free_block_queue.values()}
+        require(queued == self.free_block_queue.keys(), "a block is queued under another's id")
         unused = {block.block_id for block in self.blocks[1:] if block.ref_cnt == 0}
         require(queued == unused, f"blocks free and used, or lost: {sorted(queued ^ unused)}")
         require(min(b.ref_cnt for b in self.blocks) == 0, "a reference count is negative")
         require(self.blocks[NULL_BLOCK_ID].ref_cnt == 0, "the null block was handed out")
-        census = self.census()
-        require(census.free + census.used + census.cached == census.total, f"{census} is off")
-        counted = self.num_cached_blocks
-        require(counted == census.cached, f"{census.cached} blocks cached, {counted} counted")
+        cached, counted = self.census().cached, self.num_cached_blocks
+        require(counted == cached, f"{cached} blocks cached, {counted} counted")

@@ -7,17 +7,20 @@ and share its blocks. A fresh request and one that is computed again are the sam
 
 import numpy as np
 
-from jpaged.core.beam import BeamSearch, Continuation
+from jpaged.core.beam import Continuation
 from jpaged.core.block_manager import BlockManager
 from jpaged.core.block_pool import IntegrityError
 from jpaged.core.plan import RowFork
-from jpaged.core.request import FinishReason, NoTokenError, Request, Sequence
+from jpaged.core.request import FinishReason, NoTokenError, Request, RequestStatus, Sequence
 from jpaged.core.sequence_table import SequenceTable
 
 
 def set_stem(request: Request) -> None:
-    """Settle how much of the group's tokens its first sequence computes for all: what they have in
-    common, and of the shortest all but one, which it needs to sample from."""
+    """Settle how much of a waiting group's tokens its first sequence computes for all: what they
+    have in common, and of the shortest all but one, which it needs to sample from. The stem of one
+    that was swapped out stays: its image has it."""
+    if request.status is RequestStatus.SWAPPED:
+        return
     request.num_stem_tokens = 0
     if len(request.live) > 1:
         shortest = min(len(sequence.token_ids) for sequence in request.live)
@@ -27,10 +30,7 @@ def set_stem(request: Request) -> None:
 def num_common_tokens(sequences: list[Sequence]) -> int:
     """Length of the longest beginning that all sequences share."""
     token_lists = [sequence.token_ids for sequence in sequences]
-    low, high = (
-        min(token_lists),
-        max(token_lists),
-    )  # all others lie between
+    low, high = min(token_lists), max(token_lists)  # all others lie between
     pairs = zip(low, high, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(low), len(high)))
 
@@ -83,29 +83,34 @@ def is_ready(beam: Sequence) -> bool:
     return beam.candidates is not None and not beam.num_in_flight_steps
 
 
-def search_on(request: Request) -> list[Continuation]:
-    """Take a step of the request's beam search; all its beams must be ready."""
-    beams = request.live
+def search_on(
+    manager: BlockManager, sequences: SequenceTable, request: Request
+) -> FinishReason | None:
+    """Take a step of the request's beam search; all its beams must be ready.
+
+    Returns why its best answer ended if the search is over, NoTokenError if it then has none.
+    """
+    beams, search = request.live, request.beam
+    if search is None:
+        raise IntegrityError(f"request {request.request_id!r} is no beam search")
     columns = zip(*(beam.candidates for beam in beams if beam.candidates is not None), strict=True)
     token_ids, logprobs = (np.stack(column) for column in columns)
-    return _search_of(request).advance(
+    continuations = search.advance(
         [beam.output_token_ids for beam in beams],
         [beam.score for beam in beams],
         token_ids,
         logprobs,
         max_tokens=request.max_num_tokens - beams[0].num_prompt_tokens,
     )
-
-
-def reason_of_search(request: Request) -> FinishReason:
-    """Why the best answer of a search that is over ended; NoTokenError if it found none."""
-    best = next(iter(_search_of(request).hypotheses), None)
-    if best is None:
+    if continuations:
+        _continue_beams(manager, sequences, request, continuations)
+        return None
+    if not search.hypotheses:
         raise NoTokenError(request.sequences[0].num_output_tokens)
-    return FinishReason.STOP if best.is_ended else FinishReason.LENGTH
+    return FinishReason.STOP if search.hypotheses[0].is_ended else FinishReason.LENGTH
 
 
-def continue_beams(
+def _continue_beams(
     manager: BlockManager,
     sequences: SequenceTable,
     request: Request,
@@ -135,12 +140,6 @@ def continue_beams(
     for index in range(len(parents)):
         if index not in heirs:
             sequences.retire(parents[index])
-
-
-def _search_of(request: Request) -> BeamSearch:
-    if request.beam is None:
-        raise IntegrityError(f"request {request.request_id!r} is no beam search")
-    return request.beam
 
 
 def _child_of(parent: Sequence) -> Sequence:

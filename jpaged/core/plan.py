@@ -4,8 +4,6 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
-import numpy as np
-
 from jpaged.core.block_manager import BlockChanges
 from jpaged.core.request import FinishReason, Request, Sequence
 
@@ -121,19 +119,6 @@ class StepPlan:
         """Whether it copies blocks, or swaps or drops images."""
         return bool(self.block_copies or self.dropped or self.swap_outs or self.swap_ins)
 
-    def check_update(self, sampled: np.ndarray, num_updated: int, num_planned: int) -> None:
-        """Raise ValueError unless this plan is the next to be read, and `sampled` is its result."""
-        if not num_updated == self.step_id < num_planned:
-            raise ValueError(
-                f"plan of step {self.step_id} is out of order: step {num_updated} is the "
-                "next to update"
-            )
-        if sampled.shape != (len(self.scheduled),):
-            raise ValueError(
-                f"sampled must have one token for each of {len(self.scheduled)} scheduled "
-                f"sequences, got shape {sampled.shape}"
-            )
-
 
 def _is_decode_row(row: ScheduledSequence) -> bool:
     return row.start >= row.sequence.num_admitted_tokens and len(row.block_updates) <= 1
@@ -157,42 +142,27 @@ class StepNews(NamedTuple):
     failed: list[tuple[Request, Exception]]
 
 
+@dataclass(slots=True, eq=False)
 class PlanBuilder:
-    """Collects a step's sequences until its budget of tokens is spent.
+    """Collects a step's sequences until its budget of tokens is spent."""
 
-    Attributes:
-        budget: Tokens left.
-        goal: What the step is to favour.
-        scheduled: The sequences placed so far.
-        joined: Those of them that get a device row with this step.
-        block_copies: (source, destination) of the copies on write.
-        has_preempted: Whether a request was preempted for this step.
-        is_starved: Whether a request waits for blocks that steps in flight still hold.
-    """
+    max_num_tokens: int
+    goal: Goal
+    budget: int = field(init=False)  # tokens left
+    scheduled: list[ScheduledSequence] = field(default_factory=list)
+    joined: set[Sequence] = field(default_factory=set)  # those that get a row with this step
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
+    has_preempted: bool = False
+    is_starved: bool = False  # a request waits for blocks that steps in flight still hold
+    faults: dict[Request, Exception] = field(default_factory=dict)  # of planning, the first each
 
-    __slots__ = (
-        "_limit",
-        "block_copies",
-        "budget",
-        "goal",
-        "has_preempted",
-        "is_starved",
-        "joined",
-        "scheduled",
-    )
-
-    def __init__(self, budget: int, goal: Goal):
-        self._limit = self.budget = budget
-        self.goal = goal
-        self.scheduled: list[ScheduledSequence] = []
-        self.joined: set[Sequence] = set()
-        self.block_copies: list[tuple[int, int]] = []
-        self.has_preempted = self.is_starved = False
+    def __post_init__(self):
+        self.budget = self.max_num_tokens
 
     @property
     def has_prompts(self) -> bool:
         """Whether a sequence computes more than one token."""
-        return self._limit - self.budget > len(self.scheduled)
+        return self.max_num_tokens - self.budget > len(self.scheduled)
 
     def place(self, sequence: Sequence, num_tokens: int, changes: BlockChanges) -> None:
         """Give `sequence`, which has blocks for them, `num_tokens` of the step."""
@@ -207,15 +177,6 @@ class PlanBuilder:
             self.block_copies.extend(changes.copies)
         row = ScheduledSequence(sequence, start, num_tokens, samples, changes.updates)
         self.scheduled.append(row)
-
-    def place_next(self, sequence: Sequence) -> None:
-        """`place` for the one token that a sequence has left to compute, in a slot it has."""
-        start = sequence.num_computed_tokens
-        sequence.num_computed_tokens = start + 1
-        sequence.num_pending_tokens += 1
-        sequence.num_in_flight_steps += 1
-        self.budget -= 1
-        self.scheduled.append(make_tuple(ScheduledSequence, (sequence, start, 1, True, ())))
 
     def drop(self, request: Request) -> None:
         """Take a request's sequences out again; the request is to end at once."""

@@ -80,7 +80,9 @@ class PrefixCache:
         """
         key = self._key(parent, token_ids, salt)
         if block.content is not None:  # by another sequence that shares it
-            require(block.content.key == key, f"{block} is registered with other content")
+            require(
+                block.content.key == key, f"block {block.block_id} is registered with other content"
+            )
             return block.content.content_id
         digest = self._digest(key)
         content = self._index.get(digest)
@@ -118,13 +120,22 @@ class PrefixCache:
     def check_integrity(self, blocks: Iterable[KVBlock]) -> None:
         """Prove that the index holds just the registered ones of `blocks`, each after a parent."""
         registered = {block.block_id for block in blocks if block.content is not None}
-        indexed: set[int] = set()
         known = {ROOT_CONTENT, *(content.content_id for content in self._index.values())}
         require(len(known) == len(self._index) + 1, "two contents have one number")
+        indexed: set[int] = set()
         for digest, content in self._index.items():
-            _check_content(digest, content, known)
+            name = f"content {content.content_id}"
+            require(content.digest == digest, f"{name} is indexed under another hash")
+            require(bool(content.blocks), f"{name} is in no block")
+            # Numbers rise along a chain, so that none can come back to itself.
+            parent = content.parent
+            is_after = parent in known and parent < content.content_id
+            require(is_after, f"{name} follows content {parent}, which is gone or came later")
             require(indexed.isdisjoint(content.blocks), "a block has two contents")
             indexed |= content.blocks.keys()
+            for block_id, block in content.blocks.items():
+                is_there = block.content is content and block.block_id == block_id
+                require(is_there, f"{name} is not what block {block_id} says it holds")
         require(indexed == registered, f"blocks wrongly indexed: {sorted(indexed ^ registered)}")
 
     def _key(self, parent: int, token_ids: list[int], salt: str | None) -> bytes:
@@ -134,12 +145,16 @@ class PrefixCache:
 
 
 class Pins:
-    """Holds a reference on each block of pinned prefixes, so that they are never evicted."""
+    """Holds a reference on each block of pinned prefixes, so that they are never evicted.
+
+    Attributes:
+        holders: How many pins hold each block, by block id.
+    """
 
     def __init__(self, pool: BlockPool):
+        self.holders: Counter[int] = Counter()
         self._pool = pool
         self._blocks_of: dict[int, list[int]] = {}
-        self._holders: Counter[int] = Counter()
         self._num_made = 0
 
     def __len__(self) -> int:
@@ -149,22 +164,17 @@ class Pins:
     @property
     def num_blocks(self) -> int:
         """Blocks that pins hold, each counted once."""
-        return len(self._holders)
-
-    @property
-    def holders(self) -> Counter[int]:
-        """How many pins hold each block, by block id."""
-        return self._holders
+        return len(self.holders)
 
     def num_pinned(self, blocks: Iterable[KVBlock]) -> int:
         """How many of `blocks` a pin holds already."""
-        return sum(block.block_id in self._holders for block in blocks)
+        return sum(block.block_id in self.holders for block in blocks)
 
     def pin(self, blocks: Iterable[KVBlock]) -> int:
         """Hold the blocks of a prefix, in order; returns the pin's number."""
         block_ids = [block.block_id for block in blocks]
         self._pool.touch(block_ids)
-        self._holders.update(block_ids)
+        self.holders.update(block_ids)
         self._num_made += 1
         self._blocks_of[self._num_made] = block_ids
         return self._num_made
@@ -174,22 +184,10 @@ class Pins:
         if pin_id not in self._blocks_of:
             raise ValueError(f"there is no pin {pin_id!r}: it was never made, or is unpinned")
         block_ids = self._blocks_of.pop(pin_id)
-        self._holders -= Counter(block_ids)
+        self.holders -= Counter(block_ids)
         self._pool.free(reversed(block_ids))
 
 
 def seeded_digest(seed: int) -> Digest:
     """xxh3_64 with a seed from 0 to 2**64 - 1."""
     return lambda key: xxhash.xxh3_64_intdigest(key, seed=seed)
-
-
-def _check_content(digest: int, content: BlockContent, known: set[int]) -> None:
-    name = f"content {content.content_id}"
-    require(content.digest == digest, f"{name} is indexed under another hash")
-    require(bool(content.blocks), f"{name} is in no block")
-    # Numbers rise along a chain, so that none can come back to itself.
-    is_after = content.parent in known and content.parent < content.content_id
-    require(is_after, f"{name} follows content {content.parent}, which is gone or came later")
-    for block_id, block in content.blocks.items():
-        is_there = block.content is content and block.block_id == block_id
-        require(is_there, f"{name} is not what block {block_id} says it holds")

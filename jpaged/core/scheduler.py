@@ -11,25 +11,18 @@ can be planned before the sampled tokens of this one were read:
 
 import numpy as np
 
-from jpaged.core.admission import (
-    Admission,
-    SchedulerConfig,
-    check_fits,
-    check_new,
-    max_num_tokens,
-)
+from jpaged.core.admission import Admission, SchedulerConfig, check_fits, check_pin_fits
 from jpaged.core.block_manager import NO_CHANGES, BlockChanges, BlockManager
-from jpaged.core.groups import (
-    continue_beams,
-    decodes,
-    fan_out,
-    is_ready,
-    reason_of_search,
-    search_on,
-    set_stem,
-    work_of,
+from jpaged.core.groups import decodes, fan_out, is_ready, search_on, set_stem, work_of
+from jpaged.core.plan import (
+    Emitted,
+    Goal,
+    PlanBuilder,
+    ScheduledSequence,
+    StepNews,
+    StepPlan,
+    make_tuple,
 )
-from jpaged.core.plan import Emitted, Goal, PlanBuilder, StepNews, StepPlan, make_tuple
 from jpaged.core.prefix_cache import CHAIN_ENDED
 from jpaged.core.request import (
     Candidates,
@@ -75,23 +68,12 @@ class Scheduler:
         self.sequences = SequenceTable(block_manager)
         self._admission = Admission(config, block_manager, self.swap_space, self.running)
         self._num_arrived = self._num_planned = self._num_updated = 0
-        self._num_broken = 0  # requests that failed for a fault in their handling
         self._preempted: list[str] = []  # since the last plan
         self._failed: list[tuple[Request, Exception]] = []  # since the last plan or update
 
     @property
-    def num_running(self) -> int:
-        """Requests in the batch."""
-        return len(self.running)
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests waiting for a place in the batch, preempted ones counted."""
-        return len(self.waiting)
-
-    @property
     def num_swapped(self) -> int:
-        """Those of the waiting whose KV is in host memory."""
+        """Waiting requests whose KV is in host memory."""
         return sum(request.status is RequestStatus.SWAPPED for request in self.waiting)
 
     @property
@@ -109,17 +91,17 @@ class Scheduler:
         """Requests that have not ended: first those that run, then those that wait."""
         return (*self.running, *self.waiting)
 
-    def is_unfinished(self, request_id: str) -> bool:
-        """Whether the request is known and has not ended."""
-        return request_id in self.running or request_id in self.waiting
-
     # ---- requests come and go
 
     def add(self, request: Request) -> None:
         """Queue a request; ValueError, with nothing changed, if it could never run."""
-        check_new(self.config, request, self.is_unfinished, self.sequences.known)
-        check_fits(self.config, self.block_manager, request)
-        request.max_num_tokens = max_num_tokens(self.config, request)
+        name = request.request_id
+        if name in self.running or name in self.waiting:
+            raise ValueError(f"request_id {name!r} is in use by an unfinished request")
+        for sequence in request.sequences:
+            if sequence.seq_id in self.sequences.known:
+                raise ValueError(f"seq_id {sequence.seq_id} is in use by another sequence")
+        request.max_num_tokens = check_fits(self.config, self.block_manager, request)
         request.arrival = self._num_arrived
         self._num_arrived += 1
         self.waiting.add(request)
@@ -177,14 +159,18 @@ class Scheduler:
             IntegrityError: planning for a request failed and left the books wrong.
         """
         step = PlanBuilder(self.config.max_num_batched_tokens, goal)
-        faults: dict[Request, Exception] = {}
         if self.config.by_priority and self.waiting:
-            self._preempt_for_urgent(faults)
-        self._continue_running(step, faults)
-        if not step.has_preempted and self.waiting and self._may_join(step):
-            self._admit_waiting(step, faults)
-        if faults:
-            self._end_unplanned(step, faults)
+            self._preempt_for_urgent(step)
+        self._continue_running(step)
+        takes_prompts = goal is Goal.LATENCY or step.has_prompts
+        if (
+            self.waiting
+            and not step.has_preempted
+            and (takes_prompts or self._admission.is_worth_a_step(len(self.waiting)))
+        ):
+            self._admit_waiting(step)
+        if step.faults:
+            self._end_unplanned(step)
         if not (step.scheduled or self.swap_space.has_returns or self._failed):
             return None
         released, row_forks = self.sequences.take_row_changes()
@@ -201,7 +187,7 @@ class Scheduler:
         self._preempted.clear()
         self._failed.clear()
         self._num_planned += 1
-        if faults:
+        if step.faults:
             self.check_integrity()  # damage to what all share is not one request's own
         return plan
 
@@ -223,11 +209,19 @@ class Scheduler:
             ValueError: the plan is not the next to be read, or an array does not fit it.
             IntegrityError: something went wrong with a request and left the books wrong.
         """
-        plan.check_update(sampled, self._num_updated, self._num_planned)
+        if not self._num_updated == plan.step_id < self._num_planned:
+            raise ValueError(
+                f"plan of step {plan.step_id} is out of order: step {self._num_updated} is the "
+                "next to update"
+            )
+        if sampled.shape != (len(plan.scheduled),):
+            raise ValueError(
+                f"sampled must have one token for each of {len(plan.scheduled)} scheduled "
+                f"sequences, got shape {sampled.shape}"
+            )
         self._num_updated += 1
         emitted: list[Emitted] = []
         offered: list[tuple[Sequence, int]] = []
-        num_broken = self._num_broken
         manager, sequences = self.block_manager, self.sequences
         caches, block_size = manager.prefix_cache is not None, manager.block_size
         if len(sampled) and sampled.min() < 0:
@@ -251,9 +245,9 @@ class Scheduler:
             except Exception as error:
                 self._fail(request, error)
         searched = self._search(offered, candidates) if offered else []
-        if self._num_broken > num_broken:
-            self.check_integrity()  # damage to what all share is not one request's own
         failed, self._failed = self._failed, []
+        if not all(isinstance(error, NoTokenError) for _, error in failed):
+            self.check_integrity()  # damage to what all share is not one request's own
         return StepNews(emitted, searched, failed)
 
     def check_integrity(self) -> None:
@@ -270,20 +264,35 @@ class Scheduler:
         """
         self.block_manager.reset_prefix_cache(self.sequences.known.values())
 
+    def pin_prefix(self, token_ids: list[int], salt: str | None = None) -> int | None:
+        """Pin the blocks of a prefix, `token_ids` of whole blocks, if all are cached: the pin's
+        number, or None with nothing changed.
+
+        ValueError if there is no prefix cache, or an unfinished request could not run to its end in
+        the blocks that the pin leaves.
+        """
+        manager, cache = self.block_manager, self.block_manager.prefix_cache
+        if cache is None:
+            raise ValueError("pin_prefix needs enable_prefix_caching=True")
+        num_blocks = len(token_ids) // manager.block_size
+        found = cache.find_chain(token_ids, num_blocks, salt)
+        check_pin_fits(manager, num_blocks - manager.pins.num_pinned(found), self.unfinished)
+        return manager.pins.pin(found) if len(found) == num_blocks else None
+
     # ---- planning: requests that run
 
-    def _continue_running(self, step: PlanBuilder, faults: dict[Request, Exception]) -> None:
+    def _continue_running(self, step: PlanBuilder) -> None:
         for request in self._runners_of(step):
             # Preemption takes the last first: after one that lost its place all have.
             if self.config.by_priority and not step.has_preempted:
-                self._admit_waiting(step, faults, before=request)
+                self._admit_waiting(step, before=request)
             if step.budget == 0 or request.status is not RequestStatus.RUNNING:
                 break
             try:
                 if not self._decode_on(step, request):
                     self._continue(step, request)
             except Exception as error:
-                faults.setdefault(request, error)
+                step.faults.setdefault(request, error)
 
     def _runners_of(self, step: PlanBuilder) -> list[Request]:
         """All that run; but where prompts alone fill the step, only the one whose prompt was begun.
@@ -322,7 +331,11 @@ class Scheduler:
             or not self.block_manager.has_slot(sequence)
         ):
             return False
-        step.place_next(sequence)
+        sequence.num_computed_tokens = known
+        sequence.num_pending_tokens += 1
+        sequence.num_in_flight_steps += 1
+        step.budget -= 1
+        step.scheduled.append(make_tuple(ScheduledSequence, (sequence, known - 1, 1, True, ())))
         return True
 
     def _continue(self, step: PlanBuilder, request: Request) -> None:
@@ -352,12 +365,13 @@ class Scheduler:
         """
         manager = self.block_manager
         while not step.is_starved and num_blocks > manager.num_free_blocks:
-            if num_blocks <= manager.num_free_blocks + self.sequences.num_returning_blocks():
+            num_returning = manager.num_blocks_only_of(self.sequences.draining.values())
+            if num_blocks <= manager.num_free_blocks + num_returning:
                 step.is_starved = True
-                continue
-            step.has_preempted = True
-            if self._preempt_last() is request:
-                return False
+            else:
+                step.has_preempted = True
+                if self._preempt_last() is request:
+                    return False
         return not step.is_starved
 
     def _preempt_last(self) -> Request:
@@ -368,7 +382,7 @@ class Scheduler:
         only to be read yet loses nothing by it: it is not swapped out, and counts as no preemption.
         """
         request = self.running.last
-        self.running.remove(request)
+        self.running.discard(request)
         is_complete = all(s.num_tokens >= request.max_num_tokens for s in request.live)
         if not is_complete and self.swap_space.chosen_for(request):
             self.swap_space.swap_out(request)
@@ -387,76 +401,50 @@ class Scheduler:
 
     # ---- planning: requests that wait
 
-    def _preempt_for_urgent(self, faults: dict[Request, Exception]) -> None:
+    def _preempt_for_urgent(self, step: PlanBuilder) -> None:
         """Preempt requests of a worse priority than the first waiting one until that one fits, if
         it then will."""
         head = self.waiting.first
         try:
-            while self.waiting:
-                head = self._head()
-                less_urgent = [r for r in self.running if r.priority > head.priority]
-                if not (less_urgent and head.is_read) or self._admission.has_room(head):
+            set_stem(head)
+            while less_urgent := [r for r in self.running if r.priority > head.priority]:
+                if not head.is_read or self._admission.find(head) is not None:
                     return
                 if not self._admission.would_have_room(head, less_urgent):
                     return
                 self._preempt_last()
         except Exception as error:
-            faults.setdefault(head, error)
+            step.faults.setdefault(head, error)
 
-    def _may_join(self, step: PlanBuilder) -> bool:
-        """Whether the step is one for waiting requests: for throughput not every one is."""
-        if step.goal is Goal.LATENCY or step.has_prompts:
-            return True
-        return self._admission.is_worth_a_step(len(self.waiting))
-
-    def _admit_waiting(
-        self, step: PlanBuilder, faults: dict[Request, Exception], before: Request | None = None
-    ) -> None:
+    def _admit_waiting(self, step: PlanBuilder, before: Request | None = None) -> None:
         """Let the first waiting request join as long as it may; with `before`, a running request,
         only one that outranks it, so that the less urgent do not take the step's tokens first."""
         while self.waiting and step.budget and not step.is_starved:
             head = self.waiting.first
+            if before is not None and head.priority >= before.priority:
+                break
             try:
-                if not self._admit_head(step, before):
+                if not self._admit(step, head):
                     break
             except Exception as error:
-                faults.setdefault(head, error)
+                step.faults.setdefault(head, error)
                 break
 
-    def _head(self) -> Request:
-        """The first waiting request, its stem settled."""
-        head = self.waiting.first
-        if head.status is not RequestStatus.SWAPPED:  # that one's stem is in its image
-            set_stem(head)
-        return head
-
-    def _admit_head(self, step: PlanBuilder, before: Request | None) -> bool:
-        request = self._head()
-        if before is not None and request.priority >= before.priority:
-            return False
+    def _admit(self, step: PlanBuilder, request: Request) -> bool:
+        """Let a waiting request join the batch, if it fits: with the prefix that is cached, or with
+        its image, which travels while this step runs."""
+        set_stem(request)
         # One preempted a moment ago has tokens that the host has not read yet.
-        if not (request.is_read and self._admission.has_seats(request)):
+        fit = self._admission.find(request) if request.is_read else None
+        if fit is None:
             return False
         if request.status is RequestStatus.SWAPPED:
-            return self._swap_in(request)
-        return self._join(step, request)
-
-    def _swap_in(self, request: Request) -> bool:
-        """Bring a swapped request's blocks back, if they fit; it computes from the next step on."""
-        fit = self._admission.find_image(request)
-        if fit is not None:
-            self.swap_space.swap_in(request, fit)
+            self.swap_space.swap_in(request, fit.hits)
             self._enter(request)
-        return fit is not None
-
-    def _join(self, step: PlanBuilder, request: Request) -> bool:
-        """Let a request join the batch with its cached prefix, if it fits."""
-        prefix = self._admission.find_prefix(request)
-        if prefix is None:
-            return False
+            return True
         first, manager = request.live[0], self.block_manager
         self._enter(request)
-        manager.admit(first, prefix)
+        manager.admit(first, fit.hits[0])
         if first.num_cached_tokens is None:
             first.num_cached_tokens = first.num_computed_tokens
         cache = manager.prefix_cache
@@ -467,7 +455,7 @@ class Scheduler:
         return True
 
     def _enter(self, request: Request) -> None:
-        self.waiting.remove(request)
+        self.waiting.discard(request)
         self.running.add(request)
         request.status = RequestStatus.RUNNING
 
@@ -488,28 +476,24 @@ class Scheduler:
     def _search(
         self, offered: list[tuple[Sequence, int]], candidates: Candidates | None
     ) -> list[Request]:
-        """Give beams their rows of `candidates`; the beam searches that then took a step."""
+        """Give beams their rows of `candidates`; the beam searches that then took a step, since all
+        their beams were read."""
         if candidates is None:
             raise ValueError("candidates=None: a step with a beam search is read with candidates")
         for beam, row in offered:
             beam.candidates = Candidates(candidates.token_ids[row], candidates.logprobs[row])
-        requests = dict.fromkeys(beam.request for beam, _ in offered)
-        return [request for request in requests if self._search_on(request)]
-
-    def _search_on(self, request: Request) -> bool:
-        """Let a beam search take a step, if all its beams were read."""
-        if request.is_finished or not all(map(is_ready, request.live)):
-            return False
-        try:
-            continuations = search_on(request)
-            if continuations:
-                continue_beams(self.block_manager, self.sequences, request, continuations)
-            else:
-                self._end(request, reason_of_search(request))
-        except Exception as error:
-            self._fail(request, error)
-            return False
-        return True
+        searched = []
+        for request in dict.fromkeys(beam.request for beam, _ in offered):
+            if request.is_finished or not all(map(is_ready, request.live)):
+                continue
+            try:
+                reason = search_on(self.block_manager, self.sequences, request)
+                if reason is not None:
+                    self._end(request, reason)
+                searched.append(request)
+            except Exception as error:
+                self._fail(request, error)
+        return searched
 
     # ---- finishing
 
@@ -528,15 +512,14 @@ class Scheduler:
         """End a request with an error, wherever its handling stopped: perhaps with beams half
         forked or pruned, or in the middle of ending."""
         self._failed.append((request, error))
-        self._num_broken += not isinstance(error, NoTokenError)
         request.live = self.sequences.of(request)
         for sequence in request.live:
             sequence.num_chained_blocks = CHAIN_ENDED  # its blocks must serve no other sequence
         self._end(request, FinishReason.ERROR)
 
-    def _end_unplanned(self, step: PlanBuilder, faults: dict[Request, Exception]) -> None:
+    def _end_unplanned(self, step: PlanBuilder) -> None:
         """End the requests for which planning failed; they may hold more blocks than they use."""
-        for request, error in faults.items():
+        for request, error in step.faults.items():
             step.drop(request)
             for sequence in request.live:
                 self.block_manager.trim(sequence)

@@ -1,8 +1,7 @@
 """The scheduler's books: its queues of requests, the table of their sequences, and their proofs."""
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import chain, pairwise, product
+from itertools import pairwise, product
 
 from jpaged.core.block_manager import BlockManager
 from jpaged.core.block_pool import require
@@ -61,11 +60,6 @@ class RequestQueue:
         if not is_sorted:
             by_rank = sorted(self._requests.values(), key=lambda r: r.rank)
             self._requests = {r.request_id: r for r in by_rank}
-
-    def remove(self, request: Request) -> None:
-        """Take a request out; KeyError if it is not in the queue."""
-        del self._requests[request.request_id]
-        self._groups.pop(request.request_id, None)
 
     def discard(self, request: Request) -> None:
         """Take a request out if it is in the queue."""
@@ -155,12 +149,6 @@ class SequenceTable:
             self._manager.free(sequence)
             sequence.num_computed_tokens = 0
             del self.known[sequence.seq_id]
-
-    def num_returning_blocks(self) -> int:
-        """Blocks that only draining sequences hold."""
-        tables = (sequence.block_table for sequence in self.draining.values())
-        held, blocks = Counter(chain.from_iterable(tables)), self._manager.pool.blocks
-        return sum(blocks[block_id].ref_cnt == count for block_id, count in held.items())
 
     def check_integrity(self, unfinished: Iterable[Request], num_in_flight_steps: int) -> None:
         """Prove that the known sequences are just the live and the draining ones."""

@@ -9,11 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 
-from jpaged.core.block_manager import BlockManager
+from jpaged.core.block_manager import BlockManager, Fit
 from jpaged.core.block_pool import KVBlock, require
 from jpaged.core.groups import num_tokens_to_recompute
 from jpaged.core.plan import SwapIn, SwapOut
@@ -74,22 +73,6 @@ class PressurePolicy:
             raise ValueError("mode 'auto' needs costs: measure them, or choose another mode")
 
 
-class SwapOrders(NamedTuple):
-    """What the next plan tells the runner."""
-
-    dropped: tuple[int, ...]
-    outs: tuple[SwapOut, ...]
-    ins: tuple[SwapIn, ...]
-
-
-class SwapInFit(NamedTuple):
-    """How a group comes back: these blocks for these entries, the other entries copied."""
-
-    hits: list[list[KVBlock]]  # of each live sequence, from its first block on
-    num_copied: int
-    num_needed_blocks: int  # free ones, so that the group can compute once it is back
-
-
 class SwapSpace:
     """The images in host memory and the orders that the next plan must carry out.
 
@@ -103,7 +86,6 @@ class SwapSpace:
         self.num_used_blocks = 0
         self._manager = manager
         self._num_images = 0
-        self._refusal: tuple[Request, int, int, int] | None = None
         self._dropped: list[int] = []
         self._outs: list[SwapOut] = []
         self._ins: list[SwapIn] = []
@@ -113,9 +95,9 @@ class SwapSpace:
         """Whether a group comes back with the next plan."""
         return bool(self._ins)
 
-    def take_orders(self) -> SwapOrders:
-        """The orders since the last call."""
-        orders = SwapOrders(tuple(self._dropped), tuple(self._outs), tuple(self._ins))
+    def take_orders(self) -> tuple[tuple[int, ...], tuple[SwapOut, ...], tuple[SwapIn, ...]]:
+        """`dropped`, `swap_outs` and `swap_ins` of the next plan: those since the last call."""
+        orders = tuple(self._dropped), tuple(self._outs), tuple(self._ins)
         for list_ in (self._dropped, self._outs, self._ins):
             list_.clear()
         return orders
@@ -150,53 +132,36 @@ class SwapSpace:
 
     # ---- in
 
-    def find(self, request: Request, num_spare_blocks: int) -> SwapInFit | None:
-        """How the group can come back now, compute, and leave `num_spare_blocks` free; None if it
-        cannot.
+    def measure(self, request: Request) -> Fit:
+        """How the group would come back if enough blocks were free: with those to compute what it
+        has not, since it would be swapped out again without them.
 
         Full blocks that the prefix cache still has, or has again, are shared and not copied.
         """
         manager = self._manager
-        refusal = (request, len(request.live), num_spare_blocks, manager.pool.num_freed)
-        if refusal == self._refusal:
-            return None
-        fit = self.measure(request)
-        if fit.num_needed_blocks + num_spare_blocks > manager.num_free_blocks:
-            self._refusal = refusal
-            return None
-        self._refusal = None
-        return fit
-
-    def measure(self, request: Request) -> SwapInFit:
-        """How the group would come back now, if enough blocks were free."""
-        hits = [self._manager.find_computed(sequence) for sequence in request.live]
+        hits = [manager.find_prefix(s, s.num_computed_tokens) for s in request.live]
         found = {block.block_id: block for blocks in hits for block in blocks}
-        num_revived = sum(block.ref_cnt == 0 for block in found.values())
-        num_copied = len(_entries(request) - _hit_entries(request, hits).keys())
-        num_needed = num_copied + num_revived + self._num_next_blocks(request)
-        return SwapInFit(hits, num_copied, num_needed)
+        num_needed = sum(block.ref_cnt == 0 for block in found.values())
+        num_needed += len(_entries(request) - _hit_entries(request, hits).keys())
+        stem = request.num_stem_tokens
+        computing = request.live[:1] if stem else request.live
+        ends = [(stem or len(sequence.token_ids), sequence.image_table) for sequence in computing]
+        num_needed += sum(manager.num_blocks_for(end) - len(table) for end, table in ends)
+        partial = [s for s in computing if s.num_computed_tokens % manager.block_size]
+        num_copies = len(partial) - len({s.image_table[-1] for s in partial})  # on write
+        return Fit(hits, num_needed + num_copies)
 
-    def _num_next_blocks(self, request: Request) -> int:
-        """Blocks that the group needs to compute what it has not, once it is back: without them
-        it would be swapped out again."""
-        manager, stem = self._manager, request.num_stem_tokens
-        live = request.live[:1] if stem else request.live
-        ends = [(stem or len(sequence.token_ids), sequence.image_table) for sequence in live]
-        num_grown = sum(manager.num_blocks_for(end) - len(table) for end, table in ends)
-        partial = [s for s in live if s.num_computed_tokens % manager.block_size]
-        return num_grown + len(partial) - len({s.image_table[-1] for s in partial})  # copies
-
-    def swap_in(self, request: Request, fit: SwapInFit) -> None:
-        """Give the group blocks for its image, shared as they were."""
+    def swap_in(self, request: Request, hits: list[list[KVBlock]]) -> None:
+        """Give the group blocks for its image, shared as they were; `hits` as in its `Fit`."""
         pool = self._manager.pool
-        places = {e: block.block_id for e, block in _hit_entries(request, fit.hits).items()}
+        places = {e: block.block_id for e, block in _hit_entries(request, hits).items()}
         held = list(places.values())
         pool.touch(held)  # before the others are taken: these may lie in the free queue
         copied = sorted(_entries(request) - places.keys())
-        fresh = pool.allocate(fit.num_copied)
+        fresh = pool.allocate(len(copied))
         places.update(zip(copied, fresh, strict=True))
-        for sequence, hits in zip(request.live, fit.hits, strict=True):
-            self._manager.adopt(sequence, [places[e] for e in sequence.image_table], hits)
+        for sequence, prefix in zip(request.live, hits, strict=True):
+            self._manager.adopt(sequence, [places[e] for e in sequence.image_table], prefix)
             sequence.image_table = []
         pool.free(held + fresh)
         image_id = self._forget(request)

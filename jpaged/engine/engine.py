@@ -9,14 +9,15 @@ from tqdm import tqdm
 
 from jpaged.config import EngineConfig
 from jpaged.core.plan import Goal, StepPlan
-from jpaged.engine.generation import Generation
-from jpaged.engine.loop import EngineLoop, engine_stats
+from jpaged.engine.loop import EngineLoop, deferred_interrupts
 from jpaged.engine.preprocessing import (
+    PIN_PARAMS,
     normalize_prompt,
     normalize_prompts,
     pair_params,
     pair_priorities,
 )
+from jpaged.engine.request_state import RequestState
 from jpaged.engine.startup import EngineParts, build_parts
 from jpaged.engine.step_recorder import StepRecorder
 from jpaged.observe.pool_changes import PoolWatch
@@ -71,7 +72,6 @@ class Engine:
         self._runner = parts.runner
         self._loop = EngineLoop(parts.scheduler, parts.runner, self.config.loop_mode)
         self._preprocessor = parts.preprocessor
-        self._generation = Generation(self._loop, self._preprocessor)
 
     def add_request(
         self,
@@ -98,9 +98,10 @@ class Engine:
                 never fit; nothing is queued then.
             RuntimeError: a step failed earlier.
         """
-        given = normalize_prompt(prompt, vocab_size=self.vocab_size)
-        job = self._preprocessor.check(given, pair_params(params, 1)[0], priority)
-        return self._generation.add(job, request_id, polled=True).request_id
+        state = self._make_state(prompt, params, priority, request_id)
+        state.polled = True
+        self._loop.add([state])
+        return state.request_id
 
     def abort(self, request_id: str) -> None:
         """End a request in any state and give its blocks back; an unknown id is no error.
@@ -110,12 +111,12 @@ class Engine:
         """
         state = self._loop.requests.get(request_id)
         if state is not None:
-            self._generation.abort(state)
+            self._loop.abort(state)
 
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do or to deliver."""
-        return self._loop.has_work or self._generation.has_news
+        return self._loop.has_work or bool(self._loop.undelivered)
 
     @property
     def has_work(self) -> bool:
@@ -132,19 +133,43 @@ class Engine:
         Raises:
             RuntimeError: a step failed, now or earlier.
         """
-        self._generation.advance()
-        return self._generation.take_news()
+        self.advance()
+        with deferred_interrupts():  # asking for a text decodes it, which must not be interrupted
+            outputs = [state.output() for state in self._loop.undelivered]
+        self._loop.undelivered = {}
+        return outputs
 
     def advance(self) -> None:
         """`step` without its outputs: `take_deltas` brings what is new. Raises as `step`."""
-        self._generation.advance()
+        self._loop.advance(Goal.LATENCY)
 
     def take_deltas(self) -> list[RequestDelta]:
         """What the requests of `add_request` grew by since the last call of this method.
 
         Costs what the new tokens cost; `step` gives all of a request again. Use one of the two.
         """
-        return self._generation.take_deltas()
+        news, self._loop.undelivered = self._loop.undelivered, {}
+        return [self._take_delta(state) for state in news]
+
+    def _take_delta(self, state: RequestState) -> RequestDelta:
+        try:
+            return state.take_delta()
+        except Exception as error:  # of this request alone
+            self._loop.abort(state)
+            last = TextDelta("", finish_reason="error", request_id=state.request_id)
+            return RequestDelta(state.request_id, [last], finished=True, error=repr(error))
+
+    def _make_state(
+        self,
+        prompt: object,
+        params: SamplingParams | None,
+        priority: int = 0,
+        request_id: str | None = None,
+    ) -> RequestState:
+        given = normalize_prompt(prompt, vocab_size=self.vocab_size)
+        (own,), in_use = pair_params(params, 1), self._loop.requests
+        make = self._preprocessor.make_state
+        return make(given, own, priority, request_id=request_id, ids_in_use=in_use)
 
     # Whole generations
 
@@ -173,10 +198,38 @@ class Engine:
         """
         given = normalize_prompts(prompts, vocab_size=self.vocab_size)
         asked = pair_params(params, len(given)), pair_priorities(priority, len(given))
-        jobs = list(map(self._preprocessor.check, given, *asked))
-        disable = None if use_tqdm is None and len(jobs) > 1 else not use_tqdm
-        with tqdm(total=len(jobs), desc="Generating", disable=disable, unit="req") as bar:
-            return self._generation.complete(jobs, Goal.THROUGHPUT, bar.update)
+        in_use = self._loop.requests
+        states = [
+            self._preprocessor.make_state(*each, ids_in_use=in_use)
+            for each in zip(given, *asked, strict=True)
+        ]
+        disable = None if use_tqdm is None and len(states) > 1 else not use_tqdm
+        with tqdm(total=len(states), desc="Generating", disable=disable, unit="req") as bar:
+            return self._complete(states, Goal.THROUGHPUT, bar.update)
+
+    def _complete(
+        self, states: list[RequestState], goal: Goal, progress: Callable[[int], object]
+    ) -> list[RequestOutput]:
+        """Run requests to their ends; an error or Ctrl-C leaves nothing of them behind.
+
+        If one of them is refused, none is started. Each output is made when its request has ended,
+        its texts too, which others' steps hide in the overlapped loop.
+        """
+        left, outputs = set(states), dict[RequestState, RequestOutput]()
+        try:
+            self._loop.add(states)
+            while left:
+                ended = left.intersection(self._loop.advance(goal))
+                left -= ended
+                progress(len(ended))
+                for state in ended:
+                    state.raise_fault()
+                outputs |= {state: state.output() for state in ended}
+        finally:
+            with deferred_interrupts():  # a second Ctrl-C too
+                for state in states:
+                    self._loop.abort(state)
+        return [outputs[state] for state in states]
 
     def beam_search(
         self,
@@ -230,13 +283,12 @@ class Engine:
                 best_of above n).
             RuntimeError: a step failed.
         """
-        given = normalize_prompt(prompt, vocab_size=self.vocab_size)
-        job = self._preprocessor.check(given, pair_params(params, 1)[0])
-        job.params.check_streamable()
-        state = self._generation.add(job)
-        deltas = self._generation.deltas(state)
+        state = self._make_state(prompt, params)
+        state.params.check_streamable()
+        self._loop.add([state])
+        deltas = _deltas(self._loop, state)
         # A generator that was never started does not run its `finally`.
-        weakref.finalize(deltas, self._generation.abort, state)
+        weakref.finalize(deltas, self._loop.abort, state)
         return deltas
 
     def chat(
@@ -300,7 +352,20 @@ class Engine:
             RuntimeError: a step failed, or the prefix's hash is another's.
         """
         prefix = self._preprocessor.whole_blocks(prompt, self.runtime_config.block_size)
-        return self._generation.pin(prefix)
+        scheduler, wanted = self._loop.scheduler, (prefix.token_ids or [], prefix.cache_salt)
+        self._loop.check_alive()
+        pin = scheduler.pin_prefix(*wanted)
+        while pin is None:
+            in_use = self._loop.requests
+            state = self._preprocessor.make_state(prefix, PIN_PARAMS, ids_in_use=in_use)
+            self._complete([state], Goal.LATENCY, int)
+            pin = scheduler.pin_prefix(*wanted)
+            # Where others run, they may have its blocks: it may have been preempted while its token
+            # was on the way. To compute it again is to wait for them at most.
+            if pin is None and not scheduler.has_unfinished:
+                message = "the prefix's hash is that of another: reset_prefix_cache() first"
+                raise RuntimeError(message)
+        return pin
 
     def unpin_prefix(self, pin: int) -> None:
         """Let a pinned prefix go; it stays cached until its blocks are needed.
@@ -330,13 +395,16 @@ class Engine:
 
     def abort_all(self) -> None:
         """Abort every request, wait for the device and forget undelivered outputs."""
-        self._generation.abort_all()
+        for state in list(self._loop.requests.values()):
+            self._loop.abort(state)
+        self._loop.drain()
+        self._loop.undelivered.clear()
 
     # What the engine says of its memory and its queues
 
     def stats(self) -> EngineStats:
         """The pool and the queues now, and counts since the start."""
-        return engine_stats(self._loop.scheduler, self._loop.counts)
+        return self._loop.stats()
 
     def block_map(self) -> dict[int, BlockInfo]:
         """Every block of the pool now, by id: its state, who holds it, what it has. O(blocks)."""
@@ -371,3 +439,16 @@ class Engine:
     def check_integrity(self) -> None:
         """Prove the block census; raises `IntegrityError` if a block is lost or shared wrongly."""
         self._loop.scheduler.check_integrity()
+
+
+def _deltas(loop: EngineLoop, state: RequestState) -> Generator[TextDelta, None, None]:
+    """A request's answers as they grow, each to its last delta; closing it early aborts it."""
+    try:
+        while state.growing:
+            news = state.take_growth()
+            if not news:  # others may have advanced it meanwhile
+                loop.advance(Goal.LATENCY)
+            yield from news
+        state.raise_fault()
+    finally:
+        loop.abort(state)

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import Any
 
 from jpaged.config import LoopMode
 from jpaged.core.block_manager import BlockManager
@@ -47,70 +48,35 @@ def deferred_interrupts() -> Iterator[None]:
 
 @dataclass
 class LoopCounts:
-    """What happened since the start."""
+    """What happened since the start, by the names of `EngineStats`."""
 
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    steps: int = 0
-    preemptions: int = 0
-    finished: int = 0
     peak_used_blocks: int = 0
-    block_copies: int = 0
-    swapped_out_blocks: int = 0
-    swapped_in_blocks: int = 0
-    step_tokens: int = 0
-    steps_by_size: list[int] = field(
+    num_preemptions: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_block_copies: int = 0
+    num_swapped_out_blocks: int = 0
+    num_swapped_in_blocks: int = 0
+    num_generated_tokens: int = 0
+    num_steps: int = 0
+    num_step_tokens: int = 0
+    num_steps_by_size: list[int] = field(
         default_factory=lambda: [0] * (len(EngineStats.STEP_SIZES) + 1)
     )
+    num_finished: int = 0
 
     def note_plan(self, plan: StepPlan, manager: BlockManager) -> None:
         """Count a step that is launched now."""
-        self.steps += bool(plan.scheduled or plan.moves_blocks)  # others only tell of faults
+        self.num_steps += bool(plan.scheduled or plan.moves_blocks)  # others only tell of faults
         if num_tokens := plan.num_new_tokens:
-            self.step_tokens += num_tokens
-            self.steps_by_size[bisect_left(EngineStats.STEP_SIZES, num_tokens)] += 1
-        self.preemptions += len(plan.preempted)
+            self.num_step_tokens += num_tokens
+            self.num_steps_by_size[bisect_left(EngineStats.STEP_SIZES, num_tokens)] += 1
+        self.num_preemptions += len(plan.preempted)
         num_used_blocks = manager.pool.num_usable_blocks - manager.num_free_blocks
         self.peak_used_blocks = max(self.peak_used_blocks, num_used_blocks)
-        self.block_copies += len(plan.block_copies)
-        for order in plan.swap_outs:
-            self.swapped_out_blocks += len(order.block_ids)
-        for order in plan.swap_ins:
-            self.swapped_in_blocks += len(order.places)
-
-
-def engine_stats(scheduler: Scheduler, counts: LoopCounts) -> EngineStats:
-    """The pool and the queues now, and counts since the start. O(sequences)."""
-    manager, swap = scheduler.block_manager, scheduler.swap_space
-    cache = manager.prefix_cache
-    return EngineStats(
-        block_size=manager.block_size,
-        num_blocks=manager.pool.num_usable_blocks,
-        num_free_blocks=manager.num_free_blocks,
-        peak_used_blocks=counts.peak_used_blocks,
-        num_waste_slots=num_waste_slots(scheduler),
-        num_running=scheduler.num_running,
-        num_waiting=scheduler.num_waiting,
-        num_swapped=scheduler.num_swapped,
-        num_preemptions=counts.preemptions,
-        num_prompt_tokens=counts.prompt_tokens,
-        num_cached_tokens=counts.cached_tokens,
-        prefix_cache_queries=0 if cache is None else cache.num_query_tokens,
-        prefix_cache_hits=0 if cache is None else cache.num_hit_tokens,
-        num_cached_blocks=manager.pool.num_cached_blocks,
-        num_pinned_blocks=manager.pins.num_blocks,
-        num_block_copies=counts.block_copies,
-        num_host_blocks=swap.policy.num_host_blocks,
-        num_used_host_blocks=swap.num_used_blocks,
-        num_swapped_out_blocks=counts.swapped_out_blocks,
-        num_swapped_in_blocks=counts.swapped_in_blocks,
-        num_generated_tokens=counts.generated_tokens,
-        num_steps=counts.steps,
-        num_step_tokens=counts.step_tokens,
-        num_steps_by_size=tuple(counts.steps_by_size),
-        num_finished=counts.finished,
-    )
+        self.num_block_copies += len(plan.block_copies)
+        self.num_swapped_out_blocks += sum(len(order.block_ids) for order in plan.swap_outs)
+        self.num_swapped_in_blocks += sum(len(order.places) for order in plan.swap_ins)
 
 
 class EngineLoop:
@@ -139,6 +105,29 @@ class EngineLoop:
     def has_work(self) -> bool:
         """Whether a request is unfinished or a step unread."""
         return bool(self.scheduler.has_unfinished or self._in_flight)
+
+    def stats(self) -> EngineStats:
+        """The pool and the queues now, and counts since the start. O(sequences)."""
+        scheduler, swap = self.scheduler, self.scheduler.swap_space
+        manager, cache = scheduler.block_manager, scheduler.block_manager.prefix_cache
+        counts: dict[str, Any] = vars(self.counts).copy()
+        counts["num_steps_by_size"] = tuple(self.counts.num_steps_by_size)
+        return EngineStats(
+            **counts,
+            block_size=manager.block_size,
+            num_blocks=manager.pool.num_usable_blocks,
+            num_free_blocks=manager.num_free_blocks,
+            num_waste_slots=num_waste_slots(scheduler),
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_swapped=scheduler.num_swapped,
+            prefix_cache_queries=0 if cache is None else cache.num_query_tokens,
+            prefix_cache_hits=0 if cache is None else cache.num_hit_tokens,
+            num_cached_blocks=manager.pool.num_cached_blocks,
+            num_pinned_blocks=manager.pins.num_blocks,
+            num_host_blocks=swap.policy.num_host_blocks,
+            num_used_host_blocks=swap.num_used_blocks,
+        )
 
     def check_alive(self) -> None:
         """Raise RuntimeError if a step failed: what the device holds is then unknown."""
@@ -187,7 +176,16 @@ class EngineLoop:
         self.check_alive()
         with self._undisturbed():
             for state in states:
-                self._add(state)
+                request = state.request
+                try:
+                    self.scheduler.add(request)
+                except (TypeError, ValueError):  # refused: nothing is changed
+                    raise
+                except Exception:
+                    self.scheduler.abort(request.request_id)
+                    raise
+                self.requests[request.request_id] = state
+                self.counts.num_prompt_tokens += request.sequences[0].num_prompt_tokens
 
     def abort(self, state: RequestState) -> None:
         """End a request in any state; one that has ended, or was never added, is left as it is."""
@@ -201,18 +199,6 @@ class EngineLoop:
             self._retire(state)
             self.undelivered.pop(state, None)
 
-    def _add(self, state: RequestState) -> None:
-        request = state.request
-        try:
-            self.scheduler.add(request)
-        except (TypeError, ValueError):  # refused: nothing is changed
-            raise
-        except Exception:
-            self.scheduler.abort(request.request_id)
-            raise
-        self.requests[request.request_id] = state
-        self.counts.prompt_tokens += request.sequences[0].num_prompt_tokens
-
     def _schedule(self, goal: Goal) -> list[StepPlan]:
         """What to launch now: the next step, or several while they fit a burst.
 
@@ -223,7 +209,7 @@ class EngineLoop:
             plans.append(plan)
             if len(plans) == self._runner.burst_steps:
                 break
-            others_wait = goal is Goal.LATENCY and self.scheduler.num_waiting
+            others_wait = goal is Goal.LATENCY and self.scheduler.waiting
             if others_wait or not self._runner.fits_burst(plan, goal):
                 break
         return plans
@@ -254,7 +240,7 @@ class EngineLoop:
             metrics = self.requests[item.sequence.request.request_id].metrics
             if metrics.first_scheduled_time is None:
                 metrics.first_scheduled_time = now
-                self.counts.cached_tokens += item.sequence.num_cached_tokens or 0
+                self.counts.num_cached_tokens += item.sequence.num_cached_tokens or 0
 
     def _read(self) -> list[RequestState]:
         """Read the oldest step in flight; gives the requests that it ended. An interrupt while
@@ -270,7 +256,7 @@ class EngineLoop:
             ill = self._tell_prompts(handle.plan, result) if result.prompt_logprobs else {}
             candidates = None if result.logprobs is None else result.candidates
             news = self.scheduler.update(handle.plan, result.token_ids, candidates)
-            self.counts.generated_tokens += len(news.emitted)
+            self.counts.num_generated_tokens += len(news.emitted)
             # Several samples of one request may end with this step: it is retired after the last.
             advanced = self._tell(news.emitted, handle.plan, result.logprobs)
             if news.searched:
@@ -302,7 +288,8 @@ class EngineLoop:
         """Tell requests of those of their tokens that they must hear of; the requests."""
         told: dict[RequestState, None] = {}
         requests = self.requests
-        rows = {} if scores is None else _rows_of(plan)
+        scored = () if scores is None else plan.scheduled
+        rows = {item.sequence.seq_id: row for row, item in enumerate(scored)}
         for token in emitted:
             sequence, request, _, reason = token
             state = requests[request.request_id]
@@ -325,7 +312,7 @@ class EngineLoop:
             state.note_first_token()
             if request.is_finished and request.beam is not None:
                 found = request.beam.hypotheses[: state.params.n]
-                self.counts.generated_tokens += sum(len(each.output_token_ids) for each in found)
+                self.counts.num_generated_tokens += sum(len(h.output_token_ids) for h in found)
                 over[state] = None
         return over
 
@@ -354,7 +341,7 @@ class EngineLoop:
             state.finish()
         except Exception as error:
             self._fail(state, error)
-        self.counts.finished += 1
+        self.counts.num_finished += 1
         del self.requests[state.request_id]
 
     def _note_failure(self, error: BaseException) -> None:
@@ -378,7 +365,3 @@ class EngineLoop:
                 self._is_busy = False
             while self._dropped:
                 self.abort(self._dropped.pop())
-
-
-def _rows_of(plan: StepPlan) -> dict[int, int]:
-    return {item.sequence.seq_id: row for row, item in enumerate(plan.scheduled)}

@@ -1,16 +1,16 @@
 """From what a caller gave to a request: prompts normalised, tokenised and checked."""
 
 import itertools
-import time
 from array import array
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from jpaged.core.beam import BeamSearch
 from jpaged.core.request import Request, StopCriteria
+from jpaged.engine.request_state import RequestState
 from jpaged.sampling_params import MAX_LOGPROBS, SamplingParams
 from jpaged.text.tokenizer import Tokenizer
 
@@ -181,7 +181,10 @@ def _checked_ids(ids: object, name: str, vocab_size: int | None) -> list[int]:
     limit = vocab_size or float("inf")
     if not _all_below(limit, ids):
         position = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < limit)
-        raise ValueError(_out_of_range(name, position, ids[position], vocab_size))
+        known = f"known are 0 to {vocab_size - 1}" if vocab_size else "ids start at 0"
+        raise ValueError(
+            f"{name}: the token id {ids[position]} at position {position} is unknown; {known}"
+        )
     return ids.copy()
 
 
@@ -203,11 +206,6 @@ def _checked_id(token_id: object, name: str, position: int) -> int:
     return int(token_id)
 
 
-def _out_of_range(name: str, position: int, token_id: int, vocab_size: int | None) -> str:
-    known = f"known are 0 to {vocab_size - 1}" if vocab_size else "ids start at 0"
-    return f"{name}: the token id {token_id} at position {position} is unknown; {known}"
-
-
 def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
@@ -219,28 +217,11 @@ PIN_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, deto
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # odd, so that no two requests of an engine share a seed
 
 
-class CheckedRequest(NamedTuple):
-    """What a caller asks for, checked and tokenised; `Preprocessor.check` makes them.
-
-    Attributes:
-        prompt: With its token ids.
-        params: As the caller gave them; the engine can do what they ask for.
-        priority: Lower goes first; the scheduler refuses one that it would not look at.
-        seed: Of its noise: the caller's, or one of its own.
-        arrival_time: When it was made, in seconds of `time.monotonic()`.
-    """
-
-    prompt: Prompt
-    params: SamplingParams
-    priority: int
-    seed: int
-    arrival_time: float
-
-
+@dataclass(eq=False)
 class Preprocessor:
     """Checks requests against an engine's model and limits.
 
-    Args:
+    Attributes:
         tokenizer: None where only token ids go in and out.
         vocab_size: Every token id is below it.
         max_model_len: Most tokens of a sequence.
@@ -249,25 +230,16 @@ class Preprocessor:
         seed: Of requests that bring none.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        *,
-        vocab_size: int,
-        max_model_len: int,
-        max_num_seqs: int,
-        eos_token_ids: frozenset[int],
-        seed: int,
-    ):
-        self.tokenizer = tokenizer
-        self.vocab_size = vocab_size
-        self._max_model_len = max_model_len
-        self._max_num_seqs = max_num_seqs
-        self.eos_token_ids = eos_token_ids
-        self._seed = seed
-        self._arrivals = itertools.count()
-        self._seq_ids = itertools.count()
-        self._names = itertools.count()
+    tokenizer: Tokenizer | None
+    _: KW_ONLY
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    eos_token_ids: frozenset[int]
+    seed: int
+
+    def __post_init__(self):
+        self._arrivals, self._seq_ids, self._names = (itertools.count() for _ in range(3))
 
     def tokenize(self, prompt: Prompt) -> Prompt:
         """The prompt with its token ids.
@@ -278,12 +250,8 @@ class Preprocessor:
         if prompt.token_ids is not None or prompt.text is None:
             return prompt
         ids = self.need_tokenizer("a text prompt").encode(prompt.text)
-        whole = {
-            "prompt": prompt.text,
-            "prompt_token_ids": ids,
-            "cache_salt": prompt.cache_salt,
-        }
-        return normalize_prompt(whole, vocab_size=self.vocab_size)
+        ids = _checked_ids(ids, "prompt['prompt_token_ids']", self.vocab_size)
+        return replace(prompt, token_ids=ids)
 
     def whole_blocks(self, prompt: object, block_size: int) -> Prompt:
         """A prompt cut to the full blocks of `block_size` tokens that it begins with.
@@ -314,8 +282,23 @@ class Preprocessor:
             )
         return self.tokenizer
 
-    def check(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> CheckedRequest:
-        """A normalised prompt and what to do with it, checked; the prompt is tokenised.
+    def make_state(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int = 0,
+        *,
+        request_id: str | None = None,
+        ids_in_use: Container[str] = (),
+    ) -> RequestState:
+        """A request, checked and tokenised, ready for the loop.
+
+        Args:
+            prompt: A normalised one.
+            params: What to do with it.
+            priority: Lower goes first; the scheduler refuses one that it would not look at.
+            request_id: None for one that is not in use.
+            ids_in_use: Ids of unfinished requests.
 
         Raises:
             TypeError, ValueError: a parameter is not acceptable, or the prompt cannot be tokenised.
@@ -324,70 +307,54 @@ class Preprocessor:
             self.vocab_size,
             MAX_LOGPROBS,
             self.eos_token_ids,
-            max_num_seqs=self._max_num_seqs,
-            max_model_len=self._max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_model_len=self.max_model_len,
         )
         if params.stop_strings:
             self.need_tokenizer(f"stop={params.stop!r}")
-        prompt, priority = self.tokenize(prompt), checked_priority(priority)
-        return CheckedRequest(prompt, params, priority, self._seed_of(params), time.monotonic())
-
-    def make_request(
-        self, asked: CheckedRequest, *, request_id: str | None, ids_in_use: Container[str]
-    ) -> Request:
-        """A request, ready for the scheduler.
-
-        Args:
-            asked: What to do.
-            request_id: None for one that is not in use.
-            ids_in_use: Ids of unfinished requests.
-
-        Raises:
-            TypeError: the id is not acceptable.
-        """
-        prompt, params = asked.prompt, asked.params
-        endings = params.ending_ids(self.eos_token_ids)
-        return Request.from_prompt(
-            self._unused_name(ids_in_use) if request_id is None else _checked_name(request_id),
-            prompt.token_ids or [],
+        prompt = self.tokenize(prompt)
+        token_ids, endings = prompt.token_ids or [], params.ending_ids(self.eos_token_ids)
+        search = None
+        if params.beam_width is not None:
+            search = BeamSearch(
+                params.beam_width,
+                length_penalty=params.length_penalty,
+                early_stopping=params.early_stopping,
+                end_token_ids=endings,
+            )
+        request = Request.from_prompt(
+            self._name(request_id, ids_in_use),
+            token_ids,
             StopCriteria(
-                max_tokens=params.max_tokens or self._max_model_len,
+                max_tokens=params.max_tokens or self.max_model_len,
                 min_tokens=params.min_tokens,
                 stop_token_ids=endings,
             ),
             seq_ids=self._seq_ids,
-            num_samples=params.num_samples if params.beam_width is None else 1,
-            seed=asked.seed,
-            beam=_make_search(params, endings),
-            priority=asked.priority,
+            num_samples=params.num_samples if search is None else 1,
+            seed=self._seed_of(params),
+            beam=search,
+            priority=checked_priority(priority),
             cache_salt=prompt.cache_salt,
             # Each position must be computed to be scored.
             reads_prefix_cache=params.prompt_logprobs is None,
         )
+        return RequestState(
+            request, params, prompt.text, token_ids, self.tokenizer, self.eos_token_ids
+        )
 
-    def _unused_name(self, ids_in_use: Container[str]) -> str:
-        names = (f"request-{number}" for number in self._names)
-        return next(name for name in names if name not in ids_in_use)
+    def _name(self, request_id: str | None, ids_in_use: Container[str]) -> str:
+        if request_id is None:
+            names = (f"request-{number}" for number in self._names)
+            return next(name for name in names if name not in ids_in_use)
+        if not isinstance(request_id, str) or not request_id:
+            raise TypeError(
+                f"request_id={request_id!r} must be a non-empty string, or None for one"
+            )
+        return request_id
 
     def _seed_of(self, params: SamplingParams) -> int:
         arrival = next(self._arrivals)
         if params.seed is not None:
             return int(params.seed)  # a numpy integer would overflow
-        return self._seed + (arrival + 1) * _SEED_STRIDE
-
-
-def _checked_name(request_id: object) -> str:
-    if not isinstance(request_id, str) or not request_id:
-        raise TypeError(f"request_id={request_id!r} must be a non-empty string, or None for one")
-    return request_id
-
-
-def _make_search(params: SamplingParams, end_token_ids: frozenset[int]) -> BeamSearch | None:
-    if params.beam_width is None:
-        return None
-    return BeamSearch(
-        params.beam_width,
-        length_penalty=params.length_penalty,
-        early_stopping=params.early_stopping,
-        end_token_ids=end_token_ids,
-    )
+        return self.seed + (arrival + 1) * _SEED_STRIDE

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from jpaged.core.beam import Hypothesis
+from jpaged.core.beam import BeamSearch, Hypothesis
 from jpaged.core.plan import Emitted, ScheduledSequence
 from jpaged.core.request import FinishReason, Request, Sequence
-from jpaged.engine.preprocessing import Prompt
 from jpaged.observe.statistics import RequestMetrics
 from jpaged.outputs import CompletionOutput, Logprob, RequestDelta, RequestOutput, TextDelta
 from jpaged.runtime.model_runner import TokenScores
@@ -77,78 +76,41 @@ class TokenLogprobs(SequenceOf[dict[int, Logprob]]):
         token_ids = [[row[0], *row[NUM_FACTS::2]] for row in scores.tolist()]
         floats = scores.view(np.float32).tolist()
         logprobs = [[row[1], *row[NUM_FACTS + 1 :: 2]] for row in floats]
-        texts = self._texts({token_id for row in token_ids for token_id in row})
-        rows = zip(token_ids, logprobs, scores[:, 2].tolist(), strict=True)
-        return [_candidates(*row, texts) for row in rows]
-
-    def _texts(self, token_ids: set[int]) -> dict[int, str]:
-        """Each token's text alone, if there is a tokenizer."""
-        if self._tokenizer is None:
-            return {}
-        decode = self._tokenizer.decode
-        return {token_id: decode([token_id], skip_special_tokens=False) for token_id in token_ids}
-
-
-def _candidates(
-    token_ids: list[int], logprobs: list[float], rank: int, texts: dict[int, str]
-) -> dict[int, Logprob]:
-    """The token itself, whose rank is given, and then the likeliest ones."""
-    first, *others = token_ids
-    found = {first: Logprob(logprobs[0], rank, texts.get(first))}
-    for place, token_id in enumerate(others, start=1):
-        if token_id != first:
-            found[token_id] = Logprob(logprobs[place], place, texts.get(token_id))
-    return found
+        texts: dict[int, str] = {}
+        if self._tokenizer is not None:
+            for token_id in {token_id for row in token_ids for token_id in row}:
+                texts[token_id] = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        entries = []
+        for (own, *likeliest), (own_logprob, *others), rank in zip(
+            token_ids, logprobs, scores[:, 2].tolist(), strict=True
+        ):
+            found = {own: Logprob(own_logprob, rank, texts.get(own))}
+            for place, (token_id, logprob) in enumerate(zip(likeliest, others, strict=True), 1):
+                if token_id != own:
+                    found[token_id] = Logprob(logprob, place, texts.get(token_id))
+            entries.append(found)
+        return entries
 
 
+@dataclass(slots=True, eq=False)
 class SampleState:
-    """One of a request's samples from its first token to its last output.
+    """One of a request's samples from its first token to its last output; see `RequestState`."""
 
-    Args:
-        sequence: The scheduler's view.
-        params: The request's.
-        tokenizer: None without one.
-        eos_token_ids: The model's own end tokens.
+    sequence: Sequence
+    params: SamplingParams
+    tokenizer: Tokenizer | None
+    eos_token_ids: frozenset[int]
+    cumulative_logprob: float = 0.0  # of its tokens, as far as log-probabilities were read
+    _detokenizer: Detokenizer = field(init=False)
+    _scores: bytearray = field(default_factory=bytearray)  # a row a token, if they are asked for
+    _scores_width: int = 4 * NUM_FACTS  # of these rows, in bytes
+    _made_logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # of the first rows
+    _stop_string: str | None = None
+    _num_read: int = 0  # output tokens that the detokenizer has
+    _num_sent: int = 0  # output tokens that a delta told of
 
-    Attributes:
-        sequence: The scheduler's view.
-        cumulative_logprob: Of its tokens, as far as log-probabilities were read.
-    """
-
-    __slots__ = (
-        "_detokenizer",
-        "_eos_token_ids",
-        "_made_logprobs",
-        "_num_logprobs",
-        "_num_read",
-        "_num_sent",
-        "_scores",
-        "_scores_width",
-        "_stop_string",
-        "_tokenizer",
-        "cumulative_logprob",
-        "sequence",
-    )
-
-    def __init__(
-        self,
-        sequence: Sequence,
-        params: SamplingParams,
-        tokenizer: Tokenizer | None,
-        eos_token_ids: frozenset[int],
-    ):
-        self.sequence = sequence
-        self.cumulative_logprob = 0.0
-        self._detokenizer = Detokenizer(tokenizer, sequence.token_ids, params)
-        self._tokenizer = tokenizer
-        self._eos_token_ids = eos_token_ids
-        self._num_logprobs = params.logprobs
-        self._scores = bytearray()  # of each token a row, if they are asked for
-        self._made_logprobs: list[dict[int, Logprob]] = []  # of the first of these rows
-        self._scores_width = 4 * NUM_FACTS  # of these rows, in bytes
-        self._stop_string: str | None = None
-        self._num_read = 0  # output tokens that the detokenizer has
-        self._num_sent = 0  # output tokens that a delta told of
+    def __post_init__(self):
+        self._detokenizer = Detokenizer(self.tokenizer, self.sequence.token_ids, self.params)
 
     def accept(self, reason: FinishReason | None) -> bool:
         """Take in the sequence's newest token, and why it ended the sample if it did.
@@ -167,8 +129,8 @@ class SampleState:
     def accept_scores(self, scores: TokenScores, index: int) -> None:
         """Take in how likely the newest token was: row `index` of `scores`."""
         self.cumulative_logprob += scores.logprob_list[index]
-        if self._num_logprobs is not None:
-            row = scores.row_bytes(index, self._num_logprobs)
+        if self.params.logprobs is not None:
+            row = scores.row_bytes(index, self.params.logprobs)
             self._scores += row
             self._scores_width = len(row)
 
@@ -184,7 +146,7 @@ class SampleState:
             index: Its place among the answers.
             is_ranked: Whether the sum of its log-probabilities decides that.
         """
-        asked = self._num_logprobs is not None
+        asked = self.params.logprobs is not None
         self._read_tokens()
         return CompletionOutput(
             index=index,
@@ -213,7 +175,7 @@ class SampleState:
             token_ids=token_ids,
             finish_reason=sequence.finish_reason,
             stop_reason=self._stop_reason(),
-            logprobs=list(self._logprobs(start)) if self._num_logprobs is not None else None,
+            logprobs=list(self._logprobs(start)) if self.params.logprobs is not None else None,
             request_id=request_id,
             index=sequence.index,
         )
@@ -230,41 +192,14 @@ class SampleState:
         width = self._scores_width
         copied = np.frombuffer(bytes(self._scores[start * width :]), np.int32)
         made = self._made_logprobs if start == 0 else None
-        return TokenLogprobs(copied.reshape(-1, width // 4), self._tokenizer, made)
+        return TokenLogprobs(copied.reshape(-1, width // 4), self.tokenizer, made)
 
     def _stop_reason(self) -> str | int | None:
         if self._stop_string is not None:
             return self._stop_string
         if self.sequence.finish_reason is not FinishReason.STOP:
             return None
-        return _stop_token(self.sequence.token_ids, self._eos_token_ids)
-
-
-def hypothesis_output(
-    index: int,
-    found: Hypothesis,
-    detokenizer: Detokenizer,
-    eos_token_ids: frozenset[int],
-) -> CompletionOutput:
-    """A beam search's answer as the caller sees it.
-
-    Args:
-        index: Its place among the answers.
-        found: The answer.
-        detokenizer: One that has seen the prompt only.
-        eos_token_ids: The model's own end tokens.
-    """
-    detokenizer.append(found.output_token_ids, ended_by_token=found.is_ended)
-    detokenizer.finish()
-    return CompletionOutput(
-        index=index,
-        text=detokenizer.text,
-        token_ids=list(found.output_token_ids),
-        cumulative_logprob=found.cumulative_logprob,
-        finish_reason=FinishReason.STOP if found.is_ended else FinishReason.LENGTH,
-        stop_reason=_stop_token(found.output_token_ids, eos_token_ids) if found.is_ended else None,
-        score=found.score,
-    )
+        return _stop_token(self.sequence.token_ids, self.eos_token_ids)
 
 
 def _stop_token(token_ids: SequenceOf[int], eos_token_ids: frozenset[int]) -> int | None:
@@ -278,7 +213,8 @@ class RequestState:
     Attributes:
         request: The scheduler's view.
         params: As the caller gave them.
-        prompt: As the caller gave it, tokenised.
+        prompt: Its text, if the caller gave one.
+        prompt_token_ids: Its tokens.
         tokenizer: None without one.
         eos_token_ids: The model's own end tokens.
         metrics: When things happened.
@@ -287,31 +223,31 @@ class RequestState:
         error: Why it failed.
         samples: In the order of their numbers; none for a beam search, whose answers are known only
             at its end.
+        growing: Those whose last delta was not taken.
     """
 
     request: Request
     params: SamplingParams
-    prompt: Prompt
+    prompt: str | None
+    prompt_token_ids: list[int]
     tokenizer: Tokenizer | None
     eos_token_ids: frozenset[int]
-    metrics: RequestMetrics
+    metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(time.monotonic()))
     polled: bool = False
     is_quiet: bool = False
     error: BaseException | None = None
     samples: list[SampleState] = field(init=False)
+    growing: list[SampleState] = field(init=False)
     _has_stops: bool = field(init=False)
     _is_ranked: bool = field(init=False)
-    _growing: list[SampleState] = field(init=False)
     _told_prompt: bool = False
     _prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         sequences = self.request.sequences if self.request.beam is None else ()
-        self.samples = [
-            SampleState(sequence, self.params, self.tokenizer, self.eos_token_ids)
-            for sequence in sequences
-        ]
-        self._growing = list(self.samples)
+        shared = self.params, self.tokenizer, self.eos_token_ids
+        self.samples = [SampleState(sequence, *shared) for sequence in sequences]
+        self.growing = list(self.samples)
         self._has_stops, self._is_ranked = bool(self.params.stop_strings), self.params.is_ranked
 
     @property
@@ -366,6 +302,11 @@ class RequestState:
             for sequence in self.request.sequences:
                 sequence.finish_reason = FinishReason.ERROR
 
+    def raise_fault(self) -> None:
+        """Raise RuntimeError if the request failed."""
+        if self.error is not None:
+            raise RuntimeError(f"request {self.request_id!r} failed") from self.error
+
     def finish(self) -> None:
         """Nothing more will come: release what was held back."""
         self.metrics.finished_time = time.monotonic()
@@ -377,12 +318,10 @@ class RequestState:
         request = self.request
         return RequestOutput(
             request_id=request.request_id,
-            prompt=self.prompt.text,
-            prompt_token_ids=self.prompt.token_ids or (),
-            prompt_logprobs=(
-                None if self.params.prompt_logprobs is None else self._own_prompt_logprobs()
-            ),
-            outputs=self._outputs() if request.beam is None else self._found(),
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            prompt_logprobs=self._own_prompt_logprobs(),
+            outputs=self._outputs() if request.beam is None else self._found(request.beam),
             finished=request.is_finished,
             num_cached_tokens=request.sequences[0].num_cached_tokens or 0,
             metrics=replace(self.metrics),
@@ -392,7 +331,7 @@ class RequestState:
         """What is new since the last call; the cost is that of the new tokens."""
         return RequestDelta(
             request_id=self.request_id,
-            deltas=self._grown() if self.params.is_streamable else self._whole(),
+            deltas=self.take_growth() if self.params.is_streamable else self._whole(),
             finished=self.request.is_finished,
             prompt_logprobs=self._take_prompt_logprobs(),
             num_cached_tokens=self.request.sequences[0].num_cached_tokens or 0,
@@ -400,17 +339,17 @@ class RequestState:
             error=None if self.error is None else str(self.error) or type(self.error).__name__,
         )
 
-    def _grown(self) -> list[TextDelta]:
-        news = [s.take_delta(self.request_id) for s in self._growing if s.has_news]
+    def take_growth(self) -> list[TextDelta]:
+        """What the samples grew by since the last call, at most one delta each."""
+        news = [s.take_delta(self.request_id) for s in self.growing if s.has_news]
         if any(delta.finished for delta in news):
-            self._growing = [s for s in self._growing if s.sequence.finish_reason is None]
+            self.growing = [s for s in self.growing if s.sequence.finish_reason is None]
         return news
 
     def _whole(self) -> list[TextDelta]:
         """The answers, once it is known which they are."""
-        if not self.request.is_finished:
-            return []
-        return [TextDelta.of(self.request_id, answer) for answer in self.output().outputs]
+        answers = self.output().outputs if self.request.is_finished else ()
+        return [TextDelta.of(self.request_id, answer) for answer in answers]
 
     def _take_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         if self._told_prompt or self.metrics.first_token_time is None:
@@ -425,23 +364,27 @@ class RequestState:
             chosen = sorted(chosen, key=lambda sample: -sample.cumulative_logprob)[: self.params.n]
         return [sample.output(i, is_ranked=is_ranked) for i, sample in enumerate(chosen)]
 
-    def _found(self) -> list[CompletionOutput]:
-        """A beam search's best answers; none before its end, or if it was aborted."""
-        beam, ids = self.request.beam, self.prompt.token_ids or []
-        if beam is None or not self.is_found:
+    def _found(self, search: BeamSearch) -> list[CompletionOutput]:
+        """A beam search's best answers; none before its end, or if it did not come to it."""
+        if self.request.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return []
-        return [
-            hypothesis_output(
-                i, found, Detokenizer(self.tokenizer, ids, self.params), self.eos_token_ids
-            )
-            for i, found in enumerate(beam.hypotheses[: self.params.n])
-        ]
+        best = search.hypotheses[: self.params.n]
+        return [self._found_output(i, found) for i, found in enumerate(best)]
 
-    @property
-    def is_found(self) -> bool:
-        """Whether it is a beam search that came to its own end."""
-        reason = self.request.finish_reason
-        return self.request.beam is not None and reason in ("stop", "length")
+    def _found_output(self, index: int, found: Hypothesis) -> CompletionOutput:
+        token_ids = found.output_token_ids
+        detokenizer = Detokenizer(self.tokenizer, self.prompt_token_ids, self.params)
+        detokenizer.append(token_ids, ended_by_token=found.is_ended)
+        detokenizer.finish()
+        return CompletionOutput(
+            index=index,
+            text=detokenizer.text,
+            token_ids=list(token_ids),
+            cumulative_logprob=found.cumulative_logprob,
+            finish_reason=FinishReason.STOP if found.is_ended else FinishReason.LENGTH,
+            stop_reason=_stop_token(token_ids, self.eos_token_ids) if found.is_ended else None,
+            score=found.score,
+        )
 
     def _own_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         if self.params.prompt_logprobs is None:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from jpaged.runtime.programs import SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.timing import measure_costs
 from jpaged.text.tokenizer import Tokenizer
-from pallas_kernels import Backend, select_backend
+from pallas_kernels import select_backend
 
 
 class ProgressLog:
@@ -65,50 +65,6 @@ class EngineParts:
     runner: ModelRunner
 
 
-def build_parts(config: EngineConfig) -> EngineParts:
-    """Build everything an engine needs.
-
-    Raises:
-        ValueError: the model cannot be loaded, or does not fit the device as configured.
-    """
-    with without_collections():
-        return _build_parts(config)
-
-
-def _build_parts(config: EngineConfig) -> EngineParts:
-    log, config = ProgressLog(config.verbose), with_usable_cache(config)
-    with log.phase("starting the device"):
-        prepare_jax(config)
-        device = jax.local_devices()[0]
-    folder = resolve_checkpoint(config.model or EMBEDDED_MODEL)
-    plan, dtype = _plan_model(config, folder, device)
-    generation_config = read_generation_config(folder)
-    with Compilation(config, folder, plan, dtype, device, log.say) as compilation:
-        with log.phase(f"loading {folder.name} as {dtype.name}"):
-            loaded = _load(config, folder, plan, generation_config)
-        with log.phase("sizing the pool"):
-            runtime, account, shapes = compilation.sized()
-        for line in describe_memory(runtime, account, device):
-            log.say(line)
-        with log.phase("compiling"):
-            programs = compilation.programs()
-    with log.phase("warming up"):
-        runner = ModelRunner(loaded.split, shapes, runtime, programs, loaded.eos)
-        runner.warm_up()
-    for line in account.beside(device.memory_stats() or {}):
-        log.say(line)
-    pressure = _choose_pressure(config, runtime, runner, log)
-    return EngineParts(
-        folder=folder,
-        preprocessor=_make_preprocessor(config, runtime, loaded.tokenizer, loaded.eos),
-        model_config=plan.config,
-        runtime_config=runtime,
-        memory_account=account,
-        scheduler=_make_scheduler(config, runtime, pressure),
-        runner=runner,
-    )
-
-
 @contextmanager
 def without_collections() -> Iterator[None]:
     """Hold the garbage collector while an engine starts, and let it have nothing to walk after.
@@ -134,27 +90,72 @@ def without_collections() -> Iterator[None]:
             gc.enable()
 
 
-class _Loaded(NamedTuple):
-    """What the checkpoint brings."""
+@without_collections()
+def build_parts(config: EngineConfig) -> EngineParts:
+    """Build everything an engine needs.
 
-    split: SplitModel
-    tokenizer: Tokenizer | None
-    eos: frozenset[int]
+    Raises:
+        ValueError: the model cannot be loaded, or does not fit the device as configured.
+    """
+    log, config = ProgressLog(config.verbose), with_usable_cache(config)
+    with log.phase("starting the device"):
+        prepare_jax(config)
+        device = jax.local_devices()[0]
+    folder = resolve_checkpoint(config.model or EMBEDDED_MODEL)
+    plan, dtype = _plan_model(config, folder, device)
+    generation_config = read_generation_config(folder)
+    with Compilation(config, folder, plan, dtype, device, log.say) as compilation:
+        with log.phase(f"loading {folder.name} as {dtype.name}"):
+            split, tokenizer = _load(config, folder, plan)
+        eos_token_ids = end_token_ids(plan.config, generation_config, tokenizer)
+        with log.phase("sizing the pool"):
+            runtime, account, shapes = compilation.sized()
+        for line in describe_memory(runtime, account, device):
+            log.say(line)
+        with log.phase("compiling"):
+            programs = compilation.programs()
+    with log.phase("warming up"):
+        runner = ModelRunner(split, shapes, runtime, programs, eos_token_ids)
+        runner.warm_up()
+    for line in account.beside(device.memory_stats() or {}):
+        log.say(line)
+    cache = PrefixCache(runtime.block_size) if config.enable_prefix_caching else None
+    return EngineParts(
+        folder=folder,
+        preprocessor=Preprocessor(
+            tokenizer,
+            vocab_size=runtime.vocab_size,
+            max_model_len=runtime.max_model_len,
+            max_num_seqs=runtime.max_num_seqs,
+            eos_token_ids=eos_token_ids,
+            seed=config.seed,
+        ),
+        model_config=plan.config,
+        runtime_config=runtime,
+        memory_account=account,
+        scheduler=Scheduler(
+            SchedulerConfig(
+                runtime.max_num_seqs,
+                runtime.max_num_batched_tokens,
+                runtime.max_model_len,
+                by_priority=config.scheduling_policy == "priority",
+            ),
+            BlockManager(runtime.num_blocks, runtime.block_size, cache),
+            _choose_pressure(config, runtime, runner, log),
+        ),
+        runner=runner,
+    )
 
 
 def _plan_model(config: EngineConfig, folder: Path, device: Any) -> tuple[ModelPlan, jnp.dtype]:
     """The model, checked but not loaded, and the dtype of its weights and of the pool."""
     model = read_model_config(read_config(folder))
-    _check_head_size(model, select_backend(device.platform))
+    most = select_backend(device.platform).max_head_size
+    if most is not None and model.head_size > most:
+        raise refuse_head_size(model.head_size, f"1 to {most}, on a GPU")
     dtype = _resolve_dtype(config.dtype, model, device.platform)
     asked = {"load_format": config.load_format, "seed": config.seed}
     return plan_model(folder, model, dtype=dtype, **asked), dtype
-
-
-def _check_head_size(model: ModelConfig, backend: Backend) -> None:
-    most = backend.max_head_size
-    if most is not None and model.head_size > most:
-        raise refuse_head_size(model.head_size, f"1 to {most}, on a GPU")
 
 
 def _resolve_dtype(asked: str, model: ModelConfig, platform: str) -> jnp.dtype:
@@ -166,15 +167,15 @@ def _resolve_dtype(asked: str, model: ModelConfig, platform: str) -> jnp.dtype:
 
 
 def _load(
-    config: EngineConfig, folder: Path, plan: ModelPlan, generation_config: Mapping[str, Any]
-) -> _Loaded:
-    with ThreadPoolExecutor(1) as beside:
+    config: EngineConfig, folder: Path, plan: ModelPlan
+) -> tuple[SplitModel, Tokenizer | None]:
+    """The weights and the tokenizer, read at the same time."""
+    with ThreadPoolExecutor(1) as pool:
         needed = config.tokenizer_needed
-        text = beside.submit(Tokenizer.from_folder, folder) if needed else None
+        text = pool.submit(Tokenizer.from_folder, folder) if needed else None
         split = SplitModel.of(plan.load())
         jax.block_until_ready(split.leaves)
-        tokenizer = text.result() if text is not None else None
-    return _Loaded(split, tokenizer, end_token_ids(plan.config, generation_config, tokenizer))
+        return split, text.result() if text is not None else None
 
 
 def end_token_ids(
@@ -201,36 +202,6 @@ def _choose_pressure(
     with log.phase("measuring the cost of preemption"):
         costs = measure_costs(runner, runtime)
     return PressurePolicy(mode, runtime.num_host_blocks, costs)
-
-
-def _make_preprocessor(
-    config: EngineConfig,
-    runtime: RuntimeConfig,
-    tokenizer: Tokenizer | None,
-    eos_token_ids: frozenset[int],
-) -> Preprocessor:
-    return Preprocessor(
-        tokenizer,
-        vocab_size=runtime.vocab_size,
-        max_model_len=runtime.max_model_len,
-        max_num_seqs=runtime.max_num_seqs,
-        eos_token_ids=eos_token_ids,
-        seed=config.seed,
-    )
-
-
-def _make_scheduler(
-    config: EngineConfig, runtime: RuntimeConfig, pressure: PressurePolicy
-) -> Scheduler:
-    limits = SchedulerConfig(
-        runtime.max_num_seqs,
-        runtime.max_num_batched_tokens,
-        runtime.max_model_len,
-        by_priority=config.scheduling_policy == "priority",
-    )
-    cache = PrefixCache(runtime.block_size) if config.enable_prefix_caching else None
-    manager = BlockManager(runtime.num_blocks, runtime.block_size, cache)
-    return Scheduler(limits, manager, pressure)
 
 
 def describe_memory(runtime: RuntimeConfig, account: MemoryAccount, device) -> list[str]:

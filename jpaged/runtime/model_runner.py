@@ -6,6 +6,7 @@ device's arrays and the host's view of which sequence has which row.
 
 from collections.abc import Callable, Collection
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -291,11 +292,11 @@ class ModelRunner:
         return sampled
 
 
-def _on_its_way(sampled: Sampled, level: SamplerLevel) -> Sampled:
-    """What the host reads of a step or a burst, being copied there: one array, with the scores if
-    the level asks for them."""
-    if SamplerLevel.LOGPROBS not in level:
-        sampled = Sampled(sampled.token_ids)
-    wanted = sampled.token_ids if sampled.scores is None else sampled.scores
+def _on_its_way(sampled: Sampled, level: SamplerLevel) -> Any:
+    """What the host reads of a step or a burst, being copied there: one array, the scores if the
+    level asks for them."""
+    wanted = sampled.token_ids
+    if SamplerLevel.LOGPROBS in level and sampled.scores is not None:
+        wanted = sampled.scores
     wanted.copy_to_host_async()
-    return sampled
+    return wanted

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,7 +11,6 @@ import numpy as np
 from jpaged.core.plan import ScheduledSequence, StepPlan
 from jpaged.core.request import Candidates, Request
 from jpaged.runtime.programs import PROMPT_LOGPROBS_CHUNK
-from jpaged.runtime.sampler import Sampled
 from jpaged.sampling_params import SamplingParams
 from pallas_kernels import NUM_FACTS
 
@@ -95,15 +95,15 @@ PromptScores = dict[int, tuple[int, list[jax.Array]]]
 class StepHandle:
     """A launched step whose results are on their way to the host.
 
-    `sampled` is None where nothing was scheduled: such a plan only moved blocks. Where it has
-    scores, the tokens are read from these. The step has the plan's sequences in an order of its
-    own; `places[i]` is where `plan.scheduled[i]` is in it. The steps of a burst share one array;
-    `index` is the step's own there. `faults` are requests whose sampling could not be set up, and
-    why: they are in the step, but their tokens mean nothing.
+    `sampled` has the step's tokens [B], or its scores [B, W], from which these are read then; it is
+    None where nothing was scheduled: such a plan only moved blocks. The step has the plan's
+    sequences in an order of its own; `places[i]` is where `plan.scheduled[i]` is in it. The steps
+    of a burst share one array; `index` is the step's own there. `faults` are requests whose
+    sampling could not be set up, and why: they are in the step, but their tokens mean nothing.
     """
 
     plan: StepPlan
-    sampled: Sampled | None
+    sampled: Any  # jax.Array
     prompt_logprobs: PromptScores
     places: np.ndarray
     index: tuple[int, ...] = ()
@@ -113,11 +113,10 @@ class StepHandle:
         """Wait for the step and give its results."""
         if self.sampled is None:
             return StepResult(np.zeros(0, np.int32), None, {})
-        if self.sampled.scores is None:
-            tokens, scores = np.asarray(self.sampled.token_ids)[self.index][self.places], None
-        else:
-            scores = TokenScores(np.asarray(self.sampled.scores)[self.index][self.places])
-            tokens = np.ascontiguousarray(scores.packed[:, 0])
+        tokens, scores = np.asarray(self.sampled)[self.index][self.places], None
+        if tokens.ndim == 2:
+            scores = TokenScores(tokens)
+            tokens = np.ascontiguousarray(tokens[:, 0])
         prompts = {
             seq_id: TokenScores(np.concatenate([np.asarray(chunk) for chunk in chunks])[:count])
             for seq_id, (count, chunks) in self.prompt_logprobs.items()

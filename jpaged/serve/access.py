@@ -68,9 +68,9 @@ class Access:
             self._check_key(scope)
 
     def _check_host(self, given: str) -> None:
-        name = host_name(given)
-        is_own = name in ("", "localhost") or is_loopback(name)
-        if not (self._hosts is None or is_own or name in self._hosts):
+        name, hosts = host_name(given), self._hosts
+        is_served = hosts is None or name in hosts or name in ("", "localhost")
+        if not (is_served or is_loopback(name)):
             message = f"the Host {given[:100]!r} is not served here"
             raise ApiError(403, f"{message}: start the server with --allowed-hosts {name[:100]}")
 

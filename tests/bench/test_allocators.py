@@ -180,7 +180,7 @@ def test_a_batch_that_decodes_is_closed_though_there_is_room():
     scheduler.add(make_request(1, 5, 1))
     for num_waiting in (1, 1, 1, 0):
         step(scheduler)
-        assert scheduler.num_waiting == num_waiting
+        assert len(scheduler.waiting) == num_waiting
 
 
 def test_a_batch_fills_the_memory_though_its_prompts_take_several_steps():
@@ -190,9 +190,9 @@ def test_a_batch_fills_the_memory_though_its_prompts_take_several_steps():
     running = []
     for _ in range(4):
         step(scheduler)
-        running.append(scheduler.num_running)
+        running.append(len(scheduler.running))
     assert running == [3, 4, 4, 4]
-    assert scheduler.num_waiting == 1
+    assert len(scheduler.waiting) == 1
 
 
 def test_the_proof_finds_a_table_outside_its_range():

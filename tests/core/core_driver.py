@@ -157,7 +157,7 @@ class Driver:
         if self.scheduler.block_manager.prefix_cache is None:
             assert census.cached == 0
         assert self.scheduler.swap_space.num_used_blocks == 0
-        dropped = self.scheduler.swap_space.take_orders().dropped
+        dropped, _, _ = self.scheduler.swap_space.take_orders()
         assert self.device.images.keys() == set(dropped), "an image is left in host memory"
         for request in self.requests.values():
             self._check_request(request)

@@ -118,9 +118,9 @@ class FakeDevice:
 
     def spoil(self, pool: BlockPool) -> None:
         """Make the KV in free blocks unreadable, as it is after a reset of the prefix cache."""
-        for block in pool.free_block_queue:
+        for block_id in pool.free_block_queue:
             for offset in range(self.block_size):
-                self.slots.pop(block.block_id * self.block_size + offset, None)
+                self.slots.pop(block_id * self.block_size + offset, None)
 
     def _block(self, block_id: int) -> list[int]:
         slots = range(block_id * self.block_size, (block_id + 1) * self.block_size)

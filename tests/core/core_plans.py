@@ -41,7 +41,7 @@ def status(driver: Driver, name: str) -> str:
 
 def queue_of(manager: BlockManager) -> list[int]:
     """Free blocks, the next one to be taken first."""
-    return [block.block_id for block in manager.pool.free_block_queue]
+    return list(manager.pool.free_block_queue)
 
 
 def num_free(driver: Driver) -> int:

@@ -156,7 +156,7 @@ class BlockMachine(RuleBasedStateMachine):
     @invariant()
     def agrees_with_the_model(self):
         self.manager.check_integrity(self.sequences)
-        assert [b.block_id for b in self.manager.pool.free_block_queue] == self.free
+        assert list(self.manager.pool.free_block_queue) == self.free
         for sequence in self.sequences:
             assert sequence.block_table == self.tables[sequence.seq_id]
             waste = len(sequence.block_table) * BLOCK_SIZE - sequence.num_computed_tokens

@@ -22,7 +22,7 @@ PLACES = [
     Place(BlockManager, "admit", 0.1),
     Place(BlockManager, "num_new_blocks_of"),
     Place(BlockManager, "find_prefix"),
-    Place(SwapSpace, "find", 0.1),
+    Place(SwapSpace, "measure", 0.1),
     Place(scheduler, "fan_out", 0.1),
     Place(scheduler, "work_of"),
     Place(scheduler, "set_stem"),

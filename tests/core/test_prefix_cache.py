@@ -142,8 +142,7 @@ def test_an_evicted_parent_vouches_for_nobody():
     child = join(manager, LETTERS[:8])
     manager.pool.free([1])  # out of order, as no sequence does it
     child.block_table = [2]
-    manager.pool.free_block_queue.remove(manager.pool.blocks[1])
-    manager.pool.free_block_queue.append(manager.pool.blocks[1])
+    manager.pool.free_block_queue.move_to_end(1)
     other = Sequence(1, LETTERS[50:58], 8)
     manager.append(other, 8)
     assert other.block_table == [3, 1]

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jpaged.core import admission
-from jpaged.core.admission import check_pin_fits
 from jpaged.core.beam import BeamSearch
 from jpaged.core.plan import Goal
 from jpaged.core.request import FinishReason, Request, Sequence, StopCriteria
@@ -220,28 +219,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         live = [s for r in scheduler.unfinished if r.beam is None for s in r.live]
         sequence = data.draw(st.sampled_from(live))
         scheduler.finish_sequence(sequence, FinishReason.ABORT)
-        assert scheduler.is_unfinished(sequence.request.request_id) == bool(sequence.request.live)
+        request = sequence.request
+        assert (request in scheduler.unfinished) == bool(request.live)
 
     @precondition(lambda self: self.driver.scheduler.block_manager.prefix_cache)
     @rule(prompt=prompts, salt=salts)
     def pin(self, prompt: list[int], salt: str | None):
-        """Whatever of a prefix is there may be pinned, as long as everybody still fits."""
+        """A prefix may be pinned that is there, as long as all requests still fit."""
         scheduler = self.driver.scheduler
-        manager = scheduler.block_manager
-        most = len(prompt) // manager.block_size
-        found = manager.prefix_cache.find_chain(prompt, most, salt)  # pyright: ignore
-        pins = manager.pins
-        num_new = len(found) - pins.num_pinned(found)
-        left = manager.pool.num_usable_blocks - pins.num_blocks - num_new
+        manager, pins = scheduler.block_manager, scheduler.block_manager.pins
+        num_blocks = len(prompt) // manager.block_size
+        found = manager.prefix_cache.find_chain(prompt, num_blocks, salt)  # pyright: ignore
+        tokens = prompt[: len(found) * manager.block_size]
+        left = manager.pool.num_usable_blocks - pins.num_blocks
+        left -= len(found) - pins.num_pinned(found)
         needs = [self.num_needed(request) for request in scheduler.unfinished]
-        try:
-            check_pin_fits(manager, num_new, scheduler.unfinished)
-        except ValueError:
-            assert max(needs) > left
-        else:
-            assert max(needs, default=0) <= left
-            tokens = prompt[: len(found) * manager.block_size]
-            self.pins[pins.pin(found)] = tokens, salt
+        if max(needs, default=0) > left:
+            with pytest.raises(ValueError, match="pinning"):
+                scheduler.pin_prefix(tokens, salt)
+            return
+        pin = scheduler.pin_prefix(tokens, salt)
+        assert pin is not None
+        self.pins[pin] = tokens, salt
 
     def num_needed(self, request: Request) -> int:
         scheduler = self.driver.scheduler

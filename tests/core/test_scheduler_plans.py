@@ -118,7 +118,7 @@ def test_max_num_seqs_bounds_the_batch_and_the_rest_waits_in_order():
     for name in "123":
         driver.add(make_request(name, 2, max_tokens=2))
     assert shape(driver.step()) == [(1, 0, 2, True), (2, 0, 2, True)]
-    assert (driver.scheduler.num_running, driver.scheduler.num_waiting) == (2, 1)
+    assert (len(driver.scheduler.running), len(driver.scheduler.waiting)) == (2, 1)
     driver.step()
     plan = driver.step()
     assert shape(plan) == [(3, 0, 2, True)]

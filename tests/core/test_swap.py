@@ -5,8 +5,10 @@ from core_driver import Driver, make_request, make_scheduler
 from core_plans import forks, num_free, samples, shape, status, tables, the, updates
 from core_swapped import SWAP, swapped_out
 
+from jpaged.core.admission import Admission
 from jpaged.core.prefix_cache import CHAIN_ENDED
 from jpaged.core.request import FinishReason, Sequence
+from jpaged.core.sequence_table import RequestQueue
 
 
 def test_a_sequence_goes_out_and_comes_back():
@@ -145,9 +147,9 @@ def test_a_partly_computed_block_is_copied_though_the_cache_has_it_full():
     assert [b.block_id for b in manager.find_prefix(sequence, 8)] == [3, 5]
     driver.scheduler.abort("1")
     assert num_free(driver) == 5
-    fit = driver.scheduler.swap_space.find(driver.requests["2"], num_spare_blocks=0)
-    assert fit is not None
-    assert fit[:2] == ([[manager.pool.blocks[3]]], 1)
+    assert driver.scheduler.swap_space.measure(driver.requests["2"]).hits == [
+        [manager.pool.blocks[3]]
+    ]
 
 
 def test_another_with_the_same_tokens_brings_them_back_into_the_cache_after_a_reset():
@@ -159,9 +161,8 @@ def test_another_with_the_same_tokens_brings_them_back_into_the_cache_after_a_re
     manager.append(other, 4)
     other.num_computed_tokens = 4
     manager.register_computed(other, 4)
-    (way,) = [driver.scheduler.swap_space.find(driver.requests["2"], 0)]
-    assert way is not None
-    driver.scheduler.swap_space.swap_in(driver.requests["2"], way)
+    swap_space, request = driver.scheduler.swap_space, driver.requests["2"]
+    swap_space.swap_in(request, swap_space.measure(request).hits)
     assert sequence.block_table[0] == other.block_table[0]
     assert sequence.num_chained_blocks == CHAIN_ENDED  # what it computed before counts no more
 
@@ -222,14 +223,18 @@ def test_a_return_leaves_a_spare_block_to_those_that_run():
     scheduler.abort("1")
     taken = scheduler.block_manager.pool.allocate(3)
     assert num_free(driver) == 2  # as many as the image holds
-    assert scheduler.swap_space.find(request, num_spare_blocks=1) is None
-    assert scheduler.swap_space.find(request, num_spare_blocks=0) == ([[]], 2, 2)
+    running = RequestQueue()
+    running.add(make_request("3", 1))
+    books = scheduler.config, scheduler.block_manager, scheduler.swap_space
+    alone, beside = Admission(*books, RequestQueue()), Admission(*books, running)
+    assert beside.find(request) is None
+    assert alone.find(request) == ([[]], 2)
     request.live.append(sample := Sequence(99, [1], 1, image_table=[2]))
-    assert scheduler.swap_space.find(request, num_spare_blocks=0) is None
+    assert alone.find(request) is None
     request.live.remove(sample)  # one that needed a block more has ended: this is looked at anew
-    assert scheduler.swap_space.find(request, num_spare_blocks=0) == ([[]], 2, 2)
+    assert alone.find(request) == ([[]], 2)
     scheduler.block_manager.pool.free(taken)
-    assert scheduler.swap_space.find(request, num_spare_blocks=1) == ([[]], 2, 2)
+    assert beside.find(request) == ([[]], 2)
     driver.run()
 
 

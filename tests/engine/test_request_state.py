@@ -10,9 +10,7 @@ import pytest
 from jpaged.core.beam import BeamSearch, Hypothesis
 from jpaged.core.plan import Emitted
 from jpaged.core.request import FinishReason, Request, RequestStatus, StopCriteria
-from jpaged.engine.preprocessing import Prompt
 from jpaged.engine.request_state import RequestState, TokenLogprobs
-from jpaged.observe.statistics import RequestMetrics
 from jpaged.outputs import Logprob
 from jpaged.runtime.model_runner import TokenScores
 from jpaged.sampling_params import SamplingParams
@@ -24,6 +22,7 @@ class Letters:
     """Token 65 is "A"; tokens below 32 are special."""
 
     special_token_ids = frozenset(range(32))
+    bytes_of = None
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False) -> str:
         ids = [i for i in token_ids if not (skip_special_tokens and i < 32)]
@@ -41,10 +40,7 @@ def make(params: SamplingParams, tokenizer: Any = None) -> RequestState:
         num_samples=params.num_samples if beam is None else 1,
         beam=beam,
     )
-    metrics = RequestMetrics(arrival_time=0.0)
-    return RequestState(
-        request, params, Prompt("ab", [97, 98]), tokenizer, frozenset({EOS}), metrics
-    )
+    return RequestState(request, params, "ab", [97, 98], tokenizer, frozenset({EOS}))
 
 
 def packed(facts: tuple[int, float, int], *top: tuple[int, float]) -> TokenScores:
