@@ -50,7 +50,7 @@ def test_pressure_changes_no_answer_and_answers_are_true(
     unpressed = answers(roomy, examples)
     before = tight.stats().num_preemptions
     assert answers(tight, examples) == unpressed
-    assert tight.stats().num_preemptions - before > 10
+    assert tight.stats().num_preemptions - before > 5
     right = [a == e.completion for a, e in zip(unpressed, examples, strict=True)]
     assert sum(right) >= 0.98 * len(right)
 
