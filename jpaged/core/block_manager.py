@@ -150,7 +150,6 @@ class BlockManager:
         first, copies = len(table), ()
         if num_blocks > grown:
             first, copies = first - 1, ((table[-1], fresh[0]),)
-            self.pool.note_copy(*copies[0])
             self.pool.free(table[-1:])
         table[first:] = fresh
         return BlockChanges(tuple(enumerate(fresh, first)), copies)
@@ -225,7 +224,6 @@ class BlockManager:
             return
         tokens, blocks, salt = sequence.token_ids, self.pool.blocks, sequence.cache_salt
         first, end = sequence.num_chained_blocks, min(num_tokens, len(tokens)) // size
-        self.pool.note(table[first:end])
         for index in range(first, end):
             own = tokens[index * size : (index + 1) * size]
             content = cache.register(blocks[table[index]], sequence.chain_content, own, salt)
@@ -244,7 +242,6 @@ class BlockManager:
         if self.prefix_cache is not None:
             self.prefix_cache.clear()
             self.pool.num_cached_blocks = 0
-            self.pool.note(range(1, len(self.pool.blocks)))
         for sequence in sequences:
             if sequence.block_table or sequence.image_table:
                 sequence.num_chained_blocks = CHAIN_ENDED

@@ -1,7 +1,7 @@
 """The pool of KV blocks: who is free, who is in use, and how often."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -78,8 +78,6 @@ class BlockPool:
             block out of the middle.
         num_cached_blocks: Free blocks whose content may still serve a prefix hit.
         num_freed: Times a block lost its last reference, since the start.
-        journals: Sets that take the ids of all blocks that change; see `observe/pool_changes.py`.
-        copy_journals: Dicts that take, by the id of each block that is to be a copy, its source.
     """
 
     def __init__(self, num_blocks: int, evict: Callable[[KVBlock], None] | None = None):
@@ -90,8 +88,6 @@ class BlockPool:
         self.blocks = [KVBlock(block_id) for block_id in range(num_blocks)]
         self.free_block_queue = OrderedDict((b.block_id, b) for b in self.blocks[1:])
         self.num_cached_blocks = self.num_freed = 0
-        self.journals: list[set[int]] = []
-        self.copy_journals: list[dict[int, int]] = []
         self._evict = evict
 
     @property
@@ -116,33 +112,19 @@ class BlockPool:
                 self.num_cached_blocks -= 1
                 self._evict(block)
             block_ids.append(block_id)
-        self.note(block_ids)
         return block_ids
-
-    def note(self, block_ids: Collection[int]) -> None:
-        """Note in every journal that these blocks change."""
-        for journal in self.journals:
-            journal.update(block_ids)
-
-    def note_copy(self, source: int, target: int) -> None:
-        """Note in every copy journal that one block is to be a copy of another."""
-        for journal in self.copy_journals:
-            journal[target] = source
 
     def touch(self, block_ids: Iterable[int]) -> None:
         """Add a reference to each block, taking it out of the free queue if it lies there."""
-        block_ids = list(block_ids)
         for block_id in block_ids:
             block = self._handed_out(block_id)
             if block.ref_cnt == 0:
                 del self.free_block_queue[block_id]
                 self.num_cached_blocks -= block.content is not None
             block.ref_cnt += 1
-        self.note(block_ids)
 
     def free(self, block_ids: Iterable[int]) -> None:
         """Drop a reference to each block; those without any queue up in the order given."""
-        block_ids = list(block_ids)
         for block_id in block_ids:
             block = self._handed_out(block_id)
             if block.ref_cnt == 0:
@@ -152,7 +134,6 @@ class BlockPool:
                 self.free_block_queue[block_id] = block
                 self.num_cached_blocks += block.content is not None
                 self.num_freed += 1
-        self.note(block_ids)
 
     def _handed_out(self, block_id: int) -> KVBlock:
         if not 0 < block_id < len(self.blocks):

@@ -37,11 +37,12 @@ class PrefixCache:
     Attributes:
         num_query_tokens: Tokens of sequences that asked for their prefix on joining the batch.
         num_hit_tokens: Those of them that were found.
+        num_clears: Times all blocks were forgotten.
     """
 
     def __init__(self, block_size: int, digest: Digest | None = None):
         self.block_size = block_size
-        self.num_query_tokens = self.num_hit_tokens = 0
+        self.num_query_tokens = self.num_hit_tokens = self.num_clears = 0
         self._digest = digest or seeded_digest(secrets.randbits(64))
         self._layout = Struct(f"<q{block_size}i")
         self._index: dict[int, BlockContent] = {}
@@ -111,6 +112,7 @@ class PrefixCache:
                 block.content = None
             content.blocks.clear()
         self._index.clear()
+        self.num_clears += 1
 
     def holds(self, block: KVBlock, token_ids: list[int], salt: str | None) -> bool:
         """Whether a registered block's content is that of `token_ids` and `salt`."""
@@ -149,13 +151,14 @@ class Pins:
 
     Attributes:
         holders: How many pins hold each block, by block id.
+        num_made: Pins made so far.
     """
 
     def __init__(self, pool: BlockPool):
         self.holders: Counter[int] = Counter()
         self._pool = pool
         self._blocks_of: dict[int, list[int]] = {}
-        self._num_made = 0
+        self.num_made = 0
 
     def __len__(self) -> int:
         """Pins held."""
@@ -175,9 +178,9 @@ class Pins:
         block_ids = [block.block_id for block in blocks]
         self._pool.touch(block_ids)
         self.holders.update(block_ids)
-        self._num_made += 1
-        self._blocks_of[self._num_made] = block_ids
-        return self._num_made
+        self.num_made += 1
+        self._blocks_of[self.num_made] = block_ids
+        return self.num_made
 
     def unpin(self, pin_id: int) -> None:
         """Let the blocks go, tail first; ValueError if there is no such pin."""

@@ -420,7 +420,7 @@ class Engine:
         Args:
             num_token_blocks: For how many blocks at most a look tells their tokens.
         """
-        return PoolWatch(self._loop.scheduler, num_token_blocks)
+        return PoolWatch(self._loop.scheduler, num_token_blocks, self._loop.watches)
 
     def memory_report(self) -> MemoryReport:
         """What the pool's slots are used for now, and what sharing saves. O(held blocks)."""

@@ -23,6 +23,7 @@ from jpaged.core.plan import Emitted, Goal, StepPlan
 from jpaged.core.request import FinishReason, Request
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine.request_state import RequestState
+from jpaged.observe.pool_changes import PoolWatch
 from jpaged.observe.pool_report import num_waste_slots
 from jpaged.observe.statistics import EngineStats
 from jpaged.runtime.model_runner import ModelRunner, StepHandle, StepResult, TokenScores
@@ -87,6 +88,7 @@ class EngineLoop:
         requests: Unfinished requests by id.
         undelivered: Polled requests that were advanced since they were told of (an ordered set).
         counts: What happened so far.
+        watches: Those that look at the pool at present; they note each launched plan.
     """
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner, mode: LoopMode):
@@ -94,6 +96,7 @@ class EngineLoop:
         self.requests: dict[str, RequestState] = {}
         self.undelivered: dict[RequestState, None] = {}
         self.counts = LoopCounts()
+        self.watches: list[PoolWatch] = []
         self._runner = runner
         self._mode = mode
         self._in_flight: deque[StepHandle] = deque()
@@ -224,6 +227,8 @@ class EngineLoop:
             handles = [runner.launch(plan, self._params_of) for plan in plans]
         for plan in plans:
             self.counts.note_plan(plan, self.scheduler.block_manager)
+            for watch in self.watches:
+                watch.note(plan)
             for request_id in plan.preempted:
                 if request_id in self.requests:
                     self.requests[request_id].metrics.num_preemptions += 1

@@ -1,17 +1,19 @@
 """A watch on the pool: what changed since the last look, for a picture that keeps up.
 
 `pool_report.py` counts the whole pool when asked. A watch costs O(blocks) once, at its first look;
-then the pool notes down which blocks change, and a look costs O(changed blocks + sequences that
-hold blocks). Without a watch, noting is a loop over an empty list.
+after that a look costs O(changed blocks + sequences that hold blocks). The pool does not know of
+it: a block that changed is found where it is now, at the free queue's tail or in a block table or
+pin that changed or went.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from struct import unpack_from
 from typing import NamedTuple
 
-from jpaged.core.block_pool import BlockContent, KVBlock
-from jpaged.core.request import Sequence as TokenSequence
+from jpaged.core.block_pool import KVBlock
+from jpaged.core.plan import StepPlan
+from jpaged.core.request import Sequence
 from jpaged.core.scheduler import Scheduler
 
 CACHED = -1
@@ -29,13 +31,12 @@ class ChangedBlocks(NamedTuple):
             not know it.
     """
 
-    block_ids: Sequence[int] = ()
-    counts: Sequence[int] = ()
-    content_hashes: Sequence[int] = ()
+    block_ids: list[int]
+    counts: list[int]
+    content_hashes: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class TableChange:
+class TableChange(NamedTuple):
     """A sequence whose block table, status or image changed, or that is new.
 
     Attributes:
@@ -76,7 +77,7 @@ class PoolChanges:
         copies: By block id, of which block it was made a copy, since a holder was to write that.
     """
 
-    blocks: ChangedBlocks = field(default_factory=ChangedBlocks)
+    blocks: ChangedBlocks = field(default_factory=lambda: ChangedBlocks([], [], []))
     tables: list[TableChange] = field(default_factory=list)
     grown: dict[int, int] = field(default_factory=dict)
     gone: list[int] = field(default_factory=list)
@@ -94,10 +95,11 @@ class PoolChanges:
 class _Known:
     """A sequence as it was at the last look."""
 
-    sequence: TokenSequence
+    sequence: Sequence
     table: list[int]  # the list itself, and what it was like
     num_blocks: int = 0
     last_block: int = 0
+    num_chained: int = 0
     num_computed: int = 0
     num_read: int = 0  # of the computed tokens, those that the host knew
     status: str = ""
@@ -108,68 +110,90 @@ class PoolWatch:
     """Looks at a scheduler's pool again and again, and tells what changed in between.
 
     Args:
-        scheduler: Its blocks and sequences are watched until `close`.
+        scheduler: Its blocks and sequences are watched.
         num_token_blocks: For how many blocks at most one look tells their tokens (others wait for
             the next looks); 0 never tells any.
+        watches: Where the watch is until `close`: all of these are to `note` launched steps.
     """
 
-    def __init__(self, scheduler: Scheduler, num_token_blocks: int = 0):
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        num_token_blocks: int = 0,
+        watches: "list[PoolWatch] | None" = None,
+    ):
         self._scheduler = scheduler
         self._pool = scheduler.block_manager.pool
         self._num_token_blocks = num_token_blocks
+        self._watches = [] if watches is None else watches
+        self._watches.append(self)
         self._known: dict[int, _Known] = {}
-        self._images: list[tuple[str, int]] = []
+        num_blocks = len(self._pool.blocks)
+        self._counts, self._hashes = [0] * num_blocks, [0] * num_blocks  # of each block, as told
+        self._num_freed, self._num_clears = 0, -1  # at first all blocks may have changed
+        self._pins_made_and_held = 0, 0
         self._pinned: list[int] = []
-        # Blocks whose tokens are to be told, and where they are known if not by content.
-        self._untold: dict[int, tuple[TokenSequence, int] | None] = {}
-        # At first all that are not free have changed.
-        self._changed = {b.block_id for b in self._pool.blocks if b.ref_cnt or b.content}
+        self._images: list[tuple[str, int]] = []
         self._copies: dict[int, int] = {}
-        self._pool.journals.append(self._changed)
-        self._pool.copy_journals.append(self._copies)
+        # Blocks whose tokens are to be told, and where they are known if not by content.
+        self._untold: dict[int, tuple[Sequence, int] | None] = {}
 
     def close(self) -> None:
         """Watch no longer; a second time is no error."""
-        journals = self._pool.journals
-        journals[:] = [journal for journal in journals if journal is not self._changed]
-        copies = self._pool.copy_journals
-        copies[:] = [journal for journal in copies if journal is not self._copies]
+        if self in self._watches:
+            self._watches.remove(self)
+
+    def note(self, plan: StepPlan) -> None:
+        """Take down which blocks a step copies: that alone cannot be seen afterwards."""
+        self._copies.update((target, source) for source, target in plan.block_copies)
 
     def look(self) -> PoolChanges:
         """What changed since the last look; at the first, all there is."""
-        changes = PoolChanges(
-            self._changed_blocks(), images=self._new_images(), pinned=self._new_pins()
-        )
-        changes.copies.update(self._copies)
-        self._copies.clear()
-        self._look_at_sequences(changes)
+        maybe_changed = self._freed_blocks()
+        changes = PoolChanges(images=self._new_images(), pinned=self._new_pins(maybe_changed))
+        self._look_at_sequences(changes, maybe_changed)
+        copies, self._copies = self._copies, {}
+        changes = replace(changes, blocks=self._changed_blocks(maybe_changed), copies=copies)
         self._tell_tokens(changes)
         return changes
 
-    def _changed_blocks(self) -> ChangedBlocks:
-        block_ids = sorted(self._changed)
-        self._changed.clear()
-        blocks = [self._pool.blocks[block_id] for block_id in block_ids]
-        if self._num_token_blocks:
-            self._untold.update((b.block_id, None) for b in blocks if b.content is not None)
-        counts = [block.ref_cnt or CACHED * (block.content is not None) for block in blocks]
-        contents = (block.content for block in blocks)
-        hashes = [0 if content is None else content.digest & 0xFFFFFFFF for content in contents]
-        return ChangedBlocks(block_ids, counts, hashes)
+    def _freed_blocks(self) -> set[int]:
+        """Blocks that were freed since the last look and still are. All blocks, where the prefix
+        cache was cleared."""
+        pool, cache = self._pool, self._scheduler.block_manager.prefix_cache
+        num_freed, self._num_freed = pool.num_freed - self._num_freed, pool.num_freed
+        num_clears = 0 if cache is None else cache.num_clears
+        if num_clears != self._num_clears:
+            self._num_clears = num_clears
+            return set(range(1, len(pool.blocks)))
+        return set(islice(reversed(pool.free_block_queue), num_freed))
 
-    def _look_at_sequences(self, changes: PoolChanges) -> None:
+    def _new_pins(self, maybe_changed: set[int]) -> list[int] | None:
+        pins = self._scheduler.block_manager.pins
+        made_and_held = pins.num_made, len(pins)
+        if made_and_held == self._pins_made_and_held:
+            return None
+        self._pins_made_and_held = made_and_held
+        before, self._pinned = self._pinned, sorted(pins.holders)
+        maybe_changed.update(before, self._pinned)
+        return None if self._pinned == before else self._pinned
+
+    def _look_at_sequences(self, changes: PoolChanges, maybe_changed: set[int]) -> None:
         for seq_id, known in list(self._known.items()):
             if not _holds(known.sequence):
                 del self._known[seq_id]
                 changes.gone.append(seq_id)
-        for seq_id, sequence in self._scheduler.sequences.known.items():
+                maybe_changed.update(known.table, (known.last_block,))
+        for sequence in self._scheduler.sequences.known.values():
             if _holds(sequence):
-                self._look_at_sequence(changes, seq_id, sequence)
+                self._look_at_sequence(sequence, changes, maybe_changed)
 
-    def _look_at_sequence(self, changes: PoolChanges, seq_id: int, sequence: TokenSequence) -> None:
-        known = self._known.get(seq_id)
+    def _look_at_sequence(
+        self, sequence: Sequence, changes: PoolChanges, maybe_changed: set[int]
+    ) -> None:
+        known = self._known.get(sequence.seq_id)
         if known is None:
-            known = self._known[seq_id] = _Known(sequence, sequence.block_table)
+            known = self._known[sequence.seq_id] = _Known(sequence, sequence.block_table)
         table, num_computed = sequence.block_table, sequence.num_computed_tokens
         status = "finished" if sequence.finish_reason else str(sequence.request.status)
         num_host_blocks = len(sequence.image_table)
@@ -178,15 +202,35 @@ class PoolWatch:
         if not is_same_table or (status, num_host_blocks) != (known.status, known.num_host_blocks):
             changes.tables.append(_change(sequence, status, num_kept))
         elif num_computed != known.num_computed:
-            changes.grown[seq_id] = num_computed
+            changes.grown[sequence.seq_id] = num_computed
+        if not is_same_table:
+            maybe_changed.update(known.table[num_kept:], (known.last_block,), table[num_kept:])
+        if sequence.num_chained_blocks != known.num_chained:
+            maybe_changed.update(table[known.num_chained : sequence.num_chained_blocks])
         if self._num_token_blocks:
             self._note_tokens(known, sequence, num_kept)
         known.table, known.num_blocks = table, len(table)
         known.last_block = table[-1] if table else 0
+        known.num_chained = sequence.num_chained_blocks
         known.num_computed, known.status = num_computed, status
         known.num_host_blocks = num_host_blocks
 
-    def _note_tokens(self, known: _Known, sequence: TokenSequence, num_kept: int) -> None:
+    def _changed_blocks(self, maybe_changed: set[int]) -> ChangedBlocks:
+        counts, hashes = self._counts, self._hashes
+        changed: list[int] = []
+        for block_id in sorted(maybe_changed):
+            block = self._pool.blocks[block_id]
+            content, count, known_hash = block.content, block.ref_cnt, 0
+            if content is not None:
+                count, known_hash = count or CACHED, content.digest & 0xFFFFFFFF
+            if count != counts[block_id] or known_hash != hashes[block_id]:
+                counts[block_id], hashes[block_id] = count, known_hash
+                changed.append(block_id)
+                if content is not None and self._num_token_blocks:
+                    self._untold[block_id] = None
+        return ChangedBlocks(changed, [counts[i] for i in changed], [hashes[i] for i in changed])
+
+    def _note_tokens(self, known: _Known, sequence: Sequence, num_kept: int) -> None:
         size = self._scheduler.block_manager.block_size
         num_read = min(sequence.num_computed_tokens, len(sequence.token_ids))
         has_more = num_read != known.num_read
@@ -198,46 +242,32 @@ class PoolWatch:
     def _tell_tokens(self, changes: PoolChanges) -> None:
         for _ in range(min(self._num_token_blocks, len(self._untold))):
             block_id, place = self._untold.popitem()
-            tokens = self._tokens_of(self._pool.blocks[block_id], place)
-            if tokens:
+            if tokens := self._tokens_of(self._pool.blocks[block_id], place):
                 changes.tokens[block_id] = tokens
 
-    def _tokens_of(self, block: KVBlock, place: tuple[TokenSequence, int] | None) -> list[int]:
+    def _tokens_of(self, block: KVBlock, place: tuple[Sequence, int] | None) -> list[int]:
         size = self._scheduler.block_manager.block_size
-        if block.content is not None:
-            return _content_tokens(block.content, size)
-        if place is not None:
-            sequence, index = place
-            if sequence.block_table[index : index + 1] == [block.block_id]:
-                end = min(sequence.num_computed_tokens, (index + 1) * size)
-                return sequence.token_ids[index * size : end]
-        return []
+        if block.content is not None:  # whose key spells them out, after its parent's number
+            return list(unpack_from(f"<{size}i", block.content.key, 8))
+        if place is None:
+            return []
+        sequence, index = place
+        if sequence.block_table[index : index + 1] != [block.block_id]:
+            return []
+        return sequence.token_ids[index * size : sequence.num_computed_tokens][:size]
 
     def _new_images(self) -> list[tuple[str, int]] | None:
-        images = list(self._held_images())
+        images: list[tuple[str, int]] = []
+        if self._scheduler.swap_space.num_used_blocks:
+            waiting = self._scheduler.waiting
+            images = [(r.request_id, r.image.num_blocks) for r in waiting if r.image is not None]
         if images == self._images:
             return None
         self._images = images
         return images
 
-    def _held_images(self) -> Iterator[tuple[str, int]]:
-        if self._scheduler.swap_space.num_used_blocks:
-            for request in self._scheduler.waiting:
-                if request.image is not None:
-                    yield request.request_id, request.image.num_blocks
 
-    def _new_pins(self) -> list[int] | None:
-        holders = self._scheduler.block_manager.pins.holders
-        if not holders and not self._pinned:
-            return None
-        pinned = sorted(holders)
-        if pinned == self._pinned:
-            return None
-        self._pinned = pinned
-        return pinned
-
-
-def _holds(sequence: TokenSequence) -> bool:
+def _holds(sequence: Sequence) -> bool:
     return bool(sequence.block_table or sequence.image_table)
 
 
@@ -253,7 +283,7 @@ def _num_kept(known: _Known, table: list[int]) -> int:
     return num_blocks if table[num_blocks - 1] == known.last_block else num_blocks - 1
 
 
-def _change(sequence: TokenSequence, status: str, num_kept: int) -> TableChange:
+def _change(sequence: Sequence, status: str, num_kept: int) -> TableChange:
     return TableChange(
         sequence.seq_id,
         sequence.request.request_id,
@@ -265,8 +295,3 @@ def _change(sequence: TokenSequence, status: str, num_kept: int) -> TableChange:
         tuple(sequence.block_table[num_kept:]),
         len(sequence.image_table),
     )
-
-
-def _content_tokens(content: BlockContent, block_size: int) -> list[int]:
-    """The token ids that a content's key spells out, after its parent's number."""
-    return list(unpack_from(f"<{block_size}i", content.key, 8))

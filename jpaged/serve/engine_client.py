@@ -210,8 +210,9 @@ class EngineClient:
                 self.runs.pop(request.request_id, None)
             self._abort(run.left)
 
-    async def pool_frames(self, epoch: int, tokens: bool) -> PoolFrames:
-        """What changed in the pool since the last question; one at a time may ask.
+    async def pool_frames(self, snapshot: bool, tokens: bool) -> PoolFrames:
+        """What changed in the pool since the last question, and perhaps all there is; one at a time
+        may ask.
 
         Raises:
             ApiError: there is no engine to ask.
@@ -219,7 +220,7 @@ class EngineClient:
         if not self.is_ready:
             raise not_serving("the engine is not running")
         self._frames = asyncio.get_running_loop().create_future()
-        self._send(AskPoolFrames(epoch, tokens))
+        self._send(AskPoolFrames(snapshot, tokens))
         return await self._frames
 
     def cut_all(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from jpaged import EngineStats, RequestDelta, SamplingParams
+from jpaged import EngineStats, PoolChanges, RequestDelta, SamplingParams
 
 
 class Start(msgspec.Struct, tag=True):
@@ -42,9 +42,10 @@ class Abort(msgspec.Struct, tag=True):
 
 
 class AskPoolFrames(msgspec.Struct, tag=True):
-    """Ask for `PoolFrames`: those after an `epoch`'s last ones, with their tokens or without."""
+    """Ask for the `PoolFrames` since the last question, and for a `snapshot` if one is needed; with
+    `tokens` they tell what blocks hold."""
 
-    epoch: int
+    snapshot: bool
     tokens: bool
 
 
@@ -98,19 +99,35 @@ class Turn(msgspec.Struct, tag=True):
     stats: EngineStats | None = None
 
 
+class PoolFrame(msgspec.Struct):
+    """What changed in the pool between two looks, in this process and as JSON for the page.
+
+    Attributes:
+        step: Steps the engine took so far.
+        changes: What changed.
+        text: For viewers in place of `changes.tokens`: by block id, the text of each token.
+    """
+
+    step: int
+    changes: PoolChanges
+    text: dict[int, list[str]] = {}
+
+
 class PoolFrames(msgspec.Struct, tag=True):
     """What changed in the pool since the last question, for the dashboard.
 
     Attributes:
-        epoch: Number of the sampler's start: after a new start the first frame shows all.
-        frames: As `dashboard.codec.encode` makes them.
+        epoch: Number of the sampler's start; frames before it were lost.
+        frames: One after the other.
         stats: As `Engine.stats()` gives them, now.
+        snapshot: The frame that leads from nothing to the state after `frames`.
         failed: Whether the sampler failed since, and said why in the log.
     """
 
     epoch: int
-    frames: list[dict[str, Any]]
+    frames: list[PoolFrame]
     stats: EngineStats
+    snapshot: PoolFrame | None = None
     failed: bool = False
 
 

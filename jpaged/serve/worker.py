@@ -146,7 +146,7 @@ class Worker:
                     self._parts.pop(request_id, None)
                     self._engine.abort(request_id)
             case AskPoolFrames():
-                self._send(self._sampler.fetch(command.epoch, command.tokens))
+                self._send(self._sampler.fetch(command.snapshot, command.tokens))
             case Stop():
                 self._stopped = True
 

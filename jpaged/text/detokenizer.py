@@ -271,7 +271,8 @@ class Detokenizer:
     @property
     def text(self) -> str:
         """All text so far, without what is held back; the whole text after `finish`."""
-        self._decode_pending()
+        if self._pending:
+            self._decode_pending()
         whole = "".join(self._pieces)
         if len(self._pieces) > 1 and self._num_taken == len(self._pieces):
             self._pieces, self._num_taken = [whole], 1

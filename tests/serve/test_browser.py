@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from browsing import find_browser, serving
+from pool_replica import PoolReplica
 
 from jpaged import Engine, SamplingParams
-from jpaged.serve.dashboard.codec import PoolState
 from jpaged.serve.dashboard.sampler import PoolSampler
 
 pytestmark = pytest.mark.slow
@@ -425,9 +426,8 @@ def test_text_does_not_turn_a_sentence_around(pages: Pages):
 def test_a_frame_that_does_not_fit_is_followed_by_a_snapshot(pages: Pages):
     page = opened(pages)
     first = page.evaluate_handle("jpaged.state.pool")
-    page.evaluate(
-        "jpaged.player.push([{ step: 1, ids: [1, 1], counts: [1, 1], hashes: '', gone: [] }])"
-    )
+    changes = {"blocks": [[1], [1], [0]], "copies": {}, "gone": []}
+    page.evaluate("frame => jpaged.player.push([frame])", {"step": 1, "changes": changes})
     page.wait_for_selector("#line.down")
     page.wait_for_selector("#line.live")
     assert page.evaluate("before => jpaged.state.pool !== before", first)
@@ -467,11 +467,16 @@ def test_a_hundred_thousand_blocks(pages: Pages, record_property: Callable):
     assert page.evaluate("jpaged.grid.columns * jpaged.grid.size") <= 1280
 
 
-def test_the_page_and_python_agree_on_frames(pages: Pages, engines: Callable[..., Engine]):
+def test_the_page_shows_what_the_engine_holds(pages: Pages, engines: Callable[..., Engine]):
     """Samples, beams, ends and swaps in a pool that is too small for them."""
-    engine = engines(num_blocks=21, preemption_mode="swap", swap_space=0.002)
-    sampler, state = PoolSampler(engine, clock=lambda: 0.0, work_clock=lambda: 0.0), PoolState(21)
-    frames = sampler.fetch().frames
+    engine, replica = (
+        engines(num_blocks=21, preemption_mode="swap", swap_space=0.002),
+        PoolReplica(),
+    )
+    sampler = PoolSampler(engine, clock=lambda: 0.0, work_clock=lambda: 0.0)
+    first = sampler.fetch().snapshot
+    assert first is not None
+    frames, held = [first], [{}]
     for i in range(6):
         kinds = ({"n": 3, "temperature": 2.0}, {"beam_width": 3, "n": 3}, {"temperature": 0.0})
         params = SamplingParams(max_tokens=60, ignore_eos=True, **kinds[i % 3])  # pyright: ignore
@@ -479,31 +484,28 @@ def test_the_page_and_python_agree_on_frames(pages: Pages, engines: Callable[...
     rounds = 0
     while engine.has_unfinished_requests:
         engine.step()
-        sampler.after_step()
         rounds += 1
         if rounds == 30:
             engine.abort("r2")
-        if rounds % 16 == 0 or not engine.has_unfinished_requests:
-            frames += sampler.fetch(1).frames
+        frames += sampler.fetch().frames
+        held += [engine.block_map()] * (len(frames) - len(held))
     assert engine.stats().num_swapped_out_blocks > 0
     page = opened(pages)
-    seen = page.evaluate(REPLAY, frames)
+    seen = page.evaluate(REPLAY, [msgspec.to_builtins(frame, str_keys=True) for frame in frames])
     assert len(seen) == len(frames) > 40
-    for frame, shown in zip(frames, seen, strict=True):
-        state.apply(frame)
-        tables = {str(i): table for i, (*_, table) in state.tables.items()}
-        assert shown["counts"] == state.counts.tolist()
-        assert shown["hashes"] == state.hashes.tolist()
-        assert shown["tables"] == {i: table.tolist() for i, table in tables.items()}
-        assert shown["computed"] == {str(i): table[5] for i, table in state.tables.items()}
-        assert shown["images"] == state.images
-        held = [block for table in tables.values() for block in table.tolist()]
-        assert (shown["numLogical"], shown["numUsed"]) == (len(held), len(set(held)))
-        ends = {t[-1][-1]: -t[5] % 16 for t in state.tables.values() if len(t[-1])}
-        assert shown["numWasted"] == sum(ends.values())
-        for block in set(held):  # in the colour of a request that holds it
-            holders = {table[1] for table in state.tables.values() if block in table[-1]}
-            assert shown["owners"][block] in holders
+    for frame, infos, shown in zip(frames, held, seen, strict=True):
+        replica.take(frame.changes)
+        assert shown["counts"] == [replica.counts.get(i, 0) for i in range(21)]
+        assert shown["hashes"] == [replica.hashes.get(i, 0) for i in range(21)]
+        assert shown["tables"] == {str(i): table for i, table in replica.tables.items()}
+        assert shown["computed"] == {str(i): n for i, n in replica.computed.items()}
+        assert shown["images"] == [[*image] for image in replica.images]
+        assert shown["numLogical"] == sum(map(len, replica.tables.values()))
+        used = [i for i, info in infos.items() if info.ref_cnt]
+        assert shown["numUsed"] == len(used)
+        assert shown["numWasted"] == sum(16 - infos[i].num_filled_slots for i in used)
+        for block in used:  # in the colour of one who holds it
+            assert shown["owners"][block] in infos[block].request_ids
 
 
 REPLAY = """async (frames) => {
@@ -526,21 +528,23 @@ REPLAY = """async (frames) => {
 LARGE_POOL = """async () => {
   const { Pool } = await import("/picture/pool.js");
   const pool = new Pool({ num_blocks: 100001, block_size: 16 });
-  const pack = (numbers) => btoa(String.fromCharCode(...new Uint8Array(
-    new Uint32Array(numbers).buffer)));
-  const frame = { step: 0, ids: [1, 100000], counts: [1, 80000, 2, 1000, -1, 10000, 0, 9000],
-    hashes: "AAAAAA==".repeat(0), tables: [], grown: [], gone: [] };
-  for (let s = 0; s < 250; s++) {
+  const nothing = { blocks: [[], [], []], tables: [], grown: {}, gone: [], images: null,
+    pinned: null, copies: {} };
+  const ids = Array.from({ length: 91000 }, (_, i) => i + 1);
+  const counts = ids.map((id) => (id <= 80000 ? 1 : id <= 81000 ? 2 : -1));
+  const tables = Array.from({ length: 250 }, (_, s) => {
     const blocks = Array.from({ length: 320 }, (_, i) => 1 + ((s + 250 * i) % 80000));
-    frame.tables.push([s, `r${s}`, 0, "running", 9, 5110, 0, 0, pack(blocks)]);
-  }
+    return [s, `r${s}`, 0, "running", 9, 5110, 0, blocks, 0];
+  });
+  const changes = { ...nothing, blocks: [ids, counts, ids], tables };
   const timed = (work) => { const t = performance.now(); work(); return performance.now() - t; };
-  const times = { apply: timed(() => pool.apply(frame)) };
+  const times = { apply: timed(() => pool.apply({ step: 0, changes, text: {} })) };
   times.layout = timed(() => jpaged.grid.show(pool));
   times.whole = jpaged.grid.drawTime;
-  const grown = Array.from({ length: 500 }, (_, i) => (i % 2 ? 5111 : i / 2));
-  const next = { step: 1, ids: [90000, 256], counts: [1, 256], hashes: "", tables: [], grown,
-    gone: [] };
+  const fresh = Array.from({ length: 256 }, (_, i) => 90000 + i);
+  const blocks = [fresh, fresh.map(() => 1), fresh.map(() => 0)];
+  const grown = Object.fromEntries(tables.map(([seq]) => [seq, 5111]));
+  const next = { step: 1, changes: { ...nothing, blocks, grown }, text: {} };
   times.change = timed(() => {
     jpaged.grid.update(pool.apply(next).changed);
     jpaged.grid.drawWaiting();

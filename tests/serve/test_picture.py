@@ -3,149 +3,61 @@
 import asyncio
 import json
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack, aclosing
 
+import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
+from pool_replica import PoolReplica
 
 from jpaged import Engine, EngineStats, PoolChanges, PoolWatch, SamplingParams
-from jpaged.observe.pool_changes import ChangedBlocks, TableChange
+from jpaged.observe.pool_changes import CACHED, ChangedBlocks, TableChange
 from jpaged.serve.api_errors import ApiError, not_serving
 from jpaged.serve.dashboard import broadcast
-from jpaged.serve.dashboard.broadcast import MAX_UNREAD, MAX_VIEWERS, Broadcast
-from jpaged.serve.dashboard.codec import (
-    PoolState,
-    encode,
-    expand_ranges,
-    expand_runs,
-    for_viewers,
-    pack,
-    ranges_of,
-    runs_of,
-    unpack,
-)
+from jpaged.serve.dashboard.broadcast import MAX_UNREAD, MAX_VIEWERS, Broadcast, Viewer
 from jpaged.serve.dashboard.sampler import MAX_FRAMES, PATIENCE, PoolSampler
-from jpaged.serve.messages import PoolFrames
+from jpaged.serve.messages import PoolFrame, PoolFrames, encode, report_of
 
-# Numbers
-
-
-@pytest.mark.parametrize("values", [[], [7], [1, 1, 1], [1, 2, 2, 1], [-1, -1, 0, 3]])
-def test_runs(values: list[int]):
-    runs = runs_of(np.array(values, np.int64))
-    assert expand_runs(runs).tolist() == values
-    assert all(type(number) is int for number in runs)
+# Frames
 
 
-@pytest.mark.parametrize("ids", [[], [7], [1, 2, 3], [1, 3, 4, 9], [*range(5, 900)]])
-def test_ranges(ids: list[int]):
-    assert expand_ranges(ranges_of(np.array(ids, np.int64))).tolist() == ids
+def table(seq_id: int, computed: int, kept: int, *new: int) -> TableChange:
+    return TableChange(seq_id, f"r{seq_id}", 0, "running", 4, computed, kept, new, 0)
 
 
-def test_ranges_are_short():
-    assert ranges_of(np.arange(5, 900)) == [5, 895]
-    assert runs_of(np.ones(900, np.int64)) == [1, 900]
-
-
-@pytest.mark.parametrize("numbers", [[], [0, 1, 2**32 - 1]])
-def test_packed(numbers: list[int]):
-    assert unpack(pack(np.array(numbers, np.uint32))).tolist() == numbers
-
-
-# Frames and the state they add up to
-
-
-def table(seq_id: int, computed: int, kept: int, *new: int, host: int = 0) -> TableChange:
-    return TableChange(seq_id, f"r{seq_id}", 0, "running", 4, computed, kept, new, host)
-
-
-def test_frames_add_up():
-    state = PoolState(9)
-    changes = [
-        PoolChanges(
-            ChangedBlocks([1, 2], [2, 1], [77, 0]),
-            tables=[table(5, 6, 0, 1, 2), table(6, 4, 0, 1)],
-            tokens={1: [65, 66]},
-        ),
-        PoolChanges(grown={5: 7}),
-        PoolChanges(
-            ChangedBlocks([1, 2, 3], [-1, 0, 1], [77, 0, 0]),
-            tables=[table(5, 9, 1, 3)],
-            gone=[6],
-            images=[("r6", 4)],
-            pinned=[1],
-        ),
-    ]
-    for step, change in enumerate(changes):
-        frame = json.loads(json.dumps(encode(change, step)))
-        state.apply(for_viewers(frame, chr))
-    assert state.counts.tolist() == [0, -1, 0, 1, 0, 0, 0, 0, 0]
-    assert state.hashes[1] == 77
-    assert [*state.tables] == [5]
-    *head, blocks = state.tables[5]
-    assert head == [5, "r5", 0, "running", 4, 9, 0]
-    assert blocks.tolist() == [1, 3]
-    assert (state.images, state.pinned, state.step) == ([["r6", 4]], [1], 2)
-    assert state.text == {"1": ["A", "B"]}
-
-
-def test_a_snapshot_leads_to_the_same_state():
-    state, copy = PoolState(9), PoolState(9)
-    change = PoolChanges(
-        ChangedBlocks([2, 4], [-1, 1], [0, 9]), tables=[table(5, 6, 0, 4)], pinned=[4]
+def test_frames_travel_between_the_processes():
+    changes = PoolChanges(
+        ChangedBlocks([1, 2], [2, -1], [77, 2**32 - 1]),
+        [table(5, 6, 0, 1, 2)],
+        {6: 9},
+        [7],
+        [("r8", 4)],
+        [1],
+        {1: [65, 66]},
+        {2: 1},
     )
-    state.apply(encode(change, 3))
-    copy.apply(json.loads(json.dumps(state.snapshot())))
-    assert copy.snapshot() == state.snapshot()
-    assert (copy.counts == state.counts).all()
-
-
-def test_text_is_left_out_unless_wanted():
-    frame = encode(PoolChanges(tokens={1: [65, 66]}), 0)
-    assert for_viewers(frame, chr)["text"] == {"1": ["A", "B"]}
-    shown = for_viewers(frame)
-    assert not {"text", "tokens"} & shown.keys()
-
-
-def test_texts_are_bounded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("jpaged.serve.dashboard.codec.MAX_TEXTS", 2)
-    state = PoolState(9)
-    for block in (1, 2, 1, 3):
-        state.apply(for_viewers(encode(PoolChanges(tokens={block: [65]}), 0), chr))
-    assert [*state.text] == ["1", "3"]
-
-
-def test_text_goes_with_the_block():
-    """A new viewer is not told what a block held before another request took it."""
-    state = PoolState(9)
-    first = PoolChanges(
-        ChangedBlocks([1, 2, 3], [1, 1, -1], [7, 8, 9]), tokens={i: [64 + i] for i in (1, 2, 3)}
-    )
-    then = PoolChanges(ChangedBlocks([1, 2, 3], [0, -1, 1], [0, 8, 0]))  # freed, kept, evicted
-    for change in (first, then):
-        state.apply(for_viewers(encode(change, 0), chr))
-    assert state.snapshot()["text"] == {"2": ["B"]}
-    state.apply(encode(PoolChanges(ChangedBlocks([2], [1], [8])), 0))  # found again
-    assert state.snapshot()["text"] == {"2": ["B"]}
+    sent = PoolFrames(1, [PoolFrame(3, changes)], EngineStats(16, 8, 8, 0), PoolFrame(3, changes))
+    assert report_of(encode(sent)) == sent
 
 
 def test_a_large_pool_is_cheap():
     num_blocks = 100_000
     rng = np.random.RandomState(0)
-    ids = rng.permutation(num_blocks) + 1
+    ids = (rng.permutation(num_blocks) + 1).tolist()
     hashes = rng.randint(1, 2**31, num_blocks).tolist()
     changes = PoolChanges(
-        ChangedBlocks(range(1, num_blocks + 1), [1] * num_blocks, hashes),
-        tables=[table(s, 6240, 0, *ids[s * 390 : (s + 1) * 390].tolist()) for s in range(256)],
+        ChangedBlocks([*range(1, num_blocks + 1)], [1] * num_blocks, hashes),
+        [table(s, 6240, 0, *ids[s * 390 : (s + 1) * 390]) for s in range(256)],
     )
-    state = PoolState(num_blocks + 1)
-    state.apply(encode(changes, 0))
     start = time.perf_counter()
-    size = len(json.dumps(state.snapshot()))
-    assert time.perf_counter() - start < 1.0
-    assert size < 1_200_000  # 12 bytes a block: two numbers
-    one = PoolChanges(ChangedBlocks([5], [2], [0]), grown=dict.fromkeys(range(256), 6241))
-    assert len(json.dumps(encode(one, 1))) < 4_000
+    size = len(msgspec.json.encode(PoolFrame(0, changes)))
+    assert time.perf_counter() - start < 0.5
+    assert size < 2_800_000  # 28 bytes a block: four numbers
+    blocks = ChangedBlocks([5], [2], [0])
+    one = PoolFrame(1, PoolChanges(blocks, grown=dict.fromkeys(range(256), 6241)))
+    assert len(msgspec.json.encode(one)) < 4_000
 
 
 # The sampler
@@ -166,46 +78,92 @@ def run(engine: Engine, sampler: PoolSampler, prompt: str = "Count from 1 to 9",
         sampler.after_step()
 
 
+def replayed(told: PoolFrames, replica: PoolReplica) -> list[int]:
+    """The numbers of used blocks after each frame."""
+    num_used = []
+    for frame in told.frames:
+        replica.take(frame.changes)
+        num_used.append(replica.num_used_blocks)
+    return num_used
+
+
+def begin(sampler: PoolSampler, tokens: bool = False) -> PoolReplica:
+    """What the first fetch tells, which is a snapshot."""
+    replica, told = PoolReplica(), sampler.fetch(tokens=tokens)
+    assert told.frames == []
+    assert told.snapshot is not None
+    replica.take(told.snapshot.changes)
+    return replica
+
+
 def test_a_sampler_shows_every_step(engine: Engine):
-    sampler, state = PoolSampler(engine, clock=Clock(), work_clock=Clock()), PoolState(129)
-    first = sampler.fetch(tokens=True)
-    for frame in first.frames:
-        state.apply(frame)
+    sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
+    replica = begin(sampler, tokens=True)
     run(engine, sampler, max_tokens=24, ignore_eos=True)
-    last = sampler.fetch(first.epoch)
-    assert last.epoch == first.epoch
-    assert len(last.frames) > 24
-    used = set()
-    for frame in last.frames:
-        state.apply(for_viewers(frame, chr))
-        used.add(int((state.counts > 0).sum()))
-    assert used == {0, 2, 3}
+    told = sampler.fetch()
+    assert len(told.frames) > 24
+    assert set(replayed(told, replica)) == {0, 2, 3}
     infos = engine.block_map()
-    cached = [i for i, info in infos.items() if info.state == "cached"]
-    assert np.flatnonzero(state.counts == -1).tolist() == cached
-    assert "Count from 1 to " in map("".join, state.text.values())
-    assert last.stats == engine.stats()
+    cached = {i for i, info in infos.items() if info.state == "cached"}
+    assert {i for i, count in replica.counts.items() if count == CACHED} == cached
+    assert engine.tokenizer is not None
+    texts = map(engine.tokenizer.decode, replica.tokens.values())
+    assert any("Count from 1 to " in text for text in texts)
+    assert (told.stats, told.snapshot) == (engine.stats(), None)
+
+
+def test_a_snapshot_comes_in_between(engine: Engine):
+    """For one who begins to watch; others go on with the frames."""
+    sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
+    early = begin(sampler, tokens=True)
+    engine.add_request("Tell it to those who come late", SamplingParams(max_tokens=40))
+    for _ in range(20):
+        engine.step()
+        sampler.after_step()
+    told, late = sampler.fetch(snapshot=True, tokens=True), PoolReplica()
+    replayed(told, early)
+    assert told.snapshot is not None
+    late.take(told.snapshot.changes)
+    assert late.tables == early.tables != {}
+    run(engine, sampler)
+    rest = sampler.fetch()
+    assert replayed(rest, early) == replayed(rest, late)
+    assert rest.epoch == told.epoch
+    infos = engine.block_map()
+    for replica in (early, late):
+        counts = {i: CACHED if infos[i].state == "cached" else 0 for i in infos}
+        assert {i: replica.counts.get(i, 0) for i in infos} == counts
+
+
+def test_snapshots_take_a_small_share_of_the_time_too(engine: Engine):
+    clock = Clock()
+    sampler = PoolSampler(engine, clock=clock, work_clock=Looks(0.002))
+    given = []
+    for _ in range(101):
+        given.append(sampler.fetch(snapshot=True).snapshot is not None)
+        clock.now += 0.01
+    assert 9 <= sum(given) <= 11  # one in 100 milliseconds, of which it takes two
 
 
 @pytest.mark.parametrize("kind", [{"n": 3, "temperature": 2.0}, {"n": 3, "beam_width": 3}])
 def test_a_sampler_tells_of_every_copy(engine: Engine, kind: dict):
     sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
-    epoch, before = sampler.fetch().epoch, engine.stats().num_block_copies
+    replica, before = begin(sampler), engine.stats().num_block_copies
     run(engine, sampler, prompt="Count", max_tokens=40, ignore_eos=True, **kind)
-    pairs, counts = [], np.zeros(129, np.int64)
-    for frame in sampler.fetch(epoch).frames:
-        counts[expand_ranges(frame["ids"])] = expand_runs(frame["counts"])
-        copies = frame.get("copies", [])
-        pairs += zip(copies[::2], copies[1::2], strict=True)
-        assert all(counts[target] >= 1 for target in copies[1::2])
-    assert len(pairs) == engine.stats().num_block_copies - before >= 2
+    num_copies = 0
+    for frame in sampler.fetch().frames:
+        replica.take(frame.changes)
+        num_copies += len(frame.changes.copies)
+        assert all(replica.counts[target] >= 1 for target in frame.changes.copies)
+    assert num_copies == engine.stats().num_block_copies - before >= 2
 
 
 def test_a_sampler_tells_no_tokens_unless_asked(engine: Engine):
     sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
-    epoch = sampler.fetch().epoch
+    replica = begin(sampler)
     run(engine, sampler, max_tokens=4)
-    assert not any("tokens" in frame for frame in sampler.fetch(epoch).frames)
+    replayed(sampler.fetch(), replica)
+    assert not replica.tokens
 
 
 class Looks(Clock):
@@ -224,23 +182,23 @@ def test_a_sampler_takes_a_small_share_of_the_time(engine: Engine):
     clock = Clock()
     clock.now = 1000.0  # what was before the sampler saves nothing up
     sampler = PoolSampler(engine, clock=clock, work_clock=Looks(1.0))
-    epoch = sampler.fetch().epoch
-    run(engine, sampler, max_tokens=8, ignore_eos=True)
-    assert len(sampler.fetch(epoch).frames) == 1  # all the rest waits for the next question
+    sampler.fetch()
+    run(engine, sampler, prompt="A prompt of its own fills a block", max_tokens=8)
+    assert len(sampler.fetch().frames) == 1  # all the rest waits for the next question
 
 
 def test_a_sampler_saves_up_the_time_for_looks_at_a_request_that_comes_by_itself(engine: Engine):
     """Looks take a tenth of a step, so that five times too many are wanted."""
     clock = Clock()
     sampler = PoolSampler(engine, clock=clock, work_clock=Looks(0.001))
-    epoch = sampler.fetch().epoch
+    sampler.fetch()
     clock.now = 2.0  # long enough for all that can be saved: 20 looks
     engine.add_request("Count", SamplingParams(max_tokens=100, ignore_eos=True))
     while engine.has_unfinished_requests:
         engine.step()
         sampler.after_step()
         clock.now += 0.01
-    steps = [frame["step"] for frame in sampler.fetch(epoch).frames]
+    steps = [frame.step for frame in sampler.fetch().frames]
     assert steps[:20] == list(range(steps[0], steps[0] + 20))
     assert np.mean(np.diff(steps[30:-1])) == pytest.approx(5, abs=0.5)
 
@@ -249,36 +207,37 @@ def test_fetches_do_not_blind_the_sampler(engine: Engine):
     """They look whatever was saved, again and again, which takes ten times what is allowed."""
     clock = Clock()
     sampler = PoolSampler(engine, clock=clock, work_clock=Looks(0.02))
-    epoch = sampler.fetch().epoch
+    sampler.fetch()
     for _ in range(50):
         clock.now += 0.1
-        sampler.fetch(epoch)
+        sampler.fetch()
     clock.now += 1.1
     run(engine, sampler, max_tokens=8, ignore_eos=True)
-    assert len(sampler.fetch(epoch).frames) > 1
+    assert len(sampler.fetch().frames) > 1
 
 
 def test_unfetched_frames_are_merged(engine: Engine):
     sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
-    epoch = sampler.fetch().epoch
+    sampler.fetch()
     for _ in range(4):
         run(engine, sampler, max_tokens=90, ignore_eos=True)
-    assert len(sampler.fetch(epoch).frames) == MAX_FRAMES + 1
+    assert len(sampler.fetch().frames) == MAX_FRAMES + 1
 
 
 def test_a_sampler_that_fails_stops_and_the_engine_goes_on(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
     sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
-    epoch = sampler.fetch().epoch
+    sampler.fetch()
     with monkeypatch.context() as patch:
         patch.setattr(PoolWatch, "look", lambda self: 1 / 0)
         run(engine, sampler, max_tokens=2)
     assert "ZeroDivisionError" in capsys.readouterr().err
-    told = sampler.fetch(epoch)
-    assert (told.failed, told.frames) == (True, [])
-    anew = sampler.fetch(epoch)
-    assert (anew.failed, anew.epoch, len(anew.frames)) == (False, epoch + 1, 1)
+    told = sampler.fetch()
+    assert (told.failed, told.frames, told.snapshot) == (True, [], None)
+    anew = sampler.fetch()
+    assert (anew.failed, anew.epoch) == (False, told.epoch + 1)
+    assert anew.snapshot is not None
 
 
 def test_a_sampler_stops_when_nobody_asks(engine: Engine):
@@ -287,9 +246,9 @@ def test_a_sampler_stops_when_nobody_asks(engine: Engine):
     first = sampler.fetch()
     clock.now += PATIENCE + 1
     run(engine, sampler, max_tokens=2)
-    again = sampler.fetch(first.epoch)
+    again = sampler.fetch()
     assert again.epoch == first.epoch + 1  # anew, with all there is
-    assert len(again.frames) == 1
+    assert again.snapshot is not None
     sampler.stop()
     sampler.stop()
 
@@ -299,25 +258,36 @@ def test_a_sampler_stops_when_nobody_asks(engine: Engine):
 
 def shots(*changes: PoolChanges, epoch: int = 1, steps: int = 0) -> PoolFrames:
     stats = EngineStats(16, 8, 8, 0, num_steps=steps)
-    return PoolFrames(epoch, [encode(change, i) for i, change in enumerate(changes)], stats)
+    return PoolFrames(epoch, [PoolFrame(i, change) for i, change in enumerate(changes)], stats)
 
 
 class Source:
-    """Gives what it was given, one a question, and then nothing new; or fails."""
+    """Gives what it was given, one a question, and then nothing new; or fails. Snapshots are what
+    the frames of an epoch add up to."""
 
     def __init__(self, *answers: PoolFrames, fails: bool = False):
         self.answers = list(answers)
         self.fails = fails
-        self.num_asked = 0
+        self.num_asked = self.epoch = 0
         self.is_over = False
+        self.replica = PoolReplica()
 
-    async def fetch(self, epoch: int) -> PoolFrames:
+    async def fetch(self, snapshot: bool) -> PoolFrames:
         self.num_asked += 1
+        told = replace(self.answers[0], frames=[])
         if len(self.answers) > 1:
-            return self.answers.pop(0)
-        if self.fails:
+            told = self.answers.pop(0)
+        elif self.fails:
             raise not_serving("the engine is not running")
-        return PoolFrames(self.answers[0].epoch, [], self.answers[0].stats)
+        if told.epoch != self.epoch:
+            self.epoch, self.replica, snapshot = told.epoch, PoolReplica(), True
+        for frame in told.frames:
+            self.replica.take(frame.changes)
+        if snapshot:
+            held = [block for block, count in self.replica.counts.items() if count]
+            blocks = ChangedBlocks(held, [1] * len(held), [0] * len(held))
+            told = replace(told, snapshot=PoolFrame(0, PoolChanges(blocks)))
+        return told
 
 
 def hub_of(source: Source) -> Broadcast:
@@ -328,6 +298,11 @@ def hub_of(source: Source) -> Broadcast:
 def parse(event: bytes) -> tuple[str, dict]:
     name, data, *_ = event.decode().split("\n")
     return name.removeprefix("event: "), json.loads(data.removeprefix("data: "))
+
+
+def held_blocks(snapshot: dict) -> list[int]:
+    block_ids, _, _ = snapshot["frame"]["changes"]["blocks"]
+    return block_ids
 
 
 BLOCK = PoolChanges(ChangedBlocks([3], [1], [0]))
@@ -342,11 +317,11 @@ def test_a_viewer_gets_a_snapshot_and_then_frames():
             assert source.num_asked == 0  # without viewers
             name, snapshot = parse(await anext(events))
             assert (name, snapshot["pool"]["num_blocks"]) == ("snapshot", 9)
-            assert snapshot["frame"]["ids"] == [3, 1]
+            assert held_blocks(snapshot) == [3]
             name, news = parse(await anext(events))
-            assert (name, news["frames"][0]["counts"]) == ("frames", [0, 1])
+            assert (name, news["frames"][0]["changes"]["blocks"]) == ("frames", [[3], [0], [0]])
             assert news["stats"]["num_steps"] == 1
-            assert parse(await anext(late))[1]["frame"]["ids"] == []
+            assert held_blocks(parse(await anext(late))[1]) == []
 
     asyncio.run(watch())
 
@@ -402,7 +377,7 @@ def test_nobody_is_asked_when_nobody_watches():
         await asyncio.sleep(0.02)
         assert (hub.num_viewers, source.num_asked) == (0, asked)
         async with aclosing(hub.watch()) as events:  # and again when somebody does
-            assert parse(await anext(events))[1]["frame"]["ids"] == [3, 1]
+            assert held_blocks(parse(await anext(events))[1]) == [3]
 
     asyncio.run(watch())
 
@@ -417,9 +392,22 @@ def test_a_slow_viewer_gets_a_snapshot_in_place_of_what_it_missed():
             await anext(events)
             await asyncio.sleep(0.1)  # it does not read
             name, snapshot = parse(await anext(events))
-            assert (name, snapshot["frame"]["ids"]) == ("snapshot", [3, 1])
+            assert (name, held_blocks(snapshot)) == ("snapshot", [3])
 
     asyncio.run(watch())
+
+
+def test_what_is_kept_for_a_viewer_is_bounded():
+    viewer, part = Viewer(), bytes(MAX_UNREAD // 3)
+    viewer.offer(part)
+    assert viewer.take() == b""  # not before the snapshot
+    viewer.begin(bytes(2 * MAX_UNREAD))
+    viewer.offer(part)
+    assert [len(viewer.take()) for _ in range(3)] == [2 * MAX_UNREAD, len(part), 0]
+    for follows in (True, True, True, False, False):
+        viewer.offer(part)
+        assert viewer.follows is follows
+    assert viewer.take() == b""
 
 
 def test_a_sampler_that_began_anew_gives_a_snapshot():
@@ -438,19 +426,19 @@ def test_an_empty_pool_that_began_anew_is_shown_too():
     async def watch() -> None:
         hub = hub_of(Source(shots(BLOCK), shots(), PoolFrames(2, [], shots().stats)))
         async with aclosing(hub.watch()) as events:
-            assert parse(await anext(events))[1]["frame"]["ids"] == [3, 1]
+            assert held_blocks(parse(await anext(events))[1]) == [3]
             name, snapshot = parse(await asyncio.wait_for(anext(events), 1))
-        assert (name, snapshot["frame"]["ids"]) == ("snapshot", [])
+        assert (name, held_blocks(snapshot)) == ("snapshot", [])
 
     asyncio.run(watch())
 
 
-def test_after_a_fault_in_the_hub_the_sampler_begins_anew():
+def test_after_a_fault_in_the_hub_those_who_come_get_a_snapshot():
     """The frames it was about to take are lost: what comes after them does not fit."""
     asked = []
 
-    async def fetch(epoch: int) -> PoolFrames:
-        asked.append(epoch)
+    async def fetch(snapshot: bool) -> PoolFrames:
+        asked.append(snapshot)
         return shots(PoolChanges(tokens={1: [0]}), steps=len(asked))
 
     async def watch() -> None:
@@ -458,7 +446,38 @@ def test_after_a_fault_in_the_hub_the_sampler_begins_anew():
         for _ in range(2):
             with pytest.raises(ZeroDivisionError):
                 await anext(hub.watch())
-        assert asked == [0, 0]
+        assert asked == [True, True]
+
+    asyncio.run(watch())
+
+
+def test_text_is_left_out_unless_wanted():
+    """And token ids are never shown."""
+
+    async def watch(word: Callable[[int], str] | None) -> list[dict]:
+        source = Source(shots(), shots(PoolChanges(tokens={1: [65, 66]})), shots())
+        hub = Broadcast(source.fetch, {}, word, interval=0.001)
+        async with aclosing(hub.watch()) as events:
+            await anext(events)
+            return parse(await anext(events))[1]["frames"]
+
+    [shown], [hidden] = asyncio.run(watch(chr)), asyncio.run(watch(None))
+    assert (shown["text"], hidden["text"]) == ({"1": ["A", "B"]}, {})
+    assert shown["changes"]["tokens"] == hidden["changes"]["tokens"] == {}
+
+
+def test_what_only_a_snapshot_tells_is_told_to_all():
+    """The frames that follow it tell no more of its text."""
+    told = PoolFrame(7, PoolChanges(ChangedBlocks([1], [1], [0]), tokens={1: [65, 66]}))
+
+    async def watch() -> None:
+        source = Source(shots(BLOCK), replace(shots(), snapshot=told), shots())
+        hub = Broadcast(source.fetch, {}, chr, interval=0.001)
+        async with aclosing(hub.watch()) as events:
+            await anext(events)
+            _, news = parse(await anext(events))
+        [frame] = news["frames"]
+        assert (frame["text"], frame["changes"]["blocks"]) == ({"1": ["A", "B"]}, [[], [], []])
 
     asyncio.run(watch())
 

@@ -126,6 +126,7 @@ class Scene:
         plan = self.scheduler.schedule()
         if plan is None:
             raise RuntimeError("the scene has nothing left to compute")
+        self._watch.note(plan)
         return plan
 
     def read(self, plan: StepPlan) -> None:

@@ -10,6 +10,7 @@ in it.
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import replace
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any
@@ -19,25 +20,26 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jpaged import EngineStats
+from jpaged import EngineStats, PoolChanges
 from jpaged.serve.api_errors import ApiError, failed, not_serving
-from jpaged.serve.dashboard.codec import PoolState, for_viewers
 from jpaged.serve.exchange import Exchange
-from jpaged.serve.messages import PoolFrames
+from jpaged.serve.messages import PoolFrame, PoolFrames
 from jpaged.serve.serving import Phase, Serving
 
 MAX_VIEWERS = 16
 MAX_UNREAD = 1 << 18
-"""Bytes kept for a viewer that does not read; with more to say, it gets a snapshot instead."""
+"""Bytes of frames kept for a viewer that does not read; with more, it gets a snapshot instead."""
 
 INTERVAL = 0.1  # seconds between two fetches
 HEARTBEAT = 15.0  # seconds of silence after which a viewer hears that the line still stands
 
-_SCRIPTS = (
-    *("main", "pool", "grid", "charts", "detail"),
-    *("happened", "palette", "play", "prompts", "stream"),
-)
-
+_STATIC = files("jpaged.serve.dashboard").joinpath("static")
+_TYPES = {
+    "html": "text/html",
+    "css": "text/css",
+    "js": "text/javascript",
+    "svg": "image/svg+xml",
+}
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -48,40 +50,62 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-_TYPES = {
-    "index.html": "text/html; charset=utf-8",
-    "picture.css": "text/css; charset=utf-8",
-    "icon.svg": "image/svg+xml",
-    **{f"{name}.js": "text/javascript; charset=utf-8" for name in _SCRIPTS},
-}
 
-PAGE_PATHS = frozenset({"/", *(f"/picture/{name}" for name in _TYPES if name != "index.html")})
+PAGE_PATHS = frozenset(
+    "/" if file.name == "index.html" else f"/picture/{file.name}" for file in _STATIC.iterdir()
+)
 """The page, and the files it is made of."""
 
 
 class Viewer:
-    """What one viewer has not read yet."""
+    """What one viewer has not read yet.
+
+    Attributes:
+        follows: It has a snapshot, and no frame since then was dropped.
+        wants_snapshot: It reads, and does not follow.
+        news: Set when there is something to read.
+    """
 
     def __init__(self):
-        self.needs_snapshot = True
-        self.unread = bytearray()
+        self.follows = self.wants_snapshot = False
         self.news = asyncio.Event()
+        self._snapshot = b""
+        self._unread = bytearray()
+
+    def begin(self, snapshot: bytes) -> None:
+        """Let it follow from here."""
+        self.follows, self.wants_snapshot = True, False
+        self._snapshot = snapshot
+        self.news.set()
 
     def offer(self, message: bytes) -> None:
-        """Keep a message; drop all if they are too many."""
-        if not self.needs_snapshot:
-            self.unread += message
-        if len(self.unread) > MAX_UNREAD:
-            self.unread.clear()
-            self.needs_snapshot = True
-        self.news.set()
+        """Keep frames for it, if it follows; drop all if they are too many."""
+        if self.follows:
+            self._unread += message
+            self.news.set()
+        if len(self._unread) > MAX_UNREAD:
+            self.drop_all()
+
+    def drop_all(self) -> None:
+        """It follows no longer."""
+        self.follows, self._snapshot = False, b""
+        self._unread.clear()
+
+    def take(self) -> bytes:
+        """What it reads next; nothing if it has read all."""
+        message, self._snapshot = self._snapshot, b""
+        if not message:
+            message = bytes(self._unread)
+            self._unread.clear()
+        return message
 
 
 class Broadcast:
     """Serves the picture as server-sent events: one `snapshot`, then `frames`.
 
     Args:
-        fetch: Gives a sampler's frames since those of an epoch; see `PoolSampler.fetch`.
+        fetch: Gives a sampler's frames, and a snapshot if it is asked for one; see
+            `PoolSampler.fetch`.
         description: What does not change: `num_blocks` with the null block, `block_size`, ...
         word: Gives the text of a token id; None where no text is shown.
         is_over: Whether all streams shall end.
@@ -90,7 +114,7 @@ class Broadcast:
 
     def __init__(
         self,
-        fetch: Callable[[int], Awaitable[PoolFrames]],
+        fetch: Callable[[bool], Awaitable[PoolFrames]],
         description: dict[str, Any],
         word: Callable[[int], str] | None = None,
         is_over: Callable[[], bool] = bool,
@@ -104,9 +128,7 @@ class Broadcast:
         self._viewers: set[Viewer] = set()
         self._task: asyncio.Task[None] | None = None
         self._epoch = 0
-        self._state = PoolState(description["num_blocks"])
-        self._stats: EngineStats | None = None
-        self._snapshot = b""  # of the state, if it was made since the last change
+        self._stats: EngineStats | None = None  # as viewers know them
 
     @property
     def num_viewers(self) -> int:
@@ -129,9 +151,10 @@ class Broadcast:
         try:
             while not self._task.done():
                 viewer.news.clear()
-                if message := self._take_for(viewer):
+                if message := viewer.take():
                     yield message
                     continue
+                viewer.wants_snapshot = not viewer.follows
                 try:
                     await asyncio.wait_for(viewer.news.wait(), HEARTBEAT)
                 except TimeoutError:
@@ -139,58 +162,49 @@ class Broadcast:
         finally:
             self._viewers.discard(viewer)
         self._task.result()
-        if viewer.needs_snapshot:
+        if not viewer.follows:
             raise not_serving("the server is shutting down")
-
-    def _take_for(self, viewer: Viewer) -> bytes:
-        if viewer.needs_snapshot and self._stats is not None:
-            viewer.needs_snapshot = False
-            viewer.unread.clear()
-            return self._make_snapshot()
-        message = bytes(viewer.unread)
-        viewer.unread.clear()
-        return message
-
-    def _make_snapshot(self) -> bytes:
-        if not self._snapshot and self._stats is not None:
-            content = {
-                "pool": self._description,
-                "frame": self._state.snapshot(),
-                "stats": self._stats,
-            }
-            self._snapshot = _event("snapshot", content)
-        return self._snapshot
 
     async def _poll(self) -> None:
         try:
             while self._viewers and not self._is_over():
-                self._take(await self._fetch(self._epoch))
+                wants_snapshot = any(viewer.wants_snapshot for viewer in self._viewers)
+                self._take(await self._fetch(wants_snapshot))
                 await asyncio.sleep(self._interval)
-        except BaseException:
-            self._epoch = 0  # frames may be lost: the sampler is to begin anew
-            raise
         finally:
-            self._stats = None  # the next viewer waits for the first frame
             for viewer in self._viewers:
                 viewer.news.set()
 
     def _take(self, news: PoolFrames) -> None:
         if news.failed:
             raise failed()
-        if news.epoch != self._epoch:
+        frames = [self._for_viewers(frame) for frame in news.frames]
+        snapshot = None if news.snapshot is None else self._for_viewers(news.snapshot)
+        if snapshot is not None and snapshot.text:  # frames tell no more of what a snapshot told
+            frames.append(PoolFrame(snapshot.step, PoolChanges(), snapshot.text))
+        if news.epoch != self._epoch:  # frames were lost
             self._epoch = news.epoch
-            self._state = PoolState(self._description["num_blocks"])
-            self._stats, self._snapshot = None, b""
             for viewer in self._viewers:
-                viewer.needs_snapshot = True
-        frames = [for_viewers(frame, self._word) for frame in news.frames]
-        for frame in frames:
-            self._state.apply(frame)
+                viewer.drop_all()
+                viewer.wants_snapshot = True
         if frames or news.stats != self._stats:
-            self._stats, self._snapshot = news.stats, b""
+            self._stats = news.stats
             message = _event("frames", {"frames": frames, "stats": news.stats})
             for viewer in self._viewers:
                 viewer.offer(message)
+        if snapshot is not None:
+            content = {"pool": self._description, "frame": snapshot, "stats": news.stats}
+            message = _event("snapshot", content)
+            for viewer in self._viewers:
+                if viewer.wants_snapshot:
+                    viewer.begin(message)
+
+    def _for_viewers(self, frame: PoolFrame) -> PoolFrame:
+        """The frame with the text of its tokens, where text is shown, and never with the tokens."""
+        changes, text = frame.changes, {}
+        if self._word is not None:
+            text = {block: [*map(self._word, ids)] for block, ids in changes.tokens.items()}
+        return PoolFrame(frame.step, replace(changes, tokens={}), text)
 
 
 def _note_end(task: asyncio.Task[None]) -> None:
@@ -207,7 +221,7 @@ def dashboard_routes(serving: Serving) -> list[Route]:
     """The page, its files and its events."""
     dashboard = Dashboard(serving)
     return [
-        Route("/", dashboard.page, methods=["GET"]),
+        Route("/", dashboard.file, methods=["GET"]),
         Route("/picture/events", dashboard.events, methods=["GET"]),
         Route("/picture/{name}", dashboard.file, methods=["GET"]),
     ]
@@ -218,50 +232,32 @@ class Dashboard:
 
     def __init__(self, serving: Serving):
         self._serving = serving
-        self._hub: Broadcast | None = None
-        self._lock = asyncio.Lock()
-
-    async def page(self, request: Request) -> Response:
-        """`/`."""
-        return _file("index.html")
+        self._broadcast: Broadcast | None = None
 
     async def file(self, request: Request) -> Response:
-        """`/picture/NAME`: what the page is made of."""
-        name = request.path_params["name"]
-        if f"/picture/{name}" not in PAGE_PATHS:
+        """`/` and `/picture/NAME`: the page, and what it is made of."""
+        name = request.path_params.get("name")
+        if name is not None and f"/picture/{name}" not in PAGE_PATHS:
             raise ApiError(404, "there is no such file")
-        return _file(name)
+        file = _STATIC.joinpath(name or "index.html")
+        media_type = _TYPES[file.name.split(".")[-1]]
+        return Response(file.read_bytes(), media_type=media_type, headers=_HEADERS)
 
     async def events(self, request: Request) -> Response:
         """`/picture/events`: a snapshot of the memory, then what changes."""
-        hub = await self._open_hub()
-        stall = self._serving.config.limits.stall_timeout
-        return Exchange(hub.watch(), streams=True, stall_timeout=stall)
-
-    async def _open_hub(self) -> Broadcast:
-        async with self._lock:
-            if self._hub is None:
-                self._hub = await self._make_hub()
-        return self._hub
-
-    async def _make_hub(self) -> Broadcast:
-        serving = self._serving
-        engine, show_text = serving.engine, serving.config.dashboard_text
+        serving, config = self._serving, self._serving.config
+        engine, shows_text = serving.engine, config.dashboard_text
         info = await engine.ready()
-        description = {
-            "num_blocks": info.num_blocks,
-            "block_size": info.block_size,
-            "model": serving.config.model_names[0],
-        }
-        word = serving.tokenizing.token_text if show_text else None
-        return Broadcast(
-            lambda epoch: engine.pool_frames(epoch, show_text),
-            description,
-            word,
-            is_over=lambda: serving.phase is Phase.DRAINING and not serving.num_requests,
-        )
-
-
-def _file(name: str) -> Response:
-    content = files("jpaged.serve.dashboard").joinpath("static", name).read_bytes()
-    return Response(content, media_type=_TYPES[name], headers=_HEADERS)
+        if self._broadcast is None:
+            self._broadcast = Broadcast(
+                lambda snapshot: engine.pool_frames(snapshot, shows_text),
+                {
+                    "num_blocks": info.num_blocks,
+                    "block_size": info.block_size,
+                    "model": config.model_names[0],
+                },
+                serving.tokenizing.token_text if shows_text else None,
+                is_over=lambda: serving.phase is Phase.DRAINING and not serving.num_requests,
+            )
+        stall_timeout = config.limits.stall_timeout
+        return Exchange(self._broadcast.watch(), streams=True, stall_timeout=stall_timeout)

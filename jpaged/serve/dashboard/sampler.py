@@ -13,11 +13,10 @@ import traceback
 from collections.abc import Callable
 
 from jpaged import Engine, PoolWatch
-from jpaged.serve.dashboard.codec import Frame, encode
-from jpaged.serve.messages import PoolFrames
+from jpaged.serve.messages import PoolFrame, PoolFrames
 
 MOST_TIME = 0.02
-"""Share of the time that samples after steps may take."""
+"""Share of the time that samples after steps may take, and that snapshots may."""
 
 MOST_SAVED = 1.0 * MOST_TIME
 """Seconds of sampling that can be saved up: what an idle second allows."""
@@ -50,10 +49,10 @@ class PoolSampler:
         self._engine = engine
         self._clock, self._work_clock = clock, work_clock
         self._watch: PoolWatch | None = None
-        self._frames: list[Frame] = []
+        self._frames: list[PoolFrame] = []
         self._has_failed = False
         self._epoch = self._num_steps = 0
-        self._last_fetch = 0.0
+        self._last_fetch = self._snapshot_due = 0.0
         self._saved, self._last_saved = MOST_SAVED, clock()
 
     def after_step(self) -> None:
@@ -65,32 +64,32 @@ class PoolSampler:
         if now - self._last_fetch > PATIENCE:
             self.stop()
             return
-        self._save_up(now)
+        self._saved = min(MOST_SAVED, self._saved + (now - self._last_saved) * MOST_TIME)
+        self._last_saved = now
         if self._saved > 0 and len(self._frames) < MAX_FRAMES:
             self._sample(self._watch)
 
-    def fetch(self, epoch: int = 0, tokens: bool = False) -> PoolFrames:
-        """The frames since the last call; the first call starts the sampler, as does the first one
-        after it failed.
+    def fetch(self, snapshot: bool = False, tokens: bool = False) -> PoolFrames:
+        """The frames since the last call. One that starts the sampler, which the first call does
+        and the first one after a pause or a failure, gives a snapshot.
 
         Args:
-            epoch: The one of the last answer. If it is not the sampler's, it starts anew, and the
-                first frame shows all there is.
-            tokens: Whether the frames of a sampler that starts shall tell the blocks' tokens.
+            snapshot: Whether a snapshot is wanted in any case; it comes with a later call if
+                snapshots have taken too much time.
+            tokens: Whether frames from the next snapshot on shall tell the blocks' tokens.
         """
-        self._last_fetch = self._clock()
-        if not self._has_failed:
-            watch = self._watch if epoch == self._epoch else None
-            self._sample(watch or self._start(tokens))
+        now = self._last_fetch = self._clock()
+        whole = None
+        if self._watch is not None:
+            self._sample(self._watch)
+        elif not self._has_failed:
+            self._epoch += 1
+            self._snapshot_due, snapshot = now, True
         frames, self._frames = self._frames, []
+        if snapshot and now >= self._snapshot_due and not self._has_failed:
+            whole = self._make_snapshot(tokens)
         failed, self._has_failed = self._has_failed, False
-        return PoolFrames(self._epoch, frames, self._engine.stats(), failed)
-
-    def _start(self, tokens: bool) -> PoolWatch:
-        self.stop()
-        self._watch = self._engine.watch_pool(NUM_TOKEN_BLOCKS if tokens else 0)
-        self._epoch += 1
-        return self._watch
+        return PoolFrames(self._epoch, frames, self._engine.stats(), whole, failed)
 
     def stop(self) -> None:
         """Take no samples until the next `fetch`."""
@@ -98,19 +97,31 @@ class PoolSampler:
             self._watch.close()
         self._watch, self._frames = None, []
 
-    def _save_up(self, now: float) -> None:
-        self._saved = min(MOST_SAVED, self._saved + (now - self._last_saved) * MOST_TIME)
-        self._last_saved = now
-
     def _sample(self, watch: PoolWatch) -> None:
         started = self._work_clock()
+        frame = self._look(watch)
+        if frame is not None and frame.changes:
+            self._frames.append(frame)
+        # A fetch samples whatever was saved: the debt is never more than one sample's.
+        self._saved = max(self._saved, 0.0) - (self._work_clock() - started)
+
+    def _make_snapshot(self, tokens: bool) -> PoolFrame | None:
+        """The first look of another watch, which takes the place of the one so far."""
+        started = self._work_clock()
+        self.stop()
+        self._watch = self._engine.watch_pool(NUM_TOKEN_BLOCKS if tokens else 0)
+        snapshot = self._look(self._watch)
+        taken = self._work_clock() - started
+        self._saved -= taken
+        self._snapshot_due = self._last_fetch + taken / MOST_TIME
+        return snapshot
+
+    def _look(self, watch: PoolWatch) -> PoolFrame | None:
+        """What changed since the last look; None if that fails."""
         try:
-            changes = watch.look()
-            if changes:
-                self._frames.append(encode(changes, self._num_steps))
+            return PoolFrame(self._num_steps, watch.look())
         except Exception as error:
             traceback.print_exception(error, file=sys.stderr)
             self.stop()
             self._has_failed = True
-        # A fetch samples whatever was saved: the debt is never more than one sample's.
-        self._saved = max(self._saved, 0.0) - (self._work_clock() - started)
+            return None

@@ -1,6 +1,6 @@
 // Small charts of the last two minutes, drawn from the engine's own figures.
 
-import { sized } from "./palette.js";
+import { make } from "./palette.js";
 
 const SPAN = 120_000; // milliseconds that the charts show
 const HEIGHT = 34; // CSS pixels
@@ -9,9 +9,9 @@ const percent = (value) => `${(100 * value).toFixed(value < 0.1 && value > 0 ? 1
 const whole = (value) => Math.round(value).toLocaleString("en");
 const over = (a, b) => (b ? a / b : 0);
 
-// Each chart: what it is called, its lines, each named, from (stats now, stats before, seconds
-// between), or its one line from the pool as it is `shown`, and how its values are said. `top` is the
-// least height of its scale.
+// Each chart: what it is called, and its line: `shown` of the pool as it is shown, or `of` (stats
+// now, stats before, seconds between), or how much a `total` grows; or several lines of stats, each
+// named. `say` puts values in words, and `top` is the least height of the scale.
 const CHARTS = [
   {
     title: "Requests",
@@ -28,62 +28,44 @@ const CHARTS = [
     title: "Blocks in use",
     hint: "held by sequences and pins, of all",
     shown: (pool) => over(pool.numUsed, pool.numBlocks - 1),
-    say: percent,
-    top: 1,
   },
   {
     title: "Waste",
     hint: "slots of held blocks that hold no token",
     shown: (pool) => over(pool.numWasted, pool.numUsed * pool.blockSize),
-    say: percent,
-    top: 1,
   },
   {
     title: "Sharing saves",
     hint: "of the blocks it would take not to share",
     shown: (pool) => Math.max(over(pool.numLogical - pool.numUsed, pool.numLogical), 0),
-    say: percent,
-    top: 1,
   },
   {
     title: "Tokens a second",
     hint: "generated",
-    lines: [["", rate("num_generated_tokens")]],
+    of: (now, before, seconds) => (now.num_generated_tokens - before.num_generated_tokens) / seconds,
     say: whole,
     top: 10,
   },
   {
     title: "Prefix hits",
     hint: "tokens found in the prefix cache, of those looked up",
-    lines: [["", hits]],
-    say: percent,
-    top: 1,
+    of: hits,
   },
   {
     title: "Preemptions",
     hint: "requests that gave way to others, in all",
-    lines: [["", growth("num_preemptions")]],
+    total: "num_preemptions",
     say: whole,
-    total: (now) => now.num_preemptions,
     top: 2,
   },
   {
     title: "Copies on write",
     hint: "blocks copied since others share them, in all",
-    lines: [["", growth("num_block_copies")]],
+    total: "num_block_copies",
     say: whole,
-    total: (now) => now.num_block_copies,
     top: 2,
   },
 ];
-
-function growth(name) {
-  return (now, before) => now[name] - before[name];
-}
-
-function rate(name) {
-  return (now, before, seconds) => (now[name] - before[name]) / seconds;
-}
 
 function hits(now, before) {
   const queries = now.prefix_cache_queries - before.prefix_cache_queries;
@@ -91,70 +73,54 @@ function hits(now, before) {
   return over(now.prefix_cache_hits, now.prefix_cache_queries);
 }
 
+function svg(name, attributes) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  return element;
+}
+
 class Chart {
-  constructor(spec, parent) {
-    this.spec = spec;
+  constructor({ title, hint, lines, shown, of, total, say = percent, top = 1 }, parent) {
+    Object.assign(this, { title, hint, shown, total, sayValue: say, top });
+    this.lines = lines ?? [["", shown ?? of ?? ((now, before) => now[total] - before[total])]];
     this.points = []; // {at, values}, and null where the line is broken
-    const tile = document.createElement("figure");
-    const caption = document.createElement("figcaption");
-    this.canvas = document.createElement("canvas");
-    this.canvas.setAttribute("role", "img");
-    this.value = document.createElement("p");
-    this.lines = spec.lines ?? [["", spec.shown]];
-    this.said = this.lines.map(([name], i) => {
-      const part = document.createElement("span");
-      if (name) part.className = `line-${i + 1}`;
-      return part;
-    });
-    this.value.append(...this.said);
-    caption.textContent = spec.title;
-    tile.title = spec.hint;
-    tile.append(caption, this.value, this.canvas);
-    parent.append(tile);
+    this.said = this.lines.map(([name], i) => make("span", { className: name && `line-${i + 1}` }));
+    this.curves = this.lines.map((_, i) => svg("path", { class: `curve-${i + 1}` }));
+    this.area = svg("path", { class: "area" }); // under the first curve
+    this.drawing = svg("svg", { role: "img", viewBox: `0 0 ${SPAN} ${HEIGHT}`, preserveAspectRatio: "none" });
+    this.drawing.append(this.area, ...[...this.curves].reverse()); // the first one on top
+    const caption = make("figcaption", {}, title);
+    parent.append(make("figure", { title: hint }, caption, make("p", {}, ...this.said), this.drawing));
   }
 
   add({ stats, at }, from, pool) {
-    const { spec, points } = this;
     const seconds = Math.max((at - from.at) / 1000, 0.001);
-    const given = spec.shown ? [pool] : [stats, from.stats, seconds];
+    const given = this.shown ? [pool] : [stats, from.stats, seconds];
     const values = this.lines.map(([, of]) => of(...given));
-    points.push({ at, values });
-    while (!points[0] || points[0].at < at - SPAN) points.shift();
-    this.say(spec.total ? [spec.total(stats)] : values);
+    this.points.push({ at, values });
+    while (!this.points[0] || this.points[0].at < at - SPAN) this.points.shift();
+    this.say(this.total ? [stats[this.total]] : values);
   }
 
   say(values) {
-    const { spec } = this;
-    const said = values.map((value, i) => `${spec.say(value)} ${this.lines[i][0]}`.trim());
-    if (this.value.textContent === said.join("")) return;
-    said.forEach((text, i) => (this.said[i].textContent = text));
-    this.canvas.setAttribute("aria-label", `${spec.title} (${spec.hint}): ${said.join(", ")}`);
+    const said = values.map((value, i) => `${this.sayValue(value)} ${this.lines[i][0]}`.trim());
+    this.said.forEach((part, i) => (part.textContent = said[i]));
+    this.drawing.setAttribute("aria-label", `${this.title} (${this.hint}): ${said.join(", ")}`);
   }
 
   draw() {
-    const width = this.canvas.parentElement.clientWidth;
     const last = this.points.at(-1);
-    if (!width || !last) return;
-    const height = HEIGHT;
-    if (this.width !== width || this.ratio !== window.devicePixelRatio) {
-      this.context = sized(this.canvas, width, height);
-      this.width = width;
-      this.ratio = window.devicePixelRatio;
-    }
-    this.context.clearRect(0, 0, width, height);
-    const top = Math.max(this.spec.top, ...this.points.flatMap((point) => point?.values ?? []));
-    const style = getComputedStyle(this.canvas);
-    const place = (point, i) => [
-      width - ((last.at - point.at) / SPAN) * width,
-      height - 2 - (point.values[i] / top) * (height - 4),
-    ];
-    // The first line is drawn last, so that it is on top.
-    for (let i = last.values.length - 1; i >= 0; i--) {
-      this.context.strokeStyle = style.getPropertyValue(`--line-${i + 1}`);
-      this.context.lineWidth = 1.5;
-      this.context.setLineDash(i ? [4, 3] : []);
-      for (const part of this.parts()) this.drawLine(part.map((point) => place(point, i)), !i);
-    }
+    if (!last) return;
+    const top = Math.max(this.top, ...this.points.flatMap((point) => point?.values ?? []));
+    const x = (point) => SPAN - (last.at - point.at);
+    const y = (value) => HEIGHT - 2 - (value / top) * (HEIGHT - 4);
+    const along = (part, i) => part.map((point) => `${x(point)} ${y(point.values[i])}`).join("L");
+    const parts = this.parts();
+    this.curves.forEach((curve, i) => {
+      curve.setAttribute("d", parts.map((part) => `M${along(part, i)}`).join(""));
+    });
+    const down = (part) => `M${x(part[0])} ${HEIGHT}L${along(part, 0)}L${x(part.at(-1))} ${HEIGHT}Z`;
+    this.area.setAttribute("d", parts.map(down).join(""));
   }
 
   /** The points between two breaks. */
@@ -165,20 +131,6 @@ class Chart {
       else parts.push([]);
     }
     return parts.filter((part) => part.length);
-  }
-
-  drawLine(places, isShaded) {
-    const { context } = this;
-    context.beginPath();
-    for (const [x, y] of places) context.lineTo(x, y);
-    context.stroke();
-    if (!isShaded) return;
-    context.lineTo(places.at(-1)[0], HEIGHT);
-    context.lineTo(places[0][0], HEIGHT);
-    context.globalAlpha = 0.14;
-    context.fillStyle = context.strokeStyle;
-    context.fill();
-    context.globalAlpha = 1;
   }
 }
 
@@ -195,27 +147,20 @@ export class Charts {
     const follows = before && before.stats.num_steps <= moment.stats.num_steps;
     for (const chart of this.charts) chart.add(moment, follows ? before : moment, pool);
     this.before = moment;
-    this.schedule();
+    this.pending ||= requestAnimationFrame(() => {
+      this.pending = 0;
+      for (const chart of this.charts) chart.draw();
+    });
   }
 
   /** What is said of the pool is true of each picture of it. */
   say(pool) {
-    for (const chart of this.charts) {
-      const { shown } = chart.spec;
-      if (shown) chart.say([shown(pool)]);
-    }
+    for (const chart of this.charts) if (chart.shown) chart.say([chart.shown(pool)]);
   }
 
   /** What comes next does not follow on what was. */
   cut() {
     if (this.before) for (const chart of this.charts) chart.points.push(null);
     this.before = null;
-  }
-
-  schedule() {
-    this.pending ||= requestAnimationFrame(() => {
-      this.pending = 0;
-      for (const chart of this.charts) chart.draw();
-    });
   }
 }

@@ -8,6 +8,7 @@ const NUMBERED = 32; // cells of this size have room for their number
 const FLASH = 900; // milliseconds
 const MAX_FLASHES = 300;
 
+/** The largest size of cells that are all in sight; the least if none is. */
 function largestSize(numCells, width, height) {
   const fits = (size) => Math.ceil(numCells / Math.floor(width / size)) * size <= height;
   return SIZES.find(fits) ?? SIZES.at(-1);
@@ -48,7 +49,7 @@ export class Grid {
     this.columns = Math.floor(width / this.size);
     const rows = Math.ceil((pool.numBlocks - 1) / this.columns);
     this.context = sized(this.canvas, this.columns * this.size, rows * this.size);
-    this.filling = "";
+    this.filling = ""; // the colour that the context fills with
     this.drawAll();
   }
 
@@ -106,25 +107,28 @@ export class Grid {
     if (this.flashes.size) this.schedule();
   }
 
+  /** The upper left corner of a block's cell. */
+  place(id) {
+    return [((id - 1) % this.columns) * this.size, Math.floor((id - 1) / this.columns) * this.size];
+  }
+
   drawCell(id, isClear) {
     const { context, size, pool, palette } = this;
     const count = pool.counts[id];
-    const gap = size >= 5 ? 1 : 0;
-    const x = ((id - 1) % this.columns) * size;
-    const y = Math.floor((id - 1) / this.columns) * size;
-    const side = size - gap;
+    const [x, y] = this.place(id);
+    const side = size >= 5 ? size - 1 : size; // with a gap
     if (!isClear) context.clearRect(x, y, size, size);
-    if (count === 0) this.fill(palette.free, x, y, side, side);
-    else if (count === CACHED) this.drawCached(pool.owners[id], x, y, side);
-    else this.drawUsed(id, count, x, y, side);
-    if (size >= NUMBERED) this.drawNumber(id, count > 0 ? palette.ink : palette.quiet, x, y);
+    if (count > 0) this.drawUsed(id, count, x, y, side);
+    else {
+      const owner = pool.owners[id];
+      this.fill(palette.free, x, y, side, side);
+      if (count === CACHED) this.fill(owner ? palette.of(owner, 0.3) : palette.cached, x, y, side, side);
+    }
+    if (size >= NUMBERED) {
+      this.write(id, count > 0 ? palette.ink : palette.quiet, `${Math.round(size / 4)}px`, "left", "top", x + 3, y + 3);
+    }
     if (this.marked.has(id)) this.ring(id, palette.table, 1.5);
     if (id === this.selected) this.ring(id, palette.ring, 2);
-  }
-
-  drawCached(owner, x, y, side) {
-    this.fill(this.palette.free, x, y, side, side);
-    this.fill(owner ? this.palette.of(owner, 0.3) : this.palette.cached, x, y, side, side);
   }
 
   drawUsed(id, count, x, y, side) {
@@ -141,28 +145,17 @@ export class Grid {
     }
   }
 
-  drawNumber(id, colour, x, y) {
-    const { context } = this;
-    context.fillStyle = this.filling = colour;
-    context.font = `${Math.round(this.size / 4)}px system-ui, sans-serif`;
-    context.textAlign = "left";
-    context.textBaseline = "top";
-    context.fillText(String(id), x + 3, y + 3);
-  }
-
   drawCount(count, x, y, side) {
-    const { context, palette } = this;
+    const { ink } = this.palette;
     if (side < 10) {
       const dot = Math.max(Math.floor(side / 2), 1);
-      this.fill(palette.ink, x + (side - dot) / 2, y + (side - dot) / 2, dot, dot);
+      this.fill(ink, x + (side - dot) / 2, y + (side - dot) / 2, dot, dot);
       return;
     }
-    context.fillStyle = this.filling = palette.ink;
-    const share = side >= NUMBERED - 1 || count > 9 ? 0.5 : 0.66;
-    context.font = `600 ${Math.round(side * share)}px system-ui, sans-serif`;
-    context.textAlign = "center";
-    context.textBaseline = "middle";
-    context.fillText(count > 99 ? "*" : String(count), x + side / 2, y + side * (side < NUMBERED - 1 ? 0.52 : 0.62));
+    const isNumbered = this.size >= NUMBERED; // the block's number is above
+    const font = `600 ${Math.round(side * (isNumbered || count > 9 ? 0.5 : 0.66))}px`;
+    const text = count > 99 ? "*" : count;
+    this.write(text, ink, font, "center", "middle", x + side / 2, y + side * (isNumbered ? 0.62 : 0.52));
   }
 
   fill(colour, x, y, width, height) {
@@ -170,14 +163,21 @@ export class Grid {
     this.context.fillRect(x, y, width, height);
   }
 
+  write(text, colour, font, align, baseline, x, y) {
+    const { context } = this;
+    context.fillStyle = this.filling = colour;
+    context.font = `${font} system-ui, sans-serif`;
+    context.textAlign = align;
+    context.textBaseline = baseline;
+    context.fillText(text, x, y);
+  }
+
   ring(id, colour, width) {
     const { context, size } = this;
-    const x = ((id - 1) % this.columns) * size;
-    const y = Math.floor((id - 1) / this.columns) * size;
+    const [x, y] = this.place(id);
     context.strokeStyle = colour;
     context.lineWidth = width;
-    const inset = width / 2;
-    context.strokeRect(x + inset, y + inset, size - width, size - width);
+    context.strokeRect(x + width / 2, y + width / 2, size - width, size - width);
   }
 
   // Which block is looked at
@@ -207,7 +207,7 @@ export class Grid {
   }
 
   scrollTo(id) {
-    const y = Math.floor((id - 1) / this.columns) * this.size;
+    const [, y] = this.place(id);
     const { scrollTop, clientHeight } = this.scroller;
     if (y < scrollTop) this.scroller.scrollTop = y;
     if (y + this.size > scrollTop + clientHeight) this.scroller.scrollTop = y + this.size - clientHeight;

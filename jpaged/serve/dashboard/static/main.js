@@ -30,39 +30,35 @@ const charts = new Charts(element("charts"));
 const happened = new Happened(element("happened"));
 const prompts = new Prompts(element);
 
+const select = (block) => grid.select(block, true);
+
 /** Says what is known of a block; to those who listen, too, unless they did not ask for it anew. */
 function lookAt(id, isAsked = true) {
-  const holders = state.pool.holders(id);
-  grid.mark(holders.length ? holders[0].sequence.blocks : []);
+  const [holder] = state.pool.holders(id);
+  grid.mark(holder?.sequence.blocks ?? []);
   const sentence = state.pool.describe(id);
   element("said").ariaLive = isAsked ? "polite" : "off";
   if (element("said").textContent !== sentence) element("said").textContent = sentence;
-  showBlock(element("block"), state.pool, id, (block) => grid.select(block, true));
+  showBlock(element("block"), state.pool, id, select);
 }
 
 /** Frames become a picture: all of them at once, drawn once. What does not fit is asked for anew. */
 function show(frames) {
+  const { pool } = state;
   try {
-    take(frames);
+    for (const frame of frames) {
+      const { changed, events } = pool.apply(frame);
+      grid.update(changed);
+      for (const [kind, colour] of FLASHES) grid.flash(events[kind], colour);
+      happened.note(frame.step, events);
+      if (frame.changes.images) drawHost();
+      for (const moment of frame.moments ?? []) charts.add(moment, pool);
+    }
   } catch (error) {
     state.listening.abort();
     throw error;
   }
   schedulePanels();
-}
-
-function take(frames) {
-  const { pool } = state;
-  for (const frame of frames) {
-    const { changed, events } = pool.apply(frame);
-    grid.update(changed);
-    for (const [kind, colour] of FLASHES) {
-      grid.flash(kind === "copied" ? events.copied.map(([, fresh]) => fresh) : events[kind], colour);
-    }
-    happened.note(frame.step, events);
-    if (frame.images) drawHost();
-    for (const moment of frame.moments ?? []) charts.add(moment, pool);
-  }
 }
 
 function schedulePanels() {
@@ -74,8 +70,7 @@ function paintPanels() {
   state.panels = 0;
   state.panelsPainted = performance.now();
   const { pool } = state;
-  const onChip = (block) => grid.select(block, true);
-  showTables(element("tables"), element("num-tables"), pool, grid.selected, onChip);
+  showTables(element("tables"), element("num-tables"), pool, grid.selected, select);
   if (grid.selected) lookAt(grid.selected, false);
   happened.paint();
   charts.say(pool);
@@ -113,7 +108,7 @@ function begin({ pool, frame, stats }) {
   player.clear();
   if (!state.hasPace) choosePace(pool, stats);
   state.pool.apply(frame);
-  happened.clear();
+  happened.clear(frame.step);
   grid.show(state.pool);
   drawHost();
   schedulePanels();
@@ -206,10 +201,10 @@ element("grid").addEventListener("keydown", (event) => {
 });
 
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+  if (!state.pool) return;
   grid.drawAll();
-  charts.schedule();
-  if (state.pool) drawHost();
-  if (state.pool) schedulePanels();
+  drawHost();
+  schedulePanels();
 });
 window.addEventListener("resize", () => state.pool && drawHost());
 document.addEventListener("visibilitychange", onVisibility);

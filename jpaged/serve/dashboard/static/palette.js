@@ -1,6 +1,13 @@
-// What all drawings share: colours, and canvases as sharp as the screen.
+// What all parts of the page share: elements, colours, and canvases as sharp as the screen.
 
 const GOLDEN = 137.508; // degrees from one request's hue to the next
+
+/** An element with these properties and children; strings among them are text, never markup. */
+export function make(name, properties = {}, ...children) {
+  const element = Object.assign(document.createElement(name), properties);
+  element.append(...children);
+  return element;
+}
 
 /** The colours of the style sheet, and one hue a request. */
 export class Palette {
@@ -24,6 +31,13 @@ export class Palette {
       this.known.set(key, colour);
     }
     return colour;
+  }
+
+  /** A request's colour, to stand before its name. */
+  swatch(number) {
+    const swatch = make("i", { className: "swatch" });
+    swatch.style.background = this.of(number);
+    return swatch;
   }
 }
 

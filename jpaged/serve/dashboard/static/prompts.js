@@ -1,5 +1,6 @@
 // The box that sends prompts, and the answers as they come.
 
+import { make } from "./palette.js";
 import { ask, events } from "./stream.js";
 
 const MAX_CARDS = 40;
@@ -77,18 +78,18 @@ export class Prompts {
     const body = { prompt: prompts.length > 1 ? prompts : prompts[0], max_tokens: number("tokens") };
     if (beams > 0) Object.assign(body, { use_beam_search: true, beam_width: beams, n: beams, temperature: 0 });
     else Object.assign(body, { temperature: number("heat"), n: number("samples"), stream: true });
-    this.run(body, new Card(this.element("answers"), prompts, body.n));
+    this.run(body, prompts);
   }
 
   stopAll() {
     for (const controller of this.running) controller.abort();
   }
 
-  async run(body, card) {
-    this.cards = [...this.cards.slice(1 - MAX_CARDS), card];
+  async run(body, prompts) {
     const controller = new AbortController();
     this.running.add(controller);
-    card.onStop = () => controller.abort();
+    const card = new Card(this.element("answers"), prompts, body.n, () => controller.abort());
+    this.cards = [...this.cards.slice(1 - MAX_CARDS), card];
     this.element("stop").disabled = false;
     try {
       await this.complete(body, card, controller.signal);
@@ -122,33 +123,20 @@ export class Prompts {
   }
 }
 
-function made(name, className, text = "") {
-  const element = document.createElement(name);
-  if (className) element.className = className;
-  element.textContent = text;
-  return element;
-}
-
 /** Prompts that went out together, and their answers. */
 class Card {
-  constructor(parent, prompts, n) {
+  constructor(parent, prompts, n, onStop) {
     this.n = n;
-    this.root = made("article");
     this.parts = prompts.map((prompt) => {
-      const part = made("div", "asked");
-      const answers = Array.from({ length: n }, () => made("pre"));
-      part.append(made("p", "question", prompt), ...answers);
-      return { root: part, answers, colour: "" };
+      const answers = Array.from({ length: n }, () => make("pre"));
+      const question = make("p", { className: "question" }, prompt);
+      return { root: make("div", { className: "asked" }, question, ...answers), answers };
     });
-    this.state = made("span", "", "waiting");
-    this.button = made("button", "", "Stop");
-    this.button.type = "button";
-    this.button.setAttribute("aria-label", `Stop: ${prompts[0].slice(0, 40)}`);
-    this.button.addEventListener("click", () => this.onStop());
-    const foot = made("p", "foot");
-    foot.append(this.state, this.button);
-    this.root.append(...this.parts.map(({ root }) => root), foot);
-    parent.prepend(this.root);
+    this.state = make("span", {}, "waiting");
+    this.button = make("button", { type: "button", ariaLabel: `Stop: ${prompts[0].slice(0, 40)}` }, "Stop");
+    this.button.addEventListener("click", onStop);
+    const foot = make("p", { className: "foot" }, this.state, this.button);
+    parent.prepend(make("article", {}, ...this.parts.map(({ root }) => root), foot));
     while (parent.children.length > MAX_CARDS) parent.lastElementChild.remove();
   }
 
@@ -157,8 +145,7 @@ class Card {
     if (!this.id) return;
     this.parts.forEach((part, i) => {
       const number = pool.requests.get(`${this.id}-${i}`);
-      const colour = number ? palette.of(number) : part.colour;
-      if (colour !== part.colour) part.root.style.borderLeftColor = part.colour = colour;
+      if (number) part.root.style.borderLeftColor = palette.of(number);
     });
   }
 

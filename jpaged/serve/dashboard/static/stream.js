@@ -3,17 +3,9 @@
 /** fetch; throws what the server says in place of an answer. Keys are the browser's business. */
 export async function ask(path, options = {}) {
   const response = await fetch(path, { ...options, cache: "no-store" }).catch(notThere);
-  if (!response.ok) throw new Error(await reasonOf(response));
-  return response;
-}
-
-async function reasonOf(response) {
-  try {
-    const { error } = await response.json();
-    return error.message;
-  } catch {
-    return `the server answered ${response.status}`;
-  }
+  if (response.ok) return response;
+  const said = await response.json().catch(() => null);
+  throw new Error(said?.error?.message ?? `the server answered ${response.status}`);
 }
 
 /** Of a server that is not there, each browser has words of its own. */
@@ -22,10 +14,10 @@ function notThere(error) {
 }
 
 /**
- * The events of a stream as they come: {name, data}. Throws if nothing at all comes for so many
- * milliseconds, as of a line that is cut without either end being told.
+ * The events of a stream as they come: {name, data}, each of one line of data. Throws if nothing at
+ * all comes for so many milliseconds, as of a line that is cut without either end being told.
  */
-export async function* events(response, patience = 0) {
+export async function* events(response, patience = Infinity) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
   try {
@@ -36,8 +28,9 @@ export async function* events(response, patience = 0) {
       const parts = text.split("\n\n");
       text = parts.pop();
       for (const part of parts) {
-        const event = parse(part);
-        if (event) yield event;
+        const [, name = "message"] = /^event: (.*)$/m.exec(part) ?? [];
+        const [, data] = /^data: (.*)$/m.exec(part) ?? [];
+        if (data) yield { name, data };
       }
     }
   } finally {
@@ -46,21 +39,11 @@ export async function* events(response, patience = 0) {
 }
 
 function within(milliseconds, promise) {
-  if (!milliseconds) return promise;
+  if (milliseconds === Infinity) return promise;
   let timer;
   const silence = new Promise((_, reject) => {
     const error = new Error(`nothing came for ${Math.round(milliseconds / 1000)} seconds`);
     timer = setTimeout(() => reject(error), milliseconds);
   });
   return Promise.race([promise, silence]).finally(() => clearTimeout(timer));
-}
-
-function parse(part) {
-  let name = "message";
-  const data = [];
-  for (const line of part.split("\n")) {
-    if (line.startsWith("event:")) name = line.slice(6).trim();
-    else if (line.startsWith("data:")) data.push(line.slice(5).trimStart());
-  }
-  return data.length ? { name, data: data.join("\n") } : null;
 }

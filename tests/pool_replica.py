@@ -1,0 +1,46 @@
+"""What somebody knows of a pool who only sees its changes."""
+
+from jpaged import PoolChanges
+from jpaged.observe.pool_changes import TableChange
+
+
+class PoolReplica:
+    """Adds changes up.
+
+    Attributes:
+        counts, hashes: Of each block that was told of.
+        tables, computed, sequences: Of each sequence that holds something, and its last change.
+        images, pinned, tokens: As last told.
+    """
+
+    def __init__(self):
+        self.counts: dict[int, int] = {}
+        self.hashes: dict[int, int] = {}
+        self.tables: dict[int, list[int]] = {}
+        self.sequences: dict[int, TableChange] = {}
+        self.computed: dict[int, int] = {}
+        self.images: list[tuple[str, int]] = []
+        self.pinned: list[int] = []
+        self.tokens: dict[int, list[int]] = {}
+
+    def take(self, changes: PoolChanges) -> None:
+        block_ids, counts, hashes = changes.blocks
+        assert block_ids == sorted(set(block_ids))
+        self.counts.update(zip(block_ids, counts, strict=True))
+        self.hashes.update(zip(block_ids, hashes, strict=True))
+        for seq_id in changes.gone:
+            del self.tables[seq_id], self.computed[seq_id], self.sequences[seq_id]
+        for change in changes.tables:
+            kept = self.tables.get(change.seq_id, [])[: change.num_kept]
+            assert len(kept) == change.num_kept
+            self.tables[change.seq_id] = [*kept, *change.new_blocks]
+            self.sequences[change.seq_id] = change
+            self.computed[change.seq_id] = change.num_computed_tokens
+        self.computed.update(changes.grown)
+        self.images = self.images if changes.images is None else changes.images
+        self.pinned = self.pinned if changes.pinned is None else changes.pinned
+        self.tokens.update(changes.tokens)
+
+    @property
+    def num_used_blocks(self) -> int:
+        return sum(count > 0 for count in self.counts.values())
