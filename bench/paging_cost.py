@@ -125,10 +125,10 @@ def measure(
                         raise ValueError(f"{name}: answers of case {case} are not as long as asked")
                 answers[case, name] = tokens
             del run
-    return [_row(shape, case, seconds, answers) for case in cases]
+    return [row_of(shape, case, seconds, answers) for case in cases]
 
 
-def _row(shape: str, case: str, seconds: dict, answers: dict) -> dict:
+def row_of(shape: str, case: str, seconds: dict, answers: dict) -> dict:
     medians = {name: statistics.median(seconds[case, name]) for name in ("engine", *BATCHINGS)}
     best = min(BATCHINGS, key=lambda name: medians[name])
     theirs = answers[case, "engine"]

@@ -85,7 +85,7 @@ def time_decode(engine: Engine, rows: int, context: int, num_steps: int) -> dict
     tokens = _start_decoding(engine, rows, context, num_steps)
     if tokens is None:
         return None
-    seconds = _time_turns(engine, num_steps, lambda: None)
+    seconds = time_turns(engine, num_steps, lambda: None)
     buckets = engine.runtime_config.buckets
     padded = round_up(buckets.decode_seqs, rows)
     return {
@@ -119,7 +119,7 @@ def time_prompts(
         for _ in range(prompts):
             engine.add_request(next(given), params)
 
-    seconds = _time_turns(engine, num_steps, add)
+    seconds = time_turns(engine, num_steps, add)
     padded, seqs = config.buckets.prefill_shape(num_tokens, prompts + rows)
     return {
         **_row(engine, "mixed" if rows else "prefill", seconds, num_steps),
@@ -214,7 +214,7 @@ def _start_decoding(engine: Engine, rows: int, context: int, num_steps: int) -> 
     return rows * length + generated - before.num_generated_tokens
 
 
-def _time_turns(engine: Engine, num_steps: int, add: Callable[[], None]) -> float:
+def time_turns(engine: Engine, num_steps: int, add: Callable[[], None]) -> float:
     """Seconds a step, `add` called before each; the engine has no request afterwards.
 
     Raises:

@@ -8,6 +8,9 @@ from pathlib import Path
 
 # Before torch, the oracle, is imported: its threads spin on cores that other test processes need.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Machine code is optimised little, here and in processes that tests start: compiling takes most of
+# their time. What XLA makes of a program before that, which some tests look at, stays as it is.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 from jaxtyping import install_import_hook
 
@@ -23,9 +26,6 @@ import jpaged  # noqa: E402  loads an engine's modules where a test asks for one
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-QUICK_TO_COMPILE = {"compile", "examples", "kernels", "models", "runtime", "tools"}
-"""Folders whose tests run most programs once."""
-
 MAX_KEPT_ENGINES = 8
 """An engine's programs take some 1,300 memory maps of a CPU's process, which Linux gives 65,530:
 at the last one XLA crashes."""
@@ -39,13 +39,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Machine code is optimised little where most programs run once: compiling is what takes the
-    time. What XLA makes of a program before that, which some tests look at, stays as it is.
-
-    Programs for a GPU, and those of engines that answer many requests, are compiled as for users.
-    """
-    quick = item.path.parent.name in QUICK_TO_COMPILE and not item.get_closest_marker("gpu")
-    jax.config.update("jax_disable_most_optimizations", quick)
+    """Programs for a GPU are compiled as for users."""
+    on_gpu = item.get_closest_marker("gpu") is not None
+    jax.config.update("jax_disable_most_optimizations", not on_gpu)
 
 
 @pytest.fixture
@@ -58,12 +54,23 @@ def jax_settings() -> Iterator[None]:
             jax.config.update(name, value)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Engines of the same shapes compile once, in each of pytest's processes: JAX writes a cache's
-    files in place, and what another process reads half written is a warning, so an error. Whoever
-    is killed while it starts, and may leave such a file, has a folder of its own."""
-    return tmp_path_factory.getbasetemp() / "jax-cache"
+    """Compiled programs of the whole run: of all pytest's processes and of the servers they start.
+
+    JAX writes its files in place. What is read half written fails zlib's check, gives a warning
+    that pyproject.toml ignores, and is compiled anew. A process that a test kills while it starts,
+    and that may leave such a file, has a folder of its own.
+    """
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "jax-cache"
+    for name, value in {
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }.items():
+        jax.config.update(name, value)
+    return folder
 
 
 @pytest.fixture(scope="session")

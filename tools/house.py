@@ -19,6 +19,8 @@ The rules, which it prints too:
              by stubs: functions of the product that `sys.setprofile` sees called, each once
              (comprehensions and generator expressions belong to the function that has them),
              their modules, and calls that go from one module to another
+    private  in `tests/`: attributes of anything but `self`, `cls` and `super()`, imported names
+             and strings that are a name with one leading underscore which the product defines
 """
 
 import argparse
@@ -210,6 +212,43 @@ def loose_files(root: Path = ROOT) -> list[str]:
     return sorted(file.name for file in (root / "jpaged").glob("*.py"))
 
 
+def private_accesses(files: Mapping[str, Path], root: Path = ROOT) -> list[str]:
+    """Where `tests/` reaches for private names of the product, as "file:line: name"."""
+    known = {name for file in files.values() for name in _private_names(file)}
+    found = []
+    for file in sorted((root / "tests").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            for name in known.intersection(_accessed_names(node)):
+                found.append(f"{file.relative_to(root)}:{getattr(node, 'lineno', 0)}: {name}")
+    return found
+
+
+def _private_names(file: Path) -> Iterator[str]:
+    """Names with one leading underscore that a file defines."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            name = node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            name = node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            name = node.attr
+        else:
+            continue
+        if name.startswith("_") and name.strip("_") and not name.startswith("__"):
+            yield name
+
+
+def _accessed_names(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Attribute):
+        owner = node.value.func if isinstance(node.value, ast.Call) else node.value
+        own = isinstance(owner, ast.Name) and owner.id in ("self", "cls", "super")
+        return [] if own else [node.attr]
+    if isinstance(node, ast.ImportFrom):
+        return [alias.name for alias in node.names]
+    strings = [] if isinstance(node, ast.JoinedStr) else ast.iter_child_nodes(node)
+    return [it.value for it in strings if isinstance(it, ast.Constant) and type(it.value) is str]
+
+
 def num_lines(files: Iterable[Path]) -> int:
     """Lines of files."""
     return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
@@ -273,7 +312,7 @@ def main() -> None:
     running = room_graph(imports, typed=False)
     rooms = sorted({room for module in files if (room := room_of(module))})
     round_rooms, round_files = circles(running), circles(file_graph(imports))
-    upward = upward_imports(imports)
+    upward, private = upward_imports(imports), private_accesses(files)
     lines = {name: num_lines((ROOT / name).rglob("*.py")) for name in PACKAGES}
     print(__doc__)
     for what, count in (
@@ -292,10 +331,12 @@ def main() -> None:
         ("modules in a decode step", len(step.modules)),
         ("changes of module in a decode step", step.num_changes),
         ("calls in a decode step", step.num_calls),
+        ("private names in tests", len(private)),
     ):
         print(f"{what:<36}{count:>8,}")
     if details:
         _print_details(graph, round_rooms + round_files, upward, step)
+        print(*(f"private: {it}" for it in private), sep="\n")
 
 
 def _print_details(graph: Graph, found: list[list[str]], upward: list[Import], step: Step) -> None:

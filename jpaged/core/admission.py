@@ -11,7 +11,7 @@ from jpaged.core.request import Request, RequestStatus
 from jpaged.core.sequence_table import RequestQueue
 from jpaged.core.swap import SwapSpace
 
-_SEATS_PER_FREE_SEAT = 32
+SEATS_PER_FREE_SEAT = 32
 """Of so many seats one is left free while others get free too: 8 of 256."""
 
 
@@ -108,7 +108,7 @@ class Admission:
         Such a step takes longer than its tokens account for, and the seats left free meanwhile cost
         little: as the scheduler plans case B (bench/throughput.py), 36 such steps instead of 168.
         """
-        num_wanted = min(num_waiting, self._config.max_num_seqs // _SEATS_PER_FREE_SEAT)
+        num_wanted = min(num_waiting, self._config.max_num_seqs // SEATS_PER_FREE_SEAT)
         return not self._running or self.num_free_seats >= num_wanted
 
     def would_fill_a_step(

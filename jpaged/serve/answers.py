@@ -25,7 +25,7 @@ Encode = Callable[[Any], bytes]
 LOWEST = -9999.0
 """Stands for a probability of 0, whose logarithm JSON cannot write."""
 
-_MANY_TOKENS = 128
+MANY_TOKENS = 128
 """Tokens with candidates, up to twenty each, above which an answer is encoded in a thread."""
 
 _VERY_MANY_TOKENS = 64 * 1024
@@ -167,14 +167,14 @@ class Generation(ABC):
             return encode(body | {"choices": choices, "usage": usage})
 
         has_scores = self._prompt_logprobs or any(each.logprobs for own in answers for each in own)
-        if usage["total_tokens"] <= (_MANY_TOKENS if has_scores else _VERY_MANY_TOKENS):
+        if usage["total_tokens"] <= (MANY_TOKENS if has_scores else _VERY_MANY_TOKENS):
             return write(json_bytes)
         return await self._serving.in_thread(partial(write, large_json))
 
     def _tells_a_long_prompt(self, news: list[News]) -> bool:
         """Whether an answer begins, and with it the log-probabilities of a long prompt are told."""
         return self._tells_prompts and any(
-            len(self._prompts[index]) > _MANY_TOKENS
+            len(self._prompts[index]) > MANY_TOKENS
             and any(index * self._asked.n + own.index not in self._begun for own in delta.deltas)
             for index, delta in news
         )

@@ -82,7 +82,7 @@ def test_ratios_are_of_the_same_lengths():
 def test_what_paging_costs_is_against_the_faster_batching():
     seconds = {("A", "engine"): [3.3, 3.0], ("A", "static"): [4.0], ("A", "slabs"): [3.0]}
     answers = {("A", "engine"): [[1, 2], [3]], ("A", "slabs"): [[1, 2], [4]], ("A", "static"): []}
-    row = paging_cost._row("embedded", "A", seconds, answers)
+    row = paging_cost.row_of("embedded", "A", seconds, answers)
     assert row["faster_batching"] == "slabs"
     assert row["paging_costs"] == pytest.approx(0.05)
     assert row["same_answers"] == 0.5

@@ -52,7 +52,7 @@ def test_every_point_that_fits_has_its_row(engine: Engine):
 def test_the_context_is_what_the_steps_read(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     """Counted in the block tables as each timed step begins."""
     seen: list[int] = []
-    advance, time_turns = Engine.advance, step_times._time_turns
+    advance, time_turns = Engine.advance, step_times.time_turns
 
     def watched(self: Engine) -> None:
         seen.append(sum(sequence.num_tokens for sequence in self.block_tables()))
@@ -64,7 +64,7 @@ def test_the_context_is_what_the_steps_read(engine: Engine, monkeypatch: pytest.
         monkeypatch.setattr(Engine, "advance", advance)
         return seconds
 
-    monkeypatch.setattr(step_times, "_time_turns", timed)
+    monkeypatch.setattr(step_times, "time_turns", timed)
     row = time_decode(engine, 4, 60, 8)
     assert row is not None
     steps = seen[step_times.WARM_TURNS :]

@@ -12,7 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from jpaged.compile.recipes import SharedCalls
 from pallas_kernels import Backend, truncation_mask
 
-B, V = 4, 1000
+B, V = 4, 200
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
 KERNEL = "stablehlo.custom_call @__gpu$xla.gpu.triton"
 

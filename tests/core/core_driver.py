@@ -67,12 +67,6 @@ def make_request(
     )
 
 
-def shape(plan: StepPlan | None) -> list[tuple[int, int, int, bool]]:
-    """(sequence, start, tokens, samples) of each row."""
-    assert plan is not None
-    return [(r.sequence.seq_id, r.start, r.num_scheduled_tokens, r.samples) for r in plan.scheduled]
-
-
 class Driver:
     """`lag` bursts of steps are planned before the oldest is read: 0 is the synchronous loop."""
 
@@ -138,6 +132,13 @@ class Driver:
         assert plan.scheduled or plan.swap_ins or plan.failed, "a plan for nothing"
         assert plan.num_tokens == sum(tokens) <= config.max_num_batched_tokens
         assert len({row.sequence.seq_id for row in plan.scheduled}) == len(tokens)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what is cached; no free block has it, unless the next plan still copies some."""
+        self.scheduler.reset_prefix_cache()
+        images = [it.image for it in self.scheduler.unfinished if it.image is not None]
+        if all(it.image_id in self.device.images for it in images):
+            self.device.spoil(self.scheduler.block_manager.pool)
 
     def run(self, max_steps: int = 10_000) -> None:
         """Step until all is done and read, then check streams and census."""

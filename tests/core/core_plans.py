@@ -1,7 +1,8 @@
-"""Short views of plans and block tables, for tests that spell out literal values."""
+"""Short views of plans, pools and block tables, for tests that spell out literal values."""
 
 from core_driver import Driver
 
+from jpaged.core.block_manager import BlockManager
 from jpaged.core.plan import StepPlan
 from jpaged.core.request import Sequence
 
@@ -36,6 +37,11 @@ def tables(driver: Driver, name: str) -> list[list[int]]:
 
 def status(driver: Driver, name: str) -> str:
     return str(driver.requests[name].status)
+
+
+def queue_of(manager: BlockManager) -> list[int]:
+    """Free blocks, the next one to be taken first."""
+    return list(manager.pool.free_block_queue)
 
 
 def num_free(driver: Driver) -> int:

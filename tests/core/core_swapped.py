@@ -2,8 +2,11 @@
 
 from core_driver import Driver, make_request, make_scheduler
 
-from jpaged.core.swap import PreemptionMode, PressurePolicy
+from jpaged.core.swap import PreemptionCosts, PreemptionMode, PressurePolicy
 
+COSTS = PreemptionCosts(((8, 1.0),), ((1, 0.1), (4, 0.9)))
+"""Of a few tokens and blocks, so that now the one way of preemption costs less and now the other.
+"""
 SWAP = PressurePolicy(PreemptionMode.SWAP, num_host_blocks=8)
 
 

@@ -1,6 +1,7 @@
 """The block manager, by literal block ids."""
 
 import pytest
+from core_plans import queue_of
 
 from jpaged.core.block_manager import NO_CHANGES, BlockChanges, BlockManager
 from jpaged.core.block_pool import IntegrityError, OutOfBlocksError, registered_content
@@ -17,10 +18,6 @@ def grow(manager: BlockManager, sequence: Sequence, num_tokens: int) -> BlockCha
     changes = manager.append(sequence, num_tokens)
     sequence.num_computed_tokens += num_tokens
     return changes
-
-
-def queue_of(manager: BlockManager) -> list[int]:
-    return list(manager.pool.free_block_queue)
 
 
 def test_append_gives_just_the_blocks_needed():

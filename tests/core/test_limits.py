@@ -4,13 +4,13 @@ it is preempted."""
 import pytest
 from core_driver import Driver, make_request, make_scheduler
 from core_plans import num_free
+from core_swapped import COSTS
 
 from jpaged.core.admission import check_pin_fits
 from jpaged.core.beam import BeamSearch
 from jpaged.core.request import Request, Sequence
-from jpaged.core.swap import PreemptionCosts, PreemptionMode, PressurePolicy
+from jpaged.core.swap import PreemptionMode, PressurePolicy
 
-COSTS = PreemptionCosts(((8, 1.0),), ((1, 0.1), (4, 0.9)))
 REFUSALS = [
     (make_request("2", 2, n=5, seq_id=10), "runs 5 sequences and max_num_seqs=4: lower n"),
     (

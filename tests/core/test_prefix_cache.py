@@ -2,10 +2,11 @@
 
 import pytest
 from core_driver import DIGESTS
+from core_plans import queue_of
 
 from jpaged.core.block_manager import BlockManager
 from jpaged.core.block_pool import BlockCensus, IntegrityError, OutOfBlocksError
-from jpaged.core.prefix_cache import CHAIN_ENDED, PrefixCache
+from jpaged.core.prefix_cache import CHAIN_ENDED, ROOT_CONTENT, PrefixCache
 from jpaged.core.request import Sequence
 
 LETTERS = list(range(100))
@@ -38,10 +39,6 @@ def join(
 def hits(manager: BlockManager, token_ids: list[int], salt: str | None = None) -> list[int]:
     found = manager.find_prefix(Sequence(99, token_ids, len(token_ids), cache_salt=salt))
     return [block.block_id for block in found]
-
-
-def queue_of(manager: BlockManager) -> list[int]:
-    return list(manager.pool.free_block_queue)
 
 
 def free(manager: BlockManager, *sequences: Sequence) -> None:
@@ -257,8 +254,14 @@ def test_a_fork_goes_on_with_its_parents_chain():
 
 
 def test_seeds_differ_between_caches_and_hashes_between_contents():
-    a, b = PrefixCache(4), PrefixCache(4)
-    assert a._digest(b"x" * 24) != b._digest(b"x" * 24)
+    digests = set()
+    for cache in (PrefixCache(4), PrefixCache(4)):
+        manager = BlockManager(5, 4, cache)
+        join(manager, LETTERS[:4])
+        content = cache.find_next(ROOT_CONTENT, 0, LETTERS[:4])
+        assert content is not None
+        digests.add(content.digest)
+    assert len(digests) == 2
     with pytest.raises(ValueError, match="prefix_cache has block_size=8"):
         BlockManager(5, 4, PrefixCache(8))
 

@@ -12,15 +12,15 @@ from itertools import count
 
 import pytest
 from core_driver import DIGESTS, Driver, make_scheduler
+from core_swapped import COSTS
 from core_turn import Turn
 
 from jpaged.core.beam import BeamSearch
 from jpaged.core.plan import Goal, StepPlan
 from jpaged.core.request import FinishReason, Request, RequestStatus, StopCriteria
-from jpaged.core.swap import PreemptionCosts, PreemptionMode, PressurePolicy
+from jpaged.core.swap import PreemptionMode, PressurePolicy
 
 LOST = (RequestStatus.PREEMPTED, RequestStatus.SWAPPED)
-COSTS = PreemptionCosts(((8, 1.0),), ((1, 0.1), (4, 0.9)))
 
 EXPECTED = (
     "request added, search",
@@ -202,11 +202,9 @@ class Work:
 
     def reset(self) -> None:
         scheduler = self.driver.scheduler
-        scheduler.reset_prefix_cache()
         self.tally["cache reset"] += 1
         self.tally["cache reset while swapped"] += scheduler.num_swapped > 0
-        if not scheduler.swap_space._outs:  # free blocks that the next plan still copies
-            self.driver.device.spoil(scheduler.block_manager.pool)
+        self.driver.reset_prefix_cache()
 
     def read(self) -> None:
         if self.driver.in_flight:

@@ -11,7 +11,6 @@ from core_faults import InjectedError, Injector, Place
 from core_plans import tables
 from test_random_groups import Tally, Work
 
-from jpaged.core import groups
 from jpaged.core.beam import BeamSearch
 from jpaged.core.block_manager import BlockManager
 from jpaged.core.block_pool import IntegrityError
@@ -29,10 +28,7 @@ PLACES = [
     Place(SequenceTable, "free", 0.02),
     Place(BlockManager, "free", 0.02),
     Place(BeamSearch, "advance", 0.02),
-    Place(BeamSearch, "_collect", 0.02),
-    Place(groups, "_child_of", 0.1),
     Place(SequenceTable, "add", 0.1),
-    Place(groups, "_share", 0.05),
     Place(BlockManager, "fork", 0.05),
     Place(SequenceTable, "fork_rows", 0.1),
 ]
@@ -105,9 +101,7 @@ def test_random_faults_in_reading():
 
 POINTS = [
     (BeamSearch, "advance", 1),
-    (BeamSearch, "_collect", 1),
-    (groups, "_child_of", 0),
-    (groups, "_share", 0),
+    (SequenceTable, "add", 3),
     (BlockManager, "fork", 0),
     (BlockManager, "fork", 1),
     (SequenceTable, "fork_rows", 1),

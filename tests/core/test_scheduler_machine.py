@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import pytest
 from core_driver import DIGESTS, Driver, fresh_search, make_scheduler
+from core_swapped import COSTS
 from core_turn import Turn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from jpaged.core.beam import BeamSearch
 from jpaged.core.plan import Goal
 from jpaged.core.request import FinishReason, Request, Sequence, StopCriteria
 from jpaged.core.scheduler import Scheduler
-from jpaged.core.swap import PreemptionCosts, PreemptionMode, PressurePolicy
+from jpaged.core.swap import PreemptionMode, PressurePolicy
 
 
 @st.composite
@@ -56,7 +57,6 @@ def searches(draw: Callable) -> BeamSearch:
 
 
 # Swapping pays for some lengths and not for others.
-COSTS = PreemptionCosts(((8, 1.0),), ((1, 0.1), (4, 0.9)))
 pressures = st.none() | st.builds(
     PressurePolicy,
     st.sampled_from(PreemptionMode),
@@ -140,7 +140,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(self, limits: dict, lag: int, burst: int, goal: Goal, seats_per_free_seat: int):
         self.driver = Driver(make_scheduler(**limits), lag, burst, goal)
         # Of so few seats as here all would join at once.
-        self.patch = patch.object(admission, "_SEATS_PER_FREE_SEAT", seats_per_free_seat)
+        self.patch = patch.object(admission, "SEATS_PER_FREE_SEAT", seats_per_free_seat)
         self.patch.start()
         self.turn = Turn(self.driver)
         self.num_added = 0
@@ -161,12 +161,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def reset(self):
-        scheduler = self.driver.scheduler
-        if scheduler.block_manager.pins:
-            return
-        scheduler.reset_prefix_cache()
-        if not scheduler.swap_space._outs:  # free blocks that the next plan still copies
-            self.driver.device.spoil(scheduler.block_manager.pool)
+        if not self.driver.scheduler.block_manager.pins:
+            self.driver.reset_prefix_cache()
 
     def add(self, arrival: tuple):
         self.num_added += 1

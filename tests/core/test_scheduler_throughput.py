@@ -1,7 +1,8 @@
 """What the scheduler plans where only the end of all counts."""
 
 import pytest
-from core_driver import Driver, make_request, make_scheduler, shape
+from core_driver import Driver, make_request, make_scheduler
+from core_plans import shape
 
 from jpaged.core import admission
 from jpaged.core.plan import Goal
@@ -167,7 +168,7 @@ def test_for_one_who_comes_back_nobody_waits(policy: PressurePolicy | None):
 @pytest.fixture
 def two_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many seats must be free for a step with prompts."""
-    monkeypatch.setattr(admission, "_SEATS_PER_FREE_SEAT", 2)
+    monkeypatch.setattr(admission, "SEATS_PER_FREE_SEAT", 2)
 
 
 @pytest.mark.usefixtures("two_of_four")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_options import SMALL, Engines
+from e2e_options import LOOPS, SMALL, Engines
 
 from jpaged import Engine
 
@@ -26,6 +26,12 @@ def engines(kept_engines: Engines) -> Iterator[Engines]:
         stats = engine.stats()
         if stats.num_free_blocks != stats.num_blocks:
             pytest.fail(f"blocks were lost: {stats}")
+
+
+@pytest.fixture(params=[*LOOPS])
+def engine(engines: Engines, request: pytest.FixtureRequest) -> Engine:
+    """The embedded model's, in each loop."""
+    return engines(**LOOPS[request.param])
 
 
 @pytest.fixture(scope="session")

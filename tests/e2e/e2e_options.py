@@ -1,9 +1,9 @@
-"""Options of the end-to-end tests' engines."""
+"""What the end-to-end tests ask, and of which engines."""
 
 from collections.abc import Callable
 from typing import Any
 
-from jpaged import Engine
+from jpaged import Engine, SamplingParams
 
 Engines = Callable[..., Engine]
 
@@ -17,3 +17,14 @@ LOOPS: dict[str, dict[str, Any]] = {
     "synchronous": {"async_scheduling": False},
 }
 """Options of the loops, which all give the same answers."""
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
+QUESTION, ANSWER = "Count from 3 to 7", "\n3, 4, 5, 6, 7"
+
+
+def run(engine: Engine) -> dict[str, Any]:
+    """Step to the end; the last output of each request."""
+    last = {}
+    while engine.has_unfinished_requests:
+        last.update((output.request_id, output) for output in engine.step())
+    return last

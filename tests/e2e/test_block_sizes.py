@@ -30,7 +30,7 @@ def answers(outputs: Any) -> list[list[list[int]]]:
     return [[list(completion.token_ids) for completion in each.outputs] for each in outputs]
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 256])
+@pytest.mark.parametrize("block_size", [1, 256, pytest.param(2, marks=pytest.mark.soak)])
 def test_answers_are_those_of_blocks_of_16(engines: Engines, block_size: int):
     """With shared prefixes, forks, copies on write and swaps, in a pool that is too small."""
     prompts, params = workload()

@@ -2,21 +2,16 @@
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from e2e_options import SMALL, Engines
 from test_under_pressure import answers, params
 
 from jpaged import Engine, SamplingParams
-from jpaged.core.plan import Goal, StepPlan, SwapIn, SwapOut
+from jpaged.core.plan import StepPlan
 from jpaged.engine.step_recorder import StepRecorder
-from jpaged.runtime.model_runner import StepHandle
-from jpaged.runtime.sampler import Sampled
-from pallas_kernels import LayerKV
+from jpaged.runtime.model_runner import ModelRunner, StepHandle
 from tools.tiny.world import sample_examples
 
 BURST = 3
@@ -38,8 +33,12 @@ def launched(engine: Engine) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize(
     ("num_blocks", "max_num_seqs"),
-    [(129, 8), (25, 8), (300, 20), (60, 20)],
-    ids=["few", "few-tight", "more", "more-tight"],
+    [
+        pytest.param(129, 8, marks=pytest.mark.soak, id="few"),
+        pytest.param(25, 8, id="few-tight"),
+        pytest.param(300, 20, marks=pytest.mark.soak, id="more"),
+        pytest.param(60, 20, id="more-tight"),
+    ],
 )
 def test_every_answer_is_that_of_single_steps(engines: Engines, num_blocks: int, max_num_seqs: int):
     """All kinds of decoding, whole batches and each request alone."""
@@ -55,7 +54,7 @@ def test_every_answer_is_that_of_single_steps(engines: Engines, num_blocks: int,
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_who_comes_and_goes_at_random_turns_changes_no_answer(engines: Engines, mode: str):
-    """In a tight pool, some before others, some aborted."""
+    """In a tight pool, some before others, some aborted; no burst has a step that moves blocks."""
     bursts = engines(
         num_scheduler_steps=BURST,
         num_blocks=25,
@@ -68,19 +67,26 @@ def test_who_comes_and_goes_at_random_turns_changes_no_answer(engines: Engines, 
     want = [answers(output) for output in single.generate(PROMPTS, kinds)]
     rng, to_come, ended, aborted = random.Random(0), [*range(len(PROMPTS))], {}, set()
     before = bursts.stats().num_preemptions
-    while to_come or bursts.has_unfinished_requests:
-        if to_come and rng.random() < 0.4:
-            index = to_come.pop()
-            priority = rng.randrange(3)
-            bursts.add_request(
-                PROMPTS[index], kinds[index], request_id=str(index), priority=priority
-            )
-        ended |= {int(o.request_id): answers(o) for o in bursts.step() if o.finished}
-        bursts.check_integrity()
-        running = [i for i in range(len(PROMPTS)) if i not in (*to_come, *ended, *aborted)]
-        if running and rng.random() < 0.03:
-            aborted.add(index := rng.choice(running))
-            bursts.abort(str(index))
+    with bursts.record_steps() as steps:
+        while to_come or bursts.has_unfinished_requests:
+            if to_come and rng.random() < 0.4:
+                index = to_come.pop()
+                priority = rng.randrange(3)
+                bursts.add_request(
+                    PROMPTS[index], kinds[index], request_id=str(index), priority=priority
+                )
+            ended |= {int(o.request_id): answers(o) for o in bursts.step() if o.finished}
+            bursts.check_integrity()
+            running = [i for i in range(len(PROMPTS)) if i not in (*to_come, *ended, *aborted)]
+            if running and rng.random() < 0.03:
+                aborted.add(index := rng.choice(running))
+                bursts.abort(str(index))
+    launches = [launch.plans for launch in steps.launches]
+    assert {len(plans) for plans in launches} == {1, BURST}
+    moving = [plans for plans in launches if any(it.moves_blocks for it in plans)]
+    assert moving
+    assert all(len(plans) == 1 for plans in moving)
+    assert all(it.is_decode for plans in launches if len(plans) == BURST for it in plans)
     assert aborted
     assert bursts.stats().num_preemptions > before
     assert ended == {i: want[i] for i in range(len(PROMPTS)) if i not in aborted}
@@ -163,43 +169,6 @@ def test_what_the_host_decides_between_steps_runs_step_by_step(engine: Engine, l
     for own in kinds:
         engine.generate("Count from 3 to 20", SamplingParams(max_tokens=9, **own))
     assert set(launched) == {1}
-
-
-@pytest.fixture
-def plan(engine: Engine) -> Iterator[StepPlan]:
-    """One of a burst, its sequence still running."""
-    with engine.record_steps() as steps:
-        given = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
-        engine.add_request("Count from 3 to 20", given)
-        for _ in range(3):
-            engine.step()
-    yield next(it.plans[-1] for it in reversed(steps.launches) if len(it.plans) == BURST)
-    engine.abort_all()
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"block_copies": ((1, 2),)},
-        {"dropped": (1,)},
-        {"swap_outs": (SwapOut(1, (1,)),)},
-        {"swap_ins": (SwapIn(1, ((0, 1),)),)},
-    ],
-    ids=lambda more: next(iter(more)),
-)
-def test_only_decode_steps_that_move_no_blocks_are_bursts(
-    engine: Engine, plan: StepPlan, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
-):
-    loop, moves, counts = engine._loop, replace(plan, **more), list[int]()
-    runner, handle = loop._runner, StepHandle(plan, None, {}, np.zeros(0, np.int64))
-    assert not runner.fits_burst(moves, Goal.THROUGHPUT)
-    with monkeypatch.context() as patch:
-        patch.setattr(loop.counts, "note_plan", lambda *_: None)
-        patch.setattr(runner, "launch_burst", lambda plans, _: counts.append(len(plans)) or [])
-        patch.setattr(runner, "launch", lambda *_: counts.append(1) or handle)
-        for plans in ([plan] * BURST, [plan] * (BURST - 1), [*[plan] * (BURST - 1), moves]):
-            loop._launch(plans, Goal.THROUGHPUT)
-    assert counts == [BURST] + [1] * (BURST - 1) + [1] * BURST
 
 
 MANY = {"num_scheduler_steps": BURST, "num_blocks": 600, "max_num_seqs": 48, "max_model_len": 120}
@@ -311,66 +280,29 @@ def test_an_abort_within_a_burst_leaves_nothing(engine: Engine, launched: list[i
     assert finished == {"0": 30, "2": 30}
 
 
-def test_a_row_without_a_token_within_a_burst_ends_its_request_alone(
-    engine: Engine, launched: list[int]
-):
-    given = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
-    prompts = {"well": "Count from 3 to 20", "ill": "Count from 5 to 30"}
-    expected = {name: answers(engine.generate(prompts[name], given)[0]) for name in prompts}
-    for name, prompt in prompts.items():
-        engine.add_request(prompt, given, request_id=name)
-    for _ in range(4):
-        engine.step()
-    (table,) = (each.block_table for each in engine.block_tables() if each.request_id == "ill")
-    spoil(engine, table[0])
-    launched.clear()
-    last: dict[str, Any] = {}
-    while engine.has_unfinished_requests:
-        last.update((output.request_id, output) for output in engine.step())
-        engine.check_integrity()
-    assert launched[0] == BURST
-    assert answers(last["well"]) == expected["well"]
-    ((tokens, _, reason),) = answers(last["ill"])
-    assert reason == "error"
-    assert 0 < len(tokens) < 30
-    assert tokens == expected["ill"][0][0][: len(tokens)]
-    engine.reset_prefix_cache()  # which has the spoilt block
-    again = [engine.generate(prompt, given)[0] for prompt in prompts.values()]
-    assert list(map(answers, again)) == [*expected.values()]
-
-
-def spoil(engine: Engine, block_id: int) -> None:
-    """Let a block's keys be no numbers."""
-    runner = engine._loop._runner
-    pool = [LayerKV(layer.k.at[block_id].set(jnp.nan), layer.v) for layer in runner._kv.pool]
-    runner._kv = runner._kv._replace(pool=tuple(pool))
-
-
-@pytest.mark.parametrize("where", ["launching", "reading"])
+@pytest.mark.parametrize(
+    ("owner", "name"), [(ModelRunner, "launch_burst"), (StepHandle, "read")], ids=["launch", "read"]
+)
 def test_a_burst_that_fails_fails_the_engine(
-    compilation_cache: Any, monkeypatch: pytest.MonkeyPatch, where: str
+    compilation_cache: Any, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
 ):
     options = {"num_blocks": 129, "num_scheduler_steps": BURST, **SMALL}
-    engine = Engine(compilation_cache_dir=compilation_cache, **options)
+    engine, target = (
+        Engine(compilation_cache_dir=compilation_cache, **options),
+        getattr(owner, name),
+    )
 
-    class Gone:
-        def copy_to_host_async(self) -> None:
-            pass
-
-        def __array__(self, *_: object, **__: object) -> None:
+    def fails(*given: Any) -> Any:
+        if name == "launch_burst" or len(steps.launches[-1].plans) == BURST:
             raise RuntimeError("injected")
+        return target(*given)
 
-    def fails(*_: object) -> Sampled:
-        if where == "launching":
-            raise RuntimeError("injected")
-        gone: Any = Gone()
-        return Sampled(gone)
-
-    monkeypatch.setattr(engine._loop._runner, "_run_burst", fails)
+    monkeypatch.setattr(owner, name, fails)
     given = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
-    with pytest.raises(RuntimeError, match="injected"):
+    with engine.record_steps() as steps, pytest.raises(RuntimeError, match="injected"):
         engine.generate(["Count from 3 to 20"] * 2, given)
     with pytest.raises(RuntimeError, match="failed in an earlier step"):
         engine.step()
     engine.abort_all()
-    assert not engine._loop.requests
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting) == (0, 0)

@@ -4,27 +4,19 @@ import gc
 import signal
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import pytest
-from e2e_options import LOOPS, SMALL, Engines
+from e2e_options import ANSWER, GREEDY, QUESTION, SMALL, Engines, run
 
 from jpaged import Engine, SamplingParams
+from jpaged.core.block_pool import KVBlock
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine.request_state import RequestState
 from jpaged.runtime.model_runner import ModelRunner, StepHandle
-from jpaged.text.detokenizer import Detokenizer
-
-GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
-QUESTION, ANSWER = "Count from 3 to 7", "\n3, 4, 5, 6, 7"
-
-
-@pytest.fixture(params=[*LOOPS])
-def engine(engines: Engines, request: pytest.FixtureRequest) -> Engine:
-    return engines(**LOOPS[request.param])
+from jpaged.text.detokenizer import ByteDecoder
 
 
 def tokenizer(engine: Engine) -> Any:
@@ -33,14 +25,6 @@ def tokenizer(engine: Engine) -> Any:
 
 def text(output: Any) -> str:
     return output.outputs[0].text
-
-
-def run(engine: Engine) -> dict[str, Any]:
-    """Step to the end; the last output of each request."""
-    last = {}
-    while engine.has_unfinished_requests:
-        last.update((output.request_id, output) for output in engine.step())
-    return last
 
 
 def test_text_in_text_out(engine: Engine):
@@ -345,8 +329,10 @@ def test_the_memory_account_sums_up(engine: Engine):
     account = engine.memory_account
     parts = (account.weights, account.sampling, account.workspace, account.kv_cache)
     assert account.total == sum(parts)
-    held = sum(leaf.nbytes for leaf in jax.tree.leaves(engine._loop._runner._kv.pool))
-    assert account.kv_cache == held
+    model, runtime = engine.model_config, engine.runtime_config
+    slots = runtime.num_blocks * runtime.block_size
+    row_bytes = model.num_kv_heads * model.head_size * 4  # float32
+    assert account.kv_cache == 2 * model.num_layers * slots * row_bytes
     assert "KV cache" in "\n".join(account.lines())
 
 
@@ -426,7 +412,6 @@ def test_ctrl_c_in_the_middle_of_a_change_comes_after_it(
     assert run(engine)[other].finished
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting) == (0, 0)
-    assert not engine._loop.requests
 
 
 def test_ctrl_c_while_outputs_are_made_loses_none(engine: Engine, monkeypatch: pytest.MonkeyPatch):
@@ -446,8 +431,8 @@ def test_ctrl_c_while_a_text_is_decoded_doubles_nothing(
 ):
     engine.add_request(QUESTION, GREEDY, request_id="a")
     with monkeypatch.context() as patch:
-        pressed = then(Detokenizer._add, lambda: signal.raise_signal(signal.SIGINT))
-        patch.setattr(Detokenizer, "_add", pressed)
+        pressed = then(ByteDecoder.push, lambda: signal.raise_signal(signal.SIGINT))
+        patch.setattr(ByteDecoder, "push", pressed)
         with pytest.raises(KeyboardInterrupt):
             run(engine)
     assert text(run(engine)["a"]) == ANSWER
@@ -468,7 +453,22 @@ def test_a_stream_collected_in_the_middle_of_a_step_ends_after_it(
         assert text(run(engine)[other]) == ANSWER
     finally:
         gc.enable()
-    assert not engine._loop.requests
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+
+
+OWN_BLOCKS = 130
+"""A pool as large as no other engine's here."""
+
+
+def count_pools() -> int:
+    """Arrays of such a pool on the device."""
+    return sum(array.ndim > 2 and array.shape[0] == OWN_BLOCKS for array in jax.live_arrays())
+
+
+def count_collected(kind: type) -> int:
+    """Objects of a kind that the garbage collector looks at."""
+    return sum(type(it) is kind for it in gc.get_objects())
 
 
 FAILING = [(ModelRunner, "launch"), (StepHandle, "read"), (Scheduler, "update")]
@@ -478,7 +478,9 @@ FAILING = [(ModelRunner, "launch"), (StepHandle, "read"), (Scheduler, "update")]
 def test_a_failed_step_fails_the_engine_and_says_so(
     compilation_cache: Any, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
 ):
-    engine = Engine(num_blocks=129, compilation_cache_dir=compilation_cache, **SMALL)
+    num_pools = count_pools()
+    engine = Engine(num_blocks=OWN_BLOCKS, compilation_cache_dir=compilation_cache, **SMALL)
+    assert count_pools() > num_pools
     monkeypatch.setattr(owner, name, interrupting(getattr(owner, name), RuntimeError, 2))
     with pytest.raises(RuntimeError):
         engine.generate(QUESTION, GREEDY)
@@ -487,22 +489,21 @@ def test_a_failed_step_fails_the_engine_and_says_so(
     with pytest.raises(RuntimeError, match="failed in an earlier step"):
         engine.step()
     engine.abort_all()
-    runner = weakref.ref(engine._loop._runner)
     del engine
     gc.collect()  # what frames of the errors above are left
-    assert runner() is None
+    assert count_pools() == num_pools
 
 
 def test_an_engine_is_freed_with_the_last_reference_to_it(compilation_cache: Any):
     """Without the garbage collector, which does not look at it, since that takes long."""
-    engine = Engine(num_blocks=129, compilation_cache_dir=compilation_cache, **SMALL)
+    num_pools, num_collected = count_pools(), count_collected(KVBlock)
+    engine = Engine(num_blocks=OWN_BLOCKS, compilation_cache_dir=compilation_cache, **SMALL)
     engine.generate(QUESTION, GREEDY)
-    runner = weakref.ref(engine._loop._runner)
-    block = engine._loop.scheduler.block_manager.pool.blocks[0]
-    assert not any(it is block for it in gc.get_objects())
+    assert count_pools() > num_pools
+    assert count_collected(KVBlock) <= num_collected
     gc.disable()
     try:
         del engine
-        assert runner() is None
+        assert count_pools() == num_pools
     finally:
         gc.enable()

@@ -4,10 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from e2e_options import LOOPS, Engines
+from e2e_options import ANSWER, GREEDY, QUESTION, run
 
 from jpaged import Engine, SamplingParams
-from jpaged.core import beam, groups
 from jpaged.core.beam import BeamSearch
 from jpaged.core.block_manager import BlockManager
 from jpaged.core.plan import PlanBuilder
@@ -15,22 +14,6 @@ from jpaged.core.scheduler import Scheduler
 from jpaged.core.sequence_table import SequenceTable
 from jpaged.engine.request_state import RequestState, SampleState
 from jpaged.runtime import batch
-
-GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
-QUESTION, ANSWER = "Count from 3 to 7", "\n3, 4, 5, 6, 7"
-
-
-@pytest.fixture(params=[*LOOPS])
-def engine(engines: Engines, request: pytest.FixtureRequest) -> Engine:
-    return engines(**LOOPS[request.param])
-
-
-def run(engine: Engine) -> dict[str, Any]:
-    """Step to the end; the last output of each request."""
-    last = {}
-    while engine.has_unfinished_requests:
-        last.update((output.request_id, output) for output in engine.step())
-    return last
 
 
 def failing(target: Callable[..., Any], is_victim: Callable[..., bool], after: int) -> Any:
@@ -139,9 +122,8 @@ def test_a_fault_of_a_sample_that_forks_ends_its_request(
 
 
 SEARCH_FAULTS = {
-    "ranking": (beam, "_rank"),
-    "collecting": (BeamSearch, "_collect"),
-    "forking": (groups, "_share"),
+    "advancing": (BeamSearch, "advance"),
+    "forking": (BlockManager, "fork"),
     "rows": (SequenceTable, "fork_rows"),
 }
 

@@ -15,6 +15,7 @@ from test_samples import alone, check_same
 from test_under_pressure import POOL, SHAPE, answers, params
 
 from jpaged import Engine, SamplingParams
+from jpaged.runtime.model_runner import ModelRunner
 from pallas_kernels import Backend
 from tools.tiny.world import sample_examples
 
@@ -116,9 +117,10 @@ def test_samples_are_what_their_seeds_give_alone(engines: Engines):
 
 def test_no_step_copies_the_pool(engines: Engines):
     engine = engines(dtype="bfloat16")
-    shape = engine._loop._runner._kv.pool[0].k.shape
+    model, runtime = engine.model_config, engine.runtime_config
+    shape = runtime.num_blocks, runtime.block_size, model.num_kv_heads, model.head_size
     pattern = f"bf16[{','.join(map(str, shape))}]"
-    programs = engine._loop._runner.programs.items()
+    programs = engine._runner.programs.items()
     for program in (
         it for (kind, _), it in programs if kind in ("decode", "decode_burst", "prefill")
     ):
@@ -253,18 +255,16 @@ def test_the_logits_of_decode_steps_stay_where_they_were(
     options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_num_seqs": 64}
     limits = {"num_blocks": 400, "max_num_batched_tokens": 512, "num_scheduler_steps": 1}
     engine = engines(tmp_path, **limits, **options)
-    runner = engine._loop._runner
-    assert runner._guards
-    sample, held, seen = runner._sample, deque(), []
+    sample, held, seen = ModelRunner._sample, deque(), []
 
-    def watched(logits: jax.Array, inputs: Any, level: Any) -> Any:
+    def watched(runner: ModelRunner, logits: jax.Array, inputs: Any, level: Any) -> Any:
         seen.append((logits.shape[0], logits.unsafe_buffer_pointer()))
         held.append(inputs.encoded)
         while len(held) > len(seen) % 3:
             held.popleft()
-        return sample(logits, inputs, level)
+        return sample(runner, logits, inputs, level)
 
-    monkeypatch.setattr(runner, "_sample", watched)
+    monkeypatch.setattr(ModelRunner, "_sample", watched)
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     engine.generate([[i, 7, 8, 9] for i in range(64)], params)
     assert len(seen) >= 40

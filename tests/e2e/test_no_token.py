@@ -3,12 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import pytest
 from e2e_options import Engines
 
 from jpaged import Engine, SamplingParams
-from pallas_kernels import LayerKV
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -37,9 +35,8 @@ VICTIMS: dict[str, tuple[list[int], SamplingParams]] = {
 }
 
 
-@pytest.fixture(scope="session")
-def sick_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama checkpoint with an embedding of NaN."""
+def save_checkpoint(folder: Path, *sick: int) -> Path:
+    """A random Llama whose embeddings of some tokens are NaN; their logits are low."""
     torch.manual_seed(3)
     config = transformers.LlamaConfig(
         vocab_size=VOCAB_SIZE,
@@ -56,11 +53,16 @@ def sick_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.2)
-        model.model.embed_tokens.weight[SICK] = float("nan")
-        model.lm_head.weight[SICK] = 0.0
-    folder = tmp_path_factory.mktemp("sick")
+        for token in sick:
+            model.model.embed_tokens.weight[token] = float("nan")
+            model.lm_head.weight[token] = 0.0
     model.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def sick_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("sick"), SICK)
 
 
 @pytest.fixture(params=[True, False], ids=["overlapped", "synchronous"])
@@ -123,14 +125,38 @@ def test_a_request_that_forbids_every_token_ends_with_an_error(engine: Engine):
     assert engine.generate([3, 4], allowed)[0].outputs[0].token_ids[0] == 0
 
 
-def test_the_null_block_may_hold_no_numbers(engines: Engines, sick_folder: Path):
-    """Padding is written there, whatever the padding's token is."""
-    engine = engines(sick_folder, skip_tokenizer_init=True, num_blocks=33, max_num_seqs=16)
+def test_the_null_block_may_hold_no_numbers(engines: Engines, tmp_path: Path, sick_folder: Path):
+    """Padding is written there, as tokens 0, whose embeddings are NaN here."""
+    padded = save_checkpoint(tmp_path, 0, SICK)
     prompt, params = HEALTHY["greedy"]
-    expected = engine.generate(prompt, params)[0].outputs[0].token_ids
-    runner = engine._loop._runner
-    null = [
-        LayerKV(layer.k.at[0].set(jnp.nan), layer.v.at[0].set(jnp.nan)) for layer in runner._kv.pool
+    outputs = [
+        engines(folder, skip_tokenizer_init=True, num_blocks=33, max_num_seqs=16).generate(
+            [prompt] * 3, params
+        )
+        for folder in (sick_folder, padded)
     ]
-    runner._kv = runner._kv._replace(pool=tuple(null))
-    assert engine.generate(prompt, params)[0].outputs[0].token_ids == expected
+    for output, expected in zip(*outputs, strict=True):
+        assert answers(output) == answers(expected)
+
+
+def test_a_row_without_a_token_within_a_burst_ends_its_request_alone(
+    engines: Engines, sick_folder: Path
+):
+    """It samples the sick token before the burst."""
+    burst, long = 3, SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    options = {"skip_tokenizer_init": True, "num_blocks": 33, "num_scheduler_steps": burst}
+    engine, (prompt, _) = engines(sick_folder, **options), HEALTHY["greedy"]
+    expected = answers(engine.generate(prompt, long)[0])
+    engine.add_request(prompt, long, request_id="well")
+    engine.add_request(*VICTIMS["later"], request_id="ill")
+    last: dict[str, Any] = {}
+    with engine.record_steps() as steps:
+        while engine.has_unfinished_requests:
+            step(engine, last)
+    holding = [launch.plans for launch in steps.launches if len(launch.plans) == burst]
+    rows = [it.sequence.request.request_id for plans in holding for it in plans[0].scheduled]
+    assert {"well", "ill"} == {*rows}
+    assert answers(last["ill"]) == [([SICK], "error")]
+    assert answers(last["well"]) == expected
+    engine.reset_prefix_cache()
+    assert answers(engine.generate(prompt, long)[0]) == expected

@@ -4,12 +4,10 @@ import random
 from typing import Any
 
 import pytest
-from e2e_options import Engines
+from e2e_options import ANSWER, GREEDY, QUESTION, Engines
 
 from jpaged import Engine, SamplingParams
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
-QUESTION, ANSWER = "Count from 3 to 7", "\n3, 4, 5, 6, 7"
 PREFIX = "Count from 1 to 9. Reverse stone. Spell fox. What is 12 plus 30? "
 TIGHT = 24  # blocks
 BLOCK_SIZE = 16

@@ -10,7 +10,7 @@ from tools.tiny.world import Example, sample_examples
 
 pytestmark = pytest.mark.slow
 
-NUM_REQUESTS = 200
+NUM_REQUESTS = 100
 TIGHT = 41  # blocks: the longest sequence fits alone, and eight want to run at once
 MAX_MODEL_LEN = 640
 
@@ -35,7 +35,11 @@ def answers(engine: Engine, examples: list[Example]) -> list[str]:
     return [output.outputs[0].text for output in outputs]
 
 
-@pytest.mark.parametrize("async_scheduling", [True, False], ids=["overlapped", "synchronous"])
+@pytest.mark.parametrize(
+    "async_scheduling",
+    [True, pytest.param(False, marks=pytest.mark.soak)],
+    ids=["overlapped", "synchronous"],
+)
 def test_pressure_changes_no_answer_and_answers_are_true(
     engines: Engines, examples: list[Example], async_scheduling: bool
 ):
@@ -46,7 +50,7 @@ def test_pressure_changes_no_answer_and_answers_are_true(
     unpressed = answers(roomy, examples)
     before = tight.stats().num_preemptions
     assert answers(tight, examples) == unpressed
-    assert tight.stats().num_preemptions - before > 20
+    assert tight.stats().num_preemptions - before > 5
     right = [a == e.completion for a, e in zip(unpressed, examples, strict=True)]
     assert sum(right) >= 0.98 * len(right)
 

@@ -47,6 +47,16 @@ EPS = 1e-3
 NUM_BLOCKS = 5
 
 
+def _with_dtypes(*shapes):
+    """Each shape in one dtype and the first in all; every pair on a GPU, where it costs little."""
+    dtypes, cases = (F32, BF16, F16), []
+    for i, shape in enumerate(shapes):
+        for j, dtype in enumerate(dtypes):
+            marks = [pytest.mark.soak] if i and i % len(dtypes) != j else []
+            cases.append(pytest.param(*shape, dtype, marks=marks))
+    return cases
+
+
 def _case(dtype, block_size, heads, head_size, with_norms, pool_dtype):
     rng = np.random.default_rng(3)
     num_heads, num_kv_heads = heads
@@ -153,8 +163,9 @@ def test_no_token_sees_another(backend):
 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", [F32, BF16, F16])
-@pytest.mark.parametrize(("rows", "size"), [(1, 64), (5, 96), (8, 1024), (3, 5120), (2, 8192)])
+@pytest.mark.parametrize(
+    ("rows", "size", "dtype"), _with_dtypes((1, 64), (5, 96), (8, 1024), (3, 5120), (2, 8192))
+)
 def test_add_rms_norm(rows, size, dtype, backend):
     require(backend)
     rng = np.random.default_rng(4)
@@ -206,8 +217,9 @@ def test_scales_of_norms_may_be_float32(backend):
 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", [F32, BF16, F16])
-@pytest.mark.parametrize(("rows", "size"), [(2, 8704), (1, 9000), (300, 1024), (80, 14336)])
+@pytest.mark.parametrize(
+    ("rows", "size", "dtype"), _with_dtypes((2, 8704), (1, 9000), (300, 1024), (80, 14336))
+)
 def test_gated_silu(rows, size, dtype, backend):
     require(backend)
     values = np.random.default_rng(7).standard_normal((rows, 2, size))
@@ -280,8 +292,7 @@ def _assert_gemm(got, exact, depth, dtype):
 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", [F32, BF16, F16])
-@pytest.mark.parametrize(("rows", "depth", "width"), GEMMS)
+@pytest.mark.parametrize(("rows", "depth", "width", "dtype"), _with_dtypes(*GEMMS))
 def test_split_k_gemm(rows, depth, width, dtype, backend):
     """Split or not, the sum is the GEMM's result."""
     require(backend)
@@ -296,8 +307,7 @@ def test_split_k_gemm(rows, depth, width, dtype, backend):
 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", [F32, BF16, F16])
-@pytest.mark.parametrize(("rows", "depth", "width"), GEMMS)
+@pytest.mark.parametrize(("rows", "depth", "width", "dtype"), _with_dtypes(*GEMMS))
 def test_gated_gemm(rows, depth, width, dtype, backend):
     require(backend)
     x, weight = _factors(8, (rows, depth), (depth, 2, width), dtype)

@@ -260,21 +260,20 @@ def test_splits_divide_the_depth():
 
 
 @pytest.fixture
-def some_gpus_table(tmp_path, monkeypatch):
+def gpu(tmp_path, monkeypatch):
+    """One with a table, which is read once: no other test has its name."""
     size = "head_size=128,itemsize=2"
     table = {"decode": {size: {"tile_tokens": 32}}, "write": {size: {"chunk": 512}}}
     (tmp_path / "tuned").mkdir()
-    (tmp_path / "tuned" / "Some_GPU.json").write_text(json.dumps(table))
+    (tmp_path / "tuned" / f"{tmp_path.name}.json").write_text(json.dumps(table))
     monkeypatch.setattr(tuning.resources, "files", lambda _: tmp_path)
-    yield
-    tuning._table.cache_clear()
+    return tmp_path.name
 
 
-@pytest.mark.usefixtures("some_gpus_table")
-def test_a_table_overrides_fields():
-    facts = {"head_size": 128, "itemsize": 2, "device_kind": "Some GPU"}
+def test_a_table_overrides_fields(gpu):
+    facts = {"head_size": 128, "itemsize": 2, "device_kind": gpu}
     assert kv_cache_triton.move_config("write", **facts).chunk == 512
     assert kv_cache_triton.move_config("copy", **facts).chunk == kv_cache_triton.MoveConfig().chunk
-    assert _decode(device_kind="Some GPU").tile_tokens == 32
-    assert _decode(device_kind="Some GPU", head_size=64).tile_tokens == 64
+    assert _decode(device_kind=gpu).tile_tokens == 32
+    assert _decode(device_kind=gpu, head_size=64).tile_tokens == 64
     assert _decode(device_kind="Other GPU").tile_tokens == 64

@@ -15,7 +15,7 @@ from jpaged.core.plan import ScheduledSequence, StepPlan, SwapIn, SwapOut
 from jpaged.core.request import Request, Sequence, StopCriteria
 from jpaged.models.loader import model_shapes, plan_model
 from jpaged.models.registry import read_model_config
-from jpaged.runtime import batch
+from jpaged.runtime import batch, model_runner
 from jpaged.runtime.model_runner import ModelRunner, StepResult
 from jpaged.runtime.programs import Shapes, SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig
@@ -180,12 +180,12 @@ def test_a_plan_has_any_number_of_copies(driver: Driver):
     """More than two launches of the program take, each with its own block as the target."""
     (sequence,) = driver.request(GREEDY, PROMPT).sequences
     driver.prefill(sequence, [1, 2])
-    targets = range(3, 150)
-    driver.run(block_copies=tuple((1 + target % 2, target) for target in targets))
-    for part in driver.runner._kv.pool[0]:
-        blocks = np.asarray(part)
-        assert np.any(blocks[1] != blocks[2])
-        np.testing.assert_array_equal(blocks[3:150], blocks[[1 + t % 2 for t in targets]])
+    targets = range(3, 149)
+    driver.run(block_copies=tuple((2 - target % 2, target) for target in targets))
+    expected = outputs_alone(driver, GREEDY, PROMPT, 2)[1]
+    for first in range(3, 149, 2):
+        table = ((0, first), (1, first + 1))
+        check_same(driver.run(ScheduledSequence(sequence, 11, 1, True, table)), expected)
 
 
 def test_forks_of_forks_and_forks_without_a_step(driver: Driver):
@@ -193,9 +193,6 @@ def test_forks_of_forks_and_forks_without_a_step(driver: Driver):
     driver.prefill(a, [1, 2])
     copies = copy_of(a, b, 9) + copy_of(a, c, 10)
     driver.run(row_forks=((a, b), (b, c)), block_copies=copies)
-    tables = np.asarray(driver.runner._kv.block_tables)
-    rows = [driver.runner._rows.row(s.seq_id) for s in (a, b, c)]
-    assert tables[rows, :2].tolist() == [[1, 2]] * 3
     alone = outputs_alone(driver, GREEDY, PROMPT, 2)
     rows_of_step = [ScheduledSequence(s, 11, 1, True, ((1, s.block_table[1]),)) for s in (a, b, c)]
     check_same(driver.run(*rows_of_step), [alone[1]] * 3)
@@ -348,7 +345,8 @@ def test_a_plan_of_nothing_but_swaps(driver: Driver):
     sequence.block_table = [3, 4]
     seen = driver.run(ScheduledSequence(sequence, 11, 1, True, ((0, 3), (1, 4))))
     check_same(seen, outputs_alone(driver, GREEDY, PROMPT, 2)[1])
-    assert len(driver.runner._images) == 0
+    driver.run(swap_outs=(SwapOut(1, (1,)), SwapOut(2, (1,))))  # both are gone
+    driver.run(dropped=(1, 2))
 
 
 def test_nothing_compiles_after_the_warm_up(driver: Driver):
@@ -376,17 +374,22 @@ def test_nothing_compiles_after_the_warm_up(driver: Driver):
 
 
 def test_costs_are_measured(driver: Driver):
-    before = [np.array(a) for a in jax.tree.leaves(driver.runner._kv.pool)]
+    """In the null block, whatever others have computed, and with rows that are given back."""
+    (sequence,) = driver.request(GREEDY, PROMPT).sequences
+    driver.prefill(sequence, [1, 2])
     costs = measure_costs(driver.runner, CONFIG)
     assert [tokens for tokens, _ in costs.prefill_seconds] == [64]
     assert [blocks for blocks, _ in costs.swap_seconds] == [8, 16, 32]
     assert all(seconds > 0 for _, seconds in costs.prefill_seconds + costs.swap_seconds)
     roomy = measure_costs(driver.runner, replace(CONFIG, num_host_blocks=100))
     assert [blocks for blocks, _ in roomy.swap_seconds] == [8, 16, 32, 100]
-    after = jax.tree.leaves(driver.runner._kv.pool)
-    for was, now in zip(before, after, strict=True):
-        np.testing.assert_array_equal(np.asarray(now)[1:], was[1:])  # all but the null block
-    assert len(driver.runner._rows._free) == CONFIG.max_num_seqs
+    for block in range(3, 2 + CONFIG.max_num_seqs):
+        driver.prefill(driver.request(GREEDY, [block]).sequences[0], [block])
+    assert len(driver.present) == CONFIG.max_num_seqs  # rows for a whole batch
+    seen = driver.decode(sequence)
+    driver.run(released=tuple(driver.present))
+    driver.present.clear()
+    check_same(seen, outputs_alone(driver, GREEDY, PROMPT, 2)[1])
 
 
 def test_a_fault_in_a_requests_own_sampling_is_told_and_spoils_no_other(
@@ -427,12 +430,14 @@ def test_a_fault_in_the_books_of_rows_is_nobodys_own(
         )
 
 
-@pytest.mark.parametrize(("backend", "held"), [(Backend.XLA, False), (Backend.TRITON, True)])
+@pytest.mark.parametrize(("backend", "held"), [(Backend.XLA, 0), (Backend.TRITON, 1)])
 def test_only_on_a_gpu_small_buffers_have_places(
-    shared_runner: ModelRunner, backend: Backend, held: bool
+    shared_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, backend: Backend, held: int
 ):
+    made = []
+    monkeypatch.setattr(model_runner, "make_places", lambda: made.append(backend) or made)
     model, dtype = read_model_config(MODEL), jax.numpy.dtype(jax.numpy.float32)
     split, config = SplitModel.of(model_shapes(model, dtype)), replace(CONFIG, backend=backend)
     shapes = Shapes.of(model, config, dtype)
-    runner = ModelRunner(split, shapes, config, shared_runner.programs)
-    assert bool(runner._guards) == held
+    ModelRunner(split, shapes, config, shared_runner.programs)
+    assert len(made) == held

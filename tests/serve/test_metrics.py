@@ -163,7 +163,7 @@ def test_the_histogram_of_every_token_is_prometheus_own():
 
     def lines(text: bytes) -> list[str]:
         found = text.decode().splitlines()
-        return [line for line in found if name in line and "_created" not in line]
+        return [line for line in found if name in line and f"{name}_created" not in line]
 
     assert len(lines(generate_latest(registry))) == 24
     assert lines(own.text(None)) == lines(generate_latest(registry))

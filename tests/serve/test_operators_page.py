@@ -18,7 +18,8 @@ TOLD_BY_ITSELF = {"--help", "--version"}
 
 
 def flags_of(parser: argparse.ArgumentParser) -> set[str]:
-    return {flag for action in parser._actions for flag in action.option_strings if flag[1] == "-"}
+    heads = re.findall(r"^  (-.+?)(?:  |$)", parser.format_help(), re.M)
+    return {flag for head in heads for flag in re.findall(r"--[\w-]+", head)}
 
 
 def test_every_flag_is_told_of_and_exists():

@@ -17,6 +17,7 @@ from serve_helpers import RawRequest, Server, kept_tokenizing_process
 
 import jpaged
 from jpaged.serve import tokenizing
+from jpaged.serve.framing import read
 from jpaged.serve.tokenizing import MAX_SHORT, TokenizingWorkers
 from jpaged.serve.tokenizing_process import (
     Order,
@@ -251,11 +252,15 @@ def test_a_fork_that_ends_before_its_process_does_is_not_blamed():
 def test_a_lane_goes_on_whatever_happens(monkeypatch: pytest.MonkeyPatch):
     async def scenario() -> None:
         pool = TokenizingWorkers(kept_tokenizing_process(TokenizingSettings(str(TINY))), 60)
-        broken = tokenizing._decoder
-        monkeypatch.setattr(tokenizing, "_decoder", msgspec.msgpack.Decoder(int))
-        with pytest.raises(msgspec.ValidationError):
-            await pool.do(Order("a"))
-        monkeypatch.setattr(tokenizing, "_decoder", broken)
+
+        async def misread(reader: asyncio.StreamReader) -> bytes:
+            await read(reader)
+            return msgspec.msgpack.encode(1)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(tokenizing, "read", misread)
+            with pytest.raises(msgspec.ValidationError):
+                await pool.do(Order("a"))
         async with asyncio.timeout(20):
             assert len((await pool.do(Order("abc"))).token_ids) == 3
         pool.close()

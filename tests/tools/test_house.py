@@ -6,7 +6,7 @@ import pytest
 
 from tools import house
 
-MAX_LOOSE_FILES = 8
+MAX_LOOSE_FILES, MAX_PRIVATE_ACCESSES = 8, 10
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +37,20 @@ def test_nothing_looks_upwards(imports: set[house.Import]):
 
 def test_few_files_are_loose():
     assert len(house.loose_files()) <= MAX_LOOSE_FILES
+
+
+def test_tests_use_few_private_names():
+    found = house.private_accesses(house.module_files())
+    assert len(found) <= MAX_PRIVATE_ACCESSES, found
+
+
+def test_private_names_are_seen(tmp_path: Path):
+    code = "class A:\n    def _f(self):\n        self._x = 1\ndef _g(): ...\n"
+    uses = "from jpaged.text.a import A, _g\na = A()\nsetattr(A, '_f', a._x)\na._y, f'{a}_f'\n"
+    own = "class B(A):\n    def _f(self):\n        super()._f()\n        self._x\n"
+    plant(tmp_path, {"jpaged/text/a.py": code, "tests/test_a.py": uses + own})
+    found = house.private_accesses(house.module_files(tmp_path), tmp_path)
+    assert sorted(found) == [f"tests/test_a.py:{it}" for it in ("1: _g", "3: _f", "3: _x")]
 
 
 def test_a_circle_and_a_look_upwards_are_seen(tmp_path: Path):

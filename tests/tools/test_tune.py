@@ -138,24 +138,21 @@ def test_the_fastest_that_harms_no_case_is_chosen():
 def test_a_table_keeps_other_entries_and_is_what_tuning_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    op = OPS["write"](128, "bfloat16")
+    op, gpu = OPS["write"](128, "bfloat16"), tmp_path.name  # its table is read once
     others = {"head_size=64,itemsize=2": {"num_warps": 2}}
     table = merge({"decode": others}, op, [Outcome({"chunk": 512}, {"a": 0.5})], DAY)
     assert table["decode"] == others
-    write(path_of("Some GPU", tmp_path / "tuned"), table)
+    write(path_of(gpu, tmp_path / "tuned"), table)
     monkeypatch.setattr(tuning.resources, "files", lambda _: tmp_path)
-    facts = {"head_size": 128, "itemsize": 2, "device_kind": "Some GPU"}
-    try:
-        assert kv_cache_triton.move_config("write", **facts).chunk == 512
-        assert kv_cache_triton.move_config("copy", **facts) == kv_cache_triton.MoveConfig()
-    finally:
-        tuning._table.cache_clear()
+    facts = {"head_size": 128, "itemsize": 2, "device_kind": gpu}
+    assert kv_cache_triton.move_config("write", **facts).chunk == 512
+    assert kv_cache_triton.move_config("copy", **facts) == kv_cache_triton.MoveConfig()
 
 
 def test_a_table_says_what_was_swept_though_the_heuristic_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    op = OPS["write"](128, "bfloat16")
+    op, gpu = OPS["write"](128, "bfloat16"), tmp_path.name  # its table is read once
     slow, refused = Outcome({"chunk": 512}, {"a": 2.0}), Outcome({"chunk": 8}, {}, "refused")
     before = {"write": {SIZES: {"chunk": 512}}, "swept": {"copy": {SIZES: "2025-01-01"}}}
     table = merge(before, op, [slow, refused], DAY)
@@ -164,10 +161,7 @@ def test_a_table_says_what_was_swept_though_the_heuristic_stays(
     note = table["swept"]["write"][SIZES]
     assert note.startswith("2026-11-21, JAX ")
     assert note.endswith(": 2 candidates, 1 rejected")
-    write(path_of("Some GPU", tmp_path / "tuned"), table)
+    write(path_of(gpu, tmp_path / "tuned"), table)
     monkeypatch.setattr(tuning.resources, "files", lambda _: tmp_path)
-    facts = {"head_size": 128, "itemsize": 2, "device_kind": "Some GPU"}
-    try:
-        assert kv_cache_triton.move_config("write", **facts) == kv_cache_triton.MoveConfig()
-    finally:
-        tuning._table.cache_clear()
+    facts = {"head_size": 128, "itemsize": 2, "device_kind": gpu}
+    assert kv_cache_triton.move_config("write", **facts) == kv_cache_triton.MoveConfig()
