@@ -182,8 +182,9 @@ def test_logprobs_and_echo(serve: Run):
         assert answer["tokens"] == found["tokens"][2:]
         assert answer["token_logprobs"] == pytest.approx(found["token_logprobs"][2:], abs=1e-4)
         chunks = await stream(server, **fields, echo=True)
-        tokens = [t for c in chunks for t in c["choices"][0]["logprobs"]["tokens"]]
-        assert tokens == found["tokens"]
+        for name in ("tokens", "text_offset"):
+            told = [each for c in chunks for each in c["choices"][0]["logprobs"][name]]
+            assert told == found[name]
 
     serve(scenario)
 
