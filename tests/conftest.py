@@ -39,9 +39,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Programs for a GPU are compiled as for users."""
+    """Programs for a GPU are compiled as for users, in processes that a test starts too."""
     on_gpu = item.get_closest_marker("gpu") is not None
     jax.config.update("jax_disable_most_optimizations", not on_gpu)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "0" if on_gpu else "1"
 
 
 @pytest.fixture
