@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,8 @@ from jpaged.models.loader import model_shapes, read_config
 from jpaged.models.registry import read_model_config
 from jpaged.runtime.programs import Name, Shapes, SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig
+
+T = TypeVar("T")
 
 _NICENESS = 5
 """Behind the engine's own process, which loads the model and sizes the pool meanwhile."""
@@ -177,12 +179,8 @@ def main() -> None:
     with os.fdopen(os.dup(1), "w", buffering=1) as told:  # which no compiler of XLA's inherits
         os.dup2(2, 1)
         try:
-            order = msgspec.json.decode(lines.get(), type=Order)
-
-            def wait_for_runtime() -> RuntimeConfig:
-                return msgspec.json.decode(lines.get(), type=RuntimeConfig)
-
-            for name in compile_share(order, wait_for_runtime):
+            order = from_line(lines.get(), Order)
+            for name in compile_share(order, lambda: from_line(lines.get(), RuntimeConfig)):
                 print(json.dumps({"compiled": repr(name)}), file=told)
         except Exception as error:
             code = 1
@@ -192,9 +190,21 @@ def main() -> None:
 
 def _read(lines: SimpleQueue[str]) -> None:
     """To the end of the input: the parent has no use for this process then, or is gone."""
-    for line in sys.stdin:
-        lines.put(line)
-    os._exit(1)
+    try:
+        for line in sys.stdin:
+            lines.put(line)
+    finally:  # whatever ends this, the main thread waits for a line that will not come
+        os._exit(1)
+
+
+def to_line(record: Order | RuntimeConfig) -> str:
+    """As JSON in ASCII, which every codec has, with paths that are not UTF-8 too."""
+    return json.dumps(msgspec.to_builtins(record, enc_hook=operator.index))
+
+
+def from_line(line: str, kind: type[T]) -> T:
+    """What `to_line` was given."""
+    return msgspec.convert(json.loads(line), type=kind)
 
 
 MAX_WORKERS = 8
@@ -397,7 +407,7 @@ def worker_command() -> list[str]:
 
 
 def _send(process: subprocess.Popen[str], record: Order | RuntimeConfig) -> None:
-    line = msgspec.json.encode(record, enc_hook=operator.index).decode()
+    line = to_line(record)
     with suppress(OSError, ValueError):  # it has ended, and the listener says so
         print(line, file=process.stdin, flush=True)
 

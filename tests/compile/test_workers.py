@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
-import msgspec
 import pytest
 from start_helpers import FLOAT32, Start, names
 
@@ -22,8 +22,10 @@ from jpaged.compile import workers
 from jpaged.compile.workers import (
     Order,
     choose_workers,
+    from_line,
     make_orders,
     share_of,
+    to_line,
 )
 from jpaged.config import EMBEDDED_MODEL, EngineConfig
 
@@ -102,6 +104,23 @@ def test_a_worker_that_would_make_other_programs_makes_none(start: Start):
     assert found == names(start.recipes)
     assert sum("settings, code or share" in line for line in start.said) == 2
     assert not any(start.store.has(recipe.key) for recipe in start.recipes)
+
+
+def test_a_checkpoint_lies_in_a_folder_of_any_name(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The name is not UTF-8, and the workers' standard streams are ASCII."""
+    folder = tmp_path / "modèle-caf\udce9"
+    folder.mkdir()
+    shutil.copy(EMBEDDED_MODEL / "config.json", folder)
+    start.orders = [replace(order, folder=str(folder)) for order in start.orders]
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    with start.pool() as pool:
+        assert pool.start(start.runtime)
+        found = names(pool.compiled(start.recipes, start.runtime, untold))
+    assert found == names(start.recipes)
+    # They have read config.json in it: only then is it seen what programs are made from.
+    assert sum("settings, code or share" in line for line in start.said) == 2
 
 
 def test_what_a_lost_worker_had_is_compiled_here(start: Start):
@@ -197,6 +216,14 @@ def test_a_worker_ends_with_its_input(lines: int, order_and_runtime: list[str]):
     assert (process.stdout, process.returncode) == ("", 1)
 
 
+def test_a_worker_ends_with_input_that_it_cannot_read(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    process = subprocess.run(
+        workers.worker_command(), input=b"\xe9\n", capture_output=True, timeout=60, check=False
+    )
+    assert (process.stdout, process.returncode) == (b"", 1)
+
+
 def test_after_the_end_no_worker_is_started(start: Start):
     """A thread may come to it late."""
     with start.pool() as pool:
@@ -273,4 +300,4 @@ def test_orders_and_numbers_are_fit_for_json(start: Start):
     first, second = start.orders
     assert (first.share, second.share, first.of) == (0, 1, 2)
     for record in (replace(first, limits=start.runtime), start.runtime):
-        assert msgspec.json.decode(msgspec.json.encode(record), type=type(record)) == record
+        assert from_line(to_line(record), type(record)) == record
