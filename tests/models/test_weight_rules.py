@@ -31,6 +31,7 @@ def test_the_base_models_prefix_is_optional(case):
         ("opt", "lm_head.weight"),
         ("llama", "model.layers.1.self_attn.rotary_emb.inv_freq"),
         ("llama", "lm_head.weight"),
+        ("gemma3", "language_model.model.layers.1.self_attn.rotary_emb.inv_freq"),
         ("gemma3", "language_model.lm_head.weight"),
         ("gemma3", "vision_tower.vision_model.embeddings.patch_embedding.weight"),
         ("gemma3", "model.multi_modal_projector.mm_soft_emb_norm.weight"),
