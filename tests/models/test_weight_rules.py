@@ -50,6 +50,11 @@ def test_an_untied_head_is_a_parameter(case):
     ("case", "name"),
     [
         ("gpt2", "transformer.h.0.crossattention.c_attn.weight"),
+        ("gpt2", "transformer.lm_head.weight"),
+        ("opt", "model.lm_head.weight"),
+        ("llama", "model.lm_head.weight"),
+        ("llama3-biases", "model.lm_head.weight"),
+        ("gemma3", "model.language_model.lm_head.weight"),
         ("llama", "model.layers.0.self_attn.q_norm.weight"),
         ("llama", "model.layers.0.mlp.experts.0.gate_proj.weight"),
         ("qwen3", "xmodel.norm.weight"),
