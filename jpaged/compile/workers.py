@@ -163,12 +163,11 @@ def _take_over(order: Order) -> None:
         import_module(module)
 
 
-def main() -> None:
-    """Compile what the parent orders, and tell it of each program that is done, which is in both
-    caches by then. Never returns.
+def main(pipe: int) -> None:
+    """Compile what the parent orders, and tell it by `pipe` of each program that is done, which is
+    in both caches by then. Never returns.
 
-    Standard input brings two lines of JSON: an `Order`, and later the runtime's numbers. Standard
-    output is for what is told; all else that is written there goes to standard error.
+    Standard input brings two lines of JSON: an `Order`, and later the runtime's numbers.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever the parent does with it
     os.nice(_NICENESS)
@@ -176,8 +175,7 @@ def main() -> None:
     lines: SimpleQueue[str] = SimpleQueue()
     threading.Thread(target=_read, args=(lines,), daemon=True).start()
     code = 0
-    with os.fdopen(os.dup(1), "w", buffering=1) as told:  # which no compiler of XLA's inherits
-        os.dup2(2, 1)
+    with os.fdopen(pipe, "w", buffering=1) as told:
         try:
             order = from_line(lines.get(), Order)
             for name in compile_share(order, lambda: from_line(lines.get(), RuntimeConfig)):
@@ -216,11 +214,13 @@ _DEVICE_BYTES_A_MEASURER = 3 * 2**29
 """With the products it measures."""
 
 _WORKER = """
-import json, signal, sys
+import json, os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this
+pipe = os.dup(1)  # for what is told, and inherited by no compiler that XLA starts
+os.dup2(2, 1)  # what a module prints goes to standard error
 sys.path[:] = json.loads(sys.argv[1])
 from jpaged.compile.workers import main
-main()
+main(pipe)
 """
 
 
@@ -361,7 +361,12 @@ class CompilePool:
     def _start_one(self, order: Order) -> None:
         pipe = subprocess.PIPE
         process = subprocess.Popen(
-            worker_command(), stdin=pipe, stdout=pipe, stderr=self._errors, text=True
+            worker_command(),
+            stdin=pipe,
+            stdout=pipe,
+            stderr=self._errors,
+            text=True,
+            errors="replace",
         )
         try:
             self._listeners.submit(self._listen, order.share, process)
@@ -375,9 +380,10 @@ class CompilePool:
     def _listen(self, share: int, process: subprocess.Popen[str]) -> None:
         try:
             for line in process.stdout or ():
-                self._told.put((share, json.loads(line)))
-        except ValueError:  # a line was cut short
-            pass
+                with suppress(ValueError):  # cut short, or Python printed it before `_WORKER`
+                    told = json.loads(line)
+                    if isinstance(told, dict):
+                        self._told.put((share, told))
         finally:
             self._told.put((share, None))
 
@@ -393,7 +399,7 @@ class CompilePool:
                 yield from self._left(share, needed)
             elif "failed" in told:
                 self._say(f"a process that compiles has ended: {told['failed']}")
-            else:
+            elif "compiled" in told:
                 yield told["compiled"]
 
     def _left(self, share: int, needed: Sequence[Recipe]) -> Iterator[str]:

@@ -163,7 +163,7 @@ def test_who_leaves_in_the_middle_leaves_no_process(start: Start):
 
 
 def worker_that_tells(lines: str) -> list[str]:
-    return [sys.executable, "-c", "import sys; sys.stdout.write(sys.argv[1])", lines]
+    return [sys.executable, "-c", "import os, sys; os.write(1, os.fsencode(sys.argv[1]))", lines]
 
 
 def test_what_a_worker_told_before_it_was_lost_is_not_compiled_again(
@@ -172,7 +172,8 @@ def test_what_a_worker_told_before_it_was_lost_is_not_compiled_again(
     done = [repr(recipe.name) for recipe in start.recipes[:2]]
     lines = "".join(json.dumps({"compiled": name}) + "\n" for name in done)
     told: list[int] = []
-    command = worker_that_tells(lines + '{"compi')
+    no_names = 'a banner\n\udcff\n7\n["compiled"]\n{"level": "info"}\n'
+    command = worker_that_tells(no_names + lines + '{"compi')
     monkeypatch.setattr(workers, "worker_command", lambda: command)
     with start.pool() as pool:
         found = [*pool.compiled(start.recipes, start.runtime, lambda n, _: told.append(n))]
@@ -222,6 +223,18 @@ def test_a_worker_ends_with_input_that_it_cannot_read(monkeypatch: pytest.Monkey
         workers.worker_command(), input=b"\xe9\n", capture_output=True, timeout=60, check=False
     )
     assert (process.stdout, process.returncode) == (b"", 1)
+
+
+def test_what_a_module_prints_is_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    package = tmp_path / "jpaged"
+    package.mkdir()
+    (package / "__init__.py").write_text("import os; os.write(1, b'a banner\\n')")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    process = subprocess.run(
+        workers.worker_command(), input=b"", capture_output=True, timeout=60, check=False
+    )
+    assert process.stdout == b""
+    assert b"a banner" in process.stderr
 
 
 def test_after_the_end_no_worker_is_started(start: Start):
