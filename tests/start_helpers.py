@@ -8,12 +8,11 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import msgspec
 
 from jpaged.compile.recipes import Recipe, Recipes
 from jpaged.compile.sizing import Sizing
 from jpaged.compile.store import program_store
-from jpaged.compile.workers import CompilePool, make_orders
+from jpaged.compile.workers import CompilePool, make_orders, to_line
 from jpaged.config import EMBEDDED_MODEL, EngineConfig
 from jpaged.models.loader import model_shapes, read_config
 from jpaged.models.registry import read_model_config
@@ -54,4 +53,4 @@ if __name__ == "__main__":
     started = Start(Path(sys.argv[1]))
     order = replace(started.orders[0], limits=started.runtime)
     for record in (order, started.runtime):
-        print(msgspec.json.encode(record).decode())
+        print(to_line(record))

@@ -81,8 +81,8 @@ class ProgramBuilder:
         self._tracer, self._compilers = ThreadPoolExecutor(1), ThreadPoolExecutor(threads)
         self._measurers = ThreadPoolExecutor(_MEASURERS)
         self._building: dict[Name, Future[Any]] = {}
-        self._with: dict[Any, list[Future[Any]]] = {}  # by products
-        self._left = False
+        self._first_with: dict[Any, Future[Any]] = {}  # by products
+        self._closed = False
         self._may_compile = Event()
         self._may_compile.set()
 
@@ -90,7 +90,7 @@ class ProgramBuilder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._left = True
+        self._closed = True
         pools = self._tracer, self._compilers, self._measurers
         for wait_for in (False, True):  # all are told before one is waited for
             for pool in pools:
@@ -102,11 +102,12 @@ class ProgramBuilder:
             if recipe.name in self._building:
                 continue
             traced = self._submit(self._tracer, lower, recipe, self._store)
-            pool, first = self._compilers, []
-            if recipe.products is not None:
-                pool, first = self._measurers, self._with.setdefault(recipe.products, [])
-            compiled = self._submit(pool, self._compile_later, recipe, traced, *first[:1])
-            first.append(compiled)
+            if recipe.products is None:
+                compiled = self._submit(self._compilers, self._compile_later, recipe, traced)
+            else:
+                first = self._first_with.get(recipe.products)
+                compiled = self._submit(self._measurers, self._compile_later, recipe, traced, first)
+                self._first_with.setdefault(recipe.products, compiled)
             self._building[recipe.name] = compiled
 
     def built(self) -> Iterator[tuple[Name, Any]]:
@@ -153,13 +154,17 @@ class ProgramBuilder:
 
     def _draft(self, draft: Recipe) -> Future[Any]:
         traced = self._submit(self._tracer, draft.lower)
+        # All of the compilers' threads may wait in `_compile_later`, and so for the drafts.
         return self._submit(self._measurers, self._compile, draft, traced)
 
-    def _compile(self, recipe: Recipe, traced: Future[Any], *first: Future[Any]) -> Any:
+    def _compile(
+        self, recipe: Recipe, traced: Future[Any], first: Future[Any] | None = None
+    ) -> Any:
         """Compile it when it is traced and `first` is compiled."""
         lowered = traced.result()
-        wait(first)
-        if self._left:
+        if first is not None:
+            wait([first])
+        if self._closed:
             raise CancelledError
         return self._compiler.compile(recipe, lowered)
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,8 @@ from jpaged.models.loader import model_shapes, read_config
 from jpaged.models.registry import read_model_config
 from jpaged.runtime.programs import Name, Shapes, SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig
+
+T = TypeVar("T")
 
 _NICENESS = 5
 """Behind the engine's own process, which loads the model and sizes the pool meanwhile."""
@@ -161,12 +163,11 @@ def _take_over(order: Order) -> None:
         import_module(module)
 
 
-def main() -> None:
-    """Compile what the parent orders, and tell it of each program that is done, which is in both
-    caches by then. Never returns.
+def main(pipe: int) -> None:
+    """Compile what the parent orders, and tell it by `pipe` of each program that is done, which is
+    in both caches by then. Never returns.
 
-    Standard input brings two lines of JSON: an `Order`, and later the runtime's numbers. Standard
-    output is for what is told; all else that is written there goes to standard error.
+    Standard input brings two lines of JSON: an `Order`, and later the runtime's numbers.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever the parent does with it
     os.nice(_NICENESS)
@@ -174,15 +175,10 @@ def main() -> None:
     lines: SimpleQueue[str] = SimpleQueue()
     threading.Thread(target=_read, args=(lines,), daemon=True).start()
     code = 0
-    with os.fdopen(os.dup(1), "w", buffering=1) as told:  # which no compiler of XLA's inherits
-        os.dup2(2, 1)
+    with os.fdopen(pipe, "w", buffering=1) as told:
         try:
-            order = msgspec.json.decode(lines.get(), type=Order)
-
-            def wait_for_runtime() -> RuntimeConfig:
-                return msgspec.json.decode(lines.get(), type=RuntimeConfig)
-
-            for name in compile_share(order, wait_for_runtime):
+            order = from_line(lines.get(), Order)
+            for name in compile_share(order, lambda: from_line(lines.get(), RuntimeConfig)):
                 print(json.dumps({"compiled": repr(name)}), file=told)
         except Exception as error:
             code = 1
@@ -192,9 +188,21 @@ def main() -> None:
 
 def _read(lines: SimpleQueue[str]) -> None:
     """To the end of the input: the parent has no use for this process then, or is gone."""
-    for line in sys.stdin:
-        lines.put(line)
-    os._exit(1)
+    try:
+        for line in sys.stdin:
+            lines.put(line)
+    finally:  # whatever ends this, the main thread waits for a line that will not come
+        os._exit(1)
+
+
+def to_line(record: Order | RuntimeConfig) -> str:
+    """As JSON in ASCII, which every codec has, with paths that are not UTF-8 too."""
+    return json.dumps(msgspec.to_builtins(record, enc_hook=operator.index))
+
+
+def from_line(line: str, kind: type[T]) -> T:
+    """What `to_line` was given."""
+    return msgspec.convert(json.loads(line), type=kind)
 
 
 MAX_WORKERS = 8
@@ -206,11 +214,13 @@ _DEVICE_BYTES_A_MEASURER = 3 * 2**29
 """With the products it measures."""
 
 _WORKER = """
-import json, signal, sys
+import json, os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this
+pipe = os.dup(1)  # for what is told, and inherited by no compiler that XLA starts
+os.dup2(2, 1)  # what a module prints goes to standard error
 sys.path[:] = json.loads(sys.argv[1])
 from jpaged.compile.workers import main
-main()
+main(pipe)
 """
 
 
@@ -351,7 +361,12 @@ class CompilePool:
     def _start_one(self, order: Order) -> None:
         pipe = subprocess.PIPE
         process = subprocess.Popen(
-            worker_command(), stdin=pipe, stdout=pipe, stderr=self._errors, text=True
+            worker_command(),
+            stdin=pipe,
+            stdout=pipe,
+            stderr=self._errors,
+            text=True,
+            errors="replace",
         )
         try:
             self._listeners.submit(self._listen, order.share, process)
@@ -365,9 +380,10 @@ class CompilePool:
     def _listen(self, share: int, process: subprocess.Popen[str]) -> None:
         try:
             for line in process.stdout or ():
-                self._told.put((share, json.loads(line)))
-        except ValueError:  # a line was cut short
-            pass
+                with suppress(ValueError):  # cut short, or Python printed it before `_WORKER`
+                    told = json.loads(line)
+                    if isinstance(told, dict):
+                        self._told.put((share, told))
         finally:
             self._told.put((share, None))
 
@@ -383,7 +399,7 @@ class CompilePool:
                 yield from self._left(share, needed)
             elif "failed" in told:
                 self._say(f"a process that compiles has ended: {told['failed']}")
-            else:
+            elif "compiled" in told:
                 yield told["compiled"]
 
     def _left(self, share: int, needed: Sequence[Recipe]) -> Iterator[str]:
@@ -397,7 +413,7 @@ def worker_command() -> list[str]:
 
 
 def _send(process: subprocess.Popen[str], record: Order | RuntimeConfig) -> None:
-    line = msgspec.json.encode(record, enc_hook=operator.index).decode()
+    line = to_line(record)
     with suppress(OSError, ValueError):  # it has ended, and the listener says so
         print(line, file=process.stdin, flush=True)
 

@@ -90,18 +90,22 @@ class WeightRules:
 
     Attributes:
         rules: one for each tensor.
-        prefix: regular expression of what may stand before the names.
+        prefix: regular expression of what may stand before the base model's names, so before all
+            but the output head's.
         unneeded: regular expression of the names, without prefix, of more tensors that are known
             and not needed, such as causal-mask buffers.
+        head_prefix: regular expression of what may stand before the output head's name.
     """
 
     rules: Sequence[WeightRule]
     prefix: str = ""
     unneeded: str = ""
+    head_prefix: str = ""
 
     def find(self, name: str) -> WeightRule | None:
         """The rule of the tensor of that name; None if it is unknown."""
-        source = re.sub(f"^(?:{self.prefix})", "", name)
+        prefix = self.head_prefix if name.endswith("lm_head.weight") else self.prefix
+        source = re.sub(f"^(?:{prefix})", "", name)
         if self.unneeded and re.fullmatch(self.unneeded, source):
             return WeightRule(source, None)
         return self._by_source.get(source)

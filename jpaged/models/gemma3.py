@@ -26,6 +26,7 @@ _NORMS = {
     "mlp_out_norm": "post_feedforward_layernorm",
 }
 _PREFIX = r"(?:language_model\.)?(?:model\.)?(?:language_model\.)?"
+_HEAD_PREFIX = r"(?:language_model\.)?"
 _IMAGES = r"(?:vision_tower|multi_modal_projector)\..*"
 
 
@@ -76,4 +77,5 @@ def describe(fields: Fields) -> ModelConfig:
 def weight_rules_gemma3(config: ModelConfig) -> WeightRules:
     """LLaMA's with two more norms a layer; the weights that see images are not needed."""
     rules = weight_rules(config, NAMES | QK_NORMS | _NORMS)
-    return replace(rules, prefix=_PREFIX, unneeded=_IMAGES)
+    unneeded = f"{rules.unneeded}|{_IMAGES}"
+    return replace(rules, prefix=_PREFIX, head_prefix=_HEAD_PREFIX, unneeded=unneeded)

@@ -10,6 +10,7 @@ does: a head of other values is kept, and the model is not tied.
 """
 
 import math
+import re
 import warnings
 import zlib
 from collections import defaultdict
@@ -55,6 +56,8 @@ COMPARED_BYTES = 4 << 20
 """Of two tensors at a time: larger pieces are new memory each, which takes thrice as long."""
 
 _DUMMY_STD = 0.02
+
+_LAYER_NUMBER = re.compile(r"(?<=\.)\d{1,9}(?=\.)")
 
 Specs = Mapping[str, jax.ShapeDtypeStruct]
 """Shape and dtype of each parameter by its path."""
@@ -137,8 +140,9 @@ def plan_model(
     if load_format == "dummy":
         return ModelPlan(config, model_shapes(config, dtype), None, seed)
     tensors = read_tensors(resolve_checkpoint(folder))
-    _check_num_layers(config, tensors)
-    config, rules = _settle_head(config, tensors, jnp.dtype(dtype))
+    rules = weight_rules(config)
+    _check_num_layers(config, tensors, rules)
+    config, rules = _settle_head(config, tensors, rules, jnp.dtype(dtype))
     shapes = model_shapes(config, dtype)
     try:
         placements = plan_weights(tensors, rules, _specs(shapes))
@@ -147,39 +151,37 @@ def plan_model(
     return ModelPlan(config, shapes, placements, seed)
 
 
-def _check_num_layers(config: ModelConfig, tensors: Iterable[TensorInfo]) -> None:
-    """Before anything is made for each of the config's layers."""
-    found = _found(tensors, weight_rules(config))
-    layers = [int(path.split(".")[1]) for path in found if path.startswith("layers.")]
-    if layers and max(layers) + 1 < config.num_layers:
+def _check_num_layers(
+    config: ModelConfig, tensors: Iterable[TensorInfo], rules: WeightRules
+) -> None:
+    """Refuse more or fewer layers than the config has in one sentence, not tensor by tensor."""
+    num_layers = 0
+    for tensor in tensors:
+        if number := _LAYER_NUMBER.search(tensor.name):
+            # Every model has a layer 0, and all layers have the same names.
+            rule = rules.find(_LAYER_NUMBER.sub("0", tensor.name, count=1))
+            if rule is not None and rule.target and rule.target.startswith("layers.0."):
+                num_layers = max(num_layers, int(number[0]) + 1)
+    if num_layers not in (0, config.num_layers):
         raise CheckpointError(
             f"config.json says num_hidden_layers={config.num_layers}, but the checkpoint has "
-            f"{max(layers) + 1} layers: fetch both again, from one place."
+            f"{num_layers} layers: fetch both again, from one place."
         )
 
 
-def _found(tensors: Iterable[TensorInfo], rules: WeightRules) -> dict[str, TensorInfo]:
-    """The tensors that have a place, by their parameters' paths; of a fused one the last."""
-    return {
-        rule.target: tensor
-        for tensor in tensors
-        if (rule := rules.find(tensor.name)) and rule.target
-    }
-
-
 def _settle_head(
-    config: ModelConfig, tensors: Sequence[TensorInfo], dtype: np.dtype
+    config: ModelConfig, tensors: Sequence[TensorInfo], rules: WeightRules, dtype: np.dtype
 ) -> tuple[ModelConfig, WeightRules]:
-    """Whether the output head is tied, and the rules that go with that.
+    """Whether the output head is tied, and the rules that go with that, from those of the config.
 
     As in transformers, a head that the file holds beside the embedding is tied to it only if both
     are the same in the dtype they are loaded in; and one that it holds instead is the embedding.
     """
-    rules = weight_rules(config)
     if not config.tie_word_embeddings:
         return config, rules
     untied = replace(config, tie_word_embeddings=False)
-    found = _found(tensors, weight_rules(untied))
+    rules_untied = weight_rules(untied)
+    found = {rule.target: it for it in tensors if (rule := rules_untied.find(it.name))}
     head, embed = found.get("lm_head.weight"), found.get("embed.weight")
     if head is None:
         return config, rules
@@ -195,7 +197,7 @@ def _settle_head(
         "tie_word_embeddings to false in config.json.",
         stacklevel=2,
     )
-    return untied, weight_rules(untied)
+    return untied, rules_untied
 
 
 def _are_equal(one: TensorInfo, other: TensorInfo, dtype: np.dtype) -> bool:

@@ -114,7 +114,7 @@ class StepHandle:
         if self.sampled is None:
             return StepResult(np.zeros(0, np.int32), None, {})
         tokens, scores = np.asarray(self.sampled)[self.index][self.places], None
-        if tokens.ndim == 2:
+        if tokens.ndim == 2:  # the scores [B, W], whose first column are the tokens
             scores = TokenScores(tokens)
             tokens = np.ascontiguousarray(tokens[:, 0])
         prompts = {

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
-import msgspec
 import pytest
 from start_helpers import FLOAT32, Start, names
 
@@ -22,8 +22,10 @@ from jpaged.compile import workers
 from jpaged.compile.workers import (
     Order,
     choose_workers,
+    from_line,
     make_orders,
     share_of,
+    to_line,
 )
 from jpaged.config import EMBEDDED_MODEL, EngineConfig
 
@@ -104,6 +106,23 @@ def test_a_worker_that_would_make_other_programs_makes_none(start: Start):
     assert not any(start.store.has(recipe.key) for recipe in start.recipes)
 
 
+def test_a_checkpoint_lies_in_a_folder_of_any_name(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The name is not UTF-8, and the workers' standard streams are ASCII."""
+    folder = tmp_path / "modèle-caf\udce9"
+    folder.mkdir()
+    shutil.copy(EMBEDDED_MODEL / "config.json", folder)
+    start.orders = [replace(order, folder=str(folder)) for order in start.orders]
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    with start.pool() as pool:
+        assert pool.start(start.runtime)
+        found = names(pool.compiled(start.recipes, start.runtime, untold))
+    assert found == names(start.recipes)
+    # They have read config.json in it: only then is it seen what programs are made from.
+    assert sum("settings, code or share" in line for line in start.said) == 2
+
+
 def test_what_a_lost_worker_had_is_compiled_here(start: Start):
     with start.pool() as pool:
         pool.start(start.runtime)
@@ -144,7 +163,7 @@ def test_who_leaves_in_the_middle_leaves_no_process(start: Start):
 
 
 def worker_that_tells(lines: str) -> list[str]:
-    return [sys.executable, "-c", "import sys; sys.stdout.write(sys.argv[1])", lines]
+    return [sys.executable, "-c", "import os, sys; os.write(1, os.fsencode(sys.argv[1]))", lines]
 
 
 def test_what_a_worker_told_before_it_was_lost_is_not_compiled_again(
@@ -153,7 +172,8 @@ def test_what_a_worker_told_before_it_was_lost_is_not_compiled_again(
     done = [repr(recipe.name) for recipe in start.recipes[:2]]
     lines = "".join(json.dumps({"compiled": name}) + "\n" for name in done)
     told: list[int] = []
-    command = worker_that_tells(lines + '{"compi')
+    no_names = 'a banner\n\udcff\n7\n["compiled"]\n{"level": "info"}\n'
+    command = worker_that_tells(no_names + lines + '{"compi')
     monkeypatch.setattr(workers, "worker_command", lambda: command)
     with start.pool() as pool:
         found = [*pool.compiled(start.recipes, start.runtime, lambda n, _: told.append(n))]
@@ -195,6 +215,26 @@ def test_a_worker_ends_with_its_input(lines: int, order_and_runtime: list[str]):
         check=False,
     )
     assert (process.stdout, process.returncode) == ("", 1)
+
+
+def test_a_worker_ends_with_input_that_it_cannot_read(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    process = subprocess.run(
+        workers.worker_command(), input=b"\xe9\n", capture_output=True, timeout=60, check=False
+    )
+    assert (process.stdout, process.returncode) == (b"", 1)
+
+
+def test_what_a_module_prints_is_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    package = tmp_path / "jpaged"
+    package.mkdir()
+    (package / "__init__.py").write_text("import os; os.write(1, b'a banner\\n')")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    process = subprocess.run(
+        workers.worker_command(), input=b"", capture_output=True, timeout=60, check=False
+    )
+    assert process.stdout == b""
+    assert b"a banner" in process.stderr
 
 
 def test_after_the_end_no_worker_is_started(start: Start):
@@ -273,4 +313,4 @@ def test_orders_and_numbers_are_fit_for_json(start: Start):
     first, second = start.orders
     assert (first.share, second.share, first.of) == (0, 1, 2)
     for record in (replace(first, limits=start.runtime), start.runtime):
-        assert msgspec.json.decode(msgspec.json.encode(record), type=type(record)) == record
+        assert from_line(to_line(record), type(record)) == record

@@ -175,7 +175,9 @@ def changed(name, tensor):
     ("tensors", "complaint"),
     [
         (changed("extra", np.ones(1)), r"unknown tensors \(1\): extra\."),
-        (changed("layers.2.norm", np.ones(D)), r"unknown tensors \(1\): layers\.2\.norm\."),
+        (changed("layers.1.extra", np.ones(1)), r"unknown tensors \(1\): layers\.1\.extra\."),
+        (changed("layers.2.extra", np.ones(1)), r"unknown tensors \(1\): layers\.2\.extra\."),
+        (changed("layers.2.norm", np.ones(D)), r"num_hidden_layers=2, .* has 3 layers"),
         (without("embed"), r"missing parameters \(1\): embedding \(comes from embed\)"),
         (without("layers.1.norm"), r"missing parameters \(1\): layers\.1\.norm"),
         (without("layers.1.k"), r"missing piece \(1\): layers\.1\.qkv along axis 1 .*\.k\)"),
