@@ -154,7 +154,9 @@ def test_an_interrupt_leaves_none_queued(
         patch.setattr(StepHandle, "read", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.generate(prompts(10, 10, 10), plain(6))
-    engine.abort_all()
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_finished) == (0, 0, 3)
+    engine.abort_all()  # what the step in flight still writes is read
     assert is_idle(engine)
     assert len(engine.generate(prompts(2), plain())[0].outputs[0].token_ids) == 4
 
