@@ -130,6 +130,9 @@ def _interrupt_flag() -> Iterator[threading.Event]:
             raise KeyboardInterrupt
         flag.set()
 
+    if threading.current_thread() is not threading.main_thread():  # only it may set handlers
+        yield flag
+        return
     before = signal.signal(signal.SIGINT, handle)
     try:
         yield flag
