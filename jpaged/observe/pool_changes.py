@@ -132,8 +132,7 @@ class PoolWatch:
         self._known: dict[int, _Known] = {}
         num_blocks = len(self._pool.blocks)
         self._counts, self._hashes = [0] * num_blocks, [0] * num_blocks  # of each block, as told
-        self._is_first = True  # the next look
-        self._num_freed = self._num_clears = 0
+        self._num_freed = self._num_clears = 0  # all that was ever freed may differ at first
         self._pins_made_and_held = 0, 0
         self._pinned: list[int] = []
         self._images: list[tuple[str, int]] = []
@@ -160,14 +159,13 @@ class PoolWatch:
         return changes
 
     def _freed_blocks(self) -> set[int]:
-        """Blocks that were freed since the last look and still are. All blocks at the first look,
-        and where the prefix cache was cleared."""
+        """Blocks that were freed since the last look and still are. All blocks, where the prefix
+        cache was cleared."""
         pool, cache = self._pool, self._scheduler.block_manager.prefix_cache
         num_freed, self._num_freed = pool.num_freed - self._num_freed, pool.num_freed
         num_clears = 0 if cache is None else cache.num_clears
-        all_may_differ = self._is_first or num_clears != self._num_clears
-        self._is_first, self._num_clears = False, num_clears
-        if all_may_differ:
+        if num_clears != self._num_clears:
+            self._num_clears = num_clears
             return set(range(1, len(pool.blocks)))
         return set(islice(reversed(pool.free_block_queue), num_freed))
 

@@ -181,8 +181,9 @@ def test_random_groups(seed: int):
     def watched_step() -> None:
         step()
         if work.random.random() < 0.5:
-            replica.look()
-            replica.check()
+            for each in (replica, Replica(work.driver.scheduler)):
+                each.look()
+                each.check()
 
     work.step = watched_step
     work.run()
