@@ -445,10 +445,9 @@ def _deltas(loop: EngineLoop, state: RequestState) -> Generator[TextDelta, None,
     """A request's answers as they grow, each to its last delta; closing it early aborts it."""
     try:
         while state.growing:
-            news = state.take_growth()
-            if not news:  # others may have advanced it meanwhile
+            if not any(sample.has_news for sample in state.growing):  # others may have advanced it
                 loop.advance(Goal.LATENCY)
-            yield from news
+            yield from state.take_growth()
         state.raise_fault()
     finally:
         loop.abort(state)

@@ -161,6 +161,18 @@ def test_an_interrupt_leaves_none_queued(
     assert len(engine.generate(prompts(2), plain())[0].outputs[0].token_ids) == 4
 
 
+def test_a_stream_brings_what_came_until_each_delta_is_asked_for(engine: Engine):
+    stream = engine.stream([1], plain(n=2, temperature=1.0))
+    first = next(stream)
+    engine.advance()
+    second = next(stream)
+    assert (first.index, second.index) == (0, 1)
+    assert len(second.token_ids) == len(first.token_ids) + 1
+    rest = list(stream)
+    assert [sum(len(d.token_ids) for d in (first, second, *rest) if d.index == i) for i in (0, 1)]
+    assert [delta.index for delta in rest if delta.finished] == [0, 1]
+
+
 def test_nothing_to_do_is_refused_before_any_step(engine: Engine):
     with pytest.raises(ValueError, match="prompts is empty"):
         engine.generate([], plain())
