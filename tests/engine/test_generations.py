@@ -173,6 +173,15 @@ def test_a_stream_brings_what_came_until_each_delta_is_asked_for(engine: Engine)
     assert [delta.index for delta in rest if delta.finished] == [0, 1]
 
 
+def test_what_is_refused_takes_no_name(engine: Engine):
+    for params in (plain(beam_width=2), plain(n=1, best_of=2, temperature=1.0)):
+        with pytest.raises(ValueError, match="cannot be streamed"):
+            engine.stream([1], params)
+    with pytest.raises(TypeError, match="priority='now' must be an integer"):
+        engine.add_request([1], plain(), priority="now")  # pyright: ignore[reportArgumentType]
+    assert engine.add_request([1], plain()) == "request-0"
+
+
 def test_nothing_to_do_is_refused_before_any_step(engine: Engine):
     with pytest.raises(ValueError, match="prompts is empty"):
         engine.generate([], plain())
