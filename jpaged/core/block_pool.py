@@ -119,7 +119,8 @@ class BlockPool:
         for block_id in block_ids:
             block = self._handed_out(block_id)
             if block.ref_cnt == 0:
-                del self.free_block_queue[block_id]
+                if self.free_block_queue.pop(block_id, None) is None:
+                    raise IntegrityError(f"block {block_id} is not in the free queue")
                 self.num_cached_blocks -= block.content is not None
             block.ref_cnt += 1
 
