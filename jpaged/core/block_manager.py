@@ -273,4 +273,4 @@ class BlockManager:
             block = self.pool.blocks[block_id]
             salt = sequence.cache_salt
             is_own = cache is None or block.content is None or cache.holds(block, own, salt)
-            require(is_own, f"sequence {sequence.seq_id} holds block {block_id} of other content")
+            require(is_own, f"sequence {sequence.seq_id} holds {block} of other content")

@@ -46,11 +46,14 @@ class KVBlock:
     ref_cnt: int = 0
     content: BlockContent | None = None
 
+    def __str__(self) -> str:
+        return f"block {self.block_id} (ref_cnt={self.ref_cnt})"
+
 
 def registered_content(block: KVBlock) -> BlockContent:
     """The content of a block that the prefix cache knows; IntegrityError if it does not."""
     if block.content is None:
-        raise IntegrityError(f"block {block.block_id} is not registered")
+        raise IntegrityError(f"{block} is not registered")
     return block.content
 
 
