@@ -76,4 +76,4 @@ def describe(fields: Fields) -> ModelConfig:
 def weight_rules_gemma3(config: ModelConfig) -> WeightRules:
     """LLaMA's with two more norms a layer; the weights that see images are not needed."""
     rules = weight_rules(config, NAMES | QK_NORMS | _NORMS)
-    return replace(rules, prefix=_PREFIX, unneeded=f"{rules.unneeded}|{_IMAGES}")
+    return replace(rules, prefix=_PREFIX, unneeded=_IMAGES)
