@@ -107,13 +107,14 @@ class Page:
             self._next()
 
     def end(self) -> None:
-        """Nothing more comes: end the line."""
+        """Nothing more comes: end the line. To be called once: each call ends one."""
         shown = self.texts[self._turn] if self._turn >= 0 else ""
         if shown and not shown.endswith("\n"):
             print(flush=True)
 
     def _next(self) -> None:
-        self.end()
+        """Begin the next answer with what came of it so far: `show` has noted that before."""
+        self.end()  # of the answer before it
         self._turn += 1
         if len(self.texts) > 1:
             print(f"answer {self._turn + 1} of {len(self.texts)}:", file=sys.stderr, flush=True)
@@ -130,6 +131,9 @@ def _interrupt_flag() -> Iterator[threading.Event]:
             raise KeyboardInterrupt
         flag.set()
 
+    if threading.current_thread() is not threading.main_thread():  # only it may set handlers
+        yield flag
+        return
     before = signal.signal(signal.SIGINT, handle)
     try:
         yield flag

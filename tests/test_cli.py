@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from typing import Any
 
@@ -408,6 +409,12 @@ def test_a_second_ctrl_c_does_not_wait(
     monkeypatch.setattr(FakeEngine, "script", staticmethod(press_twice))
     assert main(["Hi"]) == 130
     assert capsys.readouterr().out == "Hé\n"
+
+
+def test_an_answer_off_the_main_thread_which_gets_no_ctrl_c(capsys: pytest.CaptureFixture[str]):
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(main, ["Hi"]).result() == 0
+    assert capsys.readouterr() == ("Héllo wörld\n", "")
 
 
 def test_ctrl_c_while_the_engine_starts(

@@ -73,6 +73,9 @@ class BeamSearch:
             raise ValueError(
                 f'early_stopping={self.early_stopping!r} must be True, False or "never"'
             )
+        # They may be numbers of numpy, and a set that its owner changes.
+        self.width, self.length_penalty = int(width), float(penalty)
+        self.end_token_ids = frozenset(self.end_token_ids)
 
     @property
     def num_candidates(self) -> int:

@@ -31,8 +31,8 @@ class Fit(NamedTuple):
     """What a waiting group finds of its own in the pool, and what it takes besides.
 
     Attributes:
-        hits: The cached blocks that its live sequences begin with: of all if they were swapped out,
-            else of the first, from which the others fork.
+        hits: Lists of cached blocks: of a swapped-out group one for each live sequence, in their
+            order; of another one for its first sequence alone, from which the others fork.
         num_needed_blocks: Free blocks it takes to compute all its tokens, the cached ones that are
             free counted.
     """
@@ -273,4 +273,4 @@ class BlockManager:
             block = self.pool.blocks[block_id]
             salt = sequence.cache_salt
             is_own = cache is None or block.content is None or cache.holds(block, own, salt)
-            require(is_own, f"sequence {sequence.seq_id} holds block {block_id} of other content")
+            require(is_own, f"sequence {sequence.seq_id} holds {block} of other content")

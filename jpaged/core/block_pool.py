@@ -46,11 +46,14 @@ class KVBlock:
     ref_cnt: int = 0
     content: BlockContent | None = None
 
+    def __str__(self) -> str:
+        return f"block {self.block_id} (ref_cnt={self.ref_cnt})"
+
 
 def registered_content(block: KVBlock) -> BlockContent:
     """The content of a block that the prefix cache knows; IntegrityError if it does not."""
     if block.content is None:
-        raise IntegrityError(f"block {block.block_id} is not registered")
+        raise IntegrityError(f"{block} is not registered")
     return block.content
 
 
@@ -119,7 +122,8 @@ class BlockPool:
         for block_id in block_ids:
             block = self._handed_out(block_id)
             if block.ref_cnt == 0:
-                del self.free_block_queue[block_id]
+                if self.free_block_queue.pop(block_id, None) is None:
+                    raise IntegrityError(f"block {block_id} is not in the free queue")
                 self.num_cached_blocks -= block.content is not None
             block.ref_cnt += 1
 

@@ -81,9 +81,7 @@ class PrefixCache:
         """
         key = self._key(parent, token_ids, salt)
         if block.content is not None:  # by another sequence that shares it
-            require(
-                block.content.key == key, f"block {block.block_id} is registered with other content"
-            )
+            require(block.content.key == key, f"{block} is registered with other content")
             return block.content.content_id
         digest = self._digest(key)
         content = self._index.get(digest)

@@ -331,6 +331,7 @@ class Scheduler:
             or not self.block_manager.has_slot(sequence)
         ):
             return False
+        # `known` ends with the token that this step computes: its place is known - 1.
         sequence.num_computed_tokens = known
         sequence.num_pending_tokens += 1
         sequence.num_in_flight_steps += 1
@@ -382,7 +383,7 @@ class Scheduler:
         only to be read yet loses nothing by it: it is not swapped out, and counts as no preemption.
         """
         request = self.running.last
-        self.running.discard(request)
+        self.running.remove(request)
         is_complete = all(s.num_tokens >= request.max_num_tokens for s in request.live)
         if not is_complete and self.swap_space.chosen_for(request):
             self.swap_space.swap_out(request)
@@ -455,7 +456,7 @@ class Scheduler:
         return True
 
     def _enter(self, request: Request) -> None:
-        self.waiting.discard(request)
+        self.waiting.remove(request)
         self.running.add(request)
         request.status = RequestStatus.RUNNING
 

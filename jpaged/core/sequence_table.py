@@ -61,10 +61,16 @@ class RequestQueue:
             by_rank = sorted(self._requests.values(), key=lambda r: r.rank)
             self._requests = {r.request_id: r for r in by_rank}
 
+    def remove(self, request: Request) -> None:
+        """Take a request out; IntegrityError if it is not in the queue."""
+        name = request.request_id
+        require(self._requests.pop(name, None) is not None, f"{name!r} is not in its queue")
+        self._groups.pop(name, None)
+
     def discard(self, request: Request) -> None:
         """Take a request out if it is in the queue."""
-        self._requests.pop(request.request_id, None)
-        self._groups.pop(request.request_id, None)
+        if request.request_id in self._requests:
+            self.remove(request)
 
     def check_integrity(self) -> None:
         """Prove the order, and the number of seats."""

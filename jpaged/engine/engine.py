@@ -166,6 +166,8 @@ class Engine:
         priority: int = 0,
         request_id: str | None = None,
     ) -> RequestState:
+        """The preprocessor's `make_state`, of one prompt and its parameters as the caller gave
+        them; it is told which ids are in use."""
         given = normalize_prompt(prompt, vocab_size=self.vocab_size)
         (own,), in_use = pair_params(params, 1), self._loop.requests
         make = self._preprocessor.make_state
@@ -283,8 +285,9 @@ class Engine:
                 best_of above n).
             RuntimeError: a step failed.
         """
-        state = self._make_state(prompt, params)
-        state.params.check_streamable()
+        (own,) = pair_params(params, 1)
+        own.check_streamable()
+        state = self._make_state(prompt, own)
         self._loop.add([state])
         deltas = _deltas(self._loop, state)
         # A generator that was never started does not run its `finally`.
@@ -445,10 +448,9 @@ def _deltas(loop: EngineLoop, state: RequestState) -> Generator[TextDelta, None,
     """A request's answers as they grow, each to its last delta; closing it early aborts it."""
     try:
         while state.growing:
-            news = state.take_growth()
-            if not news:  # others may have advanced it meanwhile
+            if not any(sample.has_news for sample in state.growing):  # others may have advanced it
                 loop.advance(Goal.LATENCY)
-            yield from news
+            yield from state.take_growth()
         state.raise_fault()
     finally:
         loop.abort(state)

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
+from weakref import WeakSet
 
 from jpaged.config import LoopMode
 from jpaged.core.block_manager import BlockManager
@@ -88,7 +89,8 @@ class EngineLoop:
         requests: Unfinished requests by id.
         undelivered: Polled requests that were advanced since they were told of (an ordered set).
         counts: What happened so far.
-        watches: Those that look at the pool at present; they note each launched plan.
+        watches: Those that look at the pool at present; they note each launched plan. They refer to
+            the scheduler, so it is weak: an engine is in no cycle, and a dropped watch is gone.
     """
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner, mode: LoopMode):
@@ -96,7 +98,7 @@ class EngineLoop:
         self.requests: dict[str, RequestState] = {}
         self.undelivered: dict[RequestState, None] = {}
         self.counts = LoopCounts()
-        self.watches: list[PoolWatch] = []
+        self.watches: WeakSet[PoolWatch] = WeakSet()
         self._runner = runner
         self._mode = mode
         self._in_flight: deque[StepHandle] = deque()
@@ -227,8 +229,9 @@ class EngineLoop:
             handles = [runner.launch(plan, self._params_of) for plan in plans]
         for plan in plans:
             self.counts.note_plan(plan, self.scheduler.block_manager)
-            for watch in self.watches:
-                watch.note(plan)
+            if self.watches:  # to walk through none costs more than to ask
+                for watch in tuple(self.watches):
+                    watch.note(plan)
             for request_id in plan.preempted:
                 if request_id in self.requests:
                     self.requests[request_id].metrics.num_preemptions += 1

@@ -291,7 +291,8 @@ class Preprocessor:
         request_id: str | None = None,
         ids_in_use: Container[str] = (),
     ) -> RequestState:
-        """A request, checked and tokenised, ready for the loop.
+        """A request, checked and tokenised, ready for the loop. One that is refused here takes no
+        name and no seed.
 
         Args:
             prompt: A normalised one.
@@ -312,7 +313,7 @@ class Preprocessor:
         )
         if params.stop_strings:
             self.need_tokenizer(f"stop={params.stop!r}")
-        prompt = self.tokenize(prompt)
+        prompt, priority = self.tokenize(prompt), checked_priority(priority)
         token_ids, endings = prompt.token_ids or [], params.ending_ids(self.eos_token_ids)
         search = None
         if params.beam_width is not None:
@@ -334,7 +335,7 @@ class Preprocessor:
             num_samples=params.num_samples if search is None else 1,
             seed=self._seed_of(params),
             beam=search,
-            priority=checked_priority(priority),
+            priority=priority,
             cache_salt=prompt.cache_salt,
             # Each position must be computed to be scored.
             reads_prefix_cache=params.prompt_logprobs is None,

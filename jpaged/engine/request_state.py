@@ -331,7 +331,7 @@ class RequestState:
         """What is new since the last call; the cost is that of the new tokens."""
         return RequestDelta(
             request_id=self.request_id,
-            deltas=self.take_growth() if self.params.is_streamable else self._whole(),
+            deltas=list(self.take_growth()) if self.params.is_streamable else self._whole(),
             finished=self.request.is_finished,
             prompt_logprobs=self._take_prompt_logprobs(),
             num_cached_tokens=self.request.sequences[0].num_cached_tokens or 0,
@@ -339,12 +339,14 @@ class RequestState:
             error=None if self.error is None else str(self.error) or type(self.error).__name__,
         )
 
-    def take_growth(self) -> list[TextDelta]:
-        """What the samples grew by since the last call, at most one delta each."""
-        news = [s.take_delta(self.request_id) for s in self.growing if s.has_news]
-        if any(delta.finished for delta in news):
-            self.growing = [s for s in self.growing if s.sequence.finish_reason is None]
-        return news
+    def take_growth(self) -> Iterator[TextDelta]:
+        """What each sample that has news grew by since its last delta, made when it is asked for:
+        with what came meanwhile."""
+        for sample in [sample for sample in self.growing if sample.has_news]:
+            delta = sample.take_delta(self.request_id)
+            if delta.finished:
+                self.growing.remove(sample)
+            yield delta
 
     def _whole(self) -> list[TextDelta]:
         """The answers, once it is known which they are."""

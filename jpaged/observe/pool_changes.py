@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from struct import unpack_from
 from typing import NamedTuple
+from weakref import WeakSet
 
 from jpaged.core.block_pool import KVBlock
 from jpaged.core.plan import StepPlan
@@ -113,24 +114,25 @@ class PoolWatch:
         scheduler: Its blocks and sequences are watched.
         num_token_blocks: For how many blocks at most one look tells their tokens (others wait for
             the next looks); 0 never tells any.
-        watches: Where the watch is until `close`: all of these are to `note` launched steps.
+        watches: Where the watch is until `close`, or until nothing else refers to it: all of these
+            are to `note` launched steps.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         num_token_blocks: int = 0,
-        watches: "list[PoolWatch] | None" = None,
+        watches: "WeakSet[PoolWatch] | None" = None,
     ):
         self._scheduler = scheduler
         self._pool = scheduler.block_manager.pool
         self._num_token_blocks = num_token_blocks
-        self._watches = [] if watches is None else watches
-        self._watches.append(self)
+        self._watches = WeakSet[PoolWatch]() if watches is None else watches
+        self._watches.add(self)
         self._known: dict[int, _Known] = {}
         num_blocks = len(self._pool.blocks)
         self._counts, self._hashes = [0] * num_blocks, [0] * num_blocks  # of each block, as told
-        self._num_freed, self._num_clears = 0, -1  # at first all blocks may have changed
+        self._num_freed = self._num_clears = 0  # all that was ever freed may differ at first
         self._pins_made_and_held = 0, 0
         self._pinned: list[int] = []
         self._images: list[tuple[str, int]] = []
@@ -140,8 +142,7 @@ class PoolWatch:
 
     def close(self) -> None:
         """Watch no longer; a second time is no error."""
-        if self in self._watches:
-            self._watches.remove(self)
+        self._watches.discard(self)
 
     def note(self, plan: StepPlan) -> None:
         """Take down which blocks a step copies: that alone cannot be seen afterwards."""

@@ -164,6 +164,15 @@ def test_an_extreme_length_penalty_breaks_nothing(length_penalty: float):
     assert [answer.output_token_ids[-1] for answer in search.hypotheses] == [5, 6]
 
 
+def test_a_search_keeps_plain_numbers_and_an_own_set():
+    ends = {END}
+    options = {"length_penalty": np.float32(0.5), "end_token_ids": ends}
+    search = BeamSearch(np.int64(2), **options)  # pyright: ignore[reportArgumentType]
+    ends.clear()
+    assert repr(search) == repr(BeamSearch(2, length_penalty=0.5, end_token_ids=frozenset({END})))
+    assert search.num_candidates == 3
+
+
 # ------------------------------------------------------------------------- bad input
 
 

@@ -72,6 +72,13 @@ def test_freeing_twice_raises():
         pool.free([1])
 
 
+def test_touching_a_free_block_that_is_not_queued_raises():
+    pool = BlockPool(4)
+    del pool.free_block_queue[3]
+    with pytest.raises(IntegrityError, match="block 3 is not in the free queue"):
+        pool.touch([3])
+
+
 def test_a_pool_needs_a_block_besides_the_null_block():
     with pytest.raises(ValueError, match="num_blocks must be at least 2"):
         BlockPool(1)

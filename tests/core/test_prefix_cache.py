@@ -270,6 +270,14 @@ def damage_content(manager: BlockManager, sequence: Sequence) -> None:
     sequence.token_ids[0] = 99
 
 
+def test_a_held_block_of_other_content_is_told_with_its_holders():
+    manager = make_manager()
+    sequence = join(manager, LETTERS[:9])
+    damage_content(manager, sequence)
+    with pytest.raises(IntegrityError, match=r"holds block 1 \(ref_cnt=1\) of other content"):
+        manager.check_integrity([sequence])
+
+
 def damage_salt(manager: BlockManager, sequence: Sequence) -> None:
     sequence.cache_salt = "other"
 
@@ -333,8 +341,8 @@ def test_what_is_not_registered_cannot_be_forgotten_nor_registered_as_something_
     join(manager, LETTERS[:4])
     cache = manager.prefix_cache
     assert cache is not None
-    with pytest.raises(IntegrityError, match="is not registered"):
+    with pytest.raises(IntegrityError, match=r"block 2 \(ref_cnt=0\) is not registered"):
         cache.forget(manager.pool.blocks[2])
     assert cache.register(manager.pool.blocks[1], 0, LETTERS[:4]) == 1
-    with pytest.raises(IntegrityError, match="registered with other content"):
+    with pytest.raises(IntegrityError, match=r"block 1 \(ref_cnt=1\) is registered with other"):
         cache.register(manager.pool.blocks[1], 0, LETTERS[1:5])

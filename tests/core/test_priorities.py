@@ -122,9 +122,13 @@ def test_a_queue_is_sorted_whoever_comes():
     assert (len(queue), "5" in queue, "6" in queue) == (6, True, False)
     assert queue["5"] is queue.get("5") is requests[5]
     assert queue.get("6") is None
-    for _ in range(2):
-        queue.discard(requests[4])
+    for take_out in (queue.remove, queue.discard):
+        take_out(requests[4])
         assert (queue.first, len(queue)) == (requests[2], 5)
+    with pytest.raises(IntegrityError, match="'4' is not in its queue"):
+        queue.remove(requests[4])
+    queue.discard(requests[0])
+    assert ("0" in queue, len(queue)) == (False, 4)
 
 
 @pytest.mark.parametrize("ranks", [[(0, 1), (0, 1)], [(1, 1), (0, 2)], [(0, 2), (0, 1)]])

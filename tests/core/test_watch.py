@@ -1,5 +1,7 @@
 """A picture kept up to date by looks, against the pool itself."""
 
+from weakref import WeakSet
+
 import pytest
 from core_driver import make_request, make_scheduler
 from hypothesis import HealthCheck, settings
@@ -140,14 +142,16 @@ def test_tokens_are_told_a_few_blocks_at_a_time():
     assert not PoolWatch(driver.scheduler).look().tokens
 
 
-def test_watches_are_told_of_steps_until_they_are_closed():
-    watches: list[PoolWatch] = []
-    first, second = (PoolWatch(make_scheduler(), watches=watches) for _ in range(2))
+def test_watches_are_told_of_steps_until_they_are_closed_or_dropped():
+    watches = WeakSet[PoolWatch]()
+    first, second, third = (PoolWatch(make_scheduler(), watches=watches) for _ in range(3))
     first.close()
     first.close()
-    assert watches == [second]
-    second.close()
-    assert watches == []
+    assert set(watches) == {second, third}
+    del second
+    assert set(watches) == {third}
+    third.close()
+    assert set(watches) == set()
 
 
 def test_a_block_that_is_pinned_anew_with_other_content():
@@ -177,8 +181,9 @@ def test_random_groups(seed: int):
     def watched_step() -> None:
         step()
         if work.random.random() < 0.5:
-            replica.look()
-            replica.check()
+            for each in (replica, Replica(work.driver.scheduler)):
+                each.look()
+                each.check()
 
     work.step = watched_step
     work.run()

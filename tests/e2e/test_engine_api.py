@@ -6,15 +6,18 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import jax
 import pytest
 from e2e_options import ANSWER, GREEDY, QUESTION, SMALL, Engines, run
 
 from jpaged import Engine, SamplingParams
+from jpaged.config import EngineConfig
 from jpaged.core.block_pool import KVBlock
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine.request_state import RequestState
+from jpaged.engine.startup import build_parts
 from jpaged.runtime.model_runner import ModelRunner, StepHandle
 from jpaged.text.detokenizer import ByteDecoder
 
@@ -497,13 +500,22 @@ def test_a_failed_step_fails_the_engine_and_says_so(
 def test_an_engine_is_freed_with_the_last_reference_to_it(compilation_cache: Any):
     """Without the garbage collector, which does not look at it, since that takes long."""
     num_pools, num_collected = count_pools(), count_collected(KVBlock)
-    engine = Engine(num_blocks=OWN_BLOCKS, compilation_cache_dir=compilation_cache, **SMALL)
+    options = {"num_blocks": OWN_BLOCKS, "compilation_cache_dir": compilation_cache, **SMALL}
+    config = EngineConfig.from_options(None, options)
+    parts = build_parts(config)
+    engine, scheduler = Engine.from_parts(config, parts), ref(parts.scheduler)
+    del parts
+    watch = engine.watch_pool()
     engine.generate(QUESTION, GREEDY)
+    assert watch.look()
     assert count_pools() > num_pools
     assert count_collected(KVBlock) <= num_collected
     gc.disable()
     try:
-        del engine
+        dropped = ref(engine.watch_pool())
+        assert dropped() is None
+        del engine, watch
+        assert scheduler() is None
         assert count_pools() == num_pools
     finally:
         gc.enable()

@@ -154,9 +154,32 @@ def test_an_interrupt_leaves_none_queued(
         patch.setattr(StepHandle, "read", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.generate(prompts(10, 10, 10), plain(6))
-    engine.abort_all()
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_finished) == (0, 0, 3)
+    engine.abort_all()  # what the step in flight still writes is read
     assert is_idle(engine)
     assert len(engine.generate(prompts(2), plain())[0].outputs[0].token_ids) == 4
+
+
+def test_a_stream_brings_what_came_until_each_delta_is_asked_for(engine: Engine):
+    stream = engine.stream([1], plain(n=2, temperature=1.0))
+    first = next(stream)
+    engine.advance()
+    second = next(stream)
+    assert (first.index, second.index) == (0, 1)
+    assert len(second.token_ids) == len(first.token_ids) + 1
+    rest = list(stream)
+    assert [sum(len(d.token_ids) for d in (first, second, *rest) if d.index == i) for i in (0, 1)]
+    assert [delta.index for delta in rest if delta.finished] == [0, 1]
+
+
+def test_what_is_refused_takes_no_name(engine: Engine):
+    for params in (plain(beam_width=2), plain(n=1, best_of=2, temperature=1.0)):
+        with pytest.raises(ValueError, match="cannot be streamed"):
+            engine.stream([1], params)
+    with pytest.raises(TypeError, match="priority='now' must be an integer"):
+        engine.add_request([1], plain(), priority="now")  # pyright: ignore[reportArgumentType]
+    assert engine.add_request([1], plain()) == "request-0"
 
 
 def test_nothing_to_do_is_refused_before_any_step(engine: Engine):
