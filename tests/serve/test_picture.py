@@ -451,6 +451,24 @@ def test_after_a_fault_in_the_hub_those_who_come_get_a_snapshot():
     asyncio.run(watch())
 
 
+def test_a_fault_in_the_hub_ends_the_stream_of_one_who_reads_late():
+    """Another viewer has made the hub go on by then, and frames are lost."""
+    good, bad = (shots(PoolChanges(tokens={1: [token]}), steps=token) for token in (1, 0))
+    source = Source(shots(), bad, good)
+
+    async def watch() -> None:
+        hub = Broadcast(source.fetch, {}, lambda token: str(1 // token), interval=0.001)
+        async with aclosing(hub.watch()) as slow, aclosing(hub.watch()) as late:
+            await anext(slow)
+            while source.num_asked < 2:  # of which the second brings the fault
+                await asyncio.sleep(0.001)
+            assert parse(await anext(late))[0] == "snapshot"
+            with pytest.raises(ZeroDivisionError):
+                await anext(slow)
+
+    asyncio.run(watch())
+
+
 def test_text_is_left_out_unless_wanted():
     """And token ids are never shown."""
 

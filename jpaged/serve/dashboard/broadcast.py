@@ -148,8 +148,9 @@ class Broadcast:
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._poll())
             self._task.add_done_callback(_note_end)
+        task = self._task  # after a fault a later viewer begins another, which has lost frames
         try:
-            while not self._task.done():
+            while not task.done():
                 viewer.news.clear()
                 if message := viewer.take():
                     yield message
@@ -161,7 +162,7 @@ class Broadcast:
                     yield b": still here\n\n"
         finally:
             self._viewers.discard(viewer)
-        self._task.result()
+        task.result()
         if not viewer.follows:
             raise not_serving("the server is shutting down")
 
