@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
 from functools import lru_cache
 from importlib.resources import files
+from pathlib import PurePath
 from typing import Any
 
 import msgspec
@@ -35,10 +36,10 @@ HEARTBEAT = 15.0  # seconds of silence after which a viewer hears that the line 
 
 _STATIC = files("jpaged.serve.dashboard").joinpath("static")
 _TYPES = {
-    "html": "text/html",
-    "css": "text/css",
-    "js": "text/javascript",
-    "svg": "image/svg+xml",
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
 }
 _HEADERS = {
     "Content-Security-Policy": (
@@ -52,9 +53,11 @@ _HEADERS = {
 }
 
 PAGE_PATHS = frozenset(
-    "/" if file.name == "index.html" else f"/picture/{file.name}" for file in _STATIC.iterdir()
+    "/" if file.name == "index.html" else f"/picture/{file.name}"
+    for file in _STATIC.iterdir()
+    if PurePath(file.name).suffix in _TYPES
 )
-"""The page, and the files it is made of."""
+"""The page, and the files it is made of; an editor's backups are not among them."""
 
 
 class Viewer:
@@ -241,7 +244,7 @@ class Dashboard:
         if name is not None and f"/picture/{name}" not in PAGE_PATHS:
             raise ApiError(404, "there is no such file")
         file = _STATIC.joinpath(name or "index.html")
-        media_type = _TYPES[file.name.split(".")[-1]]
+        media_type = _TYPES[PurePath(file.name).suffix]
         return Response(file.read_bytes(), media_type=media_type, headers=_HEADERS)
 
     async def events(self, request: Request) -> Response:
