@@ -16,6 +16,7 @@ from jpaged import Engine, EngineStats, PoolChanges, PoolWatch, SamplingParams
 from jpaged.observe.pool_changes import CACHED, ChangedBlocks, TableChange
 from jpaged.serve.api_errors import ApiError, not_serving
 from jpaged.serve.dashboard import broadcast
+from jpaged.serve.dashboard import sampler as sampler_module
 from jpaged.serve.dashboard.broadcast import MAX_UNREAD, MAX_VIEWERS, Broadcast, Viewer
 from jpaged.serve.dashboard.sampler import MAX_FRAMES, PATIENCE, PoolSampler
 from jpaged.serve.messages import PoolFrame, PoolFrames, encode, report_of
@@ -156,6 +157,19 @@ def test_a_sampler_tells_of_every_copy(engine: Engine, kind: dict):
         num_copies += len(frame.changes.copies)
         assert all(replica.counts[target] >= 1 for target in frame.changes.copies)
     assert num_copies == engine.stats().num_block_copies - before >= 2
+
+
+def test_a_frame_tells_so_many_tokens_at_most(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sampler_module, "MAX_TOKENS", 64)
+    sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
+    run(engine, sampler, prompt=str([*range(50)]), max_tokens=1)
+    replica = begin(sampler, tokens=True)
+    told = [len(replica.tokens)]
+    for _ in range(100):
+        replayed(sampler.fetch(), replica)
+        told.append(len(replica.tokens))
+    assert told[0] == max(np.diff(told)) == 4  # blocks of 16
+    assert len(replica.tokens) == engine.stats().num_cached_blocks > 8
 
 
 def test_a_sampler_tells_no_tokens_unless_asked(engine: Engine):
@@ -408,6 +422,50 @@ def test_what_is_kept_for_a_viewer_is_bounded():
         viewer.offer(part)
         assert viewer.follows is follows
     assert viewer.take() == b""
+
+
+def test_text_of_any_length_takes_no_further_snapshots(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    """Each snapshot begins to tell all text anew: if that led to another, there would be no end."""
+    monkeypatch.setattr(sampler_module, "MAX_TOKENS", 50 * 16)
+    sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
+    for number in range(10):
+        run(engine, sampler, prompt=str([number] * 60), max_tokens=1)
+    assert engine.stats().num_cached_blocks > 100  # two frames' text, and more than that
+    given: list[bool] = []
+
+    async def fetch(snapshot: bool) -> PoolFrames:
+        for _ in range(10):  # until the viewers have read, however slow the machine is
+            await asyncio.sleep(0)
+        told = sampler.fetch(snapshot, tokens=True)
+        given.append(told.snapshot is not None)
+        return told
+
+    async def read(hub: Broadcast, told: dict[str, list[str]]) -> None:
+        async with aclosing(hub.watch()) as events:
+            async for message in events:
+                for event in message.split(b"\n\n")[:-1]:
+                    name, content = parse(event)
+                    for frame in content["frames"] if name == "frames" else [content["frame"]]:
+                        told.update(frame["text"])
+
+    async def watch() -> None:
+        hub = Broadcast(fetch, {}, lambda token: 500 * "x", interval=0.001)
+        everything: list[dict[str, list[str]]] = [{}, {}]
+        async with asyncio.TaskGroup() as group:
+            tasks = []
+            for told in everything:
+                tasks.append(group.create_task(read(hub, told)))
+                num_before = len(given)
+                while len(given) < num_before + 10:
+                    await asyncio.sleep(0.001)
+            for task in tasks:
+                task.cancel()
+        assert [len(told) for told in everything] == [engine.stats().num_cached_blocks] * 2
+
+    asyncio.run(watch())
+    assert sum(given) == 2  # one for each
 
 
 def test_a_sampler_that_began_anew_gives_a_snapshot():

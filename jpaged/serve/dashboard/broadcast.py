@@ -29,7 +29,9 @@ from jpaged.serve.serving import Phase, Serving
 
 MAX_VIEWERS = 16
 MAX_UNREAD = 1 << 18
-"""Bytes of frames kept for a viewer that does not read; with more, it gets a snapshot instead."""
+"""Bytes of frames kept for a viewer that does not read; with more, it gets a snapshot instead. One
+fetch's frames are kept whatever their size: they may tell the text that the snapshot left to them,
+and another snapshot would leave it to frames again."""
 
 INTERVAL = 0.1  # seconds between two fetches
 HEARTBEAT = 15.0  # seconds of silence after which a viewer hears that the line still stands
@@ -82,12 +84,12 @@ class Viewer:
         self.news.set()
 
     def offer(self, message: bytes) -> None:
-        """Keep frames for it, if it follows; drop all if they are too many."""
+        """Keep a fetch's frames for it, if it follows; drop all if it has too many unread."""
+        if self._unread and len(self._unread) + len(message) > MAX_UNREAD:
+            self.drop_all()
         if self.follows:
             self._unread += message
             self.news.set()
-        if len(self._unread) > MAX_UNREAD:
-            self.drop_all()
 
     def drop_all(self) -> None:
         """It follows no longer."""
