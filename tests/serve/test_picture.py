@@ -17,7 +17,7 @@ from jpaged.observe.pool_changes import CACHED, ChangedBlocks, TableChange
 from jpaged.serve.api_errors import ApiError, not_serving
 from jpaged.serve.dashboard import broadcast
 from jpaged.serve.dashboard import sampler as sampler_module
-from jpaged.serve.dashboard.broadcast import MAX_UNREAD, MAX_VIEWERS, Broadcast, Viewer
+from jpaged.serve.dashboard.broadcast import MAX_UNREAD, MAX_VIEWERS, Broadcast, Place, Viewer
 from jpaged.serve.dashboard.sampler import MAX_FRAMES, PATIENCE, PoolSampler
 from jpaged.serve.messages import PoolFrame, PoolFrames, encode, report_of
 
@@ -418,10 +418,10 @@ def test_what_is_kept_for_a_viewer_is_bounded():
     viewer.begin(bytes(2 * MAX_UNREAD))
     viewer.offer(part)
     assert [len(viewer.take()) for _ in range(3)] == [2 * MAX_UNREAD, len(part), 0]
-    for follows in (True, True, True, False, False):
+    for place in [Place.FOLLOWING] * 3 + [Place.BEHIND] * 2:
         viewer.offer(part)
-        assert viewer.follows is follows
-    assert viewer.take() == b""
+        assert viewer.place is place
+    assert (viewer.take(), viewer.place) == (b"", Place.WAITING)
 
 
 def test_text_of_any_length_takes_no_further_snapshots(
