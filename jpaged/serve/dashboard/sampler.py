@@ -87,7 +87,7 @@ class PoolSampler:
             self._snapshot_due, snapshot = now, True
         frames, self._frames = self._frames, []
         if snapshot and now >= self._snapshot_due and not self._has_failed:
-            whole = self._make_snapshot(tokens)
+            whole = self._make_snapshot(tokens)  # which starts the watch, or another one
         failed, self._has_failed = self._has_failed, False
         return PoolFrames(self._epoch, frames, self._engine.stats(), whole, failed)
 
