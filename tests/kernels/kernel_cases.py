@@ -117,12 +117,16 @@ def _block_tables(rng, seq_lens, block_size):
 def assert_close(got, reference, dtype):
     """The error against float64 is at most twice that of a plain implementation in `dtype`.
 
-    `reference(dtype)` computes in that precision. Rows that must be zero must be so exactly.
+    `reference(dtype)` computes in that precision. Rows that must be zero must be so exactly. What a
+    kernel sums in float32, over a head, in an order of its own may round an eighth of the times it
+    is added to: the plain implementation adds in pairs.
     """
     got = np.asarray(got, np.float64)
     oracle = reference(np.float64)
     plain = np.asarray(reference(jnp.dtype(dtype)), np.float64)
     assert np.isfinite(got).all()
     assert not got[(oracle == 0).all(axis=(1, 2))].any()
-    allowed = 2 * np.abs(plain - oracle).max() + 4 * float(jnp.finfo(dtype).eps)
-    assert np.abs(got - oracle).max() <= allowed
+    rounding = 4 * jnp.finfo(dtype).eps + got.shape[-1] / 8 * jnp.finfo(jnp.float32).eps
+    allowed = 2 * np.abs(plain - oracle).max() + float(rounding)
+    error = np.abs(got - oracle).max()
+    assert error <= allowed, f"{error:.3g} > {allowed:.3g}"

@@ -268,7 +268,7 @@ def test_loading_imports_neither_jax_nor_torch_and_says_nothing(tmp_path: Path):
         "import importlib.util as u, sys\n"
         "find = u.find_spec\n"
         "u.find_spec = lambda name, *a: None if name == 'torch' else find(name, *a)\n"
-        "import jpaged.text.detokenizer, jpaged.engine.preprocessing\n"
+        "import jpaged.text.detokenizer, jpaged.serve.lifecycle\n"
         "import jpaged.outputs, jpaged.terminal\n"
         "import jpaged.serve.tokenizing_process\n"
         "from jpaged.text.tokenizer import Tokenizer\n"
