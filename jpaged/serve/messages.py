@@ -120,7 +120,8 @@ class PoolFrames(msgspec.Struct, tag=True):
         epoch: Number of the sampler's start; frames before it were lost.
         frames: One after the other.
         stats: As `Engine.stats()` gives them, now.
-        snapshot: The frame that leads from nothing to the state after `frames`.
+        snapshot: The frame that leads from nothing to the state after `frames`; the first ones of
+            an epoch have it.
         failed: Whether the sampler failed since, and said why in the log.
     """
 

@@ -61,7 +61,6 @@ _COUNTERS = {
 
 _TIMES = {
     "time_to_first_token": ("From a request's arrival to its first token.", _FIRST_TOKEN),
-    "inter_token_latency": ("Between two tokens of a request.", _BETWEEN_TOKENS),
     "request_time_per_output_token": ("A request's mean between tokens.", _BETWEEN_TOKENS),
     "e2e_request_latency": ("Of a request in all.", _OF_REQUESTS),
     "request_queue_time": ("Waiting for the first step.", _OF_REQUESTS),
@@ -106,7 +105,16 @@ class Metrics:
             [*self._labels, "finished_reason"],
             registry=self._registry,
         )
-        self._histograms: dict[str, Histogram | _EveryToken] = {}
+        between_tokens = _EveryToken(
+            "vllm:inter_token_latency_seconds",
+            "Seconds. Between two tokens of a request.",
+            _BETWEEN_TOKENS,
+            self._labels,
+        )
+        self._registry.register(between_tokens)
+        self._histograms: dict[str, Histogram | _EveryToken] = {
+            "inter_token_latency": between_tokens
+        }
         for name, (meaning, buckets) in _TIMES.items():
             self._add_histogram(name, f"{name}_seconds", f"Seconds. {meaning}", buckets)
         lengths = _one_two_five(max_model_len)
@@ -143,12 +151,8 @@ class Metrics:
 
     def _add_histogram(self, key: str, name: str, meaning: str, buckets: Sequence[float]) -> None:
         name, labels = f"vllm:{name}", self._labels
-        if key == "inter_token_latency":
-            own = self._histograms[key] = _EveryToken(name, meaning, buckets, labels)
-            self._registry.register(own)
-        else:
-            made = Histogram(name, meaning, [*labels], buckets=buckets, registry=self._registry)
-            self._histograms[key] = made.labels(**labels)
+        made = Histogram(name, meaning, [*labels], buckets=buckets, registry=self._registry)
+        self._histograms[key] = made.labels(**labels)
 
 
 class Meter:

@@ -37,6 +37,7 @@ def _bounds(parameter: str, description: str | None = None) -> Meta:
     if own.kind is bool:
         return Meta(description=description)
     if own.kind is int:
+        # `seed` alone goes beyond 63 bits; msgspec takes no bound that does.
         high = min(own.high or own.served_high or _INT31, _INT64)
         return Meta(ge=own.low, le=high, description=description)
     high = _LARGEST if own.high is None else own.high

@@ -300,6 +300,23 @@ SILENT = """async () => {
 }"""
 
 
+def test_an_event_ends_only_at_a_newline(pages: Pages):
+    """JSON has the other ends of lines as they are, and JavaScript's patterns know them."""
+    page = opened(pages)
+    assert page.evaluate(LINE_ENDS) == [["frames", "a\u2028b"], ["message", "\u2029\u0085\n"]]
+
+
+LINE_ENDS = r"""async () => {
+  const { events } = await import("/picture/stream.js");
+  const body = 'event: frames\ndata: "a\u2028b"\n\n' + 'data: "\u2029\u0085\\n"\n\n';
+  const told = [];
+  for await (const event of events(new Response(body))) {
+    told.push([event.name, JSON.parse(event.data)]);
+  }
+  return told;
+}"""
+
+
 def test_a_server_that_comes_again_is_shown_anew(pages: Pages, compilation_cache: Path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])

@@ -2,7 +2,9 @@
 
 import asyncio
 import re
+import runpy
 from importlib.resources import files
+from pathlib import Path
 
 import httpx
 import pytest
@@ -10,6 +12,7 @@ from browsing import find_browser
 from serve_helpers import basic
 
 from jpaged.serve.app import make_app
+from jpaged.serve.dashboard import broadcast
 from jpaged.serve.dashboard.broadcast import PAGE_PATHS
 from jpaged.serve.options import ServeConfig
 from jpaged.serve.serving import Serving
@@ -73,6 +76,15 @@ def test_it_can_be_left_out():
 def test_all_files_are_served():
     served = {path.removeprefix("/picture/") for path in PAGE_PATHS - {"/"}} | {"index.html"}
     assert served == {file.name for file in STATIC.iterdir()}
+
+
+def test_a_stray_file_is_not_among_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "static").mkdir()
+    for name in ("index.html", "main.js", "main.js~", ".main.js.swp", "notes", ".js"):
+        (tmp_path / "static" / name).touch()
+    monkeypatch.setattr("importlib.resources.files", lambda package: tmp_path)
+    served = runpy.run_path(broadcast.__file__)["PAGE_PATHS"]
+    assert served == {"/", "/picture/main.js"}
 
 
 def test_the_page_has_nothing_that_its_policy_forbids():

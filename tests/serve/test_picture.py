@@ -16,7 +16,8 @@ from jpaged import Engine, EngineStats, PoolChanges, PoolWatch, SamplingParams
 from jpaged.observe.pool_changes import CACHED, ChangedBlocks, TableChange
 from jpaged.serve.api_errors import ApiError, not_serving
 from jpaged.serve.dashboard import broadcast
-from jpaged.serve.dashboard.broadcast import MAX_UNREAD, MAX_VIEWERS, Broadcast, Viewer
+from jpaged.serve.dashboard import sampler as sampler_module
+from jpaged.serve.dashboard.broadcast import MAX_UNREAD, MAX_VIEWERS, Broadcast, Place, Viewer
 from jpaged.serve.dashboard.sampler import MAX_FRAMES, PATIENCE, PoolSampler
 from jpaged.serve.messages import PoolFrame, PoolFrames, encode, report_of
 
@@ -156,6 +157,19 @@ def test_a_sampler_tells_of_every_copy(engine: Engine, kind: dict):
         num_copies += len(frame.changes.copies)
         assert all(replica.counts[target] >= 1 for target in frame.changes.copies)
     assert num_copies == engine.stats().num_block_copies - before >= 2
+
+
+def test_a_frame_tells_so_many_tokens_at_most(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sampler_module, "MAX_TOKENS", 64)
+    sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
+    run(engine, sampler, prompt=str([*range(50)]), max_tokens=1)
+    replica = begin(sampler, tokens=True)
+    told = [len(replica.tokens)]
+    for _ in range(100):
+        replayed(sampler.fetch(), replica)
+        told.append(len(replica.tokens))
+    assert told[0] == max(np.diff(told)) == 4  # blocks of 16
+    assert len(replica.tokens) == engine.stats().num_cached_blocks > 8
 
 
 def test_a_sampler_tells_no_tokens_unless_asked(engine: Engine):
@@ -404,10 +418,54 @@ def test_what_is_kept_for_a_viewer_is_bounded():
     viewer.begin(bytes(2 * MAX_UNREAD))
     viewer.offer(part)
     assert [len(viewer.take()) for _ in range(3)] == [2 * MAX_UNREAD, len(part), 0]
-    for follows in (True, True, True, False, False):
+    for place in [Place.FOLLOWING] * 3 + [Place.BEHIND] * 2:
         viewer.offer(part)
-        assert viewer.follows is follows
-    assert viewer.take() == b""
+        assert viewer.place is place
+    assert (viewer.take(), viewer.place) == (b"", Place.WAITING)
+
+
+def test_text_of_any_length_takes_no_further_snapshots(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    """Each snapshot begins to tell all text anew: if that led to another, there would be no end."""
+    monkeypatch.setattr(sampler_module, "MAX_TOKENS", 50 * 16)
+    sampler = PoolSampler(engine, clock=Clock(), work_clock=Clock())
+    for number in range(10):
+        run(engine, sampler, prompt=str([number] * 60), max_tokens=1)
+    assert engine.stats().num_cached_blocks > 100  # two frames' text, and more than that
+    given: list[bool] = []
+
+    async def fetch(snapshot: bool) -> PoolFrames:
+        for _ in range(10):  # until the viewers have read, however slow the machine is
+            await asyncio.sleep(0)
+        told = sampler.fetch(snapshot, tokens=True)
+        given.append(told.snapshot is not None)
+        return told
+
+    async def read(hub: Broadcast, told: dict[str, list[str]]) -> None:
+        async with aclosing(hub.watch()) as events:
+            async for message in events:
+                for event in message.split(b"\n\n")[:-1]:
+                    name, content = parse(event)
+                    for frame in content["frames"] if name == "frames" else [content["frame"]]:
+                        told.update(frame["text"])
+
+    async def watch() -> None:
+        hub = Broadcast(fetch, {}, lambda token: 500 * "x", interval=0.001)
+        everything: list[dict[str, list[str]]] = [{}, {}]
+        async with asyncio.TaskGroup() as group:
+            tasks = []
+            for told in everything:
+                tasks.append(group.create_task(read(hub, told)))
+                num_before = len(given)
+                while len(given) < num_before + 10:
+                    await asyncio.sleep(0.001)
+            for task in tasks:
+                task.cancel()
+        assert [len(told) for told in everything] == [engine.stats().num_cached_blocks] * 2
+
+    asyncio.run(watch())
+    assert sum(given) == 2  # one for each
 
 
 def test_a_sampler_that_began_anew_gives_a_snapshot():
@@ -447,6 +505,24 @@ def test_after_a_fault_in_the_hub_those_who_come_get_a_snapshot():
             with pytest.raises(ZeroDivisionError):
                 await anext(hub.watch())
         assert asked == [True, True]
+
+    asyncio.run(watch())
+
+
+def test_a_fault_in_the_hub_ends_the_stream_of_one_who_reads_late():
+    """Another viewer has made the hub go on by then, and frames are lost."""
+    good, bad = (shots(PoolChanges(tokens={1: [token]}), steps=token) for token in (1, 0))
+    source = Source(shots(), bad, good)
+
+    async def watch() -> None:
+        hub = Broadcast(source.fetch, {}, lambda token: str(1 // token), interval=0.001)
+        async with aclosing(hub.watch()) as slow, aclosing(hub.watch()) as late:
+            await anext(slow)
+            while source.num_asked < 2:  # of which the second brings the fault
+                await asyncio.sleep(0.001)
+            assert parse(await anext(late))[0] == "snapshot"
+            with pytest.raises(ZeroDivisionError):
+                await anext(slow)
 
     asyncio.run(watch())
 

@@ -11,8 +11,10 @@ in it.
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
+from enum import Enum, auto
 from functools import lru_cache
 from importlib.resources import files
+from pathlib import PurePath
 from typing import Any
 
 import msgspec
@@ -28,17 +30,19 @@ from jpaged.serve.serving import Phase, Serving
 
 MAX_VIEWERS = 16
 MAX_UNREAD = 1 << 18
-"""Bytes of frames kept for a viewer that does not read; with more, it gets a snapshot instead."""
+"""Bytes of frames kept for a viewer that does not read; with more, it gets a snapshot instead. One
+fetch's frames are kept whatever their size: they may tell the text that the snapshot left to them,
+and another snapshot would leave it to frames again."""
 
 INTERVAL = 0.1  # seconds between two fetches
 HEARTBEAT = 15.0  # seconds of silence after which a viewer hears that the line still stands
 
 _STATIC = files("jpaged.serve.dashboard").joinpath("static")
 _TYPES = {
-    "html": "text/html",
-    "css": "text/css",
-    "js": "text/javascript",
-    "svg": "image/svg+xml",
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
 }
 _HEADERS = {
     "Content-Security-Policy": (
@@ -52,47 +56,54 @@ _HEADERS = {
 }
 
 PAGE_PATHS = frozenset(
-    "/" if file.name == "index.html" else f"/picture/{file.name}" for file in _STATIC.iterdir()
+    "/" if file.name == "index.html" else f"/picture/{file.name}"
+    for file in _STATIC.iterdir()
+    if PurePath(file.name).suffix in _TYPES
 )
-"""The page, and the files it is made of."""
+"""The page, and the files it is made of; an editor's backups are not among them."""
+
+
+class Place(Enum):
+    """Where a viewer is in the stream."""
+
+    BEHIND = auto()  # it is new, or frames were dropped: it has nothing, and did not try to read
+    WAITING = auto()  # it found nothing to read, and waits for a snapshot
+    FOLLOWING = auto()  # it gets all frames since its snapshot
 
 
 class Viewer:
     """What one viewer has not read yet.
 
     Attributes:
-        follows: It has a snapshot, and no frame since then was dropped.
-        wants_snapshot: It reads, and does not follow.
+        place: Where it is.
         news: Set when there is something to read.
     """
 
     def __init__(self):
-        self.follows = self.wants_snapshot = False
+        self.place = Place.BEHIND
         self.news = asyncio.Event()
         self._snapshot = b""
         self._unread = bytearray()
 
     def begin(self, snapshot: bytes) -> None:
-        """Let it follow from here."""
-        self.follows, self.wants_snapshot = True, False
-        self._snapshot = snapshot
+        """Let it follow from here; what it has not read is dropped."""
+        self.place, self._snapshot = Place.FOLLOWING, snapshot
+        self._unread.clear()
         self.news.set()
 
     def offer(self, message: bytes) -> None:
-        """Keep frames for it, if it follows; drop all if they are too many."""
-        if self.follows:
+        """Keep a fetch's frames for it, if it follows; drop all if it has too many unread."""
+        if self._unread and len(self._unread) + len(message) > MAX_UNREAD:
+            self.place, self._snapshot = Place.BEHIND, b""
+            self._unread.clear()
+        if self.place is Place.FOLLOWING:
             self._unread += message
             self.news.set()
-        if len(self._unread) > MAX_UNREAD:
-            self.drop_all()
-
-    def drop_all(self) -> None:
-        """It follows no longer."""
-        self.follows, self._snapshot = False, b""
-        self._unread.clear()
 
     def take(self) -> bytes:
         """What it reads next; nothing if it has read all."""
+        if self.place is Place.BEHIND:
+            self.place = Place.WAITING
         message, self._snapshot = self._snapshot, b""
         if not message:
             message = bytes(self._unread)
@@ -148,28 +159,28 @@ class Broadcast:
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._poll())
             self._task.add_done_callback(_note_end)
+        task = self._task  # after a fault a later viewer begins another, which has lost frames
         try:
-            while not self._task.done():
+            while not task.done():
                 viewer.news.clear()
                 if message := viewer.take():
                     yield message
                     continue
-                viewer.wants_snapshot = not viewer.follows
                 try:
                     await asyncio.wait_for(viewer.news.wait(), HEARTBEAT)
                 except TimeoutError:
                     yield b": still here\n\n"
         finally:
             self._viewers.discard(viewer)
-        self._task.result()
-        if not viewer.follows:
+        task.result()
+        if viewer.place is not Place.FOLLOWING:
             raise not_serving("the server is shutting down")
 
     async def _poll(self) -> None:
         try:
             while self._viewers and not self._is_over():
-                wants_snapshot = any(viewer.wants_snapshot for viewer in self._viewers)
-                self._take(await self._fetch(wants_snapshot))
+                is_awaited = any(viewer.place is Place.WAITING for viewer in self._viewers)
+                self._take(await self._fetch(is_awaited))
                 await asyncio.sleep(self._interval)
         finally:
             for viewer in self._viewers:
@@ -182,11 +193,6 @@ class Broadcast:
         snapshot = None if news.snapshot is None else self._for_viewers(news.snapshot)
         if snapshot is not None and snapshot.text:  # frames tell no more of what a snapshot told
             frames.append(PoolFrame(snapshot.step, PoolChanges(), snapshot.text))
-        if news.epoch != self._epoch:  # frames were lost
-            self._epoch = news.epoch
-            for viewer in self._viewers:
-                viewer.drop_all()
-                viewer.wants_snapshot = True
         if frames or news.stats != self._stats:
             self._stats = news.stats
             message = _event("frames", {"frames": frames, "stats": news.stats})
@@ -195,8 +201,9 @@ class Broadcast:
         if snapshot is not None:
             content = {"pool": self._description, "frame": snapshot, "stats": news.stats}
             message = _event("snapshot", content)
+            frames_were_lost, self._epoch = news.epoch != self._epoch, news.epoch
             for viewer in self._viewers:
-                if viewer.wants_snapshot:
+                if frames_were_lost or viewer.place is Place.WAITING:
                     viewer.begin(message)
 
     def _for_viewers(self, frame: PoolFrame) -> PoolFrame:
@@ -240,7 +247,7 @@ class Dashboard:
         if name is not None and f"/picture/{name}" not in PAGE_PATHS:
             raise ApiError(404, "there is no such file")
         file = _STATIC.joinpath(name or "index.html")
-        media_type = _TYPES[file.name.split(".")[-1]]
+        media_type = _TYPES[PurePath(file.name).suffix]
         return Response(file.read_bytes(), media_type=media_type, headers=_HEADERS)
 
     async def events(self, request: Request) -> Response:

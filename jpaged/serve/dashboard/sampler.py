@@ -27,8 +27,8 @@ MAX_FRAMES = 256
 PATIENCE = 5.0
 """Seconds without a fetch after which a sampler stops."""
 
-NUM_TOKEN_BLOCKS = 200
-"""Blocks whose tokens one frame tells at most."""
+MAX_TOKENS = 3200
+"""Tokens that one frame tells at most, in whole blocks; the next frames tell the others."""
 
 
 class PoolSampler:
@@ -87,7 +87,7 @@ class PoolSampler:
             self._snapshot_due, snapshot = now, True
         frames, self._frames = self._frames, []
         if snapshot and now >= self._snapshot_due and not self._has_failed:
-            whole = self._make_snapshot(tokens)
+            whole = self._make_snapshot(tokens)  # which starts the watch, or another one
         failed, self._has_failed = self._has_failed, False
         return PoolFrames(self._epoch, frames, self._engine.stats(), whole, failed)
 
@@ -109,7 +109,8 @@ class PoolSampler:
         """The first look of another watch, which takes the place of the one so far."""
         started = self._work_clock()
         self.stop()
-        self._watch = self._engine.watch_pool(NUM_TOKEN_BLOCKS if tokens else 0)
+        num_token_blocks = MAX_TOKENS // self._engine.stats().block_size if tokens else 0
+        self._watch = self._engine.watch_pool(num_token_blocks)
         snapshot = self._look(self._watch)
         taken = self._work_clock() - started
         self._saved -= taken

@@ -28,8 +28,9 @@ export async function* events(response, patience = Infinity) {
       const parts = text.split("\n\n");
       text = parts.pop();
       for (const part of parts) {
-        const [, name = "message"] = /^event: (.*)$/m.exec(part) ?? [];
-        const [, data] = /^data: (.*)$/m.exec(part) ?? [];
+        // Not `^`, `.` and `$`: for these U+2028 ends a line too, and the text of tokens may have it.
+        const [, name = "message"] = /(?:^|\n)event: ([^\n]*)/.exec(part) ?? [];
+        const [, data] = /(?:^|\n)data: ([^\n]*)/.exec(part) ?? [];
         if (data) yield { name, data };
       }
     }
