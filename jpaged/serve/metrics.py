@@ -59,14 +59,24 @@ _COUNTERS = {
     "jpaged:steps": ("Steps launched.", "num_steps"),
 }
 
+# What each is, its buckets, and whether it is observed with every token.
 _TIMES = {
-    "time_to_first_token": ("From a request's arrival to its first token.", _FIRST_TOKEN),
-    "request_time_per_output_token": ("A request's mean between tokens.", _BETWEEN_TOKENS),
-    "e2e_request_latency": ("Of a request in all.", _OF_REQUESTS),
-    "request_queue_time": ("Waiting for the first step.", _OF_REQUESTS),
-    "request_prefill_time": ("From a request's first step to its first token.", _OF_REQUESTS),
-    "request_decode_time": ("From a request's first token to its last.", _OF_REQUESTS),
-    "request_inference_time": ("From a request's first step to its last token.", _OF_REQUESTS),
+    "time_to_first_token": ("From a request's arrival to its first token.", _FIRST_TOKEN, False),
+    "inter_token_latency": ("Between two tokens of a request.", _BETWEEN_TOKENS, True),
+    "request_time_per_output_token": ("A request's mean between tokens.", _BETWEEN_TOKENS, False),
+    "e2e_request_latency": ("Of a request in all.", _OF_REQUESTS, False),
+    "request_queue_time": ("Waiting for the first step.", _OF_REQUESTS, False),
+    "request_prefill_time": (
+        "From a request's first step to its first token.",
+        _OF_REQUESTS,
+        False,
+    ),
+    "request_decode_time": ("From a request's first token to its last.", _OF_REQUESTS, False),
+    "request_inference_time": (
+        "From a request's first step to its last token.",
+        _OF_REQUESTS,
+        False,
+    ),
 }
 _SIZES = {
     "request_prompt_tokens": "Tokens of a prompt.",
@@ -105,22 +115,14 @@ class Metrics:
             [*self._labels, "finished_reason"],
             registry=self._registry,
         )
-        between_tokens = _EveryToken(
-            "vllm:inter_token_latency_seconds",
-            "Seconds. Between two tokens of a request.",
-            _BETWEEN_TOKENS,
-            self._labels,
-        )
-        self._registry.register(between_tokens)
-        self._histograms: dict[str, Histogram | _EveryToken] = {
-            "inter_token_latency": between_tokens
-        }
-        for name, (meaning, buckets) in _TIMES.items():
-            self._add_histogram(name, f"{name}_seconds", f"Seconds. {meaning}", buckets)
+        self._histograms: dict[str, Histogram | _EveryToken] = {}
+        for name, (meaning, buckets, is_of_tokens) in _TIMES.items():
+            add = self._add_token_histogram if is_of_tokens else self._add_histogram
+            add(name, f"vllm:{name}_seconds", f"Seconds. {meaning}", buckets)
         lengths = _one_two_five(max_model_len)
         for name, meaning in _SIZES.items():
             buckets = _ANSWERS if name == "request_params_n" else lengths
-            self._add_histogram(name, name, meaning, buckets)
+            self._add_histogram(name, f"vllm:{name}", meaning, buckets)
 
     def text(self, stats: EngineStats | None) -> bytes:
         """All of them in Prometheus's text format.
@@ -150,9 +152,15 @@ class Metrics:
         return counter.labels(**self._labels)
 
     def _add_histogram(self, key: str, name: str, meaning: str, buckets: Sequence[float]) -> None:
-        name, labels = f"vllm:{name}", self._labels
+        labels = self._labels
         made = Histogram(name, meaning, [*labels], buckets=buckets, registry=self._registry)
         self._histograms[key] = made.labels(**labels)
+
+    def _add_token_histogram(
+        self, key: str, name: str, meaning: str, buckets: Sequence[float]
+    ) -> None:
+        made = self._histograms[key] = _EveryToken(name, meaning, buckets, self._labels)
+        self._registry.register(made)
 
 
 class Meter:
