@@ -64,7 +64,7 @@ def test_a_size_that_no_model_has_is_refused_by_its_field(
 def test_sizes_that_are_not_the_checkpoints_are_named(folder: Path):
     change(folder, num_hidden_layers=1000)
     assert "num_hidden_layers=1000, but the checkpoint has" in refusal(folder)
-    change(folder, num_hidden_layers=1, vocab_size=2**23)
+    change(folder, num_hidden_layers=6, vocab_size=2**23)
     assert "vocab_size=8388608" in refusal(folder)
 
 
