@@ -80,17 +80,17 @@ class EngineConfig(Options):
         async_scheduling: Let the host run one step behind the device (the overlapped loop).
         num_scheduler_steps: Decode steps launched as one program while at most 32 sequences run,
             none wait and none needs penalties, biases, log-probabilities or beams; in `generate`,
-            where nobody can arrive, also while more run or others wait. In the overlapped loop
+            where no request can arrive, also while more run or others wait. In the overlapped loop
             only. A short step then does not wait for the host, and tokens come in bursts. None is 4
             on a GPU for models of up to 5 GB, and else 1, which is never.
         compilation_cache_dir: Where compiled programs are kept, which makes a second start fast;
             None for nowhere. Others who can write there can run code in this process. It is JAX's
             persistent compilation cache too, unless one was set before, by JAX's own configuration
             or an earlier engine.
-        num_compile_workers: Processes that compile beside the engine's own at a start that has much
-            to compile; 0 for none. None is, on a GPU, one for two processors, 8 at most, as far as
-            the device has 1 GiB for each beside the engine's share (1.5 GiB with a model whose XLA
-            measurements do not ship); else 0. They need `compilation_cache_dir`.
+        num_compile_workers: Processes that compile in addition to the engine's own at a start that
+            has much to compile; 0 for none. None is, on a GPU, one for two processors, 8 at most,
+            as far as the device has 1 GiB for each besides the engine's share (1.5 GiB with a model
+            whose XLA measurements do not ship); else 0. They need `compilation_cache_dir`.
         verbose: Show loading, memory account and compilation on stderr.
 
     Raises:

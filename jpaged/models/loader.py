@@ -174,8 +174,9 @@ def _settle_head(
 ) -> tuple[ModelConfig, WeightRules]:
     """Whether the output head is tied, and the rules that go with that, from those of the config.
 
-    As in transformers, a head that the file holds beside the embedding is tied to it only if both
-    are the same in the dtype they are loaded in; and one that it holds instead is the embedding.
+    As in transformers, a head that the file holds as well as the embedding is tied to it only if
+    both are the same in the dtype they are loaded in; and one that it holds instead is the
+    embedding.
     """
     if not config.tie_word_embeddings:
         return config, rules

@@ -94,7 +94,7 @@ class MemoryReport:
             tokens may come to be so many. That is the paper's reservation, seen beforehand: a
             sequence that ends earlier than it must will not have filled them.
         num_fragmented_slots: Empty slots of used blocks that are never filled, the paper's internal
-            fragmentation: they lie past the last token that a sequence can have, or whoever holds
+            fragmentation: they lie past the last token that a sequence can have, or what holds
             them is over and only waits for a step in flight.
         num_cached_slots: Slots of blocks that are free, but kept for their prefix until needed.
         num_free_slots: Slots of blocks that hold nothing.

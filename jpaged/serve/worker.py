@@ -1,6 +1,6 @@
 """The engine's process: takes commands, steps, tells what is new.
 
-It runs beside the HTTP process, so that HTTP never takes the interpreter from a step, and sends
+It is apart from the HTTP process, so that HTTP never takes the interpreter from a step, and sends
 one message a step with the news of all requests; the log-probabilities of a long prompt go in
 parts, one a step. While the other side does not read, steps go on and the news wait in the engine,
 where those of a request are one entry however much it grows.

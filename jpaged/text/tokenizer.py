@@ -150,7 +150,7 @@ class Tokenizer:
             continue_final_message: End in the middle of the last message, for an answer to go on.
             chat_template: A Jinja template to use instead of the model's.
             allow_special_tokens: Let text of messages and variables, such as `<|im_end|>`, become
-                special tokens. Otherwise it is tokenised as the text that it is, so that nobody
+                special tokens. Otherwise it is tokenised as the text that it is, so that no user
                 who writes a message's text can end the message.
             max_characters: Of what the template may write.
             template_variables: More variables of the template, such as `enable_thinking`.

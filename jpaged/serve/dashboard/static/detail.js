@@ -16,7 +16,7 @@ function firstOf(list, most, show, showRest) {
   return shown;
 }
 
-/** Fills the panel of one block: its slots, and the block table of whoever holds it. */
+/** Fills the panel of one block: its slots, and the block tables of the sequences that hold it. */
 export function showBlock(parent, pool, id, onChip) {
   const palette = new Palette();
   const holders = pool.holders(id);

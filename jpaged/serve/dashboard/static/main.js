@@ -210,7 +210,7 @@ window.addEventListener("resize", () => state.pool && drawHost());
 document.addEventListener("visibilitychange", onVisibility);
 setInterval(noteMoment, CHARTS_EVERY);
 
-// For whoever wants to look from the console, and for the tests.
+// For a look from the console, and for the tests.
 window.jpaged = { grid, player, prompts, charts, state, rest };
 
 onVisibility();

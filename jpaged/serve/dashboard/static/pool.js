@@ -6,7 +6,7 @@ export const CACHED = -1;
 export class Pool {
   /** A request has one colour as long as the page is open: its number comes from the pool before. */
   constructor({ num_blocks, block_size }, before = null) {
-    this.numBlocks = num_blocks; // the null block, which nobody holds, counted
+    this.numBlocks = num_blocks; // the null block, which no sequence holds, counted
     this.blockSize = block_size;
     this.counts = new Int32Array(num_blocks);
     this.hashes = new Uint32Array(num_blocks);
@@ -54,7 +54,7 @@ export class Pool {
       else if (isNew && !copied.has(id)) events.taken.push(id);
       if (now > 1 && now > before) events.shared.push(id);
       else if (before > 0 && now <= 0) events.freed.push(id);
-      if (now === 0 || isNew) this.owners[id] = 0; // whoever takes it, owns it
+      if (now === 0 || isNew) this.owners[id] = 0; // the sequence that takes it owns it
       if (now === 0 || (isNew && !hashes[i])) this.text.delete(id);
       this.counts[id] = now;
       this.hashes[id] = hashes[i];

@@ -35,7 +35,7 @@ export async function* events(response, patience = Infinity) {
       }
     }
   } finally {
-    reader.cancel().catch(() => {}); // whoever stops listening hangs up
+    reader.cancel().catch(() => {}); // a reader that stops hangs up
   }
 }
 
