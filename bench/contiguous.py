@@ -96,7 +96,7 @@ class Decoder:
         self.running: dict[int, Request] = {}  # by slot
         self._unread: deque[tuple[jax.Array, list[tuple[int, Request]]]] = deque()
         self._rows = max(num_slots, MIN_ROWS)
-        self._cache, self.width = model.empty(self._rows, max_len), max_len  # of the batch now
+        self._cache, self.width = None, 0  # of the batch now
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -170,12 +170,12 @@ class Decoder:
         """Give free slots to the waiting, and compute their prompts, those of a bucket together."""
         free = [slot for slot in range(self.num_slots) if slot not in self.running]
         taken = [(slot, self.waiting.popleft()) for slot in free[: len(self.waiting)]]
-        if self.batching == "static":
-            needed = max(len(request.prompt) + request.max_tokens for _, request in taken)
-            width = min(width for width in self.widths if width >= needed)
-            if width != self.width:
-                self._cache, self.width = None, width  # its memory first
-                self._cache = self.model.empty(self._rows, width)
+        needed = max((len(request.prompt) + request.max_tokens for _, request in taken), default=1)
+        width = min(width for width in self.widths if width >= needed)
+        if width != self.width:
+            jax.block_until_ready(self._cache)  # memory still in use is not free for the next
+            self._cache, self.width = None, width
+            self._cache = self.model.empty(self._rows, width)
         self.running.update(taken)
         taken.sort(key=lambda pair: len(pair[1].prompt))
         for length, found in groupby(taken, lambda pair: bucket(len(pair[1].prompt), self.width)):
