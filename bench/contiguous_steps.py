@@ -186,6 +186,8 @@ class Model:
 
     def _compile(self, num_slots: int, width: int, *shape: int) -> Callable:
         """`prefill` of prompts of shape (n, T), `decode` of (num_steps,)."""
+        # XLA measures GEMMs while it compiles: not beside programs that run.
+        jax.block_until_ready(jax.live_arrays())
         held = jax.eval_shape(partial(self.empty, num_slots, width))
         if len(shape) == 1:
             return self._decode.lower(self.leaves, held, held.lens, *shape).compile()
