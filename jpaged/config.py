@@ -21,6 +21,9 @@ MAX_BLOCK_SIZE = 256
 
 MAX_SCHEDULER_STEPS = 64
 
+MAX_GPUS = 8
+"""As `jpaged.models.config` has it: those of one host."""
+
 MAX_NUM_SEQS = 2048
 """Above 256 each 64 sequences are a batch size more, with a decode program and a sampler for each
 sampling level to compile at a first start: some 200 programs at 2,048, and thousands at 100,000."""
@@ -75,6 +78,10 @@ class EngineConfig(Options):
         scheduling_policy: "fcfs" serves in the order of arrival, "priority" the smallest number
             first: others wait as long as such requests come.
         load_format: "auto" or "safetensors" read the checkpoint; "dummy" makes random weights.
+        tensor_parallel_size: Devices of this process that share the model: each has a part of the
+            weights, of the KV of every token and of every step's work. It divides the model's
+            attention heads and the width of its feed-forward, and is a divisor or a multiple of
+            its KV heads.
         skip_tokenizer_init: Token ids in, token ids out; no tokenizer is loaded.
         seed: Seeds random weights, and requests that bring no seed.
         async_scheduling: Let the host run one step behind the device (the overlapped loop).
@@ -180,6 +187,14 @@ class EngineConfig(Options):
         group=_STEPS,
     )
     load_format: str = choice("auto", LOAD_FORMATS, help="dummy makes random weights", group=_MODEL)
+    tensor_parallel_size: int = integer(
+        1,
+        low=1,
+        high=MAX_GPUS,
+        what=f"an integer from 1 to {MAX_GPUS}, and no more than there are devices",
+        help="devices that share the model, its KV cache and every step",
+        group=_MODEL,
+    )
     skip_tokenizer_init: bool = switch(False)
     seed: int = integer(
         0,

@@ -179,10 +179,10 @@ def test_swap_space_of_less_than_a_block():
 def test_host_memory_is_told_apart_from_the_devices():
     account = MemoryAccount(weights=1, sampling=2, workspace=3, kv_cache=4, limit=20, swap=2**20)
     assert account.total == 10
-    lines = describe_memory(resolved(), account, SimpleNamespace(device_kind="X"))
+    lines = describe_memory(resolved(), account, [SimpleNamespace(device_kind="X")])
     assert "host memory for swapped blocks: up to 1.0 MiB" in lines
     without = describe_memory(
-        resolved(), replace(account, swap=0), SimpleNamespace(device_kind="X")
+        resolved(), replace(account, swap=0), [SimpleNamespace(device_kind="X")]
     )
     assert len(without) == len(lines) - 1
 

@@ -33,7 +33,7 @@ class Compilation:
         folder: The checkpoint's.
         plan: The model, not loaded yet.
         dtype: Of weights and pool.
-        device: What the engine runs on, before the weights are on it.
+        device: What the engine runs on, or the first of the devices, before the weights are there.
         say: Tells a line about the start.
 
     Raises:
@@ -51,9 +51,10 @@ class Compilation:
     ):
         model, backend = plan.config, select_backend(device.platform)
         self._split, self._shared = SplitModel.of(plan.shapes), SharedCalls(backend)
-        self._sizing = Sizing(config, model, self._split, dtype, device)
+        self._sizing = Sizing(config, model, self._split, dtype, self._split.devices)
         self._say, self._told = say, 0
-        store = program_store(config.compilation_cache_dir, model, plan.shapes, device)
+        own = model.share(config.tensor_parallel_size)
+        store = program_store(config.compilation_cache_dir, own, plan.shapes, device)
         recorded = nothing_to_measure(device, self._split, self._sizing)
         compiler = make_compiler(plan.shapes, backend, recorded=recorded)
         self._builder = ProgramBuilder(os.cpu_count() or 1, store, self._tell_progress, compiler)
@@ -110,4 +111,4 @@ def nothing_to_measure(device: Any, split: SplitModel, sizing: Sizing) -> bool:
     """Whether XLA would measure nothing of the products of steps: measurements that ship are given
     to it first."""
     record = offer_recorded_products(device)
-    return device.platform == "cpu" or record.has(split.leaves, sizing.step_rows)
+    return device.platform == "cpu" or record.has(split.own_leaves, sizing.step_rows)

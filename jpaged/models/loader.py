@@ -3,7 +3,8 @@
 Nothing is read before the headers have been checked against the model (`plan_weights`). Then, file
 by file, the tensors go to the device in slabs, where they are transposed, cast and written in place
 into their (possibly fused) parameter. A file is mapped for one slab at a time. So the host holds a
-few slabs, however large a file or a parameter is and wherever the pieces of a fused one lie.
+few slabs, however large a file or a parameter is and wherever the pieces of a fused one lie. Where
+devices share the model, each is given its own part of every tensor, read from the file for it.
 
 A tied output head that the file holds all the same is compared with the embedding, as transformers
 does: a head of other values is kept, and the model is not tied.
@@ -15,14 +16,17 @@ import warnings
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jpaged.models.checkpoint import (
@@ -40,6 +44,7 @@ from jpaged.models.checkpoint import (
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder
 from jpaged.models.registry import weight_rules
+from jpaged.models.sharding import Piece, over, own_shape, pieces, split_axis
 
 __all__ = [
     "CheckpointError",
@@ -84,29 +89,74 @@ class ModelPlan:
 
     Attributes:
         config: the model's; with an output head of its own where the checkpoint has one.
-        shapes: the model with shapes in its parameters' places.
+        mesh: the devices that share the model; None for one.
+        shapes: the model as each device computes it, with shapes in its parameters' places: those
+            of the arrays over all devices.
     """
 
     config: ModelConfig
+    mesh: Mesh | None
     shapes: nnx.Module
+    _specs: Specs  # of the whole model, as one device would have it
     _placements: Sequence[Placement] | None  # None: random weights
     _seed: int
 
     def load(self) -> nnx.Module:
-        """The model with its parameters on the default device.
+        """The model with its parameters on the devices.
 
         Raises:
             CheckpointError: a file cannot be read any more.
         """
-        graphdef, state = nnx.split(self.shapes)
         specs = _specs(self.shapes)
-        if self._placements is None:
-            arrays = {name: _dummy_array(name, spec, self._seed) for name, spec in specs.items()}
+        if self.mesh is None:
+            arrays = self._arrays(specs, 0, None)
         else:
-            arrays = _read_arrays(self._placements, specs)
-        flat = nnx.to_flat_state(state)
-        filled = [(path, leaf.replace(arrays[_name_of(path)])) for path, leaf in flat]
-        return nnx.merge(graphdef, nnx.from_flat_state(filled))
+            devices = self.mesh.devices.ravel().tolist()
+            with ThreadPoolExecutor(len(devices)) as pool:
+                shares = [
+                    pool.submit(self._arrays, specs, rank, device)
+                    for rank, device in enumerate(devices)
+                ]
+            arrays = {path: _joined(spec, shares, path) for path, spec in specs.items()}
+        return _with_values(self.shapes, arrays)
+
+    def _arrays(self, specs: Specs, rank: int, device: Any) -> dict[str, jax.Array]:
+        """The parameters of one device, by path."""
+        held = {path: self._pieces(path, own_shape(spec), rank) for path, spec in specs.items()}
+        own = {path: jax.ShapeDtypeStruct(own_shape(it), it.dtype) for path, it in specs.items()}
+        if self._placements is not None:
+            return _read_arrays(self._placements, own, held, device)
+        with jax.default_device(device):
+            return {
+                path: _dummy_array(path, spec, self._specs[path].shape, held[path], self._seed)
+                for path, spec in own.items()
+            }
+
+    def _pieces(self, path: str, own: tuple[int, ...], rank: int) -> list[Piece]:
+        """What a device has of the parameter."""
+        count = 1 if self.mesh is None else self.mesh.size
+        whole, parts = self._specs[path].shape, ()
+        name = re.sub(r"^layers\.\d+\.", "", path.rpartition(".")[0])
+        if (projection := self.config.projections.get(name)) is not None:
+            ours = self.config.share(count).projections[name]
+            if split_axis(whole, own) == len(whole) - len(projection.outputs):
+                sizes = zip(projection.parts, ours.parts, strict=True)
+                parts = [(size, own_size) for (_, size), (_, own_size) in sizes]
+        return pieces(whole, own, rank, count, parts)
+
+
+def _joined(spec: jax.ShapeDtypeStruct, shares: Iterable[Future], path: str) -> jax.Array:
+    """The array over all devices of a parameter."""
+    own = [share.result()[path] for share in shares]
+    return jax.make_array_from_single_device_arrays(spec.shape, spec.sharding, own)
+
+
+def _with_values(model: nnx.Module, values: Mapping[str, Any]) -> nnx.Module:
+    """The model with other values, by path."""
+    definition, state = nnx.split(model)
+    flat = nnx.to_flat_state(state)
+    filled = [(path, leaf.replace(values[_name_of(path)])) for path, leaf in flat]
+    return nnx.merge(definition, nnx.from_flat_state(filled))
 
 
 def plan_model(
@@ -116,6 +166,7 @@ def plan_model(
     dtype: DTypeLike,
     load_format: str = "auto",
     seed: int = 0,
+    mesh: Mesh | None = None,
 ) -> ModelPlan:
     """Check the checkpoint against its config; no weights are read, but those of a tied head.
 
@@ -128,27 +179,30 @@ def plan_model(
         load_format: "auto" and "safetensors" read the checkpoint; "dummy" makes random weights on
             the device, the same ones for the same `seed`.
         seed: of the dummy weights.
+        mesh: the devices that share the model; None for one.
 
     Raises:
         CheckpointError: the checkpoint is missing, broken or does not fit the model exactly.
-        ValueError: `dtype` or `load_format` is not one of the above.
+        ValueError: `dtype` or `load_format` is not one of the above, or the devices cannot share
+            the model.
     """
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load_format={load_format!r} is unknown; use one of {LOAD_FORMATS}.")
     if jnp.dtype(dtype) not in SUPPORTED_DTYPES.values():
         raise ValueError(f"dtype={dtype!r} is unsupported; use float32, float16 or bfloat16.")
     if load_format == "dummy":
-        return ModelPlan(config, model_shapes(config, dtype), None, seed)
+        shapes, specs = model_shapes(config, dtype, mesh), _specs(model_shapes(config, dtype))
+        return ModelPlan(config, mesh, shapes, specs, None, seed)
     tensors = read_tensors(resolve_checkpoint(folder))
     rules = weight_rules(config)
     _check_num_layers(config, tensors, rules)
     config, rules = _settle_head(config, tensors, rules, jnp.dtype(dtype))
-    shapes = model_shapes(config, dtype)
+    shapes, specs = model_shapes(config, dtype, mesh), _specs(model_shapes(config, dtype))
     try:
-        placements = plan_weights(tensors, rules, _specs(shapes))
+        placements = plan_weights(tensors, rules, specs)
     except CheckpointError as error:
         raise CheckpointError(f"{error} config.json says {config.sizes}.") from None
-    return ModelPlan(config, shapes, placements, seed)
+    return ModelPlan(config, mesh, shapes, specs, placements, seed)
 
 
 def _check_num_layers(
@@ -230,9 +284,24 @@ def _name_of(path: tuple) -> str:
     return ".".join(map(str, path))
 
 
-def model_shapes(config: ModelConfig, dtype: DTypeLike) -> nnx.Module:
-    """The config's model with shapes in its parameters' places."""
-    return nnx.eval_shape(lambda: Decoder(config, dtype=dtype))
+def model_shapes(config: ModelConfig, dtype: DTypeLike, mesh: Mesh | None = None) -> nnx.Module:
+    """The config's model, as each device of the mesh computes it, with shapes in its parameters'
+    places: those of the arrays over all devices.
+
+    Raises:
+        ValueError: the devices cannot share the model.
+    """
+    whole = nnx.eval_shape(lambda: Decoder(config, dtype=dtype))
+    if mesh is None:
+        return whole
+    share = config.share(mesh.size)
+    own = nnx.eval_shape(lambda: Decoder(share, dtype=dtype))
+    specs = _specs(whole)
+    values = {
+        path: over(mesh, spec, split_axis(specs[path].shape, spec.shape))
+        for path, spec in _specs(own).items()
+    }
+    return _with_values(own, values)
 
 
 Problems = dict[str, list[str]]
@@ -310,14 +379,20 @@ def _place(
     return Placement(tensor, rule, path, shape, tuple(axis for axes in file_axes for axis in axes))
 
 
-def _read_arrays(placements: Iterable[Placement], specs: Specs) -> dict[str, jax.Array]:
-    """The parameters by path, read in the order of the placements, which is that of the files."""
+def _read_arrays(
+    placements: Iterable[Placement],
+    specs: Specs,
+    held: Mapping[str, Sequence[Piece]],
+    device: Any = None,
+) -> dict[str, jax.Array]:
+    """A device's parameters by path, read in the order of the placements, which is that of the
+    files; `specs` are their shapes, `held` says what of each they are."""
     arrays: dict[str, jax.Array] = {}
     for placement in placements:
         path = placement.path
         if path not in arrays:
-            arrays[path] = jnp.zeros(specs[path].shape, specs[path].dtype)
-        for start, rows in _slabs(placement):
+            arrays[path] = jnp.zeros(specs[path].shape, specs[path].dtype, device=device)
+        for start, rows in _slabs(placement, held[path]):
             # No name for the slab: it would live on while the next one is read.
             param = _write_slab(
                 arrays[path],
@@ -331,32 +406,72 @@ def _read_arrays(placements: Iterable[Placement], specs: Specs) -> dict[str, jax
     return arrays
 
 
-def _read_slab(placement: Placement, rows: slice) -> np.ndarray:
-    """These rows of a tensor, its axes split as in the parameter but in the order of the file."""
-    shape = [placement.shape[axis] for axis in placement.order[1:]]
-    return _read_rows(placement.tensor, rows).reshape(-1, *shape)
+Rows = tuple[tuple[slice, ...], tuple[int, ...]]
+"""What to read of a tensor: a slice of each of its axes in the file, and the shape of that with the
+axes split as in the parameter, in the order of the file."""
 
 
-def _read_rows(tensor: TensorInfo, rows: slice) -> np.ndarray:
+def _read_slab(placement: Placement, rows: Rows) -> np.ndarray:
+    slices, shape = rows
+    return _read_rows(placement.tensor, slices).reshape(shape)
+
+
+def _read_rows(tensor: TensorInfo, rows: slice | tuple[slice, ...]) -> np.ndarray:
     with open_tensors(tensor.file) as opened:  # closing it gives back the pages just read
         return opened.get_slice(tensor.name)[rows]
 
 
-def _slabs(placement: Placement) -> Iterator[tuple[np.ndarray, slice]]:
-    """Cut a piece into slabs of up to SLAB_BYTES, but at least one row of its slowest axis.
+def _slabs(placement: Placement, held: Iterable[Piece]) -> Iterator[tuple[np.ndarray, Rows]]:
+    """Cut what is held of a tensor into slabs of up to SLAB_BYTES, but at least one row of its
+    slowest axis.
 
     Yields:
-        The slab's start in the parameter (int32, one entry an axis), and its rows in the file.
+        The slab's start in the device's parameter (int32, one entry an axis), and its rows.
     """
-    tensor, slowest, size = placement.tensor, placement.order[0], math.prod(placement.shape)
-    row_size, file_row_size = size // placement.shape[slowest], size // tensor.shape[0]
-    unit = math.lcm(row_size, file_row_size)  # where a row of the piece and one of the file end
-    step = max(1, SLAB_BYTES // (unit * SUPPORTED_DTYPES[tensor.dtype].itemsize)) * unit
-    for first in range(0, size, step):
-        start = np.zeros(len(placement.shape), np.int32)
-        start[placement.rule.axis] = placement.rule.start
-        start[slowest] += first // row_size
-        yield start, slice(first // file_row_size, min(first + step, size) // file_row_size)
+    rule, order = placement.rule, placement.order
+    first = np.zeros(len(placement.shape), np.int64)
+    first[rule.axis] = rule.start
+    for piece in held:
+        low = np.maximum(piece.whole, first)
+        high = np.minimum(np.add(piece.whole, piece.shape), first + placement.shape)
+        if (low >= high).any():
+            continue
+        own, shape = (low - piece.whole + piece.own), (high - low).tolist()
+        slices = _file_slices(placement, (low - first).tolist(), shape)
+        slowest, size, rows = order[0], math.prod(shape), slices[0]
+        row_size, file_row_size = size // shape[slowest], size // (rows.stop - rows.start)
+        unit = math.lcm(row_size, file_row_size)  # where a row of the piece and one of the file end
+        itemsize = SUPPORTED_DTYPES[placement.tensor.dtype].itemsize
+        step = max(1, SLAB_BYTES // (unit * itemsize)) * unit
+        for done in range(0, size, step):
+            start, end = own.astype(np.int32), min(done + step, size)
+            start[slowest] += done // row_size
+            part = slice(rows.start + done // file_row_size, rows.start + end // file_row_size)
+            split = (end - done) // row_size, *(shape[axis] for axis in order[1:])
+            yield start, ((part, *slices[1:]), split)
+
+
+def _file_slices(placement: Placement, start: list[int], shape: list[int]) -> tuple[slice, ...]:
+    """Where a box of a tensor lies along each of its axes in the file.
+
+    Raises:
+        CheckpointError: not side by side.
+    """
+    file_axes = placement.rule.file_axes or [(axis,) for axis in range(len(shape))]
+    slices = []
+    for axes in file_axes:
+        low, length, stride, is_whole = 0, 1, 1, True
+        for axis in reversed(axes):  # the fastest first
+            if not is_whole and shape[axis] > 1:
+                raise CheckpointError(
+                    f"{placement.tensor.name} cannot be shared by devices: a part of "
+                    f"{placement.path} is not one range of it"
+                )
+            low, length = low + start[axis] * stride, length * shape[axis]
+            stride *= placement.shape[axis]
+            is_whole = is_whole and shape[axis] == placement.shape[axis]
+        slices.append(slice(low, low + length))
+    return tuple(slices)
 
 
 @partial(jax.jit, static_argnames=("order", "add"), donate_argnames="param")
@@ -368,27 +483,56 @@ def _write_slab(
     return jax.lax.dynamic_update_slice(param, slab, list(start))
 
 
-def _dummy_array(path: str, spec: jax.ShapeDtypeStruct, seed: int) -> jax.Array:
+def _dummy_array(
+    path: str,
+    spec: jax.ShapeDtypeStruct,
+    whole: tuple[int, ...],
+    held: Sequence[Piece],
+    seed: int,
+) -> jax.Array:
     """Random weights made on the device, ones for the scales of norms.
 
-    The values depend on the seed and the parameter's path alone.
+    The values depend on the seed, the parameter's path and the place in the `whole` parameter
+    alone: the model is the same however many devices share it.
     """
     if len(spec.shape) == 1 and not path.endswith("bias"):  # other vectors are norms' scales
         return jnp.ones(spec.shape, spec.dtype)
     path_id = np.uint32(zlib.crc32(path.encode()))
-    return _random(np.uint32(seed % 2**32), path_id, shape=spec.shape, dtype=spec.dtype)
+    strides = [math.prod(whole[axis + 1 :]) for axis in range(len(whole))]
+    seed_bits, options = np.uint32(seed % 2**32), {"strides": tuple(strides), "dtype": spec.dtype}
+
+    def values(piece: Piece) -> jax.Array:
+        first = np.uint32(np.dot(piece.whole, strides) % 2**32)
+        return _random(seed_bits, path_id, first, shape=piece.shape, **options)
+
+    if len(held) == 1:
+        return values(held[0])
+    own = jnp.zeros(spec.shape, spec.dtype)
+    for piece in held:
+        own = jax.lax.dynamic_update_slice(own, values(piece), piece.own)
+    return own
 
 
-@partial(jax.jit, static_argnames=("shape", "dtype"))
+@partial(jax.jit, static_argnames=("shape", "strides", "dtype"))
 def _random(
-    seed: jax.Array, path_id: jax.Array, *, shape: tuple[int, ...], dtype: np.dtype
+    seed: jax.Array,
+    path_id: jax.Array,
+    first: jax.Array,
+    *,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: np.dtype,
 ) -> jax.Array:
-    """Nearly normal numbers: each the sum of the four bytes of one hash.
+    """Nearly normal numbers: each the sum of the four bytes of one hash of its place, the first
+    one's being `first`.
 
     Purely element-wise, so it compiles to one kernel and needs no workspace; `jax.random.normal`
     takes up to eight times the parameter's own size, which a device full of weights does not have.
     """
-    index = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
+    index = jnp.broadcast_to(first, shape)
+    for axis, stride in enumerate(strides):
+        along = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        index += along * np.uint32(stride % 2**32)
     key = jnp.broadcast_to(_hash(path_id ^ _hash(seed)), shape)
     bits = _hash(_hash(index) ^ key)
     byte_sum = sum((bits >> np.uint32(shift)) & np.uint32(255) for shift in (0, 8, 16, 24))

@@ -22,7 +22,7 @@ def sizing(limit: int, held: int = 0, **options: Any) -> Sizing:
     stats = {"bytes_limit": limit, "bytes_in_use": held}
     device = SimpleNamespace(platform="cpu", device_kind="X", memory_stats=lambda: stats)
     split = SplitModel.of(model_shapes(MODEL, FLOAT32))
-    made = Sizing(EngineConfig(**options), MODEL, split, FLOAT32, device)
+    made = Sizing(EngineConfig(**options), MODEL, split, FLOAT32, [device])
     stats["bytes_in_use"] = limit  # from then on it is this engine's
     return made
 
