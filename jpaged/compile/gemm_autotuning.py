@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -125,16 +126,15 @@ def measure_products(model: Any, part: str, rows: int, backend: Backend) -> int:
     """
     head = model.head, lambda it, x: it.logits(x), [(model.config.embedding_size,)]
     steps = [head] if part == "head" else _layer_steps(model, backend)
-    num_compiled = 0
+    alone, num_compiled = Mesh(jax.local_devices()[:1], (AXIS,)), 0
+    placed = partial(over, alone, axis=None)
     for module, step, widths in steps:
         split = SplitModel.of(module)
         inputs = [jax.ShapeDtypeStruct((rows, *width), model.dtype) for width in widths]
-        arguments = split.own_leaves, *inputs
-        bound = split.bind(step)
+        arguments, bound = (split.own_leaves, *inputs), split.bind(step)
         if model.config.num_shares > 1:  # its sums over devices are of one
-            mesh = Mesh(jax.local_devices()[:1], (AXIS,))
-            arguments = jax.tree.map(lambda it: over(mesh, it, None), arguments)
-            bound = on_every_device(bound, mesh, arguments, {}, PartitionSpec())
+            arguments = jax.tree.map(placed, arguments)
+            bound = on_every_device(bound, alone, arguments, {}, PartitionSpec())
         lowered = jax.jit(bound).lower(*arguments)
         if "stablehlo.dot" in lowered.as_text():  # not those of own kernels
             lowered.compile(CUBLAS_MEASURED)

@@ -1,0 +1,182 @@
+"""What each device has of a model that several share."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+from jpaged.models.config import ModelConfig
+from jpaged.models.loader import model_shapes, plan_model
+from jpaged.models.registry import read_model_config
+from jpaged.models.sharding import Piece, make_mesh, own_shape, pieces, split_axis
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 16,
+}
+LLAMA = SHAPE | {"model_type": "llama", "intermediate_size": 24, "head_dim": 4}
+CASES: dict[str, dict[str, Any]] = {
+    "gpt2": SHAPE | {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 8},
+    "opt": SHAPE | {"model_type": "opt", "ffn_dim": 24, "word_embed_proj_dim": 16},
+    "heads": LLAMA | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
+    "groups": LLAMA | {"num_key_value_heads": 2, "attention_bias": True},
+    "one-kv-head": LLAMA | {"num_key_value_heads": 1, "vocab_size": 49},
+}
+COUNTS = (2, 4, 8)
+
+
+def config_of(case: str) -> ModelConfig:
+    return read_model_config(CASES[case])
+
+
+def leaves(model: nnx.Module) -> dict[str, Any]:
+    flat = nnx.to_flat_state(nnx.state(model))
+    return {".".join(map(str, path)): leaf.get_value() for path, leaf in flat}
+
+
+def test_an_array_is_cut_along_the_axis_that_differs():
+    assert pieces((6, 4), (6, 2), rank=1, count=2) == [Piece((0, 2), (0, 0), (6, 2))]
+    assert pieces((6, 4), (6, 4), rank=1, count=2) == [Piece((0, 0), (0, 0), (6, 4))]
+    assert split_axis((6, 4), (6, 2)) == 1 and split_axis((6,), (6,)) is None
+
+
+def test_each_device_has_its_queries_keys_and_values_side_by_side():
+    parts = [(4, 2), (2, 1), (2, 1)]
+    assert pieces((3, 8, 5), (3, 4, 5), 1, 2, parts) == [
+        Piece((0, 2, 0), (0, 0, 0), (3, 2, 5)),
+        Piece((0, 5, 0), (0, 2, 0), (3, 1, 5)),
+        Piece((0, 7, 0), (0, 3, 0), (3, 1, 5)),
+    ]
+
+
+def test_devices_beyond_the_kv_heads_have_one_together():
+    """Eight query heads over two KV heads, a query head a device: the first four have the first."""
+    parts = [(8, 1), (2, 1), (2, 1)]
+    held = [[it.whole[0] for it in pieces((12,), (3,), rank, 8, parts)] for rank in range(8)]
+    assert held == [[i, 8 + i // 4, 10 + i // 4] for i in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("case", "count", "field"),
+    [
+        ("gpt2", 3, "num_attention_heads=8"),
+        ("groups", 3, "num_attention_heads=8"),
+        ("heads", 7, "num_attention_heads=8; use 1 or 2 or 4 or 8"),
+    ],
+)
+def test_heads_that_cannot_be_shared_are_named(case: str, count: int, field: str):
+    with pytest.raises(ValueError, match=f"tensor_parallel_size={count} .*{field}"):
+        config_of(case).share(count)
+
+
+def test_kv_heads_and_widths_that_cannot_be_shared_are_named():
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 6}
+    with pytest.raises(ValueError, match="num_key_value_heads=6; use 1 or 2 or 3 or 6"):
+        read_model_config(LLAMA | heads).share(4)
+    with pytest.raises(ValueError, match="intermediate_size=20; use 1 or 2 or 4"):
+        read_model_config(LLAMA | {"intermediate_size": 20}).share(8)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("case", [*CASES])
+def test_no_device_has_more_than_its_share(case: str, count: int):
+    """Of what is large: the tables too, where the vocabulary can be shared."""
+    config, mesh = config_of(case), make_mesh(jax.devices(), count)
+    whole = leaves(model_shapes(config, jnp.float32))
+    shared = leaves(model_shapes(config, jnp.float32, mesh))
+    for path, spec in shared.items():
+        own, all_of_it = math.prod(own_shape(spec)), math.prod(whole[path].shape)
+        projection = config.projections.get(path.removeprefix("layers.0.").rpartition(".")[0])
+        is_cut = path.endswith("weight") and projection is not None and "layers" in path
+        is_table = path in ("embed.weight", "lm_head.weight") and config.vocab_size % count == 0
+        if is_table or (is_cut and "qkv" not in path):
+            assert own * count == all_of_it, path
+        elif is_cut:
+            heads = config.num_heads + 2 * max(config.num_kv_heads, count)
+            assert own_shape(spec)[1] * count == heads, path
+        elif not path.endswith("bias"):
+            assert own == all_of_it, path
+
+
+def assembled(array: jax.Array, whole: tuple[int, ...], parts: list[tuple[int, int]]) -> np.ndarray:
+    """The array of a single device, from those of all; what two devices have must be the same."""
+    found = np.full(whole, np.nan, np.float32)
+    shards = sorted(array.addressable_shards, key=lambda shard: shard.device.id)
+    for rank, shard in enumerate(shards):
+        for piece in pieces(whole, shard.data.shape, rank, len(shards), parts):
+            there = tuple(slice(a, a + n) for a, n in zip(piece.whole, piece.shape, strict=True))
+            own = tuple(slice(a, a + n) for a, n in zip(piece.own, piece.shape, strict=True))
+            values, before = np.asarray(shard.data)[own], found[there]
+            assert (np.isnan(before) | (before == values)).all()
+            found[there] = values
+    return found
+
+
+def parts_of(config: ModelConfig, count: int, path: str) -> list[tuple[int, int]]:
+    if "qkv" not in path:
+        return []
+    own = config.share(count)
+    kv = config.num_kv_heads, own.num_kv_heads
+    return [(config.num_heads, own.num_heads), kv, kv]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("case", [*CASES])
+def test_random_weights_are_the_same_model_on_any_number_of_devices(case: str, count: int):
+    config, mesh = config_of(case), make_mesh(jax.devices(), count)
+    options: dict[str, Any] = {"dtype": jnp.float32, "load_format": "dummy", "seed": 5}
+    alone = leaves(plan_model("", config, **options).load())
+    shared = leaves(plan_model("", config, mesh=mesh, **options).load())
+    for path, array in alone.items():
+        parts = parts_of(config, count, path)
+        got = assembled(shared[path], array.shape, parts)
+        np.testing.assert_array_equal(got, array, err_msg=path)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_checkpoint_is_the_same_model_on_any_number_of_devices(tmp_path, count, is_fused):
+    """From tensors that lie apart and transposed, and from one that has q, k and v."""
+    config, mesh = config_of("gpt2" if is_fused else "groups"), make_mesh(jax.devices(), count)
+    rng, tensors = np.random.default_rng(0), dict[str, np.ndarray]()
+    D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_size
+    F, V = config.intermediate_size, config.vocab_size
+    if is_fused:
+        sizes = {
+            "wte.weight": (V, D), "wpe.weight": (16, D), "ln_f.weight": (D,), "ln_f.bias": (D,),
+            "h.0.ln_1.weight": (D,), "h.0.ln_1.bias": (D,),
+            "h.0.attn.c_attn.weight": (D, 3 * D), "h.0.attn.c_attn.bias": (3 * D,),
+            "h.0.attn.c_proj.weight": (D, D), "h.0.attn.c_proj.bias": (D,),
+            "h.0.ln_2.weight": (D,), "h.0.ln_2.bias": (D,),
+            "h.0.mlp.c_fc.weight": (D, F), "h.0.mlp.c_fc.bias": (F,),
+            "h.0.mlp.c_proj.weight": (F, D), "h.0.mlp.c_proj.bias": (D,),
+        }  # fmt: skip
+    else:
+        layer = "model.layers.0"
+        sizes = {
+            "model.embed_tokens.weight": (V, D), "model.norm.weight": (D,), "lm_head.weight": (V, D),
+            f"{layer}.input_layernorm.weight": (D,),
+            f"{layer}.post_attention_layernorm.weight": (D,),
+            **{f"{layer}.self_attn.{it}_proj.weight": (n * H, D) for it, n in zip("qkv", (N, K, K))},
+            **{f"{layer}.self_attn.{it}_proj.bias": (n * H,) for it, n in zip("qkv", (N, K, K))},
+            f"{layer}.self_attn.o_proj.weight": (D, N * H),
+            f"{layer}.self_attn.o_proj.bias": (D,),
+            f"{layer}.mlp.gate_proj.weight": (F, D), f"{layer}.mlp.up_proj.weight": (F, D),
+            f"{layer}.mlp.down_proj.weight": (D, F),
+        }  # fmt: skip
+    for name, size in sizes.items():
+        tensors[name] = rng.standard_normal(size).astype(np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    alone = leaves(plan_model(tmp_path, config, dtype=jnp.float32).load())
+    shared = leaves(plan_model(tmp_path, config, dtype=jnp.float32, mesh=mesh).load())
+    for path, array in alone.items():
+        got = assembled(shared[path], array.shape, parts_of(config, count, path))
+        np.testing.assert_array_equal(got, array, err_msg=path)
