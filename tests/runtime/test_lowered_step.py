@@ -19,8 +19,8 @@ from jpaged.compile.recipes import Recipe, Recipes
 from jpaged.compile.sizing import GPU_DEFAULTS
 from jpaged.compile.workers import share_of
 from jpaged.models.loader import model_shapes
-from jpaged.models.sharding import make_mesh
 from jpaged.models.registry import read_model_config
+from jpaged.models.sharding import make_mesh
 from jpaged.runtime.programs import Shapes, SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.sampler import SCORED_GREEDY
