@@ -86,10 +86,11 @@ class EngineConfig(Options):
         seed: Seeds random weights, and requests that bring no seed.
         async_scheduling: Let the host run one step behind the device (the overlapped loop).
         num_scheduler_steps: Decode steps launched as one program while at most 32 sequences run,
-            none wait and none needs penalties, biases, log-probabilities or beams; in `generate`,
-            where no request can arrive, also while more run or others wait. In the overlapped loop
-            only. A short step then does not wait for the host, and tokens come in bursts. None is 4
-            on a GPU for models of up to 5 GB, and else 1, which is never.
+            none wait, none searches beams and none that draws at random needs penalties, biases or
+            log-probabilities; in `generate`, where no request can arrive, also while more run or
+            others wait. In the overlapped loop only. A short step then does not wait for the host,
+            and tokens come in bursts. None is 4 on a GPU for models of up to 5 GB, and else 1,
+            which is never.
         compilation_cache_dir: Where compiled programs are kept, which makes a second start fast;
             None for nowhere. Others who can write there can run code in this process. It is JAX's
             persistent compilation cache too, unless one was set before, by JAX's own configuration

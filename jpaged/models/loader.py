@@ -44,7 +44,7 @@ from jpaged.models.checkpoint import (
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder
 from jpaged.models.registry import weight_rules
-from jpaged.models.sharding import Piece, over, own_shape, pieces, split_axis
+from jpaged.models.sharding import Piece, held_pieces, over, own_shape, split_axis
 
 __all__ = [
     "CheckpointError",
@@ -114,15 +114,15 @@ class ModelPlan:
             devices = self.mesh.devices.ravel().tolist()
             with ThreadPoolExecutor(len(devices)) as pool:
                 shares = [
-                    pool.submit(self._arrays, specs, rank, device)
-                    for rank, device in enumerate(devices)
+                    pool.submit(self._arrays, specs, place, device)
+                    for place, device in enumerate(devices)
                 ]
             arrays = {path: _joined(spec, shares, path) for path, spec in specs.items()}
         return _with_values(self.shapes, arrays)
 
-    def _arrays(self, specs: Specs, rank: int, device: Any) -> dict[str, jax.Array]:
+    def _arrays(self, specs: Specs, place: int, device: Any) -> dict[str, jax.Array]:
         """The parameters of one device, by path."""
-        held = {path: self._pieces(path, own_shape(spec), rank) for path, spec in specs.items()}
+        held = {path: self._pieces(path, own_shape(spec), place) for path, spec in specs.items()}
         own = {path: jax.ShapeDtypeStruct(own_shape(it), it.dtype) for path, it in specs.items()}
         if self._placements is not None:
             return _read_arrays(self._placements, own, held, device)
@@ -132,7 +132,7 @@ class ModelPlan:
                 for path, spec in own.items()
             }
 
-    def _pieces(self, path: str, own: tuple[int, ...], rank: int) -> list[Piece]:
+    def _pieces(self, path: str, own: tuple[int, ...], place: int) -> list[Piece]:
         """What a device has of the parameter."""
         count = 1 if self.mesh is None else self.mesh.size
         whole, parts = self._specs[path].shape, ()
@@ -142,7 +142,7 @@ class ModelPlan:
             if split_axis(whole, own) == len(whole) - len(projection.outputs):
                 sizes = zip(projection.parts, ours.parts, strict=True)
                 parts = [(size, own_size) for (_, size), (_, own_size) in sizes]
-        return pieces(whole, own, rank, count, parts)
+        return held_pieces(whole, own, place, count, parts)
 
 
 def _joined(spec: jax.ShapeDtypeStruct, shares: Iterable[Future], path: str) -> jax.Array:

@@ -29,9 +29,10 @@ def make_mesh(devices: Sequence[Any], count: int) -> Mesh | None:
         ValueError: there are fewer.
     """
     if count > len(devices):
+        more = " (JAX_NUM_CPU_DEVICES makes more of a CPU)" if devices[0].platform == "cpu" else ""
         raise ValueError(
             f"tensor_parallel_size={count} needs as many devices, and this process has "
-            f"{len(devices)} ({devices[0].device_kind}); give at most {len(devices)}"
+            f"{len(devices)} of kind {devices[0].device_kind}; give at most {len(devices)}{more}"
         )
     return None if count == 1 else Mesh(np.array(devices[:count]), (AXIS,))
 
@@ -130,19 +131,19 @@ class Piece:
     shape: tuple[int, ...]
 
 
-def pieces(
+def held_pieces(
     whole: tuple[int, ...],
     own: tuple[int, ...],
-    rank: int,
+    place: int,
     count: int,
     parts: Sequence[tuple[int, int]] = (),
 ) -> list[Piece]:
-    """What device `rank` of `count` has of an array.
+    """What device `place` of `count` has of an array.
 
     Args:
         whole: The array's shape on a single device.
         own: The shape of a device's array.
-        rank, count: Which device of how many.
+        place, count: Which device of how many.
         parts: Where several arrays lie side by side along the split axis, as queries, keys and
             values do, the sizes there of each, whole and own. Of a part that has fewer rows than
             there are devices, several devices have the same one.
@@ -157,6 +158,6 @@ def pieces(
     found, before, own_before = [], 0, 0
     for size, own_size in parts or [(whole[axis], own[axis])]:
         shape = (*whole[:axis], own_size, *whole[axis + 1 :])
-        found.append(Piece(at(before + rank * size // count), at(own_before), shape))
+        found.append(Piece(at(before + place * size // count), at(own_before), shape))
         before, own_before = before + size, own_before + own_size
     return found

@@ -131,7 +131,7 @@ def test_prefixes_are_shared(engines: Engines):
 @pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])
 def test_preempted_sequences_go_on_where_they_were(engines: Engines, mode: str):
     """Nine blocks for eight sequences of up to four."""
-    few = {"num_blocks": 12, "preemption_mode": mode, "swap_space": 0.01, "max_model_len": 128}
+    few = {"num_blocks": 12, "preemption_mode": mode, "swap_space": 0.0004, "max_model_len": 128}
     options = {"enable_prefix_caching": False, **few}
     prompts = [f"Count from {n} to {n + 20}" for n in range(1, 7)]
     params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
@@ -140,6 +140,7 @@ def test_preempted_sequences_go_on_where_they_were(engines: Engines, mode: str):
     assert [it.outputs[0].text for it in two] == [it.outputs[0].text for it in one]
     stats = both.stats()
     assert stats.num_preemptions > 0
+    assert stats.num_host_blocks == alone.stats().num_host_blocks
     if mode == "swap":
         assert stats.num_swapped_out_blocks > 0
 
