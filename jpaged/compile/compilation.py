@@ -1,7 +1,7 @@
 """The door of this folder: an engine's numbers settled and its programs built while it starts."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -33,7 +33,7 @@ class Compilation:
         folder: The checkpoint's.
         plan: The model, not loaded yet.
         dtype: Of weights and pool.
-        device: What the engine runs on, or the first of the devices, before the weights are there.
+        devices: What the engine runs on, before the weights are there.
         say: Tells a line about the start.
 
     Raises:
@@ -46,14 +46,15 @@ class Compilation:
         folder: Path,
         plan: ModelPlan,
         dtype: jnp.dtype,
-        device: Any,
+        devices: Sequence[Any],
         say: Callable[[str], None],
     ):
-        model, backend = plan.config, select_backend(device.platform)
+        device, model = devices[0], plan.config
+        backend = select_backend(device.platform)
         self._split, self._shared = SplitModel.of(plan.shapes), SharedCalls(backend)
-        self._sizing = Sizing(config, model, self._split, dtype, self._split.devices)
+        self._sizing = Sizing(config, model, self._split, dtype, devices)
         self._say, self._told = say, 0
-        own = model.share(config.tensor_parallel_size)
+        own = model.share(len(devices))
         store = program_store(config.compilation_cache_dir, own, plan.shapes, device)
         recorded = nothing_to_measure(device, self._split, self._sizing)
         compiler = make_compiler(plan.shapes, backend, recorded=recorded)

@@ -104,7 +104,7 @@ class Sizing:
             raise ValueError(
                 f"the model's weights take {self._weights / 2**30:,.1f} GiB{self._on_each} as "
                 f"{dtype.name}, and {self._whose} memory is {self._most / 2**30:,.1f} GiB: take a "
-                "smaller model or dtype, or share it among more GPUs (tensor_parallel_size); "
+                "smaller model or dtype, or more devices (tensor_parallel_size); "
                 f"config.json says {model.sizes}"
             )
         limits = resolve_limits(

@@ -103,24 +103,24 @@ def build_parts(config: EngineConfig) -> EngineParts:
     with log.phase("starting the device"):
         prepare_jax(config)
         mesh = make_mesh(jax.local_devices(), config.tensor_parallel_size)
-        device = jax.local_devices()[0]
+        devices = jax.local_devices()[: config.tensor_parallel_size]
     folder = resolve_checkpoint(config.model or EMBEDDED_MODEL)
-    plan, dtype = _plan_model(config, folder, device, mesh)
+    plan, dtype = _plan_model(config, folder, devices[0], mesh)
     generation_config = read_generation_config(folder)
-    with Compilation(config, folder, plan, dtype, device, log.say) as compilation:
+    with Compilation(config, folder, plan, dtype, devices, log.say) as compilation:
         with log.phase(f"loading {folder.name} as {dtype.name}"):
             split, tokenizer = _load(config, folder, plan)
         eos_token_ids = end_token_ids(plan.config, generation_config, tokenizer)
         with log.phase("sizing the pool"):
             runtime, account, shapes = compilation.sized()
-        for line in describe_memory(runtime, account, split.devices):
+        for line in describe_memory(runtime, account, devices):
             log.say(line)
         with log.phase("compiling"):
             programs = compilation.programs()
     with log.phase("warming up"):
         runner = ModelRunner(split, shapes, runtime, programs, eos_token_ids)
         runner.warm_up()
-    for line in account.beside(device.memory_stats() or {}):
+    for line in account.beside(devices[0].memory_stats() or {}):
         log.say(line)
     cache = PrefixCache(runtime.block_size) if config.enable_prefix_caching else None
     return EngineParts(
@@ -155,6 +155,7 @@ def _plan_model(
 ) -> tuple[ModelPlan, jnp.dtype]:
     """The model, checked but not loaded, and the dtype of its weights and of the pool."""
     model = read_model_config(read_config(folder))
+    model.share(config.tensor_parallel_size)  # refused before anything is read
     most = select_backend(device.platform).max_head_size
     if most is not None and model.head_size > most:
         raise refuse_head_size(model.head_size, f"1 to {most}, on a GPU")

@@ -147,8 +147,10 @@ class ModelConfig:
         Devices beyond the number of KV heads have a KV head together.
 
         Raises:
-            ValueError: heads or widths cannot be shared by so many.
+            ValueError: heads or widths cannot be shared by so many, or this is a share already.
         """
+        if self.num_shares > 1:
+            raise ValueError(f"num_shares={self.num_shares}: a share is not shared again")
         if count == 1:
             return self
         if wrong := self._not_shared(count):

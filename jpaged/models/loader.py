@@ -4,7 +4,7 @@ Nothing is read before the headers have been checked against the model (`plan_we
 by file, the tensors go to the device in slabs, where they are transposed, cast and written in place
 into their (possibly fused) parameter. A file is mapped for one slab at a time. So the host holds a
 few slabs, however large a file or a parameter is and wherever the pieces of a fused one lie. Where
-devices share the model, each is given its own part of every tensor, read from the file for it.
+devices share the model, each is given its own part of every slab.
 
 A tied output head that the file holds all the same is compared with the embedding, as transformers
 does: a head of other values is kept, and the model is not tied.
@@ -16,8 +16,8 @@ import warnings
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,30 +107,22 @@ class ModelPlan:
         Raises:
             CheckpointError: a file cannot be read any more.
         """
-        specs = _specs(self.shapes)
-        if self.mesh is None:
-            arrays = self._arrays(specs, 0, None)
-        else:
-            devices = self.mesh.devices.ravel().tolist()
-            with ThreadPoolExecutor(len(devices)) as pool:
-                shares = [
-                    pool.submit(self._arrays, specs, place, device)
-                    for place, device in enumerate(devices)
-                ]
-            arrays = {path: _joined(spec, shares, path) for path, spec in specs.items()}
-        return _with_values(self.shapes, arrays)
-
-    def _arrays(self, specs: Specs, place: int, device: Any) -> dict[str, jax.Array]:
-        """The parameters of one device, by path."""
-        held = {path: self._pieces(path, own_shape(spec), place) for path, spec in specs.items()}
-        own = {path: jax.ShapeDtypeStruct(own_shape(it), it.dtype) for path, it in specs.items()}
+        over_all = _specs(self.shapes)
+        own = {path: jax.ShapeDtypeStruct(own_shape(it), it.dtype) for path, it in over_all.items()}
+        devices = [None] if self.mesh is None else self.mesh.devices.ravel().tolist()
+        shares = [
+            Share(
+                device, own, {path: self._pieces(path, it.shape, place) for path, it in own.items()}
+            )
+            for place, device in enumerate(devices)
+        ]
         if self._placements is not None:
-            return _read_arrays(self._placements, own, held, device)
-        with jax.default_device(device):
-            return {
-                path: _dummy_array(path, spec, self._specs[path].shape, held[path], self._seed)
-                for path, spec in own.items()
-            }
+            _read_arrays(self._placements, shares)
+        else:
+            for share in shares:
+                share.make_random(self._specs, self._seed)
+        arrays = {path: _joined(it, shares, path) for path, it in over_all.items()}
+        return _with_values(self.shapes, arrays)
 
     def _pieces(self, path: str, own: tuple[int, ...], place: int) -> list[Piece]:
         """What a device has of the parameter."""
@@ -145,9 +137,55 @@ class ModelPlan:
         return held_pieces(whole, own, place, count, parts)
 
 
-def _joined(spec: jax.ShapeDtypeStruct, shares: Iterable[Future], path: str) -> jax.Array:
+@dataclass
+class Share:
+    """What a device has of a model while it is loaded.
+
+    Attributes:
+        device: which one; None for JAX's default.
+        specs: shapes of its parameters by path.
+        held: what of each they are.
+        arrays: those that are there.
+    """
+
+    device: Any
+    specs: Specs
+    held: Mapping[str, Sequence[Piece]]
+    arrays: dict[str, jax.Array] = field(default_factory=dict)
+
+    def write(self, placement: Placement, slab: np.ndarray, start: np.ndarray) -> jax.Array:
+        """Write what it has of a slab, whose axes lie as in the file, and which begins at `start`
+        in the whole parameter; returns the parameter, which may not be there yet."""
+        path, order = placement.path, placement.order
+        if path not in self.arrays:
+            spec = self.specs[path]
+            self.arrays[path] = jnp.zeros(spec.shape, spec.dtype, device=self.device)
+        end = start.copy()
+        end[list(order)] += slab.shape
+        for piece in self.held[path]:
+            low = np.maximum(piece.whole, start)
+            high = np.minimum(np.add(piece.whole, piece.shape), end)
+            if (low < high).all():
+                cut = [slice(*ends) for ends in zip(low - start, high - start, strict=True)]
+                part, own = slab[tuple(cut[axis] for axis in order)], low - piece.whole + piece.own
+                self.arrays[path] = _write_slab(
+                    self.arrays[path], part, own.astype(np.int32), order, placement.rule.add
+                )
+        return self.arrays[path]
+
+    def make_random(self, whole: Specs, seed: int) -> None:
+        """Random parameters; `whole` has the shapes of the whole model's."""
+        with nullcontext() if self.device is None else jax.default_device(self.device):
+            for path, spec in self.specs.items():
+                pieces = self.held[path]
+                self.arrays[path] = _dummy_array(path, spec, whole[path].shape, pieces, seed)
+
+
+def _joined(spec: jax.ShapeDtypeStruct, shares: Sequence[Share], path: str) -> jax.Array:
     """The array over all devices of a parameter."""
-    own = [share.result()[path] for share in shares]
+    own = [share.arrays[path] for share in shares]
+    if spec.sharding is None:
+        return own[0]
     return jax.make_array_from_single_device_arrays(spec.shape, spec.sharding, own)
 
 
@@ -379,99 +417,49 @@ def _place(
     return Placement(tensor, rule, path, shape, tuple(axis for axes in file_axes for axis in axes))
 
 
-def _read_arrays(
-    placements: Iterable[Placement],
-    specs: Specs,
-    held: Mapping[str, Sequence[Piece]],
-    device: Any = None,
-) -> dict[str, jax.Array]:
-    """A device's parameters by path, read in the order of the placements, which is that of the
-    files; `specs` are their shapes, `held` says what of each they are."""
-    arrays: dict[str, jax.Array] = {}
+def _read_arrays(placements: Iterable[Placement], shares: Sequence[Share]) -> None:
+    """Fill the devices' parameters, read in the order of the placements, which is that of the
+    files; each slab is read once, whoever has a part of it."""
     for placement in placements:
-        path = placement.path
-        if path not in arrays:
-            arrays[path] = jnp.zeros(specs[path].shape, specs[path].dtype, device=device)
-        for start, rows in _slabs(placement, held[path]):
+        for start, rows in _slabs(placement):
             # No name for the slab: it would live on while the next one is read.
-            param = _write_slab(
-                arrays[path],
-                _read_slab(placement, rows),
-                start,
-                placement.order,
-                placement.rule.add,
-            )
-            # Before the next slab: running ahead of the device would gather slabs on the host.
-            arrays[path] = param.block_until_ready()
-    return arrays
+            _write_parts(placement, _read_slab(placement, rows), start, shares)
 
 
-Rows = tuple[tuple[slice, ...], tuple[int, ...]]
-"""What to read of a tensor: a slice of each of its axes in the file, and the shape of that with the
-axes split as in the parameter, in the order of the file."""
+def _write_parts(
+    placement: Placement, slab: np.ndarray, start: np.ndarray, shares: Sequence[Share]
+) -> None:
+    written = [share.write(placement, slab, start) for share in shares]
+    # Before the next slab: running ahead of the devices would gather slabs on the host.
+    jax.block_until_ready(written)
 
 
-def _read_slab(placement: Placement, rows: Rows) -> np.ndarray:
-    slices, shape = rows
-    return _read_rows(placement.tensor, slices).reshape(shape)
+def _read_slab(placement: Placement, rows: slice) -> np.ndarray:
+    """These rows of a tensor, its axes split as in the parameter but in the order of the file."""
+    shape = [placement.shape[axis] for axis in placement.order[1:]]
+    return _read_rows(placement.tensor, rows).reshape(-1, *shape)
 
 
-def _read_rows(tensor: TensorInfo, rows: slice | tuple[slice, ...]) -> np.ndarray:
+def _read_rows(tensor: TensorInfo, rows: slice) -> np.ndarray:
     with open_tensors(tensor.file) as opened:  # closing it gives back the pages just read
         return opened.get_slice(tensor.name)[rows]
 
 
-def _slabs(placement: Placement, held: Iterable[Piece]) -> Iterator[tuple[np.ndarray, Rows]]:
-    """Cut what is held of a tensor into slabs of up to SLAB_BYTES, but at least one row of its
-    slowest axis.
+def _slabs(placement: Placement) -> Iterator[tuple[np.ndarray, slice]]:
+    """Cut a piece into slabs of up to SLAB_BYTES, but at least one row of its slowest axis.
 
     Yields:
-        The slab's start in the device's parameter (int32, one entry an axis), and its rows.
+        The slab's start in the parameter (int32, one entry an axis), and its rows in the file.
     """
-    rule, order = placement.rule, placement.order
-    first = np.zeros(len(placement.shape), np.int64)
-    first[rule.axis] = rule.start
-    for piece in held:
-        low = np.maximum(piece.whole, first)
-        high = np.minimum(np.add(piece.whole, piece.shape), first + placement.shape)
-        if (low >= high).any():
-            continue
-        own, shape = (low - piece.whole + piece.own), (high - low).tolist()
-        slices = _file_slices(placement, (low - first).tolist(), shape)
-        slowest, size, rows = order[0], math.prod(shape), slices[0]
-        row_size, file_row_size = size // shape[slowest], size // (rows.stop - rows.start)
-        unit = math.lcm(row_size, file_row_size)  # where a row of the piece and one of the file end
-        itemsize = SUPPORTED_DTYPES[placement.tensor.dtype].itemsize
-        step = max(1, SLAB_BYTES // (unit * itemsize)) * unit
-        for done in range(0, size, step):
-            start, end = own.astype(np.int32), min(done + step, size)
-            start[slowest] += done // row_size
-            part = slice(rows.start + done // file_row_size, rows.start + end // file_row_size)
-            split = (end - done) // row_size, *(shape[axis] for axis in order[1:])
-            yield start, ((part, *slices[1:]), split)
-
-
-def _file_slices(placement: Placement, start: list[int], shape: list[int]) -> tuple[slice, ...]:
-    """Where a box of a tensor lies along each of its axes in the file.
-
-    Raises:
-        CheckpointError: not side by side.
-    """
-    file_axes = placement.rule.file_axes or [(axis,) for axis in range(len(shape))]
-    slices = []
-    for axes in file_axes:
-        low, length, stride, is_whole = 0, 1, 1, True
-        for axis in reversed(axes):  # the fastest first
-            if not is_whole and shape[axis] > 1:
-                raise CheckpointError(
-                    f"{placement.tensor.name} cannot be shared by devices: a part of "
-                    f"{placement.path} is not one range of it"
-                )
-            low, length = low + start[axis] * stride, length * shape[axis]
-            stride *= placement.shape[axis]
-            is_whole = is_whole and shape[axis] == placement.shape[axis]
-        slices.append(slice(low, low + length))
-    return tuple(slices)
+    tensor, slowest, size = placement.tensor, placement.order[0], math.prod(placement.shape)
+    row_size, file_row_size = size // placement.shape[slowest], size // tensor.shape[0]
+    unit = math.lcm(row_size, file_row_size)  # where a row of the piece and one of the file end
+    step = max(1, SLAB_BYTES // (unit * SUPPORTED_DTYPES[tensor.dtype].itemsize)) * unit
+    for first in range(0, size, step):
+        start = np.zeros(len(placement.shape), np.int32)
+        start[placement.rule.axis] = placement.rule.start
+        start[slowest] += first // row_size
+        yield start, slice(first // file_row_size, min(first + step, size) // file_row_size)
 
 
 @partial(jax.jit, static_argnames=("order", "add"), donate_argnames="param")

@@ -58,7 +58,7 @@ def find_places(buffers: Sequence[tuple[int, int]]) -> frozenset[int]:
 
 
 def make_places(devices: Sequence[Any]) -> list[jax.Array]:
-    """Make the places on devices, where the arrays that stay must be already.
+    """Make the places on devices (None: the default one), where the arrays that stay must be.
 
     Uploads 3.3 MB to each in one call and compiles nothing: some milliseconds.
 

@@ -92,7 +92,8 @@ class ModelRunner:
         )
         self._kv, self._last_tokens, self._sampling_state = zeros()
         # Behind all that stays, before any step: where its small buffers go. Held, never read.
-        self._guards = make_places(split.devices) if config.backend is Backend.TRITON else []
+        devices = [None] if split.mesh is None else split.mesh.devices.ravel().tolist()
+        self._guards = make_places(devices) if config.backend is Backend.TRITON else []
 
     def launch(self, plan: StepPlan, sampling: SamplingOf) -> StepHandle:
         """Launch a plan's parts in the order that `StepPlan` gives, without waiting for any.

@@ -55,11 +55,6 @@ class SplitModel:
         return mesh_of(self.leaves)
 
     @property
-    def devices(self) -> list[Any]:
-        """Those that have a part of the model, in the order of the mesh."""
-        return self.mesh.devices.ravel().tolist() if self.mesh else jax.local_devices()[:1]
-
-    @property
     def own_leaves(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The shapes of what each device has of the parameters."""
         return tuple(jax.ShapeDtypeStruct(own_shape(it), it.dtype) for it in self.leaves)
@@ -94,7 +89,15 @@ class Shapes:
             config: The runtime's numbers.
             dtype: Of the pool.
             mesh: The devices; None for one.
+
+        Raises:
+            ValueError: the model is not the share of one of so many devices.
         """
+        if model.num_shares != (1 if mesh is None else mesh.size):
+            raise ValueError(
+                f"num_shares={model.num_shares} of the model is not the mesh's size: "
+                "give `ModelConfig.share` of it"
+            )
 
         def on_all(tree):
             return jax.tree.map(lambda own: over(mesh, own, None), tree)

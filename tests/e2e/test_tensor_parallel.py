@@ -130,7 +130,7 @@ def test_prefixes_are_shared(engines: Engines):
 
 @pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])
 def test_preempted_sequences_go_on_where_they_were(engines: Engines, mode: str):
-    """Nine blocks for eight sequences of up to four."""
+    """Eleven blocks for six sequences of up to four."""
     few = {"num_blocks": 12, "preemption_mode": mode, "swap_space": 0.0004, "max_model_len": 128}
     options = {"enable_prefix_caching": False, **few}
     prompts = [f"Count from {n} to {n + 20}" for n in range(1, 7)]

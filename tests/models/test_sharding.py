@@ -9,12 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec
 from safetensors.numpy import save_file
 
+from jpaged.models import loader
 from jpaged.models.config import ModelConfig
+from jpaged.models.linear import Embedding
 from jpaged.models.loader import model_shapes, plan_model
 from jpaged.models.registry import read_model_config, weight_rules
 from jpaged.models.sharding import Piece, held_pieces, make_mesh, own_shape, split_axis
+from jpaged.runtime.programs import Shapes
+from jpaged.runtime.runtime_config import RuntimeConfig
+from pallas_kernels import Backend
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 48,
@@ -146,9 +152,11 @@ def test_random_weights_are_the_same_model_on_any_number_of_devices(case: str, c
 @pytest.mark.parametrize("count", [2, 8])
 @pytest.mark.parametrize("case", [*CASES])
 def test_a_checkpoint_is_the_same_model_on_any_number_of_devices(
-    tmp_path: Path, case: str, count: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, count: int
 ):
-    """From tensors that lie apart and transposed, and GPT-2's, which have q, k and v in one."""
+    """From tensors that lie apart and transposed, and GPT-2's, which have q, k and v in one; slab
+    by slab."""
+    monkeypatch.setattr(loader, "SLAB_BYTES", 700)
     config, mesh = config_of(case), make_mesh(jax.devices(), count)
     specs, rng = leaves(model_shapes(config, jnp.float32)), np.random.default_rng(count)
     tensors: dict[str, np.ndarray] = {}
@@ -164,3 +172,28 @@ def test_a_checkpoint_is_the_same_model_on_any_number_of_devices(
     for path, array in alone.items():
         got = assembled(shared[path], array.shape, parts_of(config, count, path))
         np.testing.assert_array_equal(got, array, err_msg=path)
+
+
+def test_a_shared_table_reads_the_nearest_row_of_an_id_out_of_range():
+    mesh = make_mesh(jax.devices(), 2)
+    assert mesh is not None
+    rows = jnp.arange(8, dtype=jnp.float32).reshape(8, 1)
+
+    def read(own: jax.Array, ids: jax.Array) -> jax.Array:
+        table = Embedding(4, 1, dtype=jnp.float32, is_shared=True)
+        table.weight[...] = own
+        return table(ids)
+
+    ids = jnp.asarray([-1, 0, 3, 4, 7, 8, 99], jnp.int32)
+    specs = PartitionSpec("tensor"), PartitionSpec()
+    run = jax.shard_map(read, mesh=mesh, in_specs=specs, out_specs=specs[1], check_vma=False)
+    assert jax.jit(run)(rows, ids).ravel().tolist() == [0, 0, 3, 4, 7, 7, 7]
+
+
+def test_a_share_is_not_shared_again_and_goes_with_its_mesh():
+    config, mesh = config_of("heads"), make_mesh(jax.devices(), 2)
+    with pytest.raises(ValueError, match="num_shares=2: a share is not shared again"):
+        config.share(2).share(2)
+    limits = RuntimeConfig(16, 4, 16, 2, 8, config.vocab_size, Backend.XLA)
+    with pytest.raises(ValueError, match="num_shares=1 of the model is not the mesh's size"):
+        Shapes.of(config, limits, jnp.float32, mesh)
