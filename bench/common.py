@@ -185,13 +185,13 @@ class Floor:
 
     @staticmethod
     def of(engine: Engine) -> "Floor":
-        """From a running engine's own account."""
-        model = engine.model_config
+        """From a running engine's own account; of each device, where several share the model."""
+        model = engine.model_config.share(engine.config.tensor_parallel_size)
         weights = engine.memory_account.weights
         itemsize = 2
         if not model.tie_word_embeddings:
-            weights -= model.vocab_size * model.hidden_size * itemsize
-        head_flops = 2 * model.vocab_size * model.hidden_size
+            weights -= model.table_rows * model.hidden_size * itemsize
+        head_flops = 2 * model.table_rows * model.hidden_size
         return Floor(
             weight_bytes=weights,
             kv_bytes_per_token=block_bytes(model, 1, "bfloat16"),

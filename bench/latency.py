@@ -72,14 +72,17 @@ def main() -> None:
     parser.add_argument("--case", choices=[*CASES], nargs="+", default=[*CASES])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--synchronous", action="store_true", help="the loop that waits")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs (%(default)s)")
     args = parse_arguments(parser)
-    rows = []
+    num_devices, rows = args.tensor_parallel_size, []
+    options = {"async_scheduling": not args.synchronous, "tensor_parallel_size": num_devices}
     for shape in args.model:
-        engine = make_engine(shape, async_scheduling=not args.synchronous, verbose=True)
+        engine = make_engine(shape, verbose=True, **options)
         rows += [measure(engine, shape, case, args.repeats) for case in args.case]
         del engine
     print_table(rows)
-    print(record("latency", rows, synchronous=args.synchronous))
+    name = "latency" + (f"_on_{num_devices}" if num_devices > 1 else "")
+    print(record(name, rows, synchronous=args.synchronous))
 
 
 if __name__ == "__main__":

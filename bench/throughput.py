@@ -114,24 +114,27 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="share of the requests to run")
     parser.add_argument("--repeats", type=int, default=3, help="runs, after one to warm up")
     parser.add_argument("--synchronous", action="store_true", help="the loop that waits")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs (%(default)s)")
     add_sampling_options(parser)
     args = parse_arguments(parser)
     if args.repeats < 1:
         parser.error(f"--repeats {args.repeats}: at least one run is needed")
-    rows = []
+    num_devices, rows = args.tensor_parallel_size, []
+    options = {"async_scheduling": not args.synchronous, "tensor_parallel_size": num_devices}
     for shape in args.model:
         start = time.perf_counter()
-        engine = make_engine(shape, async_scheduling=not args.synchronous, verbose=True)
+        engine = make_engine(shape, verbose=True, **options)
         print(f"{shape}: engine ready in {time.perf_counter() - start:.1f} s", flush=True)
         for case in args.case:
             sampling = sampling_options(args)
             rows.append(measure_often(engine, shape, case, args.scale, args.repeats, sampling))
         del engine
     print_table(rows)
-    options = {"scale": args.scale, "repeats": args.repeats, "synchronous": args.synchronous}
+    asked = {"scale": args.scale, "repeats": args.repeats, "synchronous": args.synchronous}
     name = "throughput" + ("_logprobs" if args.logprobs is not None else "")
     name += "_penalties" if args.penalties else ""
-    print(record(name, rows, **options, **sampling_options(args)))
+    name += f"_on_{num_devices}" if num_devices > 1 else ""
+    print(record(name, rows, **asked, **sampling_options(args)))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,9 @@ MAX_BLOCK_SIZE = 256
 
 MAX_SCHEDULER_STEPS = 64
 
+MAX_GPUS = 8
+"""As `jpaged.models.config` has it: those of one host."""
+
 MAX_NUM_SEQS = 2048
 """Above 256 each 64 sequences are a batch size more, with a decode program and a sampler for each
 sampling level to compile at a first start: some 200 programs at 2,048, and thousands at 100,000."""
@@ -59,7 +62,7 @@ class EngineConfig(Options):
         block_size: Token slots in a KV block, 1 to 256. Powers of two from 8 on have the fastest
             attention of prompts.
         num_blocks: KV blocks in the pool (the null block included), instead of sizing it.
-        kv_cache_memory_bytes: Bytes of the pool, instead of sizing it.
+        kv_cache_memory_bytes: Bytes of the pool on each device, instead of sizing it.
         gpu_memory_utilization: Share of the device's memory the engine may use in all.
         max_model_len: Most tokens (prompt and output) of a sequence.
         max_num_seqs: Most sequences in a step; 2,048 at most.
@@ -69,20 +72,25 @@ class EngineConfig(Options):
             with requests that begin with the same tokens.
         preemption_mode: What becomes of a request's KV when others need its blocks: "recompute"
             drops it, "swap" keeps it in host memory if it has room, "auto" does what is faster.
-        swap_space: GiB of host memory for swapped KV; no more than the pool's size is used. None is
-            4, or half of the machine's memory (a container's limit is not known) where that is
-            less. "auto" recomputes if there is no room for a block.
+        swap_space: GiB of host memory for swapped KV, of all devices; no more than the pool's size
+            is used. None is 4, or half of the machine's memory (a container's limit is not known)
+            where that is less. "auto" recomputes if there is no room for a block.
         scheduling_policy: "fcfs" serves in the order of arrival, "priority" the smallest number
             first: others wait as long as such requests come.
         load_format: "auto" or "safetensors" read the checkpoint; "dummy" makes random weights.
+        tensor_parallel_size: Devices of this process that share the model: each has a part of the
+            weights, of the KV of every token and of every step's work. It divides the model's
+            attention heads and the width of its feed-forward, and is a divisor or a multiple of
+            its KV heads.
         skip_tokenizer_init: Token ids in, token ids out; no tokenizer is loaded.
         seed: Seeds random weights, and requests that bring no seed.
         async_scheduling: Let the host run one step behind the device (the overlapped loop).
         num_scheduler_steps: Decode steps launched as one program while at most 32 sequences run,
-            none wait and none needs penalties, biases, log-probabilities or beams; in `generate`,
-            where no request can arrive, also while more run or others wait. In the overlapped loop
-            only. A short step then does not wait for the host, and tokens come in bursts. None is 4
-            on a GPU for models of up to 5 GB, and else 1, which is never.
+            none wait, none searches beams and none that draws at random needs penalties, biases or
+            log-probabilities; in `generate`, where no request can arrive, also while more run or
+            others wait. In the overlapped loop only. A short step then does not wait for the host,
+            and tokens come in bursts. None is 4 on a GPU for models of up to 5 GB on each, and else
+            1, which is never.
         compilation_cache_dir: Where compiled programs are kept, which makes a second start fast;
             None for nowhere. Others who can write there can run code in this process. It is JAX's
             persistent compilation cache too, unless one was set before, by JAX's own configuration
@@ -180,6 +188,14 @@ class EngineConfig(Options):
         group=_STEPS,
     )
     load_format: str = choice("auto", LOAD_FORMATS, help="dummy makes random weights", group=_MODEL)
+    tensor_parallel_size: int = integer(
+        1,
+        low=1,
+        high=MAX_GPUS,
+        what=f"an integer from 1 to {MAX_GPUS}, and no more than there are devices",
+        help="devices that share the model, its KV cache and every step",
+        group=_MODEL,
+    )
     skip_tokenizer_init: bool = switch(False)
     seed: int = integer(
         0,

@@ -25,6 +25,7 @@ import jpaged  # noqa: E402  loads an engine's modules where a test asks for one
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_num_cpu_devices", 8)  # all on this processor: for models that are shared
 
 MAX_KEPT_ENGINES = 8
 """An engine's programs take some 1,300 memory maps of a CPU's process, which Linux gives 65,530:

@@ -35,7 +35,7 @@ class Start:
         store = program_store(cache, model, draft, device)
         assert store is not None
         split, self.store, self.said = SplitModel.of(draft), store, list[str]()
-        self.runtime, _, shapes = Sizing(config, model, split, FLOAT32, device).fit(0)
+        self.runtime, _, shapes = Sizing(config, model, split, FLOAT32, [device]).fit(0)
         self.recipes = [*Recipes(split, shapes, self.runtime)]
         self.orders = make_orders(config, EMBEDDED_MODEL, FLOAT32, device, store, recorded=True)
 

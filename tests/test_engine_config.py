@@ -15,6 +15,7 @@ from jpaged.compile.sizing import (
 from jpaged.config import PREEMPTION_MODES, EngineConfig
 from jpaged.core.swap import PreemptionMode
 from jpaged.engine.startup import describe_memory
+from jpaged.models.config import MAX_SHARES
 from jpaged.observe.statistics import MemoryAccount
 from jpaged.runtime.runtime_config import RuntimeConfig
 from pallas_kernels import Backend, checks
@@ -77,6 +78,10 @@ def resolved(
 def test_a_bad_option_is_refused_by_name(option: str, value: object, message: str):
     with pytest.raises((TypeError, ValueError), match=message):
         EngineConfig(**{option: value})  # pyright: ignore[reportArgumentType]
+
+
+def test_as_many_devices_are_asked_for_as_can_share_a_model():
+    assert config_module.MAX_GPUS == MAX_SHARES
 
 
 def test_blocks_have_the_sizes_that_the_kernels_take():
@@ -179,10 +184,10 @@ def test_swap_space_of_less_than_a_block():
 def test_host_memory_is_told_apart_from_the_devices():
     account = MemoryAccount(weights=1, sampling=2, workspace=3, kv_cache=4, limit=20, swap=2**20)
     assert account.total == 10
-    lines = describe_memory(resolved(), account, SimpleNamespace(device_kind="X"))
+    lines = describe_memory(resolved(), account, [SimpleNamespace(device_kind="X")])
     assert "host memory for swapped blocks: up to 1.0 MiB" in lines
     without = describe_memory(
-        resolved(), replace(account, swap=0), SimpleNamespace(device_kind="X")
+        resolved(), replace(account, swap=0), [SimpleNamespace(device_kind="X")]
     )
     assert len(without) == len(lines) - 1
 

@@ -1,7 +1,7 @@
 """The door of this folder: an engine's numbers settled and its programs built while it starts."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -33,7 +33,7 @@ class Compilation:
         folder: The checkpoint's.
         plan: The model, not loaded yet.
         dtype: Of weights and pool.
-        device: What the engine runs on, before the weights are on it.
+        devices: What the engine runs on, before the weights are there.
         say: Tells a line about the start.
 
     Raises:
@@ -46,14 +46,16 @@ class Compilation:
         folder: Path,
         plan: ModelPlan,
         dtype: jnp.dtype,
-        device: Any,
+        devices: Sequence[Any],
         say: Callable[[str], None],
     ):
-        model, backend = plan.config, select_backend(device.platform)
+        device, model = devices[0], plan.config
+        backend = select_backend(device.platform)
         self._split, self._shared = SplitModel.of(plan.shapes), SharedCalls(backend)
-        self._sizing = Sizing(config, model, self._split, dtype, device)
+        self._sizing = Sizing(config, model, self._split, dtype, devices)
         self._say, self._told = say, 0
-        store = program_store(config.compilation_cache_dir, model, plan.shapes, device)
+        own = model.share(len(devices))
+        store = program_store(config.compilation_cache_dir, own, plan.shapes, device)
         recorded = nothing_to_measure(device, self._split, self._sizing)
         compiler = make_compiler(plan.shapes, backend, recorded=recorded)
         self._builder = ProgramBuilder(os.cpu_count() or 1, store, self._tell_progress, compiler)
@@ -110,4 +112,4 @@ def nothing_to_measure(device: Any, split: SplitModel, sizing: Sizing) -> bool:
     """Whether XLA would measure nothing of the products of steps: measurements that ship are given
     to it first."""
     record = offer_recorded_products(device)
-    return device.platform == "cpu" or record.has(split.leaves, sizing.step_rows)
+    return device.platform == "cpu" or record.has(split.own_leaves, sizing.step_rows)

@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -27,10 +28,12 @@ import jax.numpy as jnp
 import jaxlib
 import msgspec
 from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
 
 from jpaged.compile.recipes import Recipe
 from jpaged.compile.store import write_whole
 from jpaged.models.decoder import DecoderLayer
+from jpaged.models.sharding import AXIS, on_every_device, over
 from jpaged.runtime.programs import SplitModel
 from pallas_kernels import Backend
 
@@ -85,7 +88,7 @@ class UnrecordedCompiler(Compiler):
         self._measured: set[Path] = set()  # here or by others; a folder may not keep marks
         device = jax.local_devices()[0]
         where = device.device_kind, device.client.platform_version
-        facts = weights_digest(SplitModel.of(model).leaves), backend
+        facts = weights_digest(SplitModel.of(model).own_leaves), backend
         self._digest = _digest(facts, jax.__version__, jaxlib.__version__, where)
 
     def compile(self, recipe: Recipe, lowered: Any) -> Any:
@@ -123,11 +126,16 @@ def measure_products(model: Any, part: str, rows: int, backend: Backend) -> int:
     """
     head = model.head, lambda it, x: it.logits(x), [(model.config.embedding_size,)]
     steps = [head] if part == "head" else _layer_steps(model, backend)
-    num_compiled = 0
+    alone, num_compiled = Mesh(jax.local_devices()[:1], (AXIS,)), 0
+    placed = partial(over, alone, axis=None)
     for module, step, widths in steps:
         split = SplitModel.of(module)
         inputs = [jax.ShapeDtypeStruct((rows, *width), model.dtype) for width in widths]
-        lowered = jax.jit(split.bind(step)).lower(split.leaves, *inputs)
+        arguments, bound = (split.own_leaves, *inputs), split.bind(step)
+        if model.config.num_shares > 1:  # its sums over devices are of one
+            arguments = jax.tree.map(placed, arguments)
+            bound = on_every_device(bound, alone, arguments, {}, PartitionSpec())
+        lowered = jax.jit(bound).lower(*arguments)
         if "stablehlo.dot" in lowered.as_text():  # not those of own kernels
             lowered.compile(CUBLAS_MEASURED)
             num_compiled += 1

@@ -9,9 +9,11 @@ from uuid import uuid4
 import jax
 import jax.numpy as jnp
 from jax import export
+from jax.sharding import Mesh, PartitionSpec
 
+from jpaged.models.sharding import AXIS, mesh_of, on_every_device, over, sharding_of
 from jpaged.runtime.batch import decode_packed_shape, prefill_packed_shape
-from jpaged.runtime.kv_cache import KVState
+from jpaged.runtime.kv_cache import HEADS_AXIS, KVState
 from jpaged.runtime.programs import (
     BLOCK_COPIES_CHUNK,
     BURST_LEVELS,
@@ -56,12 +58,22 @@ KERNEL_CALLS = [
 ]
 
 
+ON_EACH = PartitionSpec()
+"""How results lie that every device has."""
+
+WITH_POOL = KVState._make((PartitionSpec(*[None] * HEADS_AXIS, AXIS), ON_EACH))
+"""How the pool and the block tables lie."""
+
+
 @dataclass(frozen=True)
 class Recipe:
     """What a program is compiled from: a step, and the shapes of its arguments.
 
     `donate` names the arguments whose memory the program reuses. Programs with equal `products`
     have the same matrix products. One that does not need the pool is the same whatever its size.
+
+    Where several devices share the model, the shapes are of the arrays over all of them; the
+    function is of a device's own arrays until `on` has made it one of these.
     """
 
     name: Name
@@ -71,6 +83,18 @@ class Recipe:
     donate: tuple[str, ...] = ()
     products: tuple[str, int] | None = None
     needs_pool: bool = True
+
+    def on(self, mesh: Mesh | None, results: Any = ON_EACH) -> "Recipe":
+        """The same on every device of a mesh at once; `results` tells how what comes out lies."""
+        if mesh is None:
+            return self
+
+        def placed(it: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return over(mesh, it, None) if it.sharding is None else it
+
+        arguments, keywords = jax.tree.map(placed, (self.arguments, dict(self.keywords)))
+        function = on_every_device(self.function, mesh, arguments, keywords, results)
+        return replace(self, function=function, arguments=arguments, keywords=keywords)
 
     @property
     def step(self) -> Any:
@@ -150,6 +174,12 @@ def _shape(array: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
+def _placed_shape(array: Any) -> jax.ShapeDtypeStruct:
+    """With its sharding, if it lies on several devices."""
+    sharding = array.sharding if mesh_of(array) is not None else None
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+
 for _kind in (KVState, LayerKV, SampleInputs, Sampled, SamplingState):
     export.register_namedtuple_serialization(_kind, serialized_name=f"jpaged.{_kind.__name__}")
 
@@ -172,7 +202,8 @@ class Recipes:
         shared: SharedCalls | None = None,
     ):
         self._split, self._shapes, self._config = split, shapes, config
-        self._leaves = tuple(map(_shape, split.leaves))
+        self._leaves = tuple(map(_placed_shape, split.leaves))
+        self._mesh = split.mesh
         self._backend = {"backend": config.backend}
         self._shared = {"shared": shared or SharedCalls(config.backend)}
 
@@ -196,13 +227,14 @@ class Recipes:
         bias = jax.ShapeDtypeStruct((config.vocab_size,), jnp.float32)
         pairs = int32(BLOCK_COPIES_CHUNK)
         copy_blocks = partial(copy_blocks_step, **self._backend)
-        for name, step, arguments in (
-            ("load_rows", load_rows, (state, loaded)),
-            ("load_bias", load_bias, (state, int32(), bias)),
-            ("copy_blocks", copy_blocks, (kv, pairs, pairs)),
-            ("fork_rows", fork_rows_step, (kv, rows, rows)),
+        for name, step, arguments, results in (
+            ("load_rows", load_rows, (state, loaded), ON_EACH),
+            ("load_bias", load_bias, (state, int32(), bias), ON_EACH),
+            ("copy_blocks", copy_blocks, (kv, pairs, pairs), WITH_POOL),
+            ("fork_rows", fork_rows_step, (kv, rows, rows), WITH_POOL),
         ):
-            yield Recipe((name, None), step, arguments, donate=("state",))
+            recipe = Recipe((name, None), step, arguments, donate=("state",))
+            yield recipe.on(self._mesh, results)
         for size in chunk_sizes(kv.pool, config.num_host_blocks):
             yield from swap_recipes(kv, size)
 
@@ -223,20 +255,23 @@ class Recipes:
 
     def _decode(self, seqs: int, rows: int) -> Recipe:
         step = self._split.bind(decode_step, batch_size=seqs, **self._backend)
-        return self._forward(("decode", seqs), step, decode_packed_shape(rows), seqs)
+        recipe = self._forward(("decode", seqs), step, decode_packed_shape(rows), seqs)
+        return recipe.on(self._mesh, (ON_EACH, ON_EACH, WITH_POOL))
 
     def _decode_burst(self, seqs: int, level: SamplerLevel) -> Recipe:
         step = self._split.bind(decode_burst_step, **self._sampling(level))
         packed = self._config.num_scheduler_steps, *decode_packed_shape(seqs)
         burst = self._forward(("decode_burst", (seqs, level)), step, packed, seqs)
         keywords = {**burst.keywords, "sampling": self._state_at(level)}
-        return replace(burst, keywords=keywords, donate=("state", "last_tokens", "sampling"))
+        burst = replace(burst, keywords=keywords, donate=("state", "last_tokens", "sampling"))
+        return burst.on(self._mesh, (ON_EACH, ON_EACH, ON_EACH, WITH_POOL))
 
     def _prefill(self, tokens: int, seqs: int) -> Recipe:
         options = {**self._backend, **self._shared}
         step = self._split.bind(prefill_step, num_tokens=tokens, batch_size=seqs, **options)
         packed = prefill_packed_shape(tokens, seqs, self._config.max_blocks_per_seq)
-        return self._forward(("prefill", (tokens, seqs)), step, packed, tokens)
+        recipe = self._forward(("prefill", (tokens, seqs)), step, packed, tokens)
+        return recipe.on(self._mesh, (ON_EACH, ON_EACH, ON_EACH, WITH_POOL))
 
     def _forward(self, name: Name, step: Callable, packed: tuple[int, ...], rows: int) -> Recipe:
         """A program of all layers, whose products have `rows` rows."""
@@ -253,7 +288,8 @@ class Recipes:
         keywords = {"hidden": hidden, "indices": chunk, "targets": chunk}
         products = self._products("head", PROMPT_LOGPROBS_CHUNK)
         name = "prompt_logprobs", tokens
-        return Recipe(name, step, (self._leaves,), keywords, products=products, needs_pool=False)
+        recipe = Recipe(name, step, (self._leaves,), keywords, products=products, needs_pool=False)
+        return recipe.on(self._mesh)
 
     def _sample(self, seqs: int, level: SamplerLevel) -> Recipe:
         step = partial(sample_step, **self._sampling(level))
@@ -263,7 +299,8 @@ class Recipes:
         state = self._state_at(level)
         keywords = {"last_tokens": self._shapes.last_tokens, "sampling": state}
         name, donate = ("sample", (seqs, level)), ("last_tokens", "sampling")
-        return Recipe(name, step, (logits, inputs), keywords, donate, needs_pool=False)
+        recipe = Recipe(name, step, (logits, inputs), keywords, donate, needs_pool=False)
+        return recipe.on(self._mesh)
 
     def _products(self, part: str, rows: int) -> tuple[str, int] | None:
         """Nothing where the compiler measures nothing."""
@@ -278,8 +315,13 @@ class Recipes:
 
 def swap_recipes(state: KVState, size: int) -> tuple[Recipe, Recipe]:
     """`gather_blocks_step` and `scatter_blocks_step` for `size` blocks."""
-    ids = int32(size)
+    ids, mesh, lies = int32(size), mesh_of(state), ON_EACH
     blocks = jax.eval_shape(gather_blocks_step, state.pool, ids)
+    if mesh is not None:  # one axis more than the pool's: its arrays
+        sharding = sharding_of(mesh, HEADS_AXIS + 1)
+        blocks = jax.ShapeDtypeStruct(blocks.shape, blocks.dtype, sharding=sharding)
+        lies = sharding.spec
     gather = Recipe(("gather_blocks", size), gather_blocks_step, (state.pool, ids))
     name, arguments = ("scatter_blocks", size), (state, ids, blocks)
-    return gather, Recipe(name, scatter_blocks_step, arguments, donate=("state",))
+    scatter = Recipe(name, scatter_blocks_step, arguments, donate=("state",))
+    return gather.on(mesh, lies), scatter.on(mesh, (WITH_POOL, ON_EACH))

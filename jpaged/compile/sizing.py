@@ -1,11 +1,10 @@
 """How much of the device is for what: weights, sampling, a step's workspace, the pool."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from jpaged.compile.builder import ProgramBuilder
@@ -13,6 +12,7 @@ from jpaged.compile.recipes import Recipes, SharedCalls
 from jpaged.config import EngineConfig, LoopMode, physical_memory_bytes
 from jpaged.core.swap import PreemptionMode
 from jpaged.models.config import ModelConfig
+from jpaged.models.sharding import own_bytes
 from jpaged.observe.statistics import MemoryAccount
 from jpaged.runtime.kv_cache import block_bytes
 from jpaged.runtime.programs import Shapes, SplitModel
@@ -80,7 +80,7 @@ class Sizing:
         model: The model's configuration.
         split: The model, or its shapes.
         dtype: Of weights and pool.
-        device: What the engine runs on.
+        devices: What the engine runs on.
 
     Raises:
         ValueError: the numbers asked for do not go together, or the weights alone do not fit.
@@ -92,16 +92,20 @@ class Sizing:
         model: ModelConfig,
         split: SplitModel,
         dtype: jnp.dtype,
-        device: Any,
+        devices: Sequence[Any],
     ):
-        self._config, self._model, self._split, self._dtype = config, model, split, dtype
-        self._limit = _memory_limit(device)
-        self._weights = _tree_bytes(split.leaves)
+        self._config, self._split, self._dtype = config, split, dtype
+        device = devices[0]
+        self._model, self._num_devices = model.share(len(devices)), len(devices)
+        limits = [limit for it in devices if (limit := _memory_limit(it)) is not None]
+        self._limit = min(limits, default=None)
+        self._weights = own_bytes(split.leaves)
         if self._weights > self._most:  # before a byte of them is there
             raise ValueError(
-                f"the model's weights take {self._weights / 2**30:,.1f} GiB as {dtype.name}, "
-                f"and {self._whose} memory is {self._most / 2**30:,.1f} GiB: take a smaller model "
-                f"or dtype; config.json says {model.sizes}"
+                f"the model's weights take {self._weights / 2**30:,.1f} GiB{self._on_each} as "
+                f"{dtype.name}, and {self._whose} memory is {self._most / 2**30:,.1f} GiB: take a "
+                "smaller model or dtype, or more devices (tensor_parallel_size); "
+                f"config.json says {model.sizes}"
             )
         limits = resolve_limits(
             config,
@@ -110,9 +114,14 @@ class Sizing:
             backend=select_backend(device.platform),
             defaults=platform_defaults(device, self._weights),
         )
-        self._per_block = block_bytes(model, limits.block_size, dtype)
+        self._per_block = block_bytes(self._model, limits.block_size, dtype)
         # Until the pool's size is known, only swap_space bounds the blocks in host memory.
-        self._limits = replace(limits, num_host_blocks=config.host_blocks(self._per_block))
+        self._limits = replace(limits, num_host_blocks=config.host_blocks(self._host_per_block))
+
+    @property
+    def _host_per_block(self) -> int:
+        """Bytes of host memory that a block takes: what all devices have of it."""
+        return self._num_devices * self._per_block
 
     @property
     def step_rows(self) -> set[int]:
@@ -151,11 +160,11 @@ class Sizing:
         account = self._account_without_pool(workspace)
         num_blocks = self._choose_num_blocks(account)
         runtime = with_pool(self._limits, num_blocks, config)
-        runtime = with_swap(runtime, config, self._per_block)
+        runtime = with_swap(runtime, config, self._host_per_block)
         account = replace(
             account,
             kv_cache=num_blocks * self._per_block,
-            swap=runtime.num_host_blocks * self._per_block,
+            swap=runtime.num_host_blocks * self._host_per_block,
         )
         if account.total > self._most:
             raise ValueError(
@@ -165,7 +174,7 @@ class Sizing:
                 + "\nlower num_blocks, kv_cache_memory_bytes, max_num_batched_tokens or "
                 "max_num_seqs, or raise gpu_memory_utilization"
             )
-        shapes = Shapes.of(self._model, runtime, self._dtype)
+        shapes = Shapes.of(self._model, runtime, self._dtype, self._split.mesh)
         return Sized(runtime, account, shapes)
 
     @property
@@ -177,10 +186,14 @@ class Sizing:
     def _whose(self) -> str:
         return "this machine's" if self._limit is None else "the device's"
 
+    @property
+    def _on_each(self) -> str:
+        return "" if self._num_devices == 1 else f" on each of {self._num_devices} devices"
+
     @cached_property
     def _draft_shapes(self) -> Shapes:
         limits = replace(self._limits, num_blocks=_DRAFT_BLOCKS)
-        return Shapes.of(self._model, limits, self._dtype)
+        return Shapes.of(self._model, limits, self._dtype, self._split.mesh)
 
     def _account_without_pool(self, one_step: int) -> MemoryAccount:
         shapes, workspace = self._draft_shapes, 0
@@ -188,7 +201,7 @@ class Sizing:
             large = max(one_step, self._burst_logits_bytes())
             workspace = _STEPS_IN_FLIGHT * large + _SMALL_ARRAYS
             workspace += staging_bytes(shapes.kv.pool, self._limits.num_host_blocks)
-        sampling = _tree_bytes((shapes.sampling, shapes.last_tokens, shapes.kv.block_tables))
+        sampling = own_bytes((shapes.sampling, shapes.last_tokens, shapes.kv.block_tables))
         return MemoryAccount(self._weights, sampling, workspace, 0, self._limit)
 
     def _burst_logits_bytes(self) -> int:
@@ -214,10 +227,6 @@ class Sizing:
         """How many fit in so many bytes, rounded down to whole granules if there are any."""
         blocks = max(available, 0) // self._per_block
         return blocks // POOL_GRANULE * POOL_GRANULE if blocks > POOL_GRANULE else blocks
-
-
-def _tree_bytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def platform_defaults(device: Any, weights: int) -> PlatformDefaults:

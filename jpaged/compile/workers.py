@@ -34,6 +34,7 @@ from jpaged.compile.store import ProgramStore, device_bytes, program_store, sett
 from jpaged.config import EngineConfig
 from jpaged.models.loader import model_shapes, read_config
 from jpaged.models.registry import read_model_config
+from jpaged.models.sharding import make_mesh
 from jpaged.runtime.programs import Name, Shapes, SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig
 
@@ -67,6 +68,7 @@ class Order:
         modules: Those that have a part in what programs are made from.
         made_from: The digest of that, as the engine's own process has it.
         tied: Whether the output head is the embedding; None: as config.json says.
+        num_devices: Devices that share the model.
         share, of: Which share of the programs, of how many.
         threads: Compilations at once.
         limits: The runtime's numbers, the pool's size not settled; set when a worker is started.
@@ -82,6 +84,7 @@ class Order:
     modules: list[str]
     made_from: str
     tied: bool | None = None
+    num_devices: int = 1
     share: int = 0
     of: int = 1
     threads: int = 1
@@ -133,15 +136,17 @@ def compile_share(order: Order, wait_for_runtime: Callable[[], RuntimeConfig]) -
     if order.tied is not None:
         model_config = replace(model_config, tie_word_embeddings=order.tied)
     dtype = jnp.dtype(order.dtype)
-    draft = model_shapes(model_config, dtype)
-    store = program_store(order.cache, model_config, draft, device)
+    mesh = make_mesh(jax.local_devices(), order.num_devices)
+    own = model_config.share(order.num_devices)
+    draft = model_shapes(model_config, dtype, mesh)
+    store = program_store(order.cache, own, draft, device)
     if store is None or store.made_from != order.made_from:
         raise ValueError("settings, code or share of the device are not the engine's process's")
     split, limits = SplitModel.of(draft), cast(RuntimeConfig, order.limits)
     shared = SharedCalls(limits.backend)
 
     def made(runtime: RuntimeConfig) -> Recipes:
-        return Recipes(split, Shapes.of(model_config, runtime, dtype), runtime, shared)
+        return Recipes(split, Shapes.of(own, runtime, dtype, mesh), runtime, shared)
 
     compiler = make_compiler(draft, limits.backend, recorded=order.recorded)
     with ProgramBuilder(order.threads, store, compiler=compiler) as builder:
@@ -272,6 +277,7 @@ def make_orders(
         modules=traced_modules(),
         made_from=store.made_from,
         tied=tied,
+        num_devices=config.tensor_parallel_size,
         of=num_workers,
         threads=max(2, min(_MAX_THREADS, _processors() // num_workers)),
         recorded=recorded,

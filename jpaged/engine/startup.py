@@ -3,7 +3,7 @@
 import gc
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jpaged.compile.compilation import Compilation, prepare_jax, with_usable_cache
 from jpaged.config import EMBEDDED_MODEL, EngineConfig
@@ -24,6 +25,7 @@ from jpaged.models.checkpoint import read_config, read_generation_config, resolv
 from jpaged.models.config import ModelConfig, refuse_head_size
 from jpaged.models.loader import ModelPlan, plan_model
 from jpaged.models.registry import read_model_config
+from jpaged.models.sharding import make_mesh
 from jpaged.observe.statistics import MemoryAccount
 from jpaged.runtime.model_runner import ModelRunner
 from jpaged.runtime.programs import SplitModel
@@ -100,24 +102,25 @@ def build_parts(config: EngineConfig) -> EngineParts:
     log, config = ProgressLog(config.verbose), with_usable_cache(config)
     with log.phase("starting the device"):
         prepare_jax(config)
-        device = jax.local_devices()[0]
+        mesh = make_mesh(jax.local_devices(), config.tensor_parallel_size)
+        devices = jax.local_devices()[: config.tensor_parallel_size]
     folder = resolve_checkpoint(config.model or EMBEDDED_MODEL)
-    plan, dtype = _plan_model(config, folder, device)
+    plan, dtype = _plan_model(config, folder, devices[0], mesh)
     generation_config = read_generation_config(folder)
-    with Compilation(config, folder, plan, dtype, device, log.say) as compilation:
+    with Compilation(config, folder, plan, dtype, devices, log.say) as compilation:
         with log.phase(f"loading {folder.name} as {dtype.name}"):
             split, tokenizer = _load(config, folder, plan)
         eos_token_ids = end_token_ids(plan.config, generation_config, tokenizer)
         with log.phase("sizing the pool"):
             runtime, account, shapes = compilation.sized()
-        for line in describe_memory(runtime, account, device):
+        for line in describe_memory(runtime, account, devices):
             log.say(line)
         with log.phase("compiling"):
             programs = compilation.programs()
     with log.phase("warming up"):
         runner = ModelRunner(split, shapes, runtime, programs, eos_token_ids)
         runner.warm_up()
-    for line in account.beside(device.memory_stats() or {}):
+    for line in account.beside(devices[0].memory_stats() or {}):
         log.say(line)
     cache = PrefixCache(runtime.block_size) if config.enable_prefix_caching else None
     return EngineParts(
@@ -147,14 +150,17 @@ def build_parts(config: EngineConfig) -> EngineParts:
     )
 
 
-def _plan_model(config: EngineConfig, folder: Path, device: Any) -> tuple[ModelPlan, jnp.dtype]:
+def _plan_model(
+    config: EngineConfig, folder: Path, device: Any, mesh: Mesh | None
+) -> tuple[ModelPlan, jnp.dtype]:
     """The model, checked but not loaded, and the dtype of its weights and of the pool."""
     model = read_model_config(read_config(folder))
+    model.share(config.tensor_parallel_size)  # refused before anything is read
     most = select_backend(device.platform).max_head_size
     if most is not None and model.head_size > most:
         raise refuse_head_size(model.head_size, f"1 to {most}, on a GPU")
     dtype = _resolve_dtype(config.dtype, model, device.platform)
-    asked = {"load_format": config.load_format, "seed": config.seed}
+    asked = {"load_format": config.load_format, "seed": config.seed, "mesh": mesh}
     return plan_model(folder, model, dtype=dtype, **asked), dtype
 
 
@@ -204,12 +210,15 @@ def _choose_pressure(
     return PressurePolicy(mode, runtime.num_host_blocks, costs)
 
 
-def describe_memory(runtime: RuntimeConfig, account: MemoryAccount, device) -> list[str]:
-    """The device's memory account and the pool, in lines."""
+def describe_memory(
+    runtime: RuntimeConfig, account: MemoryAccount, devices: Sequence[Any]
+) -> list[str]:
+    """The memory account, of each device, and the pool, in lines."""
+    whose = f"each of {len(devices)} x " if len(devices) > 1 else ""
     capacity = (runtime.num_blocks - 1) * runtime.block_size
     swap = f"host memory for swapped blocks: up to {account.swap / 2**20:,.1f} MiB"
     return [
-        f"memory of {device.device_kind}:",
+        f"memory of {whose}{devices[0].device_kind}:",
         *account.lines(),
         *([swap] if account.swap else []),
         f"KV pool of {runtime.num_blocks - 1:,} blocks of {runtime.block_size} tokens "

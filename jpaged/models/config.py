@@ -7,13 +7,16 @@ and that the family does not read must have a value that leaves the computation 
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from reprlib import Repr
 from typing import Any, Literal, cast
 
 RopeType = Literal["default", "linear", "llama3"]
 NormKind = Literal["rms", "offset_rms", "layer", "bare_layer"]
 NormPlace = Literal["before", "after", "sum"]
+
+MAX_SHARES = 8
+"""Most devices that share a model."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ class Projection:
             fused, such as (("q", 32), ("k", 8), ("v", 8)) in heads.
         width: the other output axes.
         bias: whether there is one.
+        all_reduced: whether devices that share the model have a part of the inputs each, so that
+            their rows are summed.
         format: how the weight is kept, a key of `jpaged.models.linear.FORMATS`.
     """
 
@@ -67,6 +72,7 @@ class Projection:
     parts: tuple[tuple[str, int], ...]
     width: tuple[int, ...] = ()
     bias: bool = False
+    all_reduced: bool = False
     format: str = "plain"
 
     @property
@@ -100,6 +106,8 @@ class ModelConfig:
         qkv_bias, output_bias, mlp_bias: which projections have biases.
         eos_token_ids: tokens that end a text; empty when the config names none.
         checkpoint_dtype: dtype the config declares for the weights ("bfloat16" ...), or None.
+        num_shares: devices that share the model; with several this is what one of them computes,
+            with its own number of heads and its own part of the intermediate size.
     """
 
     model_type: str
@@ -128,9 +136,53 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     checkpoint_dtype: str | None = None
+    num_shares: int = 1
 
     def __post_init__(self):
         object.__setattr__(self, "embedding_size", self.embedding_size or self.hidden_size)
+
+    def share(self, count: int) -> "ModelConfig":
+        """What each of `count` devices computes of the model (`jpaged.models.sharding`).
+
+        Devices beyond the number of KV heads have a KV head together.
+
+        Raises:
+            ValueError: heads or widths cannot be shared by so many, or this is a share already.
+        """
+        if self.num_shares > 1:
+            raise ValueError(f"num_shares={self.num_shares}: a share is not shared again")
+        if count == 1:
+            return self
+        if wrong := self._not_shared(count):
+            fitting = [n for n in range(1, MAX_SHARES + 1) if not self._not_shared(n)]
+            raise ValueError(
+                f"tensor_parallel_size={count} does not go with the model's {wrong}; "
+                f"use {' or '.join(map(str, fitting))}"
+            )
+        return replace(
+            self,
+            num_heads=self.num_heads // count,
+            num_kv_heads=max(self.num_kv_heads // count, 1),
+            intermediate_size=self.intermediate_size // count,
+            num_shares=count,
+        )
+
+    def _not_shared(self, count: int) -> str | None:
+        """The first size that so many devices cannot share, if any."""
+        kv_heads = self.num_kv_heads
+        if self.num_heads % count:
+            return f"num_attention_heads={self.num_heads}"
+        if kv_heads % count and count % kv_heads:
+            return f"num_key_value_heads={kv_heads}"
+        if self.intermediate_size % count:
+            return f"intermediate_size={self.intermediate_size}"
+        return None
+
+    @property
+    def table_rows(self) -> int:
+        """Rows of a token table that each device has: all of them where devices cannot share."""
+        shared = not self.vocab_size % self.num_shares
+        return self.vocab_size // self.num_shares if shared else self.vocab_size
 
     @property
     def num_layers(self) -> int:
@@ -142,13 +194,14 @@ class ModelConfig:
         """The projections by their paths: of each layer, and those between the widths of embedding
         and layers, where these differ."""
         width, inner, head = self.hidden_size, self.intermediate_size, self.head_size
+        is_shared = self.num_shares > 1
         heads = (("q", self.num_heads), ("k", self.num_kv_heads), ("v", self.num_kv_heads))
         projections = {
             "attention.qkv": Projection((width,), heads, (head,), self.qkv_bias),
             "attention.output": Projection(
-                (self.num_heads, head), (("output", width),), (), self.output_bias
+                (self.num_heads, head), (("output", width),), (), self.output_bias, is_shared
             ),
-            "mlp.down": Projection((inner,), (("down", width),), (), self.mlp_bias),
+            "mlp.down": Projection((inner,), (("down", width),), (), self.mlp_bias, is_shared),
         }
         if self.gated:
             halves = (("gate", 1), ("up", 1))

@@ -128,20 +128,21 @@ class Decoder(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike):
-        def table(rows: int, width: int) -> Embedding:
-            return Embedding(rows, width, dtype=dtype)
+        def tokens() -> Embedding:
+            is_shared = config.table_rows < config.vocab_size
+            return Embedding(config.table_rows, outer, dtype=dtype, is_shared=is_shared)
 
         inner, outer, offset = config.hidden_size, config.embedding_size, config.position_offset
         layers, rows = range(config.num_layers), config.max_position_embeddings + (offset or 0)
         tied = config.tie_word_embeddings
         self.config, self.dtype = config, jnp.dtype(dtype)
-        self.embed = table(config.vocab_size, outer)
-        self.position_embedding = None if offset is None else table(rows, inner)
+        self.embed = tokens()
+        self.position_embedding = None if offset is None else Embedding(rows, inner, dtype=dtype)
         self.project_in = _linear(config, "project_in", dtype)
         self.layers = nnx.List([DecoderLayer(config, i, dtype=dtype) for i in layers])
         self.final_norm = make_norm(config, inner, dtype=dtype) if config.final_norm else None
         self.project_out = _linear(config, "project_out", dtype)
-        self.lm_head = None if tied else table(config.vocab_size, outer)
+        self.lm_head = None if tied else tokens()
 
     def embed_tokens(
         self, token_ids: Int32[Array, "T"], positions: Int32[Array, "T"]

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jpaged.models.checkpoint import WeightRule
 from jpaged.models.config import Projection
+from jpaged.models.sharding import AXIS, all_gather, all_reduce
 from pallas_kernels import Backend, gated_gemm, gated_silu, split_k_gemm, sum_partials
 
 
@@ -117,9 +118,12 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "T *inputs"], backend: Backend) -> Float[Array, "..."]:
         """The rows [parts, T, *outputs] in split-K partials, to be summed by what reads them next.
 
-        Several partials are float32. With a bias there is one, of x's dtype.
+        Several partials are float32. With a bias, or summed over devices, there is one, of x's
+        dtype.
         """
         partials = self.format.partials(self, x.reshape(x.shape[0], -1), backend)
+        if self.projection.all_reduced:
+            partials = all_reduce(sum_partials(partials, x.dtype))[None]
         if self.bias is not None:  # as one row, which XLA adds within its product
             partials = (sum_partials(partials, x.dtype) + self.bias[...].reshape(1, -1))[None]
         return partials.reshape(*partials.shape[:2], *self.projection.outputs)
@@ -143,8 +147,10 @@ class Linear(nnx.Module):
 
     def array(self) -> Float[Array, "..."] | None:
         """The weight [*inputs, *outputs] if it is all there is, for kernels that fuse several
-        projections; None with a bias, or in a format that has no such array."""
-        return None if self.bias is not None else self.format.array(self)
+        projections; None with a bias, summed over devices, or in a format that has no such array.
+        """
+        is_all = self.bias is None and not self.projection.all_reduced
+        return self.format.array(self) if is_all else None
 
 
 def pieces(projection: Projection, sources: Sequence[str]) -> list[tuple[str, int, int]]:
@@ -188,18 +194,30 @@ def linear_rules(
 
 
 class Embedding(nnx.Module):
-    """A table [rows, D] of token or position vectors; as an output head, its own transpose."""
+    """A table [rows, D] of token or position vectors; as an output head, its own transpose.
 
-    def __init__(self, rows: int, size: int, *, dtype: DTypeLike):
+    A shared one is the device's rows of a table of as many for each device.
+    """
+
+    def __init__(self, rows: int, size: int, *, dtype: DTypeLike, is_shared: bool = False):
         self.weight = zeros(dtype, rows, size)
+        self.is_shared = is_shared
 
     def __call__(self, ids: Int32[Array, "T"]) -> Float[Array, "T D"]:
         """The rows `ids`; an id out of range reads the nearest row."""
-        return jnp.take(self.weight[...], ids, axis=0, mode="clip")
+        weight = self.weight[...]
+        if not self.is_shared:
+            return jnp.take(weight, ids, axis=0, mode="clip")
+        rows = weight.shape[0]
+        ids = jnp.clip(ids, 0, rows * jax.lax.axis_size(AXIS) - 1) - jax.lax.axis_index(AXIS) * rows
+        is_here = (ids >= 0) & (ids < rows)
+        found = jnp.take(weight, ids, axis=0, mode="clip")
+        return all_reduce(jnp.where(is_here[:, None], found, jnp.zeros((), found.dtype)))
 
     def logits(self, hidden: Float[Array, "R D"]) -> Float32[Array, "R V"]:
-        """Dot products with every row, in float32."""
-        return _product("rd,vd->rv", hidden, self.weight[...], out=jnp.float32)
+        """Dot products with every row of the whole table, in float32."""
+        logits = _product("rd,vd->rv", hidden, self.weight[...], out=jnp.float32)
+        return all_gather(logits, axis=1) if self.is_shared else logits
 
 
 def _product(

@@ -3,7 +3,8 @@
 Nothing is read before the headers have been checked against the model (`plan_weights`). Then, file
 by file, the tensors go to the device in slabs, where they are transposed, cast and written in place
 into their (possibly fused) parameter. A file is mapped for one slab at a time. So the host holds a
-few slabs, however large a file or a parameter is and wherever the pieces of a fused one lie.
+few slabs, however large a file or a parameter is and wherever the pieces of a fused one lie. Where
+devices share the model, each is given its own part of every slab.
 
 A tied output head that the file holds all the same is compared with the embedding, as transformers
 does: a head of other values is kept, and the model is not tied.
@@ -15,14 +16,17 @@ import warnings
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jpaged.models.checkpoint import (
@@ -40,6 +44,7 @@ from jpaged.models.checkpoint import (
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder
 from jpaged.models.registry import weight_rules
+from jpaged.models.sharding import Piece, held_pieces, over, own_shape, split_axis
 
 __all__ = [
     "CheckpointError",
@@ -84,29 +89,112 @@ class ModelPlan:
 
     Attributes:
         config: the model's; with an output head of its own where the checkpoint has one.
-        shapes: the model with shapes in its parameters' places.
+        mesh: the devices that share the model; None for one.
+        shapes: the model as each device computes it, with shapes in its parameters' places: those
+            of the arrays over all devices.
     """
 
     config: ModelConfig
+    mesh: Mesh | None
     shapes: nnx.Module
+    _specs: Specs  # of the whole model, as one device would have it
     _placements: Sequence[Placement] | None  # None: random weights
     _seed: int
 
     def load(self) -> nnx.Module:
-        """The model with its parameters on the default device.
+        """The model with its parameters on the devices.
 
         Raises:
             CheckpointError: a file cannot be read any more.
         """
-        graphdef, state = nnx.split(self.shapes)
-        specs = _specs(self.shapes)
-        if self._placements is None:
-            arrays = {name: _dummy_array(name, spec, self._seed) for name, spec in specs.items()}
+        over_all = _specs(self.shapes)
+        own = {path: jax.ShapeDtypeStruct(own_shape(it), it.dtype) for path, it in over_all.items()}
+        devices = [None] if self.mesh is None else self.mesh.devices.ravel().tolist()
+        shares = [
+            Share(
+                device, own, {path: self._pieces(path, it.shape, place) for path, it in own.items()}
+            )
+            for place, device in enumerate(devices)
+        ]
+        if self._placements is not None:
+            _read_arrays(self._placements, shares)
         else:
-            arrays = _read_arrays(self._placements, specs)
-        flat = nnx.to_flat_state(state)
-        filled = [(path, leaf.replace(arrays[_name_of(path)])) for path, leaf in flat]
-        return nnx.merge(graphdef, nnx.from_flat_state(filled))
+            for share in shares:
+                share.make_random(self._specs, self._seed)
+        arrays = {path: _joined(it, shares, path) for path, it in over_all.items()}
+        return _with_values(self.shapes, arrays)
+
+    def _pieces(self, path: str, own: tuple[int, ...], place: int) -> list[Piece]:
+        """What a device has of the parameter."""
+        count = 1 if self.mesh is None else self.mesh.size
+        whole, parts = self._specs[path].shape, ()
+        name = re.sub(r"^layers\.\d+\.", "", path.rpartition(".")[0])
+        if (projection := self.config.projections.get(name)) is not None:
+            ours = self.config.share(count).projections[name]
+            if split_axis(whole, own) == len(whole) - len(projection.outputs):
+                sizes = zip(projection.parts, ours.parts, strict=True)
+                parts = [(size, own_size) for (_, size), (_, own_size) in sizes]
+        return held_pieces(whole, own, place, count, parts)
+
+
+@dataclass
+class Share:
+    """What a device has of a model while it is loaded.
+
+    Attributes:
+        device: which one; None for JAX's default.
+        specs: shapes of its parameters by path.
+        held: what of each they are.
+        arrays: those that are there.
+    """
+
+    device: Any
+    specs: Specs
+    held: Mapping[str, Sequence[Piece]]
+    arrays: dict[str, jax.Array] = field(default_factory=dict)
+
+    def write(self, placement: Placement, slab: np.ndarray, start: np.ndarray) -> jax.Array:
+        """Write what it has of a slab, whose axes lie as in the file, and which begins at `start`
+        in the whole parameter; returns the parameter, which may not be there yet."""
+        path, order = placement.path, placement.order
+        if path not in self.arrays:
+            spec = self.specs[path]
+            self.arrays[path] = jnp.zeros(spec.shape, spec.dtype, device=self.device)
+        end = start.copy()
+        end[list(order)] += slab.shape
+        for piece in self.held[path]:
+            low = np.maximum(piece.whole, start)
+            high = np.minimum(np.add(piece.whole, piece.shape), end)
+            if (low < high).all():
+                cut = [slice(*ends) for ends in zip(low - start, high - start, strict=True)]
+                part, own = slab[tuple(cut[axis] for axis in order)], low - piece.whole + piece.own
+                self.arrays[path] = _write_slab(
+                    self.arrays[path], part, own.astype(np.int32), order, placement.rule.add
+                )
+        return self.arrays[path]
+
+    def make_random(self, whole: Specs, seed: int) -> None:
+        """Random parameters; `whole` has the shapes of the whole model's."""
+        with nullcontext() if self.device is None else jax.default_device(self.device):
+            for path, spec in self.specs.items():
+                pieces = self.held[path]
+                self.arrays[path] = _dummy_array(path, spec, whole[path].shape, pieces, seed)
+
+
+def _joined(spec: jax.ShapeDtypeStruct, shares: Sequence[Share], path: str) -> jax.Array:
+    """The array over all devices of a parameter."""
+    own = [share.arrays[path] for share in shares]
+    if spec.sharding is None:
+        return own[0]
+    return jax.make_array_from_single_device_arrays(spec.shape, spec.sharding, own)
+
+
+def _with_values(model: nnx.Module, values: Mapping[str, Any]) -> nnx.Module:
+    """The model with other values, by path."""
+    definition, state = nnx.split(model)
+    flat = nnx.to_flat_state(state)
+    filled = [(path, leaf.replace(values[_name_of(path)])) for path, leaf in flat]
+    return nnx.merge(definition, nnx.from_flat_state(filled))
 
 
 def plan_model(
@@ -116,6 +204,7 @@ def plan_model(
     dtype: DTypeLike,
     load_format: str = "auto",
     seed: int = 0,
+    mesh: Mesh | None = None,
 ) -> ModelPlan:
     """Check the checkpoint against its config; no weights are read, but those of a tied head.
 
@@ -128,27 +217,30 @@ def plan_model(
         load_format: "auto" and "safetensors" read the checkpoint; "dummy" makes random weights on
             the device, the same ones for the same `seed`.
         seed: of the dummy weights.
+        mesh: the devices that share the model; None for one.
 
     Raises:
         CheckpointError: the checkpoint is missing, broken or does not fit the model exactly.
-        ValueError: `dtype` or `load_format` is not one of the above.
+        ValueError: `dtype` or `load_format` is not one of the above, or the devices cannot share
+            the model.
     """
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load_format={load_format!r} is unknown; use one of {LOAD_FORMATS}.")
     if jnp.dtype(dtype) not in SUPPORTED_DTYPES.values():
         raise ValueError(f"dtype={dtype!r} is unsupported; use float32, float16 or bfloat16.")
     if load_format == "dummy":
-        return ModelPlan(config, model_shapes(config, dtype), None, seed)
+        shapes, specs = model_shapes(config, dtype, mesh), _specs(model_shapes(config, dtype))
+        return ModelPlan(config, mesh, shapes, specs, None, seed)
     tensors = read_tensors(resolve_checkpoint(folder))
     rules = weight_rules(config)
     _check_num_layers(config, tensors, rules)
     config, rules = _settle_head(config, tensors, rules, jnp.dtype(dtype))
-    shapes = model_shapes(config, dtype)
+    shapes, specs = model_shapes(config, dtype, mesh), _specs(model_shapes(config, dtype))
     try:
-        placements = plan_weights(tensors, rules, _specs(shapes))
+        placements = plan_weights(tensors, rules, specs)
     except CheckpointError as error:
         raise CheckpointError(f"{error} config.json says {config.sizes}.") from None
-    return ModelPlan(config, shapes, placements, seed)
+    return ModelPlan(config, mesh, shapes, specs, placements, seed)
 
 
 def _check_num_layers(
@@ -230,9 +322,24 @@ def _name_of(path: tuple) -> str:
     return ".".join(map(str, path))
 
 
-def model_shapes(config: ModelConfig, dtype: DTypeLike) -> nnx.Module:
-    """The config's model with shapes in its parameters' places."""
-    return nnx.eval_shape(lambda: Decoder(config, dtype=dtype))
+def model_shapes(config: ModelConfig, dtype: DTypeLike, mesh: Mesh | None = None) -> nnx.Module:
+    """The config's model, as each device of the mesh computes it, with shapes in its parameters'
+    places: those of the arrays over all devices.
+
+    Raises:
+        ValueError: the devices cannot share the model.
+    """
+    whole = nnx.eval_shape(lambda: Decoder(config, dtype=dtype))
+    if mesh is None:
+        return whole
+    share = config.share(mesh.size)
+    own = nnx.eval_shape(lambda: Decoder(share, dtype=dtype))
+    specs = _specs(whole)
+    values = {
+        path: over(mesh, spec, split_axis(specs[path].shape, spec.shape))
+        for path, spec in _specs(own).items()
+    }
+    return _with_values(own, values)
 
 
 Problems = dict[str, list[str]]
@@ -310,25 +417,21 @@ def _place(
     return Placement(tensor, rule, path, shape, tuple(axis for axes in file_axes for axis in axes))
 
 
-def _read_arrays(placements: Iterable[Placement], specs: Specs) -> dict[str, jax.Array]:
-    """The parameters by path, read in the order of the placements, which is that of the files."""
-    arrays: dict[str, jax.Array] = {}
+def _read_arrays(placements: Iterable[Placement], shares: Sequence[Share]) -> None:
+    """Fill the devices' parameters, read in the order of the placements, which is that of the
+    files; each slab is read once, whoever has a part of it."""
     for placement in placements:
-        path = placement.path
-        if path not in arrays:
-            arrays[path] = jnp.zeros(specs[path].shape, specs[path].dtype)
         for start, rows in _slabs(placement):
             # No name for the slab: it would live on while the next one is read.
-            param = _write_slab(
-                arrays[path],
-                _read_slab(placement, rows),
-                start,
-                placement.order,
-                placement.rule.add,
-            )
-            # Before the next slab: running ahead of the device would gather slabs on the host.
-            arrays[path] = param.block_until_ready()
-    return arrays
+            _write_parts(placement, _read_slab(placement, rows), start, shares)
+
+
+def _write_parts(
+    placement: Placement, slab: np.ndarray, start: np.ndarray, shares: Sequence[Share]
+) -> None:
+    written = [share.write(placement, slab, start) for share in shares]
+    # Before the next slab: running ahead of the devices would gather slabs on the host.
+    jax.block_until_ready(written)
 
 
 def _read_slab(placement: Placement, rows: slice) -> np.ndarray:
@@ -368,27 +471,56 @@ def _write_slab(
     return jax.lax.dynamic_update_slice(param, slab, list(start))
 
 
-def _dummy_array(path: str, spec: jax.ShapeDtypeStruct, seed: int) -> jax.Array:
+def _dummy_array(
+    path: str,
+    spec: jax.ShapeDtypeStruct,
+    whole: tuple[int, ...],
+    held: Sequence[Piece],
+    seed: int,
+) -> jax.Array:
     """Random weights made on the device, ones for the scales of norms.
 
-    The values depend on the seed and the parameter's path alone.
+    The values depend on the seed, the parameter's path and the place in the `whole` parameter
+    alone: the model is the same however many devices share it.
     """
     if len(spec.shape) == 1 and not path.endswith("bias"):  # other vectors are norms' scales
         return jnp.ones(spec.shape, spec.dtype)
     path_id = np.uint32(zlib.crc32(path.encode()))
-    return _random(np.uint32(seed % 2**32), path_id, shape=spec.shape, dtype=spec.dtype)
+    strides = [math.prod(whole[axis + 1 :]) for axis in range(len(whole))]
+    seed_bits, options = np.uint32(seed % 2**32), {"strides": tuple(strides), "dtype": spec.dtype}
+
+    def values(piece: Piece) -> jax.Array:
+        first = np.uint32(np.dot(piece.whole, strides) % 2**32)
+        return _random(seed_bits, path_id, first, shape=piece.shape, **options)
+
+    if len(held) == 1:
+        return values(held[0])
+    own = jnp.zeros(spec.shape, spec.dtype)
+    for piece in held:
+        own = jax.lax.dynamic_update_slice(own, values(piece), piece.own)
+    return own
 
 
-@partial(jax.jit, static_argnames=("shape", "dtype"))
+@partial(jax.jit, static_argnames=("shape", "strides", "dtype"))
 def _random(
-    seed: jax.Array, path_id: jax.Array, *, shape: tuple[int, ...], dtype: np.dtype
+    seed: jax.Array,
+    path_id: jax.Array,
+    first: jax.Array,
+    *,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: np.dtype,
 ) -> jax.Array:
-    """Nearly normal numbers: each the sum of the four bytes of one hash.
+    """Nearly normal numbers: each the sum of the four bytes of one hash of its place, the first
+    one's being `first`.
 
     Purely element-wise, so it compiles to one kernel and needs no workspace; `jax.random.normal`
     takes up to eight times the parameter's own size, which a device full of weights does not have.
     """
-    index = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
+    index = jnp.broadcast_to(first, shape)
+    for axis, stride in enumerate(strides):
+        along = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        index += along * np.uint32(stride % 2**32)
     key = jnp.broadcast_to(_hash(path_id ^ _hash(seed)), shape)
     bits = _hash(_hash(index) ^ key)
     byte_sum = sum((bits >> np.uint32(shift)) & np.uint32(255) for shift in (0, 8, 16, 24))

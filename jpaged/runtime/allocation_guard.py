@@ -15,6 +15,7 @@ touches the rest. (XLA's `BFCAllocator`, `tsl/framework/bfc_allocator.cc`.)
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -56,18 +57,21 @@ def find_places(buffers: Sequence[tuple[int, int]]) -> frozenset[int]:
     return frozenset(places)
 
 
-def make_places() -> list[jax.Array]:
-    """Make the places on the default device, where the arrays that stay must be already.
+def make_places(devices: Sequence[Any]) -> list[jax.Array]:
+    """Make the places on devices (None: the default one), where the arrays that stay must be.
 
-    Uploads 3.3 MB in one call and compiles nothing: some milliseconds.
+    Uploads 3.3 MB to each in one call and compiles nothing: some milliseconds.
 
     Returns:
         The guards: uint8 arrays between the places, which are there as long as these are held.
     """
-    arrays = jax.device_put([np.zeros(size, np.uint8) for size in pieces()])
-    jax.block_until_ready(arrays)
-    places = find_places([(array.unsafe_buffer_pointer(), array.nbytes) for array in arrays])
-    return [array for i, array in enumerate(arrays) if i not in places]
+    guards: list[jax.Array] = []
+    for device in devices:
+        arrays = jax.device_put([np.zeros(size, np.uint8) for size in pieces()], device)
+        jax.block_until_ready(arrays)
+        places = find_places([(array.unsafe_buffer_pointer(), array.nbytes) for array in arrays])
+        guards += [array for i, array in enumerate(arrays) if i not in places]
+    return guards
 
 
 def _adjoin(first: tuple[int, int], second: tuple[int, int]) -> bool:

@@ -9,6 +9,9 @@ from jaxtyping import Array, Int32
 from jpaged.models.config import ModelConfig
 from pallas_kernels import LayerKV
 
+HEADS_AXIS = 2
+"""Of the pool's arrays [P, S, K, H]: along it devices share them."""
+
 
 class KVState(NamedTuple):
     """What the forward programs own and update in place."""
@@ -18,7 +21,8 @@ class KVState(NamedTuple):
 
 
 def block_bytes(model: ModelConfig, block_size: int, dtype: DTypeLike) -> int:
-    """Bytes of one block: K and V of `block_size` tokens in all layers."""
+    """Bytes of one block: K and V of `block_size` tokens in all layers; on each of the devices that
+    share the model."""
     per_token = 2 * model.num_layers * model.num_kv_heads * model.head_size
     return per_token * block_size * jnp.dtype(dtype).itemsize
 

@@ -86,10 +86,14 @@ class ModelRunner:
         swaps = (of_kind(programs, kind) for kind in ("gather_blocks", "scatter_blocks"))
         self._images = BlockImages(*swaps)
         state = shapes.kv, shapes.last_tokens, shapes.sampling
-        zeros = jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), state))
+        zeros = jax.jit(
+            lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), state),
+            out_shardings=jax.tree.map(lambda s: s.sharding, state),
+        )
         self._kv, self._last_tokens, self._sampling_state = zeros()
         # Behind all that stays, before any step: where its small buffers go. Held, never read.
-        self._guards = make_places() if config.backend is Backend.TRITON else []
+        devices = [None] if split.mesh is None else split.mesh.devices.ravel().tolist()
+        self._guards = make_places(devices) if config.backend is Backend.TRITON else []
 
     def launch(self, plan: StepPlan, sampling: SamplingOf) -> StepHandle:
         """Launch a plan's parts in the order that `StepPlan` gives, without waiting for any.

@@ -7,9 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from jpaged.models.config import ModelConfig
-from jpaged.runtime.kv_cache import KVState, make_pool
+from jpaged.models.sharding import mesh_of, over, own_shape
+from jpaged.runtime.kv_cache import HEADS_AXIS, KVState, make_pool
 from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.sampler import (
     EVERYTHING,
@@ -47,8 +49,18 @@ class SplitModel:
         leaves, treedef = jax.tree.flatten(state)
         return SplitModel(definition, treedef, tuple(leaves))
 
+    @property
+    def mesh(self) -> Mesh | None:
+        """The devices that share the model; None if it is on one."""
+        return mesh_of(self.leaves)
+
+    @property
+    def own_leaves(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The shapes of what each device has of the parameters."""
+        return tuple(jax.ShapeDtypeStruct(own_shape(it), it.dtype) for it in self.leaves)
+
     def bind(self, step: Callable, **static: Any) -> Callable:
-        """The step as a function of the leaves and its other arguments."""
+        """The step as a function of the leaves, a device's own, and its other arguments."""
 
         def run(leaves, *inputs, **arguments):
             model = nnx.merge(self.definition, jax.tree.unflatten(self.treedef, leaves))
@@ -60,7 +72,8 @@ class SplitModel:
 
 @dataclass(frozen=True)
 class Shapes:
-    """Shapes and dtypes of the arrays that live on the device."""
+    """Shapes and dtypes of the arrays that live on the device; with several devices, of the arrays
+    over all of them, the pool split by its heads and all else on each."""
 
     kv: KVState
     last_tokens: jax.ShapeDtypeStruct
@@ -68,14 +81,34 @@ class Shapes:
     hidden: jax.ShapeDtypeStruct
 
     @staticmethod
-    def of(model: ModelConfig, config: RuntimeConfig, dtype) -> "Shapes":
-        """The shapes a configuration implies."""
+    def of(model: ModelConfig, config: RuntimeConfig, dtype, mesh: Mesh | None = None) -> "Shapes":
+        """The shapes a configuration implies.
+
+        Args:
+            model: What each device computes.
+            config: The runtime's numbers.
+            dtype: Of the pool.
+            mesh: The devices; None for one.
+
+        Raises:
+            ValueError: the model is not the share of one of so many devices.
+        """
+        if model.num_shares != (1 if mesh is None else mesh.size):
+            raise ValueError(
+                f"num_shares={model.num_shares} of the model is not the mesh's size: "
+                "give `ModelConfig.share` of it"
+            )
+
+        def on_all(tree):
+            return jax.tree.map(lambda own: over(mesh, own, None), tree)
+
         rows, pool_size = config.num_rows, (config.num_blocks, config.block_size)
         pool = jax.eval_shape(lambda: make_pool(model, *pool_size, dtype))
+        pool = jax.tree.map(lambda own: over(mesh, own, HEADS_AXIS), pool)
         return Shapes(
-            kv=KVState._make((pool, int32(rows, config.max_blocks_per_seq))),
-            last_tokens=int32(rows),
-            sampling=jax.eval_shape(lambda: init_state(rows, config.vocab_size)),
+            kv=KVState._make((pool, on_all(int32(rows, config.max_blocks_per_seq)))),
+            last_tokens=on_all(int32(rows)),
+            sampling=on_all(jax.eval_shape(lambda: init_state(rows, config.vocab_size))),
             hidden=jax.ShapeDtypeStruct((model.hidden_size,), dtype),
         )
 

@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from jpaged.core.plan import SwapIn, SwapOut
+from jpaged.models.sharding import mesh_of, own_bytes
 from jpaged.runtime.steps import KVState
 from pallas_kernels import LayerKV
 
@@ -73,8 +74,8 @@ def chunk_sizes(pool: Any, num_host_blocks: int) -> tuple[int, ...]:
 
 
 def pool_block_bytes(pool: Any) -> int:
-    """Bytes of one block in all arrays of the pool."""
-    return sum(a.size // a.shape[0] * a.dtype.itemsize for a in jax.tree.leaves(pool))
+    """Bytes of one block in all arrays of the pool, on each device."""
+    return own_bytes(pool) // jax.tree.leaves(pool)[0].shape[0]
 
 
 def staging_bytes(pool: Any, num_host_blocks: int) -> int:
@@ -216,7 +217,9 @@ class BlockImages:
             self.swap_out(state.pool, SwapOut(-1, (0,) * num_host_blocks))
             self.wait()
         except jax.errors.JaxRuntimeError as error:
-            size = num_host_blocks * pool_block_bytes(state.pool) / 2**30
+            mesh = mesh_of(state.pool)
+            num_devices = 1 if mesh is None else mesh.size
+            size = num_host_blocks * num_devices * pool_block_bytes(state.pool) / 2**30
             message = f"no {size:.1f} GiB of host memory can be pinned for blocks: lower swap_space"
             raise ValueError(message) from error
         self.drop(-1)

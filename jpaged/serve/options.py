@@ -213,13 +213,6 @@ class ServeConfig(options.Options, group="the server"):
         False, names=("--dashboard-show-text",), help="prompts and answers in the picture"
     )
     log_requests: bool = options.switch(True, help="a line in the log for each request")
-    tensor_parallel_size: int = options.integer(
-        1,
-        low=1,
-        high=1,
-        what="1, since one device a server is what there is so far: leave it at 1",
-        help="devices; 1 so far",
-    )
     limits: Limits = field(default_factory=Limits)
 
 

@@ -24,6 +24,7 @@ from jpaged.compile.gemm_autotuning import (
 from jpaged.compile.recipes import Recipe
 from jpaged.models.loader import model_shapes
 from jpaged.models.registry import read_model_config
+from jpaged.models.sharding import make_mesh
 from pallas_kernels import Backend
 
 GPT2 = {
@@ -201,6 +202,17 @@ def test_what_is_measured_are_a_layers_products(
     assert all("tensor<256x" in text for text in texts)
     assert measure_products(model, "head", 16, Backend.XLA) == 1
     assert "tensor<16x128xf32>" in texts[-1]
+
+
+def test_of_a_shared_model_a_devices_own_products_are_measured(monkeypatch: pytest.MonkeyPatch):
+    """Of the head its rows of the vocabulary, 64 of 128."""
+    texts: list[str] = []
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda it, _: texts.append(it.as_text()))
+    mesh = make_mesh(jax.devices(), 2)
+    model = model_shapes(read_model_config(LLAMA), jnp.dtype(jnp.float32), mesh)
+    assert measure_products(model, "layer", 256, Backend.XLA) > 1
+    assert measure_products(model, "head", 16, Backend.XLA) == 1
+    assert "-> tensor<16x64xf32>" in texts[-1]
 
 
 def test_products_that_are_not_xlas_are_not_measured(monkeypatch: pytest.MonkeyPatch):

@@ -4,6 +4,7 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -12,6 +13,8 @@ from jpaged.config import EMBEDDED_MODEL, EngineConfig
 from jpaged.engine import startup
 from jpaged.models.loader import ModelPlan, model_shapes, read_config, resolve_checkpoint
 from jpaged.models.registry import read_model_config
+from jpaged.models.sharding import make_mesh
+from jpaged.runtime.kv_cache import block_bytes
 from jpaged.runtime.programs import SplitModel
 
 MODEL = read_model_config(read_config(resolve_checkpoint(EMBEDDED_MODEL)))
@@ -22,9 +25,26 @@ def sizing(limit: int, held: int = 0, **options: Any) -> Sizing:
     stats = {"bytes_limit": limit, "bytes_in_use": held}
     device = SimpleNamespace(platform="cpu", device_kind="X", memory_stats=lambda: stats)
     split = SplitModel.of(model_shapes(MODEL, FLOAT32))
-    made = Sizing(EngineConfig(**options), MODEL, split, FLOAT32, device)
+    made = Sizing(EngineConfig(**options), MODEL, split, FLOAT32, [device])
     stats["bytes_in_use"] = limit  # from then on it is this engine's
     return made
+
+
+def test_of_devices_that_share_a_model_the_least_decides():
+    """And host memory holds what all of them have of a block."""
+
+    def device(limit: int) -> SimpleNamespace:
+        stats = {"bytes_limit": limit, "bytes_in_use": 0}
+        return SimpleNamespace(platform="cpu", device_kind="X", memory_stats=lambda: stats)
+
+    config = EngineConfig(tensor_parallel_size=2, preemption_mode="swap", swap_space=0.01)
+    split = SplitModel.of(model_shapes(MODEL, FLOAT32, make_mesh(jax.devices(), 2)))
+    devices = [device(2**30), device(2**29)]
+    runtime, account, _ = Sizing(config, MODEL, split, FLOAT32, devices).fit(0)
+    assert account.limit == 2**29
+    per_block = account.kv_cache // runtime.num_blocks
+    assert per_block * 2 == block_bytes(MODEL, 16, FLOAT32)
+    assert account.swap == runtime.num_host_blocks * 2 * per_block <= 0.01 * 2**30
 
 
 def test_the_pool_has_what_others_and_steps_leave():

@@ -294,6 +294,13 @@ def orders_of(start: Start) -> list[Order]:
     return make_orders(config, EMBEDDED_MODEL, FLOAT32, device, start.store, recorded=True)
 
 
+def test_workers_compile_for_as_many_devices(start: Start):
+    config, device = EngineConfig(tensor_parallel_size=2), jax.local_devices()[0]
+    config = replace(config, num_compile_workers=2)
+    orders = make_orders(config, EMBEDDED_MODEL, FLOAT32, device, start.store, recorded=True)
+    assert [order.num_devices for order in orders] == [2, 2]
+
+
 def test_where_nothing_is_kept_there_is_no_worker(start: Start, monkeypatch: pytest.MonkeyPatch):
     assert len(orders_of(start)) == 2
     with monkeypatch.context() as patch:

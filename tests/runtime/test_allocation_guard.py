@@ -5,6 +5,7 @@ import random
 from collections import deque
 from typing import NamedTuple
 
+import jax
 import pytest
 
 from jpaged.runtime.allocation_guard import SIZES, find_places, make_places, pieces
@@ -145,9 +146,14 @@ def test_only_what_lies_between_two_that_stay_is_a_place():
     assert find_places(row[:2]) == find_places([]) == set()
 
 
+def test_each_device_has_places_of_its_own():
+    devices = jax.local_devices()[:2]
+    assert {device for guard in make_places(devices) for device in guard.devices()} == {*devices}
+
+
 def test_the_guards_are_what_stays():
     """On a CPU, whose allocator is another: most pieces, at addresses of their own."""
-    guards = make_places()
+    guards = make_places(jax.local_devices()[:1])
     assert len(pieces()) >= len(guards) >= len(pieces()) // 2
     assert {guard.nbytes for guard in guards} == set(SIZES)
     spans = sorted((guard.unsafe_buffer_pointer(), guard.nbytes) for guard in guards)

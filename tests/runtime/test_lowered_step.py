@@ -20,6 +20,7 @@ from jpaged.compile.sizing import GPU_DEFAULTS
 from jpaged.compile.workers import share_of
 from jpaged.models.loader import model_shapes
 from jpaged.models.registry import read_model_config
+from jpaged.models.sharding import make_mesh
 from jpaged.runtime.programs import Shapes, SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.sampler import SCORED_GREEDY
@@ -43,8 +44,8 @@ NUM_LEVELS = 4
 BURST = "decode_burst", (8, SCORED_GREEDY)
 
 
-def all_recipes(shape: str, num_layers: int) -> dict[Any, Recipe]:
-    """What an engine of a shape's first layers would compile on a GPU, with nothing allocated."""
+def all_recipes(shape: str, num_layers: int, num_devices: int = 1) -> dict[Any, Recipe]:
+    """What an engine of a shape's first layers would compile on GPUs, with nothing allocated."""
     config = read_model_config({**SHAPES[shape], "num_hidden_layers": num_layers})
     limits = GPU_DEFAULTS.max_num_seqs, GPU_DEFAULTS.max_num_batched_tokens
     runtime = RuntimeConfig(
@@ -56,8 +57,9 @@ def all_recipes(shape: str, num_layers: int) -> dict[Any, Recipe]:
         Backend.TRITON,
         num_scheduler_steps=GPU_DEFAULTS.num_scheduler_steps,
     )
-    split = SplitModel.of(model_shapes(config, jnp.bfloat16))
-    shapes = Shapes.of(config, runtime, jnp.dtype(jnp.bfloat16))
+    mesh = make_mesh(jax.devices(), num_devices)
+    split = SplitModel.of(model_shapes(config, jnp.bfloat16, mesh))
+    shapes = Shapes.of(config.share(num_devices), runtime, jnp.dtype(jnp.bfloat16), mesh)
     return {recipe.name: recipe for recipe in Recipes(split, shapes, runtime)}
 
 
@@ -74,15 +76,15 @@ def lowered(recipe: Recipe, step: Any) -> str:
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-def launches(text: str) -> Counter:
-    """Kernels and GEMMs of the main function, those of what it calls included."""
+def launches(text: str, *more: str) -> Counter:
+    """Kernels, GEMMs and more of the main function, those of what it calls included."""
     bodies = dict(
         re.findall(r"func\.func (?:public|private) @(\S+?)\((.*?)\n  \}", text, re.DOTALL)
     )
 
     @cache
     def count(name: str) -> Counter:
-        counted = KERNEL, HOPPER_KERNEL, PRODUCT
+        counted = KERNEL, HOPPER_KERNEL, PRODUCT, *more
         total = Counter({what: bodies[name].count(what) for what in counted})
         for called in re.findall(r"\bcall @(\w+)", bodies[name]):
             total += count(called)
@@ -117,6 +119,16 @@ def test_a_mixed_step_launches_decode_attention_once_a_layer_more(shape: str):
     assert many - few == NUM_LAYERS
     # The rotation and KV write of all tokens is a launch of its own.
     assert many <= NUM_LAYERS * (KERNELS_A_LAYER + 1) + KERNELS_BESIDE
+
+
+@pytest.mark.parametrize("name", [("decode", 64), BURST, ("prefill", (512, 8))], ids=str)
+def test_a_shared_step_sums_over_devices_twice_a_layer(name: tuple):
+    """And once for the token embeddings; its layers are not fused, all else has its kernels."""
+    recipe = all_recipes("qwen3-0.6b", 2, num_devices=2)[name]
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+        text = lowered(recipe, recipe.step)
+    assert launches(text, '"stablehlo.all_reduce"')['"stablehlo.all_reduce"'] == 2 * 2 + 1
+    assert launches(text)[KERNEL] >= 2 * 3
 
 
 def test_layers_alike_are_lowered_once():

@@ -435,7 +435,7 @@ def test_only_on_a_gpu_small_buffers_have_places(
     shared_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, backend: Backend, held: int
 ):
     made = []
-    monkeypatch.setattr(model_runner, "make_places", lambda: made.append(backend) or made)
+    monkeypatch.setattr(model_runner, "make_places", lambda devices: made.append(backend) or made)
     model, dtype = read_model_config(MODEL), jax.numpy.dtype(jax.numpy.float32)
     split, config = SplitModel.of(model_shapes(model, dtype)), replace(CONFIG, backend=backend)
     shapes = Shapes.of(model, config, dtype)

@@ -1,0 +1,163 @@
+"""How several devices share a model (Shoeybi et al. 2019, arXiv:1909.08053).
+
+Each device of the mesh holds some heads of every attention, some of the width within every
+feed-forward and some rows of the token tables; norms and positions are on all of them. It runs the
+same step on these smaller arrays (`ModelConfig.share` says how small), and the devices' results are
+summed after every projection back to the residual stream. An array over all devices is their own
+arrays side by side along one axis, in the order of the mesh.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+AXIS = "tensor"
+"""The mesh's one axis."""
+
+
+def make_mesh(devices: Sequence[Any], count: int) -> Mesh | None:
+    """The first `count` of the devices; None for a single one, which needs no mesh.
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    if count > len(devices):
+        more = " (JAX_NUM_CPU_DEVICES makes more of a CPU)" if devices[0].platform == "cpu" else ""
+        raise ValueError(
+            f"tensor_parallel_size={count} needs as many devices, and this process has "
+            f"{len(devices)} of kind {devices[0].device_kind}; give at most {len(devices)}{more}"
+        )
+    return None if count == 1 else Mesh(np.array(devices[:count]), (AXIS,))
+
+
+def all_reduce(x: jax.Array) -> jax.Array:
+    """The sum of the devices' arrays, the same bits on each of them."""
+    return lax.psum(x, AXIS)
+
+
+def all_gather(x: jax.Array, axis: int) -> jax.Array:
+    """The devices' arrays side by side along an axis."""
+    return lax.all_gather(x, AXIS, axis=axis, tiled=True)
+
+
+def split_axis(whole: Sequence[int], own: Sequence[int]) -> int | None:
+    """The axis along which devices share an array of the shape `whole`, each with one of `own`;
+    None if each has all of it."""
+    return next((i for i, (a, b) in enumerate(zip(whole, own, strict=True)) if a != b), None)
+
+
+def sharding_of(mesh: Mesh, axis: int | None) -> NamedSharding:
+    """Of an array that is split along an axis, or whole on every device."""
+    before = () if axis is None else (*[None] * axis, AXIS)
+    return NamedSharding(mesh, PartitionSpec(*before))
+
+
+def over(mesh: Mesh | None, own: jax.ShapeDtypeStruct, axis: int | None) -> jax.ShapeDtypeStruct:
+    """The array over all devices of which each has one like `own`; that itself without a mesh."""
+    if mesh is None:
+        return own
+    shape = list(own.shape)
+    if axis is not None:
+        shape[axis] *= mesh.size
+    return jax.ShapeDtypeStruct(tuple(shape), own.dtype, sharding=sharding_of(mesh, axis))
+
+
+def own_shape(array: Any) -> tuple[int, ...]:
+    """The shape of what each device has of an array, or of what stands for one."""
+    sharding = getattr(array, "sharding", None)
+    return array.shape if sharding is None else sharding.shard_shape(array.shape)
+
+
+def own_bytes(tree: Any) -> int:
+    """Bytes of a tree of arrays on each device."""
+    return sum(math.prod(own_shape(it)) * it.dtype.itemsize for it in jax.tree.leaves(tree))
+
+
+def mesh_of(tree: Any) -> Mesh | None:
+    """The mesh over which arrays lie; None if they are on one device."""
+    for leaf in jax.tree.leaves(tree):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            return sharding.mesh
+    return None
+
+
+def on_every_device(
+    function: Callable, mesh: Mesh, arguments: tuple, keywords: Mapping[str, Any], results: Any
+) -> Callable:
+    """A function of a device's own arrays as one of arrays over all devices, run on each at once.
+
+    Args:
+        function: Of the device's arrays; may call `all_reduce` and `all_gather`.
+        mesh: The devices.
+        arguments, keywords: What stands for the arrays over all devices, with their shardings.
+        results: How the results lie: a tree of `PartitionSpec`, or a prefix of it.
+    """
+    given = jax.tree.map(lambda it: it.sharding.spec, (arguments, dict(keywords)))
+
+    def call(arguments: tuple, keywords: dict) -> Any:
+        return function(*arguments, **keywords)
+
+    # check_vma: JAX cannot see that what kernels return is the same on all devices.
+    options: dict[str, Any] = {"in_specs": given, "out_specs": results, "check_vma": False}
+    mapped = jax.shard_map(call, mesh=mesh, **options)
+
+    @wraps(function)  # arguments are donated by name
+    def run(*arguments, **keywords):
+        return mapped(arguments, keywords)
+
+    return run
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of an array that one device has.
+
+    Attributes:
+        whole: Where it begins in the array as a single device would have it.
+        own: Where it begins in the device's own array.
+        shape: Its shape.
+    """
+
+    whole: tuple[int, ...]
+    own: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def held_pieces(
+    whole: tuple[int, ...],
+    own: tuple[int, ...],
+    place: int,
+    count: int,
+    parts: Sequence[tuple[int, int]] = (),
+) -> list[Piece]:
+    """What device `place` of `count` has of an array.
+
+    Args:
+        whole: The array's shape on a single device.
+        own: The shape of a device's array.
+        place, count: Which device of how many.
+        parts: Where several arrays lie side by side along the split axis, as queries, keys and
+            values do, the sizes there of each, whole and own. Of a part that has fewer rows than
+            there are devices, several devices have the same one.
+    """
+    axis, nowhere = split_axis(whole, own), (0,) * len(whole)
+    if axis is None:
+        return [Piece(nowhere, nowhere, whole)]
+
+    def at(start: int) -> tuple[int, ...]:
+        return (*nowhere[:axis], start, *nowhere[axis + 1 :])
+
+    found, before, own_before = [], 0, 0
+    for size, own_size in parts or [(whole[axis], own[axis])]:
+        shape = (*whole[:axis], own_size, *whole[axis + 1 :])
+        found.append(Piece(at(before + place * size // count), at(own_before), shape))
+        before, own_before = before + size, own_before + own_size
+    return found

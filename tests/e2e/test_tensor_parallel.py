@@ -1,0 +1,183 @@
+"""Several devices that share a model give the tokens of one, whatever is asked of them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from e2e_options import LOOPS, QUESTION, Engines, run
+
+from jpaged import Engine, SamplingParams
+
+COUNTS = (2, 4, 8)
+HEADS = {"num_attention_heads": 8, "hidden_size": 64}
+KV_HEADS = {"head_dim": 8, "intermediate_size": 48}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "opt": {"ffn_dim": 96, "vocab_size": 96},
+    "opt-350m": {"ffn_dim": 96, "word_embed_proj_dim": 32, "do_layer_norm_before": False},
+    "llama": KV_HEADS | {"num_key_value_heads": 8, "attention_bias": True, "mlp_bias": True},
+    "mistral": KV_HEADS | {"num_key_value_heads": 1, "sliding_window": 9, "vocab_size": 104},
+    "qwen2": KV_HEADS | {"num_key_value_heads": 4, "tie_word_embeddings": True},
+    "qwen3": KV_HEADS | {"num_key_value_heads": 2, "vocab_size": 112},
+    "gemma3_text": KV_HEADS | {"num_key_value_heads": 2, "sliding_window": 12, "vocab_size": 96},
+}
+"""With as many KV heads as devices, fewer and one; with vocabularies that 8 divides, and 97."""
+
+TINY = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Writes a random checkpoint of a family."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    made: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            values = {"vocab_size": 97, "num_hidden_layers": 2, "max_position_embeddings": 64}
+            values |= {"bos_token_id": 0, "eos_token_id": 1} | HEADS | FAMILIES[family]
+            config = transformers.AutoConfig.for_model(family.partition("-")[0], **values)
+            torch.manual_seed(3)
+            model = transformers.AutoModelForCausalLM.from_config(config)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.normal_(0.0, 1.5 * parameter.shape[-1] ** -0.5)
+            made[family] = tmp_path_factory.mktemp(family)
+            model.save_pretrained(made[family])
+        return made[family]
+
+    return folder
+
+
+def shared(engines: Engines, count: int, model: Path | None = None, **options: Any) -> Engine:
+    """An engine on so many devices."""
+    return engines(model, tensor_parallel_size=count, dtype="float32", **options)
+
+
+def tokens_of(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False)
+    return [list(output.outputs[0].token_ids) for output in engine.generate(prompts, params)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("family", [*FAMILIES])
+def test_every_family_gives_the_tokens_of_one_device(
+    engines: Engines, folders: Callable[[str], Path], family: str, count: int
+):
+    rng = np.random.default_rng(count)
+    prompts = [rng.integers(2, 96, n).tolist() for n in (1, 5, 17, 33)]
+    options = {"skip_tokenizer_init": True, **TINY}
+    alone, all_of_them = (shared(engines, n, folders(family), **options) for n in (1, count))
+    assert tokens_of(all_of_them, prompts) == tokens_of(alone, prompts)
+
+
+@pytest.fixture(params=[*LOOPS])
+def pair(engines: Engines, request: pytest.FixtureRequest) -> tuple[Engine, Engine]:
+    """The embedded model on one device and on two, in each loop."""
+    alone, both = (shared(engines, count, **LOOPS[request.param]) for count in (1, 2))
+    return alone, both
+
+
+ASKED: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"temperature": 0.9, "seed": 7},
+    "truncated": {"temperature": 1.1, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "seed": 1},
+    "samples": {"temperature": 1.0, "n": 5, "seed": 2},
+    "beams": {"temperature": 0.0, "beam_width": 4, "n": 2},
+    "penalties": {"temperature": 0.7, "seed": 3, "repetition_penalty": 1.3},
+    "biases": {"temperature": 0.0, "logit_bias": {40: 5.0, 41: -5.0}, "min_tokens": 12},
+}
+
+
+@pytest.mark.parametrize("asked", [*ASKED])
+def test_every_way_to_sample_gives_the_same_texts(pair: tuple[Engine, Engine], asked: str):
+    prompts = [QUESTION, "Say hello", "Count from 1 to 20"]
+    params = SamplingParams(**{"max_tokens": 24, **ASKED[asked]})
+    alone, both = ([it.outputs for it in engine.generate(prompts, params)] for engine in pair)
+    assert [[c.token_ids for c in one] for one in both] == [
+        [c.token_ids for c in one] for one in alone
+    ]
+
+
+def test_log_probabilities_of_answer_and_prompt_are_those_of_one_device(pair):
+    params = SamplingParams(temperature=0.0, max_tokens=10, logprobs=4, prompt_logprobs=3)
+    one, two = (engine.generate([QUESTION], params)[0] for engine in pair)
+    found = [
+        [[(token, entry.logprob) for token, entry in place.items()] for place in places if place]
+        for output in (one, two)
+        for places in [[*(output.prompt_logprobs or ()), *(output.outputs[0].logprobs or ())]]
+    ]
+    assert len(found[0]) > 10
+    for own, others in zip(*found, strict=True):
+        assert [token for token, _ in own] == [token for token, _ in others]
+        np.testing.assert_allclose([p for _, p in own], [p for _, p in others], atol=1e-4)
+
+
+def test_prefixes_are_shared(engines: Engines):
+    both = shared(engines, 2)
+    text = "Count from 1 to 20. " * 6
+    params = SamplingParams(temperature=0.0, max_tokens=8)
+    first = both.generate([text + QUESTION], params)[0]
+    again = both.generate([text + QUESTION], params)[0]
+    assert (again.num_cached_tokens or 0) >= 64
+    assert again.outputs[0].token_ids == first.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])
+def test_preempted_sequences_go_on_where_they_were(engines: Engines, mode: str):
+    """Eleven blocks for six sequences of up to four."""
+    few = {"num_blocks": 12, "preemption_mode": mode, "swap_space": 0.0004, "max_model_len": 128}
+    options = {"enable_prefix_caching": False, **few}
+    prompts = [f"Count from {n} to {n + 20}" for n in range(1, 7)]
+    params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
+    alone, both = (shared(engines, count, **options) for count in (1, 2))
+    one, two = (engine.generate(prompts, params) for engine in (alone, both))
+    assert [it.outputs[0].text for it in two] == [it.outputs[0].text for it in one]
+    stats = both.stats()
+    assert stats.num_preemptions > 0
+    assert stats.num_host_blocks == alone.stats().num_host_blocks
+    if mode == "swap":
+        assert stats.num_swapped_out_blocks > 0
+
+
+def test_memory_is_told_of_each_device(engines: Engines):
+    alone, both = (shared(engines, count) for count in (1, 2))
+    one, two = alone.memory_account, both.memory_account
+    assert two.kv_cache * 2 == one.kv_cache
+    assert one.weights / 2 <= two.weights < 0.6 * one.weights
+
+
+REFUSED = {
+    3: "tensor_parallel_size=3 does not go with the model's num_key_value_heads=2; use 1 or 2",
+    4: "tensor_parallel_size=4 does not go with the model's num_attention_heads=6",
+}
+
+
+@pytest.mark.parametrize("count", [*REFUSED])
+def test_what_cannot_be_shared_is_refused_by_name(count: int):
+    with pytest.raises(ValueError, match=REFUSED[count]):
+        Engine(tensor_parallel_size=count)
+
+
+def test_missing_devices_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(jax, "local_devices", lambda: jax.devices()[:1])
+    with pytest.raises(ValueError, match=r"tensor_parallel_size=2 needs as many devices, .* has 1"):
+        Engine(tensor_parallel_size=2)
+
+
+def test_requests_come_and_go_at_any_time(engines: Engines):
+    both, params = shared(engines, 2), SamplingParams(temperature=0.0, max_tokens=16)
+    wanted = both.generate([QUESTION], params)[0].outputs[0].text
+    both.add_request(QUESTION, params, request_id="a")
+    both.step()
+    both.add_request(QUESTION, params, request_id="b")
+    both.add_request("Say hello", params, request_id="c")
+    both.step()
+    both.abort("c")
+    found = run(both)
+    assert found["a"].outputs[0].text == found["b"].outputs[0].text == wanted

@@ -1,0 +1,199 @@
+"""What each device has of a model that several share."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+from safetensors.numpy import save_file
+
+from jpaged.models import loader
+from jpaged.models.config import ModelConfig
+from jpaged.models.linear import Embedding
+from jpaged.models.loader import model_shapes, plan_model
+from jpaged.models.registry import read_model_config, weight_rules
+from jpaged.models.sharding import Piece, held_pieces, make_mesh, own_shape, split_axis
+from jpaged.runtime.programs import Shapes
+from jpaged.runtime.runtime_config import RuntimeConfig
+from pallas_kernels import Backend
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 16,
+}
+LLAMA = SHAPE | {"model_type": "llama", "intermediate_size": 24, "head_dim": 4}
+CASES: dict[str, dict[str, Any]] = {
+    "gpt2": SHAPE | {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 8},
+    "opt": SHAPE | {"model_type": "opt", "ffn_dim": 24, "word_embed_proj_dim": 16},
+    "heads": LLAMA | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
+    "groups": LLAMA | {"num_key_value_heads": 2, "attention_bias": True},
+    "one-kv-head": LLAMA | {"num_key_value_heads": 1, "vocab_size": 49},
+}
+COUNTS = (2, 4, 8)
+
+
+def config_of(case: str) -> ModelConfig:
+    return read_model_config(CASES[case])
+
+
+def leaves(model: nnx.Module) -> dict[str, Any]:
+    flat = nnx.to_flat_state(nnx.state(model))
+    return {".".join(map(str, path)): leaf.get_value() for path, leaf in flat}
+
+
+def test_an_array_is_cut_along_the_axis_that_differs():
+    assert held_pieces((6, 4), (6, 2), place=1, count=2) == [Piece((0, 2), (0, 0), (6, 2))]
+    assert held_pieces((6, 4), (6, 4), place=1, count=2) == [Piece((0, 0), (0, 0), (6, 4))]
+    assert split_axis((6, 4), (6, 2)) == 1
+    assert split_axis((6,), (6,)) is None
+
+
+def test_each_device_has_its_queries_keys_and_values_side_by_side():
+    parts = [(4, 2), (2, 1), (2, 1)]
+    assert held_pieces((3, 8, 5), (3, 4, 5), 1, 2, parts) == [
+        Piece((0, 2, 0), (0, 0, 0), (3, 2, 5)),
+        Piece((0, 5, 0), (0, 2, 0), (3, 1, 5)),
+        Piece((0, 7, 0), (0, 3, 0), (3, 1, 5)),
+    ]
+
+
+def test_devices_beyond_the_kv_heads_have_one_together():
+    """Eight query heads over two KV heads, a query head a device: the first four have the first."""
+    parts = [(8, 1), (2, 1), (2, 1)]
+    held = [[it.whole[0] for it in held_pieces((12,), (3,), place, 8, parts)] for place in range(8)]
+    assert held == [[i, 8 + i // 4, 10 + i // 4] for i in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("case", "count", "field"),
+    [
+        ("gpt2", 3, "num_attention_heads=8"),
+        ("groups", 3, "num_attention_heads=8"),
+        ("heads", 7, "num_attention_heads=8; use 1 or 2 or 4 or 8"),
+    ],
+)
+def test_heads_that_cannot_be_shared_are_named(case: str, count: int, field: str):
+    with pytest.raises(ValueError, match=f"tensor_parallel_size={count} .*{field}"):
+        config_of(case).share(count)
+
+
+def test_kv_heads_and_widths_that_cannot_be_shared_are_named():
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 6}
+    with pytest.raises(ValueError, match="num_key_value_heads=6; use 1 or 2 or 3 or 6"):
+        read_model_config(LLAMA | heads).share(4)
+    with pytest.raises(ValueError, match="intermediate_size=20; use 1 or 2 or 4"):
+        read_model_config(LLAMA | {"intermediate_size": 20}).share(8)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("case", [*CASES])
+def test_no_device_has_more_than_its_share(case: str, count: int):
+    """Of what is large: the tables too, where the vocabulary can be shared."""
+    config, mesh = config_of(case), make_mesh(jax.devices(), count)
+    whole = leaves(model_shapes(config, jnp.float32))
+    shared = leaves(model_shapes(config, jnp.float32, mesh))
+    for path, spec in shared.items():
+        own, all_of_it = math.prod(own_shape(spec)), math.prod(whole[path].shape)
+        projection = config.projections.get(path.removeprefix("layers.0.").rpartition(".")[0])
+        is_cut = path.endswith("weight") and projection is not None and "layers" in path
+        is_table = path in ("embed.weight", "lm_head.weight") and config.vocab_size % count == 0
+        if is_table or (is_cut and "qkv" not in path):
+            assert own * count == all_of_it, path
+        elif is_cut:
+            heads = config.num_heads + 2 * max(config.num_kv_heads, count)
+            assert own_shape(spec)[1] * count == heads, path
+        elif not path.endswith("bias"):
+            assert own == all_of_it, path
+
+
+def assembled(array: jax.Array, whole: tuple[int, ...], parts: list[tuple[int, int]]) -> np.ndarray:
+    """The array of a single device, from those of all; what two devices have must be the same."""
+    found = np.full(whole, np.nan, np.float32)
+    shards = sorted(array.addressable_shards, key=lambda shard: shard.device.id)
+    for place, shard in enumerate(shards):
+        for piece in held_pieces(whole, shard.data.shape, place, len(shards), parts):
+            there = tuple(slice(a, a + n) for a, n in zip(piece.whole, piece.shape, strict=True))
+            own = tuple(slice(a, a + n) for a, n in zip(piece.own, piece.shape, strict=True))
+            values, before = np.asarray(shard.data)[own], found[there]
+            assert (np.isnan(before) | (before == values)).all()
+            found[there] = values
+    return found
+
+
+def parts_of(config: ModelConfig, count: int, path: str) -> list[tuple[int, int]]:
+    if "qkv" not in path:
+        return []
+    own = config.share(count)
+    kv = config.num_kv_heads, own.num_kv_heads
+    return [(config.num_heads, own.num_heads), kv, kv]
+
+
+@pytest.mark.parametrize("count", [2, 8])
+@pytest.mark.parametrize("case", [*CASES])
+def test_random_weights_are_the_same_model_on_any_number_of_devices(case: str, count: int):
+    config, mesh = config_of(case), make_mesh(jax.devices(), count)
+    options: dict[str, Any] = {"dtype": jnp.float32, "load_format": "dummy", "seed": 5}
+    alone = leaves(plan_model("", config, **options).load())
+    shared = leaves(plan_model("", config, mesh=mesh, **options).load())
+    for path, array in alone.items():
+        parts = parts_of(config, count, path)
+        got = assembled(shared[path], array.shape, parts)
+        np.testing.assert_array_equal(got, array, err_msg=path)
+
+
+@pytest.mark.parametrize("count", [2, 8])
+@pytest.mark.parametrize("case", [*CASES])
+def test_a_checkpoint_is_the_same_model_on_any_number_of_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, count: int
+):
+    """From tensors that lie apart and transposed, and GPT-2's, which have q, k and v in one; slab
+    by slab."""
+    monkeypatch.setattr(loader, "SLAB_BYTES", 700)
+    config, mesh = config_of(case), make_mesh(jax.devices(), count)
+    specs, rng = leaves(model_shapes(config, jnp.float32)), np.random.default_rng(count)
+    tensors: dict[str, np.ndarray] = {}
+    for rule in weight_rules(config).rules:
+        if rule.target in specs:
+            shape = rule.shape or specs[rule.target].shape
+            axes = rule.file_axes or [(axis,) for axis in range(len(shape))]
+            size = [math.prod(shape[axis] for axis in own) for own in axes]
+            tensors[rule.source] = rng.standard_normal(size).astype(np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    alone = leaves(plan_model(tmp_path, config, dtype=jnp.float32).load())
+    shared = leaves(plan_model(tmp_path, config, dtype=jnp.float32, mesh=mesh).load())
+    for path, array in alone.items():
+        got = assembled(shared[path], array.shape, parts_of(config, count, path))
+        np.testing.assert_array_equal(got, array, err_msg=path)
+
+
+def test_a_shared_table_reads_the_nearest_row_of_an_id_out_of_range():
+    mesh = make_mesh(jax.devices(), 2)
+    assert mesh is not None
+    rows = jnp.arange(8, dtype=jnp.float32).reshape(8, 1)
+
+    def read(own: jax.Array, ids: jax.Array) -> jax.Array:
+        table = Embedding(4, 1, dtype=jnp.float32, is_shared=True)
+        table.weight[...] = own
+        return table(ids)
+
+    ids = jnp.asarray([-1, 0, 3, 4, 7, 8, 99], jnp.int32)
+    specs = PartitionSpec("tensor"), PartitionSpec()
+    run = jax.shard_map(read, mesh=mesh, in_specs=specs, out_specs=specs[1], check_vma=False)
+    assert jax.jit(run)(rows, ids).ravel().tolist() == [0, 0, 3, 4, 7, 7, 7]
+
+
+def test_a_share_is_not_shared_again_and_goes_with_its_mesh():
+    config, mesh = config_of("heads"), make_mesh(jax.devices(), 2)
+    with pytest.raises(ValueError, match="num_shares=2: a share is not shared again"):
+        config.share(2).share(2)
+    limits = RuntimeConfig(16, 4, 16, 2, 8, config.vocab_size, Backend.XLA)
+    with pytest.raises(ValueError, match="num_shares=1 of the model is not the mesh's size"):
+        Shapes.of(config, limits, jnp.float32, mesh)
