@@ -121,6 +121,10 @@ def test_a_mixed_step_launches_decode_attention_once_a_layer_more(shape: str):
     assert many <= NUM_LAYERS * (KERNELS_A_LAYER + 1) + KERNELS_BESIDE
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ >= (0, 12),
+    reason="takes the kind of device from the mesh, whose devices are processors here",
+)
 @pytest.mark.parametrize("name", [("decode", 64), BURST, ("prefill", (512, 8))], ids=str)
 def test_a_shared_step_sums_over_devices_twice_a_layer(name: tuple):
     """And once for the token embeddings; its layers are not fused, all else has its kernels."""
