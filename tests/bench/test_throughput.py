@@ -3,9 +3,16 @@
 from types import SimpleNamespace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from bench import throughput
+from bench.common import SHAPES, Floor
+from jpaged.models.loader import model_shapes
+from jpaged.models.registry import read_model_config
+from jpaged.models.sharding import make_mesh, own_bytes
+from jpaged.runtime.programs import SplitModel
 
 
 @pytest.mark.parametrize(("repeats", "expected"), [(1, 20), (3, 30), (4, 40)])
@@ -27,3 +34,22 @@ def test_the_median_run_is_reported_but_for_the_first(
     assert row["output_tokens_per_s"] == expected == speeds[row["seed"]]
     measured = speeds[1 : repeats + 1]
     assert (row["slowest"], row["fastest"]) == (min(measured), max(measured))
+
+
+@pytest.mark.parametrize("shape", [*SHAPES])
+def test_devices_that_share_a_model_have_a_part_of_the_floor_each(shape: str):
+    """Of two each half, but for norms; of memory-bound and of computing steps alike."""
+    model = read_model_config(SHAPES[shape])
+    floors = []
+    for count in (1, 2):
+        mesh = make_mesh(jax.devices(), count)
+        weights = own_bytes(SplitModel.of(model_shapes(model, jnp.bfloat16, mesh)).leaves)
+        engine: Any = SimpleNamespace(
+            model_config=model,
+            memory_account=SimpleNamespace(weights=weights),
+            config=SimpleNamespace(tensor_parallel_size=count),
+        )
+        floors.append(Floor.of(engine))
+    alone, each = floors
+    for seconds in (lambda it: it.decode_step(64, 1000.0), lambda it: it.prefill([8192])):
+        assert seconds(each) == pytest.approx(seconds(alone) / 2, rel=1e-3)
