@@ -419,7 +419,7 @@ def _place(
 
 def _read_arrays(placements: Iterable[Placement], shares: Sequence[Share]) -> None:
     """Fill the devices' parameters, read in the order of the placements, which is that of the
-    files; each slab is read once, whoever has a part of it."""
+    files; each slab is read once, however many devices have a part of it."""
     for placement in placements:
         for start, rows in _slabs(placement):
             # No name for the slab: it would live on while the next one is read.

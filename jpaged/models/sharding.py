@@ -38,7 +38,7 @@ def make_mesh(devices: Sequence[Any], count: int) -> Mesh | None:
 
 
 def all_reduce(x: jax.Array) -> jax.Array:
-    """The sum of the devices' arrays, the same bits on each of them."""
+    """The sum of the devices' arrays, on each of them."""
     return lax.psum(x, AXIS)
 
 

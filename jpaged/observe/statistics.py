@@ -117,7 +117,7 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class MemoryAccount:
-    """Where the device's memory goes, in bytes.
+    """Where the device's memory goes, in bytes; where several share a model, that of each.
 
     Attributes:
         weights: The model's parameters.
@@ -126,7 +126,7 @@ class MemoryAccount:
             way between the pool and host memory.
         kv_cache: The pool.
         limit: What the engine may use in all; None where nothing limits it (CPU).
-        swap: Of host memory, pinned, for swapped blocks: no part of the total.
+        swap: Of host memory, pinned, for swapped blocks of all devices: no part of the total.
     """
 
     weights: int
