@@ -11,15 +11,18 @@ The decoder knows how long outputs get: its static batches are of requests alike
 as they allow. Paging costs the engine's seconds over those of the faster of the two batchings. The
 systems are made in turn, in as many rounds as asked for, so that a device that changes its pace
 shows; of all runs the median counts, but for the first one of each case, in which the decoder
-compiles what the case needs. The engine is used as it comes, whatever else it does better.
+compiles what the case needs. The engine is used as it comes, whatever else it does better. Each
+system has a process of its own, and with it the whole of the device's memory.
 """
 
 import argparse
-import gc
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,71 +64,92 @@ def work_of(case: str, scale: float, vocab_size: int, max_len: int, seed: int) -
     return Work(random_prompts(prompts.tolist(), vocab_size, seed), outputs.tolist())
 
 
-def systems(shape: str, num_seqs: int, max_len: int) -> Iterator[tuple[str, Callable]]:
-    """One system after the other, ready to run, by name; give each one up before the next."""
-    engine = _engine(shape, num_seqs, max_len)
+@dataclass(frozen=True)
+class Setting:
+    """What every system is measured with."""
 
-    def by_engine(work: Work) -> Tokens:
-        params = [
-            SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True, detokenize=False)
-            for most in work.outputs
-        ]
-        found = engine.generate(work.prompts, params, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in found]
+    shape: str
+    cases: tuple[str, ...]
+    scale: float = 1.0
+    repeats: int = 3
+    num_seqs: int = 256
+    max_len: int = 2048
 
-    yield "engine", by_engine
-    del engine, by_engine
-    gc.collect()
-    with shape_folder(None if shape == EMBEDDED else shape) as folder:
+
+def start(system: str, at: Setting) -> Callable[[Work], Tokens]:
+    """A system that answers requests."""
+    if system == "engine":
+        engine = _engine(at)
+
+        def by_engine(work: Work) -> Tokens:
+            params = [
+                SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True, detokenize=False)
+                for most in work.outputs
+            ]
+            found = engine.generate(work.prompts, params, use_tqdm=False)
+            return [list(output.outputs[0].token_ids) for output in found]
+
+        return by_engine
+    with shape_folder(None if at.shape == EMBEDDED else at.shape) as folder:
         dummy: dict[str, Any] = {} if folder is None else {"load_format": "dummy"}
         model, _ = load(folder or EMBEDDED_MODEL, **dummy)
-    for batching in BATCHINGS:
-        sizes: dict[str, Any] = {"num_slots": num_seqs, "max_len": max_len, "widths": WIDTHS}
-        decoder = Decoder(model, batching, **sizes)
-        yield batching, lambda work, decoder=decoder: decoder.generate(*work)
-        del decoder
-        gc.collect()
+    decoder = Decoder(model, system, num_slots=at.num_seqs, max_len=at.max_len, widths=WIDTHS)
+    return lambda work: decoder.generate(*work)
 
 
-def _engine(shape: str, num_seqs: int, max_len: int) -> Engine:
-    options: dict[str, Any] = {"max_num_seqs": num_seqs, "max_model_len": max_len}
-    if shape != EMBEDDED:
-        return make_engine(shape, **options)
+def _engine(at: Setting) -> Engine:
+    options: dict[str, Any] = {"max_num_seqs": at.num_seqs, "max_model_len": at.max_len}
+    if at.shape != EMBEDDED:
+        return make_engine(at.shape, **options)
     return Engine(skip_tokenizer_init=True, enable_prefix_caching=False, **options)
 
 
-def measure(
-    shape: str,
-    cases: Sequence[str],
-    *,
-    scale: float = 1.0,
-    rounds: int = 2,
-    repeats: int = 3,
-    num_seqs: int = 256,
-    max_len: int = 2048,
-) -> list[dict]:
+class Times(NamedTuple):
+    """Of a system and a case: seconds of each run but the first, and the last run's answers."""
+
+    seconds: list[float]
+    answers: Tokens
+
+
+def time_system(system: str, at: Setting) -> dict[str, Times]:
+    """Start a system and run each case.
+
+    Raises:
+        ValueError: an answer has another length than asked for.
+    """
+    run, vocab_size = start(system, at), _vocab_size(at.shape)
+    found = {}
+    for case in at.cases:
+        seconds: list[float] = []
+        tokens: Tokens = []
+        for seed in range(at.repeats + 1):
+            work = work_of(case, at.scale, vocab_size, at.max_len, seed)
+            started = time.perf_counter()
+            tokens = run(work)
+            seconds.append(time.perf_counter() - started)
+            print(f"{at.shape}, {system}, case {case}: {seconds[-1]:.3f} s", flush=True)
+            if list(map(len, tokens)) != work.outputs:
+                raise ValueError(f"{system}: answers of case {case} are not as long as asked")
+        found[case] = Times(seconds[1:], tokens)
+    return found
+
+
+def measure(at: Setting, rounds: int) -> list[dict]:
     """A row a case: the median seconds of each system, and what paging costs.
 
     Raises:
-        ValueError: a system gave an answer of another length than asked for.
+        ValueError: as `time_system`.
     """
-    vocab_size = _vocab_size(shape)
     seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
     answers: dict[tuple[str, str], Tokens] = {}
     for _ in range(rounds):
-        for name, run in systems(shape, num_seqs, max_len):
-            for case in cases:
-                for seed in range(repeats + 1):
-                    work = work_of(case, scale, vocab_size, max_len, seed)
-                    start = time.perf_counter()
-                    tokens = run(work)
-                    if seed > 0:  # the first warms up
-                        seconds[case, name].append(time.perf_counter() - start)
-                    if list(map(len, tokens)) != work.outputs:
-                        raise ValueError(f"{name}: answers of case {case} are not as long as asked")
-                answers[case, name] = tokens
-            del run
-    return [row_of(shape, case, seconds, answers) for case in cases]
+        for system in ("engine", *BATCHINGS):
+            with ProcessPoolExecutor(1, get_context("spawn")) as process:
+                found = process.submit(time_system, system, at).result()
+            for case, times in found.items():
+                seconds[case, system] += times.seconds
+                answers[case, system] = times.answers
+    return [row_of(at.shape, case, seconds, answers) for case in at.cases]
 
 
 def row_of(shape: str, case: str, seconds: dict, answers: dict) -> dict:
@@ -169,13 +193,13 @@ def main() -> None:
     parser.add_argument("--max-len", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument("--output", type=Path, help="folder of the JSON (bench/results)")
     args = parse_arguments(parser)
-    sizes: dict[str, Any] = {"rounds": args.rounds, "repeats": args.repeats}
-    limits: dict[str, Any] = {"num_seqs": args.num_seqs, "max_len": args.max_len}
+    names = ("scale", "repeats", "num_seqs", "max_len")
+    given: dict[str, Any] = {name: getattr(args, name) for name in names}
     rows = []
     for model in args.model:
-        rows += measure(model, args.case, scale=args.scale, **sizes, **limits)
+        rows += measure(Setting(model, tuple(args.case), **given), args.rounds)
     print_table(rows)
-    print(record("paging_cost", rows, folder=args.output, scale=args.scale, **sizes, **limits))
+    print(record("paging_cost", rows, folder=args.output, rounds=args.rounds, **given))
 
 
 if __name__ == "__main__":

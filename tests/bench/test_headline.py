@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench import headline, paging_cost
-from bench.contiguous import Decoder, load
+from bench.contiguous import BATCHINGS, Decoder, load
 from bench.contiguous_steps import Model
 from bench.headline import QUICK, Served, run_on_decoder, sustained, with_ratios
 from bench.paper import traces
@@ -87,6 +87,13 @@ def test_what_paging_costs_is_against_the_faster_batching():
     assert row["paging_costs"] == pytest.approx(0.05)
     assert row["same_answers"] == 0.5
     assert (row["engine_slowest_s"], row["engine_fastest_s"]) == (3.3, 3.0)
+
+
+def test_every_system_answers_alike():
+    setting = paging_cost.Setting("embedded", ("A",), 0.01, repeats=1, num_seqs=4, max_len=256)
+    found = [paging_cost.time_system(name, setting)["A"] for name in ("engine", *BATCHINGS)]
+    assert all(times.answers == found[0].answers for times in found)
+    assert [len(times.seconds) for times in found] == [1, 1, 1]  # the first run warms up
 
 
 @pytest.mark.parametrize("case", paging_cost.CASES)
