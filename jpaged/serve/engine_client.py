@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, NamedTuple
 
 from jpaged import EngineStats, RequestDelta
@@ -235,7 +235,7 @@ class EngineClient:
         self._send(Stop())
         self._writer.close()
         self._listening.cancel()
-        self._bury("the server stops")
+        self.bury("the server stops")
 
     def _abort(self, request_ids: list[str]) -> None:
         if request_ids:
@@ -262,7 +262,7 @@ class EngineClient:
             pass
         except Exception as error:  # or all in flight would wait for an answer for ever
             reason = f"its words cannot be understood: {error!r}"
-        self._bury(reason)
+        self.bury(reason)
 
     def _take(self, report: Report) -> None:
         match report:
@@ -276,12 +276,13 @@ class EngineClient:
                     error = failed() if report.is_fault else refusal(report.message)
                     self.runs[report.request_id].fail(error)
             case Ready():
+                self.seen = time.monotonic()
                 self._info.set_result(report)
             case PoolFrames():
                 if self._frames is not None and not self._frames.done():
                     self._frames.set_result(report)
 
-    def _bury(self, reason: str) -> None:
+    def bury(self, reason: str) -> None:
         """The engine is gone: fail all that waits for it."""
         if self.death is not None:
             return
@@ -305,6 +306,7 @@ class EngineProcess:
     def __init__(self, process: asyncio.subprocess.Process, client: EngineClient):
         self.client = client
         self._process = process
+        self._is_killed = False
 
     @classmethod
     async def start(cls, options: Mapping[str, Any]) -> "EngineProcess":
@@ -328,20 +330,27 @@ class EngineProcess:
             await asyncio.wait_for(self._process.wait(), patience)
         except TimeoutError:
             self.kill()
-            await self._process.wait()
+            with suppress(TimeoutError):  # one that waits in a driver does not end
+                await asyncio.wait_for(self._process.wait(), patience)
+
+    def give_up(self, reason: str) -> None:
+        """End it at once and fail what waits for it, though it may not be able to end."""
+        self.kill()
+        self.client.bury(reason)
 
     async def how_it_ended(self, patience: float = 2.0) -> str:
-        """In brackets, if a signal ended it of which nothing can be said over the line."""
+        """In brackets, if a signal that was not ours ended it, of which it could not tell."""
         try:
             code = await asyncio.wait_for(self._process.wait(), patience)
         except TimeoutError:
             return ""
-        if code >= 0:
+        if code >= 0 or self._is_killed:
             return ""
         hint = ": out of memory?" if code == -signal.SIGKILL else ""
         return f" (it was ended by {signal.Signals(-code).name}{hint})"
 
     def kill(self) -> None:
         """End it at once."""
+        self._is_killed = True
         if self._process.returncode is None:
             self._process.kill()

@@ -7,6 +7,7 @@ import resource
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,6 +40,9 @@ _SWITCH_INTERVAL = 2e-5
 """Seconds that a thread keeps the interpreter from the event loop each time, and the loop yields it
 several times a token."""
 
+_TICK = 0.5
+"""Seconds between two looks at whether the engine's loop goes round."""
+
 _LAST_WORDS = 5
 """Seconds for connections to close once there is nothing more to say."""
 
@@ -70,10 +74,10 @@ async def _serve(flags: Flags, sock: Listener) -> int:
     life.watch_signals()
     asyncio.get_running_loop().set_exception_handler(Complaints().hear)
     talking = asyncio.create_task(http.serve([sock]))
-    code = await life.start(flags.engine, f"http://{_host(sock)}:{sock.getsockname()[1]}")
+    await life.start(flags.engine, f"http://{_host(sock)}:{sock.getsockname()[1]}")
     await talking
     await life.end_engine()
-    return code
+    return life.exit_code
 
 
 class HttpServer(uvicorn.Server):
@@ -91,43 +95,55 @@ class Life:
     Args:
         serving: Its state.
         http: What listens.
+
+    Attributes:
+        exit_code: 1 if there was no engine, or none any more, before a signal came.
     """
 
     def __init__(self, serving: Serving, http: HttpServer):
+        self.exit_code = 0
         self._serving, self._http = serving, http
         self._process: EngineProcess | None = None
         self._ending: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
 
-    async def start(self, options: Mapping[str, Any], address: str) -> int:
-        """Make an `Engine(**options)` and serve with it; gives the exit code."""
+    async def start(self, options: Mapping[str, Any], address: str) -> None:
+        """Make an `Engine(**options)` and serve with it."""
         try:
             process = self._process = await EngineProcess.start(options)
             if self._ending is not None:  # it did not know of the process
                 process.kill()
             await start_serving(self._serving, process.client)
         except Exception as error:
-            if self._ending is not None:
-                return 0
-            say(f"error: {await self._why(error)}")
-            self._http.should_exit = True
-            return 1
+            if self._ending is None:
+                say(f"error: {await self._why(error)}")
+                self._fail()
+            return
         gc.freeze()  # what is there by now stays: to walk it takes longer than a step
         say(f"serving {self._serving.config.model_names[0]} at {address}")
-        self._watching = asyncio.create_task(self._tell_of_death(process))
-        return 0
+        self._watching = asyncio.create_task(self._watch(process))
 
     async def end_engine(self) -> None:
         """End the engine's process, last of all."""
         if self._process is not None:
             await self._process.stop()
 
-    async def _tell_of_death(self, process: EngineProcess) -> None:
-        """Log why the engine died; the server stays up, its health red."""
-        await process.client.died.wait()
+    async def _watch(self, process: EngineProcess) -> None:
+        """End an engine whose loop stands still. Once it is gone, those who wait get errors and the
+        server ends, so that its supervisor starts another."""
+        client, patience = process.client, self._serving.config.limits.hang_timeout
+        while not await _comes(client.died, _TICK):
+            if time.monotonic() - client.seen >= patience:
+                process.give_up(f"its loop stood still for {patience:g} s (--hang-timeout)")
         if self._ending is None:
-            why = await self._why(RuntimeError(process.client.death))
+            why = await self._why(RuntimeError(client.death))
             say(f"the engine is gone, no request can be served: {why}")
+            self._fail()
+
+    def _fail(self) -> None:
+        """End the server with an error, after what is being answered."""
+        self.exit_code = 1
+        self._http.should_exit = True
 
     async def _why(self, error: Exception) -> str:
         """One line on an error, with what became of the engine's process."""
@@ -281,6 +297,15 @@ def listen(host: str, port: int) -> Listener:
         sock.close()
         raise
     return sock
+
+
+async def _comes(event: asyncio.Event, within: float) -> bool:
+    """Wait for an event for so many seconds; whether it came."""
+    try:
+        await asyncio.wait_for(event.wait(), within)
+    except TimeoutError:
+        return False
+    return True
 
 
 def _host(sock: socket.socket) -> str:

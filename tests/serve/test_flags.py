@@ -128,6 +128,7 @@ def test_a_template_of_ones_own(tmp_path: Path):
         (["--request-timeout", "0.0"], ["--request-timeout", "seconds above 0"]),
         (["--stall-timeout", "0"], ["--stall-timeout", "seconds above 0"]),
         (["--health-timeout", "0"], ["--health-timeout", "seconds above 0"]),
+        (["--hang-timeout", "0"], ["--hang-timeout", "seconds above 0"]),
         (["--allowed-hosts", ""], ["--allowed-hosts", "llm.example.com"]),
         (["--allowed-hosts", "http://a"], ["--allowed-hosts", "llm.example.com"]),
     ],

@@ -135,19 +135,36 @@ def test_a_signal_ends_it_also_when_nobody_reads_its_log(compilation_cache: Path
             process.kill()
 
 
-def test_the_engines_death_turns_health_red(compilation_cache: Path):
-    server = ServerProcess(compilation_cache)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
+def test_an_engine_that_dies_or_hangs_ends_the_server(how: int, compilation_cache: Path):
+    server = ServerProcess(compilation_cache, "--hang-timeout", "2")
     try:
         thread, found = ask_meanwhile(server.url, {**LONG, "prompt": ["Hello"] * 64})
         worker = worker_of(server.process.pid)
         wait_until_it_runs(server.url)
-        os.kill(worker, signal.SIGKILL)
+        os.kill(worker, how)
+        assert server.wait(20) == 1
         thread.join()
         assert found[0].status_code == 503
-        assert httpx.get(f"{server.url}/health").status_code == 503
-        wait_for_words(server, "the engine is gone")
-        server.process.send_signal(signal.SIGTERM)
-        assert server.wait() == 0
+        assert "the engine is gone" in server.log
+        assert ("--hang-timeout" in server.log) == (how == signal.SIGSTOP)
+        assert ("SIGKILL" in server.log) == (how == signal.SIGKILL)
+        assert b"worker" not in command_of(worker)
+    finally:
+        server.end()
+
+
+def test_a_server_that_was_stopped_does_not_take_its_engine_for_hung(compilation_cache: Path):
+    server = ServerProcess(compilation_cache, "--hang-timeout", "2")
+    try:
+        server.process.send_signal(signal.SIGSTOP)
+        time.sleep(4)
+        server.process.send_signal(signal.SIGCONT)
+        for _ in range(8):
+            assert httpx.get(f"{server.url}/version").status_code == 200
+            time.sleep(0.1)
+        found = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=60)
+        assert found.status_code == 200
     finally:
         server.end()
 
