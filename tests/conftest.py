@@ -42,6 +42,8 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Programs for a GPU are compiled as for users, in processes that a test starts too."""
     on_gpu = item.get_closest_marker("gpu") is not None
+    if item.get_closest_marker("gpu2") is not None:
+        on_gpu = jax.default_backend() == "gpu"
     jax.config.update("jax_disable_most_optimizations", not on_gpu)
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "0" if on_gpu else "1"
 

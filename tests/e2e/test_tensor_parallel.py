@@ -1,4 +1,7 @@
-"""Several devices that share a model give the tokens of one, whatever is asked of them."""
+"""Several devices that share a model give the tokens of one, whatever is asked of them.
+
+They are virtual ones of the processor; on a machine with GPUs (`pytest -m gpu2`) they are those.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +13,8 @@ import pytest
 from e2e_options import LOOPS, QUESTION, Engines, run
 
 from jpaged import Engine, SamplingParams
+
+pytestmark = pytest.mark.gpu2
 
 COUNTS = (2, 4, 8)
 HEADS = {"num_attention_heads": 8, "hidden_size": 64}
@@ -55,7 +60,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def shared(engines: Engines, count: int, model: Path | None = None, **options: Any) -> Engine:
     """An engine on so many devices."""
-    return engines(model, tensor_parallel_size=count, dtype="float32", **options)
+    if count > jax.device_count():
+        pytest.skip(f"needs {count} devices")
+    return engines(model, tensor_parallel_size=count, **{"dtype": "float32"} | options)
 
 
 def tokens_of(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
@@ -181,3 +188,42 @@ def test_requests_come_and_go_at_any_time(engines: Engines):
     both.abort("c")
     found = run(both)
     assert found["a"].outputs[0].text == found["b"].outputs[0].text == wanted
+
+
+def test_in_bfloat16_log_probabilities_differ_no_more_than_with_the_batch(engines: Engines):
+    """Between two devices and one as between a prompt in a batch and the same alone."""
+    texts = [f"Count from {n} to {n + 20}. {QUESTION}" for n in range(8)]
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    options = {"dtype": "bfloat16", "enable_prefix_caching": False}
+    alone, both = (shared(engines, count, **options) for count in (1, 2))
+
+    def scores(engine: Engine, given: list[str]) -> np.ndarray:
+        found = engine.generate(given, params)
+        places = [place for output in found for place in output.prompt_logprobs or () if place]
+        return np.array([entry.logprob for place in places for entry in place.values()])
+
+    one_by_one = np.concatenate([scores(alone, [text]) for text in texts])
+    in_a_batch, by_both = scores(alone, texts), scores(both, texts)
+    noise = np.abs(in_a_batch - one_by_one).mean()
+    rounding = 2.0**-8  # a processor's batches all round alike
+    assert len(by_both) > 200
+    assert 0 < np.abs(by_both - in_a_batch).mean() <= 2 * max(noise, rounding)
+
+
+def test_every_device_draws_the_same_tokens(engines: Engines):
+    """The host reads those of one, and each feeds its own to its next step."""
+    both = shared(engines, 2)
+    for i, temperature in enumerate((0.0, 1.0, 2.0, 3.0)):
+        params = SamplingParams(temperature=temperature, seed=i, max_tokens=150, ignore_eos=True)
+        both.add_request(QUESTION, params)
+    num_compared = 0
+    while both.has_work:
+        both.advance()
+        for array in jax.live_arrays():
+            is_on_both = len(array.sharding.device_set) == 2 and array.is_fully_replicated
+            if is_on_both and array.dtype == np.int32:
+                own, other = (np.asarray(shard.data) for shard in array.addressable_shards)
+                np.testing.assert_array_equal(own, other)
+                num_compared += 1
+    both.take_deltas()
+    assert num_compared > 100
