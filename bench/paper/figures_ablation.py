@@ -80,6 +80,7 @@ def _kernels_measured(title: str, settings: Settings) -> Figure:
             overhead = 100 * (seconds["paged"] / contiguous - 1)
             row = {"batch": batch, "context": context, "paged us": 1e6 * seconds["paged"]}
             row |= {"contiguous us": 1e6 * contiguous, "by": name, "of": "overhead, %"}
+            print(f"  {batch} x {context}: {overhead:.1f} % over {name}", flush=True)
             rows.append(row | compared(KERNEL_OVERHEAD_PERCENT, overhead))
     notes = ("contiguous: the faster of the kernels that JAX offers here, lengths known to it",)
     if jax.default_backend() == "cpu":
