@@ -49,13 +49,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from jpaged import EngineConfig
-from jpaged.serve.api_errors import not_serving
+from jpaged.serve.api_errors import ApiError, not_serving
 from jpaged.serve.exchange import DONE, error_answer, event
 from jpaged.serve.lifecycle import hosts_served, listen, serving_app
 from jpaged.serve.options import Flags, read_flags
 
 APP = "jpaged"
-GONE = not_serving("the replica is gone, and the request with it: send it again", 1)
 
 
 class Replica:
@@ -216,7 +215,7 @@ class Front:
         try:
             status, headers = await anext(answer)
         except RayActorError:
-            return error_answer(GONE)
+            return error_answer(_gone())
         is_stream = dict(headers).get(b"content-type", b"").startswith(b"text/event-stream")
         response = StreamingResponse(_rest(answer, is_stream), status)
         response.raw_headers = headers
@@ -257,7 +256,11 @@ async def _rest(answer: AsyncIterator[bytes], is_stream: bool) -> AsyncGenerator
     except RayActorError:
         if not is_stream:
             raise
-        yield event(GONE.body) + DONE
+        yield event(_gone().body) + DONE
+
+
+def _gone() -> ApiError:
+    return not_serving("the replica is gone, and the request with it: send it again", 1)
 
 
 def application(args: argparse.Namespace, flags: Flags) -> serve.Application:

@@ -52,6 +52,10 @@ class Replicas:
         self.log = ""
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+        self.url = ""
+
+    def wait_ready(self) -> None:
+        """Wait until it serves."""
         self.url = self.wait_for(r"serving \S+ at (http://\S+),")[0]
 
     @property
@@ -135,8 +139,11 @@ def ask(url: str, prompt: str) -> Asked:
 def replicas(compilation_cache: Path) -> Iterator[Replicas]:
     pytest.importorskip("ray.serve", reason='needs Ray: pip install ".[ray]"')
     started = Replicas(compilation_cache)
-    yield started
-    started.end()
+    try:
+        started.wait_ready()
+        yield started
+    finally:
+        started.end()
 
 
 @pytest.mark.slow
