@@ -15,6 +15,8 @@ Ray's proxy chooses a replica when it has a request's headers, before its body i
 cannot know the prompt. Hence the `Front`, which the proxy calls: it reads the body and hands it on
 through a handle, whose router sees it. There is one `Front`, so that one router knows all prefixes.
 """
+# Types are checked where Ray is not installed, too.
+# pyright: reportMissingImports=false
 
 import argparse
 import asyncio
@@ -47,6 +49,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from replica_choices import MAX_EXTRA_LOAD, PrefixMemory, num_replicas, pieces_of
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Message
 
 from jpaged import EngineConfig
 from jpaged.serve.api_errors import ApiError, not_serving
@@ -55,6 +58,8 @@ from jpaged.serve.lifecycle import hosts_served, listen, serving_app
 from jpaged.serve.options import Flags, read_flags
 
 APP = "jpaged"
+MOST_SEQS = 2048
+"""The largest --max-num-seqs."""
 
 
 class Replica:
@@ -63,7 +68,7 @@ class Replica:
     async def __init__(self, flags: Flags):
         self._stack = AsyncExitStack()
         self._app, self._serving = await self._stack.enter_async_context(serving_app(flags))
-        self._max_num_seqs = EngineConfig(**flags.engine).max_num_seqs
+        self._max_num_seqs = (await self._serving.engine.ready()).max_num_seqs
         self._name = serve.get_replica_context().replica_id.unique_id
         self._watching = asyncio.create_task(self._end_with_engine())
         print(f"replica {self._name} serves", flush=True)
@@ -75,16 +80,19 @@ class Replica:
             asked: Fields of an ASGI scope, and the "body".
             pieces: For the router, which sees the arguments of a call.
         """
-        messages: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        messages: asyncio.Queue[Message | None] = asyncio.Queue()
         body = [{"type": "http.request", "body": asked.pop("body"), "more_body": False}]
 
-        async def receive() -> dict[str, Any]:
+        async def receive() -> Message:
             # A client that goes makes Ray cancel this call; nothing else comes after the body.
             return body.pop() if body else await asyncio.Future()
 
+        async def send(message: Message) -> None:
+            messages.put_nowait(message)
+
         async def run() -> None:
             try:
-                await self._app({"type": "http", **asked}, receive, messages.put)
+                await self._app({"type": "http", **asked}, receive, send)
             finally:
                 messages.put_nowait(None)
 
@@ -211,7 +219,7 @@ class Front:
             "body": body,
         }
         owner = request.headers.get("authorization", "").encode()
-        answer = self._answers.remote(asked, pieces=pieces_of(body, owner))
+        answer: Any = self._answers.remote(asked, pieces=pieces_of(body, owner))
         try:
             status, headers = await anext(answer)
         except RayActorError:
@@ -266,7 +274,11 @@ def _gone() -> ApiError:
 def application(args: argparse.Namespace, flags: Flags) -> serve.Application:
     """The deployments: one `Front`, and --replicas of `Replica`."""
     low, high = args.replicas
-    limits, config = flags.serve.limits, EngineConfig(**flags.engine)
+    limits = flags.serve.limits
+    router: dict[str, Any] = {
+        "request_router_class": PrefixRouter,
+        "request_router_kwargs": {"max_extra_load": args.max_extra_load},
+    }
     replicas = serve.deployment(
         Replica,
         name="Replica",
@@ -275,7 +287,7 @@ def application(args: argparse.Namespace, flags: Flags) -> serve.Application:
         ray_actor_options={"num_cpus": 0, "num_gpus": args.num_gpus_per_replica},
         # All may be in flight that the engine takes, so that requests wait in the engine, whose
         # figures say so, and not in Ray; what is too much the application refuses with a 503.
-        max_ongoing_requests=config.max_num_seqs + limits.max_num_queued_reqs + 64,
+        max_ongoing_requests=MOST_SEQS + limits.max_num_queued_reqs,
         autoscaling_config=AutoscalingConfig(
             min_replicas=low,
             max_replicas=high,
@@ -284,10 +296,7 @@ def application(args: argparse.Namespace, flags: Flags) -> serve.Application:
             downscale_delay_s=300,
             policy=AutoscalingPolicy(policy_function=scale),
         ),
-        request_router_config=RequestRouterConfig(
-            request_router_class=PrefixRouter,
-            request_router_kwargs={"max_extra_load": args.max_extra_load},
-        ),
+        request_router_config=RequestRouterConfig(**router),
         health_check_period_s=2,
         health_check_timeout_s=10,
         # Ray sends a replica that goes nothing new, and waits so long for what runs there.

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -178,15 +178,18 @@ async def serving_app(flags: Flags) -> AsyncIterator[tuple[ASGIApp, Serving]]:
         RuntimeError, ValueError: the engine could not be made, or has no tokenizer.
     """
     serving = Serving(flags.serve)
-    process = await EngineProcess.start(flags.engine)
-    try:
-        await start_serving(serving, process.client)
-        try:
-            yield make_app(serving), serving
-        finally:
-            serving.tokenizing.close()
-    finally:
-        await process.stop()
+    async with AsyncExitStack() as stack:
+        process = await EngineProcess.start(flags.engine)
+        stack.push_async_callback(process.stop)
+
+        def text_process(settings: TokenizingSettings) -> TokenizingProcess:
+            made = TokenizingProcess(settings)
+            stack.callback(made.close)
+            return made
+
+        await start_serving(serving, process.client, text_process)
+        stack.callback(serving.tokenizing.close)
+        yield make_app(serving), serving
 
 
 async def start_serving(
