@@ -106,12 +106,12 @@ def test_a_replica_that_is_much_more_loaded_gives_way():
 
 def test_a_replica_that_is_gone_is_not_remembered():
     memory = PrefixMemory()
+    memory.note([], "b")
     memory.note([b"1"], "a")
     assert memory.rank([b"1"], {"b": 0}) == ["b"]
     memory.forget("a")
-    memory.note([], "b")
-    assert memory.rank([b"1"], {"b": 0, "a": 0}) == ["a", "b"]  # by turns
     assert memory.rank([b"1"], {"b": 0, "a": 1}) == ["b", "a"]
+    assert memory.rank([b"1"], {"b": 0, "a": 0}) == ["a", "b"]  # it has had no turn
 
 
 def test_memory_is_bounded_and_forgets_what_was_used_least_recently():
