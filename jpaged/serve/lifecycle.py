@@ -8,13 +8,14 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from jpaged import Tokenizer
 from jpaged.serve.access import is_loopback
@@ -179,6 +180,32 @@ class Life:
         self._http.should_exit = True
         if self._process is not None and not self._process.client.is_ready:
             self._process.kill()
+
+
+@asynccontextmanager
+async def serving_app(flags: Flags) -> AsyncIterator[tuple[ASGIApp, Serving]]:
+    """The server's application with an engine of its own, for a program that listens itself.
+
+    That program bounds connections and headers, says which Hosts are served, and drains: it calls
+    `Serving.stop_admitting` and waits until `num_requests` is 0. At the end of the block the engine
+    ends, whatever runs.
+
+    Raises:
+        RuntimeError, ValueError: the engine could not be made, or has no tokenizer.
+    """
+    serving = Serving(flags.serve)
+    async with AsyncExitStack() as stack:
+        process = await EngineProcess.start(flags.engine)
+        stack.push_async_callback(process.stop)
+
+        def text_process(settings: TokenizingSettings) -> TokenizingProcess:
+            made = TokenizingProcess(settings)
+            stack.callback(made.close)
+            return made
+
+        await start_serving(serving, process.client, text_process)
+        stack.callback(serving.tokenizing.close)
+        yield make_app(serving), serving
 
 
 async def start_serving(

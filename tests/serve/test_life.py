@@ -1,5 +1,6 @@
 """The server's life: start, drain, signals, and mistakes in the command line."""
 
+import asyncio
 import os
 import signal
 import socket
@@ -14,7 +15,7 @@ import httpx
 import pytest
 from server_process import ARGUMENTS, ServerProcess
 
-from jpaged.serve.lifecycle import run_server
+from jpaged.serve.lifecycle import run_server, serving_app
 from jpaged.serve.options import read_flags
 from jpaged.serve.worker import why_not
 
@@ -167,6 +168,36 @@ def test_a_server_that_was_stopped_does_not_take_its_engine_for_hung(compilation
         assert found.status_code == 200
     finally:
         server.end()
+
+
+def test_the_application_without_a_socket(compilation_cache: Path):
+    flags = read_flags([*ARGUMENTS, "--compilation-cache-dir", str(compilation_cache)])
+
+    async def use() -> None:
+        async with serving_app(flags) as (app, serving):
+            assert len(engines_of(os.getpid())) == 1
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://jpaged") as http:
+                assert (await http.get("/ready")).status_code == 200
+                asked = {"prompt": "Count from 3 to 7", "max_tokens": 64, "temperature": 0}
+                answer = await http.post("/v1/completions", json=asked, timeout=60)
+                assert answer.json()["choices"][0]["text"] == "\n3, 4, 5, 6, 7"
+                serving.stop_admitting()
+                assert (await http.post("/v1/completions", json=asked)).status_code == 503
+        assert not serving.is_healthy
+
+    asyncio.run(use())
+    assert not engines_of(os.getpid())
+
+
+def test_the_application_without_a_model(compilation_cache: Path, tmp_path: Path):
+    async def use() -> None:
+        async with serving_app(read_flags(["--model", str(tmp_path)])):
+            pass
+
+    with pytest.raises((RuntimeError, ValueError), match=r"config\.json"):
+        asyncio.run(use())
+    assert not engines_of(os.getpid())
 
 
 def test_the_engine_ends_with_its_server_also_while_it_starts(tmp_path: Path):

@@ -14,6 +14,7 @@ from jpaged.serve.metrics import Metrics
 from jpaged.serve.options import build_parser
 
 PAGE = (Path(__file__).parents[2] / "docs" / "operators.md").read_text(encoding="utf-8")
+RAY_EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_serve.py"
 TOLD_BY_ITSELF = {"--help", "--version"}
 
 
@@ -26,7 +27,11 @@ def test_every_flag_is_told_of_and_exists():
     told = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE))
     own = flags_of(build_parser())
     assert own - told <= TOLD_BY_ITSELF
-    assert told - own <= flags_of(bench_parser())
+    # The example is read, not imported, for it needs Ray.
+    code = RAY_EXAMPLE.read_text(encoding="utf-8")
+    of_example = set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', code))
+    assert of_example <= told
+    assert told - own <= flags_of(bench_parser()) | of_example
 
 
 def test_every_metric_exists():

@@ -1,0 +1,230 @@
+"""`python examples/ray_serve.py`: two replicas under load, one is killed, all is drained."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from jpaged import Engine, SamplingParams
+
+ROOT = Path(__file__).parents[2]
+OPTIONS = {
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "max_model_len": 256,
+    "num_blocks": 129,
+}
+NUM_TOKENS = 48
+BLOCK_SIZE = 16
+GROUPS = [f"{name} " * 30 for name in ("tree", "bird", "lamp", "seed")]
+"""Beginnings that several prompts share, each longer than the router's pieces of 64 bytes."""
+
+
+class Replicas:
+    """The example in a process of its own.
+
+    Attributes:
+        url: Where it serves.
+        process: The command's.
+        log: What it and the replicas said.
+    """
+
+    def __init__(self, cache: Path):
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
+        command = [sys.executable, "examples/ray_serve.py", "--port=0", *flags]
+        command += ["--compilation-cache-dir", str(cache), "--shutdown-timeout=20"]
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_DEDUP_LOGS": "0"}
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self.log = ""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.url = ""
+
+    def wait_ready(self) -> None:
+        """Wait until it serves."""
+        self.url = self.wait_for(r"serving \S+ at (http://\S+),")[0]
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """The process of each replica that ever served."""
+        found = re.findall(r"pid=(\d+).*replica (\w+) serves", self.log)
+        return {name: int(pid) for pid, name in found}
+
+    def wait_for(self, pattern: str, seconds: float = 120) -> list[str]:
+        """Wait until the log has it."""
+        found = wait_until(lambda: re.findall(pattern, self.log) or not self._alive(), seconds)
+        assert isinstance(found, list), self.log
+        return found
+
+    def serving(self) -> set[str]:
+        """The replicas whose figures /metrics has."""
+        text = httpx.get(f"{self.url}/metrics", timeout=20).text
+        return set(re.findall(r'num_requests_waiting\{replica="(\w+)"', text))
+
+    def end(self) -> None:
+        if self._alive():
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(10)
+        self._reader.join(10)
+        if self.process.stdout is not None and not self._reader.is_alive():
+            self.process.stdout.close()
+
+    def _alive(self) -> bool:
+        return self.process.poll() is None
+
+    def _read(self) -> None:
+        for line in self.process.stdout or ():
+            self.log += line
+
+
+@dataclass
+class Asked:
+    """A request and its answer; times are of `time.monotonic()`."""
+
+    prompt: str
+    started: float
+    ended: float
+    status: int
+    replica: str
+    body: dict[str, Any]
+
+    @property
+    def text(self) -> str:
+        return self.body["choices"][0]["text"]
+
+    @property
+    def num_cached(self) -> int:
+        return self.body["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def wait_until(holds: Callable[[], Any], seconds: float = 60) -> Any:
+    end = time.monotonic() + seconds
+    while not (found := holds()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return found
+
+
+def fields_of(prompt: str, **more: Any) -> dict[str, Any]:
+    fields = {"prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+    return {**fields, **more}
+
+
+def ask(url: str, prompt: str) -> Asked:
+    started = time.monotonic()
+    answer = httpx.post(f"{url}/v1/completions", json=fields_of(prompt), timeout=60)
+    ended, replica = time.monotonic(), answer.headers.get("x-replica", "")
+    return Asked(prompt, started, ended, answer.status_code, replica, answer.json())
+
+
+@pytest.fixture
+def replicas(compilation_cache: Path) -> Iterator[Replicas]:
+    pytest.importorskip("ray.serve", reason='needs Ray: pip install ".[ray]"')
+    started = Replicas(compilation_cache)
+    try:
+        started.wait_ready()
+        yield started
+    finally:
+        started.end()
+
+
+@pytest.mark.slow
+def test_replicas(replicas: Replicas, kept_engines: Callable[..., Engine]):
+    prompts = [f"{group}{number}" for number in range(16) for group in GROUPS]
+    greedy = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+    outputs = kept_engines(**OPTIONS).generate(prompts, greedy)
+    right = {p: output.outputs[0].text for p, output in zip(prompts, outputs, strict=True)}
+
+    homes = prefixes_find_their_replica(replicas, prompts[:8], right)
+    a_killed_replica_takes_only_its_own_along(replicas, prompts, right, homes)
+    a_signal_drains(replicas, prompts[0], right)
+
+
+def prefixes_find_their_replica(
+    replicas: Replicas, prompts: list[str], right: dict[str, str]
+) -> dict[str, str]:
+    """Each group's replica, which had its blocks when the second request of the group came."""
+    assert len(replicas.serving()) == 2
+    # The second time in another order, lest turns lead to the same replicas.
+    first = [ask(replicas.url, prompt) for prompt in prompts[:4]]
+    second = [ask(replicas.url, prompt) for prompt in reversed(prompts[4:])][::-1]
+    assert [it.text for it in first + second] == [right[prompt] for prompt in prompts]
+    assert [it.replica for it in first] == [it.replica for it in second]
+    assert {it.replica for it in first} == replicas.serving()
+    assert [it.num_cached for it in first] == [0] * 4
+    for group, it in zip(GROUPS, second, strict=True):
+        # Tokens of this model are no longer than a character, so most of the prompt is the group.
+        assert it.num_cached >= len(group) // BLOCK_SIZE * BLOCK_SIZE > 100, it
+    return {group: it.replica for group, it in zip(GROUPS, first, strict=True)}
+
+
+def a_killed_replica_takes_only_its_own_along(
+    replicas: Replicas, prompts: list[str], right: dict[str, str], homes: dict[str, str]
+) -> None:
+    victim = homes[GROUPS[0]]
+    answers: list[Asked] = []
+
+    def one(prompt: str) -> None:
+        answers.append(ask(replicas.url, prompt))
+
+    with ThreadPoolExecutor(6) as threads:
+        for prompt in prompts:
+            threads.submit(one, prompt)
+        wait_until(lambda: len(answers) >= 12)
+        killed = time.monotonic()
+        os.kill(replicas.pids[victim], signal.SIGKILL)
+    assert len(answers) == len(prompts)
+
+    failed = [it for it in answers if it.status != 200]
+    for it in answers:
+        home = next(homes[group] for group in GROUPS if it.prompt.startswith(group))
+        if it.status == 200:
+            assert it.text == right[it.prompt]
+            if it.ended < killed or home != victim:
+                assert it.replica == home
+            continue
+        assert home == victim
+        assert it.started < killed < it.ended
+        assert it.status == 503
+        assert "send it again" in it.body["error"]["message"]
+    assert len(failed) <= 6  # as many as threads ask at a time
+    assert sum(it.started > killed for it in answers) >= 30
+
+    wait_until(lambda: len(replicas.serving() - {victim}) == 2)
+    (new,) = replicas.serving() - set(homes.values())
+    again = ask(replicas.url, "A beginning that none has seen so far: " * 3)
+    assert again.status == 200
+    assert again.replica == new  # its turn, as it had none
+
+
+def a_signal_drains(replicas: Replicas, prompt: str, right: dict[str, str]) -> None:
+    text, url = "", f"{replicas.url}/v1/completions"
+    with httpx.stream("POST", url, json=fields_of(prompt, stream=True), timeout=60) as answer:
+        for line in answer.iter_lines():
+            if line == "data: [DONE]":
+                break
+            if line.startswith("data: "):
+                if not text:
+                    replicas.process.send_signal(signal.SIGTERM)
+                text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+    assert text == right[prompt]
+    assert replicas.process.wait(60) == 0
+    assert not [pid for pid in replicas.pids.values() if Path(f"/proc/{pid}").exists()]

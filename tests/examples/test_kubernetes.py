@@ -1,0 +1,115 @@
+"""examples/kubernetes/ against Kubernetes' published schemas, and against the server."""
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from jpaged import EngineStats
+from jpaged.serve.access import OPEN_PATHS
+from jpaged.serve.metrics import Metrics
+from jpaged.serve.options import read_flags
+
+FOLDER = Path(__file__).parents[2] / "examples" / "kubernetes"
+VERSIONS = ("1.30", "1.33", "1.37")
+FILES = sorted(FOLDER.glob("*.yaml"))
+
+
+def manifest(name: str) -> dict[str, Any]:
+    return yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+def container() -> dict[str, Any]:
+    return manifest("deployment")["spec"]["template"]["spec"]["containers"][0]
+
+
+def validate(data: dict[str, Any], version: str) -> None:
+    reason = 'needs the schemas: pip install ".[test]"'
+    schemas = pytest.importorskip("kubernetes_validate", reason=reason)
+    assert schemas.validate(data, version, strict=True) == version  # else it has an older one only
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_every_manifest_is_valid(file: Path, version: str):
+    validate(manifest(file.stem), version)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("spec", "replicas"), "two"),
+        (("spec", "template", "spec", "terminationGracePeriod"), 5),
+        (("spec", "selector"), None),
+    ],
+    ids=["type", "unknown", "missing"],
+)
+def test_what_is_wrong_is_seen(path: tuple[str, ...], value: Any):
+    wrong = copy.deepcopy(manifest("deployment"))
+    place = wrong
+    for name in path[:-1]:
+        place = place[name]
+    if value is None:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = value
+    with pytest.raises(Exception, match=rf"{path[-1]}|{value}"):
+        validate(wrong, VERSIONS[-1])
+
+
+def test_the_kinds_are_all_there():
+    kinds = [manifest(file.stem)["kind"] for file in FILES]
+    assert sorted(kinds) == ["ConfigMap", "Deployment", "HorizontalPodAutoscaler", "Service"]
+
+
+def test_parts_find_each_other():
+    deployment, service = manifest("deployment"), manifest("service")
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"] == labels == deployment["spec"]["selector"]["matchLabels"]
+    ports = {each["name"]: each["containerPort"] for each in container()["ports"]}
+    assert service["spec"]["ports"][0]["targetPort"] in ports
+    target = manifest("autoscaler")["spec"]["scaleTargetRef"]
+    assert (target["kind"], target["name"]) == ("Deployment", deployment["metadata"]["name"])
+    annotations = deployment["spec"]["template"]["metadata"]["annotations"]
+    assert annotations["prometheus.io/port"] == str(ports["http"])
+
+
+def test_the_server_takes_its_arguments_and_has_time_to_drain():
+    pod, own = manifest("deployment")["spec"]["template"]["spec"], container()
+    assert own["command"] == ["python", "-m", "jpaged.serve"]
+    flags = read_flags(own["args"])
+    assert flags.serve.port == own["ports"][0]["containerPort"]
+    assert flags.serve.host == "0.0.0.0"
+    assert not flags.serve.api_keys
+    num_gpus = own["resources"]["limits"]["nvidia.com/gpu"]
+    assert num_gpus == flags.engine.get("tensor_parallel_size", 1)
+    slept = int(own["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod["terminationGracePeriodSeconds"] > slept + flags.serve.shutdown_timeout
+
+
+def test_probes_ask_what_needs_no_key():
+    own = container()
+    paths = {kind: own[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness")}
+    assert set(paths.values()) == {"/ready"}
+    assert own["livenessProbe"]["httpGet"]["path"] == "/health"
+    assert {"/ready", "/health"} <= OPEN_PATHS
+
+
+def test_the_autoscaler_goes_by_a_metric_that_the_server_has():
+    (rule,) = yaml.safe_load(manifest("adapter_rule")["data"]["config.yaml"])["rules"]
+    series = rule["seriesQuery"].partition("{")[0]
+    metrics = Metrics("m", max_model_len=64, block_size=16, num_blocks=9)
+    text = metrics.text(EngineStats(16, 8, 8, 0)).decode()
+    assert re.search(rf"^{re.escape(series)}{{", text, re.M)
+    renamed = re.sub(rule["name"]["matches"], rule["name"]["as"].replace("$", "\\"), series)
+    (metric,) = manifest("autoscaler")["spec"]["metrics"]
+    assert metric["pods"]["metric"]["name"] == renamed
+
+
+def test_nothing_secret_is_written_down():
+    text = "\n".join(file.read_text(encoding="utf-8") for file in FILES)
+    assert "kind: Secret" not in text
+    assert "env" not in container()

@@ -1,0 +1,146 @@
+"""Which replica a request is sent to, and how many there should be: no Ray is needed."""
+
+import json
+
+import pytest
+
+from examples.replica_choices import (
+    MAX_PIECES,
+    PIECE,
+    WAITING_PER_REPLICA,
+    PrefixMemory,
+    num_replicas,
+    pieces_of,
+)
+
+SYSTEM = "You are a helpful assistant. " * 10
+IDLE = {"a": 0, "b": 0, "c": 0}
+
+
+def body(**fields: object) -> bytes:
+    return json.dumps(fields).encode()
+
+
+def num_common(*bodies: bytes) -> int:
+    """Pieces that two bodies' prompts have in common."""
+    first, second = map(pieces_of, bodies)
+    return sum(x == y for x, y in zip(first, second, strict=False))
+
+
+def test_pieces_are_those_of_the_common_beginning():
+    one = body(max_tokens=5, prompt=SYSTEM + "Count from 1 to 5" * 9)
+    other = body(prompt=SYSTEM + "Spell 'tree' backwards" * 9, temperature=0)
+    assert num_common(one, other) == len(SYSTEM) // PIECE
+    assert num_common(one, one) == len(pieces_of(one)) > len(SYSTEM) // PIECE
+    # A piece stands for all before it: what differs in the first one has nothing in common.
+    assert num_common(one, body(prompt="!" + "Count" + SYSTEM)) == 0
+
+
+def test_a_conversation_goes_on_where_it_began():
+    system = {"role": "system", "content": SYSTEM}
+    asked = [system, {"role": "user", "content": "Count from 1 to 5, and then to 10. " * 3}]
+    later = [*asked, {"role": "assistant", "content": "1, 2"}, {"role": "user", "content": "Why?"}]
+    assert pieces_of(body(messages=asked))
+    # The bracket that ends the shorter one may fall in its last piece.
+    common = num_common(body(messages=asked), body(messages=later))
+    assert common >= len(pieces_of(body(messages=asked))) - 1
+
+
+def test_token_ids_are_a_prompt_too():
+    assert num_common(body(prompt=[*range(100)]), body(prompt=[*range(90), 1, 2, 3])) > 3
+
+
+def test_salts_and_owners_have_nothing_in_common():
+    plain, salted = body(prompt=SYSTEM), body(prompt=SYSTEM, cache_salt="tenant")
+    assert pieces_of(plain) == pieces_of(plain)
+    assert num_common(plain, salted) == 0
+    assert not set(pieces_of(plain, b"Bearer x")) & set(pieces_of(plain, b"Bearer y"))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        b"",
+        b"{",
+        b"[1]",
+        b"\xff",
+        b'{"prompt":' + b"[" * 100_000,
+        body(max_tokens=5),
+        body(prompt="a"),
+    ],
+    ids=["empty", "cut", "array", "no text", "deep", "no prompt", "short"],
+)
+def test_what_has_no_beginning_may_go_anywhere(asked: bytes):
+    assert pieces_of(asked) == []
+    assert sorted(PrefixMemory().rank([], IDLE)) == [*IDLE]
+
+
+def test_long_prompts_are_looked_at_in_part():
+    assert len(pieces_of(body(prompt="x" * (MAX_PIECES + 100) * PIECE))) == MAX_PIECES
+
+
+def test_the_replica_that_knows_the_longest_beginning_is_first():
+    memory = PrefixMemory()
+    memory.note([b"1", b"2"], "a")
+    memory.note([b"1", b"2", b"3"], "b")
+    assert memory.rank([b"1", b"2", b"3", b"4"], IDLE) == ["b", "a", "c"]
+    assert memory.rank([b"1", b"2", b"9"], {"a": 3, "b": 4, "c": 0}) == ["a", "b", "c"]
+
+
+def test_unknown_beginnings_go_to_the_least_loaded_and_then_by_turns():
+    memory = PrefixMemory()
+    assert memory.rank([b"1"], {"a": 2, "b": 1, "c": 3}) == ["b", "a", "c"]
+    chosen = []
+    for piece in (b"1", b"2", b"3", b"4"):
+        chosen.append(memory.rank([piece], IDLE)[0])
+        memory.note([piece], chosen[-1])
+    assert chosen == ["a", "b", "c", "a"]
+
+
+def test_a_replica_that_is_much_more_loaded_gives_way():
+    memory = PrefixMemory()
+    memory.note([b"1"], "a")
+    assert memory.rank([b"1"], {"a": 6, "b": 2}, max_extra_load=4) == ["a", "b"]
+    assert memory.rank([b"1"], {"a": 7, "b": 2}, max_extra_load=4) == ["b", "a"]
+
+
+def test_a_replica_that_is_gone_is_not_remembered():
+    memory = PrefixMemory()
+    memory.note([], "b")
+    memory.note([b"1"], "a")
+    assert memory.rank([b"1"], {"b": 0}) == ["b"]
+    memory.forget("a")
+    assert memory.rank([b"1"], {"b": 0, "a": 1}) == ["b", "a"]
+    assert memory.rank([b"1"], {"b": 0, "a": 0}) == ["a", "b"]  # it has had no turn
+
+
+def test_memory_is_bounded_and_forgets_what_was_used_least_recently():
+    memory = PrefixMemory(max_pieces=3)
+    memory.note([b"1", b"2"], "b")
+    memory.note([b"3"], "b")
+    memory.note([b"1"], "b")
+    memory.note([b"4"], "b")
+    loads = {"a": 0, "b": 1}
+    assert memory.rank([b"1"], loads)[0] == memory.rank([b"4"], loads)[0] == "b"
+    assert memory.rank([b"3"], loads)[0] == "b"
+    assert memory.rank([b"1", b"2"], {"a": 0, "b": 1})[0] == "b"
+    memory.note([b"5"], "b")
+    assert memory.rank([b"3"], loads)[0] == "a"
+
+
+@pytest.mark.parametrize(
+    ("current", "num_waiting", "busy", "expected"),
+    [
+        (2, 0, 1.5, 2),  # nothing waits, but one replica alone would be full
+        (2, 0, 0.4, 1),
+        (1, 0, 0, 1),
+        (2, 2 * WAITING_PER_REPLICA, 2, 2),
+        (2, 2 * WAITING_PER_REPLICA + 1, 2, 3),
+        (2, 10 * WAITING_PER_REPLICA, 2, 10),
+        (3, 1, 0.1, 3),  # something waits
+    ],
+)
+def test_replicas_follow_the_waiting_requests(
+    current: int, num_waiting: int, busy: float, expected: int
+):
+    assert num_replicas(current, num_waiting, busy) == expected
