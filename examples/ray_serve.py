@@ -26,7 +26,7 @@ import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from types import FrameType
@@ -52,14 +52,13 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Message
 
 from jpaged import EngineConfig
+from jpaged.config import MAX_NUM_SEQS
 from jpaged.serve.api_errors import ApiError, not_serving
 from jpaged.serve.exchange import DONE, error_answer, event
 from jpaged.serve.lifecycle import hosts_served, listen, serving_app
 from jpaged.serve.options import Flags, read_flags
 
 APP = "jpaged"
-MOST_SEQS = 2048
-"""The largest --max-num-seqs."""
 
 
 class Replica:
@@ -203,8 +202,6 @@ class Front:
 
     async def __call__(self, request: Request) -> Response:
         """Answer a request over HTTP."""
-        if request.method == "GET" and request.url.path == "/metrics":
-            return await self._metrics()
         try:
             body = await self._body(request)
         except ClientDisconnect:
@@ -224,6 +221,9 @@ class Front:
             status, headers = await anext(answer)
         except RayActorError:
             return error_answer(_gone())
+        if request.method == "GET" and request.url.path == "/metrics" and status == 200:
+            answer.cancel()  # the replica has let the client in; its own figures are not all
+            return await self._metrics()
         is_stream = dict(headers).get(b"content-type", b"").startswith(b"text/event-stream")
         response = StreamingResponse(_rest(answer, is_stream), status)
         response.raw_headers = headers
@@ -256,7 +256,7 @@ class Front:
         return Response("\n".join([*parts, ""]), media_type="text/plain; version=0.0.4")
 
 
-async def _rest(answer: AsyncIterator[bytes], is_stream: bool) -> AsyncGenerator[bytes, None]:
+async def _rest(answer: Any, is_stream: bool) -> AsyncGenerator[bytes, None]:
     """An answer's body as it comes. A stream says itself that its replica is gone."""
     try:
         async for piece in answer:
@@ -287,7 +287,7 @@ def application(args: argparse.Namespace, flags: Flags) -> serve.Application:
         ray_actor_options={"num_cpus": 0, "num_gpus": args.num_gpus_per_replica},
         # All may be in flight that the engine takes, so that requests wait in the engine, whose
         # figures say so, and not in Ray; what is too much the application refuses with a 503.
-        max_ongoing_requests=MOST_SEQS + limits.max_num_queued_reqs,
+        max_ongoing_requests=MAX_NUM_SEQS + limits.max_num_queued_reqs,
         autoscaling_config=AutoscalingConfig(
             min_replicas=low,
             max_replicas=high,
@@ -380,11 +380,18 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"--tensor-parallel-size {share}: give as many, or 0 for none"
             )
             return 2
+        num_gpus, needed = ray.cluster_resources().get("GPU", 0), args.num_gpus_per_replica
+        if not args.ray_address and args.replicas[0] * needed > num_gpus:
+            print(
+                f"--replicas is {args.replicas[0]} and more, of {needed} GPUs each, but there are "
+                f"{num_gpus:g}: lower it, or give --num-gpus-per-replica 0"
+            )
+            return 2
         serve.start(http_options=HTTPOptions(host=host, port=port))
         serve.run(application(args, flags), name=APP)
         for number in (signal.SIGTERM, signal.SIGINT):  # Ray has set its own
             signal.signal(number, end)
-        where = f"http://{host}:{port}"
+        where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         print(f"serving {flags.serve.model_names[0]} at {where}, for instance:")
         print(
             f"curl {where}/v1/completions -H 'Content-Type: application/json' "
@@ -395,7 +402,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         serve.delete(APP)  # drains
         return 0
     finally:
-        serve.shutdown()
+        if not args.ray_address:  # in a cluster that was there, others may serve too
+            serve.shutdown()
         ray.shutdown()
 
 

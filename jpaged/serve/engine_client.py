@@ -339,7 +339,7 @@ class EngineProcess:
         self.client.bury(reason)
 
     async def how_it_ended(self, patience: float = 2.0) -> str:
-        """In brackets, if a signal that was not ours ended it, of which it could not tell."""
+        """In brackets, the signal that ended it, unless we sent it."""
         try:
             code = await asyncio.wait_for(self._process.wait(), patience)
         except TimeoutError:

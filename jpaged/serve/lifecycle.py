@@ -186,8 +186,9 @@ class Life:
 async def serving_app(flags: Flags) -> AsyncIterator[tuple[ASGIApp, Serving]]:
     """The server's application with an engine of its own, for a program that listens itself.
 
-    That program bounds connections and headers, says which Hosts are served, and drains: it calls
-    `Serving.stop_admitting` and waits until `num_requests` is 0. At the end of the block the engine
+    That program bounds connections and headers, says which Hosts are served, watches for an engine
+    that hangs (`Serving.is_healthy`) or dies, and drains: it calls `Serving.stop_admitting` and
+    waits until `num_requests` is 0. At the end of the block the engine
     ends, whatever runs.
 
     Raises:

@@ -27,6 +27,7 @@ OPTIONS = {
     "num_blocks": 129,
 }
 NUM_TOKENS = 48
+KEY = {"Authorization": "Bearer secret"}
 BLOCK_SIZE = 16
 GROUPS = [f"{name} " * 30 for name in ("tree", "bird", "lamp", "seed")]
 """Beginnings that several prompts share, each longer than the router's pieces of 64 bytes."""
@@ -45,6 +46,7 @@ class Replicas:
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
         command = [sys.executable, "examples/ray_serve.py", "--port=0", *flags]
         command += ["--compilation-cache-dir", str(cache), "--shutdown-timeout=20"]
+        command += ["--api-key", "secret"]
         env = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_DEDUP_LOGS": "0"}
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -72,7 +74,7 @@ class Replicas:
 
     def serving(self) -> set[str]:
         """The replicas whose figures /metrics has."""
-        text = httpx.get(f"{self.url}/metrics", timeout=20).text
+        text = httpx.get(f"{self.url}/metrics", headers=KEY, timeout=20).text
         return set(re.findall(r'num_requests_waiting\{replica="(\w+)"', text))
 
     def end(self) -> None:
@@ -130,7 +132,7 @@ def fields_of(prompt: str, **more: Any) -> dict[str, Any]:
 
 def ask(url: str, prompt: str) -> Asked:
     started = time.monotonic()
-    answer = httpx.post(f"{url}/v1/completions", json=fields_of(prompt), timeout=60)
+    answer = httpx.post(f"{url}/v1/completions", json=fields_of(prompt), headers=KEY, timeout=60)
     ended, replica = time.monotonic(), answer.headers.get("x-replica", "")
     return Asked(prompt, started, ended, answer.status_code, replica, answer.json())
 
@@ -153,9 +155,18 @@ def test_replicas(replicas: Replicas, kept_engines: Callable[..., Engine]):
     outputs = kept_engines(**OPTIONS).generate(prompts, greedy)
     right = {p: output.outputs[0].text for p, output in zip(prompts, outputs, strict=True)}
 
+    no_key_opens_nothing(replicas.url)
     homes = prefixes_find_their_replica(replicas, prompts[:8], right)
+    a_client_that_leaves_ends_its_request(replicas.url)
     a_killed_replica_takes_only_its_own_along(replicas, prompts, right, homes)
     a_signal_drains(replicas, prompts[0], right)
+
+
+def no_key_opens_nothing(url: str) -> None:
+    assert httpx.get(f"{url}/health").status_code == 200
+    for path in ("/metrics", "/v1/models"):
+        assert httpx.get(f"{url}{path}").status_code == 401
+        assert httpx.get(f"{url}{path}", headers=KEY).status_code == 200
 
 
 def prefixes_find_their_replica(
@@ -174,6 +185,18 @@ def prefixes_find_their_replica(
         # Tokens of this model are no longer than a character, so most of the prompt is the group.
         assert it.num_cached >= len(group) // BLOCK_SIZE * BLOCK_SIZE > 100, it
     return {group: it.replica for group, it in zip(GROUPS, first, strict=True)}
+
+
+def a_client_that_leaves_ends_its_request(url: str) -> None:
+    fields = fields_of("Count", stream=True, max_tokens=240)
+    with httpx.stream("POST", f"{url}/v1/completions", json=fields, headers=KEY) as answer:
+        next(answer.iter_lines())
+
+    def aborted() -> bool:
+        told = httpx.get(f"{url}/metrics", headers=KEY, timeout=20).text
+        return bool(re.search(r'request_success_total\{.*finished_reason="abort".*\} 1\.0', told))
+
+    wait_until(aborted, 20)
 
 
 def a_killed_replica_takes_only_its_own_along(
@@ -217,7 +240,8 @@ def a_killed_replica_takes_only_its_own_along(
 
 def a_signal_drains(replicas: Replicas, prompt: str, right: dict[str, str]) -> None:
     text, url = "", f"{replicas.url}/v1/completions"
-    with httpx.stream("POST", url, json=fields_of(prompt, stream=True), timeout=60) as answer:
+    fields = fields_of(prompt, stream=True)
+    with httpx.stream("POST", url, json=fields, headers=KEY, timeout=60) as answer:
         for line in answer.iter_lines():
             if line == "data: [DONE]":
                 break
