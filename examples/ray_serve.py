@@ -8,8 +8,9 @@
                                reads the prompt     └──► Replica ──► engine's process, its GPUs
 
 A `Replica` has the whole application of `python -m jpaged.serve` and an engine of its own: the API,
-streams, limits and errors are the same. Ray starts replicas, again where one dies, asks after their
-health, drains those it takes away, and makes more of them while requests wait.
+streams and errors are the same. Connections are Ray's: docs/operators.md says which flags have no
+effect. Ray starts replicas, again where one dies, asks after their health, drains those it takes
+away, and makes more of them while requests wait.
 
 Ray's proxy chooses a replica when it has a request's headers, before its body is there, and so
 cannot know the prompt. Hence the `Front`, which the proxy calls: it reads the body and hands it on
@@ -347,6 +348,29 @@ def read_command_line(argv: Sequence[str] | None = None) -> tuple[argparse.Names
     return args, read_flags(rest)
 
 
+def serve_until_a_signal(args: argparse.Namespace, flags: Flags, host: str, port: int) -> None:
+    """Deploy, say where, wait, and drain."""
+    ended = threading.Event()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        ended.set()
+
+    try:
+        serve.run(application(args, flags), name=APP)
+        for number in (signal.SIGTERM, signal.SIGINT):  # Ray has set its own
+            signal.signal(number, end)
+        where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        print(f"serving {flags.serve.model_names[0]} at {where}, for instance:")
+        print(
+            f"curl {where}/v1/completions -H 'Content-Type: application/json' "
+            """-d '{"prompt": "Count from 1 to 20", "max_tokens": 100, "temperature": 0}'""",
+            flush=True,
+        )
+        ended.wait()
+    finally:  # also of what was deployed in part
+        serve.delete(APP)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal; gives the exit code."""
     args, flags = read_command_line(argv)
@@ -360,12 +384,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The picture shows one engine's blocks, and requests of its page would reach any.
     hosts = hosts_served(flags, address)
     flags = replace(flags, serve=replace(flags.serve, dashboard=False, allowed_hosts=hosts))
-
-    ended = threading.Event()
-
-    def end(number: int, frame: FrameType | None) -> None:
-        ended.set()
-
     if args.ray_address:
         ray.init(args.ray_address)
     else:
@@ -388,18 +406,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             return 2
         serve.start(http_options=HTTPOptions(host=host, port=port))
-        serve.run(application(args, flags), name=APP)
-        for number in (signal.SIGTERM, signal.SIGINT):  # Ray has set its own
-            signal.signal(number, end)
-        where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        print(f"serving {flags.serve.model_names[0]} at {where}, for instance:")
-        print(
-            f"curl {where}/v1/completions -H 'Content-Type: application/json' "
-            """-d '{"prompt": "Count from 1 to 20", "max_tokens": 100, "temperature": 0}'""",
-            flush=True,
-        )
-        ended.wait()
-        serve.delete(APP)  # drains
+        serve_until_a_signal(args, flags, host, port)
         return 0
     finally:
         if not args.ray_address:  # in a cluster that was there, others may serve too

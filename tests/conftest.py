@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from pathlib import Path
@@ -30,6 +31,12 @@ jax.config.update("jax_num_cpu_devices", 8)  # all on this processor: for models
 MAX_KEPT_ENGINES = 8
 """An engine's programs take some 1,300 memory maps of a CPU's process, which Linux gives 65,530:
 at the last one XLA crashes."""
+
+
+def pytest_configure() -> None:
+    """Hear Ctrl-C, which tests send: a shell has what it starts in the background ignore it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
