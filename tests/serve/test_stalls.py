@@ -16,10 +16,11 @@ LARGEST = 8 * 2**20
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 
 LONGEST_GAP = 0.05
-"""Seconds, in addition to what the same machine shows while nothing hostile is sent."""
+"""Seconds; more only by what the same machine shows while nothing hostile is sent."""
 
-TRIES = 8
-"""A shared machine stops any process now and then; the server's own stalls come each time."""
+TRIES = 11
+"""A shared machine stops any process now and then. The server's own stalls come each time, and one
+in six is not seen, since it falls between two streams."""
 
 
 def filled(start: str, item: str, end: str, most: int = 10**9) -> bytes:
@@ -211,20 +212,24 @@ def longest_gap(stream: Stream, attack: Callable[[], object]) -> float:
     return stream.take()
 
 
-def lasting_gap(stream: Stream, attack: Callable[[], object], allowed: float) -> float:
-    """The longest gap during an attack, if it is longer than allowed each time."""
-    found = 1e9
-    for _ in range(TRIES):
-        found = min(found, longest_gap(stream, attack))
-        if found < allowed:
+def lasting_gap(stream: Stream, attack: Callable[[], object]) -> tuple[float, float]:
+    """The longest gap during an attack, and the longest allowed.
+
+    Others may keep the machine busy, for seconds as well. So an attack with too long a gap is tried
+    again: most of `TRIES` must stay below. And what is allowed has twice the gap that is seen right
+    after each, in as long a time, while nothing hostile is sent.
+    """
+    passed, found, allowed = 0, 0.0, LONGEST_GAP
+    for attempt in range(TRIES):
+        start = time.monotonic()
+        found, allowed = longest_gap(stream, attack), LONGEST_GAP
+        if found > allowed:
+            time.sleep(max(0.5, time.monotonic() - start))
+            allowed += 2 * stream.take()
+        passed += found < allowed
+        if attempt == 0 < passed or passed > TRIES // 2:
             break
-    return found
-
-
-def gap_allowed(stream: Stream) -> float:
-    """With what a machine shows of itself that others keep busy."""
-    quiet = sorted(longest_gap(stream, lambda: time.sleep(0.5)) for _ in range(5))[2]
-    return LONGEST_GAP + 2 * quiet
+    return found, allowed
 
 
 def test_no_body_stalls_another_stream(real_server: ServerProcess, stream: Stream):
@@ -236,12 +241,11 @@ def test_no_body_stalls_another_stream(real_server: ServerProcess, stream: Strea
         assert len(body) <= LARGEST, name
         return lambda: statuses.update({name: send(url, path, body)})
 
-    allowed = gap_allowed(stream)
-    found = {name: lasting_gap(stream, attack(name), allowed) for name in HOSTILE}
-    for name, gap in found.items():
+    found = {name: lasting_gap(stream, attack(name)) for name in HOSTILE}
+    for name, (gap, allowed) in found.items():
         print(f"{name:32} {statuses[name]} {gap * 1e3:5.0f} of {allowed * 1e3:.0f} ms")
     assert set(statuses.values()) <= {200, 400, 413}, statuses
-    assert {name: gap for name, gap in found.items() if gap > allowed} == {}
+    assert {name: gap for name, (gap, allowed) in found.items() if gap > allowed} == {}
 
 
 def test_bodies_of_many_clients_stall_no_stream(real_server: ServerProcess, stream: Stream):
@@ -252,5 +256,5 @@ def test_bodies_of_many_clients_stall_no_stream(real_server: ServerProcess, stre
         with ThreadPoolExecutor(len(bodies)) as clients:
             assert all(clients.map(lambda each: send(real_server.url, *each) < 500, bodies))
 
-    allowed = gap_allowed(stream)
-    assert lasting_gap(stream, attack, allowed) < allowed
+    gap, allowed = lasting_gap(stream, attack)
+    assert gap < allowed
