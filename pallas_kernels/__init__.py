@@ -24,13 +24,21 @@ from pallas_kernels.scores import (
     token_scores,
 )
 from pallas_kernels.truncation import truncation_mask
-from pallas_kernels.types import Backend, HeadNorms, LayerKV, LayerWeights, select_backend
+from pallas_kernels.types import (
+    Backend,
+    HeadNorms,
+    KVScales,
+    LayerKV,
+    LayerWeights,
+    select_backend,
+)
 
 __all__ = [
     "NUM_FACTS",
     "Adjustments",
     "Backend",
     "HeadNorms",
+    "KVScales",
     "LayerKV",
     "LayerWeights",
     "add_rms_norm",
