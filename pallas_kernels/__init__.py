@@ -31,6 +31,7 @@ from pallas_kernels.types import (
     LayerKV,
     LayerWeights,
     select_backend,
+    takes_float8,
 )
 
 __all__ = [
@@ -58,6 +59,7 @@ __all__ = [
     "select_backend",
     "split_k_gemm",
     "sum_partials",
+    "takes_float8",
     "token_scores",
     "truncation_mask",
     "write_kv",

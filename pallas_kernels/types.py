@@ -1,7 +1,8 @@
 """The types ops share: where an op runs, one layer's KV pool, norms, weights and their widths."""
 
+import re
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -24,6 +25,15 @@ class Backend(StrEnum):
 def select_backend(platform: str) -> Backend:
     """The back end for a JAX platform name (`jax.default_backend()`): `"gpu"`, `"cpu"` ..."""
     return Backend.TRITON if platform in ("gpu", "cuda") else Backend.XLA
+
+
+def takes_float8(device: Any) -> bool:
+    """Whether ops take pools of float8_e4m3fn on a JAX device: plain XLA does anywhere, and Triton
+    has the conversions for NVIDIA GPUs from compute capability 8.9 on."""
+    if select_backend(device.platform) is not Backend.TRITON:
+        return True
+    found = re.fullmatch(r"(\d+)\.(\d+)", str(device.compute_capability))
+    return found is not None and (int(found[1]), int(found[2])) >= (8, 9)
 
 
 class LayerKV(NamedTuple):

@@ -106,6 +106,8 @@ class ModelConfig:
         qkv_bias, output_bias, mlp_bias: which projections have biases.
         eos_token_ids: tokens that end a text; empty when the config names none.
         checkpoint_dtype: dtype the config declares for the weights ("bfloat16" ...), or None.
+        kv_cache_dtype: dtype of the KV pool, where it is not that of the weights; no field of a
+            checkpoint's config.
         num_shares: devices that share the model; with several this is what one of them computes,
             with its own number of heads and its own part of the intermediate size.
     """
@@ -136,6 +138,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     checkpoint_dtype: str | None = None
+    kv_cache_dtype: str | None = None
     num_shares: int = 1
 
     def __post_init__(self):

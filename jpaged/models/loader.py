@@ -62,6 +62,9 @@ COMPARED_BYTES = 4 << 20
 
 _DUMMY_STD = 0.02
 
+_OPTIONAL = re.compile(r"layers\.\d+\.attention\.[kv]_scale")
+"""Paths of parameters that a checkpoint may lack: they are ones then."""
+
 _LAYER_NUMBER = re.compile(r"(?<=\.)\d{1,9}(?=\.)")
 
 Specs = Mapping[str, jax.ShapeDtypeStruct]
@@ -118,6 +121,8 @@ class ModelPlan:
         ]
         if self._placements is not None:
             _read_arrays(self._placements, shares)
+            for share in shares:
+                share.make_lacking()
         else:
             for share in shares:
                 share.make_random(self._specs, self._seed)
@@ -172,6 +177,12 @@ class Share:
                     self.arrays[path], part, own.astype(np.int32), order, placement.rule.add
                 )
         return self.arrays[path]
+
+    def make_lacking(self) -> None:
+        """The parameters that the checkpoint lacks."""
+        for path in self.specs.keys() - self.arrays.keys():
+            spec = self.specs[path]
+            self.arrays[path] = jnp.ones(spec.shape, spec.dtype, device=self.device)
 
     def make_random(self, whole: Specs, seed: int) -> None:
         """Random parameters; `whole` has the shapes of the whole model's."""
@@ -387,6 +398,8 @@ def plan_weights(
         lacking = [rule.source for rule in own if rule not in names]
         sources = " and ".join(lacking) or "no rule"
         if len(lacking) == len(own):
+            if _OPTIONAL.fullmatch(path):
+                continue
             problems["missing parameters"].append(f"{path} (comes from {sources})")
         elif lacking or sum((rule.shape or whole)[rule.axis] for rule in own) < whole[own[0].axis]:
             problem = f"{path} along axis {own[0].axis} (lacks {sources})"

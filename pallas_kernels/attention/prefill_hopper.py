@@ -22,6 +22,8 @@ sums weights of its own until the tile is done. The next key tile of a tile's la
 of the next tile: nothing drains.
 Blocks past the end of a sequence are read from outside the pool, which gives zeros; slots past the
 end inside its last block are zeroed in the copy, for 0 * NaN is NaN.
+Pools have the dtype of the queries: over one of float8_e4m3fn prefill_triton.py runs, since here
+nothing converts what was copied before the GEMMs read it.
 FlashAttention-3 (arXiv:2407.08608) over paged keys (arXiv:2309.06180).
 """
 
