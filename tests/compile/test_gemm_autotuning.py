@@ -1,11 +1,13 @@
 """Recorded GEMM measurements reach XLA's own cache, once, and nothing there is overwritten."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jaxlib
 import pytest
 
@@ -17,6 +19,9 @@ from jpaged.compile.gemm_autotuning import (
     read_record,
     weights_digest,
 )
+from jpaged.models.loader import model_shapes
+from jpaged.models.registry import read_model_config
+from jpaged.runtime.programs import SplitModel
 from tools.record_products import rows_measured, write_record
 
 DEVICE = SimpleNamespace(device_kind="NVIDIA H2/00 X")
@@ -159,3 +164,14 @@ def test_what_cannot_be_put_in_place_leaves_nothing_half_done(
     monkeypatch.setattr(Path, "replace", fail)
     gemm_autotuning.offer_recorded_products(DEVICE)
     assert not [file for file in cache.rglob("*") if file.is_file()]
+
+
+def test_a_record_is_that_of_a_model_over_a_float8_pool_too():
+    """Whose products are the same: it has only the scales of its keys and values more."""
+    config = read_model_config(SHAPES["qwen3-0.6b"] | {"num_hidden_layers": 2})
+    narrow = replace(config, kv_cache_dtype="float8_e4m3fn")
+    one, other = (
+        SplitModel.of(model_shapes(it, jnp.dtype("bfloat16"))).own_leaves for it in (config, narrow)
+    )
+    assert len(other) == len(one) + 4
+    assert weights_digest(other) == weights_digest(one)

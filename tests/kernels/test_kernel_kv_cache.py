@@ -1,6 +1,7 @@
 """KV write and block copy: bit for bit what the references give, in place."""
 
 import re
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from kernel_cases import BF16, F8, F16, F32, IMPLEMENTATIONS, require
 
 from pallas_kernels import (
     Backend,
+    HeadNorms,
     KVScales,
     LayerKV,
     copy_blocks,
@@ -74,11 +76,11 @@ def test_a_float8_pool_stores_quotients(dtype, scales, backend):
         assert not differ.any() or (backend is Backend.TRITON and differ.mean() < 0.01)
 
 
-def _stored_by(op, values, scale, backend):
+def _stored_by(op, values, scales, backend):
     """What an op stores of the keys and values [T, 1, H], token t in slot t."""
     num_tokens, _, size = values.shape
     kv = LayerKV(*(jnp.zeros((num_tokens, 1, 1, size), F8) for _ in range(2)))
-    scales = KVScales(jnp.full(1, scale, F32), jnp.full(1, scale, F32))
+    scales = KVScales(*(jnp.full(1, scale, F32) for scale in scales))
     slots = jnp.arange(num_tokens, dtype=jnp.int32)
     if op == "write":
         return write_kv(kv, values, values, slots, scales=scales, backend=backend)
@@ -93,20 +95,47 @@ def _stored_by(op, values, scale, backend):
 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-@pytest.mark.parametrize("scale", [1.0, 0.25])
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.25, 2.0)])
 @pytest.mark.parametrize("op", ["write", "write of fused rows", "rope and decode"])
-def test_every_number_is_rounded_alike(op, scale, backend):
+def test_every_number_is_rounded_alike(op, scales, backend):
     """All of bfloat16: to the nearest, ties to even, 448 beyond it, NaN to NaN."""
     require(backend)
     every = np.arange(2**16, dtype=np.uint16).view(BF16)
     if op == "rope and decode":  # 0 * infinity is added from the other channel
         every = np.where(np.isfinite(every.astype(np.float32)), every, BF16(0))
-    with np.errstate(invalid="ignore", over="ignore"):
-        want = reference.float8(every, scale).reshape(256, 256)
     values = jnp.asarray(every.reshape(256, 1, 256))
-    run = jax.jit(lambda values: _stored_by(op, values, scale, backend))
-    for part in run(values):
+    run = jax.jit(lambda values: _stored_by(op, values, scales, backend))
+    for part, scale in zip(run(values), scales, strict=True):
+        with np.errstate(invalid="ignore", over="ignore"):
+            want = reference.float8(every, scale).reshape(256, 256)
         np.testing.assert_array_equal(_bits(part).reshape(256, 256), _bits(want))
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+@pytest.mark.parametrize("with_norms", [True, False])
+@pytest.mark.parametrize("num_partials", [1, 3])
+def test_rotated_keys_go_into_a_float8_pool_as_into_another(num_partials, with_norms, backend):
+    """Rounded once more; queries are the same."""
+    require(backend)
+    rng = np.random.default_rng(4)
+    shape, slots = (num_partials, 5, 6 + 2 * 2, 24), jnp.asarray([8, 39, -1, 40, 3], jnp.int32)
+    qkv = jnp.asarray(rng.standard_normal(shape), BF16 if num_partials == 1 else F32)
+    turns = jnp.asarray(rng.uniform(-9, 9, (5, 12)), F32)
+    q_weight, k_weight = (jnp.asarray(rng.standard_normal(24), BF16) for _ in range(2))
+    norms = HeadNorms(q_weight, k_weight, 1e-3)
+    scales = KVScales(jnp.full(1, 0.03125, F32), jnp.full(1, 2.0, F32))
+    options = {"norms": norms if with_norms else None, "dtype": BF16, "backend": backend}
+
+    def run(dtype, **more):
+        kv = LayerKV(*(jnp.zeros((5, 8, 2, 24), dtype) for _ in range(2)))
+        angles = jnp.cos(turns), jnp.sin(turns)
+        write = partial(rope_write_kv, **options, **more)
+        return jax.jit(write)(qkv, kv, slots, angles)
+
+    (wide_q, wide), (q, narrow) = run(BF16), run(F8, scales=scales)
+    np.testing.assert_array_equal(np.asarray(q, np.float32), np.asarray(wide_q, np.float32))
+    for got, want, scale in zip(narrow, wide, scales, strict=True):
+        np.testing.assert_array_equal(_bits(got), _bits(reference.float8(want, scale[0])))
 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)

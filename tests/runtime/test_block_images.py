@@ -197,18 +197,54 @@ def exported(recipe: Recipe) -> Any:
     return recipe.compile(recipe.exported())
 
 
+def check_in_place(program: Any, state: KVState, dtype: str) -> None:
+    """The program's only arrays of the pool's shape are the pool's own."""
+    pool_bytes = sum(array.nbytes for array in jax.tree.leaves(state.pool))
+    assert program.memory_analysis().alias_size_in_bytes >= pool_bytes
+    assert f"{dtype}[{P},{S},{K},{H}]" in program.as_text()
+    copies = [line for line in program.as_text().splitlines() if " copy(" in line]
+    assert not [line for line in copies if f"[{P},{S},{K},{H}]" in line]
+
+
 @pytest.mark.parametrize("compiled", [Recipe.compile, exported])
 def test_the_pool_is_updated_in_place(compiled):
     state = make_state()
-    program = compiled(swap_recipes(state, 8)[1])
-    pool_bytes = sum(array.nbytes for array in jax.tree.leaves(state.pool))
-    assert program.memory_analysis().alias_size_in_bytes >= pool_bytes
-    assert f"f32[{P},{S},{K},{H}]" in program.as_text()
-    copies = [line for line in program.as_text().splitlines() if " copy(" in line]
-    assert not [line for line in copies if f"f32[{P},{S},{K},{H}]" in line]
+    check_in_place(compiled(swap_recipes(state, 8)[1]), state, "f32")
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.gpu
+def test_a_float8_pool_is_updated_in_place_on_a_gpu():
+    """A CPU's compiler converts it to float16 and back."""
+    state = make_state(jnp.float8_e4m3fn)
+    program = swap_recipes(state, 8)[1].compile()
+    check_in_place(program, state, "f8e4m3fn")
+    assert f"f16[{P},{S},{K},{H}]" not in program.as_text()
+
+
+def test_blocks_of_float8_come_back_bit_for_bit():
+    """Every number there is, NaN included."""
+    bits = np.resize(np.arange(256, dtype=np.uint8), (P, S, K, H))
+    array = bits.view(jnp.float8_e4m3fn)
+    layer = LayerKV(jnp.asarray(array), jnp.asarray(array))
+    state = KVState((layer,), jnp.zeros((4, 5), jnp.int32))
+    gather, scatter = (recipe.compile() for recipe in swap_recipes(state, 64))
+    images = BlockImages({64: gather}, {64: scatter})
+    source = np.arange(1, 65)
+    images.swap_out(state.pool, SwapOut(5, tuple(map(int, source))))
+    target = np.roll(source, 9)
+    places = tuple((entry, int(block)) for entry, block in enumerate(target))
+    state = images.place(state, images.fetch([SwapIn(5, places)]))
+    wide = array.astype(np.float32)
+    for now in contents(state):
+        assert now.dtype == jnp.float8_e4m3fn
+        np.testing.assert_array_equal(now[target].astype(np.float32), wide[source])
+        is_number = ~np.isnan(wide[source])
+        np.testing.assert_array_equal(
+            now[target].view(np.uint8)[is_number], bits[source][is_number]
+        )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn])
 def test_programs_lower_for_a_gpu(dtype):
     state = make_state(dtype)
     ids = jax.ShapeDtypeStruct((8,), jnp.int32)

@@ -5,6 +5,7 @@ Recorded bounds: a change that raises one costs every step some microseconds.
 
 import re
 from collections import Counter
+from dataclasses import replace
 from functools import cache, wraps
 from typing import Any
 
@@ -44,9 +45,12 @@ NUM_LEVELS = 4
 BURST = "decode_burst", (8, SCORED_GREEDY)
 
 
-def all_recipes(shape: str, num_layers: int, num_devices: int = 1) -> dict[Any, Recipe]:
+def all_recipes(
+    shape: str, num_layers: int, num_devices: int = 1, kv_cache_dtype: str | None = None
+) -> dict[Any, Recipe]:
     """What an engine of a shape's first layers would compile on GPUs, with nothing allocated."""
     config = read_model_config({**SHAPES[shape], "num_hidden_layers": num_layers})
+    config = replace(config, kv_cache_dtype=kv_cache_dtype)
     limits = GPU_DEFAULTS.max_num_seqs, GPU_DEFAULTS.max_num_batched_tokens
     runtime = RuntimeConfig(
         16,
@@ -197,6 +201,35 @@ def test_no_sampler_sorts():
     assert len(names) == NUM_LEVELS + 1
     for name in names:
         assert not re.findall(r"\b(?:sort|top_?k)\b", step("qwen3-0.6b", *name))
+
+
+FLOAT8 = "float8_e4m3fn"
+
+
+@pytest.mark.parametrize("shape", ["qwen3-0.6b", "llama-3.1-8b"])
+@pytest.mark.parametrize("name", [("decode", 8), ("decode", 256), ("prefill", (512, 256))], ids=str)
+def test_a_step_over_a_float8_pool_launches_what_it_does_over_another(shape: str, name: tuple):
+    """Prefill attention by the other kernel; every layer takes its scales as they lie."""
+    recipe = all_recipes(shape, NUM_LAYERS, kv_cache_dtype=FLOAT8)[name]
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+        text = lowered(recipe, recipe.step)
+    narrow, wide = launches(text), launches(step(shape, *name))
+    both = KERNEL, HOPPER_KERNEL
+    assert sum(narrow[kind] for kind in both) == sum(wide[kind] for kind in both)
+    assert (narrow[HOPPER_KERNEL], narrow[PRODUCT]) == (0, wide[PRODUCT])
+    assert _num_reused(text) == num_state_arrays(name)
+    assert len(re.findall(r"func\.func private @_run_layer\w*\(", text)) == 2
+    outside = re.sub(r"backend_config = .*", "", text)  # what is computed between the kernels
+    assert not re.search(r"stablehlo\.(convert|multiply|divide|copy).*f8E4M3FN", outside)
+
+
+def test_every_kind_of_program_over_a_float8_pool_can_be_kept():
+    made = all_recipes("qwen3-0.6b", 1, kv_cache_dtype=FLOAT8)
+    kinds = {name[0]: recipe for name, recipe in made.items() if recipe.needs_pool}
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+        for recipe in kinds.values():
+            loaded = export.deserialize(bytearray(recipe.exported(("cuda",)).serialize()))
+            assert loaded.platforms == ("cuda",)
 
 
 def test_prefills_of_as_many_tokens_have_the_same_hopper_kernel():
