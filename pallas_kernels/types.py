@@ -29,7 +29,8 @@ def select_backend(platform: str) -> Backend:
 
 def takes_float8(device: Any) -> bool:
     """Whether ops take pools of float8_e4m3fn on a JAX device: plain XLA does anywhere, and Triton
-    has the conversions for NVIDIA GPUs from compute capability 8.9 on."""
+    has the conversions for NVIDIA GPUs from compute capability 8.9 on; for others its compiler ends
+    the process."""
     if select_backend(device.platform) is not Backend.TRITON:
         return True
     found = re.fullmatch(r"(\d+)\.(\d+)", str(device.compute_capability))
