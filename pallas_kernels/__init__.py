@@ -11,7 +11,16 @@ from pallas_kernels.attention import (
     paged_prefill_attention,
     rope_decode_attention,
 )
-from pallas_kernels.gemm import gated_gemm, gated_silu, split_k_gemm, sum_partials
+from pallas_kernels.gemm import (
+    block_scaled_gemm,
+    gated_gemm,
+    gated_silu,
+    quantize_rows,
+    scaled_gemm,
+    split_k_gemm,
+    sum_partials,
+    to_fp8,
+)
 from pallas_kernels.kv_cache import copy_blocks, rope_write_kv, write_kv
 from pallas_kernels.layer import fused_layer, new_exchange
 from pallas_kernels.norm import add_rms_norm, rms_norm
@@ -24,9 +33,21 @@ from pallas_kernels.scores import (
     token_scores,
 )
 from pallas_kernels.truncation import truncation_mask
-from pallas_kernels.types import Backend, HeadNorms, LayerKV, LayerWeights, select_backend
+from pallas_kernels.types import (
+    FP8,
+    FP8_GROUP,
+    FP8_MAX,
+    Backend,
+    HeadNorms,
+    LayerKV,
+    LayerWeights,
+    select_backend,
+)
 
 __all__ = [
+    "FP8",
+    "FP8_GROUP",
+    "FP8_MAX",
     "NUM_FACTS",
     "Adjustments",
     "Backend",
@@ -35,6 +56,7 @@ __all__ = [
     "LayerWeights",
     "add_rms_norm",
     "adjusted_logits",
+    "block_scaled_gemm",
     "copy_blocks",
     "first_maximum",
     "fused_layer",
@@ -44,12 +66,15 @@ __all__ = [
     "new_exchange",
     "paged_decode_attention",
     "paged_prefill_attention",
+    "quantize_rows",
     "rms_norm",
     "rope_decode_attention",
     "rope_write_kv",
+    "scaled_gemm",
     "select_backend",
     "split_k_gemm",
     "sum_partials",
+    "to_fp8",
     "token_scores",
     "truncation_mask",
     "write_kv",

@@ -25,6 +25,15 @@ def is_hopper(device_kind):
     return any(name in device_kind for name in HOPPER_GPUS)
 
 
+def has_fp8(backend):
+    """Whether the GPU traced for multiplies numbers in FP8."""
+    device = _device(backend)
+    capability = getattr(device, "compute_capability", None)  # of an abstract device none is known
+    if capability is None:
+        return is_hopper(device_kind(backend))
+    return tuple(map(int, str(capability).split("."))) >= (8, 9)
+
+
 def device_kind(backend):
     """The name of the GPU traced for, or nothing."""
     device = _device(backend)

@@ -1,9 +1,20 @@
-"""The types ops share: where an op runs, one layer's KV pool, norms, weights and their widths."""
+"""The types ops share: where an op runs, one layer's KV pool, norms, weights; numbers in FP8."""
 
 from enum import StrEnum
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+FP8 = jnp.float8_e4m3fn
+"""Numbers of eight bits, four of them the exponent's and three the fraction's (Micikevicius et al.
+2022, arXiv:2209.05433): no infinity, and what is beyond the largest becomes NaN unless clipped."""
+
+FP8_MAX = 448.0
+"""The largest of them."""
+
+FP8_GROUP = 128
+"""Numbers of a row that have a scale together, and rows and columns of a weight's block that do."""
 
 
 class Backend(StrEnum):
