@@ -1,11 +1,13 @@
 """Which family describes and loads which `model_type`: a new one is a file and a line here."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from jpaged.models import gemma3, gpt2, llama, opt, qwen
 from jpaged.models.checkpoint import WeightRules
 from jpaged.models.config import Fields, ModelConfig
+from jpaged.models.quantization import read_quantization
 
 
 class Family(NamedTuple):
@@ -28,10 +30,14 @@ _FAMILIES = {
 SUPPORTED_MODEL_TYPES = tuple(_FAMILIES)
 
 
-def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
+def read_model_config(config: Mapping[str, Any], quantization: str | None = None) -> ModelConfig:
     """What the content of a `config.json`, of transformers 4 or 5, describes.
 
     Fields left out take transformers' defaults, except sizes, which must be there.
+
+    Args:
+        config: the content.
+        quantization: as of `jpaged.models.quantization.read_quantization`.
 
     Raises:
         ValueError: a missing or malformed field, or one whose value changes the computation in a
@@ -40,8 +46,20 @@ def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
     fields = Fields(config)
     model_type = fields.choice("model_type", None, SUPPORTED_MODEL_TYPES)
     model = _FAMILIES[model_type].describe(fields)
+    kept = fields.optional_nested("quantization_config")
     fields.check_unread()
-    return model
+    modules = _modules(model) if kept is not None else {}
+    return replace(model, quantization=read_quantization(kept, quantization, modules))
+
+
+def _modules(model: ModelConfig) -> dict[str, str]:
+    """The paths of projections' parts by their names in checkpoints."""
+    found = {}
+    for rule in weight_rules(model).rules:
+        path, _, last = (rule.target or "").rpartition(".")
+        if last == "weight" and model.projection(path) is not None:
+            found[rule.source.removesuffix(".weight")] = path
+    return found
 
 
 def weight_rules(config: ModelConfig) -> WeightRules:
