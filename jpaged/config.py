@@ -32,6 +32,7 @@ MAX_BATCHED_TOKENS = 2**18
 """As many as the longest prompts have; a step's temporaries grow with them."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("fp8", "compressed-tensors", "modelopt")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 PREEMPTION_MODES = ("recompute", "swap", "auto")
@@ -59,6 +60,9 @@ class EngineConfig(Options):
     Attributes:
         model: A local folder, a Hugging Face hub id, or None for the embedded model.
         dtype: Of weights and KV cache; "auto" keeps the checkpoint's (float32 on CPU).
+        quantization: "fp8" brings the weights of the projections to FP8 (e4m3) as they are loaded.
+            None: they are as the checkpoint has them. A checkpoint in FP8 is taken as it is; then
+            this may also name its method, "fp8", "compressed-tensors" or "modelopt".
         block_size: Token slots in a KV block, 1 to 256. Powers of two from 8 on have the fastest
             attention of prompts.
         num_blocks: KV blocks in the pool (the null block included), instead of sizing it.
@@ -112,6 +116,12 @@ class EngineConfig(Options):
         group=_MODEL,
     )
     dtype: str = choice("auto", DTYPES, help="of weights and KV cache", group=_MODEL)
+    quantization: str | None = choice(
+        None,
+        QUANTIZATIONS,
+        help="fp8: bring the projections' weights to FP8; unset: as the checkpoint has them",
+        group=_MODEL,
+    )
     block_size: int = integer(
         16,
         low=1,

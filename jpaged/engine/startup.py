@@ -108,7 +108,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
     plan, dtype = _plan_model(config, folder, devices[0], mesh)
     generation_config = read_generation_config(folder)
     with Compilation(config, folder, plan, dtype, devices, log.say) as compilation:
-        with log.phase(f"loading {folder.name} as {dtype.name}"):
+        with log.phase(f"loading {folder.name} as {describe_weights(plan.config, dtype)}"):
             split, tokenizer = _load(config, folder, plan)
         eos_token_ids = end_token_ids(plan.config, generation_config, tokenizer)
         with log.phase("sizing the pool"):
@@ -154,7 +154,7 @@ def _plan_model(
     config: EngineConfig, folder: Path, device: Any, mesh: Mesh | None
 ) -> tuple[ModelPlan, jnp.dtype]:
     """The model, checked but not loaded, and the dtype of its weights and of the pool."""
-    model = read_model_config(read_config(folder))
+    model = read_model_config(read_config(folder), config.quantization)
     model.share(config.tensor_parallel_size)  # refused before anything is read
     most = select_backend(device.platform).max_head_size
     if most is not None and model.head_size > most:
@@ -170,6 +170,12 @@ def _resolve_dtype(asked: str, model: ModelConfig, platform: str) -> jnp.dtype:
     if platform == "cpu":  # where bfloat16 is emulated
         return jnp.dtype(jnp.float32)
     return jnp.dtype(model.checkpoint_dtype or "bfloat16")
+
+
+def describe_weights(model: ModelConfig, dtype: jnp.dtype) -> str:
+    """What the weights are kept in."""
+    kept = model.quantization
+    return dtype.name if kept is None else f"{dtype.name}, projections in {kept.format}"
 
 
 def _load(
