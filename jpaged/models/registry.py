@@ -9,6 +9,9 @@ from jpaged.models.checkpoint import WeightRules
 from jpaged.models.config import Fields, ModelConfig
 from jpaged.models.quantization import read_quantization
 
+_KV_SCALES = r"layers\.\d+\.self_attn\.(?:[kv]_proj\.)?(?:[kv]|kv)_scale"
+"""Scales for keys and values in FP8, which the cache does not have."""
+
 
 class Family(NamedTuple):
     """A family: how its config is read, and where each tensor of its checkpoints goes."""
@@ -64,4 +67,9 @@ def _modules(model: ModelConfig) -> dict[str, str]:
 
 def weight_rules(config: ModelConfig) -> WeightRules:
     """Where the tensors of the model's checkpoints go."""
-    return _FAMILIES[config.model_type].weight_rules(config)
+    rules = _FAMILIES[config.model_type].weight_rules(config)
+    if config.quantization is None or not config.quantization.has_kv_scales:
+        return rules
+    return replace(
+        rules, unneeded=f"{rules.unneeded}|{_KV_SCALES}" if rules.unneeded else _KV_SCALES
+    )

@@ -260,6 +260,19 @@ def test_modelopts_own_file_says_what_config_json_does_not(tmp_path):
     assert found.plain == ("layers.1.mlp.down", "layers.1.mlp.gate_up")
 
 
+@pytest.mark.parametrize("name", ["self_attn.k_scale", "self_attn.v_proj.v_scale"])
+def test_scales_of_keys_and_values_are_known_where_the_config_says_so(tmp_path, name):
+    published(tmp_path, "ModelOpt")
+    changed(tmp_path, lambda t: t.update({f"model.layers.0.{name}": torch.tensor(0.5)}))
+    with pytest.raises(CheckpointError, match=f"unknown tensors .*{name}"):
+        load(tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"]["kv_cache_quant_algo"] = "FP8"
+    file.write_text(json.dumps(config))
+    load(tmp_path)
+
+
 def changed(folder: Path, change: Any) -> None:
     file = folder / "model.safetensors"
     tensors = load_file(file)
