@@ -8,7 +8,10 @@ import math
 
 import jax.numpy as jnp
 
+from pallas_kernels.types import KVScales
+
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)  # what kernels compute in
+POOL_DTYPES = (*FLOATS, jnp.float8_e4m3fn)
 MAX_BLOCK_SIZE = 256
 
 
@@ -41,7 +44,7 @@ def check_array(name, array, axes, dtypes=FLOATS, **sizes):
 
 def check_pool(kv, name="kv"):
     """Refuse a pool of a wrong rank, dtype or block size, or of heads without elements."""
-    sizes = check_array(f"{name}.k", kv.k, "[P, S, K, H]")
+    sizes = check_array(f"{name}.k", kv.k, "[P, S, K, H]", POOL_DTYPES)
     check_array(f"{name}.v", kv.v, "[P, S, K, H]", kv.k.dtype, **sizes)
     if not 1 <= sizes["S"] <= MAX_BLOCK_SIZE:
         raise ValueError(
@@ -50,6 +53,21 @@ def check_pool(kv, name="kv"):
     if not sizes["H"]:
         raise ValueError(f"head size 0 ({name}.k.shape[3]) must be at least 1")
     return sizes
+
+
+def pool_scales(kv, scales):
+    """The scales of a scaled pool, ones if none are given; None for one that takes none."""
+    if not kv.is_scaled:
+        if scales is not None:
+            raise ValueError(
+                f"scales are given for a pool of {kv.k.dtype}; only one of float8_e4m3fn has them"
+            )
+        return None
+    if scales is None:
+        return KVScales(jnp.ones((1,), jnp.float32), jnp.ones((1,), jnp.float32))
+    for name, scale in zip(("scales.k", "scales.v"), scales, strict=True):
+        check_array(name, scale, "[1]", jnp.float32)
+    return scales
 
 
 def check_partials(name, array, axes, dtype, **sizes):

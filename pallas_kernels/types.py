@@ -4,7 +4,8 @@ from enum import StrEnum
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32
 
 FP8 = jnp.float8_e4m3fn
 """Numbers of eight bits, four of them the exponent's and three the fraction's (Micikevicius et al.
@@ -39,11 +40,34 @@ class LayerKV(NamedTuple):
     """One layer's pool of keys and values: P blocks of S slots; block 0 is the null block.
 
     S is from 1 to 256. Heads have any size H that attention takes on the back end
-    (`Backend.max_head_size`); those that are rotated an even one.
+    (`Backend.max_head_size`); those that are rotated an even one. The dtype is bfloat16, float16,
+    float32 or float8_e4m3fn; in the last, keys and values are stored divided by `KVScales`.
     """
 
     k: Float[Array, "P S K H"]
     v: Float[Array, "P S K H"]
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether keys and values are stored divided by scales."""
+        return self.k.dtype == jnp.float8_e4m3fn
+
+    def attention_dtype(self, dtype: DTypeLike) -> DTypeLike:
+        """What attention computes in, for queries made in `dtype`: the pool's dtype, but that of
+        the queries over a scaled pool, whose tiles are converted to it."""
+        return dtype if self.is_scaled else self.k.dtype
+
+
+class KVScales(NamedTuple):
+    """What keys and values are divided by when a float8_e4m3fn pool stores them, and multiplied by
+    when they are read; positive.
+
+    A quotient is rounded to the nearest, ties to even; one beyond 448, the largest number of
+    float8_e4m3fn, becomes that. NaN stays NaN.
+    """
+
+    k: Float32[Array, "1"]
+    v: Float32[Array, "1"]
 
 
 class HeadNorms(NamedTuple):

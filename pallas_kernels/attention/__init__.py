@@ -12,7 +12,7 @@ from pallas_kernels.attention import decode_triton, prefill_hopper, prefill_trit
 from pallas_kernels.attention.tiles import decode_rows_apart
 from pallas_kernels.kv_cache import check_rope
 from pallas_kernels.tuning import device_kind
-from pallas_kernels.types import Backend, HeadNorms, LayerKV
+from pallas_kernels.types import Backend, HeadNorms, KVScales, LayerKV
 
 
 def paged_decode_attention(
@@ -25,11 +25,13 @@ def paged_decode_attention(
     backend: Backend,
     soft_cap: float | None = None,
     sliding_window: int | None = None,
+    scales: KVScales | None = None,
 ) -> Float[Array, "B N H"]:
     """Attention of one new token a sequence over its paged keys and values.
 
     Args:
-        q: queries, of the pool's dtype; N is a multiple of the pool's K heads.
+        q: queries, of the pool's dtype, over a float8_e4m3fn pool of any other that it may have; N
+            is a multiple of the pool's K heads.
         kv: one layer's pool [P, S, K, H]; the new token is already in it. Slots that no sequence
             owns may hold anything, NaN included.
         block_tables: the blocks of each sequence, in order; entries past its length are ignored.
@@ -38,18 +40,21 @@ def paged_decode_attention(
         backend: which implementation runs.
         soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`.
         sliding_window: the token at position p sees keys at (p - sliding_window, p].
+        scales: what the keys and values of a float8_e4m3fn pool are multiplied by; ones if None.
 
     Returns:
         [B, N, H] of q's dtype; zeros for padded rows.
 
     Raises:
-        ValueError: inconsistent shapes, or a head size, block size or number out of range.
+        ValueError: inconsistent shapes, a head size, block size or number out of range, or scales
+            for a pool that has none.
         TypeError: dtypes that differ or are not bfloat16, float16 or float32.
     """
     backend = Backend(backend)
     options = {"scale": scale, "soft_cap": soft_cap, "sliding_window": sliding_window}
     check_attention(q, kv, block_tables, seq_lens, backend, **options)
     check_decode(q, block_tables)
+    options["scales"] = checks.pool_scales(kv, scales)
     if backend is Backend.XLA or not q.size:
         return xla.paged_decode_attention(q, kv, block_tables, seq_lens, **options)
     return _decode(q, kv, block_tables, seq_lens, options, backend)
@@ -68,6 +73,7 @@ def rope_decode_attention(
     dtype: DTypeLike | None = None,
     soft_cap: float | None = None,
     sliding_window: int | None = None,
+    scales: KVScales | None = None,
 ) -> tuple[Float[Array, "B N H"], LayerKV]:
     """`rope_write_kv` and `paged_decode_attention` in one, for one new token a sequence.
 
@@ -78,15 +84,17 @@ def rope_decode_attention(
         qkv: of each token N query heads, K key heads, K value heads, as split-K partials, which
             are summed and rounded first (see `split_k_gemm`).
         kv: one layer's pool [P, S, K, H], with all earlier tokens; updated in place if donated.
-        block_tables, seq_lens, scale, backend, soft_cap, sliding_window: as of
+        block_tables, seq_lens, scale, backend, soft_cap, sliding_window, scales: as of
             `paged_decode_attention`.
-        angles, norms, dtype: as of `rope_write_kv`. Attention computes in the pool's dtype.
+        angles, norms, dtype: as of `rope_write_kv`. Attention computes in the pool's dtype, but in
+            `dtype` over a float8_e4m3fn pool.
 
     Returns:
         [B, N, H] of `dtype`, zeros for padded rows; and the pool.
 
     Raises:
-        ValueError: inconsistent shapes, or a head size, block size or number out of range.
+        ValueError: inconsistent shapes, a head size, block size or number out of range, or scales
+            for a pool that has none.
         TypeError: dtypes other than bfloat16, float16 or float32; angles not float32.
     """
     dtype = jnp.dtype(qkv.dtype if dtype is None else dtype)
@@ -94,9 +102,10 @@ def rope_decode_attention(
     arrays = (qkv, kv, block_tables, seq_lens, angles, norms)
     options = {"scale": scale, "soft_cap": soft_cap, "sliding_window": sliding_window}
     check_rope_decode(*arrays, dtype, backend, **options)
+    options["scales"] = checks.pool_scales(kv, scales)
     if backend is Backend.XLA or not qkv.size:
         return xla.rope_decode_attention(*arrays, dtype=dtype, **options)
-    config = _decode_config(kv, block_tables, backend)
+    config = _decode_config(kv, block_tables, dtype, backend)
     interpret = backend is Backend.INTERPRET
     return decode_triton.rope_decode_attention(
         *arrays, dtype=dtype, **options, config=config, interpret=interpret
@@ -114,6 +123,7 @@ def paged_prefill_attention(
     backend: Backend,
     soft_cap: float | None = None,
     sliding_window: int | None = None,
+    scales: KVScales | None = None,
     shared: Callable | None = None,
 ) -> Float[Array, "T N H"]:
     """Causal attention of a ragged batch of new tokens, with any earlier context in the pool.
@@ -124,12 +134,13 @@ def paged_prefill_attention(
     where the batch has more than a few sequences.
 
     Args:
-        q: flattened queries, of the pool's dtype; rows from `query_start_loc[B]` on are padding.
+        q: flattened queries, of a dtype as for `paged_decode_attention`; rows from
+            `query_start_loc[B]` on are padding.
         kv: one layer's pool [P, S, K, H]; slots that no sequence owns may hold anything.
         block_tables: the blocks of each sequence, in order; entries past its length are ignored.
         query_start_loc: [B + 1], not decreasing, from 0; a padded sequence repeats the last value.
         seq_lens: tokens of each sequence, context and new ones; 0 for a padded sequence.
-        scale, backend, soft_cap, sliding_window: as of `paged_decode_attention`.
+        scale, backend, soft_cap, sliding_window, scales: as of `paged_decode_attention`.
         shared: called as `shared(function, *arrays)` for what another number of sequences would
             have as well, if there is such a thing, to return `function(*arrays)`.
 
@@ -137,13 +148,15 @@ def paged_prefill_attention(
         [T, N, H] of q's dtype; zeros for padding rows.
 
     Raises:
-        ValueError: inconsistent shapes, or a head size, block size or number out of range.
+        ValueError: inconsistent shapes, a head size, block size or number out of range, or scales
+            for a pool that has none.
         TypeError: dtypes that differ or are not bfloat16, float16 or float32.
     """
     backend = Backend(backend)
     options = {"scale": scale, "soft_cap": soft_cap, "sliding_window": sliding_window}
     check_attention(q, kv, block_tables, seq_lens, backend, **options)
     check_prefill(query_start_loc, seq_lens)
+    options["scales"] = checks.pool_scales(kv, scales)
     if backend is Backend.XLA or not q.size:
         arrays = (q, kv, block_tables, query_start_loc, seq_lens)
         return xla.paged_prefill_attention(*arrays, **options)
@@ -155,7 +168,7 @@ def paged_prefill_attention(
 
 
 def _decode(q, kv, block_tables, seq_lens, options, backend, into=None):
-    config = _decode_config(kv, block_tables, backend)
+    config = _decode_config(kv, block_tables, q.dtype, backend)
     launch = {"config": config, "interpret": backend is Backend.INTERPRET, "into": into}
     return decode_triton.paged_decode_attention(q, kv, block_tables, seq_lens, **options, **launch)
 
@@ -167,7 +180,7 @@ def _prefill(q, kv, block_tables, query_start_loc, seq_lens, options, backend, s
         "itemsize": q.dtype.itemsize,
         "device_kind": device_kind(backend),
     }
-    plain = options["soft_cap"] is None and options["sliding_window"] is None
+    plain = all(options[name] is None for name in ("soft_cap", "sliding_window", "scales"))
     if tuning.runs_hopper_prefill(block_size=kv.k.shape[1], plain=plain, **facts):
         launch = {"scale": options["scale"], "shared": shared}
         return prefill_hopper.paged_prefill_attention(*arrays, **launch)
@@ -177,13 +190,14 @@ def _prefill(q, kv, block_tables, query_start_loc, seq_lens, options, backend, s
     return prefill_triton.paged_prefill_attention(*arrays, **options, **launch)
 
 
-def _decode_config(kv, block_tables, backend):
+def _decode_config(kv, block_tables, dtype, backend):
+    """Of a scaled pool that for its queries' dtype, to which its tiles are converted."""
     return tuning.decode_config(
         batch=block_tables.shape[0],
         num_kv_heads=kv.k.shape[2],
         max_context=block_tables.shape[1] * kv.k.shape[1],
         head_size=kv.k.shape[3],
-        itemsize=kv.k.dtype.itemsize,
+        itemsize=jnp.dtype(kv.attention_dtype(dtype)).itemsize,
         device_kind=device_kind(backend),
     )
 
@@ -192,7 +206,8 @@ def check_attention(q, kv, block_tables, seq_lens, backend, *, scale, soft_cap, 
     """What decode and prefill attention have in common."""
     check_attended(kv, block_tables, seq_lens, backend, scale, soft_cap, sliding_window)
     num_kv_heads, head_size = kv.k.shape[2:]
-    checks.check_array("q", q, "[rows, N, H]", kv.k.dtype)
+    dtypes = checks.FLOATS if kv.is_scaled else kv.k.dtype
+    checks.check_array("q", q, "[rows, N, H]", dtypes)
     if q.shape[2] != head_size:
         raise ValueError(
             f"q has head size {q.shape[2]} and the pool {head_size}; they must be equal"

@@ -48,6 +48,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.attention import tile_ops
 from pallas_kernels.attention.tile_ops import tile_width
 from pallas_kernels.attention.tuning import DecodeConfig
+from pallas_kernels.kv_cache.xla import stored
 from pallas_kernels.types import LayerKV
 
 # Of the partials that are merged together: query heads, one a warp, and registers a thread.
@@ -64,6 +65,7 @@ class Spec(tile_ops.Attention):
         num_partials: Of the fused projection that has the new tokens; 0: queries are given.
         eps: Of the norms of the projection's heads; None: there are none.
         dtype: That the projection is rounded to.
+        is_scaled: Whether the pool is.
     """
 
     config: DecodeConfig
@@ -72,6 +74,7 @@ class Spec(tile_ops.Attention):
     num_partials: int = 0
     eps: float | None = None
     dtype: Any = None
+    is_scaled: bool = False
 
     @property
     def num_new(self) -> int:
@@ -101,31 +104,33 @@ class Spec(tile_ops.Attention):
         return max(1, min(room, pl.next_power_of_2(self.config.num_splits)))
 
 
-def paged_decode_attention(q, kv, block_tables, seq_lens, *, into=None, **options):
+def paged_decode_attention(q, kv, block_tables, seq_lens, *, into=None, scales=None, **options):
     """See the public entry of the same name; `options` are fields of `Spec`."""
-    in_place = into is not None
-    spec = Spec.of(q.shape[1], kv, block_tables, in_place=in_place, **options)
+    own = {"in_place": into is not None, "is_scaled": kv.is_scaled}
+    spec = Spec.of(q.shape[1], kv, block_tables, **own, **options)
     rows = q.reshape(-1, q.shape[2])
     inputs = (rows,) if into is None else (rows, into.reshape(rows.shape))
-    out, *_ = _launch(spec, inputs, kv, block_tables, seq_lens, rows)
+    out, *_ = _launch(spec, inputs, kv, block_tables, seq_lens, rows, scales)
     return out.reshape(q.shape)
 
 
-def rope_decode_attention(qkv, kv, block_tables, seq_lens, angles, norms, *, dtype, **options):
+def rope_decode_attention(
+    qkv, kv, block_tables, seq_lens, angles, norms, *, dtype, scales=None, **options
+):
     """See the public entry of the same name; `options` are fields of `Spec`."""
     num_partials, batch, total_heads, head_size = qkv.shape
     num_heads = total_heads - 2 * kv.k.shape[2]
     eps, weights = (None, ()) if norms is None else (norms.eps, (norms.q, norms.k))
-    new = {"num_partials": num_partials, "eps": eps, "dtype": dtype}
+    new = {"num_partials": num_partials, "eps": eps, "dtype": dtype, "is_scaled": kv.is_scaled}
     spec = Spec.of(num_heads, kv, block_tables, **new, **options)
     inputs = (qkv.reshape(-1, head_size), *angles, *weights)
     rows = jax.ShapeDtypeStruct((batch * num_heads, head_size), dtype)
-    out, k, v, *_ = _launch(spec, inputs, kv, block_tables, seq_lens, rows)
+    out, k, v, *_ = _launch(spec, inputs, kv, block_tables, seq_lens, rows, scales)
     pool = LayerKV(k.reshape(kv.k.shape), v.reshape(kv.v.shape))
     return out.reshape(batch, num_heads, head_size), pool
 
 
-def _launch(spec, inputs, kv, block_tables, seq_lens, rows):
+def _launch(spec, inputs, kv, block_tables, seq_lens, rows, scales):
     """All outputs: like `rows`, then the pools if they change, then scratch."""
     config, counters, scratch = spec.config, [], []
     plan = decode_plan(block_tables, seq_lens, spec)
@@ -150,7 +155,7 @@ def _launch(spec, inputs, kv, block_tables, seq_lens, rows):
         interpret=spec.interpret,
         name="paged_decode_attention",
     )
-    return call(*pools, block_tables.reshape(-1), plan, *inputs, *counters)
+    return call(*pools, block_tables.reshape(-1), plan, *inputs, *(scales or ()), *counters)
 
 
 class _Item(NamedTuple):
@@ -243,6 +248,8 @@ def _in_sight(seq_lens, spec):
 
 def _kernel(k_ref, v_ref, tables_ref, plan_ref, *refs, spec, num_inputs):
     config, inputs, refs = spec.config, refs[:num_inputs], refs[num_inputs:]
+    scale_refs, refs = refs[: 2 * spec.is_scaled], refs[2 * spec.is_scaled :]
+    scales = k_scale, v_scale = [ref[0] for ref in scale_refs] or (None, None)
     counters, refs = refs[: config.num_splits > 1], refs[config.num_splits > 1 :]
     out_ref, *refs = refs
     pool_refs, partials = refs[: 2 * spec.num_new], refs[2 * spec.num_new :]
@@ -269,24 +276,27 @@ def _kernel(k_ref, v_ref, tables_ref, plan_ref, *refs, spec, num_inputs):
             return jnp.broadcast_to(visible[None, :], (spec.num_rows, config.tile_tokens))
 
         refs = k_ref, v_ref, tables_ref
-        return tile_ops.fold_keys(carry, q, refs, item.sequence, head, positions, live, mask, spec)
+        return tile_ops.fold_keys(
+            carry, q, refs, item.sequence, head, positions, live, mask, spec, k_scale
+        )
 
     def begin():
         if not spec.num_new:
             q = tile_ops.load_rows(inputs[0], first_row + group_head, head_size, live_rows)
             return q, tile_ops.softmax_start(spec.num_rows, head_size)
         owns_new = (item.split == item.num_splits - 1) & (seq_len > 0)
-        q, k, v = _new_token(spec, inputs, item.sequence, head, owns_new, k_ref.dtype)
+        q, k, v = _new_token(spec, inputs, item.sequence, head, owns_new, k_ref.dtype, scales)
         slot = (item.slot * spec.num_kv_heads + head)[None]
         for ref, new in zip(pool_refs, (k, v), strict=True):
             tile_ops.store_rows(ref, slot, head_size, new, owns_new[None])
-        score = tile_ops.scores_of_one(q, k, spec)
+        score = tile_ops.scores_of_one(q, k, spec, k_scale)
         q, score = (tile_ops.repeat_rows(x, spec.repeats) for x in (q, score))
         return q, tile_ops.softmax_start_from(score, v, owns_new)
 
     def attend():
         q, carry = begin()
-        return lax.fori_loop(item.start, item.stop, lambda tile, c: fold(tile, c, q), carry)
+        carry = lax.fori_loop(item.start, item.stop, lambda tile, c: fold(tile, c, q), carry)
+        return tile_ops.with_scaled_values(carry, v_scale)
 
     def finish(carry):
         out = tile_ops.softmax_finish(carry)
@@ -415,7 +425,7 @@ def _joined(one, other):
 # --- the new token -----------------------------------------------------------------------------
 
 
-def _new_token(spec, refs, sequence, kv_head, with_key, pool_dtype):
+def _new_token(spec, refs, sequence, kv_head, with_key, pool_dtype, scales):
     """What one KV head has of a sequence's new token.
 
     Args:
@@ -424,10 +434,12 @@ def _new_token(spec, refs, sequence, kv_head, with_key, pool_dtype):
             where heads are normalized the weights [H] of queries and keys.
         sequence, kv_head: Whose; traced.
         with_key: Whether key and value are wanted; else they are any finite numbers. Traced.
-        pool_dtype: Of the results.
+        pool_dtype: Of the results; queries over a scaled pool are of the projection's.
+        scales: A scaled pool's; else None, twice.
 
     Returns:
-        Queries [group, H], key [1, H] and value [1, H]: group in powers of two, H as `tile_width`.
+        Queries [group, H], key [1, H] and value [1, H], as stored: group in powers of two, H as
+        `tile_width`.
     """
     heads_ref, cos_ref, sin_ref, *weight_refs = refs
     own, exchanged, angle = _columns(heads_ref.shape[1])
@@ -454,7 +466,9 @@ def _new_token(spec, refs, sequence, kv_head, with_key, pool_dtype):
         for index, halves in enumerate(loaded)
     )
     value = _sum(value, spec.dtype)
-    return tuple(x.astype(spec.dtype).astype(pool_dtype) for x in (q, k, value))
+    q, k, value = (x.astype(spec.dtype) for x in (q, k, value))
+    q = q if spec.is_scaled else q.astype(pool_dtype)
+    return q, *(stored(x, pool_dtype, scale) for x, scale in zip((k, value), scales, strict=True))
 
 
 def _columns(size):

@@ -37,6 +37,7 @@ def paged_prefill_attention(
     *,
     config: PrefillConfig,
     interpret: bool,
+    scales=None,
     **options,
 ):
     """See the public entry of the same name."""
@@ -55,10 +56,13 @@ def paged_prefill_attention(
         name="paged_prefill_attention",
     )
     k, v = (pool.reshape(-1, head_size) for pool in kv)
-    return call(q.reshape(-1, head_size), k, v, block_tables.reshape(-1), tiles).reshape(q.shape)
+    arrays = (q.reshape(-1, head_size), k, v, block_tables.reshape(-1), tiles)
+    return call(*arrays, *(scales or ())).reshape(q.shape)
 
 
-def _kernel(q_ref, k_ref, v_ref, tables_ref, tiles_ref, out_ref, *, tile_size, tile_tokens, spec):
+def _kernel(q_ref, k_ref, v_ref, tables_ref, tiles_ref, *refs, tile_size, tile_tokens, spec):
+    *scale_refs, out_ref = refs
+    k_scale, v_scale = [ref[0] for ref in scale_refs] or (None, None)
     head, tile = pl.program_id(0), pl.num_programs(1) - 1 - pl.program_id(1)
     head_size, group, sliding_window = spec.head_size, spec.group, spec.sliding_window
     sequence, first_row, first_position, num_rows, num_keys = (
@@ -79,13 +83,16 @@ def _kernel(q_ref, k_ref, v_ref, tables_ref, tiles_ref, out_ref, *, tile_size, t
             return _visible(positions, first_position + token, sliding_window) if masked else None
 
         refs = k_ref, v_ref, tables_ref
-        return tile_ops.fold_keys(carry, q, refs, sequence, head, positions, live, mask, spec)
+        return tile_ops.fold_keys(
+            carry, q, refs, sequence, head, positions, live, mask, spec, k_scale
+        )
 
     start, full, stop = _key_tiles(first_position, num_keys, tile_tokens, sliding_window)
     carry = tile_ops.softmax_start(row.shape[0], head_size)
     if sliding_window is None:
         carry = lax.fori_loop(start, full, functools.partial(fold, masked=False), carry)
     carry = lax.fori_loop(full, stop, functools.partial(fold, masked=True), carry)
+    carry = tile_ops.with_scaled_values(carry, v_scale)
     tile_ops.store_rows(out_ref, q_rows, head_size, tile_ops.softmax_finish(carry), mine)
 
 

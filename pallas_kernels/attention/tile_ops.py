@@ -6,6 +6,9 @@ their loops over tiles of keys.
     scores = q . k, scaled, capped, masked                      in units of log2 e
     max, sum, out = online softmax, in exp2
 
+Keys and values of a scaled pool are converted to the queries' dtype once they are loaded; their
+scales are factors of the scores and of the output.
+
 Arrays are seen as matrices of rows of H elements (a free reshape outside the kernel): q's row is
 token * N + head, the pool's is (block * S + offset) * K + KV head. Tiles have power-of-two sides,
 and 16 columns at least: those past the head size are masked. A masked-out score is a large negative
@@ -20,6 +23,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.kv_cache.triton import zero_for
 
 MASKED = -1e30
 _LOG2_E = math.log2(math.e)
@@ -69,7 +74,7 @@ def load_rows(ref, rows, head_size, live=None):
     index, mask = _tile_index(rows, head_size, live)
     if mask is None:
         return plgpu.load(ref.at[index])
-    return plgpu.load(ref.at[index], mask=mask, other=0)
+    return plgpu.load(ref.at[index], mask=mask, other=zero_for(ref))
 
 
 def store_rows(ref, rows, head_size, value, live):
@@ -88,7 +93,7 @@ def repeat_rows(x, repeats):
     return lax.broadcast_in_dim(x, shape, axes).reshape(-1, *x.shape[1:])
 
 
-def fold_keys(carry, q, refs, sequence, head, positions, live, mask, spec):
+def fold_keys(carry, q, refs, sequence, head, positions, live, mask, spec, k_scale=None):
     """Fold one tile of a sequence's keys into the running (max, sum, output).
 
     Args:
@@ -100,6 +105,7 @@ def fold_keys(carry, q, refs, sequence, head, positions, live, mask, spec):
         live: which of them there are; None: all. The others are loaded as zeros.
         mask: called for which of them each row sees, [rows, keys], or None: all.
         spec: an `Attention`.
+        k_scale: of a scaled pool's keys.
     """
     k_ref, v_ref, tables_ref = refs
     size = jnp.int32(spec.block_size)
@@ -110,26 +116,28 @@ def fold_keys(carry, q, refs, sequence, head, positions, live, mask, spec):
     else:
         blocks = plgpu.load(tables_ref.at[entries], mask=live, other=0)
     rows = (blocks * size + lax.rem(positions, size)) * spec.num_kv_heads + head
-    keys = load_rows(k_ref, rows, spec.head_size, live)
+    keys = load_rows(k_ref, rows, spec.head_size, live).astype(q.dtype)
     visible = mask()
-    scores = _scaled(plgpu.dot(q, keys.T, precision=lax.Precision.HIGHEST), spec)
+    scores = _scaled(plgpu.dot(q, keys.T, precision=lax.Precision.HIGHEST), spec, k_scale)
     if visible is not None:
         scores = jnp.where(visible, scores, jnp.float32(MASKED))
-    values = load_rows(v_ref, rows, spec.head_size, live)
+    values = load_rows(v_ref, rows, spec.head_size, live).astype(q.dtype)
     return _softmax_fold(carry, scores, values)
 
 
-def scores_of_one(q, key, spec):
+def scores_of_one(q, key, spec, k_scale=None):
     """Scores of one key [1, H], in units of log2 e: float32 [rows]."""
     products = q.astype(jnp.float32) * key.astype(jnp.float32)
-    return _scaled(jnp.sum(products, axis=1), spec)
+    return _scaled(jnp.sum(products, axis=1), spec, k_scale)
 
 
-def _scaled(dots, spec):
+def _scaled(dots, spec, k_scale):
+    def times(factor):
+        return dots * (jnp.float32(factor) if k_scale is None else jnp.float32(factor) * k_scale)
+
     if spec.soft_cap is None:
-        return dots * jnp.float32(spec.scale * _LOG2_E)
-    capped = jnp.tanh(dots * jnp.float32(spec.scale / spec.soft_cap))
-    return capped * jnp.float32(spec.soft_cap * _LOG2_E)
+        return times(spec.scale * _LOG2_E)
+    return jnp.tanh(times(spec.scale / spec.soft_cap)) * jnp.float32(spec.soft_cap * _LOG2_E)
 
 
 def softmax_start(num_rows, head_size):
@@ -156,6 +164,12 @@ def _softmax_fold(carry, scores, values):
     row_sum = row_sum * rescale + jnp.sum(weights, axis=1)
     update = plgpu.dot(weights.astype(values.dtype), values, precision=lax.Precision.HIGHEST)
     return new_max, row_sum, out * rescale[:, None] + update
+
+
+def with_scaled_values(carry, v_scale):
+    """The running (max, sum, output) of values that are stored divided by `v_scale`, if any."""
+    row_max, row_sum, out = carry
+    return carry if v_scale is None else (row_max, row_sum, out * v_scale)
 
 
 def softmax_finish(carry):

@@ -121,7 +121,8 @@ def runs_hopper_prefill(
         head_size: Elements of a head.
         block_size: Tokens of a block.
         itemsize: Bytes of an element.
-        plain: Neither a soft cap nor a sliding window.
+        plain: Neither a soft cap nor a sliding window, nor a pool with scales, whose tiles would
+            have to be converted between their copies and the GEMMs.
         device_kind: The GPU's name.
     """
     whole = block_size >= 8 and (KEY_TILE % block_size == 0 or block_size % KEY_TILE == 0)

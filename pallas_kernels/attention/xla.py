@@ -10,7 +10,8 @@ An online softmax over chunks of about 128 keys gathered through the block table
 with the loop's bounds read at run time, so memory stays a chunk's worth and time follows the
 lengths, never the block table's width. Decode runs all sequences in one loop; prefill runs tile
 after tile (see tiles.py), each with its own bounds. Masked values are replaced, never multiplied
-by zero: an unused slot may hold NaN.
+by zero: an unused slot may hold NaN. Of a scaled pool the keys' scale is a factor of the queries,
+the values' of the output.
 
 Online softmax: Milakov and Gimelshein 2018, arXiv:1805.02867. Paged attention: Kwon et al. 2023,
 arXiv:2309.06180.
@@ -25,7 +26,9 @@ from pallas_kernels.kv_cache.xla import rope_write_kv
 _CHUNK = 128  # keys a loop step: scores of 128 columns keep a CPU's GEMMs busy
 
 
-def paged_decode_attention(q, kv, block_tables, seq_lens, *, scale, soft_cap, sliding_window):
+def paged_decode_attention(
+    q, kv, block_tables, seq_lens, *, scale, soft_cap, sliding_window, scales=None
+):
     """See the public entry of the same name."""
     if not q.size:
         return q
@@ -42,22 +45,26 @@ def paged_decode_attention(q, kv, block_tables, seq_lens, *, scale, soft_cap, sl
         num_keys=seq_lens,
         soft_cap=soft_cap,
         sliding_window=sliding_window,
+        scales=scales,
     )
     return out.reshape(q.shape).astype(q.dtype)
 
 
-def rope_decode_attention(qkv, kv, block_tables, seq_lens, angles, norms, *, dtype, **options):
+def rope_decode_attention(
+    qkv, kv, block_tables, seq_lens, angles, norms, *, dtype, scales=None, **options
+):
     """See the public entry of the same name."""
     position, block_size = jnp.maximum(seq_lens - 1, 0), kv.k.shape[1]
     blocks = jnp.take_along_axis(block_tables, (position // block_size)[:, None], axis=1)[:, 0]
     slots = jnp.where(seq_lens > 0, blocks * block_size + position % block_size, -1)
-    q, kv = rope_write_kv(qkv, kv, slots, angles, norms, dtype=dtype)
-    out = paged_decode_attention(q.astype(kv.k.dtype), kv, block_tables, seq_lens, **options)
+    q, kv = rope_write_kv(qkv, kv, slots, angles, norms, scales, dtype=dtype)
+    q = q.astype(kv.attention_dtype(dtype))
+    out = paged_decode_attention(q, kv, block_tables, seq_lens, scales=scales, **options)
     return out.astype(dtype), kv
 
 
 def paged_prefill_attention(
-    q, kv, block_tables, query_start_loc, seq_lens, *, scale, soft_cap, sliding_window
+    q, kv, block_tables, query_start_loc, seq_lens, *, scale, soft_cap, sliding_window, scales=None
 ):
     """See the public entry of the same name."""
     if not q.size:
@@ -84,6 +91,7 @@ def paged_prefill_attention(
             num_keys=tiles.num_keys[index][None],
             soft_cap=soft_cap,
             sliding_window=sliding_window,
+            scales=scales,
         )
         result = result.reshape(num_kv_heads, group, tile_size, head_size).transpose(2, 0, 1, 3)
         result = result.reshape(tile_size, num_heads, head_size).astype(q.dtype)
@@ -108,11 +116,14 @@ def _window_start(position, sliding_window):
     return jnp.maximum(position - jnp.int32(sliding_window - 1), 0)
 
 
-def _attend(q, kv, block_tables, *, first_key, row_positions, num_keys, soft_cap, sliding_window):
+def _attend(
+    q, kv, block_tables, *, first_key, row_positions, num_keys, soft_cap, sliding_window, scales
+):
     """Online softmax of scaled float32 q [B, K, R, H]; rows at row_positions [B, R]; [B, K, R, H].
 
     Sequence b's rows see its keys from first_key[b] up to num_keys[b]; all of [B].
     """
+    q = q if scales is None else q * scales.k.reshape(())
     blocks_per_chunk = max(1, _CHUNK // kv.k.shape[1])
     chunk = blocks_per_chunk * kv.k.shape[1]
     padding = -block_tables.shape[1] % blocks_per_chunk
@@ -133,7 +144,8 @@ def _attend(q, kv, block_tables, *, first_key, row_positions, num_keys, soft_cap
     row_max = jnp.full(q.shape[:3], -jnp.inf, jnp.float32)
     carry = (row_max, jnp.zeros_like(row_max), jnp.zeros_like(q))
     _, row_sum, out = lax.fori_loop(start, stop, step, carry)
-    return out / jnp.where(row_sum == 0, jnp.float32(1), row_sum)[..., None]
+    out = out / jnp.where(row_sum == 0, jnp.float32(1), row_sum)[..., None]
+    return out if scales is None else out * scales.v.reshape(())
 
 
 def _loop_bounds(first_key, num_keys, chunk):

@@ -17,7 +17,9 @@ _MULTIPLE = 16
 def to_fp8(x, scale):
     """See the public entry of the same name."""
     scaled = x.astype(jnp.float32) / scale
-    return jnp.clip(scaled, -FP8_MAX, FP8_MAX).astype(FP8)
+    # By comparison: what a minimum and a maximum make of NaN depends on the back end.
+    scaled = jnp.where(scaled > jnp.float32(FP8_MAX), jnp.float32(FP8_MAX), scaled)
+    return jnp.where(scaled < jnp.float32(-FP8_MAX), jnp.float32(-FP8_MAX), scaled).astype(FP8)
 
 
 def groups(x):

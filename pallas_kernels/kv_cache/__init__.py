@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from pallas_kernels import checks
 from pallas_kernels.kv_cache import triton, xla
 from pallas_kernels.tuning import device_kind
-from pallas_kernels.types import Backend, HeadNorms, LayerKV
+from pallas_kernels.types import Backend, HeadNorms, KVScales, LayerKV
 
 
 def write_kv(
@@ -21,21 +21,24 @@ def write_kv(
     slot_mapping: Int32[Array, "T"],
     *,
     backend: Backend,
+    scales: KVScales | None = None,
 ) -> LayerKV:
     """Store new tokens' keys and values, token t in slot `slot_mapping[t]` = block * S + offset.
 
     Padding tokens go to the null block (slots 0 to S - 1); a slot outside the pool is dropped. Two
-    tokens may share a slot in the null block only. Returns the pool, updated in place if donated.
+    tokens may share a slot in the null block only. A float8_e4m3fn pool stores what `KVScales`
+    tells, with `scales` of one if none are given. Returns the pool, updated in place if donated.
 
     Raises:
-        ValueError: shapes that do not fit the pool.
-        TypeError: k or v not of the pool's dtype.
+        ValueError: shapes that do not fit the pool, or scales for a pool that has none.
+        TypeError: k or v not of the pool's dtype; for a float8_e4m3fn pool not bfloat16, float16 or
+            float32.
     """
     check_write(kv, k, v, slot_mapping)
-    backend = Backend(backend)
+    scales, backend = checks.pool_scales(kv, scales), Backend(backend)
     if backend is Backend.XLA or not k.size:
-        return xla.write_kv(kv, k, v, slot_mapping)
-    return triton.write_kv(kv, k, v, slot_mapping, **_launch("write", kv, backend))
+        return xla.write_kv(kv, k, v, slot_mapping, scales)
+    return triton.write_kv(kv, k, v, slot_mapping, scales, **_launch("write", kv, backend))
 
 
 def rope_write_kv(
@@ -47,11 +50,12 @@ def rope_write_kv(
     backend: Backend,
     norms: HeadNorms | None = None,
     dtype: DTypeLike | None = None,
+    scales: KVScales | None = None,
 ) -> tuple[Float[Array, "T N H"], LayerKV]:
     """Normalize and rotate new tokens' queries and keys; store keys and values as `write_kv` does.
 
     Norm and rotation compute in float32 and each rounds to `dtype`; what is stored is then cast to
-    the pool's. Rotary embedding: Su et al. 2021, arXiv:2104.09864, in the halves layout.
+    the pool's, or scaled. Rotary embedding: Su et al. 2021, arXiv:2104.09864, in the halves layout.
 
     Args:
         qkv: of each token N query heads, K key heads, K value heads, as split-K partials, which
@@ -63,25 +67,26 @@ def rope_write_kv(
         backend: which implementation runs.
         norms: RMSNorm of the query and key heads before the rotation; `dtype` or float32.
         dtype: of the queries; qkv's if None.
+        scales: as of `write_kv`.
 
     Returns:
         The queries, and the pool.
 
     Raises:
-        ValueError: shapes that do not fit the pool or each other.
+        ValueError: shapes that do not fit the pool or each other, or scales for a pool that has
+            none.
         TypeError: dtypes other than bfloat16, float16 or float32; angles not float32.
     """
     dtype = jnp.dtype(qkv.dtype if dtype is None else dtype)
     check_rope_write(qkv, kv, slot_mapping, angles, norms, dtype)
-    backend = Backend(backend)
+    scales, backend = checks.pool_scales(kv, scales), Backend(backend)
+    arrays = (qkv, kv, slot_mapping, angles, norms, scales)
     if backend is Backend.XLA or not qkv.size:
-        return xla.rope_write_kv(qkv, kv, slot_mapping, angles, norms, dtype=dtype)
+        return xla.rope_write_kv(*arrays, dtype=dtype)
     facts = {"head_size": qkv.shape[3], "itemsize": qkv.dtype.itemsize}
     config = triton.rope_config(**facts, device_kind=device_kind(backend))
     interpret = backend is Backend.INTERPRET
-    return triton.rope_write_kv(
-        qkv, kv, slot_mapping, angles, norms, dtype=dtype, config=config, interpret=interpret
-    )
+    return triton.rope_write_kv(*arrays, dtype=dtype, config=config, interpret=interpret)
 
 
 def copy_blocks(
@@ -119,8 +124,9 @@ def check_write(kv, k, v, slot_mapping):
     pool = checks.check_pool(kv)
     sizes = {"K": pool["K"], "H": pool["H"]}
     sizes |= checks.check_array("slot_mapping", slot_mapping, "[T]", jnp.int32)
-    checks.check_array("k", k, "[T, K, H]", kv.k.dtype, **sizes)
-    checks.check_array("v", v, "[T, K, H]", kv.k.dtype, **sizes)
+    dtypes = checks.FLOATS if kv.is_scaled else kv.k.dtype
+    checks.check_array("k", k, "[T, K, H]", dtypes, **sizes)
+    checks.check_array("v", v, "[T, K, H]", dtypes, **sizes)
 
 
 def check_rope_write(qkv, kv, slot_mapping, angles, norms, dtype):

@@ -10,6 +10,7 @@ rope_write_kv   grid (tile of tokens, tile of heads); heads of a tile are all qu
                     q, k: normalized by 1 / rms(head) (where the model does), rounded, then rotated
                           (likewise): first * cos - second * sin, second * cos + first * sin
                     q -> rows of the result; k, v -> rows of the pool at slot_mapping[token]
+                Into a scaled pool k and v go divided by their scales, rounded (`xla.stored`).
                 A head's halves are tiles of their own, since what is rotated together lies H / 2
                 apart and values in registers cannot be sliced.
 copy_blocks     grid (pair, chunk of a block, array); `array` runs over the K and V pools of all
@@ -30,6 +31,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import tuning
+from pallas_kernels.kv_cache.xla import stored
 from pallas_kernels.types import LayerKV
 
 
@@ -49,6 +51,12 @@ class RopeConfig:
     num_warps: int = 4
 
 
+def zero_for(ref) -> int | float:
+    """What a masked load from `ref` gives where it loads nothing: Pallas Triton makes float8_e4m3fn
+    numbers of others alone, not of integers."""
+    return 0.0 if ref.dtype == jnp.float8_e4m3fn else 0
+
+
 def move_config(op: str, *, head_size: int, itemsize: int, device_kind: str = "") -> MoveConfig:
     """For `op`, "write" or "copy": 2,048 elements a program keep any GPU's memory busy."""
     return tuning.tuned(op, head_size, itemsize, device_kind, MoveConfig())
@@ -60,7 +68,7 @@ def rope_config(*, head_size: int, itemsize: int, device_kind: str = "") -> Rope
     return tuning.tuned("rope_write", head_size, itemsize, device_kind, config)
 
 
-def write_kv(kv, k, v, slot_mapping, *, config: MoveConfig, interpret: bool):
+def write_kv(kv, k, v, slot_mapping, scales, *, config: MoveConfig, interpret: bool):
     """See the public entry of the same name."""
     num_tokens, width = k.shape[0], k.shape[1] * k.shape[2]
     chunk = min(config.chunk, pl.next_power_of_2(width))
@@ -75,10 +83,12 @@ def write_kv(kv, k, v, slot_mapping, *, config: MoveConfig, interpret: bool):
         name="write_kv",
     )
     new_rows = [rows.reshape(num_tokens, width) for rows in (k, v)]
-    return LayerKV(*(pool.reshape(kv.k.shape) for pool in call(*pools, *new_rows, slot_mapping)))
+    written = call(*pools, *new_rows, slot_mapping, *(scales or ()))
+    return LayerKV(*(pool.reshape(kv.k.shape) for pool in written))
 
 
-def _write_kernel(_, __, k_ref, v_ref, slots_ref, pool_k_ref, pool_v_ref, *, chunk):
+def _write_kernel(_, __, k_ref, v_ref, slots_ref, *refs, chunk):
+    *scale_refs, pool_k_ref, pool_v_ref = refs
     token = pl.program_id(0)
     slot = slots_ref[token]
     columns = pl.program_id(1) * chunk + jnp.arange(chunk, dtype=jnp.int32)
@@ -86,13 +96,15 @@ def _write_kernel(_, __, k_ref, v_ref, slots_ref, pool_k_ref, pool_v_ref, *, chu
     valid = (slot >= 0) & (slot < pool_k_ref.shape[0])
     source = (jnp.full_like(columns, token), columns)
     target = (jnp.full_like(columns, jnp.where(valid, slot, 0)), columns)
-    for new_ref, pool_ref in ((k_ref, pool_k_ref), (v_ref, pool_v_ref)):
+    scales = [ref[0] for ref in scale_refs] or (None, None)
+    given = (k_ref, v_ref), (pool_k_ref, pool_v_ref), scales
+    for new_ref, pool_ref, scale in zip(*given, strict=True):
         row = plgpu.load(new_ref.at[source], mask=inside, other=0)
-        plgpu.store(pool_ref.at[target], row, mask=inside & valid)
+        plgpu.store(pool_ref.at[target], stored(row, pool_ref.dtype, scale), mask=inside & valid)
 
 
 def rope_write_kv(
-    qkv, kv, slot_mapping, angles, norms, *, dtype, config: RopeConfig, interpret: bool
+    qkv, kv, slot_mapping, angles, norms, scales, *, dtype, config: RopeConfig, interpret: bool
 ):
     """See the public entry of the same name."""
     _, num_tokens, total_heads, head_size = qkv.shape
@@ -119,13 +131,16 @@ def rope_write_kv(
     )
     weights = () if norms is None else (norms.q, norms.k)
     rows = qkv.reshape(-1, head_size)
-    q, k, v = call(*pools, rows, slot_mapping, *(angles or ()), *weights)
+    q, k, v = call(*pools, rows, slot_mapping, *(scales or ()), *(angles or ()), *weights)
     shape = (num_tokens, num_heads, head_size)
     return q.reshape(shape), LayerKV(k.reshape(kv.k.shape), v.reshape(kv.v.shape))
 
 
 def _rope_write_kernel(_, __, qkv_ref, slots_ref, *refs, num_kv_heads, tile, eps):
     *given, q_ref, k_ref, v_ref = refs
+    is_scaled = LayerKV(k_ref, v_ref).is_scaled
+    scale_refs, given = given[: 2 * is_scaled], given[2 * is_scaled :]
+    k_scale, v_scale = [ref[0] for ref in scale_refs] or (None, None)
     num_weights = 0 if eps is None else 2
     angle_refs, weight_refs = given[: len(given) - num_weights], given[len(given) - num_weights :]
     (tile_tokens, tile_heads), num_tokens = tile, slots_ref.shape[0]
@@ -152,10 +167,10 @@ def _rope_write_kernel(_, __, qkv_ref, slots_ref, *refs, num_kv_heads, tile, eps
         cos, sin = (_load_angles(ref, token, live) for ref in angle_refs)
         return first * cos - second * sin, second * cos + first * sin
 
-    def store_kv(pool_ref, values, first_of_kind):
+    def store_kv(pool_ref, values, first_of_kind, scale):
         slot = plgpu.load(slots_ref.at[token], mask=live, other=-1)
         valid = (slot >= 0) & (slot < pool_ref.shape[0] // num_kv_heads)
-        _store_halves(pool_ref, slot * num_kv_heads + head - first_of_kind, values, valid)
+        _store_halves(pool_ref, slot * num_kv_heads + head - first_of_kind, values, valid, scale)
 
     q_weight, k_weight = weight_refs or (None, None)
     first_k, first_v = num_heads, num_heads + num_kv_heads
@@ -168,11 +183,11 @@ def _rope_write_kernel(_, __, qkv_ref, slots_ref, *refs, num_kv_heads, tile, eps
     def _keys():
         # Rounded as the queries are, whatever the pool's dtype.
         turned = [half.astype(q_ref.dtype) for half in rotated(k_weight)]
-        store_kv(k_ref, turned, first_k)
+        store_kv(k_ref, turned, first_k, k_scale)
 
     @pl.when(first_head >= first_v)
     def _values():
-        store_kv(v_ref, halves, first_v)
+        store_kv(v_ref, halves, first_v, v_scale)
 
 
 def _normalize(halves, weight_ref, q_ref, eps):
@@ -210,11 +225,11 @@ def _load_halves(ref, rows, live):
     return [plgpu.load(ref.at[index], mask=mask, other=0) for index, mask in tiles]
 
 
-def _store_halves(ref, rows, halves, live):
+def _store_halves(ref, rows, halves, live, scale=None):
     # The interpreter writes old values back where the mask is off; outside the array it does not.
     rows = jnp.where(live, rows, ref.shape[0])
     for (index, mask), half in zip(_half_tiles(ref, rows, live), halves, strict=True):
-        plgpu.store(ref.at[index], half.astype(ref.dtype), mask=mask)
+        plgpu.store(ref.at[index], stored(half, ref.dtype, scale), mask=mask)
 
 
 def _half_tiles(ref, rows, live):
@@ -258,6 +273,8 @@ def _copy_kernel(src_ref, dst_ref, *refs, chunk):
         @pl.when(pl.program_id(2) == index)
         def _(pool_ref=pool_ref):
             rows = plgpu.load(
-                pool_ref.at[jnp.full_like(columns, source), columns], mask=moves, other=0
+                pool_ref.at[jnp.full_like(columns, source), columns],
+                mask=moves,
+                other=zero_for(pool_ref),
             )
             plgpu.store(pool_ref.at[jnp.full_like(columns, target), columns], rows, mask=moves)

@@ -1,21 +1,30 @@
 """Writes and copies in the KV pool in plain XLA.
 
 Writes are in place where the pool is donated, but for bfloat16 on a CPU: XLA's CPU compiler has no
-bfloat16 scatter (nor dynamic update) and converts the whole pool to float32 and back. Keep pools
-on a CPU in float32 or float16.
+bfloat16 scatter (nor dynamic update) and converts the whole pool to float32 and back, and one of
+float8_e4m3fn to float16 and back. Keep pools on a CPU in float32 or float16.
 """
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.gemm.fp8 import to_fp8
 from pallas_kernels.gemm.xla import sum_partials
 from pallas_kernels.norm import rms_norm
 from pallas_kernels.types import LayerKV
 
 
-def write_kv(kv, k, v, slot_mapping):
+def stored(x, dtype, scale):
+    """Keys or values as a pool of `dtype` has them, which is scaled if there is a `scale`."""
+    return x.astype(dtype) if scale is None else to_fp8(x, scale)
+
+
+def write_kv(kv, k, v, slot_mapping, scales=None):
     """See the public entry of the same name."""
     num_blocks, block_size = kv.k.shape[:2]
+    if scales is not None:
+        k_scale, v_scale = (scale.reshape(()) for scale in scales)
+        k, v = stored(k, kv.k.dtype, k_scale), stored(v, kv.v.dtype, v_scale)
     # A negative index would wrap around in JAX; outside the pool it is dropped.
     slots = jnp.where(slot_mapping < 0, num_blocks * block_size, slot_mapping)
     block, offset = slots // block_size, slots % block_size
@@ -24,9 +33,9 @@ def write_kv(kv, k, v, slot_mapping):
     )
 
 
-def rope_write_kv(qkv, kv, slot_mapping, angles, norms, *, dtype):
+def rope_write_kv(qkv, kv, slot_mapping, angles, norms, scales=None, *, dtype):
     """See the public entry of the same name."""
-    num_kv_heads, pool_dtype = kv.k.shape[2], kv.k.dtype
+    num_kv_heads = kv.k.shape[2]
     qkv = sum_partials(qkv, dtype)
     num_heads = qkv.shape[1] - 2 * num_kv_heads
     q, k, v = jnp.split(qkv, (num_heads, num_heads + num_kv_heads), axis=1)
@@ -34,7 +43,9 @@ def rope_write_kv(qkv, kv, slot_mapping, angles, norms, *, dtype):
         q, k = rms_norm(q, norms.q, eps=norms.eps), rms_norm(k, norms.k, eps=norms.eps)
     if angles is not None:
         q, k = rotate(q, angles), rotate(k, angles)
-    return q, write_kv(kv, k.astype(pool_dtype), v.astype(pool_dtype), slot_mapping)
+    if scales is None:
+        k, v = k.astype(kv.k.dtype), v.astype(kv.v.dtype)
+    return q, write_kv(kv, k, v, slot_mapping, scales)
 
 
 def rotate(x, angles):

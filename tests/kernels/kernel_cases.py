@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Backend, LayerKV
+from pallas_kernels import Backend, KVScales, LayerKV
 
 IMPLEMENTATIONS = [
     Backend.XLA,
@@ -16,11 +16,13 @@ IMPLEMENTATIONS = [
     pytest.param(Backend.TRITON, marks=pytest.mark.gpu),
 ]
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
+F8 = jnp.float8_e4m3fn
 
 
 @dataclass(frozen=True)
 class Case:
-    """One ragged batch; `lens` are (tokens in all, tokens new in this step) of each sequence."""
+    """One ragged batch; `lens` are (tokens in all, tokens new in this step) of each sequence, and
+    `scales` those of a float8_e4m3fn pool; without any the pool has the queries' dtype."""
 
     dtype: Any = F32
     head_size: int = 64
@@ -30,21 +32,27 @@ class Case:
     soft_cap: float | None = None
     sliding_window: int | None = None
     padding: int = 0
+    scales: tuple[float, float] | None = None
 
     @property
     def options(self):
-        scale = self.head_size**-0.5
-        return {
-            "scale": scale,
+        options: dict[str, Any] = {
+            "scale": self.head_size**-0.5,
             "soft_cap": self.soft_cap,
             "sliding_window": self.sliding_window,
         }
+        return options | ({"scales": self.kv_scales} if self.scales else {})
+
+    @property
+    def kv_scales(self):
+        return KVScales(*(jnp.full(1, scale, F32) for scale in self.scales or (1.0, 1.0)))
 
     def __str__(self):
         heads = "x".join(str(n) for n in self.heads)
         parts = [jnp.dtype(self.dtype).name, f"H{self.head_size}", f"S{self.block_size}", heads]
         parts += [f"cap{self.soft_cap:g}"] if self.soft_cap else []
         parts += [f"win{self.sliding_window}"] if self.sliding_window else []
+        parts += [f"f8x{self.scales[0]:g}"] if self.scales else []
         return "-".join(parts)
 
 
@@ -79,14 +87,15 @@ def build(case, seed=0):
     query_lens = np.array([new for _, new in case.lens], np.int32)
     tables, num_blocks = _block_tables(rng, seq_lens, case.block_size)
     pools = []
-    for _ in range(2):
+    for scale in case.scales or (1.0, 1.0):
         shape = (num_blocks, case.block_size, case.heads[1], case.head_size)
         pool = np.full(shape, np.nan, np.float32)
         for table, length in zip(tables, seq_lens, strict=True):
             positions = np.arange(length)
             slots = table[positions // case.block_size], positions % case.block_size
             pool[slots] = rng.standard_normal((length, *shape[2:]))
-        pools.append(jnp.asarray(pool, case.dtype))
+        narrow = F8 if case.scales else case.dtype
+        pools.append((jnp.asarray(pool) / jnp.float32(scale)).astype(narrow))
     starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
     rows = (case.heads[0], case.head_size)
     q_decode = rng.standard_normal((len(seq_lens), *rows))

@@ -4,11 +4,12 @@ from functools import partial
 
 import jax.numpy as jnp
 import pytest
-from kernel_cases import BF16, F32
+from kernel_cases import BF16, F8, F32
 
 from pallas_kernels import (
     Backend,
     HeadNorms,
+    KVScales,
     LayerKV,
     attention,
     checks,
@@ -88,6 +89,8 @@ TYPE_ERRORS = {
     "kv.v has dtype bfloat16": {"kv": LayerKV(_pool().k, _pool(dtype=BF16).k)},
     "q has dtype bfloat16": {"q": jnp.zeros((3, 4, 64), BF16)},
     "seq_lens has dtype int8": {"lens": jnp.zeros((3,), jnp.int8)},
+    "q has dtype float8_e4m3fn": {"q": jnp.zeros((3, 4, 64), F8), "kv": _pool(dtype=F8)},
+    "kv.k has dtype float8_e5m2": {"kv": _pool(dtype=jnp.float8_e5m2)},
 }
 
 
@@ -95,6 +98,34 @@ TYPE_ERRORS = {
 def test_attention_type_errors(message):
     with pytest.raises(TypeError, match=message):
         _attention(**TYPE_ERRORS[message])
+
+
+def test_queries_over_a_float8_pool_have_any_dtype():
+    for dtype in (F32, BF16, jnp.float16):
+        _attention(jnp.zeros((3, 4, 64), dtype), _pool(dtype=F8))
+
+
+def test_scales_are_those_of_a_float8_pool():
+    one = jnp.ones(1, F32)
+    assert checks.pool_scales(_pool(), None) is None
+    assert checks.pool_scales(_pool(dtype=F8), None) == (1, 1)
+    assert checks.pool_scales(_pool(dtype=F8), KVScales(one, 2 * one)) == (1, 2)
+    with pytest.raises(ValueError, match="scales are given for a pool of bfloat16; only one of"):
+        checks.pool_scales(_pool(dtype=BF16), KVScales(one, one))
+    with pytest.raises(ValueError, match=r"scales\.v has shape \(2,\); it must be \[1\]"):
+        checks.pool_scales(_pool(dtype=F8), KVScales(one, jnp.ones(2, F32)))
+    with pytest.raises(TypeError, match=r"scales\.k has dtype bfloat16"):
+        checks.pool_scales(_pool(dtype=F8), KVScales(one.astype(BF16), one))
+    with pytest.raises(ValueError, match="scales are given for a pool of float32"):
+        paged_decode_attention(
+            jnp.zeros((3, 4, 64), F32),
+            _pool(),
+            _ints(3, 5),
+            _ints(3),
+            scale=1.0,
+            backend=Backend.XLA,
+            scales=KVScales(one, one),
+        )
 
 
 def test_decode_wants_one_row_a_sequence():
@@ -116,6 +147,9 @@ def test_write_wants_rows_of_the_pool():
         kv_cache.check_write(_pool(), rows, rows[:, :1], _ints(3))
     with pytest.raises(TypeError, match="v has dtype bfloat16"):
         kv_cache.check_write(_pool(), rows, rows.astype(BF16), _ints(3))
+    kv_cache.check_write(_pool(dtype=F8), rows.astype(BF16), rows.astype(BF16), _ints(3))
+    with pytest.raises(TypeError, match="k has dtype float8_e4m3fn; it must be bfloat16 or"):
+        kv_cache.check_write(_pool(dtype=F8), rows.astype(F8), rows, _ints(3))
 
 
 def test_rope_write_wants_the_pools_heads():

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from kernel_cases import (
     BF16,
+    F8,
     F16,
     F32,
     IMPLEMENTATIONS,
@@ -66,8 +67,17 @@ BLOCKS = [
     Case(F32, 16, 7, HEADS["mha"]),
     Case(F16, 32, 256, HEADS["gqa"], sliding_window=200),
 ]
+# Pools of float8_e4m3fn, whose scales would show if they were left out or exchanged.
+SCALED = [
+    Case(BF16, 64, 16, HEADS["gqa"], scales=(0.02, 0.3)),
+    Case(F32, 80, 8, HEADS["mha"], scales=(1.0, 1.0)),
+    Case(F16, 128, 32, HEADS["wide"], sliding_window=20, scales=(2.5, 0.05)),
+    Case(BF16, 128, 16, HEADS["mqa"], soft_cap=3.0, scales=(0.01, 4.0)),
+    Case(F32, 5, 1, HEADS["gqa"], scales=(0.5, 0.1)),
+]
 CASES += NARROW + BLOCKS
 ROTATED = [case for case in CASES if case.head_size % 2 == 0]
+CASES += SCALED
 # On a GPU also every other pair of head size and block size, each size with several of the others.
 GPU_CASES = [
     Case(
@@ -164,6 +174,51 @@ def test_rope_decode_matches_reference(case, backend):
     _assert_new_tokens(got, arrays, norms, case)
 
 
+def _assert_near(got, want):
+    """All but a few of some float8_e4m3fn numbers are equal, and those are neighbours."""
+    orders = []
+    for array in (got, want):
+        bits = np.asarray(array).view(np.uint8).astype(np.int32)
+        orders.append(np.where(bits < 128, bits, 128 - bits))
+    steps = np.abs(orders[0] - orders[1])
+    assert steps.max() <= 1
+    assert steps.mean() < 0.02
+
+
+@pytest.mark.parametrize(
+    ("case", "backend"), list(_params([case for case in SCALED if case.head_size % 2 == 0]))
+)
+def test_rope_decode_over_a_float8_pool(case, backend):
+    """New tokens are stored as the same op stores them in a wider pool, rounded, and attended as
+    they are stored: a key is the same in the step that makes it and in all later ones."""
+    require(backend)
+    case = _filled(case)
+    number_of_partials, with_norms = (1, 4)[case.soft_cap is None], case.sliding_window is None
+    arrays, norms = _with_new_tokens(case, number_of_partials, with_norms)
+    qkv, kv, *rest = arrays
+    options = case.options | {"norms": norms, "dtype": case.dtype, "backend": backend}
+    out, pool = jax.jit(partial(rope_decode_attention, **options))(*arrays)
+    assert (out.dtype, pool.k.dtype) == (case.dtype, F8)
+
+    wide = LayerKV(*(jnp.full(part.shape, jnp.nan, case.dtype) for part in kv))
+    run = partial(rope_decode_attention, **(options | {"scales": None}))
+    _, wide = jax.jit(run)(qkv, wide, *rest)
+    own = np.isfinite(np.asarray(wide.k, np.float32)).all(axis=(2, 3))
+    assert own.sum() == np.count_nonzero(arrays[3])
+    for new, old, made, scale in zip(pool, kv, wide, case.kv_scales, strict=True):
+        _assert_near(np.asarray(new)[own], reference.float8(np.asarray(made)[own], scale))
+        kept, before = (np.asarray(part).view(np.uint8)[~own] for part in (new, old))
+        np.testing.assert_array_equal(kept, before)
+
+    def plain(dtype):
+        nowhere, empty = np.full(qkv.shape[1], -1), [np.zeros(part.shape) for part in kv]
+        q, _ = reference.rope_write_kv(qkv, empty, nowhere, rest[2], norms, dtype=dtype)
+        given = (q, pool, *rest[:2])
+        return reference.paged_decode_attention(*given, dtype=dtype, **case.options)
+
+    assert_close(out, plain, case.dtype)
+
+
 @pytest.mark.parametrize(("case", "backend"), list(_params()))
 def test_prefill_matches_reference(case, backend):
     require(backend)
@@ -210,7 +265,12 @@ CHUNKS = ((90, 12), (5, 5), (60, 1), (70, 70), (0, 0), (0, 0))
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 def test_decode_rows_that_ride_along(backend, lens, padding):
     require(backend)
-    for changes in ({}, {"sliding_window": 20, "soft_cap": 3.0}, {"dtype": BF16, "head_size": 128}):
+    for changes in (
+        {},
+        {"sliding_window": 20, "soft_cap": 3.0},
+        {"dtype": BF16, "head_size": 128},
+        {"dtype": BF16, "scales": (0.02, 0.3)},
+    ):
         case = Case(**{"dtype": F32, "head_size": 32, **changes}, lens=lens, padding=padding)
         batch = build(case)
         arrays = (batch.q_prefill, *batch[:4])

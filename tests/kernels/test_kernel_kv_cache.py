@@ -7,14 +7,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import BF16, F16, F32, IMPLEMENTATIONS, require
+from kernel_cases import BF16, F8, F16, F32, IMPLEMENTATIONS, require
 
-from pallas_kernels import Backend, LayerKV, copy_blocks, write_kv
+from pallas_kernels import (
+    Backend,
+    KVScales,
+    LayerKV,
+    copy_blocks,
+    rope_decode_attention,
+    rope_write_kv,
+    write_kv,
+)
 from tests.reference import kernels as reference
 
 SHAPES = [(F32, 8, 2, 80), (BF16, 16, 3, 64), (F16, 128, 1, 256), (BF16, 24, 32, 128)]
 SHAPES += [(F32, 8, 1, 1), (BF16, 8, 2, 5), (F16, 16, 3, 8), (BF16, 8, 2, 12), (F32, 8, 2, 24)]
 SHAPES += [(F32, 1, 2, 5), (BF16, 4, 2, 64), (F16, 256, 2, 80), (F16, 1, 1, 1)]
+COPIED = [*SHAPES, (F8, 16, 2, 64), (F8, 8, 3, 5), (F8, 1, 1, 1)]
 
 
 def _pool(rng, dtype, *shape):
@@ -36,8 +45,71 @@ def test_write_kv(dtype, block_size, num_kv_heads, head_size, backend):
         np.testing.assert_array_equal(np.asarray(a), b)
 
 
+def _bits(array):
+    """Of float8_e4m3fn numbers, with one NaN and one zero."""
+    wide, bits = np.asarray(array).astype(np.float32), np.asarray(array).view(np.uint8)
+    return np.where(np.isnan(wide), np.uint8(0x7F), np.where(wide == 0, np.uint8(0), bits))
+
+
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("dtype", "block_size", "num_kv_heads", "head_size"), SHAPES)
+@pytest.mark.parametrize("scales", [None, (0.5, 4.0), (3.0, 0.07)])
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+def test_a_float8_pool_stores_quotients(dtype, scales, backend):
+    """On a GPU a quotient may be an ulp off, which decides where it lies between two numbers."""
+    require(backend)
+    rng = np.random.default_rng(3)
+    kv = _pool(rng, F8, 5, 8, 3, 24)
+    k, v = (jnp.asarray(rng.standard_normal((4, 3, 24)) * 200, dtype) for _ in range(2))
+    slots = jnp.asarray([8, 39, -1, 40], jnp.int32)
+    given = scales and KVScales(*(jnp.full(1, scale, F32) for scale in scales))
+    narrow = (reference.float8(x, scale) for x, scale in zip((k, v), scales or (1, 1), strict=True))
+    want = reference.write_kv(kv, *narrow, slots)
+    got = jax.jit(lambda *a, scales: write_kv(*a, scales=scales, backend=backend))(
+        kv, k, v, slots, scales=given
+    )
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == F8
+        differ = _bits(a) != _bits(b)
+        assert not differ.any() or (backend is Backend.TRITON and differ.mean() < 0.01)
+
+
+def _stored_by(op, values, scale, backend):
+    """What an op stores of the keys and values [T, 1, H], token t in slot t."""
+    num_tokens, _, size = values.shape
+    kv = LayerKV(*(jnp.zeros((num_tokens, 1, 1, size), F8) for _ in range(2)))
+    scales = KVScales(jnp.full(1, scale, F32), jnp.full(1, scale, F32))
+    slots = jnp.arange(num_tokens, dtype=jnp.int32)
+    if op == "write":
+        return write_kv(kv, values, values, slots, scales=scales, backend=backend)
+    qkv = jnp.concatenate([jnp.zeros_like(values), values, values], axis=1)[None]
+    if op == "write of fused rows":
+        return rope_write_kv(qkv, kv, slots, None, scales=scales, backend=backend)[1]
+    angle = jnp.zeros((num_tokens, size // 2), F32)  # cosines of 1: keys as they are
+    lens = jnp.ones(num_tokens, jnp.int32)
+    options = {"scale": 1.0, "scales": scales, "backend": backend}
+    turned = jnp.ones_like(angle), angle
+    return rope_decode_attention(qkv, kv, slots[:, None], lens, turned, **options)[1]
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+@pytest.mark.parametrize("op", ["write", "write of fused rows", "rope and decode"])
+def test_every_number_is_rounded_alike(op, scale, backend):
+    """All of bfloat16: to the nearest, ties to even, 448 beyond it, NaN to NaN."""
+    require(backend)
+    every = np.arange(2**16, dtype=np.uint16).view(BF16)
+    if op == "rope and decode":  # 0 * infinity is added from the other channel
+        every = np.where(np.isfinite(every.astype(np.float32)), every, BF16(0))
+    with np.errstate(invalid="ignore", over="ignore"):
+        want = reference.float8(every, scale).reshape(256, 256)
+    values = jnp.asarray(every.reshape(256, 1, 256))
+    run = jax.jit(lambda values: _stored_by(op, values, scale, backend))
+    for part in run(values):
+        np.testing.assert_array_equal(_bits(part).reshape(256, 256), _bits(want))
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("dtype", "block_size", "num_kv_heads", "head_size"), COPIED)
 def test_copy_blocks(dtype, block_size, num_kv_heads, head_size, backend):
     require(backend)
     rng = np.random.default_rng(2)
@@ -60,24 +132,24 @@ def test_nothing_to_move(backend):
 
 @pytest.mark.parametrize("backend", [IMPLEMENTATIONS[0], IMPLEMENTATIONS[2]])
 @pytest.mark.parametrize("op", ["write", "copy"])
-@pytest.mark.parametrize("dtype", [F32, F16, BF16])
+@pytest.mark.parametrize("dtype", [F32, F16, BF16, F8])
 def test_pool_is_updated_in_place(op, dtype, backend):
     """With the pool donated, the optimised program holds no copy of it, nor an allocation."""
     require(backend)
-    if backend is Backend.XLA and dtype is BF16:
-        pytest.skip("XLA's CPU compiler has no bfloat16 scatter; see kv_cache/xla.py")
+    if backend is Backend.XLA and dtype in (BF16, F8):
+        pytest.skip("XLA's CPU compiler has no such scatter; see kv_cache/xla.py")
     shape = (16, 16, 2, 64)
     kv = LayerKV(*(jnp.zeros(shape, dtype) for _ in range(2)))
     indices = jnp.asarray([3, 18, 35], jnp.int32)
     if op == "write":
-        rows = jnp.ones((3, 2, 64), dtype)
+        rows = jnp.ones((3, 2, 64), BF16 if dtype is F8 else dtype)
         run = jax.jit(lambda *arrays: write_kv(*arrays, backend=backend), donate_argnums=0)
         arguments = (kv, rows, rows, indices)
     else:
         run = jax.jit(lambda *arrays: copy_blocks(*arrays, backend=backend), donate_argnums=0)
         arguments = ((kv,), jnp.asarray([1, 2], jnp.int32), jnp.asarray([3, 4], jnp.int32))
     compiled: Any = run.lower(*arguments).compile()
-    pool_copy = r"f\d+\[(16,16,2,64|256,128|16,2048|512,64)\]\S* copy"
+    pool_copy = r"f\d\w*\[(16,16,2,64|256,128|16,2048|512,64)\]\S* copy"
     assert not re.search(pool_copy, compiled.as_text())
     assert compiled.memory_analysis().alias_size_in_bytes >= 2 * kv.k.nbytes
     assert compiled.memory_analysis().temp_size_in_bytes < kv.k.nbytes

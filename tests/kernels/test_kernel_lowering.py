@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
-from kernel_cases import BF16, F16, F32
+from kernel_cases import BF16, F8, F16, F32
 
 from pallas_kernels import (
     Adjustments,
     Backend,
     HeadNorms,
+    KVScales,
     LayerKV,
     add_rms_norm,
     copy_blocks,
@@ -53,8 +54,8 @@ def _ints(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def _operations(dtype, head_size, block_size=S):
-    kv = LayerKV(*(_floats(dtype, P, block_size, K, head_size) for _ in range(2)))
+def _operations(dtype, head_size, block_size=S, pool_dtype=None):
+    kv = LayerKV(*(_floats(pool_dtype or dtype, P, block_size, K, head_size) for _ in range(2)))
     rows = _floats(dtype, T, K, head_size)
     options = {"scale": 0.1, "backend": Backend.TRITON}
     extras = {"soft_cap": 3.0, "sliding_window": 20}
@@ -115,6 +116,32 @@ def _operations(dtype, head_size, block_size=S):
             ((kv, kv), _ints(4), _ints(4)),
         ),
     }
+
+
+@pytest.mark.parametrize("head_size", [24, 64, 128, pytest.param(256, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+def test_ops_over_a_float8_pool_lower_to_one_triton_kernel(dtype, head_size):
+    """Prefill attention too: Hopper's own does not convert what it copies."""
+    operations = _operations(dtype, head_size, pool_dtype=F8)
+    for name in ("add and norm", "gated"):
+        del operations[name]
+    for name, (function, arguments) in operations.items():
+        calls = re.findall(KERNEL_CALL, _lowered(function, *arguments))
+        assert calls == ["triton"] * (1 + (name == "mixed")), name
+
+
+def test_scales_are_inputs_of_the_kernels():
+    """So that layers whose scales differ are one program."""
+    kv = LayerKV(*(_floats(F8, P, S, K, 64) for _ in range(2)))
+    scales, q = KVScales(_floats(F32, 1), _floats(F32, 1)), _floats(BF16, B, N, 64)
+
+    def run(q, kv, tables, lens, scales):
+        options = {"scale": 0.1, "backend": Backend.TRITON, "scales": scales}
+        return paged_decode_attention(q, kv, tables, lens, **options)
+
+    text = _lowered(run, q, kv, _ints(B, M), _ints(B), scales)
+    (call,) = [line for line in text.splitlines() if re.search(KERNEL_CALL, line)]
+    assert call.count("tensor<1xf32>") == 2
 
 
 # Every kind of head size: far under a tensor core's factor, no power of two, the widest.

@@ -27,13 +27,14 @@ def paged_decode_attention(
     scale,
     soft_cap=None,
     sliding_window=None,
+    scales=(1.0, 1.0),
     dtype=np.float64,
 ):
     """One token a sequence, its last; rows [B, N, H]; zeros where seq_len is 0."""
     out = np.zeros(q.shape, dtype)
     for b, seq_len in enumerate(np.asarray(seq_lens)):
         if seq_len:
-            keys, values = _gather(kv, block_tables[b], seq_len, dtype)
+            keys, values = _gather(kv, block_tables[b], seq_len, scales, dtype)
             row = np.asarray(q[b])
             out[b] = _attend(row, keys, values, seq_len - 1, scale, soft_cap, sliding_window)
     return out
@@ -49,13 +50,14 @@ def paged_prefill_attention(
     scale,
     soft_cap=None,
     sliding_window=None,
+    scales=(1.0, 1.0),
     dtype=np.float64,
 ):
     """Causal; a sequence's tokens are the last of its seq_len; rows [T, N, H]; padding is zeros."""
     out = np.zeros(q.shape, dtype)
     starts = np.asarray(query_start_loc)
     for b, seq_len in enumerate(np.asarray(seq_lens)):
-        keys, values = _gather(kv, block_tables[b], seq_len, dtype)
+        keys, values = _gather(kv, block_tables[b], seq_len, scales, dtype)
         for t in range(starts[b], starts[b + 1]):
             position = seq_len - (starts[b + 1] - t)
             row = np.asarray(q[t])
@@ -72,6 +74,12 @@ def write_kv(kv, k, v, slot_mapping):
             pool_k[slot // block_size, slot % block_size] = np.asarray(k)[t]
             pool_v[slot // block_size, slot % block_size] = np.asarray(v)[t]
     return pool_k, pool_v
+
+
+def float8(x, scale):
+    """x / scale, rounded to the nearest float8_e4m3fn number, and to 448 beyond it."""
+    quotient = np.asarray(x).astype(np.float32) / np.float32(scale)
+    return np.clip(quotient, -448, 448).astype(ml_dtypes.float8_e4m3fn)
 
 
 def rope_write_kv(qkv, kv, slot_mapping, angles, norms=None, *, dtype=np.float64):
@@ -229,14 +237,15 @@ def copy_blocks(pool, src, dst):
     return layers
 
 
-def _gather(kv, block_table, seq_len, dtype):
+def _gather(kv, block_table, seq_len, scales, dtype):
     """The keys and values [seq_len, K, H] of one sequence, through its block table."""
     block_size = kv[0].shape[1]
     positions = np.arange(seq_len)
     blocks = np.asarray(block_table)[positions // block_size]
     keys = np.asarray(kv[0])[blocks, positions % block_size]
     values = np.asarray(kv[1])[blocks, positions % block_size]
-    return keys.astype(dtype), values.astype(dtype)
+    k_scale, v_scale = (np.asarray(scale).astype(dtype) for scale in scales)
+    return keys.astype(dtype) * k_scale, values.astype(dtype) * v_scale
 
 
 def _attend(q, keys, values, position, scale, soft_cap, sliding_window):
