@@ -43,6 +43,7 @@ from pallas_kernels.types import (
     LayerKV,
     LayerWeights,
     select_backend,
+    takes_fp8,
 )
 
 __all__ = [
@@ -76,6 +77,7 @@ __all__ = [
     "select_backend",
     "split_k_gemm",
     "sum_partials",
+    "takes_fp8",
     "to_fp8",
     "token_scores",
     "truncation_mask",

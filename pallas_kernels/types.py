@@ -1,7 +1,8 @@
 """The types ops share: where an op runs, one layer's KV pool, norms, weights; numbers in FP8."""
 
+import re
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -36,12 +37,21 @@ def select_backend(platform: str) -> Backend:
     return Backend.TRITON if platform in ("gpu", "cuda") else Backend.XLA
 
 
+def takes_fp8(device: Any) -> bool:
+    """Whether ops take pools in FP8 on a JAX device: plain XLA does anywhere, and Triton has the
+    conversions for NVIDIA GPUs from compute capability 8.9 on, which multiply such numbers too."""
+    if select_backend(device.platform) is not Backend.TRITON:
+        return True
+    found = re.fullmatch(r"(\d+)\.(\d+)", str(device.compute_capability))
+    return found is not None and (int(found[1]), int(found[2])) >= (8, 9)
+
+
 class LayerKV(NamedTuple):
     """One layer's pool of keys and values: P blocks of S slots; block 0 is the null block.
 
     S is from 1 to 256. Heads have any size H that attention takes on the back end
     (`Backend.max_head_size`); those that are rotated an even one. The dtype is bfloat16, float16,
-    float32 or float8_e4m3fn; in the last, keys and values are stored divided by `KVScales`.
+    float32 or `FP8`; in the last, keys and values are stored divided by `KVScales`.
     """
 
     k: Float[Array, "P S K H"]
@@ -50,7 +60,7 @@ class LayerKV(NamedTuple):
     @property
     def is_scaled(self) -> bool:
         """Whether keys and values are stored divided by scales."""
-        return self.k.dtype == jnp.float8_e4m3fn
+        return self.k.dtype == FP8
 
     def attention_dtype(self, dtype: DTypeLike) -> DTypeLike:
         """What attention computes in, for queries made in `dtype`: the pool's dtype, but that of
@@ -59,11 +69,11 @@ class LayerKV(NamedTuple):
 
 
 class KVScales(NamedTuple):
-    """What keys and values are divided by when a float8_e4m3fn pool stores them, and multiplied by
+    """What keys and values are divided by when a pool in FP8 stores them, and multiplied by
     when they are read; positive.
 
-    A quotient is rounded to the nearest, ties to even; one beyond 448, the largest number of
-    float8_e4m3fn, becomes that. NaN stays NaN.
+    A quotient is rounded to the nearest, ties to even; one beyond the largest number becomes that.
+    NaN stays NaN.
     """
 
     k: Float32[Array, "1"]

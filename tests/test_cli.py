@@ -168,7 +168,7 @@ def test_flags_reach_engine_and_sampling():
         "x --model m --dtype float32 --load-format dummy --block-size 8 "
         "--kv-cache-memory-bytes 1.5G --gpu-memory-utilization 0.5 --max-model-len 64 "
         "--max-num-seqs 2 --max-num-batched-tokens 32 --no-overlap --quiet "
-        "--no-enable-prefix-caching --preemption-mode auto --swap-space 1.5 "
+        "--no-enable-prefix-caching --preemption-mode auto --swap-space 1.5 --kv-cache-dtype fp8 "
         "--num-scheduler-steps 4 --num-compile-workers 0 --scheduling-policy priority "
         "--temperature 0.5 --top-p 0.9 --top-k 5 --min-p 0.1 --seed 3 --max-tokens 4 "
         "--stop A --stop B --ignore-eos"
@@ -178,6 +178,7 @@ def test_flags_reach_engine_and_sampling():
     assert engine.model == "m"
     assert engine.options == {
         "dtype": "float32",
+        "kv_cache_dtype": "fp8",
         "load_format": "dummy",
         "block_size": 8,
         "kv_cache_memory_bytes": 3 * 2**29,

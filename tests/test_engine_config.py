@@ -1,6 +1,7 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import pytest
 
 from jpaged import config as config_module
@@ -40,6 +41,11 @@ def resolved(
     [
         ("dtype", "int8", "dtype='int8' is not supported; choose one of auto, float32"),
         ("load_format", "pt", "load_format='pt' is not supported"),
+        (
+            "kv_cache_dtype",
+            "fp8_e5m2",
+            "kv_cache_dtype='fp8_e5m2' is not supported; choose one of .*fp8, fp8_e4m3",
+        ),
         (
             "block_size",
             0,
@@ -184,11 +190,11 @@ def test_swap_space_of_less_than_a_block():
 def test_host_memory_is_told_apart_from_the_devices():
     account = MemoryAccount(weights=1, sampling=2, workspace=3, kv_cache=4, limit=20, swap=2**20)
     assert account.total == 10
-    lines = describe_memory(resolved(), account, [SimpleNamespace(device_kind="X")])
+    devices, dtype = [SimpleNamespace(device_kind="X")], jnp.dtype("float8_e4m3fn")
+    lines = describe_memory(resolved(), account, devices, dtype)
+    assert " tokens) in float8_e4m3fn, up to " in lines[-1]
     assert "host memory for swapped blocks: up to 1.0 MiB" in lines
-    without = describe_memory(
-        resolved(), replace(account, swap=0), [SimpleNamespace(device_kind="X")]
-    )
+    without = describe_memory(resolved(), replace(account, swap=0), devices, dtype)
     assert len(without) == len(lines) - 1
 
 

@@ -76,6 +76,40 @@ def test_heads_that_the_kernels_do_not_take_are_refused_before_anything_is_loade
     assert not loads
 
 
+class Gpu:
+    """What the start asks of an NVIDIA GPU before anything is loaded."""
+
+    platform, device_kind = "gpu", "NVIDIA GPU"
+
+    def __init__(self, compute_capability: str):
+        self.compute_capability = compute_capability
+
+
+@pytest.mark.parametrize(
+    ("capability", "has_float8"),
+    [("7.5", False), ("8.0", False), ("8.6", False), ("8.9", True), ("9.0", True), ("10.0", True)],
+)
+def test_a_gpu_that_does_not_convert_float8_is_refused_before_anything_is_loaded(
+    capability: str, has_float8: bool, monkeypatch: pytest.MonkeyPatch
+):
+    reads: list[bool] = []
+
+    def plan(*_: Any, **__: Any) -> None:
+        reads.append(True)
+        raise LoadingError
+
+    monkeypatch.setattr(startup, "plan_model", plan)
+    monkeypatch.setattr(startup.jax, "local_devices", lambda: [Gpu(capability)])
+    error = LoadingError if has_float8 else ValueError
+    message = None if has_float8 else "needs a GPU of .* 8.9 or more .* NVIDIA GPU has .*'auto'"
+    for name in ("fp8", "fp8_e4m3"):
+        with pytest.raises(error, match=message):
+            startup.build_parts(EngineConfig(kv_cache_dtype=name, compilation_cache_dir=None))
+    assert bool(reads) == has_float8
+    with pytest.raises(LoadingError):
+        startup.build_parts(EngineConfig(compilation_cache_dir=None))
+
+
 @pytest.fixture
 def cache(tmp_path: Path, jax_settings: None) -> Path:
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))

@@ -32,7 +32,7 @@ class Compilation:
         config: The caller's wishes.
         folder: The checkpoint's.
         plan: The model, not loaded yet.
-        dtype: Of weights and pool.
+        dtype: Of the weights, and of the pool unless the model has another.
         devices: What the engine runs on, before the weights are there.
         say: Tells a line about the start.
 
@@ -59,8 +59,8 @@ class Compilation:
         recorded = nothing_to_measure(device, self._split, self._sizing)
         compiler = make_compiler(plan.shapes, backend, recorded=recorded)
         self._builder = ProgramBuilder(os.cpu_count() or 1, store, self._tell_progress, compiler)
-        tied = model.tie_word_embeddings
-        orders = make_orders(config, folder, dtype, device, store, recorded=recorded, tied=tied)
+        known = {"tied": model.tie_word_embeddings, "kv_cache_dtype": model.kv_cache_dtype}
+        orders = make_orders(config, folder, dtype, device, store, recorded=recorded, **known)
         self._workers = CompilePool(orders, store, say, verbose=config.verbose)
         self._stack = ExitStack()
 

@@ -13,6 +13,7 @@ the fastest by itself (docs/decisions/0013). All other fusions are XLA's native 
 
 import fcntl
 import hashlib
+import math
 import threading
 import time
 import warnings
@@ -224,8 +225,10 @@ def make_compiler(model: nnx.Module, backend: Backend, *, recorded: bool) -> Com
 
 
 def weights_digest(leaves: Iterable[Any]) -> str:
-    """Of the shapes and dtypes of a model's weights, which decide what its products are."""
-    return _digest(*sorted((leaf.shape, jnp.dtype(leaf.dtype).name) for leaf in leaves))
+    """Of the shapes and dtypes of a model's weights, which decide what its products are; single
+    numbers, as the scales of its KV are, have no part in them."""
+    weights = [leaf for leaf in leaves if math.prod(leaf.shape) > 1]
+    return _digest(*sorted((leaf.shape, jnp.dtype(leaf.dtype).name) for leaf in weights))
 
 
 def _digest(*facts: Any) -> str:

@@ -79,7 +79,7 @@ class Sizing:
         config: The caller's wishes.
         model: The model's configuration.
         split: The model, or its shapes.
-        dtype: Of weights and pool.
+        dtype: Of the weights, and of the pool unless the model has another.
         devices: What the engine runs on.
 
     Raises:

@@ -62,13 +62,14 @@ class Order:
     Attributes:
         cache: The engine's `compilation_cache_dir`.
         folder: The checkpoint's.
-        dtype: Of weights and pool.
+        dtype: Of the weights.
         settings: JAX's, as they hold where the engine is made.
         client: Options of JAX's client of the device there.
         modules: Those that have a part in what programs are made from.
         made_from: The digest of that, as the engine's own process has it.
         tied: Whether the output head is the embedding; None: as config.json says.
         quantization: The engine's.
+        kv_cache_dtype: As of `ModelConfig`.
         num_devices: Devices that share the model.
         share, of: Which share of the programs, of how many.
         threads: Compilations at once.
@@ -86,6 +87,7 @@ class Order:
     made_from: str
     tied: bool | None = None
     quantization: str | None = None
+    kv_cache_dtype: str | None = None
     num_devices: int = 1
     share: int = 0
     of: int = 1
@@ -135,6 +137,7 @@ def compile_share(order: Order, wait_for_runtime: Callable[[], RuntimeConfig]) -
     _take_over(order)
     device = jax.local_devices()[0]
     model_config = read_model_config(read_config(Path(order.folder)), order.quantization)
+    model_config = replace(model_config, kv_cache_dtype=order.kv_cache_dtype)
     if order.tied is not None:
         model_config = replace(model_config, tie_word_embeddings=order.tied)
     dtype = jnp.dtype(order.dtype)
@@ -256,6 +259,7 @@ def make_orders(
     *,
     recorded: bool,
     tied: bool | None = None,
+    kv_cache_dtype: str | None = None,
 ) -> list[Order]:
     """One for each worker, to make the programs that this thread would right after its store; none
     where what workers compile would not be found, or no Python is to be had.
@@ -264,7 +268,7 @@ def make_orders(
         config: The caller's wishes.
         device: What the engine runs on.
         store: Where workers leave what they lower, and the engine finds it.
-        folder, dtype, recorded, tied: As of `Order`.
+        folder, dtype, recorded, tied, kv_cache_dtype: As of `Order`.
     """
     num_workers = choose_workers(config, device, recorded=recorded)
     is_frozen = getattr(sys, "frozen", False)  # then that is the caller's own program
@@ -280,6 +284,7 @@ def make_orders(
         made_from=store.made_from,
         tied=tied,
         quantization=config.quantization,
+        kv_cache_dtype=kv_cache_dtype,
         num_devices=config.tensor_parallel_size,
         of=num_workers,
         threads=max(2, min(_MAX_THREADS, _processors() // num_workers)),

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +15,25 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jpaged.compile.compilation import Compilation, prepare_jax, with_usable_cache
-from jpaged.config import EMBEDDED_MODEL, EngineConfig
+from jpaged.config import EMBEDDED_MODEL, FP8_KV_CACHE, EngineConfig
 from jpaged.core.block_manager import BlockManager
 from jpaged.core.prefix_cache import PrefixCache
 from jpaged.core.scheduler import Scheduler, SchedulerConfig
 from jpaged.core.swap import PreemptionMode, PressurePolicy
 from jpaged.engine.preprocessing import Preprocessor
 from jpaged.models.checkpoint import read_config, read_generation_config, resolve_checkpoint
-from jpaged.models.config import ModelConfig, refuse_head_size
+from jpaged.models.config import FP8_DTYPE, ModelConfig, refuse_head_size
 from jpaged.models.loader import ModelPlan, plan_model
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import make_mesh
 from jpaged.observe.statistics import MemoryAccount
+from jpaged.runtime.kv_cache import pool_dtype
 from jpaged.runtime.model_runner import ModelRunner
 from jpaged.runtime.programs import SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.timing import measure_costs
 from jpaged.text.tokenizer import Tokenizer
-from pallas_kernels import select_backend
+from pallas_kernels import select_backend, takes_fp8
 
 
 class ProgressLog:
@@ -113,7 +114,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
         eos_token_ids = end_token_ids(plan.config, generation_config, tokenizer)
         with log.phase("sizing the pool"):
             runtime, account, shapes = compilation.sized()
-        for line in describe_memory(runtime, account, devices):
+        for line in describe_memory(runtime, account, devices, pool_dtype(plan.config, dtype)):
             log.say(line)
         with log.phase("compiling"):
             programs = compilation.programs()
@@ -153,13 +154,15 @@ def build_parts(config: EngineConfig) -> EngineParts:
 def _plan_model(
     config: EngineConfig, folder: Path, device: Any, mesh: Mesh | None
 ) -> tuple[ModelPlan, jnp.dtype]:
-    """The model, checked but not loaded, and the dtype of its weights and of the pool."""
+    """The model, checked but not loaded, and the dtype of its weights."""
     model = read_model_config(read_config(folder), config.quantization)
     model.share(config.tensor_parallel_size)  # refused before anything is read
     most = select_backend(device.platform).max_head_size
     if most is not None and model.head_size > most:
         raise refuse_head_size(model.head_size, f"1 to {most}, on a GPU")
     dtype = _resolve_dtype(config.dtype, model, device.platform)
+    kv_cache_dtype = _resolve_kv_cache_dtype(config.kv_cache_dtype, dtype, device)
+    model = replace(model, kv_cache_dtype=kv_cache_dtype)
     asked = {"load_format": config.load_format, "seed": config.seed, "mesh": mesh}
     return plan_model(folder, model, dtype=dtype, **asked), dtype
 
@@ -176,6 +179,19 @@ def describe_weights(model: ModelConfig, dtype: jnp.dtype) -> str:
     """What the weights are kept in."""
     kept = model.quantization
     return dtype.name if kept is None else f"{dtype.name}, projections in {kept.format}"
+
+
+def _resolve_kv_cache_dtype(asked: str, dtype: jnp.dtype, device: Any) -> str | None:
+    """The pool's dtype; None if it is that of the weights."""
+    if asked not in FP8_KV_CACHE:
+        return None if asked in ("auto", dtype.name) else asked
+    if not takes_fp8(device):
+        raise ValueError(
+            f"kv_cache_dtype={asked!r} needs a GPU of compute capability 8.9 or more (Ada, Hopper "
+            f"and later), and {device.device_kind} has {device.compute_capability}; use "
+            "kv_cache_dtype='auto'"
+        )
+    return FP8_DTYPE
 
 
 def _load(
@@ -217,9 +233,9 @@ def _choose_pressure(
 
 
 def describe_memory(
-    runtime: RuntimeConfig, account: MemoryAccount, devices: Sequence[Any]
+    runtime: RuntimeConfig, account: MemoryAccount, devices: Sequence[Any], dtype: jnp.dtype
 ) -> list[str]:
-    """The memory account, of each device, and the pool, in lines."""
+    """The memory account, of each device, and the pool, of `dtype`, in lines."""
     whose = f"each of {len(devices)} x " if len(devices) > 1 else ""
     capacity = (runtime.num_blocks - 1) * runtime.block_size
     swap = f"host memory for swapped blocks: up to {account.swap / 2**20:,.1f} MiB"
@@ -228,6 +244,6 @@ def describe_memory(
         *account.lines(),
         *([swap] if account.swap else []),
         f"KV pool of {runtime.num_blocks - 1:,} blocks of {runtime.block_size} tokens "
-        f"({capacity:,} tokens), up to {runtime.max_num_seqs} sequences of up to "
+        f"({capacity:,} tokens) in {dtype.name}, up to {runtime.max_num_seqs} sequences of up to "
         f"{runtime.max_model_len:,} tokens, {runtime.max_num_batched_tokens:,} tokens a step",
     ]

@@ -12,12 +12,13 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
-from jpaged.models.config import ModelConfig, RopeConfig
+from jpaged.models.config import FP8_DTYPE, ModelConfig, RopeConfig
 from jpaged.models.linear import Linear, linear
 from jpaged.models.norm import RMSNorm, make_norm
 from pallas_kernels import (
     Backend,
     HeadNorms,
+    KVScales,
     LayerKV,
     paged_decode_attention,
     paged_prefill_attention,
@@ -103,7 +104,10 @@ def rope_angles(positions: Int32[Array, "T"], rope: RopeConfig, head_size: int) 
 
 
 class Attention(nnx.Module):
-    """Self-attention over the pool, as one layer is described."""
+    """Self-attention over the pool, as one layer is described.
+
+    Over a pool in FP8 it has `k_scale` and `v_scale`, float32 [1]: see `KVScales`.
+    """
 
     def __init__(self, config: ModelConfig, index: int, *, dtype: DTypeLike):
         self.layer = layer = config.layers[index]
@@ -111,6 +115,9 @@ class Attention(nnx.Module):
         self.output = cast(Linear, linear(config, f"layers.{index}.attention.output", dtype))
         self.q_norm = make_norm(config, config.head_size, dtype=dtype) if layer.qk_norm else None
         self.k_norm = make_norm(config, config.head_size, dtype=dtype) if layer.qk_norm else None
+        is_scaled = config.kv_cache_dtype == FP8_DTYPE
+        self.k_scale = nnx.Param(jnp.ones((1,), jnp.float32)) if is_scaled else None
+        self.v_scale = nnx.Param(jnp.ones((1,), jnp.float32)) if is_scaled else None
 
     def __call__(
         self,
@@ -137,6 +144,7 @@ class Attention(nnx.Module):
             "scale": self.layer.scale,
             "sliding_window": self.layer.sliding_window,
             "soft_cap": self.layer.soft_cap,
+            "scales": self.scales(),
             "backend": attention.backend,
         }
         tables, lens, starts = attention.block_tables, attention.seq_lens, attention.query_start_loc
@@ -146,7 +154,7 @@ class Attention(nnx.Module):
                 qkv, kv, tables, lens, angles, norms=norms, dtype=dtype, **options
             )
         q, kv = self.store(qkv, kv, attention, angles, dtype)
-        rows = q.astype(kv.k.dtype)  # attention computes in the pool's dtype
+        rows = q.astype(kv.attention_dtype(q.dtype))
         if starts is None:
             out = paged_decode_attention(rows, kv, tables, lens, **options)
         else:
@@ -163,15 +171,22 @@ class Attention(nnx.Module):
         dtype: DTypeLike,
     ) -> tuple[Float[Array, "T N H"], LayerKV]:
         """Queries as they attend, and the pool with the tokens' K and V."""
-        slots, backend = attention.slot_mapping, attention.backend
+        slots, backend, scales = attention.slot_mapping, attention.backend, self.scales()
         if angles is not None or kv.k.shape[3] % 2 == 0:  # that op takes heads by halves
             options = {"norms": self.head_norms(), "dtype": dtype, "backend": backend}
-            return rope_write_kv(qkv, kv, slots, angles, **options)
+            return rope_write_kv(qkv, kv, slots, angles, scales=scales, **options)
         heads, num_kv_heads = sum_partials(qkv, dtype), kv.k.shape[2]
         ends = heads.shape[1] - 2 * num_kv_heads, heads.shape[1] - num_kv_heads
         q, k, v = jnp.split(heads, ends, axis=1)
-        k, v = k.astype(kv.k.dtype), v.astype(kv.v.dtype)
-        return q, write_kv(kv, k, v, slots, backend=backend)
+        if scales is None:
+            k, v = k.astype(kv.k.dtype), v.astype(kv.v.dtype)
+        return q, write_kv(kv, k, v, slots, scales=scales, backend=backend)
+
+    def scales(self) -> KVScales | None:
+        """The scales of its keys and values, over a pool that has them."""
+        if self.k_scale is None or self.v_scale is None:
+            return None
+        return KVScales(self.k_scale[...], self.v_scale[...])
 
     def head_norms(self) -> HeadNorms | None:
         """The norms of queries and keys before they are rotated, in layers that have them."""

@@ -47,7 +47,12 @@ _READ_SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja", ".tiktoke
 """Of the files that are read of a checkpoint, here and by its tokenizer's class."""
 
 
-_ALIASES = ((".weight_scale", ".weight_scale_inv"), (".input_scale", ".activation_scale"))
+_ALIASES = (
+    (".weight_scale", ".weight_scale_inv"),
+    (".input_scale", ".activation_scale"),
+    (".self_attn.k_scale", ".self_attn.k_proj.k_scale"),
+    (".self_attn.v_scale", ".self_attn.v_proj.v_scale"),
+)
 """Ends of names that differ in checkpoints in FP8, where what they name does not."""
 
 

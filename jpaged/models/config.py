@@ -17,6 +17,9 @@ RopeType = Literal["default", "linear", "llama3"]
 NormKind = Literal["rms", "offset_rms", "layer", "bare_layer"]
 NormPlace = Literal["before", "after", "sum"]
 
+FP8_DTYPE = "float8_e4m3fn"
+"""Of a KV pool in FP8."""
+
 MAX_SHARES = 8
 """Most devices that share a model."""
 
@@ -127,6 +130,8 @@ class ModelConfig:
         eos_token_ids: tokens that end a text; empty when the config names none.
         checkpoint_dtype: dtype the config declares for the weights ("bfloat16" ...), or None.
         quantization: in which format projections are; None: as all other weights.
+        kv_cache_dtype: dtype of the KV pool, where it is not that of the weights; no field of a
+            checkpoint's config.
         num_shares: devices that share the model; with several this is what one of them computes,
             with its own number of heads and its own part of the intermediate size.
     """
@@ -158,6 +163,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     checkpoint_dtype: str | None = None
     quantization: Quantization | None = None
+    kv_cache_dtype: str | None = None
     num_shares: int = 1
 
     def __post_init__(self):

@@ -72,6 +72,9 @@ _DUMMY_STD = 0.02
 _DUMMY_SCALE = 2.0**-8
 """Of weights in FP8, so that the largest are a quarter of what it has, and of their rows."""
 
+_OPTIONAL = re.compile(r"layers\.\d+\.attention\.[kv]_scale")
+"""Paths of parameters that a checkpoint may lack: they are ones then."""
+
 _LAYER_NUMBER = re.compile(r"(?<=\.)\d{1,9}(?=\.)")
 
 Specs = Mapping[str, jax.ShapeDtypeStruct]
@@ -136,6 +139,8 @@ class ModelPlan:
         ]
         if self._placements is not None:
             _read_arrays(self._placements, shares)
+            for share in shares:
+                share.make_lacking()
         else:
             for share in shares:
                 share.make_random(self._specs, self._seed)
@@ -208,6 +213,12 @@ class Share:
             high = np.minimum(np.add(piece.whole, piece.shape), end)
             if (low < high).all():
                 yield piece, [slice(*ends) for ends in zip(low - start, high - start, strict=True)]
+
+    def make_lacking(self) -> None:
+        """The parameters that the checkpoint lacks."""
+        for path in self.specs.keys() - self.arrays.keys():
+            spec = self.specs[path]
+            self.arrays[path] = jnp.ones(spec.shape, spec.dtype, device=self.device)
 
     def make_random(self, whole: Specs, seed: int) -> None:
         """Random parameters; `whole` has the shapes of the whole model's."""
@@ -424,6 +435,8 @@ def plan_weights(
         lacking = [rule.source for rule in own if rule not in names]
         sources = " and ".join(lacking) or "no rule"
         if len(lacking) == len(own):
+            if _OPTIONAL.fullmatch(path):
+                continue
             problems["missing parameters"].append(f"{path} (comes from {sources})")
         elif lacking or sum((rule.shape or whole)[rule.axis] for rule in own) < whole[own[0].axis]:
             problem = f"{path} along axis {own[0].axis} (lacks {sources})"

@@ -5,12 +5,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from jpaged.models import gemma3, gpt2, llama, opt, qwen
-from jpaged.models.checkpoint import WeightRules
-from jpaged.models.config import Fields, ModelConfig
+from jpaged.models.checkpoint import WeightRule, WeightRules
+from jpaged.models.config import FP8_DTYPE, Fields, ModelConfig
 from jpaged.models.quantization import read_quantization
 
 _KV_SCALES = r"layers\.\d+\.self_attn\.(?:[kv]_proj\.)?(?:[kv]|kv)_scale"
-"""Scales for keys and values in FP8, which the cache does not have."""
+"""Scales for keys and values in FP8, in checkpoints of which the cache is wider."""
 
 
 class Family(NamedTuple):
@@ -70,6 +70,11 @@ def weight_rules(config: ModelConfig) -> WeightRules:
     rules = _FAMILIES[config.model_type].weight_rules(config)
     if config.quantization is None or not config.quantization.has_kv_scales:
         return rules
-    return replace(
-        rules, unneeded=f"{rules.unneeded}|{_KV_SCALES}" if rules.unneeded else _KV_SCALES
-    )
+    if config.kv_cache_dtype != FP8_DTYPE:
+        return replace(rules, unneeded="|".join(filter(None, (rules.unneeded, _KV_SCALES))))
+    scales = [
+        WeightRule(f"layers.{i}.self_attn.{name}", f"layers.{i}.attention.{name}", fills=True)
+        for i in range(config.num_layers)
+        for name in ("k_scale", "v_scale")
+    ]
+    return replace(rules, rules=[*rules.rules, *scales])

@@ -20,18 +20,24 @@ class KVState(NamedTuple):
     block_tables: Int32[Array, "R M"]
 
 
+def pool_dtype(model: ModelConfig, dtype: DTypeLike) -> jnp.dtype:
+    """The pool's dtype, of a model whose weights have `dtype`."""
+    return jnp.dtype(model.kv_cache_dtype or dtype)
+
+
 def block_bytes(model: ModelConfig, block_size: int, dtype: DTypeLike) -> int:
     """Bytes of one block: K and V of `block_size` tokens in all layers; on each of the devices that
-    share the model."""
+    share the model, whose weights have `dtype`."""
     per_token = 2 * model.num_layers * model.num_kv_heads * model.head_size
-    return per_token * block_size * jnp.dtype(dtype).itemsize
+    return per_token * block_size * pool_dtype(model, dtype).itemsize
 
 
 def make_pool(
     model: ModelConfig, num_blocks: int, block_size: int, dtype: DTypeLike
 ) -> tuple[LayerKV, ...]:
-    """An empty pool, one pair of arrays [P, S, K, H] a layer."""
+    """An empty pool for weights of `dtype`, one pair of arrays [P, S, K, H] a layer."""
     shape = (num_blocks, block_size, model.num_kv_heads, model.head_size)
+    dtype = pool_dtype(model, dtype)
     return tuple(
         LayerKV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(model.num_layers)
     )

@@ -87,7 +87,7 @@ class Shapes:
         Args:
             model: What each device computes.
             config: The runtime's numbers.
-            dtype: Of the pool.
+            dtype: Of the weights, and of the pool unless the model has another.
             mesh: The devices; None for one.
 
         Raises:

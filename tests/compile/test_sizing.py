@@ -1,6 +1,7 @@
 """What of a device is an engine's, and that it is found out while the model loads."""
 
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from jpaged.config import EMBEDDED_MODEL, EngineConfig
 from jpaged.engine import startup
 from jpaged.models.loader import ModelPlan, model_shapes, read_config, resolve_checkpoint
 from jpaged.models.registry import read_model_config
-from jpaged.models.sharding import make_mesh
+from jpaged.models.sharding import make_mesh, own_bytes
 from jpaged.runtime.kv_cache import block_bytes
 from jpaged.runtime.programs import SplitModel
 
@@ -45,6 +46,23 @@ def test_of_devices_that_share_a_model_the_least_decides():
     per_block = account.kv_cache // runtime.num_blocks
     assert per_block * 2 == block_bytes(MODEL, 16, FLOAT32)
     assert account.swap == runtime.num_host_blocks * 2 * per_block <= 0.01 * 2**30
+
+
+def test_a_narrower_pool_has_more_blocks_of_what_is_left():
+    """The account, a block in host memory and the arrays go by the pool's dtype."""
+    wide, _, _ = sizing(2**30).fit(0)
+    model = replace(MODEL, kv_cache_dtype="float8_e4m3fn")
+    stats = {"bytes_limit": 2**30, "bytes_in_use": 0}
+    device = SimpleNamespace(platform="cpu", device_kind="X", memory_stats=lambda: stats)
+    split = SplitModel.of(model_shapes(model, FLOAT32))
+    config = EngineConfig(preemption_mode="swap", swap_space=0.01)
+    runtime, account, shapes = Sizing(config, model, split, FLOAT32, [device]).fit(0)
+    per_block = block_bytes(model, 16, FLOAT32)
+    assert 4 * per_block == block_bytes(MODEL, 16, FLOAT32)
+    assert 3.9 * wide.num_blocks < runtime.num_blocks <= 4.1 * wide.num_blocks
+    assert account.kv_cache == runtime.num_blocks * per_block == own_bytes(shapes.kv.pool)
+    assert runtime.num_host_blocks == int(0.01 * 2**30) // per_block
+    assert shapes.hidden.dtype == FLOAT32
 
 
 def test_the_pool_has_what_others_and_steps_leave():

@@ -1,5 +1,6 @@
 """Which share of a start's programs a worker compiles."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -65,3 +66,30 @@ def test_a_worker_knows_of_a_head_that_is_not_tied(
         order = replace(order, limits=runtime)
         with pytest.raises(error):
             next(compile_share(order, lambda: runtime))
+
+
+def test_a_worker_knows_of_the_pools_dtype(
+    tmp_path: Path, jax_settings: None, monkeypatch: pytest.MonkeyPatch
+):
+    """Which no config.json says."""
+    given: list[Recipe] = []
+
+    def reach(made: Iterable[Recipe], *_: Any) -> None:
+        given.extend(made)
+        raise ReachedError
+
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    runtime, device = Start(tmp_path).runtime, jax.local_devices()[0]
+    said = read_model_config(read_config(EMBEDDED_MODEL))
+    asked = replace(said, kv_cache_dtype="float8_e4m3fn")
+    store = program_store(tmp_path, asked, model_shapes(asked, FLOAT32), device)
+    config = EngineConfig(compilation_cache_dir=tmp_path, num_compile_workers=1)
+    make = partial(make_orders, config, EMBEDDED_MODEL, FLOAT32, device, store, recorded=True)
+    (order,) = make(kv_cache_dtype="float8_e4m3fn")
+    order = replace(order, limits=runtime)
+    monkeypatch.setattr(workers, "share_of", reach)
+    with pytest.raises(ReachedError):
+        next(compile_share(order, lambda: runtime))
+    assert given
+    with pytest.raises(ValueError, match="are not the engine's process's"):
+        next(compile_share(replace(order, kv_cache_dtype=None), lambda: runtime))

@@ -62,7 +62,8 @@ def test_a_float8_pool_stores_quotients(dtype, scales, backend):
     k, v = (jnp.asarray(rng.standard_normal((4, 3, 24)) * 200, dtype) for _ in range(2))
     slots = jnp.asarray([8, 39, -1, 40], jnp.int32)
     given = scales and KVScales(*(jnp.full(1, scale, F32) for scale in scales))
-    narrow = (reference.float8(x, scale) for x, scale in zip((k, v), scales or (1, 1), strict=True))
+    k_scale, v_scale = scales or (1.0, 1.0)
+    narrow = reference.float8(k, k_scale), reference.float8(v, v_scale)
     want = reference.write_kv(kv, *narrow, slots)
     got = jax.jit(lambda *a, scales: write_kv(*a, scales=scales, backend=backend))(
         kv, k, v, slots, scales=given

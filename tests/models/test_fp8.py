@@ -3,6 +3,8 @@ library says."""
 
 import json
 import math
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -260,17 +262,28 @@ def test_modelopts_own_file_says_what_config_json_does_not(tmp_path):
     assert found.plain == ("layers.1.mlp.down", "layers.1.mlp.gate_up")
 
 
-@pytest.mark.parametrize("name", ["self_attn.k_scale", "self_attn.v_proj.v_scale"])
+@pytest.mark.parametrize("name", ["self_attn.{}_scale", "self_attn.{0}_proj.{0}_scale"])
 def test_scales_of_keys_and_values_are_known_where_the_config_says_so(tmp_path, name):
+    """They are needed by a cache in FP8 alone; a layer without them has ones."""
     published(tmp_path, "ModelOpt")
-    changed(tmp_path, lambda t: t.update({f"model.layers.0.{name}": torch.tensor(0.5)}))
-    with pytest.raises(CheckpointError, match=f"unknown tensors .*{name}"):
+    scales = {f"model.layers.0.{name.format(kind)}": torch.tensor(0.5) for kind in "kv"}
+    changed(tmp_path, lambda tensors: tensors.update(scales))
+    with pytest.raises(CheckpointError, match=r"unknown tensors \(2\): .*k_scale.*v_scale"):
         load(tmp_path)
     file = tmp_path / "config.json"
     config = json.loads(file.read_text())
     config["quantization_config"]["kv_cache_quant_algo"] = "FP8"
     file.write_text(json.dumps(config))
-    load(tmp_path)
+    assert "layers.0.attention.k_scale" not in parameters(load(tmp_path))
+    model_config = read_model_config(read_config(tmp_path))
+    model_config = replace(model_config, kv_cache_dtype="float8_e4m3fn")
+    found = parameters(plan_model(tmp_path, model_config, dtype=F32).load())
+    got = {path: array.tolist() for path, array in found.items() if re.search("[kv]_scale", path)}
+    assert got == {
+        f"layers.{layer}.attention.{kind}_scale": [value]
+        for layer, value in ((0, 0.5), (1, 1.0))
+        for kind in "kv"
+    }
 
 
 def changed(folder: Path, change: Any) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,10 +14,11 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jpaged.models import loader
-from jpaged.models.checkpoint import CheckpointError, read_config, read_tensors
+from jpaged.models.checkpoint import CheckpointError, WeightRule, read_config, read_tensors
 from jpaged.models.decoder import Decoder
 from jpaged.models.loader import plan_model, plan_weights
 from jpaged.models.registry import read_model_config, weight_rules
+from jpaged.models.sharding import make_mesh
 
 GPT2 = {
     "model_type": "gpt2",
@@ -73,6 +75,38 @@ def load(folder, dtype=jnp.float32):
     model = plan_model(folder, config, dtype=dtype).load()
     flat = nnx.to_flat_state(nnx.state(model))
     return {".".join(map(str, path)): np.asarray(leaf.get_value()) for path, leaf in flat}
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_scales_of_a_float8_pool_are_the_checkpoints_or_ones(
+    tmp_path, monkeypatch, scaled, load_format, num_devices
+):
+    """Whole on every device; a checkpoint may have some of them."""
+    if num_devices > jax.device_count():
+        pytest.skip("needs 2 devices")
+    make_checkpoint(tmp_path, LLAMA)
+    config = read_model_config(read_config(tmp_path))
+    rules, path = weight_rules(config), "layers.1.attention.k_scale"
+    if scaled:
+        tensors = load_file(tmp_path / "model.safetensors")
+        tensors["k_scale"] = np.full(1, 0.25, np.float32)
+        save_file(tensors, tmp_path / "model.safetensors")
+        more = dataclasses.replace(rules, rules=[*rules.rules, WeightRule("k_scale", path)])
+        monkeypatch.setattr(loader, "weight_rules", lambda config: more)
+    asked = dataclasses.replace(config, kv_cache_dtype="float8_e4m3fn")
+    mesh = make_mesh(jax.devices(), num_devices)
+    plan = plan_model(tmp_path, asked, dtype=jnp.float16, load_format=load_format, mesh=mesh)
+    flat = nnx.to_flat_state(nnx.state(plan.load()))
+    scales = {".".join(map(str, path)): leaf.get_value() for path, leaf in flat}
+    scales = {path: value for path, value in scales.items() if path.endswith("_scale")}
+    names = [f"layers.{i}.attention.{kind}_scale" for i in (0, 1) for kind in "kv"]
+    assert sorted(scales) == names
+    for name, value in scales.items():
+        own = 0.25 if scaled and load_format == "auto" and name == path else 1.0
+        assert (value.dtype, value.shape) == (jnp.float32, (1,))
+        assert [shard.data.tolist() for shard in value.addressable_shards] == [[own]] * num_devices
 
 
 @pytest.mark.parametrize("name", HF_CONFIGS)

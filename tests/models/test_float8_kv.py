@@ -1,0 +1,131 @@
+"""Models over a KV pool of float8_e4m3fn, against a slow attention over the same rounded values."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any, cast
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import NUM_TOKENS, Harness, PagedSequence
+from hf_models import build, config_of, ours
+from hf_models import reference as transformers_model
+
+from jpaged.models.attention import AttentionInputs
+from jpaged.models.config import LayerConfig
+from jpaged.models.decoder import Decoder
+from jpaged.models.norm import add_norm, norm_update
+from pallas_kernels import Backend, sum_partials
+from tests.reference import kernels as reference
+
+CASES = ("gpt2", "opt-350m", "llama3-biases", "mistral-window", "qwen3-biases", "gemma3-scaled")
+TOKENS = np.random.RandomState(5).randint(2, 97, NUM_TOKENS + 4).tolist()
+
+BOUND = 1e-4
+"""Of the mean difference of logits, in their standard deviations. It is 5e-7 where all numbers are
+rounded alike; float32 sums in another order put a few on the other side of a border between two of
+float8_e4m3fn, which makes it 3e-5 in one of these cases."""
+
+ROUNDED = 0.08
+"""What rounding keys and values may change, in the same units; these models change by 0.01 to 0.054
+of them, as a significand of 4 bits has a relative error of up to 1 in 16."""
+
+
+@cache
+def narrow(case: str, scales: tuple[float, float]) -> Decoder:
+    """The model of `ours` over such a pool."""
+    config = replace(config_of(case), kv_cache_dtype="float8_e4m3fn")
+    tensors = {name: it.numpy() for name, it in transformers_model(case).state_dict().items()}
+    filled = {"k_scale": scales[0], "v_scale": scales[1]}
+    return build(config, tensors, jnp.float32, filled)
+
+
+def logits_of(model: Decoder, pool_dtype: Any = jnp.float8_e4m3fn) -> np.ndarray:
+    """Of every token, a prompt in two chunks and four decode steps."""
+    harness, sequence = Harness(model, pool_dtype=pool_dtype), PagedSequence(TOKENS)
+    chunks = [NUM_TOKENS - 9, 9, 1, 1, 1, 1]
+    return np.concatenate([harness.step([(sequence, n)])[0] for n in chunks])
+
+
+def slow_logits(model: Decoder, scales: tuple[float, float]) -> np.ndarray:
+    """The same with a slow attention over all tokens at once, whose keys and values are rounded and
+    multiplied by their scales again."""
+
+    def run_layers(layers, hidden, pool, attention, angles):
+        update = None
+        for layer, own in zip(layers, angles, strict=True):
+            hidden, update = run(layer, hidden, update, attention.backend, own)
+        return hidden, update, pool
+
+    def run(layer, hidden, update, backend, angles):
+        if "sum" in layer.norms:
+            update = attend(layer.attention, hidden, angles, backend, scales)
+            hidden = layer.attention_norm(hidden + sum_partials(update, hidden.dtype))
+            update = sum_partials(layer.mlp(hidden, backend), hidden.dtype)
+            return layer.mlp_norm(hidden + update), None
+        rows, hidden = add_norm(layer.attention_norm, hidden, update, backend)
+        update = attend(layer.attention, rows, angles, backend, scales)
+        update = norm_update(layer.attention_out_norm, update, hidden.dtype)
+        rows, hidden = add_norm(layer.mlp_norm, hidden, update, backend)
+        return hidden, norm_update(layer.mlp_out_norm, layer.mlp(rows, backend), hidden.dtype)
+
+    nothing = jnp.zeros(1, jnp.int32)
+    inputs = AttentionInputs(nothing[None], nothing, nothing, None, Backend.XLA)
+    positions = jnp.arange(len(TOKENS), dtype=jnp.int32)
+    hidden, _ = model(jnp.asarray(TOKENS, jnp.int32), positions, (), inputs, run_layers)
+    return np.asarray(model.logits(hidden))
+
+
+def attend(module, rows, angles, backend, scales):
+    layer: LayerConfig = module.layer
+    qkv = module.qkv(rows, backend)
+    num_kv_heads = dict(module.qkv.projection.parts)["k"]
+    num_tokens, size = qkv.shape[1], qkv.shape[3]
+    empty = [np.zeros((1, num_tokens, num_kv_heads, size))] * 2
+    slots, table = np.arange(num_tokens), np.zeros((1, 1), np.int32)
+    norms, dtype = module.head_norms(), cast(Any, np.float32)
+    q, pool = reference.rope_write_kv(qkv, empty, slots, angles, norms, dtype=dtype)
+    out = reference.paged_prefill_attention(
+        q,
+        [reference.float8(part, scale) for part, scale in zip(pool, scales, strict=True)],
+        table,
+        [0, num_tokens],
+        [num_tokens],
+        scale=layer.scale,
+        soft_cap=layer.soft_cap,
+        sliding_window=layer.sliding_window,
+        scales=scales,
+        dtype=dtype,
+    )
+    return module.output(jnp.asarray(out, jnp.float32), backend)
+
+
+def distance(one: np.ndarray, other: np.ndarray) -> float:
+    """Mean difference, in standard deviations."""
+    assert np.isfinite(one).all()
+    return float(np.abs(one - other).mean() / other.std())
+
+
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.03, 0.4)])
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_the_rounded_keys_and_values(case: str, scales: tuple[float, float]):
+    got = logits_of(narrow(case, scales))
+    assert distance(got, slow_logits(ours(case), scales)) <= BOUND
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rounding_changes_logits_little(case: str):
+    wide = logits_of(ours(case), jnp.float32)
+    assert 10 * BOUND < distance(logits_of(narrow(case, (1.0, 1.0))), wide) <= ROUNDED
+
+
+def test_scales_decide_what_saturates():
+    """With a scale so small that keys and values are cut off at 448 times it, logits are far off,
+    as those of the reference are; and keys have another one than values."""
+    case, small = "llama3-biases", 2.0**-12
+    wide = logits_of(ours(case), jnp.float32)
+    for scales in ((small, 1.0), (1.0, small)):
+        got = logits_of(narrow(case, scales))
+        assert distance(got, wide) > ROUNDED
+        assert distance(got, slow_logits(ours(case), scales)) <= BOUND
+        assert distance(got, slow_logits(ours(case), (scales[1], scales[0]))) > 10 * BOUND
