@@ -9,7 +9,7 @@ mean of how far the answers' tokens' log-probabilities are from those in float32
 
 Formats: `fp8` brings the weights to FP8 as they are loaded (a scale for each output); `fp8_tensor`
 and `fp8_block` are checkpoints that this script writes, with a scale for each tensor and for each
-block of 128 x 128. Rows are brought to FP8 as they come, in each.
+block of 128 x 128. Rows are brought to FP8 as they come, in each. The KV cache may be in FP8 too.
 """
 
 import argparse
@@ -34,6 +34,7 @@ from tools.tiny.evaluate import SEED, documents_of
 from tools.tiny.world import TASKS
 
 FORMATS = ("float32", "fp8", "fp8_tensor", "fp8_block")
+KV_CACHES = ("float32", "fp8")
 LARGEST = np.float32(448)
 BLOCK = 128
 AT_ONCE = 512
@@ -109,15 +110,18 @@ def measure(
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A line for each format."""
-    first, lines = rows[0]["weights"], []
-    base = {(it["task"], it["form"]): it["exact"] for it in rows if it["weights"] == first}
-    for kept in dict.fromkeys(it["weights"] for it in rows):
-        own = [it for it in rows if it["weights"] == kept]
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["weights"], row["kv_cache"]), []).append(row)
+    lines, first = [], next(iter(groups.values()))
+    base = {(it["task"], it["form"]): it["exact"] for it in first}
+    for (kept, cache), own in groups.items():
         losses = [base[it["task"], it["form"]] - it["exact"] for it in own]
         lost, worst = max(losses), own[int(np.argmax(losses))]
         lines.append(
             {
                 "weights": kept,
+                "KV cache": cache,
                 "exact, %": 100 * np.mean([it["exact"] for it in own]),
                 "most lost, points": 100 * lost,
                 "in": f"{worst['task']}, {worst['form']}",
@@ -133,14 +137,18 @@ def main() -> None:
     )
     parser.add_argument("--examples", type=int, default=1000, help="for each task and form")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
+    parser.add_argument("--kv-cache", nargs="+", choices=KV_CACHES, default=["float32"])
     args = parse_arguments(parser)
     rows: list[dict[str, Any]] = []
     base: dict[str, list[np.ndarray]] = {}
-    for kept in dict.fromkeys(("float32", *args.formats)):
+    asked = [(kept, cache) for cache in args.kv_cache for kept in args.formats]
+    for kept, cache in dict.fromkeys([("float32", "float32"), *asked]):
         with folder_of(kept) as (folder, quantization):
             options: dict[str, Any] = {"dtype": "float32", "quantization": quantization}
-            engine = Engine(folder, max_num_batched_tokens=2048, **options)
-            for row in measure(engine, args.examples, base, {"weights": kept}):
+            options |= {"kv_cache_dtype": cache, "max_num_batched_tokens": 2048}
+            engine = Engine(folder, **options)
+            label = {"weights": kept, "kv_cache": cache}
+            for row in measure(engine, args.examples, base, label):
                 rows.append(row)
                 print(row, flush=True)
             del engine

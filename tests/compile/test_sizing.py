@@ -50,7 +50,7 @@ def test_of_devices_that_share_a_model_the_least_decides():
 
 def test_a_narrower_pool_has_more_blocks_of_what_is_left():
     """The account, a block in host memory and the arrays go by the pool's dtype."""
-    wide, _, _ = sizing(2**30).fit(0)
+    wide, _, _ = sizing(2**30, preemption_mode="swap", swap_space=0.01).fit(0)
     model = replace(MODEL, kv_cache_dtype="float8_e4m3fn")
     stats = {"bytes_limit": 2**30, "bytes_in_use": 0}
     device = SimpleNamespace(platform="cpu", device_kind="X", memory_stats=lambda: stats)
