@@ -32,6 +32,7 @@ MAX_BATCHED_TOKENS = 2**18
 """As many as the longest prompts have; a step's temporaries grow with them."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("fp8", "compressed-tensors", "modelopt")
 FP8_KV_CACHE = ("fp8", "fp8_e4m3")
 KV_CACHE_DTYPES = ("auto", *DTYPES[1:], *FP8_KV_CACHE)
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
@@ -61,10 +62,13 @@ class EngineConfig(Options):
     Attributes:
         model: A local folder, a Hugging Face hub id, or None for the embedded model.
         dtype: Of weights and activations; "auto" keeps the checkpoint's (float32 on CPU).
+        quantization: "fp8" brings the weights of the projections to FP8 (e4m3) as they are loaded.
+            None: they are as the checkpoint has them. A checkpoint in FP8 is taken as it is; then
+            this may also name its method, "fp8", "compressed-tensors" or "modelopt".
         kv_cache_dtype: Of the KV cache; "auto" is that of the weights. "fp8" and "fp8_e4m3" store
-            keys and values in 8 bits (float8_e4m3fn), divided by scales of each layer's keys and of
-            its values, which are 1: twice as many blocks as in bfloat16 fit, and decode attention
-            reads half the bytes. A GPU needs compute capability 8.9 for it.
+            keys and values in 8 bits, divided by a scale of each layer's keys and of its values (1
+            where the checkpoint has none): twice as many blocks as in bfloat16 fit, and decode
+            attention reads half the bytes. A GPU needs compute capability 8.9 for it.
         block_size: Token slots in a KV block, 1 to 256. Powers of two from 8 on have the fastest
             attention of prompts.
         num_blocks: KV blocks in the pool (the null block included), instead of sizing it.
@@ -118,6 +122,12 @@ class EngineConfig(Options):
         group=_MODEL,
     )
     dtype: str = choice("auto", DTYPES, help="of weights and activations", group=_MODEL)
+    quantization: str | None = choice(
+        None,
+        QUANTIZATIONS,
+        help="fp8: bring the projections' weights to FP8; unset: as the checkpoint has them",
+        group=_MODEL,
+    )
     kv_cache_dtype: str = choice(
         "auto",
         KV_CACHE_DTYPES,

@@ -143,11 +143,11 @@ def switch(default: bool, **others: Any) -> Any:
     return option(default, check_bool, kind=bool, shown="on" if default else "", **others)
 
 
-def choice(default: str, choices: Collection[str], **others: Any) -> Any:
-    """A field for one of some words."""
+def choice(default: str | None, choices: Collection[str], **others: Any) -> Any:
+    """A field for one of some words, or None where that is the default."""
 
     def check(name: str, value: object) -> None:
-        if value not in choices:
+        if value not in choices and (value is not None or default is not None):
             known = ", ".join(choices)
             raise ValueError(f"{name}={value!r} is not supported; choose one of {known}")
 

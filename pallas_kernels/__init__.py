@@ -11,7 +11,16 @@ from pallas_kernels.attention import (
     paged_prefill_attention,
     rope_decode_attention,
 )
-from pallas_kernels.gemm import gated_gemm, gated_silu, split_k_gemm, sum_partials
+from pallas_kernels.gemm import (
+    block_scaled_gemm,
+    gated_gemm,
+    gated_silu,
+    quantize_rows,
+    scaled_gemm,
+    split_k_gemm,
+    sum_partials,
+    to_fp8,
+)
 from pallas_kernels.kv_cache import copy_blocks, rope_write_kv, write_kv
 from pallas_kernels.layer import fused_layer, new_exchange
 from pallas_kernels.norm import add_rms_norm, rms_norm
@@ -25,16 +34,22 @@ from pallas_kernels.scores import (
 )
 from pallas_kernels.truncation import truncation_mask
 from pallas_kernels.types import (
+    FP8,
+    FP8_GROUP,
+    FP8_MAX,
     Backend,
     HeadNorms,
     KVScales,
     LayerKV,
     LayerWeights,
     select_backend,
-    takes_float8,
+    takes_fp8,
 )
 
 __all__ = [
+    "FP8",
+    "FP8_GROUP",
+    "FP8_MAX",
     "NUM_FACTS",
     "Adjustments",
     "Backend",
@@ -44,6 +59,7 @@ __all__ = [
     "LayerWeights",
     "add_rms_norm",
     "adjusted_logits",
+    "block_scaled_gemm",
     "copy_blocks",
     "first_maximum",
     "fused_layer",
@@ -53,13 +69,16 @@ __all__ = [
     "new_exchange",
     "paged_decode_attention",
     "paged_prefill_attention",
+    "quantize_rows",
     "rms_norm",
     "rope_decode_attention",
     "rope_write_kv",
+    "scaled_gemm",
     "select_backend",
     "split_k_gemm",
     "sum_partials",
-    "takes_float8",
+    "takes_fp8",
+    "to_fp8",
     "token_scores",
     "truncation_mask",
     "write_kv",

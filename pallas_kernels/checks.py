@@ -8,10 +8,10 @@ import math
 
 import jax.numpy as jnp
 
-from pallas_kernels.types import KVScales
+from pallas_kernels.types import FP8, KVScales
 
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)  # what kernels compute in
-POOL_DTYPES = (*FLOATS, jnp.float8_e4m3fn)
+POOL_DTYPES = (*FLOATS, FP8)
 MAX_BLOCK_SIZE = 256
 
 

@@ -14,7 +14,7 @@ from importlib import resources
 
 import jax
 
-from pallas_kernels.types import Backend
+from pallas_kernels.types import Backend, takes_fp8
 
 HOPPER_GPUS = ("H100", "H200", "H800", "H20")  # in the names of devices of compute capability 9.0
 MAX_SHARED_BYTES = 227 * 1024  # of a program on such a GPU
@@ -23,6 +23,14 @@ MAX_SHARED_BYTES = 227 * 1024  # of a program on such a GPU
 def is_hopper(device_kind):
     """Whether a GPU of that name is one."""
     return any(name in device_kind for name in HOPPER_GPUS)
+
+
+def has_fp8(backend):
+    """Whether the GPU traced for multiplies numbers in FP8."""
+    device = _device(backend)
+    if getattr(device, "compute_capability", None) is None:  # an abstract device's is not known
+        return is_hopper(device_kind(backend))
+    return takes_fp8(device)
 
 
 def device_kind(backend):

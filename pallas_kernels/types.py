@@ -1,4 +1,4 @@
-"""The types ops share: where an op runs, one layer's KV pool, norms, weights and their widths."""
+"""The types ops share: where an op runs, one layer's KV pool, norms, weights; numbers in FP8."""
 
 import re
 from enum import StrEnum
@@ -7,6 +7,16 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
+
+FP8 = jnp.float8_e4m3fn
+"""Numbers of eight bits, four of them the exponent's and three the fraction's (Micikevicius et al.
+2022, arXiv:2209.05433): no infinity, and what is beyond the largest becomes NaN unless clipped."""
+
+FP8_MAX = 448.0
+"""The largest of them."""
+
+FP8_GROUP = 128
+"""Numbers of a row that have a scale together, and rows and columns of a weight's block that do."""
 
 
 class Backend(StrEnum):
@@ -27,10 +37,10 @@ def select_backend(platform: str) -> Backend:
     return Backend.TRITON if platform in ("gpu", "cuda") else Backend.XLA
 
 
-def takes_float8(device: Any) -> bool:
-    """Whether ops take pools of float8_e4m3fn on a JAX device: plain XLA does anywhere, and Triton
-    has the conversions for NVIDIA GPUs from compute capability 8.9 on; for others its compiler ends
-    the process."""
+def takes_fp8(device: Any) -> bool:
+    """Whether ops take pools in FP8 on a JAX device: plain XLA does anywhere, and Triton has the
+    conversions for NVIDIA GPUs from compute capability 8.9 on, which multiply such numbers too; for
+    others its compiler ends the process."""
     if select_backend(device.platform) is not Backend.TRITON:
         return True
     found = re.fullmatch(r"(\d+)\.(\d+)", str(device.compute_capability))
@@ -42,7 +52,7 @@ class LayerKV(NamedTuple):
 
     S is from 1 to 256. Heads have any size H that attention takes on the back end
     (`Backend.max_head_size`); those that are rotated an even one. The dtype is bfloat16, float16,
-    float32 or float8_e4m3fn; in the last, keys and values are stored divided by `KVScales`.
+    float32 or `FP8`; in the last, keys and values are stored divided by `KVScales`.
     """
 
     k: Float[Array, "P S K H"]
@@ -51,7 +61,7 @@ class LayerKV(NamedTuple):
     @property
     def is_scaled(self) -> bool:
         """Whether keys and values are stored divided by scales."""
-        return self.k.dtype == jnp.float8_e4m3fn
+        return self.k.dtype == FP8
 
     def attention_dtype(self, dtype: DTypeLike) -> DTypeLike:
         """What attention computes in, for queries made in `dtype`: the pool's dtype, but that of
@@ -60,11 +70,11 @@ class LayerKV(NamedTuple):
 
 
 class KVScales(NamedTuple):
-    """What keys and values are divided by when a float8_e4m3fn pool stores them, and multiplied by
+    """What keys and values are divided by when a pool in FP8 stores them, and multiplied by
     when they are read; positive.
 
-    A quotient is rounded to the nearest, ties to even; one beyond 448, the largest number of
-    float8_e4m3fn, becomes that. NaN stays NaN.
+    A quotient is rounded to the nearest, ties to even; one beyond the largest number becomes that.
+    NaN stays NaN.
     """
 
     k: Float32[Array, "1"]

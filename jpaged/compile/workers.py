@@ -68,6 +68,7 @@ class Order:
         modules: Those that have a part in what programs are made from.
         made_from: The digest of that, as the engine's own process has it.
         tied: Whether the output head is the embedding; None: as config.json says.
+        quantization: The engine's.
         kv_cache_dtype: As of `ModelConfig`.
         num_devices: Devices that share the model.
         share, of: Which share of the programs, of how many.
@@ -85,6 +86,7 @@ class Order:
     modules: list[str]
     made_from: str
     tied: bool | None = None
+    quantization: str | None = None
     kv_cache_dtype: str | None = None
     num_devices: int = 1
     share: int = 0
@@ -134,7 +136,7 @@ def compile_share(order: Order, wait_for_runtime: Callable[[], RuntimeConfig]) -
     """
     _take_over(order)
     device = jax.local_devices()[0]
-    model_config = read_model_config(read_config(Path(order.folder)))
+    model_config = read_model_config(read_config(Path(order.folder)), order.quantization)
     model_config = replace(model_config, kv_cache_dtype=order.kv_cache_dtype)
     if order.tied is not None:
         model_config = replace(model_config, tie_word_embeddings=order.tied)
@@ -281,6 +283,7 @@ def make_orders(
         modules=traced_modules(),
         made_from=store.made_from,
         tied=tied,
+        quantization=config.quantization,
         kv_cache_dtype=kv_cache_dtype,
         num_devices=config.tensor_parallel_size,
         of=num_workers,

@@ -22,7 +22,7 @@ from jpaged.core.scheduler import Scheduler, SchedulerConfig
 from jpaged.core.swap import PreemptionMode, PressurePolicy
 from jpaged.engine.preprocessing import Preprocessor
 from jpaged.models.checkpoint import read_config, read_generation_config, resolve_checkpoint
-from jpaged.models.config import ModelConfig, refuse_head_size
+from jpaged.models.config import FP8_DTYPE, ModelConfig, refuse_head_size
 from jpaged.models.loader import ModelPlan, plan_model
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import make_mesh
@@ -33,7 +33,7 @@ from jpaged.runtime.programs import SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.timing import measure_costs
 from jpaged.text.tokenizer import Tokenizer
-from pallas_kernels import select_backend, takes_float8
+from pallas_kernels import select_backend, takes_fp8
 
 
 class ProgressLog:
@@ -109,7 +109,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
     plan, dtype = _plan_model(config, folder, devices[0], mesh)
     generation_config = read_generation_config(folder)
     with Compilation(config, folder, plan, dtype, devices, log.say) as compilation:
-        with log.phase(f"loading {folder.name} as {dtype.name}"):
+        with log.phase(f"loading {folder.name} as {describe_weights(plan.config, dtype)}"):
             split, tokenizer = _load(config, folder, plan)
         eos_token_ids = end_token_ids(plan.config, generation_config, tokenizer)
         with log.phase("sizing the pool"):
@@ -155,7 +155,7 @@ def _plan_model(
     config: EngineConfig, folder: Path, device: Any, mesh: Mesh | None
 ) -> tuple[ModelPlan, jnp.dtype]:
     """The model, checked but not loaded, and the dtype of its weights."""
-    model = read_model_config(read_config(folder))
+    model = read_model_config(read_config(folder), config.quantization)
     model.share(config.tensor_parallel_size)  # refused before anything is read
     most = select_backend(device.platform).max_head_size
     if most is not None and model.head_size > most:
@@ -175,17 +175,23 @@ def _resolve_dtype(asked: str, model: ModelConfig, platform: str) -> jnp.dtype:
     return jnp.dtype(model.checkpoint_dtype or "bfloat16")
 
 
+def describe_weights(model: ModelConfig, dtype: jnp.dtype) -> str:
+    """What the weights are kept in."""
+    kept = model.quantization
+    return dtype.name if kept is None else f"{dtype.name}, projections in {kept.format}"
+
+
 def _resolve_kv_cache_dtype(asked: str, dtype: jnp.dtype, device: Any) -> str | None:
     """The pool's dtype; None if it is that of the weights."""
     if asked not in FP8_KV_CACHE:
         return None if asked in ("auto", dtype.name) else asked
-    if not takes_float8(device):
+    if not takes_fp8(device):
         raise ValueError(
             f"kv_cache_dtype={asked!r} needs a GPU of compute capability 8.9 or more (Ada, Hopper "
             f"and later), and {device.device_kind} has {device.compute_capability}; use "
             "kv_cache_dtype='auto'"
         )
-    return "float8_e4m3fn"
+    return FP8_DTYPE
 
 
 def _load(

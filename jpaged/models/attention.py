@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
-from jpaged.models.config import LayerConfig, ModelConfig, RopeConfig
-from jpaged.models.linear import Linear
+from jpaged.models.config import FP8_DTYPE, ModelConfig, RopeConfig
+from jpaged.models.linear import Linear, linear
 from jpaged.models.norm import RMSNorm, make_norm
 from pallas_kernels import (
     Backend,
@@ -105,16 +106,16 @@ def rope_angles(positions: Int32[Array, "T"], rope: RopeConfig, head_size: int) 
 class Attention(nnx.Module):
     """Self-attention over the pool, as one layer is described.
 
-    Over a pool of float8_e4m3fn it has `k_scale` and `v_scale`, float32 [1]: see `KVScales`.
+    Over a pool in FP8 it has `k_scale` and `v_scale`, float32 [1]: see `KVScales`.
     """
 
-    def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: DTypeLike):
-        self.layer = layer
-        self.qkv = Linear(config.projections["attention.qkv"], dtype=dtype)
-        self.output = Linear(config.projections["attention.output"], dtype=dtype)
+    def __init__(self, config: ModelConfig, index: int, *, dtype: DTypeLike):
+        self.layer = layer = config.layers[index]
+        self.qkv = cast(Linear, linear(config, f"layers.{index}.attention.qkv", dtype))
+        self.output = cast(Linear, linear(config, f"layers.{index}.attention.output", dtype))
         self.q_norm = make_norm(config, config.head_size, dtype=dtype) if layer.qk_norm else None
         self.k_norm = make_norm(config, config.head_size, dtype=dtype) if layer.qk_norm else None
-        is_scaled = config.kv_cache_dtype == "float8_e4m3fn"
+        is_scaled = config.kv_cache_dtype == FP8_DTYPE
         self.k_scale = nnx.Param(jnp.ones((1,), jnp.float32)) if is_scaled else None
         self.v_scale = nnx.Param(jnp.ones((1,), jnp.float32)) if is_scaled else None
 

@@ -3,6 +3,7 @@ by which tensors become parameters.
 """
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -21,10 +22,15 @@ SUPPORTED_DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(jnp.bfloat16),
 }
+FP8_NAME = "F8_E4M3"
+FILE_DTYPES = SUPPORTED_DTYPES | {FP8_NAME: np.dtype(jnp.float8_e4m3fn)}
+"""Of tensors in checkpoints."""
+
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _DOWNLOADED = [
     "config*.json",
     "generation_config.json",
+    "hf_quant_config.json",
     "*.safetensors",
     "*.safetensors.index.json",
     "tokenizer*",
@@ -41,18 +47,29 @@ _READ_SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja", ".tiktoke
 """Of the files that are read of a checkpoint, here and by its tokenizer's class."""
 
 
+_ALIASES = (
+    (".weight_scale", ".weight_scale_inv"),
+    (".input_scale", ".activation_scale"),
+    (".self_attn.k_scale", ".self_attn.k_proj.k_scale"),
+    (".self_attn.v_scale", ".self_attn.v_proj.v_scale"),
+)
+"""Ends of names that differ in checkpoints in FP8, where what they name does not."""
+
+
 class CheckpointError(ValueError):
     """A checkpoint that cannot be loaded; the message names the file, tensor or parameter."""
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a checkpoint, as its file's header describes it."""
+    """One tensor of a checkpoint, as its file's header describes it; `start` is the byte of the
+    file at which it begins."""
 
     name: str
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    start: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,6 +90,10 @@ class WeightRule:
         axis: the axis of the parameter along which the piece lies.
         start: index along `axis` at which the piece begins.
         add: a number added to every value once it has the parameter's dtype.
+        fills: the tensor is a single number, with which the piece is filled.
+        scale: path of the parameter [*outputs] that gets the scales where the tensor is brought to
+            FP8 as it is loaded, one for each of the piece's outputs, its first axes; None where it
+            is kept as it is.
     """
 
     source: str
@@ -82,6 +103,8 @@ class WeightRule:
     axis: int = 0
     start: int = 0
     add: float = 0.0
+    fills: bool = False
+    scale: str | None = None
 
 
 @dataclass(frozen=True)
@@ -108,6 +131,8 @@ class WeightRules:
         source = re.sub(f"^(?:{prefix})", "", name)
         if self.unneeded and re.fullmatch(self.unneeded, source):
             return WeightRule(source, None)
+        for name, alias in _ALIASES:
+            source = source.removesuffix(alias) + name if source.endswith(alias) else source
         return self._by_source.get(source)
 
     @cached_property
@@ -190,12 +215,20 @@ def _download(model: str, tried: Path) -> Path:
 
 
 def read_config(folder: Path) -> dict:
-    """The folder's config.json.
+    """The folder's config.json, with what ModelOpt writes beside it as its `quantization_config`.
 
     Raises:
         CheckpointError: it is missing, not valid JSON or not an object.
     """
-    return _read_json_object(Path(folder) / "config.json", "a Hugging Face model folder has one")
+    folder = Path(folder)
+    config = _read_json_object(folder / "config.json", "a Hugging Face model folder has one")
+    own = folder / "hf_quant_config.json"
+    if config.get("quantization_config") is None and own.is_file():
+        content = _read_json_object(own, "fetch it again")
+        if not isinstance(kept := content.get("quantization"), dict):
+            raise CheckpointError(f"{own} has no object 'quantization'; fetch it again.")
+        config["quantization_config"] = {"quant_method": "modelopt", **kept}
+    return config
 
 
 def read_generation_config(folder: Path) -> dict:
@@ -289,18 +322,49 @@ def _read_indexed(folder: Path) -> list[TensorInfo]:
 
 def _read_header(file: Path) -> list[TensorInfo]:
     with open_tensors(file) as opened:
-        _refuse_duplicates(file)
+        starts = _read_starts(file)
         pieces = [(name, opened.get_slice(name)) for name in opened.offset_keys()]
         return [
-            TensorInfo(name, file, piece.get_dtype(), tuple(piece.get_shape()))
+            TensorInfo(name, file, piece.get_dtype(), tuple(piece.get_shape()), starts[name])
             for name, piece in pieces
         ]
 
 
-def _refuse_duplicates(file: Path) -> None:
-    """Of two entries under one name for the same bytes, the safetensors package keeps the last."""
+def _read_starts(file: Path) -> dict[str, int]:
+    """At which byte each tensor begins, from a header that has been checked.
+
+    Raises:
+        CheckpointError: two entries have one name: of those for the same bytes, the safetensors
+            package keeps the last.
+    """
     with file.open("rb") as opened:
-        header = opened.read(int.from_bytes(opened.read(8), "little"))
-    counts = Counter(name for name, _ in json.loads(header, object_pairs_hook=list))
+        size = int.from_bytes(opened.read(8), "little")
+        entries = json.loads(opened.read(size), object_pairs_hook=list)
+    counts = Counter(name for name, _ in entries)
     if twice := sorted(name for name, count in counts.items() if count > 1):
         raise CheckpointError(f"{file} holds {named_list(twice)} twice.")
+    first = 8 + size
+    tensors = ((name, dict(entry)) for name, entry in entries if name != "__metadata__")
+    return {name: first + entry["data_offsets"][0] for name, entry in tensors}
+
+
+def read_rows(tensor: TensorInfo, rows: slice) -> np.ndarray:
+    """These rows of a tensor, or the number that one of no axes is; as its file has them.
+
+    Raises:
+        CheckpointError: the file is not what it was when its header was read.
+    """
+    if not tensor.shape:
+        with open_tensors(tensor.file) as opened:
+            return opened.get_tensor(tensor.name)
+    if tensor.dtype != FP8_NAME:
+        with open_tensors(tensor.file) as opened:  # closing it gives back the pages just read
+            return opened.get_slice(tensor.name)[rows]
+    # The safetensors package has no numpy arrays of these.
+    row = math.prod(tensor.shape[1:])
+    first, last, _ = rows.indices(tensor.shape[0])
+    count, place = (last - first) * row, tensor.start + first * row
+    read = np.fromfile(tensor.file, np.uint8, count, offset=place)
+    if read.size != count:
+        raise CheckpointError(f"{tensor.file} is shorter than it was; fetch it again.")
+    return read.view(FILE_DTYPES[tensor.dtype]).reshape(-1, *tensor.shape[1:])

@@ -6,14 +6,19 @@ and that the family does not read must have a value that leaves the computation 
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from reprlib import Repr
 from typing import Any, Literal, cast
 
+from pallas_kernels import FP8_GROUP
+
 RopeType = Literal["default", "linear", "llama3"]
 NormKind = Literal["rms", "offset_rms", "layer", "bare_layer"]
 NormPlace = Literal["before", "after", "sum"]
+
+FP8_DTYPE = "float8_e4m3fn"
+"""Of a KV pool in FP8."""
 
 MAX_SHARES = 8
 """Most devices that share a model."""
@@ -82,6 +87,24 @@ class Projection:
 
 
 @dataclass(frozen=True)
+class Quantization:
+    """In which format a model's projections are kept.
+
+    Attributes:
+        method: Hugging Face's name of how the checkpoint came to it, or "fp8" for weights that are
+            brought to it as they are loaded.
+        format: a key of `jpaged.models.linear.FORMATS`.
+        plain: paths of the projections that are kept as they are.
+        has_kv_scales: the checkpoint has scales for keys and values in FP8.
+    """
+
+    method: str
+    format: str
+    plain: tuple[str, ...] = ()
+    has_kv_scales: bool = False
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Everything the computation of a model depends on, and its special tokens.
 
@@ -106,6 +129,7 @@ class ModelConfig:
         qkv_bias, output_bias, mlp_bias: which projections have biases.
         eos_token_ids: tokens that end a text; empty when the config names none.
         checkpoint_dtype: dtype the config declares for the weights ("bfloat16" ...), or None.
+        quantization: in which format projections are; None: as all other weights.
         kv_cache_dtype: dtype of the KV pool, where it is not that of the weights; no field of a
             checkpoint's config.
         num_shares: devices that share the model; with several this is what one of them computes,
@@ -138,6 +162,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     checkpoint_dtype: str | None = None
+    quantization: Quantization | None = None
     kv_cache_dtype: str | None = None
     num_shares: int = 1
 
@@ -179,6 +204,20 @@ class ModelConfig:
             return f"num_key_value_heads={kv_heads}"
         if self.intermediate_size % count:
             return f"intermediate_size={self.intermediate_size}"
+        if self.quantization is not None and self.quantization.format == "fp8_block":
+            return self._straddled(count)
+        return None
+
+    def _straddled(self, count: int) -> str | None:
+        """The first size of which so many devices would have parts of blocks with one scale."""
+        own_kv_heads = max(self.num_kv_heads // count, 1)
+        for name, whole, own in (
+            ("num_attention_heads", self.num_heads, self.num_heads // count * self.head_size),
+            ("num_key_value_heads", self.num_kv_heads, own_kv_heads * self.head_size),
+            ("intermediate_size", self.intermediate_size, self.intermediate_size // count),
+        ):
+            if own % FP8_GROUP:
+                return f"{name}={whole}, whose weights have a scale for each {FP8_GROUP} rows"
         return None
 
     @property
@@ -192,10 +231,20 @@ class ModelConfig:
         """Layers of the model."""
         return len(self.layers)
 
+    def projection(self, path: str) -> Projection | None:
+        """The projection of that path, as `layers.3.mlp.down`, in the format that it has; None if
+        there is none."""
+        _, _, in_layer = path.removeprefix("layers.").partition(".")
+        found = self.projections.get(in_layer if path.startswith("layers.") else path)
+        kept = self.quantization
+        if found is None or kept is None or path in kept.plain:
+            return found
+        return replace(found, format=kept.format)
+
     @property
     def projections(self) -> dict[str, Projection]:
-        """The projections by their paths: of each layer, and those between the widths of embedding
-        and layers, where these differ."""
+        """The projections, their formats aside, by their paths: in each layer, and those between
+        the widths of embedding and layers, where these differ."""
         width, inner, head = self.hidden_size, self.intermediate_size, self.head_size
         is_shared = self.num_shares > 1
         heads = (("q", self.num_heads), ("k", self.num_kv_heads), ("v", self.num_kv_heads))
@@ -303,10 +352,12 @@ class Fields:
     Attributes:
         values: content of the file, or of an object in it.
         defaults: values of missing fields, before those that the methods are given.
+        prefix: what stands before names in errors: "quantization_config." of an object under it.
     """
 
     values: Mapping[str, Any]
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    prefix: str = ""
     _read: set[str] = field(default_factory=set)
 
     def get(self, name: str, default: Any = None, *, alias: str = "") -> Any:
@@ -317,6 +368,7 @@ class Fields:
                 if key in values:
                     return values[key]
         if default is REQUIRED:
+            name = self.prefix + name
             raise ValueError(f"model config: {name} is missing; add it to config.json")
         return default
 
@@ -324,7 +376,7 @@ class Fields:
         """An integer from 1 to the field's most."""
         value, most = self.get(name, default, alias=alias), _MOST.get(name, _MOST_OF_OTHERS)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            raise refuse(name, value, f"integers from 1 to {most}")
+            raise refuse(self.prefix + name, value, f"integers from 1 to {most}")
         return value
 
     def optional_integer(self, name: str, default: int | None = None) -> int | None:
@@ -336,7 +388,7 @@ class Fields:
         value = self.get(name, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 < value <= sys.float_info.max:
-            raise refuse(name, value, "finite numbers above 0")
+            raise refuse(self.prefix + name, value, "finite numbers above 0")
         return float(value)
 
     def optional_number(self, name: str) -> float | None:
@@ -348,28 +400,45 @@ class Fields:
         value = self.get(name, default)
         value = default if value is None else value
         if not isinstance(value, bool):
-            raise refuse(name, value, "true, false")
+            raise refuse(self.prefix + name, value, "true, false")
         return value
 
-    def choice(self, name: str, default: Any, choices: Sequence[str]) -> str:
+    def choice(self, name: str, default: Any, choices: Sequence[Any]) -> Any:
         """One of `choices`."""
         value = self.get(name, default)
         if value not in choices:
-            raise refuse(name, value, ", ".join(choices))
+            supported = ", ".join("null" if it is None else str(it) for it in choices)
+            raise refuse(self.prefix + name, value, supported)
         return value
 
     def mapping(self, name: str, *, required: bool = False) -> Mapping[str, Any]:
         """An object; an empty one where it is missing or null, unless it is required."""
         value = self.get(name, REQUIRED) if required else self.get(name) or {}
         if not isinstance(value, Mapping):
-            raise refuse(name, value, "an object")
+            raise refuse(self.prefix + name, value, "an object")
         return value
 
-    def refuse_unread(self, name: str) -> None:
-        """Refuse what `values`, the object under `name`, has besides what was read."""
+    def ignore(self, names: Collection[str]) -> None:
+        """Take fields as read that make no difference."""
+        self._read.update(names)
+
+    def refuse_unread(self) -> None:
+        """Refuse what `values` has besides what was read."""
         for key in self.values.keys() - self._read:
             if self.values[key] is not None:
-                raise refuse(f"{name}.{key}", self.values[key], ", ".join(sorted(self._read)))
+                supported = ", ".join(sorted(self._read))
+                raise refuse(self.prefix + key, self.values[key], supported)
+
+    def optional_nested(self, name: str) -> "Fields | None":
+        """The fields of the object of that name; None where it is missing or null."""
+        return None if self.get(name) is None else self.nested(name)
+
+    def nested(self, name: str) -> "Fields":
+        """The fields of the object of that name, which must be there."""
+        value, name = self.get(name, REQUIRED), self.prefix + name
+        if not isinstance(value, Mapping):
+            raise refuse(name, value, "an object")
+        return Fields(value, prefix=name + ".")
 
     def check_unread(self) -> None:
         """Refuse fields that change the computation and that were not read."""

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from jpaged.models.attention import Attention, AttentionInputs, RopeAngles, rope_angles
 from jpaged.models.checkpoint import WeightRule
 from jpaged.models.config import ModelConfig
-from jpaged.models.linear import Embedding, Linear, activation, linear_rules
+from jpaged.models.linear import Embedding, Linear, activation, linear, linear_rules
 from jpaged.models.norm import Norm, add_norm, make_norm, norm_update
 from pallas_kernels import Backend, LayerKV, sum_partials
 
@@ -26,19 +26,13 @@ Stream = tuple[Float[Array, "T D"], Float[Array, "parts T D"] | None, tuple[Laye
 (None stands for zeros), so that the norm that reads it next adds in the same pass; and the pool."""
 
 
-def _linear(config: ModelConfig, path: str, dtype: DTypeLike) -> Linear | None:
-    """The projection of that path, in models that have it."""
-    projection = config.projections.get(path)
-    return None if projection is None else Linear(projection, dtype=dtype)
-
-
 class FeedForward(nnx.Module):
     """A layer's perceptron: down(activation(up(x))), or down(activation(gate(x)) * up(x))."""
 
-    def __init__(self, config: ModelConfig, *, dtype: DTypeLike):
-        self.up = _linear(config, "mlp.up", dtype)
-        self.gate_up = _linear(config, "mlp.gate_up", dtype)
-        self.down = Linear(config.projections["mlp.down"], dtype=dtype)
+    def __init__(self, config: ModelConfig, index: int, *, dtype: DTypeLike):
+        self.up = linear(config, f"layers.{index}.mlp.up", dtype)
+        self.gate_up = linear(config, f"layers.{index}.mlp.gate_up", dtype)
+        self.down = cast(Linear, linear(config, f"layers.{index}.mlp.down", dtype))
         self.activation = config.activation
 
     def __call__(self, x: Float[Array, "T D"], backend: Backend) -> Float[Array, "parts T D"]:
@@ -60,8 +54,8 @@ class DecoderLayer(nnx.Module):
         def norm() -> Norm:
             return make_norm(config, config.hidden_size, dtype=dtype)
 
-        self.attention = Attention(config, config.layers[index], dtype=dtype)
-        self.mlp = FeedForward(config, dtype=dtype)
+        self.attention = Attention(config, index, dtype=dtype)
+        self.mlp = FeedForward(config, index, dtype=dtype)
         self.norms = config.norms
         self.attention_norm, self.mlp_norm = norm(), norm()
         has_more = "after" in config.norms
@@ -138,10 +132,10 @@ class Decoder(nnx.Module):
         self.config, self.dtype = config, jnp.dtype(dtype)
         self.embed = tokens()
         self.position_embedding = None if offset is None else Embedding(rows, inner, dtype=dtype)
-        self.project_in = _linear(config, "project_in", dtype)
+        self.project_in = linear(config, "project_in", dtype)
         self.layers = nnx.List([DecoderLayer(config, i, dtype=dtype) for i in layers])
         self.final_norm = make_norm(config, inner, dtype=dtype) if config.final_norm else None
-        self.project_out = _linear(config, "project_out", dtype)
+        self.project_out = linear(config, "project_out", dtype)
         self.lm_head = None if tied else tokens()
 
     def embed_tokens(
@@ -222,14 +216,14 @@ def layer_rules(
             there; several for a projection whose parts lie apart.
         transposed: as of `linear_rules`.
     """
-    projections, rules = config.projections, list[WeightRule]()
+    rules = list[WeightRule]()
     for index in range(config.num_layers):
         for path, own in names.items():
             own = [own] if isinstance(own, str) else own
             sources = [f"{layers}.{index}.{name}" for name in own]
             target = f"layers.{index}.{path}"
-            if path in projections:
-                rules += linear_rules(projections[path], sources, target, transposed=transposed)
+            if (projection := config.projection(target)) is not None:
+                rules += linear_rules(projection, sources, target, transposed=transposed)
             else:
                 rules += norm_rules(config, sources[0], target)
     return rules

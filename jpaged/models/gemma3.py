@@ -56,9 +56,9 @@ def describe_text(fields: Fields) -> ModelConfig:
 
 def _ropes(fields: Fields) -> tuple[RopeConfig, RopeConfig]:
     """The tables of global and of local layers; transformers 4 wrote them in separate fields."""
-    both = Fields(fields.mapping("rope_parameters"))
+    both = Fields(fields.mapping("rope_parameters"), prefix="rope_parameters.")
     wide, local = both.mapping("full_attention"), both.mapping("sliding_attention")
-    both.refuse_unread("rope_parameters")
+    both.refuse_unread()
     wide = {**wide, **fields.mapping("rope_scaling")}
     local_theta = "rope_local_base_freq"
     return read.read_rope(wide, fields, theta=1e6), read.read_rope(local, fields, local_theta)

@@ -1,13 +1,11 @@
 """Projections of rows and tables of vectors: the modules that own a model's large weights.
 
 `Linear` is every projection of every family. What is fused in it is data (`Projection.parts`), and
-how its weight is kept, loaded and multiplied is its format: an object with the methods of `Plain`,
-in `FORMATS` under the name that `Projection.format` has. Another one keeps, for example, narrower
-values and their scales.
+how its weight is kept, loaded and multiplied is its format (`jpaged.models.formats`), in `FORMATS`
+under the name that `Projection.format` has.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +14,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from jpaged.models.checkpoint import WeightRule
-from jpaged.models.config import Projection
+from jpaged.models.config import ModelConfig, Projection
+from jpaged.models.formats import Format, Layout, Plain, einsum, pieces, sizes, zeros
+from jpaged.models.fp8 import FP8_FORMATS
 from jpaged.models.sharding import AXIS, all_gather, all_reduce
-from pallas_kernels import Backend, gated_gemm, gated_silu, split_k_gemm, sum_partials
-
-
-def zeros(dtype: DTypeLike, *shape: int) -> nnx.Param:
-    """A parameter to be filled by the loader; costs nothing under `nnx.eval_shape`."""
-    return nnx.Param(jnp.zeros(shape, dtype))
+from pallas_kernels import Backend, gated_silu, sum_partials
 
 
 def activation(name: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -44,61 +39,7 @@ def is_silu(name: str) -> bool:
     return name in ("silu", "swish")
 
 
-@dataclass(frozen=True)
-class Plain:
-    """The format of weights that are kept as they are: float32, float16 or bfloat16.
-
-    One parameter, `weight`, of the shape [*inputs, *outputs].
-    """
-
-    def parameters(self, projection: Projection, dtype: DTypeLike) -> dict[str, nnx.Param]:
-        """What the format keeps of a projection, by the names of the module's attributes."""
-        return {"weight": zeros(dtype, *projection.inputs, *projection.outputs)}
-
-    def rules(
-        self, projection: Projection, sources: Sequence[str], target: str, *, transposed: bool
-    ) -> list[WeightRule]:
-        """How its parameters come from a checkpoint; see `linear_rules`."""
-        before = len(projection.inputs)
-        inputs = tuple(range(before))
-        outputs = tuple(range(before, before + len(projection.outputs)))
-        file_axes = (outputs, inputs) if transposed else (inputs, outputs)
-        return [
-            WeightRule(
-                source + ".weight",
-                target + ".weight",
-                (*projection.inputs, size, *projection.width),
-                file_axes,
-                before,
-                start,
-            )
-            for source, start, size in pieces(projection, sources)
-        ]
-
-    def partials(
-        self, linear: "Linear", x: Float[Array, "T size_in"], backend: Backend
-    ) -> Float[Array, "parts T size_out"]:
-        """Rows by the weight, in split-K partials whose sum is the product."""
-        weight = linear.weight[...]
-        return split_k_gemm(x, weight.reshape(x.shape[1], -1), backend=backend)
-
-    def product(self, linear: "Linear", x: Float[Array, "T size_in"]) -> Float[Array, "T *outputs"]:
-        """Rows by the weight, by XLA."""
-        outputs = "odf"[: len(linear.projection.outputs)]
-        return _product(f"ti,i{outputs}->t{outputs}", x, linear.weight[...])
-
-    def gated_silu(
-        self, linear: "Linear", x: Float[Array, "T size_in"], backend: Backend
-    ) -> Float[Array, "T F"]:
-        """silu(gate) * up of a projection to the two, without bias."""
-        return gated_gemm(x, linear.weight[...], backend=backend)
-
-    def array(self, linear: "Linear") -> Float[Array, "..."] | None:
-        """The weight [*inputs, *outputs]; None in formats that keep no such array."""
-        return linear.weight[...]
-
-
-FORMATS = {"plain": Plain()}
+FORMATS: dict[str, Format] = {"plain": Plain(), **FP8_FORMATS}
 
 
 class Linear(nnx.Module):
@@ -106,8 +47,6 @@ class Linear(nnx.Module):
 
     It owns its weight and the weight's format: nothing else reads its parameters.
     """
-
-    weight: nnx.Param
 
     def __init__(self, projection: Projection, *, dtype: DTypeLike):
         self.projection, self.format = projection, FORMATS[projection.format]
@@ -128,9 +67,11 @@ class Linear(nnx.Module):
             partials = (sum_partials(partials, x.dtype) + self.bias[...].reshape(1, -1))[None]
         return partials.reshape(*partials.shape[:2], *self.projection.outputs)
 
-    def rows(self, x: Float[Array, "T size_in"]) -> Float[Array, "T *outputs"]:
-        """The rows, by XLA, in x's dtype."""
-        y = self.format.product(self, x)
+    def rows(
+        self, x: Float[Array, "T size_in"], backend: Backend = Backend.XLA
+    ) -> Float[Array, "T *outputs"]:
+        """The rows, in x's dtype."""
+        y = self.format.product(self, x, backend)
         return y if self.bias is None else y + self.bias[...][None]
 
     def gated(
@@ -139,7 +80,7 @@ class Linear(nnx.Module):
         """activation(gate) * up of a projection to the two, in float32 and then rounded."""
         if is_silu(name) and self.bias is None:
             return self.format.gated_silu(self, x, backend)
-        gate_up = self.rows(x)
+        gate_up = self.rows(x, backend)
         if is_silu(name):
             return gated_silu(gate_up, backend=backend)
         gate = activation(name, gate_up[:, 0])
@@ -153,12 +94,15 @@ class Linear(nnx.Module):
         return self.format.array(self) if is_all else None
 
 
-def pieces(projection: Projection, sources: Sequence[str]) -> list[tuple[str, int, int]]:
-    """Where the tensors of a projection lie in it: source, start and size along the parts' axis."""
-    sizes = [size for _, size in projection.parts]
-    sizes = sizes if len(sources) == len(sizes) else [sum(sizes)]
-    starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    return list(zip(sources, starts, sizes, strict=True))
+def linear(config: ModelConfig, path: str, dtype: DTypeLike) -> Linear | None:
+    """The projection of that path, in models that have it."""
+    projection = config.projection(path)
+    return None if projection is None else Linear(projection, dtype=dtype)
+
+
+def layout_of(projection: Projection) -> Layout:
+    """Where a projection's parts lie in those of its parameters that have them side by side."""
+    return FORMATS[projection.format].layout(projection) | {"bias": (0, sizes(projection))}
 
 
 def linear_rules(
@@ -216,20 +160,5 @@ class Embedding(nnx.Module):
 
     def logits(self, hidden: Float[Array, "R D"]) -> Float32[Array, "R V"]:
         """Dot products with every row of the whole table, in float32."""
-        logits = _product("rd,vd->rv", hidden, self.weight[...], out=jnp.float32)
+        logits = einsum("rd,vd->rv", hidden, self.weight[...], out=jnp.float32)
         return all_gather(logits, axis=1) if self.is_shared else logits
-
-
-def _product(
-    subscripts: str,
-    x: Float[Array, "..."],
-    weight: Float[Array, "..."],
-    out: DTypeLike | None = None,
-) -> Float[Array, "..."]:
-    """An einsum of activations and weights of one dtype, accumulated in float32.
-
-    float32 models keep full precision where a GPU would round the factors to TF32.
-    """
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    out = x.dtype if out is None else out
-    return jnp.einsum(subscripts, x, weight, precision=precision, preferred_element_type=out)

@@ -30,21 +30,25 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jpaged.models.checkpoint import (
+    FILE_DTYPES,
+    FP8_NAME,
     SUPPORTED_DTYPES,
     CheckpointError,
     TensorInfo,
     WeightRule,
     WeightRules,
     named_list,
-    open_tensors,
     read_config,
+    read_rows,
     read_tensors,
     resolve_checkpoint,
 )
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import Decoder
+from jpaged.models.linear import layout_of
 from jpaged.models.registry import weight_rules
 from jpaged.models.sharding import Piece, held_pieces, over, own_shape, split_axis
+from pallas_kernels import FP8, FP8_MAX, to_fp8
 
 __all__ = [
     "CheckpointError",
@@ -60,7 +64,13 @@ SLAB_BYTES = 64 << 20
 COMPARED_BYTES = 4 << 20
 """Of two tensors at a time: larger pieces are new memory each, which takes thrice as long."""
 
+_SMALLEST = 1e-30
+"""Outputs without a larger number are as good as zeros; the scale is a normal float32."""
+
 _DUMMY_STD = 0.02
+
+_DUMMY_SCALE = 2.0**-8
+"""Of weights in FP8, so that the largest are a quarter of what it has, and of their rows."""
 
 _OPTIONAL = re.compile(r"layers\.\d+\.attention\.[kv]_scale")
 """Paths of parameters that a checkpoint may lack: they are ones then."""
@@ -76,7 +86,8 @@ class Placement:
     """One tensor and its place: a piece of the parameter at `path`, where its rule says.
 
     `shape` is the tensor's in the parameter's layout; `order` names its axes as they lie in the
-    file, the slowest first.
+    file, the slowest first. Of a tensor that is brought to FP8, the first `num_outputs` axes there
+    have a scale for each of their places.
     """
 
     tensor: TensorInfo
@@ -84,6 +95,13 @@ class Placement:
     path: str
     shape: tuple[int, ...]
     order: tuple[int, ...]
+    num_outputs: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the tensor is read in one: a single number, or one that is brought to FP8 and
+        lies as [in, out] (GPT-2's; the largest has 41 MB), so that no slab has all of an output."""
+        return self.rule.fills or self.order[0] >= self.num_outputs > 0
 
 
 @dataclass(frozen=True)
@@ -133,12 +151,12 @@ class ModelPlan:
         """What a device has of the parameter."""
         count = 1 if self.mesh is None else self.mesh.size
         whole, parts = self._specs[path].shape, ()
-        name = re.sub(r"^layers\.\d+\.", "", path.rpartition(".")[0])
-        if (projection := self.config.projections.get(name)) is not None:
-            ours = self.config.share(count).projections[name]
-            if split_axis(whole, own) == len(whole) - len(projection.outputs):
-                sizes = zip(projection.parts, ours.parts, strict=True)
-                parts = [(size, own_size) for (_, size), (_, own_size) in sizes]
+        of, _, name = path.rpartition(".")
+        projection, ours = (it.projection(of) for it in (self.config, self.config.share(count)))
+        if projection is not None and ours is not None and name in layout_of(projection):
+            (axis, sizes), (_, own_sizes) = (layout_of(it)[name] for it in (projection, ours))
+            if split_axis(whole, own) == axis:
+                parts = list(zip(sizes, own_sizes, strict=True))
         return held_pieces(whole, own, place, count, parts)
 
 
@@ -158,25 +176,43 @@ class Share:
     held: Mapping[str, Sequence[Piece]]
     arrays: dict[str, jax.Array] = field(default_factory=dict)
 
-    def write(self, placement: Placement, slab: np.ndarray, start: np.ndarray) -> jax.Array:
-        """Write what it has of a slab, whose axes lie as in the file, and which begins at `start`
-        in the whole parameter; returns the parameter, which may not be there yet."""
-        path, order = placement.path, placement.order
+    def write(
+        self,
+        path: str,
+        slab: np.ndarray,
+        start: np.ndarray,
+        order: tuple[int, ...],
+        add: float = 0.0,
+        scale: np.ndarray | None = None,
+    ) -> jax.Array:
+        """Write what it has of a slab, whose axes lie in the file in that order, and which begins
+        at `start` in the whole parameter; returns the parameter, which may not be there yet.
+
+        `add` is added to every value; by `scale` [*outputs] the slab is brought to FP8.
+        """
         if path not in self.arrays:
             spec = self.specs[path]
             self.arrays[path] = jnp.zeros(spec.shape, spec.dtype, device=self.device)
+        for piece, cut in self.cuts(path, slab, start, order):
+            part, first = slab[tuple(cut[axis] for axis in order)], [it.start for it in cut]
+            own = np.add(start, first) - piece.whole + piece.own
+            scale_part = None if scale is None else scale[tuple(cut[: scale.ndim])]
+            self.arrays[path] = _write_slab(
+                self.arrays[path], part, own.astype(np.int32), scale_part, order, add
+            )
+        return self.arrays[path]
+
+    def cuts(
+        self, path: str, slab: np.ndarray, start: np.ndarray, order: tuple[int, ...]
+    ) -> Iterator[tuple[Piece, list[slice]]]:
+        """What it has of a slab: of which piece, and where in the slab, by the parameter's axes."""
         end = start.copy()
         end[list(order)] += slab.shape
         for piece in self.held[path]:
             low = np.maximum(piece.whole, start)
             high = np.minimum(np.add(piece.whole, piece.shape), end)
             if (low < high).all():
-                cut = [slice(*ends) for ends in zip(low - start, high - start, strict=True)]
-                part, own = slab[tuple(cut[axis] for axis in order)], low - piece.whole + piece.own
-                self.arrays[path] = _write_slab(
-                    self.arrays[path], part, own.astype(np.int32), order, placement.rule.add
-                )
-        return self.arrays[path]
+                yield piece, [slice(*ends) for ends in zip(low - start, high - start, strict=True)]
 
     def make_lacking(self) -> None:
         """The parameters that the checkpoint lacks."""
@@ -316,7 +352,7 @@ def _are_equal(one: TensorInfo, other: TensorInfo, dtype: np.dtype) -> bool:
     step = max(1, COMPARED_BYTES // max(width * item, 1))
     for first in range(0, num_rows, step):
         rows = slice(first, min(first + step, num_rows))
-        a, b = _read_rows(one, rows), _read_rows(other, rows)
+        a, b = read_rows(one, rows), read_rows(other, rows)
         same_bytes = a.dtype == b.dtype and np.array_equal(a.view(np.uint8), b.view(np.uint8))
         if not same_bytes and not np.array_equal(a.astype(dtype), b.astype(dtype)):
             return False
@@ -387,12 +423,13 @@ def plan_weights(
             problems["unknown tensors"].append(unknown)
         else:
             names[rule].append(tensor.name)
-            whole = specs[rule.target].shape
-            placements.append(_place(tensor, rule, rule.target, whole, problems))
+            placements.append(_place(tensor, rule, rule.target, specs, problems))
     pieces: dict[str, list[WeightRule]] = {path: [] for path in specs}
     for rule in rules.rules:
         if rule.target in pieces:
             pieces[rule.target].append(rule)
+    for path in {rule.scale for rule in rules.rules if rule.scale is not None}:
+        del pieces[path]  # made of what is read
     for path, own in pieces.items():
         whole = specs[path].shape
         lacking = [rule.source for rule in own if rule not in names]
@@ -414,20 +451,25 @@ def plan_weights(
 
 
 def _place(
-    tensor: TensorInfo, rule: WeightRule, path: str, whole: tuple[int, ...], problems: Problems
+    tensor: TensorInfo, rule: WeightRule, path: str, specs: Specs, problems: Problems
 ) -> Placement:
-    """The tensor's place in its parameter, of the shape `whole`; wrong dtypes and shapes are
-    reported."""
+    """The tensor's place in its parameter; wrong dtypes and shapes are reported."""
+    whole, num_outputs = specs[path].shape, len(specs[rule.scale].shape) if rule.scale else 0
     shape = whole if rule.shape is None else rule.shape
     file_axes = rule.file_axes or [(axis,) for axis in range(len(shape))]
     wanted = tuple(math.prod(shape[axis] for axis in axes) for axes in file_axes)
-    if tensor.dtype not in SUPPORTED_DTYPES:
-        problem = f"{tensor.name} is {tensor.dtype}, supported are {', '.join(SUPPORTED_DTYPES)}"
+    is_kept = rule.scale is None and specs[path].dtype == FP8
+    dtypes = [FP8_NAME] if is_kept else list(SUPPORTED_DTYPES)
+    is_shaped = math.prod(tensor.shape) == 1 if rule.fills else tensor.shape == wanted
+    if tensor.dtype not in dtypes:
+        problem = f"{tensor.name} is {tensor.dtype}, supported are {', '.join(dtypes)}"
         problems["wrong dtypes"].append(problem)
-    elif tensor.shape != wanted:
-        problem = f"{tensor.name} {list(tensor.shape)} should be {list(wanted)}"
+    elif not is_shaped:
+        wanted = [] if rule.fills else list(wanted)
+        problem = f"{tensor.name} {list(tensor.shape)} should be {wanted}"
         problems["wrong shapes"].append(f"{problem} for {path} {list(whole)}")
-    return Placement(tensor, rule, path, shape, tuple(axis for axes in file_axes for axis in axes))
+    order = tuple(axis for axes in file_axes for axis in axes)
+    return Placement(tensor, rule, path, shape, order, num_outputs)
 
 
 def _read_arrays(placements: Iterable[Placement], shares: Sequence[Share]) -> None:
@@ -442,20 +484,49 @@ def _read_arrays(placements: Iterable[Placement], shares: Sequence[Share]) -> No
 def _write_parts(
     placement: Placement, slab: np.ndarray, start: np.ndarray, shares: Sequence[Share]
 ) -> None:
-    written = [share.write(placement, slab, start) for share in shares]
+    rule, order, scale = placement.rule, placement.order, None
+    if rule.scale is not None:
+        scale = _scale_of(placement, slab, start, shares)
+        outputs = tuple(range(scale.ndim))
+        for share in shares:
+            share.write(rule.scale, scale, start[: scale.ndim], outputs)
+    place = slab, start, order, rule.add, scale
+    written = [share.write(placement.path, *place) for share in shares]
     # Before the next slab: running ahead of the devices would gather slabs on the host.
     jax.block_until_ready(written)
 
 
+def _scale_of(
+    placement: Placement, slab: np.ndarray, start: np.ndarray, shares: Sequence[Share]
+) -> np.ndarray:
+    """The scale of each output of a slab, of which each device may have a part of the inputs."""
+    order, count = placement.order, placement.num_outputs
+    largest = np.zeros([slab.shape[order.index(axis)] for axis in range(count)], np.float32)
+    found = [
+        (tuple(cut[:count]), _largest(slab[tuple(cut[axis] for axis in order)], order, count))
+        for share in shares
+        for _, cut in share.cuts(placement.path, slab, start, order)
+    ]
+    for place, own in found:
+        largest[place] = np.maximum(largest[place], own)
+    return np.maximum(largest, np.float32(_SMALLEST)) / np.float32(FP8_MAX)
+
+
+@partial(jax.jit, static_argnames=("order", "count"))
+def _largest(slab: jax.Array, order: tuple[int, ...], count: int) -> jax.Array:
+    """The largest absolute value of each output."""
+    inputs = tuple(place for place, axis in enumerate(order) if axis >= count)
+    found = jnp.max(jnp.abs(slab), axis=inputs).astype(jnp.float32)
+    outputs = [axis for axis in order if axis < count]
+    return jnp.transpose(found, tuple(map(outputs.index, range(count))))
+
+
 def _read_slab(placement: Placement, rows: slice) -> np.ndarray:
     """These rows of a tensor, its axes split as in the parameter but in the order of the file."""
+    if placement.rule.fills:
+        return np.full(placement.shape, read_rows(placement.tensor, rows).reshape(()))
     shape = [placement.shape[axis] for axis in placement.order[1:]]
-    return _read_rows(placement.tensor, rows).reshape(-1, *shape)
-
-
-def _read_rows(tensor: TensorInfo, rows: slice) -> np.ndarray:
-    with open_tensors(tensor.file) as opened:  # closing it gives back the pages just read
-        return opened.get_slice(tensor.name)[rows]
+    return read_rows(placement.tensor, rows).reshape(-1, *shape)
 
 
 def _slabs(placement: Placement) -> Iterator[tuple[np.ndarray, slice]]:
@@ -465,9 +536,14 @@ def _slabs(placement: Placement) -> Iterator[tuple[np.ndarray, slice]]:
         The slab's start in the parameter (int32, one entry an axis), and its rows in the file.
     """
     tensor, slowest, size = placement.tensor, placement.order[0], math.prod(placement.shape)
+    if placement.is_whole:
+        start = np.zeros(len(placement.shape), np.int32)
+        start[placement.rule.axis] = placement.rule.start
+        yield start, slice(None)
+        return
     row_size, file_row_size = size // placement.shape[slowest], size // tensor.shape[0]
     unit = math.lcm(row_size, file_row_size)  # where a row of the piece and one of the file end
-    step = max(1, SLAB_BYTES // (unit * SUPPORTED_DTYPES[tensor.dtype].itemsize)) * unit
+    step = max(1, SLAB_BYTES // (unit * FILE_DTYPES[tensor.dtype].itemsize)) * unit
     for first in range(0, size, step):
         start = np.zeros(len(placement.shape), np.int32)
         start[placement.rule.axis] = placement.rule.start
@@ -477,9 +553,17 @@ def _slabs(placement: Placement) -> Iterator[tuple[np.ndarray, slice]]:
 
 @partial(jax.jit, static_argnames=("order", "add"), donate_argnames="param")
 def _write_slab(
-    param: jax.Array, slab: jax.Array, start: jax.Array, order: tuple[int, ...], add: float
+    param: jax.Array,
+    slab: jax.Array,
+    start: jax.Array,
+    scale: jax.Array | None,
+    order: tuple[int, ...],
+    add: float,
 ) -> jax.Array:
-    slab = jnp.transpose(slab, tuple(map(order.index, range(len(order))))).astype(param.dtype)
+    slab = jnp.transpose(slab, tuple(map(order.index, range(len(order)))))
+    if scale is not None:
+        slab = to_fp8(slab, jnp.expand_dims(scale, tuple(range(scale.ndim, slab.ndim))))
+    slab = slab.astype(param.dtype)
     slab = slab + jnp.asarray(add, param.dtype) if add else slab
     return jax.lax.dynamic_update_slice(param, slab, list(start))
 
@@ -496,6 +580,8 @@ def _dummy_array(
     The values depend on the seed, the parameter's path and the place in the `whole` parameter
     alone: the model is the same however many devices share it.
     """
+    if path.endswith(("weight_scale", "input_scale")):
+        return jnp.full(spec.shape, _DUMMY_SCALE, spec.dtype)
     if len(spec.shape) == 1 and not path.endswith("bias"):  # other vectors are norms' scales
         return jnp.ones(spec.shape, spec.dtype)
     path_id = np.uint32(zlib.crc32(path.encode()))
@@ -538,7 +624,8 @@ def _random(
     bits = _hash(_hash(index) ^ key)
     byte_sum = sum((bits >> np.uint32(shift)) & np.uint32(255) for shift in (0, 8, 16, 24))
     centred = jnp.asarray(byte_sum, jnp.float32) - np.float32(4 * 255 / 2)
-    return (centred * np.float32(_DUMMY_STD / math.sqrt(4 * (256**2 - 1) / 12))).astype(dtype)
+    std = _DUMMY_STD / _DUMMY_SCALE if dtype == FP8 else _DUMMY_STD
+    return (centred * np.float32(std / math.sqrt(4 * (256**2 - 1) / 12))).astype(dtype)
 
 
 def _hash(x: jax.Array) -> jax.Array:

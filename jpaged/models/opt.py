@@ -54,12 +54,11 @@ def describe(fields: Fields) -> ModelConfig:
 
 def weight_rules(config: ModelConfig) -> WeightRules:
     """Linear weights lie as [out, in] in the checkpoint; q, k, v apart."""
-    has = config.projections
-    ends = [name for name in ("project_in", "project_out") if name in has]
+    ends = [(name, it) for name in ("project_in", "project_out") if (it := config.projection(name))]
     rules = [
         WeightRule("decoder.embed_tokens.weight", "embed.weight"),
         WeightRule("decoder.embed_positions.weight", "position_embedding.weight"),
-        *(rule for name in ends for rule in linear_rules(has[name], [f"decoder.{name}"], name)),
+        *(rule for name, it in ends for rule in linear_rules(it, [f"decoder.{name}"], name)),
         *layer_rules(config, "decoder.layers", _NAMES),
         *norm_rules(config, "decoder.final_layer_norm", "final_norm"),
         head_rule(config),

@@ -1,11 +1,16 @@
 """Which family describes and loads which `model_type`: a new one is a file and a line here."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from jpaged.models import gemma3, gpt2, llama, opt, qwen
-from jpaged.models.checkpoint import WeightRules
-from jpaged.models.config import Fields, ModelConfig
+from jpaged.models.checkpoint import WeightRule, WeightRules
+from jpaged.models.config import FP8_DTYPE, Fields, ModelConfig
+from jpaged.models.quantization import read_quantization
+
+_KV_SCALES = r"layers\.\d+\.self_attn\.(?:[kv]_proj\.)?(?:[kv]|kv)_scale"
+"""Scales for keys and values in FP8, in checkpoints of which the cache is wider."""
 
 
 class Family(NamedTuple):
@@ -28,10 +33,14 @@ _FAMILIES = {
 SUPPORTED_MODEL_TYPES = tuple(_FAMILIES)
 
 
-def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
+def read_model_config(config: Mapping[str, Any], quantization: str | None = None) -> ModelConfig:
     """What the content of a `config.json`, of transformers 4 or 5, describes.
 
     Fields left out take transformers' defaults, except sizes, which must be there.
+
+    Args:
+        config: the content.
+        quantization: as of `jpaged.models.quantization.read_quantization`.
 
     Raises:
         ValueError: a missing or malformed field, or one whose value changes the computation in a
@@ -40,10 +49,32 @@ def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
     fields = Fields(config)
     model_type = fields.choice("model_type", None, SUPPORTED_MODEL_TYPES)
     model = _FAMILIES[model_type].describe(fields)
+    kept = fields.optional_nested("quantization_config")
     fields.check_unread()
-    return model
+    modules = _modules(model) if kept is not None else {}
+    return replace(model, quantization=read_quantization(kept, quantization, modules))
+
+
+def _modules(model: ModelConfig) -> dict[str, str]:
+    """The paths of projections' parts by their names in checkpoints."""
+    found = {}
+    for rule in weight_rules(model).rules:
+        path, _, last = (rule.target or "").rpartition(".")
+        if last == "weight" and model.projection(path) is not None:
+            found[rule.source.removesuffix(".weight")] = path
+    return found
 
 
 def weight_rules(config: ModelConfig) -> WeightRules:
     """Where the tensors of the model's checkpoints go."""
-    return _FAMILIES[config.model_type].weight_rules(config)
+    rules = _FAMILIES[config.model_type].weight_rules(config)
+    if config.quantization is None or not config.quantization.has_kv_scales:
+        return rules
+    if config.kv_cache_dtype != FP8_DTYPE:
+        return replace(rules, unneeded="|".join(filter(None, (rules.unneeded, _KV_SCALES))))
+    scales = [
+        WeightRule(f"layers.{i}.self_attn.{name}", f"layers.{i}.attention.{name}", fills=True)
+        for i in range(config.num_layers)
+        for name in ("k_scale", "v_scale")
+    ]
+    return replace(rules, rules=[*rules.rules, *scales])

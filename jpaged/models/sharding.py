@@ -42,6 +42,11 @@ def all_reduce(x: jax.Array) -> jax.Array:
     return lax.psum(x, AXIS)
 
 
+def all_max(x: jax.Array) -> jax.Array:
+    """The largest of the devices' arrays in each place, on each of them."""
+    return lax.pmax(x, AXIS)
+
+
 def all_gather(x: jax.Array, axis: int) -> jax.Array:
     """The devices' arrays side by side along an axis."""
     return lax.all_gather(x, AXIS, axis=axis, tiled=True)

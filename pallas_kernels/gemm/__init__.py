@@ -1,13 +1,22 @@
-"""GEMMs of a step's rows by a weight: split along the depth, or gated, with the activation."""
+"""GEMMs of a step's rows by a weight: split along the depth, gated, with the activation, or of
+numbers in FP8.
+"""
+
+from collections.abc import Callable, Sequence
 
 import jax
-from jaxtyping import Array, Float
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32
 
 from pallas_kernels import checks
-from pallas_kernels.gemm import hopper, triton, tuning, xla
+from pallas_kernels.gemm import fp8, hopper, triton, tuning, xla
 from pallas_kernels.gemm.xla import sum_partials as sum_partials
 from pallas_kernels.tuning import device_kind, num_cores
-from pallas_kernels.types import Backend
+from pallas_kernels.types import FP8, FP8_GROUP, FP8_MAX, Backend
+
+_SMALLEST = 1e-30
+"""Rows of no larger number are as good as zeros; its scale is a normal float32."""
 
 
 def split_k_gemm(
@@ -74,6 +83,96 @@ def gated_silu(gate_up: Float[Array, "T 2 F"], *, backend: Backend) -> Float[Arr
     return triton.gated_silu(gate_up, config=config, interpret=backend is Backend.INTERPRET)
 
 
+def to_fp8(x: Float[Array, "..."], scale: Float32[Array, "..."]) -> Float[Array, "..."]:
+    """x / scale, rounded to the nearest number of e4m3; what is beyond the largest becomes that.
+
+    Args:
+        x: of any shape.
+        scale: positive; as many axes as x, or none.
+    """
+    return fp8.to_fp8(x, scale)
+
+
+def quantize_rows(
+    x: Float[Array, "T C"],
+    *,
+    grouped: bool = False,
+    across: Callable[[jax.Array], jax.Array] = lambda largest: largest,
+) -> tuple[Float[Array, "T C"], Float32[Array, "T groups"]]:
+    """Rows in e4m3 and their scales, by which the largest number of each becomes the largest there.
+
+    Args:
+        x: the rows.
+        grouped: a scale for each `FP8_GROUP` numbers of a row, the last ones perhaps fewer; else
+            one for each row.
+        across: of the largest absolute values [T, groups] of what this device has of the rows,
+            those of the whole rows.
+    """
+    grouped_rows = fp8.groups(x) if grouped else x[:, None]
+    largest = jnp.max(jnp.abs(grouped_rows), axis=2).astype(jnp.float32)
+    scale = jnp.maximum(across(largest), jnp.float32(_SMALLEST)) / jnp.float32(FP8_MAX)
+    values = to_fp8(grouped_rows, scale[..., None])
+    return values.reshape(x.shape[0], -1)[:, : x.shape[1]], scale
+
+
+def scaled_gemm(
+    x: Float[Array, "T C"],
+    weight: Float[Array, "D C"],
+    x_scale: Float32[Array, "T"],
+    weight_scale: Float32[Array, "D"],
+    *,
+    dtype: DTypeLike,
+    backend: Backend,
+) -> Float[Array, "T D"]:
+    """x @ weight.T of numbers in FP8, times the scale of the row and that of the column.
+
+    Args:
+        x, weight: in e4m3; the weight lies as GPUs multiply it, and as checkpoints have it.
+        x_scale, weight_scale: of each row of x, and of the weight.
+        dtype: of the result, rounded once.
+        backend: on a GPU that has no such product, both are widened first.
+
+    Raises:
+        ValueError: shapes that do not fit.
+        TypeError: other dtypes.
+    """
+    check_scaled(x, weight, x_scale, weight_scale)
+    backend = Backend(backend)
+    return fp8.scaled_gemm(x, weight, x_scale, weight_scale, dtype=dtype, backend=backend)
+
+
+def block_scaled_gemm(
+    x: Float[Array, "T C"],
+    weight: Float[Array, "D C"],
+    x_scale: Float32[Array, "T groups"],
+    weight_scale: Float32[Array, "blocks groups"],
+    rows_of_parts: Sequence[int],
+    *,
+    dtype: DTypeLike,
+    backend: Backend,
+) -> Float[Array, "T D"]:
+    """x @ weight.T of numbers in FP8 with a scale for each `FP8_GROUP` numbers of a row of x, and
+    for each block of `FP8_GROUP` rows and columns of the weight (DeepSeek-AI 2024,
+    arXiv:2412.19437, 3.3.2).
+
+    Args:
+        x, weight: in e4m3.
+        x_scale, weight_scale: of the groups and blocks; the last ones may be smaller.
+        rows_of_parts: rows of each weight of which this one is made; blocks begin anew in each.
+        dtype: of the result.
+        backend: which implementation runs.
+
+    Raises:
+        ValueError: shapes that do not fit.
+        TypeError: other dtypes.
+    """
+    check_block_scaled(x, weight, x_scale, weight_scale, rows_of_parts)
+    backend, rows = Backend(backend), tuple(rows_of_parts)
+    return fp8.block_scaled_gemm(
+        x, weight, x_scale, weight_scale, rows, dtype=dtype, backend=backend
+    )
+
+
 def _gemm(x: jax.Array, weight: jax.Array, backend: Backend) -> tuning.Gemm:
     """By a weight [D, F], or by a gated one [D, 2, F]."""
     return tuning.Gemm(
@@ -85,6 +184,28 @@ def _gemm(x: jax.Array, weight: jax.Array, backend: Backend) -> tuning.Gemm:
         num_cores=num_cores(backend),
         device_kind=device_kind(backend),
     )
+
+
+def check_scaled(x, weight, x_scale, weight_scale):
+    """Two matrices in e4m3, the second one transposed, and a scale for each of their rows."""
+    sizes = checks.check_array("x", x, "[T, C]", FP8)
+    sizes = checks.check_array("weight", weight, "[D, C]", FP8, **sizes)
+    checks.check_array("x_scale", x_scale, "[T]", jnp.float32, **sizes)
+    checks.check_array("weight_scale", weight_scale, "[D]", jnp.float32, **sizes)
+
+
+def check_block_scaled(x, weight, x_scale, weight_scale, rows_of_parts):
+    """The same with a scale for each group and block."""
+    sizes = checks.check_array("x", x, "[T, C]", FP8)
+    sizes = checks.check_array("weight", weight, "[D, C]", FP8, **sizes)
+    if sum(rows_of_parts) != sizes["D"]:
+        raise ValueError(
+            f"rows_of_parts={tuple(rows_of_parts)} must add up to the weight's {sizes['D']} rows"
+        )
+    sizes["blocks"] = sum(-(-rows // FP8_GROUP) for rows in rows_of_parts)
+    sizes["groups"] = -(-sizes["C"] // FP8_GROUP)
+    checks.check_array("x_scale", x_scale, "[T, groups]", jnp.float32, **sizes)
+    checks.check_array("weight_scale", weight_scale, "[blocks, groups]", jnp.float32, **sizes)
 
 
 def check_gemm(x, weight):

@@ -8,23 +8,15 @@ float8_e4m3fn to float16 and back. Keep pools on a CPU in float32 or float16.
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.gemm.fp8 import to_fp8
 from pallas_kernels.gemm.xla import sum_partials
 from pallas_kernels.norm import rms_norm
 from pallas_kernels.types import LayerKV
 
-_MOST = float(jnp.finfo(jnp.float8_e4m3fn).max)
-
 
 def stored(x, dtype, scale):
-    """Keys or values as a pool of `dtype` has them, which is scaled if there is a `scale`.
-
-    By comparison, not by minimum and maximum: what these make of NaN depends on the back end.
-    """
-    if scale is None:
-        return x.astype(dtype)
-    quotient = x.astype(jnp.float32) / scale
-    quotient = jnp.where(quotient > jnp.float32(_MOST), jnp.float32(_MOST), quotient)
-    return jnp.where(quotient < jnp.float32(-_MOST), jnp.float32(-_MOST), quotient).astype(dtype)
+    """Keys or values as a pool of `dtype` has them, which is scaled if there is a `scale`."""
+    return x.astype(dtype) if scale is None else to_fp8(x, scale)
 
 
 def write_kv(kv, k, v, slot_mapping, scales=None):

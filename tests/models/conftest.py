@@ -6,6 +6,7 @@ from importlib.util import find_spec
 _NEED_TORCH = (
     "test_config.py",
     "test_contiguous_parity.py",
+    "test_fp8.py",
     "test_float8_kv.py",
     "test_gemma3.py",
     "test_linear.py",

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -83,8 +83,7 @@ def attend(module, rows, angles, backend, scales):
     num_tokens, size = qkv.shape[1], qkv.shape[3]
     empty = [np.zeros((1, num_tokens, num_kv_heads, size))] * 2
     slots, table = np.arange(num_tokens), np.zeros((1, 1), np.int32)
-    norms: Any = module.head_norms()
-    dtype: Any = np.float32
+    norms, dtype = module.head_norms(), cast(Any, np.float32)
     q, pool = reference.rope_write_kv(qkv, empty, slots, angles, norms, dtype=dtype)
     out = reference.paged_prefill_attention(
         q,
@@ -125,8 +124,8 @@ def test_scales_decide_what_saturates():
     as those of the reference are; and keys have another one than values."""
     case, small = "llama3-biases", 2.0**-12
     wide = logits_of(ours(case), jnp.float32)
-    for scales, exchanged in (((small, 1.0), (1.0, small)), ((1.0, small), (small, 1.0))):
+    for scales in ((small, 1.0), (1.0, small)):
         got = logits_of(narrow(case, scales))
         assert distance(got, wide) > ROUNDED
         assert distance(got, slow_logits(ours(case), scales)) <= BOUND
-        assert distance(got, slow_logits(ours(case), exchanged)) > 10 * BOUND
+        assert distance(got, slow_logits(ours(case), (scales[1], scales[0]))) > 10 * BOUND

@@ -16,11 +16,12 @@ from hf_models import build, config_of, reference
 import jpaged
 from jpaged.models.checkpoint import WeightRule
 from jpaged.models.config import Projection
-from jpaged.models.linear import FORMATS, Plain, pieces, zeros
+from jpaged.models.formats import Plain, pieces, sizes, zeros
+from jpaged.models.linear import FORMATS
 from jpaged.runtime.fused_layers import weights_between
 
-OWNERS = {"models/linear.py", "models/norm.py"}
-"""Projections and tables; norms, whose weights are their own."""
+OWNERS = {"models/formats.py", "models/fp8.py", "models/linear.py", "models/norm.py"}
+"""The formats of projections; tables; norms, whose weights are their own."""
 
 
 def test_nothing_else_reads_a_weight():
@@ -52,15 +53,18 @@ class Turned(Plain):
             for source, start, size in placed
         ]
 
-    def product(self, linear: Any, x):
+    def layout(self, projection):
+        return {"turned": (0, sizes(projection))}
+
+    def product(self, linear: Any, x, backend):
         rows = x @ linear.turned[...].T * linear.sign[...]
         return rows.reshape(len(x), *linear.projection.outputs)
 
     def partials(self, linear, x, backend):
-        return self.product(linear, x).reshape(1, len(x), -1)
+        return self.product(linear, x, backend).reshape(1, len(x), -1)
 
     def gated_silu(self, linear, x, backend):
-        gate_up = self.product(linear, x)
+        gate_up = self.product(linear, x, backend)
         return nnx.silu(gate_up[:, 0]) * gate_up[:, 1]
 
     def array(self, linear):

@@ -41,19 +41,24 @@ def evaluate(params: Params, config: Config, examples: int) -> dict[str, dict[st
     """
     report = {}
     for task in TASKS:
-        questions = sample_examples(SEED, examples, task=task)
-        forms = {
-            "raw": [raw_document(q) for q in questions],
-            "chat": [chat_document([q]) for q in questions],
-        }
-        if task != "count_long":
-            forms["turn"] = [_late_turn(q, i) for i, q in enumerate(questions[: examples // 4])]
         report[task] = {
             form: float(np.mean(exact(params, config, documents)))
-            for form, documents in forms.items()
+            for form, documents in documents_of(task, examples).items()
         }
         print(task, report[task], flush=True)
     return report
+
+
+def documents_of(task: str, examples: int) -> dict[str, list[Document]]:
+    """A task's held-out questions with their answers, by form."""
+    questions = sample_examples(SEED, examples, task=task)
+    forms = {
+        "raw": [raw_document(q) for q in questions],
+        "chat": [chat_document([q]) for q in questions],
+    }
+    if task != "count_long":
+        forms["turn"] = [_late_turn(q, i) for i, q in enumerate(questions[: examples // 4])]
+    return forms
 
 
 def exact(params: Params, config: Config, documents: list[Document]) -> list[bool]:

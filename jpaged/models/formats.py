@@ -1,0 +1,155 @@
+"""How a projection's weight is kept, loaded and multiplied: its format.
+
+A format is an object with the methods of `Format`; `Projection.format` has its name. This is what
+all have in common, and `Plain`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jpaged.models.checkpoint import WeightRule
+from jpaged.models.config import Projection
+from pallas_kernels import Backend, gated_gemm, split_k_gemm
+
+Layout = dict[str, tuple[int, tuple[int, ...]]]
+"""Of parameters, by name: the axis along which a projection's parts lie, and their sizes there."""
+
+
+class Format(Protocol):
+    """How weights of one kind are kept. `linear` is the `Linear` whose attributes they are."""
+
+    def parameters(self, projection: Projection, dtype: DTypeLike) -> dict[str, nnx.Param]:
+        """What the format keeps of a projection, by the names of the module's attributes."""
+        ...
+
+    def layout(self, projection: Projection) -> Layout:
+        """Where the parts lie in the parameters that have them side by side."""
+        ...
+
+    def rules(
+        self, projection: Projection, sources: Sequence[str], target: str, *, transposed: bool
+    ) -> list[WeightRule]:
+        """How its parameters come from a checkpoint; see `jpaged.models.linear.linear_rules`."""
+        ...
+
+    def partials(
+        self, linear: Any, x: Float[Array, "T size_in"], backend: Backend
+    ) -> Float[Array, "parts T size_out"]:
+        """Rows by the weight, in split-K partials whose sum is the product."""
+        ...
+
+    def product(
+        self, linear: Any, x: Float[Array, "T size_in"], backend: Backend
+    ) -> Float[Array, "T *outputs"]:
+        """Rows by the weight."""
+        ...
+
+    def gated_silu(
+        self, linear: Any, x: Float[Array, "T size_in"], backend: Backend
+    ) -> Float[Array, "T F"]:
+        """silu(gate) * up of a projection to the two, without bias."""
+        ...
+
+    def array(self, linear: Any) -> Float[Array, "..."] | None:
+        """The weight [*inputs, *outputs]; None in formats that keep no such array."""
+        ...
+
+
+@dataclass(frozen=True)
+class Plain:
+    """The format of weights that are kept as they are: float32, float16 or bfloat16.
+
+    One parameter, `weight`, of the shape [*inputs, *outputs].
+    """
+
+    def parameters(self, projection: Projection, dtype: DTypeLike) -> dict[str, nnx.Param]:
+        """See `Format`."""
+        return {"weight": zeros(dtype, *projection.inputs, *projection.outputs)}
+
+    def layout(self, projection: Projection) -> Layout:
+        """See `Format`."""
+        return {"weight": (len(projection.inputs), sizes(projection))}
+
+    def rules(
+        self, projection: Projection, sources: Sequence[str], target: str, *, transposed: bool
+    ) -> list[WeightRule]:
+        """See `Format`."""
+        before = len(projection.inputs)
+        inputs = tuple(range(before))
+        outputs = tuple(range(before, before + len(projection.outputs)))
+        file_axes = (outputs, inputs) if transposed else (inputs, outputs)
+        return [
+            WeightRule(
+                source + ".weight",
+                target + ".weight",
+                (*projection.inputs, size, *projection.width),
+                file_axes,
+                before,
+                start,
+            )
+            for source, start, size in pieces(projection, sources)
+        ]
+
+    def partials(
+        self, linear: Any, x: Float[Array, "T size_in"], backend: Backend
+    ) -> Float[Array, "parts T size_out"]:
+        """See `Format`."""
+        weight = linear.weight[...]
+        return split_k_gemm(x, weight.reshape(x.shape[1], -1), backend=backend)
+
+    def product(
+        self, linear: Any, x: Float[Array, "T size_in"], backend: Backend
+    ) -> Float[Array, "T *outputs"]:
+        """See `Format`; by XLA."""
+        outputs = "odf"[: len(linear.projection.outputs)]
+        return einsum(f"ti,i{outputs}->t{outputs}", x, linear.weight[...])
+
+    def gated_silu(
+        self, linear: Any, x: Float[Array, "T size_in"], backend: Backend
+    ) -> Float[Array, "T F"]:
+        """See `Format`."""
+        return gated_gemm(x, linear.weight[...], backend=backend)
+
+    def array(self, linear: Any) -> Float[Array, "..."] | None:
+        """See `Format`."""
+        return linear.weight[...]
+
+
+def zeros(dtype: DTypeLike, *shape: int) -> nnx.Param:
+    """A parameter to be filled by the loader; costs nothing under `nnx.eval_shape`."""
+    return nnx.Param(jnp.zeros(shape, dtype))
+
+
+def sizes(projection: Projection) -> tuple[int, ...]:
+    """The parts' sizes along the first output axis."""
+    return tuple(size for _, size in projection.parts)
+
+
+def pieces(projection: Projection, sources: Sequence[str]) -> list[tuple[str, int, int]]:
+    """Where the tensors of a projection lie in it: source, start and size along the parts' axis."""
+    own = sizes(projection)
+    own = own if len(sources) == len(own) else (sum(own),)
+    starts = [sum(own[:index]) for index in range(len(own))]
+    return list(zip(sources, starts, own, strict=True))
+
+
+def einsum(
+    subscripts: str,
+    x: Float[Array, "..."],
+    weight: Float[Array, "..."],
+    out: DTypeLike | None = None,
+) -> Float[Array, "..."]:
+    """An einsum of activations and weights of one dtype, accumulated in float32.
+
+    float32 models keep full precision where a GPU would round the factors to TF32.
+    """
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    out = x.dtype if out is None else out
+    return jnp.einsum(subscripts, x, weight, precision=precision, preferred_element_type=out)

@@ -1,0 +1,231 @@
+"""What a config.json says of a checkpoint's FP8: `quantization_config`.
+
+Read are the layouts in which such checkpoints are published: compressed-tensors', the one of
+transformers' own FP8 (in blocks, or AutoFP8's), and NVIDIA ModelOpt's. Every field that is not
+understood is refused by name.
+"""
+
+import fnmatch
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jpaged.models.config import Fields, Quantization, refuse
+from pallas_kernels import FP8_GROUP
+
+METHODS = ("compressed-tensors", "fp8", "modelopt")
+"""Values of `quant_method`; `hf_quant_config.json` has ModelOpt's without it."""
+
+_PREFIXES = ("", "model.", "transformer.", "model.decoder.", "decoder.")
+_PREFIXES += ("language_model.model.", "model.language_model.", "language_model.")
+"""What may stand before a module's name in weight rules, in the names of ignored modules."""
+
+_UNREAD = {
+    "compressed-tensors": {"global_compression_ratio", "version", "quantization_status"},
+    "fp8": {"expert_dtype"},
+    "modelopt": {"producer", "config_groups", "version"},
+}
+"""Fields that change nothing, or say again what others say."""
+
+
+class _Layout(NamedTuple):
+    format: str
+    is_ignored: Callable[[str], bool]
+    has_kv_scales: bool
+
+
+def read_quantization(
+    fields: Fields | None, asked: str | None, modules: Mapping[str, str]
+) -> Quantization | None:
+    """In which format the projections are.
+
+    Args:
+        fields: of the config's `quantization_config`, if it has one.
+        asked: one of `METHODS`; None for what the config says. "fp8" also for weights that are not
+            in FP8 yet.
+        modules: paths of the projections' parts by their names in weight rules.
+
+    Raises:
+        ValueError: a field is not understood, or something else is asked for than the config has.
+    """
+    if fields is None:
+        if asked in (None, "fp8"):
+            return None if asked is None else Quantization("fp8", "fp8")
+        raise ValueError(
+            f"quantization={asked!r}, but config.json has no quantization_config: leave it unset, "
+            "or give 'fp8' to bring the weights to FP8 as they are loaded"
+        )
+    method = fields.choice("quant_method", None, METHODS)
+    if asked not in (None, method):
+        raise ValueError(
+            f"quantization={asked!r}, but the checkpoint's weights are in FP8 already, as "
+            f"{method!r} has them: leave quantization unset"
+        )
+    layout = _READERS[method](fields)
+    fields.ignore(_UNREAD[method])
+    fields.refuse_unread()
+    return Quantization(method, layout.format, _plain(layout, modules), layout.has_kv_scales)
+
+
+def _plain(layout: _Layout, modules: Mapping[str, str]) -> tuple[str, ...]:
+    """The paths of projections that are not in FP8; parts that are fused agree."""
+    parts: dict[str, dict[str, bool]] = {}
+    for name, path in modules.items():
+        ignored = any(layout.is_ignored(prefix + name) for prefix in _PREFIXES)
+        parts.setdefault(path, {})[name] = ignored
+    for own in parts.values():
+        if len(set(own.values())) > 1:
+            some = " and ".join(name for name, ignored in own.items() if ignored)
+            raise ValueError(
+                f"model config: quantization_config leaves {some} as they are, but not all of "
+                f"{', '.join(own)}, which are computed together: a checkpoint must treat them alike"
+            )
+    return tuple(sorted(path for path, own in parts.items() if all(own.values())))
+
+
+def _compressed_tensors(fields: Fields) -> _Layout:
+    formats = ("float-quantized", "naive-quantized")
+    fields.choice("format", formats[0], formats)
+    for name in ("sparsity_config", "transform_config"):
+        if (value := fields.get(name)) not in (None, {}):
+            raise refuse(fields.prefix + name, value, "{}")
+    groups = fields.nested("config_groups")
+    if len(groups.values) != 1:
+        raise refuse(fields.prefix + "config_groups", groups.values, "a single group")
+    group = groups.nested(*groups.values)
+    group.choice("format", formats[0], (None, *formats))
+    targets, ignored = _names(group, "targets"), _names(fields, "ignore")
+    if (value := group.get("output_activations")) is not None:
+        raise refuse(f"{group.prefix}output_activations", value, "null")
+    weights, rows = (_numbers(group, each) for each in ("weights", "input_activations"))
+    group.refuse_unread()
+    found = _FORMATS.get((weights, rows))
+    if found is None:
+        wanted = " or ".join(f"{w[0]} with {r[0]}" for w, r in _FORMATS)
+        asked = f"{weights} with {rows}"
+        raise refuse(f"{group.prefix}weights.strategy", asked, f"weights a {wanted}")
+
+    def is_ignored(module: str) -> bool:
+        return _matches(module, ignored) or not _matches(module, targets)
+
+    return _Layout(found, is_ignored, _has_kv_scales(fields))
+
+
+class _Scheme(NamedTuple):
+    """What has a scale together, and whether it is taken of each row as it comes."""
+
+    strategy: str
+    is_dynamic: bool
+
+
+_FORMATS = {
+    (_Scheme("channel", False), _Scheme("token", True)): "fp8_channel",
+    (_Scheme("channel", False), _Scheme("tensor", False)): "fp8_channel_static",
+    (_Scheme("tensor", False), _Scheme("token", True)): "fp8_tensor",
+    (_Scheme("tensor", False), _Scheme("tensor", False)): "fp8_tensor_static",
+    (_Scheme("block", False), _Scheme("group", True)): "fp8_block",
+}
+
+
+def _numbers(group: Fields, name: str) -> _Scheme:
+    """How compressed-tensors describes numbers, which must be in FP8."""
+    if group.get(name) is None:
+        raise refuse(group.prefix + name, None, "an object (weights alone in FP8 are not)")
+    own = group.nested(name)
+    strategy, is_dynamic = own.get("strategy"), own.get("dynamic", False)
+    wanted: dict[str, Sequence[Any]] = {
+        "num_bits": (8,),
+        "type": ("float",),
+        "symmetric": (True,),
+        "dynamic": (True, False),
+        "strategy": ("channel", "tensor", "token", "block", "group"),
+        "block_structure": ([FP8_GROUP] * 2,) if strategy == "block" else (None,),
+        "group_size": (FP8_GROUP,) if strategy == "group" else (None,),
+        "actorder": (None,),
+        "scale_dtype": (None,),
+        "zp_dtype": (None, "torch.float8_e4m3fn"),
+    }
+    for key, choices in wanted.items():
+        if (value := own.get(key, choices[0])) not in choices:
+            raise refuse(own.prefix + key, value, " or ".join(map(str, choices)))
+    own.ignore({"observer", "observer_kwargs"})  # of how scales were found
+    own.refuse_unread()
+    return _Scheme(str(strategy), is_dynamic is True)
+
+
+def _matches(module: str, patterns: Sequence[str]) -> bool:
+    """As compressed-tensors has it: a name, an expression after "re:", or the class of all."""
+    for pattern in patterns:
+        if pattern.startswith("re:"):
+            if _expression(pattern.removeprefix("re:"), "ignore").match(module):
+                return True
+        elif pattern in (module, "Linear"):
+            return True
+    return False
+
+
+def _fp8(fields: Fields) -> _Layout:
+    """Of transformers, and AutoFP8 before it."""
+    fields.choice("fmt", "e4m3", (None, "e4m3"))
+    fields.choice("scale_fmt", "float", (None, "float"))
+    if (value := fields.get("modules_to_convert")) not in (None, []):
+        raise refuse(f"{fields.prefix}modules_to_convert", value, "null")
+    fields.flag("dequantize", False)
+    is_static = fields.choice("activation_scheme", "dynamic", ("dynamic", "static")) == "static"
+    block = fields.get("weight_block_size")
+    if block is not None and (block != [FP8_GROUP] * 2 or is_static):
+        wanted = f"[{FP8_GROUP}, {FP8_GROUP}] with activation_scheme='dynamic', or null"
+        raise refuse(f"{fields.prefix}weight_block_size", block, wanted)
+    ignored = [*_names(fields, "modules_to_not_convert"), *_names(fields, "ignored_layers")]
+    name = "modules_to_not_convert"
+    starts = [_expression(rf"(?:{each})(?:(?<=\.)|(?=\.|$))", name) for each in ignored]
+
+    def is_ignored(module: str) -> bool:
+        ends = any(module.endswith(each) for each in ignored)
+        return ends or any(start.match(module) for start in starts)
+
+    of_tensors = "fp8_tensor_static" if is_static else "fp8_tensor"
+    return _Layout(of_tensors if block is None else "fp8_block", is_ignored, _has_kv_scales(fields))
+
+
+def _modelopt(fields: Fields) -> _Layout:
+    fields.choice("quant_algo", "FP8", ("FP8",))
+    has_kv_scales = fields.choice("kv_cache_quant_algo", None, (None, "FP8")) is not None
+    ignored = [*_names(fields, "exclude_modules"), *_names(fields, "ignore")]
+
+    def is_ignored(module: str) -> bool:
+        return any(fnmatch.fnmatchcase(module, each) for each in ignored)
+
+    return _Layout("fp8_tensor_static", is_ignored, _has_kv_scales(fields) or has_kv_scales)
+
+
+_READERS = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "modelopt": _modelopt}
+
+
+def _has_kv_scales(fields: Fields) -> bool:
+    """Whether the checkpoint has a scale for the keys of each layer, and one for the values."""
+    scheme = fields.get("kv_cache_scheme")
+    if scheme in (None, "static"):
+        return scheme is not None
+    own = fields.nested("kv_cache_scheme")
+    wanted = {"num_bits": 8, "type": "float", "dynamic": False}
+    wanted |= {"symmetric": True, "strategy": "tensor", "group_size": None}
+    for name, value in wanted.items():
+        if own.get(name, value) != value:
+            raise refuse(own.prefix + name, own.get(name), value)
+    return True
+
+
+def _names(fields: Fields, name: str) -> list[str]:
+    value = fields.get(name)
+    value = [] if value is None else value
+    if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
+        raise refuse(fields.prefix + name, value, "a list of names")
+    return list(value)
+
+
+def _expression(pattern: str, name: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise refuse(f"quantization_config.{name}", pattern, "expressions of re") from error

@@ -1,0 +1,106 @@
+"""An engine whose projections are in FP8."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from e2e_options import ANSWER, GREEDY, LOOPS, QUESTION, Engines
+
+from jpaged import Engine, SamplingParams
+
+WORDS = ["Say hello", "Count from 1 to 20", "Sort the letters of banana", QUESTION]
+
+
+@pytest.mark.parametrize("loop", [*LOOPS])
+def test_the_embedded_model_answers_as_it_does_in_float32(engines: Engines, loop: str):
+    engine = engines(quantization="fp8", **LOOPS[loop])
+    assert engine.generate([QUESTION], GREEDY)[0].outputs[0].text == ANSWER
+
+
+def test_weights_take_about_a_quarter_of_float32s(engines: Engines):
+    """All but the tokens' vectors and the norms."""
+    wide, narrow = engines().memory_account.weights, engines(quantization="fp8").memory_account
+    assert 0.25 * wide < narrow.weights < 0.3 * wide
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"quantization": "awq"}, "quantization='awq' is not supported; choose one of fp8, comp"),
+        ({"quantization": "modelopt"}, "quantization='modelopt', but config.json has no"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(options: dict[str, Any], words: str):
+    with pytest.raises(ValueError, match=words):
+        Engine(**options)
+
+
+@pytest.mark.gpu2
+def test_tokens_do_not_depend_on_the_number_of_devices(engines: Engines):
+    """What they sum is brought to FP8 by what all of them have of a row."""
+    if jax.device_count() < 2:
+        pytest.skip("needs 2 devices")
+    params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
+    alone, both = (
+        engines(quantization="fp8", dtype="float32", tensor_parallel_size=count) for count in (1, 2)
+    )
+    one, two = (
+        [it.outputs[0].token_ids for it in e.generate(WORDS, params)] for e in (alone, both)
+    )
+    assert two == one
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
+    """A checkpoint with a scale for each block, as Qwen3-FP8's, of a random model."""
+
+    def make() -> Path:
+        torch = pytest.importorskip("torch")
+        transformers = pytest.importorskip("transformers")
+        from safetensors.torch import load_file, save_file
+
+        folder = tmp_path_factory.mktemp("blocks")
+        config = transformers.Qwen3Config(
+            vocab_size=97, hidden_size=256, intermediate_size=512, num_hidden_layers=2,
+            num_attention_heads=8, num_key_value_heads=2, head_dim=128, eos_token_id=1,
+            max_position_embeddings=128, bos_token_id=0,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        kept = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
+        model.config.quantization_config = {**kept, "activation_scheme": "dynamic"}
+        model.save_pretrained(folder)
+        tensors = load_file(folder / "model.safetensors")
+        for name in [name for name in tensors if name.endswith("proj.weight")]:
+            rows, columns = (size // 128 for size in tensors[name].shape)
+            wide = (tensors[name] * 60).reshape(rows, 128, columns, 128)
+            scale = wide.abs().amax((1, 3)) / 448
+            narrow = (wide / scale[:, None, :, None]).reshape(rows * 128, -1)
+            tensors[name] = narrow.to(torch.float8_e4m3fn)
+            tensors[name + "_scale_inv"] = scale
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+
+    return make
+
+
+@pytest.mark.gpu2
+@pytest.mark.slow
+def test_scales_of_blocks_lie_where_their_weights_do(engines: Engines, blocks):
+    """Each device has the KV head and the blocks of its heads: the tokens are those of one."""
+    if jax.device_count() < 4:
+        pytest.skip("needs 4 devices")
+    folder, rng = blocks(), np.random.default_rng(0)
+    prompts = [rng.integers(2, 96, n).tolist() for n in (1, 5, 17, 33)]
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False)
+    options: dict[str, Any] = {"skip_tokenizer_init": True, "max_num_seqs": 4, "dtype": "float32"}
+    options |= {"max_num_batched_tokens": 16, "max_model_len": 64}
+    found = []
+    for count in (1, 2, 4):
+        engine = engines(folder, tensor_parallel_size=count, **options)
+        found.append([it.outputs[0].token_ids for it in engine.generate(prompts, params)])
+    assert found[1] == found[0]
+    assert found[2] == found[0]

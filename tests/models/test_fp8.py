@@ -1,0 +1,340 @@
+"""Weights in FP8: each published layout is what it was made from, and computes what its own
+library says."""
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fp8_checkpoints as made
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from fp8_checkpoints import TOKENS, random_model
+from harness import Harness, PagedSequence
+from hf_models import reference
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from jpaged.models import loader
+from jpaged.models.checkpoint import CheckpointError
+from jpaged.models.decoder import Decoder
+from jpaged.models.loader import plan_model, read_config
+from jpaged.models.registry import read_model_config
+from jpaged.models.sharding import held_pieces, make_mesh
+from tests.reference import kernels as reference_kernels
+
+SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL |= {"intermediate_size": 96}
+WIDE = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+WIDE |= {"intermediate_size": 384}
+ODD = {"hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}
+ODD |= {"intermediate_size": 320, "tie_word_embeddings": True}
+
+
+def load(folder: Path, quantization: str | None = None, **options: Any) -> Decoder:
+    config = read_model_config(read_config(folder), quantization)
+    model = plan_model(folder, config, dtype=jnp.float32, **options).load()
+    assert isinstance(model, Decoder)
+    return model
+
+
+def logits_of(model: Decoder) -> np.ndarray:
+    """Of all tokens but the last two in one step, and of each of these in one of its own."""
+    harness, sequence = Harness(model), PagedSequence(TOKENS)
+    return np.concatenate([harness.step([(sequence, n)])[0] for n in (len(TOKENS) - 2, 1, 1)])
+
+
+def difference(got: np.ndarray, expected: np.ndarray) -> float:
+    """Root mean squares: of the difference, as a part of what is expected."""
+    return float(np.sqrt(np.square(got - expected).mean() / np.square(expected).mean()))
+
+
+def parameters(model: nnx.Module) -> dict[str, jax.Array]:
+    flat = nnx.to_flat_state(nnx.state(model))
+    return {".".join(map(str, path)): leaf.get_value() for path, leaf in flat}
+
+
+@pytest.mark.parametrize(
+    ("weights", "rows"),
+    [
+        ("channel", "token"),
+        ("channel", "static"),
+        ("tensor", "token"),
+        ("tensor", "static"),
+        ("block", "group"),
+    ],
+)
+def test_compressed_tensors_checkpoints_compute_what_that_library_does(tmp_path, weights, rows):
+    """Rows are brought to FP8 there too. A number of a row that lies halfway between two may come
+    out as either, which changes a logit by a thousandth at most."""
+    model = random_model(**(WIDE if weights == "block" else SMALL))
+    expected = made.compressed(model, tmp_path, weights, rows)
+    ours = load(tmp_path)
+    dtypes = {path: array.dtype for path, array in parameters(ours).items()}
+    assert dtypes["layers.0.mlp.down.weight"] == jnp.float8_e4m3fn
+    assert dtypes["embed.weight"] == jnp.float32
+    assert difference(logits_of(ours), expected) < 1e-3
+    assert difference(made.logits_of(model), expected) > 0.01
+
+
+@pytest.mark.parametrize("case", ["llama3-biases", "opt-350m", "qwen2", "gemma3"])
+def test_every_familys_projections_may_be_in_fp8(tmp_path, case):
+    """Biases, projections that are fused, widths that differ, activations other than SiLU."""
+    # OPT gives its feed-forward rows without a batch, of which the library scales each number.
+    ignored = ("re:.*fc[12]",) if case == "opt-350m" else ()
+    expected = made.compressed(reference(case), tmp_path, "channel", "token", ignored)
+    assert difference(logits_of(load(tmp_path)), expected) < 1e-3
+
+
+@pytest.mark.parametrize("slab_bytes", [loader.SLAB_BYTES, 1000])
+@pytest.mark.parametrize("case", ["llama3-biases", "opt-350m", "gemma3"])
+def test_weights_that_become_fp8_as_they_load_are_those_of_a_checkpoint_in_fp8(
+    tmp_path, monkeypatch, case, slab_bytes
+):
+    reference(case).save_pretrained(tmp_path / "wide")
+    made.compressed(reference(case), tmp_path / "fp8", "channel", "token")
+    monkeypatch.setattr(loader, "SLAB_BYTES", slab_bytes)
+    got = parameters(load(tmp_path / "wide", "fp8"))
+    expected = parameters(load(tmp_path / "fp8"))
+    assert got.keys() == expected.keys()
+    for path, value in expected.items():
+        np.testing.assert_array_equal(got[path].astype(F32), value.astype(F32), err_msg=path)
+
+
+F32 = jnp.float32
+
+
+def test_weights_that_lie_as_inputs_by_outputs_become_fp8_too(tmp_path, monkeypatch):
+    """GPT-2's, in slabs that have no output whole."""
+    monkeypatch.setattr(loader, "SLAB_BYTES", 100)
+    model = reference("gpt2")
+    model.save_pretrained(tmp_path)
+    got = parameters(load(tmp_path, "fp8"))
+    weight = model.state_dict()["transformer.h.1.mlp.c_fc.weight"].numpy().T
+    scale = np.abs(weight).max(1) / np.float32(448)
+    np.testing.assert_allclose(got["layers.1.mlp.up.weight_scale"], scale, rtol=2e-7)
+    own = np.asarray(got["layers.1.mlp.up.weight_scale"])[:, None]
+    values = got["layers.1.mlp.up.weight"].astype(F32)
+    np.testing.assert_array_equal(values, reference_kernels.to_fp8(weight, own))
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("kind", ["channel", "static", "block", "loaded"])
+def test_devices_that_share_a_model_have_parts_of_the_same_weights(tmp_path, kind, count):
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 128, "intermediate_size": 1024, "num_hidden_layers": 1}
+    model, quantization = random_model(**sizes), "fp8" if kind == "loaded" else None
+    if kind == "loaded":
+        model.save_pretrained(tmp_path)
+    else:
+        rows = {"channel": "token", "static": "static", "block": "group"}[kind]
+        made.compressed(model, tmp_path, "block" if kind == "block" else "channel", rows)
+    whole = load(tmp_path, quantization)
+    expected = parameters(whole)
+    shared = load(tmp_path, quantization, mesh=make_mesh(jax.devices(), count))
+    for path, array in parameters(shared).items():
+        of, _, name = path.rpartition(".")
+        parts = ()
+        if of.endswith("qkv") and name != "input_scale":
+            heads = 1 if name != "weight_scale" or kind != "block" else 128 // 128
+            own = 2 // count or 1
+            parts = [(8 * heads, 8 * heads // count), (2 * heads, own), (2 * heads, own)]
+        elif of.endswith("gate_up") and name == "weight_scale" and kind == "block":
+            parts = [(8, 8 // count)] * 2
+        for place, shard in enumerate(array.addressable_shards):
+            value = np.asarray(expected[path]).astype(np.float32)
+            for piece in held_pieces(value.shape, shard.data.shape, place, count, parts):
+                whole_at, own_at = (
+                    tuple(slice(a, a + n) for a, n in zip(at, piece.shape, strict=True))
+                    for at in (piece.whole, piece.own)
+                )
+                got = np.asarray(shard.data).astype(np.float32)[own_at]
+                np.testing.assert_array_equal(got, value[whole_at], err_msg=path)
+
+
+@pytest.mark.parametrize(
+    ("count", "field"), [(2, "intermediate_size=384"), (8, "num_attention_heads=8")]
+)
+def test_blocks_that_devices_would_share_are_refused(tmp_path, count, field):
+    sizes = WIDE | {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
+    made.compressed(random_model(**sizes), tmp_path, "block", "group")
+    with pytest.raises(ValueError, match=f"size={count} .*{field}, whose .*; use 1$"):
+        read_model_config(read_config(tmp_path)).share(count)
+
+
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+BLOCKS |= {"fmt": "e4m3", "modules_to_not_convert": ["lm_head", "model.layers.0.input_layernorm"]}
+AUTO = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": None}
+MODELOPT |= {"producer": {"name": "modelopt"}, "exclude_modules": ["lm_head", "*layers.1.mlp*"]}
+LAYOUTS: dict[str, tuple[dict[str, Any], str, dict[str, Any], dict[str, str]]] = {
+    "Qwen3-FP8": (WIDE, "block", BLOCKS, {"scale": "weight_scale_inv"}),
+    "Qwen3-FP8, odd widths": (ODD, "block", BLOCKS, {"scale": "weight_scale_inv"}),
+    "AutoFP8": (SMALL, "tensor", AUTO, {"scale": "weight_scale", "rows": "input_scale"}),
+    "AutoFP8, dynamic": (
+        SMALL,
+        "tensor",
+        AUTO | {"activation_scheme": "dynamic"},
+        {"scale": "weight_scale"},
+    ),
+    "transformers, a tensor": (
+        SMALL,
+        "tensor",
+        AUTO | {"weight_block_size": None},
+        {"scale": "weight_scale_inv", "rows": "activation_scale"},
+    ),
+    "ModelOpt": (SMALL, "tensor", MODELOPT, {"scale": "weight_scale", "rows": "input_scale"}),
+}
+BOUND = 0.1
+"""Of the logits' difference from those of the same weights with rows that are not in FP8, whose
+numbers are rounded by 2.6 % in the mean before each of eight products."""
+
+
+def published(folder: Path, name: str) -> PreTrainedModel:
+    sizes, weights, config, names = LAYOUTS[name]
+    return made.published(random_model(**sizes), folder, weights, config, **names)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_published_layout_has_the_values_that_it_was_made_with(tmp_path, name):
+    """Weights times scales, to the last bit; and logits within what rows in FP8 cost."""
+    model = published(tmp_path, name)
+    ours = load(tmp_path)
+    for index, layer in enumerate(ours.layers):
+        projections = layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down
+        for linear, names in zip(projections, NAMES, strict=True):
+            paths = [f"model.layers.{index}.{each}.weight" for each in names]
+            expected = torch.cat([model.get_parameter(path) for path in paths]).detach().numpy()
+            np.testing.assert_array_equal(wide_of(linear), expected)
+    assert difference(logits_of(ours), made.logits_of(model)) < BOUND
+
+
+NAMES = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("self_attn.o_proj",),
+    ("mlp.gate_proj", "mlp.up_proj"),
+    ("mlp.down_proj",),
+)
+
+
+def wide_of(linear: Any) -> np.ndarray:
+    """The weight [out, in] in float32."""
+    projection = linear.projection
+    size_in, width = math.prod(projection.inputs), math.prod(projection.width)
+    if projection.format == "plain":
+        return np.asarray(linear.weight[...]).reshape(size_in, -1).T
+    weight = np.asarray(linear.weight[...].astype(F32)).reshape(-1, size_in)
+    scale = np.asarray(linear.weight_scale[...])
+    if projection.format != "fp8_block":
+        return weight * scale.reshape(-1, 1)
+    sizes = [size * width for _, size in projection.parts]
+    blocks = np.cumsum([0, *(-(-size // 128) for size in sizes)])
+    rows = [np.arange(size) // 128 + first for size, first in zip(sizes, blocks, strict=False)]
+    return weight * scale[np.concatenate(rows)][:, np.arange(size_in) // 128]
+
+
+def test_projections_that_a_config_leaves_alone_are_not_in_fp8(tmp_path):
+    published(tmp_path, "ModelOpt")
+    first, second = load(tmp_path).layers
+    assert first.mlp.down.projection.format == "fp8_tensor_static"
+    assert second.mlp.down.projection.format == "plain"
+    assert second.attention.qkv.projection.format == "fp8_tensor_static"
+
+
+def test_modelopts_own_file_says_what_config_json_does_not(tmp_path):
+    published(tmp_path, "ModelOpt")
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    kept = config.pop("quantization_config")
+    file.write_text(json.dumps(config))
+    kept.pop("quant_method")
+    own = {"producer": kept.pop("producer"), "quantization": kept}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(own))
+    found = read_model_config(read_config(tmp_path)).quantization
+    assert found is not None
+    assert (found.method, found.format) == ("modelopt", "fp8_tensor_static")
+    assert found.plain == ("layers.1.mlp.down", "layers.1.mlp.gate_up")
+
+
+@pytest.mark.parametrize("name", ["self_attn.{}_scale", "self_attn.{0}_proj.{0}_scale"])
+def test_scales_of_keys_and_values_are_known_where_the_config_says_so(tmp_path, name):
+    """They are needed by a cache in FP8 alone; a layer without them has ones."""
+    published(tmp_path, "ModelOpt")
+    scales = {f"model.layers.0.{name.format(kind)}": torch.tensor(0.5) for kind in "kv"}
+    changed(tmp_path, lambda tensors: tensors.update(scales))
+    with pytest.raises(CheckpointError, match=r"unknown tensors \(2\): .*k_scale.*v_scale"):
+        load(tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"]["kv_cache_quant_algo"] = "FP8"
+    file.write_text(json.dumps(config))
+    assert "layers.0.attention.k_scale" not in parameters(load(tmp_path))
+    model_config = read_model_config(read_config(tmp_path))
+    model_config = replace(model_config, kv_cache_dtype="float8_e4m3fn")
+    found = parameters(plan_model(tmp_path, model_config, dtype=F32).load())
+    got = {path: array.tolist() for path, array in found.items() if re.search("[kv]_scale", path)}
+    assert got == {
+        f"layers.{layer}.attention.{kind}_scale": [value]
+        for layer, value in ((0, 0.5), (1, 1.0))
+        for kind in "kv"
+    }
+
+
+def changed(folder: Path, change: Any) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda t: t.pop(f"{Q}.weight_scale"), r"missing piece .*attention.qkv.weight_scale along"),
+        (lambda t: t.pop(f"{Q}.input_scale"), r"missing piece .*attention.qkv.input_scale along"),
+        (
+            lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].bfloat16()}),
+            r"wrong dtypes .*q_proj.weight is BF16, supported are F8_E4M3",
+        ),
+        (
+            lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(torch.float8_e4m3fn)}),
+            r"lm_head.weight is F8_E4M3, supported are F32, F16, BF16",
+        ),
+        (
+            lambda t: t.update({f"{Q}.weight_scale": torch.ones(2)}),
+            r"q_proj.weight_scale \[2\] should be \[\]",
+        ),
+        (lambda t: t.update({f"{Q}.weight_zero": torch.ones(1)}), r"unknown tensors .*weight_zero"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(tmp_path, change, complaint):
+    published(tmp_path, "ModelOpt")
+    changed(tmp_path, change)
+    with pytest.raises(CheckpointError, match=complaint):
+        load(tmp_path)
+
+
+def test_a_file_that_was_cut_after_its_header_was_read(tmp_path):
+    published(tmp_path, "Qwen3-FP8")
+    plan = plan_model(tmp_path, read_model_config(read_config(tmp_path)), dtype=F32)
+    file = tmp_path / "model.safetensors"
+    with file.open("r+b") as opened:
+        opened.truncate(file.stat().st_size - 5000)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        plan.load()
+
+
+def test_random_weights_are_in_fp8_too(tmp_path):
+    published(tmp_path, "AutoFP8")
+    logits = logits_of(load(tmp_path, load_format="dummy"))
+    assert np.isfinite(logits).all()
+    assert logits.std() > 0.01

@@ -1,0 +1,218 @@
+"""What config.json says of FP8: each layout in which checkpoints are published, and every field
+that is not understood refused by name."""
+
+import re
+from typing import Any
+
+import pytest
+
+from jpaged.models.config import ModelConfig, Projection
+from jpaged.models.registry import read_model_config
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 48,
+    "hidden_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 512,
+    "max_position_embeddings": 16,
+}
+WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+WEIGHTS |= {"strategy": "channel", "observer": "minmax", "observer_kwargs": {}, "actorder": None}
+ROWS = WEIGHTS | {"strategy": "token", "dynamic": True, "observer": None}
+COMPRESSED: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "quantization_status": "compressed",
+    "global_compression_ratio": 1.46,
+    "version": "0.9.1",
+    "sparsity_config": {},
+    "transform_config": {},
+    "kv_cache_scheme": None,
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": WEIGHTS,
+            "input_activations": ROWS,
+            "output_activations": None,
+        }
+    },
+}
+BLOCKS: dict[str, Any] = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "weight_block_size": [128, 128],
+}
+MODELOPT: dict[str, Any] = {
+    "quant_method": "modelopt",
+    "quant_algo": "FP8",
+    "kv_cache_quant_algo": "FP8",
+    "exclude_modules": ["lm_head"],
+    "producer": {"name": "modelopt", "version": "0.25"},
+}
+KV_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+
+
+def read(config: dict[str, Any] | None, asked: str | None = None, **fields: Any) -> ModelConfig:
+    return read_model_config(LLAMA | fields | {"quantization_config": config}, asked)
+
+
+def group(**changes: Any) -> dict[str, Any]:
+    """A configuration of compressed-tensors with other fields in its group."""
+    own = COMPRESSED["config_groups"]["group_0"]
+    return COMPRESSED | {"config_groups": {"group_0": own | changes}}
+
+
+def formats(config: ModelConfig) -> dict[str, str]:
+    """Of the projections that are in FP8."""
+    paths = [f"layers.{i}.{path}" for i in range(3) for path in config.projections]
+    found = {path: config.projection(path) for path in paths}
+    assert all(isinstance(it, Projection) for it in found.values())
+    return {path: it.format for path, it in found.items() if it and it.format != "plain"}
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "has_kv_scales"),
+    [
+        (COMPRESSED, "fp8_channel", False),
+        (group(input_activations=ROWS | {"strategy": "tensor", "dynamic": False}),
+         "fp8_channel_static", False),
+        (group(weights=WEIGHTS | {"strategy": "tensor"}), "fp8_tensor", False),
+        (group(weights=WEIGHTS | {"strategy": "block", "block_structure": [128, 128]},
+               input_activations=ROWS | {"strategy": "group", "group_size": 128}),
+         "fp8_block", False),
+        (COMPRESSED | {"kv_cache_scheme": KV_CACHE}, "fp8_channel", True),
+        (BLOCKS, "fp8_block", False),
+        (BLOCKS | {"weight_block_size": None}, "fp8_tensor", False),
+        (BLOCKS | {"weight_block_size": None, "activation_scheme": "static"},
+         "fp8_tensor_static", False),
+        (MODELOPT, "fp8_tensor_static", True),
+        (MODELOPT | {"kv_cache_quant_algo": None}, "fp8_tensor_static", False),
+    ],
+)  # fmt: skip
+def test_published_layouts(config: dict[str, Any], name: str, has_kv_scales: bool):
+    model = read(config)
+    assert model.quantization is not None
+    assert model.quantization.has_kv_scales == has_kv_scales
+    assert len(formats(model)) == 12
+    assert set(formats(model).values()) == {name}
+
+
+def test_without_a_configuration_weights_are_as_they_are_unless_fp8_is_asked_for():
+    assert formats(read(None)) == {}
+    assert set(formats(read(None, "fp8")).values()) == {"fp8"}
+
+
+def test_what_is_asked_for_must_be_what_there_is():
+    assert read(COMPRESSED, "compressed-tensors") == read(COMPRESSED)
+    with pytest.raises(ValueError, match=r"quantization='fp8', but .* 'compressed-tensors' has"):
+        read(COMPRESSED, "fp8")
+    with pytest.raises(ValueError, match=r"quantization='modelopt', but config.json has no"):
+        read(None, "modelopt")
+
+
+ONLY_FIRST_DOWN = {"layers.0.mlp.down"}
+OF_QKV = ["q_proj", "k_proj", "v_proj"]
+
+
+@pytest.mark.parametrize(
+    ("config", "left"),
+    [
+        (COMPRESSED | {"ignore": ["model.layers.0.mlp.down_proj"]}, ONLY_FIRST_DOWN),
+        (COMPRESSED | {"ignore": ["re:.*[.]0[.]mlp.down_proj$"]}, ONLY_FIRST_DOWN),
+        (COMPRESSED | {"ignore": ["model.layers.0.mlp"]}, set()),
+        (COMPRESSED | {"ignore": [f"re:.*{each}" for each in OF_QKV]},
+         {f"layers.{i}.attention.qkv" for i in range(3)}),
+        (group(targets=["re:.*mlp.*"]),
+         {f"layers.{i}.attention.{each}" for i in range(3) for each in ("qkv", "output")}),
+        (BLOCKS | {"modules_to_not_convert": ["model.layers.0.mlp.down_proj"]}, ONLY_FIRST_DOWN),
+        (BLOCKS | {"modules_to_not_convert": ["layers.0.mlp.down_proj"]}, ONLY_FIRST_DOWN),
+        (BLOCKS | {"modules_to_not_convert": ["model.layers.0.mlp"]},
+         {"layers.0.mlp.down", "layers.0.mlp.gate_up"}),
+        (BLOCKS | {"modules_to_not_convert": ["model.layers.0.mlp.down"]}, set()),
+        (BLOCKS | {"modules_to_not_convert": ["model.layers.0.input_layernorm"]}, set()),
+        (BLOCKS | {"ignored_layers": ["model.layers.0.mlp.down_proj"]}, ONLY_FIRST_DOWN),
+        (MODELOPT | {"exclude_modules": ["model.layers.0.mlp.down*"]}, ONLY_FIRST_DOWN),
+        (MODELOPT | {"exclude_modules": ["model.layers.0.mlp.down"]}, set()),
+    ],
+)  # fmt: skip
+def test_modules_that_are_left_as_they_are(config: dict[str, Any], left: set[str]):
+    assert read(BLOCKS).quantization != read(config).quantization or not left
+    paths = {f"layers.{i}.{path}" for i in range(3) for path in read(None).projections}
+    assert paths - formats(read(config)).keys() == left
+
+
+def test_projections_that_are_fused_are_treated_alike():
+    ignored = ["model.layers.1.self_attn.q_proj"]
+    with pytest.raises(ValueError, match=r"leaves layers.1.self_attn.q_proj as .* not all of"):
+        read(COMPRESSED | {"ignore": ignored})
+
+
+def test_the_text_of_a_model_that_takes_images():
+    """Its modules have other names, and the outer configuration says what they are in."""
+    text = {key: value for key, value in LLAMA.items() if key != "model_type"}
+    text |= {"head_dim": 64, "model_type": "gemma3_text", "rms_norm_eps": 1e-6}
+    config: dict[str, Any] = {"model_type": "gemma3", "text_config": text}
+    name = "model.language_model.layers.0.mlp.down_proj"
+    model = read_model_config(
+        config | {"quantization_config": COMPRESSED | {"ignore": ["re:vision_tower.*", name]}}
+    )
+    assert model.quantization is not None
+    assert model.quantization.plain == ("layers.0.mlp.down",)
+    with pytest.raises(ValueError, match="quantization_config"):
+        read_model_config({**config, "text_config": text | {"quantization_config": COMPRESSED}})
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        ({}, "quant_method=None"),
+        (BLOCKS | {"quant_method": "gptq"}, "quant_method='gptq'"),
+        (BLOCKS | {"activation_scheme": "never"}, "activation_scheme='never'"),
+        (BLOCKS | {"activation_scheme": "static"}, "weight_block_size=[128, 128]"),
+        (BLOCKS | {"weight_block_size": [64, 128]}, "weight_block_size=[64, 128]"),
+        (BLOCKS | {"weight_block_size": 128}, "weight_block_size=128"),
+        (BLOCKS | {"fmt": "e5m2"}, "fmt='e5m2'"),
+        (BLOCKS | {"scale_fmt": "ue8m0"}, "scale_fmt='ue8m0'"),
+        (BLOCKS | {"modules_to_convert": ["embed"]}, "modules_to_convert=['embed']"),
+        (BLOCKS | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert='lm_head'"),
+        (BLOCKS | {"modules_to_not_convert": ["("]}, "modules_to_not_convert='(?:()"),
+        (BLOCKS | {"rotate": True}, "rotate=True"),
+        (COMPRESSED | {"format": "pack-quantized"}, "format='pack-quantized'"),
+        (COMPRESSED | {"sparsity_config": {"format": "sparse"}}, "sparsity_config={"),
+        (COMPRESSED | {"transform_config": {"a": {}}}, "transform_config={"),
+        (COMPRESSED | {"config_groups": None}, "config_groups=None"),
+        (COMPRESSED | {"config_groups": {"a": {}, "b": {}}}, "config_groups={"),
+        (COMPRESSED | {"config_groups": {"a": []}}, "config_groups.a=[]"),
+        (COMPRESSED | {"ignore": ["re:("]}, "ignore='('"),
+        (COMPRESSED | {"kv_cache_scheme": KV_CACHE | {"num_bits": 4}},
+         "kv_cache_scheme.num_bits=4"),
+        (COMPRESSED | {"kv_cache_scheme": KV_CACHE | {"strategy": "attn_head"}},
+         "kv_cache_scheme.strategy='attn_head'"),
+        (COMPRESSED | {"kv_cache_scheme": 8}, "kv_cache_scheme=8"),
+        (group(input_activations=None), "group_0.input_activations=None"),
+        (group(weights=None), "group_0.weights=None"),
+        (group(output_activations=ROWS), "group_0.output_activations={"),
+        (group(weights=WEIGHTS | {"num_bits": 4}), "group_0.weights.num_bits=4"),
+        (group(weights=WEIGHTS | {"type": "int"}), "group_0.weights.type='int'"),
+        (group(weights=WEIGHTS | {"symmetric": False}), "group_0.weights.symmetric=False"),
+        (group(weights=WEIGHTS | {"strategy": "block", "block_structure": [1, 2]}),
+         "group_0.weights.block_structure=[1, 2]"),
+        (group(weights=WEIGHTS | {"rotated": True}), "group_0.weights.rotated=True"),
+        (group(input_activations=ROWS | {"dynamic": "local"}), "activations.dynamic='local'"),
+        (group(input_activations=ROWS | {"strategy": "tensor"}), "group_0.weights.strategy="),
+        (group(weights=WEIGHTS | {"dynamic": True}), "group_0.weights.strategy="),
+        (group(zeros=1), "group_0.zeros=1"),
+        (MODELOPT | {"quant_algo": "NVFP4"}, "quant_algo='NVFP4'"),
+        (MODELOPT | {"kv_cache_quant_algo": "NVFP4"}, "kv_cache_quant_algo='NVFP4'"),
+        (MODELOPT | {"has_zero_point": True}, "has_zero_point=True"),
+    ],
+)  # fmt: skip
+def test_a_field_that_is_not_understood_is_named(config: dict[str, Any], field: str):
+    with pytest.raises(ValueError, match=re.escape(field)) as error:
+        read(config)
+    assert str(error.value).startswith("model config: quantization_config.")
