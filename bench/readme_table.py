@@ -21,9 +21,21 @@ BEGIN, END = "<!-- figures: written by bench/readme_table.py -->", "<!-- end of 
 PAPER_BEGIN = "<!-- the paper's figure 12: written by bench/readme_table.py -->"
 PAPER_END = "<!-- end of the paper's figure 12 -->"
 FIGURE = re.compile(r"<!-- figure (\w+) -->\n.*?<!-- end of figure \1 -->", re.DOTALL)
-"""A figure of docs/benchmarks.md; its number as `python -m bench.paper --figure` takes it."""
+"""A figure of docs/benchmarks.md: its number as `python -m bench.paper --figure` takes it, or the
+name of one of `COMPARISONS`."""
 
 DEVICE = "nvidia-h200"
+
+SYSTEM_NAMES = {
+    "ours": "jpaged",
+    "orca_max": "Orca (Max)",
+    "orca_pow2": "Orca (Pow2)",
+    "orca_oracle": "Orca (Oracle)",
+    "fastertransformer": "FasterTransformer-like",
+    "contiguous_static": "contiguous decoder, static batches",
+    "contiguous_slabs": "contiguous decoder, a slab a slot",
+}
+"""Of `bench.headline`."""
 
 
 def path_of(name: str) -> Path:
@@ -168,11 +180,72 @@ def render_benchmarks(text: str) -> str:
     return FIGURE.sub(lambda found: _figure(found[1]), text)
 
 
+def headline(document: dict) -> list[dict]:
+    """Each system's sustained rate at equal KV memory, and ours over it."""
+    return [
+        {
+            "lengths": row["lengths"],
+            "system": SYSTEM_NAMES[row["system"]],
+            "requests/s": row["sustained_per_s"],
+            "range of the seeds": f"{row['lowest']:.3g} to {row['highest']:.3g}",
+            "output tokens/s": row["output_tokens_per_s"],
+            "sequences in a batch": row["sequences"],
+            "jpaged over it": row["ours_over_it"],
+            "to reach": row["to_reach"],
+            "rates may be above by": f"{row['may_be_above_%']:.0f} %",
+        }
+        for row in document["rows"]
+    ]
+
+
+def paging_cost(document: dict) -> list[dict]:
+    """Seconds end to end where memory is plenty, and the engine's over the faster batching's."""
+    return [
+        {
+            "case": row["case"],
+            "model": row["model"],
+            "engine, s": row["engine_s"],
+            "static batches, s": row["static_s"],
+            "a slab a slot, s": row["slabs_s"],
+            "paging costs": f"{row['paging_costs']:+.1%}",
+            "at most": f"{row['to_reach']:+.0%}",
+        }
+        for row in document["rows"]
+    ]
+
+
+COMPARISONS = {"headline": headline, "paging_cost": paging_cost}
+"""Benchmarks against other systems that are not figures of the paper."""
+
+
 def _figure(number: str) -> str:
+    if number in COMPARISONS:
+        inside = _compared(number)
+        return f"<!-- figure {number} -->\n{inside}\n<!-- end of figure {number} -->"
     paths = sorted(RESULTS.glob(f"paper_{number}_*.json"), reverse=True)  # simulated ones first
     parts = [_recorded(json.loads(path.read_text(encoding="utf-8"))) for path in paths]
     inside = "\n\n".join(parts) or "*Not run yet.*"
     return f"<!-- figure {number} -->\n{inside}\n<!-- end of figure {number} -->"
+
+
+def _compared(name: str) -> str:
+    """One of `COMPARISONS` as it was recorded."""
+    if not path_of(name).is_file():
+        return "*Not run yet.*"
+    document = json.loads(path_of(name).read_text(encoding="utf-8"))
+    rows = [{key: _cell(cell) for key, cell in row.items()} for row in COMPARISONS[name](document)]
+    table = tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
+    of = ""
+    if name == "headline":
+        seeds = ", ".join(map(str, document["seeds"]))
+        of = (
+            f"; {document['shape']}, {document['num_slots']:,} slots, traces of "
+            f"{document['seconds']:g} s, seeds {seeds}"
+        )
+    return (
+        f"{table}\n\n- {document['device']}{of}; commit {document['commit']}, "
+        f"{document['date'][:10]}; Python {document['python']}, JAX {document['jax']}"
+    )
 
 
 def _recorded(document: dict) -> str:

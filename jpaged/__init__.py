@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     from jpaged.observe.statistics import EngineStats, RequestMetrics
     from jpaged.outputs import CompletionOutput, Logprob, RequestDelta, RequestOutput, TextDelta
     from jpaged.sampling_params import SamplingParams
+    from jpaged.text.answer_parser import AnswerParser
+    from jpaged.text.reasoning import REASONING_FAMILIES
+    from jpaged.text.streamed_text import CallArguments, CallEnd, CallStart, Content, Reasoning
     from jpaged.text.tokenizer import Tokenizer
+    from jpaged.text.tool_calls import TOOL_CALL_FAMILIES
 
 _NAMES = {
     "jpaged.config": ("EngineConfig",),
@@ -27,14 +31,31 @@ _NAMES = {
     "jpaged.observe.statistics": ("EngineStats", "RequestMetrics"),
     "jpaged.outputs": ("CompletionOutput", "Logprob", "RequestDelta", "RequestOutput", "TextDelta"),
     "jpaged.sampling_params": ("SamplingParams",),
+    "jpaged.text.answer_parser": ("AnswerParser",),
+    "jpaged.text.reasoning": ("REASONING_FAMILIES",),
+    "jpaged.text.streamed_text": (
+        "CallArguments",
+        "CallEnd",
+        "CallStart",
+        "Content",
+        "Reasoning",
+    ),
     "jpaged.text.tokenizer": ("Tokenizer",),
+    "jpaged.text.tool_calls": ("TOOL_CALL_FAMILIES",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
+    "REASONING_FAMILIES",
+    "TOOL_CALL_FAMILIES",
+    "AnswerParser",
     "BlockInfo",
     "BlockState",
+    "CallArguments",
+    "CallEnd",
+    "CallStart",
     "CompletionOutput",
+    "Content",
     "Engine",
     "EngineConfig",
     "EngineStats",
@@ -42,6 +63,7 @@ __all__ = [
     "MemoryReport",
     "PoolChanges",
     "PoolWatch",
+    "Reasoning",
     "RequestDelta",
     "RequestMetrics",
     "RequestOutput",

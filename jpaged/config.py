@@ -32,7 +32,9 @@ MAX_BATCHED_TOKENS = 2**18
 """As many as the longest prompts have; a step's temporaries grow with them."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZATIONS = ("fp8", "compressed-tensors", "modelopt")
+QUANTIZATIONS = ("compressed-tensors", "fp8", "modelopt")
+"""As `jpaged.models.quantization` has them, which imports JAX."""
+
 FP8_KV_CACHE = ("fp8", "fp8_e4m3")
 KV_CACHE_DTYPES = ("auto", *DTYPES[1:], *FP8_KV_CACHE)
 LOAD_FORMATS = ("auto", "safetensors", "dummy")

@@ -13,10 +13,11 @@ from jpaged.compile.sizing import (
     with_pool,
     with_swap,
 )
-from jpaged.config import PREEMPTION_MODES, EngineConfig
+from jpaged.config import PREEMPTION_MODES, QUANTIZATIONS, EngineConfig
 from jpaged.core.swap import PreemptionMode
 from jpaged.engine.startup import describe_memory
 from jpaged.models.config import MAX_SHARES
+from jpaged.models.quantization import METHODS
 from jpaged.observe.statistics import MemoryAccount
 from jpaged.runtime.runtime_config import RuntimeConfig
 from pallas_kernels import Backend, checks
@@ -88,6 +89,10 @@ def test_a_bad_option_is_refused_by_name(option: str, value: object, message: st
 
 def test_as_many_devices_are_asked_for_as_can_share_a_model():
     assert config_module.MAX_GPUS == MAX_SHARES
+
+
+def test_quantizations_are_those_that_checkpoints_are_read_in():
+    assert QUANTIZATIONS == METHODS
 
 
 def test_blocks_have_the_sizes_that_the_kernels_take():

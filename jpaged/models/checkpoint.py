@@ -215,7 +215,7 @@ def _download(model: str, tried: Path) -> Path:
 
 
 def read_config(folder: Path) -> dict:
-    """The folder's config.json, with what ModelOpt writes beside it as its `quantization_config`.
+    """The folder's config.json, with what ModelOpt writes next to it as its `quantization_config`.
 
     Raises:
         CheckpointError: it is missing, not valid JSON or not an object.

@@ -91,14 +91,11 @@ class Quantization:
     """In which format a model's projections are kept.
 
     Attributes:
-        method: Hugging Face's name of how the checkpoint came to it, or "fp8" for weights that are
-            brought to it as they are loaded.
         format: a key of `jpaged.models.linear.FORMATS`.
         plain: paths of the projections that are kept as they are.
         has_kv_scales: the checkpoint has scales for keys and values in FP8.
     """
 
-    method: str
     format: str
     plain: tuple[str, ...] = ()
     has_kv_scales: bool = False

@@ -30,7 +30,7 @@ _UNREAD = {
 
 class _Layout(NamedTuple):
     format: str
-    is_ignored: Callable[[str], bool]
+    is_ignored: Callable[[Sequence[str]], bool]  # of a module, by any of the names it may have
     has_kv_scales: bool
 
 
@@ -50,7 +50,7 @@ def read_quantization(
     """
     if fields is None:
         if asked in (None, "fp8"):
-            return None if asked is None else Quantization("fp8", "fp8")
+            return None if asked is None else Quantization("fp8")
         raise ValueError(
             f"quantization={asked!r}, but config.json has no quantization_config: leave it unset, "
             "or give 'fp8' to bring the weights to FP8 as they are loaded"
@@ -64,15 +64,14 @@ def read_quantization(
     layout = _READERS[method](fields)
     fields.ignore(_UNREAD[method])
     fields.refuse_unread()
-    return Quantization(method, layout.format, _plain(layout, modules), layout.has_kv_scales)
+    return Quantization(layout.format, _plain(layout, modules), layout.has_kv_scales)
 
 
 def _plain(layout: _Layout, modules: Mapping[str, str]) -> tuple[str, ...]:
     """The paths of projections that are not in FP8; parts that are fused agree."""
     parts: dict[str, dict[str, bool]] = {}
     for name, path in modules.items():
-        ignored = any(layout.is_ignored(prefix + name) for prefix in _PREFIXES)
-        parts.setdefault(path, {})[name] = ignored
+        parts.setdefault(path, {})[name] = layout.is_ignored([it + name for it in _PREFIXES])
     for own in parts.values():
         if len(set(own.values())) > 1:
             some = " and ".join(name for name, ignored in own.items() if ignored)
@@ -105,8 +104,9 @@ def _compressed_tensors(fields: Fields) -> _Layout:
         asked = f"{weights} with {rows}"
         raise refuse(f"{group.prefix}weights.strategy", asked, f"weights a {wanted}")
 
-    def is_ignored(module: str) -> bool:
-        return _matches(module, ignored) or not _matches(module, targets)
+    def is_ignored(names: Sequence[str]) -> bool:
+        is_target = any(_matches(each, targets) for each in names)
+        return not is_target or any(_matches(each, ignored) for each in names)
 
     return _Layout(found, is_ignored, _has_kv_scales(fields))
 
@@ -170,7 +170,7 @@ def _fp8(fields: Fields) -> _Layout:
     fields.choice("scale_fmt", "float", (None, "float"))
     if (value := fields.get("modules_to_convert")) not in (None, []):
         raise refuse(f"{fields.prefix}modules_to_convert", value, "null")
-    fields.flag("dequantize", False)
+    fields.choice("dequantize", False, (None, False))
     is_static = fields.choice("activation_scheme", "dynamic", ("dynamic", "static")) == "static"
     block = fields.get("weight_block_size")
     if block is not None and (block != [FP8_GROUP] * 2 or is_static):
@@ -180,21 +180,21 @@ def _fp8(fields: Fields) -> _Layout:
     name = "modules_to_not_convert"
     starts = [_expression(rf"(?:{each})(?:(?<=\.)|(?=\.|$))", name) for each in ignored]
 
-    def is_ignored(module: str) -> bool:
-        ends = any(module.endswith(each) for each in ignored)
-        return ends or any(start.match(module) for start in starts)
+    def is_ignored(names: Sequence[str]) -> bool:
+        ends = any(name.endswith(each) for name in names for each in ignored)
+        return ends or any(start.match(name) for name in names for start in starts)
 
     of_tensors = "fp8_tensor_static" if is_static else "fp8_tensor"
     return _Layout(of_tensors if block is None else "fp8_block", is_ignored, _has_kv_scales(fields))
 
 
 def _modelopt(fields: Fields) -> _Layout:
-    fields.choice("quant_algo", "FP8", ("FP8",))
+    fields.choice("quant_algo", None, ("FP8",))
     has_kv_scales = fields.choice("kv_cache_quant_algo", None, (None, "FP8")) is not None
     ignored = [*_names(fields, "exclude_modules"), *_names(fields, "ignore")]
 
-    def is_ignored(module: str) -> bool:
-        return any(fnmatch.fnmatchcase(module, each) for each in ignored)
+    def is_ignored(names: Sequence[str]) -> bool:
+        return any(fnmatch.fnmatchcase(name, each) for name in names for each in ignored)
 
     return _Layout("fp8_tensor_static", is_ignored, _has_kv_scales(fields) or has_kv_scales)
 

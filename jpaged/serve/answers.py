@@ -9,11 +9,12 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from jpaged import Logprob, SamplingParams, TextDelta
+from jpaged import AnswerParser, Logprob, SamplingParams, TextDelta
 from jpaged.serve.api_errors import not_serving
 from jpaged.serve.engine_client import News, Run
 from jpaged.serve.exchange import DONE, json_bytes, large_json
 from jpaged.serve.messages import EngineRequest
+from jpaged.serve.parts import AnswerParts
 from jpaged.serve.protocol import ChatRequest, CompletionRequest, SamplingFields
 from jpaged.serve.serving import Serving
 from jpaged.serve.tokenizing_process import Order
@@ -87,6 +88,10 @@ class Generation(ABC):
         """An answer's growth as far as it is told of."""
         return delta
 
+    def _read(self, place: int, delta: TextDelta) -> None:
+        """Look at what an answer that is not streamed grew by, as it comes."""
+        return
+
     def _opening(self) -> Body:
         """The fields of a whole answer that are not its choices."""
         return {}
@@ -158,6 +163,7 @@ class Generation(ABC):
         async for news in run:
             for each in news:
                 for place, delta in self._take(each):
+                    self._read(place, delta)
                     answers[place].append(delta)
         usage = self._usage()
 
@@ -310,10 +316,18 @@ class Chat(Generation):
     whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
     _asked: ChatRequest
 
+    def __init__(self, *about: Any):
+        super().__init__(*about)
+        config = self._serving.config
+        self._has_reasoning = config.reasoning_parser is not None
+        self._is_parsed = self._has_reasoning or bool(self._asked.offered_tools)
+        self._parts: dict[int, AnswerParts] = {}  # by the answer's place
+
     async def _requests(self) -> list[EngineRequest]:
         """One request."""
         asked = self._asked
-        params = asked.sampling_params(asked.longest, logprobs=asked.num_logprobs)
+        others = {"skip_special_tokens": False} if self._is_parsed else {}  # tags may be some
+        params = asked.sampling_params(asked.longest, logprobs=asked.num_logprobs, **others)
         order = Order(messages=asked.conversation, options=asked.template_options)
         keep = asked.truncate_prompt_tokens
         ids = await self._texts.prompt_ids(order, "messages", asked.longest, keep)
@@ -329,25 +343,56 @@ class Chat(Generation):
         return body
 
     def _chunks(self, place: int, delta: TextDelta, *, is_first: bool) -> list[Body]:
-        """A choice with the growth; before the first, one that says whose message it is."""
-        chunk = {
-            "index": place,
-            "delta": {"content": delta.text} if delta.text else {},
-            "logprobs": self._logprobs(delta),
-            **self._ending(delta),
-        }
-        if not is_first:
-            return [chunk]
-        role = {"role": "assistant", "content": ""}
-        return [{"index": place, "delta": role, "logprobs": None, "finish_reason": None}, chunk]
+        """A choice for each part of the growth, of which the last has the tokens'; before the
+        first, one that says whose message it is."""
+        parts = self._parts_of(place)
+        told = parts.deltas(delta.text, is_last=delta.finished)
+        if told and delta.finished and "tool_calls" in told[-1]:
+            told.append({})  # as OpenAI ends calls
+        if not told and (not self._is_parsed or self._tells_without_text(delta)):
+            told = [{}]
+        told = [{"role": "assistant", "content": ""}, *told] if is_first else told
+        rest = {"logprobs": None, "finish_reason": None}
+        chunks: list[Body] = [{"index": place, "delta": each, **rest} for each in told]
+        if told and "role" not in told[-1]:
+            chunks[-1] |= {"logprobs": self._logprobs(delta), **self._ending(delta)}
+            chunks[-1]["finish_reason"] = parts.finish_reason(delta.finish_reason)
+        return chunks
+
+    def _tells_without_text(self, delta: TextDelta) -> bool:
+        """Whether there is something to tell of an answer's growth though its text is held."""
+        return delta.finished or bool(delta.logprobs) or self._asked.return_token_ids
+
+    def _parts_of(self, place: int) -> AnswerParts:
+        """What an answer's text consists of so far."""
+        found = self._parts.get(place)
+        if found is None:
+            asked, config, parser = self._asked, self._serving.config, None
+            if self._is_parsed:
+                parser = AnswerParser(
+                    reasoning=config.reasoning_parser,
+                    tool_calls=config.tool_call_parser if asked.offered_tools else None,
+                    tools=[tool.told for tool in asked.offered_tools],
+                    prompt_end=self._texts.text_end(self._prompts[0]),
+                    parallel=asked.parallel_tool_calls,
+                )
+            keeps, has_reasoning = not asked.stream, self._has_reasoning
+            found = AnswerParts(parser, has_reasoning=has_reasoning, keeps=keeps)
+            self._parts[place] = found
+        return found
+
+    def _read(self, place: int, delta: TextDelta) -> None:
+        self._parts_of(place).add(delta.text, is_last=delta.finished)
 
     def _choice(self, place: int, answer: TextDelta) -> Body:
         """A choice with a message."""
+        parts = self._parts_of(place)
         return {
             "index": place,
-            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "message": parts.message(),
             "logprobs": self._logprobs(answer),
             **self._ending(answer),
+            "finish_reason": parts.finish_reason(answer.finish_reason),
         }
 
     def _logprobs(self, delta: TextDelta) -> Body | None:

@@ -15,6 +15,7 @@ from jpaged.serve.answers import Chat, Completion, Generation
 from jpaged.serve.api_errors import ApiError
 from jpaged.serve.bodies import BodyReader
 from jpaged.serve.connections import SurplusGuard
+from jpaged.serve.conversation import Body, check_calls_are_found
 from jpaged.serve.dashboard.broadcast import dashboard_routes
 from jpaged.serve.exchange import (
     Exchange,
@@ -25,7 +26,6 @@ from jpaged.serve.exchange import (
 )
 from jpaged.serve.metrics import CONTENT_TYPE
 from jpaged.serve.protocol import (
-    Body,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -207,6 +207,7 @@ class App:
         asked.check(config.limits)
         if isinstance(asked, ChatRequest):
             asked.check_template(config.template_variables)
+            check_calls_are_found(asked.offered_tools, config)
         request_id, client = f"{kind}-{uuid.uuid4().hex}", self._client_of(request)
         made = generation(serving, asked, request_id, model, client)
         stall = config.limits.stall_timeout

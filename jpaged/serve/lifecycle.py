@@ -233,6 +233,8 @@ async def start_serving(
     texts = Tokenizing(tokenizer, process, info, config.limits.text_timeout)
     if config.chat_template is not None:
         await texts.check_template()
+    if config.enable_auto_tool_choice:
+        await texts.check_tools()
     serving.open(client, texts, info)
 
 

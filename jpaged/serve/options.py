@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jpaged import EngineConfig, __version__, options
+from jpaged import REASONING_FAMILIES, TOOL_CALL_FAMILIES, EngineConfig, __version__, options
 
 _DESCRIPTION = """\
 Serve a language model over OpenAI's HTTP API, its KV cache paged.
@@ -196,6 +196,15 @@ class ServeConfig(options.Options, group="the server"):
     chat_template: str | None = options.option(
         None, parse=_read_template, metavar="FILE", help="a Jinja template instead of the model's"
     )
+    enable_auto_tool_choice: bool = options.switch(
+        False, help="let the model call the tools that requests offer; needs --tool-call-parser"
+    )
+    tool_call_parser: str | None = options.choice(
+        None, TOOL_CALL_FAMILIES, help="how the model writes tool calls"
+    )
+    reasoning_parser: str | None = options.choice(
+        None, REASONING_FAMILIES, help="how the model writes reasoning; unset: it is content"
+    )
     template_variables: tuple[str, ...] = options.option(
         ("enable_thinking", "thinking"),
         names=("--allowed-chat-template-kwargs",),
@@ -215,6 +224,14 @@ class ServeConfig(options.Options, group="the server"):
     )
     log_requests: bool = options.switch(True, help="a line in the log for each request")
     limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            raise ValueError(
+                "enable_auto_tool_choice=True needs --tool-call-parser "
+                f"({', '.join(TOOL_CALL_FAMILIES)}): how the model writes tool calls"
+            )
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,31 @@ errors name the field's path, its value and what it must be.
 
 import difflib
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, cast, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
 
 from jpaged import SamplingParams, options
 from jpaged.serve.api_errors import ApiError, bad_field, refusal
+from jpaged.serve.conversation import (
+    TEXT_ONLY,
+    Body,
+    Ignored,
+    Messages,
+    Name,
+    Scalar,
+    Template,
+    Tool,
+    ToolChoice,
+    Tools,
+    Variables,
+    check_messages,
+    check_tools,
+    shown,
+)
 from jpaged.serve.options import Limits
 
 T = TypeVar("T", bound="Body")
@@ -56,31 +72,13 @@ Ids = Annotated[list[Id], Meta(max_length=MAX_TOKEN_IDS)]
 Text = Annotated[str, Meta(min_length=1)]
 NumTop = Annotated[int, _bounds("logprobs")]
 Stop = Annotated[str, Meta(min_length=1, max_length=1024)]
-Name = Annotated[str, Meta(max_length=1000)]
 Bias = Annotated[float, _bounds("logit_bias")]
 Salt = Annotated[str, Meta(min_length=1, max_length=1000, description=_WHO_SHARES)]
 NumKept = Annotated[int, Meta(ge=-1, le=_INT31, description=_WHAT_IS_KEPT)]
 AsIds = Annotated[bool, Meta(description='in logprobs: "token_id:17"')]
 IdAsText = Annotated[str, Meta(pattern=r"^(0|[1-9][0-9]{0,8})(?!\n)$")]
-Scalar = Annotated[str, Meta(max_length=1000)] | bool | int | float
-Variables = Annotated[dict[str, Scalar], Meta(max_length=32)]
-Ignored = Annotated[Any, Meta(description="accepted, and without effect here")]
 
-_NO_TOOLS = "tools are not supported"
-_NO_CALLS = "tool calls are not supported: send the conversation without them"
-_CONTENT_ALONE = "messages have their content alone"
-_TEXT_ONLY = "text is all that goes in and out"
-_NO_TEMPLATES = "templates come from the server alone"
-NoTools = Annotated[list[Any], Meta(max_length=0, description=_NO_TOOLS)]
-NoCalls = Annotated[list[Any], Meta(max_length=0, description=_NO_CALLS)]
-NoTemplate = Annotated[Literal[""], Meta(description=_NO_TEMPLATES)]
-
-
-class Body(msgspec.Struct, frozen=True, kw_only=True):
-    """A JSON object. A default that is not null stands for null too."""
-
-    drops_unknown_nulls: ClassVar[bool] = False
-    """Whether a field that it does not have may be null, which asks for nothing."""
+NoTemplate = Annotated[Literal[""], Meta(description="templates come from the server alone")]
 
 
 class StreamOptions(Body, frozen=True, kw_only=True):
@@ -239,74 +237,6 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
             raise bad_field("max_tokens", "max_tokens=0 makes no answer: only echo=true allows it")
 
 
-class TextPart(Body, frozen=True, kw_only=True):
-    """A piece of a message."""
-
-    type: Annotated[
-        Literal["text"], Meta(description=f"{_TEXT_ONLY}, and nothing is fetched from anywhere")
-    ]
-    text: str
-
-
-class Message(Body, frozen=True, kw_only=True):
-    """One message of a conversation, such as an answer that is sent back as it came."""
-
-    drops_unknown_nulls: ClassVar[bool] = True
-    tool_calls: NoCalls | None = None  # before the content, which such a message may not have
-    function_call: Annotated[None, Meta(description=_NO_CALLS)] = None
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Meta(max_length=256)]
-    name: Ignored = None
-    tool_call_id: Ignored = None
-    refusal: Annotated[Literal[""], Meta(description=_CONTENT_ALONE)] | None = None
-    annotations: Annotated[list[Any], Meta(max_length=0, description=_CONTENT_ALONE)] | None = None
-
-    @property
-    def text(self) -> str:
-        """The content; its parts are joined by line breaks."""
-        if isinstance(self.content, str):
-            return self.content
-        return "\n".join(part.text for part in self.content)
-
-
-Messages = Annotated[list[Message], Meta(min_length=1, max_length=4096)]
-
-
-class Template:
-    """How a conversation is written out: what bodies with messages have in common."""
-
-    __slots__ = ()
-    messages: list[Message] | None
-    add_generation_prompt: bool
-    continue_final_message: bool
-    chat_template_kwargs: dict[str, Any] | None
-
-    def check_template(self, allowed: Collection[str]) -> None:
-        """Raise ApiError for variables that are not `allowed`, and for contradictions."""
-        for name in self.chat_template_kwargs or {}:
-            if name not in allowed:
-                known = ", ".join(sorted(allowed)) or "none"
-                what = f"chat_template_kwargs has {name[:60]!r}; allowed here: {known}"
-                raise bad_field("chat_template_kwargs", what)
-        if self.continue_final_message and self.add_generation_prompt:
-            what = "continue_final_message=true needs add_generation_prompt=false"
-            raise bad_field("continue_final_message", what)
-
-    @property
-    def conversation(self) -> list[dict[str, str]]:
-        """The messages as templates take them."""
-        return [{"role": each.role, "content": each.text} for each in self.messages or ()]
-
-    @property
-    def template_options(self) -> dict[str, Any]:
-        """For the template."""
-        return {
-            **(self.chat_template_kwargs or {}),
-            "add_generation_prompt": self.add_generation_prompt,
-            "continue_final_message": self.continue_final_message,
-        }
-
-
 OpensAnswer = Annotated[bool, Meta(description="open the assistant's answer")]
 GoesOn = Annotated[bool, Meta(description="go on with the last message")]
 
@@ -328,18 +258,21 @@ class ChatRequest(SamplingFields, Template, frozen=True, kw_only=True):
     add_special_tokens: Annotated[bool, Meta(extra_json_schema={"enum": [False]})] = False
     response_format: ResponseFormat | None = None
     modalities: (
-        Annotated[
-            list[Annotated[Literal["text"], Meta(description=_TEXT_ONLY)]], Meta(max_length=1)
-        ]
+        Annotated[list[Annotated[Literal["text"], Meta(description=TEXT_ONLY)]], Meta(max_length=1)]
         | None
     ) = None
-    tools: NoTools | None = None
-    tool_choice: Annotated[Literal["none", "auto"], Meta(description=_NO_TOOLS)] | None = None
-    parallel_tool_calls: Ignored = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: Annotated[bool, Meta(description="false: one call at most")] = True
     add_generation_prompt: OpensAnswer = True
     continue_final_message: GoesOn = False
     chat_template_kwargs: Variables | None = None
     chat_template: NoTemplate | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ApiError for messages and tools that are none; here, in the bodies' thread."""
+        check_messages(self.messages)
+        check_tools(self.tools, self.tool_choice)
 
     def check(self, limits: Limits) -> None:
         """Raise ApiError for fields that contradict each other or exceed the server's limits."""
@@ -349,6 +282,11 @@ class ChatRequest(SamplingFields, Template, frozen=True, kw_only=True):
         if self.add_special_tokens:
             what = "add_special_tokens=true must be false: the template writes its own"
             raise bad_field("add_special_tokens", what)
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the model is told of: none, if it shall not call any."""
+        return [] if self.tool_choice == "none" else super().offered_tools
 
     @property
     def num_logprobs(self) -> int | None:
@@ -369,12 +307,18 @@ class TokenizeRequest(Body, Template, frozen=True, kw_only=True):
     model: Name | None = None
     prompt: str | None = None
     messages: Messages | None = None
+    tools: Tools | None = None
     add_special_tokens: Annotated[bool, Meta(description="of a prompt")] = True
     return_token_strs: bool = False
     add_generation_prompt: OpensAnswer = True
     continue_final_message: GoesOn = False
     chat_template_kwargs: Variables | None = None
     chat_template: NoTemplate | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ApiError for messages and tools that are none; here, in the bodies' thread."""
+        check_messages(self.messages or ())
+        check_tools(self.tools)
 
     def check(self) -> None:
         """Raise ApiError unless there is just one thing to tokenise."""
@@ -421,7 +365,7 @@ def _known(body: type[Body], value: Any, path: str) -> Any:
                 item = _known(inner, item, own_path)
             elif isinstance(item, list):
                 item = [_known(inner, it, f"{own_path}[{i}]") for i, it in enumerate(item)]
-        elif is_word:
+        if is_word:
             item = _shortened(item)
         kept[name] = item
     return kept
@@ -457,11 +401,11 @@ def _fields(body: type[Body]) -> dict[str, tuple[type[Body] | None, bool, bool]]
 
 
 def _refuse_unknown(name: str, path: str, known: list[str]) -> NoReturn:
-    shown = repr(name if len(name) <= 60 else name[:57] + "...")
+    named = repr(name if len(name) <= 60 else name[:57] + "...")
     near = difflib.get_close_matches(name[:60], known, 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     where, start = (f" of {path}", f"{path}.") if path else ("", "")
-    raise bad_field(start + name[:60], f"unknown or unsupported field {shown}{where}{hint}")
+    raise bad_field(start + name[:60], f"unknown or unsupported field {named}{where}{hint}")
 
 
 # What an error says: msgspec tells where, the schema what must be there.
@@ -493,9 +437,9 @@ def _explained(body: type[Body], value: Any, message: str) -> ApiError:
         return bad_field(path, f"{path} is missing: it is required")
     if found and found["key"]:
         key = next(key for key in value if not re.fullmatch(get_args(IdAsText)[1].pattern, key))
-        return bad_field(path, f"{path} has the key {_shown(key)}, which is no token id")
+        return bad_field(path, f"{path} has the key {shown(key)}, which is no token id")
     what = _must_be(_resolved(schema))
-    return bad_field(path or None, f"{path or 'the body'}={_shown(value)} must be {what}")
+    return bad_field(path or None, f"{path or 'the body'}={shown(value)} must be {what}")
 
 
 def _accepts(schema: Schema, item: Any) -> bool:
@@ -513,7 +457,7 @@ def components(*bodies: type[Body]) -> dict[str, Schema]:
     template = "#/components/schemas/{name}"
     _, schemas = msgspec.json.schema_components(bodies, ref_template=template)
     for name, schema in schemas.items():
-        others = {"type": "null"} if globals()[name].drops_unknown_nulls else False
+        others = {"type": "null"} if _body_named(name).drops_unknown_nulls else False
         schema["additionalProperties"] = others
         fields = schema["properties"]
         for field, own in fields.items():
@@ -528,7 +472,17 @@ def _resolved(schema: Schema) -> Schema:
     if "$ref" not in schema:
         return schema
     name = schema["$ref"].rpartition("/")[2]
-    return components(globals()[name])[name]
+    return components(_body_named(name))[name]
+
+
+@cache
+def _body_named(name: str) -> type[Body]:
+    def all_of(kind: type[Body]) -> Iterator[type[Body]]:
+        yield kind
+        for each in kind.__subclasses__():
+            yield from all_of(each)
+
+    return next(each for each in all_of(Body) if each.__name__ == name)
 
 
 def _with(schema: Schema, part: str) -> Schema:
@@ -548,7 +502,7 @@ def _must_be(schema: Schema) -> str:
     if schema.get("maxItems") == 0 or schema.get("enum") == [""] or schema.get("type") == "null":
         return "left out" + note
     if "enum" in schema:
-        return " or ".join(map(_shown, schema["enum"])) + note
+        return " or ".join(map(shown, schema["enum"])) + note
     words, counted = _KINDS[schema["type"]]
     if "maximum" in schema:  # as all numbers here
         start = "above" if "exclusiveMinimum" in schema else "from"
@@ -576,16 +530,4 @@ _SIZES = (("minLength", "minItems"), ("maxLength", "maxItems", "maxProperties"))
 
 
 def _refuse(path: str, value: Any, what: str) -> NoReturn:
-    raise bad_field(path, f"{path}={_shown(value)} {what}")
-
-
-def _shown(value: Any) -> str:
-    """A JSON value in an error, shortened."""
-    if isinstance(value, (dict, list)):
-        return f"({'object' if isinstance(value, dict) else 'array'} of {len(value)})"
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, int) and abs(value) > 10**30:
-        return "(a huge integer)"
-    text = repr(value[:60] if isinstance(value, str) else value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    raise bad_field(path, f"{path}={shown(value)} {what}")

@@ -26,6 +26,9 @@ MAX_SHORT = 16 * 1024
 _QUICK = 0.25
 """CPU seconds after which an order counts as long, whatever its size."""
 
+_END = 32
+"""Tokens of a prompt's end, one a byte in some vocabularies."""
+
 _MAX_TRIES = 4
 """Tries of an order whose fork turns out to have ended before."""
 
@@ -59,6 +62,19 @@ class Tokenizing:
         done = await self._pool.do(Order(messages=[{"role": "user", "content": "a"}]))
         if done.mistake is not None:
             raise ValueError(f"--chat-template is no Jinja template ({done.mistake})")
+
+    async def check_tools(self) -> None:
+        """Raise ValueError if the template leaves out tools; some it may well refuse."""
+        said = [{"role": "user", "content": "a"}]
+        function = {"name": "a", "description": "a", "parameters": {"type": "object"}}
+        tools = [{"type": "function", "function": function}]
+        without = await self._pool.do(Order(messages=said))
+        having = await self._pool.do(Order(messages=said, options={"tools": tools}))
+        if without.token_ids and without.token_ids == having.token_ids:
+            raise ValueError(
+                "--enable-auto-tool-choice: the model's chat template writes no tools; give one "
+                "that does with --chat-template, or leave the flag out"
+            )
 
     async def prompt_ids(
         self, prompt: list[int] | Order, path: str, max_tokens: int | None, keep: int | None
@@ -114,6 +130,10 @@ class Tokenizing:
         """
         known = self._known(token_ids, "tokens")
         return (await self._done(Order(token_ids=known), "tokens")).text
+
+    def text_end(self, token_ids: list[int]) -> str:
+        """The end of a prompt's text, which shows whether it has begun an answer's reasoning."""
+        return self._tokenizer.decode(token_ids[-_END:])
 
     def token_text(self, token_id: int) -> str:
         """The text of one token alone."""

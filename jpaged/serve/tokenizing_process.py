@@ -6,6 +6,7 @@ and no JAX. All of them end when the server does, however that ends.
 """
 
 import gc
+import json
 import os
 import resource
 import signal
@@ -58,7 +59,7 @@ class Order(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         text: A prompt.
         add_special_tokens: To a prompt.
-        messages: A conversation.
+        messages: A conversation; the arguments of tool calls in it are JSON text.
         options: Of its template.
         last: Tokens to give of the end; None for all.
         most: Tokens of which a text with more is not wanted, unless only its last are.
@@ -68,7 +69,7 @@ class Order(msgspec.Struct, frozen=True, omit_defaults=True):
 
     text: str | None = None
     add_special_tokens: bool = True
-    messages: list[dict[str, str]] | None = None
+    messages: list[dict[str, Any]] | None = None
     options: dict[str, Any] = {}
     last: int | None = None
     most: int | None = None
@@ -310,7 +311,7 @@ class OrderRunner:
         text = order.text or ""
         if order.messages is not None:
             chat = tokenizer.write_chat(
-                order.messages,
+                [_with_arguments(message) for message in order.messages],
                 chat_template=settings.chat_template,
                 allow_special_tokens=settings.allow_special_tokens,
                 max_characters=settings.max_characters,
@@ -326,6 +327,18 @@ class OrderRunner:
             ids = tokenizer.encode(text, add_special_tokens=special, last=order.last)
         strings = [tokenizer.decode([each]) for each in ids] if order.strings else None
         return Done(token_ids=ids, strings=strings)
+
+
+def _with_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as templates expect it: the arguments of its calls are objects."""
+    if "tool_calls" not in message:
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        own = call["function"]
+        arguments = json.loads(own["arguments"] or "{}")
+        calls.append(call | {"function": own | {"arguments": arguments}})
+    return message | {"tool_calls": calls}
 
 
 if __name__ == "__main__":

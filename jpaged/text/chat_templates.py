@@ -14,6 +14,10 @@ Render = Callable[[Messages, dict[str, Any]], str]
 _PRIVATE = range(0xF0000, 0x10FFFE)
 """Code points that no text has a meaning for."""
 
+_KEY = "(key)"
+_AS_NAMED = ("role", "type", _KEY)
+"""Keys of strings that templates look for by their names."""
+
 
 class Special(NamedTuple):
     """A special token, and the blanks next to it that it takes in."""
@@ -72,9 +76,9 @@ class SpecialText:
 
         Args:
             render: Applies the template.
-            messages: The conversation. Roles may be part of the template's tokens; a whole special
-                token is none in a role either.
-            variables: More of the template's variables.
+            messages: The conversation. Roles, and keys of objects, may be part of the template's
+                tokens; a whole special token is none in them either.
+            variables: More of the template's variables, such as `tools`.
             is_disguised: Whether a text that is not known here for one becomes a special token.
         """
         marks = _Marks([messages, variables])
@@ -87,7 +91,7 @@ class SpecialText:
                 return marks.mark(text)
             marked, found = self._whole.subn(lambda match: marks.mark(match[0]), text)
             num_wholes += found
-            return marked if key == "role" else self._mark_edges(marked, marks)
+            return marked if key in _AS_NAMED else self._mark_edges(marked, marks)
 
         marked = _mapped(messages, mark), _mapped(variables, mark)
         if not marks.text_of:
@@ -164,11 +168,12 @@ def _with_blanks(special: Special) -> str:
 
 
 def _mapped(value: Any, change: Callable[[str, str], Any], key: str = "") -> Any:
-    """The value with all its strings changed, keys aside; `change` is told the key of a string."""
+    """The value with all its strings changed; `change` is told the key of a string, of a key that
+    it is one."""
     if isinstance(value, str):
         return change(value, key)
     if isinstance(value, Mapping):
-        return {own: _mapped(item, change, own) for own, item in value.items()}
+        return {change(own, _KEY): _mapped(item, change, own) for own, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_mapped(item, change) for item in value]
     return value

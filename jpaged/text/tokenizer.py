@@ -145,7 +145,8 @@ class Tokenizer:
 
         Args:
             messages: Dicts with a `role` and a `content`, both strings; other keys are handed to
-                the template. Only a message with `tool_calls` may leave the content out.
+                the template. Only a message with `tool_calls` may leave the content out; templates
+                take a call's `arguments` as a dict.
             add_generation_prompt: End with the tokens that open the assistant's answer.
             continue_final_message: End in the middle of the last message, for an answer to go on.
             chat_template: A Jinja template to use instead of the model's.
@@ -153,7 +154,8 @@ class Tokenizer:
                 special tokens. Otherwise it is tokenised as the text that it is, so that no user
                 who writes a message's text can end the message.
             max_characters: Of what the template may write.
-            template_variables: More variables of the template, such as `enable_thinking`.
+            template_variables: More variables of the template, such as `tools`, dicts as OpenAI
+                writes them, or `enable_thinking`.
 
         Raises:
             TypeError, ValueError: a malformed message, no chat template, or a template that
@@ -166,7 +168,8 @@ class Tokenizer:
         check_messages(messages)
 
         def render(messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-            with _bounded_output(self._template(chat_template), max_characters):
+            tools = variables.get("tools")
+            with _bounded_output(self._template(chat_template, tools), max_characters):
                 return self.hf_tokenizer.apply_chat_template(
                     messages,
                     add_generation_prompt=add_generation_prompt,
@@ -255,10 +258,10 @@ class Tokenizer:
         num_special = sum(map(self._structural.__contains__, self._encode(text, False)))
         return num_special > self._special_text.num_in(text)
 
-    def _template(self, chat_template: str | None) -> jinja2.Template:
+    def _template(self, chat_template: str | None, tools: Any) -> jinja2.Template:
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
-        return _compile_jinja_template(self.hf_tokenizer.get_chat_template(chat_template))
+        return _compile_jinja_template(self.hf_tokenizer.get_chat_template(chat_template, tools))
 
     def prepare(self) -> None:
         """Look through the vocabulary now, not with the first text: forks then share it."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import readme_table
+from bench import headline, readme_table
 from bench.paper import __main__ as cli
 from bench.readme_table import BEGIN, BENCHMARKS, END, README, render, render_benchmarks
 
@@ -18,7 +18,11 @@ def test_the_readme_has_the_committed_figures():
 def test_the_page_of_benchmarks_has_the_committed_figures():
     text = BENCHMARKS.read_text(encoding="utf-8")
     assert render_benchmarks(text) == text, "run python -m bench.readme_table --write"
-    assert readme_table.FIGURE.findall(text) == [cli.AGREEMENT, *cli.FIGURES]
+    assert readme_table.FIGURE.findall(text) == [
+        *readme_table.COMPARISONS,
+        cli.AGREEMENT,
+        *cli.FIGURES,
+    ]
 
 
 def test_a_figure_that_was_not_run_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -54,3 +58,14 @@ def test_only_what_is_between_the_markers_changes():
 def test_a_readme_without_markers_is_refused():
     with pytest.raises(ValueError, match="lacks"):
         render(f"{END} {BEGIN}")
+
+
+def test_every_system_of_the_headline_has_a_name():
+    assert set(readme_table.SYSTEM_NAMES) == set(headline.ALL_SYSTEMS)
+
+
+def test_a_comparison_that_was_not_run_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(readme_table, "RESULTS", tmp_path)
+    for name in readme_table.COMPARISONS:
+        empty = f"<!-- figure {name} -->\n<!-- end of figure {name} -->"
+        assert "*Not run yet.*" in readme_table.render_benchmarks(empty)

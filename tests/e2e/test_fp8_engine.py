@@ -29,7 +29,7 @@ def test_weights_take_about_a_quarter_of_float32s(engines: Engines):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"quantization": "awq"}, "quantization='awq' is not supported; choose one of fp8, comp"),
+        ({"quantization": "awq"}, "quantization='awq' is not supported; choose one of comp"),
         ({"quantization": "modelopt"}, "quantization='modelopt', but config.json has no"),
     ],
 )

@@ -35,7 +35,7 @@ def test_every_number_of_fp8_is_itself():
 
 @pytest.mark.parametrize("scale", [1.0, 0.37])
 def test_what_lies_between_two_becomes_the_nearest(scale: float):
-    """Halfway between two too, where the even one is taken, and a little beside that."""
+    """Halfway between two too, where the even one is taken, and a little more and less."""
     halves = ((NUMBERS[1:] + NUMBERS[:-1]) / 2).astype(np.float32)
     x = np.concatenate([halves * np.float32(end) for end in (1 - 1e-6, 1 + 1e-6)])
     x = np.concatenate([halves, x]) if scale == 1 else x * np.float32(scale)

@@ -258,7 +258,7 @@ def test_modelopts_own_file_says_what_config_json_does_not(tmp_path):
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(own))
     found = read_model_config(read_config(tmp_path)).quantization
     assert found is not None
-    assert (found.method, found.format) == ("modelopt", "fp8_tensor_static")
+    assert found.format == "fp8_tensor_static"
     assert found.plain == ("layers.1.mlp.down", "layers.1.mlp.gate_up")
 
 
@@ -284,6 +284,19 @@ def test_scales_of_keys_and_values_are_known_where_the_config_says_so(tmp_path, 
         for layer, value in ((0, 0.5), (1, 1.0))
         for kind in "kv"
     }
+
+
+def test_a_file_of_modelopts_that_says_nothing_is_refused(tmp_path):
+    published(tmp_path, "ModelOpt")
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    config.pop("quantization_config")
+    file.write_text(json.dumps(config))
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": "FP8"}')
+    with pytest.raises(
+        CheckpointError, match=r"hf_quant_config\.json has no object 'quantization'"
+    ):
+        read_config(tmp_path)
 
 
 def changed(folder: Path, change: Any) -> None:

@@ -129,6 +129,8 @@ OF_QKV = ["q_proj", "k_proj", "v_proj"]
          {f"layers.{i}.attention.qkv" for i in range(3)}),
         (group(targets=["re:.*mlp.*"]),
          {f"layers.{i}.attention.{each}" for i in range(3) for each in ("qkv", "output")}),
+        (group(targets=[r"re:model\.layers\.[12]\..*", "model.layers.0.self_attn.o_proj"]),
+         {"layers.0.attention.qkv", "layers.0.mlp.gate_up", "layers.0.mlp.down"}),
         (BLOCKS | {"modules_to_not_convert": ["model.layers.0.mlp.down_proj"]}, ONLY_FIRST_DOWN),
         (BLOCKS | {"modules_to_not_convert": ["layers.0.mlp.down_proj"]}, ONLY_FIRST_DOWN),
         (BLOCKS | {"modules_to_not_convert": ["model.layers.0.mlp"]},
@@ -141,7 +143,6 @@ OF_QKV = ["q_proj", "k_proj", "v_proj"]
     ],
 )  # fmt: skip
 def test_modules_that_are_left_as_they_are(config: dict[str, Any], left: set[str]):
-    assert read(BLOCKS).quantization != read(config).quantization or not left
     paths = {f"layers.{i}.{path}" for i in range(3) for path in read(None).projections}
     assert paths - formats(read(config)).keys() == left
 
@@ -182,6 +183,8 @@ def test_the_text_of_a_model_that_takes_images():
         (BLOCKS | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert='lm_head'"),
         (BLOCKS | {"modules_to_not_convert": ["("]}, "modules_to_not_convert='(?:()"),
         (BLOCKS | {"rotate": True}, "rotate=True"),
+        (BLOCKS | {"dequantize": True}, "dequantize=True"),
+        ({"quant_method": "modelopt", "exclude_modules": ["lm_head"]}, "quant_algo=None"),
         (COMPRESSED | {"format": "pack-quantized"}, "format='pack-quantized'"),
         (COMPRESSED | {"sparsity_config": {"format": "sparse"}}, "sparsity_config={"),
         (COMPRESSED | {"transform_config": {"a": {}}}, "transform_config={"),

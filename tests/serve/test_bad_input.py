@@ -164,13 +164,19 @@ COMPLETIONS: list[tuple[dict[str, Any], str]] = [
 ]
 
 USER = {"role": "user", "content": "Hello"}
-CALL = {
-    "role": "assistant",
-    "content": None,
-    "tool_calls": [
-        {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}},
-    ],
-}
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
+
+
+def call(arguments: Any = "{}", **others: Any) -> dict[str, Any]:
+    own = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [own], **others}
+
+
+def tool(**fields: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "function": {"name": "f", **fields}}]}
+
+
+ARGUMENTS = "messages[1].tool_calls[0].function.arguments"
 CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": None}, "messages"),
     ({"messages": []}, "messages"),
@@ -185,9 +191,26 @@ CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [USER, {"role": "user", "content": 1}]}, "messages[1].content"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "text"),
     ({"messages": [{**USER, "x": 1}]}, "x"),
-    ({"messages": [{**USER, "tool_calls": [{}]}]}, "messages[0].tool_calls"),
-    ({"messages": [USER, CALL]}, "messages[1].tool_calls"),
-    ({"messages": [USER, CALL]}, "tool calls are not supported"),
+    ({"messages": [{**USER, "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
+    ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content"),
+    ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages[0].content"),
+    ({"messages": [call(role="user", content="a")]}, "messages[0].tool_calls"),
+    ({"messages": [{**USER, "tool_calls": [1] * 129}]}, "messages[0].tool_calls"),
+    ({"messages": [USER, call("{")]}, ARGUMENTS),
+    ({"messages": [USER, call("{")]}, "mend it"),
+    ({"messages": [USER, call("[]")]}, ARGUMENTS),
+    ({"messages": [USER, call("null")]}, ARGUMENTS),
+    ({"messages": [USER, call('{"a": NaN}')]}, ARGUMENTS),
+    ({"messages": [USER, call('{"a": 1, "a": 2}')]}, "names 'a' twice"),
+    ({"messages": [USER, call('{"a": ' + DEEP + "}")]}, ARGUMENTS),
+    ({"messages": [USER, call("[" * 100_000)]}, ARGUMENTS),
+    ({"messages": [USER, call('{"a": [' + "1," * 70_000 + "1]}")]}, ARGUMENTS),
+    ({"messages": [USER, call({})]}, ARGUMENTS),
+    ({"messages": [USER, call(None)]}, ARGUMENTS),
+    ({"messages": [USER, call(type="custom")]}, "type"),
+    ({"messages": [{"role": "tool", "content": "a", "tool_call_id": 1}]}, "tool_call_id"),
+    ({"messages": [{"role": "tool"}]}, "messages[0].content"),
+    ({"messages": [{**USER, "reasoning_content": 1}]}, "messages[0].reasoning_content"),
     ({"messages": [{**USER, "function_call": {"name": "f"}}]}, "messages[0].function_call"),
     ({"messages": [{**USER, "audio": {"id": "a"}}]}, "audio"),
     ({"messages": [USER], "x": None}, "x"),
@@ -210,8 +233,35 @@ CHATS: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": 1}, "logprobs"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+    ({"tools": [TOOL]}, "--enable-auto-tool-choice --tool-call-parser"),
+    ({"tools": [TOOL], "tool_choice": "auto"}, "tools"),
+    ({"tools": [TOOL, TOOL]}, "'f' twice"),
+    ({"tools": [TOOL] * 5000}, "tools"),
+    ({"tools": TOOL}, "tools"),
+    (tool(name=""), "tools[0].function.name"),
+    (tool(name="a b"), "letters, digits, _ and -"),
+    (tool(name="a\n"), "tools[0].function.name"),
+    (tool(name="\x1b[2J"), "tools[0].function.name"),
+    (tool(name="é"), "tools[0].function.name"),
+    (tool(name="a" * 65), "tools[0].function.name"),
+    (tool(name="a" * 100_000), "tools[0].function.name"),
+    (tool(parameters=[]), "tools[0].function.parameters"),
+    (tool(parameters="{}"), "tools[0].function.parameters"),
+    (tool(description=1), "tools[0].function.description"),
+    (tool(description="a" * 2**20), "1048576"),
+    (tool(parameters={"enum": ["a" * 100] * 11_000}), "1048576"),
+    (tool(extra=1), "extra"),
     ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": "any"}, "tool_choice"),
+    ({"tool_choice": "a" * 100_000}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": TOOL}, "cannot be forced here"),
+    ({"tools": [TOOL], "tool_choice": {**TOOL, "function": {"name": "g"}}}, "not in tools: f"),
+    ({"tool_choice": TOOL}, "not in tools: none"),
+    ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+    ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
     ({"response_format": {"type": "json_schema"}}, "response_format.type"),
     ({"modalities": ["audio"]}, "modalities[0]"),
     ({"chat_template": "{{ messages }}"}, "chat_template"),

@@ -1,0 +1,365 @@
+"""Tool calls and reasoning over HTTP, of answers that are written here."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import openai
+import pytest
+from scripted_engine import ScriptedEngine
+from serve_helpers import Server, events_of, kept_tokenizing_process
+
+from jpaged import Engine
+from jpaged.serve.lifecycle import start_serving
+from jpaged.serve.options import ServeConfig
+from jpaged.serve.serving import Serving
+
+Run = Callable[..., None]
+CHAT = "/v1/chat/completions"
+USER = {"role": "user", "content": "Weather?"}
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "now",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+TEMPLATE = (
+    "{% for t in tools or [] %}[{{ t | tojson }}]{% endfor %}"
+    "{% for m in messages %}({{ m.role }}{{ m.get('tool_call_id', '') }}:"
+    "{% if m.reasoning_content is defined %}<{{ m.reasoning_content }}>{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %} {{ c.id }} {{ c.function.name }}"
+    "{% for key, value in c.function.arguments | items %} {{ key }}={{ value }}{% endfor %}"
+    "{% endfor %}){% endfor %}"
+    "{% if enable_thinking is defined and enable_thinking %}<think>\n{% endif %}"
+)
+HERMES = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "chat_template": TEMPLATE}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+ANSWER = f"I will look.\n{CALL}"
+
+
+@pytest.fixture
+def scripted(engine: Engine) -> ScriptedEngine:
+    return ScriptedEngine(engine)
+
+
+@pytest.fixture
+def talk(serve: Run, scripted: ScriptedEngine) -> Run:
+    """Runs a scenario with the scripted engine."""
+
+    def run(scenario: Any, **config: Any) -> None:
+        serve(scenario, scripted, **{**HERMES, **config})
+
+    return run
+
+
+async def ask(server: Server, **fields: Any) -> dict[str, Any]:
+    answer = await server.http.post(CHAT, json={"messages": [USER], **fields})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def choices_of(server: Server, **fields: Any) -> list[dict[str, Any]]:
+    """The choices of a stream's chunks."""
+    asked = {"messages": [USER], "stream": True, **fields}
+    async with server.http.stream("POST", CHAT, json=asked) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        *events, last = [data async for data in events_of(answer)]
+    assert last == "[DONE]"
+    return [choice for data in events for choice in json.loads(data)["choices"]]
+
+
+def without_id(call: dict[str, Any]) -> dict[str, Any]:
+    assert call["id"].startswith("call_")
+    return {name: value for name, value in call.items() if name != "id"}
+
+
+def test_a_call(talk: Run, scripted: ScriptedEngine):
+    async def scenario(server: Server) -> None:
+        scripted.say(ANSWER)
+        (choice,) = (await ask(server, tools=[WEATHER]))["choices"]
+        message = choice["message"]
+        assert (message["content"], choice["finish_reason"]) == ("I will look.", "tool_calls")
+        (call,) = message["tool_calls"]
+        function = {"name": "weather", "arguments": '{"city": "Paris"}'}
+        assert without_id(call) == {"type": "function", "function": function}
+        told = json.dumps(WEATHER)
+        assert scripted.prompts == [f"[{told}](user:Weather?)"]
+        assert not scripted.params[0].skip_special_tokens
+        scripted.say(CALL)
+        (choice,) = (await ask(server, tools=[WEATHER], tool_choice="auto"))["choices"]
+        assert choice["message"]["content"] is None
+
+    talk(scenario)
+
+
+@pytest.mark.parametrize("size", [0, 1, 7])
+def test_a_stream_is_as_openai_sends_it(talk: Run, scripted: ScriptedEngine, size: int):
+    async def scenario(server: Server) -> None:
+        scripted.say(f"{ANSWER}\n{CALL}", size=size)
+        first, *choices, last = await choices_of(server, tools=[WEATHER])
+        assert first["delta"] == {"role": "assistant", "content": ""}
+        assert (last["delta"], last["finish_reason"]) == ({}, "tool_calls")
+        assert {choice["finish_reason"] for choice in choices} == {None}
+        deltas = [choice["delta"] for choice in choices]
+        assert all(len(delta) == 1 for delta in deltas)
+        assert "".join(delta.get("content", "") for delta in deltas) == "I will look."
+        for index in (0, 1):
+            calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+            start, *rest = [call for call in calls if call["index"] == index]
+            function = {"name": "weather", "arguments": ""}
+            begin = {"index": index, "type": "function", "function": function}
+            assert without_id(start) == begin
+            assert {frozenset(call) for call in rest} == {frozenset({"index", "function"})}
+            assert {frozenset(call["function"]) for call in rest} == {frozenset({"arguments"})}
+            pieces = [call["function"]["arguments"] for call in rest]
+            assert "".join(pieces) == '{"city": "Paris"}'
+            assert len(pieces) > 1 or size != 1
+
+    talk(scenario)
+
+
+def test_tokens_are_told_though_their_text_is_held(talk: Run, scripted: ScriptedEngine):
+    async def scenario(server: Server) -> None:
+        for fields in ({"logprobs": True}, {"return_token_ids": True}, {}):
+            scripted.say(ANSWER, size=4)
+            choices = await choices_of(server, tools=[WEATHER], **fields)
+            scores = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+            ids = [choice["token_ids"] for choice in choices if choice.get("token_ids")]
+            num_tokens = -(-len(ANSWER) // 4)
+            assert len(scores) == (num_tokens if "logprobs" in fields else 0)
+            assert len(ids) == (num_tokens if "return_token_ids" in fields else 0)
+            empty = [each for each in choices if not each["delta"] and not each["finish_reason"]]
+            assert bool(empty) == bool(fields)
+
+    talk(scenario)
+
+
+def test_what_ends_an_answer(talk: Run, scripted: ScriptedEngine):
+    async def scenario(server: Server) -> None:
+        half = ANSWER.partition('"Paris"')[0]
+        for text, reason, told in (
+            ("Sunny.", "stop", "stop"),
+            (half, "length", "length"),
+            (half, "abort", "abort"),
+            (half, "stop", "tool_calls"),
+            ("<tool_call>{", "length", "length"),
+        ):
+            scripted.say(text, size=5, reason=reason)
+            (choice,) = (await ask(server, tools=[WEATHER]))["choices"]
+            assert choice["finish_reason"] == told
+            calls = choice["message"].get("tool_calls")
+            if text == half:
+                assert calls[0]["function"]["arguments"] == '{"city": '
+            else:
+                assert (choice["message"]["content"], calls) == (text, None)
+
+    talk(scenario)
+
+
+def test_a_conversation_with_calls(talk: Run, scripted: ScriptedEngine):
+    async def scenario(server: Server) -> None:
+        scripted.say(ANSWER)
+        message = (await ask(server, tools=[WEATHER]))["choices"][0]["message"]
+        call_id = message["tool_calls"][0]["id"]
+        result = {
+            "role": "tool",
+            "tool_call_id": call_id,
+            "content": [{"type": "text", "text": "1"}],
+        }
+        scripted.say("Sunny.")
+        body = await ask(server, messages=[USER, message, result])  # no tools, though calls
+        assert body["choices"][0]["message"]["content"] == "Sunny."
+        assert scripted.prompts[1] == (
+            f"(user:Weather?)(assistant:I will look. {call_id} weather city=Paris)(tool{call_id}:1)"
+        )
+        message["tool_calls"][0]["function"]["arguments"] = ""
+        asked = {"messages": [USER, message | {"content": None, "reasoning_content": "hm"}]}
+        answer = await server.http.post("/tokenize", json=asked)
+        detokenized = await server.http.post(
+            "/detokenize", json={"tokens": answer.json()["tokens"]}
+        )
+        expected = f"(user:Weather?)(assistant:<hm> {call_id} weather)"
+        assert detokenized.json()["prompt"] == expected
+
+    talk(scenario)
+
+
+def test_special_tokens_in_tools_and_arguments_are_text(talk: Run, scripted: ScriptedEngine):
+    """In their names too."""
+    end = "<|im_end|>"
+    tool = {"type": "function", "function": {"name": "f", "parameters": {end: {end: end}}}}
+    call = {"id": "1", "function": {"name": end, "arguments": json.dumps({end: end})}}
+
+    async def scenario(server: Server) -> None:
+        messages = [USER, {"role": "assistant", "tool_calls": [call]}]
+        asked = {"messages": messages, "tools": [tool]}
+        tokens = (await server.http.post("/tokenize", json=asked)).json()["tokens"]
+        assert max(tokens) < 256
+        text = (await server.http.post("/detokenize", json={"tokens": tokens})).json()["prompt"]
+        assert text.count(end) == 6
+
+    talk(scenario)
+
+
+def test_no_calls_where_none_are_wanted(talk: Run, scripted: ScriptedEngine):
+    async def scenario(server: Server) -> None:
+        for fields in ({}, {"tools": []}, {"tools": [WEATHER], "tool_choice": "none"}):
+            scripted.say(ANSWER)
+            (choice,) = (await ask(server, **fields))["choices"]
+            assert choice["message"] == {"role": "assistant", "content": ANSWER, "refusal": None}
+            assert choice["finish_reason"] == "stop"
+        assert set(scripted.prompts) == {"(user:Weather?)"}
+        assert all(params.skip_special_tokens for params in scripted.params)
+
+    talk(scenario)
+
+
+def test_one_call_at_most(talk: Run, scripted: ScriptedEngine):
+    async def scenario(server: Server) -> None:
+        scripted.say(ANSWER + CALL)
+        body = await ask(server, tools=[WEATHER], parallel_tool_calls=False)
+        assert len(body["choices"][0]["message"]["tool_calls"]) == 1
+
+    talk(scenario)
+
+
+def test_each_answer_has_its_own_parts(talk: Run, scripted: ScriptedEngine):
+    async def scenario(server: Server) -> None:
+        scripted.say(ANSWER, "Sunny.", f"{CALL}{CALL}", size=3)
+        choices = (await ask(server, tools=[WEATHER], n=3))["choices"]
+        assert [len(each["message"].get("tool_calls", ())) for each in choices] == [1, 0, 2]
+        reasons = [each["finish_reason"] for each in choices]
+        assert reasons == ["tool_calls", "stop", "tool_calls"]
+
+    talk(scenario)
+
+
+def test_values_have_the_types_of_the_tools(talk: Run, scripted: ScriptedEngine):
+    tool = json.loads(json.dumps(WEATHER))
+    tool["function"]["parameters"]["properties"]["days"] = {"type": "integer"}
+    text = "<tool_call>\n<function=weather>\n<parameter=days>\n3\n</parameter>\n</function>"
+
+    async def scenario(server: Server) -> None:
+        scripted.say(text, size=6)
+        (call,) = (await ask(server, tools=[tool]))["choices"][0]["message"]["tool_calls"]
+        assert call["function"]["arguments"] == '{"days": 3}'
+
+    talk(scenario, tool_call_parser="qwen3_xml")
+
+
+def test_reasoning_apart_from_content(talk: Run, scripted: ScriptedEngine):
+    text = f"<think>\nParis?\n</think>\n\n{ANSWER}"
+
+    async def scenario(server: Server) -> None:
+        scripted.say(text)
+        (choice,) = (await ask(server, tools=[WEATHER]))["choices"]
+        message = choice["message"]
+        assert (message["reasoning_content"], message["content"]) == ("Paris?", "I will look.")
+        assert len(message["tool_calls"]) == 1
+        scripted.say(text, size=2)
+        deltas = [choice["delta"] for choice in await choices_of(server)]
+        thought = "".join(delta.get("reasoning_content", "") for delta in deltas)
+        content = "".join(delta.get("content", "") for delta in deltas)
+        assert (thought, content) == ("Paris?", ANSWER)
+        scripted.say("Sunny.")
+        message = (await ask(server))["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == (None, "Sunny.")
+        # The template opens the reasoning.
+        for enabled, parts in ((True, ("Sun", "ny.")), (False, (None, "Sun</think>ny."))):
+            scripted.say("Sun</think>ny.")
+            body = await ask(server, chat_template_kwargs={"enable_thinking": enabled})
+            message = body["choices"][0]["message"]
+            assert (message["reasoning_content"], message["content"]) == parts
+        assert [prompt.endswith("<think>\n") for prompt in scripted.prompts[-2:]] == [True, False]
+
+    talk(scenario, reasoning_parser="qwen3")
+
+
+def test_openais_client_makes_a_round_trip(talk: Run, scripted: ScriptedEngine):
+    async def scenario(server: Server) -> None:
+        http: Any = server.http
+        client = openai.AsyncOpenAI(
+            base_url="http://jpaged/v1", api_key="-", http_client=http, max_retries=0
+        )
+        messages: list[Any] = [USER]
+        tool = {"type": "function", "function": {"name": "weather"}}
+        options: Any = {"model": "jpaged-tiny", "tools": [tool], "max_tokens": 8}
+        scripted.say(f"<think>hm</think>{CALL}", size=3)
+        made = await client.chat.completions.create(messages=messages, **options)
+        message = made.choices[0].message
+        assert made.choices[0].finish_reason == "tool_calls"
+        assert getattr(message, "reasoning_content", None) == "hm"
+        (call,) = message.tool_calls or []
+        result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+        messages += [message, result]
+        scripted.say(CALL, size=3)
+        async with client.chat.completions.stream(messages=messages, **options) as stream:
+            final = (await stream.get_final_completion()).choices[0]
+        assert final.finish_reason == "tool_calls"
+        (own,) = final.message.tool_calls or []
+        assert json.loads(own.function.arguments) == {"city": "Paris"}
+        messages = [USER, final.message, {**result, "tool_call_id": own.id}]
+        scripted.say("Sunny.")
+        last = await client.chat.completions.create(messages=messages, **options)
+        assert last.choices[0].message.content == "Sunny."
+
+    talk(scenario, reasoning_parser="qwen3")
+
+
+def test_a_template_must_write_tools(talk: Run):
+    """Or the server does not start."""
+
+    async def fine(server: Server) -> None:
+        await server.serving.tokenizing.check_tools()
+
+    async def lacking(server: Server) -> None:
+        again = Serving(replace(server.serving.config, enable_auto_tool_choice=True))
+        with pytest.raises(ValueError, match="writes no tools"):
+            await start_serving(again, server.serving.engine, kept_tokenizing_process)
+
+    talk(fine)
+    talk(lacking, chat_template=None, enable_auto_tool_choice=False)
+
+
+def test_tools_of_any_size_are_refused_or_answered(talk: Run, scripted: ScriptedEngine):
+    """And the next request is served."""
+    many = [{**WEATHER, "function": {"name": f"f{i}", "description": "a" * 99}} for i in range(128)]
+    deep: dict[str, Any] = {}
+    for _ in range(20):
+        deep = {"anyOf": [deep]}
+    wild = {"type": "object", "properties": {"a": {"$ref": "http://localhost/"}, "b": deep}}
+
+    async def scenario(server: Server) -> None:
+        for tools in (many, [{**WEATHER, "function": {"name": "f", "parameters": wild}}]):
+            answer = await server.http.post(CHAT, json={"messages": [USER], "tools": tools})
+            assert answer.status_code == 400
+            error = answer.json()["error"]
+            assert "maximum context" in error["message"] or "deep" in error["message"]
+        await server.canary()
+
+    talk(scenario)
+
+
+def test_long_arguments(talk: Run, scripted: ScriptedEngine):
+    """A long answer is parsed as it comes."""
+    long = json.dumps({"city": "x" * 20_000, "n": [1] * 2000})
+
+    async def scenario(server: Server) -> None:
+        scripted.say(CALL.replace('{"city": "Paris"}', long), size=100)
+        body = await ask(server, tools=[WEATHER])
+        (call,) = body["choices"][0]["message"]["tool_calls"]
+        assert call["function"]["arguments"] == long
+
+    talk(scenario)
+
+
+def test_flags_that_need_each_other():
+    with pytest.raises(ValueError, match="--tool-call-parser"):
+        ServeConfig(enable_auto_tool_choice=True)
+    with pytest.raises(ValueError, match="hermes"):
+        ServeConfig(tool_call_parser="json")
+    with pytest.raises(ValueError, match="qwen3"):
+        ServeConfig(reasoning_parser="r1")
