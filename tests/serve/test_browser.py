@@ -457,6 +457,7 @@ def test_those_who_listen_hear_what_they_asked_for(pages: Pages):
     page = opened(pages, pace="0")
     send(page, "Count from 1 to 30")
     first_step(page)
+    until(page, "!jpaged.state.panels")  # the step's own sentence, drawn a moment after it
     page.focus("#grid")
     page.keyboard.press("n")
     assert page.get_attribute("#said", "aria-live") == "polite"
