@@ -142,6 +142,7 @@ def null_programs(runtime: RuntimeConfig, clock: "Clock") -> Programs:
         programs["prompt_logprobs", shape[0]] = _keep
     for seqs in buckets.sample_seqs:
         sampled = _sampled(seqs)
+        programs["mask", seqs] = _keep
         for level in sampler_levels(runtime):
             stub("sample", (seqs, level), _sample, sampled)
     for kind in ("load_rows", "load_bias", "copy_blocks", "fork_rows"):

@@ -17,11 +17,14 @@ if TYPE_CHECKING:
     from jpaged.observe.statistics import EngineStats, RequestMetrics
     from jpaged.outputs import CompletionOutput, Logprob, RequestDelta, RequestOutput, TextDelta
     from jpaged.sampling_params import SamplingParams
+    from jpaged.structured_outputs import StructuredOutputs
     from jpaged.text.answer_parser import AnswerParser
-    from jpaged.text.reasoning import REASONING_FAMILIES
+    from jpaged.text.grammar import check_grammar
+    from jpaged.text.reasoning import REASONING_FAMILIES, reasoning_end
     from jpaged.text.streamed_text import CallArguments, CallEnd, CallStart, Content, Reasoning
     from jpaged.text.tokenizer import Tokenizer
     from jpaged.text.tool_calls import TOOL_CALL_FAMILIES
+    from jpaged.text.tool_grammar import call_grammar
 
 _NAMES = {
     "jpaged.config": ("EngineConfig",),
@@ -31,8 +34,10 @@ _NAMES = {
     "jpaged.observe.statistics": ("EngineStats", "RequestMetrics"),
     "jpaged.outputs": ("CompletionOutput", "Logprob", "RequestDelta", "RequestOutput", "TextDelta"),
     "jpaged.sampling_params": ("SamplingParams",),
+    "jpaged.structured_outputs": ("StructuredOutputs",),
     "jpaged.text.answer_parser": ("AnswerParser",),
-    "jpaged.text.reasoning": ("REASONING_FAMILIES",),
+    "jpaged.text.grammar": ("check_grammar",),
+    "jpaged.text.reasoning": ("REASONING_FAMILIES", "reasoning_end"),
     "jpaged.text.streamed_text": (
         "CallArguments",
         "CallEnd",
@@ -42,6 +47,7 @@ _NAMES = {
     ),
     "jpaged.text.tokenizer": ("Tokenizer",),
     "jpaged.text.tool_calls": ("TOOL_CALL_FAMILIES",),
+    "jpaged.text.tool_grammar": ("call_grammar",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
@@ -69,9 +75,13 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "SequenceInfo",
+    "StructuredOutputs",
     "TextDelta",
     "Tokenizer",
     "__version__",
+    "call_grammar",
+    "check_grammar",
+    "reasoning_end",
 ]
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, no_type_check
 
 from jpaged.options import Options, check_float, check_int, integer, number, option, switch
+from jpaged.structured_outputs import StructuredOutputs
 
 MAX_LOGPROBS = 20
 """The most log-probabilities a token that an engine gives unless it is told otherwise."""
@@ -32,6 +33,7 @@ _NOT_FOR_BEAMS: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": (None,),
     "stop": (None, [], (), set(), frozenset()),
     "logprobs": (None,),
+    "structured_outputs": (None,),
 }
 """What a beam search has no use for, and the values that ask nothing of it; the first is told."""
 
@@ -88,6 +90,11 @@ def _check_ids_below(name: str, ids: Collection[int], vocab_size: int) -> None:
         )
 
 
+def _check_structured_outputs(name: str, value: object) -> None:
+    if value is not None and not isinstance(value, StructuredOutputs):
+        raise TypeError(f"{name}={_shown(value)} must be StructuredOutputs")
+
+
 def _shown(value: object) -> str:
     """As code, but of a long collection its length alone."""
     if isinstance(value, Collection) and not isinstance(value, str) and len(value) > 20:
@@ -133,6 +140,9 @@ class SamplingParams(Options, group="how tokens are chosen"):
         prompt_logprobs: likewise for every prompt token.
         logit_bias: token id to a value in [-100, 100] added to its logit.
         allowed_token_ids: no other token may be chosen.
+        structured_outputs: what the answer must obey, such as a JSON schema. It ends as soon as
+            nothing more may follow; where ignore_eos is set, only then. Log-probabilities are those
+            among the tokens that may follow.
         skip_special_tokens: leave special tokens out of the text.
         detokenize: make text at all; without it only token ids come back.
 
@@ -199,6 +209,7 @@ class SamplingParams(Options, group="how tokens are chosen"):
     prompt_logprobs: int | None = integer(None, low=0, served_high=MAX_LOGPROBS)
     logit_bias: Mapping[int, float] | None = option(None, _check_bias, low=-_BIAS, high=_BIAS)
     allowed_token_ids: Collection[int] | None = option(None, _check_allowed_ids)
+    structured_outputs: StructuredOutputs | None = option(None, _check_structured_outputs)
     skip_special_tokens: bool = switch(True)
     detokenize: bool = switch(True)
 

@@ -42,6 +42,7 @@ from jpaged.runtime.steps import (
     decode_burst_step,
     decode_step,
     fork_rows_step,
+    mask_step,
     prefill_step,
     prompt_logprobs_step,
     sample_step,
@@ -243,6 +244,7 @@ class Recipes:
         for tokens in self._config.buckets.prefill_tokens:
             yield self._prompt_logprobs(tokens)
         for seqs in self._config.buckets.sample_seqs:
+            yield self._mask(seqs)
             for level in reversed(sampler_levels(self._config)):
                 yield self._sample(seqs, level)
 
@@ -300,6 +302,13 @@ class Recipes:
         keywords = {"last_tokens": self._shapes.last_tokens, "sampling": state}
         name, donate = ("sample", (seqs, level)), ("last_tokens", "sampling")
         recipe = Recipe(name, step, (logits, inputs), keywords, donate, needs_pool=False)
+        return recipe.on(self._mesh)
+
+    def _mask(self, seqs: int) -> Recipe:
+        logits = jax.ShapeDtypeStruct((seqs, self._config.vocab_size), jnp.float32)
+        allowed = int32(seqs, self._config.mask_width)
+        name, donate = ("mask", seqs), ("logits",)
+        recipe = Recipe(name, mask_step, (logits, allowed), donate=donate, needs_pool=False)
         return recipe.on(self._mesh)
 
     def _products(self, part: str, rows: int) -> tuple[str, int] | None:

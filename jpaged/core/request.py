@@ -191,6 +191,12 @@ class Request:
         ]
         return cls(request_id, sequences, stop, seq_ids, beam, priority)
 
+    def end_unqueued(self, reason: FinishReason) -> None:
+        """End it before the scheduler ever had it."""
+        self.status, self.finish_reason, self.live = RequestStatus.FINISHED, reason, []
+        for sequence in self.sequences:
+            sequence.finish_reason = reason
+
     @property
     def rank(self) -> tuple[int, int]:
         """Its place in line: the lowest is served first and preempted last."""

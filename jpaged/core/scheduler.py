@@ -93,8 +93,8 @@ class Scheduler:
 
     # ---- requests come and go
 
-    def add(self, request: Request) -> None:
-        """Queue a request; ValueError, with nothing changed, if it could never run."""
+    def check(self, request: Request) -> None:
+        """ValueError if a request could never run, or its names are in use."""
         name = request.request_id
         if name in self.running or name in self.waiting:
             raise ValueError(f"request_id {name!r} is in use by an unfinished request")
@@ -102,6 +102,10 @@ class Scheduler:
             if sequence.seq_id in self.sequences.known:
                 raise ValueError(f"seq_id {sequence.seq_id} is in use by another sequence")
         request.max_num_tokens = check_fits(self.config, self.block_manager, request)
+
+    def add(self, request: Request) -> None:
+        """Queue a request; ValueError, with nothing changed, as `check`."""
+        self.check(request)
         request.arrival = self._num_arrived
         self._num_arrived += 1
         self.waiting.add(request)

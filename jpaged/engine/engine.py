@@ -70,8 +70,10 @@ class Engine:
         self.folder = parts.folder
         self.memory_account = parts.memory_account
         self._runner = parts.runner
-        self._loop = EngineLoop(parts.scheduler, parts.runner, self.config.loop_mode)
         self._preprocessor = parts.preprocessor
+        self._loop = EngineLoop(
+            parts.scheduler, parts.runner, self.config.loop_mode, parts.preprocessor.grammars
+        )
 
     def add_request(
         self,
@@ -81,7 +83,8 @@ class Engine:
         request_id: str | None = None,
         priority: int = 0,
     ) -> str:
-        """Queue a prompt; `step` brings its outputs.
+        """Queue a prompt; `step` brings its outputs. A grammar for it is compiled while others run;
+        if that fails, the request ends with an error.
 
         Args:
             prompt: A string, a list of token ids, or a dict with either and perhaps a "cache_salt".
@@ -205,6 +208,8 @@ class Engine:
             self._preprocessor.make_state(*each, ids_in_use=in_use)
             for each in zip(given, *asked, strict=True)
         ]
+        for state in states:
+            state.begin_grammar()
         disable = None if use_tqdm is None and len(states) > 1 else not use_tqdm
         with tqdm(total=len(states), desc="Generating", disable=disable, unit="req") as bar:
             return self._complete(states, Goal.THROUGHPUT, bar.update)
@@ -288,6 +293,7 @@ class Engine:
         (own,) = pair_params(params, 1)
         own.check_streamable()
         state = self._make_state(prompt, own)
+        state.begin_grammar()
         self._loop.add([state])
         deltas = _deltas(self._loop, state)
         # A generator that was never started does not run its `finally`.

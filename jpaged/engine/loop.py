@@ -3,6 +3,9 @@
 In the overlapped loop the step that is read is the one launched a turn ago, so that the device
 always has its next step waiting; in the synchronous loop it is the step just launched. Both give
 the same tokens.
+
+Where a row of a step obeys a grammar, what it may sample depends on the token before it: then the
+step's layers are launched, the step before is read meanwhile, and the sampling follows with a mask.
 """
 
 import signal
@@ -18,6 +21,8 @@ from types import FrameType
 from typing import Any
 from weakref import WeakSet
 
+import numpy as np
+
 from jpaged.config import LoopMode
 from jpaged.core.block_manager import BlockManager
 from jpaged.core.plan import Emitted, Goal, StepPlan
@@ -27,8 +32,18 @@ from jpaged.engine.request_state import RequestState
 from jpaged.observe.pool_changes import PoolWatch
 from jpaged.observe.pool_report import num_waste_slots
 from jpaged.observe.statistics import EngineStats
-from jpaged.runtime.model_runner import ModelRunner, StepHandle, StepResult, TokenScores
+from jpaged.runtime.model_runner import (
+    ModelRunner,
+    StepHandle,
+    StepResult,
+    TokenScores,
+    UnsampledStep,
+)
 from jpaged.sampling_params import SamplingParams
+from jpaged.text.grammar import Grammars, Matcher
+
+_COMPILING_WAIT = 0.005
+"""Seconds that a turn with nothing else to do waits for a grammar."""
 
 
 @contextmanager
@@ -86,14 +101,20 @@ class EngineLoop:
 
     Attributes:
         scheduler: Decides the steps.
-        requests: Unfinished requests by id.
+        requests: Unfinished requests by id; those whose grammar is not compiled yet, too.
         undelivered: Polled requests that were advanced since they were told of (an ordered set).
         counts: What happened so far.
         watches: Those that look at the pool at present; they note each launched plan. They refer to
             the scheduler, so it is weak: an engine is in no cycle, and a dropped watch is gone.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner, mode: LoopMode):
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        mode: LoopMode,
+        grammars: Grammars | None = None,
+    ):
         self.scheduler = scheduler
         self.requests: dict[str, RequestState] = {}
         self.undelivered: dict[RequestState, None] = {}
@@ -101,6 +122,10 @@ class EngineLoop:
         self.watches: WeakSet[PoolWatch] = WeakSet()
         self._runner = runner
         self._mode = mode
+        self._grammars = grammars
+        self._compiling: dict[RequestState, None] = {}  # not queued: their grammars are compiled
+        self._num_constrained = 0  # requests with a grammar
+        self._unsampled: UnsampledStep | None = None  # the last one, if its masks are awaited
         self._in_flight: deque[StepHandle] = deque()
         self._failure: str | None = None
         self._is_busy = False
@@ -109,7 +134,9 @@ class EngineLoop:
     @property
     def has_work(self) -> bool:
         """Whether a request is unfinished or a step unread."""
-        return bool(self.scheduler.has_unfinished or self._in_flight)
+        return bool(
+            self.scheduler.has_unfinished or self._in_flight or self._unsampled or self._compiling
+        )
 
     def stats(self) -> EngineStats:
         """The pool and the queues now, and counts since the start. O(sequences)."""
@@ -124,7 +151,7 @@ class EngineLoop:
             num_free_blocks=manager.num_free_blocks,
             num_waste_slots=num_waste_slots(scheduler),
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=len(scheduler.waiting) + len(self._compiling),
             num_swapped=scheduler.num_swapped,
             prefix_cache_queries=0 if cache is None else cache.num_query_tokens,
             prefix_cache_hits=0 if cache is None else cache.num_hit_tokens,
@@ -151,14 +178,22 @@ class EngineLoop:
             RuntimeError: a step failed, now or earlier.
         """
         self.check_alive()
-        with self._undisturbed(fatal=True):
-            plans = self._schedule(goal)
-            launched = self._launch(plans, goal)
-            self._in_flight += launched
-            faults = [fault for plan in plans for fault in plan.failed]
-            faults += [fault for handle in launched for fault in handle.faults]
-            ended = self._settle({}, faults)
-        num_ahead = len(launched) if self._mode is LoopMode.OVERLAPPED else 0
+        ended = self._queue_compiled() if self._compiling else []
+        num_ahead = 0
+        if self._unsampled is None:  # an interrupt may have left one
+            with self._undisturbed(fatal=True):
+                plans = self._schedule(goal)
+                launched = self._launch(plans, goal)
+                self._in_flight += launched
+                faults = [fault for plan in plans for fault in plan.failed]
+                faults += [fault for handle in launched for fault in handle.faults]
+                ended += self._settle({}, faults)
+            num_ahead = len(launched)
+        if self._unsampled is not None:
+            ended += self._sample_masked()
+            num_ahead = 1
+        if self._mode is not LoopMode.OVERLAPPED:
+            num_ahead = 0
         while len(self._in_flight) > num_ahead:
             ended += self._read()
         if not self.scheduler.has_unfinished:
@@ -167,11 +202,14 @@ class EngineLoop:
 
     def drain(self) -> None:
         """Read every step in flight, unless the engine failed."""
+        if self._unsampled is not None and self._failure is None:
+            self._sample_masked()
         while self._in_flight and self._failure is None:
             self._read()
 
     def add(self, states: Iterable[RequestState]) -> None:
-        """Queue requests, in their order.
+        """Queue requests, in their order; those whose grammars are not compiled yet, as soon as
+        these are.
 
         Raises:
             TypeError, ValueError: one could never run; it changes nothing, and those before it are
@@ -182,15 +220,46 @@ class EngineLoop:
         with self._undisturbed():
             for state in states:
                 request = state.request
-                try:
-                    self.scheduler.add(request)
-                except (TypeError, ValueError):  # refused: nothing is changed
-                    raise
-                except Exception:
-                    self.scheduler.abort(request.request_id)
-                    raise
+                if request.request_id in self.requests:
+                    name = request.request_id
+                    raise ValueError(f"request_id {name!r} is in use by an unfinished request")
+                if state.is_compiling:
+                    self.scheduler.check(request)
+                    self._compiling[state] = None
+                else:
+                    self._queue(state)
                 self.requests[request.request_id] = state
+                self._num_constrained += state.is_constrained
                 self.counts.num_prompt_tokens += request.sequences[0].num_prompt_tokens
+
+    def _queue(self, state: RequestState) -> None:
+        """Give the scheduler a request. TypeError, ValueError: it could never run, or its grammar
+        could not be compiled; nothing is changed then."""
+        state.begin_grammar()
+        try:
+            self.scheduler.add(state.request)
+        except (TypeError, ValueError):  # refused: nothing is changed
+            raise
+        except Exception:
+            self.scheduler.abort(state.request_id)
+            raise
+
+    def _queue_compiled(self) -> list[RequestState]:
+        """Queue the requests whose grammars are compiled by now; those that end over it. Where
+        nothing else is to do, the first one's is waited for, but not for long."""
+        if not (self.scheduler.has_unfinished or self._in_flight or self._unsampled):
+            next(iter(self._compiling)).await_grammar(_COMPILING_WAIT)
+        with self._undisturbed():
+            failed: dict[RequestState, None] = {}
+            for state in [each for each in self._compiling if not each.is_compiling]:
+                del self._compiling[state]
+                try:
+                    self._queue(state)
+                except Exception as error:
+                    state.request.end_unqueued(FinishReason.ERROR)
+                    state.fail(error)
+                    failed[state] = None
+            return self._settle(failed, ())
 
     def abort(self, state: RequestState) -> None:
         """End a request in any state; one that has ended, or was never added, is left as it is."""
@@ -200,6 +269,9 @@ class EngineLoop:
             self._dropped.append(state)
             return
         with self._undisturbed():
+            if state in self._compiling:
+                del self._compiling[state]
+                state.request.end_unqueued(FinishReason.ABORT)
             self.scheduler.abort(state.request_id)
             self._retire(state)
             self.undelivered.pop(state, None)
@@ -215,18 +287,33 @@ class EngineLoop:
             if len(plans) == self._runner.burst_steps:
                 break
             others_wait = goal is Goal.LATENCY and self.scheduler.waiting
-            if others_wait or not self._runner.fits_burst(plan, goal):
+            if others_wait or not self._fits_burst(plan, goal):
                 break
         return plans
 
+    def _fits_burst(self, plan: StepPlan, goal: Goal) -> bool:
+        return self._runner.fits_burst(plan, goal) and not self._is_constrained(plan)
+
+    def _is_constrained(self, plan: StepPlan) -> bool:
+        """Whether a grammar decides what a row of the plan may sample."""
+        return self._num_constrained > 0 and any(
+            item.samples and self.requests[item.sequence.request.request_id].is_constrained
+            for item in plan.scheduled
+        )
+
     def _launch(self, plans: list[StepPlan], goal: Goal) -> list[StepHandle]:
-        """Launch what `_schedule` gave: as one program, if it is a whole burst."""
+        """Launch what `_schedule` gave: as one program, if it is a whole burst. If the last one's
+        sampling needs masks, it is left as `_unsampled`."""
         runner = self._runner
         # All but the last were found to fit, or would have been the last.
-        if len(plans) == runner.burst_steps > 1 and runner.fits_burst(plans[-1], goal):
+        if len(plans) == runner.burst_steps > 1 and self._fits_burst(plans[-1], goal):
             handles = runner.launch_burst(plans, self._params_of)
         else:
-            handles = [runner.launch(plan, self._params_of) for plan in plans]
+            masked = plans[-1:] if plans and self._is_constrained(plans[-1]) else []
+            free = plans[: len(plans) - len(masked)]
+            handles = [runner.launch(plan, self._params_of) for plan in free]
+            for plan in masked:
+                self._unsampled = runner.launch_layers(plan, self._params_of)
         for plan in plans:
             self.counts.note_plan(plan, self.scheduler.block_manager)
             if self.watches:  # to walk through none costs more than to ask
@@ -238,6 +325,45 @@ class EngineLoop:
             if not plan.is_decode:
                 self._note_first_scheduled(plan)
         return handles
+
+    def _sample_masked(self) -> list[RequestState]:
+        """Sample the step whose layers are launched, with masks: all steps before it are read for
+        them. Gives the requests that ended. An interrupt while waiting for one loses nothing."""
+        ended = []
+        while self._in_flight:
+            ended += self._read()
+        with self._undisturbed(fatal=True):
+            if (step := self._unsampled) is None:
+                return ended
+            allowed, faults = self._masks_of(step)
+            handle = self._runner.launch_sampling(step, allowed)
+            self._unsampled = None
+            self._in_flight.append(handle)
+            return ended + self._settle({}, [*faults, *handle.faults])
+
+    def _masks_of(
+        self, step: UnsampledStep
+    ) -> tuple[np.ndarray | None, list[tuple[Request, Exception]]]:
+        """What each row of a step may sample, as `launch_sampling` takes it, and the requests
+        whose grammars fail, with the errors. The rows of these, and of those that have ended by
+        now, may sample anything: their tokens are dropped."""
+        if self._grammars is None:
+            raise RuntimeError("a step has rows with grammars, and the engine has none")
+        items: list[tuple[Matcher, int]] = []
+        requests: list[Request] = []
+        for row, item in enumerate(step.scheduled):
+            sequence = item.sequence
+            if not item.samples or sequence.finish_reason is not None:
+                continue
+            matcher = self.requests[sequence.request.request_id].matcher_of(sequence)
+            if matcher is not None:
+                items.append((matcher, row))
+                requests.append(sequence.request)
+        if not items:
+            return None, []
+        masks = np.full((step.num_rows, self._runner.mask_width), -1, np.int32)
+        failed = self._grammars.fill_masks(items, masks)
+        return masks, [(requests[index], error) for index, error in failed]
 
     def _params_of(self, request: Request) -> SamplingParams:
         return self.requests[request.request_id].params
@@ -350,6 +476,7 @@ class EngineLoop:
         except Exception as error:
             self._fail(state, error)
         self.counts.num_finished += 1
+        self._num_constrained -= state.is_constrained
         del self.requests[state.request_id]
 
     def _note_failure(self, error: BaseException) -> None:

@@ -3,6 +3,7 @@
 import itertools
 from array import array
 from collections.abc import Container, Mapping
+from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from jpaged.core.beam import BeamSearch
 from jpaged.core.request import Request, StopCriteria
 from jpaged.engine.request_state import RequestState
 from jpaged.sampling_params import MAX_LOGPROBS, SamplingParams
+from jpaged.text.grammar import Grammar, Grammars
 from jpaged.text.tokenizer import Tokenizer
 
 _KEYS = ("prompt", "prompt_token_ids", "cache_salt")
@@ -228,6 +230,7 @@ class Preprocessor:
         max_num_seqs: Most sequences in a step.
         eos_token_ids: The model's own end tokens.
         seed: Of requests that bring none.
+        grammars: Compiles what answers are to obey; None where there is no tokenizer.
     """
 
     tokenizer: Tokenizer | None
@@ -237,6 +240,7 @@ class Preprocessor:
     max_num_seqs: int
     eos_token_ids: frozenset[int]
     seed: int
+    grammars: Grammars | None = None
 
     def __post_init__(self):
         self._arrivals, self._seq_ids, self._names = (itertools.count() for _ in range(3))
@@ -313,6 +317,8 @@ class Preprocessor:
         )
         if params.stop_strings:
             self.need_tokenizer(f"stop={params.stop!r}")
+        if params.structured_outputs is not None:
+            self.need_tokenizer("structured_outputs")
         prompt, priority = self.tokenize(prompt), checked_priority(priority)
         token_ids, endings = prompt.token_ids or [], params.ending_ids(self.eos_token_ids)
         search = None
@@ -340,9 +346,14 @@ class Preprocessor:
             # Each position must be computed to be scored.
             reads_prefix_cache=params.prompt_logprobs is None,
         )
-        return RequestState(
-            request, params, prompt.text, token_ids, self.tokenizer, self.eos_token_ids
-        )
+        own = self.tokenizer, self.eos_token_ids, self._compiled(params)
+        return RequestState(request, params, prompt.text, token_ids, *own)
+
+    def _compiled(self, params: SamplingParams) -> Future[Grammar] | None:
+        """The grammar that answers are to obey, when it is compiled."""
+        if params.structured_outputs is None or self.grammars is None:
+            return None
+        return self.grammars.submit(params.structured_outputs)
 
     def _name(self, request_id: str | None, ids_in_use: Container[str]) -> str:
         if request_id is None:

@@ -3,6 +3,8 @@
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +18,7 @@ from jpaged.outputs import CompletionOutput, Logprob, RequestDelta, RequestOutpu
 from jpaged.runtime.model_runner import TokenScores
 from jpaged.sampling_params import SamplingParams
 from jpaged.text.detokenizer import Detokenizer
+from jpaged.text.grammar import Grammar, Matcher
 from jpaged.text.tokenizer import Tokenizer
 from pallas_kernels import NUM_FACTS
 
@@ -86,7 +89,7 @@ class TokenLogprobs(SequenceOf[dict[int, Logprob]]):
         ):
             found = {own: Logprob(own_logprob, rank, texts.get(own))}
             for place, (token_id, logprob) in enumerate(zip(likeliest, others, strict=True), 1):
-                if token_id != own:
+                if token_id != own and logprob != -np.inf:  # no grammar forbids it
                     found[token_id] = Logprob(logprob, place, texts.get(token_id))
             entries.append(found)
         return entries
@@ -101,11 +104,13 @@ class SampleState:
     tokenizer: Tokenizer | None
     eos_token_ids: frozenset[int]
     cumulative_logprob: float = 0.0  # of its tokens, as far as log-probabilities were read
+    matcher: Matcher | None = None  # of the grammar that it obeys; has the tokens that were read
     _detokenizer: Detokenizer = field(init=False)
     _scores: bytearray = field(default_factory=bytearray)  # a row a token, if they are asked for
     _scores_width: int = 4 * NUM_FACTS  # of these rows, in bytes
     _made_logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # of the first rows
     _stop_string: str | None = None
+    _is_complete: bool = False  # its grammar allows nothing more
     _num_read: int = 0  # output tokens that the detokenizer has
     _num_sent: int = 0  # output tokens that a delta told of
 
@@ -115,16 +120,23 @@ class SampleState:
     def accept(self, reason: FinishReason | None) -> bool:
         """Take in the sequence's newest token, and why it ended the sample if it did.
 
-        Only needed of the last token, and of every one where stop strings are looked for.
+        Only needed of the last token, and of every one where stop strings are looked for or a
+        grammar is obeyed.
 
         Returns:
-            Whether it completed a stop string.
+            Whether it completed a stop string, or what the grammar allows.
+
+        Raises:
+            GrammarError: the grammar does not allow the token.
         """
         stop = self._read_tokens(ended_by_token=reason is FinishReason.STOP)
-        if stop is not None or reason is not None:
+        if self.matcher is not None and reason is not FinishReason.STOP:
+            self.matcher.accept(self.sequence.token_ids[-1])
+            self._is_complete = self.matcher.is_stopped
+        if stop is not None or reason is not None or self._is_complete:
             self._stop_string = stop
             self._detokenizer.finish()  # others of the request may go on for long
-        return stop is not None
+        return stop is not None or self._is_complete
 
     def accept_scores(self, scores: TokenScores, index: int) -> None:
         """Take in how likely the newest token was: row `index` of `scores`."""
@@ -197,6 +209,8 @@ class SampleState:
     def _stop_reason(self) -> str | int | None:
         if self._stop_string is not None:
             return self._stop_string
+        if self._is_complete:
+            return None
         if self.sequence.finish_reason is not FinishReason.STOP:
             return None
         return _stop_token(self.sequence.token_ids, self.eos_token_ids)
@@ -217,6 +231,7 @@ class RequestState:
         prompt_token_ids: Its tokens.
         tokenizer: None without one.
         eos_token_ids: The model's own end tokens.
+        grammar: What its answers obey, as soon as that is compiled; None for no grammar.
         metrics: When things happened.
         polled: Whether `Engine.step` reports it.
         is_quiet: Whether its next token need not be told, unless it is the last.
@@ -232,13 +247,14 @@ class RequestState:
     prompt_token_ids: list[int]
     tokenizer: Tokenizer | None
     eos_token_ids: frozenset[int]
+    grammar: Future[Grammar] | None = None
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(time.monotonic()))
     polled: bool = False
     is_quiet: bool = False
     error: BaseException | None = None
     samples: list[SampleState] = field(init=False)
     growing: list[SampleState] = field(init=False)
-    _has_stops: bool = field(init=False)
+    _reads_all: bool = field(init=False)  # each token may be the last one, as its text has it
     _is_ranked: bool = field(init=False)
     _told_prompt: bool = False
     _prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
@@ -248,12 +264,43 @@ class RequestState:
         shared = self.params, self.tokenizer, self.eos_token_ids
         self.samples = [SampleState(sequence, *shared) for sequence in sequences]
         self.growing = list(self.samples)
-        self._has_stops, self._is_ranked = bool(self.params.stop_strings), self.params.is_ranked
+        self._reads_all = bool(self.params.stop_strings) or self.is_constrained
+        self._is_ranked = self.params.is_ranked
 
     @property
     def request_id(self) -> str:
         """The request's id."""
         return self.request.request_id
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether its answers obey a grammar."""
+        return self.grammar is not None
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether that grammar is not compiled yet."""
+        return self.grammar is not None and not self.grammar.done()
+
+    def await_grammar(self, seconds: float | None = None) -> None:
+        """Wait until the grammar is compiled, or so long."""
+        if self.grammar is not None:
+            wait_for([self.grammar], seconds)
+
+    def begin_grammar(self) -> None:
+        """Let the samples obey the grammar from their first token on; waits until it is compiled.
+
+        Raises:
+            GrammarError: it could not be compiled.
+        """
+        if self.grammar is not None:
+            grammar = self.grammar.result()
+            for sample in self.samples:
+                sample.matcher = grammar.matcher(self.request.stop.stop_token_ids)
+
+    def matcher_of(self, sequence: Sequence) -> Matcher | None:
+        """What a sample's next token must match; None where anything may come."""
+        return self.samples[sequence.index].matcher if self.is_constrained else None
 
     def accept(self, emitted: Emitted, scores: TokenScores | None, index: int) -> bool:
         """Take a sampled token in; needed of each while the request is not quiet, and of the last.
@@ -264,14 +311,17 @@ class RequestState:
             index: The sequence's row in `scores`.
 
         Returns:
-            Whether the token completed a stop string.
+            Whether the token completed a stop string, or what a grammar allows.
+
+        Raises:
+            GrammarError: the grammar does not allow the token.
         """
         if self.metrics.first_token_time is None:
             self.note_first_token()
         sample = self.samples[emitted.sequence.index]
         if scores is not None and self.params.needs_logprobs:
             sample.accept_scores(scores, index)
-        if emitted.finish_reason is None and not self._has_stops:
+        if emitted.finish_reason is None and not self._reads_all:
             return False
         return sample.accept(emitted.finish_reason)
 
@@ -280,7 +330,7 @@ class RequestState:
         if self.metrics.first_token_time is None:
             self.metrics.first_token_time = time.monotonic()
             params = self.params
-            self.is_quiet = not (self.polled or params.needs_logprobs or self._has_stops)
+            self.is_quiet = not (self.polled or params.needs_logprobs or self._reads_all)
 
     def accept_prompt_logprobs(self, item: ScheduledSequence, scores: TokenScores) -> None:
         """Take in how likely a chunk's next prompt tokens were; a recomputed chunk changes nothing.

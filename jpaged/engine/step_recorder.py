@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jpaged.core.plan import StepPlan
-from jpaged.runtime.model_runner import ModelRunner, StepHandle
+from jpaged.runtime.model_runner import ModelRunner, StepHandle, UnsampledStep
 from jpaged.runtime.programs import Name
 
-_REPLACED = "programs", "launch", "launch_burst"
+_REPLACED = "programs", "launch_layers", "launch_burst"
 
 
 @dataclass(frozen=True)
@@ -60,19 +60,19 @@ class StepRecorder:
             raise RuntimeError("this recorder is open already: make another one")
         runner = self._runner
         self._replaced = {name: vars(runner)[name] for name in _REPLACED if name in vars(runner)}
-        launch, launch_burst = runner.launch, runner.launch_burst
+        launch_layers, launch_burst = runner.launch_layers, runner.launch_burst
         programs = runner.programs.items()
         runner.programs = {name: self._noted(name, program) for name, program in programs}
 
-        def recorded(plan: StepPlan, sampling: Any) -> StepHandle:
+        def recorded(plan: StepPlan, sampling: Any) -> UnsampledStep:
             self._note_plans([plan])
-            return launch(plan, sampling)
+            return launch_layers(plan, sampling)
 
         def recorded_burst(plans: list[StepPlan], sampling: Any) -> list[StepHandle]:
             self._note_plans(plans)
             return launch_burst(plans, sampling)
 
-        runner.launch, runner.launch_burst = recorded, recorded_burst
+        runner.launch_layers, runner.launch_burst = recorded, recorded_burst
         self._launch = recorded
         return self
 
@@ -80,7 +80,7 @@ class StepRecorder:
         """Record no longer; RuntimeError if another recorder was opened since and is open."""
         if self._replaced is None:
             return
-        if self._runner.launch is not self._launch:
+        if self._runner.launch_layers is not self._launch:
             raise RuntimeError("another recorder was opened since: close that one first")
         for name in _REPLACED:
             delattr(self._runner, name)  # methods of the class are found again

@@ -5,6 +5,7 @@ device's arrays and the host's view of which sequence has which row.
 """
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -26,18 +27,52 @@ from jpaged.runtime.programs import (
     of_kind,
     sampler_levels,
 )
-from jpaged.runtime.results import StepHandle, StepResult, TokenScores, score_prompts
+from jpaged.runtime.results import (
+    PromptScores,
+    StepHandle,
+    StepResult,
+    TokenScores,
+    score_prompts,
+)
 from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.sampler import EVERYTHING, RowMarks, Sampled, SamplerLevel, bias_row, pack_marks
 from jpaged.runtime.swap import BlockImages
 from jpaged.sampling_params import SamplingParams
 from pallas_kernels import Backend
 
-__all__ = ["ModelRunner", "StepHandle", "StepResult", "TokenScores"]
+__all__ = ["ModelRunner", "StepHandle", "StepResult", "TokenScores", "UnsampledStep"]
 
 SamplingOf = Callable[[Request], SamplingParams]
 Fault = tuple[Request, Exception]
 Scheduled = tuple[ScheduledSequence, ...]
+
+_NO_PLACES = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class UnsampledStep:
+    """A step whose layers are launched and whose tokens are not chosen yet.
+
+    Attributes:
+        plan: What it computes.
+        scheduled: The plan's sequences, in the order in which the step has them.
+        num_rows: Rows of its logits; those after `scheduled` are padding.
+        places: Where the step has each of the plan's sequences.
+        level: What its sampling must do.
+        logits, inputs: For the sampling; None where nothing is scheduled.
+        scores: Of prompt tokens.
+        arrivals: What comes back from host memory behind the step.
+    """
+
+    plan: StepPlan
+    scheduled: Scheduled
+    num_rows: int
+    places: np.ndarray
+    level: SamplerLevel
+    logits: Any = None  # jax.Array
+    inputs: Any = None
+    scores: PromptScores = field(default_factory=dict)
+    arrivals: Any = None
 
 
 class ModelRunner:
@@ -45,6 +80,7 @@ class ModelRunner:
 
     Attributes:
         burst_steps: Steps of a burst; 1 for none.
+        mask_width: 32-bit words of a row of `launch_sampling`'s masks.
         programs: What it calls.
 
     Args:
@@ -64,7 +100,7 @@ class ModelRunner:
         eos_token_ids: Collection[int] = (),
     ):
         self._leaves = split.leaves
-        self.burst_steps = config.num_scheduler_steps
+        self.burst_steps, self.mask_width = config.num_scheduler_steps, config.mask_width
         self._config, self._buckets = config, config.buckets
         # For each number of sequences the bucket of their decode step, and the rows of its logits.
         seqs = self._buckets.decode_seqs
@@ -102,6 +138,11 @@ class ModelRunner:
             plan: The scheduler's plan; launched in the order they were made.
             sampling: Tells how a request is sampled, but for the seeds, which its sequences have.
         """
+        return self.launch_sampling(self.launch_layers(plan, sampling))
+
+    def launch_layers(self, plan: StepPlan, sampling: SamplingOf) -> UnsampledStep:
+        """The first part of `launch`: all up to the logits. `launch_sampling` must follow before
+        anything else is launched; until then the tokens of earlier steps may be read."""
         self._update_rows(plan, sampling)
         for image_id in plan.dropped:
             self._images.drop(image_id)
@@ -111,10 +152,42 @@ class ModelRunner:
             self._move("copy_blocks", plan.block_copies, BLOCK_COPIES_CHUNK, 0)
         # What comes back travels while the step runs.
         arrivals = self._images.fetch(plan.swap_ins) if plan.swap_ins else None
-        handle = self._launch_step(plan, sampling)
-        if arrivals is not None:
-            self._kv = self._images.place(self._kv, arrivals)
-        return handle
+        if not plan.scheduled:
+            return UnsampledStep(plan, (), 0, _NO_PLACES, SamplerLevel.GREEDY, arrivals=arrivals)
+        places, scheduled, rows = self._in_order(plan)
+        level, hidden, scores = self._rows.level(rows), None, {}
+        if plan.is_decode:
+            logits, inputs = self._run_decode(scheduled, rows, *self._decode_sizes[len(rows)])
+        else:
+            shape = self._buckets.prefill_shape(plan.num_tokens, len(rows))
+            logits, hidden, inputs = self._run_prefill(scheduled, rows, *shape)
+        if hidden is not None:
+            score = partial(
+                self.programs["prompt_logprobs", hidden.shape[0]], self._leaves, hidden=hidden
+            )
+            scores = score_prompts(scheduled, sampling, score)
+        return UnsampledStep(
+            plan, scheduled, logits.shape[0], places, level, logits, inputs, scores, arrivals
+        )
+
+    def launch_sampling(self, step: UnsampledStep, allowed: np.ndarray | None = None) -> StepHandle:
+        """The rest of `launch`.
+
+        Args:
+            step: What was launched last.
+            allowed: int32 [step.num_rows, W], what each row may sample, as `mask_step` takes it;
+                None for all.
+        """
+        sampled = None
+        if step.logits is not None:
+            logits = step.logits
+            if allowed is not None:
+                logits = self.programs["mask", step.num_rows](logits, allowed)
+            sampled = _on_its_way(self._sample(logits, step.inputs, step.level), step.level)
+        if step.arrivals is not None:
+            self._kv = self._images.place(self._kv, step.arrivals)
+        faults, self._faults = tuple(self._faults), []
+        return StepHandle(step.plan, sampled, step.scores, step.places, faults=faults)
 
     def fits_burst(self, plan: StepPlan, goal: Goal) -> bool:
         """Whether a burst may hold the plan: a decode step of as many sequences as the goal allows,
@@ -143,29 +216,6 @@ class ModelRunner:
         steps = enumerate(zip(plans, places, strict=True))
         return [StepHandle(plan, sampled, {}, place, (i,)) for i, (plan, place) in steps]
 
-    def _launch_step(self, plan: StepPlan, sampling: SamplingOf) -> StepHandle:
-        if not plan.scheduled:
-            return StepHandle(plan, None, {}, np.zeros(0, np.int64), faults=self._take_faults())
-        places, scheduled, rows = self._in_order(plan)
-        level, hidden, scores = self._rows.level(rows), None, {}
-        if plan.is_decode:
-            logits, inputs = self._run_decode(scheduled, rows, *self._decode_sizes[len(rows)])
-        else:
-            shape = self._buckets.prefill_shape(plan.num_tokens, len(rows))
-            logits, hidden, inputs = self._run_prefill(scheduled, rows, *shape)
-        sampled = _on_its_way(self._sample(logits, inputs, level), level)
-        if hidden is not None:
-            program = self.programs["prompt_logprobs", hidden.shape[0]]
-            scores = score_prompts(
-                scheduled, sampling, partial(program, self._leaves, hidden=hidden)
-            )
-        return StepHandle(plan, sampled, scores, places, faults=self._take_faults())
-
-    def _take_faults(self) -> tuple[Fault, ...]:
-        faults = tuple(self._faults)
-        self._faults.clear()
-        return faults
-
     def _in_order(self, plan: StepPlan) -> tuple[np.ndarray, Scheduled, np.ndarray]:
         """Where the device has each of the plan's sequences; they as it has them; their rows."""
         scheduled, places = plan.scheduled, np.arange(len(plan.scheduled))
@@ -184,10 +234,13 @@ class ModelRunner:
         none = (), np.zeros(0, np.int32)
         for _ in range(2):
             for size in of_kind(self.programs, "decode"):
-                step = self._run_decode(*none, size, self._buckets.logits_rows(size))
+                num_rows = self._buckets.logits_rows(size)
+                logits, inputs = self._run_decode(*none, size, num_rows)
+                everything = np.full((num_rows, self._config.mask_width), -1, np.int32)
+                logits = self.programs["mask", num_rows](logits, everything)
                 for level in sampler_levels(self._config):
                     # One at a time: the memory account counts the steps of the loop, not a queue.
-                    jax.block_until_ready(self._sample(*step, level))
+                    jax.block_until_ready(self._sample(logits, inputs, level))
             for size, level in of_kind(self.programs, "decode_burst"):
                 padding = self._pack_decode(*none, batch_size=size)
                 jax.block_until_ready(

@@ -42,6 +42,11 @@ class RuntimeConfig:
         return math.ceil(self.max_model_len / self.block_size)
 
     @property
+    def mask_width(self) -> int:
+        """32-bit words with a bit for each token of the vocabulary."""
+        return math.ceil(self.vocab_size / 32)
+
+    @property
     def num_rows(self) -> int:
         """Rows of per-sequence device state (R): one each, and a last one for padding."""
         return self.max_num_seqs + 1

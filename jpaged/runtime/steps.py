@@ -172,6 +172,19 @@ def decode_burst_step(
     return sampled, last_tokens, sampling, state
 
 
+def mask_step(logits: Float32[Array, "B V"], allowed: Int32[Array, "B M"]) -> Float32[Array, "B V"]:
+    """Forbid tokens between a forward and its sampling: -inf where a row's bit is not set.
+
+    Args:
+        logits: From the forward program (donate it).
+        allowed: As many bits as there are tokens, 32 a word: token `32 w + j` is bit `j` of word
+            `w`. All are set in a row without a grammar.
+    """
+    bits = allowed[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None]
+    is_allowed = (bits & 1).reshape(logits.shape[0], -1)[:, : logits.shape[1]]
+    return jnp.where(is_allowed != 0, logits, -jnp.inf)
+
+
 def sample_step(
     logits: Float32[Array, "B V"],
     inputs: SampleInputs,

@@ -9,7 +9,15 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from jpaged import AnswerParser, Logprob, SamplingParams, TextDelta
+from jpaged import (
+    AnswerParser,
+    Logprob,
+    SamplingParams,
+    StructuredOutputs,
+    TextDelta,
+    reasoning_end,
+)
+from jpaged.serve.answer_forms import forced_call
 from jpaged.serve.api_errors import not_serving
 from jpaged.serve.engine_client import News, Run
 from jpaged.serve.exchange import DONE, json_bytes, large_json
@@ -227,6 +235,8 @@ class Completion(Generation):
         params = asked.sampling_params(
             max(asked.max_tokens, 1), logprobs=asked.logprobs, prompt_logprobs=scored
         )
+        if asked.form is not None:
+            await texts.check_form(asked.form, asked.form_path)
         requests = []
         for i, prompt in enumerate(asked.prompts):
             path = f"prompt[{i}]" if len(asked.prompts) > 1 else "prompt"
@@ -331,7 +341,28 @@ class Chat(Generation):
         order = Order(messages=asked.conversation, options=asked.template_options)
         keep = asked.truncate_prompt_tokens
         ids = await self._texts.prompt_ids(order, "messages", asked.longest, keep)
-        return [self._request(0, ids, params)]
+        form = await self._form(self._texts.text_end(ids))
+        return [self._request(0, ids, replace(params, structured_outputs=form))]
+
+    async def _form(self, prompt_end: str) -> StructuredOutputs | None:
+        """What the answer must obey behind its reasoning: calls, if it must make some."""
+        asked, config = self._asked, self._serving.config
+        form, path = asked.form, asked.form_path
+        if asked.must_call and config.tool_call_parser is not None:
+            make = partial(
+                forced_call,
+                config.tool_call_parser,
+                asked.offered_tools,
+                asked.tool_choice,
+                parallel=asked.parallel_tool_calls,
+                special_ids=self._texts.special_ids,
+            )
+            form, path = await self._serving.in_thread(make), "tools"
+        if form is not None:
+            await self._texts.check_form(form, path)
+            if config.reasoning_parser is not None:
+                form = form.behind(*reasoning_end(config.reasoning_parser, prompt_end))
+        return form
 
     def _opening(self) -> Body:
         """The prompt's own part of a whole answer."""

@@ -214,9 +214,6 @@ def check_tools(tools: Sequence[Tool] | None, choice: str | ChosenTool | None = 
         raise bad_field("tool_choice", what)
     if not names:
         raise bad_field("tool_choice", f"tool_choice={choice!r} needs tools to choose from")
-    asked = f"names {named!r}" if named is not None else "='required'"
-    what = "but calls cannot be forced here: leave it out, or use 'auto'"
-    raise bad_field("tool_choice", f"tool_choice {asked}, {what}")
 
 
 def check_calls_are_found(tools: Sequence[Tool], config: ServeConfig) -> None:

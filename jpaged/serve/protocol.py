@@ -9,13 +9,14 @@ errors name the field's path, its value and what it must be.
 import difflib
 import re
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, cached_property
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, cast, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
 
-from jpaged import SamplingParams, options
+from jpaged import SamplingParams, StructuredOutputs, options
+from jpaged.serve.answer_forms import FORM, AnswerForm, ResponseFormat, form_of
 from jpaged.serve.api_errors import ApiError, bad_field, refusal
 from jpaged.serve.conversation import (
     TEXT_ONLY,
@@ -93,7 +94,7 @@ _IGNORED = (
     *("metadata", "prompt_cache_key", "prompt_cache_retention", "request_id", "safety_identifier"),
     *("service_tier", "spaces_between_special_tokens", "store", "user"),
 )
-_OWN_FORMS = {"max_tokens", "logprobs", "detokenize"}
+_OWN_FORMS = {"max_tokens", "logprobs", "detokenize", "structured_outputs"}
 """Parameters that each endpoint has in a form of its own, or that are none over HTTP."""
 
 _DESCRIPTIONS = {
@@ -119,7 +120,7 @@ def _plain_fields() -> Iterator[tuple[str, Any, Any]]:
 _Plain: Any = msgspec.defstruct("_Plain", _plain_fields(), frozen=True, kw_only=True)
 
 
-class SamplingFields(Body, _Plain, frozen=True, kw_only=True):
+class SamplingFields(Body, _Plain, frozen=True, kw_only=True, dict=True):
     """The fields that completions and chats have in common: parameters of the sampler, of which
     numbers and switches are as `SamplingParams` declares them, and what else is asked."""
 
@@ -137,6 +138,25 @@ class SamplingFields(Body, _Plain, frozen=True, kw_only=True):
     return_token_ids: bool = False
     return_tokens_as_token_ids: AsIds = False
     truncate_prompt_tokens: NumKept | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: Annotated[AnswerForm, Meta(description=FORM)] | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ApiError for a form of answers that cannot be had; here, since bodies are read in
+        a thread."""
+        _ = self.form
+
+    @cached_property
+    def form(self) -> StructuredOutputs | None:
+        """What each answer must obey."""
+        return form_of(self.response_format, self.structured_outputs)
+
+    @property
+    def form_path(self) -> str:
+        """Where that was asked."""
+        if self.structured_outputs is None or self.form is None:
+            return "response_format.json_schema.schema"
+        return f"structured_outputs.{self.form.kind}"
 
     @property
     def options(self) -> StreamOptions:
@@ -175,6 +195,7 @@ class SamplingFields(Body, _Plain, frozen=True, kw_only=True):
             width = width or self.best_of or self.n
         asked: dict[str, Any] = {name: getattr(self, name) for name in _SAME_NAMES}
         asked["beam_width"] = width
+        asked["structured_outputs"] = self.form
         asked["best_of"] = None if width else self.best_of
         for name in ("stop_token_ids", "allowed_token_ids"):
             asked[name] = asked[name] and list(dict.fromkeys(asked[name]))
@@ -186,7 +207,7 @@ class SamplingFields(Body, _Plain, frozen=True, kw_only=True):
             raise refusal(str(error)) from None
 
 
-_SAME_NAMES = sorted({*SamplingFields.__struct_fields__} & {*_SAMPLING})
+_SAME_NAMES = sorted({*SamplingFields.__struct_fields__} & {*_SAMPLING} - {"structured_outputs"})
 """Parameters that all requests have under their own names."""
 
 
@@ -207,6 +228,7 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Raise ApiError for a mixed list; here, since bodies are read in a thread."""
+        super().__post_init__()
         if not isinstance(self.prompt, str):
             is_ids, kinds = type(self.prompt[0]) is int, set(map(type, self.prompt))
             if kinds != {int} if is_ids else int in kinds:
@@ -241,12 +263,6 @@ OpensAnswer = Annotated[bool, Meta(description="open the assistant's answer")]
 GoesOn = Annotated[bool, Meta(description="go on with the last message")]
 
 
-class ResponseFormat(Body, frozen=True, kw_only=True):
-    """The form of the answer."""
-
-    type: Annotated[Literal["text"], Meta(description="answers are free text")]
-
-
 class ChatRequest(SamplingFields, Template, frozen=True, kw_only=True):
     """The fields of `/v1/chat/completions`."""
 
@@ -256,7 +272,6 @@ class ChatRequest(SamplingFields, Template, frozen=True, kw_only=True):
     logprobs: bool = False
     top_logprobs: NumTop | None = None
     add_special_tokens: Annotated[bool, Meta(extra_json_schema={"enum": [False]})] = False
-    response_format: ResponseFormat | None = None
     modalities: (
         Annotated[list[Annotated[Literal["text"], Meta(description=TEXT_ONLY)]], Meta(max_length=1)]
         | None
@@ -271,8 +286,12 @@ class ChatRequest(SamplingFields, Template, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Raise ApiError for messages and tools that are none; here, in the bodies' thread."""
+        super().__post_init__()
         check_messages(self.messages)
         check_tools(self.tools, self.tool_choice)
+        if self.must_call and self.form is not None:
+            what = "asks for calls, and response_format or structured_outputs for another form"
+            raise bad_field("tool_choice", f"tool_choice {what}: leave one of them out")
 
     def check(self, limits: Limits) -> None:
         """Raise ApiError for fields that contradict each other or exceed the server's limits."""
@@ -282,6 +301,11 @@ class ChatRequest(SamplingFields, Template, frozen=True, kw_only=True):
         if self.add_special_tokens:
             what = "add_special_tokens=true must be false: the template writes its own"
             raise bad_field("add_special_tokens", what)
+
+    @property
+    def must_call(self) -> bool:
+        """Whether an answer is nothing but calls."""
+        return self.tool_choice not in (None, "none", "auto")
 
     @property
     def offered_tools(self) -> list[Tool]:

@@ -7,11 +7,13 @@ import asyncio
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 
 import msgspec
 from msgspec.structs import replace
 
-from jpaged import Tokenizer
+from jpaged import StructuredOutputs, Tokenizer
+from jpaged.serve.answer_forms import form_refusal
 from jpaged.serve.api_errors import ApiError, bad_field, failed, say, too_long
 from jpaged.serve.framing import framed, read
 from jpaged.serve.messages import Ready
@@ -122,6 +124,19 @@ class Tokenizing:
         most = max(4 * self.max_model_len, _MOST_COUNTED)
         return await self._done(replace(order, most=most), path)
 
+    async def check_form(self, form: StructuredOutputs, path: str) -> None:
+        """See whether a grammar can be made of a form of answers, which errors call `path`.
+
+        Raises:
+            ApiError: it cannot, or that takes too long or too much memory.
+        """
+        done = await self._pool.do(Order(form=form))
+        if done.refused is not None:
+            raise form_refusal(done.refused.replace(f"structured_outputs.{form.kind}", path))
+        if done.failed is not None:
+            say(f"compiling a grammar failed: {done.failed}")
+            raise failed()
+
     async def decode(self, token_ids: list[int]) -> str:
         """The text of tokens.
 
@@ -130,6 +145,12 @@ class Tokenizing:
         """
         known = self._known(token_ids, "tokens")
         return (await self._done(Order(token_ids=known), "tokens")).text
+
+    @cached_property
+    def special_ids(self) -> dict[str, int]:
+        """The special tokens by their text."""
+        decode = self._tokenizer.decode
+        return {decode([token_id]): token_id for token_id in self._tokenizer.special_token_ids}
 
     def text_end(self, token_ids: list[int]) -> str:
         """The end of a prompt's text, which shows whether it has begun an answer's reasoning."""

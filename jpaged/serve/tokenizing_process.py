@@ -23,7 +23,7 @@ from typing import Any
 import jinja2
 import msgspec
 
-from jpaged import Tokenizer
+from jpaged import StructuredOutputs, Tokenizer, check_grammar
 from jpaged.serve.framing import receive, send
 
 MIB = 2**20
@@ -54,7 +54,8 @@ class TokenizingSettings(msgspec.Struct, frozen=True):
 
 
 class Order(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A piece of work: tokenise `text` or `messages`, or make text of `token_ids`.
+    """A piece of work: tokenise `text` or `messages`, make text of `token_ids`, or see whether a
+    grammar can be made of a `form`.
 
     Attributes:
         text: A prompt.
@@ -65,6 +66,7 @@ class Order(msgspec.Struct, frozen=True, omit_defaults=True):
         most: Tokens of which a text with more is not wanted, unless only its last are.
         strings: Give each token's text too.
         token_ids: Tokens.
+        form: What answers are to obey.
     """
 
     text: str | None = None
@@ -75,6 +77,7 @@ class Order(msgspec.Struct, frozen=True, omit_defaults=True):
     most: int | None = None
     strings: bool = False
     token_ids: list[int] | None = None
+    form: StructuredOutputs | None = None
 
 
 class Done(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -290,6 +293,9 @@ class OrderRunner:
         try:
             if order.token_ids is not None:
                 return Done(text=self._tokenizer.decode(order.token_ids))
+            if order.form is not None:
+                check_grammar(order.form)
+                return Done()
             return self._tokenised(order)
         except MemoryError:
             most = self._settings.max_memory // MIB

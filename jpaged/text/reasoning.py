@@ -23,6 +23,21 @@ REASONING_FAMILIES = ("deepseek_r1", "qwen3")
 """The names of `ReasoningParser`'s families."""
 
 
+def reasoning_end(family: str, prompt_end: str) -> tuple[str | None, str | None]:
+    """With what the reasoning of an answer ends, and begins if the prompt has not begun it: as
+    `StructuredOutputs.behind` takes it; twice None for an answer without.
+
+    Args:
+        family: One of `REASONING_FAMILIES`.
+        prompt_end: The end of the prompt's text, a few dozen characters.
+    """
+    end = prompt_end.rstrip()
+    if end.endswith(_CLOSE):
+        return None, None
+    is_open = end.endswith(_OPEN) or family == "deepseek_r1"
+    return _CLOSE, None if is_open else _OPEN
+
+
 class ReasoningParser(StreamParser):
     """Tells reasoning from the rest of one answer.
 

@@ -475,18 +475,21 @@ class ParameterTypes:
         properties = whole.get("properties")
         if not isinstance(properties, Mapping) or parameter not in properties:
             return _STRING
-        return _types_in(properties[parameter], whole, _MOST_REFERENCES)
+        return types_in(properties[parameter], whole)
 
 
-def _types_in(schema: Any, whole: Mapping[str, Any], num_references: int) -> frozenset[str]:
-    """As far as types, values, alternatives and references within the schema tell."""
+def types_in(
+    schema: Any, whole: Mapping[str, Any], num_references: int = _MOST_REFERENCES
+) -> frozenset[str]:
+    """JSON schema's names of the types that a schema allows, as far as types, values, alternatives
+    and so many references within the `whole` schema tell."""
     if not isinstance(schema, Mapping) or not num_references:
         return JSON_TYPES
     if isinstance(reference := schema.get("$ref"), str):
         target: Any = whole
         for name in reference.removeprefix("#/").split("/"):
             target = target.get(name) if isinstance(target, Mapping) else None
-        return _types_in(target, whole, num_references - 1)
+        return types_in(target, whole, num_references - 1)
     if (named := schema.get("type")) is not None:
         names = named if isinstance(named, list) else [named]
         return JSON_TYPES & {name for name in names if isinstance(name, str)} or JSON_TYPES
@@ -496,6 +499,6 @@ def _types_in(schema: Any, whole: Mapping[str, Any], num_references: int) -> fro
         return frozenset(_TYPE_OF.get(type(value), "string") for value in values)
     for key in ("anyOf", "oneOf"):
         if isinstance(cases := schema.get(key), list) and cases:
-            found = (_types_in(case, whole, num_references - 1) for case in cases)
+            found = (types_in(case, whole, num_references - 1) for case in cases)
             return frozenset[str]().union(*found)
     return JSON_TYPES

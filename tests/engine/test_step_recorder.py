@@ -31,7 +31,7 @@ def test_plans_and_programs_are_recorded_while_it_is_open():
 
 def test_a_recorder_is_opened_once_and_the_last_is_closed_first():
     runner = make_runner(runtime_of(NUM_SEQS), Clock())
-    programs, launch = runner.programs, runner.launch
+    programs, launch = runner.programs, runner.launch_layers
     first, second = StepRecorder(runner), StepRecorder(runner)
     with first:
         with pytest.raises(RuntimeError, match="open already"):
@@ -39,8 +39,8 @@ def test_a_recorder_is_opened_once_and_the_last_is_closed_first():
         with second, pytest.raises(RuntimeError, match="close that one first"):
             first.__exit__()
         second.__exit__()
-        assert runner.launch != launch
+        assert runner.launch_layers != launch
     assert runner.programs is programs
-    assert runner.launch == launch
+    assert runner.launch_layers == launch
     first.__exit__()
     assert runner.programs is programs

@@ -38,7 +38,7 @@ NUM_LAYERS = 4
 KERNELS_A_LAYER, PRODUCTS_A_LAYER = 4, 4
 # The first layer adds nothing before its norm; the last norm adds. The output head is a GEMM.
 KERNELS_BESIDE, PRODUCTS_BESIDE = 0, 1
-NUM_PROGRAMS = 79
+NUM_PROGRAMS = 85
 # The greedy choice, with its adjustments and scores.
 KERNELS_A_SAMPLE = 2
 NUM_LEVELS = 4
@@ -186,7 +186,7 @@ def test_every_kind_of_program_can_be_kept():
         (*name[:1], name[1][1]) if name[0] == "sample" else name[:1]: recipe
         for name, recipe in all_recipes("qwen3-0.6b", 1).items()
     }
-    assert len(kinds) == 8 + NUM_LEVELS
+    assert len(kinds) == 9 + NUM_LEVELS
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
         for recipe in kinds.values():
             loaded = export.deserialize(bytearray(recipe.exported(("cuda",)).serialize()))
@@ -278,7 +278,7 @@ def test_what_needs_no_pool_has_the_same_shares_by_itself():
     """Workers begin with it while the pool's size is not known."""
     made = [*all_recipes("qwen3-0.6b", 1).values()]
     poolless = [recipe for recipe in made if not recipe.needs_pool]
-    assert {recipe.name[0] for recipe in poolless} == {"sample", "prompt_logprobs"}
+    assert {recipe.name[0] for recipe in poolless} == {"mask", "sample", "prompt_logprobs"}
     for share in range(8):
         alone = share_of(poolless, share, 8)
         assert share_of(made, share, 8)[: len(alone)] == alone

@@ -42,6 +42,12 @@ BODIES: dict[str, bytes] = {
     "null": b"null",
 }
 
+
+def schema(own: Any) -> dict[str, Any]:
+    form = {"name": "answer", "schema": own}
+    return {"response_format": {"type": "json_schema", "json_schema": form}}
+
+
 COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": None}, "prompt"),
     ({"prompt": ""}, "prompt"),
@@ -159,7 +165,33 @@ COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
     ({"tempersture": 1}, "tempersture"),
     ({"guided_regex": ".*"}, "guided_regex"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "json"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    (schema({"not": {}}), "response_format.json_schema.schema.not"),
+    (schema({"properties": {"a": {"uniqueItems": True}}}), "schema.properties.a.uniqueItems"),
+    (schema({"$ref": "https://example.com"}), "response_format.json_schema.schema.$ref"),
+    (schema({"enum": ["a" * 70_000]}), "response_format.json_schema.schema"),
+    (schema({"type": "object", "properties": []}), "response_format.json_schema.schema"),
+    (schema([]), "response_format.json_schema.schema"),
+    (schema({"type": "integer", "minimum": 2, "maximum": 1}), "response_format.json_schema"),
+    ({"response_format": {"type": "json_object", "json_schema": {"name": "a"}}}, "json_schema"),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"choice": "a"}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs.grammar"),
+    ({"structured_outputs": {"json_object": False}}, "structured_outputs.json_object"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+    ({"structured_outputs": {"json": {"x-guidance": {}}}}, "structured_outputs.json.x-guidance"),
+    ({"structured_outputs": {"after": "a", "regex": "a"}}, "structured_outputs.after"),
+    ({"structured_outputs": {"regex": "a"}, "n": 2, "beam_width": 2}, "structured_outputs"),
+    (
+        {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+        "structured_outputs",
+    ),
     ({"__class__": 1}, "__class__"),
 ]
 
@@ -256,13 +288,20 @@ CHATS: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": "any"}, "tool_choice"),
     ({"tool_choice": "a" * 100_000}, "tool_choice"),
-    ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
-    ({"tools": [TOOL], "tool_choice": TOOL}, "cannot be forced here"),
+    ({"tools": [TOOL], "tool_choice": "required"}, "--enable-auto-tool-choice"),
+    ({"tools": [TOOL], "tool_choice": TOOL}, "--enable-auto-tool-choice"),
     ({"tools": [TOOL], "tool_choice": {**TOOL, "function": {"name": "g"}}}, "not in tools: f"),
     ({"tool_choice": TOOL}, "not in tools: none"),
     ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
     ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
-    ({"response_format": {"type": "json_schema"}}, "response_format.type"),
+    (
+        {
+            "tools": [TOOL],
+            "tool_choice": "required",
+            "response_format": {"type": "json_object"},
+        },
+        "tool_choice",
+    ),
     ({"modalities": ["audio"]}, "modalities[0]"),
     ({"chat_template": "{{ messages }}"}, "chat_template"),
     ({"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs"),

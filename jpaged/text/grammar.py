@@ -1,0 +1,346 @@
+"""Grammars that answers obey: compiled, matched token by token, made into masks for the sampler.
+
+llguidance does the parsing, in Rust and without Python's lock. What is ours: which tokens end an
+answer, bounds on what a grammar may cost, and a passage before the grammar that is free.
+"""
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jpaged.structured_outputs import StructuredOutputs
+from jpaged.text.tokenizer import Tokenizer
+
+MAX_CACHED = 64
+"""Compiled grammars that are kept; one that is not kept is compiled anew."""
+
+JSON_OPTIONS: Any = {
+    # One blank at most where JSON takes any: a model that is unsure would write them for ever.
+    "whitespace_flexible": True,
+    "whitespace_pattern": " ?",
+    # Without \u: a name has one spelling, so that none comes twice or past additionalProperties.
+    "json_allowed_escapes": '"\\bfnrt',
+}
+"""How JSON is written, as llguidance takes it."""
+
+_LIMITS = {
+    "initial_lexer_fuel": 1_000_000,  # some 20 ms
+    "step_lexer_fuel": 50_000,  # some 4 ms
+    "step_max_items": 5_000,  # less than 1 ms
+    "max_lexer_states": 20_000,  # of 1 to 2 KiB
+    "max_grammar_size": 100_000,
+    "verbose_errors": False,
+}
+"""What compiling a grammar and a mask may take (docs/decisions/0018)."""
+
+_MAX_BREAKS = 2
+"""Line breaks that may come between the free passage and the grammar."""
+
+
+class GrammarError(ValueError):
+    """A grammar cannot be compiled, is too complex to be matched, or forbids a token."""
+
+
+def check_grammar(form: StructuredOutputs) -> None:
+    """See whether a grammar can be made of a form; it needs no tokenizer.
+
+    Raises:
+        GrammarError: it cannot, naming the field.
+    """
+    from llguidance import LLMatcher
+
+    failed, words = LLMatcher.validate_grammar_with_warnings(_source(form), limits=_limits())
+    if failed:
+        raise _refused(form, words[0])
+
+
+def _limits() -> Any:
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(**_LIMITS)
+
+
+def _source(form: StructuredOutputs) -> str:
+    """The grammar as llguidance takes it."""
+    from llguidance import LLMatcher
+
+    match form.kind:
+        case "json":
+            return LLMatcher.grammar_from_json_schema(form.json or "", overrides=JSON_OPTIONS)
+        case "json_object":
+            return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=JSON_OPTIONS)
+        case "regex":
+            return LLMatcher.grammar_from_regex(form.regex or "")
+        case "choice":
+            return LLMatcher.grammar_from_lark(
+                "start: " + " | ".join(json.dumps(each) for each in form.choice or ())
+            )
+        case _:
+            return LLMatcher.grammar_from_lark(form.grammar or "")
+
+
+def _refused(form: StructuredOutputs, words: str) -> GrammarError:
+    reason = " ".join(words.replace("<non-verbose/>", "").split())[:300]
+    return GrammarError(f"structured_outputs.{form.kind} cannot be enforced: {reason}")
+
+
+class Matcher:
+    """How far one answer has come in a grammar. Not thread-safe.
+
+    Attributes:
+        ending_ids: Tokens that end the answer, where the grammar lets it end.
+        is_stopped: Nothing but the end may follow.
+    """
+
+    def __init__(self, grammar: "Grammar", ending_ids: frozenset[int]):
+        self.ending_ids, self.is_stopped = ending_ids, False
+        self._grammar, self._form = grammar, grammar.form
+        self._inner = grammar.prototype.deep_copy()
+        self._free: bytes | None = b"" if self._form.after is not None else None
+        self._is_opening = self._form.opening is not None and bool(grammar.opening_ids)
+        self._num_opened = 0
+        self._num_breaks = _MAX_BREAKS
+
+    @property
+    def is_free(self) -> bool:
+        """Whether anything may follow: the grammar has not begun."""
+        return self._free is not None and not self._is_opening
+
+    def accept(self, token_id: int) -> None:
+        """Take in the answer's next token; one that ends the answer changes nothing.
+
+        Raises:
+            GrammarError: it may not follow.
+        """
+        if token_id in self.ending_ids:
+            return
+        if self._is_opening and self._opens_on(token_id):
+            return
+        if self._free is not None:
+            self._look_for_the_end(token_id)
+            return
+        if self._num_breaks < _MAX_BREAKS and token_id in self._grammar.break_ids:
+            self._num_breaks += self._grammar.break_ids[token_id]
+            return
+        self._num_breaks = _MAX_BREAKS
+        self._consume([token_id])
+
+    def _opens_on(self, token_id: int) -> bool:
+        """Whether a token goes on with the passage's opening; if not, there is no such passage."""
+        opening = self._grammar.opening_ids
+        if token_id != opening[self._num_opened]:
+            self._is_opening, self._free = False, None
+            return False
+        self._num_opened += 1
+        self._is_opening = self._num_opened < len(opening)
+        return True
+
+    def _look_for_the_end(self, token_id: int) -> None:
+        end = (self._form.after or "").encode()
+        text = (self._free or b"") + self._grammar.bytes_of(token_id)
+        _, found, rest = text.partition(end)
+        self._free = text[-len(end) :]
+        if found:
+            self._free, self._num_breaks = None, 0
+            if rest := rest.lstrip(b"\n"):
+                self._consume(self._grammar.tokenized(rest))
+
+    def _consume(self, token_ids: list[int]) -> None:
+        if not self._inner.consume_tokens(token_ids):
+            raise _refused(self._form, self._inner.get_error() or "a token that may not follow")
+        self.is_stopped = self._inner.is_stopped()
+
+    def widen(self, mask: np.ndarray) -> GrammarError | None:
+        """Make a row of llguidance's, or one of all ones, that of this answer: int32 [W], in place.
+
+        Returns:
+            What went wrong, if the grammar failed or nothing may follow.
+        """
+        if self.is_free:
+            mask[:] = -1
+            return None
+        if self._inner.is_error():
+            return _refused(self._form, self._inner.get_error())
+        grammar = self._grammar
+        mask &= grammar.not_eos
+        more = set(self.ending_ids) if self._inner.is_accepting() else set()
+        if self._is_opening:
+            if self._num_opened:
+                mask[:], more = 0, set()
+            more.add(grammar.opening_ids[self._num_opened])
+        if self._num_breaks < _MAX_BREAKS:
+            left = _MAX_BREAKS - self._num_breaks
+            more |= {token for token, count in grammar.break_ids.items() if count <= left}
+        if more:
+            words = mask.view(np.uint32)
+            for token in more:
+                words[token // 32] |= np.uint32(1 << token % 32)
+        if not mask.any():
+            return _refused(self._form, "nothing may follow what was written")
+        return None
+
+    @property
+    def inner(self) -> Any:
+        """llguidance's own matcher."""
+        return self._inner
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A compiled grammar.
+
+    Attributes:
+        form: What it was made of.
+        prototype: llguidance's matcher, at the start.
+        tokens: What it knows of the tokenizer.
+    """
+
+    form: StructuredOutputs
+    prototype: Any
+    tokens: "_Tokens"
+    opening_ids: tuple[int, ...]
+
+    def matcher(self, ending_ids: frozenset[int]) -> Matcher:
+        """For one answer, which the tokens `ending_ids` may end."""
+        return Matcher(self, ending_ids)
+
+    @property
+    def not_eos(self) -> np.ndarray:
+        """int32 [W]: all ones but for the model's end tokens."""
+        return self.tokens.not_eos
+
+    @property
+    def break_ids(self) -> dict[int, int]:
+        """Tokens of nothing but line breaks, and how many."""
+        return self.tokens.break_ids
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """What a token adds to a text."""
+        return self.tokens.bytes_of(token_id)
+
+    def tokenized(self, text: bytes) -> list[int]:
+        """Tokens of a text."""
+        return self.tokens.inner.tokenize_bytes(text)
+
+
+class _Tokens:
+    """A tokenizer's vocabulary, in llguidance's form: half a second for 130,000 tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]):
+        from llguidance.hf import from_tokenizer
+
+        if not eos_token_ids:
+            raise GrammarError(
+                "structured_outputs needs an end token, and the model's config.json, generation "
+                "config and tokenizer name none: set eos_token_id in config.json"
+            )
+        try:
+            hf_tokenizer, eos = tokenizer.hf_tokenizer, sorted(eos_token_ids)
+            self.inner = from_tokenizer(hf_tokenizer, n_vocab=vocab_size, eos_token=eos)
+        except Exception as error:
+            raise GrammarError(
+                f"structured_outputs cannot be had with this tokenizer: {error}"
+            ) from error
+        self._tokenizer = tokenizer
+        words = np.full(-(-vocab_size // 32), 0xFFFFFFFF, np.uint32)
+        for token in eos:
+            words[token // 32] &= ~np.uint32(1 << token % 32)
+        self.not_eos = words.view(np.int32)
+        breaks = [tokenizer.encode("\n" * n, add_special_tokens=False) for n in (1, 2)]
+        self.break_ids = {ids[-1]: n for n, ids in enumerate(breaks, 1) if len(ids) == 1}
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """What a token adds to a text."""
+        of_bytes = self._tokenizer.bytes_of
+        return of_bytes(token_id) if of_bytes else self._tokenizer.decode([token_id]).encode()
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer and fills masks. Thread-safe but for `fill_masks`.
+
+    Args:
+        tokenizer: The model's.
+        vocab_size: Width of the logits; ids above the tokenizer's own are never allowed.
+        eos_token_ids: The model's own end tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]):
+        self._of = tokenizer, vocab_size, eos_token_ids
+        self._lock = threading.Lock()
+        self._tokens: _Tokens | None = None
+        self._cache: OrderedDict[StructuredOutputs, Grammar] = OrderedDict()
+        self._threads: ThreadPoolExecutor | None = None
+        self._executor: Any = None
+
+    def submit(self, form: StructuredOutputs) -> Future[Grammar]:
+        """`compile` in another thread; of a grammar that is kept, at once."""
+        with self._lock:
+            if (known := self._kept(form)) is not None:
+                done: Future[Grammar] = Future()
+                done.set_result(known)
+                return done
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(2, thread_name_prefix="jpaged-grammars")
+            return self._threads.submit(self.compile, form)
+
+    def compile(self, form: StructuredOutputs) -> Grammar:
+        """The grammar of a form.
+
+        Raises:
+            GrammarError: there is none, or it takes too much.
+        """
+        from llguidance import LLMatcher
+
+        with self._lock:
+            if (known := self._kept(form)) is not None:
+                return known
+            if self._tokens is None:
+                self._tokens = _Tokens(*self._of)
+        tokens = self._tokens
+        matcher = LLMatcher(tokens.inner, _source(form), limits=_limits(), log_level=0)
+        first = matcher.deep_copy()
+        if not first.is_error():
+            first.compute_bitmask()  # the dearest: what may come is looked at for the first time
+        if first.is_error():
+            raise _refused(form, first.get_error())
+        opening = self._of[0].encode(form.opening, add_special_tokens=False) if form.opening else ()
+        grammar = Grammar(form, matcher, tokens, tuple(opening))
+        with self._lock:
+            self._cache[form] = grammar
+            while len(self._cache) > MAX_CACHED:
+                self._cache.popitem(last=False)
+        return grammar
+
+    def _kept(self, form: StructuredOutputs) -> Grammar | None:
+        if (known := self._cache.get(form)) is not None:
+            self._cache.move_to_end(form)
+        return known
+
+    def fill_masks(
+        self, items: Sequence[tuple[Matcher, int]], masks: np.ndarray
+    ) -> list[tuple[int, GrammarError]]:
+        """Write what answers may go on with.
+
+        Args:
+            items: Matchers, and the row of each.
+            masks: int32 [rows, W], contiguous: token `32 w + j` is bit `j` of word `w`.
+
+        Returns:
+            The places in `items` of those that fail, and why.
+        """
+        from llguidance import LLExecutor
+        from llguidance.numpy import fill_next_token_bitmask_par
+
+        bound = [(matcher.inner, row) for matcher, row in items if not matcher.is_free]
+        if bound:
+            if self._executor is None:
+                self._executor = LLExecutor()
+            fill_next_token_bitmask_par(self._executor, bound, masks)
+        found = ((i, matcher.widen(masks[row])) for i, (matcher, row) in enumerate(items))
+        return [(i, error) for i, error in found if error is not None]

@@ -1,0 +1,378 @@
+"""Answers that obey a grammar: alone, in company, in every loop and under pressure the same ones,
+and those of others are what they were."""
+
+import json
+import random
+import re
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import jsonschema
+import pytest
+from e2e_options import ANSWER, GREEDY, LOOPS, QUESTION, Engines, run
+
+from jpaged import Engine, SamplingParams, StructuredOutputs
+from jpaged.runtime.model_runner import StepHandle
+from jpaged.text.grammar import Grammar, GrammarError, Grammars, Matcher
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 4},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+NUMBERS = r"[0-9]{2}(, [0-9]{2}){0,6}"
+FORMS: dict[str, StructuredOutputs] = {
+    "json": StructuredOutputs(json=SCHEMA),
+    "regex": StructuredOutputs(regex=NUMBERS),
+    "choice": StructuredOutputs(choice=["yes", "no", "yes, but"]),
+    "grammar": StructuredOutputs(grammar='start: "<" word ("," word)~0..3 ">"\nword: /[a-z]{1,3}/'),
+}
+DATE = StructuredOutputs(regex=r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 1.0, "structured_outputs": FORMS["json"]},
+    {"temperature": 0.0},
+    {"temperature": 1.0, "n": 3, "structured_outputs": FORMS["regex"]},
+    {"temperature": 0.7, "top_p": 0.9, "structured_outputs": FORMS["grammar"], "logprobs": 2},
+    {"beam_width": 3, "n": 2},
+    {"temperature": 0.0, "structured_outputs": FORMS["json"], "repetition_penalty": 1.2},
+    {"temperature": 1.0, "structured_outputs": FORMS["regex"], "stop": ", 4", "min_tokens": 3},
+    {"temperature": 1.0, "n": 2, "best_of": 3, "structured_outputs": FORMS["choice"]},
+]
+SHAPE: dict[str, Any] = {"max_model_len": 160, "block_size": 8}
+FEW = 45
+"""Blocks, too few for all requests at once."""
+
+
+def obeys(form: str, text: str) -> bool:
+    if form == "json":
+        jsonschema.validate(json.loads(text), SCHEMA)
+        return True
+    if form == "choice":
+        return text in ("yes", "no", "yes, but")
+    pattern = NUMBERS if form == "regex" else r"<[a-z]{1,3}(,[a-z]{1,3}){0,3}>"
+    return re.fullmatch(pattern, text) is not None
+
+
+def workload(count: int = 16) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts that begin alike, of all kinds of requests."""
+    rng = random.Random(0)
+    text = [rng.randrange(5, 200) for _ in range(60)]
+    prompts = [[*text[: 20 + 2 * index], 5 + index] for index in range(count)]
+    asked = (dict(KINDS[index % len(KINDS)]) for index in range(count))
+    return prompts, [SamplingParams(max_tokens=90, seed=i, **kind) for i, kind in enumerate(asked)]
+
+
+def answers(outputs: Any) -> list[list[tuple]]:
+    return [
+        [(tuple(own.token_ids), own.text, own.finish_reason, own.stop_reason) for own in it.outputs]
+        for it in outputs
+    ]
+
+
+@pytest.mark.parametrize("form", [*FORMS])
+def test_answers_obey(engine: Engine, form: str):
+    params = [
+        SamplingParams(temperature=t, seed=i, max_tokens=120, structured_outputs=FORMS[form])
+        for i, t in enumerate((0.0, 1.0, 1.0, 1.5, 1.5))
+    ]
+    for output in engine.generate([QUESTION] * len(params), params):
+        (answer,) = output.outputs
+        assert (answer.finish_reason, answer.stop_reason) == ("stop", None)
+        assert obeys(form, answer.text), answer.text
+
+
+def test_company_changes_no_answer_and_no_neighbour_is_touched(engine: Engine):
+    prompts, params = workload()
+    alone = [
+        answers(engine.generate([it], own))[0] for it, own in zip(prompts, params, strict=True)
+    ]
+    assert answers(engine.generate(prompts, params)) == alone
+    assert engine.generate(QUESTION, GREEDY)[0].outputs[0].text == ANSWER
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("recompute", {}),
+        ("swap", {"kv_cache_dtype": "fp8"}),
+        pytest.param("swap", {}, marks=pytest.mark.soak),
+        pytest.param("auto", {}, marks=pytest.mark.soak),
+        pytest.param("recompute", {"kv_cache_dtype": "fp8"}, marks=pytest.mark.soak),
+    ],
+)
+def test_pressure_and_sharing_change_no_token(engines: Engines, mode: str, options: dict[str, Any]):
+    prompts, params = workload()
+    roomy = engines(num_blocks=400, enable_prefix_caching=False, **SHAPE, **options)
+    expected = answers(roomy.generate(prompts, params))
+    pressed = {"num_blocks": FEW, "max_num_seqs": 24, "preemption_mode": mode, "swap_space": 0.05}
+    tight = engines(**pressed, **SHAPE, **options)
+    before = tight.stats()
+    for _ in range(2):  # the second time prefixes are cached
+        assert answers(tight.generate(prompts, params)) == expected
+    stats = tight.stats()
+    assert stats.num_preemptions > before.num_preemptions
+    assert stats.num_cached_tokens > before.num_cached_tokens
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
+def test_devices_that_share_a_model_mask_alike(engines: Engines):
+    prompts, params = workload(8)
+    alone, both = (engines(dtype="float32", tensor_parallel_size=n) for n in (1, 2))
+    assert answers(both.generate(prompts, params)) == answers(alone.generate(prompts, params))
+
+
+def test_steps_without_a_grammar_have_no_mask(engine: Engine):
+    with engine.record_steps() as steps:
+        engine.generate(QUESTION, GREEDY)
+        assert not any(name == "mask" for launch in steps.launches for name, _ in launch.programs)
+        engine.generate(QUESTION, SamplingParams(structured_outputs=DATE, seed=1))
+    masked = [it for it in steps.launches if any(name == "mask" for name, _ in it.programs)]
+    assert len(masked) >= len("2000-01-01")  # a byte a token
+
+
+def test_an_answer_ends_with_its_form_also_where_the_end_token_is_ignored(engine: Engine):
+    params = SamplingParams(structured_outputs=DATE, seed=3, max_tokens=60, ignore_eos=True)
+    (answer,) = engine.generate(QUESTION, params)[0].outputs
+    assert re.fullmatch(r"[0-9]{4}-[0-9]{2}-[0-9]{2}", answer.text)
+    assert (len(answer.token_ids), answer.finish_reason, answer.stop_reason) == (10, "stop", None)
+
+
+def test_where_more_may_follow_the_end_token_ends_it(engine: Engine):
+    form = StructuredOutputs(regex="[0-9]{1,60}")
+    biased = {"structured_outputs": form, "logit_bias": dict.fromkeys(engine_eos(engine), 100)}
+    (answer,) = engine.generate(QUESTION, SamplingParams(max_tokens=50, **biased))[0].outputs
+    assert answer.finish_reason == "stop"
+    assert len(answer.text) == 1  # none before the first digit
+    assert answer.token_ids[-1] in engine_eos(engine)
+    ignoring = SamplingParams(max_tokens=50, ignore_eos=True, **biased)
+    (answer,) = engine.generate(QUESTION, ignoring)[0].outputs
+    assert (len(answer.text), answer.finish_reason) == (50, "length")
+
+
+def engine_eos(engine: Engine) -> frozenset[int]:
+    return engine._preprocessor.eos_token_ids
+
+
+def test_log_probabilities_are_of_what_may_follow(engine: Engine):
+    form = StructuredOutputs(choice=["yes", "no"])
+    params = SamplingParams(structured_outputs=form, logprobs=5, temperature=0.0, max_tokens=9)
+    (answer,) = engine.generate(QUESTION, params)[0].outputs
+    assert answer.logprobs is not None
+    first = answer.logprobs[0]
+    assert {found.decoded_token for found in first.values()} == {"y", "n"}
+    assert all(found.logprob == pytest.approx(0.0) for found in answer.logprobs[1].values())
+    assert len(answer.logprobs[1]) == 1
+
+
+def test_sampling_parameters_choose_among_what_may_follow(engine: Engine):
+    assert engine.tokenizer is not None
+    (no,) = engine.tokenizer.encode("n")
+    form = StructuredOutputs(choice=["yes", "no"])
+    for bias, expected in ((-100, "yes"), (100, "no")):
+        params = SamplingParams(structured_outputs=form, logit_bias={no: bias}, max_tokens=9)
+        assert engine.generate(QUESTION, params)[0].outputs[0].text == expected
+
+
+def test_parameters_that_forbid_all_that_may_follow_end_the_request_alone(engine: Engine):
+    form = StructuredOutputs(choice=["yes", "no"])
+    params = SamplingParams(structured_outputs=form, allowed_token_ids=[5])
+    victim = engine.add_request(QUESTION, params)
+    other = engine.add_request(QUESTION, GREEDY)
+    last = run(engine)
+    assert last[victim].outputs[0].finish_reason == "error"
+    assert last[other].outputs[0].text == ANSWER
+
+
+def test_a_stream_joins_to_the_answer(engine: Engine):
+    params = SamplingParams(structured_outputs=FORMS["json"], seed=4, max_tokens=120)
+    whole = engine.generate(QUESTION, params)[0].outputs[0].text
+    assert "".join(delta.text for delta in engine.stream(QUESTION, params)) == whole
+
+
+# Grammars that are not ready, or fail
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> list[Future]:
+    """The grammars that are asked for and never compiled, unless the test does."""
+    futures: list[Future] = []
+
+    def submit(self: Grammars, form: StructuredOutputs) -> Future:
+        futures.append(Future())
+        return futures[-1]
+
+    monkeypatch.setattr(Grammars, "submit", submit)
+    return futures
+
+
+def test_others_go_on_while_a_grammar_is_compiled(engine: Engine, held: list[Future]):
+    params = SamplingParams(structured_outputs=DATE, seed=1, max_tokens=60)
+    late = engine.add_request(QUESTION, params)
+    with pytest.raises(ValueError, match="in use"):
+        engine.add_request(QUESTION, GREEDY, request_id=late)
+    other = engine.add_request(QUESTION, GREEDY)
+    assert engine.stats().num_waiting == 2
+    last: dict[str, Any] = {}
+    while other not in last or not last[other].finished:
+        last.update((output.request_id, output) for output in engine.step())
+    assert last[other].outputs[0].text == ANSWER
+    assert late not in last
+    assert engine.has_unfinished_requests
+    assert engine.step() == []
+    held[0].set_result(_compiled(engine, DATE))
+    text = run(engine)[late].outputs[0].text
+    assert re.fullmatch(r"[0-9]{4}-[0-9]{2}-[0-9]{2}", text)
+
+
+def _compiled(engine: Engine, form: StructuredOutputs) -> Grammar:
+    grammars = engine._preprocessor.grammars
+    assert grammars is not None
+    return grammars.compile(form)
+
+
+def test_a_request_may_go_while_its_grammar_is_compiled(engine: Engine, held: list[Future]):
+    name = engine.add_request(QUESTION, SamplingParams(structured_outputs=DATE))
+    engine.step()
+    engine.abort(name)
+    assert not engine.has_unfinished_requests
+    assert engine.stats().num_waiting == 0
+    held[0].set_result(_compiled(engine, DATE))
+    assert engine.step() == []
+
+
+def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(
+    engine: Engine, held: list[Future]
+):
+    victim = engine.add_request(QUESTION, SamplingParams(structured_outputs=DATE, n=2))
+    other = engine.add_request(QUESTION, GREEDY)
+    held[0].set_exception(GrammarError("structured_outputs.regex is none"))
+    while engine.has_work:
+        engine.advance()
+    told = {delta.request_id: delta for delta in engine.take_deltas()}
+    assert told[victim].finished
+    assert told[victim].error == "structured_outputs.regex is none"
+    assert {own.finish_reason for own in told[victim].deltas} == {"error"}
+    assert told[other].finished
+    assert told[other].error is None
+
+
+def test_generate_refuses_a_grammar_that_cannot_be_compiled_before_any_starts(engine: Engine):
+    bad = SamplingParams(structured_outputs=StructuredOutputs(regex="(a"))
+    with pytest.raises(ValueError, match=r"structured_outputs\.regex"):
+        engine.generate([QUESTION, QUESTION], [GREEDY, bad])
+    assert not engine.has_unfinished_requests
+    with pytest.raises(ValueError, match=r"structured_outputs\.regex"):
+        engine.stream(QUESTION, bad)
+    assert not engine.has_unfinished_requests
+
+
+def test_a_request_that_never_fits_is_refused_before_its_grammar_is_compiled(
+    engine: Engine, held: list[Future]
+):
+    too_long = [5] * engine.runtime_config.max_model_len
+    with pytest.raises(ValueError, match="max_model_len"):
+        engine.add_request(too_long, SamplingParams(structured_outputs=DATE))
+    assert not engine.has_unfinished_requests
+
+
+@pytest.mark.parametrize("where", ["masking", "accepting"])
+def test_a_grammar_that_fails_ends_its_request_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str
+):
+    params = SamplingParams(structured_outputs=FORMS["json"], seed=1, max_tokens=120)
+    expected = engine.generate(QUESTION, params)[0].outputs[0].text
+    names = [engine.add_request(QUESTION, params) for _ in range(2)]
+    free = engine.add_request(QUESTION, GREEDY)
+    for _ in range(5):
+        engine.step()
+    victim = engine._loop.requests[names[0]].samples[0].matcher
+    fill, accept = Grammars.fill_masks, Matcher.accept
+    error = GrammarError("too complex")
+
+    def fill_but_one(self: Grammars, items: Any, masks: Any) -> Any:
+        bad = [i for i, (matcher, _) in enumerate(items) if matcher is victim]
+        return fill(self, items, masks) + [(i, error) for i in bad]
+
+    def accept_but_one(self: Matcher, token_id: int) -> None:
+        if self is victim:
+            raise error
+        accept(self, token_id)
+
+    if where == "masking":
+        monkeypatch.setattr(Grammars, "fill_masks", fill_but_one)
+    else:
+        monkeypatch.setattr(Matcher, "accept", accept_but_one)
+    last = run(engine)
+    assert last[names[0]].outputs[0].finish_reason == "error"
+    assert last[names[1]].outputs[0].text == expected
+    assert last[free].outputs[0].text == ANSWER
+
+
+@pytest.mark.parametrize("after", range(1, 9, 2))
+def test_ctrl_c_between_a_steps_layers_and_its_sampling_loses_nothing(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, after: int
+):
+    params = SamplingParams(structured_outputs=FORMS["json"], seed=1, max_tokens=120)
+    expected = engine.generate(QUESTION, params)[0].outputs[0].text
+    read, calls = StepHandle.read, 0
+
+    def interrupted(self: StepHandle) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == after:
+            raise KeyboardInterrupt
+        return read(self)
+
+    monkeypatch.setattr(StepHandle, "read", interrupted)
+    name, free = engine.add_request(QUESTION, params), engine.add_request(QUESTION, GREEDY)
+    last: dict[str, Any] = {}
+    with pytest.raises(KeyboardInterrupt):
+        run(engine)
+    last.update(run(engine))
+    assert calls > after
+    assert last[name].outputs[0].text == expected
+    assert last[free].outputs[0].text == ANSWER
+
+
+def test_aborts_between_steps_lose_no_block(engines: Engines):
+    """At any step: the fixture counts the blocks."""
+    engine = engines(**LOOPS["overlapped"])
+    params = SamplingParams(structured_outputs=FORMS["json"], seed=1, n=2, max_tokens=120)
+    for num_steps in range(8):
+        names = [engine.add_request(QUESTION, params) for _ in range(2)]
+        for _ in range(num_steps):
+            engine.step()
+        engine.abort(names[0])
+        run(engine)
+
+
+# What cannot be had
+
+
+def test_beams_obey_no_grammar():
+    with pytest.raises(ValueError, match=r"structured_outputs=.* cannot go with beam_width=2"):
+        SamplingParams(beam_width=2, n=2, structured_outputs=DATE)
+
+
+def test_it_is_a_form():
+    with pytest.raises(TypeError, match=r"structured_outputs='\\\\d' must be StructuredOutputs"):
+        SamplingParams(structured_outputs=r"\d")  # pyright: ignore
+
+
+def test_a_grammar_needs_a_tokenizer(engines: Engines):
+    engine = engines(skip_tokenizer_init=True)
+    with pytest.raises(ValueError, match="structured_outputs needs a tokenizer"):
+        engine.generate([[5]], SamplingParams(structured_outputs=DATE, detokenize=False))
+
+
+def test_text_is_not_needed(engine: Engine):
+    params = SamplingParams(structured_outputs=DATE, seed=3, detokenize=False)
+    (answer,) = engine.generate([5, 6], params)[0].outputs
+    assert engine.tokenizer is not None
+    assert re.fullmatch(r"[0-9]{4}-[0-9]{2}-[0-9]{2}", engine.tokenizer.decode(answer.token_ids))

@@ -1,0 +1,196 @@
+"""Answers in the form that a request asks for, over HTTP, as OpenAI's client asks."""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jsonschema
+import openai
+import pydantic
+import pytest
+from scripted_engine import ScriptedEngine
+from serve_helpers import Server
+from test_tools import HERMES, TEMPLATE, USER, WEATHER, ask, choices_of
+
+from jpaged import Engine
+
+Run = Callable[..., None]
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "colour": {"enum": ["red", "green"]},
+        "sizes": {"type": "array", "items": {"type": "integer", "maximum": 9}, "maxItems": 2},
+    },
+    "required": ["colour", "sizes"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "box", "schema": SCHEMA, "strict": True}}
+NAMED = {"type": "function", "function": {"name": "weather"}}
+NOW = {"type": "function", "function": {"name": "now"}}
+CITY = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
+
+
+class Box(pydantic.BaseModel):
+    """What `.parse()` is given."""
+
+    colour: Literal["red", "green"]
+    nullable: bool | None = None
+
+
+@pytest.fixture
+def scripted(engine: Engine) -> ScriptedEngine:
+    return ScriptedEngine(engine)
+
+
+def client_of(server: Server) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url="http://test/v1", api_key="-", http_client=server.http)
+
+
+def test_json_schemas(serve: Run):
+    async def scenario(server: Server) -> None:
+        asked = {"response_format": FORMAT, "max_tokens": 100, "n": 3}
+        for choice in (await ask(server, **asked))["choices"]:
+            jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
+            assert choice["finish_reason"] == "stop"
+        chunks = await choices_of(server, **asked)
+        for index in range(3):
+            own = [it["delta"].get("content", "") for it in chunks if it["index"] == index]
+            jsonschema.validate(json.loads("".join(own)), SCHEMA)
+
+    serve(scenario)
+
+
+def test_openais_client_parses_answers(serve: Run):
+    async def scenario(server: Server) -> None:
+        made = await client_of(server).chat.completions.parse(
+            model="jpaged-tiny", messages=[{"role": "user", "content": "a"}], response_format=Box
+        )
+        box = made.choices[0].message.parsed
+        assert box is not None
+        assert box.colour in ("red", "green")
+
+    serve(scenario)
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        ({"regex": "[0-9]{3}"}, "[0-9]{3}"),
+        ({"choice": ["yes", "no"]}, "yes|no"),
+        ({"grammar": 'start: "<" /[a-z]{1,4}/ ">"'}, "<[a-z]{1,4}>"),
+        ({"json": json.dumps({"const": {"a": 1}})}, r'\{ ?"a" ?: ?1 ?\}'),
+    ],
+)
+def test_vllms_forms(serve: Run, form: dict[str, Any], pattern: str):
+    async def scenario(server: Server) -> None:
+        asked = {"prompt": ["a", "b"], "structured_outputs": form, "max_tokens": 60}
+        answer = await server.http.post("/v1/completions", json=asked)
+        assert answer.status_code == 200, answer.text
+        for choice in answer.json()["choices"]:
+            assert re.fullmatch(pattern, choice["text"])
+        (choice,) = (await ask(server, structured_outputs=form, max_tokens=60))["choices"]
+        assert re.fullmatch(pattern, choice["message"]["content"])
+
+    serve(scenario)
+
+
+def test_any_object(serve: Run):
+    async def scenario(server: Server) -> None:
+        asked = {"response_format": {"type": "json_object"}, "max_tokens": 40, "logprobs": True}
+        (choice,) = (await ask(server, **asked, top_logprobs=3))["choices"]
+        assert choice["message"]["content"].startswith("{")
+        scores = choice["logprobs"]["content"]
+        assert [it["token"] for it in scores[0]["top_logprobs"]] == ["{"]
+        free = await ask(server, response_format={"type": "text"}, temperature=0)
+        assert free["choices"] == (await ask(server, temperature=0))["choices"]
+
+    serve(scenario)
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_call_is_forced(serve: Run, engines: Callable[..., Engine], choice: Any):
+    async def scenario(server: Server) -> None:
+        tools = [TOOL, NOW] if choice == NAMED else [TOOL]
+        for parallel in (False, True):
+            asked = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": parallel}
+            (answer,) = (await ask(server, **asked, max_tokens=200, seed=1))["choices"]
+            calls = answer["message"]["tool_calls"]
+            assert calls
+            assert parallel or len(calls) == 1
+            if answer["finish_reason"] == "length":
+                calls.pop()
+            for call in calls:
+                assert call["function"]["name"] == "weather"
+                jsonschema.validate(json.loads(call["function"]["arguments"]), CITY)
+        asked["parallel_tool_calls"] = False
+        chunks = await choices_of(server, **asked, max_tokens=200)
+        assert chunks[-1]["finish_reason"] == "tool_calls"
+
+    serve(scenario, engines(max_model_len=768, num_blocks=200), **HERMES)
+
+
+def test_a_function_whose_schema_cannot_be_enforced_is_refused_where_it_is_forced(
+    serve: Run, engines: Callable[..., Engine]
+):
+    async def scenario(server: Server) -> None:
+        hard = {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}
+        body = {"messages": [USER], "tools": [TOOL, hard], "max_tokens": 3}
+        answer = await server.http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200
+        body["tool_choice"] = "required"
+        answer = await server.http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "tools[1].function.parameters.not"
+
+    serve(scenario, engines(max_model_len=768, num_blocks=200), **HERMES)
+
+
+@pytest.mark.parametrize(
+    ("parser", "thinks", "after", "opening"),
+    [
+        ("qwen3", True, "</think>", None),
+        ("qwen3", None, "</think>", "<think>"),
+        ("deepseek_r1", None, "</think>", None),
+        (None, None, None, None),
+    ],
+)
+def test_a_grammar_begins_behind_the_reasoning(
+    serve: Run,
+    scripted: ScriptedEngine,
+    parser: str | None,
+    thinks: bool | None,
+    after: str | None,
+    opening: str | None,
+):
+    async def scenario(server: Server) -> None:
+        scripted.say("x")
+        kwargs = {} if thinks is None else {"chat_template_kwargs": {"enable_thinking": thinks}}
+        await ask(server, response_format=FORMAT, **kwargs)
+        form = scripted.params[0].structured_outputs
+        assert form is not None
+        assert (form.after, form.opening) == (after, opening)
+        scripted.say("x")
+        await ask(server, tools=[WEATHER], tool_choice="required", **kwargs)
+        form = scripted.params[-1].structured_outputs
+        assert form is not None
+        assert (form.kind, form.after) == ("grammar", after)
+
+    more = {} if parser is None else {"reasoning_parser": parser}
+    serve(scenario, scripted, **HERMES, **more)
+
+
+def test_a_closed_thought_leaves_nothing_free(serve: Run, scripted: ScriptedEngine):
+    template = TEMPLATE.replace("<think>\n", "<think>\n\n</think>\n\n")
+
+    async def scenario(server: Server) -> None:
+        scripted.say("x")
+        kwargs = {"enable_thinking": True}
+        await ask(server, response_format=FORMAT, chat_template_kwargs=kwargs)
+        form = scripted.params[0].structured_outputs
+        assert form is not None
+        assert form.after is None
+
+    config = {**HERMES, "chat_template": template, "reasoning_parser": "qwen3"}
+    serve(scenario, scripted, **config)
