@@ -28,7 +28,12 @@ SCHEMA: dict[str, Any] = {
 FORMAT = {"type": "json_schema", "json_schema": {"name": "box", "schema": SCHEMA, "strict": True}}
 NAMED = {"type": "function", "function": {"name": "weather"}}
 NOW = {"type": "function", "function": {"name": "now"}}
-CITY = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+CITY: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
 
 
@@ -45,7 +50,8 @@ def scripted(engine: Engine) -> ScriptedEngine:
 
 
 def client_of(server: Server) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url="http://test/v1", api_key="-", http_client=server.http)
+    http: Any = server.http
+    return openai.AsyncOpenAI(base_url="http://test/v1", api_key="-", http_client=http)
 
 
 def test_json_schemas(serve: Run):
