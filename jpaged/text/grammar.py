@@ -85,6 +85,14 @@ def _source(form: StructuredOutputs) -> str:
             return LLMatcher.grammar_from_lark(form.grammar or "")
 
 
+def _step(matcher: Any) -> None:
+    """Match some token that may come, and look at what may follow it."""
+    bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+    if len(found := np.flatnonzero(bits)):
+        matcher.consume_token(int(found[0]))
+        matcher.compute_bitmask()
+
+
 def _refused(form: StructuredOutputs, words: str) -> GrammarError:
     reason = " ".join(words.replace("<non-verbose/>", "").split())[:300]
     return GrammarError(f"structured_outputs.{form.kind} cannot be enforced: {reason}")
@@ -306,7 +314,7 @@ class Grammars:
         matcher = LLMatcher(tokens.inner, _source(form), limits=_limits(), log_level=0)
         first = matcher.deep_copy()
         if not first.is_error():
-            first.compute_bitmask()  # the dearest: what may come is looked at for the first time
+            _step(first)  # the dearest: here it is seen whether a step can have it
         if first.is_error():
             raise _refused(form, first.get_error())
         opening = self._of[0].encode(form.opening, add_special_tokens=False) if form.opening else ()

@@ -44,7 +44,8 @@ def walk(form: StructuredOutputs, seed: int, most: int = 600) -> str | None:
         assert of is not None
         closing = [it for it in tokens if of(it) and of(it)[0] in CLOSING]
         plain = [it for it in tokens if of(it).isascii()]
-        token = rng.choice(closing if closing and rng.random() < 0.4 else plain or tokens)
+        usual = plain if plain and rng.random() < 0.9 else tokens
+        token = rng.choice(closing if closing and rng.random() < 0.4 else usual)
         matcher.accept(token)
         text += of(token)
     return None
