@@ -43,7 +43,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"regex": "a", "after": ""}, r"structured_outputs\.after='' must be some text"),
     ({"regex": "a", "opening": "<"}, "opening='<' needs after"),
 ]
-BAD_SCHEMAS: list[tuple[dict[str, Any], str]] = [
+BAD_SCHEMAS: list[tuple[dict[Any, Any], str]] = [
     ({"uniqueItems": True}, r"uniqueItems is not enforced"),
     ({"not": {}}, r"not is not enforced"),
     ({"contains": {}}, r"contains is not enforced"),
@@ -82,7 +82,7 @@ BAD_SCHEMAS: list[tuple[dict[str, Any], str]] = [
     ({"patternProperties": {"^a": {"not": {}}}}, r"patternProperties\.\^a\.not is not"),
     ({"definitions": {"a": {"not": {}}}}, r"definitions\.a\.not is not enforced"),
     ({"minProperties": 2}, r"minProperties=2 is not enforced where further properties"),
-    ({1: 2}, "1=1 must be a schema whose keywords are strings"),
+    (dict(enumerate([2], 1)), "1=1 must be a schema whose keywords are strings"),
 ]
 
 

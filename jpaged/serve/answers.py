@@ -127,9 +127,7 @@ class Generation(ABC):
                         yield await serving.in_thread(partial(self._events, news, large_json))
                     elif events := self._events(news, json_bytes):
                         yield events
-            if asked.options.include_usage:
-                yield self._event([], json_bytes, self._usage())
-            yield DONE
+            yield self._last_events()
 
     def _request(self, index: int, token_ids: list[int], params: SamplingParams) -> EngineRequest:
         """The request of one prompt."""
@@ -173,6 +171,14 @@ class Generation(ABC):
                 for place, delta in self._take(each):
                     self._read(place, delta)
                     answers[place].append(delta)
+        usage, write = self._usage(), self._body(answers)
+        has_scores = self._prompt_logprobs or any(each.logprobs for own in answers for each in own)
+        if usage["total_tokens"] <= (MANY_TOKENS if has_scores else _VERY_MANY_TOKENS):
+            return write(json_bytes)
+        return await self._serving.in_thread(partial(write, large_json))
+
+    def _body(self, answers: list[list[TextDelta]]) -> Callable[[Encode], bytes]:
+        """Writes the whole of an answer that is not streamed, of what each answer grew by."""
         usage = self._usage()
 
         def write(encode: Encode) -> bytes:
@@ -180,10 +186,13 @@ class Generation(ABC):
             body = self._head | {"object": self.whole_object} | self._opening()
             return encode(body | {"choices": choices, "usage": usage})
 
-        has_scores = self._prompt_logprobs or any(each.logprobs for own in answers for each in own)
-        if usage["total_tokens"] <= (MANY_TOKENS if has_scores else _VERY_MANY_TOKENS):
-            return write(json_bytes)
-        return await self._serving.in_thread(partial(write, large_json))
+        return write
+
+    def _last_events(self) -> bytes:
+        """What ends a stream."""
+        if not self._asked.options.include_usage:
+            return DONE
+        return self._event([], json_bytes, self._usage()) + DONE
 
     def _tells_a_long_prompt(self, news: list[News]) -> bool:
         """Whether an answer begins, and with it the log-probabilities of a long prompt are told."""

@@ -34,12 +34,14 @@ from jpaged.serve.protocol import (
     components,
     read,
 )
+from jpaged.serve.responses_api import Responding, ResponsesRequest, failure_event
 from jpaged.serve.serving import Serving
 from jpaged.serve.tokenizing_process import Order
 
 _BODIES: dict[str, tuple[type, str]] = {
     "/v1/completions": (CompletionRequest, "Complete prompts."),
     "/v1/chat/completions": (ChatRequest, "Answer a conversation."),
+    "/v1/responses": (ResponsesRequest, "Answer a conversation, as OpenAI's Responses API has it."),
     "/tokenize": (TokenizeRequest, "The token ids of a text or a conversation."),
     "/detokenize": (DetokenizeRequest, "The text of token ids."),
 }
@@ -53,7 +55,7 @@ _READS = {
     "/metrics": "Figures for Prometheus, with vLLM's names.",
     "/openapi.json": "This.",
 }
-_STREAMED = ("/v1/completions", "/v1/chat/completions")
+_STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 _ERRORS = {
     "400": "A field is not acceptable; `param` names it.",
     "403": "The Host is not one that this server has (`--allowed-hosts`).",
@@ -148,6 +150,7 @@ class App:
         routes = [
             Route("/v1/completions", self._completions, methods=["POST"]),
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/responses", self._responses, methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/models/{name:path}", self._one_model, methods=["GET"]),
             Route("/tokenize", self._tokenize, methods=["POST"]),
@@ -212,6 +215,18 @@ class App:
         made = generation(serving, asked, request_id, model, client)
         stall = config.limits.stall_timeout
         return Exchange(made.pieces(), streams=asked.stream, stall_timeout=stall)
+
+    async def _responses(self, request: Request) -> Response:
+        serving, limits = self._serving, self._serving.config.limits
+        serving.check_engine()
+        asked = await self._read(request, ResponsesRequest)
+        model = serving.model_name(asked.model)
+        check_calls_are_found(asked.chat.offered_tools, serving.config)
+        name, client = f"resp_{uuid.uuid4().hex}", self._client_of(request)
+        made = Responding(serving, asked, name, model, client)
+        stall = limits.stall_timeout
+        pieces, failure = made.pieces(), failure_event
+        return Exchange(pieces, streams=asked.stream, stall_timeout=stall, failure=failure)
 
     async def _tokenize(self, request: Request) -> Response:
         serving, tokenizing = self._serving, self._serving.tokenizing

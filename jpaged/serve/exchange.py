@@ -3,7 +3,7 @@
 import asyncio
 import sys
 import traceback
-from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -90,12 +90,20 @@ class Exchange(Response):
         pieces: JSON as a whole, or events.
         streams: Whether they are events.
         stall_timeout: Seconds that the client may leave a piece unread.
+        failure: Writes what fails in the middle of a stream.
     """
 
-    def __init__(self, pieces: AsyncGenerator[bytes, None], *, streams: bool, stall_timeout: float):
+    def __init__(
+        self,
+        pieces: AsyncGenerator[bytes, None],
+        *,
+        streams: bool,
+        stall_timeout: float,
+        failure: Callable[[ApiError], bytes] = lambda error: event(error.body) + DONE,
+    ):
         self._pieces = pieces
         self._streams = streams
-        self._stall_timeout = stall_timeout
+        self._stall_timeout, self._failure = stall_timeout, failure
         self._started = False
         self._sending_since: float | None = None  # in the loop's time, while a piece is on its way
 
@@ -164,7 +172,7 @@ class Exchange(Response):
         if not self._started:
             await error_answer(told)(scope, receive, send)
         elif self._streams:
-            await self._send(send, event(told.body) + DONE, is_last=True)
+            await self._send(send, self._failure(told), is_last=True)
         else:
             raise error
 
