@@ -103,8 +103,12 @@ def client_of(scope: Scope, *, keyed: bool) -> str:
 
 
 def _credentials(scope: Scope) -> tuple[str, str]:
-    """The kind of credentials that a request brings, and its key; "" for none."""
-    kind, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+    """The kind of credentials that a request brings, and its key; "" for none. Anthropic's clients
+    have a header of their own."""
+    headers = Headers(scope=scope)
+    if "authorization" not in headers and "x-api-key" in headers:
+        return "bearer", headers["x-api-key"].strip()
+    kind, _, given = headers.get("authorization", "").partition(" ")
     kind, given = kind.lower(), given.strip()
     if kind == "bearer":
         return kind, given

@@ -10,6 +10,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jpaged import __version__
+from jpaged.serve import messages_api, responses_api
 from jpaged.serve.access import OPEN_PATHS, Access, client_of
 from jpaged.serve.answers import Chat, Completion, Generation
 from jpaged.serve.api_errors import ApiError
@@ -24,6 +25,7 @@ from jpaged.serve.exchange import (
     json_answer,
     large_json,
 )
+from jpaged.serve.messages_api import MessagesRequest, Messaging, anthropic_answer
 from jpaged.serve.metrics import CONTENT_TYPE
 from jpaged.serve.protocol import (
     ChatRequest,
@@ -34,7 +36,7 @@ from jpaged.serve.protocol import (
     components,
     read,
 )
-from jpaged.serve.responses_api import Responding, ResponsesRequest, failure_event
+from jpaged.serve.responses_api import Responding, ResponsesRequest
 from jpaged.serve.serving import Serving
 from jpaged.serve.tokenizing_process import Order
 
@@ -42,9 +44,13 @@ _BODIES: dict[str, tuple[type, str]] = {
     "/v1/completions": (CompletionRequest, "Complete prompts."),
     "/v1/chat/completions": (ChatRequest, "Answer a conversation."),
     "/v1/responses": (ResponsesRequest, "Answer a conversation, as OpenAI's Responses API has it."),
+    "/v1/messages": (MessagesRequest, "Answer a conversation, as Anthropic's Messages API has it."),
     "/tokenize": (TokenizeRequest, "The token ids of a text or a conversation."),
     "/detokenize": (DetokenizeRequest, "The text of token ids."),
 }
+MESSAGES = "/v1/messages"
+"""Whose errors are Anthropic's."""
+
 _READS = {
     "/v1/models": "What the model may be called.",
     "/health": "200 as long as the engine's loop goes round, else 503.",
@@ -55,7 +61,7 @@ _READS = {
     "/metrics": "Figures for Prometheus, with vLLM's names.",
     "/openapi.json": "This.",
 }
-_STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+_STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 _ERRORS = {
     "400": "A field is not acceptable; `param` names it.",
     "403": "The Host is not one that this server has (`--allowed-hosts`).",
@@ -151,6 +157,7 @@ class App:
             Route("/v1/completions", self._completions, methods=["POST"]),
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/v1/responses", self._responses, methods=["POST"]),
+            Route(MESSAGES, self._messages, methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/models/{name:path}", self._one_model, methods=["GET"]),
             Route("/tokenize", self._tokenize, methods=["POST"]),
@@ -187,7 +194,8 @@ class App:
         except Exception as error:
             if started:
                 raise
-            await error_answer(as_api_error(error))(scope, receive, send)
+            refusal = anthropic_answer if scope["path"] == MESSAGES else error_answer
+            await refusal(as_api_error(error))(scope, receive, send)
 
     async def _completions(self, request: Request) -> Response:
         return await self._generate(request, CompletionRequest, Completion, "cmpl")
@@ -217,16 +225,31 @@ class App:
         return Exchange(made.pieces(), streams=asked.stream, stall_timeout=stall)
 
     async def _responses(self, request: Request) -> Response:
-        serving, limits = self._serving, self._serving.config.limits
+        how = {"failure": responses_api.failure_event}
+        return await self._as_chat(request, ResponsesRequest, Responding, "resp", **how)
+
+    async def _messages(self, request: Request) -> Response:
+        how = {"failure": messages_api.failure_event, "refusal": anthropic_answer}
+        return await self._as_chat(request, MessagesRequest, Messaging, "msg", **how)
+
+    async def _as_chat(
+        self,
+        request: Request,
+        record: type[ResponsesRequest] | type[MessagesRequest],
+        generation: type[Responding] | type[Messaging],
+        kind: str,
+        **how: Any,
+    ) -> Response:
+        """An answer to a body that asks for a chat in other words."""
+        serving = self._serving
         serving.check_engine()
-        asked = await self._read(request, ResponsesRequest)
+        asked: Any = await self._read(request, record)
         model = serving.model_name(asked.model)
         check_calls_are_found(asked.chat.offered_tools, serving.config)
-        name, client = f"resp_{uuid.uuid4().hex}", self._client_of(request)
-        made = Responding(serving, asked, name, model, client)
-        stall = limits.stall_timeout
-        pieces, failure = made.pieces(), failure_event
-        return Exchange(pieces, streams=asked.stream, stall_timeout=stall, failure=failure)
+        name, client = f"{kind}_{uuid.uuid4().hex}", self._client_of(request)
+        pieces = generation(serving, asked, name, model, client).pieces()
+        stall = serving.config.limits.stall_timeout
+        return Exchange(pieces, streams=asked.stream, stall_timeout=stall, **how)
 
     async def _tokenize(self, request: Request) -> Response:
         serving, tokenizing = self._serving, self._serving.tokenizing

@@ -91,6 +91,7 @@ class Exchange(Response):
         streams: Whether they are events.
         stall_timeout: Seconds that the client may leave a piece unread.
         failure: Writes what fails in the middle of a stream.
+        refusal: Makes an answer of what fails before.
     """
 
     def __init__(
@@ -100,10 +101,11 @@ class Exchange(Response):
         streams: bool,
         stall_timeout: float,
         failure: Callable[[ApiError], bytes] = lambda error: event(error.body) + DONE,
+        refusal: Callable[[ApiError], Response] = error_answer,
     ):
         self._pieces = pieces
         self._streams = streams
-        self._stall_timeout, self._failure = stall_timeout, failure
+        self._stall_timeout, self._failure, self._refusal = stall_timeout, failure, refusal
         self._started = False
         self._sending_since: float | None = None  # in the loop's time, while a piece is on its way
 
@@ -170,7 +172,7 @@ class Exchange(Response):
     async def _fail(self, error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
         told = as_api_error(error)
         if not self._started:
-            await error_answer(told)(scope, receive, send)
+            await self._refusal(told)(scope, receive, send)
         elif self._streams:
             await self._send(send, self._failure(told), is_last=True)
         else:

@@ -1,0 +1,290 @@
+"""Anthropic's Messages API, as Anthropic's client speaks it, and what it refuses."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import anthropic
+import httpx2
+import pytest
+from scripted_engine import ScriptedEngine
+from serve_helpers import Server, events_of
+from test_tools import CALL, HERMES
+
+from jpaged import Engine
+
+Run = Callable[..., None]
+PATH = "/v1/messages"
+USER = {"role": "user", "content": "a"}
+TOOL: dict[str, Any] = {
+    "name": "weather",
+    "description": "now",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+THINKING = {**HERMES, "reasoning_parser": "qwen3"}
+THOUGHT = f"<think>\nHm.\n</think>\n\nI look.\n{CALL}"
+
+
+@pytest.fixture
+def scripted(engines: Callable[..., Engine]) -> ScriptedEngine:
+    return ScriptedEngine(engines(max_model_len=768, num_blocks=200))
+
+
+@pytest.fixture
+def talk(serve: Run, scripted: ScriptedEngine) -> Run:
+    """Runs a scenario with the scripted engine."""
+
+    def run(scenario: Any, **config: Any) -> None:
+        serve(scenario, scripted, **{**THINKING, **config})
+
+    return run
+
+
+def client_of(server: Server, key: str = "-") -> anthropic.AsyncAnthropic:
+    transport: Any = server.http._transport
+    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(transport.app))
+    return anthropic.AsyncAnthropic(
+        base_url="http://jpaged", api_key=key, http_client=http, max_retries=0
+    )
+
+
+async def ask(server: Server, **fields: Any) -> dict[str, Any]:
+    answer = await server.http.post(PATH, json={"messages": [USER], "max_tokens": 20, **fields})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def streamed(server: Server, **fields: Any) -> list[dict[str, Any]]:
+    body = {"messages": [USER], "max_tokens": 20, "stream": True, **fields}
+    async with server.http.stream("POST", PATH, json=body) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        return [json.loads(data) async for data in events_of(answer)]
+
+
+def test_text(serve: Run):
+    """The answer is that of a chat."""
+
+    async def scenario(server: Server) -> None:
+        asked = {"temperature": 0, "system": [{"type": "text", "text": "Be brief"}]}
+        given = [{"role": "user", "content": [{"type": "text", "text": "Count from 3 to 7"}]}]
+        made = await ask(server, **asked, messages=given)
+        messages = [
+            {"role": "system", "content": "Be brief"},
+            {"role": "user", "content": "Count from 3 to 7"},
+        ]
+        body = {"messages": messages, "temperature": 0, "max_tokens": 20}
+        chat = (await server.http.post("/v1/chat/completions", json=body)).json()
+        text = chat["choices"][0]["message"]["content"]
+        assert made["content"] == [{"type": "text", "text": text}]
+        used = made["usage"]
+        cached = used["cache_read_input_tokens"]
+        assert used["input_tokens"] + cached == chat["usage"]["prompt_tokens"]
+        assert used["output_tokens"] == chat["usage"]["completion_tokens"]
+        reason = {"stop": "end_turn", "length": "max_tokens"}[chat["choices"][0]["finish_reason"]]
+        assert (made["stop_reason"], made["stop_sequence"]) == (reason, None)
+        assert made["model"] == "jpaged-tiny"
+        cut = await ask(server, temperature=0, max_tokens=2)
+        assert cut["stop_reason"] == "max_tokens"
+
+    serve(scenario)
+
+
+def test_a_stop_sequence_is_told(serve: Run):
+    async def scenario(server: Server) -> None:
+        asked = {"temperature": 0, "messages": [{"role": "user", "content": "Count from 3 to 7"}]}
+        whole = (await ask(server, **asked))["content"][0]["text"]
+        stop = whole[3]
+        made = await ask(server, **asked, stop_sequences=["§", stop])
+        assert (made["stop_reason"], made["stop_sequence"]) == ("stop_sequence", stop)
+        assert made["content"][0]["text"] == whole[: whole.index(stop)]
+
+    serve(scenario)
+
+
+def test_blocks_are_told_as_anthropic_tells_them(talk: Run, scripted: ScriptedEngine):
+    async def scenario(server: Server) -> None:
+        scripted.say(THOUGHT)
+        made = await ask(server, tools=[TOOL])
+        thought, said, call = made["content"]
+        assert thought == {"type": "thinking", "thinking": "Hm.", "signature": ""}
+        assert said == {"type": "text", "text": "I look."}
+        assert (call["type"], call["name"]) == ("tool_use", "weather")
+        assert call["input"] == {"city": "Paris"}
+        assert made["stop_reason"] == "tool_use"
+
+    talk(scenario)
+
+
+@pytest.mark.parametrize("size", [0, 1, 9])
+def test_a_streams_events_come_in_anthropics_order(talk: Run, scripted: ScriptedEngine, size: int):
+    async def scenario(server: Server) -> None:
+        scripted.say(f"{THOUGHT}\n{CALL}", size=size)
+        events = await streamed(server, tools=[TOOL])
+        kinds: list[str] = []
+        for event in events:
+            if not kinds or kinds[-1] != event["type"]:
+                kinds.append(event["type"])
+        block = [f"content_block_{part}" for part in ("start", "delta", "stop")]
+        assert kinds == ["message_start", *block * 4, "message_delta", "message_stop"]
+        pieces: dict[int, str] = {}
+        for event in events:
+            if event["type"] == "content_block_delta":
+                kind, text = event["delta"].values()
+                pieces[event["index"]] = pieces.get(event["index"], "") + text
+                assert kind in ("thinking_delta", "text_delta", "input_json_delta")
+        arguments = '{"city": "Paris"}'
+        assert pieces == {0: "Hm.", 1: "I look.", 2: arguments, 3: arguments}
+        assert events[0]["message"]["content"] == []
+        assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+        assert events[-2]["usage"]["output_tokens"] > 0
+
+    talk(scenario)
+
+
+def test_anthropics_client_makes_a_round_trip(talk: Run, scripted: ScriptedEngine):
+    """What came is sent back as it came."""
+
+    async def scenario(server: Server) -> None:
+        client = client_of(server)
+        scripted.say(THOUGHT)
+        given: list[Any] = [{"role": "user", "content": "Weather?"}]
+        asked: dict[str, Any] = {"model": "jpaged-tiny", "max_tokens": 50, "tools": [TOOL]}
+        made = await client.messages.create(messages=given, **asked)
+        call = made.content[-1]
+        assert call.type == "tool_use"
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}
+        given += [
+            {"role": "assistant", "content": made.content},
+            {"role": "user", "content": [result, {"type": "text", "text": "And?"}]},
+        ]
+        scripted.say("It is sunny.", size=3)
+        async with client.messages.stream(messages=given, **asked) as stream:
+            text = "".join([piece async for piece in stream.text_stream])
+            final = await stream.get_final_message()
+        assert text == "It is sunny."
+        assert final.stop_reason == "end_turn"
+        prompt = scripted.prompts[-1]
+        assert "(user:Weather?)(assistant:<Hm.>I look. call_" in prompt
+        assert f"city=Paris)(tool{call.id}:sunny)(user:And?)" in prompt
+
+    talk(scenario)
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
+def test_a_call_is_forced(serve: Run, engines: Callable[..., Engine], choice: dict[str, Any]):
+    async def scenario(server: Server) -> None:
+        schema = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}}
+        tool = {**TOOL, "input_schema": {**schema, "additionalProperties": False}}
+        one = {**choice, "disable_parallel_tool_use": True}
+        made = await ask(server, tools=[tool], tool_choice=one, max_tokens=200)
+        (call,) = made["content"]
+        assert call["name"] == "weather"
+        assert call["input"].get("city", "Paris") in ("Paris", "Rome")
+
+    serve(scenario, engines(max_model_len=768, num_blocks=200), **HERMES)
+
+
+def test_a_key_comes_in_anthropics_header(serve: Run):
+    async def scenario(server: Server) -> None:
+        asked: Any = {"model": "jpaged-tiny", "max_tokens": 2, "messages": [USER]}
+        made = await client_of(server, "secret").messages.create(**asked)
+        assert made.stop_reason == "max_tokens"
+        with pytest.raises(anthropic.AuthenticationError) as refused:
+            await client_of(server, "other").messages.create(**asked)
+        body: Any = refused.value.body
+        assert body["error"]["type"] == "authentication_error"
+
+    serve(scenario, api_keys=("secret",))
+
+
+def test_a_client_that_leaves_ends_its_request(serve: Run, engine: Engine):
+    async def scenario(server: Server) -> None:
+        body = {"messages": [USER], "stream": True, "max_tokens": 200}
+        async with server.http.stream("POST", PATH, json=body) as answer:
+            async for _ in events_of(answer):
+                break
+        while server.serving.num_requests:
+            await asyncio.sleep(0.01)
+
+    serve(scenario)
+    assert not engine.has_unfinished_requests
+
+
+RESULT = {"type": "tool_result", "tool_use_id": "a"}
+USE = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+
+
+def turn(*blocks: Any, role: str = "user") -> dict[str, Any]:
+    return {"messages": [USER, {"role": role, "content": list(blocks)}]}
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": None}, "max_tokens is missing"),
+    ({"max_tokens": 0}, "max_tokens=0"),
+    ({"max_tokens": 10**6}, "max_tokens=1000000"),
+    ({"messages": []}, "messages"),
+    ({"messages": "a"}, "messages"),
+    ({"messages": [{"role": "system", "content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": "a" * 300}]}, "messages"),
+    (turn(), "messages[1].content"),
+    (turn({"type": "image"}), "messages[1].content[0].type"),
+    (turn({"type": "text"}), "messages[1].content[0].text"),
+    (turn({"type": "text", "text": "a", "colour": 1}), "'colour' of messages[1].content[0]"),
+    (turn(USE), "messages[1].content[0] of type 'tool_use' belongs"),
+    (turn(RESULT, role="assistant"), "messages[1].content[0] of type 'tool_result' belongs"),
+    (turn({**USE, "input": None}, role="assistant"), "messages[1].content[0].input"),
+    (turn({**USE, "input": "{}"}, role="assistant"), "messages[1].content[0].input"),
+    (turn({**RESULT, "tool_use_id": None}), "messages[1].content[0].tool_use_id"),
+    (turn({**RESULT, "content": [{"type": "image"}]}), "messages[1].content[0].content[0].type"),
+    ({"system": 1}, "system"),
+    ({"system": [{"type": "image"}]}, "system[0].type"),
+    ({"stop_sequences": [""]}, "stop_sequences[0]"),
+    ({"temperature": -1}, "temperature"),
+    ({"top_k": -2}, "top_k"),
+    ({"tools": [{**TOOL, "type": "web_search_20250305"}]}, "tools[0].type"),
+    ({"tools": [{"name": "a"}]}, "tools[0].input_schema"),
+    ({"tools": [TOOL]}, "--enable-auto-tool-choice"),
+    ({"tools": [TOOL, TOOL]}, "'weather' twice"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice"),
+    ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+    ({"tool_choice": {"type": "tool", "name": "g"}}, "tool_choice"),
+    ({"thinking": {"type": "maybe"}}, "thinking.type"),
+    ({"container": "a"}, "container"),
+    ({"mcp_servers": []}, "mcp_servers"),
+]
+
+
+def test_what_cannot_be_had_is_refused_by_its_field(serve: Run):
+    async def scenario(server: Server) -> None:
+        for fields, told in BAD:
+            body = {"messages": [USER], "max_tokens": 3, **fields}
+            answer = await server.http.post(PATH, json=body)
+            assert answer.status_code == 400, (fields, answer.text[:300])
+            made = answer.json()
+            assert made["type"] == "error"
+            assert made["error"]["type"] == "invalid_request_error"
+            assert told in made["error"]["message"], (fields, made)
+        answer = await server.http.post(PATH, content=b"{")
+        assert answer.json()["type"] == "error"
+        assert (await ask(server, max_tokens=1))["stop_reason"] == "max_tokens"
+
+    serve(scenario)
+
+
+def test_what_cannot_change_the_answer_is_taken(serve: Run):
+    async def scenario(server: Server) -> None:
+        plain = await ask(server, temperature=0)
+        cache = {"cache_control": {"type": "ephemeral"}}
+        given = [{"role": "user", "content": [{"type": "text", "text": "a", **cache}]}]
+        more = {
+            "messages": given,
+            "metadata": {"user_id": "a"},
+            "service_tier": "auto",
+            "thinking": {"type": "enabled", "budget_tokens": 1024},
+            "tool_choice": {"type": "auto"},
+        }
+        assert (await ask(server, temperature=0, **more))["content"] == plain["content"]
+
+    serve(scenario)
