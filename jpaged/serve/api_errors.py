@@ -68,6 +68,12 @@ def failed() -> ApiError:
     return ApiError(500, "the request failed on the server, whose log says why")
 
 
+def fault_of(reason: str) -> ApiError:
+    """Why a request failed in the engine: by its own grammar, or else by the server's fault."""
+    path = reason.partition(" ")[0]
+    return bad_field(path, reason) if path.startswith("structured_outputs.") else failed()
+
+
 def not_serving(message: str, retry_after: int = 5) -> ApiError:
     """The server cannot take or finish a request now."""
     return ApiError(503, message, headers={"Retry-After": str(retry_after)})

@@ -10,7 +10,6 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jpaged import __version__
-from jpaged.serve import messages_api, responses_api
 from jpaged.serve.access import OPEN_PATHS, Access, client_of
 from jpaged.serve.answers import Chat, Completion, Generation
 from jpaged.serve.api_errors import ApiError
@@ -26,6 +25,7 @@ from jpaged.serve.exchange import (
     large_json,
 )
 from jpaged.serve.messages_api import MessagesRequest, Messaging, anthropic_answer
+from jpaged.serve.messages_api import failure_event as messages_failure
 from jpaged.serve.metrics import CONTENT_TYPE
 from jpaged.serve.protocol import (
     ChatRequest,
@@ -37,6 +37,7 @@ from jpaged.serve.protocol import (
     read,
 )
 from jpaged.serve.responses_api import Responding, ResponsesRequest
+from jpaged.serve.responses_api import failure_event as responses_failure
 from jpaged.serve.serving import Serving
 from jpaged.serve.tokenizing_process import Order
 
@@ -225,11 +226,11 @@ class App:
         return Exchange(made.pieces(), streams=asked.stream, stall_timeout=stall)
 
     async def _responses(self, request: Request) -> Response:
-        how = {"failure": responses_api.failure_event}
+        how = {"failure": responses_failure}
         return await self._as_chat(request, ResponsesRequest, Responding, "resp", **how)
 
     async def _messages(self, request: Request) -> Response:
-        how = {"failure": messages_api.failure_event, "refusal": anthropic_answer}
+        how = {"failure": messages_failure, "refusal": anthropic_answer}
         return await self._as_chat(request, MessagesRequest, Messaging, "msg", **how)
 
     async def _as_chat(

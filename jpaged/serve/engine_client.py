@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, NamedTuple
 
 from jpaged import EngineStats, RequestDelta
-from jpaged.serve.api_errors import ApiError, failed, not_serving, refusal
+from jpaged.serve.api_errors import ApiError, failed, fault_of, not_serving, refusal
 from jpaged.serve.framing import framed, read
 from jpaged.serve.messages import (
     Abort,
@@ -120,7 +120,7 @@ class Run:
         if delta.finished:
             del self._left[delta.request_id]
             if delta.error is not None:
-                self.fail(failed())
+                self.fail(fault_of(delta.error))
         self._changed.set()
 
     def fail(self, error: ApiError) -> None:

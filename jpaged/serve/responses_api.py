@@ -215,7 +215,8 @@ def renamed(error: ApiError, places: list[int] | None = None) -> ApiError:
         return "instructions" if index < 0 else f"input[{index}]"
 
     def told(text: str) -> str:
-        text = text.replace("response_format.json_schema.schema", "text.format.schema")
+        for name in ("response_format.json_schema.schema", "structured_outputs.json"):
+            text = text.replace(name, "text.format.schema")
         text = re.sub(r"\bmessages\[(\d+)\](\.tool_calls\[\d+\]\.function)?", place, text)
         text = re.sub(r"\b(tools\[\d+\])\.function\b", r"\1", text)
         return re.sub(rf"\b({'|'.join(_NAMES)})\b", lambda it: _NAMES[it[1]], text)

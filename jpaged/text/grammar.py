@@ -117,7 +117,7 @@ class Matcher:
 
     @property
     def is_free(self) -> bool:
-        """Whether anything may follow: the grammar has not begun."""
+        """Whether all but the end may follow: the grammar has not begun."""
         return self._free is not None and not self._is_opening
 
     def accept(self, token_id: int) -> None:
@@ -170,8 +170,9 @@ class Matcher:
         Returns:
             What went wrong, if the grammar failed or nothing may follow.
         """
-        if self.is_free:
-            mask[:] = -1
+        if self.is_free:  # but not the end: what must come has not
+            mask[:] = self._grammar.not_eos
+            self._forbid_the_end(mask)
             return None
         if self._inner.is_error():
             return _refused(self._form, self._inner.get_error())
@@ -192,6 +193,11 @@ class Matcher:
         if not mask.any():
             return _refused(self._form, "nothing may follow what was written")
         return None
+
+    def _forbid_the_end(self, mask: np.ndarray) -> None:
+        words = mask.view(np.uint32)
+        for token in self.ending_ids:
+            words[token // 32] &= ~np.uint32(1 << token % 32)
 
     @property
     def inner(self) -> Any:

@@ -115,6 +115,19 @@ def test_any_object(serve: Run):
     serve(scenario)
 
 
+def test_a_grammar_that_only_the_engine_finds_too_dear_is_the_requests_own_fault(serve: Run):
+    async def scenario(server: Server) -> None:
+        form = {"regex": "(a{1000}){1000}"}
+        body = {"prompt": "a", "structured_outputs": form, "max_tokens": 4}
+        answer = await server.http.post("/v1/completions", json=body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "structured_outputs.regex"
+        answer = await server.http.post("/v1/completions", json={**body, "stream": True})
+        assert answer.status_code == 400
+
+    serve(scenario)
+
+
 @pytest.mark.parametrize("choice", ["required", NAMED])
 def test_a_call_is_forced(serve: Run, engines: Callable[..., Engine], choice: Any):
     async def scenario(server: Server) -> None:

@@ -299,7 +299,7 @@ def test_a_grammar_begins_behind_a_free_passage():
     digit = TOKENIZER.encode("7", add_special_tokens=False)[0]
     for text in ("", "7 <think> x", "7 </thi", "x</think"):
         assert digit in allowed(free(text, form))
-        assert EOS in allowed(free(text, form))
+        assert EOS not in allowed(free(text, form))
     for text in ("7</think>", "</think>", "x</think>\n", "x</think>\n\n"):
         matcher = free(text, form)
         assert digit not in allowed(matcher)
