@@ -269,9 +269,7 @@ class EngineLoop:
             self._dropped.append(state)
             return
         with self._undisturbed():
-            if state in self._compiling:
-                del self._compiling[state]
-                state.request.end_unqueued(FinishReason.ABORT)
+            self._compiling.pop(state, None)
             self.scheduler.abort(state.request_id)
             self._retire(state)
             self.undelivered.pop(state, None)

@@ -160,6 +160,14 @@ class Message(Body, frozen=True, kw_only=True):
 Messages = Annotated[list[Message], Meta(min_length=1, max_length=4096)]
 
 
+def check_has(item: Any, path: str, *names: str) -> None:
+    """Raise ApiError unless an item of several kinds has the fields that its `type` needs."""
+    for name in names:
+        if getattr(item, name) is None:
+            own = f"{path}.{name}"
+            raise bad_field(own, f"{own} is missing: it is required of type {item.type!r}")
+
+
 def check_messages(messages: Sequence[Message]) -> None:
     """Check what the fields of messages do not tell one by one.
 

@@ -29,6 +29,7 @@ from jpaged.serve.conversation import (
     Name,
     Tool,
     ToolCall,
+    check_has,
 )
 from jpaged.serve.engine_client import News
 from jpaged.serve.exchange import json_answer, json_bytes
@@ -82,13 +83,6 @@ class Block(Body, frozen=True, kw_only=True):
     caller: Ignored = None
     cache_control: Ignored = None
     citations: Ignored = None
-
-    def need(self, path: str, *names: str) -> None:
-        """Raise ApiError unless it has these fields."""
-        for name in names:
-            if getattr(self, name) is None:
-                own = f"{path}.{name}"
-                raise bad_field(own, f"{own} is missing: it is required of type {self.type!r}")
 
 
 class Turn(Body, frozen=True, kw_only=True):
@@ -214,20 +208,20 @@ def _add_block(own: Json, results: list[Json], block: Block, path: str) -> None:
         raise bad_field(path, f"{path} of type {block.type!r} belongs to a message of {whose}")
     match block.type:
         case "text":
-            block.need(path, "text")
+            check_has(block, path, "text")
             own["content"] = (own["content"] or "") + (block.text or "")
         case "tool_use":
-            block.need(path, "id", "name", "input")
+            check_has(block, path, "id", "name", "input")
             arguments = json.dumps(block.input, ensure_ascii=False)
             function = FunctionCall(name=block.name or "", arguments=arguments)
             own.setdefault("tool_calls", []).append(ToolCall(function=function, id=block.id))
         case "tool_result":
-            block.need(path, "tool_use_id")
+            check_has(block, path, "tool_use_id")
             text = _text(block.content)
             result = {"role": "tool", "content": text, "tool_call_id": block.tool_use_id}
             results.append(result)
         case "thinking":
-            block.need(path, "thinking")
+            check_has(block, path, "thinking")
             own["reasoning_content"] = own.get("reasoning_content", "") + (block.thinking or "")
 
 

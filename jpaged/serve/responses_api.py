@@ -29,6 +29,7 @@ from jpaged.serve.conversation import (
     Name,
     Tool,
     ToolCall,
+    check_has,
 )
 from jpaged.serve.engine_client import News
 from jpaged.serve.exchange import json_bytes
@@ -74,13 +75,6 @@ class InputItem(Body, frozen=True, kw_only=True):
     id: Ignored = None
     status: Ignored = None
     phase: Ignored = None
-
-    def need(self, path: str, *names: str) -> None:
-        """Raise ApiError unless it has these fields."""
-        for name in names:
-            if getattr(self, name) is None:
-                own = f"{path}.{name}"
-                raise bad_field(own, f"{own} is missing: it is required of type {self.type!r}")
 
 
 class FunctionTool(Body, frozen=True, kw_only=True):
@@ -248,7 +242,7 @@ class _Conversation:
     def _take(self, index: int, path: str, item: InputItem) -> None:
         match item.type:
             case "message":
-                item.need(path, "role", "content")
+                check_has(item, path, "role", "content")
                 if item.role == "assistant":
                     own = self._own(index, opens=True)
                     own["content"] = (own["content"] or "") + _text(item.content)
@@ -256,12 +250,12 @@ class _Conversation:
                     self._close()
                     self._add(index, role=item.role, content=_text(item.content))
             case "function_call":
-                item.need(path, "call_id", "name", "arguments")
+                check_has(item, path, "call_id", "name", "arguments")
                 function = FunctionCall(name=item.name or "", arguments=item.arguments or "")
                 call = ToolCall(function=function, id=item.call_id)
                 self._own(index).setdefault("tool_calls", []).append(call)
             case "function_call_output":
-                item.need(path, "call_id", "output")
+                check_has(item, path, "call_id", "output")
                 self._close()
                 text = _text(item.output)
                 self._add(index, role="tool", content=text, tool_call_id=item.call_id)
