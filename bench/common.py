@@ -17,6 +17,7 @@ from jpaged.runtime.kv_cache import block_bytes
 # The H200's measured limits; the floors below stand on them.
 BYTES_PER_SECOND = 4.3e12
 FLOPS_PER_SECOND = 790e12
+FP8_FLOPS_PER_SECOND = 2 * FLOPS_PER_SECOND
 
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -148,6 +149,34 @@ def shape_folder(shape: str | None) -> Iterator[Path | None]:
         yield path.parent
 
 
+FORMATS: dict[str, dict[str, str]] = {
+    "bf16": {},
+    "fp8": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
+    "fp8-weights": {"quantization": "fp8"},
+    "fp8-kv": {"kv_cache_dtype": "fp8"},
+}
+"""An engine's options for what `--format` names."""
+
+
+def add_format_option(parser: argparse.ArgumentParser) -> None:
+    """`--format`: several are measured in one run."""
+    what = "of weights and KV cache (bf16)"
+    parser.add_argument("--format", choices=[*FORMATS], nargs="+", default=["bf16"], help=what)
+
+
+def format_of(engine: Engine) -> str:
+    """By which of `FORMATS` an engine was made."""
+    config = engine.config
+    asked = {"quantization": config.quantization, "kv_cache_dtype": config.kv_cache_dtype}
+    narrow = {name: value for name, value in asked.items() if value == "fp8"}
+    return next(form for form, options in FORMATS.items() if options == narrow)
+
+
+def labelled(row: dict, form: str) -> dict:
+    """A row with its format, where that is not what all rows had before there were others."""
+    return row if form == "bf16" else row | {"format": form}
+
+
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """`--logprobs` and `--penalties`, for `sampling_options`."""
     parser.add_argument("--logprobs", type=int, help="log-probabilities of so many tokens")
@@ -167,7 +196,8 @@ def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> li
 
 @dataclass(frozen=True)
 class Floor:
-    """The fewest seconds a model shape needs on the chip: bytes at 4.3 TB/s, FLOPs at 790 T/s.
+    """The fewest seconds a model shape needs on the chip: bytes at 4.3 TB/s, FLOPs at 790 T/s, of
+    numbers in FP8 at twice that.
 
     Attributes:
         weight_bytes: Read once a decode step (the token embedding is gathered, not read).
@@ -175,6 +205,7 @@ class Floor:
         flops_per_token: Of one token's GEMMs, the output head left out.
         head_flops: Of the output head for one token.
         flops_per_pair: Of attention, for each query token and key it sees.
+        gemm_flops_per_second: Of the layers' GEMMs.
     """
 
     weight_bytes: float
@@ -182,36 +213,40 @@ class Floor:
     flops_per_token: float
     head_flops: float
     flops_per_pair: float
+    gemm_flops_per_second: float = FLOPS_PER_SECOND
 
     @staticmethod
     def of(engine: Engine) -> "Floor":
         """From a running engine's own account; of each device, where several share the model."""
         model = engine.model_config.share(engine.config.tensor_parallel_size)
         weights = engine.memory_account.weights
-        itemsize = 2
+        is_narrow = model.quantization is not None
+        table_bytes = 2 * model.table_rows * model.hidden_size
         if not model.tie_word_embeddings:
-            weights -= model.table_rows * model.hidden_size * itemsize
-        head_flops = 2 * model.table_rows * model.hidden_size
+            weights -= table_bytes
         return Floor(
             weight_bytes=weights,
             kv_bytes_per_token=block_bytes(model, 1, "bfloat16"),
-            flops_per_token=2 * weights / itemsize - head_flops,
-            head_flops=head_flops,
+            flops_per_token=2 * (weights - table_bytes) / (1 if is_narrow else 2),
+            head_flops=table_bytes,
             flops_per_pair=4 * model.num_layers * model.num_heads * model.head_size,
+            gemm_flops_per_second=FP8_FLOPS_PER_SECOND if is_narrow else FLOPS_PER_SECOND,
         )
 
     def decode_step(self, num_seqs: int, context: float) -> float:
         """Seconds of a step of `num_seqs` sequences with `context` tokens each on average."""
         kv = num_seqs * context * self.kv_bytes_per_token
-        flops = self.flops_per_token + self.head_flops + context * self.flops_per_pair
-        compute = num_seqs * flops / FLOPS_PER_SECOND
+        flops = self.head_flops + context * self.flops_per_pair
+        a_token = self.flops_per_token / self.gemm_flops_per_second + flops / FLOPS_PER_SECOND
+        compute = num_seqs * a_token
         return max((self.weight_bytes + kv) / BYTES_PER_SECOND, compute)
 
     def prefill(self, lengths: Sequence[int]) -> float:
         """Seconds of prefilling prompts of these lengths."""
         pairs = sum(n * (n + 1) / 2 for n in lengths)
-        flops = sum(lengths) * self.flops_per_token + len(lengths) * self.head_flops
-        return (flops + pairs * self.flops_per_pair) / FLOPS_PER_SECOND
+        gemms = sum(lengths) * self.flops_per_token / self.gemm_flops_per_second
+        flops = len(lengths) * self.head_flops + pairs * self.flops_per_pair
+        return gemms + flops / FLOPS_PER_SECOND
 
     def generation(
         self, prompts: Sequence[int], outputs: Sequence[int], max_num_seqs: int

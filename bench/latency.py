@@ -5,6 +5,7 @@
 
 Greedy, end tokens ignored, random weights, through `Engine.generate`. A decode step's time is that
 of a generation less that of one which ends after its first token, over the steps between.
+`--format bf16 fp8` measures both in one run.
 """
 
 import argparse
@@ -12,7 +13,16 @@ import itertools
 import statistics
 import time
 
-from bench.common import SHAPES, Floor, make_engine, random_prompts
+from bench.common import (
+    FORMATS,
+    SHAPES,
+    Floor,
+    add_format_option,
+    format_of,
+    labelled,
+    make_engine,
+    random_prompts,
+)
 from bench.compare import parse_arguments
 from bench.records import print_table, record
 from jpaged import Engine, SamplingParams
@@ -24,6 +34,11 @@ REFERENCE = {
     ("C", "llama-3.1-8b"): (4.90, 4.05, None, None),
     ("D", "qwen3-0.6b"): (3.73, 2.60, 0.149, 0.130),
     ("D", "llama-3.1-8b"): (7.63, 6.40, 1.507, 1.40),
+}
+# vLLM 0.26 with weights and KV in FP8.
+FP8_REFERENCE = {
+    ("C", "llama-3.1-8b"): (3.57, 2.50, None, None),
+    ("D", "llama-3.1-8b"): (5.86, 4.20, 0.943, 0.90),
 }
 
 
@@ -50,8 +65,10 @@ def measure(engine: Engine, shape: str, case: str, repeats: int) -> dict:
     step = (whole - prefill) / (output_len - 1)
     floor = Floor.of(engine)
     step_floor = floor.decode_step(count, prompt_len + output_len / 2)
-    vllm, target, vllm_prefill, target_prefill = REFERENCE.get((case, shape), (None,) * 4)
-    return {
+    form = format_of(engine)
+    known = {"bf16": REFERENCE, "fp8": FP8_REFERENCE}.get(form, {})
+    vllm, target, vllm_prefill, target_prefill = known.get((case, shape), (None,) * 4)
+    row = {
         "case": case,
         "model": shape,
         "ms_a_step": 1e3 * step,
@@ -64,6 +81,7 @@ def measure(engine: Engine, shape: str, case: str, repeats: int) -> dict:
         "to_reach_prefill": target_prefill,
         "floor_prefill": floor.prefill([prompt_len] * count),
     }
+    return labelled(row, form)
 
 
 def main() -> None:
@@ -73,11 +91,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--synchronous", action="store_true", help="the loop that waits")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs (%(default)s)")
+    add_format_option(parser)
     args = parse_arguments(parser)
     num_devices, rows = args.tensor_parallel_size, []
     options = {"async_scheduling": not args.synchronous, "tensor_parallel_size": num_devices}
-    for shape in args.model:
-        engine = make_engine(shape, verbose=True, **options)
+    for shape, form in itertools.product(args.model, args.format):
+        engine = make_engine(shape, verbose=True, **options, **FORMATS[form])
         rows += [measure(engine, shape, case, args.repeats) for case in args.case]
         del engine
     print_table(rows)

@@ -46,11 +46,16 @@ def rows_of(name: str) -> list[dict]:
     return json.loads(path_of(name).read_text(encoding="utf-8"))["rows"]
 
 
+def model_of(row: dict) -> str:
+    """A row's model, and its format where it has one."""
+    return f"{row['model']}, {row['format']}" if "format" in row else row["model"]
+
+
 def throughput() -> str:
     rows = [
         {
             "case": {"A": "A: 256 x (128 in, 128 out)", "B": "B: 512 x ShareGPT-like"}[row["case"]],
-            "model": row["model"],
+            "model": model_of(row),
             "output tok/s": row["output_tokens_per_s"],
             "vLLM 0.24": row["vllm"],
             "share of the floor": f"{row['of_floor']:.0%}",
@@ -65,7 +70,7 @@ def latency() -> str:
     rows = [
         {
             "case": cases[row["case"]],
-            "model": row["model"],
+            "model": model_of(row),
             "ms a decode step": row["ms_a_step"],
             "vLLM 0.24": row["vllm"],
             "share of the floor": f"{row['of_floor']:.0%}",

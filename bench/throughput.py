@@ -6,10 +6,11 @@
 Greedy, end tokens ignored, random weights, through `Engine.generate`. The median of several runs
 is reported, with the slowest and the fastest: case A of a small model is over in half a second, and
 what else its host does then counts. With `--logprobs 5` or `--penalties` every request asks for
-them (with `--case A --scale 0.5`: 128 requests).
+them (with `--case A --scale 0.5`: 128 requests). `--format bf16 fp8` measures both in one run.
 """
 
 import argparse
+import itertools
 import time
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -18,9 +19,13 @@ from typing import Any
 import numpy as np
 
 from bench.common import (
+    FORMATS,
     SHAPES,
     Floor,
+    add_format_option,
     add_sampling_options,
+    format_of,
+    labelled,
     make_engine,
     random_prompts,
     sampling_options,
@@ -36,6 +41,11 @@ REFERENCE = {
     ("B", "qwen3-0.6b"): (28_650, 43_000),
     ("A", "llama-3.1-8b"): (15_350, 18_500),
     ("B", "llama-3.1-8b"): (12_450, 15_000),
+}
+# vLLM 0.26 with weights and KV in FP8.
+FP8_REFERENCE = {
+    ("A", "llama-3.1-8b"): (20_670, 25_000),
+    ("B", "llama-3.1-8b"): (None, 19_000),
 }
 
 
@@ -74,8 +84,10 @@ def measure(
         prompt_lens.tolist(), output_lens.tolist(), engine.runtime_config.max_num_seqs
     )
     is_whole = scale == 1.0 and not any(sampling.values())
-    vllm, target = REFERENCE.get((case, shape), (None, None)) if is_whole else (None, None)
-    return {
+    form = format_of(engine)
+    known = {"bf16": REFERENCE, "fp8": FP8_REFERENCE}.get(form, {})
+    vllm, target = known.get((case, shape), (None, None)) if is_whole else (None, None)
+    row = {
         "case": case,
         "model": shape,
         "seconds": seconds,
@@ -88,6 +100,7 @@ def measure(
         "preemptions": after.num_preemptions - before.num_preemptions,
         "ms_a_step": 1e3 * seconds / max(after.num_steps - before.num_steps, 1),
     }
+    return labelled(row, form)
 
 
 def measure_often(
@@ -115,16 +128,18 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="runs, after one to warm up")
     parser.add_argument("--synchronous", action="store_true", help="the loop that waits")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs (%(default)s)")
+    add_format_option(parser)
     add_sampling_options(parser)
     args = parse_arguments(parser)
     if args.repeats < 1:
         parser.error(f"--repeats {args.repeats}: at least one run is needed")
     num_devices, rows = args.tensor_parallel_size, []
     options = {"async_scheduling": not args.synchronous, "tensor_parallel_size": num_devices}
-    for shape in args.model:
+    for shape, form in itertools.product(args.model, args.format):
         start = time.perf_counter()
-        engine = make_engine(shape, verbose=True, **options)
-        print(f"{shape}: engine ready in {time.perf_counter() - start:.1f} s", flush=True)
+        engine = make_engine(shape, verbose=True, **options, **FORMATS[form])
+        ready = f"engine ready in {time.perf_counter() - start:.1f} s"
+        print(f"{shape}, {form}: {ready}", flush=True)
         for case in args.case:
             sampling = sampling_options(args)
             rows.append(measure_often(engine, shape, case, args.scale, args.repeats, sampling))

@@ -62,6 +62,7 @@ class Ready(msgspec.Struct, tag=True):
         max_model_len: Most tokens of a sequence.
         max_num_seqs: Most sequences in a step.
         block_size, num_blocks: The pool's, the null block included.
+        cache_dtype: What the pool was asked to be kept in, as `kv_cache_dtype` says it.
     """
 
     folder: str
@@ -70,6 +71,7 @@ class Ready(msgspec.Struct, tag=True):
     max_num_seqs: int
     block_size: int
     num_blocks: int
+    cache_dtype: str
 
 
 class Died(msgspec.Struct, tag=True):

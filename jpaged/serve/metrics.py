@@ -94,14 +94,24 @@ class Metrics:
         model_name: Their label.
         max_model_len: Most tokens of a sequence.
         block_size, num_blocks: The pool's.
+        cache_dtype: What the pool was asked to be kept in.
     """
 
-    def __init__(self, model_name: str, *, max_model_len: int, block_size: int, num_blocks: int):
+    def __init__(
+        self,
+        model_name: str,
+        *,
+        max_model_len: int,
+        block_size: int,
+        num_blocks: int,
+        cache_dtype: str = "auto",
+    ):
         self._registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": "0"}
         self._engine = _EngineFigures(self._labels)
         self._registry.register(self._engine)
-        pool = self._labels | {"block_size": str(block_size), "num_gpu_blocks": str(num_blocks)}
+        sizes = {"block_size": str(block_size), "num_gpu_blocks": str(num_blocks)}
+        pool = self._labels | sizes | {"cache_dtype": cache_dtype}
         info = Gauge("vllm:cache_config_info", "The pool.", [*pool], registry=self._registry)
         info.labels(**pool).set(1)
         self.prompt_tokens = self._count("vllm:prompt_tokens", "Tokens of prompts.")

@@ -58,6 +58,7 @@ class Serving:
             max_model_len=info.max_model_len,
             block_size=info.block_size,
             num_blocks=info.num_blocks,
+            cache_dtype=info.cache_dtype,
         )
         if self.phase is Phase.STARTING:
             self.phase = Phase.SERVING

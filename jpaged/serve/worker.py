@@ -184,6 +184,7 @@ def _description(engine: Engine) -> Ready:
         max_num_seqs=config.max_num_seqs,
         block_size=config.block_size,
         num_blocks=config.num_blocks,
+        cache_dtype=engine.config.kv_cache_dtype,
     )
 
 

@@ -114,6 +114,15 @@ def test_steps_are_counted_by_their_tokens(serve: Run, engine: Engine):
     serve(scenario)
 
 
+def test_what_the_pool_is_kept_in(serve: Run, engines: Callable[..., Engine]):
+    async def scenario(server: Server) -> None:
+        text = (await server.http.get("/metrics")).text
+        (line,) = [it for it in text.splitlines() if it.startswith("vllm:cache_config_info{")]
+        assert 'cache_dtype="fp8"' in line
+
+    serve(scenario, engines(kv_cache_dtype="fp8"))
+
+
 def test_why_requests_wait():
     metrics = Metrics("jpaged-tiny", max_model_len=64, block_size=16, num_blocks=9)
     text = metrics.text(EngineStats(16, 8, 8, 0, num_waiting=3)).decode()
