@@ -156,7 +156,8 @@ def test_where_more_may_follow_the_end_token_ends_it(engine: Engine):
 
 
 def engine_eos(engine: Engine) -> frozenset[int]:
-    return engine._preprocessor.eos_token_ids
+    assert engine.tokenizer is not None
+    return frozenset({engine.tokenizer.eos_token_id or 0})
 
 
 def test_log_probabilities_are_of_what_may_follow(engine: Engine):
@@ -231,8 +232,8 @@ def test_others_go_on_while_a_grammar_is_compiled(engine: Engine, held: list[Fut
 
 
 def _compiled(engine: Engine, form: StructuredOutputs) -> Grammar:
-    grammars = engine._preprocessor.grammars
-    assert grammars is not None
+    assert engine.tokenizer is not None
+    grammars = Grammars(engine.tokenizer, engine.vocab_size, engine_eos(engine))
     return grammars.compile(form)
 
 
@@ -291,11 +292,15 @@ def test_a_grammar_that_fails_ends_its_request_alone(
     free = engine.add_request(QUESTION, GREEDY)
     for _ in range(5):
         engine.step()
-    victim = engine._loop.requests[names[0]].samples[0].matcher
     fill, accept = Grammars.fill_masks, Matcher.accept
+    victim: Matcher | None = None
     error = GrammarError("too complex")
 
     def fill_but_one(self: Grammars, items: Any, masks: Any) -> Any:
+        nonlocal victim
+        victim = victim or items[0][0]  # of the first request
+        if where == "accepting":
+            return fill(self, items, masks)
         bad = [i for i, (matcher, _) in enumerate(items) if matcher is victim]
         return fill(self, items, masks) + [(i, error) for i in bad]
 
@@ -304,9 +309,8 @@ def test_a_grammar_that_fails_ends_its_request_alone(
             raise error
         accept(self, token_id)
 
-    if where == "masking":
-        monkeypatch.setattr(Grammars, "fill_masks", fill_but_one)
-    else:
+    monkeypatch.setattr(Grammars, "fill_masks", fill_but_one)
+    if where == "accepting":
         monkeypatch.setattr(Matcher, "accept", accept_but_one)
     last = run(engine)
     assert last[names[0]].outputs[0].finish_reason == "error"

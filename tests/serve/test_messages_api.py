@@ -42,8 +42,8 @@ def talk(serve: Run, scripted: ScriptedEngine) -> Run:
 
 
 def client_of(server: Server, key: str = "-") -> anthropic.AsyncAnthropic:
-    transport: Any = server.http._transport
-    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(transport.app))
+    app: Any = server.app
+    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app))
     return anthropic.AsyncAnthropic(
         base_url="http://jpaged", api_key=key, http_client=http, max_retries=0
     )
