@@ -37,7 +37,7 @@ from bench.paper.engine_run import EngineWorkload, make_server, run_on_engine
 from bench.paper.measures import Settings, most_excess, search
 from bench.paper.published import SERVERS
 from bench.paper.traces import MAX_MODEL_LEN, Source, TraceRequest
-from bench.records import print_table, record, result_path
+from bench.records import COMMIT, print_table, record, result_path
 from jpaged.config import EMBEDDED_MODEL
 
 CONTIGUOUS = {"contiguous_static": "static", "contiguous_slabs": "slabs"}
@@ -237,13 +237,21 @@ def main() -> None:
     parser.add_argument("--system", choices=ALL_SYSTEMS, nargs="+", default=[*ALL_SYSTEMS])
     parser.add_argument("--lengths", choices=LENGTHS, nargs="+", default=[*LENGTHS])
     parser.add_argument("--shape", choices=[*ALL_SHAPES], default=Sizes().shape)
-    parser.add_argument("--seconds", type=float, default=Sizes().seconds, help="of a trace")
+    parser.add_argument(
+        "--seconds", type=float, nargs="+", default=[Sizes().seconds],
+        help="of a trace: for all lengths, or one for each of --lengths",
+    )  # fmt: skip
     parser.add_argument("--seeds", type=int, nargs="+", default=[*Settings().seeds])
     parser.add_argument("--tolerance", type=float, default=Settings().tolerance)
     parser.add_argument("--quick", action="store_true", help="few short requests, on any device")
     parser.add_argument("--output", type=Path, help="folder of the JSON (bench/results)")
     args = parse_arguments(parser)
-    sizes = dataclasses.replace(Sizes(), shape=args.shape, seconds=args.seconds)
+    if len(args.seconds) not in (1, len(args.lengths)):
+        parser.error(
+            f"--seconds {' '.join(map(str, args.seconds))}: give one for all lengths, or one for "
+            f"each of {' '.join(args.lengths)}"
+        )
+    sizes = dataclasses.replace(Sizes(), shape=args.shape, seconds=args.seconds[0])
     settings = Settings(seeds=tuple(args.seeds), tolerance=args.tolerance)
     if args.quick:
         sizes, settings = QUICK, QUICK_SETTINGS
@@ -251,6 +259,11 @@ def main() -> None:
     path = result_path("headline", **where)
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
     sources = {name: _source(name, sizes) for name in args.lengths}
+    given = args.seconds * (1 if len(args.seconds) > 1 else len(args.lengths))
+    sizes_for = {
+        name: sizes if args.quick else dataclasses.replace(sizes, seconds=seconds)
+        for name, seconds in zip(args.lengths, given, strict=True)
+    }
     known = {row["lengths"]: row["threshold_s"] for row in rows if row["system"] == "ours"}
     order = sorted(args.system, key=lambda system: system != "ours")
     missing = [name for name in sources if name not in known and order[0] != "ours"]
@@ -262,8 +275,9 @@ def main() -> None:
         for name, source in sources.items():
             if system == "ours":
                 known[name] = settings.latency_factor * latency_alone(serve, source, sizes)
-            figures = sustained(serve, source, sizes, known[name], settings)
+            figures = sustained(serve, source, sizes_for[name], known[name], settings)
             label = {"lengths": name, "system": system}
+            figures |= {"trace_s": sizes_for[name].seconds, "commit": COMMIT}
             rows = [row for row in rows if not label.items() <= row.items()] + [label | figures]
             rows = with_ratios(rows)
             record("headline", rows, seeds=args.seeds, **dataclasses.asdict(sizes), **where)

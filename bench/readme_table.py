@@ -197,6 +197,7 @@ def headline(document: dict) -> list[dict]:
             "sequences in a batch": row["sequences"],
             "jpaged over it": row["ours_over_it"],
             "to reach": row["to_reach"],
+            "traces of": f"{row['trace_s']:g} s",
             "rates may be above by": f"{row['may_be_above_%']:.0f} %",
         }
         for row in document["rows"]
@@ -243,10 +244,7 @@ def _compared(name: str) -> str:
     of = ""
     if name == "headline":
         seeds = ", ".join(map(str, document["seeds"]))
-        of = (
-            f"; {document['shape']}, {document['num_slots']:,} slots, traces of "
-            f"{document['seconds']:g} s, seeds {seeds}"
-        )
+        of = f"; {document['shape']}, {document['num_slots']:,} slots, seeds {seeds}"
     return (
         f"{table}\n\n- {document['device']}{of}; commit {document['commit']}, "
         f"{document['date'][:10]}; Python {document['python']}, JAX {document['jax']}"

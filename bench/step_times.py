@@ -7,10 +7,12 @@ Steps of a shape with random weights, each kind in a steady run of the engine's 
     mixed        decode rows and prompts in one step
     copy_blocks  blocks copied within the pool
     swap_out, swap_in   blocks to host memory and back, until they are there
+    attention    one layer's attention of a decode step, with blocks of each of the paper's sizes
 
 The rows go to `results/step_times_<shape>_<device>.json`, from which the device model of
-`bench.paper` is fitted. Another run replaces the rows of its own kinds and block size, and keeps
-the others: `--block-size 64 --kinds decode swap` adds those.
+`bench.paper` is fitted. Another run replaces the rows of its own kinds and keeps the others. All
+but `attention` have blocks of 16 slots: a block's size changes nothing else in a step that takes
+long.
 """
 
 import argparse
@@ -21,14 +23,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+import jax
+
+from bench import kernels
 from bench.common import ALL_SHAPES, make_engine, random_prompts
 from bench.compare import parse_arguments
-from bench.records import print_table, record, result_path
+from bench.paper.published import BLOCK_SIZES
+from bench.records import COMMIT, print_table, record, result_path
 from jpaged import Engine, SamplingParams
 from jpaged.core.plan import StepPlan, SwapIn, SwapOut
+from jpaged.models.registry import read_model_config
 from jpaged.runtime.buckets import round_up
+from pallas_kernels import select_backend
 
-KINDS = ("decode", "prefill", "mixed", "copy", "swap")
+KINDS = ("decode", "prefill", "mixed", "copy", "swap")  # in an engine
 WARM_TURNS = 4  # before the clock: the loop is a step ahead by then
 COPIES_IN_A_ROW = 8
 _IMAGE = -1
@@ -43,6 +51,8 @@ class Sizes:
         prefill: Prompts and the tokens of each.
         mixed: Decode rows, their context, prompts, the tokens of each.
         copy, swap: Blocks at a time.
+        attention: Rows and the context of each.
+        block_sizes: Of the attention's pools.
         decode_steps, prefill_steps: Steps timed.
         repeats: Of copies and swaps; the median counts.
     """
@@ -52,6 +62,8 @@ class Sizes:
     mixed: tuple[tuple[int, int, int, int], ...]
     copy: tuple[int, ...] = (8, 64)
     swap: tuple[int, ...] = (16, 64, 128)
+    attention: tuple[tuple[int, int], ...] = ((8, 512), (32, 512), (32, 1024))
+    block_sizes: tuple[int, ...] = BLOCK_SIZES
     decode_steps: int = 30
     prefill_steps: int = 10
     repeats: int = 5
@@ -66,14 +78,14 @@ FULL = Sizes(
     prefill=((1, 64), (1, 256), (32, 20), (8, 256), (1, 1024), (2, 1023), (1, 2047)),
     mixed=((32, 512, 1, 128), (32, 512, 1, 512), (32, 512, 4, 256)),
 )
-ONE_CONTEXT = Sizes(decode=((32, 512),), prefill=(), mixed=())
-"""What is timed with block sizes other than 16."""
 QUICK = Sizes(
     decode=((1, 48), (8, 48)),
     prefill=((1, 40), (4, 10)),
     mixed=((4, 40, 1, 20),),
     copy=(3,),
     swap=(3,),
+    attention=((2, 48),),
+    block_sizes=(8, 16),
     decode_steps=6,
     prefill_steps=4,
     repeats=2,
@@ -173,6 +185,36 @@ def _time_plans(engine: Engine, plans: list[StepPlan]) -> float:
     return time.perf_counter() - start
 
 
+def time_attention(shape: str, sizes: Sizes) -> Iterator[dict]:
+    """A row for each point and block size: seconds of one layer's attention of a decode step.
+
+    Raises:
+        ValueError: the shape's heads are not of the size that `bench.kernels` times.
+    """
+    config = read_model_config(ALL_SHAPES[shape])
+    if config.head_size != kernels.HEAD_SIZE:
+        raise ValueError(
+            f"shape {shape!r} has heads of {config.head_size}, and attention is timed for heads of "
+            f"{kernels.HEAD_SIZE}: leave the kind attention out"
+        )
+    backend = select_backend(jax.default_backend())
+    for rows, context in sizes.attention:
+        for block_size in sizes.block_sizes:
+            heads = (config.num_heads, config.num_kv_heads)
+            case = kernels.Case("", rows, context, 0, heads, block_size, 0.0, "us")
+            op = kernels.attention(case, backend)
+            seconds = kernels.seconds_per_call(op, *kernels.build(case), sizes.repeats)
+            yield {
+                **dict.fromkeys(_COUNTS, 0),
+                "kind": "attention",
+                "block_size": block_size,
+                "decode_seqs": rows,
+                "context_tokens": rows * context,
+                "seconds": seconds,
+                "steps": sizes.repeats,
+            }
+
+
 def measure(engine: Engine, sizes: Sizes, kinds: Sequence[str] = KINDS) -> Iterator[dict]:
     """A row for each point of the wanted kinds that fits, as it is measured."""
     steps = sizes.decode_steps, sizes.prefill_steps
@@ -241,17 +283,21 @@ def time_turns(engine: Engine, num_steps: int, add: Callable[[], None]) -> float
 
 def _row(engine: Engine, kind: str, seconds: float, steps: int) -> dict:
     """A row with everything a kind may leave out."""
-    counts = ("decode_seqs", "context_tokens", "prompt_seqs", "prompt_tokens", "prompt_pairs")
-    zeros = dict.fromkeys((*counts, "padded_tokens", "logits_rows", "blocks"), 0)
+    zeros = dict.fromkeys(_COUNTS, 0)
     block_size = engine.runtime_config.block_size
     return {"kind": kind, "block_size": block_size, **zeros, "seconds": seconds, "steps": steps}
 
 
+_COUNTS = (
+    "decode_seqs", "context_tokens", "prompt_seqs", "prompt_tokens", "prompt_pairs",
+    "padded_tokens", "logits_rows", "blocks",
+)  # fmt: skip
+
+
 def merged(old: Sequence[dict], new: Sequence[dict]) -> list[dict]:
-    """The new rows, and the old ones of other kinds or block sizes."""
-    replaced = {(row["kind"], row["block_size"]) for row in new}
-    kept = [row for row in old if (row["kind"], row["block_size"]) not in replaced]
-    return [*kept, *new]
+    """The new rows, and the old ones of other kinds."""
+    replaced = {row["kind"] for row in new}
+    return [*(row for row in old if row["kind"] not in replaced), *new]
 
 
 def main() -> None:
@@ -259,28 +305,37 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=[*ALL_SHAPES], default="opt-13b")
-    parser.add_argument("--kinds", choices=KINDS, nargs="+", default=[*KINDS])
-    parser.add_argument("--block-size", type=int, default=16, help="but 16: fewer points")
+    parser.add_argument(
+        "--kinds", choices=[*KINDS, "attention"], nargs="+", default=[*KINDS, "attention"]
+    )
     parser.add_argument("--swap-space", type=float, default=2.0, help="GiB of host memory")
     parser.add_argument("--quick", action="store_true", help="a few points of few steps")
     args = parse_arguments(parser)
-    options = {"block_size": args.block_size, "max_num_batched_tokens": 2048}
-    if "swap" in args.kinds:
-        options |= {"preemption_mode": "swap", "swap_space": args.swap_space}
-    start = time.perf_counter()
-    # A burst is several steps in one launch; the device model has steps.
-    engine = make_engine(args.shape, num_scheduler_steps=1, verbose=True, **options)
-    print(f"engine ready in {time.perf_counter() - start:.1f} s", flush=True)
-    sizes = QUICK if args.quick else FULL if args.block_size == 16 else ONE_CONTEXT
+    start, sizes = time.perf_counter(), QUICK if args.quick else FULL
     rows = []
-    for row in measure(engine, sizes, args.kinds):
-        rows.append({"model": args.shape, **row})
+    for row in _measure_all(args, sizes):
+        rows.append({"model": args.shape, **row, "commit": COMMIT})
         print(json.dumps(rows[-1]), flush=True)
     print_table(rows)
     name = f"step_times_{args.shape}"
     path = result_path(name)
     old = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
     print(record(name, merged(old, rows), seconds=time.perf_counter() - start))
+
+
+def _measure_all(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict]:
+    """The rows of the wanted kinds; an engine is started where one of them needs it."""
+    if "attention" in args.kinds:
+        yield from time_attention(args.shape, sizes)
+    kinds = [kind for kind in args.kinds if kind != "attention"]
+    if not kinds:
+        return
+    options: dict = {"max_num_batched_tokens": 2048}
+    if "swap" in kinds:
+        options |= {"preemption_mode": "swap", "swap_space": args.swap_space}
+    # A burst is several steps in one launch; the device model has steps.
+    engine = make_engine(args.shape, num_scheduler_steps=1, verbose=True, **options)
+    yield from measure(engine, sizes, kinds)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,10 @@ A step of N rows (tokens, padded as the engine pads them) in L layers takes, in 
 with join(a, b) = (a^p + b^p)^(1/p): either bound alone where it is far above the other. The nine
 coefficients are fitted by least squares of the logarithm of modelled over recorded time, so that
 each point counts by its relative error. Two more tell what a transfer between device and host
-takes: `swap + bytes / swap_bandwidth`. All are those of blocks of 16 slots. Where steps of other
-block sizes were recorded, `kv_slowdown` tells by how much keys and values are read more slowly
-there, the median of those steps; where none were, the block size makes no difference.
+takes: `swap + bytes / swap_bandwidth`. All are those of blocks of 16 slots. Where the attention
+kernel was recorded with blocks of other sizes, `kv_slowdown` tells how many times as long as with
+16 it takes to read keys and values there, the median of the points; where it was not, the block
+size makes no difference.
 
 The data: `bench/results/step_times_<shape>_nvidia-h200.json`, which `bench.step_times` writes on an
 H200: the shape's own, or for a shape that has none OPT-13B's. Until then `recorded_steps.json` in
@@ -338,15 +339,17 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
         for row in rows:
             row.setdefault("source", path.name)
-            if row["kind"] in _STEP_KINDS | _SWAP_KINDS and not row["seconds"] > 0:
+            if row["kind"] in _MODELLED_KINDS and not row["seconds"] > 0:
                 raise ValueError(f"a row has seconds={row['seconds']}")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"the recorded steps in {path} cannot be read: {error!r}") from error
-    return [row for row in rows if row["kind"] in _STEP_KINDS | _SWAP_KINDS]
+    return [row for row in rows if row["kind"] in _MODELLED_KINDS]
 
 
 _STEP_KINDS = {"decode", "prefill", "mixed"}
 _SWAP_KINDS = {"swap", "swap_out", "swap_in"}  # "swap": out and back in
+_KERNEL_KINDS = {"attention"}
+_MODELLED_KINDS = _STEP_KINDS | _SWAP_KINDS | _KERNEL_KINDS
 
 
 def fit_rows(rows: Iterable[Mapping[str, Any]]) -> Fit:
@@ -361,24 +364,28 @@ def fit_rows(rows: Iterable[Mapping[str, Any]]) -> Fit:
     usual = [row for row in steps if row["block_size"] == BLOCK_SIZE]
     if usual:
         by = _fit(by, _names_for(usual), usual)
-        by = replace(by, kv_slowdown=_slowdowns(by, steps))
     if swaps:
         by = _fit(by, ["swap", "swap_bandwidth"], swaps)
+    by = replace(by, kv_slowdown=_slowdowns([row for row in rows if row["kind"] in _KERNEL_KINDS]))
     points = [
         FittedPoint(_describe(row), row["seconds"], _modelled(by, row), row["source"])
-        for row in rows
+        for row in [*steps, *swaps]
     ]
     return Fit(by, tuple(points))
 
 
-def _slowdowns(by: Coefficients, steps: list[Mapping[str, Any]]) -> tuple[tuple[int, float], ...]:
-    """Each unusual block size, and what its steps take beyond the usual, by `kv_seconds`."""
+def _slowdowns(kernels: list[Mapping[str, Any]]) -> tuple[tuple[int, float], ...]:
+    """Each block size, and how many times as long as with the usual one its attention takes."""
+    usual = {_point(row): row["seconds"] for row in kernels if row["block_size"] == BLOCK_SIZE}
     found: dict[int, list[float]] = defaultdict(list)
-    for row in steps:
-        if row["block_size"] != BLOCK_SIZE and row["context_tokens"]:
-            seconds = _model_of(by, row).kv_seconds(_work_of(row))
-            found[row["block_size"]].append(1 + (row["seconds"] - _modelled(by, row)) / seconds)
-    return tuple((size, max(median(factors), 0.1)) for size, factors in sorted(found.items()))
+    for row in kernels:
+        if row["block_size"] != BLOCK_SIZE and _point(row) in usual:
+            found[row["block_size"]].append(row["seconds"] / usual[_point(row)])
+    return tuple((size, median(factors)) for size, factors in sorted(found.items()))
+
+
+def _point(row: Mapping[str, Any]) -> tuple[str, int, int]:
+    return row["model"], row["decode_seqs"], row["context_tokens"]
 
 
 def _names_for(steps: list[Mapping[str, Any]]) -> list[str]:

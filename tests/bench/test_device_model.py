@@ -79,15 +79,19 @@ def test_the_fit_finds_what_made_the_data():
 def test_other_block_sizes_slow_reading_down():
     rows, model = made_up_rows(), DeviceModel("", MODELS["opt-13b"], TRUE)
     work = StepWork(32, 32 * 512, 0, 0, 0, 32, 32)
-    for size, factor in ((1, 3.0), (64, 0.9)):
-        seconds = model.step_seconds(work) + (factor - 1) * model.kv_seconds(work)
-        rows.append(row_of("decode", work, seconds, size))
-    by = fit_rows(rows).coefficients
+    longer = work._replace(context_tokens=32 * 1024)
+    for size, factors in ((16, (1.0, 1.0)), (1, (2.9, 3.1)), (64, (0.9, 0.9))):
+        for point, factor in zip((work, longer), factors, strict=True):
+            rows.append(row_of("attention", point, 1e-9 * point.context_tokens * factor, size))
+    found = fit_rows(rows)
+    by = found.coefficients
     assert [by.slowdown(size) for size in (1, 2, 8, 16, 32, 64, 256)] == pytest.approx(
-        [3.0, 3.0, 1.0, 1.0, 1.0, 0.9, 0.9], abs=0.02
+        [3.0, 3.0, 1.0, 1.0, 1.0, 0.9, 0.9]
     )
+    assert len(found.points) == len(made_up_rows())  # the kernel's own times are no steps
     fitted = replace(model, coefficients=by)
-    assert fitted.step_seconds(work, 1) == pytest.approx(rows[-2]["seconds"], rel=0.01)
+    more = fitted.step_seconds(work, 1) - fitted.step_seconds(work)
+    assert more == pytest.approx(2 * fitted.kv_seconds(work))
 
 
 def test_the_recorded_steps_are_met():

@@ -1,13 +1,22 @@
 """Step times: the points that fit, told as the device model's fit reads them."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from bench import step_times
 from bench.records import record, result_path
-from bench.step_times import Sizes, measure, merged, time_decode, time_prompts
+from bench.step_times import (
+    QUICK,
+    Sizes,
+    measure,
+    merged,
+    time_attention,
+    time_decode,
+    time_prompts,
+)
 from jpaged import Engine
 
 OPTIONS = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256}
@@ -49,6 +58,14 @@ def test_every_point_that_fits_has_its_row(engine: Engine):
     engine.check_integrity()
 
 
+def test_attention_is_timed_with_every_block_size(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("bench.kernels.CACHE_BYTES", 1 << 20)
+    monkeypatch.setattr("bench.kernels.PROGRAM_BYTES", 1 << 20)
+    rows = list(time_attention("opt-13b", replace(QUICK, repeats=1)))
+    assert [(row["block_size"], row["decode_seqs"]) for row in rows] == [(8, 2), (16, 2)]
+    assert all(row["seconds"] > 0 and row["context_tokens"] == 96 for row in rows)
+
+
 def test_the_context_is_what_the_steps_read(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     """Counted in the block tables as each timed step begins."""
     seen: list[int] = []
@@ -84,11 +101,11 @@ def test_steps_that_are_not_alike_are_no_figure(engine: Engine):
 def test_a_run_replaces_its_own_rows():
     old = [
         {"kind": "decode", "block_size": 16, "seconds": 1},
-        {"kind": "decode", "block_size": 32, "seconds": 2},
+        {"kind": "decode", "block_size": 16, "seconds": 2},
         {"kind": "swap_in", "block_size": 16, "seconds": 3},
     ]
     new = [{"kind": "decode", "block_size": 16, "seconds": 4}]
-    assert [row["seconds"] for row in merged(old, new)] == [2, 3, 4]
+    assert [row["seconds"] for row in merged(old, new)] == [3, 4]
     assert merged([], new) == new
 
 
