@@ -15,6 +15,7 @@ from bench.paper.measures import (
     make_trace,
     most_excess,
     run_cases,
+    simulated_sustained,
     sustain_all,
 )
 from bench.paper.published import (
@@ -143,7 +144,7 @@ def agreement(settings: Settings) -> Figure:
     """
     simulated = dataclasses.replace(settings, how="simulated")
     case = Case("sharegpt")
-    sustained = sustain_all([case], simulated)[case].rate
+    sustained = simulated_sustained(["sharegpt"], settings)["sharegpt"].rate
     rows, worst = [], 0.0
     for fraction in POINTS:
         job = [(case, fraction * sustained)]

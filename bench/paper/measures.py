@@ -280,6 +280,17 @@ def sustain_all(cases: Sequence[Case], settings: Settings) -> dict[Case, Sustain
 _sustained: dict[tuple[Case, Settings], Sustained] = {}
 
 
+def simulated_sustained(workloads: Sequence[str], settings: Settings) -> dict[str, Sustained]:
+    """What our system sustains of each workload in simulation, with traces of the same length.
+
+    Rates that a figure fixes are a share of these on a device too: a search in real time would take
+    hours, and the figure `agreement` says how near the simulation is.
+    """
+    simulated = dataclasses.replace(settings, how="simulated")
+    found = sustain_all([Case(workload) for workload in workloads], simulated)
+    return {workload: found[Case(workload)] for workload in workloads}
+
+
 def run_cases(jobs: Sequence[tuple[Case, float]], settings: Settings) -> list[Outcome]:
     """Each case at its rate, with the first seed."""
     return run_all(partial(_run_first_seed, settings=settings), jobs, settings)
