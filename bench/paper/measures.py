@@ -365,16 +365,17 @@ def search(
 ) -> tuple[float, dict[float, float]]:
     """The highest rate whose latency is under the threshold, and all rates tried.
 
-    From `guess` the rate goes up or down by the factor `step` until one is under the threshold and
-    the next is not; bisection then halves the bracket until its ends are within `tolerance`.
+    From `guess` the rate goes up or down until one is under the threshold and the next is not, by
+    the factor `step` and then by the square of the factor before; bisection then halves the bracket
+    until its ends are within `tolerance`.
 
     Raises:
-        ValueError: no rate within 40 steps is on the other side of the threshold.
+        ValueError: no rate within 8 steps is on the other side of the threshold.
     """
     tried = {guess: latency_at(guess)}
     up = tried[guess] < threshold
     low = high = guess
-    for _ in range(40):
+    for _ in range(8):
         if up:
             low, high = high, high * step
         else:
@@ -383,6 +384,7 @@ def search(
         tried[rate] = latency_at(rate)
         if (tried[rate] < threshold) != up:
             break
+        step **= 2
     else:
         raise ValueError(f"the latency never crosses {threshold:.3g} s a token, from {guess:.3g}/s")
     while high > low * (1 + tolerance):
