@@ -10,6 +10,7 @@ from pallas_kernels.tuning import is_hopper
 SMALL_BATCH = 8  # rows that mostly stand for fewer sequences
 NUM_CORES = 132  # SMs of the GPU that the numbers were found on
 KEY_TILE = 128  # keys a tile of prefill_hopper.py
+WIDE_BYTES = 2**28  # that a step has for widened keys and values of its prompts' earlier tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +38,17 @@ class PrefillConfig:
     tile_tokens: int
     num_warps: int
     num_stages: int
+
+
+@dataclasses.dataclass(frozen=True)
+class WideningConfig:
+    """Of widening.py: blocks that there is room for, elements of a block that a program converts at
+    a time, programs, warps."""
+
+    room: int
+    chunk: int = 4096
+    num_programs: int = 8 * NUM_CORES
+    num_warps: int = 4
 
 
 def decode_config(
@@ -101,6 +113,19 @@ def prefill_config(
         rows = max(256 if row_bytes <= 256 else 128, group_rows)
         config = PrefillConfig(rows, key_tile, num_warps=8, num_stages=2)
     return tuning.tuned("prefill", head_size, itemsize, device_kind, config)
+
+
+def widening_config(
+    *, num_tokens: int, block_size: int, num_kv_heads: int, head_size: int, itemsize: int
+) -> WideningConfig:
+    """For a step of `num_tokens`, its queries of `itemsize` bytes.
+
+    The room depends on nothing of the batch or the pool, so that steps that differ in these have
+    the same kernels, and a step's workspace is known before the pool's size is. It has two blocks
+    for each that new tokens fill, at least.
+    """
+    block_bytes = 2 * block_size * num_kv_heads * head_size * itemsize
+    return WideningConfig(max(WIDE_BYTES // block_bytes, 2 * -(-num_tokens // block_size)))
 
 
 def _key_tile(head_size, itemsize):
