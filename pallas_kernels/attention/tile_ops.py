@@ -246,9 +246,8 @@ def _softmax_fold(carry, scores, values):
     weights = jnp.exp2(scores - new_max[:, None])
     row_sum = row_sum * rescale + jnp.sum(weights, axis=1)
     weights = weights.astype(values[0].dtype)
-    outs = tuple(
-        out * rescale[:, None] + _dot(weights, part) for out, part in zip(outs, values, strict=True)
-    )
+    updates = [_dot(weights, part) for part in values]
+    outs = tuple(out * rescale[:, None] + own for out, own in zip(outs, updates, strict=True))
     return new_max, row_sum, outs
 
 
