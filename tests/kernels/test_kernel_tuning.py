@@ -134,6 +134,13 @@ def test_hoppers_prefill_is_for_blocks_that_tiles_are_made_of_or_cut_from():
     assert taken == [8, 16, 32, 64, 128, 256]
 
 
+@pytest.mark.parametrize("num_tokens", [64, 8192, 2**17])
+def test_widened_blocks_have_room_for_a_steps_own_tokens(num_tokens):
+    facts = {"block_size": 16, "num_kv_heads": 8, "head_size": 128, "itemsize": 2}
+    config = attention_tuning.widening_config(num_tokens=num_tokens, **facts)
+    assert config.room == max(2**28 // (16 * 8 * 128 * 2 * 2), num_tokens // 8)
+
+
 def _few_rows(rows, depth, width, **changes) -> Any:
     facts = {"itemsize": 2, "num_cores": 132, "device_kind": "NVIDIA H200"}
     return gemm_tuning.few_rows_config(Gemm(rows, depth, width, **(facts | changes)))
