@@ -6,7 +6,8 @@ How: one jit calls the op many times over different queries and pools (enough of
 pool is read from the chip's cache twice in a row); blocks of such calls are launched back to back
 and waited for once. A figure is the median over the blocks of (block time / calls in it), so it
 holds the op as a serving step runs it, with the launch gaps the GPU cannot hide.
-Bytes are keys and values as the pool has them, read once; FLOPs are 4 * N * H for each (query, visible key).
+Bytes are keys and values as the pool has them, read once; FLOPs are 4 * N * H for each (query,
+visible key).
 What paging costs is the time over blocks in random order, over that of the same kernel with each
 sequence's blocks side by side. Sampling is a whole top-p sample step's choice: temperature,
 truncation, noise, argmax.

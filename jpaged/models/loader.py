@@ -72,8 +72,11 @@ _DUMMY_STD = 0.02
 _DUMMY_SCALE = 2.0**-8
 """Of weights in FP8, so that the largest are a quarter of what it has, and of their rows."""
 
-_OPTIONAL = re.compile(r"layers\.\d+\.attention\.[kv]_scale")
-"""Paths of parameters that a checkpoint may lack: they are ones then."""
+_KV_SCALE = re.compile(r"layers\.\d+\.attention\.[kv]_scale")
+"""Paths of parameters that a checkpoint may lack for both the keys and the values of a layer, which
+are ones then; each may come by one of several rules."""
+
+_OTHER_SCALE = {"k_scale": "v_scale", "v_scale": "k_scale"}
 
 _SCALES = (".weight_scale", ".input_scale", ".k_scale", ".v_scale")
 """Ends of the paths of parameters that numbers in FP8 are multiplied by."""
@@ -416,15 +419,16 @@ def plan_weights(
     placements: list[Placement] = []
     names: dict[WeightRule, list[str]] = defaultdict(list)  # of the tensors of each rule
     for tensor in tensors:
-        rule = rules.find(tensor.name)
-        if rule is None:
+        found = rules.find_all(tensor.name)
+        if not found:
             problems["unknown tensors"].append(tensor.name)
-        elif rule.target is None:
-            continue
-        elif rule.target not in specs:
-            unknown = f"{tensor.name} (the model has no {rule.target})"
-            problems["unknown tensors"].append(unknown)
-        else:
+        for rule in found:
+            if rule.target is None:
+                continue
+            if rule.target not in specs:
+                unknown = f"{tensor.name} (the model has no {rule.target})"
+                problems["unknown tensors"].append(unknown)
+                continue
             names[rule].append(tensor.name)
             placements.append(_place(tensor, rule, rule.target, specs, problems))
     pieces: dict[str, list[WeightRule]] = {path: [] for path in specs}
@@ -433,13 +437,13 @@ def plan_weights(
             pieces[rule.target].append(rule)
     for path in {rule.scale for rule in rules.rules if rule.scale is not None}:
         del pieces[path]  # made of what is read
+    scales = {path: pieces.pop(path) for path in specs if _KV_SCALE.fullmatch(path)}
+    _check_kv_scales(scales, names, problems)
     for path, own in pieces.items():
         whole = specs[path].shape
         lacking = [rule.source for rule in own if rule not in names]
         sources = " and ".join(lacking) or "no rule"
         if len(lacking) == len(own):
-            if _OPTIONAL.fullmatch(path):
-                continue
             problems["missing parameters"].append(f"{path} (comes from {sources})")
         elif lacking or sum((rule.shape or whole)[rule.axis] for rule in own) < whole[own[0].axis]:
             problem = f"{path} along axis {own[0].axis} (lacks {sources})"
@@ -451,6 +455,24 @@ def plan_weights(
         kinds = (f"{kind} ({len(it)}): {named_list(it)}" for kind, it in problems.items())
         raise CheckpointError(f"The checkpoint does not fit the model. {'; '.join(kinds)}.")
     return placements
+
+
+def _check_kv_scales(
+    pieces: Mapping[str, Sequence[WeightRule]],
+    names: Mapping[WeightRule, Sequence[str]],
+    problems: Problems,
+) -> None:
+    """Layers have one scale of their keys and one of their values, or neither."""
+    found = {path: [names[rule][0] for rule in it if rule in names] for path, it in pieces.items()}
+    for path, own in found.items():
+        other = _OTHER_SCALE[path[-7:]]
+        if len(own) > 1:
+            problems["parameters filled twice"].append(f"{path} by {' and '.join(own)}")
+        if own and not found[path[:-7] + other]:
+            problems["scales without their counterpart"].append(
+                f"{own[0]} (its layer has no {other}: fetch the checkpoint again, or load it with "
+                "kv_cache_dtype='auto')"
+            )
 
 
 def _place(

@@ -58,8 +58,7 @@ _MIN_NUMBERS = 2**16  # of 256 sequences with 128 blocks each
 
 
 class _Spec(NamedTuple):
-    """What a program knows when it is compiled; `members` are the query heads of a tile, and
-    `is_scaled` says whether keys and values have scales."""
+    """What a program knows when it is compiled; `members` are the query heads of a tile."""
 
     scale: float
     group: int
@@ -67,7 +66,6 @@ class _Spec(NamedTuple):
     num_kv_heads: int
     head_size: int
     block_size: int
-    is_scaled: bool
 
 
 def paged_prefill_attention(
@@ -78,8 +76,7 @@ def paged_prefill_attention(
     (num_tokens, num_heads, head_size), (_, block_size, num_kv_heads, _) = q.shape, kv.k.shape
     group = num_heads // num_kv_heads
     members = heads_a_tile(group, num_tokens)
-    is_scaled = scales is not None
-    spec = _Spec(scale, group, members, num_kv_heads, head_size, block_size, is_scaled)
+    spec = _Spec(scale, group, members, num_kv_heads, head_size, block_size)
     window = ROWS // members
     # Windows are whole tiles of q: the padding costs a copy, which a step's bucket never needs.
     num_rows = -(-num_tokens // window) * window
@@ -187,7 +184,7 @@ def _kernel(
     v_empty,
     spec,
 ):
-    scale, group, members, num_kv_heads, head_size, block_size, is_scaled = spec
+    scale, group, members, num_kv_heads, head_size, block_size = spec
     *scale_refs, out_ref = refs
     window = ROWS // members
     program, warp_group = lax.axis_index("program"), lax.axis_index("warp_group")

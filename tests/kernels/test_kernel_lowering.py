@@ -138,7 +138,10 @@ def test_prompts_that_may_have_no_room_to_be_widened_are_left_to_the_triton_kern
     """Where a step's block tables have more entries than there is room for."""
     kv = LayerKV(*(_floats(F8, P, S, 8, 128) for _ in range(2)))
     run = partial(paged_prefill_attention, scale=0.1, backend=Backend.TRITON)
-    for width, expected in ((29, ["mosaic_gpu", "triton"]), (1024, ["mosaic_gpu"] + 2 * ["triton"])):
+    for width, expected in (
+        (29, ["mosaic_gpu", "triton"]),
+        (1024, ["mosaic_gpu"] + 2 * ["triton"]),
+    ):
         arguments = _floats(BF16, T, 32, 128), kv, _ints(8, width), _ints(9), _ints(8)
         assert sorted(re.findall(KERNEL_CALL, _lowered(run, *arguments))) == expected
 
