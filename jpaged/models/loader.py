@@ -439,15 +439,7 @@ def plan_weights(
         del pieces[path]  # made of what is read
     scales = {path: pieces.pop(path) for path in specs if _KV_SCALE.fullmatch(path)}
     _check_kv_scales(scales, names, problems)
-    for path, own in pieces.items():
-        whole = specs[path].shape
-        lacking = [rule.source for rule in own if rule not in names]
-        sources = " and ".join(lacking) or "no rule"
-        if len(lacking) == len(own):
-            problems["missing parameters"].append(f"{path} (comes from {sources})")
-        elif lacking or sum((rule.shape or whole)[rule.axis] for rule in own) < whole[own[0].axis]:
-            problem = f"{path} along axis {own[0].axis} (lacks {sources})"
-            problems["parameters with a missing piece"].append(problem)
+    _check_pieces(pieces, names, specs, problems)
     for rule, twice in names.items():
         if len(twice) > 1:
             problems["parameters filled twice"].append(f"{rule.target} by {' and '.join(twice)}")
@@ -455,6 +447,29 @@ def plan_weights(
         kinds = (f"{kind} ({len(it)}): {named_list(it)}" for kind, it in problems.items())
         raise CheckpointError(f"The checkpoint does not fit the model. {'; '.join(kinds)}.")
     return placements
+
+
+def _check_pieces(
+    pieces: Mapping[str, Sequence[WeightRule]],
+    names: Mapping[WeightRule, Sequence[str]],
+    specs: Specs,
+    problems: Problems,
+) -> None:
+    """Each parameter's pieces are all there, and fill it."""
+    for path, own in pieces.items():
+        whole = specs[path].shape
+        lacking = [rule.source for rule in own if rule not in names]
+        sources = " and ".join(lacking) or "no rule"
+        if len(lacking) == len(own):
+            problems["missing parameters"].append(f"{path} (comes from {sources})")
+            continue
+        missing = whole[own[0].axis] - sum((rule.shape or whole)[rule.axis] for rule in own)
+        if lacking or missing > 0:
+            problem = f"{path} along axis {own[0].axis} (lacks {sources})"
+            problems["parameters with a missing piece"].append(problem)
+        elif missing < 0:
+            twice = " and ".join(rule.source for rule in own)
+            problems["parameters filled twice"].append(f"{path} by {twice}")
 
 
 def _check_kv_scales(
