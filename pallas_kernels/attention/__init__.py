@@ -112,7 +112,7 @@ def rope_decode_attention(
     options["scales"] = checks.pool_scales(kv, scales)
     if backend is Backend.XLA or not qkv.size:
         return xla.rope_decode_attention(*arrays, dtype=dtype, **options)
-    config = _decode_config(kv, block_tables, dtype, backend)
+    config = _decode_config(kv, block_tables, backend)
     interpret = backend is Backend.INTERPRET
     return decode_triton.rope_decode_attention(
         *arrays, dtype=dtype, **options, config=config, interpret=interpret
@@ -175,7 +175,7 @@ def paged_prefill_attention(
 
 
 def _decode(q, kv, block_tables, seq_lens, options, backend, into=None):
-    config = _decode_config(kv, block_tables, q.dtype, backend)
+    config = _decode_config(kv, block_tables, backend)
     launch = {"config": config, "interpret": backend is Backend.INTERPRET, "into": into}
     return decode_triton.paged_decode_attention(q, kv, block_tables, seq_lens, **options, **launch)
 
@@ -211,14 +211,13 @@ def _widening_config(q, kv):
     return tuning.widening_config(num_tokens=q.shape[0], itemsize=q.dtype.itemsize, **sizes)
 
 
-def _decode_config(kv, block_tables, dtype, backend):
-    """Of a scaled pool that for its queries' dtype, to which its tiles are converted."""
+def _decode_config(kv, block_tables, backend):
     return tuning.decode_config(
         batch=block_tables.shape[0],
         num_kv_heads=kv.k.shape[2],
         max_context=block_tables.shape[1] * kv.k.shape[1],
         head_size=kv.k.shape[3],
-        itemsize=jnp.dtype(kv.attention_dtype(dtype)).itemsize,
+        itemsize=kv.k.dtype.itemsize,
         device_kind=device_kind(backend),
     )
 

@@ -60,7 +60,7 @@ def decode_config(
     max_context: int,
     device_kind: str = "",
 ) -> DecodeConfig:
-    """For `batch` sequences of at most `max_context` tokens."""
+    """For `batch` sequences of at most `max_context` tokens, over a pool of `itemsize` bytes."""
     tile = _key_tile(head_size, itemsize)
     # About two programs an SM keep the memory busy; a split should have a tile of its own to read.
     # The smallest bucket may hold a lone sequence; splits that it does not use cost little.
@@ -68,7 +68,7 @@ def decode_config(
     wanted = pl.next_power_of_2(-(-2 * NUM_CORES // (rows * num_kv_heads)))
     programs, many = batch * num_kv_heads, wanted == 1
     if many and programs > 12 * NUM_CORES:  # an SM has more at once if their tiles are small
-        tile = min(tile, 32)
+        tile = min(tile, 32 if itemsize > 1 else 64)  # as many bytes, in FP8
     # A long sequence among short ones may have more splits than all could have.
     splits = max(1, min(max(wanted, 8), 32, -(-max_context // tile)))
     config = DecodeConfig(

@@ -39,13 +39,14 @@ def test_of_many_sequences_the_longer_ones_are_split():
 def test_programs_beyond_what_the_chip_holds_have_small_tiles():
     assert [_decode(batch=b).tile_tokens for b in (64, 192, 256)] == [64, 64, 32]
     assert _decode(batch=256, head_size=512).tile_tokens == 16
+    assert [_decode(batch=b, itemsize=1).tile_tokens for b in (64, 256)] == [64, 64]
 
 
 def test_decode_has_no_more_splits_than_tiles():
     assert _decode(batch=1, max_context=64).num_splits == 1
 
 
-@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("itemsize", [1, 2, 4])
 def test_tiles_are_powers_of_two_within_limits(itemsize):
     for head_size, group, tokens in itertools.product((2, 32, 80, 256), (1, 3, 71), (1, 100, 8192)):
         decode = _decode(head_size=head_size, itemsize=itemsize)
