@@ -183,8 +183,9 @@ def resolve_dtype(asked: str, model: ModelConfig, platform: str) -> jnp.dtype:
 def describe_weights(model: ModelConfig, dtype: jnp.dtype) -> str:
     """What the weights are kept in."""
     kept = model.quantization
-    is_plain = kept is None or kept.format == PLAIN
-    return dtype.name if is_plain else f"{dtype.name}, projections in {kept.format}"
+    if kept is None or kept.format == PLAIN:
+        return dtype.name
+    return f"{dtype.name}, projections in {kept.format}"
 
 
 def _resolve_kv_cache_dtype(asked: str, dtype: jnp.dtype, device: Any) -> str | None:

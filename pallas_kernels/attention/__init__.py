@@ -13,7 +13,7 @@ from pallas_kernels.attention import (
     prefill_hopper,
     prefill_triton,
     tuning,
-    widening,
+    widen_triton,
     xla,
 )
 from pallas_kernels.attention.tiles import decode_rows_apart
@@ -194,7 +194,7 @@ def _prefill(q, kv, block_tables, query_start_loc, seq_lens, options, backend, s
         if not kv.is_scaled:
             return prefill_hopper.paged_prefill_attention(*arrays, **launch)
         config = _widening_config(q, kv)
-        wide = widening.widen(*arrays[1:], dtype=q.dtype, config=config, interpret=False)
+        wide = widen_triton.widen(*arrays[1:], dtype=q.dtype, config=config, interpret=False)
         into = prefill_hopper.paged_prefill_attention(q, *wide[:4], **launch)
         if block_tables.size <= config.room:
             return into

@@ -23,8 +23,8 @@ of the next tile: nothing drains.
 Blocks past the end of a sequence are read from outside the pool, which gives zeros; slots past the
 end inside its last block are zeroed in the copy, for 0 * NaN is NaN.
 Pools have the dtype of the queries, since nothing converts what was copied before the GEMMs read
-it: of a scaled pool widening.py makes one first, whose scales are factors of the scores and of the
-output.
+it: of a scaled pool widen_triton.py makes one first, whose scales are factors of the scores and of
+the output.
 FlashAttention-3 (arXiv:2407.08608) over paged keys (arXiv:2309.06180).
 """
 

@@ -42,8 +42,8 @@ class PrefillConfig:
 
 @dataclasses.dataclass(frozen=True)
 class WideningConfig:
-    """Of widening.py: blocks that there is room for, elements of a block that a program converts at
-    a time, programs, warps."""
+    """Of widen_triton.py: blocks that there is room for, elements of a block that a program converts
+    at a time, programs, warps."""
 
     room: int
     chunk: int = 4096

@@ -10,7 +10,8 @@ from e2e_options import ANSWER, GREEDY, QUESTION, Engines
 from safetensors.numpy import load_file
 
 from jpaged import SamplingParams
-from jpaged.calibrate import SCALES_NAME, calibrate, main, scales_of
+from jpaged.calibrate.__main__ import main
+from jpaged.calibrate.scales import SCALES_NAME, calibrate, scales_of
 from jpaged.config import EMBEDDED_MODEL
 from jpaged.models.checkpoint import CheckpointError, read_config
 from jpaged.models.registry import read_model_config

@@ -31,7 +31,7 @@ from pallas_kernels import (
     rope_decode_attention,
     tuning,
 )
-from pallas_kernels.attention import decode_triton, prefill_hopper, prefill_triton, widening
+from pallas_kernels.attention import decode_triton, prefill_hopper, prefill_triton, widen_triton
 from pallas_kernels.attention import tuning as attention_tuning
 from pallas_kernels.attention.tuning import DecodeConfig, PrefillConfig, WideningConfig
 from tests.reference import kernels as reference
@@ -553,7 +553,7 @@ def test_prefill_over_widened_blocks(block_size, room, interpret):
     @jax.jit
     def run(q, kv, tables, starts, lens):
         room_of = WideningConfig(max(room, 1), chunk=512, num_programs=3)
-        wide = widening.widen(
+        wide = widen_triton.widen(
             kv, tables, starts, lens, dtype=q.dtype, config=room_of, interpret=interpret
         )
         out = prefill_triton.paged_prefill_attention(q, *wide[:4], **options)

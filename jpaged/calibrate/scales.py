@@ -1,18 +1,8 @@
-"""`python -m jpaged.calibrate MODEL TEXT FOLDER`: scales for a KV cache in FP8.
+"""Scales of keys and values in FP8, from what a text gives, and a checkpoint that has them."""
 
-Runs a text through the model and takes the largest absolute key and value of each layer, over 448,
-as the scales, rounded up to powers of 2. With such scales only those numbers are stored otherwise
-than with 1 that are too large for FP8, or so small that it has them with fewer bits. FOLDER gets
-them as `self_attn.k_scale` and `self_attn.v_scale` in a small safetensors file, beside links to the
-checkpoint's own files and a config.json whose `kv_cache_scheme` tells of them, as compressed-tensors
-writes it. It is then loaded with `kv_cache_dtype="fp8"`.
-"""
-
-import argparse
 import json
 import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -39,7 +29,6 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.loader import plan_model
 from jpaged.models.registry import read_model_config
 from jpaged.runtime.kv_cache import make_pool
-from jpaged.terminal import one_line
 from jpaged.text.tokenizer import Tokenizer
 from pallas_kernels import FP8_MAX, LayerKV, select_backend
 
@@ -181,7 +170,7 @@ def _write(
     matches = (re.match(r"(.*?)layers\.\d+\.", it.name) for it in tensors)
     prefix = next((found[1] for found in matches if found), "")
     own = {
-        f"{prefix}{layer}.self_attn.{kind}_scale": np.float32([scale])
+        f"{prefix}{layer}.self_attn.{kind}_scale": np.asarray([scale], np.float32)
         for layer, pair in scales.items()
         for kind, scale in zip("kv", pair, strict=True)
     }
@@ -192,33 +181,3 @@ def _write(
     kept = dict(content.get("quantization_config") or NO_WEIGHTS)
     config = content | {"quantization_config": kept | {"kv_cache_scheme": SCHEME}}
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: the process's) and return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="jpaged.calibrate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("model", help="checkpoint folder or Hugging Face id")
-    parser.add_argument("text", type=Path, help="a text file such as the model will see, in UTF-8")
-    parser.add_argument("folder", type=Path, help="what to write; new, or empty")
-    parser.add_argument("--dtype", default="auto", help="of the weights (auto)")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence (2048)")
-    args = parser.parse_args(argv)
-    try:
-        text = args.text.read_text(encoding="utf-8")
-        options = {"dtype": args.dtype, "length": args.length}
-        scales = calibrate(args.model, text, args.folder, **options)
-    except (ValueError, OSError) as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
-        return 1
-    for layer, (k, v) in scales.items():
-        print(f"{layer}: k_scale {k:.3g}, v_scale {v:.3g}")
-    print(f'written to {args.folder}: load it with kv_cache_dtype="fp8"')
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
