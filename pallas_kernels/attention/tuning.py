@@ -42,7 +42,7 @@ class PrefillConfig:
 
 @dataclasses.dataclass(frozen=True)
 class WideningConfig:
-    """Of widen_triton.py: blocks that there is room for, elements of a block that a program converts
+    """Of widen_triton.py: blocks that there is room for, elements of one that a program converts
     at a time, programs, warps."""
 
     room: int
