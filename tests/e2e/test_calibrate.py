@@ -85,7 +85,7 @@ def test_with_them_the_cache_drifts_no_more_than_with_a_scale_of_1(engines: Engi
         for model in (None, folder)
     ]
     assert 0 < drifts[1] <= 1.02 * drifts[0]
-    engine = engines(folder, kv_cache_dtype="fp8", quantization="fp8", **options)
+    engine = engines(folder, kv_cache_dtype="fp8", **options)
     assert engine.generate([QUESTION], GREEDY)[0].outputs[0].text == ANSWER
 
 
