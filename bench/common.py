@@ -220,7 +220,7 @@ class Floor:
         """From a running engine's own account; of each device, where several share the model."""
         model = engine.model_config.share(engine.config.tensor_parallel_size)
         weights = engine.memory_account.weights
-        is_narrow = model.quantization is not None
+        is_narrow = model.quantization is not None and model.quantization.format != "plain"
         table_bytes = 2 * model.table_rows * model.hidden_size
         if not model.tie_word_embeddings:
             weights -= table_bytes

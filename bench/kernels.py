@@ -6,7 +6,8 @@ How: one jit calls the op many times over different queries and pools (enough of
 pool is read from the chip's cache twice in a row); blocks of such calls are launched back to back
 and waited for once. A figure is the median over the blocks of (block time / calls in it), so it
 holds the op as a serving step runs it, with the launch gaps the GPU cannot hide.
-Bytes are keys and values read once; FLOPs are 4 * N * H for each (query, visible key).
+Bytes are keys and values as the pool has them, read once; FLOPs are 4 * N * H for each (query,
+visible key).
 What paging costs is the time over blocks in random order, over that of the same kernel with each
 sequence's blocks side by side. Sampling is a whole top-p sample step's choice: temperature,
 truncation, noise, argmax.
@@ -32,6 +33,7 @@ from bench.records import print_table, record
 from jpaged import SamplingParams
 from jpaged.runtime.sampler import decode_rows, encode_row, required_level, sample
 from pallas_kernels import (
+    FP8,
     Backend,
     LayerKV,
     paged_decode_attention,
@@ -46,7 +48,8 @@ PROGRAM_BYTES = 1 << 30  # read by one program at least, or the host takes longe
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`batch` sequences of `tokens` new ones behind `context`; tokens 0 means a decode step."""
+    """`batch` sequences of `tokens` new ones behind `context`; tokens 0 means a decode step. With
+    `fp8` the pool is in FP8."""
 
     name: str
     batch: int
@@ -56,6 +59,7 @@ class Case:
     block_size: int
     mark: float  # TB/s, TFLOP/s or, where unit says so, microseconds
     unit: str
+    fp8: bool = False
 
     @property
     def seq_len(self):
@@ -63,7 +67,7 @@ class Case:
 
     @property
     def num_bytes(self):
-        return self.batch * self.seq_len * self.heads[1] * HEAD_SIZE * 2 * 2
+        return self.batch * self.seq_len * self.heads[1] * HEAD_SIZE * 2 * (2 - self.fp8)
 
     @property
     def flops(self):
@@ -80,6 +84,13 @@ CASES = [
     Case("prefill 1 x 8192", 1, 0, 8192, (32, 8), 16, 640.0, "TFLOP/s"),
     Case("prefill 64 x 256", 64, 0, 256, (32, 8), 16, 180.0, "TFLOP/s"),
     Case("prefill 4 x 512 on 4096", 4, 4096, 512, (32, 8), 16, 550.0, "TFLOP/s"),
+]
+FP8_MARKS = (3.65, 3.65, 3.5, 9.0, 480.0, 600.0, 170.0, 500.0)
+"""Of the same cases: 85 % of what the memory gives; of prefill, what widening costs at most."""
+
+CASES += [
+    dataclasses.replace(case, name=f"{case.name}, fp8", mark=mark, fp8=True)
+    for case, mark in zip(CASES, FP8_MARKS, strict=True)
 ]
 
 
@@ -118,7 +129,11 @@ def build(case, seed=0, *, contiguous=False, least_blocks=0, max_pools=None):
 
     queries = [normal(rows, case.heads[0], HEAD_SIZE) for _ in range(num_calls)]
     shape = (num_blocks, case.block_size, case.heads[1], HEAD_SIZE)
-    pools = [LayerKV(normal(*shape), normal(*shape)) for _ in range(num_pools)]
+    dtype = FP8 if case.fp8 else jnp.bfloat16
+    pools = [
+        LayerKV(normal(*shape).astype(dtype), normal(*shape).astype(dtype))
+        for _ in range(num_pools)
+    ]
     return queries, pools, ((tables, starts, lens) if case.tokens else (tables, lens))
 
 

@@ -44,7 +44,7 @@ FLOORS = (
     ("compile",),
     ("engine",),
     ("serve", "terminal"),
-    ("__main__",),
+    ("__main__", "calibrate"),
 )
 """Rooms from the lowest floor to the highest; those of one floor may import each other, but not in
 a circle."""

@@ -22,7 +22,7 @@ from jpaged.core.scheduler import Scheduler, SchedulerConfig
 from jpaged.core.swap import PreemptionMode, PressurePolicy
 from jpaged.engine.preprocessing import Preprocessor
 from jpaged.models.checkpoint import read_config, read_generation_config, resolve_checkpoint
-from jpaged.models.config import FP8_DTYPE, ModelConfig, refuse_head_size
+from jpaged.models.config import FP8_DTYPE, PLAIN, ModelConfig, refuse_head_size
 from jpaged.models.loader import ModelPlan, plan_model
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import make_mesh
@@ -164,14 +164,15 @@ def _plan_model(
     most = select_backend(device.platform).max_head_size
     if most is not None and model.head_size > most:
         raise refuse_head_size(model.head_size, f"1 to {most}, on a GPU")
-    dtype = _resolve_dtype(config.dtype, model, device.platform)
+    dtype = resolve_dtype(config.dtype, model, device.platform)
     kv_cache_dtype = _resolve_kv_cache_dtype(config.kv_cache_dtype, dtype, device)
     model = replace(model, kv_cache_dtype=kv_cache_dtype)
     asked = {"load_format": config.load_format, "seed": config.seed, "mesh": mesh}
     return plan_model(folder, model, dtype=dtype, **asked), dtype
 
 
-def _resolve_dtype(asked: str, model: ModelConfig, platform: str) -> jnp.dtype:
+def resolve_dtype(asked: str, model: ModelConfig, platform: str) -> jnp.dtype:
+    """The weights' dtype on a platform; `asked` as of `EngineConfig.dtype`."""
     if asked != "auto":
         return jnp.dtype(asked)
     if platform == "cpu":  # where bfloat16 is emulated
@@ -182,7 +183,9 @@ def _resolve_dtype(asked: str, model: ModelConfig, platform: str) -> jnp.dtype:
 def describe_weights(model: ModelConfig, dtype: jnp.dtype) -> str:
     """What the weights are kept in."""
     kept = model.quantization
-    return dtype.name if kept is None else f"{dtype.name}, projections in {kept.format}"
+    if kept is None or kept.format == PLAIN:
+        return dtype.name
+    return f"{dtype.name}, projections in {kept.format}"
 
 
 def _resolve_kv_cache_dtype(asked: str, dtype: jnp.dtype, device: Any) -> str | None:

@@ -52,6 +52,11 @@ _ALIASES = (
     (".input_scale", ".activation_scale"),
     (".self_attn.k_scale", ".self_attn.k_proj.k_scale"),
     (".self_attn.v_scale", ".self_attn.v_proj.v_scale"),
+    (".self_attn.k_scale", ".self_attn.k_proj.output_scale"),
+    (".self_attn.v_scale", ".self_attn.v_proj.output_scale"),
+    (".self_attn.k_scale", ".self_attn.attn.k_scale"),
+    (".self_attn.v_scale", ".self_attn.attn.v_scale"),
+    (".self_attn.kv_scale", ".self_attn.attn.kv_scale"),
 )
 """Ends of names that differ in checkpoints in FP8, where what they name does not."""
 
@@ -112,7 +117,7 @@ class WeightRules:
     """Where the tensors of a model's checkpoints go.
 
     Attributes:
-        rules: one for each tensor.
+        rules: one for each tensor and parameter that it fills.
         prefix: regular expression of what may stand before the base model's names, so before all
             but the output head's.
         unneeded: regular expression of the names, without prefix, of more tensors that are known
@@ -126,18 +131,25 @@ class WeightRules:
     head_prefix: str = ""
 
     def find(self, name: str) -> WeightRule | None:
-        """The rule of the tensor of that name; None if it is unknown."""
+        """The first rule of the tensor of that name; None if it is unknown."""
+        return next(iter(self.find_all(name)), None)
+
+    def find_all(self, name: str) -> Sequence[WeightRule]:
+        """The rules of the tensor of that name; none if it is unknown."""
         prefix = self.head_prefix if name.endswith("lm_head.weight") else self.prefix
         source = re.sub(f"^(?:{prefix})", "", name)
         if self.unneeded and re.fullmatch(self.unneeded, source):
-            return WeightRule(source, None)
+            return [WeightRule(source, None)]
         for name, alias in _ALIASES:
             source = source.removesuffix(alias) + name if source.endswith(alias) else source
-        return self._by_source.get(source)
+        return self._by_source.get(source, ())
 
     @cached_property
-    def _by_source(self) -> dict[str, WeightRule]:
-        return {rule.source: rule for rule in self.rules}
+    def _by_source(self) -> dict[str, list[WeightRule]]:
+        found: dict[str, list[WeightRule]] = {}
+        for rule in self.rules:
+            found.setdefault(rule.source, []).append(rule)
+        return found
 
 
 def open_tensors(file: Path) -> safe_open:

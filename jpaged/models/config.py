@@ -20,6 +20,9 @@ NormPlace = Literal["before", "after", "sum"]
 FP8_DTYPE = "float8_e4m3fn"
 """Of a KV pool in FP8."""
 
+PLAIN = "plain"
+"""The format of weights that are kept as they are."""
+
 MAX_SHARES = 8
 """Most devices that share a model."""
 
@@ -78,7 +81,7 @@ class Projection:
     width: tuple[int, ...] = ()
     bias: bool = False
     all_reduced: bool = False
-    format: str = "plain"
+    format: str = PLAIN
 
     @property
     def outputs(self) -> tuple[int, ...]:

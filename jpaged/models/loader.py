@@ -72,8 +72,14 @@ _DUMMY_STD = 0.02
 _DUMMY_SCALE = 2.0**-8
 """Of weights in FP8, so that the largest are a quarter of what it has, and of their rows."""
 
-_OPTIONAL = re.compile(r"layers\.\d+\.attention\.[kv]_scale")
-"""Paths of parameters that a checkpoint may lack: they are ones then."""
+_KV_SCALE = re.compile(r"layers\.\d+\.attention\.[kv]_scale")
+"""Paths of parameters that a checkpoint may lack for both the keys and the values of a layer, which
+are ones then; each may come by one of several rules."""
+
+_OTHER_SCALE = {"k_scale": "v_scale", "v_scale": "k_scale"}
+
+_SCALES = (".weight_scale", ".input_scale", ".k_scale", ".v_scale")
+"""Ends of the paths of parameters that numbers in FP8 are multiplied by."""
 
 _LAYER_NUMBER = re.compile(r"(?<=\.)\d{1,9}(?=\.)")
 
@@ -413,15 +419,16 @@ def plan_weights(
     placements: list[Placement] = []
     names: dict[WeightRule, list[str]] = defaultdict(list)  # of the tensors of each rule
     for tensor in tensors:
-        rule = rules.find(tensor.name)
-        if rule is None:
+        found = rules.find_all(tensor.name)
+        if not found:
             problems["unknown tensors"].append(tensor.name)
-        elif rule.target is None:
-            continue
-        elif rule.target not in specs:
-            unknown = f"{tensor.name} (the model has no {rule.target})"
-            problems["unknown tensors"].append(unknown)
-        else:
+        for rule in found:
+            if rule.target is None:
+                continue
+            if rule.target not in specs:
+                unknown = f"{tensor.name} (the model has no {rule.target})"
+                problems["unknown tensors"].append(unknown)
+                continue
             names[rule].append(tensor.name)
             placements.append(_place(tensor, rule, rule.target, specs, problems))
     pieces: dict[str, list[WeightRule]] = {path: [] for path in specs}
@@ -430,17 +437,9 @@ def plan_weights(
             pieces[rule.target].append(rule)
     for path in {rule.scale for rule in rules.rules if rule.scale is not None}:
         del pieces[path]  # made of what is read
-    for path, own in pieces.items():
-        whole = specs[path].shape
-        lacking = [rule.source for rule in own if rule not in names]
-        sources = " and ".join(lacking) or "no rule"
-        if len(lacking) == len(own):
-            if _OPTIONAL.fullmatch(path):
-                continue
-            problems["missing parameters"].append(f"{path} (comes from {sources})")
-        elif lacking or sum((rule.shape or whole)[rule.axis] for rule in own) < whole[own[0].axis]:
-            problem = f"{path} along axis {own[0].axis} (lacks {sources})"
-            problems["parameters with a missing piece"].append(problem)
+    scales = {path: pieces.pop(path) for path in specs if _KV_SCALE.fullmatch(path)}
+    _check_kv_scales(scales, names, problems)
+    _check_pieces(pieces, names, specs, problems)
     for rule, twice in names.items():
         if len(twice) > 1:
             problems["parameters filled twice"].append(f"{rule.target} by {' and '.join(twice)}")
@@ -448,6 +447,47 @@ def plan_weights(
         kinds = (f"{kind} ({len(it)}): {named_list(it)}" for kind, it in problems.items())
         raise CheckpointError(f"The checkpoint does not fit the model. {'; '.join(kinds)}.")
     return placements
+
+
+def _check_pieces(
+    pieces: Mapping[str, Sequence[WeightRule]],
+    names: Mapping[WeightRule, Sequence[str]],
+    specs: Specs,
+    problems: Problems,
+) -> None:
+    """Each parameter's pieces are all there, and fill it."""
+    for path, own in pieces.items():
+        whole = specs[path].shape
+        lacking = [rule.source for rule in own if rule not in names]
+        sources = " and ".join(lacking) or "no rule"
+        if len(lacking) == len(own):
+            problems["missing parameters"].append(f"{path} (comes from {sources})")
+            continue
+        missing = whole[own[0].axis] - sum((rule.shape or whole)[rule.axis] for rule in own)
+        if lacking or missing > 0:
+            problem = f"{path} along axis {own[0].axis} (lacks {sources})"
+            problems["parameters with a missing piece"].append(problem)
+        elif missing < 0:
+            twice = " and ".join(rule.source for rule in own)
+            problems["parameters filled twice"].append(f"{path} by {twice}")
+
+
+def _check_kv_scales(
+    pieces: Mapping[str, Sequence[WeightRule]],
+    names: Mapping[WeightRule, Sequence[str]],
+    problems: Problems,
+) -> None:
+    """Layers have one scale of their keys and one of their values, or neither."""
+    found = {path: [names[rule][0] for rule in it if rule in names] for path, it in pieces.items()}
+    for path, own in found.items():
+        other = _OTHER_SCALE[path[-7:]]
+        if len(own) > 1:
+            problems["parameters filled twice"].append(f"{path} by {' and '.join(own)}")
+        if own and not found[path[:-7] + other]:
+            problems["scales without their counterpart"].append(
+                f"{own[0]} (its layer has no {other}: fetch the checkpoint again, or load it with "
+                "kv_cache_dtype='auto')"
+            )
 
 
 def _place(
@@ -523,10 +563,24 @@ def _largest(slab: jax.Array, order: tuple[int, ...], count: int) -> jax.Array:
 
 def _read_slab(placement: Placement, rows: slice) -> np.ndarray:
     """These rows of a tensor, its axes split as in the parameter but in the order of the file."""
+    read = read_rows(placement.tensor, rows)
+    if placement.path.endswith(_SCALES):
+        _check_scales(placement.tensor, read)
     if placement.rule.fills:
-        return np.full(placement.shape, read_rows(placement.tensor, rows).reshape(()))
-    shape = [placement.shape[axis] for axis in placement.order[1:]]
-    return read_rows(placement.tensor, rows).reshape(-1, *shape)
+        return np.full(placement.shape, read.reshape(()))
+    return read.reshape(-1, *(placement.shape[axis] for axis in placement.order[1:]))
+
+
+def _check_scales(tensor: TensorInfo, read: np.ndarray) -> None:
+    """Refuse scales by which numbers would become zeros, infinite, others' negatives or NaN."""
+    values = read.astype(np.float32)
+    if not (bad := values[~((values > 0) & (values < np.inf))]).size:
+        return
+    more = f", and {bad.size - 1} more of its numbers are wrong" if bad.size > 1 else ""
+    raise CheckpointError(
+        f"{tensor.name} in {tensor.file.name} holds the scale {bad[0]:g}{more}; scales must be "
+        "positive and finite in float32: fetch the checkpoint again, or quantise the model again."
+    )
 
 
 def _slabs(placement: Placement) -> Iterator[tuple[np.ndarray, slice]]:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jpaged.models.config import Fields, Quantization, refuse
+from jpaged.models.config import PLAIN, Fields, Quantization, refuse
 from pallas_kernels import FP8_GROUP
 
 METHODS = ("compressed-tensors", "fp8", "modelopt")
@@ -56,12 +56,14 @@ def read_quantization(
             "or give 'fp8' to bring the weights to FP8 as they are loaded"
         )
     method = fields.choice("quant_method", None, METHODS)
-    if asked not in (None, method):
+    layout = _READERS[method](fields)
+    if asked == "fp8" and layout.format == PLAIN:
+        layout = layout._replace(format=asked)
+    elif asked not in (None, method):
         raise ValueError(
             f"quantization={asked!r}, but the checkpoint's weights are in FP8 already, as "
             f"{method!r} has them: leave quantization unset"
         )
-    layout = _READERS[method](fields)
     fields.ignore(_UNREAD[method])
     fields.refuse_unread()
     return Quantization(layout.format, _plain(layout, modules), layout.has_kv_scales)
@@ -84,10 +86,14 @@ def _plain(layout: _Layout, modules: Mapping[str, str]) -> tuple[str, ...]:
 
 def _compressed_tensors(fields: Fields) -> _Layout:
     formats = ("float-quantized", "naive-quantized")
-    fields.choice("format", formats[0], formats)
+    is_wide = fields.get("config_groups") == {}  # of a checkpoint with scales for the cache alone
+    fields.choice("format", formats[0], ("dense", *formats) if is_wide else formats)
     for name in ("sparsity_config", "transform_config"):
         if (value := fields.get(name)) not in (None, {}):
             raise refuse(fields.prefix + name, value, "{}")
+    if is_wide:
+        fields.ignore({"ignore"})
+        return _Layout(PLAIN, lambda names: False, _has_kv_scales(fields))
     groups = fields.nested("config_groups")
     if len(groups.values) != 1:
         raise refuse(fields.prefix + "config_groups", groups.values, "a single group")

@@ -9,7 +9,10 @@ from jpaged.models.checkpoint import WeightRule, WeightRules
 from jpaged.models.config import FP8_DTYPE, Fields, ModelConfig
 from jpaged.models.quantization import read_quantization
 
-_KV_SCALES = r"layers\.\d+\.self_attn\.(?:[kv]_proj\.)?(?:[kv]|kv)_scale"
+_KV_SCALES = (
+    r"layers\.\d+\.self_attn\."
+    r"(?:(?:attn\.|[kv]_proj\.)?(?:[kv]|kv)_scale|[kv]_proj\.output_scale)"
+)
 """Scales for keys and values in FP8, in checkpoints of which the cache is wider."""
 
 
@@ -73,8 +76,9 @@ def weight_rules(config: ModelConfig) -> WeightRules:
     if config.kv_cache_dtype != FP8_DTYPE:
         return replace(rules, unneeded="|".join(filter(None, (rules.unneeded, _KV_SCALES))))
     scales = [
-        WeightRule(f"layers.{i}.self_attn.{name}", f"layers.{i}.attention.{name}", fills=True)
+        WeightRule(f"layers.{i}.self_attn.{source}", f"layers.{i}.attention.{name}", fills=True)
         for i in range(config.num_layers)
         for name in ("k_scale", "v_scale")
+        for source in (name, "kv_scale")  # which is of both
     ]
     return replace(rules, rules=[*rules.rules, *scales])

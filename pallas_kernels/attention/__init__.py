@@ -8,7 +8,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels import checks
-from pallas_kernels.attention import decode_triton, prefill_hopper, prefill_triton, tuning, xla
+from pallas_kernels.attention import (
+    decode_triton,
+    prefill_hopper,
+    prefill_triton,
+    tuning,
+    widen_triton,
+    xla,
+)
 from pallas_kernels.attention.tiles import decode_rows_apart
 from pallas_kernels.kv_cache import check_rope
 from pallas_kernels.tuning import device_kind
@@ -105,7 +112,7 @@ def rope_decode_attention(
     options["scales"] = checks.pool_scales(kv, scales)
     if backend is Backend.XLA or not qkv.size:
         return xla.rope_decode_attention(*arrays, dtype=dtype, **options)
-    config = _decode_config(kv, block_tables, dtype, backend)
+    config = _decode_config(kv, block_tables, backend)
     interpret = backend is Backend.INTERPRET
     return decode_triton.rope_decode_attention(
         *arrays, dtype=dtype, **options, config=config, interpret=interpret
@@ -168,7 +175,7 @@ def paged_prefill_attention(
 
 
 def _decode(q, kv, block_tables, seq_lens, options, backend, into=None):
-    config = _decode_config(kv, block_tables, q.dtype, backend)
+    config = _decode_config(kv, block_tables, backend)
     launch = {"config": config, "interpret": backend is Backend.INTERPRET, "into": into}
     return decode_triton.paged_decode_attention(q, kv, block_tables, seq_lens, **options, **launch)
 
@@ -180,24 +187,37 @@ def _prefill(q, kv, block_tables, query_start_loc, seq_lens, options, backend, s
         "itemsize": q.dtype.itemsize,
         "device_kind": device_kind(backend),
     }
-    plain = all(options[name] is None for name in ("soft_cap", "sliding_window", "scales"))
+    plain = all(options[name] is None for name in ("soft_cap", "sliding_window"))
+    into = None
     if tuning.runs_hopper_prefill(block_size=kv.k.shape[1], plain=plain, **facts):
-        launch = {"scale": options["scale"], "shared": shared}
-        return prefill_hopper.paged_prefill_attention(*arrays, **launch)
+        launch = {"scale": options["scale"], "scales": options["scales"], "shared": shared}
+        if not kv.is_scaled:
+            return prefill_hopper.paged_prefill_attention(*arrays, **launch)
+        config = _widening_config(q, kv)
+        wide = widen_triton.widen(*arrays[1:], dtype=q.dtype, config=config, interpret=False)
+        into = prefill_hopper.paged_prefill_attention(q, *wide[:4], **launch)
+        if block_tables.size <= config.room:
+            return into
+        arrays = (q, kv, block_tables, wide.rest, seq_lens)  # of sequences without room
     facts["group"] = q.shape[1] // kv.k.shape[2]
     config = tuning.prefill_config(num_tokens=q.shape[0], batch=seq_lens.shape[0], **facts)
-    launch = {"config": config, "interpret": backend is Backend.INTERPRET}
+    launch = {"config": config, "interpret": backend is Backend.INTERPRET, "into": into}
     return prefill_triton.paged_prefill_attention(*arrays, **options, **launch)
 
 
-def _decode_config(kv, block_tables, dtype, backend):
-    """Of a scaled pool that for its queries' dtype, to which its tiles are converted."""
+def _widening_config(q, kv):
+    _, block_size, num_kv_heads, head_size = kv.k.shape
+    sizes = {"block_size": block_size, "num_kv_heads": num_kv_heads, "head_size": head_size}
+    return tuning.widening_config(num_tokens=q.shape[0], itemsize=q.dtype.itemsize, **sizes)
+
+
+def _decode_config(kv, block_tables, backend):
     return tuning.decode_config(
         batch=block_tables.shape[0],
         num_kv_heads=kv.k.shape[2],
         max_context=block_tables.shape[1] * kv.k.shape[1],
         head_size=kv.k.shape[3],
-        itemsize=jnp.dtype(kv.attention_dtype(dtype)).itemsize,
+        itemsize=kv.k.dtype.itemsize,
         device_kind=device_kind(backend),
     )
 

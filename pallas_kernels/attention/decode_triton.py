@@ -49,7 +49,7 @@ from pallas_kernels.attention import tile_ops
 from pallas_kernels.attention.tile_ops import tile_width
 from pallas_kernels.attention.tuning import DecodeConfig
 from pallas_kernels.kv_cache.xla import stored
-from pallas_kernels.types import LayerKV
+from pallas_kernels.types import FP8, LayerKV
 
 # Of the partials that are merged together: query heads, one a warp, and registers a thread.
 _MERGED_HEADS = 4
@@ -65,7 +65,6 @@ class Spec(tile_ops.Attention):
         num_partials: Of the fused projection that has the new tokens; 0: queries are given.
         eps: Of the norms of the projection's heads; None: there are none.
         dtype: That the projection is rounded to.
-        is_scaled: Whether the pool is.
     """
 
     config: DecodeConfig
@@ -74,7 +73,6 @@ class Spec(tile_ops.Attention):
     num_partials: int = 0
     eps: float | None = None
     dtype: Any = None
-    is_scaled: bool = False
 
     @property
     def num_new(self) -> int:
@@ -106,8 +104,7 @@ class Spec(tile_ops.Attention):
 
 def paged_decode_attention(q, kv, block_tables, seq_lens, *, into=None, scales=None, **options):
     """See the public entry of the same name; `options` are fields of `Spec`."""
-    own = {"in_place": into is not None, "is_scaled": kv.is_scaled}
-    spec = Spec.of(q.shape[1], kv, block_tables, **own, **options)
+    spec = Spec.of(q.shape[1], kv, block_tables, in_place=into is not None, **options)
     rows = q.reshape(-1, q.shape[2])
     inputs = (rows,) if into is None else (rows, into.reshape(rows.shape))
     out, *_ = _launch(spec, inputs, kv, block_tables, seq_lens, rows, scales)
@@ -121,12 +118,12 @@ def rope_decode_attention(
     num_partials, batch, total_heads, head_size = qkv.shape
     num_heads = total_heads - 2 * kv.k.shape[2]
     eps, weights = (None, ()) if norms is None else (norms.eps, (norms.q, norms.k))
-    new = {"num_partials": num_partials, "eps": eps, "dtype": dtype, "is_scaled": kv.is_scaled}
+    new = {"num_partials": num_partials, "eps": eps, "dtype": dtype}
     spec = Spec.of(num_heads, kv, block_tables, **new, **options)
     inputs = (qkv.reshape(-1, head_size), *angles, *weights)
     rows = jax.ShapeDtypeStruct((batch * num_heads, head_size), dtype)
     out, k, v, *_ = _launch(spec, inputs, kv, block_tables, seq_lens, rows, scales)
-    pool = LayerKV(k.reshape(kv.k.shape), v.reshape(kv.v.shape))
+    pool = LayerKV(*(tile_ops.pool_of(new, kv.k) for new in (k, v)))
     return out.reshape(batch, num_heads, head_size), pool
 
 
@@ -134,7 +131,7 @@ def _launch(spec, inputs, kv, block_tables, seq_lens, rows, scales):
     """All outputs: like `rows`, then the pools if they change, then scratch."""
     config, counters, scratch = spec.config, [], []
     plan = decode_plan(block_tables, seq_lens, spec)
-    pools = [pool.reshape(-1, kv.k.shape[3]) for pool in kv]
+    pools = [tile_ops.matrix_of(pool, spec) for pool in kv]
     new_pools = pools if spec.num_new else []
     if config.num_splits > 1:
         counters = [jnp.zeros((seq_lens.shape[0] * spec.num_kv_heads,), jnp.int32)]
@@ -285,18 +282,19 @@ def _kernel(k_ref, v_ref, tables_ref, plan_ref, *refs, spec, num_inputs):
             q = tile_ops.load_rows(inputs[0], first_row + group_head, head_size, live_rows)
             return q, tile_ops.softmax_start(spec.num_rows, head_size)
         owns_new = (item.split == item.num_splits - 1) & (seq_len > 0)
-        q, k, v = _new_token(spec, inputs, item.sequence, head, owns_new, k_ref.dtype, scales)
+        dtype = FP8 if spec.is_scaled else k_ref.dtype
+        q, k, v = _new_token(spec, inputs, item.sequence, head, owns_new, dtype, scales)
         slot = (item.slot * spec.num_kv_heads + head)[None]
         for ref, new in zip(pool_refs, (k, v), strict=True):
-            tile_ops.store_rows(ref, slot, head_size, new, owns_new[None])
+            tile_ops.store_pool_rows(ref, slot, spec, new, owns_new[None])
         score = tile_ops.scores_of_one(q, k, spec, k_scale)
         q, score = (tile_ops.repeat_rows(x, spec.repeats) for x in (q, score))
         return q, tile_ops.softmax_start_from(score, v, owns_new)
 
     def attend():
-        q, carry = begin()
+        q, carry = tile_ops.begin_folds(*begin(), spec)
         carry = lax.fori_loop(item.start, item.stop, lambda tile, c: fold(tile, c, q), carry)
-        return tile_ops.with_scaled_values(carry, v_scale)
+        return tile_ops.end_folds(carry, v_scale)
 
     def finish(carry):
         out = tile_ops.softmax_finish(carry)

@@ -22,8 +22,9 @@ sums weights of its own until the tile is done. The next key tile of a tile's la
 of the next tile: nothing drains.
 Blocks past the end of a sequence are read from outside the pool, which gives zeros; slots past the
 end inside its last block are zeroed in the copy, for 0 * NaN is NaN.
-Pools have the dtype of the queries: over one of float8_e4m3fn prefill_triton.py runs, since here
-nothing converts what was copied before the GEMMs read it.
+Pools have the dtype of the queries, since nothing converts what was copied before the GEMMs read
+it: of a scaled pool widen_triton.py makes one first, whose scales are factors of the scores and of
+the output.
 FlashAttention-3 (arXiv:2407.08608) over paged keys (arXiv:2309.06180).
 """
 
@@ -67,8 +68,11 @@ class _Spec(NamedTuple):
     block_size: int
 
 
-def paged_prefill_attention(q, kv, block_tables, query_start_loc, seq_lens, *, scale, shared=None):
-    """See the public entry of the same name; no soft cap and no window."""
+def paged_prefill_attention(
+    q, kv, block_tables, query_start_loc, seq_lens, *, scale, scales=None, shared=None
+):
+    """See the public entry of the same name; no soft cap and no window, and `scales` are those of
+    the pool that the blocks were widened from."""
     (num_tokens, num_heads, head_size), (_, block_size, num_kv_heads, _) = q.shape, kv.k.shape
     group = num_heads // num_kv_heads
     members = heads_a_tile(group, num_tokens)
@@ -81,14 +85,14 @@ def paged_prefill_attention(q, kv, block_tables, query_start_loc, seq_lens, *, s
     )
     numbers = _numbers(block_tables, query_start_loc, seq_lens, num_rows, window)
     k, v = (pool.reshape(-1, num_kv_heads * head_size) for pool in kv)
-    arrays = (padded.reshape(num_rows, -1), k, v, numbers)
+    arrays = (padded.reshape(num_rows, -1), k, v, numbers, *(scales or ()))
     attend = functools.partial(_attend, spec=spec)
     out = attend(*arrays) if shared is None else shared(attend, *arrays)
     return out[:num_tokens].reshape(q.shape)
 
 
 @functools.partial(jax.jit, static_argnames="spec")
-def _attend(q, k, v, numbers, *, spec):
+def _attend(q, k, v, numbers, *scales, spec):
     """The kernel over rows of all heads; inside a step's jit it is traced and lowered once."""
     copies = max(1, TILE // spec.block_size)
 
@@ -120,7 +124,7 @@ def _attend(q, k, v, numbers, *, spec):
         compiler_params=ops.COMPILER_PARAMS,
         kernel_name="paged_prefill_attention_hopper",
     )
-    return call(q, k, v, numbers)
+    return call(q, k, v, numbers, *scales)
 
 
 def heads_a_tile(group, num_tokens):
@@ -167,8 +171,7 @@ def _kernel(
     k_ref,
     v_ref,
     numbers_ref,
-    out_ref,
-    *,
+    *refs,
     q_smem,
     k_smem,
     v_smem,
@@ -182,6 +185,7 @@ def _kernel(
     spec,
 ):
     scale, group, members, num_kv_heads, head_size, block_size = spec
+    *scale_refs, out_ref = refs
     window = ROWS // members
     program, warp_group = lax.axis_index("program"), lax.axis_index("warp_group")
     num_tiles = numbers_ref[0]
@@ -293,6 +297,8 @@ def _kernel(
             lax.broadcasted_iota(jnp.int32, (HALF, TILE), 1), plgpu.Layout.WGMMA
         )
         my_out = out_smem.at[warp_group]
+        k_scale, v_scale = [ref[0] for ref in scale_refs] or (1.0, 1.0)
+        factor = scale * _LOG2_E * k_scale
 
         def wgmma_zeros(*shape):
             layout = plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
@@ -309,7 +315,6 @@ def _kernel(
             if shift is not None:
                 token = (matrix_row + first) & (window - 1)
                 scores = jnp.where(matrix_column <= token + shift, scores, MASKED)
-            factor = scale * _LOG2_E
             strip_max = _in_pairs(jnp.maximum, _strips(scores))
 
             def grow(reference, row_sum):
@@ -418,7 +423,7 @@ def _kernel(
             plgpu.barrier_arrive(q_empty.at[q_stage])
             next_fields = item_fields(index + 1)
             weights, _, sums, out = carry
-            inverse = lax.broadcast_in_dim(1 / jnp.sum(sums, axis=1), out.shape, [0])
+            inverse = lax.broadcast_in_dim(v_scale / jnp.sum(sums, axis=1), out.shape, [0])
             step = step + last
             plgpu.barrier_wait(v_full.at[stage_of(step)])
             clean_values(stage_of(step), seq_len - last * TILE, seq_len)

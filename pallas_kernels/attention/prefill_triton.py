@@ -11,6 +11,7 @@ group of G query heads (tiles.py has the map), so GQA reads keys and values once
     out -> the tile's own rows; padding rows form tiles without keys, which write zeros
 
 With a sliding window the loop starts at the window of the tile's first token and always masks.
+With `into`, results are written there, and rows before the first sequence's are kept.
 Tiles run last first: a sequence's last tiles have the most keys, the short ones then fill the gaps.
 FlashAttention-2 (arXiv:2307.08691) over paged keys (arXiv:2309.06180).
 """
@@ -38,6 +39,7 @@ def paged_prefill_attention(
     config: PrefillConfig,
     interpret: bool,
     scales=None,
+    into=None,
     **options,
 ):
     """See the public entry of the same name."""
@@ -45,24 +47,29 @@ def paged_prefill_attention(
     spec = tile_ops.Attention.of(num_heads, kv, block_tables, **options)
     tile_size = max(1, config.tile_rows // pl.next_power_of_2(spec.group))
     tiles = jnp.stack(tile_map(seq_lens, query_start_loc, num_tokens, tile_size))
+    k, v = (tile_ops.matrix_of(pool, spec) for pool in kv)
+    arrays = (q.reshape(-1, head_size), k, v, block_tables.reshape(-1), tiles, *(scales or ()))
+    arrays += () if into is None else (into.reshape(-1, head_size),)
+    sizes = {"tile_size": tile_size, "tile_tokens": config.tile_tokens}
     call = pl.pallas_call(
-        functools.partial(_kernel, tile_size=tile_size, tile_tokens=config.tile_tokens, spec=spec),
+        functools.partial(_kernel, is_scaled=scales is not None, spec=spec, **sizes),
         out_shape=jax.ShapeDtypeStruct((num_tokens * num_heads, head_size), q.dtype),
         grid=(spec.num_kv_heads, tiles.shape[1]),
+        input_output_aliases={} if into is None else {len(arrays) - 1: 0},
         compiler_params=plgpu.CompilerParams(
             num_warps=config.num_warps, num_stages=config.num_stages
         ),
         interpret=interpret,
         name="paged_prefill_attention",
     )
-    k, v = (pool.reshape(-1, head_size) for pool in kv)
-    arrays = (q.reshape(-1, head_size), k, v, block_tables.reshape(-1), tiles)
-    return call(*arrays, *(scales or ())).reshape(q.shape)
+    return call(*arrays).reshape(q.shape)
 
 
-def _kernel(q_ref, k_ref, v_ref, tables_ref, tiles_ref, *refs, tile_size, tile_tokens, spec):
-    *scale_refs, out_ref = refs
-    k_scale, v_scale = [ref[0] for ref in scale_refs] or (None, None)
+def _kernel(
+    q_ref, k_ref, v_ref, tables_ref, tiles_ref, *refs, tile_size, tile_tokens, is_scaled, spec
+):
+    out_ref = refs[-1]
+    k_scale, v_scale = [ref[0] for ref in refs[: 2 * is_scaled]] or (None, None)
     head, tile = pl.program_id(0), pl.num_programs(1) - 1 - pl.program_id(1)
     head_size, group, sliding_window = spec.head_size, spec.group, spec.sliding_window
     sequence, first_row, first_position, num_rows, num_keys = (
@@ -89,10 +96,11 @@ def _kernel(q_ref, k_ref, v_ref, tables_ref, tiles_ref, *refs, tile_size, tile_t
 
     start, full, stop = _key_tiles(first_position, num_keys, tile_tokens, sliding_window)
     carry = tile_ops.softmax_start(row.shape[0], head_size)
+    q, carry = tile_ops.begin_folds(q, carry, spec)
     if sliding_window is None:
         carry = lax.fori_loop(start, full, functools.partial(fold, masked=False), carry)
     carry = lax.fori_loop(full, stop, functools.partial(fold, masked=True), carry)
-    carry = tile_ops.with_scaled_values(carry, v_scale)
+    carry = tile_ops.end_folds(carry, v_scale)
     tile_ops.store_rows(out_ref, q_rows, head_size, tile_ops.softmax_finish(carry), mine)
 
 

@@ -6,8 +6,15 @@ their loops over tiles of keys.
     scores = q . k, scaled, capped, masked                      in units of log2 e
     max, sum, out = online softmax, in exp2
 
-Keys and values of a scaled pool are converted to the queries' dtype once they are loaded; their
-scales are factors of the scores and of the output.
+Keys and values of a scaled pool are converted once they are loaded; their scales are factors of the
+scores and of the output. They become float16 where the queries have 16 bits: every number of
+float8_e4m3fn is one of float16 too, a pair of them takes one instruction, and bfloat16 takes three
+of a slow unit more. Queries beyond 65,504 overflow in it.
+
+Two neighbours of a scaled pool's row are loaded as one number of 16 bits, since a tensor core's
+factors are brought to their places in shared memory and registers by 16 bits at least: the values,
+which are summed over keys, one byte at a time otherwise. So rows are multiplied in two parts, their
+even and their odd columns, and a tile of such rows is a tuple of two; of others, of one.
 
 Arrays are seen as matrices of rows of H elements (a free reshape outside the kernel): q's row is
 token * N + head, the pool's is (block * S + offset) * K + KV head. Tiles have power-of-two sides,
@@ -17,6 +24,7 @@ meanwhile is scaled by exp2(MASKED - score) = 0 as soon as it sees its first key
 """
 
 import dataclasses
+import functools
 import math
 
 import jax.numpy as jnp
@@ -25,6 +33,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.kv_cache.triton import zero_for
+from pallas_kernels.types import FP8
 
 MASKED = -1e30
 _LOG2_E = math.log2(math.e)
@@ -43,6 +52,8 @@ class Attention:
     scale: float
     soft_cap: float | None
     sliding_window: int | None
+    is_scaled: bool = False  # whether the pool is
+    is_paired: bool = False  # whether it is seen as numbers of 16 bits
 
     @classmethod
     def of(cls, num_heads, kv, block_tables, **more):
@@ -54,6 +65,9 @@ class Attention:
             head_size=head_size,
             block_size=block_size,
             table_width=block_tables.shape[1],
+            is_scaled=kv.is_scaled,
+            # Half a narrower head would not fill a tile.
+            is_paired=kv.is_scaled and head_size % 2 == 0 and head_size >= 2 * _MIN_WIDTH,
             **more,
         )
 
@@ -61,6 +75,21 @@ class Attention:
     def group(self) -> int:
         """Query heads a KV head."""
         return self.num_heads // self.num_kv_heads
+
+
+def matrix_of(pool, spec):
+    """A pool's keys or values as the kernels see them, [P * S * K, H], or H / 2 pairs of numbers;
+    no copy."""
+    if not spec.is_paired:
+        return pool.reshape(-1, spec.head_size)
+    return lax.bitcast_convert_type(pool.reshape(-1, spec.head_size // 2, 2), jnp.uint16)
+
+
+def pool_of(matrix, like):
+    """The inverse of `matrix_of`, for a pool `like` the one that it is of."""
+    if matrix.dtype != like.dtype:
+        matrix = lax.bitcast_convert_type(matrix, like.dtype)
+    return matrix.reshape(like.shape)
 
 
 def tile_width(head_size):
@@ -86,6 +115,40 @@ def store_rows(ref, rows, head_size, value, live):
     plgpu.store(ref.at[index], value.astype(ref.dtype), mask=mask)
 
 
+def in_parts(x, spec):
+    """The parts of rows [rows, tile_width(H)]."""
+    if not spec.is_paired:
+        return (x,)
+    shape = x.shape[0], x.shape[1] // 2
+    return tuple(part.reshape(shape) for part in lax.split(x.reshape(*shape, 2), (1, 1), axis=2))
+
+
+def whole(parts):
+    """The rows of these parts."""
+    if len(parts) == 1:
+        return parts[0]
+    pairs = jnp.concatenate([part[:, :, None] for part in parts], axis=2)
+    return pairs.reshape(pairs.shape[0], -1)
+
+
+def _load_parts(ref, rows, spec, live, dtype):
+    """Parts of a tile of the pool's keys or values, in `dtype`; zeros where not live."""
+    if not spec.is_paired:
+        return (load_rows(ref, rows, spec.head_size, live).astype(dtype),)
+    pairs = load_rows(ref, rows, spec.head_size // 2, live)
+    halves = pairs.astype(jnp.uint8), (pairs >> jnp.uint16(8)).astype(jnp.uint8)
+    return tuple(lax.bitcast_convert_type(half, FP8).astype(dtype) for half in halves)
+
+
+def store_pool_rows(ref, rows, spec, value, live):
+    """The inverse of `load_rows` for a matrix of the pool."""
+    if not spec.is_paired:
+        return store_rows(ref, rows, spec.head_size, value, live)
+    parts = in_parts(lax.bitcast_convert_type(value, jnp.uint8), spec)
+    even, odd = (part.astype(jnp.uint16) for part in parts)
+    return store_rows(ref, rows, spec.head_size // 2, even | (odd << jnp.uint16(8)), live)
+
+
 def repeat_rows(x, repeats):
     """Each entry along the first axis so many times, one after the other; of powers of two."""
     shape = (x.shape[0], repeats, *x.shape[1:])
@@ -93,12 +156,27 @@ def repeat_rows(x, repeats):
     return lax.broadcast_in_dim(x, shape, axes).reshape(-1, *x.shape[1:])
 
 
+def begin_folds(q, carry, spec):
+    """Queries and the running (max, sum, output) as `fold_keys` takes them, in parts."""
+    if spec.is_scaled and q.dtype == jnp.bfloat16:
+        q = q.astype(jnp.float16)
+    row_max, row_sum, out = carry
+    return in_parts(q, spec), (row_max, row_sum, in_parts(out, spec))
+
+
+def end_folds(carry, v_scale=None):
+    """The running (max, sum, output) after them, of values stored divided by `v_scale`, if any."""
+    row_max, row_sum, parts = carry
+    out = whole(parts)
+    return row_max, row_sum, out if v_scale is None else out * v_scale
+
+
 def fold_keys(carry, q, refs, sequence, head, positions, live, mask, spec, k_scale=None):
     """Fold one tile of a sequence's keys into the running (max, sum, output).
 
     Args:
-        carry: of `softmax_start`.
-        q: [rows, H].
+        carry: as of `begin_folds`.
+        q: [rows, H], likewise.
         refs: the keys' and the values' matrix, and the block tables [B * M].
         sequence, head: whose keys.
         positions: of the keys.
@@ -116,13 +194,18 @@ def fold_keys(carry, q, refs, sequence, head, positions, live, mask, spec, k_sca
     else:
         blocks = plgpu.load(tables_ref.at[entries], mask=live, other=0)
     rows = (blocks * size + lax.rem(positions, size)) * spec.num_kv_heads + head
-    keys = load_rows(k_ref, rows, spec.head_size, live).astype(q.dtype)
+    keys = _load_parts(k_ref, rows, spec, live, q[0].dtype)
     visible = mask()
-    scores = _scaled(plgpu.dot(q, keys.T, precision=lax.Precision.HIGHEST), spec, k_scale)
+    dots = (_dot(part, key.T) for part, key in zip(q, keys, strict=True))
+    scores = _scaled(functools.reduce(jnp.add, dots), spec, k_scale)
     if visible is not None:
         scores = jnp.where(visible, scores, jnp.float32(MASKED))
-    values = load_rows(v_ref, rows, spec.head_size, live).astype(q.dtype)
+    values = _load_parts(v_ref, rows, spec, live, q[0].dtype)
     return _softmax_fold(carry, scores, values)
+
+
+def _dot(a, b):
+    return plgpu.dot(a, b, precision=lax.Precision.HIGHEST)
 
 
 def scores_of_one(q, key, spec, k_scale=None):
@@ -157,19 +240,15 @@ def softmax_start_from(score, value, seen):
 
 
 def _softmax_fold(carry, scores, values):
-    row_max, row_sum, out = carry
+    row_max, row_sum, outs = carry
     new_max = jnp.maximum(row_max, jnp.max(scores, axis=1))
     rescale = jnp.exp2(row_max - new_max)
     weights = jnp.exp2(scores - new_max[:, None])
     row_sum = row_sum * rescale + jnp.sum(weights, axis=1)
-    update = plgpu.dot(weights.astype(values.dtype), values, precision=lax.Precision.HIGHEST)
-    return new_max, row_sum, out * rescale[:, None] + update
-
-
-def with_scaled_values(carry, v_scale):
-    """The running (max, sum, output) of values that are stored divided by `v_scale`, if any."""
-    row_max, row_sum, out = carry
-    return carry if v_scale is None else (row_max, row_sum, out * v_scale)
+    weights = weights.astype(values[0].dtype)
+    updates = [_dot(weights, part) for part in values]
+    outs = tuple(out * rescale[:, None] + own for out, own in zip(outs, updates, strict=True))
+    return new_max, row_sum, outs
 
 
 def softmax_finish(carry):

@@ -10,6 +10,7 @@ from pallas_kernels.tuning import is_hopper
 SMALL_BATCH = 8  # rows that mostly stand for fewer sequences
 NUM_CORES = 132  # SMs of the GPU that the numbers were found on
 KEY_TILE = 128  # keys a tile of prefill_hopper.py
+WIDE_BYTES = 2**28  # that a step has for widened keys and values of its prompts' earlier tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +40,17 @@ class PrefillConfig:
     num_stages: int
 
 
+@dataclasses.dataclass(frozen=True)
+class WideningConfig:
+    """Of widen_triton.py: blocks that there is room for, elements of one that a program converts
+    at a time, programs, warps."""
+
+    room: int
+    chunk: int = 4096
+    num_programs: int = 8 * NUM_CORES
+    num_warps: int = 4
+
+
 def decode_config(
     *,
     batch: int,
@@ -48,7 +60,7 @@ def decode_config(
     max_context: int,
     device_kind: str = "",
 ) -> DecodeConfig:
-    """For `batch` sequences of at most `max_context` tokens."""
+    """For `batch` sequences of at most `max_context` tokens, over a pool of `itemsize` bytes."""
     tile = _key_tile(head_size, itemsize)
     # About two programs an SM keep the memory busy; a split should have a tile of its own to read.
     # The smallest bucket may hold a lone sequence; splits that it does not use cost little.
@@ -56,7 +68,7 @@ def decode_config(
     wanted = pl.next_power_of_2(-(-2 * NUM_CORES // (rows * num_kv_heads)))
     programs, many = batch * num_kv_heads, wanted == 1
     if many and programs > 12 * NUM_CORES:  # an SM has more at once if their tiles are small
-        tile = min(tile, 32)
+        tile = min(tile, 32 if itemsize > 1 else 64)  # as many bytes, in FP8
     # A long sequence among short ones may have more splits than all could have.
     splits = max(1, min(max(wanted, 8), 32, -(-max_context // tile)))
     config = DecodeConfig(
@@ -101,6 +113,19 @@ def prefill_config(
         rows = max(256 if row_bytes <= 256 else 128, group_rows)
         config = PrefillConfig(rows, key_tile, num_warps=8, num_stages=2)
     return tuning.tuned("prefill", head_size, itemsize, device_kind, config)
+
+
+def widening_config(
+    *, num_tokens: int, block_size: int, num_kv_heads: int, head_size: int, itemsize: int
+) -> WideningConfig:
+    """For a step of `num_tokens`, its queries of `itemsize` bytes.
+
+    The room depends on nothing of the batch or the pool, so that steps that differ in these have
+    the same kernels, and a step's workspace is known before the pool's size is. It has two blocks
+    for each that new tokens fill, at least.
+    """
+    block_bytes = 2 * block_size * num_kv_heads * head_size * itemsize
+    return WideningConfig(max(WIDE_BYTES // block_bytes, 2 * -(-num_tokens // block_size)))
 
 
 def _key_tile(head_size, itemsize):

@@ -31,8 +31,9 @@ from pallas_kernels import (
     rope_decode_attention,
     tuning,
 )
-from pallas_kernels.attention import decode_triton, prefill_hopper, prefill_triton
-from pallas_kernels.attention.tuning import DecodeConfig, PrefillConfig
+from pallas_kernels.attention import decode_triton, prefill_hopper, prefill_triton, widen_triton
+from pallas_kernels.attention import tuning as attention_tuning
+from pallas_kernels.attention.tuning import DecodeConfig, PrefillConfig, WideningConfig
 from tests.reference import kernels as reference
 
 HEADS = {"mha": (2, 2), "gqa": (6, 2), "mqa": (4, 1), "wide": (20, 1)}
@@ -74,6 +75,7 @@ SCALED = [
     Case(F16, 128, 32, HEADS["wide"], sliding_window=20, scales=(2.5, 0.05)),
     Case(BF16, 128, 16, HEADS["mqa"], soft_cap=3.0, scales=(0.01, 4.0)),
     Case(F32, 5, 1, HEADS["gqa"], scales=(0.5, 0.1)),
+    Case(BF16, 24, 16, HEADS["mha"], scales=(0.5, 0.1)),
 ]
 CASES += NARROW + BLOCKS
 ROTATED = [case for case in CASES if case.head_size % 2 == 0]
@@ -534,6 +536,41 @@ def test_prefill_tile_sizes(rows, keys, interpret):
     assert_close(jax.jit(run)(*arrays), lambda dtype: plain(dtype=dtype), case.dtype)
 
 
+@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("room", [0, 9, 13, 64])
+@pytest.mark.parametrize("block_size", [16, 24])
+def test_prefill_over_widened_blocks(block_size, room, interpret):
+    """The first sequences' blocks are widened, as long as they have room; the others' rows are
+    computed over the pool as it is, into the same result."""
+    require(Backend.INTERPRET if interpret else Backend.TRITON)
+    lens = ((0, 0), (33, 1), (65, 65), (129, 40), (16, 16), (100, 3), (0, 0))
+    case = Case(BF16, 32, block_size, (6, 2), lens, padding=3, scales=(0.02, 0.3))
+    batch = build(case)
+    arrays = (batch.q_prefill, *batch[:4])
+    config = PrefillConfig(tile_rows=32, tile_tokens=32, num_warps=4, num_stages=2)
+    options = {**case.options, "config": config, "interpret": interpret}
+
+    @jax.jit
+    def run(q, kv, tables, starts, lens):
+        room_of = WideningConfig(max(room, 1), chunk=512, num_programs=3)
+        wide = widen_triton.widen(
+            kv, tables, starts, lens, dtype=q.dtype, config=room_of, interpret=interpret
+        )
+        out = prefill_triton.paged_prefill_attention(q, *wide[:4], **options)
+        rest = (q, kv, tables, wide.rest, lens)
+        return prefill_triton.paged_prefill_attention(*rest, into=out, **options), wide
+
+    out, wide = run(*arrays)
+    plain = partial(reference.paged_prefill_attention, *arrays, **case.options)
+    assert_close(out, lambda dtype: plain(dtype=dtype), BF16)
+    blocks = [-(-total // block_size) if new else 0 for total, new in lens]
+    fitting = int((np.cumsum(blocks) <= max(room, 1)).sum())
+    assert [int(n) for n in wide.seq_lens] == [total for total, _ in lens[:fitting]] + [0] * (
+        len(lens) - fitting
+    )
+    assert {0: 1, 9: 3, 13: 3, 64: 7}[room] <= fitting
+
+
 LONGER = (*LONG, (515, 515), (1000, 133))
 HOPPERS = [
     Case(BF16, 128, 16, (8, 2), edge_lens(16) + LONGER, padding=5),
@@ -548,6 +585,11 @@ HOPPERS = [
     ),
     Case(BF16, 128, 16, (48, 1), edge_lens(16) + LONGER, padding=9),
     Case(BF16, 128, 16, (5, 1), (*LONGER, (1400, 1400)), padding=3),  # heads one by one
+]
+WIDENED = [
+    Case(BF16, 128, 16, (8, 2), edge_lens(16) + LONGER, padding=5, scales=(0.02, 0.3)),
+    Case(F16, 128, 64, (20, 2), edge_lens(64) + LONGER, padding=1, scales=(2.0, 0.1)),
+    Case(BF16, 128, 256, (6, 2), edge_lens(256) + LONGER, padding=11, scales=(0.5, 4.0)),
 ]
 
 
@@ -567,10 +609,12 @@ def test_heads_of_a_tile_leave_few_of_its_rows_idle(group):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("on_hopper", [True, False])
-@pytest.mark.parametrize("case", HOPPERS, ids=str)
+@pytest.mark.parametrize("case", HOPPERS + WIDENED, ids=str)
 def test_prefill_of_both_kernels(case, on_hopper, monkeypatch):
-    """The shapes that Hopper's own kernel takes, and the Triton kernel in its place."""
+    """The shapes that Hopper's own kernel takes, and the Triton kernel in its place; over blocks
+    that are widened for the first, few of which have room."""
     require(Backend.TRITON)
+    monkeypatch.setattr(attention_tuning, "WIDE_BYTES", 2**20)
     if not on_hopper:
         monkeypatch.setattr(tuning, "HOPPER_GPUS", ())
     batch = build(case)

@@ -39,13 +39,14 @@ def test_of_many_sequences_the_longer_ones_are_split():
 def test_programs_beyond_what_the_chip_holds_have_small_tiles():
     assert [_decode(batch=b).tile_tokens for b in (64, 192, 256)] == [64, 64, 32]
     assert _decode(batch=256, head_size=512).tile_tokens == 16
+    assert [_decode(batch=b, itemsize=1).tile_tokens for b in (64, 256)] == [64, 64]
 
 
 def test_decode_has_no_more_splits_than_tiles():
     assert _decode(batch=1, max_context=64).num_splits == 1
 
 
-@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("itemsize", [1, 2, 4])
 def test_tiles_are_powers_of_two_within_limits(itemsize):
     for head_size, group, tokens in itertools.product((2, 32, 80, 256), (1, 3, 71), (1, 100, 8192)):
         decode = _decode(head_size=head_size, itemsize=itemsize)
@@ -132,6 +133,13 @@ def test_hoppers_prefill_is_for_blocks_that_tiles_are_made_of_or_cut_from():
     sizes = [1, 2, 4, 7, 8, 16, 24, 32, 64, 96, 128, 136, 192, 256]
     taken = [s for s in sizes if attention_tuning.runs_hopper_prefill(block_size=s, **facts)]
     assert taken == [8, 16, 32, 64, 128, 256]
+
+
+@pytest.mark.parametrize("num_tokens", [64, 8192, 2**17])
+def test_widened_blocks_have_room_for_a_steps_own_tokens(num_tokens):
+    facts = {"block_size": 16, "num_kv_heads": 8, "head_size": 128, "itemsize": 2}
+    config = attention_tuning.widening_config(num_tokens=num_tokens, **facts)
+    assert config.room == max(2**28 // (16 * 8 * 128 * 2 * 2), num_tokens // 8)
 
 
 def _few_rows(rows, depth, width, **changes) -> Any:

@@ -262,28 +262,100 @@ def test_modelopts_own_file_says_what_config_json_does_not(tmp_path):
     assert found.plain == ("layers.1.mlp.down", "layers.1.mlp.gate_up")
 
 
-@pytest.mark.parametrize("name", ["self_attn.{}_scale", "self_attn.{0}_proj.{0}_scale"])
-def test_scales_of_keys_and_values_are_known_where_the_config_says_so(tmp_path, name):
-    """They are needed by a cache in FP8 alone; a layer without them has ones."""
-    published(tmp_path, "ModelOpt")
-    scales = {f"model.layers.0.{name.format(kind)}": torch.tensor(0.5) for kind in "kv"}
-    changed(tmp_path, lambda tensors: tensors.update(scales))
-    with pytest.raises(CheckpointError, match=r"unknown tensors \(2\): .*k_scale.*v_scale"):
-        load(tmp_path)
-    file = tmp_path / "config.json"
+KV_SCALES = [
+    "self_attn.{}_scale",
+    "self_attn.{0}_proj.{0}_scale",
+    "self_attn.{}_proj.output_scale",
+    "self_attn.attn.{}_scale",
+]
+"""Names of scales of keys and of values: ModelOpt's, compressed-tensors', vLLM's."""
+
+
+def with_kv_scales(folder: Path, scales: dict[str, float]) -> None:
+    """A checkpoint with these numbers in layer 0, of which its config tells."""
+    published(folder, "ModelOpt")
+    tensors = {f"model.layers.0.{name}": torch.tensor(value) for name, value in scales.items()}
+    changed(folder, lambda own: own.update(tensors))
+    file = folder / "config.json"
     config = json.loads(file.read_text())
     config["quantization_config"]["kv_cache_quant_algo"] = "FP8"
     file.write_text(json.dumps(config))
+
+
+def over_fp8(folder: Path) -> dict[str, Any]:
+    """The scales of keys and values of a model whose cache is in FP8."""
+    config = replace(read_model_config(read_config(folder)), kv_cache_dtype="float8_e4m3fn")
+    found = parameters(plan_model(folder, config, dtype=F32).load())
+    return {path: array.tolist() for path, array in found.items() if re.search("[kv]_scale", path)}
+
+
+@pytest.mark.parametrize("name", KV_SCALES)
+def test_scales_of_keys_and_values_are_needed_by_a_cache_in_fp8_alone(tmp_path, name):
+    """A layer without them has ones."""
+    with_kv_scales(tmp_path, {name.format("k"): 0.5, name.format("v"): 0.25})
     assert "layers.0.attention.k_scale" not in parameters(load(tmp_path))
-    model_config = read_model_config(read_config(tmp_path))
-    model_config = replace(model_config, kv_cache_dtype="float8_e4m3fn")
-    found = parameters(plan_model(tmp_path, model_config, dtype=F32).load())
-    got = {path: array.tolist() for path, array in found.items() if re.search("[kv]_scale", path)}
-    assert got == {
-        f"layers.{layer}.attention.{kind}_scale": [value]
-        for layer, value in ((0, 0.5), (1, 1.0))
+    expected = {"k": [[0.5], [1.0]], "v": [[0.25], [1.0]]}
+    assert over_fp8(tmp_path) == {
+        f"layers.{layer}.attention.{kind}_scale": expected[kind][layer]
+        for layer in (0, 1)
         for kind in "kv"
     }
+
+
+@pytest.mark.parametrize("name", ["self_attn.kv_scale", "self_attn.attn.kv_scale"])
+def test_a_scale_that_keys_and_values_share_is_of_both(tmp_path, name):
+    with_kv_scales(tmp_path, {name: 0.5})
+    assert "layers.0.attention.k_scale" not in parameters(load(tmp_path))
+    found = over_fp8(tmp_path)
+    own = [found[f"layers.0.attention.{kind}_scale"] for kind in "kv"]
+    assert own == [[0.5], [0.5]]
+
+
+def test_scales_of_keys_and_values_are_unknown_where_the_config_says_nothing(tmp_path):
+    published(tmp_path, "ModelOpt")
+    scales = {f"model.layers.0.self_attn.{kind}_scale": torch.tensor(0.5) for kind in "kv"}
+    changed(tmp_path, lambda tensors: tensors.update(scales))
+    for reader in (load, over_fp8):
+        with pytest.raises(CheckpointError, match=r"unknown tensors \(2\): .*k_scale.*v_scale"):
+            reader(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("scales", "complaint"),
+    [
+        (
+            {"self_attn.k_scale": 0.5},
+            r"scales without their counterpart .*layers.0.self_attn.k_scale \(its layer has no "
+            r"v_scale: fetch the checkpoint again, or load it with kv_cache_dtype='auto'\)",
+        ),
+        (
+            {"self_attn.v_proj.output_scale": 0.5},
+            r"v_proj.output_scale \(its layer has no k_scale",
+        ),
+        (
+            {"self_attn.kv_scale": 0.5, "self_attn.k_scale": 0.5, "self_attn.v_scale": 0.5},
+            r"filled twice \(2\): layers.0.attention.k_scale by .*k_scale and .*kv_scale, layers",
+        ),
+        (
+            {"self_attn.k_scale": 0.5, "self_attn.attn.k_scale": 0.5, "self_attn.v_scale": 0.5},
+            r"filled twice \(1\): layers.0.attention.k_scale by .*k_scale and .*k_scale",
+        ),
+        *(
+            (
+                {"self_attn.k_scale": 0.5, "self_attn.v_scale": value},
+                rf"layers.0.self_attn.v_scale in model.safetensors holds the scale {value:g}; "
+                "scales must be positive and finite",
+            )
+            for value in (0.0, -1.0, math.nan, math.inf)
+        ),
+    ],
+)
+def test_scales_that_a_cache_in_fp8_cannot_have_are_refused(tmp_path, scales, complaint):
+    """And not looked at where the cache is wider."""
+    with_kv_scales(tmp_path, scales)
+    load(tmp_path)
+    with pytest.raises(CheckpointError, match=complaint):
+        over_fp8(tmp_path)
 
 
 def test_a_file_of_modelopts_that_says_nothing_is_refused(tmp_path):
@@ -333,6 +405,31 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, change, complaint):
     published(tmp_path, "ModelOpt")
     changed(tmp_path, change)
     with pytest.raises(CheckpointError, match=complaint):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("layout", "tensor", "place"),
+    [
+        ("ModelOpt", "weight_scale", ()),
+        ("ModelOpt", "input_scale", ()),
+        ("Qwen3-FP8", "weight_scale_inv", (1, 0)),
+    ],
+)
+def test_scales_that_are_none_are_refused(tmp_path, layout, tensor, place, value):
+    """They would give wrong logits that are finite, or no finite ones."""
+    published(tmp_path, layout)
+    changed(tmp_path, lambda tensors: tensors[f"{Q}.{tensor}"].__setitem__(place, value))
+    complaint = f"{Q}.{tensor} in model.safetensors holds the scale {value:g}; scales must be posi"
+    with pytest.raises(CheckpointError, match=re.escape(complaint)):
+        load(tmp_path)
+
+
+def test_all_wrong_scales_of_a_tensor_are_counted(tmp_path):
+    published(tmp_path, "Qwen3-FP8")
+    changed(tmp_path, lambda tensors: tensors[f"{Q}.weight_scale_inv"].fill_(0.0))
+    with pytest.raises(CheckpointError, match=r"holds the scale 0, and \d+ more of its numbers"):
         load(tmp_path)
 
 

@@ -88,12 +88,14 @@ def test_scales_of_a_float8_pool_are_the_checkpoints_or_ones(
         pytest.skip("needs 2 devices")
     make_checkpoint(tmp_path, LLAMA)
     config = read_model_config(read_config(tmp_path))
-    rules, path = weight_rules(config), "layers.1.attention.k_scale"
+    rules = weight_rules(config)
+    given = {"layers.1.attention.k_scale": 0.25, "layers.1.attention.v_scale": 0.5}
     if scaled:
         tensors = load_file(tmp_path / "model.safetensors")
-        tensors["k_scale"] = np.full(1, 0.25, np.float32)
+        tensors |= {path: np.full(1, value, np.float32) for path, value in given.items()}
         save_file(tensors, tmp_path / "model.safetensors")
-        more = dataclasses.replace(rules, rules=[*rules.rules, WeightRule("k_scale", path)])
+        own = [WeightRule(path, path) for path in given]
+        more = dataclasses.replace(rules, rules=[*rules.rules, *own])
         monkeypatch.setattr(loader, "weight_rules", lambda config: more)
     asked = dataclasses.replace(config, kv_cache_dtype="float8_e4m3fn")
     mesh = make_mesh(jax.devices(), num_devices)
@@ -104,7 +106,7 @@ def test_scales_of_a_float8_pool_are_the_checkpoints_or_ones(
     names = [f"layers.{i}.attention.{kind}_scale" for i in (0, 1) for kind in "kv"]
     assert sorted(scales) == names
     for name, value in scales.items():
-        own = 0.25 if scaled and load_format == "auto" and name == path else 1.0
+        own = given.get(name, 1.0) if scaled and load_format == "auto" else 1.0
         assert (value.dtype, value.shape) == (jnp.float32, (1,))
         assert [shard.data.tolist() for shard in value.addressable_shards] == [[own]] * num_devices
 

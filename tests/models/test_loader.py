@@ -239,12 +239,12 @@ def test_rules_that_leave_a_place_empty_are_refused(tmp_path, monkeypatch, sourc
         load(tmp_path)
 
 
-def test_two_rules_of_one_name_are_refused(tmp_path, monkeypatch):
+def test_a_tensor_that_a_place_has_no_room_for_is_refused(tmp_path, monkeypatch):
     rules = model_rules()
     more = [WeightRule("embed", "head"), *rules.rules]
     monkeypatch.setattr(loader, "weight_rules", lambda config: replace(rules, rules=more))
     save(tmp_path, make_tensors())
-    with pytest.raises(CheckpointError, match=r"missing piece \(1\): head .*\(lacks embed\)"):
+    with pytest.raises(CheckpointError, match=r"filled twice \(1\): head by embed and "):
         load(tmp_path)
 
 

@@ -107,6 +107,21 @@ def test_without_a_configuration_weights_are_as_they_are_unless_fp8_is_asked_for
     assert set(formats(read(None, "fp8")).values()) == {"fp8"}
 
 
+def test_a_checkpoint_whose_cache_alone_has_scales():
+    """compressed-tensors without groups; its weights may be brought to FP8 as others are."""
+    config = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}}
+    config |= {"kv_cache_scheme": KV_CACHE, "ignore": []}
+    for asked, expected in ((None, set()), ("compressed-tensors", set()), ("fp8", {"fp8"})):
+        model = read(config, asked)
+        assert set(formats(model).values()) == expected
+        assert model.quantization is not None
+        assert model.quantization.has_kv_scales
+    with pytest.raises(ValueError, match="quantization='modelopt'"):
+        read(config, "modelopt")
+    with pytest.raises(ValueError, match="format"):
+        read(config | {"format": "int-quantized"})
+
+
 def test_what_is_asked_for_must_be_what_there_is():
     assert read(COMPRESSED, "compressed-tensors") == read(COMPRESSED)
     with pytest.raises(ValueError, match=r"quantization='fp8', but .* 'compressed-tensors' has"):

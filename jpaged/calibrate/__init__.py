@@ -1,0 +1,1 @@
+"""Scales for a KV cache in FP8, from a text."""

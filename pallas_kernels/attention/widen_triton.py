@@ -1,0 +1,131 @@
+"""A step's blocks of a pool in FP8 as one of the queries' dtype would have them, for a kernel that
+multiplies what the copy engine put into shared memory and has no place to convert it.
+
+Sequences with rows have their blocks side by side in a pool of their own, in order, as long as all
+of a sequence fit its `room`; the later ones stay where they are. Numbers are converted, not
+multiplied by their scale, so nothing is rounded.
+
+Grid (programs,): each takes parts of the blocks in turn,
+
+    block  = first, first + programs, ...            of those that are in use
+    source = source_map[block]                       made once a step, for all layers
+    wide_k[block], wide_v[block] = k[source], v[source]
+
+so that what a step does not need of the room costs nothing.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Int32
+
+from pallas_kernels.attention.tuning import WideningConfig
+from pallas_kernels.types import LayerKV
+
+
+class WideBlocks(NamedTuple):
+    """The pool, and who is where in it.
+
+    Attributes:
+        kv: [room, S, K, H]; blocks that no sequence has are whatever was in memory.
+        block_tables, query_start_loc, seq_lens: of the sequences that have all their blocks there;
+            the rows of the others are padding.
+        rest: the starts of the others, before which no sequence has rows.
+    """
+
+    kv: LayerKV
+    block_tables: Int32[Array, "B M"]
+    query_start_loc: Int32[Array, "B+1"]
+    seq_lens: Int32[Array, "B"]
+    rest: Int32[Array, "B+1"]
+
+
+def widen(
+    kv, block_tables, query_start_loc, seq_lens, *, dtype, config: WideningConfig, interpret: bool
+) -> WideBlocks:
+    """The blocks of the first sequences with rows, as many as have room.
+
+    Args:
+        kv: one layer's pool in FP8.
+        block_tables, query_start_loc, seq_lens: as of `paged_prefill_attention`.
+        dtype: of the wide blocks.
+        config: its launch, and the room in blocks.
+        interpret: without a GPU.
+    """
+    block_size, room = kv.k.shape[1], config.room
+    starts, num_fitting, source, used = _plan(
+        block_tables, query_start_loc, seq_lens, block_size, room
+    )
+    wide = _convert(kv, source, used, dtype, config, interpret)
+    column = jnp.arange(block_tables.shape[1], dtype=jnp.int32)
+    border = query_start_loc[num_fitting]
+    order = jnp.arange(seq_lens.shape[0], dtype=jnp.int32)
+    return WideBlocks(
+        wide,
+        starts[:, None] + column[None, :],
+        jnp.minimum(query_start_loc, border),
+        jnp.where(order < num_fitting, seq_lens, 0),
+        jnp.maximum(query_start_loc, border),
+    )
+
+
+def _plan(block_tables, query_start_loc, seq_lens, block_size, room):
+    """First wide block of each sequence, how many sequences fit, which block of the pool each wide
+    one is [room], and how many of these there are [1]."""
+    batch = seq_lens.shape[0]
+    has_rows = query_start_loc[1:] > query_start_loc[:-1]
+    counts = jnp.where(has_rows, pl.cdiv(seq_lens, block_size), 0)
+    ends = jnp.cumsum(counts)
+    starts, fits = ends - counts, ends <= room
+    block = jnp.arange(room, dtype=jnp.int32)
+    owner = jnp.searchsorted(ends, block, side="right", method="compare_all").astype(jnp.int32)
+    owner = jnp.minimum(owner, batch - 1)
+    entry = jnp.clip(block - starts[owner], 0, block_tables.shape[1] - 1)
+    used = jnp.max(jnp.where(fits, ends, 0), keepdims=True)
+    return starts, jnp.sum(fits.astype(jnp.int32)), block_tables[owner, entry], used
+
+
+def _convert(kv, source, used, dtype, config, interpret):
+    width = kv.k[0].size
+    chunk = min(config.chunk, pl.next_power_of_2(width))
+    call = pl.pallas_call(
+        functools.partial(_kernel, chunk=chunk, num_programs=config.num_programs),
+        out_shape=[jax.ShapeDtypeStruct((config.room, width), dtype)] * 2,
+        grid=(config.num_programs,),
+        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=1),
+        interpret=interpret,
+        name="widen_blocks",
+    )
+    pools = (pool.reshape(-1, width) for pool in kv)
+    wide = call(*pools, source, used)
+    return LayerKV(*(pool.reshape(-1, *kv.k.shape[1:]) for pool in wide))
+
+
+def _kernel(k_ref, v_ref, source_ref, used_ref, wide_k_ref, wide_v_ref, *, chunk, num_programs):
+    width, program = k_ref.shape[1], pl.program_id(0)
+    parts = pl.cdiv(width, chunk)
+    own = jnp.arange(chunk, dtype=jnp.int32)
+
+    def convert(turn, none):
+        item = program + turn * num_programs
+        block, part = lax.div(item, jnp.int32(parts)), lax.rem(item, jnp.int32(parts))
+        columns = part * chunk + own
+        mask = None if width % chunk == 0 else columns < width
+        row = jnp.full_like(columns, source_ref[block])
+        target = jnp.full_like(columns, block), columns
+        pairs = (k_ref, wide_k_ref), (v_ref, wide_v_ref)
+        loaded = [
+            plgpu.load(ref.at[row, columns], mask=mask, other=None if mask is None else 0.0)
+            for ref, _ in pairs
+        ]
+        for (_, wide_ref), tile in zip(pairs, loaded, strict=True):
+            plgpu.store(wide_ref.at[target], tile.astype(wide_ref.dtype), mask=mask)
+        return none
+
+    turns = lax.div(used_ref[0] * parts - program + (num_programs - 1), jnp.int32(num_programs))
+    lax.fori_loop(0, turns, convert, None)

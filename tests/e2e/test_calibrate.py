@@ -1,0 +1,158 @@
+"""Scales of keys and values that a text gives: what they are, and what they are good for."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from e2e_options import ANSWER, GREEDY, QUESTION, Engines
+from safetensors.numpy import load_file
+
+from jpaged import SamplingParams
+from jpaged.calibrate.__main__ import main
+from jpaged.calibrate.scales import SCALES_NAME, calibrate, scales_of
+from jpaged.config import EMBEDDED_MODEL
+from jpaged.models.checkpoint import CheckpointError, read_config
+from jpaged.models.registry import read_model_config
+from jpaged.text.tokenizer import Tokenizer
+
+NUMBERS = "\n".join(f"What is {n} + {7 * n}?\n{8 * n}" for n in range(40, 60))
+WORDS = (
+    "Count from 1 to 30\n" + ", ".join(map(str, range(1, 31))) + "\nSort the letters of plum\nlmpu"
+)
+TEXT = f"{NUMBERS}\n{WORDS}"
+LENGTH = 64
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model with scales that the text gave."""
+    folder = tmp_path_factory.mktemp("calibrated")
+    calibrate(EMBEDDED_MODEL, TEXT, folder, length=LENGTH)
+    return folder
+
+
+def test_scales_are_the_largest_numbers_over_448_rounded_up_to_powers_of_2(folder: Path):
+    """As transformers' own keys and values of the same sequences have them."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        EMBEDDED_MODEL, dtype=torch.float32, attn_implementation="eager"
+    )
+    first, *rest = Tokenizer.from_folder(EMBEDDED_MODEL).encode(TEXT)
+    found = []
+    for start in range(0, len(rest), LENGTH - 1):
+        ids = torch.tensor([[first, *rest[start : start + LENGTH - 1]]])
+        with torch.no_grad():
+            cache = model(ids, use_cache=True).past_key_values
+        found.append(
+            [[float(it.keys.abs().max()), float(it.values.abs().max())] for it in cache.layers]
+        )
+    assert len(found) > 3
+    largest = np.max(found, axis=0)
+    tensors = load_file(folder / SCALES_NAME)
+    assert len(tensors) == largest.size
+    for layer, pair in enumerate(largest):
+        for kind, value in zip("kv", pair, strict=True):
+            (scale,) = tensors[f"model.layers.{layer}.self_attn.{kind}_scale"]
+            assert value / 448 <= scale * (1 + 1e-4) < 2 * value / 448 * (1 + 1e-3)
+            assert np.log2(scale) % 1 == 0
+
+
+def test_a_layer_of_zeros_has_a_scale_of_1_and_numbers_must_be_finite():
+    largest = np.array([[0.0, 448.0], [1000.0, 7.0]], np.float32)
+    np.testing.assert_array_equal(scales_of(largest), [[1.0, 1.0], [4.0, 2.0**-6]])
+    with pytest.raises(ValueError, match="the values of layer 1 are not finite"):
+        scales_of(np.array([[1.0, 1.0], [1.0, np.inf]], np.float32))
+
+
+def logprobs(engine: Any) -> np.ndarray:
+    """Of the text's tokens."""
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    prompts = [NUMBERS[:200], NUMBERS[-200:], WORDS]
+    outputs = engine.generate(prompts, params)
+    places = [place for it in outputs for place in it.prompt_logprobs or () if place]
+    return np.array([entry.logprob for place in places for entry in place.values()])
+
+
+def test_with_them_the_cache_drifts_no_more_than_with_a_scale_of_1(engines: Engines, folder: Path):
+    """Whose numbers FP8 has as well: none is above 448, and few are very small."""
+    options: dict[str, Any] = {"enable_prefix_caching": False}
+    wide = logprobs(engines(**options))
+    drifts = [
+        np.abs(logprobs(engines(model, kv_cache_dtype="fp8", **options)) - wide).mean()
+        for model in (None, folder)
+    ]
+    assert 0 < drifts[1] <= 1.02 * drifts[0]
+    engine = engines(folder, kv_cache_dtype="fp8", **options)
+    assert engine.generate([QUESTION], GREEDY)[0].outputs[0].text == ANSWER
+
+
+def test_a_wider_cache_has_no_use_for_them(engines: Engines, folder: Path):
+    options: dict[str, Any] = {"enable_prefix_caching": False}
+    np.testing.assert_array_equal(
+        logprobs(engines(folder, **options)), logprobs(engines(**options))
+    )
+
+
+def test_compressed_tensors_reads_its_config(folder: Path):
+    library = pytest.importorskip("compressed_tensors.quantization")
+    content = read_config(folder)["quantization_config"]
+    read = library.QuantizationConfig.model_validate(content)
+    assert read.kv_cache_scheme.num_bits == 8
+    assert read.kv_cache_scheme.strategy == "tensor"
+    assert not read.config_groups
+
+
+def test_weights_in_fp8_keep_their_own_config(tmp_path: Path):
+    """And several files of weights their names."""
+    source, folder = tmp_path / "source", tmp_path / "folder"
+    source.mkdir()
+    for file in EMBEDDED_MODEL.iterdir():
+        name = file.name.replace("model.safetensors", "part-1.safetensors")
+        (source / name).write_bytes(file.read_bytes())
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "modules_to_not_convert": ["model"]}
+    (source / "config.json").write_text(json.dumps(config))
+    scales = calibrate(source, WORDS, folder, length=LENGTH)
+    assert list(scales) == [f"layers.{i}" for i in range(config["num_hidden_layers"])]
+    kept = read_config(folder)["quantization_config"]
+    assert kept.pop("kv_cache_scheme")["dynamic"] is False
+    assert kept == config["quantization_config"]
+    assert (folder / "part-1.safetensors").resolve() == source / "part-1.safetensors"
+    found = read_model_config(read_config(folder)).quantization
+    assert found is not None
+    assert found.has_kv_scales
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"text": ""}, "the text has no tokens"),
+        ({"length": 1}, "length=1 must be at least 2"),
+        ({"folder": EMBEDDED_MODEL}, "is there already; give a folder that is new, or empty"),
+        ({"dtype": "int8"}, "dtype="),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path: Path, change, words):
+    options: dict[str, Any] = {"text": WORDS, "folder": tmp_path / "new", **change}
+    with pytest.raises(ValueError, match=words):
+        calibrate(EMBEDDED_MODEL, **options)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_checkpoint_with_scales_is_left_as_it_is(folder: Path, tmp_path: Path):
+    with pytest.raises(CheckpointError, match="has scales of keys and values; load it as it is"):
+        calibrate(folder, WORDS, tmp_path / "new")
+
+
+def test_the_command_tells_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "text.txt").write_text(WORDS)
+    arguments = [str(EMBEDDED_MODEL), str(tmp_path / "text.txt"), str(tmp_path / "new")]
+    assert main([*arguments, "--length", str(LENGTH)]) == 0
+    out = capsys.readouterr().out
+    assert "layers.5: k_scale 0.0" in out
+    assert 'load it with kv_cache_dtype="fp8"' in out
+    assert main(arguments) == 1
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'new'} is there already")
