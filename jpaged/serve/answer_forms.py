@@ -1,5 +1,5 @@
 """The forms that requests may ask of an answer: OpenAI's `response_format`, vLLM's
-`structured_outputs`, calls that a model must make. All become `StructuredOutputs`."""
+`structured_outputs`, calls that a model must or may make. All become `StructuredOutputs`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -68,23 +68,37 @@ def form_of(format: ResponseFormat | None, form: AnswerForm | None) -> Structure
     return _made({"json": format.json_schema.schema or {}}, _AS_FORMAT)
 
 
-def forced_call(
+def form_of_calls(
     family: str,
     tools: Sequence[Tool],
     choice: str | ChosenTool | None,
+    form: StructuredOutputs | None,
     *,
     parallel: bool,
     special_ids: Mapping[str, int],
 ) -> StructuredOutputs:
-    """What an answer of nothing but calls obeys; it may take some milliseconds.
+    """What an answer obeys that must or may call tools; it may take some milliseconds.
+
+    Args:
+        family: How the model writes calls.
+        tools: Those that the model is told of.
+        choice: Whether it must call one, and which.
+        form: What an answer without calls obeys; None: it may be any text.
+        parallel: Whether there may be several calls.
+        special_ids: By text the special tokens.
 
     Raises:
-        ApiError: a grammar cannot hold arguments to the parameters' schema.
+        ApiError: a grammar cannot hold arguments to the parameters' schema, or not in such an
+            answer.
     """
-    name = choice.function.name if isinstance(choice, ChosenTool) else None
+    told = [tool.asked for tool in tools]
+    how: dict[str, Any] = {"parallel": parallel, "special_ids": special_ids}
+    if isinstance(choice, ChosenTool):
+        how |= {"name": choice.function.name, "parallel": False}
+    elif choice != "required":
+        how |= {"or_text": form is None, "or_form": form}
     try:
-        told, how = [tool.told for tool in tools], {"name": name, "parallel": parallel}
-        return call_grammar(family, told, **how, special_ids=special_ids)
+        return call_grammar(family, told, **how)
     except (TypeError, ValueError) as error:
         raise form_refusal(str(error)) from None
 

@@ -17,7 +17,7 @@ from jpaged import (
     TextDelta,
     reasoning_end,
 )
-from jpaged.serve.answer_forms import forced_call
+from jpaged.serve.answer_forms import form_of_calls
 from jpaged.serve.api_errors import not_serving
 from jpaged.serve.engine_client import News, Run
 from jpaged.serve.exchange import DONE, json_bytes, large_json
@@ -354,19 +354,21 @@ class Chat(Generation):
         return [self._request(0, ids, replace(params, structured_outputs=form))]
 
     async def _form(self, prompt_end: str) -> StructuredOutputs | None:
-        """What the answer must obey behind its reasoning: calls, if it must make some."""
+        """What the answer must obey behind its reasoning."""
         asked, config = self._asked, self._serving.config
         form, path = asked.form, asked.form_path
-        if asked.must_call and config.tool_call_parser is not None:
+        if asked.holds_calls and config.tool_call_parser is not None:
             make = partial(
-                forced_call,
+                form_of_calls,
                 config.tool_call_parser,
                 asked.offered_tools,
                 asked.tool_choice,
+                form,
                 parallel=asked.parallel_tool_calls,
                 special_ids=self._texts.special_ids,
             )
-            form, path = await self._serving.in_thread(make), "tools"
+            form = await self._serving.in_thread(make)
+            path = "tools" if asked.must_call or asked.form is None else path
         if form is not None:
             await self._texts.check_form(form, path)
             if config.reasoning_parser is not None:

@@ -289,8 +289,8 @@ class ChatRequest(SamplingFields, Template, frozen=True, kw_only=True):
         super().__post_init__()
         check_messages(self.messages)
         check_tools(self.tools, self.tool_choice)
-        if self.must_call and self.form is not None:
-            what = "asks for calls, and response_format or structured_outputs for another form"
+        if self.must_call and self.structured_outputs is not None:
+            what = "asks for calls, and structured_outputs for another form"
             raise bad_field("tool_choice", f"tool_choice {what}: leave one of them out")
 
     def check(self, limits: Limits) -> None:
@@ -306,6 +306,16 @@ class ChatRequest(SamplingFields, Template, frozen=True, kw_only=True):
     def must_call(self) -> bool:
         """Whether an answer is nothing but calls."""
         return self.tool_choice not in (None, "none", "auto")
+
+    @property
+    def holds_calls(self) -> bool:
+        """Whether a grammar says how tools are called: if they must be, if arguments must obey
+        their schema, or if an answer without calls must obey one."""
+        tools = self.offered_tools
+        if not tools or self.structured_outputs is not None:
+            return False
+        is_strict = any(tool.function.strict for tool in tools)
+        return self.must_call or is_strict or self.form is not None
 
     @property
     def offered_tools(self) -> list[Tool]:

@@ -163,7 +163,10 @@ class ResponsesRequest(_Plain, frozen=True, kw_only=True, dict=True):
             Tool(
                 type="function",
                 function=Function(
-                    name=tool.name, description=tool.description, parameters=tool.parameters
+                    name=tool.name,
+                    description=tool.description,
+                    parameters=tool.parameters,
+                    strict=tool.strict,
                 ),
             )
             for tool in self.tools or ()

@@ -298,7 +298,7 @@ CHATS: list[tuple[dict[str, Any], str]] = [
         {
             "tools": [TOOL],
             "tool_choice": "required",
-            "response_format": {"type": "json_object"},
+            "structured_outputs": {"json_object": True},
         },
         "tool_choice",
     ),
