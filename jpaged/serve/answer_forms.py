@@ -14,12 +14,16 @@ _STRICT = "an answer obeys its schema also where this is false"
 FORM = "json, regex, choice, grammar or json_object: just one"
 
 Schema = Annotated[dict[str, Any], Meta(description="a JSON schema")]
+FormName = Annotated[
+    str,
+    Meta(max_length=64, pattern=r"^[^\x00-\x1f\x7f]+(?!\n)$", description="no control characters"),
+]
 
 
 class JsonSchema(Body, frozen=True, kw_only=True):
     """A schema and its name."""
 
-    name: Annotated[str, Meta(min_length=1, max_length=64)]
+    name: FormName
     schema: Schema | None = None
     description: Ignored = None
     strict: Annotated[bool, Meta(description=_STRICT)] | None = None

@@ -21,6 +21,7 @@ from jpaged.serve.api_errors import ApiError, bad_field, refusal
 from jpaged.serve.conversation import (
     TEXT_ONLY,
     Body,
+    ChosenTool,
     Ignored,
     Messages,
     Name,
@@ -316,6 +317,21 @@ class ChatRequest(SamplingFields, Template, frozen=True, kw_only=True):
             return False
         is_strict = any(tool.function.strict for tool in tools)
         return self.must_call or is_strict or self.form is not None
+
+    def forms_within(self) -> Iterator[tuple[str, StructuredOutputs]]:
+        """What parts of an answer that may call obey, each with its path."""
+        if self.form is not None and not self.must_call:
+            yield self.form_path, self.form
+        chosen = self.tool_choice
+        for i, tool in enumerate(self.offered_tools):
+            own = tool.function
+            if isinstance(chosen, ChosenTool):
+                is_held = chosen.function.name == own.name
+            else:
+                is_held = self.must_call or own.strict
+            if is_held and own.parameters is not None:
+                path = f"tools[{i}].function.parameters"
+                yield path, StructuredOutputs(json=own.parameters)
 
     @property
     def offered_tools(self) -> list[Tool]:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jpaged.structured_outputs import ANNOTATIONS, MAX_SOURCE, StructuredOutputs
+from jpaged.structured_outputs import ANNOTATIONS, StructuredOutputs
 from jpaged.text.grammar import JSON_OPTIONS
 from jpaged.text.tool_calls import TOOL_CALL_FAMILIES, Tool, types_in
 
@@ -66,10 +66,10 @@ def call_grammar(
         if rules.holds(function):
             _check_parameters(path, _parameters(function))
     text = "\n".join([*_FAMILIES[family](rules), *rules.start(or_form)]) + "\n"
-    if len(text) > MAX_SOURCE:
-        what = f"{len(text)} characters as a grammar: at most {MAX_SOURCE} are allowed"
-        raise ValueError(f"tools has {what}; shorten the parameters, or offer fewer")
-    return StructuredOutputs(grammar=text, name="tools")
+    try:
+        return StructuredOutputs(grammar=text, name="tools")
+    except ValueError as error:  # too large together
+        raise ValueError(str(error).replace("tools.grammar", "tools")) from None
 
 
 def _check_parameters(path: str, schema: Any) -> None:

@@ -237,7 +237,9 @@ def test_tokens_are_counted_as_a_message_has_them(talk: Run, scripted: ScriptedE
             {"role": "user", "content": [{**RESULT, "content": "sunny"}]},
         ]
         asked: Any = {"model": "jpaged-tiny", "messages": turns, "system": "Be brief"}
-        for more in ({}, {"tools": [TOOL]}, {"tools": [TOOL], "tool_choice": {"type": "none"}}):
+        none = {"tools": [TOOL], "tool_choice": {"type": "none"}}
+        others: list[Any] = [{}, {"tools": [TOOL]}, none]
+        for more in others:
             scripted.say("So.")
             made = await client.messages.create(max_tokens=9, **asked, **more)
             counted = await client.messages.count_tokens(**asked, **more)
