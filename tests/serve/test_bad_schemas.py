@@ -29,8 +29,8 @@ def field(own: Any) -> Fields:
 
 
 # Each with what the error says; tools' parameters are objects, and so are these.
-NOTHING = "cannot be enforced"
-BAD: list[tuple[Fields, str]] = [
+NOTHING = ("cannot be enforced", "is obeyed by no")
+BAD: list[tuple[Fields, str | tuple[str, ...]]] = [
     (field({"type": "integer", "minimum": 5, "maximum": 1}), NOTHING),
     (field({"type": "number", "exclusiveMinimum": 1, "exclusiveMaximum": 1}), NOTHING),
     (field({"type": "integer", "multipleOf": 10, "minimum": 1, "maximum": 9}), NOTHING),
@@ -46,7 +46,7 @@ BAD: list[tuple[Fields, str]] = [
     (field({"uniqueItems": True}), "properties.a.uniqueItems is not enforced"),
     (field({"$ref": "#/$defs/b"}), "properties.a.$ref='#/$defs/b' leads nowhere"),
     (field({"$ref": "file:///etc/passwd"}), "properties.a.$ref='file:///etc/passwd' must be"),
-    (field({"enum": [f"value {i}" for i in range(20_000)]}), "characters"),
+    (field({"enum": [f"value {i}" for i in range(20_000)]}), "are allowed"),
     (field({"pattern": "("}), NOTHING),
 ]
 # What is refused or not, the server outlives it.
@@ -155,11 +155,12 @@ def test_schemas_that_nothing_obeys(with_tools: Run, path: str):
         for schema, told in BAD:
             message = await refusal(server, path, {**plain, **form(schema)})
             assert message.startswith(at_form), message
-            assert told in message, message
+            words = (told,) if isinstance(told, str) else told
+            assert any(word in message for word in words), message
             own = {"name": "f", "parameters": schema}
             message = await refusal(server, path, {**plain, **tools([own], "required")})
             assert message.startswith((at_tool, "tools has")), message
-            assert told in message, message
+            assert any(word in message for word in words), message
             strict = await refusal(
                 server, path, {**plain, **tools([{**own, "strict": True}], "auto")}
             )
