@@ -299,6 +299,10 @@ class ChatRequest(SamplingFields, Template, frozen=True, kw_only=True):
         super().check(limits)
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_field("top_logprobs", "top_logprobs needs logprobs=true")
+        for name in ("beam_width", "use_beam_search"):
+            if self.holds_calls and getattr(self, name):
+                what = "tools that must be called or are strict, or come with a form of the answer"
+                raise bad_field(name, f"{name} cannot go with {what}: sample instead")
         if self.add_special_tokens:
             what = "add_special_tokens=true must be false: the template writes its own"
             raise bad_field("add_special_tokens", what)
