@@ -1,5 +1,5 @@
 """The forms that requests may ask of an answer: OpenAI's `response_format`, vLLM's
-`structured_outputs`, calls that a model must make. All become `StructuredOutputs`."""
+`structured_outputs`, calls that a model must or may make. All become `StructuredOutputs`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -14,12 +14,16 @@ _STRICT = "an answer obeys its schema also where this is false"
 FORM = "json, regex, choice, grammar or json_object: just one"
 
 Schema = Annotated[dict[str, Any], Meta(description="a JSON schema")]
+FormName = Annotated[
+    str,
+    Meta(max_length=64, pattern=r"^[^\x00-\x1f\x7f]+(?!\n)$", description="no control characters"),
+]
 
 
 class JsonSchema(Body, frozen=True, kw_only=True):
     """A schema and its name."""
 
-    name: Annotated[str, Meta(min_length=1, max_length=64)]
+    name: FormName
     schema: Schema | None = None
     description: Ignored = None
     strict: Annotated[bool, Meta(description=_STRICT)] | None = None
@@ -68,23 +72,37 @@ def form_of(format: ResponseFormat | None, form: AnswerForm | None) -> Structure
     return _made({"json": format.json_schema.schema or {}}, _AS_FORMAT)
 
 
-def forced_call(
+def form_of_calls(
     family: str,
     tools: Sequence[Tool],
     choice: str | ChosenTool | None,
+    form: StructuredOutputs | None,
     *,
     parallel: bool,
     special_ids: Mapping[str, int],
 ) -> StructuredOutputs:
-    """What an answer of nothing but calls obeys; it may take some milliseconds.
+    """What an answer obeys that must or may call tools; it may take some milliseconds.
+
+    Args:
+        family: How the model writes calls.
+        tools: Those that the model is told of.
+        choice: Whether it must call one, and which.
+        form: What an answer without calls obeys; None: it may be any text.
+        parallel: Whether there may be several calls.
+        special_ids: By text the special tokens.
 
     Raises:
-        ApiError: a grammar cannot hold arguments to the parameters' schema.
+        ApiError: a grammar cannot hold arguments to the parameters' schema, or not in such an
+            answer.
     """
-    name = choice.function.name if isinstance(choice, ChosenTool) else None
+    told = [tool.asked for tool in tools]
+    how: dict[str, Any] = {"parallel": parallel, "special_ids": special_ids}
+    if isinstance(choice, ChosenTool):
+        how |= {"name": choice.function.name, "parallel": False}
+    elif choice != "required":
+        how |= {"or_text": form is None, "or_form": form}
     try:
-        told, how = [tool.told for tool in tools], {"name": name, "parallel": parallel}
-        return call_grammar(family, told, **how, special_ids=special_ids)
+        return call_grammar(family, told, **how)
     except (TypeError, ValueError) as error:
         raise form_refusal(str(error)) from None
 

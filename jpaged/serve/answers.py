@@ -17,8 +17,8 @@ from jpaged import (
     TextDelta,
     reasoning_end,
 )
-from jpaged.serve.answer_forms import forced_call
-from jpaged.serve.api_errors import not_serving
+from jpaged.serve.answer_forms import form_of_calls
+from jpaged.serve.api_errors import ApiError, not_serving
 from jpaged.serve.engine_client import News, Run
 from jpaged.serve.exchange import DONE, json_bytes, large_json
 from jpaged.serve.messages import EngineRequest
@@ -354,24 +354,36 @@ class Chat(Generation):
         return [self._request(0, ids, replace(params, structured_outputs=form))]
 
     async def _form(self, prompt_end: str) -> StructuredOutputs | None:
-        """What the answer must obey behind its reasoning: calls, if it must make some."""
+        """What the answer must obey behind its reasoning."""
         asked, config = self._asked, self._serving.config
-        form, path = asked.form, asked.form_path
-        if asked.must_call and config.tool_call_parser is not None:
+        form = asked.form
+        if asked.holds_calls and config.tool_call_parser is not None:
             make = partial(
-                forced_call,
+                form_of_calls,
                 config.tool_call_parser,
                 asked.offered_tools,
                 asked.tool_choice,
+                form,
                 parallel=asked.parallel_tool_calls,
                 special_ids=self._texts.special_ids,
             )
-            form, path = await self._serving.in_thread(make), "tools"
-        if form is not None:
-            await self._texts.check_form(form, path)
-            if config.reasoning_parser is not None:
-                form = form.behind(*reasoning_end(config.reasoning_parser, prompt_end))
+            form = await self._serving.in_thread(make)
+            await self._check_calls(form)
+        elif form is not None:
+            await self._texts.check_form(form, asked.form_path)
+        if form is not None and config.reasoning_parser is not None:
+            form = form.behind(*reasoning_end(config.reasoning_parser, prompt_end))
         return form
+
+    async def _check_calls(self, form: StructuredOutputs) -> None:
+        """Raise ApiError unless a grammar can be made of a form with calls; where it is one schema
+        that stands in the way, the error names that."""
+        try:
+            await self._texts.check_form(form, "tools")
+        except ApiError:
+            for path, own in self._asked.forms_within():
+                await self._texts.check_form(own, path)
+            raise
 
     def _opening(self) -> Body:
         """The prompt's own part of a whole answer."""

@@ -24,7 +24,12 @@ from jpaged.serve.exchange import (
     json_answer,
     large_json,
 )
-from jpaged.serve.messages_api import MessagesRequest, Messaging, anthropic_answer
+from jpaged.serve.messages_api import (
+    CountTokensRequest,
+    MessagesRequest,
+    Messaging,
+    anthropic_answer,
+)
 from jpaged.serve.messages_api import failure_event as messages_failure
 from jpaged.serve.metrics import CONTENT_TYPE
 from jpaged.serve.protocol import (
@@ -46,11 +51,12 @@ _BODIES: dict[str, tuple[type, str]] = {
     "/v1/chat/completions": (ChatRequest, "Answer a conversation."),
     "/v1/responses": (ResponsesRequest, "Answer a conversation, as OpenAI's Responses API has it."),
     "/v1/messages": (MessagesRequest, "Answer a conversation, as Anthropic's Messages API has it."),
+    "/v1/messages/count_tokens": (CountTokensRequest, "Count a conversation's tokens."),
     "/tokenize": (TokenizeRequest, "The token ids of a text or a conversation."),
     "/detokenize": (DetokenizeRequest, "The text of token ids."),
 }
 MESSAGES = "/v1/messages"
-"""Whose errors are Anthropic's."""
+"""Whose errors are Anthropic's, as are those of what is below it."""
 
 _READS = {
     "/v1/models": "What the model may be called.",
@@ -159,6 +165,7 @@ class App:
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/v1/responses", self._responses, methods=["POST"]),
             Route(MESSAGES, self._messages, methods=["POST"]),
+            Route(f"{MESSAGES}/count_tokens", self._count_tokens, methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/models/{name:path}", self._one_model, methods=["GET"]),
             Route("/tokenize", self._tokenize, methods=["POST"]),
@@ -195,7 +202,7 @@ class App:
         except Exception as error:
             if started:
                 raise
-            refusal = anthropic_answer if scope["path"] == MESSAGES else error_answer
+            refusal = anthropic_answer if _is_anthropics(scope["path"]) else error_answer
             await refusal(as_api_error(error))(scope, receive, send)
 
     async def _completions(self, request: Request) -> Response:
@@ -252,6 +259,19 @@ class App:
         stall = serving.config.limits.stall_timeout
         return Exchange(pieces, streams=asked.stream, stall_timeout=stall, **how)
 
+    async def _count_tokens(self, request: Request) -> Response:
+        serving = self._serving
+        asked = await self._read(request, CountTokensRequest)
+        serving.model_name(asked.model)
+        chat = asked.chat
+        order = Order(messages=chat.conversation, options=chat.template_options)
+
+        async def answer() -> dict[str, Any]:
+            done = await serving.tokenizing.tokenized(order, "messages")
+            return {"input_tokens": len(done.token_ids)}
+
+        return self._made(request, answer, refusal=anthropic_answer)
+
     async def _tokenize(self, request: Request) -> Response:
         serving, tokenizing = self._serving, self._serving.tokenizing
         asked = await self._read(request, TokenizeRequest)
@@ -293,7 +313,9 @@ class App:
         most = max(serving.config.limits.max_body_values, longest)
         return await self._bodies.read(request, lambda value: read(record, value), most)
 
-    def _made(self, request: Request, make: Callable[[], Awaitable[dict[str, Any]]]) -> Response:
+    def _made(
+        self, request: Request, make: Callable[[], Awaitable[dict[str, Any]]], **how: Any
+    ) -> Response:
         """An answer that is made while its client waits: one of the client's requests in flight."""
         serving, client = self._serving, self._client_of(request)
 
@@ -303,7 +325,7 @@ class App:
                 yield await serving.in_thread(lambda: large_json(answer))
 
         stall = serving.config.limits.stall_timeout
-        return Exchange(piece(), streams=False, stall_timeout=stall)
+        return Exchange(piece(), streams=False, stall_timeout=stall, **how)
 
     def _client_of(self, request: Request) -> str:
         return client_of(request.scope, keyed=bool(self._serving.config.api_keys))
@@ -345,6 +367,10 @@ class App:
             "parent": None,
             "max_model_len": self._serving.tokenizing.max_model_len,
         }
+
+
+def _is_anthropics(path: str) -> bool:
+    return path == MESSAGES or path.startswith(f"{MESSAGES}/")
 
 
 async def _nowhere(scope: Scope, receive: Receive, send: Send) -> None:

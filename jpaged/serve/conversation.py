@@ -26,7 +26,7 @@ TEXT_ONLY = "text is all that goes in and out"
 _CONTENT_ALONE = "messages have their content alone"
 _OLD_CALLS = "send tool_calls, which took its place"
 _HOW_NAMED = "letters, digits, _ and -, at most 64"
-_NOT_HELD = "arguments are not held to the schema"
+_HELD = "arguments obey the schema also where the model chooses to call"
 
 Name = Annotated[str, Meta(max_length=1000)]
 Scalar = Annotated[str, Meta(max_length=1000)] | bool | int | float
@@ -49,7 +49,7 @@ class Function(Body, frozen=True, kw_only=True):
     name: FunctionName
     description: str | None = None
     parameters: Annotated[dict[str, Any], Meta(description="a JSON schema")] | None = None
-    strict: Annotated[bool, Meta(description=_NOT_HELD)] | None = None
+    strict: Annotated[bool, Meta(description=_HELD)] | None = None
 
 
 class Tool(Body, frozen=True, kw_only=True):
@@ -64,6 +64,13 @@ class Tool(Body, frozen=True, kw_only=True):
         own = self.function
         kept = {"name": own.name, "description": own.description, "parameters": own.parameters}
         return {"type": "function", "function": {k: v for k, v in kept.items() if v is not None}}
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """As a grammar takes it."""
+        own = self.function
+        kept = {"name": own.name, "parameters": own.parameters, "strict": own.strict}
+        return {"type": "function", "function": kept}
 
 
 class ChosenFunction(Body, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: `/v1/messages` is a chat in other words.
+"""Anthropic's Messages API: `/v1/messages` is a chat in other words, and so is what is counted.
 
 A body becomes a `ChatRequest`, and what a chat tells of an answer becomes blocks and events.
 """
@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta
 
 from jpaged import TextDelta
-from jpaged.serve.answer_forms import Schema
+from jpaged.serve.answer_forms import JsonSchema, ResponseFormat, Schema
 from jpaged.serve.answers import Chat, Encode
 from jpaged.serve.api_errors import ApiError, bad_field
 from jpaged.serve.conversation import (
@@ -44,6 +44,9 @@ _KINDS = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+NO_THREADS = "thread_unsupported_request"
+"""By this code Anthropic's client knows that it must send whole conversations."""
+
 _NAMES = {"stop": "stop_sequences", "parameters": "input_schema"}
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -122,27 +125,39 @@ class Thinking(Body, frozen=True, kw_only=True):
     display: Ignored = None
 
 
-class MessagesRequest(Body, frozen=True, kw_only=True, dict=True):
-    """The fields of `/v1/messages`."""
+class OutputFormat(Body, frozen=True, kw_only=True):
+    """The form of the answer's text."""
 
-    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    type: Literal["json_schema"]
+    schema: Schema
+
+
+class OutputConfig(Body, frozen=True, kw_only=True):
+    """What the answer is to be."""
+
+    format: OutputFormat | None = None
+    effort: Ignored = None
+
+
+class CountTokensRequest(Body, frozen=True, kw_only=True, dict=True):
+    """The fields of `/v1/messages/count_tokens`: those of a conversation."""
+
     messages: Annotated[list[Turn], Meta(min_length=1, max_length=4096)]
     model: Name | None = None
     system: str | TextBlocks | None = None
-    stop_sequences: Annotated[list[Stop], Meta(max_length=16)] | None = None
-    stream: bool = False
-    temperature: Annotated[float, Meta(ge=0, le=1e6)] = 1.0
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = 0
     tools: Annotated[list[CustomTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Choice | None = None
+    output_config: OutputConfig | None = None
     thinking: Thinking | None = None
-    metadata: Ignored = None
-    service_tier: Ignored = None
     cache_control: Ignored = None
+    speed: Ignored = None
+    thread: Annotated[Any, Meta(extra_json_schema={"type": "null"})] = None
 
     def __post_init__(self) -> None:
         """Raise ApiError for what cannot be had; here, since bodies are read in a thread."""
+        if self.thread is not None:  # clients that know the code go on without one
+            what = "thread: this server keeps no conversations: send the whole of it"
+            raise bad_field("thread", what, NO_THREADS)
         _ = self.chat
 
     @cached_property
@@ -158,13 +173,9 @@ class MessagesRequest(Body, frozen=True, kw_only=True, dict=True):
         choice = self.tool_choice or Choice(type="auto")
         try:
             return ChatRequest(
+                **self._sampling(),
                 messages=[Message(**message) for message in told],
-                max_tokens=self.max_tokens,
-                temperature=self.temperature,
-                top_p=self.top_p,
-                top_k=self.top_k,
-                stop=self.stop_sequences or None,
-                stream=self.stream,
+                response_format=self._format(),
                 tools=[_tool_of(tool) for tool in self.tools or ()] or None,
                 tool_choice=None if self.tool_choice is None else _choice_of(choice),
                 parallel_tool_calls=not choice.disable_parallel_tool_use,
@@ -172,9 +183,43 @@ class MessagesRequest(Body, frozen=True, kw_only=True, dict=True):
         except ApiError as error:
             raise renamed(error, places) from None
 
+    def _format(self) -> ResponseFormat | None:
+        own = None if self.output_config is None else self.output_config.format
+        if own is None:
+            return None
+        schema = JsonSchema(name="answer", schema=own.schema)
+        return ResponseFormat(type="json_schema", json_schema=schema)
+
+    def _sampling(self) -> Json:
+        """What else a chat has."""
+        return {}
+
+
+class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True, dict=True):
+    """The fields of `/v1/messages`."""
+
+    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    stop_sequences: Annotated[list[Stop], Meta(max_length=16)] | None = None
+    stream: bool = False
+    temperature: Annotated[float, Meta(ge=0, le=1e6)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = 0
+    metadata: Ignored = None
+    service_tier: Ignored = None
+
+    def _sampling(self) -> Json:
+        names = ("max_tokens", "temperature", "top_p", "top_k", "stream")
+        asked = {name: getattr(self, name) for name in names}
+        return {**asked, "stop": self.stop_sequences or None}
+
 
 def _tool_of(tool: CustomTool) -> Tool:
-    own = Function(name=tool.name, description=tool.description, parameters=tool.input_schema)
+    own = Function(
+        name=tool.name,
+        description=tool.description,
+        parameters=tool.input_schema,
+        strict=tool.strict,
+    )
     return Tool(type="function", function=own)
 
 
@@ -246,6 +291,8 @@ def renamed(error: ApiError, places: list[int] | None = None) -> ApiError:
     def told(text: str) -> str:
         text = re.sub(r"\bmessages\[(\d+)\]", place, text) if places else text
         text = re.sub(r"\b(tools\[\d+\])\.function\b", r"\1", text)
+        for name in ("response_format.json_schema.schema", "structured_outputs.json"):
+            text = text.replace(name, "output_config.format.schema")
         return re.sub(rf"\b({'|'.join(_NAMES)})\b(?=[=.\[ ]|$)", lambda it: _NAMES[it[1]], text)
 
     param = error.param and told(error.param)
@@ -256,7 +303,10 @@ def renamed(error: ApiError, places: list[int] | None = None) -> ApiError:
 def error_body(error: ApiError) -> Json:
     """An error as Anthropic's clients know it."""
     kind = _KINDS.get(error.status, "api_error")
-    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+    own: Json = {"type": kind, "message": str(error)}
+    if error.code == NO_THREADS:
+        own["details"] = {"error_code": error.code, "unsupported": [error.param]}
+    return {"type": "error", "error": own}
 
 
 def anthropic_answer(error: ApiError) -> Any:

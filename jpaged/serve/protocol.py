@@ -21,6 +21,7 @@ from jpaged.serve.api_errors import ApiError, bad_field, refusal
 from jpaged.serve.conversation import (
     TEXT_ONLY,
     Body,
+    ChosenTool,
     Ignored,
     Messages,
     Name,
@@ -289,8 +290,8 @@ class ChatRequest(SamplingFields, Template, frozen=True, kw_only=True):
         super().__post_init__()
         check_messages(self.messages)
         check_tools(self.tools, self.tool_choice)
-        if self.must_call and self.form is not None:
-            what = "asks for calls, and response_format or structured_outputs for another form"
+        if self.must_call and self.structured_outputs is not None:
+            what = "asks for calls, and structured_outputs for another form"
             raise bad_field("tool_choice", f"tool_choice {what}: leave one of them out")
 
     def check(self, limits: Limits) -> None:
@@ -298,6 +299,10 @@ class ChatRequest(SamplingFields, Template, frozen=True, kw_only=True):
         super().check(limits)
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_field("top_logprobs", "top_logprobs needs logprobs=true")
+        for name in ("beam_width", "use_beam_search"):
+            if self.holds_calls and getattr(self, name):
+                what = "tools that must be called or are strict, or come with a form of the answer"
+                raise bad_field(name, f"{name} cannot go with {what}: sample instead")
         if self.add_special_tokens:
             what = "add_special_tokens=true must be false: the template writes its own"
             raise bad_field("add_special_tokens", what)
@@ -306,6 +311,31 @@ class ChatRequest(SamplingFields, Template, frozen=True, kw_only=True):
     def must_call(self) -> bool:
         """Whether an answer is nothing but calls."""
         return self.tool_choice not in (None, "none", "auto")
+
+    @property
+    def holds_calls(self) -> bool:
+        """Whether a grammar says how tools are called: if they must be, if arguments must obey
+        their schema, or if an answer without calls must obey one."""
+        tools = self.offered_tools
+        if not tools or self.structured_outputs is not None:
+            return False
+        is_strict = any(tool.function.strict for tool in tools)
+        return self.must_call or is_strict or self.form is not None
+
+    def forms_within(self) -> Iterator[tuple[str, StructuredOutputs]]:
+        """What parts of an answer that may call obey, each with its path."""
+        if self.form is not None and not self.must_call:
+            yield self.form_path, self.form
+        chosen = self.tool_choice
+        for i, tool in enumerate(self.offered_tools):
+            own = tool.function
+            if isinstance(chosen, ChosenTool):
+                is_held = chosen.function.name == own.name
+            else:
+                is_held = self.must_call or own.strict
+            if is_held and own.parameters is not None:
+                path = f"tools[{i}].function.parameters"
+                yield path, StructuredOutputs(json=own.parameters)
 
     @property
     def offered_tools(self) -> list[Tool]:

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from jpaged import TextDelta
-from jpaged.serve.answer_forms import JsonSchema, ResponseFormat, Schema
+from jpaged.serve.answer_forms import FormName, JsonSchema, ResponseFormat, Schema
 from jpaged.serve.answers import Chat, Encode
 from jpaged.serve.api_errors import ApiError, bad_field
 from jpaged.serve.conversation import (
@@ -99,7 +99,7 @@ class TextFormat(Body, frozen=True, kw_only=True):
     """The form of the answer's text."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
+    name: FormName | None = None
     schema: Schema | None = None
     description: Ignored = None
     strict: bool | None = None
@@ -163,7 +163,10 @@ class ResponsesRequest(_Plain, frozen=True, kw_only=True, dict=True):
             Tool(
                 type="function",
                 function=Function(
-                    name=tool.name, description=tool.description, parameters=tool.parameters
+                    name=tool.name,
+                    description=tool.description,
+                    parameters=tool.parameters,
+                    strict=tool.strict,
                 ),
             )
             for tool in self.tools or ()

@@ -152,6 +152,49 @@ def test_a_call_is_forced(serve: Run, engines: Callable[..., Engine], choice: An
     serve(scenario, engines(max_model_len=768, num_blocks=200), **HERMES)
 
 
+def test_calls_are_held_to_a_strict_schema_where_the_model_chooses(
+    serve: Run, scripted: ScriptedEngine
+):
+    def with_strict(strict: bool | None) -> Any:
+        return {"type": "function", "function": {**TOOL["function"], "strict": strict}}
+
+    async def scenario(server: Server) -> None:
+        for strict in (None, False):
+            scripted.say("Hello")
+            await ask(server, tools=[with_strict(strict)])
+            assert scripted.params[-1].structured_outputs is None
+        scripted.say("Hello")
+        await ask(server, tools=[with_strict(True)], tool_choice="auto")
+        form = scripted.params[-1].structured_outputs
+        assert form is not None
+        assert '"enum":["Paris","Rome"]' in (form.grammar or "")
+        (choice,) = (await ask(server, tools=[with_strict(True)], temperature=0))["choices"]
+        assert choice["message"]["content"]  # the model's own
+
+    serve(scenario, scripted, **HERMES)
+
+
+def test_an_answer_is_calls_or_has_the_form(serve: Run, engines: Callable[..., Engine]):
+    async def scenario(server: Server) -> None:
+        tool = {"type": "function", "function": {**TOOL["function"], "strict": True}}
+        asked = {"response_format": FORMAT, "tools": [tool], "max_tokens": 150, "seed": 1, "n": 8}
+        kinds = set()
+        for choice in (await ask(server, **asked))["choices"]:
+            message = choice["message"]
+            kinds.add(choice["finish_reason"])
+            for call in message.get("tool_calls", ()):
+                jsonschema.validate(json.loads(call["function"]["arguments"]), CITY)
+            if choice["finish_reason"] == "stop":
+                jsonschema.validate(json.loads(message["content"]), SCHEMA)
+        assert kinds & {"stop", "tool_calls"}
+        named = {**asked, "tool_choice": NAMED, "n": 2}  # a form of a text that there is not
+        for choice in (await ask(server, **named))["choices"]:
+            (call,) = choice["message"]["tool_calls"]
+            assert call["function"]["name"] == "weather"
+
+    serve(scenario, engines(max_model_len=768, num_blocks=400), **HERMES)
+
+
 def test_a_function_whose_schema_cannot_be_enforced_is_refused_where_it_is_forced(
     serve: Run, engines: Callable[..., Engine]
 ):

@@ -298,10 +298,12 @@ CHATS: list[tuple[dict[str, Any], str]] = [
         {
             "tools": [TOOL],
             "tool_choice": "required",
-            "response_format": {"type": "json_object"},
+            "structured_outputs": {"json_object": True},
         },
         "tool_choice",
     ),
+    ({"tools": [TOOL], "tool_choice": "required", "beam_width": 2}, "beam_width"),
+    ({**tool(strict=True), "use_beam_search": True, "n": 2}, "use_beam_search"),
     ({"modalities": ["audio"]}, "modalities[0]"),
     ({"chat_template": "{{ messages }}"}, "chat_template"),
     ({"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs"),

@@ -3,10 +3,11 @@
 import asyncio
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import httpx2
+import pydantic
 import pytest
 from scripted_engine import ScriptedEngine
 from serve_helpers import Server, events_of
@@ -211,6 +212,74 @@ def test_a_client_that_leaves_ends_its_request(serve: Run, engine: Engine):
     assert not engine.has_unfinished_requests
 
 
+def test_an_answer_obeys_a_schema(serve: Run):
+    async def scenario(server: Server) -> None:
+        colour = Literal["red", "green"]
+        box = pydantic.create_model("Box", colour=(colour, ...), full=(bool, ...))
+        asked: Any = {"model": "jpaged-tiny", "max_tokens": 60, "messages": [USER]}
+        made = await client_of(server).messages.parse(output_format=box, **asked)
+        assert made.parsed_output is not None
+        format = {"type": "json_schema", "schema": {"not": {}}}
+        body = {**asked, "output_config": {"format": format}}
+        answer = await server.http.post(PATH, json=body)
+        assert answer.status_code == 400
+        assert "output_config.format.schema.not is not" in answer.json()["error"]["message"]
+
+    serve(scenario)
+
+
+def test_tokens_are_counted_as_a_message_has_them(talk: Run, scripted: ScriptedEngine):
+    async def scenario(server: Server) -> None:
+        client = client_of(server)
+        turns: list[Any] = [
+            {"role": "user", "content": "Weather?"},
+            {"role": "assistant", "content": [{**USE, "name": "weather"}]},
+            {"role": "user", "content": [{**RESULT, "content": "sunny"}]},
+        ]
+        asked: Any = {"model": "jpaged-tiny", "messages": turns, "system": "Be brief"}
+        none = {"tools": [TOOL], "tool_choice": {"type": "none"}}
+        others: list[Any] = [{}, {"tools": [TOOL]}, none]
+        for more in others:
+            scripted.say("So.")
+            made = await client.messages.create(max_tokens=9, **asked, **more)
+            counted = await client.messages.count_tokens(**asked, **more)
+            cached = made.usage.cache_read_input_tokens or 0
+            assert counted.input_tokens == made.usage.input_tokens + cached
+        long: Any = {"model": "jpaged-tiny", "messages": [{"role": "user", "content": "a" * 2000}]}
+        assert (await client.messages.count_tokens(**long)).input_tokens > 2000
+        with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\]\.role"):
+            await client.messages.count_tokens(model="jpaged-tiny", messages=[{"role": "x"}])  # type: ignore
+        with pytest.raises(anthropic.NotFoundError, match="not_found_error"):
+            await client.messages.count_tokens(model="gpt-4", messages=turns)
+
+    talk(scenario)
+
+
+def test_anthropics_tool_runner_sends_whole_conversations(talk: Run, scripted: ScriptedEngine):
+    """It asks for a thread on the server first, and knows by the error that there are none."""
+    called: list[str] = []
+
+    @anthropic.beta_async_tool
+    async def weather(city: str) -> str:
+        """The weather."""
+        called.append(city)
+        return "sunny"
+
+    async def scenario(server: Server) -> None:
+        scripted.say(THOUGHT)
+        scripted.say("It is sunny.")
+        asked: Any = {"model": "jpaged-tiny", "max_tokens": 50}
+        given: Any = [{"role": "user", "content": "Weather?"}]
+        runner = client_of(server).beta.messages.tool_runner(
+            messages=given, tools=[weather], **asked
+        )
+        final = await runner.until_done()
+        assert final.content[0].text == "It is sunny."  # type: ignore
+        assert called == ["Paris"]
+
+    talk(scenario)
+
+
 RESULT = {"type": "tool_result", "tool_use_id": "a"}
 USE = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
 
@@ -251,6 +320,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
     ({"tool_choice": {"type": "tool", "name": "g"}}, "tool_choice"),
     ({"thinking": {"type": "maybe"}}, "thinking.type"),
+    ({"output_config": {"format": {"type": "text"}}}, "output_config.format.type"),
+    ({"thread": {"type": "create"}}, "thread: this server keeps no conversations"),
     ({"container": "a"}, "container"),
     ({"mcp_servers": []}, "mcp_servers"),
 ]
@@ -284,6 +355,8 @@ def test_what_cannot_change_the_answer_is_taken(serve: Run):
             "service_tier": "auto",
             "thinking": {"type": "enabled", "budget_tokens": 1024},
             "tool_choice": {"type": "auto"},
+            "output_config": {"effort": "low"},
+            "speed": "standard",
         }
         assert (await ask(server, temperature=0, **more))["content"] == plain["content"]
 

@@ -5,10 +5,16 @@ from typing import Any
 
 import jsonschema
 import pytest
-from grammar_walks import EOS, TOKENIZER, allowed, matcher_of, walk
+from grammar_walks import EOS, GRAMMARS, TOKENIZER, accepts, allowed, matcher_of, read, walk
 
-from jpaged import TOOL_CALL_FAMILIES, AnswerParser, CallArguments, CallStart, call_grammar
-from jpaged.text.grammar import check_grammar
+from jpaged import (
+    TOOL_CALL_FAMILIES,
+    AnswerParser,
+    CallArguments,
+    CallStart,
+    StructuredOutputs,
+    call_grammar,
+)
 
 WEATHER = {
     "type": "object",
@@ -63,7 +69,7 @@ def calls_in(family: str, text: str) -> list[tuple[str, Any]]:
 def test_forced_calls_are_read_back_and_their_arguments_are_valid(family: str, parallel: bool):
     tools = tools_of(family)
     form = call_grammar(family, tools, parallel=parallel)
-    check_grammar(form)
+    GRAMMARS.compile(form)
     schemas = {it["function"]["name"]: it["function"].get("parameters") for it in tools}
     counts, names = set(), set()
     for seed in range(25):
@@ -91,7 +97,7 @@ def test_a_named_function_alone_is_called(family: str):
 def test_a_tag_that_is_a_special_token_is_that_token():
     special = {"[TOOL_CALLS]": EOS + 1, "[ARGS]": EOS + 2}
     form = call_grammar("mistral", TOOLS, name="now", special_ids=special)
-    check_grammar(form)
+    GRAMMARS.compile(form)
     matcher = matcher_of(form)
     assert allowed(matcher) == {EOS + 1}
     matcher.accept(EOS + 1)
@@ -126,3 +132,111 @@ def test_names_are_checked():
         call_grammar("x", TOOLS)
     with pytest.raises(ValueError, match="name='x' must be that of one of the tools"):
         call_grammar("hermes", TOOLS, name="x")
+
+
+STRICT = [
+    tool("get_weather", WEATHER),
+    tool("now"),
+    tool("free", {"properties": {"a": {"not": 1}}}),
+]
+STRICT[0]["function"]["strict"] = True
+GOOD = {"city": "Rome", "days": 3}
+BAD = ({"city": "Rome"}, {"city": "Oslo", "days": 3}, {**GOOD, "x": 1})
+
+
+def written(family: str, name: str, arguments: dict[str, Any]) -> str:
+    """A call as a model of the family writes it."""
+    key = "parameters" if family == "llama3_json" else "arguments"
+    text = json.dumps({"name": name, key: arguments})
+    if family == "qwen3_xml":
+        values = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in arguments.items())
+        text = f"<function={name}>\n{values}</function>"
+    tags = {"mistral": ("[TOOL_CALLS][", "]"), "llama3_json": ("", "")}
+    start, end = tags.get(family, ("<tool_call>\n", "\n</tool_call>"))
+    return start + text + end
+
+
+@pytest.mark.parametrize("family", TOOL_CALL_FAMILIES)
+def test_where_the_model_chooses_strict_functions_alone_obey(family: str):
+    form = call_grammar(family, STRICT, or_text=True)
+    GRAMMARS.compile(form)
+    begins = family == "llama3_json"
+    said = "" if begins else "I look <tool_ [TOOL_ at {}.\n"
+    for text in ("", "Hello", "a < b, [1] <tool_call", "naïve\n\n{}"):
+        assert accepts(form, text)
+    for name, arguments in (("get_weather", GOOD), ("now", {"a": 1}), ("free", {"b": "x"})):
+        call = written(family, name, arguments)
+        assert accepts(form, call)
+        assert accepts(form, said + call)
+        assert begins or accepts(form, f"{said}{call}\nSo.")
+        more = family in ("hermes", "qwen3_xml")
+        assert accepts(form, f"{call}\n{call}\n") == more
+        one = call_grammar(family, STRICT, or_text=True, parallel=False)
+        assert accepts(one, said + call)
+        assert not accepts(one, f"{call}\n{call}")
+    for arguments in BAD:
+        assert not read(matcher_of(form), said + written(family, "get_weather", arguments))
+    assert not read(matcher_of(form), said + written(family, "other", GOOD))
+
+
+def test_text_never_looks_like_a_call():
+    for family, text in (
+        ("hermes", "a <tool_call> b"),
+        ("mistral", "a [TOOL_CALLS] b"),
+        ("qwen3_xml", "a <function=f> b"),
+        ("llama3_json", " {}"),
+        ("llama3_json", "a <|python_tag|> b"),
+    ):
+        assert not read(matcher_of(call_grammar(family, STRICT, or_text=True)), text)
+
+
+def test_a_special_token_begins_a_call_in_a_text():
+    special = {"<tool_call>": EOS + 1, "</tool_call>": EOS + 2}
+    form = call_grammar("hermes", STRICT, or_text=True, special_ids=special)
+    matcher = matcher_of(form)
+    assert read(matcher, "I look.")
+    assert {EOS, EOS + 1} < allowed(matcher)
+    assert not read(matcher_of(form), "I <tool_call>")
+    matcher.accept(EOS + 1)
+    assert read(matcher, '\n{"name": "get_weather", "arguments": {"city": "Rome", "days": 3}}\n')
+    assert allowed(matcher) == {EOS + 2}
+    matcher.accept(EOS + 2)
+    assert EOS in allowed(matcher)
+    assert read(matcher, "So.")
+
+
+@pytest.mark.parametrize("family", TOOL_CALL_FAMILIES)
+def test_an_answer_is_calls_or_what_it_obeys_else(family: str):
+    other = StructuredOutputs(json={"enum": [1, "x"]})
+    if family == "llama3_json":
+        with pytest.raises(ValueError, match=r"^tools cannot be called in an answer that may be"):
+            call_grammar(family, STRICT, or_form=other)
+        return
+    form = call_grammar(family, STRICT, or_form=other)
+    GRAMMARS.compile(form)
+    assert accepts(form, '"x"')
+    assert accepts(form, written(family, "get_weather", GOOD))
+    assert accepts(form, written(family, "now", {}))
+    assert not read(matcher_of(form), "Hello")
+    assert not read(matcher_of(form), written(family, "get_weather", BAD[0]))
+    anything = call_grammar(family, STRICT, or_form=StructuredOutputs(json_object=True))
+    assert accepts(anything, '{"a": 1}')
+
+
+def test_a_forced_call_has_the_arguments_that_are_named():
+    properties = {"a": {"enum": [1]}}
+    for more, is_open in (({}, False), ({"additionalProperties": True}, True)):
+        tools = [tool("f", {"properties": properties, "required": ["a"], **more})]
+        form = call_grammar("llama3_json", tools)
+        assert accepts(form, '{"name": "f", "parameters": {"a": 1}}')
+        assert accepts(form, '{"name": "f", "parameters": {"a": 1, "b": 2}}') == is_open
+    for parameters in ({}, {"properties": properties, "required": ["b"]}):
+        form = call_grammar("llama3_json", [tool("f", parameters)])
+        assert accepts(form, '{"name": "f", "parameters": {"b": 2}}')
+
+
+def test_tools_that_are_too_large_together():
+    names = [f"a{i}" for i in range(400)]
+    schema = {"properties": {name: {"type": "integer"} for name in names}, "required": names}
+    with pytest.raises(ValueError, match=r"^tools has \d+ characters: at most"):
+        call_grammar("hermes", [tool(f"f{i}", schema) for i in range(10)])

@@ -1,0 +1,249 @@
+"""Schemas and tools that are malformed, contradictory, hostile or huge, over all three chat APIs:
+each is refused by its field or answered, and the next request is answered as ever."""
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from serve_helpers import Server
+from test_tools import HERMES
+
+from jpaged import Engine
+
+Run = Callable[..., None]
+Fields = dict[str, Any]
+
+
+def deep(depth: int) -> Fields:
+    return {"items": deep(depth - 1)} if depth else {}
+
+
+def obj(name: str, own: Any, **more: Any) -> Fields:
+    schema = {"type": "object", "properties": {name: own}, "required": [name]}
+    return {**schema, "additionalProperties": False, **more}
+
+
+def field(own: Any) -> Fields:
+    return obj("a", own)
+
+
+# Each with what the error says; tools' parameters are objects, and so are these.
+NOTHING = ("cannot be enforced", "is obeyed by no")
+BAD: list[tuple[Fields, str | tuple[str, ...]]] = [
+    (field({"type": "integer", "minimum": 5, "maximum": 1}), NOTHING),
+    (field({"type": "number", "exclusiveMinimum": 1, "exclusiveMaximum": 1}), NOTHING),
+    (field({"type": "integer", "multipleOf": 10, "minimum": 1, "maximum": 9}), NOTHING),
+    (field({"type": "string", "minLength": 5, "maxLength": 1}), NOTHING),
+    (field({"type": "array", "minItems": 5, "maxItems": 1}), NOTHING),
+    (field({"allOf": [{"type": "string"}, {"type": "integer"}]}), NOTHING),
+    (field({"type": "string", "const": 1}), NOTHING),
+    (field(False), NOTHING),
+    (obj("a", {}, required=["b"]), NOTHING),
+    (obj("a", {}, minProperties=5, maxProperties=1), NOTHING),
+    (field({"enum": []}), "properties.a.enum"),
+    (field({"type": "text"}), "properties.a.type='text'"),
+    (field({"uniqueItems": True}), "properties.a.uniqueItems is not enforced"),
+    (field({"$ref": "#/$defs/b"}), "properties.a.$ref='#/$defs/b' leads nowhere"),
+    (field({"$ref": "file:///etc/passwd"}), "properties.a.$ref='file:///etc/passwd' must be"),
+    (field({"enum": [f"value {i}" for i in range(20_000)]}), "are allowed"),
+    (field({"pattern": "("}), NOTHING),
+]
+# What is refused or not, the server outlives it.
+ODD: list[Fields] = [
+    field({"pattern": "(a{1000}){1000}"}),
+    field(deep(12)),
+    field(deep(40)),
+    {"$ref": "#"},
+    {"type": "object", "$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+    obj("c", {"$ref": "#"}),
+    obj("c", {"anyOf": [{"$ref": "#"}, {"type": "null"}]}),
+    field({"enum": list(range(9000))}),
+    obj("a\nb", {"type": "null"}),
+    obj("\x00", {"type": "null"}),
+    obj("\x1b[2J", {"enum": ["\x07"]}),
+    obj("\u202e", {"const": "\U0001f600"}),
+    obj("a" * 60_000, {"type": "null"}),
+    {"properties": {f"a{i}": {"type": "null"} for i in range(3000)}},
+    {"$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(900)} | {"d900": {}}}
+    | obj("a", {"$ref": "#/$defs/d0"}),
+]
+
+
+def chat_form(schema: Any, **how: Any) -> Fields:
+    form = {"name": "a", "schema": schema, **how}
+    return {"response_format": {"type": "json_schema", "json_schema": form}}
+
+
+def chat_tools(tools: list[Fields], choice: str) -> Fields:
+    """`choice` is OpenAI's, as of the others."""
+    names = {"parameters": "parameters", "name": "name", "strict": "strict"}
+    told = [{names[key]: it for key, it in tool.items()} for tool in tools]
+    return {
+        "tools": [{"type": "function", "function": tool} for tool in told],
+        "tool_choice": choice,
+    }
+
+
+def responses_form(schema: Any, **how: Any) -> Fields:
+    return {"text": {"format": {"type": "json_schema", "name": "a", "schema": schema, **how}}}
+
+
+def responses_tools(tools: list[Fields], choice: str) -> Fields:
+    return {"tools": [{"type": "function", **tool} for tool in tools], "tool_choice": choice}
+
+
+def messages_form(schema: Any, **how: Any) -> Fields:
+    return {"output_config": {"format": {"type": "json_schema", "schema": schema, **how}}}
+
+
+def messages_tools(tools: list[Fields], choice: str) -> Fields:
+    told = [{("input_schema" if k == "parameters" else k): v for k, v in t.items()} for t in tools]
+    return {"tools": told, "tool_choice": {"type": {"required": "any"}.get(choice, choice)}}
+
+
+SHORT = "{{ tools | length if tools else '' }}{{ messages[0].content }}"
+USER = {"role": "user", "content": "a"}
+# By path: what else is asked, a form, tools, and where a schema lies in both.
+APIS: dict[str, tuple[Fields, Any, Any, str, str]] = {
+    "/v1/chat/completions": (
+        {"messages": [USER], "max_tokens": 2},
+        chat_form,
+        chat_tools,
+        "response_format.json_schema.schema",
+        "tools[0].function.parameters",
+    ),
+    "/v1/responses": (
+        {"input": "a", "max_output_tokens": 2},
+        responses_form,
+        responses_tools,
+        "text.format.schema",
+        "tools[0].parameters",
+    ),
+    "/v1/messages": (
+        {"messages": [USER], "max_tokens": 2},
+        messages_form,
+        messages_tools,
+        "output_config.format.schema",
+        "tools[0].input_schema",
+    ),
+}
+
+
+@pytest.fixture
+def with_tools(serve: Run, engines: Callable[..., Engine]) -> Run:
+    engine = engines(max_model_len=768, num_blocks=200)
+    return lambda scenario: serve(scenario, engine, **{**HERMES, "chat_template": SHORT})
+
+
+async def refusal(server: Server, path: str, fields: Fields) -> str:
+    """What the error says; nothing is left of it."""
+    answer = await server.http.post(path, json=fields)
+    assert answer.status_code == 400, (str(fields)[:300], answer.text[:300])
+    message = answer.json()["error"]["message"]
+    assert len(message) < 1000
+    assert message.isprintable()
+    await server.idle()
+    return message
+
+
+@pytest.mark.parametrize("path", APIS)
+def test_schemas_that_nothing_obeys(with_tools: Run, path: str):
+    plain, form, tools, at_form, at_tool = APIS[path]
+
+    async def scenario(server: Server) -> None:
+        for schema, told in BAD:
+            message = await refusal(server, path, {**plain, **form(schema)})
+            assert message.startswith(at_form), message
+            words = (told,) if isinstance(told, str) else told
+            assert any(word in message for word in words), message
+            own = {"name": "f", "parameters": schema}
+            message = await refusal(server, path, {**plain, **tools([own], "required")})
+            assert message.startswith((at_tool, "tools has")), message
+            assert any(word in message for word in words), message
+            strict = await refusal(
+                server, path, {**plain, **tools([{**own, "strict": True}], "auto")}
+            )
+            assert strict == message
+        await server.canary()
+
+    with_tools(scenario)
+
+
+@pytest.mark.parametrize("path", APIS)
+def test_odd_schemas_do_no_harm(with_tools: Run, path: str):
+    plain, form, tools, at_form, at_tool = APIS[path]
+
+    async def scenario(server: Server) -> None:
+        for schema in ODD:
+            own = {"name": "f", "parameters": schema}
+            for fields in (form(schema), tools([own], "required")):
+                answer = await server.http.post(path, json={**plain, **fields})
+                assert answer.status_code in (200, 400), answer.text[:300]
+                if answer.status_code == 400:
+                    message = answer.json()["error"]["message"]
+                    where = (at_form, at_tool, "tools ", "the body", "structured_outputs.")
+                    assert message.startswith(where), message[:300]
+                    assert len(message) < 1000
+                await server.idle()
+                await server.canary()
+
+    with_tools(scenario)
+
+
+@pytest.mark.parametrize("path", APIS)
+def test_no_schema_has_anything_fetched(with_tools: Run, path: str):
+    plain, form, tools, *_ = APIS[path]
+
+    async def scenario(server: Server) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            listener.setblocking(False)
+            there = f"http://127.0.0.1:{listener.getsockname()[1]}/schema.json"
+            for reference in (there, f"{there}#/a", there.removeprefix("http:")):
+                schema = field({"$ref": reference})
+                own = {"name": "f", "parameters": schema}
+                for fields in (form(schema), tools([own], "required")):
+                    message = await refusal(server, path, {**plain, **fields})
+                    assert "must be a place in this schema" in message
+            for keyword in ("$schema", "$id", "$comment"):
+                named = {**field({"type": "null"}), keyword: there}
+                own = {"name": "f", "parameters": named}
+                for fields in (form(named), tools([own], "required")):
+                    answer = await server.http.post(path, json={**plain, **fields})
+                    assert answer.status_code in (200, 400), answer.text
+            with pytest.raises(BlockingIOError):
+                listener.accept()
+        await server.canary()
+
+    with_tools(scenario)
+
+
+@pytest.mark.parametrize("path", APIS)
+def test_tools_that_are_too_many_or_too_large_or_misnamed(with_tools: Run, path: str):
+    plain, form, tools, *_ = APIS[path]
+    small, large = field({"type": "null"}), field({"enum": [f"value {i}" for i in range(100)]})
+
+    def many(number: int, schema: Fields) -> list[Fields]:
+        return [{"name": f"f{i}", "parameters": schema} for i in range(number)]
+
+    async def scenario(server: Server) -> None:
+        for number in (129, 5000):
+            for choice in ("auto", "required"):
+                message = await refusal(server, path, {**plain, **tools(many(number, {}), choice)})
+                assert message.startswith("tools=(array of ")
+        message = await refusal(server, path, {**plain, **tools(many(128, large), "required")})
+        assert message.startswith("tools has ")
+        for name in ("", "a b", "a\n", "\x00", "\x1b[2J", "f\u202e", "a" * 65):
+            own = {"name": name, "parameters": small}
+            message = await refusal(server, path, {**plain, **tools([own], "auto")})
+            assert message.startswith("tools[0].")
+        for name in ("", "a\n", "\x00", "\x1b[2J", "\x7f", "a" * 65):
+            if path != "/v1/messages":
+                message = await refusal(server, path, {**plain, **form(small, name=name)})
+                assert ".name=" in message
+        answer = await server.http.post(path, json={**plain, **tools(many(20, small), "required")})
+        assert answer.status_code == 200, answer.text[:300]
+        await server.idle()
+        await server.canary()
+
+    with_tools(scenario)

@@ -1,0 +1,105 @@
+"""Libraries that people use, unmodified, with a server in a process of its own: the examples of
+docs/clients.md and, right behind each, what else the library does.
+
+Each runs in a process of its own, as a user's program does: what these libraries leave open and
+warn of is theirs. The model knows no tools; calls and forms are the grammars' doing.
+"""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from serve_helpers import ANSWER, QUESTION
+from server_process import ServerProcess
+
+DOCS = Path(__file__).parents[2] / "docs"
+PROGRAMS = Path(__file__).parent / "clients"
+ADDRESS = "http://127.0.0.1:8000"
+NAMES = ("Qwen/Qwen3-8B", "jpaged-tiny")
+FLAGS = (
+    *("--served-model-name", *NAMES, "--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+    *("--chat-template", str(PROGRAMS / "hermes.jinja")),
+    *("--max-model-len", "1024", "--num-blocks", "520"),
+)
+# A library whose models' prices are looked up somewhere is to look nowhere.
+ENVIRONMENT = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+
+
+def examples(page: str) -> dict[str, str]:
+    """The Python of a page, by the heading above it."""
+    found = re.findall(
+        r"^(#+) ([^\n]+)|^```python\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S
+    )
+    made, heading = {}, ""
+    for is_heading, text, code in found:
+        heading = text if is_heading else heading
+        if code:
+            made[heading] = made.get(heading, "") + code
+    return made
+
+
+EXAMPLES = examples("clients.md")
+
+
+def program_of(library: str) -> Path:
+    return PROGRAMS / f"with_{library.replace('-', '_')}.py"
+
+
+@pytest.fixture(scope="module")
+def server(compilation_cache: Path) -> Iterator[ServerProcess]:
+    server = ServerProcess(compilation_cache, *FLAGS)
+    yield server
+    server.end()
+
+
+@pytest.fixture
+def url(server: ServerProcess) -> Iterator[str]:
+    """The server's address; after the test it answers as ever, and nothing is left in its pool."""
+    yield server.url
+    body = {"model": "jpaged-tiny", "prompt": QUESTION, "max_tokens": 64, "temperature": 0}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+    assert answer["choices"][0]["text"] == ANSWER
+    for _ in range(100):  # the last answer is told of before its blocks are back
+        metrics = httpx.get(f"{server.url}/metrics").text
+        (used,) = re.findall(r"^vllm:kv_cache_usage_perc\{.*\} (\S+)$", metrics, re.M)
+        if float(used) == 0:
+            return
+    raise AssertionError(f"of the pool {used} is still in use")
+
+
+def run(code: str, url: str, folder: Path) -> str:
+    """What a program prints."""
+    file = folder / "program.py"
+    file.write_text(code.replace(ADDRESS, url))
+    command = [sys.executable, str(file), url]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=ENVIRONMENT, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("library", EXAMPLES)
+def test_a_library(library: str, url: str, tmp_path: Path):
+    if importlib.util.find_spec(library.replace("-", "_")) is None:
+        pytest.skip(f"{library} is not installed: it is in the extra `clients`")
+    said = run(EXAMPLES[library] + "\n\n" + program_of(library).read_text(), url, tmp_path)
+    assert re.search(r"city='(Paris|Rome)' sunny=(True|False)", said)
+
+
+@pytest.mark.parametrize("page", ["tools.md", "apis.md"])
+def test_examples_of_other_pages(page: str, url: str, tmp_path: Path):
+    codes = examples(page).values()
+    assert codes
+    for code in codes:
+        assert run(code, url, tmp_path).strip()
+
+
+def test_every_program_has_its_example():
+    assert {program_of(library) for library in EXAMPLES} == {*PROGRAMS.glob("with_*.py")}
