@@ -12,10 +12,12 @@ from pallas_kernels.attention import (
     rope_decode_attention,
 )
 from pallas_kernels.gemm import (
+    block_scaled_gated_gemm,
     block_scaled_gemm,
     gated_gemm,
     gated_silu,
     quantize_rows,
+    scaled_gated_gemm,
     scaled_gemm,
     split_k_gemm,
     sum_partials,
@@ -59,6 +61,7 @@ __all__ = [
     "LayerWeights",
     "add_rms_norm",
     "adjusted_logits",
+    "block_scaled_gated_gemm",
     "block_scaled_gemm",
     "copy_blocks",
     "first_maximum",
@@ -73,6 +76,7 @@ __all__ = [
     "rms_norm",
     "rope_decode_attention",
     "rope_write_kv",
+    "scaled_gated_gemm",
     "scaled_gemm",
     "select_backend",
     "split_k_gemm",
