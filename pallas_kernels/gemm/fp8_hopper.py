@@ -145,7 +145,7 @@ def _few_rows_kernel(
 
         def scales(step):
             group = split * num_steps + jnp.minimum(step, num_steps - 1)
-            of_rows = plgpu.load(x_scale_ref.at[group, rows], layout=by_row, optimized=False)
+            of_rows = ops.load_as(x_scale_ref.at[group, rows], by_row, optimized=False)
             blocks = [lax.div(first_of(warp_group, f), FP8_GROUP) for f in range(num_factors)]
             return [of_rows * weight_scale_ref[block, group] for block in blocks]
 
@@ -155,7 +155,7 @@ def _few_rows_kernel(
         own = (scales, in_full) if is_grouped else None
         sums = _promoted_sums(num_steps, stage_of, operands, full, empty, shape, own)
         if not is_grouped:
-            of_rows = plgpu.load(x_scale_ref.at[rows], layout=by_row, optimized=False)
+            of_rows = ops.load_as(x_scale_ref.at[rows], by_row, optimized=False)
             sums = [
                 _times(total, weight_scale_ref.at[own_outputs], of_rows, transposed=True)
                 for total, own_outputs in zip(sums, outputs, strict=True)
@@ -287,7 +287,7 @@ def _many_rows_kernel(
                 return [weight_scale_ref[lax.div(first, FP8_GROUP), group] for first in firsts]
 
             def in_full(blocks, stage):
-                of_rows = plgpu.load(scale_smem.at[stage, own_rows], layout=by_row)
+                of_rows = ops.load_as(scale_smem.at[stage, own_rows], by_row)
                 return [lax.broadcast_in_dim(of_rows * own, shape, (0,)) for own in blocks]
 
             own = (block_scales, in_full) if scale_smem is not None else None
@@ -298,7 +298,7 @@ def _many_rows_kernel(
             sums = sums_of(turn, column)
             rows = pl.ds(row + warp_group * ROWS, ROWS)
             if scale_smem is None:
-                of_rows = plgpu.load(x_scale_ref.at[rows], layout=by_row, optimized=False)
+                of_rows = ops.load_as(x_scale_ref.at[rows], by_row, optimized=False)
                 sums = [
                     _times(
                         total,
@@ -360,7 +360,7 @@ def _times(sums, output_scales, row_scales, *, transposed):
     """Sums [rows, outputs], or transposed, times the scales of both."""
     outputs, rows = (0, 1) if transposed else (1, 0)
     layout = plgpu.Layout.WGMMA.reduce(rows)
-    own = plgpu.load(output_scales, layout=layout, optimized=False)
+    own = ops.load_as(output_scales, layout, optimized=False)
     by_output, by_row = (
         lax.broadcast_in_dim(scales, sums.shape, (axis,))
         for scales, axis in ((own, outputs), (row_scales, rows))
