@@ -75,6 +75,9 @@ _DUMMY_SCALE = 2.0**-8
 _OPTIONAL = re.compile(r"layers\.\d+\.attention\.[kv]_scale")
 """Paths of parameters that a checkpoint may lack: they are ones then."""
 
+_SCALES = (".weight_scale", ".input_scale", ".k_scale", ".v_scale")
+"""Ends of the paths of parameters that numbers in FP8 are multiplied by."""
+
 _LAYER_NUMBER = re.compile(r"(?<=\.)\d{1,9}(?=\.)")
 
 Specs = Mapping[str, jax.ShapeDtypeStruct]
@@ -523,10 +526,24 @@ def _largest(slab: jax.Array, order: tuple[int, ...], count: int) -> jax.Array:
 
 def _read_slab(placement: Placement, rows: slice) -> np.ndarray:
     """These rows of a tensor, its axes split as in the parameter but in the order of the file."""
+    read = read_rows(placement.tensor, rows)
+    if placement.path.endswith(_SCALES):
+        _check_scales(placement.tensor, read)
     if placement.rule.fills:
-        return np.full(placement.shape, read_rows(placement.tensor, rows).reshape(()))
-    shape = [placement.shape[axis] for axis in placement.order[1:]]
-    return read_rows(placement.tensor, rows).reshape(-1, *shape)
+        return np.full(placement.shape, read.reshape(()))
+    return read.reshape(-1, *(placement.shape[axis] for axis in placement.order[1:]))
+
+
+def _check_scales(tensor: TensorInfo, read: np.ndarray) -> None:
+    """Refuse scales by which numbers would become zeros, infinite, others' negatives or NaN."""
+    values = read.astype(np.float32)
+    if not (bad := values[~((values > 0) & (values < np.inf))]).size:
+        return
+    more = f", and {bad.size - 1} more of its numbers are wrong" if bad.size > 1 else ""
+    raise CheckpointError(
+        f"{tensor.name} in {tensor.file.name} holds the scale {bad[0]:g}{more}; scales must be "
+        "positive and finite in float32: fetch the checkpoint again, or quantise the model again."
+    )
 
 
 def _slabs(placement: Placement) -> Iterator[tuple[np.ndarray, slice]]:

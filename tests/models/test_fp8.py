@@ -336,6 +336,31 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, change, complaint):
         load(tmp_path)
 
 
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("layout", "tensor", "place"),
+    [
+        ("ModelOpt", "weight_scale", ()),
+        ("ModelOpt", "input_scale", ()),
+        ("Qwen3-FP8", "weight_scale_inv", (1, 0)),
+    ],
+)
+def test_scales_that_are_none_are_refused(tmp_path, layout, tensor, place, value):
+    """They would give wrong logits that are finite, or no finite ones."""
+    published(tmp_path, layout)
+    changed(tmp_path, lambda tensors: tensors[f"{Q}.{tensor}"].__setitem__(place, value))
+    complaint = f"{Q}.{tensor} in model.safetensors holds the scale {value:g}; scales must be posi"
+    with pytest.raises(CheckpointError, match=re.escape(complaint)):
+        load(tmp_path)
+
+
+def test_all_wrong_scales_of_a_tensor_are_counted(tmp_path):
+    published(tmp_path, "Qwen3-FP8")
+    changed(tmp_path, lambda tensors: tensors[f"{Q}.weight_scale_inv"].fill_(0.0))
+    with pytest.raises(CheckpointError, match=r"holds the scale 0, and \d+ more of its numbers"):
+        load(tmp_path)
+
+
 def test_a_file_that_was_cut_after_its_header_was_read(tmp_path):
     published(tmp_path, "Qwen3-FP8")
     plan = plan_model(tmp_path, read_model_config(read_config(tmp_path)), dtype=F32)
