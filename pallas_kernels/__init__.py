@@ -25,7 +25,7 @@ from pallas_kernels.gemm import (
 )
 from pallas_kernels.kv_cache import copy_blocks, rope_write_kv, write_kv
 from pallas_kernels.layer import fused_layer, new_exchange
-from pallas_kernels.norm import add_rms_norm, rms_norm
+from pallas_kernels.norm import add_rms_norm, add_rms_norm_to_fp8, rms_norm
 from pallas_kernels.scores import (
     NUM_FACTS,
     Adjustments,
@@ -60,6 +60,7 @@ __all__ = [
     "LayerKV",
     "LayerWeights",
     "add_rms_norm",
+    "add_rms_norm_to_fp8",
     "adjusted_logits",
     "block_scaled_gated_gemm",
     "block_scaled_gemm",

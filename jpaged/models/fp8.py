@@ -25,7 +25,7 @@ from jaxtyping import Array, Float
 
 from jpaged.models.checkpoint import WeightRule
 from jpaged.models.config import Projection
-from jpaged.models.formats import Layout, pieces, sizes, zeros
+from jpaged.models.formats import FP8Rows, Layout, Rows, RowScales, pieces, sizes, zeros
 from jpaged.models.sharding import all_max
 from pallas_kernels import (
     FP8,
@@ -44,15 +44,11 @@ from pallas_kernels import (
 class _Rows:
     """What the formats share: all that a product in FP8 is used for."""
 
-    def partials(
-        self, linear: Any, x: Float[Array, "T size_in"], backend: Backend
-    ) -> Float[Array, "parts T size_out"]:
+    def partials(self, linear: Any, x: Rows, backend: Backend) -> Float[Array, "parts T size_out"]:
         """See `Format`."""
         raise NotImplementedError
 
-    def product(
-        self, linear: Any, x: Float[Array, "T size_in"], backend: Backend
-    ) -> Float[Array, "T *outputs"]:
+    def product(self, linear: Any, x: Rows, backend: Backend) -> Float[Array, "T *outputs"]:
         """See `Format`."""
         rows = sum_partials(self.partials(linear, x, backend), x.dtype)
         return rows.reshape(-1, *linear.projection.outputs)
@@ -76,6 +72,11 @@ class Scaled(_Rows):
 
     scales: Literal["channel", "tensor"] | None
     is_static: bool = False
+
+    @property
+    def row_scales(self) -> RowScales:
+        """See `Format`."""
+        return None if self.is_static else "row"
 
     def parameters(self, projection: Projection, dtype: DTypeLike) -> dict[str, nnx.Param]:
         """See `Format`."""
@@ -112,32 +113,30 @@ class Scaled(_Rows):
                 found.append(WeightRule(*own, fills=True))
         return found
 
-    def partials(
-        self, linear: Any, x: Float[Array, "T size_in"], backend: Backend
-    ) -> Float[Array, "parts T size_out"]:
+    def partials(self, linear: Any, x: Rows, backend: Backend) -> Float[Array, "parts T size_out"]:
         """See `Format`."""
         factors = self._factors(linear, x, backend)
         return scaled_gemm(*factors, dtype=x.dtype, backend=backend)
 
-    def gated_silu(
-        self, linear: Any, x: Float[Array, "T size_in"], backend: Backend
-    ) -> Float[Array, "T F"]:
+    def gated_silu(self, linear: Any, x: Rows, backend: Backend) -> Float[Array, "T F"]:
         """See `Format`."""
         factors = self._factors(linear, x, backend)
         return scaled_gated_gemm(*factors, dtype=x.dtype, backend=backend)
 
     def _factors(
-        self, linear: Any, x: Float[Array, "T size_in"], backend: Backend
+        self, linear: Any, x: Rows, backend: Backend
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Rows and weight in FP8, and the scales of both."""
-        if self.is_static:
+        if isinstance(x, FP8Rows):
+            values, x_scale = x.values, x.scale[:, 0]
+        elif self.is_static:
             scale = jnp.max(linear.input_scale[...])
             values, x_scale = to_fp8(x, scale), jnp.broadcast_to(scale, x.shape[:1])
         else:
             across = all_max if linear.projection.all_reduced else None
             values, scales = quantize_rows(x, across=across, backend=backend)
             x_scale = scales[:, 0]
-        weight = linear.weight[...].reshape(-1, x.shape[1])
+        weight = linear.weight[...].reshape(-1, values.shape[1])
         return values, weight, x_scale, linear.weight_scale[...].reshape(-1)
 
 
@@ -146,6 +145,11 @@ class BlockScaled(_Rows):
     """A scale a block of 128 x 128: `weight` in FP8 and `weight_scale` [blocks, groups] in float32,
     where blocks begin anew in each part. Rows have a scale for each 128 numbers.
     """
+
+    @property
+    def row_scales(self) -> RowScales:
+        """See `Format`."""
+        return "group"
 
     def parameters(self, projection: Projection, dtype: DTypeLike) -> dict[str, nnx.Param]:
         """See `Format`."""
@@ -179,27 +183,26 @@ class BlockScaled(_Rows):
             first += shape[0]
         return found
 
-    def partials(
-        self, linear: Any, x: Float[Array, "T size_in"], backend: Backend
-    ) -> Float[Array, "parts T size_out"]:
+    def partials(self, linear: Any, x: Rows, backend: Backend) -> Float[Array, "parts T size_out"]:
         """See `Format`."""
         factors, width = self._factors(linear, x, backend), math.prod(linear.projection.width)
         rows = [size * width for size in sizes(linear.projection)]
         return block_scaled_gemm(*factors, rows, dtype=x.dtype, backend=backend)
 
-    def gated_silu(
-        self, linear: Any, x: Float[Array, "T size_in"], backend: Backend
-    ) -> Float[Array, "T F"]:
+    def gated_silu(self, linear: Any, x: Rows, backend: Backend) -> Float[Array, "T F"]:
         """See `Format`."""
         factors = self._factors(linear, x, backend)
         return block_scaled_gated_gemm(*factors, dtype=x.dtype, backend=backend)
 
     def _factors(
-        self, linear: Any, x: Float[Array, "T size_in"], backend: Backend
+        self, linear: Any, x: Rows, backend: Backend
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Rows and weight in FP8, and the scales of both."""
-        values, x_scale = quantize_rows(x, grouped=True, backend=backend)
-        weight = linear.weight[...].reshape(-1, x.shape[1])
+        if isinstance(x, FP8Rows):
+            values, x_scale = x.values, x.scale
+        else:
+            values, x_scale = quantize_rows(x, grouped=True, backend=backend)
+        weight = linear.weight[...].reshape(-1, values.shape[1])
         return values, weight, x_scale, linear.weight_scale[...]
 
 

@@ -20,6 +20,7 @@ added in float32 a stage at a time too: the tensor core's own sums of such numbe
 import functools
 import itertools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -213,7 +214,7 @@ def _many_rows_kernel(
     empty,
     gated,
     config,
-    scale_smem=None,
+    scale_smem: Any = None,
 ):
     warp_group, program = lax.axis_index("warp_group"), lax.axis_index("program")
     (num_rows, depth), width, num_programs = x_ref.shape, out_ref.shape[1], config.num_programs

@@ -16,6 +16,8 @@ from pallas_kernels import (
     FP8,
     FP8_GROUP,
     Backend,
+    add_rms_norm,
+    add_rms_norm_to_fp8,
     block_scaled_gated_gemm,
     block_scaled_gemm,
     gemm,
@@ -86,6 +88,30 @@ def test_rows_have_the_largest_number_where_theirs_is(
         else:
             np.testing.assert_array_equal(got, wanted)
         np.testing.assert_array_equal(np.abs(got).max(1) == 448, largest > 0)
+
+
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize(
+    ("grouped", "width", "partials"),
+    [(False, 96, 1), (True, 96, 2), (False, 4224, 2), (True, 4224, 1), (True, 1024, 4)],
+)
+def test_norms_bring_their_rows_to_fp8(grouped, width: int, partials: int, dtype, backend: Backend):
+    """To what a kernel of its own makes of the rows that they would else return."""
+    require(backend)
+    rng = np.random.default_rng(0)
+    hidden, weight = (jnp.asarray(rng.standard_normal(n), dtype) for n in ((5, width), width))
+    update = rng.standard_normal((partials, 5, width))
+    arguments = hidden, jnp.asarray(update, dtype if partials == 1 else F32), weight
+    options = {"eps": 1e-3, "backend": backend}
+    rows, total = jax.jit(partial(add_rms_norm, **options))(*arguments)
+    wanted = jax.jit(partial(quantize_rows, grouped=grouped, backend=backend))(rows)
+    fused = jax.jit(partial(add_rms_norm_to_fp8, grouped=grouped, **options))
+    values, scale, fused_total = fused(*arguments)
+    np.testing.assert_array_equal(fused_total, total)
+    np.testing.assert_allclose(scale, wanted[1], rtol=2e-7)
+    same = np.asarray(values, np.float32) == np.asarray(wanted[0], np.float32)
+    assert np.mean(same) >= (0.99 if backend is Backend.TRITON else 1.0)
 
 
 def test_a_row_that_several_devices_have_is_scaled_by_all_of_it():
@@ -269,9 +295,9 @@ WIDTHS += [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
 GATED = (6144, 1024), (28672, 4096)
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(F16, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("rows", [8, 24, 64, 128, 256, 8192])
+@pytest.mark.parametrize("rows", [8, 24, 64, pytest.param(128, marks=pytest.mark.soak), 256, 8192])
 def test_products_in_fp8_are_hoppers_own(rows: int, grouped: bool, dtype):
     """Those of every projection, but by scales of outputs where XLA's keep more SMs busy."""
     for width, depth in WIDTHS:
@@ -298,9 +324,13 @@ def test_products_in_fp8_are_hoppers_own(rows: int, grouped: bool, dtype):
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("depth", [40, 192, 1024, 3072, 4096, 14336])
 def test_rows_become_fp8_in_one_kernel(depth: int, grouped: bool, dtype):
+    """The norm before them among it."""
     run = partial(quantize_rows, grouped=grouped, backend=Backend.TRITON)
-    text = _lowered(run, jax.ShapeDtypeStruct((24, depth), dtype))
-    assert re.findall(r"custom_call @\S*(triton|mosaic_gpu)", text) == ["triton"]
+    rows, partials = (jax.ShapeDtypeStruct((*n, 24, depth), dtype) for n in ((), (1,)))
+    norm = partial(add_rms_norm_to_fp8, eps=1e-6, grouped=grouped, backend=Backend.TRITON)
+    weight = jax.ShapeDtypeStruct((depth,), dtype)
+    for text in (_lowered(run, rows), _lowered(norm, rows, partials, weight)):
+        assert re.findall(r"custom_call @\S*(triton|mosaic_gpu)", text) == ["triton"]
 
 
 @pytest.mark.parametrize(
