@@ -12,9 +12,10 @@ warpgroup fills a ring of stages in shared memory, consumer warpgroups multiply:
                 blocks of 128 outputs, which of a gated GEMM are the gate's and up's
 
 Where a row and an output have one scale each, the sums are multiplied by both at the end. Where 128
-numbers have, each stage's sums are multiplied by the two scales of its depth and added in float32:
-a row's come with its tile, a block's is loaded a stage ahead. `promoted` sums of the first kind are
-added in float32 a stage at a time too: the tensor core's own sums of such numbers keep 14 bits.
+numbers have, a stage's sums have scales of their own: a row's come with its tile, or are loaded a
+stage ahead as a block's are. Of few rows each stage's sums are added to the others in float32,
+which costs nothing there; of many the tensor core adds them, whose sums of such numbers keep some
+14 bits (DeepSeek-AI 2024, arXiv:2412.19437, 3.3.2), as cuBLASLt's do.
 """
 
 import functools
@@ -273,13 +274,13 @@ def _many_rows_kernel(
         def sums_of(turn, column):
             own_stage = functools.partial(stage_of, turn)
             args = num_steps, own_stage, operands, full, empty
-            if scale_smem is None and not config.promoted:
 
-                def add_all(*sums):
-                    results = add_steps(*args, *sums)
-                    plgpu.barrier_arrive(empty.at[own_stage(num_steps - 1)])
-                    return results
+            def add_all(*sums):
+                results = add_steps(*args, *sums)
+                plgpu.barrier_arrive(empty.at[own_stage(num_steps - 1)])
+                return results
 
+            if scale_smem is None:
                 return pl.run_scoped(add_all, *[plgpu.ACC(shape, jnp.float32)] * num_factors)
 
             def block_scales(step):
@@ -287,12 +288,11 @@ def _many_rows_kernel(
                 firsts = [column + factor * apart for factor in range(num_factors)]
                 return [weight_scale_ref[lax.div(first, FP8_GROUP), group] for first in firsts]
 
-            def in_full(blocks, stage):
+            def scales(blocks, stage):
                 of_rows = ops.load_as(scale_smem.at[stage, own_rows], by_row)
-                return [lax.broadcast_in_dim(of_rows * own, shape, (0,)) for own in blocks]
+                return [of_rows * own for own in blocks]
 
-            own = (block_scales, in_full) if scale_smem is not None else None
-            return _promoted_sums(*args, shape, own)
+            return _rescaled_sums(*args, shape, block_scales, scales)
 
         def compute_tile(turn, _):
             row, column = tile_of(turn)
@@ -355,6 +355,61 @@ def _promoted_sums(num_steps, stage_of, operands, full, empty, shape, scales):
 
     carry = [zeros] * len(operands(0)), load(jnp.int32(0))
     return lax.fori_loop(0, num_steps, add, carry)[0]
+
+
+def _rescaled_sums(num_steps, stage_of, operands, full, empty, shape, load, scales):
+    """Sums of all stages' products, each stage's times its own scale: kept in units of the scale of
+    the latest stage, to which they are brought before its products are added. That is one
+    multiplication of each sum, where adding a stage's products to others takes three operations.
+
+    A unit is at least 2 ** -60 of the largest scale before, which no sum outgrows: what a stage of
+    smaller scales adds is less than what rounding takes from the others.
+
+    Args:
+        num_steps, stage_of, operands, full, empty: as of `add_steps`.
+        shape: of a factor's sums.
+        load: what is loaded for a step, a step ahead.
+        scales: the scales of a stage's rows for each factor, from that and what the stage has.
+    """
+    by_row = plgpu.Layout.WGMMA.reduce(1)
+
+    def vector(value):
+        return plgpu.layout_cast(jnp.full(shape[:1], value, jnp.float32), by_row)
+
+    def times(sums, of_rows):
+        return sums * lax.broadcast_in_dim(of_rows, shape, (0,))
+
+    def add(step, carry):
+        (totals, units, largest, loaded), stage = carry, stage_of(step)
+        ahead = load(step + 1)
+        plgpu.barrier_wait(full.at[stage])
+        own = scales(loaded, stage)
+        largest = [jnp.maximum(a, b) for a, b in zip(largest, own, strict=True)]
+        new = [jnp.maximum(a, b * 2.0**-60) for a, b in zip(own, largest, strict=True)]
+        kept = [
+            times(total, unit / new_unit)
+            for total, unit, new_unit in zip(totals, units, new, strict=True)
+        ]
+
+        def multiply(sums):
+            for own_sums, factors in zip(sums, operands(stage), strict=True):
+                plgpu.wgmma(own_sums, *factors)
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(empty.at[stage])
+
+        return go_on(multiply, kept), new, largest, ahead
+
+    count = len(operands(0))
+    zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+    first = [zeros] * count, [vector(1.0)] * count, [vector(2.0**-40)] * count, load(jnp.int32(0))
+    totals, units, *_ = lax.fori_loop(0, num_steps, add, first)
+    return [times(total, unit) for total, unit in zip(totals, units, strict=True)]
+
+
+def go_on(multiply, sums):
+    """What accumulators that begin as these sums hold after `multiply` of their references."""
+    ends: Any = pl.run_state(multiply)([plgpu.ACC.init(total) for total in sums])
+    return list(ends)  # arrays, not references as its type says
 
 
 def _times(sums, output_scales, row_scales, *, transposed):

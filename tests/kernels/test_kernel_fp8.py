@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from kernel_cases import BF16, F16, F32, IMPLEMENTATIONS, require
@@ -237,12 +238,23 @@ FEW = [
 
 
 @pytest.fixture
-def interpreted():
-    """JAX before 0.12 does not interpret such kernels. Its search for races forgets all arrivals
-    at a barrier but the last, and so takes the copy of scales that two readers have read for one:
-    it stays off."""
+def interpreted(monkeypatch):
+    """JAX before 0.12 does not interpret such kernels, and 0.12 no accumulators that begin as
+    something else than zeros: those are added. Its search for races forgets all arrivals at a
+    barrier but the last, and so takes the copy of scales that two readers have read for one: it
+    stays off."""
     if jax.__version_info__ < (0, 12):
         pytest.skip("JAX before 0.12 does not interpret kernels with such barriers")
+
+    def go_on(multiply, sums):
+        def run(*accumulators):
+            multiply(accumulators)
+            return [own[...] for own in accumulators]
+
+        added = pl.run_scoped(run, *[plgpu.ACC(total.shape, F32) for total in sums])
+        return [total + part for total, part in zip(sums, added, strict=True)]
+
+    monkeypatch.setattr(fp8_hopper, "go_on", go_on)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):  # type: ignore
         yield
 
@@ -269,9 +281,9 @@ def test_hoppers_few_rows(rows, depth, config, grouped, gated):
     ("rows", "depth", "config"),
     [
         (128, 128, ManyNarrowRowsConfig(2, 5, 1)),
-        (256, 640, ManyNarrowRowsConfig(3, 1, 1, promoted=True)),
+        (256, 640, ManyNarrowRowsConfig(3, 1, 1)),
         (256, 384, ManyNarrowRowsConfig(4, 3, 2)),
-        (128, 384, ManyNarrowRowsConfig(2, 2, 2, promoted=True)),
+        (128, 384, ManyNarrowRowsConfig(2, 2, 2)),
     ],
 )
 def test_hoppers_many_rows(rows, depth, config, grouped, gated):
@@ -279,6 +291,26 @@ def test_hoppers_many_rows(rows, depth, config, grouped, gated):
     arguments, exact = case
     got = fp8_hopper.many_rows(*arguments, gated=gated, dtype=jnp.dtype(BF16), config=config)
     _assert_gemm(got, _gated(exact) if gated else exact, F32, BF16)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_scales_of_any_sizes_are_those_of_their_own_groups():
+    """Of rows that grow and shrink by what float32 has no square of, of groups of zeros, and of
+    rows as good as zeros; sums in units of a scale are lost with none of them."""
+    x_scale = np.ones((128, 8), np.float32)
+    x_scale[0] = [1e-30, 1e-30, 1, 1e-30, 1e-10, 1e10, 1e-30, 1e-3]
+    x_scale[1] = [1e12, 1, 1e-12, 1e-24, 1e-30, 1e-30, 1e-30, 1e-30]
+    x_scale[2], x_scale[3] = 1e-33, [1, 1e-33, 1e-33, 1e-33, 1e-33, 1, 1e-33, 1]
+    x, weight = np.ones((2, 128, 1024), np.float32)
+    x[3, 128:640] = 0
+    w_scale = np.full((1, 8), 0.5, np.float32)
+    arguments = jnp.asarray(x, FP8), jnp.asarray(weight, FP8), x_scale, w_scale
+    config = ManyNarrowRowsConfig(2, 1, 1)
+    got = fp8_hopper.many_rows(*arguments, gated=False, dtype=jnp.dtype(BF16), config=config)
+    of_groups = x.reshape(128, 8, 128)[:, :, 0] * x_scale
+    exact = 64 * of_groups.astype(np.float64).sum(1)
+    rows = np.asarray(got, np.float64)
+    np.testing.assert_allclose(rows, np.repeat(exact[:, None], 128, 1), rtol=0.01, atol=1e-26)
 
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
