@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jpaged import Engine
+from jpaged.models.config import ModelConfig
 from jpaged.runtime.kv_cache import block_bytes
 
 # The H200's measured limits; the floors below stand on them.
@@ -221,14 +224,15 @@ class Floor:
         model = engine.model_config.share(engine.config.tensor_parallel_size)
         weights = engine.memory_account.weights
         is_narrow = model.quantization is not None and model.quantization.format != "plain"
-        table_bytes = 2 * model.table_rows * model.hidden_size
+        dtype = jnp.dtype(model.checkpoint_dtype or "bfloat16")
+        table = model.table_rows * model.embedding_size
         if not model.tie_word_embeddings:
-            weights -= table_bytes
+            weights -= dtype.itemsize * table
         return Floor(
             weight_bytes=weights,
-            kv_bytes_per_token=block_bytes(model, 1, "bfloat16"),
-            flops_per_token=2 * (weights - table_bytes) / (1 if is_narrow else 2),
-            head_flops=table_bytes,
+            kv_bytes_per_token=block_bytes(model, 1, dtype),
+            flops_per_token=2 * _num_factors(model),
+            head_flops=2 * table,
             flops_per_pair=4 * model.num_layers * model.num_heads * model.head_size,
             gemm_flops_per_second=FP8_FLOPS_PER_SECOND if is_narrow else FLOPS_PER_SECOND,
         )
@@ -260,3 +264,14 @@ class Floor:
         num_steps = max(sum(outputs) / max_num_seqs, max(outputs))
         reads = num_steps * self.weight_bytes + kv_tokens * self.kv_bytes_per_token
         return reads / BYTES_PER_SECOND + self.prefill(prompts)
+
+
+def _num_factors(model: ModelConfig) -> int:
+    """Numbers of the projections' weights: what a token is multiplied by, but for the head."""
+    return sum(
+        math.prod(it.inputs)
+        * sum(size for _, size in it.parts)
+        * math.prod(it.width)
+        * (model.num_layers if path.startswith(("attention.", "mlp.")) else 1)
+        for path, it in model.projections.items()
+    )

@@ -1,6 +1,6 @@
 """Times the kernels on this machine's GPU and prints them with their marks.
 
-    python -m bench.kernels [--repeats 7] [--sweep]
+    python -m bench.kernels [--repeats 7] [--sweep | --fp8]
 
 How: one jit calls the op many times over different queries and pools (enough of them that no
 pool is read from the chip's cache twice in a row); blocks of such calls are launched back to back
@@ -15,6 +15,9 @@ truncation, noise, argmax.
 With `--sweep` instead: prefill attention for the head counts of published models, query groups of 1
 to 16, and prompts of several lengths; each as a share of the floor (FLOPs at 790 TFLOP/s), and over
 the mean share of its neighbours, the head counts with the next smaller and the next larger group.
+
+With `--fp8` instead: the products of a layer of Llama-3.1-8B in FP8, their scales and the
+activation in the time; bytes are the weight's.
 """
 
 import argparse
@@ -27,17 +30,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.common import FLOPS_PER_SECOND
+from bench.common import BYTES_PER_SECOND, FLOPS_PER_SECOND, FP8_FLOPS_PER_SECOND
 from bench.compare import parse_arguments
 from bench.records import print_table, record
 from jpaged import SamplingParams
 from jpaged.runtime.sampler import decode_rows, encode_row, required_level, sample
 from pallas_kernels import (
     FP8,
+    FP8_GROUP,
     Backend,
     LayerKV,
+    block_scaled_gated_gemm,
+    block_scaled_gemm,
     paged_decode_attention,
     paged_prefill_attention,
+    scaled_gated_gemm,
+    scaled_gemm,
     select_backend,
 )
 
@@ -102,6 +110,39 @@ SWEPT_HEADS = [
 # Sequences, context, new tokens.
 SWEPT_PROMPTS = [(8, 0, 256), (8, 0, 1024), (1, 0, 8192), (1, 24576, 8192)]
 NEIGHBOURS_MARK = 1 / 1.05
+
+
+@dataclasses.dataclass(frozen=True)
+class FP8Product:
+    """Rows by a weight in FP8 of Llama-3.1-8B's shape; few rows are bounded by its bytes."""
+
+    name: str
+    width: int
+    depth: int
+    rows: int
+    gated: bool = False
+    in_blocks: bool = False
+
+    @property
+    def mark(self):
+        """TB/s of the weight, or TFLOP/s."""
+        if self.rows <= 128:
+            return 0.85 * BYTES_PER_SECOND / 1e12
+        return 1000.0 if self.in_blocks else 1200.0
+
+
+FP8_WEIGHTS = {
+    "qkv": (6144, 4096, False),
+    "output": (4096, 4096, False),
+    "gate and up": (28672, 4096, True),
+    "down": (4096, 14336, False),
+}
+FP8_PRODUCTS = [
+    FP8Product(name, width, depth, rows, gated, in_blocks)
+    for rows in (8, 64, 8192)
+    for in_blocks in (False, True)
+    for name, (width, depth, gated) in FP8_WEIGHTS.items()
+]
 
 PAGING_CASE, PAGING_MARK = CASES[0], 2.0  # percent
 SAMPLE_SHAPE, SAMPLE_MARK = (64, 151936), 150.0  # microseconds
@@ -226,6 +267,54 @@ def _beside_neighbours(cases, seconds):
         }
 
 
+def build_fp8(product, seed=0):
+    """(rows, weights, nothing more): rows in FP8 with scales, and as many weights with theirs as
+    no cache holds."""
+    num_weights = max(1, -(-CACHE_BYTES // (product.width * product.depth)))
+    num_rows = max(num_weights, 4 if product.rows > 128 else 32)
+    keys = iter(jax.random.split(jax.random.key(seed), 2 * (num_rows + num_weights)))
+    groups = product.depth // FP8_GROUP
+
+    def scaled(outputs, *scales):
+        values = jax.random.normal(next(keys), (outputs, product.depth), jnp.bfloat16)
+        scale = jax.random.uniform(next(keys), scales, jnp.float32, 0.001, 0.01)
+        return (values * 64).astype(FP8), scale
+
+    in_blocks, blocks = product.in_blocks, product.width // FP8_GROUP
+    of_rows = (product.rows, groups) if in_blocks else (product.rows,)
+    of_weight = (blocks, groups) if in_blocks else (product.width,)
+    rows = [scaled(product.rows, *of_rows) for _ in range(num_rows)]
+    return rows, [scaled(product.width, *of_weight) for _ in range(num_weights)], ()
+
+
+def measure_fp8(product, backend, repeats):
+    """A product in FP8 with its scales and, of gate and up, its activation."""
+    options = {"dtype": jnp.bfloat16, "backend": backend}
+    if product.in_blocks:
+        parts = {} if product.gated else {"rows_of_parts": [product.width]}
+        run = block_scaled_gated_gemm if product.gated else block_scaled_gemm
+        run = partial(run, **parts, **options)
+    else:
+        run = partial(scaled_gated_gemm if product.gated else scaled_gemm, **options)
+
+    def op(rows, weight):
+        (x, x_scale), (values, scale) = rows, weight
+        return run(x, values, x_scale, scale)
+
+    seconds = seconds_per_call(op, *build_fp8(product), repeats)
+    num_bytes = product.width * product.depth
+    is_few = product.rows <= 128
+    value = (num_bytes if is_few else 2 * product.rows * num_bytes) / seconds / 1e12
+    result = {"us": 1e6 * seconds, "value": value, "reached": value >= product.mark}
+    kind = "blocks" if product.in_blocks else "outputs"
+    case = f"fp8 {product.name}, {product.rows} rows, scales of {kind}"
+    unit = "TB/s" if is_few else "TFLOP/s"
+    flops = 2 * product.rows * num_bytes
+    floor = max(num_bytes / BYTES_PER_SECOND, flops / FP8_FLOPS_PER_SECOND)
+    result |= {"of_floor": floor / seconds}
+    return {"case": case, "unit": unit, "to_reach": product.mark, **result}
+
+
 def measure_paging(backend, repeats):
     """How much longer the first case takes for its blocks being scattered."""
     op = attention(PAGING_CASE, backend)
@@ -261,12 +350,18 @@ def main():
     parser = argparse.ArgumentParser(description="Times the kernels.")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--sweep", action="store_true", help="prefill by head counts and lengths")
+    parser.add_argument("--fp8", action="store_true", help="products of numbers in FP8")
     arguments = parse_arguments(parser)
     if select_backend(jax.default_backend()) is not Backend.TRITON:
         raise SystemExit(f"needs an NVIDIA GPU; JAX sees {jax.default_backend()!r} only")
     if arguments.sweep:
         rows = sweep(Backend.TRITON, arguments.repeats)
         print(record("prefill_sweep", rows))
+        return
+    if arguments.fp8:
+        rows = [measure_fp8(each, Backend.TRITON, arguments.repeats) for each in FP8_PRODUCTS]
+        print_table(rows)
+        print(record("fp8_products", rows))
         return
     rows = [measure(case, Backend.TRITON, arguments.repeats) for case in CASES]
     rows.append(measure_paging(Backend.TRITON, arguments.repeats))

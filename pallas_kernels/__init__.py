@@ -12,10 +12,12 @@ from pallas_kernels.attention import (
     rope_decode_attention,
 )
 from pallas_kernels.gemm import (
+    block_scaled_gated_gemm,
     block_scaled_gemm,
     gated_gemm,
     gated_silu,
     quantize_rows,
+    scaled_gated_gemm,
     scaled_gemm,
     split_k_gemm,
     sum_partials,
@@ -23,7 +25,7 @@ from pallas_kernels.gemm import (
 )
 from pallas_kernels.kv_cache import copy_blocks, rope_write_kv, write_kv
 from pallas_kernels.layer import fused_layer, new_exchange
-from pallas_kernels.norm import add_rms_norm, rms_norm
+from pallas_kernels.norm import add_rms_norm, add_rms_norm_to_fp8, rms_norm
 from pallas_kernels.scores import (
     NUM_FACTS,
     Adjustments,
@@ -58,7 +60,9 @@ __all__ = [
     "LayerKV",
     "LayerWeights",
     "add_rms_norm",
+    "add_rms_norm_to_fp8",
     "adjusted_logits",
+    "block_scaled_gated_gemm",
     "block_scaled_gemm",
     "copy_blocks",
     "first_maximum",
@@ -73,6 +77,7 @@ __all__ = [
     "rms_norm",
     "rope_decode_attention",
     "rope_write_kv",
+    "scaled_gated_gemm",
     "scaled_gemm",
     "select_backend",
     "split_k_gemm",

@@ -10,6 +10,7 @@ import contextlib
 import functools
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -36,6 +37,14 @@ def swizzled(shape, dtype):
     """Shared memory in swizzled tiles of 8 rows of 128 bytes."""
     tiles = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tiles, SWIZZLED[1]))
+
+
+def load_as(ref, layout, *, optimized=True):
+    """What a reference has, in a layout; `optimized` refuses loads that take many instructions."""
+    options: dict[str, Any] = {"layout": layout, "optimized": optimized}
+    if jax.__version_info__ < (0, 11):  # whose `load` wants an index, which later ones warn of
+        return plgpu.load(ref, (), **options)
+    return plgpu.load(ref, **options)
 
 
 def _operator(of_ints: Any, of_floats: Any = None):

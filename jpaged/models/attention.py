@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from jpaged.models.config import FP8_DTYPE, ModelConfig, RopeConfig
+from jpaged.models.formats import Rows
 from jpaged.models.linear import Linear, linear
 from jpaged.models.norm import RMSNorm, make_norm
 from pallas_kernels import (
@@ -121,7 +122,7 @@ class Attention(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "T D"],
+        x: Rows,
         kv: LayerKV,
         attention: AttentionInputs,
         angles: RopeAngles | None = None,

@@ -17,8 +17,9 @@ from jaxtyping import Array, Float, Float32, Int32
 from jpaged.models.attention import Attention, AttentionInputs, RopeAngles, rope_angles
 from jpaged.models.checkpoint import WeightRule
 from jpaged.models.config import ModelConfig
+from jpaged.models.formats import Rows
 from jpaged.models.linear import Embedding, Linear, activation, linear, linear_rules
-from jpaged.models.norm import Norm, add_norm, make_norm, norm_update
+from jpaged.models.norm import Norm, add_norm, add_norm_for, make_norm, norm_update
 from pallas_kernels import Backend, LayerKV, sum_partials
 
 Stream = tuple[Float[Array, "T D"], Float[Array, "parts T D"] | None, tuple[LayerKV, ...]]
@@ -35,11 +36,16 @@ class FeedForward(nnx.Module):
         self.down = cast(Linear, linear(config, f"layers.{index}.mlp.down", dtype))
         self.activation = config.activation
 
-    def __call__(self, x: Float[Array, "T D"], backend: Backend) -> Float[Array, "parts T D"]:
+    @property
+    def first(self) -> Linear:
+        """The projection that its rows go to."""
+        return cast(Linear, self.up if self.gate_up is None else self.gate_up)
+
+    def __call__(self, x: Rows, backend: Backend) -> Float[Array, "parts T D"]:
         """The perceptron, on each row; in split-K partials."""
         return self.down(self.inner(x, backend), backend)
 
-    def inner(self, x: Float[Array, "T D"], backend: Backend) -> Float[Array, "T F"]:
+    def inner(self, x: Rows, backend: Backend) -> Float[Array, "T F"]:
         """What the last projection is given."""
         if self.gate_up is not None:
             return self.gate_up.gated(x, self.activation, backend)
@@ -77,10 +83,11 @@ class DecoderLayer(nnx.Module):
             hidden = self.attention_norm(hidden + sum_partials(update, hidden.dtype))
             update = sum_partials(self.mlp(hidden, backend), hidden.dtype)
             return self.mlp_norm(hidden + update), None, kv
-        rows, hidden = add_norm(self.attention_norm, hidden, update, backend)
+        qkv, first = self.attention.qkv, self.mlp.first
+        rows, hidden = add_norm_for(qkv, self.attention_norm, hidden, update, backend)
         update, kv = self.attention(rows, kv, attention, angles)
         update = norm_update(self.attention_out_norm, update, hidden.dtype)
-        rows, hidden = add_norm(self.mlp_norm, hidden, update, backend)
+        rows, hidden = add_norm_for(first, self.mlp_norm, hidden, update, backend)
         update = norm_update(self.mlp_out_norm, self.mlp(rows, backend), hidden.dtype)
         return hidden, update, kv
 

@@ -6,17 +6,39 @@ all have in common, and `Plain`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from jpaged.models.checkpoint import WeightRule
 from jpaged.models.config import Projection
 from pallas_kernels import Backend, gated_gemm, split_k_gemm
+
+
+@dataclass(frozen=True)
+class FP8Rows:
+    """Rows [T, size_in] that are in FP8 already.
+
+    Attributes:
+        values: their numbers.
+        scale: [T, groups], what these are multiplied by.
+        dtype: that of the rows, which products with them have.
+    """
+
+    values: Float[Array, "T size_in"]
+    scale: Float32[Array, "T groups"]
+    dtype: DTypeLike
+
+
+Rows = Float[Array, "T size_in"] | FP8Rows
+"""What a projection is given."""
+
+RowScales = Literal["row", "group"] | None
+"""What of rows that a format brings to FP8 has a scale; None: it takes rows as they are."""
 
 Layout = dict[str, tuple[int, tuple[int, ...]]]
 """Of parameters, by name: the axis along which a projection's parts lie, and their sizes there."""
@@ -39,21 +61,20 @@ class Format(Protocol):
         """How its parameters come from a checkpoint; see `jpaged.models.linear.linear_rules`."""
         ...
 
-    def partials(
-        self, linear: Any, x: Float[Array, "T size_in"], backend: Backend
-    ) -> Float[Array, "parts T size_out"]:
+    @property
+    def row_scales(self) -> RowScales:
+        """In which scales it may be given `FP8Rows`."""
+        ...
+
+    def partials(self, linear: Any, x: Rows, backend: Backend) -> Float[Array, "parts T size_out"]:
         """Rows by the weight, in split-K partials whose sum is the product."""
         ...
 
-    def product(
-        self, linear: Any, x: Float[Array, "T size_in"], backend: Backend
-    ) -> Float[Array, "T *outputs"]:
+    def product(self, linear: Any, x: Rows, backend: Backend) -> Float[Array, "T *outputs"]:
         """Rows by the weight."""
         ...
 
-    def gated_silu(
-        self, linear: Any, x: Float[Array, "T size_in"], backend: Backend
-    ) -> Float[Array, "T F"]:
+    def gated_silu(self, linear: Any, x: Rows, backend: Backend) -> Float[Array, "T F"]:
         """silu(gate) * up of a projection to the two, without bias."""
         ...
 
@@ -68,6 +89,11 @@ class Plain:
 
     One parameter, `weight`, of the shape [*inputs, *outputs].
     """
+
+    @property
+    def row_scales(self) -> RowScales:
+        """See `Format`: rows are arrays."""
+        return None
 
     def parameters(self, projection: Projection, dtype: DTypeLike) -> dict[str, nnx.Param]:
         """See `Format`."""
@@ -97,23 +123,17 @@ class Plain:
             for source, start, size in pieces(projection, sources)
         ]
 
-    def partials(
-        self, linear: Any, x: Float[Array, "T size_in"], backend: Backend
-    ) -> Float[Array, "parts T size_out"]:
+    def partials(self, linear: Any, x: Any, backend: Backend) -> Float[Array, "parts T size_out"]:
         """See `Format`."""
         weight = linear.weight[...]
         return split_k_gemm(x, weight.reshape(x.shape[1], -1), backend=backend)
 
-    def product(
-        self, linear: Any, x: Float[Array, "T size_in"], backend: Backend
-    ) -> Float[Array, "T *outputs"]:
+    def product(self, linear: Any, x: Any, backend: Backend) -> Float[Array, "T *outputs"]:
         """See `Format`; by XLA."""
         outputs = "odf"[: len(linear.projection.outputs)]
         return einsum(f"ti,i{outputs}->t{outputs}", x, linear.weight[...])
 
-    def gated_silu(
-        self, linear: Any, x: Float[Array, "T size_in"], backend: Backend
-    ) -> Float[Array, "T F"]:
+    def gated_silu(self, linear: Any, x: Any, backend: Backend) -> Float[Array, "T F"]:
         """See `Format`."""
         return gated_gemm(x, linear.weight[...], backend=backend)
 

@@ -21,20 +21,22 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float
 
 from jpaged.models.checkpoint import WeightRule
 from jpaged.models.config import Projection
-from jpaged.models.formats import Layout, pieces, sizes, zeros
+from jpaged.models.formats import FP8Rows, Layout, Rows, RowScales, pieces, sizes, zeros
 from jpaged.models.sharding import all_max
 from pallas_kernels import (
     FP8,
     FP8_GROUP,
     Backend,
+    block_scaled_gated_gemm,
     block_scaled_gemm,
-    gated_silu,
     quantize_rows,
+    scaled_gated_gemm,
     scaled_gemm,
+    sum_partials,
     to_fp8,
 )
 
@@ -42,29 +44,14 @@ from pallas_kernels import (
 class _Rows:
     """What the formats share: all that a product in FP8 is used for."""
 
-    def rows(
-        self, linear: Any, x: Float[Array, "T size_in"], backend: Backend
-    ) -> Float[Array, "T size_out"]:
-        """Rows by the weight, in x's dtype."""
+    def partials(self, linear: Any, x: Rows, backend: Backend) -> Float[Array, "parts T size_out"]:
+        """See `Format`."""
         raise NotImplementedError
 
-    def partials(
-        self, linear: Any, x: Float[Array, "T size_in"], backend: Backend
-    ) -> Float[Array, "parts T size_out"]:
-        """See `Format`; one partial."""
-        return self.rows(linear, x, backend)[None]
-
-    def product(
-        self, linear: Any, x: Float[Array, "T size_in"], backend: Backend
-    ) -> Float[Array, "T *outputs"]:
+    def product(self, linear: Any, x: Rows, backend: Backend) -> Float[Array, "T *outputs"]:
         """See `Format`."""
-        return self.rows(linear, x, backend).reshape(-1, *linear.projection.outputs)
-
-    def gated_silu(
-        self, linear: Any, x: Float[Array, "T size_in"], backend: Backend
-    ) -> Float[Array, "T F"]:
-        """See `Format`."""
-        return gated_silu(self.product(linear, x, backend), backend=backend)
+        rows = sum_partials(self.partials(linear, x, backend), x.dtype)
+        return rows.reshape(-1, *linear.projection.outputs)
 
     def array(self, linear: Any) -> None:
         """See `Format`: there is none."""
@@ -85,6 +72,11 @@ class Scaled(_Rows):
 
     scales: Literal["channel", "tensor"] | None
     is_static: bool = False
+
+    @property
+    def row_scales(self) -> RowScales:
+        """See `Format`."""
+        return None if self.is_static else "row"
 
     def parameters(self, projection: Projection, dtype: DTypeLike) -> dict[str, nnx.Param]:
         """See `Format`."""
@@ -121,20 +113,31 @@ class Scaled(_Rows):
                 found.append(WeightRule(*own, fills=True))
         return found
 
-    def rows(
-        self, linear: Any, x: Float[Array, "T size_in"], backend: Backend
-    ) -> Float[Array, "T size_out"]:
-        """Rows by the weight, in x's dtype."""
-        if self.is_static:
+    def partials(self, linear: Any, x: Rows, backend: Backend) -> Float[Array, "parts T size_out"]:
+        """See `Format`."""
+        factors = self._factors(linear, x, backend)
+        return scaled_gemm(*factors, dtype=x.dtype, backend=backend)
+
+    def gated_silu(self, linear: Any, x: Rows, backend: Backend) -> Float[Array, "T F"]:
+        """See `Format`."""
+        factors = self._factors(linear, x, backend)
+        return scaled_gated_gemm(*factors, dtype=x.dtype, backend=backend)
+
+    def _factors(
+        self, linear: Any, x: Rows, backend: Backend
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Rows and weight in FP8, and the scales of both."""
+        if isinstance(x, FP8Rows):
+            values, x_scale = x.values, x.scale[:, 0]
+        elif self.is_static:
             scale = jnp.max(linear.input_scale[...])
             values, x_scale = to_fp8(x, scale), jnp.broadcast_to(scale, x.shape[:1])
         else:
-            across = all_max if linear.projection.all_reduced else _same
-            values, scales = quantize_rows(x, across=across)
+            across = all_max if linear.projection.all_reduced else None
+            values, scales = quantize_rows(x, across=across, backend=backend)
             x_scale = scales[:, 0]
-        weight = linear.weight[...].reshape(-1, x.shape[1])
-        w_scale = linear.weight_scale[...].reshape(-1)
-        return scaled_gemm(values, weight, x_scale, w_scale, dtype=x.dtype, backend=backend)
+        weight = linear.weight[...].reshape(-1, values.shape[1])
+        return values, weight, x_scale, linear.weight_scale[...].reshape(-1)
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,11 @@ class BlockScaled(_Rows):
     """A scale a block of 128 x 128: `weight` in FP8 and `weight_scale` [blocks, groups] in float32,
     where blocks begin anew in each part. Rows have a scale for each 128 numbers.
     """
+
+    @property
+    def row_scales(self) -> RowScales:
+        """See `Format`."""
+        return "group"
 
     def parameters(self, projection: Projection, dtype: DTypeLike) -> dict[str, nnx.Param]:
         """See `Format`."""
@@ -175,22 +183,27 @@ class BlockScaled(_Rows):
             first += shape[0]
         return found
 
-    def rows(
-        self, linear: Any, x: Float[Array, "T size_in"], backend: Backend
-    ) -> Float[Array, "T size_out"]:
-        """Rows by the weight, in x's dtype."""
-        projection = linear.projection
-        width = math.prod(projection.width)
-        values, scale = quantize_rows(x, grouped=True)
-        return block_scaled_gemm(
-            values,
-            linear.weight[...].reshape(-1, x.shape[1]),
-            scale,
-            linear.weight_scale[...],
-            [size * width for size in sizes(projection)],
-            dtype=x.dtype,
-            backend=backend,
-        )
+    def partials(self, linear: Any, x: Rows, backend: Backend) -> Float[Array, "parts T size_out"]:
+        """See `Format`."""
+        factors, width = self._factors(linear, x, backend), math.prod(linear.projection.width)
+        rows = [size * width for size in sizes(linear.projection)]
+        return block_scaled_gemm(*factors, rows, dtype=x.dtype, backend=backend)
+
+    def gated_silu(self, linear: Any, x: Rows, backend: Backend) -> Float[Array, "T F"]:
+        """See `Format`."""
+        factors = self._factors(linear, x, backend)
+        return block_scaled_gated_gemm(*factors, dtype=x.dtype, backend=backend)
+
+    def _factors(
+        self, linear: Any, x: Rows, backend: Backend
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Rows and weight in FP8, and the scales of both."""
+        if isinstance(x, FP8Rows):
+            values, x_scale = x.values, x.scale
+        else:
+            values, x_scale = quantize_rows(x, grouped=True, backend=backend)
+        weight = linear.weight[...].reshape(-1, values.shape[1])
+        return values, weight, x_scale, linear.weight_scale[...]
 
 
 def _weight_rule(
@@ -226,10 +239,6 @@ def _blocks(projection: Projection) -> tuple[int, ...]:
     """Blocks along the outputs of each part."""
     width = math.prod(projection.width)
     return tuple(blocks_of(size * width) for size in sizes(projection))
-
-
-def _same(largest: Float32[Array, "T groups"]) -> jax.Array:
-    return largest
 
 
 FP8_FORMATS = {

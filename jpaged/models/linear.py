@@ -15,7 +15,18 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jpaged.models.checkpoint import WeightRule
 from jpaged.models.config import ModelConfig, Projection
-from jpaged.models.formats import Format, Layout, Plain, einsum, pieces, sizes, zeros
+from jpaged.models.formats import (
+    Format,
+    FP8Rows,
+    Layout,
+    Plain,
+    Rows,
+    RowScales,
+    einsum,
+    pieces,
+    sizes,
+    zeros,
+)
 from jpaged.models.fp8 import FP8_FORMATS
 from jpaged.models.sharding import AXIS, all_gather, all_reduce
 from pallas_kernels import Backend, gated_silu, sum_partials
@@ -54,29 +65,33 @@ class Linear(nnx.Module):
             setattr(self, name, parameter)
         self.bias = zeros(dtype, *projection.outputs) if projection.bias else None
 
-    def __call__(self, x: Float[Array, "T *inputs"], backend: Backend) -> Float[Array, "..."]:
+    @property
+    def row_scales(self) -> RowScales:
+        """In which scales the norm before it may give it its rows in FP8; None: it may not."""
+        return None if self.projection.all_reduced else self.format.row_scales
+
+    def __call__(
+        self, x: Float[Array, "T *inputs"] | FP8Rows, backend: Backend
+    ) -> Float[Array, "..."]:
         """The rows [parts, T, *outputs] in split-K partials, to be summed by what reads them next.
 
         Several partials are float32. With a bias, or summed over devices, there is one, of x's
         dtype.
         """
-        partials = self.format.partials(self, x.reshape(x.shape[0], -1), backend)
+        rows = x if isinstance(x, FP8Rows) else x.reshape(x.shape[0], -1)
+        partials = self.format.partials(self, rows, backend)
         if self.projection.all_reduced:
             partials = all_reduce(sum_partials(partials, x.dtype))[None]
         if self.bias is not None:  # as one row, which XLA adds within its product
             partials = (sum_partials(partials, x.dtype) + self.bias[...].reshape(1, -1))[None]
         return partials.reshape(*partials.shape[:2], *self.projection.outputs)
 
-    def rows(
-        self, x: Float[Array, "T size_in"], backend: Backend = Backend.XLA
-    ) -> Float[Array, "T *outputs"]:
+    def rows(self, x: Rows, backend: Backend = Backend.XLA) -> Float[Array, "T *outputs"]:
         """The rows, in x's dtype."""
         y = self.format.product(self, x, backend)
         return y if self.bias is None else y + self.bias[...][None]
 
-    def gated(
-        self, x: Float[Array, "T size_in"], name: str, backend: Backend
-    ) -> Float[Array, "T F"]:
+    def gated(self, x: Rows, name: str, backend: Backend) -> Float[Array, "T F"]:
         """activation(gate) * up of a projection to the two, in float32 and then rounded."""
         if is_silu(name) and self.bias is None:
             return self.format.gated_silu(self, x, backend)

@@ -7,8 +7,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jpaged.models.config import ModelConfig
-from jpaged.models.linear import zeros
-from pallas_kernels import Backend, add_rms_norm, rms_norm, sum_partials
+from jpaged.models.formats import FP8Rows, Rows, zeros
+from jpaged.models.linear import Linear
+from pallas_kernels import Backend, add_rms_norm, add_rms_norm_to_fp8, rms_norm, sum_partials
 
 
 class RMSNorm(nnx.Module):
@@ -32,6 +33,19 @@ class RMSNorm(nnx.Module):
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
         """The norm of hidden + sum(update), and that sum."""
         return add_rms_norm(hidden, update, self.scale, eps=self.eps, backend=backend)
+
+    def add_to_fp8(
+        self,
+        hidden: Float[Array, "T D"],
+        update: Float[Array, "parts T D"],
+        backend: Backend,
+        *,
+        grouped: bool,
+    ) -> tuple[FP8Rows, Float[Array, "T D"]]:
+        """As `add`, its rows in FP8."""
+        options = {"eps": self.eps, "grouped": grouped, "backend": backend}
+        values, scale, total = add_rms_norm_to_fp8(hidden, update, self.scale, **options)
+        return FP8Rows(values, scale, hidden.dtype), total
 
 
 class LayerNorm(nnx.Module):
@@ -80,6 +94,20 @@ def add_norm(
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
     """The norm of hidden + sum(update), and that sum; an update of None stands for zeros."""
     return (norm(hidden), hidden) if update is None else norm.add(hidden, update, backend)
+
+
+def add_norm_for(
+    reader: Linear,
+    norm: Norm,
+    hidden: Float[Array, "T D"],
+    update: Float[Array, "parts T D"] | None,
+    backend: Backend,
+) -> tuple[Rows, Float[Array, "T D"]]:
+    """As `add_norm`, for the only projection that reads the norm's rows: they are in FP8 where it
+    takes them so, and one kernel does both."""
+    if update is None or reader.row_scales is None or not isinstance(norm, RMSNorm):
+        return add_norm(norm, hidden, update, backend)
+    return norm.add_to_fp8(hidden, update, backend, grouped=reader.row_scales == "group")
 
 
 def norm_update(

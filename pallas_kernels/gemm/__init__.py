@@ -10,13 +10,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from pallas_kernels import checks
-from pallas_kernels.gemm import fp8, hopper, triton, tuning, xla
+from pallas_kernels.gemm import fp8, fp8_hopper, fp8_triton, hopper, triton, tuning, xla
 from pallas_kernels.gemm.xla import sum_partials as sum_partials
-from pallas_kernels.tuning import device_kind, num_cores
-from pallas_kernels.types import FP8, FP8_GROUP, FP8_MAX, Backend
-
-_SMALLEST = 1e-30
-"""Rows of no larger number are as good as zeros; its scale is a normal float32."""
+from pallas_kernels.tuning import device_kind, has_fp8, num_cores
+from pallas_kernels.types import FP8, FP8_GROUP, Backend
 
 
 def split_k_gemm(
@@ -97,7 +94,8 @@ def quantize_rows(
     x: Float[Array, "T C"],
     *,
     grouped: bool = False,
-    across: Callable[[jax.Array], jax.Array] = lambda largest: largest,
+    across: Callable[[jax.Array], jax.Array] | None = None,
+    backend: Backend,
 ) -> tuple[Float[Array, "T C"], Float32[Array, "T groups"]]:
     """Rows in e4m3 and their scales, by which the largest number of each becomes the largest there.
 
@@ -106,13 +104,19 @@ def quantize_rows(
         grouped: a scale for each `FP8_GROUP` numbers of a row, the last ones perhaps fewer; else
             one for each row.
         across: of the largest absolute values [T, groups] of what this device has of the rows,
-            those of the whole rows.
+            those of the whole rows; plain XLA's then.
+        backend: which implementation runs.
+
+    Raises:
+        ValueError: a shape other than [T, C].
+        TypeError: a dtype other than bfloat16, float16 or float32.
     """
-    grouped_rows = fp8.groups(x) if grouped else x[:, None]
-    largest = jnp.max(jnp.abs(grouped_rows), axis=2).astype(jnp.float32)
-    scale = jnp.maximum(across(largest), jnp.float32(_SMALLEST)) / jnp.float32(FP8_MAX)
-    values = to_fp8(grouped_rows, scale[..., None])
-    return values.reshape(x.shape[0], -1)[:, : x.shape[1]], scale
+    checks.check_array("x", x, "[T, C]")
+    backend = Backend(backend)
+    interpret = backend is Backend.INTERPRET
+    if across is not None or not x.size or not (interpret or has_fp8(backend)):
+        return fp8.quantize_rows(x, grouped=grouped, across=across)
+    return fp8_triton.quantize_rows(x, grouped=grouped, interpret=interpret)
 
 
 def scaled_gemm(
@@ -123,13 +127,15 @@ def scaled_gemm(
     *,
     dtype: DTypeLike,
     backend: Backend,
-) -> Float[Array, "T D"]:
-    """x @ weight.T of numbers in FP8, times the scale of the row and that of the column.
+) -> Float[Array, "partials T D"]:
+    """x @ weight.T of numbers in FP8, times the scale of the row and that of the column, as split-K
+    partials (see `split_k_gemm`): one of `dtype`, or several in float32.
 
     Args:
         x, weight: in e4m3; the weight lies as GPUs multiply it, and as checkpoints have it.
         x_scale, weight_scale: of each row of x, and of the weight.
-        dtype: of the result, rounded once.
+        dtype: of the result. XLA's product of many rows on a GPU is rounded to it before it is
+            multiplied by the scales as well, if it is bfloat16.
         backend: on a GPU that has no such product, both are widened first.
 
     Raises:
@@ -137,8 +143,33 @@ def scaled_gemm(
         TypeError: other dtypes.
     """
     check_scaled(x, weight, x_scale, weight_scale)
-    backend = Backend(backend)
-    return fp8.scaled_gemm(x, weight, x_scale, weight_scale, dtype=dtype, backend=backend)
+    backend, scales = Backend(backend), (x_scale, weight_scale)
+    own = _fp8_kernel(x, weight, scales, gated=False, dtype=dtype, backend=backend)
+    if own is not None:
+        return own
+    return fp8.scaled_gemm(x, weight, *scales, dtype=dtype, backend=backend)[None]
+
+
+def scaled_gated_gemm(
+    x: Float[Array, "T C"],
+    weight: Float[Array, "D C"],
+    x_scale: Float32[Array, "T"],
+    weight_scale: Float32[Array, "D"],
+    *,
+    dtype: DTypeLike,
+    backend: Backend,
+) -> Float[Array, "T F"]:
+    """silu(gate) * up of `scaled_gemm`'s columns, the first half of which are the gate's; the
+    activation in float32. Arguments and errors are those of `scaled_gemm`; D is even."""
+    check_scaled(x, weight, x_scale, weight_scale)
+    _check_halves(weight)
+    backend, scales = Backend(backend), (x_scale, weight_scale)
+    own = _fp8_kernel(x, weight, scales, gated=True, dtype=dtype, backend=backend)
+    if own is not None:
+        return own[0]
+    rows = fp8.scaled_gemm(x, weight, *scales, dtype=dtype, backend=backend)
+    # XLA's activation, which has the scales in its kernel: before ours they would be one more.
+    return xla.gated_silu(rows.reshape(x.shape[0], 2, -1))
 
 
 def block_scaled_gemm(
@@ -150,10 +181,10 @@ def block_scaled_gemm(
     *,
     dtype: DTypeLike,
     backend: Backend,
-) -> Float[Array, "T D"]:
+) -> Float[Array, "partials T D"]:
     """x @ weight.T of numbers in FP8 with a scale for each `FP8_GROUP` numbers of a row of x, and
     for each block of `FP8_GROUP` rows and columns of the weight (DeepSeek-AI 2024,
-    arXiv:2412.19437, 3.3.2).
+    arXiv:2412.19437, 3.3.2), as split-K partials: one of `dtype`, or several in float32.
 
     Args:
         x, weight: in e4m3.
@@ -168,9 +199,56 @@ def block_scaled_gemm(
     """
     check_block_scaled(x, weight, x_scale, weight_scale, rows_of_parts)
     backend, rows = Backend(backend), tuple(rows_of_parts)
-    return fp8.block_scaled_gemm(
-        x, weight, x_scale, weight_scale, rows, dtype=dtype, backend=backend
+    scales, kind = (x_scale, weight_scale), {"dtype": dtype, "backend": backend}
+    own = _fp8_kernel(x, weight, scales, gated=False, parts=rows, **kind)
+    return fp8.block_scaled_gemm(x, weight, *scales, rows, **kind)[None] if own is None else own
+
+
+def block_scaled_gated_gemm(
+    x: Float[Array, "T C"],
+    weight: Float[Array, "D C"],
+    x_scale: Float32[Array, "T groups"],
+    weight_scale: Float32[Array, "blocks groups"],
+    *,
+    dtype: DTypeLike,
+    backend: Backend,
+) -> Float[Array, "T F"]:
+    """silu(gate) * up of `block_scaled_gemm`'s columns by a weight of two halves, the gate's and
+    up's; the activation in float32. Arguments and errors are those of `block_scaled_gemm`."""
+    _check_halves(weight)
+    rows = (weight.shape[0] // 2,) * 2
+    check_block_scaled(x, weight, x_scale, weight_scale, rows)
+    backend, scales = Backend(backend), (x_scale, weight_scale)
+    kind = {"dtype": dtype, "backend": backend}
+    own = _fp8_kernel(x, weight, scales, gated=True, parts=rows, **kind)
+    if own is not None:
+        return own[0]
+    gate_up = fp8.block_scaled_gemm(x, weight, *scales, rows, **kind)
+    return gated_silu(gate_up.reshape(x.shape[0], 2, -1), backend=backend)
+
+
+def _fp8_kernel(x, weight, scales, *, gated, dtype, backend, parts=()):
+    """The partials of a kernel for Hopper GPUs, where there is one for these sizes; else None."""
+    is_whole = all(part % FP8_GROUP == 0 for part in parts)  # a tile's outputs are of one block
+    if not is_whole or jnp.dtype(dtype).itemsize != 2:
+        return None
+    gemm = tuning.Gemm(
+        num_tokens=x.shape[0],
+        depth=x.shape[1],
+        width=weight.shape[0] // (1 + gated),
+        itemsize=x.dtype.itemsize,
+        num_factors=1 + gated,
+        num_cores=num_cores(backend),
+        device_kind=device_kind(backend),
     )
+    few = tuning.few_narrow_rows_config(gemm, grouped=bool(parts))
+    many = tuning.many_narrow_rows_config(gemm, grouped=bool(parts))
+    kind = {"gated": gated, "dtype": jnp.dtype(dtype)}
+    if few is not None:
+        return fp8_hopper.few_rows(x, weight, *scales, config=few, **kind)
+    if many is not None:
+        return fp8_hopper.many_rows(x, weight, *scales, config=many, **kind)[None]
+    return None
 
 
 def _gemm(x: jax.Array, weight: jax.Array, backend: Backend) -> tuning.Gemm:
@@ -192,6 +270,14 @@ def check_scaled(x, weight, x_scale, weight_scale):
     sizes = checks.check_array("weight", weight, "[D, C]", FP8, **sizes)
     checks.check_array("x_scale", x_scale, "[T]", jnp.float32, **sizes)
     checks.check_array("weight_scale", weight_scale, "[D]", jnp.float32, **sizes)
+
+
+def _check_halves(weight):
+    """A weight of a gate and of what it opens for."""
+    if weight.shape[0] % 2:
+        raise ValueError(
+            f"weight has {weight.shape[0]} rows; they must be the gate's and as many of up"
+        )
 
 
 def check_block_scaled(x, weight, x_scale, weight_scale, rows_of_parts):

@@ -7,11 +7,16 @@ which rounds nothing: bfloat16 and float32 have every number of e4m3.
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.gemm.fp8_triton import SMALLEST
 from pallas_kernels.tuning import has_fp8
 from pallas_kernels.types import FP8, FP8_GROUP, FP8_MAX, Backend
 
 _MULTIPLE = 16
 """Of a matrix's sides, for cuBLASLt's products of such numbers."""
+
+_MANY_ROWS = 256
+"""With more, XLA's product on a GPU is kept in bfloat16 until it is multiplied by the scales: in
+float32 it would take twice the memory's time."""
 
 
 def to_fp8(x, scale):
@@ -30,12 +35,31 @@ def groups(x):
     return padded.reshape(rows, count, FP8_GROUP)
 
 
-def scaled_gemm(x, weight, x_scale, weight_scale, *, dtype, backend):
+def quantize_rows(x, *, grouped, across=None):
     """See the public entry of the same name."""
-    sides = *x.shape, weight.shape[0]
+    grouped_rows = groups(x) if grouped else x[:, None]
+    largest = jnp.max(jnp.abs(grouped_rows), axis=2).astype(jnp.float32)
+    largest = largest if across is None else across(largest)
+    scale = jnp.maximum(largest, jnp.float32(SMALLEST)) / jnp.float32(FP8_MAX)
+    values = to_fp8(grouped_rows, scale[..., None])
+    return values.reshape(x.shape[0], -1)[:, : x.shape[1]], scale
+
+
+def scaled_gemm(x, weight, x_scale, weight_scale, *, dtype, backend):
+    """See the public entry of the same name; one partial.
+
+    XLA makes a product of two operands in FP8 cuBLASLt's as it is, with both of its scales 1: those
+    are numbers, where ours are vectors, which multiply what comes out in the kernel that reads it.
+    Rows are padded to what cuBLASLt takes; other sides that it does not take are widened.
+    """
+    rows, sides, out = x.shape[0], (x.shape[1], weight.shape[0]), jnp.float32
     if not has_fp8(backend) or any(side % _MULTIPLE for side in sides):
         x, weight = x.astype(_wide(backend)), weight.astype(_wide(backend))
-    return (_dot(x, weight) * x_scale[:, None] * weight_scale[None]).astype(dtype)
+    else:
+        x = jnp.pad(x, ((0, -rows % _MULTIPLE), (0, 0)))
+        out = jnp.bfloat16 if rows > _MANY_ROWS and dtype == jnp.bfloat16 else out
+    product = _dot(x, weight, out)[:rows].astype(jnp.float32)
+    return (product * x_scale[:, None] * weight_scale[None]).astype(dtype)
 
 
 def block_scaled_gemm(x, weight, x_scale, weight_scale, rows_of_parts, *, dtype, backend):
@@ -59,8 +83,8 @@ def _wide(backend):
     return jnp.float32 if backend is Backend.XLA else jnp.bfloat16
 
 
-def _dot(x, weight):
-    """x @ weight.T in float32; float32 factors are not rounded to TF32."""
+def _dot(x, weight, out=jnp.float32):
+    """x @ weight.T, summed in float32; float32 factors are not rounded to TF32."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     axes = (((1,), (1,)), ((), ()))
-    return lax.dot_general(x, weight, axes, precision, preferred_element_type=jnp.float32)
+    return lax.dot_general(x, weight, axes, precision, preferred_element_type=out)

@@ -66,7 +66,7 @@ def _few_rows(x, weight, *, gated, config):
     split_depth = depth // config.num_splits
     tile = config.tile_rows, config.num_splits * TILE, num_consumers * TILE
     num_stages = min(config.num_stages, split_depth // TILE)
-    _check_fits((rows, depth, width), tile, config.num_stages, num_stages < split_depth // TILE)
+    check_fits((rows, depth, width), tile, config.num_stages, num_stages < split_depth // TILE)
     call = plgpu.kernel(
         functools.partial(_few_rows_kernel, split_depth=split_depth),
         out_type=jax.ShapeDtypeStruct((config.num_splits, rows, width), out_dtype),
@@ -127,7 +127,7 @@ def _few_rows_kernel(
             x_tile = x_smem.at[stage].transpose((1, 0))
             return [(weight.transpose((1, 0)), x_tile) for weight in weights]
 
-        add_all = functools.partial(_add_steps, num_steps, stage_of, operands, full, empty)
+        add_all = functools.partial(add_steps, num_steps, stage_of, operands, full, empty)
         accumulator = plgpu.ACC((TILE, tile_rows), jnp.float32)
         result, *up = pl.run_scoped(add_all, *[accumulator] * num_factors)
         if up:  # silu(gate) * up, the gate finite
@@ -144,7 +144,7 @@ def _few_rows_kernel(
 def _many_rows(x, weight, *, config):
     """In a jit of its own, so that a step's layers have it traced and lowered once."""
     num_stages, (rows, depth), width = config.num_stages, x.shape, weight.shape[1] // NUM_FACTORS
-    _check_fits((rows, depth, width), (NUM_CONSUMERS * ROWS, TILE, COLUMNS), num_stages, True)
+    check_fits((rows, depth, width), (NUM_CONSUMERS * ROWS, TILE, COLUMNS), num_stages, True)
     call = plgpu.kernel(
         functools.partial(_many_rows_kernel, num_programs=config.num_programs),
         out_type=jax.ShapeDtypeStruct((rows, width), x.dtype),
@@ -216,7 +216,7 @@ def _many_rows_kernel(
 
         def add_all(turn, *sums):
             own_stage = functools.partial(stage_of, turn)
-            results = _add_steps(num_steps, own_stage, operands, full, empty, *sums)
+            results = add_steps(num_steps, own_stage, operands, full, empty, *sums)
             plgpu.barrier_arrive(empty.at[stage_of(turn, num_steps - 1)])
             return results
 
@@ -240,7 +240,7 @@ def _many_rows_kernel(
         plgpu.wait_smem_to_gmem(0)
 
 
-def _add_steps(num_steps, stage_of, operands, full, empty, *sums):
+def add_steps(num_steps, stage_of, operands, full, empty, *sums):
     """The values of accumulators after all steps of the depth; the last step's stage stays full."""
     num_stages = full.shape[0]
 
@@ -257,7 +257,7 @@ def _add_steps(num_steps, stage_of, operands, full, empty, *sums):
     return [own_sums[...] for own_sums in sums]
 
 
-def _check_fits(sizes, tile, num_stages, reuses):
+def check_fits(sizes, tile, num_stages, reuses):
     """Refuse rows, depth and width that are not whole tiles, and, where stages are used again, one
     of them: it is free once the next one's GEMM is begun."""
     if any(size % unit for size, unit in zip(sizes, tile, strict=True)):

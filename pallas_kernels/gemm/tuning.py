@@ -71,6 +71,16 @@ class ManyRowsConfig:
     num_programs: int
 
 
+@dataclasses.dataclass(frozen=True)
+class ManyNarrowRowsConfig:
+    """Of fp8_hopper.py's GEMM of many rows: pipeline stages (two at least), programs (one an SM),
+    blocks of 128 columns a tile (gated: always two)."""
+
+    num_stages: int
+    num_programs: int
+    num_factors: int = 2
+
+
 def gated_config(*, num_tokens: int, size: int) -> GatedConfig | None:
     """For rows of `size` gates; None where XLA's own kernel is the better one.
 
@@ -148,6 +158,53 @@ def many_rows_config(gemm: Gemm) -> ManyRowsConfig | None:
     if tiles == 0 or tiles < MIN_SHARE_AT_WORK * num_cores * -(-tiles // num_cores):
         return None
     return ManyRowsConfig(num_stages=4, num_programs=num_cores)
+
+
+def few_narrow_rows_config(gemm: Gemm, *, grouped: bool) -> FewRowsConfig | None:
+    """Where fp8_hopper.py's GEMM of few rows runs: as hopper.py's, whose stages are of as many
+    bytes. Not for more programs than the GPU has SMs, unless scales are of blocks, for which XLA
+    has no products: it widens the weight first."""
+    num_tokens, depth, width, _, num_factors, num_cores, device_kind = gemm
+    few = 0 < num_tokens <= MAX_SPLIT_ROWS and depth and width
+    if not (is_hopper(device_kind) and num_cores and few):
+        return None
+    row_tiles = 2 if num_tokens > 128 else 1
+    num_consumers = 1 if row_tiles * width // 64 <= num_cores else 2
+    if num_tokens % (8 * row_tiles) or depth % 128 or width % (64 * num_consumers):
+        return None
+    column_tiles = width // (64 * num_consumers)
+    programs = row_tiles * column_tiles
+    if programs > num_cores and (not grouped or num_tokens % 128 == 0):
+        return None
+    splits = 1 if num_factors > 1 else _splits_by_cores(programs, depth, num_cores)
+    tile_rows = num_tokens // row_tiles
+    stage_weight, stage_x = num_consumers * num_factors * 64 * 128, tile_rows * 128
+    room = MAX_SHARED_BYTES - num_consumers * tile_rows * 64 * (2 if splits == 1 else 4) - 2048
+    ahead = WEIGHT_BYTES_AHEAD * num_consumers * max(1, num_cores / (splits * column_tiles))
+    stages = min(round(ahead / stage_weight), room // (stage_weight + stage_x))
+    return FewRowsConfig(splits, tile_rows, num_consumers, stages) if stages >= 2 else None
+
+
+def many_narrow_rows_config(gemm: Gemm, *, grouped: bool) -> ManyNarrowRowsConfig | None:
+    """Where fp8_hopper.py's GEMM of many rows runs, of those that `few_narrow_rows_config` leaves.
+
+    XLA has no products with scales of blocks, so there it runs wherever it can. Else where its
+    tiles keep the SMs busy; XLA's products are followed by a kernel that multiplies by the scales.
+    Tiles are one or two blocks of columns wide: two take 1.85 times as long as one (an estimate;
+    of 8,192 rows one reached 1,212, two 1,321 TFLOP/s), and may leave SMs without one.
+    """
+    num_tokens, depth, width, _, num_factors, num_cores, device_kind = gemm
+    whole = num_tokens % 128 == 0 and depth % 128 == 0 and width % 128 == 0
+    if not (is_hopper(device_kind) and num_cores and whole and num_tokens and depth and width):
+        return None
+    blocks = num_tokens * width * num_factors // 128**2
+    turns = {count: -(-blocks // (count * num_cores)) for count in (1, 2)}
+    can_be_wide = num_factors == 2 or width % 256 == 0
+    wide = can_be_wide and (num_factors == 2 or 1.85 * turns[2] <= turns[1])
+    tiles = blocks // (1 + wide)
+    if not grouped and tiles < MIN_SHARE_AT_WORK * num_cores * turns[1 + wide]:
+        return None
+    return ManyNarrowRowsConfig(4, num_cores, 1 + wide)
 
 
 def _row_tiles(num_tokens, width, num_cores):

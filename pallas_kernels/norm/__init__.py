@@ -2,11 +2,13 @@
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from pallas_kernels import checks
+from pallas_kernels.gemm import fp8
 from pallas_kernels.gemm.xla import sum_partials
 from pallas_kernels.norm import triton
+from pallas_kernels.tuning import has_fp8
 from pallas_kernels.types import Backend
 
 
@@ -48,6 +50,30 @@ def add_rms_norm(
     return triton.add_rms_norm(
         hidden, update, weight, eps=eps, interpret=backend is Backend.INTERPRET
     )
+
+
+def add_rms_norm_to_fp8(
+    hidden: Float[Array, "T D"],
+    update: Float[Array, "partials T D"],
+    weight: Float[Array, "D"],
+    *,
+    eps: float,
+    grouped: bool,
+    backend: Backend,
+) -> tuple[Float[Array, "T D"], Float32[Array, "T groups"], Float[Array, "T D"]]:
+    """`add_rms_norm`, and `quantize_rows` of the normalized rows: their numbers in FP8, the scales
+    of these (`grouped`: one for each `FP8_GROUP` numbers of a row), and the total.
+
+    Arguments and errors are those of `add_rms_norm`.
+    """
+    check_add_norm(hidden, update, weight, eps)
+    backend = Backend(backend)
+    interpret = backend is Backend.INTERPRET
+    if hidden.size and (interpret or has_fp8(backend)):
+        options = {"eps": eps, "grouped": grouped, "interpret": interpret}
+        return triton.add_rms_norm_to_fp8(hidden, update, weight, **options)
+    normed, total = add_rms_norm(hidden, update, weight, eps=eps, backend=backend)
+    return *fp8.quantize_rows(normed, grouped=grouped), total
 
 
 def check_add_norm(hidden, update, weight, eps):

@@ -8,7 +8,9 @@ Grid (row,); one program:
 
 XLA makes two or three kernels of this: the partials' sum, the residual's, and a reduction that
 reads it again. A row goes through in tiles of as many columns as the program's threads load in 16
-bytes of the update each: side by side, so that no load takes half of what it fetches.
+bytes of the update each: side by side, so that no load takes half of what it fetches. Rows for a
+product in FP8 are brought to it at the end: rounded first, so that they are what a kernel of its
+own makes of them.
 """
 
 import dataclasses
@@ -19,6 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.gemm.fp8_triton import fp8_shapes, scales_of, store_fp8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,21 +42,37 @@ def norm_config(*, size: int, itemsize: int) -> NormConfig:
 
 def add_rms_norm(hidden, update, weight, *, eps, interpret: bool):
     """See the public entry of the same name."""
+    return _call(hidden, update, weight, eps=eps, interpret=interpret, scales=None)
+
+
+def add_rms_norm_to_fp8(hidden, update, weight, *, eps, grouped, interpret: bool):
+    """See the public entry of the same name."""
+    scales = "groups" if grouped else "rows"
+    total, values, scale = _call(
+        hidden, update, weight, eps=eps, interpret=interpret, scales=scales
+    )
+    return values, scales_of(scale), total
+
+
+def _call(hidden, update, weight, *, eps, interpret, scales):
+    """The kernel's results; `scales` is None, or what has one of its own in FP8."""
     config = norm_config(size=hidden.shape[1], itemsize=update.dtype.itemsize)
-    shape = jax.ShapeDtypeStruct(hidden.shape, hidden.dtype)
+    total = jax.ShapeDtypeStruct(hidden.shape, hidden.dtype)
+    narrow = [total, *fp8_shapes(hidden.shape, grouped=scales == "groups")]
     return tuple(
         pl.pallas_call(
-            functools.partial(_kernel, eps=eps, tile=config.tile),
-            out_shape=[shape, shape],
+            functools.partial(_kernel, eps=eps, tile=config.tile, scales=scales),
+            out_shape=[total, total] if scales is None else narrow,
             grid=(hidden.shape[0],),
             compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=1),
             interpret=interpret,
-            name="add_rms_norm",
+            name="add_rms_norm" if scales is None else "add_rms_norm_to_fp8",
         )(hidden, update, weight)
     )
 
 
-def _kernel(hidden_ref, update_ref, weight_ref, normed_ref, total_ref, *, eps, tile):
+def _kernel(hidden_ref, update_ref, weight_ref, *out_refs, eps, tile, scales):
+    normed_ref, total_ref = out_refs if scales is None else (None, out_refs[0])
     size, num_partials = hidden_ref.shape[1], update_ref.shape[0]
     row, dtype = pl.program_id(0), total_ref.dtype
     tiles = [jnp.arange(tile, dtype=jnp.int32) + start for start in range(0, size, tile)]
@@ -84,5 +104,10 @@ def _kernel(hidden_ref, update_ref, weight_ref, normed_ref, total_ref, *, eps, t
     for columns, total in zip(tiles, totals, strict=True):
         store(total_ref, columns, total)
     scale = lax.rsqrt(jnp.sum(squares) / jnp.float32(size) + jnp.float32(eps))
-    for columns, total, factor in zip(tiles, totals, weights, strict=True):
-        store(normed_ref, columns, total * scale * factor)
+    rows = [total * scale * factor for total, factor in zip(totals, weights, strict=True)]
+    if scales is None:
+        for columns, values in zip(tiles, rows, strict=True):
+            store(normed_ref, columns, values)
+    else:
+        rounded = [values.astype(dtype).astype(jnp.float32) for values in rows]
+        store_fp8(rounded, *out_refs[1:], grouped=scales == "groups")

@@ -80,9 +80,12 @@ def test_both_loops_give_the_same_tokens(
     assert tokens(overlapped, given, params) == tokens(synchronous, given, params)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_embedded_model_answers_rightly(engines: Engines, dtype: str):
-    engine = engines(dtype=dtype, max_model_len=960, num_blocks=80)
+@pytest.mark.parametrize(
+    ("dtype", "quantization"), [("float32", None), ("bfloat16", None), ("bfloat16", "fp8")]
+)
+def test_the_embedded_model_answers_rightly(engines: Engines, dtype: str, quantization: str | None):
+    options = {"dtype": dtype, "quantization": quantization}
+    engine = engines(max_model_len=960, num_blocks=80, **options)
     examples = sample_examples(3, 100)
     params = SamplingParams(temperature=0.0, max_tokens=800)
     outputs = engine.generate([e.prompt for e in examples], params)

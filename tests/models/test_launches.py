@@ -16,6 +16,7 @@ from jpaged.models.registry import read_model_config
 from pallas_kernels import Backend, LayerKV, paged_decode_attention
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+WHOLE_H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 KERNELS = {"paged_decode_attention": 1, "add_rms_norm": 2}
 # Reshapes that move nothing, and gate's and up's way through the activation: one fusion.
 FREE = {"reshape", "transpose", "squeeze", "slice", "broadcast_in_dim", "convert_element_type"}
@@ -38,6 +39,13 @@ CONFIGS = {
     for family in ("llama", "qwen3")
     for inner in (48, WIDE)
 }
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+CONFIGS_IN_FP8 = {
+    name: CONFIGS["llama-48"]
+    | {"hidden_size": 1024, "num_attention_heads": 8, "intermediate_size": 3072}
+    | {"quantization_config": FP8 | own}
+    for name, own in {"fp8": {}, "fp8 in blocks": {"weight_block_size": [128, 128]}}.items()
+}
 GEMMA3 = {"model_type": "gemma3_text", "intermediate_size": 48, "head_dim": 256}
 
 
@@ -45,9 +53,9 @@ def ints(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def layers_of_a_step(case: str, rows: int):
+def layers_of_a_step(case: str, rows: int, device: AbstractDevice = H200):
     """The jaxprs of a decode step's layers, in bfloat16 for Pallas Triton."""
-    config = read_model_config(CONFIGS.get(case, _SHAPE | GEMMA3))
+    config = read_model_config((CONFIGS | CONFIGS_IN_FP8).get(case, _SHAPE | GEMMA3))
     model = nnx.eval_shape(lambda: Decoder(config, dtype=jnp.bfloat16))
     graphdef, state = nnx.split(model)
     shape = (9, 8, config.num_kv_heads, config.head_size)
@@ -59,7 +67,7 @@ def layers_of_a_step(case: str, rows: int):
 
     pool = (layer,) * config.num_layers
     arguments = (ints(rows), ints(rows), pool, ints(rows, 200), ints(rows), ints(rows))
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         traced = jax.make_jaxpr(step)(state, *arguments)
     calls = [eqn for eqn in traced.eqns if eqn.params.get("name") == "_run_layer"]
     assert len(calls) == config.num_layers
@@ -95,6 +103,19 @@ def test_kernels_of_a_layer(case):
         if index:
             others = set(counts) - {f"kernel {name}" for name in kernels} - {"dot_general"}
             assert others <= free
+
+
+@pytest.mark.parametrize("case", [*CONFIGS_IN_FP8])
+def test_kernels_of_a_layer_in_fp8(case):
+    """Nine: the norms bring rows to FP8 themselves; what heads attended to and the activation have
+    a kernel each that does; four products, the activation in one of them. Nothing of XLA's."""
+    layer = layers_of_a_step(case, 8, WHOLE_H200)[1]
+    counts = Counter(operations(layer))
+    wanted = {"add_rms_norm_to_fp8": 2, "quantize_rows": 2, "paged_decode_attention": 1}
+    assert {f"kernel {name}": n for name, n in wanted.items()}.items() <= counts.items()
+    products = {name for name in counts if "vmap" in name}
+    assert sum(counts[name] for name in products) == 4
+    assert set(counts) - {f"kernel {name}" for name in wanted} - products <= FREE
 
 
 def test_kernels_of_a_gemma3_layer():

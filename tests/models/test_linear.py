@@ -56,6 +56,8 @@ class Turned(Plain):
     def layout(self, projection):
         return {"turned": (0, sizes(projection))}
 
+    row_scales = None
+
     def product(self, linear: Any, x, backend):
         rows = x @ linear.turned[...].T * linear.sign[...]
         return rows.reshape(len(x), *linear.projection.outputs)

@@ -1,0 +1,430 @@
+"""GEMMs of numbers in FP8 in Pallas Mosaic GPU, for Hopper (compute capability 9.0): of few rows by
+a weight [outputs, inputs], and of many; each of one weight, or gated with the activation.
+
+They are the kernels of hopper.py with the weight the other way round, as tensor cores multiply such
+numbers: both factors have their depth side by side, 128 numbers of it (128 bytes) a stage. A loader
+warpgroup fills a ring of stages in shared memory, consumer warpgroups multiply:
+
+    few rows    grid (split of the depth, tile of rows, 64 or 128 outputs); one or two consumers of
+                64 outputs each: sums[64, rows] += weight tile . (x tile) transposed
+    many rows   as many programs as the GPU has SMs take tiles of 128 rows in turn; two consumers of
+                64 rows each: sums[64, 128] += x tile . (weight tile) transposed, for one or two
+                blocks of 128 outputs, which of a gated GEMM are the gate's and up's
+
+Where a row and an output have one scale each, the sums are multiplied by both at the end. Where 128
+numbers have, a stage's sums have scales of their own: a row's come with its tile, or are loaded a
+stage ahead as a block's are. Of few rows each stage's sums are added to the others in float32,
+which costs nothing there; of many the tensor core adds them, whose sums of such numbers keep some
+14 bits (DeepSeek-AI 2024, arXiv:2412.19437, 3.3.2), as cuBLASLt's do.
+"""
+
+import functools
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import hopper_ops as ops
+from pallas_kernels.gemm.hopper import NUM_CONSUMERS, ROWS, TILES_ABREAST, add_steps, check_fits
+from pallas_kernels.gemm.tuning import FewRowsConfig, ManyNarrowRowsConfig
+from pallas_kernels.types import FP8_GROUP
+
+DEPTH = FP8_GROUP  # of a stage: the widest swizzle, and what has a scale of its own
+OUTPUTS = 64  # of a consumer of few rows
+COLUMNS = 128  # of a tile of many rows, of each factor; and of a block with a scale
+CHUNK = 64  # columns written at once
+
+
+def few_rows(x, weight, x_scale, weight_scale, *, gated, dtype, config: FewRowsConfig):
+    """x @ weight.T in split-K partials; gated: one, of half the width.
+
+    Args:
+        x, weight: rows [T, C], and [D, C] or, gated, both factors' outputs one after the other.
+        x_scale, weight_scale: [T] and [D], or [T, groups] and [blocks, groups], blocks of 128.
+        gated: silu(the first half of the columns) * the second half.
+        dtype: of one partial; several are float32.
+        config: how.
+    """
+    is_grouped = x_scale.ndim == 2
+    scale = x_scale.T if is_grouped else x_scale  # a tile's are side by side then
+    return _few_rows(x, weight, scale, weight_scale, gated=gated, dtype=dtype, config=config)
+
+
+def many_rows(x, weight, x_scale, weight_scale, *, gated, dtype, config: ManyNarrowRowsConfig):
+    """As `few_rows`, for tiles of 128 rows and without partials."""
+    is_grouped = x_scale.ndim == 2
+    scale = x_scale.T if is_grouped else x_scale
+    return _many_rows(x, weight, scale, weight_scale, gated=gated, dtype=dtype, config=config)
+
+
+@functools.partial(jax.jit, static_argnames=("gated", "dtype", "config"))
+def _few_rows(x, weight, x_scale, weight_scale, *, gated, dtype, config):
+    """In a jit of its own, so that a step's layers have it traced and lowered once."""
+    (rows, depth), num_factors, num_consumers = x.shape, 1 + gated, config.num_consumers
+    width, is_grouped = weight.shape[0] // num_factors, x_scale.ndim == 2
+    out_dtype = jnp.dtype(dtype if config.num_splits == 1 else jnp.float32)
+    split_depth = depth // config.num_splits
+    tile = config.tile_rows, config.num_splits * DEPTH, num_consumers * OUTPUTS
+    num_stages = min(config.num_stages, split_depth // DEPTH)
+    check_fits((rows, depth, width), tile, config.num_stages, num_stages < split_depth // DEPTH)
+    num_copies = num_factors * num_consumers + 1
+    call = plgpu.kernel(
+        functools.partial(_few_rows_kernel, split_depth=split_depth, is_grouped=is_grouped),
+        out_type=jax.ShapeDtypeStruct((config.num_splits, rows, width), out_dtype),
+        grid=(config.num_splits, rows // config.tile_rows, width // (num_consumers * OUTPUTS)),
+        grid_names=("split", "row_tile", "column_tile"),
+        num_threads=num_consumers + 1,
+        thread_name="warp_group",
+        scratch_types={
+            "x_smem": ops.swizzled((num_stages, config.tile_rows, DEPTH), x.dtype),
+            "weight_smem": ops.swizzled(
+                (num_stages, num_factors, num_consumers, OUTPUTS, DEPTH), x.dtype
+            ),
+            "out_smem": ops.swizzled((num_consumers, config.tile_rows, OUTPUTS), out_dtype),
+            "full": plgpu.Barrier(num_arrivals=num_copies, num_barriers=num_stages),
+            "empty": plgpu.Barrier(num_arrivals=num_consumers, num_barriers=num_stages),
+        },
+        compiler_params=ops.COMPILER_PARAMS,
+        kernel_name="fp8_gated_product_hopper" if gated else "fp8_product_hopper",
+    )
+    return call(x, weight, x_scale, weight_scale)
+
+
+def _few_rows_kernel(
+    x_ref,
+    weight_ref,
+    x_scale_ref,
+    weight_scale_ref,
+    out_ref,
+    *,
+    x_smem,
+    weight_smem,
+    out_smem,
+    full,
+    empty,
+    split_depth,
+    is_grouped,
+):
+    warp_group, split = lax.axis_index("warp_group"), lax.axis_index("split")
+    (num_stages, num_factors, num_consumers), tile_rows = weight_smem.shape[:3], out_smem.shape[1]
+    rows = pl.ds(lax.axis_index("row_tile") * tile_rows, tile_rows)
+    num_steps, width = split_depth // DEPTH, out_ref.shape[2]
+
+    def stage_of(step):
+        return lax.rem(step, jnp.int32(num_stages))
+
+    def first_of(consumer, factor=0):
+        first = lax.axis_index("column_tile") * (num_consumers * OUTPUTS) + consumer * OUTPUTS
+        return first + factor * width
+
+    @pl.when(warp_group == num_consumers)
+    def _load():
+        def load(step, _):
+            stage, group = stage_of(step), split * num_steps + step
+            pl.when(step >= num_stages)(lambda: plgpu.barrier_wait(empty.at[stage]))
+            deep = pl.ds(group * DEPTH, DEPTH)
+            for factor, consumer in itertools.product(range(num_factors), range(num_consumers)):
+                source = weight_ref.at[pl.ds(first_of(consumer, factor), OUTPUTS), deep]
+                target = weight_smem.at[stage, factor, consumer]
+                plgpu.copy_gmem_to_smem(source, target, full.at[stage])
+            plgpu.copy_gmem_to_smem(x_ref.at[rows, deep], x_smem.at[stage], full.at[stage])
+
+        lax.fori_loop(0, num_steps, load, None)
+
+    @pl.when(warp_group < num_consumers)
+    def _compute():
+        shape, by_row = (OUTPUTS, tile_rows), plgpu.Layout.WGMMA.reduce(0)
+        outputs = [pl.ds(first_of(warp_group, f), OUTPUTS) for f in range(num_factors)]
+
+        def operands(stage):
+            x_tile = x_smem.at[stage].transpose((1, 0))
+            return [(weight_smem.at[stage, f, warp_group], x_tile) for f in range(num_factors)]
+
+        def scales(step):
+            group = split * num_steps + jnp.minimum(step, num_steps - 1)
+            of_rows = ops.load_as(x_scale_ref.at[group, rows], by_row, optimized=False)
+            blocks = [lax.div(first_of(warp_group, f), FP8_GROUP) for f in range(num_factors)]
+            return [of_rows * weight_scale_ref[block, group] for block in blocks]
+
+        def in_full(own, _):
+            return [lax.broadcast_in_dim(scale, shape, (1,)) for scale in own]
+
+        own = (scales, in_full) if is_grouped else None
+        sums = _promoted_sums(num_steps, stage_of, operands, full, empty, shape, own)
+        if not is_grouped:
+            of_rows = ops.load_as(x_scale_ref.at[rows], by_row, optimized=False)
+            sums = [
+                _times(total, weight_scale_ref.at[own_outputs], of_rows, transposed=True)
+                for total, own_outputs in zip(sums, outputs, strict=True)
+            ]
+        result = plgpu.layout_cast(_activated(sums), plgpu.Layout.WGMMA_TRANSPOSED)
+        own_out = out_smem.at[warp_group]
+        own_out.transpose((1, 0))[...] = result.astype(out_ref.dtype)
+        plgpu.commit_smem()
+        columns = pl.ds(first_of(warp_group), OUTPUTS)
+        plgpu.copy_smem_to_gmem(own_out, out_ref.at[split, rows, columns])
+        plgpu.wait_smem_to_gmem(0)
+
+
+@functools.partial(jax.jit, static_argnames=("gated", "dtype", "config"))
+def _many_rows(x, weight, x_scale, weight_scale, *, gated, dtype, config):
+    """In a jit of its own, so that a step's layers have it traced and lowered once."""
+    num_stages, (rows, depth), is_grouped = config.num_stages, x.shape, x_scale.ndim == 2
+    num_factors = 2 if gated else config.num_factors
+    width, across = weight.shape[0] // (1 + gated), COLUMNS * (1 if gated else num_factors)
+    check_fits((rows, depth, width), (NUM_CONSUMERS * ROWS, DEPTH, across), num_stages, True)
+    scratch = {
+        "x_smem": ops.swizzled((num_stages, NUM_CONSUMERS * ROWS, DEPTH), x.dtype),
+        "weight_smem": ops.swizzled((num_stages, num_factors, COLUMNS, DEPTH), x.dtype),
+        "out_smem": ops.swizzled((NUM_CONSUMERS, COLUMNS // CHUNK, ROWS, CHUNK), dtype),
+        "full": plgpu.Barrier(num_arrivals=1 + num_factors + is_grouped, num_barriers=num_stages),
+        "empty": plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=num_stages),
+    }
+    if is_grouped:
+        scratch["scale_smem"] = plgpu.SMEM((num_stages, NUM_CONSUMERS * ROWS), jnp.float32)
+    call = plgpu.kernel(
+        functools.partial(_many_rows_kernel, gated=gated, config=config),
+        out_type=jax.ShapeDtypeStruct((rows, width), dtype),
+        grid=(config.num_programs,),
+        grid_names=("program",),
+        num_threads=NUM_CONSUMERS + 1,
+        thread_name="warp_group",
+        scratch_types=scratch,
+        compiler_params=ops.COMPILER_PARAMS,
+        kernel_name="fp8_gated_gemm_hopper" if gated else "fp8_gemm_hopper",
+    )
+    return call(x, weight, x_scale, weight_scale)
+
+
+def _many_rows_kernel(
+    x_ref,
+    weight_ref,
+    x_scale_ref,
+    weight_scale_ref,
+    out_ref,
+    *,
+    x_smem,
+    weight_smem,
+    out_smem,
+    full,
+    empty,
+    gated,
+    config,
+    scale_smem: Any = None,
+):
+    warp_group, program = lax.axis_index("warp_group"), lax.axis_index("program")
+    (num_rows, depth), width, num_programs = x_ref.shape, out_ref.shape[1], config.num_programs
+    num_stages, num_factors = weight_smem.shape[:2]
+    tile_rows, apart = x_smem.shape[1], width if gated else COLUMNS  # columns between factors
+    across = COLUMNS if gated else COLUMNS * num_factors
+    num_steps, grid = depth // DEPTH, (num_rows // tile_rows, width // across)
+    num_turns = lax.div(math.prod(grid) + (num_programs - 1) - program, jnp.int32(num_programs))
+
+    def tile_of(turn):
+        """Its first row and its first column."""
+        row, column = plgpu.planar_snake(program + turn * num_programs, grid, 0, TILES_ABREAST)
+        return row * tile_rows, column * across
+
+    def stage_of(turn, step):
+        return lax.rem(turn * num_steps + step, jnp.int32(num_stages))
+
+    @pl.when(warp_group == NUM_CONSUMERS)
+    def _load():
+        plgpu.set_max_registers(40, action="decrease")
+
+        def load_tile(turn, _):
+            row, column = tile_of(turn)
+
+            def load(step, _):
+                stage = stage_of(turn, step)
+
+                @pl.when(turn * num_steps + step >= num_stages)
+                def _wait():
+                    plgpu.barrier_wait(empty.at[stage])
+
+                rows, deep = pl.ds(row, tile_rows), pl.ds(step * DEPTH, DEPTH)
+                plgpu.copy_gmem_to_smem(x_ref.at[rows, deep], x_smem.at[stage], full.at[stage])
+                for factor in range(num_factors):
+                    source = weight_ref.at[pl.ds(column + factor * apart, COLUMNS), deep]
+                    plgpu.copy_gmem_to_smem(source, weight_smem.at[stage, factor], full.at[stage])
+                if scale_smem is not None:
+                    source, target = x_scale_ref.at[step, rows], scale_smem.at[stage]
+                    plgpu.copy_gmem_to_smem(source, target, full.at[stage])
+
+            lax.fori_loop(0, num_steps, load, None)
+
+        lax.fori_loop(0, num_turns, load_tile, None)
+
+    @pl.when(warp_group < NUM_CONSUMERS)
+    def _compute():
+        plgpu.set_max_registers(232, action="increase")
+        shape, by_row = (ROWS, COLUMNS), plgpu.Layout.WGMMA.reduce(1)
+        own_rows = pl.ds(warp_group * ROWS, ROWS)
+
+        def operands(stage):
+            x_tile = x_smem.at[stage, own_rows]
+            tiles = [weight_smem.at[stage, factor] for factor in range(num_factors)]
+            return [(x_tile, tile.transpose((1, 0))) for tile in tiles]
+
+        def sums_of(turn, column):
+            own_stage = functools.partial(stage_of, turn)
+            args = num_steps, own_stage, operands, full, empty
+
+            def add_all(*sums):
+                results = add_steps(*args, *sums)
+                plgpu.barrier_arrive(empty.at[own_stage(num_steps - 1)])
+                return results
+
+            if scale_smem is None:
+                return pl.run_scoped(add_all, *[plgpu.ACC(shape, jnp.float32)] * num_factors)
+
+            def block_scales(step):
+                group = jnp.minimum(step, num_steps - 1)
+                firsts = [column + factor * apart for factor in range(num_factors)]
+                return [weight_scale_ref[lax.div(first, FP8_GROUP), group] for first in firsts]
+
+            def scales(blocks, stage):
+                of_rows = ops.load_as(scale_smem.at[stage, own_rows], by_row)
+                return [of_rows * own for own in blocks]
+
+            return _rescaled_sums(*args, shape, block_scales, scales)
+
+        def compute_tile(turn, _):
+            row, column = tile_of(turn)
+            sums = sums_of(turn, column)
+            rows = pl.ds(row + warp_group * ROWS, ROWS)
+            if scale_smem is None:
+                of_rows = ops.load_as(x_scale_ref.at[rows], by_row, optimized=False)
+                sums = [
+                    _times(
+                        total,
+                        weight_scale_ref.at[pl.ds(column + factor * apart, COLUMNS)],
+                        of_rows,
+                        transposed=False,
+                    )
+                    for factor, total in enumerate(sums)
+                ]
+            results = [_activated(sums)] if gated else sums
+            for factor, result in enumerate(results):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the columns before
+                rounded = result.astype(out_ref.dtype)
+                for chunk in range(COLUMNS // CHUNK):
+                    own_out = out_smem.at[warp_group, chunk]
+                    own_out[...] = rounded[:, chunk * CHUNK : (chunk + 1) * CHUNK]
+                    plgpu.commit_smem()
+                    first = column + factor * apart + chunk * CHUNK
+                    plgpu.copy_smem_to_gmem(own_out, out_ref.at[rows, pl.ds(first, CHUNK)])
+
+        lax.fori_loop(0, num_turns, compute_tile, None)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _promoted_sums(num_steps, stage_of, operands, full, empty, shape, scales):
+    """Sums in float32 of each stage's products, one factor after the other.
+
+    Args:
+        num_steps, stage_of, operands, full, empty: as of `add_steps`.
+        shape: of a factor's sums.
+        scales: what is loaded for a step a step ahead; and the factors' scales, as wide as their
+            sums, from that and what the stage has. None: nothing has a scale of its own.
+    """
+    load, in_full = scales or (lambda step: [], lambda loaded, stage: [])
+    zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+
+    def multiply(own_sums, factors):
+        plgpu.wgmma(own_sums, *factors)
+        return own_sums[...]  # waits
+
+    def add(step, carry):
+        (totals, loaded), stage = carry, stage_of(step)
+        ahead = load(step + 1)
+        plgpu.barrier_wait(full.at[stage])
+        own_scales = in_full(loaded, stage) or [None] * len(totals)
+        added = []
+        for total, factors, scale in zip(totals, operands(stage), own_scales, strict=True):
+            own_multiply = functools.partial(multiply, factors=factors)
+            part = pl.run_scoped(own_multiply, plgpu.ACC(shape, jnp.float32))
+            added.append(total + (part if scale is None else part * scale))
+        plgpu.barrier_arrive(empty.at[stage])
+        return added, ahead
+
+    carry = [zeros] * len(operands(0)), load(jnp.int32(0))
+    return lax.fori_loop(0, num_steps, add, carry)[0]
+
+
+def _rescaled_sums(num_steps, stage_of, operands, full, empty, shape, load, scales):
+    """Sums of all stages' products, each stage's times its own scale: kept in units of the scale of
+    the latest stage, to which they are brought before its products are added. That is one
+    multiplication of each sum, where adding a stage's products to others takes three operations.
+
+    A unit is at least 2 ** -60 of the largest scale before, which no sum outgrows: what a stage of
+    smaller scales adds is less than what rounding takes from the others.
+
+    Args:
+        num_steps, stage_of, operands, full, empty: as of `add_steps`.
+        shape: of a factor's sums.
+        load: what is loaded for a step, a step ahead.
+        scales: the scales of a stage's rows for each factor, from that and what the stage has.
+    """
+    by_row = plgpu.Layout.WGMMA.reduce(1)
+
+    def vector(value):
+        return plgpu.layout_cast(jnp.full(shape[:1], value, jnp.float32), by_row)
+
+    def times(sums, of_rows):
+        return sums * lax.broadcast_in_dim(of_rows, shape, (0,))
+
+    def add(step, carry):
+        (totals, units, largest, loaded), stage = carry, stage_of(step)
+        ahead = load(step + 1)
+        plgpu.barrier_wait(full.at[stage])
+        own = scales(loaded, stage)
+        largest = [jnp.maximum(a, b) for a, b in zip(largest, own, strict=True)]
+        new = [jnp.maximum(a, b * 2.0**-60) for a, b in zip(own, largest, strict=True)]
+        kept = [
+            times(total, unit / new_unit)
+            for total, unit, new_unit in zip(totals, units, new, strict=True)
+        ]
+
+        def multiply(sums):
+            for own_sums, factors in zip(sums, operands(stage), strict=True):
+                plgpu.wgmma(own_sums, *factors)
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(empty.at[stage])
+
+        return go_on(multiply, kept), new, largest, ahead
+
+    count = len(operands(0))
+    zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+    first = [zeros] * count, [vector(1.0)] * count, [vector(2.0**-40)] * count, load(jnp.int32(0))
+    totals, units, *_ = lax.fori_loop(0, num_steps, add, first)
+    return [times(total, unit) for total, unit in zip(totals, units, strict=True)]
+
+
+def go_on(multiply, sums):
+    """What accumulators that begin as these sums hold after `multiply` of their references."""
+    ends: Any = pl.run_state(multiply)([plgpu.ACC.init(total) for total in sums])
+    return list(ends)  # arrays, not references as its type says
+
+
+def _times(sums, output_scales, row_scales, *, transposed):
+    """Sums [rows, outputs], or transposed, times the scales of both."""
+    outputs, rows = (0, 1) if transposed else (1, 0)
+    layout = plgpu.Layout.WGMMA.reduce(rows)
+    own = ops.load_as(output_scales, layout, optimized=False)
+    by_output, by_row = (
+        lax.broadcast_in_dim(scales, sums.shape, (axis,))
+        for scales, axis in ((own, outputs), (row_scales, rows))
+    )
+    return sums * by_row * by_output
+
+
+def _activated(sums):
+    """silu(gate) * up of two sums, the gate finite; or the only one."""
+    gate, *up = sums
+    return gate * (up[0] / (1 + jnp.exp(-gate))) if up else gate
