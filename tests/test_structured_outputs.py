@@ -6,7 +6,10 @@ import msgspec
 import pytest
 
 from jpaged import StructuredOutputs
-from jpaged.structured_outputs import MAX_CHOICES, MAX_DEPTH, MAX_SOURCE
+from jpaged.structured_outputs import bounds
+
+MAX_CHOICES, MAX_DEPTH = bounds.CHOICES.most, bounds.DEPTH.most
+MAX_SOURCE = bounds.SOURCE.most
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -25,7 +28,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"regex": "\ud800"}, r"regex has a lone surrogate at position 0"),
     ({"grammar": b"start"}, r"grammar=b'start' must be a string"),
     ({"choice": "ab"}, r"choice='ab' must be a list of strings"),
-    ({"choice": []}, "choice has 0 choices"),
+    ({"choice": []}, "choice has no choices"),
     ({"choice": ["a"] * (MAX_CHOICES + 1)}, f"choice has {MAX_CHOICES + 1} choices"),
     ({"choice": ["a", ""]}, r"choice\[1\] is empty"),
     ({"choice": ["a" * (MAX_SOURCE // 2), "b" * MAX_SOURCE]}, "at most 65536"),
@@ -37,9 +40,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"json": "3"}, r"json=3 must be a JSON schema"),
     ({"json": True}, r"json=True must be a JSON schema"),
     ({"json": {"enum": ["a" * MAX_SOURCE]}}, "json has .* characters"),
-    ({"json": {"enum": [float("nan")]}}, "json cannot be written as JSON"),
+    ({"json": {"enum": [float("nan")]}}, r"json\.enum=nan must be a number of at most"),
     ({"json": {"enum": [{1}]}}, "json cannot be written as JSON"),
-    ({"json": nested(MAX_DEPTH + 1)}, f"nested deeper than {MAX_DEPTH}"),
+    ({"json": nested(MAX_DEPTH + 1)}, f"has {MAX_DEPTH + 1} schemas around it"),
     ({"regex": "a", "after": ""}, r"structured_outputs\.after='' must be some text"),
     ({"regex": "a", "opening": "<"}, "opening='<' needs after"),
 ]

@@ -5,10 +5,9 @@ from typing import Any
 
 import jsonschema
 import pytest
-from grammar_walks import EOS, TOKENIZER, allowed, matcher_of, walk
+from grammar_walks import EOS, GRAMMARS, TOKENIZER, allowed, matcher_of, walk
 
 from jpaged import TOOL_CALL_FAMILIES, AnswerParser, CallArguments, CallStart, call_grammar
-from jpaged.text.grammar import check_grammar
 
 WEATHER = {
     "type": "object",
@@ -63,7 +62,7 @@ def calls_in(family: str, text: str) -> list[tuple[str, Any]]:
 def test_forced_calls_are_read_back_and_their_arguments_are_valid(family: str, parallel: bool):
     tools = tools_of(family)
     form = call_grammar(family, tools, parallel=parallel)
-    check_grammar(form)
+    GRAMMARS.compile(form)
     schemas = {it["function"]["name"]: it["function"].get("parameters") for it in tools}
     counts, names = set(), set()
     for seed in range(25):
@@ -91,7 +90,7 @@ def test_a_named_function_alone_is_called(family: str):
 def test_a_tag_that_is_a_special_token_is_that_token():
     special = {"[TOOL_CALLS]": EOS + 1, "[ARGS]": EOS + 2}
     form = call_grammar("mistral", TOOLS, name="now", special_ids=special)
-    check_grammar(form)
+    GRAMMARS.compile(form)
     matcher = matcher_of(form)
     assert allowed(matcher) == {EOS + 1}
     matcher.accept(EOS + 1)
