@@ -8,7 +8,6 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from jpaged.structured_outputs import bounds
-from jpaged.structured_outputs.bounds import Bound
 from jpaged.structured_outputs.syntax import check_pattern, check_text
 
 ANNOTATIONS = {
@@ -58,6 +57,15 @@ def check_schema(name: str, schema: object) -> None:
     if isinstance(schema, bool) or not isinstance(schema, Mapping):
         raise TypeError(f"{name}={_shown(schema)} must be a JSON schema, an object")
     _SchemaCheck(schema, name).run()
+
+
+def is_enforced(keyword: str, value: Any) -> bool:
+    """Whether a grammar enforces a keyword that has such a value, other than in its size."""
+    if keyword == "format":
+        return value in _FORMATS
+    if keyword == "multipleOf":
+        return _is_number(value) and value == int(value)
+    return keyword in _ENFORCED and not (keyword in _NUMBERS and isinstance(value, bool))
 
 
 def enforced(schema: Any) -> Any:
@@ -300,13 +308,13 @@ def _check_merged(found: _Found, target: _Target) -> None:
             own = [tallies.get(id(it), _NOTHING) for it in cases]
             parts.append(tuple(map(max, zip(_NOTHING, *own, strict=True))))
         tallies[key] = tuple(map(sum, zip(*parts, strict=True)))
-        for bound, number in zip(_TALLIED, tallies[key], strict=True):
+        tallied = (bounds.MERGED, bounds.PATTERNS, bounds.MULTIPLES)
+        for bound, number in zip(tallied, tallies[key], strict=True):
             bound.check(path, number)
 
 
 _CASES = ("anyOf", "oneOf")
-_TALLIED: tuple[Bound, ...] = (bounds.MERGED, bounds.PATTERNS, bounds.MULTIPLES)
-_NOTHING = (0,) * len(_TALLIED)
+_NOTHING = (0, 0, 0)
 _COMBINING = {"$ref", "allOf", "$defs", "definitions", *_CASES, *ANNOTATIONS}
 
 

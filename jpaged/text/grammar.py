@@ -288,6 +288,9 @@ class Grammars:
         vocab_size: Width of the logits; ids above the tokenizer's own are never allowed.
         eos_token_ids: The model's own end tokens.
         stack: Bytes of the threads that compile: llguidance recurses.
+
+    Attributes:
+        vocab_size: As given.
     """
 
     def __init__(
@@ -299,6 +302,7 @@ class Grammars:
         stack: int = bounds.STACK,
     ):
         self._of = tokenizer, vocab_size, eos_token_ids
+        self.vocab_size = vocab_size
         self._stack = stack
         self._lock = threading.Lock()
         self._tokens: _Tokens | None = None

@@ -15,7 +15,7 @@ from serve_helpers import Server
 from test_tools import HERMES, TEMPLATE, USER, WEATHER, ask, choices_of
 
 from jpaged import Engine
-from jpaged.structured_outputs import bounds, schemas
+from jpaged.structured_outputs import bounds
 
 Run = Callable[..., None]
 SCHEMA: dict[str, Any] = {
@@ -149,7 +149,6 @@ def test_what_a_form_costs_in_spite_of_all_bounds_costs_its_request_alone(
     monkeypatch.setattr(bounds, "MULTIPLE", 10**9)
     for each in {bound, "SCHEMAS", "RULES", "MERGED", "PATTERNS"} - {"MULTIPLE"}:
         monkeypatch.setattr(bounds, each, getattr(bounds, each)._replace(most=10**9))
-    monkeypatch.setattr(schemas, "_TALLIED", (bounds.MERGED, bounds.PATTERNS, bounds.MULTIPLES))
     form = {
         "references": {"json": json.dumps(references(12_000))},
         "rules": {"grammar": rules(25_000)},
