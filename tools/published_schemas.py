@@ -26,37 +26,26 @@ _TOKENIZER = Tokenizer.from_folder(Path(EMBEDDED_MODEL))
 _GRAMMARS = Grammars(_TOKENIZER, len(_TOKENIZER), frozenset({_TOKENIZER.eos_token_id or 0}))
 
 FILE = Path(__file__).parent.parent / "bench" / "published_schemas.json"
-LENGTH, ITEMS, NUMBER = 12, 2, 1000
+LENGTH, LONG, ITEMS, NUMBER = 12, 64, 2, 1000
 """Bounds of what has none."""
 
 KUBERNETES = [
-    *("affinity-v1", "clusterrole-rbac-v1", "configmap-v1", "container-v1", "csidriver-storage-v1"),
-    *(
-        "endpoints-v1",
-        "envvar-v1",
-        "event-v1",
-        "ingress-networking-v1",
-        "ingressspec-networking-v1",
-    ),
-    *("horizontalpodautoscalerspec-autoscaling-v2", "ingressclass-networking-v1"),
-    *("lease-coordination-v1", "limitrange-v1", "namespace-v1", "networkpolicyspec-networking-v1"),
-    *("nodestatus-v1", "persistentvolumeclaimspec-v1", "poddisruptionbudget-policy-v1"),
-    *("podspec-v1", "priorityclass-scheduling-v1", "probe-v1", "resourcequota-v1", "role-rbac-v1"),
-    *(
-        "rolebinding-rbac-v1",
-        "runtimeclass-node-v1",
-        "secret-v1",
-        "service-v1",
-        "serviceaccount-v1",
-    ),
-    *("servicespec-v1", "storageclass-storage-v1", "subjectaccessreview-authorization-v1"),
-    *("tokenreview-authentication-v1", "volume-v1", "clusterrolebinding-rbac-v1"),
-    *("csinode-storage-v1", "volumeattachmentspec-storage-v1"),
+    *("affinity-v1", "clusterrole-rbac-v1", "configmap-v1", "container-v1"),
+    *("csidriver-storage-v1", "endpoints-v1", "envvar-v1", "event-v1", "ingress-networking-v1"),
+    *("ingressspec-networking-v1", "horizontalpodautoscalerspec-autoscaling-v2"),
+    *("ingressclass-networking-v1", "lease-coordination-v1", "limitrange-v1", "namespace-v1"),
+    *("networkpolicyspec-networking-v1", "nodestatus-v1", "persistentvolumeclaimspec-v1"),
+    *("poddisruptionbudget-policy-v1", "podspec-v1", "priorityclass-scheduling-v1", "probe-v1"),
+    *("resourcequota-v1", "role-rbac-v1", "rolebinding-rbac-v1", "runtimeclass-node-v1"),
+    *("secret-v1", "service-v1", "serviceaccount-v1", "servicespec-v1"),
+    *("storageclass-storage-v1", "subjectaccessreview-authorization-v1"),
+    *("tokenreview-authentication-v1", "volume-v1", "binding-v1", "componentstatus-v1"),
+    *("clusterrolebinding-rbac-v1", "csinode-storage-v1", "volumeattachmentspec-storage-v1"),
+    *("certificatesigningrequestspec-certificates-v1", "daemonsetstatus-apps-v1"),
 ]
 STORE = [
-    *("bamboo-spec", "buildkite", "changie", "citation-file-format", "cloudbuild", "codecov"),
-    *("dependabot", "github-actions", "github-discussion", "github-issue-config", "taskfile"),
-    "woodpecker-ci",
+    *("bamboo-spec", "buildkite", "changie", "cloudbuild", "codecov", "github-actions"),
+    *("github-discussion", "github-issue-config"),
 ]
 
 
@@ -137,12 +126,16 @@ class _Adapting:
             own["prefixItems"] = own.pop("items")
         named = own.get("type", [])
         types = {named} if isinstance(named, str) else set(named)
-        if not is_part:
-            own |= _bounds(types, own)
+        if not types and not is_part and (kind := _kind_of(own)) is not None:
+            types, own["type"] = {kind}, kind
+        own |= _bounds(types & {"string"} if is_part else types, own)
         return own if own or is_part else self.schema({})
 
     def _within(self, keyword: str, value: Any, *, is_part: bool) -> Any:
-        if isinstance(value, Mapping) and keyword in ("properties", "patternProperties"):
+        if isinstance(value, Mapping) and keyword == "patternProperties":
+            named = value.items()
+            return {it if len(value) > 1 else _NAME: self.schema(own) for it, own in named}
+        if isinstance(value, Mapping) and keyword == "properties":
             return {name: self.schema(it) for name, it in value.items()}
         if keyword in ("anyOf", "oneOf", "allOf"):
             return [self.schema(it, is_part=is_part) for it in value]
@@ -166,7 +159,17 @@ class _Adapting:
 
 _ANYTHING = {"type": "string", "maxLength": LENGTH}
 
+_NAME = f"^[A-Za-z0-9_.-]{{1,{LENGTH}}}$"
+"""The names in maps."""
+
 _MOVED = {"$defs", "definitions", "id", "$async"}
+
+
+def _kind_of(own: Mapping[str, Any]) -> str | None:
+    """The type that a schema without one is for, if its keywords tell."""
+    if own.keys() & {"properties", "required", "additionalProperties", "patternProperties"}:
+        return "object"
+    return "string" if own.keys() & {"pattern", "format", "minLength", "maxLength"} else None
 
 
 def _bounds(types: set[str], own: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,8 +177,9 @@ def _bounds(types: set[str], own: Mapping[str, Any]) -> dict[str, Any]:
     if "enum" in own or "const" in own:
         return {}
     found: dict[str, Any] = {}
-    if "string" in types and not own.keys() & {"maxLength", "format", "pattern"}:
-        found["maxLength"] = max(LENGTH, own.get("minLength", 0))
+    if "string" in types and "maxLength" not in own and not own.keys() >= {"format", "pattern"}:
+        length = LONG if own.keys() & {"format", "pattern"} else LENGTH
+        found["maxLength"] = max(length, own.get("minLength", 0))
     if "array" in types:
         found["maxItems"] = max(min(own.get("maxItems", ITEMS), ITEMS), own.get("minItems", 0))
         if "items" not in own:
@@ -191,8 +195,10 @@ def _bounds(types: set[str], own: Mapping[str, Any]) -> dict[str, Any]:
         elif not own.get("properties") and own.get("additionalProperties", True) is not False:
             least = max(own.get("minProperties", 0), len(own.get("required", ())))
             found["maxProperties"] = ITEMS + least
-            if own.get("additionalProperties", True) is True:
-                found["additionalProperties"] = {"type": "string", "maxLength": LENGTH}
+            if "patternProperties" not in own:
+                others = own.get("additionalProperties", True)
+                found["patternProperties"] = {_NAME: _ANYTHING if others is True else others}
+            found["additionalProperties"] = False
     return found
 
 
