@@ -192,6 +192,11 @@ class Matcher:
         return _refused(self._form, f"a token took more than {most}: simplify it")
 
     @property
+    def mask_width(self) -> int:
+        """Words of a mask."""
+        return len(self._grammar.not_eos)
+
+    @property
     def inner(self) -> Any:
         """llguidance's own matcher."""
         return self._inner
@@ -269,9 +274,11 @@ class _Tokens:
 
 def _begin(matcher: Matcher) -> None:
     """Write some random tokens that may come."""
-    random = np.random.default_rng(0)
+    from llguidance.numpy import fill_next_token_bitmask
+
+    random, mask = np.random.default_rng(0), np.zeros(matcher.mask_width, np.int32)
     for _ in range(bounds.TRIAL_TOKENS):
-        mask = np.frombuffer(matcher.inner.compute_bitmask(), np.int32).copy()
+        fill_next_token_bitmask(matcher.inner, mask[None], 0)
         if (error := matcher.widen(mask)) is not None:
             raise error
         found = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))

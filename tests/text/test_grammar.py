@@ -428,6 +428,15 @@ def test_one_that_fails_spoils_no_other_row():
     assert TOKENIZER.decode([token]) == "a"
 
 
+@pytest.mark.parametrize("more", range(33))
+def test_an_answer_is_begun_with_any_number_of_tokens(more: int):
+    """Masks have a word more than llguidance's own, or one less."""
+    grammars = Grammars(TOKENIZER, len(TOKENIZER) + more, frozenset({EOS}))
+    grammars.begin(StructuredOutputs(regex="[ab]{1,30}"), ENDING)
+    with pytest.raises(GrammarError, match="regex cannot be enforced"):
+        grammars.begin(StructuredOutputs(regex="(a"), ENDING)
+
+
 def test_a_mask_that_takes_too_long_ends_its_answer(monkeypatch: pytest.MonkeyPatch):
     """Whose it was is seen at the next one; a free passage takes no time."""
     grammars = Grammars(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
