@@ -96,6 +96,7 @@ class _SchemaCheck:
     def __init__(self, root: Schema, name: str):
         self._root, self._name = root, name
         self._found: dict[int, tuple[Path, Schema]] = {}  # by id, which they keep while in here
+        self._targets: dict[int, Any] = {}  # by id of the schema that refers
         self._num_visits = 0
 
     def run(self) -> None:
@@ -175,6 +176,11 @@ class _SchemaCheck:
 
     def _target(self, path: Path, schema: Schema) -> Any:
         """What a schema refers to."""
+        if id(schema) not in self._targets:
+            self._targets[id(schema)] = self._find_target(path, schema)
+        return self._targets[id(schema)]
+
+    def _find_target(self, path: Path, schema: Schema) -> Any:
         path, value = f"{path}.$ref", schema["$ref"]
         is_own = isinstance(value, str) and re.fullmatch(r"#(/[^%]*)?", value) is not None
         _require(path, value, is_own, "a place in this schema, such as #/$defs/name")
