@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jpaged.sampling_params import SamplingParams
     from jpaged.structured_outputs import StructuredOutputs
     from jpaged.text.answer_parser import AnswerParser
-    from jpaged.text.grammar import check_grammar
+    from jpaged.text.grammar_trial import GrammarTrial
     from jpaged.text.reasoning import REASONING_FAMILIES, reasoning_end
     from jpaged.text.streamed_text import CallArguments, CallEnd, CallStart, Content, Reasoning
     from jpaged.text.tokenizer import Tokenizer
@@ -36,7 +36,7 @@ _NAMES = {
     "jpaged.sampling_params": ("SamplingParams",),
     "jpaged.structured_outputs": ("StructuredOutputs",),
     "jpaged.text.answer_parser": ("AnswerParser",),
-    "jpaged.text.grammar": ("check_grammar",),
+    "jpaged.text.grammar_trial": ("GrammarTrial",),
     "jpaged.text.reasoning": ("REASONING_FAMILIES", "reasoning_end"),
     "jpaged.text.streamed_text": (
         "CallArguments",
@@ -65,6 +65,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "EngineStats",
+    "GrammarTrial",
     "Logprob",
     "MemoryReport",
     "PoolChanges",
@@ -80,7 +81,6 @@ __all__ = [
     "Tokenizer",
     "__version__",
     "call_grammar",
-    "check_grammar",
     "reasoning_end",
 ]
 

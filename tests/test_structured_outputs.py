@@ -4,9 +4,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from hostile_forms import HOSTILE, with_schema
 
 from jpaged import StructuredOutputs
-from jpaged.structured_outputs import MAX_CHOICES, MAX_DEPTH, MAX_SOURCE
+from jpaged.structured_outputs import bounds
+
+MAX_CHOICES, MAX_DEPTH = bounds.CHOICES.most, bounds.DEPTH.most
+MAX_SOURCE = bounds.SOURCE.most
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -15,6 +19,8 @@ def nested(depth: int) -> dict[str, Any]:
         schema = {"items": schema}
     return schema
 
+
+NAMES = [f"p{i}" for i in range(500)]
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({}, "structured_outputs must have just one of .* it has none"),
@@ -25,7 +31,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"regex": "\ud800"}, r"regex has a lone surrogate at position 0"),
     ({"grammar": b"start"}, r"grammar=b'start' must be a string"),
     ({"choice": "ab"}, r"choice='ab' must be a list of strings"),
-    ({"choice": []}, "choice has 0 choices"),
+    ({"choice": []}, "choice has no choices"),
     ({"choice": ["a"] * (MAX_CHOICES + 1)}, f"choice has {MAX_CHOICES + 1} choices"),
     ({"choice": ["a", ""]}, r"choice\[1\] is empty"),
     ({"choice": ["a" * (MAX_SOURCE // 2), "b" * MAX_SOURCE]}, "at most 65536"),
@@ -37,9 +43,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"json": "3"}, r"json=3 must be a JSON schema"),
     ({"json": True}, r"json=True must be a JSON schema"),
     ({"json": {"enum": ["a" * MAX_SOURCE]}}, "json has .* characters"),
-    ({"json": {"enum": [float("nan")]}}, "json cannot be written as JSON"),
+    ({"json": {"enum": [float("nan")]}}, r"json\.enum=nan must be a number of at most"),
     ({"json": {"enum": [{1}]}}, "json cannot be written as JSON"),
-    ({"json": nested(MAX_DEPTH + 1)}, f"nested deeper than {MAX_DEPTH}"),
+    ({"json": nested(MAX_DEPTH + 1)}, f"has {MAX_DEPTH + 1} schemas around it"),
     ({"regex": "a", "after": ""}, r"structured_outputs\.after='' must be some text"),
     ({"regex": "a", "opening": "<"}, "opening='<' needs after"),
 ]
@@ -82,6 +88,38 @@ BAD_SCHEMAS: list[tuple[dict[Any, Any], str]] = [
     ({"patternProperties": {"^a": {"not": {}}}}, r"patternProperties\.\^a\.not is not"),
     ({"definitions": {"a": {"not": {}}}}, r"definitions\.a\.not is not enforced"),
     ({"minProperties": 2}, r"minProperties=2 is not enforced where further properties"),
+    ({"const": "a\u0001b"}, r"const has the control character U\+0001"),
+    ({"enum": ["a", {"b": ["\x7f"]}]}, r"enum has the control character U\+007F"),
+    ({"enum": [{"\x00": 1}]}, r"enum has the control character U\+0000"),
+    ({"properties": {"\x0b": {}}}, r"properties has the control character U\+000B"),
+    ({"required": ["\x1f"]}, r"required has the control character U\+001F"),
+    ({"pattern": "a\x01"}, r"pattern has the control character U\+0001"),
+    ({"pattern": r"^a\x01$"}, r"pattern has the control character U\+0001"),
+    ({"pattern": r"^a\u{1f}$"}, r"pattern has the control character U\+001F"),
+    ({"pattern": r"^a\u0002$"}, r"pattern has the control character U\+0002"),
+    ({"pattern": r"^a\v$"}, r"pattern has the control character U\+000B"),
+    ({"patternProperties": {r"^a\x01$": {}}}, r"patternProperties\..* control character U\+0001"),
+    ({"const": 2**53 + 1}, r"const=9007199254740993 must be a number of at most 2\*\*53"),
+    ({"enum": [1, {"a": -(2**60)}]}, r"enum=-1152921504606846976 must be a number of at most"),
+    ({"minimum": 1e16}, r"minimum=1e\+16 must be a number of at most"),
+    ({"pattern": "(a{99}){102}"}, r"pattern has 10098 repetitions within repetitions"),
+    ({"pattern": "a+" * 501}, r"pattern has 501 repetitions"),
+    ({"patternProperties": {"a+" * 501: {}}}, r"patternProperties\.a.* has 501 repetitions"),
+    ({"multipleOf": 10_001}, r"multipleOf=10001 must be at most 10000"),
+    ({"enum": list(range(2049))}, r"enum has 2049 values"),
+    ({"const": list(range(2049))}, r"const has 2049 values"),
+    ({"properties": {f"p{i}": {} for i in range(129)}}, "properties has 129 properties that may"),
+    ({"anyOf": [{}] * 257}, r"anyOf has 257 cases"),
+    ({"allOf": [{"pattern": "a"}] * 5}, r"has 5 patterns and formats for one value"),
+    (
+        {"format": "date", "allOf": [{"anyOf": [{"pattern": "a", "format": "time"}, {}]}] * 2},
+        r"has 5 patterns and formats for one value",
+    ),
+    ({"multipleOf": 3, "anyOf": [{"multipleOf": 5}]}, r"has 2 multipleOf for one value"),
+    ({"properties": {"a": {"$id": "b"}}}, r"properties\.a\.\$id makes another document"),
+    ({"type": "string", "enum": [1]}, r"is obeyed by no finite value"),
+    ({"type": "object", "required": ["a"], "additionalProperties": False}, r"is obeyed by no fin"),
+    ({"type": "array", "minItems": 2, "prefixItems": [{}, False]}, r"is obeyed by no finite value"),
     (dict(enumerate([2], 1)), "1=1 must be a schema whose keywords are strings"),
 ]
 
@@ -96,10 +134,10 @@ def test_what_cannot_be_asked_is_refused(fields: dict[str, Any], message: str):
 def test_a_schema_is_refused_at_the_place_that_no_grammar_enforces(
     schema: dict[str, Any], message: str
 ):
-    with pytest.raises((TypeError, ValueError), match=r"^structured_outputs\.json\.?" + message):
+    with pytest.raises((TypeError, ValueError), match=r"^structured_outputs\.json[. ]?" + message):
         StructuredOutputs(json=schema)
     outer = {"type": "object", "properties": {"deep": {"items": schema}}}
-    path = r"^format\.json\.properties\.deep\.items\.?" + message
+    path = r"^format\.json\.properties\.deep\.items[. ]?" + message
     with pytest.raises((TypeError, ValueError), match=path):
         StructuredOutputs(json=outer, name="format")
 
@@ -109,6 +147,16 @@ def test_a_schema_is_refused_at_the_place_that_no_grammar_enforces(
     [
         {},
         {"items": True, "additionalProperties": False},
+        {"enum": ["\n\t\r\b\f é", 2**53, -(2**53), 0.1, {"a": [None]}]},
+        {"pattern": r"^[\x00-\x20]*\.\n\t$"},
+        {"pattern": r"(\w{100}){100}" + "b?" * 400},
+        {"properties": {f"p{i}": {} for i in range(128)}},
+        {
+            "properties": {f"p{i}": {} for i in range(500)},
+            "required": [f"p{i}" for i in range(400)],
+        },
+        {"anyOf": [{"pattern": "a"}] * 200},
+        {"$id": "https://a", "properties": {"$id": {"type": "string"}}},
         {"title": "a", "default": 3, "x-order": 1, "$schema": "https://json-schema.org/"},
         {"uniqueItems": False, "nullable": False},
         {"minProperties": 1},
@@ -123,6 +171,86 @@ def test_what_asks_nothing_else_is_taken(schema: dict[str, Any]):
     form = StructuredOutputs(json=schema)
     assert form.kind == "json"
     assert StructuredOutputs(json=form.json) == form
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_costs_too_much_is_refused_by_its_bound(name: str):
+    form, _, message = HOSTILE[name]
+    with pytest.raises(ValueError, match=rf"^structured_outputs\.{message}"):
+        StructuredOutputs(**form)
+    if "json" in form:
+        with pytest.raises(ValueError, match=r"^structured_outputs\.grammar\.%json\[0\]"):
+            StructuredOutputs(**with_schema(form))
+
+
+NODE: dict[str, Any] = {"type": "object", "properties": {"next": {"$ref": "#"}}}
+LIST = {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/node"}]}
+RING = {"a": {"$ref": "#/$defs/b"}, "b": {"allOf": [{"$ref": "#/$defs/a"}]}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({**NODE, "required": ["next"]}, r"json is obeyed by no finite value"),
+        ({"allOf": [{"type": "object"}, {**NODE, "required": ["next"]}]}, "no finite value"),
+        ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "no finite value"),
+        ({"additionalProperties": {"$ref": "#"}, "type": "object", "required": ["a"]}, "no finite"),
+        ({"$defs": RING, "$ref": "#/$defs/a"}, r"defined by nothing but itself"),
+        ({"anyOf": [{"type": "null"}, {"$ref": "#"}]}, r"defined by nothing but itself"),
+    ],
+)
+def test_a_schema_that_no_finite_answer_obeys_is_refused(schema: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        StructuredOutputs(json=schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        NODE,
+        {"required": ["next"], "properties": {"next": LIST}, "$defs": {"node": NODE}},
+        {"type": "array", "items": {"$ref": "#"}},
+        {"type": ["array", "null"], "items": {"$ref": "#"}, "minItems": 1},
+    ],
+)
+def test_recursion_that_may_end_is_taken(schema: dict[str, Any]):
+    assert StructuredOutputs(json=schema).json
+
+
+def test_a_schema_that_only_a_reference_reaches_is_looked_at():
+    for place in ("x-hidden", "default"):
+        with pytest.raises(ValueError, match=rf"json\.{place}\.not is not enforced"):
+            StructuredOutputs(json={place: {"not": {}}, "$ref": f"#/{place}"})
+    with pytest.raises(ValueError, match=r"\$ref='#/\$defs/%41' must be a place in this schema"):
+        StructuredOutputs(json={"$defs": {"%41": {}, "A": {}}, "$ref": "#/$defs/%41"})
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [
+        ('start: %json {"type": "string", "not": {}}', r"%json\[0\]\.not is not enforced"),
+        (
+            'start: a %json{"x-guidance": {}}\na: "b"',
+            r"%json\[0\]\.x-guidance is not enforced",
+        ),
+        (
+            'start: %json {} | %json\n{"const": "\\u0001"}',
+            r"%json\[1\]\.const has the control",
+        ),
+        ("start: %json", r"%json\[0\] is no JSON text"),
+        ("start: %json [1]", r"%json\[0\]=\[1\] must be a JSON schema"),
+        ('start: "a" # %json {}', r" has %json within '# %json \{\}'"),
+        ('start: "%json {}"', r" has %json within"),
+        ("start: <%json> /a/", r" has %json within '<%json>'"),
+        ("start: /a{200}(b{200}){200}/", r"/a.* has 40000 repetitions within"),
+        ('start: (("a"~200) ~ 3..200)', r" has 40000 repetitions within"),
+        ('start: ("a"{2,200}){200}', r" has 40000 repetitions within"),
+        ("start: " + "(" * 101, r" has 101 groups around a group"),
+    ],
+)
+def test_a_grammar_is_looked_at_with_its_schemas(grammar: str, message: str):
+    with pytest.raises((TypeError, ValueError), match=rf"^structured_outputs\.grammar\.?{message}"):
+        StructuredOutputs(grammar=grammar)
 
 
 def test_it_is_a_value():

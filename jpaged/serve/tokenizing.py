@@ -4,7 +4,7 @@ Short texts never wait for long ones, and a fork whose work no client waits for 
 """
 
 import asyncio
-from collections import deque
+from collections import OrderedDict, deque
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,12 +12,12 @@ from functools import cached_property
 import msgspec
 from msgspec.structs import replace
 
-from jpaged import StructuredOutputs, Tokenizer
+from jpaged import GrammarTrial, StructuredOutputs, Tokenizer
 from jpaged.serve.answer_forms import form_refusal
 from jpaged.serve.api_errors import ApiError, bad_field, failed, say, too_long
 from jpaged.serve.framing import framed, read
 from jpaged.serve.messages import Ready
-from jpaged.serve.tokenizing_process import MIB, WORK, Done, Order, TokenizingProcess
+from jpaged.serve.tokenizing_process import MIB, Done, Order, TokenizingProcess
 
 _MOST_COUNTED = 65536
 """Tokens that `/tokenize` always counts, however short the model's context is."""
@@ -33,6 +33,9 @@ _END = 32
 
 _MAX_TRIES = 4
 """Tries of an order whose fork turns out to have ended before."""
+
+_MAX_TRIED = 64
+"""Forms of answers that are known to have passed."""
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -58,6 +61,7 @@ class Tokenizing:
         self._tokenizer = tokenizer
         self._longest = max(map(len, tokenizer.hf_tokenizer.get_vocab()))  # of all tokens' texts
         self._pool = TokenizingWorkers(process, text_timeout)
+        self._tried: OrderedDict[StructuredOutputs, None] = OrderedDict()
 
     async def check_template(self) -> None:
         """Raise ValueError if the server's template is none; some messages it may well refuse."""
@@ -125,17 +129,27 @@ class Tokenizing:
         return await self._done(replace(order, most=most), path)
 
     async def check_form(self, form: StructuredOutputs, path: str) -> None:
-        """See whether a grammar can be made of a form of answers, which errors call `path`.
+        """Try a form of answers, which errors call `path`, in a fork: where it takes too much, or
+        ends the process, that is this request's fault alone. One that passed is not tried again.
 
         Raises:
-            ApiError: it cannot, or that takes too long or too much memory.
+            ApiError: no grammar can be made of it, or that takes too much.
         """
+        if form in self._tried:
+            self._tried.move_to_end(form)
+            return
         done = await self._pool.do(Order(form=form))
+        if done.spent is not None:
+            words = f"trying it took more than {GrammarTrial.most}: simplify it"
+            raise bad_field(path, f"{path} cannot be enforced: {words}")
         if done.refused is not None:
             raise form_refusal(done.refused.replace(f"structured_outputs.{form.kind}", path))
         if done.failed is not None:
             say(f"compiling a grammar failed: {done.failed}")
             raise failed()
+        self._tried[form] = None
+        while len(self._tried) > _MAX_TRIED:
+            self._tried.popitem(last=False)
 
     async def decode(self, token_ids: list[int]) -> str:
         """The text of tokens.
@@ -179,6 +193,9 @@ class Tokenizing:
         if done.failed is not None:
             say(f"tokenising failed: {done.failed}")
             raise failed()
+        if done.spent is not None:
+            words = f"the chat template, or tokenising, took {done.spent}: send less"
+            raise bad_field(path, words)
         if done.refused is not None:
             raise bad_field(path, done.refused)
         if done.is_longer:
@@ -288,14 +305,14 @@ class TokenizingWorkers:
         if not is_to_blame:
             error = RuntimeError(f"the process that tokenises ended {piece.num_tries} times")
         if isinstance(error, TimeoutError):
-            words = f"took longer than the limit of {self._seconds:g} seconds"
+            words = f"longer than the limit of {self._seconds:g} seconds"
         elif isinstance(error, EOFError):  # what is not Python's ends when memory does
             most = self._process.settings.max_memory // MIB
-            words = f"took more than the limit of {most} MiB of memory"
+            words = f"more than the limit of {most} MiB of memory"
         else:
             piece.answer.set_exception(error)
             return
-        piece.answer.set_result(Done(refused=f"{WORK} {words}: send less"))
+        piece.answer.set_result(Done(spent=words))
 
 
 @dataclass(eq=False)

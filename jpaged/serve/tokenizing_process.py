@@ -23,13 +23,10 @@ from typing import Any
 import jinja2
 import msgspec
 
-from jpaged import StructuredOutputs, Tokenizer, check_grammar
+from jpaged import GrammarTrial, StructuredOutputs, Tokenizer
 from jpaged.serve.framing import receive, send
 
 MIB = 2**20
-
-WORK = "the chat template, or tokenising,"
-"""Names the work in errors."""
 
 _NUMBER = struct.Struct("!Qd")
 """A fork's number, and the CPU seconds that an order may take."""
@@ -89,6 +86,7 @@ class Done(msgspec.Struct, frozen=True, omit_defaults=True):
         strings: The text of each token.
         is_longer: No result: there are more tokens than `most`.
         refused: No result: what is wrong with the order.
+        spent: No result: what it took too much of.
         mistake: No result: where the chat template's syntax is wrong.
         failed: No result: an unforeseen error.
     """
@@ -98,6 +96,7 @@ class Done(msgspec.Struct, frozen=True, omit_defaults=True):
     strings: list[str] | None = None
     is_longer: bool = False
     refused: str | None = None
+    spent: str | None = None
     mistake: str | None = None
     failed: str | None = None
 
@@ -287,6 +286,7 @@ class OrderRunner:
         self._settings = settings
         self._tokenizer = Tokenizer.from_folder(Path(settings.folder))
         self._tokenizer.prepare()
+        self._trial = GrammarTrial(self._tokenizer)
 
     def do(self, order: Order) -> Done:
         """The result of an order; no exception leaves it."""
@@ -294,13 +294,13 @@ class OrderRunner:
             if order.token_ids is not None:
                 return Done(text=self._tokenizer.decode(order.token_ids))
             if order.form is not None:
-                check_grammar(order.form)
+                self._trial.run(order.form)
                 return Done()
             return self._tokenised(order)
         except MemoryError:
-            most = self._settings.max_memory // MIB
-            words = f"took more than the limit of {most} MiB of memory"
-            return Done(refused=f"{WORK} {words}: send less")
+            return Done(
+                spent=f"more than the limit of {self._settings.max_memory // MIB} MiB of memory"
+            )
         except RecursionError:
             return Done(refused="the chat template nests too deep with these messages")
         except (TypeError, ValueError) as error:

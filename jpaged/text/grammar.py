@@ -6,21 +6,24 @@ answer, bounds on what a grammar may cost, and a passage before the grammar that
 
 import json
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from jpaged.structured_outputs import StructuredOutputs
+from jpaged.structured_outputs import StructuredOutputs, bounds
+from jpaged.structured_outputs.schemas import enforced
+from jpaged.structured_outputs.syntax import with_schemas
 from jpaged.text.tokenizer import Tokenizer
 
 MAX_CACHED = 64
 """Compiled grammars that are kept; one that is not kept is compiled anew."""
 
-JSON_OPTIONS: Any = {
+_JSON_OPTIONS: Any = {
     # One blank at most where JSON takes any: a model that is unsure would write them for ever.
     "whitespace_flexible": True,
     "whitespace_pattern": " ?",
@@ -28,16 +31,6 @@ JSON_OPTIONS: Any = {
     "json_allowed_escapes": '"\\bfnrt',
 }
 """How JSON is written, as llguidance takes it."""
-
-_LIMITS = {
-    "initial_lexer_fuel": 1_000_000,  # some 20 ms
-    "step_lexer_fuel": 50_000,  # some 4 ms
-    "step_max_items": 5_000,  # less than 1 ms
-    "max_lexer_states": 20_000,  # of 1 to 2 KiB
-    "max_grammar_size": 100_000,
-    "verbose_errors": False,
-}
-"""What compiling a grammar and a mask may take (docs/decisions/0018)."""
 
 _MAX_BREAKS = 2
 """Line breaks that may come between the free passage and the grammar."""
@@ -47,23 +40,10 @@ class GrammarError(ValueError):
     """A grammar cannot be compiled, is too complex to be matched, or forbids a token."""
 
 
-def check_grammar(form: StructuredOutputs) -> None:
-    """See whether a grammar can be made of a form; it needs no tokenizer.
-
-    Raises:
-        GrammarError: it cannot, naming the field.
-    """
-    from llguidance import LLMatcher
-
-    failed, words = LLMatcher.validate_grammar_with_warnings(_source(form), limits=_limits())
-    if failed:
-        raise _refused(form, words[0])
-
-
 def _limits() -> Any:
     from llguidance import LLParserLimits
 
-    return LLParserLimits(**_LIMITS)
+    return LLParserLimits(**bounds.LIMITS)
 
 
 def _source(form: StructuredOutputs) -> str:
@@ -72,9 +52,9 @@ def _source(form: StructuredOutputs) -> str:
 
     match form.kind:
         case "json":
-            return LLMatcher.grammar_from_json_schema(form.json or "", overrides=JSON_OPTIONS)
+            return LLMatcher.grammar_from_json_schema(_schema_text(json.loads(form.json or "")))
         case "json_object":
-            return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=JSON_OPTIONS)
+            return LLMatcher.grammar_from_json_schema(_schema_text({"type": "object"}))
         case "regex":
             return LLMatcher.grammar_from_regex(form.regex or "")
         case "choice":
@@ -82,7 +62,14 @@ def _source(form: StructuredOutputs) -> str:
                 "start: " + " | ".join(json.dumps(each) for each in form.choice or ())
             )
         case _:
-            return LLMatcher.grammar_from_lark(form.grammar or "")
+            return LLMatcher.grammar_from_lark(with_schemas(form.grammar or "", _schema_text))
+
+
+def _schema_text(schema: Any) -> str:
+    """A schema as llguidance takes it."""
+    if isinstance(schema, dict):
+        schema = {**enforced(schema), "x-guidance": _JSON_OPTIONS}
+    return json.dumps(schema, separators=(",", ":"))
 
 
 def _step(matcher: Any) -> None:
@@ -199,6 +186,16 @@ class Matcher:
         for token in self.ending_ids:
             words[token // 32] &= ~np.uint32(1 << token % 32)
 
+    def too_slow(self) -> GrammarError:
+        """Says that a mask took too long."""
+        most = f"{bounds.MASK_SECONDS * 1e3:g} ms of a processor"
+        return _refused(self._form, f"a token took more than {most}: simplify it")
+
+    @property
+    def mask_width(self) -> int:
+        """Words of a mask."""
+        return len(self._grammar.not_eos)
+
     @property
     def inner(self) -> Any:
         """llguidance's own matcher."""
@@ -275,6 +272,21 @@ class _Tokens:
         return of_bytes(token_id) if of_bytes else self._tokenizer.decode([token_id]).encode()
 
 
+def _begin(matcher: Matcher) -> None:
+    """Write some random tokens that may come."""
+    from llguidance.numpy import fill_next_token_bitmask
+
+    random, mask = np.random.default_rng(0), np.zeros(matcher.mask_width, np.int32)
+    for _ in range(bounds.TRIAL_TOKENS):
+        fill_next_token_bitmask(matcher.inner, mask[None], 0)
+        if (error := matcher.widen(mask)) is not None:
+            raise error
+        found = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        matcher.accept(int(random.choice(found)))
+        if matcher.is_stopped:
+            return
+
+
 class Grammars:
     """Compiles grammars for one tokenizer and fills masks. Thread-safe but for `fill_masks`.
 
@@ -282,26 +294,48 @@ class Grammars:
         tokenizer: The model's.
         vocab_size: Width of the logits; ids above the tokenizer's own are never allowed.
         eos_token_ids: The model's own end tokens.
+        stack: Bytes of the threads that compile: llguidance recurses.
+
+    Attributes:
+        vocab_size: As given.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        *,
+        stack: int = bounds.STACK,
+    ):
         self._of = tokenizer, vocab_size, eos_token_ids
+        self.vocab_size = vocab_size
+        self._stack = stack
         self._lock = threading.Lock()
         self._tokens: _Tokens | None = None
         self._cache: OrderedDict[StructuredOutputs, Grammar] = OrderedDict()
         self._threads: ThreadPoolExecutor | None = None
         self._executor: Any = None
+        self._is_late = False  # the last masks
+
+    def prepare(self) -> None:
+        """Read the tokenizer's vocabulary, which else the first grammar waits for.
+
+        Raises:
+            GrammarError: it cannot be used.
+        """
+        with self._lock:
+            if self._tokens is None:
+                self._tokens = _Tokens(*self._of)
 
     def submit(self, form: StructuredOutputs) -> Future[Grammar]:
-        """`compile` in another thread; of a grammar that is kept, at once."""
+        """`compile` without waiting; of a grammar that is kept, it is done at once."""
         with self._lock:
             if (known := self._kept(form)) is not None:
                 done: Future[Grammar] = Future()
                 done.set_result(known)
                 return done
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(2, thread_name_prefix="jpaged-grammars")
-            return self._threads.submit(self.compile, form)
+            return self._start(self._compile, form)
 
     def compile(self, form: StructuredOutputs) -> Grammar:
         """The grammar of a form.
@@ -309,14 +343,40 @@ class Grammars:
         Raises:
             GrammarError: there is none, or it takes too much.
         """
+        return self.submit(form).result()
+
+    def begin(self, form: StructuredOutputs, ending_ids: frozenset[int]) -> None:
+        """Compile a form and write the beginning of a random answer by its masks, all in threads
+        whose stack is as of those that compile.
+
+        Raises:
+            GrammarError: the form cannot be compiled, or the answer fails.
+        """
+        matcher = self.compile(form).matcher(ending_ids)
+        with self._lock:
+            writing = self._start(_begin, matcher)
+        writing.result()
+
+    def _start(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Do some work in a thread; the caller has the lock."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(2, thread_name_prefix="jpaged-grammars")
+        before = threading.stack_size(self._stack)
+        try:
+            return self._threads.submit(work, *args)  # may start a thread, with such a stack
+        finally:
+            threading.stack_size(before)
+
+    def _compile(self, form: StructuredOutputs) -> Grammar:
         from llguidance import LLMatcher
 
+        self.prepare()
         with self._lock:
             if (known := self._kept(form)) is not None:
                 return known
-            if self._tokens is None:
-                self._tokens = _Tokens(*self._of)
-        tokens = self._tokens
+            tokens = self._tokens
+        if tokens is None:
+            raise RuntimeError("the tokenizer's vocabulary was not read")
         matcher = LLMatcher(tokens.inner, _source(form), limits=_limits(), log_level=0)
         first = matcher.deep_copy()
         if not first.is_error():
@@ -348,6 +408,21 @@ class Grammars:
         Returns:
             The places in `items` of those that fail, and why.
         """
+        failed: dict[int, GrammarError] = {}
+        start = time.perf_counter()
+        if self._is_late:
+            failed = self._fill_timed(items, masks)
+        else:
+            self._fill(items, masks)
+        # Then some answer may have taken too long. Which one is seen the next time.
+        self._is_late = not self._is_late and time.perf_counter() - start > bounds.MASK_SECONDS
+        for i, (matcher, row) in enumerate(items):
+            if i not in failed and (error := matcher.widen(masks[row])) is not None:
+                failed[i] = error
+        return sorted(failed.items())
+
+    def _fill(self, items: Sequence[tuple[Matcher, int]], masks: np.ndarray) -> None:
+        """Write the grammars' masks, in many threads."""
         from llguidance import LLExecutor
         from llguidance.numpy import fill_next_token_bitmask_par
 
@@ -356,5 +431,18 @@ class Grammars:
             if self._executor is None:
                 self._executor = LLExecutor()
             fill_next_token_bitmask_par(self._executor, bound, masks)
-        found = ((i, matcher.widen(masks[row])) for i, (matcher, row) in enumerate(items))
-        return [(i, error) for i, error in found if error is not None]
+
+    def _fill_timed(
+        self, items: Sequence[tuple[Matcher, int]], masks: np.ndarray
+    ) -> dict[int, GrammarError]:
+        """The same one by one: gives those that take a processor too long."""
+        from llguidance.numpy import fill_next_token_bitmask
+
+        failed: dict[int, GrammarError] = {}
+        for i, (matcher, row) in enumerate(items):
+            start = time.thread_time()
+            if not matcher.is_free:
+                fill_next_token_bitmask(matcher.inner, masks, row)
+            if time.thread_time() - start > bounds.MASK_SECONDS:
+                failed[i] = matcher.too_slow()
+        return failed

@@ -5,8 +5,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jpaged.structured_outputs import ANNOTATIONS, StructuredOutputs
-from jpaged.text.grammar import JSON_OPTIONS
+from jpaged.structured_outputs import StructuredOutputs
+from jpaged.structured_outputs.schemas import ANNOTATIONS
 from jpaged.text.tool_calls import TOOL_CALL_FAMILIES, Tool, types_in
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -285,8 +285,7 @@ def _arguments_of(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _json_rule(schema: Any) -> str:
-    options = {"x-guidance": JSON_OPTIONS}
-    return f"%json {json.dumps({**schema, **options}, separators=(',', ':'))}"
+    return f"%json {json.dumps(schema, separators=(',', ':'))}"
 
 
 def _without(*texts: str) -> str:

@@ -9,11 +9,13 @@ import jsonschema
 import openai
 import pydantic
 import pytest
+from hostile_forms import HOSTILE, references, rules, with_schema
 from scripted_engine import ScriptedEngine
 from serve_helpers import Server
 from test_tools import HERMES, TEMPLATE, USER, WEATHER, ask, choices_of
 
 from jpaged import Engine
+from jpaged.structured_outputs import bounds
 
 Run = Callable[..., None]
 SCHEMA: dict[str, Any] = {
@@ -115,16 +117,59 @@ def test_any_object(serve: Run):
     serve(scenario)
 
 
-def test_a_grammar_that_only_the_engine_finds_too_dear_is_the_requests_own_fault(serve: Run):
+async def _refused(server: Server, form: dict[str, Any]) -> str:
+    """What is said of a form; a neighbour has its answer right after."""
+    body = {"structured_outputs": form, "max_tokens": 4, "stream": True}
+    answer = await server.http.post("/v1/completions", json={"prompt": "a", **body})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert str(error["param"]).startswith(f"structured_outputs.{next(iter(form))}"), error
+    await server.canary()
+    await server.idle()
+    return error["message"]
+
+
+def test_forms_that_cost_too_much_are_refused_by_their_bound(serve: Run):
     async def scenario(server: Server) -> None:
-        form = {"regex": "(a{1000}){1000}"}
-        body = {"prompt": "a", "structured_outputs": form, "max_tokens": 4}
+        for form, _, message in HOSTILE.values():
+            assert re.search(message, await _refused(server, form))
+            if "json" in form:
+                await _refused(server, with_schema(form))
+
+    serve(scenario)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_a_form_costs_in_spite_of_all_bounds_costs_its_request_alone(
+    serve: Run, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    """Without a bound it takes all time or memory, or overruns the stack."""
+    form, bound, _ = HOSTILE[name]
+    monkeypatch.setattr(bounds, "SOURCE", bounds.SOURCE._replace(most=10**9))
+    monkeypatch.setattr(bounds, "MULTIPLE", 10**9)
+    for each in {bound, "SCHEMAS", "RULES", "MERGED", "PATTERNS"} - {"MULTIPLE"}:
+        monkeypatch.setattr(bounds, each, getattr(bounds, each)._replace(most=10**9))
+    form = {
+        "references": {"json": json.dumps(references(12_000))},
+        "rules": {"grammar": rules(25_000)},
+    }.get(name, form)
+
+    async def scenario(server: Server) -> None:
+        assert "cannot be enforced" in await _refused(server, form)
+
+    serve(scenario)
+
+
+def test_a_grammar_that_turns_out_too_ambiguous_ends_its_answer_alone(serve: Run):
+    async def scenario(server: Server) -> None:
+        form = {"grammar": 'start: s\ns: s s s | s s | "a" | "b"'}
+        body = {"prompt": "a", "structured_outputs": form, "max_tokens": 200, "ignore_eos": True}
         answer = await server.http.post("/v1/completions", json=body)
-        assert answer.status_code == 400
-        assert answer.json()["error"]["param"] == "structured_outputs.regex"
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == "structured_outputs.grammar"
         answer = await server.http.post("/v1/completions", json={**body, "stream": True})
         assert answer.status_code == 200
-        assert '"param":"structured_outputs.regex"' in answer.text
+        assert '"param":"structured_outputs.grammar"' in answer.text
         assert answer.text.endswith("data: [DONE]\n\n")
 
     serve(scenario)

@@ -1,0 +1,159 @@
+"""What an answer must obey: `StructuredOutputs`, checked when it is made. Nothing here imports JAX
+or compiles a grammar."""
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jpaged.structured_outputs import bounds
+from jpaged.structured_outputs.schemas import check_schema
+from jpaged.structured_outputs.syntax import check_grammar_text, check_regex
+
+_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+@dataclass(frozen=True, init=False)
+class StructuredOutputs:
+    """What an answer must obey: just one of the first five, whose names are vLLM's.
+
+    Args:
+        json: a JSON schema, as a mapping or as text; the answer is JSON that obeys it. Which
+            keywords are enforced: docs/structured_output.md. Kept as text.
+        regex: a regular expression that the whole answer matches, of Rust's syntax.
+        choice: the answers that are allowed.
+        grammar: a context-free grammar in llguidance's variant of Lark's syntax.
+        json_object: True: the answer is any JSON object.
+        after: nothing is asked before this text has come, such as "</think>".
+        opening: the text with which the passage begins that `after` ends, such as "<think>": an
+            answer that does not begin with it obeys from the start. None: the prompt has it.
+
+    Raises:
+        TypeError, ValueError: naming the field, and of a schema the place in it.
+    """
+
+    json: str | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    after: str | None = None
+    opening: str | None = None
+
+    def __init__(
+        self,
+        json: Mapping[str, Any] | str | bool | None = None,
+        regex: str | None = None,
+        choice: Sequence[str] | None = None,
+        grammar: str | None = None,
+        json_object: bool | None = None,
+        *,
+        after: str | None = None,
+        opening: str | None = None,
+        name: str = "structured_outputs",
+    ):
+        """As of the class; errors call it `name`."""
+        given = dict(zip(_KINDS, (json, regex, choice, grammar, json_object), strict=True))
+        given = {kind: it for kind, it in given.items() if it is not None}
+        if len(given) != 1:
+            found = " and ".join(given) or "none"
+            raise ValueError(f"{name} must have just one of {', '.join(_KINDS)}; it has {found}")
+        ((kind, value),) = given.items()
+        for text, what in ((after, "after"), (opening, "opening")):
+            if text is not None and (not isinstance(text, str) or not text):
+                raise TypeError(f"{name}.{what}={text!r} must be some text, or None")
+        if opening is not None and after is None:
+            raise ValueError(f"{name}.opening={opening!r} needs after: it is what that ends")
+        made = {**dict.fromkeys(_KINDS), kind: _CHECKS[kind](f"{name}.{kind}", value)}
+        for field, own in {**made, "after": after, "opening": opening}.items():
+            object.__setattr__(self, field, own)
+
+    def behind(self, after: str | None, opening: str | None = None) -> "StructuredOutputs":
+        """The same behind a passage that is free; see `after` and `opening`."""
+        other = copy.copy(self)
+        object.__setattr__(other, "after", after)
+        object.__setattr__(other, "opening", opening)
+        return other
+
+    @property
+    def kind(self) -> str:
+        """Which of the fields is given."""
+        return next(kind for kind in _KINDS if getattr(self, kind) is not None)
+
+
+def _checked_text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{name}={_shown(value)} must be a string")
+    if not value:
+        raise ValueError(f"{name} is empty: leave it out")
+    bounds.SOURCE.check(name, len(value))
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        where = f"at position {error.start}"
+        raise ValueError(f"{name} has a lone surrogate {where}: leave it out") from None
+    return value
+
+
+def _checked_choices(name: str, value: object) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise TypeError(f"{name}={_shown(value)} must be a list of strings")
+    if not value:
+        raise ValueError(f"{name} has no choices: give one at least")
+    bounds.CHOICES.check(name, len(value))
+    choices = tuple(_checked_text(f"{name}[{i}]", it) for i, it in enumerate(value))
+    bounds.SOURCE.check(name, sum(map(len, choices)))
+    return tuple(dict.fromkeys(choices))
+
+
+def _checked_flag(name: str, value: object) -> bool:
+    if value is not True:
+        raise ValueError(f"{name}={_shown(value)} must be True: leave it out for no JSON object")
+    return True
+
+
+def _checked_regex(name: str, value: object) -> str:
+    text = _checked_text(name, value)
+    check_regex(name, text)
+    return text
+
+
+def _checked_grammar(name: str, value: object) -> str:
+    text = _checked_text(name, value)
+    check_grammar_text(name, text, check_schema)
+    return text
+
+
+def _checked_schema(name: str, value: object) -> str:
+    """The schema as JSON text."""
+    if isinstance(value, str):
+        bounds.SOURCE.check(name, len(value))
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{name} is no JSON text: {error}") from None
+    check_schema(name, value)
+    try:
+        text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} has a lone surrogate: leave it out") from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{name} cannot be written as JSON: {error}") from None
+    bounds.SOURCE.check(name, len(text))
+    return text
+
+
+_CHECKS = {
+    "json": _checked_schema,
+    "regex": _checked_regex,
+    "choice": _checked_choices,
+    "grammar": _checked_grammar,
+    "json_object": _checked_flag,
+}
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

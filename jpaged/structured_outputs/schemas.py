@@ -1,0 +1,436 @@
+"""JSON schemas: what a grammar enforces, and what is refused by its place."""
+
+import difflib
+import re
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
+from typing import Any
+
+from jpaged.structured_outputs import bounds
+from jpaged.structured_outputs.syntax import check_pattern, check_text
+
+ANNOTATIONS = {
+    *("title", "description", "default", "example", "examples", "deprecated", "readOnly"),
+    *("writeOnly", "discriminator", "contentEncoding", "contentMediaType"),
+    *("$comment", "$schema", "$id", "$anchor"),
+}
+"""Keywords that allow and forbid nothing."""
+
+_OF_ONE = {"items", "additionalProperties"}
+_OF_MANY = {"anyOf", "oneOf", "allOf", "prefixItems"}
+_OF_NAMED = {"properties", "patternProperties", "$defs", "definitions"}
+_COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
+_NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+_ENFORCED = {
+    *("type", "enum", "const", "pattern", "format", "required", "multipleOf", "$ref"),
+    *(_OF_ONE | _OF_MANY | _OF_NAMED | _COUNTS | _NUMBERS),
+}
+_TYPES = ("string", "number", "integer", "boolean", "null", "object", "array")
+_FORMATS = (
+    *("date", "date-time", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"),
+)
+
+_YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
+_LEAP = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_DAY = (
+    "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    "|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+)
+_DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP}-02-29)"
+_MINUTE = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_MINUTE}:[0-5][0-9](?:\.[0-9]+)?(?:Z|[+-]{_MINUTE})"
+_OWN_FORMATS = {"date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}"}
+"""Those that are a pattern of ours: llguidance's take 29 February in all years and second 60."""
+
+Path = str
+Schema = Mapping[str, Any]
+_Found = Mapping[int, tuple[Path, Schema]]
+"""Schemas and their places, by id."""
+_Target = Callable[[Path, Schema], Any]
+"""Gives what a schema refers to."""
+
+
+def check_schema(name: str, schema: object) -> None:
+    """Raise TypeError or ValueError, naming the place from `name` on, unless a grammar can enforce
+    a schema and some answer obeys it."""
+    if isinstance(schema, bool) or not isinstance(schema, Mapping):
+        raise TypeError(f"{name}={_shown(schema)} must be a JSON schema, an object")
+    _SchemaCheck(schema, name).run()
+
+
+def is_enforced(keyword: str, value: Any) -> bool:
+    """Whether a grammar enforces a keyword that has such a value, other than in its size."""
+    if keyword == "format":
+        return value in _FORMATS
+    if keyword == "multipleOf":
+        return _is_number(value) and value == int(value)
+    return keyword in _ENFORCED and not (keyword in _NUMBERS and isinstance(value, bool))
+
+
+def enforced(schema: Any) -> Any:
+    """A schema that was checked, in words that llguidance enforces as they are meant."""
+    if not isinstance(schema, Mapping):
+        return schema
+    own = {keyword: _enforced_within(keyword, value) for keyword, value in schema.items()}
+    pattern = _OWN_FORMATS.get(own.get("format", ""))
+    if pattern is not None:
+        del own["format"]
+        own["allOf"] = [*own.get("allOf", ()), {"pattern": f"^{pattern}$"}]
+    return own
+
+
+def _enforced_within(keyword: str, value: Any) -> Any:
+    if keyword in _OF_ONE:
+        return enforced(value)
+    if keyword in _OF_MANY:
+        return [enforced(it) for it in value]
+    if keyword in _OF_NAMED:
+        return {name: enforced(it) for name, it in value.items()}
+    return value
+
+
+class _SchemaCheck:
+    """Refuses what a grammar cannot enforce, by its place."""
+
+    def __init__(self, root: Schema, name: str):
+        self._root, self._name = root, name
+        self._found: dict[int, tuple[Path, Schema]] = {}  # by id, which they keep while in here
+        self._targets: dict[int, Any] = {}  # by id of the schema that refers
+        self._num_visits = 0
+
+    def run(self) -> None:
+        """Look at every schema within the root, and wherever references lead.
+
+        Raises:
+            TypeError, ValueError: one is malformed, or cannot be enforced.
+        """
+        self._walk(self._name, self._root)
+        for path, schema in (left := deque(self._found.values())):
+            if "$ref" in schema:
+                target = self._target(path, schema)
+                if isinstance(target, Mapping) and id(target) not in self._found:
+                    known = len(self._found)
+                    self._walk(self._name + schema["$ref"][1:].replace("/", "."), target)
+                    left.extend(list(self._found.values())[known:])
+        _check_merged(self._found, self._target)
+        _Obeyable(self._found, self._target).check()
+
+    def _walk(self, name: Path, root: Schema) -> None:
+        left: list[tuple[Path, Any, int]] = [(name, root, 0)]
+        while left:
+            path, schema, depth = left.pop()
+            if isinstance(schema, bool):
+                continue
+            if not isinstance(schema, Mapping):
+                raise TypeError(f"{path}={_shown(schema)} must be a schema: an object or a boolean")
+            bounds.DEPTH.check(path, depth)
+            self._num_visits += 1
+            bounds.SCHEMAS.check(self._name, self._num_visits)
+            self._found[id(schema)] = path, schema
+            for keyword, value in schema.items():
+                own = f"{path}.{keyword}"
+                if keyword not in _ENFORCED:
+                    _check_annotation(own, keyword, value, is_root=schema is self._root)
+                    continue
+                self._check_keyword(own, keyword, value, schema)
+                left += [(where, it, depth + 1) for where, it in _within(own, keyword, value)]
+
+    def _check_keyword(self, path: Path, keyword: str, value: Any, schema: Schema) -> None:
+        if keyword in _COUNTS:
+            _require(path, value, _is_count(value), "a count, 0 or more")
+        elif keyword in _NUMBERS:
+            _check_number(path, value)
+        elif keyword == "multipleOf":
+            _check_multiple(path, value)
+        elif keyword == "type":
+            named = value if isinstance(value, list) else [value]
+            _require(path, value, bool(named) and all(it in _TYPES for it in named), "a type")
+        elif keyword in ("enum", "const"):
+            _check_values(path, keyword, value)
+        elif keyword == "required":
+            is_names = isinstance(value, list) and all(isinstance(it, str) for it in value)
+            _require(path, value, is_names, "a list of names")
+            for name in value:
+                check_text(path, name)
+        elif keyword == "pattern":
+            _require(path, value, isinstance(value, str), "a regular expression")
+            check_pattern(path, value)
+        elif keyword == "format":
+            known = f"one of {', '.join(_FORMATS)}, or left out: others are not enforced"
+            _require(path, value, value in _FORMATS, known)
+        elif keyword == "properties":
+            _check_properties(path, value, schema)
+        elif keyword in _OF_NAMED:
+            _check_names(path, value)
+            if keyword == "patternProperties":
+                bounds.PATTERN_NAMES.check(path, len(value))
+                for name in value:
+                    check_pattern(f"{path}.{name[:60]}", name)
+        may_repeat = bool(schema.get("additionalProperties", True))
+        if keyword == "minProperties" and may_repeat and value not in (0, 1):
+            raise ValueError(
+                f"{path}={value} is not enforced where further properties may repeat a name: give "
+                "additionalProperties false, or leave it out"
+            )
+
+    def _target(self, path: Path, schema: Schema) -> Any:
+        """What a schema refers to."""
+        if id(schema) not in self._targets:
+            self._targets[id(schema)] = self._find_target(path, schema)
+        return self._targets[id(schema)]
+
+    def _find_target(self, path: Path, schema: Schema) -> Any:
+        path, value = f"{path}.$ref", schema["$ref"]
+        is_own = isinstance(value, str) and re.fullmatch(r"#(/[^%]*)?", value) is not None
+        _require(path, value, is_own, "a place in this schema, such as #/$defs/name")
+        found: Any = self._root
+        for step in value[2:].split("/") if len(value) > 1 else ():
+            step = step.replace("~1", "/").replace("~0", "~")
+            if not isinstance(found, Mapping) or step not in found:
+                raise ValueError(f"{path}={_shown(value)} leads nowhere: there is no {step!r}")
+            found = found[step]
+        _require(path, value, isinstance(found, (Mapping, bool)), "the place of a schema")
+        return found
+
+
+def _within(path: Path, keyword: str, value: Any) -> Iterator[tuple[Path, Any]]:
+    """The schemas in a keyword's value."""
+    if keyword in _OF_ONE:
+        yield path, value
+    elif keyword in _OF_MANY:
+        _require(path, value, isinstance(value, list) and bool(value), "a list of schemas")
+        bounds.OPTIONS.check(path, len(value))
+        yield from ((f"{path}[{i}]", it) for i, it in enumerate(value))
+    elif keyword in _OF_NAMED:
+        for name, it in value.items():
+            yield f"{path}.{name[:60]}", it
+
+
+# Keywords
+
+
+def _check_annotation(path: Path, keyword: object, value: Any, *, is_root: bool) -> None:
+    """Raise ValueError unless a keyword asks for nothing."""
+    _require(path, keyword, isinstance(keyword, str), "a schema whose keywords are strings")
+    keyword = str(keyword)
+    if keyword == "$id" and not is_root:
+        raise ValueError(f"{path} makes another document of a part: only the whole may have it")
+    asks_nothing = {"uniqueItems": False, "nullable": False, "unevaluatedProperties": True}
+    if asks_nothing.get(keyword, ...) is value:
+        return
+    if keyword in ANNOTATIONS or (keyword.startswith("x-") and keyword != "x-guidance"):
+        return
+    near = difflib.get_close_matches(keyword[:60], sorted(_ENFORCED), 1, cutoff=0.8)
+    hint = f"; did you mean {near[0]!r}?" if near else ": leave it out, and check it yourself"
+    raise ValueError(f"{path[:200]} is not enforced by a grammar{hint}")
+
+
+def _check_number(path: Path, value: Any) -> None:
+    is_exact = _is_number(value) and abs(value) <= bounds.NUMBER
+    _require(path, value, is_exact, "a number of at most 2**53: larger ones would be rounded")
+
+
+def _check_multiple(path: Path, value: Any) -> None:
+    is_whole = _is_number(value) and 0 < value < float("inf") and value == int(value)
+    _require(path, value, is_whole, "a whole number: others are not enforced")
+    if value > bounds.MULTIPLE:
+        raise ValueError(f"{path}={_shown(value)} must be at most {bounds.MULTIPLE}")
+
+
+def _check_values(path: Path, keyword: str, value: Any) -> None:
+    """Look at the values that an enum or a const allows, within each other too."""
+    is_list = isinstance(value, list) and bool(value)
+    _require(path, value, keyword == "const" or is_list, "a list of values")
+    left, num_values = [(value, 0)], 0
+    while left:
+        it, depth = left.pop()
+        num_values += 1
+        bounds.VALUES.check(path, num_values - (keyword == "enum"))
+        bounds.DEPTH.check(path, depth)
+        if isinstance(it, str):
+            check_text(path, it)
+        elif _is_number(it):
+            _check_number(path, it)
+        elif isinstance(it, Mapping):
+            for name in it:
+                check_text(path, str(name))
+            left += [(each, depth + 1) for each in it.values()]
+        elif isinstance(it, (list, tuple)):
+            left += [(each, depth + 1) for each in it]
+
+
+def _check_properties(path: Path, value: Any, schema: Schema) -> None:
+    _check_names(path, value)
+    for name in value:
+        check_text(path, name)
+    required = schema.get("required", ())
+    needed = set(required) if isinstance(required, list) else set()
+    bounds.OPTIONAL.check(path, sum(name not in needed for name in value))
+
+
+def _check_names(path: Path, value: Any) -> None:
+    _require(path, value, isinstance(value, Mapping), "an object of schemas")
+    for name in value:
+        _require(path, name, isinstance(name, str), "an object whose names are strings")
+
+
+def _require(path: Path, value: Any, holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(f"{path}={_shown(value)} must be {what}")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+# Schemas that hold for one value together
+
+
+def _check_merged(found: _Found, target: _Target) -> None:
+    """Raise ValueError where too much holds for one value: its schemas are multiplied out."""
+    all_of = {key: list(_all_of(*each, target)) for key, each in found.items()}
+    any_of = {key: [list(_cases(each[1], word)) for word in _CASES] for key, each in found.items()}
+    within = {key: {*map(id, sum(any_of[key], all_of[key]))} & found.keys() for key in found}
+    try:
+        order = list(TopologicalSorter(within).static_order())
+    except CycleError as error:
+        path, _ = found[error.args[1][0]]
+        raise ValueError(f"{path} is defined by nothing but itself: change its $ref") from None
+    tallies: dict[int, tuple[int, ...]] = {}
+    for key in order:
+        path, schema = found[key]
+        parts = [_own_tally(schema), *(tallies.get(id(it), _NOTHING) for it in all_of[key])]
+        for cases in any_of[key]:
+            own = [tallies.get(id(it), _NOTHING) for it in cases]
+            parts.append(tuple(map(max, zip(_NOTHING, *own, strict=True))))
+        tallies[key] = tuple(map(sum, zip(*parts, strict=True)))
+        tallied = (bounds.MERGED, bounds.PATTERNS, bounds.MULTIPLES)
+        for bound, number in zip(tallied, tallies[key], strict=True):
+            bound.check(path, number)
+
+
+_CASES = ("anyOf", "oneOf")
+_NOTHING = (0, 0, 0)
+_COMBINING = {"$ref", "allOf", "$defs", "definitions", *_CASES, *ANNOTATIONS}
+
+
+def _own_tally(schema: Schema) -> tuple[int, ...]:
+    num_patterns = ("pattern" in schema) + ("format" in schema)
+    return int(not schema.keys() <= _COMBINING), num_patterns, int("multipleOf" in schema)
+
+
+def _all_of(path: Path, schema: Schema, target: _Target) -> Iterator[Any]:
+    """The schemas that hold too, wherever one does."""
+    yield from schema.get("allOf", ())
+    if "$ref" in schema:
+        yield target(path, schema)
+
+
+def _cases(schema: Schema, keyword: str) -> Iterator[Any]:
+    yield from schema.get(keyword, ())
+
+
+# Schemas that no finite value obeys
+
+
+_ATOMS = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
+"""Types that have no value in common: numbers are those that are no integers."""
+
+
+class _Obeyable:
+    """Of which types the values are that obey a schema; the least solution, for recursive ones."""
+
+    def __init__(self, found: _Found, target: _Target):
+        self._found, self._target = found, target
+        self._types: dict[int, frozenset[str]] = dict.fromkeys(found, frozenset())
+
+    def check(self) -> None:
+        """Raise ValueError where there is none."""
+        users: dict[int, set[int]] = {key: set() for key in self._found}
+        for key, (path, schema) in self._found.items():
+            for it in self._within(path, schema):
+                if id(it) in users:
+                    users[id(it)].add(key)
+        left = dict.fromkeys(self._found)
+        while left:
+            key, _ = left.popitem()
+            types = self._solve(*self._found[key])
+            if types != self._types[key]:
+                self._types[key] = types
+                left |= dict.fromkeys(users[key])
+        for key, (path, _) in self._found.items():
+            if not self._types[key]:
+                raise ValueError(
+                    f"{path} is obeyed by no finite value: let what it needs be left out, or "
+                    "be of another type"
+                )
+
+    def _within(self, path: Path, schema: Schema) -> Iterator[Any]:
+        """The schemas that decide."""
+        yield from _all_of(path, schema, self._target)
+        for word in _CASES:
+            yield from _cases(schema, word)
+        yield from _needed_properties(schema)
+        yield from _needed_items(schema)
+
+    def _solve(self, path: Path, schema: Schema) -> frozenset[str]:
+        types = _own_types(schema)
+        for it in _all_of(path, schema, self._target):
+            types &= self._of(it)
+        for word in _CASES:
+            if word in schema:
+                types &= frozenset().union(*(self._of(it) for it in _cases(schema, word)))
+        for kind, needed in (("object", _needed_properties), ("array", _needed_items)):
+            if kind in types and not all(self._of(it) for it in needed(schema)):
+                types -= {kind}
+        return types
+
+    def _of(self, schema: Any) -> frozenset[str]:
+        if isinstance(schema, bool):
+            return _ATOMS if schema else frozenset()
+        return self._types[id(schema)]
+
+
+def _own_types(schema: Schema) -> frozenset[str]:
+    types, named = _ATOMS, schema.get("type")
+    if named is not None:
+        types = frozenset([named] if isinstance(named, str) else named)
+        types |= {"integer"} if "number" in types else set()
+    if "const" in schema:
+        types &= {_type_of(schema["const"])}
+    if "enum" in schema:
+        types &= {_type_of(it) for it in schema["enum"]}
+    return types
+
+
+def _needed_properties(schema: Schema) -> Iterator[Any]:
+    properties = schema.get("properties", {})
+    others = True if "patternProperties" in schema else schema.get("additionalProperties", True)
+    for name in schema.get("required", ()):
+        yield properties.get(name, others)
+
+
+def _needed_items(schema: Schema) -> Iterator[Any]:
+    first, count = schema.get("prefixItems", ()), schema.get("minItems", 0)
+    yield from first[:count]
+    if count > len(first):
+        yield schema.get("items", True)
+
+
+def _type_of(value: Any) -> str:
+    if isinstance(value, float) and value == int(value):
+        return "integer"
+    return {str: "string", bool: "boolean", int: "integer", float: "number"}.get(
+        type(value),
+        "null" if value is None else "object" if isinstance(value, Mapping) else "array",
+    )

@@ -1,0 +1,46 @@
+"""The benchmark of answers in a form measures what it says, on the embedded model."""
+
+from collections.abc import Callable
+
+import pytest
+
+from bench import structured
+from bench.structured import FIELDS, Size
+from jpaged import Engine
+
+SIZE = Size(rows=4, answers=50, max_tokens=300, tokens=24, repeats=1)
+
+
+@pytest.fixture
+def engine(kept_engines: Callable[..., Engine]) -> Engine:
+    return kept_engines(max_num_seqs=8, max_model_len=512, num_blocks=400)
+
+
+def test_the_form_has_20_fields():
+    assert len(FIELDS["properties"]) == len(FIELDS["required"]) == 20
+
+
+def test_what_ends_obeys(engine: Engine):
+    row = structured.shares(engine, SIZE)
+    assert row["stop"] == row["valid"] >= 0.9 * row["answers"]
+    assert row["length"] == row["beginnings"]
+    assert row["stop"] + row["length"] == row["answers"] == 50
+
+
+def test_what_does_not_obey_is_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    """The validator is told of other schemas than the engine."""
+    schemas = structured.published()
+    form = {"type": "string", "maxLength": 3}
+    null = {"type": "null"}
+    told = iter([dict.fromkeys(schemas, form), dict.fromkeys(schemas, null)])
+    monkeypatch.setattr(structured, "published", lambda: next(told))
+    row = structured.shares(engine, SIZE._replace(answers=4))
+    assert (row["stop"], row["valid"]) == (4, 0)
+
+
+def test_masks_and_speeds(engine: Engine):
+    row = structured.masks(engine, SIZE)
+    assert 0 < row["later_50_ms"] <= row["later_99_ms"] <= row["later_100_ms"]
+    cases = {row["case"]: row for row in structured.speeds(engine, SIZE)}
+    assert [*cases] == ["unconstrained", "beside", "constrained", "unconstrained again"]
+    assert all(row["tokens_per_s"] > 0 for row in cases.values())

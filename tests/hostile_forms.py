@@ -1,0 +1,47 @@
+"""Forms of answers that cost far more than they look, by what bounds them."""
+
+import json
+from typing import Any
+
+
+def references(count: int) -> dict[str, Any]:
+    """A chain of them."""
+    chain: dict[str, Any] = {
+        f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(count)
+    }
+    return {"$defs": {**chain, f"d{count}": {"type": "null"}}, "$ref": "#/$defs/d0"}
+
+
+def rules(count: int) -> str:
+    """A chain of a grammar's rules."""
+    chain = "".join(f'r{i:x}:"a"r{i + 1:x}\n' for i in range(count))
+    return f'start:r0\n{chain}r{count:x}:"b"\n'
+
+
+HOSTILE: dict[str, tuple[dict[str, Any], str, str]] = {
+    "references": ({"json": references(1500)}, "SCHEMAS", "json has 2049 schemas"),
+    "rules": ({"grammar": rules(4100)}, "RULES", "grammar has 4097 rules"),
+    "all of": (
+        {"json": {"type": "string", "allOf": [{"pattern": f"a{i}b"} for i in range(40)]}},
+        "MERGED",
+        "json has 41 schemas that hold for one value",
+    ),
+    "patterns of names": (
+        {"json": {"patternProperties": {f"^a{i}b.*c": {"type": "null"} for i in range(300)}}},
+        "PATTERN_NAMES",
+        r"json\.patternProperties has 300 names",
+    ),
+    "multiple": (
+        {"json": {"type": "integer", "multipleOf": 1999993, "minimum": 0, "maximum": 10**12}},
+        "MULTIPLE",
+        r"json\.multipleOf=1999993 must be at most 10000",
+    ),
+    "quantifiers": ({"regex": "a?" * 20_000}, "QUANTIFIERS", "regex has 501 repetitions"),
+    "product": ({"regex": "(a{1000}){1000}"}, "REPEATED", "regex has 1000000 repetitions within"),
+}
+"""What is asked, the bound in `bounds`, and the words of the error."""
+
+
+def with_schema(form: dict[str, Any]) -> dict[str, Any]:
+    """A grammar with the form's schema in it."""
+    return {"grammar": f"start:%json {json.dumps(form['json'], separators=(',', ':'))}"}

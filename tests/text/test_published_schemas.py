@@ -1,0 +1,30 @@
+"""Schemas that others publish are enforced: what masks allow of them is valid."""
+
+import json
+
+import jsonschema
+import pytest
+from grammar_walks import walk
+
+from bench.structured import published
+from jpaged import StructuredOutputs
+
+PUBLISHED = published()
+
+
+def test_there_are_fifty():
+    assert len(PUBLISHED) == 50
+    assert all(
+        jsonschema.Draft202012Validator.check_schema(it) is None for it in PUBLISHED.values()
+    )
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_masks_allow_is_valid(name: str):
+    form = StructuredOutputs(json=PUBLISHED[name])
+    checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+    validator = jsonschema.Draft202012Validator(PUBLISHED[name], format_checker=checker)
+    ended = [text for seed in range(3) if (text := walk(form, seed, 1500)) is not None]
+    assert ended
+    for text in ended:
+        validator.validate(json.loads(text))
