@@ -6,6 +6,12 @@ GPUs, and what their launch parameters are chosen by. Nothing outside this packa
 implementation runs.
 """
 
+from pallas_kernels.all_reduce import (
+    all_reduce,
+    exchange_header,
+    exchange_words,
+    lost_peers,
+)
 from pallas_kernels.attention import (
     paged_decode_attention,
     paged_prefill_attention,
@@ -59,13 +65,17 @@ __all__ = [
     "LayerWeights",
     "add_rms_norm",
     "adjusted_logits",
+    "all_reduce",
     "block_scaled_gemm",
     "copy_blocks",
+    "exchange_header",
+    "exchange_words",
     "first_maximum",
     "fused_layer",
     "gated_gemm",
     "gated_silu",
     "greedy_scores",
+    "lost_peers",
     "new_exchange",
     "paged_decode_attention",
     "paged_prefill_attention",

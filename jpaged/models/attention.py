@@ -43,6 +43,8 @@ class AttentionInputs:
         backend: attention implementation; static.
         shared: calls what other steps have as well, to be lowered once for all (see
             `paged_prefill_attention`); static.
+        peers: as of `sharding.all_reduce`. A layer has two such sums, in turn: of its heads, and of
+            its feed-forward.
     """
 
     block_tables: Int32[Array, "B M"]
@@ -51,8 +53,9 @@ class AttentionInputs:
     query_start_loc: Int32[Array, "B+1"] | None
     backend: Backend
     shared: Callable | None = None
+    peers: Int32[Array, "W"] | None = None
 
-    _ARRAYS = ("block_tables", "seq_lens", "slot_mapping", "query_start_loc")
+    _ARRAYS = ("block_tables", "seq_lens", "slot_mapping", "query_start_loc", "peers")
 
     def tree_flatten_with_keys(self):
         """The arrays, by name; the rest is static."""
@@ -129,7 +132,7 @@ class Attention(nnx.Module):
         """Stores the tokens' K and V, attends; returns the update and the new pool."""
         qkv = self.qkv(x, attention.backend)
         out, kv = self.attend(qkv, kv, attention, angles, x.dtype)
-        return self.output(out, attention.backend), kv
+        return self.output(out, attention.backend, attention.peers, turn=0), kv
 
     def attend(
         self,

@@ -19,6 +19,7 @@ from jpaged.models.checkpoint import WeightRule
 from jpaged.models.config import ModelConfig
 from jpaged.models.linear import Embedding, Linear, activation, linear, linear_rules
 from jpaged.models.norm import Norm, add_norm, make_norm, norm_update
+from jpaged.models.sharding import meet
 from pallas_kernels import Backend, LayerKV, sum_partials
 
 Stream = tuple[Float[Array, "T D"], Float[Array, "parts T D"] | None, tuple[LayerKV, ...]]
@@ -35,9 +36,11 @@ class FeedForward(nnx.Module):
         self.down = cast(Linear, linear(config, f"layers.{index}.mlp.down", dtype))
         self.activation = config.activation
 
-    def __call__(self, x: Float[Array, "T D"], backend: Backend) -> Float[Array, "parts T D"]:
-        """The perceptron, on each row; in split-K partials."""
-        return self.down(self.inner(x, backend), backend)
+    def __call__(
+        self, x: Float[Array, "T D"], backend: Backend, peers: Int32[Array, "W"] | None = None
+    ) -> Float[Array, "parts T D"]:
+        """The perceptron, on each row; in split-K partials. `peers` is as of `AttentionInputs`."""
+        return self.down(self.inner(x, backend), backend, peers, turn=1)
 
     def inner(self, x: Float[Array, "T D"], backend: Backend) -> Float[Array, "T F"]:
         """What the last projection is given."""
@@ -71,17 +74,17 @@ class DecoderLayer(nnx.Module):
         angles: RopeAngles | None = None,
     ) -> tuple[Float[Array, "T D"], Float[Array, "parts T D"] | None, LayerKV]:
         """One layer; takes and returns the residual stream as `Stream` has it, and its own pool."""
-        backend = attention.backend
+        backend, peers = attention.backend, attention.peers
         if "sum" in self.norms:
             update, kv = self.attention(hidden, kv, attention, angles)
             hidden = self.attention_norm(hidden + sum_partials(update, hidden.dtype))
-            update = sum_partials(self.mlp(hidden, backend), hidden.dtype)
+            update = sum_partials(self.mlp(hidden, backend, peers), hidden.dtype)
             return self.mlp_norm(hidden + update), None, kv
         rows, hidden = add_norm(self.attention_norm, hidden, update, backend)
         update, kv = self.attention(rows, kv, attention, angles)
         update = norm_update(self.attention_out_norm, update, hidden.dtype)
         rows, hidden = add_norm(self.mlp_norm, hidden, update, backend)
-        update = norm_update(self.mlp_out_norm, self.mlp(rows, backend), hidden.dtype)
+        update = norm_update(self.mlp_out_norm, self.mlp(rows, backend, peers), hidden.dtype)
         return hidden, update, kv
 
 
@@ -178,6 +181,8 @@ class Decoder(nnx.Module):
             ValueError: the pool has not one entry a layer.
         """
         hidden, head_size = self.embed_tokens(token_ids, positions), self.config.head_size
+        if attention.peers is not None:
+            hidden += meet(attention.peers).astype(hidden.dtype)
         ropes = [layer.rope for layer in self.config.layers]
         tables = {r: rope_angles(positions, r, head_size) for r in dict.fromkeys(ropes) if r}
         angles = [None if rope is None else tables[rope] for rope in ropes]

@@ -54,15 +54,21 @@ class Linear(nnx.Module):
             setattr(self, name, parameter)
         self.bias = zeros(dtype, *projection.outputs) if projection.bias else None
 
-    def __call__(self, x: Float[Array, "T *inputs"], backend: Backend) -> Float[Array, "..."]:
+    def __call__(
+        self,
+        x: Float[Array, "T *inputs"],
+        backend: Backend,
+        peers: Int32[Array, "W"] | None = None,
+        turn: int = 0,
+    ) -> Float[Array, "..."]:
         """The rows [parts, T, *outputs] in split-K partials, to be summed by what reads them next.
 
         Several partials are float32. With a bias, or summed over devices, there is one, of x's
-        dtype.
+        dtype. `peers` and `turn` are as of `sharding.all_reduce`.
         """
         partials = self.format.partials(self, x.reshape(x.shape[0], -1), backend)
         if self.projection.all_reduced:
-            partials = all_reduce(sum_partials(partials, x.dtype))[None]
+            partials = all_reduce(sum_partials(partials, x.dtype), peers, turn)[None]
         if self.bias is not None:  # as one row, which XLA adds within its product
             partials = (sum_partials(partials, x.dtype) + self.bias[...].reshape(1, -1))[None]
         return partials.reshape(*partials.shape[:2], *self.projection.outputs)

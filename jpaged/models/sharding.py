@@ -14,9 +14,14 @@ from functools import wraps
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Float32, Int32
+
+from pallas_kernels import all_reduce as sum_over
+from pallas_kernels import lost_peers
 
 AXIS = "tensor"
 """The mesh's one axis."""
@@ -37,9 +42,24 @@ def make_mesh(devices: Sequence[Any], count: int) -> Mesh | None:
     return None if count == 1 else Mesh(np.array(devices[:count]), (AXIS,))
 
 
-def all_reduce(x: jax.Array) -> jax.Array:
-    """The sum of the devices' arrays, on each of them."""
-    return lax.psum(x, AXIS)
+def all_reduce(
+    x: Float[Array, "T D"], peers: Int32[Array, "W"] | None = None, turn: int = 0
+) -> Float[Array, "T D"]:
+    """The sum of the devices' rows, on each of them.
+
+    Args:
+        x: a device's rows.
+        peers: what it knows of the others (`pallas_kernels.exchange_header`), if it may sum through
+            their memory.
+        turn: 0 and 1 in turn over a program's sums with `peers`, of which it has an even number.
+    """
+    return sum_over(x, AXIS, header=peers, turn=turn)
+
+
+def meet(peers: Int32[Array, "W"] | None) -> Float32[Array, ""]:
+    """What every program that has `peers` adds to its rows before its first sum with them: 0, or
+    NaN on all devices if one has lost another. XLA's sum: no device goes on before all are there."""
+    return jnp.float32(0) if peers is None else lax.psum(lost_peers(peers), AXIS)
 
 
 def all_max(x: jax.Array) -> jax.Array:

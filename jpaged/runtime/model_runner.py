@@ -18,6 +18,7 @@ from jpaged.core.request import Request, Sequence
 from jpaged.runtime.allocation_guard import make_places
 from jpaged.runtime.batch import RowTable, device_order, pack_decode, pack_prefill
 from jpaged.runtime.buckets import round_up
+from jpaged.runtime.peer_memory import PeerMemory
 from jpaged.runtime.programs import (
     BLOCK_COPIES_CHUNK,
     BURST_LEVELS,
@@ -127,6 +128,11 @@ class ModelRunner:
             out_shardings=jax.tree.map(lambda s: s.sharding, state),
         )
         self._kv, self._last_tokens, self._sampling_state = zeros()
+        shared = split.mesh is not None and shapes.peers is not None
+        self._peers = PeerMemory(split.mesh) if shared else None
+        # What forward programs have beyond what they have on a single device.
+        self._more = {} if self._peers is None else {"peers": self._peers.headers}
+        self._check = None if self._peers is None else self._peers.check
         # Behind all that stays, before any step: where its small buffers go. Held, never read.
         devices = [None] if split.mesh is None else split.mesh.devices.ravel().tolist()
         self._guards = make_places(devices) if config.backend is Backend.TRITON else []
@@ -187,7 +193,9 @@ class ModelRunner:
         if step.arrivals is not None:
             self._kv = self._images.place(self._kv, step.arrivals)
         faults, self._faults = tuple(self._faults), []
-        return StepHandle(step.plan, sampled, step.scores, step.places, faults=faults)
+        return StepHandle(
+            step.plan, sampled, step.scores, step.places, faults=faults, check=self._check
+        )
 
     def fits_burst(self, plan: StepPlan, goal: Goal) -> bool:
         """Whether a burst may hold the plan: a decode step of as many sequences as the goal allows,
@@ -214,7 +222,10 @@ class ModelRunner:
             places.append(place)
         sampled = _on_its_way(self._run_burst(np.stack(packed), level), level)
         steps = enumerate(zip(plans, places, strict=True))
-        return [StepHandle(plan, sampled, {}, place, (i,)) for i, (plan, place) in steps]
+        return [
+            StepHandle(plan, sampled, {}, place, (i,), check=self._check)
+            for i, (plan, place) in steps
+        ]
 
     def _in_order(self, plan: StepPlan) -> tuple[np.ndarray, Scheduled, np.ndarray]:
         """Where the device has each of the plan's sequences; they as it has them; their rows."""
@@ -250,6 +261,8 @@ class ModelRunner:
                 logits, _, inputs = self._run_prefill(*none, *shape)
                 jax.block_until_ready(self._sample(logits, inputs, SamplerLevel.GREEDY))
         self._kv = self._images.warm_up(self._kv, self._config.num_host_blocks)
+        if self._check is not None:
+            self._check()
 
     def _move(self, kind: str, pairs: Collection[tuple[int, int]], size: int, null: int) -> None:
         """Launch a program over (source, target) pairs, `size` at a time, filled with `null`."""
@@ -315,6 +328,7 @@ class ModelRunner:
             last_tokens=self._last_tokens,
             sampling=self._sampling_state if adjusted else None,
             packed=packed,
+            **self._more,
         )
         if adjusted:
             self._sampling_state = state
@@ -323,14 +337,14 @@ class ModelRunner:
     def _run_decode(self, scheduled: Scheduled, rows: np.ndarray, size: int, num_rows: int):
         packed = self._pack_decode(scheduled, rows, batch_size=num_rows)
         logits, inputs, self._kv = self.programs["decode", size](
-            self._leaves, state=self._kv, last_tokens=self._last_tokens, packed=packed
+            self._leaves, state=self._kv, last_tokens=self._last_tokens, packed=packed, **self._more
         )
         return logits, inputs
 
     def _run_prefill(self, scheduled: Scheduled, rows: np.ndarray, tokens: int, size: int):
         packed = self._pack_prefill(scheduled, rows, num_tokens=tokens, batch_size=size)
         logits, hidden, inputs, self._kv = self.programs["prefill", (tokens, size)](
-            self._leaves, state=self._kv, last_tokens=self._last_tokens, packed=packed
+            self._leaves, state=self._kv, last_tokens=self._last_tokens, packed=packed, **self._more
         )
         return logits, hidden, inputs
 

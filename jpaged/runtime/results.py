@@ -100,6 +100,7 @@ class StepHandle:
     sequences in an order of its own; `places[i]` is where `plan.scheduled[i]` is in it. The steps
     of a burst share one array; `index` is the step's own there. `faults` are requests whose
     sampling could not be set up, and why: they are in the step, but their tokens mean nothing.
+    `check` is asked where a sequence has no token: it raises if that is the devices' fault.
     """
 
     plan: StepPlan
@@ -108,15 +109,22 @@ class StepHandle:
     places: np.ndarray
     index: tuple[int, ...] = ()
     faults: tuple[tuple[Request, Exception], ...] = ()
+    check: Callable[[], None] | None = None
 
     def read(self) -> StepResult:
-        """Wait for the step and give its results."""
+        """Wait for the step and give its results.
+
+        Raises:
+            RuntimeError: a device has lost another one.
+        """
         if self.sampled is None:
             return StepResult(np.zeros(0, np.int32), None, {})
         tokens, scores = np.asarray(self.sampled)[self.index][self.places], None
         if tokens.ndim == 2:  # the scores [B, W], whose first column are the tokens
             scores = TokenScores(tokens)
             tokens = np.ascontiguousarray(tokens[:, 0])
+        if self.check is not None and (tokens < 0).any():
+            self.check()
         prompts = {
             seq_id: TokenScores(np.concatenate([np.asarray(chunk) for chunk in chunks])[:count])
             for seq_id, (count, chunks) in self.prompt_logprobs.items()
