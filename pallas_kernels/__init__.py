@@ -7,7 +7,7 @@ implementation runs.
 """
 
 from pallas_kernels.all_reduce import (
-    all_reduce,
+    device_sum,
     exchange_header,
     exchange_words,
     lost_peers,
@@ -65,9 +65,9 @@ __all__ = [
     "LayerWeights",
     "add_rms_norm",
     "adjusted_logits",
-    "all_reduce",
     "block_scaled_gemm",
     "copy_blocks",
+    "device_sum",
     "exchange_header",
     "exchange_words",
     "first_maximum",

@@ -237,9 +237,7 @@ def poll(loads: list[Words]) -> list[list[Value]]:
     return _load_all(loads, "ld.relaxed.gpu.global", tests + "\n@q bra AGAIN${:uid};")
 
 
-def poll_at_most(
-    limit: Value, stop: Value, loads: list[Words]
-) -> tuple[list[list[Value]], Value]:
+def poll_at_most(limit: Value, stop: Value, loads: list[Words]) -> tuple[list[list[Value]], Value]:
     """Words that other devices store, and whether (1 or 0) one of them is `EMPTY` to the end.
 
     Args:

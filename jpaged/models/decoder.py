@@ -19,7 +19,6 @@ from jpaged.models.checkpoint import WeightRule
 from jpaged.models.config import ModelConfig
 from jpaged.models.linear import Embedding, Linear, activation, linear, linear_rules
 from jpaged.models.norm import Norm, add_norm, make_norm, norm_update
-from jpaged.models.sharding import meet
 from pallas_kernels import Backend, LayerKV, sum_partials
 
 Stream = tuple[Float[Array, "T D"], Float[Array, "parts T D"] | None, tuple[LayerKV, ...]]
@@ -142,10 +141,13 @@ class Decoder(nnx.Module):
         self.lm_head = None if tied else tokens()
 
     def embed_tokens(
-        self, token_ids: Int32[Array, "T"], positions: Int32[Array, "T"]
+        self,
+        token_ids: Int32[Array, "T"],
+        positions: Int32[Array, "T"],
+        peers: Int32[Array, "W"] | None = None,
     ) -> Float[Array, "T D"]:
-        """The residual stream before the first layer."""
-        hidden, config = self.embed(token_ids), self.config
+        """The residual stream before the first layer. `peers` is as of `AttentionInputs`."""
+        hidden, config = self.embed(token_ids, peers), self.config
         if config.embedding_scale is not None:
             hidden *= jnp.asarray(config.embedding_scale, hidden.dtype)
         if self.project_in is not None:
@@ -180,9 +182,8 @@ class Decoder(nnx.Module):
         Raises:
             ValueError: the pool has not one entry a layer.
         """
-        hidden, head_size = self.embed_tokens(token_ids, positions), self.config.head_size
-        if attention.peers is not None:
-            hidden += meet(attention.peers).astype(hidden.dtype)
+        peers = attention.peers
+        hidden, head_size = self.embed_tokens(token_ids, positions, peers), self.config.head_size
         ropes = [layer.rope for layer in self.config.layers]
         tables = {r: rope_angles(positions, r, head_size) for r in dict.fromkeys(ropes) if r}
         angles = [None if rope is None else tables[rope] for rope in ropes]

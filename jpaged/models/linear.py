@@ -17,7 +17,7 @@ from jpaged.models.checkpoint import WeightRule
 from jpaged.models.config import ModelConfig, Projection
 from jpaged.models.formats import Format, Layout, Plain, einsum, pieces, sizes, zeros
 from jpaged.models.fp8 import FP8_FORMATS
-from jpaged.models.sharding import AXIS, all_gather, all_reduce
+from jpaged.models.sharding import AXIS, all_gather, all_reduce, meet
 from pallas_kernels import Backend, gated_silu, sum_partials
 
 
@@ -153,16 +153,20 @@ class Embedding(nnx.Module):
         self.weight = zeros(dtype, rows, size)
         self.is_shared = is_shared
 
-    def __call__(self, ids: Int32[Array, "T"]) -> Float[Array, "T D"]:
-        """The rows `ids`; an id out of range reads the nearest row."""
+    def __call__(
+        self, ids: Int32[Array, "T"], peers: Int32[Array, "W"] | None = None
+    ) -> Float[Array, "T D"]:
+        """The rows `ids`; an id out of range reads the nearest row. With `peers` the devices meet
+        (`sharding.meet`)."""
         weight = self.weight[...]
         if not self.is_shared:
-            return jnp.take(weight, ids, axis=0, mode="clip")
+            found = jnp.take(weight, ids, axis=0, mode="clip")
+            return found if peers is None else found + meet(jnp.zeros((1, 1), found.dtype), peers)
         rows = weight.shape[0]
         ids = jnp.clip(ids, 0, rows * jax.lax.axis_size(AXIS) - 1) - jax.lax.axis_index(AXIS) * rows
         is_here = (ids >= 0) & (ids < rows)
         found = jnp.take(weight, ids, axis=0, mode="clip")
-        return all_reduce(jnp.where(is_here[:, None], found, jnp.zeros((), found.dtype)))
+        return meet(jnp.where(is_here[:, None], found, jnp.zeros((), found.dtype)), peers)
 
     def logits(self, hidden: Float[Array, "R D"]) -> Float32[Array, "R V"]:
         """Dot products with every row of the whole table, in float32."""

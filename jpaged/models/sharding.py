@@ -14,14 +14,12 @@ from functools import wraps
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Int32
 
-from pallas_kernels import all_reduce as sum_over
-from pallas_kernels import lost_peers
+from pallas_kernels import device_sum, lost_peers
 
 AXIS = "tensor"
 """The mesh's one axis."""
@@ -53,13 +51,18 @@ def all_reduce(
             their memory.
         turn: 0 and 1 in turn over a program's sums with `peers`, of which it has an even number.
     """
-    return sum_over(x, AXIS, header=peers, turn=turn)
+    return device_sum(x, AXIS, header=peers, turn=turn)
 
 
-def meet(peers: Int32[Array, "W"] | None) -> Float32[Array, ""]:
-    """What every program that has `peers` adds to its rows before its first sum with them: 0, or
-    NaN on all devices if one has lost another. XLA's sum: no device goes on before all are there."""
-    return jnp.float32(0) if peers is None else lax.psum(lost_peers(peers), AXIS)
+def meet(x: Float[Array, "T D"], peers: Int32[Array, "W"] | None) -> Float[Array, "T D"]:
+    """The sum of the devices' rows with which a program that has `peers` begins.
+
+    XLA's: no device goes on before all are there, with the program loaded, so that none waits in a
+    kernel for one that is not. If one has lost another, all rows are NaN on all devices.
+    """
+    if peers is not None:
+        x += lost_peers(peers).astype(x.dtype)
+    return lax.psum(x, AXIS)
 
 
 def all_max(x: jax.Array) -> jax.Array:

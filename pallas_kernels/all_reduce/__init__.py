@@ -18,7 +18,7 @@ MOST_POLLS = 2**24
 """How often a word is read that does not come: at some 0.6 us, about ten seconds."""
 
 
-def all_reduce(
+def device_sum(
     x: Float[Array, "T D"],
     axis: str,
     *,
@@ -43,12 +43,12 @@ def all_reduce(
         ValueError: shapes that do not fit, a turn out of range.
         TypeError: dtypes that no kernel takes.
     """
-    check_all_reduce(x, header, turn)
+    check_sum(x, header, turn)
     num_devices = 0 if header is None else _num_devices(header)
     if header is None or x.dtype != jnp.bfloat16 or not _fits(x.nbytes, num_devices):
-        return xla.all_reduce(x, axis)
+        return xla.device_sum(x, axis)
     config = all_reduce_config(num_bytes=x.nbytes, num_devices=num_devices)
-    return hopper.all_reduce(x, header, turn=turn, num_devices=num_devices, config=config)
+    return hopper.device_sum(x, header, turn=turn, num_devices=num_devices, config=config)
 
 
 def exchange_words(num_devices: int, backend: Backend) -> tuple[int, int] | None:
@@ -59,7 +59,9 @@ def exchange_words(num_devices: int, backend: Backend) -> tuple[int, int] | None
     return header_words(num_devices), 2 * num_devices * hopper.place_words(num_devices)
 
 
-def exchange_header(rank: int, addresses: Sequence[int], most_polls: int = MOST_POLLS) -> np.ndarray:
+def exchange_header(
+    rank: int, addresses: Sequence[int], most_polls: int = MOST_POLLS
+) -> np.ndarray:
     """What a device knows of the others, int32 [W].
 
     Args:
@@ -85,7 +87,7 @@ def lost_peers(header: Int32[Array, "W"]) -> Float32[Array, ""]:
     return jnp.where(header[LOST] == 0, jnp.float32(0), jnp.float32(jnp.nan))
 
 
-def check_all_reduce(x, header, turn):
+def check_sum(x, header, turn):
     """Rows, and a header for a number of devices."""
     checks.check_array("x", x, "[T, D]")
     if turn not in (0, 1):
@@ -107,7 +109,7 @@ def _fits(num_bytes, num_devices):
 
 __all__ = [
     "EMPTY",
-    "all_reduce",
+    "device_sum",
     "exchange_header",
     "exchange_words",
     "lost_peers",

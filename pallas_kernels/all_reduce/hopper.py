@@ -48,7 +48,7 @@ def place_words(num_devices: int) -> int:
     return most_bytes(num_devices) // 4
 
 
-def all_reduce(x, header, *, turn: int, num_devices: int, config: AllReduceConfig):
+def device_sum(x, header, *, turn: int, num_devices: int, config: AllReduceConfig):
     """See the public entry of the same name."""
     body = functools.partial(
         _exchange, turn=turn, num_devices=num_devices, config=config, chunks=x.nbytes // CHUNK_BYTES
@@ -66,7 +66,7 @@ def all_reduce(x, header, *, turn: int, num_devices: int, config: AllReduceConfi
         num_threads=config.num_warp_groups,
         thread_name="warp_group",
         compiler_params=ops.COMPILER_PARAMS,
-        kernel_name=f"all_reduce_{turn}",
+        kernel_name=f"device_sum_{turn}",
     )
     return call(x, header)
 
