@@ -33,6 +33,7 @@ from jpaged.runtime.results import (
     StepHandle,
     StepResult,
     TokenScores,
+    await_devices,
     score_prompts,
 )
 from jpaged.runtime.runtime_config import RuntimeConfig
@@ -132,7 +133,9 @@ class ModelRunner:
         self._peers = PeerMemory(split.mesh) if shared else None
         # What forward programs have beyond what they have on a single device.
         self._more = {} if self._peers is None else {"peers": self._peers.headers}
-        self._check = None if self._peers is None else self._peers.check
+        check = None if self._peers is None else self._peers.check
+        self._of_devices = {"check": check, "is_shared": split.mesh is not None}
+        self._wait = jax.block_until_ready if split.mesh is None else await_devices
         # Behind all that stays, before any step: where its small buffers go. Held, never read.
         devices = [None] if split.mesh is None else split.mesh.devices.ravel().tolist()
         self._guards = make_places(devices) if config.backend is Backend.TRITON else []
@@ -194,7 +197,7 @@ class ModelRunner:
             self._kv = self._images.place(self._kv, step.arrivals)
         faults, self._faults = tuple(self._faults), []
         return StepHandle(
-            step.plan, sampled, step.scores, step.places, faults=faults, check=self._check
+            step.plan, sampled, step.scores, step.places, faults=faults, **self._of_devices
         )
 
     def fits_burst(self, plan: StepPlan, goal: Goal) -> bool:
@@ -223,7 +226,7 @@ class ModelRunner:
         sampled = _on_its_way(self._run_burst(np.stack(packed), level), level)
         steps = enumerate(zip(plans, places, strict=True))
         return [
-            StepHandle(plan, sampled, {}, place, (i,), check=self._check)
+            StepHandle(plan, sampled, {}, place, (i,), **self._of_devices)
             for i, (plan, place) in steps
         ]
 
@@ -238,7 +241,7 @@ class ModelRunner:
     def wait(self) -> None:
         """Wait until all that was launched is done, images included."""
         self._images.wait()
-        jax.block_until_ready((self._kv, self._last_tokens))
+        self._wait((self._kv, self._last_tokens))
 
     def warm_up(self) -> None:
         """Run every program on padding alone, twice: a GPU records its launches the first time."""
@@ -251,18 +254,16 @@ class ModelRunner:
                 logits = self.programs["mask", num_rows](logits, everything)
                 for level in sampler_levels(self._config):
                     # One at a time: the memory account counts the steps of the loop, not a queue.
-                    jax.block_until_ready(self._sample(logits, inputs, level))
+                    self._wait(self._sample(logits, inputs, level))
             for size, level in of_kind(self.programs, "decode_burst"):
                 padding = self._pack_decode(*none, batch_size=size)
-                jax.block_until_ready(
-                    self._run_burst(np.stack([padding] * self.burst_steps), level)
-                )
+                self._wait(self._run_burst(np.stack([padding] * self.burst_steps), level))
             for shape in of_kind(self.programs, "prefill"):
                 logits, _, inputs = self._run_prefill(*none, *shape)
-                jax.block_until_ready(self._sample(logits, inputs, SamplerLevel.GREEDY))
+                self._wait(self._sample(logits, inputs, SamplerLevel.GREEDY))
         self._kv = self._images.warm_up(self._kv, self._config.num_host_blocks)
-        if self._check is not None:
-            self._check()
+        if self._peers is not None:
+            self._peers.check()
 
     def _move(self, kind: str, pairs: Collection[tuple[int, int]], size: int, null: int) -> None:
         """Launch a program over (source, target) pairs, `size` at a time, filled with `null`."""

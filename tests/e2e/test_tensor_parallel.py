@@ -6,6 +6,7 @@ They are virtual ones of the processor; on a machine with GPUs (`pytest -m gpu2`
 import ctypes
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from e2e_options import LOOPS, QUESTION, SMALL, Engines, run
 
 from jpaged import Engine, SamplingParams
 from jpaged.compile import sizing
-from jpaged.runtime import model_runner, peer_memory
+from jpaged.runtime import model_runner, peer_memory, results
 
 pytestmark = pytest.mark.gpu2
 
@@ -290,3 +291,22 @@ def test_a_device_that_has_lost_another_ends_the_engine(
     for tokens in told.values():
         assert len(tokens) < len(whole)
         assert tokens == list(whole[: len(tokens)])
+
+
+def test_a_step_that_never_ends_ends_the_engine(
+    compilation_cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As where a device waits in a collective for one that has failed."""
+    options = {"num_blocks": 129, "dtype": "float32", **SMALL}
+    engine = Engine(tensor_parallel_size=2, compilation_cache_dir=compilation_cache, **options)
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    engine.add_request(QUESTION, params)
+    for _ in range(3):
+        engine.advance()
+    never = SimpleNamespace(is_ready=lambda: False)
+    monkeypatch.setattr(model_runner, "_on_its_way", lambda *_: never)
+    monkeypatch.setattr(results, "LONGEST_STEP", 0.2)
+    with pytest.raises(RuntimeError, match=r"a step has not ended after 0\.2 s: one of"):
+        run(engine)
+    with pytest.raises(RuntimeError, match="the engine failed in an earlier step"):
+        engine.add_request(QUESTION, params)

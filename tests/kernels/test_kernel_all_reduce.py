@@ -173,8 +173,8 @@ def held_back(x: jax.Array, turns: jax.Array) -> jax.Array:
         out_ref[...] = lax.fori_loop(0, turns_ref[0], step, turns_ref[0]) | jnp.int32(1)
 
     out = jax.ShapeDtypeStruct((), jnp.int32)
-    options = {"compiler_params": plgpu.CompilerParams(num_warps=1)}
-    done = pl.pallas_call(wait, out_shape=out, **options)(turns.reshape(1))
+    one_warp = plgpu.CompilerParams(num_warps=1)
+    done = pl.pallas_call(wait, out_shape=out, compiler_params=one_warp)(turns.reshape(1))
     return jnp.where(done != 0, x, -x)  # it is odd, which XLA does not know
 
 
