@@ -5,6 +5,7 @@ They are virtual ones of the processor; on a machine with GPUs (`pytest -m gpu2`
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -304,7 +305,11 @@ def test_a_step_that_never_ends_ends_the_engine(
     for _ in range(3):
         engine.advance()
     never = SimpleNamespace(is_ready=lambda: False)
-    monkeypatch.setattr(model_runner, "_on_its_way", lambda *_: never)
+
+    def stuck(*arguments: Any, **more: Any) -> results.StepHandle:
+        return replace(results.StepHandle(*arguments, **more), sampled=never)
+
+    monkeypatch.setattr(model_runner, "StepHandle", stuck)
     monkeypatch.setattr(results, "LONGEST_STEP", 0.2)
     with pytest.raises(RuntimeError, match=r"a step has not ended after 0\.2 s: one of"):
         run(engine)

@@ -180,8 +180,8 @@ def test_a_step_that_does_not_end_ends_the_server(
     code = BLOCKED_STEP.format(flag=str(flag), library=library)
     (tmp_path / "sitecustomize.py").write_text(code, encoding="utf-8")
     path = os.pathsep.join([str(tmp_path), os.getcwd()])
-    options = {"environment": {"PYTHONPATH": path}}
-    server = ServerProcess(compilation_cache, "--hang-timeout", "2", **options)
+    around = {"PYTHONPATH": path}
+    server = ServerProcess(compilation_cache, "--hang-timeout", "2", environment=around)
     try:
         worker = worker_of(server.process.pid)
         thread, found = ask_meanwhile(server.url, {**LONG, "prompt": ["Hello"] * 64})
