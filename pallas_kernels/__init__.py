@@ -8,6 +8,7 @@ implementation runs.
 
 from pallas_kernels.all_reduce import (
     device_sum,
+    device_sum_norm,
     exchange_header,
     exchange_words,
     lost_peers,
@@ -68,6 +69,7 @@ __all__ = [
     "block_scaled_gemm",
     "copy_blocks",
     "device_sum",
+    "device_sum_norm",
     "exchange_header",
     "exchange_words",
     "first_maximum",

@@ -14,6 +14,10 @@ Launches take turns. A device stores into a place only when it has got the owner
 launch between, and the owner sent those behind its own launch before, in which it emptied the
 place. So launches on one memory run one after the other, with turns 0, 1, 0, 1 ... on all devices.
 
+With a residual stream and a norm's weight, a program takes a row: it sums the split-K partials of
+what it pushes, and what it takes it adds to the stream and normalizes, so that the row is in
+registers from the one to the other.
+
 A word is read a bounded number of times. If it does not come, a word in the header says from then
 on that this device has lost another, its sum is NaN there, and all its sums are from the next
 launch on, whose words may be those of a launch before. The header is read, and that word of it
@@ -23,10 +27,16 @@ written, where XLA does not see it: in place, in an argument that the caller kee
 import functools
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper_ops as ops
-from pallas_kernels.all_reduce.tuning import CHUNK_BYTES, AllReduceConfig, most_bytes
+from pallas_kernels.all_reduce.tuning import (
+    CHUNK_BYTES,
+    AllReduceConfig,
+    most_bytes,
+    norm_warp_groups,
+)
 from pallas_kernels.hopper_ops import EMPTY, Value, Words
 
 LOST, RANK, LIMIT = range(3)  # words of the header
@@ -34,6 +44,8 @@ ADDRESSES = 4  # from here on two words an address: the device's own memory's, t
 NAN = 0x7FFF7FFF  # what is stored for two numbers whose bits are those of `EMPTY`
 
 _WORDS = CHUNK_BYTES // 4
+_NUMBERS = CHUNK_BYTES // 2
+_ROW = 8  # named barrier; those below are Mosaic GPU's
 _EVERYWHERE = "relaxed.sys.global"
 _REF = plgpu.RefType()
 
@@ -69,6 +81,36 @@ def device_sum(x, header, *, turn: int, num_devices: int, config: AllReduceConfi
         kernel_name=f"device_sum_{turn}",
     )
     return call(x, header)
+
+
+def device_sum_norm(partials, hidden, weight, header, *, turn: int, num_devices: int, eps: float):
+    """See the public entry of the same name."""
+    num_warp_groups = norm_warp_groups(hidden.shape[1])
+    body = functools.partial(
+        _exchange_row,
+        turn=turn,
+        num_devices=num_devices,
+        eps=eps,
+        num_threads=num_warp_groups * 128,
+        partials=partials,
+    )
+
+    def kernel(*references, sums):
+        plgpu.inline_mgpu(arg_types=(_REF,) * 7, return_type=())(body)(*references, sums)
+
+    shape = jax.ShapeDtypeStruct(hidden.shape, hidden.dtype)
+    call = plgpu.kernel(
+        kernel,
+        out_type=(shape, shape),
+        grid=(hidden.shape[0],),
+        grid_names=("program",),
+        num_threads=num_warp_groups,
+        thread_name="warp_group",
+        scratch_types={"sums": plgpu.SMEM((num_warp_groups * 4,), jnp.float32)},
+        compiler_params=ops.COMPILER_PARAMS,
+        kernel_name=f"device_sum_norm_{turn}",
+    )
+    return call(partials, hidden, weight, header)
 
 
 def _exchange(_, *references, turn, num_devices, config, chunks):
@@ -121,6 +163,99 @@ def _exchange(_, *references, turn, num_devices, config, chunks):
         with ops.loop(first, zero + chunks, stride * config.num_chunks) as at:
             part([at + i * stride for i in range(config.num_chunks)])
     return ()
+
+
+def _exchange_row(
+    _, *references, turn, num_devices, eps, num_threads, partials: jax.ShapeDtypeStruct
+):
+    """What a thread does of a row: it has the chunks `thread`, `thread + num_threads` ..."""
+    given, hidden, weight, header, normed, out, sums = map(ops.pointer, references)
+    num_partials, num_rows, width = partials.shape
+    chunks, thread, row = width // _NUMBERS, ops.thread_index(), ops.program_index()
+    zero = thread * 0
+    rank, has_lost, limit, own, memories = _read_header(header, zero, num_devices)
+    others = [rank.is_not(r) for r in range(num_devices)]
+    place_chunks = place_words(num_devices) // _WORDS
+    columns = [thread + at for at in range(0, chunks, num_threads)]
+    masks = [column < chunks for column in columns]
+
+    def place(memory, device, column):
+        start = (device + turn * num_devices) * place_chunks
+        return ops.offset(memory, start + row * chunks + column, CHUNK_BYTES)
+
+    def words_of(base, number, mask):
+        return Words(ops.offset(base, number, CHUNK_BYTES), _WORDS, mask)
+
+    def of_partials(column, mask):
+        """A chunk's numbers in all partials, of which one is as wide as two chunks."""
+        if partials.dtype == jnp.bfloat16:
+            starts = [(row + part * num_rows) * chunks + column for part in range(num_partials)]
+        else:
+            firsts = [(row + part * num_rows) * chunks + column for part in range(num_partials)]
+            starts = [first * 2 + half for first in firsts for half in range(2)]
+        return [words_of(given, start, mask) for start in starts]
+
+    pairs = [*zip(columns, masks, strict=True)]
+    found = [ops.load(of_partials(*pair)) for pair in pairs]
+    streams = ops.load([words_of(hidden, row * chunks + c, mask) for c, mask in pairs])
+    weights = ops.load([words_of(weight, c, mask) for c, mask in pairs])
+    mine = [_rounded_sum(parts, partials.dtype) for parts in found]
+    for (column, mask), words in zip(pairs, mine, strict=True):
+        stored = [_stored(word) for word in words]
+        for memory, other in zip(memories, others, strict=True):
+            with ops.when(other & mask):
+                ops.store(_EVERYWHERE, place(memory, rank, column), stored)
+    spots = [[place(own, zero + r, c) for r in range(num_devices)] for c in columns]
+    loads = [
+        Words(spot, _WORDS, other & mask)
+        for spots_of, mask in zip(spots, masks, strict=True)
+        for spot, other in zip(spots_of, others, strict=True)
+    ]
+    words, is_missing = ops.poll_at_most(limit, header, loads)
+    with ops.when(is_missing.is_(1)):
+        ops.store("global", header, [is_missing])
+    is_bad = (is_missing | has_lost).is_not(0)
+    totals = []
+    for i, stream in enumerate(streams):
+        update = _total(mine[i], words[i * num_devices : (i + 1) * num_devices], others)
+        update = [ops.select(is_bad, zero + NAN, word) for word in update]
+        both = zip(ops.unpack(stream), ops.unpack(update), strict=True)
+        totals.append(ops.pack([a + b for a, b in both]))
+    scale = _row_scale([ops.unpack(total) for total in totals], sums, num_threads, width, eps)
+    for i, (column, mask) in enumerate(pairs):
+        with ops.when(mask):
+            at = row * chunks + column
+            ops.store("global", ops.offset(out, at, CHUNK_BYTES), totals[i])
+            numbers = zip(ops.unpack(totals[i]), ops.unpack(weights[i]), strict=True)
+            scaled = ops.pack([x * scale * factor for x, factor in numbers])
+            ops.store("global", ops.offset(normed, at, CHUNK_BYTES), scaled)
+            for spot, other in zip(spots[i], others, strict=True):
+                with ops.when(other):
+                    ops.store(_EVERYWHERE, spot, [zero + EMPTY] * _WORDS)
+    return ()
+
+
+def _rounded_sum(parts: list[list[Value]], dtype) -> list[Value]:
+    """The words of a chunk, summed over split-K partials."""
+    if len(parts) == 1:
+        return parts[0]
+    if dtype == jnp.bfloat16:
+        numbers = [ops.unpack(words) for words in parts]
+    else:
+        halves = [ops.as_float(words) for words in parts]
+        numbers = [a + b for a, b in zip(halves[::2], halves[1::2], strict=True)]
+    return ops.pack([ops.total(list(each)) for each in zip(*numbers, strict=True)])
+
+
+def _row_scale(totals, sums, num_threads, width, eps) -> Value:
+    """1 / rms of the program's row, of which each thread has some numbers."""
+    squares = ops.warp_sum(ops.total([x * x for numbers in totals for x in numbers]))
+    thread = ops.thread_index()
+    with ops.when((thread % 32).is_(0)):
+        ops.store("shared", ops.offset(sums, thread // 32, 4), [squares])
+    ops.barrier(_ROW, num_threads)
+    warps = [ops.load_shared(ops.offset(sums, thread * 0 + i, 4)) for i in range(num_threads // 32)]
+    return ops.rsqrt(ops.total(warps) * (1.0 / width) + eps)
 
 
 def _read_header(header, zero, num_devices):

@@ -13,6 +13,8 @@ CHUNK_BYTES = 16  # what a thread loads at once
 MOST_PROGRAMS = 128  # all of them must run at once: fewer than the GPU has SMs
 MOST_WARP_GROUPS = 4
 MOST_LOADS = 8  # of a thread, under way at once
+MOST_NORM_ROWS = 256  # a program each
+MOST_NORM_WIDTH = 8192  # two chunks a thread
 
 
 @dataclass(frozen=True)
@@ -37,3 +39,13 @@ def all_reduce_config(*, num_bytes: int, num_devices: int) -> AllReduceConfig:
     a_thread = math.ceil(chunks / (num_programs * num_warp_groups * 128))
     num_chunks = max(1, min(a_thread, MOST_LOADS // num_devices))
     return AllReduceConfig(num_programs, num_warp_groups, num_chunks)
+
+
+def norm_warp_groups(width: int) -> int:
+    """Of a program that has a row of so many numbers."""
+    return min(MOST_WARP_GROUPS, math.ceil(2 * width / (CHUNK_BYTES * 128)))
+
+
+def takes_norm(*, num_rows: int, width: int) -> bool:
+    """Whether a sum, the residual sum and the norm behind it are one launch."""
+    return num_rows <= MOST_NORM_ROWS and width <= MOST_NORM_WIDTH
