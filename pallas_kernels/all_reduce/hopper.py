@@ -92,7 +92,7 @@ def device_sum_norm(partials, hidden, weight, header, *, turn: int, num_devices:
         num_devices=num_devices,
         eps=eps,
         num_threads=num_warp_groups * 128,
-        partials=partials,
+        partials=jax.ShapeDtypeStruct(partials.shape, partials.dtype),
     )
 
     def kernel(*references, sums):

@@ -16,7 +16,7 @@ from kernel_cases import BF16, F16, F32
 
 from jpaged.models.sharding import AXIS, make_mesh, meet
 from jpaged.runtime.peer_memory import PeerMemory
-from pallas_kernels import Backend, device_sum, exchange_header, exchange_words
+from pallas_kernels import Backend, device_sum, device_sum_norm, exchange_header, exchange_words
 from pallas_kernels.all_reduce.tuning import all_reduce_config, most_bytes
 from tests.reference import kernels as reference
 
@@ -85,6 +85,39 @@ def test_other_dtypes_and_rows_that_no_thread_loads_at_once_are_left_to_xla(dtyp
     assert (text.count(KERNEL), text.count(COLLECTIVE)) == (0, 2)
 
 
+@pytest.mark.parametrize(
+    ("rows", "width", "parts", "dtype", "kernels"),
+    [
+        (8, WIDTH, 4, F32, 1),
+        (256, WIDTH, 1, BF16, 1),
+        (128, 8192, 2, BF16, 1),
+        (257, 1024, 1, BF16, 1),
+        (512, WIDTH, 1, BF16, 0),
+    ],
+)
+def test_a_norm_is_in_the_launch_where_a_program_has_a_row(
+    rows: int, width: int, parts: int, dtype: Any, kernels: int
+):
+    """257 rows are summed by the other kernel, 512 by XLA."""
+    mesh = make_mesh(jax.devices(), 2)
+    assert mesh is not None
+
+    def run(hidden, update, weight, header):
+        options = {"header": header, "turn": 1, "eps": 1e-6, "backend": Backend.TRITON}
+        return device_sum_norm(hidden, update, weight, AXIS, **options)
+
+    shape = jax.ShapeDtypeStruct
+    given = shape((rows, width), BF16), shape((parts, rows, width), dtype)
+    given = *given, shape((width,), BF16), shape((20,), jnp.int32)
+    whole = (ON_EACH,) * 3
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+        traced = on_all(mesh, run, *whole, SPLIT, out=ON_EACH).trace(*given)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count(KERNEL) == kernels
+    assert text.count(COLLECTIVE) == 1 - kernels
+    assert text.count("@__gpu$xla.gpu.triton") == (0 if rows <= 256 else 1)
+
+
 @pytest.mark.parametrize("count", [2, 3, 4, 8])
 def test_every_chunk_has_a_thread(count: int):
     """And all programs of a launch are on the GPU at once."""
@@ -148,21 +181,23 @@ def hashed(*numbers: Any) -> jax.Array:
 
 
 def rows_of(shape: tuple[int, int], index: Any, rank: Any) -> jax.Array:
-    """What a device adds to sum number `index`: any bits but infinities and NaN, and now and then
-    the pattern that stands for an empty word."""
+    """What a device adds to sum number `index`: the bits of bfloat16 numbers from 2^-8 to 2^8, of
+    both signs. As bits, since XLA may leave out a rounding between two of its own operations."""
     at = lax.broadcasted_iota(jnp.uint32, shape, 0) * jnp.uint32(shape[1])
-    bits = hashed(index, rank)[None, None] ^ (at + lax.broadcasted_iota(jnp.uint32, shape, 1))
-    bits = hashed(bits)
-    scale = jnp.exp2(((bits >> 8) % jnp.uint32(16)).astype(F32) - 8)
-    return ((bits.astype(F32) * jnp.float32(2.0**-31) - 1) * scale).astype(BF16)
+    lot = hashed(index, rank)[None, None] ^ (at + lax.broadcasted_iota(jnp.uint32, shape, 1))
+    lot = hashed(lot)
+    exponent = jnp.uint32(127 - 8) + ((lot >> 8) & jnp.uint32(15))
+    sign, fraction = lot & jnp.uint32(0x8000), (lot >> 16) & jnp.uint32(0x7F)
+    return (sign | (exponent << 7) | fraction).astype(jnp.uint16)
 
 
 def in_order(shape: tuple[int, int], index: Any, count: int) -> jax.Array:
-    """The sum of all devices' rows, by the definition."""
+    """The bits of the sum of all devices' rows, by the definition."""
     total = jnp.zeros(shape, F32)
     for rank in range(count):
-        total += rows_of(shape, index, jnp.uint32(rank)).astype(F32)
-    return total.astype(BF16)
+        rows = rows_of(shape, index, jnp.uint32(rank)).astype(jnp.uint32)
+        total += lax.bitcast_convert_type(rows << 16, F32)
+    return bits(total.astype(BF16))
 
 
 def held_back(x: jax.Array, turns: jax.Array) -> jax.Array:
@@ -182,29 +217,44 @@ def bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.uint16)
 
 
+NONE_WRONG = [0, -1, -1, -1, -1]
+
+
 def chain(shape: tuple[int, int], count: int, num_turns: int, most_late: int, late, peers):
-    """Sums on sums, compared with the reference on each device by itself; how many numbers of them
-    differ. Each comes to a sum by a delay of its own, now and then a long one."""
+    """Sums on sums, compared with the reference on each device by itself. Each comes to a sum by a
+    delay of its own, now and then a long one.
+
+    Returns:
+        How many numbers were wrong, and of the first the sum's, its place, its bits, the right
+        ones.
+    """
     rank = lax.axis_index(AXIS)
 
-    def once(index, turn, wrong):
+    def once(index, turn, found):
         lot = hashed(index, rank, jnp.uint32(7))
         turns = jnp.where(lot % jnp.uint32(16) == 0, lot % jnp.uint32(most_late), jnp.uint32(0))
-        x = rows_of(shape, index, rank)
-        x = jnp.where(wrong < 0, -x, x)  # none is: behind the sum before, as in a model
+        x = lax.bitcast_convert_type(rows_of(shape, index, rank), BF16)
+        x = jnp.where(found[0] < 0, -x, x)  # none is: behind the sum before, as in a model
         x = held_back(x, turns.astype(jnp.int32) + late[0])
-        got = device_sum(x, AXIS, header=peers, turn=turn)
-        return wrong + (bits(got) != bits(in_order(shape, index, count))).sum(dtype=jnp.int32)
+        got = bits(device_sum(x, AXIS, header=peers, turn=turn)).ravel()
+        want = in_order(shape, index, count).ravel()
+        differs = got != want
+        place = jnp.argmax(differs).astype(jnp.int32)
+        first = [index, place, got[place].astype(jnp.int32), want[place].astype(jnp.int32)]
+        is_first = (found[0] == 0) & differs[place]
+        total = found[0] + differs.sum(dtype=jnp.int32)
+        return jnp.stack([total, *jnp.where(is_first, jnp.stack(first), found[1:])])
 
-    def both(i, wrong):
-        return once(2 * i + 1, 1, once(2 * i, 0, wrong))
+    def both(i, found):
+        return once(2 * i + 1, 1, once(2 * i, 0, found))
 
-    start = meet(jnp.zeros((1, 1), F32), peers)[0, 0].astype(jnp.int32)
+    start = meet(jnp.zeros((1, 1), F32), peers)[0].astype(jnp.int32)
+    start = jnp.array(NONE_WRONG, jnp.int32) + start
     return lax.fori_loop(0, num_turns, both, start)[None]
 
 
 def run_chain(mesh: Mesh, shape: tuple[int, int], num_turns: int, most_late: int = 100) -> Any:
-    """(Numbers that differ by device, the memory)."""
+    """(What `chain` found, by device; the memory)."""
     memory = PeerMemory(mesh)
     body = partial(chain, shape, mesh.size, num_turns, most_late)
     run = on_all(mesh, body, SPLIT, SPLIT)
@@ -221,18 +271,58 @@ GPU_COUNTS = [2, 4, 8]
 @pytest.mark.parametrize("rows", [1, 8, 64, 256])
 def test_the_kernel_sums_in_the_devices_order(rows: int, count: int):
     """To the bit, on each device."""
-    wrong, memory = run_chain(gpus(count), (rows, WIDTH), 4)
+    found, memory = run_chain(gpus(count), (rows, WIDTH), 4)
     memory.check()
-    assert wrong.tolist() == [0] * count
+    assert found.tolist() == [NONE_WRONG] * count
 
 
 @pytest.mark.gpu
 @pytest.mark.gpu2
 @pytest.mark.parametrize(("rows", "num_turns"), [(8, 50_000), (64, 5_000), (3, 5_000)])
 def test_the_kernel_sums_so_every_time_whoever_comes_late(rows: int, num_turns: int):
-    wrong, memory = run_chain(gpus(2), (rows, WIDTH), num_turns, 20_000)
+    found, memory = run_chain(gpus(2), (rows, WIDTH), num_turns, 20_000)
     memory.check()
-    assert wrong.tolist() == [0] * 2
+    assert found.tolist() == [NONE_WRONG] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.gpu2
+@pytest.mark.parametrize("num_partials", [1, 4])
+@pytest.mark.parametrize("shape", [(1, 4096), (8, 4096), (64, 8192), (5, 1032), (256, 4096)])
+def test_the_norm_in_the_same_launch_is_that_of_the_sum(shape: tuple[int, int], num_partials: int):
+    """The stream to the bit; partials are halves, quarters ..., whose sum is exact."""
+    mesh = gpus(2)
+    memory, width = PeerMemory(mesh), shape[1]
+    weight = jnp.asarray(np.random.default_rng(0).standard_normal(width) + 1, BF16)
+
+    def layers(weight, peers):
+        rank = lax.axis_index(AXIS)
+        stream = meet(jnp.zeros(shape, BF16), peers)
+        found = []
+        for index in range(4):
+            rows = lax.bitcast_convert_type(rows_of(shape, index, rank), BF16)
+            update = rows[None]
+            if num_partials > 1:
+                parts = jnp.full((num_partials, 1, 1), 1 / num_partials, F32)
+                update = jnp.broadcast_to(rows.astype(F32)[None], (num_partials, *shape)) * parts
+            options = {"header": peers, "turn": index % 2, "eps": 1e-5, "backend": Backend.TRITON}
+            normed, stream = device_sum_norm(stream, update, weight, AXIS, **options)
+            found += [normed, stream]
+        return jnp.stack(found)[None]
+
+    run = on_all(mesh, layers, ON_EACH, SPLIT)
+    found = np.asarray(run(weight, memory.headers))
+    memory.check()
+    np.testing.assert_array_equal(found[0].view(np.uint16), found[1].view(np.uint16))
+    stream = np.zeros(shape, np.float32)
+    for index in range(4):
+        update = np.asarray(in_order(shape, index, 2)).view(jnp.bfloat16).astype(np.float32)
+        stream = (stream + update).astype(jnp.bfloat16).astype(np.float32)
+        np.testing.assert_array_equal(found[0, 2 * index + 1].astype(np.float32), stream)
+        scale = 1 / np.sqrt((stream.astype(np.float64) ** 2).mean(1, keepdims=True) + 1e-5)
+        want = stream * scale * np.asarray(weight, np.float64)
+        got = found[0, 2 * index].astype(np.float64)
+        np.testing.assert_allclose(got, want, rtol=2.0**-8 * 1.01, atol=1e-30)
 
 
 @pytest.mark.gpu
