@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from jpaged.models.config import FP8_DTYPE, ModelConfig, RopeConfig
 from jpaged.models.linear import Linear, linear
 from jpaged.models.norm import RMSNorm, make_norm
+from jpaged.models.sharding import Unsummed
 from pallas_kernels import (
     Backend,
     HeadNorms,
@@ -128,11 +129,11 @@ class Attention(nnx.Module):
         kv: LayerKV,
         attention: AttentionInputs,
         angles: RopeAngles | None = None,
-    ) -> tuple[Float[Array, "parts T D"], LayerKV]:
+    ) -> tuple[Float[Array, "parts T D"] | Unsummed, LayerKV]:
         """Stores the tokens' K and V, attends; returns the update and the new pool."""
         qkv = self.qkv(x, attention.backend)
         out, kv = self.attend(qkv, kv, attention, angles, x.dtype)
-        return self.output(out, attention.backend, attention.peers, turn=0), kv
+        return self.output.update(out, attention.backend, attention.peers, turn=0), kv
 
     def attend(
         self,

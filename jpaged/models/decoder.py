@@ -19,9 +19,12 @@ from jpaged.models.checkpoint import WeightRule
 from jpaged.models.config import ModelConfig
 from jpaged.models.linear import Embedding, Linear, activation, linear, linear_rules
 from jpaged.models.norm import Norm, add_norm, make_norm, norm_update
+from jpaged.models.sharding import Unsummed, summed
 from pallas_kernels import Backend, LayerKV, sum_partials
 
-Stream = tuple[Float[Array, "T D"], Float[Array, "parts T D"] | None, tuple[LayerKV, ...]]
+Stream = tuple[
+    Float[Array, "T D"], Float[Array, "parts T D"] | Unsummed | None, tuple[LayerKV, ...]
+]
 """What layers make of the residual stream: the stream is the first array plus the sum of the second
 (None stands for zeros), so that the norm that reads it next adds in the same pass; and the pool."""
 
@@ -37,9 +40,9 @@ class FeedForward(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "T D"], backend: Backend, peers: Int32[Array, "W"] | None = None
-    ) -> Float[Array, "parts T D"]:
+    ) -> Float[Array, "parts T D"] | Unsummed:
         """The perceptron, on each row; in split-K partials. `peers` is as of `AttentionInputs`."""
-        return self.down(self.inner(x, backend), backend, peers, turn=1)
+        return self.down.update(self.inner(x, backend), backend, peers, turn=1)
 
     def inner(self, x: Float[Array, "T D"], backend: Backend) -> Float[Array, "T F"]:
         """What the last projection is given."""
@@ -67,17 +70,17 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         hidden: Float[Array, "T D"],
-        update: Float[Array, "parts T D"] | None,
+        update: Float[Array, "parts T D"] | Unsummed | None,
         kv: LayerKV,
         attention: AttentionInputs,
         angles: RopeAngles | None = None,
-    ) -> tuple[Float[Array, "T D"], Float[Array, "parts T D"] | None, LayerKV]:
+    ) -> tuple[Float[Array, "T D"], Float[Array, "parts T D"] | Unsummed | None, LayerKV]:
         """One layer; takes and returns the residual stream as `Stream` has it, and its own pool."""
         backend, peers = attention.backend, attention.peers
         if "sum" in self.norms:
             update, kv = self.attention(hidden, kv, attention, angles)
-            hidden = self.attention_norm(hidden + sum_partials(update, hidden.dtype))
-            update = sum_partials(self.mlp(hidden, backend, peers), hidden.dtype)
+            hidden = self.attention_norm(hidden + summed(update, hidden.dtype))
+            update = summed(self.mlp(hidden, backend, peers), hidden.dtype)
             return self.mlp_norm(hidden + update), None, kv
         rows, hidden = add_norm(self.attention_norm, hidden, update, backend)
         update, kv = self.attention(rows, kv, attention, angles)
@@ -107,11 +110,11 @@ def _run_layer(
     definition: nnx.GraphDef,
     parameters: Any,  # nnx.State
     hidden: Float[Array, "T D"],
-    update: Float[Array, "parts T D"] | None,
+    update: Float[Array, "parts T D"] | Unsummed | None,
     kv: LayerKV,
     attention: AttentionInputs,
     angles: RopeAngles | None,
-) -> tuple[Float[Array, "T D"], Float[Array, "parts T D"] | None, LayerKV]:
+) -> tuple[Float[Array, "T D"], Float[Array, "parts T D"] | Unsummed | None, LayerKV]:
     """One layer. Inside a step's jit, layers alike are traced and lowered once; XLA inlines the
     calls, so the compiled step is unrolled all the same."""
     return nnx.merge(definition, parameters)(hidden, update, kv, attention, angles)
@@ -191,7 +194,7 @@ class Decoder(nnx.Module):
         if self.final_norm is not None:
             hidden, _ = add_norm(self.final_norm, hidden, update, attention.backend)
         elif update is not None:
-            hidden += sum_partials(update, hidden.dtype)
+            hidden += summed(update, hidden.dtype)
         return hidden, new_pool
 
     def logits(self, hidden: Float[Array, "R D"]) -> Float32[Array, "R V"]:

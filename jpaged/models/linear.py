@@ -6,6 +6,7 @@ under the name that `Projection.format` has.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jpaged.models.checkpoint import WeightRule
 from jpaged.models.config import ModelConfig, Projection
 from jpaged.models.formats import Format, Layout, Plain, einsum, pieces, sizes, zeros
 from jpaged.models.fp8 import FP8_FORMATS
-from jpaged.models.sharding import AXIS, all_gather, all_reduce, meet
+from jpaged.models.sharding import AXIS, Unsummed, all_gather, all_reduce, meet, summed
 from pallas_kernels import Backend, gated_silu, sum_partials
 
 
@@ -54,23 +55,41 @@ class Linear(nnx.Module):
             setattr(self, name, parameter)
         self.bias = zeros(dtype, *projection.outputs) if projection.bias else None
 
-    def __call__(
-        self,
-        x: Float[Array, "T *inputs"],
-        backend: Backend,
-        peers: Int32[Array, "W"] | None = None,
-        turn: int = 0,
-    ) -> Float[Array, "..."]:
+    def __call__(self, x: Float[Array, "T *inputs"], backend: Backend) -> Float[Array, "..."]:
         """The rows [parts, T, *outputs] in split-K partials, to be summed by what reads them next.
 
         Several partials are float32. With a bias, or summed over devices, there is one, of x's
-        dtype. `peers` and `turn` are as of `sharding.all_reduce`.
+        dtype.
         """
-        partials = self.format.partials(self, x.reshape(x.shape[0], -1), backend)
+        partials = self._own_partials(x, backend)
         if self.projection.all_reduced:
-            partials = all_reduce(sum_partials(partials, x.dtype), peers, turn)[None]
+            partials = all_reduce(sum_partials(partials, x.dtype))[None]
+        return self._finished(partials, x.dtype)
+
+    def update(
+        self,
+        x: Float[Array, "T *inputs"],
+        backend: Backend,
+        peers: Int32[Array, "W"] | None,
+        turn: int,
+    ) -> Float[Array, "parts T D"] | Unsummed:
+        """The same of a projection to the residual stream that devices may share. With `peers` (see
+        `sharding.all_reduce`) what adds the rows to the stream sums them, unless there is a bias.
+        """
+        if peers is None:
+            return self(x, backend)
+        unsummed = Unsummed(self._own_partials(x, backend), peers, turn)
+        if self.bias is None:
+            return unsummed
+        return self._finished(summed(unsummed, x.dtype)[None], x.dtype)
+
+    def _own_partials(self, x: Float[Array, "T *inputs"], backend: Backend) -> Float[Array, "..."]:
+        return self.format.partials(self, x.reshape(x.shape[0], -1), backend)
+
+    def _finished(self, partials: Float[Array, "parts T width"], dtype: DTypeLike) -> Any:
+        """With the bias, and the axes of the outputs."""
         if self.bias is not None:  # as one row, which XLA adds within its product
-            partials = (sum_partials(partials, x.dtype) + self.bias[...].reshape(1, -1))[None]
+            partials = (sum_partials(partials, dtype) + self.bias[...].reshape(1, -1))[None]
         return partials.reshape(*partials.shape[:2], *self.projection.outputs)
 
     def rows(

@@ -8,7 +8,8 @@ from jaxtyping import Array, Float
 
 from jpaged.models.config import ModelConfig
 from jpaged.models.linear import zeros
-from pallas_kernels import Backend, add_rms_norm, rms_norm, sum_partials
+from jpaged.models.sharding import AXIS, Unsummed, summed
+from pallas_kernels import Backend, add_rms_norm, device_sum_norm, rms_norm
 
 
 class RMSNorm(nnx.Module):
@@ -28,10 +29,17 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, self.scale, eps=self.eps)
 
     def add(
-        self, hidden: Float[Array, "T D"], update: Float[Array, "parts T D"], backend: Backend
+        self,
+        hidden: Float[Array, "T D"],
+        update: Float[Array, "parts T D"] | Unsummed,
+        backend: Backend,
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
         """The norm of hidden + sum(update), and that sum."""
-        return add_rms_norm(hidden, update, self.scale, eps=self.eps, backend=backend)
+        options = {"eps": self.eps, "backend": backend}
+        if isinstance(update, Unsummed):
+            shared = {"header": update.peers, "turn": update.turn}
+            return device_sum_norm(hidden, update.partials, self.scale, AXIS, **shared, **options)
+        return add_rms_norm(hidden, update, self.scale, **options)
 
 
 class LayerNorm(nnx.Module):
@@ -53,10 +61,13 @@ class LayerNorm(nnx.Module):
         return wide.astype(x.dtype)
 
     def add(
-        self, hidden: Float[Array, "T D"], update: Float[Array, "parts T D"], backend: Backend
+        self,
+        hidden: Float[Array, "T D"],
+        update: Float[Array, "parts T D"] | Unsummed,
+        backend: Backend,
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
         """The norm of hidden + sum(update), and that sum."""
-        hidden += sum_partials(update, hidden.dtype)
+        hidden += summed(update, hidden.dtype)
         return self(hidden), hidden
 
 
@@ -75,7 +86,7 @@ def make_norm(config: ModelConfig, size: int, *, dtype: DTypeLike) -> Norm:
 def add_norm(
     norm: Norm,
     hidden: Float[Array, "T D"],
-    update: Float[Array, "parts T D"] | None,
+    update: Float[Array, "parts T D"] | Unsummed | None,
     backend: Backend,
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
     """The norm of hidden + sum(update), and that sum; an update of None stands for zeros."""
@@ -83,7 +94,7 @@ def add_norm(
 
 
 def norm_update(
-    norm: Norm | None, update: Float[Array, "parts T D"], dtype: DTypeLike
-) -> Float[Array, "_ T D"]:
+    norm: Norm | None, update: Float[Array, "parts T D"] | Unsummed, dtype: DTypeLike
+) -> Float[Array, "_ T D"] | Unsummed:
     """The norm of sum(update), as one part; the update as it is where there is no norm."""
-    return update if norm is None else norm(sum_partials(update, dtype))[None]
+    return update if norm is None else norm(summed(update, dtype))[None]

@@ -10,16 +10,17 @@ arrays side by side along one axis, in the order of the mesh.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels import device_sum, lost_peers
+from pallas_kernels import device_sum, lost_peers, sum_partials
 
 AXIS = "tensor"
 """The mesh's one axis."""
@@ -52,6 +53,28 @@ def all_reduce(
         turn: 0 and 1 in turn over a program's sums with `peers`, of which it has an even number.
     """
     return device_sum(x, AXIS, header=peers, turn=turn)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["partials", "peers"], meta_fields=["turn"])
+@dataclass(frozen=True)
+class Unsummed:
+    """Rows that are still to be summed over devices, so that the norm behind can do it at once.
+
+    Attributes:
+        partials: A device's own, as split-K partials.
+        peers, turn: As of `all_reduce`.
+    """
+
+    partials: Float[Array, "parts T D"]
+    peers: Int32[Array, "W"]
+    turn: int
+
+
+def summed(update: Float[Array, "parts T D"] | Unsummed, dtype: DTypeLike) -> Float[Array, "T D"]:
+    """The sum of split-K partials, and over devices where that is to be done."""
+    if isinstance(update, Unsummed):
+        return all_reduce(sum_partials(update.partials, dtype), update.peers, update.turn)
+    return sum_partials(update, dtype)
 
 
 def meet(x: Float[Array, "T D"], peers: Int32[Array, "W"] | None) -> Float[Array, "T D"]:

@@ -129,15 +129,15 @@ class ModelRunner:
             out_shardings=jax.tree.map(lambda s: s.sharding, state),
         )
         self._kv, self._last_tokens, self._sampling_state = zeros()
-        shared = split.mesh is not None and shapes.peers is not None
-        self._peers = PeerMemory(split.mesh) if shared else None
+        mesh, has_peers = split.mesh, shapes.peers is not None
+        self._peers = PeerMemory(mesh) if mesh is not None and has_peers else None
         # What forward programs have beyond what they have on a single device.
         self._more = {} if self._peers is None else {"peers": self._peers.headers}
         check = None if self._peers is None else self._peers.check
-        self._of_devices = {"check": check, "is_shared": split.mesh is not None}
-        self._wait = jax.block_until_ready if split.mesh is None else await_devices
+        self._of_devices = {"check": check, "is_shared": mesh is not None}
+        self._wait = jax.block_until_ready if mesh is None else await_devices
         # Behind all that stays, before any step: where its small buffers go. Held, never read.
-        devices = [None] if split.mesh is None else split.mesh.devices.ravel().tolist()
+        devices = [None] if mesh is None else mesh.devices.ravel().tolist()
         self._guards = make_places(devices) if config.backend is Backend.TRITON else []
 
     def launch(self, plan: StepPlan, sampling: SamplingOf) -> StepHandle:
