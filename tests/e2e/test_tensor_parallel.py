@@ -294,6 +294,26 @@ def test_a_device_that_has_lost_another_ends_the_engine(
         assert tokens == list(whole[: len(tokens)])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt2", "opt-350m", "llama", "gemma3_text"])
+def test_sums_through_peer_memory_are_where_each_kind_of_layer_has_them(
+    engines: Engines,
+    peer_memories: list[peer_memory.PeerMemory],
+    compilation_cache: Path,
+    folders: Callable[[str], Path],
+    family: str,
+):
+    """Before a norm, after a bias, with the norm on the sum, and with one more before the sum."""
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(2, 96, n).tolist() for n in (1, 5, 33)]
+    options = {"skip_tokenizer_init": True, **TINY}
+    alone = shared(engines, 1, folders(family), **options)
+    options |= {"num_blocks": 129, "compilation_cache_dir": compilation_cache}
+    both = Engine(folders(family), tensor_parallel_size=2, dtype="float32", **options)
+    assert len(peer_memories) == (jax.default_backend() == "cpu")  # on GPUs bfloat16 alone has any
+    assert tokens_of(both, prompts) == tokens_of(alone, prompts)
+
+
 def test_a_step_that_never_ends_ends_the_engine(
     compilation_cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
