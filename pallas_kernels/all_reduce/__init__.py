@@ -66,7 +66,7 @@ def device_sum_norm(
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
     """`add_rms_norm` of hidden and the `device_sum` of an update; the same bits on all devices.
 
-    One launch for up to 256 rows, up to 8,192 wide, in bfloat16, that go through peer memory.
+    One launch for up to 128 rows, up to 8,192 wide, in bfloat16, that go through peer memory.
 
     Args:
         hidden: the residual stream, the same on all devices.

@@ -13,7 +13,7 @@ CHUNK_BYTES = 16  # what a thread loads at once
 MOST_PROGRAMS = 128  # all of them must run at once: fewer than the GPU has SMs
 MOST_WARP_GROUPS = 4
 MOST_LOADS = 8  # of a thread, under way at once
-MOST_NORM_ROWS = 256  # a program each
+MOST_NORM_ROWS = 128  # a program each, as above
 MOST_NORM_WIDTH = 8192  # two chunks a thread
 
 
