@@ -56,7 +56,8 @@ def test_a_model_that_no_device_holds_fits_two(count: int):
     device = SimpleNamespace(platform="cpu", device_kind="X", memory_stats=lambda: stats)
     model, dtype = read_model_config(ALL_SHAPES["llama-70b"]), jnp.dtype(jnp.bfloat16)
     split = SplitModel.of(model_shapes(model, dtype, make_mesh(jax.devices(), count)))
-    limits = {"max_num_seqs": 64, "max_num_batched_tokens": 8192, "max_model_len": 2048}
+    limits: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 8192}
+    limits["max_model_len"] = 2048
     config = EngineConfig(tensor_parallel_size=count, **limits)
     if count == 1:
         with pytest.raises(ValueError, match=r"weights take 131\.4 GiB as bfloat16.*more devices"):
