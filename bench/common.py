@@ -111,6 +111,15 @@ UNRECORDED: dict[str, dict] = {
         "hidden_act": "silu",
         "torch_dtype": "bfloat16",
     },
+    "llama-70b": {
+        **SHAPES["llama-3.1-8b"],
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "max_position_embeddings": 8192,
+        "rope_scaling": None,
+    },
     "opt-13b": {
         "model_type": "opt",
         "vocab_size": 50272,

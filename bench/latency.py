@@ -14,6 +14,7 @@ import statistics
 import time
 
 from bench.common import (
+    ALL_SHAPES,
     FORMATS,
     SHAPES,
     Floor,
@@ -86,7 +87,7 @@ def measure(engine: Engine, shape: str, case: str, repeats: int) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", choices=[*SHAPES], nargs="+", default=[*SHAPES])
+    parser.add_argument("--model", choices=[*ALL_SHAPES], nargs="+", default=[*SHAPES])
     parser.add_argument("--case", choices=[*CASES], nargs="+", default=[*CASES])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--synchronous", action="store_true", help="the loop that waits")

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from bench.common import (
+    ALL_SHAPES,
     FORMATS,
     SHAPES,
     Floor,
@@ -122,7 +123,7 @@ def measure_often(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", choices=[*SHAPES], nargs="+", default=[*SHAPES])
+    parser.add_argument("--model", choices=[*ALL_SHAPES], nargs="+", default=[*SHAPES])
     parser.add_argument("--case", choices=["A", "B"], nargs="+", default=["A", "B"])
     parser.add_argument("--scale", type=float, default=1.0, help="share of the requests to run")
     parser.add_argument("--repeats", type=int, default=3, help="runs, after one to warm up")

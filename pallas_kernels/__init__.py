@@ -6,6 +6,13 @@ GPUs, and what their launch parameters are chosen by. Nothing outside this packa
 implementation runs.
 """
 
+from pallas_kernels.all_reduce import (
+    device_sum,
+    device_sum_norm,
+    exchange_header,
+    exchange_words,
+    lost_peers,
+)
 from pallas_kernels.attention import (
     paged_decode_attention,
     paged_prefill_attention,
@@ -65,11 +72,16 @@ __all__ = [
     "block_scaled_gated_gemm",
     "block_scaled_gemm",
     "copy_blocks",
+    "device_sum",
+    "device_sum_norm",
+    "exchange_header",
+    "exchange_words",
     "first_maximum",
     "fused_layer",
     "gated_gemm",
     "gated_silu",
     "greedy_scores",
+    "lost_peers",
     "new_exchange",
     "paged_decode_attention",
     "paged_prefill_attention",

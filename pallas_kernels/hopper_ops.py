@@ -26,6 +26,7 @@ COMPILER_PARAMS = plgpu.CompilerParams(
 # The word that is never stored: as float32 or as bfloat16 a NaN that arithmetic never makes.
 EMPTY = -1
 _WARP = 32
+_POLLS_A_LOOK = 4096  # a power of two
 _DYNAMIC = -(1 << 31)  # "the index is an operand", in LLVM's address computation
 
 
@@ -80,11 +81,13 @@ class Value:
     __floordiv__ = _operator(arith.divui)  # of numbers that are not negative, as the next
     __mod__ = _operator(arith.remui)
     __and__ = _operator(arith.andi)
+    __or__ = _operator(arith.ori)
     __xor__ = _operator(arith.xori)
     __lt__ = _operator(functools.partial(arith.cmpi, arith.CmpIPredicate.slt))
     __le__ = _operator(functools.partial(arith.cmpi, arith.CmpIPredicate.sle))
     __ge__ = _operator(functools.partial(arith.cmpi, arith.CmpIPredicate.sge))
     is_ = _operator(functools.partial(arith.cmpi, arith.CmpIPredicate.eq))  # `==` answers at once
+    is_not = _operator(functools.partial(arith.cmpi, arith.CmpIPredicate.ne))
     maximum = _operator(None, arith.maxnumf)  # of two float32; of one, if the other is NaN
 
 
@@ -195,22 +198,38 @@ def _vector(first, count):
     return ("{" + names + "}", f".v{count}") if count > 1 else (names, "")
 
 
-def _load_all(loads, instruction, tail=""):
-    """One block of PTX that loads all words, so that none waits for another."""
+def _load_all(loads, instruction, tail="", more=()):
+    """One block of PTX that loads all words, so that none waits for another.
+
+    `tail` is text behind the loads, in which "$more" is the number of the first of the arguments
+    `more`. If there are any, one word more comes out, which the tail sets.
+    """
     total = sum(one.count for one in loads)
+    num_out = total + bool(more)
     lines, arguments, first = [], [], 0
     for one in loads:
         names, suffix = _vector(first, one.count)
         zeros = " ".join(f"mov.b32 ${first + i}, 0;" for i in range(one.count))
-        at = total + len(arguments)
+        at = num_out + len(arguments)
         load = f"@p {instruction}{suffix}.b32 {names}, [${at}];"
         lines.append(f"{zeros} setp.ne.b32 p, ${at + 1}, 0; {load}")
         arguments += [one.pointer, Value(arith.extui(int32(), one.mask.ir))]
         first += one.count
-    text = "{ .reg .pred p, q;\nAGAIN${:uid}:\n" + "\n".join(lines) + tail + " }"
-    words = ptx(text, *arguments, out=[int32()] * total)
+    for i in range(len(more)):
+        tail = tail.replace(f"$more{i}", f"${num_out + len(arguments) + i}")
+    head = "{ .reg .pred p, q; .reg .b32 n, s; mov.b32 n, 0;\nAGAIN${:uid}:\n"
+    text = head + "\n".join(lines) + tail + " }"
+    words = ptx(text, *arguments, *more, out=[int32()] * num_out)
     starts = [sum(one.count for one in loads[:i]) for i in range(len(loads))]
-    return [words[start : start + p.count] for start, p in zip(starts, loads, strict=True)]
+    found = [words[start : start + p.count] for start, p in zip(starts, loads, strict=True)]
+    return [*found, words[total:]] if more else found
+
+
+def _any_empty(count):
+    """PTX that sets q: one of the first `count` words is `EMPTY`."""
+    return "\nsetp.eq.b32 q, $0, -1;" + "".join(
+        f" setp.eq.or.b32 q, ${i}, -1, q;" for i in range(1, count)
+    )
 
 
 def load(loads: list[Words]) -> list[list[Value]]:
@@ -223,15 +242,34 @@ def poll(loads: list[Words]) -> list[list[Value]]:
 
     A word is its own signal: no fence and no counter is needed, for each is stored once.
     """
-    total = sum(one.count for one in loads)
-    tests = "\nsetp.eq.b32 q, $0, -1;" + "".join(
-        f" setp.eq.or.b32 q, ${i}, -1, q;" for i in range(1, total)
-    )
+    tests = _any_empty(sum(one.count for one in loads))
     return _load_all(loads, "ld.relaxed.gpu.global", tests + "\n@q bra AGAIN${:uid};")
 
 
+def poll_at_most(limit: Value, stop: Value, loads: list[Words]) -> tuple[list[list[Value]], Value]:
+    """Words that other devices store, and whether (1 or 0) one of them is `EMPTY` to the end.
+
+    Args:
+        limit: How often they are read again at most.
+        stop: Pointer to a word; where that is not 0, which is looked at now and then, the end has
+            come.
+        loads: Where from.
+    """
+    total = sum(one.count for one in loads)
+    tail = (
+        f"{_any_empty(total)} selp.b32 ${total}, 1, 0, q;\n"
+        "add.u32 n, n, 1; setp.lt.and.u32 q, n, $more0, q; @!q bra DONE${:uid};\n"
+        f"and.b32 s, n, {_POLLS_A_LOOK - 1}; setp.ne.b32 q, s, 0; @q bra AGAIN${{:uid}};\n"
+        "ld.relaxed.gpu.global.b32 s, [$more1]; setp.eq.b32 q, s, 0; @q bra AGAIN${:uid};\n"
+        "DONE${:uid}:\n"
+    )
+    *words, (is_empty,) = _load_all(loads, "ld.relaxed.sys.global", tail, (limit, stop))
+    return words, is_empty
+
+
 def store(space: str, address: Value, words: list[Value]):
-    """Words of 4 bytes, side by side (1, 2 or 4 of them), to "global" or "shared" memory."""
+    """Words of 4 bytes, side by side (1, 2 or 4 of them), to "global" or "shared" memory, or as
+    another thread anywhere may read them meanwhile ("relaxed.sys.global")."""
     names, suffix = _vector(1, len(words))
     ptx(f"st.{space}{suffix}.b32 [$0], {names};", address, *map(as_int, words))
 
@@ -292,6 +330,19 @@ def silu(value: Value) -> Value:
     """value / (1 + exp(-value))."""
     power = ptx("ex2.approx.f32 $0, $1;", value * -1.4426950408889634, out=[float32()], pure=True)
     return value * ptx("rcp.rn.f32 $0, $1;", power[0] + 1.0, out=[float32()], pure=True)[0]
+
+
+def select(condition: Value, first: Value, second: Value) -> Value:
+    """The first where the condition holds, else the second."""
+    return Value(arith.select(condition.ir, first.ir, second.ir))
+
+
+def address(low: Value, high: Value) -> Value:
+    """The pointer to global memory whose address has these halves."""
+    wide = ir.IntegerType.get_signless(64)
+    halves = [arith.extui(wide, half.ir) for half in (low, high)]
+    shifted = arith.shli(halves[1], arith.constant(wide, 32))
+    return Value(llvm.inttoptr(ir.Type.parse("!llvm.ptr"), arith.ori(halves[0], shifted)))
 
 
 def not_empty(value: Value) -> Value:

@@ -10,10 +10,12 @@ the record by then, without which it would measure nothing. What XLA then knows 
 """
 
 import argparse
+import itertools
 import json
 import tempfile
 import time
 from base64 import b64encode
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -34,6 +36,8 @@ from jpaged.compile.store import prepare_jax
 from jpaged.config import EngineConfig
 from jpaged.models.loader import model_shapes
 from jpaged.models.registry import read_model_config
+from jpaged.models.sharding import make_mesh
+from jpaged.runtime.peer_memory import can_exchange
 from jpaged.runtime.programs import Shapes, SplitModel
 from pallas_kernels import Backend, select_backend
 
@@ -45,7 +49,7 @@ _RESULTS = (".pb", ".textproto")
 """What XLA names a measurement's file; next to them may be what a stopped process left."""
 
 
-def all_recipes(shape: str) -> Recipes:
+def all_recipes(shape: str, num_devices: int = 1) -> Recipes:
     """What an engine of the shape compiles, with nothing allocated."""
     model = read_model_config(SHAPES[shape])
     config = EngineConfig(**AS_VLLM)
@@ -56,45 +60,51 @@ def all_recipes(shape: str) -> Recipes:
         backend=Backend.TRITON,
         defaults=GPU_DEFAULTS,
     )
-    runtime = with_pool(limits, NUM_BLOCKS, config)
-    split = SplitModel.of(model_shapes(model, DTYPE))
-    return Recipes(split, Shapes.of(model, runtime, DTYPE), runtime)
+    mesh = make_mesh(jax.devices(), num_devices)
+    through_peers = num_devices > 1 and can_exchange(jax.devices()[:num_devices], DTYPE)
+    runtime = replace(with_pool(limits, NUM_BLOCKS, config), peer_memory=through_peers)
+    split = SplitModel.of(model_shapes(model, DTYPE, mesh))
+    return Recipes(split, Shapes.of(model.share(num_devices), runtime, DTYPE, mesh), runtime)
 
 
-def first_of_each_products(shape: str) -> list[Recipe]:
+def first_of_each_products(shape: str, num_devices: int = 1) -> list[Recipe]:
     """One program for each kind of GEMMs."""
     chosen: dict[object, Recipe] = {}
-    for recipe in all_recipes(shape):
+    for recipe in all_recipes(shape, num_devices):
         if recipe.products is not None:
             chosen.setdefault(recipe.products, recipe)
     return list(chosen.values())
 
 
-def rows_measured(shape: str) -> dict[str, list[int]]:
-    """Rows of the GEMMs of its programs, by the digest of its weights."""
-    rows = {recipe.products[1] for recipe in all_recipes(shape) if recipe.products is not None}
-    model = model_shapes(read_model_config(SHAPES[shape]), DTYPE)
-    return {weights_digest(SplitModel.of(model).leaves): sorted(rows)}
+def rows_measured(shape: str, num_devices: int = 1) -> dict[str, list[int]]:
+    """Rows of the GEMMs of its programs, by the digest of the weights that a device has."""
+    recipes = all_recipes(shape, num_devices)
+    rows = {recipe.products[1] for recipe in recipes if recipe.products is not None}
+    mesh = make_mesh(jax.devices(), num_devices)
+    model = model_shapes(read_model_config(SHAPES[shape]), DTYPE, mesh)
+    return {weights_digest(SplitModel.of(model).own_leaves): sorted(rows)}
 
 
-def measure(shape: str, cache: str, path: Path, record: Record) -> Record:
+def measure(shape: str, cache: str, path: Path, record: Record, num_devices: int = 1) -> Record:
     """Let XLA measure: GEMMs one by one, all else as an engine starts.
 
     Returns:
         `record` with what was measured, as it is in `path` then.
     """
-    begin, chosen = time.perf_counter(), first_of_each_products(shape)
+    begin, chosen = time.perf_counter(), first_of_each_products(shape, num_devices)
     for recipe in chosen:
         recipe.compile(recipe.exported())  # as an engine's start lowers it
     quiet = time.perf_counter() - begin
-    rows = {**record.rows, **rows_measured(shape)}
+    rows = {**record.rows, **rows_measured(shape, num_devices)}
     products = results(Path(cache))
     write_record(path, Record(rows, {**record.results, **products}))
-    make_engine(shape, compilation_cache_dir=cache, num_compile_workers=0)
+    shared = {"tensor_parallel_size": num_devices}
+    make_engine(shape, compilation_cache_dir=cache, num_compile_workers=0, **shared)
     whole, found = time.perf_counter() - begin, results(Path(cache))
     print(
-        f"{shape}: {len(chosen)} programs one by one in {quiet:.1f} s, {len(products)} "
-        f"measurements by then; {len(found)} after an engine's start, {whole:.1f} s in all",
+        f"{shape} on {num_devices}: {len(chosen)} programs one by one in {quiet:.1f} s, "
+        f"{len(products)} measurements by then; {len(found)} after an engine's start, "
+        f"{whole:.1f} s in all",
         flush=True,
     )
     record = Record(rows, {**record.results, **found})
@@ -130,6 +140,8 @@ def main() -> None:
     )
     parser.add_argument("--model", choices=[*SHAPES], nargs="+", default=[*SHAPES])
     parser.add_argument("--add", action="store_true", help="keep what is recorded of others")
+    what = "devices that share the model, of each engine recorded (1)"
+    parser.add_argument("--tensor-parallel-size", type=int, nargs="+", default=[1], help=what)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as cache:
         prepare_jax(EngineConfig(compilation_cache_dir=cache))
@@ -137,8 +149,8 @@ def main() -> None:
             raise SystemExit(f"needs an NVIDIA GPU; JAX sees {jax.default_backend()!r} only")
         path = recorded_products(jax.local_devices()[0])
         record = read_record(path) if args.add and path.is_file() else NO_RECORD
-        for shape in args.model:
-            record = measure(shape, cache, path, record)
+        for shape, num_devices in itertools.product(args.model, args.tensor_parallel_size):
+            record = measure(shape, cache, path, record, num_devices)
     print(f"{path}: {len(record.results)} measurements, {path.stat().st_size / 1e6:.2f} MB")
 
 

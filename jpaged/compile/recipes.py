@@ -279,6 +279,8 @@ class Recipes:
         """A program of all layers, whose products have `rows` rows."""
         kv, last_tokens = self._shapes.kv, self._shapes.last_tokens
         keywords = {"state": kv, "last_tokens": last_tokens, "packed": int32(*packed)}
+        if self._shapes.peers is not None:
+            keywords["peers"] = self._shapes.peers
         products = self._products("layers", rows)
         return Recipe(name, step, (self._leaves,), keywords, ("state",), products)
 

@@ -15,6 +15,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.sharding import own_bytes
 from jpaged.observe.statistics import MemoryAccount
 from jpaged.runtime.kv_cache import block_bytes
+from jpaged.runtime.peer_memory import can_exchange
 from jpaged.runtime.programs import Shapes, SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.swap import staging_bytes
@@ -25,7 +26,8 @@ _DRAFT_BLOCKS = 2
 
 _SMALL_ARRAYS = 256 * 2**20
 """Bytes for what no program's account has: steps' inputs, results on their way to the host, the
-places for these with their guards (`jpaged.runtime.allocation_guard`), and the allocator's gaps."""
+places for these with their guards (`jpaged.runtime.allocation_guard`), 8 MiB through which devices
+sum (`jpaged.runtime.peer_memory`), and the allocator's gaps."""
 
 _STEPS_IN_FLIGHT = 2
 """Large steps whose workspaces can exist at once: the one that runs and the one launched behind it.
@@ -114,6 +116,7 @@ class Sizing:
             backend=select_backend(device.platform),
             defaults=platform_defaults(device, self._weights),
         )
+        limits = replace(limits, peer_memory=can_exchange(devices, dtype))
         self._per_block = block_bytes(self._model, limits.block_size, dtype)
         # Until the pool's size is known, only swap_space bounds the blocks in host memory.
         self._limits = replace(limits, num_host_blocks=config.host_blocks(self._host_per_block))

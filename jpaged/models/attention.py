@@ -16,6 +16,7 @@ from jpaged.models.config import FP8_DTYPE, ModelConfig, RopeConfig
 from jpaged.models.formats import Rows
 from jpaged.models.linear import Linear, linear
 from jpaged.models.norm import RMSNorm, make_norm
+from jpaged.models.sharding import Unsummed
 from pallas_kernels import (
     Backend,
     HeadNorms,
@@ -44,6 +45,8 @@ class AttentionInputs:
         backend: attention implementation; static.
         shared: calls what other steps have as well, to be lowered once for all (see
             `paged_prefill_attention`); static.
+        peers: as of `sharding.all_reduce`. A layer has two such sums, in turn: of its heads, and of
+            its feed-forward.
     """
 
     block_tables: Int32[Array, "B M"]
@@ -52,8 +55,9 @@ class AttentionInputs:
     query_start_loc: Int32[Array, "B+1"] | None
     backend: Backend
     shared: Callable | None = None
+    peers: Int32[Array, "W"] | None = None
 
-    _ARRAYS = ("block_tables", "seq_lens", "slot_mapping", "query_start_loc")
+    _ARRAYS = ("block_tables", "seq_lens", "slot_mapping", "query_start_loc", "peers")
 
     def tree_flatten_with_keys(self):
         """The arrays, by name; the rest is static."""
@@ -126,11 +130,11 @@ class Attention(nnx.Module):
         kv: LayerKV,
         attention: AttentionInputs,
         angles: RopeAngles | None = None,
-    ) -> tuple[Float[Array, "parts T D"], LayerKV]:
+    ) -> tuple[Float[Array, "parts T D"] | Unsummed, LayerKV]:
         """Stores the tokens' K and V, attends; returns the update and the new pool."""
         qkv = self.qkv(x, attention.backend)
         out, kv = self.attend(qkv, kv, attention, angles, x.dtype)
-        return self.output(out, attention.backend), kv
+        return self.output.update(out, attention.backend, attention.peers, turn=0), kv
 
     def attend(
         self,

@@ -20,9 +20,12 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.formats import Rows
 from jpaged.models.linear import Embedding, Linear, activation, linear, linear_rules
 from jpaged.models.norm import Norm, add_norm, add_norm_for, make_norm, norm_update
+from jpaged.models.sharding import Unsummed, summed
 from pallas_kernels import Backend, LayerKV, sum_partials
 
-Stream = tuple[Float[Array, "T D"], Float[Array, "parts T D"] | None, tuple[LayerKV, ...]]
+Stream = tuple[
+    Float[Array, "T D"], Float[Array, "parts T D"] | Unsummed | None, tuple[LayerKV, ...]
+]
 """What layers make of the residual stream: the stream is the first array plus the sum of the second
 (None stands for zeros), so that the norm that reads it next adds in the same pass; and the pool."""
 
@@ -41,9 +44,11 @@ class FeedForward(nnx.Module):
         """The projection that its rows go to."""
         return cast(Linear, self.up if self.gate_up is None else self.gate_up)
 
-    def __call__(self, x: Rows, backend: Backend) -> Float[Array, "parts T D"]:
-        """The perceptron, on each row; in split-K partials."""
-        return self.down(self.inner(x, backend), backend)
+    def __call__(
+        self, x: Rows, backend: Backend, peers: Int32[Array, "W"] | None = None
+    ) -> Float[Array, "parts T D"] | Unsummed:
+        """The perceptron, on each row; in split-K partials. `peers` is as of `AttentionInputs`."""
+        return self.down.update(self.inner(x, backend), backend, peers, turn=1)
 
     def inner(self, x: Rows, backend: Backend) -> Float[Array, "T F"]:
         """What the last projection is given."""
@@ -71,24 +76,24 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         hidden: Float[Array, "T D"],
-        update: Float[Array, "parts T D"] | None,
+        update: Float[Array, "parts T D"] | Unsummed | None,
         kv: LayerKV,
         attention: AttentionInputs,
         angles: RopeAngles | None = None,
-    ) -> tuple[Float[Array, "T D"], Float[Array, "parts T D"] | None, LayerKV]:
+    ) -> tuple[Float[Array, "T D"], Float[Array, "parts T D"] | Unsummed | None, LayerKV]:
         """One layer; takes and returns the residual stream as `Stream` has it, and its own pool."""
-        backend = attention.backend
+        backend, peers = attention.backend, attention.peers
         if "sum" in self.norms:
             update, kv = self.attention(hidden, kv, attention, angles)
-            hidden = self.attention_norm(hidden + sum_partials(update, hidden.dtype))
-            update = sum_partials(self.mlp(hidden, backend), hidden.dtype)
+            hidden = self.attention_norm(hidden + summed(update, hidden.dtype))
+            update = summed(self.mlp(hidden, backend, peers), hidden.dtype)
             return self.mlp_norm(hidden + update), None, kv
         qkv, first = self.attention.qkv, self.mlp.first
         rows, hidden = add_norm_for(qkv, self.attention_norm, hidden, update, backend)
         update, kv = self.attention(rows, kv, attention, angles)
         update = norm_update(self.attention_out_norm, update, hidden.dtype)
         rows, hidden = add_norm_for(first, self.mlp_norm, hidden, update, backend)
-        update = norm_update(self.mlp_out_norm, self.mlp(rows, backend), hidden.dtype)
+        update = norm_update(self.mlp_out_norm, self.mlp(rows, backend, peers), hidden.dtype)
         return hidden, update, kv
 
 
@@ -112,11 +117,11 @@ def _run_layer(
     definition: nnx.GraphDef,
     parameters: Any,  # nnx.State
     hidden: Float[Array, "T D"],
-    update: Float[Array, "parts T D"] | None,
+    update: Float[Array, "parts T D"] | Unsummed | None,
     kv: LayerKV,
     attention: AttentionInputs,
     angles: RopeAngles | None,
-) -> tuple[Float[Array, "T D"], Float[Array, "parts T D"] | None, LayerKV]:
+) -> tuple[Float[Array, "T D"], Float[Array, "parts T D"] | Unsummed | None, LayerKV]:
     """One layer. Inside a step's jit, layers alike are traced and lowered once; XLA inlines the
     calls, so the compiled step is unrolled all the same."""
     return nnx.merge(definition, parameters)(hidden, update, kv, attention, angles)
@@ -146,10 +151,13 @@ class Decoder(nnx.Module):
         self.lm_head = None if tied else tokens()
 
     def embed_tokens(
-        self, token_ids: Int32[Array, "T"], positions: Int32[Array, "T"]
+        self,
+        token_ids: Int32[Array, "T"],
+        positions: Int32[Array, "T"],
+        peers: Int32[Array, "W"] | None = None,
     ) -> Float[Array, "T D"]:
-        """The residual stream before the first layer."""
-        hidden, config = self.embed(token_ids), self.config
+        """The residual stream before the first layer. `peers` is as of `AttentionInputs`."""
+        hidden, config = self.embed(token_ids, peers), self.config
         if config.embedding_scale is not None:
             hidden *= jnp.asarray(config.embedding_scale, hidden.dtype)
         if self.project_in is not None:
@@ -184,7 +192,8 @@ class Decoder(nnx.Module):
         Raises:
             ValueError: the pool has not one entry a layer.
         """
-        hidden, head_size = self.embed_tokens(token_ids, positions), self.config.head_size
+        peers = attention.peers
+        hidden, head_size = self.embed_tokens(token_ids, positions, peers), self.config.head_size
         ropes = [layer.rope for layer in self.config.layers]
         tables = {r: rope_angles(positions, r, head_size) for r in dict.fromkeys(ropes) if r}
         angles = [None if rope is None else tables[rope] for rope in ropes]
@@ -192,7 +201,7 @@ class Decoder(nnx.Module):
         if self.final_norm is not None:
             hidden, _ = add_norm(self.final_norm, hidden, update, attention.backend)
         elif update is not None:
-            hidden += sum_partials(update, hidden.dtype)
+            hidden += summed(update, hidden.dtype)
         return hidden, new_pool
 
     def logits(self, hidden: Float[Array, "R D"]) -> Float32[Array, "R V"]:

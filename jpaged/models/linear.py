@@ -6,6 +6,7 @@ under the name that `Projection.format` has.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from jpaged.models.formats import (
     zeros,
 )
 from jpaged.models.fp8 import FP8_FORMATS
-from jpaged.models.sharding import AXIS, all_gather, all_reduce
+from jpaged.models.sharding import AXIS, Unsummed, all_gather, all_reduce, meet, summed
 from pallas_kernels import Backend, gated_silu, sum_partials
 
 
@@ -78,12 +79,38 @@ class Linear(nnx.Module):
         Several partials are float32. With a bias, or summed over devices, there is one, of x's
         dtype.
         """
-        rows = x if isinstance(x, FP8Rows) else x.reshape(x.shape[0], -1)
-        partials = self.format.partials(self, rows, backend)
+        partials = self._own_partials(x, backend)
         if self.projection.all_reduced:
             partials = all_reduce(sum_partials(partials, x.dtype))[None]
+        return self._finished(partials, x.dtype)
+
+    def update(
+        self,
+        x: Float[Array, "T *inputs"],
+        backend: Backend,
+        peers: Int32[Array, "W"] | None,
+        turn: int,
+    ) -> Float[Array, "parts T D"] | Unsummed:
+        """The same of a projection to the residual stream that devices may share. With `peers` (see
+        `sharding.all_reduce`) what adds the rows to the stream sums them, unless there is a bias.
+        """
+        if peers is None:
+            return self(x, backend)
+        unsummed = Unsummed(self._own_partials(x, backend), peers, turn)
+        if self.bias is None:
+            return unsummed
+        return self._finished(summed(unsummed, x.dtype)[None], x.dtype)
+
+    def _own_partials(
+        self, x: Float[Array, "T *inputs"] | FP8Rows, backend: Backend
+    ) -> Float[Array, "..."]:
+        rows = x if isinstance(x, FP8Rows) else x.reshape(x.shape[0], -1)
+        return self.format.partials(self, rows, backend)
+
+    def _finished(self, partials: Float[Array, "parts T width"], dtype: DTypeLike) -> Any:
+        """With the bias, and the axes of the outputs."""
         if self.bias is not None:  # as one row, which XLA adds within its product
-            partials = (sum_partials(partials, x.dtype) + self.bias[...].reshape(1, -1))[None]
+            partials = (sum_partials(partials, dtype) + self.bias[...].reshape(1, -1))[None]
         return partials.reshape(*partials.shape[:2], *self.projection.outputs)
 
     def rows(self, x: Rows, backend: Backend = Backend.XLA) -> Float[Array, "T *outputs"]:
@@ -162,16 +189,20 @@ class Embedding(nnx.Module):
         self.weight = zeros(dtype, rows, size)
         self.is_shared = is_shared
 
-    def __call__(self, ids: Int32[Array, "T"]) -> Float[Array, "T D"]:
-        """The rows `ids`; an id out of range reads the nearest row."""
+    def __call__(
+        self, ids: Int32[Array, "T"], peers: Int32[Array, "W"] | None = None
+    ) -> Float[Array, "T D"]:
+        """The rows `ids`; an id out of range reads the nearest row. With `peers` the devices meet
+        (`sharding.meet`)."""
         weight = self.weight[...]
         if not self.is_shared:
-            return jnp.take(weight, ids, axis=0, mode="clip")
+            found = jnp.take(weight, ids, axis=0, mode="clip")
+            return found if peers is None else found + meet(jnp.zeros((1, 1), found.dtype), peers)
         rows = weight.shape[0]
         ids = jnp.clip(ids, 0, rows * jax.lax.axis_size(AXIS) - 1) - jax.lax.axis_index(AXIS) * rows
         is_here = (ids >= 0) & (ids < rows)
         found = jnp.take(weight, ids, axis=0, mode="clip")
-        return all_reduce(jnp.where(is_here[:, None], found, jnp.zeros((), found.dtype)))
+        return meet(jnp.where(is_here[:, None], found, jnp.zeros((), found.dtype)), peers)
 
     def logits(self, hidden: Float[Array, "R D"]) -> Float32[Array, "R V"]:
         """Dot products with every row of the whole table, in float32."""

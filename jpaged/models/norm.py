@@ -9,7 +9,14 @@ from jaxtyping import Array, Float
 from jpaged.models.config import ModelConfig
 from jpaged.models.formats import FP8Rows, Rows, zeros
 from jpaged.models.linear import Linear
-from pallas_kernels import Backend, add_rms_norm, add_rms_norm_to_fp8, rms_norm, sum_partials
+from jpaged.models.sharding import AXIS, Unsummed, summed
+from pallas_kernels import (
+    Backend,
+    add_rms_norm,
+    add_rms_norm_to_fp8,
+    device_sum_norm,
+    rms_norm,
+)
 
 
 class RMSNorm(nnx.Module):
@@ -29,10 +36,17 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, self.scale, eps=self.eps)
 
     def add(
-        self, hidden: Float[Array, "T D"], update: Float[Array, "parts T D"], backend: Backend
+        self,
+        hidden: Float[Array, "T D"],
+        update: Float[Array, "parts T D"] | Unsummed,
+        backend: Backend,
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
         """The norm of hidden + sum(update), and that sum."""
-        return add_rms_norm(hidden, update, self.scale, eps=self.eps, backend=backend)
+        options = {"eps": self.eps, "backend": backend}
+        if isinstance(update, Unsummed):
+            shared = {"header": update.peers, "turn": update.turn}
+            return device_sum_norm(hidden, update.partials, self.scale, AXIS, **shared, **options)
+        return add_rms_norm(hidden, update, self.scale, **options)
 
     def add_to_fp8(
         self,
@@ -67,10 +81,13 @@ class LayerNorm(nnx.Module):
         return wide.astype(x.dtype)
 
     def add(
-        self, hidden: Float[Array, "T D"], update: Float[Array, "parts T D"], backend: Backend
+        self,
+        hidden: Float[Array, "T D"],
+        update: Float[Array, "parts T D"] | Unsummed,
+        backend: Backend,
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
         """The norm of hidden + sum(update), and that sum."""
-        hidden += sum_partials(update, hidden.dtype)
+        hidden += summed(update, hidden.dtype)
         return self(hidden), hidden
 
 
@@ -89,7 +106,7 @@ def make_norm(config: ModelConfig, size: int, *, dtype: DTypeLike) -> Norm:
 def add_norm(
     norm: Norm,
     hidden: Float[Array, "T D"],
-    update: Float[Array, "parts T D"] | None,
+    update: Float[Array, "parts T D"] | Unsummed | None,
     backend: Backend,
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
     """The norm of hidden + sum(update), and that sum; an update of None stands for zeros."""
@@ -100,18 +117,20 @@ def add_norm_for(
     reader: Linear,
     norm: Norm,
     hidden: Float[Array, "T D"],
-    update: Float[Array, "parts T D"] | None,
+    update: Float[Array, "parts T D"] | Unsummed | None,
     backend: Backend,
 ) -> tuple[Rows, Float[Array, "T D"]]:
     """As `add_norm`, for the only projection that reads the norm's rows: they are in FP8 where it
     takes them so, and one kernel does both."""
     if update is None or reader.row_scales is None or not isinstance(norm, RMSNorm):
         return add_norm(norm, hidden, update, backend)
+    if isinstance(update, Unsummed):
+        update = summed(update, hidden.dtype)[None]
     return norm.add_to_fp8(hidden, update, backend, grouped=reader.row_scales == "group")
 
 
 def norm_update(
-    norm: Norm | None, update: Float[Array, "parts T D"], dtype: DTypeLike
-) -> Float[Array, "_ T D"]:
+    norm: Norm | None, update: Float[Array, "parts T D"] | Unsummed, dtype: DTypeLike
+) -> Float[Array, "_ T D"] | Unsummed:
     """The norm of sum(update), as one part; the update as it is where there is no norm."""
-    return update if norm is None else norm(sum_partials(update, dtype))[None]
+    return update if norm is None else norm(summed(update, dtype))[None]

@@ -10,13 +10,17 @@ arrays side by side along one axis, in the order of the mesh.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels import device_sum, lost_peers, sum_partials
 
 AXIS = "tensor"
 """The mesh's one axis."""
@@ -37,8 +41,50 @@ def make_mesh(devices: Sequence[Any], count: int) -> Mesh | None:
     return None if count == 1 else Mesh(np.array(devices[:count]), (AXIS,))
 
 
-def all_reduce(x: jax.Array) -> jax.Array:
-    """The sum of the devices' arrays, on each of them."""
+def all_reduce(
+    x: Float[Array, "T D"], peers: Int32[Array, "W"] | None = None, turn: int = 0
+) -> Float[Array, "T D"]:
+    """The sum of the devices' rows, on each of them.
+
+    Args:
+        x: a device's rows.
+        peers: what it knows of the others (`pallas_kernels.exchange_header`), if it may sum through
+            their memory.
+        turn: 0 and 1 in turn over a program's sums with `peers`, of which it has an even number.
+    """
+    return device_sum(x, AXIS, header=peers, turn=turn)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["partials", "peers"], meta_fields=["turn"])
+@dataclass(frozen=True)
+class Unsummed:
+    """Rows that are still to be summed over devices, so that the norm behind can do it at once.
+
+    Attributes:
+        partials: A device's own, as split-K partials.
+        peers, turn: As of `all_reduce`.
+    """
+
+    partials: Float[Array, "parts T D"]
+    peers: Int32[Array, "W"]
+    turn: int
+
+
+def summed(update: Float[Array, "parts T D"] | Unsummed, dtype: DTypeLike) -> Float[Array, "T D"]:
+    """The sum of split-K partials, and over devices where that is to be done."""
+    if isinstance(update, Unsummed):
+        return all_reduce(sum_partials(update.partials, dtype), update.peers, update.turn)
+    return sum_partials(update, dtype)
+
+
+def meet(x: Float[Array, "T D"], peers: Int32[Array, "W"] | None) -> Float[Array, "T D"]:
+    """The sum of the devices' rows with which a program that has `peers` begins.
+
+    XLA's: no device goes on before all are there, with the program loaded, so that none waits in a
+    kernel for one that is not. If one has lost another, all rows are NaN on all devices.
+    """
+    if peers is not None:
+        x += lost_peers(peers).astype(x.dtype)
     return lax.psum(x, AXIS)
 
 

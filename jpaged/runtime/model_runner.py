@@ -18,6 +18,7 @@ from jpaged.core.request import Request, Sequence
 from jpaged.runtime.allocation_guard import make_places
 from jpaged.runtime.batch import RowTable, device_order, pack_decode, pack_prefill
 from jpaged.runtime.buckets import round_up
+from jpaged.runtime.peer_memory import PeerMemory
 from jpaged.runtime.programs import (
     BLOCK_COPIES_CHUNK,
     BURST_LEVELS,
@@ -32,6 +33,7 @@ from jpaged.runtime.results import (
     StepHandle,
     StepResult,
     TokenScores,
+    await_devices,
     score_prompts,
 )
 from jpaged.runtime.runtime_config import RuntimeConfig
@@ -127,8 +129,15 @@ class ModelRunner:
             out_shardings=jax.tree.map(lambda s: s.sharding, state),
         )
         self._kv, self._last_tokens, self._sampling_state = zeros()
+        mesh, has_peers = split.mesh, shapes.peers is not None
+        self._peers = PeerMemory(mesh) if mesh is not None and has_peers else None
+        # What forward programs have beyond what they have on a single device.
+        self._more = {} if self._peers is None else {"peers": self._peers.headers}
+        check = None if self._peers is None else self._peers.check
+        self._of_devices = {"check": check, "is_shared": mesh is not None}
+        self._wait = jax.block_until_ready if mesh is None else await_devices
         # Behind all that stays, before any step: where its small buffers go. Held, never read.
-        devices = [None] if split.mesh is None else split.mesh.devices.ravel().tolist()
+        devices = [None] if mesh is None else mesh.devices.ravel().tolist()
         self._guards = make_places(devices) if config.backend is Backend.TRITON else []
 
     def launch(self, plan: StepPlan, sampling: SamplingOf) -> StepHandle:
@@ -187,7 +196,9 @@ class ModelRunner:
         if step.arrivals is not None:
             self._kv = self._images.place(self._kv, step.arrivals)
         faults, self._faults = tuple(self._faults), []
-        return StepHandle(step.plan, sampled, step.scores, step.places, faults=faults)
+        return StepHandle(
+            step.plan, sampled, step.scores, step.places, faults=faults, **self._of_devices
+        )
 
     def fits_burst(self, plan: StepPlan, goal: Goal) -> bool:
         """Whether a burst may hold the plan: a decode step of as many sequences as the goal allows,
@@ -214,7 +225,10 @@ class ModelRunner:
             places.append(place)
         sampled = _on_its_way(self._run_burst(np.stack(packed), level), level)
         steps = enumerate(zip(plans, places, strict=True))
-        return [StepHandle(plan, sampled, {}, place, (i,)) for i, (plan, place) in steps]
+        return [
+            StepHandle(plan, sampled, {}, place, (i,), **self._of_devices)
+            for i, (plan, place) in steps
+        ]
 
     def _in_order(self, plan: StepPlan) -> tuple[np.ndarray, Scheduled, np.ndarray]:
         """Where the device has each of the plan's sequences; they as it has them; their rows."""
@@ -227,7 +241,7 @@ class ModelRunner:
     def wait(self) -> None:
         """Wait until all that was launched is done, images included."""
         self._images.wait()
-        jax.block_until_ready((self._kv, self._last_tokens))
+        self._wait((self._kv, self._last_tokens))
 
     def warm_up(self) -> None:
         """Run every program on padding alone, twice: a GPU records its launches the first time."""
@@ -240,16 +254,16 @@ class ModelRunner:
                 logits = self.programs["mask", num_rows](logits, everything)
                 for level in sampler_levels(self._config):
                     # One at a time: the memory account counts the steps of the loop, not a queue.
-                    jax.block_until_ready(self._sample(logits, inputs, level))
+                    self._wait(self._sample(logits, inputs, level))
             for size, level in of_kind(self.programs, "decode_burst"):
                 padding = self._pack_decode(*none, batch_size=size)
-                jax.block_until_ready(
-                    self._run_burst(np.stack([padding] * self.burst_steps), level)
-                )
+                self._wait(self._run_burst(np.stack([padding] * self.burst_steps), level))
             for shape in of_kind(self.programs, "prefill"):
                 logits, _, inputs = self._run_prefill(*none, *shape)
-                jax.block_until_ready(self._sample(logits, inputs, SamplerLevel.GREEDY))
+                self._wait(self._sample(logits, inputs, SamplerLevel.GREEDY))
         self._kv = self._images.warm_up(self._kv, self._config.num_host_blocks)
+        if self._peers is not None:
+            self._peers.check()
 
     def _move(self, kind: str, pairs: Collection[tuple[int, int]], size: int, null: int) -> None:
         """Launch a program over (source, target) pairs, `size` at a time, filled with `null`."""
@@ -315,6 +329,7 @@ class ModelRunner:
             last_tokens=self._last_tokens,
             sampling=self._sampling_state if adjusted else None,
             packed=packed,
+            **self._more,
         )
         if adjusted:
             self._sampling_state = state
@@ -323,14 +338,14 @@ class ModelRunner:
     def _run_decode(self, scheduled: Scheduled, rows: np.ndarray, size: int, num_rows: int):
         packed = self._pack_decode(scheduled, rows, batch_size=num_rows)
         logits, inputs, self._kv = self.programs["decode", size](
-            self._leaves, state=self._kv, last_tokens=self._last_tokens, packed=packed
+            self._leaves, state=self._kv, last_tokens=self._last_tokens, packed=packed, **self._more
         )
         return logits, inputs
 
     def _run_prefill(self, scheduled: Scheduled, rows: np.ndarray, tokens: int, size: int):
         packed = self._pack_prefill(scheduled, rows, num_tokens=tokens, batch_size=size)
         logits, hidden, inputs, self._kv = self.programs["prefill", (tokens, size)](
-            self._leaves, state=self._kv, last_tokens=self._last_tokens, packed=packed
+            self._leaves, state=self._kv, last_tokens=self._last_tokens, packed=packed, **self._more
         )
         return logits, hidden, inputs
 

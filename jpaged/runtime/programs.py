@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jpaged.models.config import ModelConfig
 from jpaged.models.sharding import mesh_of, over, own_shape
 from jpaged.runtime.kv_cache import HEADS_AXIS, KVState, make_pool
+from jpaged.runtime.peer_memory import header_shape
 from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.sampler import (
     EVERYTHING,
@@ -79,6 +80,8 @@ class Shapes:
     last_tokens: jax.ShapeDtypeStruct
     sampling: SamplingState
     hidden: jax.ShapeDtypeStruct
+    peers: jax.ShapeDtypeStruct | None = None
+    """Headers of the devices' peer memories, side by side; None where sums do not go through it."""
 
     @staticmethod
     def of(model: ModelConfig, config: RuntimeConfig, dtype, mesh: Mesh | None = None) -> "Shapes":
@@ -110,6 +113,7 @@ class Shapes:
             last_tokens=on_all(int32(rows)),
             sampling=on_all(jax.eval_shape(lambda: init_state(rows, config.vocab_size))),
             hidden=jax.ShapeDtypeStruct((model.hidden_size,), dtype),
+            peers=None if mesh is None or not config.peer_memory else header_shape(mesh),
         )
 
 

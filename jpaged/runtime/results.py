@@ -1,5 +1,6 @@
 """What a launched step leaves on its way to the host, and what the host reads of it."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +14,30 @@ from jpaged.core.request import Candidates, Request
 from jpaged.runtime.programs import PROMPT_LOGPROBS_CHUNK
 from jpaged.sampling_params import SamplingParams
 from pallas_kernels import NUM_FACTS
+
+LONGEST_STEP = 300.0
+"""Seconds after which a step of several devices is taken for one that never ends: in a collective
+each waits for the others as long as it takes, and nothing can break that off."""
+
+_LOOK = 2e-5  # seconds between two looks
+
+
+def await_devices(arrays: Any) -> None:
+    """Wait until arrays over several devices are computed.
+
+    Raises:
+        RuntimeError: they are not after `LONGEST_STEP` seconds.
+    """
+    end = time.monotonic() + LONGEST_STEP
+    for array in jax.tree.leaves(arrays):
+        while not array.is_ready():
+            if time.monotonic() > end:
+                raise RuntimeError(
+                    f"a step has not ended after {LONGEST_STEP:g} s: one of the devices that share "
+                    "the model has failed or hangs; end this process, and make a new engine in "
+                    "another"
+                )
+            time.sleep(_LOOK)
 
 
 @dataclass(frozen=True)
@@ -100,6 +125,8 @@ class StepHandle:
     sequences in an order of its own; `places[i]` is where `plan.scheduled[i]` is in it. The steps
     of a burst share one array; `index` is the step's own there. `faults` are requests whose
     sampling could not be set up, and why: they are in the step, but their tokens mean nothing.
+    `check` is asked where a sequence has no token: it raises if that is the devices' fault. A step
+    `is_shared` by several devices is not waited for without end.
     """
 
     plan: StepPlan
@@ -108,15 +135,25 @@ class StepHandle:
     places: np.ndarray
     index: tuple[int, ...] = ()
     faults: tuple[tuple[Request, Exception], ...] = ()
+    check: Callable[[], None] | None = None
+    is_shared: bool = False
 
     def read(self) -> StepResult:
-        """Wait for the step and give its results."""
+        """Wait for the step and give its results.
+
+        Raises:
+            RuntimeError: a device has lost another one, or hangs.
+        """
         if self.sampled is None:
             return StepResult(np.zeros(0, np.int32), None, {})
+        if self.is_shared:
+            await_devices(self.sampled)
         tokens, scores = np.asarray(self.sampled)[self.index][self.places], None
         if tokens.ndim == 2:  # the scores [B, W], whose first column are the tokens
             scores = TokenScores(tokens)
             tokens = np.ascontiguousarray(tokens[:, 0])
+        if self.check is not None and (tokens < 0).any():
+            self.check()
         prompts = {
             seq_id: TokenScores(np.concatenate([np.asarray(chunk) for chunk in chunks])[:count])
             for seq_id, (count, chunks) in self.prompt_logprobs.items()

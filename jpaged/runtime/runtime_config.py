@@ -23,6 +23,7 @@ class RuntimeConfig:
         num_host_blocks: Blocks of host memory to swap to; 0 where nothing is swapped.
         few_programs: Compile fewer shapes, and pad more: for devices that compile slowly.
         num_scheduler_steps: Steps of a burst; 1 for none.
+        peer_memory: Devices that share the model sum through each other's memory.
     """
 
     block_size: int
@@ -35,6 +36,7 @@ class RuntimeConfig:
     num_host_blocks: int = 0
     few_programs: bool = False
     num_scheduler_steps: int = 1
+    peer_memory: bool = False
 
     @property
     def max_blocks_per_seq(self) -> int:

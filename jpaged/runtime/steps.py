@@ -53,6 +53,7 @@ def decode_step(
     *,
     batch_size: int,
     backend: Backend,
+    peers: Int32[Array, "W"] | None = None,
 ) -> tuple[Float32[Array, "G V"], SampleInputs, KVState]:
     """One token of every sequence.
 
@@ -64,6 +65,8 @@ def decode_step(
             logits are to have (G).
         batch_size: How many of these may be sequences (B), static; the others are padding.
         backend: The kernels' implementation.
+        peers: What the device knows of those that share the model with it, if they sum through each
+            other's memory (`pallas_kernels.exchange_header`).
 
     Returns:
         The logits that follow each sequence's token, what sampling needs, and the new state.
@@ -83,6 +86,7 @@ def decode_step(
         slot_mapping=_slots(own_tables, own, positions, state.pool[0].k.shape[1]),
         query_start_loc=None,
         backend=backend,
+        peers=peers,
     )
     hidden, pool = model(tokens, positions, state.pool, attention, run_layers)
     hidden = jnp.pad(hidden, ((0, packed.shape[0] - batch_size), (0, 0)))
@@ -100,11 +104,12 @@ def prefill_step(
     batch_size: int,
     backend: Backend,
     shared: Callable | None = None,
+    peers: Int32[Array, "W"] | None = None,
 ) -> tuple[Float32[Array, "B V"], Float[Array, "T D"], SampleInputs, KVState]:
     """Any number of tokens of every sequence, flattened; decode rows may ride along.
 
     Args:
-        model, state, last_tokens, backend: As for `decode_step`.
+        model, state, last_tokens, backend, peers: As for `decode_step`.
         packed: The batch (`jpaged.runtime.batch.pack_prefill`).
         num_tokens: Tokens of the bucket (T), static.
         batch_size: Sequences of the bucket (B), static.
@@ -126,6 +131,7 @@ def prefill_step(
         query_start_loc=starts,
         backend=backend,
         shared=shared,
+        peers=peers,
     )
     hidden, pool = model(tokens, positions, state.pool, attention, run_layers)
     logits = model.logits(hidden[jnp.maximum(starts[1:] - 1, 0)])
@@ -145,11 +151,12 @@ def decode_burst_step(
     backend: Backend,
     max_logprobs: int,
     shared: Callable | None = None,
+    peers: Int32[Array, "W"] | None = None,
 ) -> tuple[Sampled, Int32[Array, "R"], SamplingState | None, KVState]:
     """Several decode steps one after the other, each sampled: one launch for the host.
 
     Args:
-        model, backend: As for `decode_step`.
+        model, backend, peers: As for `decode_step`.
         state, last_tokens: As for `decode_step` (donate both).
         sampling, level, max_logprobs: As for `sample_step` (donate the first).
         packed: The steps' batches, in order; each takes the tokens that the one before sampled.
@@ -163,7 +170,7 @@ def decode_burst_step(
     def run(carry, one):
         last, own, kv = carry
         logits, inputs, kv = decode_step(
-            model, kv, last, one, batch_size=one.shape[0], backend=backend
+            model, kv, last, one, batch_size=one.shape[0], backend=backend, peers=peers
         )
         sampled, last, own = sample_step(logits, inputs, last, own, **options)
         return (last, own, kv), sampled

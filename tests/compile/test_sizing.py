@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from bench.common import ALL_SHAPES
 from jpaged.compile.sizing import POOL_GRANULE, Sizing
 from jpaged.config import EMBEDDED_MODEL, EngineConfig
 from jpaged.engine import startup
@@ -46,6 +47,25 @@ def test_of_devices_that_share_a_model_the_least_decides():
     per_block = account.kv_cache // runtime.num_blocks
     assert per_block * 2 == block_bytes(MODEL, 16, FLOAT32)
     assert account.swap == runtime.num_host_blocks * 2 * per_block <= 0.01 * 2**30
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_model_that_no_device_holds_fits_two(count: int):
+    """Llama-3's of 70 billion parameters, 131 GiB, in nine tenths of an H200's 139.8 GiB."""
+    stats = {"bytes_limit": int(0.9 * 139.8 * 2**30), "bytes_in_use": 0}
+    device = SimpleNamespace(platform="cpu", device_kind="X", memory_stats=lambda: stats)
+    model, dtype = read_model_config(ALL_SHAPES["llama-70b"]), jnp.dtype(jnp.bfloat16)
+    split = SplitModel.of(model_shapes(model, dtype, make_mesh(jax.devices(), count)))
+    limits: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 8192}
+    limits["max_model_len"] = 2048
+    config = EngineConfig(tensor_parallel_size=count, **limits)
+    if count == 1:
+        with pytest.raises(ValueError, match=r"weights take 131\.4 GiB as bfloat16.*more devices"):
+            Sizing(config, model, split, dtype, [device])
+        return
+    runtime, account, _ = Sizing(config, model, split, dtype, [device] * count).fit(3 * 2**30)
+    assert account.weights == pytest.approx(65.7 * 2**30, rel=1e-3)
+    assert (runtime.num_blocks - 1) * runtime.block_size > 64 * 2048
 
 
 def test_a_narrower_pool_has_more_blocks_of_what_is_left():

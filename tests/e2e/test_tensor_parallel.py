@@ -3,16 +3,21 @@
 They are virtual ones of the processor; on a machine with GPUs (`pytest -m gpu2`) they are those.
 """
 
+import ctypes
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from e2e_options import LOOPS, QUESTION, Engines, run
+from e2e_options import LOOPS, QUESTION, SMALL, Engines, run
 
 from jpaged import Engine, SamplingParams
+from jpaged.compile import sizing
+from jpaged.runtime import model_runner, peer_memory, results
 
 pytestmark = pytest.mark.gpu2
 
@@ -227,3 +232,106 @@ def test_every_device_draws_the_same_tokens(engines: Engines):
                 num_compared += 1
     both.take_deltas()
     assert num_compared > 100
+
+
+@pytest.fixture
+def peer_memories(monkeypatch: pytest.MonkeyPatch) -> list[peer_memory.PeerMemory]:
+    """Those of the engines that a test makes, which have some; of a processor's devices too, whose
+    programs are then those of GPUs but for the sums themselves."""
+    made: list[peer_memory.PeerMemory] = []
+
+    class Noted(peer_memory.PeerMemory):
+        def __init__(self, *arguments: Any):
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr(model_runner, "PeerMemory", Noted)
+    if jax.default_backend() == "cpu":
+        monkeypatch.setattr(sizing, "can_exchange", lambda devices, dtype: len(devices) > 1)
+        monkeypatch.setattr(peer_memory, "exchange_words", lambda n, backend: (4 + 2 * (n + 1), 64))
+    return made
+
+
+@pytest.mark.parametrize("loop", [*LOOPS])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_device_that_has_lost_another_ends_the_engine(
+    peer_memories: list[peer_memory.PeerMemory],
+    compilation_cache: Path,
+    place: int,
+    loop: str,
+):
+    """Whichever it is, no request gets a token of what was computed since, and all get an error."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("writes where a kernel would, in memory that a processor has")
+    options = {"num_blocks": 129, "dtype": "float32", **SMALL, **LOOPS[loop]}
+    engine = Engine(tensor_parallel_size=2, compilation_cache_dir=compilation_cache, **options)
+    assert engine.runtime_config.peer_memory
+    params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+    whole = engine.generate([QUESTION], params)[0].outputs[0].token_ids
+    (memory,) = peer_memories
+    for name in ("first", "second"):
+        engine.add_request(QUESTION, params, request_id=name)
+    told: dict[str, list[int]] = {"first": [], "second": []}
+
+    def go_on() -> None:
+        while engine.has_work:
+            engine.advance()
+            for delta in engine.take_deltas():
+                for one in delta.deltas:
+                    told[delta.request_id] += one.token_ids
+
+    for _ in range(4):
+        engine.advance()
+    address = memory.headers.addressable_shards[place].data.unsafe_buffer_pointer()
+    jax.block_until_ready(jax.live_arrays())
+    ctypes.c_int32.from_address(address).value = 1
+    with pytest.raises(RuntimeError, match=r"waited in vain for the other devices"):
+        go_on()
+    with pytest.raises(RuntimeError, match="the engine failed in an earlier step"):
+        engine.add_request(QUESTION, params)
+    for tokens in told.values():
+        assert len(tokens) < len(whole)
+        assert tokens == list(whole[: len(tokens)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt2", "opt-350m", "llama", "gemma3_text"])
+def test_sums_through_peer_memory_are_where_each_kind_of_layer_has_them(
+    engines: Engines,
+    peer_memories: list[peer_memory.PeerMemory],
+    compilation_cache: Path,
+    folders: Callable[[str], Path],
+    family: str,
+):
+    """Before a norm, after a bias, with the norm on the sum, and with one more before the sum."""
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(2, 96, n).tolist() for n in (1, 5, 33)]
+    options = {"skip_tokenizer_init": True, **TINY}
+    alone = shared(engines, 1, folders(family), **options)
+    options |= {"num_blocks": 129, "compilation_cache_dir": compilation_cache}
+    both = Engine(folders(family), tensor_parallel_size=2, dtype="float32", **options)
+    assert len(peer_memories) == (jax.default_backend() == "cpu")  # on GPUs bfloat16 alone has any
+    assert tokens_of(both, prompts) == tokens_of(alone, prompts)
+
+
+def test_a_step_that_never_ends_ends_the_engine(
+    compilation_cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As where a device waits in a collective for one that has failed."""
+    options = {"num_blocks": 129, "dtype": "float32", **SMALL}
+    engine = Engine(tensor_parallel_size=2, compilation_cache_dir=compilation_cache, **options)
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    engine.add_request(QUESTION, params)
+    for _ in range(3):
+        engine.advance()
+    never = SimpleNamespace(is_ready=lambda: False)
+
+    def stuck(*arguments: Any, **more: Any) -> results.StepHandle:
+        return replace(results.StepHandle(*arguments, **more), sampled=never)
+
+    monkeypatch.setattr(model_runner, "StepHandle", stuck)
+    monkeypatch.setattr(results, "LONGEST_STEP", 0.2)
+    with pytest.raises(RuntimeError, match=r"a step has not ended after 0\.2 s: one of"):
+        run(engine)
+    with pytest.raises(RuntimeError, match="the engine failed in an earlier step"):
+        engine.add_request(QUESTION, params)

@@ -263,3 +263,11 @@ def _attend(q, keys, values, position, scale, soft_cap, sliding_window):
         weights = np.exp(scores - scores.max())
         out[n] = (weights / weights.sum()) @ values[:, n // group]
     return out
+
+
+def device_sum(rows):
+    """The sum of the devices' rows [n, T, D] in their order, in float32, rounded once."""
+    total = np.zeros(rows.shape[1:], np.float32)
+    for own in rows:
+        total = total + own.astype(np.float32)
+    return total.astype(rows.dtype)

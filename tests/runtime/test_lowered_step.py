@@ -46,7 +46,12 @@ BURST = "decode_burst", (8, SCORED_GREEDY)
 
 
 def all_recipes(
-    shape: str, num_layers: int, num_devices: int = 1, kv_cache_dtype: str | None = None
+    shape: str,
+    num_layers: int,
+    num_devices: int = 1,
+    kv_cache_dtype: str | None = None,
+    *,
+    peer_memory: bool = False,
 ) -> dict[Any, Recipe]:
     """What an engine of a shape's first layers would compile on GPUs, with nothing allocated."""
     config = read_model_config({**SHAPES[shape], "num_hidden_layers": num_layers})
@@ -60,6 +65,7 @@ def all_recipes(
         config.vocab_size,
         Backend.TRITON,
         num_scheduler_steps=GPU_DEFAULTS.num_scheduler_steps,
+        peer_memory=peer_memory,
     )
     mesh = make_mesh(jax.devices(), num_devices)
     split = SplitModel.of(model_shapes(config, jnp.bfloat16, mesh))
@@ -137,6 +143,40 @@ def test_a_shared_step_sums_over_devices_twice_a_layer(name: tuple):
         text = lowered(recipe, recipe.step)
     assert launches(text, '"stablehlo.all_reduce"')['"stablehlo.all_reduce"'] == 2 * 2 + 1
     assert launches(text)[KERNEL] >= 2 * 3
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ >= (0, 12),
+    reason="takes the kind of device from the mesh, whose devices are processors here",
+)
+@pytest.mark.parametrize("name", [("decode", 64), BURST, ("prefill", (512, 8))], ids=str)
+def test_a_shared_step_sums_through_peer_memory_where_it_may(name: tuple):
+    """XLA's sum is the first one, in which the devices meet; layers take turns of the memory."""
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+        recipe = all_recipes("qwen3-0.6b", 2, num_devices=2, peer_memory=True)[name]
+        text = lowered(recipe, recipe.step)
+        exported = recipe.exported(("cuda",))
+    # A kernel's text has its name twice.
+    kernel = "device_sum" if name[0] == "prefill" else "device_sum_norm"
+    turns = [f"{kernel}_{turn}" for turn in (0, 1)]
+    counted = launches(text, '"stablehlo.all_reduce"', *turns)
+    assert counted['"stablehlo.all_reduce"'] == 1
+    assert [counted[turn] for turn in turns] == [2 * 2, 2 * 2]
+    assert recipe.keywords["peers"].shape == (2 * 10,)
+    assert not any("peers" in it for it in recipe.donate)
+    export.deserialize(bytearray(exported.serialize()))
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ >= (0, 12),
+    reason="takes the kind of device from the mesh, whose devices are processors here",
+)
+def test_a_long_prompts_rows_are_summed_by_xla():
+    """They are more than peer memory takes."""
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+        recipe = all_recipes("qwen3-0.6b", 2, num_devices=2, peer_memory=True)["prefill", (8192, 8)]
+        text = lowered(recipe, recipe.step)
+    assert launches(text, '"stablehlo.all_reduce"')['"stablehlo.all_reduce"'] == 2 * 2 + 1
 
 
 def test_layers_alike_are_lowered_once():

@@ -1,10 +1,12 @@
 """A real server: `python -m jpaged.serve` in a process of its own."""
 
+import os
 import re
 import resource
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 ARGUMENTS = (
@@ -23,11 +25,17 @@ class ServerProcess:
     """
 
     def __init__(
-        self, cache: Path, *arguments: str, wait: bool = True, num_files: int | None = None
+        self,
+        cache: Path,
+        *arguments: str,
+        wait: bool = True,
+        num_files: int | None = None,
+        environment: Mapping[str, str] | None = None,
     ):
         command = [sys.executable, "-m", "jpaged.serve", *ARGUMENTS]
         command += ["--compilation-cache-dir", str(cache), *arguments]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        around = {**os.environ, **(environment or {})}
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=around)
         if num_files is not None:  # it is not looking yet
             resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, (num_files, num_files))
         self.log = ""

@@ -155,6 +155,48 @@ def test_an_engine_that_dies_or_hangs_ends_the_server(how: int, compilation_cach
         server.end()
 
 
+BLOCKED_STEP = """
+import ctypes, os, sys
+if "jpaged.serve.worker" in sys.orig_argv:
+    from jpaged.runtime.results import StepHandle
+    read = StepHandle.read
+
+    def wait(step):
+        while os.path.exists({flag!r}):
+            ctypes.{library}(None).sleep(1)
+        return read(step)
+
+    StepHandle.read = wait
+"""
+
+
+@pytest.mark.parametrize("library", ["CDLL", "PyDLL"])
+def test_a_step_that_does_not_end_ends_the_server(
+    tmp_path: Path, compilation_cache: Path, library: str
+):
+    """As where a device waits for another in a collective: whether or not the library that waits
+    lets other threads have the interpreter."""
+    flag = tmp_path / "blocked"
+    code = BLOCKED_STEP.format(flag=str(flag), library=library)
+    (tmp_path / "sitecustomize.py").write_text(code, encoding="utf-8")
+    path = os.pathsep.join([str(tmp_path), os.getcwd()])
+    around = {"PYTHONPATH": path}
+    server = ServerProcess(compilation_cache, "--hang-timeout", "2", environment=around)
+    try:
+        worker = worker_of(server.process.pid)
+        thread, found = ask_meanwhile(server.url, {**LONG, "prompt": ["Hello"] * 64})
+        wait_until_it_runs(server.url)
+        flag.touch()
+        assert server.wait(20) == 1
+        thread.join()
+        assert found[0].status_code == 503
+        assert "stood still for 2 s (--hang-timeout)" in server.log
+        assert b"worker" not in command_of(worker)
+    finally:
+        flag.unlink(missing_ok=True)
+        server.end()
+
+
 def test_a_server_that_was_stopped_does_not_take_its_engine_for_hung(compilation_cache: Path):
     server = ServerProcess(compilation_cache, "--hang-timeout", "2")
     try:

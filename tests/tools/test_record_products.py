@@ -7,7 +7,7 @@ import pytest
 
 from jpaged.compile.gemm_autotuning import Record, autotuning_folder, read_record
 from tools import record_products
-from tools.record_products import first_of_each_products, measure, results
+from tools.record_products import first_of_each_products, measure, results, rows_measured
 
 
 def test_results_are_found_by_their_paths_and_nothing_else_is(tmp_path: Path):
@@ -33,6 +33,12 @@ def test_each_kind_of_products_is_measured_once():
     assert sorted(chosen) == [("head", 64), *(("layers", n) for n in rows)]
 
 
+def test_devices_that_share_a_model_have_products_of_their_own():
+    alone, shared = (rows_measured("qwen3-0.6b", count) for count in (1, 2))
+    assert [*alone.values()] == [*shared.values()]
+    assert alone.keys().isdisjoint(shared)
+
+
 def test_the_engine_that_measures_the_rest_finds_the_products_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -46,8 +52,8 @@ def test_the_engine_that_measures_the_rest_finds_the_products_recorded(
 
     found.mkdir(parents=True)
     (found / "product.pb").write_bytes(b"fast")
-    monkeypatch.setattr(record_products, "first_of_each_products", lambda _: [])
-    monkeypatch.setattr(record_products, "rows_measured", lambda _: {"a model": [8]})
+    monkeypatch.setattr(record_products, "first_of_each_products", lambda *_: [])
+    monkeypatch.setattr(record_products, "rows_measured", lambda *_: {"a model": [8]})
     monkeypatch.setattr(record_products, "make_engine", start)
     kept = Record({"another": [16]}, {"device/kept.pb": b"kept", "device/product.pb": b"slow"})
     record = measure("shape", str(tmp_path), path, kept)
