@@ -24,6 +24,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from bench.compare import parse_arguments
 from bench.records import print_table, record
 from jpaged.models.sharding import AXIS, all_reduce, make_mesh, meet
 from jpaged.runtime.peer_memory import PeerMemory, can_exchange
@@ -137,7 +138,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--way", choices=[*WAYS], help="only this one, in this process")
-    args = parser.parse_args()
+    args = parse_arguments(parser)
     if args.way is not None:
         work(args.way, args.devices, args.repeats)
         return

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench.common import AS_VLLM, SHAPES, random_prompts
+from bench.compare import parse_arguments
 from bench.records import print_table, record
 from bench.synthetic_tokenizer import write_tokenizer
 from jpaged import Engine, SamplingParams, StructuredOutputs
@@ -254,7 +255,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="less of everything, for CPUs")
     parser.add_argument("--answers", type=int, help=f"of the shares ({Size().answers})")
     parser.add_argument("--num-scheduler-steps", type=int, help="1: no bursts, which forms end")
-    args = parser.parse_args()
+    args = parse_arguments(parser)
     size = QUICK if args.quick else Size()
     size = size if args.answers is None else size._replace(answers=args.answers)
     with _folder(args.shape) as folder:
