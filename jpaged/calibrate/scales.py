@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -38,7 +37,7 @@ _LEAST = 1e-30
 
 SCALES_NAME = "kv_scales.safetensors"
 LINKED_SINGLE = "weights.safetensors"
-"""What `model.safetensors` is linked as: a checkpoint with a file of that name has no others."""
+"""What `model.safetensors` is linked as."""
 
 SCHEME = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
 """compressed-tensors' words for one scale of all keys of a layer, and one of all values."""
@@ -69,6 +68,11 @@ def calibrate(
     source, folder = resolve_checkpoint(model), Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is there already; give a folder that is new, or empty")
+    if all((source / name).exists() for name in (SINGLE_NAME, LINKED_SINGLE)):
+        raise CheckpointError(
+            f"{source} has {SINGLE_NAME}, which is linked as {LINKED_SINGLE}, and a file of that "
+            "name too; rename it"
+        )
     content = read_config(source)
     config = read_model_config(content)
     if config.quantization is not None and config.quantization.has_kv_scales:
@@ -167,8 +171,10 @@ def _write(
     for file in sorted(source.iterdir()):
         if file.is_file() and file.name not in ("config.json", INDEX_NAME):
             os.symlink(file.resolve(), folder / linked.get(file.name, file.name))
-    matches = (re.match(r"(.*?)layers\.\d+\.", it.name) for it in tensors)
-    prefix = next((found[1] for found in matches if found), "")
+    # What stands before the names of layers differs by family and may be left out; where it is the
+    # usual one, other loaders find the scales too.
+    is_usual = any(it.name.startswith("model.layers.") for it in tensors)
+    prefix = "model." if is_usual else ""
     own = {
         f"{prefix}{layer}.self_attn.{kind}_scale": np.asarray([scale], np.float32)
         for layer, pair in scales.items()

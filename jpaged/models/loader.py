@@ -81,9 +81,6 @@ _OTHER_SCALE = {"k_scale": "v_scale", "v_scale": "k_scale"}
 _SCALES = (".weight_scale", ".input_scale", ".k_scale", ".v_scale")
 """Ends of the paths of parameters that numbers in FP8 are multiplied by."""
 
-_SCALES = (".weight_scale", ".input_scale", ".k_scale", ".v_scale")
-"""Ends of the paths of parameters that numbers in FP8 are multiplied by."""
-
 _LAYER_NUMBER = re.compile(r"(?<=\.)\d{1,9}(?=\.)")
 
 Specs = Mapping[str, jax.ShapeDtypeStruct]

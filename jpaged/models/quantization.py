@@ -60,9 +60,10 @@ def read_quantization(
     if asked == "fp8" and layout.format == PLAIN:
         layout = layout._replace(format=asked)
     elif asked not in (None, method):
+        have = "weights are not in FP8" if layout.format == PLAIN else "weights are in FP8 already"
         raise ValueError(
-            f"quantization={asked!r}, but the checkpoint's weights are in FP8 already, as "
-            f"{method!r} has them: leave quantization unset"
+            f"quantization={asked!r}, but the checkpoint's {have}, as {method!r} has them: leave "
+            "quantization unset"
         )
     fields.ignore(_UNREAD[method])
     fields.refuse_unread()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 # 2 MiB from each of two. Beyond, XLA's collectives, which send each device its part, are faster.
 EXCHANGED_BYTES = 4 * 2**20
 CHUNK_BYTES = 16  # what a thread loads at once
-MOST_PROGRAMS = 128  # all of them must run at once: fewer than the GPU has SMs
+MOST_PROGRAMS = 128  # most GPUs have as many SMs, and so run all at once
 MOST_WARP_GROUPS = 4
 MOST_LOADS = 8  # of a thread, under way at once
 MOST_NORM_ROWS = 128  # a program each, as above

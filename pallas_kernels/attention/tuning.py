@@ -146,8 +146,7 @@ def runs_hopper_prefill(
         head_size: Elements of a head.
         block_size: Tokens of a block.
         itemsize: Bytes of an element.
-        plain: Neither a soft cap nor a sliding window, nor a pool with scales, whose tiles would
-            have to be converted between their copies and the GEMMs.
+        plain: Neither a soft cap nor a sliding window.
         device_kind: The GPU's name.
     """
     whole = block_size >= 8 and (KEY_TILE % block_size == 0 or block_size % KEY_TILE == 0)

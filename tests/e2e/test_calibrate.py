@@ -1,12 +1,15 @@
 """Scales of keys and values that a text gives: what they are, and what they are good for."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from e2e_options import ANSWER, GREEDY, QUESTION, Engines
+from flax import nnx
 from safetensors.numpy import load_file
 
 from jpaged import SamplingParams
@@ -14,6 +17,7 @@ from jpaged.calibrate.__main__ import main
 from jpaged.calibrate.scales import SCALES_NAME, calibrate, scales_of
 from jpaged.config import EMBEDDED_MODEL
 from jpaged.models.checkpoint import CheckpointError, read_config
+from jpaged.models.loader import plan_model
 from jpaged.models.registry import read_model_config
 from jpaged.text.tokenizer import Tokenizer
 
@@ -124,6 +128,37 @@ def test_weights_in_fp8_keep_their_own_config(tmp_path: Path):
     found = read_model_config(read_config(folder)).quantization
     assert found is not None
     assert found.has_kv_scales
+
+
+def test_a_family_whose_layers_have_another_prefix_loads_with_its_scales(tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64, "num_hidden_layers": 2}
+    opt = transformers.OPTConfig(
+        vocab_size=264, num_attention_heads=2, max_position_embeddings=128, **sizes
+    )
+    source, folder = tmp_path / "opt", tmp_path / "folder"
+    transformers.OPTForCausalLM(opt).save_pretrained(source)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (source / name).write_bytes((EMBEDDED_MODEL / name).read_bytes())
+    scales = calibrate(source, WORDS, folder, length=LENGTH)
+    config = read_model_config(read_config(folder))
+    plan_model(folder, config, dtype=jnp.float32)
+    narrow = replace(config, kv_cache_dtype="float8_e4m3fn")
+    state = nnx.state(plan_model(folder, narrow, dtype=jnp.float32).load())
+    found = {
+        ".".join(map(str, path[:2])): leaf[...].item()
+        for path, leaf in nnx.to_flat_state(state)
+        if path[-1] == "k_scale"
+    }
+    assert found == {layer: pair[0] for layer, pair in scales.items()}
+
+
+def test_a_name_that_a_link_would_need_is_refused(tmp_path: Path):
+    for name in ("model.safetensors", "weights.safetensors"):
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"and a file of that name too; rename it"):
+        calibrate(tmp_path, WORDS, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(
