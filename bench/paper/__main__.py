@@ -60,7 +60,7 @@ QUICK = {
     "fractions": (0.5, 2.0),
 }
 QUICK_NOTE = "a quick run, to see that it runs: sizes are tiny and the numbers mean nothing"
-DEVICE = {"seconds": 120.0, "saturation": 300, "tolerance": 0.05}
+DEVICE = {"seconds": 120.0, "saturation": 300, "tolerance": 0.05, "fractions": (0.5,)}
 
 
 def make(number: str, settings: Settings) -> Figure:

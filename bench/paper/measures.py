@@ -313,15 +313,25 @@ def threshold_of(case: Case, settings: Settings) -> float:
 
 
 def sustain(case: Case, settings: Settings) -> Sustained:
-    """The highest rate that the case sustains."""
-    threshold = threshold_of(case, settings)
+    """The highest rate that the case sustains.
+
+    On a device the search begins at the rate that the simulation sustains, with its threshold, so
+    that it needs few runs.
+    """
     curve: dict[float, float] = {}
-    rates = []
+    rates: list[float] = []
+    if settings.how == "simulated":
+        threshold, first = threshold_of(case, settings), saturate(case, settings).rate
+        first_step = 1 + 8 * settings.tolerance
+    else:
+        simulated = sustain(case, dataclasses.replace(settings, how="simulated"))
+        threshold, first = simulated.threshold, simulated.rate
+        first_step = 1 + settings.tolerance
     for seed in settings.seeds:
         # A run that is certain to miss the threshold ends there.
         latency_at = partial(_latency, case, seed, settings, 1.01 * threshold)
-        guess = statistics.median(rates) if rates else saturate(case, settings).rate
-        step = 1 + settings.tolerance * (1 if rates else 8)
+        guess = statistics.median(rates) if rates else first
+        step = 1 + settings.tolerance if rates else first_step
         rate, points = search(latency_at, threshold, guess, step, settings.tolerance)
         rates.append(rate)
         curve = curve or {at: latency for at, latency in points.items() if latency < threshold}

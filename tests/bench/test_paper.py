@@ -6,6 +6,7 @@ import math
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -228,6 +229,26 @@ def test_all_means_every_figure_of_the_issue(monkeypatch: pytest.MonkeyPatch, tm
     listed = ["table1", "1", "2", *map(str, range(11, 18)), "18a", "18b", "19a", "19b"]
     assert made == listed
     assert len(list(tmp_path.glob("*.json"))) == len(listed)
+
+
+def test_a_search_on_a_device_begins_where_the_simulation_ends(monkeypatch: pytest.MonkeyPatch):
+    served = []
+
+    def run(case, rate, seed, settings, give_up_at):
+        served.append((settings.how, rate))
+        knee = 10.0 if settings.how == "simulated" else 10.4
+        return SimpleNamespace(latency=rate / knee)
+
+    monkeypatch.setattr(measures, "run", run)
+    monkeypatch.setattr(measures, "saturate", lambda case, settings: SimpleNamespace(rate=30.0))
+    monkeypatch.setattr(measures, "threshold_of", lambda case, settings: 1.0)
+    settings = Settings(how="measured", seeds=(0, 1), tolerance=0.05, fractions=(0.5,))
+    found = measures.sustain(Case("sharegpt"), settings)
+    rates = [rate for how, rate in served if how == "measured"]
+    assert found.rate == pytest.approx(10.4, rel=0.05)
+    assert found.threshold == 1.0
+    assert rates[0] == pytest.approx(10.0, rel=0.05)
+    assert len(rates) <= 4 + 3 + 1
 
 
 @pytest.mark.parametrize(("knee", "guess"), [(10.0, 10.0), (10.0, 1.0), (3.0, 40.0), (9.99, 10.0)])
