@@ -1,5 +1,7 @@
 """What an answer is asked to obey is checked when it is made, and refused by its place."""
 
+import time
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -215,6 +217,59 @@ def test_a_schema_that_no_finite_answer_obeys_is_refused(schema: dict[str, Any],
 )
 def test_recursion_that_may_end_is_taken(schema: dict[str, Any]):
     assert StructuredOutputs(json=schema).json
+
+
+def test_a_reference_may_lead_to_any_place_that_is_a_schema():
+    schema = {
+        "type": "object",
+        "default": {"a/b": {"type": "array", "items": {"type": "string"}}},
+        "properties": {"a": {"$ref": "#/default/a~1b"}},
+    }
+    assert StructuredOutputs(json=schema).json
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("grammar", 'start: "a" {' + " " * 60_000),
+        ("grammar", 'start: "a" ~ 1' + " " * 60_000),
+        ("grammar", "start: " + '"\\' * 20_000),
+        ("grammar", "start: " + "/a\\" * 15_000),
+        ("grammar", "start: " + "<a" * 30_000),
+        ("regex", "a{" + " " * 60_000),
+        ("regex", "a{ 1" + " " * 60_000),
+        ("regex", "\\x{" + " " * 60_000),
+        ("regex", "\\x{" + "0" * 60_000),
+        ("regex", "[" * 60_000),
+        ("regex", "[[:a" * 15_000),
+        ("regex", "(?" * 30_000),
+        ("regex", "{1," * 20_000),
+        ("json", {"type": "string", "pattern": "[" * 60_000}),
+        ("json", {"type": "string", "pattern": "\\x{" + " " * 60_000}),
+        ("json", {"type": "string", "pattern": "a{" * 500_000}),
+    ],
+)
+def test_whatever_is_sent_is_looked_at_in_a_moment(form: str, text: Any):
+    """The server can do nothing else meanwhile."""
+    start = time.process_time()
+    with suppress(ValueError):
+        StructuredOutputs(**{form: text})
+    assert time.process_time() - start < 0.5
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ({"regex": "a[b"}, r"regex opens '\[b' and does not close it"),
+        ({"grammar": 'start: "a'}, "grammar opens '\"a' and does not close it"),
+        ({"grammar": "start: /a"}, "grammar opens '/a' and does not close it"),
+        ({"regex": "a{" + "9" * 5000 + "}"}, "regex has 1000000000 repetitions within repetitions"),
+        ({"regex": "(?P<x>(a{200}){200})"}, "regex has 40000 repetitions within repetitions"),
+    ],
+)
+def test_what_is_not_closed_and_huge_counts_are_refused(form: dict[str, Any], words: str):
+    with pytest.raises(ValueError, match=words):
+        StructuredOutputs(**form)
 
 
 def test_a_schema_that_only_a_reference_reaches_is_looked_at():

@@ -107,6 +107,8 @@ class CustomTool(Body, frozen=True, kw_only=True):
     )
     strict: bool | None = None
     cache_control: Ignored = None
+    eager_input_streaming: Ignored = None
+    input_examples: Ignored = None
 
 
 class Choice(Body, frozen=True, kw_only=True):
@@ -150,6 +152,7 @@ class CountTokensRequest(Body, frozen=True, kw_only=True, dict=True):
     output_config: OutputConfig | None = None
     thinking: Thinking | None = None
     cache_control: Ignored = None
+    inference_geo: Ignored = None
     speed: Ignored = None
     thread: Annotated[Any, Meta(extra_json_schema={"type": "null"})] = None
 

@@ -4,6 +4,7 @@ or compiles a grammar."""
 import copy
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,6 +134,11 @@ def _checked_schema(name: str, value: object) -> str:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{name} is no JSON text: {error}") from None
+    else:
+        size = 0
+        with suppress(TypeError, ValueError, RecursionError):  # what is wrong is told below
+            size = len(json.dumps(value, separators=(",", ":")))
+        bounds.SOURCE.check(name, size)
     check_schema(name, value)
     try:
         text = json.dumps(value, allow_nan=False, separators=(",", ":"))

@@ -106,7 +106,9 @@ class _SchemaCheck:
             TypeError, ValueError: one is malformed, or cannot be enforced.
         """
         self._walk(self._name, self._root)
-        for path, schema in (left := deque(self._found.values())):
+        left = deque(self._found.values())
+        while left:
+            path, schema = left.popleft()
             if "$ref" in schema:
                 target = self._target(path, schema)
                 if isinstance(target, Mapping) and id(target) not in self._found:
@@ -186,12 +188,17 @@ class _SchemaCheck:
         _require(path, value, is_own, "a place in this schema, such as #/$defs/name")
         found: Any = self._root
         for step in value[2:].split("/") if len(value) > 1 else ():
-            step = step.replace("~1", "/").replace("~0", "~")
+            step = unescaped(step)
             if not isinstance(found, Mapping) or step not in found:
                 raise ValueError(f"{path}={_shown(value)} leads nowhere: there is no {step!r}")
             found = found[step]
         _require(path, value, isinstance(found, (Mapping, bool)), "the place of a schema")
         return found
+
+
+def unescaped(step: str) -> str:
+    """A name as it stands between the slashes of a reference (RFC 6901)."""
+    return step.replace("~1", "/").replace("~0", "~")
 
 
 def _within(path: Path, keyword: str, value: Any) -> Iterator[tuple[Path, Any]]:

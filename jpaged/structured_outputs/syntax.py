@@ -11,17 +11,21 @@ from jpaged.structured_outputs import bounds
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 """Characters that no JSON string of an answer has: they would need \\u, which is not allowed."""
 
+# Both are applied to what clients send, while the interpreter can do nothing else: a repeat that
+# has matched is never given back (`*+`), and what is not closed is refused where it opens, so that
+# each takes time in proportion to the text.
 _PIECE = re.compile(
     r"""
-    \\ (?: [xuU] \{ \s* (?P<braced> [0-9a-fA-F]+ ) \s* \}
+    \\ (?: [xuU] \{ \s*+ (?P<braced> [0-9a-fA-F]++ ) \s*+ \}
          | x (?P<x> [0-9a-fA-F]{2} ) | u (?P<u> [0-9a-fA-F]{4} ) | U (?P<U> [0-9a-fA-F]{8} )
          | (?P<named> [av] ) | . )
-    | (?P<class> \[ \^? \]? (?: \\. | \[:\^?[a-z]+:\] | [^\]\\] )* \] )
-    | (?P<count> \{ \s* (?P<least> [0-9]+ )? \s* (?: , \s* (?P<most> [0-9]+ )? \s* )? \} )
+    | (?P<class> \[ \^? \]? (?: \\. | \[:\^?[a-z]{1,10}:\] | [^\]\\] )*+ \] )
+    | (?P<unclosed> \[ )
+    | (?P<count> \{ \s*+ (?P<least> [0-9]++ )? \s*+ (?: , \s*+ (?P<most> [0-9]++ )? \s*+ )? \} )
     | (?P<quantifier> [?*+] )
-    | (?P<open> \( (?: \? [^:)]* :? )? )
+    | (?P<open> \( (?: \? (?: P?<[^<>()]{1,100}> | [a-zA-Z-]{0,10} :? ) )? )
     | (?P<close> \) )
-    | [^\\\[({?*+)]+
+    | [^\\\[({?*+)]++
     | .
     """,
     re.VERBOSE | re.DOTALL,
@@ -30,23 +34,25 @@ _PIECE = re.compile(
 
 _TOKEN = re.compile(
     r"""
-    (?P<comment> (?: \# | // ) [^\n]* )
-    | (?P<string> "(?: \\. | [^"\\] )*" i? )
-    | (?P<regex> / (?: \\. | [^/\\] )+ / [imslux]* )
-    | (?P<special> <[^<>\s]+> )
+    (?P<comment> (?: \# | // ) [^\n]*+ )
+    | (?P<string> "(?: \\. | [^"\\] )*+" i? )
+    | (?P<regex> / (?: \\. | [^/\\] )++ / [imslux]*+ )
+    | (?P<unclosed> ["/] )
+    | (?P<special> <[^<>\s]++> )
     | (?P<schema> %json )
-    | (?P<range> ~ \s* [0-9]+ (?: \s* \.\. \s* [0-9]+ )?
-               | \{ \s* [0-9]* \s* ,? \s* [0-9]* \s* \} )
+    | (?P<range> ~ \s*+ [0-9]++ (?: \s*+ \.\. \s*+ [0-9]++ )?
+               | \{ \s*+ [0-9]*+ \s*+ ,? \s*+ [0-9]*+ \s*+ \} )
     | (?P<rule> : )
     | (?P<open> [(\[{] ) | (?P<close> [)\]}] )
-    | (?P<space> [\s?*+]+ )
-    | [A-Za-z0-9_|!.,=>&-]+
+    | (?P<space> [\s?*+]++ )
+    | [A-Za-z0-9_|!.,=>&-]++
     | .
     """,
     re.VERBOSE | re.DOTALL,
 )
 """A token of llguidance's Lark; only what is told apart here."""
 
+_MOST_DIGITS = 9  # of a count; any with more exceeds every bound
 
 _SPACE: Any = re.compile(r"[ \t\r\n]*")
 
@@ -73,15 +79,18 @@ def check_pattern(path: str, text: str) -> None:
 
 
 def check_regex(path: str, text: str) -> None:
-    """Raise ValueError if a regular expression exceeds a bound."""
+    """Raise ValueError if a regular expression exceeds a bound, or opens a class for good."""
+    bounds.SOURCE.check(path, len(text))
     repeats, num_quantifiers = _Repeats(path), 0
     for piece in _PIECE.finditer(text):
+        if piece["unclosed"]:
+            raise _unclosed(path, text, piece.start())
         if piece["open"]:
             repeats.open()
         elif piece["close"]:
             repeats.close()
         elif piece["count"]:
-            repeats.repeat(max(int(piece["most"] or 1), int(piece["least"] or 1)))
+            repeats.repeat(max(_count(piece["most"] or "1"), _count(piece["least"] or "1")))
         elif not piece["quantifier"]:
             repeats.once()
         num_quantifiers += bool(piece["count"] or piece["quantifier"])
@@ -97,6 +106,8 @@ def check_grammar_text(path: str, text: str, check_schema: Callable[[str, object
     repeats, num_rules, num_schemas, position = _Repeats(path), 0, 0, 0
     while (token := _TOKEN.match(text, position)) is not None:
         position = token.end()
+        if token["unclosed"]:
+            raise _unclosed(path, text, token.start())
         if token["schema"]:
             place = f"{path}.%json[{num_schemas}]"
             schema, position = _schema_at(place, text, position)
@@ -108,7 +119,7 @@ def check_grammar_text(path: str, text: str, check_schema: Callable[[str, object
             check_regex(f"{path}.{token[0][:40]}", token["regex"])
             repeats.once()
         elif token["range"]:
-            repeats.repeat(max(map(int, re.findall("[0-9]+", token[0])), default=1))
+            repeats.repeat(max(map(_count, re.findall("[0-9]+", token[0])), default=1))
         elif token["open"]:
             repeats.open()
         elif token["close"]:
@@ -117,6 +128,14 @@ def check_grammar_text(path: str, text: str, check_schema: Callable[[str, object
             repeats.once()
         num_rules += bool(token["rule"])
         bounds.RULES.check(path, num_rules)
+
+
+def _unclosed(path: str, text: str, position: int) -> ValueError:
+    return ValueError(f"{path} opens {text[position : position + 20]!r} and does not close it")
+
+
+def _count(digits: str) -> int:
+    return int(digits) if len(digits) <= _MOST_DIGITS else 10**_MOST_DIGITS
 
 
 class _Repeats:

@@ -295,6 +295,7 @@ class Grammars:
         vocab_size: Width of the logits; ids above the tokenizer's own are never allowed.
         eos_token_ids: The model's own end tokens.
         stack: Bytes of the threads that compile: llguidance recurses.
+        most_kept: Grammars that are kept for requests to come.
 
     Attributes:
         vocab_size: As given.
@@ -307,10 +308,11 @@ class Grammars:
         eos_token_ids: frozenset[int],
         *,
         stack: int = bounds.STACK,
+        most_kept: int = MAX_CACHED,
     ):
         self._of = tokenizer, vocab_size, eos_token_ids
         self.vocab_size = vocab_size
-        self._stack = stack
+        self._stack, self._most_kept = stack, most_kept
         self._lock = threading.Lock()
         self._tokens: _Tokens | None = None
         self._cache: OrderedDict[StructuredOutputs, Grammar] = OrderedDict()
@@ -387,7 +389,7 @@ class Grammars:
         grammar = Grammar(form, matcher, tokens, tuple(opening))
         with self._lock:
             self._cache[form] = grammar
-            while len(self._cache) > MAX_CACHED:
+            while len(self._cache) > self._most_kept:
                 self._cache.popitem(last=False)
         return grammar
 

@@ -32,8 +32,9 @@ class GrammarTrial:
 
     def __init__(self, tokenizer: Tokenizer):
         self._ending_ids = frozenset({tokenizer.eos_token_id or 0})
+        # The server knows which forms have passed, and this process is to stay as small as it is.
         self._grammars = Grammars(
-            tokenizer, len(tokenizer), self._ending_ids, stack=bounds.TRIAL_STACK
+            tokenizer, len(tokenizer), self._ending_ids, stack=bounds.TRIAL_STACK, most_kept=0
         )
         with suppress(GrammarError):  # `run` tells
             self._grammars.prepare()

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jpaged.structured_outputs import StructuredOutputs
-from jpaged.structured_outputs.schemas import ANNOTATIONS
+from jpaged.structured_outputs.schemas import ANNOTATIONS, unescaped
 from jpaged.text.tool_calls import TOOL_CALL_FAMILIES, Tool, types_in
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANY_OBJECT = {"type": "object"}
 _DEFINITIONS = ("$defs", "definitions")
 _NAME_OTHERS = {"additionalProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf"}
+_NOT_IN_TAGS = _NAME_OTHERS - {"additionalProperties"} | {"minProperties", "maxProperties"}
 _MOST_REFERENCES = 8
 
 
@@ -217,6 +218,11 @@ def _qwen3_xml(rules: _Rules) -> Iterator[str]:
             yield f'rest_{i}[suffix="</function>\\n"]: /(?s:.*)/'
             continue
         schema = _parameters(function)
+        if others := sorted(schema.keys() & _NOT_IN_TAGS):
+            raise ValueError(
+                f"{path}.{others[0]} cannot be enforced in this family's calls, which have a tag "
+                "for each parameter: name all of them in properties"
+            )
         required = schema.get("required", ())
         properties = schema.get("properties", {})
         for key in required:
@@ -269,8 +275,8 @@ def _asked(schema: Any, whole: Mapping[str, Any]) -> dict[str, Any]:
         if asked.keys() != {"$ref"}:
             return asked
         schema = whole
-        for name in asked["$ref"].removeprefix("#/").split("/"):
-            schema = schema[name]
+        for step in asked["$ref"].removeprefix("#/").split("/"):
+            schema = schema[unescaped(step)]
     return {}
 
 

@@ -118,6 +118,8 @@ def test_a_tag_that_is_a_special_token_is_that_token():
         ("qwen3_xml", {"properties": {"a": {"enum": ["x", "y</parameter>"]}}}, r"properties\.a "),
         ("qwen3_xml", {"properties": {"a>": {"type": "null"}}}, "'a>', which no tag"),
         ("qwen3_xml", {"required": ["b"]}, "required names 'b'"),
+        ("qwen3_xml", {"allOf": [{"properties": {"a": {}}}]}, r"allOf cannot be enforced"),
+        ("qwen3_xml", {"$ref": "#/$defs/a", "$defs": {"a": {}}}, r"\$ref cannot be enforced"),
     ],
 )
 def test_what_cannot_be_enforced_is_refused_by_its_place(family: str, parameters: Any, path: str):
