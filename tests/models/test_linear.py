@@ -56,7 +56,9 @@ class Turned(Plain):
     def layout(self, projection):
         return {"turned": (0, sizes(projection))}
 
-    row_scales = None
+    @property
+    def row_scales(self):
+        return None
 
     def product(self, linear: Any, x, backend):
         rows = x @ linear.turned[...].T * linear.sign[...]
