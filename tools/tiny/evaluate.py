@@ -11,7 +11,6 @@ import argparse
 import functools
 import json
 import random
-import sys
 from pathlib import Path
 
 import jax
@@ -23,24 +22,30 @@ from tools.tiny.data import (
     SYSTEM_MESSAGES,
     Document,
     chat_document,
+    dialogue_document,
     one_document_rows,
     raw_document,
 )
+from tools.tiny.dialogues import TASKS as DIALOGUES
+from tools.tiny.dialogues import sample_dialogues
 from tools.tiny.model import Config, Params, forward
 from tools.tiny.world import TASKS, Example, sample_examples
 
 SEED = 20261121  # of the held-out questions
-ROWS = 32  # documents of a forward pass
+TOKENS = 16384  # of a forward pass
+LENGTHS = (128, 320, 640, 1024)  # of its rows, if not the longest
 
 
 def evaluate(params: Params, config: Config, examples: int) -> dict[str, dict[str, float]]:
     """The share of exact answers: task -> form (raw, chat, turn) -> 0..1.
 
+    Of a dialogue all that the assistant says counts; it has one form, the chat.
+
     A "turn" is a question asked late in a chat, after questions on other things; a quarter of the
     questions are put so.
     """
     report = {}
-    for task in TASKS:
+    for task in (*TASKS, *DIALOGUES):
         report[task] = {
             form: float(np.mean(exact(params, config, documents)))
             for form, documents in documents_of(task, examples).items()
@@ -51,6 +56,9 @@ def evaluate(params: Params, config: Config, examples: int) -> dict[str, dict[st
 
 def documents_of(task: str, examples: int) -> dict[str, list[Document]]:
     """A task's held-out questions with their answers, by form."""
+    if task in DIALOGUES:
+        drawn = sample_dialogues(SEED, examples, task)
+        return {"chat": [dialogue_document(each) for each in drawn]}
     questions = sample_examples(SEED, examples, task=task)
     forms = {
         "raw": [raw_document(q) for q in questions],
@@ -63,21 +71,23 @@ def documents_of(task: str, examples: int) -> dict[str, list[Document]]:
 
 def exact(params: Params, config: Config, documents: list[Document]) -> list[bool]:
     """Whether greedy decoding gives each document's tokens that bear loss."""
-    order = sorted(range(len(documents)), key=lambda i: len(documents[i].ids))
-    results = [False] * len(documents)
-    for start in range(0, len(order), ROWS):
-        chosen = order[start : start + ROWS]
-        longest = max(len(documents[i].ids) for i in chosen)
-        length = next(n for n in (128, 320, 640, sys.maxsize) if n >= longest)
-        length = min(length, config.max_position_embeddings)
-        rows = one_document_rows([documents[i] for i in chosen], ROWS, length)
-        correct = _correct(params, config, *(jnp.asarray(a, jnp.int32) for a in rows))
-        for i, is_correct in zip(chosen, np.asarray(correct), strict=False):
-            results[i] = bool(is_correct)
+    lengths = [n for n in LENGTHS if n < config.max_position_embeddings]
+    lengths.append(config.max_position_embeddings)
+    results, start = [False] * len(documents), 0
+    for length in lengths:
+        chosen = [i for i, doc in enumerate(documents) if start < len(doc.ids) <= length]
+        num_rows, start = TOKENS // length, length
+        for first in range(0, len(chosen), num_rows):
+            group = chosen[first : first + num_rows]
+            rows = one_document_rows([documents[i] for i in group], num_rows, length)
+            correct = _correct(params, config, *(jnp.asarray(a, jnp.int32) for a in rows))
+            for i, is_correct in zip(group, np.asarray(correct), strict=False):
+                results[i] = bool(is_correct)
     return results
 
 
 @functools.partial(jax.jit, static_argnames="config")
+@jax.default_matmul_precision("highest")
 def _correct(
     params: Params, config: Config, tokens: jax.Array, loss: jax.Array, segments: jax.Array
 ) -> jax.Array:
@@ -93,6 +103,11 @@ def _late_turn(question: Example, seed: int) -> Document:
     before = chat_document(earlier[:6], rng.choice((None, *SYSTEM_MESSAGES)))
     last = chat_document([question])
     return Document(before.ids + last.ids, [0] * len(before.ids) + last.loss)
+
+
+def report_of(report: dict[str, dict[str, float]], examples: int, dtype: str) -> dict[str, object]:
+    """The content of evaluation.json."""
+    return {"examples": examples, "seed": SEED, "dtype": dtype, "accuracy": report}
 
 
 def as_markdown(report: dict[str, dict[str, float]]) -> str:
@@ -118,8 +133,8 @@ def main() -> None:
     report = evaluate(params, config, args.examples)
     print(as_markdown(report))
     if args.out:
-        how = {"examples": args.examples, "seed": SEED, "dtype": args.dtype, "accuracy": report}
-        args.out.write_text(json.dumps(how, indent=2) + "\n")
+        written = report_of(report, args.examples, args.dtype)
+        args.out.write_text(json.dumps(written, indent=2) + "\n")
 
 
 if __name__ == "__main__":
