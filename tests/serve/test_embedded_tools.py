@@ -1,4 +1,4 @@
-"""The embedded model with a calculator, a schema and reasoning, over HTTP: its answers are its own."""
+"""The embedded model with a calculator, a schema and reasoning over HTTP, by its own answers."""
 
 import asyncio
 import json
