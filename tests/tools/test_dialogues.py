@@ -10,8 +10,9 @@ from transformers import AutoTokenizer
 
 from jpaged.text.answer_parser import AnswerParser
 from jpaged.text.streamed_text import CallArguments, CallStart, Content
-from jpaged.tools_demo import calculate, run_call
+from jpaged.tools_demo import CALCULATOR, calculate, run_call
 from tools.tiny.data import BatchShape, dialogue_document, make_batch, pack, raw_document
+from tools.tiny import dialogues
 from tools.tiny.dialogues import TASKS, Dialogue, column_sums, draw_calculation, sample_dialogues
 from tools.tiny.tokenizer import IM_END, save_tokenizer
 from tools.tiny.world import Example
@@ -125,6 +126,10 @@ def test_what_is_held_out_is_not_trained_on():
         }
 
     assert not expressions(True, 200) & expressions(False, 2000)
+
+
+def test_the_demos_calculator_is_the_one_trained_on():
+    assert dialogues.CALCULATOR == CALCULATOR
 
 
 def test_samples_repeat_and_refuse_unknown_tasks():
