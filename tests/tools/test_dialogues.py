@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 from jpaged.text.answer_parser import AnswerParser
 from jpaged.text.streamed_text import CallArguments, CallStart, Content
 from jpaged.tools_demo import CALCULATOR, calculate, run_call
-from tools.tiny.data import BatchShape, dialogue_document, make_batch, pack, raw_document
 from tools.tiny import dialogues
+from tools.tiny.data import BatchShape, dialogue_document, make_batch, pack, raw_document
 from tools.tiny.dialogues import TASKS, Dialogue, column_sums, draw_calculation, sample_dialogues
 from tools.tiny.tokenizer import IM_END, save_tokenizer
 from tools.tiny.world import Example
