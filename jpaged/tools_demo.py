@@ -45,7 +45,7 @@ LONGEST_EXPRESSION = 200
 
 _CHARACTERS = re.compile(r"[-+*/(). 0-9eE]+")
 _WHAT_IS_COMPUTED = "only numbers, + - * / and parentheses can be computed"
-_MOST_DIGITS = 30
+_MOST_DIGITS = 15
 _MOST_TURNS = 8
 
 _OPERATIONS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
@@ -61,7 +61,7 @@ Message = dict[str, Any]
 def calculate(expression: str) -> str:
     """The value of an expression of numbers, + - * / and parentheses.
 
-    Whole numbers of up to 30 digits are exact, others have ten significant digits.
+    Whole numbers of up to 15 digits are exact, others have ten significant digits.
 
     Raises:
         ValueError: it is none, has more than `LONGEST_EXPRESSION` characters, divides by zero, or

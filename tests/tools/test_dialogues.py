@@ -21,7 +21,7 @@ from tools.tiny.world import Example
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(folder, 2048)
+    save_tokenizer(folder, 1536)
     return AutoTokenizer.from_pretrained(folder)
 
 

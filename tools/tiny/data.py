@@ -30,37 +30,38 @@ from tools.tiny.tokenizer import ENDOFTEXT, IM_END, IM_START
 from tools.tiny.world import TASKS, TRAINING_TASKS, Example, draw, is_held_out
 
 SHARES = dict.fromkeys(TASKS, 1) | {
-    "add": 3,
-    "subtract": 4,
+    "add": 4,
+    "subtract": 6,
     "multiply": 4,
     "add_words": 3,
     "subtract_words": 4,
-    "multiply_words": 10,
-    "sort_numbers": 5,
-    "sort_words": 3,
-    "sort_letters": 2,
-    "count_letter": 5,
+    "multiply_words": 8,
+    "sort_numbers": 7,
+    "sort_words": 4,
+    "sort_letters": 3,
     "reverse_word": 2,
+    "reverse_list": 2,
+    "count_letter": 4,
     "count": 3,
     "count_words": 3,
-    "count_long": 0,  # too long for short rows; most of the long rows start with one
+    "count_long": 0,  # too long for short rows; some of the long rows start with one
 }
 DIALOGUE_SHARES = {
-    "calculator": 6,
+    "calculator": 5,
     "calculator_unused": 2,
-    "json_answer": 5,
-    "json_extract": 5,
-    "think_json": 2,
-    "think_calculator": 3,
+    "json_answer": 8,
+    "json_extract": 4,
+    "think_json": 4,
+    "think_calculator": 5,
 }
 THOUGHT_SHARES = {
-    "think_add": 4,
-    "think_multiply": 5,
-    "think_words": 2,
-    "think_count_letter": 4,
-    "think_other": 3,
+    "think_add": 2,
+    "think_multiply": 2,
+    "think_words": 1,
+    "think_count_letter": 2,
+    "think_other": 7,
 }
-THOUGHTFUL = 0.2  # of the single questions
+THOUGHTFUL = 0.25  # of the single questions
 SYSTEM_MESSAGES = ("You are a helpful assistant.", "You are a calculator.", "Answer briefly.")
 
 
@@ -83,10 +84,10 @@ class Rows(NamedTuple):
 class BatchShape:
     """Rows of a step: many short ones for single questions, a few as long as the context."""
 
-    short_rows: int = 128
+    short_rows: int = 112
     short_length: int = 320
-    long_rows: int = 16
-    long_length: int = 2048
+    long_rows: int = 14
+    long_length: int = 1536
 
 
 def raw_document(example: Example) -> Document:
@@ -236,14 +237,14 @@ class _Source:
         rng = self._rng
         kind = rng.random()
         if room < self._long_length:
-            document = self._dialogue(DIALOGUE_SHARES) if kind < 0.7 else self.short()
+            document = self._dialogue(DIALOGUE_SHARES) if kind < 0.8 else self.short()
             return document if len(document.ids) <= room else self._in_room(room, document)
-        if kind < 0.25:
+        if kind < 0.15:
             counting = self._example("count_long")
             return rng.choice((raw_document(counting), chat_document([counting])))
-        if kind < 0.7:
+        if kind < 0.45:
             return self._conversation(room)
-        if kind < 0.9:
+        if kind < 0.75:
             return self._with_tools(room)
         return self._dialogue(DIALOGUE_SHARES)
 
@@ -286,11 +287,11 @@ class _Source:
         tool, key = draw_tool(rng)
         dialogue = Dialogue(system_of(rng), [tool])
         document = dialogue_document(dialogue)
-        while rng.random() < 0.85:
-            calculation = draw_calculation(rng)
+        while rng.random() < 0.93:
+            calculation = draw_calculation(rng, beyond=rng.random() < 0.25)
             if is_held_out(f"calculator:{calculation.expression}"):
                 continue
-            is_calculated = rng.random() < 0.6
+            is_calculated = rng.random() < 0.7
             turn = chat_of(self._example())
             if is_calculated:
                 turn = calculator_turn(rng, tool, key, calculation)

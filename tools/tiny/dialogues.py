@@ -38,6 +38,7 @@ CALCULATOR: Tool = {
 """The tool as the demo has it; training varies names, descriptions and the schema."""
 
 LARGEST_SPOKEN = 100
+MOST_DIGITS = 15  # of a whole result; others have ten that count
 AT_ONCE = "I can answer this at once."
 _SIGNS = {"+": ("+",), "-": ("-",), "*": ("*", "x", "\u00d7"), "/": ("/", "\u00f7")}
 _NAMES = ("calculate", "calc", "compute", "math", "evaluate", "arithmetic", "calculator_tool")
@@ -117,14 +118,15 @@ class Calculation:
     value: str
 
 
-def draw_calculation(rng: random.Random) -> Calculation:
-    """Two numbers in one of the world's wordings, or an expression of two to four."""
+def draw_calculation(rng: random.Random, *, beyond: bool = False) -> Calculation:
+    """Two numbers in one of the world's wordings, or an expression of two or three; `beyond`
+    what is promised: of up to five, with more digits."""
     kind = rng.random()
     if kind < 0.15:
         return _worded(rng, tuple(_spoken(rng) for _ in "ab"))
     if kind < 0.5:
-        return _worded(rng, tuple((n, n) for n in (_numeral(rng), _numeral(rng))))
-    tree = _tree(rng, rng.choice((2, 2, 3, 3, 4)))
+        return _worded(rng, tuple((n, n) for n in (_numeral(rng, beyond), _numeral(rng, beyond))))
+    tree = _tree(rng, rng.randint(2, 5) if beyond else rng.choice((2, 2, 3)), beyond)
     sparing = rng.random() < 0.6
     signs, space = [rng.choice(_SIGNS[sign]) for sign in "+-*/"], rng.choice((" ", " ", ""))
     question = world.ask(rng, WORDINGS["expression"], _written(tree, signs, space, sparing=sparing))
@@ -147,9 +149,9 @@ def _spoken(rng: random.Random) -> tuple[str, str]:
     return number_words(n), str(n)
 
 
-def _numeral(rng: random.Random) -> str:
-    """Mostly a whole number of up to seven digits."""
-    number = str(rng.randrange(10 ** rng.randint(1, 7)))
+def _numeral(rng: random.Random, beyond: bool = False) -> str:
+    """Mostly a whole number of up to six digits; `beyond` that of eight."""
+    number = str(rng.randrange(10 ** rng.randint(1, 8 if beyond else 6)))
     kind = rng.random()
     if kind < 0.1:
         return f"{int(number) % 10000}.{rng.randrange(1, 1000)}"
@@ -159,11 +161,11 @@ def _numeral(rng: random.Random) -> str:
 Tree = tuple[Any, str, Any] | str  # left, sign, right; a numeral
 
 
-def _tree(rng: random.Random, leaves: int) -> Tree:
+def _tree(rng: random.Random, leaves: int, beyond: bool) -> Tree:
     if leaves == 1:
-        return _numeral(rng)
+        return _numeral(rng, beyond)
     left = rng.randint(1, leaves - 1)
-    return _tree(rng, left), rng.choice("+-*/"), _tree(rng, leaves - left)
+    return _tree(rng, left, beyond), rng.choice("+-*/"), _tree(rng, leaves - left, beyond)
 
 
 def _written(
@@ -197,7 +199,8 @@ def _value_text(tree: Tree) -> str:
         value = _value(tree)
     except ZeroDivisionError:
         return "error"
-    return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
+    exact = value.denominator == 1 and abs(value.numerator) < 10**MOST_DIGITS
+    return str(value.numerator) if exact else f"{float(value):.10g}"
 
 
 def draw_tool(rng: random.Random) -> tuple[Tool, str]:
@@ -269,21 +272,23 @@ def _calculator(rng: random.Random) -> Draft:
     return f"calculator:{calculation.expression}", Dialogue([*system_of(rng), *turn], [tool])
 
 
-def _thoughtful_calculator(rng: random.Random) -> Draft:
-    """The call or the answer after a thought."""
+def _think_calculator(rng: random.Random) -> Draft:
+    """The call, the answer to its result, or an answer that needs none, after a thought."""
+    kind = rng.random()
+    if kind < 0.25:
+        key, dialogue = _calculator_unused(rng, [t for t in _AT_ONCE_TASKS if t in _OTHER_TASKS])
+        return key, replace(dialogue, thought=AT_ONCE)
     key, dialogue = _calculator(rng)
-    question, call, result, answer = dialogue.messages[-4:]
-    start = dialogue.messages[:-4]
-    if rng.random() < 0.5:
+    if kind < 0.6:
         name = dialogue.tools[0]["function"]["name"]
-        return key, Dialogue([*start, question, call], dialogue.tools, f"I call the {name}.")
-    messages = [*start, question, call, result, answer]
-    return key, Dialogue(messages, dialogue.tools, "I have the result.")
+        call = replace(dialogue, messages=dialogue.messages[:-2])
+        return key, replace(call, thought=f"I call the {name}.")
+    return key, replace(dialogue, thought="I have the result.")
 
 
-def _calculator_unused(rng: random.Random) -> Draft:
+def _calculator_unused(rng: random.Random, tasks: Sequence[str] = ()) -> Draft:
     """A question that needs no calculator."""
-    key, example = _draft(rng, _OTHER_TASKS)
+    key, example = _draft(rng, tasks or _OTHER_TASKS)
     tool, _ = draw_tool(rng)
     return key, Dialogue([*system_of(rng), *chat_of(example)], [tool])
 
@@ -484,11 +489,8 @@ def _think_count_letter(rng: random.Random) -> Draft:
 
 
 def _think_other(rng: random.Random) -> Draft:
-    """A question that needs no thought, with a calculator or without."""
-    if rng.random() < 0.1:
-        key, dialogue = _calculator_unused(rng)
-        return key, replace(dialogue, thought=AT_ONCE)
-    key, example = _draft(rng, (*_OTHER_TASKS, "subtract", "multiply"))
+    """A question that needs no thought."""
+    key, example = _draft(rng, _AT_ONCE_TASKS)
     return _thoughtful(rng, key, example.prompt, AT_ONCE, example.answer)
 
 
@@ -501,10 +503,14 @@ _OTHER_TASKS = (
     *("sort_numbers", "sort_words", "sort_letters", "reverse_word", "reverse_list", "spell"),
     *("count_letters", "count_letter", "count_items", "count", "count_words", "other"),
 )
+_AT_ONCE_TASKS = (
+    *(task for task in _OTHER_TASKS if task != "count_letter"),
+    "subtract",
+    "multiply",
+)
 _JSON_TASKS = (
-    *("add", "subtract", "multiply", "add_words", "subtract_words", "sort_numbers", "sort_words"),
-    *("sort_letters", "reverse_word", "reverse_list", "spell", "count_letters", "count_letter"),
-    "count_items",
+    *("add", "subtract", "multiply", "sort_numbers", "sort_words", "reverse_word"),
+    *("reverse_list", "count_letters", "count_letter", "count_items"),
 )
 
 
@@ -525,5 +531,5 @@ TASKS: dict[str, Maker] = {
     "think_count_letter": _think_count_letter,
     "think_other": _think_other,
     "think_json": _think_json,
-    "think_calculator": _thoughtful_calculator,
+    "think_calculator": _think_calculator,
 }

@@ -33,7 +33,7 @@ from tools.tiny.world import TASKS, Example, sample_examples
 
 SEED = 20261121  # of the held-out questions
 TOKENS = 16384  # of a forward pass
-LENGTHS = (128, 320, 640, 1024)  # of its rows, if not the longest
+LENGTHS = (64, 96, 128, 192, 256, 320, 448, 640, 768, 1024)  # of its rows, if not the longest
 
 
 def evaluate(params: Params, config: Config, examples: int) -> dict[str, dict[str, float]]:

@@ -38,7 +38,7 @@ from tools.tiny.model import Config, Params, forward, init
 LAUNCH = 8  # steps
 AHEAD = 16  # launches that the workers may be ahead of the device
 IN_FLIGHT = 3  # launches
-WARM_UP = 300  # steps
+WARM_UP = 200  # steps
 
 Batch = tuple[Rows, Rows]
 
@@ -199,7 +199,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--rows", type=int, default=BatchShape.short_rows)
     parser.add_argument("--long-rows", type=int, default=BatchShape.long_rows)
-    parser.add_argument("--examples", type=int, default=1000, help="of the evaluation")
+    parser.add_argument("--examples", type=int, default=1000, help="of the evaluation; 0: without")
     args = parser.parse_args()
     progress, config = Progress(args.steps, args.seconds), Config()
     params = init(jax.random.key(args.seed), config)
@@ -212,6 +212,8 @@ def main() -> None:
     params = train(params, config, launches, progress, args.rate, args.out)
     save_checkpoint(args.out / "final", params, config)
     launches.close()
+    if not args.examples:
+        return
     report = evaluate(params, config, args.examples)
     print(as_markdown(report), f"{progress.elapsed:.0f} s", flush=True)
     written = report_of(report, args.examples, "float32")
