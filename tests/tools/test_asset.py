@@ -59,7 +59,7 @@ def test_logits_match_transformers(loaded, hf_model, is_long):
     params, config = loaded
     tokens = jnp.asarray(ids, jnp.int32)
     logits = forward(params, config, tokens, jnp.ones_like(tokens))
-    np.testing.assert_allclose(np.asarray(logits), expected, atol=1e-4)
+    np.testing.assert_allclose(np.asarray(logits), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_recorded_accuracy():
