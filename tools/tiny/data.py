@@ -184,11 +184,13 @@ def pack(next_document: Callable[[int], Document], rows: int, length: int) -> Ro
     return out
 
 
-def one_document_rows(documents: Sequence[Document], rows: int, length: int) -> Rows:
-    """Each document in a row of its own, padded; further rows are all padding."""
+def rows_of(groups: Sequence[Sequence[Document]], rows: int, length: int) -> Rows:
+    """Each group of documents in a row of its own, padded; further rows are all padding."""
     out = _empty_rows(rows, length)
-    for row, document in enumerate(documents):
-        _put(out, row, 0, 1, document)
+    for row, documents in enumerate(groups):
+        start = 0
+        for number, document in enumerate(documents, 1):
+            start = _put(out, row, start, number, document)
     return out
 
 
