@@ -16,7 +16,7 @@ from jpaged import __version__
 from jpaged.config import EngineConfig
 from jpaged.options import add_flags, given_options, with_flag_names
 from jpaged.sampling_params import SamplingParams
-from jpaged.terminal import Session, converse, one_line
+from jpaged.terminal.session import Session, converse, one_line
 
 if TYPE_CHECKING:
     from jpaged.engine.engine import Engine
@@ -144,7 +144,7 @@ def _run(
 
 
 def _show_tools(engine: "Engine", params: SamplingParams, prompt: str | None) -> int:
-    from jpaged.tools_demo import QUESTIONS, ToolsDemo
+    from jpaged.terminal.tools_demo import QUESTIONS, ToolsDemo
 
     demo = ToolsDemo(engine, params)
     for i, question in enumerate(QUESTIONS if prompt is None else (prompt,)):

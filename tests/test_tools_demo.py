@@ -14,7 +14,7 @@ import pytest
 import jpaged
 from jpaged import SamplingParams, TextDelta
 from jpaged.__main__ import main
-from jpaged.tools_demo import CALCULATOR, QUESTIONS, ToolsDemo, calculate, run_call
+from jpaged.terminal.tools_demo import CALCULATOR, QUESTIONS, ToolsDemo, calculate, run_call
 
 Messages = Sequence[dict[str, Any]]
 

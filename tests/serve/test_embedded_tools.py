@@ -12,7 +12,7 @@ import pytest
 from serve_helpers import Server
 
 from jpaged import Engine
-from jpaged.tools_demo import CALCULATOR, calculate, run_call
+from jpaged.terminal.tools_demo import CALCULATOR, calculate, run_call
 
 Run = Callable[..., None]
 CHAT = "/v1/chat/completions"

@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from jpaged.sampling_params import SamplingParams
-from jpaged.terminal import interrupt_flag
+from jpaged.terminal.session import interrupt_flag
 from jpaged.text.answer_parser import AnswerParser
 from jpaged.text.streamed_text import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 
@@ -91,7 +91,7 @@ def _value(node: ast.AST) -> Fraction:
         value = _value(node.operand)
         return -value if isinstance(node.op, ast.USub) else value
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        if math.isinf(node.value):
+        if isinstance(node.value, float) and math.isinf(node.value):
             raise OverflowError
         return Fraction(repr(node.value))
     raise ValueError(_WHAT_IS_COMPUTED)
