@@ -34,7 +34,7 @@ from tools.tiny.world import TASKS, Example, sample_examples
 
 SEED = 20261121  # of the held-out questions
 TOKENS = 16384  # of a forward pass on a CPU; four times as many on a GPU
-SHORT = 320  # tokens of a row of short documents; others' rows are as long as the context
+LENGTHS = (160, 320, 640, 896)  # of rows, for documents that are no longer; or as the context
 
 
 def evaluate(params: Params, config: Config, examples: int) -> dict[str, dict[str, float]]:
@@ -76,7 +76,7 @@ def documents_of(task: str, examples: int) -> dict[str, list[Document]]:
 def exact(params: Params, config: Config, documents: list[Document]) -> list[bool]:
     """Whether greedy decoding gives each document's tokens that bear loss."""
     results = [False] * len(documents)
-    limits = (0, SHORT, config.max_position_embeddings)
+    limits = (0, *LENGTHS, config.max_position_embeddings)
     for shortest, length in itertools.pairwise(limits):
         chosen = [i for i, doc in enumerate(documents) if shortest < len(doc.ids) <= length]
         groups = _groups(chosen, documents, length)
