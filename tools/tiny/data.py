@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tools.tiny.dialogues import (
+    UNCALCULATED,
     Dialogue,
     Message,
     calculator_turn,
@@ -49,7 +50,7 @@ SHARES = dict.fromkeys(TASKS, 1) | {
 DIALOGUE_SHARES = {
     "calculator": 5,
     "calculator_unused": 2,
-    "json_answer": 8,
+    "json_answer": 14,
     "json_extract": 4,
     "think_json": 4,
     "think_calculator": 5,
@@ -264,7 +265,8 @@ class _Source:
         task = rng.choices(list(shares), list(shares.values()))[0]
         dialogue = draw_dialogue(rng, task, held_out=False)
         if dialogue.messages[0]["role"] != "system" and rng.random() < 0.15:
-            before = [self._example() for _ in range(rng.randint(1, 4))]
+            tasks = UNCALCULATED if dialogue.tools else [None]
+            before = [self._example(rng.choice(tasks)) for _ in range(rng.randint(1, 4))]
             messages = [m for example in before for m in chat_of(example)]
             dialogue = replace(dialogue, messages=messages + dialogue.messages)
         document = dialogue_document(dialogue)
@@ -293,10 +295,10 @@ class _Source:
             calculation = draw_calculation(rng, beyond=rng.random() < 0.25)
             if is_held_out(f"calculator:{calculation.expression}"):
                 continue
-            is_calculated = rng.random() < 0.7
-            turn = chat_of(self._example())
-            if is_calculated:
+            if rng.random() < 0.7:
                 turn = calculator_turn(rng, tool, key, calculation)
+            else:
+                turn = chat_of(self._example(rng.choice(UNCALCULATED)))
             longer = replace(dialogue, messages=[*dialogue.messages, *turn])
             written = dialogue_document(longer)
             if len(written.ids) > room:

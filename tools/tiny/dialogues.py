@@ -276,7 +276,7 @@ def _think_calculator(rng: random.Random) -> Draft:
     """The call, the answer to its result, or an answer that needs none, after a thought."""
     kind = rng.random()
     if kind < 0.25:
-        key, dialogue = _calculator_unused(rng, [t for t in _AT_ONCE_TASKS if t in _OTHER_TASKS])
+        key, dialogue = _calculator_unused(rng, [t for t in _AT_ONCE_TASKS if t in UNCALCULATED])
         return key, replace(dialogue, thought=AT_ONCE)
     key, dialogue = _calculator(rng)
     if kind < 0.6:
@@ -288,7 +288,7 @@ def _think_calculator(rng: random.Random) -> Draft:
 
 def _calculator_unused(rng: random.Random, tasks: Sequence[str] = ()) -> Draft:
     """A question that needs no calculator."""
-    key, example = _draft(rng, tasks or _OTHER_TASKS)
+    key, example = _draft(rng, tasks or UNCALCULATED)
     tool, _ = draw_tool(rng)
     return key, Dialogue([*system_of(rng), *chat_of(example)], [tool])
 
@@ -499,12 +499,13 @@ def _think_json(rng: random.Random) -> Draft:
     return key, replace(dialogue, thought="I fill in the fields.")
 
 
-_OTHER_TASKS = (
+UNCALCULATED = (
     *("sort_numbers", "sort_words", "sort_letters", "reverse_word", "reverse_list", "spell"),
     *("count_letters", "count_letter", "count_items", "count", "count_words", "other"),
 )
+"""Tasks of the world that need no calculator where there is one."""
 _AT_ONCE_TASKS = (
-    *(task for task in _OTHER_TASKS if task != "count_letter"),
+    *(task for task in UNCALCULATED if task != "count_letter"),
     "subtract",
     "multiply",
 )
