@@ -115,7 +115,11 @@ def test_openais_client_streams_a_round_trip(talk: Run):
             {"role": "system", "content": "You are a helpful assistant."},
             {"role": "user", "content": "What is 48273 times 9164?"},
         ]
-        options: Any = {"model": "jpaged-tiny", "tools": [CALCULATOR], "temperature": 0}
+        function = CALCULATOR["function"]
+        parameters = {**function["parameters"], "additionalProperties": False}
+        strict = {**function, "strict": True, "parameters": parameters}  # or it parses nothing
+        tools = [{"type": "function", "function": strict}]
+        options: Any = {"model": "jpaged-tiny", "tools": tools, "temperature": 0}
         for _ in range(2):
             async with client.chat.completions.stream(messages=messages, **options) as stream:
                 choice = (await stream.get_final_completion()).choices[0]
