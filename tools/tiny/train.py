@@ -163,7 +163,7 @@ def train(
         if keep is not None and progress.elapsed > 60 * minute:
             save_checkpoint(keep / f"minute_{minute}", unstacked(params), config)
             minute += 1
-    print(f"{progress.elapsed:.0f} s, last loss {float(losses[-1]):.5f}", flush=True)
+    print(f"{progress.elapsed:.0f} s", flush=True)
     return unstacked(params)
 
 
