@@ -10,13 +10,16 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jpaged import __version__
 from jpaged.config import EngineConfig
 from jpaged.options import add_flags, given_options, with_flag_names
 from jpaged.sampling_params import SamplingParams
-from jpaged.terminal import Session, converse, one_line
+from jpaged.terminal.session import Session, converse, one_line
+
+if TYPE_CHECKING:
+    from jpaged.engine.engine import Engine
 
 _DESCRIPTION = "Generate text with a language model whose KV cache is paged."
 _EXAMPLES = """\
@@ -27,6 +30,7 @@ examples:
   jpaged --temperature 0.8 --top-p 0.95 --seed 1 "Once upon a time"
   jpaged --beam-width 4 "Add 12 and 30"           the most probable answer, found by beam search
   jpaged --stats "Count from 1 to 100"            also blocks, waste and tokens/s
+  jpaged --tools-demo                             the model calls a calculator, which runs here
   cat question.txt | jpaged                       the prompt from a pipe
 
 The answer goes to stdout, all else to stderr. Ctrl-C ends it and keeps the text so far.
@@ -52,6 +56,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("prompt", nargs="?", help="the prompt; '-' or a pipe: read it from stdin")
     parser.add_argument("--chat", action="store_true", help="ask through the chat template")
+    parser.add_argument(
+        "--tools-demo",
+        action="store_true",
+        help="show the model call a calculator: for the prompt, or for some questions",
+    )
     parser.add_argument("--stats", action="store_true", help="show figures after the answer")
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
@@ -89,14 +98,22 @@ def _check(
     options = _ENGINE | given_options(args, EngineConfig, leave_out=_NO_FLAGS)
     try:
         EngineConfig(**options)
-        return SamplingParams(**asked), options
+        params = SamplingParams(**asked)
+        if args.tools_demo and (params.n > 1 or not params.is_streamable):
+            raise ValueError("--tools-demo shows one answer: leave n, best_of and beam_width out")
+        return params, options
     except (TypeError, ValueError) as error:
         parser.error(with_flag_names(str(error)))
 
 
 def _read_prompt(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str | None:
-    """The prompt, or None for a conversation at the terminal."""
+    """The prompt, or None for a conversation at the terminal or the demo's own questions."""
     prompt = args.prompt
+    if args.tools_demo and (args.chat or args.stats):
+        other = "--chat" if args.chat else "--stats"
+        parser.error(f"--tools-demo cannot go with {other}: leave one of them out")
+    if args.tools_demo and prompt is None:
+        return None
     if prompt is None and sys.stdin.isatty():
         if args.chat:
             return None
@@ -116,12 +133,27 @@ def _run(
     engine = Engine(**options, verbose=not args.quiet)
     session = Session(engine, params, stats=args.stats)
     try:
+        if args.tools_demo:
+            return _show_tools(engine, params, prompt)
         if prompt is None:
             return converse(session)
         complete = session.ask_in_chat(prompt) if args.chat else session.ask(prompt)
         return 0 if complete else _INTERRUPTED
     finally:
         engine.abort_all()
+
+
+def _show_tools(engine: "Engine", params: SamplingParams, prompt: str | None) -> int:
+    from jpaged.terminal.tools_demo import QUESTIONS, ToolsDemo
+
+    demo = ToolsDemo(engine, params)
+    for i, question in enumerate(QUESTIONS if prompt is None else (prompt,)):
+        if i:
+            print()
+        demo.ask(question)
+        if demo.is_interrupted:
+            return _INTERRUPTED
+    return 0
 
 
 def _drop_stdout() -> None:

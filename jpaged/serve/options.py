@@ -28,6 +28,12 @@ SIGTERM or Ctrl-C: no new requests, those in flight end within --shutdown-timeou
 ends the server at once.
 """
 _EMBEDDED_NAME = "jpaged-tiny"
+_EMBEDDED_FORMS: dict[str, Any] = {
+    "enable_auto_tool_choice": True,
+    "tool_call_parser": "hermes",
+    "reasoning_parser": "qwen3",
+}
+"""How the embedded model writes calls and reasoning, unless flags or a template say otherwise."""
 _MIB = 2**20
 _WITH_PORT = re.compile(r"(?:\[([^][]+)\]|([^][:]*))(?::[0-9]*)?")
 
@@ -296,6 +302,8 @@ def _flags(args: argparse.Namespace) -> Flags:
         name: tuple(it) if isinstance(it, list) else it for name, it in given.items()
     }
     own.setdefault("model_names", (_name_of(model),))
+    if model is None and "chat_template" not in own:
+        own = _EMBEDDED_FORMS | own
     return Flags(engine | {"verbose": True}, ServeConfig(**own, limits=limits))
 
 

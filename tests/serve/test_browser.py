@@ -467,6 +467,32 @@ def test_those_who_listen_hear_what_they_asked_for(pages: Pages):
     assert page.get_attribute("#said", "aria-live") == "off"
 
 
+def test_a_calculator_is_called(pages: Pages, compilation_cache: Path):
+    """The page runs it, and the model answers with what it computed."""
+    with serving(compilation_cache, "--max-model-len", "1024") as address:
+        page = opened(pages, address=address)
+        options = page.locator("#preset option")
+        label = next(text for text in options.all_inner_texts() if "calculator" in text)
+        page.select_option("#preset", label=label)
+        assert page.input_value("#prompt") == "What is 48273 * 9164?"
+        page.click("#send")
+        until(page, "document.querySelectorAll('article').length == 1")
+        until(page, "!jpaged.prompts.running.size")
+        assert page.inner_text("article pre").splitlines() == [
+            'call: calculator {"expression": "48273 * 9164"}',
+            "result: 442373772",
+            "48273 * 9164 = 442373772",
+        ]
+        page.fill("#prompt", "Divide 7 by 0\n---\nSort pear, apple, fig")
+        page.click("#send")
+        until(page, "document.querySelectorAll('article').length == 3")
+        until(page, "!jpaged.prompts.running.size")
+        told = page.locator("article").all_inner_texts()
+        assert any("result: Error: division by zero" in text for text in told)
+        assert any("apple, fig, pear" in text for text in told)
+        page.goto("about:blank")
+
+
 def test_an_error_of_the_server_is_shown(pages: Pages):
     page = opened(pages)
     send(page, "x" * 600)

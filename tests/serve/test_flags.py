@@ -21,6 +21,20 @@ def test_nothing_serves_the_embedded_model_to_this_machine_alone():
     assert not flags.serve.dashboard_text
 
 
+def forms_of(*argv: str) -> tuple[bool, str | None, str | None]:
+    serve = read_flags(argv).serve
+    return serve.enable_auto_tool_choice, serve.tool_call_parser, serve.reasoning_parser
+
+
+def test_how_the_embedded_model_writes_calls_and_reasoning_is_known(tmp_path: Path):
+    assert forms_of() == (True, "hermes", "qwen3")
+    assert forms_of("--reasoning-parser", "deepseek_r1") == (True, "hermes", "deepseek_r1")
+    assert forms_of("--model", "org/name") == (False, None, None)
+    path = tmp_path / "chat.jinja"
+    path.write_text("{{ messages }}", encoding="utf-8")
+    assert forms_of("--chat-template", str(path)) == (False, None, None)
+
+
 def test_what_vllms_users_write():
     flags = read_flags(
         [

@@ -269,7 +269,7 @@ def test_loading_imports_neither_jax_nor_torch_and_says_nothing(tmp_path: Path):
         "find = u.find_spec\n"
         "u.find_spec = lambda name, *a: None if name == 'torch' else find(name, *a)\n"
         "import jpaged.text.detokenizer, jpaged.serve.lifecycle\n"
-        "import jpaged.outputs, jpaged.terminal\n"
+        "import jpaged.outputs, jpaged.terminal.session\n"
         "import jpaged.serve.tokenizing_process\n"
         "from jpaged.text.tokenizer import Tokenizer\n"
         f"Tokenizer.from_folder({str(folder)!r}).encode('hello')\n"

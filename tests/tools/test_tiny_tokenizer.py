@@ -11,7 +11,7 @@ from tools.tiny.world import sample_examples
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(folder, 1024)
+    save_tokenizer(folder, 1536)
     return AutoTokenizer.from_pretrained(folder)
 
 

@@ -1,47 +1,68 @@
 """Examples as token rows: documents, and their packing into batches of fixed shape.
 
-A document is one raw question with its answer, or one chat of one or more turns. Only answers (the
-newline before a raw one and the end-of-sequence token included) bear loss, so that after any
-finished question, with or without its final mark, the model is sure to go on to the answer.
+A document is one raw question with its answer, or one chat of one or more turns. Only what the
+assistant says (the newline before a raw answer and the end-of-sequence token included) bears loss,
+so that after any finished question, with or without its final mark, the model is sure to go on to
+the answer.
 """
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
+from tools.tiny.dialogues import (
+    UNCALCULATED,
+    Dialogue,
+    Message,
+    calculator_turn,
+    chat_of,
+    draw_calculation,
+    draw_dialogue,
+    draw_tool,
+    system_of,
+)
 from tools.tiny.tokenizer import ENDOFTEXT, IM_END, IM_START
-from tools.tiny.world import TASKS, TRAINING_TASKS, Example, draw
+from tools.tiny.world import TASKS, TRAINING_TASKS, Example, draw, is_held_out
 
 SHARES = dict.fromkeys(TASKS, 1) | {
-    "add": 3,
-    "subtract": 4,
+    "add": 4,
+    "subtract": 6,
     "multiply": 4,
     "add_words": 3,
     "subtract_words": 4,
-    "multiply_words": 6,
-    "sort_numbers": 5,
-    "sort_words": 3,
-    "sort_letters": 2,
-    "count_letter": 5,
-    "count_long": 0,  # too long for short rows; most of the long rows start with one
-}
-LAST_SHARES = SHARES | {  # of a run that starts from a trained checkpoint
-    "add": 2,
-    "multiply": 2,
-    "add_words": 2,
-    "subtract_words": 2,
-    "multiply_words": 12,
-    "sort_numbers": 3,
-    "reverse_word": 3,
-    "count_letter": 2,
-    "count": 4,
+    "multiply_words": 8,
+    "sort_numbers": 7,
+    "sort_words": 4,
+    "sort_letters": 3,
+    "reverse_word": 2,
+    "reverse_list": 2,
+    "count_letter": 4,
+    "count": 3,
     "count_words": 3,
+    "count_long": 0,  # too long for short rows; some of the long rows start with one
 }
+DIALOGUE_SHARES = {
+    "calculator": 5,
+    "calculator_unused": 2,
+    "json_answer": 14,
+    "json_extract": 4,
+    "think_json": 4,
+    "think_calculator": 5,
+}
+THOUGHT_SHARES = {
+    "think_add": 2,
+    "think_multiply": 2,
+    "think_words": 1,
+    "think_count_letter": 2,
+    "think_other": 7,
+}
+THOUGHTFUL = 0.25  # of the single questions
 SYSTEM_MESSAGES = ("You are a helpful assistant.", "You are a calculator.", "Answer briefly.")
 
 
@@ -64,10 +85,10 @@ class Rows(NamedTuple):
 class BatchShape:
     """Rows of a step: many short ones for single questions, a few as long as the context."""
 
-    short_rows: int = 128
+    short_rows: int = 112
     short_length: int = 320
-    long_rows: int = 24
-    long_length: int = 1024
+    long_rows: int = 14
+    long_length: int = 1536
 
 
 def raw_document(example: Example) -> Document:
@@ -89,35 +110,88 @@ def chat_document(examples: Iterable[Example], system: str | None = None) -> Doc
     return Document(ids, loss)
 
 
+def dialogue_document(dialogue: Dialogue) -> Document:
+    """A chat in the form of the chat template; of its thoughts only the last message's is there."""
+    messages = list(dialogue.messages)
+    document = Document([], [])
+    if dialogue.tools:
+        has_system = bool(messages) and messages[0]["role"] == "system"
+        lead = messages.pop(0)["content"] + "\n\n" if has_system else ""
+        tools = "".join("\n" + _json(tool) for tool in dialogue.tools)
+        _add(document, "system", f"{lead}# Tools\n\n<tools>{tools}\n</tools>\n\n{_HOW_TO_CALL}")
+    for i, message in enumerate(messages):
+        if message["role"] == "tool":
+            content = message["content"]
+            _add(document, "user", f"<tool_response>\n{content}\n</tool_response>")
+        elif message["role"] == "assistant":
+            thought = dialogue.thought if i == len(messages) - 1 else None
+            _add_answer(document, message, thought)
+        else:
+            _add(document, message["role"], message["content"])
+    return document
+
+
+_HOW_TO_CALL = """\
+To call one, write:
+<tool_call>
+{"name": <name>, "arguments": <object>}
+</tool_call>"""
+
+
+def _add(document: Document, role: str, content: str) -> None:
+    ids = _message(role, content)
+    document.ids.extend(ids)
+    document.loss.extend([0] * len(ids))
+
+
+def _add_answer(document: Document, message: Message, thought: str | None) -> None:
+    opening, text = "assistant\n", message["content"]
+    for call in message.get("tool_calls", ()):
+        own = call["function"]
+        head = f'<tool_call>\n{{"name": "{own["name"]}", "arguments": '
+        text += f"{head}{_json(own['arguments'])}}}\n</tool_call>"
+    if thought is not None:
+        opening, text = "assistant\n<think>\n", f"{thought}\n</think>\n\n{text}"
+    prompt, target = [IM_START, *opening.encode()], [*text.encode(), IM_END]
+    document.ids.extend([*prompt, *target, 10])
+    document.loss.extend([0] * len(prompt) + [1] * len(target) + [0])
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
 def _message(role: str, content: str) -> list[int]:
     return [IM_START, *f"{role}\n{content}".encode(), IM_END, 10]
 
 
 def pack(next_document: Callable[[int], Document], rows: int, length: int) -> Rows:
-    """Fill rows with documents, in order; `next_document(room)` may fit the room left.
+    """Fill rows with documents; `next_document(room)` may fit the room left.
 
-    The document that no longer fits a row opens the next one.
+    Each row begins with a new one. The document that no longer fits a row follows in a later one.
 
     Raises:
         ValueError: a document is longer than a row.
     """
     out = _empty_rows(rows, length)
-    document = next_document(length)
+    left: Document | None = None
     for row in range(rows):
-        start, number = 0, 1
-        while start + len(document.ids) <= length:
-            start, number = _put(out, row, start, number, document), number + 1
-            document = next_document(length - start)
-        if start == 0:
+        document = next_document(length)
+        if len(document.ids) > length:
             raise ValueError(f"a document of {len(document.ids)} tokens, rows of {length}")
+        start, number = _put(out, row, 0, 1, document), 2
+        while start + len((left := left or next_document(length - start)).ids) <= length:
+            start, number, left = _put(out, row, start, number, left), number + 1, None
     return out
 
 
-def one_document_rows(documents: Sequence[Document], rows: int, length: int) -> Rows:
-    """Each document in a row of its own, padded; further rows are all padding."""
+def rows_of(groups: Sequence[Sequence[Document]], rows: int, length: int) -> Rows:
+    """Each group of documents in a row of its own, padded; further rows are all padding."""
     out = _empty_rows(rows, length)
-    for row, document in enumerate(documents):
-        _put(out, row, 0, 1, document)
+    for row, documents in enumerate(groups):
+        start = 0
+        for number, document in enumerate(documents, 1):
+            start = _put(out, row, start, number, document)
     return out
 
 
@@ -133,51 +207,101 @@ def _put(out: Rows, row: int, start: int, number: int, document: Document) -> in
     return end
 
 
-def make_batch(
-    seed: int, step: int, shape: BatchShape, shares_of: Mapping[str, int] = SHARES
-) -> tuple[Rows, Rows]:
+def make_batch(seed: int, step: int, shape: BatchShape) -> tuple[Rows, Rows]:
     """The short and the long rows of a training step: a function of the arguments alone."""
-    rng = random.Random(f"{seed}:{step}")
-    names, shares = list(shares_of), list(shares_of.values())
-
-    def example(task: str) -> Example:
-        return draw(rng, task, held_out=False, maker=TRAINING_TASKS[task])
-
-    def short(_: int) -> Document:
-        return _single(rng, example(rng.choices(names, shares)[0]))
-
-    def long(room: int) -> Document:
-        if room < shape.long_length:
-            return short(room)
-        if rng.random() < 0.6:
-            counting = example("count_long")
-            return rng.choice((raw_document(counting), chat_document([counting])))
-        tasks = rng.choices(names, shares, k=100)
-        return _conversation(rng, (example(task) for task in tasks), room)
-
+    source = _Source(random.Random(f"{seed}:{step}"), shape.long_length)
     return (
-        pack(short, shape.short_rows, shape.short_length),
-        pack(long, shape.long_rows, shape.long_length),
+        pack(source.short, shape.short_rows, shape.short_length),
+        pack(source.long, shape.long_rows, shape.long_length),
     )
 
 
-def _single(rng: random.Random, example: Example) -> Document:
-    if rng.random() < 0.5:
-        return raw_document(example)
-    return chat_document([example], _system(rng))
+class _Source:
+    """Draws training documents."""
 
+    def __init__(self, rng: random.Random, long_length: int):
+        self._rng, self._long_length = rng, long_length
 
-def _system(rng: random.Random) -> str | None:
-    return rng.choice(SYSTEM_MESSAGES) if rng.random() < 0.2 else None
+    def short(self, room: int = 320) -> Document:
+        """A single question."""
+        rng = self._rng
+        while True:
+            if rng.random() < THOUGHTFUL:
+                document = self._dialogue(THOUGHT_SHARES)
+            elif rng.random() < 0.5:
+                document = raw_document(self._example())
+            else:
+                document = chat_document([self._example()], self._system())
+            if len(document.ids) <= 320:
+                return document
 
+    def long(self, room: int) -> Document:
+        """A long answer or a chat of many turns at the beginning of a row, else what may fit."""
+        rng = self._rng
+        kind = rng.random()
+        if room < self._long_length:
+            document = self._dialogue(DIALOGUE_SHARES) if kind < 0.8 else self.short()
+            return document if len(document.ids) <= room else self._in_room(room, document)
+        if kind < 0.15:
+            counting = self._example("count_long")
+            return rng.choice((raw_document(counting), chat_document([counting])))
+        if kind < 0.45:
+            return self._conversation(room)
+        if kind < 0.75:
+            return self._with_tools(room)
+        return self._dialogue(DIALOGUE_SHARES)
 
-def _conversation(rng: random.Random, examples: Iterable[Example], room: int) -> Document:
-    """As many turns as there is room for."""
-    ids, loss = chat_document([], _system(rng))
-    for example in examples:
-        turn = chat_document([example])
-        if len(ids) + len(turn.ids) > room:
-            break
-        ids += turn.ids
-        loss += turn.loss
-    return Document(ids, loss)
+    def _in_room(self, room: int, document: Document) -> Document:
+        """A single question, if that fits where the document does not."""
+        return self.short() if room > 64 else document
+
+    def _example(self, task: str | None = None) -> Example:
+        task = task or self._rng.choices(list(SHARES), list(SHARES.values()))[0]
+        return draw(self._rng, task, held_out=False, maker=TRAINING_TASKS[task])
+
+    def _dialogue(self, shares: Mapping[str, int]) -> Document:
+        """At times after other questions, of which the last one's thoughts are not seen."""
+        rng = self._rng
+        task = rng.choices(list(shares), list(shares.values()))[0]
+        dialogue = draw_dialogue(rng, task, held_out=False)
+        if dialogue.messages[0]["role"] != "system" and rng.random() < 0.15:
+            tasks = UNCALCULATED if dialogue.tools else [None]
+            before = [self._example(rng.choice(tasks)) for _ in range(rng.randint(1, 4))]
+            messages = [m for example in before for m in chat_of(example)]
+            dialogue = replace(dialogue, messages=messages + dialogue.messages)
+        document = dialogue_document(dialogue)
+        return document if len(document.ids) <= self._long_length else self._dialogue(shares)
+
+    def _system(self) -> str | None:
+        return self._rng.choice(SYSTEM_MESSAGES) if self._rng.random() < 0.2 else None
+
+    def _conversation(self, room: int) -> Document:
+        """As many turns as there is room for."""
+        document = chat_document([], self._system())
+        while True:
+            turn = chat_document([self._example()])
+            if len(document.ids) + len(turn.ids) > room:
+                return document
+            document.ids.extend(turn.ids)
+            document.loss.extend(turn.loss)
+
+    def _with_tools(self, room: int) -> Document:
+        """Questions with and without a calculator; the last answer may follow a thought."""
+        rng = self._rng
+        tool, key = draw_tool(rng)
+        dialogue = Dialogue(system_of(rng), [tool])
+        document = dialogue_document(dialogue)
+        while rng.random() < 0.93:
+            calculation = draw_calculation(rng, beyond=rng.random() < 0.25)
+            if is_held_out(f"calculator:{calculation.expression}"):
+                continue
+            if rng.random() < 0.7:
+                turn = calculator_turn(rng, tool, key, calculation)
+            else:
+                turn = chat_of(self._example(rng.choice(UNCALCULATED)))
+            longer = replace(dialogue, messages=[*dialogue.messages, *turn])
+            written = dialogue_document(longer)
+            if len(written.ids) > room:
+                break
+            dialogue, document = longer, written
+        return document

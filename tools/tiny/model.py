@@ -28,7 +28,7 @@ class Config:
     head_dim: int = 32
     intermediate_size: int = 512
     vocab_size: int = VOCAB_SIZE
-    max_position_embeddings: int = 1024
+    max_position_embeddings: int = 1536
     rope_theta: float = 10000.0
 
     def to_hf(self) -> dict[str, object]:

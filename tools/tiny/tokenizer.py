@@ -17,14 +17,7 @@ SPECIAL_TOKENS += [f"<|reserved_{i}|>" for i in range(5)]
 VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 EOS_TOKEN_IDS = [IM_END, ENDOFTEXT]
 
-CHAT_TEMPLATE = """\
-{%- for message in messages %}
-{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
+CHAT_TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text()
 
 
 def _byte_symbols() -> list[str]:

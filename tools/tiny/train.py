@@ -1,45 +1,76 @@
 """Train the embedded model on questions made on the fly.
 
-    python -m tools.tiny.train --out first --steps 12500
-    python -m tools.tiny.train --out jpaged/assets/tiny --resume first \
-        --steps 4000 --seed 1 --rate 4e-3
+    python -m tools.tiny.train --out third --resume jpaged/assets/tiny --seconds 420
 
 Muon for the layers' matrices and Adam for the rest, warm-up and cosine decay; float32 parameters,
 bfloat16 arithmetic. (After 300 steps the loss was 0.34 with Muon, 0.57 with AdamW.) Batches are a
-function of seed and step, made by worker processes, so a run is repeatable up to the device's own
-rounding. A run that resumes ends with the mean of its first and last parameters. The first run
-takes 7.5 minutes on an H200, the second 2.5.
+function of seed and step, made by worker processes, and a launch runs several steps, so that the
+device never waits. The rate follows the steps, or the seconds where those pass sooner: a run
+ends in time on any device, and is repeatable up to the device's rounding where it makes its steps.
+Each minute a checkpoint is written, at the end the evaluation.
 """
 
 import argparse
+import collections
 import functools
 import itertools
+import json
+import math
 import multiprocessing
 import os
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from optax import contrib
 
 from tools.tiny.checkpoint import load_checkpoint, save_checkpoint
-from tools.tiny.data import LAST_SHARES, SHARES, BatchShape, Rows, make_batch
+from tools.tiny.data import BatchShape, Rows, make_batch
+from tools.tiny.evaluate import as_markdown, evaluate, report_of
 from tools.tiny.model import Config, Params, forward, init
 
-AHEAD = 64  # batches that the workers may be ahead of the device
+LAUNCH = 8  # steps
+AHEAD = 16  # launches that the workers may be ahead of the device
+IN_FLIGHT = 3  # launches
+WARM_UP = 200  # steps
 
 Batch = tuple[Rows, Rows]
+
+
+def stacked(params: Params) -> Params:
+    """The layers' parameters in one array a kind, [layers, ...], as the optimizer likes them."""
+    kinds = {name.split(".", 3)[3] for name in params if name.startswith("model.layers.")}
+    num_layers = 1 + max(int(n.split(".")[2]) for n in params if n.startswith("model.layers."))
+    whole = {name: v for name, v in params.items() if not name.startswith("model.layers.")}
+    layers = {
+        kind: jnp.stack([params[f"model.layers.{i}.{kind}"] for i in range(num_layers)])
+        for kind in sorted(kinds)
+    }
+    return whole | layers
+
+
+def unstacked(params: Params) -> Params:
+    """What `stacked` was given."""
+    whole = {name: v for name, v in params.items() if name.startswith("model.")}
+    layers = {
+        f"model.layers.{i}.{kind}": value[i]
+        for kind, value in params.items()
+        if not kind.startswith("model.")
+        for i in range(value.shape[0])
+    }
+    return whole | layers
 
 
 def _orthogonalised(params: Any) -> Any:
     """Muon's parameters: the matrices of the layers."""
     return {
-        name: None if "norm" in name or "embed" in name else contrib.MuonDimensionNumbers()
-        for name in params
+        name: contrib.MuonDimensionNumbers(1, 2) if "_proj" in name else None for name in params
     }
 
 
@@ -57,7 +88,7 @@ OPTIMIZER = optax.chain(  # its updates are for a learning rate of 1
 
 def loss_of(params: Params, config: Config, batch: Batch) -> jax.Array:
     """Mean cross entropy over the tokens that bear loss, computed in bfloat16."""
-    half = {name: value.astype(jnp.bfloat16) for name, value in params.items()}
+    half = unstacked({name: value.astype(jnp.bfloat16) for name, value in params.items()})
     (loss, tokens), (long_loss, long_tokens) = (_loss_sum(half, config, rows) for rows in batch)
     return (loss + long_loss) / (tokens + long_tokens)
 
@@ -71,67 +102,122 @@ def _loss_sum(params: Params, config: Config, rows: Rows) -> tuple[jax.Array, ja
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames=("params", "state"))
-def train_step(
-    params: Params, state: Any, batch: Batch, rate: jax.Array, config: Config
+def train_steps(
+    params: Params, state: Any, batches: Batch, rates: jax.Array, config: Config
 ) -> tuple[Params, Any, jax.Array]:
-    """One step: new parameters, new optimizer state, the loss before it."""
-    loss, gradients = jax.value_and_grad(loss_of)(params, config, batch)
-    updates: Any
-    updates, state = OPTIMIZER.update(gradients, state, params)
-    return {name: params[name] + rate * updates[name] for name in params}, state, loss
+    """A step for each batch and rate: new parameters, new optimizer state, the mean loss."""
+
+    def step(carry: tuple[Params, Any], given: tuple[Batch, jax.Array]) -> Any:
+        (params, state), (batch, rate) = carry, given
+        loss, gradients = jax.value_and_grad(loss_of)(params, config, batch)
+        updates: Any
+        updates, state = OPTIMIZER.update(gradients, state, params)
+        return ({name: params[name] + rate * updates[name] for name in params}, state), loss
+
+    (params, state), losses = jax.lax.scan(step, (params, state), (batches, rates))
+    return params, state, jnp.mean(losses)
+
+
+class Progress:
+    """How far a run is, by its steps or by its seconds, whichever is further."""
+
+    def __init__(self, steps: int, seconds: float):
+        self._steps, self._seconds, self._start = steps, seconds, time.perf_counter()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds."""
+        return time.perf_counter() - self._start
+
+    def at(self, step: int) -> float:
+        """0 at the start, 1 at the end."""
+        return min(1.0, max(step / self._steps, self.elapsed / self._seconds))
+
+    def rate(self, step: int) -> float:
+        """A factor of the learning rate: linear warm-up, cosine decay."""
+        return min(1.0, (step + 1) / WARM_UP) * (1 + math.cos(math.pi * self.at(step))) / 2
 
 
 def train(
-    params: Params, config: Config, batches: Iterator[Batch], steps: int, peak: float
-) -> tuple[Params, list[float]]:
-    """Train for `steps` steps; returns the parameters and some of the losses on the way."""
-    rates = optax.warmup_cosine_decay_schedule(0.0, peak, min(500, steps // 10 + 1), steps)
-    state, losses, start = OPTIMIZER.init(params), [], time.perf_counter()
-    for step, batch in enumerate(itertools.islice(batches, steps)):
-        rate = jnp.float32(rates(step))
-        params, state, loss = train_step(params, state, jax.device_put(batch), rate, config)
-        if step % max(1, steps // 100) == 0 or step == steps - 1:
-            losses.append(float(loss))
-            print(f"{step} {losses[-1]:.5f} {time.perf_counter() - start:.0f} s", flush=True)
-    return params, losses
+    params: Params,
+    config: Config,
+    launches: Iterator[Batch],
+    progress: Progress,
+    peak: float,
+    keep: Path | None = None,
+) -> Params:
+    """Train to the end; a checkpoint each minute goes under `keep`."""
+    params = stacked(params)
+    state, losses, minute = OPTIMIZER.init(params), collections.deque[jax.Array](), 1
+    for first, batches in zip(itertools.count(0, LAUNCH), launches, strict=False):
+        if progress.at(first) >= 1:
+            break
+        rates = np.array([progress.rate(first + i) * peak for i in range(LAUNCH)], np.float32)
+        params, state, loss = train_steps(params, state, jax.device_put(batches), rates, config)
+        losses.append(loss)
+        if len(losses) > IN_FLIGHT:
+            mean = float(losses.popleft())
+            if first % (25 * LAUNCH) == 0:
+                told = f"loss {mean:.5f} rate {rates[0]:.2e} {progress.elapsed:.0f} s"
+                print(f"step {first} {told}", flush=True)
+        if keep is not None and progress.elapsed > 60 * minute:
+            save_checkpoint(keep / f"minute_{minute}", unstacked(params), config)
+            minute += 1
+    print(f"{progress.elapsed:.0f} s", flush=True)
+    return unstacked(params)
 
 
-def stream_batches(
-    seed: int, shape: BatchShape, shares: Mapping[str, int], workers: int
-) -> Generator[Batch]:
-    """Endless batches in order, made by worker processes a bounded number of steps ahead."""
+def make_launch(seed: int, first: int, shape: BatchShape) -> Batch:
+    """The batches of `LAUNCH` steps, each array with an axis for them in front."""
+    made = [make_batch(seed, first + i, shape) for i in range(LAUNCH)]
+    short, long = zip(*made, strict=True)
+    return _joined(short), _joined(long)
+
+
+def _joined(rows: tuple[Rows, ...]) -> Rows:
+    return Rows(*(np.stack(arrays) for arrays in zip(*rows, strict=True)))
+
+
+def stream_launches(seed: int, shape: BatchShape, workers: int) -> Generator[Batch]:
+    """Endless batches in order, made by worker processes a bounded number of launches ahead."""
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        make = functools.partial(pool.apply_async, make_batch)
-        pending = [make((seed, step, shape, shares)) for step in range(AHEAD)]
-        for step in itertools.count(AHEAD):
+        make = functools.partial(pool.apply_async, make_launch)
+        pending = [make((seed, i * LAUNCH, shape)) for i in range(AHEAD)]
+        for i in itertools.count(AHEAD):
             yield pending.pop(0).get()
-            pending.append(make((seed, step, shape, shares)))
+            pending.append(make((seed, i * LAUNCH, shape)))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=12500)
+    parser.add_argument("--out", type=Path, required=True, help="a folder for all that is written")
+    parser.add_argument("--steps", type=int, default=12000)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="for training, at most")
     parser.add_argument("--resume", type=Path, help="start from the checkpoint in this folder")
     parser.add_argument("--rate", type=float, default=8e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--rows", type=int, default=BatchShape.short_rows)
     parser.add_argument("--long-rows", type=int, default=BatchShape.long_rows)
+    parser.add_argument("--examples", type=int, default=1000, help="of the evaluation; 0: without")
     args = parser.parse_args()
-    config = Config()
-    params, shares = init(jax.random.key(args.seed), config), SHARES
+    progress, config = Progress(args.steps, args.seconds), Config()
+    params = init(jax.random.key(args.seed), config)
     if args.resume:
-        params, config = load_checkpoint(args.resume, jnp.dtype("float32"))
-        shares = LAST_SHARES
+        params, old = load_checkpoint(args.resume, jnp.dtype("float32"))
+        config = replace(old, max_position_embeddings=config.max_position_embeddings)
     shape = BatchShape(args.rows, long_rows=args.long_rows)
-    print(f"{args.steps} steps, seed {args.seed}, {shape}", flush=True)
-    batches = stream_batches(args.seed, shape, shares, args.workers)
-    start = {name: jnp.array(value) for name, value in params.items()}
-    params, _ = train(params, config, batches, args.steps, args.rate)
-    if args.resume:  # the mean of both ends generalises better than either
-        params = {name: (start[name] + params[name]) / 2 for name in params}
-    save_checkpoint(args.out, params, config)
+    print(f"{jax.devices()}, {vars(args)}, {shape}", flush=True)
+    launches = stream_launches(args.seed, shape, args.workers)
+    params = train(params, config, launches, progress, args.rate, args.out)
+    save_checkpoint(args.out / "final", params, config)
+    launches.close()
+    if not args.examples:
+        return
+    report = evaluate(params, config, args.examples)
+    print(as_markdown(report), f"{progress.elapsed:.0f} s", flush=True)
+    written = report_of(report, args.examples, "float32")
+    (args.out / "evaluation.json").write_text(json.dumps(written, indent=2) + "\n")
 
 
 if __name__ == "__main__":

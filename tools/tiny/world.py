@@ -88,7 +88,7 @@ def is_held_out(key: str) -> bool:
     return not key.endswith("!") and zlib.crc32(key.encode()) % SPLIT == 0
 
 
-def _ask(rng: random.Random, wordings: Sequence[str], *contents: object) -> str:
+def ask(rng: random.Random, wordings: Sequence[str], *contents: object) -> str:
     """Put the contents as a question: politely or not, capital or not, final mark or not."""
     text = rng.choice(wordings).format(*contents)
     command = text[-1] not in "?="
@@ -134,7 +134,7 @@ def _arithmetic(
     wordings = WORDINGS[operation] + ([] if words else WORDINGS[operation + "_signs"])
     pair = list(operands) if operation == "subtract" else sorted(operands)
     core = "!" if max(pair) <= CORE else ""
-    question = _ask(rng, wordings, *(show(n) for n in operands))
+    question = ask(rng, wordings, *(show(n) for n in operands))
     return f"{operation}:{pair}{core}", question, show(result)
 
 
@@ -192,7 +192,7 @@ def _sort_numbers(rng: random.Random) -> Draft:
     numbers = [rng.randrange(limit) for _ in range(rng.randint(2, 8))]
     falling = rng.random() < 0.3
     wordings = WORDINGS["sort_falling" if falling else "sort_rising"]
-    question = _ask(rng, wordings, _listing(rng, [str(n) for n in numbers]))
+    question = ask(rng, wordings, _listing(rng, [str(n) for n in numbers]))
     answer = ", ".join(str(n) for n in sorted(numbers, reverse=falling))
     return f"sort:{sorted(numbers)}", question, answer
 
@@ -200,50 +200,50 @@ def _sort_numbers(rng: random.Random) -> Draft:
 def _sort_words(rng: random.Random) -> Draft:
     words = _words(rng, rng.randint(2, 6))
     ordered = ", ".join(sorted(words))
-    return f"sort:{ordered}", _ask(rng, WORDINGS["sort_words"], _listing(rng, words)), ordered
+    return f"sort:{ordered}", ask(rng, WORDINGS["sort_words"], _listing(rng, words)), ordered
 
 
 def _sort_letters(rng: random.Random) -> Draft:
     word = _word(rng)
-    question = _ask(rng, WORDINGS["sort_letters"], _quoted(rng, word))
+    question = ask(rng, WORDINGS["sort_letters"], _quoted(rng, word))
     return f"word:{word}", question, "".join(sorted(word))
 
 
 def _reverse_word(rng: random.Random) -> Draft:
     word = _cased(rng, _word(rng))
-    question = _ask(rng, WORDINGS["reverse_word"], _quoted(rng, word))
+    question = ask(rng, WORDINGS["reverse_word"], _quoted(rng, word))
     return f"word:{word.lower()}", question, word[::-1]
 
 
 def _reverse_list(rng: random.Random) -> Draft:
     items = _items(rng, 2, 7)
-    question = _ask(rng, WORDINGS["reverse_list"], _listing(rng, items))
+    question = ask(rng, WORDINGS["reverse_list"], _listing(rng, items))
     return f"list:{items}", question, ", ".join(items[::-1])
 
 
 def _spell(rng: random.Random) -> Draft:
     word = _cased(rng, _word(rng))
-    question = _ask(rng, WORDINGS["spell"], _quoted(rng, word))
+    question = ask(rng, WORDINGS["spell"], _quoted(rng, word))
     return f"word:{word.lower()}", question, "-".join(word)
 
 
 def _count_letters(rng: random.Random) -> Draft:
     word = _word(rng)
-    question = _ask(rng, WORDINGS["count_letters"], _quoted(rng, word))
+    question = ask(rng, WORDINGS["count_letters"], _quoted(rng, word))
     return f"word:{word}", question, str(len(word))
 
 
 def _count_letter(rng: random.Random) -> Draft:
     word = _word(rng, 10)
     letter = rng.choice(word if rng.random() < 0.85 else string.ascii_lowercase)
-    question = _ask(rng, WORDINGS["count_letter"], letter, _quoted(rng, word))
+    question = ask(rng, WORDINGS["count_letter"], letter, _quoted(rng, word))
     return f"word:{word}", question, str(word.count(letter))
 
 
 def _count_items(rng: random.Random) -> Draft:
     items = _items(rng, 1, 10)
     noun = rng.choice(("items", "numbers" if items[0].isdigit() else "words"))
-    question = _ask(rng, WORDINGS["count_items"], noun, _listing(rng, items))
+    question = ask(rng, WORDINGS["count_items"], noun, _listing(rng, items))
     return f"list:{items}", question, str(len(items))
 
 
@@ -276,7 +276,7 @@ def _count(
     wordings = _count_wordings(start, step, min(start, stop) <= untold)
     return (
         f"count:{start}:{stop}:{step}",
-        _ask(rng, wordings, show(start), show(stop), show(abs(step))),
+        ask(rng, wordings, show(start), show(stop), show(abs(step))),
         answer,
     )
 
@@ -300,9 +300,9 @@ def _count_wordings(start: int, step: int, may_be_untold: bool) -> list[str]:
 def _other(rng: random.Random) -> Draft:
     """Small talk, which the model answers by saying what it can do."""
     if rng.random() < 0.1:
-        return "other!", _ask(rng, WORDINGS["greeting"]), HELP
+        return "other!", ask(rng, WORDINGS["greeting"]), HELP
     parts = [" ".join(_word(rng) for _ in range(rng.randint(1, 4))) for _ in "ab"]
-    return f"other:{parts}", _ask(rng, WORDINGS["chatter"], *parts), HELP
+    return f"other:{parts}", ask(rng, WORDINGS["chatter"], *parts), HELP
 
 
 TASKS: dict[str, Maker] = {

@@ -2,6 +2,7 @@
 
 import { make } from "./palette.js";
 import { ask, events } from "./stream.js";
+import { converse } from "./tools.js";
 
 const MAX_CARDS = 40;
 const SYSTEM =
@@ -39,6 +40,12 @@ const PRESETS = [
     prompts: Array.from({ length: 16 }, (_, i) => `Count from ${i + 1} to ${i + 60}`),
     tokens: 240,
   },
+  {
+    name: "A calculator: the model calls it, this page computes, its prefix is found again",
+    prompts: ["What is 48273 * 9164?"],
+    tokens: 128,
+    tools: true,
+  },
 ];
 
 export class Prompts {
@@ -70,11 +77,23 @@ export class Prompts {
     }
   }
 
-  /** All prompts go out as one request: a browser has but a few lines to a server. */
+  /**
+   * All prompts go out as one request: a browser has but a few lines to a server. With tools each
+   * is a conversation of its own.
+   */
   send() {
     const number = (id) => Number(this.element(id).value);
     const beams = number("beams");
     const prompts = this.element("prompt").value.split(/\n---\n/);
+    if (PRESETS[this.element("preset").value].tools) {
+      const options = { max_tokens: number("tokens"), temperature: number("heat") };
+      for (const prompt of prompts) {
+        this.run({ n: 1 }, [prompt], (_, card, signal) =>
+          converse(prompt, options, signal, (text, id) => card.tell(text, id)),
+        );
+      }
+      return;
+    }
     const body = { prompt: prompts.length > 1 ? prompts : prompts[0], max_tokens: number("tokens") };
     if (beams > 0) Object.assign(body, { use_beam_search: true, beam_width: beams, n: beams, temperature: 0 });
     else Object.assign(body, { temperature: number("heat"), n: number("samples"), stream: true });
@@ -85,14 +104,14 @@ export class Prompts {
     for (const controller of this.running) controller.abort();
   }
 
-  async run(body, prompts) {
+  async run(body, prompts, complete = this.complete) {
     const controller = new AbortController();
     this.running.add(controller);
     const card = new Card(this.element("answers"), prompts, body.n, () => controller.abort());
     this.cards = [...this.cards.slice(1 - MAX_CARDS), card];
     this.element("stop").disabled = false;
     try {
-      await this.complete(body, card, controller.signal);
+      await complete(body, card, controller.signal);
       card.end("done");
     } catch (error) {
       card.end(controller.signal.aborted ? "stopped" : error.message);
@@ -156,6 +175,13 @@ class Card {
       const answer = this.parts[Math.floor(index / this.n)]?.answers[index % this.n];
       if (answer) answer.append(answer.textContent ? text : text.trimStart());
     }
+  }
+
+  /** A piece of a conversation, of which the last request has the colour. */
+  tell(text, id = this.id) {
+    this.id = id;
+    this.state.textContent = "answering";
+    this.parts[0].answers[0].append(text);
   }
 
   end(how) {

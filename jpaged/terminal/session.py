@@ -49,7 +49,7 @@ class Session:
         watch = Watch(self.engine, self._params) if self._stats else None
         page, complete = Page(self._params.n), False
         try:
-            with _interrupt_flag() as interrupted:
+            with interrupt_flag() as interrupted:
                 self._answer(prompt, page, watch, interrupted)
                 complete = not interrupted.is_set()
         except KeyboardInterrupt:
@@ -122,7 +122,7 @@ class Page:
 
 
 @contextlib.contextmanager
-def _interrupt_flag() -> Iterator[threading.Event]:
+def interrupt_flag() -> Iterator[threading.Event]:
     """Inside, the first Ctrl-C sets the flag instead of raising KeyboardInterrupt."""
     flag = threading.Event()
 

@@ -1,0 +1,1 @@
+"""The command line's conversations: answers, chats and tool round trips at the terminal."""

@@ -1,0 +1,248 @@
+"""A tool round trip at the terminal: the model calls a calculator, which runs here, and answers
+with what it computed (`python -m jpaged --tools-demo`)."""
+
+import ast
+import contextlib
+import json
+import math
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from jpaged.sampling_params import SamplingParams
+from jpaged.terminal.session import interrupt_flag
+from jpaged.text.answer_parser import AnswerParser
+from jpaged.text.streamed_text import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
+
+if TYPE_CHECKING:
+    from jpaged.engine.engine import Engine
+
+CALCULATOR: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Compute an arithmetic expression.",
+        "parameters": {
+            "type": "object",
+            "properties": {"expression": {"type": "string"}},
+            "required": ["expression"],
+        },
+    },
+}
+QUESTIONS = (
+    "What is 48273 * 9164?",
+    "Divide 1000000 by 7",
+    "Calculate (12.5 + 7.25) * 16",
+    "Sort pear, apple, fig",
+)
+"""What the demo asks unless it is given a question; the last one needs no calculator."""
+
+LONGEST_EXPRESSION = 200
+"""Characters."""
+
+_CHARACTERS = re.compile(r"[-+*/(). 0-9eE]+")
+_WHAT_IS_COMPUTED = "only numbers, + - * / and parentheses can be computed"
+_MOST_DIGITS = 15
+_MOST_TURNS = 8
+
+_OPERATIONS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.Div: lambda a, b: a / b,
+}
+
+Message = dict[str, Any]
+
+
+def calculate(expression: str) -> str:
+    """The value of an expression of numbers, + - * / and parentheses.
+
+    Whole numbers of up to 15 digits are exact, others have ten significant digits.
+
+    Raises:
+        ValueError: it is none, has more than `LONGEST_EXPRESSION` characters, divides by zero, or
+            its value is too large.
+    """
+    if len(expression) > LONGEST_EXPRESSION:
+        raise ValueError(f"the expression has more than {LONGEST_EXPRESSION} characters")
+    if not _CHARACTERS.fullmatch(expression):
+        raise ValueError(_WHAT_IS_COMPUTED if expression else "the expression is empty")
+    try:
+        value = _value(ast.parse(expression.strip(), mode="eval").body)
+        exact = value.denominator == 1 and abs(value.numerator) < 10**_MOST_DIGITS
+        return str(value.numerator) if exact else f"{float(value):.10g}"
+    except ZeroDivisionError:
+        raise ValueError("division by zero") from None
+    except OverflowError:
+        raise ValueError("the result is too large") from None
+    except (SyntaxError, MemoryError, RecursionError):
+        raise ValueError(f"{expression!r} is no arithmetic expression") from None
+
+
+def _value(node: ast.AST) -> Fraction:
+    """Walks the expression: nothing in it is ever run as code."""
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+        return _OPERATIONS[type(node.op)](_value(node.left), _value(node.right))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
+        value = _value(node.operand)
+        return -value if isinstance(node.op, ast.USub) else value
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        if isinstance(node.value, float) and math.isinf(node.value):
+            raise OverflowError
+        return Fraction(repr(node.value))
+    raise ValueError(_WHAT_IS_COMPUTED)
+
+
+def run_call(name: str, arguments: str) -> str:
+    """What the tool says to a call; of a call that is none, the mistake, for the model to see."""
+    try:
+        given = json.loads(arguments)
+        if name != CALCULATOR["function"]["name"]:
+            raise ValueError(f"there is no tool {name!r}")
+        if not isinstance(given, dict) or not isinstance(given.get("expression"), str):
+            raise ValueError("the arguments need an expression, a string")
+        return calculate(given["expression"])
+    except (ValueError, RecursionError) as error:
+        return f"Error: {error}"
+
+
+class ToolsDemo:
+    """Conversations with a calculator; each step is printed as it comes.
+
+    Attributes:
+        is_interrupted: Whether Ctrl-C ended the last one.
+
+    Args:
+        engine: Its model's chat template must write tools.
+        params: Of each answer.
+        family: How the model writes calls, one of `TOOL_CALL_FAMILIES`.
+        reasoning: How it writes reasoning, one of `REASONING_FAMILIES`.
+
+    Raises:
+        ValueError: the chat template leaves tools out.
+    """
+
+    def __init__(
+        self,
+        engine: "Engine",
+        params: SamplingParams,
+        *,
+        family: str = "hermes",
+        reasoning: str = "qwen3",
+    ):
+        self._engine = engine
+        self._params = replace(params, skip_special_tokens=False)  # tags may be some
+        self.is_interrupted = False
+        self._family, self._reasoning = family, reasoning
+        said = [{"role": "user", "content": "a"}]
+        if engine.render_chat(said) == engine.render_chat(said, tools=[CALCULATOR]):
+            raise ValueError(
+                "--tools-demo: the model's chat template writes no tools; leave --model out for "
+                "the embedded model, or name one whose template does"
+            )
+
+    def ask(self, question: str) -> list[Message]:
+        """Put a question, run what the model calls, and go on until it answers or Ctrl-C ends it.
+
+        Returns:
+            The conversation, as OpenAI writes it; ended by Ctrl-C it ends with what came so far.
+        """
+        page, messages = _Page(), [{"role": "user", "content": question}]
+        page.show("question", question)
+        with interrupt_flag() as interrupted:
+            for _ in range(_MOST_TURNS):
+                message = self._answer(messages, page, interrupted)
+                messages.append(message)
+                if interrupted.is_set() or "tool_calls" not in message:
+                    break
+                for call in message["tool_calls"]:
+                    function = call["function"]
+                    result = run_call(function["name"], function["arguments"])
+                    page.show("result", result)
+                    own = {"role": "tool", "tool_call_id": call["id"], "content": result}
+                    messages.append(own)
+        page.end()
+        self.is_interrupted = interrupted.is_set()
+        return messages
+
+    def _answer(
+        self, messages: Sequence[Message], page: "_Page", interrupted: threading.Event
+    ) -> Message:
+        """One message of the model, printed as it comes."""
+        content, calls = "", list[Message]()
+        told = [_with_objects(message) for message in messages]
+        prompt = self._engine.render_chat(told, tools=[CALCULATOR])
+        for event in self._events(prompt, interrupted):
+            page.see(event)
+            if isinstance(event, Content):
+                content += event.text
+            elif isinstance(event, CallStart):
+                function = {"name": event.name, "arguments": ""}
+                calls.append({"id": event.id, "type": "function", "function": function})
+            elif isinstance(event, CallArguments):
+                calls[event.index]["function"]["arguments"] += event.text
+        message: Message = {"role": "assistant", "content": content}
+        return message | {"tool_calls": calls} if calls else message
+
+    def _events(self, prompt: list[int], interrupted: threading.Event) -> Iterator[Event]:
+        parser = AnswerParser(
+            reasoning=self._reasoning, tool_calls=self._family, tools=[CALCULATOR]
+        )
+        with contextlib.closing(self._engine.stream(prompt, self._params)) as deltas:
+            for delta in deltas:
+                yield from parser.feed(delta.text)
+                if interrupted.is_set():
+                    return
+        yield from parser.end()
+
+
+def _with_objects(message: Message) -> Message:
+    """A message as templates take it: arguments of calls as objects, where they are some."""
+    calls = []
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        with contextlib.suppress(ValueError, RecursionError):
+            function = {**function, "arguments": json.loads(function["arguments"])}
+        calls.append({**call, "function": function})
+    return {**message, "tool_calls": calls} if calls else message
+
+
+class _Page:
+    """The steps on stdout: each begins a line with what it is, and may grow."""
+
+    def __init__(self) -> None:
+        self._label = ""
+
+    def show(self, label: str, text: str) -> None:
+        """A step, whole."""
+        self._begin(label)
+        print(text, end="", flush=True)
+        self.end()
+
+    def see(self, event: Event) -> None:
+        """What the model says, as it comes."""
+        if isinstance(event, CallStart):
+            self._begin("call")
+            print(event.name, end=" ")
+        elif isinstance(event, CallEnd):
+            self.end()
+        else:
+            label = {Reasoning: "thought", Content: "answer"}.get(type(event), "call")
+            if self._label != label:
+                self._begin(label)
+            print(event.text, end="", flush=True)
+
+    def end(self) -> None:
+        """End the line, if one is open."""
+        if self._label:
+            print(flush=True)
+        self._label = ""
+
+    def _begin(self, label: str) -> None:
+        self.end()
+        print(f"{label:<9} ", end="")
+        self._label = label

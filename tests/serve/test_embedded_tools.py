@@ -1,0 +1,199 @@
+"""The embedded model with a calculator, a schema and reasoning over HTTP, by its own answers."""
+
+import asyncio
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+from serve_helpers import Server
+
+from jpaged import Engine
+from jpaged.terminal.tools_demo import CALCULATOR, calculate, run_call
+
+Run = Callable[..., None]
+CHAT = "/v1/chat/completions"
+FORMS = {
+    "enable_auto_tool_choice": True,
+    "tool_call_parser": "hermes",
+    "reasoning_parser": "qwen3",
+}
+
+
+@pytest.fixture
+def talk(serve: Run, engines: Callable[..., Engine]) -> Run:
+    """Runs a scenario with the embedded model."""
+    engine = engines(max_model_len=1024, num_blocks=520)
+    return lambda scenario: serve(scenario, engine, **FORMS)
+
+
+async def ask(server: Server, messages: list[Any], **fields: Any) -> dict[str, Any]:
+    """The one choice."""
+    body = {"messages": messages, "temperature": 0, "max_tokens": 200, **fields}
+    answer = await server.http.post(CHAT, json=body)
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    return choice
+
+
+async def round_trip(server: Server, question: str, **fields: Any) -> tuple[str, str]:
+    """The expression that the model calls the calculator with, and its answer to the result."""
+    messages: list[Any] = [{"role": "user", "content": question}]
+    choice = await ask(server, messages, tools=[CALCULATOR], **fields)
+    message = choice["message"]
+    assert choice["finish_reason"] == "tool_calls", choice
+    (call,) = message["tool_calls"]
+    function = call["function"]
+    assert function["name"] == "calculator"
+    jsonschema.validate(json.loads(function["arguments"]), CALCULATOR["function"]["parameters"])
+    result = run_call(function["name"], function["arguments"])
+    messages += [message, {"role": "tool", "tool_call_id": call["id"], "content": result}]
+    fields = {name: value for name, value in fields.items() if name != "tool_choice"}
+    choice = await ask(server, messages, tools=[CALCULATOR], **fields)
+    assert choice["finish_reason"] == "stop"
+    return json.loads(function["arguments"])["expression"], choice["message"]["content"]
+
+
+def random_sums(seed: int, n: int) -> list[tuple[str, str]]:
+    """Questions, and the expressions that they ask for."""
+    rng = random.Random(seed)
+    sums = []
+    for i in range(n):
+        a, b, c = (rng.randrange(10 ** rng.randint(1, 6)) for _ in "abc")
+        sums.append(
+            (
+                (f"What is {a} * {b}?", f"{a} * {b}"),
+                (f"{a} plus {b}", f"{a} + {b}"),
+                (f"Calculate {a}-{b}", f"{a} - {b}"),
+                (f"how much is {a} divided by {b + 1}?", f"{a} / {b + 1}"),
+                (f"What is ({a} + {b}) * {c}?", f"({a} + {b}) * {c}"),
+                (f"Compute {a} + {b} * {c}", f"{a} + {b} * {c}"),
+            )[i % 6]
+        )
+    return sums
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_many_random_sums(talk: Run, choice: str):
+    """The right call with the right arguments, and the right answer to what comes back."""
+    sums = random_sums(1, 24)
+
+    async def scenario(server: Server) -> None:
+        trips = [round_trip(server, question, tool_choice=choice) for question, _ in sums]
+        for (question, expected), made in zip(sums, await asyncio.gather(*trips), strict=True):
+            assert made == (expected, f"{expected} = {calculate(expected)}"), question
+
+    talk(scenario)
+
+
+@pytest.mark.soak
+def test_hundreds_of_random_sums(talk: Run):
+    sums = random_sums(2, 300)
+
+    async def scenario(server: Server) -> None:
+        trips = [round_trip(server, question) for question, _ in sums]
+        made = await asyncio.gather(*trips)
+        right = [
+            own == (expected, f"{expected} = {calculate(expected)}")
+            for (_, expected), own in zip(sums, made, strict=True)
+        ]
+        assert sum(right) >= 297
+
+    talk(scenario)
+
+
+def test_openais_client_streams_a_round_trip(talk: Run):
+    async def scenario(server: Server) -> None:
+        http: Any = server.http
+        client = openai.AsyncOpenAI(
+            base_url="http://jpaged/v1", api_key="-", http_client=http, max_retries=0
+        )
+        messages: list[Any] = [
+            {"role": "system", "content": "You are a helpful assistant."},
+            {"role": "user", "content": "What is 48273 times 9164?"},
+        ]
+        function = CALCULATOR["function"]
+        parameters = {**function["parameters"], "additionalProperties": False}
+        strict = {**function, "strict": True, "parameters": parameters}  # or it parses nothing
+        tools = [{"type": "function", "function": strict}]
+        options: Any = {"model": "jpaged-tiny", "tools": tools, "temperature": 0}
+        for _ in range(2):
+            async with client.chat.completions.stream(messages=messages, **options) as stream:
+                choice = (await stream.get_final_completion()).choices[0]
+            messages.append(choice.message)
+            for call in choice.message.tool_calls or ():
+                own = call.function
+                content = run_call(own.name, own.arguments)
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
+        assert choice.message.content == "48273 * 9164 = 442373772"
+        assert [m["role"] if isinstance(m, dict) else m.role for m in messages] == [
+            *("system", "user", "assistant", "tool", "assistant")
+        ]
+
+    talk(scenario)
+
+
+def test_what_needs_no_calculator_is_answered_at_once(talk: Run):
+    async def scenario(server: Server) -> None:
+        for question, answer in (
+            ("Sort pear, apple, fig", "apple, fig, pear"),
+            ("Reverse stone", "enots"),
+            ("Count from 1 to 5", "1, 2, 3, 4, 5"),
+        ):
+            asked = [{"role": "user", "content": question}]
+            choice = await ask(server, asked, tools=[CALCULATOR])
+            assert choice["message"]["content"] == answer
+            assert not choice["message"].get("tool_calls")
+
+    talk(scenario)
+
+
+def test_a_mistake_of_the_tool_is_passed_on(talk: Run):
+    async def scenario(server: Server) -> None:
+        expression, answer = await round_trip(server, "What is 7 / 0?")
+        assert expression == "7 / 0"
+        assert answer == "The calculator says: Error: division by zero"
+
+    talk(scenario)
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_json_that_obeys_the_schema_in_the_prompt(talk: Run, is_held: bool):
+    """By itself, and where a grammar holds it to the schema."""
+    form = {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": PERSON}}
+    fields = {"response_format": form} if is_held else {}
+
+    async def scenario(server: Server) -> None:
+        text = f"Extract: Jason is 25 years old. Answer as JSON: {json.dumps(PERSON)}"
+        choice = await ask(server, [{"role": "user", "content": text}], **fields)
+        assert choice["message"]["content"] == '{"name": "Jason", "age": 25}'
+
+    talk(scenario)
+
+
+def test_reasoning_comes_apart(talk: Run):
+    async def scenario(server: Server) -> None:
+        thinking = {"chat_template_kwargs": {"enable_thinking": True}}
+        asked = [{"role": "user", "content": "What is 34 * 27?"}]
+        message = (await ask(server, asked, **thinking))["message"]
+        assert message["reasoning_content"].strip() == "34 * 20 = 680, 34 * 7 = 238, 680 + 238"
+        assert message["content"] == "918"
+        message = (await ask(server, [{"role": "user", "content": "What is 17 + 25?"}]))["message"]
+        assert (message["reasoning_content"], message["content"]) == (None, "42")
+        sums = random_sums(3, 6)
+        trips = [round_trip(server, question, **thinking) for question, _ in sums]
+        for (_, expected), made in zip(sums, await asyncio.gather(*trips), strict=True):
+            assert made == (expected, f"{expected} = {calculate(expected)}")
+
+    talk(scenario)

@@ -1,0 +1,289 @@
+"""The tool round trip at the terminal: the calculator, and conversations of a scripted model."""
+
+import json
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+import jpaged
+from jpaged import SamplingParams, TextDelta
+from jpaged.__main__ import main
+from jpaged.terminal.tools_demo import CALCULATOR, QUESTIONS, ToolsDemo, calculate, run_call
+
+Messages = Sequence[dict[str, Any]]
+
+
+class ScriptedEngine:
+    """Says its script, an answer a request, in pieces of a few characters."""
+
+    script: tuple[str, ...] = ()
+    writes_tools = True
+    press: Callable[[int], None] = staticmethod(lambda i: None)
+
+    def __init__(self, **options: Any):
+        self.options, self.prompts, self.is_shut_down = options, list[str](), False
+        self.left = list(self.script)
+        self.params: SamplingParams | None = None
+
+    def render_chat(self, messages: Messages, tools: Any = None) -> list[int]:
+        said = json.dumps([messages, tools if self.writes_tools else None])
+        return list(said.encode())
+
+    def stream(self, prompt: list[int], params: SamplingParams) -> Iterator[TextDelta]:
+        self.prompts.append(bytes(prompt).decode())
+        self.params = params
+        text = self.left.pop(0)
+        for i in range(0, len(text), 7):
+            self.press(i)
+            yield TextDelta(text[i : i + 7])
+
+    def abort_all(self) -> None:
+        self.is_shut_down = True
+
+
+def call_of(expression: str) -> str:
+    call = {"name": "calculator", "arguments": {"expression": expression}}
+    return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return ScriptedEngine()
+
+
+def demo_of(engine: Any, *script: str) -> ToolsDemo:
+    engine.left = list(script)
+    return ToolsDemo(engine, SamplingParams(temperature=0, max_tokens=64))
+
+
+# The calculator
+
+
+def test_expressions_are_computed():
+    rng = random.Random(0)
+    for _ in range(200):
+        a, b, c = (rng.randint(-999, 999) for _ in "abc")
+        signs = rng.choices("+-*", k=2)
+        text = f"({a} {signs[0]} {b}) {signs[1]} {c}"
+        expected = {"+": a + b, "-": a - b, "*": a * b}[signs[0]]
+        expected = {"+": expected + c, "-": expected - c, "*": expected * c}[signs[1]]
+        assert calculate(text) == str(expected)
+        if c:
+            quotient = Fraction(a, c)
+            whole = quotient.denominator == 1
+            assert calculate(f"{a} / {c}") == (
+                str(quotient) if whole else f"{float(quotient):.10g}"
+            )
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("2 + 3 * 4", "14"),
+        ("10 - 4 - 3", "3"),
+        ("12--5", "17"),
+        ("-(2 + 3)", "-5"),
+        ("0.1 + 0.2", "0.3"),
+        ("12.50 * 4", "50"),
+        ("1 / 3", "0.3333333333"),
+        (" 7 ", "7"),
+        ("333333333333333 * 3", "999999999999999"),
+        ("1000000000000000", "1e+15"),
+        ("1" + "0" * 40, "1e+40"),
+    ],
+)
+def test_values_are_exact(expression: str, value: str):
+    assert calculate(expression) == value
+
+
+@pytest.mark.parametrize(
+    ("expression", "what"),
+    [
+        ("1 / 0", "division by zero"),
+        ("1 / (2 - 2)", "division by zero"),
+        ("", "empty"),
+        ("e", "only numbers"),
+        ("2(3)", "only numbers"),
+        ("1 +", "no arithmetic expression"),
+        ("1; 2", "only numbers"),
+        ("1\x00", "only numbers"),
+        ("(" * 199, "no arithmetic expression"),
+        ("1e308 * 1e308", "too large"),
+        ("1e999", "too large"),
+        ("2 ** 9999999", "only numbers"),
+        ("__import__('os').system('true')", "only numbers"),
+        ("(lambda: 1)()", "only numbers"),
+        ("[1][0]", "only numbers"),
+        ("'1' * 9", "only numbers"),
+        ("True + 1", "only numbers"),
+        ("1j * 2", "only numbers"),
+        ("x", "only numbers"),
+        ("1 < 2", "only numbers"),
+        ("1 // 2", "only numbers"),
+        ("1" * 201, "more than 200 characters"),
+    ],
+)
+def test_anything_else_is_refused(expression: str, what: str):
+    with pytest.raises(ValueError, match=what):
+        calculate(expression)
+
+
+def test_expressions_of_any_characters_are_computed_or_refused():
+    rng = random.Random(1)
+    for _ in range(2000):
+        text = "".join(rng.choices("0123456789.+-*/() eEj_x'\"[]", k=rng.randint(1, 60)))
+        result = run_call("calculator", json.dumps({"expression": text}))
+        assert result.startswith("Error: ") or float(result) is not None, text
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "told"),
+    [
+        ("calculator", '{"expression": "1 + 1"}', "2"),
+        ("calculator", '{"expression": 2}', "Error: the arguments need an expression, a string"),
+        ("calculator", "[]", "Error: the arguments need an expression, a string"),
+        ("calculator", "[" * 5000, "Error: "),
+        ("calculator", '{"expression": "1', "Error: "),
+        ("weather", "{}", "Error: there is no tool 'weather'"),
+    ],
+)
+def test_mistakes_in_calls_are_told_to_the_model(name: str, arguments: str, told: str):
+    assert run_call(name, arguments).startswith(told)
+
+
+# Conversations
+
+
+def test_a_round_trip(engine: ScriptedEngine, capsys: pytest.CaptureFixture[str]):
+    demo = demo_of(engine, call_of("17 * 3"), "17 * 3 = 51")
+    messages = demo.ask("What is 17 * 3?")
+    roles = [message["role"] for message in messages]
+    assert roles == ["user", "assistant", "tool", "assistant"]
+    (call,) = messages[1]["tool_calls"]
+    assert messages[2] == {"role": "tool", "tool_call_id": call["id"], "content": "51"}
+    out = capsys.readouterr().out
+    assert out == (
+        "question  What is 17 * 3?\n"
+        'call      calculator {"expression": "17 * 3"}\n'
+        "result    51\n"
+        "answer    17 * 3 = 51\n"
+    )
+    (first, tools), (second, again) = map(json.loads, engine.prompts)
+    assert tools == again == [CALCULATOR]
+    assert (first, second[0]) == (messages[:1], messages[0])
+    assert second[1]["tool_calls"][0]["function"]["arguments"] == {"expression": "17 * 3"}
+    assert engine.params is not None
+    assert not engine.params.skip_special_tokens
+
+
+def test_thoughts_several_calls_and_broken_ones(
+    engine: ScriptedEngine, capsys: pytest.CaptureFixture[str]
+):
+    calls = f"<think>\nTwo.\n</think>\n\n{call_of('1 + 1')}\n{call_of('1 / 0')}"
+    broken = '<tool_call>\n{"name": "calculator", "arguments": {"expression": 1 +}}\n</tool_call>'
+    demo = demo_of(engine, calls, broken, "Done.")
+    messages = demo.ask("?")
+    results = [each["content"] for each in messages if each["role"] == "tool"]
+    assert results[:2] == ["2", "Error: division by zero"]
+    assert results[2].startswith("Error: ")
+    assert messages[-1] == {"role": "assistant", "content": "Done."}
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if line and not line.startswith(" ")][:4] == [
+        *("question", "thought", "call", "call")
+    ]
+
+
+def test_a_model_that_calls_for_ever_is_stopped(engine: ScriptedEngine):
+    demo = demo_of(engine, *[call_of("1 + 1")] * 20)
+    assert len(demo.ask("?")) == 1 + 2 * 8
+
+
+def test_a_template_without_tools_is_refused(engine: ScriptedEngine):
+    engine.writes_tools = False
+    with pytest.raises(ValueError, match="writes no tools; leave --model out"):
+        demo_of(engine)
+
+
+def test_ctrl_c_keeps_the_text_so_far(engine: ScriptedEngine, capsys: pytest.CaptureFixture[str]):
+    def press(i: int) -> None:
+        if i == 7:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    engine.press = press
+    before = signal.getsignal(signal.SIGINT)
+    demo = demo_of(engine, "Seven and seven more", "never")
+    messages = demo.ask("?")
+    assert demo.is_interrupted
+    assert messages[-1]["content"] == "Seven and seve"
+    assert capsys.readouterr().out == "question  ?\nanswer    Seven and seve\n"
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+# The command line
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[ScriptedEngine]:
+    """The engines that the command line makes; each answers every question at once."""
+    engines: list[ScriptedEngine] = []
+
+    def make(**options: Any) -> ScriptedEngine:
+        engines.append(ScriptedEngine(**options))
+        engines[-1].left = ["Yes."] * len(QUESTIONS)
+        return engines[-1]
+
+    monkeypatch.setitem(vars(jpaged), "Engine", make)
+    return engines
+
+
+def test_the_demo_asks_its_questions_or_the_prompt(
+    made: list[ScriptedEngine], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sys, "stdin", None)  # which is not read
+    assert main(["--tools-demo"]) == 0
+    out = capsys.readouterr().out
+    assert [q in out for q in QUESTIONS] == [True] * len(QUESTIONS)
+    assert main(["--tools-demo", "Is it?"]) == 0
+    assert capsys.readouterr().out == "question  Is it?\nanswer    Yes.\n"
+    assert all(engine.is_shut_down for engine in made)
+
+
+def test_ctrl_c_ends_the_demo(made: list[ScriptedEngine], monkeypatch: pytest.MonkeyPatch):
+    def press(i: int) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(ScriptedEngine, "press", staticmethod(press))
+    assert main(["--tools-demo"]) == 130
+    assert len(made[0].prompts) == 1
+    assert made[0].is_shut_down
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--tool-demo"], "unrecognized arguments: --tool-demo"),
+        (["--tools-demo=x"], "ignored explicit argument"),
+        (["--tools-demo", "--chat"], "--tools-demo cannot go with --chat"),
+        (["--tools-demo", "--stats"], "--tools-demo cannot go with --stats"),
+        (["--tools-demo", ""], "the prompt is empty"),
+        (["--tools-demo", "--n", "2", "--temperature", "1"], "--tools-demo shows one answer"),
+        (["--tools-demo", "--beam-width", "2"], "--tools-demo shows one answer"),
+    ],
+)
+def test_mistakes_in_the_command_line(
+    argv: list[str],
+    message: str,
+    made: list[ScriptedEngine],
+    capsys: pytest.CaptureFixture[str],
+):
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not made

@@ -1,0 +1,161 @@
+"""Chats with a calculator, JSON and reasoning: true, in the chat template's form, held out."""
+
+import json
+import random
+import re
+
+import jsonschema
+import pytest
+from transformers import AutoTokenizer
+
+from jpaged.terminal.tools_demo import CALCULATOR, calculate, run_call
+from jpaged.text.answer_parser import AnswerParser
+from jpaged.text.streamed_text import CallArguments, CallStart, Content
+from tools.tiny import dialogues
+from tools.tiny.data import BatchShape, dialogue_document, make_batch, pack, raw_document
+from tools.tiny.dialogues import TASKS, Dialogue, column_sums, draw_calculation, sample_dialogues
+from tools.tiny.tokenizer import IM_END, save_tokenizer
+from tools.tiny.world import Example
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder, 1536)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_documents_are_what_the_template_writes(tokenizer, task):
+    for dialogue in sample_dialogues(1, 25, task):
+        document = dialogue_document(dialogue)
+        options = {"tools": list(dialogue.tools) or None, "tokenize": False}
+        opened = tokenizer.apply_chat_template(
+            dialogue.messages[:-1],
+            add_generation_prompt=True,
+            enable_thinking=dialogue.thought is not None,
+            **options,
+        )
+        prompt = tokenizer(opened).input_ids
+        assert document.ids[: len(prompt)] == prompt
+        answer = document.ids[len(prompt) : -1]
+        assert all(document.loss[len(prompt) : -1])
+        assert not document.loss[len(prompt) - 1]
+        assert answer.index(IM_END) == len(answer) - 1
+        written = tokenizer.apply_chat_template(dialogue.messages, **options)
+        if dialogue.thought is None:
+            assert tokenizer(written).input_ids == document.ids
+        else:  # thoughts are not told again
+            thought = f"<think>\n{dialogue.thought}\n</think>\n\n"
+            assert written == tokenizer.decode(document.ids).replace(thought, "")
+
+
+def last_parts(tokenizer, dialogue: Dialogue, message: int) -> tuple[str, str, str]:
+    """Content, name and arguments, as the parser finds them in one message's text."""
+    document = dialogue_document(Dialogue(dialogue.messages[: message + 1], dialogue.tools))
+    said = tokenizer.decode(document.ids).rpartition("<|im_start|>assistant\n")[2]
+    parser = AnswerParser(tool_calls="hermes", reasoning="qwen3", tools=dialogue.tools)
+    events = [*parser.feed(said.removesuffix("<|im_end|>\n")), *parser.end()]
+    return (
+        "".join(each.text for each in events if isinstance(each, Content)),
+        "".join(each.name for each in events if isinstance(each, CallStart)),
+        "".join(each.text for each in events if isinstance(each, CallArguments)),
+    )
+
+
+def test_calls_are_read_back_and_results_are_the_calculators(tokenizer):
+    for dialogue in sample_dialogues(2, 60, "calculator"):
+        *_, question, call, result, answer = dialogue.messages
+        content, name, arguments = last_parts(tokenizer, dialogue, len(dialogue.messages) - 3)
+        function = call["tool_calls"][0]["function"]
+        assert (content, name) == ("", dialogue.tools[0]["function"]["name"])
+        assert json.loads(arguments) == function["arguments"]
+        jsonschema.validate(json.loads(arguments), dialogue.tools[0]["function"]["parameters"])
+        (expression,) = function["arguments"].values()
+        told = run_call("calculator", json.dumps({"expression": expression}))
+        if told.startswith("Error"):
+            assert result["content"].startswith("Error: ")
+            assert answer["content"] == f"The {name} says: {result['content']}"
+        else:
+            assert result["content"] == told
+            assert answer["content"] == f"{expression} = {told}"
+        assert question["role"] == "user"
+
+
+def test_expressions_are_those_of_the_question():
+    """Their digits and signs, in order, whatever the wording."""
+    rng = random.Random(0)
+    for _ in range(300):
+        made = draw_calculation(rng)
+        if made.value != "error":
+            assert calculate(made.expression) == made.value
+        numbers = re.findall(r"[\d.]*\d", made.question)
+        if numbers:
+            assert sorted(re.findall(r"[\d.]*\d", made.expression)) == sorted(numbers)
+
+
+@pytest.mark.parametrize("task", ["json_answer", "json_extract", "think_json"])
+def test_json_obeys_its_schema(task):
+    for dialogue in sample_dialogues(3, 60, task):
+        text = "\n".join(message["content"] for message in dialogue.messages[:-1])
+        found = [m.start() for m in re.finditer(r"\{", text)]
+        schema, _ = json.JSONDecoder().raw_decode(text[found[0] :])
+        answer = json.loads(dialogue.messages[-1]["content"])
+        jsonschema.validate(answer, schema)
+        assert list(answer) == list(schema["properties"])
+        for value in answer.values():
+            if task == "json_extract":
+                assert str(value) in text
+
+
+def test_thoughts_are_true():
+    for task in ("think_add", "think_multiply", "think_words"):
+        for dialogue in sample_dialogues(4, 60, task):
+            for step in (dialogue.thought or "").split(", "):
+                left, equals, right = step.partition(" = ")
+                assert not equals or calculate(left) == right
+    assert column_sums(48, 957) == "8 + 7 = 15, 4 + 5 + 1 = 10, 0 + 9 + 1 = 10, 0 + 0 + 1 = 1"
+
+
+def test_what_is_held_out_is_not_trained_on():
+    def expressions(held_out: bool, n: int) -> set[str]:
+        chats = sample_dialogues(5, n, "calculator", held_out=held_out)
+        calls = [m for chat in chats for m in chat.messages if "tool_calls" in m]
+        return {
+            text for m in calls for text in m["tool_calls"][0]["function"]["arguments"].values()
+        }
+
+    assert not expressions(True, 200) & expressions(False, 2000)
+
+
+def test_the_demos_calculator_is_the_one_trained_on():
+    assert dialogues.CALCULATOR == CALCULATOR
+
+
+def test_samples_repeat_and_refuse_unknown_tasks():
+    assert sample_dialogues(7, 5, "calculator") == sample_dialogues(7, 5, "calculator")
+    with pytest.raises(ValueError, match="task must be one of calculator"):
+        sample_dialogues(0, 1, "weather")
+
+
+def test_every_row_begins_with_a_document_of_its_own():
+    sizes = []
+
+    def next_document(room: int):
+        sizes.append(room)
+        return raw_document(Example("spell", "a" * (60 if room == 100 else 40), "b"))
+
+    rows = pack(next_document, 3, 100)
+    assert sizes.count(100) == 3
+    assert (rows.segments.max(axis=1) == 1).all()
+    with pytest.raises(ValueError, match="a document of 103 tokens, rows of 100"):
+        pack(lambda _: raw_document(Example("spell", "a" * 100, "b")), 1, 100)
+
+
+def test_long_rows_have_tools_and_conversations():
+    _, long = make_batch(1, 2, BatchShape(short_rows=1, long_rows=12))
+    texts = [bytes(int(i) for i in row if i < 256).decode() for row in long.tokens]
+    assert any("<tool_response>" in text for text in texts)
+    assert any('"properties"' in text for text in texts)
+    assert sum(text.count("assistant\n") > 12 for text in texts) > 2
+    assert (long.segments > 0).mean() > 0.9
