@@ -21,7 +21,7 @@ from tools.tiny.world import TASKS, Example, sample_examples
 FOLDER = Path(__file__).parents[2] / "jpaged" / "assets" / "tiny"
 
 
-WEAKER = ("json_answer", "think_json")  # arithmetic far from its question, with carries
+WEAKER = ("json_answer",)  # arithmetic far from its question, with carries
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_recorded_accuracy():
     recorded = json.loads((FOLDER / "evaluation.json").read_text())["accuracy"]
     assert set(recorded) == {*TASKS, *DIALOGUES}
     for task, forms in recorded.items():
-        least = 0.95 if task in WEAKER else 0.985
+        least = 0.95 if task in WEAKER else 0.99
         assert min(share for form, share in forms.items() if form != "turn") >= least, task
 
 
