@@ -296,12 +296,14 @@ def test_openais_client_makes_a_round_trip(talk: Run, scripted: ScriptedEngine):
         result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
         messages += [message, result]
         scripted.say(CALL, size=3)
-        async with client.chat.completions.stream(messages=messages, **options) as stream:
-            final = (await stream.get_final_completion()).choices[0]
-        assert final.finish_reason == "tool_calls"
-        (own,) = final.message.tool_calls or []
-        assert json.loads(own.function.arguments) == {"city": "Paris"}
-        messages = [USER, final.message, {**result, "tool_call_id": own.id}]
+        streamed = await client.chat.completions.create(messages=messages, stream=True, **options)
+        choices = [chunk.choices[0] async for chunk in streamed]
+        assert choices[-1].finish_reason == "tool_calls"
+        parts = [part for choice in choices for part in choice.delta.tool_calls or ()]
+        assert parts[0].id != call.id
+        arguments = "".join(part.function.arguments or "" for part in parts if part.function)
+        assert json.loads(arguments) == {"city": "Paris"}
+        messages = [USER, message, result]
         scripted.say("Sunny.")
         last = await client.chat.completions.create(messages=messages, **options)
         assert last.choices[0].message.content == "Sunny."
