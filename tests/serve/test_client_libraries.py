@@ -95,7 +95,8 @@ def test_a_library(library: str, url: str, tmp_path: Path):
 
 @pytest.mark.parametrize("page", ["tools.md", "apis.md"])
 def test_examples_of_other_pages(page: str, url: str, tmp_path: Path):
-    codes = examples(page).values()
+    # The calculator needs the model's own template: `test_embedded_tools.py` has that round trip.
+    codes = [code for code in examples(page).values() if "tools_demo" not in code]
     assert codes
     for code in codes:
         assert run(code, url, tmp_path).strip()
