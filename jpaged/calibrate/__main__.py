@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     # Loading these takes a while, which the help does without.
     from jpaged.calibrate.scales import calibrate
-    from jpaged.terminal import one_line
+    from jpaged.terminal.session import one_line
 
     try:
         text = args.text.read_text(encoding="utf-8")
