@@ -18,6 +18,11 @@ def rules(count: int) -> str:
     return f'start:r0\n{chain}r{count:x}:"b"\n'
 
 
+def names_by_pattern(count: int) -> dict[str, Any]:
+    """A schema with so many patterns of names."""
+    return {"patternProperties": {f"^a{i}b.*c": {"type": "null"} for i in range(count)}}
+
+
 HOSTILE: dict[str, tuple[dict[str, Any], str, str]] = {
     "references": ({"json": references(1500)}, "SCHEMAS", "json has 2049 schemas"),
     "rules": ({"grammar": rules(4100)}, "RULES", "grammar has 4097 rules"),
@@ -27,7 +32,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], str, str]] = {
         "json has 41 schemas that hold for one value",
     ),
     "patterns of names": (
-        {"json": {"patternProperties": {f"^a{i}b.*c": {"type": "null"} for i in range(300)}}},
+        {"json": names_by_pattern(300)},
         "PATTERN_NAMES",
         r"json\.patternProperties has 300 names",
     ),

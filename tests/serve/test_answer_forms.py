@@ -9,7 +9,7 @@ import jsonschema
 import openai
 import pydantic
 import pytest
-from hostile_forms import HOSTILE, references, rules, with_schema
+from hostile_forms import HOSTILE, names_by_pattern, references, rules, with_schema
 from scripted_engine import ScriptedEngine
 from serve_helpers import Server
 from test_tools import HERMES, TEMPLATE, USER, WEATHER, ask, choices_of
@@ -152,6 +152,7 @@ def test_what_a_form_costs_in_spite_of_all_bounds_costs_its_request_alone(
     form = {
         "references": {"json": json.dumps(references(12_000))},
         "rules": {"grammar": rules(25_000)},
+        "patterns of names": {"json": names_by_pattern(1000)},
     }.get(name, form)
 
     async def scenario(server: Server) -> None:
