@@ -132,15 +132,24 @@ def measure_ways(
     return rows
 
 
-def make_runner(
-    model: ModelConfig, dtype: Any, sizes: Sizes, block_size: int = BLOCK_SIZE
-) -> tuple[ModelRunner, RuntimeConfig]:
+def swap_seconds(
+    model: ModelConfig, dtype: Any, block_size: int, num_tokens: int, repeats: int
+) -> float:
+    """Seconds to bring so many tokens' blocks to the host and back by the engine's way."""
+    group = -(-num_tokens // block_size)
+    pool = make_pool(model, 1 + 2 * max(group, 8), block_size, dtype)
+    gigabytes = group * pool_block_bytes(pool) / 1e9
+    row, _ = measure_way(Way, KVState(pool, jnp.zeros((1, 1), int)), group, repeats)
+    return gigabytes / row["out_GB/s"] + gigabytes / row["in_GB/s"]
+
+
+def make_runner(model: ModelConfig, dtype: Any, sizes: Sizes) -> tuple[ModelRunner, RuntimeConfig]:
     """The engine's device side with random weights."""
     with tempfile.TemporaryDirectory() as folder:
         split = SplitModel.of(plan_model(folder, model, dtype=dtype, load_format="dummy").load())
-    largest = -(-sizes.max_model_len // block_size)
+    largest = -(-sizes.max_model_len // BLOCK_SIZE)
     config = RuntimeConfig(
-        block_size=block_size,
+        block_size=BLOCK_SIZE,
         num_blocks=2 * largest + 1,
         max_model_len=sizes.max_model_len,
         max_num_seqs=sizes.num_seqs,

@@ -93,6 +93,16 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--models", nargs="+", choices=[*SERVERS], help="sizes of OPT in figure 12 (all)"
     )
+    parser.add_argument(
+        "--lengths", nargs="+", choices=[*traces.MEAN_LENGTHS], help="datasets in figure 12 (both)"
+    )
+    parser.add_argument(
+        "--tolerance", type=_share, help="of the sustained rates (0.03, device 0.05)"
+    )
+    parser.add_argument(
+        "--keep", type=Path, metavar="FILE",
+        help="with --device: keep each sustained rate that was found there, and go on from it",
+    )  # fmt: skip
     parser.add_argument("--processes", type=_count, help="runs at a time (the machine's cores)")
     for name in traces.MEAN_LENGTHS:
         parser.add_argument(
@@ -124,14 +134,16 @@ def settings_of(args: argparse.Namespace) -> Settings:
         raise ValueError(
             f"--models {' '.join(args.models)}: only 13b runs with --device, and --quick wants it"
         )
+    if args.keep is not None and not args.device:
+        raise ValueError(f"--keep {args.keep} is of what a device found: add --device")
     files = {name: getattr(args, name) for name in traces.MEAN_LENGTHS}
     given = {name: path for name, path in files.items() if path is not None}
     for path in given.values():
         traces.from_file(path)
     options = (DEVICE if args.device else {}) | (QUICK if args.quick else {})
-    asked = {"seconds": args.seconds, "seeds": args.seeds, "processes": args.processes}
-    if args.models is not None:
-        asked["models"] = tuple(args.models)
+    names = ("seconds", "seeds", "processes", "tolerance", "keep", "models", "lengths")
+    asked = {name: getattr(args, name) for name in names}
+    asked = {name: tuple(it) if isinstance(it, list) else it for name, it in asked.items()}
     options |= {name: value for name, value in asked.items() if value is not None}
     return Settings(
         how="measured" if args.device else "simulated",
@@ -162,7 +174,7 @@ def main(argv: list[str] | None = None) -> None:
         took = round(time.perf_counter() - start, 1)
         facts = {
             "how": settings.how,
-            "settings": settings,
+            "settings": dataclasses.replace(settings, keep=None),
             "fixed_fraction": FIXED_FRACTION,
             "device_model": _fit_facts() if figure.device.startswith("simulated") else None,
             "took_s": took,
@@ -190,7 +202,14 @@ def _positive(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a positive number of seconds, not {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a positive number, not {text!r}")
+    return value
+
+
+def _share(text: str) -> float:
+    value = _positive(text)
+    if value >= 1:
+        raise argparse.ArgumentTypeError(f"must be less than 1, not {text!r}")
     return value
 
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
 WITH_CACHE = "ours, prefix caching"
+DATASETS = {"sharegpt": "ShareGPT", "alpaca": "Alpaca"}
 COLOURS[WITH_CACHE] = "#56b4e9"
 LABELS[WITH_CACHE] = "jpaged, prefix caching"
 
@@ -75,7 +76,8 @@ def figure_12(settings: Settings) -> Figure:
     names = [name for name in settings.models if is_simulated or name == "13b"]
     servers = {name: SERVERS[name] for name in names}
     is_larger = is_simulated and names != ["13b"]
-    for workload, name in (("sharegpt", "ShareGPT"), ("alpaca", "Alpaca")):
+    for workload in settings.lengths:
+        name = DATASETS[workload]
         for server, shape in servers.items():
             if settings.quick and (workload, server) not in QUICK_PANELS:
                 continue

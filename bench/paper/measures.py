@@ -152,6 +152,9 @@ class Settings:
         processes: Runs at a time.
         files: Pairs of dataset and the user's file that replaces it.
         models: Keys of `published.SERVERS` that figure 12 has panels of.
+        lengths: Datasets that figure 12 has panels of.
+        keep: File of the sustained rates that a device has found so far, one a line; runs with the
+            same settings go on from there.
     """
 
     how: str = "simulated"
@@ -166,6 +169,8 @@ class Settings:
     processes: int = 2
     files: tuple[tuple[str, str], ...] = ()
     models: tuple[str, ...] = tuple(SERVERS)
+    lengths: tuple[str, ...] = tuple(traces.MEAN_LENGTHS)
+    keep: Path | None = None
 
 
 @cache
@@ -271,13 +276,41 @@ def run_all(function: Callable[[T], R], jobs: Sequence[T], settings: Settings) -
 
 def sustain_all(cases: Sequence[Case], settings: Settings) -> dict[Case, Sustained]:
     """The sustained rate of each case; what several figures ask for is found once."""
+    keep = settings.keep if settings.how == "measured" else None
+    if keep is not None and keep.exists():
+        for line in keep.read_text(encoding="utf-8").splitlines():
+            case, how, rate = json.loads(line)
+            if how == _how(settings):
+                _sustained[Case(**case), settings] = _read_sustained(rate)
     left = [case for case in dict.fromkeys(cases) if (case, settings) not in _sustained]
-    found = run_all(partial(sustain, settings=settings), left, settings)
-    _sustained.update(((case, settings), rate) for case, rate in zip(left, found, strict=True))
+    for case, rate in zip(left, run_all(partial(_sustain, settings), left, settings), strict=True):
+        _sustained[case, settings] = rate
     return {case: _sustained[case, settings] for case in cases}
 
 
 _sustained: dict[tuple[Case, Settings], Sustained] = {}
+
+
+def _sustain(settings: Settings, case: Case) -> Sustained:
+    """`sustain`; what a device found is written down, since it takes minutes."""
+    found = sustain(case, settings)
+    if settings.how == "measured" and settings.keep is not None:
+        line = json.dumps([dataclasses.asdict(case), _how(settings), dataclasses.asdict(found)])
+        with settings.keep.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+    return found
+
+
+def _how(settings: Settings) -> str:
+    """The settings on which a sustained rate depends."""
+    others = {"processes", "models", "lengths", "keep"}
+    fields = dataclasses.asdict(settings).items()
+    return json.dumps({name: it for name, it in fields if name not in others}, default=str)
+
+
+def _read_sustained(fields: dict[str, Any]) -> Sustained:
+    curve, sensitivity = fields.pop("curve"), fields.pop("sensitivity")
+    return Sustained(curve=tuple(map(tuple, curve)), sensitivity=tuple(sensitivity), **fields)
 
 
 def simulated_sustained(workloads: Sequence[str], settings: Settings) -> dict[str, Sustained]:

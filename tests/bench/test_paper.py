@@ -112,6 +112,22 @@ def test_figure_11_has_the_papers_means(tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_rates_that_a_device_found_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Which each took minutes; those found with other settings are not for this run."""
+    found = measures.Sustained(2.0, 1.5, 2.5, 0.1, ((1.0, 0.05), (2.0, 0.09)), (1.8, None))
+    asked: list[Case] = []
+    monkeypatch.setattr(measures, "sustain", lambda case, settings: asked.append(case) or found)
+    monkeypatch.setattr(measures, "_sustained", {})
+    keep, cases = tmp_path / "kept.jsonl", [Case("alpaca"), Case("alpaca", "orca_max")]
+    settings = Settings(how="measured", seeds=(0,), keep=keep)
+    assert measures.sustain_all(cases[:1], settings) == {cases[0]: found}
+    monkeypatch.setattr(measures, "_sustained", {})
+    assert measures.sustain_all(cases, settings) == dict.fromkeys(cases, found)
+    assert asked == cases
+    measures.sustain_all(cases, Settings(how="measured", seeds=(1,), keep=keep))
+    assert asked == 2 * cases
+
+
 def test_figure_12_ours_sustains_most(tmp_path: Path):
     document = run_figure("12", tmp_path)
     for systems in rates(document).values():
@@ -324,6 +340,8 @@ def test_json_has_no_number_that_json_lacks(tmp_path: Path):
         (["--figure", "2", "--seeds", "1,x"], "--seeds: must be integers .* not '1,x'"),
         (["--figure", "2", "--seeds", "-1"], "--seeds"),
         (["--figure", "12", "--models", "7b"], "--models: invalid choice: '7b'"),
+        (["--figure", "12", "--keep", "a"], "--keep a is of what a device found: add --device"),
+        (["--figure", "12", "--tolerance", "1"], "must be less than 1, not '1'"),
         (["--figure", "12", "--models", "66b", "--device"], "--models 66b: only 13b runs with"),
         (["--figure", "2", "--alpaca", "/absent.jsonl"], "cannot read the trace file '/absent"),
     ],
