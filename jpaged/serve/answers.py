@@ -4,6 +4,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -11,6 +12,7 @@ from typing import Any
 
 from jpaged import (
     AnswerParser,
+    GrammarTrial,
     Logprob,
     SamplingParams,
     StructuredOutputs,
@@ -377,12 +379,14 @@ class Chat(Generation):
 
     async def _check_calls(self, form: StructuredOutputs) -> None:
         """Raise ApiError unless a grammar can be made of a form with calls; where it is one schema
-        that stands in the way, the error names that."""
+        that stands in the way, and found in the time that a form may take, the error names that."""
         try:
             await self._texts.check_form(form, "tools")
         except ApiError:
-            for path, own in self._asked.forms_within():
-                await self._texts.check_form(own, path)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(GrammarTrial.seconds):
+                    for path, own in self._asked.forms_within():
+                        await self._texts.check_form(own, path)
             raise
 
     def _opening(self) -> Body:

@@ -22,11 +22,13 @@ class GrammarTrial:
         tokenizer: The model's.
 
     Attributes:
+        seconds: Of a processor's time, what a form may take.
         most: What a form may take, in words.
     """
 
+    seconds = bounds.TRIAL_SECONDS
     most = (
-        f"{bounds.TRIAL_SECONDS:g} seconds of a processor, {bounds.TRIAL_MEMORY // 2**20} MiB of "
+        f"{seconds:g} seconds of a processor, {bounds.TRIAL_MEMORY // 2**20} MiB of "
         f"memory or {bounds.TRIAL_STACK // 2**20} MiB of stack"
     )
 
@@ -46,8 +48,7 @@ class GrammarTrial:
             GrammarError: it cannot be enforced.
         """
         left, _ = signal.getitimer(signal.ITIMER_PROF)
-        seconds = min(left or bounds.TRIAL_SECONDS, bounds.TRIAL_SECONDS)
-        signal.setitimer(signal.ITIMER_PROF, seconds)
+        signal.setitimer(signal.ITIMER_PROF, min(left or self.seconds, self.seconds))
         with _memory(bounds.TRIAL_MEMORY):
             self._grammars.begin(form, self._ending_ids)
 

@@ -1,5 +1,6 @@
 """Answers in the form that a request asks for, over HTTP, as OpenAI's client asks."""
 
+import asyncio
 import json
 import re
 from collections.abc import Callable
@@ -14,7 +15,9 @@ from scripted_engine import ScriptedEngine
 from serve_helpers import Server
 from test_tools import HERMES, TEMPLATE, USER, WEATHER, ask, choices_of
 
-from jpaged import Engine
+from jpaged import Engine, GrammarTrial
+from jpaged.serve.api_errors import bad_field
+from jpaged.serve.tokenizing import Tokenizing
 from jpaged.structured_outputs import bounds
 
 Run = Callable[..., None]
@@ -254,6 +257,27 @@ def test_a_function_whose_schema_cannot_be_enforced_is_refused_where_it_is_force
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "tools[1].function.parameters.not"
 
+    serve(scenario, engines(max_model_len=768, num_blocks=200), **HERMES)
+
+
+def test_a_schema_that_stands_in_the_way_is_looked_for_no_longer_than_a_form_may_take(
+    serve: Run, engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+):
+    tried: list[str] = []
+
+    async def check_form(self: Tokenizing, form: object, path: str) -> None:
+        tried.append(path)
+        await asyncio.sleep(5 * (path != "tools"))
+        raise bad_field(path, f"{path} cannot be enforced")
+
+    async def scenario(server: Server) -> None:
+        body = {"messages": [USER], "tools": [TOOL, NOW], "tool_choice": "required"}
+        answer = await server.http.post("/v1/chat/completions", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+        assert tried == ["tools", "tools[0].function.parameters"]
+
+    monkeypatch.setattr(GrammarTrial, "seconds", 0.1)
+    monkeypatch.setattr(Tokenizing, "check_form", check_form)
     serve(scenario, engines(max_model_len=768, num_blocks=200), **HERMES)
 
 
