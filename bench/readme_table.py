@@ -57,7 +57,7 @@ def throughput() -> str:
             "case": {"A": "A: 256 x (128 in, 128 out)", "B": "B: 512 x ShareGPT-like"}[row["case"]],
             "model": model_of(row),
             "output tok/s": row["output_tokens_per_s"],
-            "vLLM 0.24": row["vllm"],
+            "vLLM": row["vllm"],
             "share of the floor": f"{row['of_floor']:.0%}",
         }
         for row in rows_of("throughput")
@@ -72,7 +72,7 @@ def latency() -> str:
             "case": cases[row["case"]],
             "model": model_of(row),
             "ms a decode step": row["ms_a_step"],
-            "vLLM 0.24": row["vllm"],
+            "vLLM": row["vllm"],
             "share of the floor": f"{row['of_floor']:.0%}",
         }
         for row in rows_of("latency")

@@ -73,6 +73,8 @@ def calibrate(
             f"{source} has {SINGLE_NAME}, which is linked as {LINKED_SINGLE}, and a file of that "
             "name too; rename it"
         )
+    if (source / SCALES_NAME).exists():
+        raise CheckpointError(f"{source} has a file {SCALES_NAME}, as what is written; rename it")
     content = read_config(source)
     config = read_model_config(content)
     if config.quantization is not None and config.quantization.has_kv_scales:

@@ -161,6 +161,14 @@ def test_a_name_that_a_link_would_need_is_refused(tmp_path: Path):
     assert not (tmp_path / "new").exists()
 
 
+def test_a_file_of_the_name_that_is_written_is_not_overwritten(tmp_path: Path):
+    """Which the folder's link of that name would lead to."""
+    (tmp_path / SCALES_NAME).write_bytes(b"a")
+    with pytest.raises(CheckpointError, match=f"has a file {SCALES_NAME}, .*; rename it"):
+        calibrate(tmp_path, WORDS, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

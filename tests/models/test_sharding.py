@@ -72,6 +72,13 @@ def test_devices_beyond_the_kv_heads_have_one_together():
     assert held == [[i, 8 + i // 4, 10 + i // 4] for i in range(8)]
 
 
+def test_devices_that_have_a_kv_head_together_have_all_of_its_blocks():
+    """Heads of 256 numbers are two blocks with a scale each: four query heads, two KV heads."""
+    parts = [(8, 2), (4, 2), (4, 2)]
+    held = [[it.whole[0] for it in held_pieces((16,), (6,), place, 4, parts)] for place in range(4)]
+    assert held == [[0, 8, 12], [2, 8, 12], [4, 10, 14], [6, 10, 14]]
+
+
 @pytest.mark.parametrize(
     ("case", "count", "field"),
     [
