@@ -398,8 +398,8 @@ class EngineLoop:
     def _settle(
         self, advanced: dict[RequestState, None], faults: Iterable[tuple[Request, Exception]]
     ) -> list[RequestState]:
-        """These have news, and so has what failed in planning, launching or reading; those that
-        are over."""
+        """Fail the requests in `faults`, mark them and the `advanced` ones as undelivered, and
+        retire those that have ended, which are returned."""
         for request, error in faults:
             state = self.requests.get(request.request_id)
             if state is not None and state.request is request:

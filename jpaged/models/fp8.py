@@ -1,5 +1,5 @@
-"""Projections whose weights are in FP8 (e4m3), and whose rows are brought to it before each
-product: half the bytes of bfloat16, and twice the products in a GPU's time.
+"""W8A8 projections: weights in FP8 (e4m3), activations quantised before each GEMM. Half the bytes
+of bfloat16, and twice the FLOP/s on a GPU that multiplies FP8.
 
 A weight lies as [*outputs, *inputs], which is how GPUs multiply such numbers and how checkpoints
 have them. Formats differ in what has a scale of its own:

@@ -91,8 +91,9 @@ class Linear(nnx.Module):
         peers: Int32[Array, "W"] | None,
         turn: int,
     ) -> Float[Array, "parts T D"] | Unsummed:
-        """The same of a projection to the residual stream that devices may share. With `peers` (see
-        `sharding.all_reduce`) what adds the rows to the stream sums them, unless there is a bias.
+        """`__call__` for a projection back to the residual stream. With `peers` (see
+        `sharding.all_reduce`) and without a bias the result is `Unsummed`: the next norm does the
+        all-reduce.
         """
         if peers is None:
             return self(x, backend)

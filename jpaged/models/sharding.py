@@ -78,10 +78,10 @@ def summed(update: Float[Array, "parts T D"] | Unsummed, dtype: DTypeLike) -> Fl
 
 
 def meet(x: Float[Array, "T D"], peers: Int32[Array, "W"] | None) -> Float[Array, "T D"]:
-    """The sum of the devices' rows with which a program that has `peers` begins.
+    """The first all-reduce of a program, always by XLA, which also serves as a barrier.
 
-    XLA's: no device goes on before all are there, with the program loaded, so that none waits in a
-    kernel for one that is not. If one has lost another, all rows are NaN on all devices.
+    No device then polls in a kernel of ours before every device has loaded the program. If a device
+    has lost another, the result is NaN on all devices.
     """
     if peers is not None:
         x += lost_peers(peers).astype(x.dtype)

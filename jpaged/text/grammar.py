@@ -152,7 +152,8 @@ class Matcher:
         self.is_stopped = self._inner.is_stopped()
 
     def widen(self, mask: np.ndarray) -> GrammarError | None:
-        """Make a row of llguidance's, or one of all ones, that of this answer: int32 [W], in place.
+        """Adapt llguidance's mask (all ones while the answer is free) to this answer, in place: end
+        tokens, line breaks, the opening. int32 [W].
 
         Returns:
             What went wrong, if the grammar failed or nothing may follow.
