@@ -41,8 +41,16 @@ def test_it_answers_as_before(engines: Engines, loop: str):
     assert engine.generate(QUESTION, GREEDY)[0].outputs[0].text == ANSWER
 
 
-@pytest.mark.parametrize("mode", ["swap", "recompute", "auto"])
-@pytest.mark.parametrize("loop", ["overlapped", "synchronous"])
+@pytest.mark.parametrize(
+    ("mode", "loop"),
+    [
+        ("swap", "overlapped"),
+        ("recompute", "synchronous"),
+        pytest.param("recompute", "overlapped", marks=pytest.mark.soak),
+        pytest.param("auto", "overlapped", marks=pytest.mark.soak),
+        pytest.param("swap", "synchronous", marks=pytest.mark.soak),
+    ],
+)
 def test_pressure_and_sharing_change_no_token(engines: Engines, mode: str, loop: str):
     """With shared prefixes, forks, copies on write and preemption, in a pool that is too small; the
     fixture counts the blocks afterwards."""
@@ -67,7 +75,7 @@ def test_pressure_and_sharing_change_no_token(engines: Engines, mode: str, loop:
     [
         ("float32", "fp8", 4),
         ("bfloat16", "fp8_e4m3", 2),
-        ("float16", "fp8", 2),
+        pytest.param("float16", "fp8", 2, marks=pytest.mark.soak),
         ("float32", "bfloat16", 2),
         ("float32", "auto", 1),
     ],

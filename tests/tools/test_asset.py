@@ -1,6 +1,7 @@
 """The embedded model as shipped: its size, its parity with transformers and a sample of answers."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -78,10 +79,11 @@ def test_the_template_shipped_is_the_trained_one():
 
 
 def test_dialogues_are_right(loaded):
-    params, config = loaded
-    for task in DIALOGUES:
-        documents = [dialogue_document(each) for each in sample_dialogues(5, 8, task)]
-        assert sum(exact(params, config, documents)) >= 7, task
+    tasks = [task for task in DIALOGUES for _ in range(8)]
+    drawn = [each for task in DIALOGUES for each in sample_dialogues(5, 8, task)]
+    results = exact(*loaded, [dialogue_document(each) for each in drawn])
+    right = Counter(task for task, is_right in zip(tasks, results, strict=True) if is_right)
+    assert min(right[task] for task in DIALOGUES) >= 7, right
 
 
 def test_short_tasks_are_right(loaded):
