@@ -66,6 +66,10 @@ class Format(Protocol):
         """In which scales it may be given `FP8Rows`."""
         ...
 
+    def given_scales(self, linear: Any) -> Float32[Array, "parts"] | None:
+        """Of which all rows have the largest in FP8; None: each has its own."""
+        ...
+
     def partials(self, linear: Any, x: Rows, backend: Backend) -> Float[Array, "parts T size_out"]:
         """Rows by the weight, in split-K partials whose sum is the product."""
         ...
@@ -94,6 +98,10 @@ class Plain:
     def row_scales(self) -> RowScales:
         """See `Format`: rows are arrays."""
         return None
+
+    def given_scales(self, linear: Any) -> None:
+        """See `Format`: there are none."""
+        return
 
     def parameters(self, projection: Projection, dtype: DTypeLike) -> dict[str, nnx.Param]:
         """See `Format`."""

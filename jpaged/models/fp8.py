@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from jpaged.models.checkpoint import WeightRule
 from jpaged.models.config import Projection
@@ -37,7 +37,6 @@ from pallas_kernels import (
     scaled_gated_gemm,
     scaled_gemm,
     sum_partials,
-    to_fp8,
 )
 
 
@@ -56,6 +55,10 @@ class _Rows:
     def array(self, linear: Any) -> None:
         """See `Format`: there is none."""
         return
+
+    def given_scales(self, linear: Any) -> Float32[Array, "parts"] | None:
+        """See `Format`."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,11 @@ class Scaled(_Rows):
     @property
     def row_scales(self) -> RowScales:
         """See `Format`."""
-        return None if self.is_static else "row"
+        return "row"
+
+    def given_scales(self, linear: Any) -> Float32[Array, "parts"] | None:
+        """See `Format`."""
+        return linear.input_scale[...] if self.is_static else None
 
     def parameters(self, projection: Projection, dtype: DTypeLike) -> dict[str, nnx.Param]:
         """See `Format`."""
@@ -128,16 +135,13 @@ class Scaled(_Rows):
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Rows and weight in FP8, and the scales of both."""
         if isinstance(x, FP8Rows):
-            values, x_scale = x.values, x.scale[:, 0]
-        elif self.is_static:
-            scale = jnp.max(linear.input_scale[...])
-            values, x_scale = to_fp8(x, scale), jnp.broadcast_to(scale, x.shape[:1])
+            values, scales = x.values, x.scale
         else:
-            across = all_max if linear.projection.all_reduced else None
-            values, scales = quantize_rows(x, across=across, backend=backend)
-            x_scale = scales[:, 0]
+            given = self.given_scales(linear)
+            across = all_max if linear.projection.all_reduced and given is None else None
+            values, scales = quantize_rows(x, given, across=across, backend=backend)
         weight = linear.weight[...].reshape(-1, values.shape[1])
-        return values, weight, x_scale, linear.weight_scale[...].reshape(-1)
+        return values, weight, scales[:, 0], linear.weight_scale[...].reshape(-1)
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,11 @@ class Linear(nnx.Module):
         """In which scales the norm before it may give it its rows in FP8; None: it may not."""
         return None if self.projection.all_reduced else self.format.row_scales
 
+    @property
+    def given_scales(self) -> Float32[Array, "parts"] | None:
+        """Of which all rows have the largest in FP8; None: each has its own."""
+        return self.format.given_scales(self)
+
     def __call__(
         self, x: Float[Array, "T *inputs"] | FP8Rows, backend: Backend
     ) -> Float[Array, "..."]:

@@ -53,12 +53,12 @@ class RMSNorm(nnx.Module):
         hidden: Float[Array, "T D"],
         update: Float[Array, "parts T D"],
         backend: Backend,
-        *,
-        grouped: bool,
+        reader: Linear,
     ) -> tuple[FP8Rows, Float[Array, "T D"]]:
-        """As `add`, its rows in FP8."""
+        """As `add`, its rows in FP8 as the projection `reader` takes them."""
+        grouped, given = reader.row_scales == "group", reader.given_scales
         options = {"eps": self.eps, "grouped": grouped, "backend": backend}
-        values, scale, total = add_rms_norm_to_fp8(hidden, update, self.scale, **options)
+        values, scale, total = add_rms_norm_to_fp8(hidden, update, self.scale, given, **options)
         return FP8Rows(values, scale, hidden.dtype), total
 
 
@@ -126,7 +126,7 @@ def add_norm_for(
         return add_norm(norm, hidden, update, backend)
     if isinstance(update, Unsummed):
         update = summed(update, hidden.dtype)[None]
-    return norm.add_to_fp8(hidden, update, backend, grouped=reader.row_scales == "group")
+    return norm.add_to_fp8(hidden, update, backend, reader)
 
 
 def norm_update(

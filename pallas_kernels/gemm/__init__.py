@@ -92,6 +92,7 @@ def to_fp8(x: Float[Array, "..."], scale: Float32[Array, "..."]) -> Float[Array,
 
 def quantize_rows(
     x: Float[Array, "T C"],
+    given: Float32[Array, "scales"] | None = None,
     *,
     grouped: bool = False,
     across: Callable[[jax.Array], jax.Array] | None = None,
@@ -101,6 +102,8 @@ def quantize_rows(
 
     Args:
         x: the rows.
+        given: scales that were found before: all rows have the largest of them, and what is beyond
+            the numbers of e4m3 then is cut off. None: each has its own.
         grouped: a scale for each `FP8_GROUP` numbers of a row, the last ones perhaps fewer; else
             one for each row.
         across: of the largest absolute values [T, groups] of what this device has of the rows,
@@ -108,15 +111,25 @@ def quantize_rows(
         backend: which implementation runs.
 
     Raises:
-        ValueError: a shape other than [T, C].
-        TypeError: a dtype other than bfloat16, float16 or float32.
+        ValueError: a shape other than [T, C] or [scales]; `given` with `grouped`.
+        TypeError: a dtype other than bfloat16, float16 or float32; other scales than float32.
     """
     checks.check_array("x", x, "[T, C]")
+    check_given_scales(given, grouped=grouped)
     backend = Backend(backend)
     interpret = backend is Backend.INTERPRET
     if across is not None or not x.size or not (interpret or has_fp8(backend)):
-        return fp8.quantize_rows(x, grouped=grouped, across=across)
-    return fp8_triton.quantize_rows(x, grouped=grouped, interpret=interpret)
+        return fp8.quantize_rows(x, given, grouped=grouped, across=across)
+    return fp8_triton.quantize_rows(x, given, grouped=grouped, interpret=interpret)
+
+
+def check_given_scales(given, *, grouped):
+    """Scales of all rows, if any: `quantize_rows` has the errors."""
+    if given is None:
+        return
+    checks.check_array("given", given, "[scales]", (jnp.float32,))
+    if grouped:
+        raise ValueError("given is of whole rows: leave out grouped")
 
 
 def scaled_gemm(

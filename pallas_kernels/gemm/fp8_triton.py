@@ -3,7 +3,7 @@
 Grid (row,); one program:
 
     largest = max |x|                  of the row, or of each 128 numbers of it
-    scale   = largest / 448            -> [T], or [groups, T], as the GEMMs read them
+    scale   = largest / 448            -> [T], or [groups, T], as the GEMMs read them; or as given
     values  = x / scale, rounded       -> [T, C]
 
 A row goes through in tiles of as many columns as the program's threads load in 16 bytes each, and
@@ -25,7 +25,7 @@ SMALLEST = 1e-30
 _WARP_ELEMENTS = 32 * 8  # 16 bytes a thread, of numbers of two bytes
 
 
-def quantize_rows(x, *, grouped: bool, interpret: bool):
+def quantize_rows(x, given, *, grouped: bool, interpret: bool):
     """See the public entry of the same name."""
     rows, size = x.shape
     tile = max(_WARP_ELEMENTS, min(16 * _WARP_ELEMENTS, pl.next_power_of_2(size)))
@@ -37,7 +37,7 @@ def quantize_rows(x, *, grouped: bool, interpret: bool):
         compiler_params=params,
         interpret=interpret,
         name="quantize_rows",
-    )(x)
+    )(x, *given_arrays(given))
     return values, scales_of(scale)
 
 
@@ -49,13 +49,19 @@ def fp8_shapes(shape, *, grouped):
     return [jax.ShapeDtypeStruct(shape, FP8), jax.ShapeDtypeStruct(scales, jnp.float32)]
 
 
+def given_arrays(given):
+    """The arguments for scales that are given or, where they are None, are not."""
+    return () if given is None else (given,)
+
+
 def scales_of(stored):
     """Stored scales as the public entries return them, [T, groups]; where a GEMM turns them again,
     XLA has nothing to do."""
     return stored[:, None] if stored.ndim == 1 else stored.T
 
 
-def _kernel(x_ref, values_ref, scale_ref, *, tile, grouped):
+def _kernel(x_ref, *refs, tile, grouped):
+    *given, values_ref, scale_ref = refs
     size, row = x_ref.shape[1], pl.program_id(0)
     rows = []
     for start in range(0, size, tile):
@@ -64,24 +70,28 @@ def _kernel(x_ref, values_ref, scale_ref, *, tile, grouped):
         other = None if mask is None else 0
         ref = x_ref.at[jnp.full_like(columns, row), columns]
         rows.append(plgpu.load(ref, mask=mask, other=other).astype(jnp.float32))
-    store_fp8(rows, values_ref, scale_ref, grouped=grouped)
+    store_fp8(rows, values_ref, scale_ref, given, grouped=grouped)
 
 
-def store_fp8(values, values_ref, scale_ref, *, grouped):
+def store_fp8(values, values_ref, scale_ref, given, *, grouped):
     """Stores the program's row, float32 in tiles of columns, and its scales.
 
     Args:
         values: of each tile, all of one size, a multiple of 128; zeros behind the row's end.
         values_ref, scale_ref: as `fp8_shapes` has them.
+        given: of the array whose largest number is the scale of all rows, or empty.
         grouped: a scale for each 128 numbers.
     """
     size, row = values_ref.shape[1], pl.program_id(0)
-    if grouped:
-        own = [jnp.max(jnp.abs(it).reshape(-1, FP8_GROUP), axis=1) for it in values]
+    if given:
+        scales = [_largest(given[0])] * len(values)
     else:
-        largest = functools.reduce(jnp.maximum, [jnp.abs(it) for it in values])
-        own = [jnp.max(largest)] * len(values)
-    scales = [jnp.maximum(it, jnp.float32(SMALLEST)) / jnp.float32(FP8_MAX) for it in own]
+        if grouped:
+            own = [jnp.max(jnp.abs(it).reshape(-1, FP8_GROUP), axis=1) for it in values]
+        else:
+            largest = functools.reduce(jnp.maximum, [jnp.abs(it) for it in values])
+            own = [jnp.max(largest)] * len(values)
+        scales = [jnp.maximum(it, jnp.float32(SMALLEST)) / jnp.float32(FP8_MAX) for it in own]
     for index, (it, scale) in enumerate(zip(values, scales, strict=True)):
         columns = jnp.arange(it.size, dtype=jnp.int32) + index * it.size
         of_each = scale
@@ -100,3 +110,9 @@ def store_fp8(values, values_ref, scale_ref, *, grouped):
         plgpu.store(target, scaled.astype(FP8), mask=mask)
     if not grouped:
         plgpu.store(scale_ref.at[row], scales[0])
+
+
+def _largest(ref):
+    """Of a few positive numbers."""
+    index = jnp.arange(pl.next_power_of_2(ref.shape[0]), dtype=jnp.int32)
+    return jnp.max(plgpu.load(ref.at[index], mask=index < ref.shape[0], other=0))

@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.gemm.fp8_triton import fp8_shapes, scales_of, store_fp8
+from pallas_kernels.gemm.fp8_triton import fp8_shapes, given_arrays, scales_of, store_fp8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,19 +42,17 @@ def norm_config(*, size: int, itemsize: int) -> NormConfig:
 
 def add_rms_norm(hidden, update, weight, *, eps, interpret: bool):
     """See the public entry of the same name."""
-    return _call(hidden, update, weight, eps=eps, interpret=interpret, scales=None)
+    return _call(hidden, update, weight, None, eps=eps, interpret=interpret, scales=None)
 
 
-def add_rms_norm_to_fp8(hidden, update, weight, *, eps, grouped, interpret: bool):
+def add_rms_norm_to_fp8(hidden, update, weight, given, *, eps, grouped, interpret: bool):
     """See the public entry of the same name."""
-    scales = "groups" if grouped else "rows"
-    total, values, scale = _call(
-        hidden, update, weight, eps=eps, interpret=interpret, scales=scales
-    )
+    options = {"eps": eps, "interpret": interpret, "scales": "groups" if grouped else "rows"}
+    total, values, scale = _call(hidden, update, weight, given, **options)
     return values, scales_of(scale), total
 
 
-def _call(hidden, update, weight, *, eps, interpret, scales):
+def _call(hidden, update, weight, given, *, eps, interpret, scales):
     """The kernel's results; `scales` is None, or what has one of its own in FP8."""
     config = norm_config(size=hidden.shape[1], itemsize=update.dtype.itemsize)
     total = jax.ShapeDtypeStruct(hidden.shape, hidden.dtype)
@@ -67,11 +65,13 @@ def _call(hidden, update, weight, *, eps, interpret, scales):
             compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=1),
             interpret=interpret,
             name="add_rms_norm" if scales is None else "add_rms_norm_to_fp8",
-        )(hidden, update, weight)
+        )(hidden, update, weight, *given_arrays(given))
     )
 
 
-def _kernel(hidden_ref, update_ref, weight_ref, *out_refs, eps, tile, scales):
+def _kernel(hidden_ref, update_ref, weight_ref, *refs, eps, tile, scales):
+    num_outputs = 2 if scales is None else 3
+    given, out_refs = refs[:-num_outputs], refs[-num_outputs:]
     normed_ref, total_ref = out_refs if scales is None else (None, out_refs[0])
     size, num_partials = hidden_ref.shape[1], update_ref.shape[0]
     row, dtype = pl.program_id(0), total_ref.dtype
@@ -110,4 +110,5 @@ def _kernel(hidden_ref, update_ref, weight_ref, *out_refs, eps, tile, scales):
             store(normed_ref, columns, values)
     else:
         rounded = [values.astype(dtype).astype(jnp.float32) for values in rows]
-        store_fp8(rounded, *out_refs[1:], grouped=scales == "groups")
+        _, values_ref, scale_ref = out_refs
+        store_fp8(rounded, values_ref, scale_ref, given, grouped=scales == "groups")

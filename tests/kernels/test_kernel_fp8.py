@@ -117,6 +117,39 @@ def test_norms_bring_their_rows_to_fp8(grouped, width: int, partials: int, dtype
     assert np.mean(same) >= (0.9 if on_gpu else 1.0)
 
 
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("width", [96, 4224])
+def test_all_rows_may_have_the_largest_of_some_scales(width: int, dtype, backend: Backend):
+    """By themselves and behind a norm; what is too large then is cut off."""
+    require(backend)
+    rng, given = np.random.default_rng(0), jnp.asarray([0.002, 0.004, 0.001], F32)
+    hidden, update, weight = (
+        jnp.asarray(rng.standard_normal(shape), dtype)
+        for shape in ((5, width), (1, 5, width), width)
+    )
+    options = {"eps": 1e-3, "backend": backend}
+    rows, _ = jax.jit(partial(add_rms_norm, **options))(hidden, update, weight)
+    behind = jax.jit(partial(add_rms_norm_to_fp8, grouped=False, **options))
+    alone = jax.jit(partial(quantize_rows, backend=backend))(rows, given)
+    fused = behind(hidden, update, weight, given)[:2]
+    wanted = reference.to_fp8(np.asarray(rows, np.float32), np.float32(0.004))
+    assert np.abs(wanted).max() == 448
+    for values, scale in (alone, fused):
+        np.testing.assert_array_equal(scale, np.full((5, 1), 0.004, np.float32))
+        same = np.asarray(values, np.float64) == wanted
+        # A GPU's quotient may be off by its last bit.
+        assert np.mean(same) >= (0.9 if backend is Backend.TRITON else 1.0)
+
+
+def test_given_scales_are_of_whole_rows():
+    x, given = jnp.ones((2, 256)), jnp.ones(1)
+    with pytest.raises(ValueError, match="given is of whole rows: leave out grouped"):
+        quantize_rows(x, given, grouped=True, backend=Backend.XLA)
+    with pytest.raises(TypeError, match="given"):
+        quantize_rows(x, given.astype(BF16), backend=Backend.XLA)
+
+
 def test_a_row_that_several_devices_have_is_scaled_by_all_of_it():
     x = jnp.asarray([[1.0, -2.0], [2.0, 0.5]])
 
@@ -363,7 +396,11 @@ def test_rows_become_fp8_in_one_kernel(depth: int, grouped: bool, dtype):
     rows, partials = (jax.ShapeDtypeStruct((*n, 24, depth), dtype) for n in ((), (1,)))
     norm = partial(add_rms_norm_to_fp8, eps=1e-6, grouped=grouped, backend=Backend.TRITON)
     weight = jax.ShapeDtypeStruct((depth,), dtype)
-    for text in (_lowered(run, rows), _lowered(norm, rows, partials, weight)):
+    texts = [_lowered(run, rows), _lowered(norm, rows, partials, weight)]
+    if not grouped:
+        given = jax.ShapeDtypeStruct((3,), F32)
+        texts += [_lowered(run, rows, given), _lowered(norm, rows, partials, weight, given)]
+    for text in texts:
         assert re.findall(r"custom_call @\S*(triton|mosaic_gpu)", text) == ["triton"]
 
 

@@ -44,7 +44,11 @@ CONFIGS_IN_FP8 = {
     name: CONFIGS["llama-48"]
     | {"hidden_size": 1024, "num_attention_heads": 8, "intermediate_size": 3072}
     | {"quantization_config": FP8 | own}
-    for name, own in {"fp8": {}, "fp8 in blocks": {"weight_block_size": [128, 128]}}.items()
+    for name, own in {
+        "fp8": {},
+        "fp8, scales of rows given": {"activation_scheme": "static"},
+        "fp8 in blocks": {"weight_block_size": [128, 128]},
+    }.items()
 }
 GEMMA3 = {"model_type": "gemma3_text", "intermediate_size": 48, "head_dim": 256}
 

@@ -60,6 +60,9 @@ class Turned(Plain):
     def row_scales(self):
         return None
 
+    def given_scales(self, linear):
+        return None
+
     def product(self, linear: Any, x, backend):
         rows = x @ linear.turned[...].T * linear.sign[...]
         return rows.reshape(len(x), *linear.projection.outputs)
