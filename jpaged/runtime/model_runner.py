@@ -121,8 +121,6 @@ class ModelRunner:
         self._pack_prefill = partial(pack_prefill, **padding)
         self._faults: list[Fault] = []  # of the plan being launched
         self._new_marks: dict[int, RowMarks] = {}  # of rows given in the plan being launched
-        swaps = (of_kind(programs, kind) for kind in ("gather_blocks", "scatter_blocks"))
-        self._images = BlockImages(*swaps)
         state = shapes.kv, shapes.last_tokens, shapes.sampling
         zeros = jax.jit(
             lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), state),
@@ -136,6 +134,8 @@ class ModelRunner:
         check = None if self._peers is None else self._peers.check
         self._of_devices = {"check": check, "is_shared": mesh is not None}
         self._wait = jax.block_until_ready if mesh is None else await_devices
+        gather, scatter = (of_kind(programs, f"{kind}_blocks") for kind in ("gather", "scatter"))
+        self._images = BlockImages(gather, scatter, self._wait)
         # Behind all that stays, before any step: where its small buffers go. Held, never read.
         devices = [None] if mesh is None else mesh.devices.ravel().tolist()
         self._guards = make_places(devices) if config.backend is Backend.TRITON else []

@@ -16,8 +16,8 @@ from jpaged.sampling_params import SamplingParams
 from pallas_kernels import NUM_FACTS
 
 LONGEST_STEP = 300.0
-"""Seconds after which a step of several devices is taken for one that never ends: in a collective
-each waits for the others as long as it takes, and nothing can break that off."""
+"""Seconds after which what several devices do is taken for something that never ends: in a
+collective each waits for the others as long as it takes, and nothing can break that off."""
 
 _LOOK = 2e-5  # seconds between two looks
 

@@ -10,7 +10,7 @@ lie on the device at once: the memory account has room for these.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -134,10 +134,16 @@ class BlockImages:
     Args:
         gather: `gather_blocks_step` compiled, by chunk size.
         scatter: `scatter_blocks_step` compiled, by chunk size.
+        wait: Waits until arrays are computed.
     """
 
-    def __init__(self, gather: Mapping[int, Any], scatter: Mapping[int, Any]):
-        self._gather, self._scatter = gather, scatter
+    def __init__(
+        self,
+        gather: Mapping[int, Any],
+        scatter: Mapping[int, Any],
+        wait: Callable[[Any], Any] = jax.block_until_ready,
+    ):
+        self._gather, self._scatter, self._wait = gather, scatter, wait
         self._images: dict[int, list[Chunk]] = {}
         self._moving: deque[Any] = deque()
 
@@ -196,7 +202,7 @@ class BlockImages:
 
     def wait(self) -> None:
         """Wait until nothing is on its way."""
-        jax.block_until_ready(list(self._moving))
+        self._wait(list(self._moving))
         self._moving.clear()
 
     def warm_up(self, state: KVState, num_host_blocks: int) -> KVState:
@@ -228,7 +234,7 @@ class BlockImages:
     def _make_room(self) -> None:
         self._forget_arrived()
         while len(self._moving) >= MAX_STAGED_CHUNKS:
-            jax.block_until_ready(self._moving.popleft())
+            self._wait(self._moving.popleft())
 
     def _forget_arrived(self) -> None:
         while self._moving and self._moving[0].is_ready():

@@ -1,5 +1,6 @@
 """Blocks out to host memory and back: the same bytes, in the blocks asked for, nothing else."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jpaged.compile.recipes import Recipe, swap_recipes
 from jpaged.core.plan import SwapIn, SwapOut
+from jpaged.runtime import swap
 from jpaged.runtime.steps import KVState, fork_rows_step
 from jpaged.runtime.swap import (
     MAX_STAGED_CHUNKS,
@@ -70,6 +72,19 @@ def test_blocks_come_back_in_other_places(images: BlockImages, num_blocks: int):
         others = np.setdiff1d(np.arange(P), source)
         np.testing.assert_array_equal(now[others], was[others])
     assert len(images) == 0
+
+
+def test_what_waits_for_devices_waits_for_chunks(programs, monkeypatch: pytest.MonkeyPatch):
+    """So a device that never ends what is launched is waited for no longer than a step is."""
+    waited: list[Any] = []
+    never = SimpleNamespace(is_ready=lambda: False)
+    monkeypatch.setattr(swap, "to_host", lambda blocks: never)
+    images, state = BlockImages(*programs, wait=waited.append), make_state()
+    for image_id in range(MAX_STAGED_CHUNKS + 1):
+        images.swap_out(state.pool, SwapOut(image_id, (3,)))
+    assert waited == [never]
+    images.wait()
+    assert waited[1] == [never] * MAX_STAGED_CHUNKS
 
 
 def test_entries_that_nobody_wants_are_left_out(images: BlockImages):
