@@ -29,8 +29,8 @@ from jpaged.models.formats import (
     zeros,
 )
 from jpaged.models.fp8 import FP8_FORMATS
-from jpaged.models.sharding import AXIS, Unsummed, all_gather, all_reduce, meet, summed
-from pallas_kernels import Backend, gated_silu, sum_partials
+from jpaged.models.sharding import AXIS, Unsummed, all_gather, meet, summed
+from pallas_kernels import Backend, device_sum, gated_silu, sum_partials
 
 
 def activation(name: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -81,7 +81,7 @@ class Linear(nnx.Module):
         """
         partials = self._own_partials(x, backend)
         if self.projection.all_reduced:
-            partials = all_reduce(sum_partials(partials, x.dtype))[None]
+            partials = device_sum(sum_partials(partials, x.dtype), AXIS)[None]
         return self._finished(partials, x.dtype)
 
     def update(
@@ -92,7 +92,7 @@ class Linear(nnx.Module):
         turn: int,
     ) -> Float[Array, "parts T D"] | Unsummed:
         """The same of a projection to the residual stream that devices may share. With `peers` (see
-        `sharding.all_reduce`) what adds the rows to the stream sums them, unless there is a bias.
+        `sharding.Unsummed`) what adds the rows to the stream sums them, unless there is a bias.
         """
         if peers is None:
             return self(x, backend)
