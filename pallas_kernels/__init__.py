@@ -19,6 +19,7 @@ from pallas_kernels.attention import (
     rope_decode_attention,
 )
 from pallas_kernels.gemm import (
+    FP8_LEAST,
     block_scaled_gated_gemm,
     block_scaled_gemm,
     gated_gemm,
@@ -58,6 +59,7 @@ from pallas_kernels.types import (
 __all__ = [
     "FP8",
     "FP8_GROUP",
+    "FP8_LEAST",
     "FP8_MAX",
     "NUM_FACTS",
     "Adjustments",

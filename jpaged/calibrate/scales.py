@@ -29,12 +29,9 @@ from jpaged.models.loader import plan_model
 from jpaged.models.registry import read_model_config
 from jpaged.runtime.kv_cache import make_pool
 from jpaged.text.tokenizer import Tokenizer
-from pallas_kernels import FP8_MAX, LayerKV, select_backend
+from pallas_kernels import FP8_LEAST, FP8_MAX, LayerKV, select_backend
 
 BLOCK_SIZE = 16
-_LEAST = 1e-30
-"""A layer with none larger has zeros; the scale is a normal float32."""
-
 SCALES_NAME = "kv_scales.safetensors"
 LINKED_SINGLE = "weights.safetensors"
 """What `model.safetensors` is linked as."""
@@ -159,7 +156,7 @@ def scales_of(largest: np.ndarray) -> np.ndarray:
             f"the {('keys', 'values')[kind]} of layer {layer} are not finite: the checkpoint is "
             "broken, or needs another dtype (bfloat16 for float16)"
         )
-    scales = np.exp2(np.ceil(np.log2(np.maximum(largest, _LEAST) / FP8_MAX)))
+    scales = np.exp2(np.ceil(np.log2(np.maximum(largest, FP8_LEAST) / FP8_MAX)))
     return np.where(largest > 0, scales, 1).astype(np.float32)
 
 

@@ -7,7 +7,7 @@ which rounds nothing: bfloat16 and float32 have every number of e4m3.
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.gemm.fp8_triton import SMALLEST
+from pallas_kernels.gemm.fp8_triton import FP8_LEAST
 from pallas_kernels.tuning import has_fp8
 from pallas_kernels.types import FP8, FP8_GROUP, FP8_MAX, Backend
 
@@ -40,7 +40,7 @@ def quantize_rows(x, *, grouped, across=None):
     grouped_rows = groups(x) if grouped else x[:, None]
     largest = jnp.max(jnp.abs(grouped_rows), axis=2).astype(jnp.float32)
     largest = largest if across is None else across(largest)
-    scale = jnp.maximum(largest, jnp.float32(SMALLEST)) / jnp.float32(FP8_MAX)
+    scale = jnp.maximum(largest, jnp.float32(FP8_LEAST)) / jnp.float32(FP8_MAX)
     values = to_fp8(grouped_rows, scale[..., None])
     return values.reshape(x.shape[0], -1)[:, : x.shape[1]], scale
 
