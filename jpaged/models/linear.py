@@ -23,14 +23,13 @@ from jpaged.models.formats import (
     Plain,
     Rows,
     RowScales,
-    einsum,
     pieces,
     sizes,
     zeros,
 )
 from jpaged.models.fp8 import FP8_FORMATS
 from jpaged.models.sharding import AXIS, Unsummed, all_gather, meet, summed
-from pallas_kernels import Backend, device_sum, gated_silu, sum_partials
+from pallas_kernels import Backend, device_sum, einsum, gated_silu, sum_partials
 
 
 def activation(name: str, x: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Float32
 from pallas_kernels import checks
 from pallas_kernels.gemm import fp8, fp8_hopper, fp8_triton, hopper, triton, tuning, xla
 from pallas_kernels.gemm.fp8_triton import FP8_LEAST as FP8_LEAST
+from pallas_kernels.gemm.xla import einsum as einsum
 from pallas_kernels.gemm.xla import sum_partials as sum_partials
 from pallas_kernels.tuning import device_kind, has_fp8, num_cores
 from pallas_kernels.types import FP8, FP8_GROUP, Backend
