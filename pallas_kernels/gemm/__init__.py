@@ -243,8 +243,8 @@ def _fp8_kernel(x, weight, scales, *, gated, dtype, backend, parts=()):
         num_cores=num_cores(backend),
         device_kind=device_kind(backend),
     )
-    few = tuning.few_narrow_rows_config(gemm, grouped=bool(parts))
-    many = tuning.many_narrow_rows_config(gemm, grouped=bool(parts))
+    few = tuning.few_fp8_rows_config(gemm, grouped=bool(parts))
+    many = tuning.many_fp8_rows_config(gemm, grouped=bool(parts))
     kind = {"gated": gated, "dtype": jnp.dtype(dtype)}
     if few is not None:
         return fp8_hopper.few_rows(x, weight, *scales, config=few, **kind)
