@@ -38,7 +38,6 @@ from jpaged.models.checkpoint import (
     WeightRule,
     WeightRules,
     named_list,
-    read_config,
     read_rows,
     read_tensors,
     resolve_checkpoint,
@@ -49,14 +48,6 @@ from jpaged.models.linear import layout_of
 from jpaged.models.registry import weight_rules
 from jpaged.models.sharding import Piece, held_pieces, over, own_shape, split_axis
 from pallas_kernels import FP8, FP8_LEAST, FP8_MAX, to_fp8
-
-__all__ = [
-    "CheckpointError",
-    "ModelPlan",
-    "plan_model",
-    "read_config",
-    "resolve_checkpoint",
-]
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 SLAB_BYTES = 64 << 20
