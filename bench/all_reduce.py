@@ -26,8 +26,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bench.compare import parse_arguments
 from bench.records import print_table, record
-from jpaged.models.sharding import AXIS, all_reduce, make_mesh, meet
+from jpaged.models.sharding import AXIS, make_mesh, meet
 from jpaged.runtime.peer_memory import PeerMemory, can_exchange
+from pallas_kernels import device_sum
 
 WIDTH = 4096
 ROWS = (1, 8, 64, 256, 2048)
@@ -46,10 +47,11 @@ def chain(mesh: Mesh, *, sums: bool, by_peers: bool) -> Callable:
     """x -> x, by as many products as sums."""
 
     def body(x, share, peers):
-        x += meet(jnp.zeros((1, 1), x.dtype), peers if by_peers else None)
+        header = peers if by_peers else None
+        x += meet(jnp.zeros((1, 1), x.dtype), header)
         for turn in range(SUMS):
             x = lax.optimization_barrier(x * share[0].astype(x.dtype))
-            x = all_reduce(x, peers if by_peers else None, turn % 2) if sums else x + x
+            x = device_sum(x, AXIS, header=header, turn=turn % 2) if sums else x + x
         return x
 
     split = PartitionSpec(AXIS)

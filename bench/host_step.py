@@ -40,7 +40,7 @@ from bench.records import print_table, record
 from jpaged import SamplingParams
 from jpaged.engine import engine as engine_module
 from jpaged.runtime import model_runner
-from jpaged.runtime.model_runner import StepHandle
+from jpaged.runtime.results import StepHandle
 
 # A step of case A at the figure to reach: 256 sequences at 80,000 tokens a second.
 STEP_TO_REACH_US = 256 / 80_000 * 1e6

@@ -1,4 +1,4 @@
-"""`python -m jpaged "prompt"`: generate text in the terminal.
+"""`python -m jpaged "prompt"`: generate text in the terminal. `python -m jpaged serve`: the server.
 
 The answer goes to stdout as it is made; progress, figures and errors go to stderr. Exit codes: 0,
 1 for an error, 2 for a mistake in the command line, 130 after Ctrl-C. JAX is imported only when
@@ -32,8 +32,12 @@ examples:
   jpaged --stats "Count from 1 to 100"            also blocks, waste and tokens/s
   jpaged --tools-demo                             the model calls a calculator, which runs here
   cat question.txt | jpaged                       the prompt from a pipe
+  jpaged serve Qwen/Qwen3-0.6B --port 9000        OpenAI's API over HTTP, as python -m jpaged.serve
 
 The answer goes to stdout, all else to stderr. Ctrl-C ends it and keeps the text so far.
+
+jpaged serve without a model serves the small one; jpaged serve --help lists the server's options.
+For the prompt "serve" write: jpaged -- serve
 """
 _INTERRUPTED = 130  # 128 + SIGINT
 _BROKEN_PIPE = 141  # 128 + SIGPIPE
@@ -72,6 +76,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's) and return the exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["serve"]:
+        from jpaged.serve.__main__ import main as serve
+
+        return serve(argv[1:])
     parser = build_parser()
     args = parser.parse_args(argv)
     params, options = _check(parser, args)

@@ -300,3 +300,9 @@ def check_float(
     )
     if not (math.isfinite(number) and is_within):
         raise ValueError(f"{name}={value} is out of range: it must be a number {what}")
+
+
+def brief(value: object) -> str:
+    """A value as code, for errors: at most 60 characters."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -19,8 +19,10 @@ from pallas_kernels.attention import (
     rope_decode_attention,
 )
 from pallas_kernels.gemm import (
+    FP8_LEAST,
     block_scaled_gated_gemm,
     block_scaled_gemm,
+    einsum,
     gated_gemm,
     gated_silu,
     quantize_rows,
@@ -58,6 +60,7 @@ from pallas_kernels.types import (
 __all__ = [
     "FP8",
     "FP8_GROUP",
+    "FP8_LEAST",
     "FP8_MAX",
     "NUM_FACTS",
     "Adjustments",
@@ -74,6 +77,7 @@ __all__ = [
     "copy_blocks",
     "device_sum",
     "device_sum_norm",
+    "einsum",
     "exchange_header",
     "exchange_words",
     "first_maximum",

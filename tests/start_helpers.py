@@ -14,7 +14,8 @@ from jpaged.compile.sizing import Sizing
 from jpaged.compile.store import program_store
 from jpaged.compile.workers import CompilePool, make_orders, to_line
 from jpaged.config import EMBEDDED_MODEL, EngineConfig
-from jpaged.models.loader import model_shapes, read_config
+from jpaged.models.checkpoint import read_config
+from jpaged.models.loader import model_shapes
 from jpaged.models.registry import read_model_config
 from jpaged.runtime.programs import SplitModel
 

@@ -19,6 +19,7 @@ from jpaged.observe.pool_report import BlockInfo, BlockState, MemoryReport
 from jpaged.observe.statistics import EngineStats
 from jpaged.outputs import RequestDelta, TextDelta
 from jpaged.sampling_params import SamplingParams
+from jpaged.serve.options import Flags, read_flags
 
 PIECES = ["Hé", "", "llo ", "wörld"]
 
@@ -277,6 +278,52 @@ def test_ctrl_c_ends_a_search(capsys: pytest.CaptureFixture[str]):
     assert main(["Hi", "--beam-width", "2"]) == 130
     assert capsys.readouterr().out == ""
     assert FakeEngine.made[0].aborted
+
+
+# The server
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Flags]]:
+    """The flags of servers that were to run."""
+    flags = list[Flags]()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.setattr("jpaged.serve.lifecycle.run_server", lambda it: flags.append(it) or 0)
+    yield flags
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    "argv", [["Qwen/Qwen3-8B", "--port", "9"], ["--port", "9", "--model", "Qwen/Qwen3-8B"]]
+)
+def test_serve_starts_the_server(
+    argv: list[str], served: list[Flags], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sys, "argv", ["jpaged", "serve", *argv])
+    assert main() == 0
+    assert served == [read_flags(argv)]
+    assert served[0].engine["model"] == "Qwen/Qwen3-8B"
+    assert served[0].serve.port == 9
+    assert not FakeEngine.made
+
+
+def test_serve_without_a_model_serves_the_embedded_one(served: list[Flags]):
+    assert main(["serve"]) == 0
+    assert "model" not in served[0].engine
+    assert served[0].serve.model_names == ("jpaged-tiny",)
+
+
+def test_serve_has_its_own_mistakes(served: list[Flags], capsys: pytest.CaptureFixture[str]):
+    assert exit_code("serve", "one", "--model", "two") == 2
+    assert "two models are named: one and --model two" in capsys.readouterr().err
+    assert not served
+
+
+def test_serve_can_still_be_a_prompt(served: list[Flags]):
+    assert main(["--", "serve"]) == 0
+    assert FakeEngine.made[0].prompts == ["serve"]
+    assert not served
 
 
 # What goes wrong

@@ -3,10 +3,12 @@
 import json
 import os
 import random
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,6 +134,15 @@ def test_values_are_exact(expression: str, value: str):
 def test_anything_else_is_refused(expression: str, what: str):
     with pytest.raises(ValueError, match=what):
         calculate(expression)
+
+
+def test_the_page_offers_the_same_calculator():
+    static = Path(jpaged.__file__).parent / "serve" / "dashboard" / "static"
+    script = (static / "tools.js").read_text(encoding="utf-8")
+    found = re.search(r"const CALCULATOR = ({.*?^});", script, re.DOTALL | re.MULTILINE)
+    assert found
+    named = re.sub(r"(\w+):", r'"\1":', found[1])
+    assert json.loads(re.sub(r",(\s*[}\]])", r"\1", named)) == CALCULATOR
 
 
 def test_expressions_of_any_characters_are_computed_or_refused():

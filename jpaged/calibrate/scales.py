@@ -29,12 +29,9 @@ from jpaged.models.loader import plan_model
 from jpaged.models.registry import read_model_config
 from jpaged.runtime.kv_cache import make_pool
 from jpaged.text.tokenizer import Tokenizer
-from pallas_kernels import FP8_MAX, LayerKV, select_backend
+from pallas_kernels import FP8_LEAST, FP8_MAX, LayerKV, select_backend
 
 BLOCK_SIZE = 16
-_LEAST = 1e-30
-"""A layer with none larger has zeros; the scale is a normal float32."""
-
 SCALES_NAME = "kv_scales.safetensors"
 LINKED_SINGLE = "weights.safetensors"
 """What `model.safetensors` is linked as."""
@@ -73,12 +70,12 @@ def calibrate(
             f"{source} has {SINGLE_NAME}, which is linked as {LINKED_SINGLE}, and a file of that "
             "name too; rename it"
         )
-    if (source / SCALES_NAME).exists():
-        raise CheckpointError(f"{source} has a file {SCALES_NAME}, as what is written; rename it")
     content = read_config(source)
     config = read_model_config(content)
     if config.quantization is not None and config.quantization.has_kv_scales:
         raise CheckpointError(f"{source} has scales of keys and values; load it as it is")
+    if (source / SCALES_NAME).exists():
+        raise CheckpointError(f"{source} has a file {SCALES_NAME}, as what is written; rename it")
     if length < 2:
         raise ValueError(f"length={length} must be at least 2 tokens")
     token_ids = Tokenizer.from_folder(source).encode(text)
@@ -159,7 +156,7 @@ def scales_of(largest: np.ndarray) -> np.ndarray:
             f"the {('keys', 'values')[kind]} of layer {layer} are not finite: the checkpoint is "
             "broken, or needs another dtype (bfloat16 for float16)"
         )
-    scales = np.exp2(np.ceil(np.log2(np.maximum(largest, _LEAST) / FP8_MAX)))
+    scales = np.exp2(np.ceil(np.log2(np.maximum(largest, FP8_LEAST) / FP8_MAX)))
     return np.where(largest > 0, scales, 1).astype(np.float32)
 
 

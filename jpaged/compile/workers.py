@@ -32,7 +32,8 @@ from jpaged.compile.gemm_autotuning import make_compiler
 from jpaged.compile.recipes import Recipe, Recipes, SharedCalls
 from jpaged.compile.store import ProgramStore, device_bytes, program_store, settings, traced_modules
 from jpaged.config import EngineConfig
-from jpaged.models.loader import model_shapes, read_config
+from jpaged.models.checkpoint import read_config
+from jpaged.models.loader import model_shapes
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import make_mesh
 from jpaged.runtime.programs import Name, Shapes, SplitModel

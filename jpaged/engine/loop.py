@@ -32,13 +32,8 @@ from jpaged.engine.request_state import RequestState
 from jpaged.observe.pool_changes import PoolWatch
 from jpaged.observe.pool_report import num_waste_slots
 from jpaged.observe.statistics import EngineStats
-from jpaged.runtime.model_runner import (
-    ModelRunner,
-    StepHandle,
-    StepResult,
-    TokenScores,
-    UnsampledStep,
-)
+from jpaged.runtime.model_runner import ModelRunner, UnsampledStep
+from jpaged.runtime.results import StepHandle, StepResult, TokenScores
 from jpaged.sampling_params import SamplingParams
 from jpaged.text.grammar import Grammars, Matcher
 

@@ -12,6 +12,7 @@ import numpy as np
 from jpaged.core.beam import BeamSearch
 from jpaged.core.request import Request, StopCriteria
 from jpaged.engine.request_state import RequestState
+from jpaged.options import brief
 from jpaged.sampling_params import MAX_LOGPROBS, SamplingParams
 from jpaged.text.grammar import Grammar, Grammars
 from jpaged.text.tokenizer import Tokenizer
@@ -110,7 +111,7 @@ def pair_priorities(priority: object, num_prompts: int) -> list[int]:
     if priority is None:
         return [0] * num_prompts
     if not isinstance(priority, (list, tuple)):
-        raise TypeError(f"priority={_shown(priority)} must be a list of integers, one a prompt")
+        raise TypeError(f"priority={brief(priority)} must be a list of integers, one a prompt")
     if len(priority) != num_prompts:
         raise ValueError(
             f"priority has {len(priority)} entries for {num_prompts} prompts: give one for each"
@@ -121,12 +122,12 @@ def pair_priorities(priority: object, num_prompts: int) -> list[int]:
 def checked_priority(value: object, name: str = "priority") -> int:
     """The integer `value`; TypeError if it is none."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name}={_shown(value)} must be an integer; lower is served earlier")
+        raise TypeError(f"{name}={brief(value)} must be an integer; lower is served earlier")
     return int(value)
 
 
 def _not_params(name: str, value: object) -> str:
-    return f"{name} must be SamplingParams, got {type(value).__name__}: {_shown(value)}"
+    return f"{name} must be SamplingParams, got {type(value).__name__}: {brief(value)}"
 
 
 def _untangle(value: object) -> object:
@@ -162,12 +163,12 @@ def _checked_salt(salt: object, name: str) -> str | None:
         return salt
     if isinstance(salt, str):
         raise ValueError(f"{name} is empty: give a non-empty string, or leave it out")
-    raise TypeError(f"{name} must be a non-empty string; got {type(salt).__name__}: {_shown(salt)}")
+    raise TypeError(f"{name} must be a non-empty string; got {type(salt).__name__}: {brief(salt)}")
 
 
 def _checked_text(text: object, name: str) -> str:
     if not isinstance(text, str):
-        raise TypeError(f"{name} must be {_FORMS}; got {type(text).__name__}: {_shown(text)}")
+        raise TypeError(f"{name} must be {_FORMS}; got {type(text).__name__}: {brief(text)}")
     if not text:
         raise ValueError(f"{name} is empty: give at least one character")
     return text
@@ -203,14 +204,9 @@ def _checked_id(token_id: object, name: str, position: int) -> int:
     if isinstance(token_id, bool) or not isinstance(token_id, (int, np.integer)):
         raise TypeError(
             f"{name}: the token id at position {position} must be an integer; "
-            f"got {type(token_id).__name__}: {_shown(token_id)}"
+            f"got {type(token_id).__name__}: {brief(token_id)}"
         )
     return int(token_id)
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 PIN_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)

@@ -15,7 +15,7 @@ from jpaged.core.plan import Emitted, ScheduledSequence
 from jpaged.core.request import FinishReason, Request, Sequence
 from jpaged.observe.statistics import RequestMetrics
 from jpaged.outputs import CompletionOutput, Logprob, RequestDelta, RequestOutput, TextDelta
-from jpaged.runtime.model_runner import TokenScores
+from jpaged.runtime.results import TokenScores
 from jpaged.sampling_params import SamplingParams
 from jpaged.text.detokenizer import Detokenizer
 from jpaged.text.grammar import Grammar, Matcher

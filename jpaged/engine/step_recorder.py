@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jpaged.core.plan import StepPlan
-from jpaged.runtime.model_runner import ModelRunner, StepHandle, UnsampledStep
+from jpaged.runtime.model_runner import ModelRunner, UnsampledStep
 from jpaged.runtime.programs import Name
+from jpaged.runtime.results import StepHandle
 
 _REPLACED = "programs", "launch_layers", "launch_burst"
 

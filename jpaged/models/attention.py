@@ -45,7 +45,7 @@ class AttentionInputs:
         backend: attention implementation; static.
         shared: calls what other steps have as well, to be lowered once for all (see
             `paged_prefill_attention`); static.
-        peers: as of `sharding.all_reduce`. A layer has two such sums, in turn: of its heads, and of
+        peers: as of `sharding.Unsummed`. A layer has two such sums, in turn: of its heads, and of
             its feed-forward.
     """
 

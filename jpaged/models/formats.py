@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -16,7 +15,7 @@ from jaxtyping import Array, Float, Float32
 
 from jpaged.models.checkpoint import WeightRule
 from jpaged.models.config import Projection
-from pallas_kernels import Backend, gated_gemm, split_k_gemm
+from pallas_kernels import Backend, einsum, gated_gemm, split_k_gemm
 
 
 @dataclass(frozen=True)
@@ -166,18 +165,3 @@ def pieces(projection: Projection, sources: Sequence[str]) -> list[tuple[str, in
     own = own if len(sources) == len(own) else (sum(own),)
     starts = [sum(own[:index]) for index in range(len(own))]
     return list(zip(sources, starts, own, strict=True))
-
-
-def einsum(
-    subscripts: str,
-    x: Float[Array, "..."],
-    weight: Float[Array, "..."],
-    out: DTypeLike | None = None,
-) -> Float[Array, "..."]:
-    """An einsum of activations and weights of one dtype, accumulated in float32.
-
-    float32 models keep full precision where a GPU would round the factors to TF32.
-    """
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    out = x.dtype if out is None else out
-    return jnp.einsum(subscripts, x, weight, precision=precision, preferred_element_type=out)

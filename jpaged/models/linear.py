@@ -23,14 +23,13 @@ from jpaged.models.formats import (
     Plain,
     Rows,
     RowScales,
-    einsum,
     pieces,
     sizes,
     zeros,
 )
 from jpaged.models.fp8 import FP8_FORMATS
-from jpaged.models.sharding import AXIS, Unsummed, all_gather, all_reduce, meet, summed
-from pallas_kernels import Backend, gated_silu, sum_partials
+from jpaged.models.sharding import AXIS, Unsummed, all_gather, meet, summed
+from pallas_kernels import Backend, device_sum, einsum, gated_silu, sum_partials
 
 
 def activation(name: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -86,7 +85,7 @@ class Linear(nnx.Module):
         """
         partials = self._own_partials(x, backend)
         if self.projection.all_reduced:
-            partials = all_reduce(sum_partials(partials, x.dtype))[None]
+            partials = device_sum(sum_partials(partials, x.dtype), AXIS)[None]
         return self._finished(partials, x.dtype)
 
     def update(
@@ -97,7 +96,7 @@ class Linear(nnx.Module):
         turn: int,
     ) -> Float[Array, "parts T D"] | Unsummed:
         """`__call__` for a projection back to the residual stream. With `peers` (see
-        `sharding.all_reduce`) and without a bias the result is `Unsummed`: the next norm does the
+        `device_sum`) and without a bias the result is `Unsummed`: the next norm does the
         all-reduce.
         """
         if peers is None:

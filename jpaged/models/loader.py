@@ -38,7 +38,6 @@ from jpaged.models.checkpoint import (
     WeightRule,
     WeightRules,
     named_list,
-    read_config,
     read_rows,
     read_tensors,
     resolve_checkpoint,
@@ -48,24 +47,13 @@ from jpaged.models.decoder import Decoder
 from jpaged.models.linear import layout_of
 from jpaged.models.registry import weight_rules
 from jpaged.models.sharding import Piece, held_pieces, over, own_shape, split_axis
-from pallas_kernels import FP8, FP8_MAX, to_fp8
-
-__all__ = [
-    "CheckpointError",
-    "ModelPlan",
-    "plan_model",
-    "read_config",
-    "resolve_checkpoint",
-]
+from pallas_kernels import FP8, FP8_LEAST, FP8_MAX, to_fp8
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 SLAB_BYTES = 64 << 20
 
 COMPARED_BYTES = 4 << 20
 """Of two tensors at a time: larger pieces are new memory each, which takes thrice as long."""
-
-_SMALLEST = 1e-30
-"""Outputs without a larger number are as good as zeros; the scale is a normal float32."""
 
 _DUMMY_STD = 0.02
 
@@ -549,7 +537,7 @@ def _scale_of(
     ]
     for place, own in found:
         largest[place] = np.maximum(largest[place], own)
-    return np.maximum(largest, np.float32(_SMALLEST)) / np.float32(FP8_MAX)
+    return np.maximum(largest, np.float32(FP8_LEAST)) / np.float32(FP8_MAX)
 
 
 @partial(jax.jit, static_argnames=("order", "count"))

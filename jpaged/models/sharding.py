@@ -41,20 +41,6 @@ def make_mesh(devices: Sequence[Any], count: int) -> Mesh | None:
     return None if count == 1 else Mesh(np.array(devices[:count]), (AXIS,))
 
 
-def all_reduce(
-    x: Float[Array, "T D"], peers: Int32[Array, "W"] | None = None, turn: int = 0
-) -> Float[Array, "T D"]:
-    """The sum of the devices' rows, on each of them.
-
-    Args:
-        x: a device's rows.
-        peers: what it knows of the others (`pallas_kernels.exchange_header`), if it may sum through
-            their memory.
-        turn: 0 and 1 in turn over a program's sums with `peers`, of which it has an even number.
-    """
-    return device_sum(x, AXIS, header=peers, turn=turn)
-
-
 @partial(jax.tree_util.register_dataclass, data_fields=["partials", "peers"], meta_fields=["turn"])
 @dataclass(frozen=True)
 class Unsummed:
@@ -62,7 +48,8 @@ class Unsummed:
 
     Attributes:
         partials: A device's own, as split-K partials.
-        peers, turn: As of `all_reduce`.
+        peers: What the device knows of the others (`pallas_kernels.exchange_header`).
+        turn: 0 and 1 in turn over a program's sums with `peers`, of which it has an even number.
     """
 
     partials: Float[Array, "parts T D"]
@@ -73,7 +60,8 @@ class Unsummed:
 def summed(update: Float[Array, "parts T D"] | Unsummed, dtype: DTypeLike) -> Float[Array, "T D"]:
     """The sum of split-K partials, and over devices where that is to be done."""
     if isinstance(update, Unsummed):
-        return all_reduce(sum_partials(update.partials, dtype), update.peers, update.turn)
+        own = sum_partials(update.partials, dtype)
+        return device_sum(own, AXIS, header=update.peers, turn=update.turn)
     return sum_partials(update, dtype)
 
 
@@ -146,7 +134,7 @@ def on_every_device(
     """A function of a device's own arrays as one of arrays over all devices, run on each at once.
 
     Args:
-        function: Of the device's arrays; may call `all_reduce` and `all_gather`.
+        function: Of the device's arrays; may call `device_sum` and `all_gather`.
         mesh: The devices.
         arguments, keywords: What stands for the arrays over all devices, with their shardings.
         results: How the results lie: a tree of `PartitionSpec`, or a prefix of it.

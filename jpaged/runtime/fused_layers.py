@@ -14,15 +14,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
-from jpaged.models import decoder
 from jpaged.models.attention import AttentionInputs, RopeAngles
-from jpaged.models.decoder import DecoderLayer, Stream
+from jpaged.models.decoder import DecoderLayer, Stream, run_layers
 from jpaged.models.linear import is_silu
 from jpaged.models.norm import RMSNorm
 from pallas_kernels import LayerKV, LayerWeights, fused_layer, new_exchange
 
 
-def run_layers(
+def run_layers_fused(
     layers: Sequence[DecoderLayer],
     hidden: Float[Array, "T D"],
     pool: tuple[LayerKV, ...],
@@ -32,7 +31,7 @@ def run_layers(
     """As `jpaged.models.decoder.run_layers`, which runs the layers that cannot be fused."""
     exchange = _exchange(layers, hidden, attention)
     if exchange is None:
-        return decoder.run_layers(layers, hidden, pool, attention, angles)
+        return run_layers(layers, hidden, pool, attention, angles)
     rows = jnp.arange(1, hidden.shape[0] + 1, dtype=jnp.int32)
     num_rows = jnp.max(jnp.where(attention.seq_lens > 0, rows, jnp.int32(0)))
     normed = layers[0].attention_norm(hidden)

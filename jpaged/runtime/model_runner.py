@@ -31,8 +31,6 @@ from jpaged.runtime.programs import (
 from jpaged.runtime.results import (
     PromptScores,
     StepHandle,
-    StepResult,
-    TokenScores,
     await_devices,
     score_prompts,
 )
@@ -41,8 +39,6 @@ from jpaged.runtime.sampler import EVERYTHING, RowMarks, Sampled, SamplerLevel, 
 from jpaged.runtime.swap import BlockImages
 from jpaged.sampling_params import SamplingParams
 from pallas_kernels import Backend
-
-__all__ = ["ModelRunner", "StepHandle", "StepResult", "TokenScores", "UnsampledStep"]
 
 SamplingOf = Callable[[Request], SamplingParams]
 Fault = tuple[Request, Exception]

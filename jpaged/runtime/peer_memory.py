@@ -18,8 +18,7 @@ from jax.typing import DTypeLike
 
 from jpaged.models.sharding import over, sharding_of
 from pallas_kernels import Backend, exchange_header, exchange_words, select_backend
-
-_EMPTY = -1  # fills exchange memory
+from pallas_kernels.all_reduce import EMPTY
 
 
 def header_shape(mesh: Mesh) -> jax.ShapeDtypeStruct | None:
@@ -56,7 +55,7 @@ class PeerMemory:
         if words is None:
             raise ValueError(f"no memory to exchange through for {mesh.size} devices of {mesh}")
         shape, sharding = (mesh.size * words[1],), sharding_of(mesh, 0)
-        filled = jax.jit(lambda: jnp.full(shape, _EMPTY, jnp.int32), out_shardings=sharding)
+        filled = jax.jit(lambda: jnp.full(shape, EMPTY, jnp.int32), out_shardings=sharding)
         self._memory = jax.block_until_ready(filled())
         at = {it.device: it.data.unsafe_buffer_pointer() for it in self._memory.addressable_shards}
         addresses = [at[device] for device in mesh.devices.flat]

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from jpaged.models.attention import AttentionInputs
 from jpaged.models.decoder import Decoder
 from jpaged.runtime.batch import DecodeBatch, query_start_loc, unpack_decode, unpack_prefill
-from jpaged.runtime.fused_layers import run_layers
+from jpaged.runtime.fused_layers import run_layers_fused
 from jpaged.runtime.kv_cache import KVState
 from jpaged.runtime.sampler import (
     Sampled,
@@ -88,7 +88,7 @@ def decode_step(
         backend=backend,
         peers=peers,
     )
-    hidden, pool = model(tokens, positions, state.pool, attention, run_layers)
+    hidden, pool = model(tokens, positions, state.pool, attention, run_layers_fused)
     hidden = jnp.pad(hidden, ((0, packed.shape[0] - batch_size), (0, 0)))
     inputs = SampleInputs(padded.rows, padded.counted, padded.sampling, padded.seq_lens)
     return model.logits(hidden), inputs, KVState(pool, tables)
@@ -133,7 +133,7 @@ def prefill_step(
         shared=shared,
         peers=peers,
     )
-    hidden, pool = model(tokens, positions, state.pool, attention, run_layers)
+    hidden, pool = model(tokens, positions, state.pool, attention, run_layers_fused)
     logits = model.logits(hidden[jnp.maximum(starts[1:] - 1, 0)])
     tables = state.block_tables.at[batch.rows].set(batch.block_tables)
     inputs = SampleInputs(batch.rows, batch.counted, batch.sampling, batch.seq_lens)

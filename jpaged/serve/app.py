@@ -206,58 +206,43 @@ class App:
             await refusal(as_api_error(error))(scope, receive, send)
 
     async def _completions(self, request: Request) -> Response:
-        return await self._generate(request, CompletionRequest, Completion, "cmpl")
+        return await self._generate(request, CompletionRequest, Completion, "cmpl-")
 
     async def _chat(self, request: Request) -> Response:
-        return await self._generate(request, ChatRequest, Chat, "chatcmpl")
+        return await self._generate(request, ChatRequest, Chat, "chatcmpl-")
+
+    async def _responses(self, request: Request) -> Response:
+        how = {"failure": responses_failure}
+        return await self._generate(request, ResponsesRequest, Responding, "resp_", **how)
+
+    async def _messages(self, request: Request) -> Response:
+        how = {"failure": messages_failure, "refusal": anthropic_answer}
+        return await self._generate(request, MessagesRequest, Messaging, "msg_", **how)
 
     async def _generate(
         self,
         request: Request,
-        record: type[SamplingFields],
-        generation: type[Generation],
-        kind: str,
+        record: type[SamplingFields] | type[ResponsesRequest] | type[MessagesRequest],
+        generation: type[Generation] | type[Responding] | type[Messaging],
+        prefix: str,
+        **how: Any,
     ) -> Response:
         serving = self._serving
         config = serving.config
         serving.check_engine()
-        asked = await self._read(request, record)
+        asked: Any = await self._read(request, record)
         model = serving.model_name(asked.model)
-        asked.check(config.limits)
+        if isinstance(asked, SamplingFields):
+            asked.check(config.limits)
         if isinstance(asked, ChatRequest):
             asked.check_template(config.template_variables)
             check_calls_are_found(asked.offered_tools, config)
-        request_id, client = f"{kind}-{uuid.uuid4().hex}", self._client_of(request)
+        elif isinstance(asked, (ResponsesRequest, MessagesRequest)):  # a chat in other words
+            check_calls_are_found(asked.chat.offered_tools, config)
+        request_id, client = f"{prefix}{uuid.uuid4().hex}", self._client_of(request)
         made = generation(serving, asked, request_id, model, client)
         stall = config.limits.stall_timeout
-        return Exchange(made.pieces(), streams=asked.stream, stall_timeout=stall)
-
-    async def _responses(self, request: Request) -> Response:
-        how = {"failure": responses_failure}
-        return await self._as_chat(request, ResponsesRequest, Responding, "resp", **how)
-
-    async def _messages(self, request: Request) -> Response:
-        how = {"failure": messages_failure, "refusal": anthropic_answer}
-        return await self._as_chat(request, MessagesRequest, Messaging, "msg", **how)
-
-    async def _as_chat(
-        self,
-        request: Request,
-        record: type[ResponsesRequest] | type[MessagesRequest],
-        generation: type[Responding] | type[Messaging],
-        kind: str,
-        **how: Any,
-    ) -> Response:
-        """An answer to a body that asks for a chat in other words."""
-        serving = self._serving
-        serving.check_engine()
-        asked: Any = await self._read(request, record)
-        model = serving.model_name(asked.model)
-        check_calls_are_found(asked.chat.offered_tools, serving.config)
-        name, client = f"{kind}_{uuid.uuid4().hex}", self._client_of(request)
-        pieces = generation(serving, asked, name, model, client).pieces()
-        stall = serving.config.limits.stall_timeout
-        return Exchange(pieces, streams=asked.stream, stall_timeout=stall, **how)
+        return Exchange(made.pieces(), streams=asked.stream, stall_timeout=stall, **how)
 
     async def _count_tokens(self, request: Request) -> Response:
         serving = self._serving

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from jpaged.options import brief
 from jpaged.structured_outputs import bounds
 from jpaged.structured_outputs.schemas import check_schema
 from jpaged.structured_outputs.syntax import check_grammar_text, check_regex
@@ -85,7 +86,7 @@ class StructuredOutputs:
 
 def _checked_text(name: str, value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{name}={_shown(value)} must be a string")
+        raise TypeError(f"{name}={brief(value)} must be a string")
     if not value:
         raise ValueError(f"{name} is empty: leave it out")
     bounds.SOURCE.check(name, len(value))
@@ -99,7 +100,7 @@ def _checked_text(name: str, value: object) -> str:
 
 def _checked_choices(name: str, value: object) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise TypeError(f"{name}={_shown(value)} must be a list of strings")
+        raise TypeError(f"{name}={brief(value)} must be a list of strings")
     if not value:
         raise ValueError(f"{name} has no choices: give one at least")
     bounds.CHOICES.check(name, len(value))
@@ -110,7 +111,7 @@ def _checked_choices(name: str, value: object) -> tuple[str, ...]:
 
 def _checked_flag(name: str, value: object) -> bool:
     if value is not True:
-        raise ValueError(f"{name}={_shown(value)} must be True: leave it out for no JSON object")
+        raise ValueError(f"{name}={brief(value)} must be True: leave it out for no JSON object")
     return True
 
 
@@ -158,8 +159,3 @@ _CHECKS = {
     "grammar": _checked_grammar,
     "json_object": _checked_flag,
 }
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

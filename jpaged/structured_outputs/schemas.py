@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
+from jpaged.options import brief
 from jpaged.structured_outputs import bounds
 from jpaged.structured_outputs.syntax import check_pattern, check_text
 
@@ -55,7 +56,7 @@ def check_schema(name: str, schema: object) -> None:
     """Raise TypeError or ValueError, naming the place from `name` on, unless a grammar can enforce
     a schema and some answer obeys it."""
     if isinstance(schema, bool) or not isinstance(schema, Mapping):
-        raise TypeError(f"{name}={_shown(schema)} must be a JSON schema, an object")
+        raise TypeError(f"{name}={brief(schema)} must be a JSON schema, an object")
     _SchemaCheck(schema, name).run()
 
 
@@ -125,7 +126,7 @@ class _SchemaCheck:
             if isinstance(schema, bool):
                 continue
             if not isinstance(schema, Mapping):
-                raise TypeError(f"{path}={_shown(schema)} must be a schema: an object or a boolean")
+                raise TypeError(f"{path}={brief(schema)} must be a schema: an object or a boolean")
             bounds.DEPTH.check(path, depth)
             self._num_visits += 1
             bounds.SCHEMAS.check(self._name, self._num_visits)
@@ -190,7 +191,7 @@ class _SchemaCheck:
         for step in value[2:].split("/") if len(value) > 1 else ():
             step = unescaped(step)
             if not isinstance(found, Mapping) or step not in found:
-                raise ValueError(f"{path}={_shown(value)} leads nowhere: there is no {step!r}")
+                raise ValueError(f"{path}={brief(value)} leads nowhere: there is no {step!r}")
             found = found[step]
         _require(path, value, isinstance(found, (Mapping, bool)), "the place of a schema")
         return found
@@ -242,7 +243,7 @@ def _check_multiple(path: Path, value: Any) -> None:
     is_whole = _is_number(value) and 0 < value < float("inf") and value == int(value)
     _require(path, value, is_whole, "a whole number: others are not enforced")
     if value > bounds.MULTIPLE:
-        raise ValueError(f"{path}={_shown(value)} must be at most {bounds.MULTIPLE}")
+        raise ValueError(f"{path}={brief(value)} must be at most {bounds.MULTIPLE}")
 
 
 def _check_values(path: Path, keyword: str, value: Any) -> None:
@@ -284,7 +285,7 @@ def _check_names(path: Path, value: Any) -> None:
 
 def _require(path: Path, value: Any, holds: bool, what: str) -> None:
     if not holds:
-        raise ValueError(f"{path}={_shown(value)} must be {what}")
+        raise ValueError(f"{path}={brief(value)} must be {what}")
 
 
 def _is_count(value: Any) -> bool:
@@ -293,11 +294,6 @@ def _is_count(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 # Schemas that hold for one value together

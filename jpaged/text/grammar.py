@@ -95,10 +95,11 @@ class Matcher:
 
     def __init__(self, grammar: "Grammar", ending_ids: frozenset[int]):
         self.ending_ids, self.is_stopped = ending_ids, False
-        self._grammar, self._form = grammar, grammar.form
+        self._form, self._tokens = grammar.form, grammar.tokens
         self._inner = grammar.prototype.deep_copy()
         self._free: bytes | None = b"" if self._form.after is not None else None
         self._is_opening = self._form.opening is not None and bool(grammar.opening_ids)
+        self._opening_ids = grammar.opening_ids
         self._num_opened = 0
         self._num_breaks = _MAX_BREAKS
 
@@ -120,31 +121,30 @@ class Matcher:
         if self._free is not None:
             self._look_for_the_end(token_id)
             return
-        if self._num_breaks < _MAX_BREAKS and token_id in self._grammar.break_ids:
-            self._num_breaks += self._grammar.break_ids[token_id]
+        if self._num_breaks < _MAX_BREAKS and token_id in self._tokens.break_ids:
+            self._num_breaks += self._tokens.break_ids[token_id]
             return
         self._num_breaks = _MAX_BREAKS
         self._consume([token_id])
 
     def _opens_on(self, token_id: int) -> bool:
         """Whether a token goes on with the passage's opening; if not, there is no such passage."""
-        opening = self._grammar.opening_ids
-        if token_id != opening[self._num_opened]:
+        if token_id != self._opening_ids[self._num_opened]:
             self._is_opening, self._free = False, None
             return False
         self._num_opened += 1
-        self._is_opening = self._num_opened < len(opening)
+        self._is_opening = self._num_opened < len(self._opening_ids)
         return True
 
     def _look_for_the_end(self, token_id: int) -> None:
         end = (self._form.after or "").encode()
-        text = (self._free or b"") + self._grammar.bytes_of(token_id)
+        text = (self._free or b"") + self._tokens.bytes_of(token_id)
         _, found, rest = text.partition(end)
         self._free = text[-len(end) :]
         if found:
             self._free, self._num_breaks = None, 0
             if rest := rest.lstrip(b"\n"):
-                self._consume(self._grammar.tokenized(rest))
+                self._consume(self._tokens.inner.tokenize_bytes(rest))
 
     def _consume(self, token_ids: list[int]) -> None:
         if not self._inner.consume_tokens(token_ids):
@@ -159,21 +159,20 @@ class Matcher:
             What went wrong, if the grammar failed or nothing may follow.
         """
         if self.is_free:  # but not the end: what must come has not
-            mask[:] = self._grammar.not_eos
+            mask[:] = self._tokens.not_eos
             self._forbid_the_end(mask)
             return None
         if self._inner.is_error():
             return _refused(self._form, self._inner.get_error())
-        grammar = self._grammar
-        mask &= grammar.not_eos
+        mask &= self._tokens.not_eos
         more = set(self.ending_ids) if self._inner.is_accepting() else set()
         if self._is_opening:
             if self._num_opened:
                 mask[:], more = 0, set()
-            more.add(grammar.opening_ids[self._num_opened])
+            more.add(self._opening_ids[self._num_opened])
         if self._num_breaks < _MAX_BREAKS:
             left = _MAX_BREAKS - self._num_breaks
-            more |= {token for token, count in grammar.break_ids.items() if count <= left}
+            more |= {token for token, count in self._tokens.break_ids.items() if count <= left}
         if more:
             words = mask.view(np.uint32)
             for token in more:
@@ -195,7 +194,7 @@ class Matcher:
     @property
     def mask_width(self) -> int:
         """Words of a mask."""
-        return len(self._grammar.not_eos)
+        return len(self._tokens.not_eos)
 
     @property
     def inner(self) -> Any:
@@ -222,27 +221,15 @@ class Grammar:
         """For one answer, which the tokens `ending_ids` may end."""
         return Matcher(self, ending_ids)
 
-    @property
-    def not_eos(self) -> np.ndarray:
-        """int32 [W]: all ones but for the model's end tokens."""
-        return self.tokens.not_eos
-
-    @property
-    def break_ids(self) -> dict[int, int]:
-        """Tokens of nothing but line breaks, and how many."""
-        return self.tokens.break_ids
-
-    def bytes_of(self, token_id: int) -> bytes:
-        """What a token adds to a text."""
-        return self.tokens.bytes_of(token_id)
-
-    def tokenized(self, text: bytes) -> list[int]:
-        """Tokens of a text."""
-        return self.tokens.inner.tokenize_bytes(text)
-
 
 class _Tokens:
-    """A tokenizer's vocabulary, in llguidance's form: half a second for 130,000 tokens."""
+    """A tokenizer's vocabulary, in llguidance's form: half a second for 130,000 tokens.
+
+    Attributes:
+        inner: llguidance's own.
+        not_eos: int32 [W]: all ones but for the model's end tokens.
+        break_ids: Tokens of nothing but line breaks, and how many.
+    """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]):
         from llguidance.hf import from_tokenizer

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels import checks
-from pallas_kernels.all_reduce import hopper, xla
+from pallas_kernels.all_reduce import hopper
 from pallas_kernels.all_reduce.hopper import ADDRESSES, LIMIT, LOST, RANK, header_words
 from pallas_kernels.all_reduce.tuning import CHUNK_BYTES, all_reduce_config, most_bytes, takes_norm
 from pallas_kernels.gemm.xla import sum_partials
@@ -48,7 +49,7 @@ def device_sum(
     check_sum(x, header, turn)
     num_devices = 0 if header is None else _num_devices(header)
     if header is None or x.dtype != jnp.bfloat16 or not _fits(x.nbytes, num_devices):
-        return xla.device_sum(x, axis)
+        return lax.psum(x, axis)
     config = all_reduce_config(num_bytes=x.nbytes, num_devices=num_devices)
     return hopper.device_sum(x, header, turn=turn, num_devices=num_devices, config=config)
 

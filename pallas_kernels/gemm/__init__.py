@@ -11,6 +11,8 @@ from jaxtyping import Array, Float, Float32
 
 from pallas_kernels import checks
 from pallas_kernels.gemm import fp8, fp8_hopper, fp8_triton, hopper, triton, tuning, xla
+from pallas_kernels.gemm.fp8_triton import FP8_LEAST as FP8_LEAST
+from pallas_kernels.gemm.xla import einsum as einsum
 from pallas_kernels.gemm.xla import sum_partials as sum_partials
 from pallas_kernels.tuning import device_kind, has_fp8, num_cores
 from pallas_kernels.types import FP8, FP8_GROUP, Backend
@@ -254,8 +256,8 @@ def _fp8_kernel(x, weight, scales, *, gated, dtype, backend, parts=()):
         num_cores=num_cores(backend),
         device_kind=device_kind(backend),
     )
-    few = tuning.few_narrow_rows_config(gemm, grouped=bool(parts))
-    many = tuning.many_narrow_rows_config(gemm, grouped=bool(parts))
+    few = tuning.few_fp8_rows_config(gemm, grouped=bool(parts))
+    many = tuning.many_fp8_rows_config(gemm, grouped=bool(parts))
     kind = {"gated": gated, "dtype": jnp.dtype(dtype)}
     if few is not None:
         return fp8_hopper.few_rows(x, weight, *scales, config=few, **kind)

@@ -5,9 +5,9 @@ which rounds nothing: bfloat16 and float32 have every number of e4m3.
 """
 
 import jax.numpy as jnp
-from jax import lax
 
-from pallas_kernels.gemm.fp8_triton import SMALLEST
+from pallas_kernels.gemm.fp8_triton import FP8_LEAST
+from pallas_kernels.gemm.xla import einsum
 from pallas_kernels.tuning import has_fp8
 from pallas_kernels.types import FP8, FP8_GROUP, FP8_MAX, Backend
 
@@ -43,7 +43,7 @@ def quantize_rows(x, given=None, *, grouped, across=None):
     grouped_rows = groups(x) if grouped else x[:, None]
     largest = jnp.max(jnp.abs(grouped_rows), axis=2).astype(jnp.float32)
     largest = largest if across is None else across(largest)
-    scale = jnp.maximum(largest, jnp.float32(SMALLEST)) / jnp.float32(FP8_MAX)
+    scale = jnp.maximum(largest, jnp.float32(FP8_LEAST)) / jnp.float32(FP8_MAX)
     values = to_fp8(grouped_rows, scale[..., None])
     return values.reshape(x.shape[0], -1)[:, : x.shape[1]], scale
 
@@ -61,7 +61,7 @@ def scaled_gemm(x, weight, x_scale, weight_scale, *, dtype, backend):
     else:
         x = jnp.pad(x, ((0, -rows % _MULTIPLE), (0, 0)))
         out = jnp.bfloat16 if rows > _MANY_ROWS and dtype == jnp.bfloat16 else out
-    product = _dot(x, weight, out)[:rows].astype(jnp.float32)
+    product = einsum("tc,fc->tf", x, weight, out)[:rows].astype(jnp.float32)
     return (product * x_scale[:, None] * weight_scale[None]).astype(dtype)
 
 
@@ -78,16 +78,9 @@ def block_scaled_gemm(x, weight, x_scale, weight_scale, rows_of_parts, *, dtype,
         (it.astype(jnp.float32) * jnp.repeat(scale, FP8_GROUP, axis=1)[:, :depth]).astype(wide)
         for it, scale in ((x, x_scale), (weight, jnp.concatenate(of_rows)))
     ]
-    return _dot(*scaled).astype(dtype)
+    return einsum("tc,fc->tf", *scaled, out=jnp.float32).astype(dtype)
 
 
 def _wide(backend):
     """In which all numbers of e4m3 are multiplied where they are not multiplied as they are."""
     return jnp.float32 if backend is Backend.XLA else jnp.bfloat16
-
-
-def _dot(x, weight, out=jnp.float32):
-    """x @ weight.T, summed in float32; float32 factors are not rounded to TF32."""
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    axes = (((1,), (1,)), ((), ()))
-    return lax.dot_general(x, weight, axes, precision, preferred_element_type=out)

@@ -31,7 +31,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper_ops as ops
 from pallas_kernels.gemm.hopper import NUM_CONSUMERS, ROWS, TILES_ABREAST, add_steps, check_fits
-from pallas_kernels.gemm.tuning import FewRowsConfig, ManyNarrowRowsConfig
+from pallas_kernels.gemm.tuning import FewRowsConfig, ManyFP8RowsConfig
 from pallas_kernels.types import FP8_GROUP
 
 DEPTH = FP8_GROUP  # of a stage: the widest swizzle, and what has a scale of its own
@@ -55,7 +55,7 @@ def few_rows(x, weight, x_scale, weight_scale, *, gated, dtype, config: FewRowsC
     return _few_rows(x, weight, scale, weight_scale, gated=gated, dtype=dtype, config=config)
 
 
-def many_rows(x, weight, x_scale, weight_scale, *, gated, dtype, config: ManyNarrowRowsConfig):
+def many_rows(x, weight, x_scale, weight_scale, *, gated, dtype, config: ManyFP8RowsConfig):
     """As `few_rows`, for tiles of 128 rows and without partials."""
     is_grouped = x_scale.ndim == 2
     scale = x_scale.T if is_grouped else x_scale

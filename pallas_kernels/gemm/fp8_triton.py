@@ -19,8 +19,8 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.types import FP8, FP8_GROUP, FP8_MAX
 
-SMALLEST = 1e-30
-"""Rows of no larger number are as good as zeros; its scale is a normal float32."""
+FP8_LEAST = 1e-30
+"""Numbers without a larger one are as good as zeros; the scale is a normal float32."""
 
 _WARP_ELEMENTS = 32 * 8  # 16 bytes a thread, of numbers of two bytes
 
@@ -91,7 +91,7 @@ def store_fp8(values, values_ref, scale_ref, given, *, grouped):
         else:
             largest = functools.reduce(jnp.maximum, [jnp.abs(it) for it in values])
             own = [jnp.max(largest)] * len(values)
-        scales = [jnp.maximum(it, jnp.float32(SMALLEST)) / jnp.float32(FP8_MAX) for it in own]
+        scales = [jnp.maximum(it, jnp.float32(FP8_LEAST)) / jnp.float32(FP8_MAX) for it in own]
     for index, (it, scale) in enumerate(zip(values, scales, strict=True)):
         columns = jnp.arange(it.size, dtype=jnp.int32) + index * it.size
         of_each = scale

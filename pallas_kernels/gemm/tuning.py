@@ -53,8 +53,9 @@ class GatedConfig:
 
 @dataclasses.dataclass(frozen=True)
 class FewRowsConfig:
-    """Of hopper.py's GEMM of few rows: splits of the depth, rows a program, its consumer
-    warpgroups (64 columns each), pipeline stages (64 of the depth each; two at least)."""
+    """Of hopper.py's and fp8_hopper.py's GEMM of few rows: splits of the depth, rows a program, its
+    consumer warpgroups (64 columns each), pipeline stages (128 bytes of the depth each; two at
+    least)."""
 
     num_splits: int
     tile_rows: int
@@ -72,7 +73,7 @@ class ManyRowsConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class ManyNarrowRowsConfig:
+class ManyFP8RowsConfig:
     """Of fp8_hopper.py's GEMM of many rows: pipeline stages (two at least), programs (one an SM),
     blocks of 128 columns a tile (gated: always two)."""
 
@@ -120,31 +121,11 @@ def num_splits(gemm: Gemm) -> int:
 
 def few_rows_config(gemm: Gemm) -> FewRowsConfig | None:
     """Where hopper.py's GEMM of few rows runs; None where XLA's does."""
-    num_tokens, depth, width, itemsize, num_factors, num_cores, device_kind = gemm
     # By a large weight XLA's GEMMs of more than 128 rows are as fast or faster in a step.
-    large = depth * width * num_factors > 1 << 23
-    few = 0 < num_tokens <= (128 if large else MAX_SPLIT_ROWS)
-    if not (is_hopper(device_kind) and num_cores and itemsize == 2 and few and depth and width):
+    large = gemm.depth * gemm.width * gemm.num_factors > 1 << 23
+    if gemm.itemsize != 2 or gemm.num_tokens > (128 if large else MAX_SPLIT_ROWS):
         return None
-    row_tiles = 1 if large else _row_tiles(num_tokens, width, num_cores)
-    # Each program reads all of its rows, and without an SM of its own it waits for one.
-    num_consumers = 1 if row_tiles * width // 64 <= num_cores else 2
-    if num_tokens % (8 * row_tiles) or depth % 64 or width % (64 * num_consumers):
-        return None
-    column_tiles = width // (64 * num_consumers)
-    programs = row_tiles * column_tiles
-    if programs > num_cores:
-        return None
-    splits = 1 if num_factors > 1 else _splits_by_cores(programs, depth, num_cores)
-    tile_rows = num_tokens // row_tiles
-    cores_a_tile = num_cores / (splits * column_tiles)  # of the weight, which row tiles share
-    out_itemsize = itemsize if splits == 1 else 4
-    # As many stages as there is room for, and no more of the weight under way than is good.
-    stage_weight, stage_x = num_consumers * num_factors * 64 * 64 * 2, tile_rows * 64 * 2
-    room = MAX_SHARED_BYTES - num_consumers * tile_rows * 64 * out_itemsize - 2048
-    ahead = WEIGHT_BYTES_AHEAD * num_consumers * cores_a_tile
-    stages = min(round(ahead / stage_weight), room // (stage_weight + stage_x))
-    return FewRowsConfig(splits, tile_rows, num_consumers, stages)
+    return _few_rows(gemm, cuts_rows=not large)
 
 
 def many_rows_config(gemm: Gemm) -> ManyRowsConfig | None:
@@ -160,33 +141,17 @@ def many_rows_config(gemm: Gemm) -> ManyRowsConfig | None:
     return ManyRowsConfig(num_stages=4, num_programs=num_cores)
 
 
-def few_narrow_rows_config(gemm: Gemm, *, grouped: bool) -> FewRowsConfig | None:
-    """Where fp8_hopper.py's GEMM of few rows runs: as hopper.py's, whose stages are of as many
-    bytes. Not for more programs than the GPU has SMs, unless scales are of blocks, for which XLA
-    has no products: it widens the weight first."""
-    num_tokens, depth, width, _, num_factors, num_cores, device_kind = gemm
-    few = 0 < num_tokens <= MAX_SPLIT_ROWS and depth and width
-    if not (is_hopper(device_kind) and num_cores and few):
+def few_fp8_rows_config(gemm: Gemm, *, grouped: bool) -> FewRowsConfig | None:
+    """Where fp8_hopper.py's GEMM of few rows runs: as hopper.py's. Not for more programs than the
+    GPU has SMs, unless scales are of blocks, for which XLA has no products: it widens the weight
+    first."""
+    if gemm.num_tokens > MAX_SPLIT_ROWS:
         return None
-    row_tiles = 2 if num_tokens > 128 else 1
-    num_consumers = 1 if row_tiles * width // 64 <= num_cores else 2
-    if num_tokens % (8 * row_tiles) or depth % 128 or width % (64 * num_consumers):
-        return None
-    column_tiles = width // (64 * num_consumers)
-    programs = row_tiles * column_tiles
-    if programs > num_cores and (not grouped or num_tokens % 128 == 0):
-        return None
-    splits = 1 if num_factors > 1 else _splits_by_cores(programs, depth, num_cores)
-    tile_rows = num_tokens // row_tiles
-    stage_weight, stage_x = num_consumers * num_factors * 64 * 128, tile_rows * 128
-    room = MAX_SHARED_BYTES - num_consumers * tile_rows * 64 * (2 if splits == 1 else 4) - 2048
-    ahead = WEIGHT_BYTES_AHEAD * num_consumers * max(1, num_cores / (splits * column_tiles))
-    stages = min(round(ahead / stage_weight), room // (stage_weight + stage_x))
-    return FewRowsConfig(splits, tile_rows, num_consumers, stages) if stages >= 2 else None
+    return _few_rows(gemm, may_wait=grouped and gemm.num_tokens % 128 != 0)
 
 
-def many_narrow_rows_config(gemm: Gemm, *, grouped: bool) -> ManyNarrowRowsConfig | None:
-    """Where fp8_hopper.py's GEMM of many rows runs, of those that `few_narrow_rows_config` leaves.
+def many_fp8_rows_config(gemm: Gemm, *, grouped: bool) -> ManyFP8RowsConfig | None:
+    """Where fp8_hopper.py's GEMM of many rows runs, of those that `few_fp8_rows_config` leaves.
 
     XLA has no products with scales of blocks, so there it runs wherever it can. Else where its
     tiles keep the SMs busy; XLA's products are followed by a kernel that multiplies by the scales.
@@ -204,13 +169,43 @@ def many_narrow_rows_config(gemm: Gemm, *, grouped: bool) -> ManyNarrowRowsConfi
     tiles = blocks // (1 + wide)
     if not grouped and tiles < MIN_SHARE_AT_WORK * num_cores * turns[1 + wide]:
         return None
-    return ManyNarrowRowsConfig(4, num_cores, 1 + wide)
+    return ManyFP8RowsConfig(4, num_cores, 1 + wide)
 
 
-def _row_tiles(num_tokens, width, num_cores):
-    """Two where a tile would have over 128 rows, and where SMs would have nothing to do: rows are
-    cut before the depth is, for that leaves fewer partials to write and to sum."""
-    return 2 if num_tokens > 128 or (num_tokens > 64 and 2 * width // 64 <= num_cores) else 1
+def _few_rows(
+    gemm: Gemm, *, cuts_rows: bool = False, may_wait: bool = False
+) -> FewRowsConfig | None:
+    """The launch of a GEMM of few rows, with stages of 128 bytes of the depth.
+
+    Args:
+        gemm: Of what its kernel takes.
+        cuts_rows: Cut the rows in two also where SMs would have nothing to do: before the depth is,
+            for that leaves fewer partials to write and to sum.
+        may_wait: Take more programs than there are SMs.
+    """
+    num_tokens, depth, width, itemsize, num_factors, num_cores, device_kind = gemm
+    if not (is_hopper(device_kind) and num_cores and num_tokens and depth and width):
+        return None
+    idle = cuts_rows and num_tokens > 64 and 2 * width // 64 <= num_cores
+    row_tiles = 2 if num_tokens > 128 or idle else 1  # of up to 128 rows
+    # Each program reads all of its rows, and without an SM of its own it waits for one.
+    num_consumers = 1 if row_tiles * width // 64 <= num_cores else 2
+    is_whole = depth % (128 // itemsize) == 0 and width % (64 * num_consumers) == 0
+    if num_tokens % (8 * row_tiles) or not is_whole:
+        return None
+    column_tiles = width // (64 * num_consumers)
+    programs = row_tiles * column_tiles
+    if programs > num_cores and not may_wait:
+        return None
+    splits = 1 if num_factors > 1 else _splits_by_cores(programs, depth, num_cores)
+    tile_rows = num_tokens // row_tiles
+    cores_a_tile = max(1, num_cores / (splits * column_tiles))  # of the weight; row tiles share it
+    # As many stages as there is room for, and no more of the weight under way than is good.
+    stage_weight, stage_x = num_consumers * num_factors * 64 * 128, tile_rows * 128
+    room = MAX_SHARED_BYTES - num_consumers * tile_rows * 64 * (2 if splits == 1 else 4) - 2048
+    ahead = WEIGHT_BYTES_AHEAD * num_consumers * cores_a_tile
+    stages = min(round(ahead / stage_weight), room // (stage_weight + stage_x))
+    return FewRowsConfig(splits, tile_rows, num_consumers, stages) if stages >= 2 else None
 
 
 def _splits_by_cores(programs, depth, num_cores):

@@ -16,10 +16,26 @@ def sum_partials(
     return total.astype(dtype)
 
 
+def einsum(
+    subscripts: str,
+    x: Float[Array, "..."],
+    weight: Float[Array, "..."],
+    out: DTypeLike | None = None,
+) -> Float[Array, "..."]:
+    """An einsum of activations and weights of one dtype, accumulated in float32; in `out` or x's
+    dtype.
+
+    float32 models keep full precision where a GPU would round the factors to TF32.
+    """
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    out = x.dtype if out is None else out
+    return jnp.einsum(subscripts, x, weight, precision=precision, preferred_element_type=out)
+
+
 def split_k_gemm(x, weight, num_splits):
     """See the public entry of the same name."""
     if num_splits == 1:
-        return _gemm("tc,cd->td", x, weight)[None]
+        return einsum("tc,cd->td", x, weight)[None]
     x = x.reshape(x.shape[0], num_splits, -1)
     weight = weight.reshape(num_splits, -1, weight.shape[1])
     return jnp.einsum("tsc,scd->std", x, weight, preferred_element_type=jnp.float32)
@@ -27,13 +43,7 @@ def split_k_gemm(x, weight, num_splits):
 
 def gate_up(x, weight):
     """Rows [T, 2, F] of a GEMM by weight [D, 2, F]."""
-    return _gemm("td,dcf->tcf", x, weight)
-
-
-def _gemm(subscripts, x, weight):
-    """In x's dtype; float32 factors are not rounded to TF32."""
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.einsum(subscripts, x, weight, precision=precision, preferred_element_type=x.dtype)
+    return einsum("td,dcf->tcf", x, weight)
 
 
 def gated_silu(gate_up):

@@ -13,7 +13,8 @@ from bench.common import ALL_SHAPES
 from jpaged.compile.sizing import POOL_GRANULE, Sizing
 from jpaged.config import EMBEDDED_MODEL, EngineConfig
 from jpaged.engine import startup
-from jpaged.models.loader import ModelPlan, model_shapes, read_config, resolve_checkpoint
+from jpaged.models.checkpoint import read_config, resolve_checkpoint
+from jpaged.models.loader import ModelPlan, model_shapes
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import make_mesh, own_bytes
 from jpaged.runtime.kv_cache import block_bytes

@@ -15,7 +15,8 @@ from jpaged.compile.recipes import Recipe
 from jpaged.compile.store import program_store
 from jpaged.compile.workers import compile_share, make_orders, share_of
 from jpaged.config import EMBEDDED_MODEL, EngineConfig
-from jpaged.models.loader import model_shapes, read_config
+from jpaged.models.checkpoint import read_config
+from jpaged.models.loader import model_shapes
 from jpaged.models.registry import read_model_config
 
 

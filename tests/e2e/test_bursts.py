@@ -11,7 +11,8 @@ from test_under_pressure import answers, params
 from jpaged import Engine, SamplingParams
 from jpaged.core.plan import StepPlan
 from jpaged.engine.step_recorder import StepRecorder
-from jpaged.runtime.model_runner import ModelRunner, StepHandle
+from jpaged.runtime.model_runner import ModelRunner
+from jpaged.runtime.results import StepHandle
 from tools.tiny.world import sample_examples
 
 BURST = 3

@@ -1,6 +1,7 @@
 """Scales of keys and values that a text gives: what they are, and what they are good for."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -163,9 +164,11 @@ def test_a_name_that_a_link_would_need_is_refused(tmp_path: Path):
 
 def test_a_file_of_the_name_that_is_written_is_not_overwritten(tmp_path: Path):
     """Which the folder's link of that name would lead to."""
-    (tmp_path / SCALES_NAME).write_bytes(b"a")
+    source = tmp_path / "source"
+    shutil.copytree(EMBEDDED_MODEL, source)
+    (source / SCALES_NAME).write_bytes(b"a")
     with pytest.raises(CheckpointError, match=f"has a file {SCALES_NAME}, .*; rename it"):
-        calibrate(tmp_path, WORDS, tmp_path / "new")
+        calibrate(source, WORDS, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 

@@ -18,7 +18,8 @@ from jpaged.core.block_pool import KVBlock
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine.request_state import RequestState
 from jpaged.engine.startup import build_parts
-from jpaged.runtime.model_runner import ModelRunner, StepHandle
+from jpaged.runtime.model_runner import ModelRunner
+from jpaged.runtime.results import StepHandle
 from jpaged.text.detokenizer import ByteDecoder
 
 

@@ -13,7 +13,7 @@ import pytest
 from e2e_options import ANSWER, GREEDY, LOOPS, QUESTION, Engines, run
 
 from jpaged import Engine, SamplingParams, StructuredOutputs
-from jpaged.runtime.model_runner import StepHandle
+from jpaged.runtime.results import StepHandle
 from jpaged.text.grammar import Grammar, GrammarError, Grammars, Matcher
 
 SCHEMA: dict[str, Any] = {

@@ -15,7 +15,7 @@ from jpaged.config import LoopMode
 from jpaged.core.plan import StepPlan
 from jpaged.engine import engine as engine_module
 from jpaged.engine.request_state import RequestState
-from jpaged.runtime.model_runner import StepHandle
+from jpaged.runtime.results import StepHandle
 
 MAX_MODEL_LEN, BLOCK_SIZE, BUDGET = 16, 4, 16
 

@@ -12,7 +12,7 @@ from jpaged.core.plan import Emitted
 from jpaged.core.request import FinishReason, Request, RequestStatus, StopCriteria
 from jpaged.engine.request_state import RequestState, TokenLogprobs
 from jpaged.outputs import Logprob
-from jpaged.runtime.model_runner import TokenScores
+from jpaged.runtime.results import TokenScores
 from jpaged.sampling_params import SamplingParams
 
 EOS = 1

@@ -28,7 +28,7 @@ from pallas_kernels import (
     to_fp8,
 )
 from pallas_kernels.gemm import fp8_hopper
-from pallas_kernels.gemm.tuning import FewRowsConfig, ManyNarrowRowsConfig
+from pallas_kernels.gemm.tuning import FewRowsConfig, ManyFP8RowsConfig
 from tests.reference import kernels as reference
 
 EVERY = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
@@ -315,10 +315,10 @@ def test_hoppers_few_rows(rows, depth, config, grouped, gated):
 @pytest.mark.parametrize(
     ("rows", "depth", "config"),
     [
-        (128, 128, ManyNarrowRowsConfig(2, 5, 1)),
-        (256, 640, ManyNarrowRowsConfig(3, 1, 1)),
-        (256, 384, ManyNarrowRowsConfig(4, 3, 2)),
-        (128, 384, ManyNarrowRowsConfig(2, 2, 2)),
+        (128, 128, ManyFP8RowsConfig(2, 5, 1)),
+        (256, 640, ManyFP8RowsConfig(3, 1, 1)),
+        (256, 384, ManyFP8RowsConfig(4, 3, 2)),
+        (128, 384, ManyFP8RowsConfig(2, 2, 2)),
     ],
 )
 def test_hoppers_many_rows(rows, depth, config, grouped, gated):
@@ -340,7 +340,7 @@ def test_scales_of_any_sizes_are_those_of_their_own_groups():
     x[3, 128:640] = 0
     w_scale = np.full((1, 8), 0.5, np.float32)
     arguments = jnp.asarray(x, FP8), jnp.asarray(weight, FP8), x_scale, w_scale
-    config = ManyNarrowRowsConfig(2, 1, 1)
+    config = ManyFP8RowsConfig(2, 1, 1)
     got = fp8_hopper.many_rows(*arguments, gated=False, dtype=jnp.dtype(BF16), config=config)
     of_groups = x.reshape(128, 8, 128)[:, :, 0] * x_scale
     exact = 64 * of_groups.astype(np.float64).sum(1)

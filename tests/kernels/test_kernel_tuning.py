@@ -267,11 +267,11 @@ def test_splits_divide_the_depth():
         assert depth % count == 0
 
 
-def _narrow(rows, depth, width, factors=1, *, grouped=False, kind="NVIDIA H200") -> Any:
+def _fp8(rows, depth, width, factors=1, *, grouped=False, kind="NVIDIA H200") -> Any:
     """The configs of a product in FP8: of few rows, of many."""
     gemm = Gemm(rows, depth, width, 1, factors, num_cores=132, device_kind=kind)
-    few = gemm_tuning.few_narrow_rows_config(gemm, grouped=grouped)
-    return few, gemm_tuning.many_narrow_rows_config(gemm, grouped=grouped)
+    few = gemm_tuning.few_fp8_rows_config(gemm, grouped=grouped)
+    return few, gemm_tuning.many_fp8_rows_config(gemm, grouped=grouped)
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -279,7 +279,7 @@ def test_products_in_fp8_fit_the_shared_memory(grouped):
     """And are whole stages, splits and tiles."""
     shapes = itertools.product((1024, 1920, 4096, 14336), (1024, 6144, 14336, 28672), (1, 2))
     for (depth, width, factors), rows in itertools.product(shapes, (8, 24, 64, 120, 192, 256)):
-        few, _ = _narrow(rows, depth, width, factors, grouped=grouped)
+        few, _ = _fp8(rows, depth, width, factors, grouped=grouped)
         if few is None:
             continue
         stage = (few.num_consumers * factors * 64 + few.tile_rows) * 128
@@ -291,24 +291,24 @@ def test_products_in_fp8_fit_the_shared_memory(grouped):
 
 
 def test_products_in_fp8_by_scales_of_outputs_are_xlas_where_its_tiles_fit_better():
-    assert _narrow(64, 4096, 28672)[0] is None  # 224 programs for 132 SMs
-    assert _narrow(64, 4096, 28672, grouped=True)[0] is not None
-    assert _narrow(512, 4096, 6144)[1] is None  # 96 wide tiles, or 192 in two turns
-    assert _narrow(512, 4096, 6144, grouped=True)[1] is not None
-    assert _narrow(512, 4096, 4096)[1].num_factors == 1  # 128 tiles, where 64 are wide
-    assert _narrow(8192, 4096, 4096)[1].num_factors == 2
-    assert _narrow(2048, 1024, 1024)[1].num_factors == 1
-    assert _narrow(256, 4096, 14336, 2)[1].num_factors == 2  # a gate has its other half
+    assert _fp8(64, 4096, 28672)[0] is None  # 224 programs for 132 SMs
+    assert _fp8(64, 4096, 28672, grouped=True)[0] is not None
+    assert _fp8(512, 4096, 6144)[1] is None  # 96 wide tiles, or 192 in two turns
+    assert _fp8(512, 4096, 6144, grouped=True)[1] is not None
+    assert _fp8(512, 4096, 4096)[1].num_factors == 1  # 128 tiles, where 64 are wide
+    assert _fp8(8192, 4096, 4096)[1].num_factors == 2
+    assert _fp8(2048, 1024, 1024)[1].num_factors == 1
+    assert _fp8(256, 4096, 14336, 2)[1].num_factors == 2  # a gate has its other half
 
 
 @pytest.mark.parametrize("grouped", [False, True])
 def test_products_in_fp8_are_for_hopper_and_whole_tiles(grouped):
     for kind in ("NVIDIA A100", ""):
-        assert _narrow(64, 4096, 4096, grouped=grouped, kind=kind)[0] is None
-        assert _narrow(512, 4096, 4096, grouped=grouped, kind=kind)[1] is None
+        assert _fp8(64, 4096, 4096, grouped=grouped, kind=kind)[0] is None
+        assert _fp8(512, 4096, 4096, grouped=grouped, kind=kind)[1] is None
     for rows, depth, width in ((12, 4096, 4096), (64, 4160, 4096), (64, 4096, 4000), (0, 128, 128)):
-        assert _narrow(rows, depth, width, grouped=grouped) == (None, None)
-    assert _narrow(320, 4096, 4096, grouped=grouped) == (None, None)
+        assert _fp8(rows, depth, width, grouped=grouped) == (None, None)
+    assert _fp8(320, 4096, 4096, grouped=grouped) == (None, None)
 
 
 @pytest.fixture

@@ -22,9 +22,9 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from jpaged.models import loader
-from jpaged.models.checkpoint import CheckpointError
+from jpaged.models.checkpoint import CheckpointError, read_config
 from jpaged.models.decoder import Decoder
-from jpaged.models.loader import plan_model, read_config
+from jpaged.models.loader import plan_model
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import held_pieces, make_mesh
 from tests.reference import kernels as reference_kernels

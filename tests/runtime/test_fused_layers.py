@@ -52,7 +52,7 @@ def step(definition, state, pool, backend=Backend.XLA):
     slots = jnp.where(lens > 0, blocks * BLOCK_SIZE + positions % BLOCK_SIZE, 0)
     attention = AttentionInputs(tables, lens, slots, None, backend)
     tokens = jnp.arange(5, 5 + ROWS, dtype=jnp.int32)
-    run = fused_layers.run_layers
+    run = fused_layers.run_layers_fused
     return nnx.merge(definition, state)(tokens, positions, pool, attention, run)
 
 

@@ -16,8 +16,9 @@ from jpaged.core.request import Request, Sequence, StopCriteria
 from jpaged.models.loader import model_shapes, plan_model
 from jpaged.models.registry import read_model_config
 from jpaged.runtime import batch, model_runner
-from jpaged.runtime.model_runner import ModelRunner, StepResult
+from jpaged.runtime.model_runner import ModelRunner
 from jpaged.runtime.programs import Shapes, SplitModel
+from jpaged.runtime.results import StepResult
 from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.timing import measure_costs
 from jpaged.sampling_params import SamplingParams

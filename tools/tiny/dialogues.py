@@ -3,7 +3,7 @@ reasoning before the answer.
 
 As in `world`, what the model says is a function of what it was told, and the split into training
 and held-out dialogues is made on their content. `TASKS` is what is promised; what training makes
-longer or mixes is in `data`. Needs only the standard library.
+longer or mixes is in `data`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import random
 import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Any
 
+from jpaged.terminal.tools_demo import CALCULATOR, calculate
 from tools.tiny import world
 from tools.tiny.numerals import number_words
 from tools.tiny.world import WORDINGS, WORDS, Example, is_held_out
@@ -23,22 +23,7 @@ from tools.tiny.world import WORDINGS, WORDS, Example, is_held_out
 Message = dict[str, Any]
 Tool = dict[str, Any]
 
-CALCULATOR: Tool = {
-    "type": "function",
-    "function": {
-        "name": "calculator",
-        "description": "Compute an arithmetic expression.",
-        "parameters": {
-            "type": "object",
-            "properties": {"expression": {"type": "string"}},
-            "required": ["expression"],
-        },
-    },
-}
-"""The tool as the demo has it; training varies names, descriptions and the schema."""
-
 LARGEST_SPOKEN = 100
-MOST_DIGITS = 15  # of a whole result; others have ten that count
 AT_ONCE = "I can answer this at once."
 _SIGNS = {"+": ("+",), "-": ("-",), "*": ("*", "x", "\u00d7"), "/": ("/", "\u00f7")}
 _NAMES = ("calculate", "calc", "compute", "math", "evaluate", "arithmetic", "calculator_tool")
@@ -130,7 +115,7 @@ def draw_calculation(rng: random.Random, *, beyond: bool = False) -> Calculation
     sparing = rng.random() < 0.6
     signs, space = [rng.choice(_SIGNS[sign]) for sign in "+-*/"], rng.choice((" ", " ", ""))
     question = world.ask(rng, WORDINGS["expression"], _written(tree, signs, space, sparing=sparing))
-    return Calculation(question, _written(tree, sparing=sparing), _value_text(tree))
+    return _solved(question, _written(tree, sparing=sparing))
 
 
 def _worded(rng: random.Random, pair: tuple[tuple[str, str], ...]) -> Calculation:
@@ -140,8 +125,7 @@ def _worded(rng: random.Random, pair: tuple[tuple[str, str], ...]) -> Calculatio
     is_spoken = pair[0][0] != pair[0][1]
     wordings = WORDINGS[name] + ([] if is_spoken else WORDINGS[name + "_signs"])
     question = world.ask(rng, wordings, *(said for said, _ in pair))
-    tree = (pair[0][1], sign, pair[1][1])
-    return Calculation(question, _written(tree), _value_text(tree))
+    return _solved(question, f"{pair[0][1]} {sign} {pair[1][1]}")
 
 
 def _spoken(rng: random.Random) -> tuple[str, str]:
@@ -185,22 +169,11 @@ def _written(
     return f"{space}{signs['+-*/'.index(tree[1])]}{space}".join(parts)
 
 
-def _value(tree: Tree) -> Fraction:
-    if isinstance(tree, str):
-        return Fraction(tree)
-    left, right = _value(tree[0]), _value(tree[2])
-    if tree[1] == "/":
-        return left / right
-    return {"+": left + right, "-": left - right, "*": left * right}[tree[1]]
-
-
-def _value_text(tree: Tree) -> str:
+def _solved(question: str, expression: str) -> Calculation:
     try:
-        value = _value(tree)
-    except ZeroDivisionError:
-        return "error"
-    exact = value.denominator == 1 and abs(value.numerator) < 10**MOST_DIGITS
-    return str(value.numerator) if exact else f"{float(value):.10g}"
+        return Calculation(question, expression, calculate(expression))
+    except ValueError:  # a division by zero
+        return Calculation(question, expression, "error")
 
 
 def draw_tool(rng: random.Random) -> tuple[Tool, str]:

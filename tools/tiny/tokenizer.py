@@ -11,13 +11,15 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from jpaged.config import EMBEDDED_MODEL
+
 ENDOFTEXT, IM_START, IM_END = 256, 257, 258
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 SPECIAL_TOKENS += [f"<|reserved_{i}|>" for i in range(5)]
 VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 EOS_TOKEN_IDS = [IM_END, ENDOFTEXT]
 
-CHAT_TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text()
+CHAT_TEMPLATE = (EMBEDDED_MODEL / "chat_template.jinja").read_text()
 
 
 def _byte_symbols() -> list[str]:
