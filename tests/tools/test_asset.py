@@ -77,7 +77,8 @@ def test_recorded_accuracy():
 def test_dialogues_are_right(loaded):
     tasks = [task for task in DIALOGUES for _ in range(8)]
     drawn = [each for task in DIALOGUES for each in sample_dialogues(5, 8, task)]
-    results = exact(*loaded, [dialogue_document(each) for each in drawn])
+    params, config = loaded
+    results = exact(params, config, [dialogue_document(each) for each in drawn])
     right = Counter(task for task, is_right in zip(tasks, results, strict=True) if is_right)
     assert min(right[task] for task in DIALOGUES) >= 7, right
 
