@@ -18,7 +18,7 @@ from jpaged.core.request import Request, Sequence
 from jpaged.runtime.allocation_guard import make_places
 from jpaged.runtime.batch import RowTable, device_order, pack_decode, pack_prefill
 from jpaged.runtime.buckets import round_up
-from jpaged.runtime.peer_memory import PeerMemory
+from jpaged.runtime.peer_memory import PeerMemory, await_devices
 from jpaged.runtime.programs import (
     BLOCK_COPIES_CHUNK,
     BURST_LEVELS,
@@ -31,7 +31,6 @@ from jpaged.runtime.programs import (
 from jpaged.runtime.results import (
     PromptScores,
     StepHandle,
-    await_devices,
     score_prompts,
 )
 from jpaged.runtime.runtime_config import RuntimeConfig
@@ -170,7 +169,8 @@ class ModelRunner:
             score = partial(
                 self.programs["prompt_logprobs", hidden.shape[0]], self._leaves, hidden=hidden
             )
-            scores = score_prompts(scheduled, sampling, score)
+            wait = self._wait if self._of_devices["is_shared"] else None
+            scores = score_prompts(scheduled, sampling, score, wait)
         return UnsampledStep(
             plan, scheduled, logits.shape[0], places, level, logits, inputs, scores, arrivals
         )

@@ -1,6 +1,5 @@
 """What a launched step leaves on its way to the host, and what the host reads of it."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,33 +10,14 @@ import numpy as np
 
 from jpaged.core.plan import ScheduledSequence, StepPlan
 from jpaged.core.request import Candidates, Request
+from jpaged.runtime.peer_memory import await_devices
 from jpaged.runtime.programs import PROMPT_LOGPROBS_CHUNK
 from jpaged.sampling_params import SamplingParams
 from pallas_kernels import NUM_FACTS
 
-LONGEST_STEP = 300.0
-"""Seconds after which what several devices do is taken for something that never ends: in a
-collective each waits for the others as long as it takes, and nothing can break that off."""
-
-_LOOK = 2e-5  # seconds between two looks
-
-
-def await_devices(arrays: Any) -> None:
-    """Wait until arrays over several devices are computed.
-
-    Raises:
-        RuntimeError: they are not after `LONGEST_STEP` seconds.
-    """
-    end = time.monotonic() + LONGEST_STEP
-    for array in jax.tree.leaves(arrays):
-        while not array.is_ready():
-            if time.monotonic() > end:
-                raise RuntimeError(
-                    f"a step has not ended after {LONGEST_STEP:g} s: one of the devices that share "
-                    "the model has failed or hangs; end this process, and make a new engine in "
-                    "another"
-                )
-            time.sleep(_LOOK)
+_SCORES_AHEAD = 16
+"""Of a prompt's chunks, scores that are launched before an earlier one has ended: a device that
+hangs must not stop the thread in a launch, for which the runtime has room only so often."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +145,7 @@ def score_prompts(
     scheduled: tuple[ScheduledSequence, ...],
     sampling: Callable[[Request], SamplingParams],
     score: Callable[..., jax.Array],
+    wait: Callable[[Any], Any] | None = None,
 ) -> PromptScores:
     """Launch the scoring of the prompt tokens that a ragged step predicts: those right after its
     positions.
@@ -174,8 +155,10 @@ def score_prompts(
         sampling: Tells how a request is sampled; those with `prompt_logprobs` ask.
         score: `jpaged.runtime.steps.prompt_logprobs_step` of the step's hidden states; called with
             `indices` and `targets`, int32 [PROMPT_LOGPROBS_CHUNK] each.
+        wait: Waits for what several devices compute; None: there is one.
     """
     scored, offset, size = {}, 0, PROMPT_LOGPROBS_CHUNK
+    launched: list[jax.Array] = []
     for sequence, start, num_tokens, *_ in scheduled:
         wanted = sampling(sequence.request).prompt_logprobs is not None
         count = min(num_tokens, sequence.num_prompt_tokens - 1 - start)
@@ -183,7 +166,11 @@ def score_prompts(
             indices, targets = np.zeros((2, -(-count // size) * size), np.int32)
             indices[:count] = np.arange(offset, offset + count)
             targets[:count] = sequence.token_ids[start + 1 : start + 1 + count]
-            chunks = zip(indices.reshape(-1, size), targets.reshape(-1, size), strict=True)
-            scored[sequence.seq_id] = count, [score(indices=i, targets=t) for i, t in chunks]
+            first = len(launched)
+            for i, t in zip(indices.reshape(-1, size), targets.reshape(-1, size), strict=True):
+                if wait is not None and len(launched) >= _SCORES_AHEAD:
+                    wait(launched[-_SCORES_AHEAD])
+                launched.append(score(indices=i, targets=t))
+            scored[sequence.seq_id] = count, launched[first:]
         offset += num_tokens
     return scored

@@ -198,21 +198,37 @@ def test_requests_come_and_go_at_any_time(engines: Engines):
 def test_in_bfloat16_log_probabilities_differ_no_more_than_with_the_batch(engines: Engines):
     """Between two devices and one as between a prompt in a batch and the same alone."""
     texts = [f"Count from {n} to {n + 20}. {QUESTION}" for n in range(8)]
-    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     options = {"dtype": "bfloat16", "enable_prefix_caching": False}
     alone, both = (shared(engines, count, **options) for count in (1, 2))
-
-    def scores(engine: Engine, given: list[str]) -> np.ndarray:
-        found = engine.generate(given, params)
-        places = [place for output in found for place in output.prompt_logprobs or () if place]
-        return np.array([entry.logprob for place in places for entry in place.values()])
-
     one_by_one = np.concatenate([scores(alone, [text]) for text in texts])
     in_a_batch, by_both = scores(alone, texts), scores(both, texts)
     noise = np.abs(in_a_batch - one_by_one).mean()
     rounding = 2.0**-8 * np.abs(in_a_batch).mean()  # a processor's batches all round alike
     assert len(by_both) > 200
     assert 0 < np.abs(by_both - in_a_batch).mean() <= max(2 * noise, rounding)
+
+
+def scores(engine: Engine, prompts: list[Any]) -> np.ndarray:
+    """Log-probabilities of the prompts' tokens."""
+    params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, prompt_logprobs=0)
+    found = engine.generate(prompts, params)
+    places = [place for output in found for place in output.prompt_logprobs or () if place]
+    return np.array([entry.logprob for place in places for entry in place.values()])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt2", "opt-350m", "llama", "gemma3_text"])
+def test_every_kind_of_layer_in_bfloat16_scores_as_one_device(
+    engines: Engines, folders: Callable[[str], Path], family: str
+):
+    """Where rows are summed before a bias, a norm of their own, or one of another kind."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(2, 96, n).tolist() for n in (2, 16, 33, 50)]
+    options = {"skip_tokenizer_init": True, "dtype": "bfloat16", **TINY}
+    alone, both = (shared(engines, n, folders(family), **options) for n in (1, 2))
+    found, wanted = scores(both, prompts), scores(alone, prompts)
+    assert len(wanted) == 97
+    assert np.abs(found - wanted).mean() <= 2.0**-7 * np.abs(wanted).mean()
 
 
 def test_every_device_draws_the_same_tokens(engines: Engines):
@@ -330,7 +346,7 @@ def test_a_step_that_never_ends_ends_the_engine(
         return replace(results.StepHandle(*arguments, **more), sampled=never)
 
     monkeypatch.setattr(model_runner, "StepHandle", stuck)
-    monkeypatch.setattr(results, "LONGEST_STEP", 0.2)
+    monkeypatch.setattr(peer_memory, "LONGEST_STEP", 0.2)
     with pytest.raises(RuntimeError, match=r"a step has not ended after 0\.2 s: one of"):
         run(engine)
     with pytest.raises(RuntimeError, match="the engine failed in an earlier step"):

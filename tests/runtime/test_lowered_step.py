@@ -5,6 +5,7 @@ Recorded bounds: a change that raises one costs every step some microseconds.
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, wraps
 from typing import Any
@@ -19,6 +20,7 @@ from bench.common import SHAPES
 from jpaged.compile.recipes import Recipe, Recipes
 from jpaged.compile.sizing import GPU_DEFAULTS
 from jpaged.compile.workers import share_of
+from jpaged.models.config import ModelConfig
 from jpaged.models.loader import model_shapes
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import make_mesh
@@ -56,6 +58,13 @@ def all_recipes(
     """What an engine of a shape's first layers would compile on GPUs, with nothing allocated."""
     config = read_model_config({**SHAPES[shape], "num_hidden_layers": num_layers})
     config = replace(config, kv_cache_dtype=kv_cache_dtype)
+    return recipes_of(config, num_devices, peer_memory=peer_memory)
+
+
+def recipes_of(
+    config: ModelConfig, num_devices: int, *, peer_memory: bool = False
+) -> dict[Any, Recipe]:
+    """The same of a model."""
     limits = GPU_DEFAULTS.max_num_seqs, GPU_DEFAULTS.max_num_batched_tokens
     runtime = RuntimeConfig(
         16,
@@ -165,6 +174,59 @@ def test_a_shared_step_sums_through_peer_memory_where_it_may(name: tuple):
     assert recipe.keywords["peers"].shape == (2 * 10,)
     assert not any("peers" in it for it in recipe.donate)
     export.deserialize(bytearray(exported.serialize()))
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 512, "n_layer": 3, "n_head": 8, "n_positions": 2048, "vocab_size": 997},
+    "opt": {"ffn_dim": 512, "word_embed_proj_dim": 512},
+    "opt-350m": {"ffn_dim": 512, "word_embed_proj_dim": 256, "do_layer_norm_before": False},
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "gemma3_text": {"sliding_window": 512},
+}
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ >= (0, 12),
+    reason="takes the kind of device from the mesh, whose devices are processors here",
+)
+@pytest.mark.parametrize("name", [("decode", 64), BURST, ("prefill", (512, 8))], ids=str)
+@pytest.mark.parametrize("family", [*FAMILIES])
+def test_sums_of_every_family_take_turns(family: str, name: tuple):
+    """The devices meet in XLA's sum, in each step of a burst; then the memory's two places are
+    used one after the other, by all of a layer's sums, whatever adds and normalizes them."""
+    sizes = {"num_hidden_layers": 3, "num_attention_heads": 8, "hidden_size": 512}
+    sizes |= {"max_position_embeddings": 2048, "vocab_size": 1000, "intermediate_size": 512}
+    if family in ("llama", "gemma3_text"):
+        sizes |= {"head_dim": 64, "num_key_value_heads": 2}
+    kind = {"model_type": "opt" if family == "opt-350m" else family}
+    fields = sizes | kind | FAMILIES[family]
+    if family == "gpt2":
+        fields = kind | FAMILIES[family]
+    elif family.startswith("opt"):
+        del fields["intermediate_size"]
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+        recipe = recipes_of(read_model_config(fields), num_devices=2, peer_memory=True)[name]
+        order = sums_in_order(lowered(recipe, recipe.step))
+    meets = order.index("all_reduce")
+    assert order[meets + 1 :] == ["0", "0", "1", "1"] * 3  # a kernel's text has its name twice
+    assert name != BURST or "while" in order[:meets]
+
+
+def sums_in_order(text: str) -> list[str]:
+    """Loops, XLA's sums, and the turns of ours, as the main function comes to them."""
+    bodies = dict(
+        re.findall(r"func\.func (?:public|private) @(\S+?)\((.*?)\n  \}", text, re.DOTALL)
+    )
+
+    def walk(name: str) -> Iterator[str]:
+        found = r"\bcall @(\w+)|device_sum(?:_norm)?_(\d)|stablehlo\.(all_reduce|while)"
+        for called, turn, other in re.findall(found, bodies[name]):
+            if called:
+                yield from walk(called)
+            else:
+                yield turn or other
+
+    return [*walk("main")]
 
 
 @pytest.mark.skipif(

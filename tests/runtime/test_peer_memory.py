@@ -1,0 +1,77 @@
+"""What several devices compute is waited for: not for ever, and its errors are raised."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jpaged.core.plan import ScheduledSequence
+from jpaged.core.request import Request, StopCriteria
+from jpaged.models.sharding import AXIS, make_mesh, sharding_of
+from jpaged.runtime import peer_memory
+from jpaged.runtime.peer_memory import await_devices
+from jpaged.runtime.programs import PROMPT_LOGPROBS_CHUNK
+from jpaged.runtime.results import score_prompts
+from jpaged.sampling_params import SamplingParams
+
+
+def test_what_is_computed_is_waited_for():
+    mesh = make_mesh(jax.devices(), 2)
+    assert mesh is not None
+    sharding = sharding_of(mesh, 0)
+    arrays = [jax.device_put(np.arange(8), sharding), jnp.ones(3)]
+    await_devices(arrays)
+    assert all(it.is_ready() for it in arrays)
+
+
+def test_what_could_not_be_computed_is_an_error():
+    """It is ready, too."""
+
+    def fail(x: np.ndarray) -> np.ndarray:
+        raise ValueError("the device has failed")
+
+    mesh, parts = make_mesh(jax.devices(), 2), PartitionSpec(AXIS)
+
+    def run(x: jax.Array) -> jax.Array:
+        return jax.pure_callback(fail, x, x)
+
+    # The processor's devices run what several of them have behind the caller.
+    found = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=parts, out_specs=parts))(jnp.ones(4))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="the device has failed"):
+        await_devices(found)
+
+
+def test_what_never_ends_is_not_waited_for_longer_than_a_step(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(peer_memory, "LONGEST_STEP", 0.05)
+    with pytest.raises(RuntimeError, match=r"not ended after 0\.05 s: .* process by force"):
+        await_devices([SimpleNamespace(is_ready=lambda: False)])
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_few_scores_of_a_prompt_are_launched_ahead(is_shared: bool):
+    """For a device that hangs would stop the thread in a launch, where nothing ends its wait."""
+    length = 20 * PROMPT_LOGPROBS_CHUNK
+    stop = StopCriteria(max_tokens=1)
+    request = Request.from_prompt("a", [*range(length + 1)], stop, seq_ids=iter([7]))
+    scored: list[jax.Array] = []
+    waited: list[tuple[Any, int]] = []
+
+    def score(*, indices: np.ndarray, targets: np.ndarray) -> jax.Array:
+        scored.append(jnp.asarray(targets[0]))
+        return scored[-1]
+
+    def wait(array: jax.Array) -> None:
+        waited.append((int(array), len(scored)))
+
+    scheduled = (ScheduledSequence(request.sequences[0], 0, length, samples=False),)
+    params = SamplingParams(prompt_logprobs=0)
+    found = score_prompts(scheduled, lambda _: params, score, wait if is_shared else None)
+    assert found == {7: (length, scored)}
+    firsts = [1 + i * PROMPT_LOGPROBS_CHUNK for i in range(20)]
+    assert [int(it) for it in scored] == firsts
+    ahead = [(first, i + 16) for i, first in enumerate(firsts[:4])]
+    assert waited == (ahead if is_shared else [])
