@@ -8,7 +8,7 @@ import math
 
 import jax.numpy as jnp
 
-from pallas_kernels.types import FP8_PAIR, KVScales
+from pallas_kernels.types import FP8, FP8_PAIR, KVScales
 
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)  # what kernels compute in
 POOL_DTYPES = (*FLOATS, FP8_PAIR)
@@ -45,6 +45,8 @@ def check_array(name, array, axes, dtypes=FLOATS, **sizes):
 def check_pool(kv, name="kv"):
     """Refuse a pool of a wrong rank, dtype or block size, or of heads without elements; its sizes,
     H that of a head."""
+    if kv.k.dtype == FP8:  # cast to integers they would be other numbers
+        raise TypeError(f"{name}.k has dtype {kv.k.dtype}; give its numbers in pairs (`fp8_pairs`)")
     sizes = check_array(f"{name}.k", kv.k, "[P, S, K, H]", POOL_DTYPES)
     check_array(f"{name}.v", kv.v, "[P, S, K, H]", kv.k.dtype, **sizes)
     if not 1 <= sizes["S"] <= MAX_BLOCK_SIZE:

@@ -90,7 +90,9 @@ TYPE_ERRORS = {
     "q has dtype bfloat16": {"q": jnp.zeros((3, 4, 64), BF16)},
     "seq_lens has dtype int8": {"lens": jnp.zeros((3,), jnp.int8)},
     "q has dtype float8_e4m3fn": {"q": jnp.zeros((3, 4, 64), F8), "kv": _pool(dtype=F8)},
-    "kv.k has dtype float8_e4m3fn": {"kv": LayerKV(jnp.zeros((4, 16, 2, 64), F8), _pool().v)},
+    "kv.k has dtype float8_e4m3fn; give its numbers in pairs": {
+        "kv": LayerKV(jnp.zeros((4, 16, 2, 64), F8), _pool().v)
+    },
 }
 
 
