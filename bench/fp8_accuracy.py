@@ -38,8 +38,6 @@ KV_CACHES = ("float32", "fp8")
 LARGEST = np.float32(448)
 BLOCK = 128
 AT_ONCE = 512
-NUM_BLOCKS = 512
-"""Of the pool: a CPU converts all of one in FP8 twice a step."""
 
 
 @contextmanager
@@ -148,7 +146,6 @@ def main() -> None:
         with folder_of(kept) as (folder, quantization):
             options: dict[str, Any] = {"dtype": "float32", "quantization": quantization}
             options |= {"kv_cache_dtype": cache, "max_num_batched_tokens": 2048}
-            options |= {"num_blocks": NUM_BLOCKS}
             engine = Engine(folder, **options)
             label = {"weights": kept, "kv_cache": cache}
             for row in measure(engine, args.examples, base, label):

@@ -42,6 +42,7 @@ from pallas_kernels import (
     LayerKV,
     block_scaled_gated_gemm,
     block_scaled_gemm,
+    fp8_pairs,
     paged_decode_attention,
     paged_prefill_attention,
     scaled_gated_gemm,
@@ -170,11 +171,11 @@ def build(case, seed=0, *, contiguous=False, least_blocks=0, max_pools=None):
 
     queries = [normal(rows, case.heads[0], HEAD_SIZE) for _ in range(num_calls)]
     shape = (num_blocks, case.block_size, case.heads[1], HEAD_SIZE)
-    dtype = FP8 if case.fp8 else jnp.bfloat16
-    pools = [
-        LayerKV(normal(*shape).astype(dtype), normal(*shape).astype(dtype))
-        for _ in range(num_pools)
-    ]
+
+    def pool():
+        return fp8_pairs(normal(*shape).astype(FP8)) if case.fp8 else normal(*shape)
+
+    pools = [LayerKV(pool(), pool()) for _ in range(num_pools)]
     return queries, pools, ((tables, starts, lens) if case.tokens else (tables, lens))
 
 

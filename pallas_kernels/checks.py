@@ -8,10 +8,10 @@ import math
 
 import jax.numpy as jnp
 
-from pallas_kernels.types import FP8, KVScales
+from pallas_kernels.types import FP8, FP8_PAIR, KVScales
 
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)  # what kernels compute in
-POOL_DTYPES = (*FLOATS, FP8)
+POOL_DTYPES = (*FLOATS, FP8_PAIR)
 MAX_BLOCK_SIZE = 256
 
 
@@ -43,7 +43,10 @@ def check_array(name, array, axes, dtypes=FLOATS, **sizes):
 
 
 def check_pool(kv, name="kv"):
-    """Refuse a pool of a wrong rank, dtype or block size, or of heads without elements."""
+    """Refuse a pool of a wrong rank, dtype or block size, or of heads without elements; its sizes,
+    H that of a head."""
+    if kv.k.dtype == FP8:  # cast to integers they would be other numbers
+        raise TypeError(f"{name}.k has dtype {kv.k.dtype}; give its numbers in pairs (`fp8_pairs`)")
     sizes = check_array(f"{name}.k", kv.k, "[P, S, K, H]", POOL_DTYPES)
     check_array(f"{name}.v", kv.v, "[P, S, K, H]", kv.k.dtype, **sizes)
     if not 1 <= sizes["S"] <= MAX_BLOCK_SIZE:
@@ -52,7 +55,7 @@ def check_pool(kv, name="kv"):
         )
     if not sizes["H"]:
         raise ValueError(f"head size 0 ({name}.k.shape[3]) must be at least 1")
-    return sizes
+    return sizes | {"H": kv.head_size}
 
 
 def pool_scales(kv, scales):
@@ -60,7 +63,7 @@ def pool_scales(kv, scales):
     if not kv.is_scaled:
         if scales is not None:
             raise ValueError(
-                f"scales are given for a pool of {kv.k.dtype}; only one of float8_e4m3fn has them"
+                f"scales are given for a pool of {kv.k.dtype}; only one in FP8 has them"
             )
         return None
     if scales is None:

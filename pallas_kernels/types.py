@@ -5,8 +5,9 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Shaped, UInt16
 
 FP8 = jnp.float8_e4m3fn
 """Numbers of eight bits, four of them the exponent's and three the fraction's (Micikevicius et al.
@@ -14,6 +15,13 @@ FP8 = jnp.float8_e4m3fn
 
 FP8_MAX = 448.0
 """The largest of them."""
+
+FP8_PAIR = jnp.uint16
+"""The dtype of a pool in FP8: two neighbours of a head, that of the even column in the low byte.
+
+Kernels read such numbers two at a time. Of single ones each compiler would decide whether to see
+them in pairs costs nothing or a pass over the pool, and XLA's for CPUs has no scatter of them.
+"""
 
 FP8_GROUP = 128
 """Numbers of a row that have a scale together, and rows and columns of a weight's block that do."""
@@ -52,21 +60,54 @@ class LayerKV(NamedTuple):
 
     S is from 1 to 256. Heads have any size H that attention takes on the back end
     (`Backend.max_head_size`); those that are rotated an even one. The dtype is bfloat16, float16,
-    float32 or `FP8`; in the last, keys and values are stored divided by `KVScales`.
+    float32 or, for numbers of `FP8`, `FP8_PAIR`. Of pairs the last axis has H / 2 (`fp8_pairs`), H
+    is even, of heads that are rotated a multiple of 4, and keys and values are stored divided by
+    `KVScales`.
     """
 
-    k: Float[Array, "P S K H"]
-    v: Float[Array, "P S K H"]
+    k: Shaped[Array, "P S K H"]
+    v: Shaped[Array, "P S K H"]
 
     @property
     def is_scaled(self) -> bool:
-        """Whether keys and values are stored divided by scales."""
-        return self.k.dtype == FP8
+        """Whether keys and values are in FP8, stored divided by scales."""
+        return self.k.dtype == FP8_PAIR
+
+    @property
+    def head_size(self) -> int:
+        """H."""
+        return self.k.shape[3] * (2 if self.is_scaled else 1)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number."""
+        return 1 if self.is_scaled else self.k.dtype.itemsize
 
     def attention_dtype(self, dtype: DTypeLike) -> DTypeLike:
         """What attention computes in, for queries made in `dtype`: the pool's dtype, but that of
         the queries over a scaled pool, whose tiles are converted to it."""
         return dtype if self.is_scaled else self.k.dtype
+
+
+def fp8_pairs(x: Float[Array, "*rows H"]) -> UInt16[Array, "*rows half"]:
+    """Numbers of `FP8` as a pool has them; H is even. In a Triton kernel too."""
+    shape = (*x.shape[:-1], x.shape[-1] // 2)
+    bits = lax.bitcast_convert_type(x, jnp.uint8).reshape(*shape, 2)
+    parts = lax.split(bits, (1, 1), axis=len(shape))
+    even, odd = (part.reshape(shape).astype(FP8_PAIR) for part in parts)
+    return even | (odd << FP8_PAIR(8))
+
+
+def even_and_odd(pairs: UInt16[Array, "*rows half"]) -> tuple[Float[Array, "*rows half"], ...]:
+    """The numbers of `FP8` in the even columns, and those in the odd ones. Likewise."""
+    halves = pairs.astype(jnp.uint8), (pairs >> FP8_PAIR(8)).astype(jnp.uint8)
+    return tuple(lax.bitcast_convert_type(half, FP8) for half in halves)
+
+
+def fp8_numbers(pairs: UInt16[Array, "*rows half"], dtype: DTypeLike) -> Float[Array, "*rows H"]:
+    """The inverse of `fp8_pairs`, in `dtype`. Likewise."""
+    numbers = jnp.stack(even_and_odd(pairs), axis=-1)
+    return numbers.reshape(*pairs.shape[:-1], -1).astype(dtype)
 
 
 class KVScales(NamedTuple):

@@ -76,6 +76,21 @@ def test_heads_that_the_kernels_do_not_take_are_refused_before_anything_is_loade
     assert not loads
 
 
+def test_heads_that_do_not_lie_in_pairs_are_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 12, "n_head": 2, "n_layer": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"n_positions": 64}))
+    loads: list[bool] = []
+    load(monkeypatch, lambda: loads.append(True))
+    options = {**OPTIONS, "skip_tokenizer_init": True, "load_format": "dummy"}
+    options |= {"compilation_cache_dir": None, "kv_cache_dtype": "fp8"}
+    message = r"head_dim=6 .* multiples of 4, with kv_cache_dtype='fp8'"
+    with pytest.raises(ValueError, match=message):
+        startup.build_parts(EngineConfig(tmp_path, **options))
+    assert not loads
+
+
 class Gpu:
     """What the start asks of an NVIDIA GPU before anything is loaded."""
 

@@ -166,6 +166,9 @@ def _plan_model(
         raise refuse_head_size(model.head_size, f"1 to {most}, on a GPU")
     dtype = resolve_dtype(config.dtype, model, device.platform)
     kv_cache_dtype = _resolve_kv_cache_dtype(config.kv_cache_dtype, dtype, device)
+    if kv_cache_dtype == FP8_DTYPE and model.head_size % 4:
+        supported = f"multiples of 4, with kv_cache_dtype={config.kv_cache_dtype!r}"
+        raise refuse_head_size(model.head_size, supported)
     model = replace(model, kv_cache_dtype=kv_cache_dtype)
     asked = {"load_format": config.load_format, "seed": config.seed, "mesh": mesh}
     return plan_model(folder, model, dtype=dtype, **asked), dtype

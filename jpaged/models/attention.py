@@ -177,15 +177,14 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "T N H"], LayerKV]:
         """Queries as they attend, and the pool with the tokens' K and V."""
         slots, backend, scales = attention.slot_mapping, attention.backend, self.scales()
-        if angles is not None or kv.k.shape[3] % 2 == 0:  # that op takes heads by halves
+        if angles is not None or kv.head_size % 2 == 0:  # that op takes heads by halves
             options = {"norms": self.head_norms(), "dtype": dtype, "backend": backend}
             return rope_write_kv(qkv, kv, slots, angles, scales=scales, **options)
         heads, num_kv_heads = sum_partials(qkv, dtype), kv.k.shape[2]
         ends = heads.shape[1] - 2 * num_kv_heads, heads.shape[1] - num_kv_heads
         q, k, v = jnp.split(heads, ends, axis=1)
-        if scales is None:
-            k, v = k.astype(kv.k.dtype), v.astype(kv.v.dtype)
-        return q, write_kv(kv, k, v, slots, scales=scales, backend=backend)
+        k, v = k.astype(kv.k.dtype), v.astype(kv.v.dtype)  # in FP8 no head is odd
+        return q, write_kv(kv, k, v, slots, backend=backend)
 
     def scales(self) -> KVScales | None:
         """The scales of its keys and values, over a pool that has them."""

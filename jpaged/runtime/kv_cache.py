@@ -7,10 +7,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int32
 
 from jpaged.models.config import ModelConfig
-from pallas_kernels import LayerKV
+from pallas_kernels import FP8, FP8_PAIR, LayerKV
 
 HEADS_AXIS = 2
-"""Of the pool's arrays [P, S, K, H]: along it devices share them."""
+"""Of the pool's arrays (see `LayerKV`): along it devices share them."""
 
 
 class KVState(NamedTuple):
@@ -35,9 +35,11 @@ def block_bytes(model: ModelConfig, block_size: int, dtype: DTypeLike) -> int:
 def make_pool(
     model: ModelConfig, num_blocks: int, block_size: int, dtype: DTypeLike
 ) -> tuple[LayerKV, ...]:
-    """An empty pool for weights of `dtype`, one pair of arrays [P, S, K, H] a layer."""
-    shape = (num_blocks, block_size, model.num_kv_heads, model.head_size)
-    dtype = pool_dtype(model, dtype)
+    """An empty pool for weights of `dtype`: a `LayerKV` a layer."""
+    dtype, columns = pool_dtype(model, dtype), model.head_size
+    if dtype == FP8:
+        dtype, columns = FP8_PAIR, columns // 2
+    shape = (num_blocks, block_size, model.num_kv_heads, columns)
     return tuple(
         LayerKV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(model.num_layers)
     )

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Int32, Shaped
 
 from jpaged.core.plan import SwapIn, SwapOut
 from jpaged.models.sharding import mesh_of, own_bytes
@@ -34,13 +34,13 @@ MAX_STAGED_CHUNKS = 4
 
 def gather_blocks_step(
     pool: tuple[LayerKV, ...], block_ids: Int32[Array, "C"]
-) -> Float[Array, "A C S K H"]:
+) -> Shaped[Array, "A C S K H"]:
     """Blocks of all A arrays of the pool (K and V by layer), as one array."""
     return jnp.stack([array[block_ids] for array in jax.tree.leaves(pool)])
 
 
 def scatter_blocks_step(
-    state: KVState, block_ids: Int32[Array, "C"], blocks: Float[Array, "A C S K H"]
+    state: KVState, block_ids: Int32[Array, "C"], blocks: Shaped[Array, "A C S K H"]
 ) -> tuple[KVState, Int32[Array, ""]]:
     """Write gathered blocks to `block_ids` (donate the state); ids past the pool are dropped.
 

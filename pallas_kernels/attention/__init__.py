@@ -37,8 +37,8 @@ def paged_decode_attention(
     """Attention of one new token a sequence over its paged keys and values.
 
     Args:
-        q: queries, of the pool's dtype, over a float8_e4m3fn pool of any other that it may have; N
-            is a multiple of the pool's K heads.
+        q: queries, of the pool's dtype, over a pool in FP8 bfloat16, float16 or float32; N is a
+            multiple of the pool's K heads.
         kv: one layer's pool [P, S, K, H]; the new token is already in it. Slots that no sequence
             owns may hold anything, NaN included.
         block_tables: the blocks of each sequence, in order; entries past its length are ignored.
@@ -47,7 +47,7 @@ def paged_decode_attention(
         backend: which implementation runs.
         soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`.
         sliding_window: the token at position p sees keys at (p - sliding_window, p].
-        scales: what the keys and values of a float8_e4m3fn pool are multiplied by; ones if None.
+        scales: what the keys and values of a pool in FP8 are multiplied by; ones if None.
 
     Returns:
         [B, N, H] of q's dtype; zeros for padded rows.
@@ -94,7 +94,7 @@ def rope_decode_attention(
         block_tables, seq_lens, scale, backend, soft_cap, sliding_window, scales: as of
             `paged_decode_attention`.
         angles, norms, dtype: as of `rope_write_kv`. Attention computes in the pool's dtype, but in
-            `dtype` over a float8_e4m3fn pool.
+            `dtype` over a pool in FP8.
 
     Returns:
         [B, N, H] of `dtype`, zeros for padded rows; and the pool.
@@ -206,8 +206,8 @@ def _prefill(q, kv, block_tables, query_start_loc, seq_lens, options, backend, s
 
 
 def _widening_config(q, kv):
-    _, block_size, num_kv_heads, head_size = kv.k.shape
-    sizes = {"block_size": block_size, "num_kv_heads": num_kv_heads, "head_size": head_size}
+    _, block_size, num_kv_heads, _ = kv.k.shape
+    sizes = {"block_size": block_size, "num_kv_heads": num_kv_heads, "head_size": kv.head_size}
     return tuning.widening_config(num_tokens=q.shape[0], itemsize=q.dtype.itemsize, **sizes)
 
 
@@ -216,8 +216,8 @@ def _decode_config(kv, block_tables, backend):
         batch=block_tables.shape[0],
         num_kv_heads=kv.k.shape[2],
         max_context=block_tables.shape[1] * kv.k.shape[1],
-        head_size=kv.k.shape[3],
-        itemsize=kv.k.dtype.itemsize,
+        head_size=kv.head_size,
+        itemsize=kv.itemsize,
         device_kind=device_kind(backend),
     )
 
@@ -225,7 +225,7 @@ def _decode_config(kv, block_tables, backend):
 def check_attention(q, kv, block_tables, seq_lens, backend, *, scale, soft_cap, sliding_window):
     """What decode and prefill attention have in common."""
     check_attended(kv, block_tables, seq_lens, backend, scale, soft_cap, sliding_window)
-    num_kv_heads, head_size = kv.k.shape[2:]
+    num_kv_heads, head_size = kv.k.shape[2], kv.head_size
     dtypes = checks.FLOATS if kv.is_scaled else kv.k.dtype
     checks.check_array("q", q, "[rows, N, H]", dtypes)
     if q.shape[2] != head_size:

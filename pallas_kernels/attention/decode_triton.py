@@ -46,10 +46,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.attention import tile_ops
-from pallas_kernels.attention.tile_ops import tile_width
 from pallas_kernels.attention.tuning import DecodeConfig
-from pallas_kernels.kv_cache.xla import stored
-from pallas_kernels.types import FP8, LayerKV
+from pallas_kernels.gemm.fp8 import to_fp8
+from pallas_kernels.types import LayerKV, fp8_pairs
 
 # Of the partials that are merged together: query heads, one a warp, and registers a thread.
 _MERGED_HEADS = 4
@@ -93,7 +92,7 @@ class Spec(tile_ops.Attention):
     def merged_shape(self) -> tuple[int, int]:
         """Of partial outputs that a program merges at a time: query heads, columns."""
         heads = min(pl.next_power_of_2(self.group), _MERGED_HEADS)
-        return heads, tile_ops.tile_width(self.head_size)
+        return heads, self.width
 
     @property
     def merged_splits(self) -> int:
@@ -123,7 +122,7 @@ def rope_decode_attention(
     inputs = (qkv.reshape(-1, head_size), *angles, *weights)
     rows = jax.ShapeDtypeStruct((batch * num_heads, head_size), dtype)
     out, k, v, *_ = _launch(spec, inputs, kv, block_tables, seq_lens, rows, scales)
-    pool = LayerKV(*(tile_ops.pool_of(new, kv.k) for new in (k, v)))
+    pool = LayerKV(k.reshape(kv.k.shape), v.reshape(kv.v.shape))
     return out.reshape(batch, num_heads, head_size), pool
 
 
@@ -131,7 +130,7 @@ def _launch(spec, inputs, kv, block_tables, seq_lens, rows, scales):
     """All outputs: like `rows`, then the pools if they change, then scratch."""
     config, counters, scratch = spec.config, [], []
     plan = decode_plan(block_tables, seq_lens, spec)
-    pools = [tile_ops.matrix_of(pool, spec) for pool in kv]
+    pools = [pool.reshape(-1, pool.shape[3]) for pool in kv]
     new_pools = pools if spec.num_new else []
     if config.num_splits > 1:
         counters = [jnp.zeros((seq_lens.shape[0] * spec.num_kv_heads,), jnp.int32)]
@@ -253,7 +252,7 @@ def _kernel(k_ref, v_ref, tables_ref, plan_ref, *refs, spec, num_inputs):
     head, number = pl.program_id(0), pl.program_id(1)
     item = _Item(*(plan_ref[number, column] for column in range(len(_Item._fields))))
 
-    head_size, seq_len = out_ref.shape[1], item.seq_len
+    seq_len = item.seq_len
     num_keys = seq_len - spec.num_new
     group_row = head * spec.group
     first_row = item.sequence * spec.num_heads + group_row
@@ -279,14 +278,14 @@ def _kernel(k_ref, v_ref, tables_ref, plan_ref, *refs, spec, num_inputs):
 
     def begin():
         if not spec.num_new:
-            q = tile_ops.load_rows(inputs[0], first_row + group_head, head_size, live_rows)
-            return q, tile_ops.softmax_start(spec.num_rows, head_size)
+            q = tile_ops.load_rows(inputs[0], first_row + group_head, spec.width, live_rows)
+            return q, tile_ops.softmax_start(spec.num_rows, spec.width)
         owns_new = (item.split == item.num_splits - 1) & (seq_len > 0)
-        dtype = FP8 if spec.is_scaled else k_ref.dtype
-        q, k, v = _new_token(spec, inputs, item.sequence, head, owns_new, dtype, scales)
+        q, k, v = _new_token(spec, inputs, item.sequence, head, owns_new, k_ref.dtype, scales)
         slot = (item.slot * spec.num_kv_heads + head)[None]
         for ref, new in zip(pool_refs, (k, v), strict=True):
-            tile_ops.store_pool_rows(ref, slot, spec, new, owns_new[None])
+            row = fp8_pairs(new) if spec.is_scaled else new
+            tile_ops.store_rows(ref, slot, row, owns_new[None])
         score = tile_ops.scores_of_one(q, k, spec, k_scale)
         q, score = (tile_ops.repeat_rows(x, spec.repeats) for x in (q, score))
         return q, tile_ops.softmax_start_from(score, v, owns_new)
@@ -299,7 +298,7 @@ def _kernel(k_ref, v_ref, tables_ref, plan_ref, *refs, spec, num_inputs):
     def finish(carry):
         out = tile_ops.softmax_finish(carry)
         live = live_rows & (seq_len > 0) if spec.in_place else live_rows
-        tile_ops.store_rows(out_ref, first_row + group_head, head_size, out, live)
+        tile_ops.store_rows(out_ref, first_row + group_head, out, live)
 
     if config.num_splits == 1:
         finish(attend())
@@ -316,7 +315,7 @@ def _kernel(k_ref, v_ref, tables_ref, plan_ref, *refs, spec, num_inputs):
         @pl.when(item.num_splits > 1)
         def _():
             own = number * spec.num_heads + group_row
-            _store_partials(partials, carry, own + group_head, head_size, live_rows)
+            _store_partials(partials, carry, own + group_head, live_rows)
             counter = item.sequence * spec.num_kv_heads + head
 
             @pl.when(_is_last(counters[0], counter, item.num_splits, spec))
@@ -339,9 +338,9 @@ def _is_last(counters_ref, counter, count, spec):
     return is_last
 
 
-def _store_partials(partials, carry, rows, head_size, live):
+def _store_partials(partials, carry, rows, live):
     row_max, row_sum, out = carry
-    tile_ops.store_rows(partials[0], rows, head_size, out, live)
+    tile_ops.store_rows(partials[0], rows, out, live)
     # The interpreter writes old values back where the mask is off; outside the array it does not.
     rows = jnp.where(live, rows, partials[1].shape[0])
     plgpu.store(partials[1].at[rows], row_max, mask=live)
@@ -367,7 +366,7 @@ def _merge(partials, out_ref, first_partial, first_row, num_splits, spec):
         _max, total, out = lax.fori_loop(0, turns, fold, start)
         out = out / jnp.where(total == 0, jnp.float32(1), total)
         head = first_head + jnp.arange(heads, dtype=jnp.int32)
-        tile_ops.store_rows(out_ref, first_row + head, spec.head_size, out, head < spec.group)
+        tile_ops.store_rows(out_ref, first_row + head, out, head < spec.group)
 
     lax.fori_loop(0, pl.cdiv(spec.group, heads), some, None)
 
@@ -432,15 +431,16 @@ def _new_token(spec, refs, sequence, kv_head, with_key, pool_dtype, scales):
             where heads are normalized the weights [H] of queries and keys.
         sequence, kv_head: Whose; traced.
         with_key: Whether key and value are wanted; else they are any finite numbers. Traced.
-        pool_dtype: Of the results; queries over a scaled pool are of the projection's.
+        pool_dtype: Of the results, but over a scaled pool: queries are of the projection's there,
+            key and value in FP8.
         scales: A scaled pool's; else None, twice.
 
     Returns:
         Queries [group, H], key [1, H] and value [1, H], as stored: group in powers of two, H as
-        `tile_width`.
+        `spec.width`.
     """
     heads_ref, cos_ref, sin_ref, *weight_refs = refs
-    own, exchanged, angle = _columns(heads_ref.shape[1])
+    own, exchanged, angle = _columns(heads_ref.shape[1], spec.width)
     head = jnp.arange(pl.next_power_of_2(spec.group), dtype=jnp.int32)
     first = sequence * (spec.num_heads + 2 * spec.num_kv_heads)
     queries = first + kv_head * spec.group + head
@@ -465,13 +465,14 @@ def _new_token(spec, refs, sequence, kv_head, with_key, pool_dtype, scales):
     )
     value = _sum(value, spec.dtype)
     q, k, value = (x.astype(spec.dtype) for x in (q, k, value))
-    q = q if spec.is_scaled else q.astype(pool_dtype)
-    return q, *(stored(x, pool_dtype, scale) for x, scale in zip((k, value), scales, strict=True))
+    if spec.is_scaled:
+        return q, *(to_fp8(x, scale) for x, scale in zip((k, value), scales, strict=True))
+    return tuple(x.astype(pool_dtype) for x in (q, k, value))
 
 
-def _columns(size):
+def _columns(size, width):
     """Of a head: its columns, the same with the halves exchanged, and their angles'."""
-    half, column = size // 2, jnp.arange(tile_width(size), dtype=jnp.int32)
+    half, column = size // 2, jnp.arange(width, dtype=jnp.int32)
     exchanged = jnp.where(column < half, column + half, column - half)
     exchanged = jnp.where(column < size, exchanged, column)
     return column, exchanged, jnp.where(column < half, column, column - half)

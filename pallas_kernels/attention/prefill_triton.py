@@ -47,7 +47,7 @@ def paged_prefill_attention(
     spec = tile_ops.Attention.of(num_heads, kv, block_tables, **options)
     tile_size = max(1, config.tile_rows // pl.next_power_of_2(spec.group))
     tiles = jnp.stack(tile_map(seq_lens, query_start_loc, num_tokens, tile_size))
-    k, v = (tile_ops.matrix_of(pool, spec) for pool in kv)
+    k, v = (pool.reshape(-1, pool.shape[3]) for pool in kv)
     arrays = (q.reshape(-1, head_size), k, v, block_tables.reshape(-1), tiles, *(scales or ()))
     arrays += () if into is None else (into.reshape(-1, head_size),)
     sizes = {"tile_size": tile_size, "tile_tokens": config.tile_tokens}
@@ -71,7 +71,7 @@ def _kernel(
     out_ref = refs[-1]
     k_scale, v_scale = [ref[0] for ref in refs[: 2 * is_scaled]] or (None, None)
     head, tile = pl.program_id(0), pl.num_programs(1) - 1 - pl.program_id(1)
-    head_size, group, sliding_window = spec.head_size, spec.group, spec.sliding_window
+    group, sliding_window = spec.group, spec.sliding_window
     sequence, first_row, first_position, num_rows, num_keys = (
         tiles_ref[field, tile] for field in range(5)
     )
@@ -80,7 +80,7 @@ def _kernel(
     token, member = row // padded_group, row % padded_group
     mine = (token < num_rows) & (member < group)
     q_rows = ((first_row + token) * spec.num_kv_heads + head) * group + member
-    q = tile_ops.load_rows(q_ref, q_rows, head_size, mine)
+    q = tile_ops.load_rows(q_ref, q_rows, spec.width, mine)
 
     def fold(index, carry, masked):
         positions = index * tile_tokens + jnp.arange(tile_tokens, dtype=jnp.int32)
@@ -95,13 +95,13 @@ def _kernel(
         )
 
     start, full, stop = _key_tiles(first_position, num_keys, tile_tokens, sliding_window)
-    carry = tile_ops.softmax_start(row.shape[0], head_size)
+    carry = tile_ops.softmax_start(row.shape[0], spec.width)
     q, carry = tile_ops.begin_folds(q, carry, spec)
     if sliding_window is None:
         carry = lax.fori_loop(start, full, functools.partial(fold, masked=False), carry)
     carry = lax.fori_loop(full, stop, functools.partial(fold, masked=True), carry)
     carry = tile_ops.end_folds(carry, v_scale)
-    tile_ops.store_rows(out_ref, q_rows, head_size, tile_ops.softmax_finish(carry), mine)
+    tile_ops.store_rows(out_ref, q_rows, tile_ops.softmax_finish(carry), mine)
 
 
 def _visible(key_positions, row_positions, sliding_window):

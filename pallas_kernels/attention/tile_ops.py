@@ -11,16 +11,16 @@ scores and of the output. They become float16 where the queries have 16 bits: ev
 float8_e4m3fn is one of float16 too, a pair of them takes one instruction, and bfloat16 takes three
 of a slow unit more. Queries beyond 65,504 overflow in it.
 
-Two neighbours of a scaled pool's row are loaded as one number of 16 bits, since a tensor core's
-factors are brought to their places in shared memory and registers by 16 bits at least: the values,
-which are summed over keys, one byte at a time otherwise. So rows are multiplied in two parts, their
-even and their odd columns, and a tile of such rows is a tuple of two; of others, of one.
+A scaled pool has two neighbours of a row as one number of 16 bits, since a tensor core's factors
+are brought to their places in shared memory and registers by 16 bits at least: the values, which
+are summed over keys, one byte at a time otherwise. So rows are multiplied in two parts, their even
+and their odd columns, and a tile of such rows is a tuple of two; of others, of one.
 
 Arrays are seen as matrices of rows of H elements (a free reshape outside the kernel): q's row is
 token * N + head, the pool's is (block * S + offset) * K + KV head. Tiles have power-of-two sides,
-and 16 columns at least: those past the head size are masked. A masked-out score is a large negative
-number instead of -inf, so that a row with no key yet needs no special case: what it gathers
-meanwhile is scaled by exp2(MASKED - score) = 0 as soon as it sees its first key.
+and 16 columns at least in a part: those past the head size are masked. A masked-out score is a
+large negative number instead of -inf, so that a row with no key yet needs no special case: what it
+gathers meanwhile is scaled by exp2(MASKED - score) = 0 as soon as it sees its first key.
 """
 
 import dataclasses
@@ -32,8 +32,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.kv_cache.triton import zero_for
-from pallas_kernels.types import FP8
+from pallas_kernels.types import even_and_odd
 
 MASKED = -1e30
 _LOG2_E = math.log2(math.e)
@@ -53,21 +52,18 @@ class Attention:
     soft_cap: float | None
     sliding_window: int | None
     is_scaled: bool = False  # whether the pool is
-    is_paired: bool = False  # whether it is seen as numbers of 16 bits
 
     @classmethod
     def of(cls, num_heads, kv, block_tables, **more):
         """Of `num_heads` query heads over a pool."""
-        _, block_size, num_kv_heads, head_size = kv.k.shape
+        _, block_size, num_kv_heads, _ = kv.k.shape
         return cls(
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_size=head_size,
+            head_size=kv.head_size,
             block_size=block_size,
             table_width=block_tables.shape[1],
             is_scaled=kv.is_scaled,
-            # Half a narrower head would not fill a tile.
-            is_paired=kv.is_scaled and head_size % 2 == 0 and head_size >= 2 * _MIN_WIDTH,
             **more,
         )
 
@@ -76,48 +72,33 @@ class Attention:
         """Query heads a KV head."""
         return self.num_heads // self.num_kv_heads
 
-
-def matrix_of(pool, spec):
-    """A pool's keys or values as the kernels see them, [P * S * K, H], or H / 2 pairs of numbers;
-    no copy."""
-    if not spec.is_paired:
-        return pool.reshape(-1, spec.head_size)
-    return lax.bitcast_convert_type(pool.reshape(-1, spec.head_size // 2, 2), jnp.uint16)
+    @property
+    def width(self) -> int:
+        """Columns of a tile of heads: a power of two, a tensor core's in each part at least."""
+        least = 2 * _MIN_WIDTH if self.is_scaled else _MIN_WIDTH
+        return max(least, pl.next_power_of_2(self.head_size))
 
 
-def pool_of(matrix, like):
-    """The inverse of `matrix_of`, for a pool `like` the one that it is of."""
-    if matrix.dtype != like.dtype:
-        matrix = lax.bitcast_convert_type(matrix, like.dtype)
-    return matrix.reshape(like.shape)
-
-
-def tile_width(head_size):
-    """Columns of a tile of heads: the next power of two, 16 at least."""
-    return max(_MIN_WIDTH, pl.next_power_of_2(head_size))
-
-
-def load_rows(ref, rows, head_size, live=None):
-    """Tile [len(rows), tile_width(head_size)] of a matrix; zeros where not live and past the head
-    size."""
-    index, mask = _tile_index(rows, head_size, live)
+def load_rows(ref, rows, width, live=None):
+    """Tile [len(rows), width] of a matrix; zeros where not live and past the matrix' columns."""
+    index, mask = _tile_index(ref, rows, width, live)
     if mask is None:
         return plgpu.load(ref.at[index])
-    return plgpu.load(ref.at[index], mask=mask, other=zero_for(ref))
+    return plgpu.load(ref.at[index], mask=mask, other=0)
 
 
-def store_rows(ref, rows, head_size, value, live):
+def store_rows(ref, rows, value, live):
     """The inverse of `load_rows`, in ref's dtype."""
     # The interpreter writes old values back where the mask is off, over rows just written if their
     # indices meet; outside the matrix it writes nothing.
     rows = jnp.where(live, rows, ref.shape[0])
-    index, mask = _tile_index(rows, head_size, live)
+    index, mask = _tile_index(ref, rows, value.shape[1], live)
     plgpu.store(ref.at[index], value.astype(ref.dtype), mask=mask)
 
 
 def in_parts(x, spec):
-    """The parts of rows [rows, tile_width(H)]."""
-    if not spec.is_paired:
+    """The parts of rows [rows, `spec.width`]."""
+    if not spec.is_scaled:
         return (x,)
     shape = x.shape[0], x.shape[1] // 2
     return tuple(part.reshape(shape) for part in lax.split(x.reshape(*shape, 2), (1, 1), axis=2))
@@ -133,20 +114,10 @@ def whole(parts):
 
 def _load_parts(ref, rows, spec, live, dtype):
     """Parts of a tile of the pool's keys or values, in `dtype`; zeros where not live."""
-    if not spec.is_paired:
-        return (load_rows(ref, rows, spec.head_size, live).astype(dtype),)
-    pairs = load_rows(ref, rows, spec.head_size // 2, live)
-    halves = pairs.astype(jnp.uint8), (pairs >> jnp.uint16(8)).astype(jnp.uint8)
-    return tuple(lax.bitcast_convert_type(half, FP8).astype(dtype) for half in halves)
-
-
-def store_pool_rows(ref, rows, spec, value, live):
-    """The inverse of `load_rows` for a matrix of the pool."""
-    if not spec.is_paired:
-        return store_rows(ref, rows, spec.head_size, value, live)
-    parts = in_parts(lax.bitcast_convert_type(value, jnp.uint8), spec)
-    even, odd = (part.astype(jnp.uint16) for part in parts)
-    return store_rows(ref, rows, spec.head_size // 2, even | (odd << jnp.uint16(8)), live)
+    if not spec.is_scaled:
+        return (load_rows(ref, rows, spec.width, live).astype(dtype),)
+    pairs = load_rows(ref, rows, spec.width // 2, live)
+    return tuple(part.astype(dtype) for part in even_and_odd(pairs))
 
 
 def repeat_rows(x, repeats):
@@ -223,10 +194,10 @@ def _scaled(dots, spec, k_scale):
     return jnp.tanh(times(spec.scale / spec.soft_cap)) * jnp.float32(spec.soft_cap * _LOG2_E)
 
 
-def softmax_start(num_rows, head_size):
+def softmax_start(num_rows, width):
     """Running (max, sum, output) before the first key."""
     row_max = jnp.full((num_rows,), MASKED, jnp.float32)
-    out = jnp.zeros((num_rows, tile_width(head_size)), jnp.float32)
+    out = jnp.zeros((num_rows, width), jnp.float32)
     return row_max, jnp.zeros((num_rows,), jnp.float32), out
 
 
@@ -257,13 +228,12 @@ def softmax_finish(carry):
     return out / jnp.where(row_sum == 0, jnp.float32(1), row_sum)[:, None]
 
 
-def _tile_index(rows, head_size, live):
+def _tile_index(ref, rows, width, live):
     """Indices and mask of a tile: every index has the tile's full shape, as Pallas wants it."""
-    width = tile_width(head_size)
     shape = (rows.shape[0], width)
     columns = lax.broadcasted_iota(jnp.int32, shape, 1)
     mask = None if live is None else jnp.broadcast_to(live[:, None], shape)
-    if width != head_size:
-        inside = columns < head_size
+    if width != ref.shape[1]:
+        inside = columns < ref.shape[1]
         mask = inside if mask is None else mask & inside
     return (jnp.broadcast_to(rows[:, None], shape), columns), mask

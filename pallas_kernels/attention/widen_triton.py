@@ -25,7 +25,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Int32
 
 from pallas_kernels.attention.tuning import WideningConfig
-from pallas_kernels.types import LayerKV
+from pallas_kernels.types import LayerKV, fp8_numbers
 
 
 class WideBlocks(NamedTuple):
@@ -91,40 +91,42 @@ def _plan(block_tables, query_start_loc, seq_lens, block_size, room):
 
 
 def _convert(kv, source, used, dtype, config, interpret):
-    width = kv.k[0].size
-    chunk = min(config.chunk, pl.next_power_of_2(width))
+    pools = [pool.reshape(pool.shape[0], -1) for pool in kv]
+    width = pools[0].shape[1]
+    chunk = min(config.chunk // 2, pl.next_power_of_2(width))
     call = pl.pallas_call(
         functools.partial(_kernel, chunk=chunk, num_programs=config.num_programs),
-        out_shape=[jax.ShapeDtypeStruct((config.room, width), dtype)] * 2,
+        out_shape=[jax.ShapeDtypeStruct((config.room, 2 * width), dtype)] * 2,
         grid=(config.num_programs,),
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=1),
         interpret=interpret,
         name="widen_blocks",
     )
-    pools = (pool.reshape(-1, width) for pool in kv)
     wide = call(*pools, source, used)
-    return LayerKV(*(pool.reshape(-1, *kv.k.shape[1:]) for pool in wide))
+    return LayerKV(*(pool.reshape(-1, *kv.k.shape[1:3], kv.head_size) for pool in wide))
 
 
 def _kernel(k_ref, v_ref, source_ref, used_ref, wide_k_ref, wide_v_ref, *, chunk, num_programs):
     width, program = k_ref.shape[1], pl.program_id(0)
     parts = pl.cdiv(width, chunk)
-    own = jnp.arange(chunk, dtype=jnp.int32)
+    own, own_wide = (jnp.arange(size, dtype=jnp.int32) for size in (chunk, 2 * chunk))
 
     def convert(turn, none):
         item = program + turn * num_programs
         block, part = lax.div(item, jnp.int32(parts)), lax.rem(item, jnp.int32(parts))
-        columns = part * chunk + own
-        mask = None if width % chunk == 0 else columns < width
+        columns, wide_columns = part * chunk + own, part * 2 * chunk + own_wide
+        mask, wide_mask = None, None
+        if width % chunk:
+            mask, wide_mask = columns < width, wide_columns < 2 * width
         row = jnp.full_like(columns, source_ref[block])
-        target = jnp.full_like(columns, block), columns
-        pairs = (k_ref, wide_k_ref), (v_ref, wide_v_ref)
+        target = jnp.full_like(wide_columns, block), wide_columns
         loaded = [
-            plgpu.load(ref.at[row, columns], mask=mask, other=None if mask is None else 0.0)
-            for ref, _ in pairs
+            plgpu.load(ref.at[row, columns], mask=mask, other=None if mask is None else 0)
+            for ref in (k_ref, v_ref)
         ]
-        for (_, wide_ref), tile in zip(pairs, loaded, strict=True):
-            plgpu.store(wide_ref.at[target], tile.astype(wide_ref.dtype), mask=mask)
+        for wide_ref, tile in zip((wide_k_ref, wide_v_ref), loaded, strict=True):
+            wide = fp8_numbers(tile, wide_ref.dtype)
+            plgpu.store(wide_ref.at[target], wide, mask=wide_mask)
         return none
 
     turns = lax.div(used_ref[0] * parts - program + (num_programs - 1), jnp.int32(num_programs))

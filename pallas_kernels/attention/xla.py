@@ -22,6 +22,7 @@ from jax import lax
 
 from pallas_kernels.attention.tiles import first_tiles, tile_map
 from pallas_kernels.kv_cache.xla import rope_write_kv
+from pallas_kernels.types import fp8_numbers
 
 _CHUNK = 128  # keys a loop step: scores of 128 columns keep a CPU's GEMMs busy
 
@@ -159,7 +160,10 @@ def _gather(kv, tables, first_block, num_blocks):
     """Keys and values [B, C, K, H] of `num_blocks` columns of the block tables, in float32."""
     blocks = lax.dynamic_slice_in_dim(tables, first_block, num_blocks, axis=1)
     shape = (tables.shape[0], num_blocks * kv.k.shape[1], *kv.k.shape[2:])
-    return (pool[blocks].reshape(shape).astype(jnp.float32) for pool in kv)
+    rows = (pool[blocks].reshape(shape) for pool in kv)
+    if kv.is_scaled:
+        return (fp8_numbers(pairs, jnp.float32) for pairs in rows)
+    return (own.astype(jnp.float32) for own in rows)
 
 
 def _online_softmax(carry, q, keys, values, mask, soft_cap):

@@ -26,12 +26,12 @@ def write_kv(
     """Store new tokens' keys and values, token t in slot `slot_mapping[t]` = block * S + offset.
 
     Padding tokens go to the null block (slots 0 to S - 1); a slot outside the pool is dropped. Two
-    tokens may share a slot in the null block only. A float8_e4m3fn pool stores what `KVScales`
-    tells, with `scales` of one if none are given. Returns the pool, updated in place if donated.
+    tokens may share a slot in the null block only. A pool in FP8 stores what `KVScales` tells,
+    with `scales` of one if none are given. Returns the pool, updated in place if donated.
 
     Raises:
         ValueError: shapes that do not fit the pool, or scales for a pool that has none.
-        TypeError: k or v not of the pool's dtype; for a float8_e4m3fn pool not bfloat16, float16 or
+        TypeError: k or v not of the pool's dtype; for a pool in FP8 not bfloat16, float16 or
             float32.
     """
     check_write(kv, k, v, slot_mapping)
@@ -114,7 +114,7 @@ def copy_blocks(
 
 
 def _launch(op, kv, backend):
-    facts = {"head_size": kv.k.shape[3], "itemsize": kv.k.dtype.itemsize}
+    facts = {"head_size": kv.head_size, "itemsize": kv.itemsize}
     config = triton.move_config(op, **facts, device_kind=device_kind(backend))
     return {"config": config, "interpret": backend is Backend.INTERPRET}
 
@@ -146,6 +146,11 @@ def check_rope(qkv, kv, angles, norms, dtype):
         raise ValueError(
             f"head size {head_size} (kv.k.shape[3]) must be even: channels are rotated in pairs"
         )
+    if kv.is_scaled and head_size % 4:
+        raise ValueError(
+            f"head size {head_size} (2 * kv.k.shape[3]) must be a multiple of 4: channels are "
+            "rotated by halves, and either half is stored in pairs of FP8"
+        )
     if qkv.shape[3] != head_size:
         raise ValueError(
             f"qkv has head size {qkv.shape[3]} and the pool {head_size}; they must be equal"
@@ -168,7 +173,8 @@ def check_copy(pool, src, dst):
     """Every layer has the same pool shape, every source a destination."""
     if not pool:
         raise ValueError("pool has no layers; pass one LayerKV a layer")
-    sizes = checks.check_pool(pool[0], "pool[0]")
+    checks.check_pool(pool[0], "pool[0]")
+    sizes = dict(zip("PSKH", pool[0].k.shape, strict=True))
     for index, layer in enumerate(pool[1:], 1):
         checks.check_array(f"pool[{index}].k", layer.k, "[P, S, K, H]", pool[0].k.dtype, **sizes)
         checks.check_array(f"pool[{index}].v", layer.v, "[P, S, K, H]", pool[0].k.dtype, **sizes)

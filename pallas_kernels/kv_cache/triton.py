@@ -10,7 +10,8 @@ rope_write_kv   grid (tile of tokens, tile of heads); heads of a tile are all qu
                     q, k: normalized by 1 / rms(head) (where the model does), rounded, then rotated
                           (likewise): first * cos - second * sin, second * cos + first * sin
                     q -> rows of the result; k, v -> rows of the pool at slot_mapping[token]
-                Into a scaled pool k and v go divided by their scales, rounded (`xla.stored`).
+                Into a scaled pool k and v go divided by their scales, rounded, in pairs
+                (`xla.stored`), of which either half has a whole number.
                 A head's halves are tiles of their own, since what is rotated together lies H / 2
                 apart and values in registers cannot be sliced.
 copy_blocks     grid (pair, chunk of a block, array); `array` runs over the K and V pools of all
@@ -51,12 +52,6 @@ class RopeConfig:
     num_warps: int = 4
 
 
-def zero_for(ref) -> int | float:
-    """What a masked load from `ref` gives where it loads nothing: Pallas Triton makes float8_e4m3fn
-    numbers of others alone, not of integers."""
-    return 0.0 if ref.dtype == jnp.float8_e4m3fn else 0
-
-
 def move_config(op: str, *, head_size: int, itemsize: int, device_kind: str = "") -> MoveConfig:
     """For `op`, "write" or "copy": 2,048 elements a program keep any GPU's memory busy."""
     return tuning.tuned(op, head_size, itemsize, device_kind, MoveConfig())
@@ -72,7 +67,7 @@ def write_kv(kv, k, v, slot_mapping, scales, *, config: MoveConfig, interpret: b
     """See the public entry of the same name."""
     num_tokens, width = k.shape[0], k.shape[1] * k.shape[2]
     chunk = min(config.chunk, pl.next_power_of_2(width))
-    pools = [pool.reshape(-1, width) for pool in kv]
+    pools = [pool.reshape(-1, pool.shape[2] * pool.shape[3]) for pool in kv]
     call = pl.pallas_call(
         functools.partial(_write_kernel, chunk=chunk),
         out_shape=[jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools],
@@ -95,12 +90,14 @@ def _write_kernel(_, __, k_ref, v_ref, slots_ref, *refs, chunk):
     inside = columns < k_ref.shape[1]
     valid = (slot >= 0) & (slot < pool_k_ref.shape[0])
     source = (jnp.full_like(columns, token), columns)
-    target = (jnp.full_like(columns, jnp.where(valid, slot, 0)), columns)
     scales = [ref[0] for ref in scale_refs] or (None, None)
     given = (k_ref, v_ref), (pool_k_ref, pool_v_ref), scales
     for new_ref, pool_ref, scale in zip(*given, strict=True):
         row = plgpu.load(new_ref.at[source], mask=inside, other=0)
-        plgpu.store(pool_ref.at[target], stored(row, pool_ref.dtype, scale), mask=inside & valid)
+        row = stored(row, pool_ref.dtype, scale)
+        own = pl.program_id(1) * row.size + jnp.arange(row.size, dtype=jnp.int32)
+        target = jnp.full_like(own, jnp.where(valid, slot, 0)), own
+        plgpu.store(pool_ref.at[target], row, mask=(own < pool_ref.shape[1]) & valid)
 
 
 def rope_write_kv(
@@ -113,7 +110,7 @@ def rope_write_kv(
     # What divides the KV heads divides the query heads too, so that a tile's are of one kind.
     tile_heads = min(config.tile_rows, num_kv_heads & -num_kv_heads)
     tile_tokens = config.tile_rows // tile_heads
-    pools = [pool.reshape(-1, head_size) for pool in kv]
+    pools = [pool.reshape(-1, pool.shape[3]) for pool in kv]
     q_shape = jax.ShapeDtypeStruct((num_tokens * num_heads, head_size), dtype)
     call = pl.pallas_call(
         functools.partial(
@@ -273,8 +270,6 @@ def _copy_kernel(src_ref, dst_ref, *refs, chunk):
         @pl.when(pl.program_id(2) == index)
         def _(pool_ref=pool_ref):
             rows = plgpu.load(
-                pool_ref.at[jnp.full_like(columns, source), columns],
-                mask=moves,
-                other=zero_for(pool_ref),
+                pool_ref.at[jnp.full_like(columns, source), columns], mask=moves, other=0
             )
             plgpu.store(pool_ref.at[jnp.full_like(columns, target), columns], rows, mask=moves)

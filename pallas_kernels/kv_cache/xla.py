@@ -1,8 +1,8 @@
 """Writes and copies in the KV pool in plain XLA.
 
 Writes are in place where the pool is donated, but for bfloat16 on a CPU: XLA's CPU compiler has no
-bfloat16 scatter (nor dynamic update) and converts the whole pool to float32 and back, and one of
-float8_e4m3fn to float16 and back. Keep pools on a CPU in float32 or float16.
+bfloat16 scatter (nor dynamic update) and converts the whole pool to float32 and back. Keep pools on
+a CPU in another dtype.
 """
 
 import jax
@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from pallas_kernels.gemm.fp8 import to_fp8
 from pallas_kernels.gemm.xla import sum_partials
 from pallas_kernels.norm import rms_norm
-from pallas_kernels.types import LayerKV
+from pallas_kernels.types import LayerKV, fp8_pairs
 
 
 def stored(x, dtype, scale):
     """Keys or values as a pool of `dtype` has them, which is scaled if there is a `scale`."""
-    return x.astype(dtype) if scale is None else to_fp8(x, scale)
+    return x.astype(dtype) if scale is None else fp8_pairs(to_fp8(x, scale))
 
 
 def write_kv(kv, k, v, slot_mapping, scales=None):

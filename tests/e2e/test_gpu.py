@@ -118,21 +118,26 @@ def test_samples_are_what_their_seeds_give_alone(engines: Engines):
     check_same(sharing.generate(prompt, own)[0].outputs, alone(apart, prompt, own))
 
 
-@pytest.mark.parametrize(("kv_cache_dtype", "name"), [("auto", "bf16"), ("fp8", "f8e4m3fn")])
-def test_no_step_copies_the_pool(engines: Engines, kv_cache_dtype: str, name: str):
-    """One in FP8 neither where kernels see its numbers in pairs."""
-    engine = engines(dtype="bfloat16", kv_cache_dtype=kv_cache_dtype)
-    model, runtime = engine.model_config, engine.runtime_config
-    shape = runtime.num_blocks, runtime.block_size, model.num_kv_heads, model.head_size
-    pattern = f"{name}[{','.join(map(str, shape))}]"
-    programs = engine._runner.programs.items()
-    for program in (
-        it for (kind, _), it in programs if kind in ("decode", "decode_burst", "prefill")
-    ):
-        text = program.as_text()
-        assert pattern in text
-        copies = [line for line in text.splitlines() if pattern in line and " copy(" in line]
-        assert not copies
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "name", "in_one"), [("auto", "bf16", 1), ("fp8", "u16", 2)]
+)
+def test_no_step_copies_the_pool(engines: Engines, kv_cache_dtype: str, name: str, in_one: int):
+    """Nor computes anything of its size on the way: what steps need for a while does not grow with
+    it."""
+    needed = []
+    for num_blocks in (129, 100_000):
+        engine = engines(dtype="bfloat16", kv_cache_dtype=kv_cache_dtype, num_blocks=num_blocks)
+        model, programs = engine.model_config, engine._runner.programs.items()
+        row = engine.runtime_config.block_size, model.num_kv_heads, model.head_size // in_one
+        pattern = f"{name}[{','.join(map(str, (num_blocks, *row)))}]"
+        steps = {key: it for key, it in programs if key[0] in ("decode", "decode_burst", "prefill")}
+        for program in steps.values():
+            lines = [line for line in program.as_text().splitlines() if pattern in line]
+            assert lines
+            assert not [line for line in lines if " copy(" in line]
+        needed.append({key: it.memory_analysis().temp_size_in_bytes for key, it in steps.items()})
+    assert needed[0].keys() == needed[1].keys()
+    assert max(needed[1][key] - needed[0][key] for key in needed[0]) < num_blocks * np.prod(row)
 
 
 @pytest.mark.parametrize(("kv_cache_dtype", "bound"), [("auto", 0.1), ("fp8", 0.2)])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import Backend, KVScales, LayerKV
+from tests.reference import kernels as reference
 
 IMPLEMENTATIONS = [
     Backend.XLA,
@@ -19,10 +20,16 @@ F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 F8 = jnp.float8_e4m3fn
 
 
+def in_pool(x, dtype):
+    """An array as a pool of `dtype` has it: numbers of `F8` in pairs."""
+    narrow = np.asarray(x).astype(dtype)
+    return jnp.asarray(reference.paired(narrow) if dtype == F8 else narrow)
+
+
 @dataclass(frozen=True)
 class Case:
     """One ragged batch; `lens` are (tokens in all, tokens new in this step) of each sequence, and
-    `scales` those of a float8_e4m3fn pool; without any the pool has the queries' dtype."""
+    `scales` those of a pool in FP8; without any the pool has the queries' dtype."""
 
     dtype: Any = F32
     head_size: int = 64
@@ -94,8 +101,8 @@ def build(case, seed=0):
             positions = np.arange(length)
             slots = table[positions // case.block_size], positions % case.block_size
             pool[slots] = rng.standard_normal((length, *shape[2:]))
-        narrow = F8 if case.scales else case.dtype
-        pools.append((jnp.asarray(pool) / jnp.float32(scale)).astype(narrow))
+        quotients = jnp.asarray(pool) / jnp.float32(scale)
+        pools.append(in_pool(quotients, F8 if case.scales else case.dtype))
     starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
     rows = (case.heads[0], case.head_size)
     q_decode = rng.standard_normal((len(seq_lens), *rows))

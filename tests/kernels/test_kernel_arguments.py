@@ -4,7 +4,7 @@ from functools import partial
 
 import jax.numpy as jnp
 import pytest
-from kernel_cases import BF16, F8, F32
+from kernel_cases import BF16, F8, F32, in_pool
 
 from pallas_kernels import (
     Backend,
@@ -26,7 +26,7 @@ def _ints(*shape):
 
 
 def _pool(num_blocks=4, block_size=16, num_kv_heads=2, head_size=64, dtype=F32):
-    pool = jnp.zeros((num_blocks, block_size, num_kv_heads, head_size), dtype)
+    pool = in_pool(jnp.zeros((num_blocks, block_size, num_kv_heads, head_size)), dtype)
     return LayerKV(pool, pool)
 
 
@@ -90,7 +90,9 @@ TYPE_ERRORS = {
     "q has dtype bfloat16": {"q": jnp.zeros((3, 4, 64), BF16)},
     "seq_lens has dtype int8": {"lens": jnp.zeros((3,), jnp.int8)},
     "q has dtype float8_e4m3fn": {"q": jnp.zeros((3, 4, 64), F8), "kv": _pool(dtype=F8)},
-    "kv.k has dtype float8_e5m2": {"kv": _pool(dtype=jnp.float8_e5m2)},
+    "kv.k has dtype float8_e4m3fn; give its numbers in pairs": {
+        "kv": LayerKV(jnp.zeros((4, 16, 2, 64), F8), _pool().v)
+    },
 }
 
 
@@ -110,7 +112,7 @@ def test_scales_are_those_of_a_float8_pool():
     assert checks.pool_scales(_pool(), None) is None
     assert checks.pool_scales(_pool(dtype=F8), None) == (1, 1)
     assert checks.pool_scales(_pool(dtype=F8), KVScales(one, 2 * one)) == (1, 2)
-    with pytest.raises(ValueError, match="scales are given for a pool of bfloat16; only one of"):
+    with pytest.raises(ValueError, match="scales are given for a pool of bfloat16; only one in"):
         checks.pool_scales(_pool(dtype=BF16), KVScales(one, one))
     with pytest.raises(ValueError, match=r"scales\.v has shape \(2,\); it must be \[1\]"):
         checks.pool_scales(_pool(dtype=F8), KVScales(one, jnp.ones(2, F32)))
@@ -165,6 +167,8 @@ def test_rope_write_wants_the_pools_heads():
         check(good[:, :, :7])
     with pytest.raises(ValueError, match=r"head size 5 .* must be even"):
         check(good[..., :5], kv=_pool(head_size=5))
+    with pytest.raises(ValueError, match=r"head size 6 .* must be a multiple of 4: .* of FP8"):
+        check(good[..., :6], kv=_pool(head_size=6, dtype=F8))
     with pytest.raises(ValueError, match="head size 32 and the pool 64"):
         check(good[..., :32])
     with pytest.raises(ValueError, match=r"angles\[1\] has shape \(2, 32\)"):

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import BF16, F8, F16, F32, IMPLEMENTATIONS, require
+from kernel_cases import BF16, F8, F16, F32, IMPLEMENTATIONS, in_pool, require
 
 from pallas_kernels import (
+    FP8_PAIR,
     Backend,
     HeadNorms,
     KVScales,
@@ -25,11 +26,11 @@ from tests.reference import kernels as reference
 SHAPES = [(F32, 8, 2, 80), (BF16, 16, 3, 64), (F16, 128, 1, 256), (BF16, 24, 32, 128)]
 SHAPES += [(F32, 8, 1, 1), (BF16, 8, 2, 5), (F16, 16, 3, 8), (BF16, 8, 2, 12), (F32, 8, 2, 24)]
 SHAPES += [(F32, 1, 2, 5), (BF16, 4, 2, 64), (F16, 256, 2, 80), (F16, 1, 1, 1)]
-COPIED = [*SHAPES, (F8, 16, 2, 64), (F8, 8, 3, 5), (F8, 1, 1, 1)]
+COPIED = [*SHAPES, (F8, 16, 2, 64), (F8, 8, 3, 6), (F8, 1, 1, 2)]
 
 
 def _pool(rng, dtype, *shape):
-    return LayerKV(*(jnp.asarray(rng.standard_normal(shape), dtype) for _ in range(2)))
+    return LayerKV(*(in_pool(rng.standard_normal(shape), dtype) for _ in range(2)))
 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
@@ -48,30 +49,34 @@ def test_write_kv(dtype, block_size, num_kv_heads, head_size, backend):
 
 
 def _bits(array):
-    """Of float8_e4m3fn numbers, with one NaN and one zero."""
-    wide, bits = np.asarray(array).astype(np.float32), np.asarray(array).view(np.uint8)
+    """Of float8_e4m3fn numbers, in pairs or not, with one NaN and one zero."""
+    numbers = reference.unpaired(array)
+    wide, bits = numbers.astype(np.float32), numbers.view(np.uint8)
     return np.where(np.isnan(wide), np.uint8(0x7F), np.where(wide == 0, np.uint8(0), bits))
 
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 @pytest.mark.parametrize("scales", [None, (0.5, 4.0), (3.0, 0.07)])
-@pytest.mark.parametrize("dtype", [BF16, F16, F32])
-def test_a_float8_pool_stores_quotients(dtype, scales, backend):
+@pytest.mark.parametrize(
+    ("dtype", "heads"), [(BF16, (3, 24)), (F16, (3, 2)), (F32, (3, 6)), (BF16, (17, 128))]
+)
+def test_a_float8_pool_stores_quotients(dtype, heads, scales, backend):
     """On a GPU a quotient may be an ulp off, which decides where it lies between two numbers."""
     require(backend)
     rng = np.random.default_rng(3)
-    kv = _pool(rng, F8, 5, 8, 3, 24)
-    k, v = (jnp.asarray(rng.standard_normal((4, 3, 24)) * 200, dtype) for _ in range(2))
+    kv = _pool(rng, F8, 5, 8, *heads)
+    k, v = (jnp.asarray(rng.standard_normal((4, *heads)) * 200, dtype) for _ in range(2))
     slots = jnp.asarray([8, 39, -1, 40], jnp.int32)
     given = scales and KVScales(*(jnp.full(1, scale, F32) for scale in scales))
     k_scale, v_scale = scales or (1.0, 1.0)
-    narrow = reference.float8(k, k_scale), reference.float8(v, v_scale)
-    want = reference.write_kv(kv, *narrow, slots)
+    narrow_k, narrow_v = reference.float8(k, k_scale), reference.float8(v, v_scale)
+    narrow_k, narrow_v = reference.paired(narrow_k), reference.paired(narrow_v)
+    want = reference.write_kv(kv, narrow_k, narrow_v, slots)
     got = jax.jit(lambda *a, scales: write_kv(*a, scales=scales, backend=backend))(
         kv, k, v, slots, scales=given
     )
     for a, b in zip(got, want, strict=True):
-        assert a.dtype == F8
+        assert a.dtype == FP8_PAIR
         differ = _bits(a) != _bits(b)
         assert not differ.any() or (backend is Backend.TRITON and differ.mean() < 0.01)
 
@@ -79,7 +84,7 @@ def test_a_float8_pool_stores_quotients(dtype, scales, backend):
 def _stored_by(op, values, scales, backend):
     """What an op stores of the keys and values [T, 1, H], token t in slot t."""
     num_tokens, _, size = values.shape
-    kv = LayerKV(*(jnp.zeros((num_tokens, 1, 1, size), F8) for _ in range(2)))
+    kv = LayerKV(*(in_pool(np.zeros((num_tokens, 1, 1, size)), F8) for _ in range(2)))
     scales = KVScales(*(jnp.full(1, scale, F32) for scale in scales))
     slots = jnp.arange(num_tokens, dtype=jnp.int32)
     if op == "write":
@@ -113,21 +118,23 @@ def test_every_number_is_rounded_alike(op, scales, backend):
 
 @pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 @pytest.mark.parametrize("with_norms", [True, False])
-@pytest.mark.parametrize("num_partials", [1, 3])
-def test_rotated_keys_go_into_a_float8_pool_as_into_another(num_partials, with_norms, backend):
+@pytest.mark.parametrize(("num_partials", "size"), [(1, 24), (3, 24), (1, 4), (1, 128)])
+def test_rotated_keys_go_into_a_float8_pool_as_into_another(
+    num_partials, size, with_norms, backend
+):
     """Rounded once more; queries are the same."""
     require(backend)
     rng = np.random.default_rng(4)
-    shape, slots = (num_partials, 5, 6 + 2 * 2, 24), jnp.asarray([8, 39, -1, 40, 3], jnp.int32)
+    shape, slots = (num_partials, 5, 6 + 2 * 2, size), jnp.asarray([8, 39, -1, 40, 3], jnp.int32)
     qkv = jnp.asarray(rng.standard_normal(shape), BF16 if num_partials == 1 else F32)
-    turns = jnp.asarray(rng.uniform(-9, 9, (5, 12)), F32)
-    q_weight, k_weight = (jnp.asarray(rng.standard_normal(24), BF16) for _ in range(2))
+    turns = jnp.asarray(rng.uniform(-9, 9, (5, size // 2)), F32)
+    q_weight, k_weight = (jnp.asarray(rng.standard_normal(size), BF16) for _ in range(2))
     norms = HeadNorms(q_weight, k_weight, 1e-3)
     scales = KVScales(jnp.full(1, 0.03125, F32), jnp.full(1, 2.0, F32))
     options = {"norms": norms if with_norms else None, "dtype": BF16, "backend": backend}
 
     def run(dtype, **more):
-        kv = LayerKV(*(jnp.zeros((5, 8, 2, 24), dtype) for _ in range(2)))
+        kv = LayerKV(*(in_pool(np.zeros((5, 8, 2, size)), dtype) for _ in range(2)))
         angles = jnp.cos(turns), jnp.sin(turns)
         write = partial(rope_write_kv, **options, **more)
         return jax.jit(write)(qkv, kv, slots, angles)
@@ -166,10 +173,10 @@ def test_nothing_to_move(backend):
 def test_pool_is_updated_in_place(op, dtype, backend):
     """With the pool donated, the optimised program holds no copy of it, nor an allocation."""
     require(backend)
-    if backend is Backend.XLA and dtype in (BF16, F8):
+    if backend is Backend.XLA and dtype is BF16:
         pytest.skip("XLA's CPU compiler has no such scatter; see kv_cache/xla.py")
     shape = (16, 16, 2, 64)
-    kv = LayerKV(*(jnp.zeros(shape, dtype) for _ in range(2)))
+    kv = LayerKV(*(in_pool(np.zeros(shape), dtype) for _ in range(2)))
     indices = jnp.asarray([3, 18, 35], jnp.int32)
     if op == "write":
         rows = jnp.ones((3, 2, 64), BF16 if dtype is F8 else dtype)
@@ -179,7 +186,7 @@ def test_pool_is_updated_in_place(op, dtype, backend):
         run = jax.jit(lambda *arrays: copy_blocks(*arrays, backend=backend), donate_argnums=0)
         arguments = ((kv,), jnp.asarray([1, 2], jnp.int32), jnp.asarray([3, 4], jnp.int32))
     compiled: Any = run.lower(*arguments).compile()
-    pool_copy = r"f\d\w*\[(16,16,2,64|256,128|16,2048|512,64)\]\S* copy"
+    pool_copy = rf"\w+\[(16,16,2,{kv.k.shape[3]}|256,\d+|16,\d{{4}}|512,\d+)\]\S* copy"
     assert not re.search(pool_copy, compiled.as_text())
     assert compiled.memory_analysis().alias_size_in_bytes >= 2 * kv.k.nbytes
     assert compiled.memory_analysis().temp_size_in_bytes < kv.k.nbytes

@@ -22,6 +22,7 @@ from pallas_kernels import (
     LayerKV,
     add_rms_norm,
     copy_blocks,
+    fp8_pairs,
     gated_gemm,
     gated_silu,
     greedy_scores,
@@ -54,8 +55,13 @@ def _ints(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
+def _pool(dtype, *shape):
+    of_pool = jax.eval_shape(lambda: fp8_pairs(jnp.zeros(shape, F8)))
+    return LayerKV(*(of_pool if dtype == F8 else _floats(dtype, *shape) for _ in range(2)))
+
+
 def _operations(dtype, head_size, block_size=S, pool_dtype=None):
-    kv = LayerKV(*(_floats(pool_dtype or dtype, P, block_size, K, head_size) for _ in range(2)))
+    kv = _pool(pool_dtype or dtype, P, block_size, K, head_size)
     rows = _floats(dtype, T, K, head_size)
     options = {"scale": 0.1, "backend": Backend.TRITON}
     extras = {"soft_cap": 3.0, "sliding_window": 20}
@@ -118,7 +124,7 @@ def _operations(dtype, head_size, block_size=S, pool_dtype=None):
     }
 
 
-@pytest.mark.parametrize("head_size", [24, 64, 128, pytest.param(256, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("head_size", [4, 24, 64, 128, pytest.param(256, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 def test_ops_over_a_float8_pool_lower_to_one_triton_kernel(dtype, head_size):
     """Prefill attention by Hopper's own is two, one of which widens the blocks that it reads; the
@@ -136,7 +142,7 @@ def test_ops_over_a_float8_pool_lower_to_one_triton_kernel(dtype, head_size):
 
 def test_prompts_that_may_have_no_room_to_be_widened_are_left_to_the_triton_kernel():
     """Where a step's block tables have more entries than there is room for."""
-    kv = LayerKV(*(_floats(F8, P, S, 8, 128) for _ in range(2)))
+    kv = _pool(F8, P, S, 8, 128)
     run = partial(paged_prefill_attention, scale=0.1, backend=Backend.TRITON)
     for width, expected in (
         (29, ["mosaic_gpu", "triton"]),
@@ -148,7 +154,7 @@ def test_prompts_that_may_have_no_room_to_be_widened_are_left_to_the_triton_kern
 
 def test_scales_are_inputs_of_the_kernels():
     """So that layers whose scales differ are one program."""
-    kv = LayerKV(*(_floats(F8, P, S, K, 64) for _ in range(2)))
+    kv = _pool(F8, P, S, K, 64)
     scales, q = KVScales(_floats(F32, 1), _floats(F32, 1)), _floats(BF16, B, N, 64)
 
     def run(q, kv, tables, lens, scales):

@@ -10,7 +10,7 @@ from flax import nnx
 
 from jpaged.models.attention import AttentionInputs
 from jpaged.models.decoder import Decoder
-from pallas_kernels import Backend, LayerKV
+from pallas_kernels import FP8, Backend, LayerKV, fp8_pairs
 
 NUM_SEQS, NUM_TOKENS = 4, 32  # the rows of a decode step, the tokens of a prefill step
 BLOCK_SIZE, TABLE_WIDTH = 8, 6
@@ -30,7 +30,11 @@ def poisoned_pool(model: Decoder, dtype) -> tuple[LayerKV, ...]:
     """A pool of NaN: a read of a slot that was never written shows."""
     config = model.config
     shape = (NUM_BLOCKS, BLOCK_SIZE, config.num_kv_heads, config.head_size)
-    make = partial(jnp.full, shape, jnp.nan, dtype)
+
+    def make():
+        numbers = jnp.full(shape, jnp.nan, dtype)
+        return fp8_pairs(numbers) if dtype == FP8 else numbers
+
     return tuple(LayerKV(make(), make()) for _ in range(config.num_layers))
 
 
@@ -53,13 +57,14 @@ class Harness:
     def __init__(self, model: Decoder, *, pool_dtype=jnp.float32, seed: int = 0):
         self.graphdef, self.state = nnx.split(model)
         self.pool = poisoned_pool(model, pool_dtype)
+        self.poison = jnp.array(self.pool[0].k[0])
         self.free = list(np.random.RandomState(seed).permutation(np.arange(1, NUM_BLOCKS)))
 
     def release(self, sequence: PagedSequence) -> None:
         """Takes the sequence's blocks back and poisons them."""
         freed, sequence.blocks, sequence.computed = sequence.blocks, [], 0
         index = jnp.asarray(freed, jnp.int32)
-        self.pool = jax.tree.map(lambda x: x.at[index].set(jnp.nan), self.pool)
+        self.pool = jax.tree.map(lambda x: x.at[index].set(self.poison), self.pool)
         self.free = freed + self.free
 
     def step(self, work: list[tuple[PagedSequence, int]]) -> list[np.ndarray]:

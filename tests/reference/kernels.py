@@ -76,6 +76,18 @@ def write_kv(kv, k, v, slot_mapping):
     return pool_k, pool_v
 
 
+def paired(numbers):
+    """Of float8_e4m3fn, [..., H], as a pool has them: [..., H / 2] of uint16, the even column's in
+    the low byte."""
+    return np.ascontiguousarray(numbers).view("<u2")
+
+
+def unpaired(pool):
+    """The numbers of a pool, in pairs or not."""
+    pool = np.asarray(pool)
+    return pool.view(ml_dtypes.float8_e4m3fn) if pool.dtype == np.uint16 else pool
+
+
 def float8(x, scale):
     """x / scale, rounded to the nearest float8_e4m3fn number, and to 448 beyond it."""
     quotient = np.asarray(x).astype(np.float32) / np.float32(scale)
@@ -242,8 +254,7 @@ def _gather(kv, block_table, seq_len, scales, dtype):
     block_size = kv[0].shape[1]
     positions = np.arange(seq_len)
     blocks = np.asarray(block_table)[positions // block_size]
-    keys = np.asarray(kv[0])[blocks, positions % block_size]
-    values = np.asarray(kv[1])[blocks, positions % block_size]
+    keys, values = (unpaired(np.asarray(pool)[blocks, positions % block_size]) for pool in kv)
     k_scale, v_scale = (np.asarray(scale).astype(dtype) for scale in scales)
     return keys.astype(dtype) * k_scale, values.astype(dtype) * v_scale
 
