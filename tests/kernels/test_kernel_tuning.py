@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels import tuning
 from pallas_kernels.attention import tuning as attention_tuning
-from pallas_kernels.attention.tile_ops import tile_width
+from pallas_kernels.attention.tile_ops import Attention
 from pallas_kernels.gemm import tuning as gemm_tuning
 from pallas_kernels.gemm.tuning import Gemm
 from pallas_kernels.kv_cache import triton as kv_cache_triton
@@ -61,7 +61,24 @@ def test_tiles_are_powers_of_two_within_limits(itemsize):
 
 def test_heads_have_tiles_of_powers_of_two_that_tensor_cores_take():
     widths = {1: 16, 8: 16, 12: 16, 16: 16, 24: 32, 64: 64, 80: 128, 96: 128, 128: 128, 200: 256}
-    assert {size: tile_width(size) for size in widths} == widths
+    assert {size: _attention(size).width for size in widths} == widths
+    assert {size: _attention(size, is_scaled=True).width for size in widths} == {
+        size: max(width, 32) for size, width in widths.items()
+    }
+
+
+def _attention(head_size: int, *, is_scaled: bool = False) -> Attention:
+    return Attention(
+        num_heads=2,
+        num_kv_heads=1,
+        head_size=head_size,
+        block_size=16,
+        table_width=1,
+        scale=1.0,
+        soft_cap=None,
+        sliding_window=None,
+        is_scaled=is_scaled,
+    )
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
