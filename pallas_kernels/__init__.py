@@ -19,7 +19,6 @@ from pallas_kernels.attention import (
     rope_decode_attention,
 )
 from pallas_kernels.gemm import (
-    FP8_LEAST,
     block_scaled_gated_gemm,
     block_scaled_gemm,
     einsum,
@@ -47,6 +46,7 @@ from pallas_kernels.truncation import truncation_mask
 from pallas_kernels.types import (
     FP8,
     FP8_GROUP,
+    FP8_LEAST,
     FP8_MAX,
     FP8_PAIR,
     Backend,

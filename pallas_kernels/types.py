@@ -16,6 +16,10 @@ FP8 = jnp.float8_e4m3fn
 FP8_MAX = 448.0
 """The largest of them."""
 
+FP8_LEAST = 1e-30
+"""The least maximum that a scale is made for: numbers below are as good as zeros, and the scale
+stays a normal float32."""
+
 FP8_PAIR = jnp.uint16
 """The dtype of a pool in FP8: two neighbours of a head, that of the even column in the low byte.
 

@@ -66,7 +66,8 @@ class Format(Protocol):
         ...
 
     def given_scales(self, linear: Any) -> Float32[Array, "parts"] | None:
-        """Of which all rows have the largest in FP8; None: each has its own."""
+        """The static scales of its rows, one a part: all rows take the largest. None: each row has
+        a scale of its own."""
         ...
 
     def partials(self, linear: Any, x: Rows, backend: Backend) -> Float[Array, "parts T size_out"]:

@@ -72,7 +72,7 @@ class Linear(nnx.Module):
 
     @property
     def given_scales(self) -> Float32[Array, "parts"] | None:
-        """Of which all rows have the largest in FP8; None: each has its own."""
+        """See `Format`."""
         return self.format.given_scales(self)
 
     def __call__(

@@ -197,7 +197,7 @@ def held_pieces(
     found, before, own_before = [], 0, 0
     for size, own_size in parts or [(whole[axis], own[axis])]:
         shape = (*whole[:axis], own_size, *whole[axis + 1 :])
-        # Of what several devices have the same of, each begins where the first one does.
+        # Devices that have a part together, as a KV head, all begin where it does.
         start = before + place * size // count // own_size * own_size
         found.append(Piece(at(start), at(own_before), shape))
         before, own_before = before + size, own_before + own_size

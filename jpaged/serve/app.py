@@ -227,6 +227,7 @@ class App:
         prefix: str,
         **how: Any,
     ) -> Response:
+        """Read a body, check what it asks, and begin its answer in the endpoint's words."""
         serving = self._serving
         config = serving.config
         serving.check_engine()

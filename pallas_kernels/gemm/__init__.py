@@ -11,7 +11,6 @@ from jaxtyping import Array, Float, Float32
 
 from pallas_kernels import checks
 from pallas_kernels.gemm import fp8, fp8_hopper, fp8_triton, hopper, triton, tuning, xla
-from pallas_kernels.gemm.fp8_triton import FP8_LEAST as FP8_LEAST
 from pallas_kernels.gemm.xla import einsum as einsum
 from pallas_kernels.gemm.xla import sum_partials as sum_partials
 from pallas_kernels.tuning import device_kind, has_fp8, num_cores
@@ -113,11 +112,13 @@ def quantize_rows(
         backend: which implementation runs.
 
     Raises:
-        ValueError: a shape other than [T, C] or [scales]; `given` with `grouped`.
+        ValueError: a shape other than [T, C] or [scales]; `given` with `grouped` or `across`.
         TypeError: a dtype other than bfloat16, float16 or float32; other scales than float32.
     """
     checks.check_array("x", x, "[T, C]")
     check_given_scales(given, grouped=grouped)
+    if given is not None and across is not None:
+        raise ValueError("given is of all devices: leave out across")
     backend = Backend(backend)
     interpret = backend is Backend.INTERPRET
     if across is not None or not x.size or not (interpret or has_fp8(backend)):

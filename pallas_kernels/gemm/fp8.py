@@ -6,10 +6,9 @@ which rounds nothing: bfloat16 and float32 have every number of e4m3.
 
 import jax.numpy as jnp
 
-from pallas_kernels.gemm.fp8_triton import FP8_LEAST
 from pallas_kernels.gemm.xla import einsum
 from pallas_kernels.tuning import has_fp8
-from pallas_kernels.types import FP8, FP8_GROUP, FP8_MAX, Backend
+from pallas_kernels.types import FP8, FP8_GROUP, FP8_LEAST, FP8_MAX, Backend
 
 _MULTIPLE = 16
 """Of a matrix's sides, for cuBLASLt's products of such numbers."""

@@ -17,10 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.types import FP8, FP8_GROUP, FP8_MAX
-
-FP8_LEAST = 1e-30
-"""Numbers without a larger one are as good as zeros; the scale is a normal float32."""
+from pallas_kernels.types import FP8, FP8_GROUP, FP8_LEAST, FP8_MAX
 
 _WARP_ELEMENTS = 32 * 8  # 16 bytes a thread, of numbers of two bytes
 

@@ -63,8 +63,8 @@ def add_rms_norm_to_fp8(
     backend: Backend,
 ) -> tuple[Float[Array, "T D"], Float32[Array, "T groups"], Float[Array, "T D"]]:
     """`add_rms_norm`, and `quantize_rows` of the normalized rows: their numbers in FP8, the scales
-    of these (`grouped`: one for each `FP8_GROUP` numbers of a row; `given`: the largest of these),
-    and the total.
+    of these (`grouped`: one for each `FP8_GROUP` numbers of a row; with `given`: for all rows the
+    largest of those), and the total.
 
     Arguments and errors are those of `add_rms_norm` and `quantize_rows`.
     """

@@ -146,6 +146,8 @@ def test_given_scales_are_of_whole_rows():
     x, given = jnp.ones((2, 256)), jnp.ones(1)
     with pytest.raises(ValueError, match="given is of whole rows: leave out grouped"):
         quantize_rows(x, given, grouped=True, backend=Backend.XLA)
+    with pytest.raises(ValueError, match="given is of all devices: leave out across"):
+        quantize_rows(x, given, across=lambda largest: largest, backend=Backend.XLA)
     with pytest.raises(TypeError, match="given"):
         quantize_rows(x, given.astype(BF16), backend=Backend.XLA)
 

@@ -5,9 +5,11 @@ import json
 from functools import partial
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from pallas_kernels import tuning
+from pallas_kernels import FP8_PAIR, LayerKV, tuning
 from pallas_kernels.attention import tuning as attention_tuning
 from pallas_kernels.attention.tile_ops import Attention
 from pallas_kernels.gemm import tuning as gemm_tuning
@@ -61,24 +63,15 @@ def test_tiles_are_powers_of_two_within_limits(itemsize):
 
 def test_heads_have_tiles_of_powers_of_two_that_tensor_cores_take():
     widths = {1: 16, 8: 16, 12: 16, 16: 16, 24: 32, 64: 64, 80: 128, 96: 128, 128: 128, 200: 256}
-    assert {size: _attention(size).width for size in widths} == widths
-    assert {size: _attention(size, is_scaled=True).width for size in widths} == {
-        size: max(width, 32) for size, width in widths.items()
-    }
+    options = {"scale": 1.0, "soft_cap": None, "sliding_window": None}
 
+    def width(head_size: int, dtype: Any) -> int:
+        pool = LayerKV(*[jnp.zeros((2, 16, 1, head_size), dtype)] * 2)
+        return Attention.of(2, pool, np.zeros((1, 1), np.int32), **options).width
 
-def _attention(head_size: int, *, is_scaled: bool = False) -> Attention:
-    return Attention(
-        num_heads=2,
-        num_kv_heads=1,
-        head_size=head_size,
-        block_size=16,
-        table_width=1,
-        scale=1.0,
-        soft_cap=None,
-        sliding_window=None,
-        is_scaled=is_scaled,
-    )
+    assert {size: width(size, jnp.bfloat16) for size in widths} == widths
+    in_fp8 = {size: max(least, 32) for size, least in widths.items() if size % 2 == 0}
+    assert {size: width(size // 2, FP8_PAIR) for size in in_fp8} == in_fp8
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
