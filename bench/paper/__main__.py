@@ -136,6 +136,10 @@ def settings_of(args: argparse.Namespace) -> Settings:
         )
     if args.keep is not None and not args.device:
         raise ValueError(f"--keep {args.keep} is of what a device found: add --device")
+    if args.keep is not None and not args.keep.parent.is_dir():
+        raise ValueError(
+            f"--keep {args.keep}: there is no folder {args.keep.parent}; make it first"
+        )
     files = {name: getattr(args, name) for name in traces.MEAN_LENGTHS}
     given = {name: path for name, path in files.items() if path is not None}
     for path in given.values():

@@ -216,6 +216,8 @@ def figure_19a(settings: Settings) -> Figure:
     ]
     if settings.how == "simulated":
         notes.append("from the device model: block sizes that were not recorded are extrapolated")
+    else:
+        notes.append("recomputing was timed with blocks of 16 and stands for all sizes")
 
     def draw(canvas: "Canvas") -> None:
         axes = canvas.subplots()
@@ -236,8 +238,9 @@ def figure_19a(settings: Settings) -> Figure:
 def _recovery_seconds(sizes: Sequence[int], settings: Settings) -> dict[int, tuple[float, float]]:
     """By block size: seconds to compute `RECOVERED_TOKENS` again, and to swap them out and in.
 
-    On a device computing is timed with blocks of 16 alone: it reads and writes the same keys and
-    values whatever their blocks, and each size would have all of the model's programs compiled.
+    On a device computing is timed with blocks of 16 alone, since each size would have all of the
+    model's programs compiled. With blocks of less than 8, for which Hopper's kernel of prompts does
+    not run, it may take longer.
     """
     if settings.how == "simulated":
         return {size: modelled_recovery(RECOVERED_TOKENS, size) for size in sizes}

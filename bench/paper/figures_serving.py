@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
 WITH_CACHE = "ours, prefix caching"
-DATASETS = {"sharegpt": "ShareGPT", "alpaca": "Alpaca"}
 COLOURS[WITH_CACHE] = "#56b4e9"
 LABELS[WITH_CACHE] = "jpaged, prefix caching"
 
@@ -77,7 +76,7 @@ def figure_12(settings: Settings) -> Figure:
     servers = {name: SERVERS[name] for name in names}
     is_larger = is_simulated and names != ["13b"]
     for workload in settings.lengths:
-        name = DATASETS[workload]
+        name = {"sharegpt": "ShareGPT", "alpaca": "Alpaca"}[workload]
         for server, shape in servers.items():
             if settings.quick and (workload, server) not in QUICK_PANELS:
                 continue

@@ -341,6 +341,7 @@ def test_json_has_no_number_that_json_lacks(tmp_path: Path):
         (["--figure", "2", "--seeds", "-1"], "--seeds"),
         (["--figure", "12", "--models", "7b"], "--models: invalid choice: '7b'"),
         (["--figure", "12", "--keep", "a"], "--keep a is of what a device found: add --device"),
+        (["--figure", "12", "--device", "--keep", "/absent/a"], "no folder /absent; make it first"),
         (["--figure", "12", "--tolerance", "1"], "must be less than 1, not '1'"),
         (["--figure", "12", "--models", "66b", "--device"], "--models 66b: only 13b runs with"),
         (["--figure", "2", "--alpaca", "/absent.jsonl"], "cannot read the trace file '/absent"),
