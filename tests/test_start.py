@@ -58,15 +58,20 @@ def test_programs_are_built_while_the_model_loads(
     assert seen == [True]
 
 
+def gpt2(folder: Path, width: int) -> dict[str, Any]:
+    """Options of an engine with a GPT-2 of two heads in that width together."""
+    config = {"model_type": "gpt2", "vocab_size": 64, "n_embd": width, "n_head": 2, "n_layer": 1}
+    (folder / "config.json").write_text(json.dumps(config | {"n_positions": 64}))
+    how = {"skip_tokenizer_init": True, "load_format": "dummy", "compilation_cache_dir": None}
+    return {**OPTIONS, **how, "model": folder}
+
+
 def test_heads_that_the_kernels_do_not_take_are_refused_before_anything_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    config = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 528, "n_head": 2, "n_layer": 1}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"n_positions": 64}))
     loads: list[bool] = []
     load(monkeypatch, lambda: loads.append(True))
-    options = {**OPTIONS, "skip_tokenizer_init": True, "load_format": "dummy"}
-    made = EngineConfig(tmp_path, compilation_cache_dir=None, **options)
+    made = EngineConfig(**gpt2(tmp_path, 528))
     with pytest.raises(LoadingError):
         startup.build_parts(made)
     assert loads.pop()
@@ -79,15 +84,11 @@ def test_heads_that_the_kernels_do_not_take_are_refused_before_anything_is_loade
 def test_heads_that_do_not_lie_in_pairs_are_refused_before_anything_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    config = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 12, "n_head": 2, "n_layer": 1}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"n_positions": 64}))
     loads: list[bool] = []
     load(monkeypatch, lambda: loads.append(True))
-    options = {**OPTIONS, "skip_tokenizer_init": True, "load_format": "dummy"}
-    options |= {"compilation_cache_dir": None, "kv_cache_dtype": "fp8"}
     message = r"head_dim=6 .* multiples of 4, with kv_cache_dtype='fp8'"
     with pytest.raises(ValueError, match=message):
-        startup.build_parts(EngineConfig(tmp_path, **options))
+        startup.build_parts(EngineConfig(**gpt2(tmp_path, 12), kv_cache_dtype="fp8"))
     assert not loads
 
 

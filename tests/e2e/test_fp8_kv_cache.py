@@ -48,6 +48,7 @@ def test_it_answers_as_before(engines: Engines, loop: str):
         ("recompute", "synchronous"),
         pytest.param("recompute", "overlapped", marks=pytest.mark.soak),
         pytest.param("auto", "overlapped", marks=pytest.mark.soak),
+        pytest.param("auto", "synchronous", marks=pytest.mark.soak),
         pytest.param("swap", "synchronous", marks=pytest.mark.soak),
     ],
 )

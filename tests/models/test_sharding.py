@@ -17,7 +17,7 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.linear import Embedding
 from jpaged.models.loader import model_shapes, plan_model
 from jpaged.models.registry import read_model_config, weight_rules
-from jpaged.models.sharding import Piece, held_pieces, make_mesh, own_shape, split_axis
+from jpaged.models.sharding import AXIS, Piece, held_pieces, make_mesh, own_shape, split_axis
 from jpaged.runtime.programs import Shapes
 from jpaged.runtime.runtime_config import RuntimeConfig
 from pallas_kernels import Backend
@@ -204,3 +204,26 @@ def test_a_share_is_not_shared_again_and_goes_with_its_mesh():
     limits = RuntimeConfig(16, 4, 16, 2, 8, config.vocab_size, Backend.XLA)
     with pytest.raises(ValueError, match="num_shares=1 of the model is not the mesh's size"):
         Shapes.of(config, limits, jnp.float32, mesh)
+
+
+def test_devices_meet_in_every_turn_of_a_loop():
+    """Where tables are not shared too: of zeros that do not depend on the turn XLA makes one sum,
+    before the loop."""
+    mesh = make_mesh(jax.devices(), 2)
+    assert mesh is not None
+    table = Embedding(97, 4, dtype=jnp.float32)
+
+    def burst(ids: jax.Array, peers: jax.Array) -> jax.Array:
+        def turn(ids: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+            rows = table(ids, peers)
+            return jnp.argmax(rows, axis=1).astype(jnp.int32), rows
+
+        return jax.lax.scan(turn, ids, None, length=3)[1]
+
+    specs = {"in_specs": (PartitionSpec(), PartitionSpec(AXIS)), "out_specs": PartitionSpec()}
+    run = jax.jit(jax.shard_map(burst, mesh=mesh, check_vma=False, **specs))
+    text = run.lower(jnp.zeros(2, jnp.int32), jnp.zeros(20, jnp.int32)).compile().as_text()
+    assert text is not None
+    before, after = text.split("\nENTRY ")
+    assert "all-reduce(" in before
+    assert "all-reduce(" not in after
