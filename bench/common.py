@@ -184,6 +184,10 @@ def format_of(engine: Engine) -> str:
     return next(form for form, options in FORMATS.items() if options == narrow)
 
 
+CASE = "case", "model", "format"
+"""What a row of `bench.throughput` or `bench.latency` is known by, as `record` takes it."""
+
+
 def labelled(row: dict, form: str) -> dict:
     """A row with its format, where that is not what all rows had before there were others."""
     return row if form == "bf16" else row | {"format": form}

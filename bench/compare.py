@@ -105,7 +105,7 @@ def _line(key: Key, name: str, old: float | None, new: float | None, threshold: 
 
 
 def _labels(name: str, value: object) -> bool:
-    return name not in MARKS and (isinstance(value, str) or name in SETTINGS)
+    return name not in MARKS | {"commit"} and (isinstance(value, str) or name in SETTINGS)
 
 
 def _part(name: str, value: object) -> str:

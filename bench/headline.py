@@ -11,12 +11,14 @@ alike: by how much at most, `may_be_above_%` says.
 
 OPT-13B's shape with random weights and 12 GB of KV memory, as the paper had it, unless told
 otherwise; a shape whose steps are shorter needs shorter traces for the same bound. A system's rows
-replace its own in `results/headline_<device>.json`: `--system` runs some of them.
+replace its own in `results/headline_<device>.json`: `--system` runs some of them. With `--keep`
+what was served is written to a file as it comes, and a search that was cut goes on from there.
 """
 
 import argparse
 import dataclasses
 import gc
+import hashlib
 import json
 import statistics
 import time
@@ -165,6 +167,30 @@ def start_system(system: str, sizes: Sizes) -> Serve:
     return partial(run_on_decoder, decoder)
 
 
+def kept(serve: Serve, file: Path, label: str) -> Serve:
+    """The system, which serves no trace again of which the file tells what came.
+
+    Args:
+        serve: The system.
+        file: Lines of label, trace and limit (a digest of them), and what came; traces that are
+            served are added.
+        label: What is served with what.
+    """
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    known = {key: Served(*served) for key, served in map(json.loads, lines)}
+
+    def serve_once(trace: Sequence[TraceRequest], limit: float | None) -> Served:
+        told = f"{label} {limit} {[dataclasses.astuple(request) for request in trace]}"
+        key = hashlib.sha256(told.encode()).hexdigest()
+        if key not in known:
+            known[key] = serve(trace, limit)
+            with file.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps([key, known[key]]) + "\n")
+        return known[key]
+
+    return serve_once
+
+
 def _served(run) -> Served:
     return Served(*(getattr(run, name) for name in Served._fields))
 
@@ -245,12 +271,17 @@ def main() -> None:
     parser.add_argument("--tolerance", type=float, default=Settings().tolerance)
     parser.add_argument("--quick", action="store_true", help="few short requests, on any device")
     parser.add_argument("--output", type=Path, help="folder of the JSON (bench/results)")
+    parser.add_argument(
+        "--keep", type=Path, metavar="FILE", help="write what was served there, and go on from it"
+    )
     args = parse_arguments(parser)
     if len(args.seconds) not in (1, len(args.lengths)):
         parser.error(
             f"--seconds {' '.join(map(str, args.seconds))}: give one for all lengths, or one for "
             f"each of {' '.join(args.lengths)}"
         )
+    if args.keep is not None and not args.keep.parent.is_dir():
+        parser.error(f"--keep {args.keep}: there is no folder {args.keep.parent}; make it first")
     sizes = dataclasses.replace(Sizes(), shape=args.shape, seconds=args.seconds[0])
     settings = Settings(seeds=tuple(args.seeds), tolerance=args.tolerance)
     if args.quick:
@@ -272,6 +303,8 @@ def main() -> None:
     for system in order:
         print(f"{system}: starting", flush=True)
         serve = start_system(system, sizes)
+        if args.keep is not None:
+            serve = kept(serve, args.keep, f"{system} {dataclasses.astuple(sizes)}")
         for name, source in sources.items():
             if system == "ours":
                 known[name] = settings.latency_factor * latency_alone(serve, source, sizes)

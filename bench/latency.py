@@ -15,6 +15,7 @@ import time
 
 from bench.common import (
     ALL_SHAPES,
+    CASE,
     FORMATS,
     SHAPES,
     Floor,
@@ -102,7 +103,7 @@ def main() -> None:
         del engine
     print_table(rows)
     name = "latency" + (f"_on_{num_devices}" if num_devices > 1 else "")
-    print(record(name, rows, synchronous=args.synchronous))
+    print(record(name, rows, by=CASE, synchronous=args.synchronous))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import datetime
 import json
 import platform
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -32,12 +33,23 @@ def record(
     *,
     device: str | None = None,
     folder: Path | None = None,
+    by: Sequence[str] = (),
     **more: object,
 ) -> Path:
     """Write a benchmark's rows with what they were measured on; returns the file.
 
-    `device` names what was measured, for a benchmark whose own process leaves the device alone.
+    Args:
+        name: Of the benchmark.
+        rows: What was measured.
+        device: What was measured, for a benchmark whose own process leaves the device alone.
+        folder: Of the file (bench/results).
+        by: What a row is known by. Rows of the earlier record that no new row has the place of are
+            kept, so that a part can be measured again; each row tells its commit.
+        more: The settings of the run.
     """
+    path = result_path(name, device, folder)
+    if by:
+        rows = _with_earlier(path, [row | {"commit": COMMIT} for row in rows], by)
     document = {
         "benchmark": name,
         "device": device or jax.local_devices()[0].device_kind,
@@ -48,10 +60,19 @@ def record(
         **more,
         "rows": rows,
     }
-    path = result_path(name, device, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return path
+
+
+def _with_earlier(path: Path, rows: list[dict], by: Sequence[str]) -> list[dict]:
+    """The recorded rows, those measured anew replaced in their places; then what is new."""
+    earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
+    found = {
+        tuple(row.get(name) for name in by): {"commit": earlier.get("commit")} | row
+        for row in earlier["rows"]
+    }
+    return [*(found | {tuple(row.get(name) for name in by): row for row in rows}).values()]
 
 
 def result_path(name: str, device: str | None = None, folder: Path | None = None) -> Path:

@@ -20,6 +20,7 @@ import numpy as np
 
 from bench.common import (
     ALL_SHAPES,
+    CASE,
     FORMATS,
     SHAPES,
     Floor,
@@ -150,7 +151,7 @@ def main() -> None:
     name = "throughput" + ("_logprobs" if args.logprobs is not None else "")
     name += "_penalties" if args.penalties else ""
     name += f"_on_{num_devices}" if num_devices > 1 else ""
-    print(record(name, rows, **asked, **sampling_options(args)))
+    print(record(name, rows, by=CASE, **asked, **sampling_options(args)))
 
 
 if __name__ == "__main__":

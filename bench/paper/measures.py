@@ -231,10 +231,11 @@ def modelled_recovery(num_tokens: int, block_size: int) -> tuple[float, float]:
 
 @cache
 def _latency_alone(case: Case, settings: Settings) -> float:
-    count = 10 if settings.quick else 200
+    is_simulated = settings.how == "simulated"
+    count = 10 if settings.quick else 200 if is_simulated else 20
     trace = make_trace(case.workload, 10.0, count / 10, settings.seeds[0], settings)
     # Simulated time costs nothing; on a device a few requests may overlap.
-    gap = 1e4 if settings.how == "simulated" else 1.0
+    gap = 1e4 if is_simulated else 1.0
     spread = [dataclasses.replace(r, arrival=gap * i) for i, r in enumerate(trace)]
     return _serve(case, spread, settings, None).normalized_latency
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.compare import compare, parse_arguments
+from bench.records import record
 
 
 def document(*rows: dict, benchmark: str = "latency") -> dict:
@@ -46,6 +47,25 @@ def test_rows_of_one_name_are_matched_in_order_and_lone_ones_shown():
     ]
     (line,) = compare(document(row("C", 0.0)), document(row("C", 1.0)))
     assert (line["ratio"], line["changed"]) == (None, "from 0")
+
+
+def test_rows_of_several_commits_are_the_same_rows():
+    before, after = document(row("C", 1.0, commit="a")), document(row("C", 2.0, commit="b"))
+    assert [(x["row"], x["changed"]) for x in compare(before, after)] == [("C, m", "+100.0%")]
+
+
+def test_a_part_that_is_measured_again_leaves_the_other_rows(tmp_path: Path):
+    first = record("latency", [row("C", 1.0), row("D", 2.0)], folder=tmp_path)
+    old = json.loads(first.read_text())
+    for kept in old["rows"]:
+        kept.pop("commit", None)
+    first.write_text(json.dumps(old | {"commit": "an old one"}))
+    new = [row("D", 3.0), row("D", 4.0, format="fp8")]
+    path = record("latency", new, folder=tmp_path, by=("case", "model", "format"))
+    found = json.loads(path.read_text())["rows"]
+    told = [(it["case"], it.get("format"), it["ms"]) for it in found]
+    assert told == [("C", None, 1.0), ("D", None, 3.0), ("D", "fp8", 4.0)]
+    assert [it["commit"] == "an old one" for it in found] == [True, False, False]
 
 
 def test_other_benchmarks_are_refused():

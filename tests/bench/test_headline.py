@@ -68,6 +68,25 @@ def test_the_sustained_rate_is_the_knee_of_each_seed():
     assert row["threshold_s"] == 0.2
 
 
+def test_a_search_that_was_cut_goes_on(tmp_path: Path):
+    served = []
+
+    def serve(trace: Sequence[TraceRequest], limit: float | None) -> Served:
+        served.append((trace, limit))
+        return Served(float(len(served)), 1.0, 2.0, 3.0, gave_up=limit is not None)
+
+    file, trace = tmp_path / "kept", [TraceRequest(0.5, 3, 10)]
+    other = [TraceRequest(0.5, 3, 11)]
+    first = headline.kept(serve, file, "ours")
+    before = [first(trace, None), first(trace, 0.1), first(other, None), first(trace, None)]
+    assert len(served) == 3
+    again = headline.kept(serve, file, "ours")
+    assert [again(trace, None), again(trace, 0.1), again(other, None)] == before[:3]
+    assert len(served) == 3
+    headline.kept(serve, file, "another system")(trace, None)
+    assert len(served) == 4
+
+
 def test_ratios_are_of_the_same_lengths():
     rows = [
         {"lengths": "sharegpt", "system": "ours", "sustained_per_s": 6.0},

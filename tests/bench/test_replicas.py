@@ -1,0 +1,22 @@
+"""Replicas beside an engine that shares its model."""
+
+import pytest
+
+from bench.replicas import OUTPUT_LEN, Answered, answer, median_of, row_of
+from jpaged import Engine
+
+
+def test_a_replica_s_part_stands_for_all_of_them():
+    """Two answer eight requests in the time in which one answers four."""
+    row = row_of(8, replica=Answered(2.0, 1e-3), shared=Answered(1.0, 2e-3))
+    assert row["replicas_tokens_per_s"] == pytest.approx(8 * OUTPUT_LEN / 2)
+    assert row["shared_tokens_per_s"] == pytest.approx(8 * OUTPUT_LEN)
+    assert row["shared_over_replicas"] == pytest.approx(2.0)
+    assert row["shared_ms_a_token"] == pytest.approx(1e3 / OUTPUT_LEN)
+    assert (row["replica_host_ms_a_step"], row["shared_host_ms_a_step"]) == (1.0, 2.0)
+
+
+def test_an_engine_is_measured():
+    engine = Engine(max_num_seqs=4, max_model_len=512, num_blocks=128, max_num_batched_tokens=512)
+    found = [answer(engine, 3, seed=0), median_of(engine, 2, repeats=1)]
+    assert all(0 < it.host_seconds < it.seconds for it in found)
