@@ -21,7 +21,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from bench.common import AS_VLLM, SHAPES, make_engine
+from bench.common import AS_VLLM, FORMATS, SHAPES, add_format_option, make_engine
 from jpaged.compile.gemm_autotuning import (
     NO_RECORD,
     Record,
@@ -34,6 +34,7 @@ from jpaged.compile.recipes import Recipe, Recipes
 from jpaged.compile.sizing import GPU_DEFAULTS, resolve_limits, with_pool
 from jpaged.compile.store import prepare_jax
 from jpaged.config import EngineConfig
+from jpaged.models.config import FP8_DTYPE, ModelConfig
 from jpaged.models.loader import model_shapes
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import make_mesh
@@ -49,10 +50,17 @@ _RESULTS = (".pb", ".textproto")
 """What XLA names a measurement's file; next to them may be what a stopped process left."""
 
 
-def all_recipes(shape: str, num_devices: int = 1) -> Recipes:
+def model_of(shape: str, form: str) -> ModelConfig:
+    """The shape's model in one of `bench.common.FORMATS`."""
+    options = FORMATS[form]
+    model = read_model_config(SHAPES[shape], options.get("quantization"))
+    return replace(model, kv_cache_dtype=FP8_DTYPE) if "kv_cache_dtype" in options else model
+
+
+def all_recipes(shape: str, num_devices: int = 1, form: str = "bf16") -> Recipes:
     """What an engine of the shape compiles, with nothing allocated."""
-    model = read_model_config(SHAPES[shape])
-    config = EngineConfig(**AS_VLLM)
+    model = model_of(shape, form)
+    config = EngineConfig(**AS_VLLM, **FORMATS[form])
     limits = resolve_limits(
         config,
         model_max_len=model.max_position_embeddings,
@@ -67,42 +75,44 @@ def all_recipes(shape: str, num_devices: int = 1) -> Recipes:
     return Recipes(split, Shapes.of(model.share(num_devices), runtime, DTYPE, mesh), runtime)
 
 
-def first_of_each_products(shape: str, num_devices: int = 1) -> list[Recipe]:
+def first_of_each_products(shape: str, num_devices: int = 1, form: str = "bf16") -> list[Recipe]:
     """One program for each kind of GEMMs."""
     chosen: dict[object, Recipe] = {}
-    for recipe in all_recipes(shape, num_devices):
+    for recipe in all_recipes(shape, num_devices, form):
         if recipe.products is not None:
             chosen.setdefault(recipe.products, recipe)
     return list(chosen.values())
 
 
-def rows_measured(shape: str, num_devices: int = 1) -> dict[str, list[int]]:
+def rows_measured(shape: str, num_devices: int = 1, form: str = "bf16") -> dict[str, list[int]]:
     """Rows of the GEMMs of its programs, by the digest of the weights that a device has."""
-    recipes = all_recipes(shape, num_devices)
+    recipes = all_recipes(shape, num_devices, form)
     rows = {recipe.products[1] for recipe in recipes if recipe.products is not None}
     mesh = make_mesh(jax.devices(), num_devices)
-    model = model_shapes(read_model_config(SHAPES[shape]), DTYPE, mesh)
+    model = model_shapes(model_of(shape, form), DTYPE, mesh)
     return {weights_digest(SplitModel.of(model).own_leaves): sorted(rows)}
 
 
-def measure(shape: str, cache: str, path: Path, record: Record, num_devices: int = 1) -> Record:
+def measure(
+    shape: str, cache: str, path: Path, record: Record, num_devices: int = 1, form: str = "bf16"
+) -> Record:
     """Let XLA measure: GEMMs one by one, all else as an engine starts.
 
     Returns:
         `record` with what was measured, as it is in `path` then.
     """
-    begin, chosen = time.perf_counter(), first_of_each_products(shape, num_devices)
+    begin, chosen = time.perf_counter(), first_of_each_products(shape, num_devices, form)
     for recipe in chosen:
         recipe.compile(recipe.exported())  # as an engine's start lowers it
     quiet = time.perf_counter() - begin
-    rows = {**record.rows, **rows_measured(shape, num_devices)}
+    rows = {**record.rows, **rows_measured(shape, num_devices, form)}
     products = results(Path(cache))
     write_record(path, Record(rows, {**record.results, **products}))
-    shared = {"tensor_parallel_size": num_devices}
-    make_engine(shape, compilation_cache_dir=cache, num_compile_workers=0, **shared)
+    options = {"tensor_parallel_size": num_devices, **FORMATS[form]}
+    make_engine(shape, compilation_cache_dir=cache, num_compile_workers=0, **options)
     whole, found = time.perf_counter() - begin, results(Path(cache))
     print(
-        f"{shape} on {num_devices}: {len(chosen)} programs one by one in {quiet:.1f} s, "
+        f"{shape}, {form} on {num_devices}: {len(chosen)} programs one by one in {quiet:.1f} s, "
         f"{len(products)} measurements by then; {len(found)} after an engine's start, "
         f"{whole:.1f} s in all",
         flush=True,
@@ -142,6 +152,7 @@ def main() -> None:
     parser.add_argument("--add", action="store_true", help="keep what is recorded of others")
     what = "devices that share the model, of each engine recorded (1)"
     parser.add_argument("--tensor-parallel-size", type=int, nargs="+", default=[1], help=what)
+    add_format_option(parser)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as cache:
         prepare_jax(EngineConfig(compilation_cache_dir=cache))
@@ -149,8 +160,9 @@ def main() -> None:
             raise SystemExit(f"needs an NVIDIA GPU; JAX sees {jax.default_backend()!r} only")
         path = recorded_products(jax.local_devices()[0])
         record = read_record(path) if args.add and path.is_file() else NO_RECORD
-        for shape, num_devices in itertools.product(args.model, args.tensor_parallel_size):
-            record = measure(shape, cache, path, record, num_devices)
+        asked = itertools.product(args.model, args.tensor_parallel_size, args.format)
+        for shape, num_devices, form in asked:
+            record = measure(shape, cache, path, record, num_devices, form)
     print(f"{path}: {len(record.results)} measurements, {path.stat().st_size / 1e6:.2f} MB")
 
 

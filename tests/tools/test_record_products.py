@@ -3,11 +3,18 @@
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from jpaged.compile.gemm_autotuning import Record, autotuning_folder, read_record
 from tools import record_products
-from tools.record_products import first_of_each_products, measure, results, rows_measured
+from tools.record_products import (
+    all_recipes,
+    first_of_each_products,
+    measure,
+    results,
+    rows_measured,
+)
 
 
 def test_results_are_found_by_their_paths_and_nothing_else_is(tmp_path: Path):
@@ -37,6 +44,19 @@ def test_devices_that_share_a_model_have_products_of_their_own():
     alone, shared = (rows_measured("qwen3-0.6b", count) for count in (1, 2))
     assert [*alone.values()] == [*shared.values()]
     assert alone.keys().isdisjoint(shared)
+
+
+def test_weights_in_fp8_have_products_of_their_own():
+    wide, narrow = (rows_measured("qwen3-0.6b", form=form) for form in ("bf16", "fp8"))
+    assert [*wide.values()] == [*narrow.values()]
+    assert wide.keys().isdisjoint(narrow)
+    recipes = [*all_recipes("qwen3-0.6b", form="fp8")]
+    pools = {
+        leaf.dtype.name
+        for recipe in recipes
+        for leaf in jax.tree.leaves((recipe.arguments, recipe.keywords))
+    }
+    assert "uint16" in pools  # pairs of numbers in FP8
 
 
 def test_the_engine_that_measures_the_rest_finds_the_products_recorded(
