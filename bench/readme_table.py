@@ -75,9 +75,16 @@ def latency() -> str:
             "vLLM": row["vllm"],
             "share of the floor": f"{row['of_floor']:.0%}",
         }
-        for row in rows_of("latency")
+        for row in [*rows_of("latency"), *_rows_on_two("latency")]
     ]
     return tabulate(rows, headers="keys", tablefmt="github", floatfmt=",.2f")
+
+
+def _rows_on_two(name: str) -> list[dict]:
+    """Rows of the benchmark on two GPUs that share the model, said in its name."""
+    if not path_of(f"{name}_on_2").is_file():
+        return []
+    return [row | {"model": f"{row['model']} on 2 GPUs"} for row in rows_of(f"{name}_on_2")]
 
 
 def kernels() -> str:

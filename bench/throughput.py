@@ -85,10 +85,11 @@ def measure(
     floor = Floor.of(engine).generation(
         prompt_lens.tolist(), output_lens.tolist(), engine.runtime_config.max_num_seqs
     )
-    is_whole = scale == 1.0 and not any(sampling.values())
+    num_devices = engine.config.tensor_parallel_size
+    is_comparable = scale == 1.0 and num_devices == 1 and not any(sampling.values())
     form = format_of(engine)
     known = {"bf16": REFERENCE, "fp8": FP8_REFERENCE}.get(form, {})
-    vllm, target = known.get((case, shape), (None, None)) if is_whole else (None, None)
+    vllm, target = known.get((case, shape), (None, None)) if is_comparable else (None, None)
     row = {
         "case": case,
         "model": shape,
