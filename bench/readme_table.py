@@ -47,8 +47,9 @@ def rows_of(name: str) -> list[dict]:
 
 
 def model_of(row: dict) -> str:
-    """A row's model, and its format where it has one."""
-    return f"{row['model']}, {row['format']}" if "format" in row else row["model"]
+    """A row's model, with its format and its GPUs where it has them."""
+    form = f", {row['format']}" if "format" in row else ""
+    return row["model"] + form + (f" on {row['devices']} GPUs" if "devices" in row else "")
 
 
 def throughput() -> str:
@@ -84,7 +85,7 @@ def _rows_on_two(name: str) -> list[dict]:
     """Rows of the benchmark on two GPUs that share the model, said in its name."""
     if not path_of(f"{name}_on_2").is_file():
         return []
-    return [row | {"model": f"{row['model']} on 2 GPUs"} for row in rows_of(f"{name}_on_2")]
+    return [row | {"devices": 2} for row in rows_of(f"{name}_on_2")]
 
 
 def kernels() -> str:
@@ -103,7 +104,7 @@ def startup() -> str:
     rows = [
         {
             "start to first token": row["start"],
-            "model": row["model"],
+            "model": model_of(row),
             "s": row["first_token_s"],
             "to reach": row["to_reach"],
         }

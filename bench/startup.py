@@ -11,6 +11,7 @@ told of them is how long the start still waits for them then. "other" is what is
 """
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -22,8 +23,17 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from bench.common import ALL_SHAPES, AS_VLLM, SHAPES, UNRECORDED
+from bench.common import (
+    ALL_SHAPES,
+    AS_VLLM,
+    FORMATS,
+    SHAPES,
+    UNRECORDED,
+    add_format_option,
+    labelled,
+)
 from bench.compare import parse_arguments
 from bench.records import print_table, record
 
@@ -35,6 +45,8 @@ VLLM = {"qwen3-0.6b": 49, "llama-3.1-8b": 50}
 TO_REACH = {"cold": 40, "warm": 10}
 TO_REACH_UNRECORDED = {"cold": 45, "warm": 10}
 TO_REACH_EMBEDDED = {"cold": 10, "warm": 10}
+TO_REACH_ON_SEVERAL = {"cold": 60, "warm": 15}
+TO_REACH_FP8 = {"cold": 45, "warm": 15}  # five more than of bfloat16
 
 PHASES = {
     "imports": "imports",
@@ -61,22 +73,51 @@ engine.abort_all()
 """
 
 
-def command(model: str, folder: Path, cache: Path) -> list[str]:
+class Kind(NamedTuple):
+    """What is started: a shape, or `EMBEDDED`; in one of `FORMATS`; on so many GPUs."""
+
+    model: str
+    form: str = "bf16"
+    num_devices: int = 1
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """Seconds to reach."""
+        if self.num_devices > 1:
+            return TO_REACH_ON_SEVERAL
+        own = {EMBEDDED: TO_REACH_EMBEDDED, **dict.fromkeys(UNRECORDED, TO_REACH_UNRECORDED)}
+        return own.get(self.model, TO_REACH if self.form == "bf16" else TO_REACH_FP8)
+
+    @property
+    def vllm(self) -> int | None:
+        """Seconds of vLLM's start, where they are known."""
+        return VLLM.get(self.model) if self[1:] == ("bf16", 1) else None
+
+    @property
+    def label(self) -> dict[str, Any]:
+        """What its rows are known by."""
+        count = {"devices": self.num_devices} if self.num_devices > 1 else {}
+        return labelled({"model": self.model, **count}, self.form)
+
+
+def command(kind: Kind, folder: Path, cache: Path) -> list[str]:
     """What a start runs; its files lie in `folder`, compiled programs in `cache`."""
+    model = kind.model
     if model == EMBEDDED:
         return [sys.executable, "-m", "jpaged", "--compilation-cache-dir", str(cache), PROMPT]
     config = ALL_SHAPES[model]
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     options = {"model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True}
     options |= {"compilation_cache_dir": str(cache), "verbose": True}
+    options |= {"tensor_parallel_size": kind.num_devices, **FORMATS[kind.form]}
     return [sys.executable, "-c", SERVE, json.dumps({**options, **AS_VLLM})]
 
 
-def start(model: str, cache: Path) -> dict:
+def start(kind: Kind, cache: Path) -> dict:
     """Start a process and wait for its first token.
 
     Args:
-        model: A shape, or `EMBEDDED`.
+        kind: What is started.
         cache: The folder of compiled programs that it finds.
 
     Returns:
@@ -93,7 +134,7 @@ def start(model: str, cache: Path) -> dict:
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as told:
         began, used = time.monotonic(), processor_seconds()
         process = subprocess.Popen(
-            command(model, Path(folder), cache),
+            command(kind, Path(folder), cache),
             stdout=subprocess.PIPE,
             stderr=told,
             env=environment,
@@ -107,7 +148,7 @@ def start(model: str, cache: Path) -> dict:
         told.seek(0)
         text = told.read()
     if not first or process.returncode:
-        raise RuntimeError(f"{model} ended with {process.returncode}:\n{text}")
+        raise RuntimeError(f"{kind} ended with {process.returncode}:\n{text}")
     return {
         "first_token_s": seconds,
         "processor_s": processor_seconds() - used,
@@ -130,25 +171,23 @@ def phases(told: str, whole: float) -> dict[str, float]:
     return {**found, "other": whole - sum(found.values())}
 
 
-def measure(model: str, repeats: int, kept: Path | None = None) -> list[dict]:
+def measure(kind: Kind, repeats: int, kept: Path | None = None) -> list[dict]:
     """A cold start, and the median of `repeats` warm ones; what they compile stays in `kept`."""
     with tempfile.TemporaryDirectory() as cache:
-        folder = Path(cache) if kept is None else kept / model
+        folder = Path(cache) if kept is None else kept / kind.model
         if folder.exists() and any(folder.iterdir()):
             raise ValueError(f"--cache-dir: {folder} is not empty, so no start would be cold")
-        cold = start(model, folder)
-        warm = [start(model, folder) for _ in range(repeats)]
+        cold = start(kind, folder)
+        warm = [start(kind, folder) for _ in range(repeats)]
     medians = {name: statistics.median(run[name] for run in warm) for name in warm[0]}
-    return [row("cold", model, cold), row("warm", model, medians)]
+    return [row("cold", kind, cold), row("warm", kind, medians)]
 
 
-def row(kind: str, model: str, figures: dict) -> dict:
+def row(which: str, kind: Kind, figures: dict) -> dict:
     """A start's figures with what they are to be."""
-    own = {EMBEDDED: TO_REACH_EMBEDDED, **dict.fromkeys(UNRECORDED, TO_REACH_UNRECORDED)}
-    limit = own.get(model, TO_REACH)[kind]
-    seconds = figures["first_token_s"]
-    marks = {"to_reach": limit, "vllm": VLLM.get(model), "reached": seconds <= limit}
-    return {"start": kind, "model": model, "first_token_s": seconds, **marks, **figures}
+    limit, seconds = kind.limits[which], figures["first_token_s"]
+    marks = {"to_reach": limit, "vllm": kind.vllm, "reached": seconds <= limit}
+    return {"start": which, **kind.label, "first_token_s": seconds, **marks, **figures}
 
 
 def main() -> None:
@@ -159,12 +198,23 @@ def main() -> None:
     parser.add_argument("--model", choices=models, nargs="+", default=[*SHAPES])
     parser.add_argument("--repeats", type=int, default=3, help="warm starts")
     parser.add_argument("--cache-dir", type=Path, help="keep what is compiled here, by model")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs (%(default)s)")
+    add_format_option(parser)
     args = parse_arguments(parser)
+    kinds = [
+        Kind(model, form, args.tensor_parallel_size)
+        for model, form in itertools.product(args.model, args.format)
+    ]
+    if any(kind.model == EMBEDDED and kind[1:] != ("bf16", 1) for kind in kinds):
+        parser.error("--model embedded starts the command as it is: without other options")
+    if args.cache_dir is not None and len(args.format) > 1:
+        parser.error("--cache-dir has a folder a model, so give one --format")
     rows = []
-    for model in args.model:
-        rows += measure(model, args.repeats, args.cache_dir)
+    for kind in kinds:
+        rows += measure(kind, args.repeats, args.cache_dir)
         print_table(rows[-2:])
-    print(record("startup", rows, processors=os.cpu_count()))
+    by = "start", "model", "format", "devices"
+    print(record("startup", rows, by=by, processors=os.cpu_count()))
 
 
 if __name__ == "__main__":

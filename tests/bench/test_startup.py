@@ -1,10 +1,13 @@
 """What a start's own words are read as."""
 
+import json
+from pathlib import Path
+
 import jax.numpy as jnp
 import pytest
 
 from bench.common import UNRECORDED
-from bench.startup import phases, row
+from bench.startup import Kind, command, phases, row
 from jpaged.compile.gemm_autotuning import AUTOTUNING, read_record
 from jpaged.models.loader import model_shapes
 from jpaged.models.registry import read_model_config
@@ -29,12 +32,22 @@ def test_phases_are_read_and_the_rest_is_other():
 
 
 def test_a_row_says_whether_the_figure_is_reached():
-    assert row("warm", "qwen3-0.6b", {"first_token_s": 10.0})["reached"]
-    assert not row("warm", "qwen3-0.6b", {"first_token_s": 10.1})["reached"]
-    assert row("cold", "llama-3.1-8b", {"first_token_s": 39.0})["reached"]
-    assert not row("cold", "embedded", {"first_token_s": 39.0})["reached"]
-    assert row("cold", "opt-13b", {"first_token_s": 45.0})["reached"]
-    assert not row("warm", "opt-13b", {"first_token_s": 45.0})["reached"]
+    assert row("warm", Kind("qwen3-0.6b"), {"first_token_s": 10.0})["reached"]
+    assert not row("warm", Kind("qwen3-0.6b"), {"first_token_s": 10.1})["reached"]
+    assert row("cold", Kind("llama-3.1-8b"), {"first_token_s": 39.0})["reached"]
+    assert not row("cold", Kind("embedded"), {"first_token_s": 39.0})["reached"]
+    assert row("cold", Kind("opt-13b"), {"first_token_s": 45.0})["reached"]
+    assert not row("warm", Kind("opt-13b"), {"first_token_s": 45.0})["reached"]
+
+
+def test_formats_and_gpus_have_rows_and_marks_of_their_own(tmp_path: Path):
+    kinds = [Kind("llama-3.1-8b", form, count) for form, count in (("fp8", 1), ("bf16", 2))]
+    rows = [row("cold", kind, {"first_token_s": 44.0}) for kind in kinds]
+    assert [(it["to_reach"], it["vllm"]) for it in rows] == [(45, None), (60, None)]
+    assert [(it.get("format"), it.get("devices")) for it in rows] == [("fp8", None), (None, 2)]
+    options = [json.loads(command(kind, tmp_path, tmp_path)[-1]) for kind in kinds]
+    assert [it["tensor_parallel_size"] for it in options] == [1, 2]
+    assert [it.get("kv_cache_dtype") for it in options] == ["fp8", None]
 
 
 @pytest.mark.parametrize("shape", UNRECORDED)
