@@ -3,16 +3,19 @@
 Runs the engine until all requests decode, traces some steps with JAX's profiler, and prints for
 each kernel its launches and time a step; then how long the device worked and waited in a step, and
 how long the host was busy with one. With `--prefill` the same of the steps that compute the
-requests' prompts. Greedy, random weights, bfloat16. The steps are those of requests whose tokens
-are waited for: `Engine.generate` has bursts where these have none.
+requests' prompts. Greedy, random weights, in bfloat16 or in what `--format` names, several of which
+are profiled in one run. The steps are those of requests whose tokens are waited for:
+`Engine.generate` has bursts where these have none.
 
 A kernel's name is the compiler's, without its numbers: fusions of one shape share a line.
 """
 
 import argparse
 import gzip
+import itertools
 import json
 import re
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -22,7 +25,16 @@ from pathlib import Path
 
 import jax
 
-from bench.common import BYTES_PER_SECOND, SHAPES, Floor, make_engine, random_prompts
+from bench.common import (
+    ALL_SHAPES,
+    BYTES_PER_SECOND,
+    FORMATS,
+    Floor,
+    add_format_option,
+    labelled,
+    make_engine,
+    random_prompts,
+)
 from bench.compare import parse_arguments
 from bench.records import print_table, record
 from jpaged import Engine, SamplingParams
@@ -167,9 +179,32 @@ def _floor(floor: Floor, args: argparse.Namespace, batch: int, num_steps: int) -
     return floor.decode_step(batch, args.context)
 
 
-def main() -> None:
+def measure(
+    engine: Engine, shape: str, form: str, batch: int, args: argparse.Namespace
+) -> tuple[dict, list[dict]]:
+    """Steps of `batch` sequences of about `args.context` tokens: their row, and the kernels'."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if args.prefill:
+            figures = profile_prefill(engine, batch, args.context, folder)
+        else:
+            figures = profile(engine, batch, args.context, args.steps, folder)
+        kernels = read_trace(folder)
+    num_steps = figures["num_steps"]
+    row = figures | {
+        "model": shape,
+        "batch": batch,
+        "kernels_a_step": len(kernels) / num_steps,
+        "busy_ms": busy_time(kernels) / num_steps / 1e3,
+        "traced_ms": (kernels[-1].end - kernels[0].start) / num_steps / 1e3,
+        "floor_ms": 1e3 * _floor(Floor.of(engine), args, batch, num_steps),
+    }
+    return labelled(row, form), table(kernels, num_steps, args.top)
+
+
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", choices=[*SHAPES], nargs="+", default=["qwen3-0.6b"])
+    parser.add_argument("--model", choices=[*ALL_SHAPES], nargs="+", default=["qwen3-0.6b"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=20)
@@ -179,31 +214,17 @@ def main() -> None:
         action="store_true",
         help="profile prompts' steps, all of them",
     )
-    args = parse_arguments(parser)
+    add_format_option(parser)
+    args = parse_arguments(parser, argv)
     results = []
-    for shape in args.model:
-        engine = make_engine(shape)
-        floor = Floor.of(engine)
+    for shape, form in itertools.product(args.model, args.format):
+        engine = make_engine(shape, **FORMATS[form])
         for batch in args.batch:
-            with tempfile.TemporaryDirectory() as folder:
-                if args.prefill:
-                    figures = profile_prefill(engine, batch, args.context, Path(folder))
-                else:
-                    figures = profile(engine, batch, args.context, args.steps, Path(folder))
-                kernels = read_trace(Path(folder))
-            num_steps = figures["num_steps"]
-            rows = table(kernels, num_steps, args.top)
-            figures |= {
-                "model": shape,
-                "batch": batch,
-                "kernels_a_step": len(kernels) / num_steps,
-                "busy_ms": busy_time(kernels) / num_steps / 1e3,
-                "traced_ms": (kernels[-1].end - kernels[0].start) / num_steps / 1e3,
-                "floor_ms": 1e3 * _floor(floor, args, batch, num_steps),
-            }
-            print_table(rows)
-            print_table([figures])
-            results.append({**figures, "kernels": rows})
+            row, kernels = measure(engine, shape, form, batch, args)
+            print_table(kernels)
+            print_table([row])
+            sys.stdout.flush()
+            results.append({**row, "kernels": kernels})
         del engine
     print(record("profile_prefill" if args.prefill else "profile_step", results))
 

@@ -1,0 +1,91 @@
+"""What a profile's tables are made of: a trace as JAX's profiler writes it."""
+
+import gzip
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bench import profile_step
+from bench.common import FORMATS, Floor
+
+
+def _event(name: str, start: float, duration: float, *, pid: int = 1, tid: int = 13) -> dict:
+    return {"ph": "X", "pid": pid, "tid": tid, "name": name, "ts": start, "dur": duration}
+
+
+def _write_trace(folder: Path, *kernels: dict) -> None:
+    """With a device of one stream, a line of XLA's operations over it, and the host."""
+
+    def named(kind: str, name: str, **place: int) -> dict:
+        return {"ph": "M", "name": kind, "args": {"name": name}, **place}
+
+    events = [
+        named("process_name", "/device:GPU:0 NVIDIA H200", pid=1),
+        named("thread_name", "Stream #13(Compute)", pid=1, tid=13),
+        named("thread_name", "XLA Ops", pid=1, tid=2),
+        named("process_name", "/host:CPU", pid=7),
+        named("thread_name", "Stream #1", pid=7, tid=13),
+        _event("fusion", 0, 1000, tid=2),
+        _event("python", 0, 1000, pid=7),
+        *kernels,
+    ]
+    path = folder / "plugins" / "profile" / "host.trace.json.gz"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+
+
+@pytest.mark.parametrize("form", [*FORMATS])
+def test_every_formats_steps_have_their_kernels(
+    form: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Two steps of three kernels; the engine is made as the format says."""
+    made, recorded = [], []
+
+    def make(shape: str, **options: Any) -> Any:
+        made.append((shape, options))
+        return SimpleNamespace()
+
+    def profile(engine: Any, batch: int, context: int, steps: int, folder: Path) -> dict:
+        assert (context, steps) == (512, 2)
+        first = [
+            _event("gemm_fusion_7_1", 10, 6),
+            _event("add_rms_norm_to_fp8<x>", 14, 4),  # two microseconds with the GEMM before it
+            _event("gemm_fusion_8", 20, 8),
+        ]
+        second = [event | {"ts": event["ts"] + 30} for event in first]
+        _write_trace(folder, *second, *first)
+        return {"ms_a_step": 0.03, "num_steps": 2}
+
+    def record(name: str, rows: list[dict]) -> str:
+        recorded.extend(rows)
+        return f"{name}.json"
+
+    monkeypatch.setattr(profile_step, "make_engine", make)
+    monkeypatch.setattr(profile_step, "profile", profile)
+    monkeypatch.setattr(profile_step, "record", record)
+    floor = Floor(4.3e7, 4.3e3, 0, 0, 0)  # 10 us of weights, 1 ns a token
+    monkeypatch.setattr(Floor, "of", staticmethod(lambda _engine: floor))
+    options = ["--format", form, "--batch", "1", "8", "--context", "512", "--steps", "2"]
+    profile_step.main(["--model", "llama-3.1-8b", *options])
+    assert made == [("llama-3.1-8b", FORMATS[form])]
+    assert [row["batch"] for row in recorded] == [1, 8]
+    for row in recorded:
+        assert row.get("format", "bf16") == form
+        assert row["kernels_a_step"] == 3
+        assert row["busy_ms"] == pytest.approx(16e-3)
+        assert row["traced_ms"] == pytest.approx(24e-3)
+        assert row["floor_ms"] == pytest.approx(0.01 + row["batch"] * 512e-6)
+        gemm, norm = row["kernels"]
+        assert (gemm["kernel"], norm["kernel"]) == ("gemm_fusion", "add_rms_norm_to_fp8")
+        assert (gemm["launches_a_step"], gemm["us_each"], gemm["us_a_step"]) == (2, 7, 14)
+        assert gemm["share"] == pytest.approx(14 / 18)
+    assert "add_rms_norm_to_fp8" in capsys.readouterr().out
+
+
+def test_a_trace_without_a_gpu_is_refused(tmp_path: Path):
+    _write_trace(tmp_path)
+    with pytest.raises(RuntimeError, match="no kernel of a GPU"):
+        profile_step.read_trace(tmp_path)
