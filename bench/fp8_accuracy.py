@@ -30,6 +30,7 @@ from bench.records import print_table, record
 from jpaged import Engine, SamplingParams
 from jpaged.config import EMBEDDED_MODEL
 from tools.tiny.data import Document
+from tools.tiny.dialogues import TASKS as DIALOGUES
 from tools.tiny.evaluate import SEED, documents_of
 from tools.tiny.world import TASKS
 
@@ -94,7 +95,7 @@ def measure(
     engine: Engine, examples: int, base: dict[str, list[np.ndarray]], label: dict[str, str]
 ) -> Iterator[dict[str, Any]]:
     """A row for each task and form; `base` has, or gets, the first engine's log-probabilities."""
-    for task in TASKS:
+    for task in (*TASKS, *DIALOGUES):
         for form, documents in documents_of(task, examples).items():
             exact, found = scores(engine, documents)
             before = base.setdefault(f"{task}, {form}", found)
