@@ -218,7 +218,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(parser, argv)
     results = []
     for shape, form in itertools.product(args.model, args.format):
-        engine = make_engine(shape, **FORMATS[form])
+        engine = make_engine(shape, verbose=True, **FORMATS[form])
         for batch in args.batch:
             row, kernels = measure(engine, shape, form, batch, args)
             print_table(kernels)

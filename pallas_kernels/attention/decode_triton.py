@@ -67,7 +67,6 @@ class Spec(tile_ops.Attention):
     """
 
     config: DecodeConfig
-    interpret: bool
     in_place: bool = False
     num_partials: int = 0
     eps: float | None = None

@@ -44,7 +44,7 @@ def paged_prefill_attention(
 ):
     """See the public entry of the same name."""
     num_tokens, num_heads, head_size = q.shape
-    spec = tile_ops.Attention.of(num_heads, kv, block_tables, **options)
+    spec = tile_ops.Attention.of(num_heads, kv, block_tables, interpret=interpret, **options)
     tile_size = max(1, config.tile_rows // pl.next_power_of_2(spec.group))
     tiles = jnp.stack(tile_map(seq_lens, query_start_loc, num_tokens, tile_size))
     k, v = (pool.reshape(-1, pool.shape[3]) for pool in kv)

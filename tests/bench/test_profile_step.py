@@ -70,7 +70,7 @@ def test_every_formats_steps_have_their_kernels(
     monkeypatch.setattr(Floor, "of", staticmethod(lambda _engine: floor))
     options = ["--format", form, "--batch", "1", "8", "--context", "512", "--steps", "2"]
     profile_step.main(["--model", "llama-3.1-8b", *options])
-    assert made == [("llama-3.1-8b", FORMATS[form])]
+    assert made == [("llama-3.1-8b", {"verbose": True} | FORMATS[form])]
     assert [row["batch"] for row in recorded] == [1, 8]
     for row in recorded:
         assert row.get("format", "bf16") == form

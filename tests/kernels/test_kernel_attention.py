@@ -224,6 +224,25 @@ def test_rope_decode_over_a_float8_pool(case, backend):
     assert_close(out, plain, case.dtype)
 
 
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+def test_every_number_of_a_float8_pool_is_read_as_it_is(dtype, backend):
+    """What attends to one token is its value; NaN too, which spreads to no other column."""
+    require(backend)
+    numbers = np.arange(256, dtype=np.uint8).view(F8).reshape(1, 1, 2, 128)
+    pool = in_pool(np.zeros((2, 16, 2, 128)), F8)
+    kv = LayerKV(pool, pool.at[1, 0].set(in_pool(numbers, F8)[0, 0]))
+    q, table, length = jnp.ones((1, 4, 128), dtype), *[jnp.ones(s, jnp.int32) for s in ((1, 1), 1)]
+    options = {"scale": 1.0, "backend": backend, "scales": Case(scales=(1.0, 0.5)).kv_scales}
+    wanted = np.repeat(numbers[0, 0].astype(np.float32) / 2, 2, axis=0)
+    assert np.isnan(wanted).sum() == 4
+    decoded = paged_decode_attention(q, kv, table, length, **options)
+    starts = jnp.arange(2, dtype=jnp.int32)
+    prefilled = paged_prefill_attention(q, kv, table, starts, length, **options)
+    for got in (decoded, prefilled):
+        np.testing.assert_array_equal(np.asarray(got[0], np.float32), wanted)
+
+
 @pytest.mark.parametrize(("case", "backend"), list(_params()))
 def test_prefill_matches_reference(case, backend):
     require(backend)
