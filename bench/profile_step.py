@@ -56,7 +56,8 @@ class Kernel:
 
 
 def read_trace(folder: Path) -> list[Kernel]:
-    """The kernels of all of the device's streams, in order of their start.
+    """The kernels of all of the first device's streams, in order of their start; devices that share
+    a model launch the same.
 
     Raises:
         RuntimeError: the trace has no device in it.
@@ -64,15 +65,16 @@ def read_trace(folder: Path) -> list[Kernel]:
     (path,) = folder.rglob("*.trace.json.gz")
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     names = {(e["pid"], e.get("tid"), e["name"]): e["args"].get("name", "") for e in _meta(events)}
-    devices = {
-        pid
+    devices = sorted(
+        (name, pid)
         for (pid, _, kind), name in names.items()
         if kind == "process_name" and name.startswith("/device:GPU")
-    }
+    )
+    own = devices[0][1] if devices else None
     streams = {
         (pid, tid)
         for (pid, tid, kind), name in names.items()
-        if kind == "thread_name" and pid in devices and name.startswith("Stream")
+        if kind == "thread_name" and pid == own and name.startswith("Stream")
     }
     kernels = [
         Kernel(e["name"], e["ts"], e["dur"])
@@ -214,11 +216,12 @@ def main(argv: list[str] | None = None) -> None:
         action="store_true",
         help="profile prompts' steps, all of them",
     )
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs (%(default)s)")
     add_format_option(parser)
     args = parse_arguments(parser, argv)
-    results = []
+    shared, results = {"tensor_parallel_size": args.tensor_parallel_size}, []
     for shape, form in itertools.product(args.model, args.format):
-        engine = make_engine(shape, verbose=True, **FORMATS[form])
+        engine = make_engine(shape, verbose=True, **shared, **FORMATS[form])
         for batch in args.batch:
             row, kernels = measure(engine, shape, form, batch, args)
             print_table(kernels)
@@ -226,7 +229,9 @@ def main(argv: list[str] | None = None) -> None:
             sys.stdout.flush()
             results.append({**row, "kernels": kernels})
         del engine
-    print(record("profile_prefill" if args.prefill else "profile_step", results))
+    name = "profile_prefill" if args.prefill else "profile_step"
+    name += f"_on_{args.tensor_parallel_size}" if args.tensor_parallel_size > 1 else ""
+    print(record(name, results))
 
 
 if __name__ == "__main__":

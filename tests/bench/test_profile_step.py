@@ -17,7 +17,8 @@ def _event(name: str, start: float, duration: float, *, pid: int = 1, tid: int =
 
 
 def _write_trace(folder: Path, *kernels: dict) -> None:
-    """With a device of one stream, a line of XLA's operations over it, and the host."""
+    """With a device of one stream, a line of XLA's operations over it, another device that launches
+    the same, and the host."""
 
     def named(kind: str, name: str, **place: int) -> dict:
         return {"ph": "M", "name": kind, "args": {"name": name}, **place}
@@ -26,6 +27,9 @@ def _write_trace(folder: Path, *kernels: dict) -> None:
         named("process_name", "/device:GPU:0 NVIDIA H200", pid=1),
         named("thread_name", "Stream #13(Compute)", pid=1, tid=13),
         named("thread_name", "XLA Ops", pid=1, tid=2),
+        named("process_name", "/device:GPU:1 NVIDIA H200", pid=2),
+        named("thread_name", "Stream #13(Compute)", pid=2, tid=13),
+        *(kernel | {"pid": 2} for kernel in kernels),
         named("process_name", "/host:CPU", pid=7),
         named("thread_name", "Stream #1", pid=7, tid=13),
         _event("fusion", 0, 1000, tid=2),
@@ -68,9 +72,21 @@ def test_every_formats_steps_have_their_kernels(
     monkeypatch.setattr(profile_step, "record", record)
     floor = Floor(4.3e7, 4.3e3, 0, 0, 0)  # 10 us of weights, 1 ns a token
     monkeypatch.setattr(Floor, "of", staticmethod(lambda _engine: floor))
-    options = ["--format", form, "--batch", "1", "8", "--context", "512", "--steps", "2"]
+    options = [
+        "--tensor-parallel-size",
+        "2",
+        "--format",
+        form,
+        "--batch",
+        "1",
+        "8",
+        "--context",
+        "512",
+        "--steps",
+        "2",
+    ]
     profile_step.main(["--model", "llama-3.1-8b", *options])
-    assert made == [("llama-3.1-8b", {"verbose": True} | FORMATS[form])]
+    assert made == [("llama-3.1-8b", {"verbose": True, "tensor_parallel_size": 2} | FORMATS[form])]
     assert [row["batch"] for row in recorded] == [1, 8]
     for row in recorded:
         assert row.get("format", "bf16") == form
