@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -105,7 +105,8 @@ class Matcher:
 
     def __init__(self, grammar: "Grammar", ending_ids: frozenset[int]):
         self.ending_ids, self.is_stopped = ending_ids, False
-        self.is_wide, self.mask_ahead = False, None
+        self.is_wide = False
+        self.mask_ahead: Any = None
         self._form, self._tokens = grammar.form, grammar.tokens
         prototype, is_own = grammar.lexers.take()
         self._inner = prototype.deep_copy()

@@ -118,7 +118,7 @@ class MaskMaker:
         """
         started, self._started = self._started, []
         known = {matcher.mask_ahead for matcher, _ in items}
-        asked = {matcher: row for matcher, row in items}
+        asked = dict(items)
         masks = started[0].rows if started else _all_ones(num_rows, items)
         if len(masks) != num_rows or any(
             job not in known or job.row != asked[job.matcher] for job in started
@@ -154,7 +154,7 @@ class MaskMaker:
         self._make(jobs)
 
     def _make(self, jobs: Sequence[_Job]) -> None:
-        """Make masks: all that are likely to be quick before this returns, the others in threads."""
+        """Make masks: those that are likely to be quick at once, the others in threads."""
         was_late, self._is_late = self._is_late, False
         slow = [job for job in jobs if was_late or job.matcher.is_wide]
         quick = [job for job in jobs if not (was_late or job.matcher.is_wide)] if slow else jobs
