@@ -148,6 +148,15 @@ class Matcher:
             error = found
         self._ahead = token_id, error
 
+    def is_matched(self, token_id: int) -> bool:
+        """Whether `accept_ahead` is `inner` consuming the token, then `note_consumed`."""
+        has_begun = self._free is None and not self._is_opening and self._num_breaks == _MAX_BREAKS
+        return has_begun and token_id not in self.ending_ids
+
+    def note_consumed(self, token_id: int, is_allowed: bool) -> None:
+        """`inner` has consumed a token, which the engine has not read; or it may not follow."""
+        self._ahead = token_id, self._outcome(is_allowed)
+
     def _take_in(self, token_id: int) -> None:
         if token_id in self.ending_ids:
             return
@@ -182,9 +191,16 @@ class Matcher:
                 self._consume(self._tokens.inner.tokenize_bytes(rest))
 
     def _consume(self, token_ids: list[int]) -> None:
-        if not self._inner.consume_tokens(token_ids):
-            raise _refused(self._form, self._inner.get_error() or "a token that may not follow")
+        error = self._outcome(self._inner.consume_tokens(token_ids))
+        if error is not None:
+            raise error
+
+    def _outcome(self, is_allowed: bool) -> GrammarError | None:
+        if not is_allowed:
+            words = self._inner.get_error() or "a token that may not follow"
+            return _refused(self._form, words)
         self.is_stopped = self._inner.is_stopped()
+        return None
 
     def widen(self, mask: np.ndarray) -> GrammarError | None:
         """Adapt llguidance's mask (anything while the answer is free) to this answer, in place: end

@@ -30,7 +30,10 @@ _LOOK = 1e-4
 """Seconds until those who wait for masks are asked again whether they would."""
 
 _MOST_THREADS = 16
-"""That make masks one by one: a few microseconds of each mask are Python's."""
+"""That make masks one by one."""
+
+_MOST_AT_ONCE = 8
+"""Of these, for one step: a few microseconds of each mask are Python's, and most are quick."""
 
 _STRIDE = 64
 """Of a mask's words, each so-manieth tells whether it allows many tokens."""
@@ -144,14 +147,25 @@ class MaskMaker:
         """What `start` starts."""
         try:
             found = tokens().tolist()
-            for job in jobs:
-                if found[job.row] >= 0:  # else no token could be sampled
-                    job.matcher.accept_ahead(found[job.row])
+            # Below 0: no token could be sampled.
+            self._take_in([(it.matcher, found[it.row]) for it in jobs if found[it.row] >= 0])
         except Exception:  # the step failed: the engine learns it when it reads it
             return
         finally:
             taken.set_result(None)
         self._make(jobs)
+
+    def _take_in(self, items: Items) -> None:
+        """Let matchers accept tokens ahead."""
+        matched = [(it, token) for it, token in items if it.is_matched(token)]
+        for matcher, token in items if len(matched) < len(items) else ():
+            if not matcher.is_matched(token):
+                matcher.accept_ahead(token)
+        if matched:
+            inner = [(it.inner, token) for it, token in matched]
+            allowed = self._threads_of_llguidance().consume_token_par(inner)
+            for (matcher, token), is_allowed in zip(matched, allowed, strict=True):
+                matcher.note_consumed(token, is_allowed)
 
     def _make(self, jobs: Sequence[_Job]) -> None:
         """Make masks: those that are likely to be quick at once, the others in threads."""
@@ -162,7 +176,7 @@ class MaskMaker:
             if self._singly is None:
                 self._singly = ThreadPoolExecutor(_num_threads(), thread_name_prefix="jpaged-mask")
             queue = deque(slow)
-            for _ in range(min(len(slow), _num_threads())):
+            for _ in range(min(len(slow), _MOST_AT_ONCE)):
                 self._singly.submit(self._make_singly, queue)
         start = time.perf_counter()
         self._fill_together(quick)
@@ -173,14 +187,18 @@ class MaskMaker:
         self._tell()
 
     def _fill_together(self, jobs: Sequence[_Job]) -> None:
-        from llguidance import LLExecutor
         from llguidance.numpy import fill_next_token_bitmask_par
 
         bound = [(job.matcher.inner, job.row) for job in jobs if not job.matcher.is_free]
         if bound:
-            if self._executor is None:
-                self._executor = LLExecutor()
-            fill_next_token_bitmask_par(self._executor, bound, jobs[0].rows)
+            fill_next_token_bitmask_par(self._threads_of_llguidance(), bound, jobs[0].rows)
+
+    def _threads_of_llguidance(self) -> Any:
+        from llguidance import LLExecutor
+
+        if self._executor is None:
+            self._executor = LLExecutor()
+        return self._executor
 
     def _make_singly(self, queue: deque[_Job]) -> None:
         """Make masks one by one; some that take a processor too long fail."""
