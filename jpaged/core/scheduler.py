@@ -214,6 +214,7 @@ class Scheduler:
             sequence = scheduled[i].sequence
             sequence.num_computed_tokens -= 1
             sequence.num_pending_tokens -= 1
+            self.block_manager.trim(sequence)
             scheduled[i] = scheduled[i]._replace(num_scheduled_tokens=0, samples=False)
         return replace(plan, scheduled=tuple(scheduled))
 

@@ -149,11 +149,12 @@ class MaskMaker:
             found = tokens().tolist()
             # Below 0: no token could be sampled.
             self._take_in([(it.matcher, found[it.row]) for it in jobs if found[it.row] >= 0])
-        except Exception:  # the step failed: the engine learns it when it reads it
-            return
-        finally:
             taken.set_result(None)
-        self._make(jobs)
+            self._make(jobs)
+        except Exception as error:  # if it is the step that failed, the engine learns it, too
+            if not taken.done():
+                taken.set_result(None)
+            self._fail([job for job in jobs if not job.is_made], error)
 
     def _take_in(self, items: Items) -> None:
         """Let matchers accept tokens ahead."""
@@ -210,11 +211,20 @@ class MaskMaker:
             except IndexError:  # another thread has it
                 return
             start = time.thread_time()
-            if not job.matcher.is_free:
-                fill_next_token_bitmask(job.matcher.inner, job.rows, job.row)
-            is_slow = time.thread_time() - start > bounds.MASK_SECONDS
-            job.finish(job.matcher.too_slow() if is_slow else None)
-            self._tell()
+            try:
+                if not job.matcher.is_free:
+                    fill_next_token_bitmask(job.matcher.inner, job.rows, job.row)
+                is_slow = time.thread_time() - start > bounds.MASK_SECONDS
+                job.finish(job.matcher.too_slow() if is_slow else None)
+                self._tell()
+            except Exception as error:
+                self._fail([job], error)
+
+    def _fail(self, jobs: Sequence[_Job], error: Exception) -> None:
+        """End what waits for masks that cannot be made."""
+        for job in jobs:
+            job.finish(GrammarError(f"structured_outputs: no mask could be made: {error}"))
+        self._tell()
 
     def _tell(self) -> None:
         with self._changed:
