@@ -1,5 +1,6 @@
 """An engine without its device: its programs compute nothing."""
 
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -37,26 +38,28 @@ TOKEN = 7
 
 
 class Clock:
-    """Seconds spent in parts of the current step, the time of inner parts left out."""
+    """Seconds spent in parts of the current step, the time of inner parts left out; those of
+    several threads, where no two of them are in the same part."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter):
         self._now = now
         self.parts: dict[str, float] = defaultdict(float)
-        self._inner = [0.0]
+        self._threads = threading.local()
 
     def timed(self, part: str, function: Callable) -> Callable:
         """A function that counts for `part`."""
 
         @wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            self._inner.append(0.0)
+            inner = vars(self._threads).setdefault("inner", [0.0])
+            inner.append(0.0)
             start = self._now()
             try:
                 return function(*args, **kwargs)
             finally:
                 seconds = self._now() - start
-                self.parts[part] += seconds - self._inner.pop()
-                self._inner[-1] += seconds
+                self.parts[part] += seconds - inner.pop()
+                inner[-1] += seconds
 
         return run
 

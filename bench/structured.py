@@ -1,22 +1,32 @@
 """What answers in a form cost, and whether they obey (`python -m bench.structured`).
 
-    shares      answers at temperature 1 over 50 published schemas: how many end by themselves, how
+    masks       time to make a step's masks, with answers to 50 published schemas in the rows, and
+                with those to a schema of 20 fields
+    speed       tokens a second, of all rows and of a row, with that schema in no row, in half of
+                the rows and in all. `free_of_before` is the speed of the rows without a form
+                against that of the same rows while none has one. `single` has no form either, and
+                no bursts, which forms end
+    parts       milliseconds of the host a step, by part, of these cases
+    shares      answers at temperature 1 over the published schemas: how many end by themselves, how
                 many of these an independent validator (`jsonschema`) takes, how many of the others
                 are the beginning of an answer
-    masks       time to make a step's masks, with answers to these schemas in all rows
-    constrained tokens a second with a schema of 20 fields in every row, and without
-    beside      tokens a second of rows without a form while the other half have one, and while
-                none has
 
 Random weights with a tokenizer of made-up words (`--shape`), or the embedded model. All rows are
 sampled with seeds, at temperature 1. `--quick` is for CPUs: fewer rows and answers.
+
+The parts: `schedule`; `layers`, launched; `await_taken`, until the thread that makes masks has the
+tokens; `read`, the wait for the tokens; `update`, what they change; `masks`, the wait for masks;
+`sampling`, their upload and its launch; `other`. Of the thread that makes masks: `thread_tokens`,
+its wait for them; `thread_accept`; `thread_masks`, those that it makes. `sat_out` are rows of a
+step whose masks came too late for it.
 """
 
 import argparse
 import json
+import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,11 +36,16 @@ import numpy as np
 
 from bench.common import AS_VLLM, SHAPES, random_prompts
 from bench.compare import parse_arguments
+from bench.null_device import Clock
 from bench.records import print_table, record
 from bench.synthetic_tokenizer import write_tokenizer
 from jpaged import Engine, SamplingParams, StructuredOutputs
+from jpaged.core.plan import StepPlan
+from jpaged.core.scheduler import Scheduler
 from jpaged.outputs import CompletionOutput
-from jpaged.text.grammar import Grammar, GrammarError, Grammars, Matcher
+from jpaged.runtime.results import StepHandle
+from jpaged.text.grammar import GrammarError, Grammars, Matcher
+from jpaged.text.masks import MaskMaker
 
 _END = 1000
 """The token that ends answers of random weights: one of the made-up words."""
@@ -138,35 +153,50 @@ def _begins(grammars: Grammars, form: StructuredOutputs, output: CompletionOutpu
     return True
 
 
-def masks(engine: Engine, size: Size) -> dict[str, Any]:
+def masks(engine: Engine, size: Size) -> list[dict[str, Any]]:
     """Times of the masks of a step, at first (states are made) and later, and of the compiling."""
+    forms = [StructuredOutputs(json=it) for it in published().values()]
+    return [
+        _mask_row(engine, size, *each) for each in (("published", forms), ("fields", [ENDLESS]))
+    ]
+
+
+def _mask_row(
+    engine: Engine, size: Size, name: str, forms: Sequence[StructuredOutputs]
+) -> dict[str, Any]:
     grammars, ending = _grammars(engine), frozenset({_end_of(engine)})
     grammars.prepare()
     start = time.perf_counter()
-    compiled = [grammars.compile(StructuredOutputs(json=it)) for it in published().values()]
+    for form in forms:
+        grammars.compile(form)
     compiling = time.perf_counter() - start
-    times = [_mask_times(grammars, compiled, ending, size, seed) for seed in (0, 1)]
-    row: dict[str, Any] = {"rows": size.rows, "compile_ms": 1e3 * compiling / len(compiled)}
-    for name, found in zip(("first", "later"), times, strict=True):
-        row |= {f"{name}_{q}_ms": 1e3 * float(np.percentile(found, q)) for q in (50, 99, 100)}
+    times = [_mask_times(grammars, forms, ending, size, seed) for seed in (0, 1)]
+    row: dict[str, Any] = {"schemas": name, "rows": size.rows}
+    row["compile_ms"] = 1e3 * compiling / len(forms)
+    for when, found in zip(("first", "later"), times, strict=True):
+        row |= {f"{when}_{q}_ms": 1e3 * float(np.percentile(found, q)) for q in (50, 99, 100)}
     return row
 
 
 def _mask_times(
-    grammars: Grammars, compiled: Sequence[Grammar], ending: frozenset[int], size: Size, seed: int
+    grammars: Grammars,
+    forms: Sequence[StructuredOutputs],
+    ending: frozenset[int],
+    size: Size,
+    seed: int,
 ) -> list[float]:
     """Seconds of the masks of each step, of random answers in all rows."""
-    rng, made = np.random.default_rng(seed), 0
+    rng, made, maker = np.random.default_rng(seed), 0, MaskMaker()
     rows: list[Matcher] = []
     width = -(-grammars.vocab_size // 32)
     times = []
     for _ in range(size.tokens):
         while len(rows) < size.rows:
-            rows.append(compiled[made % len(compiled)].matcher(ending))
+            rows.append(grammars.compile(forms[made % len(forms)]).matcher(ending))
             made += 1
         bits = np.full((size.rows, width), -1, np.int32)
         start = time.perf_counter()
-        failed = grammars.fill_masks([(it, i) for i, it in enumerate(rows)], bits)
+        failed = maker.fill([(it, i) for i, it in enumerate(rows)], bits)
         times.append(time.perf_counter() - start)
         if failed:
             raise failed[0][1]
@@ -180,49 +210,138 @@ def _mask_times(
     return times
 
 
-def speed(engine: Engine, size: Size, num_constrained: int) -> list[float]:
-    """Tokens a second of all rows, each run's, while some have a form; after a run to warm up."""
+class Speeds(NamedTuple):
+    """Tokens a second of a run: of all rows together, and of each by itself, prompts left out."""
+
+    total: float
+    of_rows: np.ndarray
+
+
+def run(engine: Engine, size: Size, num_constrained: int, seed: int) -> Speeds:
+    """Generate in all rows, of which the first so many have a form."""
     prompts = random_prompts([16] * size.rows, engine.vocab_size, 0)
-    found = []
-    for run in range(size.repeats + 1):
-        params = [
-            SamplingParams(
-                seed=run * size.rows + i,
-                max_tokens=size.tokens,
-                ignore_eos=True,
-                structured_outputs=ENDLESS if i < num_constrained else None,
-            )
-            for i in range(size.rows)
-        ]
-        start = time.perf_counter()
-        outputs = engine.generate(prompts, params, use_tqdm=False)
-        seconds = time.perf_counter() - start
-        tokens = sum(len(it.outputs[0].token_ids) for it in outputs)
-        if tokens != size.rows * size.tokens:
-            raise RuntimeError(f"{tokens} tokens came, not {size.rows * size.tokens}")
-        found.append(tokens / seconds)
-    return found[1:]
+    params = [
+        SamplingParams(
+            seed=seed * size.rows + i,
+            max_tokens=size.tokens,
+            ignore_eos=True,
+            structured_outputs=ENDLESS if i < num_constrained else None,
+        )
+        for i in range(size.rows)
+    ]
+    start = time.perf_counter()
+    outputs = engine.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    counts = {len(it.outputs[0].token_ids) for it in outputs}
+    if counts != {size.tokens}:
+        raise RuntimeError(f"rows have {counts} tokens, not {size.tokens}")
+    times = [it.metrics for it in outputs if it.metrics is not None]
+    own = [(it.finished_time or 0.0) - (it.first_token_time or 0.0) for it in times]
+    return Speeds(size.rows * size.tokens / seconds, (size.tokens - 1) / np.array(own))
+
+
+def _cases(size: Size) -> dict[str, int]:
+    """How many rows have a form."""
+    half = size.rows // 2
+    return {"unconstrained": 0, "single": 0, "beside": half, "constrained": size.rows}
+
+
+@contextmanager
+def _as_case(engine: Engine, case: str) -> Iterator[None]:
+    """Without bursts, if it is the case `single`."""
+    runner = engine._runner
+    burst_steps = runner.burst_steps
+    if case == "single":
+        runner.burst_steps = 1
+    try:
+        yield
+    finally:
+        runner.burst_steps = burst_steps
 
 
 def speeds(engine: Engine, size: Size) -> list[dict[str, Any]]:
-    """The speeds with no row, half of the rows and all rows in a form, one after the other."""
-    without = speed(engine, size, 0)
-    rows = [_speed_row("unconstrained", without, without)]
-    for case, count in (("beside", size.rows // 2), ("constrained", size.rows)):
-        rows.append(_speed_row(case, speed(engine, size, count), without))
-    rows.append(_speed_row("unconstrained again", speed(engine, size, 0), without))
+    """The speeds with no row, half of the rows and all rows in a form; medians of the runs."""
+    cases, half = {**_cases(size), "unconstrained again": 0}, size.rows // 2
+    rows: list[dict[str, Any]] = []
+    before: tuple[float, float] | None = None
+    for case, count in cases.items():
+        with _as_case(engine, case):
+            found = [run(engine, size, count, seed) for seed in range(size.repeats + 1)][1:]
+        totals = [it.total for it in found]
+        total = float(np.median(totals))
+        free = float(np.median([np.mean(it.of_rows[half:]) for it in found]))
+        before = before or (total, free)
+        formed = [np.mean(it.of_rows[:count]) for it in found] if count else []
+        row: dict[str, Any] = {"case": case, "tokens_per_s": total}
+        row |= {"slowest": min(totals), "fastest": max(totals), "of_before": total / before[0]}
+        if count < size.rows:
+            row |= {"free_row_per_s": free, "free_of_before": free / before[1]}
+        else:
+            row |= {"free_row_per_s": None, "free_of_before": None}
+        own = float(np.median(formed)) if count else None
+        row |= {"formed_row_per_s": own, "formed_of_before": own and own / before[1]}
+        rows.append(row)
     return rows
 
 
-def _speed_row(case: str, found: Sequence[float], without: Sequence[float]) -> dict[str, Any]:
-    middle = float(np.median(found))
-    return {
-        "case": case,
-        "tokens_per_s": middle,
-        "slowest": min(found),
-        "fastest": max(found),
-        "of_unconstrained": middle / float(np.median(without)),
-    }
+_PARTS = ("schedule", "layers", "await_taken", "read", "update", "masks", "sampling", "other")
+_OF_THREAD = ("thread_tokens", "thread_accept", "thread_masks")
+
+
+def parts(engine: Engine, size: Size) -> list[dict[str, Any]]:
+    """Milliseconds of the host a step, by part."""
+    found = []
+    for case, count in _cases(size).items():
+        with _as_case(engine, case):
+            run(engine, size, count, 0)
+            found.append({"case": case, **_parts_of(engine, partial(run, engine, size, count, 1))})
+    return found
+
+
+def _parts_of(engine: Engine, work: Callable[[], object]) -> dict[str, Any]:
+    loop, runner, clock = engine._loop, engine._runner, Clock()
+    maker, scheduler, num_left = loop._masks, loop.scheduler, 0
+
+    def put_back(plan: StepPlan, rows: Iterable[int]) -> StepPlan:
+        nonlocal num_left
+        places = list(rows)
+        num_left += len(places)
+        return Scheduler.put_back(scheduler, plan, places)
+
+    start_masks = maker.start
+
+    def start(items: Any, num_rows: int, tokens: Callable[[], Any]) -> None:
+        start_masks(items, num_rows, clock.timed("thread_tokens", tokens))
+
+    timed = [
+        (scheduler, "schedule", "schedule"),
+        (runner, "launch_layers", "layers"),
+        (runner, "launch_burst", "layers"),
+        (maker, "await_taken", "await_taken"),
+        (scheduler, "update", "update"),
+        (maker, "gather", "masks"),
+        (runner, "launch_sampling", "sampling"),
+        (loop, "advance", "other"),
+        (maker, "_lead", "thread_accept"),
+        (maker, "_make", "thread_masks"),
+    ]
+    read = StepHandle.read
+    try:
+        for owner, name, part in timed:
+            setattr(owner, name, clock.timed(part, getattr(owner, name)))
+        maker.start, scheduler.put_back = start, put_back
+        StepHandle.read = clock.timed("read", read)
+        before, began = engine.stats().num_steps, time.perf_counter()
+        work()
+        seconds, num_steps = time.perf_counter() - began, engine.stats().num_steps - before
+    finally:
+        StepHandle.read = read
+        for owner, name, _ in timed:
+            vars(owner).pop(name, None)
+        del maker.start, scheduler.put_back
+    row: dict[str, Any] = {"steps": num_steps, "ms_a_step": 1e3 * seconds / num_steps}
+    row |= {part: 1e3 * clock.parts[part] / num_steps for part in (*_PARTS, *_OF_THREAD)}
+    return row | {"sat_out": num_left / num_steps}
 
 
 @contextmanager
@@ -253,22 +372,32 @@ def main() -> None:
     )
     parser.add_argument("--shape", choices=[*SHAPES], help="random weights (the embedded model)")
     parser.add_argument("--quick", action="store_true", help="less of everything, for CPUs")
+    parser.add_argument("--table", nargs="+", choices=[*TABLES], default=[*TABLES], help="(all)")
     parser.add_argument("--answers", type=int, help=f"of the shares ({Size().answers})")
     parser.add_argument("--num-scheduler-steps", type=int, help="1: no bursts, which forms end")
     args = parse_arguments(parser)
     size = QUICK if args.quick else Size()
     size = size if args.answers is None else size._replace(answers=args.answers)
+    if "shares" in args.table:
+        _validators()  # what they need is missing now, or not at all
+    rows = []
     with _folder(args.shape) as folder:
         engine = Engine(folder, **_options(args.shape, size, args.num_scheduler_steps))
-        tables = [("masks", [masks(engine, size)]), ("speed", speeds(engine, size))]
-        for name, rows in tables:
+        for name in args.table:
+            found = TABLES[name](engine, size)
             print(name)
-            print_table(rows)
-        tables.append(("shares", [shares(engine, size)]))
-        print_table(tables[-1][1])
-    rows = [{"table": name, **row} for name, found in tables for row in found]
+            print_table(found)
+            sys.stdout.flush()
+            rows += [{"table": name, **row} for row in found]
     print(record("structured", rows, model=args.shape or "embedded", size=size._asdict()))
 
+
+TABLES: Mapping[str, Callable[[Engine, Size], list[dict[str, Any]]]] = {
+    "masks": masks,
+    "speed": speeds,
+    "parts": parts,
+    "shares": lambda engine, size: [shares(engine, size)],
+}
 
 if __name__ == "__main__":
     main()

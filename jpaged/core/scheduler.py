@@ -9,6 +9,9 @@ can be planned before the sampled tokens of this one were read:
     overlapped:  plan = schedule(); launch(plan); update(previous plan, previous tokens)
 """
 
+from collections.abc import Iterable
+from dataclasses import replace
+
 import numpy as np
 
 from jpaged.core.admission import Admission, SchedulerConfig, check_fits, check_pin_fits
@@ -194,6 +197,26 @@ class Scheduler:
         if step.faults:
             self.check_integrity()  # damage to what all share is not one request's own
         return plan
+
+    def put_back(self, plan: StepPlan, rows: Iterable[int]) -> StepPlan:
+        """Let some decode rows of the plan made last sample nothing: their sequences compute the
+        same token again in the next step, and what the host knows of them it tells the device.
+
+        Args:
+            plan: Launched, or about to be; all before it are read.
+            rows: Places in `plan.scheduled`: lone sequences that run.
+
+        Returns:
+            The plan, as it is to be read.
+        """
+        scheduled = list(plan.scheduled)
+        for i in rows:
+            sequence = scheduled[i].sequence
+            sequence.num_computed_tokens -= 1
+            sequence.num_pending_tokens -= 1
+            self.block_manager.trim(sequence)
+            scheduled[i] = scheduled[i]._replace(num_scheduled_tokens=0, samples=False)
+        return replace(plan, scheduled=tuple(scheduled))
 
     def update(
         self, plan: StepPlan, sampled: np.ndarray, candidates: Candidates | None = None

@@ -71,9 +71,7 @@ class Engine:
         self.memory_account = parts.memory_account
         self._runner = parts.runner
         self._preprocessor = parts.preprocessor
-        self._loop = EngineLoop(
-            parts.scheduler, parts.runner, self.config.loop_mode, parts.preprocessor.grammars
-        )
+        self._loop = EngineLoop(parts.scheduler, parts.runner, self.config.loop_mode)
 
     def add_request(
         self,

@@ -6,6 +6,8 @@ the same tokens.
 
 Where a row of a step obeys a grammar, what it may sample depends on the token before it: then the
 step's layers are launched, the step before is read meanwhile, and the sampling follows with a mask.
+In the overlapped loop a thread makes the masks as soon as the device has the tokens; a row whose
+mask is not there when the others could be sampled may sit the step out, and is computed again.
 """
 
 import signal
@@ -15,13 +17,13 @@ import traceback
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import FrameType
 from typing import Any
 from weakref import WeakSet
-
-import numpy as np
 
 from jpaged.config import LoopMode
 from jpaged.core.block_manager import BlockManager
@@ -35,7 +37,11 @@ from jpaged.observe.statistics import EngineStats
 from jpaged.runtime.model_runner import ModelRunner, UnsampledStep
 from jpaged.runtime.results import StepHandle, StepResult, TokenScores
 from jpaged.sampling_params import SamplingParams
-from jpaged.text.grammar import Grammars, Matcher
+from jpaged.text.grammar import Matcher
+from jpaged.text.masks import MaskMaker
+
+_MOST_LEFT = 0.25
+"""Of a step's rows: so many may sit it out because their masks are not there."""
 
 _COMPILING_WAIT = 0.005
 """Seconds that a turn with nothing else to do waits for a grammar."""
@@ -108,7 +114,6 @@ class EngineLoop:
         scheduler: Scheduler,
         runner: ModelRunner,
         mode: LoopMode,
-        grammars: Grammars | None = None,
     ):
         self.scheduler = scheduler
         self.requests: dict[str, RequestState] = {}
@@ -117,7 +122,7 @@ class EngineLoop:
         self.watches: WeakSet[PoolWatch] = WeakSet()
         self._runner = runner
         self._mode = mode
-        self._grammars = grammars
+        self._masks = MaskMaker()
         self._compiling: dict[RequestState, None] = {}  # not queued: their grammars are compiled
         self._num_constrained = 0  # requests with a grammar
         self._unsampled: UnsampledStep | None = None  # the last one, if its masks are awaited
@@ -328,35 +333,57 @@ class EngineLoop:
         with self._undisturbed(fatal=True):
             if (step := self._unsampled) is None:
                 return ended
-            allowed, faults = self._masks_of(step)
-            handle = self._runner.launch_sampling(step, allowed)
+            items = self._matchers_of(step)
+            if not items:
+                handle, faults = self._runner.launch_sampling(step), []
+            else:
+                allowed, failed, late = self._masks.gather(
+                    items, step.num_rows, partial(self._may_leave, step, items)
+                )
+                faults = [(self._request_at(step, items[i][1]), error) for i, error in failed]
+                if late:
+                    plan = self.scheduler.put_back(step.plan, [items[i][1] for i in late])
+                    step = replace(step, plan=plan)
+                handle = self._runner.launch_sampling(step, allowed)
+                if self._mode is LoopMode.OVERLAPPED and not handle.is_shared:
+                    left = {*late, *(i for i, _ in failed)}
+                    sampled = [item for i, item in enumerate(items) if i not in left]
+                    self._masks.start(sampled, step.num_rows, handle.read_rows)
             self._unsampled = None
             self._in_flight.append(handle)
             return ended + self._settle({}, [*faults, *handle.faults])
 
-    def _masks_of(
-        self, step: UnsampledStep
-    ) -> tuple[np.ndarray | None, list[tuple[Request, Exception]]]:
-        """What each row of a step may sample, as `launch_sampling` takes it, and the requests
-        whose grammars fail, with the errors. The rows of these, and of those that have ended by
-        now, may sample anything: their tokens are dropped."""
-        if self._grammars is None:
-            raise RuntimeError("a step has rows with grammars, and the engine has none")
+    def _matchers_of(self, step: UnsampledStep) -> list[tuple[Matcher, int]]:
+        """Those that decide what rows of a step may sample, and the rows. Rows of answers that have
+        ended by now may sample anything: their tokens are dropped."""
         items: list[tuple[Matcher, int]] = []
-        requests: list[Request] = []
         for row, item in enumerate(step.scheduled):
             sequence = item.sequence
-            if not item.samples or sequence.finish_reason is not None:
-                continue
-            matcher = self.requests[sequence.request.request_id].matcher_of(sequence)
-            if matcher is not None:
-                items.append((matcher, row))
-                requests.append(sequence.request)
-        if not items:
-            return None, []
-        masks = np.full((step.num_rows, self._runner.mask_width), -1, np.int32)
-        failed = self._grammars.fill_masks(items, masks)
-        return masks, [(requests[index], error) for index, error in failed]
+            if item.samples and sequence.finish_reason is None:
+                matcher = self.requests[sequence.request.request_id].matcher_of(sequence)
+                if matcher is not None:
+                    items.append((matcher, row))
+        return items
+
+    def _may_leave(
+        self, step: UnsampledStep, items: list[tuple[Matcher, int]], late: SequenceOf[int]
+    ) -> bool:
+        """Whether the rows of some masks sit this step out: if they are few, and the device would
+        wait for them."""
+        return (
+            self._mode is LoopMode.OVERLAPPED
+            and step.plan.is_decode
+            and len(late) <= _MOST_LEFT * len(step.scheduled)
+            and all(self._can_repeat(self._request_at(step, items[i][1])) for i in late)
+            and self._runner.has_logits(step)
+        )
+
+    def _can_repeat(self, request: Request) -> bool:
+        """Whether a step of a request may be computed again: the device counts no tokens for it."""
+        return len(request.live) == 1 and not self._params_of(request).adjusts_logits
+
+    def _request_at(self, step: UnsampledStep, row: int) -> Request:
+        return step.scheduled[row].sequence.request
 
     def _params_of(self, request: Request) -> SamplingParams:
         return self.requests[request.request_id].params
@@ -373,6 +400,7 @@ class EngineLoop:
         """Read the oldest step in flight; gives the requests that it ended. An interrupt while
         waiting for it loses nothing."""
         handle = self._in_flight[0]
+        self._masks.await_taken()
         try:
             result = handle.read()
         except Exception as error:  # not Ctrl-C: the step can be waited for again

@@ -129,10 +129,12 @@ class SampleState:
         Raises:
             GrammarError: the grammar does not allow the token.
         """
-        stop = self._read_tokens(ended_by_token=reason is FinishReason.STOP)
         if self.matcher is not None and reason is not FinishReason.STOP:
             self.matcher.accept(self.sequence.token_ids[-1])
             self._is_complete = self.matcher.is_stopped
+        if not (self.params.stop_strings or reason or self._is_complete):
+            return False  # its text can wait
+        stop = self._read_tokens(ended_by_token=reason is FinishReason.STOP)
         if stop is not None or reason is not None or self._is_complete:
             self._stop_string = stop
             self._detokenizer.finish()  # others of the request may go on for long

@@ -77,7 +77,6 @@ class ModelRunner:
 
     Attributes:
         burst_steps: Steps of a burst; 1 for none.
-        mask_width: 32-bit words of a row of `launch_sampling`'s masks.
         programs: What it calls.
 
     Args:
@@ -97,7 +96,7 @@ class ModelRunner:
         eos_token_ids: Collection[int] = (),
     ):
         self._leaves = split.leaves
-        self.burst_steps, self.mask_width = config.num_scheduler_steps, config.mask_width
+        self.burst_steps = config.num_scheduler_steps
         self._config, self._buckets = config, config.buckets
         # For each number of sequences the bucket of their decode step, and the rows of its logits.
         seqs = self._buckets.decode_seqs
@@ -195,6 +194,10 @@ class ModelRunner:
         return StepHandle(
             step.plan, sampled, step.scores, step.places, faults=faults, **self._of_devices
         )
+
+    def has_logits(self, step: UnsampledStep) -> bool:
+        """Whether the device has computed a step's layers: it waits for `launch_sampling`."""
+        return step.logits is None or step.logits.is_ready()
 
     def fits_burst(self, plan: StepPlan, goal: Goal) -> bool:
         """Whether a burst may hold the plan: a decode step of as many sequences as the goal allows,

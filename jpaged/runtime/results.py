@@ -118,6 +118,12 @@ class StepHandle:
     check: Callable[[], None] | None = None
     is_shared: bool = False
 
+    def read_rows(self) -> np.ndarray:
+        """Wait for the tokens of the step's rows, in the device's order: int32 [rows]. For other
+        threads, and for one device."""
+        tokens = np.asarray(self.sampled)[self.index]
+        return tokens if tokens.ndim == 1 else tokens[:, 0]
+
     def read(self) -> StepResult:
         """Wait for the step and give its results.
 

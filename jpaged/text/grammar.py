@@ -7,10 +7,12 @@ answer, bounds on what a grammar may cost, and a passage before the grammar that
 import json
 import threading
 import time
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,12 @@ from jpaged.text.tokenizer import Tokenizer
 
 MAX_CACHED = 64
 """Compiled grammars that are kept; one that is not kept is compiled anew."""
+
+_MOST_LEXERS = 64
+"""Of one grammar; more answers at a time share them."""
+
+_CHEAP_SECONDS = 0.02
+"""Of a processor's time, to compile a grammar: one that takes longer has one lexer only."""
 
 _JSON_OPTIONS: Any = {
     # One blank at most where JSON takes any: a model that is unsure would write them for ever.
@@ -91,12 +99,20 @@ class Matcher:
     Attributes:
         ending_ids: Tokens that end the answer, where the grammar lets it end.
         is_stopped: Nothing but the end may follow.
+        is_wide: The last mask allowed many tokens; as `MaskMaker` has it.
+        mask_ahead: A mask that is not used yet; `MaskMaker`'s.
     """
 
     def __init__(self, grammar: "Grammar", ending_ids: frozenset[int]):
         self.ending_ids, self.is_stopped = ending_ids, False
+        self.is_wide = False
+        self.mask_ahead: Any = None
         self._form, self._tokens = grammar.form, grammar.tokens
-        self._inner = grammar.prototype.deep_copy()
+        prototype, is_own = grammar.lexers.take()
+        self._inner = prototype.deep_copy()
+        if is_own:
+            weakref.finalize(self, grammar.lexers.give, prototype).atexit = False
+        self._ahead: tuple[int, GrammarError | None] | None = None
         self._free: bytes | None = b"" if self._form.after is not None else None
         self._is_opening = self._form.opening is not None and bool(grammar.opening_ids)
         self._opening_ids = grammar.opening_ids
@@ -114,6 +130,34 @@ class Matcher:
         Raises:
             GrammarError: it may not follow.
         """
+        if self._ahead is None:
+            self._take_in(token_id)
+            return
+        (known, error), self._ahead = self._ahead, None
+        if known != token_id:
+            raise RuntimeError(f"token {token_id} was read, and a mask made behind token {known}")
+        if error is not None:
+            raise error
+
+    def accept_ahead(self, token_id: int) -> None:
+        """`accept`, before the engine has read the token: what it raises comes when it has."""
+        error = None
+        try:
+            self._take_in(token_id)
+        except GrammarError as found:
+            error = found
+        self._ahead = token_id, error
+
+    def is_matched(self, token_id: int) -> bool:
+        """Whether `accept_ahead` is `inner` consuming the token, then `note_consumed`."""
+        has_begun = self._free is None and not self._is_opening and self._num_breaks == _MAX_BREAKS
+        return has_begun and token_id not in self.ending_ids
+
+    def note_consumed(self, token_id: int, is_allowed: bool) -> None:
+        """`inner` has consumed a token, which the engine has not read; or it may not follow."""
+        self._ahead = token_id, self._outcome(is_allowed)
+
+    def _take_in(self, token_id: int) -> None:
         if token_id in self.ending_ids:
             return
         if self._is_opening and self._opens_on(token_id):
@@ -147,12 +191,19 @@ class Matcher:
                 self._consume(self._tokens.inner.tokenize_bytes(rest))
 
     def _consume(self, token_ids: list[int]) -> None:
-        if not self._inner.consume_tokens(token_ids):
-            raise _refused(self._form, self._inner.get_error() or "a token that may not follow")
+        error = self._outcome(self._inner.consume_tokens(token_ids))
+        if error is not None:
+            raise error
+
+    def _outcome(self, is_allowed: bool) -> GrammarError | None:
+        if not is_allowed:
+            words = self._inner.get_error() or "a token that may not follow"
+            return _refused(self._form, words)
         self.is_stopped = self._inner.is_stopped()
+        return None
 
     def widen(self, mask: np.ndarray) -> GrammarError | None:
-        """Adapt llguidance's mask (all ones while the answer is free) to this answer, in place: end
+        """Adapt llguidance's mask (anything while the answer is free) to this answer, in place: end
         tokens, line breaks, the opening. int32 [W].
 
         Returns:
@@ -164,7 +215,9 @@ class Matcher:
             return None
         if self._inner.is_error():
             return _refused(self._form, self._inner.get_error())
-        mask &= self._tokens.not_eos
+        may_end = self._tokens.take_eos(mask)
+        if not may_end and not self._is_opening and self._num_breaks == _MAX_BREAKS:
+            return None  # nearly all masks
         more = set(self.ending_ids) if self._inner.is_accepting() else set()
         if self._is_opening:
             if self._num_opened:
@@ -208,18 +261,68 @@ class Grammar:
 
     Attributes:
         form: What it was made of.
-        prototype: llguidance's matcher, at the start.
+        lexers: llguidance's matchers, at the start.
         tokens: What it knows of the tokenizer.
     """
 
     form: StructuredOutputs
-    prototype: Any
+    lexers: "_Lexers"
     tokens: "_Tokens"
     opening_ids: tuple[int, ...]
 
     def matcher(self, ending_ids: frozenset[int]) -> Matcher:
         """For one answer, which the tokens `ending_ids` may end."""
         return Matcher(self, ending_ids)
+
+
+class _Lexers:
+    """A grammar compiled several times: an answer has one to itself, as far as there are.
+
+    llguidance's copies of a matcher share its lexer and a lock: of answers that share one, one mask
+    is computed at a time. A lexer that an answer leaves keeps the states that it has made.
+
+    Args:
+        first: llguidance's matcher, at the start.
+        make: Compiles another.
+        most: How many there may be.
+    """
+
+    def __init__(self, first: Any, make: Callable[[], Any], most: int):
+        self._made, self._spare = [first], [first]
+        self._make, self._most = make, most
+        self._num_promised = 0  # to answers that have not begun
+        self._num_shared = 0
+        self._lock = threading.Lock()
+
+    def promise(self) -> bool:
+        """Keep one for an answer that will begin; whether one more must be made for it (`add`)."""
+        with self._lock:
+            self._num_promised += 1
+            is_short = self._num_promised > len(self._spare) and len(self._made) < self._most
+            if is_short:
+                self._made.append(None)
+            return is_short
+
+    def add(self) -> None:
+        """Make one more."""
+        made = self._make()
+        with self._lock:
+            self._made[self._made.index(None)] = made
+            self._spare.append(made)
+
+    def take(self) -> tuple[Any, bool]:
+        """One for an answer, and whether no other has it; then `give` it back."""
+        with self._lock:
+            self._num_promised = max(self._num_promised - 1, 0)
+            if self._spare:
+                return self._spare.pop(), True
+            self._num_shared += 1
+            made = [each for each in self._made if each is not None]
+            return made[self._num_shared % len(made)], False
+
+    def give(self, matcher: Any) -> None:
+        """An answer that had one to itself is over."""
+        self._spare.append(matcher)  # no lock: the garbage collector calls it, anywhere
 
 
 class _Tokens:
@@ -251,8 +354,18 @@ class _Tokens:
         for token in eos:
             words[token // 32] &= ~np.uint32(1 << token % 32)
         self.not_eos = words.view(np.int32)
+        self._kept = [(i, int(words[i])) for i in sorted({token // 32 for token in eos})]
         breaks = [tokenizer.encode("\n" * n, add_special_tokens=False) for n in (1, 2)]
         self.break_ids = {ids[-1]: n for n, ids in enumerate(breaks, 1) if len(ids) == 1}
+
+    def take_eos(self, mask: np.ndarray) -> bool:
+        """Take the model's end tokens out of a mask; whether one was there."""
+        words, found = mask.view(np.uint32), False
+        for i, kept in self._kept:
+            word = int(words[i])
+            if word != word & kept:
+                words[i], found = word & kept, True
+        return found
 
     def bytes_of(self, token_id: int) -> bytes:
         """What a token adds to a text."""
@@ -276,7 +389,7 @@ def _begin(matcher: Matcher) -> None:
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer and fills masks. Thread-safe but for `fill_masks`.
+    """Compiles grammars for one tokenizer. Thread-safe.
 
     Args:
         tokenizer: The model's.
@@ -305,8 +418,6 @@ class Grammars:
         self._tokens: _Tokens | None = None
         self._cache: OrderedDict[StructuredOutputs, Grammar] = OrderedDict()
         self._threads: ThreadPoolExecutor | None = None
-        self._executor: Any = None
-        self._is_late = False  # the last masks
 
     def prepare(self) -> None:
         """Read the tokenizer's vocabulary, which else the first grammar waits for.
@@ -321,11 +432,13 @@ class Grammars:
     def submit(self, form: StructuredOutputs) -> Future[Grammar]:
         """`compile` without waiting; of a grammar that is kept, it is done at once."""
         with self._lock:
-            if (known := self._kept(form)) is not None:
-                done: Future[Grammar] = Future()
-                done.set_result(known)
-                return done
-            return self._start(self._compile, form)
+            if (known := self._kept(form)) is None:
+                return self._start(self._compile, form)
+            if known.lexers.promise():
+                return self._start(self._add_lexer, known)
+            done: Future[Grammar] = Future()
+            done.set_result(known)
+            return done
 
     def compile(self, form: StructuredOutputs) -> Grammar:
         """The grammar of a form.
@@ -362,77 +475,34 @@ class Grammars:
 
         self.prepare()
         with self._lock:
-            if (known := self._kept(form)) is not None:
-                return known
-            tokens = self._tokens
+            known, tokens = self._kept(form), self._tokens
+        if known is not None:  # since this was asked
+            return self._add_lexer(known) if known.lexers.promise() else known
         if tokens is None:
             raise RuntimeError("the tokenizer's vocabulary was not read")
-        matcher = LLMatcher(tokens.inner, _source(form), limits=_limits(), log_level=0)
+        start, source = time.thread_time(), _source(form)
+        make = partial(LLMatcher, tokens.inner, source, limits=_limits(), log_level=0)
+        matcher = make()
+        most = _MOST_LEXERS if time.thread_time() - start < _CHEAP_SECONDS else 1
         first = matcher.deep_copy()
         if not first.is_error():
             _step(first)  # the dearest: here it is seen whether a step can have it
         if first.is_error():
             raise _refused(form, first.get_error())
         opening = self._of[0].encode(form.opening, add_special_tokens=False) if form.opening else ()
-        grammar = Grammar(form, matcher, tokens, tuple(opening))
+        grammar = Grammar(form, _Lexers(matcher, make, most), tokens, tuple(opening))
+        grammar.lexers.promise()
         with self._lock:
             self._cache[form] = grammar
             while len(self._cache) > self._most_kept:
                 self._cache.popitem(last=False)
         return grammar
 
+    def _add_lexer(self, grammar: Grammar) -> Grammar:
+        grammar.lexers.add()
+        return grammar
+
     def _kept(self, form: StructuredOutputs) -> Grammar | None:
         if (known := self._cache.get(form)) is not None:
             self._cache.move_to_end(form)
         return known
-
-    def fill_masks(
-        self, items: Sequence[tuple[Matcher, int]], masks: np.ndarray
-    ) -> list[tuple[int, GrammarError]]:
-        """Write what answers may go on with.
-
-        Args:
-            items: Matchers, and the row of each.
-            masks: int32 [rows, W], contiguous: token `32 w + j` is bit `j` of word `w`.
-
-        Returns:
-            The places in `items` of those that fail, and why.
-        """
-        failed: dict[int, GrammarError] = {}
-        start = time.perf_counter()
-        if self._is_late:
-            failed = self._fill_timed(items, masks)
-        else:
-            self._fill(items, masks)
-        # Then some answer may have taken too long. Which one is seen the next time.
-        self._is_late = not self._is_late and time.perf_counter() - start > bounds.MASK_SECONDS
-        for i, (matcher, row) in enumerate(items):
-            if i not in failed and (error := matcher.widen(masks[row])) is not None:
-                failed[i] = error
-        return sorted(failed.items())
-
-    def _fill(self, items: Sequence[tuple[Matcher, int]], masks: np.ndarray) -> None:
-        """Write the grammars' masks, in many threads."""
-        from llguidance import LLExecutor
-        from llguidance.numpy import fill_next_token_bitmask_par
-
-        bound = [(matcher.inner, row) for matcher, row in items if not matcher.is_free]
-        if bound:
-            if self._executor is None:
-                self._executor = LLExecutor()
-            fill_next_token_bitmask_par(self._executor, bound, masks)
-
-    def _fill_timed(
-        self, items: Sequence[tuple[Matcher, int]], masks: np.ndarray
-    ) -> dict[int, GrammarError]:
-        """The same one by one: gives those that take a processor too long."""
-        from llguidance.numpy import fill_next_token_bitmask
-
-        failed: dict[int, GrammarError] = {}
-        for i, (matcher, row) in enumerate(items):
-            start = time.thread_time()
-            if not matcher.is_free:
-                fill_next_token_bitmask(matcher.inner, masks, row)
-            if time.thread_time() - start > bounds.MASK_SECONDS:
-                failed[i] = matcher.too_slow()
-        return failed

@@ -8,6 +8,7 @@ from bench import structured
 from bench.structured import FIELDS, Size
 from jpaged import Engine
 
+WITHOUT = ["unconstrained", "single", "unconstrained again"]
 SIZE = Size(rows=4, answers=50, max_tokens=480, tokens=24, repeats=1)
 
 
@@ -40,8 +41,24 @@ def test_what_does_not_obey_is_counted(engine: Engine, monkeypatch: pytest.Monke
 
 
 def test_masks_and_speeds(engine: Engine):
-    row = structured.masks(engine, SIZE)
-    assert 0 < row["later_50_ms"] <= row["later_99_ms"] <= row["later_100_ms"]
+    rows = structured.masks(engine, SIZE)
+    assert [row["schemas"] for row in rows] == ["published", "fields"]
+    for row in rows:
+        assert 0 < row["later_50_ms"] <= row["later_99_ms"] <= row["later_100_ms"]
     cases = {row["case"]: row for row in structured.speeds(engine, SIZE)}
-    assert [*cases] == ["unconstrained", "beside", "constrained", "unconstrained again"]
+    assert [*cases] == ["unconstrained", "single", "beside", "constrained", "unconstrained again"]
     assert all(row["tokens_per_s"] > 0 for row in cases.values())
+    assert {case for case, row in cases.items() if row["free_of_before"] is None} == {"constrained"}
+    assert [case for case, row in cases.items() if row["formed_of_before"] is None] == WITHOUT
+    assert cases["unconstrained"]["of_before"] == cases["unconstrained"]["free_of_before"] == 1
+
+
+def test_every_part_of_the_host_is_counted(engine: Engine):
+    of_masks = {"masks", "thread_tokens", "thread_accept", "thread_masks"}
+    for row in structured.parts(engine, SIZE):
+        assert {it for it in of_masks if row[it] > 0} == (
+            set() if row["case"] in WITHOUT else of_masks
+        )
+        assert all(row[it] > 0 for it in ("layers", "read", "update", "sampling", "other"))
+        parts = sum(row[part] for part in structured._PARTS)
+        assert 0.5 * row["ms_a_step"] < parts < row["ms_a_step"]

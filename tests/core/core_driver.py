@@ -1,6 +1,7 @@
 """Drives a scheduler over the fake device, synchronously or one step late, checking throughout."""
 
 from collections import deque
+from collections.abc import Callable
 from itertools import count
 
 import numpy as np
@@ -8,9 +9,16 @@ from core_fake_device import FakeDevice, beam_oracle, oracle
 
 from jpaged.core.beam import BeamSearch
 from jpaged.core.block_manager import BlockManager
-from jpaged.core.plan import Emitted, Goal, StepPlan
+from jpaged.core.plan import Emitted, Goal, ScheduledSequence, StepPlan
 from jpaged.core.prefix_cache import Digest, PrefixCache, seeded_digest
-from jpaged.core.request import Candidates, FinishReason, Request, Sequence, StopCriteria
+from jpaged.core.request import (
+    Candidates,
+    FinishReason,
+    Request,
+    RequestStatus,
+    Sequence,
+    StopCriteria,
+)
 from jpaged.core.scheduler import Scheduler, SchedulerConfig
 from jpaged.core.swap import PressurePolicy
 
@@ -124,6 +132,24 @@ class Driver:
             self.streams[_stream_name(sequence)].append(token_id)
         self.scheduler.check_integrity()
         return emitted
+
+    def put_back(self, choose: Callable[[list[int]], list[int]]) -> list[int]:
+        """Catch up with the device but for the newest step, of which some rows sample nothing;
+        gives these."""
+        while len(self.in_flight) > 1:
+            self.read()
+        plan, sampled, found = self.in_flight.pop()
+        rows = choose([i for i, row in enumerate(plan.scheduled) if self._may_put_back(plan, row)])
+        for i in rows:
+            sampled[i] = self.device.unsample(plan.scheduled[i].sequence)
+        self.in_flight.append((self.scheduler.put_back(plan, rows), sampled, found))
+        self.scheduler.check_integrity()
+        return rows
+
+    def _may_put_back(self, plan: StepPlan, row: ScheduledSequence) -> bool:
+        sequence, request = row.sequence, row.sequence.request
+        runs = request.status is RequestStatus.RUNNING and request.beam is None
+        return runs and plan.is_decode and row.samples and request.live == [sequence]
 
     def _check_plan(self, plan: StepPlan) -> None:
         config = self.scheduler.config

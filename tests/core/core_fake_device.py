@@ -116,6 +116,12 @@ class FakeDevice:
                 self._set_block(block_id, image[entry])
         return np.array([self._sample(row) for row in plan.scheduled], np.int32), _offers(plan)
 
+    def unsample(self, sequence: Sequence) -> int:
+        """Garbage for the token that a sequence sampled last, as if it were that."""
+        self.history[sequence.seq_id].pop()
+        self.last_tokens[sequence.seq_id] = 10**6
+        return 10**6
+
     def spoil(self, pool: BlockPool) -> None:
         """Make the KV in free blocks unreadable, as it is after a reset of the prefix cache."""
         for block_id in pool.free_block_queue:

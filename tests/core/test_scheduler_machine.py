@@ -203,6 +203,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         """The host may also catch up with the device."""
         self.driver.read()
 
+    @precondition(lambda self: self.driver.in_flight)
+    @rule(data=st.data())
+    def put_back(self, data: st.DataObject):
+        """Some rows of the newest step are to be computed again."""
+        self.driver.put_back(
+            lambda rows: data.draw(st.lists(st.sampled_from(rows), unique=True)) if rows else []
+        )
+
     @precondition(lambda self: self.driver.scheduler.has_unfinished)
     @rule(data=st.data(), reason=st.sampled_from([FinishReason.ABORT, FinishReason.ERROR]))
     def finish(self, data: st.DataObject, reason: FinishReason):

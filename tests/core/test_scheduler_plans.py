@@ -66,6 +66,21 @@ def test_mixed_steps_decode_first_and_fill_up_with_chunks():
     driver.run()
 
 
+def test_a_row_that_is_put_back_computes_the_same_token_again():
+    driver = Driver(make_scheduler(block_size=4, digest="xxh3"), lag=1)
+    for name in "12":
+        driver.add(make_request(name, 3, max_tokens=6))
+    driver.step()
+    assert shape(driver.step()) == [(1, 3, 1, True), (2, 3, 1, True)]
+    assert driver.put_back(lambda rows: rows[:1]) == [0]
+    assert shape(driver.step()) == [(1, 3, 1, True), (2, 4, 1, True)]
+    assert [len(driver.streams[name]) for name in "12"] == [1, 2]
+    assert driver.put_back(lambda rows: rows) == [0, 1]
+    assert shape(driver.step()) == [(1, 3, 1, True), (2, 4, 1, True)]
+    driver.run()
+    assert [len(driver.streams[name]) for name in "12"] == [6, 6]
+
+
 def test_the_overlapped_loop_plans_ahead_of_what_it_read():
     driver = Driver(make_scheduler(block_size=4), lag=1)
     driver.add(make_request("1", 3, max_tokens=3))

@@ -4,6 +4,7 @@ and those of others are what they were."""
 import json
 import random
 import re
+import time
 from concurrent.futures import Future
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from e2e_options import ANSWER, GREEDY, LOOPS, QUESTION, Engines, run
 
 from jpaged import Engine, SamplingParams, StructuredOutputs
+from jpaged.core.scheduler import Scheduler
 from jpaged.runtime.results import StepHandle
 from jpaged.text.grammar import Grammar, GrammarError, Grammars, Matcher
 
@@ -296,30 +298,60 @@ def test_a_grammar_that_fails_ends_its_request_alone(
     free = engine.add_request(QUESTION, GREEDY)
     for _ in range(5):
         engine.step()
-    fill, accept = Grammars.fill_masks, Matcher.accept
+    widen, accept = Matcher.widen, Matcher.accept
     victim: Matcher | None = None
     error = GrammarError("too complex")
 
-    def fill_but_one(self: Grammars, items: Any, masks: Any) -> Any:
+    def widen_but_one(self: Matcher, mask: Any) -> Any:
         nonlocal victim
-        victim = victim or items[0][0]  # of the first request
-        if where == "accepting":
-            return fill(self, items, masks)
-        bad = [i for i, (matcher, _) in enumerate(items) if matcher is victim]
-        return fill(self, items, masks) + [(i, error) for i in bad]
+        victim = victim or self  # of the first request
+        return error if self is victim and where == "masking" else widen(self, mask)
 
     def accept_but_one(self: Matcher, token_id: int) -> None:
         if self is victim:
             raise error
         accept(self, token_id)
 
-    monkeypatch.setattr(Grammars, "fill_masks", fill_but_one)
+    monkeypatch.setattr(Matcher, "widen", widen_but_one)
     if where == "accepting":
         monkeypatch.setattr(Matcher, "accept", accept_but_one)
     last = run(engine)
     assert last[names[0]].outputs[0].finish_reason == "error"
     assert last[names[1]].outputs[0].text == expected
     assert last[free].outputs[0].text == ANSWER
+
+
+@pytest.mark.parametrize("mode", [*LOOPS])
+def test_rows_whose_masks_are_late_sit_steps_out(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, mode: str
+):
+    """They get the same tokens, and the others too, which do not wait for them. In the synchronous
+    loop all wait."""
+    engine = engines(**LOOPS[mode])
+    prompts, params = workload()
+    expected = answers(engine.generate(prompts, params))
+    widen, put_back = Matcher.widen, Scheduler.put_back
+    rng, num_left = random.Random(1), 0
+
+    def widen_late(self: Matcher, mask: Any) -> Any:
+        if rng.random() < 0.1:
+            time.sleep(0.03)
+        return widen(self, mask)
+
+    def counted(self: Scheduler, plan: Any, rows: Any) -> Any:
+        nonlocal num_left
+        num_left += len(rows)
+        plan = put_back(self, plan, rows)
+        self.check_integrity()
+        return plan
+
+    monkeypatch.setattr(Matcher, "widen", widen_late)
+    monkeypatch.setattr(
+        Matcher, "is_wide", property(lambda _: True, lambda *_: None), raising=False
+    )
+    monkeypatch.setattr(Scheduler, "put_back", counted)
+    assert answers(engine.generate(prompts, params)) == expected
+    assert (num_left > 0) == (mode != "synchronous")
 
 
 @pytest.mark.parametrize("after", range(1, 9, 2))

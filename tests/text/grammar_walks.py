@@ -8,11 +8,13 @@ import numpy as np
 from jpaged import StructuredOutputs, Tokenizer
 from jpaged.config import EMBEDDED_MODEL
 from jpaged.text.grammar import Grammars, Matcher
+from jpaged.text.masks import MaskMaker
 
 TOKENIZER = Tokenizer.from_folder(Path(EMBEDDED_MODEL))
 VOCAB_SIZE = len(TOKENIZER) + 40  # wider than the tokenizer, as many models' logits
 EOS = TOKENIZER.eos_token_id or 0
 GRAMMARS = Grammars(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
+MASKS = MaskMaker()
 ENDING = frozenset({EOS})
 CLOSING = set(b'"}]')
 
@@ -21,10 +23,10 @@ def matcher_of(form: StructuredOutputs, ending: frozenset[int] = ENDING) -> Matc
     return GRAMMARS.compile(form).matcher(ending)
 
 
-def allowed(matcher: Matcher, grammars: Grammars = GRAMMARS, size: int = VOCAB_SIZE) -> set[int]:
+def allowed(matcher: Matcher, size: int = VOCAB_SIZE) -> set[int]:
     """What may follow; the answer's error, if there is one, is raised."""
     masks = np.zeros((1, -(-size // 32)), np.int32)
-    for _, error in grammars.fill_masks([(matcher, 0)], masks):
+    for _, error in MASKS.fill([(matcher, 0)], masks):
         raise error
     bits = np.unpackbits(masks.view(np.uint8), bitorder="little")
     return set(np.flatnonzero(bits).tolist())
@@ -51,10 +53,10 @@ def walk(form: StructuredOutputs, seed: int, most: int = 600) -> str | None:
     return None
 
 
-def read(matcher: Matcher, text: str, grammars: Grammars = GRAMMARS) -> bool:
+def read(matcher: Matcher, text: str) -> bool:
     """Whether a grammar takes a text as far as it goes, token by token, as its masks say too."""
     for token in TOKENIZER.encode(text, add_special_tokens=False):
-        if token not in allowed(matcher, grammars):
+        if token not in allowed(matcher):
             return False
         matcher.accept(token)
     return True

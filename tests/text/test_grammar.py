@@ -5,15 +5,16 @@ import re
 import threading
 import time
 from typing import Any
-from unittest.mock import Mock
 
 import jsonschema
+import llguidance.numpy
 import numpy as np
 import pytest
 from grammar_walks import (
     ENDING,
     EOS,
     GRAMMARS,
+    MASKS,
     TOKENIZER,
     VOCAB_SIZE,
     accepts,
@@ -23,13 +24,16 @@ from grammar_walks import (
 )
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
+from llguidance.numpy import fill_next_token_bitmask
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from jpaged import StructuredOutputs, Tokenizer
 from jpaged.structured_outputs import bounds
+from jpaged.text import grammar
 from jpaged.text.grammar import MAX_CACHED, GrammarError, Grammars
+from jpaged.text.masks import MaskMaker
 
 WORD = {"type": "string", "maxLength": 6}
 SCHEMAS: dict[str, Any] = {
@@ -421,7 +425,7 @@ def test_one_that_fails_spoils_no_other_row():
     with pytest.raises(GrammarError):
         bad.accept(TOKENIZER.encode("b", add_special_tokens=False)[0])
     masks = np.full((3, -(-VOCAB_SIZE // 32)), -1, np.int32)
-    ((index, _),) = GRAMMARS.fill_masks([(bad, 0), (good, 2)], masks)
+    ((index, _),) = MASKS.fill([(bad, 0), (good, 2)], masks)
     assert index == 0
     assert (masks[1] == -1).all()
     (token,) = np.flatnonzero(np.unpackbits(masks[2].view(np.uint8), bitorder="little")).tolist()
@@ -439,20 +443,27 @@ def test_an_answer_is_begun_with_any_number_of_tokens(more: int):
 
 def test_a_mask_that_takes_too_long_ends_its_answer(monkeypatch: pytest.MonkeyPatch):
     """Whose it was is seen at the next one; a free passage takes no time."""
-    grammars = Grammars(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
+    maker = MaskMaker()
     free, slow = (
-        grammars.compile(it).matcher(ENDING)
+        matcher_of(it)
         for it in (StructuredOutputs(regex="a").behind("x"), StructuredOutputs(regex="[a-c]*"))
     )
     masks = np.full((2, -(-VOCAB_SIZE // 32)), -1, np.int32)
     monkeypatch.setattr(bounds, "MASK_SECONDS", 1e-9)
-    monkeypatch.setattr(time, "thread_time", times := Mock(side_effect=[0.0, 0.0, 1.0, 1.5]))
     items = [(free, 0), (slow, 1)]
-    assert grammars.fill_masks(items, masks) == []
-    ((index, error),) = grammars.fill_masks(items, masks)
-    assert (index, times.call_count) == (1, 4)
+    assert maker.fill(items, masks) == []
+    spent = threading.local()
+
+    def fill(*args: Any) -> None:
+        fill_next_token_bitmask(*args)
+        spent.seconds = getattr(spent, "seconds", 0.0) + 1.0
+
+    monkeypatch.setattr(llguidance.numpy, "fill_next_token_bitmask", fill)
+    monkeypatch.setattr(time, "thread_time", lambda: getattr(spent, "seconds", 0.0))
+    ((index, error),) = maker.fill(items, masks)
+    assert index == 1
     assert "regex cannot be enforced: a token took more than" in str(error)
-    assert grammars.fill_masks(items[:1], masks) == []
+    assert maker.fill(items[:1], masks) == []
 
 
 def sentencepiece_like() -> Tokenizer:
@@ -478,8 +489,8 @@ def test_a_tokenizer_with_byte_tokens():
     grammars = Grammars(tokenizer, size, frozenset({2}))
     matcher = grammars.compile(StructuredOutputs(regex="ab? a|é")).matcher(frozenset({2}))
     ids = tokenizer.hf_tokenizer.convert_tokens_to_ids
-    assert allowed(matcher, grammars, size) >= set(ids(["a", "ab", "<0xC3>"]))
-    assert not allowed(matcher, grammars, size) & set(ids(["b", "▁a", "<0xA9>"]))
+    assert allowed(matcher, size) >= set(ids(["a", "ab", "<0xC3>"]))
+    assert not allowed(matcher, size) & set(ids(["b", "▁a", "<0xA9>"]))
     for piece in ("ab", "▁a"):
         matcher.accept(ids(piece))
     assert matcher.is_stopped
@@ -529,7 +540,7 @@ def test_grammars_are_kept_up_to_a_bound():
     forms = [StructuredOutputs(choice=[f"a{i}"]) for i in range(MAX_CACHED + 1)]
     first = grammars.compile(forms[0])
     assert grammars.compile(StructuredOutputs(choice=["a0"])) is first
-    assert grammars.submit(forms[0]).result(0) is first
+    assert grammars.submit(forms[0]).result(10) is first
     for form in forms[1:]:
         grammars.compile(form)
     assert grammars.compile(forms[0]) is not first
@@ -542,6 +553,32 @@ def test_matchers_of_one_grammar_go_their_own_ways():
         one.accept(token)
     assert one.is_stopped
     assert allowed(other) == {a, b}
+
+
+def test_an_answer_has_a_lexer_to_itself_and_leaves_it_to_the_next():
+    """llguidance's copies of a matcher share a lock, with which one mask is made at a time."""
+    grammars = Grammars(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
+    form = StructuredOutputs(regex="[ab]{2}")
+    matchers = [grammars.compile(form).matcher(ENDING) for _ in range(3)]
+    kept = grammars.compile(form)
+    lexers = [kept.lexers.take() for _ in range(2)]
+    assert [is_own for _, is_own in lexers] == [True, False]  # there are four
+    kept.lexers.give(lexers[0][0])
+    del matchers
+    assert all(grammars.submit(form).done() for _ in range(4))
+    assert not grammars.submit(form).done() or grammars.submit(form).result(10) is kept
+
+
+def test_a_grammar_that_is_dear_to_compile_has_one_lexer(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(grammar, "_CHEAP_SECONDS", 0.0)
+    grammars = Grammars(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
+    form = StructuredOutputs(regex="[ab]{2}")
+    one, other = (grammars.compile(form).matcher(ENDING) for _ in range(2))
+    assert grammars.submit(form).done()
+    a, b = (TOKENIZER.encode(it, add_special_tokens=False)[0] for it in "ab")
+    one.accept(a)
+    assert allowed(one) == allowed(other) == {a, b}
+    assert [grammars.compile(form).lexers.take()[1] for _ in range(2)] == [False, False]
 
 
 def test_threads_may_compile_at_once():

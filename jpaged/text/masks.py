@@ -1,0 +1,250 @@
+"""The masks of steps: what each answer with a grammar may go on with, made in threads.
+
+In the overlapped loop a step's masks are made while the host launches the step's layers and the
+device computes them (`MaskMaker.start`, then `MaskMaker.gather`). llguidance takes some 15 us for
+most masks, and 1 to 2 ms, a walk through the whole vocabulary, for some that allow many tokens:
+where a string of bounded length has room for fewer letters than a token may have. Such a state
+follows one that allows many tokens, too: these masks are made one by one, all others together.
+"""
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from jpaged.structured_outputs import bounds
+from jpaged.text.grammar import GrammarError, Matcher
+
+Items = Sequence[tuple[Matcher, int]]
+"""Matchers, and the row of each."""
+
+Failed = list[tuple[int, GrammarError]]
+"""The places in `Items` of those that fail, and why."""
+
+_LOOK = 1e-4
+"""Seconds until those who wait for masks are asked again whether they would."""
+
+_MOST_THREADS = 16
+"""That make masks one by one."""
+
+_MOST_AT_ONCE = 8
+"""Of these, for one step: a few microseconds of each mask are Python's, and most are quick."""
+
+_STRIDE = 64
+"""Of a mask's words, each so-manieth tells whether it allows many tokens."""
+
+
+class _Job:
+    """A mask to be made, or made: row `row` of `rows`, int32 [rows, W]."""
+
+    __slots__ = ("error", "is_made", "matcher", "row", "rows")
+
+    def __init__(self, matcher: Matcher, row: int, rows: np.ndarray):
+        self.matcher, self.row, self.rows, self.is_made = matcher, row, rows, False
+        self.error: GrammarError | None = None
+
+    def finish(self, error: GrammarError | None = None) -> None:
+        """llguidance has filled the row, or this is what went wrong."""
+        words = self.rows[self.row]
+        self.error = error or self.matcher.widen(words)
+        some = words[::_STRIDE]
+        self.matcher.is_wide = 2 * int(np.count_nonzero(some)) > len(some)
+        self.is_made = True
+
+
+class MaskMaker:
+    """Makes the masks of one loop. Not thread-safe; the threads that it has are its own."""
+
+    def __init__(self):
+        self._executor: Any = None  # llguidance's threads
+        self._singly: ThreadPoolExecutor | None = None  # make masks one by one
+        self._leader: ThreadPoolExecutor | None = None  # makes those of `start`
+        self._started: list[_Job] = []  # last, all with the same array of rows
+        self._taking: Future[None] | None = None
+        self._changed = threading.Condition()
+        self._is_late = False  # masks that were made together took long
+
+    def fill(self, items: Items, masks: np.ndarray) -> Failed:
+        """Write what answers may go on with: int32 [rows, W], contiguous; token `32 w + j` is bit
+        `j` of word `w`."""
+        jobs = [_Job(matcher, row, masks) for matcher, row in items]
+        self._make(jobs)
+        self._await(jobs)
+        return [(i, job.error) for i, job in enumerate(jobs) if job.error is not None]
+
+    def start(self, items: Items, num_rows: int, tokens: Callable[[], np.ndarray]) -> None:
+        """Begin with the masks behind tokens that the engine has not read; before it reads them,
+        it calls `await_taken`.
+
+        Args:
+            items: Answers that get a token, and the row of each among `tokens`.
+            num_rows: Rows of the step that samples them, and probably of the next one.
+            tokens: Waits for that step's tokens: int [num_rows].
+        """
+        if not items:
+            return
+        if self._leader is None:
+            self._leader = ThreadPoolExecutor(1, thread_name_prefix="jpaged-masks")
+        rows = _all_ones(num_rows, items)
+        self._started = jobs = [_Job(matcher, row, rows) for matcher, row in items]
+        for job in jobs:
+            job.matcher.mask_ahead = job
+        self._taking = Future()
+        self._leader.submit(self._lead, jobs, tokens, self._taking)
+
+    def await_taken(self) -> None:
+        """Wait until the matchers have taken in the tokens that `start` waits for."""
+        if self._taking is not None:
+            self._taking.result()
+            self._taking = None
+
+    def gather(
+        self, items: Items, num_rows: int, may_leave: Callable[[Sequence[int]], bool]
+    ) -> tuple[np.ndarray, Failed, list[int]]:
+        """The masks of a step, those that were started and others.
+
+        Args:
+            items: Its answers with grammars.
+            num_rows: Its rows.
+            may_leave: Whether to wait no longer for those at some places in `items`; asked now and
+                then.
+
+        Returns:
+            int32 [num_rows, W], all ones in other rows; the places in `items` of those that fail,
+            and why; and of those that were left. Rows of the last hold anything; they are gathered
+            again with a later step, until which their matchers accept nothing.
+        """
+        started, self._started = self._started, []
+        known = {matcher.mask_ahead for matcher, _ in items}
+        asked = dict(items)
+        masks = started[0].rows if started else _all_ones(num_rows, items)
+        if len(masks) != num_rows or any(
+            job not in known or job.row != asked[job.matcher] for job in started
+        ):
+            masks = _all_ones(num_rows, items)  # threads may write to the old ones yet
+        jobs: list[_Job] = [m.mask_ahead or _Job(m, row, masks) for m, row in items]
+        self._make([job for job in jobs if job not in known])
+        late = self._await(jobs, may_leave)
+        failed: Failed = []
+        for i, (job, (matcher, row)) in enumerate(zip(jobs, items, strict=True)):
+            matcher.mask_ahead = job if i in late else None
+            if i in late:
+                continue
+            if job.error is not None:
+                failed.append((i, job.error))
+            if job.rows is not masks:
+                masks[row] = job.rows[job.row]
+        return masks, failed, late
+
+    def _lead(
+        self, jobs: list[_Job], tokens: Callable[[], np.ndarray], taken: Future[None]
+    ) -> None:
+        """What `start` starts."""
+        try:
+            found = tokens().tolist()
+            # Below 0: no token could be sampled.
+            self._take_in([(it.matcher, found[it.row]) for it in jobs if found[it.row] >= 0])
+            taken.set_result(None)
+            self._make(jobs)
+        except Exception as error:  # if it is the step that failed, the engine learns it, too
+            if not taken.done():
+                taken.set_result(None)
+            self._fail([job for job in jobs if not job.is_made], error)
+
+    def _take_in(self, items: Items) -> None:
+        """Let matchers accept tokens ahead."""
+        matched = [(it, token) for it, token in items if it.is_matched(token)]
+        for matcher, token in items if len(matched) < len(items) else ():
+            if not matcher.is_matched(token):
+                matcher.accept_ahead(token)
+        if matched:
+            inner = [(it.inner, token) for it, token in matched]
+            allowed = self._threads_of_llguidance().consume_token_par(inner)
+            for (matcher, token), is_allowed in zip(matched, allowed, strict=True):
+                matcher.note_consumed(token, is_allowed)
+
+    def _make(self, jobs: Sequence[_Job]) -> None:
+        """Make masks: those that are likely to be quick at once, the others in threads."""
+        was_late, self._is_late = self._is_late, False
+        slow = [job for job in jobs if was_late or job.matcher.is_wide]
+        quick = [job for job in jobs if not (was_late or job.matcher.is_wide)] if slow else jobs
+        if slow:
+            if self._singly is None:
+                self._singly = ThreadPoolExecutor(_num_threads(), thread_name_prefix="jpaged-mask")
+            queue = deque(slow)
+            for _ in range(min(len(slow), _MOST_AT_ONCE)):
+                self._singly.submit(self._make_singly, queue)
+        start = time.perf_counter()
+        self._fill_together(quick)
+        # Some answer may take too long. Which one is seen the next time.
+        self._is_late = time.perf_counter() - start > bounds.MASK_SECONDS
+        for job in quick:
+            job.finish()
+        self._tell()
+
+    def _fill_together(self, jobs: Sequence[_Job]) -> None:
+        from llguidance.numpy import fill_next_token_bitmask_par
+
+        bound = [(job.matcher.inner, job.row) for job in jobs if not job.matcher.is_free]
+        if bound:
+            fill_next_token_bitmask_par(self._threads_of_llguidance(), bound, jobs[0].rows)
+
+    def _threads_of_llguidance(self) -> Any:
+        from llguidance import LLExecutor
+
+        if self._executor is None:
+            self._executor = LLExecutor()
+        return self._executor
+
+    def _make_singly(self, queue: deque[_Job]) -> None:
+        """Make masks one by one; some that take a processor too long fail."""
+        from llguidance.numpy import fill_next_token_bitmask
+
+        while queue:
+            try:
+                job = queue.popleft()
+            except IndexError:  # another thread has it
+                return
+            start = time.thread_time()
+            try:
+                if not job.matcher.is_free:
+                    fill_next_token_bitmask(job.matcher.inner, job.rows, job.row)
+                is_slow = time.thread_time() - start > bounds.MASK_SECONDS
+                job.finish(job.matcher.too_slow() if is_slow else None)
+                self._tell()
+            except Exception as error:
+                self._fail([job], error)
+
+    def _fail(self, jobs: Sequence[_Job], error: Exception) -> None:
+        """End what waits for masks that cannot be made."""
+        for job in jobs:
+            job.finish(GrammarError(f"structured_outputs: no mask could be made: {error}"))
+        self._tell()
+
+    def _tell(self) -> None:
+        with self._changed:
+            self._changed.notify()
+
+    def _await(
+        self, jobs: Sequence[_Job], may_leave: Callable[[Sequence[int]], bool] | None = None
+    ) -> list[int]:
+        """Wait for masks; the places of those that were left."""
+        with self._changed:
+            while late := [i for i, job in enumerate(jobs) if not job.is_made]:
+                if may_leave is not None and may_leave(late):
+                    return late
+                self._changed.wait(None if may_leave is None else _LOOK)
+        return []
+
+
+def _all_ones(num_rows: int, items: Items) -> np.ndarray:
+    return np.full((num_rows, items[0][0].mask_width), -1, np.int32)
+
+
+def _num_threads() -> int:
+    return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) - 1))
