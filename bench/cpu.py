@@ -10,7 +10,7 @@ import time
 
 from bench.compare import parse_arguments
 from bench.records import print_table, record
-from bench.startup import EMBEDDED, PROMPT, measure
+from bench.startup import EMBEDDED, PROMPT, Kind, measure
 from jpaged import Engine, SamplingParams
 
 TO_REACH = 200  # output tokens a second
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="each request makes")
     parser.add_argument("--repeats", type=int, default=3)
     args = parse_arguments(parser)
-    starts = measure(EMBEDDED, args.repeats)
+    starts = measure(Kind(EMBEDDED), args.repeats)
     served = throughput(args.requests, args.tokens, args.repeats)
     print_table(starts)
     print_table([served])

@@ -47,7 +47,7 @@ FIGURES = {
     "19a": "figures_ablation:figure_19a",
     "19b": "figures_ablation:figure_19b",
 }
-AGREEMENT = "agreement"
+AGREEMENTS = ("agreement", "knees_sharegpt", "knees_alpaca")
 """Not the paper's: whether simulation and engine agree. Only with --device, and not in `all`."""
 
 QUICK = {
@@ -65,7 +65,7 @@ DEVICE = {"seconds": 120.0, "saturation": 300, "tolerance": 0.05, "fractions": (
 
 def make(number: str, settings: Settings) -> Figure:
     """The figure of that number."""
-    place = "figures_serving:agreement" if number == AGREEMENT else FIGURES[number]
+    place = f"figures_serving:{number}" if number in AGREEMENTS else FIGURES[number]
     module, function = place.split(":")
     maker: Callable[[Settings], Figure] = getattr(import_module(f"bench.paper.{module}"), function)
     return maker(settings)
@@ -82,7 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
         nargs="+",
         required=True,
         metavar="N",
-        help=f"all, or of {', '.join(FIGURES)}; with --device also {AGREEMENT}",
+        help=f"all, or of {', '.join(FIGURES)}; with --device also {', '.join(AGREEMENTS)}",
     )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--simulate", action="store_true", help="a device model (default)")
@@ -122,13 +122,14 @@ def settings_of(args: argparse.Namespace) -> Settings:
     Raises:
         ValueError: a figure is unknown, or a file of lengths is refused.
     """
-    unknown = [number for number in args.figure if number not in (*FIGURES, "all", AGREEMENT)]
+    unknown = [number for number in args.figure if number not in (*FIGURES, "all", *AGREEMENTS)]
     if unknown:
         known = ", ".join(("all", *FIGURES))
         raise ValueError(f"--figure {' '.join(unknown)}: not a figure; give of {known}")
-    if AGREEMENT in args.figure and not args.device:
+    comparing = [number for number in args.figure if number in AGREEMENTS]
+    if comparing and not args.device:
         raise ValueError(
-            f"--figure {AGREEMENT} compares a device with its simulation: add --device"
+            f"--figure {' '.join(comparing)} compares a device with its simulation: add --device"
         )
     if args.models is not None and "13b" not in args.models and (args.device or args.quick):
         raise ValueError(

@@ -143,35 +143,64 @@ def agreement(settings: Settings) -> Figure:
     """Three points of figure 12, OPT-13B on ShareGPT, on the device and simulated: below, at and
     above the rate that the simulation sustains, with the same requests.
     """
-    simulated = dataclasses.replace(settings, how="simulated")
-    case = Case("sharegpt")
     sustained = simulated_sustained(["sharegpt"], settings)["sharegpt"].rate
+    jobs = {f"{fraction:g}": (Case("sharegpt"), fraction * sustained) for fraction in POINTS}
+    title = "simulated and measured, OPT-13B, ShareGPT"
+    return _agreement("agreement", title, "of the sustained rate", jobs, settings)
+
+
+def knees_sharegpt(settings: Settings) -> Figure:
+    """A point of each of figure 12's curves for OPT-13B on ShareGPT, as `agreement` has ours: every
+    system on the device at the rate that it sustains in simulation."""
+    return _knees("sharegpt", settings)
+
+
+def knees_alpaca(settings: Settings) -> Figure:
+    """As `knees_sharegpt`, on Alpaca."""
+    return _knees("alpaca", settings)
+
+
+def _knees(workload: str, settings: Settings) -> Figure:
+    cases = [Case(workload, system) for system in SYSTEMS]
+    found = sustain_all(cases, dataclasses.replace(settings, how="simulated"))
+    jobs = {LABELS[case.system]: (case, found[case].rate) for case in cases}
+    title = f"every system at the rate that it sustains in simulation, OPT-13B, {workload}"
+    return _agreement(f"knees_{workload}", title, "system", jobs, settings)
+
+
+def _agreement(
+    number: str,
+    title: str,
+    kind: str,
+    jobs: dict[str, tuple[Case, float]],
+    settings: Settings,
+) -> Figure:
+    """Cases at their rates, on the device and simulated; `kind` says what the jobs' names are."""
+    simulated = dataclasses.replace(settings, how="simulated")
     rows, worst = [], 0.0
-    for fraction in POINTS:
-        job = [(case, fraction * sustained)]
-        (model,), (device,) = (run_cases(job, each) for each in (simulated, settings))
-        for name, title in COMPARED.items():
+    for label, job in jobs.items():
+        (model,), (device,) = (run_cases([job], each) for each in (simulated, settings))
+        for name, what in COMPARED.items():
             there, here = getattr(device, name), getattr(model, name)
-            row = {"of the sustained rate": fraction, "req/s": fraction * sustained, "of": title}
+            row = {kind: label, "req/s": job[1], "of": what}
             rows.append(row | {"measured": there, "simulated": here, "ratio": here / there})
             worst = max(worst, abs(here / there - 1))
+            print(rows[-1], flush=True)
     reached = "reached" if worst <= MOST_DISAGREEMENT else "NOT reached"
     note = f"within {MOST_DISAGREEMENT:.0%} is to be reached; the worst is {worst:.1%}: {reached}"
 
     def draw(canvas: "Canvas") -> None:
-        groups = [f"{fraction:g}" for fraction in POINTS]
-        for axes, title in zip(canvas.subplots(1, 3), COMPARED.values(), strict=True):
-            own = [row for row in rows if row["of"] == title]
-            series = {kind: [row[kind] for row in own] for kind in ("measured", "simulated")}
+        for axes, what in zip(canvas.subplots(1, 3), COMPARED.values(), strict=True):
+            own = [row for row in rows if row["of"] == what]
+            series = {way: [row[way] for row in own] for way in ("measured", "simulated")}
             colours = {"measured": COLOURS["ours"], "simulated": "#b8b8b8"}
-            report.draw_bars(axes, groups, series, colours, "{:.3g}")
-            axes.set(title=title, xlabel="of the sustained rate")
+            report.draw_bars(axes, [*jobs], series, colours, "{:.3g}")
+            axes.set(title=what, xlabel=kind)
         canvas.axes[0].legend()
-        report.footnote(canvas, f"OPT-13B, ShareGPT-like, {device_of(settings)}")
+        report.footnote(canvas, f"{title}, {device_of(settings)}")
 
-    title = "simulated and measured, OPT-13B, ShareGPT"
-    device = device_of(settings)
-    return Figure("agreement", title, rows, {}, draw, (9.0, 3.2), (note,), device)
+    size = (9.0, 3.2) if len(jobs) <= 3 else (15.0, 3.4)
+    return Figure(number, title, rows, {}, draw, size, (note,), device_of(settings))
 
 
 def _rates(

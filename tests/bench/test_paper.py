@@ -267,6 +267,34 @@ def test_a_search_on_a_device_begins_where_the_simulation_ends(monkeypatch: pyte
     assert len(rates) <= 4 + 3 + 1
 
 
+def test_every_system_is_measured_at_the_rate_that_it_sustains_in_simulation(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    rates = {system: 1.0 + i for i, system in enumerate(published.SYSTEMS)}
+    served = []
+
+    def sustain_all(cases, settings):
+        assert settings.how == "simulated"
+        return {case: SimpleNamespace(rate=rates[case.system]) for case in cases}
+
+    def run_cases(jobs, settings):
+        ((case, rate),) = jobs
+        served.append((settings.how, case.workload, case.system, rate))
+        off = 1.2 if (settings.how, case.system) == ("measured", "orca_max") else 1.0
+        return [SimpleNamespace(latency=off, output_tokens_per_s=2.0, batch=rate)]
+
+    monkeypatch.setattr(figures_serving, "sustain_all", sustain_all)
+    monkeypatch.setattr(figures_serving, "run_cases", run_cases)
+    monkeypatch.setattr(figures_serving, "device_of", lambda settings: "a device")
+    figure = figures_serving.knees_alpaca(Settings(how="measured"))
+    asked = [("alpaca", system, rate) for system, rate in rates.items()]
+    assert [it[1:] for it in served if it[0] == "measured"] == asked
+    assert [it[1:] for it in served if it[0] == "simulated"] == asked
+    assert len(figure.rows) == 3 * len(rates)
+    assert figure.number == "knees_alpaca"
+    assert "the worst is 16.7%: NOT reached" in figure.notes[0]
+
+
 @pytest.mark.parametrize(("knee", "guess"), [(10.0, 10.0), (10.0, 1.0), (3.0, 40.0), (9.99, 10.0)])
 def test_the_search_finds_the_knee_from_either_side(knee: float, guess: float):
     rate, tried = measures.search(lambda rate: rate / knee, 1.0, guess, 1.25, 0.02)
@@ -331,6 +359,7 @@ def test_json_has_no_number_that_json_lacks(tmp_path: Path):
         (["--figure", "3"], r"--figure 3: not a figure; give of all, table1, 1, 2, 11"),
         (["--figure", "12", "x"], r"--figure x: not a figure"),
         (["--figure", "agreement"], "--figure agreement compares .*: add --device"),
+        (["--figure", "knees_alpaca"], "--figure knees_alpaca compares .*: add --device"),
         ([], "required: --figure"),
         (["--figure", "2", "--simulate", "--device"], "not allowed with"),
         (["--figure", "2", "--seconds", "0"], "--seconds: must be a positive number, not '0'"),
