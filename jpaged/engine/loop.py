@@ -6,8 +6,8 @@ the same tokens.
 
 Where a row of a step obeys a grammar, what it may sample depends on the token before it: then the
 step's layers are launched, the step before is read meanwhile, and the sampling follows with a mask.
-In the overlapped loop a thread makes the masks as soon as the device has the tokens; a row whose
-mask is not there when the others could be sampled may sit the step out, and is computed again.
+In the overlapped loop a thread makes the masks as soon as the device has the tokens; rows whose
+masks take long may sit the step out, and are computed again (`_MaskPatience`).
 """
 
 import signal
@@ -42,6 +42,9 @@ from jpaged.text.masks import MaskMaker
 
 _MOST_LEFT = 0.25
 """Of a step's rows: so many may sit it out because their masks are not there."""
+
+_LONGEST_STEP = 0.05
+"""Seconds that a step is taken to last at most, where the time between two was longer."""
 
 _COMPILING_WAIT = 0.005
 """Seconds that a turn with nothing else to do waits for a grammar."""
@@ -97,6 +100,34 @@ class LoopCounts:
         self.num_swapped_in_blocks += sum(len(order.places) for order in plan.swap_ins)
 
 
+class _MaskPatience:
+    """How long a step waits for some rows' masks.
+
+    As long as the host has just waited for the device, which is then ahead of it as much less. And
+    longer by as large a share of a step as these rows are of its rows: then the waiting has cost
+    all rows what those lose that sit it out.
+    """
+
+    def __init__(self):
+        self._began = self._step_began = time.perf_counter()
+        self._slack = self._step_seconds = 0.0
+
+    def begin(self, slack: float) -> None:
+        """A step begins to wait; so many seconds the host has waited for the device."""
+        self._began, self._slack = time.perf_counter(), slack
+
+    def is_over(self, share: float) -> bool:
+        """Whether a share of the rows is not waited for any more."""
+        seconds = self._slack + share * self._step_seconds
+        return share <= _MOST_LEFT and time.perf_counter() - self._began >= seconds
+
+    def note_step(self) -> None:
+        """The step does not wait any more."""
+        now = time.perf_counter()
+        self._step_seconds = min(now - self._step_began, _LONGEST_STEP)
+        self._step_began = now
+
+
 class EngineLoop:
     """Drives requests from the scheduler through the device and back. Not thread-safe.
 
@@ -123,6 +154,8 @@ class EngineLoop:
         self._runner = runner
         self._mode = mode
         self._masks = MaskMaker()
+        self._patience = _MaskPatience()
+        self._seconds_waited = 0.0  # for tokens
         self._compiling: dict[RequestState, None] = {}  # not queued: their grammars are compiled
         self._num_constrained = 0  # requests with a grammar
         self._unsampled: UnsampledStep | None = None  # the last one, if its masks are awaited
@@ -327,9 +360,10 @@ class EngineLoop:
     def _sample_masked(self) -> list[RequestState]:
         """Sample the step whose layers are launched, with masks: all steps before it are read for
         them. Gives the requests that ended. An interrupt while waiting for one loses nothing."""
-        ended = []
+        ended, before = [], self._seconds_waited
         while self._in_flight:
             ended += self._read()
+        self._patience.begin(self._seconds_waited - before)
         with self._undisturbed(fatal=True):
             if (step := self._unsampled) is None:
                 return ended
@@ -340,6 +374,7 @@ class EngineLoop:
                 allowed, failed, late = self._masks.gather(
                     items, step.num_rows, partial(self._may_leave, step, items)
                 )
+                self._patience.note_step()
                 faults = [(self._request_at(step, items[i][1]), error) for i, error in failed]
                 if late:
                     plan = self.scheduler.put_back(step.plan, [items[i][1] for i in late])
@@ -368,14 +403,12 @@ class EngineLoop:
     def _may_leave(
         self, step: UnsampledStep, items: list[tuple[Matcher, int]], late: SequenceOf[int]
     ) -> bool:
-        """Whether the rows of some masks sit this step out: if they are few, and the device would
-        wait for them."""
+        """Whether the rows of some masks sit this step out."""
         return (
             self._mode is LoopMode.OVERLAPPED
             and step.plan.is_decode
-            and len(late) <= _MOST_LEFT * len(step.scheduled)
+            and self._patience.is_over(len(late) / len(step.scheduled))
             and all(self._can_repeat(self._request_at(step, items[i][1])) for i in late)
-            and self._runner.has_logits(step)
         )
 
     def _can_repeat(self, request: Request) -> bool:
@@ -399,10 +432,11 @@ class EngineLoop:
     def _read(self) -> list[RequestState]:
         """Read the oldest step in flight; gives the requests that it ended. An interrupt while
         waiting for it loses nothing."""
-        handle = self._in_flight[0]
+        handle, start = self._in_flight[0], time.perf_counter()
         self._masks.await_taken()
         try:
             result = handle.read()
+            self._seconds_waited += time.perf_counter() - start
         except Exception as error:  # not Ctrl-C: the step can be waited for again
             self._note_failure(error)
             raise

@@ -26,7 +26,7 @@ Items = Sequence[tuple[Matcher, int]]
 Failed = list[tuple[int, GrammarError]]
 """The places in `Items` of those that fail, and why."""
 
-_LOOK = 1e-4
+_LOOK = 5e-5
 """Seconds until those who wait for masks are asked again whether they would."""
 
 _MOST_THREADS = 16
