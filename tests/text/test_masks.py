@@ -73,16 +73,22 @@ def test_the_end_is_taken_in_too():
 
 
 def test_rows_may_move_and_go():
-    maker, matchers = MaskMaker(), [begun(WORDS) for _ in range(3)]
-    start(maker, matchers, [A, B, A])
+    form = StructuredOutputs(regex="(a[ab]|b[x])+")
+    maker, matchers = MaskMaker(), [begun(form) for _ in range(3)]
     first, second, _ = matchers
-    masks, _, _ = maker.gather([(second, 0), (first, 3)], 4, wait)
-    assert masks[0].tolist() == mask_of(WORDS, B)
-    assert masks[3].tolist() == mask_of(WORDS, A)
+    behind = {A: mask_of(form, A), B: mask_of(form, B)}
+    start(maker, matchers, [A, B, A])
+    masks, _, _ = maker.gather([(second, 0), (first, 3)], 4, wait)  # another number of rows
+    assert (masks[0].tolist(), masks[3].tolist()) == (behind[B], behind[A])
     assert (masks[1:3] == -1).all()
-    start(maker, matchers[:2], [A, A])
-    masks, _, _ = maker.gather([(second, 1)], 2, wait)
-    assert masks[1].tolist() == mask_of(WORDS, B, A)
+    start(maker, matchers[:2], [B, X])
+    maker.gather([(first, 0), (second, 1)], 2, wait)
+    start(maker, matchers[:2], [A, B])
+    masks, _, _ = maker.gather([(second, 0), (first, 1)], 2, wait)  # each in another row
+    assert masks.tolist() == [behind[B], behind[A]]
+    start(maker, matchers[:2], [B, X])
+    masks, _, _ = maker.gather([(second, 1)], 2, wait)  # one is gone
+    assert masks[1].tolist() == mask_of(form)
     assert (masks[0] == -1).all()
 
 
