@@ -88,7 +88,7 @@ def test_rows_may_move_and_go():
     assert masks.tolist() == [behind[B], behind[A]]
     start(maker, matchers[:2], [B, X])
     masks, _, _ = maker.gather([(second, 1)], 2, wait)  # one is gone
-    assert masks[1].tolist() == mask_of(form)
+    assert masks[1].tolist() == mask_of(form, B, X)
     assert (masks[0] == -1).all()
 
 
