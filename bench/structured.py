@@ -50,6 +50,9 @@ from jpaged.text.masks import MaskMaker
 _END = 1000
 """The token that ends answers of random weights: one of the made-up words."""
 
+_MASK_STEPS = 96
+"""Of the times of masks: choosing tokens takes longer."""
+
 _COUNTED = ("stop", "valid", "length", "beginnings", "error")
 
 FIELDS: dict[str, Any] = {
@@ -190,7 +193,7 @@ def _mask_times(
     rows: list[Matcher] = []
     width = -(-grammars.vocab_size // 32)
     times = []
-    for _ in range(size.tokens):
+    for _ in range(min(size.tokens, _MASK_STEPS)):
         while len(rows) < size.rows:
             rows.append(grammars.compile(forms[made % len(forms)]).matcher(ending))
             made += 1

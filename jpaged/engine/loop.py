@@ -7,7 +7,7 @@ the same tokens.
 Where a row of a step obeys a grammar, what it may sample depends on the token before it: then the
 step's layers are launched, the step before is read meanwhile, and the sampling follows with a mask.
 In the overlapped loop a thread makes the masks as soon as the device has the tokens; rows whose
-masks take long may sit the step out, and are computed again (`_MaskPatience`).
+masks take long may sit the step out, and are computed again (`Patience`).
 """
 
 import signal
@@ -38,13 +38,7 @@ from jpaged.runtime.model_runner import ModelRunner, UnsampledStep
 from jpaged.runtime.results import StepHandle, StepResult, TokenScores
 from jpaged.sampling_params import SamplingParams
 from jpaged.text.grammar import Matcher
-from jpaged.text.masks import MaskMaker
-
-_MOST_LEFT = 0.25
-"""Of a step's rows: so many may sit it out because their masks are not there."""
-
-_LONGEST_STEP = 0.05
-"""Seconds that a step is taken to last at most, where the time between two was longer."""
+from jpaged.text.masks import MaskMaker, Patience
 
 _COMPILING_WAIT = 0.005
 """Seconds that a turn with nothing else to do waits for a grammar."""
@@ -100,34 +94,6 @@ class LoopCounts:
         self.num_swapped_in_blocks += sum(len(order.places) for order in plan.swap_ins)
 
 
-class _MaskPatience:
-    """How long a step waits for some rows' masks.
-
-    As long as the host has just waited for the device, which is then ahead of it as much less. And
-    longer by as large a share of a step as these rows are of its rows: then the waiting has cost
-    all rows what those lose that sit it out.
-    """
-
-    def __init__(self):
-        self._began = self._step_began = time.perf_counter()
-        self._slack = self._step_seconds = 0.0
-
-    def begin(self, slack: float) -> None:
-        """A step begins to wait; so many seconds the host has waited for the device."""
-        self._began, self._slack = time.perf_counter(), slack
-
-    def is_over(self, share: float) -> bool:
-        """Whether a share of the rows is not waited for any more."""
-        seconds = self._slack + share * self._step_seconds
-        return share <= _MOST_LEFT and time.perf_counter() - self._began >= seconds
-
-    def note_step(self) -> None:
-        """The step does not wait any more."""
-        now = time.perf_counter()
-        self._step_seconds = min(now - self._step_began, _LONGEST_STEP)
-        self._step_began = now
-
-
 class EngineLoop:
     """Drives requests from the scheduler through the device and back. Not thread-safe.
 
@@ -154,7 +120,7 @@ class EngineLoop:
         self._runner = runner
         self._mode = mode
         self._masks = MaskMaker()
-        self._patience = _MaskPatience()
+        self._patience = Patience()
         self._seconds_waited = 0.0  # for tokens
         self._compiling: dict[RequestState, None] = {}  # not queued: their grammars are compiled
         self._num_constrained = 0  # requests with a grammar

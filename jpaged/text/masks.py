@@ -39,6 +39,13 @@ _STRIDE = 64
 """Of a mask's words, each so-manieth tells whether it allows many tokens."""
 
 
+_MOST_LEFT = 0.25
+"""Of a step's rows: so many may sit it out because their masks are not there."""
+
+_LONGEST_STEP = 0.05
+"""Seconds that a step is taken to last at most, where the time between two was longer."""
+
+
 class _Job:
     """A mask to be made, or made: row `row` of `rows`, int32 [rows, W]."""
 
@@ -247,6 +254,34 @@ class MaskMaker:
                     return late
                 self._changed.wait(None if may_leave is None else _LOOK)
         return []
+
+
+class Patience:
+    """How long a step waits for some rows' masks.
+
+    As long as the host has just waited for the device, which is then ahead of it as much less. And
+    longer by as large a share of a step as these rows are of its rows: then the waiting has cost
+    all rows what those lose that sit it out.
+    """
+
+    def __init__(self):
+        self._began = self._step_began = time.perf_counter()
+        self._slack = self._step_seconds = 0.0
+
+    def begin(self, slack: float) -> None:
+        """A step begins to wait; so many seconds the host has waited for the device."""
+        self._began, self._slack = time.perf_counter(), slack
+
+    def is_over(self, share: float) -> bool:
+        """Whether a share of the rows is not waited for any more."""
+        seconds = self._slack + share * self._step_seconds
+        return share <= _MOST_LEFT and time.perf_counter() - self._began >= seconds
+
+    def note_step(self) -> None:
+        """The step does not wait any more."""
+        now = time.perf_counter()
+        self._step_seconds = min(now - self._step_began, _LONGEST_STEP)
+        self._step_began = now
 
 
 def _all_ones(num_rows: int, items: Items) -> np.ndarray:

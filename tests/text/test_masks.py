@@ -12,7 +12,7 @@ from grammar_walks import ENDING, GRAMMARS, MASKS, TOKENIZER, VOCAB_SIZE, matche
 
 from jpaged import StructuredOutputs
 from jpaged.text.grammar import GrammarError, Matcher
-from jpaged.text.masks import MaskMaker
+from jpaged.text.masks import MaskMaker, Patience
 
 WORDS = StructuredOutputs(regex="[a-f]{3,12}")
 FORMS = [
@@ -166,3 +166,29 @@ def test_an_answer_leaves_its_lexer_when_it_is_over():
     del matcher
     gc.enable()
     assert len(grammar.lexers._spare) == num_spare + 1
+
+
+def test_a_step_waits_as_long_as_that_costs_no_more_than_leaving(monkeypatch: pytest.MonkeyPatch):
+    now = 10.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    patience = Patience()
+    now += 0.004
+    patience.note_step()  # the step before took 4 ms
+    patience.begin(0.0)
+    assert not patience.is_over(0.125)
+    now += 0.0006  # one row in eight: half a millisecond
+    assert patience.is_over(0.125)
+    assert not patience.is_over(0.25)
+    now += 0.0005
+    assert patience.is_over(0.25)
+    patience.begin(0.002)  # the host has waited for the device
+    now += 0.0021
+    assert not patience.is_over(0.125)
+    now += 0.0005
+    assert patience.is_over(0.125)
+    now += 60
+    assert not patience.is_over(0.3)  # more than a quarter
+    patience.note_step()
+    patience.begin(0.0)
+    now += 0.26 * 0.05  # a pause between steps is none
+    assert patience.is_over(0.25)
