@@ -159,13 +159,13 @@ def test_an_answer_leaves_its_lexer_when_it_is_over():
     maker, grammar = MaskMaker(), GRAMMARS.compile(WORDS)
     matcher = grammar.matcher(ENDING)
     start(maker, [matcher], [A])
-    job, num_spare = matcher.mask_ahead, len(grammar.lexers._spare)
+    job, num_spare = matcher.mask_ahead, grammar.lexers.num_spare
     while not job.is_made:
         time.sleep(0.001)
     gc.disable()
     del matcher
     gc.enable()
-    assert len(grammar.lexers._spare) == num_spare + 1
+    assert grammar.lexers.num_spare == num_spare + 1
 
 
 def test_a_step_waits_as_long_as_that_costs_no_more_than_leaving(monkeypatch: pytest.MonkeyPatch):
