@@ -334,25 +334,31 @@ class EngineLoop:
             if (step := self._unsampled) is None:
                 return ended
             items = self._matchers_of(step)
-            if not items:
-                handle, faults = self._runner.launch_sampling(step), []
+            if items:
+                handle, faults = self._launch_masked(step, items)
             else:
-                allowed, failed, late = self._masks.gather(
-                    items, step.num_rows, partial(self._may_leave, step, items)
-                )
-                self._patience.note_step()
-                faults = [(self._request_at(step, items[i][1]), error) for i, error in failed]
-                if late:
-                    plan = self.scheduler.put_back(step.plan, [items[i][1] for i in late])
-                    step = replace(step, plan=plan)
-                handle = self._runner.launch_sampling(step, allowed)
-                if self._mode is LoopMode.OVERLAPPED and not handle.is_shared:
-                    left = {*late, *(i for i, _ in failed)}
-                    sampled = [item for i, item in enumerate(items) if i not in left]
-                    self._masks.start(sampled, step.num_rows, handle.read_rows)
+                handle, faults = self._runner.launch_sampling(step), []
             self._unsampled = None
             self._in_flight.append(handle)
             return ended + self._settle({}, [*faults, *handle.faults])
+
+    def _launch_masked(
+        self, step: UnsampledStep, items: list[tuple[Matcher, int]]
+    ) -> tuple[StepHandle, list[tuple[Request, Exception]]]:
+        """Sample a step, and begin with the masks behind its tokens. Gives the requests whose
+        grammars fail, too; their rows may sample anything."""
+        may_leave = partial(self._may_leave, step, items)
+        allowed, failed, late = self._masks.gather(items, step.num_rows, may_leave)
+        self._patience.note_step()
+        if late:
+            plan = self.scheduler.put_back(step.plan, [items[i][1] for i in late])
+            step = replace(step, plan=plan)
+        handle = self._runner.launch_sampling(step, allowed)
+        if self._mode is LoopMode.OVERLAPPED and not handle.is_shared:
+            left = {*late, *(i for i, _ in failed)}
+            sampled = [item for i, item in enumerate(items) if i not in left]
+            self._masks.start(sampled, step.num_rows, handle.read_rows)
+        return handle, [(self._request_at(step, items[i][1]), error) for i, error in failed]
 
     def _matchers_of(self, step: UnsampledStep) -> list[tuple[Matcher, int]]:
         """Those that decide what rows of a step may sample, and the rows. Rows of answers that have
