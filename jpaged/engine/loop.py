@@ -6,8 +6,8 @@ the same tokens.
 
 Where a row of a step obeys a grammar, what it may sample depends on the token before it: then the
 step's layers are launched, the step before is read meanwhile, and the sampling follows with a mask.
-In the overlapped loop a thread makes the masks as soon as the device has the tokens; a row whose
-mask is not there when the others could be sampled may sit the step out, and is computed again.
+In the overlapped loop a thread makes the masks as soon as the device has the tokens; rows whose
+masks take long may sit the step out, and are computed again (`Patience`).
 """
 
 import signal
@@ -38,10 +38,7 @@ from jpaged.runtime.model_runner import ModelRunner, UnsampledStep
 from jpaged.runtime.results import StepHandle, StepResult, TokenScores
 from jpaged.sampling_params import SamplingParams
 from jpaged.text.grammar import Matcher
-from jpaged.text.masks import MaskMaker
-
-_MOST_LEFT = 0.25
-"""Of a step's rows: so many may sit it out because their masks are not there."""
+from jpaged.text.masks import MaskMaker, Patience
 
 _COMPILING_WAIT = 0.005
 """Seconds that a turn with nothing else to do waits for a grammar."""
@@ -123,6 +120,8 @@ class EngineLoop:
         self._runner = runner
         self._mode = mode
         self._masks = MaskMaker()
+        self._patience = Patience()
+        self._seconds_waited = 0.0  # for tokens
         self._compiling: dict[RequestState, None] = {}  # not queued: their grammars are compiled
         self._num_constrained = 0  # requests with a grammar
         self._unsampled: UnsampledStep | None = None  # the last one, if its masks are awaited
@@ -327,31 +326,39 @@ class EngineLoop:
     def _sample_masked(self) -> list[RequestState]:
         """Sample the step whose layers are launched, with masks: all steps before it are read for
         them. Gives the requests that ended. An interrupt while waiting for one loses nothing."""
-        ended = []
+        ended, before = [], self._seconds_waited
         while self._in_flight:
             ended += self._read()
+        self._patience.begin(self._seconds_waited - before)
         with self._undisturbed(fatal=True):
             if (step := self._unsampled) is None:
                 return ended
             items = self._matchers_of(step)
-            if not items:
-                handle, faults = self._runner.launch_sampling(step), []
+            if items:
+                handle, faults = self._launch_masked(step, items)
             else:
-                allowed, failed, late = self._masks.gather(
-                    items, step.num_rows, partial(self._may_leave, step, items)
-                )
-                faults = [(self._request_at(step, items[i][1]), error) for i, error in failed]
-                if late:
-                    plan = self.scheduler.put_back(step.plan, [items[i][1] for i in late])
-                    step = replace(step, plan=plan)
-                handle = self._runner.launch_sampling(step, allowed)
-                if self._mode is LoopMode.OVERLAPPED and not handle.is_shared:
-                    left = {*late, *(i for i, _ in failed)}
-                    sampled = [item for i, item in enumerate(items) if i not in left]
-                    self._masks.start(sampled, step.num_rows, handle.read_rows)
+                handle, faults = self._runner.launch_sampling(step), []
             self._unsampled = None
             self._in_flight.append(handle)
             return ended + self._settle({}, [*faults, *handle.faults])
+
+    def _launch_masked(
+        self, step: UnsampledStep, items: list[tuple[Matcher, int]]
+    ) -> tuple[StepHandle, list[tuple[Request, Exception]]]:
+        """Sample a step, and begin with the masks behind its tokens. Gives the requests whose
+        grammars fail, too; their rows may sample anything."""
+        may_leave = partial(self._may_leave, step, items)
+        allowed, failed, late = self._masks.gather(items, step.num_rows, may_leave)
+        self._patience.note_step()
+        if late:
+            plan = self.scheduler.put_back(step.plan, [items[i][1] for i in late])
+            step = replace(step, plan=plan)
+        handle = self._runner.launch_sampling(step, allowed)
+        if self._mode is LoopMode.OVERLAPPED and not handle.is_shared:
+            left = {*late, *(i for i, _ in failed)}
+            sampled = [item for i, item in enumerate(items) if i not in left]
+            self._masks.start(sampled, step.num_rows, handle.read_rows)
+        return handle, [(self._request_at(step, items[i][1]), error) for i, error in failed]
 
     def _matchers_of(self, step: UnsampledStep) -> list[tuple[Matcher, int]]:
         """Those that decide what rows of a step may sample, and the rows. Rows of answers that have
@@ -368,14 +375,12 @@ class EngineLoop:
     def _may_leave(
         self, step: UnsampledStep, items: list[tuple[Matcher, int]], late: SequenceOf[int]
     ) -> bool:
-        """Whether the rows of some masks sit this step out: if they are few, and the device would
-        wait for them."""
+        """Whether the rows of some masks sit this step out."""
         return (
             self._mode is LoopMode.OVERLAPPED
             and step.plan.is_decode
-            and len(late) <= _MOST_LEFT * len(step.scheduled)
+            and self._patience.is_over(len(late) / len(step.scheduled))
             and all(self._can_repeat(self._request_at(step, items[i][1])) for i in late)
-            and self._runner.has_logits(step)
         )
 
     def _can_repeat(self, request: Request) -> bool:
@@ -399,10 +404,11 @@ class EngineLoop:
     def _read(self) -> list[RequestState]:
         """Read the oldest step in flight; gives the requests that it ended. An interrupt while
         waiting for it loses nothing."""
-        handle = self._in_flight[0]
+        handle, start = self._in_flight[0], time.perf_counter()
         self._masks.await_taken()
         try:
             result = handle.read()
+            self._seconds_waited += time.perf_counter() - start
         except Exception as error:  # not Ctrl-C: the step can be waited for again
             self._note_failure(error)
             raise

@@ -195,10 +195,6 @@ class ModelRunner:
             step.plan, sampled, step.scores, step.places, faults=faults, **self._of_devices
         )
 
-    def has_logits(self, step: UnsampledStep) -> bool:
-        """Whether the device has computed a step's layers: it waits for `launch_sampling`."""
-        return step.logits is None or step.logits.is_ready()
-
     def fits_burst(self, plan: StepPlan, goal: Goal) -> bool:
         """Whether a burst may hold the plan: a decode step of as many sequences as the goal allows,
         with nothing else to do, that a burst's levels serve and no search of beams waits for."""

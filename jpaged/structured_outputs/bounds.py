@@ -100,5 +100,11 @@ LIMITS = {
 }
 """llguidance's own, for compiling and for each token."""
 
+LEXERS = 64
+"""Of one grammar, each compiled anew: more answers at a time share them."""
+
+LEXER_SECONDS = 0.02
+"""Of a processor's time, to compile a grammar: one that takes longer has a single lexer."""
+
 MASK_SECONDS = 0.02
 """Of a processor's time, for one answer's mask; an answer whose mask takes longer is ended."""

@@ -25,12 +25,6 @@ from jpaged.text.tokenizer import Tokenizer
 MAX_CACHED = 64
 """Compiled grammars that are kept; one that is not kept is compiled anew."""
 
-_MOST_LEXERS = 64
-"""Of one grammar; more answers at a time share them."""
-
-_CHEAP_SECONDS = 0.02
-"""Of a processor's time, to compile a grammar: one that takes longer has one lexer only."""
-
 _JSON_OPTIONS: Any = {
     # One blank at most where JSON takes any: a model that is unsure would write them for ever.
     "whitespace_flexible": True,
@@ -294,6 +288,11 @@ class _Lexers:
         self._num_shared = 0
         self._lock = threading.Lock()
 
+    @property
+    def num_spare(self) -> int:
+        """Those that no answer has."""
+        return len(self._spare)
+
     def promise(self) -> bool:
         """Keep one for an answer that will begin; whether one more must be made for it (`add`)."""
         with self._lock:
@@ -483,7 +482,8 @@ class Grammars:
         start, source = time.thread_time(), _source(form)
         make = partial(LLMatcher, tokens.inner, source, limits=_limits(), log_level=0)
         matcher = make()
-        most = _MOST_LEXERS if time.thread_time() - start < _CHEAP_SECONDS else 1
+        is_cheap = time.thread_time() - start < bounds.LEXER_SECONDS
+        most = bounds.LEXERS if is_cheap else 1
         first = matcher.deep_copy()
         if not first.is_error():
             _step(first)  # the dearest: here it is seen whether a step can have it

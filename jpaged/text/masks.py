@@ -26,7 +26,7 @@ Items = Sequence[tuple[Matcher, int]]
 Failed = list[tuple[int, GrammarError]]
 """The places in `Items` of those that fail, and why."""
 
-_LOOK = 1e-4
+_LOOK = 5e-5
 """Seconds until those who wait for masks are asked again whether they would."""
 
 _MOST_THREADS = 16
@@ -39,22 +39,32 @@ _STRIDE = 64
 """Of a mask's words, each so-manieth tells whether it allows many tokens."""
 
 
+_MOST_LEFT = 0.25
+"""Of a step's rows: so many may sit it out because their masks are not there."""
+
+_LONGEST_STEP = 0.05
+"""Seconds that a step is taken to last at most, where the time between two was longer."""
+
+
 class _Job:
     """A mask to be made, or made: row `row` of `rows`, int32 [rows, W]."""
 
     __slots__ = ("error", "is_made", "matcher", "row", "rows")
 
     def __init__(self, matcher: Matcher, row: int, rows: np.ndarray):
-        self.matcher, self.row, self.rows, self.is_made = matcher, row, rows, False
+        self.matcher: Any = matcher  # until it is made: no cycle keeps an answer's lexer
+        self.row, self.rows, self.is_made = row, rows, False
         self.error: GrammarError | None = None
 
     def finish(self, error: GrammarError | None = None) -> None:
         """llguidance has filled the row, or this is what went wrong."""
+        if (matcher := self.matcher) is None:
+            return
         words = self.rows[self.row]
-        self.error = error or self.matcher.widen(words)
+        self.error = error or matcher.widen(words)
         some = words[::_STRIDE]
-        self.matcher.is_wide = 2 * int(np.count_nonzero(some)) > len(some)
-        self.is_made = True
+        matcher.is_wide = 2 * int(np.count_nonzero(some)) > len(some)
+        self.matcher, self.is_made = None, True
 
 
 class MaskMaker:
@@ -64,7 +74,7 @@ class MaskMaker:
         self._executor: Any = None  # llguidance's threads
         self._singly: ThreadPoolExecutor | None = None  # make masks one by one
         self._leader: ThreadPoolExecutor | None = None  # makes those of `start`
-        self._started: list[_Job] = []  # last, all with the same array of rows
+        self._rows, self._num_started = np.zeros((0, 0), np.int32), 0  # of `start`, the last time
         self._taking: Future[None] | None = None
         self._changed = threading.Condition()
         self._is_late = False  # masks that were made together took long
@@ -90,10 +100,11 @@ class MaskMaker:
             return
         if self._leader is None:
             self._leader = ThreadPoolExecutor(1, thread_name_prefix="jpaged-masks")
-        rows = _all_ones(num_rows, items)
-        self._started = jobs = [_Job(matcher, row, rows) for matcher, row in items]
-        for job in jobs:
-            job.matcher.mask_ahead = job
+        rows = self._rows = _all_ones(num_rows, items)
+        jobs = [_Job(matcher, row, rows) for matcher, row in items]
+        self._num_started = len(jobs)
+        for job, (matcher, _) in zip(jobs, items, strict=True):
+            matcher.mask_ahead = job
         self._taking = Future()
         self._leader.submit(self._lead, jobs, tokens, self._taking)
 
@@ -119,16 +130,19 @@ class MaskMaker:
             and why; and of those that were left. Rows of the last hold anything; they are gathered
             again with a later step, until which their matchers accept nothing.
         """
-        started, self._started = self._started, []
-        known = {matcher.mask_ahead for matcher, _ in items}
-        asked = dict(items)
-        masks = started[0].rows if started else _all_ones(num_rows, items)
-        if len(masks) != num_rows or any(
-            job not in known or job.row != asked[job.matcher] for job in started
-        ):
+        masks, self._rows = self._rows, np.zeros((0, 0), np.int32)
+        known: list[_Job | None] = [matcher.mask_ahead for matcher, _ in items]
+        in_place = [
+            job is not None and job.rows is masks and job.row == row
+            for job, (_, row) in zip(known, items, strict=True)
+        ]
+        if len(masks) != num_rows or sum(in_place) != self._num_started:
             masks = _all_ones(num_rows, items)  # threads may write to the old ones yet
-        jobs: list[_Job] = [m.mask_ahead or _Job(m, row, masks) for m, row in items]
-        self._make([job for job in jobs if job not in known])
+        jobs = [
+            job or _Job(matcher, row, masks)
+            for job, (matcher, row) in zip(known, items, strict=True)
+        ]
+        self._make([job for job, old in zip(jobs, known, strict=True) if old is None])
         late = self._await(jobs, may_leave)
         failed: Failed = []
         for i, (job, (matcher, row)) in enumerate(zip(jobs, items, strict=True)):
@@ -240,6 +254,34 @@ class MaskMaker:
                     return late
                 self._changed.wait(None if may_leave is None else _LOOK)
         return []
+
+
+class Patience:
+    """How long a step waits for some rows' masks.
+
+    As long as the host has just waited for the device, which is then ahead of it as much less. And
+    longer by as large a share of a step as these rows are of its rows: then the waiting has cost
+    all rows what those lose that sit it out.
+    """
+
+    def __init__(self):
+        self._began = self._step_began = time.perf_counter()
+        self._slack = self._step_seconds = 0.0
+
+    def begin(self, slack: float) -> None:
+        """A step begins to wait; so many seconds the host has waited for the device."""
+        self._began, self._slack = time.perf_counter(), slack
+
+    def is_over(self, share: float) -> bool:
+        """Whether a share of the rows is not waited for any more."""
+        seconds = self._slack + share * self._step_seconds
+        return share <= _MOST_LEFT and time.perf_counter() - self._began >= seconds
+
+    def note_step(self) -> None:
+        """The step does not wait any more."""
+        now = time.perf_counter()
+        self._step_seconds = min(now - self._step_began, _LONGEST_STEP)
+        self._step_began = now
 
 
 def _all_ones(num_rows: int, items: Items) -> np.ndarray:

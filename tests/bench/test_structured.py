@@ -60,5 +60,5 @@ def test_every_part_of_the_host_is_counted(engine: Engine):
             set() if row["case"] in WITHOUT else of_masks
         )
         assert all(row[it] > 0 for it in ("layers", "read", "update", "sampling", "other"))
-        parts = sum(row[part] for part in structured._PARTS)
+        parts = sum(row[part] for part in structured.PARTS)
         assert 0.5 * row["ms_a_step"] < parts < row["ms_a_step"]

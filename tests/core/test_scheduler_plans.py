@@ -75,6 +75,9 @@ def test_a_row_that_is_put_back_computes_the_same_token_again():
     assert driver.put_back(lambda rows: rows[:1]) == [0]
     assert shape(driver.step()) == [(1, 3, 1, True), (2, 4, 1, True)]
     assert [len(driver.streams[name]) for name in "12"] == [1, 2]
+    first, second = (driver.requests[name].sequences[0] for name in "12")
+    # A block that is to be written again is not shared yet.
+    assert (first.num_chained_blocks, second.num_chained_blocks) == (0, 1)
     assert driver.put_back(lambda rows: rows) == [0, 1]
     assert shape(driver.step()) == [(1, 3, 1, True), (2, 4, 1, True)]
     driver.run()

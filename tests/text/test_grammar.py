@@ -31,7 +31,6 @@ from transformers import PreTrainedTokenizerFast
 
 from jpaged import StructuredOutputs, Tokenizer
 from jpaged.structured_outputs import bounds
-from jpaged.text import grammar
 from jpaged.text.grammar import MAX_CACHED, GrammarError, Grammars
 from jpaged.text.masks import MaskMaker
 
@@ -561,16 +560,19 @@ def test_an_answer_has_a_lexer_to_itself_and_leaves_it_to_the_next():
     form = StructuredOutputs(regex="[ab]{2}")
     matchers = [grammars.compile(form).matcher(ENDING) for _ in range(3)]
     kept = grammars.compile(form)
-    lexers = [kept.lexers.take() for _ in range(2)]
-    assert [is_own for _, is_own in lexers] == [True, False]  # there are four
-    kept.lexers.give(lexers[0][0])
+    assert kept.lexers.num_spare == 1
+    matchers.append(kept.matcher(ENDING))
+    matchers.append(kept.matcher(ENDING))  # shares one
+    assert kept.lexers.num_spare == 0
     del matchers
+    assert kept.lexers.num_spare == 4
     assert all(grammars.submit(form).done() for _ in range(4))
-    assert not grammars.submit(form).done() or grammars.submit(form).result(10) is kept
+    assert grammars.submit(form).result(10) is kept
+    assert kept.lexers.num_spare == 5
 
 
 def test_a_grammar_that_is_dear_to_compile_has_one_lexer(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(grammar, "_CHEAP_SECONDS", 0.0)
+    monkeypatch.setattr(bounds, "LEXER_SECONDS", 0.0)
     grammars = Grammars(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
     form = StructuredOutputs(regex="[ab]{2}")
     one, other = (grammars.compile(form).matcher(ENDING) for _ in range(2))
