@@ -347,7 +347,9 @@ class EngineLoop:
     ) -> tuple[StepHandle, list[tuple[Request, Exception]]]:
         """Sample a step, and begin with the masks behind its tokens. Gives the requests whose
         grammars fail, too; their rows may sample anything."""
-        may_leave = partial(self._may_leave, step, items)
+        may_leave = None
+        if self._mode is LoopMode.OVERLAPPED:
+            may_leave = partial(self._may_leave, step, items)
         allowed, failed, late = self._masks.gather(items, step.num_rows, may_leave)
         self._patience.note_step()
         if late:

@@ -349,7 +349,7 @@ class Preprocessor:
         """The grammar that answers are to obey, when it is compiled."""
         if params.structured_outputs is None or self.grammars is None:
             return None
-        return self.grammars.submit(params.structured_outputs)
+        return self.grammars.submit(params.structured_outputs, params.num_samples)
 
     def _name(self, request_id: str | None, ids_in_use: Container[str]) -> str:
         if request_id is None:

@@ -103,6 +103,9 @@ LIMITS = {
 LEXERS = 64
 """Of one grammar, each compiled anew: more answers at a time share them."""
 
+ALL_LEXERS = 512
+"""Of all grammars, of 0.1 to 0.3 MiB for usual schemas: of more, spare ones are dropped."""
+
 LEXER_SECONDS = 0.02
 """Of a processor's time, to compile a grammar: one that takes longer has a single lexer."""
 

@@ -11,7 +11,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,8 @@ _JSON_OPTIONS: Any = {
     "json_allowed_escapes": '"\\bfnrt',
 }
 """How JSON is written, as llguidance takes it."""
+
+_THREADS = {"grammars": 2, "lexers": 1}
 
 _MAX_BREAKS = 2
 """Line breaks that may come between the free passage and the grammar."""
@@ -102,11 +104,11 @@ class Matcher:
         self.is_wide = False
         self.mask_ahead: Any = None
         self._form, self._tokens = grammar.form, grammar.tokens
-        prototype, is_own = grammar.lexers.take()
+        prototype, is_own = grammar.take_lexer()
         self._inner = prototype.deep_copy()
         if is_own:
             weakref.finalize(self, grammar.lexers.give, prototype).atexit = False
-        self._ahead: tuple[int, GrammarError | None] | None = None
+        self._ahead: tuple[int, Exception | None] | None = None
         self._free: bytes | None = b"" if self._form.after is not None else None
         self._is_opening = self._form.opening is not None and bool(grammar.opening_ids)
         self._opening_ids = grammar.opening_ids
@@ -138,7 +140,7 @@ class Matcher:
         error = None
         try:
             self._take_in(token_id)
-        except GrammarError as found:
+        except Exception as found:  # this answer's alone
             error = found
         self._ahead = token_id, error
 
@@ -263,10 +265,28 @@ class Grammar:
     lexers: "_Lexers"
     tokens: "_Tokens"
     opening_ids: tuple[int, ...]
+    promise: "_Promise"
 
     def matcher(self, ending_ids: frozenset[int]) -> Matcher:
         """For one answer, which the tokens `ending_ids` may end."""
         return Matcher(self, ending_ids)
+
+    def take_lexer(self) -> tuple[Any, bool]:
+        """llguidance's matcher at the start, and whether no other answer has its lexer; then `give`
+        it back to `lexers`."""
+        is_promised = self.promise.num_left > 0
+        self.promise.num_left -= is_promised
+        return self.lexers.take(is_promised=is_promised)
+
+
+class _Promise:
+    """So many lexers are kept for a request's answers, until these take them or it is gone."""
+
+    def __init__(self, lexers: "_Lexers", count: int):
+        self._lexers, self.num_left = lexers, count
+
+    def __del__(self):
+        self._lexers.release(self.num_left)
 
 
 class _Lexers:
@@ -285,34 +305,53 @@ class _Lexers:
         self._made, self._spare = [first], [first]
         self._make, self._most = make, most
         self._num_promised = 0  # to answers that have not begun
+        self._released: list[int] = []  # promises that nobody takes
         self._num_shared = 0
         self._lock = threading.Lock()
+
+    @property
+    def num_made(self) -> int:
+        """Those that there are, or will be soon."""
+        return len(self._made)
 
     @property
     def num_spare(self) -> int:
         """Those that no answer has."""
         return len(self._spare)
 
-    def promise(self) -> bool:
-        """Keep one for an answer that will begin; whether one more must be made for it (`add`)."""
+    def promise(self, count: int) -> int:
+        """Keep some for answers that will begin; how many must be made for them (`add`)."""
         with self._lock:
-            self._num_promised += 1
-            is_short = self._num_promised > len(self._spare) and len(self._made) < self._most
-            if is_short:
-                self._made.append(None)
-            return is_short
+            while self._released:
+                self._num_promised -= self._released.pop()
+            self._num_promised += count
+            short = self._num_promised - len(self._spare) - self._made.count(None)
+            num_more = max(min(short, self._most - len(self._made)), 0)
+            self._made += [None] * num_more
+            return num_more
 
-    def add(self) -> None:
-        """Make one more."""
-        made = self._make()
+    def release(self, count: int) -> None:
+        """Some that were promised are not taken."""
+        self._released.append(count)  # no lock: the garbage collector calls it, anywhere
+
+    def add(self, count: int) -> None:
+        """Make some more."""
+        for _ in range(count):
+            made = self._make()
+            with self._lock:
+                self._made[self._made.index(None)] = made
+                self._spare.append(made)
+
+    def drop_spare(self) -> None:
+        """Leave one, or those that answers have."""
         with self._lock:
-            self._made[self._made.index(None)] = made
-            self._spare.append(made)
+            while self._spare and len(self._made) - self._made.count(None) > 1:
+                self._made.remove(self._spare.pop())
 
-    def take(self) -> tuple[Any, bool]:
+    def take(self, *, is_promised: bool) -> tuple[Any, bool]:
         """One for an answer, and whether no other has it; then `give` it back."""
         with self._lock:
-            self._num_promised = max(self._num_promised - 1, 0)
+            self._num_promised -= is_promised
             if self._spare:
                 return self._spare.pop(), True
             self._num_shared += 1
@@ -416,7 +455,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._tokens: _Tokens | None = None
         self._cache: OrderedDict[StructuredOutputs, Grammar] = OrderedDict()
-        self._threads: ThreadPoolExecutor | None = None
+        self._pools: dict[str, ThreadPoolExecutor] = {}
 
     def prepare(self) -> None:
         """Read the tokenizer's vocabulary, which else the first grammar waits for.
@@ -428,15 +467,20 @@ class Grammars:
             if self._tokens is None:
                 self._tokens = _Tokens(*self._of)
 
-    def submit(self, form: StructuredOutputs) -> Future[Grammar]:
-        """`compile` without waiting; of a grammar that is kept, it is done at once."""
+    def submit(self, form: StructuredOutputs, count: int = 1) -> Future[Grammar]:
+        """`compile` for so many answers without waiting; of a grammar that is kept and has lexers
+        for them, it is done at once."""
         with self._lock:
             if (known := self._kept(form)) is None:
-                return self._start(self._compile, form)
-            if known.lexers.promise():
-                return self._start(self._add_lexer, known)
+                return self._start("grammars", self._compile, form, count)
+            num_more = known.lexers.promise(count)
+            promised = replace(known, promise=_Promise(known.lexers, count))
+            if num_more:
+                self._limit_lexers()
+                # Of grammars that are cheap to compile: not behind those that others wait for.
+                return self._start("lexers", self._add_lexers, promised, num_more)
             done: Future[Grammar] = Future()
-            done.set_result(known)
+            done.set_result(promised)
             return done
 
     def compile(self, form: StructuredOutputs) -> Grammar:
@@ -456,27 +500,30 @@ class Grammars:
         """
         matcher = self.compile(form).matcher(ending_ids)
         with self._lock:
-            writing = self._start(_begin, matcher)
+            writing = self._start("grammars", _begin, matcher)
         writing.result()
 
-    def _start(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Do some work in a thread; the caller has the lock."""
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(2, thread_name_prefix="jpaged-grammars")
+    def _start(self, kind: str, work: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Do some work in a thread of that kind; the caller has the lock."""
+        if kind not in self._pools:
+            self._pools[kind] = ThreadPoolExecutor(
+                _THREADS[kind], thread_name_prefix=f"jpaged-{kind}"
+            )
         before = threading.stack_size(self._stack)
         try:
-            return self._threads.submit(work, *args)  # may start a thread, with such a stack
+            return self._pools[kind].submit(work, *args)  # may start a thread, with such a stack
         finally:
             threading.stack_size(before)
 
-    def _compile(self, form: StructuredOutputs) -> Grammar:
+    def _compile(self, form: StructuredOutputs, count: int) -> Grammar:
         from llguidance import LLMatcher
 
         self.prepare()
         with self._lock:
             known, tokens = self._kept(form), self._tokens
         if known is not None:  # since this was asked
-            return self._add_lexer(known) if known.lexers.promise() else known
+            promised = replace(known, promise=_Promise(known.lexers, count))
+            return self._add_lexers(promised, known.lexers.promise(count))
         if tokens is None:
             raise RuntimeError("the tokenizer's vocabulary was not read")
         start, source = time.thread_time(), _source(form)
@@ -490,17 +537,30 @@ class Grammars:
         if first.is_error():
             raise _refused(form, first.get_error())
         opening = self._of[0].encode(form.opening, add_special_tokens=False) if form.opening else ()
-        grammar = Grammar(form, _Lexers(matcher, make, most), tokens, tuple(opening))
-        grammar.lexers.promise()
+        lexers = _Lexers(matcher, make, most)
+        grammar = Grammar(form, lexers, tokens, tuple(opening), _Promise(lexers, 0))
+        num_more = lexers.promise(count)
         with self._lock:
             self._cache[form] = grammar
             while len(self._cache) > self._most_kept:
                 self._cache.popitem(last=False)
+            self._limit_lexers()
+        return self._add_lexers(replace(grammar, promise=_Promise(lexers, count)), num_more)
+
+    def _add_lexers(self, grammar: Grammar, count: int) -> Grammar:
+        grammar.lexers.add(count)
         return grammar
 
-    def _add_lexer(self, grammar: Grammar) -> Grammar:
-        grammar.lexers.add()
-        return grammar
+    def _limit_lexers(self) -> None:
+        """Drop what no answer has of the grammars that were asked for longest ago, while there are
+        too many."""
+        total = sum(grammar.lexers.num_made for grammar in self._cache.values())
+        for grammar in self._cache.values():
+            if total <= bounds.ALL_LEXERS:
+                return
+            total -= grammar.lexers.num_made
+            grammar.lexers.drop_spare()
+            total += grammar.lexers.num_made
 
     def _kept(self, form: StructuredOutputs) -> Grammar | None:
         if (known := self._cache.get(form)) is not None:

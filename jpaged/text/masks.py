@@ -56,14 +56,15 @@ class _Job:
         self.row, self.rows, self.is_made = row, rows, False
         self.error: GrammarError | None = None
 
-    def finish(self, error: GrammarError | None = None) -> None:
-        """llguidance has filled the row, or this is what went wrong."""
+    def finish(self, error: GrammarError | None = None, *, is_suspect: bool = False) -> None:
+        """llguidance has filled the row, or this is what went wrong; a suspect may have taken too
+        long, and is made by itself the next time."""
         if (matcher := self.matcher) is None:
             return
         words = self.rows[self.row]
         self.error = error or matcher.widen(words)
         some = words[::_STRIDE]
-        matcher.is_wide = 2 * int(np.count_nonzero(some)) > len(some)
+        matcher.is_wide = is_suspect or 2 * int(np.count_nonzero(some)) > len(some)
         self.matcher, self.is_made = None, True
 
 
@@ -77,7 +78,6 @@ class MaskMaker:
         self._rows, self._num_started = np.zeros((0, 0), np.int32), 0  # of `start`, the last time
         self._taking: Future[None] | None = None
         self._changed = threading.Condition()
-        self._is_late = False  # masks that were made together took long
 
     def fill(self, items: Items, masks: np.ndarray) -> Failed:
         """Write what answers may go on with: int32 [rows, W], contiguous; token `32 w + j` is bit
@@ -106,7 +106,7 @@ class MaskMaker:
         for job, (matcher, _) in zip(jobs, items, strict=True):
             matcher.mask_ahead = job
         self._taking = Future()
-        self._leader.submit(self._lead, jobs, tokens, self._taking)
+        _begin(self._leader, self._lead, jobs, tokens, self._taking)
 
     def await_taken(self) -> None:
         """Wait until the matchers have taken in the tokens that `start` waits for."""
@@ -115,7 +115,7 @@ class MaskMaker:
             self._taking = None
 
     def gather(
-        self, items: Items, num_rows: int, may_leave: Callable[[Sequence[int]], bool]
+        self, items: Items, num_rows: int, may_leave: Callable[[Sequence[int]], bool] | None
     ) -> tuple[np.ndarray, Failed, list[int]]:
         """The masks of a step, those that were started and others.
 
@@ -123,7 +123,7 @@ class MaskMaker:
             items: Its answers with grammars.
             num_rows: Its rows.
             may_leave: Whether to wait no longer for those at some places in `items`; asked now and
-                then.
+                then. None: all are waited for.
 
         Returns:
             int32 [num_rows, W], all ones in other rows; the places in `items` of those that fail,
@@ -165,7 +165,8 @@ class MaskMaker:
             self._take_in([(it.matcher, found[it.row]) for it in jobs if found[it.row] >= 0])
             taken.set_result(None)
             self._make(jobs)
-        except Exception as error:  # if it is the step that failed, the engine learns it, too
+        # A panic in Rust is no Exception. If it is the step that failed, the engine learns it, too.
+        except BaseException as error:
             if not taken.done():
                 taken.set_result(None)
             self._fail([job for job in jobs if not job.is_made], error)
@@ -184,21 +185,20 @@ class MaskMaker:
 
     def _make(self, jobs: Sequence[_Job]) -> None:
         """Make masks: those that are likely to be quick at once, the others in threads."""
-        was_late, self._is_late = self._is_late, False
-        slow = [job for job in jobs if was_late or job.matcher.is_wide]
-        quick = [job for job in jobs if not (was_late or job.matcher.is_wide)] if slow else jobs
+        slow = [job for job in jobs if job.matcher.is_wide]
+        quick = [job for job in jobs if not job.matcher.is_wide] if slow else jobs
         if slow:
             if self._singly is None:
                 self._singly = ThreadPoolExecutor(_num_threads(), thread_name_prefix="jpaged-mask")
             queue = deque(slow)
             for _ in range(min(len(slow), _MOST_AT_ONCE)):
-                self._singly.submit(self._make_singly, queue)
+                _begin(self._singly, self._make_singly, queue)
         start = time.perf_counter()
         self._fill_together(quick)
         # Some answer may take too long. Which one is seen the next time.
-        self._is_late = time.perf_counter() - start > bounds.MASK_SECONDS
+        is_suspect = time.perf_counter() - start > bounds.MASK_SECONDS
         for job in quick:
-            job.finish()
+            job.finish(is_suspect=is_suspect)
         self._tell()
 
     def _fill_together(self, jobs: Sequence[_Job]) -> None:
@@ -231,10 +231,10 @@ class MaskMaker:
                 is_slow = time.thread_time() - start > bounds.MASK_SECONDS
                 job.finish(job.matcher.too_slow() if is_slow else None)
                 self._tell()
-            except Exception as error:
+            except BaseException as error:  # as in `_lead`
                 self._fail([job], error)
 
-    def _fail(self, jobs: Sequence[_Job], error: Exception) -> None:
+    def _fail(self, jobs: Sequence[_Job], error: BaseException) -> None:
         """End what waits for masks that cannot be made."""
         for job in jobs:
             job.finish(GrammarError(f"structured_outputs: no mask could be made: {error}"))
@@ -288,5 +288,13 @@ def _all_ones(num_rows: int, items: Items) -> np.ndarray:
     return np.full((num_rows, items[0][0].mask_width), -1, np.int32)
 
 
+def _begin(threads: ThreadPoolExecutor, work: Callable[..., None], *args: Any) -> None:
+    """Have some work done in a thread."""
+    try:
+        threads.submit(work, *args)
+    except RuntimeError:  # the interpreter ends, but some thread goes on: pools take no more
+        work(*args)
+
+
 def _num_threads() -> int:
-    return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) - 1))
+    return max(2, min(_MOST_THREADS, len(os.sched_getaffinity(0)) - 1))

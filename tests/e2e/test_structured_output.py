@@ -211,7 +211,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[Future]:
     """The grammars that are asked for and never compiled, unless the test does."""
     futures: list[Future] = []
 
-    def submit(self: Grammars, form: StructuredOutputs) -> Future:
+    def submit(self: Grammars, form: StructuredOutputs, count: int) -> Future:
         futures.append(Future())
         return futures[-1]
 

@@ -31,6 +31,7 @@ from transformers import PreTrainedTokenizerFast
 
 from jpaged import StructuredOutputs, Tokenizer
 from jpaged.structured_outputs import bounds
+from jpaged.text import grammar as grammar_module
 from jpaged.text.grammar import MAX_CACHED, GrammarError, Grammars
 from jpaged.text.masks import MaskMaker
 
@@ -538,11 +539,12 @@ def test_grammars_are_kept_up_to_a_bound():
     grammars = Grammars(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
     forms = [StructuredOutputs(choice=[f"a{i}"]) for i in range(MAX_CACHED + 1)]
     first = grammars.compile(forms[0])
-    assert grammars.compile(StructuredOutputs(choice=["a0"])) is first
-    assert grammars.submit(forms[0]).result(10) is first
+    again = StructuredOutputs(choice=["a0"])
+    assert grammars.compile(again).lexers is first.lexers
+    assert grammars.submit(forms[0]).result(10).lexers is first.lexers
     for form in forms[1:]:
         grammars.compile(form)
-    assert grammars.compile(forms[0]) is not first
+    assert grammars.compile(forms[0]).lexers is not first.lexers
 
 
 def test_matchers_of_one_grammar_go_their_own_ways():
@@ -566,9 +568,66 @@ def test_an_answer_has_a_lexer_to_itself_and_leaves_it_to_the_next():
     assert kept.lexers.num_spare == 0
     del matchers
     assert kept.lexers.num_spare == 4
-    assert all(grammars.submit(form).done() for _ in range(4))
-    assert grammars.submit(form).result(10) is kept
+    asked = [grammars.submit(form) for _ in range(4)]
+    assert all(future.done() for future in asked)
+    one_more = grammars.submit(form).result(10)
+    assert one_more.lexers is kept.lexers
     assert kept.lexers.num_spare == 5
+
+
+def test_answers_of_one_request_have_a_lexer_each():
+    grammars = Grammars(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
+    form = StructuredOutputs(regex="[ab]{2}")
+    for _ in range(2):  # compiled, and kept
+        grammar = grammars.submit(form, 5).result(10)
+        assert grammar.lexers.num_spare == 5
+        assert [grammar.take_lexer()[1] for _ in range(6)] == [True] * 5 + [False]
+        for matcher in grammar.lexers._made:
+            grammar.lexers.give(matcher)
+
+
+def test_lexers_of_requests_that_never_begin_are_others():
+    grammars = Grammars(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
+    form = StructuredOutputs(regex="[ab]{2}")
+    for _ in range(20):
+        grammars.submit(form).result(10)
+    lexers = grammars.submit(form).result(10).lexers
+    assert (lexers.num_spare, lexers.num_made) == (1, 1)
+
+
+def test_lexers_are_bounded_over_all_grammars(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bounds, "ALL_LEXERS", 10)
+    grammars = Grammars(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
+    old, busy, new = (
+        grammars.submit(StructuredOutputs(choice=[name]), 4).result(10) for name in ("a", "b", "c")
+    )
+    assert [it.lexers.num_made for it in (old, busy, new)] == [1, 4, 4]
+    matchers = [busy.matcher(ENDING) for _ in range(3)]
+    last = grammars.submit(StructuredOutputs(choice=["d"]), 8).result(10)
+    assert [it.lexers.num_made for it in (old, busy, new, last)] == [1, 3, 1, 8]
+    assert old.matcher(ENDING).inner is not None
+    assert len(matchers) == 3
+
+
+def test_a_grammar_that_is_kept_does_not_wait_for_others_that_compile(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    grammars = Grammars(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
+    form = StructuredOutputs(regex="[ab]{2}")
+    matcher = grammars.compile(form).matcher(ENDING)
+    goes_on, source = threading.Event(), grammar_module._source
+
+    def wait(other: StructuredOutputs) -> str:
+        assert goes_on.wait(20)
+        return source(other)
+
+    monkeypatch.setattr(grammar_module, "_source", wait)
+    others = [grammars.submit(StructuredOutputs(choice=[name])) for name in "cde"]
+    assert grammars.submit(form).result(10).lexers.num_spare == 1
+    goes_on.set()
+    for other in others:
+        other.result(20)
+    assert matcher.inner is not None
 
 
 def test_a_grammar_that_is_dear_to_compile_has_one_lexer(monkeypatch: pytest.MonkeyPatch):
@@ -580,7 +639,7 @@ def test_a_grammar_that_is_dear_to_compile_has_one_lexer(monkeypatch: pytest.Mon
     a, b = (TOKENIZER.encode(it, add_special_tokens=False)[0] for it in "ab")
     one.accept(a)
     assert allowed(one) == allowed(other) == {a, b}
-    assert [grammars.compile(form).lexers.take()[1] for _ in range(2)] == [False, False]
+    assert [grammars.compile(form).take_lexer()[1] for _ in range(2)] == [False, False]
 
 
 def test_threads_may_compile_at_once():

@@ -11,6 +11,7 @@ import pytest
 from grammar_walks import ENDING, GRAMMARS, MASKS, TOKENIZER, VOCAB_SIZE, matcher_of
 
 from jpaged import StructuredOutputs
+from jpaged.structured_outputs import bounds
 from jpaged.text.grammar import GrammarError, Matcher
 from jpaged.text.masks import MaskMaker, Patience
 
@@ -127,13 +128,20 @@ def test_what_goes_wrong_ahead_is_told_when_the_token_is_read():
         other.accept(B)
 
 
+class Panic(BaseException):
+    """As what Rust raises."""
+
+
+@pytest.mark.parametrize("kind", [OSError, Panic])
 @pytest.mark.parametrize("where", ["tokens", "masks"])
-def test_nothing_waits_for_masks_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, where: str):
+def test_nothing_waits_for_masks_that_cannot_be_made(
+    monkeypatch: pytest.MonkeyPatch, where: str, kind: type[BaseException]
+):
     maker, matchers = MaskMaker(), [begun(WORDS), begun(WORDS)]
     matchers[0].is_wide = True
 
     def fail(*args: Any) -> Any:
-        raise OSError("no device")
+        raise kind("no device")
 
     if where == "masks":
         monkeypatch.setattr(Matcher, "widen", fail)
@@ -146,6 +154,56 @@ def test_nothing_waits_for_masks_that_cannot_be_made(monkeypatch: pytest.MonkeyP
     _, failed, _ = maker.gather([(it, i) for i, it in enumerate(matchers)], 2, wait)
     assert [i for i, _ in failed] == [0, 1]
     assert all("no mask could be made: no device" in str(error) for _, error in failed)
+
+
+def test_one_answer_s_fault_is_its_own(monkeypatch: pytest.MonkeyPatch):
+    maker, ill, well = MaskMaker(), begun(FORMS[1]), begun(WORDS)
+
+    def fail(self: Matcher, token: int) -> None:
+        raise OverflowError("odd")
+
+    monkeypatch.setattr(Matcher, "_look_for_the_end", fail)
+    maker.start([(ill, 0), (well, 1)], 2, lambda: np.array([A, A]))
+    maker.await_taken()
+    with pytest.raises(OverflowError, match="odd"):
+        ill.accept(A)
+    well.accept(A)
+    masks, failed, _ = maker.gather([(well, 1)], 2, None)
+    assert failed == []
+    assert masks[1].tolist() == mask_of(WORDS, A)
+
+
+def test_a_mask_that_takes_too_long_ends_its_answer_also_after_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """It is made by itself in the step after the one that was slow, whatever the engine did in
+    between."""
+    maker, slow, quick = MaskMaker(), begun(WORDS), begun(WORDS)
+    monkeypatch.setattr(bounds, "MASK_SECONDS", 0.0)
+    start(maker, [slow, quick], [A, A])
+    while not (slow.mask_ahead.is_made and quick.mask_ahead.is_made):
+        time.sleep(0.001)
+    assert maker.gather([(slow, 0), (quick, 1)], 2, wait)[1] == []
+    start(maker, [slow, quick], [B, B])
+    _, failed, _ = maker.gather([(slow, 0), (quick, 1)], 2, wait)
+    assert [i for i, _ in failed] == [0, 1]
+    assert all("a token took more than 0 ms" in str(error) for _, error in failed)
+
+
+def test_masks_are_made_while_the_interpreter_ends(monkeypatch: pytest.MonkeyPatch):
+    """A thread may generate when the main thread has ended: pools take no work then."""
+    maker, matcher = MaskMaker(), begun(WORDS)
+
+    def refuse(*args: Any) -> None:
+        raise RuntimeError("cannot schedule new futures after shutdown")
+
+    monkeypatch.setattr("concurrent.futures.ThreadPoolExecutor.submit", refuse)
+    for token, is_wide in ((A, False), (B, True)):
+        matcher.is_wide = is_wide
+        start(maker, [matcher], [token])
+        masks, failed, _ = maker.gather([(matcher, 0)], 1, wait)
+        assert failed == []
+    assert masks[0].tolist() == mask_of(WORDS, A, B)
 
 
 def test_where_no_token_could_be_sampled_none_is_taken_in():
