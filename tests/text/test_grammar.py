@@ -581,9 +581,9 @@ def test_answers_of_one_request_have_a_lexer_each():
     for _ in range(2):  # compiled, and kept
         grammar = grammars.submit(form, 5).result(10)
         assert grammar.lexers.num_spare == 5
-        assert [grammar.take_lexer()[1] for _ in range(6)] == [True] * 5 + [False]
-        for matcher in grammar.lexers._made:
-            grammar.lexers.give(matcher)
+        matchers = [grammar.matcher(ENDING) for _ in range(6)]  # the last shares one
+        assert (grammar.lexers.num_spare, grammar.lexers.num_made) == (0, 5)
+        del matchers
 
 
 def test_lexers_of_requests_that_never_begin_are_others():
@@ -615,14 +615,15 @@ def test_a_grammar_that_is_kept_does_not_wait_for_others_that_compile(
     grammars = Grammars(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
     form = StructuredOutputs(regex="[ab]{2}")
     matcher = grammars.compile(form).matcher(ENDING)
-    goes_on, source = threading.Event(), grammar_module._source
+    goes_on = threading.Event()
 
-    def wait(other: StructuredOutputs) -> str:
+    def wait(text: str, _: Any) -> str:
         assert goes_on.wait(20)
-        return source(other)
+        return text
 
-    monkeypatch.setattr(grammar_module, "_source", wait)
-    others = [grammars.submit(StructuredOutputs(choice=[name])) for name in "cde"]
+    monkeypatch.setattr(grammar_module, "with_schemas", wait)
+    slow = [StructuredOutputs(grammar=f'start: "{name}"') for name in "cde"]
+    others = [grammars.submit(it) for it in slow]
     assert grammars.submit(form).result(10).lexers.num_spare == 1
     goes_on.set()
     for other in others:

@@ -159,10 +159,10 @@ def test_nothing_waits_for_masks_that_cannot_be_made(
 def test_one_answer_s_fault_is_its_own(monkeypatch: pytest.MonkeyPatch):
     maker, ill, well = MaskMaker(), begun(FORMS[1]), begun(WORDS)
 
-    def fail(self: Matcher, token: int) -> None:
+    def fail(token: int) -> bytes:
         raise OverflowError("odd")
 
-    monkeypatch.setattr(Matcher, "_look_for_the_end", fail)
+    monkeypatch.setattr(TOKENIZER, "bytes_of", fail)
     maker.start([(ill, 0), (well, 1)], 2, lambda: np.array([A, A]))
     maker.await_taken()
     with pytest.raises(OverflowError, match="odd"):
