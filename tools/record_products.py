@@ -17,6 +17,7 @@ import time
 from base64 import b64encode
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +61,8 @@ def model_of(shape: str, form: str) -> ModelConfig:
 def all_recipes(shape: str, num_devices: int = 1, form: str = "bf16") -> Recipes:
     """What an engine of the shape compiles, with nothing allocated."""
     model = model_of(shape, form)
-    config = EngineConfig(**AS_VLLM, **FORMATS[form])
+    options: dict[str, Any] = AS_VLLM | FORMATS[form]
+    config = EngineConfig(**options)
     limits = resolve_limits(
         config,
         model_max_len=model.max_position_embeddings,
