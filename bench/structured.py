@@ -191,15 +191,14 @@ def _mask_times(
     """Seconds of the masks of each step, of random answers in all rows."""
     rng, made, maker = np.random.default_rng(seed), 0, MaskMaker()
     rows: list[Matcher] = []
-    width = -(-grammars.vocab_size // 32)
     times = []
     for _ in range(min(size.tokens, _MASK_STEPS)):
         while len(rows) < size.rows:
             rows.append(grammars.compile(forms[made % len(forms)]).matcher(ending))
             made += 1
-        bits = np.full((size.rows, width), -1, np.int32)
+        items = [(it, i) for i, it in enumerate(rows)]
         start = time.perf_counter()
-        failed = maker.fill([(it, i) for i, it in enumerate(rows)], bits)
+        bits, failed, _ = maker.gather(items, size.rows, None)
         times.append(time.perf_counter() - start)
         if failed:
             raise failed[0][1]

@@ -379,8 +379,7 @@ class EngineLoop:
     ) -> bool:
         """Whether the rows of some masks sit this step out."""
         return (
-            self._mode is LoopMode.OVERLAPPED
-            and step.plan.is_decode
+            step.plan.is_decode
             and self._patience.is_over(len(late) / len(step.scheduled))
             and all(self._can_repeat(self._request_at(step, items[i][1])) for i in late)
         )

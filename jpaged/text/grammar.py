@@ -305,7 +305,7 @@ class _Lexers:
         self._made, self._spare = [first], [first]
         self._make, self._most = make, most
         self._num_promised = 0  # to answers that have not begun
-        self._released: list[int] = []  # promises that nobody takes
+        self._released: list[int] = []  # promises that are not taken
         self._num_shared = 0
         self._lock = threading.Lock()
 

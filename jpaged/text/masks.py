@@ -79,14 +79,6 @@ class MaskMaker:
         self._taking: Future[None] | None = None
         self._changed = threading.Condition()
 
-    def fill(self, items: Items, masks: np.ndarray) -> Failed:
-        """Write what answers may go on with: int32 [rows, W], contiguous; token `32 w + j` is bit
-        `j` of word `w`."""
-        jobs = [_Job(matcher, row, masks) for matcher, row in items]
-        self._make(jobs)
-        self._await(jobs)
-        return [(i, job.error) for i, job in enumerate(jobs) if job.error is not None]
-
     def start(self, items: Items, num_rows: int, tokens: Callable[[], np.ndarray]) -> None:
         """Begin with the masks behind tokens that the engine has not read; before it reads them,
         it calls `await_taken`.
@@ -106,7 +98,7 @@ class MaskMaker:
         for job, (matcher, _) in zip(jobs, items, strict=True):
             matcher.mask_ahead = job
         self._taking = Future()
-        _begin(self._leader, self._lead, jobs, tokens, self._taking)
+        _submit(self._leader, self._lead, jobs, tokens, self._taking)
 
     def await_taken(self) -> None:
         """Wait until the matchers have taken in the tokens that `start` waits for."""
@@ -126,9 +118,10 @@ class MaskMaker:
                 then. None: all are waited for.
 
         Returns:
-            int32 [num_rows, W], all ones in other rows; the places in `items` of those that fail,
-            and why; and of those that were left. Rows of the last hold anything; they are gathered
-            again with a later step, until which their matchers accept nothing.
+            int32 [num_rows, W], token `32 w + j` is bit `j` of word `w`, all ones in other rows;
+            the places in `items` of those that fail, and why; and of those that were left. Rows of
+            the last hold anything; they are gathered again with a later step, until which their
+            matchers accept nothing.
         """
         masks, self._rows = self._rows, np.zeros((0, 0), np.int32)
         known: list[_Job | None] = [matcher.mask_ahead for matcher, _ in items]
@@ -192,7 +185,7 @@ class MaskMaker:
                 self._singly = ThreadPoolExecutor(_num_threads(), thread_name_prefix="jpaged-mask")
             queue = deque(slow)
             for _ in range(min(len(slow), _MOST_AT_ONCE)):
-                _begin(self._singly, self._make_singly, queue)
+                _submit(self._singly, self._make_singly, queue)
         start = time.perf_counter()
         self._fill_together(quick)
         # Some answer may take too long. Which one is seen the next time.
@@ -245,7 +238,7 @@ class MaskMaker:
             self._changed.notify()
 
     def _await(
-        self, jobs: Sequence[_Job], may_leave: Callable[[Sequence[int]], bool] | None = None
+        self, jobs: Sequence[_Job], may_leave: Callable[[Sequence[int]], bool] | None
     ) -> list[int]:
         """Wait for masks; the places of those that were left."""
         with self._changed:
@@ -288,7 +281,7 @@ def _all_ones(num_rows: int, items: Items) -> np.ndarray:
     return np.full((num_rows, items[0][0].mask_width), -1, np.int32)
 
 
-def _begin(threads: ThreadPoolExecutor, work: Callable[..., None], *args: Any) -> None:
+def _submit(threads: ThreadPoolExecutor, work: Callable[..., None], *args: Any) -> None:
     """Have some work done in a thread."""
     try:
         threads.submit(work, *args)

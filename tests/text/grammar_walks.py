@@ -25,9 +25,10 @@ def matcher_of(form: StructuredOutputs, ending: frozenset[int] = ENDING) -> Matc
 
 def allowed(matcher: Matcher, size: int = VOCAB_SIZE) -> set[int]:
     """What may follow; the answer's error, if there is one, is raised."""
-    masks = np.zeros((1, -(-size // 32)), np.int32)
-    for _, error in MASKS.fill([(matcher, 0)], masks):
+    masks, failed, _ = MASKS.gather([(matcher, 0)], 1, None)
+    for _, error in failed:
         raise error
+    assert masks.shape == (1, -(-size // 32))
     bits = np.unpackbits(masks.view(np.uint8), bitorder="little")
     return set(np.flatnonzero(bits).tolist())
 

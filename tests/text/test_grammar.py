@@ -424,8 +424,7 @@ def test_one_that_fails_spoils_no_other_row():
     good, bad = (matcher_of(StructuredOutputs(choice=["a"])) for _ in range(2))
     with pytest.raises(GrammarError):
         bad.accept(TOKENIZER.encode("b", add_special_tokens=False)[0])
-    masks = np.full((3, -(-VOCAB_SIZE // 32)), -1, np.int32)
-    ((index, _),) = MASKS.fill([(bad, 0), (good, 2)], masks)
+    masks, ((index, _),), _ = MASKS.gather([(bad, 0), (good, 2)], 3, None)
     assert index == 0
     assert (masks[1] == -1).all()
     (token,) = np.flatnonzero(np.unpackbits(masks[2].view(np.uint8), bitorder="little")).tolist()
@@ -448,10 +447,9 @@ def test_a_mask_that_takes_too_long_ends_its_answer(monkeypatch: pytest.MonkeyPa
         matcher_of(it)
         for it in (StructuredOutputs(regex="a").behind("x"), StructuredOutputs(regex="[a-c]*"))
     )
-    masks = np.full((2, -(-VOCAB_SIZE // 32)), -1, np.int32)
     monkeypatch.setattr(bounds, "MASK_SECONDS", 1e-9)
     items = [(free, 0), (slow, 1)]
-    assert maker.fill(items, masks) == []
+    assert maker.gather(items, 2, None)[1] == []
     spent = threading.local()
 
     def fill(*args: Any) -> None:
@@ -460,10 +458,10 @@ def test_a_mask_that_takes_too_long_ends_its_answer(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(llguidance.numpy, "fill_next_token_bitmask", fill)
     monkeypatch.setattr(time, "thread_time", lambda: getattr(spent, "seconds", 0.0))
-    ((index, error),) = maker.fill(items, masks)
+    _, ((index, error),), _ = maker.gather(items, 2, None)
     assert index == 1
     assert "regex cannot be enforced: a token took more than" in str(error)
-    assert maker.fill(items[:1], masks) == []
+    assert maker.gather(items[:1], 2, None)[1] == []
 
 
 def sentencepiece_like() -> Tokenizer:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grammar_walks import ENDING, GRAMMARS, MASKS, TOKENIZER, VOCAB_SIZE, matcher_of
+from grammar_walks import ENDING, GRAMMARS, MASKS, TOKENIZER, matcher_of
 
 from jpaged import StructuredOutputs
 from jpaged.structured_outputs import bounds
@@ -21,7 +21,6 @@ FORMS = [
     StructuredOutputs(choice=["b"]).behind("x"),
     StructuredOutputs(choice=["b"]).behind("x", "a"),
 ]
-WIDTH = -(-VOCAB_SIZE // 32)
 A, B, X = (TOKENIZER.encode(it, add_special_tokens=False)[0] for it in "abx")
 
 
@@ -37,8 +36,8 @@ def begun(form: StructuredOutputs, *tokens: int) -> Matcher:
 
 
 def mask_of(form: StructuredOutputs, *tokens: int) -> list[int]:
-    masks = np.zeros((1, WIDTH), np.int32)
-    assert MASKS.fill([(begun(form, *tokens), 0)], masks) == []
+    masks, failed, _ = MASKS.gather([(begun(form, *tokens), 0)], 1, None)
+    assert failed == []
     return masks[0].tolist()
 
 
