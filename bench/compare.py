@@ -14,18 +14,8 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-SETTINGS = {
-    "batch",
-    "blocks",
-    "chunks",
-    "context",
-    "requests",
-    "devices",
-    "threads",
-    "width",
-    "tokens",
-}
-SETTINGS |= {"block_size", "decode_seqs", "prompt_seqs", "prompt_tokens"}
+SETTINGS = {"batch", "blocks", "chunks", "context", "requests", "threads", "width", "tokens"}
+SETTINGS |= {"block_size", "decode_seqs", "devices", "prompt_seqs", "prompt_tokens"}
 """Numbers that tell rows apart, as names do."""
 
 MARKS = {"vllm", "vllm_prefill", "to_reach", "to_reach_prefill", "paper"}

@@ -256,7 +256,7 @@ def with_ratios(rows: list[dict]) -> list[dict]:
     return found
 
 
-def main() -> None:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -274,6 +274,11 @@ def main() -> None:
     parser.add_argument(
         "--keep", type=Path, metavar="FILE", help="write what was served there, and go on from it"
     )
+    return parser
+
+
+def main() -> None:
+    parser = _build_parser()
     args = parse_arguments(parser)
     if len(args.seconds) not in (1, len(args.lengths)):
         parser.error(

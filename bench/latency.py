@@ -110,7 +110,7 @@ def main() -> None:
         del engine
     print_table(rows)
     name = "latency" + (f"_on_{num_devices}" if num_devices > 1 else "")
-    print(record(name, rows, by=CASE, synchronous=args.synchronous))
+    print(record(name, rows, by=() if args.synchronous else CASE, synchronous=args.synchronous))
 
 
 if __name__ == "__main__":
