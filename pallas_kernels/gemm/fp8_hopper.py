@@ -2,10 +2,11 @@
 a weight [outputs, inputs], and of many; each of one weight, or gated with the activation.
 
 They are the kernels of hopper.py with the weight the other way round, as tensor cores multiply such
-numbers: both factors have their depth side by side, 128 numbers of it (128 bytes) a stage. A loader
-warpgroup fills a ring of stages in shared memory, consumer warpgroups multiply:
+numbers: both factors have their depth side by side, 128 numbers of it (128 bytes), of few rows
+perhaps several times that, a stage. A loader warpgroup fills a ring of stages in shared memory,
+consumer warpgroups multiply:
 
-    few rows    grid (split of the depth, tile of rows, 64 or 128 outputs); one or two consumers of
+    few rows    grid (split of the depth, tile of rows, 64 to 256 outputs); one to four consumers of
                 64 outputs each: sums[64, rows] += weight tile . (x tile) transposed
     many rows   as many programs as the GPU has SMs take tiles of 128 rows in turn; two consumers of
                 64 rows each: sums[64, 128] += x tile . (weight tile) transposed, for one or two
@@ -13,13 +14,12 @@ warpgroup fills a ring of stages in shared memory, consumer warpgroups multiply:
 
 Where a row and an output have one scale each, the sums are multiplied by both at the end. Where 128
 numbers have, a stage's sums have scales of their own: a row's come with its tile, or are loaded a
-stage ahead as a block's are. Of few rows each stage's sums are added to the others in float32,
-which costs nothing there; of many the tensor core adds them, whose sums of such numbers keep some
+stage ahead as a block's are. Of few rows each 128 numbers' sums are added to the others in float32,
+outside the tensor core; of many the tensor core adds them, whose sums of such numbers keep some
 14 bits (DeepSeek-AI 2024, arXiv:2412.19437, 3.3.2), as cuBLASLt's do.
 """
 
 import functools
-import itertools
 import math
 from typing import Any
 
@@ -68,25 +68,25 @@ def _few_rows(x, weight, x_scale, weight_scale, *, gated, dtype, config):
     (rows, depth), num_factors, num_consumers = x.shape, 1 + gated, config.num_consumers
     width, is_grouped = weight.shape[0] // num_factors, x_scale.ndim == 2
     out_dtype = jnp.dtype(dtype if config.num_splits == 1 else jnp.float32)
-    split_depth = depth // config.num_splits
-    tile = config.tile_rows, config.num_splits * DEPTH, num_consumers * OUTPUTS
-    num_stages = min(config.num_stages, split_depth // DEPTH)
-    check_fits((rows, depth, width), tile, config.num_stages, num_stages < split_depth // DEPTH)
-    num_copies = num_factors * num_consumers + 1
+    stage_depth, split_depth = config.num_groups * DEPTH, depth // config.num_splits
+    tile_outputs, num_steps = num_consumers * OUTPUTS, split_depth // stage_depth
+    tile = config.tile_rows, config.num_splits * stage_depth, tile_outputs
+    num_stages = min(config.num_stages, num_steps)
+    check_fits((rows, depth, width), tile, config.num_stages, num_stages < num_steps)
     call = plgpu.kernel(
-        functools.partial(_few_rows_kernel, split_depth=split_depth, is_grouped=is_grouped),
+        functools.partial(_few_rows_kernel, num_steps=num_steps, is_grouped=is_grouped),
         out_type=jax.ShapeDtypeStruct((config.num_splits, rows, width), out_dtype),
-        grid=(config.num_splits, rows // config.tile_rows, width // (num_consumers * OUTPUTS)),
+        grid=(config.num_splits, rows // config.tile_rows, width // tile_outputs),
         grid_names=("split", "row_tile", "column_tile"),
         num_threads=num_consumers + 1,
         thread_name="warp_group",
         scratch_types={
-            "x_smem": ops.swizzled((num_stages, config.tile_rows, DEPTH), x.dtype),
+            "x_smem": ops.swizzled((num_stages, config.tile_rows, stage_depth), x.dtype),
             "weight_smem": ops.swizzled(
-                (num_stages, num_factors, num_consumers, OUTPUTS, DEPTH), x.dtype
+                (num_stages, num_factors, tile_outputs, stage_depth), x.dtype
             ),
             "out_smem": ops.swizzled((num_consumers, config.tile_rows, OUTPUTS), out_dtype),
-            "full": plgpu.Barrier(num_arrivals=num_copies, num_barriers=num_stages),
+            "full": plgpu.Barrier(num_arrivals=num_factors + 1, num_barriers=num_stages),
             "empty": plgpu.Barrier(num_arrivals=num_consumers, num_barriers=num_stages),
         },
         compiler_params=ops.COMPILER_PARAMS,
@@ -107,67 +107,76 @@ def _few_rows_kernel(
     out_smem,
     full,
     empty,
-    split_depth,
+    num_steps,
     is_grouped,
 ):
     warp_group, split = lax.axis_index("warp_group"), lax.axis_index("split")
-    (num_stages, num_factors, num_consumers), tile_rows = weight_smem.shape[:3], out_smem.shape[1]
+    (num_stages, num_factors, tile_outputs, stage_depth) = weight_smem.shape
+    num_consumers, tile_rows, _ = out_smem.shape
     rows = pl.ds(lax.axis_index("row_tile") * tile_rows, tile_rows)
-    num_steps, width = split_depth // DEPTH, out_ref.shape[2]
+    width, num_groups = out_ref.shape[2], stage_depth // DEPTH
+    first_step = split * num_steps
+    lends = num_consumers == 2 and num_factors * tile_rows > 128  # registers, of which those lack
 
     def stage_of(step):
         return lax.rem(step, jnp.int32(num_stages))
 
-    def first_of(consumer, factor=0):
-        first = lax.axis_index("column_tile") * (num_consumers * OUTPUTS) + consumer * OUTPUTS
-        return first + factor * width
+    def first_of(factor):
+        return lax.axis_index("column_tile") * tile_outputs + factor * width
 
     @pl.when(warp_group == num_consumers)
     def _load():
+        if lends:
+            plgpu.set_max_registers(40, action="decrease")
+
         def load(step, _):
-            stage, group = stage_of(step), split * num_steps + step
+            stage = stage_of(step)
             pl.when(step >= num_stages)(lambda: plgpu.barrier_wait(empty.at[stage]))
-            deep = pl.ds(group * DEPTH, DEPTH)
-            for factor, consumer in itertools.product(range(num_factors), range(num_consumers)):
-                source = weight_ref.at[pl.ds(first_of(consumer, factor), OUTPUTS), deep]
-                target = weight_smem.at[stage, factor, consumer]
-                plgpu.copy_gmem_to_smem(source, target, full.at[stage])
+            deep = pl.ds((first_step + step) * stage_depth, stage_depth)
+            for factor in range(num_factors):
+                source = weight_ref.at[pl.ds(first_of(factor), tile_outputs), deep]
+                plgpu.copy_gmem_to_smem(source, weight_smem.at[stage, factor], full.at[stage])
             plgpu.copy_gmem_to_smem(x_ref.at[rows, deep], x_smem.at[stage], full.at[stage])
 
         lax.fori_loop(0, num_steps, load, None)
 
     @pl.when(warp_group < num_consumers)
     def _compute():
-        shape, by_row = (OUTPUTS, tile_rows), plgpu.Layout.WGMMA.reduce(0)
-        outputs = [pl.ds(first_of(warp_group, f), OUTPUTS) for f in range(num_factors)]
+        if lends:
+            plgpu.set_max_registers(232, action="increase")
+        shape = OUTPUTS, tile_rows
+        own_tile = pl.ds(warp_group * OUTPUTS, OUTPUTS)
+        firsts = [first_of(factor) + warp_group * OUTPUTS for factor in range(num_factors)]
+        outputs = [pl.ds(first, OUTPUTS) for first in firsts]
 
-        def operands(stage):
-            x_tile = x_smem.at[stage].transpose((1, 0))
-            return [(weight_smem.at[stage, f, warp_group], x_tile) for f in range(num_factors)]
+        def operands(stage, group):
+            deep = pl.ds(group * DEPTH, DEPTH)
+            x_tile = x_smem.at[stage, :, deep].transpose((1, 0))
+            return [(weight_smem.at[stage, f, own_tile, deep], x_tile) for f in range(num_factors)]
 
         def scales(step):
-            group = split * num_steps + jnp.minimum(step, num_steps - 1)
-            of_rows = ops.load_as(x_scale_ref.at[group, rows], by_row, optimized=False)
-            blocks = [lax.div(first_of(warp_group, f), FP8_GROUP) for f in range(num_factors)]
-            return [of_rows * weight_scale_ref[block, group] for block in blocks]
+            """Of rows and blocks, a group at a time; multiplied only when they are there."""
+            first = (first_step + jnp.minimum(step, num_steps - 1)) * num_groups
+            blocks = [lax.div(first, FP8_GROUP) for first in firsts]
+            for group in (first + i for i in range(num_groups)):
+                of_rows = _scales_of(x_scale_ref.at[group, rows], 1)
+                yield of_rows, [weight_scale_ref[block, group] for block in blocks]
 
-        def in_full(own, _):
-            return [lax.broadcast_in_dim(scale, shape, (1,)) for scale in own]
-
-        own = (scales, in_full) if is_grouped else None
-        sums = _promoted_sums(num_steps, stage_of, operands, full, empty, shape, own)
+        if not is_grouped:  # loaded before the sums, for the weight's come from memory
+            of_rows = _scales_of(x_scale_ref.at[rows], 1)
+            of_outputs = [_scales_of(weight_scale_ref.at[own], 0) for own in outputs]
+        args = num_steps, num_groups, stage_of, operands, full, empty, shape
+        sums = _promoted_sums(*args, scales if is_grouped else None)
         if not is_grouped:
-            of_rows = ops.load_as(x_scale_ref.at[rows], by_row, optimized=False)
             sums = [
-                _times(total, weight_scale_ref.at[own_outputs], of_rows, transposed=True)
-                for total, own_outputs in zip(sums, outputs, strict=True)
+                _times(total, scales, of_rows)
+                for total, scales in zip(sums, of_outputs, strict=True)
             ]
         result = plgpu.layout_cast(_activated(sums), plgpu.Layout.WGMMA_TRANSPOSED)
         own_out = out_smem.at[warp_group]
         own_out.transpose((1, 0))[...] = result.astype(out_ref.dtype)
         plgpu.commit_smem()
-        columns = pl.ds(first_of(warp_group), OUTPUTS)
-        plgpu.copy_smem_to_gmem(own_out, out_ref.at[split, rows, columns])
+        plgpu.copy_smem_to_gmem(own_out, out_ref.at[split, rows, outputs[0]])
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -299,15 +308,11 @@ def _many_rows_kernel(
             sums = sums_of(turn, column)
             rows = pl.ds(row + warp_group * ROWS, ROWS)
             if scale_smem is None:
-                of_rows = ops.load_as(x_scale_ref.at[rows], by_row, optimized=False)
+                of_rows = _scales_of(x_scale_ref.at[rows], 0)
+                own = [pl.ds(column + f * apart, COLUMNS) for f in range(num_factors)]
                 sums = [
-                    _times(
-                        total,
-                        weight_scale_ref.at[pl.ds(column + factor * apart, COLUMNS)],
-                        of_rows,
-                        transposed=False,
-                    )
-                    for factor, total in enumerate(sums)
+                    _times(total, of_rows, _scales_of(weight_scale_ref.at[columns], 1))
+                    for total, columns in zip(sums, own, strict=True)
                 ]
             results = [_activated(sums)] if gated else sums
             for factor, result in enumerate(results):
@@ -324,37 +329,56 @@ def _many_rows_kernel(
         plgpu.wait_smem_to_gmem(0)
 
 
-def _promoted_sums(num_steps, stage_of, operands, full, empty, shape, scales):
-    """Sums in float32 of each stage's products, one factor after the other.
+def _promoted_sums(num_steps, num_groups, stage_of, operands, full, empty, shape, scales):
+    """Sums in float32 of the products of each stage's groups, one factor after the other. A stage's
+    are all begun before one is waited for, if they are few enough to have registers each.
 
     Args:
-        num_steps, stage_of, operands, full, empty: as of `add_steps`.
+        num_steps, stage_of, full, empty: as of `add_steps`.
+        num_groups: of a stage.
+        operands: of a group of a stage, for each factor.
         shape: of a factor's sums.
-        scales: what is loaded for a step a step ahead; and the factors' scales, as wide as their
-            sums, from that and what the stage has. None: nothing has a scale of its own.
+        scales: of the groups of a step, the rows' and for each factor a number; loaded a step
+            ahead. None: nothing has a scale of its own.
     """
-    load, in_full = scales or (lambda step: [], lambda loaded, stage: [])
     zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+    count = len(operands(0, 0))
 
-    def multiply(own_sums, factors):
-        plgpu.wgmma(own_sums, *factors)
-        return own_sums[...]  # waits
+    def load(step):
+        return list(scales(step)) if scales else [None] * num_groups
+
+    def multiply(factors, *sums):
+        for own_sums, own_factors in zip(sums, factors, strict=True):
+            plgpu.wgmma(own_sums, *own_factors)
+        return [own_sums[...] for own_sums in sums]  # waits
+
+    def scaled(part, scale, factor):
+        if scale is None:
+            return part
+        of_rows, blocks = scale
+        return part * lax.broadcast_in_dim(of_rows * blocks[factor], shape, (1,))
 
     def add(step, carry):
         (totals, loaded), stage = carry, stage_of(step)
         ahead = load(step + 1)
         plgpu.barrier_wait(full.at[stage])
-        own_scales = in_full(loaded, stage) or [None] * len(totals)
-        added = []
-        for total, factors, scale in zip(totals, operands(stage), own_scales, strict=True):
-            own_multiply = functools.partial(multiply, factors=factors)
-            part = pl.run_scoped(own_multiply, plgpu.ACC(shape, jnp.float32))
-            added.append(total + (part if scale is None else part * scale))
+        factors = [pair for group in range(num_groups) for pair in operands(stage, group)]
+        at_once = len(factors) if math.prod(shape) <= OUTPUTS * 64 else 1
+        parts = []
+        for first in range(0, len(factors), at_once):
+            some = factors[first : first + at_once]
+            accumulators = [plgpu.ACC(shape, jnp.float32)] * len(some)
+            parts += pl.run_scoped(functools.partial(multiply, some), *accumulators)
         plgpu.barrier_arrive(empty.at[stage])
-        return added, ahead
+        for group, scale in enumerate(loaded):
+            own = parts[group * count : (group + 1) * count]
+            totals = [
+                total + scaled(part, scale, factor)
+                for factor, (total, part) in enumerate(zip(totals, own, strict=True))
+            ]
+        return totals, ahead
 
-    carry = [zeros] * len(operands(0)), load(jnp.int32(0))
-    return lax.fori_loop(0, num_steps, add, carry)[0]
+    return lax.fori_loop(0, num_steps, add, ([zeros] * count, load(jnp.int32(0))))[0]
 
 
 def _rescaled_sums(num_steps, stage_of, operands, full, empty, shape, load, scales):
@@ -412,16 +436,16 @@ def go_on(multiply, sums):
     return list(ends)  # arrays, not references as its type says
 
 
-def _times(sums, output_scales, row_scales, *, transposed):
-    """Sums [rows, outputs], or transposed, times the scales of both."""
-    outputs, rows = (0, 1) if transposed else (1, 0)
-    layout = plgpu.Layout.WGMMA.reduce(rows)
-    own = ops.load_as(output_scales, layout, optimized=False)
-    by_output, by_row = (
-        lax.broadcast_in_dim(scales, sums.shape, (axis,))
-        for scales, axis in ((own, outputs), (row_scales, rows))
-    )
-    return sums * by_row * by_output
+def _scales_of(ref, axis):
+    """The scales of that axis of sums."""
+    return ops.load_as(ref, plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
+
+
+def _times(sums, first, second):
+    """Sums times the scales of their first and their second axis."""
+    for axis, scales in enumerate((first, second)):
+        sums *= lax.broadcast_in_dim(scales, sums.shape, (axis,))
+    return sums
 
 
 def _activated(sums):

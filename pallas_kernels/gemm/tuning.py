@@ -54,13 +54,14 @@ class GatedConfig:
 @dataclasses.dataclass(frozen=True)
 class FewRowsConfig:
     """Of hopper.py's and fp8_hopper.py's GEMM of few rows: splits of the depth, rows a program, its
-    consumer warpgroups (64 columns each), pipeline stages (128 bytes of the depth each; two at
-    least)."""
+    consumer warpgroups (64 columns each), pipeline stages (two at least), and of a stage groups of
+    128 bytes of the depth (hopper.py: always one)."""
 
     num_splits: int
     tile_rows: int
     num_consumers: int
     num_stages: int
+    num_groups: int = 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -265,12 +265,15 @@ def _factors(backend):
     return F32 if backend is Backend.XLA else BF16
 
 
-# Rows, depth, and how: splits, rows a tile, consumers, stages.
+# Rows, depth, and how: splits, rows a tile, consumers, stages, groups a stage.
 FEW = [
     (8, 512, FewRowsConfig(2, 8, 1, 3)),
     (8, 1280, FewRowsConfig(1, 8, 2, 3)),
     (64, 256, FewRowsConfig(1, 32, 1, 8)),
     (48, 384, FewRowsConfig(1, 24, 2, 2)),
+    (16, 1024, FewRowsConfig(2, 16, 2, 3, 2)),
+    (8, 2048, FewRowsConfig(1, 8, 1, 2, 4)),
+    (96, 512, FewRowsConfig(1, 96, 2, 2, 2)),
 ]
 
 
