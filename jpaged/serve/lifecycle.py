@@ -114,7 +114,8 @@ class Life:
             process = self._process = await EngineProcess.start(options)
             if self._ending is not None:  # it did not know of the process
                 process.kill()
-            await start_serving(self._serving, process.client)
+            with self._limited(process):
+                await start_serving(self._serving, process.client)
         except Exception as error:
             if self._ending is None:
                 say(f"error: {await self._why(error)}")
@@ -123,6 +124,17 @@ class Life:
         gc.freeze()  # what is there by now stays: to walk it takes longer than a step
         say(f"serving {self._serving.config.model_names[0]} at {address}")
         self._watching = asyncio.create_task(self._watch(process))
+
+    @contextmanager
+    def _limited(self, process: EngineProcess) -> Iterator[None]:
+        """End an engine that is not there in time, as when it hangs in a driver or in NCCL."""
+        limit = self._serving.config.limits.start_timeout
+        reason = f"the engine did not start within {limit:g} s (--start-timeout)"
+        alarm = asyncio.get_running_loop().call_later(limit, process.give_up, reason)
+        try:
+            yield
+        finally:
+            alarm.cancel()
 
     async def end_engine(self) -> None:
         """End the engine's process, last of all."""

@@ -139,6 +139,7 @@ class Limits(options.Options, group="limits (what is refused, and when)"):
     text_timeout: float = _seconds(10.0, "to tokenise a prompt, its chat template included")
     health_timeout: float = _seconds(30.0, "without a turn of the loop until /health is red")
     hang_timeout: float = _seconds(300.0, "without a turn of the loop until the engine is ended")
+    start_timeout: float = _seconds(3600.0, "until the engine is there, or it is ended")
 
 
 @dataclass(frozen=True)

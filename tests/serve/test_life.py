@@ -155,6 +155,23 @@ def test_an_engine_that_dies_or_hangs_ends_the_server(how: int, compilation_cach
         server.end()
 
 
+def test_an_engine_that_hangs_while_it_starts_ends_the_server(tmp_path: Path):
+    """As in a driver, or where it waits for another device."""
+    server = ServerProcess(tmp_path, "--start-timeout", "2", wait=False)
+    try:
+        while not (workers := engines_of(server.process.pid)):
+            assert server.process.poll() is None
+            time.sleep(0.05)
+        worker = int(workers[0])
+        os.kill(worker, signal.SIGSTOP)
+        assert server.wait(20) == 1
+        assert "error: the engine did not start within 2 s (--start-timeout)" in server.log
+        assert "Traceback" not in server.log
+        assert b"worker" not in command_of(worker)
+    finally:
+        server.end()
+
+
 BLOCKED_STEP = """
 import ctypes, os, sys
 if "jpaged.serve.worker" in sys.orig_argv:
