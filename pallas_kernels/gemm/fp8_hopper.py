@@ -14,11 +14,11 @@ consumer warpgroups multiply:
 
 Where a row and an output have one scale each, the sums are multiplied by both at the end. Where 128
 numbers have, a stage's sums have scales of their own: a row's come with its tile; a block's are
-loaded a stage ahead or, of few rows, all of them into shared memory at the start, for a number that
-is loaded from the L2 in one step and used in the next is waited for in between, where the loop moves
-it to another register. Of few rows each 128 numbers' sums are added to the others in float32,
-outside the tensor core; of many the tensor core adds them, whose sums of such numbers keep some 14
-bits (DeepSeek-AI 2024, arXiv:2412.19437, 3.3.2), as cuBLASLt's do.
+loaded a stage ahead or, of few rows, all before the first one, into shared memory. (What is loaded
+a stage ahead into a register is waited for at the loop's end, which moves it to another one.) Of
+few rows each 128 numbers' sums are added to the others in float32, outside the tensor core; of many
+the tensor core adds them, whose sums of such numbers keep some 14 bits (DeepSeek-AI 2024,
+arXiv:2412.19437, 3.3.2), as cuBLASLt's do.
 """
 
 import functools
