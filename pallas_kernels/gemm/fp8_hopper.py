@@ -13,13 +13,16 @@ consumer warpgroups multiply:
                 blocks of 128 outputs, which of a gated GEMM are the gate's and up's
 
 Where a row and an output have one scale each, the sums are multiplied by both at the end. Where 128
-numbers have, a stage's sums have scales of their own: a row's come with its tile, or are loaded a
-stage ahead as a block's are. Of few rows each 128 numbers' sums are added to the others in float32,
-outside the tensor core; of many the tensor core adds them, whose sums of such numbers keep some
-14 bits (DeepSeek-AI 2024, arXiv:2412.19437, 3.3.2), as cuBLASLt's do.
+numbers have, a stage's sums have scales of their own: a row's come with its tile; a block's are
+loaded a stage ahead or, of few rows, all before the first one, into shared memory. (What is loaded
+a stage ahead into a register is waited for at the loop's end, which moves it to another one.) Of
+few rows each 128 numbers' sums are added to the others in float32, outside the tensor core; of many
+the tensor core adds them, whose sums of such numbers keep some 14 bits (DeepSeek-AI 2024,
+arXiv:2412.19437, 3.3.2), as cuBLASLt's do.
 """
 
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -31,7 +34,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper_ops as ops
 from pallas_kernels.gemm.hopper import NUM_CONSUMERS, ROWS, TILES_ABREAST, add_steps, check_fits
-from pallas_kernels.gemm.tuning import FewRowsConfig, ManyFP8RowsConfig
+from pallas_kernels.gemm.tuning import FewRowsConfig, ManyFP8RowsConfig, few_rows_scales
 from pallas_kernels.types import FP8_GROUP
 
 DEPTH = FP8_GROUP  # of a stage: the widest swizzle, and what has a scale of its own
@@ -73,26 +76,30 @@ def _few_rows(x, weight, x_scale, weight_scale, *, gated, dtype, config):
     tile = config.tile_rows, config.num_splits * stage_depth, tile_outputs
     num_stages = min(config.num_stages, num_steps)
     check_fits((rows, depth, width), tile, config.num_stages, num_stages < num_steps)
+    scratch = {
+        "x_smem": ops.swizzled((num_stages, config.tile_rows, stage_depth), x.dtype),
+        "weight_smem": ops.swizzled((num_stages, num_factors, tile_outputs, stage_depth), x.dtype),
+        "out_smem": ops.swizzled((num_consumers, config.tile_rows, OUTPUTS), out_dtype),
+        "full": plgpu.Barrier(num_arrivals=num_factors + 1 + is_grouped, num_barriers=num_stages),
+        "empty": plgpu.Barrier(num_arrivals=num_consumers, num_barriers=num_stages),
+    }
+    if is_grouped:
+        of_rows, of_blocks = few_rows_scales(config, depth, num_factors)
+        scratch["x_scale_smem"] = plgpu.SMEM((num_stages, *of_rows), jnp.float32)
+        scratch["weight_scale_smem"] = plgpu.SMEM(of_blocks, jnp.float32)
+        scratch["scaled"] = plgpu.Barrier(num_arrivals=math.prod(of_blocks[:3]))
     call = plgpu.kernel(
-        functools.partial(_few_rows_kernel, num_steps=num_steps, is_grouped=is_grouped),
+        functools.partial(_few_rows_kernel, num_steps=num_steps),
         out_type=jax.ShapeDtypeStruct((config.num_splits, rows, width), out_dtype),
         grid=(config.num_splits, rows // config.tile_rows, width // tile_outputs),
         grid_names=("split", "row_tile", "column_tile"),
         num_threads=num_consumers + 1,
         thread_name="warp_group",
-        scratch_types={
-            "x_smem": ops.swizzled((num_stages, config.tile_rows, stage_depth), x.dtype),
-            "weight_smem": ops.swizzled(
-                (num_stages, num_factors, tile_outputs, stage_depth), x.dtype
-            ),
-            "out_smem": ops.swizzled((num_consumers, config.tile_rows, OUTPUTS), out_dtype),
-            "full": plgpu.Barrier(num_arrivals=num_factors + 1, num_barriers=num_stages),
-            "empty": plgpu.Barrier(num_arrivals=num_consumers, num_barriers=num_stages),
-        },
+        scratch_types=scratch,
         compiler_params=ops.COMPILER_PARAMS,
         kernel_name="fp8_gated_product_hopper" if gated else "fp8_product_hopper",
     )
-    return call(x, weight, x_scale, weight_scale)
+    return call(x, weight, x_scale, weight_scale.reshape(-1))
 
 
 def _few_rows_kernel(
@@ -108,14 +115,16 @@ def _few_rows_kernel(
     full,
     empty,
     num_steps,
-    is_grouped,
+    x_scale_smem: Any = None,
+    weight_scale_smem: Any = None,
+    scaled: Any = None,
 ):
     warp_group, split = lax.axis_index("warp_group"), lax.axis_index("split")
     (num_stages, num_factors, tile_outputs, stage_depth) = weight_smem.shape
     num_consumers, tile_rows, _ = out_smem.shape
     rows = pl.ds(lax.axis_index("row_tile") * tile_rows, tile_rows)
     width, num_groups = out_ref.shape[2], stage_depth // DEPTH
-    first_step = split * num_steps
+    first_step, is_grouped = split * num_steps, scaled is not None
     lends = num_consumers == 2 and num_factors * tile_rows > 128  # registers, of which those lack
 
     def stage_of(step):
@@ -124,10 +133,21 @@ def _few_rows_kernel(
     def first_of(factor):
         return lax.axis_index("column_tile") * tile_outputs + factor * width
 
+    def load_block_scales():
+        """All that the program's sums need. What is copied beyond them is not looked at."""
+        all_groups, part = x_scale_ref.shape[0], weight_scale_smem.shape[3]
+        for factor, block, i in itertools.product(*map(range, weight_scale_smem.shape[:3])):
+            own = lax.div(first_of(factor), FP8_GROUP) + block
+            first = own * all_groups + first_step * num_groups + i * part
+            source, target = weight_scale_ref.at[pl.ds(first, part)], weight_scale_smem
+            plgpu.copy_gmem_to_smem(source, target.at[factor, block, i], scaled)
+
     @pl.when(warp_group == num_consumers)
     def _load():
         if lends:
             plgpu.set_max_registers(40, action="decrease")
+        if is_grouped:
+            load_block_scales()
 
         def load(step, _):
             stage = stage_of(step)
@@ -137,6 +157,10 @@ def _few_rows_kernel(
                 source = weight_ref.at[pl.ds(first_of(factor), tile_outputs), deep]
                 plgpu.copy_gmem_to_smem(source, weight_smem.at[stage, factor], full.at[stage])
             plgpu.copy_gmem_to_smem(x_ref.at[rows, deep], x_smem.at[stage], full.at[stage])
+            if is_grouped:
+                groups = pl.ds((first_step + step) * num_groups, x_scale_smem.shape[1])
+                source, target = x_scale_ref.at[groups, rows], x_scale_smem.at[stage]
+                plgpu.copy_gmem_to_smem(source, target, full.at[stage])
 
         lax.fori_loop(0, num_steps, load, None)
 
@@ -154,15 +178,18 @@ def _few_rows_kernel(
             x_tile = x_smem.at[stage, :, deep].transpose((1, 0))
             return [(weight_smem.at[stage, f, own_tile, deep], x_tile) for f in range(num_factors)]
 
-        def scales(step):
-            """Of rows and blocks, a group at a time; multiplied only when they are there."""
-            first = (first_step + jnp.minimum(step, num_steps - 1)) * num_groups
-            blocks = [lax.div(first, FP8_GROUP) for first in firsts]
-            for group in (first + i for i in range(num_groups)):
-                of_rows = _scales_of(x_scale_ref.at[group, rows], 1)
-                yield of_rows, [weight_scale_ref[block, group] for block in blocks]
+        def scales(step, stage):
+            """Of a step's groups, each factor's: the rows', times the block's."""
+            part = jnp.int32(weight_scale_smem.shape[3])
+            for i in range(num_groups):
+                of_rows, group = _scales_of(x_scale_smem.at[stage, i], 1), step * num_groups + i
+                at = block, lax.div(group, part), lax.rem(group, part)
+                yield [of_rows * weight_scale_smem[f, *at] for f in range(num_factors)]
 
-        if not is_grouped:  # loaded before the sums, for the weight's come from memory
+        if is_grouped:
+            block = lax.div(firsts[0], FP8_GROUP) - lax.div(first_of(0), FP8_GROUP)
+            plgpu.barrier_wait(scaled)
+        else:  # loaded before the sums, for the weight's come from memory
             of_rows = _scales_of(x_scale_ref.at[rows], 1)
             of_outputs = [_scales_of(weight_scale_ref.at[own], 0) for own in outputs]
         args = num_steps, num_groups, stage_of, operands, full, empty, shape
@@ -338,30 +365,25 @@ def _promoted_sums(num_steps, num_groups, stage_of, operands, full, empty, shape
         num_groups: of a stage.
         operands: of a group of a stage, for each factor.
         shape: of a factor's sums.
-        scales: of the groups of a step, the rows' and for each factor a number; loaded a step
-            ahead. None: nothing has a scale of its own.
+        scales: of each group of a step, whose stage is there, the factors'. None: nothing has a
+            scale of its own.
     """
     zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
     count = len(operands(0, 0))
-
-    def load(step):
-        return list(scales(step)) if scales else [None] * num_groups
 
     def multiply(factors, *sums):
         for own_sums, own_factors in zip(sums, factors, strict=True):
             plgpu.wgmma(own_sums, *own_factors)
         return [own_sums[...] for own_sums in sums]  # waits
 
-    def scaled(part, scale, factor):
-        if scale is None:
-            return part
-        of_rows, blocks = scale
-        return part * lax.broadcast_in_dim(of_rows * blocks[factor], shape, (1,))
+    def scaled(part, scale):
+        return part if scale is None else part * lax.broadcast_in_dim(scale, shape, (1,))
 
-    def add(step, carry):
-        (totals, loaded), stage = carry, stage_of(step)
-        ahead = load(step + 1)
+    def add(step, totals):
+        stage = stage_of(step)
         plgpu.barrier_wait(full.at[stage])
+        own_scales = scales(step, stage) if scales else [[None] * count] * num_groups
+        own_scales = [scale for of_group in own_scales for scale in of_group]
         factors = [pair for group in range(num_groups) for pair in operands(stage, group)]
         at_once = len(factors) if math.prod(shape) <= OUTPUTS * 64 else 1
         parts = []
@@ -370,15 +392,11 @@ def _promoted_sums(num_steps, num_groups, stage_of, operands, full, empty, shape
             accumulators = [plgpu.ACC(shape, jnp.float32)] * len(some)
             parts += pl.run_scoped(functools.partial(multiply, some), *accumulators)
         plgpu.barrier_arrive(empty.at[stage])
-        for group, scale in enumerate(loaded):
-            own = parts[group * count : (group + 1) * count]
-            totals = [
-                total + scaled(part, scale, factor)
-                for factor, (total, part) in enumerate(zip(totals, own, strict=True))
-            ]
-        return totals, ahead
+        for i, (part, scale) in enumerate(zip(parts, own_scales, strict=True)):
+            totals[i % count] += scaled(part, scale)
+        return totals
 
-    return lax.fori_loop(0, num_steps, add, ([zeros] * count, load(jnp.int32(0))))[0]
+    return lax.fori_loop(0, num_steps, add, [zeros] * count)
 
 
 def _rescaled_sums(num_steps, stage_of, operands, full, empty, shape, load, scales):

@@ -5,6 +5,7 @@ only one. Times on an H200: docs/kernels/gemm.md.
 """
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 from pallas_kernels.tuning import MAX_SHARED_BYTES, is_hopper
@@ -148,7 +149,18 @@ def few_fp8_rows_config(gemm: Gemm, *, grouped: bool) -> FewRowsConfig | None:
     first."""
     if gemm.num_tokens > MAX_SPLIT_ROWS:
         return None
-    return _few_rows(gemm, may_wait=grouped and gemm.num_tokens % 128 != 0)
+    return _few_rows(gemm, may_wait=grouped and gemm.num_tokens % 128 != 0, grouped=grouped)
+
+
+def few_rows_scales(config: FewRowsConfig, depth: int, num_factors: int):
+    """Scales of blocks in shared memory: of a stage's rows [groups, rows]; and all that a program
+    has of the weight's, [factors, blocks, parts, groups]. Both are filled in copies of whole 128
+    bytes, of 256 numbers a side at most, so there are more groups than needed."""
+    unit = 32 // math.gcd(32, config.tile_rows)
+    groups = -(-depth // (config.num_splits * 128 * 32)) * 32
+    parts = -(-groups // 256)
+    of_blocks = num_factors, -(-config.num_consumers // 2), parts, min(groups, 256)
+    return (-(-config.num_groups // unit) * unit, config.tile_rows), of_blocks
 
 
 def many_fp8_rows_config(gemm: Gemm, *, grouped: bool) -> ManyFP8RowsConfig | None:
@@ -174,7 +186,7 @@ def many_fp8_rows_config(gemm: Gemm, *, grouped: bool) -> ManyFP8RowsConfig | No
 
 
 def _few_rows(
-    gemm: Gemm, *, cuts_rows: bool = False, may_wait: bool = False
+    gemm: Gemm, *, cuts_rows: bool = False, may_wait: bool = False, grouped: bool = False
 ) -> FewRowsConfig | None:
     """The launch of a GEMM of few rows, with stages of 128 bytes of the depth.
 
@@ -183,6 +195,7 @@ def _few_rows(
         cuts_rows: Cut the rows in two also where SMs would have nothing to do: before the depth is,
             for that leaves fewer partials to write and to sum.
         may_wait: Take more programs than there are SMs.
+        grouped: Scales of blocks are in shared memory as well.
     """
     num_tokens, depth, width, itemsize, num_factors, num_cores, device_kind = gemm
     if not (is_hopper(device_kind) and num_cores and num_tokens and depth and width):
@@ -205,8 +218,12 @@ def _few_rows(
     stage_weight, stage_x = num_consumers * num_factors * 64 * 128, tile_rows * 128
     room = MAX_SHARED_BYTES - num_consumers * tile_rows * 64 * (2 if splits == 1 else 4) - 2048
     ahead = WEIGHT_BYTES_AHEAD * num_consumers * cores_a_tile
-    stages = min(round(ahead / stage_weight), room // (stage_weight + stage_x))
-    return FewRowsConfig(splits, tile_rows, num_consumers, stages) if stages >= 2 else None
+    config = FewRowsConfig(splits, tile_rows, num_consumers, round(ahead / stage_weight))
+    if grouped:
+        of_rows, of_blocks = few_rows_scales(config, depth, num_factors)
+        stage_x, room = stage_x + 4 * math.prod(of_rows), room - 4 * math.prod(of_blocks)
+    stages = min(config.num_stages, room // (stage_weight + stage_x))
+    return dataclasses.replace(config, num_stages=stages) if stages >= 2 else None
 
 
 def _splits_by_cores(programs, depth, num_cores):

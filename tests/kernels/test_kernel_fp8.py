@@ -29,6 +29,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.gemm import fp8_hopper
 from pallas_kernels.gemm.tuning import FewRowsConfig, ManyFP8RowsConfig
+from pallas_kernels.tuning import is_hopper
 from tests.reference import kernels as reference
 
 EVERY = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
@@ -274,7 +275,13 @@ FEW = [
     (16, 1024, FewRowsConfig(2, 16, 2, 3, 2)),
     (8, 2048, FewRowsConfig(1, 8, 1, 2, 4)),
     (96, 512, FewRowsConfig(1, 96, 2, 2, 2)),
+    # Tiles that cover halves of blocks; splits whose scales begin anywhere and end after the last.
+    (64, 512, FewRowsConfig(1, 64, 3, 2)),
+    (8, 1152, FewRowsConfig(3, 8, 4, 2)),
+    (16, 1792, FewRowsConfig(2, 8, 3, 4)),
+    (40, 640, FewRowsConfig(1, 40, 1, 2)),
 ]
+DEEP = (8, 33_024, FewRowsConfig(1, 8, 1, 2, 6))  # more groups than one copy has
 
 
 @pytest.fixture
@@ -304,9 +311,30 @@ def interpreted(monkeypatch):
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize(("rows", "depth", "config"), FEW)
 def test_hoppers_few_rows(rows, depth, config, grouped, gated):
+    _check_few_rows(rows, depth, config, grouped, gated)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_hoppers_few_rows_of_more_groups_than_one_copy_has():
+    _check_few_rows(*DEEP, grouped=True, gated=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize(("rows", "depth", "config"), [*FEW, DEEP])
+def test_hoppers_few_rows_on_a_gpu(rows, depth, config, grouped, gated):
+    kind = jax.devices()[0].device_kind
+    if not is_hopper(kind):
+        pytest.skip(f"{kind} is not a Hopper GPU")
+    _check_few_rows(rows, depth, config, grouped, gated)
+
+
+def _check_few_rows(rows, depth, config, grouped, gated):
     if gated and config.num_splits > 1:
         pytest.skip("a gated GEMM is not split")
-    case = _block_case(rows, depth, [256]) if grouped else _channel_case(rows, depth, 256)
+    width = 256 * (1 if config.num_consumers <= 2 else config.num_consumers)  # whole blocks, tiles
+    case = _block_case(rows, depth, [width]) if grouped else _channel_case(rows, depth, width)
     arguments, exact = case
     got = fp8_hopper.few_rows(*arguments, gated=gated, dtype=jnp.dtype(BF16), config=config)
     assert (got.shape[0], got.dtype) == (config.num_splits, BF16 if config.num_splits == 1 else F32)
