@@ -34,7 +34,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper_ops as ops
 from pallas_kernels.gemm.hopper import NUM_CONSUMERS, ROWS, TILES_ABREAST, add_steps, check_fits
-from pallas_kernels.gemm.tuning import FewRowsConfig, ManyFP8RowsConfig, few_rows_scales
+from pallas_kernels.gemm.tuning import (
+    SCALES_AT_ONCE,
+    FewRowsConfig,
+    ManyFP8RowsConfig,
+    few_rows_scales,
+)
 from pallas_kernels.types import FP8_GROUP
 
 DEPTH = FP8_GROUP  # of a stage: the widest swizzle, and what has a scale of its own
@@ -99,6 +104,8 @@ def _few_rows(x, weight, x_scale, weight_scale, *, gated, dtype, config):
         compiler_params=ops.COMPILER_PARAMS,
         kernel_name="fp8_gated_product_hopper" if gated else "fp8_product_hopper",
     )
+    if is_grouped:  # each row begins where a copy may begin, and so does what is copied last
+        weight_scale = jnp.pad(weight_scale, ((0, 0), (0, -weight_scale.shape[1] % SCALES_AT_ONCE)))
     return call(x, weight, x_scale, weight_scale.reshape(-1))
 
 
@@ -125,6 +132,7 @@ def _few_rows_kernel(
     rows = pl.ds(lax.axis_index("row_tile") * tile_rows, tile_rows)
     width, num_groups = out_ref.shape[2], stage_depth // DEPTH
     first_step, is_grouped = split * num_steps, scaled is not None
+    before = lax.rem(first_step * num_groups, jnp.int32(SCALES_AT_ONCE))  # copied with the first
     lends = num_consumers == 2 and num_factors * tile_rows > 128  # registers, of which those lack
 
     def stage_of(step):
@@ -135,10 +143,11 @@ def _few_rows_kernel(
 
     def load_block_scales():
         """All that the program's sums need. What is copied beyond them is not looked at."""
-        all_groups, part = x_scale_ref.shape[0], weight_scale_smem.shape[3]
+        all_groups = -(-x_scale_ref.shape[0] // SCALES_AT_ONCE) * SCALES_AT_ONCE
+        first_group, part = first_step * num_groups - before, weight_scale_smem.shape[3]
         for factor, block, i in itertools.product(*map(range, weight_scale_smem.shape[:3])):
             own = lax.div(first_of(factor), FP8_GROUP) + block
-            first = own * all_groups + first_step * num_groups + i * part
+            first = own * all_groups + first_group + i * part
             source, target = weight_scale_ref.at[pl.ds(first, part)], weight_scale_smem
             plgpu.copy_gmem_to_smem(source, target.at[factor, block, i], scaled)
 
@@ -182,7 +191,8 @@ def _few_rows_kernel(
             """Of a step's groups, each factor's: the rows', times the block's."""
             part = jnp.int32(weight_scale_smem.shape[3])
             for i in range(num_groups):
-                of_rows, group = _scales_of(x_scale_smem.at[stage, i], 1), step * num_groups + i
+                of_rows = _scales_of(x_scale_smem.at[stage, i], 1)
+                group = before + step * num_groups + i
                 at = block, lax.div(group, part), lax.rem(group, part)
                 yield [of_rows * weight_scale_smem[f, *at] for f in range(num_factors)]
 
