@@ -86,6 +86,11 @@ def all_gather(x: jax.Array, axis: int) -> jax.Array:
     return lax.all_gather(x, AXIS, axis=axis, tiled=True)
 
 
+def own_start(size: int) -> Int32[Array, ""]:
+    """Where a device's own part begins along an axis of which each has `size`, in their order."""
+    return lax.axis_index(AXIS) * size
+
+
 def split_axis(whole: Sequence[int], own: Sequence[int]) -> int | None:
     """The axis along which devices share an array of the shape `whole`, each with one of `own`;
     None if each has all of it."""
