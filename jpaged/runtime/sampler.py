@@ -393,9 +393,9 @@ def _highest(
         return best, height
     tokens = best + own_start(x.shape[1])
     own = jnp.stack([tokens, jax.lax.bitcast_convert_type(height, jnp.int32)], axis=1)
-    found = all_gather(own[None], axis=0)  # all that is exchanged: devices, rows, two numbers
-    device, height = first_maximum(jax.lax.bitcast_convert_type(found[:, :, 1], jnp.float32).T)
-    return jnp.take_along_axis(found[:, :, 0], device[None], axis=0)[0], height
+    found = all_gather(own[:, None], axis=1)  # all that is exchanged: two numbers a row and device
+    device, height = first_maximum(jax.lax.bitcast_convert_type(found[:, :, 1], jnp.float32))
+    return jnp.take_along_axis(found[:, :, 0], device[:, None], axis=1)[:, 0], height
 
 
 def _scale(
