@@ -1,4 +1,7 @@
-"""Devices that split the vocabulary choose the tokens of one that has all of it."""
+"""Devices that split the vocabulary choose the tokens of one that has all of it.
+
+They are virtual ones of the processor; on a machine with GPUs (`pytest -m gpu2`) they are those.
+"""
 
 import re
 from collections.abc import Callable
@@ -29,6 +32,8 @@ from jpaged.runtime.steps import mask_step
 from jpaged.sampling_params import SamplingParams
 from pallas_kernels import Backend
 
+pytestmark = pytest.mark.gpu2
+
 COUNTS = (2, 4, 8)
 B, V = 6, 40
 EXCHANGING = SamplerLevel.GREEDY, SamplerLevel.RANDOM
@@ -54,6 +59,8 @@ ASKING = [
 def on_all(function: Callable, count: int, logits_out: bool = False) -> Callable:
     """Of logits over so many devices, each of which has a part, and of other arguments; the results
     are of each device, one after the other, or logits over all."""
+    if count > jax.device_count():
+        pytest.skip(f"needs {count} devices")
     mesh = make_mesh(jax.devices(), count)
     lie = PartitionSpec(None, AXIS)
 
@@ -153,11 +160,11 @@ SICK: dict[str, dict[int, float]] = {
 @pytest.mark.parametrize("sick", SICK)
 def test_a_row_without_a_finite_maximum_has_no_token_on_any_device(sick: str, level: SamplerLevel):
     params = PARAMS if level else PARAMS[:1] * B
-    expected, _ = both(random_logits(1), level, 4, params)
+    expected, _ = both(random_logits(1), level, 2, params)
     for row in range(B):
         logits = random_logits(1)
         logits[row, list(SICK[sick])] = list(SICK[sick].values())
-        one, shared = both(logits, level, 4, params)
+        one, shared = both(logits, level, 2, params)
         assert shared.token_ids[row] == one.token_ids[row] == NO_TOKEN
         np.testing.assert_array_equal(
             np.delete(shared.token_ids, row), np.delete(expected.token_ids, row)
@@ -196,13 +203,13 @@ def test_no_more_is_exchanged_than_a_level_needs(level: SamplerLevel):
         options = {"level": level, "backend": Backend.XLA, "max_logprobs": 4}
         return sample(logits, *others, is_split=True, **options)
 
-    call = partial(on_all(run, 4), jnp.asarray(random_logits(0)), *rows_of(PARAMS))
+    call = partial(on_all(run, 2), jnp.asarray(random_logits(0)), *rows_of(PARAMS))
     text = jax.jit(call).lower().as_text()
     gathered = re.findall(r"stablehlo\.all_gather.*-> tensor<(\S+)>", text)
     reduced = re.findall(r"stablehlo\.all_reduce", text)
     if level in EXCHANGING:
-        assert gathered == [f"4x{B}x1x2xi32"]
+        assert gathered == [f"2x{B}x1x2xi32"]
         assert len(reduced) == (level is SamplerLevel.RANDOM)
     else:
-        assert gathered == [f"4x{B}x{V // 4}xf32"]
+        assert gathered == [f"2x{B}x{V // 2}xf32"]
         assert not reduced
