@@ -9,7 +9,7 @@ from uuid import uuid4
 import jax
 import jax.numpy as jnp
 from jax import export
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpaged.models.sharding import AXIS, mesh_of, on_every_device, over, sharding_of
 from jpaged.runtime.batch import decode_packed_shape, prefill_packed_shape
@@ -206,6 +206,10 @@ class Recipes:
         self._leaves = tuple(map(_placed_shape, split.leaves))
         self._mesh = split.mesh
         self._backend = {"backend": config.backend}
+        is_split = shapes.splits_vocabulary
+        self._levels = sampler_levels(config, splits_vocabulary=is_split)
+        self._split_vocabulary = {"is_split": is_split}
+        self._logits_lie = PartitionSpec(None, AXIS) if is_split else ON_EACH
         self._shared = {"shared": shared or SharedCalls(config.backend)}
 
     def __iter__(self) -> Iterator[Recipe]:
@@ -245,7 +249,7 @@ class Recipes:
             yield self._prompt_logprobs(tokens)
         for seqs in self._config.buckets.sample_seqs:
             yield self._mask(seqs)
-            for level in reversed(sampler_levels(self._config)):
+            for level in reversed(self._levels):
                 yield self._sample(seqs, level)
 
     def largest(self) -> tuple[Recipe, Recipe]:
@@ -258,7 +262,7 @@ class Recipes:
     def _decode(self, seqs: int, rows: int) -> Recipe:
         step = self._split.bind(decode_step, batch_size=seqs, **self._backend)
         recipe = self._forward(("decode", seqs), step, decode_packed_shape(rows), seqs)
-        return recipe.on(self._mesh, (ON_EACH, ON_EACH, WITH_POOL))
+        return recipe.on(self._mesh, (self._logits_lie, ON_EACH, WITH_POOL))
 
     def _decode_burst(self, seqs: int, level: SamplerLevel) -> Recipe:
         step = self._split.bind(decode_burst_step, **self._sampling(level))
@@ -273,7 +277,7 @@ class Recipes:
         step = self._split.bind(prefill_step, num_tokens=tokens, batch_size=seqs, **options)
         packed = prefill_packed_shape(tokens, seqs, self._config.max_blocks_per_seq)
         recipe = self._forward(("prefill", (tokens, seqs)), step, packed, tokens)
-        return recipe.on(self._mesh, (ON_EACH, ON_EACH, ON_EACH, WITH_POOL))
+        return recipe.on(self._mesh, (self._logits_lie, ON_EACH, ON_EACH, WITH_POOL))
 
     def _forward(self, name: Name, step: Callable, packed: tuple[int, ...], rows: int) -> Recipe:
         """A program of all layers, whose products have `rows` rows."""
@@ -299,26 +303,31 @@ class Recipes:
         step = partial(sample_step, **self._sampling(level))
         counted = jax.ShapeDtypeStruct((seqs,), jnp.bool_)
         inputs = SampleInputs._make([int32(seqs), counted, int32(seqs, ROW_WIDTH), int32(seqs)])
-        logits = jax.ShapeDtypeStruct((seqs, self._config.vocab_size), jnp.float32)
-        state = self._state_at(level)
+        logits, state = self._logits(seqs), self._state_at(level)
         keywords = {"last_tokens": self._shapes.last_tokens, "sampling": state}
         name, donate = ("sample", (seqs, level)), ("last_tokens", "sampling")
         recipe = Recipe(name, step, (logits, inputs), keywords, donate, needs_pool=False)
         return recipe.on(self._mesh)
 
     def _mask(self, seqs: int) -> Recipe:
-        logits = jax.ShapeDtypeStruct((seqs, self._config.vocab_size), jnp.float32)
-        allowed = int32(seqs, self._config.mask_width)
+        step = partial(mask_step, **self._split_vocabulary)
+        arguments = self._logits(seqs), int32(seqs, self._config.mask_width)
         name, donate = ("mask", seqs), ("logits",)
-        recipe = Recipe(name, mask_step, (logits, allowed), donate=donate, needs_pool=False)
-        return recipe.on(self._mesh)
+        recipe = Recipe(name, step, arguments, donate=donate, needs_pool=False)
+        return recipe.on(self._mesh, self._logits_lie)
+
+    def _logits(self, rows: int) -> jax.ShapeDtypeStruct:
+        """What a forward program leaves for the sampling of so many rows."""
+        lie = None if self._mesh is None else NamedSharding(self._mesh, self._logits_lie)
+        return jax.ShapeDtypeStruct((rows, self._config.vocab_size), jnp.float32, sharding=lie)
 
     def _products(self, part: str, rows: int) -> tuple[str, int] | None:
         """Nothing where the compiler measures nothing."""
         return None if self._config.backend is Backend.XLA else (part, rows)
 
     def _sampling(self, level: SamplerLevel) -> dict[str, Any]:
-        return {"level": level, "max_logprobs": MAX_LOGPROBS, **self._backend, **self._shared}
+        options = {**self._backend, **self._shared, **self._split_vocabulary}
+        return {"level": level, "max_logprobs": MAX_LOGPROBS, **options}
 
     def _state_at(self, level: SamplerLevel) -> SamplingState | None:
         return self._shapes.sampling if SamplerLevel.ADJUSTED in level else None

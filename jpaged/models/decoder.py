@@ -205,7 +205,8 @@ class Decoder(nnx.Module):
         return hidden, new_pool
 
     def logits(self, hidden: Float[Array, "R D"]) -> Float32[Array, "R V"]:
-        """Scores of every token of the vocabulary for the given hidden states, in float32."""
+        """Scores of every token for the given hidden states, in float32: of the device's own part
+        of the vocabulary where devices share the table (`head.is_shared`)."""
         hidden = hidden if self.project_out is None else self.project_out.rows(hidden)
         logits, cap = self.head.logits(hidden), self.config.final_soft_cap
         return logits if cap is None else jnp.tanh(logits / jnp.float32(cap)) * jnp.float32(cap)

@@ -28,7 +28,7 @@ from jpaged.models.formats import (
     zeros,
 )
 from jpaged.models.fp8 import FP8_FORMATS
-from jpaged.models.sharding import AXIS, Unsummed, all_gather, meet, summed
+from jpaged.models.sharding import AXIS, Unsummed, meet, own_start, summed
 from pallas_kernels import Backend, device_sum, einsum, gated_silu, sum_partials
 
 
@@ -207,12 +207,11 @@ class Embedding(nnx.Module):
             # Zeros of this step's rows: of others' XLA would make one sum for all steps of a burst.
             return found + meet(found[:1, :1] * 0, peers)
         rows = weight.shape[0]
-        ids = jnp.clip(ids, 0, rows * jax.lax.axis_size(AXIS) - 1) - jax.lax.axis_index(AXIS) * rows
+        ids = jnp.clip(ids, 0, rows * jax.lax.axis_size(AXIS) - 1) - own_start(rows)
         is_here = (ids >= 0) & (ids < rows)
         found = jnp.take(weight, ids, axis=0, mode="clip")
         return meet(jnp.where(is_here[:, None], found, jnp.zeros((), found.dtype)), peers)
 
     def logits(self, hidden: Float[Array, "R D"]) -> Float32[Array, "R V"]:
-        """Dot products with every row of the whole table, in float32."""
-        logits = einsum("rd,vd->rv", hidden, self.weight[...], out=jnp.float32)
-        return all_gather(logits, axis=1) if self.is_shared else logits
+        """Dot products with every row that the device has of the table, in float32."""
+        return einsum("rd,vd->rv", hidden, self.weight[...], out=jnp.float32)

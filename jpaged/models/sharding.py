@@ -14,6 +14,7 @@ from functools import partial, wraps
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -82,8 +83,16 @@ def all_max(x: jax.Array) -> jax.Array:
 
 
 def all_gather(x: jax.Array, axis: int) -> jax.Array:
-    """The devices' arrays side by side along an axis."""
-    return lax.all_gather(x, AXIS, axis=axis, tiled=True)
+    """The devices' arrays side by side along an axis, on each of them."""
+    # One behind the other first, as they arrive: asked for along another axis, XLA transposes each
+    # before and all of them after.
+    found = jnp.moveaxis(lax.all_gather(x, AXIS), 0, axis)
+    return found.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+
+
+def own_start(size: int) -> Int32[Array, ""]:
+    """Where a device's own part begins along an axis of which each has `size`, in their order."""
+    return lax.axis_index(AXIS) * size
 
 
 def split_axis(whole: Sequence[int], own: Sequence[int]) -> int | None:

@@ -102,9 +102,10 @@ class ModelRunner:
         seqs = self._buckets.decode_seqs
         sizes = [round_up(seqs, n) for n in range(seqs[-1] + 1)]
         self._decode_sizes = [(size, self._buckets.logits_rows(size)) for size in sizes]
+        self._levels = sampler_levels(config, splits_vocabulary=shapes.splits_vocabulary)
         # For each level that rows may need the compiled one that serves it.
         self._served_by = {
-            level: next(own for own in sampler_levels(config) if own.covers(level))
+            level: next(own for own in self._levels if own.covers(level))
             for level in map(SamplerLevel, range(EVERYTHING + 1))
         }
         self.programs = programs
@@ -247,7 +248,7 @@ class ModelRunner:
                 logits, inputs = self._run_decode(*none, size, num_rows)
                 everything = np.full((num_rows, self._config.mask_width), -1, np.int32)
                 logits = self.programs["mask", num_rows](logits, everything)
-                for level in sampler_levels(self._config):
+                for level in self._levels:
                     # One at a time: the memory account counts the steps of the loop, not a queue.
                     self._wait(self._sample(logits, inputs, level))
             for size, level in of_kind(self.programs, "decode_burst"):

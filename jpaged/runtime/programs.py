@@ -82,6 +82,8 @@ class Shapes:
     hidden: jax.ShapeDtypeStruct
     peers: jax.ShapeDtypeStruct | None = None
     """Headers of the devices' peer memories, side by side; None where sums do not go through it."""
+    splits_vocabulary: bool = False
+    """Whether each device has the logits of its own part of the vocabulary alone."""
 
     @staticmethod
     def of(model: ModelConfig, config: RuntimeConfig, dtype, mesh: Mesh | None = None) -> "Shapes":
@@ -114,6 +116,7 @@ class Shapes:
             sampling=on_all(jax.eval_shape(lambda: init_state(rows, config.vocab_size))),
             hidden=jax.ShapeDtypeStruct((model.hidden_size,), dtype),
             peers=None if mesh is None or not config.peer_memory else header_shape(mesh),
+            splits_vocabulary=model.table_rows < model.vocab_size,
         )
 
 
@@ -122,11 +125,18 @@ def int32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def sampler_levels(config: RuntimeConfig) -> tuple[SamplerLevel, ...]:
-    """The levels compiled; a batch runs at the first that does all it needs."""
+def sampler_levels(
+    config: RuntimeConfig, *, splits_vocabulary: bool = False
+) -> tuple[SamplerLevel, ...]:
+    """The levels compiled; a batch runs at the first that does all it needs. Where devices split
+    the vocabulary, those that need no whole rows of logits (`sample`) are among them and first."""
+    levels = SCORED_GREEDY, SamplerLevel.RANDOM, SamplerLevel.TRUNCATED, EVERYTHING
     if config.few_programs:
-        return SamplerLevel.GREEDY, SCORED_GREEDY, EVERYTHING
-    return SCORED_GREEDY, SamplerLevel.RANDOM, SamplerLevel.TRUNCATED, EVERYTHING
+        levels = SamplerLevel.GREEDY, SCORED_GREEDY, EVERYTHING
+    if not splits_vocabulary:
+        return levels
+    first = SamplerLevel.GREEDY, SamplerLevel.RANDOM
+    return *first, *(level for level in levels if level not in first)
 
 
 Name = tuple[str, Any]

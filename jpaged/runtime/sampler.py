@@ -13,6 +13,7 @@ from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from jpaged.core.plan import NO_TOKEN
+from jpaged.models.sharding import all_gather, all_max, own_start
 from jpaged.sampling_params import SamplingParams
 from pallas_kernels import (
     Adjustments,
@@ -302,6 +303,7 @@ def sample(
     backend: Backend,
     max_logprobs: int = 0,
     shared: Callable | None = None,
+    is_split: bool = False,
 ) -> Sampled:
     """Chooses a token for each row of the batch.
 
@@ -309,8 +311,12 @@ def sample(
     A token depends on its own row's logits, parameters, seed and position alone, so a seeded
     request gives the same tokens whatever shares its batch.
 
+    Where devices split the vocabulary and the level has nothing but RANDOM, each of them looks for
+    the best of its own tokens, and these are compared: a token is that of one device, whose logits
+    and noise it has. A level with more needs whole rows, which the devices then give each other.
+
     Args:
-        logits: the model's, unchanged.
+        logits: the model's, unchanged; if `is_split`, of the device's own tokens.
         rows: each batch row's parameters.
         state: needed at a level with ADJUSTED, not read at others.
         row_ids: each batch row's row in `state`; a padded row's is R-1.
@@ -318,10 +324,13 @@ def sample(
         backend: static; the kernels' implementation.
         max_logprobs: static; most probable tokens to report at a level with LOGPROBS.
         shared: static; calls what other levels have as well (see `jpaged.compile.recipes`).
+        is_split: static; whether each device has a part of the vocabulary, side by side.
 
     Raises:
         ValueError: the level needs a state and there is none.
     """
+    if is_split and not SamplerLevel.RANDOM.covers(level):
+        logits, is_split = all_gather(logits, axis=1), False
     adjustments = None
     if SamplerLevel.ADJUSTED in level:
         if state is None:
@@ -332,7 +341,7 @@ def sample(
     if SamplerLevel.LOGPROBS in level and SamplerLevel.RANDOM not in level:
         scores = call(partial(greedy_scores, **options), logits, adjustments, rows.scored)
         return Sampled(scores[:, 0], scores)
-    best, height = _choose(logits, rows, adjustments, level, backend, call)
+    best, height = _choose(logits, rows, adjustments, level, backend, call, is_split)
     token_ids = jnp.where(jnp.isfinite(height), best, jnp.int32(NO_TOKEN))
     if SamplerLevel.LOGPROBS not in level:
         return Sampled(token_ids)
@@ -351,14 +360,15 @@ def _choose(
     level: SamplerLevel,
     backend: Backend,
     call: Callable,
+    is_split: bool,
 ) -> tuple[Int32[Array, "B"], Float32[Array, "B"]]:
     if adjustments is not None:
         logits = adjusted_logits(logits, adjustments, backend=backend)
     if SamplerLevel.RANDOM not in level:
-        return first_maximum(logits)
+        return _highest(logits, is_split)
     greedy = rows.temperature == 0.0
     temperature = jnp.where(greedy, 1.0, rows.temperature)
-    scaled = _scale(logits, temperature)
+    scaled = _scale(logits, temperature, is_split)
     if SamplerLevel.TRUNCATED in level:
         kept = call(
             partial(truncation_mask, backend=backend),
@@ -369,22 +379,41 @@ def _choose(
             top_p=rows.top_p,
         )
         scaled = jnp.where(kept, scaled, -jnp.inf)
-    drawn = scaled + _gumbel(rows.seed, rows.position, logits.shape[1])
-    return first_maximum(jnp.where(greedy[:, None], logits, drawn))
+    drawn = scaled + _gumbel(rows.seed, rows.position, logits.shape[1], is_split)
+    return _highest(jnp.where(greedy[:, None], logits, drawn), is_split)
+
+
+def _highest(
+    x: Float32[Array, "B V"], is_split: bool
+) -> tuple[Int32[Array, "B"], Float32[Array, "B"]]:
+    """`first_maximum` of rows, of all devices' tokens side by side if `is_split`; of equally high
+    tokens the one with the lowest id, since devices have theirs in order."""
+    best, height = first_maximum(x)
+    if not is_split:
+        return best, height
+    tokens = best + own_start(x.shape[1])
+    own = jnp.stack([tokens, jax.lax.bitcast_convert_type(height, jnp.int32)], axis=1)
+    found = all_gather(own[:, None], axis=1)  # all that is exchanged: two numbers a row and device
+    device, height = first_maximum(jax.lax.bitcast_convert_type(found[:, :, 1], jnp.float32))
+    return jnp.take_along_axis(found[:, :, 0], device[:, None], axis=1)[:, 0], height
 
 
 def _scale(
-    logits: Float32[Array, "B V"], temperature: Float32[Array, "B"]
+    logits: Float32[Array, "B V"], temperature: Float32[Array, "B"], is_split: bool
 ) -> Float32[Array, "B V"]:
     # The maximum comes off first: however small the temperature, the top token's 0 stays 0 and
     # the others go to -inf at worst, never to inf - inf.
-    return (logits - logits.max(axis=1, keepdims=True)) / temperature[:, None]
+    highest = logits.max(axis=1, keepdims=True)
+    if is_split:
+        highest = all_max(highest)
+    return (logits - highest) / temperature[:, None]
 
 
 def _gumbel(
-    seed: UInt32[Array, "B 2"], position: Int32[Array, "B"], V: int
+    seed: UInt32[Array, "B 2"], position: Int32[Array, "B"], V: int, is_split: bool
 ) -> Float32[Array, "B V"]:
     """Gumbel noise from threefry at the counter (position, token id), the seed being the key.
+    If `is_split`, of the device's own V tokens: the counter has their ids in the whole vocabulary.
 
     The primitive itself, not `jax.random`: no JAX flag changes it, and a token's noise depends
     on no shape.
@@ -395,6 +424,8 @@ def _gumbel(
         return jnp.broadcast_to(column[:, None], shape)
 
     token = jax.lax.broadcasted_iota(jnp.uint32, shape, 1)
+    if is_split:
+        token += own_start(V).astype(jnp.uint32)
     high, low = threefry2x32_p.bind(
         wide(seed[:, 0]), wide(seed[:, 1]), wide(position.astype(jnp.uint32)), token
     )

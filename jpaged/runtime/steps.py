@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jpaged.models.attention import AttentionInputs
 from jpaged.models.decoder import Decoder
+from jpaged.models.sharding import all_gather, own_start
 from jpaged.runtime.batch import DecodeBatch, query_start_loc, unpack_decode, unpack_prefill
 from jpaged.runtime.fused_layers import run_layers_fused
 from jpaged.runtime.kv_cache import KVState
@@ -69,7 +70,8 @@ def decode_step(
             other's memory (`pallas_kernels.exchange_header`).
 
     Returns:
-        The logits that follow each sequence's token, what sampling needs, and the new state.
+        The logits that follow each sequence's token (of the device's part of the vocabulary where
+        devices split it), what sampling needs, and the new state.
     """
     padded = unpack_decode(packed)
     batch = DecodeBatch._make(column[:batch_size] for column in padded)
@@ -116,8 +118,8 @@ def prefill_step(
         shared: Calls what other steps have as well (`jpaged.compile.recipes`), static.
 
     Returns:
-        The logits after each sequence's last token, all tokens' hidden states (for
-        `prompt_logprobs_step`), what sampling needs, and the new state.
+        The logits after each sequence's last token, as of `decode_step`, all tokens' hidden states
+        (for `prompt_logprobs_step`), what sampling needs, and the new state.
     """
     batch = unpack_prefill(packed, num_tokens=num_tokens, batch_size=batch_size)
     starts = query_start_loc(batch.query_lens)
@@ -151,6 +153,7 @@ def decode_burst_step(
     backend: Backend,
     max_logprobs: int,
     shared: Callable | None = None,
+    is_split: bool = False,
     peers: Int32[Array, "W"] | None = None,
 ) -> tuple[Sampled, Int32[Array, "R"], SamplingState | None, KVState]:
     """Several decode steps one after the other, each sampled: one launch for the host.
@@ -158,14 +161,15 @@ def decode_burst_step(
     Args:
         model, backend, peers: As for `decode_step`.
         state, last_tokens: As for `decode_step` (donate both).
-        sampling, level, max_logprobs: As for `sample_step` (donate the first).
+        sampling, level, max_logprobs, is_split: As for `sample_step` (donate the first).
         packed: The steps' batches, in order; each takes the tokens that the one before sampled.
         shared: As for `prefill_step`, static.
 
     Returns:
         What each step sampled ([U, B] and [U, B, W]), the last tokens and the new states.
     """
-    options = {"level": level, "backend": backend, "max_logprobs": max_logprobs, "shared": shared}
+    options = {"level": level, "backend": backend, "max_logprobs": max_logprobs}
+    options |= {"shared": shared, "is_split": is_split}
 
     def run(carry, one):
         last, own, kv = carry
@@ -179,16 +183,23 @@ def decode_burst_step(
     return sampled, last_tokens, sampling, state
 
 
-def mask_step(logits: Float32[Array, "B V"], allowed: Int32[Array, "B M"]) -> Float32[Array, "B V"]:
+def mask_step(
+    logits: Float32[Array, "B V"], allowed: Int32[Array, "B M"], *, is_split: bool = False
+) -> Float32[Array, "B V"]:
     """Forbid tokens between a forward and its sampling: -inf where a row's bit is not set.
 
     Args:
         logits: From the forward program (donate it).
         allowed: As many bits as there are tokens, 32 a word: token `32 w + j` is bit `j` of word
             `w`. All are set in a row without a grammar.
+        is_split: As for `sample_step`, static.
     """
     bits = allowed[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None]
-    is_allowed = (bits & 1).reshape(logits.shape[0], -1)[:, : logits.shape[1]]
+    is_allowed, width = (bits & 1).reshape(logits.shape[0], -1), logits.shape[1]
+    if is_split:
+        is_allowed = lax.dynamic_slice_in_dim(is_allowed, own_start(width), width, axis=1)
+    else:
+        is_allowed = is_allowed[:, :width]
     return jnp.where(is_allowed != 0, logits, -jnp.inf)
 
 
@@ -202,6 +213,7 @@ def sample_step(
     backend: Backend,
     max_logprobs: int,
     shared: Callable | None = None,
+    is_split: bool = False,
 ) -> tuple[Sampled, Int32[Array, "R"], SamplingState | None]:
     """Sample a token a sequence and remember it on the device: 0 for none, since it is embedded.
 
@@ -214,10 +226,13 @@ def sample_step(
         backend: The kernels' implementation, static.
         max_logprobs: Most probable tokens listed at a level with `LOGPROBS`, static.
         shared: As for `prefill_step`, static.
+        is_split: Whether devices split the vocabulary, so that each has the logits of its own part,
+            static.
     """
     rows = decode_rows(inputs.encoded, inputs.positions)
     options = {"level": level, "backend": backend, "max_logprobs": max_logprobs}
-    sampled = sample(logits, rows, sampling, inputs.rows, shared=shared, **options)
+    options |= {"shared": shared, "is_split": is_split}
+    sampled = sample(logits, rows, sampling, inputs.rows, **options)
     if sampling is not None:
         sampling = record_tokens(sampling, inputs.rows, sampled.token_ids, inputs.counted)
     known = jnp.maximum(sampled.token_ids, 0)
@@ -248,6 +263,8 @@ def prompt_logprobs_step(
     """
     wanted = jnp.ones(targets.shape, jnp.bool_)
     logits = model.logits(hidden[indices])
+    if model.head.is_shared:
+        logits = all_gather(logits, axis=1)
     return token_scores(logits, targets, wanted, max_logprobs, backend=backend)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from e2e_options import LOOPS, QUESTION, SMALL, Engines, run
 
-from jpaged import Engine, SamplingParams
+from jpaged import Engine, SamplingParams, StructuredOutputs
 from jpaged.compile import sizing
 from jpaged.runtime import model_runner, peer_memory, results
 
@@ -103,6 +103,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "beams": {"temperature": 0.0, "beam_width": 4, "n": 2},
     "penalties": {"temperature": 0.7, "seed": 3, "repetition_penalty": 1.3},
     "biases": {"temperature": 0.0, "logit_bias": {40: 5.0, 41: -5.0}, "min_tokens": 12},
+    "structured": {"structured_outputs": StructuredOutputs(regex="[0-9]{2}(, [0-9]{2}){2,6}")},
 }
 
 
@@ -114,6 +115,42 @@ def test_every_way_to_sample_gives_the_same_texts(pair: tuple[Engine, Engine], a
     assert [[c.token_ids for c in one] for one in both] == [
         [c.token_ids for c in one] for one in alone
     ]
+
+
+def test_rows_that_need_whole_logits_change_no_others(pair: tuple[Engine, Engine]):
+    """In one step with such as need the best token of each device alone, and after these."""
+    lengths = {"greedy": 24, "seeded": 24}
+    params = [
+        SamplingParams(**{"seed": 5, "max_tokens": lengths.get(name, 12), **it})
+        for name, it in ASKED.items()
+    ]
+    alone, both = (engine.generate([QUESTION] * len(params), params) for engine in pair)
+    for one, two in zip(alone, both, strict=True):
+        assert [it.token_ids for it in two.outputs] == [it.token_ids for it in one.outputs]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", COUNTS)
+def test_rows_of_all_kinds_in_one_step_have_the_tokens_of_one_device(
+    engines: Engines, folders: Callable[[str], Path], count: int
+):
+    """Of a vocabulary that all of them split; at last greedy rows are alone."""
+    options = {"skip_tokenizer_init": True, **TINY, "max_num_seqs": 16}
+    kinds = {name: it for name, it in ASKED.items() if name != "structured"}
+    kinds["scored"] = {"temperature": 0.8, "logprobs": 3, "seed": 9}
+    lengths = {"greedy": 24, "seeded": 16}
+    common = {"ignore_eos": True, "detokenize": False}
+    params = [
+        SamplingParams(**{"max_tokens": lengths.get(name, 12), **common, **it, "seed": 5})
+        for name, it in kinds.items()
+    ]
+    prompts = [[5 + i, 7, 9] for i in range(len(params))]
+    alone, all_of_them = (
+        shared(engines, n, folders("qwen3"), **options).generate(prompts, params)
+        for n in (1, count)
+    )
+    for one, two in zip(alone, all_of_them, strict=True):
+        assert [it.token_ids for it in two.outputs] == [it.token_ids for it in one.outputs]
 
 
 def test_log_probabilities_of_answer_and_prompt_are_those_of_one_device(pair):

@@ -26,7 +26,7 @@ from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import make_mesh
 from jpaged.runtime.programs import Shapes, SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig
-from jpaged.runtime.sampler import SCORED_GREEDY
+from jpaged.runtime.sampler import SCORED_GREEDY, SamplerLevel
 from pallas_kernels import Backend
 from pallas_kernels.attention import prefill_hopper
 
@@ -174,6 +174,30 @@ def test_a_shared_step_sums_through_peer_memory_where_it_may(name: tuple):
     assert recipe.keywords["peers"].shape == (2 * 10,)
     assert not any("peers" in it for it in recipe.donate)
     export.deserialize(bytearray(exported.serialize()))
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ >= (0, 12),
+    reason="takes the kind of device from the mesh, whose devices are processors here",
+)
+def test_a_shared_steps_logits_are_gathered_by_what_needs_them_whole():
+    """Neither by the forward nor by the mask; greedy and random rows need two numbers a device."""
+    made = all_recipes("qwen3-0.6b", 2, num_devices=2)
+
+    def gathered(*name: Any) -> list[str]:
+        with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+            text = lowered(made[name], made[name].step)
+        return re.findall(r"stablehlo\.all_gather.*-> tensor<(\S+)>", text)
+
+    best, whole = ["2x64x1x2xi32"], ["2x64x75968xf32"]
+    assert gathered("decode", 64) == gathered("prefill", (512, 8)) == gathered("mask", 64) == []
+    assert gathered("sample", (64, SamplerLevel.GREEDY)) == best
+    assert gathered("sample", (64, SamplerLevel.RANDOM)) == best
+    assert gathered("sample", (64, SCORED_GREEDY)) == whole
+    assert gathered("sample", (64, SamplerLevel.TRUNCATED)) == whole
+    assert gathered("prompt_logprobs", 512) == whole
+    num_samplers = len([name for name in made if name[0] == "sample"])
+    assert num_samplers == (NUM_LEVELS + 1) * len([name for name in made if name[0] == "mask"])
 
 
 FAMILIES: dict[str, dict[str, Any]] = {

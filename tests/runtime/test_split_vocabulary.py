@@ -1,0 +1,215 @@
+"""Devices that split the vocabulary choose the tokens of one that has all of it.
+
+They are virtual ones of the processor; on a machine with GPUs (`pytest -m gpu2`) they are those.
+"""
+
+import re
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jpaged.core.plan import NO_TOKEN
+from jpaged.models.sharding import AXIS, make_mesh
+from jpaged.runtime.sampler import (
+    EVERYTHING,
+    SCORED_GREEDY,
+    Sampled,
+    SamplerLevel,
+    bias_row,
+    decode_rows,
+    encode_row,
+    init_state,
+    load_bias,
+    sample,
+)
+from jpaged.runtime.steps import mask_step
+from jpaged.sampling_params import SamplingParams
+from pallas_kernels import Backend
+
+pytestmark = pytest.mark.gpu2
+
+COUNTS = (2, 4, 8)
+B, V = 6, 40
+EXCHANGING = SamplerLevel.GREEDY, SamplerLevel.RANDOM
+GATHERING = SamplerLevel.TRUNCATED, SCORED_GREEDY, EVERYTHING
+PARAMS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.7),
+    SamplingParams(temperature=1.3),
+    SamplingParams(),
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=5.0),
+]
+ASKING = [
+    SamplingParams(temperature=0.0, logprobs=3),
+    SamplingParams(temperature=1.3, top_p=0.8, logprobs=0),
+    SamplingParams(top_k=5),
+    SamplingParams(min_p=0.05, logit_bias={3: 9.0, V - 1: 8.0}),
+    SamplingParams(temperature=0.0, allowed_token_ids=[1, V - 2]),
+    SamplingParams(temperature=5.0),
+]
+
+
+def on_all(function: Callable, count: int, logits_out: bool = False) -> Callable:
+    """Of logits over so many devices, each of which has a part, and of other arguments; the results
+    are of each device, one after the other, or logits over all."""
+    if count > jax.device_count():
+        pytest.skip(f"needs {count} devices")
+    mesh = make_mesh(jax.devices(), count)
+    lie = PartitionSpec(None, AXIS)
+
+    def each(logits: jax.Array, others: tuple) -> Any:
+        found = function(logits, *others)
+        return found if logits_out else jax.tree.map(lambda it: it[None], found)
+
+    specs: dict[str, Any] = {"in_specs": (lie, PartitionSpec()), "check_vma": False}
+    specs["out_specs"] = lie if logits_out else PartitionSpec(AXIS)
+    run = jax.jit(jax.shard_map(each, mesh=mesh, **specs))
+    return lambda logits, *others: run(logits, others)
+
+
+@cache
+def sampler(count: int, level: SamplerLevel) -> Callable:
+    """`sample` on so many devices."""
+    options = {"level": level, "backend": Backend.XLA, "max_logprobs": 4}
+    if count == 1:
+        return jax.jit(partial(sample, **options))
+    return on_all(partial(sample, is_split=True, **options), count)
+
+
+def rows_of(params: list[SamplingParams]) -> tuple:
+    """The rows' parameters, seeds and places, the state of those that have biases, and its rows."""
+    packed = np.stack([encode_row(one, 2**33 * i - 7) for i, one in enumerate(params)])
+    positions = jnp.arange(len(params), dtype=jnp.int32) * 5
+    state, ids = init_state(len(params) + 1, V), jnp.arange(len(params), dtype=jnp.int32)
+    for row, one in enumerate(params):
+        if one.biases_logits:
+            state = load_bias(state, jnp.int32(row), jnp.asarray(bias_row(one, V)))
+    return decode_rows(jnp.asarray(packed), positions), state, ids
+
+
+def both(
+    logits: np.ndarray, level: SamplerLevel, count: int, params: list[SamplingParams]
+) -> tuple[Sampled, Sampled]:
+    """What one device samples, and what all do, each the same."""
+    one, shared = (sampler(n, level)(jnp.asarray(logits), *rows_of(params)) for n in (1, count))
+    first = jax.tree.map(lambda it: np.asarray(it)[0], shared)
+    for leaf, own in zip(jax.tree.leaves(shared), jax.tree.leaves(first), strict=True):
+        np.testing.assert_array_equal(leaf, np.stack([own] * count))
+    return jax.tree.map(np.asarray, one), first
+
+
+def random_logits(seed: int) -> np.ndarray:
+    return (np.random.RandomState(seed).randn(B, V) * 3).astype(np.float32)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("level", EXCHANGING)
+def test_tokens_are_those_of_one_device(level: SamplerLevel, count: int):
+    params = PARAMS if level else PARAMS[:1] * B
+    found = set()
+    for seed in range(8):
+        one, shared = both(random_logits(seed), level, count, params)
+        np.testing.assert_array_equal(shared.token_ids, one.token_ids)
+        found |= set((one.token_ids * count // V).tolist())
+    assert found == set(range(count))  # each device had some
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("level", EXCHANGING)
+def test_of_equally_high_tokens_the_lowest_id_wins(level: SamplerLevel, count: int):
+    """On one device, on neighbours, on the first and the last, and everywhere."""
+    own = V // count
+    logits = np.zeros((B, V), np.float32)
+    tied = [[own + 1, own + 2], [own - 1, own], [3, V - 1], [V - own, V - 1], [V - 1], []]
+    for row, tokens in zip(logits, tied, strict=True):
+        row[tokens] = 2.0
+    one, shared = both(logits, level, count, PARAMS[:1] * B)
+    assert shared.token_ids.tolist() == [min(tokens, default=0) for tokens in tied]
+    np.testing.assert_array_equal(shared.token_ids, one.token_ids)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("num_real", [37, 33, 3])
+def test_a_padded_vocabulary_gives_the_tokens_of_that_without_padding(num_real: int, count: int):
+    """Devices that have padding alone too: a token's noise is that of its id in the whole."""
+    logits = random_logits(num_real)
+    alone = sampler(1, SamplerLevel.RANDOM)(jnp.asarray(logits[:, :num_real]), *rows_of(PARAMS))
+    logits[:, num_real:] = -np.inf
+    _, shared = both(logits, SamplerLevel.RANDOM, count, PARAMS)
+    np.testing.assert_array_equal(shared.token_ids, alone.token_ids)
+
+
+SICK: dict[str, dict[int, float]] = {
+    "one NaN": {11: np.nan},
+    "the last is NaN": {V - 1: np.nan},
+    "infinite": {11: np.inf},
+    "infinite on two devices": {0: np.inf, V - 1: np.inf},
+    "everything forbidden": dict.fromkeys(range(V), -np.inf),
+    "forbidden or NaN": dict.fromkeys(range(V), -np.inf) | {20: np.nan},
+}
+
+
+@pytest.mark.parametrize("level", EXCHANGING)
+@pytest.mark.parametrize("sick", SICK)
+def test_a_row_without_a_finite_maximum_has_no_token_on_any_device(sick: str, level: SamplerLevel):
+    params = PARAMS if level else PARAMS[:1] * B
+    expected, _ = both(random_logits(1), level, 2, params)
+    for row in range(B):
+        logits = random_logits(1)
+        logits[row, list(SICK[sick])] = list(SICK[sick].values())
+        one, shared = both(logits, level, 2, params)
+        assert shared.token_ids[row] == one.token_ids[row] == NO_TOKEN
+        np.testing.assert_array_equal(
+            np.delete(shared.token_ids, row), np.delete(expected.token_ids, row)
+        )
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("level", GATHERING)
+def test_where_a_level_needs_whole_rows_all_that_is_said_of_tokens_is_that_of_one_device(
+    level: SamplerLevel, count: int
+):
+    """To the bit: the devices compute what one does."""
+    params = ASKING if level == EVERYTHING else PARAMS
+    params = params if SamplerLevel.RANDOM in level else [ASKING[0], ASKING[4]] * 3
+    one, shared = both(random_logits(2), level, count, params)
+    for found, wanted in zip(jax.tree.leaves(shared), jax.tree.leaves(one), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_masks_forbid_on_each_device_its_own_tokens(count: int):
+    """Whose parts begin within a word of the mask."""
+    logits = jnp.asarray(random_logits(3))
+    words = np.random.RandomState(4).randint(-(2**31), 2**31, (B, 2), np.int64)
+    allowed = jnp.asarray(words.astype(np.int32))
+    shared = on_all(partial(mask_step, is_split=True), count, logits_out=True)(logits, allowed)
+    np.testing.assert_array_equal(shared, mask_step(logits, allowed))
+    assert 0 < np.isinf(np.asarray(shared)).sum() < B * V
+
+
+@pytest.mark.parametrize("level", [*EXCHANGING, *GATHERING])
+def test_no_more_is_exchanged_than_a_level_needs(level: SamplerLevel):
+    """Two numbers a row and device, and the highest logit of each row before noise is drawn."""
+
+    def run(logits: jax.Array, *others: Any) -> Sampled:
+        options = {"level": level, "backend": Backend.XLA, "max_logprobs": 4}
+        return sample(logits, *others, is_split=True, **options)
+
+    call = partial(on_all(run, 2), jnp.asarray(random_logits(0)), *rows_of(PARAMS))
+    text = jax.jit(call).lower().as_text()
+    gathered = re.findall(r"stablehlo\.all_gather.*-> tensor<(\S+)>", text)
+    reduced = re.findall(r"stablehlo\.all_reduce", text)
+    if level in EXCHANGING:
+        assert gathered == [f"2x{B}x1x2xi32"]
+        assert len(reduced) == (level is SamplerLevel.RANDOM)
+    else:
+        assert gathered == [f"2x{B}x{V // 2}xf32"]
+        assert not reduced
