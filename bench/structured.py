@@ -1,7 +1,7 @@
 """What answers in a form cost, and whether they obey (`python -m bench.structured`).
 
-    masks       time to make a step's masks, with answers to 50 published schemas in the rows, and
-                with those to a schema of 20 fields
+    masks       time from a step's tokens to the masks behind them, with answers to 50 published
+                schemas in the rows, and with those to a schema of 20 fields
     speed       tokens a second, of all rows and of a row, with that schema in no row, in half of
                 the rows and in all. `free_of_before` is the speed of the rows without a form
                 against that of the same rows while none has one. `single` has no form either, and
@@ -14,11 +14,12 @@
 Random weights with a tokenizer of made-up words (`--shape`), or the embedded model. All rows are
 sampled with seeds, at temperature 1. `--quick` is for CPUs: fewer rows and answers.
 
-The parts: `schedule`; `layers`, launched; `await_taken`, until the thread that makes masks has the
-tokens; `read`, the wait for the tokens; `update`, what they change; `masks`, the wait for masks;
-`sampling`, their upload and its launch; `other`. Of the thread that makes masks: `thread_tokens`,
-its wait for them; `thread_accept`; `thread_masks`, those that it makes. `sat_out` are rows of a
-step whose masks came too late for it.
+The parts: `schedule`; `layers`, launched; `read`, the wait for the tokens; `await_taken`, until the
+process that makes masks has taken them in; `update`, what they change; `masks`, the wait for masks
+and their copying; `sampling`, their upload and its launch; `start`, of the thread that sends the
+tokens; `other`. At the same time: `thread_tokens`, that thread's wait for them; `process_accept`
+and `process_masks`, the process's time to take them in and to make most masks together. `sat_out`
+are rows of a step whose masks came too late for it.
 """
 
 import argparse
@@ -44,8 +45,8 @@ from jpaged.core.plan import StepPlan
 from jpaged.core.scheduler import Scheduler
 from jpaged.outputs import CompletionOutput
 from jpaged.runtime.results import StepHandle
-from jpaged.text.grammar import GrammarError, Grammars, Matcher
-from jpaged.text.masks import MaskMaker
+from jpaged.text.grammar import GrammarError, Grammars
+from jpaged.text.mask_process import Answer, MaskProcess
 
 _END = 1000
 """The token that ends answers of random weights: one of the made-up words."""
@@ -167,13 +168,14 @@ def masks(engine: Engine, size: Size) -> list[dict[str, Any]]:
 def _mask_row(
     engine: Engine, size: Size, name: str, forms: Sequence[StructuredOutputs]
 ) -> dict[str, Any]:
-    grammars, ending = _grammars(engine), frozenset({_end_of(engine)})
-    grammars.prepare()
+    ending = frozenset({_end_of(engine)})
+    process = MaskProcess(engine.folder, engine.vocab_size, ending)
+    process.submit(StructuredOutputs(choice=["a"]), ending).check()  # it is started
     start = time.perf_counter()
     for form in forms:
-        grammars.compile(form)
+        process.submit(form, ending).check()
     compiling = time.perf_counter() - start
-    times = [_mask_times(grammars, forms, ending, size, seed) for seed in (0, 1)]
+    times = [_mask_times(process, forms, ending, size, seed) for seed in (0, 1)]
     row: dict[str, Any] = {"schemas": name, "rows": size.rows}
     row["compile_ms"] = 1e3 * compiling / len(forms)
     for when, found in zip(("first", "later"), times, strict=True):
@@ -182,33 +184,35 @@ def _mask_row(
 
 
 def _mask_times(
-    grammars: Grammars,
+    process: MaskProcess,
     forms: Sequence[StructuredOutputs],
     ending: frozenset[int],
     size: Size,
     seed: int,
 ) -> list[float]:
-    """Seconds of the masks of each step, of random answers in all rows."""
-    rng, made, maker = np.random.default_rng(seed), 0, MaskMaker()
-    rows: list[Matcher] = []
+    """Seconds until the masks of each step are there, of random answers in all rows."""
+    rng, made = np.random.default_rng(seed), 0
+    rows: list[Answer] = []
     times = []
     for _ in range(min(size.tokens, _MASK_STEPS)):
         while len(rows) < size.rows:
-            rows.append(grammars.compile(forms[made % len(forms)]).matcher(ending))
+            constraint = process.submit(forms[made % len(forms)], ending)
+            constraint.check()
+            rows += constraint.answers
             made += 1
         items = [(it, i) for i, it in enumerate(rows)]
-        start = time.perf_counter()
-        bits, failed, _ = maker.gather(items, size.rows, None)
-        times.append(time.perf_counter() - start)
+        bits, failed, _ = process.gather(items, size.rows, None)
         if failed:
             raise failed[0][1]
-        last: list[int] = []
-        for i, matcher in enumerate(rows):
-            found = np.flatnonzero(np.unpackbits(bits[i].view(np.uint8), bitorder="little"))
-            last.append(int(rng.choice(found)))
-            matcher.accept(last[-1])
-        ended = [it.is_stopped or last[i] in ending for i, it in enumerate(rows)]
-        rows = [it for it, is_over in zip(rows, ended, strict=True) if not is_over]
+        allowed = (np.unpackbits(row.view(np.uint8), bitorder="little") for row in bits)
+        last = np.array([rng.choice(np.flatnonzero(it)) for it in allowed], np.int32)
+        start = time.perf_counter()
+        process.start((), partial(np.copy, last), ahead=True)
+        over = process.await_taken()
+        going_on = [item for item in items if item[0] not in over]
+        process.gather(going_on, size.rows, None)
+        times.append(time.perf_counter() - start)
+        rows = [it for it, i in going_on if last[i] not in ending]
     return times
 
 
@@ -286,8 +290,18 @@ def speeds(engine: Engine, size: Size) -> list[dict[str, Any]]:
     return rows
 
 
-PARTS = ("schedule", "layers", "await_taken", "read", "update", "masks", "sampling", "other")
-_OF_THREAD = ("thread_tokens", "thread_accept", "thread_masks")
+PARTS = (
+    "schedule",
+    "layers",
+    "read",
+    "await_taken",
+    "update",
+    "masks",
+    "sampling",
+    "start",
+    "other",
+)
+_ELSEWHERE = ("thread_tokens", "process_accept", "process_masks")
 
 
 def parts(engine: Engine, size: Size) -> list[dict[str, Any]]:
@@ -310,10 +324,10 @@ def _parts_of(engine: Engine, work: Callable[[], object]) -> dict[str, Any]:
         num_left += len(places)
         return Scheduler.put_back(scheduler, plan, places)
 
-    start_masks = maker.start
+    start_masks = clock.timed("start", maker.start)
 
-    def start(items: Any, num_rows: int, tokens: Callable[[], Any]) -> None:
-        start_masks(items, num_rows, clock.timed("thread_tokens", tokens))
+    def start(left: Any, tokens: Callable[[], Any], *, ahead: bool) -> None:
+        start_masks(left, clock.timed("thread_tokens", tokens), ahead=ahead)
 
     timed = [
         (scheduler, "schedule", "schedule"),
@@ -324,8 +338,6 @@ def _parts_of(engine: Engine, work: Callable[[], object]) -> dict[str, Any]:
         (maker, "gather", "masks"),
         (runner, "launch_sampling", "sampling"),
         (loop, "advance", "other"),
-        (maker, "_lead", "thread_accept"),
-        (maker, "_make", "thread_masks"),
     ]
     read = StepHandle.read
     try:
@@ -333,6 +345,7 @@ def _parts_of(engine: Engine, work: Callable[[], object]) -> dict[str, Any]:
             setattr(owner, name, clock.timed(part, getattr(owner, name)))
         maker.start, scheduler.put_back = start, put_back
         StepHandle.read = clock.timed("read", read)
+        spent = maker.nanoseconds
         before, began = engine.stats().num_steps, time.perf_counter()
         work()
         seconds, num_steps = time.perf_counter() - began, engine.stats().num_steps - before
@@ -342,7 +355,9 @@ def _parts_of(engine: Engine, work: Callable[[], object]) -> dict[str, Any]:
             vars(owner).pop(name, None)
         del maker.start, scheduler.put_back
     row: dict[str, Any] = {"steps": num_steps, "ms_a_step": 1e3 * seconds / num_steps}
-    row |= {part: 1e3 * clock.parts[part] / num_steps for part in (*PARTS, *_OF_THREAD)}
+    spent = 1e-9 * (maker.nanoseconds - spent)
+    clock.parts |= dict(zip(_ELSEWHERE[1:], spent.tolist(), strict=True))
+    row |= {part: 1e3 * clock.parts[part] / num_steps for part in (*PARTS, *_ELSEWHERE)}
     return row | {"sat_out": num_left / num_steps}
 
 

@@ -37,7 +37,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = "jpaged", "pallas_kernels"
 
 FLOORS = (
-    ("pallas_kernels", "core", "options", "structured_outputs"),
+    ("pallas_kernels", "core", "options", "processes", "structured_outputs"),
     ("models", "sampling_params"),
     ("config", "observe", "text"),
     ("outputs", "runtime"),

@@ -36,6 +36,7 @@ from jpaged.models.checkpoint import read_config
 from jpaged.models.loader import model_shapes
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import make_mesh
+from jpaged.processes import has_python, python_command
 from jpaged.runtime.programs import Name, Shapes, SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig
 
@@ -225,11 +226,9 @@ _DEVICE_BYTES_A_MEASURER = 3 * 2**29
 """With the products it measures."""
 
 _WORKER = """
-import json, os, signal, sys
-signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this
+import os
 pipe = os.dup(1)  # for what is told, and inherited by no compiler that XLA starts
 os.dup2(2, 1)  # what a module prints goes to standard error
-sys.path[:] = json.loads(sys.argv[1])
 from jpaged.compile.workers import main
 main(pipe)
 """
@@ -272,8 +271,7 @@ def make_orders(
         folder, dtype, recorded, tied, kv_cache_dtype: As of `Order`.
     """
     num_workers = choose_workers(config, device, recorded=recorded)
-    is_frozen = getattr(sys, "frozen", False)  # then that is the caller's own program
-    if not num_workers or store is None or not _caches() or not sys.executable or is_frozen:
+    if not num_workers or store is None or not _caches() or not has_python():
         return []
     whole = Order(
         cache=str(config.compilation_cache_dir),
@@ -422,9 +420,8 @@ class CompilePool:
 
 
 def worker_command() -> list[str]:
-    """A worker's command line: it finds modules where this process does."""
-    path = [entry for entry in sys.path if isinstance(entry, str)]
-    return [sys.executable, "-P", "-c", _WORKER, json.dumps(path)]
+    """A worker's command line."""
+    return python_command(_WORKER)
 
 
 def _send(process: subprocess.Popen[str], record: Order | RuntimeConfig) -> None:

@@ -71,7 +71,8 @@ class Engine:
         self.memory_account = parts.memory_account
         self._runner = parts.runner
         self._preprocessor = parts.preprocessor
-        self._loop = EngineLoop(parts.scheduler, parts.runner, self.config.loop_mode)
+        masks = parts.preprocessor.masks
+        self._loop = EngineLoop(parts.scheduler, parts.runner, self.config.loop_mode, masks)
 
     def add_request(
         self,

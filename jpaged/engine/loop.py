@@ -6,8 +6,9 @@ the same tokens.
 
 Where a row of a step obeys a grammar, what it may sample depends on the token before it: then the
 step's layers are launched, the step before is read meanwhile, and the sampling follows with a mask.
-In the overlapped loop a thread makes the masks as soon as the device has the tokens; rows whose
-masks take long may sit the step out, and are computed again (`Patience`).
+In the overlapped loop a thread sends the tokens, as soon as the device has them, to a process that
+makes the masks; rows whose masks take long may sit the step out, and are computed again
+(`Patience`).
 """
 
 import signal
@@ -37,8 +38,7 @@ from jpaged.observe.statistics import EngineStats
 from jpaged.runtime.model_runner import ModelRunner, UnsampledStep
 from jpaged.runtime.results import StepHandle, StepResult, TokenScores
 from jpaged.sampling_params import SamplingParams
-from jpaged.text.grammar import Matcher
-from jpaged.text.masks import MaskMaker, Patience
+from jpaged.text.mask_process import Answer, Items, MaskProcess, Patience
 
 _COMPILING_WAIT = 0.005
 """Seconds that a turn with nothing else to do waits for a grammar."""
@@ -111,6 +111,7 @@ class EngineLoop:
         scheduler: Scheduler,
         runner: ModelRunner,
         mode: LoopMode,
+        masks: MaskProcess | None = None,
     ):
         self.scheduler = scheduler
         self.requests: dict[str, RequestState] = {}
@@ -119,7 +120,7 @@ class EngineLoop:
         self.watches: WeakSet[PoolWatch] = WeakSet()
         self._runner = runner
         self._mode = mode
-        self._masks = MaskMaker()
+        self._masks: Any = masks  # no request is constrained where there is none
         self._patience = Patience()
         self._seconds_waited = 0.0  # for tokens
         self._compiling: dict[RequestState, None] = {}  # not queued: their grammars are compiled
@@ -289,7 +290,7 @@ class EngineLoop:
         return plans
 
     def _fits_burst(self, plan: StepPlan, goal: Goal) -> bool:
-        return self._runner.fits_burst(plan, goal) and not self._is_constrained(plan)
+        return not self._is_constrained(plan) and self._runner.fits_burst(plan, goal)
 
     def _is_constrained(self, plan: StepPlan) -> bool:
         """Whether a grammar decides what a row of the plan may sample."""
@@ -333,7 +334,7 @@ class EngineLoop:
         with self._undisturbed(fatal=True):
             if (step := self._unsampled) is None:
                 return ended
-            items = self._matchers_of(step)
+            items = self._answers_of(step)
             if items:
                 handle, faults = self._launch_masked(step, items)
             else:
@@ -343,7 +344,7 @@ class EngineLoop:
             return ended + self._settle({}, [*faults, *handle.faults])
 
     def _launch_masked(
-        self, step: UnsampledStep, items: list[tuple[Matcher, int]]
+        self, step: UnsampledStep, items: Items
     ) -> tuple[StepHandle, list[tuple[Request, Exception]]]:
         """Sample a step, and begin with the masks behind its tokens. Gives the requests whose
         grammars fail, too; their rows may sample anything."""
@@ -356,27 +357,23 @@ class EngineLoop:
             plan = self.scheduler.put_back(step.plan, [items[i][1] for i in late])
             step = replace(step, plan=plan)
         handle = self._runner.launch_sampling(step, allowed)
-        if self._mode is LoopMode.OVERLAPPED and not handle.is_shared:
-            left = {*late, *(i for i, _ in failed)}
-            sampled = [item for i, item in enumerate(items) if i not in left]
-            self._masks.start(sampled, step.num_rows, handle.read_rows)
+        ahead = self._mode is LoopMode.OVERLAPPED and not handle.is_shared
+        self._masks.start({*late, *(i for i, _ in failed)}, handle.read_rows, ahead=ahead)
         return handle, [(self._request_at(step, items[i][1]), error) for i, error in failed]
 
-    def _matchers_of(self, step: UnsampledStep) -> list[tuple[Matcher, int]]:
+    def _answers_of(self, step: UnsampledStep) -> list[tuple[Answer, int]]:
         """Those that decide what rows of a step may sample, and the rows. Rows of answers that have
         ended by now may sample anything: their tokens are dropped."""
-        items: list[tuple[Matcher, int]] = []
+        items: list[tuple[Answer, int]] = []
         for row, item in enumerate(step.scheduled):
             sequence = item.sequence
             if item.samples and sequence.finish_reason is None:
-                matcher = self.requests[sequence.request.request_id].matcher_of(sequence)
-                if matcher is not None:
-                    items.append((matcher, row))
+                answer = self.requests[sequence.request.request_id].answer_of(sequence)
+                if answer is not None:
+                    items.append((answer, row))
         return items
 
-    def _may_leave(
-        self, step: UnsampledStep, items: list[tuple[Matcher, int]], late: SequenceOf[int]
-    ) -> bool:
+    def _may_leave(self, step: UnsampledStep, items: Items, late: SequenceOf[int]) -> bool:
         """Whether the rows of some masks sit this step out."""
         return (
             step.plan.is_decode
@@ -406,7 +403,6 @@ class EngineLoop:
         """Read the oldest step in flight; gives the requests that it ended. An interrupt while
         waiting for it loses nothing."""
         handle, start = self._in_flight[0], time.perf_counter()
-        self._masks.await_taken()
         try:
             result = handle.read()
             self._seconds_waited += time.perf_counter() - start
@@ -415,12 +411,13 @@ class EngineLoop:
             raise
         with self._undisturbed(fatal=True):
             self._in_flight.popleft()
+            over: set[Answer] = self._masks.await_taken() if self._masks is not None else set()
             ill = self._tell_prompts(handle.plan, result) if result.prompt_logprobs else {}
             candidates = None if result.logprobs is None else result.candidates
             news = self.scheduler.update(handle.plan, result.token_ids, candidates)
             self.counts.num_generated_tokens += len(news.emitted)
             # Several samples of one request may end with this step: it is retired after the last.
-            advanced = self._tell(news.emitted, handle.plan, result.logprobs)
+            advanced = self._tell(news.emitted, handle.plan, result.logprobs, over)
             if news.searched:
                 advanced |= self._tell_searches(news.searched)
             return self._settle(advanced | ill, news.failed)
@@ -445,9 +442,14 @@ class EngineLoop:
         return ended
 
     def _tell(
-        self, emitted: list[Emitted], plan: StepPlan, scores: TokenScores | None
+        self,
+        emitted: list[Emitted],
+        plan: StepPlan,
+        scores: TokenScores | None,
+        over: set[Answer],
     ) -> dict[RequestState, None]:
-        """Tell requests of those of their tokens that they must hear of; the requests."""
+        """Tell requests of those of their tokens that they must hear of, such as end the answers in
+        `over`; the requests."""
         told: dict[RequestState, None] = {}
         requests = self.requests
         scored = () if scores is None else plan.scheduled
@@ -455,7 +457,8 @@ class EngineLoop:
         for token in emitted:
             sequence, request, _, reason = token
             state = requests[request.request_id]
-            if reason is None and state.is_quiet:
+            ends = over and state.answer_of(sequence) in over
+            if reason is None and state.is_quiet and not ends:
                 continue
             told[state] = None
             try:

@@ -3,7 +3,6 @@
 import itertools
 from array import array
 from collections.abc import Container, Mapping
-from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from jpaged.core.request import Request, StopCriteria
 from jpaged.engine.request_state import RequestState
 from jpaged.options import brief
 from jpaged.sampling_params import MAX_LOGPROBS, SamplingParams
-from jpaged.text.grammar import Grammar, Grammars
+from jpaged.text.mask_process import Constraint, MaskProcess
 from jpaged.text.tokenizer import Tokenizer
 
 _KEYS = ("prompt", "prompt_token_ids", "cache_salt")
@@ -226,7 +225,7 @@ class Preprocessor:
         max_num_seqs: Most sequences in a step.
         eos_token_ids: The model's own end tokens.
         seed: Of requests that bring none.
-        grammars: Compiles what answers are to obey; None where there is no tokenizer.
+        masks: Compiles what answers are to obey; None where there is no tokenizer.
     """
 
     tokenizer: Tokenizer | None
@@ -236,7 +235,7 @@ class Preprocessor:
     max_num_seqs: int
     eos_token_ids: frozenset[int]
     seed: int
-    grammars: Grammars | None = None
+    masks: MaskProcess | None = None
 
     def __post_init__(self):
         self._arrivals, self._seq_ids, self._names = (itertools.count() for _ in range(3))
@@ -342,14 +341,14 @@ class Preprocessor:
             # Each position must be computed to be scored.
             reads_prefix_cache=params.prompt_logprobs is None,
         )
-        own = self.tokenizer, self.eos_token_ids, self._compiled(params)
+        own = self.tokenizer, self.eos_token_ids, self._constraint(params, endings)
         return RequestState(request, params, prompt.text, token_ids, *own)
 
-    def _compiled(self, params: SamplingParams) -> Future[Grammar] | None:
-        """The grammar that answers are to obey, when it is compiled."""
-        if params.structured_outputs is None or self.grammars is None:
+    def _constraint(self, params: SamplingParams, endings: frozenset[int]) -> Constraint | None:
+        """What answers are to obey."""
+        if params.structured_outputs is None or self.masks is None:
             return None
-        return self.grammars.submit(params.structured_outputs, params.num_samples)
+        return self.masks.submit(params.structured_outputs, endings, params.num_samples)
 
     def _name(self, request_id: str | None, ids_in_use: Container[str]) -> str:
         if request_id is None:

@@ -3,8 +3,6 @@
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +16,7 @@ from jpaged.outputs import CompletionOutput, Logprob, RequestDelta, RequestOutpu
 from jpaged.runtime.results import TokenScores
 from jpaged.sampling_params import SamplingParams
 from jpaged.text.detokenizer import Detokenizer
-from jpaged.text.grammar import Grammar, Matcher
+from jpaged.text.mask_process import Answer, Constraint
 from jpaged.text.tokenizer import Tokenizer
 from pallas_kernels import NUM_FACTS
 
@@ -104,7 +102,7 @@ class SampleState:
     tokenizer: Tokenizer | None
     eos_token_ids: frozenset[int]
     cumulative_logprob: float = 0.0  # of its tokens, as far as log-probabilities were read
-    matcher: Matcher | None = None  # of the grammar that it obeys; has the tokens that were read
+    answer: Answer | None = None  # how its grammar took the tokens that were read
     _detokenizer: Detokenizer = field(init=False)
     _scores: bytearray = field(default_factory=bytearray)  # a row a token, if they are asked for
     _scores_width: int = 4 * NUM_FACTS  # of these rows, in bytes
@@ -120,8 +118,7 @@ class SampleState:
     def accept(self, reason: FinishReason | None) -> bool:
         """Take in the sequence's newest token, and why it ended the sample if it did.
 
-        Only needed of the last token, and of every one where stop strings are looked for or a
-        grammar is obeyed.
+        Only needed of the last token, and of every one where stop strings are looked for.
 
         Returns:
             Whether it completed a stop string, or what the grammar allows.
@@ -129,9 +126,10 @@ class SampleState:
         Raises:
             GrammarError: the grammar does not allow the token.
         """
-        if self.matcher is not None and reason is not FinishReason.STOP:
-            self.matcher.accept(self.sequence.token_ids[-1])
-            self._is_complete = self.matcher.is_stopped
+        if self.answer is not None and reason is not FinishReason.STOP:
+            if self.answer.error is not None:
+                raise self.answer.error
+            self._is_complete = self.answer.is_stopped
         if not (self.params.stop_strings or reason or self._is_complete):
             return False  # its text can wait
         stop = self._read_tokens(ended_by_token=reason is FinishReason.STOP)
@@ -233,7 +231,7 @@ class RequestState:
         prompt_token_ids: Its tokens.
         tokenizer: None without one.
         eos_token_ids: The model's own end tokens.
-        grammar: What its answers obey, as soon as that is compiled; None for no grammar.
+        constraint: What its answers obey; None for no grammar.
         metrics: When things happened.
         polled: Whether `Engine.step` reports it.
         is_quiet: Whether its next token need not be told, unless it is the last.
@@ -249,7 +247,7 @@ class RequestState:
     prompt_token_ids: list[int]
     tokenizer: Tokenizer | None
     eos_token_ids: frozenset[int]
-    grammar: Future[Grammar] | None = None
+    constraint: Constraint | None = None
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(time.monotonic()))
     polled: bool = False
     is_quiet: bool = False
@@ -266,7 +264,7 @@ class RequestState:
         shared = self.params, self.tokenizer, self.eos_token_ids
         self.samples = [SampleState(sequence, *shared) for sequence in sequences]
         self.growing = list(self.samples)
-        self._reads_all = bool(self.params.stop_strings) or self.is_constrained
+        self._reads_all = bool(self.params.stop_strings)
         self._is_ranked = self.params.is_ranked
 
     @property
@@ -277,17 +275,17 @@ class RequestState:
     @property
     def is_constrained(self) -> bool:
         """Whether its answers obey a grammar."""
-        return self.grammar is not None
+        return self.constraint is not None
 
     @property
     def is_compiling(self) -> bool:
         """Whether that grammar is not compiled yet."""
-        return self.grammar is not None and not self.grammar.done()
+        return self.constraint is not None and not self.constraint.is_ready
 
-    def await_grammar(self, seconds: float | None = None) -> None:
+    def await_grammar(self, seconds: float) -> None:
         """Wait until the grammar is compiled, or so long."""
-        if self.grammar is not None:
-            wait_for([self.grammar], seconds)
+        if self.constraint is not None:
+            self.constraint.wait(seconds)
 
     def begin_grammar(self) -> None:
         """Let the samples obey the grammar from their first token on; waits until it is compiled.
@@ -295,14 +293,14 @@ class RequestState:
         Raises:
             GrammarError: it could not be compiled.
         """
-        if self.grammar is not None:
-            grammar = self.grammar.result()
-            for sample in self.samples:
-                sample.matcher = grammar.matcher(self.request.stop.stop_token_ids)
+        if self.constraint is not None:
+            self.constraint.check()
+            for sample, answer in zip(self.samples, self.constraint.answers, strict=True):
+                sample.answer = answer
 
-    def matcher_of(self, sequence: Sequence) -> Matcher | None:
-        """What a sample's next token must match; None where anything may come."""
-        return self.samples[sequence.index].matcher if self.is_constrained else None
+    def answer_of(self, sequence: Sequence) -> Answer | None:
+        """What a sample's next token must fit; None where anything may come."""
+        return None if self.constraint is None else self.samples[sequence.index].answer
 
     def accept(self, emitted: Emitted, scores: TokenScores | None, index: int) -> bool:
         """Take a sampled token in; needed of each while the request is not quiet, and of the last.
@@ -323,7 +321,8 @@ class RequestState:
         sample = self.samples[emitted.sequence.index]
         if scores is not None and self.params.needs_logprobs:
             sample.accept_scores(scores, index)
-        if emitted.finish_reason is None and not self._reads_all:
+        is_over = sample.answer is not None and sample.answer.is_over
+        if emitted.finish_reason is None and not (self._reads_all or is_over):
             return False
         return sample.accept(emitted.finish_reason)
 

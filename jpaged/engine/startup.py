@@ -32,7 +32,7 @@ from jpaged.runtime.model_runner import ModelRunner
 from jpaged.runtime.programs import SplitModel
 from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.timing import measure_costs
-from jpaged.text.grammar import Grammars
+from jpaged.text.mask_process import MaskProcess
 from jpaged.text.tokenizer import Tokenizer
 from pallas_kernels import select_backend, takes_fp8
 
@@ -134,9 +134,9 @@ def build_parts(config: EngineConfig) -> EngineParts:
             max_num_seqs=runtime.max_num_seqs,
             eos_token_ids=eos_token_ids,
             seed=config.seed,
-            grammars=None
+            masks=None
             if tokenizer is None
-            else Grammars(tokenizer, runtime.vocab_size, eos_token_ids),
+            else MaskProcess(folder, runtime.vocab_size, eos_token_ids),
         ),
         model_config=plan.config,
         runtime_config=runtime,

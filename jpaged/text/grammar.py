@@ -11,7 +11,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,8 @@ _JSON_OPTIONS: Any = {
 }
 """How JSON is written, as llguidance takes it."""
 
-_THREADS = {"grammars": 2, "lexers": 1}
+_THREADS = {"grammars": 2, "kept": 1}
+"""That compile, and that make matchers of what is compiled."""
 
 _MAX_BREAKS = 2
 """Line breaks that may come between the free passage and the grammar."""
@@ -95,20 +96,17 @@ class Matcher:
     Attributes:
         ending_ids: Tokens that end the answer, where the grammar lets it end.
         is_stopped: Nothing but the end may follow.
-        is_wide: The last mask allowed many tokens; as `MaskMaker` has it.
-        mask_ahead: A mask that is not used yet; `MaskMaker`'s.
+        tokens: What is known of the tokenizer.
+        inner: llguidance's own matcher.
     """
 
     def __init__(self, grammar: "Grammar", ending_ids: frozenset[int]):
         self.ending_ids, self.is_stopped = ending_ids, False
-        self.is_wide = False
-        self.mask_ahead: Any = None
-        self._form, self._tokens = grammar.form, grammar.tokens
-        prototype, is_own = grammar.take_lexer()
-        self._inner = prototype.deep_copy()
+        self._form, self.tokens = grammar.form, grammar.tokens
+        prototype, is_own = grammar.lexers.take()
+        self.inner: Any = prototype.deep_copy()
         if is_own:
             weakref.finalize(self, grammar.lexers.give, prototype).atexit = False
-        self._ahead: tuple[int, Exception | None] | None = None
         self._free: bytes | None = b"" if self._form.after is not None else None
         self._is_opening = self._form.opening is not None and bool(grammar.opening_ids)
         self._opening_ids = grammar.opening_ids
@@ -120,40 +118,17 @@ class Matcher:
         """Whether all but the end may follow: the grammar has not begun."""
         return self._free is not None and not self._is_opening
 
+    @property
+    def is_begun(self) -> bool:
+        """Whether the grammar alone decides: its free passage is over, line breaks too."""
+        return self._free is None and not self._is_opening and self._num_breaks == _MAX_BREAKS
+
     def accept(self, token_id: int) -> None:
         """Take in the answer's next token; one that ends the answer changes nothing.
 
         Raises:
             GrammarError: it may not follow.
         """
-        if self._ahead is None:
-            self._take_in(token_id)
-            return
-        (known, error), self._ahead = self._ahead, None
-        if known != token_id:
-            raise RuntimeError(f"token {token_id} was read, and a mask made behind token {known}")
-        if error is not None:
-            raise error
-
-    def accept_ahead(self, token_id: int) -> None:
-        """`accept`, before the engine has read the token: what it raises comes when it has."""
-        error = None
-        try:
-            self._take_in(token_id)
-        except Exception as found:  # this answer's alone
-            error = found
-        self._ahead = token_id, error
-
-    def is_matched(self, token_id: int) -> bool:
-        """Whether `accept_ahead` is `inner` consuming the token, then `note_consumed`."""
-        has_begun = self._free is None and not self._is_opening and self._num_breaks == _MAX_BREAKS
-        return has_begun and token_id not in self.ending_ids
-
-    def note_consumed(self, token_id: int, is_allowed: bool) -> None:
-        """`inner` has consumed a token, which the engine has not read; or it may not follow."""
-        self._ahead = token_id, self._outcome(is_allowed)
-
-    def _take_in(self, token_id: int) -> None:
         if token_id in self.ending_ids:
             return
         if self._is_opening and self._opens_on(token_id):
@@ -161,11 +136,15 @@ class Matcher:
         if self._free is not None:
             self._look_for_the_end(token_id)
             return
-        if self._num_breaks < _MAX_BREAKS and token_id in self._tokens.break_ids:
-            self._num_breaks += self._tokens.break_ids[token_id]
+        if self._num_breaks < _MAX_BREAKS and token_id in self.tokens.break_ids:
+            self._num_breaks += self.tokens.break_ids[token_id]
             return
         self._num_breaks = _MAX_BREAKS
         self._consume([token_id])
+
+    def is_matched(self, token_id: int) -> bool:
+        """Whether `accept` is `inner` consuming the token, then `outcome`."""
+        return self.is_begun and token_id not in self.ending_ids
 
     def _opens_on(self, token_id: int) -> bool:
         """Whether a token goes on with the passage's opening; if not, there is no such passage."""
@@ -178,25 +157,34 @@ class Matcher:
 
     def _look_for_the_end(self, token_id: int) -> None:
         end = (self._form.after or "").encode()
-        text = (self._free or b"") + self._tokens.bytes_of(token_id)
+        text = (self._free or b"") + self.tokens.bytes_of(token_id)
         _, found, rest = text.partition(end)
         self._free = text[-len(end) :]
         if found:
             self._free, self._num_breaks = None, 0
             if rest := rest.lstrip(b"\n"):
-                self._consume(self._tokens.inner.tokenize_bytes(rest))
+                self._consume(self.tokens.inner.tokenize_bytes(rest))
 
     def _consume(self, token_ids: list[int]) -> None:
-        error = self._outcome(self._inner.consume_tokens(token_ids))
+        error = self.outcome(self.inner.consume_tokens(token_ids))
         if error is not None:
             raise error
 
-    def _outcome(self, is_allowed: bool) -> GrammarError | None:
+    def outcome(self, is_allowed: bool) -> GrammarError | None:
+        """`inner` has consumed a token, or it may not follow: what is wrong."""
         if not is_allowed:
-            words = self._inner.get_error() or "a token that may not follow"
+            words = self.inner.get_error() or "a token that may not follow"
             return _refused(self._form, words)
-        self.is_stopped = self._inner.is_stopped()
+        self.is_stopped = self.inner.is_stopped()
         return None
+
+    def fill(self, rows: np.ndarray, row: int) -> GrammarError | None:
+        """Write what may follow into row `row` of masks, int32 [rows, W]; gives as `widen`."""
+        from llguidance.numpy import fill_next_token_bitmask
+
+        if not self.is_free:
+            fill_next_token_bitmask(self.inner, rows, row)
+        return self.widen(rows[row])
 
     def widen(self, mask: np.ndarray) -> GrammarError | None:
         """Adapt llguidance's mask (anything while the answer is free) to this answer, in place: end
@@ -206,22 +194,22 @@ class Matcher:
             What went wrong, if the grammar failed or nothing may follow.
         """
         if self.is_free:  # but not the end: what must come has not
-            mask[:] = self._tokens.not_eos
+            mask[:] = self.tokens.not_eos
             self._forbid_the_end(mask)
             return None
-        if self._inner.is_error():
-            return _refused(self._form, self._inner.get_error())
-        may_end = self._tokens.take_eos(mask)
-        if not may_end and not self._is_opening and self._num_breaks == _MAX_BREAKS:
+        if self.inner.is_error():
+            return _refused(self._form, self.inner.get_error())
+        may_end = self.tokens.take_eos(mask)
+        if not may_end and self.is_begun:
             return None  # nearly all masks
-        more = set(self.ending_ids) if self._inner.is_accepting() else set()
+        more = set(self.ending_ids) if self.inner.is_accepting() else set()
         if self._is_opening:
             if self._num_opened:
                 mask[:], more = 0, set()
             more.add(self._opening_ids[self._num_opened])
         if self._num_breaks < _MAX_BREAKS:
             left = _MAX_BREAKS - self._num_breaks
-            more |= {token for token, count in self._tokens.break_ids.items() if count <= left}
+            more |= {token for token, count in self.tokens.break_ids.items() if count <= left}
         if more:
             words = mask.view(np.uint32)
             for token in more:
@@ -240,15 +228,9 @@ class Matcher:
         most = f"{bounds.MASK_SECONDS * 1e3:g} ms of a processor"
         return _refused(self._form, f"a token took more than {most}: simplify it")
 
-    @property
-    def mask_width(self) -> int:
-        """Words of a mask."""
-        return len(self._tokens.not_eos)
-
-    @property
-    def inner(self) -> Any:
-        """llguidance's own matcher."""
-        return self._inner
+    def failed(self, error: BaseException) -> GrammarError:
+        """Says that something unforeseen went wrong, with this answer alone."""
+        return _refused(self._form, f"{type(error).__name__}: {error}")
 
 
 @dataclass(frozen=True)
@@ -265,28 +247,10 @@ class Grammar:
     lexers: "_Lexers"
     tokens: "_Tokens"
     opening_ids: tuple[int, ...]
-    promise: "_Promise"
 
     def matcher(self, ending_ids: frozenset[int]) -> Matcher:
         """For one answer, which the tokens `ending_ids` may end."""
         return Matcher(self, ending_ids)
-
-    def take_lexer(self) -> tuple[Any, bool]:
-        """llguidance's matcher at the start, and whether no other answer has its lexer; then `give`
-        it back to `lexers`."""
-        is_promised = self.promise.num_left > 0
-        self.promise.num_left -= is_promised
-        return self.lexers.take(is_promised=is_promised)
-
-
-class _Promise:
-    """So many lexers are kept for a request's answers, until these take them or it is gone."""
-
-    def __init__(self, lexers: "_Lexers", count: int):
-        self._lexers, self.num_left = lexers, count
-
-    def __del__(self):
-        self._lexers.release(self.num_left)
 
 
 class _Lexers:
@@ -304,14 +268,12 @@ class _Lexers:
     def __init__(self, first: Any, make: Callable[[], Any], most: int):
         self._made, self._spare = [first], [first]
         self._make, self._most = make, most
-        self._num_promised = 0  # to answers that have not begun
-        self._released: list[int] = []  # promises that are not taken
         self._num_shared = 0
         self._lock = threading.Lock()
 
     @property
     def num_made(self) -> int:
-        """Those that there are, or will be soon."""
+        """Those that there are."""
         return len(self._made)
 
     @property
@@ -319,48 +281,27 @@ class _Lexers:
         """Those that no answer has."""
         return len(self._spare)
 
-    def promise(self, count: int) -> int:
-        """Keep some for answers that will begin; how many must be made for them (`add`)."""
+    def take(self) -> tuple[Any, bool]:
+        """One for an answer, and whether no other has it; then `give` it back. One more is compiled
+        if none is spare."""
         with self._lock:
-            while self._released:
-                self._num_promised -= self._released.pop()
-            self._num_promised += count
-            short = self._num_promised - len(self._spare) - self._made.count(None)
-            num_more = max(min(short, self._most - len(self._made)), 0)
-            self._made += [None] * num_more
-            return num_more
-
-    def release(self, count: int) -> None:
-        """Some that were promised are not taken."""
-        self._released.append(count)  # no lock: the garbage collector calls it, anywhere
-
-    def add(self, count: int) -> None:
-        """Make some more."""
-        for _ in range(count):
-            made = self._make()
-            with self._lock:
-                self._made[self._made.index(None)] = made
-                self._spare.append(made)
-
-    def drop_spare(self) -> None:
-        """Leave one, or those that answers have."""
-        with self._lock:
-            while self._spare and len(self._made) - self._made.count(None) > 1:
-                self._made.remove(self._spare.pop())
-
-    def take(self, *, is_promised: bool) -> tuple[Any, bool]:
-        """One for an answer, and whether no other has it; then `give` it back."""
-        with self._lock:
-            self._num_promised -= is_promised
-            if self._spare:
-                return self._spare.pop(), True
-            self._num_shared += 1
-            made = [each for each in self._made if each is not None]
-            return made[self._num_shared % len(made)], False
+            if not self._spare and len(self._made) == self._most:
+                self._num_shared += 1
+                return self._made[self._num_shared % len(self._made)], False
+            if not self._spare:
+                self._made.append(self._make())
+                return self._made[-1], True
+            return self._spare.pop(), True
 
     def give(self, matcher: Any) -> None:
         """An answer that had one to itself is over."""
         self._spare.append(matcher)  # no lock: the garbage collector calls it, anywhere
+
+    def drop_spare(self) -> None:
+        """Leave one, or those that answers have."""
+        with self._lock:
+            while self._spare and len(self._made) > 1:
+                self._made.remove(self._spare.pop())
 
 
 class _Tokens:
@@ -405,6 +346,13 @@ class _Tokens:
                 words[i], found = word & kept, True
         return found
 
+    def have_eos(self, masks: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Which of some rows of masks have one of the model's end tokens: bool [len(rows)]."""
+        found = np.zeros(len(rows), bool)
+        for i, kept in self._kept:
+            found |= masks[rows, i].view(np.uint32) & ~np.uint32(kept) != 0
+        return found
+
     def bytes_of(self, token_id: int) -> bytes:
         """What a token adds to a text."""
         of_bytes = self._tokenizer.bytes_of
@@ -413,12 +361,9 @@ class _Tokens:
 
 def _begin(matcher: Matcher) -> None:
     """Write some random tokens that may come."""
-    from llguidance.numpy import fill_next_token_bitmask
-
-    random, mask = np.random.default_rng(0), np.zeros(matcher.mask_width, np.int32)
+    random, mask = np.random.default_rng(0), np.zeros((1, len(matcher.tokens.not_eos)), np.int32)
     for _ in range(bounds.TRIAL_TOKENS):
-        fill_next_token_bitmask(matcher.inner, mask[None], 0)
-        if (error := matcher.widen(mask)) is not None:
+        if (error := matcher.fill(mask, 0)) is not None:
             raise error
         found = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         matcher.accept(int(random.choice(found)))
@@ -467,21 +412,14 @@ class Grammars:
             if self._tokens is None:
                 self._tokens = _Tokens(*self._of)
 
-    def submit(self, form: StructuredOutputs, count: int = 1) -> Future[Grammar]:
-        """`compile` for so many answers without waiting; of a grammar that is kept and has lexers
-        for them, it is done at once."""
+    def submit(
+        self, form: StructuredOutputs, ending_ids: frozenset[int], count: int = 1
+    ) -> Future[list[Matcher]]:
+        """`compile` for so many answers, which tokens `ending_ids` may end, without waiting."""
         with self._lock:
-            if (known := self._kept(form)) is None:
-                return self._start("grammars", self._compile, form, count)
-            num_more = known.lexers.promise(count)
-            promised = replace(known, promise=_Promise(known.lexers, count))
-            if num_more:
-                self._limit_lexers()
-                # Of grammars that are cheap to compile: not behind those that others wait for.
-                return self._start("lexers", self._add_lexers, promised, num_more)
-            done: Future[Grammar] = Future()
-            done.set_result(promised)
-            return done
+            # One that is kept takes little: not behind those that others wait for.
+            kind = "kept" if form in self._cache else "grammars"
+            return self._start(kind, self._matchers, form, ending_ids, count)
 
     def compile(self, form: StructuredOutputs) -> Grammar:
         """The grammar of a form.
@@ -489,7 +427,9 @@ class Grammars:
         Raises:
             GrammarError: there is none, or it takes too much.
         """
-        return self.submit(form).result()
+        with self._lock:
+            compiling = self._start("grammars", self._compiled, form)
+        return compiling.result()
 
     def begin(self, form: StructuredOutputs, ending_ids: frozenset[int]) -> None:
         """Compile a form and write the beginning of a random answer by its masks, all in threads
@@ -498,7 +438,7 @@ class Grammars:
         Raises:
             GrammarError: the form cannot be compiled, or the answer fails.
         """
-        matcher = self.compile(form).matcher(ending_ids)
+        (matcher,) = self.submit(form, ending_ids).result()
         with self._lock:
             writing = self._start("grammars", _begin, matcher)
         writing.result()
@@ -515,40 +455,42 @@ class Grammars:
         finally:
             threading.stack_size(before)
 
-    def _compile(self, form: StructuredOutputs, count: int) -> Grammar:
+    def _matchers(
+        self, form: StructuredOutputs, ending_ids: frozenset[int], count: int
+    ) -> list[Matcher]:
+        grammar = self._compiled(form)
+        made = [grammar.matcher(ending_ids) for _ in range(count)]
+        with self._lock:
+            self._limit_lexers()
+        return made
+
+    def _compiled(self, form: StructuredOutputs) -> Grammar:
         from llguidance import LLMatcher
 
         self.prepare()
         with self._lock:
-            known, tokens = self._kept(form), self._tokens
-        if known is not None:  # since this was asked
-            promised = replace(known, promise=_Promise(known.lexers, count))
-            return self._add_lexers(promised, known.lexers.promise(count))
+            if (known := self._cache.get(form)) is not None:
+                self._cache.move_to_end(form)
+                return known
+            tokens = self._tokens
         if tokens is None:
             raise RuntimeError("the tokenizer's vocabulary was not read")
         start, source = time.thread_time(), _source(form)
         make = partial(LLMatcher, tokens.inner, source, limits=_limits(), log_level=0)
         matcher = make()
         is_cheap = time.thread_time() - start < bounds.LEXER_SECONDS
-        most = bounds.LEXERS if is_cheap else 1
         first = matcher.deep_copy()
         if not first.is_error():
             _step(first)  # the dearest: here it is seen whether a step can have it
         if first.is_error():
             raise _refused(form, first.get_error())
         opening = self._of[0].encode(form.opening, add_special_tokens=False) if form.opening else ()
-        lexers = _Lexers(matcher, make, most)
-        grammar = Grammar(form, lexers, tokens, tuple(opening), _Promise(lexers, 0))
-        num_more = lexers.promise(count)
+        lexers = _Lexers(matcher, make, bounds.LEXERS if is_cheap else 1)
+        grammar = Grammar(form, lexers, tokens, tuple(opening))
         with self._lock:
             self._cache[form] = grammar
             while len(self._cache) > self._most_kept:
                 self._cache.popitem(last=False)
-            self._limit_lexers()
-        return self._add_lexers(replace(grammar, promise=_Promise(lexers, count)), num_more)
-
-    def _add_lexers(self, grammar: Grammar, count: int) -> Grammar:
-        grammar.lexers.add(count)
         return grammar
 
     def _limit_lexers(self) -> None:
@@ -561,8 +503,3 @@ class Grammars:
             total -= grammar.lexers.num_made
             grammar.lexers.drop_spare()
             total += grammar.lexers.num_made
-
-    def _kept(self, form: StructuredOutputs) -> Grammar | None:
-        if (known := self._cache.get(form)) is not None:
-            self._cache.move_to_end(form)
-        return known

@@ -1,293 +1,411 @@
-"""The masks of steps: what each answer with a grammar may go on with, made in threads.
+"""What answers may go on with, made in a process of its own (`python_command` of `main`).
 
-In the overlapped loop a step's masks are made while the host launches the step's layers and the
-device computes them (`MaskMaker.start`, then `MaskMaker.gather`). llguidance takes some 15 us for
-most masks, and 1 to 2 ms, a walk through the whole vocabulary, for some that allow many tokens:
-where a string of bounded length has room for fewer letters than a token may have. Such a state
-follows one that allows many tokens, too: these masks are made one by one, all others together.
+The process compiles grammars, matches tokens and makes masks, and shares memory with the engine,
+which sees it as `mask_process.MaskProcess`. llguidance takes some 15 us for most masks, and 1 to
+2 ms, a walk through the whole vocabulary, for some that allow many tokens: where a string of
+bounded length has room for fewer letters than a token may have. Such a state follows one that
+allows many tokens, too: these masks are made one by one in threads, all others together.
 """
 
+import gc
+import mmap
 import os
+import signal
+import socket
+import struct
+import sys
 import threading
 import time
-from collections import deque
+import traceback
+import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import Future
+from contextlib import suppress
+from enum import IntEnum
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, BinaryIO
 
+import msgspec
 import numpy as np
 
-from jpaged.structured_outputs import bounds
-from jpaged.text.grammar import GrammarError, Matcher
+from jpaged.structured_outputs import StructuredOutputs, bounds
+from jpaged.text.grammar import GrammarError, Grammars, Matcher
+from jpaged.text.tokenizer import Tokenizer
 
-Items = Sequence[tuple[Matcher, int]]
-"""Matchers, and the row of each."""
-
-Failed = list[tuple[int, GrammarError]]
-"""The places in `Items` of those that fail, and why."""
-
-_LOOK = 5e-5
-"""Seconds until those who wait for masks are asked again whether they would."""
+HEAD = struct.Struct("=BII")
+"""Of a message to the process: its `Kind`, how many answers it is of, and the bytes that follow."""
 
 _MOST_THREADS = 16
 """That make masks one by one."""
 
-_MOST_AT_ONCE = 8
-"""Of these, for one step: a few microseconds of each mask are Python's, and most are quick."""
+_MOST_TOGETHER = 8
+"""Threads of llguidance's, for masks that are made together."""
 
 _STRIDE = 64
 """Of a mask's words, each so-manieth tells whether it allows many tokens."""
 
-
-_MOST_LEFT = 0.25
-"""Of a step's rows: so many may sit it out because their masks are not there."""
-
-_LONGEST_STEP = 0.05
-"""Seconds that a step is taken to last at most, where the time between two was longer."""
+_TEXT = 2048
+"""Bytes of an error."""
 
 
-class _Job:
-    """A mask to be made, or made: row `row` of `rows`, int32 [rows, W]."""
+class Settings(msgspec.Struct, frozen=True):
+    """What the process needs: the tokenizer's folder, the width of the logits, the model's own end
+    tokens; as of `MaskMemory` the others."""
 
-    __slots__ = ("error", "is_made", "matcher", "row", "rows")
+    folder: str
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    places: int
+    mask_width: int
 
-    def __init__(self, matcher: Matcher, row: int, rows: np.ndarray):
-        self.matcher: Any = matcher  # until it is made: no cycle keeps an answer's lexer
-        self.row, self.rows, self.is_made = row, rows, False
-        self.error: GrammarError | None = None
 
-    def finish(self, error: GrammarError | None = None, *, is_suspect: bool = False) -> None:
-        """llguidance has filled the row, or this is what went wrong; a suspect may have taken too
-        long, and is made by itself the next time."""
-        if (matcher := self.matcher) is None:
-            return
-        words = self.rows[self.row]
-        self.error = error or matcher.widen(words)
-        some = words[::_STRIDE]
-        matcher.is_wide = is_suspect or 2 * int(np.count_nonzero(some)) > len(some)
-        self.matcher, self.is_made = None, True
+class Order(msgspec.Struct, frozen=True):
+    """A form to be compiled for answers at some places, which tokens `ending_ids` may end. The form
+    was checked when it was made."""
+
+    form: StructuredOutputs
+    places: list[int]
+    ending_ids: frozenset[int]
+
+
+class Kind(IntEnum):
+    """What a message to the process is."""
+
+    BEGIN = 0  # an `Order`, in JSON
+    TOKENS = (
+        1  # int32: places of answers, their rows in a step, the tokens of its rows, -1 for none
+    )
+    END = 2  # int32: places of answers that are over
+
+
+class State(IntEnum):
+    """Of an answer's place in the memory."""
+
+    FREE = 0  # no answer has it, nor will the process write to it
+    PENDING = 1  # the grammar is being compiled, or a mask made
+    MADE = 2  # the mask of its next token is there
+    STOPPED = 3  # nothing may follow
+    FAILED = 4  # why is written there
+    LOST = 5  # the process has ended
+
+
+class MaskMemory:
+    """The memory that the engine and the process share: a place an answer. Pages that nothing was
+    written to take no memory.
+
+    Place 0 is no answer's: its mask allows all. Who writes to a place: the engine while it is FREE;
+    then the process, until it is again.
+
+    Attributes:
+        counts: int64 [3]: steps whose tokens are taken in, nanoseconds that took, nanoseconds that
+            making masks together took.
+        states: int32 [places], each a `State`.
+        masks: int32 [places, W], token `32 w + j` is bit `j` of word `w`.
+
+    Args:
+        places: How many.
+        mask_width: W.
+        file: The file descriptor of the memory; None makes one.
+    """
+
+    def __init__(self, places: int, mask_width: int, file: int | None = None):
+        page = mmap.PAGESIZE
+        sizes = [page, 4 * places, _TEXT * places, 4 * mask_width * places]
+        starts = np.cumsum([0, *(-(-size // page) * page for size in sizes)]).tolist()
+        self.file = os.memfd_create("jpaged-masks") if file is None else file
+        if file is None:
+            weakref.finalize(self, os.close, self.file)
+            os.ftruncate(self.file, starts[-1])
+        memory = mmap.mmap(self.file, starts[-1])
+
+        def part(i: int, dtype: Any, *shape: int) -> np.ndarray:
+            found = np.frombuffer(memory, dtype, int(np.prod(shape)), starts[i])
+            return found.reshape(shape)
+
+        self.counts = part(0, np.int64, 3)
+        self.states = part(1, np.int32, places)
+        self._texts = part(2, np.uint8, places, _TEXT)
+        self.masks = part(3, np.int32, places, mask_width)
+        if file is None:
+            self.masks[0] = -1
+
+    def fail(self, place: int, error: BaseException) -> None:
+        """Say that an answer fails, and why."""
+        text = str(error).encode(errors="replace")[: _TEXT - 1]
+        self._texts[place, : len(text) + 1] = np.frombuffer(text + b"\0", np.uint8)
+        self.states[place] = State.FAILED
+
+    def error(self, place: int) -> GrammarError:
+        """Why an answer fails."""
+        if self.states[place] == State.LOST:
+            return GrammarError(
+                "structured_outputs: the process that compiles grammars and makes masks has ended; "
+                "it is started again for the next request: retry"
+            )
+        text = self._texts[place].tobytes().partition(b"\0")[0]
+        return GrammarError(text.decode(errors="ignore"))
+
+
+class _Answer:
+    """An answer, as the process has it."""
+
+    __slots__ = ("is_busy", "is_over", "is_wide", "matcher", "place")
+
+    def __init__(self, place: int):
+        self.place = place
+        self.matcher: Any = None  # a Matcher, as soon as the grammar is compiled
+        self.is_wide = False  # its last mask allowed many tokens
+        self.is_busy = True  # a thread will write to its place
+        self.is_over = False
 
 
 class MaskMaker:
-    """Makes the masks of one loop. Not thread-safe; the threads that it has are its own."""
+    """Matches answers and makes their masks. Its methods are called by one thread.
 
-    def __init__(self):
-        self._executor: Any = None  # llguidance's threads
-        self._singly: ThreadPoolExecutor | None = None  # make masks one by one
-        self._leader: ThreadPoolExecutor | None = None  # makes those of `start`
-        self._rows, self._num_started = np.zeros((0, 0), np.int32), 0  # of `start`, the last time
-        self._taking: Future[None] | None = None
-        self._changed = threading.Condition()
+    Args:
+        memory: Where the masks go.
+        tell: Called, by any thread, when something in it has changed.
+        num_cpus: Processors that there are; one less is used, if there are so many.
 
-    def start(self, items: Items, num_rows: int, tokens: Callable[[], np.ndarray]) -> None:
-        """Begin with the masks behind tokens that the engine has not read; before it reads them,
-        it calls `await_taken`.
-
-        Args:
-            items: Answers that get a token, and the row of each among `tokens`.
-            num_rows: Rows of the step that samples them, and probably of the next one.
-            tokens: Waits for that step's tokens: int [num_rows].
-        """
-        if not items:
-            return
-        if self._leader is None:
-            self._leader = ThreadPoolExecutor(1, thread_name_prefix="jpaged-masks")
-        rows = self._rows = _all_ones(num_rows, items)
-        jobs = [_Job(matcher, row, rows) for matcher, row in items]
-        self._num_started = len(jobs)
-        for job, (matcher, _) in zip(jobs, items, strict=True):
-            matcher.mask_ahead = job
-        self._taking = Future()
-        _submit(self._leader, self._lead, jobs, tokens, self._taking)
-
-    def await_taken(self) -> None:
-        """Wait until the matchers have taken in the tokens that `start` waits for."""
-        if self._taking is not None:
-            self._taking.result()
-            self._taking = None
-
-    def gather(
-        self, items: Items, num_rows: int, may_leave: Callable[[Sequence[int]], bool] | None
-    ) -> tuple[np.ndarray, Failed, list[int]]:
-        """The masks of a step, those that were started and others.
-
-        Args:
-            items: Its answers with grammars.
-            num_rows: Its rows.
-            may_leave: Whether to wait no longer for those at some places in `items`; asked now and
-                then. None: all are waited for.
-
-        Returns:
-            int32 [num_rows, W], token `32 w + j` is bit `j` of word `w`, all ones in other rows;
-            the places in `items` of those that fail, and why; and of those that were left. Rows of
-            the last hold anything; they are gathered again with a later step, until which their
-            matchers accept nothing.
-        """
-        masks, self._rows = self._rows, np.zeros((0, 0), np.int32)
-        known: list[_Job | None] = [matcher.mask_ahead for matcher, _ in items]
-        in_place = [
-            job is not None and job.rows is masks and job.row == row
-            for job, (_, row) in zip(known, items, strict=True)
-        ]
-        if len(masks) != num_rows or sum(in_place) != self._num_started:
-            masks = _all_ones(num_rows, items)  # threads may write to the old ones yet
-        jobs = [
-            job or _Job(matcher, row, masks)
-            for job, (matcher, row) in zip(known, items, strict=True)
-        ]
-        self._make([job for job, old in zip(jobs, known, strict=True) if old is None])
-        late = self._await(jobs, may_leave)
-        failed: Failed = []
-        for i, (job, (matcher, row)) in enumerate(zip(jobs, items, strict=True)):
-            matcher.mask_ahead = job if i in late else None
-            if i in late:
-                continue
-            if job.error is not None:
-                failed.append((i, job.error))
-            if job.rows is not masks:
-                masks[row] = job.rows[job.row]
-        return masks, failed, late
-
-    def _lead(
-        self, jobs: list[_Job], tokens: Callable[[], np.ndarray], taken: Future[None]
-    ) -> None:
-        """What `start` starts."""
-        try:
-            found = tokens().tolist()
-            # Below 0: no token could be sampled.
-            self._take_in([(it.matcher, found[it.row]) for it in jobs if found[it.row] >= 0])
-            taken.set_result(None)
-            self._make(jobs)
-        # A panic in Rust is no Exception. If it is the step that failed, the engine learns it, too.
-        except BaseException as error:
-            if not taken.done():
-                taken.set_result(None)
-            self._fail([job for job in jobs if not job.is_made], error)
-
-    def _take_in(self, items: Items) -> None:
-        """Let matchers accept tokens ahead."""
-        matched = [(it, token) for it, token in items if it.is_matched(token)]
-        for matcher, token in items if len(matched) < len(items) else ():
-            if not matcher.is_matched(token):
-                matcher.accept_ahead(token)
-        if matched:
-            inner = [(it.inner, token) for it, token in matched]
-            allowed = self._threads_of_llguidance().consume_token_par(inner)
-            for (matcher, token), is_allowed in zip(matched, allowed, strict=True):
-                matcher.note_consumed(token, is_allowed)
-
-    def _make(self, jobs: Sequence[_Job]) -> None:
-        """Make masks: those that are likely to be quick at once, the others in threads."""
-        slow = [job for job in jobs if job.matcher.is_wide]
-        quick = [job for job in jobs if not job.matcher.is_wide] if slow else jobs
-        if slow:
-            if self._singly is None:
-                self._singly = ThreadPoolExecutor(_num_threads(), thread_name_prefix="jpaged-mask")
-            queue = deque(slow)
-            for _ in range(min(len(slow), _MOST_AT_ONCE)):
-                _submit(self._singly, self._make_singly, queue)
-        start = time.perf_counter()
-        self._fill_together(quick)
-        # Some answer may take too long. Which one is seen the next time.
-        is_suspect = time.perf_counter() - start > bounds.MASK_SECONDS
-        for job in quick:
-            job.finish(is_suspect=is_suspect)
-        self._tell()
-
-    def _fill_together(self, jobs: Sequence[_Job]) -> None:
-        from llguidance.numpy import fill_next_token_bitmask_par
-
-        bound = [(job.matcher.inner, job.row) for job in jobs if not job.matcher.is_free]
-        if bound:
-            fill_next_token_bitmask_par(self._threads_of_llguidance(), bound, jobs[0].rows)
-
-    def _threads_of_llguidance(self) -> Any:
-        from llguidance import LLExecutor
-
-        if self._executor is None:
-            self._executor = LLExecutor()
-        return self._executor
-
-    def _make_singly(self, queue: deque[_Job]) -> None:
-        """Make masks one by one; some that take a processor too long fail."""
-        from llguidance.numpy import fill_next_token_bitmask
-
-        while queue:
-            try:
-                job = queue.popleft()
-            except IndexError:  # another thread has it
-                return
-            start = time.thread_time()
-            try:
-                if not job.matcher.is_free:
-                    fill_next_token_bitmask(job.matcher.inner, job.rows, job.row)
-                is_slow = time.thread_time() - start > bounds.MASK_SECONDS
-                job.finish(job.matcher.too_slow() if is_slow else None)
-                self._tell()
-            except BaseException as error:  # as in `_lead`
-                self._fail([job], error)
-
-    def _fail(self, jobs: Sequence[_Job], error: BaseException) -> None:
-        """End what waits for masks that cannot be made."""
-        for job in jobs:
-            job.finish(GrammarError(f"structured_outputs: no mask could be made: {error}"))
-        self._tell()
-
-    def _tell(self) -> None:
-        with self._changed:
-            self._changed.notify()
-
-    def _await(
-        self, jobs: Sequence[_Job], may_leave: Callable[[Sequence[int]], bool] | None
-    ) -> list[int]:
-        """Wait for masks; the places of those that were left."""
-        with self._changed:
-            while late := [i for i, job in enumerate(jobs) if not job.is_made]:
-                if may_leave is not None and may_leave(late):
-                    return late
-                self._changed.wait(None if may_leave is None else _LOOK)
-        return []
-
-
-class Patience:
-    """How long a step waits for some rows' masks.
-
-    As long as the host has just waited for the device, which is then ahead of it as much less. And
-    longer by as large a share of a step as these rows are of its rows: then the waiting has cost
-    all rows what those lose that sit it out.
+    Attributes:
+        answers: By their places.
     """
 
-    def __init__(self):
-        self._began = self._step_began = time.perf_counter()
-        self._slack = self._step_seconds = 0.0
+    def __init__(self, memory: MaskMemory, tell: Callable[[], None], num_cpus: int):
+        from llguidance import LLExecutor
 
-    def begin(self, slack: float) -> None:
-        """A step begins to wait; so many seconds the host has waited for the device."""
-        self._began, self._slack = time.perf_counter(), slack
+        self._memory, self._tell = memory, tell
+        self.answers: dict[int, _Answer] = {}
+        self._lock = threading.Lock()  # for what threads and `end` both look at
+        self._executor = LLExecutor(max(1, min(_MOST_TOGETHER, num_cpus - 1)))
+        self._alone: SimpleQueue[_Answer] = SimpleQueue()  # whose masks are made one by one
+        for _ in range(max(2, min(_MOST_THREADS, num_cpus - 1))):
+            threading.Thread(target=self._make_alone, daemon=True).start()
 
-    def is_over(self, share: float) -> bool:
-        """Whether a share of the rows is not waited for any more."""
-        seconds = self._slack + share * self._step_seconds
-        return share <= _MOST_LEFT and time.perf_counter() - self._began >= seconds
+    def begin(self, places: Sequence[int], compiled: Future[list[Matcher]]) -> None:
+        """Have answers at some places, whose matchers are being compiled."""
+        answers = [_Answer(place) for place in places]
+        self.answers |= {it.place: it for it in answers}
+        compiled.add_done_callback(partial(self._give_matchers, answers))
 
-    def note_step(self) -> None:
-        """The step does not wait any more."""
-        now = time.perf_counter()
-        self._step_seconds = min(now - self._step_began, _LONGEST_STEP)
-        self._step_began = now
+    def take(self, places: np.ndarray, tokens: np.ndarray) -> None:
+        """Take in a token each of some answers, below 0 for none, and make the masks behind them.
+
+        Args:
+            places, tokens: int32 [n].
+        """
+        start, states = time.perf_counter_ns(), self._memory.states
+        answers = self.answers  # without those that a process before this one lost
+        pairs = zip(places.tolist(), tokens.tolist(), strict=True)
+        items = [(answers[it], token) for it, token in pairs if token >= 0 and it in answers]
+        together = [item for item in items if item[0].matcher.is_matched(item[1])]
+        errors: dict[int, BaseException] = {}
+        for answer, token in items if len(together) < len(items) else ():
+            if not answer.matcher.is_matched(token):
+                try:
+                    answer.matcher.accept(token)
+                except BaseException as error:  # a panic in Rust is no Exception
+                    errors[answer.place] = error
+        if together:
+            errors |= self._consume(together)
+        left = [answer for answer, _ in items if answer.place not in errors]
+        for place, error in errors.items():
+            self._fail(self.answers[place], error)
+        found = [State.STOPPED if it.matcher.is_stopped else State.PENDING for it in left]
+        states[[it.place for it in left]] = found
+        taken = time.perf_counter_ns()
+        self._memory.counts[:2] += 1, taken - start
+        self._tell()
+        self._make([it for it in left if not it.matcher.is_stopped])
+        self._memory.counts[2] += time.perf_counter_ns() - taken
+
+    def end(self, places: np.ndarray) -> None:
+        """Some answers are over; their places are FREE as soon as no thread writes to them."""
+        for place in places.tolist():
+            answer = self.answers.pop(place, None)
+            with self._lock:
+                if answer is None or not answer.is_busy:
+                    self._memory.states[place] = State.FREE
+                else:
+                    answer.is_over = True
+
+    def _consume(self, items: Sequence[tuple[_Answer, int]]) -> dict[int, BaseException]:
+        """Let llguidance take in tokens; what went wrong, by places."""
+        try:
+            inner = [(answer.matcher.inner, token) for answer, token in items]
+            allowed = self._executor.consume_token_par(inner)
+            found = [
+                (answer.place, answer.matcher.outcome(is_allowed))
+                for (answer, _), is_allowed in zip(items, allowed, strict=True)
+            ]
+        except BaseException as error:
+            return {answer.place: error for answer, _ in items}
+        return {place: error for place, error in found if error is not None}
+
+    def _make(self, answers: Sequence[_Answer]) -> None:
+        """Make masks: those that are likely to be quick together, the others in threads."""
+        quick = [it for it in answers if not it.is_wide]
+        for answer in answers if len(quick) < len(answers) else ():
+            if answer.is_wide:
+                answer.is_busy = True
+                self._alone.put(answer)
+        if not quick:
+            return
+        start = time.perf_counter()
+        try:
+            errors = self._fill_together(quick)
+        except BaseException as error:
+            errors = {answer.place: error for answer in quick}
+        # Some answer may take too long. Which one is seen the next time.
+        if time.perf_counter() - start > bounds.MASK_SECONDS:
+            for answer in quick:
+                answer.is_wide = True
+        for answer in quick:
+            if answer.place in errors:
+                self._fail(answer, errors[answer.place])
+        made = [it.place for it in quick if it.place not in errors]
+        self._memory.states[made] = State.MADE
+        self._tell()
+
+    def _fill_together(self, answers: Sequence[_Answer]) -> dict[int, BaseException]:
+        """Write the masks of some answers; what went wrong, by places."""
+        from llguidance.numpy import fill_next_token_bitmask_par
+
+        masks, places = self._memory.masks, np.array([it.place for it in answers])
+        bound = [(it.matcher.inner, it.place) for it in answers if not it.matcher.is_free]
+        if bound:
+            fill_next_token_bitmask_par(self._executor, bound, masks)
+        errors: dict[int, BaseException] = {}
+        have_eos = answers[0].matcher.tokens.have_eos(masks, places).tolist()
+        for answer, has_eos in zip(answers, have_eos, strict=True):
+            matcher: Matcher = answer.matcher
+            if has_eos or not matcher.is_begun or matcher.inner.is_error():  # few
+                error = matcher.widen(masks[answer.place])
+                if error is not None:
+                    errors[answer.place] = error
+        some = masks[:, ::_STRIDE][places]
+        are_wide = 2 * np.count_nonzero(some, axis=1) > some.shape[1]
+        for answer, is_wide in zip(answers, are_wide.tolist(), strict=True):
+            answer.is_wide = is_wide
+        return errors
+
+    def _give_matchers(self, answers: Sequence[_Answer], compiled: Future[list[Matcher]]) -> None:
+        """The grammar of some answers is compiled, or cannot be: their first masks follow."""
+        if (error := compiled.exception()) is not None:
+            for answer in answers:
+                self._settle(answer, error)
+            return
+        for answer, matcher in zip(answers, compiled.result(), strict=True):
+            answer.matcher = matcher
+            self._alone.put(answer)
+
+    def _make_alone(self) -> None:
+        """Make masks one by one; some that take a processor too long fail."""
+        masks = self._memory.masks
+        while True:
+            answer = self._alone.get()
+            start = time.thread_time()
+            try:
+                error = answer.matcher.fill(masks, answer.place)
+                is_slow = time.thread_time() - start > bounds.MASK_SECONDS
+                if is_slow and answer.is_wide:  # not where it is the first
+                    error = answer.matcher.too_slow()
+                some = masks[answer.place, ::_STRIDE]
+                answer.is_wide = is_slow or bool(2 * np.count_nonzero(some) > len(some))
+            except BaseException as found:
+                error = found
+            self._settle(answer, error)
+            answer = error = None  # no thread that waits keeps an answer's lexer
+
+    def _settle(self, answer: _Answer, error: BaseException | None) -> None:
+        """A thread has done with an answer."""
+        with self._lock:
+            answer.is_busy = False
+            if answer.is_over:
+                self._memory.states[answer.place] = State.FREE
+            elif error is None:
+                self._memory.states[answer.place] = State.MADE
+            else:
+                self._fail(answer, error)
+        self._tell()
+
+    def _fail(self, answer: _Answer, error: BaseException) -> None:
+        if not isinstance(error, GrammarError) and answer.matcher is not None:
+            error = answer.matcher.failed(error)
+        self._memory.fail(answer.place, error)
 
 
-def _all_ones(num_rows: int, items: Items) -> np.ndarray:
-    return np.full((num_rows, items[0][0].mask_width), -1, np.int32)
+def frame(kind: Kind, content: bytes, count: int = 0) -> bytes:
+    """A message to the process, of so many answers."""
+    return HEAD.pack(kind, count, len(content)) + content
 
 
-def _submit(threads: ThreadPoolExecutor, work: Callable[..., None], *args: Any) -> None:
-    """Have some work done in a thread."""
+def main(line: int, file: int) -> None:
+    """Do what the engine says over a socket, until it is gone. Never returns.
+
+    The first message is the `Settings`, in JSON. Back comes a byte whenever something in the memory
+    has changed.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the engine's, which may drain first
+    sys.setswitchinterval(0.0005)  # masks wait no longer for the Python of threads that compile
+    with suppress(OSError):  # where memory is short, rather this process than the engine's
+        Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")
+    sock = socket.socket(fileno=line)
+
+    def tell() -> None:
+        with suppress(OSError):  # the engine has gone, or has enough bytes to read
+            sock.send(b"!", socket.MSG_DONTWAIT)
+
     try:
-        threads.submit(work, *args)
-    except RuntimeError:  # the interpreter ends, but some thread goes on: pools take no more
-        work(*args)
+        _obey(sock.makefile("rb"), file, tell)
+    except EOFError:  # the engine has no use for this process, or is gone
+        pass
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)  # threads may be at work
 
 
-def _num_threads() -> int:
-    return max(2, min(_MOST_THREADS, len(os.sched_getaffinity(0)) - 1))
+def _obey(messages: BinaryIO, file: int, tell: Callable[[], None]) -> None:
+    """Do what messages say, to their end."""
+    settings = msgspec.json.decode(_receive(messages)[-1], type=Settings)
+    memory = MaskMemory(settings.places, settings.mask_width, file)
+    submit = _compiler(settings)
+    orders = msgspec.json.Decoder(Order)
+    maker = MaskMaker(memory, tell, len(os.sched_getaffinity(0)))
+    gc.collect()
+    gc.freeze()  # the vocabulary is not walked through again
+    while True:
+        kind, count, content = _receive(messages)
+        if kind == Kind.TOKENS:
+            found = np.frombuffer(content, np.int32)
+            maker.take(found[:count], found[2 * count :][found[count : 2 * count]])
+        elif kind == Kind.END:
+            maker.end(np.frombuffer(content, np.int32))
+        else:
+            it = orders.decode(content)
+            maker.begin(it.places, submit(it.form, it.ending_ids, len(it.places)))
+
+
+def _compiler(settings: Settings) -> Callable[..., Future[list[Matcher]]]:
+    """`Grammars.submit`, with the tokenizer loaded once more."""
+    try:
+        tokenizer = Tokenizer.from_folder(Path(settings.folder))
+    except Exception as error:
+        failed: Future[list[Matcher]] = Future()
+        where = f"from {settings.folder!r} again"
+        words = f"structured_outputs: no tokenizer could be loaded {where}: {error}"
+        failed.set_exception(GrammarError(words))
+        return lambda *_: failed
+    return Grammars(tokenizer, settings.vocab_size, settings.eos_token_ids).submit
+
+
+def _receive(messages: BinaryIO) -> tuple[int, int, bytes]:
+    """The next message: what it is, of how many answers; EOFError at the end."""
+    head = messages.read(HEAD.size)
+    if len(head) < HEAD.size:
+        raise EOFError
+    kind, count, size = HEAD.unpack(head)
+    return kind, count, messages.read(size)

@@ -54,7 +54,7 @@ def test_masks_and_speeds(engine: Engine):
 
 
 def test_every_part_of_the_host_is_counted(engine: Engine):
-    of_masks = {"masks", "thread_tokens", "thread_accept", "thread_masks"}
+    of_masks = {"masks", "start", "thread_tokens", "process_accept", "process_masks"}
     for row in structured.parts(engine, SIZE):
         assert {it for it in of_masks if row[it] > 0} == (
             set() if row["case"] in WITHOUT else of_masks

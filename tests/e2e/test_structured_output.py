@@ -2,22 +2,26 @@
 and those of others are what they were."""
 
 import json
+import os
 import random
 import re
+import signal
 import time
-from concurrent.futures import Future
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import jax
 import jsonschema
 import pytest
-from e2e_options import ANSWER, GREEDY, LOOPS, QUESTION, Engines, run
+from e2e_options import ANSWER, GREEDY, LOOPS, QUESTION, SMALL, Engines, run
 
 from jpaged import Engine, SamplingParams, StructuredOutputs
 from jpaged.core.request import Sequence
 from jpaged.core.scheduler import Scheduler
 from jpaged.runtime.results import StepHandle
-from jpaged.text.grammar import Grammar, GrammarError, Grammars, Matcher
+from jpaged.text.mask_process import Constraint, MaskProcess
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -202,24 +206,26 @@ def test_a_stream_joins_to_the_answer(engine: Engine):
 # Grammars that are not ready, or fail
 
 
-SUBMIT = Grammars.submit
-"""As it is without `held`."""
-
-
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> list[Future]:
-    """The grammars that are asked for and never compiled, unless the test does."""
-    futures: list[Future] = []
+def held(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Grammars that are asked for are not compiled until this is called."""
+    is_ready, wait, is_held = Constraint.is_ready, Constraint.wait, True
 
-    def submit(self: Grammars, form: StructuredOutputs, count: int) -> Future:
-        futures.append(Future())
-        return futures[-1]
+    def wait_unless_held(self: Constraint, seconds: float | None = None) -> None:
+        if not is_held:
+            wait(self, seconds)
 
-    monkeypatch.setattr(Grammars, "submit", submit)
-    return futures
+    def release() -> None:
+        nonlocal is_held
+        is_held = False
+
+    own = property(lambda self: not is_held and is_ready.__get__(self))
+    monkeypatch.setattr(Constraint, "is_ready", own)
+    monkeypatch.setattr(Constraint, "wait", wait_unless_held)
+    return release
 
 
-def test_others_go_on_while_a_grammar_is_compiled(engine: Engine, held: list[Future]):
+def test_others_go_on_while_a_grammar_is_compiled(engine: Engine, held: Callable[[], None]):
     params = SamplingParams(structured_outputs=DATE, seed=1, max_tokens=60)
     late = engine.add_request(QUESTION, params)
     with pytest.raises(ValueError, match="in use"):
@@ -233,38 +239,34 @@ def test_others_go_on_while_a_grammar_is_compiled(engine: Engine, held: list[Fut
     assert late not in last
     assert engine.has_unfinished_requests
     assert engine.step() == []
-    held[0].set_result(_compiled(engine, DATE))
+    held()
     text = run(engine)[late].outputs[0].text
     assert re.fullmatch(r"[0-9]{4}-[0-9]{2}-[0-9]{2}", text)
 
 
-def _compiled(engine: Engine, form: StructuredOutputs) -> Grammar:
-    assert engine.tokenizer is not None
-    grammars = Grammars(engine.tokenizer, engine.vocab_size, engine_eos(engine))
-    return SUBMIT(grammars, form).result()
-
-
-def test_a_request_may_go_while_its_grammar_is_compiled(engine: Engine, held: list[Future]):
+def test_a_request_may_go_while_its_grammar_is_compiled(engine: Engine, held: Callable[[], None]):
     name = engine.add_request(QUESTION, SamplingParams(structured_outputs=DATE))
     engine.step()
     engine.abort(name)
     assert not engine.has_unfinished_requests
     assert engine.stats().num_waiting == 0
-    held[0].set_result(_compiled(engine, DATE))
+    held()
     assert engine.step() == []
 
 
 def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(
-    engine: Engine, held: list[Future]
+    engine: Engine, held: Callable[[], None]
 ):
-    victim = engine.add_request(QUESTION, SamplingParams(structured_outputs=DATE, n=2))
+    bad = StructuredOutputs(regex="(a")
+    victim = engine.add_request(QUESTION, SamplingParams(structured_outputs=bad, n=2))
     other = engine.add_request(QUESTION, GREEDY)
-    held[0].set_exception(GrammarError("structured_outputs.regex is none"))
+    engine.step()
+    held()
     while engine.has_work:
         engine.advance()
     told = {delta.request_id: delta for delta in engine.take_deltas()}
     assert told[victim].finished
-    assert told[victim].error == "structured_outputs.regex is none"
+    assert (told[victim].error or "").startswith("structured_outputs.regex cannot be enforced")
     assert {own.finish_reason for own in told[victim].deltas} == {"error"}
     assert told[other].finished
     assert told[other].error is None
@@ -281,7 +283,7 @@ def test_generate_refuses_a_grammar_that_cannot_be_compiled_before_any_starts(en
 
 
 def test_a_request_that_never_fits_is_refused_before_its_grammar_is_compiled(
-    engine: Engine, held: list[Future]
+    engine: Engine, held: Callable[[], None]
 ):
     too_long = [5] * engine.runtime_config.max_model_len
     with pytest.raises(ValueError, match="max_model_len"):
@@ -289,37 +291,108 @@ def test_a_request_that_never_fits_is_refused_before_its_grammar_is_compiled(
     assert not engine.has_unfinished_requests
 
 
-@pytest.mark.parametrize("where", ["masking", "accepting"])
-def test_a_grammar_that_fails_ends_its_request_alone(
+AMBIGUOUS = StructuredOutputs(
+    grammar='start: a\na: "x" a "x" | "x" | a a | "x" a a | a a a a',
+)
+"""What a token costs grows with those before it."""
+
+
+def test_a_grammar_that_fails_later_ends_its_request_alone(engine: Engine):
+    params = SamplingParams(structured_outputs=FORMS["json"], seed=1, max_tokens=120)
+    expected = engine.generate(QUESTION, params)[0].outputs[0].text
+    bad = SamplingParams(structured_outputs=AMBIGUOUS, max_tokens=220, ignore_eos=True)
+    victim, own, free = (engine.add_request(QUESTION, it) for it in (bad, params, GREEDY))
+    told: dict[str, Any] = {}
+    while engine.has_work:
+        engine.advance()
+        told |= {it.request_id: it for it in engine.take_deltas() if it.finished}
+    error = told[victim].error or ""
+    assert error.startswith("structured_outputs.grammar cannot be enforced"), error
+    assert (told[own].error, told[free].error) == (None, None)
+    assert expected == engine.generate(QUESTION, params)[0].outputs[0].text
+
+
+@pytest.mark.parametrize("where", ["gather", "await_taken"])
+def test_one_that_fails_at_any_place_ends_its_request_alone(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str
 ):
+    """The process says so when a token is taken in, or with the mask behind it."""
     params = SamplingParams(structured_outputs=FORMS["json"], seed=1, max_tokens=120)
     expected = engine.generate(QUESTION, params)[0].outputs[0].text
     names = [engine.add_request(QUESTION, params) for _ in range(2)]
     free = engine.add_request(QUESTION, GREEDY)
     for _ in range(5):
         engine.step()
-    widen, accept = Matcher.widen, Matcher.accept
-    victim: Matcher | None = None
-    error = GrammarError("too complex")
+    gather, await_taken, victim = MaskProcess.gather, MaskProcess.await_taken, list[Any]()
+    error = ValueError("too complex")
 
-    def widen_but_one(self: Matcher, mask: Any) -> Any:
-        nonlocal victim
-        victim = victim or self  # of the first request
-        return error if self is victim and where == "masking" else widen(self, mask)
+    def gather_but_one(self: MaskProcess, items: Any, *args: Any) -> Any:
+        victim.append(items[0][0])  # of one of the first two requests
+        masks, failed, late = gather(self, items, *args)
+        own = [i for i, (it, _) in enumerate(items) if it is victim[0] and where == "gather"]
+        return masks, [*failed, *((i, error) for i in own)], late
 
-    def accept_but_one(self: Matcher, token_id: int) -> None:
-        if self is victim:
-            raise error
-        accept(self, token_id)
+    def take_but_one(self: MaskProcess) -> Any:
+        over = await_taken(self)
+        if not victim or where == "gather":
+            return over
+        victim[0].error = error
+        return over | {victim[0]}
 
-    monkeypatch.setattr(Matcher, "widen", widen_but_one)
-    if where == "accepting":
-        monkeypatch.setattr(Matcher, "accept", accept_but_one)
+    monkeypatch.setattr(MaskProcess, "gather", gather_but_one)
+    monkeypatch.setattr(MaskProcess, "await_taken", take_but_one)
     last = run(engine)
-    assert last[names[0]].outputs[0].finish_reason == "error"
-    assert last[names[1]].outputs[0].text == expected
+    ended = {last[it].outputs[0].finish_reason: last[it].outputs[0].text for it in names}
+    assert ended.keys() == {"error", "stop"}
+    assert ended["stop"] == expected
     assert last[free].outputs[0].text == ANSWER
+
+
+def mask_processes() -> list[int]:
+    """Of this process's children, those that make masks."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            is_own = parent == os.getpid() and "text.masks" in (folder / "cmdline").read_text()
+            found += [int(folder.name)] if is_own else []
+    return found
+
+
+def test_a_process_that_is_killed_ends_requests_with_grammars_alone(engine: Engine):
+    params = SamplingParams(structured_outputs=FORMS["json"], seed=1, max_tokens=120)
+    expected = engine.generate(QUESTION, params)[0].outputs[0].text
+    for num_steps in (0, 1, 5, 6):
+        names = [engine.add_request(QUESTION, it) for it in (params, GREEDY, params)]
+        for _ in range(num_steps):
+            engine.step()
+        for pid in mask_processes():  # of engines that are kept, too
+            os.kill(pid, signal.SIGKILL)
+        told: dict[str, Any] = {}
+        while engine.has_work:
+            engine.advance()
+            told |= {it.request_id: it for it in engine.take_deltas() if it.finished}
+        errors = [told[it].error for it in names]
+        assert errors[1] is None
+        for error in errors[::2]:
+            assert re.match("structured_outputs: the process .* has ended.* retry", error or "")
+        engine.check_integrity()
+        assert engine.stats().num_free_blocks == engine.stats().num_blocks
+        assert engine.generate(QUESTION, params)[0].outputs[0].text == expected
+
+
+def test_there_is_no_process_before_the_first_grammar_and_it_ends_with_the_engine(
+    compilation_cache: Path,
+):
+    others = mask_processes()
+    options = {**SMALL, "num_blocks": 33, "max_num_seqs": 2, "max_model_len": 96}
+    engine = Engine(compilation_cache_dir=compilation_cache, **options)
+    engine.generate(QUESTION, GREEDY)
+    assert mask_processes() == others
+    engine.generate(QUESTION, SamplingParams(structured_outputs=DATE, seed=1))
+    (pid,) = {*mask_processes()} - {*others}
+    del engine
+    assert pid not in mask_processes()
 
 
 @pytest.mark.parametrize("mode", [*LOOPS])
@@ -351,13 +424,18 @@ def test_rows_that_cannot_be_computed_again_are_waited_for(
 
 def make_late(monkeypatch: pytest.MonkeyPatch, chance: float) -> list[Sequence]:
     """Let masks take long; gives the sequences whose rows sit a step out, as they do."""
-    widen, put_back = Matcher.widen, Scheduler.put_back
+    gather, put_back = MaskProcess.gather, Scheduler.put_back
     rng, left = random.Random(1), list[Sequence]()
 
-    def widen_late(self: Matcher, mask: Any) -> Any:
-        if rng.random() < chance:
-            time.sleep(0.03)
-        return widen(self, mask)
+    def gather_late(self: MaskProcess, items: Any, num_rows: int, may_leave: Any) -> Any:
+        masks, failed, late = gather(self, items, num_rows, None)
+        late = [i for i in range(len(items)) if rng.random() < chance]
+        until = time.perf_counter() + 0.03
+        while late and may_leave is not None and time.perf_counter() < until:
+            if may_leave(late):
+                masks[[items[i][1] for i in late]] = 0
+                return masks, failed, late
+        return masks, failed, []
 
     def noted(self: Scheduler, plan: Any, rows: Any) -> Any:
         left.extend(plan.scheduled[i].sequence for i in rows)
@@ -366,9 +444,7 @@ def make_late(monkeypatch: pytest.MonkeyPatch, chance: float) -> list[Sequence]:
         self.check_integrity()
         return plan
 
-    monkeypatch.setattr(Matcher, "widen", widen_late)
-    always = property(lambda _: True, lambda *_: None)
-    monkeypatch.setattr(Matcher, "is_wide", always, raising=False)
+    monkeypatch.setattr(MaskProcess, "gather", gather_late)
     monkeypatch.setattr(Scheduler, "put_back", noted)
     return left
 

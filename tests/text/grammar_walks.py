@@ -8,13 +8,11 @@ import numpy as np
 from jpaged import StructuredOutputs, Tokenizer
 from jpaged.config import EMBEDDED_MODEL
 from jpaged.text.grammar import Grammars, Matcher
-from jpaged.text.masks import MaskMaker
 
 TOKENIZER = Tokenizer.from_folder(Path(EMBEDDED_MODEL))
 VOCAB_SIZE = len(TOKENIZER) + 40  # wider than the tokenizer, as many models' logits
 EOS = TOKENIZER.eos_token_id or 0
 GRAMMARS = Grammars(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
-MASKS = MaskMaker()
 ENDING = frozenset({EOS})
 CLOSING = set(b'"}]')
 
@@ -25,10 +23,9 @@ def matcher_of(form: StructuredOutputs, ending: frozenset[int] = ENDING) -> Matc
 
 def allowed(matcher: Matcher, size: int = VOCAB_SIZE) -> set[int]:
     """What may follow; the answer's error, if there is one, is raised."""
-    masks, failed, _ = MASKS.gather([(matcher, 0)], 1, None)
-    for _, error in failed:
+    masks = np.zeros((1, -(-size // 32)), np.int32)
+    if (error := matcher.fill(masks, 0)) is not None:
         raise error
-    assert masks.shape == (1, -(-size // 32))
     bits = np.unpackbits(masks.view(np.uint8), bitorder="little")
     return set(np.flatnonzero(bits).tolist())
 

@@ -3,18 +3,14 @@
 import json
 import re
 import threading
-import time
 from typing import Any
 
 import jsonschema
-import llguidance.numpy
-import numpy as np
 import pytest
 from grammar_walks import (
     ENDING,
     EOS,
     GRAMMARS,
-    MASKS,
     TOKENIZER,
     VOCAB_SIZE,
     accepts,
@@ -24,7 +20,6 @@ from grammar_walks import (
 )
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
-from llguidance.numpy import fill_next_token_bitmask
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
@@ -33,7 +28,6 @@ from jpaged import StructuredOutputs, Tokenizer
 from jpaged.structured_outputs import bounds
 from jpaged.text import grammar as grammar_module
 from jpaged.text.grammar import MAX_CACHED, GrammarError, Grammars
-from jpaged.text.masks import MaskMaker
 
 WORD = {"type": "string", "maxLength": 6}
 SCHEMAS: dict[str, Any] = {
@@ -374,7 +368,7 @@ def test_what_no_grammar_can_be_is_refused_by_its_field(form: dict[str, Any], me
     with pytest.raises(GrammarError, match=message):
         GRAMMARS.compile(asked)
     with pytest.raises(GrammarError, match=message):
-        GRAMMARS.submit(asked).result(10)
+        GRAMMARS.submit(asked, ENDING).result(10)
 
 
 def test_what_costs_too_much_is_refused_before_a_step_has_it():
@@ -420,17 +414,6 @@ def test_a_token_that_may_not_follow_is_an_error():
         allowed(matcher)
 
 
-def test_one_that_fails_spoils_no_other_row():
-    good, bad = (matcher_of(StructuredOutputs(choice=["a"])) for _ in range(2))
-    with pytest.raises(GrammarError):
-        bad.accept(TOKENIZER.encode("b", add_special_tokens=False)[0])
-    masks, ((index, _),), _ = MASKS.gather([(bad, 0), (good, 2)], 3, None)
-    assert index == 0
-    assert (masks[1] == -1).all()
-    (token,) = np.flatnonzero(np.unpackbits(masks[2].view(np.uint8), bitorder="little")).tolist()
-    assert TOKENIZER.decode([token]) == "a"
-
-
 @pytest.mark.parametrize("more", range(33))
 def test_an_answer_is_begun_with_any_number_of_tokens(more: int):
     """Masks have a word more than llguidance's own, or one less."""
@@ -438,30 +421,6 @@ def test_an_answer_is_begun_with_any_number_of_tokens(more: int):
     grammars.begin(StructuredOutputs(regex="[ab]{1,30}"), ENDING)
     with pytest.raises(GrammarError, match="regex cannot be enforced"):
         grammars.begin(StructuredOutputs(regex="(a"), ENDING)
-
-
-def test_a_mask_that_takes_too_long_ends_its_answer(monkeypatch: pytest.MonkeyPatch):
-    """Whose it was is seen at the next one; a free passage takes no time."""
-    maker = MaskMaker()
-    free, slow = (
-        matcher_of(it)
-        for it in (StructuredOutputs(regex="a").behind("x"), StructuredOutputs(regex="[a-c]*"))
-    )
-    monkeypatch.setattr(bounds, "MASK_SECONDS", 1e-9)
-    items = [(free, 0), (slow, 1)]
-    assert maker.gather(items, 2, None)[1] == []
-    spent = threading.local()
-
-    def fill(*args: Any) -> None:
-        fill_next_token_bitmask(*args)
-        spent.seconds = getattr(spent, "seconds", 0.0) + 1.0
-
-    monkeypatch.setattr(llguidance.numpy, "fill_next_token_bitmask", fill)
-    monkeypatch.setattr(time, "thread_time", lambda: getattr(spent, "seconds", 0.0))
-    _, ((index, error),), _ = maker.gather(items, 2, None)
-    assert index == 1
-    assert "regex cannot be enforced: a token took more than" in str(error)
-    assert maker.gather(items[:1], 2, None)[1] == []
 
 
 def sentencepiece_like() -> Tokenizer:
@@ -539,7 +498,6 @@ def test_grammars_are_kept_up_to_a_bound():
     first = grammars.compile(forms[0])
     again = StructuredOutputs(choice=["a0"])
     assert grammars.compile(again).lexers is first.lexers
-    assert grammars.submit(forms[0]).result(10).lexers is first.lexers
     for form in forms[1:]:
         grammars.compile(form)
     assert grammars.compile(forms[0]).lexers is not first.lexers
@@ -554,57 +512,40 @@ def test_matchers_of_one_grammar_go_their_own_ways():
     assert allowed(other) == {a, b}
 
 
-def test_an_answer_has_a_lexer_to_itself_and_leaves_it_to_the_next():
+def test_an_answer_has_a_lexer_to_itself_and_leaves_it_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+):
     """llguidance's copies of a matcher share a lock, with which one mask is made at a time."""
+    monkeypatch.setattr(bounds, "LEXERS", 4)
     grammars = Grammars(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
     form = StructuredOutputs(regex="[ab]{2}")
-    matchers = [grammars.compile(form).matcher(ENDING) for _ in range(3)]
-    kept = grammars.compile(form)
-    assert kept.lexers.num_spare == 1
-    matchers.append(kept.matcher(ENDING))
-    matchers.append(kept.matcher(ENDING))  # shares one
-    assert kept.lexers.num_spare == 0
-    del matchers
-    assert kept.lexers.num_spare == 4
-    asked = [grammars.submit(form) for _ in range(4)]
-    assert all(future.done() for future in asked)
-    one_more = grammars.submit(form).result(10)
-    assert one_more.lexers is kept.lexers
-    assert kept.lexers.num_spare == 5
-
-
-def test_answers_of_one_request_have_a_lexer_each():
-    grammars = Grammars(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
-    form = StructuredOutputs(regex="[ab]{2}")
-    for _ in range(2):  # compiled, and kept
-        grammar = grammars.submit(form, 5).result(10)
-        assert grammar.lexers.num_spare == 5
-        matchers = [grammar.matcher(ENDING) for _ in range(6)]  # the last shares one
-        assert (grammar.lexers.num_spare, grammar.lexers.num_made) == (0, 5)
-        del matchers
-
-
-def test_lexers_of_requests_that_never_begin_are_others():
-    grammars = Grammars(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
-    form = StructuredOutputs(regex="[ab]{2}")
-    for _ in range(20):
-        grammars.submit(form).result(10)
-    lexers = grammars.submit(form).result(10).lexers
+    lexers = grammars.compile(form).lexers
     assert (lexers.num_spare, lexers.num_made) == (1, 1)
+    for _ in range(2):
+        matchers = grammars.submit(form, ENDING, 3).result(10)
+        assert (lexers.num_spare, lexers.num_made) == (0, 3)
+        del matchers
+        assert lexers.num_spare == 3
+    matchers = grammars.submit(form, ENDING, 6).result(10)  # the last ones share some
+    assert (lexers.num_spare, lexers.num_made) == (0, 4)
+    matchers += grammars.submit(form, ENDING).result(10)
+    assert [lexers.take()[1] for _ in range(2)] == [False, False]
+    del matchers
+    assert lexers.num_spare == 4
 
 
 def test_lexers_are_bounded_over_all_grammars(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bounds, "ALL_LEXERS", 10)
     grammars = Grammars(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
-    old, busy, new = (
-        grammars.submit(StructuredOutputs(choice=[name]), 4).result(10) for name in ("a", "b", "c")
-    )
-    assert [it.lexers.num_made for it in (old, busy, new)] == [1, 4, 4]
-    matchers = [busy.matcher(ENDING) for _ in range(3)]
-    last = grammars.submit(StructuredOutputs(choice=["d"]), 8).result(10)
-    assert [it.lexers.num_made for it in (old, busy, new, last)] == [1, 3, 1, 8]
-    assert old.matcher(ENDING).inner is not None
-    assert len(matchers) == 3
+    forms = [StructuredOutputs(choice=[name]) for name in "abcd"]
+    for form in forms[:2]:
+        grammars.submit(form, ENDING, 4).result(10)
+    matchers = grammars.submit(forms[2], ENDING, 3).result(10)
+    old, busy, new = (grammars.compile(it).lexers for it in (forms[0], forms[2], forms[1]))
+    assert [it.num_made for it in (old, busy, new)] == [1, 3, 4]
+    last = grammars.submit(forms[3], ENDING, 8).result(10)
+    assert [it.num_made for it in (old, busy, new)] == [1, 3, 1]
+    assert len(matchers) + len(last) == 11
 
 
 def test_a_grammar_that_is_kept_does_not_wait_for_others_that_compile(
@@ -621,8 +562,8 @@ def test_a_grammar_that_is_kept_does_not_wait_for_others_that_compile(
 
     monkeypatch.setattr(grammar_module, "with_schemas", wait)
     slow = [StructuredOutputs(grammar=f'start: "{name}"') for name in "cde"]
-    others = [grammars.submit(it) for it in slow]
-    assert grammars.submit(form).result(10).lexers.num_spare == 1
+    others = [grammars.submit(it, ENDING) for it in slow]
+    assert len(grammars.submit(form, ENDING, 3).result(10)) == 3
     goes_on.set()
     for other in others:
         other.result(20)
@@ -634,17 +575,18 @@ def test_a_grammar_that_is_dear_to_compile_has_one_lexer(monkeypatch: pytest.Mon
     grammars = Grammars(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
     form = StructuredOutputs(regex="[ab]{2}")
     one, other = (grammars.compile(form).matcher(ENDING) for _ in range(2))
-    assert grammars.submit(form).done()
     a, b = (TOKENIZER.encode(it, add_special_tokens=False)[0] for it in "ab")
     one.accept(a)
     assert allowed(one) == allowed(other) == {a, b}
-    assert [grammars.compile(form).take_lexer()[1] for _ in range(2)] == [False, False]
+    assert [grammars.compile(form).lexers.take()[1] for _ in range(2)] == [False, False]
 
 
 def test_threads_may_compile_at_once():
     grammars = Grammars(TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
-    futures = [grammars.submit(StructuredOutputs(choice=[f"a{i % 3}"])) for i in range(12)]
-    assert {future.result(20).form.choice for future in futures} == {("a0",), ("a1",), ("a2",)}
+    forms = [StructuredOutputs(choice=[f"a{i % 3}", f"b{i % 3}"]) for i in range(12)]
+    futures = [grammars.submit(form, ENDING) for form in forms]
+    matchers = [matcher for future in futures for matcher in future.result(20)]
+    assert [len(allowed(it)) for it in matchers] == [2] * 12
     assert sum(it.name.startswith("jpaged-grammars") for it in threading.enumerate()) >= 1
 
 

@@ -1,130 +1,228 @@
-"""Masks that are made ahead, in threads, are those that are made when they are asked for."""
+"""Masks made in the process, seen in its memory: they are those that are made when asked for."""
 
-import gc
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
+import llguidance.numpy
 import numpy as np
 import pytest
-from grammar_walks import ENDING, GRAMMARS, MASKS, TOKENIZER, matcher_of
+from grammar_walks import ENDING, GRAMMARS, TOKENIZER, VOCAB_SIZE, matcher_of
 
 from jpaged import StructuredOutputs
 from jpaged.structured_outputs import bounds
-from jpaged.text.grammar import GrammarError, Matcher
-from jpaged.text.masks import MaskMaker, Patience
+from jpaged.text.grammar import Matcher
+from jpaged.text.masks import MaskMaker, MaskMemory, State
 
-WORDS = StructuredOutputs(regex="[a-f]{3,12}")
+WORDS = StructuredOutputs(regex="a(b[c-e]*|a(a[b-d]*|b)|f)|b(a[d-f]*|b|c)")
+"""What may follow differs after each token."""
 FORMS = [
     WORDS,
     StructuredOutputs(choice=["b"]).behind("x"),
     StructuredOutputs(choice=["b"]).behind("x", "a"),
 ]
 A, B, X = (TOKENIZER.encode(it, add_special_tokens=False)[0] for it in "abx")
+WIDTH = -(-VOCAB_SIZE // 32)
 
 
-def wait(late: Sequence[int]) -> bool:
-    return False
+class Made:
+    """A maker and its memory; places are given in a row."""
+
+    def __init__(self):
+        self.memory = MaskMemory(20, WIDTH)
+        self.maker = MaskMaker(self.memory, lambda: None, num_cpus=2)
+        self._num_places = 0
+
+    def begin(self, form: StructuredOutputs, *tokens: int, ending: frozenset[int] = ENDING) -> int:
+        """A new answer's place."""
+        self._num_places += 1
+        self.memory.states[self._num_places] = State.PENDING
+        self.maker.begin([self._num_places], GRAMMARS.submit(form, ending))
+        assert self.settled(self._num_places) == State.MADE
+        for token in tokens:
+            self.take({self._num_places: token})
+            self.settled(self._num_places)
+        return self._num_places
+
+    def take(self, tokens: dict[int, int]) -> None:
+        """Tokens of answers, by places."""
+        self.maker.take(np.array([*tokens], np.int32), np.array([*tokens.values()], np.int32))
+
+    def end(self, place: int) -> None:
+        self.maker.end(np.array([place], np.int32))
+
+    def settled(self, place: int) -> State:
+        """What an answer is, as soon as nothing of it is pending."""
+        self.wait(lambda: self.memory.states[place] != State.PENDING)
+        return State(self.memory.states[place])
+
+    def wait(self, is_done: Callable[[], bool]) -> None:
+        until = time.monotonic() + 20
+        while not is_done():
+            assert time.monotonic() < until
+            time.sleep(0.001)
+
+    def mask(self, place: int) -> list[int]:
+        assert self.settled(place) == State.MADE
+        return self.memory.masks[place].tolist()
+
+    def error(self, place: int) -> str:
+        assert self.settled(place) == State.FAILED
+        return str(self.memory.error(place))
 
 
-def begun(form: StructuredOutputs, *tokens: int) -> Matcher:
-    matcher = matcher_of(form)
+@pytest.fixture
+def made() -> Made:
+    return Made()
+
+
+def mask_of(form: StructuredOutputs, *tokens: int, ending: frozenset[int] = ENDING) -> list[int]:
+    matcher, masks = matcher_of(form, ending), np.zeros((1, WIDTH), np.int32)
     for token in tokens:
         matcher.accept(token)
-    return matcher
-
-
-def mask_of(form: StructuredOutputs, *tokens: int) -> list[int]:
-    masks, failed, _ = MASKS.gather([(begun(form, *tokens), 0)], 1, None)
-    assert failed == []
+    assert matcher.fill(masks, 0) is None
     return masks[0].tolist()
 
 
-def start(maker: MaskMaker, matchers: Sequence[Matcher], tokens: Sequence[int]) -> None:
-    """Each in the row of its place; then the engine reads the tokens."""
-    items = [(it, row) for row, it in enumerate(matchers)]
-    maker.start(items, len(tokens), lambda: np.array(tokens, np.int32))
-    maker.await_taken()
-    for matcher, token in zip(matchers, tokens, strict=True):
-        matcher.accept(token)
+@pytest.fixture(params=[False, True], ids=["together", "alone"])
+def alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether all masks are made one by one."""
+    if request.param:
+        monkeypatch.setattr("jpaged.text.masks._STRIDE", WIDTH + 1)
+        monkeypatch.setattr(np, "count_nonzero", lambda found, axis=None: np.ones(len(found)))
+    return request.param
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("is_wide", [False, True])
-def test_they_are_made_ahead(form: StructuredOutputs, is_wide: bool):
-    maker, matcher, other = MaskMaker(), begun(form), begun(WORDS)
-    matcher.is_wide = is_wide
+@pytest.mark.usefixtures("alone")
+def test_they_are_those_that_are_asked_for(made: Made, form: StructuredOutputs):
+    place, other = made.begin(form), made.begin(WORDS)
+    assert made.mask(place) == mask_of(form)
     seen: list[int] = []
-    for token in (A, X, B):
-        if form is WORDS and token == X:
-            continue
+    for token in (A, X, B) if form is not WORDS else (A, B):
         seen.append(token)
-        start(maker, [matcher], [token])
-        masks, failed, late = maker.gather([(matcher, 0), (other, 2)], 3, wait)
-        assert (failed, late) == ([], [])
-        assert masks[0].tolist() == mask_of(form, *seen)
-        assert (masks[1] == -1).all()
-        assert masks[2].tolist() == mask_of(WORDS)
+        made.take({place: token})
+        if form is not WORDS and token == B:
+            assert made.settled(place) == State.STOPPED
+        else:
+            assert made.mask(place) == mask_of(form, *seen)
+        assert made.mask(other) == mask_of(WORDS)
+    assert (made.memory.masks[0] == -1).all()
 
 
-def test_the_end_is_taken_in_too():
-    maker, matcher = MaskMaker(), begun(WORDS, A, A, A)
-    start(maker, [matcher], [min(ENDING)])
-    assert maker.gather([(matcher, 0)], 1, wait)[0][0].tolist() == mask_of(WORDS, A, A, A)
+@pytest.mark.parametrize("ending", [frozenset(), frozenset({5})])
+@pytest.mark.usefixtures("alone")
+def test_an_answer_is_ended_by_its_own_tokens(made: Made, ending: frozenset[int]):
+    place = made.begin(WORDS, A, B, ending=ending)
+    assert made.mask(place) == mask_of(WORDS, A, B, ending=ending)
 
 
-def test_rows_may_move_and_go():
+def test_all_answers_of_a_step_have_their_own(made: Made):
     form = StructuredOutputs(regex="(a[ab]|b[x])+")
-    maker, matchers = MaskMaker(), [begun(form) for _ in range(3)]
-    first, second, _ = matchers
+    places = [made.begin(form) for _ in range(5)]
+    steps = made.memory.counts[0]
+    made.take(dict(zip(places, (A, B, A, B, B), strict=True)))
+    assert made.memory.counts[0] == steps + 1
     behind = {A: mask_of(form, A), B: mask_of(form, B)}
-    start(maker, matchers, [A, B, A])
-    masks, _, _ = maker.gather([(second, 0), (first, 3)], 4, wait)  # another number of rows
-    assert (masks[0].tolist(), masks[3].tolist()) == (behind[B], behind[A])
-    assert (masks[1:3] == -1).all()
-    start(maker, matchers[:2], [B, X])
-    maker.gather([(first, 0), (second, 1)], 2, wait)
-    start(maker, matchers[:2], [A, B])
-    masks, _, _ = maker.gather([(second, 0), (first, 1)], 2, wait)  # each in another row
-    assert masks.tolist() == [behind[B], behind[A]]
-    start(maker, matchers[:2], [B, X])
-    masks, _, _ = maker.gather([(second, 1)], 2, wait)  # one is gone
-    assert masks[1].tolist() == mask_of(form, B, X)
-    assert (masks[0] == -1).all()
+    assert [made.mask(it) for it in places] == [behind[it] for it in (A, B, A, B, B)]
+    made.take({places[3]: X, places[0]: B})  # in another order, and not all
+    assert made.mask(places[3]) == mask_of(form, B, X)
+    assert made.mask(places[0]) == mask_of(form, A, B)
+    assert made.mask(places[1]) == behind[B]
 
 
-def test_one_that_is_late_is_left_and_asked_for_again(monkeypatch: pytest.MonkeyPatch):
-    maker, slow, quick = MaskMaker(), begun(WORDS), begun(WORDS)
-    slow.is_wide = True
-    widen, goes_on = Matcher.widen, threading.Event()
+def test_the_end_is_taken_in_too(made: Made):
+    place = made.begin(WORDS, A, A, A)
+    made.take({place: min(ENDING)})
+    assert made.mask(place) == mask_of(WORDS, A, A, A)
 
-    def widen_late(self: Matcher, mask: Any) -> Any:
-        if self is slow:
-            assert goes_on.wait(10)
-        return widen(self, mask)
 
-    monkeypatch.setattr(Matcher, "widen", widen_late)
-    start(maker, [slow, quick], [A, B])
-    masks, failed, late = maker.gather([(slow, 0), (quick, 1)], 2, lambda late: late == [0])
-    assert (failed, late) == ([], [0])
-    assert masks[1].tolist() == mask_of(WORDS, B)
-    start(maker, [quick], [A])  # in another row than before
+def test_where_no_token_could_be_sampled_none_is_taken_in(made: Made):
+    place = made.begin(WORDS)
+    made.take({place: -1})
+    assert made.mask(place) == mask_of(WORDS)
+
+
+def test_answers_that_a_process_before_lost_are_not_known(made: Made):
+    place = made.begin(WORDS)
+    made.take({place + 1: A, place: A})
+    assert made.mask(place) == mask_of(WORDS, A)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Matcher], threading.Event]:
+    """Matchers whose masks wait for the event, where they are made alone."""
+    fill, goes_on, slow = Matcher.fill, threading.Event(), list[Matcher]()
+
+    def fill_late(self: Matcher, rows: np.ndarray, row: int) -> Any:
+        if self in slow:
+            assert goes_on.wait(20)
+        return fill(self, rows, row)
+
+    monkeypatch.setattr(Matcher, "fill", fill_late)
+    return slow, goes_on
+
+
+def test_one_that_is_slow_holds_no_other_up(
+    made: Made, held: tuple[list[Matcher], threading.Event]
+):
+    slow, goes_on = held
+    late, quick = made.begin(WORDS), made.begin(WORDS)
+    answer = made.maker.answers[late]
+    answer.is_wide = True
+    slow.append(answer.matcher)
+    made.take({late: A, quick: B})
+    assert made.mask(quick) == mask_of(WORDS, B)
+    made.take({quick: A})
+    assert made.mask(quick) == mask_of(WORDS, B, A)
+    assert made.memory.states[late] == State.PENDING
     goes_on.set()
-    masks, failed, late = maker.gather([(slow, 0), (quick, 1)], 2, wait)
-    assert (failed, late) == ([], [])
-    assert masks[0].tolist() == mask_of(WORDS, A)
-    assert masks[1].tolist() == mask_of(WORDS, B, A)
+    assert made.mask(late) == mask_of(WORDS, A)
 
 
-def test_what_goes_wrong_ahead_is_told_when_the_token_is_read():
-    maker, matcher, other = MaskMaker(), begun(WORDS), begun(WORDS)
-    maker.start([(matcher, 0), (other, 1)], 2, lambda: np.array([X, A]))
-    maker.await_taken()
-    with pytest.raises(GrammarError, match="regex"):
-        matcher.accept(X)
-    with pytest.raises(RuntimeError, match="was read, and a mask made behind"):
-        other.accept(B)
+def test_a_place_is_free_when_no_thread_writes_to_it(
+    made: Made, held: tuple[list[Matcher], threading.Event]
+):
+    slow, goes_on = held
+    place, other = made.begin(WORDS), made.begin(WORDS)
+    answer = made.maker.answers[place]
+    answer.is_wide = True
+    slow.append(answer.matcher)
+    made.take({place: A})
+    made.end(place)
+    made.end(other)
+    assert made.memory.states[other] == State.FREE
+    assert made.memory.states[place] == State.PENDING
+    goes_on.set()
+    assert made.settled(place) == State.FREE
+
+
+def test_an_answer_may_be_over_before_its_grammar_is_compiled(made: Made):
+    compiled: Future[list[Matcher]] = Future()
+    made.memory.states[7] = State.PENDING
+    made.maker.begin([7], compiled)
+    made.end(7)
+    assert made.memory.states[7] == State.PENDING
+    compiled.set_result([matcher_of(WORDS)])
+    assert made.settled(7) == State.FREE
+
+
+def test_an_answer_leaves_its_lexer_when_it_is_over(made: Made):
+    place = made.begin(WORDS)
+    grammar = GRAMMARS.compile(WORDS)
+    num_spare = grammar.lexers.num_spare
+    made.end(place)
+    made.wait(lambda: grammar.lexers.num_spare == num_spare + 1)
+
+
+@pytest.mark.parametrize("form", [WORDS, FORMS[2]])
+def test_a_token_that_may_not_follow_ends_its_answer(made: Made, form: StructuredOutputs):
+    place, other = made.begin(form), made.begin(WORDS)
+    made.take({place: X, other: A})
+    assert f"structured_outputs.{form.kind} cannot be enforced" in made.error(place)
+    assert made.mask(other) == mask_of(WORDS, A)
 
 
 class Panic(BaseException):
@@ -132,120 +230,64 @@ class Panic(BaseException):
 
 
 @pytest.mark.parametrize("kind", [OSError, Panic])
-@pytest.mark.parametrize("where", ["tokens", "masks"])
-def test_nothing_waits_for_masks_that_cannot_be_made(
-    monkeypatch: pytest.MonkeyPatch, where: str, kind: type[BaseException]
+@pytest.mark.parametrize("where", ["tokens", "together", "alone"])
+def test_what_goes_wrong_ends_the_answers_that_it_concerns(
+    made: Made, monkeypatch: pytest.MonkeyPatch, where: str, kind: type[BaseException]
 ):
-    maker, matchers = MaskMaker(), [begun(WORDS), begun(WORDS)]
-    matchers[0].is_wide = True
-
     def fail(*args: Any) -> Any:
-        raise kind("no device")
+        raise kind("odd")
 
-    if where == "masks":
-        monkeypatch.setattr(Matcher, "widen", fail)
-    maker.start(
-        [(it, i) for i, it in enumerate(matchers)],
-        2,
-        fail if where == "tokens" else lambda: np.array([A, A]),
-    )
-    maker.await_taken()
-    _, failed, _ = maker.gather([(it, i) for i, it in enumerate(matchers)], 2, wait)
-    assert [i for i, _ in failed] == [0, 1]
-    assert all("no mask could be made: no device" in str(error) for _, error in failed)
+    places = [made.begin(WORDS) for _ in range(2)]
+    with monkeypatch.context() as patch:
+        if where == "tokens":
+            patch.setattr(Matcher, "outcome", fail)
+        elif where == "together":
+            patch.setattr(llguidance.numpy, "fill_next_token_bitmask_par", fail)
+        else:
+            patch.setattr(Matcher, "fill", fail)
+            for place in places:
+                made.maker.answers[place].is_wide = True
+        made.take(dict.fromkeys(places, A))
+        for place in places:
+            assert f"structured_outputs.regex cannot be enforced: {kind.__name__}: odd" in (
+                made.error(place)
+            )
+    other = made.begin(WORDS)  # those to come are no worse for it
+    made.take({other: A})
+    assert made.mask(other) == mask_of(WORDS, A)
 
 
-def test_one_answer_s_fault_is_its_own(monkeypatch: pytest.MonkeyPatch):
-    maker, ill, well = MaskMaker(), begun(FORMS[1]), begun(WORDS)
+def test_one_answer_s_fault_is_its_own(made: Made, monkeypatch: pytest.MonkeyPatch):
+    ill, well = made.begin(FORMS[1]), made.begin(WORDS)
 
     def fail(token: int) -> bytes:
         raise OverflowError("odd")
 
     monkeypatch.setattr(TOKENIZER, "bytes_of", fail)
-    maker.start([(ill, 0), (well, 1)], 2, lambda: np.array([A, A]))
-    maker.await_taken()
-    with pytest.raises(OverflowError, match="odd"):
-        ill.accept(A)
-    well.accept(A)
-    masks, failed, _ = maker.gather([(well, 1)], 2, None)
-    assert failed == []
-    assert masks[1].tolist() == mask_of(WORDS, A)
+    made.take({ill: A, well: A})
+    assert "OverflowError: odd" in made.error(ill)
+    assert made.mask(well) == mask_of(WORDS, A)
 
 
-def test_a_mask_that_takes_too_long_ends_its_answer_also_after_a_pause(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    """It is made by itself in the step after the one that was slow, whatever the engine did in
-    between."""
-    maker, slow, quick = MaskMaker(), begun(WORDS), begun(WORDS)
-    monkeypatch.setattr(bounds, "MASK_SECONDS", 0.0)
-    start(maker, [slow, quick], [A, A])
-    while not (slow.mask_ahead.is_made and quick.mask_ahead.is_made):
-        time.sleep(0.001)
-    assert maker.gather([(slow, 0), (quick, 1)], 2, wait)[1] == []
-    start(maker, [slow, quick], [B, B])
-    _, failed, _ = maker.gather([(slow, 0), (quick, 1)], 2, wait)
-    assert [i for i, _ in failed] == [0, 1]
-    assert all("a token took more than 0 ms" in str(error) for _, error in failed)
+def test_a_grammar_that_cannot_be_compiled_ends_its_answers(made: Made):
+    made.memory.states[[3, 4]] = State.PENDING
+    made.maker.begin([3, 4], GRAMMARS.submit(StructuredOutputs(regex="(a"), ENDING, 2))
+    assert all("structured_outputs.regex cannot be enforced" in made.error(it) for it in (3, 4))
 
 
-def test_masks_are_made_while_the_interpreter_ends(monkeypatch: pytest.MonkeyPatch):
-    """A thread may generate when the main thread has ended: pools take no work then."""
-    maker, matcher = MaskMaker(), begun(WORDS)
-
-    def refuse(*args: Any) -> None:
-        raise RuntimeError("cannot schedule new futures after shutdown")
-
-    monkeypatch.setattr("concurrent.futures.ThreadPoolExecutor.submit", refuse)
-    for token, is_wide in ((A, False), (B, True)):
-        matcher.is_wide = is_wide
-        start(maker, [matcher], [token])
-        masks, failed, _ = maker.gather([(matcher, 0)], 1, wait)
-        assert failed == []
-    assert masks[0].tolist() == mask_of(WORDS, A, B)
+def test_a_mask_that_takes_too_long_ends_its_answer(made: Made, monkeypatch: pytest.MonkeyPatch):
+    """Whose it was is seen when they are made alone; the first of an answer may take long."""
+    monkeypatch.setattr(bounds, "MASK_SECONDS", -1.0)
+    place = made.begin(WORDS)
+    made.maker.answers[place].is_wide = False
+    made.take({place: A})  # together
+    assert made.mask(place) == mask_of(WORDS, A)
+    made.take({place: A})
+    assert "regex cannot be enforced: a token took more than" in made.error(place)
 
 
-def test_where_no_token_could_be_sampled_none_is_taken_in():
-    maker, matcher = MaskMaker(), begun(WORDS)
-    maker.start([(matcher, 0)], 1, lambda: np.array([-1]))
-    maker.await_taken()
-    assert maker.gather([(matcher, 0)], 1, wait)[0][0].tolist() == mask_of(WORDS)
-
-
-def test_an_answer_leaves_its_lexer_when_it_is_over():
-    maker, grammar = MaskMaker(), GRAMMARS.compile(WORDS)
-    matcher = grammar.matcher(ENDING)
-    start(maker, [matcher], [A])
-    job, num_spare = matcher.mask_ahead, grammar.lexers.num_spare
-    while not job.is_made:
-        time.sleep(0.001)
-    gc.disable()
-    del matcher
-    gc.enable()
-    assert grammar.lexers.num_spare == num_spare + 1
-
-
-def test_a_step_waits_as_long_as_that_costs_no_more_than_leaving(monkeypatch: pytest.MonkeyPatch):
-    now = 10.0
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
-    patience = Patience()
-    now += 0.004
-    patience.note_step()  # the step before took 4 ms
-    patience.begin(0.0)
-    assert not patience.is_over(0.125)
-    now += 0.0006  # one row in eight: half a millisecond
-    assert patience.is_over(0.125)
-    assert not patience.is_over(0.25)
-    now += 0.0005
-    assert patience.is_over(0.25)
-    patience.begin(0.002)  # the host has waited for the device
-    now += 0.0021
-    assert not patience.is_over(0.125)
-    now += 0.0005
-    assert patience.is_over(0.125)
-    now += 60
-    assert not patience.is_over(0.3)  # more than a quarter
-    patience.note_step()
-    patience.begin(0.0)
-    now += 0.26 * 0.05  # a pause between steps is none
-    assert patience.is_over(0.25)
+def test_an_error_of_any_length_is_told(made: Made):
+    for text in ("é" * 5000, "", "two\nlines"):
+        made.memory.fail(9, ValueError(text))
+        assert str(made.memory.error(9)) == text[: len(str(made.memory.error(9)))]
+        assert len(made.error(9)) >= min(len(text), 1000)
