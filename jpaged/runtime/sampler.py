@@ -268,7 +268,8 @@ class SamplerLevel(IntFlag):
 
 
 SCORED_GREEDY = SamplerLevel.ADJUSTED | SamplerLevel.LOGPROBS
-"""All but drawing: rows that are not adjusted and not scored cost a kernel that leaves at once."""
+"""All but drawing: rows that are not adjusted and not scored cost a kernel that leaves at once (and
+a gather of logits, where devices split the vocabulary)."""
 
 EVERYTHING = SamplerLevel.TRUNCATED | SCORED_GREEDY
 

@@ -114,8 +114,7 @@ class Life:
             process = self._process = await EngineProcess.start(options)
             if self._ending is not None:  # it did not know of the process
                 process.kill()
-            with self._limited(process):
-                await start_serving(self._serving, process.client)
+            await self._open(process)
         except Exception as error:
             if self._ending is None:
                 say(f"error: {await self._why(error)}")
@@ -125,16 +124,16 @@ class Life:
         say(f"serving {self._serving.config.model_names[0]} at {address}")
         self._watching = asyncio.create_task(self._watch(process))
 
-    @contextmanager
-    def _limited(self, process: EngineProcess) -> Iterator[None]:
-        """End an engine that is not there in time, as when it hangs in a driver or in NCCL."""
+    async def _open(self, process: EngineProcess) -> None:
+        """Serve with an engine that is there in time: it may hang in a driver, or in NCCL."""
         limit = self._serving.config.limits.start_timeout
-        reason = f"the engine did not start within {limit:g} s (--start-timeout)"
-        alarm = asyncio.get_running_loop().call_later(limit, process.give_up, reason)
         try:
-            yield
-        finally:
-            alarm.cancel()
+            async with asyncio.timeout(limit):
+                await start_serving(self._serving, process.client)
+        except TimeoutError as error:
+            reason = f"the engine did not start within {limit:g} s (--start-timeout)"
+            process.give_up(reason)
+            raise RuntimeError(reason) from error
 
     async def end_engine(self) -> None:
         """End the engine's process, last of all."""
@@ -240,13 +239,17 @@ async def start_serving(
     info = await client.ready()
     template, may_be_special = config.chat_template, config.allow_special_tokens
     process = text_process(TokenizingSettings(info.folder, template, may_be_special))
-    tokenizer = await asyncio.to_thread(Tokenizer.from_folder, Path(info.folder))
-    await asyncio.to_thread(process.wait_ready)
-    texts = Tokenizing(tokenizer, process, info, config.limits.text_timeout)
-    if config.chat_template is not None:
-        await texts.check_template()
-    if config.enable_auto_tool_choice:
-        await texts.check_tools()
+    try:
+        tokenizer = await asyncio.to_thread(Tokenizer.from_folder, Path(info.folder))
+        await asyncio.to_thread(process.wait_ready)
+        texts = Tokenizing(tokenizer, process, info, config.limits.text_timeout)
+        if config.chat_template is not None:
+            await texts.check_template()
+        if config.enable_auto_tool_choice:
+            await texts.check_tools()
+    except BaseException:
+        process.close()  # or a thread would wait for it at the server's end
+        raise
     serving.open(client, texts, info)
 
 

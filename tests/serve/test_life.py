@@ -172,6 +172,24 @@ def test_an_engine_that_hangs_while_it_starts_ends_the_server(tmp_path: Path):
         server.end()
 
 
+def test_a_tokenizing_process_that_hangs_while_it_starts_ends_the_server(
+    tmp_path: Path, compilation_cache: Path
+):
+    code = """import sys, time
+if "jpaged.serve.tokenizing_process" in sys.orig_argv:
+    time.sleep(1000)"""
+    (tmp_path / "sitecustomize.py").write_text(code, encoding="utf-8")
+    around = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])}
+    limit = ("--start-timeout", "8")  # also where the engine itself is not there by then
+    server = ServerProcess(compilation_cache, *limit, wait=False, environment=around)
+    try:
+        assert server.wait(60) == 1
+        assert "error: the engine did not start within 8 s (--start-timeout)" in server.log
+        assert "Traceback" not in server.log
+    finally:
+        server.end()
+
+
 BLOCKED_STEP = """
 import ctypes, os, sys
 if "jpaged.serve.worker" in sys.orig_argv:
