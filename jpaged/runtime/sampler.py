@@ -266,6 +266,12 @@ class SamplerLevel(IntFlag):
         """Whether it does all that `other` does."""
         return other & ~self == 0
 
+    @property
+    def needs_whole_rows(self) -> bool:
+        """Whether a row's token or scores depend on more of its logits than the best of each part
+        of the vocabulary."""
+        return not SamplerLevel.RANDOM.covers(self)
+
 
 SCORED_GREEDY = SamplerLevel.ADJUSTED | SamplerLevel.LOGPROBS
 """All but drawing: rows that are not adjusted and not scored cost a kernel that leaves at once (and
@@ -312,9 +318,9 @@ def sample(
     A token depends on its own row's logits, parameters, seed and position alone, so a seeded
     request gives the same tokens whatever shares its batch.
 
-    Where devices split the vocabulary and the level has nothing but RANDOM, each of them looks for
+    Where devices split the vocabulary and the level needs no whole rows, each of them looks for
     the best of its own tokens, and these are compared: a token is that of one device, whose logits
-    and noise it has. A level with more needs whole rows, which the devices then give each other.
+    and noise it has. At other levels the devices give each other their parts first.
 
     Args:
         logits: the model's, unchanged; if `is_split`, of the device's own tokens.
@@ -330,7 +336,7 @@ def sample(
     Raises:
         ValueError: the level needs a state and there is none.
     """
-    if is_split and not SamplerLevel.RANDOM.covers(level):
+    if is_split and level.needs_whole_rows:
         logits, is_split = all_gather(logits, axis=1), False
     adjustments = None
     if SamplerLevel.ADJUSTED in level:
