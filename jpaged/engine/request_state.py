@@ -127,7 +127,8 @@ class SampleState:
             GrammarError: the grammar does not allow the token.
         """
         if self.answer is not None and reason is not FinishReason.STOP:
-            if self.answer.error is not None:
+            # With its last token an answer is whole, whatever comes of the mask behind it.
+            if self.answer.error is not None and reason is None:
                 raise self.answer.error
             self._is_complete = self.answer.is_stopped
         if not (self.params.stop_strings or reason or self._is_complete):

@@ -1,4 +1,4 @@
-"""The process that compiles grammars and makes masks, as the engine sees it.
+"""The process that compiles grammars and makes masks: what of it runs in the engine.
 
 What runs Python in the engine's process takes Python's lock from the thread that launches steps:
 with 64 rows that cost more than the masks. So matchers and masks have a process of their own
@@ -9,6 +9,7 @@ starts it again.
 """
 
 import heapq
+import os
 import select
 import socket
 import subprocess
@@ -45,6 +46,10 @@ _LOOK = 5e-5
 
 _MOST_FILES = 1024
 """Open at once, for `select`: no other call waits for less than a millisecond."""
+
+_LONGEST_LOOK = 1.0
+"""Seconds that count between two looks at a process that says nothing: this one may have been
+stopped for longer, as by Ctrl-Z."""
 
 _MOST_LEFT = 0.25
 """Of a step's rows: so many may sit it out because their masks are not there."""
@@ -113,6 +118,8 @@ class MaskProcess:
             Only what was used of them takes memory.
         longest_wait: Seconds for a step's tokens to be taken in, or masks made: a process that
             hangs is ended.
+        longest_silence: Seconds that it may say nothing while a grammar is to be compiled, its
+            start among them.
     """
 
     def __init__(
@@ -123,10 +130,11 @@ class MaskProcess:
         *,
         places: int = 1 << 16,
         longest_wait: float = 30.0,
+        longest_silence: float = 30.0,
     ):
         width = -(-vocab_size // 32)
         self._settings = Settings(str(folder), vocab_size, eos_token_ids, places, width)
-        self._longest_wait = longest_wait
+        self._longest_wait, self._longest_silence = longest_wait, longest_silence
         self._memory: Any = None  # a MaskMemory, since the first grammar
         self._line: Any = None  # a _Line to the process, where there is one
         self._num_places, self._free = 1, list[int]()  # that were ever used; a heap of free ones
@@ -137,6 +145,7 @@ class MaskProcess:
         self._where: Any = None  # int32 [n]: places of those
         self._due: Callable[[], bytes] | None = None
         self._num_sent = 0  # steps' tokens
+        self._silence = self._looked = 0.0  # seconds without news of what is pending; when seen
         self._buffer = np.zeros((0, 0), np.int32)
 
     def submit(
@@ -145,7 +154,7 @@ class MaskProcess:
         """Begin to compile a form for so many answers, which tokens `ending_ids` may end.
 
         Raises:
-            GrammarError: no process can be started, or there are too many answers.
+            RuntimeError: no process can be started, or there are too many answers.
         """
         self._hear()
         line = self._line = self._line or self._start()
@@ -164,13 +173,14 @@ class MaskProcess:
         states = self._memory.states
         if any(states[it.place] == State.PENDING for it in answers):
             self._hear()
+            self._limit_silence()
         return all(states[it.place] != State.PENDING for it in answers)
 
     def wait_for(self, answers: Sequence[Answer], seconds: float | None) -> None:
         """Wait until they are, or so long."""
         until = None if seconds is None else time.monotonic() + seconds
         while not self.are_made(answers) and (until is None or time.monotonic() < until):
-            self._await_news(seconds)
+            self._await_news(min(_LONGEST_LOOK, _LONGEST_LOOK if seconds is None else seconds))
 
     def error_of(self, answer: Answer) -> GrammarError | None:
         """Why an answer fails."""
@@ -267,15 +277,17 @@ class MaskProcess:
 
     def _start(self) -> "_Line":
         if not has_python():
-            raise GrammarError("structured_outputs needs a Python to start, and there is none")
-        if self._memory is None:
-            self._memory = MaskMemory(self._settings.places, self._settings.mask_width)
+            raise RuntimeError("structured_outputs needs a Python to start, and there is none")
         try:
+            if self._memory is None:
+                self._memory = MaskMemory(self._settings.places, self._settings.mask_width)
             line = _Line(self._memory.file)
-        except (OSError, RuntimeError) as error:  # no more processes, or threads
+        # No more processes, threads, files, or memory that can be shared.
+        except (OSError, RuntimeError, AttributeError) as error:
             words = f"structured_outputs: no process could be started: {error}"
-            raise GrammarError(words) from error
+            raise RuntimeError(words) from error
         self._memory.counts[0] = self._num_sent = 0
+        self._silence = 0.0
         line.put(partial(frame, Kind.BEGIN, msgspec.json.encode(self._settings)))
         self._end_line = weakref.finalize(self, line.close)
         return line
@@ -291,7 +303,7 @@ class MaskProcess:
         most = self._settings.places
         if count > len(self._free) + most - self._num_places:
             words = f"structured_outputs: there are {most - 1} answers at most: retry later"
-            raise GrammarError(words)
+            raise RuntimeError(words)
         taken = [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))]
         first_new = self._num_places
         self._num_places += count - len(taken)
@@ -320,7 +332,7 @@ class MaskProcess:
                 return
             until = until or time.monotonic() + self._longest_wait
             self._await_news(self._longest_wait if give_up is None else _LOOK)
-            if time.monotonic() > until:
+            if time.monotonic() > until and not is_done():
                 self._lose()
 
     def _await_news(self, seconds: float | None) -> None:
@@ -331,7 +343,20 @@ class MaskProcess:
 
     def _hear(self) -> None:
         """Note that the process has ended, if it has."""
-        if self._line is not None and not self._line.is_alive():
+        if self._line is None:
+            return
+        told = self._line.take_news()
+        if told is None:
+            self._lose()
+        elif told:
+            self._silence = 0.0
+
+    def _limit_silence(self) -> None:
+        """Something is pending: end a process that has said nothing for too long."""
+        now = time.monotonic()
+        self._silence += min(now - self._looked, _LONGEST_LOOK)
+        self._looked = now
+        if self._line is not None and self._silence > self._longest_silence:
             self._lose()
 
     def _lose(self) -> None:
@@ -349,6 +374,7 @@ class _Line:
     for a process that is slow to read."""
 
     def __init__(self, file: int):
+        self._owner = os.getpid()
         self.sock, theirs = socket.socketpair()
         if self.sock.fileno() >= _MOST_FILES:
             with self.sock, theirs:
@@ -367,7 +393,7 @@ class _Line:
                     stdin=subprocess.DEVNULL,
                     process_group=0,  # Ctrl-C is the engine's
                 )
-            except OSError:
+            except BaseException:  # an interrupt, too: without the socket the process ends
                 self._queue.put(None)
                 raise
 
@@ -375,19 +401,24 @@ class _Line:
         """Have a message made and sent."""
         self._queue.put(message)
 
-    def is_alive(self) -> bool:
-        """Whether the process has not ended; takes in what it told."""
+    def take_news(self) -> bool | None:
+        """Whether it told anything since the last time; None if it has ended."""
+        has_told = False
         try:
             while self.sock.recv(1 << 16, socket.MSG_DONTWAIT):
-                pass
+                has_told = True
         except BlockingIOError:
-            return True
+            return has_told
         except OSError:
             pass
-        return False
+        return None
 
     def close(self) -> None:
-        """End the process and the thread."""
+        """End the process and the thread; in a fork of the engine's process, which has neither,
+        only the fork's part in the socket."""
+        if os.getpid() != self._owner:
+            self.sock.close()
+            return
         self._queue.put(None)
         self.process.kill()
         self.process.wait()

@@ -1,4 +1,4 @@
-"""What answers may go on with, made in a process of its own (`python_command` of `main`).
+"""What answers may go on with, made in a process of its own: this runs there (`main`).
 
 The process compiles grammars, matches tokens and makes masks, and shares memory with the engine,
 which sees it as `mask_process.MaskProcess`. llguidance takes some 15 us for most masks, and 1 to
@@ -81,7 +81,14 @@ class Kind(IntEnum):
 
 
 class State(IntEnum):
-    """Of an answer's place in the memory."""
+    """Of an answer's place in the memory.
+
+    From FREE the engine makes it PENDING (`submit`) and tells the process (BEGIN). The process
+    makes it MADE or FAILED when the first mask is there or cannot be; on each TOKENS PENDING or
+    STOPPED, and then MADE or FAILED; and FREE on END, once no thread of its writes there. LOST is
+    the engine's, when the process has ended. `counts` change after states: whoever has seen a
+    step counted sees its states.
+    """
 
     FREE = 0  # no answer has it, nor will the process write to it
     PENDING = 1  # the grammar is being compiled, or a mask made
@@ -349,6 +356,7 @@ def main(line: int, file: int) -> None:
     has changed.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the engine's, which may drain first
+    os.dup2(2, 1)  # a program's own output is not for what libraries print here
     sys.setswitchinterval(0.0005)  # masks wait no longer for the Python of threads that compile
     with suppress(OSError):  # where memory is short, rather this process than the engine's
         Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")
@@ -360,7 +368,7 @@ def main(line: int, file: int) -> None:
 
     try:
         _obey(sock.makefile("rb"), file, tell)
-    except EOFError:  # the engine has no use for this process, or is gone
+    except (EOFError, ConnectionError):  # the engine has no use for this process, or is gone
         pass
     except BaseException:
         traceback.print_exc()

@@ -2,16 +2,19 @@
 with the engine, and no loss where it ends by itself."""
 
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -168,7 +171,7 @@ def test_places_are_used_again(process: MaskProcess):
 def test_more_answers_than_there_are_places_are_refused():
     process = MaskProcess(FOLDER, VOCAB_SIZE, frozenset({EOS}), places=4)
     kept = begun(process, WORDS, 2)
-    with pytest.raises(GrammarError, match="structured_outputs: there are 3 answers at most"):
+    with pytest.raises(RuntimeError, match="structured_outputs: there are 3 answers at most"):
         process.submit(WORDS, ENDING, 2)
     kept += begun(process)
     del kept
@@ -177,7 +180,7 @@ def test_more_answers_than_there_are_places_are_refused():
         try:
             process.submit(WORDS, ENDING).check()
             return
-        except GrammarError:
+        except RuntimeError:
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
@@ -227,6 +230,7 @@ def test_none_is_started_before_the_first_grammar_and_it_ends_with_its_owner():
 PARENT = """
 import os, time
 from pathlib import Path
+from typing import Any
 from jpaged import StructuredOutputs
 from jpaged.config import EMBEDDED_MODEL
 from jpaged.text.mask_process import MaskProcess
@@ -296,7 +300,7 @@ def test_places_of_answers_that_it_did_not_hear_of_are_used_again():
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     del answers
-    with pytest.raises(GrammarError, match="at most"):
+    with pytest.raises(RuntimeError, match="at most"):
         process.submit(WORDS, ENDING)
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
@@ -315,18 +319,67 @@ def test_one_that_hangs_is_ended():
     assert is_gone(pid)
 
 
+def test_one_that_hangs_while_a_grammar_is_compiled_is_ended():
+    process = MaskProcess(FOLDER, VOCAB_SIZE, frozenset({EOS}))
+    begun(process)
+    hanging = MaskProcess(FOLDER, VOCAB_SIZE, frozenset({EOS}), longest_silence=0.3)
+    constraint = hanging.submit(WORDS, ENDING)
+    pid = hanging.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(GrammarError, match="retry"):
+        constraint.check()
+    assert is_gone(pid)
+
+
+def test_one_that_has_done_its_work_is_not_ended_for_the_time_it_took(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """As where this process was stopped meanwhile."""
+    process = MaskProcess(FOLDER, VOCAB_SIZE, frozenset({EOS}), longest_wait=0.2)
+    (answer,) = begun(process)
+    process.gather([(answer, 0)], 1, None)
+    pid, wait = process.pid, select.select
+
+    def wait_and_be_stopped(socks: Any, *others: Any) -> Any:
+        found = wait(socks, [], [], 20)
+        time.sleep(0.3)
+        return found
+
+    monkeypatch.setattr(select, "select", wait_and_be_stopped)
+    process.start((), lambda: np.array([A], np.int32), ahead=False)
+    assert process.await_taken() == set()
+    assert process.pid == pid
+
+
+def test_a_fork_that_ends_leaves_the_process_to_its_parent():
+    """Its finalizers run there, too."""
+    process = MaskProcess(FOLDER, VOCAB_SIZE, frozenset({EOS}))
+    begun(process)
+    pid = process.pid
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of threads, which the fork has no use for
+        fork = os.fork()
+    if fork == 0:
+        del process
+        os._exit(0)
+    assert os.waitpid(fork, 0)[1] == 0
+    begun(process)
+    assert process.pid == pid
+
+
 def test_where_no_process_can_be_started_a_request_is_told(monkeypatch: pytest.MonkeyPatch):
     process = MaskProcess(FOLDER, VOCAB_SIZE, frozenset({EOS}))
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", "/nowhere/python")
-        with pytest.raises(GrammarError, match="structured_outputs: no process could be started"):
+        with pytest.raises(RuntimeError, match="structured_outputs: no process could be started"):
             process.submit(WORDS, ENDING)
         with monkeypatch.context() as full:
             full.setattr(socket.socket, "fileno", lambda self: 1024)
-            with pytest.raises(GrammarError, match=r"started: .*1024 files are open"):
+            with pytest.raises(RuntimeError, match=r"started: .*1024 files are open"):
                 process.submit(WORDS, ENDING)
         patch.setattr(sys, "executable", "")
-        with pytest.raises(GrammarError, match="structured_outputs needs a Python"):
+        with pytest.raises(RuntimeError, match="structured_outputs needs a Python"):
             process.submit(WORDS, ENDING)
     begun(process)
 
