@@ -104,8 +104,9 @@ def _few_rows(x, weight, x_scale, weight_scale, *, gated, dtype, config):
         compiler_params=ops.COMPILER_PARAMS,
         kernel_name="fp8_gated_product_hopper" if gated else "fp8_product_hopper",
     )
-    if is_grouped:  # each row begins where a copy may begin, and so does what is copied last
-        weight_scale = jnp.pad(weight_scale, ((0, 0), (0, -weight_scale.shape[1] % SCALES_AT_ONCE)))
+    lacking = -weight_scale.shape[1] % SCALES_AT_ONCE if is_grouped else 0
+    if lacking:  # each row begins where a copy may begin, and so ends what is copied last
+        weight_scale = jnp.pad(weight_scale, ((0, 0), (0, lacking)))
     return call(x, weight, x_scale, weight_scale.reshape(-1))
 
 
