@@ -316,14 +316,7 @@ class Preprocessor:
             self.need_tokenizer("structured_outputs")
         prompt, priority = self.tokenize(prompt), checked_priority(priority)
         token_ids, endings = prompt.token_ids or [], params.ending_ids(self.eos_token_ids)
-        search = None
-        if params.beam_width is not None:
-            search = BeamSearch(
-                params.beam_width,
-                length_penalty=params.length_penalty,
-                early_stopping=params.early_stopping,
-                end_token_ids=endings,
-            )
+        search = _search_of(params, endings)
         request = Request.from_prompt(
             self._name(request_id, ids_in_use),
             token_ids,
@@ -365,3 +358,15 @@ class Preprocessor:
         if params.seed is not None:
             return int(params.seed)  # a numpy integer would overflow
         return self.seed + (arrival + 1) * _SEED_STRIDE
+
+
+def _search_of(params: SamplingParams, endings: frozenset[int]) -> BeamSearch | None:
+    """The beam search that is asked for."""
+    if params.beam_width is None:
+        return None
+    return BeamSearch(
+        params.beam_width,
+        length_penalty=params.length_penalty,
+        early_stopping=params.early_stopping,
+        end_token_ids=endings,
+    )

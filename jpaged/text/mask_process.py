@@ -36,7 +36,7 @@ Items = Sequence[tuple["Answer", int]]
 """Answers, and the row of each."""
 
 Failed = list[tuple[int, GrammarError]]
-"""The places in `Items` of those that fail, and why."""
+"""The indices in `Items` of those that fail, and why."""
 
 _NONE: tuple[Sequence["Answer"], np.ndarray] = (), np.zeros((2, 0), np.int32)
 """Answers; their places, and their rows."""
@@ -194,7 +194,7 @@ class MaskProcess:
         """Begin with the masks behind a step's tokens, which the engine has not read.
 
         Args:
-            left: Places of those in `gather`'s items that get none.
+            left: Indices of those in `gather`'s items that get none.
             tokens: Waits for the step's tokens, int32 [rows]; below 0 where none could be sampled.
             ahead: Wait for them in a thread; else `await_taken`, when they have been read, does.
         """
@@ -235,12 +235,12 @@ class MaskProcess:
         Args:
             items: Its answers with grammars.
             num_rows: Its rows.
-            may_leave: Whether to wait no longer for those at some places in `items`; asked now and
+            may_leave: Whether to wait no longer for those at some indices in `items`; asked now and
                 then. None: all are waited for.
 
         Returns:
             int32 [num_rows, W], token `32 w + j` is bit `j` of word `w`, all ones in other rows,
-            until the next call; the places in `items` of those that fail, and why; and of those
+            until the next call; the indices in `items` of those that fail, and why; and of those
             that were left. Rows of the last two hold anything.
         """
         answers = [answer for answer, _ in items]
@@ -287,7 +287,7 @@ class MaskProcess:
             words = f"structured_outputs: no process could be started: {error}"
             raise RuntimeError(words) from error
         self._memory.counts[0] = self._num_sent = 0
-        self._silence = 0.0
+        self._silence, self._looked = 0.0, time.monotonic()
         line.put(partial(frame, Kind.BEGIN, msgspec.json.encode(self._settings)))
         self._end_line = weakref.finalize(self, line.close)
         return line

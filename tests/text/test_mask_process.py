@@ -320,13 +320,13 @@ def test_one_that_hangs_is_ended():
 
 
 def test_one_that_hangs_while_a_grammar_is_compiled_is_ended():
-    process = MaskProcess(FOLDER, VOCAB_SIZE, frozenset({EOS}))
-    begun(process)
-    hanging = MaskProcess(FOLDER, VOCAB_SIZE, frozenset({EOS}), longest_silence=0.3)
-    constraint = hanging.submit(WORDS, ENDING)
-    pid = hanging.pid
+    process = MaskProcess(FOLDER, VOCAB_SIZE, frozenset({EOS}), longest_silence=1.5)
+    constraint = process.submit(WORDS, ENDING)
+    pid = process.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
+    constraint.wait(0.5)
+    assert process.pid == pid
     with pytest.raises(GrammarError, match="retry"):
         constraint.check()
     assert is_gone(pid)

@@ -165,14 +165,20 @@ def held(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Matcher], threading.Even
     return slow, goes_on
 
 
+def begin_slow(made: Made, slow: list[Matcher]) -> int:
+    """The place of an answer whose next mask is made alone, and waits."""
+    place = made.begin(WORDS)
+    answer = made.maker.answers[place]
+    answer.is_wide = True
+    slow.append(answer.matcher)
+    return place
+
+
 def test_one_that_is_slow_holds_no_other_up(
     made: Made, held: tuple[list[Matcher], threading.Event]
 ):
     slow, goes_on = held
-    late, quick = made.begin(WORDS), made.begin(WORDS)
-    answer = made.maker.answers[late]
-    answer.is_wide = True
-    slow.append(answer.matcher)
+    late, quick = begin_slow(made, slow), made.begin(WORDS)
     made.take({late: A, quick: B})
     assert made.mask(quick) == mask_of(WORDS, B)
     made.take({quick: A})
@@ -186,10 +192,7 @@ def test_a_place_is_free_when_no_thread_writes_to_it(
     made: Made, held: tuple[list[Matcher], threading.Event]
 ):
     slow, goes_on = held
-    place, other = made.begin(WORDS), made.begin(WORDS)
-    answer = made.maker.answers[place]
-    answer.is_wide = True
-    slow.append(answer.matcher)
+    place, other = begin_slow(made, slow), made.begin(WORDS)
     made.take({place: A})
     made.end(place)
     made.end(other)
