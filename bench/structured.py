@@ -406,7 +406,9 @@ def main() -> None:
             print_table(found)
             sys.stdout.flush()
             rows += [{"table": name, **row} for row in found]
-    print(record("structured", rows, model=args.shape or "embedded", size=size._asdict()))
+    by = ("table", "case", "schemas")  # tables that were not asked for stay as they were
+    model = args.shape or "embedded"
+    print(record("structured", rows, by=by, model=model, size=size._asdict()))
 
 
 TABLES: Mapping[str, Callable[[Engine, Size], list[dict[str, Any]]]] = {
