@@ -65,13 +65,14 @@ def widen(
     column = jnp.arange(block_tables.shape[1], dtype=jnp.int32)
     border = query_start_loc[num_fitting]
     order = jnp.arange(seq_lens.shape[0], dtype=jnp.int32)
-    return WideBlocks(
-        wide,
+    fields = (
         starts[:, None] + column[None, :],
         jnp.minimum(query_start_loc, border),
         jnp.where(order < num_fitting, seq_lens, 0),
         jnp.maximum(query_start_loc, border),
     )
+    # Else XLA computes them anew wherever they are read, which takes it seconds to compile.
+    return WideBlocks(wide, *lax.optimization_barrier(fields))
 
 
 def _plan(block_tables, query_start_loc, seq_lens, block_size, room):
@@ -80,6 +81,7 @@ def _plan(block_tables, query_start_loc, seq_lens, block_size, room):
     batch = seq_lens.shape[0]
     has_rows = query_start_loc[1:] > query_start_loc[:-1]
     counts = jnp.where(has_rows, pl.cdiv(seq_lens, block_size), 0)
+    counts = lax.optimization_barrier(counts)  # as in `widen`
     ends = jnp.cumsum(counts)
     starts, fits = ends - counts, ends <= room
     block = jnp.arange(room, dtype=jnp.int32)
