@@ -5,14 +5,14 @@ while serving: a shape that was not foreseen is an error, not a pause.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from threading import Event
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 
-from jpaged.compile.gemm_autotuning import Compiler
+from jpaged.compile.gemm_autotuning import NO_OPTIONS, Compiler, Options
 from jpaged.compile.recipes import Recipe
 from jpaged.compile.store import ProgramStore
 from jpaged.runtime.programs import Name, Programs
@@ -48,21 +48,23 @@ def _manager(name: str) -> Any:
 
 
 _MEASURERS = 32
-"""Threads that compile programs with products to measure, those that wait for another included."""
+"""Threads that compile programs with matrix products, which may wait to be measured."""
+
+
+_DRAFT_OPTIONS: Options = {"xla_backend_optimization_level": 0}
+"""XLA plans a program's memory before it makes its code, which of a draft may be slow."""
 
 
 class ProgramBuilder:
     """Builds programs in the background; a context that leaves nothing running behind.
 
     Tracing and lowering hold Python's lock, so one thread does both, in the order of adding;
-    compiling does not, so many programs are compiled at once while that goes on. Of those with the
-    same matrix products one is compiled before the others begin: XLA measures the ways to compute a
-    product on the device, one at a time, and knows it from then on. All threads work under the
-    settings of JAX that hold where the builder is made.
+    compiling does not, so many programs are compiled at once while that goes on. All threads work
+    under the settings of JAX that hold where the builder is made.
 
     Args:
-        threads: Compilations at once of programs without such products; the others, which mostly
-            wait for the device or each other, come on top.
+        threads: Compilations at once of programs without matrix products; the others, which may
+            wait for the device to measure them and for each other, come on top.
         store: Where earlier engines left what they traced and lowered.
         progress: Called with (built so far, all) while a caller waits.
         compiler: What compiles them.
@@ -81,7 +83,6 @@ class ProgramBuilder:
         self._tracer, self._compilers = ThreadPoolExecutor(1), ThreadPoolExecutor(threads)
         self._measurers = ThreadPoolExecutor(_MEASURERS)
         self._building: dict[Name, Future[Any]] = {}
-        self._first_with: dict[Any, Future[Any]] = {}  # by products
         self._closed = False
         self._may_compile = Event()
         self._may_compile.set()
@@ -102,13 +103,8 @@ class ProgramBuilder:
             if recipe.name in self._building:
                 continue
             traced = self._submit(self._tracer, lower, recipe, self._store)
-            if recipe.products is None:
-                compiled = self._submit(self._compilers, self._compile_later, recipe, traced)
-            else:
-                first = self._first_with.get(recipe.products)
-                compiled = self._submit(self._measurers, self._compile_later, recipe, traced, first)
-                self._first_with.setdefault(recipe.products, compiled)
-            self._building[recipe.name] = compiled
+            pool = self._compilers if recipe.products is None else self._measurers
+            self._building[recipe.name] = self._submit(pool, self._compile_later, recipe, traced)
 
     def built(self) -> Iterator[tuple[Name, Any]]:
         """Each that was added, as soon as it is compiled."""
@@ -155,22 +151,18 @@ class ProgramBuilder:
     def _draft(self, draft: Recipe) -> Future[Any]:
         traced = self._submit(self._tracer, draft.lower)
         # All of the compilers' threads may wait in `_compile_later`, and so for the drafts.
-        return self._submit(self._measurers, self._compile, draft, traced)
+        return self._submit(self._measurers, self._compile, draft, traced, _DRAFT_OPTIONS)
 
-    def _compile(
-        self, recipe: Recipe, traced: Future[Any], first: Future[Any] | None = None
-    ) -> Any:
-        """Compile it when it is traced and `first` is compiled."""
+    def _compile(self, recipe: Recipe, traced: Future[Any], options: Options = NO_OPTIONS) -> Any:
+        """Compile it when it is traced."""
         lowered = traced.result()
-        if first is not None:
-            wait([first])
         if self._closed:
             raise CancelledError
-        return self._compiler.compile(recipe, lowered)
+        return self._compiler.compile(recipe, lowered, options)
 
-    def _compile_later(self, *arguments: Any) -> Any:
+    def _compile_later(self, recipe: Recipe, traced: Future[Any]) -> Any:
         self._may_compile.wait()
-        return self._compile(*arguments)
+        return self._compile(recipe, traced)
 
 
 def lower(recipe: Recipe, store: ProgramStore | None) -> Any:

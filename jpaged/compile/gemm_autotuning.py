@@ -49,6 +49,7 @@ MAX_WAIT_S = 60.0
 
 Options = dict[str, Any]
 
+NO_OPTIONS: Options = {}
 CUBLAS_MEASURED: Options = {
     "xla_gpu_enable_triton_gemm": False,
     "xla_gpu_experimental_enable_fusion_autotuner": False,
@@ -62,9 +63,9 @@ class Compiler:
     key = ""
     """Tells it from compilers of other programs from the same text."""
 
-    def compile(self, recipe: Recipe, lowered: Any) -> Any:
-        """The program."""
-        return lowered.compile()
+    def compile(self, recipe: Recipe, lowered: Any, options: Options = NO_OPTIONS) -> Any:
+        """The program; `options` are XLA's."""
+        return lowered.compile(options)
 
 
 class UnrecordedCompiler(Compiler):
@@ -92,16 +93,16 @@ class UnrecordedCompiler(Compiler):
         facts = weights_digest(SplitModel.of(model).own_leaves), backend
         self._digest = _digest(facts, jax.__version__, jaxlib.__version__, where)
 
-    def compile(self, recipe: Recipe, lowered: Any) -> Any:
+    def compile(self, recipe: Recipe, lowered: Any, options: Options = NO_OPTIONS) -> Any:
         """The program; its products are measured first, if they are to be and were not yet."""
         _, rows = recipe.products or ("none", 0)
         if rows < MEASURED_FROM:
-            return lowered.compile(NOTHING_MEASURED)
+            return lowered.compile({**NOTHING_MEASURED, **options})
         kind, key = recipe.name
         logits_rows = key[1] if kind == "prefill" else recipe.keywords["packed"].shape[-2]
         self._measure("layer", rows)
         self._measure("head", logits_rows)
-        return lowered.compile(CUBLAS_MEASURED)
+        return lowered.compile({**CUBLAS_MEASURED, **options})
 
     def _measure(self, part: str, rows: int) -> None:
         if self._folder is None:  # then by each program alone

@@ -213,9 +213,9 @@ class Recipes:
         self._shared = {"shared": shared or SharedCalls(config.backend)}
 
     def __iter__(self) -> Iterator[Recipe]:
-        """Of programs with the same products, the one that has the most to measure comes first. A
-        decode step comes before its bursts, which wait for it, and the smallest before all: the
-        Mosaic kernel it may have is compiled only while nothing else is."""
+        """Of programs with the same products, the one that has the most to measure comes first; a
+        decode step before its bursts, and the smallest before all: the Mosaic kernel it may have is
+        compiled only while nothing else is."""
         buckets, shapes, config = self._config.buckets, self._shapes, self._config
         smallest, *larger = buckets.decode_seqs
         for seqs in (smallest, *reversed(larger)):

@@ -217,7 +217,7 @@ def from_line(line: str, kind: type[T]) -> T:
     return msgspec.convert(json.loads(line), type=kind)
 
 
-MAX_WORKERS = 8
+MAX_WORKERS = 16
 _CPUS_A_WORKER = 2
 _MAX_THREADS = 4
 _DEVICE_BYTES_A_WORKER = 2**30

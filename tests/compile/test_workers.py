@@ -251,7 +251,8 @@ def test_after_the_end_no_worker_is_started(start: Start):
     [
         ("gpu", 16, 126 * GIB, {"memory_fraction": 0.9}, True, None, 8),
         ("gpu", 16, 126 * GIB, "memory_fraction:0.9;preallocate:true", True, None, 8),
-        ("gpu", 192, 126 * GIB, {"memory_fraction": 0.9}, True, None, 8),
+        ("gpu", 192, 126 * GIB, {"memory_fraction": 0.9}, True, None, 14),
+        ("gpu", 192, 180 * GIB, {"memory_fraction": 0.9}, True, None, 16),
         ("gpu", 5, 126 * GIB, {"memory_fraction": 0.9}, True, None, 2),
         ("gpu", 16, 126 * GIB, {"memory_fraction": 0.9}, True, 0, 0),
         ("gpu", 16, 126 * GIB, {"memory_fraction": 0.9}, True, 3, 3),
