@@ -129,6 +129,11 @@ def test_a_burst_has_its_step_once_and_samples_it(rows: int):
     assert launches(burst) == launches(single) + Counter({KERNEL: KERNELS_A_SAMPLE})
 
 
+def test_a_prefill_step_has_no_loop():
+    """A GPU would launch each of its rounds."""
+    assert "stablehlo.while" not in step("qwen3-0.6b", "prefill", (512, 8))
+
+
 @pytest.mark.parametrize("shape", [*SHAPES])
 def test_a_mixed_step_launches_decode_attention_once_a_layer_more(shape: str):
     """With few sequences it launches none: prefill attention then has the decode rows too."""
