@@ -109,7 +109,7 @@ class EngineConfig(Options):
             or an earlier engine.
         num_compile_workers: Processes that compile in addition to the engine's own at a start that
             has much to compile; 0 for none. None is, on a GPU, one for two processors, 16 at most,
-            as far as the device has 1 GiB for each besides the engine's share (1.5 GiB with a model
+            as far as the device has 1 GiB for each besides the engine's share (1.75 with a model
             whose XLA measurements do not ship); else 0. They need `compilation_cache_dir`.
         verbose: Show loading, memory account and compilation on stderr.
 

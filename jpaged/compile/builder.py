@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 
-from jpaged.compile.gemm_autotuning import NO_OPTIONS, Compiler, Options
+from jpaged.compile.gemm_autotuning import Compiler
 from jpaged.compile.recipes import Recipe
 from jpaged.compile.store import ProgramStore
 from jpaged.runtime.programs import Name, Programs
@@ -51,10 +51,6 @@ _MEASURERS = 32
 """Threads that compile programs with matrix products, which may wait to be measured."""
 
 
-_DRAFT_OPTIONS: Options = {"xla_backend_optimization_level": 0}
-"""XLA plans a program's memory before it makes its code, which of a draft may be slow."""
-
-
 class ProgramBuilder:
     """Builds programs in the background; a context that leaves nothing running behind.
 
@@ -64,7 +60,7 @@ class ProgramBuilder:
 
     Args:
         threads: Compilations at once of programs without matrix products; the others, which may
-            wait for the device to measure them and for each other, come on top.
+            wait for their products to be measured, come on top.
         store: Where earlier engines left what they traced and lowered.
         progress: Called with (built so far, all) while a caller waits.
         compiler: What compiles them.
@@ -151,14 +147,14 @@ class ProgramBuilder:
     def _draft(self, draft: Recipe) -> Future[Any]:
         traced = self._submit(self._tracer, draft.lower)
         # All of the compilers' threads may wait in `_compile_later`, and so for the drafts.
-        return self._submit(self._measurers, self._compile, draft, traced, _DRAFT_OPTIONS)
+        return self._submit(self._measurers, self._compile, draft, traced)
 
-    def _compile(self, recipe: Recipe, traced: Future[Any], options: Options = NO_OPTIONS) -> Any:
+    def _compile(self, recipe: Recipe, traced: Future[Any]) -> Any:
         """Compile it when it is traced."""
         lowered = traced.result()
         if self._closed:
             raise CancelledError
-        return self._compiler.compile(recipe, lowered, options)
+        return self._compiler.compile(recipe, lowered)
 
     def _compile_later(self, recipe: Recipe, traced: Future[Any]) -> Any:
         self._may_compile.wait()

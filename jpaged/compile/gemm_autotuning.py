@@ -49,7 +49,6 @@ MAX_WAIT_S = 60.0
 
 Options = dict[str, Any]
 
-NO_OPTIONS: Options = {}
 CUBLAS_MEASURED: Options = {
     "xla_gpu_enable_triton_gemm": False,
     "xla_gpu_experimental_enable_fusion_autotuner": False,
@@ -63,9 +62,9 @@ class Compiler:
     key = ""
     """Tells it from compilers of other programs from the same text."""
 
-    def compile(self, recipe: Recipe, lowered: Any, options: Options = NO_OPTIONS) -> Any:
-        """The program; `options` are XLA's."""
-        return lowered.compile(options)
+    def compile(self, recipe: Recipe, lowered: Any) -> Any:
+        """The program."""
+        return lowered.compile()
 
 
 class UnrecordedCompiler(Compiler):
@@ -93,25 +92,25 @@ class UnrecordedCompiler(Compiler):
         facts = weights_digest(SplitModel.of(model).own_leaves), backend
         self._digest = _digest(facts, jax.__version__, jaxlib.__version__, where)
 
-    def compile(self, recipe: Recipe, lowered: Any, options: Options = NO_OPTIONS) -> Any:
+    def compile(self, recipe: Recipe, lowered: Any) -> Any:
         """The program; its products are measured first, if they are to be and were not yet."""
         _, rows = recipe.products or ("none", 0)
         if rows < MEASURED_FROM:
-            return lowered.compile({**NOTHING_MEASURED, **options})
+            return lowered.compile(NOTHING_MEASURED)
         kind, key = recipe.name
         logits_rows = key[1] if kind == "prefill" else recipe.keywords["packed"].shape[-2]
         self._measure("layer", rows)
         self._measure("head", logits_rows)
-        return lowered.compile({**CUBLAS_MEASURED, **options})
+        return lowered.compile(CUBLAS_MEASURED)
 
     def _measure(self, part: str, rows: int) -> None:
-        if self._folder is None:  # then by each program alone
-            return
-        done = self._folder / f"{self._digest}-{part}-{rows}.measured"
+        done = (self._folder or Path()) / f"{self._digest}-{part}-{rows}.measured"
         with self._lock:
             if done in self._measured:
                 return
-            if not done.exists():
+            if self._folder is None:  # XLA has it in this process's memory then
+                measure_products(self._model, part, rows, self._backend)
+            elif not done.exists():
                 with _alone(self._folder):
                     if not done.exists():  # another process has been at it
                         measure_products(self._model, part, rows, self._backend)

@@ -222,7 +222,7 @@ _CPUS_A_WORKER = 2
 _MAX_THREADS = 4
 _DEVICE_BYTES_A_WORKER = 2**30
 """What a process's context and programs take of a GPU, and some more."""
-_DEVICE_BYTES_A_MEASURER = 3 * 2**29
+_DEVICE_BYTES_A_MEASURER = 7 * 2**28
 """With the products it measures."""
 
 _WORKER = """

@@ -301,7 +301,7 @@ def _token_positions(
 ) -> tuple[Int32[Array, "T"], Int32[Array, "T"], Bool[Array, "T"]]:
     """Of each flattened token: its sequence, its position there, and whether it is not padding."""
     index = jnp.arange(num_tokens, dtype=jnp.int32)
-    # One kernel; the other methods are a loop of launches.
+    # One kernel; the default is a loop, of which a GPU launches each round.
     owner = jnp.searchsorted(starts[1:], index, side="right", method="compare_all")
     owner = owner.astype(jnp.int32)
     real = index < starts[-1]

@@ -116,10 +116,12 @@ def test_each_number_of_rows_is_measured_once_by_all_who_share_the_folder(
     assert measured[4:] == [("layer", 512), ("head", 8)]
 
 
-def test_nothing_is_measured_apart_where_xla_keeps_nothing(measured: list):
-    lowered = Lowered()
-    UnrecordedCompiler(model_of(GPT2), Backend.XLA, None).compile(prefill(512, 8), lowered)
-    assert (measured, lowered.options) == ([], [CUBLAS_MEASURED])
+def test_without_a_folder_products_are_measured_once_too(measured: list):
+    it, lowered = UnrecordedCompiler(model_of(GPT2), Backend.XLA, None), Lowered()
+    for _ in range(2):
+        it.compile(prefill(512, 8), lowered)
+    assert measured == [("layer", 512), ("head", 8)]
+    assert lowered.options == [CUBLAS_MEASURED] * 2
 
 
 def test_a_folder_that_cannot_be_written_stops_nothing(measured: list, tmp_path: Path):

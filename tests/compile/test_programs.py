@@ -31,8 +31,8 @@ class FakeRecipe(Recipe):
         said.append(f"lower {label}")
         trace()
 
-        def compile_(options: dict) -> SimpleNamespace:
-            said.append(f"compile {label}" + ", hurried" * bool(options))
+        def compile_() -> SimpleNamespace:
+            said.append(f"compile {label}")
             self.function()
             said.append(f"compiled {label}")
             sizes = {"output_size_in_bytes": 7, "alias_size_in_bytes": 5, "temp_size_in_bytes": 40}
@@ -134,9 +134,9 @@ def test_drafts_and_programs_have_the_same_compiler(tmp_path: Path):
     class Other(Compiler):
         key = "other"
 
-        def compile(self, recipe: Recipe, lowered: Any, *options: Any) -> Any:
+        def compile(self, recipe: Recipe, lowered: Any) -> Any:
             log.said.append(f"other {recipe.name[0]} {recipe.name[1]}")
-            return super().compile(recipe, lowered, *options)
+            return super().compile(recipe, lowered)
 
     store = ProgramStore(tmp_path, None, jax.local_devices()[0])
     for compiler in (Other(), None, Other()):
@@ -145,7 +145,7 @@ def test_drafts_and_programs_have_the_same_compiler(tmp_path: Path):
     with ProgramBuilder(2, compiler=Other()) as builder:
         builder.add(map(log.recipe, ALWAYS))
         builder.programs()
-    assert log.said.count("compile draft 1, hurried") == 2
+    assert log.said.count("compile draft 1") == 2
     by_other = sorted(said for said in log.said if said.startswith("other"))
     assert by_other == sorted(["other draft 1", *(f"other {kind} None" for kind, _ in ALWAYS)])
 
@@ -190,7 +190,7 @@ class TracedRecipe(Recipe):
 
     def lower(self, exported: Any = None) -> Any:
         text = super().lower(exported).as_text()
-        return SimpleNamespace(compile=lambda options: text)
+        return SimpleNamespace(compile=lambda: text)
 
 
 @pytest.mark.parametrize(("setting", "is_highest"), [(None, False), ("highest", True)])
