@@ -209,6 +209,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("count", [*REFUSED])
 def test_what_cannot_be_shared_is_refused_by_name(count: int):
+    if count > jax.device_count():
+        pytest.skip(f"needs {count} devices, which are looked for first")
     with pytest.raises(ValueError, match=REFUSED[count]):
         Engine(tensor_parallel_size=count)
 
