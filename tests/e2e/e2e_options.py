@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from jpaged import Engine, SamplingParams
 
 Engines = Callable[..., Engine]
@@ -20,6 +22,14 @@ LOOPS: dict[str, dict[str, Any]] = {
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
 QUESTION, ANSWER = "Count from 3 to 7", "\n3, 4, 5, 6, 7"
+
+
+def scores(engine: Engine, prompts: list[Any]) -> np.ndarray:
+    """Log-probabilities of the prompts' tokens."""
+    params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, prompt_logprobs=0)
+    found = engine.generate(prompts, params)
+    places = [place for output in found for place in output.prompt_logprobs or () if place]
+    return np.array([entry.logprob for place in places for entry in place.values()])
 
 
 def run(engine: Engine) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from e2e_options import LOOPS, QUESTION, SMALL, Engines, run
+from e2e_options import LOOPS, QUESTION, SMALL, Engines, run, scores
 
 from jpaged import Engine, SamplingParams, StructuredOutputs
 from jpaged.compile import sizing
@@ -245,14 +245,6 @@ def test_in_bfloat16_log_probabilities_differ_no_more_than_with_the_batch(engine
     rounding = 2.0**-8 * np.abs(in_a_batch).mean()  # a processor's batches all round alike
     assert len(by_both) > 200
     assert 0 < np.abs(by_both - in_a_batch).mean() <= max(2 * noise, rounding)
-
-
-def scores(engine: Engine, prompts: list[Any]) -> np.ndarray:
-    """Log-probabilities of the prompts' tokens."""
-    params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, prompt_logprobs=0)
-    found = engine.generate(prompts, params)
-    places = [place for output in found for place in output.prompt_logprobs or () if place]
-    return np.array([entry.logprob for place in places for entry in place.values()])
 
 
 @pytest.mark.slow

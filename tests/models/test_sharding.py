@@ -17,10 +17,18 @@ from jpaged.models.config import ModelConfig
 from jpaged.models.linear import Embedding
 from jpaged.models.loader import model_shapes, plan_model
 from jpaged.models.registry import read_model_config, weight_rules
-from jpaged.models.sharding import AXIS, Piece, held_pieces, make_mesh, own_shape, split_axis
+from jpaged.models.sharding import (
+    AXIS,
+    Piece,
+    all_max,
+    held_pieces,
+    make_mesh,
+    own_shape,
+    split_axis,
+)
 from jpaged.runtime.programs import Shapes
 from jpaged.runtime.runtime_config import RuntimeConfig
-from pallas_kernels import Backend
+from pallas_kernels import Backend, quantize_rows
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 48,
@@ -227,3 +235,20 @@ def test_devices_meet_in_every_turn_of_a_loop():
     before, after = text.split("\nENTRY ")
     assert "all-reduce(" in before
     assert "all-reduce(" not in after
+
+
+@pytest.mark.gpu2
+def test_rows_over_two_devices_are_brought_to_fp8_as_whole_ones():
+    """Bit for bit, though each row's largest number is on one of them."""
+    mesh = make_mesh(jax.devices(), 2)
+    rows = jnp.asarray(np.random.default_rng(0).standard_normal((8, 256)), jnp.float32)
+
+    def each(part: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return quantize_rows(part, across=all_max, backend=Backend.XLA)
+
+    parts = PartitionSpec(None, AXIS)
+    specs = {"in_specs": parts, "out_specs": (parts, PartitionSpec()), "check_vma": False}
+    found = jax.jit(jax.shard_map(each, mesh=mesh, **specs))(rows)
+    wanted = jax.jit(lambda x: quantize_rows(x, backend=Backend.XLA))(rows)
+    for own, whole in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(own.astype(jnp.float32), whole.astype(jnp.float32))
