@@ -76,16 +76,15 @@ def latency() -> str:
             "vLLM": row["vllm"],
             "share of the floor": f"{row['of_floor']:.0%}",
         }
-        for row in [*rows_of("latency"), *_rows_on_two("latency")]
+        for row in [*rows_of("latency"), *_rows_on_more("latency")]
     ]
     return tabulate(rows, headers="keys", tablefmt="github", floatfmt=",.2f")
 
 
-def _rows_on_two(name: str) -> list[dict]:
-    """Rows of the benchmark on two GPUs that share the model, said in its name."""
-    if not path_of(f"{name}_on_2").is_file():
-        return []
-    return [row | {"devices": 2} for row in rows_of(f"{name}_on_2")]
+def _rows_on_more(name: str) -> list[dict]:
+    """Rows of the benchmark on several GPUs that share the model, said in its name."""
+    counts = [count for count in (2, 4, 8) if path_of(f"{name}_on_{count}").is_file()]
+    return [row | {"devices": n} for n in counts for row in rows_of(f"{name}_on_{n}")]
 
 
 def kernels() -> str:

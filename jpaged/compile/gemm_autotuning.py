@@ -64,7 +64,7 @@ class Compiler:
 
     def compile(self, recipe: Recipe, lowered: Any) -> Any:
         """The program."""
-        return lowered.compile()
+        return lowered.compile(dict(recipe.options))
 
 
 class UnrecordedCompiler(Compiler):
@@ -96,12 +96,12 @@ class UnrecordedCompiler(Compiler):
         """The program; its products are measured first, if they are to be and were not yet."""
         _, rows = recipe.products or ("none", 0)
         if rows < MEASURED_FROM:
-            return lowered.compile(NOTHING_MEASURED)
+            return lowered.compile({**recipe.options, **NOTHING_MEASURED})
         kind, key = recipe.name
         logits_rows = key[1] if kind == "prefill" else recipe.keywords["packed"].shape[-2]
         self._measure("layer", rows)
         self._measure("head", logits_rows)
-        return lowered.compile(CUBLAS_MEASURED)
+        return lowered.compile({**recipe.options, **CUBLAS_MEASURED})
 
     def _measure(self, part: str, rows: int) -> None:
         done = (self._folder or Path()) / f"{self._digest}-{part}-{rows}.measured"

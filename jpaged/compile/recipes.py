@@ -59,6 +59,11 @@ KERNEL_CALLS = [
 ]
 
 
+SUMS_IN_LINE = {"xla_gpu_disable_async_collectives": "ALLCOLLECTIVES"}
+"""An option of XLA's: what devices exchange is launched on the stream of the step. A stream of its
+own would have nothing to do meanwhile, since all that follows waits for the exchange, and each way
+there and back takes time (docs/decisions/0015)."""
+
 ON_EACH = PartitionSpec()
 """How results lie that every device has."""
 
@@ -72,6 +77,7 @@ class Recipe:
 
     `donate` names the arguments whose memory the program reuses. Programs with equal `products`
     have the same matrix products. One that does not need the pool is the same whatever its size.
+    `options` are XLA's, by name, whoever compiles it.
 
     Where several devices share the model, the shapes are of the arrays over all of them; the
     function is of a device's own arrays until `on` has made it one of these.
@@ -84,6 +90,7 @@ class Recipe:
     donate: tuple[str, ...] = ()
     products: tuple[str, int] | None = None
     needs_pool: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def on(self, mesh: Mesh | None, results: Any = ON_EACH) -> "Recipe":
         """The same on every device of a mesh at once; `results` tells how what comes out lies."""
@@ -95,7 +102,8 @@ class Recipe:
 
         arguments, keywords = jax.tree.map(placed, (self.arguments, dict(self.keywords)))
         function = on_every_device(self.function, mesh, arguments, keywords, results)
-        return replace(self, function=function, arguments=arguments, keywords=keywords)
+        placed_here = {"function": function, "arguments": arguments, "keywords": keywords}
+        return replace(self, **placed_here, options=SUMS_IN_LINE)
 
     @property
     def step(self) -> Any:
@@ -114,7 +122,7 @@ class Recipe:
 
     def compile(self, exported: export.Exported | None = None) -> Any:
         """Lower and compile."""
-        return self.lower(exported).compile()
+        return self.lower(exported).compile(dict(self.options))
 
     def draft(self) -> "Recipe":
         """The same under a name that no other program has, for looking at what the compiler makes

@@ -4,12 +4,14 @@ import fcntl
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from bench.common import SHAPES, UNRECORDED
@@ -18,13 +20,14 @@ from jpaged.compile.gemm_autotuning import (
     CUBLAS_MEASURED,
     MEASURED_FROM,
     NOTHING_MEASURED,
+    Compiler,
     UnrecordedCompiler,
     measure_products,
 )
-from jpaged.compile.recipes import Recipe
+from jpaged.compile.recipes import SUMS_IN_LINE, Recipe
 from jpaged.models.loader import model_shapes
 from jpaged.models.registry import read_model_config
-from jpaged.models.sharding import make_mesh
+from jpaged.models.sharding import AXIS, make_mesh
 from pallas_kernels import Backend
 
 GPT2 = {
@@ -101,6 +104,27 @@ def test_only_products_of_many_rows_are_measured(measured: list, tmp_path: Path)
     assert it.compile(decode("decode_burst", MEASURED_FROM), lowered) == "program"
     assert lowered.options[4:] == [CUBLAS_MEASURED]
     assert measured == [("layer", MEASURED_FROM), ("head", MEASURED_FROM)]
+
+
+@pytest.mark.parametrize("rows", [8, MEASURED_FROM])
+def test_a_program_is_compiled_with_options_of_its_own(rows: int, measured: list, tmp_path: Path):
+    recipe, lowered = replace(decode("decode", rows), options={"own": 1}), Lowered()
+    UnrecordedCompiler(model_of(GPT2), Backend.XLA, tmp_path).compile(recipe, lowered)
+    Compiler().compile(recipe, lowered)
+    assert lowered.options == [
+        {**(NOTHING_MEASURED if rows < MEASURED_FROM else CUBLAS_MEASURED), "own": 1},
+        {"own": 1},
+    ]
+
+
+def test_programs_of_several_devices_exchange_on_the_stream_of_the_step():
+    shape = jax.ShapeDtypeStruct((8,), jnp.float32)
+    recipe = Recipe(("sum", None), lambda x: jax.lax.psum(x, AXIS), (shape,))
+    alone, shared = recipe.on(None), recipe.on(make_mesh(jax.devices(), 2))
+    assert (alone.options, shared.options) == ({}, SUMS_IN_LINE)
+    assert shared.draft().options == SUMS_IN_LINE
+    result = shared.compile()(jax.device_put(jnp.ones(8), shared.arguments[0].sharding))
+    np.testing.assert_array_equal(result, np.full(8, 2.0))
 
 
 def test_each_number_of_rows_is_measured_once_by_all_who_share_the_folder(

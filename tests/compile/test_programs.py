@@ -31,8 +31,9 @@ class FakeRecipe(Recipe):
         said.append(f"lower {label}")
         trace()
 
-        def compile_() -> SimpleNamespace:
+        def compile_(options: dict) -> SimpleNamespace:
             said.append(f"compile {label}")
+            assert options == self.options
             self.function()
             said.append(f"compiled {label}")
             sizes = {"output_size_in_bytes": 7, "alias_size_in_bytes": 5, "temp_size_in_bytes": 40}
@@ -190,7 +191,7 @@ class TracedRecipe(Recipe):
 
     def lower(self, exported: Any = None) -> Any:
         text = super().lower(exported).as_text()
-        return SimpleNamespace(compile=lambda: text)
+        return SimpleNamespace(compile=lambda options: text)
 
 
 @pytest.mark.parametrize(("setting", "is_highest"), [(None, False), ("highest", True)])
