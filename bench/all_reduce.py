@@ -26,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bench.compare import parse_arguments
 from bench.records import print_table, record
+from jpaged.compile.recipes import COLLECTIVES_IN_LINE
 from jpaged.models.sharding import AXIS, make_mesh, meet
 from jpaged.runtime.peer_memory import PeerMemory, can_exchange
 from pallas_kernels import device_sum
@@ -57,7 +58,7 @@ def chain(mesh: Mesh, *, sums: bool, by_peers: bool) -> Callable:
     split = PartitionSpec(AXIS)
     specs = PartitionSpec(), split, split
     mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
-    return jax.jit(mapped, donate_argnums=0)
+    return jax.jit(mapped, donate_argnums=0, compiler_options=COLLECTIVES_IN_LINE)
 
 
 def seconds(program: Callable, x: jax.Array, repeats: int) -> tuple[float, jax.Array]:

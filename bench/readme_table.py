@@ -82,7 +82,7 @@ def latency() -> str:
 
 
 def _rows_on_more(name: str) -> list[dict]:
-    """Rows of the benchmark on several GPUs that share the model, said in its name."""
+    """The benchmark's rows on several GPUs that share a model, whose number ends a file's name."""
     counts = [count for count in (2, 4, 8) if path_of(f"{name}_on_{count}").is_file()]
     return [row | {"devices": n} for n in counts for row in rows_of(f"{name}_on_{n}")]
 

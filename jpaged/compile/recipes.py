@@ -59,10 +59,10 @@ KERNEL_CALLS = [
 ]
 
 
-SUMS_IN_LINE = {"xla_gpu_disable_async_collectives": "ALLCOLLECTIVES"}
-"""An option of XLA's: what devices exchange is launched on the stream of the step. A stream of its
-own would have nothing to do meanwhile, since all that follows waits for the exchange, and each way
-there and back takes time (docs/decisions/0015)."""
+COLLECTIVES_IN_LINE = {"xla_gpu_disable_async_collectives": "ALLCOLLECTIVES"}
+"""XLA's compiler option that runs collectives on the stream of the step. By default they have
+another stream, but the step waits for each of them anyway, and changing streams twice takes time
+(docs/decisions/0015)."""
 
 ON_EACH = PartitionSpec()
 """How results lie that every device has."""
@@ -77,7 +77,7 @@ class Recipe:
 
     `donate` names the arguments whose memory the program reuses. Programs with equal `products`
     have the same matrix products. One that does not need the pool is the same whatever its size.
-    `options` are XLA's, by name, whoever compiles it.
+    `options` are XLA's compiler options, by name; whoever compiles it passes them on.
 
     Where several devices share the model, the shapes are of the arrays over all of them; the
     function is of a device's own arrays until `on` has made it one of these.
@@ -93,7 +93,8 @@ class Recipe:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def on(self, mesh: Mesh | None, results: Any = ON_EACH) -> "Recipe":
-        """The same on every device of a mesh at once; `results` tells how what comes out lies."""
+        """The same on every device of a mesh at once, with `COLLECTIVES_IN_LINE`; `results` tells
+        how what comes out lies."""
         if mesh is None:
             return self
 
@@ -102,8 +103,10 @@ class Recipe:
 
         arguments, keywords = jax.tree.map(placed, (self.arguments, dict(self.keywords)))
         function = on_every_device(self.function, mesh, arguments, keywords, results)
-        placed_here = {"function": function, "arguments": arguments, "keywords": keywords}
-        return replace(self, **placed_here, options=SUMS_IN_LINE)
+        options = {**self.options, **COLLECTIVES_IN_LINE}
+        return replace(
+            self, function=function, arguments=arguments, keywords=keywords, options=options
+        )
 
     @property
     def step(self) -> Any:
@@ -147,7 +150,8 @@ class Recipe:
     def key(self) -> str:
         """Tells it from all recipes of an engine's steps with the same back end."""
         leaves, tree = jax.tree.flatten((self.arguments, dict(self.keywords)))
-        return repr((self.name, str(tree), [(leaf.shape, leaf.dtype.name) for leaf in leaves]))
+        shapes = [(leaf.shape, leaf.dtype.name) for leaf in leaves]
+        return repr((self.name, str(tree), shapes, sorted(self.options.items())))
 
 
 class SharedCalls:

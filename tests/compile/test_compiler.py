@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from bench.common import SHAPES, UNRECORDED
@@ -24,7 +23,7 @@ from jpaged.compile.gemm_autotuning import (
     UnrecordedCompiler,
     measure_products,
 )
-from jpaged.compile.recipes import SUMS_IN_LINE, Recipe
+from jpaged.compile.recipes import COLLECTIVES_IN_LINE, Recipe
 from jpaged.models.loader import model_shapes
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import AXIS, make_mesh
@@ -83,7 +82,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     return found
 
 
-@pytest.mark.parametrize("options", [CUBLAS_MEASURED, NOTHING_MEASURED])
+@pytest.mark.parametrize("options", [CUBLAS_MEASURED, NOTHING_MEASURED, COLLECTIVES_IN_LINE])
 def test_the_compiler_knows_the_options(options: dict):
     """It refuses those that it does not."""
     shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
@@ -117,14 +116,20 @@ def test_a_program_is_compiled_with_options_of_its_own(rows: int, measured: list
     ]
 
 
-def test_programs_of_several_devices_exchange_on_the_stream_of_the_step():
+def test_programs_of_several_devices_exchange_on_the_stream_of_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+):
     shape = jax.ShapeDtypeStruct((8,), jnp.float32)
-    recipe = Recipe(("sum", None), lambda x: jax.lax.psum(x, AXIS), (shape,))
-    alone, shared = recipe.on(None), recipe.on(make_mesh(jax.devices(), 2))
-    assert (alone.options, shared.options) == ({}, SUMS_IN_LINE)
-    assert shared.draft().options == SUMS_IN_LINE
-    result = shared.compile()(jax.device_put(jnp.ones(8), shared.arguments[0].sharding))
-    np.testing.assert_array_equal(result, np.full(8, 2.0))
+    own = Recipe(("sum", None), lambda x: jax.lax.psum(x, AXIS), (shape,), options={"own": 1})
+    assert own.on(None).options == {"own": 1}
+    shared, given = own.on(make_mesh(jax.devices(), 2)), []
+    assert shared.options == {"own": 1, **COLLECTIVES_IN_LINE}
+    assert shared.draft().options == shared.options
+    assert shared.key != replace(shared, options={}).key
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda it, options: given.append(options))
+    shared.compile()
+    shared.compile(shared.exported())
+    assert given == [shared.options] * 2
 
 
 def test_each_number_of_rows_is_measured_once_by_all_who_share_the_folder(

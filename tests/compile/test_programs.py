@@ -62,7 +62,8 @@ class Log:
         work: Any = lambda: None,
         trace: Any = lambda: None,
     ) -> Recipe:
-        return FakeRecipe(name, work, (self.said, trace), products=products)
+        options = {"own": name}
+        return FakeRecipe(name, work, (self.said, trace), products=products, options=options)
 
     def at(self, what: str) -> int:
         return self.said.index(what)

@@ -273,7 +273,7 @@ GPU_COUNTS = [2, 4, 8]
 @pytest.mark.parametrize("count", GPU_COUNTS)
 @pytest.mark.parametrize("rows", [1, 8, 64, None])
 def test_the_kernel_sums_in_the_devices_order(rows: int | None, count: int):
-    """To the bit, on each device; up to as many rows as go through peer memory."""
+    """To the bit, on each device. Rows of None are the most that go through peer memory."""
     rows = rows or most_bytes(count) // (WIDTH * 2)
     found, memory = run_chain(gpus(count), (rows, WIDTH), 4)
     memory.check()
