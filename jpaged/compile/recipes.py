@@ -60,7 +60,7 @@ KERNEL_CALLS = [
 
 
 COLLECTIVES_IN_LINE = {"xla_gpu_disable_async_collectives": "ALLCOLLECTIVES"}
-"""XLA's compiler option that runs collectives on the stream of the step. By default they have
+"""XLA's compiler option that runs collectives on the stream of the step. By default they may have
 another stream, but the step waits for each of them anyway, and changing streams twice takes time
 (docs/decisions/0015)."""
 

@@ -249,7 +249,7 @@ def _kernel(k_ref, v_ref, tables_ref, plan_ref, *refs, spec, num_inputs):
     out_ref, *refs = refs
     pool_refs, partials = refs[: 2 * spec.num_new], refs[2 * spec.num_new :]
     head, number = pl.program_id(0), pl.program_id(1)
-    item = _Item(*(plan_ref[number, column] for column in range(len(_Item._fields))))
+    item = _load_item(plan_ref, number)
 
     seq_len = item.seq_len
     num_keys = seq_len - spec.num_new
@@ -321,6 +321,13 @@ def _kernel(k_ref, v_ref, tables_ref, plan_ref, *refs, spec, num_inputs):
             def _():
                 own_first = own - item.split * spec.num_heads
                 _merge(partials, out_ref, own_first, first_row, item.num_splits, spec)
+
+
+def _load_item(plan_ref, number):
+    """The item of the program of that number."""
+    columns = map(jnp.int32, range(len(_Item._fields)))
+    places = (plan_ref.at[number, column] for column in columns)
+    return _Item(*(plgpu.load(place, eviction_policy=tile_ops.KEPT) for place in places))
 
 
 def _is_last(counters_ref, counter, count, spec):
@@ -490,8 +497,9 @@ def _load_partials(ref, rows, live, columns, num_partials):
 
 
 def _load_row(ref, row, columns):
-    index = (jnp.full_like(columns, row), columns)
-    return plgpu.load(ref.at[index], mask=columns < ref.shape[1], other=0)
+    values = ref.at[jnp.full_like(columns, row), columns]
+    inside = columns < ref.shape[1]
+    return plgpu.load(values, mask=inside, other=0, eviction_policy=tile_ops.KEPT)
 
 
 def _load_weight(ref, columns):

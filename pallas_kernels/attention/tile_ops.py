@@ -38,6 +38,9 @@ from pallas_kernels.types import even_and_odd
 MASKED = -1e30
 _LOG2_E = math.log2(math.e)
 _MIN_WIDTH = 16  # of either factor of a tensor core's GEMM
+KEPT = "evict_last"
+"""How the L2 is to treat what each layer of a step reads anew and waits for before all else: as the
+last to make room. A layer's weights and keys may be more than it holds."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -182,9 +185,9 @@ def fold_keys(carry, q, refs, sequence, head, positions, live, mask, spec, k_sca
     # Not // and %: they also handle negative numbers, which costs instructions.
     entries = sequence * spec.table_width + lax.div(positions, size)
     if live is None:
-        blocks = plgpu.load(tables_ref.at[entries])
+        blocks = plgpu.load(tables_ref.at[entries], eviction_policy=KEPT)
     else:
-        blocks = plgpu.load(tables_ref.at[entries], mask=live, other=0)
+        blocks = plgpu.load(tables_ref.at[entries], mask=live, other=0, eviction_policy=KEPT)
     rows = (blocks * size + lax.rem(positions, size)) * spec.num_kv_heads + head
     keys = _load_parts(k_ref, rows, spec, live, q[0].dtype)
     visible = mask()

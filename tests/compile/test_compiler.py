@@ -1,6 +1,7 @@
 """What is measured of GEMMs that are not recorded, where, and how often."""
 
 import fcntl
+import re
 import subprocess
 import sys
 import threading
@@ -28,6 +29,9 @@ from jpaged.models.loader import model_shapes
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import AXIS, make_mesh
 from pallas_kernels import Backend
+
+GATHER = r" all-gather(-start)?\("
+"""A collective in XLA's text."""
 
 GPT2 = {
     "model_type": "gpt2",
@@ -130,6 +134,26 @@ def test_programs_of_several_devices_exchange_on_the_stream_of_the_step(
     shared.compile()
     shared.compile(shared.exported())
     assert given == [shared.options] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.gpu2
+def test_collectives_have_no_stream_of_their_own():
+    """Without the option they have one where something else may run meanwhile."""
+    if jax.default_backend() != "gpu" or jax.device_count() < 2:
+        pytest.skip("needs two GPUs")
+
+    def step(x: jax.Array) -> jax.Array:
+        return jax.lax.all_gather(x, AXIS).sum(0) + x @ x @ x
+
+    def are_in_line(recipe: Recipe) -> list[bool]:
+        lines = recipe.draft().compile().as_text().splitlines()
+        return ['"is_sync":true' in line for line in lines if re.search(GATHER, line)]
+
+    shape = jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
+    shared = Recipe(("gather", None), step, (shape,)).on(make_mesh(jax.devices(), 2))
+    assert are_in_line(shared) == [True]
+    assert are_in_line(replace(shared, options={})) == [False]
 
 
 def test_each_number_of_rows_is_measured_once_by_all_who_share_the_folder(
