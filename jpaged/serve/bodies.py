@@ -37,6 +37,10 @@ _PIECE = 256 * 1024
 _DIGITS = 64
 """A number of so many digits in a row may be refused, one of twice as many always is."""
 
+_COUNTED_DIGITS = 8
+"""So many in a row may count as a value more, and twice as many do: one of 63 digits takes seven
+times as long to build as one of 15."""
+
 _EXACT = 2**53
 """Below it a float is one integer."""
 
@@ -119,7 +123,8 @@ def parse_json(body: bytes, max_values: int) -> Any:
     Args:
         body: In UTF-8.
         max_values: A whole number, true, false or null counts as one; a string (a name in an object
-            too), a fraction, an array or an object as four: about what it takes to build them.
+            too), a fraction, an array or an object as four, a long number as one more for about
+            every eight digits: about what it takes to build them.
 
     Raises:
         ApiError: it has more values; it is no JSON in UTF-8, has NaN or an infinity, names a key
@@ -159,19 +164,25 @@ def _count(body: bytes, max_values: int) -> int:
         inside = np.bitwise_xor.accumulate((codes == ord('"')).view(np.uint8)) ^ in_string
         in_string, outside = inside[-1], inside == 0  # of its quotes the last is outside
         weight += int(_WEIGHTS[codes[outside]].sum(dtype=np.int64))
+        weight += _weight_of_digits(codes, outside)
         if weight > max_values:
             raise _too_many(max_values)
         num_names += int(np.count_nonzero((codes == ord(":")) & outside))
-        _check_digits(codes, outside)
     return num_names
 
 
-def _check_digits(codes: np.ndarray, outside: np.ndarray) -> None:
-    """Raise if a number's digits fill one of the rows that the codes make: long ones take time."""
+def _weight_of_digits(codes: np.ndarray, outside: np.ndarray) -> int:
+    """What long numbers count beyond one: the rows that the codes make and digits fill.
+
+    Raises:
+        ApiError: digits of one number fill a row of `_DIGITS`.
+    """
     size = len(codes) // _DIGITS * _DIGITS
     are_digits = (codes[:size] - np.uint8(ord("0")) < 10) & outside[:size]
-    if are_digits.reshape(-1, _DIGITS).all(1).any():
+    rows = are_digits.reshape(-1, _COUNTED_DIGITS).all(1)
+    if rows.reshape(-1, _DIGITS // _COUNTED_DIGITS).all(1).any():
         raise _no_json("a number is too long")
+    return int(np.count_nonzero(rows))
 
 
 def _number(text: str) -> float:
@@ -235,7 +246,7 @@ def _too_large(most: int) -> ApiError:
 
 
 def _too_many(most: int) -> ApiError:
-    counted = "strings, fractions, arrays and objects count as four"
+    counted = "strings, fractions, arrays and objects count as four, long numbers by their digits"
     what = f"the body has more than {most} JSON values ({counted})"
     return ApiError(400, f"{what}: send less at a time, or raise the server's --max-body-values")
 

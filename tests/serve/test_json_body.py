@@ -64,7 +64,10 @@ def test_how_much_each_value_counts():
 
 def test_long_numbers():
     """They take the square of their digits."""
-    parse_json(b"[%b]" % b",".join([b"9" * 63] * 100), 10**9)
+    numbers = b"[%b]" % b",".join([b"9" * 63] * 100)
+    parse_json(numbers, 10**9)
+    assert "by their digits" in refusal(numbers, 104 + 600)
+    parse_json(b"[%b]" % b",".join([b"9" * 7] * 1000), 1004)
     assert "too long" in refusal(b'{"seed": %b}' % (b"9" * 200))
     text = b'{"user": "%b"}' % (b"9" * 10_000)
     assert parse_json(text, 10**9) == json.loads(text)

@@ -67,6 +67,14 @@ HOSTILE: dict[str, tuple[str, Callable[[], bytes]]] = {
     "a long number": (COMPLETIONS, lambda: completion('"seed":', "9" * (LARGEST - 100), "")),
     "long numbers": (COMPLETIONS, lambda: completion('"metadata":[', "9" * 4299, "]")),
     "numbers of 63 digits": (COMPLETIONS, lambda: completion('"metadata":[', "9" * 63, "]")),
+    "some numbers of 63 digits": (
+        COMPLETIONS,
+        lambda: completion('"metadata":[', "9" * 63, "]", 32_000),
+    ),
+    "some numbers of 20 digits": (
+        COMPLETIONS,
+        lambda: completion('"metadata":[', "9" * 20, "]", 95_000),
+    ),
     "strings": (COMPLETIONS, lambda: completion('"metadata":[', '"ab"', "]")),
     "some strings": (COMPLETIONS, lambda: completion('"metadata":[', '"ab"', "]", SOME)),
     "names": (COMPLETIONS, lambda: b'{"prompt":"a","metadata":{%s}}' % names(600_000).encode()),
