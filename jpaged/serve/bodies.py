@@ -41,6 +41,9 @@ _COUNTED_DIGITS = 8
 """So many in a row may count as a value more, and twice as many do: one of 63 digits takes seven
 times as long to build as one of 15."""
 
+_EIGHT_TRUE = np.uint64(0x0101010101010101)
+"""So many truth values, each a byte, seen as one number."""
+
 _EXACT = 2**53
 """Below it a float is one integer."""
 
@@ -179,7 +182,7 @@ def _weight_of_digits(codes: np.ndarray, outside: np.ndarray) -> int:
     """
     size = len(codes) // _DIGITS * _DIGITS
     are_digits = (codes[:size] - np.uint8(ord("0")) < 10) & outside[:size]
-    rows = are_digits.reshape(-1, _COUNTED_DIGITS).all(1)
+    rows = are_digits.view(np.uint64) == _EIGHT_TRUE
     if rows.reshape(-1, _DIGITS // _COUNTED_DIGITS).all(1).any():
         raise _no_json("a number is too long")
     return int(np.count_nonzero(rows))

@@ -121,7 +121,8 @@ class Limits(options.Options, group="limits (what is refused, and when)"):
     max_body_bytes: int = _size(8 * _MIB, "413 for a larger body")
     max_body_values: int = _count(
         256 * 1024,
-        "400 for a body of more JSON values; strings, fractions, arrays and objects are four; "
+        "400 for a body of more JSON values; strings, fractions, arrays and objects are four, long "
+        "numbers one more for about every eight digits; "
         "a prompt of --max-model-len token ids is always taken",
         low=0,
     )
