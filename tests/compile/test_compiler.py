@@ -1,4 +1,5 @@
-"""What is measured of GEMMs that are not recorded, where, and how often."""
+"""What is measured of GEMMs that are not recorded, where, and how often; and with which options
+programs are compiled."""
 
 import fcntl
 import re
