@@ -197,6 +197,8 @@ class ModelConfig:
 
     def _not_shared(self, count: int) -> str | None:
         """The first size that so many devices cannot share, if any."""
+        if count == 1:  # whole, whatever its blocks of scales are
+            return None
         kv_heads = self.num_kv_heads
         if self.num_heads % count:
             return f"num_attention_heads={self.num_heads}"

@@ -168,6 +168,14 @@ def test_blocks_that_devices_would_share_are_refused(tmp_path, count, field):
         read_model_config(read_config(tmp_path)).share(count)
 
 
+def test_a_model_of_odd_blocks_is_whole_on_one_device(tmp_path):
+    made.compressed(random_model(**WIDE), tmp_path, "block", "group")
+    config = replace(read_model_config(read_config(tmp_path)), num_heads=9, num_kv_heads=3)
+    assert config.share(1) is config
+    with pytest.raises(ValueError, match=r"size=2 .*num_attention_heads=9; use 1$"):
+        config.share(2)
+
+
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 BLOCKS |= {"fmt": "e4m3", "modules_to_not_convert": ["lm_head", "model.layers.0.input_layernorm"]}
 AUTO = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
