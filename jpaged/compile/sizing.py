@@ -103,11 +103,11 @@ class Sizing:
         self._limit = min(limits, default=None)
         self._weights = own_bytes(split.leaves)
         if self._weights > self._most:  # before a byte of them is there
+            more = "" if self._limit is None else ", or more devices (tensor_parallel_size)"
             raise ValueError(
                 f"the model's weights take {self._weights / 2**30:,.1f} GiB{self._on_each} as "
                 f"{dtype.name}, and {self._whose} memory is {self._most / 2**30:,.1f} GiB: take a "
-                "smaller model or dtype, or more devices (tensor_parallel_size); "
-                f"config.json says {model.sizes}"
+                f"smaller model or dtype{more}; config.json says {model.sizes}"
             )
         limits = resolve_limits(
             config,
@@ -182,12 +182,14 @@ class Sizing:
 
     @property
     def _most(self) -> int:
-        """Bytes that there are: of a CPU all of the machine's."""
-        return physical_memory_bytes() if self._limit is None else self._limit
+        """Bytes that each device may have; virtual ones of a CPU have the machine's together."""
+        return physical_memory_bytes() // self._num_devices if self._limit is None else self._limit
 
     @property
     def _whose(self) -> str:
-        return "this machine's" if self._limit is None else "the device's"
+        if self._limit is not None:
+            return "the device's"
+        return "this machine's" if self._num_devices == 1 else "each one's part of this machine's"
 
     @property
     def _on_each(self) -> str:

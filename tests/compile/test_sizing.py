@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from bench.common import ALL_SHAPES
+from jpaged.compile import sizing as sizing_module
 from jpaged.compile.sizing import POOL_GRANULE, Sizing
 from jpaged.config import EMBEDDED_MODEL, EngineConfig
 from jpaged.engine import startup
@@ -67,6 +68,30 @@ def test_a_model_that_no_device_holds_fits_two(count: int):
     runtime, account, _ = Sizing(config, model, split, dtype, [device] * count).fit(3 * 2**30)
     assert account.weights == pytest.approx(65.7 * 2**30, rel=1e-3)
     assert (runtime.num_blocks - 1) * runtime.block_size > 64 * 2048
+
+
+@pytest.mark.parametrize(
+    ("count", "room", "words"),
+    [
+        (1, 0.9, "GiB as float32, and this machine's memory"),
+        (2, 0.9, "on each of 2 devices as float32, and each one's part of this machine's memory"),
+        (2, 1.9, None),
+    ],
+)
+def test_devices_of_a_processor_have_its_memory_together(
+    count: int, room: float, words: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    device = SimpleNamespace(platform="cpu", device_kind="X", memory_stats=lambda: None)
+    split = SplitModel.of(model_shapes(MODEL, FLOAT32, make_mesh(jax.devices(), count)))
+    whole = own_bytes(SplitModel.of(model_shapes(MODEL, FLOAT32)).leaves)
+    monkeypatch.setattr(sizing_module, "physical_memory_bytes", lambda: int(room * whole))
+    config = EngineConfig(tensor_parallel_size=count)
+    if words is None:
+        Sizing(config, MODEL, split, FLOAT32, [device] * count)
+        return
+    with pytest.raises(ValueError, match=words) as refused:
+        Sizing(config, MODEL, split, FLOAT32, [device] * count)
+    assert "more devices" not in str(refused.value)  # they would be of the same machine
 
 
 def test_a_narrower_pool_has_more_blocks_of_what_is_left():
