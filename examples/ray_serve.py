@@ -129,7 +129,7 @@ class Replica:
         stats = self._serving.engine.stats
         if stats is None:
             return {"num_requests_waiting": 0, "busy": 0}
-        busy = stats.num_running / self._max_num_seqs
+        busy = stats.num_running_seqs / self._max_num_seqs
         return {"num_requests_waiting": stats.num_waiting, "busy": busy}
 
     async def __del__(self) -> None:

@@ -1,8 +1,8 @@
 """The loop: schedule -> launch -> read -> update, one step at a time.
 
 In the overlapped loop the step that is read is the one launched a turn ago, so that the device
-always has its next step waiting; in the synchronous loop it is the step just launched. Both give
-the same tokens.
+has its next step waiting; in the synchronous loop it is the step just launched. Both give the same
+tokens, but for the rounding of steps that are composed differently.
 
 Where a row of a step obeys a grammar, what it may sample depends on the token before it: then the
 step's layers are launched, the step before is read meanwhile, and the sampling follows with a mask.
@@ -151,6 +151,7 @@ class EngineLoop:
             num_free_blocks=manager.num_free_blocks,
             num_waste_slots=num_waste_slots(scheduler),
             num_running=len(scheduler.running),
+            num_running_seqs=scheduler.running.num_seats,
             num_waiting=len(scheduler.waiting) + len(self._compiling),
             num_swapped=scheduler.num_swapped,
             prefix_cache_queries=0 if cache is None else cache.num_query_tokens,

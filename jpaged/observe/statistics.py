@@ -21,6 +21,7 @@ class EngineStats:
         peak_used_blocks: Most blocks held at once since the engine started.
         num_waste_slots: Slots of held blocks without a token: less than one block a sequence.
         num_running: Requests in the batch.
+        num_running_seqs: Sequences that those run at most: samples and beams, of `max_num_seqs`.
         num_waiting: Requests that wait for a place in it, preempted ones included.
         num_swapped: Those of the waiting whose KV is in host memory.
         num_preemptions: Times a request lost its blocks to another, since the start.
@@ -52,6 +53,7 @@ class EngineStats:
     peak_used_blocks: int
     num_waste_slots: int = 0
     num_running: int = 0
+    num_running_seqs: int = 0
     num_waiting: int = 0
     num_swapped: int = 0
     num_preemptions: int = 0

@@ -25,7 +25,7 @@ from pallas_kernels.tuning import is_hopper
 LONGEST_STEP = 240.0
 """Seconds after which what several devices do is taken for something that never ends: in a
 collective each waits for the others as long as it takes, and nothing can break that off. Less than
-a server waits for its engine's loop, so that it is told why."""
+a server waits for its engine's loop by default (300 s), so that it is told why."""
 
 _LOOK = 2e-5  # seconds between two looks
 

@@ -7,7 +7,6 @@ import resource
 import signal
 import socket
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -114,7 +113,7 @@ class Life:
             process = self._process = await EngineProcess.start(options)
             if self._ending is not None:  # it did not know of the process
                 process.kill()
-            await self._open(process)
+            await open_in_time(self._serving, process)
         except Exception as error:
             if self._ending is None:
                 say(f"error: {await self._why(error)}")
@@ -124,31 +123,16 @@ class Life:
         say(f"serving {self._serving.config.model_names[0]} at {address}")
         self._watching = asyncio.create_task(self._watch(process))
 
-    async def _open(self, process: EngineProcess) -> None:
-        """Serve with an engine that is there in time: it may hang in a driver, or in NCCL."""
-        limit = self._serving.config.limits.start_timeout
-        try:
-            async with asyncio.timeout(limit):
-                await start_serving(self._serving, process.client)
-        except TimeoutError as error:
-            reason = f"the engine did not start within {limit:g} s (--start-timeout)"
-            process.give_up(reason)
-            raise RuntimeError(reason) from error
-
     async def end_engine(self) -> None:
         """End the engine's process, last of all."""
         if self._process is not None:
             await self._process.stop()
 
     async def _watch(self, process: EngineProcess) -> None:
-        """End an engine whose loop stands still. Once it is gone, those who wait get errors and the
-        server ends, so that its supervisor starts another."""
-        client, patience = process.client, self._serving.config.limits.hang_timeout
-        while not await _comes(client.died, _TICK):
-            if time.monotonic() - client.seen >= patience:
-                process.give_up(f"its loop stood still for {patience:g} s (--hang-timeout)")
+        """Once an engine is gone, end the server, so that its supervisor starts another."""
+        await watch_engine(process, self._serving.config.limits.hang_timeout)
         if self._ending is None:
-            why = await self._why(RuntimeError(client.death))
+            why = await self._why(RuntimeError(process.client.death))
             say(f"the engine is gone, no request can be served: {why}")
             self._fail()
 
@@ -197,13 +181,13 @@ class Life:
 async def serving_app(flags: Flags) -> AsyncIterator[tuple[ASGIApp, Serving]]:
     """The server's application with an engine of its own, for a program that listens itself.
 
-    That program bounds connections and headers, says which Hosts are served, watches for an engine
-    that hangs (`Serving.is_healthy`) or dies, and drains: it calls `Serving.stop_admitting` and
-    waits until `num_requests` is 0. At the end of the block the engine
-    ends, whatever runs.
+    That program bounds connections and headers, says which Hosts are served, ends when the engine
+    is gone (`Serving.engine.died`), and drains: it calls `Serving.stop_admitting` and waits until
+    `num_requests` is 0. An engine that hangs is ended here (--hang-timeout). At the end of the
+    block the engine ends, whatever runs.
 
     Raises:
-        RuntimeError, ValueError: the engine could not be made, or has no tokenizer.
+        RuntimeError, ValueError: the engine could not be made in time, or has no tokenizer.
     """
     serving = Serving(flags.serve)
     async with AsyncExitStack() as stack:
@@ -215,9 +199,47 @@ async def serving_app(flags: Flags) -> AsyncIterator[tuple[ASGIApp, Serving]]:
             stack.callback(made.close)
             return made
 
-        await start_serving(serving, process.client, text_process)
+        await open_in_time(serving, process, text_process)
         stack.callback(serving.tokenizing.close)
+        watching = asyncio.create_task(watch_engine(process, flags.serve.limits.hang_timeout))
+        stack.callback(watching.cancel)
         yield make_app(serving), serving
+
+
+async def open_in_time(
+    serving: Serving,
+    process: EngineProcess,
+    text_process: Callable[[TokenizingSettings], TokenizingProcess] = TokenizingProcess,
+) -> None:
+    """`start_serving`, but an engine that is not there after `--start-timeout` is ended: it may
+    hang in a driver, or in NCCL.
+
+    Raises:
+        RuntimeError, ValueError: it was not there in time; or as `start_serving`.
+    """
+    limit = serving.config.limits.start_timeout
+    try:
+        async with asyncio.timeout(limit):
+            await start_serving(serving, process.client, text_process)
+    except TimeoutError as error:
+        reason = f"the engine did not start within {limit:g} s (--start-timeout)"
+        process.give_up(reason)
+        raise RuntimeError(reason) from error
+
+
+async def watch_engine(process: EngineProcess, patience: float) -> None:
+    """Wait until an engine is gone; end it if its loop stands still for `patience` seconds. Those
+    who wait for it then get errors.
+
+    The seconds are counted in turns of this function: while this process is stopped none passes,
+    since the engine may have been stopped with it.
+    """
+    client, still, seen = process.client, 0.0, process.client.seen
+    while not await _comes(client.died, _TICK):
+        still = still + _TICK if client.seen == seen else 0.0
+        seen = client.seen
+        if still >= patience:
+            process.give_up(f"its loop stood still for {patience:g} s (--hang-timeout)")
 
 
 async def start_serving(

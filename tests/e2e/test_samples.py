@@ -136,8 +136,11 @@ def test_streamed_deltas_join_to_the_samples(engine: Engine, best_of: int | None
 def test_a_stream_that_is_dropped_aborts_all_samples(engine: Engine):
     stream = engine.stream(PROMPT, replace(WARM, n=4))
     next(stream)
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_running_seqs) == (1, 4)
     stream.close()
-    assert not engine.stats().num_running
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_running_seqs) == (0, 0)
 
 
 @pytest.mark.parametrize("params", [SamplingParams(beam_width=2), SamplingParams(best_of=2)])

@@ -232,12 +232,23 @@ def test_a_step_that_does_not_end_ends_the_server(
         server.end()
 
 
-def test_a_server_that_was_stopped_does_not_take_its_engine_for_hung(compilation_cache: Path):
+@pytest.mark.parametrize("with_engine", [False, True])
+def test_a_server_that_was_stopped_does_not_take_its_engine_for_hung(
+    compilation_cache: Path, with_engine: bool
+):
+    """With its engine: as by Ctrl-Z, which all of a terminal's processes get. The engine may come
+    back a moment later."""
     server = ServerProcess(compilation_cache, "--hang-timeout", "2")
     try:
-        server.process.send_signal(signal.SIGSTOP)
+        pids = [server.process.pid]
+        if with_engine:
+            pids.append(worker_of(server.process.pid))
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
         time.sleep(4)
-        server.process.send_signal(signal.SIGCONT)
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(0.1)
         for _ in range(8):
             assert httpx.get(f"{server.url}/version").status_code == 200
             time.sleep(0.1)
@@ -264,6 +275,32 @@ def test_the_application_without_a_socket(compilation_cache: Path):
         assert not serving.is_healthy
 
     asyncio.run(use())
+    assert not engines_of(os.getpid())
+
+
+def test_the_application_ends_an_engine_that_hangs(compilation_cache: Path):
+    flags = ["--compilation-cache-dir", str(compilation_cache), "--hang-timeout", "1"]
+
+    async def use() -> None:
+        async with serving_app(read_flags([*ARGUMENTS, *flags])) as (_, serving):
+            (engine,) = engines_of(os.getpid())
+            os.kill(int(engine), signal.SIGSTOP)
+            await asyncio.wait_for(serving.engine.died.wait(), 20)
+            assert "stood still for 1 s (--hang-timeout)" in str(serving.engine.death)
+
+    asyncio.run(use())
+    assert not engines_of(os.getpid())
+
+
+def test_the_application_does_not_wait_for_an_engine_for_ever(tmp_path: Path):
+    flags = ["--compilation-cache-dir", str(tmp_path), "--start-timeout", "0.5"]
+
+    async def use() -> None:
+        async with serving_app(read_flags([*ARGUMENTS, *flags])):
+            pass
+
+    with pytest.raises(RuntimeError, match=r"did not start within 0\.5 s \(--start-timeout\)"):
+        asyncio.run(use())
     assert not engines_of(os.getpid())
 
 
