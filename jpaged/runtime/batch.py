@@ -82,7 +82,7 @@ def pack_decode(
     rows: np.ndarray,
     *,
     sampling_table: np.ndarray,
-    batch_size: int,
+    num_rows: int,
     max_blocks: int,
 ) -> np.ndarray:
     """Pack a decode step.
@@ -92,13 +92,13 @@ def pack_decode(
         rows: int [len(scheduled)], each sequence's device row.
         sampling_table: int32 [R, W], each row's encoded sampling parameters; the last is the
             padding's.
-        batch_size: How many rows to pad to.
+        num_rows: How many rows to pad to (B).
         max_blocks: Entries of a block table (M); as an index it means "no new block".
 
     Returns:
-        int32 [batch_size, 6 + W].
+        int32 [num_rows, 6 + W].
     """
-    packed = np.zeros((batch_size, _HEADER + ROW_WIDTH), np.int32)
+    packed = np.zeros((num_rows, _HEADER + ROW_WIDTH), np.int32)
     packed[:, 1] = len(sampling_table) - 1  # the padding's row
     packed[:, 3] = max_blocks
     n = len(scheduled)

@@ -18,7 +18,7 @@ from jpaged.models.attention import AttentionInputs, RopeAngles
 from jpaged.models.decoder import DecoderLayer, Stream, run_layers
 from jpaged.models.linear import is_silu
 from jpaged.models.norm import RMSNorm
-from pallas_kernels import LayerKV, LayerWeights, fused_layer, new_exchange
+from pallas_kernels import Backend, LayerKV, LayerWeights, fused_layer, new_exchange
 
 
 def run_layers_fused(
@@ -28,8 +28,8 @@ def run_layers_fused(
     attention: AttentionInputs,
     angles: Sequence[RopeAngles | None],
 ) -> Stream:
-    """As `jpaged.models.decoder.run_layers`, which runs the layers that cannot be fused."""
-    exchange = _exchange(layers, hidden, attention)
+    """A decode step's `jpaged.models.decoder.run_layers`, which runs what cannot be fused."""
+    exchange = _exchange(layers, hidden, attention.backend)
     if exchange is None:
         return run_layers(layers, hidden, pool, attention, angles)
     rows = jnp.arange(1, hidden.shape[0] + 1, dtype=jnp.int32)
@@ -48,16 +48,14 @@ def run_layers_fused(
 
 
 def _exchange(
-    layers: Sequence[DecoderLayer], hidden: Float[Array, "T D"], attention: AttentionInputs
+    layers: Sequence[DecoderLayer], hidden: Float[Array, "T D"], backend: Backend
 ) -> Int32[Array, "W"] | None:
     """The exchange memory of a decode step whose layers are fused; None where they are not."""
-    if attention.query_start_loc is not None:
-        return None
     weights = [weights_between(layer, following) for layer, following in pairwise(layers)]
     first = weights[0] if weights else None
     if first is None or any(own is None for own in weights):
         return None
-    return new_exchange(first, num_tokens=hidden.shape[0], backend=attention.backend)
+    return new_exchange(first, num_tokens=hidden.shape[0], backend=backend)
 
 
 def weights_between(layer: DecoderLayer, following: DecoderLayer) -> LayerWeights | None:

@@ -29,6 +29,7 @@ from jpaged.runtime.programs import (
     sampler_levels,
 )
 from jpaged.runtime.results import (
+    LAUNCHES_AHEAD,
     PromptScores,
     StepHandle,
     score_prompts,
@@ -180,7 +181,7 @@ class ModelRunner:
 
         Args:
             step: What was launched last.
-            allowed: int32 [step.num_rows, W], what each row may sample, as `mask_step` takes it;
+            allowed: int32 [step.num_rows, M], what each row may sample, as `mask_step` takes it;
                 None for all.
         """
         sampled = None
@@ -217,7 +218,7 @@ class ModelRunner:
             self._update_rows(plan, sampling)
             place, scheduled, rows = self._in_order(plan)
             level |= self._rows.level(rows)
-            packed.append(self._pack_decode(scheduled, rows, batch_size=size))
+            packed.append(self._pack_decode(scheduled, rows, num_rows=size))
             places.append(place)
         sampled = _on_its_way(self._run_burst(np.stack(packed), level), level)
         steps = enumerate(zip(plans, places, strict=True))
@@ -252,7 +253,7 @@ class ModelRunner:
                     # One at a time: the memory account counts the steps of the loop, not a queue.
                     self._wait(self._sample(logits, inputs, level))
             for size, level in of_kind(self.programs, "decode_burst"):
-                padding = self._pack_decode(*none, batch_size=size)
+                padding = self._pack_decode(*none, num_rows=size)
                 self._wait(self._run_burst(np.stack([padding] * self.burst_steps), level))
             for shape in of_kind(self.programs, "prefill"):
                 logits, _, inputs = self._run_prefill(*none, *shape)
@@ -268,6 +269,7 @@ class ModelRunner:
             filled = np.full((2, size), null, np.int32)
             filled[:, : len(moves) - at] = moves[at : at + size].T
             self._kv = self.programs[kind, None](self._kv, *filled)
+            self._pace(at // size + 1, self._kv)
 
     def _update_rows(self, plan: StepPlan, sampling: SamplingOf) -> None:
         for seq_id in plan.released:
@@ -280,10 +282,17 @@ class ModelRunner:
                     self._give_row(item.sequence, sampling)
         if self._new_marks:
             marks, self._new_marks = self._new_marks, {}
-            for packed in pack_marks(marks, self._config.padding_row, self._config.vocab_size):
-                self._sampling_state = self.programs["load_rows", None](
-                    self._sampling_state, packed
-                )
+            load_rows = self.programs["load_rows", None]
+            chunks = pack_marks(marks, self._config.padding_row, self._config.vocab_size)
+            for number, packed in enumerate(chunks, 1):
+                self._sampling_state = load_rows(self._sampling_state, packed)
+                self._pace(number, self._sampling_state)
+
+    def _pace(self, number: int, state: Any) -> None:
+        """Wait for what the last of so many launches in a row has made, now and then, where devices
+        share a model."""
+        if self._of_devices["is_shared"] and not number % LAUNCHES_AHEAD:
+            self._wait(state)
 
     def _fork_rows(self, plan: StepPlan, sampling: SamplingOf) -> None:
         sources: dict[int, int] = {}  # of rows forked in this plan: all are read before any write
@@ -332,7 +341,7 @@ class ModelRunner:
         return sampled
 
     def _run_decode(self, scheduled: Scheduled, rows: np.ndarray, size: int, num_rows: int):
-        packed = self._pack_decode(scheduled, rows, batch_size=num_rows)
+        packed = self._pack_decode(scheduled, rows, num_rows=num_rows)
         logits, inputs, self._kv = self.programs["decode", size](
             self._leaves, state=self._kv, last_tokens=self._last_tokens, packed=packed, **self._more
         )

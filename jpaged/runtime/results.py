@@ -15,9 +15,10 @@ from jpaged.runtime.programs import PROMPT_LOGPROBS_CHUNK
 from jpaged.sampling_params import SamplingParams
 from pallas_kernels import NUM_FACTS
 
-_SCORES_AHEAD = 16
-"""Of a prompt's chunks, scores that are launched before an earlier one has ended: a device that
-hangs must not stop the thread in a launch, for which the runtime has room only so often."""
+LAUNCHES_AHEAD = 16
+"""Of many small programs in a row, so many are launched before an earlier one has ended where
+devices share a model: one that hangs must not stop the thread in a launch, for which the runtime
+has room only so often."""
 
 
 @dataclass(frozen=True)
@@ -174,8 +175,8 @@ def score_prompts(
             targets[:count] = sequence.token_ids[start + 1 : start + 1 + count]
             first = len(launched)
             for i, t in zip(indices.reshape(-1, size), targets.reshape(-1, size), strict=True):
-                if wait is not None and len(launched) >= _SCORES_AHEAD:
-                    wait(launched[-_SCORES_AHEAD])
+                if wait is not None and len(launched) >= LAUNCHES_AHEAD:
+                    wait(launched[-LAUNCHES_AHEAD])
                 launched.append(score(indices=i, targets=t))
             scored[sequence.seq_id] = count, launched[first:]
         offset += num_tokens

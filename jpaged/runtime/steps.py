@@ -135,7 +135,7 @@ def prefill_step(
         shared=shared,
         peers=peers,
     )
-    hidden, pool = model(tokens, positions, state.pool, attention, run_layers_fused)
+    hidden, pool = model(tokens, positions, state.pool, attention)
     logits = model.logits(hidden[jnp.maximum(starts[1:] - 1, 0)])
     tables = state.block_tables.at[batch.rows].set(batch.block_tables)
     inputs = SampleInputs(batch.rows, batch.counted, batch.sampling, batch.seq_lens)

@@ -239,7 +239,7 @@ class MaskProcess:
                 then. None: all are waited for.
 
         Returns:
-            int32 [num_rows, W], token `32 w + j` is bit `j` of word `w`, all ones in other rows,
+            int32 [num_rows, M], token `32 w + j` is bit `j` of word `w`, all ones in other rows,
             until the next call; the indices in `items` of those that fail, and why; and of those
             that were left. Rows of the last two hold anything.
         """

@@ -18,6 +18,7 @@ from e2e_options import LOOPS, QUESTION, SMALL, Engines, run, scores
 from jpaged import Engine, SamplingParams, StructuredOutputs
 from jpaged.compile import sizing
 from jpaged.runtime import model_runner, peer_memory, results
+from jpaged.runtime.sampler import SamplingState
 
 pytestmark = pytest.mark.gpu2
 
@@ -359,6 +360,18 @@ def test_sums_through_peer_memory_are_where_each_kind_of_layer_has_them(
     both = Engine(folders(family), tensor_parallel_size=2, dtype="float32", **options)
     assert len(peer_memories) == (jax.default_backend() == "cpu")  # on GPUs bfloat16 alone has any
     assert tokens_of(both, prompts) == tokens_of(alone, prompts)
+
+
+def test_few_rows_are_loaded_ahead(compilation_cache: Path, monkeypatch: pytest.MonkeyPatch):
+    """A device that hangs would stop the thread in a launch, where nothing ends its wait."""
+    waited: list[Any] = []
+    monkeypatch.setattr(model_runner, "await_devices", waited.append)
+    monkeypatch.setattr(model_runner, "LAUNCHES_AHEAD", 1)
+    options = {"num_blocks": 129, "dtype": "float32", **SMALL}
+    engine = Engine(tensor_parallel_size=2, compilation_cache_dir=compilation_cache, **options)
+    for penalty, count in ((1.0, 0), (1.3, 1)):
+        engine.generate([QUESTION], SamplingParams(max_tokens=2, repetition_penalty=penalty))
+        assert sum(isinstance(it, SamplingState) for it in waited) == count
 
 
 def test_a_step_that_never_ends_ends_the_engine(

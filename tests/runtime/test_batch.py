@@ -29,7 +29,7 @@ def test_a_decode_batch_comes_out_as_it_went_in():
         (known, pending),
         np.array([3, 0]),
         sampling_table=SAMPLING,
-        batch_size=8,
+        num_rows=8,
         max_blocks=M,
     )
     batch = unpack_decode(jnp.asarray(packed))
