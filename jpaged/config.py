@@ -96,7 +96,8 @@ class EngineConfig(Options):
             its KV heads.
         skip_tokenizer_init: Token ids in, token ids out; no tokenizer is loaded.
         seed: Seeds random weights, and requests that bring no seed.
-        async_scheduling: Let the host run one step behind the device (the overlapped loop).
+        async_scheduling: Launch a step before the tokens of the one before are read (the overlapped
+            loop).
         num_scheduler_steps: Decode steps launched as one program while at most 32 sequences run,
             none wait, none searches beams and none that draws at random needs penalties, biases or
             log-probabilities; in `generate`, where no request can arrive, also while more run or
@@ -233,7 +234,7 @@ class EngineConfig(Options):
     async_scheduling: bool = switch(
         True,
         names=("--async-scheduling", "--overlap"),
-        help="the host plans ahead of the device",
+        help="launch a step before the tokens of the one before are read",
         group=_STEPS,
     )
     num_scheduler_steps: int | None = integer(

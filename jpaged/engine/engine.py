@@ -318,6 +318,8 @@ class Engine:
         Raises:
             TypeError, ValueError: as `render_chat` and `generate`.
         """
+        if "sampling_params" in template_options:  # vLLM's name, which a template would ignore
+            raise TypeError("chat(sampling_params=...): give it as params, the second argument")
         many = isinstance(messages, (list, tuple)) and messages and isinstance(messages[0], list)
         conversations = messages if many else [messages]
         prompts = [self.render_chat(c, **template_options) for c in conversations]

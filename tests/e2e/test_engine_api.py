@@ -290,6 +290,8 @@ def test_a_model_is_a_name_or_a_folder():
 def test_malformed_messages_are_refused(engine: Engine):
     with pytest.raises(TypeError, match="messages must be a list"):
         engine.chat({"role": "user"})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="second argument"):
+        engine.chat([{"role": "user", "content": "Hi"}], sampling_params=GREEDY)
 
 
 def test_text_needs_a_tokenizer(engines: Engines):
