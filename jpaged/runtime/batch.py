@@ -92,7 +92,7 @@ def pack_decode(
         rows: int [len(scheduled)], each sequence's device row.
         sampling_table: int32 [R, W], each row's encoded sampling parameters; the last is the
             padding's.
-        num_rows: How many rows to pad to (B).
+        num_rows: How many rows to pad to: those of the step's logits.
         max_blocks: Entries of a block table (M); as an index it means "no new block".
 
     Returns:

@@ -1,7 +1,8 @@
 """Runs a plan on the device: rows, packing, launching, reading. Features go elsewhere.
 
-The runner launches programs in plan order and never waits; `StepHandle.read` does. It owns the
-device's arrays and the host's view of which sequence has which row.
+The runner launches programs in plan order and does not wait (where devices share a model, now and
+then: `_pace`); `StepHandle.read` does. It owns the device's arrays and the host's view of which
+sequence has which row.
 """
 
 from collections.abc import Callable, Collection
@@ -116,6 +117,7 @@ class ModelRunner:
         self._pack_decode = partial(pack_decode, **padding)
         self._pack_prefill = partial(pack_prefill, **padding)
         self._faults: list[Fault] = []  # of the plan being launched
+        self._num_small_launches = 0  # for the plan being launched
         self._new_marks: dict[int, RowMarks] = {}  # of rows given in the plan being launched
         state = shapes.kv, shapes.last_tokens, shapes.sampling
         zeros = jax.jit(
@@ -137,7 +139,8 @@ class ModelRunner:
         self._guards = make_places(devices) if config.backend is Backend.TRITON else []
 
     def launch(self, plan: StepPlan, sampling: SamplingOf) -> StepHandle:
-        """Launch a plan's parts in the order that `StepPlan` gives, without waiting for any.
+        """Launch a plan's parts in the order that `StepPlan` gives, without waiting for any (but
+        see `_pace`).
 
         Args:
             plan: The scheduler's plan; launched in the order they were made.
@@ -148,6 +151,7 @@ class ModelRunner:
     def launch_layers(self, plan: StepPlan, sampling: SamplingOf) -> UnsampledStep:
         """The first part of `launch`: all up to the logits. `launch_sampling` must follow before
         anything else is launched; until then the tokens of earlier steps may be read."""
+        self._num_small_launches = 0
         self._update_rows(plan, sampling)
         for image_id in plan.dropped:
             self._images.drop(image_id)
@@ -269,7 +273,7 @@ class ModelRunner:
             filled = np.full((2, size), null, np.int32)
             filled[:, : len(moves) - at] = moves[at : at + size].T
             self._kv = self.programs[kind, None](self._kv, *filled)
-            self._pace(at // size + 1, self._kv)
+            self._pace(self._kv)
 
     def _update_rows(self, plan: StepPlan, sampling: SamplingOf) -> None:
         for seq_id in plan.released:
@@ -284,14 +288,15 @@ class ModelRunner:
             marks, self._new_marks = self._new_marks, {}
             load_rows = self.programs["load_rows", None]
             chunks = pack_marks(marks, self._config.padding_row, self._config.vocab_size)
-            for number, packed in enumerate(chunks, 1):
+            for packed in chunks:
                 self._sampling_state = load_rows(self._sampling_state, packed)
-                self._pace(number, self._sampling_state)
+                self._pace(self._sampling_state)
 
-    def _pace(self, number: int, state: Any) -> None:
-        """Wait for what the last of so many launches in a row has made, now and then, where devices
-        share a model."""
-        if self._of_devices["is_shared"] and not number % LAUNCHES_AHEAD:
+    def _pace(self, state: Any) -> None:
+        """Count a small program of the plan, and where devices share a model wait now and then for
+        what it makes."""
+        self._num_small_launches += 1
+        if self._of_devices["is_shared"] and not self._num_small_launches % LAUNCHES_AHEAD:
             self._wait(state)
 
     def _fork_rows(self, plan: StepPlan, sampling: SamplingOf) -> None:
@@ -322,6 +327,7 @@ class ModelRunner:
         if bias is not None:
             load_bias = self.programs["load_bias", None]
             self._sampling_state = load_bias(self._sampling_state, np.int32(row), bias)
+            self._pace(self._sampling_state)
         return row
 
     def _run_burst(self, packed: np.ndarray, level: SamplerLevel) -> Sampled:

@@ -292,6 +292,7 @@ class EngineClient:
             run.fail(not_serving("the engine failed, and the request with it"))
         if not self._info.done():
             self._info.set_exception(RuntimeError(reason))
+            self._info.exception()  # nobody may wait for it any more, which asyncio would log
         if self._frames is not None and not self._frames.done():
             self._frames.set_exception(not_serving("the engine is not running"))
 

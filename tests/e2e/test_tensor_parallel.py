@@ -369,8 +369,13 @@ def test_few_rows_are_loaded_ahead(compilation_cache: Path, monkeypatch: pytest.
     monkeypatch.setattr(model_runner, "LAUNCHES_AHEAD", 1)
     options = {"num_blocks": 129, "dtype": "float32", **SMALL}
     engine = Engine(tensor_parallel_size=2, compilation_cache_dir=compilation_cache, **options)
-    for penalty, count in ((1.0, 0), (1.3, 1)):
-        engine.generate([QUESTION], SamplingParams(max_tokens=2, repetition_penalty=penalty))
+    for params, count in (
+        (SamplingParams(max_tokens=2), 0),
+        (SamplingParams(max_tokens=2, repetition_penalty=1.3), 1),
+        (SamplingParams(max_tokens=2, logit_bias={3: 1.0}), 2),  # its bias, and its marks
+    ):
+        waited.clear()
+        engine.generate([QUESTION], params)
         assert sum(isinstance(it, SamplingState) for it in waited) == count
 
 
