@@ -7,12 +7,11 @@ sequences is read. With several samples or beams the tokens are those of one of 
 
 *Sustained rate*: the highest request rate at which the mean normalised latency stays under
 `Settings.latency_factor` times that of requests served one at a time: same lengths, same device,
-our own system for all systems alike. The factor is 10. Alone, OPT-13B takes about 0.01 s a token
-on an H200, so ten times that is 0.1 s a token, which is still faster than people read; and there
-most of a request's latency is spent in the queue, so the curve is nearly vertical and another
-factor would give nearly the same rate: `Sustained.sensitivity` has the rates for factors of 5 and
-20. That holds for long traces: in a short one a queue has no time to grow, and rates above what
-could be served for ever pass (`most_excess`; figures state it). The rate is found by bisection to
+our own system for all systems alike. The factor is 10. Alone, OPT-13B takes 0.007 s a token
+on an H200, so ten times that is 0.07 s a token, which is still faster than people read; and there
+most of a request's latency is spent in the queue. `Sustained.sensitivity` has the rates for factors
+of 5 and 20. In a short trace a queue has no time to grow, and rates above what could be served for
+ever pass (`most_excess`; figures state it). The rate is found by bisection to
 `Settings.tolerance` for each seed; the median of three seeds is reported, the lowest and the
 highest beside it.
 
