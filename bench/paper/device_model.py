@@ -19,8 +19,8 @@ size makes no difference.
 
 The data: `bench/results/step_times_<shape>_nvidia-h200.json`, which `bench.step_times` writes on an
 H200: the shape's own, or for a shape that has none OPT-13B's. Without such a file it is
-`recorded_steps.json` in this folder: what results and docs say of single steps, each with its source.
-`python -m bench.paper.device_model` prints every point with its error.
+`recorded_steps.json` in this folder: what results and docs say of single steps, each with its
+source. `python -m bench.paper.device_model` prints every point with its error.
 
 Other GPUs are not measured. For them bandwidths and rates are the fitted ones times the ratio of
 the published peaks (`GPUS`), times are as fitted. Several GPUs hold a share of each layer each, and
