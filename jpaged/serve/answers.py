@@ -20,8 +20,8 @@ from jpaged import (
     reasoning_end,
 )
 from jpaged.serve.answer_forms import form_of_calls
-from jpaged.serve.api_errors import ApiError, not_serving
-from jpaged.serve.engine_client import News, Run
+from jpaged.serve.api_errors import ApiError, bad_field, not_serving
+from jpaged.serve.engine_client import News, Run, joined
 from jpaged.serve.exchange import DONE, json_bytes, large_json
 from jpaged.serve.messages import EngineRequest
 from jpaged.serve.parts import AnswerParts
@@ -120,16 +120,31 @@ class Generation(ABC):
             except TimeoutError:
                 raise not_serving("aborted: the request waited too long for its turn") from None
             self._prompts = [request.prompt_token_ids for request in requests]
-            async with serving.run(requests) as run:
-                if not asked.stream:
-                    yield await self._whole(run)
-                    return
-                async for news in run:
-                    if self._tells_a_long_prompt(news):
-                        yield await serving.in_thread(partial(self._events, news, large_json))
-                    elif events := self._events(news, json_bytes):
-                        yield events
+            try:
+                async with serving.run(requests) as run:
+                    if not asked.stream:
+                        yield await self._whole(run)
+                        return
+                    async for news in run:
+                        if self._tells_a_long_prompt(news):
+                            yield await serving.in_thread(partial(self._events, news, large_json))
+                        elif events := self._events(news, json_bytes):
+                            yield events
+            except ApiError as error:
+                raise self._in_words_of_the_request(error) from None
             yield self._last_events()
+
+    @property
+    def _form_path(self) -> str:
+        """The field that says what answers obey."""
+        return self._asked.form_path
+
+    def _in_words_of_the_request(self, error: ApiError) -> ApiError:
+        """The engine's error, which calls what answers obey by the engine's own field."""
+        path = error.param or ""
+        if not path.startswith("structured_outputs."):
+            return error
+        return bad_field(self._form_path, str(error).replace(path, self._form_path, 1))
 
     def _request(self, index: int, token_ids: list[int], params: SamplingParams) -> EngineRequest:
         """The request of one prompt."""
@@ -258,7 +273,13 @@ class Completion(Generation):
             )
             requests.append(self._request(i, ids, params))
         if asked.echo:
-            self._echoed = [await texts.decode(each.prompt_token_ids) for each in requests]
+            are_whole = asked.truncate_prompt_tokens is None
+            self._echoed = [
+                prompt
+                if isinstance(prompt, str) and are_whole
+                else await texts.decode(each.prompt_token_ids)
+                for prompt, each in zip(asked.prompts, requests, strict=True)
+            ]
         self._num_characters = [0] * (len(requests) * asked.n)  # of which logprobs were told
         return requests
 
@@ -303,18 +324,21 @@ class Completion(Generation):
             return None
         ids: Sequence[int] = delta.token_ids
         candidates: Sequence[Candidates | None] = delta.logprobs or ()
+        width, offset = self._texts.num_characters, self._num_characters[place]
         if with_prompt:
-            prompt = self._prompts[place // self._asked.n]
-            scores = self._prompt_logprobs.get(place // self._asked.n) or [None] * len(prompt)
+            index = place // self._asked.n
+            prompt, scores = self._prompts[index], self._prompt_logprobs.get(index, [])
+            # A request that was cut short may have no more of them.
+            scores = [*scores, *[None] * (len(prompt) - len(scores))]
             ids, candidates = [*prompt, *ids], [*scores, *candidates]
-        texts = [self._shown(token_id) for token_id in ids]
-        offset = self._num_characters[place]
-        *offsets, self._num_characters[place] = accumulate(map(len, texts), initial=offset)
+            # What the tokenizer puts before a prompt is a token, and no part of its text.
+            offset = len(self._echoed[index]) - sum(map(width, prompt))
+        *offsets, self._num_characters[place] = accumulate(map(width, ids), initial=offset)
         found = list(zip(ids, candidates, strict=True))
         return {
-            "text_offset": offsets,
+            "text_offset": [max(offset, 0) for offset in offsets],
             "token_logprobs": [None if c is None else finite(c[t].logprob) for t, c in found],
-            "tokens": texts,
+            "tokens": [self._shown(token_id) for token_id in ids],
             "top_logprobs": [None if c is None else self._top(c) for c in candidates],
         }
 
@@ -355,11 +379,19 @@ class Chat(Generation):
         form = await self._form(self._texts.text_end(ids))
         return [self._request(0, ids, replace(params, structured_outputs=form))]
 
+    @property
+    def _holds_calls(self) -> bool:
+        return self._asked.holds_calls and self._serving.config.tool_call_parser is not None
+
+    @property
+    def _form_path(self) -> str:
+        return "tools" if self._holds_calls else self._asked.form_path
+
     async def _form(self, prompt_end: str) -> StructuredOutputs | None:
         """What the answer must obey behind its reasoning."""
         asked, config = self._asked, self._serving.config
         form = asked.form
-        if asked.holds_calls and config.tool_call_parser is not None:
+        if self._holds_calls and config.tool_call_parser is not None:
             make = partial(
                 form_of_calls,
                 config.tool_call_parser,
@@ -463,22 +495,10 @@ class Chat(Generation):
         return {"content": content, "refusal": None}
 
     def _entry(self, token_id: int, logprob: float) -> Body:
-        text = self._texts.token_text(token_id)
-        shown = f"token_id:{token_id}" if self._asked.return_tokens_as_token_ids else text
-        return {"token": shown, "logprob": finite(logprob), "bytes": list(text.encode())}
-
-
-def joined(deltas: Sequence[TextDelta]) -> TextDelta:
-    """All that an answer grew by as one."""
-    if not deltas:
-        return TextDelta("")
-    scores = [each.logprobs for each in deltas if each.logprobs is not None]
-    return replace(
-        deltas[-1],
-        text="".join(each.text for each in deltas),
-        token_ids=tuple(token_id for each in deltas for token_id in each.token_ids),
-        logprobs=[found for own in scores for found in own] if scores else None,
-    )
+        as_id, texts = self._asked.return_tokens_as_token_ids, self._texts
+        shown = f"token_id:{token_id}" if as_id else texts.token_text(token_id)
+        own = list(texts.token_bytes(token_id))  # of a part of a character, which has no text
+        return {"token": shown, "logprob": finite(logprob), "bytes": own}
 
 
 def prompt_logprobs(candidates: Iterable[Candidates | None]) -> list[Body | None]:

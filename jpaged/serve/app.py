@@ -22,6 +22,7 @@ from jpaged.serve.exchange import (
     as_api_error,
     error_answer,
     json_answer,
+    json_bytes,
     large_json,
 )
 from jpaged.serve.messages_api import (
@@ -102,6 +103,9 @@ T = TypeVar("T", bound=Body)
 
 _OTHER_VALUES = 64 * 1024
 """Values that a body may have in addition to the token ids of a prompt."""
+
+_LARGE_ANSWER = 16 * 1024
+"""Characters or tokens above which an answer is made JSON in a thread."""
 
 
 def openapi() -> dict[str, Any]:
@@ -308,7 +312,11 @@ class App:
         async def piece() -> AsyncGenerator[bytes, None]:
             with serving.admit(client, 0):
                 answer = await make()
-                yield await serving.in_thread(lambda: large_json(answer))
+                size = sum(len(it) for it in answer.values() if isinstance(it, (str, list)))
+                if size <= _LARGE_ANSWER:
+                    yield json_bytes(answer)
+                else:
+                    yield await serving.in_thread(lambda: large_json(answer))
 
         stall = serving.config.limits.stall_timeout
         return Exchange(piece(), streams=False, stall_timeout=stall, **how)

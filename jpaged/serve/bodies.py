@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -30,6 +31,9 @@ MAX_DEPTH = 32
 
 _AT_ONCE = 16 * 1024
 """Bytes of a body that is parsed in the event loop, in a millisecond or two at most."""
+
+_FORMS = {"structured_outputs", "response_format", "text", "output_config", "tools"}
+"""Fields that may have schemas or grammars: checking a small one can take a tenth of a second."""
 
 _PIECE = 256 * 1024
 """Bytes that are counted in one go."""
@@ -90,9 +94,13 @@ class BodyReader:
         """
         body = await self._body(request)
         if len(body) <= _AT_ONCE:
-            return make(parse_json(body, max_values))
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, lambda: make(parse_json(body, max_values)))
+            value = parse_json(body, max_values)
+            if not (isinstance(value, dict) and value.keys() & _FORMS):
+                return make(value)
+            work = partial(make, value)
+        else:
+            work = lambda: make(parse_json(body, max_values))  # noqa: E731
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def _body(self, request: Request) -> bytes:
         limits, most = self._limits, self._limits.max_body_bytes

@@ -17,9 +17,10 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from jpaged import EngineStats, RequestDelta
+from jpaged import EngineStats, RequestDelta, TextDelta
 from jpaged.serve.api_errors import ApiError, failed, fault_of, not_serving, refusal
 from jpaged.serve.framing import framed, read
 from jpaged.serve.messages import (
@@ -39,8 +40,11 @@ from jpaged.serve.messages import (
     report_of,
 )
 
-MAX_UNREAD = 8192
-"""Deltas that may wait for a slow reader before its request is aborted."""
+MAX_UNREAD = 256 * 1024
+"""Tokens and their candidates that may wait for a slow reader before its request is aborted."""
+
+_SEPARATE = 8192
+"""News that wait one by one; of more, those of an answer become one."""
 
 _LARGE_MESSAGE = 16 * 1024
 
@@ -72,6 +76,8 @@ class Run:
         self._on_news = on_news
         self._left = {request.request_id: i for i, request in enumerate(requests)}
         self._unread: list[News] = []
+        self._num_unread = 0
+        self._separate = max(_SEPARATE, 4 * len(requests))
         self._error: ApiError | None = None
         self._changed = asyncio.Event()
 
@@ -83,7 +89,7 @@ class Run:
             self._changed.clear()
             await self._changed.wait()
         if self._unread:
-            news, self._unread = self._unread, []
+            news, self._unread, self._num_unread = self._unread, [], 0
             return news
         if self._error is not None:
             raise self._error
@@ -111,12 +117,15 @@ class Run:
         if index is None or self._error is not None:
             return
         self.has_started = True
-        if len(self._unread) >= MAX_UNREAD:
+        self._num_unread += sum(map(_size, delta.deltas))
+        if self._num_unread > MAX_UNREAD:
             self.fail(not_serving("aborted: the answer was not read as it came"))
             return
         news = News(index, delta)
         self._unread.append(news)
         self._on_news(news)
+        if len(self._unread) > self._separate:
+            self._unread = _merged(self._unread)
         if delta.finished:
             del self._left[delta.request_id]
             if delta.error is not None:
@@ -134,6 +143,46 @@ class Run:
         """End it here, as if aborted."""
         for request_id in self.left:
             self.put(RequestDelta(request_id, [], finished=True))
+
+
+def _size(delta: TextDelta) -> int:
+    return len(delta.token_ids) + sum(map(len, delta.logprobs or ()))
+
+
+def _merged(unread: Sequence[News]) -> list[News]:
+    """News of a request as one, which may be of several steps."""
+    by_index: dict[int, list[RequestDelta]] = {}
+    for index, delta in unread:
+        by_index.setdefault(index, []).append(delta)
+    return [News(index, _joined(deltas)) for index, deltas in by_index.items()]
+
+
+def _joined(deltas: Sequence[RequestDelta]) -> RequestDelta:
+    """All that a request grew by as one."""
+    grown: dict[int, list[TextDelta]] = {}
+    for each in deltas:
+        for own in each.deltas:
+            grown.setdefault(own.index, []).append(own)
+    scores = [each.prompt_logprobs for each in deltas if each.prompt_logprobs is not None]
+    return replace(
+        deltas[-1],
+        deltas=[joined(own) for own in grown.values()],
+        prompt_logprobs=[found for own in scores for found in own] if scores else None,
+        num_cached_tokens=max(each.num_cached_tokens for each in deltas),
+    )
+
+
+def joined(deltas: Sequence[TextDelta]) -> TextDelta:
+    """All that an answer grew by as one."""
+    if not deltas:
+        return TextDelta("")
+    scores = [each.logprobs for each in deltas if each.logprobs is not None]
+    return replace(
+        deltas[-1],
+        text="".join(each.text for each in deltas),
+        token_ids=tuple(token_id for each in deltas for token_id in each.token_ids),
+        logprobs=[found for own in scores for found in own] if scores else None,
+    )
 
 
 class EngineClient:

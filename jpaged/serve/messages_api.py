@@ -14,7 +14,7 @@ from msgspec import Meta
 from jpaged import TextDelta
 from jpaged.serve.answer_forms import JsonSchema, ResponseFormat, Schema
 from jpaged.serve.answers import Chat, Encode
-from jpaged.serve.api_errors import ApiError, bad_field
+from jpaged.serve.api_errors import ApiError, bad_field, not_serving
 from jpaged.serve.conversation import (
     MAX_TOOLS,
     TEXT_ONLY,
@@ -426,6 +426,7 @@ class Messaging(Chat):
         return b"".join(map(_event, events))
 
     def _last_events(self) -> bytes:
+        self._check_whole()
         whole = self._message()
         delta = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
         last = {"type": "message_delta", "delta": delta, "usage": whole["usage"]}
@@ -435,8 +436,14 @@ class Messaging(Chat):
         self._grown(place, delta)  # the blocks tell, not the events
 
     def _body(self, answers: list[list[TextDelta]]) -> Callable[[Encode], bytes]:
+        self._check_whole()
         told = self._message()
         return lambda encode: encode(told)
+
+    def _check_whole(self) -> None:
+        """Raise ApiError for an answer that was cut short, for which there is no `stop_reason`."""
+        if self._reason == "abort":
+            raise not_serving("the answer was cut short: its time was over, or the server ends")
 
     def _grown(self, place: int, delta: TextDelta) -> list[Json]:
         events: list[Json] = []

@@ -41,6 +41,9 @@ _encoder = msgspec.msgpack.Encoder()
 
 _decoder = msgspec.msgpack.Decoder(Done)
 
+_LARGE_REPLY = 256 * 1024
+"""Bytes of a reply that takes some milliseconds to build."""
+
 _PROBE = _encoder.encode(Order(token_ids=[]))
 
 
@@ -173,6 +176,16 @@ class Tokenizing:
     def token_text(self, token_id: int) -> str:
         """The text of one token alone."""
         return self._tokenizer.decode([token_id])
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Its bytes, of which several tokens may have those of one character; as far as the
+        tokenizer tells, else those of its text."""
+        of = self._tokenizer.bytes_of
+        return self.token_text(token_id).encode() if of is None else of(token_id)
+
+    def num_characters(self, token_id: int) -> int:
+        """How many characters begin in it."""
+        return sum(byte & 0xC0 != 0x80 for byte in self.token_bytes(token_id))
 
     def close(self) -> None:
         """Drop what is under way."""
@@ -391,4 +404,7 @@ class _Fork:
         self._process.end_fork(self._number)
 
     async def _reply(self) -> Done:
-        return _decoder.decode(await read(self._reader))
+        data = await read(self._reader)
+        if len(data) <= _LARGE_REPLY:
+            return _decoder.decode(data)
+        return await asyncio.to_thread(_decoder.decode, data)

@@ -121,7 +121,7 @@ class Worker:
             self._send(Turn(news, stats))
 
     def _parted(self, news: list[RequestDelta]) -> list[RequestDelta]:
-        """The news to send now, in each request's order; of long ones, one part."""
+        """The news to send now, in each request's order; of long ones one part, in turn."""
         told = []
         for delta in news:
             if len(delta.prompt_logprobs or ()) > PART or delta.request_id in self._parts:
@@ -129,12 +129,13 @@ class Worker:
             else:
                 told.append(delta)
         if self._parts:
-            request_id, parts = next(iter(self._parts.items()))
+            request_id = next(iter(self._parts))
+            parts = self._parts.pop(request_id)
             told.append(parts.popleft())
             while parts and not parts[0].prompt_logprobs:  # what came after them is short
                 told.append(parts.popleft())
-            if not parts:
-                del self._parts[request_id]
+            if parts:  # after those of others
+                self._parts[request_id] = parts
         return told
 
     def _obey(self, command: Command) -> None:

@@ -356,6 +356,12 @@ class _Obeyable:
     def __init__(self, found: _Found, target: _Target):
         self._found, self._target = found, target
         self._types: dict[int, frozenset[str]] = dict.fromkeys(found, frozenset())
+        # What an object or an array needs, and of which no value was found yet.
+        self._needed = {
+            (key, kind): list(needed(schema))
+            for key, (_, schema) in found.items()
+            for kind, needed in (("object", _needed_properties), ("array", _needed_items))
+        }
 
     def check(self) -> None:
         """Raise ValueError where there is none."""
@@ -365,12 +371,14 @@ class _Obeyable:
                 if id(it) in users:
                     users[id(it)].add(key)
         left = dict.fromkeys(self._found)
-        while left:
-            key, _ = left.popitem()
-            types = self._solve(*self._found[key])
-            if types != self._types[key]:
-                self._types[key] = types
-                left |= dict.fromkeys(users[key])
+        while left:  # in rounds, lest one that many decide is solved after each of them
+            changed = set[int]()
+            for key in left:
+                types = self._solve(*self._found[key])
+                if types != self._types[key]:
+                    self._types[key] = types
+                    changed |= users[key]
+            left = dict.fromkeys(changed)
         for key, (path, _) in self._found.items():
             if not self._types[key]:
                 raise ValueError(
@@ -393,8 +401,11 @@ class _Obeyable:
         for word in _CASES:
             if word in schema:
                 types &= frozenset().union(*(self._of(it) for it in _cases(schema, word)))
-        for kind, needed in (("object", _needed_properties), ("array", _needed_items)):
-            if kind in types and not all(self._of(it) for it in needed(schema)):
+        for kind in ("object", "array"):
+            needed = self._needed[id(schema), kind]
+            while needed and self._of(needed[-1]):  # found once, it stays: types are only added
+                needed.pop()
+            if needed:
                 types -= {kind}
         return types
 

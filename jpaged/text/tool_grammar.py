@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jpaged.structured_outputs import StructuredOutputs
+from jpaged.structured_outputs import StructuredOutputs, bounds
 from jpaged.structured_outputs.schemas import ANNOTATIONS, unescaped
 from jpaged.text.tool_calls import TOOL_CALL_FAMILIES, Tool, types_in
 
@@ -63,9 +63,11 @@ def call_grammar(
         )
     is_forced = not or_text and or_form is None
     rules = _Rules(chosen, parallel, special_ids or {}, is_forced, or_text)
-    for path, function in chosen:
-        if rules.holds(function):
-            _check_parameters(path, _parameters(function))
+    held = [(path, _parameters(function)) for path, function in chosen if rules.holds(function)]
+    # Before any is checked, which takes longer. The grammar has at least their text.
+    bounds.SOURCE.check("tools", sum(len(_json(schema)) for _, schema in held))
+    for path, schema in held:
+        _check_parameters(path, schema)
     text = "\n".join([*_FAMILIES[family](rules), *rules.start(or_form)]) + "\n"
     try:
         return StructuredOutputs(grammar=text, name="tools")
@@ -291,7 +293,11 @@ def _arguments_of(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _json_rule(schema: Any) -> str:
-    return f"%json {json.dumps(schema, separators=(',', ':'))}"
+    return f"%json {_json(schema)}"
+
+
+def _json(schema: Any) -> str:
+    return json.dumps(schema, separators=(",", ":"))
 
 
 def _without(*texts: str) -> str:

@@ -13,6 +13,7 @@ class ScriptedEngine:
     Attributes:
         script: Each request's answers, as many as it asks for: the pieces that come a turn each.
         reasons: Why each request's answers end; "stop" once there are none left.
+        errors: Why the next ones of those with "error" failed.
         prompts: The requests' prompts, as text.
         params: Their parameters.
     """
@@ -21,6 +22,7 @@ class ScriptedEngine:
         self._engine: Any = engine
         self.script: deque[Sequence[Sequence[str]]] = deque()
         self.reasons: deque[str] = deque()
+        self.errors: deque[str] = deque()
         self.prompts: list[str] = []
         self.params: list[SamplingParams] = []
         self._open: dict[str, tuple[list[deque[str]], str, bool]] = {}
@@ -67,7 +69,8 @@ class ScriptedEngine:
                     why = None if own else reason
                     deltas.append(TextDelta(piece, (7,), why, logprobs=scores, index=i))
             is_over = not any(answers)
-            self._deltas.append(RequestDelta(name, deltas, finished=is_over))
+            error = self.errors.popleft() if is_over and reason == "error" else None
+            self._deltas.append(RequestDelta(name, deltas, finished=is_over, error=error))
             if is_over:
                 del self._open[name]
 

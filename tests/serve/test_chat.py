@@ -71,6 +71,9 @@ def test_logprobs(serve: Run):
         assert content[0]["top_logprobs"][0]["logprob"] == content[0]["logprob"]
         body = await ask(server, logprobs=True)
         assert body["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
+        # The first of two bytes of a character.
+        body = await ask(server, logprobs=True, allowed_token_ids=[0xC3], max_tokens=1)
+        assert body["choices"][0]["logprobs"]["content"][0]["bytes"] == [0xC3]
 
     serve(scenario)
 

@@ -1,6 +1,7 @@
 """A client that goes, in whatever state its request is, takes the request along."""
 
 import asyncio
+import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -198,5 +199,33 @@ def test_too_much_left_unread_is_aborted(serve: Run, monkeypatch: pytest.MonkeyP
         await reader.task
         assert b"was not read as it came" in reader.body
         assert reader.body.endswith(b"data: [DONE]\n\n")
+
+    serve(scenario)
+
+
+def test_what_is_left_unread_for_a_while_is_read_later(serve: Run, monkeypatch: pytest.MonkeyPatch):
+    """As fewer events; of each answer nothing is lost."""
+    monkeypatch.setattr("jpaged.serve.engine_client._SEPARATE", 5)
+
+    async def scenario(server: Server) -> None:
+        asked = {"prompt": ["Hello", QUESTION], "n": 2, "seed": 1, "logprobs": 1, **LONG}
+        whole = (await server.complete(**asked))["choices"]
+        reader = RawRequest(server.app, PATH, {**asked, "stream": True})
+        await reader.read_some()
+        reader.reading.clear()
+        await until(lambda: not server.engine.has_unfinished_requests)
+        reader.reading.set()
+        await reader.task
+        events = [line[6:] for line in reader.body.split(b"\n") if line.startswith(b"data: {")]
+        assert len(events) < 50
+        told: list[list[Any]] = [[] for _ in whole]
+        for event in events:
+            for choice in json.loads(event)["choices"]:
+                told[choice["index"]].append(choice)
+        for own, expected in zip(told, whole, strict=True):
+            assert "".join(each["text"] for each in own) == expected["text"]
+            tokens = [token for each in own for token in each["logprobs"]["tokens"]]
+            assert tokens == expected["logprobs"]["tokens"]
+            assert own[-1]["finish_reason"] == expected["finish_reason"]
 
     serve(scenario)

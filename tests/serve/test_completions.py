@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from serve_helpers import ANSWER, QUESTION, Server, events_of
 
-from jpaged.serve import answers, worker
+from jpaged import RequestDelta
+from jpaged.serve import answers, engine_client, worker
+from jpaged.serve.tokenizing import Tokenizing
 
 Run = Callable[..., None]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 64}
@@ -185,6 +187,60 @@ def test_logprobs_and_echo(serve: Run):
         for name in ("tokens", "text_offset"):
             told = [each for c in chunks for each in c["choices"][0]["logprobs"][name]]
             assert told == found[name]
+
+    serve(scenario)
+
+
+def test_places_in_a_text_are_counted_in_characters(serve: Run):
+    """Of which a token may have a part."""
+
+    async def scenario(server: Server) -> None:
+        fields = {"prompt": "aéb", "max_tokens": 1, "echo": True, "logprobs": 0}
+        (choice,) = (await server.complete(**fields))["choices"]
+        assert choice["logprobs"]["text_offset"] == [0, 1, 2, 2, 3]
+
+    serve(scenario)
+
+
+def test_what_the_tokenizer_puts_before_a_prompt_is_not_echoed(
+    serve: Run, monkeypatch: pytest.MonkeyPatch
+):
+    prompt_ids = Tokenizing.prompt_ids
+
+    async def begun(self: Tokenizing, *about: Any) -> list[int]:
+        return [min(self.special_ids.values()), *await prompt_ids(self, *about)]
+
+    monkeypatch.setattr(Tokenizing, "prompt_ids", begun)
+
+    async def scenario(server: Server) -> None:
+        fields = {"prompt": "ab", "max_tokens": 1, "echo": True, "logprobs": 0}
+        (choice,) = (await server.complete(**fields))["choices"]
+        assert choice["text"].startswith("ab")
+        assert choice["logprobs"]["tokens"][1:3] == ["a", "b"]
+        assert choice["logprobs"]["text_offset"] == [0, 0, 1, 2]
+
+    serve(scenario)
+
+
+def test_an_answer_that_is_cut_before_its_prompt_is_scored(
+    serve: Run, monkeypatch: pytest.MonkeyPatch
+):
+    """It is told as one that was cut short, as others are."""
+    monkeypatch.setattr(worker, "PART", 2)
+    put = engine_client.Run.put
+
+    def cut_after(self: engine_client.Run, delta: RequestDelta) -> None:
+        put(self, delta)
+        if delta.prompt_logprobs:
+            self.cut()
+
+    monkeypatch.setattr(engine_client.Run, "put", cut_after)
+
+    async def scenario(server: Server) -> None:
+        fields = {"prompt": "abcdef", "max_tokens": 1, "echo": True, "logprobs": 0}
+        (choice,) = (await server.complete(**fields))["choices"]
+        assert choice["finish_reason"] == "abort"
+        assert len(choice["logprobs"]["token_logprobs"]) == 6
 
     serve(scenario)
 

@@ -13,7 +13,8 @@ from scripted_engine import ScriptedEngine
 from serve_helpers import Server, events_of
 from test_tools import CALL, HERMES
 
-from jpaged import Engine
+from jpaged import Engine, RequestDelta
+from jpaged.serve import engine_client
 
 Run = Callable[..., None]
 PATH = "/v1/messages"
@@ -359,5 +360,30 @@ def test_what_cannot_change_the_answer_is_taken(serve: Run):
             "speed": "standard",
         }
         assert (await ask(server, temperature=0, **more))["content"] == plain["content"]
+
+    serve(scenario)
+
+
+def test_an_answer_that_is_cut_short_is_an_error(serve: Run, monkeypatch: pytest.MonkeyPatch):
+    """Anthropic's API has no reason for it; its clients send such requests again."""
+    put = engine_client.Run.put
+
+    def cut_after(self: engine_client.Run, delta: RequestDelta) -> None:
+        put(self, delta)
+        if not delta.finished:
+            self.cut()
+
+    monkeypatch.setattr(engine_client.Run, "put", cut_after)
+
+    async def scenario(server: Server) -> None:
+        asked = {"model": "jpaged-tiny", "max_tokens": 100, "messages": [USER]}
+        answer = await server.http.post(PATH, json=asked)
+        assert answer.status_code == 503
+        assert answer.json()["error"]["type"] == "overloaded_error"
+        answer = await server.http.post(PATH, json={**asked, "stream": True})
+        assert answer.status_code == 200
+        assert "message_start" in answer.text
+        assert "message_stop" not in answer.text
+        assert '"overloaded_error"' in answer.text
 
     serve(scenario)

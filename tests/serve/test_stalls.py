@@ -45,6 +45,20 @@ def message(content: str) -> str:
     return '{"role":"user","content":' + content + "}"
 
 
+def form(kind: str, value: object) -> bytes:
+    asked = {"prompt": "a", "max_tokens": 1, "structured_outputs": {kind: value}}
+    return json.dumps(asked).encode()
+
+
+def required(count: int, repeated: int) -> object:
+    """A schema of an object that needs many others, and one of them many times."""
+    names = [f"b{i}" for i in range(count)]
+    within = {"a": True, **{name: {"$ref": f"#/$defs/{name}"} for name in names}}
+    hub = {"required": ["a"] * repeated + names, "properties": within}
+    defined = {name: {} for name in names}
+    return {"type": "object", "properties": {"h": hub}, "required": ["h"], "$defs": defined}
+
+
 PART = '{"type":"text","text":"a"}'
 PROMPTS = '{"max_tokens":1,"prompt":['
 CHAT = '{"max_tokens":1,"messages":['
@@ -136,6 +150,23 @@ HOSTILE: dict[str, tuple[str, Callable[[], bytes]]] = {
         lambda: filled(CHAT, message(f"[{PART},{PART},{PART}]"), "]}", 2500),
     ),
     "messages": (CHATS, lambda: filled(CHAT, message('"a"'), "]}", 4096)),
+    "a grammar": (COMPLETIONS, lambda: form("grammar", "start: " + "%json{} " * 1900)),
+    "a pattern": (COMPLETIONS, lambda: form("regex", "()" * 7900)),
+    "names that are required": (COMPLETIONS, lambda: form("json", required(650, 4000))),
+    "functions": (
+        CHATS,
+        lambda: json.dumps(
+            {
+                "messages": [{"role": "user", "content": "a"}],
+                "tools": [
+                    {"type": "function", "function": {"name": f"f{i}", "parameters": own}}
+                    for i, own in enumerate([required(650, 4000)] * 5)
+                ],
+                "tool_choice": "required",
+                "max_tokens": 1,
+            }
+        ).encode(),
+    ),
     "tokens to text": ("/detokenize", lambda: filled('{"tokens":[', "17", "]}", 4 * SOME)),
     "text to tokens": ("/tokenize", lambda: text("a", '{"return_token_strs":true,"prompt":"')),
     "messages to tokens": (

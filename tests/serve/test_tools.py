@@ -226,6 +226,41 @@ def test_one_call_at_most(talk: Run, scripted: ScriptedEngine):
     talk(scenario)
 
 
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"tools": [WEATHER], "tool_choice": "required"}, "tools"),
+        (
+            {"response_format": {"type": "json_object"}},
+            "response_format.json_schema.schema",
+        ),
+        ({"structured_outputs": {"regex": "a+"}}, "structured_outputs.regex"),
+    ],
+)
+def test_a_form_that_fails_is_called_as_the_client_called_it(
+    talk: Run, scripted: ScriptedEngine, asked: dict[str, Any], param: str
+):
+    async def scenario(server: Server) -> None:
+        for reason, status in (
+            ("structured_outputs.regex cannot be enforced: it takes too long", 400),
+            ("structured_outputs: the process has ended: retry", 503),
+            ("structured_outputs: no tokenizer in /home", 500),
+        ):
+            scripted.say("", reason="error")
+            scripted.errors.append(reason)
+            answer = await server.http.post(CHAT, json={"messages": [USER], **asked})
+            assert answer.status_code == status, answer.text
+            error = answer.json()["error"]
+            assert "/home" not in error["message"]
+            if status == 400:
+                assert error["param"] == param
+                assert error["message"].startswith(f"{param} cannot be enforced")
+            if status == 503:
+                assert answer.headers["Retry-After"] == "1"
+
+    talk(scenario)
+
+
 def test_each_answer_has_its_own_parts(talk: Run, scripted: ScriptedEngine):
     async def scenario(server: Server) -> None:
         scripted.say(ANSWER, "Sunny.", f"{CALL}{CALL}", size=3)

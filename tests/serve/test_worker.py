@@ -171,6 +171,17 @@ def test_a_prompts_scores_come_in_parts_and_all_before_the_answer(line: Line):
     line.send(Abort(["a", "b", "c"]))
 
 
+def test_long_prompts_are_told_of_in_turn(line: Line):
+    """One that is scored is not behind all of a longer one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "PART", 4)
+        line.send(add("long", "ab" * 120, max_tokens=1, prompt_logprobs=0))
+        line.send(add("short", "ab" * 10, max_tokens=1, prompt_logprobs=0))
+        list(line.deltas("short"))
+        left = sum(len(each.prompt_logprobs or ()) for each in line.deltas("long"))
+    assert left > 100
+
+
 def test_an_abort_and_a_stop(line: Line, engine: Engine):
     line.send(add("a", "Hello", max_tokens=200, ignore_eos=True))
     next(line.deltas("a"))
