@@ -53,6 +53,7 @@ class Admission:
         self._config, self._manager = config, manager
         self._swap_space, self._running = swap_space, running
         self._refused: tuple[object, ...] = ()  # who, and all else that the refusal rests on
+        self._no_room: tuple[object, ...] = ()  # likewise, if others yield
         self._refused_prefix: list[BlockContent] = []
 
     def find(self, request: Request) -> Fit | None:
@@ -88,13 +89,26 @@ class Admission:
         return Fit([prefix], num_needed)
 
     def would_have_room(self, request: Request, yielding: list[Request]) -> bool:
-        """Whether there would be seats and blocks if these runners gave all of theirs back."""
+        """Whether there would be seats and blocks for one that `find` has just refused, if these
+        runners gave all of theirs back."""
         if request.num_seats > self.num_free_seats + sum(r.num_seats for r in yielding):
             return False
-        held = self._manager.num_blocks_only_of(s for r in yielding for s in r.live)
-        num_needed = self.measure(request).num_needed_blocks
+        manager, sequences = self._manager, [s for r in yielding for s in r.live]
+        num_held = sum(len(sequence.block_table) for sequence in sequences)
+        names = tuple(r.request_id for r in yielding)
+        num_freed, num_hits = manager.pool.num_freed, len(self._refused_prefix)
+        state = request.live[0], len(request.live), names, num_held, num_freed, num_hits
+        if state == self._no_room:
+            return False
+        given = manager.blocks_only_of(sequences)
+        fit = self.measure(request)
+        # What it finds cached in these blocks it takes, though to find them costs nothing now.
+        num_needed = fit.num_needed_blocks
+        num_needed += len({block.block_id for hits in fit.hits for block in hits} & given)
         num_needed += len(yielding) < len(self._running)  # the spare block
-        return num_needed <= self._manager.num_free_blocks + held
+        has_room = num_needed <= manager.num_free_blocks + len(given)
+        self._no_room = () if has_room else state
+        return has_room
 
     @property
     def num_free_seats(self) -> int:

@@ -131,10 +131,10 @@ class BlockManager:
         copies = (min(count, blocks[b].ref_cnt - 1) for b, count in writers.items())
         return num_blocks + sum(copies)
 
-    def num_blocks_only_of(self, sequences: Iterable[Sequence]) -> int:
+    def blocks_only_of(self, sequences: Iterable[Sequence]) -> set[int]:
         """Blocks that become free if all of these sequences give theirs back."""
         held = Counter(block_id for sequence in sequences for block_id in sequence.block_table)
-        return sum(self.pool.blocks[b].ref_cnt == count for b, count in held.items())
+        return {b for b, count in held.items() if self.pool.blocks[b].ref_cnt == count}
 
     def append(self, sequence: Sequence, num_tokens: int) -> BlockChanges:
         """Give the sequence writable slots for its next `num_tokens` tokens.
@@ -199,7 +199,9 @@ class BlockManager:
         if sequence.block_table:
             return sum(block_id in self.pins.holders for block_id in sequence.block_table)
         # What a swapped-out sequence has not computed yet, it will compute itself.
-        most = sequence.num_computed_tokens if sequence.image_table else None
+        # Of steps in flight the last tokens are not known yet.
+        known = min(sequence.num_computed_tokens, len(sequence.token_ids))
+        most = known if sequence.image_table else None
         return self.pins.num_pinned(self.find_prefix(sequence, most))
 
     def can_extend(self, contents: list[BlockContent], sequence: Sequence, max_tokens: int) -> bool:

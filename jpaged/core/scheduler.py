@@ -393,7 +393,7 @@ class Scheduler:
         """
         manager = self.block_manager
         while not step.is_starved and num_blocks > manager.num_free_blocks:
-            num_returning = manager.num_blocks_only_of(self.sequences.draining.values())
+            num_returning = len(manager.blocks_only_of(self.sequences.draining.values()))
             if num_blocks <= manager.num_free_blocks + num_returning:
                 step.is_starved = True
             else:
@@ -410,9 +410,10 @@ class Scheduler:
         only to be read yet loses nothing by it: it is not swapped out, and counts as no preemption.
         """
         request = self.running.last
-        self.running.remove(request)
         is_complete = all(s.num_tokens >= request.max_num_tokens for s in request.live)
-        if not is_complete and self.swap_space.chosen_for(request):
+        is_swapped = not is_complete and self.swap_space.chosen_for(request)
+        self.running.remove(request)
+        if is_swapped:
             self.swap_space.swap_out(request)
             request.status = RequestStatus.SWAPPED
         else:

@@ -1,5 +1,6 @@
 """The scheduler's books: its queues of requests, the table of their sequences, and their proofs."""
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from itertools import pairwise, product
 
@@ -17,7 +18,7 @@ class RequestQueue:
     """
 
     def __init__(self):
-        self._requests: dict[str, Request] = {}
+        self._requests: OrderedDict[str, Request] = OrderedDict()
         self._groups: dict[str, Request] = {}  # those of several sequences
 
     def __len__(self) -> int:
@@ -53,13 +54,17 @@ class RequestQueue:
 
     def add(self, request: Request) -> None:
         """Insert a request by its rank; its number of seats must not rise while it is queued."""
-        is_sorted = not self._requests or self.last.rank < request.rank
-        self._requests[request.request_id] = request
+        name, requests = request.request_id, self._requests
+        is_last = not requests or self.last.rank < request.rank
+        is_first = not is_last and request.rank < self.first.rank
+        requests[name] = request
         if request.num_seats > 1:
-            self._groups[request.request_id] = request
-        if not is_sorted:
-            by_rank = sorted(self._requests.values(), key=lambda r: r.rank)
-            self._requests = {r.request_id: r for r in by_rank}
+            self._groups[name] = request
+        if is_first:
+            requests.move_to_end(name, last=False)
+        elif not is_last:
+            by_rank = sorted(requests.values(), key=lambda r: r.rank)
+            self._requests = OrderedDict((r.request_id, r) for r in by_rank)
 
     def remove(self, request: Request) -> None:
         """Take a request out; IntegrityError if it is not in the queue."""

@@ -31,7 +31,7 @@ from jpaged.observe.pool_report import (
 )
 from jpaged.observe.statistics import EngineStats
 from jpaged.options import check_int
-from jpaged.outputs import RequestDelta, RequestOutput, TextDelta
+from jpaged.outputs import CompletionOutput, RequestDelta, RequestOutput, TextDelta
 from jpaged.sampling_params import SamplingParams
 from jpaged.text.tokenizer import Tokenizer
 
@@ -114,6 +114,8 @@ class Engine:
         state = self._loop.requests.get(request_id)
         if state is not None:
             self._loop.abort(state)
+        for ended in [each for each in self._loop.undelivered if each.request_id == request_id]:
+            del self._loop.undelivered[ended]
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -137,9 +139,24 @@ class Engine:
         """
         self.advance()
         with deferred_interrupts():  # asking for a text decodes it, which must not be interrupted
-            outputs = [state.output() for state in self._loop.undelivered]
+            outputs = [self._output(state) for state in list(self._loop.undelivered)]
         self._loop.undelivered = {}
         return outputs
+
+    def _output(self, state: RequestState) -> RequestOutput:
+        try:
+            return state.output()
+        except Exception:  # of this request alone
+            self._loop.abort(state)
+            failed = CompletionOutput(index=0, text="", token_ids=[], finish_reason="error")
+            return RequestOutput(
+                request_id=state.request_id,
+                prompt=state.prompt,
+                prompt_token_ids=state.prompt_token_ids,
+                prompt_logprobs=None,
+                outputs=[failed],
+                finished=True,
+            )
 
     def advance(self) -> None:
         """`step` without its outputs: `take_deltas` brings what is new. Raises as `step`."""
@@ -293,10 +310,11 @@ class Engine:
         own.check_streamable()
         state = self._make_state(prompt, own)
         state.begin_grammar()
-        self._loop.add([state])
         deltas = _deltas(self._loop, state)
-        # A generator that was never started does not run its `finally`.
+        # A generator that was never started does not run its `finally`. Before the request is
+        # queued, after which a Ctrl-C may come at once.
         weakref.finalize(deltas, self._loop.abort, state)
+        self._loop.add([state])
         return deltas
 
     def chat(

@@ -4,6 +4,8 @@ import pytest
 from core_driver import Driver, make_request, make_scheduler
 from core_plans import shape, status, the
 
+from jpaged.core.admission import Admission
+from jpaged.core.block_manager import Fit
 from jpaged.core.block_pool import IntegrityError
 from jpaged.core.request import Request
 from jpaged.core.sequence_table import RequestQueue
@@ -158,3 +160,39 @@ def test_nobody_gives_way_in_vain():
     assert the(driver.step()).preempted == ()
     driver.run()
     assert [plan.preempted for plan in driver.plans if plan.preempted] == []
+
+
+def test_what_an_urgent_newcomer_shares_with_the_less_urgent_is_not_counted_twice():
+    """As cached, which costs nothing, and as given back."""
+    limits = {"num_blocks": 20, "max_num_batched_tokens": 128, "max_model_len": 72}
+    driver = make_driver(digest="xxh3", **limits)
+    common = [(7 * i) % 11 for i in range(40)]
+    driver.add(make_request("1", [3] * 17, max_tokens=40, seq_id=1))
+    driver.add(make_request("2", [*common, 1], max_tokens=30, seq_id=2, priority=1))
+    driver.step()
+    driver.step()
+    driver.add(make_request("3", common + [2] * 20, max_tokens=4, seq_id=3))
+    assert the(driver.step()).preempted == ()
+    assert statuses(driver) == ["running", "running", "waiting"]
+    driver.run()
+
+
+def test_that_others_would_not_make_room_is_found_out_once(monkeypatch: pytest.MonkeyPatch):
+    driver = make_driver(num_blocks=20, max_num_batched_tokens=128, max_model_len=72)
+    driver.add(make_request("1", 40, max_tokens=24))
+    driver.add(make_request("2", 16, max_tokens=24, priority=1))
+    driver.step()
+    driver.add(make_request("3", 60, max_tokens=4))
+    measured: list[str] = []
+    measure = Admission.measure
+
+    def noted(self: Admission, request: Request) -> Fit:
+        measured.append(request.request_id)
+        return measure(self, request)
+
+    monkeypatch.setattr(Admission, "measure", noted)
+    for _ in range(4):  # in which runner 2 takes one block
+        assert the(driver.step()).preempted == ()
+    assert len(measured) <= 3
+    monkeypatch.undo()
+    driver.run()

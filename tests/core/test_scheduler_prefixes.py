@@ -190,7 +190,7 @@ def test_blocks_that_others_share_do_not_come_back_with_a_finished_request():
     driver.scheduler.abort("1")
     assert len(driver.scheduler.sequences.draining[1].block_table) == 3
     draining = driver.scheduler.sequences.draining.values()
-    assert driver.scheduler.block_manager.num_blocks_only_of(draining) == 1
+    assert len(driver.scheduler.block_manager.blocks_only_of(draining)) == 1
     driver.run()
 
 

@@ -206,6 +206,25 @@ def test_pinned_blocks_are_found_at_the_return():
     driver.check_end()
 
 
+def test_a_prefix_is_pinned_while_tokens_of_a_swapped_sequence_are_on_their_way():
+    """It has computed more than it knows."""
+    scheduler = make_scheduler(
+        num_blocks=9, max_model_len=28, block_size=4, digest="xxh3", pressure=SWAP
+    )
+    driver, pin = Driver(scheduler, lag=1, burst=4), None
+    driver.add(make_request("1", 11, max_tokens=10))
+    driver.add(make_request("2", 6, max_tokens=8))
+    (first,), (second,) = samples(driver, "1"), samples(driver, "2")
+    while not scheduler.num_swapped:
+        driver.step()
+        pin = pin or scheduler.pin_prefix(first.token_ids[:4])
+    assert len(second.token_ids) < second.num_computed_tokens
+    for each in pin, scheduler.pin_prefix(first.token_ids[:8]):
+        if each is not None:
+            scheduler.block_manager.pins.unpin(each)
+    driver.run()
+
+
 def test_nobody_passes_a_swapped_head():
     driver = swapped_out()
     driver.add(make_request("3", 1, max_tokens=2))

@@ -3,6 +3,8 @@
 The engine is the product's, over programs that compute nothing: they sample one and the same token.
 """
 
+import gc
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,9 +12,11 @@ from typing import Any
 import pytest
 
 from bench.null_device import Clock, make_engine, runtime_of
-from jpaged import Engine, SamplingParams
+from jpaged import Engine, RequestOutput, SamplingParams
 from jpaged.config import LoopMode
 from jpaged.core.plan import StepPlan
+from jpaged.core.request import Request
+from jpaged.core.scheduler import Scheduler
 from jpaged.engine import engine as engine_module
 from jpaged.engine.request_state import RequestState
 from jpaged.runtime.results import StepHandle
@@ -186,3 +190,46 @@ def test_nothing_to_do_is_refused_before_any_step(engine: Engine):
     with pytest.raises(ValueError, match="prompts is empty"):
         engine.generate([], plain())
     assert engine.stats().num_steps == 0
+
+
+def test_a_stream_that_is_interrupted_as_it_is_queued_leaves_nothing(engine: Engine):
+    add = Scheduler.add
+
+    def pressed(self: Scheduler, request: Request) -> None:
+        add(self, request)
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scheduler, "add", pressed)
+        with pytest.raises(KeyboardInterrupt):
+            engine.stream([1, 2], plain(12))
+    gc.collect()
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+
+
+def test_an_ended_request_that_is_aborted_is_not_delivered(engine: Engine):
+    engine.add_request([1, 2], plain(2), request_id="a")
+    engine.generate([[1] * 3], plain(8))
+    engine.abort("a")
+    assert engine.step() == []
+
+
+def test_an_output_that_cannot_be_made_takes_no_others(engine: Engine):
+    output = RequestState.output
+
+    def broken(self: RequestState) -> RequestOutput:
+        if self.request_id == "a":
+            raise KeyError("x")
+        return output(self)
+
+    for name in "ab":
+        engine.add_request([1], plain(3), request_id=name)
+    told: dict[str, list[str | None]] = {"a": [], "b": []}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RequestState, "output", broken)
+        while engine.has_unfinished_requests:
+            for each in engine.step():
+                told[each.request_id].append(each.outputs[0].finish_reason)
+    assert told["a"] == ["error"]
+    assert told["b"][-1] == "length"
