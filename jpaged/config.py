@@ -63,7 +63,8 @@ class EngineConfig(Options):
 
     Attributes:
         model: A local folder, a Hugging Face hub id, or None for the embedded model.
-        dtype: Of weights and activations; "auto" keeps the checkpoint's (float32 on CPU).
+        dtype: Of weights and activations; "auto" keeps what config.json names, bfloat16 if it
+            names none (float32 on CPU).
         quantization: "fp8" brings the weights of the projections to FP8 (e4m3) as they are loaded.
             None: they are as the checkpoint has them. A checkpoint in FP8 is taken as it is; then
             this may also name its method, "fp8", "compressed-tensors" or "modelopt".

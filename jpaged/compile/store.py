@@ -35,6 +35,8 @@ MAX_BYTES = 256 * 2**20
 
 _TRACED = ("jpaged.models", "jpaged.runtime", "jpaged.compile.recipes", "pallas_kernels")
 _SETTINGS = ("XLA_", "TF_", "TRITON_", "NVIDIA_")
+_NO_SETTINGS = ("TF_CPP_", "NVIDIA_VISIBLE_", "NVIDIA_DRIVER_", "NVIDIA_REQUIRE_")
+"""What is logged, and which GPUs a container has: no program depends on it."""
 _CACHES = ("_abc_", "__msgspec_")  # which others leave in classes
 _DIGEST_BYTES = 32
 
@@ -170,7 +172,11 @@ def device_bytes(device: Any) -> int | None:
 
 def _environment(device: Any) -> str:
     """Versions, settings and the device."""
-    variables = {k: v for k, v in os.environ.items() if k.startswith(_SETTINGS)}
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_SETTINGS) and not name.startswith(_NO_SETTINGS)
+    }
     versions = sys.version, jax.__version__, jaxlib.__version__, flax.__version__
     client = device.client
     # Some kernels have a program a core, and a device may be lent with fewer than its kind has.

@@ -446,7 +446,7 @@ class Fields:
         """Refuse fields that change the computation and that were not read."""
         for name, neutral in _NEUTRAL.items():
             if name not in self._read and (value := self.values.get(name)) not in neutral:
-                raise refuse(name, value, " or ".join(map(repr, neutral)))
+                raise refuse(self.prefix + name, value, " or ".join(map(repr, neutral)))
 
 
 # ------------------------------------------------------------------- what several families read
@@ -506,7 +506,7 @@ def rotary(fields: Fields, model_type: str, default_head_size: int | None = None
         "num_kv_heads": num_kv_heads,
         "head_size": head_size,
         "intermediate_size": fields.integer("intermediate_size"),
-        "max_position_embeddings": fields.integer("max_position_embeddings"),
+        "max_position_embeddings": _num_positions(fields),
         "activation": fields.choice("hidden_act", "silu", ACTIVATIONS),
         "gated": True,
         "norm": "rms",
@@ -515,13 +515,28 @@ def rotary(fields: Fields, model_type: str, default_head_size: int | None = None
     }
 
 
+def _num_positions(fields: Fields) -> int:
+    """How many positions there are. Vicuna's configs have in `max_position_embeddings` those before
+    a linear scaling, and the scaled number in `max_sequence_length`."""
+    num_positions = fields.integer("max_position_embeddings")
+    scaled = fields.optional_integer("max_sequence_length")
+    rope = fields.mapping(_rope_name(fields))
+    is_linear = rope.get("rope_type", rope.get("type")) == "linear"
+    return max(num_positions, scaled or 0) if is_linear else num_positions
+
+
+def _rope_name(fields: Fields) -> str:
+    """The field that has the rope table's own ones."""
+    names = "rope_scaling", "rope_parameters"
+    return next((name for name in names if fields.get(name)), names[1])
+
+
 def rotary_layers(
     fields: Fields, common: Mapping[str, Any], windows: Sequence[int | None], **changes: Any
 ) -> tuple[LayerConfig, ...]:
     """Layers with one rope table and one scale, and a window each."""
-    names = "rope_scaling", "rope_parameters"
-    name = next((name for name in names if fields.get(name)), names[1])
-    rope = read_rope(fields.mapping(name), fields)
+    name = _rope_name(fields)
+    rope = read_rope(fields.mapping(name), fields, name=name)
     scale = common["head_size"] ** -0.5
     return tuple(LayerConfig(scale, rope, window, **changes) for window in windows)
 
@@ -556,6 +571,7 @@ def read_rope(
     fields: Fields,
     theta_name: str = "rope_theta",
     theta: float = 10_000.0,
+    name: str = "rope_parameters",
 ) -> RopeConfig:
     """One rope table.
 
@@ -564,22 +580,27 @@ def read_rope(
         fields: the config's, which have theta under `theta_name` where `values` lack it.
         theta_name: as above.
         theta: where neither has it.
+        name: the field that has `values`, for errors.
     """
+    rope = Fields(values, prefix=f"{fields.prefix}{name}.")
+    kind = "rope_type" if "rope_type" in values else "type"
+    rope_type = values.get(kind, "default")
+    if rope_type not in tuple(_ROPE_NEEDS):
+        raise refuse(rope.prefix + kind, rope_type, ", ".join(_ROPE_NEEDS))
     for key in values.keys() - _ROPE_KEYS:
         if values[key] is not None:
-            raise refuse(f"rope_parameters.{key}", values[key], ", ".join(sorted(_ROPE_KEYS)))
-    rope_type = values.get("rope_type", values.get("type", "default"))
-    if rope_type not in tuple(_ROPE_NEEDS):
-        raise refuse("rope_type", rope_type, ", ".join(_ROPE_NEEDS))
+            raise refuse(rope.prefix + key, values[key], ", ".join(sorted(_ROPE_KEYS)))
     if values.get("partial_rotary_factor") not in (None, 1.0):
-        raise refuse("partial_rotary_factor", values["partial_rotary_factor"], 1.0)
-    rope, original = Fields(values), "original_max_position_embeddings"
-    most = fields.integer("max_position_embeddings")
-    original = fields.optional_integer(original) or rope.integer(original, most)
+        given = values["partial_rotary_factor"]
+        raise refuse(f"{rope.prefix}partial_rotary_factor", given, 1.0)
+    original, most = 0, fields.integer("max_position_embeddings")
+    if rope_type == "llama3":
+        of_all = fields.optional_integer("original_max_position_embeddings")
+        original = of_all or rope.integer("original_max_position_embeddings", most)
     own_theta = "rope_theta" in values
     return RopeConfig(
         theta=rope.number("rope_theta") if own_theta else fields.number(theta_name, theta),
         rope_type=cast(RopeType, rope_type),
-        original_max_position_embeddings=original if rope_type == "llama3" else 0,
+        original_max_position_embeddings=original,
         **{name: rope.number(name) for name in _ROPE_NEEDS[rope_type]},
     )

@@ -59,15 +59,21 @@ def _ropes(fields: Fields) -> tuple[RopeConfig, RopeConfig]:
     both = Fields(fields.mapping("rope_parameters"), prefix="rope_parameters.")
     wide, local = both.mapping("full_attention"), both.mapping("sliding_attention")
     both.refuse_unread()
-    wide = {**wide, **fields.mapping("rope_scaling")}
-    local_theta = "rope_local_base_freq"
-    return read.read_rope(wide, fields, theta=1e6), read.read_rope(local, fields, local_theta)
+    scaling = fields.mapping("rope_scaling")
+    name = "rope_scaling" if scaling else "rope_parameters.full_attention"
+    local_name = "rope_parameters.sliding_attention"
+    return (
+        read.read_rope({**wide, **scaling}, fields, theta=1e6, name=name),
+        read.read_rope(local, fields, "rope_local_base_freq", name=local_name),
+    )
 
 
 def describe(fields: Fields) -> ModelConfig:
     """The text of a checkpoint that takes images too; what its outer config says comes first."""
-    outer = {name: value for name, value in fields.values.items() if name in _OUTER}
-    text = Fields({**fields.mapping("text_config", required=True), **outer})
+    outer = {name: fields.values.get(name) for name in _OUTER}
+    outer = {name: value for name, value in outer.items() if value is not None}
+    own = fields.mapping("text_config", required=True)
+    text = Fields({**own, **outer}, prefix="text_config.")
     text.choice("model_type", "gemma3_text", ("gemma3_text",))
     model = describe_text(text)
     text.check_unread()

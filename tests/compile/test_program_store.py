@@ -116,6 +116,10 @@ def test_a_replaced_function_or_setting_makes_other_programs(
         assert make_store(tmp_path).load(recipe().key) is None
     with jax.default_matmul_precision("highest"):
         assert make_store(tmp_path).load(recipe().key) is None
+    with monkeypatch.context() as patch:  # of which no program depends
+        patch.setenv("NVIDIA_VISIBLE_DEVICES", "GPU-1")
+        patch.setenv("TF_CPP_MIN_LOG_LEVEL", "1")
+        assert make_store(tmp_path).load(recipe().key) is not None
     assert make_store(tmp_path).load(recipe().key) is not None
 
 

@@ -119,6 +119,10 @@ def test_text_of_a_checkpoint_that_takes_images():
     assert read_model_config(outer) == read_model_config(wanted)
     new = AutoConfig.for_model("gemma3", text_config=GEMMA3).to_dict()
     assert read_model_config(new) == read_model_config(GEMMA3)
+    nothing = {"eos_token_id": None, "tie_word_embeddings": None}
+    own = {"eos_token_id": [1, 106], "tie_word_embeddings": False}
+    outer = GEMMA3_IMAGES | {"text_config": GEMMA3 | own} | nothing
+    assert read_model_config(outer) == read_model_config(GEMMA3 | own)
 
 
 @pytest.mark.parametrize(
@@ -142,6 +146,12 @@ def test_eos_left_out_is_the_familys():
         (GPT2 | {"activation_function": "quick_gelu"}, "activation_function", "gelu_new"),
         (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'", "llama3"),
         (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'", "linear"),
+        (
+            LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attn_factor": 0.9}},
+            "rope_scaling.rope_type='yarn'",
+            "linear",
+        ),
+        (LLAMA | {"rope_scaling": {"type": "yarn"}}, "rope_scaling.type='yarn'", "linear"),
         (LLAMA | {"rope_parameters": {"rope_type": "longrope"}}, "'longrope'", "default"),
         (QWEN2 | {"rope_scaling": {"mrope_section": [16]}}, "mrope_section=[16]", "factor"),
         (LLAMA | {"rope_parameters": {"full_attention": {}}}, "full_attention={}", "rope_theta"),
@@ -182,6 +192,16 @@ def test_eos_left_out_is_the_familys():
         (LLAMA | {"head_dim": 33}, "head_dim=33", "even"),
         (GEMMA3_IMAGES | {"text_config": None}, "text_config=None", "an object"),
         ({"model_type": "gemma3"}, "text_config is missing", "config.json"),
+        (
+            GEMMA3_IMAGES | {"text_config": {"model_type": "gemma3_text"}},
+            "text_config.hidden_size is missing",
+            "config.json",
+        ),
+        (
+            GEMMA3 | {"rope_scaling": {"rope_type": "linear"}},
+            "rope_scaling.factor is missing",
+            "config.json",
+        ),
         (GEMMA3_IMAGES | {"text_config": LLAMA}, "model_type='llama'", "gemma3_text"),
         (GEMMA3_IMAGES | {"text_config": GEMMA3 | {"num_experts": 2}}, "num_experts=2", "0"),
         (GEMMA3_IMAGES | {"quantization_config": {"bits": 4}}, "quantization_config", "None"),
@@ -237,8 +257,22 @@ def test_sizes_must_be_there(config):
 
 @pytest.mark.parametrize("kind", ["linear", "llama3"])
 def test_rope_factors_must_be_there(kind):
-    with pytest.raises(ValueError, match="factor is missing"):
-        read_model_config(LLAMA | {"rope_scaling": {"rope_type": kind}})
+    for name in "rope_scaling", "rope_parameters":
+        with pytest.raises(ValueError, match=rf"{name}\.factor is missing"):
+            read_model_config(LLAMA | {name: {"rope_type": kind}})
+
+
+@pytest.mark.parametrize(("also", "found"), [({}, 256), ({"max_sequence_length": 1024}, 1024)])
+def test_the_number_of_positions_of_a_linear_scaling(also, found):
+    """Vicuna's configs have it in a field of their own."""
+    scaling = {"rope_scaling": {"type": "linear", "factor": 4.0}}
+    assert read_model_config(LLAMA | scaling | also).max_position_embeddings == found
+    assert read_model_config(LLAMA | also).max_position_embeddings == 256
+
+
+def test_what_only_another_scaling_has_may_be_null():
+    scaling = {"rope_type": "linear", "factor": 2.0, "original_max_position_embeddings": None}
+    read_model_config(LLAMA | {"rope_scaling": scaling})
 
 
 def test_fields_without_effect_are_taken():
