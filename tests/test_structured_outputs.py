@@ -208,10 +208,10 @@ def test_a_schema_that_no_finite_answer_obeys_is_refused(schema: dict[str, Any],
 
 @pytest.mark.parametrize("backwards", [False, True])
 def test_an_object_that_needs_many_is_checked_in_a_short_time(backwards: bool):
-    """Each may be known to be obeyable at another moment: looked at anew then, it took seconds."""
+    """Each may be known to be obeyable at another moment: looked at anew then, it took a second."""
     names = [f"b{i}" for i in range(600)]
     within = {name: {"$ref": f"#/$defs/{name}"} for name in names}
-    hub = {"required": ["a"] * 4000 + names, "properties": {"a": True, **within}}
+    hub = {"required": ["a"] * 8000 + names, "properties": {"a": True, **within}}
     if backwards:
         hub["required"].reverse()
     schema = {"properties": {"h": hub}, "required": ["h"], "$defs": {name: {} for name in names}}

@@ -126,7 +126,7 @@ class Generation(ABC):
                         yield await self._whole(run)
                         return
                     async for news in run:
-                        if self._tells_a_long_prompt(news):
+                        if self._tells_a_long_prompt(news) or _tells_many(news):
                             yield await serving.in_thread(partial(self._events, news, large_json))
                         elif events := self._events(news, json_bytes):
                             yield events
@@ -166,7 +166,7 @@ class Generation(ABC):
         self._num_output_tokens += sum(len(each.token_ids) for _, each in grown)
         ended = {place for place, each in grown if each.finished}
         self._ended |= ended
-        if delta.finished and not ended:
+        if delta.finished and (not ended or delta.metrics is None):  # None: it was cut short
             rest = {*range(first, first + self._asked.n)} - self._ended
             grown += [(place, TextDelta("", finish_reason="abort")) for place in sorted(rest)]
         return grown
@@ -324,7 +324,7 @@ class Completion(Generation):
             return None
         ids: Sequence[int] = delta.token_ids
         candidates: Sequence[Candidates | None] = delta.logprobs or ()
-        width, offset = self._texts.num_characters, self._num_characters[place]
+        width, starts = self._texts.num_characters, list[int]()
         if with_prompt:
             index = place // self._asked.n
             prompt, scores = self._prompts[index], self._prompt_logprobs.get(index, [])
@@ -332,11 +332,16 @@ class Completion(Generation):
             scores = [*scores, *[None] * (len(prompt) - len(scores))]
             ids, candidates = [*prompt, *ids], [*scores, *candidates]
             # What the tokenizer puts before a prompt is a token, and no part of its text.
-            offset = len(self._echoed[index]) - sum(map(width, prompt))
-        *offsets, self._num_characters[place] = accumulate(map(width, ids), initial=offset)
+            length = len(self._echoed[index])
+            before = min(length - sum(map(width, prompt)), 0)
+            *starts, _ = accumulate(map(width, prompt), initial=before)
+            self._num_characters[place] = length
+        offset = self._num_characters[place]
+        widths = map(width, delta.token_ids)
+        *offsets, self._num_characters[place] = accumulate(widths, initial=offset)
         found = list(zip(ids, candidates, strict=True))
         return {
-            "text_offset": [max(offset, 0) for offset in offsets],
+            "text_offset": [max(start, 0) for start in starts] + offsets,
             "token_logprobs": [None if c is None else finite(c[t].logprob) for t, c in found],
             "tokens": [self._shown(token_id) for token_id in ids],
             "top_logprobs": [None if c is None else self._top(c) for c in candidates],
@@ -499,6 +504,12 @@ class Chat(Generation):
         shown = f"token_id:{token_id}" if as_id else texts.token_text(token_id)
         own = list(texts.token_bytes(token_id))  # of a part of a character, which has no text
         return {"token": shown, "logprob": finite(logprob), "bytes": own}
+
+
+def _tells_many(news: Sequence[News]) -> bool:
+    """Whether many tokens with candidates came at a time, as for a reader that was slow."""
+    grown = (own for _, delta in news for own in delta.deltas)
+    return sum(len(own.logprobs or ()) for own in grown) > 8 * MANY_TOKENS
 
 
 def prompt_logprobs(candidates: Iterable[Candidates | None]) -> list[Body | None]:

@@ -117,10 +117,11 @@ class Run:
         if index is None or self._error is not None:
             return
         self.has_started = True
-        self._num_unread += sum(map(_size, delta.deltas))
-        if self._num_unread > MAX_UNREAD:
-            self.fail(not_serving("aborted: the answer was not read as it came"))
-            return
+        if not delta.finished:  # the last may be whole answers, which nobody can have read before
+            self._num_unread += sum(map(_size, delta.deltas))
+            if self._num_unread > MAX_UNREAD:
+                self.fail(not_serving("aborted: the answer was not read as it came"))
+                return
         news = News(index, delta)
         self._unread.append(news)
         self._on_news(news)

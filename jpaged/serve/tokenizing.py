@@ -41,9 +41,6 @@ _encoder = msgspec.msgpack.Encoder()
 
 _decoder = msgspec.msgpack.Decoder(Done)
 
-_LARGE_REPLY = 256 * 1024
-"""Bytes of a reply that takes some milliseconds to build."""
-
 _PROBE = _encoder.encode(Order(token_ids=[]))
 
 
@@ -404,7 +401,4 @@ class _Fork:
         self._process.end_fork(self._number)
 
     async def _reply(self) -> Done:
-        data = await read(self._reader)
-        if len(data) <= _LARGE_REPLY:
-            return _decoder.decode(data)
-        return await asyncio.to_thread(_decoder.decode, data)
+        return _decoder.decode(await read(self._reader))

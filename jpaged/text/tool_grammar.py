@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from jpaged.structured_outputs import StructuredOutputs, bounds
@@ -64,8 +65,13 @@ def call_grammar(
     is_forced = not or_text and or_form is None
     rules = _Rules(chosen, parallel, special_ids or {}, is_forced, or_text)
     held = [(path, _parameters(function)) for path, function in chosen if rules.holds(function)]
-    # Before any is checked, which takes longer. The grammar has at least their text.
-    bounds.SOURCE.check("tools", sum(len(_json(schema)) for _, schema in held))
+    if family != "qwen3_xml":  # whose grammar has only parts of them
+        sizes = []  # together, before any is checked, which takes longer
+        for _, schema in held:
+            with suppress(TypeError, ValueError, RecursionError):  # told below, by its place
+                sizes.append(len(_json(schema)))
+        if all(size <= bounds.SOURCE.most for size in sizes):  # likewise
+            bounds.SOURCE.check("tools", sum(sizes))
     for path, schema in held:
         _check_parameters(path, schema)
     text = "\n".join([*_FAMILIES[family](rules), *rules.start(or_form)]) + "\n"

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from scripted_engine import ScriptedEngine
 from serve_helpers import QUESTION, RawRequest, Server
 
-from jpaged import Engine
+from jpaged import Engine, RequestDelta
+from jpaged.serve import engine_client
 from jpaged.serve.exchange import StalledClientError
 
 Run = Callable[..., None]
@@ -201,6 +203,54 @@ def test_too_much_left_unread_is_aborted(serve: Run, monkeypatch: pytest.MonkeyP
         assert reader.body.endswith(b"data: [DONE]\n\n")
 
     serve(scenario)
+
+
+def test_answers_that_come_whole_are_no_unread_ones(serve: Run, monkeypatch: pytest.MonkeyPatch):
+    """Of a `best_of` or of beams nobody can have read anything before."""
+    monkeypatch.setattr("jpaged.serve.engine_client.MAX_UNREAD", 20)
+
+    async def scenario(server: Server) -> None:
+        for asked in ({"best_of": 3, "n": 2, "logprobs": 1}, {"beam_width": 3, "n": 3}):
+            prompts = ["Hello", QUESTION]
+            made = await server.complete(prompt=prompts, max_tokens=30, ignore_eos=True, **asked)
+            assert len(made["choices"]) == 2 * asked["n"]
+
+    serve(scenario)
+
+
+def test_each_answer_ends_where_an_unread_stream_is_cut_short(
+    serve: Run, engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    """One that ended by itself before, too: what was not read of both is one piece of news."""
+    monkeypatch.setattr("jpaged.serve.engine_client._SEPARATE", 5)
+    scripted = ScriptedEngine(engine)
+    scripted.say("a" * 30, "b" * 100_000, size=1)
+    put, sizes = engine_client.Run.put, list[int]()
+
+    def noted(self: engine_client.Run, delta: RequestDelta) -> None:
+        put(self, delta)
+        sizes.append(len(delta.deltas))
+
+    monkeypatch.setattr(engine_client.Run, "put", noted)
+
+    async def scenario(server: Server) -> None:
+        asked = {"prompt": "Hello", "n": 2, "max_tokens": 200}
+        reader = RawRequest(server.app, PATH, {**asked, "stream": True})
+        await reader.read_some()
+        reader.reading.clear()
+        await until(lambda: 1 in sizes)  # of one answer alone
+        (run,) = set(server.serving.engine.runs.values())
+        run.cut()
+        reader.reading.set()
+        await reader.task
+        reasons: dict[int, str | None] = {}
+        for line in reader.body.split(b"\n"):
+            if line.startswith(b"data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    reasons[choice["index"]] = choice["finish_reason"]
+        assert reasons == {0: "stop", 1: "abort"}
+
+    serve(scenario, scripted)
 
 
 def test_what_is_left_unread_for_a_while_is_read_later(serve: Run, monkeypatch: pytest.MonkeyPatch):

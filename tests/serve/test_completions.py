@@ -222,6 +222,18 @@ def test_what_the_tokenizer_puts_before_a_prompt_is_not_echoed(
     serve(scenario)
 
 
+def test_an_answer_begins_where_its_prompt_ends(serve: Run, monkeypatch: pytest.MonkeyPatch):
+    """Also where the tokenizer does not tell how long each token is."""
+    monkeypatch.setattr(Tokenizing, "num_characters", lambda self, token_id: 0)
+
+    async def scenario(server: Server) -> None:
+        fields = {"prompt": "abc", "max_tokens": 1, "echo": True, "logprobs": 0}
+        (choice,) = (await server.complete(**fields))["choices"]
+        assert choice["logprobs"]["text_offset"] == [0, 0, 0, 3]
+
+    serve(scenario)
+
+
 def test_an_answer_that_is_cut_before_its_prompt_is_scored(
     serve: Run, monkeypatch: pytest.MonkeyPatch
 ):

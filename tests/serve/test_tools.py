@@ -244,7 +244,7 @@ def test_a_form_that_fails_is_called_as_the_client_called_it(
         for reason, status in (
             ("structured_outputs.regex cannot be enforced: it takes too long", 400),
             ("structured_outputs: the process has ended: retry", 503),
-            ("structured_outputs: no tokenizer in /home", 500),
+            ("structured_outputs: no tokenizer in /home/retry: missing", 500),
         ):
             scripted.say("", reason="error")
             scripted.errors.append(reason)

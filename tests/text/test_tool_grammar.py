@@ -242,3 +242,9 @@ def test_tools_that_are_too_large_together():
     schema = {"properties": {name: {"type": "integer"} for name in names}, "required": names}
     with pytest.raises(ValueError, match=r"^tools has \d+ characters: at most"):
         call_grammar("hermes", [tool(f"f{i}", schema) for i in range(10)])
+    long = [tool(f"f{i}", {"properties": {}, "description": "x" * 2000}) for i in range(40)]
+    with pytest.raises(ValueError, match=r"^tools has \d+ characters: at most"):
+        call_grammar("hermes", long)
+    call_grammar("qwen3_xml", long)  # which writes no descriptions
+    with pytest.raises(ValueError, match=r"^tools\[1\]\.function\.parameters has \d+ characters"):
+        call_grammar("hermes", [tool("f", {}), tool("g", {"description": "x" * 70_000})])
