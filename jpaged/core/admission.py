@@ -7,6 +7,7 @@ from itertools import chain, islice, takewhile
 
 from jpaged.core.block_manager import BlockManager, Fit
 from jpaged.core.block_pool import BlockContent, registered_content
+from jpaged.core.groups import work_of
 from jpaged.core.request import Request, RequestStatus
 from jpaged.core.sequence_table import RequestQueue
 from jpaged.core.swap import SwapSpace
@@ -53,8 +54,9 @@ class Admission:
         self._config, self._manager = config, manager
         self._swap_space, self._running = swap_space, running
         self._refused: tuple[object, ...] = ()  # who, and all else that the refusal rests on
-        self._no_room: tuple[object, ...] = ()  # likewise, if others yield
         self._refused_prefix: list[BlockContent] = []
+        self._no_room: tuple[object, ...] = ()  # likewise, if others yield
+        self._no_room_prefix: list[BlockContent] = []
 
     def find(self, request: Request) -> Fit | None:
         """How the whole group, its stem settled, fits now: seats and blocks; None if it must
@@ -88,27 +90,39 @@ class Admission:
         num_needed += sum(manager.num_blocks_for(len(s.token_ids)) - num_shared for s in others)
         return Fit([prefix], num_needed)
 
-    def would_have_room(self, request: Request, yielding: list[Request]) -> bool:
-        """Whether there would be seats and blocks for one that `find` has just refused, if these
-        runners gave all of theirs back."""
+    def would_have_room(self, request: Request, yielding: list[Request], budget: int) -> bool:
+        """Whether there would be seats and blocks for one that `find` has refused, if these runners
+        gave all of theirs back; also behind the next step of the others, of `budget` tokens.
+
+        A refusal is remembered here too: until blocks are given back or the yielding ones grow, it
+        costs a look at the block right after the prefix.
+        """
         if request.num_seats > self.num_free_seats + sum(r.num_seats for r in yielding):
             return False
-        manager, sequences = self._manager, [s for r in yielding for s in r.live]
+        manager, first = self._manager, request.live[0]
+        sequences = [s for r in yielding for s in r.live]
         num_held = sum(len(sequence.block_table) for sequence in sequences)
         names = tuple(r.request_id for r in yielding)
-        num_freed, num_hits = manager.pool.num_freed, len(self._refused_prefix)
-        state = request.live[0], len(request.live), names, num_held, num_freed, num_hits
+        num_spare = int(len(yielding) < len(self._running))
+        num_returns = manager.pool.num_returns
+        state = first, len(request.live), names, num_held, num_returns, num_spare
         if state == self._no_room:
-            return False
+            most = _max_prefix_tokens(request)
+            if not manager.can_extend(self._no_room_prefix, first, most):
+                return False
         given = manager.blocks_only_of(sequences)
         fit = self.measure(request)
         # What it finds cached in these blocks it takes, though to find them costs nothing now.
-        num_needed = fit.num_needed_blocks
+        num_needed = fit.num_needed_blocks + num_spare
         num_needed += len({block.block_id for hits in fit.hits for block in hits} & given)
-        num_needed += len(yielding) < len(self._running)  # the spare block
-        has_room = num_needed <= manager.num_free_blocks + len(given)
-        self._no_room = () if has_room else state
-        return has_room
+        num_room = manager.num_free_blocks + len(given) - num_needed
+        if num_room < 0:
+            self._no_room = state
+            self._no_room_prefix = [registered_content(block) for block in fit.hits[0]]
+            return False
+        self._no_room = ()
+        staying = [r for r in self._running if r.priority <= request.priority]
+        return num_room >= sum(manager.num_new_blocks_of(work_of(r, budget)) for r in staying)
 
     @property
     def num_free_seats(self) -> int:

@@ -81,6 +81,7 @@ class BlockPool:
             block out of the middle.
         num_cached_blocks: Free blocks whose content may still serve a prefix hit.
         num_freed: Times a block lost its last reference, since the start.
+        num_returns: Calls of `free`, after which others may be the only holders of a block.
     """
 
     def __init__(self, num_blocks: int, evict: Callable[[KVBlock], None] | None = None):
@@ -90,7 +91,7 @@ class BlockPool:
             )
         self.blocks = [KVBlock(block_id) for block_id in range(num_blocks)]
         self.free_block_queue = OrderedDict((b.block_id, b) for b in self.blocks[1:])
-        self.num_cached_blocks = self.num_freed = 0
+        self.num_cached_blocks = self.num_freed = self.num_returns = 0
         self._evict = evict
 
     @property
@@ -129,6 +130,7 @@ class BlockPool:
 
     def free(self, block_ids: Iterable[int]) -> None:
         """Drop a reference to each block; those without any queue up in the order given."""
+        self.num_returns += 1
         for block_id in block_ids:
             block = self._handed_out(block_id)
             if block.ref_cnt == 0:

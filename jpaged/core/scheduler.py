@@ -439,7 +439,7 @@ class Scheduler:
             while less_urgent := [r for r in self.running if r.priority > head.priority]:
                 if not head.is_read or self._admission.find(head) is not None:
                     return
-                if not self._admission.would_have_room(head, less_urgent):
+                if not self._admission.would_have_room(head, less_urgent, step.budget):
                     return
                 self._preempt_last()
         except Exception as error:

@@ -114,6 +114,7 @@ class Engine:
         state = self._loop.requests.get(request_id)
         if state is not None:
             self._loop.abort(state)
+            return
         for ended in [each for each in self._loop.undelivered if each.request_id == request_id]:
             del self._loop.undelivered[ended]
 
@@ -148,13 +149,17 @@ class Engine:
             return state.output()
         except Exception:  # of this request alone
             self._loop.abort(state)
-            failed = CompletionOutput(index=0, text="", token_ids=[], finish_reason="error")
+            count = state.params.n if state.samples else 0  # of a search that failed there are none
+            failed = [
+                CompletionOutput(index=i, text="", token_ids=[], finish_reason="error")
+                for i in range(count)
+            ]
             return RequestOutput(
                 request_id=state.request_id,
                 prompt=state.prompt,
                 prompt_token_ids=state.prompt_token_ids,
                 prompt_logprobs=None,
-                outputs=[failed],
+                outputs=failed,
                 finished=True,
             )
 
@@ -314,7 +319,11 @@ class Engine:
         # A generator that was never started does not run its `finally`. Before the request is
         # queued, after which a Ctrl-C may come at once.
         weakref.finalize(deltas, self._loop.abort, state)
-        self._loop.add([state])
+        try:
+            self._loop.add([state])
+        except BaseException:  # a traceback that somebody keeps would keep the stream
+            self._loop.abort(state)
+            raise
         return deltas
 
     def chat(

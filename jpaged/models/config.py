@@ -519,10 +519,10 @@ def _num_positions(fields: Fields) -> int:
     """How many positions there are. Vicuna's configs have in `max_position_embeddings` those before
     a linear scaling, and the scaled number in `max_sequence_length`."""
     num_positions = fields.integer("max_position_embeddings")
-    scaled = fields.optional_integer("max_sequence_length")
     rope = fields.mapping(_rope_name(fields))
-    is_linear = rope.get("rope_type", rope.get("type")) == "linear"
-    return max(num_positions, scaled or 0) if is_linear else num_positions
+    if rope.get("rope_type", rope.get("type")) != "linear":
+        return num_positions
+    return max(num_positions, fields.optional_integer("max_sequence_length") or 0)
 
 
 def _rope_name(fields: Fields) -> str:

@@ -56,7 +56,8 @@ def describe_text(fields: Fields) -> ModelConfig:
 
 def _ropes(fields: Fields) -> tuple[RopeConfig, RopeConfig]:
     """The tables of global and of local layers; transformers 4 wrote them in separate fields."""
-    both = Fields(fields.mapping("rope_parameters"), prefix="rope_parameters.")
+    prefix = f"{fields.prefix}rope_parameters."
+    both = Fields(fields.mapping("rope_parameters"), prefix=prefix)
     wide, local = both.mapping("full_attention"), both.mapping("sliding_attention")
     both.refuse_unread()
     scaling = fields.mapping("rope_scaling")

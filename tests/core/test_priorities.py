@@ -177,6 +177,57 @@ def test_what_an_urgent_newcomer_shares_with_the_less_urgent_is_not_counted_twic
     driver.run()
 
 
+def test_those_that_stay_go_on_before_an_urgent_newcomer_joins():
+    """With blocks that are given back, so that one would give way in vain."""
+    limits = {"num_blocks": 14, "max_num_batched_tokens": 128, "max_model_len": 48}
+    driver = make_driver(**limits)
+    driver.add(make_request("1", [3] * 8, max_tokens=12, seq_id=1))
+    driver.add(make_request("2", [4] * 8, max_tokens=12, seq_id=2))
+    driver.add(make_request("3", [5] * 9, max_tokens=12, seq_id=3, priority=1))
+    driver.step()
+    driver.add(make_request("4", [6] * 32, max_tokens=4, seq_id=4))
+    assert the(driver.step()).preempted == ()
+    driver.run()
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_a_prefix_that_grows_while_no_seat_is_free_lets_others_yield(lag: int):
+    """The refusal that is remembered is not of another prefix."""
+    driver = make_driver(
+        lag, num_blocks=13, block_size=8, max_num_seqs=2, max_model_len=96, digest="xxh3"
+    )
+    common = [(7 * i) % 11 for i in range(9)]
+    driver.add(make_request("1", common, max_tokens=60, seq_id=1))
+    driver.add(make_request("2", [5] * 9, max_tokens=60, seq_id=2, priority=1))
+    driver.step()
+    driver.add(make_request("3", common[:8] + [1] * 65, max_tokens=2, seq_id=3))
+    for _ in range(lag + 1):
+        assert status(driver, "3") == "waiting"
+        driver.step()
+    assert status(driver, "3") == "running"
+    driver.run()
+
+
+def test_blocks_that_a_pin_lets_go_are_room():
+    limits = {"num_blocks": 21, "max_num_batched_tokens": 128, "max_model_len": 72}
+    driver = make_driver(digest="xxh3", **limits)
+    common = [(7 * i) % 11 for i in range(16)]
+    driver.add(make_request("9", [*common, 1], max_tokens=1))
+    driver.run()
+    pin = driver.scheduler.pin_prefix(common)
+    assert pin is not None
+    driver.add(make_request("1", [3] * 29, max_tokens=20, seq_id=1))
+    driver.add(make_request("2", [*common, 5], max_tokens=16, seq_id=2, priority=1))
+    driver.step()
+    driver.add(make_request("3", [2] * 33, max_tokens=2, seq_id=3))
+    driver.step()
+    assert status(driver, "3") == "waiting"
+    driver.scheduler.block_manager.pins.unpin(pin)
+    assert the(driver.step()).preempted == ("2",)
+    assert status(driver, "3") == "running"
+    driver.run()
+
+
 def test_that_others_would_not_make_room_is_found_out_once(monkeypatch: pytest.MonkeyPatch):
     driver = make_driver(num_blocks=20, max_num_batched_tokens=128, max_model_len=72)
     driver.add(make_request("1", 40, max_tokens=24))

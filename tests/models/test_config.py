@@ -268,6 +268,7 @@ def test_the_number_of_positions_of_a_linear_scaling(also, found):
     scaling = {"rope_scaling": {"type": "linear", "factor": 4.0}}
     assert read_model_config(LLAMA | scaling | also).max_position_embeddings == found
     assert read_model_config(LLAMA | also).max_position_embeddings == 256
+    assert read_model_config(LLAMA | {"max_sequence_length": 0}).max_position_embeddings == 256
 
 
 def test_what_only_another_scaling_has_may_be_null():
