@@ -67,7 +67,7 @@ class Scheduler:
         self.block_manager = block_manager
         self.swap_space = SwapSpace(pressure or PressurePolicy(), block_manager)
         self.running = RequestQueue()
-        self.waiting = RequestQueue()
+        self.waiting = RequestQueue(has_long_line=True)
         self.sequences = SequenceTable(block_manager)
         self._admission = Admission(config, block_manager, self.swap_space, self.running)
         self._num_arrived = self._num_planned = self._num_updated = 0

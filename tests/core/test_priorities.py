@@ -106,8 +106,10 @@ def test_without_priorities_nobody_gives_way_to_a_newcomer():
     assert not any(plan.preempted for plan in driver.plans)
 
 
-def queue_of(*ranks: tuple[int, int]) -> tuple[RequestQueue, list[Request]]:
-    queue, requests = RequestQueue(), []
+def queue_of(
+    *ranks: tuple[int, int], has_long_line: bool = False
+) -> tuple[RequestQueue, list[Request]]:
+    queue, requests = RequestQueue(has_long_line=has_long_line), []
     for place, (priority, arrival) in enumerate(ranks):
         request = make_request(str(place), 1, priority=priority)
         request.arrival = arrival
@@ -117,8 +119,10 @@ def queue_of(*ranks: tuple[int, int]) -> tuple[RequestQueue, list[Request]]:
     return queue, requests
 
 
-def test_a_queue_is_sorted_whoever_comes():
-    queue, requests = queue_of((0, 5), (0, 7), (0, 3), (1, 4), (-1, 9), (0, 6))
+@pytest.mark.parametrize("has_long_line", [False, True])
+def test_a_queue_is_sorted_whoever_comes(has_long_line: bool):
+    ranks = (0, 5), (0, 7), (0, 3), (1, 4), (-1, 9), (0, 6)
+    queue, requests = queue_of(*ranks, has_long_line=has_long_line)
     assert [r.request_id for r in queue] == ["4", "2", "0", "5", "1", "3"]
     assert (queue.first, queue.last) == (requests[4], requests[3])
     assert (len(queue), "5" in queue, "6" in queue) == (6, True, False)
