@@ -72,7 +72,7 @@ def fault_of(reason: str) -> ApiError:
     """Why a request failed in the engine: by its own grammar, for want of the process that makes
     masks, or else by the server's fault."""
     path = reason.partition(" ")[0]
-    if path == "structured_outputs:" and reason.endswith((": retry", ": retry later")):
+    if path == "structured_outputs:" and reason.endswith(": retry"):
         return not_serving(reason, 1)
     return bad_field(path, reason) if path.startswith("structured_outputs.") else failed()
 

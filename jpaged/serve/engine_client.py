@@ -44,7 +44,7 @@ MAX_UNREAD = 256 * 1024
 """Tokens and their candidates that may wait for a slow reader before its request is aborted."""
 
 _SEPARATE = 8192
-"""News that wait one by one; of more, those of an answer become one."""
+"""News of a run that wait one by one, at least."""
 
 _LARGE_MESSAGE = 16 * 1024
 
@@ -63,6 +63,7 @@ class Run:
 
     Attributes:
         has_started: Whether anything came of it.
+        most_news: News that wait one by one; of more, those of a request become one.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Run:
         self._left = {request.request_id: i for i, request in enumerate(requests)}
         self._unread: list[News] = []
         self._num_unread = 0
-        self._separate = max(_SEPARATE, 4 * len(requests))
+        self.most_news = max(_SEPARATE, 4 * len(requests))
         self._error: ApiError | None = None
         self._changed = asyncio.Event()
 
@@ -125,7 +126,7 @@ class Run:
         news = News(index, delta)
         self._unread.append(news)
         self._on_news(news)
-        if len(self._unread) > self._separate:
+        if len(self._unread) > self.most_news:
             self._unread = _merged(self._unread)
         if delta.finished:
             del self._left[delta.request_id]

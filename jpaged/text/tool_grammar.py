@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from jpaged.structured_outputs import StructuredOutputs, bounds
@@ -16,6 +15,8 @@ _DEFINITIONS = ("$defs", "definitions")
 _NAME_OTHERS = {"additionalProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf"}
 _NOT_IN_TAGS = _NAME_OTHERS - {"additionalProperties"} | {"minProperties", "maxProperties"}
 _MOST_REFERENCES = 8
+_LEAST_OF_A_PARAMETER = 64
+"""Characters of `qwen3_xml`'s rules for a parameter, at least."""
 
 
 def call_grammar(
@@ -65,13 +66,15 @@ def call_grammar(
     is_forced = not or_text and or_form is None
     rules = _Rules(chosen, parallel, special_ids or {}, is_forced, or_text)
     held = [(path, _parameters(function)) for path, function in chosen if rules.holds(function)]
-    if family != "qwen3_xml":  # whose grammar has only parts of them
-        sizes = []  # together, before any is checked, which takes longer
-        for _, schema in held:
-            with suppress(TypeError, ValueError, RecursionError):  # told below, by its place
-                sizes.append(len(_json(schema)))
-        if all(size <= bounds.SOURCE.most for size in sizes):  # likewise
-            bounds.SOURCE.check("tools", sum(sizes))
+    total = 0  # before any is checked, which takes longer
+    for path, schema in held:
+        try:
+            size = len(_json(schema))
+        except (TypeError, ValueError, RecursionError):  # told below, by its place
+            continue
+        bounds.SOURCE.check(path, size)
+        total += _least_size(family, schema, size)
+    bounds.SOURCE.check("tools", total)
     for path, schema in held:
         _check_parameters(path, schema)
     text = "\n".join([*_FAMILIES[family](rules), *rules.start(or_form)]) + "\n"
@@ -89,6 +92,15 @@ def _check_parameters(path: str, schema: Any) -> None:
         raise type(error)(str(error).replace("_.json", path)) from None
     if schema.get("type", "object") != "object":
         raise ValueError(f"{path}.type={schema['type']!r} must be 'object'")
+
+
+def _least_size(family: str, schema: Any, size: int) -> int:
+    """How many characters of a grammar a schema of `size` has at least: all of them, or a tag for
+    each parameter."""
+    if family != "qwen3_xml":
+        return size
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    return _LEAST_OF_A_PARAMETER * len(properties) if isinstance(properties, dict) else 0
 
 
 def _parameters(function: Mapping[str, Any]) -> Any:

@@ -11,7 +11,7 @@ from scripted_engine import ScriptedEngine
 from serve_helpers import QUESTION, RawRequest, Server
 
 from jpaged import Engine, RequestDelta
-from jpaged.serve import engine_client
+from jpaged.serve import answers, engine_client
 from jpaged.serve.exchange import StalledClientError
 
 Run = Callable[..., None]
@@ -224,7 +224,7 @@ def test_each_answer_ends_where_an_unread_stream_is_cut_short(
     """One that ended by itself before, too: what was not read of both is one piece of news."""
     monkeypatch.setattr("jpaged.serve.engine_client._SEPARATE", 5)
     scripted = ScriptedEngine(engine)
-    scripted.say("a" * 30, "b" * 100_000, size=1)
+    scripted.say("a" * 2000, "b" * 100_000, size=1)
     put, sizes = engine_client.Run.put, list[int]()
 
     def noted(self: engine_client.Run, delta: RequestDelta) -> None:
@@ -240,6 +240,7 @@ def test_each_answer_ends_where_an_unread_stream_is_cut_short(
         reader.reading.clear()
         await until(lambda: 1 in sizes)  # of one answer alone
         (run,) = set(server.serving.engine.runs.values())
+        monkeypatch.setattr(run, "most_news", 0)  # the cut is merged with what is unread
         run.cut()
         reader.reading.set()
         await reader.task
@@ -254,12 +255,21 @@ def test_each_answer_ends_where_an_unread_stream_is_cut_short(
 
 
 def test_what_is_left_unread_for_a_while_is_read_later(serve: Run, monkeypatch: pytest.MonkeyPatch):
-    """As fewer events; of each answer nothing is lost."""
+    """As fewer events, of many tokens in a thread; of each answer nothing is lost."""
     monkeypatch.setattr("jpaged.serve.engine_client._SEPARATE", 5)
+    monkeypatch.setattr(answers, "MANY_TOKENS", 1)
+    in_thread, encode = list[Any](), answers.large_json
+
+    def noted(value: Any) -> bytes:
+        in_thread.append(value)
+        return encode(value)
+
+    monkeypatch.setattr(answers, "large_json", noted)
 
     async def scenario(server: Server) -> None:
         asked = {"prompt": ["Hello", QUESTION], "n": 2, "seed": 1, "logprobs": 1, **LONG}
         whole = (await server.complete(**asked))["choices"]
+        in_thread.clear()
         reader = RawRequest(server.app, PATH, {**asked, "stream": True})
         await reader.read_some()
         reader.reading.clear()
@@ -268,6 +278,7 @@ def test_what_is_left_unread_for_a_while_is_read_later(serve: Run, monkeypatch: 
         await reader.task
         events = [line[6:] for line in reader.body.split(b"\n") if line.startswith(b"data: {")]
         assert len(events) < 50
+        assert in_thread
         told: list[list[Any]] = [[] for _ in whole]
         for event in events:
             for choice in json.loads(event)["choices"]:

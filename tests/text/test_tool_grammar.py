@@ -246,5 +246,7 @@ def test_tools_that_are_too_large_together():
     with pytest.raises(ValueError, match=r"^tools has \d+ characters: at most"):
         call_grammar("hermes", long)
     call_grammar("qwen3_xml", long)  # which writes no descriptions
+    with pytest.raises(ValueError, match=r"^tools has \d+ characters: at most"):
+        call_grammar("qwen3_xml", [tool(f"f{i}", schema) for i in range(10)])
     with pytest.raises(ValueError, match=r"^tools\[1\]\.function\.parameters has \d+ characters"):
         call_grammar("hermes", [tool("f", {}), tool("g", {"description": "x" * 70_000})])
