@@ -118,7 +118,7 @@ class Run:
         if index is None or self._error is not None:
             return
         self.has_started = True
-        if not delta.finished:  # the last may be whole answers, which nobody can have read before
+        if not delta.finished:  # the last may be whole answers, which no reader had before
             self._num_unread += sum(map(_size, delta.deltas))
             if self._num_unread > MAX_UNREAD:
                 self.fail(not_serving("aborted: the answer was not read as it came"))
@@ -343,7 +343,7 @@ class EngineClient:
             run.fail(not_serving("the engine failed, and the request with it"))
         if not self._info.done():
             self._info.set_exception(RuntimeError(reason))
-            self._info.exception()  # nobody may wait for it any more, which asyncio would log
+            self._info.exception()  # asked for here: asyncio logs one that never is
         if self._frames is not None and not self._frames.done():
             self._frames.set_exception(not_serving("the engine is not running"))
 

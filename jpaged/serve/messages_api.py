@@ -443,7 +443,7 @@ class Messaging(Chat):
     def _check_whole(self) -> None:
         """Raise ApiError for an answer that was cut short, for which there is no `stop_reason`."""
         if self._reason == "abort":
-            raise not_serving("the answer was cut short: its time was over, or the server ends")
+            raise not_serving("the answer was cut short, for the server ends")
 
     def _grown(self, place: int, delta: TextDelta) -> list[Json]:
         events: list[Json] = []

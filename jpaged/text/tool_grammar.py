@@ -66,15 +66,7 @@ def call_grammar(
     is_forced = not or_text and or_form is None
     rules = _Rules(chosen, parallel, special_ids or {}, is_forced, or_text)
     held = [(path, _parameters(function)) for path, function in chosen if rules.holds(function)]
-    total = 0  # before any is checked, which takes longer
-    for path, schema in held:
-        try:
-            size = len(_json(schema))
-        except (TypeError, ValueError, RecursionError):  # told below, by its place
-            continue
-        bounds.SOURCE.check(path, size)
-        total += _least_size(family, schema, size)
-    bounds.SOURCE.check("tools", total)
+    _check_sizes(family, held)  # before any is checked, which takes longer
     for path, schema in held:
         _check_parameters(path, schema)
     text = "\n".join([*_FAMILIES[family](rules), *rules.start(or_form)]) + "\n"
@@ -82,6 +74,19 @@ def call_grammar(
         return StructuredOutputs(grammar=text, name="tools")
     except ValueError as error:  # too large together
         raise ValueError(str(error).replace("tools.grammar", "tools")) from None
+
+
+def _check_sizes(family: str, held: Sequence[tuple[str, Any]]) -> None:
+    """Raise ValueError if one of the schemas, or all together, are certainly too large."""
+    total = 0
+    for path, schema in held:
+        try:
+            size = len(_json(schema))
+        except (TypeError, ValueError, RecursionError):  # `_check_parameters` says what is wrong
+            continue
+        bounds.SOURCE.check(path, size)
+        total += _least_size(family, schema, size)
+    bounds.SOURCE.check("tools", total)
 
 
 def _check_parameters(path: str, schema: Any) -> None:
