@@ -1,16 +1,19 @@
-"""Strict JAX and run-time shape checks for every test, and what keeps the whole run short."""
+"""The test tiers, strict JAX, run-time shape checks, and one compilation cache for a whole run."""
 
 import gc
 import os
+import resource
 import signal
-from collections.abc import Callable, Iterator
-from functools import lru_cache, partial
+import sys
+from collections.abc import Callable, Generator, Iterator
+from functools import cache, lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 # Before torch, the oracle, is imported: its threads spin on cores that other test processes need.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Machine code is optimised little, here and in processes that tests start: compiling takes most of
-# their time. What XLA makes of a program before that, which some tests look at, stays as it is.
+# Compiling takes most of the time of the tests, so machine code is optimised little, also in
+# processes that tests start. XLA's passes before that, which some tests examine, stay on.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 from jaxtyping import install_import_hook
@@ -19,45 +22,120 @@ from jaxtyping import install_import_hook
 TYPED = ["jpaged.models", "jpaged.runtime", "jpaged.compile", "pallas_kernels"]
 install_import_hook(TYPED, "beartype.beartype")
 
-import jax  # noqa: E402
 import pytest  # noqa: E402
 
-import jpaged  # noqa: E402  loads an engine's modules where a test asks for one
-
-jax.config.update("jax_numpy_dtype_promotion", "strict")
-jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_num_cpu_devices", 8)  # all on this processor: for models that are shared
+import jpaged  # noqa: E402  imports JAX only when an engine is asked for
 
 MAX_KEPT_ENGINES = 8
 """An engine's programs take some 1,300 memory maps of a CPU's process, which Linux gives 65,530:
 at the last one XLA crashes."""
 
+MAX_PROCESSOR_SECONDS = 30.0
+"""Processor time of one test of the default tier, fixtures included. In CI a test that needs more
+fails."""
+
+_STARTED = pytest.StashKey[float]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--tier`."""
+    parser.addoption(
+        "--tier",
+        choices=("default", "full"),
+        default="default",
+        help="full: also run the tests marked `full` (products of options, all sizes, random runs)",
+    )
+
 
 def pytest_configure() -> None:
-    """Hear Ctrl-C, which tests send: a shell has what it starts in the background ignore it."""
+    """Restore Ctrl-C, which some tests send: a shell ignores it in processes of the background."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_pycollect_makemodule(module_path: Path) -> None:
+    """Configure JAX before the first test module that may use it. `tests/core` never does, and
+    starts in half the time without."""
+    if "core" not in module_path.parts:
+        _configure_jax()
+
+
+@cache
+def _configure_jax() -> None:
+    """Make type and rank promotion errors, and split the processor into eight devices."""
+    import jax
+
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    jax.config.update("jax_num_cpu_devices", 8)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the tests marked `full` to the full tier.
+
+    Tests on a GPU run in every tier: the tiers bound the processor's time. A test named by its id
+    runs too.
+    """
+    if config.getoption("tier") == "full" or any("::" in arg for arg in config.args):
+        return
+    kept = [
+        item
+        for item in items
+        if item.get_closest_marker("full") is None or item.get_closest_marker("gpu") is not None
+    ]
+    if len(kept) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
+
+
 def pytest_collection_finish() -> None:
-    """Spare the garbage collector what stays to the end: the modules and all tests."""
+    """Spare the garbage collector the modules and tests, which stay to the end of the run."""
     gc.collect()
     gc.freeze()
 
 
+def _processor_seconds() -> float:
+    """Processor time of this process and of those that it has waited for."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Programs for a GPU are compiled as for users, in processes that a test starts too."""
+    """Optimise programs for a GPU as for users, also in processes that a test starts."""
+    item.stash[_STARTED] = _processor_seconds()
     on_gpu = item.get_closest_marker("gpu") is not None
+    jax: Any = sys.modules.get("jax")
     if item.get_closest_marker("gpu2") is not None:
         on_gpu = jax.default_backend() == "gpu"
-    jax.config.update("jax_disable_most_optimizations", not on_gpu)
+    if jax is not None:
+        jax.config.update("jax_disable_most_optimizations", not on_gpu)
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "0" if on_gpu else "1"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Fail a test of the default tier that needs too much of a processor, in CI."""
+    report = yield
+    if call.when == "teardown" and report.passed and "CI" in os.environ:
+        seconds = _processor_seconds() - item.stash.get(_STARTED, _processor_seconds())
+        others = any(item.get_closest_marker(name) for name in ("full", "gpu", "gpu2", "soak"))
+        if seconds > MAX_PROCESSOR_SECONDS and not others:
+            report.outcome = "failed"
+            report.longrepr = (
+                f"{item.nodeid} took {seconds:.0f} s of a processor, and a test of the default "
+                f"tier may take {MAX_PROCESSOR_SECONDS:g}: make it smaller, or mark it `full`"
+            )
+    return report
 
 
 @pytest.fixture
 def jax_settings() -> Iterator[None]:
-    """Puts back what a test changes of JAX's settings."""
+    """Restore JAX's settings after a test that changes them."""
+    import jax
+
     before = dict(jax.config.values)
     yield
     for name, value in before.items():
@@ -67,14 +145,19 @@ def jax_settings() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compiled programs of the whole run: of all pytest's processes and of the servers they start.
+    """Return the folder of compiled programs that all processes of a run share, the servers that
+    tests start among them.
 
-    JAX writes its files in place. What is read half written fails zlib's check, gives a warning
-    that pyproject.toml ignores, and is compiled anew. A process that a test kills while it starts,
-    and that may leave such a file, has a folder of its own.
+    JAX writes its files in place. A file that is read half written fails zlib's check, gives a
+    warning that pyproject.toml ignores, and is compiled again. A test that kills a process while it
+    compiles gives that process another folder.
     """
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "jax-cache"
+    if "jax" not in sys.modules:
+        return folder
+    import jax
+
     for name, value in {
         "jax_compilation_cache_dir": str(folder),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -86,6 +169,7 @@ def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def kept_engines(compilation_cache: Path) -> Callable[..., "jpaged.Engine"]:
-    """Makes an engine of a model and options, or gives the one of them used not long ago."""
+    """Return a function that makes an engine of a model and options, or returns the one that it
+    made of them not long ago."""
     make = partial(jpaged.Engine, compilation_cache_dir=compilation_cache)
     return lru_cache(MAX_KEPT_ENGINES)(make)

@@ -71,7 +71,6 @@ def test_table_1_is_the_papers(tmp_path: Path):
     assert document["device"] == "no device"
 
 
-@pytest.mark.slow
 def test_figure_1_shows_why_paging_batches_more(tmp_path: Path):
     document = run_figure("1", tmp_path)
     by_system: dict[str, list[dict]] = {}
@@ -111,7 +110,6 @@ def test_figure_11_has_the_papers_means(tmp_path: Path):
     assert all(row["median"] < row["ours"] for row in rows)
 
 
-@pytest.mark.slow
 def test_rates_that_a_device_found_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Which each took minutes; those found with other settings are not for this run."""
     found = measures.Sustained(2.0, 1.5, 2.5, 0.1, ((1.0, 0.05), (2.0, 0.09)), (1.8, None))
@@ -142,7 +140,6 @@ def test_figure_12_ours_sustains_most(tmp_path: Path):
     assert all(0.3 < row["ratio"] < 3 for row in rows)
 
 
-@pytest.mark.slow
 def test_figure_13_paging_batches_most(tmp_path: Path):
     document = run_figure("13", tmp_path)
     batches = cells(document, "lengths", "system")
@@ -156,14 +153,12 @@ def test_figure_13_paging_batches_most(tmp_path: Path):
         assert row["paper's req/s"] == published.BATCHED_RATE[row["lengths"]]
 
 
-@pytest.mark.slow
 def test_figure_14_sharing_pays(tmp_path: Path):
     found = rates(run_figure("14", tmp_path))
     assert {name.split(",")[0] for name in found} == {"parallel sampling", "beam search"}
     assert all(systems["ours"] > systems["orca_oracle"] for systems in found.values())
 
 
-@pytest.mark.slow
 def test_figure_15_more_samples_save_more(tmp_path: Path):
     saved = cells(run_figure("15", tmp_path), "lengths", "decoding", "width")
     for lengths, decoding in itertools.product(("sharegpt", "alpaca"), ("parallel", "beam")):
@@ -173,14 +168,12 @@ def test_figure_15_more_samples_save_more(tmp_path: Path):
     assert saved["alpaca", "parallel", 2] == pytest.approx(6.09, rel=0.4)
 
 
-@pytest.mark.slow
 def test_figure_16_a_longer_prefix_pays_more(tmp_path: Path):
     found = rates(run_figure("16", tmp_path))
     short, long = (systems["ours"] / systems["orca_oracle"] for systems in found.values())
     assert 1 < short < long
 
 
-@pytest.mark.slow
 def test_figure_17_runs_with_and_without_a_cache(tmp_path: Path):
     (systems,) = rates(run_figure("17", tmp_path)).values()
     assert set(systems) == {*published.ORCAS, "ours", figures_serving.WITH_CACHE}
@@ -204,7 +197,6 @@ def test_figure_18a_times_two_kernels_or_says_that_it_cannot(
     assert {row["ours"] for row in json.loads(path.read_text(encoding="utf-8"))["rows"]} == {None}
 
 
-@pytest.mark.slow
 def test_figure_18b_large_blocks_waste(tmp_path: Path):
     document = run_figure("18b", tmp_path)
     for lengths in ("sharegpt", "alpaca"):
@@ -216,7 +208,6 @@ def test_figure_18b_large_blocks_waste(tmp_path: Path):
         assert rows[2]["batch"] < rows[1]["batch"], "fewer fit"
 
 
-@pytest.mark.slow
 def test_figures_19_compare_both_ways_of_recovery(tmp_path: Path):
     times = run_figure("19a", tmp_path / "a")
     for row in times["rows"]:

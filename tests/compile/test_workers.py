@@ -76,7 +76,6 @@ print(json.dumps([text, *(events[it] for it in ("start", "cache_hits", "cache_mi
 """
 
 
-@pytest.mark.slow
 def test_what_workers_compile_the_engine_finds(tmp_path: Path):
     """In a process of its own: the tests' has code with checks in it, which workers have not."""
     first, second = (

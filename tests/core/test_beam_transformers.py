@@ -4,6 +4,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,8 @@ import pytest
 
 from jpaged.core.beam import BeamSearch
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+# Both are imported by the tests alone: that takes seconds, and the other tests here need neither.
+pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
 
 VOCAB = 40
 END_IDS = (3, 17)
@@ -28,6 +29,8 @@ Answers = Sequence[tuple[list[int], float | None]]
 @pytest.fixture(autouse=True)
 def torch_thread() -> Iterator[None]:
     """PyTorch with one thread: several that share a busy CPU wait for one another for long."""
+    import torch
+
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -40,6 +43,8 @@ def tables():
 
     They differ by position, for else two orders of the same pairs of tokens have equal sums.
     """
+    import torch
+
     size = (2 + max(MAX_TOKENS), VOCAB, VOCAB)
     logits = 1.5 * torch.randn(size, generator=torch.Generator().manual_seed(7))
     logits[:, :, END_IDS] += 0.8
@@ -52,12 +57,17 @@ def logits_after(tokens):
 
 
 def logprobs_after(tokens: list[list[int]]) -> np.ndarray:
+    import torch
+
     return logits_after(torch.tensor(tokens)).log_softmax(dim=-1).numpy()
 
 
 @functools.cache
 def table_model() -> Any:
     """A language model of transformers that looks its logits up: no rounding but the search's."""
+
+    import torch
+    import transformers
 
     class TableModel(transformers.PreTrainedModel, transformers.GenerationMixin):
         config_class = transformers.PretrainedConfig
@@ -81,6 +91,8 @@ def answers_of_transformers(
     prompts: list[list[int]], width: int, max_tokens: int, ends, **options
 ) -> list[Answers]:
     """Each prompt's answers with their scores (None of greedy search), best first."""
+    import torch
+
     result = table_model().generate(
         torch.tensor(prompts),
         attention_mask=torch.ones(len(prompts), 2, dtype=torch.long),

@@ -211,7 +211,6 @@ class Work:
             self.driver.read()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_seeds", "fewest"), [(200, 2), pytest.param(3000, 40, marks=pytest.mark.soak)]
 )

@@ -302,7 +302,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert sorted(stays) == sorted(released + remaining)
 
 
-TestSchedulerMachine = pytest.mark.slow(SchedulerMachine.TestCase)
+TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
     max_examples=300,
     stateful_step_count=15,

@@ -13,7 +13,6 @@ from jpaged import Engine, SamplingParams
 pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
 
-pytestmark = pytest.mark.slow
 
 EOS, VOCAB_SIZE, MAX_TOKENS = 1, 97, 14
 WIDTHS = range(1, 7)

@@ -444,7 +444,6 @@ def test_ctrl_c_while_a_text_is_decoded_doubles_nothing(
     assert text(run(engine)["a"]) == ANSWER
 
 
-@pytest.mark.slow
 def test_a_stream_collected_in_the_middle_of_a_step_ends_after_it(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ):

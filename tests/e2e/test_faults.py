@@ -71,7 +71,6 @@ CALLED_ONCE = ("scoring the prompt", "ending", "sharing")
 MOMENTS = [(fault, after) for fault in FAULTS for after in range(1 if fault in CALLED_ONCE else 3)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "after"), MOMENTS)
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_fault_ends_one_request_and_no_other(

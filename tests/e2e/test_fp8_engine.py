@@ -108,7 +108,6 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
 
 
 @pytest.mark.gpu2
-@pytest.mark.slow
 def test_scales_of_blocks_lie_where_their_weights_do(engines: Engines, blocks):
     """Each device has the KV head and the blocks of its heads: the tokens are those of one."""
     if jax.device_count() < 4:

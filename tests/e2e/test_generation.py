@@ -11,8 +11,6 @@ from safetensors.numpy import load_file, save_file
 
 from jpaged import Engine, SamplingParams
 
-pytestmark = pytest.mark.slow
-
 TIGHT = 24  # blocks: too few for the requests below at once
 
 

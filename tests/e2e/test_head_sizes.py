@@ -12,8 +12,6 @@ from e2e_options import Engines
 
 from jpaged import SamplingParams
 
-pytestmark = pytest.mark.slow
-
 HEADS: dict[str, dict[str, Any]] = {
     "gpt2": {"num_attention_heads": 4},
     "llama": {"num_attention_heads": 4, "num_key_value_heads": 4},

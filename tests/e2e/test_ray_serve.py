@@ -148,7 +148,6 @@ def replicas(compilation_cache: Path) -> Iterator[Replicas]:
         started.end()
 
 
-@pytest.mark.slow
 def test_replicas(replicas: Replicas, kept_engines: Callable[..., Engine]):
     prompts = [f"{group}{number}" for number in range(16) for group in GROUPS]
     greedy = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)

@@ -76,7 +76,6 @@ def tokens_of(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in engine.generate(prompts, params)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("family", [*FAMILIES])
 def test_every_family_gives_the_tokens_of_one_device(
@@ -130,7 +129,6 @@ def test_rows_that_need_whole_logits_change_no_others(pair: tuple[Engine, Engine
         assert [it.token_ids for it in two.outputs] == [it.token_ids for it in one.outputs]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("count", COUNTS)
 def test_rows_of_all_kinds_in_one_step_have_the_tokens_of_one_device(
     engines: Engines, folders: Callable[[str], Path], count: int
@@ -248,7 +246,6 @@ def test_in_bfloat16_log_probabilities_differ_no_more_than_with_the_batch(engine
     assert 0 < np.abs(by_both - in_a_batch).mean() <= max(2 * noise, rounding)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "opt-350m", "llama", "gemma3_text"])
 def test_every_kind_of_layer_in_bfloat16_scores_as_one_device(
     engines: Engines, folders: Callable[[str], Path], family: str
@@ -342,7 +339,6 @@ def test_a_device_that_has_lost_another_ends_the_engine(
         assert tokens == list(whole[: len(tokens)])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "opt-350m", "llama", "gemma3_text"])
 def test_sums_through_peer_memory_are_where_each_kind_of_layer_has_them(
     engines: Engines,

@@ -8,8 +8,6 @@ from e2e_options import Engines
 from jpaged import Engine, SamplingParams
 from tools.tiny.world import Example, sample_examples
 
-pytestmark = pytest.mark.slow
-
 NUM_REQUESTS = 100
 TIGHT = 41  # blocks: the longest sequence fits alone, and eight want to run at once
 MAX_MODEL_LEN = 640

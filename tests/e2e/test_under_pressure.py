@@ -8,8 +8,6 @@ from e2e_options import Engines
 from jpaged import Engine, RequestOutput, SamplingParams
 from tools.tiny.world import Example, sample_examples
 
-pytestmark = pytest.mark.slow
-
 NUM_REQUESTS = 500
 MAX_MODEL_LEN, BLOCK_SIZE, MAX_NUM_SEQS = 120, 8, 64
 POOL = MAX_NUM_SEQS * MAX_MODEL_LEN // BLOCK_SIZE // 20

@@ -345,7 +345,6 @@ def test_a_window_begins_with_the_last_key_of_a_tile(op, backend):
     assert_close(got, lambda dtype: plain(*arrays, dtype=dtype, **case.options), case.dtype)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     ("splits", "window"),
@@ -503,7 +502,6 @@ def test_the_plan_covers_every_tile_once(percent, splits):
             assert bounds[-1] == -(-lens[sequence] // 32)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     ("splits", "window", "heads"),

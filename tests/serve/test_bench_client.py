@@ -8,8 +8,6 @@ from server_process import ServerProcess
 
 from bench import records, serving
 
-pytestmark = pytest.mark.slow
-
 
 def test_it_measures_the_real_server(
     tmp_path: Path,

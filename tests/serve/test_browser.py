@@ -15,7 +15,6 @@ from pool_replica import PoolReplica
 from jpaged import Engine, SamplingParams
 from jpaged.serve.dashboard.sampler import PoolSampler
 
-pytestmark = pytest.mark.slow
 KEY = "open-sesame-42"
 WAIT = 20_000  # milliseconds
 Pages = Callable[..., Any]

@@ -268,7 +268,6 @@ def test_a_real_server_answers_at_once_and_only_its_own_hosts(real_server: Serve
         assert client.get(url, headers={"Host": "evil.example"}).status_code == 403
 
 
-@pytest.mark.slow
 def test_few_files(compilation_cache: Path):
     server = ServerProcess(compilation_cache, num_files=128)
     try:

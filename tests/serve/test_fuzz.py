@@ -13,8 +13,6 @@ from serve_helpers import Server
 
 from jpaged.serve.app import openapi
 
-pytestmark = pytest.mark.slow
-
 Run = Callable[..., None]
 DOCUMENT = json.loads(json.dumps(openapi()))
 POSTS = {path: methods["post"] for path, methods in DOCUMENT["paths"].items() if "post" in methods}

@@ -20,8 +20,6 @@ from jpaged.serve.lifecycle import run_server, serving_app
 from jpaged.serve.options import read_flags
 from jpaged.serve.worker import why_not
 
-pytestmark = pytest.mark.slow
-
 LONG: dict[str, Any] = {"prompt": "Hello", "max_tokens": 200, "ignore_eos": True}
 
 

@@ -75,7 +75,6 @@ def test_many_streams_and_clients_that_go(serve: Run):
     serve(scenario)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("num_clients", "seconds", "fewest"),

@@ -29,7 +29,6 @@ SMALL = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [*OPS])
 def test_candidates_of_every_op_are_right_in_small(name: str):
     op = dataclasses.replace(OPS[name](32, "float32"), cases=[])

@@ -1,0 +1,59 @@
+"""Products of options of which the default tier runs a covering set."""
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+
+
+def covering(
+    *axes: Iterable[Any], strength: int = 2, keep: Callable[..., bool] = lambda *_: False
+) -> list[Any]:
+    """Return every combination of some options, as `pytest.mark.parametrize` takes them.
+
+    Combinations outside a covering set are marked `full`: the full tier alone runs them. The set is
+    greedy and the same in every run: each combination in turn that adds the most new tuples.
+
+    Args:
+        axes: The values of each option, plain or as `pytest.param` with an id and marks.
+        strength: How many options a tuple has: 2 covers every pair of values of two options, 1
+            every value.
+        keep: Called with the values of a combination; True adds it to the covering set.
+    """
+    params = [[_as_param(value) for value in axis] for axis in axes]
+    combinations = list(itertools.product(*(range(len(axis)) for axis in params)))
+    chosen = {
+        each
+        for each in combinations
+        if keep(*(params[axis][i].values[0] for axis, i in enumerate(each)))
+    }
+    missing = {it for each in combinations for it in _tuples(each, strength)}
+    for each in chosen:
+        missing.difference_update(_tuples(each, strength))
+    while missing:
+        best = max(
+            combinations, key=lambda each: len(missing.intersection(_tuples(each, strength)))
+        )
+        chosen.add(best)
+        missing.difference_update(_tuples(best, strength))
+    return [_joined(params, each, each in chosen) for each in combinations]
+
+
+def _as_param(value: Any) -> Any:
+    return value if hasattr(value, "marks") and hasattr(value, "values") else pytest.param(value)
+
+
+def _tuples(combination: Sequence[int], strength: int) -> set[tuple[tuple[int, int], ...]]:
+    """Return every choice of `strength` options of a combination, each with its value."""
+    return set(itertools.combinations(enumerate(combination), min(strength, len(combination))))
+
+
+def _joined(params: Sequence[Sequence[Any]], combination: Sequence[int], is_chosen: bool) -> Any:
+    parts = [axis[i] for axis, i in zip(params, combination, strict=True)]
+    marks = [mark for part in parts for mark in part.marks]
+    ids = None
+    if all(part.id is not None for part in parts):
+        ids = "-".join(str(part.id) for part in parts)
+    values = [value for part in parts for value in part.values]
+    return pytest.param(*values, id=ids, marks=marks if is_chosen else [*marks, pytest.mark.full])

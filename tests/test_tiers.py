@@ -1,0 +1,105 @@
+"""What the tiers run: the covering sets, and the limit of processor time."""
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.covering import covering
+
+ROOT = Path(__file__).parents[1]
+
+
+def _in_default_tier(params) -> list[tuple]:
+    return [each.values for each in params if not any(mark.name == "full" for mark in each.marks)]
+
+
+def test_covering_set_has_every_pair_and_the_full_tier_every_combination():
+    axes = (range(4), "abc", (True, False), range(3))
+    params = covering(*axes)
+    assert [each.values for each in params] == list(itertools.product(*axes))
+    small = _in_default_tier(params)
+    assert len(small) <= 16  # of 72
+    for first, second in itertools.combinations(range(4), 2):
+        pairs = {(each[first], each[second]) for each in small}
+        assert pairs == set(itertools.product(axes[first], axes[second]))
+
+
+def test_covering_set_of_strength_one_has_every_value_and_what_is_kept():
+    params = covering(
+        range(3), "ab", strength=1, keep=lambda number, letter: (number, letter) == (0, "b")
+    )
+    small = _in_default_tier(params)
+    assert (0, "b") in small
+    assert len(small) == 3
+    assert [{each[axis] for each in small} for axis in range(2)] == [{0, 1, 2}, {"a", "b"}]
+
+
+def test_covering_set_keeps_marks_and_ids():
+    gpu = pytest.param("triton", id="on-gpu", marks=pytest.mark.gpu)
+    params = covering([gpu], [pytest.param(1, id="one")])
+    assert (params[0].id, [mark.name for mark in params[0].marks]) == ("on-gpu-one", ["gpu"])
+
+
+@pytest.fixture
+def run_pytest(tmp_path):
+    """Return a function that runs tests, given as source, under this project's settings, and
+    returns pytest's report. The tests are in a folder `core`, since those start without JAX."""
+
+    def run(source: str, *options: str, ci: bool = False) -> str:
+        folder = tmp_path / "core"
+        folder.mkdir(exist_ok=True)
+        (folder / "test_sample.py").write_text("import pytest\n" + source, encoding="utf-8")
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            f"--rootdir={ROOT}",
+            "-c",
+            ROOT / "pyproject.toml",
+        ]
+        command += ["-p", "tests.conftest", "-p", "no:cacheprovider", *options, folder]
+        environment = {name: value for name, value in os.environ.items() if name != "CI"}
+        environment |= {"PYTHONPATH": str(ROOT)} | ({"CI": "true"} if ci else {})
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        return done.stdout + done.stderr
+
+    return run
+
+
+TWO = """
+def test_small(): pass
+@pytest.mark.full
+def test_large(): pass
+"""
+
+
+def test_tiers_select_by_mark(run_pytest):
+    assert "1 passed, 1 deselected" in run_pytest(TWO)
+    assert "2 passed" in run_pytest(TWO, "--tier", "full")
+
+
+SLOW = """
+import tests.conftest
+tests.conftest.MAX_PROCESSOR_SECONDS = 0.2
+def busy():
+    import time
+    end = time.process_time() + 0.5
+    while time.process_time() < end: pass
+def test_small(): pass
+def test_slow(): busy()
+@pytest.mark.full
+def test_slow_but_full(): busy()
+"""
+
+
+def test_slow_test_of_the_default_tier_fails_in_ci(run_pytest):
+    report = run_pytest(SLOW, "--tier", "full", ci=True)
+    assert "1 error" in report or "1 failed" in report
+    assert "test_slow took" in report
+    assert "make it smaller" in report
