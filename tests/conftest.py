@@ -73,19 +73,25 @@ def _configure_jax() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the tests marked `full` to the full tier.
 
-    Tests on a GPU run in every tier: the tiers bound the processor's time. A test named by its id
-    runs too.
+    Tests on a GPU run in every tier: the tiers bound the processor's time. A test that the command
+    names runs too.
     """
-    if config.getoption("tier") == "full" or any("::" in arg for arg in config.args):
+    if config.getoption("tier") == "full":
         return
-    kept = [
-        item
-        for item in items
-        if item.get_closest_marker("full") is None or item.get_closest_marker("gpu") is not None
-    ]
-    if len(kept) < len(items):
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
-        items[:] = kept
+    named = [arg.partition("::") for arg in config.args if "::" in arg]
+    names = [((config.invocation_params.dir / file).resolve(), name) for file, _, name in named]
+
+    def is_left(item: pytest.Item) -> bool:
+        name = item.nodeid.partition("::")[2]
+        is_named = any(item.path == file and name.startswith(start) for file, start in names)
+        return bool(item.get_closest_marker("full")) and not (
+            is_named or item.get_closest_marker("gpu")
+        )
+
+    left = [item for item in items if is_left(item)]
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if not is_left(item)]
 
 
 def pytest_collection_finish() -> None:

@@ -49,7 +49,7 @@ def run_pytest(tmp_path):
     """Return a function that runs tests, given as source, under this project's settings, and
     returns pytest's report. The tests are in a folder `core`, since those start without JAX."""
 
-    def run(source: str, *options: str, ci: bool = False) -> str:
+    def run(source: str, *options: str, test: str = "", ci: bool = False) -> str:
         folder = tmp_path / "core"
         folder.mkdir(exist_ok=True)
         (folder / "test_sample.py").write_text("import pytest\n" + source, encoding="utf-8")
@@ -61,7 +61,7 @@ def run_pytest(tmp_path):
             "-c",
             ROOT / "pyproject.toml",
         ]
-        command += ["-p", "tests.conftest", "-p", "no:cacheprovider", *options, folder]
+        command += ["-p", "tests.conftest", "-p", "no:cacheprovider", *options, f"{folder}{test}"]
         environment = {name: value for name, value in os.environ.items() if name != "CI"}
         environment |= {"PYTHONPATH": str(ROOT)} | ({"CI": "true"} if ci else {})
         done = subprocess.run(
@@ -81,6 +81,7 @@ def test_large(): pass
 
 def test_tiers_select_by_mark(run_pytest):
     assert "1 passed, 1 deselected" in run_pytest(TWO)
+    assert "1 passed" in run_pytest(TWO, test="/test_sample.py::test_large")
     assert "2 passed" in run_pytest(TWO, "--tier", "full")
 
 

@@ -15,6 +15,10 @@ ARGUMENTS = (
 )
 
 
+STUB = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "stub"), os.getcwd()])}
+"""The environment of a server whose engine is the stub, which starts without JAX."""
+
+
 class ServerProcess:
     """Starts a server and waits until it serves.
 

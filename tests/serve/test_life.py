@@ -1,4 +1,7 @@
-"""The server's life: start, drain, signals, and mistakes in the command line."""
+"""The server's life: start, drain, signals, and mistakes in the command line.
+
+Most of it concerns the processes around the engine, so most of these tests start the stub engine.
+"""
 
 import asyncio
 import gc
@@ -14,13 +17,15 @@ from typing import Any
 
 import httpx
 import pytest
-from server_process import ARGUMENTS, ServerProcess
+from server_process import ARGUMENTS, STUB, ServerProcess
+from stub.stub_engine import BLOCKED_IN, BLOCKED_WHILE, START_SECONDS
 
 from jpaged.serve.lifecycle import run_server, serving_app
 from jpaged.serve.options import read_flags
 from jpaged.serve.worker import why_not
 
 LONG: dict[str, Any] = {"prompt": "Hello", "max_tokens": 200, "ignore_eos": True}
+SLOW_START = STUB | {START_SECONDS: "60"}
 
 
 def ask_meanwhile(url: str, fields: dict[str, Any]) -> tuple[threading.Thread, list[Any]]:
@@ -64,7 +69,7 @@ def test_a_signal_lets_requests_end(compilation_cache: Path):
 
 
 def test_a_signal_to_all_processes_lets_requests_end(compilation_cache: Path):
-    server = ServerProcess(compilation_cache)
+    server = ServerProcess(compilation_cache, environment=STUB)
     try:
         thread, found = ask_meanwhile(server.url, {**LONG, "prompt": ["Hello"] * 16})
         wait_until_it_runs(server.url)
@@ -79,7 +84,7 @@ def test_a_signal_to_all_processes_lets_requests_end(compilation_cache: Path):
 
 
 def test_what_does_not_end_in_time_is_aborted(compilation_cache: Path):
-    server = ServerProcess(compilation_cache, "--shutdown-timeout", "0")
+    server = ServerProcess(compilation_cache, "--shutdown-timeout", "0", environment=STUB)
     try:
         thread, found = ask_meanwhile(server.url, {**LONG, "prompt": ["Hello"] * 64})
         wait_until_it_runs(server.url)
@@ -93,7 +98,7 @@ def test_what_does_not_end_in_time_is_aborted(compilation_cache: Path):
 
 
 def test_a_second_signal_ends_all_at_once(compilation_cache: Path):
-    server = ServerProcess(compilation_cache)
+    server = ServerProcess(compilation_cache, environment=STUB)
     try:
         thread, found = ask_meanwhile(server.url, {**LONG, "prompt": ["Hello"] * 64})
         server.process.send_signal(signal.SIGTERM)
@@ -109,7 +114,7 @@ def test_a_second_signal_ends_all_at_once(compilation_cache: Path):
 
 
 def test_a_signal_while_it_starts(tmp_path: Path):
-    server = ServerProcess(tmp_path, wait=False)
+    server = ServerProcess(tmp_path, wait=False, environment=SLOW_START)
     try:
         wait_for_words(server)
         server.process.send_signal(signal.SIGTERM)
@@ -122,7 +127,9 @@ def test_a_signal_ends_it_also_when_nobody_reads_its_log(compilation_cache: Path
     """As in `python -m jpaged.serve 2>&1 | head`."""
     command = [sys.executable, "-m", "jpaged.serve", *ARGUMENTS]
     command += ["--compilation-cache-dir", str(compilation_cache)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=os.environ | STUB
+    ) as process:
         try:
             assert process.stderr is not None
             for line in process.stderr:
@@ -137,7 +144,7 @@ def test_a_signal_ends_it_also_when_nobody_reads_its_log(compilation_cache: Path
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
 def test_an_engine_that_dies_or_hangs_ends_the_server(how: int, compilation_cache: Path):
-    server = ServerProcess(compilation_cache, "--hang-timeout", "2")
+    server = ServerProcess(compilation_cache, "--hang-timeout", "2", environment=STUB)
     try:
         thread, found = ask_meanwhile(server.url, {**LONG, "prompt": ["Hello"] * 64})
         worker = worker_of(server.process.pid)
@@ -156,7 +163,7 @@ def test_an_engine_that_dies_or_hangs_ends_the_server(how: int, compilation_cach
 
 def test_an_engine_that_hangs_while_it_starts_ends_the_server(tmp_path: Path):
     """As in a driver, or where it waits for another device."""
-    server = ServerProcess(tmp_path, "--start-timeout", "2", wait=False)
+    server = ServerProcess(tmp_path, "--start-timeout", "2", wait=False, environment=SLOW_START)
     try:
         while not (workers := engines_of(server.process.pid)):
             assert server.process.poll() is None
@@ -189,21 +196,6 @@ if "jpaged.serve.tokenizing_process" in sys.orig_argv:
         server.end()
 
 
-BLOCKED_STEP = """
-import ctypes, os, sys
-if "jpaged.serve.worker" in sys.orig_argv:
-    from jpaged.runtime.results import StepHandle
-    read = StepHandle.read
-
-    def wait(step):
-        while os.path.exists({flag!r}):
-            ctypes.{library}(None).sleep(1)
-        return read(step)
-
-    StepHandle.read = wait
-"""
-
-
 @pytest.mark.parametrize("library", ["CDLL", "PyDLL"])
 def test_a_step_that_does_not_end_ends_the_server(
     tmp_path: Path, compilation_cache: Path, library: str
@@ -211,10 +203,7 @@ def test_a_step_that_does_not_end_ends_the_server(
     """As where a device waits for another in a collective: whether or not the library that waits
     lets other threads have the interpreter."""
     flag = tmp_path / "blocked"
-    code = BLOCKED_STEP.format(flag=str(flag), library=library)
-    (tmp_path / "sitecustomize.py").write_text(code, encoding="utf-8")
-    path = os.pathsep.join([str(tmp_path), os.getcwd()])
-    around = {"PYTHONPATH": path}
+    around = STUB | {BLOCKED_WHILE: str(flag), BLOCKED_IN: library}
     server = ServerProcess(compilation_cache, "--hang-timeout", "2", environment=around)
     try:
         worker = worker_of(server.process.pid)
@@ -237,7 +226,7 @@ def test_a_server_that_was_stopped_does_not_take_its_engine_for_hung(
 ):
     """With its engine: as by Ctrl-Z, which all of a terminal's processes get. The engine may come
     back a moment later."""
-    server = ServerProcess(compilation_cache, "--hang-timeout", "2")
+    server = ServerProcess(compilation_cache, "--hang-timeout", "2", environment=STUB)
     try:
         pids = [server.process.pid]
         if with_engine:
@@ -277,7 +266,10 @@ def test_the_application_without_a_socket(compilation_cache: Path):
     assert not engines_of(os.getpid())
 
 
-def test_the_application_ends_an_engine_that_hangs(compilation_cache: Path):
+def test_the_application_ends_an_engine_that_hangs(
+    compilation_cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PYTHONPATH", STUB["PYTHONPATH"])
     flags = ["--compilation-cache-dir", str(compilation_cache), "--hang-timeout", "1"]
 
     async def use() -> None:
@@ -338,14 +330,16 @@ def test_a_model_that_cannot_be_loaded(compilation_cache: Path, tmp_path: Path):
 def test_a_template_that_is_none(compilation_cache: Path, tmp_path: Path):
     template = tmp_path / "broken.jinja"
     template.write_text("{{ messages }}\n{% for m in messages %}", encoding="utf-8")
-    server = ServerProcess(compilation_cache, "--chat-template", str(template), wait=False)
+    server = ServerProcess(
+        compilation_cache, "--chat-template", str(template), wait=False, environment=STUB
+    )
     assert server.wait(60) == 1
     assert "error: --chat-template is no Jinja template (line 2: Unexpected end" in server.log
     assert "Traceback" not in server.log
 
 
 def test_an_engine_that_is_killed_while_it_starts(tmp_path: Path):
-    server = ServerProcess(tmp_path, wait=False)
+    server = ServerProcess(tmp_path, wait=False, environment=SLOW_START)
     wait_for_words(server)
     worker = worker_of(server.process.pid)
     os.kill(worker, signal.SIGKILL)
@@ -418,7 +412,7 @@ def test_a_host_that_is_no_name(capsys: pytest.CaptureFixture[str]):
 def test_a_port_that_is_taken(compilation_cache: Path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        server = ServerProcess(compilation_cache, "--port", port, wait=False)
+        server = ServerProcess(compilation_cache, "--port", port, wait=False, environment=STUB)
         assert server.wait(60) == 1
     assert f"cannot listen at 127.0.0.1:{port}" in server.log
     assert "Traceback" not in server.log
