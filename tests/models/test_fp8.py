@@ -27,6 +27,7 @@ from jpaged.models.decoder import Decoder
 from jpaged.models.loader import plan_model
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import held_pieces, make_mesh
+from pallas_kernels import Backend, quantize_rows
 from tests.reference import kernels as reference_kernels
 
 SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -221,6 +222,21 @@ def test_a_published_layout_has_the_values_that_it_was_made_with(tmp_path, name)
             expected = torch.cat([model.get_parameter(path) for path in paths]).detach().numpy()
             np.testing.assert_array_equal(wide_of(linear), expected)
     assert difference(logits_of(ours), made.logits_of(model)) < BOUND
+
+
+def test_fused_parts_scale_their_rows_by_the_largest_static_scale(tmp_path):
+    published(tmp_path, "ModelOpt")
+    scales = {"q": 1.0, "k": 4.0, "v": 2.0}
+    own = {
+        f"model.layers.0.self_attn.{part}_proj.input_scale": torch.tensor(scale)
+        for part, scale in scales.items()
+    }
+    changed(tmp_path, lambda tensors: tensors.update(own))
+    given = load(tmp_path).layers[0].attention.qkv.given_scales
+    assert given is not None
+    assert given.tolist() == [1.0, 4.0, 2.0]
+    _, row_scales = quantize_rows(jnp.ones((3, 64)), given, backend=Backend.XLA)
+    assert row_scales.tolist() == [[4.0]] * 3
 
 
 NAMES = (
