@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 from core_driver import Driver, make_request, make_scheduler
+from core_plans import shape, the
 
 from jpaged.core.block_pool import IntegrityError
 from jpaged.core.request import FinishReason, RequestStatus, StopCriteria
@@ -77,6 +78,19 @@ def preempted_with_a_pending_token() -> Driver:
     assert driver.requests["2"].status is RequestStatus.PREEMPTED
     assert sequence.num_pending_tokens >= 1
     return driver
+
+
+def test_request_waits_for_the_only_block_that_an_aborted_request_returns():
+    driver = Driver(make_scheduler(num_blocks=5, block_size=4), lag=1)
+    for name in "123":
+        driver.add(make_request(name, 4, max_tokens=3))
+    driver.step()
+    driver.scheduler.abort("3")  # the step in flight still writes its block
+    plan = the(driver.step())  # request 1 takes the free block, request 2 needs one too
+    assert (shape(plan), plan.preempted) == ([(1, 4, 1, True)], ())
+    plan = the(driver.step())
+    assert (2, 4, 1, True) in shape(plan)  # nothing is computed again
+    driver.run()
 
 
 def test_abort_while_preempted_with_a_pending_token():

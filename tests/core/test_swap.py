@@ -276,3 +276,26 @@ def test_a_group_in_its_stem_goes_out_and_goes_on():
     plan = the(driver.step())
     assert (shape(plan), forks(plan)) == ([(10, 5, 1, True), (11, 5, 1, True)], [(10, 11)])
     driver.run()
+
+
+def test_samples_that_share_a_partial_block_return_only_with_a_block_to_copy_it_to():
+    scheduler = make_scheduler(
+        num_blocks=6, block_size=4, max_num_seqs=6, max_num_batched_tokens=8, pressure=SWAP
+    )
+    driver = Driver(scheduler)
+    driver.add(make_request("1", 4, max_tokens=1, seq_id=10, n=4))
+    driver.add(make_request("2", 3, max_tokens=2, seq_id=20, n=2))
+    driver.step()
+    plan = the(driver.step())  # the copies of request 1 take the blocks that request 2 needs
+    assert (plan.preempted, len(plan.block_copies)) == (("2",), 3)
+    assert [s.image_table for s in samples(driver, "2")] == [[0], [0]]
+    assert driver.requests["1"].is_finished
+    pool = scheduler.block_manager.pool
+    taken = pool.allocate(4)
+    assert scheduler.schedule() is None  # one block is free, for the image and not for the copy
+    pool.free(taken)
+    plan = the(driver.step())
+    assert len(plan.swap_ins) == 1
+    plan = the(driver.step())
+    assert (shape(plan), len(plan.block_copies)) == ([(20, 2, 1, True), (21, 2, 1, True)], 1)
+    driver.run()
