@@ -1,5 +1,6 @@
-"""What several devices compute is waited for: not for ever, and its errors are raised."""
+"""Which devices sum through each other's memory, and how long what they compute is waited for."""
 
+import ctypes
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec, use_abstract_mesh
 
 from jpaged.core.plan import ScheduledSequence
 from jpaged.core.request import Request, StopCriteria
 from jpaged.models.sharding import AXIS, make_mesh, sharding_of
 from jpaged.runtime import peer_memory
-from jpaged.runtime.peer_memory import await_devices
+from jpaged.runtime.peer_memory import await_devices, can_exchange
 from jpaged.runtime.programs import PROMPT_LOGPROBS_CHUNK
 from jpaged.runtime.results import score_prompts
 from jpaged.sampling_params import SamplingParams
@@ -49,6 +50,55 @@ def test_what_never_ends_is_not_waited_for_longer_than_a_step(monkeypatch: pytes
     monkeypatch.setattr(peer_memory, "LONGEST_STEP", 0.05)
     with pytest.raises(RuntimeError, match=r"not ended after 0\.05 s: .* process by force"):
         await_devices([SimpleNamespace(is_ready=lambda: False)])
+
+
+H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+
+
+def exchanges(num_devices: int, dtype: Any, device_kind: str = "NVIDIA H200") -> bool:
+    devices = [
+        SimpleNamespace(platform="gpu", device_kind=device_kind, local_hardware_id=place)
+        for place in range(num_devices)
+    ]
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+        return can_exchange(devices, dtype)
+
+
+class FakeDriver:
+    """The CUDA driver of a host where only some pairs of GPUs reach each other's memory."""
+
+    def __init__(self, unreachable: set[tuple[int, int]], status: int):
+        self.unreachable, self.status = unreachable, status
+
+    def cuDeviceCanAccessPeer(self, answer: Any, device: int, peer: int) -> int:  # noqa: N802
+        answer._obj.value = int((device, peer) not in self.unreachable)
+        return self.status
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "unreachable", "status", "expected"),
+    [
+        (jnp.bfloat16, "NVIDIA H200", set(), 0, True),
+        (jnp.float16, "NVIDIA H200", set(), 0, False),
+        (jnp.float32, "NVIDIA H200", set(), 0, False),
+        (jnp.bfloat16, "NVIDIA A100", set(), 0, False),
+        (jnp.bfloat16, "NVIDIA H200", {(3, 1)}, 0, False),
+        (jnp.bfloat16, "NVIDIA H200", set(), 101, False),  # CUDA_ERROR_INVALID_DEVICE
+    ],
+)
+def test_only_hopper_gpus_that_reach_each_other_exchange_bfloat16(
+    monkeypatch: pytest.MonkeyPatch, dtype, kind, unreachable, status, expected
+):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: FakeDriver(unreachable, status))
+    assert exchanges(4, dtype, kind) is expected
+
+
+def test_devices_exchange_nothing_without_the_cuda_driver(monkeypatch: pytest.MonkeyPatch):
+    def fail(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", fail)
+    assert not exchanges(2, jnp.bfloat16)
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
