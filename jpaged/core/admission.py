@@ -94,18 +94,16 @@ class Admission:
         """Whether there would be seats and blocks for one that `find` has refused, if these runners
         gave all of theirs back; also behind the next step of the others, of `budget` tokens.
 
-        A refusal is remembered here too: until blocks are given back or the yielding ones grow, it
-        costs a look at the block right after the prefix.
+        A refusal is remembered here too. Until a block is given back, a repeated call costs one
+        lookup of the block right after the prefix: a block that a yielding request takes leaves the
+        free blocks and joins the blocks that it would give back.
         """
         if request.num_seats > self.num_free_seats + sum(r.num_seats for r in yielding):
             return False
         manager, first = self._manager, request.live[0]
         sequences = [s for r in yielding for s in r.live]
-        num_held = sum(len(sequence.block_table) for sequence in sequences)
-        names = tuple(r.request_id for r in yielding)
         num_spare = int(len(yielding) < len(self._running))
-        num_returns = manager.pool.num_returns
-        state = first, len(request.live), names, num_held, num_returns, num_spare
+        state = first, len(request.live), manager.pool.num_returns, num_spare
         if state == self._no_room:
             most = _max_prefix_tokens(request)
             if not manager.can_extend(self._no_room_prefix, first, most):
