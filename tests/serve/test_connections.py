@@ -539,6 +539,9 @@ def test_a_half_closed_client_gets_its_answer(monkeypatch: pytest.MonkeyPatch):
             answer = await half_closed(port, asked)
             assert answer.startswith(b"HTTP/1.1 102 Processing\r\n\r\nHTTP/1.1 200 OK\r\n")
             assert app.num_gone == 1
+            # HTTP/1.0 has no interim responses: such a client counts as gone.
+            assert await half_closed(port, asked.replace(b"1.1", b"1.0")) == b""
+            assert app.num_gone == 2
 
     asyncio.run(scenario())
 

@@ -12,8 +12,9 @@ import pytest
 from serve_helpers import QUESTION, RawRequest, Server, basic, bearer
 
 from jpaged import Engine
+from jpaged.serve.access import InFlight
 from jpaged.serve.api_errors import ApiError
-from jpaged.serve.options import ServeConfig
+from jpaged.serve.options import Limits, ServeConfig
 from jpaged.serve.serving import Serving
 
 Run = Callable[..., None]
@@ -247,6 +248,17 @@ def test_nobody_waits_where_there_is_no_queue(serve: Run):
         assert answer.status_code == 400  # it could never be admitted
 
     serve(scenario, limits={"max_num_queued_reqs": 0})
+
+
+def test_ended_request_returns_the_places_of_all_its_sequences():
+    in_flight = InFlight(Limits(max_num_queued_reqs=0), max_num_seqs=8)
+    for _ in range(3):
+        with (
+            in_flight.admit("client", 8),
+            pytest.raises(ApiError, match="the queue is full"),
+            in_flight.admit("client", 1),
+        ):
+            pass
 
 
 @pytest.mark.usefixtures("slow")
