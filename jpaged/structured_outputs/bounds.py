@@ -94,7 +94,7 @@ LIMITS = {
     "step_lexer_fuel": 50_000,  # some 4 ms
     "step_max_items": 5_000,  # less than 1 ms
     "max_items_in_row": 600,  # an ambiguous grammar's time a token is quadratic in it: some 6 ms
-    "max_lexer_states": 20_000,  # of 1 to 2 KiB
+    "max_lexer_states": 32_768,  # of some 560 bytes; `grammar.Matcher` replaces a full lexer
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }
@@ -106,8 +106,18 @@ LEXERS = 64
 ALL_LEXERS = 512
 """Of all grammars, of 0.1 to 0.3 MiB for usual schemas: of more, spare ones are dropped."""
 
+LEXER_MEMORY = 512 * 2**20
+"""Bytes of all lexers. Beyond them spare lexers are dropped, new answers share lexers, and running
+answers replace theirs by smaller ones."""
+
+IDLE_SECONDS = 30.0
+"""Seconds without an answer after which all lexers are released."""
+
 LEXER_SECONDS = 0.02
 """Of a processor's time, to compile a grammar: one that takes longer has a single lexer."""
+
+SHARED_TOKENS = 32_768
+"""Tokens of finished answers after which a grammar's only lexer is replaced for new answers."""
 
 MASK_SECONDS = 0.02
 """Of a processor's time, for one answer's mask; an answer whose mask takes longer is ended."""

@@ -4,15 +4,20 @@ llguidance does the parsing, in Rust and without Python's lock. What is ours: wh
 answer, bounds on what a grammar may cost, and a passage before the grammar that is free.
 """
 
+import ctypes
 import json
+import mmap
 import threading
 import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from enum import Enum, auto
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,8 +39,34 @@ _JSON_OPTIONS: Any = {
 }
 """How JSON is written, as llguidance takes it."""
 
-_THREADS = {"grammars": 2, "kept": 1}
-"""That compile, and that make matchers of what is compiled."""
+_THREADS = {"grammars": 2, "kept": 1, "renewed": 2}
+"""Number of threads that compile new grammars, that make matchers of compiled grammars, and that
+compile a grammar again for a running answer."""
+
+_FEWEST_RENEWAL_TOKENS = 64
+"""An answer that fills a new lexer with fewer tokens fails: it has too many states by itself."""
+
+_CHECK_TOKENS = 16
+"""Tokens of an answer between two checks of the lexers' memory."""
+
+_RESIDENT_SECONDS = 0.01
+"""Seconds between two measurements of the resident memory: one takes some 15 us."""
+
+_HEAP_SECONDS = 1.0
+"""Seconds between two measurements of the heap: one takes 15 to 30 ms where much is free."""
+
+_REPEATED_FUEL = 1 << 40
+"""Fuel of a grammar that is compiled again, and of tokens that are consumed before the first mask:
+both have been within the limits before."""
+
+_TOKENS_PER_REFUEL = 16
+"""Tokens that are consumed again with the fuel of one mask, in a lexer that answers share."""
+
+_FEWEST_LEXER_TOKENS = 1024
+"""Minimum number of tokens after which a lexer that is not broken is replaced."""
+
+_STATE_BYTES = 1024
+"""Bytes of a lexer's state: 560 measured for a string of bounded length."""
 
 _MAX_BREAKS = 2
 """Line breaks that may come between the free passage and the grammar."""
@@ -45,10 +76,10 @@ class GrammarError(ValueError):
     """A grammar cannot be compiled, is too complex to be matched, or forbids a token."""
 
 
-def _limits() -> Any:
+def _limits(**changed: Any) -> Any:
     from llguidance import LLParserLimits
 
-    return LLParserLimits(**bounds.LIMITS)
+    return LLParserLimits(**{**bounds.LIMITS, **changed})
 
 
 def _source(form: StructuredOutputs) -> str:
@@ -98,15 +129,19 @@ class Matcher:
         is_stopped: Nothing but the end may follow.
         tokens: What is known of the tokenizer.
         inner: llguidance's own matcher.
+        needs_lexer: `fill` must replace the lexer before it makes the next mask. That takes as long
+            as compiling the grammar, so it does not belong in a thread that others wait for.
     """
 
     def __init__(self, grammar: "Grammar", ending_ids: frozenset[int]):
         self.ending_ids, self.is_stopped = ending_ids, False
-        self._form, self.tokens = grammar.form, grammar.tokens
-        prototype, is_own = grammar.lexers.take()
-        self.inner: Any = prototype.deep_copy()
-        if is_own:
-            weakref.finalize(self, grammar.lexers.give, prototype).atexit = False
+        self._form, self.tokens, self._grammar = grammar.form, grammar.tokens, grammar
+        self.needs_lexer = False
+        self._consumed: list[int] = []
+        self._num_lexers = 0  # that it has had
+        self._private_since: int | None = None  # len(_consumed) when it got a private lexer
+        self._hold(*grammar.lexers.take(grammar.memory.is_short))
+        self.inner: Any = self._lexer.start.deep_copy()
         self._free: bytes | None = b"" if self._form.after is not None else None
         self._is_opening = self._form.opening is not None and bool(grammar.opening_ids)
         self._opening_ids = grammar.opening_ids
@@ -144,7 +179,7 @@ class Matcher:
 
     def is_matched(self, token_id: int) -> bool:
         """Whether `accept` is `inner` consuming the token, then `outcome`."""
-        return self.is_begun and token_id not in self.ending_ids
+        return self.is_begun and not self.needs_lexer and token_id not in self.ending_ids
 
     def _opens_on(self, token_id: int) -> bool:
         """Whether a token goes on with the passage's opening; if not, there is no such passage."""
@@ -166,39 +201,102 @@ class Matcher:
                 self._consume(self.tokens.inner.tokenize_bytes(rest))
 
     def _consume(self, token_ids: list[int]) -> None:
-        error = self.outcome(self.inner.consume_tokens(token_ids))
-        if error is not None:
-            raise error
+        if self.needs_lexer:
+            self._renew()
+        for token_id in token_ids:
+            error = self.outcome(token_id, self.inner.consume_token(token_id))
+            if error is not None:
+                raise error
+            if self.needs_lexer:
+                self._renew()
 
-    def outcome(self, is_allowed: bool) -> GrammarError | None:
-        """`inner` has consumed a token, or it may not follow: what is wrong."""
+    def outcome(self, token_id: int, is_allowed: bool) -> GrammarError | None:
+        """Note that `inner` has consumed a token, or refused it; return what is wrong."""
         if not is_allowed:
-            words = self.inner.get_error() or "a token that may not follow"
-            return _refused(self._form, words)
-        self.is_stopped = self.inner.is_stopped()
+            error = self._failure("a token that may not follow")
+            if error is not None:
+                return error
+        self._consumed.append(token_id)
+        self.is_stopped = is_allowed and self.inner.is_stopped()
+        if not len(self._consumed) % _CHECK_TOKENS and self._grammar.memory.is_short:
+            # A new lexer has the states of the text, without those that only masks needed.
+            self.needs_lexer |= not self.is_stopped and self._may_renew()
         return None
+
+    def _hold(self, lexer: "_Lexer", use: "Use") -> None:
+        """Keep a lexer until the next call, or until the answer is over."""
+        self._lexer: Any = lexer
+        self._num_lexers += 1
+        self._private_since = len(self._consumed) if use is Use.PRIVATE else None
+        lexers = self._grammar.lexers
+        self._leave = weakref.finalize(self, lexers.give, lexer, use, self._consumed)
+        self._leave.atexit = False
+
+    def _may_renew(self) -> bool:
+        """Return whether a new lexer may help. It does not if the answer's states filled one."""
+        since = self._private_since
+        return since is None or len(self._consumed) - since >= _FEWEST_RENEWAL_TOKENS
+
+    def _failure(self, otherwise: str) -> GrammarError | None:
+        """Return why `inner` has failed, or set `needs_lexer` if the lexer is broken.
+
+        A lexer breaks when it exceeds a limit. All matchers that share it fail from then on. Its
+        states come from every answer that used it, so the answer at hand need not be the cause.
+        """
+        probe = self._lexer.start.deep_copy()
+        probe.compute_bitmask()
+        if not probe.is_error():
+            return _refused(self._form, self.inner.get_error() or otherwise)
+        self._grammar.lexers.note_broken(self._lexer, len(self._consumed))
+        if not self._may_renew():
+            return _refused(self._form, probe.get_error())
+        self.needs_lexer = True
+        return None
+
+    def _renew(self) -> None:
+        """Replace the lexer, and consume the answer's tokens again.
+
+        Raises:
+            GrammarError: the lexers of all answers take too much memory.
+        """
+        self._leave.detach()
+        self._grammar.lexers.note_left(self._lexer)
+        self._lexer = self.inner = None  # the memory is free before more is taken
+        may_share = self._num_lexers == 1
+        lexer, use, self.inner = self._grammar.renew(self._grammar, self._consumed, may_share)
+        self._hold(lexer, use)
+        self.needs_lexer, self.is_stopped = False, self.inner.is_stopped()
 
     def fill(self, rows: np.ndarray, row: int) -> GrammarError | None:
         """Write what may follow into row `row` of masks, int32 [rows, W]; gives as `widen`."""
         from llguidance.numpy import fill_next_token_bitmask
 
-        if not self.is_free:
-            fill_next_token_bitmask(self.inner, rows, row)
-        return self.widen(rows[row])
+        while True:
+            if self.needs_lexer:
+                try:
+                    self._renew()
+                except GrammarError as error:
+                    return error
+            if not self.is_free:
+                fill_next_token_bitmask(self.inner, rows, row)
+            error = self.widen(rows[row])
+            if not self.needs_lexer:
+                return error
 
     def widen(self, mask: np.ndarray) -> GrammarError | None:
         """Adapt llguidance's mask (anything while the answer is free) to this answer, in place: end
         tokens, line breaks, the opening. int32 [W].
 
         Returns:
-            What went wrong, if the grammar failed or nothing may follow.
+            What went wrong, if the grammar failed or nothing may follow. None with `needs_lexer`
+            set: there is no mask yet, `fill` makes it.
         """
         if self.is_free:  # but not the end: what must come has not
             mask[:] = self.tokens.not_eos
             self._forbid_the_end(mask)
             return None
         if self.inner.is_error():
-            return _refused(self._form, self.inner.get_error())
+            return self._failure("")
         may_end = self.tokens.take_eos(mask)
         if not may_end and self.is_begun:
             return None  # nearly all masks
@@ -215,7 +313,9 @@ class Matcher:
             for token in more:
                 words[token // 32] |= np.uint32(1 << token % 32)
         if not mask.any():
-            return _refused(self._form, "nothing may follow what was written")
+            if not self.is_stopped:
+                return _refused(self._form, "nothing may follow what was written")
+            mask[:] = ~self.tokens.not_eos  # the replaced lexer could not tell that this is the end
         return None
 
     def _forbid_the_end(self, mask: np.ndarray) -> None:
@@ -241,33 +341,143 @@ class Grammar:
         form: What it was made of.
         lexers: llguidance's matchers, at the start.
         tokens: What it knows of the tokenizer.
+        memory: Memory of all lexers.
+        renew: `Grammars.renewed`.
     """
 
     form: StructuredOutputs
     lexers: "_Lexers"
     tokens: "_Tokens"
     opening_ids: tuple[int, ...]
+    memory: "_Memory"
+    renew: Callable[["Grammar", list[int], bool], tuple["_Lexer", "Use", Any]]
 
     def matcher(self, ending_ids: frozenset[int]) -> Matcher:
         """For one answer, which the tokens `ending_ids` may end."""
         return Matcher(self, ending_ids)
 
 
+class _Mallinfo(ctypes.Structure):
+    """What `mallinfo2` returns."""
+
+    _fields_ = (("numbers", ctypes.c_size_t * 10),)
+
+
+@cache
+def _libc() -> Any:
+    """Return the C library, with the result types of the functions used here."""
+    libc = ctypes.CDLL(None)
+    with suppress(AttributeError):  # glibc before 2.33, musl
+        libc.mallinfo2.restype = _Mallinfo
+    return libc
+
+
+def _heap_bytes() -> int:
+    """Return the bytes that this process has allocated."""
+    try:
+        found = _libc().mallinfo2().numbers
+    except AttributeError:
+        return _resident_bytes()
+    return found[7] + found[4]  # uordblks, hblkhd: in arenas, and mapped alone
+
+
+def _resident_bytes() -> int:
+    """Return the bytes in memory that are this process's alone."""
+    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()
+    return (int(pages[1]) - int(pages[2])) * mmap.PAGESIZE
+
+
+def _trim() -> None:
+    """Return free memory to the system."""
+    with suppress(AttributeError):  # not glibc
+        _libc().malloc_trim(0)
+
+
+class _Memory:
+    """Measure the memory of all lexers, as the growth of this process since it read the vocabulary.
+
+    llguidance does not tell how large a lexer is, and the mask process allocates little else.
+    """
+
+    def __init__(self):
+        self._resident, self._heap = _resident_bytes(), _heap_bytes()
+        self._fragments = 0  # free bytes that cannot be returned to the system
+        self._is_short, self._until = False, 0.0
+        self._measured_at = float("-inf")
+        self._lock = threading.Lock()
+
+    @property
+    def is_short(self) -> bool:
+        """Whether lexers take more than `bounds.LEXER_MEMORY`, free memory included."""
+        if (now := time.monotonic()) >= self._until:
+            self._until = now + _RESIDENT_SECONDS
+            taken = _resident_bytes() - self._resident - self._fragments
+            self._is_short = taken > bounds.LEXER_MEMORY
+        return self._is_short
+
+    def settle(self) -> bool:
+        """Return `is_short` after free memory went back to the system, once a second at most.
+
+        Takes tens of milliseconds where much memory is free.
+        """
+        with self._lock:
+            if self.is_short and time.monotonic() - self._measured_at >= _HEAP_SECONDS:
+                _trim()
+                resident = _resident_bytes() - self._resident
+                self._fragments = max(0, resident - (_heap_bytes() - self._heap))
+                self._measured_at, self._until = time.monotonic(), 0.0
+            return self.is_short
+
+    def release(self) -> None:
+        """Return free memory to the system. No lexer is left."""
+        _trim()
+        self._fragments, self._until = 0, 0.0
+
+
+class Use(Enum):
+    """How an answer uses a lexer."""
+
+    OWN = auto()  # no other answer uses it; later answers will
+    SHARED = auto()  # other answers use it
+    PRIVATE = auto()  # no other answer uses it, now or later
+
+
+@dataclass(eq=False)
+class _Lexer:
+    """A grammar compiled once.
+
+    Attributes:
+        start: llguidance's matcher, at the start; its copies share its lexer.
+        num_tokens: Number of tokens of the finished answers that used it.
+        is_broken: Whether it exceeded a limit, so that every copy of `start` fails.
+    """
+
+    start: Any
+    num_tokens: int = 0
+    is_broken: bool = False
+
+
 class _Lexers:
     """A grammar compiled several times: an answer has one to itself, as far as there are.
 
     llguidance's copies of a matcher share its lexer and a lock: of answers that share one, one mask
-    is computed at a time. A lexer that an answer leaves keeps the states that it has made.
+    is computed at a time. A lexer that an answer leaves keeps the states that it has made, and
+    llguidance does not tell how many. Once too many states have broken a lexer, the grammar's
+    lexers are replaced after half as many tokens.
 
     Args:
         first: llguidance's matcher, at the start.
         make: Compiles another.
-        most: How many there may be.
+        is_cheap: Whether compiling is quick: there may be `bounds.LEXERS` lexers, else one.
     """
 
-    def __init__(self, first: Any, make: Callable[[], Any], most: int):
-        self._made, self._spare = [first], [first]
-        self._make, self._most = make, most
+    def __init__(self, first: Any, make: Callable[[], Any], is_cheap: bool):
+        self._made = [_Lexer(first)]
+        self._spare = [*self._made]
+        self.make, self.is_cheap = make, is_cheap
+        self._most = bounds.LEXERS if is_cheap else 1
+        # If a shared lexer breaks, all its answers need another at the same time.
+        self._most_tokens: float = float("inf") if is_cheap else bounds.SHARED_TOKENS
         self._num_shared = 0
         self._lock = threading.Lock()
 
@@ -281,27 +491,58 @@ class _Lexers:
         """Those that no answer has."""
         return len(self._spare)
 
-    def take(self) -> tuple[Any, bool]:
-        """One for an answer, and whether no other has it; then `give` it back. One more is compiled
-        if none is spare."""
+    def take(self, is_short: bool = False) -> tuple[_Lexer, Use]:
+        """Return a lexer for an answer, and how the answer uses it; `give` takes it back.
+
+        Compile another lexer if none is spare. Where memory is short, share one if there is one.
+        """
         with self._lock:
-            if not self._spare and len(self._made) == self._most:
+            self._made = [it for it in self._made if self._is_usable(it)]
+            while self._spare:
+                lexer = self._spare.pop()
+                if lexer in self._made:
+                    return lexer, Use.OWN
+            if self._made and (is_short or len(self._made) >= self._most):
                 self._num_shared += 1
-                return self._made[self._num_shared % len(self._made)], False
-            if not self._spare:
-                self._made.append(self._make())
-                return self._made[-1], True
-            return self._spare.pop(), True
+                return self._made[self._num_shared % len(self._made)], Use.SHARED
+            self._made.append(_Lexer(self.make()))
+            return self._made[-1], Use.OWN
 
-    def give(self, matcher: Any) -> None:
-        """An answer that had one to itself is over."""
-        self._spare.append(matcher)  # no lock: the garbage collector calls it, anywhere
+    def _is_usable(self, lexer: _Lexer) -> bool:
+        return not lexer.is_broken and lexer.num_tokens <= self._most_tokens
 
-    def drop_spare(self) -> None:
-        """Leave one, or those that answers have."""
+    def give(self, lexer: _Lexer, use: Use, consumed: list[int]) -> None:
+        """Take back the lexer of an answer that is over and consumed some tokens."""
+        # No lock: the garbage collector calls it, anywhere.
+        lexer.num_tokens += len(consumed)
+        if use is Use.OWN:
+            self._spare.append(lexer)
+
+    def note_broken(self, lexer: _Lexer, num_consumed: int) -> None:
+        """Note that a lexer exceeded a limit, in an answer that consumed `num_consumed` tokens."""
+        if not lexer.is_broken:
+            lexer.is_broken = True
+            num_tokens = max(_FEWEST_LEXER_TOKENS, (lexer.num_tokens + num_consumed) // 2)
+            self._most_tokens = min(self._most_tokens, num_tokens)
+
+    def note_left(self, lexer: _Lexer) -> None:
+        """Give a lexer to no more answers."""
         with self._lock:
-            while self._spare and len(self._made) > 1:
-                self._made.remove(self._spare.pop())
+            if lexer in self._made:
+                self._made.remove(lexer)
+
+    def drop_spare(self, least: int) -> list[_Lexer]:
+        """Remove and return spare lexers while more than `least` lexers are left.
+
+        To free them may take a millisecond for each MiB: the caller does it without a lock.
+        """
+        dropped: list[_Lexer] = []
+        with self._lock:
+            while self._spare and len(self._made) > least:
+                dropped.append(self._spare.pop())
+                if dropped[-1] in self._made:
+                    self._made.remove(dropped[-1])
+        return dropped
 
 
 class _Tokens:
@@ -399,7 +640,10 @@ class Grammars:
         self._stack, self._most_kept = stack, most_kept
         self._lock = threading.Lock()
         self._tokens: _Tokens | None = None
+        self._memory = _Memory()
         self._cache: OrderedDict[StructuredOutputs, Grammar] = OrderedDict()
+        self._running: weakref.WeakSet[Matcher] = weakref.WeakSet()
+        self._used_at, self._is_watched = 0.0, False
         self._pools: dict[str, ThreadPoolExecutor] = {}
 
     def prepare(self) -> None:
@@ -411,6 +655,7 @@ class Grammars:
         with self._lock:
             if self._tokens is None:
                 self._tokens = _Tokens(*self._of)
+                self._memory = _Memory()  # the vocabulary stays
 
     def submit(
         self, form: StructuredOutputs, ending_ids: frozenset[int], count: int = 1
@@ -460,9 +705,56 @@ class Grammars:
     ) -> list[Matcher]:
         grammar = self._compiled(form)
         made = [grammar.matcher(ending_ids) for _ in range(count)]
-        with self._lock:
-            self._limit_lexers()
+        self._running.update(made)
+        self._limit_lexers()
         return made
+
+    def renewed(
+        self, grammar: Grammar, consumed: list[int], may_share: bool
+    ) -> tuple[_Lexer, Use, Any]:
+        """Return a new lexer for a running answer. Compile it in a thread with a large stack.
+
+        Args:
+            grammar: The answer's grammar.
+            consumed: The answer's tokens.
+            may_share: Whether the answer may share the lexer if compiling takes long.
+
+        Returns:
+            The lexer, how the answer uses it, and llguidance's matcher after the tokens.
+
+        Raises:
+            GrammarError: All answers take too much memory, and this one takes more than its share.
+        """
+        with self._lock:
+            renewing = self._start("renewed", self._renew, grammar, consumed, may_share)
+        return renewing.result()
+
+    def _renew(
+        self, grammar: Grammar, consumed: list[int], may_share: bool
+    ) -> tuple[_Lexer, Use, Any]:
+        self._limit_lexers()
+        if may_share and not grammar.lexers.is_cheap:
+            lexer, use = grammar.lexers.take()
+            inner = lexer.start.deep_copy()
+            for i in range(0, len(consumed), _TOKENS_PER_REFUEL):
+                lexer.start.deep_copy().compute_bitmask()  # refuels the lexer
+                if not inner.consume_tokens(consumed[i : i + _TOKENS_PER_REFUEL]):
+                    grammar.lexers.note_broken(lexer, i)
+                    break
+            else:
+                return lexer, use, inner
+        lexer = _Lexer(grammar.lexers.make())
+        inner, is_short = lexer.start.deep_copy(), self._memory.settle()
+        before = _heap_bytes() if is_short else 0
+        inner.consume_tokens(consumed)
+        if is_short:
+            text = grammar.tokens.inner.decode_bytes(consumed)
+            size = min(_heap_bytes() - before, _STATE_BYTES * len(text))
+            if size > bounds.LEXER_MEMORY // max(1, len(self._running)):
+                most = bounds.LEXER_MEMORY // 2**20
+                words = f"the running answers need more than {most} MiB for their lexers: retry"
+                raise GrammarError(f"structured_outputs: {words}")
+        return lexer, Use.PRIVATE, inner
 
     def _compiled(self, form: StructuredOutputs) -> Grammar:
         from llguidance import LLMatcher
@@ -476,8 +768,8 @@ class Grammars:
         if tokens is None:
             raise RuntimeError("the tokenizer's vocabulary was not read")
         start, source = time.thread_time(), _source(form)
-        make = partial(LLMatcher, tokens.inner, source, limits=_limits(), log_level=0)
-        matcher = make()
+        make = partial(LLMatcher, tokens.inner, source, log_level=0)
+        matcher = make(limits=_limits())
         is_cheap = time.thread_time() - start < bounds.LEXER_SECONDS
         first = matcher.deep_copy()
         if not first.is_error():
@@ -485,21 +777,59 @@ class Grammars:
         if first.is_error():
             raise _refused(form, first.get_error())
         opening = self._of[0].encode(form.opening, add_special_tokens=False) if form.opening else ()
-        lexers = _Lexers(matcher, make, bounds.LEXERS if is_cheap else 1)
-        grammar = Grammar(form, lexers, tokens, tuple(opening))
+        # This grammar can be compiled. What is left of the fuel is for tokens consumed again.
+        make = partial(make, limits=_limits(initial_lexer_fuel=_REPEATED_FUEL))
+        lexers = _Lexers(matcher, make, is_cheap)
+        grammar = Grammar(form, lexers, tokens, tuple(opening), self._memory, self.renewed)
         with self._lock:
             self._cache[form] = grammar
             while len(self._cache) > self._most_kept:
                 self._cache.popitem(last=False)
+            self._used_at = time.monotonic()
+            if self._cache and not self._is_watched:
+                self._is_watched = True
+                threading.Thread(
+                    target=_watch, args=(weakref.ref(self),), name="jpaged-lexers", daemon=True
+                ).start()
         return grammar
 
     def _limit_lexers(self) -> None:
-        """Drop what no answer has of the grammars that were asked for longest ago, while there are
-        too many."""
-        total = sum(grammar.lexers.num_made for grammar in self._cache.values())
-        for grammar in self._cache.values():
+        """Drop the spare lexers of all grammars while memory is short, and those of the least
+        recently used grammars while there are too many."""
+        self._used_at = time.monotonic()
+        with self._lock:
+            grammars = [*self._cache.values()]
+        if self._memory.is_short:
+            for grammar in grammars:
+                grammar.lexers.drop_spare(0)
+            self._memory.settle()
+        total = sum(grammar.lexers.num_made for grammar in grammars)
+        for grammar in grammars:
             if total <= bounds.ALL_LEXERS:
                 return
             total -= grammar.lexers.num_made
-            grammar.lexers.drop_spare()
+            grammar.lexers.drop_spare(1)
             total += grammar.lexers.num_made
+
+    def release_if_idle(self) -> bool:
+        """Release all grammars and their memory if no answer ran for `bounds.IDLE_SECONDS`.
+
+        Returns:
+            Whether they were released.
+        """
+        if self._running:
+            self._used_at = time.monotonic()
+        with self._lock:
+            if time.monotonic() - self._used_at < bounds.IDLE_SECONDS:
+                return False
+            cached, self._cache, self._is_watched = self._cache, OrderedDict(), False
+        cached.clear()
+        self._memory.release()
+        return True
+
+
+def _watch(found: "weakref.ref[Grammars]") -> None:
+    """Release grammars once they are idle; return then, or when nothing refers to them."""
+    while (grammars := found()) is not None and not grammars.release_if_idle():
+        del grammars
+        time.sleep(bounds.IDLE_SECONDS / 4)

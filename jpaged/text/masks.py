@@ -244,8 +244,8 @@ class MaskMaker:
             inner = [(answer.matcher.inner, token) for answer, token in items]
             allowed = self._executor.consume_token_par(inner)
             found = [
-                (answer.place, answer.matcher.outcome(is_allowed))
-                for (answer, _), is_allowed in zip(items, allowed, strict=True)
+                (answer.place, answer.matcher.outcome(token, is_allowed))
+                for (answer, token), is_allowed in zip(items, allowed, strict=True)
             ]
         except BaseException as error:
             return {answer.place: error for answer, _ in items}
@@ -253,6 +253,8 @@ class MaskMaker:
 
     def _make(self, answers: Sequence[_Answer]) -> None:
         """Make masks: those that are likely to be quick together, the others in threads."""
+        for answer in answers:
+            answer.is_wide |= answer.matcher.needs_lexer  # a thread compiles the grammar again
         quick = [it for it in answers if not it.is_wide]
         for answer in answers if len(quick) < len(answers) else ():
             if answer.is_wide:
@@ -272,9 +274,12 @@ class MaskMaker:
         for answer in quick:
             if answer.place in errors:
                 self._fail(answer, errors[answer.place])
-        made = [it.place for it in quick if it.place not in errors]
+        left = [it for it in quick if it.place not in errors]
+        made = [it.place for it in left if not it.matcher.needs_lexer]
         self._memory.states[made] = State.MADE
         self._tell()
+        if len(made) < len(left):
+            self._make([it for it in left if it.matcher.needs_lexer])
 
     def _fill_together(self, answers: Sequence[_Answer]) -> dict[int, BaseException]:
         """Write the masks of some answers; what went wrong, by places."""

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerFast
 from jpaged import StructuredOutputs, Tokenizer
 from jpaged.structured_outputs import bounds
 from jpaged.text import grammar as grammar_module
-from jpaged.text.grammar import MAX_CACHED, GrammarError, Grammars
+from jpaged.text.grammar import MAX_CACHED, GrammarError, Grammars, Use
 
 WORD = {"type": "string", "maxLength": 6}
 SCHEMAS: dict[str, Any] = {
@@ -529,7 +529,7 @@ def test_an_answer_has_a_lexer_to_itself_and_leaves_it_to_the_next(
     matchers = grammars.submit(form, ENDING, 6).result(10)  # the last ones share some
     assert (lexers.num_spare, lexers.num_made) == (0, 4)
     matchers += grammars.submit(form, ENDING).result(10)
-    assert [lexers.take()[1] for _ in range(2)] == [False, False]
+    assert [lexers.take()[1] for _ in range(2)] == [Use.SHARED] * 2
     del matchers
     assert lexers.num_spare == 4
 
@@ -578,7 +578,7 @@ def test_a_grammar_that_is_dear_to_compile_has_one_lexer(monkeypatch: pytest.Mon
     a, b = (TOKENIZER.encode(it, add_special_tokens=False)[0] for it in "ab")
     one.accept(a)
     assert allowed(one) == allowed(other) == {a, b}
-    assert [grammars.compile(form).lexers.take()[1] for _ in range(2)] == [False, False]
+    assert [grammars.compile(form).lexers.take()[1] for _ in range(2)] == [Use.SHARED] * 2
 
 
 def test_threads_may_compile_at_once():
