@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from jpaged import __version__
 from jpaged.config import EngineConfig
-from jpaged.options import add_flags, given_options, with_flag_names
+from jpaged.options import CommandLine, add_flags, given_options, with_flag_names
 from jpaged.sampling_params import SamplingParams
 from jpaged.terminal.session import Session, converse, one_line
 
@@ -51,13 +51,7 @@ _NO_FLAGS = ("seed",)
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line, with its help."""
-    parser = argparse.ArgumentParser(
-        prog="jpaged",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = CommandLine(prog="jpaged", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("prompt", nargs="?", help="the prompt; '-' or a pipe: read it from stdin")
     parser.add_argument("--chat", action="store_true", help="ask through the chat template")
     parser.add_argument(

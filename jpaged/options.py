@@ -9,12 +9,15 @@ Making a `Config` checks every field; `add_flags` gives a command line `--block-
 """
 
 import argparse
+import difflib
 import math
 import numbers
-from collections.abc import Callable, Collection, Mapping
+import re
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NoReturn, cast
 
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -166,6 +169,64 @@ def options_of(options: type[Options]) -> dict[str, tuple[Any, Option]]:
     """By name each option's default and what it is."""
     declared = [f for f in fields(cast(Any, options)) if "option" in f.metadata]
     return {f.name: (f.default, f.metadata["option"]) for f in declared}
+
+
+class CommandLine(argparse.ArgumentParser):
+    """An argument parser that reports a mistake in one line on stderr and exits with code 2.
+
+    An unknown option is reported before any other mistake, together with the known option that is
+    spelled most like it. Options cannot be abbreviated.
+    """
+
+    def __init__(self, **options: Any):
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(allow_abbrev=False, formatter_class=formatter, **options)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """Parse `args` (default: the process's arguments)."""
+        args = sys.argv[1:] if args is None else list(args)
+        unknown = self._unknown_option(args)
+        if unknown is not None:
+            near = nearest(unknown, self._option_string_actions)
+            remedy = f"see {self.prog} --help" if near is None else f"did you mean {near}?"
+            self.error(f"unknown option {unknown}: {remedy}")
+        parsed, left = self.parse_known_args(args, namespace)
+        if left:
+            self.error(f"unexpected argument {left[0]!r}: quote a value that has spaces")
+        return parsed
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with code 2 and the message in one line."""
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+
+    def _unknown_option(self, args: Sequence[str]) -> str | None:
+        """Return the first argument that looks like an option and is none.
+
+        argparse itself would take the next argument, the option's value, for a positional one. An
+        argument that stands where an option needs its value is left to argparse, which names the
+        option that lacks a value and does not show what may be a secret.
+        """
+        needs_value = False
+        for argument in args:
+            if argument == "--":
+                return None
+            name, _, _ = argument.partition("=")
+            known = self._option_string_actions.get(name)
+            if known is None and not needs_value and re.fullmatch(r"-[^\s\d.]\S*", name):
+                return name
+            takes_value = known is not None and known.nargs not in (0, "?", "*")
+            needs_value = takes_value and name == argument
+        return None
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the option that `name` was probably meant to be: one that begins with it, or else one
+    that is spelled like it."""
+    by_word = {option.strip("-"): option for option in known}
+    word = name.strip("-").replace("_", "-")
+    longer = [other for other in by_word if len(word) > 2 and other.startswith(word)]
+    near = longer or difflib.get_close_matches(word, by_word, 1)
+    return by_word[near[0]] if near else None
 
 
 def add_flags(

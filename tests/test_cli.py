@@ -343,11 +343,17 @@ def test_serve_can_still_be_a_prompt(served: list[Flags]):
             ["x", "--preemption-mode", "kill"],
             "--preemption-mode 'kill' is not supported; choose one of",
         ),
-        (["x", "--temp", "1"], "unrecognized arguments: --temp"),
+        (["--tempreature", "1", "x"], "option --tempreature: did you mean --temperature?"),
+        (["--tempreature=1", "x"], "unknown option --tempreature: did you mean --temperature?"),
+        (["x", "--temp", "1"], "unknown option --temp: did you mean --temperature?"),
+        (["--frobnicate", "x"], "unknown option --frobnicate: see jpaged --help"),
+        (["-t", "1", "x"], "unknown option -t: see jpaged --help"),
+        (["x", "--temperature", "--quiet"], "argument --temperature: expected one argument"),
+        (["x", "--top-k", "many"], "argument --top-k: 'many' is not"),
         (["x", "--dtype", "int4"], "--dtype 'int4' is not supported; choose one of auto"),
         (["x", "--kv-cache-memory-bytes", "lots"], "'lots' is no number of bytes"),
         (["x", "--kv-cache-memory-bytes", "infG"], "'infG' is no number of bytes"),
-        (["x", "y"], "unrecognized arguments: y"),
+        (["x", "y"], "unexpected argument 'y': quote"),
         ([""], "the prompt is empty"),
         (["-"], "the prompt is empty"),
         ([], "the prompt is empty"),
@@ -361,10 +367,17 @@ def test_mistakes_in_the_command_line(
 ):
     monkeypatch.setattr(sys, "stdin", Stdin())
     assert exit_code(*argv) == 2
-    err = capsys.readouterr().err
-    assert "jpaged: error: " in err
-    assert message in err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("jpaged: error: ")
+    assert message in line
     assert not FakeEngine.made
+
+
+@pytest.mark.parametrize("prompt", ["-5 + 3 = ?", "-5", "-- why?", "-"])
+def test_a_prompt_may_begin_with_a_dash(prompt: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "stdin", Stdin("-"))
+    assert main([prompt]) == 0
+    assert FakeEngine.made[0].prompts == [prompt]
 
 
 def test_a_terminal_without_prompt_is_told_what_to_give(

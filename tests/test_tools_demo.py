@@ -278,7 +278,7 @@ def test_ctrl_c_ends_the_demo(made: list[ScriptedEngine], monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--tool-demo"], "unrecognized arguments: --tool-demo"),
+        (["--tool-demo"], "unknown option --tool-demo: did you mean --tools-demo?"),
         (["--tools-demo=x"], "ignored explicit argument"),
         (["--tools-demo", "--chat"], "--tools-demo cannot go with --chat"),
         (["--tools-demo", "--stats"], "--tools-demo cannot go with --stats"),

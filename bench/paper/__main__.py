@@ -30,6 +30,7 @@ from bench.paper.device_model import fit
 from bench.paper.measures import FIXED_FRACTION, Settings
 from bench.paper.published import SERVERS
 from bench.paper.report import Figure
+from jpaged.options import CommandLine
 
 FIGURES = {
     "table1": "figures_memory:table_1",
@@ -72,11 +73,7 @@ def make(number: str, settings: Settings) -> Figure:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.paper",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = CommandLine(prog="python -m bench.paper", description=__doc__)
     parser.add_argument(
         "--figure",
         nargs="+",

@@ -9,19 +9,16 @@ whose `kv_cache_scheme` tells of the scales, as compressed-tensors writes it. It
 `kv_cache_dtype="fp8"`. Exit codes: 0, 1 for an error, 2 for a mistake in the command line.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from jpaged.options import CommandLine
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's) and return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="jpaged.calibrate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = CommandLine(prog="jpaged.calibrate", description=__doc__)
     parser.add_argument("model", help="checkpoint folder or Hugging Face id")
     parser.add_argument("text", type=Path, help="a text file such as the model will see, in UTF-8")
     parser.add_argument("folder", type=Path, help="what to write; new, or empty")

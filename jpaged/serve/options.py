@@ -257,12 +257,8 @@ class Flags:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line, with its help."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jpaged.serve",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = options.CommandLine(
+        prog="python -m jpaged.serve", description=_DESCRIPTION, epilog=_EXAMPLES
     )
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
     parser.add_argument("--version", action="version", version=f"jpaged {__version__}")

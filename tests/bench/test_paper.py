@@ -349,6 +349,7 @@ def test_json_has_no_number_that_json_lacks(tmp_path: Path):
     [
         (["--figure", "3"], r"--figure 3: not a figure; give of all, table1, 1, 2, 11"),
         (["--figure", "12", "x"], r"--figure x: not a figure"),
+        (["--figrue", "12"], "error: unknown option --figrue: did you mean --figure\\?$"),
         (["--figure", "agreement"], "--figure agreement compares .*: add --device"),
         (["--figure", "knees_alpaca"], "--figure knees_alpaca compares .*: add --device"),
         ([], "required: --figure"),
