@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from jpaged.config import EngineConfig
     from jpaged.engine.engine import Engine
+    from jpaged.models.checkpoint import check_model
     from jpaged.observe.pool_changes import PoolChanges, PoolWatch
     from jpaged.observe.pool_report import BlockInfo, BlockState, MemoryReport, SequenceInfo
     from jpaged.observe.statistics import EngineStats, RequestMetrics
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "jpaged.config": ("EngineConfig",),
     "jpaged.engine.engine": ("Engine",),
+    "jpaged.models.checkpoint": ("check_model",),
     "jpaged.observe.pool_changes": ("PoolChanges", "PoolWatch"),
     "jpaged.observe.pool_report": ("BlockInfo", "BlockState", "MemoryReport", "SequenceInfo"),
     "jpaged.observe.statistics": ("EngineStats", "RequestMetrics"),
@@ -81,6 +83,7 @@ __all__ = [
     "Tokenizer",
     "__version__",
     "call_grammar",
+    "check_model",
     "reasoning_end",
 ]
 

@@ -131,6 +131,11 @@ def _read_prompt(parser: argparse.ArgumentParser, args: argparse.Namespace) -> s
 def _run(
     args: argparse.Namespace, prompt: str | None, params: SamplingParams, options: dict[str, Any]
 ) -> int:
+    if options.get("model"):
+        from jpaged.models.checkpoint import check_model
+
+        check_model(options["model"])  # before JAX is imported
+
     from jpaged import Engine
 
     engine = Engine(**options, verbose=not args.quiet)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,6 +120,7 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeEngine, "made", [])
     monkeypatch.setattr(FakeEngine, "script", staticmethod(lambda engine, i: None))
     replace_engine(monkeypatch, FakeEngine)
+    monkeypatch.setattr("jpaged.models.checkpoint.check_model", lambda model: None)
 
 
 def replace_engine(monkeypatch: pytest.MonkeyPatch, engine: Any) -> None:
@@ -565,3 +567,33 @@ def test_help_and_version_import_no_jax(capsys: pytest.CaptureFixture[str]):
     assert "--chat" in done.stdout
     assert exit_code("--version") == 0
     assert capsys.readouterr().out == f"jpaged {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "model", "told"),
+    [
+        ("jpaged", "/absent", "model='/absent' is not a folder"),
+        ("jpaged.serve", "/absent", "model='/absent' is not a folder"),
+        ("jpaged.calibrate", "/absent", "model='/absent' is not a folder"),
+        ("jpaged.serve", "owner/absent", "could not reach the model hub"),
+    ],
+)
+def test_a_wrong_model_is_refused_before_anything_large_is_imported(
+    command: str, model: str, told: str, tmp_path: Path
+):
+    rest = {"jpaged": ["Hi"], "jpaged.serve": ["--port", "0"]}.get(command, ["text", "folder"])
+    option = [] if command == "jpaged.calibrate" else ["--model"]
+    code = (
+        "import runpy, sys\n"
+        f"sys.argv = {[command, *option, model, *rest]}\n"
+        f"try: runpy.run_module({command!r}, run_name='__main__')\n"
+        "except SystemExit as e: assert e.code == 1\n"
+        "assert not {'jax', 'flax', 'transformers', 'uvicorn'} & set(sys.modules)\n"
+    )
+    around = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    command_line = [sys.executable, "-c", code]
+    done = subprocess.run(command_line, capture_output=True, text=True, timeout=60, env=around)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.removeprefix("jpaged: ").startswith("error: ")
+    assert told in line

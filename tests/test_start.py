@@ -58,6 +58,14 @@ def test_programs_are_built_while_the_model_loads(
     assert seen == [True]
 
 
+def test_a_folder_that_is_absent_is_refused_before_the_device_starts(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(startup.jax, "local_devices", lambda: pytest.fail("the device started"))
+    with pytest.raises(ValueError, match=r"model='/absent' is not a folder"):
+        startup.build_parts(EngineConfig(model="/absent", compilation_cache_dir=None))
+
+
 def gpt2(folder: Path, width: int) -> dict[str, Any]:
     """Options of an engine with a GPT-2 of two heads in that width together."""
     config = {"model_type": "gpt2", "vocab_size": 64, "n_embd": width, "n_head": 2, "n_layer": 1}

@@ -27,11 +27,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence (2048)")
     args = parser.parse_args(argv)
     # Loading these takes a while, which the help does without.
-    from jpaged.calibrate.scales import calibrate
+    from jpaged.models.checkpoint import check_model
     from jpaged.terminal.session import one_line
 
     try:
+        check_model(args.model)
         text = args.text.read_text(encoding="utf-8")
+        from jpaged.calibrate.scales import calibrate  # imports JAX
+
         options = {"dtype": args.dtype, "length": args.length}
         scales = calibrate(args.model, text, args.folder, **options)
     except (ValueError, OSError) as error:

@@ -101,12 +101,12 @@ def build_parts(config: EngineConfig) -> EngineParts:
     Raises:
         ValueError: the model cannot be loaded, or does not fit the device as configured.
     """
+    folder = resolve_checkpoint(config.model or EMBEDDED_MODEL)  # before the device takes seconds
     log, config = ProgressLog(config.verbose), with_usable_cache(config)
     with log.phase("starting the device"):
         prepare_jax(config)
         mesh = make_mesh(jax.local_devices(), config.tensor_parallel_size)
         devices = jax.local_devices()[: config.tensor_parallel_size]
-    folder = resolve_checkpoint(config.model or EMBEDDED_MODEL)
     plan, dtype = _plan_model(config, folder, devices[0], mesh)
     generation_config = read_generation_config(folder)
     with Compilation(config, folder, plan, dtype, devices, log.say) as compilation:

@@ -1,17 +1,20 @@
 """Hugging Face checkpoint folders: finding them, their config, the tensors they hold, and the rules
 by which tensors become parameters.
+
+This module does not import JAX, so that a model that cannot be found is refused before JAX starts.
 """
 
 import json
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -20,10 +23,10 @@ SINGLE_NAME = "model.safetensors"
 SUPPORTED_DTYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
-    "BF16": np.dtype(jnp.bfloat16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 FP8_NAME = "F8_E4M3"
-FILE_DTYPES = SUPPORTED_DTYPES | {FP8_NAME: np.dtype(jnp.float8_e4m3fn)}
+FILE_DTYPES = SUPPORTED_DTYPES | {FP8_NAME: np.dtype(ml_dtypes.float8_e4m3fn)}
 """Of tensors in checkpoints."""
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
@@ -172,6 +175,27 @@ def named_list(names: list[str]) -> str:
     return ", ".join(names[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
+def check_model(model: str | Path) -> None:
+    """Refuse a model that cannot be found, before JAX or a device starts for it.
+
+    If `model` is a hub id, only config.json is downloaded.
+
+    Raises:
+        CheckpointError: as `resolve_checkpoint` and `read_config` raise it.
+    """
+    folder = _local_folder(model)
+    if folder is None:
+        from huggingface_hub import snapshot_download, try_to_load_from_cache
+
+        with _hub_errors(str(model)):
+            kept = try_to_load_from_cache(str(model), "config.json")
+            if isinstance(kept, str):  # the network is not needed, and is asked for the rest later
+                folder = Path(kept).parent
+            else:
+                folder = Path(snapshot_download(str(model), allow_patterns=["config.json"]))
+    read_config(folder)
+
+
 def resolve_checkpoint(model: str | Path) -> Path:
     """The folder of a model's files, downloaded first if `model` is a hub id.
 
@@ -184,6 +208,24 @@ def resolve_checkpoint(model: str | Path) -> Path:
         CheckpointError: neither a folder nor a hub id that can be fetched, or a folder with
             something in a file's place that might never end.
     """
+    folder = _local_folder(model)
+    if folder is None:
+        from huggingface_hub import snapshot_download
+
+        with _hub_errors(str(model)):
+            fetched = snapshot_download(
+                str(model), allow_patterns=_DOWNLOADED, ignore_patterns=_NOT_DOWNLOADED
+            )
+            folder = Path(fetched)
+    return folder
+
+
+def _local_folder(model: str | Path) -> Path | None:
+    """Return the folder that `model` names on this machine; None if it can only be a hub id.
+
+    Raises:
+        CheckpointError: it is neither.
+    """
     folder = Path(model).expanduser()
     if folder.is_dir():
         _refuse_endless(folder)
@@ -195,7 +237,7 @@ def resolve_checkpoint(model: str | Path) -> Path:
             f"model={str(model)!r} is not a folder (looked for {folder.absolute()}) and cannot be "
             "a Hugging Face id; give an existing folder or an id like 'Qwen/Qwen3-0.6B'."
         )
-    return _download(str(model), folder.absolute())
+    return None
 
 
 def _refuse_endless(folder: Path) -> None:
@@ -209,21 +251,38 @@ def _refuse_endless(folder: Path) -> None:
             )
 
 
-def _download(model: str, tried: Path) -> Path:
-    from huggingface_hub import snapshot_download
-
+@contextmanager
+def _hub_errors(model: str) -> Iterator[None]:
+    """Raise what fails in the block, a download of the hub's `model`, as a CheckpointError."""
     try:
-        return Path(
-            snapshot_download(model, allow_patterns=_DOWNLOADED, ignore_patterns=_NOT_DOWNLOADED)
-        )
-    except (OSError, ValueError, RuntimeError) as error:  # what httpx and the hub client raise
-        reason = str(error).strip().splitlines()
+        yield
+    except Exception as error:  # the hub's client also raises what its HTTP library raises
+        folder = Path(model).expanduser().absolute()
         raise CheckpointError(
-            f"model={model!r}: no folder {tried}, and the Hugging Face hub gave no such model: "
-            f"{type(error).__name__}: {reason[0] if reason else 'no reason given'}. Give a local "
-            "folder with config.json and *.safetensors, or check the id, the network and, for "
-            "gated models, the login (`hf auth login`)."
+            f"model={model!r} is not a folder (looked for {folder}), and {_hub_problem(error)}."
         ) from error
+
+
+def _hub_problem(error: Exception) -> str:
+    """Return why a download from the hub failed, and the remedy."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.LocalEntryNotFoundError):  # the request failed, and no cache helps
+        error = error.__cause__ if isinstance(error.__cause__, Exception) else error
+    status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
+    if isinstance(error, errors.GatedRepoError) or status == 403:
+        return "the model hub has one that needs access: request it there, then run `hf auth login`"
+    if isinstance(error, (errors.RepositoryNotFoundError, errors.HFValidationError)):
+        return (
+            "the model hub has no such model: check the id, pass a local folder or, for a private "
+            "model, run `hf auth login`"
+        )
+    lines = str(error).strip(" .\n").splitlines()
+    reason = f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
+    is_of_network = isinstance(error, (ConnectionError, TimeoutError))
+    if isinstance(error, OSError) and error.errno is not None and not is_of_network:
+        return f"its download could not be written: {reason}; make room, or set HF_HOME"
+    return f"could not reach the model hub: {reason}; check the network, or pass a local folder"
 
 
 def read_config(folder: Path) -> dict:

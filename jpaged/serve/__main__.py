@@ -16,10 +16,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     # Loading these takes a while, in which a signal may come already.
-    from jpaged.serve.lifecycle import run_server
+    from jpaged.serve.api_errors import say
     from jpaged.serve.options import read_flags
 
-    return run_server(read_flags(argv))
+    flags = read_flags(argv)
+    if "model" in flags.engine:
+        from jpaged import check_model
+
+        try:
+            check_model(flags.engine["model"])
+        except ValueError as error:
+            say(f"error: {error}")
+            return 1
+
+    from jpaged.serve.lifecycle import run_server
+
+    return run_server(flags)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

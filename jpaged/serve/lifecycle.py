@@ -16,7 +16,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from jpaged import Tokenizer
+from jpaged import Tokenizer, check_model
 from jpaged.serve.access import is_loopback
 from jpaged.serve.api_errors import say
 from jpaged.serve.app import make_app
@@ -189,6 +189,8 @@ async def serving_app(flags: Flags) -> AsyncIterator[tuple[ASGIApp, Serving]]:
     Raises:
         RuntimeError, ValueError: the engine could not be made in time, or has no tokenizer.
     """
+    if "model" in flags.engine:
+        await asyncio.to_thread(check_model, flags.engine["model"])
     serving = Serving(flags.serve)
     async with AsyncExitStack() as stack:
         process = await EngineProcess.start(flags.engine)

@@ -3,18 +3,20 @@
 import json
 import os
 import re
+from types import SimpleNamespace
 
 import huggingface_hub
 import ml_dtypes
 import numpy as np
 import pytest
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub import errors
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from jpaged.models.checkpoint import (
     SUPPORTED_DTYPES,
     CheckpointError,
+    check_model,
     open_tensors,
     read_config,
     read_generation_config,
@@ -64,16 +66,72 @@ def test_a_hub_id_fetches_only_config_tokenizer_and_safetensors(tmp_path, monkey
     assert resolve_checkpoint("owner/some-model") == tmp_path
 
 
-def test_what_cannot_be_fetched_tells_what_was_tried_and_the_remedy(tmp_path, monkeypatch):
+RESPONSE = SimpleNamespace(headers={}, status_code=404, request=None)
+UNREACHABLE = "could not reach the model hub: {}; check the network, or pass a local folder"
+
+
+def without_network(cause):
+    error = errors.LocalEntryNotFoundError("no snapshot folder\nand a long story")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "complaint"),
+    [
+        (without_network(RuntimeError("no route.")), UNREACHABLE.format("RuntimeError: no route")),
+        (without_network(None), UNREACHABLE.format("LocalEntry.*: no snapshot folder")),
+        (ConnectionError(111, "refused"), UNREACHABLE.format("Conn.*refused")),
+        (errors.HfHubHTTPError("503 busy", response=RESPONSE), UNREACHABLE.format(".*503 busy")),
+        (Exception(), UNREACHABLE.format("Exception: no reason given")),
+        (
+            errors.RepositoryNotFoundError("404", response=RESPONSE),
+            "no such model: .*hf auth login",
+        ),
+        (errors.GatedRepoError("403", response=RESPONSE), "needs access: .*hf auth login"),
+        (errors.HFValidationError("a..b"), "no such model: check the id"),
+        (OSError(28, "No space left"), "not be written: OSError: .*No space left; make room"),
+    ],
+)
+@pytest.mark.parametrize("find", [resolve_checkpoint, check_model])
+def test_a_failed_download_names_its_cause_and_remedy(
+    tmp_path, monkeypatch, find, error, complaint
+):
     def fetch(*args, **kwargs):
-        raise LocalEntryNotFoundError("no connection\nand a long story")
+        raise error
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match="no connection") as caught:
-        resolve_checkpoint("owner/absent")
-    for part in ("owner/absent", str(tmp_path), "local folder", "hf auth login"):
-        assert part in str(caught.value)
+    looked_for = rf"model='o/absent' is not a folder \(looked for {tmp_path}/o/absent\), and "
+    with pytest.raises(CheckpointError, match=looked_for) as caught:
+        find("o/absent")
+    (told,) = str(caught.value).splitlines()
+    assert re.search(complaint, told)
+    assert ("network" in told) == complaint.startswith("could not reach")
+
+
+def test_a_check_fetches_the_config_alone_and_only_once(tmp_path, monkeypatch):
+    fetched, kept = [], {}
+
+    def fetch(repo_id, *, allow_patterns):
+        fetched.append((repo_id, allow_patterns))
+        (tmp_path / "config.json").write_text("{}")
+        kept[repo_id, "config.json"] = str(tmp_path / "config.json")
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *it: kept.get(it))
+    check_model("owner/model")
+    check_model("owner/model")
+    assert fetched == [("owner/model", ["config.json"])]
+
+
+def test_a_check_refuses_a_folder_without_a_config(tmp_path):
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}/config\.json is missing"):
+        check_model(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="not valid JSON"):
+        check_model(tmp_path)
 
 
 @pytest.mark.parametrize("model", ["./absent", "/absent/folder", "a/b/c", "", "../x", "spa ce"])
