@@ -53,7 +53,7 @@ PHASES = {
     "starting": "device",
     "loading": "loading",
     "sizing": "sizing",
-    "compiling": "compiling",
+    "waiting": "compiling",  # for programs
     "warming": "warming_up",
 }
 """First word of a phase as the engine tells it: column."""

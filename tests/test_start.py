@@ -4,18 +4,26 @@ import json
 import subprocess
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
-from jpaged.compile import workers
+from jpaged.compile import compilation, workers
 from jpaged.compile.builder import ProgramBuilder
+from jpaged.compile.compilation import Compilation
 from jpaged.compile.gemm_autotuning import Record
-from jpaged.config import EngineConfig
+from jpaged.compile.recipes import Recipe
+from jpaged.compile.sizing import Sizing
+from jpaged.config import EMBEDDED_MODEL, EngineConfig
 from jpaged.engine import startup
-from jpaged.models.loader import ModelPlan
+from jpaged.models.checkpoint import read_config
+from jpaged.models.loader import ModelPlan, plan_model
+from jpaged.models.registry import read_model_config
 from pallas_kernels import Backend
 
 OPTIONS: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 64}
@@ -160,3 +168,39 @@ def test_a_model_that_does_not_load_leaves_no_process_and_no_thread(
         startup.build_parts(config)
     assert [process.returncode for process in processes] == [-9, -9]
     assert threading.active_count() == before
+
+
+def test_a_start_reports_what_it_compiles_and_what_an_earlier_one_did(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    monkeypatch.setattr(Sizing, "workspace", lambda *_: 0)
+    model, float32 = read_model_config(read_config(EMBEDDED_MODEL)), jnp.dtype(jnp.float32)
+    plan = plan_model(EMBEDDED_MODEL, model, dtype=float32)
+    config = EngineConfig(compilation_cache_dir=cache, **OPTIONS)
+
+    def said(num_programs: int) -> list[str]:
+        shape = jax.ShapeDtypeStruct((4,), float32)
+        recipes = [Recipe(("add", i), partial(jnp.add, i), (shape,)) for i in range(num_programs)]
+        monkeypatch.setattr(compilation, "Recipes", lambda *_: recipes)
+        lines, devices = list[str](), jax.local_devices()[:1]
+        with Compilation(config, EMBEDDED_MODEL, plan, float32, devices, lines.append) as made:
+            assert len(made.programs()) == num_programs
+        return lines
+
+    assert said(11) == ["compiled 10 of 11 programs", "compiled 11 of 11 programs"]
+    assert said(11) == ["loaded 11 programs"]
+    assert said(12) == ["compiled 1 of 1 program", "loaded 11 programs"]
+    assert said(1) == ["loaded 1 program"]
+
+
+def test_a_phase_that_takes_no_time_is_not_reported(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    times = iter([1.0, 1.004, 2.0, 2.25])
+    monkeypatch.setattr(startup, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    log = startup.ProgressLog(True)
+    for name in ("resting", "working"):
+        with log.phase(name):
+            pass
+    assert capsys.readouterr().err == "jpaged: working took 0.25 s\n"

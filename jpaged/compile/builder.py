@@ -7,7 +7,7 @@ while serving: a shape that was not foreseen is an error, not a pause.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
-from threading import Event
+from threading import Event, local
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -47,6 +47,9 @@ def _manager(name: str) -> Any:
     return getattr(jax, name.removeprefix("jax_"), None)
 
 
+_CACHE_ASKED = "/jax/compilation_cache/compile_requests_use_cache"
+_CACHE_HIT = "/jax/compilation_cache/cache_hits"
+
 _MEASURERS = 32
 """Threads that compile programs with matrix products, which may wait to be measured."""
 
@@ -79,19 +82,28 @@ class ProgramBuilder:
         self._tracer, self._compilers = ThreadPoolExecutor(1), ThreadPoolExecutor(threads)
         self._measurers = ThreadPoolExecutor(_MEASURERS)
         self._building: dict[Name, Future[Any]] = {}
+        self._loaded: set[Name] = set()
+        self._last_lookup = local()  # of each thread, whether JAX's cache had the program
         self._closed = False
         self._may_compile = Event()
         self._may_compile.set()
 
     def __enter__(self) -> "ProgramBuilder":
+        jax.monitoring.register_event_listener(self._note_lookup)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._closed = True
+        jax.monitoring.unregister_event_listener(self._note_lookup)
         pools = self._tracer, self._compilers, self._measurers
         for wait_for in (False, True):  # all are told before one is waited for
             for pool in pools:
                 pool.shutdown(wait=wait_for, cancel_futures=True)
+
+    @property
+    def num_loaded(self) -> int:
+        """The number of programs so far that came compiled from JAX's cache on disk."""
+        return len(self._loaded & self._building.keys())
 
     def add(self, recipes: Iterable[Recipe]) -> None:
         """Begin with these, unless their like was added before."""
@@ -154,7 +166,18 @@ class ProgramBuilder:
         lowered = traced.result()
         if self._closed:
             raise CancelledError
-        return self._compiler.compile(recipe, lowered)
+        self._last_lookup.found = False
+        program = self._compiler.compile(recipe, lowered)
+        if self._last_lookup.found:
+            self._loaded.add(recipe.name)
+        return program
+
+    def _note_lookup(self, event: str, **_: object) -> None:
+        """Take JAX's word, which comes in the thread that compiles, for what its cache had."""
+        if event == _CACHE_ASKED:
+            self._last_lookup.found = False
+        elif event == _CACHE_HIT:
+            self._last_lookup.found = True
 
     def _compile_later(self, recipe: Recipe, traced: Future[Any]) -> Any:
         self._may_compile.wait()

@@ -17,6 +17,7 @@ from jpaged.compile.store import prepare_jax, program_store, with_usable_cache
 from jpaged.compile.workers import CompilePool, make_orders
 from jpaged.config import EngineConfig
 from jpaged.models.loader import ModelPlan
+from jpaged.options import counted
 from jpaged.runtime.programs import Programs, SplitModel
 from pallas_kernels import select_backend
 
@@ -102,10 +103,16 @@ class Compilation:
         self._builder.add(self._workers.compiled(needed, runtime, self._tell_progress))
 
     def _tell_progress(self, done: int, total: int) -> None:
-        """How many programs are compiled, now and then, and never less than before."""
-        if done > self._told and (done == total or done % 10 == 0):
-            self._told = done
-            self._say(f"compiled {done} of {total} programs")
+        """Say how many programs this start has compiled, now and then, and never less than before;
+        at the end also how many an earlier start had compiled."""
+        # What workers compile comes from JAX's cache too, and is of this start.
+        num_loaded = 0 if self._workers.processes else self._builder.num_loaded
+        num_compiled, num_all, is_last = done - num_loaded, total - num_loaded, done == total
+        if num_compiled > self._told and (is_last or num_compiled % 10 == 0):
+            self._told = num_compiled
+            self._say(f"compiled {num_compiled} of {counted(num_all, 'program')}")
+        if is_last and num_loaded:
+            self._say(f"loaded {counted(num_loaded, 'program')}")
 
 
 def nothing_to_measure(device: Any, split: SplitModel, sizing: Sizing) -> bool:

@@ -50,10 +50,12 @@ class ProgressLog:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a phase of the start."""
+        """Time a phase of the start; one that took no time worth a line says nothing."""
         start = time.monotonic()
         yield
-        self.say(f"{name} took {time.monotonic() - start:.2f} s")
+        seconds = f"{time.monotonic() - start:.2f}"
+        if float(seconds):
+            self.say(f"{name} took {seconds} s")
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
             runtime, account, shapes = compilation.sized()
         for line in describe_memory(runtime, account, devices, pool_dtype(plan.config, dtype)):
             log.say(line)
-        with log.phase("compiling"):
+        with log.phase("waiting for programs"):
             programs = compilation.programs()
     with log.phase("warming up"):
         runner = ModelRunner(split, shapes, runtime, programs, eos_token_ids)

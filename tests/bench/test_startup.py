@@ -20,7 +20,7 @@ jpaged: loading Qwen3-0.6B as bfloat16 took 2.00 s
 a warning: something took 9.00 s
 jpaged: sizing the pool took 0.10 s
 jpaged: compiled 10 of 79 programs
-jpaged: compiling took 3.00 s
+jpaged: waiting for programs took 3.00 s
 jpaged: warming up took 0.50 s
 """
 
