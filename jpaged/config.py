@@ -125,7 +125,7 @@ class EngineConfig(Options):
         help="a folder, or a hub id such as Qwen/Qwen3-0.6B; unset: the model that is built in",
         group=_MODEL,
     )
-    dtype: str = choice("auto", DTYPES, help="of weights and activations", group=_MODEL)
+    dtype: str = choice("auto", DTYPES, help="dtype of weights and activations", group=_MODEL)
     quantization: str | None = choice(
         None,
         QUANTIZATIONS,
@@ -135,7 +135,7 @@ class EngineConfig(Options):
     kv_cache_dtype: str = choice(
         "auto",
         KV_CACHE_DTYPES,
-        help="of keys and values; auto: that of the weights; fp8, or fp8_e4m3, takes half of "
+        help="dtype of keys and values; auto: that of the weights; fp8, or fp8_e4m3, takes half of "
         "bfloat16's memory",
         group=_CACHE,
     )
@@ -159,7 +159,7 @@ class EngineConfig(Options):
         low=1,
         unit="bytes",
         metavar="BYTES",
-        help="or their bytes: 800M, 20G",
+        help="bytes of the pool on each device, such as 800M or 20G; unset: what fits",
         group=_CACHE,
     )
     gpu_memory_utilization: float = number(
@@ -168,7 +168,7 @@ class EngineConfig(Options):
         above=0.0,
         high=1.0,
         metavar="F",
-        help="or the share of the device's memory to use in all",
+        help="share of the device's memory that the engine may use in all",
         group=_CACHE,
     )
     max_model_len: int | None = integer(
@@ -197,7 +197,7 @@ class EngineConfig(Options):
     preemption_mode: str = choice(
         "recompute",
         PREEMPTION_MODES,
-        help="of KV that must make room",
+        help="what becomes of KV that must make room",
         group=_CACHE,
     )
     swap_space: float | None = number(
@@ -229,7 +229,7 @@ class EngineConfig(Options):
         low=0,
         high=2**63 - 1,
         what="an integer from 0 to 2**63 - 1",
-        help="of requests that bring none, and of random weights",
+        help="seed of requests that bring none, and of random weights",
         group=_MODEL,
     )
     async_scheduling: bool = switch(

@@ -156,7 +156,7 @@ class SamplingParams(Options, group="how tokens are chosen"):
         low=1,
         served_high=_MOST_SEQUENCES,
         metavar="M",
-        help="of M samples show the N likeliest",
+        help="draw M samples, show the N likeliest",
     )
     beam_width: int | None = integer(
         None,
@@ -165,7 +165,9 @@ class SamplingParams(Options, group="how tokens are chosen"):
         metavar="K",
         help="search with K beams, show the N best",
     )
-    length_penalty: float = number(1.0, metavar="A", help="of beams")
+    length_penalty: float = number(
+        1.0, metavar="A", help="power of its length that divides a beam's score"
+    )
     early_stopping: bool | Literal["never"] = option(
         False, _check_early_stopping, help="end a search with its K-th answer", shown=""
     )
@@ -185,10 +187,18 @@ class SamplingParams(Options, group="how tokens are chosen"):
         1.0, above=0, metavar="R", help="over 1: discourage tokens of prompt and answer"
     )
     presence_penalty: float = number(
-        0.0, low=-2, high=2, metavar="R", help="taken off the logit of tokens that the answer has"
+        0.0,
+        low=-2,
+        high=2,
+        metavar="R",
+        help="number taken off the logit of each token that the answer has",
     )
     frequency_penalty: float = number(
-        0.0, low=-2, high=2, metavar="R", help="taken off as often as the answer has the token"
+        0.0,
+        low=-2,
+        high=2,
+        metavar="R",
+        help="number taken off a token's logit each time the answer has it",
     )
     seed: int | None = integer(
         None,

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ from jpaged.__main__ import build_parser, main
 from jpaged.config import EngineConfig
 from jpaged.observe.pool_report import BlockInfo, BlockState, MemoryReport
 from jpaged.observe.statistics import EngineStats
+from jpaged.options import Options, options_of
 from jpaged.outputs import RequestDelta, TextDelta
 from jpaged.sampling_params import SamplingParams
-from jpaged.serve.options import Flags, read_flags
+from jpaged.serve.options import Flags, Limits, ServeConfig, read_flags
 
 PIECES = ["Hé", "", "llo ", "wörld"]
 
@@ -243,6 +244,31 @@ def test_stats(capsys: pytest.CaptureFixture[str]):
     assert "tokens/s" in err
     assert "36 with tokens, 12 reserved" in err
     assert err.endswith("        1 +\n")
+
+
+def test_stats_of_one_are_singular(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    stats = FakeEngine.stats
+
+    def of_one(engine: FakeEngine) -> EngineStats:
+        num_preemptions = min(engine.num_tokens, 1)
+        found = stats(engine)
+        return replace(found, block_size=1, num_cached_blocks=1, num_preemptions=num_preemptions)
+
+    monkeypatch.setattr(FakeEngine, "stats", of_one)
+    assert main(["--stats", "Hi"]) == 0
+    err = capsys.readouterr().err
+    for told in ("(of 1 token)", ", 1 free block cached", "pressure  1 preemption\n"):
+        assert told in err
+
+
+@pytest.mark.parametrize("options", [SamplingParams, EngineConfig, ServeConfig, Limits])
+def test_no_help_text_begins_in_the_middle_of_a_sentence(options: type[Options]):
+    for name, (_, option) in options_of(options).items():
+        first = option.help.partition(" ")[0]
+        continuing = {"or", "and", "of", "to", "for", "until", "that", "without", "taken"}
+        assert first not in continuing, f"{name}: {option.help}"
 
 
 # Several answers

@@ -14,6 +14,7 @@ from jpaged.core.swap import PreemptionMode
 from jpaged.models.config import ModelConfig
 from jpaged.models.sharding import own_bytes
 from jpaged.observe.statistics import MemoryAccount
+from jpaged.options import counted
 from jpaged.runtime.kv_cache import block_bytes
 from jpaged.runtime.peer_memory import can_exchange
 from jpaged.runtime.programs import Shapes, SplitModel
@@ -320,7 +321,8 @@ def with_pool(limits: RuntimeConfig, num_blocks: int, config: EngineConfig) -> R
     if config.max_model_len is not None and config.max_model_len > capacity:
         raise ValueError(
             f"max_model_len={config.max_model_len} tokens do not fit in the KV pool of "
-            f"{num_blocks - 1} blocks of {limits.block_size} ({capacity} tokens); lower "
+            f"{counted(num_blocks - 1, 'block')} of {limits.block_size} "
+            f"({counted(capacity, 'token')}); lower "
             f"max_model_len to {capacity} or give the pool more (num_blocks, "
             "kv_cache_memory_bytes, gpu_memory_utilization)"
         )

@@ -11,6 +11,7 @@ from jpaged.core.groups import work_of
 from jpaged.core.request import Request, RequestStatus
 from jpaged.core.sequence_table import RequestQueue
 from jpaged.core.swap import SwapSpace
+from jpaged.options import counted
 
 SEATS_PER_FREE_SEAT = 32
 """Of so many seats one is left free while others get free too: 8 of 256."""
@@ -187,8 +188,9 @@ def check_fits(config: SchedulerConfig, manager: BlockManager, request: Request)
         raise ValueError(f"prompt_token_ids of {name} is empty")
     if prompt + 1 > config.max_model_len:
         raise ValueError(
-            f"the prompt of {name} has {prompt} tokens, and max_model_len={config.max_model_len} "
-            "leaves no room for an output token: shorten the prompt or raise max_model_len"
+            f"the prompt of {name} has {counted(prompt, 'token')}, and "
+            f"max_model_len={config.max_model_len} leaves no room for an output token: "
+            "shorten the prompt or raise max_model_len"
         )
     seats, limit = request.num_seats, config.max_num_seqs
     if seats > limit:
@@ -204,7 +206,7 @@ def check_fits(config: SchedulerConfig, manager: BlockManager, request: Request)
         beside = f" beside {pinned} pinned ones" if pinned else ""
         several = f", {seats} sequences" if seats > 1 else ""
         raise ValueError(
-            f"{name} may need {needed} blocks ({prompt} prompt tokens, "
+            f"{name} may need {counted(needed, 'block')} ({counted(prompt, 'prompt token')}, "
             f"max_tokens={request.stop.max_tokens}{several}) and the pool has {usable}{beside}: "
             f"raise num_blocks{', unpin a prefix' if pinned else ''} or lower max_tokens"
             f"{', n or beam_width' if several else ''}"
@@ -220,14 +222,14 @@ def check_pin_fits(
     left = manager.pool.num_usable_blocks - manager.pins.num_blocks - num_new_blocks
     if left < 0:
         raise ValueError(
-            f"pinning {num_new_blocks} blocks leaves the pool {-left} short: "
+            f"pinning {counted(num_new_blocks, 'block')} leaves the pool {-left} short: "
             "raise num_blocks, or unpin another prefix"
         )
     for request in unfinished:
         needed = _num_needed_blocks(manager, request, request.max_num_tokens)
         if needed > left:
             raise ValueError(
-                f"pinning {num_new_blocks} blocks leaves {left}, and request "
+                f"pinning {counted(num_new_blocks, 'block')} leaves {left}, and request "
                 f"{request.request_id!r} may need {needed}: wait for its end, or raise num_blocks"
             )
 

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from jpaged.options import counted
+
 NULL_BLOCK_ID = 0
 
 
@@ -107,7 +109,8 @@ class BlockPool:
     def allocate(self, num_blocks: int) -> list[int]:
         """Hand out the least recently used free blocks; OutOfBlocksError if too few are free."""
         if num_blocks > self.num_free_blocks:
-            raise OutOfBlocksError(f"{num_blocks} blocks wanted, {self.num_free_blocks} free")
+            wanted = counted(num_blocks, "block")
+            raise OutOfBlocksError(f"{wanted} wanted, {self.num_free_blocks} free")
         block_ids = []
         for _ in range(num_blocks):
             block_id, block = self.free_block_queue.popitem(last=False)

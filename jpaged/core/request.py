@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jpaged.core.beam import BeamSearch
+from jpaged.options import counted
 
 
 class NoTokenError(ArithmeticError):
@@ -15,8 +16,8 @@ class NoTokenError(ArithmeticError):
 
     def __init__(self, num_output_tokens: int):
         super().__init__(
-            f"no token can be sampled after {num_output_tokens} output tokens: the model's logits "
-            "are NaN or infinite, or the sampling parameters forbid every token"
+            f"no token can be sampled after {counted(num_output_tokens, 'output token')}: the "
+            "model's logits are NaN or infinite, or the sampling parameters forbid every token"
         )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jpaged.core.beam import BeamSearch
 from jpaged.core.request import Request, StopCriteria
 from jpaged.engine.request_state import RequestState
-from jpaged.options import brief
+from jpaged.options import brief, counted
 from jpaged.sampling_params import MAX_LOGPROBS, SamplingParams
 from jpaged.text.mask_process import Constraint, MaskProcess
 from jpaged.text.tokenizer import Tokenizer
@@ -92,7 +92,8 @@ def pair_params(params: object, num_prompts: int) -> list[SamplingParams]:
             raise TypeError(_not_params(f"params[{i}]", item))
     if len(params) != num_prompts:
         raise ValueError(
-            f"params has {len(params)} entries for {num_prompts} prompts: "
+            f"params has {counted(len(params), 'entry', 'entries')} for "
+            f"{counted(num_prompts, 'prompt')}: "
             "give one SamplingParams for all, or one for each"
         )
     return list(params)
@@ -113,7 +114,8 @@ def pair_priorities(priority: object, num_prompts: int) -> list[int]:
         raise TypeError(f"priority={brief(priority)} must be a list of integers, one a prompt")
     if len(priority) != num_prompts:
         raise ValueError(
-            f"priority has {len(priority)} entries for {num_prompts} prompts: give one for each"
+            f"priority has {counted(len(priority), 'entry', 'entries')} for "
+            f"{counted(num_prompts, 'prompt')}: give one for each"
         )
     return [checked_priority(value, f"priority[{i}]") for i, value in enumerate(priority)]
 
@@ -262,8 +264,8 @@ class Preprocessor:
         ids = checked.token_ids or []
         if len(ids) < block_size:
             raise ValueError(
-                f"the prefix has {len(ids)} tokens and only full blocks of {block_size} are "
-                "shared: give a longer one, or make the engine with a smaller block_size"
+                f"the prefix has {counted(len(ids), 'token')} and only full blocks of {block_size} "
+                "are shared: give a longer one, or make the engine with a smaller block_size"
             )
         whole = ids[: len(ids) // block_size * block_size]
         return replace(checked, text=None, token_ids=whole)

@@ -27,6 +27,7 @@ from jpaged.models.loader import ModelPlan, plan_model
 from jpaged.models.registry import read_model_config
 from jpaged.models.sharding import make_mesh
 from jpaged.observe.statistics import MemoryAccount
+from jpaged.options import counted
 from jpaged.runtime.kv_cache import pool_dtype
 from jpaged.runtime.model_runner import ModelRunner
 from jpaged.runtime.programs import SplitModel
@@ -249,13 +250,15 @@ def describe_memory(
 ) -> list[str]:
     """The memory account, of each device, and the pool, of `dtype`, in lines."""
     whose = f"each of {len(devices)} x " if len(devices) > 1 else ""
-    capacity = (runtime.num_blocks - 1) * runtime.block_size
+    num_blocks, block_size = runtime.num_blocks - 1, runtime.block_size
+    capacity = counted(num_blocks * block_size, "token", form=",")
     swap = f"host memory for swapped blocks: up to {account.swap / 2**20:,.1f} MiB"
     return [
         f"memory of {whose}{devices[0].device_kind}:",
         *account.lines(),
         *([swap] if account.swap else []),
-        f"KV pool of {runtime.num_blocks - 1:,} blocks of {runtime.block_size} tokens "
-        f"({capacity:,} tokens) in {dtype.name}, up to {runtime.max_num_seqs} sequences of up to "
-        f"{runtime.max_model_len:,} tokens, {runtime.max_num_batched_tokens:,} tokens a step",
+        f"KV pool of {counted(num_blocks, 'block', form=',')} of {counted(block_size, 'token')} "
+        f"({capacity}) in {dtype.name}, up to {counted(runtime.max_num_seqs, 'sequence')} of up to "
+        f"{counted(runtime.max_model_len, 'token', form=',')}, "
+        f"{counted(runtime.max_num_batched_tokens, 'token', form=',')} a step",
     ]

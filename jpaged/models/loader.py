@@ -47,6 +47,7 @@ from jpaged.models.decoder import Decoder
 from jpaged.models.linear import layout_of
 from jpaged.models.registry import weight_rules
 from jpaged.models.sharding import Piece, held_pieces, over, own_shape, split_axis
+from jpaged.options import counted
 from pallas_kernels import FP8, FP8_LEAST, FP8_MAX, to_fp8
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
@@ -298,7 +299,7 @@ def _check_num_layers(
     if num_layers not in (0, config.num_layers):
         raise CheckpointError(
             f"config.json says num_hidden_layers={config.num_layers}, but the checkpoint has "
-            f"{num_layers} layers: fetch both again, from one place."
+            f"{counted(num_layers, 'layer')}: fetch both again, from one place."
         )
 
 

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from jpaged.observe.pool_report import BlockInfo, BlockState, MemoryReport
 from jpaged.observe.statistics import EngineStats
+from jpaged.options import counted
 
 WIDTH = 64
 MAX_LINES = 16
@@ -67,16 +68,19 @@ class BusyPool:
 
 def describe(report: MemoryReport) -> list[str]:
     """The report, a line for each of its subjects."""
+    num_blocks = report.num_physical_blocks
+    serve = "serves" if num_blocks == 1 else "serve"
     lines = [
         f"slots     {report.num_token_slots:,} with tokens, "
         f"{report.num_reserved_slots:,} reserved, {report.num_fragmented_slots:,} never filled, "
         f"{report.num_cached_slots:,} cached, {report.num_free_slots:,} free",
-        f"sharing   {report.num_physical_blocks:,} blocks serve as {report.num_logical_blocks:,}: "
+        f"sharing   {counted(num_blocks, 'block', form=',')} {serve} as "
+        f"{report.num_logical_blocks:,}: "
         f"{report.shared_savings:.1%} saved; {report.num_pinned_blocks:,} pinned",
     ]
     if report.num_host_blocks:
-        used = f"{report.num_used_host_blocks:,} of {report.num_host_blocks:,}"
-        lines.append(f"host      {used} blocks used")
+        whole = counted(report.num_host_blocks, "block", form=",")
+        lines.append(f"host      {report.num_used_host_blocks:,} of {whole} used")
     return lines
 
 

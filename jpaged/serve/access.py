@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
+from jpaged import options
 from jpaged.serve.api_errors import ApiError, bad_field, not_serving
 from jpaged.serve.options import Limits, host_name
 
@@ -191,7 +192,8 @@ class InFlight:
     def _check(self, client: str, num_sequences: int) -> None:
         share = self._limits.max_num_client_reqs
         if share is not None and self._of_client[client] >= share:
-            message = f"this client has {share} requests in flight already: wait for one to end"
+            in_flight = options.counted(share, "request")
+            message = f"this client has {in_flight} in flight already: wait for one to end"
             raise ApiError(
                 429, message, code="rate_limit_exceeded", headers={"Retry-After": str(_RETRY_AFTER)}
             )

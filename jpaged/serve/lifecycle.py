@@ -16,7 +16,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from jpaged import Tokenizer, check_model
+from jpaged import Tokenizer, check_model, options
 from jpaged.serve.access import is_loopback
 from jpaged.serve.api_errors import say
 from jpaged.serve.app import make_app
@@ -170,7 +170,7 @@ class Life:
                 while serving.num_requests:
                     await asyncio.sleep(0.02)
         except TimeoutError:
-            say(f"{serving.num_requests} requests are aborted")
+            say(f"aborting {options.counted(serving.num_requests, 'request')}")
             serving.engine.cut_all()
         self._http.should_exit = True
         if self._process is not None and not self._process.client.is_ready:

@@ -134,13 +134,19 @@ class Limits(options.Options, group="limits (what is refused, and when)"):
     max_n: int = _count(64, "answers to a prompt: n, best_of, beams")
     max_connections: int = _count(4096, "open connections")
     body_timeout: float = options.number(30.0, "of seconds above 0", above=0)
-    queue_timeout: float = _seconds(600.0, "until the first token")
-    request_timeout: float = _seconds(3600.0, "for a request in all")
-    stall_timeout: float = _seconds(60.0, "that a client may leave an answer unread")
-    text_timeout: float = _seconds(10.0, "to tokenise a prompt, its chat template included")
-    health_timeout: float = _seconds(30.0, "without a turn of the loop until /health is red")
-    hang_timeout: float = _seconds(300.0, "without a turn of the loop until the engine is ended")
-    start_timeout: float = _seconds(3600.0, "until the engine is there, or it is ended")
+    queue_timeout: float = _seconds(600.0, "longest wait for the first token")
+    request_timeout: float = _seconds(3600.0, "longest time that a request takes in all")
+    stall_timeout: float = _seconds(60.0, "longest time that a client leaves an answer unread")
+    text_timeout: float = _seconds(
+        10.0, "longest time to tokenise a prompt, its chat template included"
+    )
+    health_timeout: float = _seconds(
+        30.0, "time without a turn of the loop after which /health is red"
+    )
+    hang_timeout: float = _seconds(
+        300.0, "time without a turn of the loop after which the engine is ended"
+    )
+    start_timeout: float = _seconds(3600.0, "longest start of the engine, which is ended then")
 
 
 @dataclass(frozen=True)
@@ -199,7 +205,13 @@ class ServeConfig(options.Options, group="the server"):
         shown="",
     )
     shutdown_timeout: float = options.number(
-        30.0, "of seconds, such as 30", low=0, high=1e9, unit="s", metavar="S", help="to drain"
+        30.0,
+        "of seconds, such as 30",
+        low=0,
+        high=1e9,
+        unit="s",
+        metavar="S",
+        help="longest time to drain",
     )
     chat_template: str | None = options.option(
         None, parse=_read_template, metavar="FILE", help="a Jinja template instead of the model's"

@@ -12,7 +12,7 @@ from functools import cached_property
 import msgspec
 from msgspec.structs import replace
 
-from jpaged import GrammarTrial, StructuredOutputs, Tokenizer
+from jpaged import GrammarTrial, StructuredOutputs, Tokenizer, options
 from jpaged.serve.answer_forms import form_refusal
 from jpaged.serve.api_errors import ApiError, bad_field, failed, say, too_long
 from jpaged.serve.framing import framed, read
@@ -109,12 +109,12 @@ class Tokenizing:
         if not ids:
             raise bad_field(path, f"{path} has no tokens: give at least one")
         if len(ids) >= most:
-            raise self._too_long(path, f"{len(ids)} tokens")
+            raise self._too_long(path, options.counted(len(ids), "token"))
         if len(ids) > room:
             raise too_long(
                 "max_tokens",
-                f"max_tokens={max_tokens} and the {len(ids)} tokens of {path} are more than "
-                f"this model's maximum context length of {most} tokens: lower "
+                f"max_tokens={max_tokens} and the {options.counted(len(ids), 'token')} of {path} "
+                f"are more than this model's maximum context length of {most} tokens: lower "
                 f"max_tokens to {most - len(ids)}, or shorten the prompt",
             )
         return ids
@@ -209,7 +209,7 @@ class Tokenizing:
         if done.refused is not None:
             raise bad_field(path, done.refused)
         if done.is_longer:
-            raise self._too_long(path, f"more than {order.most} tokens")
+            raise self._too_long(path, f"more than {options.counted(order.most or 0, 'token')}")
         return done
 
     def _known(self, token_ids: list[int], path: str) -> list[int]:

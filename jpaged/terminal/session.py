@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jpaged.options import counted
 from jpaged.outputs import TextDelta
 from jpaged.sampling_params import SamplingParams
 
@@ -197,18 +198,19 @@ class Watch:
         """The figures, a line each."""
         now, before, busy = self._engine.stats(), self._before, self._busy
         num_slots = busy.num_used_blocks * busy.block_size
+        num_preemptions = now.num_preemptions - before.num_preemptions
         return "\n".join(
             (
                 f"tokens    {now.num_prompt_tokens - before.num_prompt_tokens} prompt, "
                 f"{self._num_tokens} generated ({self._finish_reason or 'interrupted'})",
                 f"speed     {self._speed()}",
                 f"blocks    {busy.num_used_blocks} used at the end, peak {now.peak_used_blocks}, "
-                f"total {now.num_blocks} (of {now.block_size} tokens)",
+                f"total {now.num_blocks} (of {counted(now.block_size, 'token')})",
                 f"prefix    {now.num_cached_tokens - before.num_cached_tokens} of the prompt's "
-                f"tokens cached, {now.num_cached_blocks} free blocks cached",
-                f"waste     {busy.num_waste_slots} of {num_slots} slots in last blocks "
+                f"tokens cached, {counted(now.num_cached_blocks, 'free block')} cached",
+                f"waste     {busy.num_waste_slots} of {counted(num_slots, 'slot')} in last blocks "
                 f"({busy.waste:.1%})",
-                f"pressure  {now.num_preemptions - before.num_preemptions} preemptions",
+                f"pressure  {counted(num_preemptions, 'preemption')}",
                 *self._pool.lines(),
             )
         )

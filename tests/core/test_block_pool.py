@@ -51,7 +51,7 @@ def test_too_many_blocks_are_refused_and_nothing_changes():
         pool.allocate(3)
     assert queue_of(pool) == [2, 3]
     pool.allocate(2)
-    with pytest.raises(OutOfBlocksError, match="1 blocks wanted, 0 free"):
+    with pytest.raises(OutOfBlocksError, match="1 block wanted, 0 free"):
         pool.allocate(1)
 
 

@@ -278,7 +278,7 @@ def test_a_priority_needs_the_policy_that_looks_at_it(engines: Engines):
         engine.add_request(PROMPT, WARM, priority=1)
     with pytest.raises(ValueError, match=r"priority=1 .*scheduling_policy='priority'"):
         engine.generate([PROMPT] * 2, WARM, priority=[0, 1])
-    with pytest.raises(ValueError, match=r"priority has 1 entries for 2 prompts"):
+    with pytest.raises(ValueError, match=r"priority has 1 entry for 2 prompts"):
         engine.generate([PROMPT] * 2, WARM, priority=[0])
     assert not engine.has_unfinished_requests
 

@@ -121,7 +121,7 @@ def test_params_that_do_not_fit():
 def test_priorities_are_one_for_each_prompt():
     assert pair_priorities(None, 2) == [0, 0]
     assert pair_priorities((3, np.int64(-1)), 2) == [3, -1]
-    with pytest.raises(ValueError, match="priority has 1 entries for 2 prompts"):
+    with pytest.raises(ValueError, match="priority has 1 entry for 2 prompts"):
         pair_priorities([1], 2)
     for wrong in (1, "12", [1.0, 2], [True, 1]):
         with pytest.raises(TypeError, match="priority"):

@@ -73,6 +73,9 @@ def test_the_report_is_told_in_lines():
     assert describe(replace(REPORT, num_host_blocks=9, num_used_host_blocks=3))[2:] == [
         "host      3 of 9 blocks used"
     ]
+    of_one = describe(replace(REPORT, num_physical_blocks=1, num_host_blocks=1))
+    assert of_one[1].startswith("sharing   1 block serves as ")
+    assert of_one[2] == "host      0 of 1 block used"
 
 
 class Engine:

@@ -16,6 +16,11 @@ function firstOf(list, most, show, showRest) {
   return shown;
 }
 
+/** A number with its noun: "1 block", "2 blocks". */
+function counted(number, noun) {
+  return `${number} ${noun}${number === 1 ? "" : "s"}`;
+}
+
 /** Fills the panel of one block: its slots, and the block tables of the sequences that hold it. */
 export function showBlock(parent, pool, id, onChip) {
   const palette = new Palette();
@@ -23,7 +28,7 @@ export function showBlock(parent, pool, id, onChip) {
   const line = (...parts) => make("p", { className: "holder" }, ...parts);
   const lines = firstOf(holders, MAX_HOLDERS, ({ sequence, place }) => {
     const where = `block ${place + 1} of ${sequence.blocks.length}`;
-    const words = `${nameOf(sequence)}: ${where}, ${sequence.computed} tokens computed`;
+    const words = `${nameOf(sequence)}: ${where}, ${counted(sequence.computed, "token")} computed`;
     return line(palette.swatch(sequence.number), words);
   }, line);
   const tables = holders.slice(0, 1).map(({ sequence }) => chipsOf(pool, sequence, id, onChip, MAX_CHIPS));
@@ -77,7 +82,7 @@ export function showTables(body, label, pool, current, onChip) {
       make("th", name, palette.swatch(sequence.number), nameOf(sequence)),
       make("td", {}, sequence.status),
       make("td", { className: "number" }, `${sequence.computed} (${sequence.prompt} given)`),
-      make("td", {}, sequence.host ? `${sequence.host} blocks in host memory` : chips()));
+      make("td", {}, sequence.host ? `${counted(sequence.host, "block")} in host memory` : chips()));
   }, note);
   if (!rows.length) rows.push(note("No sequence holds a block now."));
   body.replaceChildren(...rows);
