@@ -1,1 +1,20 @@
 """Benchmarks: each a script that prints a table and writes JSON to `bench/results/`."""
+
+import sys
+from importlib.util import find_spec
+
+NEEDED = ("aiohttp", "tabulate")
+"""Packages of the extra `bench` that scripts import."""
+
+INSTALL = 'pip install "jpaged[bench]"'
+
+
+def _require_extra() -> None:
+    """End the process unless the packages of the extra `bench` are installed."""
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        sys.exit(f"error: the benchmarks need {' and '.join(missing)}: {INSTALL}")
+
+
+if sys.argv[0] == "-m":  # `python -m bench.NAME` is looking for the script: nothing runs yet
+    _require_extra()

@@ -168,8 +168,9 @@ def main(argv: list[str] | None = None) -> None:
     if out is None and args.quick:
         out = Path(tempfile.mkdtemp(prefix="jpaged-paper-"))
     numbers = [*FIGURES] if "all" in args.figure else list(dict.fromkeys(args.figure))
-    for number in numbers:
+    for i, number in enumerate(numbers):
         start = time.perf_counter()
+        print(f"figure {number} ({i + 1} of {len(numbers)})", file=sys.stderr, flush=True)
         figure = make(number, settings)
         if args.quick:
             figure = dataclasses.replace(figure, notes=(*figure.notes, QUICK_NOTE))

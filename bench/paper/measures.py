@@ -28,7 +28,7 @@ import math
 import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -36,6 +36,7 @@ from typing import Any, TypeVar
 
 from bench.paper import traces
 from bench.paper.device_model import DeviceModel, device_model
+from bench.paper.progress import Progress
 from bench.paper.published import SERVERS
 from bench.paper.simulator import Run, simulate
 from bench.paper.traces import MAX_MODEL_LEN, Source, TraceRequest
@@ -266,12 +267,33 @@ def _serve(
     )
 
 
-def run_all(function: Callable[[T], R], jobs: Sequence[T], settings: Settings) -> list[R]:
-    """The function of each job, in order, `settings.processes` at a time."""
-    if settings.processes == 1 or len(jobs) < 2 or settings.how != "simulated":
-        return [function(job) for job in jobs]
-    with ProcessPoolExecutor(settings.processes, get_context("spawn")) as pool:
-        return list(pool.map(function, jobs))
+def run_all(
+    function: Callable[[T], R], jobs: Sequence[T], settings: Settings, what: str
+) -> list[R]:
+    """Return the function of each job, in order; `settings.processes` run at a time.
+
+    How many are done is shown on stderr, where `what` names them.
+    """
+    with Progress(what, len(jobs)) as progress:
+        if settings.processes == 1 or len(jobs) < 2 or settings.how != "simulated":
+            results = []
+            for job in jobs:
+                results.append(function(job))
+                progress.show(len(results))
+            return results
+        with ProcessPoolExecutor(settings.processes, get_context("spawn")) as pool:
+            try:
+                futures = [pool.submit(function, job) for job in jobs]
+                running = set(futures)
+                while running:
+                    done, running = wait(running, timeout=1, return_when=FIRST_COMPLETED)
+                    for future in done:
+                        future.result()  # raises what the job raised
+                    progress.show(len(futures) - len(running))
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        return [future.result() for future in futures]
 
 
 def sustain_all(cases: Sequence[Case], settings: Settings) -> dict[Case, Sustained]:
@@ -283,7 +305,8 @@ def sustain_all(cases: Sequence[Case], settings: Settings) -> dict[Case, Sustain
             if how == _how(settings):
                 _sustained[Case(**case), settings] = _read_sustained(rate)
     left = [case for case in dict.fromkeys(cases) if (case, settings) not in _sustained]
-    for case, rate in zip(left, run_all(partial(_sustain, settings), left, settings), strict=True):
+    found = run_all(partial(_sustain, settings), left, settings, "sustained rates")
+    for case, rate in zip(left, found, strict=True):
         _sustained[case, settings] = rate
     return {case: _sustained[case, settings] for case in cases}
 
@@ -326,7 +349,7 @@ def simulated_sustained(workloads: Sequence[str], settings: Settings) -> dict[st
 
 def run_cases(jobs: Sequence[tuple[Case, float]], settings: Settings) -> list[Outcome]:
     """Each case at its rate, with the first seed."""
-    return run_all(partial(_run_first_seed, settings=settings), jobs, settings)
+    return run_all(partial(_run_first_seed, settings=settings), jobs, settings, "runs at a rate")
 
 
 def _run_first_seed(job: tuple[Case, float], settings: Settings) -> Outcome:
@@ -336,7 +359,7 @@ def _run_first_seed(job: tuple[Case, float], settings: Settings) -> Outcome:
 
 def saturate_all(cases: Sequence[Case], settings: Settings) -> list[Outcome]:
     """Each case with all requests there from the start."""
-    return run_all(partial(saturate, settings=settings), cases, settings)
+    return run_all(partial(saturate, settings=settings), cases, settings, "saturated runs")
 
 
 def threshold_of(case: Case, settings: Settings) -> float:

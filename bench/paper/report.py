@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bench import INSTALL
 from bench.paper.published import LABELS, PLOT_ONLY, between
 from bench.records import RESULTS, print_table, record
 
@@ -112,8 +113,8 @@ def require_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ValueError(
-            'matplotlib is not installed, and the figures are drawn with it; pip install "jpaged'
-            '[bench]", or give --no-pictures'
+            f"matplotlib is not installed, which draws the figures: {INSTALL}, or give "
+            "--no-pictures"
         ) from error
 
 

@@ -1,9 +1,12 @@
 """Every figure of the paper runs from the command line, and what it prints can be true."""
 
+import io
 import itertools
 import json
 import math
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,12 +15,14 @@ from typing import Any
 import pytest
 from matplotlib import image
 
+import bench
 from bench.paper import __main__ as cli
 from bench.paper import (
     figures_ablation,
     figures_memory,
     figures_serving,
     measures,
+    progress,
     published,
     report,
 )
@@ -377,6 +382,67 @@ def test_mistakes_are_named_before_anything_runs(
     assert ended.value.code == 2
     error = " ".join(capsys.readouterr().err.split())
     assert re.search(named, error), error
+
+
+@pytest.mark.parametrize("script", ["paper", "serving"])
+@pytest.mark.parametrize("package", ["aiohttp", "tabulate"])
+def test_without_the_extra_a_script_names_it_in_one_line(script: str, package: str, tmp_path: Path):
+    code = f"import sys; sys.modules[{package!r}] = None"
+    (tmp_path / "sitecustomize.py").write_text(code, encoding="utf-8")
+    root = str(Path(bench.__file__).parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-m", f"bench.{script}", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), root])},
+    )
+    told = f'error: the benchmarks need {package}: pip install "jpaged[bench]"\n'
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", told)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_runs_are_counted_as_they_end(num_processes: int, capsys: pytest.CaptureFixture):
+    settings = Settings(processes=num_processes)
+    assert measures.run_all(math.sqrt, [9, 4, 1], settings, "roots") == [3, 2, 1]
+    first, *_ = capsys.readouterr().err.splitlines()
+    assert first == "roots: 0 of 3 after 0 s, no estimate yet"
+    assert measures.run_all(math.sqrt, [9], settings, "roots") == [3]
+    assert not capsys.readouterr().err
+    with pytest.raises(ValueError, match="math domain"):
+        measures.run_all(math.sqrt, [9, -1, 1], settings, "roots")
+
+
+def test_progress_in_a_pipe_has_rare_lines_with_an_estimate(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    now = 0
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now))
+    with progress.Progress("runs", 30) as shown:
+        for now in range(1, 61):
+            shown.show(now // 4)
+    assert capsys.readouterr().err.splitlines() == [
+        "runs: 0 of 30 after 0 s, no estimate yet",
+        "runs: 2 of 30 after 10 s, about 140 s left",
+        "runs: 3 of 30 after 15 s, about 135 s left",
+        "runs: 5 of 30 after 23 s, about 115 s left",
+        "runs: 8 of 30 after 35 s, about 96 s left",
+        "runs: 13 of 30 after 53 s, about 69 s left",
+    ]
+
+
+def test_progress_on_a_terminal_is_a_bar_with_an_estimate(monkeypatch: pytest.MonkeyPatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with progress.Progress("runs", 4) as shown:
+        shown.show(2)
+    assert "\n" not in terminal.getvalue().rstrip("\n")
+    assert re.search(r"\rruns:  50%.* 2/4 \[00:\d\d<00:\d\d", terminal.getvalue())
 
 
 def test_without_matplotlib_the_remedy_is_told(
