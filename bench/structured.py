@@ -1,11 +1,12 @@
 """What answers in a form cost, and whether they obey (`python -m bench.structured`).
 
     masks       time from a step's tokens to the masks behind them, with answers to 50 published
-                schemas in the rows, and with those to a schema of 20 fields
-    speed       tokens a second, of all rows and of a row, with that schema in no row, in half of
-                the rows and in all. `free_of_before` is the speed of the rows without a form
-                against that of the same rows while none has one. `single` has no form either, and
-                no bursts, which forms end
+                schemas in the rows, with those to a schema of 20 bounded fields, and with those to
+                a schema of unbounded strings and arrays
+    speed       tokens a second, of all rows and of a row, with a schema in no row, in half of the
+                rows and in all: that of 20 fields, or the unbounded one. `free_of_before` is the
+                speed of the rows without a form against that of the same rows while none has one.
+                `single` has no form either, and no bursts, which forms end
     parts       milliseconds of the host a step, by part, of these cases
     shares      answers at temperature 1 over the published schemas: how many end by themselves, how
                 many of these an independent validator (`jsonschema`) takes, how many of the others
@@ -69,8 +70,29 @@ FIELDS: dict[str, Any] = {
     "additionalProperties": False,
 }
 FIELDS["required"] = [*FIELDS["properties"]]
-ENDLESS = StructuredOutputs(json={"type": "array", "items": FIELDS, "minItems": 10_000})
-"""Objects of 20 fields, more of them than any answer here has room for."""
+_TEXT = {"type": "string"}
+_NOTE: dict[str, Any] = {
+    "type": "object",
+    "properties": {"title": _TEXT, "text": _TEXT, "tags": {"type": "array", "items": _TEXT}},
+    "required": ["title", "text", "tags"],
+    "additionalProperties": False,
+}
+UNBOUNDED: dict[str, Any] = {
+    "type": "object",
+    "properties": {**_NOTE["properties"], "notes": {"type": "array", "items": _NOTE}},
+    "required": ["title", "text", "tags", "notes"],
+    "additionalProperties": False,
+}
+"""Strings and arrays of any length."""
+
+
+def _endless(schema: dict[str, Any]) -> StructuredOutputs:
+    """Return the form of more objects than any answer here has room for."""
+    return StructuredOutputs(json={"type": "array", "items": schema, "minItems": 10_000})
+
+
+FORMS = {"fields": _endless(FIELDS), "unbounded": _endless(UNBOUNDED)}
+"""Of rows, by the names of their schemas."""
 
 
 class Size(NamedTuple):
@@ -160,9 +182,8 @@ def _begins(grammars: Grammars, form: StructuredOutputs, output: CompletionOutpu
 def masks(engine: Engine, size: Size) -> list[dict[str, Any]]:
     """Times of the masks of a step, at first (states are made) and later, and of the compiling."""
     forms = [StructuredOutputs(json=it) for it in published().values()]
-    return [
-        _mask_row(engine, size, *each) for each in (("published", forms), ("fields", [ENDLESS]))
-    ]
+    named = {"published": forms, **{name: [form] for name, form in FORMS.items()}}
+    return [_mask_row(engine, size, *each) for each in named.items()]
 
 
 def _mask_row(
@@ -201,16 +222,21 @@ def _mask_times(
             rows += constraint.answers
             made += 1
         items = [(it, i) for i, it in enumerate(rows)]
-        bits, failed, _ = process.gather(items, size.rows, None)
-        if failed:
-            raise failed[0][1]
+        bits, ended, _ = process.gather(items, size.rows)
+        errors = [error for _, error in ended if error is not None]
+        if errors:
+            raise errors[0]
+        if ended:  # their last tokens were matched late
+            over = {i for i, _ in ended}
+            rows = [it for it, i in items if i not in over]
+            continue
         allowed = (np.unpackbits(row.view(np.uint8), bitorder="little") for row in bits)
         last = np.array([rng.choice(np.flatnonzero(it)) for it in allowed], np.int32)
         start = time.perf_counter()
         process.start((), partial(np.copy, last), ahead=True)
         over = process.await_taken()
         going_on = [item for item in items if item[0] not in over]
-        process.gather(going_on, size.rows, None)
+        process.gather(going_on, size.rows)
         times.append(time.perf_counter() - start)
         rows = [it for it, i in going_on if last[i] not in ending]
     return times
@@ -223,15 +249,22 @@ class Speeds(NamedTuple):
     of_rows: np.ndarray
 
 
-def run(engine: Engine, size: Size, num_constrained: int, seed: int) -> Speeds:
-    """Generate in all rows, of which the first so many have a form."""
+class Case(NamedTuple):
+    """How many rows have a form, and which."""
+
+    num_constrained: int
+    form: StructuredOutputs | None = None
+
+
+def run(engine: Engine, size: Size, case: Case, seed: int) -> Speeds:
+    """Generate in all rows, of which the first ones have a form."""
     prompts = random_prompts([16] * size.rows, engine.vocab_size, 0)
     params = [
         SamplingParams(
             seed=seed * size.rows + i,
             max_tokens=size.tokens,
             ignore_eos=True,
-            structured_outputs=ENDLESS if i < num_constrained else None,
+            structured_outputs=case.form if i < case.num_constrained else None,
         )
         for i in range(size.rows)
     ]
@@ -246,10 +279,13 @@ def run(engine: Engine, size: Size, num_constrained: int, seed: int) -> Speeds:
     return Speeds(size.rows * size.tokens / seconds, (size.tokens - 1) / np.array(own))
 
 
-def _cases(size: Size) -> dict[str, int]:
-    """How many rows have a form."""
-    half = size.rows // 2
-    return {"unconstrained": 0, "single": 0, "beside": half, "constrained": size.rows}
+def _cases(size: Size) -> dict[str, Case]:
+    """How many rows have a form, and which, by the names of the cases."""
+    cases = {"unconstrained": Case(0), "single": Case(0)}
+    for prefix, form in (("", FORMS["fields"]), ("unbounded ", FORMS["unbounded"])):
+        cases[f"{prefix}beside"] = Case(size.rows // 2, form)
+        cases[f"{prefix}constrained"] = Case(size.rows, form)
+    return cases
 
 
 @contextmanager
@@ -267,18 +303,19 @@ def _as_case(engine: Engine, case: str) -> Iterator[None]:
 
 def speeds(engine: Engine, size: Size) -> list[dict[str, Any]]:
     """The speeds with no row, half of the rows and all rows in a form; medians of the runs."""
-    cases, half = {**_cases(size), "unconstrained again": 0}, size.rows // 2
+    cases, half = {**_cases(size), "unconstrained again": Case(0)}, size.rows // 2
     rows: list[dict[str, Any]] = []
     before: tuple[float, float] | None = None
-    for case, count in cases.items():
-        with _as_case(engine, case):
-            found = [run(engine, size, count, seed) for seed in range(size.repeats + 1)][1:]
+    for name, case in cases.items():
+        count = case.num_constrained
+        with _as_case(engine, name):
+            found = [run(engine, size, case, seed) for seed in range(size.repeats + 1)][1:]
         totals = [it.total for it in found]
         total = float(np.median(totals))
         free = float(np.median([np.mean(it.of_rows[half:]) for it in found]))
         before = before or (total, free)
         formed = [np.mean(it.of_rows[:count]) for it in found] if count else []
-        row: dict[str, Any] = {"case": case, "tokens_per_s": total}
+        row: dict[str, Any] = {"case": name, "tokens_per_s": total}
         row |= {"slowest": min(totals), "fastest": max(totals), "of_before": total / before[0]}
         if count < size.rows:
             row |= {"free_row_per_s": free, "free_of_before": free / before[1]}
@@ -307,10 +344,10 @@ _ELSEWHERE = ("thread_tokens", "process_accept", "process_masks")
 def parts(engine: Engine, size: Size) -> list[dict[str, Any]]:
     """Milliseconds of the host a step, by part."""
     found = []
-    for case, count in _cases(size).items():
-        with _as_case(engine, case):
-            run(engine, size, count, 0)
-            found.append({"case": case, **_parts_of(engine, partial(run, engine, size, count, 1))})
+    for name, case in _cases(size).items():
+        with _as_case(engine, name):
+            run(engine, size, case, 0)
+            found.append({"case": name, **_parts_of(engine, partial(run, engine, size, case, 1))})
     return found
 
 

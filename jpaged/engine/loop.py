@@ -17,7 +17,7 @@ import time
 import traceback
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -29,7 +29,7 @@ from weakref import WeakSet
 from jpaged.config import LoopMode
 from jpaged.core.block_manager import BlockManager
 from jpaged.core.plan import Emitted, Goal, StepPlan
-from jpaged.core.request import FinishReason, Request
+from jpaged.core.request import FinishReason, Request, Sequence
 from jpaged.core.scheduler import Scheduler
 from jpaged.engine.request_state import RequestState
 from jpaged.observe.pool_changes import PoolWatch
@@ -38,10 +38,19 @@ from jpaged.observe.statistics import EngineStats
 from jpaged.runtime.model_runner import ModelRunner, UnsampledStep
 from jpaged.runtime.results import StepHandle, StepResult, TokenScores
 from jpaged.sampling_params import SamplingParams
+from jpaged.text.grammar import GrammarError
 from jpaged.text.mask_process import Answer, Items, MaskProcess, Patience
 
 _COMPILING_WAIT = 0.005
 """Seconds that a turn with nothing else to do waits for a grammar."""
+
+_LONGEST_WAIT = 1.0
+"""Seconds that a step waits for a process that runs, for rows that cannot leave the step."""
+
+_LATE = (
+    "structured_outputs: the process that makes masks does not answer in time, and a request with "
+    "several answers, penalties, biases or forbidden tokens cannot wait for it: retry"
+)
 
 
 @contextmanager
@@ -335,32 +344,57 @@ class EngineLoop:
         with self._undisturbed(fatal=True):
             if (step := self._unsampled) is None:
                 return ended
-            items = self._answers_of(step)
+            items, complete = self._answers_of(step), dict[RequestState, None]()
             if items:
-                handle, faults = self._launch_masked(step, items)
+                handle, faults, complete = self._launch_masked(step, items)
             else:
                 handle, faults = self._runner.launch_sampling(step), []
             self._unsampled = None
             self._in_flight.append(handle)
-            return ended + self._settle({}, [*faults, *handle.faults])
+            return ended + self._settle(complete, [*faults, *handle.faults])
 
     def _launch_masked(
         self, step: UnsampledStep, items: Items
-    ) -> tuple[StepHandle, list[tuple[Request, Exception]]]:
-        """Sample a step, and begin with the masks behind its tokens. Gives the requests whose
-        grammars fail, too; their rows may sample anything."""
-        may_leave = None
-        if self._mode is LoopMode.OVERLAPPED:
-            may_leave = partial(self._may_leave, step, items)
-        allowed, failed, late = self._masks.gather(items, step.num_rows, may_leave)
+    ) -> tuple[StepHandle, list[tuple[Request, Exception]], dict[RequestState, None]]:
+        """Sample a step, and begin with the masks behind its tokens.
+
+        Returns:
+            The step's handle; requests that fail, and why; requests of which an answer is complete
+            with tokens of steps before. The rows of the last two may sample anything.
+        """
+        may_leave = partial(self._may_leave, step, items)
+        allowed, over, late = self._masks.gather(items, step.num_rows, may_leave)
         self._patience.note_step()
-        if late:
-            plan = self.scheduler.put_back(step.plan, [items[i][1] for i in late])
-            step = replace(step, plan=plan)
+        leaving = {items[i][1] for i in late if self._can_leave(step, items[i][1])}
+        if leaving:
+            rows = [i for i, row in enumerate(step.places.tolist()) if row in leaving]
+            step = replace(step, plan=self.scheduler.put_back(step.plan, rows))
         handle = self._runner.launch_sampling(step, allowed)
         ahead = self._mode is LoopMode.OVERLAPPED and not handle.is_shared
-        self._masks.start({*late, *(i for i, _ in failed)}, handle.read_rows, ahead=ahead)
-        return handle, [(self._request_at(step, items[i][1]), error) for i, error in failed]
+        self._masks.start({*late, *(i for i, _ in over)}, handle.read_rows, ahead=ahead)
+        faults = [(i, error) for i, error in over if error is not None]
+        faults += [(i, GrammarError(_LATE)) for i in late if items[i][1] not in leaving]
+        complete = [step.scheduled[items[i][1]].sequence for i, error in over if error is None]
+        return (
+            handle,
+            [(self._request_at(step, items[i][1]), error) for i, error in faults],
+            self._complete(complete),
+        )
+
+    def _complete(self, sequences: Iterable[Sequence]) -> dict[RequestState, None]:
+        """End samples whose grammars allow nothing after tokens that were read earlier."""
+        told: dict[RequestState, None] = {}
+        for sequence in sequences:
+            request = sequence.request
+            state = self.requests[request.request_id]
+            told[state] = None
+            token = Emitted(sequence, request, sequence.token_ids[-1], None)
+            try:
+                if state.accept(token, None, 0):
+                    self.scheduler.finish_sequence(sequence, FinishReason.STOP)
+            except Exception as error:
+                self._fail(state, error)
+        return told
 
     def _answers_of(self, step: UnsampledStep) -> list[tuple[Answer, int]]:
         """Those that decide what rows of a step may sample, and the rows. Rows of answers that have
@@ -374,17 +408,41 @@ class EngineLoop:
                     items.append((answer, row))
         return items
 
-    def _may_leave(self, step: UnsampledStep, items: Items, late: SequenceOf[int]) -> bool:
-        """Whether the rows of some masks sit this step out."""
-        return (
-            step.plan.is_decode
-            and self._patience.is_over(len(late) / len(step.scheduled))
-            and all(self._can_repeat(self._request_at(step, items[i][1])) for i in late)
-        )
+    def _may_leave(
+        self, step: UnsampledStep, items: Items, late: SequenceOf[int], heavy: Collection[int]
+    ) -> bool:
+        """Whether the step waits for some masks no longer: their rows sit it out, or fail if they
+        cannot."""
+        masks, num_rows = self._masks, len(step.scheduled)
+        has_others = len(late) < num_rows
+        if has_others:
+            is_late = masks.seconds_left == 0
+        else:  # a request that arrives would have to wait
+            is_late = masks.seconds_waited >= masks.longest_wait
+        if not is_late:
+            if not has_others or self._mode is not LoopMode.OVERLAPPED:
+                return False
+            share = (len(late) - len(heavy)) / num_rows
+            if not self._patience.is_over(share, has_plain=len(items) < num_rows):
+                return False
+        staying = {i for i in late if not self._can_leave(step, items[i][1])}
+        if not staying or not is_late:
+            return not staying
+        # On a busy machine the process may just have had no processor.
+        is_busy = masks.is_running and not (has_others and staying.issubset(heavy))
+        return not is_busy or masks.seconds_waited >= _LONGEST_WAIT
 
-    def _can_repeat(self, request: Request) -> bool:
-        """Whether a step of a request may be computed again: the device counts no tokens for it."""
-        return len(request.live) == 1 and not self._params_of(request).adjusts_logits
+    def _can_leave(self, step: UnsampledStep, row: int) -> bool:
+        """Whether a row may sit the step out, for its token to be computed again: it decodes, the
+        only one of its request, and the device counts no tokens for it."""
+        item = step.scheduled[row]
+        sequence, request = item.sequence, item.sequence.request
+        return (
+            item.start >= sequence.num_admitted_tokens
+            and item.num_scheduled_tokens == 1
+            and len(request.live) == 1
+            and not self._params_of(request).adjusts_logits
+        )
 
     def _request_at(self, step: UnsampledStep, row: int) -> Request:
         return step.scheduled[row].sequence.request
@@ -459,6 +517,9 @@ class EngineLoop:
             sequence, request, _, reason = token
             state = requests[request.request_id]
             ends = over and state.answer_of(sequence) in over
+            if reason is FinishReason.LENGTH and not ends and state.is_constrained:
+                answer = state.answer_of(sequence)
+                ends = answer is not None and self._masks.await_end(answer)
             if reason is None and state.is_quiet and not ends:
                 continue
             told[state] = None

@@ -5,7 +5,8 @@ with 64 rows that cost more than the masks. So matchers and masks have a process
 (`masks.py`), started with the first grammar that is asked for. Tokens go there over a socket, by a
 thread that waits for the device; the state of answers and their masks are in memory that both
 share. Where that process ends, whatever ends it, requests with grammars fail, and the next one
-starts it again.
+starts it again. Where it does not answer, as a stopped process does not, a step waits for it no
+longer than `longest_wait`; the engine goes on without these rows.
 """
 
 import heapq
@@ -35,14 +36,27 @@ from jpaged.text.masks import Kind, MaskMemory, Order, Settings, State, frame
 Items = Sequence[tuple["Answer", int]]
 """Answers, and the row of each."""
 
-Failed = list[tuple[int, GrammarError]]
-"""The indices in `Items` of those that fail, and why."""
+Over = list[tuple[int, GrammarError | None]]
+"""Indices in `Items` of the answers that are over; why they fail, or None if they are complete."""
+
+MayLeave = Callable[[Sequence[int], Collection[int]], bool]
+"""Whether a step waits no longer: called with the indices in `Items` of the answers whose masks are
+not made, and of those among them that are heavy (`State.HEAVY`)."""
+
+
+def wait_for_all(late: Sequence[int], heavy: Collection[int]) -> bool:
+    """Wait until all masks are made, as a `MayLeave`."""
+    return False
+
 
 _NONE: tuple[Sequence["Answer"], np.ndarray] = (), np.zeros((2, 0), np.int32)
 """Answers; their places, and their rows."""
 
 _LOOK = 5e-5
-"""Seconds until those who wait for masks are asked again whether they would."""
+"""Seconds until a step that waits for masks is asked again whether it would."""
+
+_SHORT_WAIT, _RARE_LOOK = 5e-3, 1e-3
+"""A step that has waited for so many seconds is asked less often."""
 
 _MOST_FILES = 1024
 """Open at once, for `select`: no other call waits for less than a millisecond."""
@@ -51,8 +65,12 @@ _LONGEST_LOOK = 1.0
 """Seconds that count between two looks at a process that says nothing: this one may have been
 stopped for longer, as by Ctrl-Z."""
 
+_LONGEST_PAUSE = 0.01
+"""Maximum of the seconds between two looks that count as waiting for the process: where this
+process was not running either, the other one may have had no processor."""
+
 _MOST_LEFT = 0.25
-"""Of a step's rows: so many may sit it out because their masks are not there."""
+"""Maximum share of a step's rows for which the step waits by that share."""
 
 _LONGEST_STEP = 0.05
 """Seconds that a step is taken to last at most, where the time between two was longer."""
@@ -116,10 +134,14 @@ class MaskProcess:
         eos_token_ids: The model's own end tokens.
         places: One more than there are answers at most, those that wait for their turn among them.
             Only what was used of them takes memory.
-        longest_wait: Seconds for a step's tokens to be taken in, or masks made: a process that
-            hangs is ended.
-        longest_silence: Seconds that it may say nothing while a grammar is to be compiled, its
-            start among them.
+        longest_wait: Maximum of the seconds that a step with other rows waits for the process.
+        longest_silence: Seconds after which a process is ended that tells nothing while an answer
+            waits for it. Its start counts too.
+
+    Attributes:
+        seconds_waited: Seconds that the present step has waited for the process, from its tokens
+            to the masks.
+        longest_wait: As given.
     """
 
     def __init__(
@@ -129,12 +151,14 @@ class MaskProcess:
         eos_token_ids: frozenset[int],
         *,
         places: int = 1 << 16,
-        longest_wait: float = 30.0,
+        longest_wait: float = 0.1,
         longest_silence: float = 30.0,
     ):
         width = -(-vocab_size // 32)
         self._settings = Settings(str(folder), vocab_size, eos_token_ids, places, width)
-        self._longest_wait, self._longest_silence = longest_wait, longest_silence
+        self.longest_wait, self._longest_silence = longest_wait, longest_silence
+        self.seconds_waited = 0.0
+        self._is_stalled = False  # it told nothing while a step waited for it, nor since
         self._memory: Any = None  # a MaskMemory, since the first grammar
         self._line: Any = None  # a _Line to the process, where there is one
         self._num_places, self._free = 1, list[int]()  # that were ever used; a heap of free ones
@@ -171,10 +195,10 @@ class MaskProcess:
     def are_made(self, answers: Sequence[Answer]) -> bool:
         """Whether the masks of some answers are made, or cannot be."""
         states = self._memory.states
-        if any(states[it.place] == State.PENDING for it in answers):
+        if any(states[it.place] < State.MADE for it in answers):
             self._hear()
             self._limit_silence()
-        return all(states[it.place] != State.PENDING for it in answers)
+        return all(states[it.place] >= State.MADE for it in answers)
 
     def wait_for(self, answers: Sequence[Answer], seconds: float | None) -> None:
         """Wait until they are, or so long."""
@@ -199,6 +223,7 @@ class MaskProcess:
             ahead: Wait for them in a thread; else `await_taken`, when they have been read, does.
         """
         self._tell_over()
+        self.seconds_waited = 0.0
         (answers, where), self._gathered = self._gathered, _NONE  # or none of them would be over
         if left:
             answers = [it for i, it in enumerate(answers) if i not in left]
@@ -206,41 +231,70 @@ class MaskProcess:
         if not answers:
             return
         self._started, self._where = answers, where[0]
+        # Before the tokens are sent: their masks are not to be taken for those behind the tokens.
+        self._memory.states[self._where] = State.PENDING
         self._due = partial(_tokens_message, where, tokens)
         if ahead:
             self._send_due()
 
+    @property
+    def seconds_left(self) -> float:
+        """Seconds that the present step may wait for the process if it has other rows; 0 while the
+        process does not answer."""
+        return 0.0 if self._is_stalled else max(0.0, self.longest_wait - self.seconds_waited)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process runs or waits for something to do: it is not stopped, nor gone."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] in ("R", "S")
+
     def await_taken(self) -> set[Answer]:
-        """Wait until tokens that were `start`ed are taken in; those answers that are over by them.
-        An interrupt must not break in."""
+        """Wait until the tokens that were `start`ed have been received, while `seconds_left`;
+        return the answers that are over by then. The others may still be matched by threads:
+        `await_end` and `gather` tell. An interrupt must not break in."""
         if not self._started:
             return set()
         if self._due is not None:
             self._send_due()
         counts = self._memory.counts
-        self._wait(lambda: counts[0] >= self._num_sent)
+        self._wait(lambda: counts[0] >= self._num_sent, lambda: self.seconds_left == 0)
         answers, self._started = self._started, ()
         found = self._memory.states[self._where]
         over = [answers[i] for i in np.flatnonzero(found >= State.STOPPED).tolist()]
         for answer in over:
-            answer.error = self.error_of(answer)
-            answer.is_stopped = answer.error is None
+            self._note_end(answer)
         return set(over)
 
+    def await_end(self, answer: Answer) -> bool:
+        """Wait until an answer's last token is matched, while `seconds_left`; return whether the
+        answer is over by it."""
+        states = self._memory.states
+        self._wait(lambda: states[answer.place] >= State.MADE, lambda: self.seconds_left == 0)
+        if is_over := bool(states[answer.place] >= State.STOPPED):
+            self._note_end(answer)
+        return is_over
+
+    def _note_end(self, answer: Answer) -> None:
+        answer.error = self.error_of(answer)
+        answer.is_stopped = answer.error is None
+
     def gather(
-        self, items: Items, num_rows: int, may_leave: Callable[[Sequence[int]], bool] | None
-    ) -> tuple[np.ndarray, Failed, list[int]]:
-        """The masks of a step. All tokens before it are taken in.
+        self, items: Items, num_rows: int, may_leave: MayLeave = wait_for_all
+    ) -> tuple[np.ndarray, Over, list[int]]:
+        """Return the masks of a step. The tokens of all steps before it are sent.
 
         Args:
             items: Its answers with grammars.
             num_rows: Its rows.
-            may_leave: Whether to wait no longer for those at some indices in `items`; asked now and
-                then. None: all are waited for.
+            may_leave: Whether to wait no longer; asked now and then.
 
         Returns:
             int32 [num_rows, M], token `32 w + j` is bit `j` of word `w`, all ones in other rows,
-            until the next call; the indices in `items` of those that fail, and why; and of those
+            until the next call; the answers that are over; and the indices in `items` of those
             that were left. Rows of the last two hold anything.
         """
         answers = [answer for answer, _ in items]
@@ -251,19 +305,23 @@ class MaskProcess:
         def is_done() -> bool:
             nonlocal found, late
             found = self._memory.states[own]
-            late = np.flatnonzero(found == State.PENDING).tolist()
+            late = np.flatnonzero(found < State.MADE).tolist()
             return not late
 
-        self._wait(is_done, None if may_leave is None else lambda: may_leave(late))
-        bad = np.flatnonzero(found >= State.FAILED).tolist()
-        failed = [(i, self._memory.error(int(own[i]))) for i in bad]
+        def give_up() -> bool:
+            return may_leave(late, np.flatnonzero(found == State.HEAVY).tolist())
+
+        self._wait(is_done, give_up)
+        over = np.flatnonzero(found >= State.STOPPED).tolist()
+        for i in over:
+            self._note_end(answers[i])
         places = np.zeros(num_rows, np.int64)  # place 0 allows all
         places[rows] = own
         if len(self._buffer) != num_rows:
             self._buffer = np.empty((num_rows, self._memory.masks.shape[1]), np.int32)
         # All steps before are read, so that none needs what was there.
         np.take(self._memory.masks, places, axis=0, out=self._buffer, mode="clip")
-        return self._buffer, failed, late
+        return self._buffer, [(i, answers[i].error) for i in over], late
 
     @property
     def nanoseconds(self) -> np.ndarray:
@@ -287,7 +345,7 @@ class MaskProcess:
             words = f"structured_outputs: no process could be started: {error}"
             raise RuntimeError(words) from error
         self._memory.counts[0] = self._num_sent = 0
-        self._silence, self._looked = 0.0, time.monotonic()
+        self._silence, self._looked, self._is_stalled = 0.0, time.monotonic(), False
         line.put(partial(frame, Kind.BEGIN, msgspec.json.encode(self._settings)))
         self._end_line = weakref.finalize(self, line.close)
         return line
@@ -324,16 +382,24 @@ class MaskProcess:
             self._num_sent += 1
         self._due = None
 
-    def _wait(self, is_done: Callable[[], bool], give_up: Callable[[], bool] | None = None) -> None:
-        """Wait for what the process does, or until it has ended, and then nothing is pending."""
-        until = None
+    def _wait(self, is_done: Callable[[], bool], give_up: Callable[[], bool]) -> None:
+        """Wait for the process, or until it has ended, and then nothing is pending."""
+        if self._is_stalled:  # nothing may be waited for
+            self._hear()
+            self._limit_silence()
+        looked = time.monotonic()
         while not is_done():
-            if give_up is not None and give_up():
+            if give_up():
+                # News may be old: a byte of an earlier step is read first.
+                is_silent = self._silence >= self.longest_wait / 2
+                if is_silent and self.seconds_waited >= self.longest_wait:
+                    self._is_stalled = True
                 return
-            until = until or time.monotonic() + self._longest_wait
-            self._await_news(self._longest_wait if give_up is None else _LOOK)
-            if time.monotonic() > until and not is_done():
-                self._lose()
+            self._await_news(_LOOK if self.seconds_waited < _SHORT_WAIT else _RARE_LOOK)
+            now = time.monotonic()
+            self.seconds_waited += min(now - looked, _LONGEST_PAUSE)
+            looked = now
+            self._limit_silence()
 
     def _await_news(self, seconds: float | None) -> None:
         """Wait until something has changed in the memory, or so long."""
@@ -349,7 +415,7 @@ class MaskProcess:
         if told is None:
             self._lose()
         elif told:
-            self._silence = 0.0
+            self._silence, self._is_stalled = 0.0, False
 
     def _limit_silence(self) -> None:
         """Something is pending: end a process that has said nothing for too long."""
@@ -445,11 +511,13 @@ def _tokens_message(where: np.ndarray, tokens: Callable[[], np.ndarray]) -> byte
 
 
 class Patience:
-    """How long a step waits for some rows' masks.
+    """How long a step waits for some rows' masks, where the process answers.
 
     As long as the host has just waited for the device, which is then ahead of it as much less. And
     longer by as large a share of a step as these rows are of its rows: then the waiting has cost
-    all rows what those lose that sit it out.
+    all rows what those lose that sit it out. Where they are many, by a whole step, so that rows
+    without a grammar lose no more than half of their speed; without such rows it waits for all.
+    Rows of heavy answers are not waited for.
     """
 
     def __init__(self):
@@ -460,13 +528,21 @@ class Patience:
         """A step begins to wait; so many seconds the host has waited for the device."""
         self._began, self._slack = time.perf_counter(), slack
 
-    def is_over(self, share: float) -> bool:
-        """Whether a share of the rows is not waited for any more."""
-        seconds = self._slack + share * self._step_seconds
-        return share <= _MOST_LEFT and time.perf_counter() - self._began >= seconds
+    def is_over(self, share: float, *, has_plain: bool) -> bool:
+        """Whether the step waits no longer for a share of its rows, heavy ones left out.
+
+        Args:
+            share: 0 to 1.
+            has_plain: Whether it has rows without a grammar.
+        """
+        if share > _MOST_LEFT:
+            share = 1.0 if has_plain else float("inf")
+        seconds = self._slack + (share and share * self._step_seconds)
+        return time.perf_counter() - self._began >= seconds
 
     def note_step(self) -> None:
         """The step does not wait any more."""
         now = time.perf_counter()
-        self._step_seconds = min(now - self._step_began, _LONGEST_STEP)
+        seconds = self._began - self._step_began  # without the waiting, or that would grow
+        self._step_seconds = min(max(0.0, seconds), _LONGEST_STEP)
         self._step_began = now

@@ -1,10 +1,11 @@
 """What answers may go on with, made in a process of its own: this runs there (`main`).
 
 The process compiles grammars, matches tokens and makes masks, and shares memory with the engine,
-which sees it as `mask_process.MaskProcess`. llguidance takes some 15 us for most masks, and 1 to
-2 ms, a walk through the whole vocabulary, for some that allow many tokens: where a string of
-bounded length has room for fewer letters than a token may have. Such a state follows one that
-allows many tokens, too: these masks are made one by one in threads, all others together.
+which sees it as `mask_process.MaskProcess`. llguidance takes 15 to 30 us for most masks. Some masks
+take 1 to 2 ms, a walk through the whole vocabulary: those of a string of bounded length that has
+room for fewer letters than a token may have. And a token may cost the matcher several milliseconds
+where a grammar is ambiguous. So masks are made together until some are measured to be slow; the
+answers that may have slow masks are then served one by one in threads (`_Answer`).
 """
 
 import gc
@@ -18,7 +19,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from enum import IntEnum
@@ -38,13 +39,37 @@ HEAD = struct.Struct("=BII")
 """Of a message to the process: its `Kind`, how many answers it is of, and the bytes that follow."""
 
 _MOST_THREADS = 16
-"""That make masks one by one."""
+"""Maximum number of threads that make masks one by one."""
+
+_CHUNK = 16
+"""Number of answers that are served in one call of llguidance's, and timed together."""
+
+_USUAL_SECONDS = 5e-5
+"""Time that llguidance usually needs at most for one token, or for one mask, in one thread."""
+
+_LATE_SECONDS = 5e-4
+"""A chunk that takes so much longer than usual has a slow answer."""
+
+_SLOW_SECONDS = 3e-4
+"""Processor time from which a mask is slow."""
+
+_WATCHED = 16
+"""After a slow mask, number of masks with many tokens that are made alone, to be timed again."""
+
+_MOST_WATCHED = 64
+"""Maximum of that number after several slow masks."""
+
+_HEAVY_TOKEN_SECONDS = 5e-4
+"""Processor time to match one token from which an answer is heavy: the grammar is ambiguous."""
+
+_HEAVY_MASK_SECONDS = 4e-3
+"""Processor time for one mask from which an answer is heavy."""
 
 _MOST_TOGETHER = 8
 """Threads of llguidance's, for masks that are made together."""
 
-_STRIDE = 64
-"""Of a mask's words, each so-manieth tells whether it allows many tokens."""
+_SAMPLED = 64
+"""Number of a mask's words, at least, that tell whether it allows many tokens."""
 
 _TEXT = 2048
 """Bytes of an error."""
@@ -84,18 +109,25 @@ class State(IntEnum):
     """Of an answer's place in the memory.
 
     From FREE the engine makes it PENDING (`submit`) and tells the process (BEGIN). The process
-    makes it MADE or FAILED when the first mask is there or cannot be; on each TOKENS PENDING or
-    STOPPED, and then MADE or FAILED; and FREE on END, once no thread of its writes there. LOST is
-    the engine's, when the process has ended. `counts` change after states: whoever has seen a
-    step counted sees its states.
+    makes it MADE or FAILED when the first mask is there or cannot be. The engine makes it PENDING
+    again before it sends a token (TOKENS); the process then makes it HEAVY, STOPPED, MADE or
+    FAILED. The process makes it FREE on END, once no thread of its writes there. LOST is the
+    engine's, when the process has ended. `counts` change after states: whoever has seen a step
+    counted sees its states.
     """
 
     FREE = 0  # no answer has it, nor will the process write to it
-    PENDING = 1  # the grammar is being compiled, or a mask made
-    MADE = 2  # the mask of its next token is there
-    STOPPED = 3  # nothing may follow
-    FAILED = 4  # why is written there
-    LOST = 5  # the process has ended
+    PENDING = 1  # the grammar is being compiled, a token on its way, or a mask made
+    HEAVY = 2  # the same, and it takes milliseconds: no step should wait for it
+    MADE = 3  # the mask of its next token is there
+    STOPPED = 4  # nothing may follow
+    FAILED = 5  # why is written there
+    LOST = 6  # the process has ended
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the process will change it without being told to."""
+        return self in (State.PENDING, State.HEAVY)
 
 
 class MaskMemory:
@@ -156,16 +188,70 @@ class MaskMemory:
 
 
 class _Answer:
-    """An answer, as the process has it."""
+    """An answer, as the process has it.
 
-    __slots__ = ("is_busy", "is_over", "is_wide", "matcher", "place")
+    Its token is matched and its mask made in one call for all answers, unless:
+
+    - `is_heavy`: its last token or mask took a thread some milliseconds.
+    - `is_suspect`: one of the answers that were last served with it took too long. A thread serves
+      it once, to find out.
+    - Only the mask is made by a thread if the last mask was slow (`is_slow`), or if it allowed many
+      tokens (`is_wide`) and one of the last such masks was slow (`num_watched` is above 0). A slow
+      mask follows a mask that allows many tokens, which need not have been slow.
+    """
+
+    __slots__ = (
+        "has_mask",
+        "is_busy",
+        "is_heavy",
+        "is_over",
+        "is_slow",
+        "is_suspect",
+        "is_wide",
+        "matcher",
+        "num_watched",
+        "place",
+    )
 
     def __init__(self, place: int):
         self.place = place
         self.matcher: Any = None  # a Matcher, as soon as the grammar is compiled
-        self.is_wide = False  # its last mask allowed many tokens
+        self.has_mask = False  # its first mask was made
+        self.is_heavy = self.is_suspect = self.is_slow = self.is_wide = False
+        self.num_watched = 0
         self.is_busy = True  # a thread will write to its place
         self.is_over = False
+
+    @property
+    def needs_thread(self) -> bool:
+        """Whether a thread matches its next token and makes the mask behind it."""
+        return self.is_heavy or self.is_suspect
+
+    @property
+    def is_mask_apart(self) -> bool:
+        """Whether a thread makes its next mask."""
+        is_watched = self.is_wide and self.num_watched > 0
+        return self.matcher.needs_lexer or self.is_slow or is_watched
+
+    def note_mask(self, *, is_wide: bool) -> None:
+        """A mask was made, and it allows many tokens or not."""
+        self.is_wide, self.has_mask = is_wide, True
+
+    def note_times(self, token_seconds: float | None, mask_seconds: float) -> None:
+        """A thread has matched a token, if it is not None, and made a mask, in so much time."""
+        self.is_slow = mask_seconds > _SLOW_SECONDS
+        self.is_heavy = mask_seconds > _HEAVY_MASK_SECONDS
+        if token_seconds is not None:
+            self.is_suspect = False
+            self.is_heavy |= token_seconds > _HEAVY_TOKEN_SECONDS
+        if self.is_slow:
+            self.num_watched = min(self.num_watched + _WATCHED, _MOST_WATCHED)
+        elif self.is_wide:
+            self.num_watched = max(0, self.num_watched - 1)
+
+
+_Work = tuple[_Answer, int | None]
+"""What a thread does: match an answer's token, if there is one, and make the mask behind it."""
 
 
 class MaskMaker:
@@ -185,11 +271,17 @@ class MaskMaker:
 
         self._memory, self._tell = memory, tell
         self.answers: dict[int, _Answer] = {}
+        self._stride = max(1, memory.masks.shape[1] // _SAMPLED)
         self._lock = threading.Lock()  # for what threads and `end` both look at
-        self._executor = LLExecutor(max(1, min(_MOST_TOGETHER, num_cpus - 1)))
-        self._alone: SimpleQueue[_Answer] = SimpleQueue()  # whose masks are made one by one
-        for _ in range(max(2, min(_MOST_THREADS, num_cpus - 1))):
-            threading.Thread(target=self._make_alone, daemon=True).start()
+        self._num_threads = max(1, min(_MOST_TOGETHER, num_cpus - 1))
+        self._executor = LLExecutor(self._num_threads)
+        self._alone: SimpleQueue[_Work] = SimpleQueue()
+        self._heavy: SimpleQueue[_Work] = SimpleQueue()
+        num_alone, num_heavy = max(2, min(_MOST_THREADS, num_cpus - 1)), max(1, num_cpus // 4)
+        self._heavy_executor = LLExecutor(num_heavy)
+        for queue, count in ((self._alone, num_alone), (self._heavy, num_heavy)):
+            for _ in range(count):
+                threading.Thread(target=self._work, args=(queue,), daemon=True).start()
 
     def begin(self, places: Sequence[int], compiled: Future[list[Matcher]]) -> None:
         """Have answers at some places, whose matchers are being compiled."""
@@ -198,7 +290,7 @@ class MaskMaker:
         compiled.add_done_callback(partial(self._give_matchers, answers))
 
     def take(self, places: np.ndarray, tokens: np.ndarray) -> None:
-        """Take in a token each of some answers, below 0 for none, and make the masks behind them.
+        """Match a token each of some answers, below 0 for none, and make the masks behind them.
 
         Args:
             places, tokens: int32 [n].
@@ -206,10 +298,16 @@ class MaskMaker:
         start, states = time.perf_counter_ns(), self._memory.states
         answers = self.answers  # without those that a process before this one lost
         pairs = zip(places.tolist(), tokens.tolist(), strict=True)
-        items = [(answers[it], token) for it, token in pairs if token >= 0 and it in answers]
-        together = [item for item in items if item[0].matcher.is_matched(item[1])]
+        items = [(answers[it], token) for it, token in pairs if it in answers]
+        quick = [it for it in items if it[1] >= 0 and not it[0].needs_thread]
+        for answer, token in items if len(quick) < len(items) else ():
+            if token < 0:
+                states[answer.place] = State.MADE  # the mask that was there
+            elif answer.needs_thread:
+                self._give(answer, token)
+        together = [item for item in quick if item[0].matcher.is_matched(item[1])]
         errors: dict[int, BaseException] = {}
-        for answer, token in items if len(together) < len(items) else ():
+        for answer, token in quick if len(together) < len(quick) else ():
             if not answer.matcher.is_matched(token):
                 try:
                     answer.matcher.accept(token)
@@ -217,7 +315,7 @@ class MaskMaker:
                     errors[answer.place] = error
         if together:
             errors |= self._consume(together)
-        left = [answer for answer, _ in items if answer.place not in errors]
+        left = [answer for answer, _ in quick if answer.place not in errors]
         for place, error in errors.items():
             self._fail(self.answers[place], error)
         found = [State.STOPPED if it.matcher.is_stopped else State.PENDING for it in left]
@@ -239,38 +337,40 @@ class MaskMaker:
                     answer.is_over = True
 
     def _consume(self, items: Sequence[tuple[_Answer, int]]) -> dict[int, BaseException]:
-        """Let llguidance take in tokens; what went wrong, by places."""
-        try:
-            inner = [(answer.matcher.inner, token) for answer, token in items]
-            allowed = self._executor.consume_token_par(inner)
-            found = [
-                (answer.place, answer.matcher.outcome(token, is_allowed))
-                for (answer, token), is_allowed in zip(items, allowed, strict=True)
-            ]
-        except BaseException as error:
-            return {answer.place: error for answer, _ in items}
-        return {place: error for place, error in found if error is not None}
+        """Let llguidance match tokens; return what went wrong, by places."""
+        errors: dict[int, BaseException] = {}
+        for chunk in _chunks(items):
+            start = time.perf_counter()
+            try:
+                inner = [(answer.matcher.inner, token) for answer, token in chunk]
+                allowed = self._executor.consume_token_par(inner)
+                for (answer, token), is_allowed in zip(chunk, allowed, strict=True):
+                    if (error := answer.matcher.outcome(token, is_allowed)) is not None:
+                        errors[answer.place] = error
+            except BaseException as error:
+                errors |= {answer.place: error for answer, _ in chunk}
+            if self._is_late(start, len(chunk)):
+                for answer, _ in chunk:
+                    answer.is_suspect = True
+        return errors
+
+    def _is_late(self, start: float, count: int) -> bool:
+        """Whether so many tokens or masks have taken llguidance too long since `start`."""
+        usual = _USUAL_SECONDS * -(-count // self._num_threads)
+        return time.perf_counter() - start > usual + _LATE_SECONDS
 
     def _make(self, answers: Sequence[_Answer]) -> None:
         """Make masks: those that are likely to be quick together, the others in threads."""
-        for answer in answers:
-            answer.is_wide |= answer.matcher.needs_lexer  # a thread compiles the grammar again
-        quick = [it for it in answers if not it.is_wide]
+        quick = [it for it in answers if not it.is_mask_apart]
         for answer in answers if len(quick) < len(answers) else ():
-            if answer.is_wide:
-                answer.is_busy = True
-                self._alone.put(answer)
+            if answer.is_mask_apart:
+                self._give(answer, None)
         if not quick:
             return
-        start = time.perf_counter()
         try:
             errors = self._fill_together(quick)
         except BaseException as error:
             errors = {answer.place: error for answer in quick}
-        # Some answer may take too long. Which one is seen the next time.
-        if time.perf_counter() - start > bounds.MASK_SECONDS:
-            for answer in quick:
-                answer.is_wide = True
         for answer in quick:
             if answer.place in errors:
                 self._fail(answer, errors[answer.place])
@@ -282,13 +382,17 @@ class MaskMaker:
             self._make([it for it in left if it.matcher.needs_lexer])
 
     def _fill_together(self, answers: Sequence[_Answer]) -> dict[int, BaseException]:
-        """Write the masks of some answers; what went wrong, by places."""
+        """Write the masks of some answers; return what went wrong, by places."""
         from llguidance.numpy import fill_next_token_bitmask_par
 
         masks, places = self._memory.masks, np.array([it.place for it in answers])
-        bound = [(it.matcher.inner, it.place) for it in answers if not it.matcher.is_free]
-        if bound:
-            fill_next_token_bitmask_par(self._executor, bound, masks)
+        late: list[Sequence[_Answer]] = []
+        for chunk in _chunks([it for it in answers if not it.matcher.is_free]):
+            start = time.perf_counter()
+            inner = [(it.matcher.inner, it.place) for it in chunk]
+            fill_next_token_bitmask_par(self._executor, inner, masks)
+            if self._is_late(start, len(chunk)):
+                late.append(chunk)
         errors: dict[int, BaseException] = {}
         have_eos = answers[0].matcher.tokens.have_eos(masks, places).tolist()
         for answer, has_eos in zip(answers, have_eos, strict=True):
@@ -297,10 +401,16 @@ class MaskMaker:
                 error = matcher.widen(masks[answer.place])
                 if error is not None:
                     errors[answer.place] = error
-        some = masks[:, ::_STRIDE][places]
+        some = masks[:, :: self._stride][places]
         are_wide = 2 * np.count_nonzero(some, axis=1) > some.shape[1]
         for answer, is_wide in zip(answers, are_wide.tolist(), strict=True):
-            answer.is_wide = is_wide
+            answer.note_mask(is_wide=is_wide)
+        for chunk in late:
+            wide = [it for it in chunk if it.is_wide]
+            for answer in wide:
+                answer.num_watched = max(answer.num_watched, 1)
+            for answer in () if wide else chunk:
+                answer.is_slow = True
         return errors
 
     def _give_matchers(self, answers: Sequence[_Answer], compiled: Future[list[Matcher]]) -> None:
@@ -311,25 +421,61 @@ class MaskMaker:
             return
         for answer, matcher in zip(answers, compiled.result(), strict=True):
             answer.matcher = matcher
-            self._alone.put(answer)
+            self._alone.put((answer, None))
 
-    def _make_alone(self) -> None:
-        """Make masks one by one; some that take a processor too long fail."""
-        masks = self._memory.masks
+    def _give(self, answer: _Answer, token: int | None) -> None:
+        """Let a thread serve an answer."""
+        answer.is_busy = True
+        self._memory.states[answer.place] = State.HEAVY if answer.is_heavy else State.PENDING
+        (self._heavy if answer.is_heavy else self._alone).put((answer, token))
+
+    def _work(self, queue: SimpleQueue[_Work]) -> None:
+        """Serve answers one by one, for ever."""
         while True:
-            answer = self._alone.get()
-            start = time.thread_time()
+            answer, token = queue.get()
             try:
-                error = answer.matcher.fill(masks, answer.place)
-                is_slow = time.thread_time() - start > bounds.MASK_SECONDS
-                if is_slow and answer.is_wide:  # not where it is the first
-                    error = answer.matcher.too_slow()
-                some = masks[answer.place, ::_STRIDE]
-                answer.is_wide = is_slow or bool(2 * np.count_nonzero(some) > len(some))
+                error = self._serve(answer, token)
             except BaseException as found:
                 error = found
             self._settle(answer, error)
             answer = error = None  # no thread that waits keeps an answer's lexer
+
+    def _serve(self, answer: _Answer, token: int | None) -> BaseException | None:
+        """Match an answer's token, if there is one, and make its mask; return what went wrong. An
+        answer fails whose mask takes a processor too long, unless it is the answer's first."""
+        matcher, token_seconds = answer.matcher, None
+        if token is not None:
+            token_seconds = self._accept(answer, token)
+            if matcher.is_stopped:
+                return None
+        masks, start = self._memory.masks, time.thread_time()
+        error = matcher.fill(masks, answer.place)
+        mask_seconds = time.thread_time() - start
+        if not answer.has_mask:
+            mask_seconds = 0.0  # states are made that the next masks find
+        elif mask_seconds > bounds.MASK_SECONDS:
+            error = matcher.too_slow()
+        some = masks[answer.place, :: self._stride]
+        answer.note_mask(is_wide=bool(2 * np.count_nonzero(some) > len(some)))
+        answer.note_times(token_seconds, mask_seconds)
+        return error
+
+    def _accept(self, answer: _Answer, token: int) -> float:
+        """Match a token; return the time that it took."""
+        matcher = answer.matcher
+        if not (answer.is_heavy and matcher.is_matched(token)):
+            start = time.thread_time()
+            matcher.accept(token)
+            return time.thread_time() - start
+        # llguidance releases Python's lock only where it is to match the tokens of two. The time
+        # is not of a processor: that of llguidance's own thread is not known.
+        start = time.perf_counter()
+        inner = [(matcher.inner, token), (_broken_matcher(matcher), token)]
+        is_allowed, _ = self._heavy_executor.consume_token_par(inner)
+        seconds = time.perf_counter() - start
+        if (error := matcher.outcome(token, is_allowed)) is not None:
+            raise error
+        return seconds
 
     def _settle(self, answer: _Answer, error: BaseException | None) -> None:
         """A thread has done with an answer."""
@@ -338,7 +484,8 @@ class MaskMaker:
             if answer.is_over:
                 self._memory.states[answer.place] = State.FREE
             elif error is None:
-                self._memory.states[answer.place] = State.MADE
+                is_stopped = answer.matcher.is_stopped
+                self._memory.states[answer.place] = State.STOPPED if is_stopped else State.MADE
             else:
                 self._fail(answer, error)
         self._tell()
@@ -347,6 +494,20 @@ class MaskMaker:
         if not isinstance(error, GrammarError) and answer.matcher is not None:
             error = answer.matcher.failed(error)
         self._memory.fail(answer.place, error)
+
+
+def _chunks(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    """Cut a list into parts of `_CHUNK` items, of about the same size."""
+    count = -(-len(items) // _CHUNK)
+    for i in range(count):
+        yield items[i * len(items) // count : (i + 1) * len(items) // count]
+
+
+def _broken_matcher(matcher: Matcher) -> Any:
+    """Return a matcher of llguidance's that refuses each token at once."""
+    from llguidance import LLMatcher
+
+    return LLMatcher(matcher.tokens.inner, "", log_level=0)
 
 
 def frame(kind: Kind, content: bytes, count: int = 0) -> bytes:

@@ -42,13 +42,22 @@ def test_what_does_not_obey_is_counted(engine: Engine, monkeypatch: pytest.Monke
 
 def test_masks_and_speeds(engine: Engine):
     rows = structured.masks(engine, SIZE)
-    assert [row["schemas"] for row in rows] == ["published", "fields"]
+    assert [row["schemas"] for row in rows] == ["published", "fields", "unbounded"]
     for row in rows:
         assert 0 < row["later_50_ms"] <= row["later_99_ms"] <= row["later_100_ms"]
     cases = {row["case"]: row for row in structured.speeds(engine, SIZE)}
-    assert [*cases] == ["unconstrained", "single", "beside", "constrained", "unconstrained again"]
+    assert [*cases] == [
+        "unconstrained",
+        "single",
+        "beside",
+        "constrained",
+        "unbounded beside",
+        "unbounded constrained",
+        "unconstrained again",
+    ]
     assert all(row["tokens_per_s"] > 0 for row in cases.values())
-    assert {case for case, row in cases.items() if row["free_of_before"] is None} == {"constrained"}
+    without_free = {case for case, row in cases.items() if row["free_of_before"] is None}
+    assert without_free == {"constrained", "unbounded constrained"}
     assert [case for case, row in cases.items() if row["formed_of_before"] is None] == WITHOUT
     assert cases["unconstrained"]["of_before"] == cases["unconstrained"]["free_of_before"] == 1
 

@@ -139,17 +139,18 @@ class Driver:
         while len(self.in_flight) > 1:
             self.read()
         plan, sampled, found = self.in_flight.pop()
-        rows = choose([i for i, row in enumerate(plan.scheduled) if self._may_put_back(plan, row)])
+        rows = choose([i for i, row in enumerate(plan.scheduled) if self._may_put_back(row)])
         for i in rows:
             sampled[i] = self.device.unsample(plan.scheduled[i].sequence)
         self.in_flight.append((self.scheduler.put_back(plan, rows), sampled, found))
         self.scheduler.check_integrity()
         return rows
 
-    def _may_put_back(self, plan: StepPlan, row: ScheduledSequence) -> bool:
+    def _may_put_back(self, row: ScheduledSequence) -> bool:
         sequence, request = row.sequence, row.sequence.request
         runs = request.status is RequestStatus.RUNNING and request.beam is None
-        return runs and plan.is_decode and row.samples and request.live == [sequence]
+        decodes = row.start >= sequence.num_admitted_tokens and row.num_scheduled_tokens == 1
+        return runs and decodes and row.samples and request.live == [sequence]
 
     def _check_plan(self, plan: StepPlan) -> None:
         config = self.scheduler.config

@@ -21,6 +21,7 @@ from jpaged import Engine, SamplingParams, StructuredOutputs
 from jpaged.core.request import Sequence
 from jpaged.core.scheduler import Scheduler
 from jpaged.runtime.results import StepHandle
+from jpaged.serve.api_errors import fault_of
 from jpaged.text.mask_process import Constraint, MaskProcess
 
 SCHEMA: dict[str, Any] = {
@@ -409,6 +410,97 @@ def test_rows_whose_masks_are_late_sit_steps_out(
     assert (len(left) > 0) == (mode != "synchronous")
 
 
+def test_most_rows_of_a_step_may_sit_it_out_where_their_answers_are_heavy(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+):
+    engine = engines(**LOOPS["overlapped"])
+    params = [SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.0)]
+    params += [SamplingParams(max_tokens=30, seed=i, structured_outputs=DATE) for i in range(4)]
+    expected = answers(engine.generate([QUESTION] * 5, params))
+    left = make_late(monkeypatch, chance=0.6, heavy=True)
+    counts, put_back = list[int](), Scheduler.put_back
+
+    def counted(self: Scheduler, plan: Any, rows: Any) -> Any:
+        counts.append(len(rows))
+        return put_back(self, plan, rows)
+
+    monkeypatch.setattr(Scheduler, "put_back", counted)
+    assert answers(engine.generate([QUESTION] * 5, params)) == expected
+    assert left
+    assert max(counts) > 1  # more than a quarter
+
+
+@pytest.mark.parametrize("mode", ["overlapped", "synchronous"])
+def test_answers_end_where_their_last_tokens_are_matched_late(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, mode: str
+):
+    """It is seen with the masks of the next step, or after the last token that was asked for."""
+    engine = engines(**LOOPS[mode])
+    form = {"structured_outputs": DATE, "seed": 1}
+    params = [
+        SamplingParams(max_tokens=30, n=2, **form),
+        SamplingParams(max_tokens=10, **form),  # complete with the last token that it may have
+        SamplingParams(max_tokens=30, stop="no such", logprobs=1, **form),
+        SamplingParams(max_tokens=30, seed=2, structured_outputs=FORMS["choice"]),
+        SamplingParams(max_tokens=15, ignore_eos=True, temperature=0.0),
+    ]
+    prompts = [QUESTION] * len(params)
+    expected = answers(engine.generate(prompts, params))
+    await_taken, num_hidden = MaskProcess.await_taken, 0
+
+    def take_unseen(self: MaskProcess) -> Any:
+        nonlocal num_hidden
+        for answer in await_taken(self):
+            answer.is_stopped, answer.error = False, None
+            num_hidden += 1
+        return set()
+
+    monkeypatch.setattr(MaskProcess, "await_taken", take_unseen)
+    assert answers(engine.generate(prompts, params)) == expected
+    assert num_hidden > 0
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks
+
+
+@pytest.mark.parametrize("mode", ["overlapped", "synchronous"])
+def test_a_stopped_process_stops_no_row_without_a_grammar(engines: Engines, mode: str):
+    """Rows that cannot leave a step fail; the others get their tokens when it has gone on."""
+    engine = engines(**LOOPS[mode])
+    params = SamplingParams(structured_outputs=FORMS["json"], seed=1, max_tokens=120)
+    expected = engine.generate(QUESTION, params)[0].outputs[0].text
+    penalty = SamplingParams(structured_outputs=DATE, max_tokens=60, repetition_penalty=1.2)
+    kept = engine.add_request(QUESTION, params)
+    failing = engine.add_request(QUESTION, penalty)
+    free = engine.add_request(QUESTION, SamplingParams(max_tokens=60, ignore_eos=True))
+    for _ in range(4):
+        engine.step()
+    pids, told, start = mask_processes(), dict[str, Any](), time.monotonic()
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        while free not in told:
+            engine.advance()
+            told |= {it.request_id: it for it in engine.take_deltas() if it.finished}
+        late = engine.add_request(QUESTION, GREEDY)  # one that comes meanwhile is served
+        while late not in told:
+            engine.advance()
+            told |= {it.request_id: it for it in engine.take_deltas() if it.finished}
+        assert time.monotonic() - start < 15  # 30 before the process was taken to hang
+        assert kept not in told
+        assert fault_of(told[failing].error).status == 503
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+    texts = list[str]()
+    while engine.has_work:
+        engine.advance()
+        for delta in engine.take_deltas():
+            told |= {delta.request_id: delta} if delta.finished else {}
+            texts += [it.text for it in delta.deltas]
+    assert told[kept].error is None
+    assert expected.endswith("".join(texts))
+    assert engine.generate(QUESTION, params)[0].outputs[0].text == expected
+
+
 @pytest.mark.parametrize("kind", [2, 5], ids=["of several", "with penalties"])
 def test_rows_that_cannot_be_computed_again_are_waited_for(
     engines: Engines, monkeypatch: pytest.MonkeyPatch, kind: int
@@ -422,20 +514,23 @@ def test_rows_that_cannot_be_computed_again_are_waited_for(
     assert not left or kind == 2  # the last of several may be left
 
 
-def make_late(monkeypatch: pytest.MonkeyPatch, chance: float) -> list[Sequence]:
+def make_late(
+    monkeypatch: pytest.MonkeyPatch, chance: float, *, heavy: bool = False
+) -> list[Sequence]:
     """Let masks take long; gives the sequences whose rows sit a step out, as they do."""
     gather, put_back = MaskProcess.gather, Scheduler.put_back
     rng, left = random.Random(1), list[Sequence]()
 
     def gather_late(self: MaskProcess, items: Any, num_rows: int, may_leave: Any) -> Any:
-        masks, failed, late = gather(self, items, num_rows, None)
-        late = [i for i in range(len(items)) if rng.random() < chance]
+        masks, over, late = gather(self, items, num_rows)
+        ended = {i for i, _ in over}
+        late = [i for i in range(len(items)) if rng.random() < chance and i not in ended]
         until = time.perf_counter() + 0.03
-        while late and may_leave is not None and time.perf_counter() < until:
-            if may_leave(late):
+        while late and time.perf_counter() < until:
+            if may_leave(late, late if heavy else ()):
                 masks[[items[i][1] for i in late]] = 0
-                return masks, failed, late
-        return masks, failed, []
+                return masks, over, late
+        return masks, over, []
 
     def noted(self: Scheduler, plan: Any, rows: Any) -> Any:
         left.extend(plan.scheduled[i].sequence for i in rows)

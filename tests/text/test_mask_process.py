@@ -2,6 +2,7 @@
 with the engine, and no loss where it ends by itself."""
 
 import os
+import re
 import select
 import signal
 import socket
@@ -11,7 +12,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,8 @@ A, B, X = (TOKENIZER.encode(it, add_special_tokens=False)[0] for it in "abx")
 
 @pytest.fixture(scope="module")
 def process() -> MaskProcess:
-    """One for all tests, which takes a second to start."""
-    return MaskProcess(FOLDER, VOCAB_SIZE, frozenset({EOS}))
+    """One for all tests, which takes a second to start. Steps wait for it on a busy machine too."""
+    return MaskProcess(FOLDER, VOCAB_SIZE, frozenset({EOS}), longest_wait=20.0)
 
 
 def begun(process: MaskProcess, form: StructuredOutputs = WORDS, count: int = 1) -> list[Answer]:
@@ -60,7 +61,7 @@ def step(
 ) -> np.ndarray:
     """Masks of a step with answers in some rows; then its tokens are read. They are copied."""
     items = [(answer, row) for row, answer in answers.items()]
-    masks, failed, late = process.gather(items, len(tokens), None)
+    masks, failed, late = process.gather(items, len(tokens))
     assert (failed, late) == ([], [])
     masks = masks.copy()
     process.start((), lambda: np.array(tokens, np.int32), ahead=ahead)
@@ -87,24 +88,24 @@ def test_rows_have_the_masks_of_their_answers(process: MaskProcess, ahead: bool)
 
 def test_what_a_token_ends_is_told_when_it_is_read(process: MaskProcess):
     stopped, failed, other = (*begun(process, StructuredOutputs(choice=["a"]), 2), *begun(process))
-    process.gather([(stopped, 2), (failed, 0), (other, 1)], 3, None)
+    process.gather([(stopped, 2), (failed, 0), (other, 1)], 3)
     process.start((), lambda: np.array([B, A, A], np.int32), ahead=True)
     assert process.await_taken() == {stopped, failed}
     assert (stopped.is_stopped, stopped.error) == (True, None)
     assert isinstance(failed.error, GrammarError)
     assert "structured_outputs.choice cannot be enforced" in str(failed.error)
     assert not other.is_over
-    masks, ((i, error),), _ = process.gather([(other, 0), (failed, 1)], 2, None)
+    masks, ((i, error),), _ = process.gather([(other, 0), (failed, 1)], 2)
     assert (i, str(error)) == (1, str(failed.error))
     assert masks[0].tolist() == mask_of(WORDS, A)
 
 
 def test_those_that_were_left_take_no_token(process: MaskProcess):
     one, other = begun(process, WORDS, 2)
-    process.gather([(one, 0), (other, 1)], 2, None)
+    process.gather([(one, 0), (other, 1)], 2)
     process.start({0}, lambda: np.array([A, B], np.int32), ahead=True)
     process.await_taken()
-    masks, _, _ = process.gather([(one, 0), (other, 1)], 2, None)
+    masks, _, _ = process.gather([(one, 0), (other, 1)], 2)
     assert masks.tolist() == [mask_of(WORDS), mask_of(WORDS, B)]
 
 
@@ -117,15 +118,15 @@ def test_late_ones_are_left_when_the_step_would(process: MaskProcess):
     items = [(quick, 1), (late, 0)]
     asked: list[list[int]] = []
 
-    def may_leave(places: Sequence[int]) -> bool:
-        asked.append([*places])
+    def may_leave(places: Sequence[int], heavy: Collection[int]) -> bool:
+        asked.append([*places, *heavy])
         return len(asked) == 3
 
     masks, failed, left = process.gather(items, 2, may_leave)
     assert (failed, left, asked) == ([], [1], [[1]] * 3)
     assert masks[1].tolist() == mask_of(WORDS)
     threading.Timer(0.1, os.kill, (pid, signal.SIGCONT)).start()
-    masks, failed, left = process.gather(items, 2, lambda places: False)
+    masks, failed, left = process.gather(items, 2)
     assert (failed, left) == ([], [])
     assert masks.tolist() == [mask_of(WORDS)] * 2
 
@@ -137,16 +138,16 @@ def test_a_step_that_fails_gives_no_tokens(process: MaskProcess, left: set[int])
     def fail() -> np.ndarray:
         raise RuntimeError("the device is lost")
 
-    process.gather([(answer, 0)], 1, None)
+    process.gather([(answer, 0)], 1)
     process.start(left, fail, ahead=True)
     assert process.await_taken() == set()
     step(process, {0: answer}, [-1])
-    assert process.gather([(answer, 0)], 1, None)[0][0].tolist() == mask_of(WORDS)
+    assert process.gather([(answer, 0)], 1)[0][0].tolist() == mask_of(WORDS)
 
 
 def test_a_step_s_arrays_are_not_kept(process: MaskProcess):
     (answer,) = begun(process)
-    process.gather([(answer, 0)], 1, None)
+    process.gather([(answer, 0)], 1)
     tokens = partial(np.array, [A], np.int32)
     kept = weakref.ref(tokens), weakref.ref(answer)
     process.start((), tokens, ahead=True)
@@ -164,7 +165,7 @@ def test_places_are_used_again(process: MaskProcess):
     del answers
     assert max(places) <= 2 + 2 * 5  # the process may not have said yet that some are free
     step(process, dict(enumerate(kept)), [A, B])
-    masks, _, _ = process.gather([(it, i) for i, it in enumerate(kept)], 2, None)
+    masks, _, _ = process.gather([(it, i) for i, it in enumerate(kept)], 2)
     assert masks.tolist() == [mask_of(WORDS, A), mask_of(WORDS, B)]
 
 
@@ -194,7 +195,7 @@ def test_forms_come_through_as_they_are(process: MaskProcess):
     ]
     for form in forms:
         (answer,) = begun(process, form)
-        assert process.gather([(answer, 0)], 1, None)[0][0].tolist() == mask_of(form)
+        assert process.gather([(answer, 0)], 1)[0][0].tolist() == mask_of(form)
 
 
 # Its life
@@ -264,7 +265,7 @@ def test_where_it_is_killed_answers_fail_and_the_next_starts_it_again(
     pid = process.pid
     assert pid is not None
     if when == "waiting":
-        process.gather(items, 2, None)
+        process.gather(items, 2)
         os.kill(pid, signal.SIGSTOP)
         process.start((), lambda: np.array([A, B], np.int32), ahead=True)
         threading.Timer(0.1, os.kill, (pid, signal.SIGKILL)).start()
@@ -282,7 +283,7 @@ def test_where_it_is_killed_answers_fail_and_the_next_starts_it_again(
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     after = begun(process)
     assert process.pid != pid
-    _, failed, late = process.gather([*items, (after[0], 2)], 3, None)
+    _, failed, late = process.gather([*items, (after[0], 2)], 3)
     assert ([i for i, _ in failed], late) == ([0, 1], [])
     assert all("structured_outputs" in str(error) for _, error in failed)
     process.start({0, 1}, lambda: np.array([A, A, B], np.int32), ahead=True)
@@ -290,7 +291,7 @@ def test_where_it_is_killed_answers_fail_and_the_next_starts_it_again(
     del answers, items, failed
     places = {it.place for it in begun(process, WORDS, 2)}
     assert len(places) == 2
-    assert process.gather([(after[0], 0)], 1, None)[0][0].tolist() == mask_of(WORDS, B)
+    assert process.gather([(after[0], 0)], 1)[0][0].tolist() == mask_of(WORDS, B)
 
 
 def test_places_of_answers_that_it_did_not_hear_of_are_used_again():
@@ -307,15 +308,63 @@ def test_places_of_answers_that_it_did_not_hear_of_are_used_again():
     assert len({it.place for it in begun(process, WORDS, 3)}) == 3
 
 
+def test_a_stopped_process_is_waited_for_once_and_goes_on_later():
+    """Rows wait `longest_wait` in all, and have their right masks when it has gone on."""
+    process = MaskProcess(FOLDER, VOCAB_SIZE, frozenset({EOS}), longest_wait=0.1)
+    first, second = begun(process, WORDS, 2)
+    items = [(first, 0), (second, 1)]
+    pid = process.pid
+    assert pid is not None
+
+    def no_time(late: Sequence[int], heavy: Collection[int]) -> bool:
+        return process.seconds_left == 0
+
+    process.gather(items, 2)
+    os.kill(pid, signal.SIGSTOP)
+    process.start({1}, lambda: np.array([A, A], np.int32), ahead=True)
+    assert process.await_taken() == set()
+    assert process.seconds_waited >= 0.1
+    for _ in range(3):  # not with the mask that it had
+        masks, over, late = process.gather(items, 2, no_time)
+        assert (over, late) == ([], [0])
+        assert masks[1].tolist() == mask_of(WORDS)
+        process.start({0, 1}, lambda: np.zeros(2, np.int32), ahead=True)
+        assert not process.await_end(first)
+        assert process.seconds_waited == 0.0
+    os.kill(pid, signal.SIGCONT)
+    masks, over, late = process.gather(items, 2)
+    assert (over, late) == ([], [])
+    assert masks.tolist() == [mask_of(WORDS, A), mask_of(WORDS)]
+    assert process.seconds_left > 0
+
+
+def test_an_answer_may_be_found_to_be_over_with_its_masks(process: MaskProcess):
+    """Where its token took longer than `await_taken` waits."""
+    complete, failed = begun(process, StructuredOutputs(choice=["a"]), 2)
+    items = [(complete, 0), (failed, 1)]
+    process.gather(items, 2)
+    process.start((), lambda: np.array([A, B], np.int32), ahead=True)
+    process.await_taken()
+    _, ((i, none), (k, error)), late = process.gather(items, 2)
+    assert (i, none, k, late) == (0, None, 1, [])
+    assert complete.is_stopped
+    assert isinstance(error, GrammarError)
+
+
 def test_one_that_hangs_is_ended():
-    process = MaskProcess(FOLDER, VOCAB_SIZE, frozenset({EOS}), longest_wait=0.2)
+    process = MaskProcess(
+        FOLDER, VOCAB_SIZE, frozenset({EOS}), longest_wait=0.05, longest_silence=20.0
+    )
     (answer,) = begun(process)
     pid = process.pid
     assert pid is not None
-    process.gather([(answer, 0)], 1, None)
+    process._longest_silence = 1.2  # it was started without hurry
+    process.gather([(answer, 0)], 1)
     os.kill(pid, signal.SIGSTOP)
     process.start((), lambda: np.array([A], np.int32), ahead=True)
-    assert process.await_taken() == {answer}
+    process.await_taken()
+    _, ((_, error),), _ = process.gather([(answer, 0)], 1)
+    assert re.match("structured_outputs: the process .* has ended.*: retry", str(error))
     assert is_gone(pid)
 
 
@@ -336,14 +385,15 @@ def test_one_that_has_done_its_work_is_not_ended_for_the_time_it_took(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """As where this process was stopped meanwhile."""
-    process = MaskProcess(FOLDER, VOCAB_SIZE, frozenset({EOS}), longest_wait=0.2)
+    process = MaskProcess(FOLDER, VOCAB_SIZE, frozenset({EOS}), longest_wait=20.0)
     (answer,) = begun(process)
-    process.gather([(answer, 0)], 1, None)
+    process.gather([(answer, 0)], 1)
+    process._longest_silence = 1.1
     pid, wait = process.pid, select.select
 
     def wait_and_be_stopped(socks: Any, *others: Any) -> Any:
         found = wait(socks, [], [], 20)
-        time.sleep(0.3)
+        time.sleep(1.2)
         return found
 
     monkeypatch.setattr(select, "select", wait_and_be_stopped)
@@ -394,23 +444,33 @@ def test_a_step_waits_as_long_as_that_costs_no_more_than_leaving(monkeypatch: py
     now = 10.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     patience = Patience()
-    now += 0.004
-    patience.note_step()  # the step before took 4 ms
+    is_over = partial(patience.is_over, has_plain=True)
+    now += 0.004  # a step
     patience.begin(0.0)
-    assert not patience.is_over(0.125)
+    now += 1.0  # its waiting does not count
+    patience.note_step()
+    patience.begin(0.0)
+    assert is_over(0.0)  # for heavy answers alone
+    assert not is_over(0.125)
     now += 0.0006  # one row in eight: half a millisecond
-    assert patience.is_over(0.125)
-    assert not patience.is_over(0.25)
+    assert is_over(0.125)
+    assert not is_over(0.25)
     now += 0.0005
-    assert patience.is_over(0.25)
+    assert is_over(0.25)
+    assert not is_over(0.3)
+    now += 0.0030  # many rows: a whole step
+    assert is_over(0.3)
+    assert not patience.is_over(0.3, has_plain=False)
     patience.begin(0.002)  # the host has waited for the device
-    now += 0.0021
-    assert not patience.is_over(0.125)
-    now += 0.0005
-    assert patience.is_over(0.125)
+    now += 0.0019
+    assert not is_over(0.0)
+    now += 0.0002
+    assert is_over(0.0)
+    assert not is_over(0.125)
     now += 60
-    assert not patience.is_over(0.3)  # more than a quarter
+    assert not patience.is_over(0.3, has_plain=False)
+    patience.begin(0.0)
     patience.note_step()
     patience.begin(0.0)
     now += 0.26 * 0.05  # a pause between steps is none
-    assert patience.is_over(0.25)
+    assert is_over(0.25)

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from grammar_walks import ENDING, GRAMMARS, TOKENIZER, VOCAB_SIZE, matcher_of
 
-from jpaged import StructuredOutputs
+from bench.synthetic_tokenizer import write_tokenizer
+from jpaged import StructuredOutputs, Tokenizer
 from jpaged.structured_outputs import bounds
-from jpaged.text.grammar import Matcher
+from jpaged.text.grammar import Grammars, Matcher
 from jpaged.text.masks import MaskMaker, MaskMemory, State
 
 WORDS = StructuredOutputs(regex="a(b[c-e]*|a(a[b-d]*|b)|f)|b(a[d-f]*|b|c)")
@@ -30,8 +31,9 @@ WIDTH = -(-VOCAB_SIZE // 32)
 class Made:
     """A maker and its memory; places are given in a row."""
 
-    def __init__(self):
-        self.memory = MaskMemory(20, WIDTH)
+    def __init__(self, grammars: Grammars = GRAMMARS, width: int = WIDTH):
+        self.memory = MaskMemory(20, width)
+        self._grammars = grammars
         self.maker = MaskMaker(self.memory, lambda: None, num_cpus=2)
         self._num_places = 0
 
@@ -39,7 +41,7 @@ class Made:
         """A new answer's place."""
         self._num_places += 1
         self.memory.states[self._num_places] = State.PENDING
-        self.maker.begin([self._num_places], GRAMMARS.submit(form, ending))
+        self.maker.begin([self._num_places], self._grammars.submit(form, ending))
         assert self.settled(self._num_places) == State.MADE
         for token in tokens:
             self.take({self._num_places: token})
@@ -55,7 +57,7 @@ class Made:
 
     def settled(self, place: int) -> State:
         """What an answer is, as soon as nothing of it is pending."""
-        self.wait(lambda: self.memory.states[place] != State.PENDING)
+        self.wait(lambda: not State(self.memory.states[place]).is_pending)
         return State(self.memory.states[place])
 
     def wait(self, is_done: Callable[[], bool]) -> None:
@@ -86,17 +88,17 @@ def mask_of(form: StructuredOutputs, *tokens: int, ending: frozenset[int] = ENDI
     return masks[0].tolist()
 
 
-@pytest.fixture(params=[False, True], ids=["together", "alone"])
-def alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether all masks are made one by one."""
-    if request.param:
-        monkeypatch.setattr("jpaged.text.masks._STRIDE", WIDTH + 1)
-        monkeypatch.setattr(np, "count_nonzero", lambda found, axis=None: np.ones(len(found)))
-    return request.param
+@pytest.fixture(params=["together", "suspect", "heavy"])
+def lane(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers are served together, or after their first token by threads."""
+    late = 60.0 if request.param == "together" else -1.0
+    monkeypatch.setattr("jpaged.text.masks._LATE_SECONDS", late)
+    if request.param == "heavy":
+        monkeypatch.setattr("jpaged.text.masks._HEAVY_TOKEN_SECONDS", -1.0)
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("lane")
 def test_they_are_those_that_are_asked_for(made: Made, form: StructuredOutputs):
     place, other = made.begin(form), made.begin(WORDS)
     assert made.mask(place) == mask_of(form)
@@ -113,7 +115,7 @@ def test_they_are_those_that_are_asked_for(made: Made, form: StructuredOutputs):
 
 
 @pytest.mark.parametrize("ending", [frozenset(), frozenset({5})])
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("lane")
 def test_an_answer_is_ended_by_its_own_tokens(made: Made, ending: frozenset[int]):
     place = made.begin(WORDS, A, B, ending=ending)
     assert made.mask(place) == mask_of(WORDS, A, B, ending=ending)
@@ -141,6 +143,7 @@ def test_the_end_is_taken_in_too(made: Made):
 
 def test_where_no_token_could_be_sampled_none_is_taken_in(made: Made):
     place = made.begin(WORDS)
+    made.memory.states[place] = State.PENDING  # as the engine has it
     made.take({place: -1})
     assert made.mask(place) == mask_of(WORDS)
 
@@ -153,39 +156,140 @@ def test_answers_that_a_process_before_lost_are_not_known(made: Made):
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Matcher], threading.Event]:
-    """Matchers whose masks wait for the event, where they are made alone."""
-    fill, goes_on, slow = Matcher.fill, threading.Event(), list[Matcher]()
+    """Matchers whose tokens and masks wait for the event, wherever they are made."""
+    fill, outcome, goes_on, slow = Matcher.fill, Matcher.outcome, threading.Event(), list[Matcher]()
 
     def fill_late(self: Matcher, rows: np.ndarray, row: int) -> Any:
         if self in slow:
             assert goes_on.wait(20)
         return fill(self, rows, row)
 
+    def match_late(self: Matcher, is_allowed: bool) -> Any:
+        if self in slow:
+            assert goes_on.wait(20)
+        return outcome(self, is_allowed)
+
     monkeypatch.setattr(Matcher, "fill", fill_late)
+    monkeypatch.setattr(Matcher, "outcome", match_late)
     return slow, goes_on
 
 
-def begin_slow(made: Made, slow: list[Matcher]) -> int:
-    """The place of an answer whose next mask is made alone, and waits."""
+def begin_slow(made: Made, slow: list[Matcher], why: str = "is_suspect") -> int:
+    """The place of an answer that a thread serves next, and that waits there."""
     place = made.begin(WORDS)
     answer = made.maker.answers[place]
-    answer.is_wide = True
+    setattr(answer, why, True)
     slow.append(answer.matcher)
     return place
 
 
+@pytest.mark.parametrize("why", ["is_suspect", "is_heavy"])
 def test_one_that_is_slow_holds_no_other_up(
-    made: Made, held: tuple[list[Matcher], threading.Event]
+    made: Made, held: tuple[list[Matcher], threading.Event], why: str
 ):
+    """Neither while its token is matched nor while its mask is made."""
     slow, goes_on = held
-    late, quick = begin_slow(made, slow), made.begin(WORDS)
+    late, quick = begin_slow(made, slow, why), made.begin(WORDS)
     made.take({late: A, quick: B})
     assert made.mask(quick) == mask_of(WORDS, B)
     made.take({quick: A})
     assert made.mask(quick) == mask_of(WORDS, B, A)
-    assert made.memory.states[late] == State.PENDING
+    expected = State.HEAVY if why == "is_heavy" else State.PENDING
+    assert made.memory.states[late] == expected
     goes_on.set()
     assert made.mask(late) == mask_of(WORDS, A)
+
+
+TEXT = StructuredOutputs(json={"type": "string"})
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> tuple[Grammars, int, int]:
+    """Grammars for 4,096 tokens, nearly all of which may follow in a string; two of these tokens,
+    a quote and a letter."""
+    folder = tmp_path_factory.mktemp("words")
+    write_tokenizer(folder, 4096)
+    tokenizer = Tokenizer.from_folder(folder)
+    quote, letter = (tokenizer.encode(it, add_special_tokens=False)[0] for it in '"a')
+    return Grammars(tokenizer, 4096, frozenset({1000})), quote, letter
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> list[Matcher]:
+    """Matchers whose masks were made one by one, each as often as that happened."""
+    fill, found = Matcher.fill, list[Matcher]()
+
+    def noted(self: Matcher, rows: np.ndarray, row: int) -> Any:
+        found.append(self)
+        return fill(self, rows, row)
+
+    monkeypatch.setattr(Matcher, "fill", noted)
+    return found
+
+
+def test_masks_with_many_tokens_are_made_together(
+    words: tuple[Grammars, int, int], alone: list[Matcher], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("jpaged.text.masks._LATE_SECONDS", 60.0, raising=False)
+    grammars, quote, letter = words
+    made = Made(grammars, 4096 // 32)
+    places = [made.begin(TEXT, quote) for _ in range(3)]
+    alone.clear()
+    for _ in range(5):
+        made.take(dict.fromkeys(places, letter))
+        assert [made.settled(it) for it in places] == [State.MADE] * 3
+    assert alone == []
+
+
+def test_slow_masks_are_found_and_made_alone_until_they_are_quick_again(
+    words: tuple[Grammars, int, int], alone: list[Matcher], monkeypatch: pytest.MonkeyPatch
+):
+    """Made together they are seen to take long, made alone it is seen whose they are."""
+    monkeypatch.setattr("jpaged.text.masks._LATE_SECONDS", 0.3)
+    monkeypatch.setattr("jpaged.text.masks._SLOW_SECONDS", 0.005)
+    monkeypatch.setattr("jpaged.text.masks._HEAVY_MASK_SECONDS", 60.0)
+    grammars, quote, letter = words
+    made = Made(grammars, 4096 // 32)
+    place, is_slow = made.begin(TEXT, quote), True
+    together, fill = llguidance.numpy.fill_next_token_bitmask_par, Matcher.fill
+
+    def fill_together(*args: Any) -> None:
+        time.sleep(0.35 * is_slow)
+        together(*args)
+
+    def fill_alone(self: Matcher, rows: np.ndarray, row: int) -> Any:
+        until = time.thread_time() + 0.01 * is_slow
+        while time.thread_time() < until:
+            pass
+        return fill(self, rows, row)
+
+    monkeypatch.setattr(llguidance.numpy, "fill_next_token_bitmask_par", fill_together)
+    monkeypatch.setattr(Matcher, "fill", fill_alone)
+
+    def is_made_alone() -> bool:
+        alone.clear()
+        made.take({place: letter})
+        assert made.settled(place) == State.MADE
+        return alone != []
+
+    assert [is_made_alone() for _ in range(3)] == [False, True, True]
+    is_slow = False
+    assert [is_made_alone() for _ in range(10)] == [True] * 10
+    assert not all(is_made_alone() for _ in range(64))
+
+
+def test_an_ambiguous_grammar_makes_its_answers_heavy(made: Made):
+    """And no others that were served with them."""
+    ambiguous = made.begin(StructuredOutputs(grammar='start: s\ns: s s s | s s | "a"'))
+    plain = StructuredOutputs(regex="a*")
+    others = [made.begin(plain) for _ in range(3)]
+    for _ in range(110):
+        made.take(dict.fromkeys([ambiguous, *others], A))
+        for place in (ambiguous, *others):
+            assert made.settled(place) == State.MADE
+    answers = made.maker.answers
+    assert answers[ambiguous].is_heavy
+    assert not any(answers[it].is_heavy for it in others)
 
 
 def test_a_place_is_free_when_no_thread_writes_to_it(
@@ -233,7 +337,7 @@ class Panic(BaseException):
 
 
 @pytest.mark.parametrize("kind", [OSError, Panic])
-@pytest.mark.parametrize("where", ["tokens", "together", "alone"])
+@pytest.mark.parametrize("where", ["tokens", "heavy", "together", "alone"])
 def test_what_goes_wrong_ends_the_answers_that_it_concerns(
     made: Made, monkeypatch: pytest.MonkeyPatch, where: str, kind: type[BaseException]
 ):
@@ -242,14 +346,16 @@ def test_what_goes_wrong_ends_the_answers_that_it_concerns(
 
     places = [made.begin(WORDS) for _ in range(2)]
     with monkeypatch.context() as patch:
-        if where == "tokens":
+        if where in ("tokens", "heavy"):
             patch.setattr(Matcher, "outcome", fail)
+            for place in places:
+                made.maker.answers[place].is_heavy = where == "heavy"
         elif where == "together":
             patch.setattr(llguidance.numpy, "fill_next_token_bitmask_par", fail)
         else:
             patch.setattr(Matcher, "fill", fail)
             for place in places:
-                made.maker.answers[place].is_wide = True
+                made.maker.answers[place].is_suspect = True
         made.take(dict.fromkeys(places, A))
         for place in places:
             assert f"structured_outputs.regex cannot be enforced: {kind.__name__}: odd" in (
@@ -281,8 +387,8 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_answers(made: Made):
 def test_a_mask_that_takes_too_long_ends_its_answer(made: Made, monkeypatch: pytest.MonkeyPatch):
     """Whose it was is seen when they are made alone; the first of an answer may take long."""
     monkeypatch.setattr(bounds, "MASK_SECONDS", -1.0)
+    monkeypatch.setattr("jpaged.text.masks._LATE_SECONDS", -1.0)
     place = made.begin(WORDS)
-    made.maker.answers[place].is_wide = False
     made.take({place: A})  # together
     assert made.mask(place) == mask_of(WORDS, A)
     made.take({place: A})
