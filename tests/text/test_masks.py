@@ -164,10 +164,10 @@ def held(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Matcher], threading.Even
             assert goes_on.wait(20)
         return fill(self, rows, row)
 
-    def match_late(self: Matcher, is_allowed: bool) -> Any:
+    def match_late(self: Matcher, token_id: int, is_allowed: bool) -> Any:
         if self in slow:
             assert goes_on.wait(20)
-        return outcome(self, is_allowed)
+        return outcome(self, token_id, is_allowed)
 
     monkeypatch.setattr(Matcher, "fill", fill_late)
     monkeypatch.setattr(Matcher, "outcome", match_late)
