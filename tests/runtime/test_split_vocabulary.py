@@ -31,6 +31,7 @@ from jpaged.runtime.sampler import (
 from jpaged.runtime.steps import mask_step
 from jpaged.sampling_params import SamplingParams
 from pallas_kernels import Backend
+from tests.covering import covering
 
 pytestmark = pytest.mark.gpu2
 
@@ -121,8 +122,9 @@ def test_tokens_are_those_of_one_device(level: SamplerLevel, count: int):
     assert found == set(range(count))  # each device had some
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("level", EXCHANGING)
+@pytest.mark.parametrize(
+    ("level", "count"), covering(EXCHANGING, COUNTS, strength=1, keep=lambda _, count: count == 2)
+)
 def test_of_equally_high_tokens_the_lowest_id_wins(level: SamplerLevel, count: int):
     """On one device, on neighbours, on the first and the last, and everywhere."""
     own = V // count
@@ -135,8 +137,10 @@ def test_of_equally_high_tokens_the_lowest_id_wins(level: SamplerLevel, count: i
     np.testing.assert_array_equal(shared.token_ids, one.token_ids)
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("num_real", [37, 33, 3])
+@pytest.mark.parametrize(
+    ("num_real", "count"),
+    covering([37, 33, 3], COUNTS, strength=1, keep=lambda _, count: count == 2),
+)
 def test_a_padded_vocabulary_gives_the_tokens_of_that_without_padding(num_real: int, count: int):
     """Devices that have padding alone too: a token's noise is that of its id in the whole."""
     logits = random_logits(num_real)
@@ -171,8 +175,9 @@ def test_a_row_without_a_finite_maximum_has_no_token_on_any_device(sick: str, le
         )
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("level", GATHERING)
+@pytest.mark.parametrize(
+    ("level", "count"), covering(GATHERING, COUNTS, strength=1, keep=lambda _, count: count == 2)
+)
 def test_where_a_level_needs_whole_rows_all_that_is_said_of_tokens_is_that_of_one_device(
     level: SamplerLevel, count: int
 ):
