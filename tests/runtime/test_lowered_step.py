@@ -29,6 +29,7 @@ from jpaged.runtime.runtime_config import RuntimeConfig
 from jpaged.runtime.sampler import SCORED_GREEDY, SamplerLevel
 from pallas_kernels import Backend
 from pallas_kernels.attention import prefill_hopper
+from tests.covering import covering
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
 KERNEL, PRODUCT = "stablehlo.custom_call @__gpu$xla.gpu.triton", "stablehlo.dot_general"
@@ -112,15 +113,14 @@ def launches(text: str, *more: str) -> Counter:
     return count("main")
 
 
-@pytest.mark.parametrize("rows", [8, 64])
-@pytest.mark.parametrize("shape", [*SHAPES])
+@pytest.mark.parametrize(("shape", "rows"), covering(SHAPES, [8, 64], strength=1))
 def test_a_decode_step_launches_no_more_than_recorded(shape: str, rows: int):
     counted = launches(step(shape, "decode", rows))
     assert NUM_LAYERS <= counted[KERNEL] <= NUM_LAYERS * KERNELS_A_LAYER + KERNELS_BESIDE
     assert NUM_LAYERS <= counted[PRODUCT] <= NUM_LAYERS * PRODUCTS_A_LAYER + PRODUCTS_BESIDE
 
 
-@pytest.mark.parametrize("rows", [8, 32, 256])
+@pytest.mark.parametrize("rows", [8, pytest.param(32, marks=pytest.mark.full), 256])
 def test_a_burst_has_its_step_once_and_samples_it(rows: int):
     """In a loop on the device: it is compiled in the time of one step."""
     names = ("decode", rows), ("decode_burst", (rows, SCORED_GREEDY))
@@ -134,7 +134,7 @@ def test_a_prefill_step_has_no_loop():
     assert "stablehlo.while" not in step("qwen3-0.6b", "prefill", (512, 8))
 
 
-@pytest.mark.parametrize("shape", [*SHAPES])
+@pytest.mark.parametrize("shape", covering(SHAPES, strength=0, keep=lambda it: it == "qwen3-0.6b"))
 def test_a_mixed_step_launches_decode_attention_once_a_layer_more(shape: str):
     """With few sequences it launches none: prefill attention then has the decode rows too."""
     kernels = [launches(step(shape, "prefill", (512, seqs))) for seqs in (8, 256)]
@@ -149,7 +149,11 @@ def test_a_mixed_step_launches_decode_attention_once_a_layer_more(shape: str):
     jax.__version_info__ >= (0, 12),
     reason="takes the kind of device from the mesh, whose devices are processors here",
 )
-@pytest.mark.parametrize("name", [("decode", 64), BURST, ("prefill", (512, 8))], ids=str)
+@pytest.mark.parametrize(
+    "name",
+    [("decode", 64), pytest.param(BURST, marks=pytest.mark.full), ("prefill", (512, 8))],
+    ids=str,
+)
 def test_a_shared_step_sums_over_devices_twice_a_layer(name: tuple):
     """And once for the token embeddings; its layers are not fused, all else has its kernels."""
     recipe = all_recipes("qwen3-0.6b", 2, num_devices=2)[name]
@@ -163,7 +167,11 @@ def test_a_shared_step_sums_over_devices_twice_a_layer(name: tuple):
     jax.__version_info__ >= (0, 12),
     reason="takes the kind of device from the mesh, whose devices are processors here",
 )
-@pytest.mark.parametrize("name", [("decode", 64), BURST, ("prefill", (512, 8))], ids=str)
+@pytest.mark.parametrize(
+    "name",
+    [("decode", 64), pytest.param(BURST, marks=pytest.mark.full), ("prefill", (512, 8))],
+    ids=str,
+)
 def test_a_shared_step_sums_through_peer_memory_where_it_may(name: tuple):
     """XLA's sum is the first one, in which the devices meet; layers take turns of the memory."""
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
@@ -218,8 +226,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     jax.__version_info__ >= (0, 12),
     reason="takes the kind of device from the mesh, whose devices are processors here",
 )
-@pytest.mark.parametrize("name", [("decode", 64), BURST, ("prefill", (512, 8))], ids=str)
-@pytest.mark.parametrize("family", [*FAMILIES])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    covering(FAMILIES, [("decode", 64), BURST, ("prefill", (512, 8))], strength=1),
+)
 def test_sums_of_every_family_take_turns(family: str, name: tuple):
     """The devices meet in XLA's sum, in each step of a burst; then the memory's two places are
     used one after the other, by all of a layer's sums, whatever adds and normalizes them."""
@@ -292,7 +302,9 @@ def test_a_kept_step_is_the_same(name: tuple):
     assert _num_reused(warm) == _num_reused(direct) == num_state_arrays(name)
 
 
-@pytest.mark.parametrize("name", [("decode", 8), BURST], ids=str)
+@pytest.mark.parametrize(
+    "name", [("decode", 8), pytest.param(BURST, marks=pytest.mark.full)], ids=str
+)
 def test_a_kept_step_from_attention_to_attention_is_the_same(name: tuple):
     """Which a decode step of eight rows is where the cores are known; before JAX 0.11 none is."""
     recipe = all_recipes("qwen3-0.6b", NUM_LAYERS)[name]
@@ -337,8 +349,14 @@ def test_no_sampler_sorts():
 FLOAT8 = "float8_e4m3fn"
 
 
-@pytest.mark.parametrize("shape", ["qwen3-0.6b", "llama-3.1-8b"])
-@pytest.mark.parametrize("name", [("decode", 8), ("decode", 256), ("prefill", (512, 256))], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    covering(
+        ["qwen3-0.6b", "llama-3.1-8b"],
+        [("decode", 8), ("decode", 256), ("prefill", (512, 256))],
+        strength=1,
+    ),
+)
 def test_a_step_over_a_float8_pool_launches_what_it_does_over_another(shape: str, name: tuple):
     """But two kernels more a layer before prefill attention: one widens blocks, one attends where
     that has no room. Every layer takes its scales as they lie."""
