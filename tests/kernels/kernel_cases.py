@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import Backend, KVScales, LayerKV
+from tests.covering import covering
 from tests.reference import kernels as reference
 
 IMPLEMENTATIONS = [
@@ -18,6 +19,34 @@ IMPLEMENTATIONS = [
 ]
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 F8 = jnp.float8_e4m3fn
+
+
+def on_backends(*axes, **options):
+    """Return combinations of some options and a backend, the last, as `covering` does.
+
+    The covering set is of the backends that run without a GPU. A GPU runs every combination.
+    """
+    on_gpu = pytest.param(Backend.TRITON, marks=pytest.mark.gpu)
+    without_gpu = covering(*axes, [Backend.INTERPRET, Backend.XLA], **options)
+    return without_gpu + covering(*axes, [on_gpu], strength=1)
+
+
+def in_turn(cases, dtypes, num_by_xla=None):
+    """Return every case on every backend with each dtype.
+
+    The default tier has one dtype of a case and backend, the next one of the next case, and XLA
+    with the first `num_by_xla` cases, or with all.
+    """
+
+    def is_default(case, dtype, backend):
+        turn = cases.index(case)
+        if backend is Backend.XLA:
+            if num_by_xla is not None and turn >= num_by_xla:
+                return False
+            turn += 1
+        return dtypes.index(dtype) == turn % len(dtypes)
+
+    return on_backends(cases, dtypes, strength=0, keep=is_default)
 
 
 def in_pool(x, dtype):
