@@ -11,7 +11,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
-from kernel_cases import BF16, F16, F32, IMPLEMENTATIONS, require
+from kernel_cases import BF16, F16, F32, in_turn, on_backends, require
 
 from pallas_kernels import (
     FP8,
@@ -30,6 +30,7 @@ from pallas_kernels import (
 from pallas_kernels.gemm import fp8_hopper
 from pallas_kernels.gemm.tuning import FewRowsConfig, ManyFP8RowsConfig
 from pallas_kernels.tuning import is_hopper
+from tests.covering import covering
 from tests.reference import kernels as reference
 
 EVERY = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
@@ -59,17 +60,17 @@ def test_what_is_beyond_the_largest_becomes_the_largest(dtype):
     np.testing.assert_array_equal(got, [448] * 5 + [-448, 448, -448, np.nan])
 
 
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", [F32, BF16, F16])
 @pytest.mark.parametrize(
-    ("grouped", "depth"),
-    [(False, 96), (False, 5000), (True, 256), (True, 192), (True, 40), (True, 4224)],
+    ("grouped_and_depth", "dtype", "backend"),
+    in_turn(
+        [(False, 96), (False, 5000), (True, 256), (True, 192), (True, 40), (True, 4224)],
+        [F32, BF16, F16],
+    ),
 )
-def test_rows_have_the_largest_number_where_theirs_is(
-    dtype, grouped: bool, depth: int, backend: Backend
-):
+def test_rows_have_the_largest_number_where_theirs_is(grouped_and_depth, dtype, backend: Backend):
     """A GPU's quotient may be off by its last bit, so what lies halfway may become the other."""
     require(backend)
+    grouped, depth = grouped_and_depth
     x = np.random.default_rng(0).standard_normal((5, depth)) * [[1.0], [1e-3], [300], [0], [1e-7]]
     x = jnp.asarray(x, dtype)
     values, scale = jax.jit(partial(quantize_rows, grouped=grouped, backend=backend))(x)
@@ -92,15 +93,18 @@ def test_rows_have_the_largest_number_where_theirs_is(
         np.testing.assert_array_equal(np.abs(got).max(1) == 448, largest > 0)
 
 
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", [F32, BF16, F16])
 @pytest.mark.parametrize(
-    ("grouped", "width", "partials"),
-    [(False, 96, 1), (True, 96, 2), (False, 4224, 2), (True, 4224, 1), (True, 1024, 4)],
+    ("case", "dtype", "backend"),
+    in_turn(
+        [(False, 96, 1), (True, 96, 2), (False, 4224, 2), (True, 4224, 1), (True, 1024, 4)],
+        [F32, BF16, F16],
+        num_by_xla=2,
+    ),
 )
-def test_norms_bring_their_rows_to_fp8(grouped, width: int, partials: int, dtype, backend: Backend):
+def test_norms_bring_their_rows_to_fp8(case, dtype, backend: Backend):
     """To what a kernel of its own makes of the rows that they would else return."""
     require(backend)
+    grouped, width, partials = case
     rng = np.random.default_rng(0)
     hidden, weight = (jnp.asarray(rng.standard_normal(n), dtype) for n in ((5, width), width))
     update = rng.standard_normal((partials, 5, width))
@@ -118,9 +122,7 @@ def test_norms_bring_their_rows_to_fp8(grouped, width: int, partials: int, dtype
     assert np.mean(same) >= (0.9 if on_gpu else 1.0)
 
 
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("width", [96, 4224])
+@pytest.mark.parametrize(("width", "dtype", "backend"), in_turn([96, 4224], [F32, BF16]))
 def test_all_rows_may_have_the_largest_of_some_scales(width: int, dtype, backend: Backend):
     """By themselves and behind a norm; what is too large then is cut off."""
     require(backend)
@@ -208,14 +210,23 @@ def _gated(columns):
 
 
 # Few rows that a kernel for Hopper GPUs takes, many, and others.
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize(
-    ("rows", "depth", "width"),
-    [(1, 64, 48), (16, 192, 256), (13, 33, 7), (96, 256, 128), (64, 1024, 384), (512, 512, 4096)],
+    ("shape", "dtype", "backend"),
+    in_turn(
+        [
+            (1, 64, 48),
+            (16, 192, 256),
+            (13, 33, 7),
+            (96, 256, 128),
+            (64, 1024, 384),
+            (512, 512, 4096),
+        ],
+        [F32, BF16],
+    ),
 )
-def test_scaled_gemm(rows: int, depth: int, width: int, dtype, backend: Backend):
+def test_scaled_gemm(shape, dtype, backend: Backend):
     require(backend)
+    rows, depth, width = shape
     arguments, exact = _channel_case(rows, depth, width)
     got = jax.jit(partial(scaled_gemm, dtype=dtype, backend=backend))(*arguments)
     assert got.shape[1:] == (rows, width)
@@ -223,21 +234,23 @@ def test_scaled_gemm(rows: int, depth: int, width: int, dtype, backend: Backend)
     _assert_gemm(got.astype(F32).sum(0), exact, _factors(backend), dtype)
 
 
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize(
-    ("rows", "depth", "parts"),
-    [
-        (1, 128, [128]),
-        (16, 256, [128, 256, 128]),
-        (13, 192, [192, 64, 64]),
-        (8, 40, [7]),
-        (512, 512, [1024, 1024]),
-    ],
+    ("shape", "dtype", "backend"),
+    in_turn(
+        [
+            (1, 128, [128]),
+            (16, 256, [128, 256, 128]),
+            (13, 192, [192, 64, 64]),
+            (8, 40, [7]),
+            (512, 512, [1024, 1024]),
+        ],
+        [F32, BF16],
+    ),
 )
-def test_block_scaled_gemm(rows: int, depth: int, parts: list[int], dtype, backend: Backend):
+def test_block_scaled_gemm(shape, dtype, backend: Backend):
     """Blocks begin anew in each part, and the last ones may be smaller."""
     require(backend)
+    rows, depth, parts = shape
     arguments, exact = _block_case(rows, depth, parts)
     run = jax.jit(partial(block_scaled_gemm, rows_of_parts=parts, dtype=dtype, backend=backend))
     got = run(*arguments)
@@ -246,12 +259,13 @@ def test_block_scaled_gemm(rows: int, depth: int, parts: list[int], dtype, backe
     _assert_gemm(got.astype(F32).sum(0), exact, _factors(backend), dtype)
 
 
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize(("rows", "depth", "half"), [(3, 128, 40), (16, 384, 128), (512, 256, 512)])
-@pytest.mark.parametrize("grouped", [False, True])
-def test_gated_gemms_are_activated(grouped, rows, depth, half, dtype, backend):
+@pytest.mark.parametrize(
+    ("shape", "grouped", "dtype", "backend"),
+    on_backends([(3, 128, 40), (16, 384, 128), (512, 256, 512)], [False, True], [F32, BF16]),
+)
+def test_gated_gemms_are_activated(shape, grouped, dtype, backend):
     require(backend)
+    rows, depth, half = shape
     case = _block_case(rows, depth, [half] * 2) if grouped else _channel_case(rows, depth, 2 * half)
     arguments, exact = case
     op = block_scaled_gated_gemm if grouped else scaled_gated_gemm
@@ -306,11 +320,19 @@ def interpreted(monkeypatch):
         yield
 
 
+def _covers_few(case, grouped, gated):
+    """Every case once, grouped ones where a case is about groups, gated ones where it may be."""
+    place = FEW.index(case)
+    return grouped == (place >= 4 or place % 2 == 0) and gated == (place in (1, 3, 5, 7))
+
+
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize(("rows", "depth", "config"), FEW)
-def test_hoppers_few_rows(rows, depth, config, grouped, gated):
+@pytest.mark.parametrize(
+    ("case", "grouped", "gated"),
+    covering(FEW, [False, True], [False, True], strength=1, keep=_covers_few),
+)
+def test_hoppers_few_rows(case, grouped, gated):
+    rows, depth, config = case
     _check_few_rows(rows, depth, config, grouped, gated)
 
 
@@ -343,18 +365,21 @@ def _check_few_rows(rows, depth, config, grouped, gated):
 
 # Less than one tile a program and several; stages that are used again within a tile and not.
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize(
-    ("rows", "depth", "config"),
-    [
-        (128, 128, ManyFP8RowsConfig(2, 5, 1)),
-        (256, 640, ManyFP8RowsConfig(3, 1, 1)),
-        (256, 384, ManyFP8RowsConfig(4, 3, 2)),
-        (128, 384, ManyFP8RowsConfig(2, 2, 2)),
-    ],
+    ("rows_depth_and_config", "grouped", "gated"),
+    covering(
+        [
+            (128, 128, ManyFP8RowsConfig(2, 5, 1)),
+            (256, 640, ManyFP8RowsConfig(3, 1, 1)),
+            (256, 384, ManyFP8RowsConfig(4, 3, 2)),
+            (128, 384, ManyFP8RowsConfig(2, 2, 2)),
+        ],
+        [False, True],
+        [False, True],
+    ),
 )
-def test_hoppers_many_rows(rows, depth, config, grouped, gated):
+def test_hoppers_many_rows(rows_depth_and_config, grouped, gated):
+    rows, depth, config = rows_depth_and_config
     case = _block_case(rows, depth, [512]) if grouped else _channel_case(rows, depth, 512)
     arguments, exact = case
     got = fp8_hopper.many_rows(*arguments, gated=gated, dtype=jnp.dtype(BF16), config=config)
@@ -395,9 +420,17 @@ WIDTHS += [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
 GATED = (6144, 1024), (28672, 4096)
 
 
-@pytest.mark.parametrize("dtype", [BF16, pytest.param(F16, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(F16, marks=pytest.mark.full)])
 @pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("rows", [8, 24, 64, pytest.param(128, marks=pytest.mark.soak), 256, 8192])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        8,
+        *(pytest.param(rows, marks=pytest.mark.full) for rows in (24, 64, 128)),
+        256,
+        pytest.param(8192, marks=pytest.mark.full),
+    ],
+)
 def test_products_in_fp8_are_hoppers_own(rows: int, grouped: bool, dtype):
     """Those of every projection, but by scales of outputs where XLA's keep more SMs busy."""
     for width, depth in WIDTHS:
@@ -420,9 +453,10 @@ def test_products_in_fp8_are_hoppers_own(rows: int, grouped: bool, dtype):
         assert found == ["mosaic_gpu"] or (not grouped and rows >= 256), (width, depth)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, F16])
-@pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("depth", [40, 192, 1024, 3072, 4096, 14336])
+@pytest.mark.parametrize(
+    ("depth", "grouped", "dtype"),
+    covering([40, 192, 1024, 3072, 4096, 14336], [False, True], [F32, BF16, F16], strength=1),
+)
 def test_rows_become_fp8_in_one_kernel(depth: int, grouped: bool, dtype):
     """The norm before them among it."""
     run = partial(quantize_rows, grouped=grouped, backend=Backend.TRITON)
@@ -441,7 +475,7 @@ def test_rows_become_fp8_in_one_kernel(depth: int, grouped: bool, dtype):
     ("kind", "depth", "is_direct"),
     [("NVIDIA H200", 64, True), ("NVIDIA H200", 72, False), ("NVIDIA A100", 64, False)],
 )
-@pytest.mark.parametrize("rows", [1, 8, 32, 300])
+@pytest.mark.parametrize("rows", [1, pytest.param(8, marks=pytest.mark.full), 32, 300])
 def test_gpus_that_can_multiply_numbers_as_they_are(
     rows: int, kind: str, depth: int, is_direct: bool
 ):
