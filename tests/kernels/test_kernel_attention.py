@@ -105,12 +105,12 @@ GPU_CASES += [
 # tiles or padded columns.
 DEFAULT_OPS = {
     "float16-H80-S32-4x1-cap2": ("decode, rope decode, prefill", "decode, rope decode, prefill"),
-    "bfloat16-H128-S128-4x1-cap5-win130": ("decode, rope decode, prefill", "prefill"),
+    "bfloat16-H128-S128-4x1-cap5-win130": ("decode, rope decode, prefill", ""),
     "float32-H128-S24-20x1-win1": ("decode, rope decode, prefill", ""),
     "float32-H5-S8-6x2-win3": ("prefill", ""),
     "bfloat16-H12-S16-4x1": ("rope decode", ""),
-    "float32-H32-S1-6x2-win2": ("decode, rope decode, prefill", ""),
-    "float32-H16-S7-2x2": ("", "decode, rope decode, prefill"),
+    "float32-H32-S1-6x2-win2": ("decode, prefill", ""),
+    "float32-H16-S7-2x2": ("", "decode, prefill"),
     "float16-H32-S256-6x2-win200": ("prefill", "decode, prefill"),
     "float16-H128-S32-20x1-win20-f8x2.5": ("decode, prefill", "decode, rope decode, prefill"),
     "bfloat16-H128-S16-4x1-cap3-f8x0.01": ("rope decode", ""),
@@ -607,7 +607,12 @@ def test_rope_decode_split_counts(splits, window_and_heads, programs_and_percent
 
 @pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
-    ("rows", "keys"), [(16, 16), pytest.param(32, 64, marks=pytest.mark.full), (128, 32)]
+    ("rows", "keys"),
+    [
+        pytest.param(16, 16, marks=pytest.mark.full),
+        pytest.param(32, 64, marks=pytest.mark.full),
+        (128, 32),
+    ],
 )
 def test_prefill_tile_sizes(rows, keys, interpret):
     require(Backend.INTERPRET if interpret else Backend.TRITON)
