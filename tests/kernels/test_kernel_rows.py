@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import BF16, F16, F32, IMPLEMENTATIONS, assert_close, require
+from kernel_cases import BF16, F16, F32, IMPLEMENTATIONS, assert_close, on_backends, require
 
 from pallas_kernels import (
     Backend,
@@ -43,18 +43,25 @@ SHAPES = [
     (F32, 2, (4, 2), 32, True),
     (BF16, 256, (4, 1), 64, False),
 ]
+# The default tier's: by the interpreter each dtype, each kind of head size and number of KV heads
+# (odd, a power of two, more than a tile has), with norms and without; by XLA two.
+INTERPRETED = [SHAPES[i] for i in (1, 2, 5, 9, 12)]
+BY_XLA = [SHAPES[i] for i in (2, 4)]
 EPS = 1e-3
 NUM_BLOCKS = 5
 
 
 def _with_dtypes(*shapes):
-    """Each shape in one dtype and the first in all; every pair on a GPU, where it costs little."""
-    dtypes, cases = (F32, BF16, F16), []
-    for i, shape in enumerate(shapes):
-        for j, dtype in enumerate(dtypes):
-            marks = [pytest.mark.soak] if i and i % len(dtypes) != j else []
-            cases.append(pytest.param(*shape, dtype, marks=marks))
-    return cases
+    """Return each shape with each dtype and backend. The default tier interprets one dtype of a
+    shape, and runs XLA, whose code does not depend on shapes, with the first two."""
+    dtypes = F32, BF16, F16
+
+    def is_default(shape, dtype, backend):
+        turn = shapes.index(shape)
+        is_run = backend is Backend.INTERPRET or turn < 2
+        return is_run and dtypes.index(dtype) == turn % len(dtypes)
+
+    return on_backends(shapes, dtypes, strength=0, keep=is_default)
 
 
 def _case(dtype, block_size, heads, head_size, with_norms, pool_dtype):
@@ -74,10 +81,14 @@ def _case(dtype, block_size, heads, head_size, with_norms, pool_dtype):
     return (qkv, LayerKV(pool, pool), slots, angles), norms
 
 
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("dtype", "block_size", "heads", "head_size", "norms"), SHAPES)
-def test_rope_write_kv(dtype, block_size, heads, head_size, norms, backend):
+def _is_default(shape, backend):
+    return shape in (INTERPRETED if backend is Backend.INTERPRET else BY_XLA)
+
+
+@pytest.mark.parametrize(("shape", "backend"), on_backends(SHAPES, strength=0, keep=_is_default))
+def test_rope_write_kv(shape, backend):
     require(backend)
+    dtype, block_size, heads, head_size, norms = shape
     arrays, norms = _case(dtype, block_size, heads, head_size, norms, dtype)
     run = jax.jit(partial(rope_write_kv, norms=norms, backend=backend))
     q, pool = run(*arrays)
@@ -104,11 +115,20 @@ def test_rope_write_kv(dtype, block_size, heads, head_size, norms, backend):
         np.testing.assert_array_equal(pool.v[block, offset], values[token])
 
 
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("dtype", "block_size", "heads", "head_size", "norms"), SHAPES[:7])
-def test_write_without_rotation(dtype, block_size, heads, head_size, norms, backend):
+@pytest.mark.parametrize(
+    ("shape", "backend"),
+    on_backends(
+        SHAPES[:7],
+        strength=0,
+        keep=lambda shape, backend: (
+            shape == (SHAPES[1] if backend is Backend.INTERPRET else SHAPES[2])
+        ),
+    ),
+)
+def test_write_without_rotation(shape, backend):
     """Of split-K partials, where there is more than one, the sum."""
     require(backend)
+    dtype, block_size, heads, head_size, norms = shape
     (qkv, kv, slots, _), norms = _case(dtype, block_size, heads, head_size, norms, dtype)
     run = jax.jit(partial(rope_write_kv, norms=norms, dtype=dtype, backend=backend))
     halves = jnp.concatenate([qkv.astype(F32) / 2] * 2)
@@ -162,12 +182,13 @@ def test_no_token_sees_another(backend):
     assert np.isnan(np.asarray(ruined.k[0, 0], np.float32)).all()
 
 
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
-    ("rows", "size", "dtype"), _with_dtypes((1, 64), (5, 96), (8, 1024), (3, 5120), (2, 8192))
+    ("shape", "dtype", "backend"),
+    _with_dtypes((1, 64), (5, 96), (8, 1024), (3, 5120), (2, 8192)),
 )
-def test_add_rms_norm(rows, size, dtype, backend):
+def test_add_rms_norm(shape, dtype, backend):
     require(backend)
+    rows, size = shape
     rng = np.random.default_rng(4)
     hidden, update = (jnp.asarray(rng.standard_normal((rows, size)), dtype) for _ in range(2))
     hidden = hidden.at[-1].multiply(jnp.asarray(2, dtype))
@@ -186,7 +207,9 @@ def test_add_rms_norm(rows, size, dtype, backend):
     assert_close(np.asarray(want)[:, None], plain, dtype)
 
 
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "backend", on_backends(strength=0, keep=lambda backend: backend is Backend.INTERPRET)
+)
 def test_scales_of_norms_may_be_float32(backend):
     """Of rows in bfloat16 too: the scale is not rounded to it, in no op."""
     require(backend)
@@ -222,12 +245,13 @@ def test_scales_of_norms_may_be_float32(backend):
         assert np.mean(other[live] != want[live]) > 0.1
 
 
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
-    ("rows", "size", "dtype"), _with_dtypes((2, 8704), (1, 9000), (300, 1024), (80, 14336))
+    ("shape", "dtype", "backend"),
+    _with_dtypes((2, 8704), (1, 9000), (300, 1024), (80, 14336)),
 )
-def test_gated_silu(rows, size, dtype, backend):
+def test_gated_silu(shape, dtype, backend):
     require(backend)
+    rows, size = shape
     values = np.random.default_rng(7).standard_normal((rows, 2, size))
     values[:, 0] *= np.linspace(1, 30, size)  # where the exponential is all there is, or nothing
     gate_up = jnp.asarray(values, dtype)
@@ -273,8 +297,8 @@ def test_parts_are_summed_and_rounded_first(backend):
 # Rows, depth, width: some that Hopper's own kernel takes, in one tile of rows and in two, with 128
 # columns a program and more steps than fit its ring (the wide one); and some that it does not.
 GEMMS = [
-    (8, 1024, 64),
     (24, 192, 128),
+    (8, 1024, 64),
     (64, 2048, 256),
     (96, 1024, 192),
     (192, 320, 64),
@@ -297,11 +321,11 @@ def _assert_gemm(got, exact, depth, dtype):
     assert np.abs(np.asarray(got, np.float64) - exact).max() <= allowed * np.abs(exact).max()
 
 
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("rows", "depth", "width", "dtype"), _with_dtypes(*GEMMS))
-def test_split_k_gemm(rows, depth, width, dtype, backend):
+@pytest.mark.parametrize(("shape", "dtype", "backend"), _with_dtypes(*GEMMS))
+def test_split_k_gemm(shape, dtype, backend):
     """Split or not, the sum is the GEMM's result."""
     require(backend)
+    rows, depth, width = shape
     x, weight = _factors(6, (rows, depth), (depth, width), dtype)
     partials = jax.jit(partial(split_k_gemm, backend=backend))(x, weight)
     assert partials.dtype == (dtype if len(partials) == 1 else F32)
@@ -312,10 +336,10 @@ def test_split_k_gemm(rows, depth, width, dtype, backend):
     _assert_gemm(sum_partials(partials, F32), exact, depth, partials.dtype)
 
 
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("rows", "depth", "width", "dtype"), _with_dtypes(*GEMMS))
-def test_gated_gemm(rows, depth, width, dtype, backend):
+@pytest.mark.parametrize(("shape", "dtype", "backend"), _with_dtypes(*GEMMS))
+def test_gated_gemm(shape, dtype, backend):
     require(backend)
+    rows, depth, width = shape
     x, weight = _factors(8, (rows, depth), (depth, 2, width), dtype)
     out = jax.jit(partial(gated_gemm, backend=backend))(x, weight)
     assert (out.shape, out.dtype) == ((rows, width), dtype)
