@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import BF16, F8, F16, F32, IMPLEMENTATIONS, in_pool, require
+from kernel_cases import BF16, F8, F16, F32, IMPLEMENTATIONS, in_pool, on_backends, require
 
 from pallas_kernels import (
     FP8_PAIR,
@@ -27,16 +27,26 @@ SHAPES = [(F32, 8, 2, 80), (BF16, 16, 3, 64), (F16, 128, 1, 256), (BF16, 24, 32,
 SHAPES += [(F32, 8, 1, 1), (BF16, 8, 2, 5), (F16, 16, 3, 8), (BF16, 8, 2, 12), (F32, 8, 2, 24)]
 SHAPES += [(F32, 1, 2, 5), (BF16, 4, 2, 64), (F16, 256, 2, 80), (F16, 1, 1, 1)]
 COPIED = [*SHAPES, (F8, 16, 2, 64), (F8, 8, 3, 6), (F8, 1, 1, 2)]
+# The default tier's, by the interpreter: rows and blocks of a power of two or not, of one chunk and
+# of several, of one element. XLA's code does not depend on sizes: one of each dtype.
+INTERPRETED = [SHAPES[i] for i in (0, 1, 3, 4, 11, 12)]
+BY_XLA = [SHAPES[i] for i in (0, 1, 2)]
+
+
+def _is_default(shape, backend):
+    if shape[0] == F8:
+        return shape[3] == 6
+    return shape in (INTERPRETED if backend is Backend.INTERPRET else BY_XLA)
 
 
 def _pool(rng, dtype, *shape):
     return LayerKV(*(in_pool(rng.standard_normal(shape), dtype) for _ in range(2)))
 
 
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("dtype", "block_size", "num_kv_heads", "head_size"), SHAPES)
-def test_write_kv(dtype, block_size, num_kv_heads, head_size, backend):
+@pytest.mark.parametrize(("shape", "backend"), on_backends(SHAPES, strength=0, keep=_is_default))
+def test_write_kv(shape, backend):
     require(backend)
+    dtype, block_size, num_kv_heads, head_size = shape
     rng = np.random.default_rng(1)
     kv = _pool(rng, dtype, 5, block_size, num_kv_heads, head_size)
     k, v = _pool(rng, dtype, 6, num_kv_heads, head_size)
@@ -55,14 +65,19 @@ def _bits(array):
     return np.where(np.isnan(wide), np.uint8(0x7F), np.where(wide == 0, np.uint8(0), bits))
 
 
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-@pytest.mark.parametrize("scales", [None, (0.5, 4.0), (3.0, 0.07)])
 @pytest.mark.parametrize(
-    ("dtype", "heads"), [(BF16, (3, 24)), (F16, (3, 2)), (F32, (3, 6)), (BF16, (17, 128))]
+    ("dtype_and_heads", "scales", "backend"),
+    on_backends(
+        [(BF16, (3, 24)), (F16, (3, 2)), (F32, (3, 6)), (BF16, (17, 128))],
+        [None, (0.5, 4.0), (3.0, 0.07)],
+        strength=1,
+        keep=lambda _, scales, backend: backend is Backend.INTERPRET and scales == (3.0, 0.07),
+    ),
 )
-def test_a_float8_pool_stores_quotients(dtype, heads, scales, backend):
+def test_a_float8_pool_stores_quotients(dtype_and_heads, scales, backend):
     """On a GPU a quotient may be an ulp off, which decides where it lies between two numbers."""
     require(backend)
+    dtype, heads = dtype_and_heads
     rng = np.random.default_rng(3)
     kv = _pool(rng, F8, 5, 8, *heads)
     k, v = (jnp.asarray(rng.standard_normal((4, *heads)) * 200, dtype) for _ in range(2))
@@ -99,9 +114,15 @@ def _stored_by(op, values, scales, backend):
     return rope_decode_attention(qkv, kv, slots[:, None], lens, turned, **options)[1]
 
 
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.25, 2.0)])
-@pytest.mark.parametrize("op", ["write", "write of fused rows", "rope and decode"])
+@pytest.mark.parametrize(
+    ("op", "scales", "backend"),
+    on_backends(
+        ["write", "write of fused rows", "rope and decode"],
+        [(1.0, 1.0), (0.25, 2.0)],
+        strength=1,
+        keep=lambda _, scales, backend: backend is Backend.INTERPRET and scales == (0.25, 2.0),
+    ),
+)
 def test_every_number_is_rounded_alike(op, scales, backend):
     """All of bfloat16: to the nearest, ties to even, 448 beyond it, NaN to NaN."""
     require(backend)
@@ -116,14 +137,26 @@ def test_every_number_is_rounded_alike(op, scales, backend):
         np.testing.assert_array_equal(_bits(part).reshape(256, 256), _bits(want))
 
 
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-@pytest.mark.parametrize("with_norms", [True, False])
-@pytest.mark.parametrize(("num_partials", "size"), [(1, 24), (3, 24), (1, 4), (1, 128)])
-def test_rotated_keys_go_into_a_float8_pool_as_into_another(
-    num_partials, size, with_norms, backend
-):
+@pytest.mark.parametrize(
+    ("partials_and_size", "with_norms", "backend"),
+    on_backends(
+        [(1, 24), (3, 24), (1, 4), (1, 128)],
+        [True, False],
+        strength=0,
+        keep=lambda *it: (
+            it
+            in (
+                ((3, 24), True, Backend.INTERPRET),
+                ((1, 4), False, Backend.INTERPRET),
+                ((1, 128), True, Backend.XLA),
+            )
+        ),
+    ),
+)
+def test_rotated_keys_go_into_a_float8_pool_as_into_another(partials_and_size, with_norms, backend):
     """Rounded once more; queries are the same."""
     require(backend)
+    num_partials, size = partials_and_size
     rng = np.random.default_rng(4)
     shape, slots = (num_partials, 5, 6 + 2 * 2, size), jnp.asarray([8, 39, -1, 40, 3], jnp.int32)
     qkv = jnp.asarray(rng.standard_normal(shape), BF16 if num_partials == 1 else F32)
@@ -145,10 +178,10 @@ def test_rotated_keys_go_into_a_float8_pool_as_into_another(
         np.testing.assert_array_equal(_bits(got), _bits(reference.float8(want, scale[0])))
 
 
-@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("dtype", "block_size", "num_kv_heads", "head_size"), COPIED)
-def test_copy_blocks(dtype, block_size, num_kv_heads, head_size, backend):
+@pytest.mark.parametrize(("shape", "backend"), on_backends(COPIED, strength=0, keep=_is_default))
+def test_copy_blocks(shape, backend):
     require(backend)
+    dtype, block_size, num_kv_heads, head_size = shape
     rng = np.random.default_rng(2)
     shape = (6, block_size, num_kv_heads, head_size)
     pool = tuple(_pool(rng, dtype, *shape) for _ in range(3))
