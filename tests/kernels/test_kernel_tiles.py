@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.attention.tiles import decode_rows_apart, tile_map, window_map
+from tests.covering import covering
 
 
 def _ragged(seed):
@@ -16,8 +17,7 @@ def _ragged(seed):
     return seq_lens, query_lens, starts, int(starts[-1]) + int(rng.integers(0, 40))
 
 
-@pytest.mark.parametrize("tile_size", [1, 8, 32])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("seed", "tile_size"), covering(range(4), [1, 8, 32], strength=1))
 def test_every_row_has_one_tile(tile_size, seed):
     seq_lens, query_lens, starts, num_tokens = _ragged(seed)
     tiles = tile_map(
@@ -59,9 +59,9 @@ def test_every_row_is_in_one_tile_of_an_aligned_window(window, seed):
     np.testing.assert_array_equal(owners, expected)
 
 
-@pytest.mark.parametrize("tile_size", [8, 32])
 @pytest.mark.parametrize(
-    "query_lens", [[1, 1, 1, 9, 1, 0], [1] * 40, [1] * 40 + [70, 0, 0], [4, 1]]
+    ("query_lens", "tile_size"),
+    covering([[1, 1, 1, 9, 1, 0], [1] * 40, [1] * 40 + [70, 0, 0], [4, 1]], [8, 32], strength=1),
 )
 def test_leading_rows_of_one_token_are_left_to_others(query_lens, tile_size):
     """In both maps all other rows have a tile still, and these have none."""
