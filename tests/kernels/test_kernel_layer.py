@@ -68,7 +68,9 @@ def error(got, want):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("num_rows", [1, 3, 8])
-@pytest.mark.parametrize("sizes", [SMALL, ODD], ids=["small", "odd"])
+@pytest.mark.parametrize(
+    "sizes", [pytest.param(SMALL, id="small"), pytest.param(ODD, id="odd", marks=pytest.mark.full)]
+)
 def test_as_exact_as_the_ops_one_by_one(sizes, num_rows, backend):
     """In bfloat16, against float64, and the same every time."""
     require(backend)
