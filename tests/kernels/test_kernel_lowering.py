@@ -35,6 +35,7 @@ from pallas_kernels import (
     truncation_mask,
     write_kv,
 )
+from tests.covering import covering
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
 WHOLE_H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
@@ -124,8 +125,15 @@ def _operations(dtype, head_size, block_size=S, pool_dtype=None):
     }
 
 
-@pytest.mark.parametrize("head_size", [4, 24, 64, 128, pytest.param(256, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize(
+    ("dtype", "head_size"),
+    covering(
+        [F32, BF16, F16],
+        [4, 24, 64, 128, 256],
+        strength=0,
+        keep=lambda *it: it in ((F32, 128), (BF16, 4), (BF16, 128), (F16, 24)),
+    ),
+)
 def test_ops_over_a_float8_pool_lower_to_one_triton_kernel(dtype, head_size):
     """Prefill attention by Hopper's own is two, one of which widens the blocks that it reads; the
     Triton kernel follows for sequences that have no room, if there can be any."""
@@ -168,7 +176,6 @@ def test_scales_are_inputs_of_the_kernels():
 
 # Every kind of head size: far under a tensor core's factor, no power of two, the widest.
 HEAD_SIZES = (2, 8, 12, 16, 24, 32, 40, 64, 80, 96, 128, 200, 256)
-OFTEN = (2, 24, 64, 128, 200)  # the others in a nightly run
 DTYPES = {"f32": F32, "bf16": BF16, "f16": F16}
 LOWERED = {
     f"{name}-{size}": (dtype, size)
@@ -176,13 +183,15 @@ LOWERED = {
     for j, (name, dtype) in enumerate(DTYPES.items())
     if size in (8, 128) or (i + j) % 3 == 0
 }
+DEFAULT = ("f32-2", "f16-24", "f16-64", "bf16-128", "bf16-200")
+assert {*DEFAULT} <= {*LOWERED}
 
 
 @pytest.mark.parametrize(
     ("dtype", "head_size"),
     [
-        pytest.param(*each, marks=[] if each[1] in OFTEN else pytest.mark.soak)
-        for each in LOWERED.values()
+        pytest.param(*each, marks=[] if name in DEFAULT else pytest.mark.full)
+        for name, each in LOWERED.items()
     ],
     ids=LOWERED,
 )
@@ -196,7 +205,7 @@ def test_lowers_to_one_kernel_an_op(dtype, head_size):
 
 @pytest.mark.parametrize(
     "block_size",
-    [1, 7, 8, 256, *(pytest.param(size, marks=pytest.mark.soak) for size in (2, 4, 32, 64, 128))],
+    [7, 8, 256, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 2, 4, 32, 64, 128))],
 )
 def test_blocks_of_every_size_lower(block_size):
     """Hopper's own prefill takes those that its copies can be made of."""
@@ -211,9 +220,14 @@ def test_blocks_of_every_size_lower(block_size):
 
 
 @pytest.mark.parametrize(
-    "block_size", [16, *(pytest.param(size, marks=pytest.mark.soak) for size in (8, 256))]
+    ("heads", "block_size"),
+    covering(
+        [(1, 1), (6, 2), (12, 2), (32, 8), (16, 1), (40, 2), (32, 1)],
+        [16, 8, 256],
+        strength=0,
+        keep=lambda *it: it in (((6, 2), 16), ((16, 1), 16), ((40, 2), 16)),
+    ),
 )
-@pytest.mark.parametrize("heads", [(1, 1), (6, 2), (12, 2), (32, 8), (16, 1), (40, 2), (32, 1)])
 def test_hoppers_prefill_lowers_for_groups_and_blocks(heads, block_size):
     kv = LayerKV(*(_floats(BF16, P, block_size, heads[1], 128) for _ in range(2)))
     arguments = _floats(BF16, T, heads[0], 128), kv, _ints(B, M), _ints(B + 1), _ints(B)
@@ -251,7 +265,7 @@ def test_gated_gemms_of_many_rows_are_hoppers_own(rows, width, kernel):
     assert "dot_general" not in text
 
 
-@pytest.mark.parametrize("width", [24, 50257, 151936])
+@pytest.mark.parametrize("width", [24, pytest.param(50257, marks=pytest.mark.full), 151936])
 def test_truncation_lowers_to_five_kernels(width):
     row = jax.ShapeDtypeStruct((B,), F32)
 
@@ -263,7 +277,7 @@ def test_truncation_lowers_to_five_kernels(width):
     assert re.findall(KERNEL_CALL, _lowered(run, *arguments)) == ["triton"] * 5
 
 
-@pytest.mark.parametrize("width", [24, 50257, 151936])
+@pytest.mark.parametrize("width", [24, pytest.param(50257, marks=pytest.mark.full), 151936])
 def test_scores_lower_to_two_kernels_with_the_choice_or_without(width):
     logits, wanted = _floats(F32, B, width), jax.ShapeDtypeStruct((B,), jnp.bool_)
     options = {"count": 20, "backend": Backend.TRITON}
