@@ -92,6 +92,19 @@ def test_text(serve: Run):
     serve(scenario)
 
 
+def test_cached_prompt_tokens_are_not_input_tokens(serve: Run):
+    async def scenario(server: Server) -> None:
+        messages = [{"role": "user", "content": "Count from 3 to 7, " * 4}]
+        counted = await server.http.post(f"{PATH}/count_tokens", json={"messages": messages})
+        await ask(server, messages=messages, max_tokens=1)
+        used = (await ask(server, messages=messages, max_tokens=1))["usage"]
+        cached = used["cache_read_input_tokens"]
+        assert cached > 0
+        assert used["input_tokens"] + cached == counted.json()["input_tokens"]
+
+    serve(scenario)
+
+
 def test_a_stop_sequence_is_told(serve: Run):
     async def scenario(server: Server) -> None:
         asked = {"temperature": 0, "messages": [{"role": "user", "content": "Count from 3 to 7"}]}

@@ -181,6 +181,25 @@ def test_openais_client_makes_a_round_trip(talk: Run, scripted: ScriptedEngine):
     talk(scenario)
 
 
+def test_text_after_a_call_begins_another_message(talk: Run, scripted: ScriptedEngine):
+    async def scenario(server: Server) -> None:
+        scripted.say("So.")
+        given = [MESSAGE, MADE, {"role": "assistant", "content": "I wait."}, OUTPUT]
+        await ask(server, input=given)
+        assert "(user:a)(assistant: a f)(assistant:I wait.)(toola:b)" in scripted.prompts[-1]
+
+    talk(scenario)
+
+
+def test_last_item_of_an_aborted_answer_is_incomplete(talk: Run, scripted: ScriptedEngine):
+    async def scenario(server: Server) -> None:
+        scripted.say("I lo", reason="abort")
+        made = await ask(server)
+        assert (made["status"], made["output"][0]["status"]) == ("failed", "incomplete")
+
+    talk(scenario)
+
+
 class Box(pydantic.BaseModel):
     """What `.parse()` is given."""
 

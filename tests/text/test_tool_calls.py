@@ -180,6 +180,11 @@ TRANSCRIPTS: list[tuple[str, str, Told]] = [
         "<tool_call>\n<function=get_weather>\n<parameter=days>\n12",
         [("call", "get_weather", '{"days": 12')],
     ),
+    (  # the line break is of the closing tag if one follows, and of the value here
+        "qwen3_xml",
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nPar\n",
+        [("call", "get_weather", '{"city": "Par\\n')],
+    ),
     ("qwen3_xml", "<tool_call><function=now>", [("call", "now", "{")]),
     (
         "qwen3_xml",
