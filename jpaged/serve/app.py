@@ -26,6 +26,7 @@ from jpaged.serve.exchange import (
     large_json,
 )
 from jpaged.serve.messages_api import (
+    ANTHROPIC_ERROR,
     CountTokensRequest,
     MessagesRequest,
     Messaging,
@@ -57,28 +58,40 @@ _BODIES: dict[str, tuple[type, str]] = {
     "/detokenize": (DetokenizeRequest, "The text of token ids."),
 }
 MESSAGES = "/v1/messages"
-"""Whose errors are Anthropic's, as are those of what is below it."""
+"""Errors at this path and below it have Anthropic's form."""
 
+_PING = "/ping"
+_MODEL = "/v1/models/{name}"
 _READS = {
     "/v1/models": "What the model may be called.",
+    _MODEL: "One of the model's names.",
     "/health": "200 as long as the engine's loop goes round, else 503.",
     "/ready": "200 as long as new requests are welcome, else 503.",
-    "/ping": "The same as /health.",
+    _PING: "The same as /health.",
     "/version": "jpaged's version.",
     "/load": "Requests in flight.",
     "/metrics": "Figures for Prometheus, with vLLM's names.",
     "/openapi.json": "This.",
 }
 _STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
-_ERRORS = {
-    "400": "A field is not acceptable; `param` names it.",
+_NO_MODEL = {"404": "There is no such model."}
+_ERRORS_OF_READS = {
     "403": "The Host is not one that this server has (`--allowed-hosts`).",
-    "404": "There is no such model.",
+    "503": "The server is full, starts, hangs or shuts down; Retry-After says when to come back.",
+}
+_ERRORS_OF_BODIES = {
+    "400": "A field is not acceptable; the error names it.",
+    **_NO_MODEL,
     "413": "The body is too large.",
     "415": "The body is not said to be JSON.",
     "429": "This client has its share in flight; Retry-After says when to come back.",
     "500": "The request failed on the server.",
-    "503": "The server is full, starts, hangs or shuts down; Retry-After says when to come back.",
+    **_ERRORS_OF_READS,
+}
+_MODEL_NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+_KEYS = {
+    "key": {"type": "http", "scheme": "bearer"},
+    "anthropic_key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
 _DENIED = {"401": "The API key is missing or wrong."}
 _NULLABLE_TEXT = {"type": ["string", "null"]}
@@ -110,17 +123,19 @@ _LARGE_ANSWER = 16 * 1024
 
 def openapi() -> dict[str, Any]:
     """The API, as OpenAPI 3.1 has it."""
-    reads = {path: {"get": _operation(path, meaning)} for path, meaning in _READS.items()}
-    posts = {path: {"post": _post(path)} for path in _BODIES}
+    paths = {path: {"get": _operation(path, meaning)} for path, meaning in _READS.items()}
+    paths[_PING]["post"] = paths[_PING]["get"]
+    paths[_MODEL] |= {"parameters": [_MODEL_NAME]}
+    schemas = components(*(body for body, _ in _BODIES.values()))
     return {
         "openapi": "3.1.0",
         "info": {"title": "jpaged", "version": __version__},
-        "paths": posts | reads,
+        "paths": {path: {"post": _post(path)} for path in _BODIES} | paths,
         "components": {
-            "schemas": components(*(body for body, _ in _BODIES.values())) | {"Error": _ERROR},
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "schemas": schemas | {"Error": _ERROR, "AnthropicError": ANTHROPIC_ERROR},
+            "securitySchemes": _KEYS,
         },
-        "security": [{}, {"key": []}],
+        "security": [{}, *({name: []} for name in _KEYS)],
     }
 
 
@@ -128,13 +143,17 @@ def _post(path: str) -> dict[str, Any]:
     record, meaning = _BODIES[path]
     schema = {"$ref": f"#/components/schemas/{record.__name__}"}
     body = {"required": True, "content": {"application/json": {"schema": schema}}}
-    return _operation(path, meaning, _ERRORS) | {"requestBody": body}
+    return _operation(path, meaning, _ERRORS_OF_BODIES) | {"requestBody": body}
 
 
-def _operation(path: str, meaning: str, errors: dict[str, str] | None = None) -> dict[str, Any]:
-    told = dict(errors or {"503": _ERRORS["503"]})
+def _operation(
+    path: str, meaning: str, errors: dict[str, str] = _ERRORS_OF_READS
+) -> dict[str, Any]:
+    told = errors | (_NO_MODEL if path == _MODEL else {})
     told |= {} if path in OPEN_PATHS else _DENIED
-    answers = {status: _error(text) for status, text in told.items()}
+    answers = {status: _error(path, text) for status, text in told.items()}
+    if path in OPEN_PATHS:
+        answers["503"] = {"description": "No."}
     return {"summary": meaning, "responses": {"200": _success(path), **answers}}
 
 
@@ -146,14 +165,15 @@ def _success(path: str) -> dict[str, Any]:
     return {"description": "The answer.", "content": {kind: {} for kind in kinds}}
 
 
-def _error(meaning: str) -> dict[str, Any]:
-    schema = {"$ref": "#/components/schemas/Error"}
+def _error(path: str, meaning: str) -> dict[str, Any]:
+    name = "AnthropicError" if _is_anthropics(path) else "Error"
+    schema = {"$ref": f"#/components/schemas/{name}"}
     return {"description": meaning, "content": {"application/json": {"schema": schema}}}
 
 
 def make_app(serving: Serving) -> ASGIApp:
     """The application: endpoints behind Hosts and keys, every failure an answer."""
-    return SurplusGuard(App(serving))
+    return SurplusGuard(App(serving), _refusal)
 
 
 class App:
@@ -176,7 +196,7 @@ class App:
             Route("/detokenize", self._detokenize, methods=["POST"]),
             Route("/health", self._health, methods=["GET"]),
             Route("/ready", self._ready, methods=["GET"]),
-            Route("/ping", self._health, methods=["GET", "POST"]),
+            Route(_PING, self._health, methods=["GET", "POST"]),
             Route("/version", self._version, methods=["GET"]),
             Route("/load", self._load, methods=["GET"]),
             Route("/metrics", self._metrics, methods=["GET"]),
@@ -187,7 +207,7 @@ class App:
         self._router = Router(routes, redirect_slashes=False, default=_nowhere)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, as ASGI has it; what is raised before an answer began in OpenAI's shape."""
+        """Answer, as ASGI has it; what is raised before an answer began is told as its API does."""
         started = False
 
         async def watched(message: Message) -> None:
@@ -206,8 +226,7 @@ class App:
         except Exception as error:
             if started:
                 raise
-            refusal = anthropic_answer if _is_anthropics(scope["path"]) else error_answer
-            await refusal(as_api_error(error))(scope, receive, send)
+            await _refusal(scope["path"], as_api_error(error))(scope, receive, send)
 
     async def _completions(self, request: Request) -> Response:
         return await self._generate(request, CompletionRequest, Completion, "cmpl-")
@@ -365,6 +384,11 @@ class App:
 
 def _is_anthropics(path: str) -> bool:
     return path == MESSAGES or path.startswith(f"{MESSAGES}/")
+
+
+def _refusal(path: str, error: ApiError) -> Response:
+    """An error as an answer of the API that has the path."""
+    return anthropic_answer(error) if _is_anthropics(path) else error_answer(error)
 
 
 async def _nowhere(scope: Scope, receive: Receive, send: Send) -> None:

@@ -298,10 +298,19 @@ class StrictConnection(h11.Connection):
 
 
 class SurplusGuard:
-    """Answers on connections beyond the limit only whether the server lives, and hangs up."""
+    """Answers on connections beyond the limit only whether the server lives, and hangs up.
 
-    def __init__(self, app: ASGIApp):
-        self._app = app
+    Args:
+        app: Answers on the other connections.
+        refusal: Makes the answer that tells an error at a path.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        refusal: Callable[[str, ApiError], ASGIApp] = lambda path, error: error_answer(error),
+    ):
+        self._app, self._refusal = app, refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on or refuse, as ASGI has it."""
@@ -317,7 +326,7 @@ class SurplusGuard:
             await self._app(scope, receive, send_last)
         else:
             error = not_serving("there are too many connections: try again later")
-            await error_answer(error)(scope, receive, send_last)
+            await self._refusal(scope["path"], error)(scope, receive, send_last)
 
 
 class Listener(socket.socket):

@@ -42,8 +42,28 @@ _KINDS = {
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
+    500: "api_error",
     503: "overloaded_error",
 }
+"""Kinds of errors by status; Anthropic counts any other 4xx as an invalid request."""
+
+ANTHROPIC_ERROR: dict[str, Any] = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {
+                "type": {"enum": sorted(set(_KINDS.values()))},
+                "message": {"type": "string"},
+            },
+        },
+    },
+}
+"""The JSON schema of `error_body`."""
+
 NO_THREADS = "thread_unsupported_request"
 """By this code Anthropic's client knows that it must send whole conversations."""
 
@@ -305,7 +325,7 @@ def renamed(error: ApiError, places: list[int] | None = None) -> ApiError:
 
 def error_body(error: ApiError) -> Json:
     """An error as Anthropic's clients know it."""
-    kind = _KINDS.get(error.status, "api_error")
+    kind = _KINDS.get(error.status, "invalid_request_error")
     own: Json = {"type": kind, "message": str(error)}
     if error.code == NO_THREADS:
         own["details"] = {"error_code": error.code, "unsupported": [error.param]}

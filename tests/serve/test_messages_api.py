@@ -11,10 +11,14 @@ import pydantic
 import pytest
 from scripted_engine import ScriptedEngine
 from serve_helpers import Server, events_of
+from test_connections import answer_to, server
 from test_tools import CALL, HERMES
 
 from jpaged import Engine, RequestDelta
 from jpaged.serve import engine_client
+from jpaged.serve.app import make_app
+from jpaged.serve.options import Limits, ServeConfig
+from jpaged.serve.serving import Serving
 
 Run = Callable[..., None]
 PATH = "/v1/messages"
@@ -354,6 +358,31 @@ def test_what_cannot_be_had_is_refused_by_its_field(serve: Run):
         answer = await server.http.post(PATH, content=b"{")
         assert answer.json()["type"] == "error"
         assert (await ask(server, max_tokens=1))["stop_reason"] == "max_tokens"
+
+    serve(scenario)
+
+
+def test_refusal_of_a_surplus_connection_has_anthropics_form():
+    async def scenario() -> None:
+        app = make_app(Serving(ServeConfig()))
+        async with server(app, Limits(max_connections=1)) as port:
+            _, first = await asyncio.open_connection("127.0.0.1", port)
+            answer = await answer_to(port, b"POST /v1/messages HTTP/1.1\r\nHost: a\r\n\r\n")
+            first.close()
+        made = json.loads(answer.partition(b"\r\n\r\n")[2])
+        assert (made["type"], made["error"]["type"]) == ("error", "overloaded_error")
+
+    asyncio.run(scenario())
+
+
+def test_body_that_is_not_said_to_be_json_is_an_invalid_request(serve: Run):
+    async def scenario(server: Server) -> None:
+        for path in (PATH, f"{PATH}/count_tokens"):
+            answer = await server.http.post(
+                path, content=b"{}", headers={"Content-Type": "text/plain"}
+            )
+            assert answer.status_code == 415
+            assert answer.json()["error"]["type"] == "invalid_request_error"
 
     serve(scenario)
 

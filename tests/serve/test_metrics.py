@@ -148,8 +148,9 @@ def test_the_published_schema_has_every_path_and_field(serve: Run):
         schema = (await server.http.get("/openapi.json")).json()
         assert schema["openapi"].startswith("3.1")
         for path, methods in schema["paths"].items():
-            for method in methods:
-                answer = await server.http.request(method.upper(), path)
+            for method in methods.keys() - {"parameters"}:
+                url = path.format(name="jpaged-tiny")
+                answer = await server.http.request(method.upper(), url)
                 assert answer.status_code not in (404, 405), path
         fields = schema["components"]["schemas"]["CompletionRequest"]
         assert fields["required"] == ["prompt"]

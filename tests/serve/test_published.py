@@ -5,22 +5,30 @@ The files in `published/` are compared as they are committed. After a change tha
 """
 
 import argparse
+import asyncio
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import httpx
+import jsonschema
 import pytest
+from serve_helpers import bearer
 
 from jpaged import EngineStats, SamplingParams
 from jpaged.__main__ import build_parser as generate
-from jpaged.serve.app import openapi
+from jpaged.serve.app import make_app, openapi
 from jpaged.serve.messages import EngineRequest
 from jpaged.serve.metrics import Metrics
+from jpaged.serve.options import ServeConfig
 from jpaged.serve.options import build_parser as serve
+from jpaged.serve.serving import Serving
 
 FOLDER = Path(__file__).parent / "published"
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "LOCK")
 
 
 def schema() -> str:
@@ -56,6 +64,56 @@ PUBLISHED: dict[str, Callable[[], str]] = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_users_see_what_is_committed(name: str):
     assert f"{PUBLISHED[name]()}\n" == (FOLDER / name).read_text(encoding="utf-8")
+
+
+def test_published_methods_and_no_others_are_answered():
+    """A server without an engine answers each published method, if only with a 503."""
+
+    async def scenario() -> None:
+        async with client() as http:
+            for path, published in openapi()["paths"].items():
+                for method in METHODS:
+                    url = path.format(name="m")
+                    answer = await http.request(method, url, headers=bearer("one"))
+                    is_answered = method.lower() in published
+                    assert (answer.status_code != 405) == is_answered, (method, path)
+
+    asyncio.run(scenario())
+
+
+def test_errors_have_the_form_that_is_published_for_their_path():
+    async def scenario() -> None:
+        document = openapi()
+        async with client() as http:
+            for path, published in document["paths"].items():
+                for method in published.keys() & {"get", "post"}:
+                    asked = method.upper(), path.format(name="other")
+                    wrong_host = {"Host": "elsewhere.example", **bearer("one")}
+                    for headers in ({}, bearer("one"), wrong_host):
+                        answer = await http.request(*asked, headers=headers)
+                        if answer.status_code != 200:
+                            check_form(document, published[method], answer)
+
+    asyncio.run(scenario())
+
+
+def client() -> httpx.AsyncClient:
+    """Of a server with a key and hosts, whose engine is not there yet."""
+    config = ServeConfig(api_keys=("one",), allowed_hosts=("jpaged",))
+    transport = httpx.ASGITransport(make_app(Serving(config)))
+    return httpx.AsyncClient(transport=transport, base_url="http://jpaged")
+
+
+def check_form(document: dict[str, Any], operation: dict[str, Any], answer: httpx.Response) -> None:
+    """Check an answer against the schema that its operation publishes for its status."""
+    published = operation["responses"][str(answer.status_code)]
+    if "content" not in published:
+        assert answer.content == b""
+        return
+    schema = published["content"]["application/json"]["schema"]
+    jsonschema.validate(answer.json(), {**schema, "components": document["components"]})
+    is_anthropics = answer.request.url.path.startswith("/v1/messages")
+    assert (answer.json().get("type") == "error") == is_anthropics
 
 
 if __name__ == "__main__":

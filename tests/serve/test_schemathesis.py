@@ -1,0 +1,54 @@
+"""Thousands of requests that schemathesis makes from the published schema, right and wrong ones."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from server_process import ServerProcess
+
+pytestmark = pytest.mark.full
+
+CONFIG = """
+[checks]
+# A valid body may ask for what no single field tells, such as more tokens than the model takes.
+positive_data_acceptance.enabled = false
+# An array that is too long may make the body too large.
+negative_data_rejection.expected-statuses = ["400", "404", "405", "413", "415"]
+"""
+COMMAND = (
+    *(sys.executable, "-m", "schemathesis.cli", "--config-file", "schemathesis.toml", "run"),
+    *("--phases", "coverage,fuzzing", "--seed", "1", "--max-examples", "10", "--no-shrink"),
+    *("--generation-database", "none", "--suppress-health-check", "all"),
+    *("--request-timeout", "60", "--continue-on-failure", "--no-color", "--warnings", "off"),
+)
+
+
+@pytest.fixture
+def server(compilation_cache: Path) -> Iterator[ServerProcess]:
+    """A server whose answers end soon, and which takes tools."""
+    found = ServerProcess(
+        compilation_cache,
+        *("--max-model-len", "64", "--no-log-requests"),
+        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+    )
+    yield found
+    found.end()
+
+
+@pytest.mark.timeout(600)
+def test_answers_match_the_published_schema(server: ServerProcess, tmp_path: Path):
+    """No answer is a server's error, each has a published status and form, bodies that the schema
+    forbids are refused, and methods that are not published get 405."""
+    (tmp_path / "schemathesis.toml").write_text(CONFIG, encoding="utf-8")
+    run = subprocess.run(
+        [*COMMAND, f"{server.url}/openapi.json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=540,
+    )
+    assert run.returncode == 0, run.stdout[-10_000:] + run.stderr[-2000:]
+    assert "16 selected / 16 total" in run.stdout
+    assert server.process.poll() is None, server.log
