@@ -123,7 +123,9 @@ _LARGE_ANSWER = 16 * 1024
 
 def openapi() -> dict[str, Any]:
     """The API, as OpenAPI 3.1 has it."""
-    paths = {path: {"get": _operation(path, meaning)} for path, meaning in _READS.items()}
+    paths: dict[str, Any] = {
+        path: {"get": _operation(path, meaning)} for path, meaning in _READS.items()
+    }
     paths[_PING]["post"] = paths[_PING]["get"]
     paths[_MODEL] |= {"parameters": [_MODEL_NAME]}
     schemas = components(*(body for body, _ in _BODIES.values()))

@@ -1,6 +1,9 @@
 """JSON that means one thing only, whose values are counted before any is built."""
 
 import json
+import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -38,11 +41,82 @@ def test_values_come_back(value: Any, is_ascii: bool):
 def test_what_is_in_a_string_is_not_counted(text: str, is_ascii: bool):
     own = json.dumps(text * 4, ensure_ascii=is_ascii)[1:-1].encode()
     for pad in (0, *range(PIECE - 14, PIECE - 1)):
-        content = b'{"%b": "%b", "b": 1}' % (b"x" * pad + own, own)
+        content = b'{"%b": "%b", "b": 1}' % (own, b"x" * pad + own)
         assert parse_json(content, 17) == json.loads(content)
         assert "more than 16 JSON values" in refusal(content, 16)
-        twice = content.replace(b'"b"', b'"%b"' % (b"x" * pad + own))
-        assert "twice" in refusal(twice)
+        assert "twice" in refusal(content.replace(b'"b"', b'"%b"' % own))
+
+
+UNITS = [
+    "a",
+    "\u00e9",
+    "\u4e2d",
+    "\U0001f600",
+    "\\",
+    '"',
+    "\n",
+    "\x00",
+    "\\u0041",
+    "a\U0001f600",
+    "\\n",
+]
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("is_ascii", [True, False])
+def test_long_strings_come_back_wherever_they_are_cut(unit: str, is_ascii: bool):
+    for pad in range(13):
+        text = "x" * pad + unit * (200_000 // len(json.dumps(unit, ensure_ascii=is_ascii)))
+        value = {"a": [text, 1.5, {"b": text + "y"}], "c": "d", "e": 1}
+        assert parse_json(json.dumps(value, ensure_ascii=is_ascii).encode(), 10**6) == value
+
+
+BROKEN = [b'["%b\\q"]', b'["%b\\u00zz"]', b'["%b", oops]', b'[oops, "%b"]', b'["%b\n"]', b'["%b']
+
+
+@pytest.mark.parametrize("body", BROKEN)
+def test_errors_name_their_place_in_a_body_with_a_long_string(body: bytes):
+    whole = body % (b"x" * 100_000)
+    with pytest.raises(msgspec.DecodeError) as error:
+        msgspec.json.decode(whole)
+    assert str(error.value).removeprefix("JSON is malformed: ") in refusal(whole)
+
+
+def test_long_strings_are_values_in_utf_8():
+    long = b"x" * 100_000
+    for around in (b'[-"%b"]', b'[1"%b"]', b'["%b"1]', b'["%b""%b"]'):
+        assert "no JSON" in refusal(around.replace(b"%b", long))
+    assert "byte 100002 is not UTF-8" in refusal(b'["%b\xff"]' % long)
+    assert "truncated" in refusal(b'["%b\\ud83d"]' % long)
+    assert "a name is longer than 16384 bytes" in refusal(b'{"%b" : 1}' % long)
+
+
+@pytest.mark.parametrize("unit", [b"\\n\\u4e2d", b'\\"', b"\\\\", b"\\ud83d\\ude00"])
+def test_no_call_for_a_long_string_holds_the_interpreter_for_long(unit: bytes):
+    """The longest call takes a small part of the time that one call takes for the whole body."""
+    body = b'{"prompt":"%b"}' % (unit * (2**23 // len(unit)))
+    whole = min(longest_call(lambda: msgspec.json.decode(body)) for _ in range(3))
+    parts = min(longest_call(lambda: parse_json(body, 10**6)) for _ in range(3))
+    assert parts < whole / 4
+
+
+def longest_call(work: Callable[[], object]) -> float:
+    """Processor time of the longest call into C while `work` runs, in seconds."""
+    longest = began = 0.0
+
+    def watch(frame: object, event: str, called: object) -> None:
+        nonlocal longest, began
+        if event == "c_call":
+            began = time.thread_time()
+        elif event == "c_return":
+            longest = max(longest, time.thread_time() - began)
+
+    sys.setprofile(watch)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return longest
 
 
 def test_how_much_each_value_counts():
