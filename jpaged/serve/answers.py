@@ -419,7 +419,9 @@ class Chat(Generation):
         that stands in the way, and found in the time that a form may take, the error names that."""
         try:
             await self._texts.check_form(form, "tools")
-        except ApiError:
+        except ApiError as error:
+            if error.status != 400:
+                raise
             with suppress(TimeoutError):
                 async with asyncio.timeout(GrammarTrial.seconds):
                     for path, own in self._asked.forms_within():

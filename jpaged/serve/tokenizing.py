@@ -4,6 +4,7 @@ Short texts never wait for long ones, and a fork whose work no client waits for 
 """
 
 import asyncio
+import signal
 from collections import OrderedDict, deque
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,10 +15,10 @@ from msgspec.structs import replace
 
 from jpaged import GrammarTrial, StructuredOutputs, Tokenizer, options
 from jpaged.serve.answer_forms import form_refusal
-from jpaged.serve.api_errors import ApiError, bad_field, failed, say, too_long
+from jpaged.serve.api_errors import ApiError, bad_field, failed, not_serving, say, too_long
 from jpaged.serve.framing import framed, read
 from jpaged.serve.messages import Ready
-from jpaged.serve.tokenizing_process import MIB, Done, Order, TokenizingProcess
+from jpaged.serve.tokenizing_process import MIB, Done, Order, TokenizingProcess, exit_code
 
 _MOST_COUNTED = 65536
 """Tokens that `/tokenize` always counts, however short the model's context is."""
@@ -37,11 +38,15 @@ _MAX_TRIES = 4
 _MAX_TRIED = 64
 """Forms of answers that are known to have passed."""
 
+_OWN_SIGNALS = frozenset(
+    {signal.SIGPROF, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGTRAP}
+)
+"""Signals by which an order ends its own fork: limits of time, stack and memory. Any other signal
+comes from outside, such as SIGKILL when the machine's memory runs out."""
+
 _encoder = msgspec.msgpack.Encoder()
 
 _decoder = msgspec.msgpack.Decoder(Done)
-
-_PROBE = _encoder.encode(Order(token_ids=[]))
 
 
 class Tokenizing:
@@ -253,9 +258,7 @@ class TokenizingWorkers:
         """
         data = _encoder.encode(order)
         answer = asyncio.get_running_loop().create_future()
-        piece = _Piece(data, answer)
-        (self._short if len(data) <= MAX_SHORT else self._long).append(piece)
-        self._changed.set()
+        self._put(_Piece(data, answer, len(data) > MAX_SHORT))
         return await answer
 
     def close(self) -> None:
@@ -272,12 +275,13 @@ class TokenizingWorkers:
                     fork = fork or await _Fork.make(self._process, 0 if takes_long else _QUICK)
                     done = await fork.do(piece, self._seconds)
                 except Exception as error:  # whatever it is, the lane goes on
-                    is_lost = False
+                    code = None
                     if fork is not None:
+                        if isinstance(error, EOFError):
+                            code = await fork.exit_code(self._seconds)
                         fork.end()
-                        is_lost = isinstance(error, EOFError) and await fork.is_lost(self._seconds)
                         fork = None
-                    self._give_up(piece, error, was_short=not takes_long, is_lost=is_lost)
+                    self._give_up(piece, error, code, was_quick=not takes_long)
                 else:
                     if not piece.answer.done():
                         piece.answer.set_result(done)
@@ -297,32 +301,47 @@ class TokenizingWorkers:
             await self._changed.wait()
 
     def _give_up(
-        self, piece: "_Piece", error: Exception, *, was_short: bool, is_lost: bool
+        self, piece: "_Piece", error: Exception, code: int | None, *, was_quick: bool
     ) -> None:
-        """Try again elsewhere, or say why not."""
+        """Try a piece again, or give it the error that its client gets.
+
+        Args:
+            piece: Was not done.
+            error: EOFError if the fork ended while it worked.
+            code: How the fork ended; None if that is unknown, as when the whole process ended.
+            was_quick: Whether the fork had `_QUICK` seconds for it.
+        """
         if piece.answer.done():
             return
         piece.num_tries += 1
-        # The system ended a short order's fork: it is a long one. Or the fork was gone before it
-        # had read the order, or went with the whole process: another one may do it.
-        is_to_blame = not (is_lost or isinstance(error, ConnectionError))
-        if (was_short and isinstance(error, EOFError)) or (
-            not is_to_blame and piece.num_tries < _MAX_TRIES
-        ):
-            self._long.append(piece)
-            self._changed.set()
-            return
-        if not is_to_blame:
-            error = RuntimeError(f"the process that tokenises ended {piece.num_tries} times")
-        if isinstance(error, TimeoutError):
+        if was_quick and code == -signal.SIGPROF:
+            piece.is_long = True
+            self._put(piece)
+        elif isinstance(error, ConnectionError) or (isinstance(error, EOFError) and code is None):
+            if piece.num_tries < _MAX_TRIES:
+                self._put(piece)
+            else:
+                piece.answer.set_exception(_ended(f"{piece.num_tries} times"))
+        elif isinstance(error, TimeoutError):
             words = f"longer than the limit of {self._seconds:g} seconds"
+            piece.answer.set_result(Done(spent=words))
+        elif code is not None and code < 0 and -code not in _OWN_SIGNALS:
+            piece.answer.set_exception(_ended(f"by {signal.Signals(-code).name}"))
         elif isinstance(error, EOFError):  # what is not Python's ends when memory does
             most = self._process.settings.max_memory // MIB
-            words = f"more than the limit of {most} MiB of memory"
+            piece.answer.set_result(Done(spent=f"more than the limit of {most} MiB of memory"))
         else:
             piece.answer.set_exception(error)
-            return
-        piece.answer.set_result(Done(spent=words))
+
+    def _put(self, piece: "_Piece") -> None:
+        (self._long if piece.is_long else self._short).append(piece)
+        self._changed.set()
+
+
+def _ended(how: str) -> ApiError:
+    return not_serving(
+        f"the process that tokenizes and checks schemas was ended from outside {how}: retry", 1
+    )
 
 
 @dataclass(eq=False)
@@ -331,6 +350,7 @@ class _Piece:
 
     data: bytes
     answer: asyncio.Future[Done]
+    is_long: bool
     num_tries: int = 0
 
 
@@ -344,7 +364,7 @@ class _Fork:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ):
-        self._process, self._number, self._seen = process, number, process.num_starts
+        self._process, self._number = process, number
         self._reader, self._writer = reader, writer
 
     @classmethod
@@ -357,31 +377,29 @@ class _Fork:
             number, sock = process.fork(most_seconds)
         return cls(process, number, *await asyncio.open_unix_connection(sock=sock))
 
-    async def is_lost(self, seconds: float) -> bool:
-        """Whether it, having ended, did so together with the process: no new fork answers.
-
-        The system may still be ending the process when a fork's end is seen, so only an answer
-        tells that it lives.
-        """
+    async def exit_code(self, seconds: float) -> int | None:
+        """Return how it ended after its line closed, as `exit_code` of a process; None if nobody
+        knows within `seconds`, since the process whose fork it is has ended too."""
         try:
-            number, sock = self._process.fork()
-            probe = _Fork(self._process, number, *await asyncio.open_unix_connection(sock=sock))
+            sock = self._process.ask_exit_code(self._number)
+            reader, writer = await asyncio.open_unix_connection(sock=sock)
             try:
-                unused = asyncio.get_running_loop().create_future()
-                await probe.do(_Piece(_PROBE, unused), seconds)
+                return exit_code(await asyncio.wait_for(reader.read(), seconds))
             finally:
-                probe.end()
-        except (OSError, EOFError):
-            return True
-        return self._process.num_starts != self._seen
+                writer.close()
+        except OSError:  # TimeoutError is one
+            return None
 
     async def do(self, piece: _Piece, seconds: float) -> Done:
         """The result of a piece.
 
         Raises:
             TimeoutError: it took too long, or its client has gone.
-            OSError, EOFError: the fork has ended.
+            ConnectionError: the fork had ended before.
+            EOFError: the fork ended meanwhile.
         """
+        if self._reader.at_eof():
+            raise ConnectionResetError
         self._writer.write(framed(piece.data))
         reply = asyncio.create_task(self._reply())
         try:

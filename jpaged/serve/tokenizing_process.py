@@ -31,6 +31,11 @@ MIB = 2**20
 _NUMBER = struct.Struct("!Qd")
 """A fork's number, and the CPU seconds that an order may take."""
 
+_EXIT_CODE = struct.Struct("!i")
+
+_ASKS_EXIT_CODE = -1.0
+"""Instead of CPU seconds: asks how the fork ended."""
+
 
 class TokenizingSettings(msgspec.Struct, frozen=True):
     """What forks need.
@@ -160,6 +165,22 @@ class TokenizingProcess:
                 raise ConnectionError(f"the process that tokenises has ended: {error}") from None
         return self._num_forks, ours
 
+    def ask_exit_code(self, number: int) -> socket.socket:
+        """Ask how a fork ended that closed its line; `exit_code` decodes what the socket brings.
+
+        Raises:
+            ConnectionError: the process has ended.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                question = _NUMBER.pack(number, _ASKS_EXIT_CODE)
+                socket.send_fds(self._control, [question], [theirs.fileno()])
+            except OSError as error:
+                ours.close()
+                raise ConnectionError(f"the process that tokenises has ended: {error}") from None
+        return ours
+
     def end_fork(self, number: int) -> None:
         """End a fork at once, whatever it does."""
         with suppress(OSError):  # the process has ended, and is to be started anew
@@ -204,6 +225,11 @@ class TokenizingProcess:
         self.num_starts += 1
 
 
+def exit_code(reply: bytes) -> int | None:
+    """Return the exit code of a fork, or minus the signal that ended it; None without a reply."""
+    return _EXIT_CODE.unpack(reply)[0] if len(reply) == _EXIT_CODE.size else None
+
+
 def main(fd: int) -> int:
     """Load the tokenizer and fork as told; ends with the server."""
     for each in (signal.SIGINT, signal.SIGTERM):  # the server's, which drains first
@@ -231,6 +257,12 @@ def main(fd: int) -> int:
             if pid := forks.pop(number, 0):
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
+        elif most_seconds == _ASKS_EXIT_CODE:
+            with socket.socket(fileno=fds[0]) as asker:
+                if pid := forks.pop(number, 0):
+                    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                    with suppress(OSError):
+                        asker.sendall(_EXIT_CODE.pack(code))
         elif pid := os.fork():
             forks[number] = pid
             os.close(fds[0])

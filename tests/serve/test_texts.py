@@ -353,3 +353,56 @@ def test_no_tokenizer(tmp_path: Path):
             process.wait_ready()
     finally:
         process.close()
+
+
+def forks_of(process: TokenizingProcess) -> list[int]:
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+    return [int(pid) for pid in children.split()]
+
+
+SLOW_REGEX = "a" * 60_000 + "b"
+"""Takes a processor some hundred milliseconds to try."""
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "a", "structured_outputs": {"regex": SLOW_REGEX}}),
+        (CHAT, chat("endless")),
+    ],
+)
+def test_fork_killed_from_outside_is_answered_with_503_and_retry(
+    serve: Run, path: str, fields: dict[str, Any]
+):
+    async def scenario(server: Server) -> None:
+        await server.canary()
+        process = kept_tokenizing_process(TokenizingSettings(str(TINY), TEMPLATE))
+        asked = asyncio.create_task(server.http.post(path, json=fields))
+        while not asked.done():
+            await asyncio.sleep(0.02)
+            for pid in forks_of(process):
+                os.kill(pid, signal.SIGKILL)
+        answer = await asked
+        assert answer.status_code == 503, answer.text
+        assert int(answer.headers["retry-after"]) >= 1
+        assert "ended from outside by SIGKILL: retry" in answer.json()["error"]["message"]
+        await server.canary()
+        assert (await server.http.post(CHAT, json=chat("fine"))).status_code == 200
+
+    serve(scenario, chat_template=TEMPLATE)
+
+
+def test_idle_fork_killed_from_outside_is_replaced():
+    async def scenario() -> None:
+        process = kept_tokenizing_process(TokenizingSettings(str(TINY)))
+        pool = TokenizingWorkers(process, 60)
+        try:
+            await pool.do(Order("warm"))
+            for pid in forks_of(process):
+                os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(0.05)
+            assert len((await pool.do(Order("abc"))).token_ids) == 3
+        finally:
+            pool.close()
+
+    asyncio.run(scenario())
