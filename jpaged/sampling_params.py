@@ -309,7 +309,7 @@ class SamplingParams(Options, group="how tokens are chosen"):
                     f"{name}={value} is more than this engine's max_logprobs={max_logprobs}: "
                     f"ask for at most {max_logprobs}"
                 )
-        self._check_leaves_a_token(eos_token_ids)
+        self._check_leaves_a_token(vocab_size, eos_token_ids)
         if self.beam_width is not None and vocab_size > max_logprobs:
             self._check_candidates(max_logprobs, eos_token_ids)
         if max_num_seqs is not None:
@@ -350,6 +350,31 @@ class SamplingParams(Options, group="how tokens are chosen"):
         own = () if self.ignore_eos else eos_token_ids
         return frozenset(self.stop_token_ids or ()) | frozenset(own)
 
+    def names_that_forbid_all(
+        self, token_ids: Collection[int], num_output_tokens: int, eos_token_ids: Collection[int]
+    ) -> list[str]:
+        """Return the names of the parameters that together forbid every one of `token_ids`.
+
+        Args:
+            token_ids: The tokens that may be chosen otherwise.
+            num_output_tokens: Tokens of the output before the choice.
+            eos_token_ids: The model's own end tokens.
+
+        Returns:
+            An empty list if a token may be chosen, or `token_ids` is empty.
+        """
+        allowed = token_ids if self.allowed_token_ids is None else self.allowed_token_ids
+        is_early = num_output_tokens < self.min_tokens
+        early = self.first_forbidden_ids(eos_token_ids) if is_early else frozenset()
+        left = set(token_ids)
+        removed = {
+            "allowed_token_ids": left - set(allowed),
+            "min_tokens": left & early,
+        }
+        if left.difference(*removed.values()):
+            return []
+        return [name for name, ids in removed.items() if ids]
+
     def _check_samples(self) -> None:
         if self.best_of is not None and self.best_of < self.n:
             raise ValueError(
@@ -387,16 +412,18 @@ class SamplingParams(Options, group="how tokens are chosen"):
                     "sample without beam_width"
                 )
 
-    def _check_leaves_a_token(self, eos_token_ids: Collection[int]) -> None:
-        if self.allowed_token_ids is None:
-            return
+    def _check_leaves_a_token(self, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+        ids = self.allowed_token_ids
         forbidden = self.first_forbidden_ids(eos_token_ids)
-        if all(token_id in forbidden for token_id in self.allowed_token_ids):
-            raise ValueError(
-                f"min_tokens={self.min_tokens} forbids every one of the allowed_token_ids="
-                f"{list(self.allowed_token_ids)[:20]}, which all end the output: allow another "
-                "token or leave min_tokens at 0"
-            )
+        if any(token_id not in forbidden for token_id in ids or range(vocab_size)):
+            return
+        which = f"the {vocab_size} tokens of the model"
+        if ids is not None:
+            which = f"the allowed_token_ids={list(ids)[:20]}"
+        raise ValueError(
+            f"min_tokens={self.min_tokens} forbids every one of {which}, which all end the "
+            "output: allow another token or leave min_tokens at 0"
+        )
 
     def _check_seats(self, max_num_seqs: int) -> None:
         """All sequences of a request run together or not at all."""

@@ -264,3 +264,20 @@ def test_ending_ids_hold_the_models_own_unless_ignored():
     ignoring = SamplingParams(stop_token_ids=[5], ignore_eos=True, min_tokens=1)
     assert ignoring.ending_ids((2,)) == {5}
     assert ignoring.first_forbidden_ids((2,)) == {5}
+
+
+def test_min_tokens_must_not_forbid_the_whole_vocabulary():
+    params = SamplingParams(min_tokens=1, stop_token_ids=[0, 1, 2])
+    params.validate_for(4)
+    with pytest.raises(ValueError, match="min_tokens=1 forbids every one of the 3 tokens"):
+        params.validate_for(3)
+
+
+def test_parameters_that_forbid_all_of_some_tokens_are_named():
+    params = SamplingParams(min_tokens=3, allowed_token_ids=[1, 2, 3], stop_token_ids=[1])
+    assert params.names_that_forbid_all([1, 2], 0, ()) == []
+    assert params.names_that_forbid_all([4, 5], 9, ()) == ["allowed_token_ids"]
+    assert params.names_that_forbid_all([1], 2, ()) == ["min_tokens"]
+    assert params.names_that_forbid_all([1], 3, ()) == []
+    assert params.names_that_forbid_all([1, 7], 2, ()) == ["allowed_token_ids", "min_tokens"]
+    assert params.names_that_forbid_all([], 0, ()) == []

@@ -10,12 +10,13 @@ import numpy as np
 
 from jpaged.core.beam import BeamSearch, Hypothesis
 from jpaged.core.plan import Emitted, ScheduledSequence
-from jpaged.core.request import FinishReason, Request, Sequence
+from jpaged.core.request import FinishReason, NoTokenError, Request, Sequence
 from jpaged.observe.statistics import RequestMetrics
 from jpaged.outputs import CompletionOutput, Logprob, RequestDelta, RequestOutput, TextDelta
 from jpaged.runtime.results import TokenScores
 from jpaged.sampling_params import SamplingParams
 from jpaged.text.detokenizer import Detokenizer
+from jpaged.text.grammar import GrammarError
 from jpaged.text.mask_process import Answer, Constraint
 from jpaged.text.tokenizer import Tokenizer
 from pallas_kernels import NUM_FACTS
@@ -347,12 +348,34 @@ class RequestState:
         known.extend(TokenLogprobs(new, self.tokenizer))
 
     def fail(self, error: BaseException) -> None:
-        """It ends with an error, also if it has just come to its own end; the first one counts."""
+        """It ends with an error, also if it has just come to its own end; the first one counts.
+        Where the grammar and the sampling parameters leave no token, the error names both."""
+        if isinstance(error, NoTokenError) and self.constraint is not None:
+            error = self._conflict(self.constraint) or error
         self.error = self.error or error
         if self.request.is_finished:
             self.request.finish_reason = FinishReason.ERROR
             for sequence in self.request.sequences:
                 sequence.finish_reason = FinishReason.ERROR
+
+    def _conflict(self, constraint: Constraint) -> GrammarError | None:
+        """Return an error if the next token of some sample is forbidden by the grammar and the
+        sampling parameters together; None if the model's logits are at fault."""
+        form = self.params.structured_outputs
+        for sample in self.samples:
+            if form is None or sample.answer is None:
+                continue
+            num_tokens = sample.sequence.num_output_tokens
+            names = self.params.names_that_forbid_all(
+                constraint.allowed_ids(sample.answer), num_tokens, self.eos_token_ids
+            )
+            if names:
+                return GrammarError(
+                    f"structured_outputs.{form.kind} and {' and '.join(names)} together allow no "
+                    f"token after {num_tokens} tokens of the answer: change one of them, or leave "
+                    "it out"
+                )
+        return None
 
     def raise_fault(self) -> None:
         """Raise RuntimeError if the request failed."""

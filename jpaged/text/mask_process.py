@@ -117,6 +117,10 @@ class Constraint:
         """Wait until it is ready, or so long."""
         self._process.wait_for(self.answers, seconds)
 
+    def allowed_ids(self, answer: Answer) -> list[int]:
+        """Return the tokens that the grammar allows next, as of the last mask of one answer."""
+        return self._process.allowed_ids(answer)
+
     def check(self) -> None:
         """Wait until it is ready; GrammarError if the grammar cannot be compiled."""
         self.wait()
@@ -211,6 +215,11 @@ class MaskProcess:
         if self._memory.states[answer.place] < State.FAILED:
             return None
         return self._memory.error(answer.place)
+
+    def allowed_ids(self, answer: Answer) -> list[int]:
+        """Return the tokens that the last mask of an answer allows."""
+        mask = self._memory.masks[answer.place].view(np.uint8)
+        return np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
 
     def start(
         self, left: Collection[int], tokens: Callable[[], np.ndarray], *, ahead: bool

@@ -179,6 +179,40 @@ def test_a_grammar_that_turns_out_too_ambiguous_ends_its_answer_alone(serve: Run
     serve(scenario)
 
 
+@pytest.mark.parametrize(
+    ("regex", "fields", "names", "num_tokens"),
+    [
+        ("[ab]{3}", {"allowed_token_ids": [200]}, "allowed_token_ids", 0),
+        ("aab", {"allowed_token_ids": [97]}, "allowed_token_ids", 2),
+        ("ba+", {"stop_token_ids": [97], "min_tokens": 3}, "min_tokens", 1),
+        (
+            "[ab]{3}",
+            {"allowed_token_ids": [97, 200], "stop_token_ids": [97], "min_tokens": 3},
+            "allowed_token_ids and min_tokens",
+            0,
+        ),
+    ],
+)
+def test_grammar_and_parameters_that_leave_no_token_are_named(
+    serve: Run, regex: str, fields: dict[str, Any], names: str, num_tokens: int
+):
+    async def scenario(server: Server) -> None:
+        form = {"structured_outputs": {"regex": regex}}
+        body = {"prompt": "a", "max_tokens": 9, **form, **fields}
+        answer = await server.http.post("/v1/completions", json=body)
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert error["param"] == "structured_outputs.regex"
+        words = f"and {names} together allow no token after {num_tokens} tokens"
+        assert words in error["message"]
+        answer = await server.http.post("/v1/completions", json={**body, "stream": True})
+        assert words in answer.text
+        assert "invalid_request_error" in answer.text
+        await server.canary()
+
+    serve(scenario)
+
+
 @pytest.mark.parametrize("choice", ["required", NAMED])
 def test_a_call_is_forced(serve: Run, engines: Callable[..., Engine], choice: Any):
     async def scenario(server: Server) -> None:
