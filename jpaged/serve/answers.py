@@ -262,7 +262,7 @@ class Completion(Generation):
             max(asked.max_tokens, 1), logprobs=asked.logprobs, prompt_logprobs=scored
         )
         if asked.form is not None:
-            await texts.check_form(asked.form, asked.form_path)
+            await texts.check_form(asked.form, asked.form_path, self._client)
         requests = []
         for i, prompt in enumerate(asked.prompts):
             path = f"prompt[{i}]" if len(asked.prompts) > 1 else "prompt"
@@ -409,7 +409,7 @@ class Chat(Generation):
             form = await self._serving.in_thread(make)
             await self._check_calls(form)
         elif form is not None:
-            await self._texts.check_form(form, asked.form_path)
+            await self._texts.check_form(form, asked.form_path, self._client)
         if form is not None and config.reasoning_parser is not None:
             form = form.behind(*reasoning_end(config.reasoning_parser, prompt_end))
         return form
@@ -418,14 +418,14 @@ class Chat(Generation):
         """Raise ApiError unless a grammar can be made of a form with calls; where it is one schema
         that stands in the way, and found in the time that a form may take, the error names that."""
         try:
-            await self._texts.check_form(form, "tools")
+            await self._texts.check_form(form, "tools", self._client)
         except ApiError as error:
             if error.status != 400:
                 raise
             with suppress(TimeoutError):
                 async with asyncio.timeout(GrammarTrial.seconds):
                     for path, own in self._asked.forms_within():
-                        await self._texts.check_form(own, path)
+                        await self._texts.check_form(own, path, self._client)
             raise
 
     def _opening(self) -> Body:

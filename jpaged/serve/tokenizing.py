@@ -1,14 +1,17 @@
-"""Text to tokens and back, in forks of a process of its own.
+"""Text to tokens and back, and trials of schemas, in forks of a process of their own.
 
-Short texts never wait for long ones, and a fork whose work no client waits for is ended.
+Short texts never wait for long ones, texts never wait for trials, and a fork whose work no client
+waits for is ended.
 """
 
 import asyncio
+import hashlib
 import signal
 from collections import OrderedDict, deque
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from weakref import WeakValueDictionary
 
 import msgspec
 from msgspec.structs import replace
@@ -35,8 +38,8 @@ _END = 32
 _MAX_TRIES = 4
 """Tries of an order whose fork turns out to have ended before."""
 
-_MAX_TRIED = 64
-"""Forms of answers that are known to have passed."""
+_MAX_VERDICTS = 1024
+"""Trials of forms whose results are remembered, whether the form passed or was refused."""
 
 _OWN_SIGNALS = frozenset(
     {signal.SIGPROF, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGTRAP}
@@ -66,7 +69,9 @@ class Tokenizing:
         self._tokenizer = tokenizer
         self._longest = max(map(len, tokenizer.hf_tokenizer.get_vocab()))  # of all tokens' texts
         self._pool = TokenizingWorkers(process, text_timeout)
-        self._tried: OrderedDict[StructuredOutputs, None] = OrderedDict()
+        self._trials = TokenizingWorkers(process, text_timeout, max_short=None)
+        self._verdicts: OrderedDict[bytes, Done] = OrderedDict()  # by the digest of the order
+        self._trying: WeakValueDictionary[tuple[str, bytes], asyncio.Lock] = WeakValueDictionary()
 
     async def check_template(self) -> None:
         """Raise ValueError if the server's template is none; some messages it may well refuse."""
@@ -133,17 +138,19 @@ class Tokenizing:
         most = max(4 * self.max_model_len, _MOST_COUNTED)
         return await self._done(replace(order, most=most), path)
 
-    async def check_form(self, form: StructuredOutputs, path: str) -> None:
-        """Try a form of answers, which errors call `path`, in a fork: where it takes too much, or
-        ends the process, that is this request's fault alone. One that passed is not tried again.
+    async def check_form(self, form: StructuredOutputs, path: str, client: str) -> None:
+        """Try a form of answers in a fork, unless the result of an earlier trial is remembered.
+
+        Args:
+            form: Where it takes too much, or ends the fork, that is this request's fault alone.
+            path: The field, as errors call it.
+            client: Clients take turns in trials.
 
         Raises:
-            ApiError: no grammar can be made of it, or that takes too much.
+            ApiError: no grammar can be made of the form, or that takes too much; 503 if the trial
+                was ended from outside.
         """
-        if form in self._tried:
-            self._tried.move_to_end(form)
-            return
-        done = await self._pool.do(Order(form=form))
+        done = await self._verdict(Order(form=form), client)
         if done.spent is not None:
             words = f"trying it took more than {GrammarTrial.most}: simplify it"
             raise bad_field(path, f"{path} cannot be enforced: {words}")
@@ -152,9 +159,20 @@ class Tokenizing:
         if done.failed is not None:
             say(f"compiling a grammar failed: {done.failed}")
             raise failed()
-        self._tried[form] = None
-        while len(self._tried) > _MAX_TRIED:
-            self._tried.popitem(last=False)
+
+    async def _verdict(self, order: Order, client: str) -> Done:
+        """Return the result of a trial, which is remembered unless an unforeseen error ended it."""
+        digest = hashlib.sha256(_encoder.encode(order)).digest()
+        # A client that sends one form many times at once has it tried once.
+        lock = self._trying.setdefault((client, digest), asyncio.Lock())
+        async with lock:
+            done = self._verdicts.get(digest) or await self._trials.do(order, client)
+            if done.failed is None:
+                self._verdicts[digest] = done
+                self._verdicts.move_to_end(digest)
+            while len(self._verdicts) > _MAX_VERDICTS:
+                self._verdicts.popitem(last=False)
+            return done
 
     async def decode(self, token_ids: list[int]) -> str:
         """The text of tokens.
@@ -192,6 +210,7 @@ class Tokenizing:
     def close(self) -> None:
         """Drop what is under way."""
         self._pool.close()
+        self._trials.close()
 
     async def _done(self, order: Order, path: str) -> Done:
         """The result of an order, which is refused here if it has too many characters."""
@@ -232,33 +251,38 @@ class Tokenizing:
 
 
 class TokenizingWorkers:
-    """Two forks of the tokenizing process, and what they have to do.
+    """Two forks of the tokenizing process, and the orders that wait for them.
 
-    One does short orders and gives up what turns out not to be short. The other does long ones, and
-    short ones while there are none; both in the order of their arrival. An order whose client has
-    gone is dropped; the fork that works on it ends, and a new one takes its place.
+    One fork does short orders and gives up those that turn out not to be short. The other fork does
+    long orders, and short ones while there are none. Clients take turns, and the orders of one
+    client are done as they came. An order whose client has gone is dropped; the fork that works on
+    it ends, and a new one takes its place.
 
     Args:
         process: The tokenizing process; it may be another pool's too.
         seconds: For one order.
+        max_short: Bytes up to which an order counts as short at first; None for no bound.
     """
 
-    def __init__(self, process: TokenizingProcess, seconds: float):
-        self._process, self._seconds = process, seconds
-        self._short: deque[_Piece] = deque()
-        self._long: deque[_Piece] = deque()
+    def __init__(
+        self, process: TokenizingProcess, seconds: float, max_short: int | None = MAX_SHORT
+    ):
+        self._process, self._seconds, self._max_short = process, seconds, max_short
+        self._short, self._long = _Queue(), _Queue()
         self._changed = asyncio.Event()
         self._lanes = [asyncio.create_task(self._work(takes_long=it)) for it in (False, True)]
 
-    async def do(self, order: Order) -> Done:
+    async def do(self, order: Order, client: str = "") -> Done:
         """The result of an order.
 
         Raises:
+            ApiError: it could not be done for now.
             OSError, RuntimeError, ValueError: there is no process for it.
         """
         data = _encoder.encode(order)
         answer = asyncio.get_running_loop().create_future()
-        self._put(_Piece(data, answer, len(data) > MAX_SHORT))
+        is_long = self._max_short is not None and len(data) > self._max_short
+        self._put(_Piece(data, client, answer, is_long, is_trial=order.form is not None))
         return await answer
 
     def close(self) -> None:
@@ -291,12 +315,9 @@ class TokenizingWorkers:
 
     async def _next(self, *, takes_long: bool) -> "_Piece":
         while True:
-            while takes_long and self._long:
-                if not (piece := self._long.popleft()).answer.done():
-                    return piece
-            while self._short:
-                if not (piece := self._short.popleft()).answer.done():
-                    return piece
+            piece = (self._long.take() if takes_long else None) or self._short.take()
+            if piece is not None:
+                return piece
             self._changed.clear()
             await self._changed.wait()
 
@@ -322,6 +343,9 @@ class TokenizingWorkers:
                 self._put(piece)
             else:
                 piece.answer.set_exception(_ended(f"{piece.num_tries} times"))
+        elif isinstance(error, TimeoutError) and piece.is_trial:  # it had little of a processor
+            words = f"trying the schema took longer than {self._seconds:g} seconds: retry"
+            piece.answer.set_exception(not_serving(words, 1))
         elif isinstance(error, TimeoutError):
             words = f"longer than the limit of {self._seconds:g} seconds"
             piece.answer.set_result(Done(spent=words))
@@ -334,7 +358,7 @@ class TokenizingWorkers:
             piece.answer.set_exception(error)
 
     def _put(self, piece: "_Piece") -> None:
-        (self._long if piece.is_long else self._short).append(piece)
+        (self._long if piece.is_long else self._short).put(piece)
         self._changed.set()
 
 
@@ -349,9 +373,33 @@ class _Piece:
     """An order that waits or is worked on."""
 
     data: bytes
+    client: str
     answer: asyncio.Future[Done]
     is_long: bool
+    is_trial: bool
     num_tries: int = 0
+
+
+class _Queue:
+    """Orders that wait."""
+
+    def __init__(self):
+        self._of_client: OrderedDict[str, deque[_Piece]] = OrderedDict()
+
+    def put(self, piece: _Piece) -> None:
+        """Add an order behind the others of its client."""
+        self._of_client.setdefault(piece.client, deque()).append(piece)
+
+    def take(self) -> _Piece | None:
+        """Remove and return the next order that a client still waits for; None if there is none."""
+        while self._of_client:
+            client, pieces = self._of_client.popitem(last=False)
+            piece = pieces.popleft()
+            if pieces:
+                self._of_client[client] = pieces  # now the last client in turn
+            if not piece.answer.done():
+                return piece
+        return None
 
 
 class _Fork:

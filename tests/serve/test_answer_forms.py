@@ -299,7 +299,7 @@ def test_a_schema_that_stands_in_the_way_is_looked_for_no_longer_than_a_form_may
 ):
     tried: list[str] = []
 
-    async def check_form(self: Tokenizing, form: object, path: str) -> None:
+    async def check_form(self: Tokenizing, form: object, path: str, client: str) -> None:
         tried.append(path)
         await asyncio.sleep(5 * (path != "tools"))
         raise bad_field(path, f"{path} cannot be enforced")

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from serve_helpers import RawRequest, Server, kept_tokenizing_process
+from serve_helpers import RawRequest, Server, bearer, kept_tokenizing_process
 
 import jpaged
 from jpaged.serve import tokenizing
@@ -390,6 +390,64 @@ def test_fork_killed_from_outside_is_answered_with_503_and_retry(
         assert (await server.http.post(CHAT, json=chat("fine"))).status_code == 200
 
     serve(scenario, chat_template=TEMPLATE)
+
+
+def test_trials_of_one_client_delay_neither_texts_nor_trials_of_others(serve: Run):
+    def asked(key: str, regex: str) -> asyncio.Task[Any]:
+        form = {"prompt": "a", "max_tokens": 1, "structured_outputs": {"regex": regex}}
+        post = server.http.post("/v1/completions", json=form, headers=bearer(key))
+        return asyncio.create_task(post)
+
+    async def scenario(it: Server) -> None:
+        nonlocal server
+        server = it
+        flood = [asked("a", "a" * 20_000 + f"{i}") for i in range(24)]
+        while server.serving.num_requests < 20:
+            await asyncio.sleep(0)
+        num_before = sum(each.done() for each in flood)
+        text = {"prompt": "word " * 4000, "truncate_prompt_tokens": 9, "max_tokens": 1}
+        answer = await server.http.post("/v1/completions", json=text, headers=bearer("b"))
+        assert answer.status_code == 200
+        num_done = sum(each.done() for each in flood)
+        assert num_done - num_before < 8  # a queue for all would have had some 20 before it
+        answer = await asked("b", "b" * 20_000)
+        assert answer.status_code == 200, answer.text
+        assert sum(each.done() for each in flood) - num_done < 8
+        for each in flood:
+            each.cancel()
+        await asyncio.gather(*flood, return_exceptions=True)
+
+    server: Any = None
+    serve(scenario, api_keys=("a", "b"))
+
+
+def test_trial_of_a_form_is_not_repeated(serve: Run, monkeypatch: pytest.MonkeyPatch):
+    tried: list[Any] = []
+    do = TokenizingWorkers.do
+
+    async def count(self: TokenizingWorkers, order: Order, *args: Any) -> Any:
+        if order.form is not None:
+            tried.append(order.form.regex)
+        return await do(self, order, *args)
+
+    monkeypatch.setattr(TokenizingWorkers, "do", count)
+    monkeypatch.setattr(tokenizing, "_MAX_VERDICTS", 2)
+
+    async def scenario(server: Server) -> None:
+        async def statuses(regex: str, number: int) -> list[int]:
+            form = {"prompt": "a", "max_tokens": 1, "structured_outputs": {"regex": regex}}
+            posts = [server.http.post("/v1/completions", json=form) for _ in range(number)]
+            return [answer.status_code for answer in await asyncio.gather(*posts)]
+
+        assert await statuses("(", 5) == [400] * 5
+        assert await statuses("(", 1) == [400]
+        assert await statuses("a", 5) == [200] * 5
+        assert tried == ["(", "a"]
+        await statuses("b", 1)
+        await statuses("(", 1)  # the oldest of three was dropped
+        assert tried == ["(", "a", "b", "("]
+
+    serve(scenario)
 
 
 def test_idle_fork_killed_from_outside_is_replaced():
