@@ -29,6 +29,9 @@ FILE = Path(__file__).parent.parent / "bench" / "published_schemas.json"
 LENGTH, LONG, ITEMS, NUMBER = 12, 64, 2, 1000
 """Bounds of what has none."""
 
+ENTRIES = 1
+"""Of maps that have no bound: two names that a pattern allows could be the same."""
+
 KUBERNETES = [
     *("affinity-v1", "clusterrole-rbac-v1", "configmap-v1", "container-v1"),
     *("csidriver-storage-v1", "endpoints-v1", "envvar-v1", "event-v1", "ingress-networking-v1"),
@@ -194,7 +197,7 @@ def _bounds(types: set[str], own: Mapping[str, Any]) -> dict[str, Any]:
             found["properties"] = {**own["properties"], **dict.fromkeys(needed, _ANYTHING)}
         elif not own.get("properties") and own.get("additionalProperties", True) is not False:
             least = max(own.get("minProperties", 0), len(own.get("required", ())))
-            found["maxProperties"] = ITEMS + least
+            found["maxProperties"] = ENTRIES + least
             if "patternProperties" not in own:
                 others = own.get("additionalProperties", True)
                 found["patternProperties"] = {_NAME: _ANYTHING if others is True else others}

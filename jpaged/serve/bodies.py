@@ -50,6 +50,10 @@ _TEXT_PIECE = 64 * 1024
 _ESCAPE_SIZE = 6  # bytes, of \uXXXX
 _HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB]")
 _PLACE = re.compile(r"\(byte (\d+)\)")
+_MOST_SEARCHED = 2**20
+"""Bytes of a body in which a lone surrogate is looked for: ten milliseconds."""
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 _DIGITS = 64
 """A number of so many digits in a row may be refused, one of twice as many always is."""
@@ -162,7 +166,8 @@ def parse_json(body: bytes | bytearray, max_values: int) -> Any:
     except RecursionError:
         raise _too_deep() from None
     except msgspec.DecodeError as error:
-        raise _no_json(str(error).removeprefix("JSON is malformed: ")) from None
+        why = str(error).removeprefix("JSON is malformed: ")
+        raise _lone_surrogate(body) or _no_json(why) from None
     if _num_names(value) < num_names:
         raise _named_twice(body)
     return value
@@ -354,6 +359,33 @@ def _named_twice(body: bytes | bytearray) -> ApiError:
     except ApiError as error:
         return error
     return ApiError(400, "the body names a field twice")
+
+
+def _lone_surrogate(body: bytes | bytearray) -> ApiError | None:
+    """Return the error that names the field with a lone surrogate; None if there is none, or the
+    body is too large to look for it while others wait."""
+    if len(body) > _MOST_SEARCHED:
+        return None
+    try:
+        left: list[tuple[str, Any]] = [("", json.loads(body))]
+    except (ValueError, RecursionError):
+        return None
+    while left:
+        path, value = left.pop()
+        if isinstance(value, list):
+            left += [(f"{path}[{i}]", it) for i, it in enumerate(value)]
+        elif isinstance(value, dict):
+            left += [(f"{path}.{_printable(name)}".lstrip("."), it) for name, it in value.items()]
+            value = "".join(value)
+        if isinstance(value, str) and _SURROGATE.search(value):
+            return ApiError(
+                400, f"{path or 'the body'} has a lone surrogate: leave it out", path or None
+            )
+    return None
+
+
+def _printable(name: str) -> str:
+    return _SURROGATE.sub("?", name[:60])
 
 
 def _not_utf8(body: bytes | bytearray) -> str:

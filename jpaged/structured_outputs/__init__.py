@@ -11,7 +11,7 @@ from typing import Any
 from jpaged.options import brief
 from jpaged.structured_outputs import bounds
 from jpaged.structured_outputs.schemas import check_schema
-from jpaged.structured_outputs.syntax import check_grammar_text, check_regex
+from jpaged.structured_outputs.syntax import check_grammar_text, check_regex, parse_json
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
@@ -131,10 +131,7 @@ def _checked_schema(name: str, value: object) -> str:
     """The schema as JSON text."""
     if isinstance(value, str):
         bounds.SOURCE.check(name, len(value))
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{name} is no JSON text: {error}") from None
+        value = parse_json(name, value)
     else:
         size = 0
         with suppress(TypeError, ValueError, RecursionError):  # what is wrong is told below

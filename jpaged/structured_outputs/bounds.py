@@ -53,6 +53,11 @@ PATTERN_NAMES = Bound(32, "names", "make them one pattern")
 OPTIONAL = Bound(128, "properties that may be left out", "make some required, or leave them out")
 """Of one object: after each, all later ones may follow."""
 
+PROPERTY_SETS = Bound(
+    128, "sets of properties to choose from", "make some required, or leave it out"
+)
+"""By `minProperties` and `maxProperties`: each set is a case of the grammar."""
+
 OPTIONS = Bound(256, "cases", "leave some out")
 """Of `anyOf`, `oneOf`, `allOf`; every two of `oneOf` are compared."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from jpaged.options import brief
 from jpaged.structured_outputs import bounds
+from jpaged.structured_outputs.property_counts import PropertyCount
 from jpaged.structured_outputs.syntax import check_pattern, check_text
 
 ANNOTATIONS = {
@@ -18,31 +19,19 @@ ANNOTATIONS = {
 }
 """Keywords that allow and forbid nothing."""
 
-_OF_ONE = {"items", "additionalProperties"}
-_OF_MANY = {"anyOf", "oneOf", "allOf", "prefixItems"}
-_OF_NAMED = {"properties", "patternProperties", "$defs", "definitions"}
+OF_ONE = {"items", "additionalProperties"}
+OF_MANY = {"anyOf", "oneOf", "allOf", "prefixItems"}
+OF_NAMED = {"properties", "patternProperties", "$defs", "definitions"}
 _COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
 _NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _ENFORCED = {
     *("type", "enum", "const", "pattern", "format", "required", "multipleOf", "$ref"),
-    *(_OF_ONE | _OF_MANY | _OF_NAMED | _COUNTS | _NUMBERS),
+    *(OF_ONE | OF_MANY | OF_NAMED | _COUNTS | _NUMBERS),
 }
 _TYPES = ("string", "number", "integer", "boolean", "null", "object", "array")
 _FORMATS = (
     *("date", "date-time", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"),
 )
-
-_YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
-_LEAP = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
-_DAY = (
-    "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
-    "|02-(?:0[1-9]|1[0-9]|2[0-8]))"
-)
-_DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP}-02-29)"
-_MINUTE = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
-_TIME = rf"{_MINUTE}:[0-5][0-9](?:\.[0-9]+)?(?:Z|[+-]{_MINUTE})"
-_OWN_FORMATS = {"date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}"}
-"""Those that are a pattern of ours: llguidance's take 29 February in all years and second 60."""
 
 Path = str
 Schema = Mapping[str, Any]
@@ -67,28 +56,6 @@ def is_enforced(keyword: str, value: Any) -> bool:
     if keyword == "multipleOf":
         return _is_number(value) and value == int(value)
     return keyword in _ENFORCED and not (keyword in _NUMBERS and isinstance(value, bool))
-
-
-def enforced(schema: Any) -> Any:
-    """A schema that was checked, in words that llguidance enforces as they are meant."""
-    if not isinstance(schema, Mapping):
-        return schema
-    own = {keyword: _enforced_within(keyword, value) for keyword, value in schema.items()}
-    pattern = _OWN_FORMATS.get(own.get("format", ""))
-    if pattern is not None:
-        del own["format"]
-        own["allOf"] = [*own.get("allOf", ()), {"pattern": f"^{pattern}$"}]
-    return own
-
-
-def _enforced_within(keyword: str, value: Any) -> Any:
-    if keyword in _OF_ONE:
-        return enforced(value)
-    if keyword in _OF_MANY:
-        return [enforced(it) for it in value]
-    if keyword in _OF_NAMED:
-        return {name: enforced(it) for name, it in value.items()}
-    return value
 
 
 class _SchemaCheck:
@@ -138,6 +105,8 @@ class _SchemaCheck:
                     continue
                 self._check_keyword(own, keyword, value, schema)
                 left += [(where, it, depth + 1) for where, it in _within(own, keyword, value)]
+            if "minProperties" in schema or "maxProperties" in schema:
+                _check_property_count(path, schema)
 
     def _check_keyword(self, path: Path, keyword: str, value: Any, schema: Schema) -> None:
         if keyword in _COUNTS:
@@ -164,18 +133,12 @@ class _SchemaCheck:
             _require(path, value, value in _FORMATS, known)
         elif keyword == "properties":
             _check_properties(path, value, schema)
-        elif keyword in _OF_NAMED:
+        elif keyword in OF_NAMED:
             _check_names(path, value)
             if keyword == "patternProperties":
                 bounds.PATTERN_NAMES.check(path, len(value))
                 for name in value:
                     check_pattern(f"{path}.{name[:60]}", name)
-        may_repeat = bool(schema.get("additionalProperties", True))
-        if keyword == "minProperties" and may_repeat and value not in (0, 1):
-            raise ValueError(
-                f"{path}={value} is not enforced where further properties may repeat a name: give "
-                "additionalProperties false, or leave it out"
-            )
 
     def _target(self, path: Path, schema: Schema) -> Any:
         """What a schema refers to."""
@@ -187,14 +150,25 @@ class _SchemaCheck:
         path, value = f"{path}.$ref", schema["$ref"]
         is_own = isinstance(value, str) and re.fullmatch(r"#(/[^%]*)?", value) is not None
         _require(path, value, is_own, "a place in this schema, such as #/$defs/name")
-        found: Any = self._root
-        for step in value[2:].split("/") if len(value) > 1 else ():
-            step = unescaped(step)
-            if not isinstance(found, Mapping) or step not in found:
-                raise ValueError(f"{path}={brief(value)} leads nowhere: there is no {step!r}")
-            found = found[step]
+        try:
+            found = target_of(self._root, value)
+        except KeyError as error:
+            words = f"leads nowhere: there is no {error.args[0]!r}"
+            raise ValueError(f"{path}={brief(value)} {words}") from None
         _require(path, value, isinstance(found, (Mapping, bool)), "the place of a schema")
         return found
+
+
+def target_of(root: Any, reference: str) -> Any:
+    """Return what stands at the place in `root` that a reference names. KeyError: the name of a
+    step that leads nowhere."""
+    found = root
+    for step in reference[2:].split("/") if len(reference) > 1 else ():
+        step = unescaped(step)
+        if not isinstance(found, Mapping) or step not in found:
+            raise KeyError(step)
+        found = found[step]
+    return found
 
 
 def unescaped(step: str) -> str:
@@ -204,13 +178,13 @@ def unescaped(step: str) -> str:
 
 def _within(path: Path, keyword: str, value: Any) -> Iterator[tuple[Path, Any]]:
     """The schemas in a keyword's value."""
-    if keyword in _OF_ONE:
+    if keyword in OF_ONE:
         yield path, value
-    elif keyword in _OF_MANY:
+    elif keyword in OF_MANY:
         _require(path, value, isinstance(value, list) and bool(value), "a list of schemas")
         bounds.OPTIONS.check(path, len(value))
         yield from ((f"{path}[{i}]", it) for i, it in enumerate(value))
-    elif keyword in _OF_NAMED:
+    elif keyword in OF_NAMED:
         for name, it in value.items():
             yield f"{path}.{name[:60]}", it
 
@@ -275,6 +249,30 @@ def _check_properties(path: Path, value: Any, schema: Schema) -> None:
     required = schema.get("required", ())
     needed = set(required) if isinstance(required, list) else set()
     bounds.OPTIONAL.check(path, sum(name not in needed for name in value))
+
+
+def _check_property_count(path: Path, schema: Schema) -> None:
+    """Raise ValueError unless the number of an object's properties can be enforced."""
+    count = PropertyCount.of(schema)
+    remedy = "is not enforced where a name that properties does not list may come twice"
+    if count.is_open and count.least > 1:
+        raise ValueError(
+            f"{path}.minProperties={schema['minProperties']} {remedy}: list all names, with "
+            "additionalProperties false and without patternProperties, or leave it out"
+        )
+    if "patternProperties" in schema and count.most is not None and count.most > 1:
+        raise ValueError(
+            f"{path}.maxProperties={schema['maxProperties']} {remedy}: list the names instead of "
+            "patternProperties, or leave it out"
+        )
+    if count.needs_cases:
+        keyword = "minProperties" if count.least else "maxProperties"
+        if not count.num_cases:
+            raise ValueError(
+                f"{path}.{keyword}={schema[keyword]} is obeyed by no object with these properties: "
+                "change it"
+            )
+        bounds.PROPERTY_SETS.check(f"{path}.{keyword}", count.num_cases)
 
 
 def _check_names(path: Path, value: Any) -> None:
@@ -346,7 +344,7 @@ def _cases(schema: Schema, keyword: str) -> Iterator[Any]:
 # Schemas that no finite value obeys
 
 
-_ATOMS = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
+TYPES = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
 """Types that have no value in common: numbers are those that are no integers."""
 
 
@@ -395,7 +393,7 @@ class _Obeyable:
         yield from _needed_items(schema)
 
     def _solve(self, path: Path, schema: Schema) -> frozenset[str]:
-        types = _own_types(schema)
+        types = own_types(schema)
         for it in _all_of(path, schema, self._target):
             types &= self._of(it)
         for word in _CASES:
@@ -411,19 +409,20 @@ class _Obeyable:
 
     def _of(self, schema: Any) -> frozenset[str]:
         if isinstance(schema, bool):
-            return _ATOMS if schema else frozenset()
+            return TYPES if schema else frozenset()
         return self._types[id(schema)]
 
 
-def _own_types(schema: Schema) -> frozenset[str]:
-    types, named = _ATOMS, schema.get("type")
+def own_types(schema: Schema) -> frozenset[str]:
+    """Return the types of the values that the keywords type, const and enum of a schema allow."""
+    types, named = TYPES, schema.get("type")
     if named is not None:
         types = frozenset([named] if isinstance(named, str) else named)
         types |= {"integer"} if "number" in types else set()
     if "const" in schema:
-        types &= {_type_of(schema["const"])}
+        types &= {type_of(schema["const"])}
     if "enum" in schema:
-        types &= {_type_of(it) for it in schema["enum"]}
+        types &= {type_of(it) for it in schema["enum"]}
     return types
 
 
@@ -441,7 +440,8 @@ def _needed_items(schema: Schema) -> Iterator[Any]:
         yield schema.get("items", True)
 
 
-def _type_of(value: Any) -> str:
+def type_of(value: Any) -> str:
+    """Return the JSON type of a value: 1.0 is an integer."""
     if isinstance(value, float) and value == int(value):
         return "integer"
     return {str: "string", bool: "boolean", int: "integer", float: "number"}.get(

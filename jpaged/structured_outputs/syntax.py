@@ -3,9 +3,11 @@ which characters they name, which schemas a grammar has."""
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from jpaged.options import brief
 from jpaged.structured_outputs import bounds
 
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
@@ -183,7 +185,32 @@ def with_schemas(text: str, written: Callable[[object], str]) -> str:
 
 def _schema_at(path: str, text: str, position: int) -> tuple[object, int]:
     """The schema that begins there, and where it ends."""
+    start = _SPACE.match(text, position).end()
+    return _decoded(path, lambda decoder: decoder.raw_decode(text, start))
+
+
+def parse_json(path: str, text: str) -> Any:
+    """Return the value of a JSON text, which errors call `path`.
+
+    Raises:
+        ValueError: it is no JSON, or an object in it has a name twice.
+    """
+    return _decoded(path, lambda decoder: decoder.decode(text))
+
+
+def _decoded(path: str, decode: Callable[[json.JSONDecoder], Any]) -> Any:
+    twice: list[str] = []
+
+    def made(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice.append(Counter(name for name, _ in pairs).most_common(1)[0][0])
+        return found
+
     try:
-        return json.JSONDecoder().raw_decode(text, _SPACE.match(text, position).end())
+        value = decode(json.JSONDecoder(object_pairs_hook=made))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON text: {error}") from None
+    if twice:
+        raise ValueError(f"{path} has the name {brief(twice[0])} twice in an object: leave one out")
+    return value

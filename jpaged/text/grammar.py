@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from jpaged.structured_outputs import StructuredOutputs, bounds
-from jpaged.structured_outputs.schemas import enforced
+from jpaged.structured_outputs.rewriting import enforced
 from jpaged.structured_outputs.syntax import with_schemas
 from jpaged.text.tokenizer import Tokenizer
 
@@ -68,6 +68,14 @@ _FEWEST_LEXER_TOKENS = 1024
 _STATE_BYTES = 1024
 """Bytes of a lexer's state: 560 measured for a string of bounded length."""
 
+_ONE_OF_ADVICE = (
+    "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with "
+    "anyOf",
+    "two cases of oneOf may allow the same value: use anyOf, or give the cases different types, "
+    "constants, or constants in a required property",
+)
+"""What llguidance says, whose option clients do not have, and what they are told instead."""
+
 _MAX_BREAKS = 2
 """Line breaks that may come between the free passage and the grammar."""
 
@@ -94,9 +102,9 @@ def _source(form: StructuredOutputs) -> str:
         case "regex":
             return LLMatcher.grammar_from_regex(form.regex or "")
         case "choice":
-            return LLMatcher.grammar_from_lark(
-                "start: " + " | ".join(json.dumps(each) for each in form.choice or ())
-            )
+            # One terminal: as rules each choice would count as an item of the parser's row.
+            choices = " | ".join(json.dumps(each) for each in form.choice or ())
+            return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
         case _:
             return LLMatcher.grammar_from_lark(with_schemas(form.grammar or "", _schema_text))
 
@@ -117,7 +125,8 @@ def _step(matcher: Any) -> None:
 
 
 def _refused(form: StructuredOutputs, words: str) -> GrammarError:
-    reason = " ".join(words.replace("<non-verbose/>", "").split())[:300]
+    words = words.replace("<non-verbose/>", "").replace(*_ONE_OF_ADVICE)
+    reason = " ".join(words.split())[:300]
     return GrammarError(f"structured_outputs.{form.kind} cannot be enforced: {reason}")
 
 

@@ -1,6 +1,7 @@
 """Schemas and tools that are malformed, contradictory, hostile or huge, over all three chat APIs:
 each is refused by its field or answered, and the next request is answered as ever."""
 
+import re
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,8 @@ from serve_helpers import Server
 from test_tools import HERMES
 
 from jpaged import Engine
+from jpaged.serve.api_errors import ApiError
+from jpaged.serve.bodies import parse_json
 
 Run = Callable[..., None]
 Fields = dict[str, Any]
@@ -247,3 +250,18 @@ def test_tools_that_are_too_many_or_too_large_or_misnamed(with_tools: Run, path:
         await server.canary()
 
     with_tools(scenario)
+
+
+@pytest.mark.parametrize(
+    ("body", "path"),
+    [
+        (rb'{"structured_outputs":{"regex":"a\ud800"}}', "structured_outputs.regex"),
+        (rb'{"structured_outputs":{"choice":["a","\udfff"]}}', "structured_outputs.choice[1]"),
+        (rb'{"text":{"format":{"schema":{"\ud83d":1}}}}', "text.format.schema"),
+        (rb'{"tools":[{"a":{"const":"\ud83d\ud83d"}}]}', "tools[0].a.const"),
+    ],
+)
+def test_lone_surrogate_in_a_body_is_refused_by_its_field(body: bytes, path: str):
+    with pytest.raises(ApiError, match=f"^{re.escape(path)} has a lone surrogate") as found:
+        parse_json(body, 1000)
+    assert (found.value.status, found.value.param) == (400, path)

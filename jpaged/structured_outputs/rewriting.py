@@ -1,0 +1,200 @@
+"""JSON schemas in words that llguidance enforces as they are meant."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+from jpaged.structured_outputs.property_counts import PropertyCount
+from jpaged.structured_outputs.schemas import (
+    OF_MANY,
+    OF_NAMED,
+    OF_ONE,
+    TYPES,
+    own_types,
+    target_of,
+    type_of,
+)
+
+_YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
+_LEAP = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_DAY = (
+    "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    "|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+)
+_DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP}-02-29)"
+_MINUTE = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_MINUTE}:[0-5][0-9](?:\.[0-9]+)?(?:Z|[+-]{_MINUTE})"
+_OWN_FORMATS = {"date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}"}
+"""Those that are a pattern of ours: llguidance's take 29 February in all years and second 60."""
+
+
+def enforced(schema: Any) -> Any:
+    """Return a schema that was checked, rewritten so that llguidance enforces it."""
+    return _Rewriting(schema).rewrite(schema)
+
+
+class _Rewriting:
+    def __init__(self, root: Any):
+        self._root = root
+
+    def rewrite(self, schema: Any) -> Any:
+        if not isinstance(schema, Mapping):
+            return schema
+        own = {keyword: self._within(keyword, value) for keyword, value in schema.items()}
+        more: list[Any] = []
+        pattern = _OWN_FORMATS.get(own.get("format", ""))
+        if pattern is not None:
+            del own["format"]
+            more.append({"pattern": f"^{pattern}$"})
+        if "oneOf" in own and self._are_exclusive(schema["oneOf"]):
+            more.append({"anyOf": own.pop("oneOf")})
+        count = PropertyCount.of(schema)
+        if count.needs_cases:
+            own.pop("minProperties", None)
+            own.pop("maxProperties", None)
+            others = own_types(schema) - {"object"}
+            others -= {"integer"} if "number" in others else set()
+            more.append({"anyOf": [*count.cases(schema), *({"type": it} for it in sorted(others))]})
+        if more:
+            own["allOf"] = [*own.get("allOf", ()), *more]
+        return own
+
+    def _within(self, keyword: str, value: Any) -> Any:
+        if keyword in OF_ONE:
+            return self.rewrite(value)
+        if keyword in OF_MANY:
+            return [self.rewrite(it) for it in value]
+        if keyword in OF_NAMED:
+            return {name: self.rewrite(it) for name, it in value.items()}
+        return value
+
+    def _are_exclusive(self, cases: list[Any]) -> bool:
+        """Return whether no value obeys two of the cases, as far as `_Facts` tell."""
+        facts = [self._facts(case, frozenset(), with_properties=True) for case in cases]
+        if _are_distinct([it.values for it in facts]):
+            return True
+        if all(it.types <= {"object"} for it in facts):
+            for name in frozenset.intersection(*(it.required for it in facts)):
+                found = [it.properties.get(name, _Facts(TYPES)) for it in facts]
+                if _are_distinct([it.values for it in found]):
+                    return True
+        return all(one.excludes(other) for one, other in combinations(facts, 2))
+
+    def _facts(
+        self, schema: Any, within: frozenset[str], *, with_properties: bool = False
+    ) -> "_Facts":
+        """Return what is known of the values that obey a schema.
+
+        Args:
+            schema: Checked.
+            within: References that led here.
+            with_properties: Whether to look at an object's properties too.
+        """
+        if not isinstance(schema, Mapping):
+            return _Facts(TYPES if schema else frozenset())
+        found = self._own_facts(schema, within, with_properties=with_properties)
+        for part in schema.get("allOf", ()):
+            found = found.both(self._facts(part, within, with_properties=with_properties))
+        reference = schema.get("$ref")
+        if reference is not None and reference not in within:
+            target, within = target_of(self._root, reference), within | {reference}
+            found = found.both(self._facts(target, within, with_properties=with_properties))
+        for word in ("anyOf", "oneOf"):
+            if word in schema:
+                found = found.both(_any_of([self._facts(it, within) for it in schema[word]]))
+        return found
+
+    def _own_facts(
+        self, schema: Mapping[str, Any], within: frozenset[str], *, with_properties: bool
+    ) -> "_Facts":
+        values = None
+        if "enum" in schema:
+            values = frozenset(map(_key, schema["enum"]))
+        if "const" in schema:
+            values = _common(values, frozenset([_key(schema["const"])]))
+        named = schema.get("properties", {})
+        is_closed = schema.get("additionalProperties") is False
+        return _Facts(
+            own_types(schema),
+            values,
+            {name: self._facts(it, within) for name, it in named.items() if with_properties},
+            frozenset(schema.get("required", ())),
+            frozenset(named) if is_closed and "patternProperties" not in schema else None,
+        )
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What is known of the values that obey a schema; they may be fewer.
+
+    Attributes:
+        types: Their types.
+        values: Their keys, as of `_key`; None for any value of these types.
+        properties: What is known of an object's properties, as far as it has them.
+        required: Properties that an object has.
+        names: The names that an object may have; None for any.
+    """
+
+    types: frozenset[str]
+    values: frozenset[Any] | None = None
+    properties: Mapping[str, "_Facts"] = field(default_factory=dict)
+    required: frozenset[str] = frozenset()
+    names: frozenset[str] | None = None
+
+    def both(self, other: "_Facts") -> "_Facts":
+        """Return what is known of values that obey two schemas."""
+        properties = dict(self.properties)
+        for name, facts in other.properties.items():
+            properties[name] = properties[name].both(facts) if name in properties else facts
+        return _Facts(
+            self.types & other.types,
+            _common(self.values, other.values),
+            properties,
+            self.required | other.required,
+            _common(self.names, other.names),
+        )
+
+    def excludes(self, other: "_Facts") -> bool:
+        """Return whether it is known that no value obeys both schemas."""
+        common = self.types & other.types
+        if not common or (
+            self.values is not None
+            and other.values is not None
+            and self.values.isdisjoint(other.values)
+        ):
+            return True
+        return common == {"object"} and any(
+            name in one.properties and one.properties[name].excludes(two.properties[name])
+            if name in two.properties
+            else two.names is not None and name not in two.names
+            for one, two in ((self, other), (other, self))
+            for name in one.required
+        )
+
+
+def _are_distinct(values: Sequence[frozenset[Any] | None]) -> bool:
+    """Return whether all values are known, and none is in two of the sets."""
+    known = [each for each in values if each is not None]
+    num_values = sum(map(len, known))
+    return len(known) == len(values) and len(frozenset().union(*known)) == num_values
+
+
+def _any_of(cases: list[_Facts]) -> _Facts:
+    values: frozenset[Any] | None = frozenset()
+    for case in cases:
+        values = None if values is None or case.values is None else values | case.values
+    return _Facts(frozenset().union(*(case.types for case in cases)), values)
+
+
+def _common(one: frozenset[Any] | None, two: frozenset[Any] | None) -> frozenset[Any] | None:
+    return one if two is None else two if one is None else one & two
+
+
+def _key(value: Any) -> Any:
+    """Return something hashable that is equal for equal JSON values only: 1 is 1.0, not true."""
+    if isinstance(value, Mapping):
+        return "object", frozenset((name, _key(it)) for name, it in value.items())
+    if isinstance(value, (list, tuple)):
+        return "array", tuple(map(_key, value))
+    return type_of(value), value
