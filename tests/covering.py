@@ -1,10 +1,20 @@
-"""Products of options of which the default tier runs a covering set."""
+"""Products of options of which the default tier runs a covering set, and numbers of random runs."""
 
 import itertools
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
+
+TIER = "JPAGED_TEST_TIER"
+"""Environment variable: the tier. conftest.py sets it before it imports any test module."""
+
+
+def num_examples(in_full_tier: int) -> int:
+    """Return how many random examples a test runs: a quarter in the default tier."""
+    is_full = os.environ.get(TIER) == "full"
+    return in_full_tier if is_full else -(-in_full_tier // 4)
 
 
 def covering(

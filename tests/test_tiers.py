@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.covering import covering
+from tests.covering import TIER, covering, num_examples
 
 ROOT = Path(__file__).parents[1]
 
@@ -42,6 +42,15 @@ def test_covering_set_keeps_marks_and_ids():
     gpu = pytest.param("triton", id="on-gpu", marks=pytest.mark.gpu)
     params = covering([gpu], [pytest.param(1, id="one")])
     assert (params[0].id, [mark.name for mark in params[0].marks]) == ("on-gpu-one", ["gpu"])
+
+
+def test_default_tier_runs_a_quarter_of_the_random_examples(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+):
+    tier = request.config.getoption("tier")
+    assert num_examples(10) == (10 if tier == "full" else 3)
+    monkeypatch.setenv(TIER, "full")
+    assert num_examples(10) == 10
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 from core_driver import Driver, make_request, make_scheduler
+from covering import num_examples
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant
 from test_scheduler_machine import SchedulerMachine
@@ -229,7 +230,7 @@ class AccountedMachine(SchedulerMachine):
 
 TestAccounts = AccountedMachine.TestCase
 TestAccounts.settings = settings(
-    max_examples=150,
+    max_examples=num_examples(150),
     stateful_step_count=15,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

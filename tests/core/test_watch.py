@@ -4,6 +4,7 @@ from weakref import WeakSet
 
 import pytest
 from core_driver import make_request, make_scheduler
+from covering import num_examples
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant
 from pool_replica import PoolReplica
@@ -226,7 +227,7 @@ class WatchedMachine(SchedulerMachine):
 
 TestWatch = WatchedMachine.TestCase
 TestWatch.settings = settings(
-    max_examples=60,
+    max_examples=num_examples(60),
     stateful_step_count=15,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
