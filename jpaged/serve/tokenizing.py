@@ -38,7 +38,7 @@ _END = 32
 _MAX_TRIES = 4
 """Tries of an order whose fork turns out to have ended before."""
 
-_MAX_VERDICTS = 1024
+MAX_VERDICTS = 1024
 """Trials of forms whose results are remembered, whether the form passed or was refused."""
 
 _OWN_SIGNALS = frozenset(
@@ -170,7 +170,7 @@ class Tokenizing:
             if done.failed is None:
                 self._verdicts[digest] = done
                 self._verdicts.move_to_end(digest)
-            while len(self._verdicts) > _MAX_VERDICTS:
+            while len(self._verdicts) > MAX_VERDICTS:
                 self._verdicts.popitem(last=False)
             return done
 

@@ -160,7 +160,7 @@ class MaskProcess:
     ):
         width = -(-vocab_size // 32)
         self._settings = Settings(str(folder), vocab_size, eos_token_ids, places, width)
-        self.longest_wait, self._longest_silence = longest_wait, longest_silence
+        self.longest_wait, self.longest_silence = longest_wait, longest_silence
         self.seconds_waited = 0.0
         self._is_stalled = False  # it told nothing while a step waited for it, nor since
         self._memory: Any = None  # a MaskMemory, since the first grammar
@@ -431,7 +431,7 @@ class MaskProcess:
         now = time.monotonic()
         self._silence += min(now - self._looked, _LONGEST_LOOK)
         self._looked = now
-        if self._line is not None and self._silence > self._longest_silence:
+        if self._line is not None and self._silence > self.longest_silence:
             self._lose()
 
     def _lose(self) -> None:

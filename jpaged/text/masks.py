@@ -445,7 +445,7 @@ class MaskMaker:
         answer fails whose mask takes a processor too long, unless it is the answer's first."""
         matcher, token_seconds = answer.matcher, None
         if token is not None:
-            token_seconds = self._accept(answer, token)
+            token_seconds = self._match(answer, token)
             if matcher.is_stopped:
                 return None
         masks, start = self._memory.masks, time.thread_time()
@@ -460,7 +460,7 @@ class MaskMaker:
         answer.note_times(token_seconds, mask_seconds)
         return error
 
-    def _accept(self, answer: _Answer, token: int) -> float:
+    def _match(self, answer: _Answer, token: int) -> float:
         """Match a token; return the time that it took."""
         matcher = answer.matcher
         if not (answer.is_heavy and matcher.is_matched(token)):

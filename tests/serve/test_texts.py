@@ -431,7 +431,7 @@ def test_trial_of_a_form_is_not_repeated(serve: Run, monkeypatch: pytest.MonkeyP
         return await do(self, order, *args)
 
     monkeypatch.setattr(TokenizingWorkers, "do", count)
-    monkeypatch.setattr(tokenizing, "_MAX_VERDICTS", 2)
+    monkeypatch.setattr(tokenizing, "MAX_VERDICTS", 2)
 
     async def scenario(server: Server) -> None:
         async def statuses(regex: str, number: int) -> list[int]:

@@ -358,7 +358,7 @@ def test_one_that_hangs_is_ended():
     (answer,) = begun(process)
     pid = process.pid
     assert pid is not None
-    process._longest_silence = 1.2  # it was started without hurry
+    process.longest_silence = 1.2  # it was started without hurry
     process.gather([(answer, 0)], 1)
     os.kill(pid, signal.SIGSTOP)
     process.start((), lambda: np.array([A], np.int32), ahead=True)
@@ -388,7 +388,7 @@ def test_one_that_has_done_its_work_is_not_ended_for_the_time_it_took(
     process = MaskProcess(FOLDER, VOCAB_SIZE, frozenset({EOS}), longest_wait=20.0)
     (answer,) = begun(process)
     process.gather([(answer, 0)], 1)
-    process._longest_silence = 1.1
+    process.longest_silence = 1.1
     pid, wait = process.pid, select.select
 
     def wait_and_be_stopped(socks: Any, *others: Any) -> Any:
