@@ -446,8 +446,6 @@ class _Fork:
             ConnectionError: the fork had ended before.
             EOFError: the fork ended meanwhile.
         """
-        if self._reader.at_eof():
-            raise ConnectionResetError
         self._writer.write(framed(piece.data))
         reply = asyncio.create_task(self._reply())
         try:
