@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from e2e_options import ANSWER, GREEDY, QUESTION, run
+from e2e_options import ANSWER, GREEDY, LOOPS, QUESTION, run
 
 from jpaged import Engine, SamplingParams
 from jpaged.core.beam import BeamSearch
@@ -14,6 +14,7 @@ from jpaged.core.scheduler import Scheduler
 from jpaged.core.sequence_table import SequenceTable
 from jpaged.engine.request_state import RequestState, SampleState
 from jpaged.runtime import batch
+from tests.covering import covering
 
 
 def failing(target: Callable[..., Any], is_victim: Callable[..., bool], after: int) -> Any:
@@ -68,11 +69,14 @@ FAULTS = {
     "sharing": (BlockManager, "admit", of_sequence),
 }
 CALLED_ONCE = ("scoring the prompt", "ending", "sharing")
-MOMENTS = [(fault, after) for fault in FAULTS for after in range(1 if fault in CALLED_ONCE else 3)]
+CALLED_OFTEN = ("detokenising", "scoring", "placing", "blocks")
 
 
-@pytest.mark.parametrize(("fault", "after"), MOMENTS)
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize(
+    ("engine", "fault", "after", "n"),
+    covering(LOOPS, CALLED_ONCE, [0], [1, 3]) + covering(LOOPS, CALLED_OFTEN, [0, 1, 2], [1, 3]),
+    indirect=["engine"],
+)
 def test_a_fault_ends_one_request_and_no_other(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, fault: str, after: int, n: int
 ):
@@ -127,8 +131,9 @@ SEARCH_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", SEARCH_FAULTS)
-@pytest.mark.parametrize("after", [0, 3])
+@pytest.mark.parametrize(
+    ("engine", "fault", "after"), covering(LOOPS, SEARCH_FAULTS, [0, 3]), indirect=["engine"]
+)
 def test_a_fault_in_a_search_ends_it_and_no_other(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, fault: str, after: int
 ):
