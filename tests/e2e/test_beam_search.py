@@ -1,6 +1,7 @@
 """Beam search in the engine against `transformers`: sequences and scores."""
 
 import functools
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from e2e_options import Engines
 
 from jpaged import Engine, SamplingParams
+from tests.covering import covering
 
 pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
@@ -16,6 +18,9 @@ torch = pytest.importorskip("torch")
 
 EOS, VOCAB_SIZE, MAX_TOKENS = 1, 97, 14
 WIDTHS = range(1, 7)
+IN_DEFAULT_TIER = {("gpt2", 1), ("llama", 2), ("qwen3", 3), ("gpt2", 6)}
+"""Models and widths."""
+
 LIMITS = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 64,
@@ -126,8 +131,13 @@ def check_against_transformers(
     return num_ended
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(
+    ("name", "width"),
+    [
+        pytest.param(*each, marks=[] if each in IN_DEFAULT_TIER else [pytest.mark.full])
+        for each in itertools.product(MODELS, WIDTHS)
+    ],
+)
 def test_answers_and_scores_are_those_of_transformers(
     engines: Engines, folders: Any, name: str, width: int
 ):
@@ -138,8 +148,9 @@ def test_answers_and_scores_are_those_of_transformers(
     assert num_ended or width == 1
 
 
-@pytest.mark.parametrize("async_scheduling", [True, False])
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize(
+    ("mode", "async_scheduling"), covering(["swap", "recompute"], [True, False], strength=1)
+)
 def test_searches_survive_preemption(
     engines: Engines, folders: Any, mode: str, async_scheduling: bool
 ):
