@@ -2,10 +2,11 @@
 
 import random
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_options import SMALL, Engines
+from e2e_options import Engines
 from test_under_pressure import answers, params
 
 from jpaged import Engine, SamplingParams
@@ -38,14 +39,16 @@ def launched(engine: Engine) -> Iterator[list[int]]:
         pytest.param(129, 8, marks=pytest.mark.soak, id="few"),
         pytest.param(25, 8, id="few-tight"),
         pytest.param(300, 20, marks=pytest.mark.soak, id="more"),
-        pytest.param(60, 20, id="more-tight"),
+        pytest.param(60, 20, marks=pytest.mark.full, id="more-tight"),
     ],
 )
-def test_every_answer_is_that_of_single_steps(engines: Engines, num_blocks: int, max_num_seqs: int):
+def test_every_answer_is_that_of_single_steps(
+    engines: Engines, shallow_folder: Path, num_blocks: int, max_num_seqs: int
+):
     """All kinds of decoding, whole batches and each request alone."""
     options = {"num_blocks": num_blocks, "max_num_seqs": max_num_seqs, "max_model_len": 120}
-    bursts = engines(num_scheduler_steps=BURST, **options)
-    single = engines(async_scheduling=False, max_model_len=120)
+    bursts = engines(shallow_folder, num_scheduler_steps=BURST, **options)
+    single = engines(shallow_folder, async_scheduling=False, max_model_len=120)
     kinds = [params(i) for i in range(len(PROMPTS))]
     want = [answers(output) for output in single.generate(PROMPTS, kinds)]
     assert [answers(output) for output in bursts.generate(PROMPTS, kinds)] == want
@@ -53,17 +56,20 @@ def test_every_answer_is_that_of_single_steps(engines: Engines, num_blocks: int,
         assert answers(bursts.generate(prompt, own)[0]) == expected
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_who_comes_and_goes_at_random_turns_changes_no_answer(engines: Engines, mode: str):
+@pytest.mark.parametrize("mode", ["swap", pytest.param("recompute", marks=pytest.mark.full)])
+def test_who_comes_and_goes_at_random_turns_changes_no_answer(
+    engines: Engines, shallow_folder: Path, mode: str
+):
     """In a tight pool, some before others, some aborted; no burst has a step that moves blocks."""
     bursts = engines(
+        shallow_folder,
         num_scheduler_steps=BURST,
         num_blocks=25,
         max_model_len=120,
         scheduling_policy="priority",
         preemption_mode=mode,
     )
-    single = engines(async_scheduling=False, max_model_len=120)
+    single = engines(shallow_folder, async_scheduling=False, max_model_len=120)
     kinds = [params(i) for i in range(len(PROMPTS))]
     want = [answers(output) for output in single.generate(PROMPTS, kinds)]
     rng, to_come, ended, aborted = random.Random(0), [*range(len(PROMPTS))], {}, set()
@@ -95,12 +101,13 @@ def test_who_comes_and_goes_at_random_turns_changes_no_answer(engines: Engines, 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_who_waits_or_gives_way_beside_bursts_of_a_generation_is_served(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch, mode: str
+    engines: Engines, shallow_folder: Path, mode: str
 ):
     """More prompts than seats, and too few blocks for those."""
-    options = {"num_blocks": 25, "max_model_len": 120, "preemption_mode": mode}
-    bursts = engines(num_scheduler_steps=BURST, scheduling_policy="priority", **options)
-    single = engines(async_scheduling=False, max_model_len=120)
+    options: dict[str, Any] = {"num_blocks": 25, "max_model_len": 120, "preemption_mode": mode}
+    options |= {"num_scheduler_steps": BURST, "scheduling_policy": "priority"}
+    bursts = engines(shallow_folder, **options)
+    single = engines(shallow_folder, async_scheduling=False, max_model_len=120)
     waiting: list[int] = []
 
     def note(plans: Sequence[StepPlan]) -> None:
@@ -176,9 +183,9 @@ MANY = {"num_scheduler_steps": BURST, "num_blocks": 600, "max_num_seqs": 48, "ma
 
 
 @pytest.fixture
-def many(engines: Engines) -> Iterator[StepRecorder]:
+def many(engines: Engines, shallow_folder: Path) -> Iterator[StepRecorder]:
     """Records an engine of `MANY`."""
-    with engines(**MANY).record_steps() as steps:
+    with engines(shallow_folder, **MANY).record_steps() as steps:
         yield steps
 
 
@@ -191,9 +198,12 @@ def shapes_of(steps: StepRecorder) -> list[tuple[int, ...]]:
     ]
 
 
-def test_many_sequences_run_in_bursts_where_nobody_can_arrive(engines: Engines, many: StepRecorder):
+def test_many_sequences_run_in_bursts_where_nobody_can_arrive(
+    engines: Engines, shallow_folder: Path, many: StepRecorder
+):
     """In a generation, not in steps: another may come between these."""
-    engine, single = engines(**MANY), engines(async_scheduling=False, max_model_len=120)
+    engine = engines(shallow_folder, **MANY)
+    single = engines(shallow_folder, async_scheduling=False, max_model_len=120)
     prompts = [*PROMPTS, *PROMPTS[:8]]
     kinds = [
         SamplingParams(temperature=i % 2, top_k=5, seed=i, max_tokens=20 + i, ignore_eos=True)
@@ -214,9 +224,11 @@ def test_many_sequences_run_in_bursts_where_nobody_can_arrive(engines: Engines, 
     assert {size for size, *_ in shapes_of(many)} == {32, 8}
 
 
-def test_a_burst_is_as_large_as_its_largest_step(engines: Engines, many: StepRecorder):
+def test_a_burst_is_as_large_as_its_largest_step(
+    engines: Engines, shallow_folder: Path, many: StepRecorder
+):
     """A request's last step leaves the later ones of a burst smaller."""
-    engine = engines(**MANY)
+    engine = engines(shallow_folder, **MANY)
     ends = [6] + [8] * 4 + [14] * 6
     given = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in ends]
     outputs = engine.generate(["2 + 3 ="] * len(ends), given)
@@ -285,13 +297,9 @@ def test_an_abort_within_a_burst_leaves_nothing(engine: Engine, launched: list[i
     ("owner", "name"), [(ModelRunner, "launch_burst"), (StepHandle, "read")], ids=["launch", "read"]
 )
 def test_a_burst_that_fails_fails_the_engine(
-    compilation_cache: Any, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+    new_engine: Engines, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
 ):
-    options = {"num_blocks": 129, "num_scheduler_steps": BURST, **SMALL}
-    engine, target = (
-        Engine(compilation_cache_dir=compilation_cache, **options),
-        getattr(owner, name),
-    )
+    engine, target = new_engine(num_scheduler_steps=BURST), getattr(owner, name)
 
     def fails(*given: Any) -> Any:
         if name == "launch_burst" or len(steps.launches[-1].plans) == BURST:
