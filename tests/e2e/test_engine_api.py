@@ -5,12 +5,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from weakref import ref
 
 import jax
 import pytest
-from e2e_options import ANSWER, GREEDY, QUESTION, SMALL, Engines, run
+from e2e_options import ANSWER, GREEDY, LOOPS, QUESTION, SMALL, Engines, run
+from lazy_programs import lazy_programs
 
 from jpaged import Engine, SamplingParams
 from jpaged.config import EngineConfig
@@ -21,6 +23,7 @@ from jpaged.engine.startup import build_parts
 from jpaged.runtime.model_runner import ModelRunner
 from jpaged.runtime.results import StepHandle
 from jpaged.text.detokenizer import ByteDecoder
+from tests.covering import covering
 
 
 def tokenizer(engine: Engine) -> Any:
@@ -109,8 +112,11 @@ def test_what_others_wait_for_is_not_lost_to_generate(engine: Engine):
     assert text(run(engine)[waiting]) == ANSWER
 
 
-@pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 5])
-@pytest.mark.parametrize("prompt", [QUESTION, "Count from 1 to 9. " * 6])
+@pytest.mark.parametrize(
+    ("engine", "prompt", "num_steps"),
+    covering(LOOPS, [QUESTION, "Count from 1 to 9. " * 6], [0, 1, 2, 3, 5]),
+    indirect=["engine"],
+)
 def test_abort_in_any_state_leaves_the_others_alone(engine: Engine, prompt: str, num_steps: int):
     doomed = engine.add_request(prompt, GREEDY)
     kept = engine.add_request(QUESTION, GREEDY)
@@ -214,7 +220,11 @@ BAD_REQUESTS = [
 ]
 
 
-@pytest.mark.parametrize(("prompt", "params", "message"), BAD_REQUESTS)
+@pytest.mark.parametrize(
+    ("engine", "prompt", "params", "message"),
+    covering(LOOPS, [pytest.param(*each) for each in BAD_REQUESTS], strength=1),
+    indirect=["engine"],
+)
 def test_a_bad_request_is_refused_and_touches_nobody(
     engine: Engine, prompt: Any, params: SamplingParams, message: str
 ):
@@ -302,7 +312,12 @@ def test_text_needs_a_tokenizer(engines: Engines):
         engine.generate([5], SamplingParams(stop="x"))
 
 
-def test_nothing_compiles_after_the_start(engine: Engine):
+@pytest.mark.parametrize(
+    "loop", ["overlapped", "bursts", pytest.param("synchronous", marks=pytest.mark.full)]
+)
+def test_nothing_compiles_after_the_start(compilation_cache: Path, loop: str):
+    options = {"num_blocks": 129, **SMALL, **LOOPS[loop]}
+    engine = Engine(compilation_cache_dir=compilation_cache, **options)
     compiled = []
 
     def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
@@ -481,10 +496,14 @@ FAILING = [(ModelRunner, "launch"), (StepHandle, "read"), (Scheduler, "update")]
 
 @pytest.mark.parametrize(("owner", "name"), FAILING, ids=[name for _, name in FAILING])
 def test_a_failed_step_fails_the_engine_and_says_so(
-    compilation_cache: Any, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+    new_engine: Engines,
+    shallow_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: type,
+    name: str,
 ):
     num_pools = count_pools()
-    engine = Engine(num_blocks=OWN_BLOCKS, compilation_cache_dir=compilation_cache, **SMALL)
+    engine = new_engine(shallow_folder, num_blocks=OWN_BLOCKS)
     assert count_pools() > num_pools
     monkeypatch.setattr(owner, name, interrupting(getattr(owner, name), RuntimeError, 2))
     with pytest.raises(RuntimeError):
@@ -499,12 +518,15 @@ def test_a_failed_step_fails_the_engine_and_says_so(
     assert count_pools() == num_pools
 
 
-def test_an_engine_is_freed_with_the_last_reference_to_it(compilation_cache: Any):
+def test_an_engine_is_freed_with_the_last_reference_to_it(
+    compilation_cache: Path, shallow_folder: Path
+):
     """Without the garbage collector, which does not look at it, since that takes long."""
     num_pools, num_collected = count_pools(), count_collected(KVBlock)
     options = {"num_blocks": OWN_BLOCKS, "compilation_cache_dir": compilation_cache, **SMALL}
-    config = EngineConfig.from_options(None, options)
-    parts = build_parts(config)
+    config = EngineConfig.from_options(shallow_folder, options)
+    with lazy_programs():
+        parts = build_parts(config)
     engine, scheduler = Engine.from_parts(config, parts), ref(parts.scheduler)
     del parts
     watch = engine.watch_pool()
