@@ -78,7 +78,14 @@ class Turned(Plain):
         return None
 
 
-@pytest.mark.parametrize("case", ["gpt2", "opt-350m", "llama", "llama3-biases", "gemma3"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "gpt2",
+        "llama3-biases",
+        *(pytest.param(case, marks=pytest.mark.full) for case in ("opt-350m", "llama", "gemma3")),
+    ],
+)
 def test_a_format_is_all_that_knows_how_a_weight_is_stored(case, monkeypatch):
     """Loaded into another format, a model gives the logits of transformers all the same."""
     monkeypatch.setitem(FORMATS, "plain", Turned())

@@ -19,6 +19,7 @@ from jpaged.models.decoder import Decoder
 from jpaged.models.loader import plan_model, plan_weights
 from jpaged.models.registry import read_model_config, weight_rules
 from jpaged.models.sharding import make_mesh
+from tests.covering import covering
 
 GPT2 = {
     "model_type": "gpt2",
@@ -77,9 +78,9 @@ def load(folder, dtype=jnp.float32):
     return {".".join(map(str, path)): np.asarray(leaf.get_value()) for path, leaf in flat}
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
-@pytest.mark.parametrize("load_format", ["auto", "dummy"])
-@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(
+    ("scaled", "load_format", "num_devices"), covering([True, False], ["auto", "dummy"], [2, 1])
+)
 def test_scales_of_a_float8_pool_are_the_checkpoints_or_ones(
     tmp_path, monkeypatch, scaled, load_format, num_devices
 ):
