@@ -28,7 +28,9 @@ def arguments(batch: int = B) -> dict[str, jax.Array]:
     }
 
 
-@pytest.mark.parametrize("backend", [Backend.XLA, Backend.INTERPRET])
+@pytest.mark.parametrize(
+    "backend", [Backend.XLA, pytest.param(Backend.INTERPRET, marks=pytest.mark.full)]
+)
 def test_it_keeps_the_same_tokens(backend: Backend):
     shared, given = SharedCalls(backend), arguments()
     keep = partial(truncation_mask, backend=backend)

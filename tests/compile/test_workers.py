@@ -42,6 +42,16 @@ def untold(*_: int) -> None:
     """Progress that is not wanted."""
 
 
+ONE_LAYER = {
+    "model_type": "llama",
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}
 ENGINE_START = """
 import json, sys
 from collections import Counter
@@ -63,7 +73,11 @@ def start_unsized(pool, limits):  # as on a GPU, where the pool is sized meanwhi
 start, CompilePool.start = CompilePool.start, start_unsized
 compilation.nothing_to_measure = lambda *_: False  # as on a GPU
 engine = Engine(
+    sys.argv[2],
+    load_format="dummy",
+    skip_tokenizer_init=True,
     max_num_seqs=2,
+    max_model_len=64,
     swap_space=0.001,
     preemption_mode="swap",
     verbose=True,
@@ -71,16 +85,19 @@ engine = Engine(
     num_compile_workers=2,
 )
 greedy = SamplingParams(temperature=0.0, max_tokens=8)
-text = engine.generate("Count from 1 to 20", greedy)[0].outputs[0].text
-print(json.dumps([text, *(events[it] for it in ("start", "cache_hits", "cache_misses"))]))
+tokens = engine.generate([5, 6, 7], greedy)[0].outputs[0].token_ids
+print(json.dumps([[*tokens], *(events[it] for it in ("start", "cache_hits", "cache_misses"))]))
 """
 
 
 def test_what_workers_compile_the_engine_finds(tmp_path: Path):
     """In a process of its own: the tests' has code with checks in it, which workers have not."""
+    model, cache = tmp_path / "model", tmp_path / "cache"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(ONE_LAYER), encoding="utf-8")
     first, second = (
         subprocess.run(
-            [sys.executable, "-c", ENGINE_START, str(tmp_path)],
+            [sys.executable, "-c", ENGINE_START, str(cache), str(model)],
             capture_output=True,
             text=True,
             check=True,
@@ -88,13 +105,14 @@ def test_what_workers_compile_the_engine_finds(tmp_path: Path):
         )
         for _ in range(2)
     )
-    text, starts, hits, misses = json.loads(first.stdout)
+    tokens, starts, hits, misses = json.loads(first.stdout)
     (total,) = {int(n) for n in re.findall(r"compiled (\d+) of \1 programs", first.stderr)}
     assert (starts, hits) == (1, total)
     assert "has ended" not in first.stderr
-    assert json.loads(second.stdout) == [text, 0, total + misses, 0]
+    assert json.loads(second.stdout) == [tokens, 0, total + misses, 0]
 
 
+@pytest.mark.full
 def test_a_worker_that_would_make_other_programs_makes_none(start: Start):
     """Here code has the tests' checks in it, which it has not in a worker."""
     with start.pool() as pool:
@@ -120,6 +138,7 @@ def test_a_checkpoint_lies_in_a_folder_of_any_name(
     assert found == names(start.recipes)
     # They have read config.json in it: only then is it seen what programs are made from.
     assert sum("settings, code or share" in line for line in start.said) == 2
+    assert not any(start.store.has(recipe.key) for recipe in start.recipes)
 
 
 def test_what_a_lost_worker_had_is_compiled_here(start: Start):
@@ -202,7 +221,14 @@ def order_and_runtime(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return told.decode().splitlines(keepends=True)
 
 
-@pytest.mark.parametrize("lines", [0, 1, 2], ids=["no order", "no runtime", "at work"])
+@pytest.mark.parametrize(
+    "lines",
+    [
+        pytest.param(0, id="no order"),
+        pytest.param(1, marks=pytest.mark.full, id="no runtime"),
+        pytest.param(2, id="at work"),
+    ],
+)
 def test_a_worker_ends_with_its_input(lines: int, order_and_runtime: list[str]):
     """The engine's process may be gone for good, without a word."""
     process = subprocess.run(
