@@ -462,11 +462,12 @@ def test_idle_fork_killed_from_outside_is_replaced():
         process = kept_tokenizing_process(TokenizingSettings(str(TINY)))
         pool = TokenizingWorkers(process, 60)
         try:
-            await pool.do(Order("warm"))
+            await asyncio.gather(*(pool.do(Order("warm")) for _ in range(4)))  # both forks
             for pid in forks_of(process):
                 os.kill(pid, signal.SIGKILL)
             await asyncio.sleep(0.05)
-            assert len((await pool.do(Order("abc"))).token_ids) == 3
+            done = await asyncio.gather(*(pool.do(Order("abc")) for _ in range(4)))
+            assert [len(it.token_ids) for it in done] == [3] * 4
         finally:
             pool.close()
 
