@@ -131,7 +131,13 @@ class ModelledHandle:
 DEVICE = device_model("opt-13b")
 
 
-@pytest.mark.parametrize("system", ["ours", "orca_oracle", "fastertransformer"])
+@pytest.mark.parametrize(
+    "system",
+    [
+        "ours",
+        *(pytest.param(it, marks=pytest.mark.full) for it in ("orca_oracle", "fastertransformer")),
+    ],
+)
 def test_the_simulator_foresees_the_engine(
     system: str, compilation_cache: Path, monkeypatch: pytest.MonkeyPatch
 ):

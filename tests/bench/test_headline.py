@@ -108,6 +108,7 @@ def test_what_paging_costs_is_against_the_faster_batching():
     assert (row["engine_slowest_s"], row["engine_fastest_s"]) == (3.3, 3.0)
 
 
+@pytest.mark.full
 def test_every_system_answers_alike():
     setting = paging_cost.Setting("embedded", ("A",), 0.01, repeats=1, num_seqs=4, max_len=256)
     found = [paging_cost.time_system(name, setting)["A"] for name in ("engine", *BATCHINGS)]

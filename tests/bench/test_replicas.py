@@ -1,5 +1,7 @@
 """Replicas beside an engine that shares its model."""
 
+from collections.abc import Callable
+
 import pytest
 
 from bench.replicas import OUTPUT_LEN, Answered, answer, median_of, row_of
@@ -16,7 +18,8 @@ def test_a_replica_s_part_stands_for_all_of_them():
     assert (row["replica_host_ms_a_step"], row["shared_host_ms_a_step"]) == (1.0, 2.0)
 
 
-def test_an_engine_is_measured():
-    engine = Engine(max_num_seqs=4, max_model_len=512, num_blocks=128, max_num_batched_tokens=512)
+def test_an_engine_is_measured(kept_engines: Callable[..., Engine]):
+    options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256}
+    engine = kept_engines(skip_tokenizer_init=True, num_blocks=129, **options)
     found = [answer(engine, 3, seed=0), median_of(engine, 2, repeats=1)]
     assert all(0 < it.host_seconds < it.seconds for it in found)

@@ -58,6 +58,7 @@ def test_every_point_that_fits_has_its_row(engine: Engine):
     engine.check_integrity()
 
 
+@pytest.mark.full
 def test_attention_is_timed_with_every_block_size(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("bench.kernels.CACHE_BYTES", 1 << 20)
     monkeypatch.setattr("bench.kernels.PROGRAM_BYTES", 1 << 20)

@@ -46,7 +46,7 @@ def test_shipped_tokenizer_is_the_built_one():
     assert shipped.get_vocab() == build_tokenizer().get_vocab()
 
 
-@pytest.mark.parametrize("is_long", [False, True])
+@pytest.mark.parametrize("is_long", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_logits_match_transformers(loaded, hf_model, is_long):
     """Of a question, and of chats with tools as long as the context."""
     ids = list(sample_examples(0, 1, task="sort_numbers")[0].prompt.encode())[:32]
@@ -69,6 +69,7 @@ def test_recorded_accuracy():
     assert min(share for forms in recorded.values() for share in forms.values()) >= 0.99
 
 
+@pytest.mark.full
 def test_dialogues_are_right(loaded):
     tasks = [task for task in DIALOGUES for _ in range(8)]
     drawn = [each for task in DIALOGUES for each in sample_dialogues(5, 8, task)]
