@@ -227,6 +227,7 @@ def test_the_charts_tell_of_the_time_that_is_shown(pages: Pages):
     assert in_use.inner_text() == "0 %"
 
 
+@pytest.mark.full
 def test_what_is_said_of_a_block_is_kept_true(pages: Pages):
     page = opened(pages, pace="0")
     send(page, "Count from 1 to 30")
@@ -244,6 +245,7 @@ def test_what_is_said_of_a_block_is_kept_true(pages: Pages):
     assert page.locator("#block .chip").count() == len(sequence["blocks"])
 
 
+@pytest.mark.full
 def test_space_goes_on_at_the_pace_before(pages: Pages):
     page = opened(pages, pace="5")
     page.focus("#grid")
@@ -252,6 +254,7 @@ def test_space_goes_on_at_the_pace_before(pages: Pages):
         assert page.input_value("#pace") == pace
 
 
+@pytest.mark.full
 def test_a_page_out_of_sight_rests(pages: Pages):
     page = opened(pages)
     page.evaluate("jpaged.rest()")
@@ -316,6 +319,7 @@ LINE_ENDS = r"""async () => {
 }"""
 
 
+@pytest.mark.full
 def test_a_server_that_comes_again_is_shown_anew(pages: Pages, compilation_cache: Path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
@@ -389,6 +393,7 @@ def test_what_is_pointed_at_is_described(pages: Pages):
     assert page.inner_text("#said").startswith("Block 3: ")
 
 
+@pytest.mark.full
 def test_light_and_dark(pages: Pages):
     page = opened(pages, color_scheme="light")
     background = "getComputedStyle(document.body).backgroundColor"
@@ -400,13 +405,17 @@ def test_light_and_dark(pages: Pages):
     assert page.locator("#grid").screenshot() != cells
 
 
-@pytest.mark.parametrize("width", [360, 800, 1600])
+@pytest.mark.parametrize(
+    "width",
+    [360, pytest.param(800, marks=pytest.mark.full), pytest.param(1600, marks=pytest.mark.full)],
+)
 def test_it_fits_the_window(pages: Pages, width: int):
     page = opened(pages, viewport={"width": width, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.evaluate("jpaged.grid.columns * jpaged.grid.size") <= width
 
 
+@pytest.mark.full
 def test_nothing_flashes_for_those_who_want_it_calm(pages: Pages):
     calm = opened(pages, reduced_motion="reduce")
     lively = opened(pages)
@@ -428,6 +437,7 @@ def test_markup_in_prompts_is_text(pages: Pages):
     assert page.evaluate("document.querySelectorAll('main img, main b').length") == 0
 
 
+@pytest.mark.full
 def test_text_does_not_turn_a_sentence_around(pages: Pages):
     page = opened(pages, pace="0")
     send(page, "up\u202edown\nlast", tokens=8)
@@ -451,6 +461,7 @@ def test_a_frame_that_does_not_fit_is_followed_by_a_snapshot(pages: Pages):
     assert "tables" in pages.problems.pop()  # pyright: ignore[reportFunctionMemberAccess]
 
 
+@pytest.mark.full
 def test_those_who_listen_hear_what_they_asked_for(pages: Pages):
     """Not each token of a block that happens to be in view."""
     page = opened(pages, pace="0")
@@ -466,6 +477,7 @@ def test_those_who_listen_hear_what_they_asked_for(pages: Pages):
     assert page.get_attribute("#said", "aria-live") == "off"
 
 
+@pytest.mark.full
 def test_a_calculator_is_called(pages: Pages, compilation_cache: Path):
     """The page runs it, and the model answers with what it computed."""
     with serving(compilation_cache, "--max-model-len", "1024") as address:
@@ -499,6 +511,7 @@ def test_an_error_of_the_server_is_shown(pages: Pages):
     assert pages.problems.pop().startswith("Failed to load resource")  # pyright: ignore
 
 
+@pytest.mark.full
 def test_a_hundred_thousand_blocks(pages: Pages, record_property: Callable):
     page = opened(pages)
     times = page.evaluate(LARGE_POOL)
@@ -596,6 +609,7 @@ LARGE_POOL = """async () => {
 }"""
 
 
+@pytest.mark.full
 def test_a_server_with_a_key_asks_for_it(pages: Pages, compilation_cache: Path):
     with serving(compilation_cache, "--api-key", KEY) as address:
         with pytest.raises(Exception, match="INVALID_AUTH"):  # there is no user to ask

@@ -85,7 +85,13 @@ def run(code: str, url: str, folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("library", EXAMPLES)
+@pytest.mark.parametrize(
+    "library",
+    [
+        pytest.param(name, marks=[] if name in ("openai", "anthropic") else pytest.mark.full)
+        for name in EXAMPLES
+    ],
+)
 def test_a_library(library: str, url: str, tmp_path: Path):
     if importlib.util.find_spec(library.replace("-", "_")) is None:
         pytest.skip(f"{library} is not installed: it is in the extra `clients`")

@@ -76,10 +76,11 @@ def random_sums(seed: int, n: int) -> list[tuple[str, str]]:
     return sums
 
 
+@pytest.mark.parametrize("count", [6, pytest.param(24, marks=pytest.mark.full)])
 @pytest.mark.parametrize("choice", ["auto", "required"])
-def test_many_random_sums(talk: Run, choice: str):
+def test_many_random_sums(talk: Run, choice: str, count: int):
     """The right call with the right arguments, and the right answer to what comes back."""
-    sums = random_sums(1, 24)
+    sums = random_sums(1, count)
 
     async def scenario(server: Server) -> None:
         trips = [round_trip(server, question, tool_choice=choice) for question, _ in sums]

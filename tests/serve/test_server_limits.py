@@ -292,7 +292,7 @@ def test_waiting_too_long(serve: Run):
         running.leave()
         await running.task
 
-    serve(scenario, limits={"queue_timeout": 0.3})
+    serve(scenario, limits={"queue_timeout": 1.5})
 
 
 @pytest.mark.usefixtures("slow")
