@@ -3,8 +3,6 @@
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,10 +23,11 @@ def peak_memory(folder, how):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_peak_host_memory_stays_under_1_3_of_the_largest_shard(tmp_path):
+@pytest.mark.parametrize(
+    ("how", "low", "high"),
+    [("load", 0.0, 1.3), pytest.param("naive", 1.9, 9.0, marks=pytest.mark.full)],
+)
+def test_peak_host_memory_stays_under_1_3_of_the_largest_shard(tmp_path, how, low, high):
     """The hard case: each shard one tensor, cast on the way. Reading it all first must fail."""
     write_checkpoint(tmp_path)
-    with ThreadPoolExecutor() as pool:
-        streamed, naive = pool.map(partial(peak_memory, tmp_path), ["load", "naive"])
-    assert streamed < 1.3
-    assert naive > 1.9
+    assert low < peak_memory(tmp_path, how) < high

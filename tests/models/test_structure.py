@@ -13,6 +13,7 @@ from hf_models import config_of
 from jpaged.models.attention import AttentionInputs
 from jpaged.models.decoder import Decoder
 from pallas_kernels import FP8, Backend
+from tests.covering import covering
 
 DTYPE_CASES = {"gpt2-untied-inner", "opt-350m", "llama3-biases", "mistral-window", "qwen2", "qwen3"}
 DTYPE_CASES |= {"gemma3"}
@@ -46,8 +47,15 @@ def abstract_step(case: str, dtype, pool_dtype, *, decode: bool):
     return (graphdef, state, token_ids, positions, pool, attention), rows
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("case", sorted(DTYPE_CASES))
+DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32]
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    covering(
+        sorted(DTYPE_CASES), DTYPES, strength=1, keep=lambda case, dtype: dtype == jnp.bfloat16
+    ),
+)
 def test_dtypes_of_a_step(case, dtype):
     """Logits are float32 and the pool keeps its dtype, whatever the model's."""
     for decode, pool_dtype in ((False, dtype), (True, jnp.bfloat16)):
