@@ -10,6 +10,7 @@ from e2e_options import Engines
 from safetensors.numpy import load_file, save_file
 
 from jpaged import Engine, SamplingParams
+from tests.covering import covering
 
 TIGHT = 24  # blocks: too few for the requests below at once
 
@@ -52,8 +53,9 @@ def expected_greedy(logits: Any, prompt: list[int], count: int) -> list[int]:
     return sequence[len(prompt) :]
 
 
-@pytest.mark.parametrize("async_scheduling", [True, False])
-@pytest.mark.parametrize("num_blocks", [129, TIGHT])
+@pytest.mark.parametrize(
+    ("num_blocks", "async_scheduling"), covering([TIGHT, 129], [True, False], strength=1)
+)
 def test_greedy_is_token_exact(
     engines: Engines, qwen_folder: Path, oracle: Any, num_blocks: int, async_scheduling: bool
 ):

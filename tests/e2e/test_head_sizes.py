@@ -25,6 +25,8 @@ HEADS: dict[str, dict[str, Any]] = {
     },
 }
 ON_ANY_DEVICE = [("llama", 4), ("gpt2", 5), ("gpt2", 8), ("qwen3", 12), ("qwen2", 16)]
+USUAL = (8, 16)
+"""Those that other tests have engines of too."""
 ON_A_GPU = [("llama", 24), ("qwen3", 40), ("qwen2", 80), ("llama", 96), ("gpt2", 200)]
 ON_A_GPU += [("gemma3_text", 256)]
 LENGTHS = (1, 3, 15, 16, 17, 40, 90)
@@ -69,7 +71,10 @@ def checkpoint(folder: Path, family: str, head_size: int) -> Callable[[list[int]
 @pytest.mark.parametrize(
     ("family", "head_size", "on_gpu"),
     [
-        *((*case, False) for case in ON_ANY_DEVICE),
+        *(
+            pytest.param(*case, False, marks=[pytest.mark.full] if case[1] in USUAL else [])
+            for case in ON_ANY_DEVICE
+        ),
         *(pytest.param(*case, True, marks=pytest.mark.gpu) for case in ON_ANY_DEVICE + ON_A_GPU),
     ],
 )
@@ -79,7 +84,9 @@ def test_greedy_tokens_are_those_of_transformers(
     if on_gpu != (jax.default_backend() == "gpu"):
         pytest.skip("of the other device")
     continued = checkpoint(tmp_path, family, head_size)
-    engine = engines(tmp_path, skip_tokenizer_init=True, dtype="float32")
+    # Bursts call the kernels that single steps do.
+    options = {"skip_tokenizer_init": True, "dtype": "float32", "num_scheduler_steps": 1}
+    engine = engines(tmp_path, **options)
     rng = np.random.default_rng(head_size)
     prompts = [rng.integers(2, 128, n).tolist() for n in LENGTHS]
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
