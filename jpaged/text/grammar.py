@@ -333,9 +333,9 @@ class Matcher:
             words[token // 32] &= ~np.uint32(1 << token % 32)
 
     def too_slow(self) -> GrammarError:
-        """Says that a mask took too long."""
+        """Return the error of an answer whose masks took too long."""
         most = f"{bounds.MASK_SECONDS * 1e3:g} ms of a processor"
-        return _refused(self._form, f"a token took more than {most}: simplify it")
+        return _refused(self._form, f"its tokens took more than {most} each: simplify it")
 
     def failed(self, error: BaseException) -> GrammarError:
         """Says that something unforeseen went wrong, with this answer alone."""

@@ -201,6 +201,7 @@ class _Answer:
     """
 
     __slots__ = (
+        "debt",
         "has_mask",
         "is_busy",
         "is_heavy",
@@ -219,6 +220,7 @@ class _Answer:
         self.has_mask = False  # its first mask was made
         self.is_heavy = self.is_suspect = self.is_slow = self.is_wide = False
         self.num_watched = 0
+        self.debt = 0.0  # seconds that its masks have taken beyond `MASK_SECONDS` each
         self.is_busy = True  # a thread will write to its place
         self.is_over = False
 
@@ -237,6 +239,12 @@ class _Answer:
         """A mask was made, and it allows many tokens or not."""
         self.is_wide, self.has_mask = is_wide, True
 
+    def is_too_slow(self, mask_seconds: float) -> bool:
+        """Note the time of a mask; return whether masks have taken more than `MASK_SECONDS` each
+        for long. One slow mask is no reason: it may make states that the next masks find."""
+        self.debt = max(0.0, self.debt + mask_seconds - bounds.MASK_SECONDS)
+        return self.debt > bounds.MASK_DEBT
+
     def note_times(self, token_seconds: float | None, mask_seconds: float) -> None:
         """A thread has matched a token, if it is not None, and made a mask, in so much time."""
         self.is_slow = mask_seconds > _SLOW_SECONDS
@@ -248,6 +256,20 @@ class _Answer:
             self.num_watched = min(self.num_watched + _WATCHED, _MOST_WATCHED)
         elif self.is_wide:
             self.num_watched = max(0, self.num_watched - 1)
+
+
+class _ProcessorClock:
+    """Processor time of this thread since the clock was made.
+
+    Some containers count processor time in ticks of 10 ms and more, so that 3 ms may read as 20:
+    the time on the wall is the upper bound.
+    """
+
+    def __init__(self) -> None:
+        self._thread, self._wall = time.thread_time(), time.perf_counter()
+
+    def seconds(self) -> float:
+        return min(time.thread_time() - self._thread, time.perf_counter() - self._wall)
 
 
 _Work = tuple[_Answer, int | None]
@@ -448,12 +470,12 @@ class MaskMaker:
             token_seconds = self._match(answer, token)
             if matcher.is_stopped:
                 return None
-        masks, start = self._memory.masks, time.thread_time()
+        masks, start = self._memory.masks, _ProcessorClock()
         error = matcher.fill(masks, answer.place)
-        mask_seconds = time.thread_time() - start
+        mask_seconds = start.seconds()
         if not answer.has_mask:
             mask_seconds = 0.0  # states are made that the next masks find
-        elif mask_seconds > bounds.MASK_SECONDS:
+        elif answer.is_too_slow(mask_seconds):
             error = matcher.too_slow()
         some = masks[answer.place, :: self._stride]
         answer.note_mask(is_wide=bool(2 * np.count_nonzero(some) > len(some)))
@@ -464,9 +486,9 @@ class MaskMaker:
         """Match a token; return the time that it took."""
         matcher = answer.matcher
         if not (answer.is_heavy and matcher.is_matched(token)):
-            start = time.thread_time()
+            start = _ProcessorClock()
             matcher.accept(token)
-            return time.thread_time() - start
+            return start.seconds()
         # llguidance releases Python's lock only where it is to match the tokens of two. The time
         # is not of a processor: that of llguidance's own thread is not known.
         start = time.perf_counter()
